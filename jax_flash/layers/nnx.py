@@ -1,0 +1,273 @@
+"""FlashAttention in Flax NNX: an `attention_fn` for nnx.MultiHeadAttention, and a layer of ours.
+
+The attention is `jax_flash.flash_attention`; `_shared.py` puts Flax's arguments in its terms.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from flax.nnx.nn.linear import default_kernel_init
+from flax.typing import Dtype, Initializer
+
+from jax_flash import flash_attention
+from jax_flash.layers import _shared
+
+
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Dtype | None = None,
+    precision: Any = None,
+    module: nnx.Module | None = None,
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+    is_causal: bool = False,
+    input_positions: jax.Array | None = None,
+    *,
+    backend: str | None = None,
+) -> jax.Array:
+    """nnx.dot_product_attention by flash_attention: same arguments, memory linear in length.
+
+    Where it differs from Flax's function:
+    - Dropout draws every weight on its own, also with `broadcast_dropout=True`, where Flax repeats
+      one [T, S] pattern over batch and heads. The chance to be kept is the same 1 - dropout_rate.
+    - A query with nothing to attend to gives zeros; Flax gives the mean of all values.
+    - Softmax and accumulation are always float32.
+    - `module`, given when attention weights are to be sown, needs the [T, S] weights themselves:
+      Flax's function answers that call.
+
+    Args:
+      query: [*B, T, N, H].
+      key: [*B, S, K, H], K a divisor of N.
+      value: [*B, S, K, Hv].
+      bias: float, broadcastable to [*B, N, T, S].
+      mask: bool or numbers (nonzero means True), broadcastable to [*B, N, T, S].
+      broadcast_dropout: for Flax's function.
+      dropout_rng: key for dropout.
+      dropout_rate: share of the weights that dropout removes.
+      deterministic: no dropout.
+      dtype: dtype of the computation; None takes the inputs' common dtype.
+      precision: for Flax's function.
+      module: sows the attention weights.
+      promote_dtype: brings query, key and value to one dtype.
+      is_causal: query i sees keys 0..i. Without effect on one query with a mask over several keys,
+        which is a decoding step.
+      input_positions: refused, since only a rotary embedding has a use for them.
+      backend: as in flash_attention; set it with functools.partial.
+
+    Returns:
+      [*B, T, N, Hv].
+
+    Raises:
+      ValueError: for `input_positions`, and where flash_attention refuses the arguments.
+
+    >>> from flax import nnx
+    >>> from jax_flash.layers.nnx import attention_fn
+    >>> layer = nnx.MultiHeadAttention(4, 32, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+    """
+    if input_positions is not None:
+        raise ValueError(
+            "attention_fn applies no rotary embedding, so input_positions would have no effect; "
+            "use jax_flash.layers.nnx.FlashAttention(..., rotary_base=10_000.0)"
+        )
+    mask, is_causal = _shared.flax_mask(mask, is_causal, query, key)
+    if module is not None:
+        return nnx.dot_product_attention(
+            query,
+            key,
+            value,
+            bias=bias,
+            mask=_shared.with_causal(mask, query, key) if is_causal else mask,
+            broadcast_dropout=broadcast_dropout,
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            dtype=dtype,
+            precision=precision,
+            module=module,
+            promote_dtype=promote_dtype,
+        )
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    dropout_rate = 0.0 if deterministic else dropout_rate
+    return flash_attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        is_causal=is_causal,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_rng if dropout_rate else None,
+        backend=backend,
+    )
+
+
+class FlashAttention(nnx.Module):
+    """Self-attention with grouped-query heads, rotary embedding, a window, packed sequences, cache.
+
+    Args:
+      num_heads: query heads.
+      in_features: size of the last axis of input and output.
+      num_kv_heads: key and value heads, a divisor of num_heads; None means num_heads.
+      head_dim: size of one head; None means in_features // num_heads.
+      is_causal: a position sees itself and what came before.
+      window: (left, right) positions visible around each one, None for no bound; an int means both.
+      rotary_base: base of the rotary embedding, 10_000.0 for instance; None for no embedding.
+      softcap: bounds the scores to (-softcap, softcap) by tanh.
+      use_sinks: learns one score per head that takes part in the softmax and has no value.
+      dropout_rate: share of the attention weights that dropout removes.
+      deterministic: no dropout; `eval()` and `train()` of any module above set it.
+      use_bias: adds a bias in the four projections.
+      dtype: dtype of the computation; None takes that of input and parameters.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the four projections.
+      attention_fn: flash_attention, or a function with those of its arguments that this layer uses,
+        functools.partial(flash_attention, backend="xla") for instance.
+      rngs: `params`, and `dropout` where dropout_rate is positive.
+
+    Raises:
+      ValueError: for head counts and sizes that do not fit together.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jax_flash.layers.nnx import FlashAttention
+    >>> layer = FlashAttention(4, 64, num_kv_heads=2, is_causal=True, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 10, 64))).shape
+    (2, 10, 64)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        is_causal: bool = False,
+        window: int | tuple[int | None, int | None] | None = None,
+        rotary_base: float | None = None,
+        softcap: float | None = None,
+        use_sinks: bool = False,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        use_bias: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        attention_fn: Callable[..., jax.Array] = flash_attention,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = in_features // num_heads if head_dim is None else head_dim
+        _shared.check_layer(self.num_heads, self.num_kv_heads, self.head_dim, rotary_base)
+        self.is_causal = is_causal
+        self.window = window
+        self.rotary_base = rotary_base
+        self.softcap = softcap
+        self.dropout_rate = dropout_rate
+        self.deterministic = deterministic
+        self.attention_fn = attention_fn
+
+        project = functools.partial(
+            nnx.LinearGeneral,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            rngs=rngs,
+        )
+        q_heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        self.query = project(in_features, q_heads)
+        self.key = project(in_features, kv_heads)
+        self.value = project(in_features, kv_heads)
+        self.out = project(q_heads, in_features, axis=(-2, -1))
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None
+        self.rngs = rngs.dropout.fork() if dropout_rate > 0.0 else None
+        self.cached_key: nnx.Cache | None = nnx.data(None)
+        self.cached_value: nnx.Cache | None = nnx.data(None)
+        self.cache_index: nnx.Cache | None = nnx.data(None)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        decode: bool = False,
+    ) -> jax.Array:
+        """Attention among the positions of `x`, or of `x` to itself and all that is in the cache.
+
+        Args:
+          x: [*B, T, in_features].
+          segment_ids: int [*B, T]; a position sees only those with its own id.
+          bias: float, added to the scores, broadcastable to [*B, num_heads, T, S].
+          mask: bool, broadcastable to [*B, num_heads, T, S].
+          decode: x continues the sequences in the cache, by any T; S is then the cache's length.
+
+        Returns:
+          [*B, T, in_features]; NaN where decoding ran past the end of the cache.
+
+        Raises:
+          ValueError: for decode=True without a cache, with segment_ids, or without is_causal.
+        """
+        cache = None
+        if decode:
+            _shared.check_decode(self.is_causal, segment_ids)
+            if self.cached_key is None or self.cached_value is None or self.cache_index is None:
+                raise ValueError("decode=True needs a cache: call init_cache(batch, max_length)")
+            cache = _shared.Cache(
+                self.cached_key[...], self.cached_value[...], self.cache_index[...]
+            )
+        dropout: dict[str, Any] = {}
+        if self.rngs is not None and not self.deterministic:
+            dropout.update(dropout_rate=self.dropout_rate, dropout_key=self.rngs())
+        out, cache = _shared.self_attention(
+            self.attention_fn,
+            self.query(x),
+            self.key(x),
+            self.value(x),
+            cache,
+            rotary_base=self.rotary_base,
+            segment_ids=segment_ids,
+            is_causal=self.is_causal,
+            local_window_size=self.window,
+            softcap=self.softcap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            bias=bias,
+            mask=mask,
+            **dropout,
+        )
+        if cache is not None:
+            self.cached_key[...] = cache.key
+            self.cached_value[...] = cache.value
+            self.cache_index[...] = cache.index
+        return self.out(out)
+
+    def init_cache(
+        self, batch: int | tuple[int, ...], max_length: int, dtype: Dtype = jnp.float32
+    ) -> None:
+        """Makes an empty cache of `max_length` positions, which `decode=True` then fills.
+
+        Args:
+          batch: size of the leading axis, or of all of them.
+          max_length: positions that prompt and continuation may have together.
+          dtype: dtype in which keys and values are kept.
+        """
+        batch = (batch,) if isinstance(batch, int) else batch
+        shape = (*batch, max_length, self.num_kv_heads, self.head_dim)
+        self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
+        self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
+        self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
