@@ -5,8 +5,11 @@ unavailable, with a reason that says how to repair it; backend "xla" needs none 
 Read next: cuda/runtime/bindings.cc.
 """
 
+import ctypes
+import dataclasses
 import functools
 import importlib
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +50,122 @@ def misfit(ext: ModuleType, ffi_version: tuple[int, int] | None) -> str | None:
             f"jax_flash again. {_REPAIR}"
         )
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """What NVRTC made of one program."""
+
+    cubin: bytes
+    log: str  # of NVRTC and ptxas: registers, shared memory, spills, warnings
+    seconds: float  # spent in this process; a cached program costs about a millisecond
+    from_disk: bool
+
+
+def compile_kernel(source: str, header: str, arch: str) -> CompiledKernel:
+    """Compiles a CUDA program, or finds it in the caches; needs NVRTC, but no GPU and no driver.
+
+    Args:
+      source: the file that holds the kernel, relative to `kernels/`.
+      header: the constexpr definitions in front of it.
+      arch: what to compile for, such as "sm_90a".
+
+    Raises:
+      RuntimeError: NVRTC is missing, or the program does not compile; the text holds the log.
+    """
+    return CompiledKernel(*_cuda().cuda_compile(source, header, arch))
+
+
+def load_kernel(source: str, header: str, arch: str, entry: str) -> None:
+    """Compiles as `compile_kernel` does and loads the entry point into the driver.
+
+    Raises:
+      RuntimeError: as `compile_kernel`, or there is no driver, or it refuses the program.
+    """
+    _cuda().cuda_load(source, header, arch, entry)
+
+
+def configure_cuda(cache: Path | None, cache_bytes: int, nvrtc: str | None = None) -> None:
+    """Tells the compiled module where NVRTC, the kernels' source and the cache are.
+
+    Args:
+      cache: folder for compiled kernels; None keeps none on disk.
+      cache_bytes: bound on that folder's size; the least recently used kernels go first.
+      nvrtc: path of libnvrtc; None finds the one installed.
+
+    Raises:
+      RuntimeError: the compiled module is missing or has no CUDA half.
+    """
+    ext, reasons = _load()
+    if ext is None or "cuda" in reasons:
+        raise RuntimeError(reasons["cuda"])
+    error = ""
+    if nvrtc is None:
+        nvrtc, error = _find_nvrtc()
+    folder = "" if cache is None else str(cache)
+    ext.cuda_configure(nvrtc, error, _kernel_sources(), folder, cache_bytes)
+
+
+# Room for several hundred kernels of 50 to 500 KB.
+CACHE_BYTES = 256 << 20
+
+
+def cache_folder() -> Path | None:
+    """Returns where compiled kernels are kept: JAX_FLASH_CACHE_DIR, where "" means nowhere."""
+    chosen = os.environ.get("JAX_FLASH_CACHE_DIR")
+    if chosen is not None:
+        return Path(chosen).expanduser().absolute() if chosen else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "jax_flash"
+
+
+@functools.cache
+def _configure_once() -> None:
+    configure_cuda(cache_folder(), CACHE_BYTES)
+
+
+def _cuda() -> ModuleType:
+    _configure_once()
+    ext, _ = _load()
+    if ext is None:
+        raise RuntimeError("jax_flash._ext is not loaded")
+    return ext
+
+
+def _kernel_sources() -> dict[str, str]:
+    """Reads the kernels' text, named as `#include` spells it."""
+    root = kernel_root()
+    kernels = root / "kernels"
+    files = {path.relative_to(kernels).as_posix(): path for path in kernels.glob("**/*.cuh")}
+    files |= {path.name: path for path in root.glob("runtime/params.h")}
+    return {name: path.read_text() for name, path in files.items()}
+
+
+def _find_nvrtc() -> tuple[str, str]:
+    """Finds libnvrtc: returns (its path, ""), or ("", why there is none and what to do)."""
+    chosen = os.environ.get("JAX_FLASH_NVRTC")
+    if chosen:
+        return chosen, ""
+    repair = (
+        "jax_flash compiles its CUDA kernels with NVRTC, which jax[cuda12] and jax[cuda13] bring "
+        "(alone: pip install nvidia-cuda-nvrtc); JAX_FLASH_NVRTC may name a libnvrtc.so to use."
+    )
+    try:
+        pathfinder = importlib.import_module("cuda.pathfinder")
+    except ModuleNotFoundError:
+        return "", f"the Python package cuda-pathfinder is not installed. {repair}"
+    try:
+        return pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path, ""
+    except pathfinder.DynamicLibNotFoundError:
+        return "", f"libnvrtc was not found. {repair}"
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache
@@ -97,3 +216,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 _load()
+# A program from jax.export calls the handlers without lowering anything here, so where a GPU may be
+# the compiler is made ready at import. Elsewhere it waits until it is asked for.
+if available("cuda") is None and _has_driver():
+    _configure_once()

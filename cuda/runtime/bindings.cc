@@ -2,6 +2,14 @@
 // Read next: cpu/handlers.h; the Python side is jax_flash/_native.py.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "xla/ffi/api/c_api.h"
 
@@ -10,6 +18,7 @@
 #endif
 #ifdef JAX_FLASH_CUDA
 #include "cuda/runtime/handlers.h"
+#include "cuda/runtime/jit.h"
 #endif
 
 namespace nb = nanobind;
@@ -40,10 +49,49 @@ nb::dict Targets() {
   return targets;
 }
 
+#ifdef JAX_FLASH_CUDA
+void CudaConfigure(std::string nvrtc, std::string nvrtc_error,
+                   std::map<std::string, std::string> sources, std::string cache_folder,
+                   std::uint64_t cache_bytes) {
+  jax_flash::Configure({std::move(nvrtc), std::move(nvrtc_error), std::move(sources),
+                        std::move(cache_folder), cache_bytes});
+}
+
+// Returns (cubin, log, seconds, from_disk).
+nb::tuple CudaCompile(const jax_flash::Program& program) {
+  auto image = [&] {
+    nb::gil_scoped_release release;
+    return jax_flash::Compile(program);
+  }();
+  if (!image.ok()) throw std::runtime_error(image.error());
+  const jax_flash::Image& done = **image;
+  return nb::make_tuple(nb::bytes(done.cubin.data(), done.cubin.size()), done.log, done.seconds,
+                        done.from_disk);
+}
+
+void CudaLoad(const jax_flash::Program& program, const std::string& entry) {
+  auto kernel = [&] {
+    nb::gil_scoped_release release;
+    return jax_flash::Load(program, entry);
+  }();
+  if (!kernel.ok()) throw std::runtime_error(kernel.error());
+}
+#endif
+
 }  // namespace
 
 NB_MODULE(_ext, m) {
   m.attr("version") = JAX_FLASH_VERSION;
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("targets", &Targets);
+#ifdef JAX_FLASH_CUDA
+  m.def("cuda_configure", &CudaConfigure);
+  m.def("cuda_compile", [](std::string source, std::string header, std::string arch) {
+    return CudaCompile({std::move(source), std::move(header), std::move(arch)});
+  });
+  m.def("cuda_load",
+        [](std::string source, std::string header, std::string arch, const std::string& entry) {
+          CudaLoad({std::move(source), std::move(header), std::move(arch)}, entry);
+        });
+#endif
 }
