@@ -1,0 +1,78 @@
+"""What to compute, as two frozen values that every backend reads.
+
+`Problem` holds the meaning of one attention call and knows neither shapes nor backends; `Shapes`
+holds the sizes. Both are hashable, hold Python scalars only, and can serve as parameters of a
+primitive. `_validate.py` makes them from a user's arguments.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# The optional operands of the primitives, in the order in which they follow q, k, v.
+TERMS = (
+    "bias",
+    "mask",
+    "query_lengths",
+    "key_value_lengths",
+    "query_segments",
+    "key_value_segments",
+    "sinks",
+    "dropout_state",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The meaning of one attention call, sizes aside.
+
+    Key j is visible to query i when `-left <= j - (i + offset) <= right` and every term present
+    agrees. The offset is 0, or with `bottom_right` the number of keys less the number of queries of
+    that batch row.
+    """
+
+    dtype: str  # of q, k, v and out: "float32", "bfloat16" or "float16"
+    scale: float
+    window: tuple[int | None, int | None] = (None, None)  # (left, right); None: unbounded
+    bottom_right: bool = False
+    softcap: float | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool = False
+    terms: tuple[str, ...] = ()  # optional operands present, in the order of TERMS
+
+    def name_terms(self, operands: Sequence[Any]) -> dict[str, Any]:
+        """Returns the optional operands by name."""
+        return dict(zip(self.terms, operands, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """The sizes of one attention call; `batch` is the product of the leading dims."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any) -> "Shapes":
+        """Reads the sizes from q `[*B, T, N, H]`, k `[*B, S, K, H]` and v `[*B, S, K, Hv]`."""
+        *batch, q_len, q_heads, head_dim = q.shape
+        return cls(
+            batch=math.prod(batch),
+            q_len=q_len,
+            kv_len=k.shape[-3],
+            q_heads=q_heads,
+            kv_heads=k.shape[-2],
+            head_dim=head_dim,
+            value_dim=v.shape[-1],
+        )
+
+
+def order_terms(terms: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the operands that are present (not None), in the order of TERMS."""
+    return {name: terms[name] for name in TERMS if terms.get(name) is not None}

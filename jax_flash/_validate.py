@@ -1,0 +1,330 @@
+"""From a user's arguments to a Problem and its operands, or an error that says what to change.
+
+Everything here runs at trace time and looks at ranks, shapes, dtypes and Python values, never at
+array contents.
+"""
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._problem import Problem, order_terms
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES_TEXT = ", ".join(_DTYPES)
+_ALIGNMENTS = ("top_left", "bottom_right")
+_LETTERS = "query [*B, T, N, H], key [*B, S, K, H] and value [*B, S, K, Hv]"
+
+
+def prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    scale: Any,
+    bias: Any,
+    mask: Any,
+    is_causal: Any,
+    causal_align: Any,
+    local_window_size: Any,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    query_segment_ids: Any,
+    key_value_segment_ids: Any,
+    softcap: Any,
+    sinks: Any,
+    dropout_rate: Any,
+    dropout_key: Any,
+    deterministic: Any,
+) -> tuple[Problem, tuple[jax.Array, ...]]:
+    """Checks the arguments of `flash_attention` and brings them to the form of the primitives.
+
+    Returns: the Problem, and the operands (q, k, v, *terms) it describes.
+
+    Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
+    """
+    q, k, v = _arrays(query, key, value)
+    *batch, q_len, q_heads, head_dim = q.shape
+    batch, kv_len = tuple(batch), k.shape[-3]
+    scores = (*batch, q_heads, q_len, kv_len)
+
+    align = _choice("causal_align", causal_align, _ALIGNMENTS)
+    rate = _dropout_rate(dropout_rate, dropout_key)
+    query_segments, key_value_segments = _segments(
+        query_segment_ids, key_value_segment_ids, (*batch, q_len), (*batch, kv_len)
+    )
+    terms = order_terms(
+        {
+            "bias": _bias(bias, scores),
+            "mask": _mask(mask, scores),
+            "query_lengths": _lengths("query_seq_lengths", query_seq_lengths, batch, q_len),
+            "key_value_lengths": _lengths(
+                "key_value_seq_lengths", key_value_seq_lengths, batch, kv_len
+            ),
+            "query_segments": query_segments,
+            "key_value_segments": key_value_segments,
+            "sinks": _sinks(sinks, batch, q_heads),
+            "dropout_state": _dropout_state(dropout_key, batch, q_heads) if rate > 0.0 else None,
+        }
+    )
+    problem = Problem(
+        dtype=q.dtype.name,
+        scale=1.0 / math.sqrt(head_dim) if scale is None else _number("scale", scale),
+        window=_window(_flag("is_causal", is_causal), local_window_size),
+        bottom_right=align == "bottom_right",
+        softcap=_softcap(softcap),
+        dropout_rate=rate,
+        deterministic=_flag("deterministic", deterministic),
+        terms=tuple(terms),
+    )
+    return problem, (q, k, v, *terms.values())
+
+
+def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
+    arrays = {
+        name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    }
+    for name, x in arrays.items():
+        if x.ndim < 3:
+            raise ValueError(
+                f"{name} has shape {x.shape}, rank {x.ndim}; expected rank 3 or more: {_LETTERS}"
+            )
+    for name, x in arrays.items():
+        if x.dtype.name not in _DTYPES:
+            raise TypeError(
+                f"{name} has dtype {x.dtype} (shape {x.shape}); expected one of "
+                f"{_DTYPES_TEXT}, for example {name}.astype('float32')"
+            )
+    q, k, v = arrays["query"], arrays["key"], arrays["value"]
+    for name, x in (("key", k), ("value", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{name} has dtype {x.dtype} but query has {q.dtype}; query, key and value need "
+                f"one dtype, for example {name}.astype(query.dtype)"
+            )
+        if x.shape[:-3] != q.shape[:-3]:
+            raise ValueError(
+                f"{name} has shape {x.shape} and query {q.shape}; expected equal leading (batch) "
+                f"dims {q.shape[:-3]}: {_LETTERS}"
+            )
+    if k.shape[-3:-1] != v.shape[-3:-1]:
+        raise ValueError(
+            f"value has shape {v.shape} and key {k.shape}; expected {v.shape[-1]} features for "
+            f"each of key's {k.shape[-3]} positions and {k.shape[-2]} heads: {_LETTERS}"
+        )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"key has shape {k.shape} and query {q.shape}; expected equal head dims (the last), "
+            f"got {k.shape[-1]} and {q.shape[-1]}"
+        )
+    for name, x in arrays.items():
+        if x.shape[-1] == 0:
+            raise ValueError(
+                f"{name} has shape {x.shape}; expected a head dim (the last) of at least 1"
+            )
+    q_heads, kv_heads = q.shape[-2], k.shape[-2]
+    if q_heads % kv_heads if kv_heads else q_heads:
+        raise ValueError(
+            f"query has {q_heads} heads (shape {q.shape}) and key {kv_heads} (shape {k.shape}); "
+            "expected the first to be a multiple of the second"
+        )
+    return q, k, v
+
+
+def _array(name: str, x: Any) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is {type(x).__name__}; expected an array") from error
+
+
+def _broadcastable(name: str, x: jax.Array, scores: tuple[int, ...]) -> jax.Array:
+    """Gives x the rank of `[*B, N, T, S]`, or says why it does not broadcast to it."""
+    full = (1,) * (len(scores) - x.ndim) + x.shape
+    if len(full) != len(scores) or any(
+        have not in (1, want) for have, want in zip(full, scores, strict=True)
+    ):
+        raise ValueError(
+            f"{name} has shape {x.shape}; expected a shape that broadcasts to [*B, N, T, S] = "
+            f"{scores}: every dim 1 or equal"
+        )
+    return jnp.reshape(x, full)
+
+
+def _bias(bias, scores) -> jax.Array | None:
+    if bias is None:
+        return None
+    bias = _array("bias", bias)
+    if bias.dtype.name not in _DTYPES:
+        hint = (
+            "pass booleans as mask"
+            if bias.dtype == jnp.bool_
+            else "for example bias.astype('float32')"
+        )
+        raise TypeError(
+            f"bias has dtype {bias.dtype} (shape {bias.shape}); expected one of "
+            f"{_DTYPES_TEXT}: {hint}"
+        )
+    return _broadcastable("bias", bias, scores)
+
+
+def _mask(mask, scores) -> jax.Array | None:
+    if mask is None:
+        return None
+    mask = _array("mask", mask)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(
+            f"mask has dtype {mask.dtype} (shape {mask.shape}); expected bool, True where a key "
+            "is visible: mask != 0, or pass an additive mask as bias"
+        )
+    return _broadcastable("mask", mask, scores)
+
+
+def _integers(name: str, x: Any, shape: tuple[int, ...], letters: str) -> jax.Array:
+    x = _array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {x.dtype} (shape {x.shape}); expected int32")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}; expected {letters} = {shape}")
+    return x.astype(jnp.int32)
+
+
+def _lengths(name: str, lengths, batch: tuple[int, ...], limit: int) -> jax.Array | None:
+    if lengths is None:
+        return None
+    return jnp.clip(_integers(name, lengths, batch, "[*B]"), 0, limit)
+
+
+def _segments(query_ids, key_value_ids, query_shape, key_value_shape):
+    if query_ids is None and key_value_ids is None:
+        return None, None
+    for name, ids, other in (
+        ("query_segment_ids", query_ids, "key_value_segment_ids"),
+        ("key_value_segment_ids", key_value_ids, "query_segment_ids"),
+    ):
+        if ids is None:
+            raise ValueError(
+                f"{other} is given without {name}; expected both, [*B, T] = {query_shape} and "
+                f"[*B, S] = {key_value_shape} (the same array twice for self-attention)"
+            )
+    return (
+        _integers("query_segment_ids", query_ids, query_shape, "[*B, T]"),
+        _integers("key_value_segment_ids", key_value_ids, key_value_shape, "[*B, S]"),
+    )
+
+
+def _sinks(sinks, batch, q_heads: int) -> jax.Array | None:
+    if sinks is None:
+        return None
+    sinks = _array("sinks", sinks)
+    if sinks.dtype.name not in _DTYPES:
+        raise TypeError(
+            f"sinks has dtype {sinks.dtype} (shape {sinks.shape}); expected one of {_DTYPES_TEXT}"
+        )
+    if sinks.shape != (q_heads,):
+        raise ValueError(
+            f"sinks has shape {sinks.shape}; expected [N] = ({q_heads},), one logit per query head"
+        )
+    return jnp.reshape(sinks.astype(jnp.float32), (1,) * len(batch) + (q_heads,))
+
+
+def _dropout_rate(rate, key) -> float:
+    rate = _number("dropout_rate", rate)
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate is {rate}; expected 0 <= dropout_rate < 1")
+    if rate > 0.0 and key is None:
+        raise ValueError(
+            f"dropout_rate is {rate} but dropout_key is None; expected a key such as "
+            "jax.random.key(0)"
+        )
+    return rate
+
+
+def _dropout_state(key, batch: tuple[int, ...], q_heads: int) -> jax.Array:
+    """Computes uint32 `[*B, N, 4]`: (key word 0, key word 1, head id, batch id).
+
+    The ids count heads and batch rows over the whole call, however it is later sharded.
+    """
+    try:
+        words = jax.random.bits(key, (2,), jnp.uint32)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"dropout_key is {_describe(key)}; expected one key, such as jax.random.key(0) or "
+            "jax.random.PRNGKey(0)"
+        ) from error
+    batch_ids = jnp.arange(math.prod(batch), dtype=jnp.uint32).reshape(*batch, 1)
+    head_ids = jnp.arange(q_heads, dtype=jnp.uint32)
+    return jnp.stack(jnp.broadcast_arrays(words[0], words[1], head_ids, batch_ids), axis=-1)
+
+
+def _window(
+    is_causal: bool, size: int | Sequence[int | None] | None
+) -> tuple[int | None, int | None]:
+    """Computes how many keys to the left and right of its own position a query sees (None: all)."""
+    if size is None or isinstance(size, numbers.Integral):
+        left = right = size
+    elif isinstance(size, Sequence) and len(size) == 2:
+        left, right = size
+    else:
+        raise TypeError(
+            f"local_window_size is {size!r}; expected an int, a pair (left, right), or None"
+        )
+    for side in (left, right):
+        if side is not None and not isinstance(side, numbers.Integral):
+            raise TypeError(
+                f"local_window_size is {size!r}; expected ints, or None for a side without a limit"
+            )
+        if side is not None and side < 0:
+            raise ValueError(
+                f"local_window_size is {size!r}; expected 0 or more on each side, or None for no "
+                "limit"
+            )
+    left = None if left is None else int(left)
+    right = None if right is None else int(right)
+    return left, 0 if is_causal else right
+
+
+def _softcap(softcap) -> float | None:
+    if softcap is None:
+        return None
+    softcap = _number("softcap", softcap)
+    if softcap <= 0.0:
+        raise ValueError(f"softcap is {softcap}; expected a number above 0, or None for no cap")
+    return softcap
+
+
+def _number(name: str, x: Any) -> float:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            f"{name} is a traced array; expected a Python number, known when the call is traced"
+        )
+    try:
+        number = float(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is {_describe(x)}; expected a Python number") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}; expected a finite number")
+    return number
+
+
+def _flag(name: str, x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer) or x not in (True, False):
+        raise TypeError(
+            f"{name} is {_describe(x)}; expected True or False, known when the call is traced"
+        )
+    return bool(x)
+
+
+def _choice(name: str, x: Any, choices: tuple[str, ...]) -> str:
+    if x not in choices:
+        raise ValueError(f"{name} is {x!r}; expected one of {', '.join(map(repr, choices))}")
+    return x
+
+
+def _describe(x: Any) -> str:
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    return repr(x) if shape is None else f"an array of shape {shape} and dtype {dtype}"

@@ -1,0 +1,224 @@
+"""The public calls: `flash_attention`, and `dot_product_attention` with jax.nn's own signature.
+
+Read next: `_validate.py` for what the arguments may be, `_vjp.py` for how the call is
+differentiated.
+"""
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_flash import _validate, _vjp
+from jax_flash._backends import Backend
+
+Window = int | tuple[int | None, int | None]
+
+
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    scale: float | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    is_causal: bool = False,
+    causal_align: Literal["top_left", "bottom_right"] = "top_left",
+    local_window_size: Window | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = False,
+    backend: Backend | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **keywords: Any,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    scale: float | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    is_causal: bool = False,
+    causal_align: Literal["top_left", "bottom_right"] = "top_left",
+    local_window_size: Window | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    softcap: float | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: Backend | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes softmax(softcap(scale * query keyᵀ + bias)) value in memory linear in T and S.
+
+    A query with nothing to attend to gives out 0, lse −inf and zero gradients. NaN or inf in
+    positions that a query does not attend to never reaches its result; a NaN or inf that it does
+    attend to makes its whole row NaN.
+
+    Arguments:
+      query: `[*B, T, N, H]`, float32, bfloat16 or float16; any number of leading dims.
+      key: `[*B, S, K, H]`, in query's dtype; K divides N, and query head n reads head
+        n // (N // K).
+      value: `[*B, S, K, Hv]`, in query's dtype.
+      scale: of the dot products; None: 1 / sqrt(H).
+      bias: added to the scaled dot products; float, broadcasts to `[*B, N, T, S]`. Its gradient
+        has its own shape.
+      mask: bool, broadcasts to `[*B, N, T, S]`; True where a query attends to a key.
+      is_causal: hide the keys after a query's own position.
+      causal_align: which key stands at a query's own position, for is_causal and
+        local_window_size: "top_left" puts query 0 at key 0, "bottom_right" the last query at the
+        last key, in each batch row by its lengths where these are given.
+      local_window_size: keys visible to the (left, right) of a query's own position, both ends
+        included; None on a side: no limit; an int serves both sides.
+      query_seq_lengths, key_value_seq_lengths: int32 `[*B]`, valid positions of each batch row,
+        clipped to [0, T] and [0, S]; later positions are padding.
+      query_segment_ids, key_value_segment_ids: int32 `[*B, T]` and `[*B, S]`; a query attends to
+        keys of equal id, in any order.
+      softcap: c in c * tanh(logits / c), above 0.
+      sinks: float `[N]`, one more logit for each head that joins the denominator and no value.
+      dropout_rate: probability in [0, 1) of dropping a weight; the rest is scaled by
+        1 / (1 − rate).
+      dropout_key: one key, typed or raw. The same key gives the same pattern on every backend and
+        sharding. Under shard_map a device counts its own batch rows and heads, so fold in the
+        device's index where patterns should differ.
+      return_lse: also return the log-sum-exp of the logits, with a gradient.
+      deterministic: gradients that are bit-identical from run to run.
+      backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
+        arrays are.
+
+    Returns: out `[*B, T, N, Hv]` in query's dtype; with return_lse also float32 lse `[*B, T, N]`.
+
+    Raises:
+      TypeError, ValueError: a wrong argument, with its shape or value and what would be right.
+      NotImplementedError: a named backend that cannot run the problem, with the reason.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_flash import flash_attention
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64), jnp.bfloat16)
+      >>> flash_attention(q, k, v, is_causal=True).shape
+      (2, 128, 8, 64)
+
+    Papers: Dao et al., FlashAttention (arXiv:2205.14135); Dao, FlashAttention-2
+    (arXiv:2307.08691); Rabe and Staats (arXiv:2112.05682).
+    """
+    problem, operands = _validate.prepare(
+        query,
+        key,
+        value,
+        scale=scale,
+        bias=bias,
+        mask=mask,
+        is_causal=is_causal,
+        causal_align=causal_align,
+        local_window_size=local_window_size,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        deterministic=deterministic,
+    )
+    out, lse = _vjp.attend(problem, backend, *operands)
+    return (out, jnp.swapaxes(lse, -1, -2)) if return_lse else out
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Computes `jax.nn.dot_product_attention`, in memory linear in the sequence lengths.
+
+    A drop-in with jax.nn's signature. Two results differ from jax.nn's: a query with nothing to
+    attend to gives 0 (there: the mean of value), and the residual is float32 with a gradient
+    (there: key's dtype, without one).
+
+    Arguments:
+      query: `[B, T, N, H]` or `[T, N, H]`; key and value `[B, S, K, H]` or `[S, K, H]`.
+      bias, mask: float and bool, rank 4 or less, broadcasting to `[B, N, T, S]`.
+      scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size: as in
+        `flash_attention`; the alignment is "top_left".
+      implementation: None takes the best backend of ours, "xla" the backend "xla", "cudnn" the
+        backend "cuda".
+      return_residual: also return the log-sum-exp.
+
+    Returns: out in query's shape and dtype; with return_residual also float32
+    `[B, T, N]` or `[T, N]`.
+
+    Raises: as `flash_attention`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_flash import dot_product_attention
+      >>> q = jnp.ones((2, 16, 4, 32))
+      >>> dot_product_attention(q, q, q, is_causal=True).shape
+      (2, 16, 4, 32)
+
+    Paper: Vaswani et al. (arXiv:1706.03762).
+    """
+    backends: dict[str | None, Backend | None] = {None: None, "xla": "xla", "cudnn": "cuda"}
+    if implementation not in backends:
+        raise ValueError(f"implementation is {implementation!r}; expected None, 'xla' or 'cudnn'")
+    shape = jnp.shape(query)
+    out, lse = flash_attention(
+        _at_least_4d(query),
+        _at_least_4d(key),
+        _at_least_4d(value),
+        scale=scale,
+        bias=None if bias is None else _at_least_4d(bias),
+        mask=None if mask is None else _at_least_4d(mask),
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        backend=backends[implementation],
+        return_lse=True,
+    )
+    out = jnp.reshape(out, (*shape[:-1], out.shape[-1]))
+    return (out, jnp.reshape(lse, shape[:-1])) if return_residual else out
+
+
+def _at_least_4d(x: ArrayLike) -> jax.Array:
+    x = jnp.asarray(x)
+    return jnp.reshape(x, (1,) * (4 - x.ndim) + x.shape)

@@ -1,0 +1,153 @@
+"""The oracle: attention written as plainly as possible, with the meaning of `flash_attention`.
+
+No tiles, no tuning, no native code; memory grows with T x S. It computes in float32, or in float64
+when the inputs are float64, and JAX differentiates it. Every backend is tested against it.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._philox import keep_mask
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float | None = None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    causal_align: str = "top_left",
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    query_segment_ids: jax.Array | None = None,
+    key_value_segment_ids: jax.Array | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    return_lse: bool = False,
+):
+    """Computes softmax(softcap(scale * query keyᵀ + bias)) value over the visible keys.
+
+    Arguments are those of `jax_flash.flash_attention`, unchecked.
+
+    Returns: out `[*B, T, N, Hv]` in float32, or in float64 if an input is float64; with
+    `return_lse` also the log-sum-exp `[*B, T, N]`.
+    """
+    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    q, k, v = (jnp.asarray(x, dtype) for x in (query, key, value))
+    *batch, q_len, q_heads, head_dim = q.shape
+    kv_len, kv_heads = k.shape[-3], k.shape[-2]
+    k, v = (jnp.repeat(x, q_heads // kv_heads, axis=-2) for x in (k, v)) if kv_heads else (k, v)
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+
+    visible = _visible(
+        (*batch, q_heads, q_len, kv_len),
+        mask=mask,
+        window=_window(is_causal, local_window_size),
+        bottom_right=causal_align == "bottom_right",
+        query_lengths=query_seq_lengths,
+        key_value_lengths=key_value_seq_lengths,
+        query_segments=query_segment_ids,
+        key_value_segments=key_value_segment_ids,
+    )
+
+    # NaN and inf leave the matrix products, where 0 * NaN would spread them, and return as NaN
+    # where they are seen.
+    (q, q_bad), (k, k_bad), (v, v_bad) = (_split_bad(x) for x in (q, k, v))
+    logits = scale * jnp.einsum("...tnh,...snh->...nts", q, k, precision="highest")
+    logits = logits + q_bad[..., :, None] + k_bad[..., None, :]
+    if bias is not None:
+        logits = logits + bias.astype(dtype)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    logits = jnp.where(visible, logits, -jnp.inf)
+
+    largest = jnp.max(logits, axis=-1, initial=-jnp.inf)
+    empty = largest == -jnp.inf
+    if sinks is not None:
+        sinks = jnp.asarray(sinks, dtype)[:, None]
+        largest = jnp.maximum(largest, sinks)
+    largest = jax.lax.stop_gradient(jnp.where(empty, 0.0, largest))
+    weights = jnp.exp(logits - largest[..., None])
+    total = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - largest)
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
+    weights = weights / total[..., None]
+
+    if dropout_rate > 0.0:
+        keep = _dropout_mask(dropout_key, dropout_rate, weights.shape)
+        weights = jnp.where(keep, weights / (1.0 - dropout_rate), 0.0)
+    weights = weights + jnp.where(visible, v_bad[..., None, :], 0.0)
+    out = jnp.einsum("...nts,...snh->...tnh", weights, v, precision="highest")
+    return (out, jnp.swapaxes(lse, -1, -2)) if return_lse else out
+
+
+def _window(is_causal, local_window_size) -> tuple[int | None, int | None]:
+    if not isinstance(local_window_size, tuple):
+        local_window_size = (local_window_size, local_window_size)
+    left, right = local_window_size
+    return left, 0 if is_causal else right
+
+
+def _visible(
+    shape,
+    *,
+    mask,
+    window,
+    bottom_right,
+    query_lengths,
+    key_value_lengths,
+    query_segments,
+    key_value_segments,
+) -> jax.Array:
+    """Computes bool `[*B, N, T, S]`: which keys each query attends to."""
+    *batch, _, q_len, kv_len = shape
+    query = jnp.arange(q_len)[:, None]
+    key = jnp.arange(kv_len)
+    # Per batch row, as [*B, 1, 1, 1].
+    q_lengths = jnp.full(batch, q_len) if query_lengths is None else query_lengths
+    kv_lengths = jnp.full(batch, kv_len) if key_value_lengths is None else key_value_lengths
+    q_lengths = jnp.clip(q_lengths, 0, q_len)[..., None, None, None]
+    kv_lengths = jnp.clip(kv_lengths, 0, kv_len)[..., None, None, None]
+
+    visible = (query < q_lengths) & (key < kv_lengths)
+    distance = key - query - (kv_lengths - q_lengths if bottom_right else 0)
+    left, right = window
+    if left is not None:
+        visible &= distance >= -left
+    if right is not None:
+        visible &= distance <= right
+    if query_segments is not None:
+        visible &= query_segments[..., None, :, None] == key_value_segments[..., None, None, :]
+    if mask is not None:
+        visible &= mask
+    return jnp.broadcast_to(visible, shape)
+
+
+def _split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits `[*B, T, N, H]` into x with 0 for NaN and inf, and `[*B, N, T]`: NaN where x had any.
+
+    Elsewhere the second array is 0.
+    """
+    finite = jnp.isfinite(x)
+    bad = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan).astype(x.dtype)
+    return jnp.where(finite, x, 0.0), jnp.swapaxes(bad, -1, -2)
+
+
+def _dropout_mask(key, rate: float, shape) -> jax.Array:
+    """Computes bool `[*B, N, T, S]`: which weights dropout keeps."""
+    *batch, heads, q_len, kv_len = shape
+    word = jax.random.bits(key, (2,), jnp.uint32)
+    batch_id = jnp.arange(math.prod(batch), dtype=jnp.uint32).reshape(*batch, 1)
+    head_id = jnp.arange(heads, dtype=jnp.uint32)
+    state = jnp.stack(jnp.broadcast_arrays(word[0], word[1], head_id, batch_id), axis=-1)
+    return keep_mask(state, rate, 0, 0, q_len, kv_len)
