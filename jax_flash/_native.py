@@ -29,7 +29,7 @@ def available(platform: Literal["cpu", "cuda"]) -> str | None:
 
 def kernel_root() -> Path:
     """Returns the folder with `kernels/` and `runtime/params.h`, the text that NVRTC compiles."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).parent
     installed = package / "_cuda"
     return installed if installed.is_dir() else package.parent / "cuda"
 
