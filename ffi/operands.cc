@@ -1,0 +1,277 @@
+#include "ffi/operands.h"
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace jax_flash {
+namespace {
+
+namespace ffi = xla::ffi;
+using Dims = std::vector<std::int64_t>;
+
+constexpr const char* kTermNames[kTermCount] = {"bias",           "mask",
+                                                "query_lengths",  "key_value_lengths",
+                                                "query_segments", "key_value_segments",
+                                                "sinks",          "dropout_state"};
+
+template <class Range>
+std::string Show(const Range& dims) {
+  std::string text = "[";
+  for (std::int64_t dim : dims) {
+    text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
+  }
+  return text + "]";
+}
+
+// Reads buffers one after another, stopping at the first one that is not as it should be.
+class Reader {
+ public:
+  Reader(ffi::RemainingArgs args, ffi::RemainingRets rets) : args_(args), rets_(rets) {}
+
+  const ffi::Error& error() const { return error_; }
+  bool ok() const { return error_.success(); }
+  void Fail(std::string text) {
+    if (ok()) error_ = ffi::Error::InvalidArgument("jax_flash: " + std::move(text));
+  }
+
+  std::optional<ffi::AnyBuffer> Operand(const char* name) {
+    return Take(name, args_.get<ffi::AnyBuffer>(arg_++));
+  }
+  std::optional<ffi::AnyBuffer> Result(const char* name) {
+    auto result = rets_.get<ffi::AnyBuffer>(ret_++);
+    if (result.has_error()) {
+      Fail(std::string("the result ") + name + " is missing");
+      return std::nullopt;
+    }
+    return **result;
+  }
+
+  // Checks dtype and shape; where `broadcast`, any dim may be 1 instead.
+  void Check(const char* name, const std::optional<ffi::AnyBuffer>& buffer, ffi::DataType dtype,
+             const Dims& shape, bool broadcast = false) {
+    if (!ok()) return;
+    bool fits = static_cast<std::size_t>(buffer->dimensions().size()) == shape.size();
+    for (std::size_t i = 0; fits && i < shape.size(); ++i) {
+      const std::int64_t dim = buffer->dimensions()[i];
+      fits = dim == shape[i] || (broadcast && dim == 1);
+    }
+    if (!fits) {
+      Fail(std::string(name) + " has shape " + Show(buffer->dimensions()) + ", expected " +
+           Show(shape) + (broadcast ? " (any dim may be 1)" : ""));
+    } else if (buffer->element_type() != dtype) {
+      Fail(std::string(name) + " has XLA element type " +
+           std::to_string(static_cast<int>(buffer->element_type())) + ", expected " +
+           std::to_string(static_cast<int>(dtype)));
+    }
+  }
+
+  void CheckAllRead() {
+    if (ok() && args_.size() != arg_) {
+      Fail(std::to_string(args_.size()) + " operands, expected " + std::to_string(arg_));
+    }
+  }
+
+ private:
+  std::optional<ffi::AnyBuffer> Take(const char* name, ffi::ErrorOr<ffi::AnyBuffer> buffer) {
+    if (buffer.has_value()) return *buffer;
+    Fail(std::string("the operand ") + name + " is missing");
+    return std::nullopt;
+  }
+
+  ffi::RemainingArgs args_;
+  ffi::RemainingRets rets_;
+  std::size_t arg_ = 0;
+  std::size_t ret_ = 0;
+  ffi::Error error_;
+};
+
+Dims Join(ffi::Span<const std::int64_t> batch, std::initializer_list<std::int64_t> rest) {
+  Dims dims(batch.begin(), batch.end());
+  dims.insert(dims.end(), rest);
+  return dims;
+}
+
+bool IsFloat(ffi::DataType dtype) {
+  return dtype == ffi::F32 || dtype == ffi::BF16 || dtype == ffi::F16;
+}
+
+void CheckAttributes(const Attributes& a, Reader* reader) {
+  if (!std::isfinite(a.scale)) reader->Fail("scale is not finite");
+  if (a.window_left < -1 || a.window_right < -1) {
+    reader->Fail("window (" + std::to_string(a.window_left) + ", " +
+                 std::to_string(a.window_right) + ") has a size below -1");
+  }
+  if (!(a.softcap >= 0 && std::isfinite(a.softcap))) reader->Fail("softcap is not in [0, inf)");
+  if (!(a.dropout_rate >= 0 && a.dropout_rate < 1)) reader->Fail("dropout_rate is not in [0, 1)");
+  if (a.dropout_rate > 0 && !a.Has(kDropoutState)) reader->Fail("dropout_rate without its state");
+  if (a.Has(kQuerySegments) != a.Has(kKeyValueSegments)) {
+    reader->Fail("query_segments and key_value_segments come together");
+  }
+  if (a.terms < 0 || a.terms >> kTermCount != 0) {
+    reader->Fail("terms = " + std::to_string(a.terms) + " has unknown bits");
+  }
+}
+
+// Reads q, k and v, from which all other shapes follow.
+void ReadInputs(Reader* reader, Operands* to) {
+  const auto q = reader->Operand("q");
+  const auto k = reader->Operand("k");
+  const auto v = reader->Operand("v");
+  if (!reader->ok()) return;
+  const auto q_dims = q->dimensions();
+  const std::size_t rank = q_dims.size();
+  if (rank < 3 || k->dimensions().size() != rank || v->dimensions().size() != rank) {
+    return reader->Fail("q " + Show(q_dims) + ", k " + Show(k->dimensions()) + " and v " +
+                        Show(v->dimensions()) + " need one rank of 3 or more");
+  }
+  to->batch = ffi::Span<const std::int64_t>(q_dims.begin(), rank - 3);
+  Sizes& s = to->sizes;
+  s.batch = 1;
+  for (std::int64_t dim : to->batch) s.batch *= dim;
+  s.q_len = q_dims[rank - 3];
+  s.q_heads = q_dims[rank - 2];
+  s.head_dim = q_dims[rank - 1];
+  s.kv_len = k->dimensions()[rank - 3];
+  s.kv_heads = k->dimensions()[rank - 2];
+  s.value_dim = v->dimensions()[rank - 1];
+  to->dtype = q->element_type();
+  if (!IsFloat(to->dtype)) return reader->Fail("q is neither float32 nor bfloat16 nor float16");
+  reader->Check("k", k, to->dtype, Join(to->batch, {s.kv_len, s.kv_heads, s.head_dim}));
+  reader->Check("v", v, to->dtype, Join(to->batch, {s.kv_len, s.kv_heads, s.value_dim}));
+  if (s.q_heads != 0 && (s.kv_heads == 0 || s.q_heads % s.kv_heads != 0)) {
+    return reader->Fail("the " + std::to_string(s.kv_heads) +
+                        " heads of k and v do not divide the " + std::to_string(s.q_heads) +
+                        " of q");
+  }
+  to->q = q->untyped_data();
+  to->k = k->untyped_data();
+  to->v = v->untyped_data();
+}
+
+void ReadTerms(const Attributes& attributes, Reader* reader, Operands* to) {
+  const Sizes& s = to->sizes;
+  for (int i = 0; i < kTermCount && reader->ok(); ++i) {
+    const Term term = static_cast<Term>(i);
+    if (!attributes.Has(term)) continue;
+    const char* name = kTermNames[i];
+    const auto buffer = reader->Operand(name);
+    if (!reader->ok()) return;
+    to->terms[i] = buffer;
+    const Dims scores = Join(to->batch, {s.q_heads, s.q_len, s.kv_len});
+    switch (term) {
+      case kBias:
+        if (!IsFloat(buffer->element_type())) return reader->Fail("bias is not floating point");
+        reader->Check(name, buffer, buffer->element_type(), scores, /*broadcast=*/true);
+        break;
+      case kMask:
+        reader->Check(name, buffer, ffi::PRED, scores, /*broadcast=*/true);
+        break;
+      case kQueryLengths:
+      case kKeyValueLengths:
+        reader->Check(name, buffer, ffi::S32, Join(to->batch, {}));
+        break;
+      case kQuerySegments:
+        reader->Check(name, buffer, ffi::S32, Join(to->batch, {s.q_len}));
+        break;
+      case kKeyValueSegments:
+        reader->Check(name, buffer, ffi::S32, Join(to->batch, {s.kv_len}));
+        break;
+      case kSinks:
+        reader->Check(name, buffer, ffi::F32, Join(to->batch, {s.q_heads}), /*broadcast=*/true);
+        break;
+      case kDropoutState:
+        reader->Check(name, buffer, ffi::U32, Join(to->batch, {s.q_heads, 4}));
+        break;
+      case kTermCount:
+        break;
+    }
+  }
+}
+
+}  // namespace
+
+ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       const Attributes& attributes, ForwardOperands* operands) {
+  Reader reader(args, rets);
+  CheckAttributes(attributes, &reader);
+  ReadInputs(&reader, operands);
+  ReadTerms(attributes, &reader, operands);
+  reader.CheckAllRead();
+  if (!reader.ok()) return reader.error();
+  const Sizes& s = operands->sizes;
+  const auto out = reader.Result("out");
+  const auto lse = reader.Result("lse");
+  reader.Check("out", out, operands->dtype,
+               Join(operands->batch, {s.q_len, s.q_heads, s.value_dim}));
+  reader.Check("lse", lse, ffi::F32, Join(operands->batch, {s.q_heads, s.q_len}));
+  if (!reader.ok()) return reader.error();
+  operands->out = out->untyped_data();
+  operands->lse = static_cast<float*>(lse->untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        const Attributes& attributes, bool with_dlse, bool with_dbias,
+                        BackwardOperands* operands) {
+  Reader reader(args, rets);
+  CheckAttributes(attributes, &reader);
+  if (with_dbias && !attributes.Has(kBias)) reader.Fail("a bias gradient without a bias");
+  ReadInputs(&reader, operands);
+  if (!reader.ok()) return reader.error();
+  const Sizes& s = operands->sizes;
+  const Dims out_shape = Join(operands->batch, {s.q_len, s.q_heads, s.value_dim});
+  const Dims lse_shape = Join(operands->batch, {s.q_heads, s.q_len});
+  const auto out = reader.Operand("out");
+  const auto lse = reader.Operand("lse");
+  const auto dout = reader.Operand("dout");
+  const auto dlse = with_dlse ? reader.Operand("dlse") : std::nullopt;
+  reader.Check("out", out, operands->dtype, out_shape);
+  reader.Check("lse", lse, ffi::F32, lse_shape);
+  reader.Check("dout", dout, operands->dtype, out_shape);
+  if (with_dlse) reader.Check("dlse", dlse, ffi::F32, lse_shape);
+  ReadTerms(attributes, &reader, operands);
+  reader.CheckAllRead();
+  const auto dq = reader.Result("dq");
+  const auto dk = reader.Result("dk");
+  const auto dv = reader.Result("dv");
+  reader.Check("dq", dq, operands->dtype, Join(operands->batch, {s.q_len, s.q_heads, s.head_dim}));
+  reader.Check("dk", dk, operands->dtype,
+               Join(operands->batch, {s.kv_len, s.kv_heads, s.head_dim}));
+  reader.Check("dv", dv, operands->dtype,
+               Join(operands->batch, {s.kv_len, s.kv_heads, s.value_dim}));
+  if (with_dbias) operands->dbias = reader.Result("dbias");
+  if (!reader.ok()) return reader.error();
+  if (with_dbias) {
+    const auto& bias = *operands->terms[kBias];
+    reader.Check("dbias", operands->dbias, bias.element_type(),
+                 Dims(bias.dimensions().begin(), bias.dimensions().end()));
+    if (!reader.ok()) return reader.error();
+  }
+  operands->out = out->untyped_data();
+  operands->lse = static_cast<const float*>(lse->untyped_data());
+  operands->dout = dout->untyped_data();
+  operands->dlse = dlse ? static_cast<const float*>(dlse->untyped_data()) : nullptr;
+  operands->dq = dq->untyped_data();
+  operands->dk = dk->untyped_data();
+  operands->dv = dv->untyped_data();
+  return ffi::Error::Success();
+}
+
+std::int64_t BroadcastRow(const Operands& operands, Term term, std::int64_t batch) {
+  const auto dims = operands.terms[term]->dimensions();
+  const std::size_t leading = operands.batch.size();
+  std::int64_t stride = 1;
+  for (std::size_t i = leading; i < dims.size(); ++i) stride *= dims[i];
+  std::int64_t index = 0;
+  for (std::size_t i = leading; i-- > 0;) {
+    if (dims[i] != 1) index += batch % operands.batch[i] * stride;
+    batch /= operands.batch[i];
+    stride *= dims[i];
+  }
+  return index;
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,93 @@
+// Owns the reading of a custom call: attributes and operands as XLA hands them over, checked once
+// more (ranks, shapes, dtypes, ranges), into a plain struct. Shared by the CPU and CUDA handlers.
+// The order of operands and the attributes are those of jax_flash/_primitives.py.
+
+#ifndef JAX_FLASH_FFI_OPERANDS_H_
+#define JAX_FLASH_FFI_OPERANDS_H_
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_flash {
+
+// The optional operands, in the order in which they follow the others; the value is the term's bit
+// in the attribute `terms`. jax_flash/_problem.py has the same list.
+enum Term : int {
+  kBias,
+  kMask,
+  kQueryLengths,
+  kKeyValueLengths,
+  kQuerySegments,
+  kKeyValueSegments,
+  kSinks,
+  kDropoutState,
+  kTermCount,
+};
+
+struct Attributes {
+  double scale;
+  std::int64_t window_left;   // keys visible before the aligned query position; -1: all
+  std::int64_t window_right;  // and after it
+  bool bottom_right;
+  double softcap;  // 0: none
+  double dropout_rate;
+  bool deterministic;
+  std::int64_t terms;  // bit i: Term i is present
+
+  bool Has(Term term) const { return terms >> term & 1; }
+};
+
+struct Sizes {
+  std::int64_t batch;  // product of the leading dims
+  std::int64_t q_len, kv_len;
+  std::int64_t q_heads, kv_heads;
+  std::int64_t head_dim, value_dim;
+};
+
+// What both passes read. Pointers are to dense row-major arrays.
+struct Operands {
+  Sizes sizes;
+  xla::ffi::DataType dtype;                  // of q, k, v, out and their gradients
+  xla::ffi::Span<const std::int64_t> batch;  // the leading dims
+  const void* q;                             // [*B, T, N, H]
+  const void* k;                             // [*B, S, K, H]
+  const void* v;                             // [*B, S, K, Hv]
+  std::array<std::optional<xla::ffi::AnyBuffer>, kTermCount> terms;
+
+  template <class T>
+  const T* Data(Term term) const {  // null when the term is absent
+    return terms[term] ? static_cast<const T*>(terms[term]->untyped_data()) : nullptr;
+  }
+};
+
+struct ForwardOperands : Operands {
+  void* out;   // [*B, T, N, Hv]
+  float* lse;  // [*B, N, T]
+};
+
+struct BackwardOperands : Operands {
+  const void* out;    // [*B, T, N, Hv]
+  const float* lse;   // [*B, N, T]
+  const void* dout;   // [*B, T, N, Hv]
+  const float* dlse;  // [*B, N, T], or null
+  void *dq, *dk, *dv;
+  std::optional<xla::ffi::AnyBuffer> dbias;  // of the bias's dtype and shape
+};
+
+// Fills `*operands`; results beyond the named ones (workspaces) are the caller's to check.
+xla::ffi::Error ReadForward(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+                            const Attributes& attributes, ForwardOperands* operands);
+xla::ffi::Error ReadBackward(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+                             const Attributes& attributes, bool with_dlse, bool with_dbias,
+                             BackwardOperands* operands);
+
+// A term of rank leading dims + n, of which any may be 1: the index of its element 0 of the row
+// `batch` (flat, over the leading dims), counted in elements.
+std::int64_t BroadcastRow(const Operands& operands, Term term, std::int64_t batch);
+
+}  // namespace jax_flash
+
+#endif  // JAX_FLASH_FFI_OPERANDS_H_
