@@ -1,0 +1,477 @@
+// The PTX of sm_90a as functions: wgmma, TMA, mbarriers, named barriers, clusters, conversions.
+//
+// Owns every `asm` of the Hopper kernels and no algorithm. Compiled by NVRTC alone: no CUDA or C++
+// header is included. Shared-memory addresses are 32-bit (`shared_address`). Read tile.cuh next.
+#pragma once
+
+namespace ptx {
+
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int64 = long long;
+
+// Element types of the tensor-core operands; accumulators are float.
+struct BFloat16 {
+  uint16 bits;
+};
+struct Float16 {
+  uint16 bits;
+};
+template <class A, class B>
+inline constexpr bool kSame = false;
+template <class A>
+inline constexpr bool kSame<A, A> = true;
+
+// ---- addresses, lanes ---------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+// True in one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32 chosen;
+  asm volatile(
+      "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(chosen));
+  return chosen != 0;
+}
+
+// The warp index as a value the compiler knows to be the same in all lanes.
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+}
+
+// ---- registers per thread -----------------------------------------------------------------------
+// Each role is one branch of a single if/else, and the kernel has __launch_bounds__(threads, 1):
+// otherwise ptxas drops the instruction (C7508).
+
+template <int kRegisters>
+__device__ __forceinline__ void register_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void register_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- mbarriers ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the async proxy and to the other CTAs of the cluster.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives at the barrier of the same offset in CTA `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_remote(uint32 barrier, uint32 rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+// Arrives and announces `bytes` that TMA will deliver in this phase.
+__device__ __forceinline__ void barrier_arrive_expect(uint32 barrier, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ bool barrier_try_wait(uint32 barrier, uint32 parity) {
+  uint32 done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+// Waits until the phase of this parity has completed. A fresh barrier passes parity 1 at once.
+__device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nwaiting:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra waiting;\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// The same with acquire at cluster scope: for barriers on which other CTAs of the cluster arrive.
+__device__ __forceinline__ void barrier_wait_cluster(uint32 barrier, uint32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nwaiting:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra waiting;\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- named barriers (ids 1..15; 0 is __syncthreads), counts in threads --------------------------
+
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- clusters -----------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+// The address of the same shared-memory offset in CTA `rank`, for shared::cluster instructions.
+__device__ __forceinline__ uint32 map_to_rank(uint32 address, uint32 rank) {
+  uint32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+// Stores 4 bytes into another CTA and completes 4 bytes of its barrier's expected count.
+__device__ __forceinline__ void store_remote_async(uint32 remote, uint32 value,
+                                                   uint32 remote_barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          remote),
+      "r"(value), "r"(remote_barrier)
+      : "memory");
+}
+
+// ---- proxies ------------------------------------------------------------------------------------
+
+// Orders this thread's ordinary shared-memory accesses before later wgmma and TMA reads of them.
+// Needed in each writing thread, before the barrier that hands the data over.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- TMA: rank-4 tensor maps over [B, T, N, H], coordinates (column h, head n, row t, batch b) ---
+
+// L2 policies as `createpolicy` encodes them.
+inline constexpr uint64 kEvictNormal = 0x1000000000000000ull;
+inline constexpr uint64 kEvictFirst = 0x12F0000000000000ull;
+inline constexpr uint64 kEvictLast = 0x14F0000000000000ull;
+
+__device__ __forceinline__ void prefetch_tensor_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies one box into shared memory; its bytes count against `barrier`.
+__device__ __forceinline__ void tma_load(uint32 destination, const void* map, uint32 barrier,
+                                         uint64 policy, int column, int head, int row, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(destination),
+      "l"(map), "r"(barrier), "l"(policy), "r"(column), "r"(head), "r"(row), "r"(batch)
+      : "memory");
+}
+// The same into every CTA whose bit is set in `ranks`, at the same offsets and on their barriers.
+__device__ __forceinline__ void tma_load_multicast(uint32 destination, const void* map,
+                                                   uint32 barrier, uint16 ranks, uint64 policy,
+                                                   int column, int head, int row, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8}], [%2], %3, %4;" ::"r"(
+          destination),
+      "l"(map), "r"(barrier), "h"(ranks), "l"(policy), "r"(column), "r"(head), "r"(row),
+      "r"(batch)
+      : "memory");
+}
+// Writes one box from shared memory; rows and columns outside the array are dropped.
+__device__ __forceinline__ void tma_store(const void* map, uint32 source, int column, int head,
+                                          int row, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group"
+      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(source), "r"(column), "r"(head), "r"(row), "r"(batch)
+      : "memory");
+}
+// Adds one box of float32 from shared memory to the array.
+__device__ __forceinline__ void tma_reduce_add(const void* map, uint32 source, int column,
+                                               int head, int row, int batch) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
+      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(source), "r"(column), "r"(head), "r"(row), "r"(batch)
+      : "memory");
+}
+
+// ---- bulk copies of contiguous bytes (16-byte aligned, a multiple of 16) ------------------------
+
+__device__ __forceinline__ void bulk_load(uint32 destination, const void* source, uint32 bytes,
+                                          uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* destination, uint32 source, uint32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
+               : "memory");
+}
+// Adds float32 values from shared memory to global memory in L2.
+__device__ __forceinline__ void bulk_reduce_add(float* destination, uint32 source, uint32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   destination),
+               "r"(source), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// At most kPending of this thread's bulk groups still read their shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// At most kPending of this thread's bulk groups are still incomplete in global memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- wgmma --------------------------------------------------------------------------------------
+// Accumulator of m64nN: thread t of the warpgroup holds, for j < N/8, row = 16*(t/32) + (t%32)/4
+// (+8 for elements 4j+2, 4j+3) and column = 8j + 2*(t%4) (+1). Put wgmma_fence() before each group
+// of products whose register operands were touched: otherwise ptxas adds its own, or serialises
+// (C7510).
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from moving uses of these registers across this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void pin(uint32 (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
+// Descriptor of an operand in 128-byte-swizzled shared memory (tiles at 1024-byte alignment).
+// K-major (rows of 64 elements): stride_bytes = 1024 between groups of 8 rows, leading ignored;
+//   the next 16 elements of the contraction are +32 bytes of address.
+// MN-major (transposed as stored): leading_bytes = distance of two 64-element column boxes,
+//   stride_bytes = 1024; the next 16 elements of the contraction are +2048 bytes.
+__device__ __forceinline__ uint64 descriptor(uint32 address, uint32 leading_bytes,
+                                             uint32 stride_bytes) {
+  return (1ull << 62) | (static_cast<uint64>(stride_bytes >> 4) << 32) |
+         (static_cast<uint64>(leading_bytes >> 4) << 16) |
+         static_cast<uint64>((address & 0x3FFFF) >> 4);
+}
+// The descriptor `bytes` further on (no carry: shared memory ends below 2^18 bytes).
+__device__ __forceinline__ uint64 advance(uint64 base, uint32 bytes) {
+  return base + (bytes >> 4);
+}
+
+// Register lists: eight accumulators per group, as asm text (JF_Rk) and as constraints (JF_Ck).
+#define JF_R0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define JF_R1 JF_R0 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define JF_R2 JF_R1 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define JF_R3 JF_R2 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define JF_R4 JF_R3 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define JF_R5 JF_R4 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define JF_R6 JF_R5 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define JF_R7 JF_R6 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define JF_R8 JF_R7 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define JF_R9 JF_R8 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define JF_R10 JF_R9 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define JF_R11 JF_R10 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define JF_R12 JF_R11 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define JF_R13 JF_R12 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define JF_R14 JF_R13 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define JF_R15 JF_R14 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define JF_C(d, g)                                                                            \
+  "+f"(d[8 * g]), "+f"(d[8 * g + 1]), "+f"(d[8 * g + 2]), "+f"(d[8 * g + 3]), "+f"(d[8 * g + 4]), \
+      "+f"(d[8 * g + 5]), "+f"(d[8 * g + 6]), "+f"(d[8 * g + 7])
+#define JF_C0(d) JF_C(d, 0)
+#define JF_C1(d) JF_C0(d), JF_C(d, 1)
+#define JF_C2(d) JF_C1(d), JF_C(d, 2)
+#define JF_C3(d) JF_C2(d), JF_C(d, 3)
+#define JF_C4(d) JF_C3(d), JF_C(d, 4)
+#define JF_C5(d) JF_C4(d), JF_C(d, 5)
+#define JF_C6(d) JF_C5(d), JF_C(d, 6)
+#define JF_C7(d) JF_C6(d), JF_C(d, 7)
+#define JF_C8(d) JF_C7(d), JF_C(d, 8)
+#define JF_C9(d) JF_C8(d), JF_C(d, 9)
+#define JF_C10(d) JF_C9(d), JF_C(d, 10)
+#define JF_C11(d) JF_C10(d), JF_C(d, 11)
+#define JF_C12(d) JF_C11(d), JF_C(d, 12)
+#define JF_C13(d) JF_C12(d), JF_C(d, 13)
+#define JF_C14(d) JF_C13(d), JF_C(d, 14)
+#define JF_C15(d) JF_C14(d), JF_C(d, 15)
+
+// N, index of the last register group, and the operand numbers N/2 .. N/2 + 7.
+#define JF_FOR_EACH_WGMMA_N(M)        \
+  M(16, 0, 8, 9, 10, 11, 12, 13, 14)  \
+  M(32, 1, 16, 17, 18, 19, 20, 21, 22) \
+  M(48, 2, 24, 25, 26, 27, 28, 29, 30) \
+  M(64, 3, 32, 33, 34, 35, 36, 37, 38) \
+  M(80, 4, 40, 41, 42, 43, 44, 45, 46) \
+  M(96, 5, 48, 49, 50, 51, 52, 53, 54) \
+  M(112, 6, 56, 57, 58, 59, 60, 61, 62) \
+  M(128, 7, 64, 65, 66, 67, 68, 69, 70) \
+  M(144, 8, 72, 73, 74, 75, 76, 77, 78) \
+  M(160, 9, 80, 81, 82, 83, 84, 85, 86) \
+  M(176, 10, 88, 89, 90, 91, 92, 93, 94) \
+  M(192, 11, 96, 97, 98, 99, 100, 101, 102) \
+  M(208, 12, 104, 105, 106, 107, 108, 109, 110) \
+  M(224, 13, 112, 113, 114, 115, 116, 117, 118) \
+  M(240, 14, 120, 121, 122, 123, 124, 125, 126) \
+  M(256, 15, 128, 129, 130, 131, 132, 133, 134)
+
+#define JF_SS_TEXT(N, TYPE, LAST, a, b, s, ta, tb)                            \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #s ", 0;\n"                            \
+  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JF_R##LAST \
+  "}, %" #a ", %" #b ", p, 1, 1, %" #ta ", %" #tb ";\n}\n"
+#define JF_RS_TEXT(N, TYPE, LAST, a0, a1, a2, a3, b, s, tb)                   \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #s ", 0;\n"                            \
+  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JF_R##LAST \
+  "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, %" #tb ";\n}\n"
+
+// d[64 x N] = a[64 x 16] b[16 x N] (+ d if accumulate), both operands in shared memory.
+// kTransA, kTransB: the operand is stored MN-major.
+template <class Element, int kTransA, int kTransB, int kHalfN>
+__device__ __forceinline__ void wgmma_ss(float (&d)[kHalfN], uint64 a, uint64 b, int accumulate) {
+#define JF_CASE(N, LAST, o0, o1, o2, o3, o4, o5, o6)                                   \
+  if constexpr (kHalfN * 2 == N) {                                                     \
+    if constexpr (kSame<Element, BFloat16>) {                                          \
+      asm volatile(JF_SS_TEXT(N, "bf16", LAST, o0, o1, o2, o3, o4)                     \
+                   : JF_C##LAST(d)                                                     \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)); \
+    } else {                                                                           \
+      asm volatile(JF_SS_TEXT(N, "f16", LAST, o0, o1, o2, o3, o4)                      \
+                   : JF_C##LAST(d)                                                     \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)); \
+    }                                                                                  \
+  }
+  JF_FOR_EACH_WGMMA_N(JF_CASE)
+#undef JF_CASE
+}
+
+// The same with the A operand in registers (its four registers of one k16 step).
+template <class Element, int kTransB, int kHalfN>
+__device__ __forceinline__ void wgmma_rs(float (&d)[kHalfN], uint32 a0, uint32 a1, uint32 a2,
+                                         uint32 a3, uint64 b, int accumulate) {
+#define JF_CASE(N, LAST, o0, o1, o2, o3, o4, o5, o6)                                              \
+  if constexpr (kHalfN * 2 == N) {                                                                \
+    if constexpr (kSame<Element, BFloat16>) {                                                     \
+      asm volatile(JF_RS_TEXT(N, "bf16", LAST, o0, o1, o2, o3, o4, o5, o6)                        \
+                   : JF_C##LAST(d)                                                                \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(kTransB)); \
+    } else {                                                                                      \
+      asm volatile(JF_RS_TEXT(N, "f16", LAST, o0, o1, o2, o3, o4, o5, o6)                         \
+                   : JF_C##LAST(d)                                                                \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(kTransB)); \
+    }                                                                                             \
+  }
+  JF_FOR_EACH_WGMMA_N(JF_CASE)
+#undef JF_CASE
+}
+
+// ---- 8x8 matrices between registers and shared memory (addresses 16-byte aligned) ---------------
+
+__device__ __forceinline__ void store_matrix_x4(uint32 address, uint32 r0, uint32 r1, uint32 r2,
+                                                uint32 r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+__device__ __forceinline__ void store_matrix_x4_trans(uint32 address, uint32 r0, uint32 r1,
+                                                      uint32 r2, uint32 r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrix_x4(uint32 (&r)[4], uint32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrix_x4_trans(uint32 (&r)[4], uint32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// ---- shared memory, plain -----------------------------------------------------------------------
+
+__device__ __forceinline__ void store_shared(uint32 address, uint32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_shared_x4(uint32 address, uint32 r0, uint32 r1, uint32 r2,
+                                                uint32 r3) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
+               : "memory");
+}
+__device__ __forceinline__ uint32 load_shared(uint32 address) {
+  uint32 value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// ---- arithmetic ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Two floats rounded to nearest into one register, `low` in the low half.
+template <class Element>
+__device__ __forceinline__ uint32 pack(float low, float high) {
+  uint32 packed;
+  if constexpr (kSame<Element, BFloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+}  // namespace ptx

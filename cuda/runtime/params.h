@@ -1,0 +1,52 @@
+// Arguments of the kernels: plain structs passed by value, included by host (C++17) and device (NVRTC).
+//
+// The launcher (launch.cc) fills every field; a pointer whose term is absent is null and never read.
+// What a kernel is specialised for (element type, head dims, tiles, which terms exist) is not here
+// but in the constants of the generated header: see the list in cuda/kernels/sm90/forward.cuh.
+#pragma once
+
+// A CUtensorMap (cuTensorMapEncodeTiled): 128 opaque bytes.
+struct alignas(64) TensorMap {
+  unsigned char bytes[128];
+};
+
+// flash_forward: grid = (number of CTAs), cluster = (kClusterSize, 1, 1),
+// block = 128 * (kConsumers + 1) threads, dynamic shared memory = Tiles' formula (forward.cuh).
+struct ForwardParams {
+  // Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B), strides in
+  // bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 256 B, zero fill.
+  TensorMap query;  // [B, T, N, H]  box (64, kPackedHeads, 64 / kPackedHeads, 1)
+  TensorMap key;    // [B, S, K, H]  box (64, 1, kTileKV / kClusterSize, 1)
+  TensorMap value;  // [B, S, K, Hv] box (64, 1, kTileKV / kClusterSize, 1)
+
+  const void* query_data;  // [B, T, N, H]   the same arrays, for the rows that are recomputed
+  const void* key_data;    // [B, S, K, H]   without tensor cores when values masked out of them
+  const void* value_data;  // [B, S, K, Hv]  are not finite
+  void* out;               // [B, T, N, Hv] element type of the query
+  float* lse;              // [B, N, T] natural logarithm
+
+  const int* query_lengths;       // [B]
+  const int* key_value_lengths;   // [B]
+  const int* query_segments;      // [B, T]
+  const int* key_value_segments;  // [B, S]
+  const float* sinks;             // [B or 1, N]
+  long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
+
+  // Workspace. tile_counter: one int, zero at launch, only with kDynamic (segment_ranges zeroes it
+  // too). segment_ranges: int2[B * (ceil(S / kTileKV))], only with kHasSegments, written by the
+  // kernel segment_ranges that runs first on the same stream.
+  int* tile_counter;
+  int* segment_ranges;
+
+  int batch;         // B
+  int query_len;     // T
+  int kv_len;        // S
+  int query_heads;   // N
+  int kv_heads;      // K
+  int query_tiles;   // ceil(T * kPackedHeads / (64 * kConsumers * kClusterSize)), per cluster
+  int head_group;    // heads (of B * N / kPackedHeads) that the schedule walks together, >= 1
+  int window_left;   // keys visible left of the aligned position, < 2^30; only with kWindowLeft
+  int window_right;  // the same on the right; causal is 0; only with kWindowRight
+  float scale;       // of the logits, before the softcap
+  float softcap;     // only with kSoftcap
+};
