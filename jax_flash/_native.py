@@ -13,9 +13,10 @@ import os
 import re
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import jaxlib.version
 
 from jax_flash._version import __version__
 
@@ -34,7 +35,7 @@ def kernel_root() -> Path:
     return installed if installed.is_dir() else package.parent / "cuda"
 
 
-def misfit(ext: ModuleType, ffi_version: tuple[int, int] | None) -> str | None:
+def misfit(ext: Any, ffi_version: tuple[int, int] | None) -> str | None:
     """Compares a compiled module with the package and jaxlib's FFI version; None if it fits."""
     if ext.version != __version__:
         return (
@@ -46,8 +47,8 @@ def misfit(ext: ModuleType, ffi_version: tuple[int, int] | None) -> str | None:
     ):
         return (
             f"jax_flash._ext was built for XLA FFI {_dotted(ext.ffi_version)}, but the installed "
-            f"jaxlib {jax.lib.__version__} has FFI {_dotted(ffi_version)}. Update jaxlib, or build "
-            f"jax_flash again. {_REPAIR}"
+            f"jaxlib {jaxlib.version.__version__} has FFI {_dotted(ffi_version)}. "
+            f"Update jaxlib, or build jax_flash again. {_REPAIR}"
         )
     return None
 

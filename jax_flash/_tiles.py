@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import jax
+
 from jax_flash._problem import Problem, Shapes
 
 
