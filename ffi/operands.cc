@@ -181,6 +181,9 @@ void ReadTerms(const Attributes& attributes, Reader* reader, Operands* to) {
         break;
       case kSinks:
         reader->Check(name, buffer, ffi::F32, Join(to->batch, {s.q_heads}), /*broadcast=*/true);
+        if (reader->ok() && buffer->dimensions().back() != s.q_heads) {
+          reader->Fail("sinks need one value per head of q");
+        }
         break;
       case kDropoutState:
         reader->Check(name, buffer, ffi::U32, Join(to->batch, {s.q_heads, 4}));

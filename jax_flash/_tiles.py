@@ -68,46 +68,98 @@ def present_gpu() -> GpuSpec | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
-    """One kernel launch, as the handler reads it: the attribute is these four numbers."""
-
-    grid: int
-    threads: int
-    smem: int  # bytes of dynamic shared memory
-    cluster: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
 class ForwardTiles:
-    """The tile sizes of the sm_90a forward kernel; every field is a constexpr of the kernel."""
+    """How the sm_90a forward kernel runs a problem: constants compiled into it and its launch."""
 
-    head_dim: int  # of the tile in shared memory, 64 to 256; the arrays may have less
+    head_dim: int
     value_dim: int
-    block_q: int  # queries of one block: 64 a consumer warpgroup
-    block_kv: int  # keys of one step
-    stages: int = 2  # key and value blocks in flight
-    cluster: int = 1
+    tile_kv: int  # keys of one step, a multiple of 16
+    consumers: int  # warpgroups of 64 query rows, besides the producer's
+    stages: int = 2  # blocks of keys and values in flight
+    query_stages: int = 1
+    cluster_size: int = 1  # blocks that share keys and values by multicast
+    packed_heads: int = 1  # query heads of one kv head that share a tile
+    dynamic: bool = False  # tiles from an atomic counter, else in turn
+    ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
+    rescale_threshold: float = 8.0  # growth of the maximum, in log2, that rescales the output
+    polynomial: int = 0  # share of exp2 on the FMA units; 0: none
+    head_group: int = 8  # heads that the schedule walks together, so that their keys stay in L2
 
     source = "sm90/forward.cuh"
     entries = ("flash_forward",)
 
     @property
-    def consumers(self) -> int:
-        return self.block_q // 64
+    def tile_q(self) -> int:
+        """Query rows (positions times packed heads) of one tile."""
+        return 64 * self.consumers * self.cluster_size
 
     @property
     def threads(self) -> int:
         return 128 * (self.consumers + 1)
 
     @property
-    def smem(self) -> int:
-        """Bytes of dynamic shared memory: Q, the stages of K and V, barriers."""
-        keys = self.stages * self.block_kv * (self.head_dim + self.value_dim)
-        return 2 * (self.block_q * self.head_dim + keys) + 1024 + 256
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: queries, the stages of keys and values, barriers."""
+        boxes = [
+            -(-dim // 64) for dim in (self.head_dim, self.value_dim)
+        ]  # of 64 columns, 128 bytes
+        queries = self.query_stages * self.consumers * 64 * boxes[0]
+        keys_values = self.stages * self.tile_kv * sum(boxes)
+        return 128 * (queries + keys_values) + 1024
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a producer's and a consumer's thread; a block shares out 64k of them."""
+        return {1: (56, 256 - 16), 2: (24, 240), 3: (32, 160)}[self.consumers]
+
+    def launch(self, gpu: GpuSpec) -> dict[str, bool | int]:
+        """Returns the numbers that the handler needs (ForwardTilesAttribute in handlers.cc)."""
+        return {
+            "max_blocks": gpu.sms // self.cluster_size * self.cluster_size,
+            "threads": self.threads,
+            "shared_bytes": self.shared_bytes,
+            "cluster_size": self.cluster_size,
+            "tile_q": self.tile_q,
+            "tile_kv": self.tile_kv,
+            "packed_heads": self.packed_heads,
+            "head_group": self.head_group,
+            "dynamic": self.dynamic,
+        }
+
+    def constants(self, problem: Problem) -> dict[str, bool | int | float]:
+        """Returns the constants that the kernel is compiled with, by name."""
+        left, right = problem.window
+        producer_registers, consumer_registers = self.registers
+        return {
+            "kBFloat16": problem.dtype == "bfloat16",
+            "kHeadDim": self.head_dim,
+            "kValueDim": self.value_dim,
+            "kTileKV": self.tile_kv,
+            "kConsumers": self.consumers,
+            "kStages": self.stages,
+            "kQueryStages": self.query_stages,
+            "kClusterSize": self.cluster_size,
+            "kPackedHeads": self.packed_heads,
+            "kWindowLeft": left is not None,
+            "kWindowRight": right is not None,
+            "kBottomRight": problem.bottom_right,
+            "kHasQueryLengths": "query_lengths" in problem.terms,
+            "kHasKeyValueLengths": "key_value_lengths" in problem.terms,
+            "kHasSegments": "query_segments" in problem.terms,
+            "kHasSinks": "sinks" in problem.terms,
+            "kSoftcap": problem.softcap is not None,
+            "kPreScale": problem.scale <= 0,
+            "kDynamic": self.dynamic,
+            "kPingPong": self.ping_pong,
+            "kRescaleThreshold": self.rescale_threshold,
+            "kProducerRegisters": producer_registers,
+            "kConsumerRegisters": consumer_registers,
+            "kPolynomial": self.polynomial,
+        }
 
     def header(self, problem: Problem) -> str:
         """Returns the constexpr definitions compiled in front of the kernel."""
-        return _header(self, problem)
+        return _header(self.constants(problem))
 
 
 def supports(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
@@ -116,67 +168,39 @@ def supports(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
         return f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"the CUDA kernels take bfloat16 and float16, not {problem.dtype}"
-    if max(shapes.head_dim, shapes.value_dim) > 256:
-        widest = max(shapes.head_dim, shapes.value_dim)
-        return f"the CUDA kernels take head dims up to 256, not {widest}"
-    if shapes.head_dim % 8 or shapes.value_dim % 8:
-        # The copy engine moves rows whose stride is a multiple of 16 bytes.
-        odd = shapes.head_dim if shapes.head_dim % 8 else shapes.value_dim
-        return f"the CUDA kernels take head dims that 8 divides, not {odd}"
+    for dim in (shapes.head_dim, shapes.value_dim):
+        if dim > 256:
+            return f"the CUDA kernels take head dims up to 256, not {dim}"
+        if dim % 8:  # the copy engine moves rows that are 16 bytes apart or a multiple
+            return f"the CUDA kernels take head dims that 8 divides, not {dim}"
+    absent = {"bias": "bias", "mask": "boolean mask", "dropout_state": "dropout"}
     for term in problem.terms:
-        if term in _ABSENT_TERMS:
-            return f"the CUDA kernels have no {_ABSENT_TERMS[term]} yet"
+        if term in absent:
+            return f"the CUDA kernels have no {absent[term]}"
     return None
-
-
-# Terms that the kernels do not take, as a user calls them.
-_ABSENT_TERMS = {
-    "bias": "bias",
-    "mask": "boolean mask",
-    "sinks": "sinks",
-    "dropout_state": "dropout",
-}
 
 
 def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles:
     """Chooses the forward kernel's tiles for a problem that `supports` accepts."""
-    causal = problem.window[1] == 0
-    head_dim = next(dim for dim in (64, 96, 128, 192, 256) if dim >= shapes.head_dim)
-    value_dim = next(dim for dim in (64, 96, 128, 192, 256) if dim >= shapes.value_dim)
-    widest = max(head_dim, value_dim)
-    if widest == 64:
-        return ForwardTiles(head_dim, value_dim, block_q=192, block_kv=128)
+    causal = problem.window[1] is not None
+    dims = (shapes.head_dim, shapes.value_dim)
+    widest = max(dims)
+    if widest <= 64:
+        return ForwardTiles(*dims, tile_kv=128, consumers=3, dynamic=causal)
     if widest <= 128:
-        return ForwardTiles(head_dim, value_dim, block_q=128, block_kv=128 if causal else 176)
-    return ForwardTiles(head_dim, value_dim, block_q=128, block_kv=80)
+        return ForwardTiles(*dims, tile_kv=128 if causal else 176, consumers=2, dynamic=causal)
+    if widest <= 192:
+        return ForwardTiles(*dims, tile_kv=112, consumers=2, dynamic=causal)
+    return ForwardTiles(*dims, tile_kv=80, consumers=2, dynamic=causal)
 
 
-def _header(tiles: Any, problem: Problem) -> str:
-    left, right = problem.window
-    values: dict[str, bool | int] = {
-        "bfloat16": problem.dtype == "bfloat16",
-        "window_left": left is not None,
-        "window_right": right is not None,
-        "causal": right == 0,
-        "bottom_right": problem.bottom_right,
-        "softcap": problem.softcap is not None,
-        "query_lengths": "query_lengths" in problem.terms,
-        "key_value_lengths": "key_value_lengths" in problem.terms,
-        "segments": "query_segments" in problem.terms,
-        "bias": "bias" in problem.terms,
-        "mask": "mask" in problem.terms,
-        "sinks": "sinks" in problem.terms,
-        "dropout": problem.dropout_rate > 0,
-        "deterministic": problem.deterministic,
-        "consumers": tiles.consumers,
-        **dataclasses.asdict(tiles),
-    }
-    lines = [_definition(name, value) for name, value in values.items()]
-    return "\n".join(["namespace config {", *lines, "}  // namespace config", ""])
+def _header(constants: dict[str, bool | int | float]) -> str:
+    return "".join(_definition(name, value) for name, value in constants.items())
 
 
-def _definition(name: str, value: bool | int) -> str:
-    constant = "k" + "".join(part.capitalize() for part in name.split("_"))
+def _definition(name: str, value: bool | int | float) -> str:
     if isinstance(value, bool):
-        return f"constexpr bool {constant} = {str(value).lower()};"
-    return f"constexpr int {constant} = {value};"
+        return f"constexpr bool {name} = {str(value).lower()};\n"
+    if isinstance(value, float):
+        return f"constexpr float {name} = {value!r}f;\n"
+    return f"constexpr int {name} = {value};\n"

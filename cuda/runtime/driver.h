@@ -21,11 +21,6 @@ using CUlibrary = struct CUlib_st*;
 using CUkernel = struct CUkern_st*;
 using CUfunction = struct CUfunc_st*;  // a CUkernel is launched as one
 
-// CUtensorMap, opaque; params.h has its own name for the same 128 bytes.
-struct alignas(64) TensorMapBytes {
-  std::uint64_t opaque[16];
-};
-
 enum CUfunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
 enum CUtensorMapDataType : int { kTensorFloat16 = 6, kTensorFloat32 = 7, kTensorBfloat16 = 9 };
 enum CUtensorMapInterleave : int { kInterleaveNone = 0 };
@@ -81,7 +76,7 @@ struct Driver {
                                void** extra);
   CUresult (*cuMemsetD32Async)(CUdeviceptr target, unsigned value, std::size_t count,
                                CUstream stream);
-  CUresult (*cuTensorMapEncodeTiled)(TensorMapBytes* map, CUtensorMapDataType type, unsigned rank,
+  CUresult (*cuTensorMapEncodeTiled)(void* map, CUtensorMapDataType type, unsigned rank,
                                      void* address, const std::uint64_t* dims,
                                      const std::uint64_t* strides, const unsigned* box,
                                      const unsigned* element_strides,

@@ -1,0 +1,90 @@
+#include "cuda/runtime/launch.h"
+
+#include <string>
+
+namespace jax_flash {
+
+StreamScope::StreamScope(const Driver& driver, CUstream stream) : driver_(driver), stream_(stream) {
+  CUcontext wanted = nullptr;
+  if (CUresult code = driver_.cuStreamGetCtx(stream_, &wanted); code != 0) {
+    status_ = Failure{driver_.Explain("cuStreamGetCtx", code)};
+    return;
+  }
+  CUcontext current = nullptr;
+  driver_.cuCtxGetCurrent(&current);
+  if (current != wanted) {
+    if (CUresult code = driver_.cuCtxPushCurrent(wanted); code != 0) {
+      status_ = Failure{driver_.Explain("cuCtxPushCurrent", code)};
+      return;
+    }
+    pushed_ = true;
+  }
+  if (CUresult code = driver_.cuCtxGetDevice(&device_); code != 0) {
+    status_ = Failure{driver_.Explain("cuCtxGetDevice", code)};
+  }
+}
+
+StreamScope::~StreamScope() {
+  CUcontext popped = nullptr;
+  if (pushed_) driver_.cuCtxPopCurrent(&popped);
+}
+
+Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& size,
+              const void* params) {
+  const int shared = static_cast<int>(size.shared_bytes);
+  if (Status allowed = kernel.AllowShared(scope.driver(), scope.device(), shared); !allowed.ok()) {
+    return allowed;
+  }
+  CUlaunchAttribute cluster{};
+  cluster.id = kClusterDimension;
+  cluster.value.cluster = {static_cast<unsigned>(size.cluster), 1, 1};
+  CUlaunchConfig config{};
+  config.grid_x = static_cast<unsigned>(size.grid_x);
+  config.grid_y = static_cast<unsigned>(size.grid_y);
+  config.grid_z = 1;
+  config.block_x = static_cast<unsigned>(size.threads);
+  config.block_y = config.block_z = 1;
+  config.shared_bytes = static_cast<unsigned>(size.shared_bytes);
+  config.stream = scope.stream();
+  config.attributes = &cluster;
+  config.attribute_count = size.cluster > 1 ? 1 : 0;
+  void* arguments[] = {const_cast<void*>(params)};
+  const CUresult code =
+      scope.driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr);
+  if (code == 0) return Done{};
+  return Failure{scope.driver().Explain("cuLaunchKernelEx", code) + ": " +
+                 std::to_string(size.grid_x) + " x " + std::to_string(size.grid_y) + " blocks of " +
+                 std::to_string(size.threads) + " threads, " + std::to_string(size.shared_bytes) +
+                 " bytes of shared memory, clusters of " + std::to_string(size.cluster)};
+}
+
+Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::size_t words) {
+  const auto address = reinterpret_cast<CUdeviceptr>(target);
+  const CUresult code = scope.driver().cuMemsetD32Async(address, value, words, scope.stream());
+  if (code == 0) return Done{};
+  return Failure{scope.driver().Explain("cuMemsetD32Async", code)};
+}
+
+Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map) {
+  const std::uint64_t bytes = view.type == kTensorFloat32 ? 4 : 2;
+  const auto columns = static_cast<std::uint64_t>(view.columns);
+  const auto heads = static_cast<std::uint64_t>(view.heads);
+  const auto rows = static_cast<std::uint64_t>(view.rows);
+  const std::uint64_t dims[] = {columns, heads, rows, static_cast<std::uint64_t>(view.batch)};
+  const std::uint64_t strides[] = {columns * bytes, heads * columns * bytes,
+                                   rows * heads * columns * bytes};  // of all dims but the first
+  const unsigned box[] = {static_cast<unsigned>(128 / bytes), static_cast<unsigned>(view.box_heads),
+                          static_cast<unsigned>(view.box_rows), 1};
+  const unsigned steps[] = {1, 1, 1, 1};
+  const CUresult code = driver.cuTensorMapEncodeTiled(
+      map, view.type, 4, const_cast<void*>(view.data), dims, strides, box, steps, kInterleaveNone,
+      kSwizzle128B, kL2Promotion256B, kFillZero);
+  if (code == 0) return Done{};
+  return Failure{driver.Explain("cuTensorMapEncodeTiled", code) + ": array [" +
+                 std::to_string(view.batch) + ", " + std::to_string(view.rows) + ", " +
+                 std::to_string(view.heads) + ", " + std::to_string(view.columns) + "], " +
+                 std::to_string(view.box_rows) + " rows of " + std::to_string(view.box_heads) +
+                 " heads a box"};
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,70 @@
+// Owns what a handler does with the driver: tensor maps and launches on XLA's stream. Allocates
+// nothing, waits for nothing and asks a stream nothing, so that all of it can be captured in a
+// CUDA graph. Knows neither XLA nor attention. Read next: handlers.cc.
+
+#ifndef JAX_FLASH_CUDA_RUNTIME_LAUNCH_H_
+#define JAX_FLASH_CUDA_RUNTIME_LAUNCH_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/runtime/driver.h"
+#include "cuda/runtime/jit.h"
+#include "cuda/runtime/result.h"
+
+namespace jax_flash {
+
+// A stream whose context is current while this lives: one process may drive several GPUs, from any
+// thread.
+class StreamScope {
+ public:
+  StreamScope(const Driver& driver, CUstream stream);
+  ~StreamScope();
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+
+  const Status& status() const { return status_; }
+  const Driver& driver() const { return driver_; }
+  CUstream stream() const { return stream_; }
+  CUdevice device() const { return device_; }
+
+ private:
+  const Driver& driver_;
+  CUstream stream_;
+  CUdevice device_ = 0;
+  bool pushed_ = false;
+  Status status_ = Done{};
+};
+
+struct LaunchSize {
+  std::int64_t grid_x;
+  std::int64_t grid_y;
+  std::int64_t threads;
+  std::int64_t shared_bytes;  // dynamic shared memory of a block
+  std::int64_t cluster;       // blocks of a cluster; 1: no clusters
+};
+
+// Launches `kernel(params)`; `params` is the struct that the kernel takes by value.
+Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& size,
+              const void* params);
+
+// Fills `words` 32-bit words with `value`.
+Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::size_t words);
+
+// A dense row-major array [B, T, N, H] seen by the copy engine: boxes of 128 bytes (64 columns of
+// 16 bits) by `box_heads` by `box_rows`, in 128-byte swizzled shared memory. Reads beyond the array
+// give zero, writes there are dropped.
+struct TensorView {
+  CUtensorMapDataType type;
+  const void* data;
+  std::int64_t batch, rows, heads, columns;
+  std::int64_t box_rows;
+  std::int64_t box_heads;
+};
+// Writes the 128 bytes of the map to `map`, aligned to 64.
+Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map);
+
+}  // namespace jax_flash
+
+#endif  // JAX_FLASH_CUDA_RUNTIME_LAUNCH_H_
