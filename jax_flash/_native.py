@@ -86,29 +86,35 @@ def load_kernel(source: str, header: str, arch: str, entry: str) -> None:
     _cuda().cuda_load(source, header, arch, entry)
 
 
-def configure_cuda(cache: Path | None, cache_bytes: int, nvrtc: str | None = None) -> None:
+def configure_cuda(
+    cache: Path | None, cache_bytes: int, sources: dict[str, str] | None = None
+) -> None:
     """Tells the compiled module where NVRTC, the kernels' source and the cache are.
 
     Args:
       cache: folder for compiled kernels; None keeps none on disk.
       cache_bytes: bound on that folder's size; the least recently used kernels go first.
-      nvrtc: path of libnvrtc; None finds the one installed.
+      sources: text of every file, named as `#include` spells it; None reads the kernels'.
 
     Raises:
       RuntimeError: the compiled module is missing or has no CUDA half.
     """
+    global _cuda_is_configured
     ext, reasons = _load()
     if ext is None or "cuda" in reasons:
         raise RuntimeError(reasons["cuda"])
-    error = ""
-    if nvrtc is None:
-        nvrtc, error = _find_nvrtc()
+    nvrtc, error = _find_nvrtc()
     folder = "" if cache is None else str(cache)
-    ext.cuda_configure(nvrtc, error, _kernel_sources(), folder, cache_bytes)
+    if sources is None:
+        sources = _kernel_sources()
+    ext.cuda_configure(nvrtc, error, sources, folder, cache_bytes)
+    _cuda_is_configured = True
 
 
 # Room for several hundred kernels of 50 to 500 KB.
 CACHE_BYTES = 256 << 20
+
+_cuda_is_configured = False
 
 
 def cache_folder() -> Path | None:
@@ -120,13 +126,9 @@ def cache_folder() -> Path | None:
     return (Path(base) if base else Path("~/.cache").expanduser()) / "jax_flash"
 
 
-@functools.cache
-def _configure_once() -> None:
-    configure_cuda(cache_folder(), CACHE_BYTES)
-
-
 def _cuda() -> ModuleType:
-    _configure_once()
+    if not _cuda_is_configured:
+        configure_cuda(cache_folder(), CACHE_BYTES)
     ext, _ = _load()
     if ext is None:
         raise RuntimeError("jax_flash._ext is not loaded")
@@ -220,4 +222,4 @@ _load()
 # A program from jax.export calls the handlers without lowering anything here, so where a GPU may be
 # the compiler is made ready at import. Elsewhere it waits until it is asked for.
 if available("cuda") is None and _has_driver():
-    _configure_once()
+    _cuda()
