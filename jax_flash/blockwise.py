@@ -1,0 +1,420 @@
+"""Backend "xla": exact attention in linear memory, in JAX alone, on any platform.
+
+The score matrix is cut into tiles and only the tiles that the window can reach are visited, one
+`lax.scan` step each; a tile lives for one step. `forward` keeps the running maximum, sum and
+weighted values of every query (online softmax), `backward` recomputes the weights from lse. Both
+are ordinary differentiable JAX, which is what higher derivatives of the primitives use.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867);
+Rabe and Staats (arXiv:2112.05682); Dao, FlashAttention-2 (arXiv:2307.08691).
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_flash._philox import keep_mask
+from jax_flash._problem import Problem
+from jax_flash._varying import vary_over
+
+_BLOCK = 512  # queries and keys of one tile, less when there are many heads
+_MIN_BLOCK = 128
+_TILE_ELEMENTS = 2**24  # scores of one tile over all batch rows and heads: 64 MiB in float32
+
+
+def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Computes attention.
+
+    Arguments:
+      problem: what to compute.
+      operands: q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, and problem.terms.
+
+    Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse float32 `[*B, N, T]`.
+    """
+    sweep = _Sweep.of(problem, *operands)
+    empty_rows = sweep.row_shape  # [*B, K, G, T]
+    state = (
+        jnp.full(empty_rows, -jnp.inf, jnp.float32),
+        jnp.zeros(empty_rows, jnp.float32),
+        jnp.zeros((*empty_rows, sweep.v.shape[-1]), jnp.float32),
+    )
+
+    def step(state, start):
+        tile = sweep.tile(start)
+        largest, total, weighted = (
+            _read(x, tile.rows, axis) for x, axis in zip(state, _STATE_AXES, strict=True)
+        )
+        logits, _, visible = tile.logits()
+        new_largest = jnp.maximum(largest, lax.stop_gradient(jnp.max(logits, axis=-1)))
+        # A row that has seen no key yet has a maximum of -inf; exp(-inf - 0) is the 0 it needs.
+        shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
+        rescale = jnp.exp(largest - shift)
+        weights = jnp.exp(logits - shift[..., None])
+        total = rescale * total + jnp.sum(weights, axis=-1)
+        v, v_bad = _split_bad(tile.v)
+        weights = jnp.where(visible, tile.drop(weights) + v_bad[..., None, None, :], 0.0)
+        weighted = rescale[..., None] * weighted + sweep.product(
+            "...kgts,...ksh->...kgth", weights, v
+        )
+        new = (new_largest, total, weighted)
+        return tuple(
+            _write(x, y, tile.rows, axis)
+            for x, y, axis in zip(state, new, _STATE_AXES, strict=True)
+        ), None
+
+    (largest, total, weighted), _ = lax.scan(step, vary_over(state, operands), sweep.starts)
+
+    empty = largest == -jnp.inf
+    if sweep.sinks is not None:
+        joined = jnp.maximum(largest, lax.stop_gradient(sweep.sinks))
+        shift = jnp.where(empty, 0.0, joined)
+        rescale = jnp.exp(largest - shift)
+        total = rescale * total + jnp.exp(sweep.sinks - shift)
+        weighted = rescale[..., None] * weighted
+        largest = joined
+    total = jnp.where(empty, 1.0, total)
+    out = weighted / total[..., None]
+    lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
+    return sweep.join_query_heads(out).astype(problem.dtype), lse.reshape(sweep.lse_shape)
+
+
+def backward(
+    problem: Problem, *operands: jax.Array, with_dlse: bool, with_dbias: bool
+) -> tuple[jax.Array, ...]:
+    """Computes the gradients of `forward`.
+
+    Arguments:
+      problem: what was computed.
+      operands: q, k, v, out, lse, dout `[*B, T, N, Hv]`, with_dlse also dlse float32 `[*B, N, T]`,
+        and problem.terms.
+      with_dlse: dlse is among the operands; otherwise it is zero.
+      with_dbias: also compute the gradient of bias.
+
+    Returns: dq, dk, dv in the shapes and dtypes of q, k, v; with_dbias also dbias in those of bias.
+    """
+    q, k, v, out, lse, dout, *rest = operands
+    dlse = rest.pop(0) if with_dlse else None
+    sweep = _Sweep.of(problem, q, k, v, *rest)
+    delta = jnp.einsum("...tnh,...tnh->...nt", out, dout, preferred_element_type=jnp.float32)
+    if dlse is not None:
+        delta = delta - dlse
+    lse, delta = (x.reshape(sweep.row_shape) for x in (lse, delta))
+    dout = sweep.split_query_heads(dout)
+    bias = sweep.bias if with_dbias else None
+    state = tuple(
+        None if x is None else jnp.zeros(x.shape, jnp.float32)
+        for x in (sweep.q, sweep.k, sweep.v, bias)
+    )
+
+    def step(state, start):
+        dq, dk, dv, dbias = state
+        tile = sweep.tile(start)
+        (q, _), (k, _), (v, v_bad) = (_split_bad(x) for x in (tile.q, tile.k, tile.v))
+        do, do_bad = _split_bad(_read(dout, tile.rows, -2))
+        row_lse, row_delta = (_read(x, tile.rows, -1) for x in (lse, delta))
+
+        logits, slope, visible = tile.logits()
+        empty = row_lse == -jnp.inf
+        visible = visible & ~empty[..., None]
+        weights = jnp.exp(logits - jnp.where(empty, 0.0, row_lse)[..., None])
+        dropped = jnp.where(visible, tile.drop(weights) + do_bad[..., None], 0.0)
+        dv = _add(dv, sweep.product("...kgts,...kgth->...ksh", dropped, do), tile.keys, -2)
+        dweights = sweep.product("...kgth,...ksh->...kgts", do, v)
+        dweights = tile.drop(dweights + do_bad[..., None] + v_bad[..., None, None, :])
+        dlogits = weights * (dweights - row_delta[..., None])
+        if slope is not None:
+            dlogits = dlogits * slope
+        dlogits = jnp.where(visible, dlogits, 0.0)
+        if dbias is not None:
+            dbias = tile.add_to_bias(dbias, dlogits)
+        dlogits = problem.scale * dlogits
+        dq = _add(dq, sweep.product("...kgts,...ksh->...kgth", dlogits, k), tile.rows, -2)
+        dk = _add(dk, sweep.product("...kgts,...kgth->...ksh", dlogits, q), tile.keys, -2)
+        return (dq, dk, dv, dbias), None
+
+    (dq, dk, dv, dbias), _ = lax.scan(step, vary_over(state, operands), sweep.starts)
+    gradients = [
+        sweep.join_query_heads(dq),
+        jnp.moveaxis(dk, -3, -2),
+        jnp.moveaxis(dv, -3, -2),
+    ]
+    gradients = [x.astype(problem.dtype) for x in gradients]
+    if dbias is not None:
+        own = problem.name_terms(rest)["bias"]
+        gradients.append(dbias.reshape(own.shape).astype(own.dtype))
+    return tuple(gradients)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """One tile's stretch of queries or keys.
+
+    The last stretch is moved back to end with the sequence; positions before `first` were visited
+    by the stretch before it.
+    """
+
+    start: jax.Array
+    first: jax.Array
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sweep:
+    """The operands in the layout of the tiles (G = N // K query heads read one kv head)."""
+
+    problem: Problem
+    q: jax.Array  # [*B, K, G, T, H]
+    k: jax.Array  # [*B, K, S, H]
+    v: jax.Array  # [*B, K, S, Hv]
+    bias: jax.Array | None  # [*B, K, G, T, S], any of them 1
+    mask: jax.Array | None  # [*B, K, G, T, S], any of them 1
+    query_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
+    key_value_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
+    query_segments: jax.Array | None  # [*B, 1, 1, T, 1]
+    key_value_segments: jax.Array | None  # [*B, 1, 1, 1, S]
+    sinks: jax.Array | None  # [*B, K, G, 1], any of *B 1
+    dropout_state: jax.Array | None  # [*B, K, G, 4]
+    block_q: int
+    block_kv: int
+    starts: np.ndarray  # [tiles, 4]: start and first of the queries, start and first of the keys
+
+    @classmethod
+    def of(cls, problem: Problem, q, k, v, *rest) -> "_Sweep":
+        terms = problem.name_terms(rest)
+        q_heads, kv_heads = q.shape[-2], k.shape[-2]
+
+        def split_heads(x, axis):
+            heads = x.shape[axis]
+            split = (1, 1) if heads == 1 else (kv_heads, q_heads // kv_heads)
+            axis = axis % x.ndim
+            return x.reshape(*x.shape[:axis], *split, *x.shape[axis + 1 :])
+
+        def optional(name, layout):
+            return layout(terms[name]) if name in terms else None
+
+        block_q, block_kv = _block_sizes(
+            math.prod(q.shape[:-3]) * q_heads, q.shape[-3], k.shape[-3]
+        )
+        return cls(
+            problem=problem,
+            q=split_heads(jnp.moveaxis(q, -2, -3), -3),
+            k=jnp.moveaxis(k, -2, -3),
+            v=jnp.moveaxis(v, -2, -3),
+            bias=optional("bias", lambda x: split_heads(x, -3)),
+            mask=optional("mask", lambda x: split_heads(x, -3)),
+            query_lengths=optional("query_lengths", lambda x: x[..., None, None, None, None]),
+            key_value_lengths=optional(
+                "key_value_lengths", lambda x: x[..., None, None, None, None]
+            ),
+            query_segments=optional("query_segments", lambda x: x[..., None, None, :, None]),
+            key_value_segments=optional(
+                "key_value_segments", lambda x: x[..., None, None, None, :]
+            ),
+            sinks=optional("sinks", lambda x: split_heads(x, -1)[..., None]),
+            dropout_state=optional("dropout_state", lambda x: split_heads(x, -2)),
+            block_q=block_q,
+            block_kv=block_kv,
+            starts=_tile_starts(problem, q.shape[-3], k.shape[-3], block_q, block_kv),
+        )
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.q.shape[:-1]
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        *batch, kv_heads, group, q_len = self.row_shape
+        return (*batch, kv_heads * group, q_len)
+
+    def split_query_heads(self, x: jax.Array) -> jax.Array:
+        """Brings `[*B, T, N, H]` to `[*B, K, G, T, H]`."""
+        *batch, kv_heads, group, q_len = self.row_shape
+        return jnp.moveaxis(x, -2, -3).reshape(*batch, kv_heads, group, q_len, x.shape[-1])
+
+    def join_query_heads(self, x: jax.Array) -> jax.Array:
+        """Brings `[*B, K, G, T, H]` to `[*B, T, N, H]`."""
+        return jnp.moveaxis(x.reshape(*self.lse_shape, x.shape[-1]), -3, -2)
+
+    def product(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Multiplies in the operands' dtype and sums in float32."""
+        dtype = self.problem.dtype
+        return jnp.einsum(
+            subscripts,
+            x.astype(dtype),
+            y.astype(dtype),
+            precision=lax.Precision.HIGHEST if dtype == "float32" else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    def tile(self, start: jax.Array) -> "_Tile":
+        rows = _Span(start[0], start[1], self.block_q)
+        keys = _Span(start[2], start[3], self.block_kv)
+        return _Tile(
+            sweep=self,
+            rows=rows,
+            keys=keys,
+            q=_read(self.q, rows, -2),
+            k=_read(self.k, keys, -2),
+            v=_read(self.v, keys, -2),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """The scores of one stretch of queries against one stretch of keys."""
+
+    sweep: _Sweep
+    rows: _Span
+    keys: _Span
+    q: jax.Array  # [*B, K, G, t, H]
+    k: jax.Array  # [*B, K, s, H]
+    v: jax.Array  # [*B, K, s, Hv]
+
+    def logits(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """Computes the logits `[*B, K, G, t, s]`, softcap's slope there, and what is visible.
+
+        The logits are -inf where not visible; the slope is None without softcap.
+        """
+        sweep = self.sweep
+        (q, q_bad), (k, k_bad) = _split_bad(self.q), _split_bad(self.k)
+        logits = sweep.problem.scale * sweep.product("...kgth,...ksh->...kgts", q, k)
+        logits = logits + q_bad[..., None] + k_bad[..., None, None, :]
+        if sweep.bias is not None:
+            logits = logits + self._scores_of(sweep.bias).astype(jnp.float32)
+        slope = None
+        if sweep.problem.softcap is not None:
+            tanh = jnp.tanh(logits / sweep.problem.softcap)
+            logits, slope = sweep.problem.softcap * tanh, 1.0 - tanh * tanh
+        visible = self._visible()
+        return jnp.where(visible, logits, -jnp.inf), slope, visible
+
+    def drop(self, weights: jax.Array) -> jax.Array:
+        """Applies dropout, where the problem has any."""
+        state, rate = self.sweep.dropout_state, self.sweep.problem.dropout_rate
+        if state is None:
+            return weights
+        keep = keep_mask(
+            state, rate, self.rows.start, self.keys.start, self.rows.size, self.keys.size
+        )
+        return jnp.where(keep, weights * (1.0 / (1.0 - rate)), 0.0)
+
+    def add_to_bias(self, dbias: jax.Array, dlogits: jax.Array) -> jax.Array:
+        """Adds the tile's `[*B, K, G, t, s]` to dbias, summed over the dims that are 1 there."""
+        ones = [
+            axis
+            for axis, (own, full) in enumerate(zip(dbias.shape, dlogits.shape, strict=True))
+            if own == 1 and full != 1
+        ]
+        update = jnp.sum(dlogits, axis=ones, keepdims=True)
+        return self._write_scores(dbias, self._scores_of(dbias) + update)
+
+    def _visible(self) -> jax.Array:
+        """Computes bool, broadcasting to `[*B, K, G, t, s]`."""
+        sweep, rows, keys = self.sweep, self.rows, self.keys
+        query = rows.start + jnp.arange(rows.size, dtype=jnp.int32)[:, None]
+        key = keys.start + jnp.arange(keys.size, dtype=jnp.int32)
+        visible = (query >= rows.first) & (key >= keys.first)
+        if sweep.query_lengths is not None:
+            visible &= query < sweep.query_lengths
+        if sweep.key_value_lengths is not None:
+            visible &= key < sweep.key_value_lengths
+        left, right = sweep.problem.window
+        if left is not None or right is not None:
+            distance = key - query - self._offset()
+            if left is not None:
+                visible &= distance >= -left
+            if right is not None:
+                visible &= distance <= right
+        if sweep.query_segments is not None and sweep.key_value_segments is not None:
+            visible &= _read(sweep.query_segments, rows, -2) == _read(
+                sweep.key_value_segments, keys, -1
+            )
+        if sweep.mask is not None:
+            visible &= self._scores_of(sweep.mask)
+        return visible
+
+    def _offset(self) -> jax.Array | int:
+        """Computes the key index at which query 0 stands."""
+        sweep = self.sweep
+        if not sweep.problem.bottom_right:
+            return 0
+        q_len = sweep.q.shape[-2] if sweep.query_lengths is None else sweep.query_lengths
+        kv_len = sweep.k.shape[-2] if sweep.key_value_lengths is None else sweep.key_value_lengths
+        return kv_len - q_len
+
+    def _scores_of(self, x: jax.Array) -> jax.Array:
+        """Reads the tile's part of `[*B, K, G, T, S]`, any of them 1."""
+        return _read(_read(x, self.rows, -2), self.keys, -1)
+
+    def _write_scores(self, x: jax.Array, update: jax.Array) -> jax.Array:
+        start = [0] * (x.ndim - 2)
+        start += [0 if x.shape[-2] == 1 else self.rows.start]
+        start += [0 if x.shape[-1] == 1 else self.keys.start]
+        return lax.dynamic_update_slice(x, update, start)
+
+
+_STATE_AXES = (-1, -1, -2)  # of T, in the maximum, the sum and the weighted values
+
+
+def _block_sizes(rows_at_once: int, q_len: int, kv_len: int) -> tuple[int, int]:
+    block = _BLOCK
+    while block > _MIN_BLOCK and rows_at_once * block * block > _TILE_ELEMENTS:
+        block //= 2
+    return min(block, q_len), min(block, kv_len)
+
+
+def _tile_starts(
+    problem: Problem, q_len: int, kv_len: int, block_q: int, block_kv: int
+) -> np.ndarray:
+    """Lists the tiles that the window can reach, as rows of int32 (see `_Sweep.starts`)."""
+    first_query = np.arange(0, q_len, block_q)[:, None]
+    first_key = np.arange(0, kv_len, block_kv)
+    reached = np.ones((first_query.size, first_key.size), bool)
+    lengths_move_it = {"query_lengths", "key_value_lengths"} & set(problem.terms)
+    if not (problem.bottom_right and lengths_move_it):
+        offset = kv_len - q_len if problem.bottom_right else 0
+        left, right = problem.window
+        if left is not None:
+            reached &= first_key + block_kv - 1 - first_query - offset >= -left
+        if right is not None:
+            reached &= first_key - (first_query + block_q - 1) - offset <= right
+    i, j = np.nonzero(reached)
+    first_query, first_key = i * block_q, j * block_kv
+    starts = (
+        np.minimum(first_query, q_len - block_q),
+        first_query,
+        np.minimum(first_key, kv_len - block_kv),
+        first_key,
+    )
+    return np.stack(starts, axis=-1).astype(np.int32)
+
+
+def _split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits `[..., L, H]` into x with 0 for NaN and inf, and float32 `[..., L]`: NaN where x had
+    any.
+
+    Elsewhere the second is 0. A product then cannot spread NaN through a weight of 0, and adding
+    the second to the weights brings it back where it is seen.
+    """
+    finite = jnp.isfinite(x)
+    bad = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan).astype(jnp.float32)
+    return jnp.where(finite, x, 0), bad
+
+
+def _read(x: jax.Array, span: _Span, axis: int) -> jax.Array:
+    """Reads the span along one axis; an axis of size 1 is read whole."""
+    if x.shape[axis] == 1:
+        return x
+    return lax.dynamic_slice_in_dim(x, span.start, span.size, axis % x.ndim)
+
+
+def _write(x: jax.Array, update: jax.Array, span: _Span, axis: int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(x, update, span.start, axis % x.ndim)
+
+
+def _add(x: jax.Array, update: jax.Array, span: _Span, axis: int) -> jax.Array:
+    return _write(x, _read(x, span, axis) + update, span, axis)
