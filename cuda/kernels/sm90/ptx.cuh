@@ -38,10 +38,13 @@ __device__ __forceinline__ bool elect_one() {
   return chosen != 0;
 }
 
-// The warp index as a value the compiler knows to be the same in all lanes.
-__device__ __forceinline__ int warp_index() {
-  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+// The first lane's value, which the compiler then knows to be the same in all lanes: branches on
+// values it takes for divergent make ptxas serialise the wgmma inside (C7518).
+template <class Value>
+__device__ __forceinline__ Value uniform(Value value) {
+  return __shfl_sync(0xffffffffu, value, 0);
 }
+__device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(threadIdx.x) / 32); }
 
 // ---- registers per thread -----------------------------------------------------------------------
 // Each role is one branch of a single if/else, and the kernel has __launch_bounds__(threads, 1):

@@ -1,0 +1,747 @@
+// FlashAttention forward for sm_90a: out = softmax(mask(score(scale * Q K^T))) V, and its lse.
+//
+// One producer warp feeds Q, K and V by TMA to kConsumers warpgroups of 64 query rows each; CTAs
+// are persistent. cuda/README.md has the schedule as a diagram. Dao et al. 2022 (arXiv:2205.14135),
+// Shah et al. 2024 (arXiv:2407.08608).
+//
+// Specialised by these constants, which the generated header defines in front of this text:
+//   bool kBFloat16            element type of q, k, v, out: bfloat16, else float16
+//   int kHeadDim, kValueDim   exact sizes, multiples of 8 (TMA strides), at most 256
+//   int kTileKV               keys per step, a multiple of 16, at most 256
+//   int kConsumers            consumer warpgroups, 1 to 3
+//   int kStages               K and V buffers each
+//   int kQueryStages          Q buffers; 2 loads the next tile's Q during this tile
+//   int kClusterSize          1, or 2: CTAs that load each half of K and V and multicast it
+//   int kPackedHeads          query heads of one kv head that share a tile (a divisor of 64), or 1
+//   bool kWindowLeft, kWindowRight   that side of the window is bounded (causal: right, by 0)
+//   bool kBottomRight         the last query is aligned with the last key
+//   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks
+//   bool kSoftcap             tanh softcap; kPreScale: scale before the maximum (scale <= 0)
+//   bool kDynamic             tiles from an atomic counter, else static
+//   bool kPingPong            warpgroups take turns at the tensor cores
+//   float kRescaleThreshold   growth of the maximum (log2) that is left to the final division
+//   int kPolynomial           every kPolynomial-th exponential on the FMA units, 0 = none
+//   int kProducerRegisters, kConsumerRegisters
+// Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
+//   + kStages * kTileKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 1024 bytes.
+#pragma once
+
+#include "sm90/ptx.cuh"
+
+#include "mask.cuh"
+#include "params.h"
+#include "schedule.cuh"
+#include "score.cuh"
+#include "sm90/tile.cuh"
+#include "softmax.cuh"
+
+namespace forward {
+
+using ptx::int64;
+using ptx::uint16;
+using ptx::uint32;
+template <bool kChoice>
+struct ElementType {
+  using Type = ptx::Float16;
+};
+template <>
+struct ElementType<true> {
+  using Type = ptx::BFloat16;
+};
+using Element = ElementType<kBFloat16>::Type;
+
+inline constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup
+inline constexpr int kTileRows = kGroupRows * kConsumers;
+inline constexpr int kHeadBoxes = ceil_div(kHeadDim, kBoxColumns);
+inline constexpr int kValueBoxes = ceil_div(kValueDim, kBoxColumns);
+inline constexpr int kValueColumns = round_up(kValueDim, 16);
+inline constexpr int kQueryBytes = kHeadBoxes * kGroupRows * kBoxRowBytes;  // of one warpgroup
+inline constexpr int kKeyBytes = kHeadBoxes * kTileKV * kBoxRowBytes;
+inline constexpr int kValueBytes = kValueBoxes * kTileKV * kBoxRowBytes;
+inline constexpr int kLoadRows = kTileKV / kClusterSize;  // keys that this CTA loads of each block
+inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
+// A tile's description outlives its Q buffer by the epilogue: one slot more.
+inline constexpr int kInfoStages = kQueryStages + 1;
+inline constexpr uint16 kAllRanks = (1 << kClusterSize) - 1;
+// In the block list of segments: this block is the tile's last; all its elements share one segment.
+inline constexpr uint32 kLastBlock = 1u << 31, kOneSegment = 1u << 30;
+inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named barriers
+
+static_assert(kTileKV % 16 == 0 && kTileKV <= 256 && kHeadDim % 8 == 0 && kValueDim % 8 == 0);
+static_assert(kGroupRows % kPackedHeads == 0 && kLoadRows % 8 == 0);
+static_assert(!(kHasSegments && kClusterSize > 1), "CTAs of a cluster walk the same blocks");
+
+// Description of a tile, written by the producer, read by the consumers.
+struct alignas(16) TileInfo {
+  int first_row;  // packed rows: query * kPackedHeads + head within the pack
+  int head;       // of N / kPackedHeads
+  int batch;      // -1: no more tiles
+  int query_length;
+  int kv_length;
+  int offset;
+  Range blocks;  // that the whole cluster walks, from the last to the first
+};
+
+struct alignas(1024) Shared {
+  unsigned char query[kQueryStages][kConsumers][kQueryBytes];
+  unsigned char key[kStages][kKeyBytes];
+  unsigned char value[kStages][kValueBytes];
+  TileInfo tiles[kInfoStages][kConsumers];
+  unsigned long long query_full[kQueryStages][kConsumers];
+  unsigned long long query_empty[kQueryStages][kConsumers];
+  unsigned long long key_full[kStages], key_empty[kStages];
+  unsigned long long value_full[kStages], value_empty[kStages];
+  uint32 block_list[kStages];  // block and flags, with segments; one per key buffer
+};
+
+__device__ __forceinline__ Visibility visibility(const ForwardParams& p, int batch) {
+  Visibility v{0, p.window_left, p.window_right, p.query_len, p.kv_len};
+  if constexpr (kHasQueryLengths) v.query_length = min(p.query_len, p.query_lengths[batch]);
+  if constexpr (kHasKeyValueLengths) v.kv_length = min(p.kv_len, p.key_value_lengths[batch]);
+  if constexpr (kBottomRight) v.offset = v.kv_length - v.query_length;
+  return v;
+}
+
+// Smallest and largest segment id, and whether they meet another pair.
+struct SegmentRange {
+  int low = 0x7fffffff, high = -0x7fffffff - 1;
+  __device__ __forceinline__ void include(int id) {
+    low = min(low, id);
+    high = max(high, id);
+  }
+  __device__ __forceinline__ void reduce_warp() {
+    low = __reduce_min_sync(0xffffffffu, low);
+    high = __reduce_max_sync(0xffffffffu, high);
+  }
+  __device__ __forceinline__ bool meets(int2 other) const {
+    return other.x <= high && low <= other.y;
+  }
+  __device__ __forceinline__ bool is_one(int2 other) const {
+    return low == high && other.x == low && other.y == low;
+  }
+};
+
+// ---- producer: one warp -------------------------------------------------------------------------
+
+struct Producer {
+  const ForwardParams& p;
+  Shared& shared;
+  const uint32 rank;
+  const bool leader;  // the lane that talks to barriers and TMA
+  Ring<kStages> key_ring, value_ring;
+  Ring<kQueryStages> query_ring;
+  Ring<kInfoStages> info_ring;
+  int next_index = 0;
+
+  __device__ __forceinline__ int first_index() const { return blockIdx.x / kClusterSize; }
+  // Asks for the tile after this one; the answer is needed only a tile later.
+  __device__ __forceinline__ void request(int index) {
+    const int stride = gridDim.x / kClusterSize;
+    if constexpr (kDynamic) {
+      int taken = 0;
+      if (leader) taken = stride + atomicAdd(p.tile_counter, 1);
+      next_index = taken;
+    } else {
+      next_index = index + stride;
+    }
+  }
+
+  template <int kBoxes>
+  __device__ __forceinline__ void load_block(const TensorMap& map, unsigned char* buffer,
+                                             unsigned long long* full, int head, int block,
+                                             int batch) {
+    const uint32 barrier = ptx::shared_address(full);
+    ptx::barrier_arrive_expect(barrier, kBoxes * kTileKV * kBoxRowBytes);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const uint32 target = ptx::shared_address(buffer) +
+                            (box * kTileKV + rank * kLoadRows) * kBoxRowBytes;
+      const int row = block * kTileKV + rank * kLoadRows;
+      if constexpr (kClusterSize > 1) {
+        ptx::tma_load_multicast(target, &map, barrier, kAllRanks, ptx::kEvictLast,
+                                box * kBoxColumns, head, row, batch);
+      } else {
+        ptx::tma_load(target, &map, barrier, ptx::kEvictLast, box * kBoxColumns, head, row, batch);
+      }
+    }
+  }
+  __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
+    if constexpr (kClusterSize > 1) {
+      ptx::barrier_wait_cluster(ptx::shared_address(barrier), parity ^ 1);
+    } else {
+      ptx::barrier_wait(ptx::shared_address(barrier), parity ^ 1);
+    }
+  }
+  __device__ __forceinline__ void load_key(int head, uint32 block, int batch) {
+    const int stage = key_ring.stage;
+    if (leader) {
+      wait_empty(&shared.key_empty[stage], key_ring.parity);
+      if constexpr (kHasSegments) shared.block_list[stage] = block;
+      load_block<kHeadBoxes>(p.key, shared.key[stage], &shared.key_full[stage], head,
+                             block & ~(kLastBlock | kOneSegment), batch);
+    }
+    key_ring.advance();
+  }
+  __device__ __forceinline__ void load_value(int head, uint32 block, int batch) {
+    const int stage = value_ring.stage;
+    if (leader) {
+      wait_empty(&shared.value_empty[stage], value_ring.parity);
+      load_block<kValueBoxes>(p.value, shared.value[stage], &shared.value_full[stage], head,
+                              block & ~(kLastBlock | kOneSegment), batch);
+    }
+    value_ring.advance();
+  }
+
+  // Hands the tile and its Q rows to each warpgroup.
+  __device__ __forceinline__ void load_query(const TileInfo& tile) {
+    if (leader) {
+#pragma unroll
+      for (int group = 0; group < kConsumers; ++group) {
+        const int stage = query_ring.stage;
+        ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
+                          query_ring.parity ^ 1);
+        shared.tiles[info_ring.stage][group] = tile;
+        const uint32 barrier = ptx::shared_address(&shared.query_full[stage][group]);
+        if (tile.batch < 0 || tile.blocks.empty()) {
+          ptx::barrier_arrive(barrier);
+          continue;
+        }
+        ptx::barrier_arrive_expect(barrier, kQueryBytes);
+        const uint32 target = ptx::shared_address(shared.query[stage][group]);
+#pragma unroll
+        for (int box = 0; box < kHeadBoxes; ++box) {
+          ptx::tma_load(target + box * kGroupRows * kBoxRowBytes, &p.query, barrier,
+                        ptx::kEvictFirst, box * kBoxColumns, tile.head * kPackedHeads,
+                        (tile.first_row + group * kGroupRows) / kPackedHeads, tile.batch);
+        }
+      }
+    }
+    query_ring.advance();
+    info_ring.advance();
+  }
+
+  // The next block at or below `block` that shares a segment with the tile, with kOneSegment if
+  // nothing else is in it; below `first` if there is none. All lanes take part.
+  __device__ __forceinline__ int find_block(const SegmentRange& queries, int batch, int block,
+                                            int first, uint32& flags) const {
+    const int blocks = ceil_div(p.kv_len, kTileKV);
+    const int lane = threadIdx.x % 32;
+    const int2* ranges = reinterpret_cast<const int2*>(p.segment_ranges) +
+                         static_cast<int64>(batch) * blocks;
+    for (; block >= first; block -= 32) {
+      const int mine = block - lane;
+      const int2 range = mine >= first ? ranges[mine] : make_int2(0x7fffffff, -0x7fffffff - 1);
+      const uint32 found = __ballot_sync(0xffffffffu, mine >= first && queries.meets(range));
+      if (found != 0) {
+        const int offset = __ffs(found) - 1;
+        const bool one = __shfl_sync(0xffffffffu, queries.is_one(range), offset);
+        flags = one ? kOneSegment : 0;
+        return block - offset;
+      }
+    }
+    return first - 1;
+  }
+
+  __device__ __forceinline__ void run() {
+    int index = first_index();
+    const int heads = p.query_heads / kPackedHeads;
+    while (true) {
+      const TileIndex taken =
+          decode_tile<kWindowRight>(index, p.query_tiles, heads, p.batch, p.head_group);
+      request(index);
+      TileInfo tile{0, taken.head, taken.batch, 0, 0, 0, {0, 0}};
+      if (taken.batch < 0) {
+        load_query(tile);
+        return;
+      }
+      const Visibility seen = visibility(p, taken.batch);
+      const int cluster_row = taken.query_tile * kClusterSize * kTileRows;
+      const int first = cluster_row / kPackedHeads;
+      const int last = (cluster_row + kClusterSize * kTileRows - 1) / kPackedHeads;
+      tile.first_row = cluster_row + rank * kTileRows;
+      tile.query_length = seen.query_length;
+      tile.kv_length = seen.kv_length;
+      tile.offset = seen.offset;
+      tile.blocks = blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(seen, first, last));
+      const int kv_head = kPackedHeads > 1 ? taken.head : taken.head / (p.query_heads / p.kv_heads);
+
+      int block = tile.blocks.end - 1;
+      uint32 flags = 0;
+      SegmentRange queries;
+      if constexpr (kHasSegments) {
+        const int* ids = p.query_segments + static_cast<int64>(taken.batch) * p.query_len;
+        for (int t = first + threadIdx.x % 32; t <= min(last, seen.query_length - 1); t += 32) {
+          queries.include(ids[t]);
+        }
+        queries.reduce_warp();
+        block = find_block(queries, taken.batch, block, tile.blocks.begin, flags);
+        if (block < tile.blocks.begin) tile.blocks = {0, 0};
+      }
+      if (tile.blocks.empty()) {
+        load_query(tile);
+      } else {
+        bool first_block = true;
+        while (true) {
+          // Segments: the block after this one says whether this one is the last.
+          int next = block - 1;
+          uint32 next_flags = 0;
+          if constexpr (kHasSegments) {
+            next = find_block(queries, taken.batch, next, tile.blocks.begin, next_flags);
+          }
+          const bool is_last = next < tile.blocks.begin;
+          load_key(kv_head, block | flags | (kHasSegments && is_last ? kLastBlock : 0),
+                   taken.batch);
+          if (first_block) load_query(tile);
+          first_block = false;
+          load_value(kv_head, block, taken.batch);
+          if (is_last) break;
+          block = next;
+          flags = next_flags;
+        }
+      }
+      index = kDynamic ? __shfl_sync(0xffffffffu, next_index, 0) : next_index;
+    }
+  }
+};
+
+// ---- consumers: warpgroups of 64 query rows -----------------------------------------------------
+
+struct Consumer {
+  const ForwardParams& p;
+  Shared& shared;
+  const int group;  // warpgroup among the consumers
+  Ring<kStages> key_ring, value_ring;
+  Ring<kQueryStages> query_ring;
+  Ring<kInfoStages> info_ring;
+  int info_stage = 0;   // of the current tile
+  Range own;            // blocks that this warpgroup's rows see
+  Range full;           // of these, the ones that need no element test
+  int block = 0;        // the block that `scores` or `weights` belong to
+  uint32 flags = 0;     // kLastBlock, kOneSegment of that block
+  int segments[2];      // ids of this thread's rows
+  float scores[kTileKV / 2];
+  uint32 weights[kTileKV / 4];
+  float output[kValueColumns / 2];
+  float correction[2];
+  SoftmaxState softmax;
+
+  __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
+  __device__ __forceinline__ const TileInfo& tile() const {
+    return shared.tiles[info_stage][group];
+  }
+  // Packed row of this thread, row = 0 or 1.
+  __device__ __forceinline__ int packed_row(const TileInfo& t, int row) const {
+    return t.first_row + group * kGroupRows + threadIdx.x % 128 / 32 * 16 + lane() / 4 + 8 * row;
+  }
+  __device__ __forceinline__ Visibility seen(const TileInfo& t) const {
+    return {t.offset, p.window_left, p.window_right, t.query_length, t.kv_length};
+  }
+  __device__ __forceinline__ float scale_log2() const {
+    return kSoftcap || kPreScale ? kLog2E : p.scale * kLog2E;
+  }
+
+  // -- barriers --
+  __device__ __forceinline__ void release(unsigned long long* barrier) const {
+    if constexpr (kClusterSize > 1) {
+      if (lane() < kClusterSize) {
+        ptx::barrier_arrive_remote(ptx::shared_address(barrier), lane());
+      }
+    } else {
+      if (lane() == 0) ptx::barrier_arrive(ptx::shared_address(barrier));
+    }
+  }
+  __device__ __forceinline__ void wait_key() const {
+    ptx::barrier_wait(ptx::shared_address(&shared.key_full[key_ring.stage]), key_ring.parity);
+  }
+  __device__ __forceinline__ void release_key() {
+    release(&shared.key_empty[key_ring.stage]);
+    key_ring.advance();
+  }
+  __device__ __forceinline__ void wait_value() const {
+    ptx::barrier_wait(ptx::shared_address(&shared.value_full[value_ring.stage]),
+                      value_ring.parity);
+  }
+  __device__ __forceinline__ void release_value() {
+    release(&shared.value_empty[value_ring.stage]);
+    value_ring.advance();
+  }
+  __device__ __forceinline__ void wait_query() const {
+    ptx::barrier_wait(ptx::shared_address(&shared.query_full[query_ring.stage][group]),
+                      query_ring.parity);
+  }
+  __device__ __forceinline__ void release_query() {
+    if (lane() == 0) {
+      ptx::barrier_arrive(ptx::shared_address(&shared.query_empty[query_ring.stage][group]));
+    }
+    query_ring.advance();
+  }
+  // Turns at the tensor cores: every warpgroup takes one per block of the tile, also for blocks
+  // that it skips.
+  __device__ __forceinline__ void wait_turn() const {
+    if constexpr (kPingPong && kConsumers > 1) {
+      ptx::named_barrier_sync(kTurnBarrier + group, 256);
+    }
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (kPingPong && kConsumers > 1) {
+      const int next = group + 1 == kConsumers ? 0 : group + 1;
+      ptx::named_barrier_arrive(kTurnBarrier + next, 256);
+    }
+  }
+
+  // -- products --
+  __device__ __forceinline__ void begin_scores() {
+    ptx::wgmma_fence();
+    issue_scores<Element, kHeadDim, kGroupRows, kTileKV>(
+        scores, ptx::shared_address(shared.query[query_ring.stage][group]),
+        ptx::shared_address(shared.key[key_ring.stage]));
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void begin_output(int accumulate) {
+    ptx::wgmma_fence();
+    issue_output<Element, kTileKV>(
+        output, weights, ptx::shared_address(shared.value[value_ring.stage]), accumulate);
+    ptx::wgmma_commit();
+  }
+  // After the wait for a block's scores: gives the buffers back, as far as they are done with.
+  __device__ __forceinline__ void accept_scores() {
+    ptx::pin(scores);
+    if constexpr (kHasSegments) {
+      const uint32 entry = ptx::uniform(shared.block_list[key_ring.stage]);
+      flags = entry & (kLastBlock | kOneSegment);
+      block = entry & ~(kLastBlock | kOneSegment);
+    }
+    release_key();
+    if (is_last()) release_query();
+  }
+  __device__ __forceinline__ bool is_last() const {
+    return kHasSegments ? (flags & kLastBlock) != 0 : block == own.begin;
+  }
+
+  // -- scores to weights --
+  __device__ __forceinline__ void mask_scores() {
+    const TileInfo& t = tile();
+    const int first_key = block * kTileKV;
+    const int lane_column = 2 * (lane() % 4);
+    const int* ids = kHasSegments ? p.key_value_segments +
+                                        static_cast<int64>(t.batch) * p.kv_len + first_key
+                                  : nullptr;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int query = packed_row(t, row) / kPackedHeads;
+      Range columns = row_columns<kWindowLeft, kWindowRight>(seen(t), query, first_key);
+      columns.begin -= lane_column;
+      columns.end -= lane_column;
+#pragma unroll
+      for (int i = 0; i < kTileKV / 2; i += 4) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int column = 2 * i + j;
+          float& score = scores[i + 2 * row + j];
+          bool visible = column < columns.end;
+          if constexpr (kWindowLeft) visible = visible && column >= columns.begin;
+          if constexpr (kHasSegments) {
+            visible = visible && ids[column + lane_column] == segments[row];
+          }
+          score = visible ? score : kNegativeInfinity;
+        }
+      }
+    }
+  }
+  template <bool kFirst>
+  __device__ __forceinline__ bool scores_to_exponentials() {
+    if constexpr (kSoftcap) {
+      apply_softcap(scores, p.scale, p.softcap);
+    } else if constexpr (kPreScale) {
+      apply_scale(scores, p.scale);
+    }
+    const bool one_segment = !kHasSegments || (flags & kOneSegment) != 0;
+    if (block >= full.end || block < full.begin || !one_segment) mask_scores();
+    return softmax.update<kFirst, kPolynomial>(scores, correction, scale_log2(),
+                                               kRescaleThreshold);
+  }
+  __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+    for (int i = 0; i < kTileKV / 4; ++i) {
+      weights[i] = ptx::pack<Element>(scores[2 * i], scores[2 * i + 1]);
+    }
+  }
+  __device__ __forceinline__ void rescale_output() {
+#pragma unroll
+    for (int i = 0; i < kValueColumns / 2; ++i) output[i] *= correction[i / 2 % 2];
+  }
+  // V rows past the length may hold NaN, and 0 * NaN is NaN: zero them where they were loaded.
+  __device__ __forceinline__ void sanitise_value(int value_block) {
+    if constexpr (kHasKeyValueLengths) {
+      const int valid = tile().kv_length - value_block * kTileKV;
+      if (valid >= kTileKV) return;
+      const uint32 base = ptx::shared_address(shared.value[value_ring.stage]);
+      const int pieces = (kTileKV - valid) * (kBoxRowBytes / 16);
+      for (int i = threadIdx.x % 128; i < pieces * kValueBoxes; i += 128) {
+        const int box = i / pieces;
+        ptx::store_shared_x4(
+            base + (box * kTileKV + valid) * kBoxRowBytes + (i - box * pieces) * 16, 0, 0, 0, 0);
+      }
+      ptx::fence_async_proxy();
+      ptx::named_barrier_sync(kGroupBarrier + group, 128);
+    }
+  }
+
+  // -- results --
+  __device__ __forceinline__ void finish_tile() {
+    const TileInfo& t = tile();
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int packed = packed_row(t, row);
+      const int query = packed / kPackedHeads;
+      const int head = t.head * kPackedHeads + packed % kPackedHeads;
+      float sink = 0.0f;
+      if constexpr (kHasSinks) {
+        sink = p.sinks[t.batch * p.sinks_batch_stride + head] * kLog2E;
+      }
+      float lse;
+      float factor = softmax.finish<kHasSinks>(row, scale_log2(), sink, lse);
+      bool empty = lse == kNegativeInfinity;
+      if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
+      store_row(t, query, head, row, empty, factor, lse);
+    }
+  }
+  // Writes one row, or zeros and -inf; the whole warp takes part, rows past the end are dropped.
+  __device__ __forceinline__ void store_row(const TileInfo& t, int query, int head, int row,
+                                            bool empty, float factor, float lse) {
+    constexpr int kPieces = round_up(kValueColumns, 32) / 8;
+    uint32 pieces[kPieces];
+    gather_row<Element>(output, row, factor, pieces);
+    if (query >= p.query_len) return;
+    const int64 row_index = static_cast<int64>(t.batch) * p.query_len + query;
+    uint16* out = static_cast<uint16*>(p.out) + (row_index * p.query_heads + head) * kValueDim;
+    const int c = lane() % 4;
+#pragma unroll
+    for (int g = 0; g < kPieces / 4; ++g) {
+      const int column = 8 * (4 * g + c);
+      if (kValueDim % 32 == 0 || column < kValueDim) {
+        *reinterpret_cast<uint4*>(out + column) =
+            empty ? make_uint4(0, 0, 0, 0)
+                  : make_uint4(pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2],
+                               pieces[4 * g + 3]);
+      }
+    }
+    if (c == 0) {
+      p.lse[(static_cast<int64>(t.batch) * p.query_heads + head) * p.query_len + query] =
+          empty ? kNegativeInfinity : lse;
+    }
+  }
+  __device__ __forceinline__ void store_empty() {
+    const TileInfo& t = tile();
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int packed = packed_row(t, row);
+      const int query = packed / kPackedHeads;
+      if (query >= p.query_len) continue;
+      const int head = t.head * kPackedHeads + packed % kPackedHeads;
+      const int64 row_index = static_cast<int64>(t.batch) * p.query_len + query;
+      uint16* out = static_cast<uint16*>(p.out) + (row_index * p.query_heads + head) * kValueDim;
+      for (int column = 8 * (lane() % 4); column < kValueDim; column += 32) {
+        *reinterpret_cast<uint4*>(out + column) = make_uint4(0, 0, 0, 0);
+      }
+      if (lane() % 4 == 0) {
+        p.lse[(static_cast<int64>(t.batch) * p.query_heads + head) * p.query_len + query] =
+            kNegativeInfinity;
+      }
+    }
+  }
+
+  // -- tiles --
+  // Reads the tile whose Q has arrived. False: there is none, the work is done.
+  __device__ __forceinline__ bool read_tile() {
+    info_stage = info_ring.stage;
+    info_ring.advance();
+    const TileInfo& t = tile();
+    if (ptx::uniform(t.batch) < 0) return false;
+    if constexpr (kHasSegments) {
+      own = t.blocks;
+    } else {
+      own = blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(
+          seen(t), first_query(t), last_query(t)));
+      if (first_query(t) >= p.query_len) own = {0, 0};
+    }
+    full = full_blocks<kTileKV, kWindowLeft, kWindowRight>(
+        seen(t), first_query(t), min(last_query(t), t.query_length - 1));
+    own = {ptx::uniform(own.begin), ptx::uniform(own.end)};
+    full = {ptx::uniform(full.begin), ptx::uniform(full.end)};
+    block = own.end - 1;
+    if constexpr (kHasSegments) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int query = packed_row(t, row) / kPackedHeads;
+        const bool valid = query < t.query_length;
+        segments[row] =
+            valid ? p.query_segments[static_cast<int64>(t.batch) * p.query_len + query] : 0;
+      }
+    }
+    return true;
+  }
+  __device__ __forceinline__ int first_query(const TileInfo& t) const {
+    return (t.first_row + group * kGroupRows) / kPackedHeads;
+  }
+  __device__ __forceinline__ int last_query(const TileInfo& t) const {
+    return (t.first_row + group * kGroupRows + kGroupRows - 1) / kPackedHeads;
+  }
+  // Blocks that other warpgroups need and this one does not.
+  __device__ __forceinline__ void skip_blocks(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      wait_turn();
+      pass_turn();
+      wait_key();
+      release_key();
+      wait_value();
+      release_value();
+    }
+  }
+  // Takes tiles until one has a block for this warpgroup and starts its first scores.
+  __device__ __forceinline__ bool start_tile() {
+    while (true) {
+      wait_query();
+      if (!read_tile()) return false;
+      const Range all{ptx::uniform(tile().blocks.begin), ptx::uniform(tile().blocks.end)};
+      if (!own.empty()) {
+        skip_blocks(all.end - own.end);
+        wait_key();
+        begin_scores();
+        return true;
+      }
+      release_query();
+      skip_blocks(all.end - all.begin);
+      store_empty();
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (kPingPong && kConsumers > 1) {
+      if (group == kConsumers - 1) pass_turn();
+    }
+#pragma unroll
+    for (int i = 0; i < kTileKV / 2; ++i) scores[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kValueColumns / 2; ++i) output[i] = 0.0f;
+
+    while (start_tile()) {
+      // The tile's first block: nothing to rescale.
+      ptx::wgmma_wait<0>();
+      accept_scores();
+      scores_to_exponentials<true>();
+      pack_weights();
+      int accumulate = 0;
+
+      // Per block: the next block's scores start before this block's output, the exponentials
+      // of the next block run beside it.
+      while (!is_last()) {
+        const int value_block = block;
+        wait_key();
+        wait_turn();
+        begin_scores();
+        wait_value();
+        sanitise_value(value_block);
+        begin_output(accumulate);
+        pass_turn();
+        accumulate = 1;
+        ptx::wgmma_wait<1>();
+        --block;
+        accept_scores();
+        const bool rescale = scores_to_exponentials<false>();
+        ptx::wgmma_wait<0>();
+        ptx::pin(output);
+        release_value();
+        if (rescale) rescale_output();
+        pack_weights();
+      }
+
+      // The last block's output; the next tile's first scores run beside the epilogue.
+      wait_value();
+      sanitise_value(block);
+      wait_turn();
+      begin_output(accumulate);
+      pass_turn();
+      ptx::wgmma_wait<0>();
+      ptx::pin(output);
+      release_value();
+      finish_tile();
+      if constexpr (!kHasSegments) skip_blocks(own.begin - ptx::uniform(tile().blocks.begin));
+    }
+  }
+};
+
+}  // namespace forward
+
+extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
+    flash_forward(const __grid_constant__ ForwardParams p) {
+  using namespace forward;
+  extern __shared__ unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  const int warp = ptx::warp_index();
+
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&p.query);
+    ptx::prefetch_tensor_map(&p.key);
+    ptx::prefetch_tensor_map(&p.value);
+    for (int stage = 0; stage < kQueryStages; ++stage) {
+      for (int group = 0; group < kConsumers; ++group) {
+        ptx::barrier_init(ptx::shared_address(&shared.query_full[stage][group]), 1);
+        ptx::barrier_init(ptx::shared_address(&shared.query_empty[stage][group]), 4);
+      }
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+      const int readers = kWarpsOfConsumers * kClusterSize;
+      ptx::barrier_init(ptx::shared_address(&shared.key_full[stage]), 1);
+      ptx::barrier_init(ptx::shared_address(&shared.key_empty[stage]), readers);
+      ptx::barrier_init(ptx::shared_address(&shared.value_full[stage]), 1);
+      ptx::barrier_init(ptx::shared_address(&shared.value_empty[stage]), readers);
+    }
+    ptx::barrier_init_fence();
+  }
+  if constexpr (kClusterSize > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+
+  if (warp < 4) {
+    ptx::register_decrease<kProducerRegisters>();
+    if (warp == 0) {
+      const uint32 rank = kClusterSize > 1 ? ptx::cluster_rank() : 0;
+      Producer producer{p, shared, rank, threadIdx.x == 0};
+      producer.run();
+    }
+  } else {
+    ptx::register_increase<kConsumerRegisters>();
+    Consumer consumer{p, shared, warp / 4 - 1};
+    consumer.run();
+  }
+  // No CTA leaves while another may still write to it or arrive at its barriers.
+  if constexpr (kClusterSize > 1) ptx::cluster_sync();
+}
+
+// Smallest and largest segment id of each block of kTileKV keys, and a fresh tile counter.
+// Grid (ceil(blocks / 8), B), 256 threads: a warp per block.
+extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams p) {
+  using namespace forward;
+  if constexpr (kHasSegments) {
+    const int blocks = ceil_div(p.kv_len, kTileKV);
+    const int block = blockIdx.x * 8 + threadIdx.x / 32;
+    const int batch = blockIdx.y;
+    if (kDynamic && block == 0 && batch == 0 && threadIdx.x == 0) *p.tile_counter = 0;
+    if (block >= blocks) return;
+    const int end = min((block + 1) * kTileKV, visibility(p, batch).kv_length);
+    const int* ids = p.key_value_segments + static_cast<int64>(batch) * p.kv_len;
+    SegmentRange range;
+    for (int key = block * kTileKV + threadIdx.x % 32; key < end; key += 32) {
+      range.include(ids[key]);
+    }
+    range.reduce_warp();
+    if (threadIdx.x % 32 == 0) {
+      reinterpret_cast<int2*>(p.segment_ranges)[static_cast<int64>(batch) * blocks + block] =
+          make_int2(range.low, range.high);
+    }
+  }
+}
