@@ -1,0 +1,113 @@
+// Owns the interface of the CPU attention kernels: what to compute, on which arrays, with which
+// threads. Nothing here knows XLA. Read next: forward-inl.h, backward-inl.h, dispatch.cc.
+#ifndef JAX_FLASH_CPU_ATTENTION_H_
+#define JAX_FLASH_CPU_ATTENTION_H_
+
+#include <cstdint>
+
+namespace jax_flash::cpu {
+
+enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16 };
+
+// Letters as in jax.nn.dot_product_attention: query [B, T, N, H], key [B, S, K, H],
+// value [B, S, K, Hv]; leading batch dimensions are flattened into B.
+struct Shapes {
+  int64_t batch = 0;      // B
+  int64_t q_len = 0;      // T
+  int64_t kv_len = 0;     // S
+  int64_t q_heads = 0;    // N
+  int64_t kv_heads = 0;   // K, divides N
+  int64_t head_dim = 0;   // H
+  int64_t value_dim = 0;  // Hv
+};
+
+// Meaning of a call, shapes aside. Row i sees key j iff -left <= j - (i + offset) <= right with
+// offset = 0 (top left) or key length - query length (bottom right), within both lengths, with
+// equal segment ids and a true mask.
+struct Problem {
+  DType dtype = DType::kFloat32;  // of q, k, v, out and their gradients
+  float scale = 1.0f;
+  int64_t window_left = -1;   // -1: unbounded
+  int64_t window_right = -1;  // -1: unbounded; causal is 0
+  bool bottom_right = false;
+  float softcap = 0.0f;       // 0: none
+  double dropout_rate = 0.0;  // in [0, 1)
+};
+
+// An array that broadcasts to [B, N, T, S]: strides in elements, 0 along a broadcast axis. `batch`
+// maps each of the B flattened batch rows to its row among `batch_count` stored ones (leading
+// dimensions may broadcast one by one, so a single stride would not do).
+struct Broadcast {
+  const void* data = nullptr;
+  const int64_t* batch = nullptr;  // [B]
+  int64_t batch_count = 1;
+  int64_t heads = 1, rows = 1, keys = 1;  // stored extents: 1 or N, 1 or T, 1 or S
+
+  int64_t Offset(int64_t b, int64_t n, int64_t t) const {
+    return ((batch[b] * heads + (heads == 1 ? 0 : n)) * rows + (rows == 1 ? 0 : t)) * keys;
+  }
+};
+
+struct Inputs {
+  Problem problem;
+  Shapes shapes;
+  const void* q = nullptr;
+  const void* k = nullptr;
+  const void* v = nullptr;
+  Broadcast bias;  // data null: absent
+  DType bias_dtype = DType::kFloat32;
+  Broadcast mask;                          // bytes, nonzero: visible; data null: absent
+  const int32_t* q_lengths = nullptr;      // [B]
+  const int32_t* kv_lengths = nullptr;     // [B]
+  const int32_t* q_segments = nullptr;     // [B, T], with kv_segments or neither
+  const int32_t* kv_segments = nullptr;    // [B, S]
+  Broadcast sinks;                         // float32; heads = N, rows = keys = 1
+  const uint32_t* dropout_state = nullptr; // [B, N, 4]: key0, key1, head id, batch id
+};
+
+struct ForwardCall {
+  Inputs in;
+  void* out = nullptr;   // [B, T, N, Hv]
+  float* lse = nullptr;  // [B, N, T]
+};
+
+struct BackwardCall {
+  Inputs in;
+  const void* out = nullptr;    // [B, T, N, Hv]
+  const float* lse = nullptr;   // [B, N, T], sinks included
+  const void* dout = nullptr;   // [B, T, N, Hv]
+  const float* dlse = nullptr;  // [B, N, T] or null
+  void* dq = nullptr;
+  void* dk = nullptr;
+  void* dv = nullptr;
+  void* dbias = nullptr;  // bias's shape and dtype, or null
+};
+
+// Threads that share the indices of a loop. Run returns when every body has returned.
+class Workers {
+ public:
+  virtual ~Workers() = default;
+  virtual int64_t count() const = 0;
+  virtual void Run(int64_t tasks, void (*body)(void* context, int64_t index), void* context) = 0;
+};
+
+// One build of the kernels. Both return false when memory could not be had.
+struct Kernels {
+  const char* name;
+  bool (*forward)(const ForwardCall& call, Workers& workers);
+  bool (*backward)(const BackwardCall& call, Workers& workers);
+};
+
+// The fastest build that this processor runs.
+const Kernels& BestKernels();
+
+// Every build that this processor runs, best first; writes at most `capacity` and returns how many.
+int SupportedKernels(const Kernels** list, int capacity);
+
+// Memory of the calling thread, 64-byte aligned, valid until its next call; kept between calls.
+// Null when it could not be had.
+void* ThreadScratch(int64_t bytes);
+
+}  // namespace jax_flash::cpu
+
+#endif  // JAX_FLASH_CPU_ATTENTION_H_

@@ -1,0 +1,270 @@
+// Owns the forward kernel: tiled attention with an online softmax.
+//
+// A unit of work is a block of query rows of one kv head, all query heads of its group included. It
+// walks the blocks of keys its rows can see; per block it packs keys and values once, then takes
+// kTileRows rows at a time through scores, softmax and the product with the values, with the scores
+// of a tile in L1 and the output accumulators in registers.
+// Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
+// "FlashAttention", 2022.
+
+#include <cmath>
+
+namespace jax_flash::cpu {
+namespace {
+
+template <class Body>
+void ForEach(Workers& workers, int64_t tasks, Body body) {
+  workers.Run(
+      tasks, [](void* context, int64_t i) { (*static_cast<Body*>(context))(i); }, &body);
+}
+
+// Keys in a block: packed keys and values of one block take 256 KiB or less of a 1 MiB L2.
+inline int64_t BlockKeys(int64_t head_dims) {
+  return head_dims <= 256 ? 256 : head_dims <= 512 ? 128 : 64;
+}
+
+template <class T, class Op>
+class Forward {
+ public:
+  static bool Run(const ForwardCall& call, Workers& workers) {
+    const Shapes& s = call.in.shapes;
+    const int64_t heads = s.batch * s.kv_heads;
+    if (heads == 0 || s.q_len == 0) return true;
+    const int64_t rows = s.q_len * (s.q_heads / s.kv_heads);
+    const int64_t block = RowBlock(rows, heads, workers.count());
+    const int64_t blocks = (rows + block - 1) / block;
+    bool failed = false;
+    // Last rows first: under a causal mask they see the most keys.
+    ForEach(workers, blocks * heads, [&](int64_t i) {
+      const int64_t head = i % heads;
+      const int64_t first = (blocks - 1 - i / heads) * block;
+      Forward unit(call, head / s.kv_heads, head % s.kv_heads, Least(block, rows - first));
+      if (!unit.Allocate()) {
+        __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
+      } else {
+        unit.Compute(first);
+      }
+    });
+    return !failed;
+  }
+
+ private:
+  static constexpr int64_t kGranule = kLanes * Op::kPair;
+  static constexpr int64_t kMostRows = 192;
+
+  // As many rows as share a packed block of keys, while every thread finds about 4 units.
+  static int64_t RowBlock(int64_t rows, int64_t heads, int64_t threads) {
+    const int64_t wanted = (4 * threads + heads - 1) / heads;
+    const int64_t block = RoundUp((rows + wanted - 1) / wanted, kTileRows);
+    return Least(kMostRows, Most(block, 8 * kTileRows));
+  }
+
+  Forward(const ForwardCall& call, int64_t b, int64_t kv, int64_t rows)
+      : call_(call),
+        in_(call.in),
+        head_(call.in, b, kv),
+        scoring_(call.in),
+        rows_(rows),
+        head_dim_(in_.shapes.head_dim),
+        value_dim_(in_.shapes.value_dim),
+        out_ld_(RoundUp(value_dim_, kLanes)),
+        keys_(Least(BlockKeys(head_dim_ + value_dim_), RoundUp(in_.shapes.kv_len, 64))),
+        score_ld_(keys_ + kLanes) {}
+
+  bool Allocate() {
+    Arena count(nullptr);
+    Place(count);
+    void* memory = ThreadScratch(count.used());
+    if (!memory) return false;
+    Arena arena(memory);
+    Place(arena);
+    return true;
+  }
+
+  void Place(Arena& arena) {
+    row_ = arena.Take<Row>(rows_);
+    q_ = arena.Take<float>(rows_ * RowWords<Op>(head_dim_));
+    out_ = arena.Take<float>(rows_ * out_ld_);
+    max_ = arena.Take<float>(rows_);
+    sum_ = arena.Take<float>(rows_ * kLanes);
+    k_ = arena.Take<float>(RoundUp(keys_, kPanel) * Words<Op>(head_dim_));
+    v_ = arena.Take<float>(keys_ / Op::kPair * out_ld_);
+    bad_values_ = arena.Take<int32_t>(keys_);
+    segments_ = arena.Take<int32_t>(keys_);
+    scores_ = arena.Take<float>(kTileRows * score_ld_);
+    keep_ = arena.Take<float>(keys_);
+  }
+
+  void Compute(int64_t first_row) {
+    int64_t lo = in_.shapes.kv_len, hi = 0;
+    for (int64_t r = 0; r < rows_; ++r) {
+      row_[r] = head_.RowAt(first_row + r);
+      if (row_[r].lo < row_[r].hi) {
+        lo = Least(lo, row_[r].lo);
+        hi = Most(hi, row_[r].hi);
+      }
+      max_[r] = -kInfinity;
+    }
+    std::memset(out_, 0, static_cast<size_t>(rows_ * out_ld_) * 4);
+    std::memset(sum_, 0, static_cast<size_t>(rows_ * kLanes) * 4);
+    const T* q = static_cast<const T*>(in_.q);
+    PackRows<Op, T>([&](int64_t r) { return q + head_.QueryOffset(row_[r], head_dim_); }, rows_,
+                    head_dim_, q_);
+    for (int64_t key = lo / 64 * 64; key < hi; key += keys_) {
+      PackKeys(key, Least(keys_, hi - key));
+      for (int64_t r = 0; r < rows_; r += kTileRows) Tile(r, Least(kTileRows, rows_ - r));
+    }
+    for (int64_t r = 0; r < rows_; ++r) Finish(r);
+  }
+
+  void PackKeys(int64_t first, int64_t valid) {
+    block_ = {first, valid, nullptr, INT32_MAX, INT32_MIN};
+    if (in_.kv_segments) {
+      const int32_t* ids = in_.kv_segments + head_.b * in_.shapes.kv_len + first;
+      for (int64_t j = 0; j < valid; ++j) {
+        segments_[j] = ids[j];
+        if (ids[j] < block_.segment_min) block_.segment_min = ids[j];
+        if (ids[j] > block_.segment_max) block_.segment_max = ids[j];
+      }
+      for (int64_t j = valid; j < keys_; ++j) segments_[j] = 0;
+      block_.segments = segments_;
+    }
+    const T* k = static_cast<const T*>(in_.k) + head_.KeyOffset(first, head_dim_);
+    PackColumns<Op>(k, in_.shapes.kv_heads * head_dim_, valid, RoundUp(valid, kGranule), head_dim_,
+                    k_);
+    bad_count_ = PackLanes<Op, T>([&](int64_t j) { return j < valid ? Value(j) : nullptr; },
+                                  RoundUp(valid, kGranule), value_dim_, out_ld_, v_, bad_values_);
+  }
+
+  const T* Value(int64_t j) const {
+    return static_cast<const T*>(in_.v) + head_.KeyOffset(block_.first + j, value_dim_);
+  }
+
+  void Tile(int64_t first, int64_t count) {
+    const Span span = VisibleSpan(head_, row_ + first, count, block_, kGranule);
+    if (span.empty()) return;
+
+    Product scores{};
+    scores.words = Words<Op>(head_dim_);
+    scores.a_row = RowWords<Op>(head_dim_);
+    scores.a = q_ + first * scores.a_row;
+    scores.a_word = 1;
+    scores.b_word = kPanel;
+    scores.c_row = score_ld_;
+    for (int64_t j = span.begin; j < span.end;) {
+      const int64_t stop = Least(span.end, (j / kPanel + 1) * kPanel);
+      scores.b = k_ + j / kPanel * scores.words * kPanel + j % kPanel;
+      scores.c = scores_ + j;
+      MicroProduct<Op, Into::kStore>(scores, count, (stop - j) / kLanes);
+      j = stop;
+    }
+
+    float rescale[kTileRows];
+    for (int64_t r = 0; r < count; ++r) {
+      rescale[r] = SoftmaxRow(first + r, span, scores_ + r * score_ld_);
+    }
+
+    Product values{};
+    values.words = (span.end - span.begin) / Op::kPair;
+    values.a = scores_ + span.begin / Op::kPair;
+    values.a_row = score_ld_;
+    values.a_word = 1;
+    values.b = v_ + span.begin / Op::kPair * out_ld_;
+    values.b_word = out_ld_;
+    values.c = out_ + first * out_ld_;
+    values.c_row = out_ld_;
+    values.factor = rescale;
+    Multiply<Op, Into::kScaleAdd>(values, count, out_ld_ / kLanes, kPanel);
+
+    for (int64_t i = 0; i < bad_count_; ++i) {
+      const int64_t j = bad_values_[i];
+      if (j < span.begin || j >= span.end) continue;
+      for (int64_t r = 0; r < count; ++r) {
+        const float p = ElementOf<Op>(scores_ + r * score_ld_, j);
+        if (p != 0.0f) AddNonFinite(p, Value(j), value_dim_, out_ + (first + r) * out_ld_);
+      }
+    }
+  }
+
+  // Scores of one row become weights, relative to the row's largest score so far, as words of the
+  // product to come. Returns the factor that brings earlier sums to the new scale.
+  float SoftmaxRow(int64_t r, const Span& span, float* s) {
+    if (scoring_.modified) ModifyScores(head_, row_[r], block_, span, s, nullptr);
+    if (span.partial) HideScores(head_, row_[r], block_, span, s);
+    F most = Set1(-kInfinity);
+    for (int64_t j = span.begin; j < span.end; j += kLanes) most = Max(most, Load(s + j));
+    const float before = max_[r];
+    const float block_max = ReduceMax(most) * scoring_.to_log2;
+    const float now = block_max > before ? block_max : before;
+    const float shift = now == -kInfinity ? 0.0f : now;
+    max_[r] = now;
+    const float rescale = now == before ? 1.0f : exp2f(before - shift);
+
+    const bool dropout = in_.dropout_state != nullptr;
+    if (dropout) DropoutFactors(head_, row_[r], block_, span, keep_);
+    const F factor = Set1(scoring_.to_log2), minus = Set1(-shift);
+    F sum = Zero();
+    for (int64_t j = span.begin; j < span.end; j += kGranule) {
+      F p[Op::kPair];
+      for (int i = 0; i < Op::kPair; ++i) {
+        p[i] = Exp2(Fma(Load(s + j + i * kLanes), factor, minus));
+        sum = Add(sum, p[i]);
+        if (dropout) p[i] = Mul(p[i], Load(keep_ + j + i * kLanes));
+      }
+      // Words never overtake the scores still to be read.
+      if constexpr (Op::kPair == 1) {
+        Store(s + j, p[0]);
+      } else {
+#if defined(JAX_FLASH_BF16_DOT)
+        Store(s + j / 2, PackPairs(p[0], p[1]));
+#endif
+      }
+    }
+    Store(sum_ + r * kLanes, Fma(Load(sum_ + r * kLanes), Set1(rescale), sum));
+    return rescale;
+  }
+
+  void Finish(int64_t r) {
+    float sum = ReduceAdd(Load(sum_ + r * kLanes));
+    float most = max_[r];
+    float weight = 1.0f;
+    const bool seen = most > -kInfinity || sum != 0.0f;  // nan counts as seen
+    if (seen && in_.sinks.data) {
+      const float sink = static_cast<const float*>(
+                             in_.sinks.data)[in_.sinks.Offset(head_.b, row_[r].n, 0)] *
+                         kLog2E;
+      const float joint = sink > most ? sink : most;
+      weight = exp2f(most - joint);
+      sum = sum * weight + exp2f(sink - joint);
+      most = joint;
+    }
+    call_.lse[head_.LseOffset(row_[r])] = seen ? (most + log2f(sum)) * kLn2 : -kInfinity;
+    const F factor = Set1(seen ? weight / sum : 0.0f);
+    T* out = static_cast<T*>(call_.out) + head_.QueryOffset(row_[r], value_dim_);
+    for (int64_t d = 0; d < value_dim_; d += kLanes) {
+      StorePartial(out + d, Mul(Load(out_ + r * out_ld_ + d), factor), value_dim_ - d);
+    }
+  }
+
+  const ForwardCall& call_;
+  const Inputs& in_;
+  const Head head_;
+  const Scoring scoring_;
+  const int64_t rows_, head_dim_, value_dim_, out_ld_, keys_, score_ld_;
+  KeyBlock block_{};
+  int64_t bad_count_ = 0;
+  Row* row_ = nullptr;
+  float* q_ = nullptr;       // rows
+  float* out_ = nullptr;     // [rows_][out_ld_], relative to max_
+  float* max_ = nullptr;     // [rows_], in powers of 2
+  float* sum_ = nullptr;     // [rows_][kLanes], relative to max_
+  float* k_ = nullptr;       // columns
+  float* v_ = nullptr;       // lanes
+  int32_t* bad_values_ = nullptr;
+  int32_t* segments_ = nullptr;
+  float* scores_ = nullptr;  // [kTileRows][score_ld_], then weights
+  float* keep_ = nullptr;
+};
+
+}  // namespace
+}  // namespace jax_flash::cpu

@@ -1,0 +1,42 @@
+// Owns the order of the kernel sources and their entry points. A kernels_<isa>.cc includes this
+// after its vector operations; everything up to the Kernels it exports is private to that file, so
+// that no function compiled for one instruction set is linked into the path of another.
+
+#include "cpu/attention.h"
+// Order matters below.
+#include "cpu/gemm-inl.h"
+#include "cpu/math-inl.h"
+#include "cpu/pack-inl.h"
+#include "cpu/terms-inl.h"
+//
+#include "cpu/forward-inl.h"
+//
+#include "cpu/backward-inl.h"
+
+namespace jax_flash::cpu {
+namespace {
+
+#if defined(JAX_FLASH_BF16_DOT)
+using DotOfBFloat16 = BFloat16Dot;
+#else
+using DotOfBFloat16 = Float32Dot;
+#endif
+
+bool RunForward(const ForwardCall& call, Workers& workers) {
+  switch (call.in.problem.dtype) {
+    case DType::kBFloat16: return Forward<BFloat16, DotOfBFloat16>::Run(call, workers);
+    case DType::kFloat16: return Forward<Float16, Float32Dot>::Run(call, workers);
+    default: return Forward<float, Float32Dot>::Run(call, workers);
+  }
+}
+
+bool RunBackward(const BackwardCall& call, Workers& workers) {
+  switch (call.in.problem.dtype) {
+    case DType::kBFloat16: return Backward<BFloat16, DotOfBFloat16>::Run(call, workers);
+    case DType::kFloat16: return Backward<Float16, Float32Dot>::Run(call, workers);
+    default: return Backward<float, Float32Dot>::Run(call, workers);
+  }
+}
+
+}  // namespace
+}  // namespace jax_flash::cpu

@@ -1,0 +1,230 @@
+// Owns which keys a row sees, and what bias, softcap and dropout do to its scores.
+// Ranges are settled first: a tile is skipped, free of tests, or partial, and only partial tiles
+// look at single scores.
+
+namespace jax_flash::cpu {
+namespace {
+
+// One query row: position t, query head n, visible keys [lo, hi) before segments and mask.
+struct Row {
+  int64_t t, n, lo, hi;
+};
+
+// One (batch row, kv head) of a call.
+struct Head {
+  const Inputs* in;
+  int64_t b, kv;
+  int64_t group;         // query heads per kv head
+  int64_t q_len, kv_len; // valid lengths of this batch row
+  int64_t offset;        // query 0 stands at this key
+
+  Head(const Inputs& inputs, int64_t batch, int64_t kv_head) : in(&inputs), b(batch), kv(kv_head) {
+    const Shapes& s = in->shapes;
+    group = s.q_heads / s.kv_heads;
+    auto clamp = [](int64_t x, int64_t most) { return Most(0, Least(x, most)); };
+    q_len = in->q_lengths ? clamp(in->q_lengths[b], s.q_len) : s.q_len;
+    kv_len = in->kv_lengths ? clamp(in->kv_lengths[b], s.kv_len) : s.kv_len;
+    offset = in->problem.bottom_right ? kv_len - q_len : 0;
+  }
+
+  Row RowAt(int64_t t, int64_t n) const {
+    const Problem& p = in->problem;
+    const int64_t at = t + offset;
+    Row row{t, n, 0, kv_len};
+    if (p.window_left >= 0 && p.window_left < at) row.lo = at - p.window_left;
+    if (p.window_right >= 0 && p.window_right < kv_len - 1 - at) {
+      row.hi = at + p.window_right + 1;
+    }
+    if (t >= q_len || row.hi <= row.lo) row.lo = row.hi = 0;
+    return row;
+  }
+  // Rows of one kv head in the order (t, query head within the group).
+  Row RowAt(int64_t r) const { return RowAt(r / group, kv * group + r % group); }
+
+  // Element offset of row (t, n) in an array [B, T, N, dim].
+  int64_t QueryOffset(const Row& row, int64_t dim) const {
+    return ((b * in->shapes.q_len + row.t) * in->shapes.q_heads + row.n) * dim;
+  }
+  // Element offset of key j in an array [B, S, K, dim].
+  int64_t KeyOffset(int64_t j, int64_t dim) const {
+    return ((b * in->shapes.kv_len + j) * in->shapes.kv_heads + kv) * dim;
+  }
+  // Offset of row (t, n) in lse, [B, N, T].
+  int64_t LseOffset(const Row& row) const {
+    return (b * in->shapes.q_heads + row.n) * in->shapes.q_len + row.t;
+  }
+};
+
+// Scores after the product with the keys are `scale` * qk + bias, capped. Where neither bias nor
+// cap is there, the scale is left to the exponential.
+struct Scoring {
+  bool modified;
+  float to_log2;  // times a (modified) score: the exponent of 2
+
+  explicit Scoring(const Inputs& in) {
+    modified = in.bias.data || in.problem.softcap > 0.0f || !(in.problem.scale > 0.0f);
+    to_log2 = modified ? kLog2E : in.problem.scale * kLog2E;
+  }
+};
+
+// A block of keys: [first, first + valid) exist.
+struct KeyBlock {
+  int64_t first, valid;
+  const int32_t* segments;  // [block], or null
+  int32_t segment_min, segment_max;
+};
+
+// Keys [begin, end) of a block, for the rows of a tile.
+struct Span {
+  int64_t begin = 0, end = 0;  // multiples of the granule; equal: nothing to see
+  bool partial = false;        // some score within is masked
+  bool empty() const { return begin >= end; }
+};
+
+inline const uint8_t* MaskRow(const Head& head, const Row& row) {
+  const Broadcast& mask = head.in->mask;
+  return static_cast<const uint8_t*>(mask.data) + mask.Offset(head.b, row.n, row.t);
+}
+
+inline Span VisibleSpan(const Head& head, const Row* rows, int64_t count, const KeyBlock& block,
+                        int64_t granule) {
+  const Inputs& in = *head.in;
+  int64_t lo = block.valid, hi = 0;              // of the union of the rows
+  int64_t full_lo = 0, full_hi = block.valid;  // of their intersection
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t row_lo = Most(rows[r].lo - block.first, 0);
+    const int64_t row_hi = Least(rows[r].hi - block.first, block.valid);
+    full_lo = Most(full_lo, row_lo);
+    full_hi = Least(full_hi, row_hi);
+    if (row_lo < row_hi) {
+      lo = Least(lo, row_lo);
+      hi = Most(hi, row_hi);
+    }
+  }
+  Span span;
+  if (lo >= hi) return span;
+  span.begin = lo / granule * granule;
+  span.end = RoundUp(hi, granule);
+  span.partial = span.begin < full_lo || span.end > full_hi;
+
+  if (block.segments) {
+    int32_t least = INT32_MAX, most = INT32_MIN;
+    for (int64_t r = 0; r < count; ++r) {
+      if (rows[r].lo >= rows[r].hi) continue;
+      const int32_t id = in.q_segments[head.b * in.shapes.q_len + rows[r].t];
+      least = id < least ? id : least;
+      most = id > most ? id : most;
+    }
+    if (most < block.segment_min || least > block.segment_max) return Span();
+    span.partial |= least != most || block.segment_min != least || block.segment_max != most;
+  }
+
+  if (in.mask.data) {
+    bool any = false, all = true;
+    for (int64_t r = 0; r < count; ++r) {
+      const uint8_t* p = MaskRow(head, rows[r]);
+      if (in.mask.keys == 1) {
+        any |= *p != 0;
+        all &= *p != 0;
+        continue;
+      }
+      const int64_t end = Least(span.end, block.valid);
+      for (int64_t j = span.begin; j < end && (all || !any); ++j) {
+        any |= p[block.first + j] != 0;
+        all &= p[block.first + j] != 0;
+      }
+    }
+    if (!any) return Span();
+    span.partial |= !all;
+  }
+  return span;
+}
+
+// Scores outside of what the row sees become -inf.
+inline void HideScores(const Head& head, const Row& row, const KeyBlock& block, const Span& span,
+                       float* s) {
+  const Inputs& in = *head.in;
+  const F hidden = Set1(-kInfinity);
+  const int64_t lo = row.lo - block.first, hi = row.hi - block.first;
+  for (int64_t j = span.begin; j < span.end; j += kLanes) {
+    if (j >= lo && j + kLanes <= hi) continue;
+    Store(s + j, Select(LanesBetween(lo - j, hi - j), Load(s + j), hidden));
+  }
+  if (block.segments) {
+    const int32_t id = in.q_segments[head.b * in.shapes.q_len + row.t];
+    for (int64_t j = span.begin; j < span.end; j += kLanes) {
+      Store(s + j, Select(Equal(block.segments + j, id), Load(s + j), hidden));
+    }
+  }
+  if (in.mask.data) {
+    const uint8_t* p = MaskRow(head, row);
+    for (int64_t j = span.begin; j < span.end; j += kLanes) {
+      uint8_t bytes[kLanes > 16 ? kLanes : 16] = {};
+      const int64_t n = Least(kLanes, block.valid - j);
+      if (in.mask.keys == 1) {
+        std::memset(bytes, *p, kLanes);
+      } else if (n > 0) {
+        std::memcpy(bytes, p + block.first + j, static_cast<size_t>(n));
+      }
+      Store(s + j, Select(NonZero(bytes), Load(s + j), hidden));
+    }
+  }
+}
+
+inline F LoadBias(DType dtype, const void* data, int64_t at, int64_t n) {
+  switch (dtype) {
+    case DType::kBFloat16: return LoadPartial(static_cast<const BFloat16*>(data) + at, n);
+    case DType::kFloat16: return LoadPartial(static_cast<const Float16*>(data) + at, n);
+    default: return LoadPartial(static_cast<const float*>(data) + at, n);
+  }
+}
+
+// s = softcap(scale * s + bias). Where slope is not null, d(capped) / d(uncapped) goes there.
+inline void ModifyScores(const Head& head, const Row& row, const KeyBlock& block, const Span& span,
+                         float* s, float* slope) {
+  const Inputs& in = *head.in;
+  const F scale = Set1(in.problem.scale);
+  const float cap = in.problem.softcap;
+  const int64_t bias_at = in.bias.data ? in.bias.Offset(head.b, row.n, row.t) : 0;
+  const bool per_key = in.bias.keys != 1;
+  F bias = Zero();
+  if (in.bias.data && !per_key) {
+    float first[kLanes];
+    Store(first, LoadBias(in.bias_dtype, in.bias.data, bias_at, 1));
+    bias = Set1(first[0]);
+  }
+  for (int64_t j = span.begin; j < span.end; j += kLanes) {
+    if (in.bias.data && per_key) {
+      bias = LoadBias(in.bias_dtype, in.bias.data, bias_at + block.first + j, block.valid - j);
+    }
+    F x = Fma(Load(s + j), scale, bias);
+    if (cap > 0.0f) {
+      const F y = Tanh(Mul(x, Set1(1.0f / cap)));
+      x = Mul(y, Set1(cap));
+      if (slope) Store(slope + j, Fma(Sub(Zero(), y), y, Set1(1.0f)));
+    }
+    Store(s + j, x);
+  }
+}
+
+// keep[j] = 1 / (1 - rate) where the weight of key j survives dropout, else 0. The block begins at
+// a multiple of 4 keys and keep has room for a multiple of 4 * kPhilox.
+inline void DropoutFactors(const Head& head, const Row& row, const KeyBlock& block,
+                           const Span& span, float* keep) {
+  const Inputs& in = *head.in;
+  const uint32_t* state = in.dropout_state + (head.b * in.shapes.q_heads + row.n) * 4;
+  const uint32_t threshold = static_cast<uint32_t>(in.problem.dropout_rate * 4294967296.0);
+  const float kept = static_cast<float>(1.0 / (1.0 - in.problem.dropout_rate));
+  constexpr int64_t kKeys = 4 * kPhilox;
+  for (int64_t j = span.begin / kKeys * kKeys; j < span.end; j += kKeys) {
+    uint32_t words[4][kPhilox];
+    Philox(static_cast<uint32_t>((block.first + j) / 4), static_cast<uint32_t>(row.t), state[2],
+           state[3], state[0], state[1], words);
+    for (int i = 0; i < kPhilox; ++i) {
+      for (int w = 0; w < 4; ++w) keep[j + 4 * i + w] = words[w][i] >= threshold ? kept : 0.0f;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jax_flash::cpu

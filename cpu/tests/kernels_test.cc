@@ -1,0 +1,509 @@
+// Checks every build of the kernels that this processor runs against attention in float64, over
+// random shapes and combinations of features, with poison where nothing may be read or kept.
+// Usage: kernels_test [cases per build] [first seed]
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/attention.h"
+#include "cpu/numeric.h"
+
+namespace jax_flash::cpu {
+namespace {
+
+class ThreadWorkers : public Workers {
+ public:
+  explicit ThreadWorkers(int64_t count) : count_(count) {}
+  int64_t count() const override { return count_; }
+  void Run(int64_t tasks, void (*body)(void*, int64_t), void* context) override {
+    std::atomic<int64_t> next{0};
+    auto drain = [&] {
+      for (int64_t i = next++; i < tasks; i = next++) body(context, i);
+    };
+    std::vector<std::thread> threads;
+    for (int64_t i = 1; i < count_; ++i) threads.emplace_back(drain);
+    drain();
+    for (std::thread& thread : threads) thread.join();
+  }
+
+ private:
+  int64_t count_;
+};
+
+struct Random {
+  std::mt19937_64 engine;
+  explicit Random(uint64_t seed) : engine(seed) {}
+  int64_t Below(int64_t n) { return static_cast<int64_t>(engine() % static_cast<uint64_t>(n)); }
+  bool Chance(double p) { return std::uniform_real_distribution<double>(0, 1)(engine) < p; }
+  double Normal() { return std::normal_distribution<double>()(engine); }
+};
+
+// An array of one of the three element types, with its values as double beside it.
+struct Array {
+  DType dtype = DType::kFloat32;
+  std::vector<unsigned char> bytes;
+  std::vector<double> values;
+
+  static int Size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+  Array() = default;
+  Array(DType type, int64_t n) : dtype(type), bytes(n * Size(type)), values(n) {}
+  void Set(int64_t i, double x) {
+    const float f = static_cast<float>(x);
+    if (dtype == DType::kFloat32) {
+      std::memcpy(&bytes[i * 4], &f, 4);
+    } else if (dtype == DType::kBFloat16) {
+      BFloat16 h;
+      FromFloat(f, &h);
+      std::memcpy(&bytes[i * 2], &h, 2);
+    } else {
+      Float16 h;
+      FromFloat(f, &h);
+      std::memcpy(&bytes[i * 2], &h, 2);
+    }
+    values[i] = Get(i);
+  }
+  double Get(int64_t i) const {
+    if (dtype == DType::kFloat32) {
+      float f;
+      std::memcpy(&f, &bytes[i * 4], 4);
+      return f;
+    }
+    uint16_t h;
+    std::memcpy(&h, &bytes[i * 2], 2);
+    return dtype == DType::kBFloat16 ? ToFloat(BFloat16{h}) : ToFloat(Float16{h});
+  }
+  void Fill(Random& random, double scale) {
+    for (size_t i = 0; i < values.size(); ++i) Set(i, scale * random.Normal());
+  }
+  // Every byte 0xff: nan in each of the types.
+  void Poison() { std::fill(bytes.begin(), bytes.end(), 0xff); }
+};
+
+struct Case {
+  Shapes s;
+  Problem p;
+  bool with_dlse = false, with_dbias = false;
+  Array q, k, v, bias, out, dout, dq, dk, dv, dbias;
+  std::vector<float> lse, dlse, sinks;
+  std::vector<uint8_t> mask;
+  std::vector<int64_t> bias_batch, mask_batch, sinks_batch;
+  Broadcast bias_view, mask_view, sinks_view;
+  std::vector<int32_t> q_lengths, kv_lengths, q_segments, kv_segments;
+  std::vector<uint32_t> dropout;
+
+  int64_t Q(int64_t b, int64_t t, int64_t n) const { return (b * s.q_len + t) * s.q_heads + n; }
+  int64_t K(int64_t b, int64_t j, int64_t n) const {
+    return (b * s.kv_len + j) * s.kv_heads + n / (s.q_heads / s.kv_heads);
+  }
+  int64_t L(int64_t b, int64_t t, int64_t n) const { return (b * s.q_heads + n) * s.q_len + t; }
+
+  bool Visible(int64_t b, int64_t n, int64_t t, int64_t j) const {
+    const int64_t q_len = q_lengths.empty() ? s.q_len : q_lengths[b];
+    const int64_t kv_len = kv_lengths.empty() ? s.kv_len : kv_lengths[b];
+    const int64_t d = j - t - (p.bottom_right ? kv_len - q_len : 0);
+    if (t >= q_len || j >= kv_len) return false;
+    if (p.window_left >= 0 && d < -p.window_left) return false;
+    if (p.window_right >= 0 && d > p.window_right) return false;
+    if (!q_segments.empty() && q_segments[b * s.q_len + t] != kv_segments[b * s.kv_len + j]) {
+      return false;
+    }
+    return mask.empty() ||
+           mask[mask_view.Offset(b, n, t) + (mask_view.keys == 1 ? 0 : j)] != 0;
+  }
+
+  bool Keep(int64_t b, int64_t n, int64_t t, int64_t j) const {
+    const uint32_t* state = &dropout[(b * s.q_heads + n) * 4];
+    uint32_t words[4][kPhilox];
+    Philox(static_cast<uint32_t>(j / 4), static_cast<uint32_t>(t), state[2], state[3], state[0],
+           state[1], words);
+    return words[j % 4][0] >= static_cast<uint32_t>(std::floor(p.dropout_rate * 4294967296.0));
+  }
+
+  Inputs View() const {
+    Inputs in;
+    in.problem = p;
+    in.shapes = s;
+    in.q = q.bytes.data();
+    in.k = k.bytes.data();
+    in.v = v.bytes.data();
+    in.bias = bias_view;
+    in.bias_dtype = bias.dtype;
+    in.mask = mask_view;
+    in.sinks = sinks_view;
+    auto data = [](const auto& x) { return x.empty() ? nullptr : x.data(); };
+    in.q_lengths = data(q_lengths);
+    in.kv_lengths = data(kv_lengths);
+    in.q_segments = data(q_segments);
+    in.kv_segments = data(kv_segments);
+    in.dropout_state = data(dropout);
+    return in;
+  }
+};
+
+Broadcast RandomBroadcast(Random& random, const Shapes& s, std::vector<int64_t>& batch) {
+  Broadcast view;
+  view.batch_count = random.Chance(0.5) ? s.batch : 1;
+  view.heads = random.Chance(0.5) ? s.q_heads : 1;
+  view.rows = random.Chance(0.6) ? s.q_len : 1;
+  view.keys = random.Chance(0.7) ? s.kv_len : 1;
+  batch.resize(s.batch);
+  for (int64_t b = 0; b < s.batch; ++b) batch[b] = view.batch_count == 1 ? 0 : b;
+  view.batch = batch.data();
+  return view;
+}
+
+int64_t Count(const Broadcast& view) { return view.batch_count * view.heads * view.rows * view.keys; }
+
+std::unique_ptr<Case> RandomCase(uint64_t seed) {
+  Random random(seed);
+  auto result = std::make_unique<Case>();
+  Case& c = *result;
+  Shapes& s = c.s;
+  Problem& p = c.p;
+  const int64_t lengths[] = {1, 2, 5, 17, 63, 64, 65, 100, 191, 193, 257, 300};
+  const int64_t dims[] = {1, 3, 8, 16, 24, 33, 64, 64, 64, 80, 128, 130};
+  s.batch = 1 + random.Below(3);
+  s.q_len = lengths[random.Below(12)];
+  s.kv_len = random.Chance(0.4) ? s.q_len : lengths[random.Below(12)];
+  s.kv_heads = 1 + random.Below(2);
+  s.q_heads = s.kv_heads * (1 + random.Below(3));
+  s.head_dim = dims[random.Below(12)];
+  s.value_dim = random.Chance(0.5) ? s.head_dim : dims[random.Below(12)];
+  if (random.Chance(0.03)) s.head_dim = 300, s.value_dim = 260;
+  p.dtype = static_cast<DType>(random.Below(3));
+  p.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(s.head_dim)));
+  if (random.Chance(0.1)) p.scale = -p.scale;
+  p.bottom_right = random.Chance(0.5);
+  if (random.Chance(0.4)) p.window_right = random.Chance(0.6) ? 0 : random.Below(40);
+  if (random.Chance(0.3)) p.window_left = random.Below(150);
+  if (random.Chance(0.2)) p.softcap = 1.0f + static_cast<float>(random.Below(20));
+  auto make = [&](Array& a, int64_t n, double scale) {
+    a = Array(p.dtype, n);
+    a.Fill(random, scale);
+  };
+  make(c.q, s.batch * s.q_len * s.q_heads * s.head_dim, 1);
+  make(c.k, s.batch * s.kv_len * s.kv_heads * s.head_dim, 1);
+  make(c.v, s.batch * s.kv_len * s.kv_heads * s.value_dim, 1);
+  make(c.dout, s.batch * s.q_len * s.q_heads * s.value_dim, 1);
+  if (random.Chance(0.3)) {
+    c.bias_view = RandomBroadcast(random, s, c.bias_batch);
+    c.bias = Array(random.Chance(0.5) ? DType::kFloat32 : p.dtype, Count(c.bias_view));
+    c.bias.Fill(random, 1);
+    c.bias_view.data = c.bias.bytes.data();
+    c.with_dbias = random.Chance(0.8);
+    c.dbias = Array(c.bias.dtype, Count(c.bias_view));
+  }
+  if (random.Chance(0.25)) {
+    c.mask_view = RandomBroadcast(random, s, c.mask_batch);
+    c.mask.resize(Count(c.mask_view));
+    const double density = random.Chance(0.3) ? 0.03 : 0.7;
+    for (uint8_t& x : c.mask) x = random.Chance(density);
+    c.mask_view.data = c.mask.data();
+  }
+  if (random.Chance(0.3)) {
+    for (int64_t b = 0; b < s.batch; ++b) c.q_lengths.push_back(static_cast<int32_t>(random.Below(s.q_len + 1)));
+  }
+  if (random.Chance(0.3)) {
+    for (int64_t b = 0; b < s.batch; ++b) c.kv_lengths.push_back(static_cast<int32_t>(random.Below(s.kv_len + 1)));
+  }
+  if (random.Chance(0.25)) {
+    const bool sorted = random.Chance(0.6);
+    auto fill = [&](std::vector<int32_t>& ids, int64_t n) {
+      for (int64_t i = 0; i < s.batch * n; ++i) {
+        ids.push_back(static_cast<int32_t>(sorted ? (i % n) * 4 / n : random.Below(3)));
+      }
+    };
+    fill(c.q_segments, s.q_len);
+    fill(c.kv_segments, s.kv_len);
+  }
+  if (random.Chance(0.2)) {
+    for (int64_t i = 0; i < s.q_heads; ++i) c.sinks.push_back(static_cast<float>(random.Normal()));
+    c.sinks_batch.assign(s.batch, 0);
+    c.sinks_view = {c.sinks.data(), c.sinks_batch.data(), 1, s.q_heads, 1, 1};
+  }
+  if (random.Chance(0.2)) {
+    p.dropout_rate = 0.3;
+    for (int64_t b = 0; b < s.batch; ++b) {
+      for (int64_t n = 0; n < s.q_heads; ++n) {
+        for (uint32_t x : {123u, 456u, static_cast<uint32_t>(n), static_cast<uint32_t>(b)}) c.dropout.push_back(x);
+      }
+    }
+  }
+  c.with_dlse = random.Chance(0.5);
+  for (int64_t i = 0; i < s.batch * s.q_heads * s.q_len; ++i) c.dlse.push_back(static_cast<float>(random.Normal()));
+  c.lse.resize(c.dlse.size());
+  c.out = Array(p.dtype, c.dout.values.size());
+  c.dq = Array(p.dtype, c.q.values.size());
+  c.dk = Array(p.dtype, c.k.values.size());
+  c.dv = Array(p.dtype, c.v.values.size());
+
+  // Keys that no query sees, and gradients of rows that see nothing, hold nan and inf.
+  if (random.Chance(0.5)) {
+    const double poison[] = {std::numeric_limits<double>::quiet_NaN(),
+                             std::numeric_limits<double>::infinity()};
+    for (int64_t b = 0; b < s.batch; ++b) {
+      for (int64_t j = 0; j < s.kv_len; ++j) {
+        for (int64_t kv = 0; kv < s.kv_heads; ++kv) {
+          bool seen = false;
+          const int64_t group = s.q_heads / s.kv_heads;
+          for (int64_t n = kv * group; n < (kv + 1) * group; ++n) {
+            for (int64_t t = 0; t < s.q_len && !seen; ++t) seen = c.Visible(b, n, t, j);
+          }
+          if (seen) continue;
+          const int64_t at = (b * s.kv_len + j) * s.kv_heads + kv;
+          c.k.Set(at * s.head_dim + random.Below(s.head_dim), poison[random.Below(2)]);
+          c.v.Set(at * s.value_dim + random.Below(s.value_dim), poison[random.Below(2)]);
+        }
+      }
+      for (int64_t n = 0; n < s.q_heads; ++n) {
+        for (int64_t t = 0; t < s.q_len; ++t) {
+          bool sees = false;
+          for (int64_t j = 0; j < s.kv_len && !sees; ++j) sees = c.Visible(b, n, t, j);
+          if (sees) continue;
+          c.q.Set(c.Q(b, t, n) * s.head_dim, poison[0]);
+          c.dout.Set(c.Q(b, t, n) * s.value_dim, poison[random.Below(2)]);
+        }
+      }
+    }
+  }
+  return result;
+}
+
+struct Oracle {
+  std::vector<double> out, lse, dq, dk, dv, dbias;
+};
+
+Oracle Expect(const Case& c) {
+  const Shapes& s = c.s;
+  const Problem& p = c.p;
+  Oracle o;
+  o.out.assign(c.out.values.size(), 0);
+  o.lse.assign(c.lse.size(), -std::numeric_limits<double>::infinity());
+  o.dq.assign(c.q.values.size(), 0);
+  o.dk.assign(c.k.values.size(), 0);
+  o.dv.assign(c.v.values.size(), 0);
+  o.dbias.assign(c.bias.values.size(), 0);
+  std::vector<double> w(s.kv_len), slope(s.kv_len), dp(s.kv_len);
+  for (int64_t b = 0; b < s.batch; ++b) {
+    for (int64_t n = 0; n < s.q_heads; ++n) {
+      for (int64_t t = 0; t < s.q_len; ++t) {
+        const double* q = &c.q.values[c.Q(b, t, n) * s.head_dim];
+        const double* dout = &c.dout.values[c.Q(b, t, n) * s.value_dim];
+        double* out = &o.out[c.Q(b, t, n) * s.value_dim];
+        std::vector<int64_t> seen;
+        double total = c.sinks.empty() ? 0 : std::exp(static_cast<double>(c.sinks[n]));
+        for (int64_t j = 0; j < s.kv_len; ++j) {
+          if (!c.Visible(b, n, t, j)) continue;
+          seen.push_back(j);
+          const double* k = &c.k.values[c.K(b, j, n) * s.head_dim];
+          double x = 0;
+          for (int64_t d = 0; d < s.head_dim; ++d) x += q[d] * k[d];
+          x *= p.scale;
+          if (c.bias_view.data) {
+            x += c.bias.values[c.bias_view.Offset(b, n, t) + (c.bias_view.keys == 1 ? 0 : j)];
+          }
+          slope[j] = 1;
+          if (p.softcap > 0) {
+            const double y = std::tanh(x / p.softcap);
+            x = p.softcap * y;
+            slope[j] = 1 - y * y;
+          }
+          w[j] = std::exp(x);
+          total += w[j];
+        }
+        if (seen.empty()) continue;
+        o.lse[c.L(b, t, n)] = std::log(total);
+        double delta = c.with_dlse ? -static_cast<double>(c.dlse[c.L(b, t, n)]) : 0;
+        const double kept = 1 / (1 - p.dropout_rate);
+        std::vector<double> keep(s.kv_len, 1);
+        for (int64_t j : seen) {
+          w[j] /= total;
+          if (!c.dropout.empty()) keep[j] = c.Keep(b, n, t, j) ? kept : 0;
+          const double* v = &c.v.values[c.K(b, j, n) * s.value_dim];
+          dp[j] = 0;
+          for (int64_t d = 0; d < s.value_dim; ++d) {
+            out[d] += w[j] * keep[j] * v[d];
+            dp[j] += keep[j] * dout[d] * v[d];
+          }
+        }
+        for (int64_t d = 0; d < s.value_dim; ++d) delta += out[d] * dout[d];
+        for (int64_t j : seen) {
+          const double ds = w[j] * (dp[j] - delta) * slope[j];
+          const double* k = &c.k.values[c.K(b, j, n) * s.head_dim];
+          for (int64_t d = 0; d < s.head_dim; ++d) {
+            o.dq[c.Q(b, t, n) * s.head_dim + d] += p.scale * ds * k[d];
+            o.dk[c.K(b, j, n) * s.head_dim + d] += p.scale * ds * q[d];
+          }
+          for (int64_t d = 0; d < s.value_dim; ++d) {
+            o.dv[c.K(b, j, n) * s.value_dim + d] += w[j] * keep[j] * dout[d];
+          }
+          if (c.bias_view.data) {
+            o.dbias[c.bias_view.Offset(b, n, t) + (c.bias_view.keys == 1 ? 0 : j)] += ds;
+          }
+        }
+      }
+    }
+  }
+  return o;
+}
+
+// Largest error relative to the root mean square (at least 1e-2) of what is expected.
+double Error(const std::vector<double>& expected, const std::vector<double>& got) {
+  double square = 0, worst = 0;
+  int64_t finite = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    if (!std::isfinite(expected[i])) {
+      if (!(got[i] == expected[i])) return std::numeric_limits<double>::infinity();
+      continue;
+    }
+    if (!std::isfinite(got[i])) return std::numeric_limits<double>::infinity();
+    square += expected[i] * expected[i];
+    ++finite;
+    worst = std::fmax(worst, std::fabs(expected[i] - got[i]));
+  }
+  return worst / std::fmax(1e-2, std::sqrt(square / std::fmax(1, finite)));
+}
+
+std::vector<double> Values(const Array& a) {
+  std::vector<double> x(a.values.size());
+  for (size_t i = 0; i < x.size(); ++i) x[i] = a.Get(i);
+  return x;
+}
+
+std::string Describe(const Case& c, uint64_t seed) {
+  char text[400];
+  std::snprintf(text, sizeof text,
+                "seed %llu B%lld T%lld S%lld N%lld K%lld H%lld Hv%lld dtype %d scale %.3f window "
+                "(%lld,%lld) br %d cap %.1f bias %d mask %d qlen %d kvlen %d seg %d sinks %d drop %d "
+                "dlse %d",
+                static_cast<unsigned long long>(seed), (long long)c.s.batch, (long long)c.s.q_len,
+                (long long)c.s.kv_len, (long long)c.s.q_heads, (long long)c.s.kv_heads,
+                (long long)c.s.head_dim, (long long)c.s.value_dim, static_cast<int>(c.p.dtype),
+                c.p.scale, (long long)c.p.window_left, (long long)c.p.window_right,
+                c.p.bottom_right, c.p.softcap, c.bias_view.data != nullptr, !c.mask.empty(),
+                !c.q_lengths.empty(), !c.kv_lengths.empty(), !c.q_segments.empty(),
+                !c.sinks.empty(), !c.dropout.empty(), c.with_dlse);
+  return text;
+}
+
+struct Results {
+  std::vector<unsigned char> bytes;
+  bool done = false;
+};
+
+// Runs forward and backward into poisoned outputs; all outputs as one string of bytes.
+Results RunKernels(const Kernels& kernels, Case& c, int64_t threads) {
+  ThreadWorkers workers(threads);
+  for (Array* a : {&c.out, &c.dq, &c.dk, &c.dv, &c.dbias}) a->Poison();
+  for (float& x : c.lse) x = std::nanf("");
+  ForwardCall forward{c.View(), c.out.bytes.data(), c.lse.data()};
+  Results results;
+  results.done = kernels.forward(forward, workers);
+  BackwardCall backward;
+  backward.in = c.View();
+  backward.out = c.out.bytes.data();
+  backward.lse = c.lse.data();
+  backward.dout = c.dout.bytes.data();
+  backward.dlse = c.with_dlse ? c.dlse.data() : nullptr;
+  backward.dq = c.dq.bytes.data();
+  backward.dk = c.dk.bytes.data();
+  backward.dv = c.dv.bytes.data();
+  backward.dbias = c.with_dbias ? c.dbias.bytes.data() : nullptr;
+  results.done = results.done && kernels.backward(backward, workers);
+  for (const Array* a : {&c.out, &c.dq, &c.dk, &c.dv, &c.dbias}) {
+    results.bytes.insert(results.bytes.end(), a->bytes.begin(), a->bytes.end());
+  }
+  const auto* lse = reinterpret_cast<const unsigned char*>(c.lse.data());
+  results.bytes.insert(results.bytes.end(), lse, lse + c.lse.size() * 4);
+  return results;
+}
+
+int Check(const Kernels& kernels, uint64_t seed) {
+  const std::unique_ptr<Case> owner = RandomCase(seed);
+  Case& c = *owner;
+  const Oracle oracle = Expect(c);
+  const int64_t threads = 1 + static_cast<int64_t>(seed % 3);
+  const Results first = RunKernels(kernels, c, threads);
+  std::vector<double> lse(c.lse.begin(), c.lse.end());
+  struct {
+    const char* name;
+    double error;
+  } errors[] = {{"out", Error(oracle.out, Values(c.out))}, {"lse", Error(oracle.lse, lse)},
+                {"dq", Error(oracle.dq, Values(c.dq))},    {"dk", Error(oracle.dk, Values(c.dk))},
+                {"dv", Error(oracle.dv, Values(c.dv))},
+                {"dbias", c.with_dbias ? Error(oracle.dbias, Values(c.dbias)) : 0}};
+  // Largest element error against the root mean square of the array: about 8 roundings of 4 sigma.
+  const double bound = c.p.dtype == DType::kFloat32 ? 5e-5 : c.p.dtype == DType::kBFloat16 ? 0.12 : 0.02;
+  int failures = 0;
+  for (const auto& e : errors) {
+    if (first.done && e.error < bound) continue;
+    std::printf("FAIL %s %s error %.3g: %s\n", kernels.name, e.name, e.error,
+                Describe(c, seed).c_str());
+    ++failures;
+  }
+  if (RunKernels(kernels, c, threads).bytes != first.bytes) {
+    std::printf("FAIL %s not repeatable: %s\n", kernels.name, Describe(c, seed).c_str());
+    ++failures;
+  }
+  return failures;
+}
+
+// Philox4x32-10's published test vectors.
+int CheckPhilox() {
+  uint32_t words[4][kPhilox];
+  Philox(0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u, 0xa4093822u, 0x299f31d0u, words);
+  const uint32_t expected[] = {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u};
+  for (int w = 0; w < 4; ++w) {
+    if (words[w][0] != expected[w]) {
+      std::printf("FAIL philox word %d\n", w);
+      return 1;
+    }
+  }
+  return 0;
+}
+
+int CheckHalves() {
+  int failures = 0;
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const Float16 h{static_cast<uint16_t>(bits)};
+    Float16 back;
+    FromFloat(ToFloat(h), &back);
+    const bool nan = (bits & 0x7fff) > 0x7c00;
+    failures += !nan && back.bits != h.bits;
+    const BFloat16 g{static_cast<uint16_t>(bits)};
+    BFloat16 again;
+    FromFloat(ToFloat(g), &again);
+    failures += (bits & 0x7fff) <= 0x7f80 && again.bits != g.bits;
+  }
+  if (failures) std::printf("FAIL 16-bit conversions: %d\n", failures);
+  return failures;
+}
+
+}  // namespace
+}  // namespace jax_flash::cpu
+
+int main(int argc, char** argv) {
+  using namespace jax_flash::cpu;
+  const int cases = argc > 1 ? std::atoi(argv[1]) : 60;
+  const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  int failures = CheckPhilox() + CheckHalves();
+  const Kernels* builds[8];
+  const int count = SupportedKernels(builds, 8);
+  for (int i = 0; i < count; ++i) {
+    int failed = 0;
+    for (int c = 0; c < cases; ++c) failed += Check(*builds[i], seed + static_cast<uint64_t>(c));
+    std::printf("%s: %d cases, %d failures\n", builds[i]->name, cases, failed);
+    failures += failed;
+  }
+  return failures == 0 ? 0 : 1;
+}
