@@ -56,13 +56,13 @@ struct Inputs {
   const void* v = nullptr;
   Broadcast bias;  // data null: absent
   DType bias_dtype = DType::kFloat32;
-  Broadcast mask;                          // bytes, nonzero: visible; data null: absent
-  const int32_t* q_lengths = nullptr;      // [B]
-  const int32_t* kv_lengths = nullptr;     // [B]
-  const int32_t* q_segments = nullptr;     // [B, T], with kv_segments or neither
-  const int32_t* kv_segments = nullptr;    // [B, S]
-  Broadcast sinks;                         // float32; heads = N, rows = keys = 1
-  const uint32_t* dropout_state = nullptr; // [B, N, 4]: key0, key1, head id, batch id
+  Broadcast mask;                           // bytes, nonzero: visible; data null: absent
+  const int32_t* q_lengths = nullptr;       // [B]
+  const int32_t* kv_lengths = nullptr;      // [B]
+  const int32_t* q_segments = nullptr;      // [B, T], with kv_segments or neither
+  const int32_t* kv_segments = nullptr;     // [B, S]
+  Broadcast sinks;                          // float32; heads = N, rows = keys = 1
+  const uint32_t* dropout_state = nullptr;  // [B, N, 4]: key0, key1, head id, batch id
 };
 
 struct ForwardCall {

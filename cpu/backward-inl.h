@@ -2,12 +2,12 @@
 //
 // With p = exp(score - lse), delta = rowsum(out * dout) - dlse and ds = p * (dout v^T - delta):
 //   dv = p^T dout,  dk = scale * ds^T q,  dq = scale * ds k.
-// Each block of rows against each block of keys is one step (class Pairing): the weights p and ds of
-// the step are computed once into L2 and serve all three sums. A task owns some of the key blocks of a
-// kv head, so dk and dv need no exchange; dq is summed in float32 per task and the tasks of a head
-// are added in a fixed order, so the result does not depend on timing. Where those sums would take
-// too much memory, dq gets a pass of its own over blocks of rows.
-// Dao, "FlashAttention-2", 2023.
+// Each block of rows against each block of keys is one step (class Pairing): the weights p and ds
+// of the step are computed once into L2 and serve all three sums. A task owns some of the key
+// blocks of a kv head, so dk and dv need no exchange; dq is summed in float32 per task and the
+// tasks of a head are added in a fixed order, so the result does not depend on timing. Where those
+// sums would take too much memory, dq gets a pass of its own over blocks of rows. Dao,
+// "FlashAttention-2", 2023.
 
 #include <cstdlib>
 
@@ -114,8 +114,7 @@ class Pairing {
       return live(r) ? dout + head_.QueryOffset(rows[r], value_dim_) : nullptr;
     };
     const int64_t whole = RoundUp(count, Op::kPair);
-    const int64_t bad_queries =
-        PackLanes<Op, T>(q_row, whole, head_dim_, head_ld_, q_lanes_, bad_);
+    const int64_t bad_queries = PackLanes<Op, T>(q_row, whole, head_dim_, head_ld_, q_lanes_, bad_);
     bad_count_ = PackLanes<Op, T>(dout_row, whole, value_dim_, value_ld_, dout_lanes_, bad_);
     // With one element a word the two layouts differ only where numbers are not finite.
     q_rows_ = q_lanes_;
@@ -169,7 +168,8 @@ class Pairing {
           for (int64_t j = span.begin; j < span.end; j += kGranule) {
             Store(even + j / 2, PackPairs(Load(ds + j), Load(ds + j + kLanes)));
             if (alone) continue;
-            Store(odd + j / 2, PackPairs(Load(ds + score_ld_ + j), Load(ds + score_ld_ + j + kLanes)));
+            Store(odd + j / 2,
+                  PackPairs(Load(ds + score_ld_ + j), Load(ds + score_ld_ + j + kLanes)));
           }
           ClearOutside(span, p_words);
           ClearOutside(span, ds_words);
@@ -259,7 +259,8 @@ class Pairing {
     }
   }
 
-  // For the bias gradient: visit(r, span, ds) with float32 ds for every row of a tile that sees keys.
+  // For the bias gradient: visit(r, span, ds) with float32 ds for every row of a tile that sees
+  // keys.
   template <class Visit>
   void VisitScoreGradients(Visit visit) {
     for (int64_t first = 0; first < count_; first += kTileRows) {
@@ -604,7 +605,8 @@ class Backward {
         case DType::kFloat16:
           StorePartial(static_cast<Float16*>(call_.dbias) + at + j, x, count - j);
           break;
-        default: StorePartial(static_cast<float*>(call_.dbias) + at + j, x, count - j);
+        default:
+          StorePartial(static_cast<float*>(call_.dbias) + at + j, x, count - j);
       }
     }
   }
@@ -680,7 +682,8 @@ class Backward {
           });
         });
         if (bias.keys == 1) continue;
-        for (int64_t r = 0; r < count; ++r) StoreBias(at + r * bias.keys + key, sum + r * ld, valid);
+        for (int64_t r = 0; r < count; ++r)
+          StoreBias(at + r * bias.keys + key, sum + r * ld, valid);
       }
       if (bias.keys != 1) return;
       for (int64_t r = 0; r < count; ++r) {

@@ -14,8 +14,7 @@ namespace {
 
 template <class Body>
 void ForEach(Workers& workers, int64_t tasks, Body body) {
-  workers.Run(
-      tasks, [](void* context, int64_t i) { (*static_cast<Body*>(context))(i); }, &body);
+  workers.Run(tasks, [](void* context, int64_t i) { (*static_cast<Body*>(context))(i); }, &body);
 }
 
 // Keys in a block: packed keys and values of one block take 256 KiB or less of a 1 MiB L2.
@@ -230,9 +229,9 @@ class Forward {
     float weight = 1.0f;
     const bool seen = most > -kInfinity || sum != 0.0f;  // nan counts as seen
     if (seen && in_.sinks.data) {
-      const float sink = static_cast<const float*>(
-                             in_.sinks.data)[in_.sinks.Offset(head_.b, row_[r].n, 0)] *
-                         kLog2E;
+      const float sink =
+          static_cast<const float*>(in_.sinks.data)[in_.sinks.Offset(head_.b, row_[r].n, 0)] *
+          kLog2E;
       const float joint = sink > most ? sink : most;
       weight = exp2f(most - joint);
       sum = sum * weight + exp2f(sink - joint);
@@ -254,12 +253,12 @@ class Forward {
   KeyBlock block_{};
   int64_t bad_count_ = 0;
   Row* row_ = nullptr;
-  float* q_ = nullptr;       // rows
-  float* out_ = nullptr;     // [rows_][out_ld_], relative to max_
-  float* max_ = nullptr;     // [rows_], in powers of 2
-  float* sum_ = nullptr;     // [rows_][kLanes], relative to max_
-  float* k_ = nullptr;       // columns
-  float* v_ = nullptr;       // lanes
+  float* q_ = nullptr;    // rows
+  float* out_ = nullptr;  // [rows_][out_ld_], relative to max_
+  float* max_ = nullptr;  // [rows_], in powers of 2
+  float* sum_ = nullptr;  // [rows_][kLanes], relative to max_
+  float* k_ = nullptr;    // columns
+  float* v_ = nullptr;    // lanes
   int32_t* bad_values_ = nullptr;
   int32_t* segments_ = nullptr;
   float* scores_ = nullptr;  // [kTileRows][score_ld_], then weights

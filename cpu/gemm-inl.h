@@ -27,14 +27,14 @@ enum class Into { kStore, kAdd, kScaleAdd };
 
 // C[rows, vectors * kLanes] from A[rows, words] and B[words, vectors * kLanes].
 struct Product {
-  int64_t words;            // length of the summed dimension
-  const float* a;           // element (r, k) at a[r * a_row + k * a_word]
+  int64_t words;   // length of the summed dimension
+  const float* a;  // element (r, k) at a[r * a_row + k * a_word]
   int64_t a_row, a_word;
-  const float* b;           // row k at b[k * b_word]
+  const float* b;  // row k at b[k * b_word]
   int64_t b_word;
-  float* c;                 // row r at c[r * c_row]
+  float* c;  // row r at c[r * c_row]
   int64_t c_row;
-  const float* factor;      // [rows], for kScaleAdd
+  const float* factor;  // [rows], for kScaleAdd
 };
 
 template <class Op, Into kInto, int kRows, int kVectors>
@@ -81,10 +81,14 @@ template <class Op, Into kInto, int kRows>
 void MicroColumns(const Product& p, int64_t vectors) {
   static_assert(kTileVectors == 2 || kTileVectors == 4, "one case below per vector count");
   switch (vectors) {
-    case 1: return Micro<Op, kInto, kRows, 1>(p);
-    case 2: return Micro<Op, kInto, kRows, 2>(p);
-    case 3: return Micro<Op, kInto, kRows, kTileVectors == 4 ? 3 : 1>(p);
-    default: return Micro<Op, kInto, kRows, kTileVectors>(p);
+    case 1:
+      return Micro<Op, kInto, kRows, 1>(p);
+    case 2:
+      return Micro<Op, kInto, kRows, 2>(p);
+    case 3:
+      return Micro<Op, kInto, kRows, kTileVectors == 4 ? 3 : 1>(p);
+    default:
+      return Micro<Op, kInto, kRows, kTileVectors>(p);
   }
 }
 
@@ -93,12 +97,18 @@ template <class Op, Into kInto>
 void MicroProduct(const Product& p, int64_t rows, int64_t vectors) {
   static_assert(kTileRows == 6, "one case below per row count");
   switch (rows) {
-    case 1: return MicroColumns<Op, kInto, 1>(p, vectors);
-    case 2: return MicroColumns<Op, kInto, 2>(p, vectors);
-    case 3: return MicroColumns<Op, kInto, 3>(p, vectors);
-    case 4: return MicroColumns<Op, kInto, 4>(p, vectors);
-    case 5: return MicroColumns<Op, kInto, 5>(p, vectors);
-    default: return MicroColumns<Op, kInto, 6>(p, vectors);
+    case 1:
+      return MicroColumns<Op, kInto, 1>(p, vectors);
+    case 2:
+      return MicroColumns<Op, kInto, 2>(p, vectors);
+    case 3:
+      return MicroColumns<Op, kInto, 3>(p, vectors);
+    case 4:
+      return MicroColumns<Op, kInto, 4>(p, vectors);
+    case 5:
+      return MicroColumns<Op, kInto, 5>(p, vectors);
+    default:
+      return MicroColumns<Op, kInto, 6>(p, vectors);
   }
 }
 

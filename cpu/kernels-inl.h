@@ -24,17 +24,23 @@ using DotOfBFloat16 = Float32Dot;
 
 bool RunForward(const ForwardCall& call, Workers& workers) {
   switch (call.in.problem.dtype) {
-    case DType::kBFloat16: return Forward<BFloat16, DotOfBFloat16>::Run(call, workers);
-    case DType::kFloat16: return Forward<Float16, Float32Dot>::Run(call, workers);
-    default: return Forward<float, Float32Dot>::Run(call, workers);
+    case DType::kBFloat16:
+      return Forward<BFloat16, DotOfBFloat16>::Run(call, workers);
+    case DType::kFloat16:
+      return Forward<Float16, Float32Dot>::Run(call, workers);
+    default:
+      return Forward<float, Float32Dot>::Run(call, workers);
   }
 }
 
 bool RunBackward(const BackwardCall& call, Workers& workers) {
   switch (call.in.problem.dtype) {
-    case DType::kBFloat16: return Backward<BFloat16, DotOfBFloat16>::Run(call, workers);
-    case DType::kFloat16: return Backward<Float16, Float32Dot>::Run(call, workers);
-    default: return Backward<float, Float32Dot>::Run(call, workers);
+    case DType::kBFloat16:
+      return Backward<BFloat16, DotOfBFloat16>::Run(call, workers);
+    case DType::kFloat16:
+      return Backward<Float16, Float32Dot>::Run(call, workers);
+    default:
+      return Backward<float, Float32Dot>::Run(call, workers);
   }
 }
 

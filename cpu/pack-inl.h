@@ -81,9 +81,8 @@ void PackColumns(const T* src, int64_t stride, int64_t valid, int64_t count, int
       const int64_t first = w * Op::kPair;
       F block[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        block[i] = key + i < valid
-                       ? LoadWords<Op>(src + (key + i) * stride + first, dim - first)
-                       : Zero();
+        block[i] =
+            key + i < valid ? LoadWords<Op>(src + (key + i) * stride + first, dim - first) : Zero();
       }
       Transpose(block);
       const int64_t left = Least(kLanes, words - w);

@@ -31,7 +31,8 @@ inline F Round(F x) { return _mm256_round_ps(x, 8); }
 // x * 2^n for integral n <= 127; 0 below the normal range.
 inline F TimesPowerOf2(F x, F n) {
   const __m256i e = _mm256_cvtps_epi32(Max(Set1(-127.0f), n));
-  return Mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23)));
+  return Mul(
+      x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23)));
 }
 inline float ReduceMax(F x) {
   __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -61,8 +62,7 @@ inline M Equal(const int32_t* ids, int32_t id) {
 }
 inline M NonZero(const uint8_t* bytes) {
   const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
-  return _mm256_castsi256_ps(
-      _mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(x), _mm256_setzero_si256()));
+  return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(x), _mm256_setzero_si256()));
 }
 inline M EqualTo(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
 inline M Unordered(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_UNORD_Q); }
@@ -90,8 +90,7 @@ inline F LoadPartial(const float* p, int64_t n) {
   return _mm256_maskload_ps(p, _mm256_castps_si256(FirstLanes(n)));
 }
 inline F LoadPartial(const BFloat16* p, int64_t n) {
-  return _mm256_castsi256_ps(
-      _mm256_slli_epi32(_mm256_cvtepu16_epi32(LoadHalvesPartial(p, n)), 16));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(LoadHalvesPartial(p, n)), 16));
 }
 inline F LoadPartial(const Float16* p, int64_t n) {
   return _mm256_cvtph_ps(LoadHalvesPartial(p, n));
@@ -105,10 +104,10 @@ inline void StorePartial(BFloat16* p, F x, int64_t n) {
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
   const __m256i r = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
   const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
-  const __m256i y = _mm256_srli_epi32(
-      _mm256_blendv_epi8(r, quiet, _mm256_castps_si256(Unordered(x, x))), 16);
-  StoreHalvesPartial(
-      p, _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)), n);
+  const __m256i y =
+      _mm256_srli_epi32(_mm256_blendv_epi8(r, quiet, _mm256_castps_si256(Unordered(x, x))), 16);
+  StoreHalvesPartial(p, _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)),
+                     n);
 }
 inline void StorePartial(Float16* p, F x, int64_t n) {
   StoreHalvesPartial(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), n);

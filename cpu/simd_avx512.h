@@ -55,9 +55,7 @@ inline M Unordered(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
 inline bool Any(M m) { return m != 0; }
 inline F Select(M m, F a, F b) { return _mm512_mask_blend_ps(m, b, a); }
 
-inline F LoadPartial(const float* p, int64_t n) {
-  return _mm512_maskz_loadu_ps(FirstLanes(n), p);
-}
+inline F LoadPartial(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(FirstLanes(n), p); }
 inline F LoadPartial(const BFloat16* p, int64_t n) {
   const __m256i x = _mm256_maskz_loadu_epi16(FirstLanes(n), p);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));

@@ -14,9 +14,9 @@ struct Row {
 struct Head {
   const Inputs* in;
   int64_t b, kv;
-  int64_t group;         // query heads per kv head
-  int64_t q_len, kv_len; // valid lengths of this batch row
-  int64_t offset;        // query 0 stands at this key
+  int64_t group;          // query heads per kv head
+  int64_t q_len, kv_len;  // valid lengths of this batch row
+  int64_t offset;         // query 0 stands at this key
 
   Head(const Inputs& inputs, int64_t batch, int64_t kv_head) : in(&inputs), b(batch), kv(kv_head) {
     const Shapes& s = in->shapes;
@@ -89,7 +89,7 @@ inline const uint8_t* MaskRow(const Head& head, const Row& row) {
 inline Span VisibleSpan(const Head& head, const Row* rows, int64_t count, const KeyBlock& block,
                         int64_t granule) {
   const Inputs& in = *head.in;
-  int64_t lo = block.valid, hi = 0;              // of the union of the rows
+  int64_t lo = block.valid, hi = 0;            // of the union of the rows
   int64_t full_lo = 0, full_hi = block.valid;  // of their intersection
   for (int64_t r = 0; r < count; ++r) {
     const int64_t row_lo = Most(rows[r].lo - block.first, 0);
@@ -173,9 +173,12 @@ inline void HideScores(const Head& head, const Row& row, const KeyBlock& block, 
 
 inline F LoadBias(DType dtype, const void* data, int64_t at, int64_t n) {
   switch (dtype) {
-    case DType::kBFloat16: return LoadPartial(static_cast<const BFloat16*>(data) + at, n);
-    case DType::kFloat16: return LoadPartial(static_cast<const Float16*>(data) + at, n);
-    default: return LoadPartial(static_cast<const float*>(data) + at, n);
+    case DType::kBFloat16:
+      return LoadPartial(static_cast<const BFloat16*>(data) + at, n);
+    case DType::kFloat16:
+      return LoadPartial(static_cast<const Float16*>(data) + at, n);
+    default:
+      return LoadPartial(static_cast<const float*>(data) + at, n);
   }
 }
 

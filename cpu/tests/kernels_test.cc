@@ -117,8 +117,7 @@ struct Case {
     if (!q_segments.empty() && q_segments[b * s.q_len + t] != kv_segments[b * s.kv_len + j]) {
       return false;
     }
-    return mask.empty() ||
-           mask[mask_view.Offset(b, n, t) + (mask_view.keys == 1 ? 0 : j)] != 0;
+    return mask.empty() || mask[mask_view.Offset(b, n, t) + (mask_view.keys == 1 ? 0 : j)] != 0;
   }
 
   bool Keep(int64_t b, int64_t n, int64_t t, int64_t j) const {
@@ -162,7 +161,9 @@ Broadcast RandomBroadcast(Random& random, const Shapes& s, std::vector<int64_t>&
   return view;
 }
 
-int64_t Count(const Broadcast& view) { return view.batch_count * view.heads * view.rows * view.keys; }
+int64_t Count(const Broadcast& view) {
+  return view.batch_count * view.heads * view.rows * view.keys;
+}
 
 std::unique_ptr<Case> RandomCase(uint64_t seed) {
   Random random(seed);
@@ -211,10 +212,12 @@ std::unique_ptr<Case> RandomCase(uint64_t seed) {
     c.mask_view.data = c.mask.data();
   }
   if (random.Chance(0.3)) {
-    for (int64_t b = 0; b < s.batch; ++b) c.q_lengths.push_back(static_cast<int32_t>(random.Below(s.q_len + 1)));
+    for (int64_t b = 0; b < s.batch; ++b)
+      c.q_lengths.push_back(static_cast<int32_t>(random.Below(s.q_len + 1)));
   }
   if (random.Chance(0.3)) {
-    for (int64_t b = 0; b < s.batch; ++b) c.kv_lengths.push_back(static_cast<int32_t>(random.Below(s.kv_len + 1)));
+    for (int64_t b = 0; b < s.batch; ++b)
+      c.kv_lengths.push_back(static_cast<int32_t>(random.Below(s.kv_len + 1)));
   }
   if (random.Chance(0.25)) {
     const bool sorted = random.Chance(0.6);
@@ -235,12 +238,14 @@ std::unique_ptr<Case> RandomCase(uint64_t seed) {
     p.dropout_rate = 0.3;
     for (int64_t b = 0; b < s.batch; ++b) {
       for (int64_t n = 0; n < s.q_heads; ++n) {
-        for (uint32_t x : {123u, 456u, static_cast<uint32_t>(n), static_cast<uint32_t>(b)}) c.dropout.push_back(x);
+        for (uint32_t x : {123u, 456u, static_cast<uint32_t>(n), static_cast<uint32_t>(b)})
+          c.dropout.push_back(x);
       }
     }
   }
   c.with_dlse = random.Chance(0.5);
-  for (int64_t i = 0; i < s.batch * s.q_heads * s.q_len; ++i) c.dlse.push_back(static_cast<float>(random.Normal()));
+  for (int64_t i = 0; i < s.batch * s.q_heads * s.q_len; ++i)
+    c.dlse.push_back(static_cast<float>(random.Normal()));
   c.lse.resize(c.dlse.size());
   c.out = Array(p.dtype, c.dout.values.size());
   c.dq = Array(p.dtype, c.q.values.size());
@@ -382,17 +387,17 @@ std::vector<double> Values(const Array& a) {
 
 std::string Describe(const Case& c, uint64_t seed) {
   char text[400];
-  std::snprintf(text, sizeof text,
-                "seed %llu B%lld T%lld S%lld N%lld K%lld H%lld Hv%lld dtype %d scale %.3f window "
-                "(%lld,%lld) br %d cap %.1f bias %d mask %d qlen %d kvlen %d seg %d sinks %d drop %d "
-                "dlse %d",
-                static_cast<unsigned long long>(seed), (long long)c.s.batch, (long long)c.s.q_len,
-                (long long)c.s.kv_len, (long long)c.s.q_heads, (long long)c.s.kv_heads,
-                (long long)c.s.head_dim, (long long)c.s.value_dim, static_cast<int>(c.p.dtype),
-                c.p.scale, (long long)c.p.window_left, (long long)c.p.window_right,
-                c.p.bottom_right, c.p.softcap, c.bias_view.data != nullptr, !c.mask.empty(),
-                !c.q_lengths.empty(), !c.kv_lengths.empty(), !c.q_segments.empty(),
-                !c.sinks.empty(), !c.dropout.empty(), c.with_dlse);
+  std::snprintf(
+      text, sizeof text,
+      "seed %llu B%lld T%lld S%lld N%lld K%lld H%lld Hv%lld dtype %d scale %.3f window "
+      "(%lld,%lld) br %d cap %.1f bias %d mask %d qlen %d kvlen %d seg %d sinks %d drop %d "
+      "dlse %d",
+      static_cast<unsigned long long>(seed), (long long)c.s.batch, (long long)c.s.q_len,
+      (long long)c.s.kv_len, (long long)c.s.q_heads, (long long)c.s.kv_heads,
+      (long long)c.s.head_dim, (long long)c.s.value_dim, static_cast<int>(c.p.dtype), c.p.scale,
+      (long long)c.p.window_left, (long long)c.p.window_right, c.p.bottom_right, c.p.softcap,
+      c.bias_view.data != nullptr, !c.mask.empty(), !c.q_lengths.empty(), !c.kv_lengths.empty(),
+      !c.q_segments.empty(), !c.sinks.empty(), !c.dropout.empty(), c.with_dlse);
   return text;
 }
 
@@ -438,12 +443,16 @@ int Check(const Kernels& kernels, uint64_t seed) {
   struct {
     const char* name;
     double error;
-  } errors[] = {{"out", Error(oracle.out, Values(c.out))}, {"lse", Error(oracle.lse, lse)},
-                {"dq", Error(oracle.dq, Values(c.dq))},    {"dk", Error(oracle.dk, Values(c.dk))},
+  } errors[] = {{"out", Error(oracle.out, Values(c.out))},
+                {"lse", Error(oracle.lse, lse)},
+                {"dq", Error(oracle.dq, Values(c.dq))},
+                {"dk", Error(oracle.dk, Values(c.dk))},
                 {"dv", Error(oracle.dv, Values(c.dv))},
                 {"dbias", c.with_dbias ? Error(oracle.dbias, Values(c.dbias)) : 0}};
   // Largest element error against the root mean square of the array: about 8 roundings of 4 sigma.
-  const double bound = c.p.dtype == DType::kFloat32 ? 5e-5 : c.p.dtype == DType::kBFloat16 ? 0.12 : 0.02;
+  const double bound = c.p.dtype == DType::kFloat32    ? 5e-5
+                       : c.p.dtype == DType::kBFloat16 ? 0.12
+                                                       : 0.02;
   int failures = 0;
   for (const auto& e : errors) {
     if (first.done && e.error < bound) continue;

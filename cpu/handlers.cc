@@ -1,0 +1,226 @@
+// Owns the CPU custom calls: from XLA's operands and thread pool to the kernels' own types. The
+// only file of cpu/ that knows XLA.
+
+#include "cpu/handlers.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include "cpu/attention.h"
+#include "ffi/operands.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_flash::cpu {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// The caller and helpers on XLA's pool draw from one counter. The caller waits only for helpers
+// that have drawn a task, so a pool that never gets to the others cannot hold it up.
+class PoolWorkers : public Workers {
+ public:
+  explicit PoolWorkers(ffi::ThreadPool pool) : pool_(pool), count_(pool.num_threads()) {}
+
+  int64_t count() const override { return std::max<int64_t>(1, count_); }
+
+  void Run(int64_t tasks, void (*body)(void*, int64_t), void* context) override {
+    const int64_t helpers = std::min(count(), tasks) - 1;
+    if (helpers <= 0) {
+      for (int64_t i = 0; i < tasks; ++i) body(context, i);
+      return;
+    }
+    auto loop = std::make_shared<Loop>();  // outlives this call in helpers that start late
+    loop->tasks = tasks;
+    loop->body = body;
+    loop->context = context;
+    for (int64_t i = 0; i < helpers; ++i) {
+      pool_.Schedule([loop] { loop->Drain(); });
+    }
+    loop->Drain();
+    std::unique_lock<std::mutex> lock(loop->mutex);
+    loop->all_done.wait(lock, [&] { return loop->done == tasks; });
+  }
+
+ private:
+  struct Loop {
+    int64_t tasks;
+    void (*body)(void*, int64_t);
+    void* context;
+    std::atomic<int64_t> next{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
+    int64_t done = 0;
+
+    void Drain() {
+      int64_t mine = 0;
+      for (int64_t i = next++; i < tasks; i = next++, ++mine) body(context, i);
+      if (mine == 0) return;
+      std::lock_guard<std::mutex> lock(mutex);
+      done += mine;
+      if (done == tasks) all_done.notify_one();
+    }
+  };
+
+  ffi::ThreadPool pool_;
+  int64_t count_;
+};
+
+DType TypeOf(ffi::DataType dtype) {
+  return dtype == ffi::BF16  ? DType::kBFloat16
+         : dtype == ffi::F16 ? DType::kFloat16
+                             : DType::kFloat32;
+}
+
+// Inputs, and the tables they point to.
+class BoundInputs {
+ public:
+  BoundInputs(const Operands& operands, const Attributes& attributes) {
+    Problem& p = inputs_.problem;
+    p.dtype = TypeOf(operands.dtype);
+    p.scale = static_cast<float>(attributes.scale);
+    p.window_left = attributes.window_left;
+    p.window_right = attributes.window_right;
+    p.bottom_right = attributes.bottom_right;
+    p.softcap = static_cast<float>(attributes.softcap);
+    p.dropout_rate = attributes.dropout_rate;
+    const Sizes& s = operands.sizes;
+    inputs_.shapes = {s.batch, s.q_len, s.kv_len, s.q_heads, s.kv_heads, s.head_dim, s.value_dim};
+    inputs_.q = operands.q;
+    inputs_.k = operands.k;
+    inputs_.v = operands.v;
+    if (operands.terms[kBias]) {
+      inputs_.bias = Bind(operands, kBias, 3, &bias_batch_);
+      inputs_.bias_dtype = TypeOf(operands.terms[kBias]->element_type());
+    }
+    if (operands.terms[kMask]) inputs_.mask = Bind(operands, kMask, 3, &mask_batch_);
+    if (operands.terms[kSinks]) inputs_.sinks = Bind(operands, kSinks, 1, &sinks_batch_);
+    inputs_.q_lengths = operands.Data<int32_t>(kQueryLengths);
+    inputs_.kv_lengths = operands.Data<int32_t>(kKeyValueLengths);
+    inputs_.q_segments = operands.Data<int32_t>(kQuerySegments);
+    inputs_.kv_segments = operands.Data<int32_t>(kKeyValueSegments);
+    if (attributes.dropout_rate > 0) {
+      inputs_.dropout_state = operands.Data<uint32_t>(kDropoutState);
+    }
+  }
+  BoundInputs(const BoundInputs&) = delete;
+  BoundInputs& operator=(const BoundInputs&) = delete;
+
+  const Inputs& get() const { return inputs_; }
+
+ private:
+  // `axes` of N, T, S follow the leading dims.
+  static Broadcast Bind(const Operands& operands, Term term, size_t axes,
+                        std::vector<int64_t>* batch) {
+    const auto dims = operands.terms[term]->dimensions();
+    const size_t leading = operands.batch.size();
+    Broadcast view;
+    view.data = operands.terms[term]->untyped_data();
+    view.heads = dims[leading];
+    if (axes == 3) {
+      view.rows = dims[leading + 1];
+      view.keys = dims[leading + 2];
+    }
+    view.batch_count = 1;
+    for (size_t i = 0; i < leading; ++i) view.batch_count *= dims[i];
+    const int64_t plane = std::max<int64_t>(1, view.heads * view.rows * view.keys);
+    batch->resize(static_cast<size_t>(operands.sizes.batch));
+    for (int64_t b = 0; b < operands.sizes.batch; ++b) {
+      (*batch)[static_cast<size_t>(b)] = BroadcastRow(operands, term, b) / plane;
+    }
+    view.batch = batch->data();
+    return view;
+  }
+
+  Inputs inputs_;
+  std::vector<int64_t> bias_batch_, mask_batch_, sinks_batch_;
+};
+
+ffi::Error OutOfMemory() {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                    "jax_flash: no memory for the working set of the CPU kernel");
+}
+
+ffi::Error ForwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          double scale, int64_t window_left, int64_t window_right,
+                          bool bottom_right, double softcap, double dropout_rate,
+                          bool deterministic, int64_t terms) {
+  const Attributes attributes{scale,   window_left,  window_right,  bottom_right,
+                              softcap, dropout_rate, deterministic, terms};
+  ForwardOperands operands;
+  if (ffi::Error error = ReadForward(args, rets, attributes, &operands); error.failure()) {
+    return error;
+  }
+  const BoundInputs inputs(operands, attributes);
+  const ForwardCall call{inputs.get(), operands.out, operands.lse};
+  PoolWorkers workers(pool);
+  return BestKernels().forward(call, workers) ? ffi::Error::Success() : OutOfMemory();
+}
+
+ffi::Error BackwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                           double scale, int64_t window_left, int64_t window_right,
+                           bool bottom_right, double softcap, double dropout_rate,
+                           bool deterministic, int64_t terms, bool with_dlse, bool with_dbias) {
+  const Attributes attributes{scale,   window_left,  window_right,  bottom_right,
+                              softcap, dropout_rate, deterministic, terms};
+  BackwardOperands operands;
+  if (ffi::Error error = ReadBackward(args, rets, attributes, with_dlse, with_dbias, &operands);
+      error.failure()) {
+    return error;
+  }
+  const BoundInputs inputs(operands, attributes);
+  BackwardCall call;
+  call.in = inputs.get();
+  call.out = operands.out;
+  call.lse = operands.lse;
+  call.dout = operands.dout;
+  call.dlse = operands.dlse;
+  call.dq = operands.dq;
+  call.dk = operands.dk;
+  call.dv = operands.dv;
+  if (operands.dbias) call.dbias = operands.dbias->untyped_data();
+  PoolWorkers workers(pool);
+  return BestKernels().backward(call, workers) ? ffi::Error::Success() : OutOfMemory();
+}
+
+}  // namespace
+}  // namespace jax_flash::cpu
+
+namespace ffi = xla::ffi;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCpuForward, jax_flash::cpu::ForwardHandler,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<double>("scale")
+                                  .Attr<int64_t>("window_left")
+                                  .Attr<int64_t>("window_right")
+                                  .Attr<bool>("bottom_right")
+                                  .Attr<double>("softcap")
+                                  .Attr<double>("dropout_rate")
+                                  .Attr<bool>("deterministic")
+                                  .Attr<int64_t>("terms"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCpuBackward, jax_flash::cpu::BackwardHandler,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<double>("scale")
+                                  .Attr<int64_t>("window_left")
+                                  .Attr<int64_t>("window_right")
+                                  .Attr<bool>("bottom_right")
+                                  .Attr<double>("softcap")
+                                  .Attr<double>("dropout_rate")
+                                  .Attr<bool>("deterministic")
+                                  .Attr<int64_t>("terms")
+                                  .Attr<bool>("with_dlse")
+                                  .Attr<bool>("with_dbias"));
