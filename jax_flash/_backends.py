@@ -1,5 +1,96 @@
-"""Which backend runs a problem; each answers yes, or the reason why not."""
+"""Which backend runs a problem; each answers yes, or the reason why not.
 
-from typing import Literal
+"cuda" and "cpu" are the native kernels, each for the platform of its name; "xla" is blockwise.py
+and runs anything anywhere. A call that names no backend takes the first that can run it.
+"""
 
-Backend = Literal["cuda", "cpu", "xla"]
+import functools
+import warnings
+
+from jax_flash import _native, _tiles
+from jax_flash._problem import Problem, Shapes
+
+NAMES = ("cuda", "cpu", "xla")
+
+
+def explain(
+    problem: Problem, shapes: Shapes, gpu: _tiles.GpuSpec | None, backend: str | None
+) -> tuple[str, dict[str, str]]:
+    """Tells which backend runs a problem on a machine with this GPU (None: without one).
+
+    Returns: the backend's name, and for those that were asked and refused, the reason.
+
+    Raises: NotImplementedError if the named backend cannot run it, with the reason.
+    """
+    platform = "cpu" if gpu is None else "cuda"
+    if backend is not None:
+        reason = _refusal(backend, platform, problem, shapes, gpu)
+        if reason is not None:
+            raise NotImplementedError(f"backend {backend!r} cannot run this call: {reason}")
+        return backend, {}
+    reasons: dict[str, str] = {}
+    for name in NAMES:
+        reason = _refusal(name, platform, problem, shapes, gpu)
+        if reason is None:
+            return name, reasons
+        reasons[name] = reason
+    raise AssertionError("backend 'xla' runs everything")
+
+
+def require(backend: str | None, problem: Problem, shapes: Shapes) -> None:
+    """Checks a backend's name when the call is traced, and that it can run the problem here.
+
+    Raises:
+      ValueError: the name is not known.
+      NotImplementedError: the backend cannot run the problem, with the reason.
+    """
+    if backend is None:
+        return
+    if backend not in NAMES:
+        raise ValueError(f"backend is {backend!r}; expected None or one of {', '.join(NAMES)}")
+    # The arrays' platform is known when the call is lowered; backend "cpu" may be right even
+    # where a GPU is present.
+    gpu = _tiles.present_gpu() if backend == "cuda" else None
+    explain(problem, shapes, gpu, backend)
+
+
+def choose(backend: str | None, platform: str, problem: Problem, shapes: Shapes) -> str:
+    """Picks the backend when the call is lowered for a platform.
+
+    Raises: NotImplementedError if the named backend cannot run the problem there.
+    """
+    if platform not in ("cpu", "cuda"):
+        if backend in (None, "xla"):
+            return "xla"
+        raise NotImplementedError(
+            f"backend {backend!r} cannot run this call: the arrays are on platform {platform!r}"
+        )
+    gpu = None
+    if platform == "cuda":
+        # Lowering for a GPU on a machine without one (jax.export) takes the most common one.
+        gpu = _tiles.present_gpu() or _tiles.GPUS["H100"]
+    name, reasons = explain(problem, shapes, gpu, backend)
+    if platform == "cuda" and "cuda" in reasons:
+        _warn_once(f"jax_flash runs a call without its CUDA kernels: {reasons['cuda']}")
+    return name
+
+
+def _refusal(
+    backend: str, platform: str, problem: Problem, shapes: Shapes, gpu: _tiles.GpuSpec | None
+) -> str | None:
+    match backend:
+        case "cuda":
+            if gpu is None:
+                return "no CUDA device is present"
+            return _native.available("cuda") or _tiles.supports(problem, shapes, gpu)
+        case "cpu":
+            if platform != "cpu":
+                return f"the arrays are on platform {platform!r}"
+            return _native.available("cpu")
+        case _:
+            return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

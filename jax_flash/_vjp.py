@@ -1,12 +1,169 @@
-"""How the call is differentiated."""
+"""How the call is differentiated.
+
+flash_forward has a JVP rule: its linear part is the primitive flash_tangent, whose transpose is
+flash_backward. So reverse mode runs the kernels with the residuals (q, k, v, out, lse), and
+forward mode works too, in the arithmetic of blockwise.py. flash_backward and flash_tangent are
+differentiated through blockwise.py, to any order.
+
+Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` keeps the
+backward pass from running the forward kernel again.
+"""
+
+import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-from jax_flash import blockwise
-from jax_flash._problem import Problem
+from jax_flash import _backends
+from jax_flash._primitives import (
+    Backward,
+    Forward,
+    apply_compiled,
+    flash_backward_p,
+    flash_forward_p,
+)
+from jax_flash._problem import Problem, Shapes
+from jax_flash._varying import vary_over
 
 
-def attend(problem: Problem, backend: str | None, *operands: jax.Array):
-    """Computes out `[*B, T, N, Hv]` and lse `[*B, N, T]`."""
-    del backend
-    return blockwise.forward(problem, *operands)
+def attend(
+    problem: Problem, backend: str | None, *operands: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes attention, differentiably.
+
+    Arguments:
+      problem: what to compute.
+      backend: which backend runs it; None: the first that can.
+      operands: q, k, v, and problem.terms, as `_validate.prepare` makes them.
+
+    Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse float32 `[*B, N, T]`.
+
+    Raises: as `_backends.require`.
+    """
+    q, k, v, *_ = operands
+    shapes = Shapes.of(q, k, v)
+    _backends.require(backend, problem, shapes)
+    if 0 in (shapes.batch, shapes.q_len, shapes.kv_len, shapes.q_heads):
+        *batch, q_len, q_heads, _ = q.shape
+        out = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
+        return out, jnp.full((*batch, q_heads, q_len), -jnp.inf, jnp.float32)
+    operands = vary_over(operands, operands)
+    out, lse = flash_forward_p.bind(*operands, call=Forward(problem, backend))
+    return out, lse
+
+
+def _forward_jvp(primals, tangents, *, call: Forward):
+    out, lse = flash_forward_p.bind(*primals, call=call)
+    out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
+    tangents = dict(zip(call.operands, tangents, strict=True))
+    active = tuple(
+        name
+        for name in ("q", "k", "v", "bias", "sinks")
+        if name in tangents and type(tangents[name]) is not ad.Zero
+    )
+    if not active:
+        return (out, lse), [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
+    tangents = [tangents[name] for name in active]
+    return (out, lse), flash_tangent_p.bind(*primals, out, lse, *tangents, call=call, active=active)
+
+
+ad.primitive_jvps[flash_forward_p] = _forward_jvp
+
+
+def _backward_jvp(primals, tangents, *, call: Backward):
+    return _jvp_of(call.blockwise, primals, _nonzero(tangents))
+
+
+ad.primitive_jvps[flash_backward_p] = _backward_jvp
+
+
+def _nonzero(tangents) -> dict[int, Any]:
+    return {i: x for i, x in enumerate(tangents) if type(x) is not ad.Zero}
+
+
+def _jvp_of(function, primals, tangents: dict[int, Any]):
+    """Differentiates a function of several results along some of its operands, by index."""
+
+    def of_moving(*moving):
+        operands = list(primals)
+        for i, x in zip(tangents, moving, strict=True):
+            operands[i] = x
+        return function(*operands)
+
+    return jax.jvp(of_moving, [primals[i] for i in tangents], list(tangents.values()))
+
+
+# flash_tangent: *operands of flash_forward, out, lse, tangents of the operands named in `active`
+# -> tangents of out and lse. Linear in the tangents; out and lse serve its transpose.
+
+
+def _tangent(*operands: Any, call: Forward, active: tuple[str, ...]) -> Any:
+    count = len(call.operands)
+    moving = (call.operands.index(name) for name in active)
+    tangents = dict(zip(moving, operands[count + 2 :], strict=True))
+    return _jvp_of(call.blockwise, operands[:count], tangents)[1]
+
+
+def _tangent_abstract_eval(*avals, call: Forward, active: tuple[str, ...]):
+    del active
+    return call.result_avals(dict(zip(call.operands, avals, strict=False)))
+
+
+def _tangent_jvp(primals, tangents, **parameters):
+    return _jvp_of(functools.partial(_tangent, **parameters), primals, _nonzero(tangents))
+
+
+def _tangent_transpose(cotangents, *operands, call: Forward, active: tuple[str, ...]):
+    dout, dlse = cotangents
+    count = len(call.operands)
+    primals, (out, lse) = operands[:count], operands[count : count + 2]
+    nothing = [None] * (count + 2)
+    with_dlse = type(dlse) is not ad.Zero
+    if type(dout) is ad.Zero and not with_dlse:
+        return [*nothing, *(None for _ in active)]
+    dout = ad.instantiate_zeros(dout)
+    backward = Backward(call.problem, call.backend, with_dlse, with_dbias="bias" in active)
+    q, k, v, *terms = primals
+    cotangents = (dout, dlse) if with_dlse else (dout,)
+    gradients = flash_backward_p.bind(q, k, v, out, lse, *cotangents, *terms, call=backward)
+    by_name = {name[1:]: x for name, x in zip(backward.results, gradients, strict=True)}
+    if "sinks" in active:
+        sinks = call.problem.name_terms(terms)["sinks"]
+        by_name["sinks"] = _sinks_gradient(sinks, out, lse, dout, dlse if with_dlse else None)
+    return [*nothing, *(by_name[name] for name in active)]
+
+
+def _sinks_gradient(sinks, out, lse, dout, dlse) -> jax.Array:
+    """Computes the gradient of sinks `[*B or 1, N]`: -sum over T of its weight times delta."""
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = jnp.swapaxes(delta, -1, -2)  # [*B, N, T]
+    if dlse is not None:
+        delta = delta - dlse
+    empty = lse == -jnp.inf
+    weight = jnp.exp(sinks[..., None] - jnp.where(empty, jnp.inf, lse))
+    gradient = -jnp.sum(jnp.where(empty, 0.0, weight * delta), axis=-1)
+    shared = [axis for axis, size in enumerate(sinks.shape[:-1]) if size == 1]
+    return jnp.sum(gradient, axis=shared, keepdims=True)
+
+
+def _tangent_batch(operands, dims, *, call: Forward, active: tuple[str, ...]):
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    operands = [
+        jnp.broadcast_to(x[None], (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    return flash_tangent_p.bind(*operands, call=call, active=active), [0, 0]
+
+
+flash_tangent_p = Primitive("flash_tangent")
+flash_tangent_p.multiple_results = True
+flash_tangent_p.def_abstract_eval(_tangent_abstract_eval)
+flash_tangent_p.def_impl(functools.partial(apply_compiled, flash_tangent_p))
+ad.primitive_jvps[flash_tangent_p] = _tangent_jvp
+ad.primitive_transposes[flash_tangent_p] = _tangent_transpose
+batching.primitive_batchers[flash_tangent_p] = _tangent_batch
+mlir.register_lowering(flash_tangent_p, mlir.lower_fun(_tangent, multiple_results=True))

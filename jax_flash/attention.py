@@ -4,53 +4,15 @@ Read next: `_validate.py` for what the arguments may be, `_vjp.py` for how the c
 differentiated.
 """
 
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_flash import _validate, _vjp
-from jax_flash._backends import Backend
 
 Window = int | tuple[int | None, int | None]
-
-
-@overload
-def flash_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    scale: float | None = None,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    is_causal: bool = False,
-    causal_align: Literal["top_left", "bottom_right"] = "top_left",
-    local_window_size: Window | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    softcap: float | None = None,
-    sinks: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: ArrayLike | None = None,
-    return_lse: Literal[False] = False,
-    deterministic: bool = False,
-    backend: Backend | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def flash_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    return_lse: Literal[True],
-    **keywords: Any,
-) -> tuple[jax.Array, jax.Array]: ...
 
 
 def flash_attention(
@@ -74,8 +36,8 @@ def flash_attention(
     dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
-    backend: Backend | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    backend: str | None = None,
+) -> Any:
     """Computes softmax(softcap(scale * query keyᵀ + bias)) value in memory linear in T and S.
 
     A query with nothing to attend to gives out 0, lse −inf and zero gradients. NaN or inf in
@@ -197,7 +159,7 @@ def dot_product_attention(
 
     Paper: Vaswani et al. (arXiv:1706.03762).
     """
-    backends: dict[str | None, Backend | None] = {None: None, "xla": "xla", "cudnn": "cuda"}
+    backends: dict[str | None, str | None] = {None: None, "xla": "xla", "cudnn": "cuda"}
     if implementation not in backends:
         raise ValueError(f"implementation is {implementation!r}; expected None, 'xla' or 'cudnn'")
     shape = jnp.shape(query)

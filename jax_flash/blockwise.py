@@ -362,6 +362,8 @@ _STATE_AXES = (-1, -1, -2)  # of T, in the maximum, the sum and the weighted val
 
 def _block_sizes(rows_at_once: int, q_len: int, kv_len: int) -> tuple[int, int]:
     block = _BLOCK
+    if not isinstance(rows_at_once, int):  # a symbolic dim, under jax.export
+        rows_at_once = _TILE_ELEMENTS // block**2
     while block > _MIN_BLOCK and rows_at_once * block * block > _TILE_ELEMENTS:
         block //= 2
     return min(block, q_len), min(block, kv_len)

@@ -1,0 +1,196 @@
+"""The primitives flash_forward and flash_backward: abstract eval, batching, lowering per platform.
+
+    flash_forward:  q, k, v, *terms                          -> out, lse
+    flash_backward: q, k, v, out, lse, dout, [dlse], *terms  -> dq, dk, dv, [dbias]
+
+Shapes and meaning are those of `blockwise.forward` and `blockwise.backward`. Each primitive is a
+pair: the outer one is what a program holds, and is batched and differentiated; it lowers through
+`_sharding.py` to the inner one, which sees one device's shard and lowers to a kernel.
+Read next: `_sharding.py`; `ffi/operands.h` for the other end of the custom call.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import dispatch
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_flash import _backends, _sharding, blockwise
+from jax_flash._problem import TERMS, Problem, Shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """One flash_forward, operands aside."""
+
+    problem: Problem
+    backend: str | None  # as the user named it
+
+    target = "forward"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return ("q", "k", "v", *self.problem.terms)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("out", "lse")
+
+    def result_avals(self, operands: dict[str, Any]) -> tuple[Any, ...]:
+        q, v = operands["q"], operands["v"]
+        *batch, q_len, q_heads, _ = q.shape
+        *batch_spec, _, heads_spec, _ = _spec(q)
+        return (
+            _update(
+                q, (*q.shape[:-1], v.shape[-1]), q.dtype, (*batch_spec, None, heads_spec, None)
+            ),
+            _update(q, (*batch, q_heads, q_len), jnp.float32, (*batch_spec, heads_spec, None)),
+        )
+
+    def attributes(self) -> dict[str, bool | int | float]:
+        """Returns the attributes of the custom call, as ffi/operands.h reads them."""
+        problem = self.problem
+        left, right = problem.window
+        return {
+            "scale": problem.scale,
+            "window_left": -1 if left is None else left,
+            "window_right": -1 if right is None else right,
+            "bottom_right": problem.bottom_right,
+            "softcap": 0.0 if problem.softcap is None else problem.softcap,
+            "dropout_rate": problem.dropout_rate,
+            "deterministic": problem.deterministic,
+            "terms": sum(1 << TERMS.index(name) for name in problem.terms),
+        }
+
+    def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return blockwise.forward(self.problem, *operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward(Forward):
+    """One flash_backward, operands aside."""
+
+    with_dlse: bool
+    with_dbias: bool
+
+    target = "backward"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        dlse = ("dlse",) if self.with_dlse else ()
+        return ("q", "k", "v", "out", "lse", "dout", *dlse, *self.problem.terms)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("dq", "dk", "dv", "dbias") if self.with_dbias else ("dq", "dk", "dv")
+
+    def result_avals(self, operands: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(operands[name[1:]].update(weak_type=False) for name in self.results)
+
+    def attributes(self) -> dict[str, bool | int | float]:
+        flags = {"with_dlse": self.with_dlse, "with_dbias": self.with_dbias}
+        return super().attributes() | flags
+
+    def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return blockwise.backward(
+            self.problem, *operands, with_dlse=self.with_dlse, with_dbias=self.with_dbias
+        )
+
+
+def _spec(aval: Any) -> tuple[Any, ...]:
+    spec = tuple(aval.sharding.spec)
+    return spec + (None,) * (aval.ndim - len(spec))
+
+
+def _update(aval: Any, shape: tuple[int, ...], dtype: Any, spec: tuple[Any, ...]) -> Any:
+    """Derives an abstract value that varies over the same manual axes."""
+    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*spec))
+    return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+
+
+def _abstract_eval(*avals: Any, call: Forward) -> tuple[Any, ...]:
+    return call.result_avals(dict(zip(call.operands, avals, strict=True)))
+
+
+def _primitive(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(_abstract_eval)
+    return primitive
+
+
+# Batching: the new dim becomes the first leading dim.
+
+# Kernels read these with a leading dim of 1; all others must have every leading dim in full.
+_BROADCAST_TERMS = ("bias", "mask", "sinks")
+
+
+def _batch(primitive: Primitive, operands, dims, *, call: Forward):
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    # Every member of the batch has a gradient of the bias to itself.
+    own = ("bias",) if "dbias" in call.results else ()
+
+    def lead(name, x, dim):
+        if dim is not None:
+            return jnp.moveaxis(x, dim, 0)
+        if name in _BROADCAST_TERMS and name not in own:
+            return x[None]
+        return jnp.broadcast_to(x[None], (size, *x.shape))
+
+    operands = [lead(*item) for item in zip(call.operands, operands, dims, strict=True)]
+    return primitive.bind(*operands, call=call), [0] * len(call.results)
+
+
+# Lowering.
+
+
+def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Forward) -> Any:
+    q, k, v, *_ = ctx.avals_in
+    match _backends.choose(call.backend, platform, call.problem, Shapes.of(q, k, v)):
+        case "cpu":
+            rule = jax.ffi.ffi_lowering(f"jax_flash_cpu_{call.target}")
+            return rule(ctx, *operands, **call.attributes())
+        case _:
+            return mlir.lower_fun(call.blockwise, multiple_results=True)(ctx, *operands)
+
+
+def _define(name: str) -> Primitive:
+    """Makes the pair of primitives and returns the outer one."""
+    kernel = _primitive(f"{name}_kernel")
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(kernel, functools.partial(_lower_kernel, platform), platform)
+    mlir.register_lowering(kernel, functools.partial(_lower_kernel, "default"))
+
+    def run_kernel(call, *operands):
+        return tuple(kernel.bind(*operands, call=call))
+
+    partitioned = _sharding.partitioned(run_kernel)
+    outer = _primitive(name)
+    outer.def_impl(functools.partial(apply_compiled, outer))
+    batching.primitive_batchers[outer] = functools.partial(_batch, outer)
+    mlir.register_lowering(
+        outer,
+        mlir.lower_fun(lambda *x, call: partitioned(call, *x), multiple_results=True),
+    )
+    # custom_partitioning is inside of the lowering, where jit does not look for it.
+    dispatch.prim_requires_devices_during_lowering.add(outer)
+    return outer
+
+
+def apply_compiled(primitive: Primitive, *operands: Any, **parameters: Any) -> Any:
+    """Evaluates a primitive outside of jit, as a compiled program of its own."""
+    return _compiled(primitive, tuple(parameters.items()))(*operands)
+
+
+@functools.cache
+def _compiled(primitive: Primitive, parameters: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(functools.partial(primitive.bind, **dict(parameters)))
+
+
+flash_forward_p = _define("flash_forward")
+flash_backward_p = _define("flash_backward")
