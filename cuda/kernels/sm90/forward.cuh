@@ -91,6 +91,9 @@ struct alignas(1024) Shared {
   unsigned long long query_empty[kQueryStages][kConsumers];
   unsigned long long key_full[kStages], key_empty[kStages];
   unsigned long long value_full[kStages], value_empty[kStages];
+  // Numbers of coming tiles that rank 0 of a cluster took for all: two in flight.
+  unsigned long long number_full[2], number_empty[2];
+  uint32 number[2];
   uint32 block_list[kStages];  // block and flags, with segments; one per key buffer
 };
 
@@ -131,19 +134,40 @@ struct Producer {
   Ring<kStages> key_ring, value_ring;
   Ring<kQueryStages> query_ring;
   Ring<kInfoStages> info_ring;
-  int next_index = 0;
+  Ring<2> number_ring;
+  int next_number = 0;
 
-  __device__ __forceinline__ int first_index() const { return blockIdx.x / kClusterSize; }
   // Asks for the tile after this one; the answer is needed only a tile later.
-  __device__ __forceinline__ void request(int index) {
+  __device__ __forceinline__ void request_number(int number) {
     const int stride = gridDim.x / kClusterSize;
-    if constexpr (kDynamic) {
-      int taken = 0;
-      if (leader) taken = stride + atomicAdd(p.tile_counter, 1);
-      next_index = taken;
-    } else {
-      next_index = index + stride;
+    if constexpr (!kDynamic) {
+      next_number = number + stride;
+    } else if (leader && rank == 0) {
+      next_number = stride + atomicAdd(p.tile_counter, 1);
     }
+  }
+  // The answer, in all lanes.
+  __device__ __forceinline__ int receive_number() {
+    if constexpr (kDynamic && kClusterSize > 1) {
+      const int slot = number_ring.stage;
+      if (leader) {
+        if (rank == 0) {
+          ptx::barrier_wait_cluster(ptx::shared_address(&shared.number_empty[slot]),
+                                    number_ring.parity ^ 1);
+          ptx::store_remote_async(
+              ptx::map_to_rank(ptx::shared_address(&shared.number[slot]), 1), next_number,
+              ptx::map_to_rank(ptx::shared_address(&shared.number_full[slot]), 1));
+        } else {
+          const uint32 barrier = ptx::shared_address(&shared.number_full[slot]);
+          ptx::barrier_arrive_expect(barrier, 4);
+          ptx::barrier_wait_cluster(barrier, number_ring.parity);
+          next_number = ptx::load_shared(ptx::shared_address(&shared.number[slot]));
+          ptx::barrier_arrive_remote(ptx::shared_address(&shared.number_empty[slot]), 0);
+        }
+      }
+      number_ring.advance();
+    }
+    return ptx::uniform(next_number);
   }
 
   template <int kBoxes>
@@ -243,12 +267,12 @@ struct Producer {
   }
 
   __device__ __forceinline__ void run() {
-    int index = first_index();
+    int number = blockIdx.x / kClusterSize;
     const int heads = p.query_heads / kPackedHeads;
     while (true) {
       const TileIndex taken =
-          decode_tile<kWindowRight>(index, p.query_tiles, heads, p.batch, p.head_group);
-      request(index);
+          decode_tile<kWindowRight>(number, p.query_tiles, heads, p.batch, p.head_group);
+      request_number(number);
       TileInfo tile{0, taken.head, taken.batch, 0, 0, 0, {0, 0}};
       if (taken.batch < 0) {
         load_query(tile);
@@ -299,7 +323,7 @@ struct Producer {
           flags = next_flags;
         }
       }
-      index = kDynamic ? __shfl_sync(0xffffffffu, next_index, 0) : next_index;
+      number = receive_number();
     }
   }
 };
@@ -350,8 +374,22 @@ struct Consumer {
       if (lane() == 0) ptx::barrier_arrive(ptx::shared_address(barrier));
     }
   }
+  __device__ __forceinline__ unsigned long long* query_full() const {
+    return &shared.query_full[query_ring.stage][group];
+  }
+  __device__ __forceinline__ unsigned long long* key_full() const {
+    return &shared.key_full[key_ring.stage];
+  }
+  __device__ __forceinline__ void wait_query() const {
+    ptx::barrier_wait(ptx::shared_address(query_full()), query_ring.parity);
+  }
   __device__ __forceinline__ void wait_key() const {
-    ptx::barrier_wait(ptx::shared_address(&shared.key_full[key_ring.stage]), key_ring.parity);
+    ptx::barrier_wait(ptx::shared_address(key_full()), key_ring.parity);
+  }
+  __device__ __forceinline__ bool query_and_key_are_ready() const {
+    return ptx::uniform(
+        ptx::barrier_try_wait(ptx::shared_address(query_full()), query_ring.parity) &&
+        ptx::barrier_try_wait(ptx::shared_address(key_full()), key_ring.parity));
   }
   __device__ __forceinline__ void release_key() {
     release(&shared.key_empty[key_ring.stage]);
@@ -364,10 +402,6 @@ struct Consumer {
   __device__ __forceinline__ void release_value() {
     release(&shared.value_empty[value_ring.stage]);
     value_ring.advance();
-  }
-  __device__ __forceinline__ void wait_query() const {
-    ptx::barrier_wait(ptx::shared_address(&shared.query_full[query_ring.stage][group]),
-                      query_ring.parity);
   }
   __device__ __forceinline__ void release_query() {
     if (lane() == 0) {
@@ -488,8 +522,7 @@ struct Consumer {
   }
 
   // -- results --
-  __device__ __forceinline__ void finish_tile() {
-    const TileInfo& t = tile();
+  __device__ __forceinline__ void finish_tile(const TileInfo& t) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int packed = packed_row(t, row);
@@ -599,22 +632,31 @@ struct Consumer {
       release_value();
     }
   }
-  // Takes tiles until one has a block for this warpgroup and starts its first scores.
-  __device__ __forceinline__ bool start_tile() {
+  // Takes tiles until one has a block for this warpgroup and starts its first scores. kRead: the
+  // first of them has been read already.
+  __device__ __forceinline__ bool start_tile(bool is_read) {
     while (true) {
-      wait_query();
-      if (!read_tile()) return false;
-      const Range all{ptx::uniform(tile().blocks.begin), ptx::uniform(tile().blocks.end)};
+      if (!is_read) {
+        wait_query();
+        if (!read_tile()) return false;
+      }
+      is_read = false;
+      const Range all = walked();
       if (!own.empty()) {
         skip_blocks(all.end - own.end);
         wait_key();
         begin_scores();
+        ptx::wgmma_wait<0>();
         return true;
       }
       release_query();
       skip_blocks(all.end - all.begin);
       store_empty();
     }
+  }
+  // Blocks of the current tile that the whole cluster walks.
+  __device__ __forceinline__ Range walked() const {
+    return {ptx::uniform(tile().blocks.begin), ptx::uniform(tile().blocks.end)};
   }
 
   __device__ __forceinline__ void run() {
@@ -626,9 +668,9 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kValueColumns / 2; ++i) output[i] = 0.0f;
 
-    while (start_tile()) {
+    bool working = start_tile(false);
+    while (working) {
       // The tile's first block: nothing to rescale.
-      ptx::wgmma_wait<0>();
       accept_scores();
       scores_to_exponentials<true>();
       pack_weights();
@@ -657,17 +699,42 @@ struct Consumer {
         pack_weights();
       }
 
-      // The last block's output; the next tile's first scores run beside the epilogue.
+      // The last block's output. If the next tile's Q and K are here, its first scores run beside
+      // this tile's epilogue. Two whole branches: wgmma in flight where they join would serialise.
       wait_value();
       sanitise_value(block);
-      wait_turn();
-      begin_output(accumulate);
-      pass_turn();
-      ptx::wgmma_wait<0>();
-      ptx::pin(output);
-      release_value();
-      finish_tile();
-      if constexpr (!kHasSegments) skip_blocks(own.begin - ptx::uniform(tile().blocks.begin));
+      const TileInfo& finished = tile();
+      const int unseen = kHasSegments ? 0 : own.begin - walked().begin;
+      bool is_read = false;
+      bool starts = false;
+      if (unseen == 0 && query_and_key_are_ready()) {
+        is_read = true;
+        working = read_tile();
+        starts = working && !own.empty() && own.end == walked().end;
+      }
+      if (starts) {
+        wait_turn();
+        begin_output(accumulate);
+        begin_scores();
+        pass_turn();
+        ptx::wgmma_wait<1>();
+        ptx::pin(output);
+        release_value();
+        finish_tile(finished);
+        ptx::wgmma_wait<0>();
+      } else {
+        wait_turn();
+        begin_output(accumulate);
+        pass_turn();
+        ptx::wgmma_wait<0>();
+        ptx::pin(output);
+        release_value();
+        finish_tile(finished);
+        if (working) {
+          skip_blocks(unseen);
+          working = start_tile(is_read);
+        }
+      }
     }
   }
 };
@@ -690,6 +757,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
         ptx::barrier_init(ptx::shared_address(&shared.query_full[stage][group]), 1);
         ptx::barrier_init(ptx::shared_address(&shared.query_empty[stage][group]), 4);
       }
+    }
+    for (int slot = 0; slot < 2; ++slot) {
+      ptx::barrier_init(ptx::shared_address(&shared.number_full[slot]), 1);
+      ptx::barrier_init(ptx::shared_address(&shared.number_empty[slot]), 1);
     }
     for (int stage = 0; stage < kStages; ++stage) {
       const int readers = kWarpsOfConsumers * kClusterSize;
