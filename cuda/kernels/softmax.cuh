@@ -2,7 +2,8 @@
 //
 // A thread holds two rows: elements i with bit 1 clear belong to row 0, the others to row 1. The
 // four threads of a quad share the rows; `sum` stays a per-thread partial until finish().
-// Milakov & Gimelshein 2018 (arXiv:1805.02867); the thresholded rescale follows FlashAttention-4.
+// Milakov & Gimelshein 2018 (arXiv:1805.02867). The maximum here may lag behind: any number near
+// it keeps the exponentials in range, and the final division makes the result exact all the same.
 #pragma once
 
 inline constexpr float kLog2E = 1.4426950408889634f;
@@ -23,22 +24,41 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
 }
 
 struct SoftmaxState {
-  float max[2];  // of the raw scores so far; may lag behind by kRescaleThreshold, see update()
-  float sum[2];  // of this thread's exponentials, relative to max
+  float base[2];  // log2 units; exponentials are relative to it; -inf: no key seen yet
+  float sum[2];   // of this thread's exponentials
 
-  __device__ __forceinline__ void reset() {
-    max[0] = max[1] = kNegativeInfinity;
-    sum[0] = sum[1] = 0.0f;
+  // Replaces raw scores by 2^(score * scale_log2 - base); `added`: a thread's part of the row sums.
+  template <int kPolynomial, int kCount>
+  __device__ __forceinline__ void exponentials(float (&scores)[kCount], float scale_log2,
+                                               float (&added)[2]) const {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float subtract = base[row] == kNegativeInfinity ? 0.0f : base[row];
+      float partial[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float& score = scores[i + 2 * row + j];
+          const float x = fmaf(score, scale_log2, -subtract);
+          if (kPolynomial > 0 && (i / 4) % kPolynomial == kPolynomial - 1) {
+            score = exp2_polynomial(x);
+          } else {
+            score = ptx::exp2_approx(x);
+          }
+          partial[j] += score;
+        }
+      }
+      added[row] = partial[0] + partial[1];
+    }
   }
 
-  // Replaces raw scores by 2^((score - max) * scale_log2) and adds them to the sum. Returns true
-  // if earlier results have to be multiplied by `correction` (in some lane of the warp).
-  // The maximum is left alone while it grows by less than `threshold` (log2): weights then reach
-  // 2^threshold instead of 1, and the final division makes the result exact all the same.
+  // The first block of a tile, or any block while a row of the warp has no base: bases become the
+  // maxima of the scores (plus kHeadroom). Earlier results, unless kFirst, have to be multiplied by
+  // `correction`.
   template <bool kFirst, int kPolynomial, int kCount>
-  __device__ __forceinline__ bool update(float (&scores)[kCount], float (&correction)[2],
-                                         float scale_log2, float threshold) {
-    bool rescale = false;
+  __device__ __forceinline__ void start(float (&scores)[kCount], float scale_log2, float headroom,
+                                        float (&correction)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       // Four chains: one would wait for its own latency at every step.
@@ -54,52 +74,76 @@ struct SoftmaxState {
       float now = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
-      correction[row] = 1.0f;
+      now = fmaf(now, scale_log2, headroom);
       if constexpr (kFirst) {
-        max[row] = now;
+        base[row] = now;
       } else {
-        now = fmaxf(now, max[row]);
-        // -inf - -inf is NaN and compares false: a row without visible keys stays at -inf.
-        if ((now - max[row]) * scale_log2 > threshold) {
-          correction[row] = ptx::exp2_approx((max[row] - now) * scale_log2);
-          max[row] = now;
-          rescale = true;
-        }
+        now = fmaxf(now, base[row]);
+        correction[row] = now == base[row] ? 1.0f  // both may be -inf
+                                           : ptx::exp2_approx(base[row] - now);
+        base[row] = now;
       }
-      const float base = max[row] == kNegativeInfinity ? 0.0f : max[row] * scale_log2;
-      float partial[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& score = scores[i + 2 * row + j];
-          const float x = fmaf(score, scale_log2, -base);
-          if (kPolynomial > 0 && (i / 4) % kPolynomial == kPolynomial - 1) {
-            score = exp2_polynomial(x);
-          } else {
-            score = ptx::exp2_approx(x);
-          }
-          partial[j] += score;
-        }
-      }
-      sum[row] = kFirst ? partial[0] + partial[1]
-                        : fmaf(sum[row], correction[row], partial[0] + partial[1]);
     }
-    return kFirst ? false : __any_sync(0xffffffffu, rescale);
+    float added[2];
+    exponentials<kPolynomial>(scores, scale_log2, added);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      sum[row] = kFirst ? added[row] : fmaf(sum[row], correction[row], added[row]);
+    }
+  }
+  // True if every row of the warp has a base.
+  __device__ __forceinline__ bool is_started() const {
+    return __all_sync(0xffffffffu, base[0] != kNegativeInfinity && base[1] != kNegativeInfinity);
+  }
+
+  // Every other block: no maximum, which saves a quarter of the softmax's instructions. If a
+  // thread's sum passes `limit`, its rows' bases rise by a whole number and the exponentials are
+  // scaled down by that power of two. Returns true if results have to be multiplied by `correction`.
+  // A score more than 128 above the base overflows, and its row is computed again at the end.
+  template <int kPolynomial, int kCount>
+  __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, int headroom, float limit,
+                                         float (&correction)[2]) {
+    float added[2];
+    exponentials<kPolynomial>(scores, scale_log2, added);
+    const bool passes = __any_sync(0xffffffffu, fmaxf(added[0], added[1]) > limit);
+    if (passes) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float total = added[row];
+        total += __shfl_xor_sync(0xffffffffu, total, 1);
+        total += __shfl_xor_sync(0xffffffffu, total, 2);
+        const int exponent = (__float_as_int(total) >> 23) - 127;
+        // Infinity (exponent 128) stays; 126: the factor is a normal number.
+        const bool rises = total > limit && exponent < 128;
+        const int rise = rises ? min(exponent + headroom, 126) : 0;
+        correction[row] = __int_as_float((127 - rise) << 23);
+        base[row] += rise;
+        added[row] *= correction[row];
+        sum[row] *= correction[row];
+#pragma unroll
+        for (int i = 2 * row; i < kCount; i += 4) {
+          scores[i] *= correction[row];
+          scores[i + 1] *= correction[row];
+        }
+      }
+    }
+    sum[0] += added[0];
+    sum[1] += added[1];
+    return passes;
   }
 
   // Sums over the quad. Returns the factor of the output and writes the natural-log lse; a row
   // without visible keys gives 0 and -inf, with or without `sink` (an extra logit, log2 units).
   template <bool kHasSink>
-  __device__ __forceinline__ float finish(int row, float scale_log2, float sink, float& lse) {
+  __device__ __forceinline__ float finish(int row, float sink, float& lse) {
     float total = sum[row];
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
-    if (max[row] == kNegativeInfinity) {
+    if (base[row] == kNegativeInfinity) {
       lse = kNegativeInfinity;
       return 0.0f;
     }
-    float largest = max[row] * scale_log2;
+    float largest = base[row];
     float factor = 1.0f;
     if constexpr (kHasSink) {
       const float with_sink = fmaxf(largest, sink);

@@ -19,7 +19,6 @@
 //   bool kSoftcap             tanh softcap; kPreScale: scale before the maximum (scale <= 0)
 //   bool kDynamic             tiles from an atomic counter, else static
 //   bool kPingPong            warpgroups take turns at the tensor cores
-//   float kRescaleThreshold   growth of the maximum (log2) that is left to the final division
 //   int kPolynomial           every kPolynomial-th exponential on the FMA units, 0 = none
 //   int kProducerRegisters, kConsumerRegisters
 // Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
@@ -62,6 +61,11 @@ inline constexpr int kLoadRows = kTileKV / kClusterSize;  // keys that this CTA 
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 // A tile's description outlives its Q buffer by the epilogue: one slot more.
 inline constexpr int kInfoStages = kQueryStages + 1;
+// The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may reach
+// kSumLimit before the base of its row rises: float16 weights have to stay below 65504, bfloat16
+// has the range of float32.
+inline constexpr int kHeadroom = kBFloat16 ? 32 : 0;
+inline constexpr float kSumLimit = kBFloat16 ? 1.0f / (1 << 16) : 1 << 15;
 inline constexpr uint16 kAllRanks = (1 << kClusterSize) - 1;
 // In the block list of segments: this block is the tile's last; all its elements share one segment.
 inline constexpr uint32 kLastBlock = 1u << 31, kOneSegment = 1u << 30;
@@ -348,6 +352,7 @@ struct Consumer {
   float output[kValueColumns / 2];
   float correction[2];
   SoftmaxState softmax;
+  bool is_started = false;  // every row of the warp has seen a key
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
   __device__ __forceinline__ const TileInfo& tile() const {
@@ -437,7 +442,7 @@ struct Consumer {
         output, weights, ptx::shared_address(shared.value[value_ring.stage]), accumulate);
     ptx::wgmma_commit();
   }
-  // After the wait for a block's scores: gives the buffers back, as far as they are done with.
+  // After the wait for a block's scores.
   __device__ __forceinline__ void accept_scores() {
     ptx::pin(scores);
     if constexpr (kHasSegments) {
@@ -445,6 +450,9 @@ struct Consumer {
       flags = entry & (kLastBlock | kOneSegment);
       block = entry & ~(kLastBlock | kOneSegment);
     }
+  }
+  // Gives the operands of the scores back.
+  __device__ __forceinline__ void release_scores() {
     release_key();
     if (is_last()) release_query();
   }
@@ -482,8 +490,8 @@ struct Consumer {
       }
     }
   }
-  template <bool kFirst>
-  __device__ __forceinline__ bool scores_to_exponentials() {
+  // Score function and mask.
+  __device__ __forceinline__ void finish_scores() {
     if constexpr (kSoftcap) {
       apply_softcap(scores, p.scale, p.softcap);
     } else if constexpr (kPreScale) {
@@ -491,8 +499,15 @@ struct Consumer {
     }
     const bool one_segment = !kHasSegments || (flags & kOneSegment) != 0;
     if (block >= full.end || block < full.begin || !one_segment) mask_scores();
-    return softmax.update<kFirst, kPolynomial>(scores, correction, scale_log2(),
-                                               kRescaleThreshold);
+  }
+  // Exponentials of a later block. True: `correction` has to be applied to the output.
+  __device__ __forceinline__ bool extend_softmax() {
+    if (is_started) {
+      return softmax.extend<kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit, correction);
+    }
+    softmax.start<false, kPolynomial>(scores, scale_log2(), kHeadroom, correction);
+    is_started = softmax.is_started();
+    return true;
   }
   __device__ __forceinline__ void pack_weights() {
 #pragma unroll
@@ -533,7 +548,7 @@ struct Consumer {
         sink = p.sinks[t.batch * p.sinks_batch_stride + head] * kLog2E;
       }
       float lse;
-      float factor = softmax.finish<kHasSinks>(row, scale_log2(), sink, lse);
+      float factor = softmax.finish<kHasSinks>(row, sink, lse);
       bool empty = lse == kNegativeInfinity;
       if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
       store_row(t, query, head, row, empty, factor, lse);
@@ -672,7 +687,10 @@ struct Consumer {
     while (working) {
       // The tile's first block: nothing to rescale.
       accept_scores();
-      scores_to_exponentials<true>();
+      release_scores();
+      finish_scores();
+      softmax.start<true, kPolynomial>(scores, scale_log2(), kHeadroom, correction);
+      is_started = softmax.is_started();
       pack_weights();
       int accumulate = 0;
 
@@ -691,7 +709,9 @@ struct Consumer {
         ptx::wgmma_wait<1>();
         --block;
         accept_scores();
-        const bool rescale = scores_to_exponentials<false>();
+        release_scores();
+        finish_scores();
+        const bool rescale = extend_softmax();
         ptx::wgmma_wait<0>();
         ptx::pin(output);
         release_value();

@@ -282,15 +282,19 @@ __device__ __forceinline__ void pin(uint32 (&values)[kCount]) {
 //   the next 16 elements of the contraction are +32 bytes of address.
 // MN-major (transposed as stored): leading_bytes = distance of two 64-element column boxes,
 //   stride_bytes = 1024; the next 16 elements of the contraction are +2048 bytes.
-__device__ __forceinline__ uint64 descriptor(uint32 address, uint32 leading_bytes,
-                                             uint32 stride_bytes) {
-  return (1ull << 62) | (static_cast<uint64>(stride_bytes >> 4) << 32) |
-         (static_cast<uint64>(leading_bytes >> 4) << 16) |
-         static_cast<uint64>((address & 0x3FFFF) >> 4);
-}
-// The descriptor `bytes` further on (no carry: shared memory ends below 2^18 bytes).
-__device__ __forceinline__ uint64 advance(uint64 base, uint32 bytes) {
-  return base + (bytes >> 4);
+struct Descriptor {
+  uint32 low, high;
+  // The descriptor `bytes` further on (no carry: shared memory ends below 2^18 bytes).
+  __device__ __forceinline__ uint64 at(uint32 bytes) const {
+    uint64 joined;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(joined) : "r"(low + (bytes >> 4)), "r"(high));
+    return joined;
+  }
+};
+__device__ __forceinline__ Descriptor descriptor(uint32 address, uint32 leading_bytes,
+                                                 uint32 stride_bytes) {
+  return {uniform(((address & 0x3FFFF) >> 4) | (leading_bytes >> 4) << 16),
+          (stride_bytes >> 4) | 1u << 30};
 }
 
 // Register lists: eight accumulators per group, as asm text (JF_Rk) and as constraints (JF_Ck).

@@ -27,15 +27,13 @@ struct Ring {
 template <class Element, int kDim, int kQueryRows, int kKeyRows, int kCount>
 __device__ __forceinline__ void issue_scores(float (&scores)[kCount], ptx::uint32 q,
                                              ptx::uint32 k) {
-  const ptx::uint64 query = ptx::descriptor(q, 0, 1024);
-  const ptx::uint64 key = ptx::descriptor(k, 0, 1024);
+  const ptx::Descriptor query = ptx::descriptor(q, 0, 1024);
+  const ptx::Descriptor key = ptx::descriptor(k, 0, 1024);
 #pragma unroll
   for (int step = 0; step < ceil_div(kDim, 16); ++step) {
     const int box = step / 4, inner = step % 4 * 32;
-    ptx::wgmma_ss<Element, 0, 0>(scores,
-                                 ptx::advance(query, box * kQueryRows * kBoxRowBytes + inner),
-                                 ptx::advance(key, box * kKeyRows * kBoxRowBytes + inner),
-                                 step > 0);
+    ptx::wgmma_ss<Element, 0, 0>(scores, query.at(box * kQueryRows * kBoxRowBytes + inner),
+                                 key.at(box * kKeyRows * kBoxRowBytes + inner), step > 0);
   }
 }
 
@@ -44,13 +42,12 @@ template <class Element, int kKeyRows, int kCount, int kWeights>
 __device__ __forceinline__ void issue_output(float (&output)[kCount],
                                              const ptx::uint32 (&weights)[kWeights], ptx::uint32 v,
                                              int accumulate) {
-  const ptx::uint64 value = ptx::descriptor(v, kKeyRows * kBoxRowBytes, 1024);
+  const ptx::Descriptor value = ptx::descriptor(v, kKeyRows * kBoxRowBytes, 1024);
 #pragma unroll
   for (int step = 0; step < kKeyRows / 16; ++step) {
     ptx::wgmma_rs<Element, 1>(output, weights[4 * step], weights[4 * step + 1],
                               weights[4 * step + 2], weights[4 * step + 3],
-                              ptx::advance(value, step * 16 * kBoxRowBytes),
-                              step > 0 ? 1 : accumulate);
+                              value.at(step * 16 * kBoxRowBytes), step > 0 ? 1 : accumulate);
   }
 }
 
