@@ -55,3 +55,38 @@ __device__ __forceinline__ Range row_columns(const Visibility& v, int query, int
   if constexpr (kWindowRight) columns.end = min(columns.end, aligned + v.right + 1);
   return columns;
 }
+
+// The same questions from the side of the keys, for the backward pass.
+
+// Queries that see any of the keys first..last.
+template <bool kWindowLeft, bool kWindowRight>
+__device__ __forceinline__ Range visible_queries(const Visibility& v, int first, int last) {
+  last = min(last, v.kv_length - 1);
+  Range queries{0, v.query_length};
+  if constexpr (kWindowLeft) queries.end = min(queries.end, last - v.offset + v.left + 1);
+  if constexpr (kWindowRight) queries.begin = max(0, first - v.offset - v.right);
+  if (first > last || queries.empty()) return {0, 0};
+  return queries;
+}
+
+// Does every one of the queries first_query..last_query see every one of the keys
+// first_key..last_key (segments aside)? The length of the queries is the caller's.
+template <bool kWindowLeft, bool kWindowRight>
+__device__ __forceinline__ bool all_visible(const Visibility& v, int first_key, int last_key,
+                                            int first_query, int last_query) {
+  bool full = last_key < v.kv_length;
+  if constexpr (kWindowLeft) full = full && last_query + v.offset - first_key <= v.left;
+  if constexpr (kWindowRight) full = full && last_key - first_query - v.offset <= v.right;
+  return full;
+}
+
+// Queries of one key, relative to `first_query`: element column c sees it iff begin <= c < end.
+template <bool kWindowLeft, bool kWindowRight>
+__device__ __forceinline__ Range key_columns(const Visibility& v, int key, int first_query) {
+  Range columns{-0x40000000, 0x40000000};
+  const int aligned = key - v.offset - first_query;
+  if constexpr (kWindowLeft) columns.end = aligned + v.left + 1;
+  if constexpr (kWindowRight) columns.begin = aligned - v.right;
+  if (key >= v.kv_length) columns.end = columns.begin;
+  return columns;
+}

@@ -18,3 +18,14 @@ __device__ __forceinline__ void apply_scale(float (&scores)[kCount], float scale
 #pragma unroll
   for (int i = 0; i < kCount; ++i) scores[i] *= scale;
 }
+
+// tanh(inner * x) in place, inner = scale / cap: the softcapped score is cap times that, and its
+// derivative by the scaled score 1 - tanh^2.
+template <int kCount>
+__device__ __forceinline__ void apply_tanh(float (&scores)[kCount], float inner) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float e = ptx::exp2_approx(scores[i] * (inner * 2.8853900817779268f));
+    scores[i] = 1.0f - 2.0f * ptx::reciprocal_approx(1.0f + e);
+  }
+}

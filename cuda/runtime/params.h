@@ -50,3 +50,47 @@ struct ForwardParams {
   float scale;       // of the logits, before the softcap
   float softcap;     // only with kSoftcap
 };
+
+// The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order on
+// one stream, each with these parameters. Grids, blocks and workspace sizes: sm90/backward.cuh.
+struct BackwardParams {
+  // Rank-4 maps as for the forward.
+  TensorMap query;   // [B, T, N, H]  box (64, 1, kTileQ, 1)
+  TensorMap key;     // [B, S, K, H]  box (64, 1, kTileKV, 1)
+  TensorMap value;   // [B, S, K, Hv] box (64, 1, kTileKV, 1)
+  TensorMap dout;    // [B, T, N, Hv] box (64, 1, kTileQ, 1)
+  TensorMap dkey;    // [B, S, K, H]  box (64, 1, 64, 1), written
+  TensorMap dvalue;  // [B, S, K, Hv] box (64, 1, 64, 1), written
+
+  const void* out_data;   // [B, T, N, Hv]
+  const void* dout_data;  // [B, T, N, Hv]
+  const float* lse;       // [B, N, T] natural logarithm
+  const float* dlse;      // [B, N, T], only with kHasDlse
+  void* dquery;           // [B, T, N, H]
+
+  const int* query_lengths;       // [B]
+  const int* key_value_lengths;   // [B]
+  const int* query_segments;      // [B, T]
+  const int* key_value_segments;  // [B, S]
+
+  // Workspaces, all written by flash_backward_prepare; Q = ceil(T / kTileQ) query blocks.
+  float* lse_log2;            // [B, N, Q * kTileQ]: -lse * log2(e), -inf on rows that see nothing
+  float* delta;               // [B, N, Q * kTileQ]: rowsum(out * dout) - dlse
+  float* dq_sum;              // [B, N, Q * kTileQ, 64 * ceil(H / 64)] in the order of fragments
+  int* next_unit;             // [1]
+  int* turns;                 // [B, N, Q, 2], only with kDeterministic
+  int* query_segment_ranges;  // [B, Q, 2] smallest and largest id, only with kHasSegments
+  int* key_segment_ranges;    // [B, ceil(S / kTileKV), 2], likewise
+
+  int batch;        // B
+  int query_len;    // T
+  int kv_len;       // S
+  int query_heads;  // N
+  int kv_heads;     // K
+  int head_group;   // heads (of B * K) that the schedule walks together, >= 1
+  int window_left;  // as for the forward
+  int window_right;
+  float scale;          // of the logits, before the softcap
+  float scale_log2;     // log2(e) * (scale, or the cap with kSoftcap)
+  float softcap_inner;  // scale / cap, only with kSoftcap
+};

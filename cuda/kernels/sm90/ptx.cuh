@@ -447,6 +447,33 @@ __device__ __forceinline__ uint32 load_shared(uint32 address) {
   return value;
 }
 
+__device__ __forceinline__ float2 load_shared_f2(uint32 address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+// ---- global memory shared with other CTAs --------------------------------------------------------
+
+// Adds four consecutive floats in L2 (16-byte aligned).
+__device__ __forceinline__ void reduce_add_x4(float* address, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+__device__ __forceinline__ int load_acquire(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ void add_release(int* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // ---- arithmetic ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -1,0 +1,130 @@
+// What the kernels of the backward pass share: tile constants, geometry of one key block, layouts.
+//
+// Owns which query blocks a key block meets, in which order, and where the workspaces keep what.
+// Read backward.cuh for the kernels and the constants of the generated header.
+#pragma once
+
+#include "mask.cuh"
+#include "params.h"
+#include "score.cuh"
+#include "sm90/ptx.cuh"
+#include "sm90/tile.cuh"
+
+namespace backward {
+
+using namespace ptx;
+
+template <bool kChoice>
+struct ElementType {
+  using Type = Float16;
+};
+template <>
+struct ElementType<true> {
+  using Type = BFloat16;
+};
+using Element = ElementType<kBFloat16>::Type;
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+inline constexpr int kQueries = kTileQ;
+inline constexpr int kKeys = kTileKV;
+inline constexpr int kHead = round_up(kHeadDim, 16);    // columns past kHeadDim read as zero
+inline constexpr int kValue = round_up(kValueDim, 16);  // likewise
+inline constexpr int kHeadBoxes = ceil_div(kHead, kBoxColumns);
+inline constexpr int kValueBoxes = ceil_div(kValue, kBoxColumns);
+
+// The float32 sum of dq is kept in the order in which a warpgroup's threads hold m64n64 tiles:
+// [B, N, query block, 64-row tile, 64-column box, 8, thread, 4].
+inline constexpr int kTileFloats = 64 * 64;
+inline constexpr int kBlockFloats = kQueries * kHeadBoxes * 64;
+
+__device__ __forceinline__ int query_blocks(const BackwardParams& p) {
+  return ceil_div(p.query_len, kQueries);
+}
+__device__ __forceinline__ int key_blocks(const BackwardParams& p) {
+  return ceil_div(p.kv_len, kKeys);
+}
+__device__ __forceinline__ int unit_count(const BackwardParams& p) {
+  return key_blocks(p) * p.batch * p.kv_heads;
+}
+// Query heads of one key/value head.
+__device__ __forceinline__ int group_size(const BackwardParams& p) {
+  return p.query_heads / p.kv_heads;
+}
+
+__device__ __forceinline__ Visibility visibility(const BackwardParams& p, int batch) {
+  Visibility v{0, p.window_left, p.window_right, p.query_len, p.kv_len};
+  if constexpr (kHasQueryLengths) v.query_length = min(p.query_len, p.query_lengths[batch]);
+  if constexpr (kHasKeyValueLengths) v.kv_length = min(p.kv_len, p.key_value_lengths[batch]);
+  if constexpr (kBottomRight) v.offset = v.kv_length - v.query_length;
+  return v;
+}
+
+// The smallest and largest segment id of a block.
+__device__ __forceinline__ int2 query_segment_range(const BackwardParams& p, int batch, int m) {
+  return reinterpret_cast<const int2*>(p.query_segment_ranges)[batch * query_blocks(p) + m];
+}
+__device__ __forceinline__ int2 key_segment_range(const BackwardParams& p, int batch, int n) {
+  return reinterpret_cast<const int2*>(p.key_segment_ranges)[batch * key_blocks(p) + n];
+}
+
+// One block of keys of one key/value head, and the query blocks that see any of them.
+struct Unit {
+  int batch, kv_head, key0;
+  Visibility sight;
+  Range blocks;
+};
+
+// Drops query blocks at both ends whose segment ids cannot meet the key block's. Whole warps call.
+__device__ __forceinline__ void narrow_by_segments(const BackwardParams& p, Unit& u) {
+  const int lane = threadIdx.x % 32;
+  const int2 keys = key_segment_range(p, u.batch, u.key0 / kKeys);
+  Range met{u.blocks.end, u.blocks.begin};
+  for (int base = u.blocks.begin; base < u.blocks.end; base += 32) {
+    bool meets = false;
+    if (base + lane < u.blocks.end) {
+      const int2 queries = query_segment_range(p, u.batch, base + lane);
+      meets = queries.x <= keys.y && keys.x <= queries.y;
+    }
+    const uint32 hits = __ballot_sync(0xffffffffu, meets);
+    if (hits != 0) {
+      met.begin = min(met.begin, base + __ffs(hits) - 1);
+      met.end = base + 32 - __clz(hits);
+    }
+  }
+  u.blocks = met.empty() ? Range{0, 0} : met;
+}
+
+// Units in the order of work: heads in groups whose queries stay in L2; within a group the key
+// blocks in ascending order (longest first when causal), its heads innermost.
+__device__ __forceinline__ Unit unit_at(const BackwardParams& p, int index) {
+  const int heads = p.batch * p.kv_heads;
+  const int group = index / (p.head_group * key_blocks(p));
+  const int within = index - group * p.head_group * key_blocks(p);
+  const int group_heads = min(p.head_group, heads - group * p.head_group);
+  const int block = within / group_heads;
+  const int head = group * p.head_group + within - block * group_heads;
+  Unit u;
+  u.batch = head / p.kv_heads;
+  u.kv_head = head - u.batch * p.kv_heads;
+  u.key0 = block * kKeys;
+  u.sight = visibility(p, u.batch);
+  u.blocks = blocks_of<kQueries>(
+      visible_queries<kWindowLeft, kWindowRight>(u.sight, u.key0, u.key0 + kKeys - 1));
+  // In deterministic mode a unit takes its turn at every block of its range.
+  if constexpr (kHasSegments && !kDeterministic) narrow_by_segments(p, u);
+  return u;
+}
+
+// Query blocks are met from the last to the first when a right window cuts the early ones off:
+// units of one head then start at the same block and share it in L2, and the partial blocks come
+// last. In deterministic mode this is also the order in which a unit never waits for a later one.
+inline constexpr int kDirection = kWindowRight ? -1 : 1;
+
+__device__ __forceinline__ int first_block(const Unit& u) {
+  return kWindowRight ? u.blocks.end - 1 : u.blocks.begin;
+}
+__device__ __forceinline__ int block_count(const Unit& u) { return u.blocks.end - u.blocks.begin; }
+
+}  // namespace backward

@@ -1,0 +1,135 @@
+// First kernel of the backward pass, one block per 64-row tile of one query head:
+//   lse_log2 = -lse * log2(e)      (-inf on rows that see nothing or lie past the length)
+//   delta    = rowsum(out * dout) - dlse
+//   dq_sum   = 0, and the counters of the main kernel.
+// Rows are padded to whole query blocks, so that the main kernel needs no test on queries.
+#pragma once
+
+#include "sm90/backward_common.cuh"
+
+namespace backward {
+
+inline constexpr int kPrepareThreads = 128;
+
+__device__ __forceinline__ float widen(uint32 packed, int half) {
+  if constexpr (kBFloat16) {
+    return __uint_as_float(half == 0 ? packed << 16 : packed & 0xffff0000u);
+  } else {
+    float value;
+    asm("cvt.f32.f16 %0, %1;"
+        : "=f"(value)
+        : "h"(static_cast<uint16>(half == 0 ? packed : packed >> 16)));
+    return value;
+  }
+}
+
+__device__ __forceinline__ float dot(uint4 a, uint4 b) {
+  const uint32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum += widen(x[i], 0) * widen(y[i], 0) + widen(x[i], 1) * widen(y[i], 1);
+  }
+  return sum;
+}
+
+// The smallest and largest of ids[begin, end), by one warp.
+__device__ __forceinline__ int2 segment_range(const int* ids, int begin, int end) {
+  int low = 0x7fffffff, high = -0x7fffffff - 1;
+  for (int i = begin + static_cast<int>(threadIdx.x) % 32; i < end; i += 32) {
+    low = min(low, ids[i]);
+    high = max(high, ids[i]);
+  }
+  low = __reduce_min_sync(0xffffffffu, low);
+  high = __reduce_max_sync(0xffffffffu, high);
+  return int2{low, high};
+}
+
+__device__ __forceinline__ void prepare(const BackwardParams& p) {
+  constexpr int kLanes = kValue <= 64 ? 8 : kValue <= 128 ? 16 : 32;  // threads on one row
+  constexpr int kRows = kPrepareThreads / kLanes;                     // rows at a time
+  constexpr int kUnroll = 4;
+  const int tiles = query_blocks(p) * (kQueries / 64);
+  const int head_index = blockIdx.x / tiles;  // batch * N + head
+  const int row0 = (blockIdx.x - head_index * tiles) * 64;
+  const int batch = head_index / p.query_heads, head = head_index - batch * p.query_heads;
+  const int queries = visibility(p, batch).query_length;
+  const int lane = threadIdx.x % kLanes;
+  const bool in_row = lane * 8 < kValueDim;
+  const int64 padded = static_cast<int64>(head_index) * tiles * 64 + row0;
+
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.next_unit = 0;
+  if (kDeterministic && row0 % kQueries == 0 && threadIdx.x < 2) {
+    p.turns[(padded / kQueries) * 2 + threadIdx.x] = 0;
+  }
+
+  float4* sum = reinterpret_cast<float4*>(p.dq_sum) + padded * (kHeadBoxes * 16);
+#pragma unroll
+  for (int i = 0; i < kHeadBoxes * 8; ++i) {
+    sum[i * kPrepareThreads + threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
+  }
+
+#pragma unroll
+  for (int base = 0; base < 64; base += kRows * kUnroll) {
+    uint4 o[kUnroll], d[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
+      o[i] = d[i] = uint4{0, 0, 0, 0};
+      if (row < queries && in_row) {
+        const int64 at =
+            ((static_cast<int64>(batch) * p.query_len + row) * p.query_heads + head) * kValueDim +
+            lane * 8;
+        o[i] = __ldcs(reinterpret_cast<const uint4*>(static_cast<const uint16*>(p.out_data) + at));
+        d[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16*>(p.dout_data) + at));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      float total = dot(o[i], d[i]);
+#pragma unroll
+      for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+        total += __shfl_xor_sync(0xffffffffu, total, mask);
+      }
+      const int local = base + i * kRows + threadIdx.x / kLanes;
+      if (lane == 0) {
+        float lse = minus_infinity();
+        const int row = row0 + local;
+        if (row < queries) {
+          const int64 at = static_cast<int64>(head_index) * p.query_len + row;
+          lse = p.lse[at];
+          if (kHasDlse) total -= p.dlse[at];
+        }
+        const bool empty = lse == minus_infinity();
+        p.lse_log2[padded + local] = empty ? minus_infinity() : -lse * kLog2E;
+        p.delta[padded + local] = empty ? 0.f : total;
+      }
+    }
+  }
+
+  if constexpr (kHasSegments) {
+    const int warp = threadIdx.x / 32;
+    if (head == 0 && row0 % kQueries == 0 && warp == 0) {
+      const int2 range = segment_range(p.query_segments + static_cast<int64>(batch) * p.query_len,
+                                       row0, min(row0 + kQueries, queries));
+      if (threadIdx.x == 0) {
+        reinterpret_cast<int2*>(p.query_segment_ranges)[batch * query_blocks(p) + row0 / kQueries] =
+            range;
+      }
+    }
+    if (head == 0 && row0 == 0) {
+      const int keys = visibility(p, batch).kv_length;
+      const int blocks = key_blocks(p);
+      for (int block = warp; block < blocks; block += kPrepareThreads / 32) {
+        const int2 range =
+            segment_range(p.key_value_segments + static_cast<int64>(batch) * p.kv_len,
+                          block * kKeys, min(block * kKeys + kKeys, keys));
+        if (threadIdx.x % 32 == 0) {
+          reinterpret_cast<int2*>(p.key_segment_ranges)[batch * blocks + block] = range;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace backward
