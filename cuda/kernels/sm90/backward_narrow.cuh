@@ -394,12 +394,12 @@ __device__ __forceinline__ void hide_unseen_queries(int valid, uint32 q, uint32 
 template <int kDepth>
 __device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys,
                                                    uint32 queries) {
-  const uint64 a = descriptor(keys, 0, 1024), b = descriptor(queries, 0, 1024);
+  const Descriptor a = descriptor(keys, 0, 1024), b = descriptor(queries, 0, 1024);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kDepth / 16; ++i) {
-    wgmma_ss<Element, 0, 0>(d, advance(a, i / 4 * kBoxK + i % 4 * 32),
-                            advance(b, i / 4 * kBoxQ + i % 4 * 32), i > 0);
+    wgmma_ss<Element, 0, 0>(d, a.at(i / 4 * kBoxK + i % 4 * 32), b.at(i / 4 * kBoxQ + i % 4 * 32),
+                            i > 0);
   }
   wgmma_commit();
 }
@@ -408,11 +408,10 @@ __device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 k
 template <int kHalfN>
 __device__ __forceinline__ void accumulate(float (&d)[kHalfN], uint32 (&a)[kScores / 2],
                                            uint32 rows) {
-  const uint64 b = descriptor(rows, kBoxQ, 1024);
+  const Descriptor b = descriptor(rows, kBoxQ, 1024);
 #pragma unroll
   for (int i = 0; i < kQueries / 16; ++i) {
-    wgmma_rs<Element, 1>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3],
-                         advance(b, i * 2048), 1);
+    wgmma_rs<Element, 1>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b.at(i * 2048), 1);
   }
   wgmma_commit();
 }
@@ -425,10 +424,10 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer, 
                    (kHeadBoxes == 2 ? which * kBoxK
                     : kDqTiles == 1 ? which * 64
                                     : 0);
-  const uint64 a = descriptor(ds, kBoxK, 1024), b = descriptor(k, kBoxK, 1024);
+  const Descriptor a = descriptor(ds, kBoxK, 1024), b = descriptor(k, kBoxK, 1024);
 #pragma unroll
   for (int i = 0; i < kKeys / 16; ++i) {
-    wgmma_ss<Element, 1, 1>(dq, advance(a, i * 2048), advance(b, i * 2048), i > 0);
+    wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);
   }
   wgmma_commit();
 }
