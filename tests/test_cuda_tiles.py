@@ -1,0 +1,118 @@
+"""How one GPU runs a problem: pure choices, tested without a GPU."""
+
+import dataclasses
+import re
+
+import pytest
+
+from jax_flash import _tiles
+from jax_flash._problem import TERMS, Problem, Shapes
+
+H200 = _tiles.GPUS["H200"]
+PLAIN = Problem(dtype="bfloat16", scale=0.125)
+SHAPES = Shapes(
+    batch=2, q_len=4096, kv_len=4096, q_heads=16, kv_heads=16, head_dim=128, value_dim=128
+)
+DIMS = [8, 64, 72, 96, 128, 160, 192, 256]
+
+
+def replace_dims(head_dim: int, value_dim: int) -> Shapes:
+    return dataclasses.replace(SHAPES, head_dim=head_dim, value_dim=value_dim)
+
+
+@pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.parametrize("value_dim", DIMS)
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (128, 128)])
+def test_forward_tiles_fit_the_gpu(head_dim, value_dim, window):
+    problem = dataclasses.replace(PLAIN, window=window)
+    tiles = _tiles.choose_tiles(problem, replace_dims(head_dim, value_dim), H200)
+    assert (tiles.head_dim, tiles.value_dim) == (head_dim, value_dim)
+    assert tiles.tile_kv % 16 == 0
+    assert tiles.tile_kv <= 256
+    assert tiles.shared_bytes <= H200.smem
+    producer, consumer = tiles.registers
+    assert producer % 8 == 0
+    assert consumer % 8 == 0
+    assert 128 * (producer + tiles.consumers * consumer) <= 65536
+    assert tiles.launch(H200)["max_blocks"] <= H200.sms
+
+
+def test_choice_is_pure():
+    first = _tiles.choose_tiles(PLAIN, SHAPES, H200)
+    second = _tiles.choose_tiles(PLAIN, SHAPES, H200)
+    assert first == second
+    assert hash(first) == hash(second)
+    assert repr(first).startswith("ForwardTiles(head_dim=128, value_dim=128, tile_kv=")
+
+
+def test_header_is_constexpr_definitions():
+    tiles = _tiles.choose_tiles(PLAIN, SHAPES, H200)
+    header = tiles.header(PLAIN)
+    for line in header.splitlines():
+        assert re.fullmatch(
+            r"constexpr (bool k\w+ = (true|false)|int k\w+ = -?\d+|float k\w+ = [\d.e-]+f);", line
+        )
+    assert "constexpr bool kBFloat16 = true;" in header
+    assert "constexpr int kHeadDim = 128;" in header
+
+
+def test_header_leaves_run_time_values_out():
+    """Sizes, scale and window sizes do not recompile: only what exists does."""
+    tiles = _tiles.choose_tiles(PLAIN, SHAPES, H200)
+    windowed = dataclasses.replace(PLAIN, window=(512, 0), softcap=30.0)
+    other = dataclasses.replace(windowed, window=(1024, 7), softcap=50.0, scale=0.5)
+    assert tiles.header(windowed) == tiles.header(other)
+    assert tiles.header(windowed) != tiles.header(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"terms": ("bias",)}, "bias"),
+        ({"terms": ("mask",)}, "boolean mask"),
+        ({"terms": ("dropout_state",), "dropout_rate": 0.1}, "dropout"),
+    ],
+)
+def test_supports_names_the_feature(change, reason):
+    assert reason in str(_tiles.supports(dataclasses.replace(PLAIN, **change), SHAPES, H200))
+
+
+@pytest.mark.parametrize(
+    ("dims", "reason"), [((512, 64), "512"), ((64, 260), "260"), ((60, 64), "60")]
+)
+def test_supports_names_the_head_dim(dims, reason):
+    assert reason in str(_tiles.supports(PLAIN, replace_dims(*dims), H200))
+
+
+def test_supports_names_the_gpu():
+    assert "A100" in str(_tiles.supports(PLAIN, SHAPES, _tiles.GPUS["A100"]))
+
+
+def test_supports_what_the_kernels_have():
+    terms = tuple(t for t in TERMS if t not in ("bias", "mask", "dropout_state"))
+    everything = dataclasses.replace(
+        PLAIN, window=(128, 0), bottom_right=True, softcap=30.0, deterministic=True, terms=terms
+    )
+    assert _tiles.supports(PLAIN, SHAPES, H200) is None
+    assert _tiles.supports(everything, SHAPES, H200) is None
+
+
+def test_unknown_gpu_name():
+    with pytest.raises(ValueError, match="gpu must be one of A100, H100, H200, not 'H300'"):
+        _tiles.gpu_named("H300")
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [("8.0", "sm_80"), ("9.0", "sm_90a"), ("10.0", "sm_100")]
+)
+def test_spec_of_a_device(capability, arch):
+    @dataclasses.dataclass
+    class Device:
+        device_kind: str
+        compute_capability: str
+        core_count: int
+
+    spec = _tiles.gpu_of(Device("NVIDIA X", capability, 100))
+    assert (spec.name, spec.arch, spec.sms) == ("NVIDIA X", arch, 100)
+    assert spec.smem > 48 * 1024
