@@ -1,0 +1,96 @@
+"""Owns how results are shown: charts in the style of the FlashAttention papers, Markdown tables."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from shapes import Cell, Pass
+
+Results = Sequence[tuple[Cell, Mapping[str, float]]]  # TFLOP/s of each peer in each cell
+TITLES: dict[Pass, str] = {"forward": "Forward", "training": "Forward + backward"}
+
+mpl.use("Agg")
+
+
+def draw(results: Results, of: Pass, looks: Mapping[str, tuple[str, str]], gpu: str, to: Path):
+    """Draws TFLOP/s over T, one panel per mask and head dim; looks: {peer: (label, color)}."""
+    head_dims = sorted({cell.head_dim for cell, _ in results})
+    masks = sorted({cell.causal for cell, _ in results})
+    figure, axes = plt.subplots(
+        len(masks),
+        len(head_dims),
+        figsize=(5.2 * len(head_dims), 3.4 * len(masks)),
+        squeeze=False,
+        layout="constrained",
+    )
+    peers = [name for name in looks if any(name in speeds for _, speeds in results)]
+    for row, causal in enumerate(masks):
+        for column, head_dim in enumerate(head_dims):
+            ax = axes[row][column]
+            panel = [
+                (cell, speeds)
+                for cell, speeds in results
+                if (cell.head_dim, cell.causal) == (head_dim, causal)
+            ]
+            _draw_panel(ax, panel, peers, looks)
+            ax.set_title(f"head dim {head_dim}, {'causal' if causal else 'not causal'}")
+            if column == 0:
+                ax.set_ylabel("TFLOP/s")
+    handles = [mpl.patches.Patch(color=looks[name][1], label=looks[name][0]) for name in peers]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(peers), frameon=False)
+    figure.suptitle(f"{TITLES[of]}, bfloat16, {gpu}")
+    figure.savefig(to, dpi=120)
+    plt.close(figure)
+
+
+def _draw_panel(ax: Any, panel: Results, peers: Sequence[str], looks: Mapping[str, Any]) -> None:
+    width = 0.84 / len(peers)
+    for i, name in enumerate(peers):
+        for x, (_, speeds) in enumerate(panel):
+            if name in speeds:
+                left = x - 0.42 + i * width
+                bar = ax.bar(left, speeds[name], width, align="edge", color=looks[name][1])
+                ax.bar_label(bar, fmt="%.0f", fontsize=6, rotation=90, padding=2)
+    ax.set_xticks(range(len(panel)), [_short(cell.length) for cell, _ in panel])
+    ax.set_xlabel("sequence length")
+    ax.margins(y=0.15)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="y", alpha=0.3)
+    ax.set_axisbelow(True)
+
+
+def table(
+    results: Results, of: Pass, looks: Mapping[str, tuple[str, str]], ours: str, against: str
+) -> str:
+    """Writes a Markdown table of TFLOP/s, with the ratio of one peer to another."""
+    peers = [name for name in looks if any(name in speeds for _, speeds in results)]
+    with_ratio = ours in peers and against in peers
+    head = ["cell", *(looks[name][0] for name in peers)]
+    if with_ratio:
+        head.append(f"{looks[ours][0]} / {looks[against][0]}")
+    lines = [
+        f"{TITLES[of]}, TFLOP/s:",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|---" + "|---:" * (len(head) - 1) + "|",
+    ]
+    ratios = []
+    for cell, speeds in results:
+        row = [cell.name, *(f"{speeds[name]:.0f}" if name in speeds else "" for name in peers)]
+        if with_ratio and ours in speeds and against in speeds:
+            ratios.append(speeds[ours] / speeds[against])
+            row.append(f"{ratios[-1]:.2f}")
+        elif with_ratio:
+            row.append("")
+        lines.append("| " + " | ".join(row) + " |")
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        lines.append("| geometric mean" + " |" * len(peers) + f" | {mean:.3f} |")
+    return "\n".join(lines)
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)

@@ -1,0 +1,159 @@
+"""Owns the implementations that are measured: how each is called, and what it cannot run."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from shapes import Cell, Pass
+
+import jax_flash
+
+Call = Callable[[], Any]  # queues one run, returns its results without waiting for them
+XLA_SCORES = 8 << 30  # bytes of [B, N, T, T] in float32 beyond which XLA's attention is not asked
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One implementation.
+
+    `compile` may run on any thread and before there are inputs; what it returns takes
+    q, k, v, dout `[B, T, N, H]` in NumPy and returns the call to be timed. Raises NotImplementedError
+    with the reason for a cell that it cannot run.
+    """
+
+    name: str
+    label: str
+    color: str
+    compile: Callable[[Cell, Pass], Callable[[tuple[np.ndarray, ...]], Call]]
+    wait: Callable[[Any], Any]  # until the results of a call are there
+
+
+def all_peers() -> list[Peer]:
+    """Lists the peers that this machine has."""
+    peers = [
+        _jax_peer("jax_flash", "jax_flash", "#c0392b", _attend_flash),
+        _jax_peer("jax_cudnn", "jax.nn, cuDNN", "#4c72b0", _attend_cudnn),
+        _jax_peer("jax_xla", "jax.nn, XLA", "#8c8c8c", _attend_xla),
+    ]
+    if importlib.util.find_spec("torch") is not None:
+        peers.append(_torch_peer("torch_flash", "PyTorch, FlashAttention-2", "#55a868"))
+        peers.append(_torch_peer("torch_cudnn", "PyTorch, cuDNN", "#8172b3"))
+    return peers
+
+
+def _jax_peer(name: str, label: str, color: str, attend: Callable[..., Any]) -> Peer:
+    def compile_call(cell: Cell, of: Pass) -> Callable[[tuple[np.ndarray, ...]], Call]:
+        forward = functools.partial(attend, cell)
+
+        def train(q: Any, k: Any, v: Any, dout: Any) -> Any:
+            out, backward = jax.vjp(forward, q, k, v)
+            return out, *backward(dout)
+
+        heads = (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
+        arguments = [
+            jax.ShapeDtypeStruct((cell.batch, cell.length, n, cell.head_dim), jnp.bfloat16)
+            for n in heads
+        ]
+        if of == "forward":
+            compiled = jax.jit(lambda q, k, v: (forward(q, k, v),)).lower(*arguments[:3]).compile()
+        else:
+            compiled = jax.jit(train).lower(*arguments).compile()
+
+        def load(inputs: tuple[np.ndarray, ...]) -> Call:
+            arrays = [jnp.asarray(x) for x in inputs[: len(compiled.in_avals[0])]]
+            return lambda: compiled(*arrays)
+
+        return load
+
+    return Peer(name, label, color, compile_call, jax.block_until_ready)
+
+
+def _attend_flash(cell: Cell, q: Any, k: Any, v: Any) -> Any:
+    segments = None
+    if cell.segment is not None:
+        segments = jnp.broadcast_to(
+            jnp.arange(cell.length, dtype=jnp.int32) // cell.segment, (cell.batch, cell.length)
+        )
+    return jax_flash.flash_attention(
+        q,
+        k,
+        v,
+        is_causal=cell.causal,
+        local_window_size=None if cell.window is None else (cell.window, 0),
+        query_segment_ids=segments,
+        key_value_segment_ids=segments,
+    )
+
+
+def _attend_cudnn(cell: Cell, q: Any, k: Any, v: Any) -> Any:
+    if cell.segment is not None:
+        raise NotImplementedError("no segment ids")
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=cell.causal,
+        local_window_size=None if cell.window is None else (cell.window, 0),
+        implementation="cudnn",
+    )
+
+
+def _attend_xla(cell: Cell, q: Any, k: Any, v: Any) -> Any:
+    if cell.segment is not None:
+        raise NotImplementedError("no segment ids")
+    scores = 4 * cell.batch * cell.heads * cell.length**2
+    if scores > XLA_SCORES:
+        raise NotImplementedError(f"scores of {scores >> 30} GB")
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=cell.causal,
+        local_window_size=None if cell.window is None else (cell.window, 0),
+        implementation="xla",
+    )
+
+
+def _torch_peer(name: str, label: str, color: str) -> Peer:
+    torch = importlib.import_module("torch")
+    attention = importlib.import_module("torch.nn.attention")
+    kinds = attention.SDPBackend
+    kind = kinds.FLASH_ATTENTION if name == "torch_flash" else kinds.CUDNN_ATTENTION
+
+    def compile_call(cell: Cell, of: Pass) -> Callable[[tuple[np.ndarray, ...]], Call]:
+        if not torch.cuda.is_available():
+            raise NotImplementedError("PyTorch sees no GPU")
+        if cell.segment is not None or cell.window is not None:
+            raise NotImplementedError("no segment ids and no window")
+
+        def load(inputs: tuple[np.ndarray, ...]) -> Call:
+            # [B, N, T, H], dense: PyTorch's own layout.
+            q, k, v, dout = (
+                torch.from_numpy(x.view(np.int16)).cuda().view(torch.bfloat16).transpose(1, 2)
+                for x in inputs
+            )
+            q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
+            training = of == "training"
+            for x in (q, k, v):
+                x.requires_grad_(training)
+
+            def run() -> Any:
+                with attention.sdpa_kernel(kind):
+                    out = torch.nn.functional.scaled_dot_product_attention(
+                        q, k, v, is_causal=cell.causal, enable_gqa=cell.heads != cell.kv_heads
+                    )
+                if training:
+                    return out, *torch.autograd.grad(out, (q, k, v), dout)
+                return (out,)
+
+            return run
+
+        return load
+
+    return Peer(name, label, color, compile_call, lambda _: torch.cuda.synchronize())

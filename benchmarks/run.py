@@ -1,0 +1,262 @@
+"""Measures attention on a GPU, peer beside peer in one run, and draws the charts.
+
+    python benchmarks/run.py            # every cell of shapes.py, forward and training
+    python benchmarks/run.py --quick    # three lengths, jax_flash beside cuDNN
+
+Times are device times: calls are queued faster than the device runs them, and a round ends when the
+last result is there. The peers of a cell take turns, round by round; a time is the median of the
+rounds. Writes results/<gpu>/<commit>.json with GPU, driver, versions and command, and beside it the
+charts (PNG) and a Markdown table.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+# JAX and PyTorch share the GPU: JAX may not take most of its memory at its start.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import charts
+import exact
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import peers
+import shapes
+from shapes import Cell, Pass
+from tqdm import tqdm
+
+ROUNDS = 5
+ROUND_SECONDS = 0.02  # long beside the 50 µs that waiting for the last result costs
+COMPILE_THREADS = 8
+PRODUCT = 8192  # side of the matrix product that gives the ceiling
+WITH_ERROR = ("jax_flash", "jax_cudnn")
+
+
+def main() -> None:
+    options = parse()
+    chosen = [peer for peer in peers.all_peers() if peer.name in options.peers]
+    scale = (options.tokens, options.model_dim, tuple(options.lengths))
+    main_cells = shapes.main_cells(*scale)
+    cells = main_cells if options.quick else main_cells + shapes.feature_cells(*scale)
+    passes = options.passes
+
+    flat = draw_inputs(max(x.batch * x.length * x.heads * x.head_dim for x in cells))
+    ceiling = [measure_product()]
+    jobs = [(cell, of, peer) for of in passes for cell in cells for peer in chosen]
+    print(f"compiling {len(jobs)} programs", flush=True)
+    with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        built = list(tqdm(pool.map(lambda job: build(*job), jobs), total=len(jobs)))
+    programs = {(cell, of, peer.name): b for (cell, of, peer), b in zip(jobs, built, strict=True)}
+
+    records = []
+    progress = tqdm([(cell, of) for of in passes for cell in cells])
+    for cell, of in progress:
+        progress.set_description(f"{of}: {cell.name}")
+        runnable = {
+            peer: programs[cell, of, peer.name]
+            for peer in chosen
+            if not isinstance(programs[cell, of, peer.name], str)
+        }
+        refused = {
+            peer.name: programs[cell, of, peer.name] for peer in chosen if peer not in runnable
+        }
+        records.append(measure_cell(cell, of, runnable, flat, options.errors) | {"no": refused})
+    ceiling.append(measure_product())
+    write(options, chosen, records, ceiling, main_cells)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    names = [peer.name for peer in peers.all_peers()]
+    parser.add_argument("--quick", action="store_true", help="three lengths, us and cuDNN")
+    parser.add_argument("--peers", nargs="+", choices=names, default=None)
+    parser.add_argument("--passes", nargs="+", choices=shapes.PASSES, default=list(shapes.PASSES))
+    parser.add_argument("--lengths", nargs="+", type=int, default=None)
+    parser.add_argument("--tokens", type=int, default=shapes.TOKENS)
+    parser.add_argument("--model-dim", type=int, default=shapes.MODEL_DIM)
+    parser.add_argument("--no-errors", dest="errors", action="store_false")
+    parser.add_argument("--commit", default=None, help="name of the results; default: git's")
+    folder = Path(__file__).resolve().parent / "results"
+    parser.add_argument("--output", type=Path, default=folder)
+    options = parser.parse_args()
+    if options.lengths is None:
+        options.lengths = (1024, 4096, 16384) if options.quick else shapes.LENGTHS
+    if options.peers is None:
+        options.peers = ["jax_flash", "jax_cudnn"] if options.quick else names
+    return options
+
+
+def draw_inputs(size: int) -> np.ndarray:
+    """Draws four flat arrays from a normal distribution, from which every cell takes its inputs."""
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((4, size), np.float32).astype(ml_dtypes.bfloat16)
+
+
+def inputs_of(cell: Cell, flat: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Returns q, k, v, dout `[B, T, N, H]`."""
+    heads = (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
+    found = [(cell.batch, cell.length, n, cell.head_dim) for n in heads]
+    return tuple(
+        values[: math.prod(shape)].reshape(shape) for values, shape in zip(flat, found, strict=True)
+    )
+
+
+def build(cell: Cell, of: Pass, peer: peers.Peer) -> Any:
+    """Compiles one program; returns what takes the inputs, or why there is none."""
+    try:
+        return peer.compile(cell, of)
+    except Exception as error:  # a peer's failure is a result of the comparison
+        return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+
+
+def measure_cell(
+    cell: Cell,
+    of: Pass,
+    programs: dict[peers.Peer, Callable[[Any], peers.Call]],
+    flat: np.ndarray,
+    with_errors: bool,
+) -> dict[str, Any]:
+    """Times the peers of a cell in turns; returns milliseconds, TFLOP/s and errors by peer."""
+    inputs = inputs_of(cell, flat)
+    calls, failed, errors = {}, {}, {}
+    for peer, load in programs.items():
+        try:
+            call = load(inputs)
+            results = call()
+            peer.wait(results)
+        except Exception as error:  # as in build
+            failed[peer.name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            continue
+        if with_errors and peer.name in WITH_ERROR:
+            errors[peer.name] = exact.errors(cell, inputs, results)
+        calls[peer.name] = (call, peer.wait)
+    seconds = time_in_turns(calls)
+    return {
+        "cell": vars(cell) | {"name": cell.name},
+        "pass": of,
+        "ms": {name: round(1e3 * statistics.median(t), 5) for name, t in seconds.items()},
+        "spread": {
+            name: round((max(t) - min(t)) / statistics.median(t), 4) for name, t in seconds.items()
+        },
+        "tflops": {
+            name: round(cell.flops(of) / statistics.median(t) / 1e12, 1)
+            for name, t in seconds.items()
+        },
+        "error": errors,
+        "failed": failed,
+    }
+
+
+def time_in_turns(calls: dict[str, tuple[peers.Call, Callable[[Any], Any]]]) -> dict[str, list]:
+    """Returns seconds per call, a value for each round, by name."""
+    repeats = {}
+    for name, (call, wait) in calls.items():
+        once = queue(call, wait, 3)
+        repeats[name] = max(3, math.ceil(ROUND_SECONDS / once))
+    seconds = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, (call, wait) in calls.items():
+            seconds[name].append(queue(call, wait, repeats[name]))
+    return seconds
+
+
+def queue(call: peers.Call, wait: Callable[[Any], Any], repeats: int) -> float:
+    """Queues some calls on an idle device; returns seconds per call."""
+    start = time.perf_counter()
+    results = None
+    for _ in range(repeats):
+        results = call()
+    wait(results)
+    return (time.perf_counter() - start) / repeats
+
+
+def measure_product() -> float:
+    """Measures TFLOP/s of a bfloat16 matrix product: the ceiling, in this run."""
+    side = PRODUCT if jax.default_backend() == "gpu" else 256
+    a, b = jax.random.normal(jax.random.key(1), (2, side, side), jnp.bfloat16)
+    product = jax.jit(jnp.matmul)
+    seconds = time_in_turns({"product": (lambda: product(a, b), jax.block_until_ready)})
+    return round(2 * side**3 / statistics.median(seconds["product"]) / 1e12, 1)
+
+
+def write(
+    options: argparse.Namespace,
+    chosen: list[peers.Peer],
+    records: list[dict[str, Any]],
+    ceiling: list[float],
+    main_cells: Iterable[Cell],
+) -> None:
+    """Writes the numbers, the charts and the table."""
+    gpu = jax.devices()[0].device_kind
+    commit = options.commit or first_line("git", "rev-parse", "--short=10", "HEAD")
+    folder = options.output / gpu.lower().replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "gpu": gpu,
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": versions(),
+        "product_tflops": ceiling,
+    }
+    path = folder / f"{commit}.json"
+    path.write_text(json.dumps(about | {"cells": records}, indent=1) + "\n")
+
+    looks = {peer.name: (peer.label, peer.color) for peer in chosen}
+    tables = []
+    for of in options.passes:
+        speeds = [
+            (Cell(**{k: v for k, v in record["cell"].items() if k != "name"}), record["tflops"])
+            for record in records
+            if record["pass"] == of
+        ]
+        tables.append(charts.table(speeds, of, looks, "jax_flash", "jax_cudnn"))
+        drawn = [(cell, found) for cell, found in speeds if cell in set(main_cells)]
+        charts.draw(drawn, of, looks, gpu, folder / f"{commit}-{of}.png")
+    intro = (
+        f"{gpu}, driver {about['driver']}, {about['date']}, commit {commit}, `{about['command']}`; "
+        f"{PRODUCT}³ bfloat16 product {ceiling[0]} TFLOP/s before and {ceiling[1]} after."
+    )
+    text = "\n\n".join([intro, *tables]) + "\n"
+    (folder / f"{commit}.md").write_text(text)
+    print(text)
+    print(path)
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("jax_flash", "jax", "jaxlib", "torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def first_line(*command: str) -> str:
+    """Returns the first line that a command prints; "unknown" where it does not run."""
+    here = Path(__file__).resolve().parent
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=here)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return run.stdout.split("\n")[0].strip()
+
+
+if __name__ == "__main__":
+    main()
