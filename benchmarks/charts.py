@@ -40,7 +40,7 @@ def draw(results: Results, of: Pass, looks: Mapping[str, tuple[str, str]], gpu: 
             if column == 0:
                 ax.set_ylabel("TFLOP/s")
     handles = [mpl.patches.Patch(color=looks[name][1], label=looks[name][0]) for name in peers]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(peers), frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(peers), frameon=False)
     figure.suptitle(f"{TITLES[of]}, bfloat16, {gpu}")
     figure.savefig(to, dpi=120)
     plt.close(figure)

@@ -23,8 +23,8 @@ class Peer:
     """One implementation.
 
     `compile` may run on any thread and before there are inputs; what it returns takes
-    q, k, v, dout `[B, T, N, H]` in NumPy and returns the call to be timed. Raises NotImplementedError
-    with the reason for a cell that it cannot run.
+    q, k, v, dout `[B, T, N, H]` in NumPy and returns the call to be timed. Raises
+    NotImplementedError with the reason for a cell that it cannot run.
     """
 
     name: str

@@ -80,7 +80,9 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [peer.name for peer in peers.all_peers()]
     parser.add_argument("--quick", action="store_true", help="three lengths, us and cuDNN")
     parser.add_argument("--peers", nargs="+", choices=names, default=None)
@@ -153,7 +155,7 @@ def measure_cell(
             name: round((max(t) - min(t)) / statistics.median(t), 4) for name, t in seconds.items()
         },
         "tflops": {
-            name: round(cell.flops(of) / statistics.median(t) / 1e12, 1)
+            name: float(f"{cell.flops(of) / statistics.median(t) / 1e12:.4g}")
             for name, t in seconds.items()
         },
         "error": errors,

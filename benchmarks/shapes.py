@@ -35,7 +35,7 @@ class Cell:
             kind += f" window {self.window}"
         if self.segment is not None:
             kind += f" segments {self.segment}"
-        if self.kv_heads != self.heads:
+        if self.kv_heads != self.heads or self.heads * self.head_dim != MODEL_DIM:
             kind += f" heads {self.heads}/{self.kv_heads}"
         return f"d{self.head_dim} {kind} T{self.length}"
 

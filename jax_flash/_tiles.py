@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_flash._problem import Problem, Shapes
 
@@ -67,6 +68,11 @@ def present_gpu() -> GpuSpec | None:
     return gpu_of(devices[0])
 
 
+def lowering_gpu() -> GpuSpec:
+    """Returns the GPU that a call is lowered for: on a machine without one, the most common."""
+    return present_gpu() or GPUS["H100"]
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardTiles:
     """How the sm_90a forward kernel runs a problem: constants compiled into it and its launch."""
@@ -79,7 +85,7 @@ class ForwardTiles:
     query_stages: int = 1
     cluster_size: int = 1  # blocks that share keys and values by multicast
     packed_heads: int = 1  # query heads of one kv head that share a tile
-    dynamic: bool = False  # tiles from an atomic counter, else in turn
+    dynamic: bool = True  # tiles from an atomic counter, else in turn
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
     rescale_threshold: float = 8.0  # growth of the maximum, in log2, that rescales the output
     polynomial: int = 0  # share of exp2 on the FMA units; 0: none
@@ -125,6 +131,15 @@ class ForwardTiles:
             "head_group": self.head_group,
             "dynamic": self.dynamic,
         }
+
+    def workspaces(self, problem: Problem, shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
+        """Returns the scratch arrays that the handler takes as further results."""
+        segments = "query_segments" in problem.terms
+        blocks = -(-shapes.kv_len // self.tile_kv) if segments else 0
+        return [
+            jax.ShapeDtypeStruct((1,), jnp.int32),  # counter of tiles
+            jax.ShapeDtypeStruct((shapes.batch, blocks, 2), jnp.int32),  # ids in each key block
+        ]
 
     def constants(self, problem: Problem) -> dict[str, bool | int | float]:
         """Returns the constants that the kernel is compiled with, by name."""
@@ -180,18 +195,40 @@ def supports(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
     return None
 
 
+# Keys and values of the heads walked together, in bytes, that stay in an H200's L2 (60 MB, halved
+# by its two partitions).
+_L2_KEYS_VALUES = 32 << 20
+
+
 def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles:
     """Chooses the forward kernel's tiles for a problem that `supports` accepts."""
-    causal = problem.window[1] is not None
     dims = (shapes.head_dim, shapes.value_dim)
     widest = max(dims)
+    bounded = problem.window[1] is not None
+    head_group = _head_group(shapes) if bounded else 1
     if widest <= 64:
-        return ForwardTiles(*dims, tile_kv=128, consumers=3, dynamic=causal)
+        return ForwardTiles(*dims, tile_kv=128, consumers=3, query_stages=2, head_group=head_group)
     if widest <= 128:
-        return ForwardTiles(*dims, tile_kv=128 if causal else 176, consumers=2, dynamic=causal)
-    if widest <= 192:
-        return ForwardTiles(*dims, tile_kv=112, consumers=2, dynamic=causal)
-    return ForwardTiles(*dims, tile_kv=80, consumers=2, dynamic=causal)
+        plain = not bounded and problem.softcap is None and "query_segments" not in problem.terms
+        if plain and _known(shapes.q_len, 4096) >= 1024:
+            tile_kv = 176
+        else:  # what else there is takes registers
+            tile_kv = 112 if bounded and widest <= 96 else 128
+        return ForwardTiles(*dims, tile_kv=tile_kv, consumers=2, head_group=head_group)
+    tile_kv = 112 if sum(dims) <= 320 else 80
+    return ForwardTiles(*dims, tile_kv=tile_kv, consumers=2, head_group=head_group)
+
+
+def _head_group(shapes: Shapes) -> int:
+    """Counts the query heads whose keys and values fit in L2 together."""
+    bytes_per_head = 2 * _known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
+    kv_heads = max(1, _L2_KEYS_VALUES // bytes_per_head)
+    return kv_heads * (shapes.q_heads // shapes.kv_heads)
+
+
+def _known(size: Any, otherwise: int) -> int:
+    """Returns a size, or a typical one in its place where jax.export left it symbolic."""
+    return size if isinstance(size, int) else otherwise
 
 
 def _header(constants: dict[str, bool | int | float]) -> str:
