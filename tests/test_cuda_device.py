@@ -1,0 +1,188 @@
+"""The CUDA run time on a GPU: streams, devices, command buffers, export, a warm second process."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import _tiles, flash_attention, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        _tiles.present_gpu() is None or _tiles.present_gpu().arch != "sm_90a",  # pyright: ignore
+        reason="needs a Hopper GPU",
+    ),
+]
+
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def draw(seed: int, batch=2, q_len=300, kv_len=300, heads=4, kv_heads=2, dim=128) -> Arrays:
+    shapes = [(batch, q_len, heads, dim), *[(batch, kv_len, kv_heads, dim)] * 2]
+    keys = jax.random.split(jax.random.key(seed), 3)
+    q, k, v = (jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
+    return q, k, v
+
+
+def attend(q, k, v, **options):
+    return flash_attention(q, k, v, is_causal=True, backend="cuda", **options)
+
+
+def assert_right(out, q, k, v, **options) -> None:
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    want = reference.attention(*wide, is_causal=True, **options)
+    np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_runs_the_kernel(dim):
+    inputs = draw(0, dim=dim)
+    lowered = jax.jit(attend).lower(*inputs).as_text()
+    assert "jax_flash_cuda_forward" in lowered
+    assert_right(jax.jit(attend)(*inputs), *inputs)
+
+
+def test_threads_share_kernels_and_stream():
+    inputs = [draw(seed, q_len=100 + 16 * seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for out, arrays in zip(pool.map(lambda x: attend(*x), inputs), inputs, strict=True):
+            assert_right(out, *arrays)
+
+
+def test_independent_calls_in_one_program():
+    """XLA may run these on several streams."""
+    inputs = [draw(seed, batch=1) for seed in range(6)]
+    for out, arrays in zip(
+        jax.jit(lambda xs: [attend(*x) for x in xs])(inputs), inputs, strict=True
+    ):
+        assert_right(out, *arrays)
+
+
+def test_every_device():
+    devices = jax.local_devices()
+    if len(devices) == 1:
+        pytest.skip("one GPU")
+    inputs = [jax.device_put(draw(i), device) for i, device in enumerate(devices)]
+    results = [jax.jit(attend)(*arrays) for arrays in inputs]
+    for out, arrays, device in zip(results, inputs, devices, strict=True):
+        assert out.devices() == {device}
+        assert_right(out, *arrays)
+
+
+def test_sharded_over_devices():
+    devices = jax.local_devices()
+    if len(devices) == 1:
+        pytest.skip("one GPU")
+    mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    inputs = draw(0, batch=2 * len(devices))
+    sharded = jax.device_put(inputs, sharding)
+    program = jax.jit(attend).lower(*sharded).compile()
+    assert "all-gather" not in program.as_text()
+    assert_right(program(*sharded), *inputs)
+
+
+def test_steps_replay_with_new_inputs():
+    """A program run often is replayed from a CUDA graph: each run must read its own arrays."""
+
+    @jax.jit
+    def step(q, k, v):
+        for _ in range(4):
+            q = attend(q, k, v) + q
+        return q
+
+    inputs = [draw(seed) for seed in range(3)]
+    first = [np.asarray(step(*arrays)) for arrays in inputs]
+    for _ in range(10):
+        for arrays, want in zip(inputs, first, strict=True):
+            np.testing.assert_array_equal(step(*arrays), want)
+
+
+def test_scan_and_donation():
+    q, k, v = draw(3)
+
+    def scan(q, k, v):
+        return jax.lax.scan(lambda q, _: (attend(q, k, v), None), q, length=5)[0]
+
+    want = q
+    for _ in range(5):
+        want = attend(want, k, v)
+    np.testing.assert_array_equal(jax.jit(scan, donate_argnums=0)(q.copy(), k, v), want)
+
+
+def run_python(script: str, folder: Path, **variables: str) -> str:
+    """Runs a script in a process of its own and returns what it prints."""
+    package = str(Path(jax_flash.__file__).parent.parent)
+    environment = os.environ | {
+        "JAX_FLASH_CACHE_DIR": str(folder / "cache"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        **variables,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=240,
+    )
+    return done.stdout
+
+
+SHAPES = """
+import jax, jax.numpy as jnp, jax_flash
+shape = jax.ShapeDtypeStruct((2, 300, 4, 128), jnp.bfloat16)
+def attend(q, k, v):
+    return jax_flash.flash_attention(q, k, v, is_causal=True)
+"""
+EXPORT = (
+    SHAPES
+    + """
+checks = [jax.export.DisabledSafetyCheck.custom_call("jax_flash_cuda_forward")]
+export = jax.export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=checks)
+open("program", "wb").write(export(shape, shape, shape).serialize())
+"""
+)
+CALL_EXPORTED = """
+import jax, jax.numpy as jnp, jax_flash, numpy as np
+program = jax.export.deserialize(bytearray(open("program", "rb").read()))
+q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 300, 4, 128), jnp.bfloat16)
+want = jax_flash.flash_attention(q, k, v, is_causal=True)
+np.testing.assert_array_equal(program.call(q, k, v), want)
+"""
+FIRST_STEP = (
+    SHAPES
+    + """
+from jax_flash import _explain
+program = jax.jit(attend).lower(shape, shape, shape).compile()
+report = _explain.explain(shape, shape, shape, is_causal=True).kernels["forward"]
+print(report.from_disk)
+"""
+)
+
+
+@pytest.mark.parametrize("exported_on", ["cpu", "cuda"])
+def test_export_round_trip(tmp_path: Path, exported_on: str):
+    run_python(EXPORT, tmp_path, JAX_PLATFORMS=exported_on)
+    run_python(CALL_EXPORTED, tmp_path)
+
+
+def test_second_process_finds_the_kernel_on_disk(tmp_path: Path):
+    assert run_python(FIRST_STEP, tmp_path).strip() == "False"
+    assert run_python(FIRST_STEP, tmp_path).strip() == "True"
+
+
+def test_compiles_when_lowered(tmp_path: Path):
+    """The compilation belongs to jit's, not to the first step."""
+    run_python(SHAPES + "jax.jit(attend).lower(shape, shape, shape)", tmp_path)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
