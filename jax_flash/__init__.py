@@ -1,7 +1,8 @@
 """FlashAttention for JAX: exact attention whose memory grows linearly with sequence length."""
 
 from jax_flash import reference
+from jax_flash._explain import explain
 from jax_flash._version import __version__
 from jax_flash.attention import dot_product_attention, flash_attention
 
-__all__ = ["__version__", "dot_product_attention", "flash_attention", "reference"]
+__all__ = ["__version__", "dot_product_attention", "explain", "flash_attention", "reference"]

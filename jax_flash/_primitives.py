@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_flash import _backends, _sharding, blockwise
+from jax_flash import _backends, _native, _sharding, _tiles, blockwise
 from jax_flash._problem import TERMS, Problem, Shapes
 
 
@@ -155,8 +155,35 @@ def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Forward) -> Any
         case "cpu":
             rule = jax.ffi.ffi_lowering(f"jax_flash_cpu_{call.target}")
             return rule(ctx, *operands, **call.attributes())
+        case "cuda" if call.target == "forward":
+            run = functools.partial(_call_cuda_forward, call)
+            return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
         case _:
             return mlir.lower_fun(call.blockwise, multiple_results=True)(ctx, *operands)
+
+
+def _call_cuda_forward(call: Forward, *operands: Any) -> tuple[jax.Array, ...]:
+    gpu = _tiles.lowering_gpu()
+    shapes = Shapes.of(*operands[:3])
+    tiles = _tiles.choose_tiles(call.problem, shapes, gpu)
+    program = {"source": tiles.source, "header": tiles.header(call.problem), "arch": gpu.arch}
+    if _tiles.present_gpu() is not None:
+        # Compiling belongs to the compilation of the caller's program, not to its first step.
+        for entry in tiles.entries:
+            _native.load_kernel(**program, entry=entry)
+    named = dict(zip(call.operands, operands, strict=True))
+    batch = named["q"].shape[:-3]
+    if "sinks" in named and named["sinks"].shape[:-1] != (1,) * len(batch):
+        # The kernel reads one row of sinks, or one for every batch row.
+        named["sinks"] = jnp.broadcast_to(named["sinks"], (*batch, shapes.q_heads))
+    avals = call.result_avals({name: jax.typeof(x) for name, x in named.items()})
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    workspaces = tiles.workspaces(call.problem, shapes)
+    custom_call = jax.ffi.ffi_call("jax_flash_cuda_forward", [*results, *workspaces])
+    outputs = custom_call(
+        *named.values(), **call.attributes(), program=program, tiles=tiles.launch(gpu)
+    )
+    return tuple(outputs[: len(results)])
 
 
 def _define(name: str) -> Primitive:

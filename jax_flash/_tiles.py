@@ -87,7 +87,6 @@ class ForwardTiles:
     packed_heads: int = 1  # query heads of one kv head that share a tile
     dynamic: bool = True  # tiles from an atomic counter, else in turn
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
-    rescale_threshold: float = 8.0  # growth of the maximum, in log2, that rescales the output
     polynomial: int = 0  # share of exp2 on the FMA units; 0: none
     head_group: int = 8  # heads that the schedule walks together, so that their keys stay in L2
 
@@ -166,7 +165,6 @@ class ForwardTiles:
             "kPreScale": problem.scale <= 0,
             "kDynamic": self.dynamic,
             "kPingPong": self.ping_pong,
-            "kRescaleThreshold": self.rescale_threshold,
             "kProducerRegisters": producer_registers,
             "kConsumerRegisters": consumer_registers,
             "kPolynomial": self.polynomial,
@@ -222,7 +220,8 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
 def _head_group(shapes: Shapes) -> int:
     """Counts the query heads whose keys and values fit in L2 together."""
     bytes_per_head = 2 * _known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
-    kv_heads = max(1, _L2_KEYS_VALUES // bytes_per_head)
+    fitting = max(1, _L2_KEYS_VALUES // bytes_per_head)
+    kv_heads = min(fitting, _known(shapes.batch, fitting) * shapes.kv_heads)
     return kv_heads * (shapes.q_heads // shapes.kv_heads)
 
 
