@@ -27,6 +27,7 @@
 
 #include "sm90/ptx.cuh"
 
+#include "exact_row.cuh"
 #include "mask.cuh"
 #include "params.h"
 #include "schedule.cuh"
@@ -519,7 +520,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kValueColumns / 2; ++i) output[i] *= correction[i / 2 % 2];
   }
-  // V rows past the length may hold NaN, and 0 * NaN is NaN: zero them where they were loaded.
+  // V rows past the length may hold NaN, and 0 * NaN is NaN: zero them where they were loaded. (NaN
+  // among other masked values shows in the result, and repeat_rows takes it out again.)
   __device__ __forceinline__ void sanitise_value(int value_block) {
     if constexpr (kHasKeyValueLengths) {
       const int valid = tile().kv_length - value_block * kTileKV;
@@ -537,7 +539,8 @@ struct Consumer {
   }
 
   // -- results --
-  __device__ __forceinline__ void finish_tile(const TileInfo& t) {
+  // Stores the tile. nonfinite: the lanes whose row 0 or 1 came out with NaN or infinity.
+  __device__ __forceinline__ void finish_tile(const TileInfo& t, uint32 (&nonfinite)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int packed = packed_row(t, row);
@@ -548,35 +551,98 @@ struct Consumer {
         sink = p.sinks[t.batch * p.sinks_batch_stride + head] * kLog2E;
       }
       float lse;
-      float factor = softmax.finish<kHasSinks>(row, sink, lse);
+      const float factor = softmax.finish<kHasSinks>(row, sink, lse);
       bool empty = lse == kNegativeInfinity;
       if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
-      store_row(t, query, head, row, empty, factor, lse);
+
+      constexpr int kPieces = round_up(kValueColumns, 32) / 8;
+      uint32 pieces[kPieces];
+      gather_row<Element>(output, row, factor, pieces);
+      uint32 flaw = 0;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) flaw = ptx::accumulate_nonfinite<Element>(flaw, pieces[i]);
+      const bool stored = query < p.query_len;
+      nonfinite[row] = __ballot_sync(0xffffffffu, flaw != 0 && stored && !empty);
+      if (!stored) continue;
+      uint16* out = static_cast<uint16*>(p.out) + out_index(t, query, head);
+      const int c = lane() % 4;
+#pragma unroll
+      for (int g = 0; g < kPieces / 4; ++g) {
+        const int column = 8 * (4 * g + c);
+        if (kValueDim % 32 == 0 || column < kValueDim) {
+          *reinterpret_cast<uint4*>(out + column) =
+              empty ? make_uint4(0, 0, 0, 0)
+                    : make_uint4(pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2],
+                                 pieces[4 * g + 3]);
+        }
+      }
+      if (c == 0) p.lse[lse_index(t, query, head)] = empty ? kNegativeInfinity : lse;
     }
   }
-  // Writes one row, or zeros and -inf; the whole warp takes part, rows past the end are dropped.
-  __device__ __forceinline__ void store_row(const TileInfo& t, int query, int head, int row,
-                                            bool empty, float factor, float lse) {
-    constexpr int kPieces = round_up(kValueColumns, 32) / 8;
-    uint32 pieces[kPieces];
-    gather_row<Element>(output, row, factor, pieces);
-    if (query >= p.query_len) return;
-    const int64 row_index = static_cast<int64>(t.batch) * p.query_len + query;
-    uint16* out = static_cast<uint16*>(p.out) + (row_index * p.query_heads + head) * kValueDim;
-    const int c = lane() % 4;
+  __device__ __forceinline__ int64 out_index(const TileInfo& t, int query, int head) const {
+    const int64 row = static_cast<int64>(t.batch) * p.query_len + query;
+    return (row * p.query_heads + head) * kValueDim;
+  }
+  __device__ __forceinline__ int64 lse_index(const TileInfo& t, int query, int head) const {
+    return (static_cast<int64>(t.batch) * p.query_heads + head) * p.query_len + query;
+  }
+  // Computes the rows of these lanes again, see exact_row.cuh.
+  __device__ __forceinline__ void repeat_rows(const TileInfo& t, int row, uint32 lanes) const {
+    __syncwarp();  // the first results are stored before these
+#pragma unroll 1
+    while (lanes != 0) {
+      const int quad = (__ffs(lanes) - 1) / 4;
+      lanes &= ~(0xfu << 4 * quad);
+      const int packed =
+          t.first_row + group * kGroupRows + threadIdx.x % 128 / 32 * 16 + quad + 8 * row;
+      const int query = packed / kPackedHeads;
+      const int head = t.head * kPackedHeads + packed % kPackedHeads;
+      const int kv_head = head / (p.query_heads / p.kv_heads);
+      const int64 query_row = static_cast<int64>(t.batch) * p.query_len + query;
+      const int64 first_key = static_cast<int64>(t.batch) * p.kv_len * p.kv_heads + kv_head;
+      Range keys = row_columns<kWindowLeft, kWindowRight>(seen(t), query, 0);
+      keys.begin = max(keys.begin, 0);
+      float out[ceil_div(kValueDim, 32)];
+      float largest = 0.0f, sum = 0.0f;
+      exact_row<Element, kHeadDim, kValueDim>(
+          p.query_data, (query_row * p.query_heads + head) * kHeadDim, p.key_data,
+          first_key * kHeadDim, static_cast<int64>(p.kv_heads) * kHeadDim, p.value_data,
+          first_key * kValueDim, static_cast<int64>(p.kv_heads) * kValueDim, keys,
+          [&](int key) {
+            return !kHasSegments || p.query_segments[query_row] ==
+                                        p.key_value_segments[static_cast<int64>(t.batch) *
+                                                                 p.kv_len + key];
+          },
+          [&](float dot) {
+            float score[1] = {dot};
+            if constexpr (kSoftcap) {
+              apply_softcap(score, p.scale, p.softcap);
+            } else {
+              apply_scale(score, p.scale);
+            }
+            return score[0];
+          },
+          out, largest, sum);
+      if constexpr (kHasSinks) {
+        const float sink = p.sinks[t.batch * p.sinks_batch_stride + head] * kLog2E;
+        const float with_sink = fmaxf(largest, sink);
+        const float factor = ptx::exp2_approx(largest - with_sink);
+        sum = sum * factor + ptx::exp2_approx(sink - with_sink);
+        largest = with_sink;
 #pragma unroll
-    for (int g = 0; g < kPieces / 4; ++g) {
-      const int column = 8 * (4 * g + c);
-      if (kValueDim % 32 == 0 || column < kValueDim) {
-        *reinterpret_cast<uint4*>(out + column) =
-            empty ? make_uint4(0, 0, 0, 0)
-                  : make_uint4(pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2],
-                               pieces[4 * g + 3]);
+        for (int c = 0; c < ceil_div(kValueDim, 32); ++c) out[c] *= factor;
       }
-    }
-    if (c == 0) {
-      p.lse[(static_cast<int64>(t.batch) * p.query_heads + head) * p.query_len + query] =
-          empty ? kNegativeInfinity : lse;
+#pragma unroll
+      for (int c = 0; c < ceil_div(kValueDim, 32); ++c) {
+        const int column = lane() + 32 * c;
+        if (column < kValueDim) {
+          static_cast<uint16*>(p.out)[out_index(t, query, head) + column] =
+              static_cast<uint16>(ptx::pack<Element>(out[c] / sum, 0.0f));
+        }
+      }
+      if (lane() == 0) {
+        p.lse[lse_index(t, query, head)] = (largest + ptx::log2_approx(sum)) * kLn2;
+      }
     }
   }
   __device__ __forceinline__ void store_empty() {
@@ -587,14 +653,12 @@ struct Consumer {
       const int query = packed / kPackedHeads;
       if (query >= p.query_len) continue;
       const int head = t.head * kPackedHeads + packed % kPackedHeads;
-      const int64 row_index = static_cast<int64>(t.batch) * p.query_len + query;
-      uint16* out = static_cast<uint16*>(p.out) + (row_index * p.query_heads + head) * kValueDim;
+      uint16* out = static_cast<uint16*>(p.out) + out_index(t, query, head);
       for (int column = 8 * (lane() % 4); column < kValueDim; column += 32) {
         *reinterpret_cast<uint4*>(out + column) = make_uint4(0, 0, 0, 0);
       }
       if (lane() % 4 == 0) {
-        p.lse[(static_cast<int64>(t.batch) * p.query_heads + head) * p.query_len + query] =
-            kNegativeInfinity;
+        p.lse[lse_index(t, query, head)] = kNegativeInfinity;
       }
     }
   }
@@ -727,6 +791,7 @@ struct Consumer {
       const int unseen = kHasSegments ? 0 : own.begin - walked().begin;
       bool is_read = false;
       bool starts = false;
+      uint32 nonfinite[2];
       if (unseen == 0 && query_and_key_are_ready()) {
         is_read = true;
         working = read_tile();
@@ -740,7 +805,7 @@ struct Consumer {
         ptx::wgmma_wait<1>();
         ptx::pin(output);
         release_value();
-        finish_tile(finished);
+        finish_tile(finished, nonfinite);
         ptx::wgmma_wait<0>();
       } else {
         wait_turn();
@@ -749,11 +814,16 @@ struct Consumer {
         ptx::wgmma_wait<0>();
         ptx::pin(output);
         release_value();
-        finish_tile(finished);
-        if (working) {
-          skip_blocks(unseen);
-          working = start_tile(is_read);
-        }
+        finish_tile(finished, nonfinite);
+      }
+#pragma unroll 1
+      for (int row = 0; row < 2; ++row) {
+        const uint32 lanes = row == 0 ? nonfinite[0] : nonfinite[1];
+        if (lanes != 0) repeat_rows(finished, row, lanes);
+      }
+      if (!starts && working) {
+        skip_blocks(unseen);
+        working = start_tile(is_read);
       }
     }
   }

@@ -508,4 +508,27 @@ __device__ __forceinline__ uint32 pack(float low, float high) {
   return packed;
 }
 
+// One element as float.
+template <class Element>
+__device__ __forceinline__ float unpack(uint16 bits) {
+  if constexpr (kSame<Element, BFloat16>) {
+    return __uint_as_float(static_cast<uint32>(bits) << 16);
+  } else {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+  }
+}
+// sum + pair * 0 on both halves: stays zero exactly as long as the pairs are finite.
+template <class Element>
+__device__ __forceinline__ uint32 accumulate_nonfinite(uint32 sum, uint32 pair) {
+  uint32 result;
+  if constexpr (kSame<Element, BFloat16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(0), "r"(sum));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(0), "r"(sum));
+  }
+  return result;
+}
+
 }  // namespace ptx
