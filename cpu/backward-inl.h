@@ -14,10 +14,11 @@
 namespace jax_flash::cpu {
 namespace {
 
-// Zero-initialised memory of a task.
+// Memory of a task.
 class Memory {
  public:
-  explicit Memory(int64_t bytes) : data_(std::calloc(1, static_cast<size_t>(bytes ? bytes : 1))) {}
+  explicit Memory(int64_t bytes)
+      : data_(std::aligned_alloc(64, static_cast<size_t>(RoundUp(Most(bytes, 1), 64)))) {}
   ~Memory() { std::free(data_); }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
@@ -28,6 +29,82 @@ class Memory {
 
  private:
   void* data_;
+};
+
+inline void Clear(float* x, int64_t count) { std::memset(x, 0, static_cast<size_t>(count) * 4); }
+
+// Packed rows of q and dout, with what else a row brings.
+template <class T, class Op>
+struct PackedRows {
+  float* q_lanes = nullptr;
+  float* dout_lanes = nullptr;
+  float* q_copy = nullptr;
+  float* dout_copy = nullptr;
+  const float* q_rows = nullptr;
+  const float* dout_rows = nullptr;
+  float* lse = nullptr;  // in powers of 2
+  float* delta = nullptr;
+  int32_t* bad = nullptr;  // rows of dout that are not finite
+  int64_t bad_count = 0;
+
+  void Place(Arena& arena, int64_t rows, const Shapes& s) {
+    const int64_t whole = RoundUp(rows, Op::kPair);
+    q_lanes = arena.Take<float>(whole / Op::kPair * RoundUp(s.head_dim, kLanes));
+    dout_lanes = arena.Take<float>(whole / Op::kPair * RoundUp(s.value_dim, kLanes));
+    q_copy = arena.Take<float>(rows * RowWords<Op>(s.head_dim));
+    dout_copy = arena.Take<float>(rows * RowWords<Op>(s.value_dim));
+    lse = arena.Take<float>(rows);
+    delta = arena.Take<float>(rows);
+    bad = arena.Take<int32_t>(whole);
+  }
+
+  // deltas: laid out as lse.
+  void Fill(const BackwardCall& call, const Head& head, const float* deltas, const Row* rows,
+            int64_t count) {
+    const Shapes& s = call.in.shapes;
+    const T* q = static_cast<const T*>(call.in.q);
+    const T* dout = static_cast<const T*>(call.dout);
+    auto live = [&](int64_t r) { return r < count && rows[r].lo < rows[r].hi; };
+    auto q_row = [&](int64_t r) {
+      return live(r) ? q + head.QueryOffset(rows[r], s.head_dim) : nullptr;
+    };
+    auto dout_row = [&](int64_t r) {
+      return live(r) ? dout + head.QueryOffset(rows[r], s.value_dim) : nullptr;
+    };
+    const int64_t whole = RoundUp(count, Op::kPair);
+    const int64_t bad_queries =
+        PackLanes<Op, T>(q_row, whole, s.head_dim, RoundUp(s.head_dim, kLanes), q_lanes, bad);
+    bad_count = PackLanes<Op, T>(dout_row, whole, s.value_dim, RoundUp(s.value_dim, kLanes),
+                                 dout_lanes, bad);
+    // With one element a word the two layouts differ only where numbers are not finite.
+    q_rows = q_lanes;
+    dout_rows = dout_lanes;
+    if (Op::kPair > 1 || bad_queries > 0) {
+      PackRows<Op, T>(q_row, count, s.head_dim, q_copy);
+      q_rows = q_copy;
+    }
+    if (Op::kPair > 1 || bad_count > 0) {
+      PackRows<Op, T>(dout_row, count, s.value_dim, dout_copy);
+      dout_rows = dout_copy;
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t at = head.LseOffset(rows[r]);
+      lse[r] = live(r) ? call.lse[at] * kLog2E : 0.0f;
+      delta[r] = live(r) ? deltas[at] : 0.0f;
+    }
+  }
+
+  // The rows from `first`, a multiple of Op::kPair, on. `bad` stays whole: see AddToKeys.
+  PackedRows From(int64_t first, const Shapes& s) const {
+    PackedRows part = *this;
+    part.q_lanes += first / Op::kPair * RoundUp(s.head_dim, kLanes);
+    part.dout_lanes += first / Op::kPair * RoundUp(s.value_dim, kLanes);
+    part.q_rows += first * RowWords<Op>(s.head_dim);
+    part.dout_rows += first * RowWords<Op>(s.value_dim);
+    part.lse += first;
+    part.delta += first;
+    return part;
+  }
 };
 
 // Blocks of rows against blocks of keys of one kv head, in the memory of the calling thread.
@@ -95,43 +172,18 @@ class Pairing {
     }
   }
 
-  // False where no row of the block can see a key of the current block.
+  // Packs rows. False where none of them can see a key of the current block.
   bool SetRows(const Row* rows, int64_t count) {
-    bool any = false;
-    for (int64_t r = 0; r < count; ++r) {
-      any |= rows[r].lo < block_.first + block_.valid && rows[r].hi > block_.first;
-    }
-    if (!any) return false;
-    rows_ = rows;
-    count_ = count;
-    const T* q = static_cast<const T*>(in_.q);
-    const T* dout = static_cast<const T*>(call_.dout);
-    auto live = [&](int64_t r) { return r < count && rows[r].lo < rows[r].hi; };
-    auto q_row = [&](int64_t r) {
-      return live(r) ? q + head_.QueryOffset(rows[r], head_dim_) : nullptr;
-    };
-    auto dout_row = [&](int64_t r) {
-      return live(r) ? dout + head_.QueryOffset(rows[r], value_dim_) : nullptr;
-    };
-    const int64_t whole = RoundUp(count, Op::kPair);
-    const int64_t bad_queries = PackLanes<Op, T>(q_row, whole, head_dim_, head_ld_, q_lanes_, bad_);
-    bad_count_ = PackLanes<Op, T>(dout_row, whole, value_dim_, value_ld_, dout_lanes_, bad_);
-    // With one element a word the two layouts differ only where numbers are not finite.
-    q_rows_ = q_lanes_;
-    dout_rows_ = dout_lanes_;
-    if (Op::kPair > 1 || bad_queries > 0) {
-      PackRows<Op, T>(q_row, count, head_dim_, q_copy_);
-      q_rows_ = q_copy_;
-    }
-    if (Op::kPair > 1 || bad_count_ > 0) {
-      PackRows<Op, T>(dout_row, count, value_dim_, dout_copy_);
-      dout_rows_ = dout_copy_;
-    }
-    for (int64_t r = 0; r < count; ++r) {
-      const int64_t at = head_.LseOffset(rows[r]);
-      lse_[r] = live(r) ? call_.lse[at] * kLog2E : 0.0f;
-      row_delta_[r] = live(r) ? delta_[at] : 0.0f;
-    }
+    if (!AnySees(rows, count)) return false;
+    own_.Fill(call_, head_, delta_, rows, count);
+    Use(own_, rows, count, 0);
+    return true;
+  }
+
+  // The same for `count` rows from `first` among those that `packed` holds.
+  bool SetRows(const PackedRows<T, Op>& packed, const Row* rows, int64_t first, int64_t count) {
+    if (!AnySees(rows + first, count)) return false;
+    Use(packed.From(first, in_.shapes), rows + first, count, first);
     return true;
   }
 
@@ -198,8 +250,8 @@ class Pairing {
   }
 
   void ClearKeySums() {
-    std::memset(dk_, 0, static_cast<size_t>(keys_ * head_ld_) * 4);
-    std::memset(dv_, 0, static_cast<size_t>(keys_ * value_ld_) * 4);
+    Clear(dk_, keys_ * head_ld_);
+    Clear(dv_, keys_ * value_ld_);
   }
 
   // dk += ds^T q and dv += p^T dout.
@@ -221,21 +273,22 @@ class Pairing {
       sum.a_row = 1;
       sum.a_word = score_ld_;
       sum.a = p_ + word * score_ld_ + key;
-      sum.b = dout_lanes_ + word * value_ld_;
+      sum.b = packed_.dout_lanes + word * value_ld_;
       sum.b_word = value_ld_;
       sum.c = dv_ + key * value_ld_;
       sum.c_row = value_ld_;
       Multiply<Op, Into::kAdd>(sum, keys, value_ld_ / kLanes, kPanel);
       sum.a = ds_ + word * score_ld_ + key;
-      sum.b = q_lanes_ + word * head_ld_;
+      sum.b = packed_.q_lanes + word * head_ld_;
       sum.b_word = head_ld_;
       sum.c = dk_ + key * head_ld_;
       sum.c_row = head_ld_;
       Multiply<Op, Into::kAdd>(sum, keys, head_ld_ / kLanes, kPanel);
     }
     const T* dout = static_cast<const T*>(call_.dout);
-    for (int64_t i = 0; i < bad_count_; ++i) {
-      const int64_t r = bad_[i];
+    for (int64_t i = 0; i < packed_.bad_count; ++i) {
+      const int64_t r = packed_.bad[i] - first_;
+      if (r < 0 || r >= count_) continue;
       const T* row = dout + head_.QueryOffset(rows_[r], value_dim_);
       const float* words = p_ + r / Op::kPair * score_ld_;
       for (int64_t j = 0; j < block_.valid; ++j) {
@@ -273,14 +326,26 @@ class Pairing {
   }
 
  private:
+  bool AnySees(const Row* rows, int64_t count) const {
+    bool any = false;
+    for (int64_t r = 0; r < count; ++r) {
+      any |= rows[r].lo < block_.first + block_.valid && rows[r].hi > block_.first;
+    }
+    return any;
+  }
+
+  void Use(const PackedRows<T, Op>& packed, const Row* rows, int64_t count, int64_t first) {
+    packed_ = packed;
+    rows_ = rows;
+    count_ = count;
+    first_ = first;
+  }
+
   void Place(Arena& arena) {
     k_columns_ = arena.Take<float>(RoundUp(keys_, kPanel) * Words<Op>(head_dim_));
     v_columns_ = arena.Take<float>(RoundUp(keys_, kPanel) * Words<Op>(value_dim_));
     k_lanes_ = arena.Take<float>(keys_ / Op::kPair * head_ld_);
-    q_lanes_ = arena.Take<float>(kMostRows / Op::kPair * head_ld_);
-    dout_lanes_ = arena.Take<float>(kMostRows / Op::kPair * value_ld_);
-    q_copy_ = arena.Take<float>(kMostRows * RowWords<Op>(head_dim_));
-    dout_copy_ = arena.Take<float>(kMostRows * RowWords<Op>(value_dim_));
+    own_.Place(arena, kMostRows, in_.shapes);
     dk_ = arena.Take<float>(keys_ * head_ld_);
     dv_ = arena.Take<float>(keys_ * value_ld_);
     p_ = arena.Take<float>(kMostRows / Op::kPair * score_ld_);
@@ -290,16 +355,15 @@ class Pairing {
     tile_ds_ = arena.Take<float>(kTileRows * score_ld_);
     slope_ = arena.Take<float>(keys_);
     keep_ = arena.Take<float>(keys_);
-    lse_ = arena.Take<float>(kMostRows);
-    row_delta_ = arena.Take<float>(kMostRows);
     segments_ = arena.Take<int32_t>(keys_);
     bad_ = arena.Take<int32_t>(keys_);
   }
 
   // p and ds of at most kTileRows rows, within the span.
   void Tile(int64_t first, int64_t rows, const Span& span, float* p, float* ds) {
-    Columns(q_rows_ + first * RowWords<Op>(head_dim_), head_dim_, k_columns_, rows, span, p);
-    Columns(dout_rows_ + first * RowWords<Op>(value_dim_), value_dim_, v_columns_, rows, span, ds);
+    Columns(packed_.q_rows + first * RowWords<Op>(head_dim_), head_dim_, k_columns_, rows, span, p);
+    Columns(packed_.dout_rows + first * RowWords<Op>(value_dim_), value_dim_, v_columns_, rows,
+            span, ds);
     if (span.empty()) return;
     for (int64_t r = 0; r < rows; ++r) {
       RowWeights(first + r, span, p + r * score_ld_, ds + r * score_ld_);
@@ -332,11 +396,12 @@ class Pairing {
     if (scoring_.modified) ModifyScores(head_, row, block_, span, p, slope_);
     if (span.partial) HideScores(head_, row, block_, span, p);
     if (dropout) DropoutFactors(head_, row, block_, span, keep_);
-    const F factor = Set1(scoring_.to_log2), minus = Set1(-lse_[r]), delta = Set1(row_delta_[r]);
+    const F factor = Set1(scoring_.to_log2), minus = Set1(-packed_.lse[r]);
+    const F delta = Set1(packed_.delta[r]);
     const F hidden = Set1(-kInfinity);
     for (int64_t j = span.begin; j < span.end; j += kLanes) {
       const F score = Load(p + j);
-      F weight = Exp2(Fma(score, factor, minus));
+      F weight = Exp2<T>(Fma(score, factor, minus));
       F slope = weight;
       if (capped) slope = Mul(slope, Load(slope_ + j));
       F dweight = Load(ds + j);
@@ -374,17 +439,12 @@ class Pairing {
   const int64_t head_dim_, value_dim_, head_ld_, value_ld_, keys_, score_ld_;
   KeyBlock block_{};
   const Row* rows_ = nullptr;
-  int64_t count_ = 0, bad_count_ = 0;
+  int64_t first_ = 0, count_ = 0;  // of packed_
   Span span_[kMostRows / kTileRows];
-  const float* q_rows_ = nullptr;     // rows
-  const float* dout_rows_ = nullptr;  // rows
+  PackedRows<T, Op> own_, packed_;
   float* k_columns_ = nullptr;
   float* v_columns_ = nullptr;
   float* k_lanes_ = nullptr;
-  float* q_lanes_ = nullptr;
-  float* dout_lanes_ = nullptr;
-  float* q_copy_ = nullptr;
-  float* dout_copy_ = nullptr;
   float* dk_ = nullptr;       // [keys_][head_ld_]
   float* dv_ = nullptr;       // [keys_][value_ld_]
   float* p_ = nullptr;        // [kMostRows / kPair][score_ld_] words over rows
@@ -394,8 +454,6 @@ class Pairing {
   float* tile_ds_ = nullptr;  // [kTileRows][score_ld_]
   float* slope_ = nullptr;
   float* keep_ = nullptr;
-  float* lse_ = nullptr;  // in powers of 2
-  float* row_delta_ = nullptr;
   int32_t* segments_ = nullptr;
   int32_t* bad_ = nullptr;
 };
@@ -482,18 +540,32 @@ class Backward {
     }
   }
 
-  // Key blocks part, part + parts, ... of a head; adds to dq[rows][head_ld] unless it is null.
-  void WalkKeys(const Head& head, int64_t part, int64_t parts, float* dq) {
-    const Memory memory(rows_ * static_cast<int64_t>(sizeof(Row)));
-    Row* rows = memory.get<Row>();
+  // Key blocks part, part + parts, ... of a head; adds to dq[rows][head_ld] unless it is null. Rows
+  // are packed once if `pack_all`, else again for every block of keys.
+  void WalkKeys(const Head& head, int64_t part, int64_t parts, float* dq, bool pack_all) {
+    Row* rows = nullptr;
+    PackedRows<T, Op> packed;
+    auto place = [&](Arena& arena) {
+      rows = arena.Take<Row>(rows_);
+      if (pack_all) packed.Place(arena, rows_, s_);
+    };
+    Arena count(nullptr);
+    place(count);
+    const Memory memory(count.used());
     Step step(call_, head, delta_);
-    if (!rows || !step.Allocate()) return Fail();
+    if (!memory.get<void>() || !step.Allocate()) return Fail();
+    Arena arena(memory.get<void>());
+    place(arena);
     Rows(head, rows, 0, rows_);
+    if (pack_all) packed.Fill(call_, head, delta_, rows, rows_);
     for (int64_t key = part * keys_; key < s_.kv_len; key += parts * keys_) {
-      step.SetKeys(key, Most(0, Least(keys_, s_.kv_len - key)), dq != nullptr);
+      step.SetKeys(key, Least(keys_, s_.kv_len - key), dq != nullptr);
       step.ClearKeySums();
       for (int64_t r = 0; r < rows_; r += Step::kMostRows) {
-        if (!step.SetRows(rows + r, Least(Step::kMostRows, rows_ - r))) continue;
+        const int64_t block = Least(Step::kMostRows, rows_ - r);
+        if (!(pack_all ? step.SetRows(packed, rows, r, block) : step.SetRows(rows + r, block))) {
+          continue;
+        }
         step.Weights();
         if (dq) step.AddToQuery(dq + r * head_ld_);
         step.AddToKeys();
@@ -519,14 +591,17 @@ class Backward {
       const Head head = HeadAt(i);
       const Memory dq(rows_ * head_ld_ * 4);
       if (!dq.get<float>()) return Fail();
-      WalkKeys(head, 0, 1, dq.get<float>());
+      Clear(dq.get<float>(), rows_ * head_ld_);
+      WalkKeys(head, 0, 1, dq.get<float>(), true);
       StoreQuery(head, 0, rows_, dq.get<float>());
     });
   }
 
   void KeyTasks(int64_t parts, float* dq) {
     ForEach(workers_, heads_ * parts, [&](int64_t i) {
-      WalkKeys(HeadAt(i / parts), i % parts, parts, dq ? dq + i * rows_ * head_ld_ : nullptr);
+      float* sums = dq ? dq + i * rows_ * head_ld_ : nullptr;
+      if (sums) Clear(sums, rows_ * head_ld_);
+      WalkKeys(HeadAt(i / parts), i % parts, parts, sums, false);
     });
   }
 
@@ -556,6 +631,7 @@ class Backward {
       Row rows[Step::kMostRows];
       Step step(call_, head, delta_);
       if (!dq.get<float>() || !step.Allocate()) return Fail();
+      Clear(dq.get<float>(), count * head_ld_);
       Rows(head, rows, first, count);
       int64_t lo = s_.kv_len, hi = 0;
       for (int64_t r = 0; r < count; ++r) {
@@ -623,6 +699,7 @@ class Backward {
       const Memory sums((keys_ + kLanes) * 4);
       float* sum = sums.get<float>();
       if (!sum) return Fail();
+      Clear(sum, keys_ + kLanes);
       ForPlane(bias, plane, [&](int64_t b, int64_t n) {
         const Head head(call_.in, b, n / group_);
         Step step(call_, head, delta_);
@@ -641,7 +718,9 @@ class Backward {
         }
       });
       if (bias.keys != 1) return StoreBias(plane * bias.keys + key, sum, valid);
-      for (int64_t j = 0; j < valid; ++j) totals.get<float>()[i] += sum[j];
+      float total = 0.0f;
+      for (int64_t j = 0; j < valid; ++j) total += sum[j];
+      totals.get<float>()[i] = total;
     });
     if (bias.keys != 1) return;
     for (int64_t plane = 0; plane < planes; ++plane) {
@@ -663,9 +742,10 @@ class Backward {
       float* sum = sums.get<float>();
       if (!sum) return Fail();
       const int64_t at = (plane * bias.rows + t) * bias.keys;
+      Clear(sum, Step::kMostRows * ld);
       for (int64_t key = 0; key < s_.kv_len; key += keys_) {
         const int64_t valid = Least(keys_, s_.kv_len - key);
-        if (bias.keys != 1) std::memset(sum, 0, static_cast<size_t>(count * ld) * 4);
+        if (bias.keys != 1) Clear(sum, count * ld);
         ForPlane(bias, plane, [&](int64_t b, int64_t n) {
           const Head head(call_.in, b, n / group_);
           Step step(call_, head, delta_);

@@ -49,13 +49,14 @@ class Forward {
 
  private:
   static constexpr int64_t kGranule = kLanes * Op::kPair;
-  static constexpr int64_t kMostRows = 192;
+  static constexpr int64_t kMostRows = 1024;
+  static constexpr int64_t kScratchLanes = kTileRows + kLanes;
 
   // As many rows as share a packed block of keys, while every thread finds about 4 units.
   static int64_t RowBlock(int64_t rows, int64_t heads, int64_t threads) {
-    const int64_t wanted = (4 * threads + heads - 1) / heads;
-    const int64_t block = RoundUp((rows + wanted - 1) / wanted, kTileRows);
-    return Least(kMostRows, Most(block, 8 * kTileRows));
+    const int64_t units =
+        Most((4 * threads + heads - 1) / heads, (rows + kMostRows - 1) / kMostRows);
+    return Most(RoundUp((rows + units - 1) / units, kTileRows), 8 * kTileRows);
   }
 
   Forward(const ForwardCall& call, int64_t b, int64_t kv, int64_t rows)
@@ -158,10 +159,8 @@ class Forward {
       j = stop;
     }
 
-    float rescale[kTileRows];
-    for (int64_t r = 0; r < count; ++r) {
-      rescale[r] = SoftmaxRow(first + r, span, scores_ + r * score_ld_);
-    }
+    float rescale[kScratchLanes];
+    Softmax(first, count, span, rescale);
 
     Product values{};
     values.words = (span.end - span.begin) / Op::kPair;
@@ -185,30 +184,55 @@ class Forward {
     }
   }
 
-  // Scores of one row become weights, relative to the row's largest score so far, as words of the
-  // product to come. Returns the factor that brings earlier sums to the new scale.
-  float SoftmaxRow(int64_t r, const Span& span, float* s) {
-    if (scoring_.modified) ModifyScores(head_, row_[r], block_, span, s, nullptr);
-    if (span.partial) HideScores(head_, row_[r], block_, span, s);
-    F most = Set1(-kInfinity);
-    for (int64_t j = span.begin; j < span.end; j += kLanes) most = Max(most, Load(s + j));
-    const float before = max_[r];
-    const float block_max = ReduceMax(most) * scoring_.to_log2;
-    const float now = block_max > before ? block_max : before;
-    const float shift = now == -kInfinity ? 0.0f : now;
-    max_[r] = now;
-    const float rescale = now == before ? 1.0f : exp2f(before - shift);
+  // Scores of a tile become weights, relative to each row's largest score so far, as words of the
+  // product to come; rescale[r] brings earlier sums of row r to the new scale. Three loops over the
+  // rows, so that the latencies of one row's reduction hide behind the others.
+  void Softmax(int64_t first, int64_t count, const Span& span, float* rescale) {
+    float most[kScratchLanes], shift[kScratchLanes];
+    for (int64_t r = 0; r < count; ++r) {
+      float* s = scores_ + r * score_ld_;
+      if (scoring_.modified) ModifyScores(head_, row_[first + r], block_, span, s, nullptr);
+      if (span.partial) HideScores(head_, row_[first + r], block_, span, s);
+      F even = Set1(-kInfinity), odd = even;
+      int64_t j = span.begin;
+      for (; j + kLanes < span.end; j += 2 * kLanes) {
+        even = Max(even, Load(s + j));
+        odd = Max(odd, Load(s + j + kLanes));
+      }
+      if (j < span.end) even = Max(even, Load(s + j));
+      most[r] = ReduceMax(Max(even, odd)) * scoring_.to_log2;
+    }
+    for (int64_t r = 0; r < count; r += kLanes) {
+      const F before = LoadPartial(max_ + first + r, count - r);
+      const F now = Max(LoadPartial(most + r, count - r), before);
+      const F base = Select(EqualTo(now, Set1(-kInfinity)), Zero(), now);
+      Store(rescale + r, Exp2<float>(Sub(before, base)));
+      Store(shift + r, Sub(Zero(), base));
+      StorePartial(max_ + first + r, now, count - r);
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      float* sum = sum_ + (first + r) * kLanes;
+      const F weights =
+          in_.dropout_state
+              ? Weights<true>(row_[first + r], span, shift[r], scores_ + r * score_ld_)
+              : Weights<false>(row_[first + r], span, shift[r], scores_ + r * score_ld_);
+      Store(sum, Fma(Load(sum), Set1(rescale[r]), weights));
+    }
+  }
 
-    const bool dropout = in_.dropout_state != nullptr;
-    if (dropout) DropoutFactors(head_, row_[r], block_, span, keep_);
-    const F factor = Set1(scoring_.to_log2), minus = Set1(-shift);
+  // Scores of one row become weights, dropped out where asked for; returns their sum before
+  // dropout.
+  template <bool kDropout>
+  F Weights(const Row& row, const Span& span, float shift, float* s) {
+    if (kDropout) DropoutFactors(head_, row, block_, span, keep_);
+    const F factor = Set1(scoring_.to_log2), minus = Set1(shift);
     F sum = Zero();
     for (int64_t j = span.begin; j < span.end; j += kGranule) {
       F p[Op::kPair];
       for (int i = 0; i < Op::kPair; ++i) {
-        p[i] = Exp2(Fma(Load(s + j + i * kLanes), factor, minus));
+        p[i] = Exp2<T>(Fma(Load(s + j + i * kLanes), factor, minus));
         sum = Add(sum, p[i]);
-        if (dropout) p[i] = Mul(p[i], Load(keep_ + j + i * kLanes));
+        if (kDropout) p[i] = Mul(p[i], Load(keep_ + j + i * kLanes));
       }
       // Words never overtake the scores still to be read.
       if constexpr (Op::kPair == 1) {
@@ -219,8 +243,7 @@ class Forward {
 #endif
       }
     }
-    Store(sum_ + r * kLanes, Fma(Load(sum_ + r * kLanes), Set1(rescale), sum));
-    return rescale;
+    return sum;
   }
 
   void Finish(int64_t r) {

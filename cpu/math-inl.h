@@ -7,18 +7,26 @@ constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kInfinity = __builtin_huge_valf();
 
-// 2^x for x <= 126, within 1.5 ulp (polynomial error 9.1e-8); 0 for -inf; nan for nan.
-inline F Exp2(F x) {
-  x = Max(Set1(-150.0f), x);
-  const F n = Round(x);
-  const F f = Sub(x, n);
-  F y = Set1(0.001326472731307149f);
-  y = Fma(y, f, Set1(0.009671512991189957f));
-  y = Fma(y, f, Set1(0.05550733581185341f));
-  y = Fma(y, f, Set1(0.24022242426872253f));
-  y = Fma(y, f, Set1(0.6931470036506653f));
+// 2^x for x <= 126; 0 for -inf; nan for nan. Exactly 1 at 0. T is the type in which the result ends
+// up: the polynomial's error is 8.2e-8 for float32 and 2.9e-6 for the 16-bit types.
+template <class T>
+F Exp2(F x) {
+  const F f = SplitExponent(x);
+  F y;
+  if constexpr (sizeof(T) == 4) {
+    y = Set1(0.0018671303987503052f);
+    y = Fma(y, f, Set1(0.009017029777169228f));
+    y = Fma(y, f, Set1(0.05579991266131401f));
+    y = Fma(y, f, Set1(0.24016444385051727f));
+    y = Fma(y, f, Set1(0.6931512951850891f));
+  } else {
+    y = Set1(0.013426687568426132f);
+    y = Fma(y, f, Set1(0.0522424690425396f));
+    y = Fma(y, f, Set1(0.2412802129983902f));
+    y = Fma(y, f, Set1(0.6930448412895203f));
+  }
   y = Fma(y, f, Set1(1.0f));
-  return TimesPowerOf2(y, n);
+  return TimesPowerOf2(y, x);
 }
 
 // tanh(x) = e / (e + 2) with e = exp(2x) - 1 = 2^n (2^f - 1) + (2^n - 1): accurate near zero too.

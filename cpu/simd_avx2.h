@@ -34,6 +34,12 @@ inline F TimesPowerOf2(F x, F n) {
   return Mul(
       x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23)));
 }
+// Returns x - floor(x), 0 for -inf, and leaves floor(x) in x.
+inline F SplitExponent(F& x) {
+  const F y = Max(Set1(-150.0f), x);
+  x = _mm256_floor_ps(y);
+  return Sub(y, x);
+}
 inline float ReduceMax(F x) {
   __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   y = _mm_max_ps(y, _mm_movehl_ps(y, y));

@@ -34,7 +34,10 @@ inline F Fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F Max(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is nan
 inline F Min(F a, F b) { return _mm512_min_ps(a, b); }  // b where either is nan
 inline F Round(F x) { return _mm512_roundscale_ps(x, 8); }
-inline F TimesPowerOf2(F x, F n) { return _mm512_scalef_ps(x, n); }  // n integral
+inline F TimesPowerOf2(F x, F n) { return _mm512_scalef_ps(x, n); }
+// Returns x - floor(x), 0 for -inf, and leaves in x what TimesPowerOf2 takes as floor(x): x, since
+// that instruction rounds down by itself.
+inline F SplitExponent(F& x) { return _mm512_reduce_ps(x, 0x09); }
 inline float ReduceMax(F x) { return _mm512_reduce_max_ps(x); }
 inline float ReduceAdd(F x) { return _mm512_reduce_add_ps(x); }
 

@@ -40,6 +40,13 @@ inline F TimesPowerOf2(F x, F n) {
   const M power = (M)(e + Set1(12582912.0f + 127.0f)) << 23;
   return x * (F)power;
 }
+// Returns x - floor(x), 0 for -inf, and leaves floor(x) in x. For x < 2^22.
+inline F SplitExponent(F& x) {
+  const F y = Max(Set1(-150.0f), x);
+  const F near = Round(y);
+  x = near + (F)((near > y) & (M)Set1(-1.0f));
+  return y - x;
+}
 inline float ReduceMax(F x) {
   const float a = x[0] > x[1] ? x[0] : x[1];
   const float b = x[2] > x[3] ? x[2] : x[3];
