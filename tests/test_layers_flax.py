@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,11 @@ def api(request):
     return request.param
 
 
-def normal(seed, *shape):
+def normal(seed, *shape) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def run_layer(api, attention_fn, x, *, calls=({},), **settings):
+def run_layer(api, attention_fn, x, *, calls=({},), **settings) -> list[Any]:
     """Flax's multi-head layer with seeded weights: outputs of one call per dict in `calls`."""
     if api == "nnx":
         layer = nnx.MultiHeadAttention(
@@ -102,7 +103,8 @@ def test_dtype_sets_the_computation(api):
     x = normal(1, BATCH, LENGTH, FEATURES)
     outs = [run_layer(api, fn[api], x, dtype=jnp.bfloat16)[0] for fn in (FLASH, STOCK)]
     assert outs[0].dtype == outs[1].dtype == jnp.bfloat16
-    np.testing.assert_allclose(*(out.astype(jnp.float32) for out in outs), atol=0.03)
+    ours, stock = (out.astype(jnp.float32) for out in outs)
+    np.testing.assert_allclose(ours, stock, atol=0.03)
 
 
 def dropped(api, rate, key, **options):
@@ -158,7 +160,7 @@ def decode_nnx(attention_fn, x, **call):
     return full, jnp.concatenate([step(layer, x[:, i : i + 1]) for i in range(LENGTH)], axis=1)
 
 
-def decode_linen(attention_fn, x):
+def decode_linen(attention_fn, x) -> Any:
     layer = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn)
     causal = nn.make_causal_mask(jnp.ones((BATCH, LENGTH)))
     variables = linen_variables()

@@ -1,6 +1,7 @@
 """The FlashAttention layers: every option against a plain formula, the cache against no cache."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,27 +24,22 @@ EVERYTHING = {
 }
 
 
-def normal(seed, *shape):
+def normal(seed, *shape) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def make(api, x, **settings):
+def make(api, x, **settings) -> Any:
     """A layer with seeded parameters as (forward(params, x, **call), params: dict)."""
     if api == "linen":
         layer = flash_linen.FlashAttention(HEADS, **settings)
         params = layer.init(jax.random.key(0), x)["params"]
-
-        def forward(params, x, **call):
-            return layer.apply({"params": params}, x, **call)
-
-        return jax.jit(forward), params
+        return jax.jit(lambda params, x, **call: layer.apply({"params": params}, x, **call)), params
     layer = flash_nnx.FlashAttention(HEADS, x.shape[-1], rngs=nnx.Rngs(0), **settings)
     graph, params = nnx.split(layer)
-
-    def forward(params, x, **call):
-        return nnx.merge(graph, nnx.State(params))(x, **call)
-
-    return jax.jit(forward), nnx.to_pure_dict(params)
+    return (
+        jax.jit(lambda params, x, **call: nnx.merge(graph, nnx.State(params))(x, **call)),
+        nnx.to_pure_dict(params),
+    )
 
 
 @pytest.fixture(params=["linen", "nnx"])
@@ -161,7 +157,7 @@ def decode_linen(layer, variables, x, chunks, max_length):
     return jnp.concatenate(outs, axis=-2)
 
 
-def decode(api, x, splits, max_length, **settings):
+def decode(api, x, splits, max_length, **settings) -> Any:
     """The full forward, and the same by a cache that takes `x` in chunks."""
     chunks = jnp.split(x, splits, axis=-2)
     if api == "nnx":

@@ -15,6 +15,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jax_flash import flash_attention
+from jax_flash._backends import Backend
 from jax_flash.layers import _shared
 
 
@@ -37,7 +38,7 @@ def attention_fn(
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     *,
     is_causal: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> jax.Array:
     """linen.dot_product_attention by flash_attention: same arguments, memory linear in length.
 
@@ -214,11 +215,11 @@ class FlashAttention(nn.Module):
         ):
             dropout.update(dropout_rate=self.dropout_rate, dropout_key=self.make_rng("dropout"))
 
-        cache = None
+        stored, cache = (), None
         if self.decode:
             _shared.check_decode(self.is_causal, segment_ids)
             is_initialized = self.has_variable("cache", "cached_key")
-            stored = _shared.Cache(
+            stored = (
                 self.variable("cache", "cached_key", jnp.zeros_like, key),
                 self.variable("cache", "cached_value", jnp.zeros_like, value),
                 self.variable("cache", "cache_index", jnp.zeros, (), jnp.int32),

@@ -15,6 +15,7 @@ from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jax_flash import flash_attention
+from jax_flash._backends import Backend
 from jax_flash.layers import _shared
 
 
@@ -35,7 +36,7 @@ def attention_fn(
     is_causal: bool = False,
     input_positions: jax.Array | None = None,
     *,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> jax.Array:
     """nnx.dot_product_attention by flash_attention: same arguments, memory linear in length.
 
@@ -195,9 +196,9 @@ class FlashAttention(nnx.Module):
         self.out = project(q_heads, in_features, axis=(-2, -1))
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None
         self.rngs = rngs.dropout.fork() if dropout_rate > 0.0 else None
-        self.cached_key: nnx.Cache | None = nnx.data(None)
-        self.cached_value: nnx.Cache | None = nnx.data(None)
-        self.cache_index: nnx.Cache | None = nnx.data(None)
+        self.cached_key: Any = nnx.data(None)
+        self.cached_value: Any = nnx.data(None)
+        self.cache_index: Any = nnx.data(None)
 
     def __call__(
         self,
@@ -223,14 +224,13 @@ class FlashAttention(nnx.Module):
         Raises:
           ValueError: for decode=True without a cache, with segment_ids, or without is_causal.
         """
-        cache = None
+        stored, cache = (), None
         if decode:
             _shared.check_decode(self.is_causal, segment_ids)
-            if self.cached_key is None or self.cached_value is None or self.cache_index is None:
+            stored = self.cached_key, self.cached_value, self.cache_index
+            if stored[0] is None:
                 raise ValueError("decode=True needs a cache: call init_cache(batch, max_length)")
-            cache = _shared.Cache(
-                self.cached_key[...], self.cached_value[...], self.cache_index[...]
-            )
+            cache = _shared.Cache(*(variable[...] for variable in stored))
         dropout: dict[str, Any] = {}
         if self.rngs is not None and not self.deterministic:
             dropout.update(dropout_rate=self.dropout_rate, dropout_key=self.rngs())
@@ -251,9 +251,8 @@ class FlashAttention(nnx.Module):
             **dropout,
         )
         if cache is not None:
-            self.cached_key[...] = cache.key
-            self.cached_value[...] = cache.value
-            self.cache_index[...] = cache.index
+            for variable, array in zip(stored, cache, strict=True):
+                variable[...] = array
         return self.out(out)
 
     def init_cache(
