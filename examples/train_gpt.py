@@ -1,0 +1,384 @@
+"""Train a small GPT on Python's own standard library, byte by byte, through flash attention.
+
+    pip install '.[examples]'
+    python examples/train_gpt.py
+
+A few minutes on a laptop. Read from top to bottom: the text, the model, one training step, several
+devices, writing, and the run. It ends with the validation loss beside that of a bigram model (which
+knows how often each byte follows each other byte), a sample of what the model writes, and the loss
+curve as a picture.
+
+    python examples/train_gpt.py --attention xla              # the same with jax.nn's attention
+    python examples/train_gpt.py --mesh data=4,model=2        # on eight devices
+    python examples/train_gpt.py --preset gpt2                # GPT-2 124M in bfloat16, for a GPU
+    python examples/train_gpt.py --preset long --steps 100    # the same model, 16384 bytes at once
+"""
+
+import argparse
+import dataclasses
+import functools
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from jax_flash import flash_attention
+from jax_flash.layers.nnx import FlashAttention
+
+START = 0  # the byte that opens every document; Python source has none
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of the model and of its training."""
+
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 128
+    vocabulary: int = 256
+    length: int = 512  # bytes in one training sequence
+    batch: int = 16  # sequences in one step
+    steps: int = 400
+    learning_rate: float = 3e-3
+    dtype: str = "float32"  # of the computation; parameters are always float32
+    remat: bool = False  # recompute each block in the backward, all but its attention
+
+
+GPT2 = Config(
+    layers=12,
+    heads=12,
+    kv_heads=12,
+    width=768,
+    vocabulary=50304,  # GPT-2's, so that size and speed are GPT-2's; bytes use the first 256
+    length=1024,
+    batch=32,
+    steps=1000,
+    learning_rate=6e-4,
+    dtype="bfloat16",
+)
+PRESETS = {
+    "small": Config(),
+    "gpt2": GPT2,
+    "long": dataclasses.replace(GPT2, length=16384, batch=2, remat=True),
+}
+
+# --- The text -----------------------------------------------------------------------------------
+
+
+def read_documents(folder: Path) -> list[bytes]:
+    """Every Python file below `folder`, shuffled the same way on every machine."""
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    files = sorted(f for f in folder.rglob("*.py") if skipped.isdisjoint(f.parts))
+    texts = [f.read_bytes() for f in files]
+    texts = [text for text in texts if text and START not in text]
+    return [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
+
+
+def pack(documents: list[bytes], length: int) -> np.ndarray:
+    """Documents end to end, each after a START, cut into rows: uint8 [rows, length + 1].
+
+    The first `length` bytes of a row are inputs, the last `length` their targets, one ahead.
+    """
+    text = np.frombuffer(b"".join(bytes([START]) + document for document in documents), np.uint8)
+    starts = np.arange(0, len(text) - length, length)
+    return text[starts[:, None] + np.arange(length + 1)]
+
+
+def batches(rows: np.ndarray, batch: int, seed: int) -> Iterator[np.ndarray]:
+    """Random batches [batch, length + 1] without end, every row at most once per pass."""
+    rng = np.random.default_rng(seed)
+    while True:
+        order = rng.permutation(len(rows))
+        for i in range(0, len(order) - batch + 1, batch):
+            yield rows[order[i : i + batch]]
+
+
+def bigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
+    """Validation loss of a model that knows how often each byte follows each other byte."""
+    pairs = train[:, :-1].astype(np.int64) * 256 + train[:, 1:]
+    counts = np.bincount(pairs.ravel(), minlength=256 * 256).reshape(256, 256) + 0.1
+    log_probabilities = np.log(counts / counts.sum(axis=1, keepdims=True))
+    return -float(log_probabilities[validation[:, :-1], validation[:, 1:]].mean())
+
+
+# --- The model ----------------------------------------------------------------------------------
+
+
+def xla_attention(query, key, value, *, is_causal, causal_align="top_left", **options):
+    """The same call answered by jax.nn, which needs a [T, S] mask for documents and for a cache."""
+    queries, keys = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])
+    if causal_align == "bottom_right":  # decoding: the queries are the newest of the keys
+        newest = options["key_value_seq_lengths"][:, None, None, None]
+        queries = queries + newest - query.shape[1]
+    mask = keys <= queries if is_causal else jnp.ones((1, 1), bool)
+    segments = options.get("query_segment_ids")
+    if segments is not None:
+        mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
+
+
+class Block(nnx.Module):
+    """Attention, then a network of two layers; each adds its output to what it was given."""
+
+    def __init__(self, config: Config, attention_fn, rngs: nnx.Rngs):
+        settings: dict[str, Any] = {"dtype": config.dtype, "rngs": rngs}
+        self.norm1 = nnx.RMSNorm(config.width, **settings)
+        self.attention = FlashAttention(
+            config.heads,
+            config.width,
+            num_kv_heads=config.kv_heads,
+            is_causal=True,
+            rotary_base=10_000.0,
+            attention_fn=attention_fn,
+            **settings,
+        )
+        self.norm2 = nnx.RMSNorm(config.width, **settings)
+        self.up = nnx.Linear(config.width, 4 * config.width, use_bias=False, **settings)
+        self.down = nnx.Linear(4 * config.width, config.width, use_bias=False, **settings)
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None, decode: bool) -> jax.Array:
+        x = x + self.attention(self.norm1(x), segment_ids=segment_ids, decode=decode)
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nnx.Module):
+    """Blocks between one embedding table, which serves at both ends."""
+
+    def __init__(self, config: Config, attention_fn, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = nnx.Embed(
+            config.vocabulary,
+            config.width,
+            dtype=config.dtype,
+            embedding_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+        )
+        self.blocks = nnx.List([Block(config, attention_fn, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
+
+    def __call__(
+        self, tokens: jax.Array, segment_ids: jax.Array | None = None, decode: bool = False
+    ) -> jax.Array:
+        """Scores of every byte that may come next: [B, T] -> [B, T, vocabulary]."""
+        apply = Block.__call__
+        if self.config.remat:
+            # The two results of the forward kernel are kept: with both, it runs once and not twice.
+            keep = jax.checkpoint_policies.save_only_these_names("flash_out", "flash_lse")
+            apply = nnx.remat(apply, policy=keep, static_argnums=3)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = apply(block, x, segment_ids, decode)
+        return self.embedding.attend(self.norm(x))
+
+    def init_cache(self, batch: int, max_length: int) -> None:
+        """Makes room for the keys and values of `max_length` bytes in every block."""
+        for block in self.blocks:
+            block.attention.init_cache(batch, max_length, self.config.dtype)
+
+
+# --- One training step --------------------------------------------------------------------------
+
+
+def loss_fn(model: GPT, rows: jax.Array) -> jax.Array:
+    """Mean cross entropy, in nats per byte, over rows [B, T + 1] of packed documents."""
+    inputs, targets = rows[:, :-1].astype(jnp.int32), rows[:, 1:].astype(jnp.int32)
+    segment_ids = jnp.cumsum(inputs == START, axis=1, dtype=jnp.int32)  # documents stay apart
+    logits = model(inputs, segment_ids).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+@functools.partial(nnx.jit, donate_argnums=(0, 1))
+def train_step(model: GPT, optimizer: nnx.Optimizer, rows: jax.Array) -> jax.Array:
+    """Updates the model on one batch; returns the loss before the update."""
+    loss, grads = nnx.value_and_grad(loss_fn)(model, rows)
+    optimizer.update(model, grads)
+    return loss
+
+
+evaluate = nnx.jit(loss_fn)
+
+
+def make_optimizer(model: GPT, config: Config) -> nnx.Optimizer:
+    """AdamW with warm-up and cosine decay; matrices are decayed, scales are not."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0,
+        config.learning_rate,
+        warmup_steps=max(1, config.steps // 20),
+        decay_steps=max(2, config.steps),
+        end_value=config.learning_rate / 10,
+    )
+    matrices = functools.partial(jax.tree.map, lambda parameter: parameter.ndim > 1)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
+    return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adamw), wrt=nnx.Param)
+
+
+# --- Several devices ----------------------------------------------------------------------------
+
+
+def make_mesh(text: str) -> jax.sharding.Mesh:
+    """The mesh for "data=4,model=2": rows spread over `data`, heads and widths over `model`."""
+    sizes = {"data": 1, "model": 1}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in sizes or not size.isdecimal():
+            raise SystemExit(f"--mesh takes data=N,model=M, got {text!r}")
+        sizes[name] = int(size)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto, AxisType.Auto))
+
+
+def shard(node: GPT | nnx.Optimizer, mesh: jax.sharding.Mesh) -> None:
+    """Spreads a model, or its optimizer, over the mesh; XLA lets the computation follow."""
+    split_axis = {"query": 1, "key": 1, "value": 1, "out": 0, "up": 1, "down": 0}
+
+    def place(path, array):
+        axis = next((split_axis[part.key] for part in path if part.key in split_axis), None)
+        spec: list[str | None] = [None] * array.ndim
+        # What does not divide, two key heads over four devices say, is whole on each of them.
+        if axis is not None and array.shape[axis] % mesh.shape["model"] == 0:
+            spec[axis] = "model"
+        return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+    arrays = nnx.to_pure_dict(nnx.state(node))
+    nnx.update(node, jax.tree_util.tree_map_with_path(place, arrays))
+
+
+# --- Writing ------------------------------------------------------------------------------------
+
+
+@nnx.jit
+def next_byte(model: GPT, tokens: jax.Array, key: jax.Array) -> jax.Array:
+    """Draws the byte after `tokens` [B, T], which the cache then holds: [B, 1]."""
+    logits = model(tokens, decode=True)[:, -1:, :256].astype(jnp.float32)
+    return jax.random.categorical(key, logits / 0.8)  # below 1: likely bytes more often
+
+
+def generate(model: GPT, prompt: str, count: int) -> str:
+    """The prompt and up to `count` bytes that the model adds to it."""
+    text = bytes([START]) + prompt.encode()
+    model.init_cache(1, len(text) + count)
+    tokens = jnp.asarray([list(text)])  # the prompt at once, then byte by byte
+    for key in jax.random.split(jax.random.key(0), count):
+        tokens = next_byte(model, tokens, key)
+        if tokens[0, 0] == START:
+            break
+        text += bytes([int(tokens[0, 0])])
+    return text[1:].decode(errors="replace")
+
+
+# --- The run ------------------------------------------------------------------------------------
+
+
+def utilisation(model: GPT, tokens_per_second: float, devices: list) -> float | None:
+    """Share of the GPUs' bfloat16 peak that goes into the model; None where it is not known.
+
+    6 operations per parameter and token, and 6 * layers * length * width for the half of the
+    attention matrix below the diagonal; what remat repeats does not count.
+    """
+    peaks = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100": 312e12}
+    kind, config = devices[0].device_kind, model.config
+    peak = next((peak for name, peak in peaks.items() if kind.startswith(name)), None)
+    if peak is None or config.dtype != "bfloat16":
+        return None
+    operations = 6 * count_parameters(model) + 6 * config.layers * config.length * config.width
+    return operations * tokens_per_second / (peak * len(devices))
+
+
+def count_parameters(model: GPT) -> int:
+    return sum(parameter.size for parameter in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def plot(path: Path, losses: list[float], validation: dict[int, float], bigram: float) -> None:
+    """Loss over steps as a PNG."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(losses, color="tab:blue", alpha=0.4, label="training, batch by batch")
+    axes.plot(
+        list(validation), list(validation.values()), "o-", color="tab:blue", label="validation"
+    )
+    axes.axhline(bigram, color="tab:gray", linestyle="--", label="bigram model")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(None, max(bigram, 3.0) + 0.5))
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--attention", choices=["flash", "xla"], default="flash")
+    parser.add_argument("--mesh", default="data=1,model=1", help="for instance data=4,model=2")
+    parser.add_argument("--text", type=Path, default=sysconfig.get_path("stdlib"))
+    parser.add_argument("--plot", type=Path, default="train_gpt.png")
+    parser.add_argument("--seed", type=int, default=0)
+    for name in ("layers", "width", "length", "batch", "steps"):
+        parser.add_argument(f"--{name}", type=int, help="instead of the preset's")
+    args = parser.parse_args()
+    chosen = {name: getattr(args, name) for name in ("layers", "width", "length", "batch", "steps")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    config = dataclasses.replace(PRESETS[args.preset], **chosen)
+    mesh = make_mesh(args.mesh)
+
+    documents = read_documents(args.text)
+    held_out = len(documents) // 10
+    train = pack(documents[held_out:], config.length)
+    validation = pack(documents[:held_out], config.length)
+    validation = validation[np.linspace(0, len(validation) - 1, 8 * config.batch).astype(int)]
+    bigram = bigram_loss(train, validation)
+
+    attention_fn = {"flash": flash_attention, "xla": xla_attention}[args.attention]
+    model = GPT(config, attention_fn, nnx.Rngs(args.seed))
+    shard(model, mesh)
+    optimizer = make_optimizer(model, config)
+    shard(optimizer, mesh)
+    devices = list(mesh.devices.flat)
+    print(f"text      {train.size / 1e6:.1f} MB from {args.text}")
+    print(f"model     {count_parameters(model) / 1e6:.2f} M parameters, {args.attention} attention")
+    print(f"devices   {len(devices)} x {devices[0].device_kind}, {dict(mesh.shape)}", flush=True)
+
+    put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
+    validation_batches = [put(rows) for rows in np.split(validation, 8)]
+    losses: list[jax.Array] = []
+    validation_losses: dict[int, float] = {}
+    step_times: list[float] = []
+    feed = batches(train, config.batch, args.seed)
+    with tqdm(total=config.steps, unit="step", dynamic_ncols=True) as progress:
+        for step in range(1, config.steps + 1):
+            begin = time.perf_counter()
+            losses.append(train_step(model, optimizer, put(next(feed))))
+            # Waiting for the step before, not for this one, keeps a GPU busy.
+            last = float(losses[max(0, step - 2)])
+            step_times.append(time.perf_counter() - begin)
+            if step % max(1, config.steps // 8) == 0 or step == config.steps:
+                scores = [float(evaluate(model, rows)) for rows in validation_batches]
+                validation_losses[step] = sum(scores) / len(scores)
+            speed = config.batch * config.length / step_times[-1]
+            progress.set_postfix_str(f"loss {last:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            progress.update()
+
+    step_time = float(np.median(step_times))
+    speed = config.batch * config.length / step_time
+    share = utilisation(model, speed, devices)
+    print(f"step      {step_time * 1e3:.1f} ms, {speed:,.0f} tokens/s", end="")
+    print("" if share is None else f", {share:.1%} of the peak")
+    print(f"loss      {validation_losses[config.steps]:.3f} nats per byte on unseen files")
+    print(f"bigram    {bigram:.3f}")
+    plot(args.plot, [float(loss) for loss in losses], validation_losses, bigram)
+    print(f"plot      {args.plot}")
+    print(f"sample\n\n{generate(model, 'def ', min(400, config.length))}")
+
+
+if __name__ == "__main__":
+    main()
