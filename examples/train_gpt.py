@@ -296,6 +296,7 @@ def utilisation(model: GPT, tokens_per_second: float, devices: list) -> float | 
 
 
 def count_parameters(model: GPT) -> int:
+    """Trained numbers in the model."""
     return sum(parameter.size for parameter in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 

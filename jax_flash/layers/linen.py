@@ -15,7 +15,6 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jax_flash import flash_attention
-from jax_flash._backends import Backend
 from jax_flash.layers import _shared
 
 
@@ -38,7 +37,7 @@ def attention_fn(
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     *,
     is_causal: bool = False,
-    backend: Backend | None = None,
+    backend: str | None = None,
 ) -> jax.Array:
     """linen.dot_product_attention by flash_attention: same arguments, memory linear in length.
 

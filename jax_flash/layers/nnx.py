@@ -15,7 +15,6 @@ from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jax_flash import flash_attention
-from jax_flash._backends import Backend
 from jax_flash.layers import _shared
 
 
@@ -36,7 +35,7 @@ def attention_fn(
     is_causal: bool = False,
     input_positions: jax.Array | None = None,
     *,
-    backend: Backend | None = None,
+    backend: str | None = None,
 ) -> jax.Array:
     """nnx.dot_product_attention by flash_attention: same arguments, memory linear in length.
 

@@ -1,0 +1,93 @@
+"""The examples run, and the GPT trains the same with either attention and on a mesh of devices."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jax_flash
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = ["--steps=4", "--layers=1", "--length=64", "--batch=8", "--width=64"]
+
+
+def run(script, *arguments, devices=1):
+    """Output of an example, run by itself on so many CPU devices."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(Path(jax_flash.__file__).parents[1]),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
+
+
+@pytest.fixture(scope="module")
+def train_gpt() -> Any:
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_gpt"] = module  # where dataclasses looks the module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_quickstart():
+    out = run("quickstart.py")
+    assert float(re.findall(r"error (\S+)", out)[0]) < 1e-5
+
+
+@pytest.mark.slow
+def test_gpt_trains_the_same_by_flash_on_a_mesh_and_by_xla(tmp_path):
+    text = ["--text", str(Path(jax_flash.__file__).parent)]
+    losses = []
+    for devices, arguments in [(8, ["--mesh=data=4,model=2"]), (1, ["--attention=xla"])]:
+        picture = tmp_path / f"{devices}.png"
+        out = run("train_gpt.py", *SMALL, *text, *arguments, f"--plot={picture}", devices=devices)
+        losses.append(float(re.findall(r"^loss +(\S+)", out, re.MULTILINE)[0]))
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert "\ndef " in out
+    np.testing.assert_allclose(losses[0], losses[1], atol=0.002)
+
+
+def test_parameters_and_optimizer_are_spread_over_the_mesh(train_gpt):
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 devices")
+    config = train_gpt.Config(layers=1, width=32, heads=4, kv_heads=2)
+    mesh = train_gpt.make_mesh("data=2,model=4")
+    model = train_gpt.GPT(config, jax_flash.flash_attention, nnx.Rngs(0))
+    train_gpt.shard(model, mesh)
+    optimizer = train_gpt.make_optimizer(model, config)
+    train_gpt.shard(optimizer, mesh)
+    for node in (model, optimizer):
+        shards = {
+            jax.tree_util.keystr(path): array.size // array.addressable_shards[0].data.size
+            for path, array in jax.tree_util.tree_leaves_with_path(
+                nnx.to_pure_dict(nnx.state(node))
+            )
+        }
+        for name, count in shards.items():
+            # Two key heads do not divide by four.
+            assert count == (4 if re.search("query|out|up|down", name) else 1), name
+
+
+def test_packed_rows_overlap_by_their_targets(train_gpt):
+    rows = train_gpt.pack([b"abcde", b"fg"], 3)
+    np.testing.assert_array_equal(rows, [list(b"\x00abc"), list(b"cde\x00")])
+
+
+def test_bigram_loss_of_a_certain_successor(train_gpt):
+    rows = np.frombuffer(b"ab" * 50_000, np.uint8)[None]
+    assert train_gpt.bigram_loss(rows, rows) < 0.01
