@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash import _backends, _native, _sharding, _tiles, blockwise
 from jax_flash._problem import TERMS, Problem, Shapes
@@ -159,7 +159,21 @@ def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Forward) -> Any
             run = functools.partial(_call_cuda_forward, call)
             return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
         case _:
-            return mlir.lower_fun(call.blockwise, multiple_results=True)(ctx, *operands)
+            return _lower_blockwise(ctx, *operands, call=call)
+
+
+def _lower_blockwise(ctx: Any, *operands: Any, call: Forward) -> Any:
+    mesh = ctx.avals_in[0].sharding.mesh
+    if not mesh.manual_axes:
+        # One device's shard: a mesh with explicit axes around it says nothing about these arrays.
+        mesh = _sharding.NO_MESH
+        avals = [
+            x.update(sharding=NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)))
+            for x in ctx.avals_in
+        ]
+        ctx = ctx.replace(avals_in=avals)
+    with use_abstract_mesh(mesh):
+        return mlir.lower_fun(call.blockwise, multiple_results=True)(ctx, *operands)
 
 
 def _call_cuda_forward(call: Forward, *operands: Any) -> tuple[jax.Array, ...]:

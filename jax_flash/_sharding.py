@@ -1,5 +1,211 @@
-"""Partitioning rules."""
+"""Partitioning: how XLA splits the primitives over the devices of a mesh.
+
+Leading dims and heads are split, each the way the query is; sequences and features are whole on
+every device. Attention is independent over what is split, so the forward and backward passes need
+no collective, with three exceptions that the arithmetic asks for:
+
+- Fewer kv heads than devices that share the query heads (K not divisible): each of these devices
+  reads the kv heads its query heads need from whole keys and values, and the gradients of key and
+  value are summed over them, one all-reduce each. The forward pass still needs none.
+- The gradient of a bias is summed over the devices along its dims of size 1.
+- Arguments that arrive in another sharding (split along a sequence, for example) are brought to
+  this one first.
+
+Inside of shard_map the operands are one device's own, and nothing here applies.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+# Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
+# heads, H and V features, W words.
+_DIMS = {
+    "q": "TNH",
+    "k": "SKH",
+    "v": "SKV",
+    "out": "TNV",
+    "lse": "NT",
+    "bias": "NTS",
+    "mask": "NTS",
+    "query_lengths": "",
+    "key_value_lengths": "",
+    "query_segments": "T",
+    "key_value_segments": "S",
+    "sinks": "N",
+    "dropout_state": "NW",
+}
+_WHOLE = "TSHVW"  # not split
+NO_MESH = AbstractMesh((), ())
 
 
-def partitioned(run):
-    return run
+def _dims(name: str) -> str:
+    return _DIMS[name] if name in _DIMS else _DIMS[name.removeprefix("d")]
+
+
+def partitioned(run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Lets XLA split `run(call, *operands)`; call is a `_primitives.Forward` or `Backward`."""
+
+    # custom_partitioning reads the position of its static argument from the signature.
+    def function(call, *operands):
+        return run(call, *operands)
+
+    wrapped = custom_partitioning(function, static_argnums=(0,))
+    wrapped.def_partition(
+        partition=functools.partial(_partition, run), sharding_rule=_sharding_rule
+    )
+    return wrapped
+
+
+def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[str, Any]]:
+    """Describes which dims correspond, for Shardy to propagate shardings along them."""
+    del mesh
+    shapes = [tuple(x.shape) for x in (*operand_types, *result_types)]
+    names = (*call.operands, *call.results)
+    by_name = dict(zip(names, shapes, strict=True))
+    q, k = by_name["q"], by_name["k"]
+    leading = len(q) - 3
+    whole: list[str] = []
+
+    def factors(name, shape):
+        for axis, size in enumerate(shape):
+            letter = f"b{axis}" if axis < leading else _dims(name)[axis - leading].lower()
+            if letter == "k" and k[-2] == q[-2]:
+                letter = "n"
+            if size == 1 or (letter == "k" and name not in ("k", "v", "dk", "dv")):
+                letter = f"{name}{axis}"  # broadcast along this dim: corresponds to nothing
+            yield letter
+
+    mappings = [" ".join(factors(*item)) for item in zip(names, shapes, strict=True)]
+    seen = list(dict.fromkeys(" ".join(mappings).split()))
+    whole = [letter for letter in seen if letter.upper() in _WHOLE]
+    split = len(call.operands)
+    rule = ", ".join(mappings[:split]) + " -> " + ", ".join(mappings[split:])
+    return rule, {"need_replication_factors": tuple(whole)}
+
+
+def _partition(run, call, mesh: Mesh, operands, results):
+    """Chooses the shardings of operands and results, and what each device computes."""
+    del results
+    infos = dict(zip(call.operands, operands, strict=True))
+    plan = _Plan(mesh, infos)
+    operand_shardings = tuple(plan.sharding(name, infos[name].shape) for name in call.operands)
+    result_shardings = tuple(
+        plan.sharding(name, shape)
+        for name, shape in zip(call.results, _result_shapes(call, infos), strict=True)
+    )
+
+    def compute(*local):
+        # These are one device's arrays: a mesh with explicit axes around them does not apply.
+        with use_abstract_mesh(NO_MESH):
+            return compute_local(*local)
+
+    def compute_local(*local):
+        local = dict(zip(call.operands, local, strict=True))
+        local["k"], local["v"] = plan.local_kv_heads(local["k"]), plan.local_kv_heads(local["v"])
+        outputs = dict(zip(call.results, run(call, *local.values()), strict=True))
+        for name in {"dk", "dv"} & outputs.keys():
+            outputs[name] = plan.sum_kv_heads(outputs[name])
+        if "dbias" in outputs:
+            outputs["dbias"] = plan.sum_broadcast(outputs["dbias"], infos["bias"].shape)
+        return tuple(outputs.values())
+
+    return mesh, compute, result_shardings, operand_shardings
+
+
+def _result_shapes(call, infos) -> Sequence[tuple[int, ...]]:
+    q, v = infos["q"].shape, infos["v"].shape
+    derived = {"out": (*q[:-1], v[-1]), "lse": (*q[:-3], q[-2], q[-3])}
+    return [derived[x] if x in derived else infos[x.removeprefix("d")].shape for x in call.results]
+
+
+class _Plan:
+    """Which mesh axes split the leading dims and the heads of one call."""
+
+    def __init__(self, mesh: Mesh, infos: dict[str, Any]):
+        self.mesh = mesh
+        q, k = infos["q"].shape, infos["k"].shape
+        self.q_heads, self.kv_heads = q[-2], k[-2]
+        # The query decides; a dim that it leaves whole follows the keys.
+        specs = [_spec(infos[name]) for name in ("q", "k", "v")]
+        used: set[str] = set()
+
+        def axes_of(axis: int, size: int, others: bool) -> tuple[str, ...]:
+            for spec in specs if others else specs[:1]:
+                axes = tuple(a for a in spec[axis] if a not in used)
+                if axes and size % self._devices(axes) == 0:
+                    used.update(axes)
+                    return axes
+            return ()
+
+        leading = len(q) - 3
+        self.batch = [axes_of(axis, q[axis], others=True) for axis in range(leading)]
+        self.heads = axes_of(leading + 1, q[-2], others=False) or axes_of(
+            leading + 1, math.gcd(q[-2], k[-2]), others=True
+        )
+        # The kv heads are split by as many of the axes as divide them.
+        count = len(self.heads)
+        while self.kv_heads % self._devices(self.heads[:count]):
+            count -= 1
+        self.kv_split, self.kv_shared = self.heads[:count], self.heads[count:]
+
+    def _devices(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[a] for a in axes)
+
+    def axes(self, name: str, shape: Sequence[int]) -> list[tuple[str, ...]]:
+        """Lists the mesh axes that split each dim of an operand or result."""
+        split = {"N": self.heads, "K": self.kv_split}
+        rest = [split.get(letter, ()) for letter in _dims(name)]
+        # A dim of size 1 is either broadcast, or whole on every device anyway.
+        return [() if n == 1 else a for n, a in zip(shape, [*self.batch, *rest], strict=True)]
+
+    def sharding(self, name: str, shape: Sequence[int]) -> NamedSharding:
+        spec = PartitionSpec(*(axes or None for axes in self.axes(name, shape)))
+        return NamedSharding(self.mesh, spec)
+
+    def local_kv_heads(self, x):
+        """Takes the kv heads that this device's query heads read from `[*B, S, K, H]`."""
+        if not self.kv_shared:
+            return x
+        return jnp.take(x, self._kv_heads_read(), axis=-2)
+
+    def sum_kv_heads(self, x):
+        """Adds the gradients `[*B, S, heads read, H]` of all devices up to `[*B, S, K, H]`."""
+        if not self.kv_shared:
+            return x
+        whole = jnp.zeros(
+            (*x.shape[:-2], self.kv_heads // self._devices(self.kv_split), x.shape[-1]), jnp.float32
+        )
+        whole = whole.at[..., self._kv_heads_read(), :].add(x.astype(jnp.float32))
+        return lax.psum(whole, self.kv_shared).astype(x.dtype)
+
+    def _kv_heads_read(self):
+        """Computes which kv heads this device reads, counted in its share of the split heads."""
+        group = self.q_heads // self.kv_heads
+        local = self.q_heads // self._devices(self.heads)
+        first = lax.axis_index(self.kv_shared) * local
+        if group % local == 0:  # all of its query heads read one kv head
+            return first // group + jnp.arange(1)
+        return (first + jnp.arange(local)) // group
+
+    def sum_broadcast(self, dbias, shape: Sequence[int]):
+        """Sums the gradient of a bias over the devices along its dims of size 1."""
+        full = [*self.batch, self.heads, (), ()]
+        own = self.axes("bias", shape)
+        missing = [a for f, o in zip(full, own, strict=True) for a in f if a not in o]
+        if not missing:
+            return dbias
+        return lax.psum(dbias.astype(jnp.float32), tuple(missing)).astype(dbias.dtype)
+
+
+def _spec(info: Any) -> list[tuple[str, ...]]:
+    """Reads the mesh axes that split each dim."""
+    spec = tuple(info.sharding.spec)
+    spec += (None,) * (len(info.shape) - len(spec))
+    return [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec]

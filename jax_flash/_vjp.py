@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, auto_axes, use_abstract_mesh
 
 from jax_flash import _backends
 from jax_flash._primitives import (
@@ -75,7 +76,7 @@ ad.primitive_jvps[flash_forward_p] = _forward_jvp
 
 
 def _backward_jvp(primals, tangents, *, call: Backward):
-    return _jvp_of(call.blockwise, primals, _nonzero(tangents))
+    return _jvp_of(call, call.blockwise, primals, _nonzero(tangents))
 
 
 ad.primitive_jvps[flash_backward_p] = _backward_jvp
@@ -85,16 +86,31 @@ def _nonzero(tangents) -> dict[int, Any]:
     return {i: x for i, x in enumerate(tangents) if type(x) is not ad.Zero}
 
 
-def _jvp_of(function, primals, tangents: dict[int, Any]):
-    """Differentiates a function of several results along some of its operands, by index."""
+def _jvp_of(call: Forward, function, primals, tangents: dict[int, Any]):
+    """Differentiates a function with the call's results along some of its operands, by index."""
 
     def of_moving(*moving):
         operands = list(primals)
         for i, x in zip(tangents, moving, strict=True):
             operands[i] = x
-        return function(*operands)
+        return _with_auto_axes(call, function)(*operands)
 
     return jax.jvp(of_moving, [primals[i] for i in tangents], list(tangents.values()))
+
+
+def _with_auto_axes(call: Forward, function):
+    """Lets XLA place the arithmetic of a function, also where the mesh has explicit axes."""
+
+    def wrapped(*operands):
+        avals = dict(zip(call.operands, map(jax.typeof, operands), strict=False))
+        mesh = avals["q"].sharding.mesh
+        if AxisType.Explicit not in mesh.axis_types:
+            return function(*operands)
+        shardings = tuple(x.sharding for x in call.result_avals(avals))
+        with use_abstract_mesh(mesh):
+            return auto_axes(function, out_sharding=shardings)(*operands)
+
+    return wrapped
 
 
 # flash_tangent: *operands of flash_forward, out, lse, tangents of the operands named in `active`
@@ -105,7 +121,7 @@ def _tangent(*operands: Any, call: Forward, active: tuple[str, ...]) -> Any:
     count = len(call.operands)
     moving = (call.operands.index(name) for name in active)
     tangents = dict(zip(moving, operands[count + 2 :], strict=True))
-    return _jvp_of(call.blockwise, operands[:count], tangents)[1]
+    return _jvp_of(call, call.blockwise, operands[:count], tangents)[1]
 
 
 def _tangent_abstract_eval(*avals, call: Forward, active: tuple[str, ...]):
@@ -113,8 +129,9 @@ def _tangent_abstract_eval(*avals, call: Forward, active: tuple[str, ...]):
     return call.result_avals(dict(zip(call.operands, avals, strict=False)))
 
 
-def _tangent_jvp(primals, tangents, **parameters):
-    return _jvp_of(functools.partial(_tangent, **parameters), primals, _nonzero(tangents))
+def _tangent_jvp(primals, tangents, *, call: Forward, active: tuple[str, ...]):
+    function = functools.partial(_tangent, call=call, active=active)
+    return _jvp_of(call, function, primals, _nonzero(tangents))
 
 
 def _tangent_transpose(cotangents, *operands, call: Forward, active: tuple[str, ...]):
