@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 from shapes import Cell, Pass
 
 Results = Sequence[tuple[Cell, Mapping[str, float]]]  # TFLOP/s of each peer in each cell
@@ -39,7 +40,7 @@ def draw(results: Results, of: Pass, looks: Mapping[str, tuple[str, str]], gpu: 
             ax.set_title(f"head dim {head_dim}, {'causal' if causal else 'not causal'}")
             if column == 0:
                 ax.set_ylabel("TFLOP/s")
-    handles = [mpl.patches.Patch(color=looks[name][1], label=looks[name][0]) for name in peers]
+    handles = [Patch(color=looks[name][1], label=looks[name][0]) for name in peers]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(peers), frameon=False)
     figure.suptitle(f"{TITLES[of]}, bfloat16, {gpu}")
     figure.savefig(to, dpi=120)

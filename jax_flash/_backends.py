@@ -67,12 +67,20 @@ def choose(backend: str | None, platform: str, problem: Problem, shapes: Shapes)
         )
     gpu = None
     if platform == "cuda":
-        # Lowering for a GPU on a machine without one (jax.export) takes the most common one.
-        gpu = _tiles.present_gpu() or _tiles.GPUS["H100"]
+        gpu = _tiles.lowering_gpu()
     name, reasons = explain(problem, shapes, gpu, backend)
     if platform == "cuda" and "cuda" in reasons:
         _warn_once(f"jax_flash runs a call without its CUDA kernels: {reasons['cuda']}")
     return name
+
+
+def choose_backward(problem: Problem, shapes: Shapes) -> str:
+    """Picks the backend of the gradients of a call whose forward runs on "cuda"."""
+    reason = _tiles.supports_backward(problem, shapes, _tiles.lowering_gpu())
+    if reason is None:
+        return "cuda"
+    _warn_once(f"jax_flash computes gradients without its CUDA kernels: {reason}")
+    return "xla"
 
 
 def _refusal(

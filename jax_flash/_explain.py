@@ -32,7 +32,7 @@ class EntryReport:
 class KernelReport:
     """One compiled CUDA program."""
 
-    tiles: Any
+    tiles: _tiles.Tiles
     entries: tuple[EntryReport, ...]
     warnings: tuple[
         str, ...
@@ -63,7 +63,7 @@ class Explanation:
 
     def __repr__(self) -> str:
         s = self.shapes
-        where = f" on {self.gpu.name} ({self.gpu.arch})" if self.backend == "cuda" else ""
+        where = f" on {self.gpu.name} ({self.gpu.arch})" if self.gpu is not None else ""
         lines = [
             f"{self.problem.dtype}, batch {s.batch}, query {s.q_len} x {s.q_heads} heads, "
             f"key {s.kv_len} x {s.kv_heads} heads, head dim {s.head_dim}, value dim {s.value_dim}",
@@ -109,14 +109,21 @@ def explain(
     backend, refusals = _backends.explain(problem, shapes, spec, options.get("backend"))
     kernels = {}
     if backend == "cuda" and spec is not None:
-        kernels["forward"] = report(_tiles.choose_tiles(problem, shapes, spec), problem, spec)
+        tiles = _tiles.choose_tiles(problem, shapes, spec)
+        kernels["forward"] = report(tiles, tiles.header(problem), spec)
+        reason = _tiles.supports_backward(problem, shapes, spec)
+        if reason is None:
+            tiles = _tiles.choose_backward_tiles(problem, shapes, spec)
+            kernels["backward"] = report(tiles, tiles.header(problem, with_dlse=False), spec)
+        else:
+            refusals["cuda, backward"] = reason
     return Explanation(problem, shapes, spec, backend, refusals, kernels)
 
 
-def report(tiles: Any, problem: Problem, gpu: _tiles.GpuSpec) -> KernelReport:
+def report(tiles: _tiles.Tiles, header: str, gpu: _tiles.GpuSpec) -> KernelReport:
     """Compiles the program of some tiles, or takes it from the cache, and reads the log."""
     try:
-        kernel = _native.compile_kernel(tiles.source, tiles.header(problem), gpu.arch)
+        kernel = _native.compile_kernel(tiles.source, header, gpu.arch)
     except RuntimeError as error:
         return KernelReport(tiles, (), (), 0.0, False, str(error))
     return KernelReport(

@@ -151,12 +151,16 @@ def _batch(primitive: Primitive, operands, dims, *, call: Forward):
 
 def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Forward) -> Any:
     q, k, v, *_ = ctx.avals_in
-    match _backends.choose(call.backend, platform, call.problem, Shapes.of(q, k, v)):
+    shapes = Shapes.of(q, k, v)
+    backend = _backends.choose(call.backend, platform, call.problem, shapes)
+    if backend == "cuda" and isinstance(call, Backward):
+        backend = _backends.choose_backward(call.problem, shapes)
+    match backend:
         case "cpu":
             rule = jax.ffi.ffi_lowering(f"jax_flash_cpu_{call.target}")
             return rule(ctx, *operands, **call.attributes())
-        case "cuda" if call.target == "forward":
-            run = functools.partial(_call_cuda_forward, call)
+        case "cuda":
+            run = functools.partial(_call_cuda, call)
             return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
         case _:
             return _lower_blockwise(ctx, *operands, call=call)
@@ -176,15 +180,21 @@ def _lower_blockwise(ctx: Any, *operands: Any, call: Forward) -> Any:
         return mlir.lower_fun(call.blockwise, multiple_results=True)(ctx, *operands)
 
 
-def _call_cuda_forward(call: Forward, *operands: Any) -> tuple[jax.Array, ...]:
+def _call_cuda(call: Forward, *operands: jax.Array) -> tuple[jax.Array, ...]:
     gpu = _tiles.lowering_gpu()
-    shapes = Shapes.of(*operands[:3])
-    tiles = _tiles.choose_tiles(call.problem, shapes, gpu)
-    program = {"source": tiles.source, "header": tiles.header(call.problem), "arch": gpu.arch}
+    problem, shapes = call.problem, Shapes.of(*operands[:3])
+    if isinstance(call, Backward):
+        tiles = _tiles.choose_backward_tiles(problem, shapes, gpu)
+        header = tiles.header(problem, with_dlse=call.with_dlse)
+    else:
+        tiles = _tiles.choose_tiles(problem, shapes, gpu)
+        header = tiles.header(problem)
+    program = {"source": tiles.source, "header": header, "arch": gpu.arch}
     if _tiles.present_gpu() is not None:
         # Compiling belongs to the compilation of the caller's program, not to its first step.
         for entry in tiles.entries:
             _native.load_kernel(**program, entry=entry)
+
     named = dict(zip(call.operands, operands, strict=True))
     batch = named["q"].shape[:-3]
     if "sinks" in named and named["sinks"].shape[:-1] != (1,) * len(batch):
@@ -192,8 +202,9 @@ def _call_cuda_forward(call: Forward, *operands: Any) -> tuple[jax.Array, ...]:
         named["sinks"] = jnp.broadcast_to(named["sinks"], (*batch, shapes.q_heads))
     avals = call.result_avals({name: jax.typeof(x) for name, x in named.items()})
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-    workspaces = tiles.workspaces(call.problem, shapes)
-    custom_call = jax.ffi.ffi_call("jax_flash_cuda_forward", [*results, *workspaces])
+    custom_call = jax.ffi.ffi_call(
+        f"jax_flash_cuda_{call.target}", [*results, *tiles.workspaces(problem, shapes)]
+    )
     outputs = custom_call(
         *named.values(), **call.attributes(), program=program, tiles=tiles.launch(gpu)
     )

@@ -142,10 +142,9 @@ class ForwardTiles:
 
     def constants(self, problem: Problem) -> dict[str, bool | int | float]:
         """Returns the constants that the kernel is compiled with, by name."""
-        left, right = problem.window
         producer_registers, consumer_registers = self.registers
         return {
-            "kBFloat16": problem.dtype == "bfloat16",
+            **_problem_constants(problem),
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kTileKV": self.tile_kv,
@@ -154,14 +153,7 @@ class ForwardTiles:
             "kQueryStages": self.query_stages,
             "kClusterSize": self.cluster_size,
             "kPackedHeads": self.packed_heads,
-            "kWindowLeft": left is not None,
-            "kWindowRight": right is not None,
-            "kBottomRight": problem.bottom_right,
-            "kHasQueryLengths": "query_lengths" in problem.terms,
-            "kHasKeyValueLengths": "key_value_lengths" in problem.terms,
-            "kHasSegments": "query_segments" in problem.terms,
             "kHasSinks": "sinks" in problem.terms,
-            "kSoftcap": problem.softcap is not None,
             "kPreScale": problem.scale <= 0,
             "kDynamic": self.dynamic,
             "kPingPong": self.ping_pong,
@@ -173,6 +165,86 @@ class ForwardTiles:
     def header(self, problem: Problem) -> str:
         """Returns the constexpr definitions compiled in front of the kernel."""
         return _header(self.constants(problem))
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiles:
+    """How the sm_90a backward kernels run a problem: constants compiled into them, launches."""
+
+    head_dim: int
+    value_dim: int
+    tile_q: int  # queries of one step
+    tile_kv: int = 128  # keys of one block
+    stages: int = 2  # blocks of queries and of output gradients in flight
+    score_stages: int = 2  # buffers of score gradients
+    head_group: int = 1  # kv heads that the schedule walks together
+
+    source = "sm90/backward.cuh"
+    entries = ("flash_backward", "flash_backward_prepare", "flash_backward_finish")
+    threads = 384
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block of the main kernel."""
+        head_boxes, value_boxes = _boxes(self.head_dim), _boxes(self.value_dim)
+        both = head_boxes + value_boxes
+        keys_values = both * self.tile_kv * 128
+        queries = self.stages * both * self.tile_q * 128
+        scores = self.score_stages * self.tile_kv * self.tile_q * 2
+        sums = 2 * max(head_boxes, value_boxes) * 8192
+        rows = 2 * self.stages * self.tile_q * 4
+        barriers = 8 * (8 + 4 * self.stages + 2 * self.score_stages)
+        return keys_values + queries + scores + sums + rows + barriers + 128
+
+    def launch(self, gpu: GpuSpec) -> dict[str, bool | int]:
+        """Returns the numbers that the handler needs (BackwardTilesAttribute in handlers.cc)."""
+        return {
+            "max_blocks": gpu.sms,
+            "threads": self.threads,
+            "shared_bytes": self.shared_bytes,
+            "tile_q": self.tile_q,
+            "tile_kv": self.tile_kv,
+            "head_group": self.head_group,
+        }
+
+    def workspaces(self, problem: Problem, shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
+        """Returns the scratch arrays that the handler takes as further results."""
+        heads = shapes.batch * shapes.q_heads
+        blocks = -(-shapes.q_len // self.tile_q)
+        rows = heads * blocks * self.tile_q
+        segments = "query_segments" in problem.terms
+        return [
+            jax.ShapeDtypeStruct((rows,), jnp.float32),  # lse in log2
+            jax.ShapeDtypeStruct((rows,), jnp.float32),  # rowsum(out * dout) - dlse
+            jax.ShapeDtypeStruct((rows, 64 * _boxes(self.head_dim)), jnp.float32),  # sum of dq
+            jax.ShapeDtypeStruct((1,), jnp.int32),  # counter of key blocks
+            jax.ShapeDtypeStruct((heads, blocks if problem.deterministic else 0, 2), jnp.int32),
+            jax.ShapeDtypeStruct((shapes.batch, blocks if segments else 0, 2), jnp.int32),
+            jax.ShapeDtypeStruct(
+                (shapes.batch, -(-shapes.kv_len // self.tile_kv) if segments else 0, 2), jnp.int32
+            ),
+        ]
+
+    def constants(self, problem: Problem, *, with_dlse: bool) -> dict[str, bool | int | float]:
+        """Returns the constants that the kernels are compiled with, by name."""
+        return {
+            **_problem_constants(problem),
+            "kHeadDim": self.head_dim,
+            "kValueDim": self.value_dim,
+            "kTileQ": self.tile_q,
+            "kTileKV": self.tile_kv,
+            "kStages": self.stages,
+            "kScoreStages": self.score_stages,
+            "kDeterministic": problem.deterministic,
+            "kHasDlse": with_dlse,
+        }
+
+    def header(self, problem: Problem, *, with_dlse: bool) -> str:
+        """Returns the constexpr definitions compiled in front of the kernels."""
+        return _header(self.constants(problem, with_dlse=with_dlse))
+
+
+Tiles = ForwardTiles | BackwardTiles
 
 
 def supports(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
@@ -193,9 +265,17 @@ def supports(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
     return None
 
 
-# Keys and values of the heads walked together, in bytes, that stay in an H200's L2 (60 MB, halved
+# Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved
 # by its two partitions).
-_L2_KEYS_VALUES = 32 << 20
+_L2_SHARE = 32 << 20
+
+
+def supports_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
+    """Tells whether the CUDA kernels can compute the gradients of a problem: None, or why not."""
+    widest = max(shapes.head_dim, shapes.value_dim)
+    if widest > 128:
+        return f"the CUDA backward kernels take head dims up to 128, not {widest}"
+    return supports(problem, shapes, gpu)
 
 
 def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles:
@@ -217,10 +297,25 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
     return ForwardTiles(*dims, tile_kv=tile_kv, consumers=2, head_group=head_group)
 
 
+def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiles:
+    """Chooses the backward kernels' tiles for a problem that `supports_backward` accepts."""
+    narrow = max(shapes.head_dim, shapes.value_dim) <= 64 and problem.softcap is None
+    group = shapes.q_heads // shapes.kv_heads
+    # Queries, output gradients and float32 sums of dq of one kv head.
+    rows_bytes = _known(shapes.q_len, 4096) * (6 * shapes.head_dim + 2 * shapes.value_dim) * group
+    fitting = max(1, _L2_SHARE // rows_bytes)
+    return BackwardTiles(
+        shapes.head_dim,
+        shapes.value_dim,
+        tile_q=128 if narrow else 64,
+        head_group=min(fitting, _known(shapes.batch, fitting) * shapes.kv_heads),
+    )
+
+
 def _head_group(shapes: Shapes) -> int:
     """Counts the query heads whose keys and values fit in L2 together."""
     bytes_per_head = 2 * _known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
-    fitting = max(1, _L2_KEYS_VALUES // bytes_per_head)
+    fitting = max(1, _L2_SHARE // bytes_per_head)
     kv_heads = min(fitting, _known(shapes.batch, fitting) * shapes.kv_heads)
     return kv_heads * (shapes.q_heads // shapes.kv_heads)
 
@@ -228,6 +323,25 @@ def _head_group(shapes: Shapes) -> int:
 def _known(size: Any, otherwise: int) -> int:
     """Returns a size, or a typical one in its place where jax.export left it symbolic."""
     return size if isinstance(size, int) else otherwise
+
+
+def _boxes(dim: int) -> int:
+    """Counts the boxes of 64 columns, 128 bytes of shared memory, that hold a row."""
+    return -(-dim // 64)
+
+
+def _problem_constants(problem: Problem) -> dict[str, bool]:
+    left, right = problem.window
+    return {
+        "kBFloat16": problem.dtype == "bfloat16",
+        "kWindowLeft": left is not None,
+        "kWindowRight": right is not None,
+        "kBottomRight": problem.bottom_right,
+        "kHasQueryLengths": "query_lengths" in problem.terms,
+        "kHasKeyValueLengths": "key_value_lengths" in problem.terms,
+        "kHasSegments": "query_segments" in problem.terms,
+        "kSoftcap": problem.softcap is not None,
+    }
 
 
 def _header(constants: dict[str, bool | int | float]) -> str:

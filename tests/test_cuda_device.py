@@ -1,5 +1,6 @@
 """The CUDA run time on a GPU: streams, devices, command buffers, export, a warm second process."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -50,6 +51,37 @@ def test_runs_the_kernel(dim):
     assert_right(jax.jit(attend)(*inputs), *inputs)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients(dim):
+    inputs = draw(0, dim=dim)
+
+    def loss(attention, *arrays):
+        return jnp.sum(jnp.sin(attention(*arrays).astype(jnp.float32)))
+
+    gradient = jax.jit(jax.grad(functools.partial(loss, attend), argnums=(0, 1, 2)))
+    assert "jax_flash_cuda_backward" in gradient.lower(*inputs).as_text()
+    plain = functools.partial(reference.attention, is_causal=True)
+    wide = [x.astype(jnp.float32) for x in inputs]
+    want = jax.grad(functools.partial(loss, plain), argnums=(0, 1, 2))(*wide)
+    for got, exact in zip(gradient(*inputs), want, strict=True):
+        np.testing.assert_allclose(got.astype(jnp.float32), exact, atol=3e-2, rtol=3e-2)
+
+
+def test_training_step_replays():
+    """As for the forward; the workspaces of the backward are reused from step to step."""
+
+    @jax.jit
+    def step(q, k, v):
+        gradients = jax.grad(lambda *x: jnp.sum(attend(*x, deterministic=True) ** 2), (0, 1, 2))
+        return gradients(q, k, v)
+
+    inputs = [draw(seed) for seed in range(3)]
+    first = [jax.tree.map(np.asarray, step(*arrays)) for arrays in inputs]
+    for _ in range(10):
+        for arrays, want in zip(inputs, first, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, step(*arrays), want)
+
+
 def test_threads_share_kernels_and_stream():
     inputs = [draw(seed, q_len=100 + 16 * seed) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -86,7 +118,7 @@ def test_sharded_over_devices():
     inputs = draw(0, batch=2 * len(devices))
     sharded = jax.device_put(inputs, sharding)
     program = jax.jit(attend).lower(*sharded).compile()
-    assert "all-gather" not in program.as_text()
+    assert "all-gather" not in str(program.as_text())
     assert_right(program(*sharded), *inputs)
 
 
@@ -163,26 +195,20 @@ np.testing.assert_array_equal(program.call(q, k, v), want)
 FIRST_STEP = (
     SHAPES
     + """
-from jax_flash import _explain
-program = jax.jit(attend).lower(shape, shape, shape).compile()
-report = _explain.explain(shape, shape, shape, is_causal=True).kernels["forward"]
+from jax_flash import _native
+jax.jit(attend).lower(shape, shape, shape)
+print(len(list(_native.cache_folder().iterdir())))
+report = jax_flash.explain(shape, shape, shape, is_causal=True).kernels["forward"]
 print(report.from_disk)
 """
 )
 
 
-@pytest.mark.parametrize("exported_on", ["cpu", "cuda"])
-def test_export_round_trip(tmp_path: Path, exported_on: str):
-    run_python(EXPORT, tmp_path, JAX_PLATFORMS=exported_on)
+def test_export_on_a_cpu_runs_here(tmp_path: Path):
+    run_python(EXPORT, tmp_path, JAX_PLATFORMS="cpu")
     run_python(CALL_EXPORTED, tmp_path)
 
 
-def test_second_process_finds_the_kernel_on_disk(tmp_path: Path):
-    assert run_python(FIRST_STEP, tmp_path).strip() == "False"
-    assert run_python(FIRST_STEP, tmp_path).strip() == "True"
-
-
-def test_compiles_when_lowered(tmp_path: Path):
-    """The compilation belongs to jit's, not to the first step."""
-    run_python(SHAPES + "jax.jit(attend).lower(shape, shape, shape)", tmp_path)
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+def test_compiles_when_lowered_and_keeps_it_for_the_next_process(tmp_path: Path):
+    assert run_python(FIRST_STEP, tmp_path).split() == ["1", "False"]
+    assert run_python(FIRST_STEP, tmp_path).split() == ["1", "True"]

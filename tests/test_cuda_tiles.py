@@ -37,6 +37,21 @@ def test_forward_tiles_fit_the_gpu(head_dim, value_dim, window):
     assert tiles.launch(H200)["max_blocks"] <= H200.sms
 
 
+@pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.parametrize("value_dim", DIMS)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_backward_tiles_fit_the_gpu(head_dim, value_dim, softcap):
+    problem = dataclasses.replace(PLAIN, softcap=softcap)
+    shapes = replace_dims(head_dim, value_dim)
+    if _tiles.supports_backward(problem, shapes, H200) is not None:
+        assert max(head_dim, value_dim) > 128
+        return
+    tiles = _tiles.choose_backward_tiles(problem, shapes, H200)
+    assert (tiles.head_dim, tiles.value_dim) == (head_dim, value_dim)
+    assert tiles.shared_bytes <= H200.smem
+    assert tiles.launch(H200)["max_blocks"] <= H200.sms
+
+
 def test_choice_is_pure():
     first = _tiles.choose_tiles(PLAIN, SHAPES, H200)
     second = _tiles.choose_tiles(PLAIN, SHAPES, H200)

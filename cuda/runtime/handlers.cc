@@ -4,10 +4,14 @@
 #include "cuda/runtime/handlers.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "cuda/runtime/driver.h"
 #include "cuda/runtime/jit.h"
@@ -38,6 +42,16 @@ struct ForwardTilesAttribute {
   bool dynamic;
 };
 
+// The same of _tiles.BackwardTiles.
+struct BackwardTilesAttribute {
+  std::int64_t max_blocks;
+  std::int64_t threads;
+  std::int64_t shared_bytes;
+  std::int64_t tile_q;
+  std::int64_t tile_kv;
+  std::int64_t head_group;
+};
+
 }  // namespace jax_flash
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_flash::ProgramAttribute,
@@ -50,6 +64,13 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("cluster_size"), StructMember<std::int64_t>("tile_q"),
     StructMember<std::int64_t>("tile_kv"), StructMember<std::int64_t>("packed_heads"),
     StructMember<std::int64_t>("head_group"), StructMember<bool>("dynamic"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_flash::BackwardTilesAttribute,
+                                      StructMember<std::int64_t>("max_blocks"),
+                                      StructMember<std::int64_t>("threads"),
+                                      StructMember<std::int64_t>("shared_bytes"),
+                                      StructMember<std::int64_t>("tile_q"),
+                                      StructMember<std::int64_t>("tile_kv"),
+                                      StructMember<std::int64_t>("head_group"));
 
 namespace jax_flash {
 namespace {
@@ -57,7 +78,8 @@ namespace {
 namespace ffi = xla::ffi;
 
 constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
-constexpr int kMaxWindow = (1 << 30) - 1;         // sums of a window and a position stay below 2^31
+constexpr int kMaxWindow = (1 << 30) - 1;  // sums of a window and a position stay below 2^31
+constexpr double kLog2E = 1.44269504088896340736;
 constexpr std::int64_t kBlocksPerRangeBlock = 8;  // key blocks that one segment_ranges block reads
 
 std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -66,51 +88,98 @@ ffi::Error Invalid(const std::string& text) {
   return ffi::Error::InvalidArgument("jax_flash: " + text);
 }
 
-ffi::Error Internal(const std::string& text) { return ffi::Error::Internal("jax_flash: " + text); }
-
-Program ToProgram(const ProgramAttribute& attribute) {
-  return {std::string(attribute.source), std::string(attribute.header),
-          std::string(attribute.arch)};
-}
-
 int ClampWindow(std::int64_t window) {
   return static_cast<int>(std::min<std::int64_t>(std::max<std::int64_t>(window, 0), kMaxWindow));
-}
-
-// The copy engine's limits and the kernels' 32-bit indices; offsets into arrays are 64-bit.
-std::string WhyTooLarge(const Sizes& s) {
-  for (std::int64_t size : {s.batch, s.q_len, s.kv_len, s.q_heads, s.kv_heads}) {
-    if (size > kMaxInt / 2) return "a dimension of " + std::to_string(size) + " is too large";
-  }
-  if (s.batch * s.q_heads > kMaxInt / CeilDiv(s.q_len, 64)) {
-    return "batch x heads x queries / 64 is beyond 2^31";
-  }
-  return "";
-}
-
-// Gets buffer `index` of the results as int32 of at least `count` elements.
-ffi::Error Workspace(ffi::RemainingRets rets, std::size_t index, std::int64_t count,
-                     std::int32_t** data) {
-  auto buffer = rets.get<ffi::AnyBuffer>(index);
-  if (!buffer.has_value()) return Invalid("workspace " + std::to_string(index) + " is missing");
-  if ((*buffer)->element_type() != ffi::S32 ||
-      static_cast<std::int64_t>((*buffer)->element_count()) < count) {
-    return Invalid("workspace " + std::to_string(index) + " needs " + std::to_string(count) +
-                   " int32 elements");
-  }
-  *data = static_cast<std::int32_t*>((*buffer)->untyped_data());
-  return ffi::Error::Success();
 }
 
 CUtensorMapDataType MapType(ffi::DataType dtype) {
   return dtype == ffi::BF16 ? kTensorBfloat16 : kTensorFloat16;
 }
 
-ffi::Error CheckForward(const Operands& operands, const ForwardTilesAttribute& tiles) {
+// The driver and one program on XLA's stream. Remembers the first failure; steps after it do
+// nothing.
+class Session {
+ public:
+  Session(CUstream stream, const ProgramAttribute& program)
+      : driver_(GetDriver()),
+        program_{std::string(program.source), std::string(program.header),
+                 std::string(program.arch)} {
+    if (driver_.ok()) {
+      scope_.emplace(**driver_, stream);
+      Check(scope_->status());
+    } else {
+      Fail(driver_.error());
+    }
+  }
+
+  void Map(const TensorView& view, TensorMap* map) {
+    if (ok()) Check(EncodeTensorMap(**driver_, view, map));
+  }
+
+  void Zero(std::int32_t* target, std::size_t words) {
+    if (ok()) Check(Fill(*scope_, target, 0, words));
+  }
+
+  void Launch(const char* entry, const LaunchSize& size, const void* params) {
+    if (!ok()) return;
+    Result<const Kernel*> kernel = Load(program_, entry);
+    if (!kernel.ok()) return Fail(kernel.error());
+    Check(jax_flash::Launch(*scope_, **kernel, size, params));
+  }
+
+  ffi::Error error() const {
+    return failure_ ? ffi::Error::Internal("jax_flash: " + *failure_) : ffi::Error::Success();
+  }
+
+ private:
+  bool ok() const { return !failure_; }
+  void Fail(const std::string& text) { failure_ = text; }
+  void Check(const Status& status) {
+    if (!status.ok()) Fail(status.error());
+  }
+
+  Result<const Driver*> driver_;
+  Program program_;
+  std::optional<StreamScope> scope_;
+  std::optional<std::string> failure_;
+};
+
+// Scratch arrays: the results from number `first` on, in order.
+class Workspaces {
+ public:
+  Workspaces(ffi::RemainingRets rets, std::size_t first) : rets_(rets), next_(first) {}
+
+  template <class T>
+  void Take(const char* name, std::int64_t count, T** data) {
+    static_assert(sizeof(T) == 4, "float32 or int32");
+    const ffi::DataType type = std::is_same_v<T, float> ? ffi::F32 : ffi::S32;
+    auto buffer = rets_.get<ffi::AnyBuffer>(next_++);
+    if (!buffer.has_value() || (*buffer)->element_type() != type ||
+        static_cast<std::int64_t>((*buffer)->element_count()) < count) {
+      if (!error_.failure()) {
+        error_ = Invalid(std::string("the workspace ") + name + " is missing or has fewer than " +
+                         std::to_string(count) + " elements");
+      }
+      return;
+    }
+    *data = static_cast<T*>((*buffer)->untyped_data());
+  }
+
+  const ffi::Error& error() const { return error_; }
+
+ private:
+  ffi::RemainingRets rets_;
+  std::size_t next_;
+  ffi::Error error_;
+};
+
+// What both passes refuse: dtypes, head dims, terms without a kernel, and sizes beyond the copy
+// engine's limits and the kernels' 32-bit indices (offsets into arrays are 64-bit).
+ffi::Error CheckOperands(const Operands& operands) {
+  const Sizes& s = operands.sizes;
   if (operands.dtype != ffi::BF16 && operands.dtype != ffi::F16) {
     return Invalid("the CUDA kernels take bfloat16 and float16");
   }
-  const Sizes& s = operands.sizes;
   if (s.head_dim % 8 != 0 || s.value_dim % 8 != 0 || s.head_dim > 256 || s.value_dim > 256) {
     return Invalid("the CUDA kernels take head dims up to 256 that 8 divides, not " +
                    std::to_string(s.head_dim) + " and " + std::to_string(s.value_dim));
@@ -118,18 +187,39 @@ ffi::Error CheckForward(const Operands& operands, const ForwardTilesAttribute& t
   for (Term term : {kBias, kMask, kDropoutState}) {
     if (operands.terms[term]) return Invalid("the CUDA kernels take no bias, mask or dropout");
   }
-  const std::int64_t positive[] = {tiles.max_blocks, tiles.threads,         tiles.cluster_size,
-                                   tiles.tile_q,     tiles.tile_kv,         tiles.packed_heads,
-                                   tiles.head_group, tiles.shared_bytes + 1};
+  for (std::int64_t size : {s.batch, s.q_len, s.kv_len, s.q_heads, s.kv_heads}) {
+    if (size > kMaxInt / 2) return Invalid("a dim of " + std::to_string(size) + " is too large");
+  }
+  const std::int64_t rows = CeilDiv(std::max(s.q_len, s.kv_len), 64);
+  if (s.batch * s.q_heads > kMaxInt / std::max<std::int64_t>(rows, 1) / 4) {
+    return Invalid("batch x heads x sequence length / 64 is beyond 2^29");
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckNumbers(std::initializer_list<std::int64_t> positive) {
   for (std::int64_t number : positive) {
     if (number < 1 || number > kMaxInt) return Invalid("a number of `tiles` is out of range");
   }
-  if (tiles.tile_kv % tiles.cluster_size != 0 || 64 % tiles.packed_heads != 0 ||
-      (s.q_heads / s.kv_heads) % tiles.packed_heads != 0 || tiles.tile_q % 64 != 0) {
-    return Invalid("`tiles` does not fit the heads");
-  }
-  if (const std::string why = WhyTooLarge(s); !why.empty()) return Invalid(why);
   return ffi::Error::Success();
+}
+
+// The fields that the parameters of both passes share.
+template <class Params>
+void SetCommon(const Operands& operands, const Attributes& attributes, Params* params) {
+  const Sizes& s = operands.sizes;
+  params->query_lengths = operands.Data<int>(kQueryLengths);
+  params->key_value_lengths = operands.Data<int>(kKeyValueLengths);
+  params->query_segments = operands.Data<int>(kQuerySegments);
+  params->key_value_segments = operands.Data<int>(kKeyValueSegments);
+  params->batch = static_cast<int>(s.batch);
+  params->query_len = static_cast<int>(s.q_len);
+  params->kv_len = static_cast<int>(s.kv_len);
+  params->query_heads = static_cast<int>(s.q_heads);
+  params->kv_heads = static_cast<int>(s.kv_heads);
+  params->window_left = ClampWindow(attributes.window_left);
+  params->window_right = ClampWindow(attributes.window_right);
+  params->scale = static_cast<float>(attributes.scale);
 }
 
 // Sinks are [*B, N] or [1s, N]; the lowering broadcasts what lies between.
@@ -149,114 +239,168 @@ ffi::Error SetSinks(const Operands& operands, ForwardParams* params) {
 ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, double scale,
                    std::int64_t window_left, std::int64_t window_right, bool bottom_right,
                    double softcap, double dropout_rate, bool deterministic, std::int64_t terms,
-                   ProgramAttribute program_attribute, ForwardTilesAttribute tiles) {
+                   ProgramAttribute program, ForwardTilesAttribute tiles) {
   const Attributes attributes{scale,   window_left,  window_right,  bottom_right,
                               softcap, dropout_rate, deterministic, terms};
   ForwardOperands operands;
   if (auto error = ReadForward(args, rets, attributes, &operands); error.failure()) return error;
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
-  if (s.kv_len == 0 || s.head_dim == 0 || s.value_dim == 0) {
-    return Invalid("the CUDA kernels take no empty keys or values");
-  }
-  if (auto error = CheckForward(operands, tiles); error.failure()) return error;
-
-  const bool segments = attributes.Has(kQuerySegments);
-  const std::int64_t key_blocks = CeilDiv(s.kv_len, tiles.tile_kv);
-  std::int32_t* tile_counter = nullptr;
-  std::int32_t* segment_ranges = nullptr;
-  if (auto error = Workspace(rets, 2, 1, &tile_counter); error.failure()) return error;
-  if (auto error = Workspace(rets, 3, segments ? 2 * s.batch * key_blocks : 0, &segment_ranges);
+  if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
+  if (auto error = CheckOperands(operands); error.failure()) return error;
+  if (auto error =
+          CheckNumbers({tiles.max_blocks, tiles.threads, tiles.cluster_size, tiles.tile_q,
+                        tiles.tile_kv, tiles.packed_heads, tiles.head_group, tiles.shared_bytes});
       error.failure()) {
     return error;
   }
-
-  Result<const Driver*> driver = GetDriver();
-  if (!driver.ok()) return Internal(driver.error());
-  const Program program = ToProgram(program_attribute);
-  Result<const Kernel*> kernel = Load(program, "flash_forward");
-  if (!kernel.ok()) return Internal(kernel.error());
-  const StreamScope scope(**driver, stream);
-  if (!scope.status().ok()) return Internal(scope.status().error());
+  if (tiles.tile_kv % tiles.cluster_size != 0 || 64 % tiles.packed_heads != 0 ||
+      (s.q_heads / s.kv_heads) % tiles.packed_heads != 0) {
+    return Invalid("`tiles` does not fit the heads");
+  }
 
   ForwardParams params{};
-  const std::int64_t box_heads = tiles.packed_heads;
-  const std::int64_t box_keys = tiles.tile_kv / tiles.cluster_size;
-  const CUtensorMapDataType type = MapType(operands.dtype);
-  const TensorView views[] = {
-      {type, operands.q, s.batch, s.q_len, s.q_heads, s.head_dim, 64 / box_heads, box_heads},
-      {type, operands.k, s.batch, s.kv_len, s.kv_heads, s.head_dim, box_keys, 1},
-      {type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, box_keys, 1}};
-  TensorMap* const maps[] = {&params.query, &params.key, &params.value};
-  for (int i = 0; i < 3; ++i) {
-    Status encoded = EncodeTensorMap(**driver, views[i], maps[i]);
-    if (!encoded.ok()) return Internal(encoded.error());
-  }
+  SetCommon(operands, attributes, &params);
+  const bool segments = attributes.Has(kQuerySegments);
+  const std::int64_t key_blocks = CeilDiv(s.kv_len, tiles.tile_kv);
+  Workspaces workspaces(rets, 2);
+  workspaces.Take("tile_counter", 1, &params.tile_counter);
+  workspaces.Take("segment_ranges", segments ? 2 * s.batch * key_blocks : 0,
+                  &params.segment_ranges);
+  if (workspaces.error().failure()) return workspaces.error();
+  if (auto error = SetSinks(operands, &params); error.failure()) return error;
   params.query_data = operands.q;
   params.key_data = operands.k;
   params.value_data = operands.v;
   params.out = operands.out;
   params.lse = operands.lse;
-  params.query_lengths = operands.Data<int>(kQueryLengths);
-  params.key_value_lengths = operands.Data<int>(kKeyValueLengths);
-  params.query_segments = operands.Data<int>(kQuerySegments);
-  params.key_value_segments = operands.Data<int>(kKeyValueSegments);
-  params.tile_counter = tile_counter;
-  params.segment_ranges = segment_ranges;
-  params.batch = static_cast<int>(s.batch);
-  params.query_len = static_cast<int>(s.q_len);
-  params.kv_len = static_cast<int>(s.kv_len);
-  params.query_heads = static_cast<int>(s.q_heads);
-  params.kv_heads = static_cast<int>(s.kv_heads);
   params.query_tiles = static_cast<int>(CeilDiv(s.q_len * tiles.packed_heads, tiles.tile_q));
   params.head_group = static_cast<int>(tiles.head_group);
-  params.window_left = ClampWindow(window_left);
-  params.window_right = ClampWindow(window_right);
-  params.scale = static_cast<float>(scale);
   params.softcap = static_cast<float>(softcap);
-  if (auto error = SetSinks(operands, &params); error.failure()) return error;
 
-  if (tiles.dynamic) {
-    Status zeroed = Fill(scope, tile_counter, 0, 1);
-    if (!zeroed.ok()) return Internal(zeroed.error());
-  }
+  Session session(stream, program);
+  const auto type = MapType(operands.dtype);
+  const std::int64_t heads = tiles.packed_heads;
+  const std::int64_t keys = tiles.tile_kv / tiles.cluster_size;
+  session.Map({type, operands.q, s.batch, s.q_len, s.q_heads, s.head_dim, 64 / heads, heads},
+              &params.query);
+  session.Map({type, operands.k, s.batch, s.kv_len, s.kv_heads, s.head_dim, keys, 1}, &params.key);
+  session.Map({type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, keys, 1},
+              &params.value);
+  if (tiles.dynamic) session.Zero(params.tile_counter, 1);
   if (segments) {
-    Result<const Kernel*> ranges = Load(program, "segment_ranges");
-    if (!ranges.ok()) return Internal(ranges.error());
-    const LaunchSize size{CeilDiv(key_blocks, kBlocksPerRangeBlock), s.batch, 256, 0, 1};
-    Status launched = Launch(scope, **ranges, size, &params);
-    if (!launched.ok()) return Internal(launched.error());
+    const std::int64_t groups = CeilDiv(key_blocks, kBlocksPerRangeBlock);
+    session.Launch("segment_ranges", {groups, s.batch, 256, 0, 1}, &params);
   }
-  const std::int64_t work = params.query_tiles * s.batch * (s.q_heads / tiles.packed_heads);
+  const std::int64_t work = params.query_tiles * s.batch * (s.q_heads / heads);
   const std::int64_t blocks = std::min(tiles.max_blocks, work * tiles.cluster_size);
-  const LaunchSize size{blocks, 1, tiles.threads, tiles.shared_bytes, tiles.cluster_size};
-  Status launched = Launch(scope, **kernel, size, &params);
-  return launched.ok() ? ffi::Error::Success() : Internal(launched.error());
+  session.Launch("flash_forward",
+                 {blocks, 1, tiles.threads, tiles.shared_bytes, tiles.cluster_size}, &params);
+  return session.error();
 }
 
-ffi::Error Backward(ffi::RemainingArgs, ffi::RemainingRets) {
-  return ffi::Error(ffi::ErrorCode::kUnimplemented, "jax_flash: no CUDA backward kernel");
+ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, double scale,
+                    std::int64_t window_left, std::int64_t window_right, bool bottom_right,
+                    double softcap, double dropout_rate, bool deterministic, std::int64_t terms,
+                    bool with_dlse, bool with_dbias, ProgramAttribute program,
+                    BackwardTilesAttribute tiles) {
+  const Attributes attributes{scale,   window_left,  window_right,  bottom_right,
+                              softcap, dropout_rate, deterministic, terms};
+  BackwardOperands operands;
+  if (auto error = ReadBackward(args, rets, attributes, with_dlse, with_dbias, &operands);
+      error.failure()) {
+    return error;
+  }
+  const Sizes& s = operands.sizes;
+  if (s.batch == 0 || s.q_heads == 0) return ffi::Error::Success();
+  if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
+  if (auto error = CheckOperands(operands); error.failure()) return error;
+  if (auto error = CheckNumbers({tiles.max_blocks, tiles.threads, tiles.tile_q, tiles.tile_kv,
+                                 tiles.head_group, tiles.shared_bytes});
+      error.failure()) {
+    return error;
+  }
+
+  BackwardParams params{};
+  SetCommon(operands, attributes, &params);
+  const bool segments = attributes.Has(kQuerySegments);
+  const std::int64_t heads = s.batch * s.q_heads;
+  const std::int64_t query_blocks = CeilDiv(s.q_len, tiles.tile_q);
+  const std::int64_t key_blocks = CeilDiv(s.kv_len, tiles.tile_kv);
+  const std::int64_t rows = heads * query_blocks * tiles.tile_q;
+  const std::int64_t head_boxes = CeilDiv(s.head_dim, 64);
+  Workspaces workspaces(rets, with_dbias ? 4 : 3);
+  workspaces.Take("lse_log2", rows, &params.lse_log2);
+  workspaces.Take("delta", rows, &params.delta);
+  workspaces.Take("dq_sum", rows * 64 * head_boxes, &params.dq_sum);
+  workspaces.Take("next_unit", 1, &params.next_unit);
+  workspaces.Take("turns", deterministic ? 2 * heads * query_blocks : 0, &params.turns);
+  workspaces.Take("query_segment_ranges", segments ? 2 * s.batch * query_blocks : 0,
+                  &params.query_segment_ranges);
+  workspaces.Take("key_segment_ranges", segments ? 2 * s.batch * key_blocks : 0,
+                  &params.key_segment_ranges);
+  if (workspaces.error().failure()) return workspaces.error();
+  params.out_data = operands.out;
+  params.dout_data = operands.dout;
+  params.lse = operands.lse;
+  params.dlse = operands.dlse;
+  params.dquery = operands.dq;
+  params.head_group = static_cast<int>(tiles.head_group);
+  params.scale_log2 = static_cast<float>(kLog2E * (softcap > 0 ? softcap : scale));
+  params.softcap_inner = softcap > 0 ? static_cast<float>(scale / softcap) : 0;
+
+  Session session(stream, program);
+  const auto type = MapType(operands.dtype);
+  const auto map = [&](const void* data, std::int64_t length, std::int64_t count, std::int64_t dim,
+                       std::int64_t box_rows, TensorMap* to) {
+    session.Map({type, data, s.batch, length, count, dim, box_rows, 1}, to);
+  };
+  map(operands.q, s.q_len, s.q_heads, s.head_dim, tiles.tile_q, &params.query);
+  map(operands.k, s.kv_len, s.kv_heads, s.head_dim, tiles.tile_kv, &params.key);
+  map(operands.v, s.kv_len, s.kv_heads, s.value_dim, tiles.tile_kv, &params.value);
+  map(operands.dout, s.q_len, s.q_heads, s.value_dim, tiles.tile_q, &params.dout);
+  map(operands.dk, s.kv_len, s.kv_heads, s.head_dim, 64, &params.dkey);
+  map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
+  const std::int64_t tiles_of_rows = rows / 64;
+  const std::int64_t blocks = std::min(tiles.max_blocks, s.batch * s.kv_heads * key_blocks);
+  session.Launch("flash_backward_prepare", {tiles_of_rows, 1, 128, 0, 1}, &params);
+  session.Launch("flash_backward", {blocks, 1, tiles.threads, tiles.shared_bytes, 1}, &params);
+  session.Launch("flash_backward_finish", {tiles_of_rows * head_boxes, 1, 128, 0, 1}, &params);
+  return session.error();
+}
+
+// What both handlers take in front of their own attributes.
+auto Bind() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<CUstream>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<double>("scale")
+      .Attr<std::int64_t>("window_left")
+      .Attr<std::int64_t>("window_right")
+      .Attr<bool>("bottom_right")
+      .Attr<double>("softcap")
+      .Attr<double>("dropout_rate")
+      .Attr<bool>("deterministic")
+      .Attr<std::int64_t>("terms");
+}
+
+auto BindForward() {
+  return Bind().Attr<ProgramAttribute>("program").Attr<ForwardTilesAttribute>("tiles");
+}
+
+auto BindBackward() {
+  return Bind()
+      .Attr<bool>("with_dlse")
+      .Attr<bool>("with_dbias")
+      .Attr<ProgramAttribute>("program")
+      .Attr<BackwardTilesAttribute>("tiles");
 }
 
 }  // namespace
 }  // namespace jax_flash
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaForward, jax_flash::Forward,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<jax_flash::CUstream>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<double>("scale")
-                                  .Attr<std::int64_t>("window_left")
-                                  .Attr<std::int64_t>("window_right")
-                                  .Attr<bool>("bottom_right")
-                                  .Attr<double>("softcap")
-                                  .Attr<double>("dropout_rate")
-                                  .Attr<bool>("deterministic")
-                                  .Attr<std::int64_t>("terms")
-                                  .Attr<jax_flash::ProgramAttribute>("program")
-                                  .Attr<jax_flash::ForwardTilesAttribute>("tiles"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaForward, jax_flash::Forward, jax_flash::BindForward(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaBackward, jax_flash::Backward,
-                              xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaBackward, jax_flash::Backward, jax_flash::BindBackward(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
