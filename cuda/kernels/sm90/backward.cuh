@@ -1,11 +1,12 @@
 // The backward pass of FlashAttention on Hopper: dq, dk and dv from q, k, v, out, lse and dout.
 // Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
 //
-// Three kernels, in this order on one stream, all with the same BackwardParams; rows are the T
-// queries padded to whole query blocks:
+// This file is the program for head dims up to 128, backward_wide.cuh the one for wider heads: both
+// hold three kernels, launched in this order on one stream with the same BackwardParams; rows
+// are the T queries padded to whole query blocks:
 //   kernel                   grid                             block  dynamic shared memory
 //   flash_backward_prepare   B * N * rows / 64                128    0
-//   flash_backward           min(SMs, B * K * key blocks)     384    backward::kSharedBytes
+//   flash_backward           min(SMs, B * K * key blocks)     backward::kThreads, kSharedBytes
 //   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128    0
 // Sinks need nothing here: lse contains them.
 //
@@ -13,29 +14,18 @@
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
 //   int kHeadDim, kValueDim   exact sizes, multiples of 8
 //   int kTileQ                queries per step: 64, or 128 when both dims are at most 64
-//   int kTileKV               keys per block: 128
+//   int kTileKV               keys per block: 128, or 64 for backward_wide.cuh
 //   int kStages               Q and dO buffers each
 //   int kScoreStages          dS buffers
 //   bool kWindowLeft, kWindowRight, kBottomRight, kSoftcap, kDeterministic
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasDlse
 #pragma once
 
-#include "sm90/backward_common.cuh"
 #include "sm90/backward_finish.cuh"
 #include "sm90/backward_narrow.cuh"
 #include "sm90/backward_prepare.cuh"
 
-extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads)
-    flash_backward_prepare(const __grid_constant__ BackwardParams p) {
-  backward::prepare(p);
-}
-
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
     flash_backward(const __grid_constant__ BackwardParams p) {
   backward::main_kernel(p);
-}
-
-extern "C" __global__ void __launch_bounds__(backward::kFinishThreads)
-    flash_backward_finish(const __grid_constant__ BackwardParams p) {
-  backward::finish(p);
 }

@@ -4,10 +4,11 @@
 // Read backward.cuh for the kernels and the constants of the generated header.
 #pragma once
 
+#include "sm90/ptx.cuh"
+// The shared headers speak through ptx::, whichever architecture's that is.
 #include "mask.cuh"
 #include "params.h"
 #include "score.cuh"
-#include "sm90/ptx.cuh"
 #include "sm90/tile.cuh"
 
 namespace backward {

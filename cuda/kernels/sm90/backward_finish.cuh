@@ -47,3 +47,8 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
 }
 
 }  // namespace backward
+
+extern "C" __global__ void __launch_bounds__(backward::kFinishThreads)
+    flash_backward_finish(const __grid_constant__ BackwardParams p) {
+  backward::finish(p);
+}

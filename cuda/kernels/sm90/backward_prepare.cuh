@@ -133,3 +133,8 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
 }
 
 }  // namespace backward
+
+extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads)
+    flash_backward_prepare(const __grid_constant__ BackwardParams p) {
+  backward::prepare(p);
+}

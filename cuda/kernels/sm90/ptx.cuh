@@ -456,6 +456,15 @@ __device__ __forceinline__ float2 load_shared_f2(uint32 address) {
   return value;
 }
 
+__device__ __forceinline__ float4 load_shared_f4(uint32 address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 // ---- global memory shared with other CTAs --------------------------------------------------------
 
 // Adds four consecutive floats in L2 (16-byte aligned).

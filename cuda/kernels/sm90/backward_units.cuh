@@ -1,0 +1,426 @@
+// What the two main kernels share: units of work, the load role, and the arithmetic of S^T tiles.
+//
+// A unit is a block of keys of one key/value head with all query blocks that see it. The load role
+// hands units to the other roles and feeds them: K and V once, Q, -lse, dO and delta per query
+// block. Tiles are boxes of 64 columns in 128-byte-swizzled shared memory.
+#pragma once
+
+#include "sm90/backward_common.cuh"
+
+namespace backward {
+
+inline constexpr int kBoxK = kKeys * kBoxRowBytes;
+inline constexpr int kBoxQ = kQueries * kBoxRowBytes;
+
+// Shared memory: barriers and units, then tiles. The main kernel goes on at kAtOwn.
+inline constexpr int kAtBarriers = 0;
+inline constexpr int kAtUnits = 512;  // UnitRecord[2]
+inline constexpr int kAtK = 1024;
+inline constexpr int kAtV = kAtK + kHeadBoxes * kBoxK;
+inline constexpr int kAtQ = kAtV + kValueBoxes * kBoxK;
+inline constexpr int kAtDout = kAtQ + kStages * kHeadBoxes * kBoxQ;
+inline constexpr int kAtLse = kAtDout + kStages * kValueBoxes * kBoxQ;
+inline constexpr int kAtDelta = kAtLse + kStages * kQueries * 4;
+inline constexpr int kAtOwn = round_up(kAtDelta + kStages * kQueries * 4, 1024);
+
+// Barriers, named by their event.
+inline constexpr int kUnitFull = 0;   // [2]
+inline constexpr int kUnitEmpty = 2;  // [2]
+inline constexpr int kKFull = 4;
+inline constexpr int kKEmpty = 5;
+inline constexpr int kVFull = 6;
+inline constexpr int kVEmpty = 7;
+inline constexpr int kQFull = 8;  // [kStages], and so on
+inline constexpr int kQEmpty = kQFull + kStages;
+inline constexpr int kDoutFull = kQEmpty + kStages;
+inline constexpr int kDoutEmpty = kDoutFull + kStages;
+inline constexpr int kDsFull = kDoutEmpty + kStages;  // [kScoreStages]
+inline constexpr int kDsEmpty = kDsFull + kScoreStages;
+inline constexpr int kOwnBarriers = kDsEmpty + kScoreStages;
+
+// Aligned as declared, so every address below is a constant plus an index.
+extern __shared__ __align__(1024) char shared_memory[];
+
+__device__ __forceinline__ uint32 shared_base() { return shared_address(shared_memory); }
+__device__ __forceinline__ uint32 barrier_at(int id) {
+  return shared_base() + kAtBarriers + 8 * id;
+}
+
+// Slot and parity of the i-th use of a ring of buffers.
+template <int kSlots>
+__device__ __forceinline__ uint32 slot_of(uint32 i) {
+  return i % kSlots;
+}
+template <int kSlots>
+__device__ __forceinline__ uint32 parity_of(uint32 i) {
+  return i / kSlots % 2;
+}
+
+// One lane arrives for its warp, after all lanes are done.
+__device__ __forceinline__ void warp_arrive(uint32 barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// A unit as the load role hands it to the others. It stays in shared memory, not in registers, for
+// as long as they work on it.
+struct UnitRecord {
+  int stop;  // no further units
+  int batch, kv_head, key0;
+  int offset, query_length, kv_length;  // Visibility of the batch row
+  int m0, m_end;    // first query of the walk; where it has left the block range of one head
+  int total;        // query blocks of all heads of the group
+  int block;        // the walk's first query block, as an index of [B, N, query block]
+  int head;         // first query head of the group
+  Range seen_keys;  // of the unit, that some query sees, relative to key0
+  int pad[2];
+};
+static_assert(sizeof(UnitRecord) == 64);
+
+__device__ __forceinline__ Visibility sight_of(const BackwardParams& p,
+                                               const volatile UnitRecord& u) {
+  return {u.offset, p.window_left, p.window_right, u.query_length, u.kv_length};
+}
+__device__ __forceinline__ volatile UnitRecord& unit_record(uint32 i) {
+  return reinterpret_cast<volatile UnitRecord*>(shared_memory + kAtUnits)[i % 2];
+}
+
+// Barriers of the load role. The arguments count the arrivals that give a unit, K and V back.
+__device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, int value_readers) {
+  for (int i = 0; i < 2; ++i) {
+    barrier_init(barrier_at(kUnitFull + i), 1);
+    barrier_init(barrier_at(kUnitEmpty + i), unit_readers);
+  }
+  barrier_init(barrier_at(kKFull), 1);
+  barrier_init(barrier_at(kKEmpty), key_readers);
+  barrier_init(barrier_at(kVFull), 1);
+  barrier_init(barrier_at(kVEmpty), value_readers);
+  for (int i = 0; i < kStages; ++i) {
+    barrier_init(barrier_at(kQFull + i), 1);
+    barrier_init(barrier_at(kQEmpty + i), 8);  // warps of two warpgroups
+    barrier_init(barrier_at(kDoutFull + i), 1);
+    barrier_init(barrier_at(kDoutEmpty + i), 8);
+  }
+}
+
+__device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, int index) {
+  barrier_wait(barrier_at(kUnitEmpty + slot_of<2>(sent)), parity_of<2>(sent) ^ 1);
+  const bool stop = index >= unit_count(p);
+  const Unit u = unit_at(p, stop ? 0 : index);
+  if (threadIdx.x == 0) {
+    volatile UnitRecord& r = unit_record(sent);
+    r.stop = stop;
+    r.batch = u.batch;
+    r.kv_head = u.kv_head;
+    r.key0 = u.key0;
+    r.offset = u.sight.offset;
+    r.query_length = u.sight.query_length;
+    r.kv_length = u.sight.kv_length;
+    r.m0 = first_block(u) * kQueries;
+    r.m_end = (first_block(u) + kDirection * block_count(u)) * kQueries;
+    r.total = block_count(u) * group_size(p);
+    r.head = u.kv_head * group_size(p);
+    r.block = (u.batch * p.query_heads + r.head) * query_blocks(p) + first_block(u);
+    const Range seen = visible_keys<kWindowLeft, kWindowRight>(u.sight, 0, p.query_len - 1);
+    r.seen_keys.begin = seen.begin - u.key0;
+    r.seen_keys.end = seen.end - u.key0;
+    barrier_arrive(barrier_at(kUnitFull + slot_of<2>(sent)));
+  }
+  __syncwarp();
+}
+
+// One box of 64 columns after the other.
+template <int kBoxes, int kBoxBytes>
+__device__ __forceinline__ void load_tile(uint32 tile, const TensorMap& map, uint32 full,
+                                          uint64 policy, int head, int row, int batch) {
+#pragma unroll
+  for (int i = 0; i < kBoxes; ++i) {
+    tma_load(tile + i * kBoxBytes, &map, full, policy, 64 * i, head, row, batch);
+  }
+}
+
+__device__ __forceinline__ void load(const BackwardParams& p) {
+  const bool leader = threadIdx.x == 0;
+  uint32 sent = 0, iteration = 0;
+  int index = blockIdx.x;
+  while (true) {
+    send_unit(p, sent, index);
+    const volatile UnitRecord& u = unit_record(sent);
+    const uint32 free = parity_of<1>(sent) ^ 1;
+    ++sent;
+    if (u.stop) break;
+    if (leader) index = static_cast<int>(gridDim.x) + atomicAdd(p.next_unit, 1);
+    index = __shfl_sync(0xffffffffu, index, 0);
+
+    int left = u.total;
+    barrier_wait(barrier_at(kKEmpty), free);
+    if (left == 0) {
+      barrier_wait(barrier_at(kVEmpty), free);
+      if (leader) {
+        barrier_arrive(barrier_at(kKFull));
+        barrier_arrive(barrier_at(kVFull));
+      }
+      continue;
+    }
+    if (leader) {
+      barrier_arrive_expect(barrier_at(kKFull), kHeadBoxes * kBoxK);
+      load_tile<kHeadBoxes, kBoxK>(shared_base() + kAtK, p.key, barrier_at(kKFull), kEvictNormal,
+                                   u.kv_head, u.key0, u.batch);
+    }
+    int head = u.head, m0 = u.m0, block = u.block;
+    bool first = true;
+    for (; left > 0; --left) {
+      const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
+      barrier_wait(barrier_at(kQEmpty + slot), parity ^ 1);
+      if (leader) {
+        const uint32 full = barrier_at(kQFull + slot);
+        barrier_arrive_expect(full, kHeadBoxes * kBoxQ + kQueries * 4);
+        load_tile<kHeadBoxes, kBoxQ>(shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ, p.query,
+                                     full, kEvictLast, head, m0, u.batch);
+        bulk_load(shared_base() + kAtLse + slot * kQueries * 4,
+                  p.lse_log2 + static_cast<int64>(block) * kQueries, kQueries * 4, full);
+      }
+      if (first) {
+        first = false;
+        barrier_wait(barrier_at(kVEmpty), free);
+        if (leader) {
+          barrier_arrive_expect(barrier_at(kVFull), kValueBoxes * kBoxK);
+          load_tile<kValueBoxes, kBoxK>(shared_base() + kAtV, p.value, barrier_at(kVFull),
+                                        kEvictNormal, u.kv_head, u.key0, u.batch);
+        }
+      }
+      barrier_wait(barrier_at(kDoutEmpty + slot), parity ^ 1);
+      if (leader) {
+        const uint32 full = barrier_at(kDoutFull + slot);
+        barrier_arrive_expect(full, kValueBoxes * kBoxQ + kQueries * 4);
+        load_tile<kValueBoxes, kBoxQ>(shared_base() + kAtDout + slot * kValueBoxes * kBoxQ, p.dout,
+                                      full, kEvictLast, head, m0, u.batch);
+        bulk_load(shared_base() + kAtDelta + slot * kQueries * 4,
+                  p.delta + static_cast<int64>(block) * kQueries, kQueries * 4, full);
+      }
+      ++iteration;
+      m0 += kDirection * kQueries;
+      block += kDirection;
+      if (m0 == u.m_end) {
+        block += query_blocks(p) + (u.m0 - m0) / kQueries;
+        m0 = u.m0;
+        ++head;
+      }
+    }
+  }
+}
+
+// The i-th unit as the other roles see it; each warp gives it back with `return_unit`.
+__device__ __forceinline__ const volatile UnitRecord& receive_unit(uint32 i) {
+  barrier_wait(barrier_at(kUnitFull + slot_of<2>(i)), parity_of<2>(i));
+  return unit_record(i);
+}
+__device__ __forceinline__ void return_unit(uint32 i) {
+  warp_arrive(barrier_at(kUnitEmpty + slot_of<2>(i)));
+}
+
+// ---- S^T tiles: 64 keys by kQueries ----------------------------------------------------------
+
+inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
+
+// Do all keys [slab, slab + 64) of the unit and all queries of the block see each other? Queries
+// past the length need no test: their lse makes P zero.
+__device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile UnitRecord& u,
+                                        int slab, int m0) {
+  const int key = u.key0 + slab;
+  bool full =
+      all_visible<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63, m0, m0 + kQueries - 1);
+  if constexpr (kHasSegments) {
+    const int2 q = query_segment_range(p, u.batch, m0 / kQueries);
+    const int2 k = key_segment_range(p, u.batch, u.key0 / kKeys);
+    full = full && q.x == q.y && k.x == k.y && q.x == k.x;
+  }
+  return full;
+}
+
+// P = exp2(scale * S - lse) in place; `row` is the first of the thread's two keys.
+template <bool kPartial>
+__device__ __forceinline__ void probabilities(const BackwardParams& p, const volatile UnitRecord& u,
+                                              float (&score)[kScores], uint32 lse, int row,
+                                              int m0) {
+  const int column = 2 * (threadIdx.x % 4);
+  Range columns[2];  // relative to the thread's first query, m0 + column
+  int key_segment[2];
+  if constexpr (kPartial) {
+    const Visibility sight = sight_of(p, u);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = u.key0 + row + 8 * r;
+      columns[r] = key_columns<kWindowLeft, kWindowRight>(sight, key, m0 + column);
+      if constexpr (kHasSegments) {
+        key_segment[r] =
+            p.key_value_segments[static_cast<int64>(u.batch) * p.kv_len + min(key, p.kv_len - 1)];
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kQueries / 8; ++j) {
+    const float2 minus_lse = load_shared_f2(lse + 8 * j * 4);
+    int query_segment[2];
+    if constexpr (kPartial && kHasSegments) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        query_segment[c] = p.query_segments[static_cast<int64>(u.batch) * p.query_len +
+                                            min(m0 + 8 * j + column + c, p.query_len - 1)];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& x = score[4 * j + i];
+      const float shift = i % 2 == 0 ? minus_lse.x : minus_lse.y;
+      x = exp2_approx(fmaf(x, p.scale_log2, shift));
+      if constexpr (kPartial) {
+        const Range& seen = columns[i / 2];
+        bool visible = 8 * j + i % 2 >= seen.begin && 8 * j + i % 2 < seen.end;
+        if constexpr (kHasSegments) {
+          visible = visible && query_segment[i % 2] == key_segment[i / 2];
+        }
+        x = visible ? x : 0.f;
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void zero_row(uint32 tile, int boxes, int box_bytes, int row,
+                                         int column_chunk) {
+  for (int i = 0; i < boxes; ++i) {
+    store_shared_x4(tile + i * box_bytes + row * 128 + column_chunk * 16, 0, 0, 0, 0);
+  }
+}
+
+// Zeroes those of the keys [slab, slab + 64) that nobody sees, by one warpgroup: they may hold
+// anything and must not meet a zero in a product.
+template <int kBoxes>
+__device__ __forceinline__ void hide_unseen_keys(const volatile UnitRecord& u, uint32 tile,
+                                                 int slab) {
+  const int low = u.seen_keys.begin, high = u.seen_keys.end;
+  for (int row = slab + threadIdx.x % 128 / 8; row < slab + 64; row += 16) {
+    if (row < low || row >= high) zero_row(tile, kBoxes, kBoxK, row, threadIdx.x % 8);
+  }
+  fence_async_proxy();
+}
+__device__ __forceinline__ bool has_unseen_keys(const volatile UnitRecord& u) {
+  return u.seen_keys.begin > 0 || u.seen_keys.end < kKeys;
+}
+
+// Likewise the queries from `valid` on, by kThreadCount threads.
+template <int kBoxes, int kThreadCount>
+__device__ __forceinline__ void hide_unseen_queries(uint32 tile, int valid) {
+  for (int row = threadIdx.x % kThreadCount / 8; row < kQueries; row += kThreadCount / 8) {
+    if (row >= valid) zero_row(tile, kBoxes, kBoxQ, row, threadIdx.x % 8);
+  }
+  fence_async_proxy();
+}
+
+// From S^T to P in place; with a softcap `slope` becomes its derivative.
+__device__ __forceinline__ void score_to_probability(const BackwardParams& p,
+                                                     const volatile UnitRecord& u,
+                                                     float (&x)[kScores],
+                                                     float (&slope)[kSoftcap ? kScores : 1],
+                                                     uint32 lse, int slab, int m0) {
+  if constexpr (kSoftcap) {
+    apply_tanh(x, p.softcap_inner);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) slope[i] = 1.f - x[i] * x[i];
+  }
+  const int row = slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  if (is_full(p, u, slab, m0)) {
+    probabilities<false>(p, u, x, lse, row, m0);
+  } else {
+    probabilities<true>(p, u, x, lse, row, m0);
+  }
+}
+
+// Stores dS^T of the keys [slab, slab + 64) for wgmma to read it as dS, MN-major.
+__device__ __forceinline__ void store_gradient(const uint32 (&gradient)[kScores / 2], uint32 tile,
+                                               int slab) {
+  // This thread's row of the 8x8 matrices, and the 16-byte chunk of its first one.
+  const int row = slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+  const uint32 at = tile + row * kBoxRowBytes + ((threadIdx.x % 32 / 16) ^ (row % 8)) * 16;
+#pragma unroll
+  for (int j = 0; j < kQueries / 16; ++j) {
+    store_matrix_x4((at + j / 4 * kBoxK) ^ (j % 4 * 32), gradient[4 * j], gradient[4 * j + 1],
+                    gradient[4 * j + 2], gradient[4 * j + 3]);
+  }
+  fence_async_proxy();
+}
+
+// Writes a warpgroup's 64 rows of accumulators, rounded, into boxes of 64 rows each.
+template <int kCount>
+__device__ __forceinline__ void stage_rows(const float (&values)[kCount], float scale, uint32 tile,
+                                           int box_bytes) {
+  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+#pragma unroll
+  for (int j = 0; j < kCount / 8; ++j) {
+    const float* x = values + 8 * j;
+    const int chunk = 2 * (j % 4) + threadIdx.x % 32 / 16;
+    store_matrix_x4(
+        tile + j / 4 * box_bytes + row * kBoxRowBytes + ((chunk ^ (row % 8)) * 16),
+        pack<Element>(x[0] * scale, x[1] * scale), pack<Element>(x[2] * scale, x[3] * scale),
+        pack<Element>(x[4] * scale, x[5] * scale), pack<Element>(x[6] * scale, x[7] * scale));
+  }
+  fence_async_proxy();
+}
+
+// a[64 keys x k] b[kQueries x k]^T with both operands K-major.
+template <int kDepth>
+__device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys,
+                                                   uint32 queries) {
+  const Descriptor a = descriptor(keys, 0, 1024), b = descriptor(queries, 0, 1024);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kDepth / 16; ++i) {
+    wgmma_ss<Element, 0, 0>(d, a.at(i / 4 * kBoxK + i % 4 * 32), b.at(i / 4 * kBoxQ + i % 4 * 32),
+                            i > 0);
+  }
+  wgmma_commit();
+}
+
+// d[64 keys x n] += a[64 keys x kQueries] b[kQueries x n], a in registers; no commit.
+template <int kHalfN>
+__device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint32 (&a)[kScores / 2],
+                                                 uint32 rows) {
+  const Descriptor b = descriptor(rows, kBoxQ, 1024);
+#pragma unroll
+  for (int i = 0; i < kQueries / 16; ++i) {
+    wgmma_rs<Element, 1>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b.at(i * 2048), 1);
+  }
+}
+
+// ---- dq -----------------------------------------------------------------------------------------
+
+// Deterministic sums: the units of a head add to a query block in ascending order of keys. One
+// warpgroup calls, with a named barrier of its own.
+__device__ __forceinline__ void wait_turn(const BackwardParams& p, const volatile UnitRecord& u,
+                                          const int* turn, int m0, int named_barrier) {
+  if (threadIdx.x % 128 == 0) {
+    // The first key block that meets these queries.
+    const int first_key = kWindowLeft ? max(m0 + u.offset - p.window_left, 0) / kKeys : 0;
+    const int rank = u.key0 / kKeys - first_key;
+    while (load_acquire(turn) != rank) {
+    }
+  }
+  named_barrier_sync(named_barrier, 128);
+}
+__device__ __forceinline__ void pass_turn(int* turn, int named_barrier) {
+  fence_gpu();
+  named_barrier_sync(named_barrier, 128);
+  if (threadIdx.x % 128 == 0) add_release(turn, 1);
+}
+
+// Adds a warpgroup's accumulators to the sum, in their own order.
+template <int kCount>
+__device__ __forceinline__ void add_fragments(float* sum, const float (&values)[kCount]) {
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    reduce_add_x4(sum + (j * 128 + threadIdx.x % 128) * 4, values[4 * j], values[4 * j + 1],
+                  values[4 * j + 2], values[4 * j + 3]);
+  }
+}
+
+}  // namespace backward

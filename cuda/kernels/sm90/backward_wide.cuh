@@ -1,0 +1,374 @@
+// The main backward kernel for head or value dims above 128: dk, dv and the float32 sum of dq.
+//
+// A persistent CTA takes blocks of 64 keys. One warpgroup cannot hold both dK and dV, so the work
+// is a pipeline of roles, one warpgroup each:
+//   load         one warp fetches units, K, V, and per query block Q, -lse, dO, delta by TMA
+//   probability  S^T = K Q^T, P;            dV += P^T dO, P in registers
+//   gradient     dP^T = V dO^T, dS;         dK += dS^T Q, dS in registers
+//   query        dQ = dS K from shared memory, added to the float32 sum by red.v4
+// P goes to the gradient role in float32 and in fragment order, dS^T to the query role in a ring of
+// buffers. Each product of a role is issued beside the first product of its next query block.
+#pragma once
+
+#include "sm90/backward_finish.cuh"
+#include "sm90/backward_prepare.cuh"
+#include "sm90/backward_units.cuh"
+
+namespace backward {
+
+static_assert(kKeys == 64 && kQueries == 64);
+static_assert(kHead <= 256 && kValue <= 256);
+
+inline constexpr int kThreads = 512;
+// 128 * (32 + 64 + 208 + 208) = 512 * 128 registers: 128 accumulators of dV or dK, 32 of S or dP
+// and 16 of P or dS; 32 of dQ; ptxas asks for 32 beside them.
+inline constexpr int kLoadRegisters = 32;
+inline constexpr int kQueryRegisters = 64;
+inline constexpr int kScoreRegisters = 208;
+
+inline constexpr int kAtDs = kAtOwn;  // [kScoreStages][key][64]
+inline constexpr int kDsBytes = kKeys * kQueries * 2;
+inline constexpr int kAtP = kAtDs + kScoreStages * kDsBytes;  // float[8][thread][4]
+inline constexpr int kSharedBytes = kAtP + kKeys * kQueries * 4;
+
+inline constexpr int kPFull = kOwnBarriers;
+inline constexpr int kPEmpty = kPFull + 1;
+inline constexpr int kKIdle = kPEmpty + 1;  // products have read K, dK may take its place
+inline constexpr int kVIdle = kKIdle + 1;   // likewise V and dV
+
+// Named barriers, one per role.
+inline constexpr int kProbabilityBarrier = 1;
+inline constexpr int kGradientBarrier = 2;
+inline constexpr int kQueryBarrier = 3;
+
+__device__ __forceinline__ void set_up() {
+  if (threadIdx.x == 0) {
+    set_up_load(12, 1, 1);
+    for (int i = 0; i < kScoreStages; ++i) {
+      barrier_init(barrier_at(kDsFull + i), 4);
+      barrier_init(barrier_at(kDsEmpty + i), 4);
+    }
+    barrier_init(barrier_at(kPFull), 4);
+    barrier_init(barrier_at(kPEmpty), 4);
+    barrier_init(barrier_at(kKIdle), 8);
+    barrier_init(barrier_at(kVIdle), 4);
+    barrier_init_fence();
+  }
+  __syncthreads();
+}
+
+// A warpgroup's 64 rows of dK or dV: wgmma of more than 128 columns would ask for more registers
+// than 512 threads start with, so the columns are split there.
+template <int kColumns>
+struct Rows {
+  static constexpr bool kSplit = kColumns > 128;
+  float low[kSplit ? 64 : kColumns / 2], high[kSplit ? (kColumns - 128) / 2 : 1];
+
+  __device__ __forceinline__ void clear() {
+    for (float& x : low) x = 0.f;
+    for (float& x : high) x = 0.f;
+  }
+  // += a b; one commit group.
+  __device__ __forceinline__ void accumulate(const uint32 (&a)[kScores / 2], uint32 b) {
+    wgmma_fence();
+    issue_accumulate(low, a, b);
+    if constexpr (kSplit) issue_accumulate(high, a, b + 2 * kBoxQ);
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void pin() {
+    ptx::pin(low);
+    if constexpr (kSplit) ptx::pin(high);
+  }
+};
+
+// Writes dK or dV through the shared memory of K or V, and gives that back to the load role.
+template <int kColumns>
+__device__ __forceinline__ void write_out(const TensorMap& map, const Rows<kColumns>& values,
+                                          float scale, const volatile UnitRecord& u, uint32 tile,
+                                          int named_barrier, uint32 empty) {
+  stage_rows(values.low, scale, tile, kBoxK);
+  if constexpr (Rows<kColumns>::kSplit) stage_rows(values.high, scale, tile + 2 * kBoxK, kBoxK);
+  named_barrier_sync(named_barrier, 128);
+  if (threadIdx.x % 128 == 0) {
+#pragma unroll
+    for (int i = 0; i < ceil_div(kColumns, 64); ++i) {
+      tma_store(&map, tile + i * kBoxK, 64 * i, u.kv_head, u.key0, u.batch);
+    }
+    bulk_commit();
+    bulk_wait_read<0>();
+    barrier_arrive(empty);
+  }
+}
+
+// Zeroes queries past the length before this role's first product with them.
+template <int kBoxes>
+__device__ __forceinline__ void prepare_queries(const volatile UnitRecord& u, uint32 tile, int m0,
+                                                int named_barrier) {
+  if constexpr (kHasQueryLengths) {
+    if (m0 + kQueries > u.query_length) {
+      hide_unseen_queries<kBoxes, 128>(tile, u.query_length - m0);
+      named_barrier_sync(named_barrier, 128);
+    }
+  }
+}
+
+__device__ __forceinline__ uint32 q_tile(uint32 slot) {
+  return shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ;
+}
+__device__ __forceinline__ uint32 dout_tile(uint32 slot) {
+  return shared_base() + kAtDout + slot * kValueBoxes * kBoxQ;
+}
+__device__ __forceinline__ int next_m0(const volatile UnitRecord& u, int m0) {
+  m0 += kDirection * kQueries;
+  return m0 == u.m_end ? u.m0 : m0;
+}
+
+// ---- probability --------------------------------------------------------------------------------
+
+__device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float (&x)[kScores],
+                                             uint32 iteration, int m0) {
+  const uint32 slot = slot_of<kStages>(iteration);
+  barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
+  prepare_queries<kHeadBoxes>(u, q_tile(slot), m0, kProbabilityBarrier);
+  keys_times_queries<kHead>(x, shared_base() + kAtK, q_tile(slot));
+}
+
+// Takes S^T of this query block to dV and, unless it is the unit's last, computes the next S^T.
+template <bool kLast>
+__device__ __forceinline__ void probability_step(const BackwardParams& p,
+                                                 const volatile UnitRecord& u, uint32 iteration,
+                                                 int m0, float (&x)[kScores], Rows<kValue>& dv) {
+  const uint32 slot = slot_of<kStages>(iteration);
+  const uint32 lse = shared_base() + kAtLse + slot * kQueries * 4 + threadIdx.x % 4 * 8;
+  float slope[kSoftcap ? kScores : 1];
+  score_to_probability(p, u, x, slope, lse, 0, m0);
+  uint32 probability[kScores / 2];
+#pragma unroll
+  for (int i = 0; i < kScores / 2; ++i) probability[i] = pack<Element>(x[2 * i], x[2 * i + 1]);
+  if constexpr (kSoftcap) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) x[i] *= slope[i];
+  }
+  barrier_wait(barrier_at(kPEmpty), parity_of<1>(iteration) ^ 1);
+#pragma unroll
+  for (int j = 0; j < kScores / 4; ++j) {
+    store_shared_x4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16,
+                    __float_as_uint(x[4 * j]), __float_as_uint(x[4 * j + 1]),
+                    __float_as_uint(x[4 * j + 2]), __float_as_uint(x[4 * j + 3]));
+  }
+  warp_arrive(barrier_at(kPFull));
+
+  barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
+  prepare_queries<kValueBoxes>(u, dout_tile(slot), m0, kProbabilityBarrier);
+  dv.accumulate(probability, dout_tile(slot));
+  if constexpr (kLast) {
+    wgmma_wait<0>();
+    warp_arrive(barrier_at(kDoutEmpty + slot));
+  } else {
+    issue_scores(u, x, iteration + 1, next_m0(u, m0));
+    wgmma_wait<1>();
+    warp_arrive(barrier_at(kDoutEmpty + slot));
+    wgmma_wait<0>();
+    warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration + 1)));
+    pin(x);
+  }
+  dv.pin();
+}
+
+__device__ __forceinline__ void probability_role(const BackwardParams& p) {
+  uint32 received = 0, iteration = 0;
+  while (true) {
+    const volatile UnitRecord& u = receive_unit(received);
+    if (u.stop) break;
+    Rows<kValue> dv;
+    dv.clear();
+    barrier_wait(barrier_at(kKFull), parity_of<1>(received));
+    if (u.total > 0) {
+      if (has_unseen_keys(u)) {
+        hide_unseen_keys<kHeadBoxes>(u, shared_base() + kAtK, 0);
+        named_barrier_sync(kProbabilityBarrier, 128);
+      }
+      float x[kScores];
+      int m0 = u.m0;
+      issue_scores(u, x, iteration, m0);
+      wgmma_wait<0>();
+      warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration)));
+      pin(x);
+      for (int left = u.total - 1; left > 0; --left) {
+        probability_step<false>(p, u, iteration, m0, x, dv);
+        ++iteration;
+        m0 = next_m0(u, m0);
+      }
+      probability_step<true>(p, u, iteration, m0, x, dv);
+      ++iteration;
+    }
+    warp_arrive(barrier_at(kKIdle));
+    barrier_wait(barrier_at(kVFull), parity_of<1>(received));
+    barrier_wait(barrier_at(kVIdle), parity_of<1>(received));
+    write_out<kValue>(p.dvalue, dv, 1.f, u, shared_base() + kAtV, kProbabilityBarrier,
+                      barrier_at(kVEmpty));
+    return_unit(received);
+    ++received;
+  }
+  // Shared memory outlives the last store that reads it.
+  if (threadIdx.x % 128 == 0) bulk_wait<0>();
+}
+
+// ---- gradient -----------------------------------------------------------------------------------
+
+__device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&dp)[kScores],
+                                         uint32 iteration, int m0) {
+  const uint32 slot = slot_of<kStages>(iteration);
+  barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
+  prepare_queries<kValueBoxes>(u, dout_tile(slot), m0, kGradientBarrier);
+  keys_times_queries<kValue>(dp, shared_base() + kAtV, dout_tile(slot));
+}
+
+// Takes dP^T of this query block to dK and, unless it is the unit's last, computes the next dP^T.
+template <bool kLast>
+__device__ __forceinline__ void gradient_step(const BackwardParams& p, const volatile UnitRecord& u,
+                                              uint32 iteration, int m0, float (&dp)[kScores],
+                                              Rows<kHead>& dk) {
+  const uint32 slot = slot_of<kStages>(iteration);
+  const uint32 delta = shared_base() + kAtDelta + slot * kQueries * 4 + threadIdx.x % 4 * 8;
+  uint32 gradient[kScores / 2];
+  barrier_wait(barrier_at(kPFull), parity_of<1>(iteration));
+#pragma unroll
+  for (int j = 0; j < kScores / 4; ++j) {
+    const float4 x = load_shared_f4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16);
+    const float2 d = load_shared_f2(delta + 8 * j * 4);
+    gradient[2 * j] = pack<Element>(x.x * (dp[4 * j] - d.x), x.y * (dp[4 * j + 1] - d.y));
+    gradient[2 * j + 1] = pack<Element>(x.z * (dp[4 * j + 2] - d.x), x.w * (dp[4 * j + 3] - d.y));
+  }
+  warp_arrive(barrier_at(kPEmpty));
+  warp_arrive(barrier_at(kDoutEmpty + slot));
+
+  const uint32 buffer = slot_of<kScoreStages>(iteration);
+  barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
+  store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, 0);
+  warp_arrive(barrier_at(kDsFull + buffer));
+
+  prepare_queries<kHeadBoxes>(u, q_tile(slot), m0, kGradientBarrier);
+  dk.accumulate(gradient, q_tile(slot));
+  if constexpr (kLast) {
+    wgmma_wait<0>();
+    warp_arrive(barrier_at(kQEmpty + slot));
+  } else {
+    issue_dp(u, dp, iteration + 1, next_m0(u, m0));
+    wgmma_wait<1>();
+    warp_arrive(barrier_at(kQEmpty + slot));
+    wgmma_wait<0>();
+    pin(dp);
+  }
+  dk.pin();
+}
+
+__device__ __forceinline__ void gradient_role(const BackwardParams& p) {
+  uint32 received = 0, iteration = 0;
+  while (true) {
+    const volatile UnitRecord& u = receive_unit(received);
+    if (u.stop) break;
+    Rows<kHead> dk;
+    dk.clear();
+    barrier_wait(barrier_at(kVFull), parity_of<1>(received));
+    if (u.total > 0) {
+      if (has_unseen_keys(u)) {
+        hide_unseen_keys<kValueBoxes>(u, shared_base() + kAtV, 0);
+        named_barrier_sync(kGradientBarrier, 128);
+      }
+      float dp[kScores];
+      int m0 = u.m0;
+      issue_dp(u, dp, iteration, m0);
+      wgmma_wait<0>();
+      pin(dp);
+      for (int left = u.total - 1; left > 0; --left) {
+        gradient_step<false>(p, u, iteration, m0, dp, dk);
+        ++iteration;
+        m0 = next_m0(u, m0);
+      }
+      gradient_step<true>(p, u, iteration, m0, dp, dk);
+      ++iteration;
+    }
+    warp_arrive(barrier_at(kVIdle));
+    barrier_wait(barrier_at(kKFull), parity_of<1>(received));
+    barrier_wait(barrier_at(kKIdle), parity_of<1>(received));
+    write_out<kHead>(p.dkey, dk, p.scale, u, shared_base() + kAtK, kGradientBarrier,
+                     barrier_at(kKEmpty));
+    return_unit(received);
+    ++received;
+  }
+  if (threadIdx.x % 128 == 0) bulk_wait<0>();
+}
+
+// ---- query --------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void query_role(const BackwardParams& p) {
+  uint32 received = 0, iteration = 0;
+  while (true) {
+    const volatile UnitRecord& u = receive_unit(received);
+    if (u.stop) break;
+    barrier_wait(barrier_at(kKFull), parity_of<1>(received));
+    int m0 = u.m0, block = u.block;
+    for (int left = u.total; left > 0; --left) {
+      const uint32 buffer = slot_of<kScoreStages>(iteration);
+      const Descriptor a = descriptor(shared_base() + kAtDs + buffer * kDsBytes, kDsBytes, 1024);
+      const Descriptor b = descriptor(shared_base() + kAtK, kBoxK, 1024);
+      float* sum = p.dq_sum + static_cast<int64>(block) * kBlockFloats;
+      int* turn = p.turns + 2 * static_cast<int64>(block);
+      barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
+#pragma unroll
+      for (int box = 0; box < kHeadBoxes; ++box) {
+        float dq[32];
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; ++i) {
+          wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(box * kBoxK + i * 2048), i > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(dq);
+        if (box + 1 == kHeadBoxes) warp_arrive(barrier_at(kDsEmpty + buffer));
+        if constexpr (kDeterministic) {
+          if (box == 0) wait_turn(p, u, turn, m0, kQueryBarrier);
+        }
+        add_fragments(sum + box * kTileFloats, dq);
+      }
+      if constexpr (kDeterministic) pass_turn(turn, kQueryBarrier);
+      ++iteration;
+      m0 += kDirection * kQueries;
+      block += kDirection;
+      if (m0 == u.m_end) {
+        block += query_blocks(p) + (u.m0 - m0) / kQueries;
+        m0 = u.m0;
+      }
+    }
+    warp_arrive(barrier_at(kKIdle));
+    return_unit(received);
+    ++received;
+  }
+}
+
+__device__ __forceinline__ void main_kernel(const BackwardParams& p) {
+  set_up();
+  const int role = warp_index() / 4;
+  if (role == 0) {
+    register_decrease<kLoadRegisters>();
+    if (threadIdx.x < 32) load(p);
+  } else if (role == 1) {
+    register_decrease<kQueryRegisters>();
+    query_role(p);
+  } else if (role == 2) {
+    register_increase<kScoreRegisters>();
+    probability_role(p);
+  } else {
+    register_increase<kScoreRegisters>();
+    gradient_role(p);
+  }
+}
+
+}  // namespace backward
+
+extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
+    flash_backward(const __grid_constant__ BackwardParams p) {
+  backward::main_kernel(p);
+}
