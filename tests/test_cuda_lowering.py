@@ -1,0 +1,189 @@
+"""Lowers every feature for CUDA on a machine without a GPU and reads the program."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash import _backends, _native, flash_attention
+
+pytestmark = pytest.mark.skipif(
+    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
+)
+
+B, T, S, N, K, H = 2, 256, 384, 4, 2, 128
+
+
+def array(*shape: int, dtype="bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+QKV = (array(B, T, N, H), array(B, S, K, H), array(B, S, K, H))
+LENGTHS = {"query_seq_lengths": array(B, dtype="int32")}
+KEY_LENGTHS = {"key_value_seq_lengths": array(B, dtype="int32")}
+SEGMENTS = {
+    "query_segment_ids": array(B, T, dtype="int32"),
+    "key_value_segment_ids": array(B, S, dtype="int32"),
+}
+SINKS = {"sinks": array(N, dtype="float32")}
+
+# Options, and what the custom call must say.
+SUPPORTED: dict[str, tuple[dict, list[str]]] = {
+    "plain": ({}, ["window_right = -1", "terms = 0 "]),
+    "causal": ({"is_causal": True}, ["window_right = 0", "kWindowRight = true"]),
+    "bottom right": (
+        {"is_causal": True, "causal_align": "bottom_right"},
+        ["bottom_right = true", "kBottomRight = true"],
+    ),
+    "window": (
+        {"local_window_size": (7, 9)},
+        ["window_left = 7", "window_right = 9", "kWindowLeft = true"],
+    ),
+    "softcap": ({"softcap": 30.0}, ["softcap = 3.000000e+01", "kSoftcap = true"]),
+    "query lengths": (LENGTHS, ["terms = 4 ", "kHasQueryLengths = true"]),
+    "key lengths": (KEY_LENGTHS, ["terms = 8 ", "kHasKeyValueLengths = true"]),
+    "segments": (SEGMENTS, ["terms = 48 ", "kHasSegments = true"]),
+    "sinks": (SINKS, ["terms = 64 "]),
+    "deterministic": ({"deterministic": True}, ["deterministic = true"]),
+    "lse": ({"return_lse": True}, []),
+}
+REFUSED: dict[str, tuple[dict, str]] = {
+    "bias": ({"bias": array(N, T, S, dtype="float32")}, "bias"),
+    "mask": ({"mask": array(B, 1, T, S, dtype="bool")}, "boolean mask"),
+    "dropout": ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "dropout"),
+}
+
+
+def lower(function, *arguments, **arrays) -> str:
+    traced = jax.jit(function).trace(*arguments, **arrays)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def split(options: dict) -> tuple[dict, dict]:
+    """Splits options into arrays to trace and values to close over."""
+    arrays = {k: v for k, v in options.items() if isinstance(v, jax.ShapeDtypeStruct)}
+    return arrays, {k: v for k, v in options.items() if k not in arrays}
+
+
+def lower_options(options: dict) -> str:
+    arrays, values = split(options)
+    return lower(
+        lambda q, k, v, **given: flash_attention(q, k, v, **values, **given), *QKV, **arrays
+    )
+
+
+def lower_gradient(options: dict) -> str:
+    arrays, values = split(options)
+
+    def loss(q, k, v, **given):
+        out = flash_attention(q, k, v, **values, **given)
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(out))
+
+    return lower(jax.grad(loss, argnums=(0, 1, 2)), *QKV, **arrays)
+
+
+def calls(program: str) -> list[str]:
+    return re.findall(r"custom_call @(jax_flash_cuda_\w+)", program)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_forward_is_one_custom_call(name: str):
+    options, expected = SUPPORTED[name]
+    program = lower_options(options)
+    assert calls(program) == ["jax_flash_cuda_forward"]
+    for text in expected:
+        assert text in program
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_gradient_is_one_custom_call_more(name: str):
+    options, _ = SUPPORTED[name]
+    program = lower_gradient(options)
+    assert calls(program) == ["jax_flash_cuda_forward", "jax_flash_cuda_backward"]
+    assert f"with_dlse = {str('return_lse' in options).lower()}" in program
+    assert f"x{T}x{S}x" not in program  # no array of the size of the scores
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_feature_runs_on_xla_and_says_so_once(name: str, recwarn: pytest.WarningsRecorder):
+    options, feature = REFUSED[name]
+    _backends._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=f"without its CUDA kernels.* {feature}"):
+        assert calls(lower_options(options)) == []
+    jax.clear_caches()
+    recwarn.clear()
+    lower_options(options)
+    assert not recwarn.list
+
+
+def test_float32_runs_on_xla_and_says_so():
+    _backends._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="float32"):
+        assert calls(lower(flash_attention, *[array(*x.shape, dtype="float32") for x in QKV])) == []
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (40, 72)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: str):
+    q, k, v = array(B, T, N, dims[0]), array(B, S, K, dims[0]), array(B, S, K, dims[1])
+    program = lower(flash_attention, *[array(*x.shape, dtype=dtype) for x in (q, k, v)])
+    assert calls(program) == ["jax_flash_cuda_forward"]
+    assert f"kHeadDim = {dims[0]};" in program
+    assert f"kValueDim = {dims[1]};" in program
+    assert f"kBFloat16 = {str(dtype == 'bfloat16').lower()};" in program
+
+
+def test_leading_dims_are_kept():
+    q, k, v = (array(3, 5, *x.shape) for x in QKV)
+    program = lower(flash_attention, q, k, v)
+    assert calls(program) == ["jax_flash_cuda_forward"]
+    assert "stablehlo.reshape" not in program
+
+
+def test_vmap_and_scan():
+    q, k, v = (array(3, *x.shape) for x in QKV)
+    assert calls(lower(jax.vmap(flash_attention), q, k, v)) == ["jax_flash_cuda_forward"]
+
+    def scan(q, k, v):
+        return jax.lax.scan(lambda q, kv: (flash_attention(q, *kv), None), q, (k, v))[0]
+
+    assert calls(lower(scan, QKV[0], k, v)) == ["jax_flash_cuda_forward"]
+
+
+def test_vmap_over_sinks_and_batch():
+    """Sinks of some batch dims and not of others reach the kernel in full."""
+    q, k, v = (array(3, *x.shape) for x in QKV)
+
+    def attend(q, k, v, sinks):
+        return flash_attention(q, k, v, sinks=sinks)
+
+    program = lower(jax.vmap(attend), q, k, v, array(3, N, dtype="float32"))
+    assert calls(program) == ["jax_flash_cuda_forward"]
+    assert f"tensor<3x{B}x{N}xf32>" in program
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_export(gradient: bool):
+    def loss(q, k, v):
+        return jnp.sum(flash_attention(q, k, v, is_causal=True).astype(jnp.float32))
+
+    names = ["jax_flash_cuda_forward", "jax_flash_cuda_backward"]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+    function = jax.grad(loss, argnums=(0, 1, 2)) if gradient else loss
+    exported = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(
+        *QKV
+    )
+    again = jax.export.deserialize(exported.serialize())
+    assert calls(again.mlir_module()) == names[: 1 + gradient]
+
+
+def test_export_with_symbolic_shapes():
+    b, t = jax.export.symbolic_shape("b, t")
+    q = jax.ShapeDtypeStruct((b, t, N, H), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((b, t, K, H), jnp.bfloat16)
+    check = jax.export.DisabledSafetyCheck.custom_call("jax_flash_cuda_forward")
+    exported = jax.export.export(
+        jax.jit(flash_attention), platforms=["cuda"], disabled_checks=[check]
+    )(q, kv, kv)
+    assert calls(exported.mlir_module()) == ["jax_flash_cuda_forward"]
