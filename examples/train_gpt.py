@@ -80,8 +80,8 @@ PRESETS = {
 def read_documents(folder: Path) -> list[bytes]:
     """Every Python file below `folder`, shuffled the same way on every machine."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-    files = sorted(f for f in folder.rglob("*.py") if skipped.isdisjoint(f.parts))
-    texts = [f.read_bytes() for f in files]
+    files = sorted(f.relative_to(folder) for f in folder.rglob("*.py"))
+    texts = [(folder / f).read_bytes() for f in files if skipped.isdisjoint(f.parts)]
     texts = [text for text in texts if text and START not in text]
     return [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
 
@@ -150,7 +150,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None, decode: bool) -> jax.Array:
         x = x + self.attention(self.norm1(x), segment_ids=segment_ids, decode=decode)
-        # Flat, since jax 0.12 on a CPU takes 154 ms for this in [16, 512, 128] and 74 in [8192, 128].
+        # Flat: jax 0.12 on a CPU takes 154 ms for this and its gradient in 3D, 74 ms in 2D.
         flat = self.norm2(x).reshape(-1, x.shape[-1])
         return x + self.down(nnx.gelu(self.up(flat))).reshape(x.shape)
 
@@ -338,6 +338,8 @@ def main() -> None:
     held_out = len(documents) // 10
     train = pack(documents[held_out:], config.length)
     validation = pack(documents[:held_out], config.length)
+    if len(train) < config.batch or len(validation) == 0:
+        raise SystemExit(f"{args.text} has too little Python for one batch of {config.batch}")
     validation = validation[np.linspace(0, len(validation) - 1, 8 * config.batch).astype(int)]
     bigram = bigram_loss(train, validation)
 

@@ -91,3 +91,21 @@ def test_packed_rows_overlap_by_their_targets(train_gpt):
 def test_bigram_loss_of_a_certain_successor(train_gpt):
     rows = np.frombuffer(b"ab" * 50_000, np.uint8)[None]
     assert train_gpt.bigram_loss(rows, rows) < 0.01
+
+
+def test_remat_keeps_the_attention(train_gpt):
+    config = train_gpt.Config(layers=2, width=32, heads=4, kv_heads=2, length=16)
+    rows = np.zeros((2, 17), np.uint8)
+
+    def forward_calls(remat):
+        chosen = train_gpt.dataclasses.replace(config, remat=remat)
+        model = train_gpt.GPT(chosen, jax_flash.flash_attention, nnx.Rngs(0))
+        graph, parameters = nnx.split(model)
+        grad = jax.grad(lambda parameters: train_gpt.loss_fn(nnx.merge(graph, parameters), rows))
+        jaxpr = str(jax.make_jaxpr(grad)(parameters))
+        return jaxpr.count("flash_forward["), jaxpr.count("cos ")
+
+    calls, turns = forward_calls(remat=True)
+    plain_calls, plain_turns = forward_calls(remat=False)
+    assert turns > plain_turns  # blocks are recomputed
+    assert calls == plain_calls == config.layers
