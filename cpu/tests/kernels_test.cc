@@ -284,6 +284,12 @@ std::unique_ptr<Case> RandomCase(uint64_t seed) {
   return result;
 }
 
+double Rounded(double x, DType dtype) {
+  Array a(dtype, 1);
+  a.Set(0, x);
+  return a.values[0];
+}
+
 struct Oracle {
   std::vector<double> out, lse, dq, dk, dv, dbias;
 };
@@ -341,7 +347,8 @@ Oracle Expect(const Case& c) {
             dp[j] += keep[j] * dout[d] * v[d];
           }
         }
-        for (int64_t d = 0; d < s.value_dim; ++d) delta += out[d] * dout[d];
+        // The backward pass gets the output as the forward pass stored it.
+        for (int64_t d = 0; d < s.value_dim; ++d) delta += Rounded(out[d], p.dtype) * dout[d];
         for (int64_t j : seen) {
           const double ds = w[j] * (dp[j] - delta) * slope[j];
           const double* k = &c.k.values[c.K(b, j, n) * s.head_dim];
@@ -451,12 +458,14 @@ int Check(const Kernels& kernels, uint64_t seed) {
                 {"dv", Error(oracle.dv, Values(c.dv))},
                 {"dbias", c.with_dbias ? Error(oracle.dbias, Values(c.dbias)) : 0}};
   // Largest element error against the root mean square of the array: about 8 roundings of 4 sigma.
+  // A bias that broadcasts sums many terms that largely cancel.
   const double bound = c.p.dtype == DType::kFloat32    ? 5e-5
                        : c.p.dtype == DType::kBFloat16 ? 0.12
                                                        : 0.02;
   int failures = 0;
   for (const auto& e : errors) {
-    if (first.done && e.error < bound) continue;
+    const bool summed = std::strcmp(e.name, "dbias") == 0;
+    if (first.done && e.error < (summed ? 4 : 1) * bound) continue;
     std::printf("FAIL %s %s error %.3g: %s\n", kernels.name, e.name, e.error,
                 Describe(c, seed).c_str());
     ++failures;
