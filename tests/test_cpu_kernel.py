@@ -1,0 +1,185 @@
+"""The CPU kernels through the public calls: accuracy, memory, threads, and what poison may not do.
+
+Features are covered for every backend by the conformance suite, and for every instruction set by
+cpu/tests/kernels_test.cc; here is what only this backend promises.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import _native
+
+pytestmark = pytest.mark.skipif(
+    _native.available("cpu") is not None, reason="the native module is missing"
+)
+
+
+def draw(shape, dtype=jnp.float32, seed=0):
+    """Draws a standard normal array."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def plain(q, k, v, causal=False):
+    """Attention in float64 NumPy: out and lse of `[B, T, N, H]` inputs with equal heads."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    if causal:
+        seen = np.arange(k.shape[1]) <= np.arange(q.shape[1])[:, None]
+        scores = np.where(seen, scores, -np.inf)
+    most = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - most)
+    total = weights.sum(-1, keepdims=True)
+    out = np.einsum("bnts,bsnh->btnh", weights / total, v)
+    return out, np.moveaxis((most + np.log(total))[..., 0], 1, 2)
+
+
+def attend(q, k, v, **options):
+    """Calls the CPU kernel."""
+    return jax_flash.flash_attention(q, k, v, backend="cpu", **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 63, 192, 1024, 1030])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_error_is_that_of_plain_attention(dtype, length, causal):
+    q, k, v = (draw((1, length, 2, 64), dtype, seed) for seed in range(3))
+    out, lse = attend(q, k, v, is_causal=causal, return_lse=True)
+    expected, expected_lse = plain(q, k, v, causal)
+    xla = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
+    error = np.abs(np.asarray(out, np.float64) - expected).max()
+    plain_error = np.abs(np.asarray(xla, np.float64) - expected).max()
+    assert out.dtype == jnp.dtype(dtype)
+    assert error <= 2 * plain_error + 4 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(np.asarray(lse), expected_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (3, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_with_few_and_many_heads(dtype, heads):
+    # One head splits its keys among tasks, many heads are tasks of their own.
+    n, kv = heads
+    q = draw((2, 700, n, 40), dtype, 0)
+    k, v = draw((2, 650, kv, 40), dtype, 1), draw((2, 650, kv, 24), dtype, 2)
+    weight = draw((2, 700, n, 24), jnp.float32, 3)
+
+    def loss(call, *x):
+        return (call(*x).astype(jnp.float32) * weight).sum()
+
+    def exact(q, k, v):
+        return jax_flash.flash_attention(q, k, v, is_causal=True, backend="xla")
+
+    grads = jax.grad(lambda *x: loss(lambda *y: attend(*y, is_causal=True), *x), (0, 1, 2))(q, k, v)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    expected = jax.grad(lambda *x: loss(exact, *x), (0, 1, 2))(*wide)
+    bound = 2e-5 if dtype == "float32" else 0.03
+    for got, want in zip(grads, expected, strict=True):
+        scale = float(jnp.abs(want).max())
+        assert float(jnp.abs(got.astype(jnp.float32) - want).max()) <= bound * scale
+
+
+def test_repeats_bit_for_bit():
+    q, k, v = (draw((1, 500, 3, 64), seed=seed) for seed in range(3))
+    bias = draw((1, 1, 500, 500), seed=4)
+
+    @jax.jit
+    def step(q, k, v, bias):
+        def loss(*x):
+            return attend(*x[:3], bias=x[3], is_causal=True).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(q, k, v, bias)
+
+    first = step(q, k, v, bias)
+    for _ in range(20):
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(step(q, k, v, bias)), strict=True):
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_visible_still_poisons(dtype):
+    # Care for nan in hidden keys may not hide a nan that a row does see.
+    q, k, v = (draw((1, 130, 1, 64), dtype, seed) for seed in range(3))
+    v = v.at[0, 100, 0, 3].set(jnp.nan).at[0, 70, 0, 5].set(jnp.inf)
+    out = np.asarray(attend(q, k, v, is_causal=True), np.float32)[0, :, 0]
+    assert np.isfinite(out[:, 4]).all()
+    assert np.isfinite(out[:100, 3]).all()
+    assert np.isnan(out[100:, 3]).all()
+    assert np.isfinite(out[:70, 5]).all()
+    assert (out[70:, 5] == np.inf).all()
+
+
+def test_one_query_over_a_long_cache():
+    q = draw((3, 1, 4, 64), "bfloat16", 0)
+    k, v = (draw((3, 2000, 2, 64), "bfloat16", seed) for seed in (1, 2))
+    lengths = jnp.array([2000, 1, 777], jnp.int32)
+    past = np.arange(2000)[None, :, None, None] >= np.asarray(lengths)[:, None, None, None]
+    dirty = [jnp.where(past, jnp.nan, x) for x in (k, v)]
+    got = attend(q, *dirty, key_value_seq_lengths=lengths)
+    for b, length in enumerate(lengths):
+        clean = [jnp.repeat(x[b : b + 1, :length], 2, axis=2) for x in (k, v)]
+        expected, _ = plain(q[b : b + 1], clean[0], clean[1])
+        np.testing.assert_allclose(np.asarray(got[b : b + 1], np.float32), expected, atol=0.01)
+
+
+def test_calls_from_many_threads_at_once():
+    from concurrent.futures import ThreadPoolExecutor
+
+    q, k, v = (draw((1, 300, 4, 32), seed=seed) for seed in range(3))
+    step = jax.jit(jax.value_and_grad(lambda q: attend(q, k, v, is_causal=True).sum()))
+    expected = jax.tree.map(np.asarray, step(q))
+    with ThreadPoolExecutor(8) as pool:
+        for got in pool.map(lambda _: jax.tree.map(np.asarray, step(q)), range(64)):
+            assert all(map(np.array_equal, got, expected))
+
+
+MEMORY = """
+import json, resource, sys
+import jax, jax.numpy as jnp, numpy as np
+import jax_flash
+
+def step(q, k, v, dout):
+    out, pull = jax.vjp(
+        lambda *x: jax_flash.flash_attention(*x, is_causal=True, backend="cpu"), q, k, v)
+    return out, pull(dout)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def run(length):
+    shape = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
+    compiled = jax.jit(step).lower(*[shape] * 4).compile()
+    inputs = [jnp.asarray(np.full(shape.shape, 0.1, np.float32)) for _ in range(4)]
+    return jax.block_until_ready(compiled(*inputs))
+
+run(256)
+before = peak()
+results = run(32768)
+size = 32768 * 64 * 4
+print(json.dumps({"extra": peak() - before - (4 + len(jax.tree.leaves(results))) * size}))
+"""
+
+
+@pytest.mark.slow
+def test_memory_stays_linear(tmp_path):
+    # Peak of a fresh process over inputs and outputs, 8 MB each; [T, S] scores would take 4 GB.
+    package = Path(jax_flash.__file__).parent.parent
+    environment = dict(os.environ, PYTHONPATH=str(package), JAX_PLATFORMS="cpu")
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["extra"] <= 100e6
