@@ -78,7 +78,7 @@ struct BackwardParams {
   float* delta;               // [B, N, Q * kTileQ]: rowsum(out * dout) - dlse
   float* dq_sum;              // [B, N, Q * kTileQ, 64 * ceil(H / 64)] in the order of fragments
   int* next_unit;             // [1]
-  int* turns;                 // [B, N, Q, 2], only with kDeterministic
+  int* turns;                 // [B, N, Q], only with kDeterministic
   int* query_segment_ranges;  // [B, Q, 2] smallest and largest id, only with kHasSegments
   int* key_segment_ranges;    // [B, ceil(S / kTileKV), 2], likewise
 

@@ -78,23 +78,20 @@ struct Unit {
 };
 
 // Drops query blocks at both ends whose segment ids cannot meet the key block's. Whole warps call.
-__device__ __forceinline__ void narrow_by_segments(const BackwardParams& p, Unit& u) {
-  const int lane = threadIdx.x % 32;
-  const int2 keys = key_segment_range(p, u.batch, u.key0 / kKeys);
-  Range met{u.blocks.end, u.blocks.begin};
-  for (int base = u.blocks.begin; base < u.blocks.end; base += 32) {
-    bool meets = false;
-    if (base + lane < u.blocks.end) {
-      const int2 queries = query_segment_range(p, u.batch, base + lane);
-      meets = queries.x <= keys.y && keys.x <= queries.y;
-    }
-    const uint32 hits = __ballot_sync(0xffffffffu, meets);
+__device__ __forceinline__ Range narrow_by_segments(const BackwardParams& p, int batch, int key0,
+                                                    Range blocks) {
+  const int2 keys = key_segment_range(p, batch, key0 / kKeys);
+  Range met{blocks.end, 0};
+  for (int base = blocks.begin; base < blocks.end; base += 32) {
+    const int m = min(base + static_cast<int>(threadIdx.x) % 32, blocks.end - 1);
+    const int2 queries = query_segment_range(p, batch, m);
+    const uint32 hits = __ballot_sync(0xffffffffu, queries.x <= keys.y && keys.x <= queries.y);
     if (hits != 0) {
       met.begin = min(met.begin, base + __ffs(hits) - 1);
-      met.end = base + 32 - __clz(hits);
+      met.end = min(base + 32 - __clz(hits), blocks.end);
     }
   }
-  u.blocks = met.empty() ? Range{0, 0} : met;
+  return met.empty() ? Range{0, 0} : met;
 }
 
 // Units in the order of work: heads in groups whose queries stay in L2; within a group the key
@@ -113,8 +110,6 @@ __device__ __forceinline__ Unit unit_at(const BackwardParams& p, int index) {
   u.sight = visibility(p, u.batch);
   u.blocks = blocks_of<kQueries>(
       visible_queries<kWindowLeft, kWindowRight>(u.sight, u.key0, u.key0 + kKeys - 1));
-  // In deterministic mode a unit takes its turn at every block of its range.
-  if constexpr (kHasSegments && !kDeterministic) narrow_by_segments(p, u);
   return u;
 }
 
@@ -123,9 +118,8 @@ __device__ __forceinline__ Unit unit_at(const BackwardParams& p, int index) {
 // last. In deterministic mode this is also the order in which a unit never waits for a later one.
 inline constexpr int kDirection = kWindowRight ? -1 : 1;
 
-__device__ __forceinline__ int first_block(const Unit& u) {
-  return kWindowRight ? u.blocks.end - 1 : u.blocks.begin;
+__device__ __forceinline__ int first_block(const Range& blocks) {
+  return kWindowRight ? blocks.end - 1 : blocks.begin;
 }
-__device__ __forceinline__ int block_count(const Unit& u) { return u.blocks.end - u.blocks.begin; }
 
 }  // namespace backward

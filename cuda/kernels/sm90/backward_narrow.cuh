@@ -41,7 +41,7 @@ inline constexpr int kScoreBarrier = 2;   // and 3: one score warpgroup
 
 __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
-    set_up_load(8, 8, 8);
+    set_up_load(8, 8, 8, 8);
     for (int i = 0; i < kScoreStages; ++i) {
       barrier_init(barrier_at(kDsFull + i), 8);
       barrier_init(barrier_at(kDsEmpty + i), 8);
@@ -87,21 +87,19 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer, 
   wgmma_commit();
 }
 
-// Adds the half of dQ to the sum; `block` indexes [B, N, query block].
-__device__ __forceinline__ void add_dq(const BackwardParams& p, const volatile UnitRecord& u,
-                                       const float (&dq)[kDqValues], int block, int m0, int which) {
-  int* turn = p.turns + 2 * static_cast<int64>(block) + which;
-  if constexpr (kDeterministic) wait_turn(p, u, turn, m0, kScoreBarrier + which);
+// Adds the half of dQ of the `iteration`-th query block to the sum; `block` indexes [B, N, block].
+__device__ __forceinline__ void add_dq(const BackwardParams& p, const float (&dq)[kDqValues],
+                                       uint32 iteration, int block, int which) {
+  take_turn(iteration);
   add_fragments(p.dq_sum + static_cast<int64>(block) * kBlockFloats + which * 128 * kDqValues, dq);
-  if constexpr (kDeterministic) pass_turn(turn, kScoreBarrier + which);
+  end_turn(iteration);
 }
 
 // One query block. dQ of the block before it is computed here too, unless this is the unit's first.
 template <bool kFirst>
 __device__ __forceinline__ void score_step(const BackwardParams& p, const volatile UnitRecord& u,
                                            int which, uint32 iteration, int m0, int last_block,
-                                           int last_m0, float (&dk)[kHead / 2],
-                                           float (&dv)[kValue / 2]) {
+                                           float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
   const int slab = 64 * which;
   const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
   const uint32 q = shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ;
@@ -173,7 +171,7 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
     wgmma_wait<2>();
     pin(dq);
     warp_arrive(barrier_at(kDsEmpty + last));
-    add_dq(p, u, dq, last_block, last_m0, which);
+    add_dq(p, dq, iteration - 1, last_block, which);
   }
   wgmma_wait<1>();
   warp_arrive(barrier_at(kDoutEmpty + slot));
@@ -202,18 +200,13 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
       named_barrier_sync(kScoreBarrier + which, 128);
     }
     if (u.total > 0) {
-      int m0 = u.m0, left = u.total, block = u.block;
-      score_step<true>(p, u, which, iteration, m0, 0, 0, dk, dv);
+      Walk walk(u);
+      score_step<true>(p, u, which, iteration, walk.m0, 0, dk, dv);
       ++iteration;
-      while (--left > 0) {
-        const int last_m0 = m0, last_block = block;
-        m0 += kDirection * kQueries;
-        block += kDirection;
-        if (m0 == u.m_end) {
-          block += query_blocks(p) + (u.m0 - m0) / kQueries;
-          m0 = u.m0;
-        }
-        score_step<false>(p, u, which, iteration, m0, last_block, last_m0, dk, dv);
+      while (walk.left > 1) {
+        const int last_block = walk.block;
+        walk.next(p, u);
+        score_step<false>(p, u, which, iteration, walk.m0, last_block, dk, dv);
         ++iteration;
       }
       const uint32 last = slot_of<kScoreStages>(iteration - 1);
@@ -224,7 +217,7 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
       wgmma_wait<0>();
       pin(dq);
       warp_arrive(barrier_at(kDsEmpty + last));
-      add_dq(p, u, dq, block, m0, which);
+      add_dq(p, dq, iteration - 1, walk.block, which);
     }
     warp_arrive(barrier_at(kKEmpty));
     warp_arrive(barrier_at(kVEmpty));
@@ -241,7 +234,7 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   set_up();
   if (warp_index() / 4 == 0) {
     register_decrease<kLoadRegisters>();
-    if (threadIdx.x < 32) load(p);
+    feed(p);
   } else {
     register_increase<kScoreRegisters>();
     score(p, warp_index() / 4 - 1);

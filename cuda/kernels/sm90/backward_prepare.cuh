@@ -59,9 +59,7 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
   const int64 padded = static_cast<int64>(head_index) * tiles * 64 + row0;
 
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.next_unit = 0;
-  if (kDeterministic && row0 % kQueries == 0 && threadIdx.x < 2) {
-    p.turns[(padded / kQueries) * 2 + threadIdx.x] = 0;
-  }
+  if (kDeterministic && row0 % kQueries == 0 && threadIdx.x == 0) p.turns[padded / kQueries] = 0;
 
   float4* sum = reinterpret_cast<float4*>(p.dq_sum) + padded * (kHeadBoxes * 16);
 #pragma unroll

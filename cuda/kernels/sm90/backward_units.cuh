@@ -1,7 +1,7 @@
 // What the two main kernels share: units of work, the load role, and the arithmetic of S^T tiles.
 //
-// A unit is a block of keys of one key/value head with all query blocks that see it. The load role
-// hands units to the other roles and feeds them: K and V once, Q, -lse, dO and delta per query
+// A unit is a block of keys of one key/value head with all query blocks that see it. The plan role
+// hands units out, the load role feeds the others: K and V once, Q, -lse, dO and delta per query
 // block. Tiles are boxes of 64 columns in 128-byte-swizzled shared memory.
 #pragma once
 
@@ -23,6 +23,8 @@ inline constexpr int kAtLse = kAtDout + kStages * kValueBoxes * kBoxQ;
 inline constexpr int kAtDelta = kAtLse + kStages * kQueries * 4;
 inline constexpr int kAtOwn = round_up(kAtDelta + kStages * kQueries * 4, 1024);
 
+inline constexpr int kTurns = 2;  // query blocks whose turn may have come, deterministic mode
+
 // Barriers, named by their event.
 inline constexpr int kUnitFull = 0;   // [2]
 inline constexpr int kUnitEmpty = 2;  // [2]
@@ -36,7 +38,10 @@ inline constexpr int kDoutFull = kQEmpty + kStages;
 inline constexpr int kDoutEmpty = kDoutFull + kStages;
 inline constexpr int kDsFull = kDoutEmpty + kStages;  // [kScoreStages]
 inline constexpr int kDsEmpty = kDsFull + kScoreStages;
-inline constexpr int kOwnBarriers = kDsEmpty + kScoreStages;
+inline constexpr int kTurnFull = kDsEmpty + kScoreStages;  // [kTurns]
+inline constexpr int kTurnEmpty = kTurnFull + kTurns;
+inline constexpr int kTurnTaken = kTurnEmpty + kTurns;
+inline constexpr int kOwnBarriers = kTurnTaken + kTurns;
 
 // Aligned as declared, so every address below is a constant plus an index.
 extern __shared__ __align__(1024) char shared_memory[];
@@ -62,7 +67,7 @@ __device__ __forceinline__ void warp_arrive(uint32 barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-// A unit as the load role hands it to the others. It stays in shared memory, not in registers, for
+// A unit as the plan role hands it to the others. It stays in shared memory, not in registers, for
 // as long as they work on it.
 struct UnitRecord {
   int stop;  // no further units
@@ -85,11 +90,13 @@ __device__ __forceinline__ volatile UnitRecord& unit_record(uint32 i) {
   return reinterpret_cast<volatile UnitRecord*>(shared_memory + kAtUnits)[i % 2];
 }
 
-// Barriers of the load role. The arguments count the arrivals that give a unit, K and V back.
-__device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, int value_readers) {
+// Barriers of the roles of warpgroup 0. The arguments count the arrivals that give a unit, K and V
+// back, and the warps that add to dq_sum.
+__device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, int value_readers,
+                                            int adders) {
   for (int i = 0; i < 2; ++i) {
     barrier_init(barrier_at(kUnitFull + i), 1);
-    barrier_init(barrier_at(kUnitEmpty + i), unit_readers);
+    barrier_init(barrier_at(kUnitEmpty + i), unit_readers + (kDeterministic ? 3 : 1));
   }
   barrier_init(barrier_at(kKFull), 1);
   barrier_init(barrier_at(kKEmpty), key_readers);
@@ -101,14 +108,30 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
     barrier_init(barrier_at(kDoutFull + i), 1);
     barrier_init(barrier_at(kDoutEmpty + i), 8);
   }
+  for (int i = 0; i < kTurns; ++i) {
+    barrier_init(barrier_at(kTurnFull + i), 1);
+    barrier_init(barrier_at(kTurnEmpty + i), 1);
+    barrier_init(barrier_at(kTurnTaken + i), adders);
+  }
+}
+
+// The walk over query blocks, as the record has it.
+__device__ __forceinline__ void set_walk(const BackwardParams& p, volatile UnitRecord& r,
+                                         const Range& blocks) {
+  const int first = first_block(blocks), count = blocks.end - blocks.begin;
+  r.m0 = first * kQueries;
+  r.m_end = (first + kDirection * count) * kQueries;
+  r.total = count * group_size(p);
+  r.block = (r.batch * p.query_heads + r.head) * query_blocks(p) + first;
 }
 
 __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, int index) {
+  const bool leader = threadIdx.x % 32 == 0;
   barrier_wait(barrier_at(kUnitEmpty + slot_of<2>(sent)), parity_of<2>(sent) ^ 1);
+  volatile UnitRecord& r = unit_record(sent);
   const bool stop = index >= unit_count(p);
   const Unit u = unit_at(p, stop ? 0 : index);
-  if (threadIdx.x == 0) {
-    volatile UnitRecord& r = unit_record(sent);
+  if (leader) {
     r.stop = stop;
     r.batch = u.batch;
     r.kv_head = u.kv_head;
@@ -116,17 +139,42 @@ __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, 
     r.offset = u.sight.offset;
     r.query_length = u.sight.query_length;
     r.kv_length = u.sight.kv_length;
-    r.m0 = first_block(u) * kQueries;
-    r.m_end = (first_block(u) + kDirection * block_count(u)) * kQueries;
-    r.total = block_count(u) * group_size(p);
     r.head = u.kv_head * group_size(p);
-    r.block = (u.batch * p.query_heads + r.head) * query_blocks(p) + first_block(u);
     const Range seen = visible_keys<kWindowLeft, kWindowRight>(u.sight, 0, p.query_len - 1);
     r.seen_keys.begin = seen.begin - u.key0;
     r.seen_keys.end = seen.end - u.key0;
-    barrier_arrive(barrier_at(kUnitFull + slot_of<2>(sent)));
+    set_walk(p, r, u.blocks);
   }
+  // In deterministic mode a unit takes its turn at every block of its range.
+  if constexpr (kHasSegments && !kDeterministic) {
+    __syncwarp();
+    const Range met = narrow_by_segments(p, r.batch, r.key0, u.blocks);
+    if (leader) set_walk(p, r, met);
+  }
+  if (leader) barrier_arrive(barrier_at(kUnitFull + slot_of<2>(sent)));
   __syncwarp();
+}
+
+// Hands out units until there are no more.
+__device__ __forceinline__ void plan(const BackwardParams& p) {
+  uint32 sent = 0;
+  int index = blockIdx.x;
+  while (true) {
+    send_unit(p, sent, index);
+    if (index >= unit_count(p)) break;
+    ++sent;
+    if (threadIdx.x % 32 == 0) index = static_cast<int>(gridDim.x) + atomicAdd(p.next_unit, 1);
+    index = __shfl_sync(0xffffffffu, index, 0);
+  }
+}
+
+// The i-th unit as the other roles see it; each warp gives it back with `return_unit`.
+__device__ __forceinline__ const volatile UnitRecord& receive_unit(uint32 i) {
+  barrier_wait(barrier_at(kUnitFull + slot_of<2>(i)), parity_of<2>(i));
+  return unit_record(i);
+}
+__device__ __forceinline__ void return_unit(uint32 i) {
+  warp_arrive(barrier_at(kUnitEmpty + slot_of<2>(i)));
 }
 
 // One box of 64 columns after the other.
@@ -141,17 +189,11 @@ __device__ __forceinline__ void load_tile(uint32 tile, const TensorMap& map, uin
 
 __device__ __forceinline__ void load(const BackwardParams& p) {
   const bool leader = threadIdx.x == 0;
-  uint32 sent = 0, iteration = 0;
-  int index = blockIdx.x;
+  uint32 received = 0, iteration = 0;
   while (true) {
-    send_unit(p, sent, index);
-    const volatile UnitRecord& u = unit_record(sent);
-    const uint32 free = parity_of<1>(sent) ^ 1;
-    ++sent;
+    const volatile UnitRecord& u = receive_unit(received);
     if (u.stop) break;
-    if (leader) index = static_cast<int>(gridDim.x) + atomicAdd(p.next_unit, 1);
-    index = __shfl_sync(0xffffffffu, index, 0);
-
+    const uint32 free = parity_of<1>(received) ^ 1;
     int left = u.total;
     barrier_wait(barrier_at(kKEmpty), free);
     if (left == 0) {
@@ -160,9 +202,7 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
         barrier_arrive(barrier_at(kKFull));
         barrier_arrive(barrier_at(kVFull));
       }
-      continue;
-    }
-    if (leader) {
+    } else if (leader) {
       barrier_arrive_expect(barrier_at(kKFull), kHeadBoxes * kBoxK);
       load_tile<kHeadBoxes, kBoxK>(shared_base() + kAtK, p.key, barrier_at(kKFull), kEvictNormal,
                                    u.kv_head, u.key0, u.batch);
@@ -207,16 +247,9 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
         ++head;
       }
     }
+    return_unit(received);
+    ++received;
   }
-}
-
-// The i-th unit as the other roles see it; each warp gives it back with `return_unit`.
-__device__ __forceinline__ const volatile UnitRecord& receive_unit(uint32 i) {
-  barrier_wait(barrier_at(kUnitFull + slot_of<2>(i)), parity_of<2>(i));
-  return unit_record(i);
-}
-__device__ __forceinline__ void return_unit(uint32 i) {
-  warp_arrive(barrier_at(kUnitEmpty + slot_of<2>(i)));
 }
 
 // ---- S^T tiles: 64 keys by kQueries ----------------------------------------------------------
@@ -244,9 +277,16 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
                                               float (&score)[kScores], uint32 lse, int row,
                                               int m0) {
   const int column = 2 * (threadIdx.x % 4);
-  Range columns[2];  // relative to the thread's first query, m0 + column
-  int key_segment[2];
+  Range columns[2];                             // relative to the thread's first query, m0 + column
+  int key_segment[2], segments[kQueries / 32];  // of query m0 + 32 i + lane
   if constexpr (kPartial) {
+    if constexpr (kHasSegments) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 32; ++i) {
+        const int query = min(m0 + 32 * i + static_cast<int>(threadIdx.x) % 32, p.query_len - 1);
+        segments[i] = p.query_segments[static_cast<int64>(u.batch) * p.query_len + query];
+      }
+    }
     const Visibility sight = sight_of(p, u);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -265,8 +305,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
     if constexpr (kPartial && kHasSegments) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        query_segment[c] = p.query_segments[static_cast<int64>(u.batch) * p.query_len +
-                                            min(m0 + 8 * j + column + c, p.query_len - 1)];
+        query_segment[c] = __shfl_sync(0xffffffffu, segments[j / 4], 8 * (j % 4) + column + c);
       }
     }
 #pragma unroll
@@ -394,23 +433,80 @@ __device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint3
 
 // ---- dq -----------------------------------------------------------------------------------------
 
-// Deterministic sums: the units of a head add to a query block in ascending order of keys. One
-// warpgroup calls, with a named barrier of its own.
-__device__ __forceinline__ void wait_turn(const BackwardParams& p, const volatile UnitRecord& u,
-                                          const int* turn, int m0, int named_barrier) {
-  if (threadIdx.x % 128 == 0) {
-    // The first key block that meets these queries.
-    const int first_key = kWindowLeft ? max(m0 + u.offset - p.window_left, 0) / kKeys : 0;
-    const int rank = u.key0 / kKeys - first_key;
-    while (load_acquire(turn) != rank) {
+// A walk over the query blocks of a unit, head after head.
+struct Walk {
+  int left, m0, block;
+  __device__ __forceinline__ explicit Walk(const volatile UnitRecord& u)
+      : left(u.total), m0(u.m0), block(u.block) {}
+  __device__ __forceinline__ void next(const BackwardParams& p, const volatile UnitRecord& u) {
+    --left;
+    m0 += kDirection * kQueries;
+    block += kDirection;
+    if (m0 == u.m_end) {
+      block += query_blocks(p) + (u.m0 - m0) / kQueries;
+      m0 = u.m0;
     }
   }
-  named_barrier_sync(named_barrier, 128);
+};
+
+// Deterministic sums: the units of a head add to a query block in ascending order of keys. Two
+// warps keep the order beside the warpgroups that add: this one waits until the units before have
+// added,
+__device__ __forceinline__ void wait_turns(const BackwardParams& p) {
+  uint32 received = 0, iteration = 0;
+  while (true) {
+    const volatile UnitRecord& u = receive_unit(received);
+    if (u.stop) break;
+    for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
+      const uint32 slot = slot_of<kTurns>(iteration);
+      barrier_wait(barrier_at(kTurnEmpty + slot), parity_of<kTurns>(iteration) ^ 1);
+      // The first key block that meets these queries.
+      const int first_key = kWindowLeft ? max(walk.m0 + u.offset - p.window_left, 0) / kKeys : 0;
+      const int rank = u.key0 / kKeys - first_key;
+      while (load_acquire(p.turns + walk.block) != rank) {
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(barrier_at(kTurnFull + slot));
+      ++iteration;
+    }
+    return_unit(received);
+    ++received;
+  }
 }
-__device__ __forceinline__ void pass_turn(int* turn, int named_barrier) {
-  fence_gpu();
-  named_barrier_sync(named_barrier, 128);
-  if (threadIdx.x % 128 == 0) add_release(turn, 1);
+
+// and this one tells the next unit when this unit's additions are visible to it.
+__device__ __forceinline__ void pass_turns(const BackwardParams& p) {
+  uint32 received = 0, iteration = 0;
+  while (true) {
+    const volatile UnitRecord& u = receive_unit(received);
+    if (u.stop) break;
+    for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
+      const uint32 slot = slot_of<kTurns>(iteration);
+      barrier_wait(barrier_at(kTurnTaken + slot), parity_of<kTurns>(iteration));
+      if (threadIdx.x % 32 == 0) {
+        fence_gpu();
+        add_release(p.turns + walk.block, 1);
+        barrier_arrive(barrier_at(kTurnEmpty + slot));
+      }
+      ++iteration;
+    }
+    return_unit(received);
+    ++received;
+  }
+}
+
+// The roles of warpgroup 0.
+__device__ __forceinline__ void feed(const BackwardParams& p) {
+  const int warp = warp_index();
+  if (warp == 0) {
+    load(p);
+  } else if (warp == 3) {
+    plan(p);
+  } else if (kDeterministic && warp == 1) {
+    wait_turns(p);
+  } else if (kDeterministic && warp == 2) {
+    pass_turns(p);
+  }
 }
 
 // Adds a warpgroup's accumulators to the sum, in their own order.
@@ -421,6 +517,14 @@ __device__ __forceinline__ void add_fragments(float* sum, const float (&values)[
     reduce_add_x4(sum + (j * 128 + threadIdx.x % 128) * 4, values[4 * j], values[4 * j + 1],
                   values[4 * j + 2], values[4 * j + 3]);
   }
+}
+__device__ __forceinline__ void take_turn(uint32 iteration) {
+  if constexpr (kDeterministic) {
+    barrier_wait(barrier_at(kTurnFull + slot_of<kTurns>(iteration)), parity_of<kTurns>(iteration));
+  }
+}
+__device__ __forceinline__ void end_turn(uint32 iteration) {
+  if constexpr (kDeterministic) warp_arrive(barrier_at(kTurnTaken + slot_of<kTurns>(iteration)));
 }
 
 }  // namespace backward

@@ -39,11 +39,10 @@ inline constexpr int kVIdle = kKIdle + 1;   // likewise V and dV
 // Named barriers, one per role.
 inline constexpr int kProbabilityBarrier = 1;
 inline constexpr int kGradientBarrier = 2;
-inline constexpr int kQueryBarrier = 3;
 
 __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
-    set_up_load(12, 1, 1);
+    set_up_load(12, 1, 1, 4);
     for (int i = 0; i < kScoreStages; ++i) {
       barrier_init(barrier_at(kDsFull + i), 4);
       barrier_init(barrier_at(kDsEmpty + i), 4);
@@ -308,13 +307,11 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
     const volatile UnitRecord& u = receive_unit(received);
     if (u.stop) break;
     barrier_wait(barrier_at(kKFull), parity_of<1>(received));
-    int m0 = u.m0, block = u.block;
-    for (int left = u.total; left > 0; --left) {
+    for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
       const uint32 buffer = slot_of<kScoreStages>(iteration);
       const Descriptor a = descriptor(shared_base() + kAtDs + buffer * kDsBytes, kDsBytes, 1024);
       const Descriptor b = descriptor(shared_base() + kAtK, kBoxK, 1024);
-      float* sum = p.dq_sum + static_cast<int64>(block) * kBlockFloats;
-      int* turn = p.turns + 2 * static_cast<int64>(block);
+      float* sum = p.dq_sum + static_cast<int64>(walk.block) * kBlockFloats;
       barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
 #pragma unroll
       for (int box = 0; box < kHeadBoxes; ++box) {
@@ -328,19 +325,11 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
         wgmma_wait<0>();
         pin(dq);
         if (box + 1 == kHeadBoxes) warp_arrive(barrier_at(kDsEmpty + buffer));
-        if constexpr (kDeterministic) {
-          if (box == 0) wait_turn(p, u, turn, m0, kQueryBarrier);
-        }
+        if (box == 0) take_turn(iteration);
         add_fragments(sum + box * kTileFloats, dq);
       }
-      if constexpr (kDeterministic) pass_turn(turn, kQueryBarrier);
+      end_turn(iteration);
       ++iteration;
-      m0 += kDirection * kQueries;
-      block += kDirection;
-      if (m0 == u.m_end) {
-        block += query_blocks(p) + (u.m0 - m0) / kQueries;
-        m0 = u.m0;
-      }
     }
     warp_arrive(barrier_at(kKIdle));
     return_unit(received);
@@ -353,7 +342,7 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   const int role = warp_index() / 4;
   if (role == 0) {
     register_decrease<kLoadRegisters>();
-    if (threadIdx.x < 32) load(p);
+    feed(p);
   } else if (role == 1) {
     register_decrease<kQueryRegisters>();
     query_role(p);
