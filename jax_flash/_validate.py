@@ -75,7 +75,7 @@ def prepare(
     problem = Problem(
         dtype=q.dtype.name,
         scale=1.0 / math.sqrt(head_dim) if scale is None else _number("scale", scale),
-        window=_window(_flag("is_causal", is_causal), local_window_size),
+        window=_window(_flag("is_causal", is_causal), local_window_size, q_len + kv_len),
         bottom_right=align == "bottom_right",
         softcap=_softcap(softcap),
         dropout_rate=rate,
@@ -263,9 +263,13 @@ def _dropout_state(key, batch: tuple[int, ...], q_heads: int) -> jax.Array:
 
 
 def _window(
-    is_causal: bool, size: int | Sequence[int | None] | None
+    is_causal: bool, size: int | Sequence[int | None] | None, reach: int
 ) -> tuple[int | None, int | None]:
-    """Computes how many keys to the left and right of its own position a query sees (None: all)."""
+    """Computes how many keys to the left and right of its own position a query sees (None: all).
+
+    No key is as far as `reach` from a query, so a side that wide is None, and every other one is
+    small enough for the backends' int32.
+    """
     if size is None or isinstance(size, numbers.Integral):
         left = right = size
     elif isinstance(size, Sequence) and len(size) == 2:
@@ -284,8 +288,8 @@ def _window(
                 f"local_window_size is {size!r}; expected 0 or more on each side, or None for no "
                 "limit"
             )
-    left = None if left is None else int(left)
-    right = None if right is None else int(right)
+    left = None if left is None or left >= reach else int(left)
+    right = None if right is None or right >= reach else int(right)
     return left, 0 if is_causal else right
 
 

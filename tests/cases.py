@@ -1,0 +1,429 @@
+"""The table of conformance cases: what is asked of every backend, as data.
+
+A case names shapes and features; `Case.draw` turns it into numpy arrays and keyword arguments, the
+same for the package (`run`) and for the plain numpy attention (`truth`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_flash
+
+from . import numpy_oracle
+from .numpy_oracle import DTYPES
+
+BOTTOM_RIGHT = "bottom_right"
+DROPOUT_SEED = 7
+Window = int | tuple[int | None, int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of flash_attention.
+
+    `bias` and `mask` name the axes they keep of [b, n, t, s]; a 1 in a place broadcasts it.
+    """
+
+    name: str
+    T: int = 64
+    S: int = 64
+    N: int = 2
+    K: int | None = None  # kv heads, N unless given
+    H: int = 32
+    Hv: int | None = None  # value dim, H unless given
+    batch: tuple[int, ...] = (2,)
+    dtype: str = "float32"
+    scale: float | None = None
+    causal: bool = False
+    align: str = "top_left"
+    window: Window | None = None
+    bias: str | None = None
+    bias_dtype: str | None = None  # the query's unless given
+    bias_hides: bool = False  # a third of the bias is -inf
+    mask: str | None = None
+    mask_density: float = 0.7
+    q_lengths: tuple[int, ...] | None = None  # repeated over the batch
+    kv_lengths: tuple[int, ...] | None = None
+    segments: str | None = None  # "packed" (sorted), "shuffled", "apart" (no pair is equal)
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    with_lse: bool = False  # lse is returned and has a cotangent
+    deterministic: bool = False
+    spread: float = 1.0  # standard deviation of query: how peaked the softmax is
+
+    @property
+    def kv_heads(self) -> int:
+        return self.N if self.K is None else self.K
+
+    @property
+    def value_dim(self) -> int:
+        return self.H if self.Hv is None else self.Hv
+
+    def features(self) -> set[str]:
+        """The names under which a backend may refuse the case."""
+        has = {self.dtype}
+        has |= {"bias"} if self.bias else set()
+        has |= {"mask"} if self.mask else set()
+        has |= {"sinks"} if self.sinks else set()
+        has |= {"dropout"} if self.dropout else set()
+        has |= {"head dim"} if max(self.H, self.value_dim) > 256 else set()
+        return has
+
+    def draw(self, seed: int = 0) -> Arguments:
+        """Random arrays for the case, the same for the same name and seed."""
+        rng = np.random.default_rng([zlib.crc32(self.name.encode()), seed])
+        dtype = DTYPES[self.dtype]
+
+        def normal(*shape, like=dtype, by=1.0):
+            return (by * rng.standard_normal(shape)).astype(like)
+
+        lead, rows = self.batch, int(np.prod(self.batch))
+        arrays: dict[str, np.ndarray] = {
+            "query": normal(*lead, self.T, self.N, self.H, by=self.spread),
+            "key": normal(*lead, self.S, self.kv_heads, self.H),
+            "value": normal(*lead, self.S, self.kv_heads, self.value_dim),
+        }
+
+        def broadcast_shape(letters):
+            axes = {"n": self.N, "t": self.T, "s": self.S}
+            tail = tuple(1 if letter == "1" else axes[letter] for letter in letters[-3:])
+            if len(letters) == 3:  # no batch axes at all
+                return tail
+            return (lead if letters[0] == "b" else (1,) * len(lead)) + tail
+
+        if self.bias:
+            bias = normal(
+                *broadcast_shape(self.bias), like=DTYPES[self.bias_dtype or self.dtype], by=2.0
+            )
+            if self.bias_hides:
+                bias = np.where(rng.random(bias.shape) < 1 / 3, -np.inf, bias).astype(bias.dtype)
+            arrays["bias"] = bias
+        if self.mask:
+            arrays["mask"] = rng.random(broadcast_shape(self.mask)) < self.mask_density
+        for name, lengths in (
+            ("query_seq_lengths", self.q_lengths),
+            ("key_value_seq_lengths", self.kv_lengths),
+        ):
+            if lengths is not None:
+                arrays[name] = np.resize(np.array(lengths, np.int32), lead)
+        if self.segments:
+            q_ids, kv_ids = (rng.integers(0, 3, (rows, n)) for n in (self.T, self.S))
+            if self.segments == "packed":
+                q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
+            if self.segments == "apart":
+                kv_ids = kv_ids + 5
+            arrays["query_segment_ids"] = q_ids.astype(np.int32).reshape(*lead, self.T)
+            arrays["key_value_segment_ids"] = kv_ids.astype(np.int32).reshape(*lead, self.S)
+        if self.sinks:
+            arrays["sinks"] = normal(self.N, like=np.float32)
+        options: dict[str, Any] = {
+            "scale": self.scale,
+            "is_causal": self.causal,
+            "causal_align": self.align,
+            "local_window_size": self.window,
+            "softcap": self.softcap,
+            "dropout_rate": self.dropout,
+        }
+        dout = normal(*lead, self.T, self.N, self.value_dim)
+        dlse = normal(*lead, self.T, self.N, like=np.float32) if self.with_lse else None
+        return Arguments(self, arrays, options, dout, dlse)
+
+
+@dataclasses.dataclass
+class Arguments:
+    """The arrays of one call by argument name, its options, and its cotangents."""
+
+    case: Case
+    arrays: dict[str, np.ndarray]
+    options: dict[str, Any]
+    dout: np.ndarray
+    dlse: np.ndarray | None
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        return tuple(
+            name for name in ("query", "key", "value", "bias", "sinks") if name in self.arrays
+        )
+
+    def truth(self, precision: str = "float64", gradients: bool = True) -> numpy_oracle.Result:
+        """The same call by the numpy attention, every intermediate rounded to `precision`."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return numpy_oracle.attention(
+                **self.arrays,
+                **self.options,
+                dropout_words=dropout_words() if self.case.dropout else None,
+                dout=self.dout if gradients else None,
+                dlse=self.dlse if gradients else None,
+                precision=precision,
+            )
+
+    def function(self, backend: str | None):
+        """A function of the arrays that returns out, or (out, lse) when the case asks for lse."""
+        case = self.case
+
+        def call(arrays):
+            options = dict(self.options)
+            if case.dropout:
+                options["dropout_key"] = jax.random.key(DROPOUT_SEED)
+            return jax_flash.flash_attention(
+                **arrays,
+                **options,
+                return_lse=case.with_lse,
+                deterministic=case.deterministic,
+                backend=backend,
+            )
+
+        return call
+
+    def step(self, backend: str | None):
+        """A function of (arrays, cotangent) that returns the result and the gradients by name."""
+        call, moving_names = self.function(backend), self.differentiable
+
+        def step(arrays, cotangent):
+            fixed = {n: x for n, x in arrays.items() if n not in moving_names}
+            moving = {n: arrays[n] for n in moving_names}
+            result, pull = jax.vjp(lambda moving: call({**moving, **fixed}), moving)
+            (gradients,) = pull(cotangent)
+            return result, gradients
+
+        return step
+
+    @property
+    def cotangent(self):
+        return self.dout if self.dlse is None else (self.dout, self.dlse)
+
+    def run(self, backend: str | None) -> dict[str, Any]:
+        """out, lse (if asked for) and the gradient of each differentiable argument, in one jit."""
+        result, gradients = _jitted_step(self.case, backend)(
+            {n: jnp.asarray(x) for n, x in self.arrays.items()},
+            jax.tree.map(jnp.asarray, self.cotangent),
+        )
+        values = {f"d{name}": gradient for name, gradient in gradients.items()}
+        if self.case.with_lse:
+            values["out"], values["lse"] = result
+        else:
+            values["out"] = result
+        return {name: np.asarray(x) for name, x in values.items()}
+
+
+@functools.lru_cache(maxsize=4)  # so that one test may run the same case on several values
+def _jitted_step(case: Case, backend: str | None):
+    return jax.jit(case.draw().step(backend))
+
+
+def dropout_words(key: jax.Array | None = None) -> tuple[int, int]:
+    """The Philox key drawn from a dropout key (from that of `Arguments.function` unless given)."""
+    key = jax.random.key(DROPOUT_SEED) if key is None else key
+    first, second = np.asarray(jax.random.bits(key, (2,), np.uint32))
+    return int(first), int(second)
+
+
+C = Case
+HALF = "bfloat16"
+
+CASES: tuple[Case, ...] = (
+    # Every feature alone, in float32.
+    C("plain"),
+    C("plain cross", T=48, S=80),
+    C("scale", scale=0.3),
+    C("negative scale", scale=-0.2),
+    C("peaked", spread=12.0),
+    C("causal", causal=True),
+    C("window", window=(7, 5)),
+    C("window int", window=9),
+    C("window left only", window=(6, None)),
+    C("window right only", window=(None, 6)),
+    C("window of one", window=(0, 0)),
+    C("window wider than all", window=(500, 500)),
+    C("bias", bias="bnts"),
+    C("mask", mask="bnts"),
+    C("mask sparse", mask="bnts", mask_density=0.03),
+    C("mask nothing", mask="bnts", mask_density=0.0),
+    C("query lengths", q_lengths=(64, 13)),
+    C("key lengths", kv_lengths=(29, 64)),
+    C("lengths", q_lengths=(50, 0), kv_lengths=(64, 17)),
+    C("lengths zero", q_lengths=(64, 5), kv_lengths=(0, 64)),
+    C("segments packed", segments="packed"),
+    C("segments shuffled", segments="shuffled"),
+    C("segments apart", segments="apart"),
+    C("softcap", softcap=2.0, spread=3.0),
+    C("sinks", sinks=True),
+    C("dropout", dropout=0.25),
+    C("lse", with_lse=True),
+    C("deterministic", deterministic=True),
+    # Head dims and value dims.
+    C("head dim 1", H=1),
+    C("head dim 3", H=3, Hv=5),
+    C("head dim 17", H=17),
+    C("head dim 64", H=64, T=96),
+    C("head dim 72", H=72),
+    C("head dim 80 value 48", H=80, Hv=48),
+    C("head dim 96", H=96, causal=True),
+    C("head dim 128", H=128),
+    C("head dim 192 value 128", H=192, Hv=128, causal=True),
+    C("head dim 256", H=256, T=48),
+    C("head dim 320", H=320, T=24),
+    C("value dim 1", H=16, Hv=1),
+    C("value dim larger", H=16, Hv=40),
+    # Lengths that fall between blocks.
+    C("1 x 1", T=1, S=1),
+    C("239 x 1", T=239, S=1, N=1),
+    C("799 x 3", T=799, S=3, N=1),
+    C("1 x 239", T=1, S=239, N=2, with_lse=True),
+    C("113 x 203", T=113, S=203),
+    C("1023 x 1024", T=1023, S=1024, N=1, batch=(1,)),
+    C("1023 x 1024 causal", T=1023, S=1024, N=1, batch=(1,), causal=True, with_lse=True),
+    C("1024 x 1023 bottom right", T=1024, S=1023, N=1, batch=(1,), causal=True, align=BOTTOM_RIGHT),
+    C("799 x 3 bottom right", T=799, S=3, N=1, causal=True, align=BOTTOM_RIGHT, with_lse=True),
+    C("1 x 239 causal", T=1, S=239, causal=True),
+    C("1 x 239 bottom right", T=1, S=239, causal=True, align=BOTTOM_RIGHT),
+    C("keys 64 past 128", T=128, S=192, mask="bnts"),
+    C("keys 64 past 256", T=65, S=320, bias="bnts", causal=True),
+    C("129 x 129 causal", T=129, S=129, causal=True),
+    C("127 x 257 bottom right", T=127, S=257, causal=True, align=BOTTOM_RIGHT),
+    C("257 x 127 bottom right", T=257, S=127, causal=True, align=BOTTOM_RIGHT, with_lse=True),
+    C("257 x 127 top left", T=257, S=127, causal=True),
+    # Alignment, windows and lengths together.
+    C("causal short query", T=40, S=100, causal=True),
+    C("causal long query", T=100, S=40, causal=True),
+    C("bottom right short query", T=40, S=100, causal=True, align=BOTTOM_RIGHT),
+    C("bottom right long query", T=100, S=40, causal=True, align=BOTTOM_RIGHT),
+    C("window top left T > S", T=150, S=40, window=(9, 4)),
+    C("window bottom right T > S", T=150, S=40, window=(9, 4), align=BOTTOM_RIGHT, with_lse=True),
+    C("window bottom right T < S", T=40, S=333, window=(9, 4), align=BOTTOM_RIGHT),
+    C("window right bottom right", T=90, S=33, window=(None, 3), align=BOTTOM_RIGHT),
+    C("window left bottom right", T=33, S=90, window=(3, None), align=BOTTOM_RIGHT),
+    C("window causal", T=300, S=300, N=1, causal=True, window=(37, 50)),
+    C("window causal int", T=70, S=70, causal=True, window=8),
+    C("window zero left causal", T=70, S=90, causal=True, window=(0, None), align=BOTTOM_RIGHT),
+    C("bottom right lengths", T=70, S=90, causal=True, align=BOTTOM_RIGHT, q_lengths=(70, 9),
+      kv_lengths=(31, 90), with_lse=True),
+    C("bottom right key lengths", T=70, S=90, causal=True, align=BOTTOM_RIGHT, kv_lengths=(5, 80)),
+    C("bottom right query lengths", T=70, S=90, causal=True, align=BOTTOM_RIGHT,
+      q_lengths=(5, 66)),
+    C("bottom right window lengths", T=150, S=170, window=(20, 11), align=BOTTOM_RIGHT,
+      q_lengths=(150, 33), kv_lengths=(44, 170)),
+    C("top left window lengths", T=150, S=170, window=(20, 11), q_lengths=(150, 33),
+      kv_lengths=(44, 170), with_lse=True),
+    C("causal lengths", T=90, S=90, causal=True, q_lengths=(80, 20), kv_lengths=(60, 90)),
+    C("decode", T=1, S=300, N=8, K=2, causal=True, align=BOTTOM_RIGHT, kv_lengths=(300, 1),
+      q_lengths=(1,)),
+    C("chunked prefill", T=32, S=300, causal=True, align=BOTTOM_RIGHT, kv_lengths=(200, 40)),
+    C("many rows with nothing", T=400, S=60, N=1, causal=True, align=BOTTOM_RIGHT, sinks=True,
+      with_lse=True),
+    # Grouped and multi-query heads.
+    C("gqa", N=8, K=2),
+    C("mqa", N=6, K=1),
+    C("gqa three", N=6, K=2, T=33, S=70),
+    C("gqa causal lengths", N=4, K=2, causal=True, T=130, S=150, align=BOTTOM_RIGHT,
+      kv_lengths=(99, 150), q_lengths=(130, 77), with_lse=True),
+    C("gqa bias", N=4, K=2, bias="bnts"),
+    C("gqa bias one head", N=4, K=2, bias="b1ts"),
+    C("gqa mask", N=4, K=2, mask="1nts"),
+    C("gqa sinks softcap", N=4, K=2, sinks=True, softcap=3.0, spread=3.0),
+    C("gqa dropout", N=4, K=2, dropout=0.4, T=40, S=72),
+    C("gqa segments window", N=4, K=1, segments="packed", window=(30, 0)),
+    C("gqa value dim", N=4, K=2, H=24, Hv=40, causal=True),
+    # Every broadcast shape of the bias, with its gradient; masks beside it.
+    C("bias b1ts", bias="b1ts"),
+    C("bias 1nts", bias="1nts"),
+    C("bias 11ts", bias="11ts"),
+    C("bias bn1s", bias="bn1s"),
+    C("bias b11s", bias="b11s"),
+    C("bias bnt1", bias="bnt1"),
+    C("bias 1n11", bias="1n11"),
+    C("bias 111s", bias="111s"),
+    C("bias b111", bias="b111"),
+    C("bias 1111", bias="1111"),
+    C("bias nts", bias="nts"),
+    C("bias 1ts", bias="1ts"),
+    C("bias n1s long", bias="n1s", T=300, S=290, N=1, causal=True),
+    C("bias float32 for bfloat16", dtype=HALF, bias="bnts", bias_dtype="float32"),
+    C("bias float32 summed for bfloat16", dtype=HALF, bias="1n1s", bias_dtype="float32", T=200),
+    C("bias bfloat16 for float32", bias="1nts", bias_dtype=HALF),
+    C("bias float16", dtype="float16", bias="bnts"),
+    C("bias hides", bias="bnts", bias_hides=True, with_lse=True),
+    C("bias hides keys", bias="b11s", bias_hides=True),
+    C("bias hides queries", bias="b1t1", bias_hides=True, with_lse=True),
+    C("bias causal T > S", bias="bnts", T=100, S=60, causal=True, align=BOTTOM_RIGHT),
+    C("bias mask lengths", bias="1nts", mask="b11s", q_lengths=(50, 64), kv_lengths=(64, 20)),
+    C("bias softcap", bias="bnts", softcap=4.0, spread=3.0),
+    C("bias two batch dims", bias="b1ts", batch=(2, 3), T=20, S=24),
+    C("mask b11s", mask="b11s"),
+    C("mask bnt1", mask="bnt1"),
+    C("mask 11ts", mask="11ts"),
+    C("mask 1ts", mask="1ts", batch=(2, 2)),
+    C("mask 1n11", mask="1n11", mask_density=0.5, N=4),
+    C("mask causal bottom right", mask="b1ts", causal=True, align=BOTTOM_RIGHT, T=70, S=40),
+    # Segments with the rest.
+    C("segments cross", segments="shuffled", T=90, S=50, with_lse=True),
+    C("segments causal", segments="packed", causal=True, T=300, S=300, N=1),
+    C("segments window bottom right", segments="packed", window=(40, 3), align=BOTTOM_RIGHT,
+      T=50, S=90),
+    C("segments lengths", segments="shuffled", q_lengths=(64, 30), kv_lengths=(44, 64)),
+    C("segments bias mask", segments="packed", bias="b1ts", mask="1n1s"),
+    # Sinks, softcap, lse and dropout with the rest.
+    C("sinks lse", sinks=True, with_lse=True),
+    C("sinks empty rows", sinks=True, mask="bnts", mask_density=0.05, with_lse=True),
+    C("sinks causal", sinks=True, causal=True, window=(11, None)),
+    C("sinks bfloat16", sinks=True, dtype=HALF, with_lse=True),
+    C("softcap causal lse", softcap=1.5, spread=4.0, causal=True, with_lse=True),
+    C("lse empty rows", with_lse=True, mask="bnts", mask_density=0.04),
+    C("lse bias softcap", with_lse=True, bias="1n1s", softcap=3.0),
+    C("lse gqa bfloat16", with_lse=True, N=4, K=2, dtype=HALF, causal=True),
+    C("dropout heavy", dropout=0.9),
+    C("dropout causal window", dropout=0.2, causal=True, window=(33, None), T=100, S=130),
+    C("dropout bias", dropout=0.3, bias="1nts"),
+    C("dropout lse sinks", dropout=0.3, sinks=True, with_lse=True),
+    C("dropout lengths segments", dropout=0.15, segments="packed", kv_lengths=(64, 31)),
+    C("dropout two batch dims", dropout=0.5, batch=(2, 2), T=17, S=19, N=3),
+    C("dropout bfloat16", dropout=0.25, dtype=HALF, T=130, S=140),
+    # Leading dims.
+    C("no batch", batch=()),
+    C("no batch gqa bias lengths", batch=(), N=4, K=2, bias="nts", kv_lengths=(40,)),
+    C("no batch segments sinks", batch=(), segments="packed", sinks=True, with_lse=True),
+    C("two batch dims", batch=(2, 3), T=24, S=20),
+    C("two batch dims all", batch=(3, 2), T=24, S=40, N=4, K=2, causal=True, align=BOTTOM_RIGHT,
+      q_lengths=(24, 20, 3), kv_lengths=(40, 11), segments="shuffled", sinks=True, with_lse=True),
+    C("three batch dims", batch=(2, 1, 2), T=12, S=9, mask="bnts"),
+    # The half precisions.
+    C("bfloat16", dtype=HALF, H=64, T=128, S=128),
+    C("bfloat16 causal long", dtype=HALF, T=513, S=513, N=1, H=64, causal=True),
+    C("bfloat16 113 x 203", dtype=HALF, T=113, S=203, H=64),
+    C("bfloat16 window", dtype=HALF, T=200, S=200, window=(31, 17)),
+    C("bfloat16 mask", dtype=HALF, mask="b1ts"),
+    C("bfloat16 softcap", dtype=HALF, softcap=2.0, spread=3.0),
+    C("bfloat16 segments gqa", dtype=HALF, segments="packed", N=4, K=2, causal=True),
+    C("bfloat16 lengths bottom right", dtype=HALF, T=70, S=90, causal=True, align=BOTTOM_RIGHT,
+      q_lengths=(70, 9), kv_lengths=(31, 90)),
+    C("bfloat16 value dim", dtype=HALF, H=192, Hv=128),
+    C("bfloat16 head dim 72", dtype=HALF, H=72),
+    C("bfloat16 odd head dim", dtype=HALF, H=33, Hv=7, T=50, S=51),
+    C("bfloat16 peaked", dtype=HALF, spread=12.0),
+    C("float16", dtype="float16", H=64, T=128, S=128),
+    C("float16 causal", dtype="float16", T=150, S=200, causal=True, align=BOTTOM_RIGHT),
+    C("float16 segments gqa", dtype="float16", segments="shuffled", N=4, K=1, with_lse=True),
+    C("float16 dropout softcap", dtype="float16", dropout=0.2, softcap=2.0),
+    C("float16 odd head dim", dtype="float16", H=5, Hv=19, T=37, S=41, mask="bnts"),
+    # Everything at once.
+    C("everything", T=150, S=170, N=4, K=2, H=24, Hv=40, scale=0.2, causal=True,
+      align=BOTTOM_RIGHT, window=(90, None), bias="1nts", mask="b1ts", q_lengths=(150, 70),
+      kv_lengths=(160, 170), segments="packed", softcap=5.0, sinks=True, dropout=0.1,
+      with_lse=True, deterministic=True),
+    C("everything bfloat16", T=70, S=90, N=4, K=2, H=64, dtype=HALF, causal=True, bias="b11s",
+      mask="b1ts", kv_lengths=(80, 55), segments="packed", softcap=5.0, sinks=True, dropout=0.1,
+      with_lse=True),
+)  # fmt: skip
+
+BY_NAME = {case.name: case for case in CASES}
+if len(BY_NAME) != len(CASES):
+    raise ValueError("two cases share a name")

@@ -1,0 +1,78 @@
+"""What all tests share: eight virtual CPU devices, hypothesis profiles, which backends run."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import jax
+import pytest
+
+# Read when jax first looks for devices: the sharding tests need several, and one CPU can play
+# them all.
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _FLAGS:
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
+
+hypothesis.settings.register_profile(
+    "ci",
+    deadline=None,  # the first call of a shape compiles
+    derandomize=True,
+    max_examples=15,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "search",
+    parent=hypothesis.settings.get_profile("ci"),
+    derandomize=False,
+    max_examples=1000,
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def _gpu_present() -> bool:
+    try:
+        return bool(jax.devices("gpu"))
+    except RuntimeError:
+        return False
+
+
+BACKENDS = (
+    pytest.param("xla"),
+    pytest.param("cpu"),
+    pytest.param(
+        "cuda",
+        marks=(
+            pytest.mark.gpu,
+            pytest.mark.skipif(not _gpu_present(), reason="needs an NVIDIA GPU"),
+        ),
+    ),
+)
+
+
+@pytest.fixture(params=["xla", "cpu"])
+def host_backend(request: pytest.FixtureRequest) -> str:
+    """The backends that run everywhere, for tests whose float32 inputs a GPU kernel may refuse."""
+    return request.param
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend by name; with a GPU present the arrays of a "cpu" test are placed on the CPU."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _placed(request: pytest.FixtureRequest):
+    """Runs the test on the devices of its backend: the CPU unless the backend is "cuda"."""
+    name = request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else ""
+    if name == "cuda" or request.node.get_closest_marker("gpu"):
+        yield
+    else:
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield

@@ -1,0 +1,63 @@
+"""Every backend computes what the call means: the table of cases against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from .cases import CASES, Arguments, Case
+from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
+
+# Features that a backend's documentation refuses, by the word its refusal must contain.
+REFUSED = {
+    "cuda": {"float32", "bias", "mask", "sinks", "dropout", "head dim"},
+}
+
+
+def compare(arguments: Arguments, got: dict[str, np.ndarray]) -> None:
+    """Checks out, lse and all gradients in `got` by the tolerance of the case's precision."""
+    case = arguments.case
+    truth, plain = arguments.truth(), arguments.truth(precision=case.dtype)
+    assert str(got["out"].dtype) == case.dtype
+    check("out", got["out"], truth.out, plain.out, case.dtype, FORWARD_FACTOR)
+    if "lse" in got:
+        # Scores are accumulated in float32 whatever the input's type, so lse is held to float32.
+        assert got["lse"].dtype == np.float32
+        plain_lse = arguments.truth(precision="float32", gradients=False).lse
+        check("lse", got["lse"], truth.lse, plain_lse, "float32", FORWARD_FACTOR)
+    fields = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias", "sinks": "dsinks"}
+    for name in arguments.differentiable:
+        gradient, field = got[f"d{name}"], fields[name]
+        given = arguments.arrays[name]
+        assert gradient.dtype == given.dtype, f"d{name} is {gradient.dtype}"
+        # The probabilities that make a gradient are rounded to the query's type where that is
+        # narrower than the argument's own.
+        precision = case.dtype
+        if name == "bias" and precision == "float32":
+            precision = str(given.dtype)
+        check(
+            f"d{name}",
+            gradient,
+            getattr(truth, field),
+            getattr(plain, field),
+            precision,
+            GRADIENT_FACTOR,
+            truth.summed.get(field, 0.0),
+        )
+
+
+def refuses(case: Case, backend: str) -> bool:
+    """Whether the backend documents that it cannot run the case; checks that it says so by name."""
+    refused = case.features() & REFUSED.get(backend, set())
+    if refused:
+        with pytest.raises(NotImplementedError, match="|".join(sorted(refused))):
+            case.draw().run(backend)
+    return bool(refused)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_case(case, backend):
+    if refuses(case, backend):
+        return
+    arguments = case.draw()
+    compare(arguments, arguments.run(backend))

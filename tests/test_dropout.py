@@ -1,0 +1,115 @@
+"""Dropout's pattern is the same everywhere: Philox at (batch, head, query, key), to the bit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+
+from . import numpy_oracle
+from .cases import dropout_words
+
+
+def pattern(key, *, backend, rate=0.3, batch=(2,), T=37, S=71, N=3, dtype=jnp.float32, **options):
+    """Which probabilities survive, read off the output: bool [*B, N, T, S].
+
+    Equal scores make every probability 1/S, and an identity as value lays them open.
+    """
+    q, k = jnp.zeros((*batch, T, N, 4), dtype), jnp.zeros((*batch, S, N, 4), dtype)
+    v = jnp.broadcast_to(jnp.eye(S, dtype=dtype)[:, None], (*batch, S, N, S))
+    out = jax_flash.flash_attention(
+        q, k, v, dropout_rate=rate, dropout_key=key, backend=backend, **options
+    )
+    return jnp.swapaxes(out, -3, -2) > 0
+
+
+def expected(key, *, rate=0.3, batch=(2,), T=37, S=71, N=3):
+    words = dropout_words(key)
+    rows = [
+        [numpy_oracle.dropout_keep(words, rate, b, n, T, S) for n in range(N)]
+        for b in range(int(np.prod(batch)))
+    ]
+    return np.array(rows).reshape(*batch, N, T, S)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.3, 0.5, 0.999])
+def test_pattern_is_philox(rate, host_backend):
+    key = jax.random.key(42)
+    got = jax.jit(lambda key: pattern(key, rate=rate, backend=host_backend))(key)
+    np.testing.assert_array_equal(got, expected(key, rate=rate))
+
+
+def test_pattern_over_many_tiles(host_backend):
+    key = jax.random.key(2**31 + 5)
+    shape = {"batch": (1,), "T": 300, "S": 530, "N": 1}
+    np.testing.assert_array_equal(
+        pattern(key, backend=host_backend, **shape), expected(key, **shape)
+    )
+
+
+def test_pattern_with_two_batch_dims_in_bfloat16(host_backend):
+    key, batch = jax.random.key(3), (2, 3)
+    got = pattern(key, batch=batch, T=9, S=14, dtype=jnp.bfloat16, backend=host_backend)
+    np.testing.assert_array_equal(got, expected(key, batch=batch, T=9, S=14))
+
+
+def test_raw_key_gives_the_typed_key_s_pattern(host_backend):
+    got = pattern(jax.random.PRNGKey(11), backend=host_backend)
+    np.testing.assert_array_equal(got, expected(jax.random.key(11)))
+
+
+def test_vmap_over_the_key_and_over_the_arrays(host_backend):
+    keys = jax.random.split(jax.random.key(5), 3)
+    got = jax.vmap(lambda key: pattern(key, backend=host_backend))(keys)
+    for i in range(3):
+        np.testing.assert_array_equal(got[i], expected(keys[i]))
+    # A batch that vmap adds is not part of the meaning: each element has its own call's pattern.
+    v = jnp.broadcast_to(jnp.eye(31)[:, None], (4, 2, 31, 3, 31))
+    zeros = jnp.zeros((2, 31, 3, 4))
+    out = jax.vmap(
+        lambda v: jax_flash.flash_attention(
+            zeros, zeros, v, dropout_rate=0.3, dropout_key=keys[0], backend=host_backend
+        )
+    )(v)
+    for i in range(4):
+        np.testing.assert_array_equal(
+            jnp.swapaxes(out[i], -3, -2) > 0, expected(keys[0], T=31, S=31)
+        )
+
+
+def test_gradient_uses_the_forward_s_pattern(host_backend):
+    """With equal scores out is linear in value, so dv is the transposed pattern exactly."""
+    key, T, S = jax.random.key(8), 70, 150
+    zeros_q, zeros_k = jnp.zeros((1, T, 2, 4)), jnp.zeros((1, S, 2, 4))
+
+    def out(v):
+        return jax_flash.flash_attention(
+            zeros_q, zeros_k, v, dropout_rate=0.4, dropout_key=key, backend=host_backend
+        )
+
+    v = jnp.ones((1, S, 2, T))
+    cotangent = jnp.broadcast_to(jnp.eye(T)[:, None], (1, T, 2, T))
+    (dv,) = jax.vjp(out, v)[1](cotangent)
+    np.testing.assert_array_equal(
+        np.asarray(dv[0]).transpose(1, 2, 0) > 0,
+        expected(key, rate=0.4, batch=(1,), T=T, S=S, N=2)[0],
+    )
+
+
+def test_rate_zero_is_no_dropout(host_backend):
+    q = jax.random.normal(jax.random.key(0), (1, 20, 2, 8))
+    plain = jax_flash.flash_attention(q, q, q, backend=host_backend)
+    for key in (None, jax.random.key(1)):
+        again = jax_flash.flash_attention(
+            q, q, q, dropout_rate=0.0, dropout_key=key, backend=host_backend
+        )
+        np.testing.assert_array_equal(again, plain)
+
+
+def test_different_keys_differ(host_backend):
+    a = pattern(jax.random.key(0), backend=host_backend)
+    b = pattern(jax.random.key(1), backend=host_backend)
+    assert 0.4 < (a == b).mean() < 0.75  # independent patterns agree on 0.58 of the places

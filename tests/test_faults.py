@@ -1,0 +1,278 @@
+"""Wrong input: the right exception, naming the argument, its shape, and what would be right."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+
+B, T, S, N, K, H = 2, 6, 10, 4, 2, 8
+
+
+def f32(*shape):
+    return jnp.zeros(shape, jnp.float32)
+
+
+def i32(*shape):
+    return jnp.zeros(shape, jnp.int32)
+
+
+def right_call() -> dict[str, Any]:
+    return {"query": f32(B, T, N, H), "key": f32(B, S, K, H), "value": f32(B, S, K, H)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What to change in a right call, and what the error must be and say."""
+
+    name: str
+    change: Callable[[], dict[str, Any]]
+    error: type[Exception] | tuple[type[Exception], ...]
+    says: tuple[str, ...]  # each must occur in the message
+
+
+EITHER = (ValueError, TypeError)
+F = Fault
+FAULTS = (
+    F("query rank", lambda: {"query": f32(T, H)}, ValueError, ("query", "(6, 8)")),
+    F("key rank", lambda: {"key": f32(S, K, H)}, ValueError, ("key", "(10, 2, 8)")),
+    F("value rank", lambda: {"value": f32(1, B, S, K, H)},
+      ValueError, ("value", "(1, 2, 10, 2, 8)")),
+    F("batch of key", lambda: {"key": f32(3, S, K, H)}, ValueError, ("key", "(3, 10, 2, 8)")),
+    F("batch of size 1", lambda: {"key": f32(1, S, K, H), "value": f32(1, S, K, H)}, ValueError,
+      ("key", "(1, 10, 2, 8)", "(2, 6, 4, 8)")),
+    F("batch of value", lambda: {"value": f32(3, S, K, H)}, ValueError, ("value", "(3, 10, 2, 8)")),
+    F("length of value", lambda: {"value": f32(B, 9, K, H)}, ValueError, ("value", "(2, 9, 2, 8)")),
+    F("heads of value", lambda: {"value": f32(B, S, 4, H)}, ValueError, ("value", "(2, 10, 4, 8)")),
+    F("head dim of key", lambda: {"key": f32(B, S, K, 7)}, ValueError, ("key", "(2, 10, 2, 7)")),
+    F("kv heads do not divide", lambda: {"key": f32(B, S, 3, H), "value": f32(B, S, 3, H)},
+      ValueError, ("3", "4", "head")),
+    F("more kv heads", lambda: {"key": f32(B, S, 8, H), "value": f32(B, S, 8, H)},
+      ValueError, ("8", "4", "head")),
+    F("head dim zero", lambda: {"query": f32(B, T, N, 0), "key": f32(B, S, K, 0)}, ValueError,
+      ("query", "(2, 6, 4, 0)")),
+    F("value dim zero", lambda: {"value": f32(B, S, K, 0)}, ValueError, ("value", "(2, 10, 2, 0)")),
+    F("integer query", lambda: {"query": i32(B, T, N, H)}, EITHER, ("query", "int32")),
+    F("complex query", lambda: {"query": jnp.zeros((B, T, N, H), jnp.complex64)}, EITHER,
+      ("query", "complex64")),
+    F("float8 key", lambda: {"key": jnp.zeros((B, S, K, H), jnp.float8_e4m3fn)}, EITHER,
+      ("key", "float8_e4m3fn")),
+    F("mixed dtypes", lambda: {"key": jnp.zeros((B, S, K, H), jnp.bfloat16)}, EITHER,
+      ("key", "bfloat16", "float32")),
+    F("value dtype", lambda: {"value": jnp.zeros((B, S, K, H), jnp.float16)}, EITHER,
+      ("value", "float16", "float32")),
+    F("query no array", lambda: {"query": "abc"}, EITHER, ("query",)),
+    F("query none", lambda: {"query": None}, EITHER, ("query",)),
+    F("bias shape", lambda: {"bias": f32(B, N, T, S + 1)}, ValueError,
+      ("bias", "(2, 4, 6, 11)", "(2, 4, 6, 10)")),
+    F("bias heads", lambda: {"bias": f32(B, K, T, S)}, ValueError, ("bias", "(2, 2, 6, 10)")),
+    F("bias rank", lambda: {"bias": f32(1, 1, 1, T, S)}, ValueError, ("bias", "(1, 1, 1, 6, 10)")),
+    F("bias integer", lambda: {"bias": i32(B, N, T, S)}, EITHER, ("bias", "int32")),
+    F("bias bool", lambda: {"bias": jnp.ones((B, N, T, S), bool)},
+      EITHER, ("bias", "bool", "mask")),
+    F("mask shape", lambda: {"mask": jnp.ones((B, N, S, T), bool)}, ValueError,
+      ("mask", "(2, 4, 10, 6)", "(2, 4, 6, 10)")),
+    F("mask float", lambda: {"mask": f32(B, N, T, S)}, EITHER, ("mask", "float32", "bool")),
+    F("mask integer", lambda: {"mask": i32(T, S)}, EITHER, ("mask", "int32", "bool")),
+    F("query lengths shape", lambda: {"query_seq_lengths": i32(3)}, ValueError,
+      ("query_seq_lengths", "(3,)", "(2,)")),
+    F("query lengths scalar", lambda: {"query_seq_lengths": i32()}, ValueError,
+      ("query_seq_lengths", "()", "(2,)")),
+    F("key lengths rank", lambda: {"key_value_seq_lengths": i32(B, 1)}, ValueError,
+      ("key_value_seq_lengths", "(2, 1)", "(2,)")),
+    F("key lengths float", lambda: {"key_value_seq_lengths": f32(B)}, EITHER,
+      ("key_value_seq_lengths", "float32")),
+    F("query segments alone", lambda: {"query_segment_ids": i32(B, T)}, ValueError,
+      ("query_segment_ids", "key_value_segment_ids")),
+    F("key segments alone", lambda: {"key_value_segment_ids": i32(B, S)}, ValueError,
+      ("query_segment_ids", "key_value_segment_ids")),
+    F("segments shape",
+      lambda: {"query_segment_ids": i32(B, S), "key_value_segment_ids": i32(B, S)},
+      ValueError, ("query_segment_ids", "(2, 10)", "(2, 6)")),
+    F("key segments shape",
+      lambda: {"query_segment_ids": i32(B, T), "key_value_segment_ids": i32(B, T)},
+      ValueError, ("key_value_segment_ids", "(2, 6)", "(2, 10)")),
+    F("segments float",
+      lambda: {"query_segment_ids": f32(B, T), "key_value_segment_ids": i32(B, S)},
+      EITHER, ("query_segment_ids", "float32")),
+    F("negative window", lambda: {"local_window_size": -1},
+      ValueError, ("local_window_size", "-1")),
+    F("negative left", lambda: {"local_window_size": (-2, 3)}, ValueError,
+      ("local_window_size", "-2")),
+    F("negative right", lambda: {"local_window_size": (2, -3)}, ValueError,
+      ("local_window_size", "-3")),
+    F("window of three", lambda: {"local_window_size": (1, 2, 3)}, EITHER, ("local_window_size",)),
+    F("window float", lambda: {"local_window_size": (1.5, 2)},
+      EITHER, ("local_window_size", "1.5")),
+    F("alignment", lambda: {"is_causal": True, "causal_align": "middle"}, ValueError,
+      ("causal_align", "middle", "top_left", "bottom_right")),
+    F("dropout without key", lambda: {"dropout_rate": 0.1}, ValueError,
+      ("dropout_rate", "dropout_key")),
+    F("dropout of one", lambda: {"dropout_rate": 1.0, "dropout_key": jax.random.key(0)}, ValueError,
+      ("dropout_rate", "1.0")),
+    F("dropout negative", lambda: {"dropout_rate": -0.1, "dropout_key": jax.random.key(0)},
+      ValueError, ("dropout_rate", "-0.1")),
+    F("dropout nan", lambda: {"dropout_rate": float("nan"), "dropout_key": jax.random.key(0)},
+      ValueError, ("dropout_rate", "nan")),
+    F("dropout key shape", lambda: {"dropout_rate": 0.1,
+                                    "dropout_key": jax.random.split(jax.random.key(0), 3)},
+      EITHER, ("dropout_key", "(3,)")),
+    F("dropout key float", lambda: {"dropout_rate": 0.1, "dropout_key": f32(2)}, EITHER,
+      ("dropout_key", "float32")),
+    F("softcap zero", lambda: {"softcap": 0.0}, ValueError, ("softcap", "0")),
+    F("softcap negative", lambda: {"softcap": -5.0}, ValueError, ("softcap", "-5")),
+    F("softcap nan", lambda: {"softcap": float("nan")}, ValueError, ("softcap", "nan")),
+    F("softcap infinite", lambda: {"softcap": float("inf")}, ValueError, ("softcap", "inf")),
+    F("scale nan", lambda: {"scale": float("nan")}, ValueError, ("scale", "nan")),
+    F("scale infinite", lambda: {"scale": float("inf")}, ValueError, ("scale", "inf")),
+    F("scale array", lambda: {"scale": f32(3)}, EITHER, ("scale",)),
+    F("sinks length", lambda: {"sinks": f32(K)}, ValueError, ("sinks", "(2,)", "(4,)")),
+    F("sinks rank", lambda: {"sinks": f32(B, N)}, ValueError, ("sinks", "(2, 4)", "(4,)")),
+    F("sinks integer", lambda: {"sinks": i32(N)}, EITHER, ("sinks", "int32")),
+    F("backend", lambda: {"backend": "tpu"}, ValueError, ("backend", "tpu", "xla", "cpu", "cuda")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_fault(fault, jitted):
+    arguments = {**right_call(), **fault.change()}
+    dynamic = {n: x for n, x in arguments.items() if isinstance(x, jax.Array) and n != "scale"}
+    static = {n: x for n, x in arguments.items() if n not in dynamic}
+
+    def call(dynamic):
+        return jax_flash.flash_attention(**dynamic, **static)
+
+    with pytest.raises(fault.error) as caught:
+        (jax.jit(call) if jitted else call)(dynamic)
+    for text in fault.says:
+        assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
+
+
+def test_right_call_passes():
+    out = jax_flash.flash_attention(**right_call())
+    assert out.shape == (B, T, N, H)
+
+
+def test_float64_query_is_refused_by_name():
+    with jax.enable_x64(True):
+        arrays = {name: x.astype(jnp.float64) for name, x in right_call().items()}
+        with pytest.raises((ValueError, TypeError), match="float64"):
+            jax_flash.flash_attention(**arrays)
+
+
+def test_options_must_be_static():
+    """A traced option is an error that names it, not a tracer leak from deep inside."""
+    for option in ("scale", "softcap", "dropout_rate"):
+        extra = {"dropout_key": jax.random.key(0)} if option == "dropout_rate" else {}
+        with pytest.raises((TypeError, ValueError), match=option):
+            jax.jit(
+                lambda x, option=option, extra=extra: jax_flash.flash_attention(
+                    **right_call(), **{option: x}, **extra
+                )
+            )(0.5)
+
+
+def test_backend_that_cannot_run_says_why():
+    try:
+        gpu = bool(jax.devices("gpu"))
+    except RuntimeError:
+        gpu = False
+    if gpu:
+        pytest.skip("needs a machine without a GPU")
+    with pytest.raises(NotImplementedError, match=re.compile("cuda", re.IGNORECASE)):
+        jax_flash.flash_attention(**right_call(), backend="cuda")
+
+
+ZERO_SHAPES = (
+    {"T": 0},
+    {"S": 0},
+    {"B": 0},
+    {"N": 0, "K": 0},
+    {"T": 0, "S": 0},
+    {"B": 0, "T": 0, "S": 0, "N": 0, "K": 0},
+)
+
+
+@pytest.mark.parametrize("sizes", ZERO_SHAPES, ids=str)
+def test_zero_sizes(sizes, host_backend):
+    b, t, s, n, k, h, hv = (
+        sizes.get(name, full)
+        for name, full in {"B": 2, "T": 3, "S": 5, "N": 4, "K": 2, "H": 8, "Hv": 6}.items()
+    )
+    q, k_, v = (jnp.ones(shape) for shape in ((b, t, n, h), (b, s, k, h), (b, s, k, hv)))
+    bias, sinks = jnp.ones((1, n, t, s)), jnp.ones((n,))
+
+    def both(q, k, v, bias, sinks):
+        return jax_flash.flash_attention(
+            q, k, v, bias=bias, sinks=sinks, is_causal=True, return_lse=True, backend=host_backend
+        )
+
+    (out, lse), pull = jax.vjp(both, q, k_, v, bias, sinks)
+    assert out.shape == (b, t, n, hv)
+    assert out.dtype == jnp.float32
+    assert lse.shape == (b, t, n)
+    assert lse.dtype == jnp.float32
+    if s == 0:
+        assert np.isneginf(lse).all()
+        assert (np.asarray(out) == 0).all()
+    gradients = pull((jnp.ones_like(out), jnp.ones_like(lse)))
+    for gradient, x in zip(gradients, (q, k_, v, bias, sinks), strict=True):
+        assert gradient.shape == x.shape
+        assert np.isfinite(gradient).all()
+        if s == 0 or t == 0:
+            assert (np.asarray(gradient) == 0).all()
+
+
+def run_python(code: str, tmp_path) -> str:
+    """Runs code in a fresh interpreter that sees the package; returns what it printed."""
+    package = pathlib.Path(jax_flash.__file__).resolve().parent.parent
+    path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_missing_native_module_leaves_xla(tmp_path):
+    """Without the compiled module "cpu" says how to repair it, and "xla" and None still work."""
+    printed = run_python(
+        """
+        import sys, warnings
+        sys.modules["jax_flash._ext"] = None  # the import fails as if the file were missing
+        warnings.simplefilter("ignore")
+        import jax, jax.numpy as jnp, jax_flash
+        x = jnp.ones((1, 4, 2, 8))
+        print(jax.grad(lambda x: jax_flash.flash_attention(x, x, x, backend="xla").sum())(x).shape)
+        print(jax_flash.flash_attention(x, x, x).shape)
+        try:
+            jax_flash.flash_attention(x, x, x, backend="cpu")
+        except NotImplementedError as error:
+            print("refused:", error)
+        """,
+        tmp_path,
+    )
+    assert printed.count("(1, 4, 2, 8)") == 2
+    assert "refused:" in printed
+    assert "pip install" in printed

@@ -1,0 +1,227 @@
+"""What nobody may see reaches nothing: NaN and inf in padding and in hidden keys, segment leaks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+
+from .cases import BOTTOM_RIGHT, Arguments, Case
+from .test_conformance import compare, refuses
+
+POISONS = (np.nan, np.inf, -np.inf)
+
+# Calls in which some keys are seen by no query at all, and some queries see no key.
+HIDING = (
+    Case("lengths", T=70, S=90, q_lengths=(64, 13), kv_lengths=(29, 90), with_lse=True),
+    Case("length zero", T=20, S=24, q_lengths=(20, 0), kv_lengths=(0, 24), with_lse=True),
+    Case("bottom right lengths", T=70, S=90, causal=True, align=BOTTOM_RIGHT, q_lengths=(70, 9),
+         kv_lengths=(31, 80), with_lse=True),
+    Case("causal T < S", T=40, S=200, causal=True, with_lse=True),
+    Case("bottom right T > S", T=200, S=40, causal=True, align=BOTTOM_RIGHT, with_lse=True),
+    Case("window hides first keys", T=30, S=190, window=(9, 2), align=BOTTOM_RIGHT),
+    Case("window hides last keys", T=30, S=190, window=(9, 2)),
+    Case("window hides queries", T=190, S=30, window=(9, 2)),
+    Case("mask", T=60, S=70, mask="1n1s", mask_density=0.5, with_lse=True),
+    Case("mask whole", T=60, S=70, mask="b111", mask_density=0.0, with_lse=True),
+    Case("mask queries", T=60, S=70, mask="b1t1", mask_density=0.5, with_lse=True),
+    Case("mask elements", T=90, S=80, mask="bnts", mask_density=0.01, with_lse=True),
+    Case("segments", T=60, S=70, segments="shuffled", kv_lengths=(70, 33)),
+    Case("segments apart", T=60, S=70, segments="apart", with_lse=True),
+    Case("bias", T=60, S=70, bias="bnts", kv_lengths=(70, 33), q_lengths=(20, 60)),
+    Case("bias softcap sinks", T=60, S=70, bias="1nts", mask="b11s", mask_density=0.4,
+         softcap=3.0, sinks=True, with_lse=True),
+    Case("dropout", T=60, S=70, dropout=0.3, kv_lengths=(70, 33), q_lengths=(20, 60)),
+    Case("gqa", T=60, S=140, N=4, K=2, causal=True, kv_lengths=(80, 33), with_lse=True),
+    Case("bfloat16", T=70, S=90, H=64, q_lengths=(64, 13), kv_lengths=(29, 90), dtype="bfloat16",
+         with_lse=True),
+    Case("bfloat16 mask", T=60, S=70, mask="b11s", mask_density=0.5, dtype="bfloat16"),
+    Case("float16 window", T=190, S=30, window=(9, 2), align=BOTTOM_RIGHT, dtype="float16"),
+)  # fmt: skip
+
+
+def poisoned(arguments: Arguments, poison: float) -> Arguments:
+    """The same call with poison in every place that the call's meaning hides."""
+    case = arguments.case
+    seen = arguments.truth(gradients=False).seen
+    rows = seen.shape[0]
+    arrays = {name: array.copy() for name, array in arguments.arrays.items()}
+    group = case.N // case.kv_heads
+    rows_seen = seen.any(-1).swapaxes(1, 2)  # [B, T, N]
+    keys_seen = seen.any(-2).reshape(rows, case.kv_heads, group, case.S).any(2).swapaxes(1, 2)
+    arrays["query"][~rows_seen] = poison
+    arrays["key"][~keys_seen] = poison
+    arrays["value"][~keys_seen] = poison
+    if "bias" in arrays:
+        bias = arrays["bias"]
+        kept = seen
+        for axis, size in enumerate((1,) * (4 - bias.ndim) + bias.shape):
+            if size == 1:
+                kept = kept.any(axis, keepdims=True)
+        bias[~kept.reshape(bias.shape)] = poison
+    dout, dlse = arguments.dout.copy(), arguments.dlse
+    dout[~rows_seen] = poison
+    if dlse is not None:
+        dlse = dlse.copy()
+        dlse[~rows_seen] = poison
+    return dataclasses.replace(arguments, arrays=arrays, dout=dout, dlse=dlse)
+
+
+@pytest.mark.parametrize("case", HIDING, ids=lambda case: case.name.replace(" ", "-"))
+def test_poison_reaches_no_result(case, backend):
+    if refuses(case, backend):
+        return
+    clean = case.draw()
+    for poison in POISONS:
+        dirty = poisoned(clean, poison)
+        changed = [
+            name
+            for name, array in clean.arrays.items()
+            if not np.array_equal(array, dirty.arrays[name])
+        ]
+        assert changed, "the case hides nothing"
+        got = dirty.run(backend)
+        for name, value in got.items():
+            bad = np.isnan if name == "lse" else lambda x: ~np.isfinite(x)
+            assert not bad(value.astype(np.float32)).any(), f"{poison} in {name}"
+        compare(clean, got)
+
+
+def test_hidden_rows_are_exactly_zero(backend):
+    case = Case(
+        "rows", T=40, S=24, causal=True, align=BOTTOM_RIGHT, q_lengths=(40, 7), with_lse=True
+    )
+    arguments = case.draw()
+    got = arguments.run(backend)
+    empty = ~arguments.truth(gradients=False).seen[:, 0].any(-1)
+    assert empty.sum() == 16 + 33
+    assert (got["out"][empty] == 0).all()
+    assert np.isneginf(got["lse"][empty]).all()
+    assert (got["dquery"][empty] == 0).all()
+
+
+def test_no_leak_between_packed_documents(backend):
+    """Changing one document changes nothing, to the bit, in the outputs of the others."""
+    lengths = (1, 63, 65, 128, 30, 13)  # 300 tokens, boundaries on and beside multiples of 64
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 300, 2, 32)).astype(np.float32) for _ in range(3))
+
+    @jax.jit
+    def step(q, k, v):
+        def loss(q, k, v):
+            out = jax_flash.flash_attention(
+                q, k, v, query_segment_ids=ids, key_value_segment_ids=ids, is_causal=True,
+                backend=backend,
+            )  # fmt: skip
+            return jnp.square(out).sum(), out
+
+        (_, out), gradients = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        return (out, *gradients)
+
+    before = step(q, k, v)
+    for document in (0, 2, 4):
+        inside = ids[0] == document
+        changed = []
+        for x in (q, k, v):
+            y = x.copy()
+            y[:, inside] = 1e4 * rng.standard_normal(y[:, inside].shape)
+            changed.append(y)
+        after = step(*changed)
+        for name, a, b in zip(("out", "dq", "dk", "dv"), before, after, strict=True):
+            a, b = np.asarray(a), np.asarray(b)
+            np.testing.assert_array_equal(a[:, ~inside], b[:, ~inside], err_msg=name)
+            assert not np.array_equal(a[:, inside], b[:, inside]), f"{name} ignores its document"
+
+
+def test_future_keys_change_nothing(backend):
+    """Causal: keys after a query's position change nothing, to the bit, in its output."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((2, 150, 2, 16)).astype(np.float32) for _ in range(3))
+
+    @jax.jit
+    def out(q, k, v):
+        return jax_flash.flash_attention(q, k, v, is_causal=True, backend=backend)
+
+    before = np.asarray(out(q, k, v))
+    for at in (1, 63, 64, 100):
+        k2, v2 = k.copy(), v.copy()
+        k2[:, at:], v2[:, at:] = 50.0, -1e6
+        after = np.asarray(out(q, k2, v2))
+        np.testing.assert_array_equal(before[:, :at], after[:, :at])
+        assert not np.array_equal(before[:, at:], after[:, at:])
+
+
+SENTINELS = np.array([-1, 0, 1, -2, 2**31 - 1, -(2**31)], np.int32)
+
+
+@pytest.mark.parametrize("sentinel", SENTINELS, ids=str)
+def test_no_segment_id_is_special(sentinel, backend):
+    """Any int32 is an id: none may match the padding of a kernel's last tile, or match nothing."""
+    T, S = 37, 41
+    ids = np.array([sentinel, 3], np.int32)
+    arguments = Case("ids", T=T, S=S, segments="packed", with_lse=True).draw()
+    arguments.arrays["query_segment_ids"] = np.tile(ids[np.arange(T) % 2], (2, 1))
+    arguments.arrays["key_value_segment_ids"] = np.tile(ids[np.arange(S) % 2], (2, 1))
+    compare(arguments, arguments.run(backend))
+
+
+EXTREME_LENGTHS = (
+    ((2**31 - 1, 41), (41, 41)),
+    ((42, 10_000), (41, 41)),
+    ((-1, -(2**31)), (0, 0)),
+)
+
+
+@pytest.mark.parametrize(("lengths", "clipped"), EXTREME_LENGTHS, ids=str)
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+def test_lengths_beyond_the_array_are_clipped(lengths, clipped, align, backend):
+    """Lengths are values, seen only at run time: wrong ones read nothing outside of the arrays."""
+    wild = Case("wild", T=41, S=41, q_lengths=lengths, kv_lengths=lengths, causal=True,
+                align=align, with_lse=True)  # fmt: skip
+    tame = dataclasses.replace(wild, q_lengths=clipped, kv_lengths=clipped)
+    for name, value in tame.draw().run(backend).items():
+        np.testing.assert_array_equal(wild.draw().run(backend)[name], value, err_msg=name)
+
+
+WIDE_WINDOWS = (
+    (2**31 - 1, 2**31 - 1),
+    (2**31 - 20, 3),
+    (3, 2**31 - 20),
+    (2**40, 2**40),
+    (2**62, 0),
+    (0, 2**31),
+)
+
+
+@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("window", WIDE_WINDOWS, ids=str)
+def test_window_arithmetic_does_not_overflow(window, align, backend):
+    case = Case("wide", T=130, S=70, N=1, window=window, align=align, with_lse=True)
+    compare(case.draw(), case.draw().run(backend))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_large_scores_stay_finite(dtype, backend):
+    """Scores far beyond the range of exp, and in float16 beyond the range of the type itself."""
+    case = Case("large", T=40, S=60, H=64, dtype=dtype, spread=400.0, with_lse=True)
+    if refuses(case, backend):
+        return
+    arguments = case.draw()
+    arguments.arrays["key"] = (arguments.arrays["key"].astype(np.float32) * 100).astype(
+        arguments.arrays["key"].dtype
+    )
+    truth, got = arguments.truth(), arguments.run(backend)
+    assert np.abs(truth.lse).max() > 1e5
+    for name, value in got.items():
+        assert not np.isnan(value.astype(np.float32)).any(), name
+    # The largest score wins the whole row; where two compete rounding decides between them.
+    scale = np.abs(truth.lse)
+    assert (np.abs(got["lse"] - truth.lse) <= 1e-5 * scale).all()
+    clear = np.abs(got["out"].astype(np.float64) - truth.out).max(-1) < 0.05
+    assert clear.mean() > 0.97

@@ -1,0 +1,507 @@
+"""The transformations of JAX: vmap, scan, remat, higher derivatives, export, x64, donation."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+
+from .cases import BOTTOM_RIGHT, Case
+from .test_conformance import compare
+
+B, T, S, N, K, H = 2, 10, 14, 4, 2, 8
+KEY = jax.random.key
+
+
+def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(KEY(seed), shape, dtype)
+
+
+def qkv(dtype=jnp.float32, batch=(B,)) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return (
+        normal(0, *batch, T, N, H, dtype=dtype),
+        normal(1, *batch, S, K, H, dtype=dtype),
+        normal(2, *batch, S, K, H, dtype=dtype),
+    )
+
+
+def plain(q, k, v, bias=None, *, causal=False):
+    """Attention in four lines, for derivatives of any order: [B, T, N, H]."""
+    k, v = (jnp.repeat(x, q.shape[-2] // k.shape[-2], axis=-2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+    scores = scores if bias is None else scores + bias
+    if causal:
+        scores = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+
+def close(got, expected, rtol=1e-5):
+    """Same structure, and equal to rtol of the largest value."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+        a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=rtol * max(1.0, np.abs(b).max(initial=0)), rtol=0)
+
+
+# ---- vmap --------------------------------------------------------------------------------------
+
+M = 3  # size of the mapped axis
+
+
+def optional_operands(names: tuple[str, ...]) -> dict[str, Any]:
+    """Each optional operand [M, ...], different for each element."""
+    every = {
+        "bias": normal(3, M, 1, N, T, S),
+        "mask": jax.random.bernoulli(KEY(4), 0.7, (M, B, 1, T, S)),
+        "query_seq_lengths": jax.random.randint(KEY(5), (M, B), 0, T + 1),
+        "key_value_seq_lengths": jax.random.randint(KEY(6), (M, B), 0, S + 1),
+        "query_segment_ids": jax.random.randint(KEY(7), (M, B, T), 0, 2),
+        "key_value_segment_ids": jax.random.randint(KEY(8), (M, B, S), 0, 2),
+        "sinks": normal(9, M, N),
+        "dropout_key": jax.random.split(KEY(10), M),
+    }
+    return {name: every[name] for name in names}
+
+
+MAPPED_OPERANDS = (
+    ("bias",),
+    ("mask",),
+    ("query_seq_lengths", "key_value_seq_lengths"),
+    ("query_segment_ids", "key_value_segment_ids"),
+    ("sinks", "dropout_key"),
+)
+
+
+def subsets(names):
+    return [c for size in range(1, len(names) + 1) for c in itertools.combinations(names, size)]
+
+
+def vmap_and_loop(names, mapped, host_backend, in_axis=0, **options):
+    """out, lse and gradients under vmap over `mapped`, and the same by a Python loop."""
+    arrays = dict(zip(("query", "key", "value"), qkv(), strict=True))
+    stacked = {
+        name: jnp.stack([x * (0.5 + i) for i in range(M)]) for name, x in arrays.items()
+    } | optional_operands(names)
+    operands = {name: x if name in mapped else x[1] for name, x in stacked.items()}
+    moving = [name for name in ("query", "key", "value", "bias", "sinks") if name in operands]
+    if "dropout_key" in names:
+        options = {**options, "dropout_rate": 0.3}
+
+    def step(operands):
+        fixed = {name: x for name, x in operands.items() if name not in moving}
+
+        def loss(values):
+            out, lse = jax_flash.flash_attention(
+                **values, **fixed, **options, return_lse=True, backend=host_backend
+            )
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse > -1e30, lse, 0.0) ** 2), (
+                out, lse,
+            )  # fmt: skip
+
+        (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(
+            {name: operands[name] for name in moving}
+        )
+        return results, gradients
+
+    axes = {name: in_axis if name in mapped else None for name in operands}
+    moved = {
+        name: jnp.moveaxis(x, 0, in_axis) if name in mapped and in_axis else x
+        for name, x in operands.items()
+    }
+    got = jax.jit(jax.vmap(step, in_axes=(axes,)))(moved)
+    one = jax.jit(step)
+    rows = [
+        one({name: x[i] if name in mapped else x for name, x in operands.items()}) for i in range(M)
+    ]
+    return got, jax.tree.map(lambda *x: jnp.stack(x), *rows)
+
+
+@pytest.mark.parametrize("mapped", subsets(("query", "key", "value", "bias")), ids="-".join)
+def test_vmap_over_arrays(mapped, host_backend):
+    close(*vmap_and_loop(("bias",), mapped, host_backend))
+
+
+@pytest.mark.parametrize("names", MAPPED_OPERANDS, ids="-".join)
+def test_vmap_over_operands(names, host_backend):
+    for mapped in subsets(names):
+        close(*vmap_and_loop(names, mapped, host_backend, is_causal=True))
+
+
+@pytest.mark.parametrize("names", MAPPED_OPERANDS, ids="-".join)
+def test_vmap_over_query_beside_operands_that_are_not_mapped(names, host_backend):
+    close(*vmap_and_loop(names, ("query",), host_backend, causal_align=BOTTOM_RIGHT,
+                         is_causal=True))  # fmt: skip
+
+
+def test_vmap_over_everything_at_once(host_backend):
+    names = tuple(itertools.chain.from_iterable(MAPPED_OPERANDS))
+    close(*vmap_and_loop(names, ("query", "key", "value", *names), host_backend, softcap=3.0))
+
+
+@pytest.mark.parametrize("in_axis", [1, -1])
+def test_vmap_over_other_axes(in_axis, host_backend):
+    q, k, v = (jnp.stack([x, 2 * x]) for x in qkv())
+    call = functools.partial(jax_flash.flash_attention, is_causal=True, backend=host_backend)
+    expected = jnp.stack([call(*(x[i] for x in (q, k, v))) for i in range(2)])
+    moved = (jnp.moveaxis(x, 0, in_axis) for x in (q, k, v))
+    got = jax.vmap(call, in_axes=in_axis, out_axes=in_axis)(*moved)
+    close(jnp.moveaxis(got, in_axis, 0), expected)
+
+
+def test_nested_vmap_with_different_subsets(host_backend):
+    """The outer vmap maps query and bias, the inner key, value and mask."""
+    q, k, v = qkv()
+    q, k, v = jnp.stack([q, 2 * q]), jnp.stack([k, 2 * k, -k]), jnp.stack([v, 2 * v, 3 * v])
+    bias = normal(3, 2, N, 1, S)
+    mask = jax.random.bernoulli(KEY(4), 0.7, (3, B, 1, T, S))
+
+    def call(q, k, v, bias, mask):
+        return jax_flash.flash_attention(q, k, v, bias=bias, mask=mask, backend=host_backend)
+
+    inner = jax.vmap(call, in_axes=(None, 0, 0, None, 0))
+    got = jax.vmap(inner, in_axes=(0, None, None, 0, None))(q, k, v, bias, mask)
+    rows = [[call(q[i], k[j], v[j], bias[i], mask[j]) for j in range(3)] for i in range(2)]
+    close(got, jnp.array(rows))
+
+
+def test_vmap_of_grad_of_an_unmapped_bias(host_backend):
+    """Per-example gradients: the bias is shared, its gradient is not."""
+    q, k, v = (jnp.stack([x, 2 * x, -x]) for x in qkv())
+    bias = normal(3, N, T, 1)
+
+    def gradient(q, k, v):
+        return jax.grad(
+            lambda bias: jnp.sum(
+                jax_flash.flash_attention(q, k, v, bias=bias, backend=host_backend) ** 2
+            )
+        )(bias)
+
+    got = jax.vmap(gradient)(q, k, v)
+    assert got.shape == (3, N, T, 1)
+    close(got, jnp.stack([gradient(q[i], k[i], v[i]) for i in range(3)]), rtol=1e-4)
+
+
+def test_vmap_over_an_axis_of_size_zero_and_one(host_backend):
+    q, k, v = qkv()
+    for size in (0, 1):
+        got = jax.vmap(lambda q: jax_flash.flash_attention(q, k, v, backend=host_backend))(
+            jnp.stack([q])[:size]
+        )
+        assert got.shape == (size, B, T, N, H)
+
+
+# ---- derivatives -------------------------------------------------------------------------------
+
+
+def loss_of(attention):
+    def loss(q, k, v, bias):
+        return jnp.sum(jnp.sin(attention(q, k, v, bias)))
+
+    return loss
+
+
+@pytest.fixture
+def both(host_backend):
+    """(ours, plain) as functions of q, k, v, bias, causal."""
+
+    def ours(q, k, v, bias):
+        return jax_flash.flash_attention(q, k, v, bias=bias, is_causal=True, backend=host_backend)
+
+    return ours, functools.partial(plain, causal=True)
+
+
+def small_arguments():
+    return (*(x[:1, :5] for x in qkv()), normal(3, 1, N, 5, 5))
+
+
+def test_jacrev(both):
+    arguments = small_arguments()
+    got, expected = (jax.jit(jax.jacrev(f, argnums=(0, 1, 2, 3)))(*arguments) for f in both)
+    close(got, expected)
+
+
+def test_grad_of_grad(both):
+    arguments = small_arguments()
+
+    def curvature(attention):
+        def first(*arguments):
+            gradients = jax.grad(loss_of(attention), argnums=(0, 1, 2, 3))(*arguments)
+            return sum(jnp.sum(jnp.cos(x)) for x in gradients)
+
+        return jax.jit(jax.grad(first, argnums=(0, 1, 2, 3)))(*arguments)
+
+    close(curvature(both[0]), curvature(both[1]), rtol=2e-5)
+
+
+def test_forward_over_reverse_hvp(both):
+    arguments = small_arguments()
+    tangents = tuple(normal(20 + i, *x.shape) for i, x in enumerate(arguments))
+
+    def hvp(attention):
+        gradient = jax.grad(loss_of(attention), argnums=(0, 1, 2, 3))
+        return jax.jit(lambda a, t: jax.jvp(gradient, a, t))(arguments, tangents)
+
+    close(hvp(both[0]), hvp(both[1]), rtol=2e-5)
+
+
+def test_jvp_and_jacfwd(both):
+    arguments = small_arguments()
+    tangents = tuple(normal(20 + i, *x.shape) for i, x in enumerate(arguments))
+    got, expected = (jax.jit(lambda a, t, f=f: jax.jvp(f, a, t))(arguments, tangents) for f in both)
+    close(got, expected)
+    one = [jax.jacfwd(f, argnums=1)(*(x[:, :2, :] if i < 3 else x[..., :2, :2]
+           for i, x in enumerate(arguments))) for f in both]  # fmt: skip
+    close(*one)
+
+
+def test_hessian_of_lse(host_backend):
+    q, k, v = (x[:1, :3, :2, :3] for x in qkv())
+
+    def ours(q):
+        return jax_flash.flash_attention(
+            q, k, v, return_lse=True, backend=host_backend
+        )[1].sum()  # fmt: skip
+
+    def theirs(q):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 3**0.5
+        return jax.nn.logsumexp(scores, axis=-1).sum()
+
+    close(jax.hessian(ours)(q), jax.hessian(theirs)(q), rtol=2e-5)
+
+
+def test_unused_outputs_have_zero_gradients(host_backend):
+    """Only lse used: no gradient to value. Only some arguments differentiated: no others needed."""
+    q, k, v = qkv()
+
+    def lse(q, k, v):
+        return jax_flash.flash_attention(
+            q, k, v, return_lse=True, backend=host_backend
+        )[1].sum()  # fmt: skip
+
+    dq, dv = jax.grad(lse, argnums=(0, 2))(q, k, v)
+    assert (np.asarray(dv) == 0).all()
+    assert (np.asarray(dq) != 0).any()
+
+
+def test_integer_operands_have_float0_gradients(host_backend):
+    """Lengths and ids are data: a vjp with respect to them is well-formed and empty."""
+    q, k, v = qkv()
+    lengths = jnp.array([T, 3], jnp.int32)
+
+    def call(q, lengths):
+        return jax_flash.flash_attention(q, k, v, query_seq_lengths=lengths, backend=host_backend)
+
+    out, pull = jax.vjp(call, q, lengths)
+    _, d_lengths = pull(out)
+    assert d_lengths.dtype == jax.dtypes.float0
+
+
+# ---- scan, remat, control flow -----------------------------------------------------------------
+
+
+def test_scan_over_layers(host_backend):
+    q = normal(0, B, T, N, H)
+    weights = normal(1, 3, H, H) / H**0.5
+
+    def model(attention, weights, x):
+        def layer(x, w):
+            return x + attention(x @ w, x, x), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, x, weights)[0]))
+
+    ours = functools.partial(jax_flash.flash_attention, is_causal=True, backend=host_backend)
+    theirs = functools.partial(plain, causal=True)
+    got, expected = (
+        jax.jit(jax.value_and_grad(functools.partial(model, f)))(weights, q) for f in (ours, theirs)
+    )
+    close(got, expected, rtol=1e-4)
+
+
+def test_cond_and_while(host_backend):
+    q, k, v = qkv()
+
+    def call(flag, q):
+        return jax.lax.cond(
+            flag,
+            lambda q: jax_flash.flash_attention(q, k, v, backend=host_backend),
+            lambda q: q,
+            q,
+        )
+
+    once = jax_flash.flash_attention(q, k, v, backend=host_backend)
+    close(jax.jit(call)(True, q), once)
+    close(jax.jit(call)(False, q), q)
+    twice = jax.lax.fori_loop(
+        0, 2, lambda _, x: jax_flash.flash_attention(x, k, v, backend=host_backend), q
+    )
+    close(twice, jax_flash.flash_attention(once, k, v, backend=host_backend))
+
+
+def kernel_calls(policy) -> tuple[int, int]:
+    """How often the compiled gradient of a rematerialised call runs the kernels."""
+    q, k, v = qkv()
+
+    def loss(q, k, v):
+        call = functools.partial(jax_flash.flash_attention, is_causal=True, backend="cpu")
+        if policy != "none":
+            call = jax.checkpoint(call, policy=policy)
+        return jnp.sum(jnp.sin(call(jnp.sin(q), k, v)))
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile().as_text()
+    return text.count('"jax_flash_cpu_forward"'), text.count('"jax_flash_cpu_backward"')
+
+
+def test_remat_runs_the_forward_once_with_the_checkpoint_names():
+    policies = jax.checkpoint_policies
+    both_names = policies.save_only_these_names("flash_out", "flash_lse")
+    assert kernel_calls("none") == (1, 1)
+    assert kernel_calls(both_names) == (1, 1)
+    assert kernel_calls(policies.everything_saveable) == (1, 1)
+    assert kernel_calls(policies.nothing_saveable) == (2, 1)
+
+
+def test_remat_gradients(host_backend):
+    q, k, v = qkv()
+
+    def gradients(policy):
+        call = functools.partial(jax_flash.flash_attention, is_causal=True, backend=host_backend)
+        if policy is not None:
+            call = jax.checkpoint(call, policy=policy)
+        loss = lambda q, k, v: jnp.sum(jnp.sin(call(q, k, v)))  # noqa: E731
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+
+    policies = jax.checkpoint_policies
+    expected = gradients(None)
+    close(gradients(policies.nothing_saveable), expected)
+    close(gradients(policies.save_only_these_names("flash_out", "flash_lse")), expected)
+
+
+# ---- export, x64, donation, devices ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_gradient", [False, True], ids=["forward", "vjp"])
+def test_export_round_trip(with_gradient, host_backend):
+    q, k, v = qkv()
+    bias = normal(3, N, T, S)
+
+    def call(q, k, v, bias):
+        return jax_flash.flash_attention(
+            q, k, v, bias=bias, is_causal=True, softcap=4.0, backend=host_backend
+        )
+
+    def function(*arguments):
+        if not with_gradient:
+            return call(*arguments)
+        out, pull = jax.vjp(call, *arguments)
+        return out, pull(jnp.cos(out))
+
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call(f"jax_flash_cpu_{half}")
+        for half in ("forward", "backward")
+    ]
+    exported = jax.export.export(jax.jit(function), platforms=["cpu"], disabled_checks=checks)(
+        q, k, v, bias
+    )
+    again = jax.export.deserialize(exported.serialize())
+    close(again.call(q, k, v, bias), jax.jit(function)(q, k, v, bias), rtol=1e-6)
+
+
+def test_export_with_a_symbolic_batch(host_backend):
+    (b,) = jax.export.symbolic_shape("b")
+    shapes = [
+        jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in qkv()
+    ]  # fmt: skip
+    checks = [jax.export.DisabledSafetyCheck.custom_call("jax_flash_cpu_forward")]
+    call = functools.partial(jax_flash.flash_attention, is_causal=True, backend=host_backend)
+    exported = jax.export.export(jax.jit(call), platforms=["cpu"], disabled_checks=checks)(*shapes)
+    for size in (1, 5):
+        arguments = qkv(batch=(size,))
+        close(exported.call(*arguments), call(*arguments), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_x64_mode_changes_nothing(dtype, host_backend):
+    q, k, v = (np.asarray(x) for x in qkv(dtype))
+    lengths = np.array([S, 5], np.int32)
+
+    def step(q, k, v):
+        def call(q, k, v):
+            return jax_flash.flash_attention(
+                q, k, v, is_causal=True, key_value_seq_lengths=lengths, dropout_rate=0.2,
+                dropout_key=jax.random.wrap_key_data(np.array([1, 2], np.uint32)),
+                local_window_size=(3, None), scale=0.3, softcap=2.0, return_lse=True,
+                backend=host_backend,
+            )  # fmt: skip
+
+        (out, lse), pull = jax.vjp(call, q, k, v)
+        return out, lse, pull((out, lse))
+
+    expected = jax.tree.map(np.asarray, jax.jit(step)(q, k, v))
+    with jax.enable_x64(True):
+        got = jax.tree.map(np.asarray, jax.jit(step)(q, k, v))
+    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(expected)]
+    close(got, expected, rtol=1e-6)
+
+
+def test_x64_mode_takes_int64_lengths_and_ids(host_backend):
+    """Under x64 integers are 64 bits wide unless told otherwise."""
+    case = Case("x64", T=T, S=S, kv_lengths=(S, 5), segments="packed")
+    arguments = case.draw()
+    for name in ("key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids"):
+        arguments.arrays[name] = arguments.arrays[name].astype(np.int64)
+    with jax.enable_x64(True):
+        compare(arguments, arguments.run(host_backend))
+
+
+def test_donation(host_backend):
+    expected_step = jax.jit(lambda *a: jax.vjp(call, *a)[1](a[0]))
+
+    def call(q, k, v):
+        return jax_flash.flash_attention(q, k, v, is_causal=True, backend=host_backend)
+
+    expected = expected_step(*qkv())
+    donated = jax.jit(lambda *a: jax.vjp(call, *a)[1](a[0]), donate_argnums=(0, 1, 2))
+    arguments = qkv()
+    close(donated(*arguments), expected, rtol=1e-6)
+    assert all(x.is_deleted() for x in arguments)
+
+
+def test_numpy_arguments_and_eval_shape(host_backend):
+    q, k, v = (np.asarray(x) for x in qkv())
+    call = functools.partial(jax_flash.flash_attention, return_lse=True, backend=host_backend)
+    shapes = jax.eval_shape(call, q, k, v)
+    assert [x.shape for x in shapes] == [(B, T, N, H), (B, T, N)]
+    assert [x.dtype for x in shapes] == [jnp.float32, jnp.float32]
+    close(call(q, k, v)[0], plain(q, k, v))
+
+
+def test_default_backend_matches_a_named_one():
+    q, k, v = qkv()
+    close(jax_flash.flash_attention(q, k, v), jax_flash.flash_attention(q, k, v, backend="xla"))
+
+
+def test_many_threads_at_once(host_backend):
+    """Two Python threads compile and run different shapes at the same time."""
+
+    def work(length):
+        q = normal(length, 1, length, 2, 16)
+        got = jax.jit(
+            lambda q: jax_flash.flash_attention(q, q, q, is_causal=True, backend=host_backend)
+        )
+        results = [np.asarray(got(q)) for _ in range(20)]
+        np.testing.assert_allclose(results[0], plain(q, q, q, causal=True), atol=1e-5)
+        return all(np.array_equal(results[0], x) for x in results)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, (65, 130, 200, 257)))
