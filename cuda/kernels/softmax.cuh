@@ -152,6 +152,6 @@ struct SoftmaxState {
       largest = with_sink;
     }
     lse = (largest + ptx::log2_approx(total)) * kLn2;
-    return factor / total;
+    return factor * ptx::reciprocal_approx(total);
   }
 };

@@ -74,6 +74,7 @@ inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named
 
 static_assert(kTileKV % 16 == 0 && kTileKV <= 256 && kHeadDim % 8 == 0 && kValueDim % 8 == 0);
 static_assert(kGroupRows % kPackedHeads == 0 && kLoadRows % 8 == 0);
+static_assert(!kHasSegments || kTileKV <= 128);  // visible columns of a thread are 32 bits
 static_assert(!(kHasSegments && kClusterSize > 1), "CTAs of a cluster walk the same blocks");
 
 // Description of a tile, written by the producer, read by the consumers.
@@ -394,8 +395,8 @@ struct Consumer {
   }
   __device__ __forceinline__ bool query_and_key_are_ready() const {
     return ptx::uniform(
-        ptx::barrier_try_wait(ptx::shared_address(query_full()), query_ring.parity) &&
-        ptx::barrier_try_wait(ptx::shared_address(key_full()), key_ring.parity));
+        ptx::barrier_test(ptx::shared_address(query_full()), query_ring.parity) &&
+        ptx::barrier_test(ptx::shared_address(key_full()), key_ring.parity));
   }
   __device__ __forceinline__ void release_key() {
     release(&shared.key_empty[key_ring.stage]);
@@ -466,9 +467,19 @@ struct Consumer {
     const TileInfo& t = tile();
     const int first_key = block * kTileKV;
     const int lane_column = 2 * (lane() % 4);
-    const int* ids = kHasSegments ? p.key_value_segments +
-                                        static_cast<int64>(t.batch) * p.kv_len + first_key
-                                  : nullptr;
+    uint32 same_segment[2] = {0, 0};  // of this thread's columns, a bit each
+    if constexpr (kHasSegments) {
+      const int* ids =
+          p.key_value_segments + static_cast<int64>(t.batch) * p.kv_len + first_key + lane_column;
+      const int valid = t.kv_length - first_key - lane_column;
+#pragma unroll 4
+      for (int bit = 0; bit < kTileKV / 4; ++bit) {
+        const int column = bit / 2 * 8 + bit % 2;
+        const int id = column < valid ? ids[column] : 0;
+        same_segment[0] |= static_cast<uint32>(id == segments[0]) << bit;
+        same_segment[1] |= static_cast<uint32>(id == segments[1]) << bit;
+      }
+    }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int query = packed_row(t, row) / kPackedHeads;
@@ -484,7 +495,7 @@ struct Consumer {
           bool visible = column < columns.end;
           if constexpr (kWindowLeft) visible = visible && column >= columns.begin;
           if constexpr (kHasSegments) {
-            visible = visible && ids[column + lane_column] == segments[row];
+            visible = visible && (same_segment[row] >> (i / 2 + j) & 1) != 0;
           }
           score = visible ? score : kNegativeInfinity;
         }

@@ -84,10 +84,11 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32 barrier, uint32 byt
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ bool barrier_try_wait(uint32 barrier, uint32 parity) {
+// Whether the phase of this parity has completed. (try_wait would suspend the thread for a while.)
+__device__ __forceinline__ bool barrier_test(uint32 barrier, uint32 parity) {
   uint32 done;
   asm volatile(
-      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
       "selp.u32 %0, 1, 0, p;\n}\n"
       : "=r"(done)
       : "r"(barrier), "r"(parity)
