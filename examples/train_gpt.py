@@ -187,7 +187,7 @@ class GPT(nnx.Module):
     def init_cache(self, batch: int, max_length: int) -> None:
         """Makes room for the keys and values of `max_length` bytes in every block."""
         for block in self.blocks:
-            block.attention.init_cache(batch, max_length, self.config.dtype)
+            block.attention.init_cache(batch, max_length)
 
 
 # --- One training step --------------------------------------------------------------------------

@@ -207,8 +207,9 @@ def test_dropout_follows_its_switch(api):
     if api == "nnx":
         layer = flash_nnx.FlashAttention(HEADS, FEATURES, dropout_rate=0.5, rngs=nnx.Rngs(0))
         first, second = layer(x), layer(x)
+        plain, same = nnx.view(layer, deterministic=True)(x), nnx.view(layer, deterministic=True)(x)
         layer.eval()
-        plain, same = layer(x), layer(x)
+        np.testing.assert_array_equal(layer(x), plain)
     else:
         layer = flash_linen.FlashAttention(HEADS, dropout_rate=0.5)
         variables = layer.init(jax.random.key(0), x, deterministic=True)
@@ -236,6 +237,7 @@ def test_dtypes(api):
     ("settings", "message"),
     [
         ({"num_kv_heads": 3}, "num_kv_heads"),
+        ({"num_kv_heads": 0}, "num_kv_heads"),
         ({"head_dim": 0}, "head_dim"),
         ({"head_dim": 7, "rotary_base": 100.0}, "even head_dim"),
     ],
@@ -243,6 +245,11 @@ def test_dtypes(api):
 def test_wrong_settings_are_refused(api, settings, message):
     with pytest.raises(ValueError, match=message):
         make(api, normal(1, BATCH, LENGTH, FEATURES), **settings)
+
+
+def test_heads_must_divide_the_features(api):
+    with pytest.raises(ValueError, match="give head_dim"):
+        make(api, normal(1, BATCH, LENGTH, FEATURES + 1))
 
 
 def test_attention_fn_sees_what_the_layer_uses(api):

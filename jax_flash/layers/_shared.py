@@ -136,19 +136,35 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-def check_layer(
-    num_heads: int, num_kv_heads: int, head_dim: int, rotary_base: float | None
-) -> None:
-    """Raises ValueError for head counts and sizes that do not fit together."""
+def head_sizes(
+    features: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    rotary_base: float | None,
+) -> tuple[int, int]:
+    """A layer's key heads and head size, with None replaced by num_heads and features / num_heads.
+
+    Raises:
+      ValueError: the numbers do not fit together.
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             "num_heads must be a positive multiple of num_kv_heads, "
             f"got {num_heads} and {num_kv_heads}"
         )
+    if head_dim is None:
+        head_dim, rest = divmod(features, num_heads)
+        if rest:
+            raise ValueError(
+                f"{features} features do not divide among {num_heads} heads; give head_dim"
+            )
     if head_dim < 1:
         raise ValueError(f"head_dim must be positive, got {head_dim}")
     if rotary_base is not None and head_dim % 2:
         raise ValueError(f"rotary embedding needs an even head_dim, got {head_dim}")
+    return num_kv_heads, head_dim
 
 
 def check_decode(is_causal: bool, segment_ids: jax.Array | None) -> None:

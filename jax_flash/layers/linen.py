@@ -191,9 +191,9 @@ class FlashAttention(nn.Module):
             segment_ids or without is_causal.
         """
         features = x.shape[-1]
-        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        head_dim = features // self.num_heads if self.head_dim is None else self.head_dim
-        _shared.check_layer(self.num_heads, num_kv_heads, head_dim, self.rotary_base)
+        num_kv_heads, head_dim = _shared.head_sizes(
+            features, self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_base
+        )
 
         project = functools.partial(
             nn.DenseGeneral,

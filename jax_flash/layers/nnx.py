@@ -127,7 +127,7 @@ class FlashAttention(nnx.Module):
       softcap: bounds the scores to (-softcap, softcap) by tanh.
       use_sinks: learns one score per head that takes part in the softmax and has no value.
       dropout_rate: share of the attention weights that dropout removes.
-      deterministic: no dropout; `eval()` and `train()` of any module above set it.
+      deterministic: no dropout; set by `eval()`, `train()` and nnx.view of any module above.
       use_bias: adds a bias in the four projections.
       dtype: dtype of the computation; None takes that of input and parameters.
       param_dtype: dtype of the parameters.
@@ -169,9 +169,9 @@ class FlashAttention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = in_features // num_heads if head_dim is None else head_dim
-        _shared.check_layer(self.num_heads, self.num_kv_heads, self.head_dim, rotary_base)
+        self.num_kv_heads, self.head_dim = _shared.head_sizes(
+            in_features, num_heads, num_kv_heads, head_dim, rotary_base
+        )
         self.is_causal = is_causal
         self.window = window
         self.rotary_base = rotary_base
@@ -179,6 +179,7 @@ class FlashAttention(nnx.Module):
         self.dropout_rate = dropout_rate
         self.deterministic = deterministic
         self.attention_fn = attention_fn
+        self.cache_dtype = param_dtype if dtype is None else dtype
 
         project = functools.partial(
             nnx.LinearGeneral,
@@ -255,17 +256,23 @@ class FlashAttention(nnx.Module):
         return self.out(out)
 
     def init_cache(
-        self, batch: int | tuple[int, ...], max_length: int, dtype: Dtype = jnp.float32
+        self, batch: int | tuple[int, ...], max_length: int, dtype: Dtype | None = None
     ) -> None:
         """Makes an empty cache of `max_length` positions, which `decode=True` then fills.
 
         Args:
           batch: size of the leading axis, or of all of them.
           max_length: positions that prompt and continuation may have together.
-          dtype: dtype in which keys and values are kept.
+          dtype: dtype in which keys and values are kept; None takes that of the computation.
         """
         batch = (batch,) if isinstance(batch, int) else batch
+        dtype = self.cache_dtype if dtype is None else dtype
         shape = (*batch, max_length, self.num_kv_heads, self.head_dim)
         self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
         self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
         self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets `deterministic`, for nnx.view."""
+        if deterministic is not None:
+            self.deterministic = deterministic
