@@ -102,6 +102,9 @@ def backward(
     delta = jnp.einsum("...tnh,...tnh->...nt", out, dout, preferred_element_type=jnp.float32)
     if dlse is not None:
         delta = delta - dlse
+    empty = lse == -jnp.inf
+    delta = jnp.where(empty, 0.0, delta)  # whatever dout holds in padding
+    lse = jnp.where(empty, jnp.inf, lse)  # makes the weights exp(logits - lse) of these rows 0
     lse, delta = (x.reshape(sweep.row_shape) for x in (lse, delta))
     dout = sweep.split_query_heads(dout)
     bias = sweep.bias if with_dbias else None
@@ -118,17 +121,15 @@ def backward(
         row_lse, row_delta = (_read(x, tile.rows, -1) for x in (lse, delta))
 
         logits, slope, visible = tile.logits()
-        empty = row_lse == -jnp.inf
-        visible = visible & ~empty[..., None]
-        weights = jnp.exp(logits - jnp.where(empty, 0.0, row_lse)[..., None])
+        weights = jnp.exp(logits - row_lse[..., None])
         dropped = jnp.where(visible, tile.drop(weights) + do_bad[..., None], 0.0)
         dv = _add(dv, sweep.product("...kgts,...kgth->...ksh", dropped, do), tile.keys, -2)
         dweights = sweep.product("...kgth,...ksh->...kgts", do, v)
         dweights = tile.drop(dweights + do_bad[..., None] + v_bad[..., None, None, :])
+        dweights = jnp.where(visible, dweights, 0.0)
         dlogits = weights * (dweights - row_delta[..., None])
         if slope is not None:
             dlogits = dlogits * slope
-        dlogits = jnp.where(visible, dlogits, 0.0)
         if dbias is not None:
             dbias = tile.add_to_bias(dbias, dlogits)
         dlogits = problem.scale * dlogits
@@ -277,7 +278,7 @@ class _Tile:
     def logits(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """Computes the logits `[*B, K, G, t, s]`, softcap's slope there, and what is visible.
 
-        The logits are -inf where not visible; the slope is None without softcap.
+        Where not visible the logits are -inf and the slope 0; without softcap it is None.
         """
         sweep = self.sweep
         (q, q_bad), (k, k_bad) = _split_bad(self.q), _split_bad(self.k)
@@ -290,6 +291,8 @@ class _Tile:
             tanh = jnp.tanh(logits / sweep.problem.softcap)
             logits, slope = sweep.problem.softcap * tanh, 1.0 - tanh * tanh
         visible = self._visible()
+        if slope is not None:
+            slope = jnp.where(visible, slope, 0.0)
         return jnp.where(visible, logits, -jnp.inf), slope, visible
 
     def drop(self, weights: jax.Array) -> jax.Array:
