@@ -94,8 +94,13 @@ __device__ __forceinline__ Range narrow_by_segments(const BackwardParams& p, int
   return met.empty() ? Range{0, 0} : met;
 }
 
+// Query blocks are met from the last to the first when a right window cuts the early ones off:
+// units of one head then start at the same block and share it in L2, and the partial blocks come
+// last.
+inline constexpr int kDirection = kWindowRight ? -1 : 1;
+
 // Units in the order of work: heads in groups whose queries stay in L2; within a group the key
-// blocks in ascending order (longest first when causal), its heads innermost.
+// blocks, in ascending order (longest first when causal), its heads innermost.
 __device__ __forceinline__ Unit unit_at(const BackwardParams& p, int index) {
   const int heads = p.batch * p.kv_heads;
   const int group = index / (p.head_group * key_blocks(p));
@@ -113,13 +118,8 @@ __device__ __forceinline__ Unit unit_at(const BackwardParams& p, int index) {
   return u;
 }
 
-// Query blocks are met from the last to the first when a right window cuts the early ones off:
-// units of one head then start at the same block and share it in L2, and the partial blocks come
-// last. In deterministic mode this is also the order in which a unit never waits for a later one.
-inline constexpr int kDirection = kWindowRight ? -1 : 1;
-
 __device__ __forceinline__ int first_block(const Range& blocks) {
-  return kWindowRight ? blocks.end - 1 : blocks.begin;
+  return kDirection < 0 ? blocks.end - 1 : blocks.begin;
 }
 
 }  // namespace backward

@@ -153,6 +153,8 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   warp_arrive(barrier_at(kDsFull + buffer));
 
   if constexpr (kFirst) {
+    pin(dk);  // the zeros are in place before the fence
+    pin(dv);
     wgmma_fence();
     issue_accumulate(dv, probability, dout);
     wgmma_commit();

@@ -23,7 +23,7 @@ inline constexpr int kAtLse = kAtDout + kStages * kValueBoxes * kBoxQ;
 inline constexpr int kAtDelta = kAtLse + kStages * kQueries * 4;
 inline constexpr int kAtOwn = round_up(kAtDelta + kStages * kQueries * 4, 1024);
 
-inline constexpr int kTurns = 2;  // query blocks whose turn may have come, deterministic mode
+inline constexpr int kTurns = 4;  // query blocks whose turn may have come, deterministic mode
 
 // Barriers, named by their event.
 inline constexpr int kUnitFull = 0;   // [2]
@@ -460,9 +460,10 @@ __device__ __forceinline__ void wait_turns(const BackwardParams& p) {
     for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
       const uint32 slot = slot_of<kTurns>(iteration);
       barrier_wait(barrier_at(kTurnEmpty + slot), parity_of<kTurns>(iteration) ^ 1);
-      // The first key block that meets these queries.
-      const int first_key = kWindowLeft ? max(walk.m0 + u.offset - p.window_left, 0) / kKeys : 0;
-      const int rank = u.key0 / kKeys - first_key;
+      const Range keys = blocks_of<kKeys>(
+          visible_keys<kWindowLeft, kWindowRight>(sight_of(p, u), walk.m0, walk.m0 + kQueries - 1));
+      const int block = u.key0 / kKeys;
+      const int rank = block - keys.begin;
       while (load_acquire(p.turns + walk.block) != rank) {
       }
       __syncwarp();
@@ -485,7 +486,7 @@ __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
       barrier_wait(barrier_at(kTurnTaken + slot), parity_of<kTurns>(iteration));
       if (threadIdx.x % 32 == 0) {
         fence_gpu();
-        add_release(p.turns + walk.block, 1);
+        add_relaxed(p.turns + walk.block, 1);
         barrier_arrive(barrier_at(kTurnEmpty + slot));
       }
       ++iteration;

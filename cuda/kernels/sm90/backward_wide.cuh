@@ -66,6 +66,7 @@ struct Rows {
   __device__ __forceinline__ void clear() {
     for (float& x : low) x = 0.f;
     for (float& x : high) x = 0.f;
+    pin();  // in place before the fence of the first product
   }
   // += a b; one commit group.
   __device__ __forceinline__ void accumulate(const uint32 (&a)[kScores / 2], uint32 b) {
