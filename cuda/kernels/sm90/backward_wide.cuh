@@ -137,7 +137,8 @@ __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float
 template <bool kLast>
 __device__ __forceinline__ void probability_step(const BackwardParams& p,
                                                  const volatile UnitRecord& u, uint32 iteration,
-                                                 int m0, float (&x)[kScores], Rows<kValue>& dv) {
+                                                 int m0, int next, float (&x)[kScores],
+                                                 Rows<kValue>& dv) {
   const uint32 slot = slot_of<kStages>(iteration);
   const uint32 lse = shared_base() + kAtLse + slot * kQueries * 4 + threadIdx.x % 4 * 8;
   float slope[kSoftcap ? kScores : 1];
@@ -165,7 +166,7 @@ __device__ __forceinline__ void probability_step(const BackwardParams& p,
     wgmma_wait<0>();
     warp_arrive(barrier_at(kDoutEmpty + slot));
   } else {
-    issue_scores(u, x, iteration + 1, next_m0(u, m0));
+    issue_scores(u, x, iteration + 1, next);
     wgmma_wait<1>();
     warp_arrive(barrier_at(kDoutEmpty + slot));
     wgmma_wait<0>();
@@ -195,11 +196,12 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
       warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration)));
       pin(x);
       for (int left = u.total - 1; left > 0; --left) {
-        probability_step<false>(p, u, iteration, m0, x, dv);
+        const int next = next_m0(u, m0);
+        probability_step<false>(p, u, iteration, m0, next, x, dv);
         ++iteration;
-        m0 = next_m0(u, m0);
+        m0 = next;
       }
-      probability_step<true>(p, u, iteration, m0, x, dv);
+      probability_step<true>(p, u, iteration, m0, 0, x, dv);
       ++iteration;
     }
     warp_arrive(barrier_at(kKIdle));
@@ -227,8 +229,8 @@ __device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&d
 // Takes dP^T of this query block to dK and, unless it is the unit's last, computes the next dP^T.
 template <bool kLast>
 __device__ __forceinline__ void gradient_step(const BackwardParams& p, const volatile UnitRecord& u,
-                                              uint32 iteration, int m0, float (&dp)[kScores],
-                                              Rows<kHead>& dk) {
+                                              uint32 iteration, int m0, int next,
+                                              float (&dp)[kScores], Rows<kHead>& dk) {
   const uint32 slot = slot_of<kStages>(iteration);
   const uint32 delta = shared_base() + kAtDelta + slot * kQueries * 4 + threadIdx.x % 4 * 8;
   uint32 gradient[kScores / 2];
@@ -254,7 +256,7 @@ __device__ __forceinline__ void gradient_step(const BackwardParams& p, const vol
     wgmma_wait<0>();
     warp_arrive(barrier_at(kQEmpty + slot));
   } else {
-    issue_dp(u, dp, iteration + 1, next_m0(u, m0));
+    issue_dp(u, dp, iteration + 1, next);
     wgmma_wait<1>();
     warp_arrive(barrier_at(kQEmpty + slot));
     wgmma_wait<0>();
@@ -282,11 +284,12 @@ __device__ __forceinline__ void gradient_role(const BackwardParams& p) {
       wgmma_wait<0>();
       pin(dp);
       for (int left = u.total - 1; left > 0; --left) {
-        gradient_step<false>(p, u, iteration, m0, dp, dk);
+        const int next = next_m0(u, m0);
+        gradient_step<false>(p, u, iteration, m0, next, dp, dk);
         ++iteration;
-        m0 = next_m0(u, m0);
+        m0 = next;
       }
-      gradient_step<true>(p, u, iteration, m0, dp, dk);
+      gradient_step<true>(p, u, iteration, m0, 0, dp, dk);
       ++iteration;
     }
     warp_arrive(barrier_at(kVIdle));
