@@ -288,8 +288,8 @@ def _window(
                 f"local_window_size is {size!r}; expected 0 or more on each side, or None for no "
                 "limit"
             )
-    left = None if left is None or left >= reach else int(left)
-    right = None if right is None or right >= reach else int(right)
+    left = None if left is None or int(left) >= reach else int(left)
+    right = None if right is None or int(right) >= reach else int(right)
     return left, 0 if is_causal else right
 
 
