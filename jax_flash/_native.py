@@ -53,6 +53,21 @@ def misfit(ext: Any, ffi_version: tuple[int, int] | None) -> str | None:
     return None
 
 
+def kernel_sources() -> dict[str, str]:
+    """Reads the kernels' text, named as `#include` spells it."""
+    root = kernel_root()
+    kernels = root / "kernels"
+    sources = {
+        path.relative_to(kernels).as_posix(): path.read_text() for path in kernels.glob("**/*.cuh")
+    }
+    for path in root.glob("runtime/params.h"):
+        sources[path.name] = path.read_text()
+        ext, _ = _load()
+        if ext is not None:  # this text and the compiled module may come from different builds
+            sources[path.name] += ext.cuda_params_assertions()
+    return sources
+
+
 @dataclasses.dataclass(frozen=True)
 class CompiledKernel:
     """What NVRTC made of one program."""
@@ -106,7 +121,7 @@ def configure_cuda(
     nvrtc, error = _find_nvrtc()
     folder = "" if cache is None else str(cache)
     if sources is None:
-        sources = _kernel_sources()
+        sources = kernel_sources()
     ext.cuda_configure(nvrtc, error, sources, folder, cache_bytes)
     _cuda_is_configured = True
 
@@ -133,15 +148,6 @@ def _cuda() -> ModuleType:
     if ext is None:
         raise RuntimeError("jax_flash._ext is not loaded")
     return ext
-
-
-def _kernel_sources() -> dict[str, str]:
-    """Reads the kernels' text, named as `#include` spells it."""
-    root = kernel_root()
-    kernels = root / "kernels"
-    files = {path.relative_to(kernels).as_posix(): path for path in kernels.glob("**/*.cuh")}
-    files |= {path.name: path for path in root.glob("runtime/params.h")}
-    return {name: path.read_text() for name, path in files.items()}
 
 
 def _find_nvrtc() -> tuple[str, str]:

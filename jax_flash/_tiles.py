@@ -174,27 +174,35 @@ class BackwardTiles:
     head_dim: int
     value_dim: int
     tile_q: int  # queries of one step
-    tile_kv: int = 128  # keys of one block
+    tile_kv: int  # keys of one block
     stages: int = 2  # blocks of queries and of output gradients in flight
     score_stages: int = 2  # buffers of score gradients
     head_group: int = 1  # kv heads that the schedule walks together
 
-    source = "sm90/backward.cuh"
     entries = ("flash_backward", "flash_backward_prepare", "flash_backward_finish")
-    threads = 384
+
+    @property
+    def wide(self) -> bool:
+        """Whether the kernel for head dims beyond 128 runs."""
+        return max(self.head_dim, self.value_dim) > 128
+
+    @property
+    def source(self) -> str:
+        return "sm90/backward_wide.cuh" if self.wide else "sm90/backward.cuh"
+
+    @property
+    def threads(self) -> int:
+        return 512 if self.wide else 384
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block of the main kernel."""
         head_boxes, value_boxes = _boxes(self.head_dim), _boxes(self.value_dim)
-        both = head_boxes + value_boxes
-        keys_values = both * self.tile_kv * 128
-        queries = self.stages * both * self.tile_q * 128
+        both = 128 * (head_boxes + value_boxes)
+        rows = -(-2 * self.stages * self.tile_q * 4 // 1024) * 1024
         scores = self.score_stages * self.tile_kv * self.tile_q * 2
-        sums = 2 * max(head_boxes, value_boxes) * 8192
-        rows = 2 * self.stages * self.tile_q * 4
-        barriers = 8 * (8 + 4 * self.stages + 2 * self.score_stages)
-        return keys_values + queries + scores + sums + rows + barriers + 128
+        sums = 16384 if self.wide else 16384 * max(head_boxes, value_boxes)
+        return 1024 + both * (self.tile_kv + self.stages * self.tile_q) + rows + scores + sums
 
     def launch(self, gpu: GpuSpec) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (BackwardTilesAttribute in handlers.cc)."""
@@ -218,7 +226,7 @@ class BackwardTiles:
             jax.ShapeDtypeStruct((rows,), jnp.float32),  # rowsum(out * dout) - dlse
             jax.ShapeDtypeStruct((rows, 64 * _boxes(self.head_dim)), jnp.float32),  # sum of dq
             jax.ShapeDtypeStruct((1,), jnp.int32),  # counter of key blocks
-            jax.ShapeDtypeStruct((heads, blocks if problem.deterministic else 0, 2), jnp.int32),
+            jax.ShapeDtypeStruct((heads, blocks if problem.deterministic else 0), jnp.int32),
             jax.ShapeDtypeStruct((shapes.batch, blocks if segments else 0, 2), jnp.int32),
             jax.ShapeDtypeStruct(
                 (shapes.batch, -(-shapes.kv_len // self.tile_kv) if segments else 0, 2), jnp.int32
@@ -272,9 +280,6 @@ _L2_SHARE = 32 << 20
 
 def supports_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
     """Tells whether the CUDA kernels can compute the gradients of a problem: None, or why not."""
-    widest = max(shapes.head_dim, shapes.value_dim)
-    if widest > 128:
-        return f"the CUDA backward kernels take head dims up to 128, not {widest}"
     return supports(problem, shapes, gpu)
 
 
@@ -299,7 +304,7 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
 
 def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiles:
     """Chooses the backward kernels' tiles for a problem that `supports_backward` accepts."""
-    narrow = max(shapes.head_dim, shapes.value_dim) <= 64 and problem.softcap is None
+    widest = max(shapes.head_dim, shapes.value_dim)
     group = shapes.q_heads // shapes.kv_heads
     # Queries, output gradients and float32 sums of dq of one kv head.
     rows_bytes = _known(shapes.q_len, 4096) * (6 * shapes.head_dim + 2 * shapes.value_dim) * group
@@ -307,7 +312,8 @@ def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> Bac
     return BackwardTiles(
         shapes.head_dim,
         shapes.value_dim,
-        tile_q=128 if narrow else 64,
+        tile_q=128 if widest <= 64 and problem.softcap is None else 64,
+        tile_kv=128 if widest <= 128 else 64,
         head_group=min(fitting, _known(shapes.batch, fitting) * shapes.kv_heads),
     )
 

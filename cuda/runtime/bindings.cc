@@ -85,6 +85,7 @@ NB_MODULE(_ext, m) {
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.def("targets", &Targets);
 #ifdef JAX_FLASH_CUDA
+  m.def("cuda_params_assertions", &jax_flash::ParamsAssertions);
   m.def("cuda_configure", &CudaConfigure);
   m.def("cuda_compile", [](std::string source, std::string header, std::string arch) {
     return CudaCompile({std::move(source), std::move(header), std::move(arch)});

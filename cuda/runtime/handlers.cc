@@ -334,7 +334,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   workspaces.Take("delta", rows, &params.delta);
   workspaces.Take("dq_sum", rows * 64 * head_boxes, &params.dq_sum);
   workspaces.Take("next_unit", 1, &params.next_unit);
-  workspaces.Take("turns", deterministic ? 2 * heads * query_blocks : 0, &params.turns);
+  workspaces.Take("turns", deterministic ? heads * query_blocks : 0, &params.turns);
   workspaces.Take("query_segment_ranges", segments ? 2 * s.batch * query_blocks : 0,
                   &params.query_segment_ranges);
   workspaces.Take("key_segment_ranges", segments ? 2 * s.batch * key_blocks : 0,
@@ -398,6 +398,13 @@ auto BindBackward() {
 }
 
 }  // namespace
+
+std::string ParamsAssertions() {
+  const std::string why = ", \"params.h differs from that of the compiled module\");\n";
+  return "static_assert(sizeof(ForwardParams) == " + std::to_string(sizeof(ForwardParams)) + why +
+         "static_assert(sizeof(BackwardParams) == " + std::to_string(sizeof(BackwardParams)) + why;
+}
+
 }  // namespace jax_flash
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaForward, jax_flash::Forward, jax_flash::BindForward(),

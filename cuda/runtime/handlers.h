@@ -3,7 +3,16 @@
 #ifndef JAX_FLASH_CUDA_RUNTIME_HANDLERS_H_
 #define JAX_FLASH_CUDA_RUNTIME_HANDLERS_H_
 
+#include <string>
+
 #include "xla/ffi/api/c_api.h"
+
+namespace jax_flash {
+
+// Assertions to compile with the kernels: their params.h is that of this module.
+std::string ParamsAssertions();
+
+}  // namespace jax_flash
 
 extern "C" {
 XLA_FFI_Error* JaxFlashCudaForward(XLA_FFI_CallFrame* call);
