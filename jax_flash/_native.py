@@ -24,8 +24,11 @@ _REPAIR = "Reinstall it: pip install --force-reinstall --no-deps jax_flash (or '
 
 
 def available(platform: Literal["cpu", "cuda"]) -> str | None:
-    """Tells whether native kernels for `platform` are registered: None, or the reason why not."""
-    return _load()[1].get(platform)
+    """Tells whether native kernels for `platform` can run: None, or the reason why not."""
+    reason = _load()[1].get(platform)
+    if reason is None and platform == "cuda" and _has_driver():
+        return _find_nvrtc()[1] or None
+    return reason
 
 
 def kernel_root() -> Path:
@@ -153,8 +156,11 @@ def _cuda() -> ModuleType:
 def _find_nvrtc() -> tuple[str, str]:
     """Finds libnvrtc: returns (its path, ""), or ("", why there is none and what to do)."""
     chosen = os.environ.get("JAX_FLASH_NVRTC")
-    if chosen:
-        return chosen, ""
+    return (chosen, "") if chosen else _find_installed_nvrtc()
+
+
+@functools.cache
+def _find_installed_nvrtc() -> tuple[str, str]:
     repair = (
         "jax_flash compiles its CUDA kernels with NVRTC, which jax[cuda12] and jax[cuda13] bring "
         "(alone: pip install nvidia-cuda-nvrtc); JAX_FLASH_NVRTC may name a libnvrtc.so to use."
@@ -169,6 +175,7 @@ def _find_nvrtc() -> tuple[str, str]:
         return "", f"libnvrtc was not found. {repair}"
 
 
+@functools.cache
 def _has_driver() -> bool:
     try:
         ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,99 @@
+"""`jax_flash.explain`: what would run and why, on a machine without a GPU too."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_flash
+from jax_flash import _explain, _native
+
+needs_module = pytest.mark.skipif(
+    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
+)
+
+Q = jax.ShapeDtypeStruct((2, 512, 8, 128), jnp.bfloat16)
+KV = jax.ShapeDtypeStruct((2, 512, 2, 128), jnp.bfloat16)
+
+
+@needs_module
+def test_names_backend_kernel_tiles_and_resources():
+    explanation = jax_flash.explain(Q, KV, KV, is_causal=True, gpu="H200")
+    assert explanation.backend == "cuda"
+    assert explanation.shapes.kv_heads == 2
+    forward, backward = explanation.kernels["forward"], explanation.kernels["backward"]
+    assert {entry.name for entry in forward.entries} >= {"flash_forward"}
+    assert {entry.name for entry in backward.entries} >= {"flash_backward"}
+    text = str(explanation)
+    assert "backend: cuda on H200 (sm_90a)" in text
+    assert "causal" in text
+    assert f"tile_kv {forward.tiles.tile_kv}" in text
+    for entry in forward.entries:
+        assert f"{entry.name}: {entry.registers} registers" in text
+
+
+@needs_module
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"bias": jax.ShapeDtypeStruct((8, 512, 512), jnp.float32)}, "bias"),
+        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "dropout"),
+    ],
+)
+def test_says_why_not_cuda(options, reason):
+    explanation = jax_flash.explain(Q, KV, KV, gpu="H200", **options)
+    assert explanation.backend == "xla"
+    assert reason in explanation.refusals["cuda"]
+    assert f"not cuda: {explanation.refusals['cuda']}" in str(explanation)
+    assert explanation.kernels == {}
+
+
+@needs_module
+def test_says_why_a_kernel_was_not_compiled(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: str) -> None:
+        raise RuntimeError("libnvrtc was not found")
+
+    monkeypatch.setattr(_native, "compile_kernel", fail)
+    explanation = jax_flash.explain(Q, KV, KV, gpu="H200")
+    assert "not compiled: libnvrtc was not found" in str(explanation)
+
+
+def test_takes_arrays_and_checks_them_like_the_call():
+    q = jnp.ones((1, 8, 4, 16))
+    explanation = jax_flash.explain(q, q, q, softcap=20.0, deterministic=True)
+    assert explanation.problem.dtype == "float32"
+    assert "softcap 20, deterministic" in str(explanation)
+    with pytest.raises(ValueError, match="softcap is -1"):
+        jax_flash.explain(q, q, q, softcap=-1.0)
+    with pytest.raises(TypeError, match="colour"):
+        jax_flash.explain(q, q, q, colour="red")
+    with pytest.raises(ValueError, match="gpu must be one of A100, H100, H200"):
+        jax_flash.explain(q, q, q, gpu="abacus")
+
+
+def test_other_gpus_are_refused_by_name():
+    explanation = jax_flash.explain(Q, KV, KV, gpu="A100")
+    assert explanation.backend == "xla"
+    assert "cuda" in explanation.refusals
+
+
+LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+ptxas info    : (C7519) warpgroup.arrive is injected in around line 3389
+ptxas info    : Compiling entry function 'first' for 'sm_90a'
+ptxas info    : Function properties for first
+    16 bytes stack frame, 24 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size, 1024 bytes smem
+ptxas info    : Compiling entry function 'second' for 'sm_90a'
+ptxas info    : Function properties for second
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 0 barriers
+"""
+
+
+def test_reads_the_compiler_log():
+    first, second = _explain.read_entries(LOG)
+    assert first == _explain.EntryReport("first", 168, 1024, 16, 32)
+    assert second == _explain.EntryReport("second", 32, 0, 0, 0)
+    [warning] = _explain.read_warnings(LOG)
+    assert "C7510" in warning
