@@ -195,17 +195,13 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
     if (u.stop) break;
     const uint32 free = parity_of<1>(received) ^ 1;
     int left = u.total;
-    barrier_wait(barrier_at(kKEmpty), free);
     if (left == 0) {
+      barrier_wait(barrier_at(kKEmpty), free);
       barrier_wait(barrier_at(kVEmpty), free);
       if (leader) {
         barrier_arrive(barrier_at(kKFull));
         barrier_arrive(barrier_at(kVFull));
       }
-    } else if (leader) {
-      barrier_arrive_expect(barrier_at(kKFull), kHeadBoxes * kBoxK);
-      load_tile<kHeadBoxes, kBoxK>(shared_base() + kAtK, p.key, barrier_at(kKFull), kEvictNormal,
-                                   u.kv_head, u.key0, u.batch);
     }
     int head = u.head, m0 = u.m0, block = u.block;
     bool first = true;
@@ -220,13 +216,13 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
         bulk_load(shared_base() + kAtLse + slot * kQueries * 4,
                   p.lse_log2 + static_cast<int64>(block) * kQueries, kQueries * 4, full);
       }
+      // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
       if (first) {
-        first = false;
-        barrier_wait(barrier_at(kVEmpty), free);
+        barrier_wait(barrier_at(kKEmpty), free);
         if (leader) {
-          barrier_arrive_expect(barrier_at(kVFull), kValueBoxes * kBoxK);
-          load_tile<kValueBoxes, kBoxK>(shared_base() + kAtV, p.value, barrier_at(kVFull),
-                                        kEvictNormal, u.kv_head, u.key0, u.batch);
+          barrier_arrive_expect(barrier_at(kKFull), kHeadBoxes * kBoxK);
+          load_tile<kHeadBoxes, kBoxK>(shared_base() + kAtK, p.key, barrier_at(kKFull),
+                                       kEvictNormal, u.kv_head, u.key0, u.batch);
         }
       }
       barrier_wait(barrier_at(kDoutEmpty + slot), parity ^ 1);
@@ -237,6 +233,15 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
                                       full, kEvictLast, head, m0, u.batch);
         bulk_load(shared_base() + kAtDelta + slot * kQueries * 4,
                   p.delta + static_cast<int64>(block) * kQueries, kQueries * 4, full);
+      }
+      if (first) {
+        first = false;
+        barrier_wait(barrier_at(kVEmpty), free);
+        if (leader) {
+          barrier_arrive_expect(barrier_at(kVFull), kValueBoxes * kBoxK);
+          load_tile<kValueBoxes, kBoxK>(shared_base() + kAtV, p.value, barrier_at(kVFull),
+                                        kEvictNormal, u.kv_head, u.key0, u.batch);
+        }
       }
       ++iteration;
       m0 += kDirection * kQueries;

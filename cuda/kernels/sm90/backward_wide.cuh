@@ -30,11 +30,13 @@ inline constexpr int kAtDs = kAtOwn;  // [kScoreStages][key][64]
 inline constexpr int kDsBytes = kKeys * kQueries * 2;
 inline constexpr int kAtP = kAtDs + kScoreStages * kDsBytes;  // float[8][thread][4]
 inline constexpr int kSharedBytes = kAtP + kKeys * kQueries * 4;
+static_assert(kHeadBoxes * kBoxK <= kSharedBytes - kAtDs, "dK takes the place of dS and P");
 
 inline constexpr int kPFull = kOwnBarriers;
 inline constexpr int kPEmpty = kPFull + 1;
-inline constexpr int kKIdle = kPEmpty + 1;  // products have read K, dK may take its place
-inline constexpr int kVIdle = kKIdle + 1;   // likewise V and dV
+inline constexpr int kVIdle = kPEmpty + 1;    // products have read V, dV may take its place
+inline constexpr int kDsIdle = kVIdle + 1;    // likewise dS and P, for dK
+inline constexpr int kOutFree = kDsIdle + 1;  // dK has left that place
 
 // Named barriers, one per role.
 inline constexpr int kProbabilityBarrier = 1;
@@ -42,15 +44,16 @@ inline constexpr int kGradientBarrier = 2;
 
 __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
-    set_up_load(12, 1, 1, 4);
+    set_up_load(12, 8, 1, 4);
     for (int i = 0; i < kScoreStages; ++i) {
       barrier_init(barrier_at(kDsFull + i), 4);
       barrier_init(barrier_at(kDsEmpty + i), 4);
     }
     barrier_init(barrier_at(kPFull), 4);
     barrier_init(barrier_at(kPEmpty), 4);
-    barrier_init(barrier_at(kKIdle), 8);
     barrier_init(barrier_at(kVIdle), 4);
+    barrier_init(barrier_at(kDsIdle), 4);
+    barrier_init(barrier_at(kOutFree), 1);
     barrier_init_fence();
   }
   __syncthreads();
@@ -81,11 +84,11 @@ struct Rows {
   }
 };
 
-// Writes dK or dV through the shared memory of K or V, and gives that back to the load role.
+// Writes dK or dV through shared memory that no product reads any more, then announces it free.
 template <int kColumns>
 __device__ __forceinline__ void write_out(const TensorMap& map, const Rows<kColumns>& values,
                                           float scale, const volatile UnitRecord& u, uint32 tile,
-                                          int named_barrier, uint32 empty) {
+                                          int named_barrier, uint32 free) {
   stage_rows(values.low, scale, tile, kBoxK);
   if constexpr (Rows<kColumns>::kSplit) stage_rows(values.high, scale, tile + 2 * kBoxK, kBoxK);
   named_barrier_sync(named_barrier, 128);
@@ -96,7 +99,7 @@ __device__ __forceinline__ void write_out(const TensorMap& map, const Rows<kColu
     }
     bulk_commit();
     bulk_wait_read<0>();
-    barrier_arrive(empty);
+    barrier_arrive(free);
   }
 }
 
@@ -184,6 +187,8 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
     Rows<kValue> dv;
     dv.clear();
     barrier_wait(barrier_at(kKFull), parity_of<1>(received));
+    // P comes where dK of the unit before may still be leaving from.
+    barrier_wait(barrier_at(kOutFree), parity_of<1>(received) ^ 1);
     if (u.total > 0) {
       if (has_unseen_keys(u)) {
         hide_unseen_keys<kHeadBoxes>(u, shared_base() + kAtK, 0);
@@ -204,7 +209,7 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
       probability_step<true>(p, u, iteration, m0, 0, x, dv);
       ++iteration;
     }
-    warp_arrive(barrier_at(kKIdle));
+    warp_arrive(barrier_at(kKEmpty));
     barrier_wait(barrier_at(kVFull), parity_of<1>(received));
     barrier_wait(barrier_at(kVIdle), parity_of<1>(received));
     write_out<kValue>(p.dvalue, dv, 1.f, u, shared_base() + kAtV, kProbabilityBarrier,
@@ -293,10 +298,9 @@ __device__ __forceinline__ void gradient_role(const BackwardParams& p) {
       ++iteration;
     }
     warp_arrive(barrier_at(kVIdle));
-    barrier_wait(barrier_at(kKFull), parity_of<1>(received));
-    barrier_wait(barrier_at(kKIdle), parity_of<1>(received));
-    write_out<kHead>(p.dkey, dk, p.scale, u, shared_base() + kAtK, kGradientBarrier,
-                     barrier_at(kKEmpty));
+    barrier_wait(barrier_at(kDsIdle), parity_of<1>(received));
+    write_out<kHead>(p.dkey, dk, p.scale, u, shared_base() + kAtDs, kGradientBarrier,
+                     barrier_at(kOutFree));
     return_unit(received);
     ++received;
   }
@@ -335,7 +339,8 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
       end_turn(iteration);
       ++iteration;
     }
-    warp_arrive(barrier_at(kKIdle));
+    warp_arrive(barrier_at(kDsIdle));
+    warp_arrive(barrier_at(kKEmpty));
     return_unit(received);
     ++received;
   }
