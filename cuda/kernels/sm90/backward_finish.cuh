@@ -13,14 +13,16 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
   constexpr int kPitch = 64 + 8;  // elements; 16 bytes of padding spread the rows over the banks
   __shared__ alignas(16) uint16 tile[64 * kPitch];
   const int tiles = query_blocks(p) * (kQueries / 64);
-  const int box = blockIdx.x % kHeadBoxes;
-  const int head_index = blockIdx.x / kHeadBoxes / tiles;
-  const int row0 = (blockIdx.x / kHeadBoxes - head_index * tiles) * 64;
+  // The heads that the main kernel took last are still in L2 and come first.
+  const int index = gridDim.x - 1 - blockIdx.x;
+  const int box = index % kHeadBoxes;
+  const int head_index = index / kHeadBoxes / tiles;
+  const int row0 = (index / kHeadBoxes - head_index * tiles) * 64;
   const int batch = head_index / p.query_heads, head = head_index - batch * p.query_heads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   const float4* sum = reinterpret_cast<const float4*>(p.dq_sum) +
-                      static_cast<int64>(blockIdx.x) * (kTileFloats / 4) + threadIdx.x;
+                      static_cast<int64>(index) * (kTileFloats / 4) + threadIdx.x;
   float4 values[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) values[j] = __ldcs(sum + j * kFinishThreads);

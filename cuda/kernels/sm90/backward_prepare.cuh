@@ -50,15 +50,17 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
   constexpr int kRows = kPrepareThreads / kLanes;                     // rows at a time
   constexpr int kUnroll = 4;
   const int tiles = query_blocks(p) * (kQueries / 64);
-  const int head_index = blockIdx.x / tiles;  // batch * N + head
-  const int row0 = (blockIdx.x - head_index * tiles) * 64;
+  // The heads that the main kernel takes first come last, so that it finds them in L2.
+  const int index = gridDim.x - 1 - blockIdx.x;
+  const int head_index = index / tiles;  // batch * N + head
+  const int row0 = (index - head_index * tiles) * 64;
   const int batch = head_index / p.query_heads, head = head_index - batch * p.query_heads;
   const int queries = visibility(p, batch).query_length;
   const int lane = threadIdx.x % kLanes;
   const bool in_row = lane * 8 < kValueDim;
   const int64 padded = static_cast<int64>(head_index) * tiles * 64 + row0;
 
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.next_unit = 0;
+  if (index == 0 && threadIdx.x == 0) *p.next_unit = 0;
   if (kDeterministic && row0 % kQueries == 0 && threadIdx.x == 0) p.turns[padded / kQueries] = 0;
 
   float4* sum = reinterpret_cast<float4*>(p.dq_sum) + padded * (kHeadBoxes * 16);
