@@ -325,15 +325,14 @@ def _backward_head_group(problem: Problem, shapes: Shapes) -> int:
     group = shapes.q_heads // shapes.kv_heads
     head_bytes = queries * (6 * shapes.head_dim + 2 * shapes.value_dim) * group
     fitting = max(1, _L2_SHARE // head_bytes)
-    if problem.window[1] is not None:
-        if problem.deterministic:
-            factor = 1 if queries < 1024 else 2 if queries < 2048 else 4 if queries < 8192 else 8
+    if problem.deterministic:  # by the number of steps of a unit
+        steps = queries // 64 if max(shapes.head_dim, shapes.value_dim) > 64 else queries // 128
+        if problem.window[1] is not None:
+            factor = 1 if steps < 16 else 2 if steps < 32 else 4 if steps < 128 else 8
         else:
-            factor = 1 if queries < 4096 else 4
-    elif problem.deterministic:
-        factor = 1 if queries < 2048 else 2 if queries < 8192 else 4
+            factor = 1 if steps < 32 else 2 if steps < 128 else 4
     else:
-        factor = 1 if queries < 4096 else 2
+        factor = 1 if queries < 4096 else 2 if problem.window[1] is None else 4
     return min(fitting * factor, _known(shapes.batch, fitting * factor) * shapes.kv_heads)
 
 
