@@ -1,7 +1,7 @@
 """Measures attention on a CPU beside PyTorch's flash attention and jax.nn's (XLA), in one process.
 
-    python benchmarks/cpu.py                  # all cells, about 3 minutes on 2 cores
-    python benchmarks/cpu.py --lengths 1024   # part of them
+    python benchmarks/cpu.py                        # all cells, about 3 minutes on 2 cores
+    python benchmarks/cpu.py --only "1024 causal"   # those with these words in their name
 
 B 1, N 8, H 64; T = S; forward, and forward with backward. Every library uses all cores. The
 libraries of a cell take turns, round by round, and a time is the best of the rounds: on a machine
@@ -51,21 +51,25 @@ def main() -> None:
     if results.get("machine") != machine:
         cells = {}
     chosen = [
-        (length, causal, dtype, backward)
-        for length in options.lengths
+        cell
+        for length in LENGTHS
         for causal in (False, True)
         for dtype in ("float32", "bfloat16")
         for backward in (False, True)
+        if options.only in cell_name(*(cell := (length, causal, dtype, backward)))
     ]
     progress = tqdm(chosen, disable=None)
     for length, causal, dtype, backward in progress:
         name = cell_name(length, causal, dtype, backward)
         progress.set_description(name)
         cells[name] = measure(length, causal, dtype, backward, options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = "python benchmarks/cpu.py"
-    results = {"machine": machine, "command": command, "seconds": cells}
-    path.write_text(json.dumps(results, indent=2) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        results = {
+            "machine": machine,
+            "command": "python benchmarks/cpu.py",
+            "seconds": dict(sorted(cells.items())),
+        }
+        path.write_text(json.dumps(results, indent=2) + "\n")
     print(table(cells))
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
 
@@ -75,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--only", default="", help="words in the name of a cell")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--seconds", type=float, default=0.8, help="spent on a library in a cell")
     return parser.parse_args()
