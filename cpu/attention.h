@@ -43,7 +43,8 @@ struct Broadcast {
   int64_t batch_count = 1;
   int64_t heads = 1, rows = 1, keys = 1;  // stored extents: 1 or N, 1 or T, 1 or S
 
-  int64_t Offset(int64_t b, int64_t n, int64_t t) const {
+  // Inlined always: a shared copy could be one compiled for an instruction set that is not there.
+  __attribute__((always_inline)) int64_t Offset(int64_t b, int64_t n, int64_t t) const {
     return ((batch[b] * heads + (heads == 1 ? 0 : n)) * rows + (rows == 1 ? 0 : t)) * keys;
   }
 };

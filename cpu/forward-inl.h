@@ -30,7 +30,7 @@ class Forward {
     const int64_t heads = s.batch * s.kv_heads;
     if (heads == 0 || s.q_len == 0) return true;
     const int64_t rows = s.q_len * (s.q_heads / s.kv_heads);
-    const int64_t block = RowBlock(rows, heads, workers.count());
+    const int64_t block = RowBlock(rows, heads, workers.count(), s.head_dim + s.value_dim);
     const int64_t blocks = (rows + block - 1) / block;
     bool failed = false;
     // Last rows first: under a causal mask they see the most keys.
@@ -52,10 +52,11 @@ class Forward {
   static constexpr int64_t kMostRows = 1024;
   static constexpr int64_t kScratchLanes = kTileRows + kLanes;
 
-  // As many rows as share a packed block of keys, while every thread finds about 4 units.
-  static int64_t RowBlock(int64_t rows, int64_t heads, int64_t threads) {
-    const int64_t units =
-        Most((4 * threads + heads - 1) / heads, (rows + kMostRows - 1) / kMostRows);
+  // Many rows share a packed block of keys, as long as every thread finds about 4 units and a
+  // unit's queries and sums take no more than about 1 MiB.
+  static int64_t RowBlock(int64_t rows, int64_t heads, int64_t threads, int64_t head_dims) {
+    const int64_t most = Most(kMostRows / ((head_dims + 255) / 256), 8 * kTileRows);
+    const int64_t units = Most((4 * threads + heads - 1) / heads, (rows + most - 1) / most);
     return Most(RoundUp((rows + units - 1) / units, kTileRows), 8 * kTileRows);
   }
 
