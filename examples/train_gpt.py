@@ -49,8 +49,8 @@ class Config:
     width: int = 128
     vocabulary: int = 256
     length: int = 512  # bytes in one training sequence
-    batch: int = 16  # sequences in one step
-    steps: int = 400
+    batch: int = 8  # sequences in one step
+    steps: int = 450
     learning_rate: float = 3e-3
     dtype: str = "float32"  # of the computation; parameters are always float32
     remat: bool = False  # recompute each block in the backward, all but its attention

@@ -50,6 +50,7 @@ def test_quickstart():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # two programs that each compile a training step: 25 s on two idle cores
 def test_gpt_trains_the_same_by_flash_on_a_mesh_and_by_xla(tmp_path):
     text = ["--text", str(Path(jax_flash.__file__).parent)]
     losses = []
