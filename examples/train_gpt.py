@@ -366,7 +366,7 @@ def main() -> None:
             # Waiting for the step before, not for this one, keeps a GPU busy.
             last = float(losses[max(0, step - 2)])
             step_times.append(time.perf_counter() - begin)
-            if step % max(1, config.steps // 8) == 0 or step == config.steps:
+            if (config.steps - step) % max(1, config.steps // 8) == 0:
                 scores = [float(evaluate(model, rows)) for rows in validation_batches]
                 validation_losses[step] = sum(scores) / len(scores)
             speed = config.batch * config.length / step_times[-1]
