@@ -345,6 +345,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   params.lse = operands.lse;
   params.dlse = operands.dlse;
   params.dquery = operands.dq;
+  params.dkey_data = operands.dk;
+  params.dvalue_data = operands.dv;
   params.head_group = static_cast<int>(tiles.head_group);
   params.scale_log2 = static_cast<float>(kLog2E * (softcap > 0 ? softcap : scale));
   params.softcap_inner = softcap > 0 ? static_cast<float>(scale / softcap) : 0;

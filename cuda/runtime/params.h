@@ -1,8 +1,9 @@
-// Arguments of the kernels: plain structs passed by value, included by host (C++17) and device (NVRTC).
+// Arguments of the kernels: plain structs passed by value, included by host (C++17) and device
+// (NVRTC).
 //
-// The launcher (launch.cc) fills every field; a pointer whose term is absent is null and never read.
-// What a kernel is specialised for (element type, head dims, tiles, which terms exist) is not here
-// but in the constants of the generated header: see the list in cuda/kernels/sm90/forward.cuh.
+// The launcher (launch.cc) fills every field; a pointer whose term is absent is null and never
+// read. What a kernel is specialised for (element type, head dims, tiles, which terms exist) is not
+// here but in the constants of the generated header: see the list in cuda/kernels/sm90/forward.cuh.
 #pragma once
 
 // A CUtensorMap (cuTensorMapEncodeTiled): 128 opaque bytes.
@@ -13,8 +14,8 @@ struct alignas(64) TensorMap {
 // flash_forward: grid = (number of CTAs), cluster = (kClusterSize, 1, 1),
 // block = 128 * (kConsumers + 1) threads, dynamic shared memory = Tiles' formula (forward.cuh).
 struct ForwardParams {
-  // Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B), strides in
-  // bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 256 B, zero fill.
+  // Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B), strides
+  // in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 256 B, zero fill.
   TensorMap query;  // [B, T, N, H]  box (64, kPackedHeads, 64 / kPackedHeads, 1)
   TensorMap key;    // [B, S, K, H]  box (64, 1, kTileKV / kClusterSize, 1)
   TensorMap value;  // [B, S, K, Hv] box (64, 1, kTileKV / kClusterSize, 1)
@@ -51,15 +52,15 @@ struct ForwardParams {
   float softcap;     // only with kSoftcap
 };
 
-// The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order on
-// one stream, each with these parameters. Grids, blocks and workspace sizes: sm90/backward.cuh.
+// The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
+// on one stream, each with these parameters. Grids, blocks and workspace sizes: sm90/backward.cuh.
 struct BackwardParams {
   // Rank-4 maps as for the forward.
   TensorMap query;   // [B, T, N, H]  box (64, 1, kTileQ, 1)
   TensorMap key;     // [B, S, K, H]  box (64, 1, kTileKV, 1)
   TensorMap value;   // [B, S, K, Hv] box (64, 1, kTileKV, 1)
   TensorMap dout;    // [B, T, N, Hv] box (64, 1, kTileQ, 1)
-  TensorMap dkey;    // [B, S, K, H]  box (64, 1, 64, 1), written
+  TensorMap dkey;    // [B, S, K, H]  box (64, 1, 64, 1), written by the kernel for heads up to 128
   TensorMap dvalue;  // [B, S, K, Hv] box (64, 1, 64, 1), written
 
   const void* out_data;   // [B, T, N, Hv]
@@ -67,6 +68,8 @@ struct BackwardParams {
   const float* lse;       // [B, N, T] natural logarithm
   const float* dlse;      // [B, N, T], only with kHasDlse
   void* dquery;           // [B, T, N, H]
+  void* dkey_data;        // [B, S, K, H]   the arrays of the maps dkey and dvalue
+  void* dvalue_data;      // [B, S, K, Hv]
 
   const int* query_lengths;       // [B]
   const int* key_value_lengths;   // [B]

@@ -30,13 +30,9 @@ inline constexpr int kAtDs = kAtOwn;  // [kScoreStages][key][64]
 inline constexpr int kDsBytes = kKeys * kQueries * 2;
 inline constexpr int kAtP = kAtDs + kScoreStages * kDsBytes;  // float[8][thread][4]
 inline constexpr int kSharedBytes = kAtP + kKeys * kQueries * 4;
-static_assert(kHeadBoxes * kBoxK <= kSharedBytes - kAtDs, "dK takes the place of dS and P");
 
 inline constexpr int kPFull = kOwnBarriers;
 inline constexpr int kPEmpty = kPFull + 1;
-inline constexpr int kVIdle = kPEmpty + 1;    // products have read V, dV may take its place
-inline constexpr int kDsIdle = kVIdle + 1;    // likewise dS and P, for dK
-inline constexpr int kOutFree = kDsIdle + 1;  // dK has left that place
 
 // Named barriers, one per role.
 inline constexpr int kProbabilityBarrier = 1;
@@ -44,16 +40,13 @@ inline constexpr int kGradientBarrier = 2;
 
 __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
-    set_up_load(12, 8, 1, 4);
+    set_up_load(12, 8, 4, 4);
     for (int i = 0; i < kScoreStages; ++i) {
       barrier_init(barrier_at(kDsFull + i), 4);
       barrier_init(barrier_at(kDsEmpty + i), 4);
     }
     barrier_init(barrier_at(kPFull), 4);
     barrier_init(barrier_at(kPEmpty), 4);
-    barrier_init(barrier_at(kVIdle), 4);
-    barrier_init(barrier_at(kDsIdle), 4);
-    barrier_init(barrier_at(kOutFree), 1);
     barrier_init_fence();
   }
   __syncthreads();
@@ -84,23 +77,37 @@ struct Rows {
   }
 };
 
-// Writes dK or dV through shared memory that no product reads any more, then announces it free.
-template <int kColumns>
-__device__ __forceinline__ void write_out(const TensorMap& map, const Rows<kColumns>& values,
-                                          float scale, const volatile UnitRecord& u, uint32 tile,
-                                          int named_barrier, uint32 free) {
-  stage_rows(values.low, scale, tile, kBoxK);
-  if constexpr (Rows<kColumns>::kSplit) stage_rows(values.high, scale, tile + 2 * kBoxK, kBoxK);
-  named_barrier_sync(named_barrier, 128);
-  if (threadIdx.x % 128 == 0) {
+// Writes columns of 64 rows of dK or dV, rounded, straight from the accumulators: shared memory is
+// free for the next unit's keys all the while.
+template <int kCount>
+__device__ __forceinline__ void store_columns(const BackwardParams& p, void* array, int dim,
+                                              const float (&values)[kCount], int first_column,
+                                              float scale, const volatile UnitRecord& u) {
 #pragma unroll
-    for (int i = 0; i < ceil_div(kColumns, 64); ++i) {
-      tma_store(&map, tile + i * kBoxK, 64 * i, u.kv_head, u.key0, u.batch);
+  for (int r = 0; r < 2; ++r) {
+    uint32 pieces[4 * ceil_div(2 * kCount, 32)];
+    gather_row<Element>(values, r, scale, pieces);
+    const int row = u.key0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+    if (row < p.kv_len) {
+      uint16* to = static_cast<uint16*>(array) +
+                   ((static_cast<int64>(u.batch) * p.kv_len + row) * p.kv_heads + u.kv_head) * dim;
+#pragma unroll
+      for (int g = 0; g < ceil_div(2 * kCount, 32); ++g) {
+        const int column = first_column + 8 * (4 * g + static_cast<int>(threadIdx.x) % 4);
+        if (column < dim) {
+          *reinterpret_cast<uint4*>(to + column) =
+              uint4{pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]};
+        }
+      }
     }
-    bulk_commit();
-    bulk_wait_read<0>();
-    barrier_arrive(free);
   }
+}
+template <int kColumns>
+__device__ __forceinline__ void store_rows(const BackwardParams& p, void* array, int dim,
+                                           const Rows<kColumns>& rows, float scale,
+                                           const volatile UnitRecord& u) {
+  store_columns(p, array, dim, rows.low, 0, scale, u);
+  if constexpr (Rows<kColumns>::kSplit) store_columns(p, array, dim, rows.high, 128, scale, u);
 }
 
 // Zeroes queries past the length before this role's first product with them.
@@ -187,8 +194,6 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
     Rows<kValue> dv;
     dv.clear();
     barrier_wait(barrier_at(kKFull), parity_of<1>(received));
-    // P comes where dK of the unit before may still be leaving from.
-    barrier_wait(barrier_at(kOutFree), parity_of<1>(received) ^ 1);
     if (u.total > 0) {
       if (has_unseen_keys(u)) {
         hide_unseen_keys<kHeadBoxes>(u, shared_base() + kAtK, 0);
@@ -206,19 +211,16 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
         ++iteration;
         m0 = next;
       }
+      warp_arrive(barrier_at(kKEmpty));
       probability_step<true>(p, u, iteration, m0, 0, x, dv);
       ++iteration;
+    } else {
+      warp_arrive(barrier_at(kKEmpty));
     }
-    warp_arrive(barrier_at(kKEmpty));
-    barrier_wait(barrier_at(kVFull), parity_of<1>(received));
-    barrier_wait(barrier_at(kVIdle), parity_of<1>(received));
-    write_out<kValue>(p.dvalue, dv, 1.f, u, shared_base() + kAtV, kProbabilityBarrier,
-                      barrier_at(kVEmpty));
+    store_rows(p, p.dvalue_data, kValueDim, dv, 1.f, u);
     return_unit(received);
     ++received;
   }
-  // Shared memory outlives the last store that reads it.
-  if (threadIdx.x % 128 == 0) bulk_wait<0>();
 }
 
 // ---- gradient -----------------------------------------------------------------------------------
@@ -294,17 +296,16 @@ __device__ __forceinline__ void gradient_role(const BackwardParams& p) {
         ++iteration;
         m0 = next;
       }
+      warp_arrive(barrier_at(kVEmpty));
       gradient_step<true>(p, u, iteration, m0, 0, dp, dk);
       ++iteration;
+    } else {
+      warp_arrive(barrier_at(kVEmpty));
     }
-    warp_arrive(barrier_at(kVIdle));
-    barrier_wait(barrier_at(kDsIdle), parity_of<1>(received));
-    write_out<kHead>(p.dkey, dk, p.scale, u, shared_base() + kAtDs, kGradientBarrier,
-                     barrier_at(kOutFree));
+    store_rows(p, p.dkey_data, kHeadDim, dk, p.scale, u);
     return_unit(received);
     ++received;
   }
-  if (threadIdx.x % 128 == 0) bulk_wait<0>();
 }
 
 // ---- query --------------------------------------------------------------------------------------
@@ -339,7 +340,6 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
       end_turn(iteration);
       ++iteration;
     }
-    warp_arrive(barrier_at(kDsIdle));
     warp_arrive(barrier_at(kKEmpty));
     return_unit(received);
     ++received;
