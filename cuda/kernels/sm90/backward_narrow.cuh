@@ -35,6 +35,10 @@ inline constexpr int kOutBoxes = kHeadBoxes > kValueBoxes ? kHeadBoxes : kValueB
 inline constexpr int kOutBytes = kOutBoxes * 64 * kBoxRowBytes;
 inline constexpr int kSharedBytes = kAtOut + 2 * kOutBytes;
 
+// Whether steps of one warpgroup alone are worth a test. Hiding queries past the length takes both.
+inline constexpr bool kSkipsHidden =
+    (kWindowLeft || kWindowRight) && !kHasQueryLengths && kQueries == 64;
+
 // Named barriers.
 inline constexpr int kScoresBarrier = 1;  // both score warpgroups
 inline constexpr int kScoreBarrier = 2;   // and 3: one score warpgroup
@@ -93,6 +97,20 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const float (&dq
   take_turn(iteration);
   add_fragments(p.dq_sum + static_cast<int64>(block) * kBlockFloats + which * 128 * kDqValues, dq);
   end_turn(iteration);
+}
+
+// dQ of the `iteration`-th query block with nothing beside it.
+__device__ __forceinline__ void finish_dq(const BackwardParams& p, int which, uint32 iteration,
+                                          int block) {
+  const uint32 buffer = slot_of<kScoreStages>(iteration);
+  float dq[kDqValues];
+  barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
+  wgmma_fence();
+  issue_dq(dq, buffer, which);
+  wgmma_wait<0>();
+  pin(dq);
+  warp_arrive(barrier_at(kDsEmpty + buffer));
+  add_dq(p, dq, iteration, block, which);
 }
 
 // One query block. dQ of the block before it is computed here too, unless this is the unit's first.
@@ -183,6 +201,40 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   pin(dv);
 }
 
+// The same for a block none of whose queries sees any of this warpgroup's keys, although some see
+// the other warpgroup's: dS is zero, only dQ of the block before is left to do. Causal, it saves
+// half of one step of each unit.
+template <bool kFirst>
+__device__ __forceinline__ void hidden_step(const BackwardParams& p, int which, uint32 iteration,
+                                            int last_block) {
+  const uint32 slot = slot_of<kStages>(iteration), buffer = slot_of<kScoreStages>(iteration);
+  barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
+  const uint32 gradient[kScores / 2] = {};
+  store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, 64 * which);
+  warp_arrive(barrier_at(kDsFull + buffer));
+  barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
+  warp_arrive(barrier_at(kQEmpty + slot));
+  barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
+  warp_arrive(barrier_at(kDoutEmpty + slot));
+  if constexpr (!kFirst) finish_dq(p, which, iteration - 1, last_block);
+}
+
+// One query block, one way or the other.
+template <bool kFirst>
+__device__ __forceinline__ void step(const BackwardParams& p, const volatile UnitRecord& u,
+                                     int which, uint32 iteration, int m0, int last_block,
+                                     float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
+  if constexpr (kSkipsHidden) {
+    const int key = u.key0 + 64 * which;
+    const Range seen = visible_queries<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63);
+    if (uniform(m0 + kQueries <= seen.begin || m0 >= seen.end)) {
+      hidden_step<kFirst>(p, which, iteration, last_block);
+      return;
+    }
+  }
+  score_step<kFirst>(p, u, which, iteration, m0, last_block, dk, dv);
+}
+
 __device__ __forceinline__ void score(const BackwardParams& p, int which) {
   uint32 received = 0, iteration = 0;
   while (true) {
@@ -203,23 +255,15 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
     }
     if (u.total > 0) {
       Walk walk(u);
-      score_step<true>(p, u, which, iteration, walk.m0, 0, dk, dv);
+      step<true>(p, u, which, iteration, walk.m0, 0, dk, dv);
       ++iteration;
       while (walk.left > 1) {
         const int last_block = walk.block;
         walk.next(p, u);
-        score_step<false>(p, u, which, iteration, walk.m0, last_block, dk, dv);
+        step<false>(p, u, which, iteration, walk.m0, last_block, dk, dv);
         ++iteration;
       }
-      const uint32 last = slot_of<kScoreStages>(iteration - 1);
-      float dq[kDqValues];
-      barrier_wait(barrier_at(kDsFull + last), parity_of<kScoreStages>(iteration - 1));
-      wgmma_fence();
-      issue_dq(dq, last, which);
-      wgmma_wait<0>();
-      pin(dq);
-      warp_arrive(barrier_at(kDsEmpty + last));
-      add_dq(p, dq, iteration - 1, walk.block, which);
+      finish_dq(p, which, iteration - 1, walk.block);
     }
     warp_arrive(barrier_at(kKEmpty));
     warp_arrive(barrier_at(kVEmpty));
