@@ -17,8 +17,8 @@ __device__ __forceinline__ float load_element(const void* array, long long index
 // visible(key) tells whether the row sees a key of the half-open range `keys`; score(logit) is the
 // score function, natural-log units. Lane l holds output columns l, l + 32, ... in out.
 template <class Element, int kHeadDim, int kValueDim, class Visible, class Score, int kColumns>
-__device__ __forceinline__ void exact_row(const void* query, long long query_index,
-                                          const void* key, long long key_index, long long key_stride,
+__device__ __forceinline__ void exact_row(const void* query, long long query_index, const void* key,
+                                          long long key_index, long long key_stride,
                                           const void* value, long long value_index,
                                           long long value_stride, Range keys, Visible visible,
                                           Score score, float (&out)[kColumns], float& largest,
@@ -64,7 +64,8 @@ __device__ __forceinline__ void exact_row(const void* query, long long query_ind
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const int column = lane + 32 * c;
-        if (column < kValueDim) out[c] = fmaf(w, load_element<Element>(value, row + column), out[c]);
+        if (column < kValueDim)
+          out[c] = fmaf(w, load_element<Element>(value, row + column), out[c]);
       }
     }
   }

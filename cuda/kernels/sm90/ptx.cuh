@@ -32,9 +32,8 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
 // True in one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32 chosen;
-  asm volatile(
-      "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(chosen));
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(chosen));
   return chosen != 0;
 }
 
@@ -163,7 +162,8 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- TMA: rank-4 tensor maps over [B, T, N, H], coordinates (column h, head n, row t, batch b) ---
+// ---- TMA: rank-4 tensor maps over [B, T, N, H], coordinates (column h, head n, row t, batch b)
+// ---
 
 // L2 policies as `createpolicy` encodes them.
 inline constexpr uint64 kEvictNormal = 0x1000000000000000ull;
@@ -191,8 +191,7 @@ __device__ __forceinline__ void tma_load_multicast(uint32 destination, const voi
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8}], [%2], %3, %4;" ::"r"(
           destination),
-      "l"(map), "r"(barrier), "h"(ranks), "l"(policy), "r"(column), "r"(head), "r"(row),
-      "r"(batch)
+      "l"(map), "r"(barrier), "h"(ranks), "l"(policy), "r"(column), "r"(head), "r"(row), "r"(batch)
       : "memory");
 }
 // Writes one box from shared memory; rows and columns outside the array are dropped.
@@ -205,8 +204,8 @@ __device__ __forceinline__ void tma_store(const void* map, uint32 source, int co
       : "memory");
 }
 // Adds one box of float32 from shared memory to the array.
-__device__ __forceinline__ void tma_reduce_add(const void* map, uint32 source, int column,
-                                               int head, int row, int batch) {
+__device__ __forceinline__ void tma_reduce_add(const void* map, uint32 source, int column, int head,
+                                               int row, int batch) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
       " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
@@ -315,7 +314,7 @@ __device__ __forceinline__ Descriptor descriptor(uint32 address, uint32 leading_
 #define JF_R13 JF_R12 ",%104,%105,%106,%107,%108,%109,%110,%111"
 #define JF_R14 JF_R13 ",%112,%113,%114,%115,%116,%117,%118,%119"
 #define JF_R15 JF_R14 ",%120,%121,%122,%123,%124,%125,%126,%127"
-#define JF_C(d, g)                                                                            \
+#define JF_C(d, g)                                                                                \
   "+f"(d[8 * g]), "+f"(d[8 * g + 1]), "+f"(d[8 * g + 2]), "+f"(d[8 * g + 3]), "+f"(d[8 * g + 4]), \
       "+f"(d[8 * g + 5]), "+f"(d[8 * g + 6]), "+f"(d[8 * g + 7])
 #define JF_C0(d) JF_C(d, 0)
@@ -336,48 +335,50 @@ __device__ __forceinline__ Descriptor descriptor(uint32 address, uint32 leading_
 #define JF_C15(d) JF_C14(d), JF_C(d, 15)
 
 // N, index of the last register group, and the operand numbers N/2 .. N/2 + 7.
-#define JF_FOR_EACH_WGMMA_N(M)        \
-  M(16, 0, 8, 9, 10, 11, 12, 13, 14)  \
-  M(32, 1, 16, 17, 18, 19, 20, 21, 22) \
-  M(48, 2, 24, 25, 26, 27, 28, 29, 30) \
-  M(64, 3, 32, 33, 34, 35, 36, 37, 38) \
-  M(80, 4, 40, 41, 42, 43, 44, 45, 46) \
-  M(96, 5, 48, 49, 50, 51, 52, 53, 54) \
-  M(112, 6, 56, 57, 58, 59, 60, 61, 62) \
-  M(128, 7, 64, 65, 66, 67, 68, 69, 70) \
-  M(144, 8, 72, 73, 74, 75, 76, 77, 78) \
-  M(160, 9, 80, 81, 82, 83, 84, 85, 86) \
-  M(176, 10, 88, 89, 90, 91, 92, 93, 94) \
-  M(192, 11, 96, 97, 98, 99, 100, 101, 102) \
+#define JF_FOR_EACH_WGMMA_N(M)                  \
+  M(16, 0, 8, 9, 10, 11, 12, 13, 14)            \
+  M(32, 1, 16, 17, 18, 19, 20, 21, 22)          \
+  M(48, 2, 24, 25, 26, 27, 28, 29, 30)          \
+  M(64, 3, 32, 33, 34, 35, 36, 37, 38)          \
+  M(80, 4, 40, 41, 42, 43, 44, 45, 46)          \
+  M(96, 5, 48, 49, 50, 51, 52, 53, 54)          \
+  M(112, 6, 56, 57, 58, 59, 60, 61, 62)         \
+  M(128, 7, 64, 65, 66, 67, 68, 69, 70)         \
+  M(144, 8, 72, 73, 74, 75, 76, 77, 78)         \
+  M(160, 9, 80, 81, 82, 83, 84, 85, 86)         \
+  M(176, 10, 88, 89, 90, 91, 92, 93, 94)        \
+  M(192, 11, 96, 97, 98, 99, 100, 101, 102)     \
   M(208, 12, 104, 105, 106, 107, 108, 109, 110) \
   M(224, 13, 112, 113, 114, 115, 116, 117, 118) \
   M(240, 14, 120, 121, 122, 123, 124, 125, 126) \
   M(256, 15, 128, 129, 130, 131, 132, 133, 134)
 
-#define JF_SS_TEXT(N, TYPE, LAST, a, b, s, ta, tb)                            \
-  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #s ", 0;\n"                            \
+#define JF_SS_TEXT(N, TYPE, LAST, a, b, s, ta, tb)                                \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #s                                         \
+  ", 0;\n"                                                                        \
   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JF_R##LAST \
-  "}, %" #a ", %" #b ", p, 1, 1, %" #ta ", %" #tb ";\n}\n"
-#define JF_RS_TEXT(N, TYPE, LAST, a0, a1, a2, a3, b, s, tb)                   \
-  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #s ", 0;\n"                            \
+      "}, %" #a ", %" #b ", p, 1, 1, %" #ta ", %" #tb ";\n}\n"
+#define JF_RS_TEXT(N, TYPE, LAST, a0, a1, a2, a3, b, s, tb)                       \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #s                                         \
+  ", 0;\n"                                                                        \
   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JF_R##LAST \
-  "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, %" #tb ";\n}\n"
+      "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, %" #tb ";\n}\n"
 
 // d[64 x N] = a[64 x 16] b[16 x N] (+ d if accumulate), both operands in shared memory.
 // kTransA, kTransB: the operand is stored MN-major.
 template <class Element, int kTransA, int kTransB, int kHalfN>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kHalfN], uint64 a, uint64 b, int accumulate) {
-#define JF_CASE(N, LAST, o0, o1, o2, o3, o4, o5, o6)                                   \
-  if constexpr (kHalfN * 2 == N) {                                                     \
-    if constexpr (kSame<Element, BFloat16>) {                                          \
-      asm volatile(JF_SS_TEXT(N, "bf16", LAST, o0, o1, o2, o3, o4)                     \
-                   : JF_C##LAST(d)                                                     \
+#define JF_CASE(N, LAST, o0, o1, o2, o3, o4, o5, o6)                               \
+  if constexpr (kHalfN * 2 == N) {                                                 \
+    if constexpr (kSame<Element, BFloat16>) {                                      \
+      asm volatile(JF_SS_TEXT(N, "bf16", LAST, o0, o1, o2, o3, o4)                 \
+                   : JF_C##LAST(d)                                                 \
                    : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)); \
-    } else {                                                                           \
-      asm volatile(JF_SS_TEXT(N, "f16", LAST, o0, o1, o2, o3, o4)                      \
-                   : JF_C##LAST(d)                                                     \
+    } else {                                                                       \
+      asm volatile(JF_SS_TEXT(N, "f16", LAST, o0, o1, o2, o3, o4)                  \
+                   : JF_C##LAST(d)                                                 \
                    : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB)); \
-    }                                                                                  \
+    }                                                                              \
   }
   JF_FOR_EACH_WGMMA_N(JF_CASE)
 #undef JF_CASE
@@ -387,17 +388,17 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[kHalfN], uint64 a, uint64 b,
 template <class Element, int kTransB, int kHalfN>
 __device__ __forceinline__ void wgmma_rs(float (&d)[kHalfN], uint32 a0, uint32 a1, uint32 a2,
                                          uint32 a3, uint64 b, int accumulate) {
-#define JF_CASE(N, LAST, o0, o1, o2, o3, o4, o5, o6)                                              \
-  if constexpr (kHalfN * 2 == N) {                                                                \
-    if constexpr (kSame<Element, BFloat16>) {                                                     \
-      asm volatile(JF_RS_TEXT(N, "bf16", LAST, o0, o1, o2, o3, o4, o5, o6)                        \
-                   : JF_C##LAST(d)                                                                \
+#define JF_CASE(N, LAST, o0, o1, o2, o3, o4, o5, o6)                                             \
+  if constexpr (kHalfN * 2 == N) {                                                               \
+    if constexpr (kSame<Element, BFloat16>) {                                                    \
+      asm volatile(JF_RS_TEXT(N, "bf16", LAST, o0, o1, o2, o3, o4, o5, o6)                       \
+                   : JF_C##LAST(d)                                                               \
                    : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(kTransB)); \
-    } else {                                                                                      \
-      asm volatile(JF_RS_TEXT(N, "f16", LAST, o0, o1, o2, o3, o4, o5, o6)                         \
-                   : JF_C##LAST(d)                                                                \
+    } else {                                                                                     \
+      asm volatile(JF_RS_TEXT(N, "f16", LAST, o0, o1, o2, o3, o4, o5, o6)                        \
+                   : JF_C##LAST(d)                                                               \
                    : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate), "n"(kTransB)); \
-    }                                                                                             \
+    }                                                                                            \
   }
   JF_FOR_EACH_WGMMA_N(JF_CASE)
 #undef JF_CASE
@@ -413,10 +414,10 @@ __device__ __forceinline__ void store_matrix_x4(uint32 address, uint32 r0, uint3
 }
 __device__ __forceinline__ void store_matrix_x4_trans(uint32 address, uint32 r0, uint32 r1,
                                                       uint32 r2, uint32 r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+      : "memory");
 }
 __device__ __forceinline__ void load_matrix_x4(uint32 (&r)[4], uint32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -438,8 +439,8 @@ __device__ __forceinline__ void store_shared(uint32 address, uint32 value) {
 }
 __device__ __forceinline__ void store_shared_x4(uint32 address, uint32 r0, uint32 r1, uint32 r2,
                                                 uint32 r3) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
-               "r"(r2), "r"(r3)
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2),
+               "r"(r3)
                : "memory");
 }
 __device__ __forceinline__ uint32 load_shared(uint32 address) {
@@ -466,7 +467,8 @@ __device__ __forceinline__ float4 load_shared_f4(uint32 address) {
   return value;
 }
 
-// ---- global memory shared with other CTAs --------------------------------------------------------
+// ---- global memory shared with other CTAs
+// --------------------------------------------------------
 
 // Adds four consecutive floats in L2 (16-byte aligned).
 __device__ __forceinline__ void reduce_add_x4(float* address, float a, float b, float c, float d) {
