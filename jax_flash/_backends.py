@@ -69,8 +69,9 @@ def choose(backend: str | None, platform: str, problem: Problem, shapes: Shapes)
     if platform == "cuda":
         gpu = _tiles.lowering_gpu()
     name, reasons = explain(problem, shapes, gpu, backend)
-    if platform == "cuda" and "cuda" in reasons:
-        _warn_once(f"jax_flash runs a call without its CUDA kernels: {reasons['cuda']}")
+    if platform in reasons:
+        kernels = f"{platform.upper()} kernels"
+        _warn_once(f"jax_flash runs a call without its {kernels}: {reasons[platform]}")
     return name
 
 

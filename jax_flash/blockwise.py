@@ -354,9 +354,10 @@ class _Tile:
         return _read(_read(x, self.rows, -2), self.keys, -1)
 
     def _write_scores(self, x: jax.Array, update: jax.Array) -> jax.Array:
-        start = [0] * (x.ndim - 2)
-        start += [0 if x.shape[-2] == 1 else self.rows.start]
-        start += [0 if x.shape[-1] == 1 else self.keys.start]
+        zero = np.int32(0)  # as the other starts, in x64 mode too
+        row = zero if x.shape[-2] == 1 else self.rows.start
+        key = zero if x.shape[-1] == 1 else self.keys.start
+        start = [*(zero for _ in x.shape[:-2]), row, key]
         return lax.dynamic_update_slice(x, update, start)
 
 
