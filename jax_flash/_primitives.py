@@ -11,6 +11,7 @@ Read next: `_sharding.py`; `ffi/operands.h` for the other end of the custom call
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -160,13 +161,13 @@ def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Forward) -> Any
             rule = jax.ffi.ffi_lowering(f"jax_flash_cpu_{call.target}")
             return rule(ctx, *operands, **call.attributes())
         case "cuda":
-            run = functools.partial(_call_cuda, call)
-            return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+            return _lower_function(functools.partial(_call_cuda, call), ctx, *operands)
         case _:
-            return _lower_blockwise(ctx, *operands, call=call)
+            return _lower_function(call.blockwise, ctx, *operands)
 
 
-def _lower_blockwise(ctx: Any, *operands: Any, call: Forward) -> Any:
+def _lower_function(function: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
+    """Lowers a function of one device's operands by tracing it."""
     mesh = ctx.avals_in[0].sharding.mesh
     if not mesh.manual_axes:
         # One device's shard: a mesh with explicit axes around it says nothing about these arrays.
@@ -177,7 +178,7 @@ def _lower_blockwise(ctx: Any, *operands: Any, call: Forward) -> Any:
         ]
         ctx = ctx.replace(avals_in=avals)
     with use_abstract_mesh(mesh):
-        return mlir.lower_fun(call.blockwise, multiple_results=True)(ctx, *operands)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
 def _call_cuda(call: Forward, *operands: jax.Array) -> tuple[jax.Array, ...]:
