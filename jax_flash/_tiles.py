@@ -331,8 +331,10 @@ def _backward_head_group(problem: Problem, shapes: Shapes) -> int:
             factor = 1 if steps < 16 else 2 if steps < 32 else 4 if steps < 128 else 8
         else:
             factor = 1 if steps < 32 else 2 if steps < 128 else 4
-    else:
-        factor = 1 if queries < 4096 else 2 if problem.window[1] is None else 4
+    elif problem.window[1] is None:
+        factor = 1 if queries < 4096 else 2
+    else:  # units of a group are as many times longer, and fewer: more of them to even out
+        factor = min(group, 4) if queries < 4096 else 4 * min(group, 2)
     return min(fitting * factor, _known(shapes.batch, fitting * factor) * shapes.kv_heads)
 
 

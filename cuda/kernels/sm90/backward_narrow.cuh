@@ -35,13 +35,10 @@ inline constexpr int kOutBoxes = kHeadBoxes > kValueBoxes ? kHeadBoxes : kValueB
 inline constexpr int kOutBytes = kOutBoxes * 64 * kBoxRowBytes;
 inline constexpr int kSharedBytes = kAtOut + 2 * kOutBytes;
 
-// Whether steps of one warpgroup alone are worth a test. Hiding queries past the length takes both.
-inline constexpr bool kSkipsHidden =
-    (kWindowLeft || kWindowRight) && !kHasQueryLengths && kQueries == 64;
+inline constexpr bool kSkipsHidden = (kWindowLeft || kWindowRight) && kQueries == 64;
 
 // Named barriers.
-inline constexpr int kScoresBarrier = 1;  // both score warpgroups
-inline constexpr int kScoreBarrier = 2;   // and 3: one score warpgroup
+inline constexpr int kScoreBarrier = 1;  // and 2: one score warpgroup
 
 __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
@@ -124,17 +121,11 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   const uint32 dout = shared_base() + kAtDout + slot * kValueBoxes * kBoxQ;
 
   barrier_wait(barrier_at(kQFull + slot), parity);
-  if constexpr (kHasQueryLengths) {
-    if (m0 + kQueries > u.query_length) {
-      barrier_wait(barrier_at(kDoutFull + slot), parity);
-      hide_unseen_queries<kHeadBoxes, 256>(q, u.query_length - m0);
-      hide_unseen_queries<kValueBoxes, 256>(dout, u.query_length - m0);
-      named_barrier_sync(kScoresBarrier, 256);
-    }
-  }
+  hide_unseen_queries<kHeadBoxes>(u, q, m0, kScoreBarrier + which);
   float x[kScores], dp[kScores];
   keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
   barrier_wait(barrier_at(kDoutFull + slot), parity);
+  hide_unseen_queries<kValueBoxes>(u, dout, m0, kScoreBarrier + which);
   keys_times_queries<kValue>(dp, shared_base() + kAtV + slab * kBoxRowBytes, dout);
   wgmma_wait<1>();
   pin(x);

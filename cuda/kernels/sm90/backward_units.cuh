@@ -73,12 +73,12 @@ struct UnitRecord {
   int stop;  // no further units
   int batch, kv_head, key0;
   int offset, query_length, kv_length;  // Visibility of the batch row
-  int m0, m_end;    // first query of the walk; where it has left the block range of one head
-  int total;        // query blocks of all heads of the group
-  int block;        // the walk's first query block, as an index of [B, N, query block]
-  int head;         // first query head of the group
-  Range seen_keys;  // of the unit, that some query sees, relative to key0
-  int pad[2];
+  int m0, m_end;       // first query of the walk; where it has left the block range of one head
+  int total;           // query blocks of all heads of the group
+  int block;           // the walk's first query block, as an index of [B, N, query block]
+  int head;            // first query head of the group
+  Range seen_keys;     // of the unit, that some query sees, relative to key0
+  Range seen_queries;  // that see some key
 };
 static_assert(sizeof(UnitRecord) == 64);
 
@@ -143,6 +143,10 @@ __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, 
     const Range seen = visible_keys<kWindowLeft, kWindowRight>(u.sight, 0, p.query_len - 1);
     r.seen_keys.begin = seen.begin - u.key0;
     r.seen_keys.end = seen.end - u.key0;
+    // Rows past the end of the array read as zero.
+    const Range seeing = visible_queries<kWindowLeft, kWindowRight>(u.sight, 0, p.kv_len - 1);
+    r.seen_queries.begin = seeing.begin;
+    r.seen_queries.end = seeing.end == p.query_len ? 0x7fffffff : seeing.end;
     set_walk(p, r, u.blocks);
   }
   // In deterministic mode a unit takes its turn at every block of its range.
@@ -352,13 +356,21 @@ __device__ __forceinline__ bool has_unseen_keys(const volatile UnitRecord& u) {
   return u.seen_keys.begin > 0 || u.seen_keys.end < kKeys;
 }
 
-// Likewise the queries from `valid` on, by kThreadCount threads.
-template <int kBoxes, int kThreadCount>
-__device__ __forceinline__ void hide_unseen_queries(uint32 tile, int valid) {
-  for (int row = threadIdx.x % kThreadCount / 8; row < kQueries; row += kThreadCount / 8) {
-    if (row >= valid) zero_row(tile, kBoxes, kBoxQ, row, threadIdx.x % 8);
+// Likewise the queries of a block that see no key, in a tile of Q or dO. Every warpgroup that reads
+// the tile calls, before its first product with it: rows that another one zeroed stay zero.
+inline constexpr bool kHidesQueries = kHasQueryLengths || kWindowLeft || kWindowRight;
+template <int kBoxes>
+__device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u, uint32 tile,
+                                                    int m0, int named_barrier) {
+  if constexpr (kHidesQueries) {
+    const int low = u.seen_queries.begin, high = u.seen_queries.end;
+    if (m0 >= low && m0 + kQueries <= high) return;
+    for (int row = threadIdx.x % 128 / 8; row < kQueries; row += 16) {
+      if (m0 + row < low || m0 + row >= high) zero_row(tile, kBoxes, kBoxQ, row, threadIdx.x % 8);
+    }
+    fence_async_proxy();
+    named_barrier_sync(named_barrier, 128);
   }
-  fence_async_proxy();
 }
 
 // From S^T to P in place; with a softcap `slope` becomes its derivative.

@@ -110,18 +110,6 @@ __device__ __forceinline__ void store_rows(const BackwardParams& p, void* array,
   if constexpr (Rows<kColumns>::kSplit) store_columns(p, array, dim, rows.high, 128, scale, u);
 }
 
-// Zeroes queries past the length before this role's first product with them.
-template <int kBoxes>
-__device__ __forceinline__ void prepare_queries(const volatile UnitRecord& u, uint32 tile, int m0,
-                                                int named_barrier) {
-  if constexpr (kHasQueryLengths) {
-    if (m0 + kQueries > u.query_length) {
-      hide_unseen_queries<kBoxes, 128>(tile, u.query_length - m0);
-      named_barrier_sync(named_barrier, 128);
-    }
-  }
-}
-
 __device__ __forceinline__ uint32 q_tile(uint32 slot) {
   return shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ;
 }
@@ -139,7 +127,7 @@ __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float
                                              uint32 iteration, int m0) {
   const uint32 slot = slot_of<kStages>(iteration);
   barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
-  prepare_queries<kHeadBoxes>(u, q_tile(slot), m0, kProbabilityBarrier);
+  hide_unseen_queries<kHeadBoxes>(u, q_tile(slot), m0, kProbabilityBarrier);
   keys_times_queries<kHead>(x, shared_base() + kAtK, q_tile(slot));
 }
 
@@ -170,7 +158,7 @@ __device__ __forceinline__ void probability_step(const BackwardParams& p,
   warp_arrive(barrier_at(kPFull));
 
   barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
-  prepare_queries<kValueBoxes>(u, dout_tile(slot), m0, kProbabilityBarrier);
+  hide_unseen_queries<kValueBoxes>(u, dout_tile(slot), m0, kProbabilityBarrier);
   dv.accumulate(probability, dout_tile(slot));
   if constexpr (kLast) {
     wgmma_wait<0>();
@@ -229,7 +217,7 @@ __device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&d
                                          uint32 iteration, int m0) {
   const uint32 slot = slot_of<kStages>(iteration);
   barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
-  prepare_queries<kValueBoxes>(u, dout_tile(slot), m0, kGradientBarrier);
+  hide_unseen_queries<kValueBoxes>(u, dout_tile(slot), m0, kGradientBarrier);
   keys_times_queries<kValue>(dp, shared_base() + kAtV, dout_tile(slot));
 }
 
@@ -257,7 +245,7 @@ __device__ __forceinline__ void gradient_step(const BackwardParams& p, const vol
   store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, 0);
   warp_arrive(barrier_at(kDsFull + buffer));
 
-  prepare_queries<kHeadBoxes>(u, q_tile(slot), m0, kGradientBarrier);
+  hide_unseen_queries<kHeadBoxes>(u, q_tile(slot), m0, kGradientBarrier);
   dk.accumulate(gradient, q_tile(slot));
   if constexpr (kLast) {
     wgmma_wait<0>();
