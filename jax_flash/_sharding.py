@@ -206,6 +206,7 @@ class _Plan:
 
 def _spec(info: Any) -> list[tuple[str, ...]]:
     """Reads the mesh axes that split each dim."""
-    spec = tuple(info.sharding.spec)
+    # An array of one device under an explicit mesh arrives with XLA's own sharding, without a spec.
+    spec = tuple(getattr(info.sharding, "spec", ()))
     spec += (None,) * (len(info.shape) - len(spec))
     return [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec]

@@ -1,0 +1,340 @@
+"""Sharded over batch and heads: the same numbers, and no collectives where none are needed.
+
+Eight virtual CPU devices (conftest.py) as meshes (data, model); collectives are counted in the
+compiled program.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_flash
+
+from . import numpy_oracle
+from .cases import dropout_words
+
+P = PartitionSpec
+B, T, S, N, K, H = 8, 12, 20, 16, 8, 8
+MESHES = ((8, 1), (4, 2), (1, 8))
+COLLECTIVE = re.compile(
+    r"= .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+SHARDED = P("data", None, "model", None)  # of query, key, value
+
+
+def mesh_of(shape, explicit=False):
+    axis_type = AxisType.Explicit if explicit else AxisType.Auto
+    devices = jax.devices("cpu")
+    if len(devices) < 8:
+        pytest.skip("needs eight CPU devices (XLA_FLAGS was set without them)")
+    return jax.make_mesh(shape, ("data", "model"), (axis_type,) * 2, devices=devices[:8])
+
+
+def normal(seed, *shape):
+    return np.asarray(jax.random.normal(jax.random.key(seed), shape))
+
+
+def qkv(kv_heads=K, heads=N):
+    return normal(0, B, T, heads, H), normal(1, B, S, kv_heads, H), normal(2, B, S, kv_heads, H)
+
+
+# Optional operands with their shardings. With these no gradient needs a sum over devices.
+OPERANDS = {
+    "plain": {},
+    "bias": {"bias": (normal(3, B, N, T, S), P("data", "model"))},
+    "bias of keys": {"bias": (normal(3, B, 1, 1, S), P("data"))},
+    "mask": {"mask": (normal(4, B, N, T, S) > -0.5, P("data", "model"))},
+    "mask of keys": {"mask": (normal(4, B, 1, 1, S) > -0.5, P("data"))},
+    "mask replicated": {"mask": (normal(4, 1, 1, T, S) > -0.5, P())},
+    "lengths": {
+        "query_seq_lengths": (np.arange(B, dtype=np.int32) + 3, P("data")),
+        "key_value_seq_lengths": (2 * np.arange(B, dtype=np.int32) + 1, P("data")),
+    },
+    "segments": {
+        "query_segment_ids": (np.arange(B * T, dtype=np.int32).reshape(B, T) % 3, P("data")),
+        "key_value_segment_ids": (np.arange(B * S, dtype=np.int32).reshape(B, S) % 3, P("data")),
+    },
+}
+
+
+def step_of(backend, wrt=("query", "key", "value"), **options):
+    """A function of a dict of arrays and a cotangent: (out, lse) and the gradients of `wrt`."""
+
+    def step(arrays, dout):
+        fixed = {name: x for name, x in arrays.items() if name not in wrt}
+
+        def call(moving):
+            return jax_flash.flash_attention(
+                **moving, **fixed, **options, return_lse=True, backend=backend
+            )
+
+        (out, lse), pull = jax.vjp(call, {name: arrays[name] for name in wrt})
+        return out, lse, pull((dout, lse * 0 + 1))[0]
+
+    return step
+
+
+def place(mesh, arrays):
+    """The arrays of {name: (array, spec)} on the mesh."""
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, spec)) for name, (x, spec) in arrays.items()
+    }
+
+
+def collectives(compiled) -> list[str]:
+    return COLLECTIVE.findall(compiled.as_text())
+
+
+def close(got, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=3e-5),
+        got,
+        expected,
+    )
+
+
+def sharded_and_single(mesh, backend, arrays, **options):
+    """(compiled, got, expected): the step on the mesh, and the same on one device."""
+    options.setdefault("wrt", ("query", "key", "value"))
+    step = step_of(backend, **options)
+    dout = normal(7, *arrays["query"][0].shape[:-1], H)
+    placed = place(mesh, arrays)
+    placed_dout = jax.device_put(dout, NamedSharding(mesh, SHARDED))
+    compiled = jax.jit(step).lower(placed, placed_dout).compile()
+    got = compiled(placed, placed_dout)
+    expected = jax.jit(step)({name: x for name, (x, _) in arrays.items()}, dout)
+    return compiled, got, expected
+
+
+def with_qkv(operands, **heads):
+    named = zip(("query", "key", "value"), qkv(**heads), strict=True)
+    return {name: (x, SHARDED) for name, x in named} | operands
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_no_collectives(name, shape, host_backend):
+    """GQA 16 : 8 forward and backward, each operand sharded the natural way."""
+    mesh = mesh_of(shape)
+    arrays = with_qkv(OPERANDS[name])
+    compiled, got, expected = sharded_and_single(mesh, host_backend, arrays, is_causal=True)
+    assert collectives(compiled) == []
+    close(got, expected)
+    out, _, gradients = got
+    for x in (out, *gradients.values()):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, SHARDED), x.ndim)
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("kv_heads", [16, 1, 2])
+def test_kv_heads(kv_heads, shape, host_backend):
+    """Plain heads, and kv heads that the mesh's model axis may not divide."""
+    mesh = mesh_of(shape)
+    divides = kv_heads % shape[1] == 0
+    spec = SHARDED if divides else P("data")
+    arrays = with_qkv({}, kv_heads=kv_heads)
+    arrays |= {name: (arrays[name][0], spec) for name in ("key", "value")}
+    compiled, got, expected = sharded_and_single(mesh, host_backend, arrays)
+    close(got, expected)
+    kinds = collectives(compiled)
+    if divides:
+        assert kinds == []
+    else:
+        # Replicated key and value serve every shard of the query's heads; dk and dv are summed.
+        assert set(kinds) == {"all-reduce"}
+        assert len(kinds) <= 2
+
+
+def test_bias_gradients_that_need_a_sum(host_backend):
+    """A bias shared by the batch or the heads: its gradient is a sum over devices, once."""
+    mesh = mesh_of((4, 2))
+    for bias_shape, spec in (((1, N, T, S), P(None, "model")), ((B, 1, 1, S), P("data")),
+                             ((1, 1, T, S), P())):  # fmt: skip
+        arrays = with_qkv({"bias": (normal(3, *bias_shape), spec)})
+        compiled, got, expected = sharded_and_single(
+            mesh, host_backend, arrays, wrt=("query", "key", "value", "bias")
+        )
+        close(got, expected)
+        assert set(collectives(compiled)) == {"all-reduce"}
+        assert len(collectives(compiled)) <= 2
+
+
+def test_sinks(host_backend):
+    mesh = mesh_of((4, 2))
+    arrays = with_qkv({"sinks": (normal(5, N), P("model"))})
+    compiled, got, expected = sharded_and_single(
+        mesh, host_backend, arrays, wrt=("query", "key", "value", "sinks")
+    )
+    close(got, expected)
+    assert set(collectives(compiled)) <= {"all-reduce"}
+    assert len(collectives(compiled)) <= 1
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_dropout_pattern_does_not_depend_on_the_mesh(shape, host_backend):
+    mesh = mesh_of(shape)
+    key = jax.random.key(3)
+    zeros_q, zeros_k = np.zeros((B, T, N, H), np.float32), np.zeros((B, S, N, H), np.float32)
+    identity = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, N, S))
+    arrays = place(
+        mesh,
+        {"query": (zeros_q, SHARDED), "key": (zeros_k, SHARDED), "value": (identity, SHARDED)},
+    )
+    out = jax.jit(
+        lambda arrays: jax_flash.flash_attention(
+            **arrays, dropout_rate=0.4, dropout_key=key, backend=host_backend
+        )
+    )(arrays)
+    words = dropout_words(key)
+    expected = [
+        [numpy_oracle.dropout_keep(words, 0.4, b, n, T, S) for n in range(N)] for b in range(B)
+    ]
+    np.testing.assert_array_equal(np.asarray(out).swapaxes(1, 2) > 0, expected)
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_two_batch_dims(shape, host_backend):
+    """Leading dims [2, 4] with the inner one sharded: flattening them would need a gather."""
+    mesh = mesh_of((2, 4) if shape == (8, 1) else shape)
+    spec = P(None, "data" if shape != (1, 8) else None, None, "model", None)
+    arrays = {
+        name: (x.reshape(2, 4, *x.shape[1:]), spec)
+        for name, x in zip(("query", "key", "value"), qkv(), strict=True)
+    }
+    step = step_of(host_backend, is_causal=True)
+    dout = normal(7, 2, 4, T, N, H)
+    placed = place(mesh, arrays)
+    placed_dout = jax.device_put(dout, NamedSharding(mesh, spec))
+    compiled = jax.jit(step).lower(placed, placed_dout).compile()
+    assert collectives(compiled) == []
+    close(
+        compiled(placed, placed_dout),
+        jax.jit(step)({name: x for name, (x, _) in arrays.items()}, dout),
+    )
+
+
+def test_scan_remat_and_vmap(host_backend):
+    """A rematerialised layer under scan, mapped over an unsharded axis: still no collectives."""
+    mesh = mesh_of((4, 2))
+    q, k, v = qkv()
+    arrays = place(mesh, {"q": (np.stack([q, -q]), P(None, *SHARDED)), "k": (k, SHARDED),
+                          "v": (v, SHARDED)})  # fmt: skip
+
+    def loss(arrays):
+        @jax.checkpoint
+        def attend(q):
+            return jax_flash.flash_attention(
+                q, arrays["k"], arrays["v"], is_causal=True, backend=host_backend
+            )
+
+        def layer(x, _):
+            return x + jax.vmap(attend)(x), None
+
+        return jax.lax.scan(layer, arrays["q"], length=2)[0]
+
+    def gradients(arrays, cotangent):
+        return jax.vjp(loss, arrays)[1](cotangent)
+
+    compiled = jax.jit(gradients).lower(arrays, arrays["q"]).compile()
+    assert collectives(compiled) == []
+    single = {"q": np.stack([q, -q]), "k": k, "v": v}
+    close(compiled(arrays, arrays["q"]), jax.jit(gradients)(single, single["q"]))
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_explicit_mode(shape, host_backend):
+    mesh = mesh_of(shape, explicit=True)
+    with jax.set_mesh(mesh):
+        arrays = with_qkv(OPERANDS["lengths"])
+        compiled, got, expected = sharded_and_single(mesh, host_backend, arrays, is_causal=True)
+        assert collectives(compiled) == []
+    close(got, expected)
+    assert got[0].sharding.spec == SHARDED
+
+
+@pytest.mark.parametrize("kv_heads", [16, 8, 1])
+def test_shard_map(kv_heads, host_backend):
+    """Inside shard_map, with one kv head replicated over the model axis: dk and dv are summed."""
+    mesh = mesh_of((4, 2))
+    q, k, v = qkv(kv_heads)
+    kv_spec = SHARDED if kv_heads > 1 else P("data")
+    call = functools.partial(jax_flash.flash_attention, is_causal=True, backend=host_backend)
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=(SHARDED, kv_spec, kv_spec), out_specs=SHARDED)
+
+    def step(call, q, k, v, dout):
+        out, pull = jax.vjp(call, q, k, v)
+        return out, pull(dout)
+
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in ((q, SHARDED), (k, kv_spec), (v, kv_spec), (q, SHARDED))
+    ]
+    compiled = jax.jit(functools.partial(step, mapped)).lower(*placed).compile()
+    assert set(collectives(compiled)) == (set() if kv_heads > 1 else {"all-reduce"})
+    close(compiled(*placed), jax.jit(functools.partial(step, call))(q, k, v, q))
+
+
+def test_shard_map_over_batch_only_with_replicated_bias(host_backend):
+    """A bias that every device holds whole, its gradient summed by the transpose of replication."""
+    mesh = mesh_of((8, 1))
+    q, k, v = qkv()
+    bias = normal(3, N, T, S)
+
+    def call(q, k, v, bias):
+        return jax_flash.flash_attention(q, k, v, bias=bias, backend=host_backend)
+
+    mapped = jax.shard_map(
+        call, mesh=mesh, in_specs=(P("data"), P("data"), P("data"), P()), out_specs=P("data")
+    )
+
+    def gradient(call, bias):
+        return jax.grad(lambda bias: jnp.sum(jnp.sin(call(q, k, v, bias))))(bias)
+
+    close(
+        jax.jit(functools.partial(gradient, mapped))(bias),
+        jax.jit(functools.partial(gradient, call))(bias),
+    )
+
+
+def test_unsharded_query_stays_correct_on_a_mesh(host_backend):
+    """Sequence-sharded operands: gathers are needed, wrong numbers are not."""
+    mesh = mesh_of((4, 2))
+    arrays = {
+        "query": (qkv()[0], P(None, "data")),
+        "key": (qkv()[1], P("data", "model")),
+        "value": (qkv()[2], P(None, None, None, "model")),
+    }
+    step = step_of(host_backend, is_causal=True)
+    dout = normal(7, B, T, N, H)
+    got = jax.jit(step)(place(mesh, arrays), dout)
+    close(got, jax.jit(step)({name: x for name, (x, _) in arrays.items()}, dout))
+
+
+def test_mixed_leading_dims_under_vmap(host_backend):
+    """vmap over the query alone, its batch sharded: bias and lengths keep their own sharding."""
+    mesh = mesh_of((4, 2))
+    q, k, v = qkv()
+    bias, lengths = normal(3, B, 1, 1, S), np.arange(B, dtype=np.int32) + 4
+    specs = (P(None, *SHARDED), SHARDED, SHARDED, P("data"), P("data"))
+
+    def call(q, k, v, bias, lengths):
+        return jax_flash.flash_attention(
+            q, k, v, bias=bias, key_value_seq_lengths=lengths, backend=host_backend
+        )
+
+    mapped = jax.vmap(call, in_axes=(0, None, None, None, None))
+    arguments = (np.stack([q, 2 * q, -q]), k, v, bias, lengths)
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arguments, specs, strict=True)
+    ]
+    compiled = jax.jit(mapped).lower(*placed).compile()
+    assert collectives(compiled) == []
+    close(compiled(*placed), jax.jit(mapped)(*arguments))
