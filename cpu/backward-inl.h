@@ -42,7 +42,7 @@ struct PackedRows {
   float* dout_copy = nullptr;
   const float* q_rows = nullptr;
   const float* dout_rows = nullptr;
-  float* lse = nullptr;  // in powers of 2
+  float* lse = nullptr;
   float* delta = nullptr;
   int32_t* bad = nullptr;  // rows of dout that are not finite
   int64_t bad_count = 0;
@@ -89,7 +89,7 @@ struct PackedRows {
     }
     for (int64_t r = 0; r < count; ++r) {
       const int64_t at = head.LseOffset(rows[r]);
-      lse[r] = live(r) ? call.lse[at] * kLog2E : 0.0f;
+      lse[r] = live(r) ? call.lse[at] : 0.0f;
       delta[r] = live(r) ? deltas[at] : 0.0f;
     }
   }
@@ -396,7 +396,15 @@ class Pairing {
     if (scoring_.modified) ModifyScores(head_, row, block_, span, p, slope_);
     if (span.partial) HideScores(head_, row, block_, span, p);
     if (dropout) DropoutFactors(head_, row, block_, span, keep_);
-    const F factor = Set1(scoring_.to_log2), minus = Set1(-packed_.lse[r]);
+    F factor = Set1(scoring_.to_log2), minus = Set1(-packed_.lse[r] * kLog2E);
+    if (IsLarge(packed_.lse[r] * kLog2E)) {
+      // No weight is above 1; such an lse has no room for the log of the sum that says so.
+      const F to_logit = Set1(scoring_.to_logit), lse = Set1(-packed_.lse[r]);
+      for (int64_t j = span.begin; j < span.end; j += kLanes) {
+        Store(p + j, Min(Zero(), Fma(Load(p + j), to_logit, lse)));
+      }
+      factor = Set1(kLog2E), minus = Zero();
+    }
     const F delta = Set1(packed_.delta[r]);
     const F hidden = Set1(-kInfinity);
     for (int64_t j = span.begin; j < span.end; j += kLanes) {

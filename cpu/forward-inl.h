@@ -201,22 +201,29 @@ class Forward {
         odd = Max(odd, Load(s + j + kLanes));
       }
       if (j < span.end) even = Max(even, Load(s + j));
-      most[r] = ReduceMax(Max(even, odd)) * scoring_.to_log2;
+      most[r] = ReduceMax(Max(even, odd));
     }
+    const F to_log2 = Set1(scoring_.to_log2);
     for (int64_t r = 0; r < count; r += kLanes) {
       const F before = LoadPartial(max_ + first + r, count - r);
       const F now = Max(LoadPartial(most + r, count - r), before);
       const F base = Select(EqualTo(now, Set1(-kInfinity)), Zero(), now);
-      Store(rescale + r, Exp2<float>(Sub(before, base)));
+      Store(rescale + r, Exp2<float>(Mul(Sub(before, base), to_log2)));
       Store(shift + r, Sub(Zero(), base));
       StorePartial(max_ + first + r, now, count - r);
     }
     for (int64_t r = 0; r < count; ++r) {
       float* sum = sum_ + (first + r) * kLanes;
-      const F weights =
-          in_.dropout_state
-              ? Weights<true>(row_[first + r], span, shift[r], scores_ + r * score_ld_)
-              : Weights<false>(row_[first + r], span, shift[r], scores_ + r * score_ld_);
+      float* s = scores_ + r * score_ld_;
+      float exponent = shift[r] * scoring_.to_log2;
+      if (IsLarge(exponent)) {
+        for (int64_t j = span.begin; j < span.end; j += kLanes) {
+          Store(s + j, Add(Load(s + j), Set1(shift[r])));
+        }
+        exponent = 0.0f;
+      }
+      const F weights = in_.dropout_state ? Weights<true>(row_[first + r], span, exponent, s)
+                                          : Weights<false>(row_[first + r], span, exponent, s);
       Store(sum, Fma(Load(sum), Set1(rescale[r]), weights));
     }
   }
@@ -249,19 +256,18 @@ class Forward {
 
   void Finish(int64_t r) {
     float sum = ReduceAdd(Load(sum_ + r * kLanes));
-    float most = max_[r];
+    float most = max_[r] * scoring_.to_logit;
     float weight = 1.0f;
     const bool seen = most > -kInfinity || sum != 0.0f;  // nan counts as seen
     if (seen && in_.sinks.data) {
       const float sink =
-          static_cast<const float*>(in_.sinks.data)[in_.sinks.Offset(head_.b, row_[r].n, 0)] *
-          kLog2E;
+          static_cast<const float*>(in_.sinks.data)[in_.sinks.Offset(head_.b, row_[r].n, 0)];
       const float joint = sink > most ? sink : most;
-      weight = exp2f(most - joint);
-      sum = sum * weight + exp2f(sink - joint);
+      weight = expf(most - joint);
+      sum = sum * weight + expf(sink - joint);
       most = joint;
     }
-    call_.lse[head_.LseOffset(row_[r])] = seen ? (most + log2f(sum)) * kLn2 : -kInfinity;
+    call_.lse[head_.LseOffset(row_[r])] = seen ? most + logf(sum) : -kInfinity;
     const F factor = Set1(seen ? weight / sum : 0.0f);
     T* out = static_cast<T*>(call_.out) + head_.QueryOffset(row_[r], value_dim_);
     for (int64_t d = 0; d < value_dim_; d += kLanes) {
@@ -279,7 +285,7 @@ class Forward {
   Row* row_ = nullptr;
   float* q_ = nullptr;    // rows
   float* out_ = nullptr;  // [rows_][out_ld_], relative to max_
-  float* max_ = nullptr;  // [rows_], in powers of 2
+  float* max_ = nullptr;  // [rows_], the largest score
   float* sum_ = nullptr;  // [rows_][kLanes], relative to max_
   float* k_ = nullptr;    // columns
   float* v_ = nullptr;    // lanes

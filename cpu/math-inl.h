@@ -4,7 +4,6 @@ namespace jax_flash::cpu {
 namespace {
 
 constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kInfinity = __builtin_huge_valf();
 
 // 2^x for x <= 126; 0 for -inf; nan for nan. Exactly 1 at 0. T is the type in which the result ends

@@ -59,13 +59,23 @@ struct Head {
 // cap is there, the scale is left to the exponential.
 struct Scoring {
   bool modified;
-  float to_log2;  // times a (modified) score: the exponent of 2
+  float to_logit;  // times a (modified) score: the logit
+  float to_log2;   // times a (modified) score: the exponent of 2
 
   explicit Scoring(const Inputs& in) {
     modified = in.bias.data || in.problem.softcap > 0.0f || !(in.problem.scale > 0.0f);
-    to_log2 = modified ? kLog2E : in.problem.scale * kLog2E;
+    to_logit = modified ? 1.0f : in.problem.scale;
+    to_log2 = to_logit * kLog2E;
   }
 };
+
+// exp2(score * to_log2 - shift) with a rounded shift leaves the rounding of the shift in the
+// exponent. From this size on (a bias of -1e10 over a whole row, say) that is 1 or more, and the
+// difference is taken before it is scaled.
+constexpr float kLargeExponent = 0x1p24f;
+inline bool IsLarge(float exponent) {
+  return exponent > kLargeExponent || exponent < -kLargeExponent;
+}
 
 // A block of keys: [first, first + valid) exist.
 struct KeyBlock {

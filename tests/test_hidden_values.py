@@ -206,6 +206,46 @@ def test_window_arithmetic_does_not_overflow(window, align, backend):
     compare(case.draw(), case.draw().run(backend))
 
 
+LARGE_BIASES = (-1e4, -1e8, -1e10, -1e30, float(np.finfo(np.float32).min), 1e10)
+
+
+def test_large_finite_bias_is_no_mask(backend):
+    """A bias used as a mask hides keys beside others; alone in a row it leaves a softmax."""
+    arguments = Case("large bias", T=5, S=37, bias="11ts").draw()
+    if refuses(arguments.case, backend):
+        return
+    for large in LARGE_BIASES:
+        bias = np.zeros_like(arguments.arrays["bias"])
+        bias[..., 0, :] = large
+        bias[..., 1, 3:] = large
+        bias[..., 2, :5] = large
+        arguments.arrays["bias"] = bias
+        got, truth = arguments.run(backend), arguments.truth()
+        # In float32 the scores of row 0 vanish beside the bias.
+        rows = np.abs(truth.out[:, 1:] - got["out"][:, 1:]).max()
+        assert rows < 1e-5, large
+        if abs(large) > 1e8:
+            mean = arguments.arrays["value"].mean(1)
+            np.testing.assert_allclose(got["out"][:, 0], mean, rtol=1e-4, atol=1e-5)
+            exact = slice(1, None)
+        else:
+            exact = slice(None)
+        # A float32 lse of that size has no room for log(37): row 0 keeps no exact gradient, but
+        # no weight is above 1 and nothing is lost elsewhere.
+        limit = 40 * max(np.abs(truth.dq).max(), np.abs(truth.dv).max())
+        for name, value in got.items():
+            assert np.abs(value).max() < limit, f"{name} with {large}"
+        np.testing.assert_allclose(
+            got["dquery"][:, exact], truth.dq[:, exact], rtol=1e-3, atol=1e-4
+        )
+        # Where the loss does not look at that row, its bias does no harm at all.
+        unseen = dataclasses.replace(arguments, dout=arguments.dout.copy())
+        unseen.dout[:, 0] = 0
+        got, truth = unseen.run(backend), unseen.truth()
+        for name, expected in (("dquery", truth.dq), ("dkey", truth.dk), ("dvalue", truth.dv)):
+            np.testing.assert_allclose(got[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_scores_stay_finite(dtype, backend):
     """Scores far beyond the range of exp, and in float16 beyond the range of the type itself."""
