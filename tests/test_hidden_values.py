@@ -222,9 +222,8 @@ def test_large_finite_bias_is_no_mask(backend):
         arguments.arrays["bias"] = bias
         got, truth = arguments.run(backend), arguments.truth()
         # In float32 the scores of row 0 vanish beside the bias.
-        rows = np.abs(truth.out[:, 1:] - got["out"][:, 1:]).max()
-        assert rows < 1e-5, large
-        if abs(large) > 1e8:
+        assert np.abs(truth.out[:, 1:] - got["out"][:, 1:]).max() < 1e-5, large
+        if abs(large) > 1e6:
             mean = arguments.arrays["value"].mean(1)
             np.testing.assert_allclose(got["out"][:, 0], mean, rtol=1e-4, atol=1e-5)
             exact = slice(1, None)
@@ -236,7 +235,7 @@ def test_large_finite_bias_is_no_mask(backend):
         for name, value in got.items():
             assert np.abs(value).max() < limit, f"{name} with {large}"
         np.testing.assert_allclose(
-            got["dquery"][:, exact], truth.dq[:, exact], rtol=1e-3, atol=1e-4
+            got["dquery"][:, exact], truth.dq[:, exact], rtol=1e-2, atol=2e-3
         )
         # Where the loss does not look at that row, its bias does no harm at all.
         unseen = dataclasses.replace(arguments, dout=arguments.dout.copy())

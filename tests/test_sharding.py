@@ -1,7 +1,8 @@
 """Sharded over batch and heads: the same numbers, and no collectives where none are needed.
 
 Eight virtual CPU devices (conftest.py) as meshes (data, model); collectives are counted in the
-compiled program.
+compiled program. Partitioning is the primitives' own, so one backend stands for all; "xla" is held
+against it in one test.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ COLLECTIVE = re.compile(
     r"= .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 SHARDED = P("data", None, "model", None)  # of query, key, value
+
+
+@pytest.fixture
+def backend() -> str:
+    return "cpu"
 
 
 def mesh_of(shape, explicit=False):
@@ -120,11 +126,11 @@ def with_qkv(operands, **heads):
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("name", OPERANDS)
-def test_no_collectives(name, shape, host_backend):
+def test_no_collectives(name, shape, backend):
     """GQA 16 : 8 forward and backward, each operand sharded the natural way."""
     mesh = mesh_of(shape)
     arrays = with_qkv(OPERANDS[name])
-    compiled, got, expected = sharded_and_single(mesh, host_backend, arrays, is_causal=True)
+    compiled, got, expected = sharded_and_single(mesh, backend, arrays, is_causal=True)
     assert collectives(compiled) == []
     close(got, expected)
     out, _, gradients = got
@@ -132,16 +138,24 @@ def test_no_collectives(name, shape, host_backend):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, SHARDED), x.ndim)
 
 
+def test_xla_is_partitioned_alike():
+    mesh = mesh_of((4, 2))
+    arrays = with_qkv(OPERANDS["bias"] | OPERANDS["lengths"])
+    compiled, got, expected = sharded_and_single(mesh, "xla", arrays, is_causal=True)
+    assert collectives(compiled) == []
+    close(got, expected)
+
+
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("kv_heads", [16, 1, 2])
-def test_kv_heads(kv_heads, shape, host_backend):
+def test_kv_heads(kv_heads, shape, backend):
     """Plain heads, and kv heads that the mesh's model axis may not divide."""
     mesh = mesh_of(shape)
     divides = kv_heads % shape[1] == 0
     spec = SHARDED if divides else P("data")
     arrays = with_qkv({}, kv_heads=kv_heads)
     arrays |= {name: (arrays[name][0], spec) for name in ("key", "value")}
-    compiled, got, expected = sharded_and_single(mesh, host_backend, arrays)
+    compiled, got, expected = sharded_and_single(mesh, backend, arrays)
     close(got, expected)
     kinds = collectives(compiled)
     if divides:
@@ -152,25 +166,25 @@ def test_kv_heads(kv_heads, shape, host_backend):
         assert len(kinds) <= 2
 
 
-def test_bias_gradients_that_need_a_sum(host_backend):
+def test_bias_gradients_that_need_a_sum(backend):
     """A bias shared by the batch or the heads: its gradient is a sum over devices, once."""
     mesh = mesh_of((4, 2))
     for bias_shape, spec in (((1, N, T, S), P(None, "model")), ((B, 1, 1, S), P("data")),
                              ((1, 1, T, S), P())):  # fmt: skip
         arrays = with_qkv({"bias": (normal(3, *bias_shape), spec)})
         compiled, got, expected = sharded_and_single(
-            mesh, host_backend, arrays, wrt=("query", "key", "value", "bias")
+            mesh, backend, arrays, wrt=("query", "key", "value", "bias")
         )
         close(got, expected)
         assert set(collectives(compiled)) == {"all-reduce"}
         assert len(collectives(compiled)) <= 2
 
 
-def test_sinks(host_backend):
+def test_sinks(backend):
     mesh = mesh_of((4, 2))
     arrays = with_qkv({"sinks": (normal(5, N), P("model"))})
     compiled, got, expected = sharded_and_single(
-        mesh, host_backend, arrays, wrt=("query", "key", "value", "sinks")
+        mesh, backend, arrays, wrt=("query", "key", "value", "sinks")
     )
     close(got, expected)
     assert set(collectives(compiled)) <= {"all-reduce"}
@@ -178,7 +192,7 @@ def test_sinks(host_backend):
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_dropout_pattern_does_not_depend_on_the_mesh(shape, host_backend):
+def test_dropout_pattern_does_not_depend_on_the_mesh(shape, backend):
     mesh = mesh_of(shape)
     key = jax.random.key(3)
     zeros_q, zeros_k = np.zeros((B, T, N, H), np.float32), np.zeros((B, S, N, H), np.float32)
@@ -189,7 +203,7 @@ def test_dropout_pattern_does_not_depend_on_the_mesh(shape, host_backend):
     )
     out = jax.jit(
         lambda arrays: jax_flash.flash_attention(
-            **arrays, dropout_rate=0.4, dropout_key=key, backend=host_backend
+            **arrays, dropout_rate=0.4, dropout_key=key, backend=backend
         )
     )(arrays)
     words = dropout_words(key)
@@ -200,7 +214,7 @@ def test_dropout_pattern_does_not_depend_on_the_mesh(shape, host_backend):
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_two_batch_dims(shape, host_backend):
+def test_two_batch_dims(shape, backend):
     """Leading dims [2, 4] with the inner one sharded: flattening them would need a gather."""
     mesh = mesh_of((2, 4) if shape == (8, 1) else shape)
     spec = P(None, "data" if shape != (1, 8) else None, None, "model", None)
@@ -208,7 +222,7 @@ def test_two_batch_dims(shape, host_backend):
         name: (x.reshape(2, 4, *x.shape[1:]), spec)
         for name, x in zip(("query", "key", "value"), qkv(), strict=True)
     }
-    step = step_of(host_backend, is_causal=True)
+    step = step_of(backend, is_causal=True)
     dout = normal(7, 2, 4, T, N, H)
     placed = place(mesh, arrays)
     placed_dout = jax.device_put(dout, NamedSharding(mesh, spec))
@@ -220,7 +234,7 @@ def test_two_batch_dims(shape, host_backend):
     )
 
 
-def test_scan_remat_and_vmap(host_backend):
+def test_scan_remat_and_vmap(backend):
     """A rematerialised layer under scan, mapped over an unsharded axis: still no collectives."""
     mesh = mesh_of((4, 2))
     q, k, v = qkv()
@@ -231,7 +245,7 @@ def test_scan_remat_and_vmap(host_backend):
         @jax.checkpoint
         def attend(q):
             return jax_flash.flash_attention(
-                q, arrays["k"], arrays["v"], is_causal=True, backend=host_backend
+                q, arrays["k"], arrays["v"], is_causal=True, backend=backend
             )
 
         def layer(x, _):
@@ -249,23 +263,23 @@ def test_scan_remat_and_vmap(host_backend):
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_explicit_mode(shape, host_backend):
+def test_explicit_mode(shape, backend):
     mesh = mesh_of(shape, explicit=True)
     with jax.set_mesh(mesh):
         arrays = with_qkv(OPERANDS["lengths"])
-        compiled, got, expected = sharded_and_single(mesh, host_backend, arrays, is_causal=True)
+        compiled, got, expected = sharded_and_single(mesh, backend, arrays, is_causal=True)
         assert collectives(compiled) == []
     close(got, expected)
     assert got[0].sharding.spec == SHARDED
 
 
 @pytest.mark.parametrize("kv_heads", [16, 8, 1])
-def test_shard_map(kv_heads, host_backend):
+def test_shard_map(kv_heads, backend):
     """Inside shard_map, with one kv head replicated over the model axis: dk and dv are summed."""
     mesh = mesh_of((4, 2))
     q, k, v = qkv(kv_heads)
     kv_spec = SHARDED if kv_heads > 1 else P("data")
-    call = functools.partial(jax_flash.flash_attention, is_causal=True, backend=host_backend)
+    call = functools.partial(jax_flash.flash_attention, is_causal=True, backend=backend)
     mapped = jax.shard_map(call, mesh=mesh, in_specs=(SHARDED, kv_spec, kv_spec), out_specs=SHARDED)
 
     def step(call, q, k, v, dout):
@@ -281,14 +295,14 @@ def test_shard_map(kv_heads, host_backend):
     close(compiled(*placed), jax.jit(functools.partial(step, call))(q, k, v, q))
 
 
-def test_shard_map_over_batch_only_with_replicated_bias(host_backend):
+def test_shard_map_over_batch_only_with_replicated_bias(backend):
     """A bias that every device holds whole, its gradient summed by the transpose of replication."""
     mesh = mesh_of((8, 1))
     q, k, v = qkv()
     bias = normal(3, N, T, S)
 
     def call(q, k, v, bias):
-        return jax_flash.flash_attention(q, k, v, bias=bias, backend=host_backend)
+        return jax_flash.flash_attention(q, k, v, bias=bias, backend=backend)
 
     mapped = jax.shard_map(
         call, mesh=mesh, in_specs=(P("data"), P("data"), P("data"), P()), out_specs=P("data")
@@ -303,7 +317,7 @@ def test_shard_map_over_batch_only_with_replicated_bias(host_backend):
     )
 
 
-def test_unsharded_query_stays_correct_on_a_mesh(host_backend):
+def test_unsharded_query_stays_correct_on_a_mesh(backend):
     """Sequence-sharded operands: gathers are needed, wrong numbers are not."""
     mesh = mesh_of((4, 2))
     arrays = {
@@ -311,13 +325,13 @@ def test_unsharded_query_stays_correct_on_a_mesh(host_backend):
         "key": (qkv()[1], P("data", "model")),
         "value": (qkv()[2], P(None, None, None, "model")),
     }
-    step = step_of(host_backend, is_causal=True)
+    step = step_of(backend, is_causal=True)
     dout = normal(7, B, T, N, H)
     got = jax.jit(step)(place(mesh, arrays), dout)
     close(got, jax.jit(step)({name: x for name, (x, _) in arrays.items()}, dout))
 
 
-def test_mixed_leading_dims_under_vmap(host_backend):
+def test_mixed_leading_dims_under_vmap(backend):
     """vmap over the query alone, its batch sharded: bias and lengths keep their own sharding."""
     mesh = mesh_of((4, 2))
     q, k, v = qkv()
@@ -326,7 +340,7 @@ def test_mixed_leading_dims_under_vmap(host_backend):
 
     def call(q, k, v, bias, lengths):
         return jax_flash.flash_attention(
-            q, k, v, bias=bias, key_value_seq_lengths=lengths, backend=host_backend
+            q, k, v, bias=bias, key_value_seq_lengths=lengths, backend=backend
         )
 
     mapped = jax.vmap(call, in_axes=(0, None, None, None, None))
