@@ -206,7 +206,7 @@ def test_window_arithmetic_does_not_overflow(window, align, backend):
     compare(case.draw(), case.draw().run(backend))
 
 
-LARGE_BIASES = (-1e4, -1e8, -1e10, -1e30, float(np.finfo(np.float32).min), 1e10)
+LARGE_BIASES = (-1e4, -1e8, -1e10, -1e30, float(np.finfo(np.float32).min))
 
 
 def test_large_finite_bias_is_no_mask(backend):
