@@ -1,0 +1,72 @@
+"""What the GPU benchmark measures and shows; its numbers need a GPU."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+if not FOLDER.is_dir():
+    pytest.skip("needs the checkout's benchmarks/", allow_module_level=True)
+sys.path.insert(0, str(FOLDER))
+
+import charts  # noqa: E402
+import exact  # noqa: E402
+import shapes  # noqa: E402
+from shapes import Cell  # noqa: E402
+
+
+def visible(cell: Cell) -> np.ndarray:
+    queries, keys = np.arange(cell.length)[:, None], np.arange(cell.length)
+    seen = np.ones((cell.length, cell.length), bool)
+    if cell.causal:
+        seen &= keys <= queries
+    if cell.window is not None:
+        seen &= keys >= queries - cell.window
+    if cell.segment is not None:
+        seen &= keys // cell.segment == queries // cell.segment
+    return seen
+
+
+def test_main_cells_are_the_papers():
+    cells = shapes.main_cells()
+    assert len(cells) == len(set(cells)) == 36
+    for cell in cells:
+        assert cell.batch * cell.length == 16384
+        assert cell.heads * cell.head_dim == 2048
+    assert len({cell.name for cell in cells + shapes.feature_cells()}) == 36 + 7
+
+
+@pytest.mark.parametrize("cell", shapes.feature_cells(128, 256, (128,)), ids=lambda cell: cell.name)
+def test_operations_are_those_of_visible_pairs(cell: Cell):
+    pairs = np.count_nonzero(visible(cell))
+    diagonal = cell.length / 2 if cell.causal and cell.window is None else 0
+    assert cell.pairs == pairs - diagonal
+    assert cell.flops("forward") == 4 * cell.batch * cell.heads * cell.head_dim * cell.pairs
+    assert cell.flops("training") == 3.5 * cell.flops("forward")
+
+
+@pytest.mark.parametrize("cell", shapes.feature_cells(64, 256, (64,))[:3], ids=lambda c: c.name)
+def test_errors_are_against_exact_attention(cell: Cell):
+    rng = np.random.default_rng(0)
+    shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
+    q, k, v, dout = rng.standard_normal((4, *shape))
+    scores = np.einsum("bthd,bshd->bhts", q, k) * cell.head_dim**-0.5
+    p = np.exp(np.where(visible(cell), scores, -np.inf))
+    p /= p.sum(-1, keepdims=True)
+    out = np.einsum("bhts,bshd->bthd", p, v)
+    found = exact.errors(cell, (q, k, v, dout), (out,))
+    assert found["out"] < 1e-12
+    assert exact.errors(cell, (q, k, v, dout), (1.01 * out,))["out"] == pytest.approx(0.01)
+
+
+def test_chart_and_table(tmp_path: Path):
+    results = [(cell, {"ours": 500.0, "other": 400.0}) for cell in shapes.main_cells()]
+    looks = {"ours": ("Ours", "red"), "other": ("Other", "blue"), "absent": ("Absent", "grey")}
+    charts.draw(results, "forward", looks, "H200", tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+    table = charts.table(results, "forward", looks, "ours", "other")
+    assert "| d64 full T512 | 500 | 400 | 1.25 |" in table
+    assert table.splitlines()[-1] == "| geometric mean | | | 1.250 |"
