@@ -477,10 +477,9 @@ __device__ __forceinline__ void wait_turns(const BackwardParams& p) {
     for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
       const uint32 slot = slot_of<kTurns>(iteration);
       barrier_wait(barrier_at(kTurnEmpty + slot), parity_of<kTurns>(iteration) ^ 1);
-      const Range keys = blocks_of<kKeys>(
-          visible_keys<kWindowLeft, kWindowRight>(sight_of(p, u), walk.m0, walk.m0 + kQueries - 1));
-      const int block = u.key0 / kKeys;
-      const int rank = block - keys.begin;
+      // The first block of keys that these queries see.
+      const int first = kWindowLeft ? max(walk.m0 + u.offset - p.window_left, 0) / kKeys : 0;
+      const int rank = u.key0 / kKeys - first;
       while (load_acquire(p.turns + walk.block) != rank) {
       }
       __syncwarp();
