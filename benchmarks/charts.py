@@ -93,5 +93,38 @@ def table(
     return "\n".join(lines)
 
 
+def summary(
+    results: Mapping[Pass, Results], looks: Mapping[str, tuple[str, str]], ours: str, against: str
+) -> str:
+    """Writes a Markdown table of two peers: a row for each head dim and mask.
+
+    TFLOP/s at the longest T, and the geometric mean, over all T, of how many times faster we are.
+    """
+    longest = max(cell.length for cells in results.values() for cell, _ in cells)
+    kinds = sorted({(c.head_dim, c.causal) for cells in results.values() for c, _ in cells})
+    head = [f"at T = {longest}"]
+    for of in results:
+        title = TITLES[of].lower()
+        head += [f"{title}: {looks[ours][0]}", looks[against][0], "faster, all T"]
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    for head_dim, causal in kinds:
+        row = [f"head dim {head_dim}{', causal' if causal else ''}"]
+        for cells in results.values():
+            rows = [(c, x) for c, x in cells if (c.head_dim, c.causal) == (head_dim, causal)]
+            last = next((x for c, x in rows if c.length == longest), {})
+            row += [f"{last[name]:.0f}" if name in last else "" for name in (ours, against)]
+            row.append(_mean_ratio([x for _, x in rows], ours, against))
+        lines.append("| " + " | ".join(row) + " |")
+    row = ["all"]
+    for cells in results.values():
+        row += ["", "", _mean_ratio([x for _, x in cells], ours, against)]
+    return "\n".join([*lines, "| " + " | ".join(row) + " |"])
+
+
+def _mean_ratio(speeds: Sequence[Mapping[str, float]], ours: str, against: str) -> str:
+    ratios = [x[ours] / x[against] for x in speeds if ours in x and against in x]
+    return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f} ×" if ratios else ""
+
+
 def _short(length: int) -> str:
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)

@@ -1,6 +1,7 @@
 """Owns the float64 attention that results are compared with: one group of heads, chunk by chunk."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,12 +24,9 @@ def errors(
         and the query heads that read it are compared.
     """
     group = cell.heads // cell.kv_heads
-    count = (group, 1, 1, group)
-    q, k, v, dout = (
-        np.asarray(x[0, :, :n], np.float64) for x, n in zip(inputs, count, strict=True)
-    )
+    q, k, v, dout = (np.asarray(x[0], np.float64) for x in inputs)
     with jax.enable_x64(True):
-        want = _attention(cell, q, k[:, 0], v[:, 0], dout)
+        want = prepare(cell)(q[:, :group], k[:, 0], v[:, 0], dout[:, :group])
         want = [np.asarray(x) for x in want]
     got = [np.asarray(x[0, :, : group if i < 2 else 1], np.float64) for i, x in enumerate(results)]
     want[2], want[3] = want[2][:, None], want[3][:, None]
@@ -38,7 +36,16 @@ def errors(
     }
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.cache
+def prepare(cell: Cell) -> Callable[..., Any]:
+    """Compiles the float64 attention of a cell's first group of heads; may run on any thread."""
+    queries = (cell.length, cell.heads // cell.kv_heads, cell.head_dim)
+    keys = (cell.length, cell.head_dim)
+    with jax.enable_x64(True):
+        arguments = [jax.ShapeDtypeStruct(x, np.float64) for x in (queries, keys, keys, queries)]
+        return jax.jit(functools.partial(_attention, cell)).lower(*arguments).compile()
+
+
 def _attention(cell: Cell, q: Any, k: Any, v: Any, dout: Any) -> tuple[jax.Array, ...]:
     """Computes out, dq `[T, G, H]` and dk, dv `[T, H]` in the inputs' precision."""
     length, _, head_dim = q.shape

@@ -59,6 +59,8 @@ def main() -> None:
     jobs = [(cell, of, peer) for of in passes for cell in cells for peer in chosen]
     print(f"compiling {len(jobs)} programs", flush=True)
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        if options.errors:
+            pool.map(exact.prepare, cells)
         built = list(tqdm(pool.map(lambda job: build(*job), jobs), total=len(jobs)))
     programs = {(cell, of, peer.name): b for (cell, of, peer), b in zip(jobs, built, strict=True)}
 
@@ -220,7 +222,7 @@ def write(
     path.write_text(json.dumps(about | {"cells": records}, indent=1) + "\n")
 
     looks = {peer.name: (peer.label, peer.color) for peer in chosen}
-    tables = []
+    tables, main_speeds = [], {}
     for of in options.passes:
         speeds = [
             (Cell(**{k: v for k, v in record["cell"].items() if k != "name"}), record["tflops"])
@@ -228,8 +230,10 @@ def write(
             if record["pass"] == of
         ]
         tables.append(charts.table(speeds, of, looks, "jax_flash", "jax_cudnn"))
-        drawn = [(cell, found) for cell, found in speeds if cell in set(main_cells)]
-        charts.draw(drawn, of, looks, gpu, folder / f"{commit}-{of}.png")
+        main_speeds[of] = [(cell, found) for cell, found in speeds if cell in set(main_cells)]
+        charts.draw(main_speeds[of], of, looks, gpu, folder / f"{commit}-{of}.png")
+    if {"jax_flash", "jax_cudnn"} <= set(looks):
+        tables.insert(0, charts.summary(main_speeds, looks, "jax_flash", "jax_cudnn"))
     intro = (
         f"{gpu}, driver {about['driver']}, {about['date']}, commit {commit}, `{about['command']}`; "
         f"{PRODUCT}³ bfloat16 product {ceiling[0]} TFLOP/s before and {ceiling[1]} after."

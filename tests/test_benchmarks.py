@@ -70,3 +70,6 @@ def test_chart_and_table(tmp_path: Path):
     table = charts.table(results, "forward", looks, "ours", "other")
     assert "| d64 full T512 | 500 | 400 | 1.25 |" in table
     assert table.splitlines()[-1] == "| geometric mean | | | 1.250 |"
+    summary = charts.summary({"forward": results, "training": results}, looks, "ours", "other")
+    assert "| head dim 64, causal | 500 | 400 | 1.25 × | 500 | 400 | 1.25 × |" in summary
+    assert summary.splitlines()[-1] == "| all |  |  | 1.25 × |  |  | 1.25 × |"
