@@ -14,6 +14,8 @@ import pytest
 
 import jax_flash
 from jax_flash import _tiles, flash_attention, reference
+from jax_flash._primitives import Forward
+from jax_flash._problem import Problem, Shapes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -157,6 +159,41 @@ def test_scan_and_donation():
     for _ in range(5):
         want = attend(want, k, v)
     np.testing.assert_array_equal(jax.jit(scan, donate_argnums=0)(q.copy(), k, v), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("key", r"k has shape \[2, 300, 4, 64\], expected \[2, 300, 4, 128\]"),
+        ("workspace", "the workspace tile_counter is missing"),
+        ("tiles", "a number of `tiles` is out of range"),
+        ("kernel", "failed on sm90/forward.cuh for sm_90a"),
+    ],
+)
+def test_handler_checks_again(change: str, message: str):
+    """A program from elsewhere (jax.export) meets errors, not crashes."""
+    q, k, v = draw(0, kv_heads=4)
+    problem = Problem(dtype="bfloat16", scale=0.1)
+    gpu = _tiles.lowering_gpu()
+    tiles = _tiles.choose_tiles(problem, Shapes.of(q, k, v), gpu)
+    launch, header = tiles.launch(gpu), tiles.header(problem)
+    results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    results.append(jax.ShapeDtypeStruct((2, 4, 300), jnp.float32))
+    results += tiles.workspaces(problem, Shapes.of(q, k, v))
+    match change:
+        case "key":
+            k = k[..., :64]
+        case "workspace":
+            results = results[:2]
+        case "tiles":
+            launch["threads"] = 0
+        case "kernel":
+            header += "#error not this one\n"
+    call = jax.ffi.ffi_call("jax_flash_cuda_forward", results)
+    program = {"source": tiles.source, "header": header, "arch": gpu.arch}
+    attributes = Forward(problem, None).attributes()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(call(q, k, v, **attributes, program=program, tiles=launch))
 
 
 def run_python(script: str, folder: Path, **variables: str) -> str:
