@@ -396,20 +396,14 @@ class Pairing {
     if (scoring_.modified) ModifyScores(head_, row, block_, span, p, slope_);
     if (span.partial) HideScores(head_, row, block_, span, p);
     if (dropout) DropoutFactors(head_, row, block_, span, keep_);
-    F factor = Set1(scoring_.to_log2), minus = Set1(-packed_.lse[r] * kLog2E);
-    if (IsLarge(packed_.lse[r] * kLog2E)) {
-      // No weight is above 1; such an lse has no room for the log of the sum that says so.
-      const F to_logit = Set1(scoring_.to_logit), lse = Set1(-packed_.lse[r]);
-      for (int64_t j = span.begin; j < span.end; j += kLanes) {
-        Store(p + j, Min(Zero(), Fma(Load(p + j), to_logit, lse)));
-      }
-      factor = Set1(kLog2E), minus = Zero();
-    }
+    const F to_logit = Set1(scoring_.to_logit), minus_lse = Set1(-packed_.lse[r]);
     const F delta = Set1(packed_.delta[r]);
     const F hidden = Set1(-kInfinity);
     for (int64_t j = span.begin; j < span.end; j += kLanes) {
       const F score = Load(p + j);
-      F weight = Exp2<T>(Fma(score, factor, minus));
+      // No weight is above 1, though an lse of 1e7 and more has no room for the log of the sum.
+      const F log_weight = Min(Zero(), Fma(score, to_logit, minus_lse));
+      F weight = Exp2<T>(Mul(log_weight, Set1(kLog2E)));
       F slope = weight;
       if (capped) slope = Mul(slope, Load(slope_ + j));
       F dweight = Load(ds + j);

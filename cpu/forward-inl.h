@@ -189,7 +189,7 @@ class Forward {
   // product to come; rescale[r] brings earlier sums of row r to the new scale. Three loops over the
   // rows, so that the latencies of one row's reduction hide behind the others.
   void Softmax(int64_t first, int64_t count, const Span& span, float* rescale) {
-    float most[kScratchLanes], shift[kScratchLanes];
+    float most[kScratchLanes], base[kScratchLanes];
     for (int64_t r = 0; r < count; ++r) {
       float* s = scores_ + r * score_ld_;
       if (scoring_.modified) ModifyScores(head_, row_[first + r], block_, span, s, nullptr);
@@ -207,38 +207,33 @@ class Forward {
     for (int64_t r = 0; r < count; r += kLanes) {
       const F before = LoadPartial(max_ + first + r, count - r);
       const F now = Max(LoadPartial(most + r, count - r), before);
-      const F base = Select(EqualTo(now, Set1(-kInfinity)), Zero(), now);
-      Store(rescale + r, Exp2<float>(Mul(Sub(before, base), to_log2)));
-      Store(shift + r, Sub(Zero(), base));
+      const F finite = Select(EqualTo(now, Set1(-kInfinity)), Zero(), now);
+      Store(rescale + r, Exp2<float>(Mul(Sub(before, finite), to_log2)));
+      Store(base + r, finite);
       StorePartial(max_ + first + r, now, count - r);
     }
     for (int64_t r = 0; r < count; ++r) {
       float* sum = sum_ + (first + r) * kLanes;
       float* s = scores_ + r * score_ld_;
-      float exponent = shift[r] * scoring_.to_log2;
-      if (IsLarge(exponent)) {
-        for (int64_t j = span.begin; j < span.end; j += kLanes) {
-          Store(s + j, Add(Load(s + j), Set1(shift[r])));
-        }
-        exponent = 0.0f;
-      }
-      const F weights = in_.dropout_state ? Weights<true>(row_[first + r], span, exponent, s)
-                                          : Weights<false>(row_[first + r], span, exponent, s);
+      const F weights = in_.dropout_state ? Weights<true>(row_[first + r], span, base[r], s)
+                                          : Weights<false>(row_[first + r], span, base[r], s);
       Store(sum, Fma(Load(sum), Set1(rescale[r]), weights));
     }
   }
 
-  // Scores of one row become weights, dropped out where asked for; returns their sum before
-  // dropout.
+  // Scores of one row become weights relative to `base`, dropped out where asked for; returns their
+  // sum before dropout. The difference is taken before it is scaled: one multiplication more than
+  // exp2(s * to_log2 - base * to_log2), whose rounded product is off by 1 and more from logits of
+  // 1e7 on, such as those of a bias of -1e10 over a whole row.
   template <bool kDropout>
-  F Weights(const Row& row, const Span& span, float shift, float* s) {
+  F Weights(const Row& row, const Span& span, float base, float* s) {
     if (kDropout) DropoutFactors(head_, row, block_, span, keep_);
-    const F factor = Set1(scoring_.to_log2), minus = Set1(shift);
+    const F factor = Set1(scoring_.to_log2), most = Set1(base);
     F sum = Zero();
     for (int64_t j = span.begin; j < span.end; j += kGranule) {
       F p[Op::kPair];
       for (int i = 0; i < Op::kPair; ++i) {
-        p[i] = Exp2<T>(Fma(Load(s + j + i * kLanes), factor, minus));
+        p[i] = Exp2<T>(Mul(Sub(Load(s + j + i * kLanes), most), factor));
         sum = Add(sum, p[i]);
         if (kDropout) p[i] = Mul(p[i], Load(keep_ + j + i * kLanes));
       }

@@ -69,14 +69,6 @@ struct Scoring {
   }
 };
 
-// exp2(score * to_log2 - shift) with a rounded shift leaves the rounding of the shift in the
-// exponent. From this size on (a bias of -1e10 over a whole row, say) that is 1 or more, and the
-// difference is taken before it is scaled.
-constexpr float kLargeExponent = 0x1p24f;
-inline bool IsLarge(float exponent) {
-  return exponent > kLargeExponent || exponent < -kLargeExponent;
-}
-
 // A block of keys: [first, first + valid) exist.
 struct KeyBlock {
   int64_t first, valid;
