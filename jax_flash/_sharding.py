@@ -41,7 +41,7 @@ _DIMS = {
     "sinks": "N",
     "dropout_state": "NW",
 }
-_WHOLE = "TSHVW"  # not split
+_WHOLE = ("T", "S", "H", "V", "W")  # not split
 NO_MESH = AbstractMesh((), ())
 
 
@@ -71,23 +71,21 @@ def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[s
     by_name = dict(zip(names, shapes, strict=True))
     q, k = by_name["q"], by_name["k"]
     leading = len(q) - 3
-    whole: list[str] = []
 
     def factors(name, shape):
         for axis, size in enumerate(shape):
             letter = f"b{axis}" if axis < leading else _dims(name)[axis - leading].lower()
             if letter == "k" and k[-2] == q[-2]:
                 letter = "n"
-            if size == 1 or (letter == "k" and name not in ("k", "v", "dk", "dv")):
-                letter = f"{name}{axis}"  # broadcast along this dim: corresponds to nothing
-            yield letter
+            # A dim of size 1 may be broadcast: it corresponds to nothing.
+            yield f"{name}{axis}" if size == 1 else letter
 
     mappings = [" ".join(factors(*item)) for item in zip(names, shapes, strict=True)]
-    seen = list(dict.fromkeys(" ".join(mappings).split()))
-    whole = [letter for letter in seen if letter.upper() in _WHOLE]
-    split = len(call.operands)
-    rule = ", ".join(mappings[:split]) + " -> " + ", ".join(mappings[split:])
-    return rule, {"need_replication_factors": tuple(whole)}
+    count = len(call.operands)
+    rule = ", ".join(mappings[:count]) + " -> " + ", ".join(mappings[count:])
+    letters = dict.fromkeys(" ".join(mappings).split())  # in order of first appearance
+    whole = tuple(letter for letter in letters if letter.upper() in _WHOLE)
+    return rule, {"need_replication_factors": whole}
 
 
 def _partition(run, call, mesh: Mesh, operands, results):
