@@ -44,6 +44,11 @@ def flash_attention(
     positions that a query does not attend to never reaches its result; a NaN or inf that it does
     attend to makes its whole row NaN.
 
+    It is differentiable in query, key, value, bias and sinks, in forward and reverse mode, to any
+    order. Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` spares
+    the backward pass a second forward pass. Under jit, leading dims and heads stay split over the
+    devices of a mesh as query's are.
+
     Arguments:
       query: `[*B, T, N, H]`, float32, bfloat16 or float16; any number of leading dims.
       key: `[*B, S, K, H]`, in query's dtype; K divides N, and query head n reads head

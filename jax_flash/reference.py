@@ -39,6 +39,17 @@ def attention(
 
     Returns: out `[*B, T, N, Hv]` in float32, or in float64 if an input is float64; with
     `return_lse` also the log-sum-exp `[*B, T, N]`.
+
+    Raises: nothing of its own; wrong shapes fail where JAX meets them.
+
+    Example:
+      >>> import jax
+      >>> from jax_flash import reference
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 32))
+      >>> reference.attention(q, k, v, is_causal=True).shape
+      (2, 16, 4, 32)
+
+    Paper: Vaswani et al. (arXiv:1706.03762).
     """
     dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
     q, k, v = (jnp.asarray(x, dtype) for x in (query, key, value))
