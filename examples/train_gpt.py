@@ -282,19 +282,24 @@ def generate(model: GPT, prompt: str, count: int) -> str:
 # --- The run ------------------------------------------------------------------------------------
 
 
-def utilisation(model: GPT, tokens_per_second: float, devices: list) -> float | None:
-    """Share of the GPUs' bfloat16 peak that goes into the model; None where it is not known.
+def operations_per_token(model: GPT) -> int:
+    """Floating-point operations of one training step, by token; what remat repeats does not count.
 
-    6 operations per parameter and token, and 6 * layers * length * width for the half of the
-    attention matrix below the diagonal; what remat repeats does not count.
+    6 per parameter, and 6 * layers * length * width for the half of the attention matrix below the
+    diagonal.
     """
+    config = model.config
+    return 6 * count_parameters(model) + 6 * config.layers * config.length * config.width
+
+
+def utilisation(model: GPT, tokens_per_second: float, devices: list) -> float | None:
+    """Share of the GPUs' bfloat16 peak that goes into the model; None where it is not known."""
     peaks = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100": 312e12}
-    kind, config = devices[0].device_kind, model.config
+    kind = devices[0].device_kind
     peak = next((peak for name, peak in peaks.items() if kind.startswith(name)), None)
-    if peak is None or config.dtype != "bfloat16":
+    if peak is None or model.config.dtype != "bfloat16":
         return None
-    operations = 6 * count_parameters(model) + 6 * config.layers * config.length * config.width
-    return operations * tokens_per_second / (peak * len(devices))
+    return operations_per_token(model) * tokens_per_second / (peak * len(devices))
 
 
 def count_parameters(model: GPT) -> int:
