@@ -135,7 +135,7 @@ struct SoftmaxState {
   // Sums over the quad. Returns the factor of the output and writes the natural-log lse; a row
   // without visible keys gives 0 and -inf, with or without `sink` (an extra logit, log2 units).
   template <bool kHasSink>
-  __device__ __forceinline__ float finish(int row, float sink, float& lse) {
+  __device__ __forceinline__ float finish(int row, float sink, float& lse) const {
     float total = sum[row];
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);

@@ -67,6 +67,9 @@ inline constexpr int kInfoStages = kQueryStages + 1;
 // has the range of float32.
 inline constexpr int kHeadroom = kBFloat16 ? 32 : 0;
 inline constexpr float kSumLimit = kBFloat16 ? 1.0f / (1 << 16) : 1 << 15;
+// The last output of a tile starts before the next tile is looked at: 4% at T 512 for narrow
+// values; wide ones lack the registers for it (12% slower).
+inline constexpr bool kEarlyOutput = kValueDim <= 128;
 inline constexpr uint16 kAllRanks = (1 << kClusterSize) - 1;
 // In the block list of segments: this block is the tile's last; all its elements share one segment.
 inline constexpr uint32 kLastBlock = 1u << 31, kOneSegment = 1u << 30;
@@ -86,6 +89,8 @@ struct alignas(16) TileInfo {
   int kv_length;
   int offset;
   Range blocks;  // that the whole cluster walks, from the last to the first
+  Range own;     // of these, what the rows of this warpgroup see
+  Range full;    // of these, the ones that need no element test (segments aside)
 };
 
 struct alignas(1024) Shared {
@@ -230,7 +235,17 @@ struct Producer {
         const int stage = query_ring.stage;
         ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
                           query_ring.parity ^ 1);
-        shared.tiles[info_ring.stage][group] = tile;
+        TileInfo& info = shared.tiles[info_ring.stage][group];
+        info = tile;
+        const int first_query = (tile.first_row + group * kGroupRows) / kPackedHeads;
+        const int last_query = (tile.first_row + (group + 1) * kGroupRows - 1) / kPackedHeads;
+        const Visibility seen{tile.offset, p.window_left, p.window_right, tile.query_length,
+                              tile.kv_length};
+        info.own = kHasSegments ? tile.blocks
+                                : blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(
+                                      seen, first_query, last_query));
+        info.full = full_blocks<kTileKV, kWindowLeft, kWindowRight>(
+            seen, first_query, min(last_query, tile.query_length - 1));
         const uint32 barrier = ptx::shared_address(&shared.query_full[stage][group]);
         if (tile.batch < 0 || tile.blocks.empty()) {
           ptx::barrier_arrive(barrier);
@@ -336,6 +351,9 @@ struct Producer {
 
 // ---- consumers: warpgroups of 64 query rows -----------------------------------------------------
 
+// Scores or exponentials of one block of keys, a warpgroup's fragment.
+using Scores = float[kTileKV / 2];
+
 struct Consumer {
   const ForwardParams& p;
   Shared& shared;
@@ -349,7 +367,7 @@ struct Consumer {
   int block = 0;        // the block that `scores` or `weights` belong to
   uint32 flags = 0;     // kLastBlock, kOneSegment of that block
   int segments[2];      // ids of this thread's rows
-  float scores[kTileKV / 2];
+  Scores scores;
   uint32 weights[kTileKV / 4];
   float output[kValueColumns / 2];
   float correction[2];
@@ -431,7 +449,7 @@ struct Consumer {
   }
 
   // -- products --
-  __device__ __forceinline__ void begin_scores() {
+  __device__ __forceinline__ void begin_scores(Scores& scores) const {
     ptx::wgmma_fence();
     issue_scores<Element, kHeadDim, kGroupRows, kTileKV>(
         scores, ptx::shared_address(shared.query[query_ring.stage][group]),
@@ -443,6 +461,11 @@ struct Consumer {
     issue_output<Element, kTileKV>(
         output, weights, ptx::shared_address(shared.value[value_ring.stage]), accumulate);
     ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void begin_last_output(int accumulate) {
+    wait_turn();
+    begin_output(accumulate);
+    pass_turn();
   }
   // After the wait for a block's scores.
   __device__ __forceinline__ void accept_scores() {
@@ -463,7 +486,7 @@ struct Consumer {
   }
 
   // -- scores to weights --
-  __device__ __forceinline__ void mask_scores() {
+  __device__ __forceinline__ void mask_scores(Scores& scores) const {
     const TileInfo& t = tile();
     const int first_key = block * kTileKV;
     const int lane_column = 2 * (lane() % 4);
@@ -503,17 +526,17 @@ struct Consumer {
     }
   }
   // Score function and mask.
-  __device__ __forceinline__ void finish_scores() {
+  __device__ __forceinline__ void finish_scores(Scores& scores) const {
     if constexpr (kSoftcap) {
       apply_softcap(scores, p.scale, p.softcap);
     } else if constexpr (kPreScale) {
       apply_scale(scores, p.scale);
     }
     const bool one_segment = !kHasSegments || (flags & kOneSegment) != 0;
-    if (block >= full.end || block < full.begin || !one_segment) mask_scores();
+    if (block >= full.end || block < full.begin || !one_segment) mask_scores(scores);
   }
   // Exponentials of a later block. True: `correction` has to be applied to the output.
-  __device__ __forceinline__ bool extend_softmax() {
+  __device__ __forceinline__ bool extend_softmax(Scores& scores) {
     if (is_started) {
       return softmax.extend<kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit, correction);
     }
@@ -521,7 +544,7 @@ struct Consumer {
     is_started = softmax.is_started();
     return true;
   }
-  __device__ __forceinline__ void pack_weights() {
+  __device__ __forceinline__ void pack_weights(const Scores& scores) {
 #pragma unroll
     for (int i = 0; i < kTileKV / 4; ++i) {
       weights[i] = ptx::pack<Element>(scores[2 * i], scores[2 * i + 1]);
@@ -551,7 +574,8 @@ struct Consumer {
 
   // -- results --
   // Stores the tile. nonfinite: the lanes whose row 0 or 1 came out with NaN or infinity.
-  __device__ __forceinline__ void finish_tile(const TileInfo& t, uint32 (&nonfinite)[2]) {
+  __device__ __forceinline__ void finish_tile(const TileInfo& t, const SoftmaxState& softmax,
+                                              uint32 (&nonfinite)[2]) const {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int packed = packed_row(t, row);
@@ -681,17 +705,8 @@ struct Consumer {
     info_ring.advance();
     const TileInfo& t = tile();
     if (ptx::uniform(t.batch) < 0) return false;
-    if constexpr (kHasSegments) {
-      own = t.blocks;
-    } else {
-      own = blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(
-          seen(t), first_query(t), last_query(t)));
-      if (first_query(t) >= p.query_len) own = {0, 0};
-    }
-    full = full_blocks<kTileKV, kWindowLeft, kWindowRight>(
-        seen(t), first_query(t), min(last_query(t), t.query_length - 1));
-    own = {ptx::uniform(own.begin), ptx::uniform(own.end)};
-    full = {ptx::uniform(full.begin), ptx::uniform(full.end)};
+    own = {ptx::uniform(t.own.begin), ptx::uniform(t.own.end)};
+    full = {ptx::uniform(t.full.begin), ptx::uniform(t.full.end)};
     block = own.end - 1;
     if constexpr (kHasSegments) {
 #pragma unroll
@@ -703,12 +718,6 @@ struct Consumer {
       }
     }
     return true;
-  }
-  __device__ __forceinline__ int first_query(const TileInfo& t) const {
-    return (t.first_row + group * kGroupRows) / kPackedHeads;
-  }
-  __device__ __forceinline__ int last_query(const TileInfo& t) const {
-    return (t.first_row + group * kGroupRows + kGroupRows - 1) / kPackedHeads;
   }
   // Blocks that other warpgroups need and this one does not.
   __device__ __forceinline__ void skip_blocks(int count) {
@@ -735,7 +744,7 @@ struct Consumer {
       if (!own.empty()) {
         skip_blocks(all.end - own.end);
         wait_key();
-        begin_scores();
+        begin_scores(scores);
         ptx::wgmma_wait<0>();
         return true;
       }
@@ -763,10 +772,10 @@ struct Consumer {
       // The tile's first block: nothing to rescale.
       accept_scores();
       release_scores();
-      finish_scores();
+      finish_scores(scores);
       softmax.start<true, kPolynomial>(scores, scale_log2(), kHeadroom, correction);
       is_started = softmax.is_started();
-      pack_weights();
+      pack_weights(scores);
       int accumulate = 0;
 
       // Per block: the next block's scores start before this block's output, the exponentials
@@ -775,7 +784,7 @@ struct Consumer {
         const int value_block = block;
         wait_key();
         wait_turn();
-        begin_scores();
+        begin_scores(scores);
         wait_value();
         sanitise_value(value_block);
         begin_output(accumulate);
@@ -785,19 +794,20 @@ struct Consumer {
         --block;
         accept_scores();
         release_scores();
-        finish_scores();
-        const bool rescale = extend_softmax();
+        finish_scores(scores);
+        const bool rescale = extend_softmax(scores);
         ptx::wgmma_wait<0>();
         ptx::pin(output);
         release_value();
         if (rescale) rescale_output();
-        pack_weights();
+        pack_weights(scores);
       }
 
       // The last block's output. If the next tile's Q and K are here, its first scores run beside
       // this tile's epilogue. Two whole branches: wgmma in flight where they join would serialise.
       wait_value();
       sanitise_value(block);
+      if constexpr (kEarlyOutput) begin_last_output(accumulate);
       const TileInfo& finished = tile();
       const int unseen = kHasSegments ? 0 : own.begin - walked().begin;
       bool is_read = false;
@@ -809,23 +819,19 @@ struct Consumer {
         starts = working && !own.empty() && own.end == walked().end;
       }
       if (starts) {
-        wait_turn();
-        begin_output(accumulate);
-        begin_scores();
-        pass_turn();
+        if constexpr (!kEarlyOutput) begin_last_output(accumulate);
+        begin_scores(scores);
         ptx::wgmma_wait<1>();
         ptx::pin(output);
         release_value();
-        finish_tile(finished, nonfinite);
+        finish_tile(finished, softmax, nonfinite);
         ptx::wgmma_wait<0>();
       } else {
-        wait_turn();
-        begin_output(accumulate);
-        pass_turn();
+        if constexpr (!kEarlyOutput) begin_last_output(accumulate);
         ptx::wgmma_wait<0>();
         ptx::pin(output);
         release_value();
-        finish_tile(finished, nonfinite);
+        finish_tile(finished, softmax, nonfinite);
       }
 #pragma unroll 1
       for (int row = 0; row < 2; ++row) {
