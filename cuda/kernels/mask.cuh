@@ -30,7 +30,7 @@ __device__ __forceinline__ Range visible_keys(const Visibility& v, int first, in
   return keys;
 }
 
-// Blocks of kTileKV keys that hold any of `keys`.
+// Blocks of kTileKV keys that hold any of `keys`; none: {0, 0}.
 template <int kTileKV>
 __device__ __forceinline__ Range blocks_of(const Range& keys) {
   if (keys.empty()) return {0, 0};

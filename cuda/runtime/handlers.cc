@@ -290,7 +290,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   if (tiles.dynamic) session.Zero(params.tile_counter, 1);
   if (segments) {
     const std::int64_t groups = CeilDiv(key_blocks, kBlocksPerRangeBlock);
-    session.Launch("segment_ranges", {groups, s.batch, 256, 0, 1}, &params);
+    session.Launch("segment_ranges", {s.batch, groups, 256, 0, 1}, &params);
   }
   const std::int64_t work = params.query_tiles * s.batch * (s.q_heads / heads);
   const std::int64_t blocks = std::min(tiles.max_blocks, work * tiles.cluster_size);

@@ -533,7 +533,8 @@ struct Consumer {
       apply_scale(scores, p.scale);
     }
     const bool one_segment = !kHasSegments || (flags & kOneSegment) != 0;
-    if (block >= full.end || block < full.begin || !one_segment) mask_scores(scores);
+    const bool is_full = block < full.end && (!kWindowLeft || block >= full.begin);
+    if (!is_full || !one_segment) mask_scores(scores);
   }
   // Exponentials of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
@@ -705,8 +706,8 @@ struct Consumer {
     info_ring.advance();
     const TileInfo& t = tile();
     if (ptx::uniform(t.batch) < 0) return false;
-    own = {ptx::uniform(t.own.begin), ptx::uniform(t.own.end)};
-    full = {ptx::uniform(t.full.begin), ptx::uniform(t.full.end)};
+    own = {kWindowLeft ? ptx::uniform(t.own.begin) : 0, ptx::uniform(t.own.end)};
+    full = {kWindowLeft ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
     block = own.end - 1;
     if constexpr (kHasSegments) {
 #pragma unroll
@@ -809,7 +810,7 @@ struct Consumer {
       sanitise_value(block);
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
       const TileInfo& finished = tile();
-      const int unseen = kHasSegments ? 0 : own.begin - walked().begin;
+      const int unseen = kWindowLeft && !kHasSegments ? own.begin - walked().begin : 0;
       bool is_read = false;
       bool starts = false;
       uint32 nonfinite[2];
@@ -901,13 +902,13 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
 }
 
 // Smallest and largest segment id of each block of kTileKV keys, and a fresh tile counter.
-// Grid (ceil(blocks / 8), B), 256 threads: a warp per block.
+// Grid (B, ceil(blocks / 8)), 256 threads: a warp per block.
 extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
     const int blocks = ceil_div(p.kv_len, kTileKV);
-    const int block = blockIdx.x * 8 + threadIdx.x / 32;
-    const int batch = blockIdx.y;
+    const int batch = blockIdx.x;
+    const int block = blockIdx.y * 8 + threadIdx.x / 32;
     if (kDynamic && block == 0 && batch == 0 && threadIdx.x == 0) *p.tile_counter = 0;
     if (block >= blocks) return;
     const int end = min((block + 1) * kTileKV, visibility(p, batch).kv_length);
