@@ -230,7 +230,7 @@ struct Producer {
   // Hands the tile and its Q rows to each warpgroup.
   __device__ __forceinline__ void load_query(const TileInfo& tile) {
     if (leader) {
-#pragma unroll
+#pragma unroll 1
       for (int group = 0; group < kConsumers; ++group) {
         const int stage = query_ring.stage;
         ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
@@ -372,7 +372,6 @@ struct Consumer {
   float output[kValueColumns / 2];
   float correction[2];
   SoftmaxState softmax;
-  bool is_started = false;  // every row of the warp has seen a key
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
   __device__ __forceinline__ const TileInfo& tile() const {
@@ -538,11 +537,10 @@ struct Consumer {
   }
   // Exponentials of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
-    if (is_started) {
+    if (softmax.is_started()) {
       return softmax.extend<kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit, correction);
     }
     softmax.start<false, kPolynomial>(scores, scale_log2(), kHeadroom, correction);
-    is_started = softmax.is_started();
     return true;
   }
   __device__ __forceinline__ void pack_weights(const Scores& scores) {
@@ -734,6 +732,7 @@ struct Consumer {
   }
   // Takes tiles until one has a block for this warpgroup and starts its first scores. kRead: the
   // first of them has been read already.
+  enum Next { kUnread, kNone, kRead, kStarts };  // the tile after this one
   __device__ __forceinline__ bool start_tile(bool is_read) {
     while (true) {
       if (!is_read) {
@@ -768,14 +767,13 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kValueColumns / 2; ++i) output[i] = 0.0f;
 
-    bool working = start_tile(false);
-    while (working) {
+    if (!start_tile(false)) return;
+    while (true) {
       // The tile's first block: nothing to rescale.
       accept_scores();
       release_scores();
       finish_scores(scores);
       softmax.start<true, kPolynomial>(scores, scale_log2(), kHeadroom, correction);
-      is_started = softmax.is_started();
       pack_weights(scores);
       int accumulate = 0;
 
@@ -811,15 +809,12 @@ struct Consumer {
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
       const TileInfo& finished = tile();
       const int unseen = kWindowLeft && !kHasSegments ? own.begin - walked().begin : 0;
-      bool is_read = false;
-      bool starts = false;
+      Next next = kUnread;
       uint32 nonfinite[2];
       if (unseen == 0 && query_and_key_are_ready()) {
-        is_read = true;
-        working = read_tile();
-        starts = working && !own.empty() && own.end == walked().end;
+        next = !read_tile() ? kNone : !own.empty() && own.end == walked().end ? kStarts : kRead;
       }
-      if (starts) {
+      if (next == kStarts) {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
         begin_scores(scores);
         ptx::wgmma_wait<1>();
@@ -839,9 +834,10 @@ struct Consumer {
         const uint32 lanes = row == 0 ? nonfinite[0] : nonfinite[1];
         if (lanes != 0) repeat_rows(finished, row, lanes);
       }
-      if (!starts && working) {
+      if (next == kNone) return;
+      if (next != kStarts) {
         skip_blocks(unseen);
-        working = start_tile(is_read);
+        if (!start_tile(next == kRead)) return;
       }
     }
   }
