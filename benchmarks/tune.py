@@ -10,6 +10,7 @@ turns so that a clock that drifts hits all variants alike. The table comes last.
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import time
 from typing import Any
@@ -48,9 +49,10 @@ def main() -> None:
         for text in ["", *options.set]:
             changes = dict(read(word) for word in text.split())
             _tiles.choose_tiles = lambda *a, c=changes: dataclasses.replace(chosen(*a), **c)
+            # A function of its own per variant: jit would take the first one's compilation.
             attend = jax.jit(
-                lambda q, k, v, t=text: jax_flash.flash_attention(
-                    q, k, v, is_causal=cell.causal, backend="cuda"
+                functools.partial(
+                    jax_flash.flash_attention, is_causal=options.causal, backend="cuda"
                 )
             )
             calls[text or "as chosen"] = attend.lower(q, k, v).compile()

@@ -87,6 +87,7 @@ class ForwardTiles:
     packed_heads: int = 1  # query heads of one kv head that share a tile
     dynamic: bool = True  # tiles from an atomic counter, else in turn
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
+    wide_producer: bool = False  # registers for a producer that looks for segments
     polynomial: int = 0  # share of exp2 on the FMA units; 0: none
     head_group: int = 8  # heads that the schedule walks together, so that their keys stay in L2
 
@@ -115,7 +116,9 @@ class ForwardTiles:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer's and a consumer's thread; a block shares out 64k of them."""
-        return {1: (56, 256 - 16), 2: (24, 240), 3: (32, 160)}[self.consumers]
+        if self.consumers == 2 and self.wide_producer:
+            return 56, 224
+        return {1: (56, 240), 2: (24, 240), 3: (32, 160)}[self.consumers]
 
     def launch(self, gpu: GpuSpec) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (ForwardTilesAttribute in handlers.cc)."""
@@ -287,19 +290,30 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
     """Chooses the forward kernel's tiles for a problem that `supports` accepts."""
     dims = (shapes.head_dim, shapes.value_dim)
     widest = max(dims)
-    bounded = problem.window[1] is not None
-    head_group = _head_group(shapes) if bounded else 1
-    if widest <= 64:
-        return ForwardTiles(*dims, tile_kv=128, consumers=3, query_stages=2, head_group=head_group)
+    length = _known(shapes.q_len, 4096)
+    causal = problem.window[1] is not None
+    plain = not problem.terms and problem.softcap is None and problem.window[0] is None
+    # Tiles of one length need no counter: without its memset 4% faster at T 512; in long calls
+    # the counter evens out multiprocessors of different speed, 3 to 6%.
+    dynamic = causal or not plain or length > 2048
+    group = shapes.q_heads // shapes.kv_heads
+    packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 else 1
+    head_group = max(1, _head_group(shapes) // packed) if causal else 1
+    common = {"packed_heads": packed, "head_group": head_group, "wide_producer": not plain}
+    if widest <= 64 and plain and packed == 1:
+        return ForwardTiles(
+            *dims, tile_kv=128, consumers=3, stages=4, query_stages=2, ping_pong=False, **common
+        )
+    if widest <= 64:  # lengths, segments, softcap: registers that three warpgroups do not have
+        return ForwardTiles(*dims, tile_kv=128, consumers=2, stages=4, query_stages=2, **common)
     if widest <= 128:
-        plain = not bounded and problem.softcap is None and "query_segments" not in problem.terms
-        if plain and _known(shapes.q_len, 4096) >= 1024:
-            tile_kv = 176
-        else:  # what else there is takes registers
-            tile_kv = 112 if bounded and widest <= 96 else 128
-        return ForwardTiles(*dims, tile_kv=tile_kv, consumers=2, head_group=head_group)
-    tile_kv = 112 if sum(dims) <= 320 else 80
-    return ForwardTiles(*dims, tile_kv=tile_kv, consumers=2, head_group=head_group)
+        return ForwardTiles(
+            *dims, tile_kv=128, consumers=2, query_stages=2, dynamic=dynamic, **common
+        )
+    tile_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
+    if not plain:
+        tile_kv = min(tile_kv, 64)
+    return ForwardTiles(*dims, tile_kv=tile_kv, consumers=2, dynamic=dynamic, **common)
 
 
 def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiles:

@@ -142,7 +142,7 @@ struct Producer {
   Shared& shared;
   const uint32 rank;
   const bool leader;  // the lane that talks to barriers and TMA
-  Ring<kStages> key_ring, value_ring;
+  Ring<kStages> ring;  // of K and V alike: each block takes one stage of both
   Ring<kQueryStages> query_ring;
   Ring<kInfoStages> info_ring;
   Ring<2> number_ring;
@@ -208,23 +208,22 @@ struct Producer {
     }
   }
   __device__ __forceinline__ void load_key(int head, uint32 block, int batch) {
-    const int stage = key_ring.stage;
+    const int stage = ring.stage;
     if (leader) {
-      wait_empty(&shared.key_empty[stage], key_ring.parity);
+      wait_empty(&shared.key_empty[stage], ring.parity);
       if constexpr (kHasSegments) shared.block_list[stage] = block;
       load_block<kHeadBoxes>(p.key, shared.key[stage], &shared.key_full[stage], head,
                              block & ~(kLastBlock | kOneSegment), batch);
     }
-    key_ring.advance();
   }
   __device__ __forceinline__ void load_value(int head, uint32 block, int batch) {
-    const int stage = value_ring.stage;
+    const int stage = ring.stage;
     if (leader) {
-      wait_empty(&shared.value_empty[stage], value_ring.parity);
+      wait_empty(&shared.value_empty[stage], ring.parity);
       load_block<kValueBoxes>(p.value, shared.value[stage], &shared.value_full[stage], head,
                               block & ~(kLastBlock | kOneSegment), batch);
     }
-    value_ring.advance();
+    ring.advance();
   }
 
   // Hands the tile and its Q rows to each warpgroup.
@@ -239,8 +238,9 @@ struct Producer {
         info = tile;
         const int first_query = (tile.first_row + group * kGroupRows) / kPackedHeads;
         const int last_query = (tile.first_row + (group + 1) * kGroupRows - 1) / kPackedHeads;
-        const Visibility seen{tile.offset, p.window_left, p.window_right, tile.query_length,
-                              tile.kv_length};
+        // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
+        const Visibility seen{tile.offset, p.window_left, p.window_right,
+                              ptx::opaque(tile.query_length), ptx::opaque(tile.kv_length)};
         info.own = kHasSegments ? tile.blocks
                                 : blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(
                                       seen, first_query, last_query));
@@ -253,7 +253,7 @@ struct Producer {
         }
         ptx::barrier_arrive_expect(barrier, kQueryBytes);
         const uint32 target = ptx::shared_address(shared.query[stage][group]);
-#pragma unroll
+#pragma unroll 1
         for (int box = 0; box < kHeadBoxes; ++box) {
           ptx::tma_load(target + box * kGroupRows * kBoxRowBytes, &p.query, barrier,
                         ptx::kEvictFirst, box * kBoxColumns, tile.head * kPackedHeads,

@@ -45,6 +45,12 @@ __device__ __forceinline__ Value uniform(Value value) {
 }
 __device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(threadIdx.x) / 32); }
 
+// The value as one that the compiler knows nothing of.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // ---- registers per thread -----------------------------------------------------------------------
 // Each role is one branch of a single if/else, and the kernel has __launch_bounds__(threads, 1):
 // otherwise ptxas drops the instruction (C7508).
