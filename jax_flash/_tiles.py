@@ -87,7 +87,7 @@ class ForwardTiles:
     packed_heads: int = 1  # query heads of one kv head that share a tile
     dynamic: bool = True  # tiles from an atomic counter, else in turn
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
-    wide_producer: bool = False  # registers for a producer that looks for segments
+    producer_registers: int = 24  # of a thread, with two consumer warpgroups: 24, 40 or 56
     polynomial: int = 0  # share of exp2 on the FMA units; 0: none
     head_group: int = 8  # heads that the schedule walks together, so that their keys stay in L2
 
@@ -116,9 +116,9 @@ class ForwardTiles:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer's and a consumer's thread; a block shares out 64k of them."""
-        if self.consumers == 2 and self.wide_producer:
-            return 56, 224
-        return {1: (56, 240), 2: (24, 240), 3: (32, 160)}[self.consumers]
+        if self.consumers == 2:
+            return self.producer_registers, {24: 240, 40: 232, 56: 224}[self.producer_registers]
+        return {1: (56, 240), 3: (32, 160)}[self.consumers]
 
     def launch(self, gpu: GpuSpec) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (ForwardTilesAttribute in handlers.cc)."""
@@ -299,7 +299,15 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
     group = shapes.q_heads // shapes.kv_heads
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 else 1
     head_group = max(1, _head_group(shapes) // packed) if causal else 1
-    common = {"packed_heads": packed, "head_group": head_group, "wide_producer": not plain}
+    # Lengths and segments take registers of the producer, wide heads of the consumers.
+    producer = 24
+    if not plain or 256 < sum(dims) <= 320:
+        producer = 56 if widest <= 128 else 40
+    common = {
+        "packed_heads": packed,
+        "head_group": head_group,
+        "producer_registers": producer,
+    }
     if widest <= 64 and plain and packed == 1:
         return ForwardTiles(
             *dims, tile_kv=128, consumers=3, stages=4, query_stages=2, ping_pong=False, **common
