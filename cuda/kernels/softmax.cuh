@@ -10,8 +10,9 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kNegativeInfinity = __builtin_bit_cast(float, 0xff800000u);
 
-// 2^x by a cubic on the FMA units, relative error 9e-5 (bf16 weights round at 2e-3, fp16 at 2.4e-4):
-// relieves the 16 exp2 per cycle of the special-function units. NaN stays NaN; below -127 gives 0.
+// 2^x by a cubic on the FMA units, relative error 9e-5 (bf16 weights round at 2e-3, fp16
+// at 2.4e-4): relieves the 16 exp2 per cycle of the special-function units. NaN stays NaN; below
+// -127 gives 0.
 __device__ __forceinline__ float exp2_polynomial(float x) {
   float clamped;
   asm("max.NaN.ftz.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(-127.0f));
@@ -98,11 +99,12 @@ struct SoftmaxState {
 
   // Every other block: no maximum, which saves a quarter of the softmax's instructions. If a
   // thread's sum passes `limit`, its rows' bases rise by a whole number and the exponentials are
-  // scaled down by that power of two. Returns true if results have to be multiplied by `correction`.
-  // A score more than 128 above the base overflows, and its row is computed again at the end.
+  // scaled down by that power of two. Returns true if results have to be multiplied by
+  // `correction`. A score more than 128 above the base overflows, and its row is computed again at
+  // the end.
   template <int kPolynomial, int kCount>
-  __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, int headroom, float limit,
-                                         float (&correction)[2]) {
+  __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, int headroom,
+                                         float limit, float (&correction)[2]) {
     float added[2];
     exponentials<kPolynomial>(scores, scale_log2, added);
     const bool passes = __any_sync(0xffffffffu, fmaxf(added[0], added[1]) > limit);

@@ -25,7 +25,8 @@
 //   + kStages * kTileKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 1024 bytes.
 #pragma once
 
-#include "sm90/ptx.cuh"
+// clang-format off
+#include "sm90/ptx.cuh"  // first: the shared headers compute with this architecture's instructions
 
 #include "exact_row.cuh"
 #include "mask.cuh"
@@ -34,6 +35,7 @@
 #include "score.cuh"
 #include "sm90/tile.cuh"
 #include "softmax.cuh"
+// clang-format on
 
 namespace forward {
 
@@ -141,7 +143,7 @@ struct Producer {
   const ForwardParams& p;
   Shared& shared;
   const uint32 rank;
-  const bool leader;  // the lane that talks to barriers and TMA
+  const bool leader;   // the lane that talks to barriers and TMA
   Ring<kStages> ring;  // of K and V alike: each block takes one stage of both
   Ring<kQueryStages> query_ring;
   Ring<kInfoStages> info_ring;
@@ -189,8 +191,8 @@ struct Producer {
     ptx::barrier_arrive_expect(barrier, kBoxes * kTileKV * kBoxRowBytes);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      const uint32 target = ptx::shared_address(buffer) +
-                            (box * kTileKV + rank * kLoadRows) * kBoxRowBytes;
+      const uint32 target =
+          ptx::shared_address(buffer) + (box * kTileKV + rank * kLoadRows) * kBoxRowBytes;
       const int row = block * kTileKV + rank * kLoadRows;
       if constexpr (kClusterSize > 1) {
         ptx::tma_load_multicast(target, &map, barrier, kAllRanks, ptx::kEvictLast,
@@ -238,7 +240,8 @@ struct Producer {
         info = tile;
         const int first_query = (tile.first_row + group * kGroupRows) / kPackedHeads;
         const int last_query = (tile.first_row + (group + 1) * kGroupRows - 1) / kPackedHeads;
-        // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
+        // Opaque: what follows would be computed ahead of the loop, for registers that are not
+        // there.
         const Visibility seen{tile.offset, p.window_left, p.window_right,
                               ptx::opaque(tile.query_length), ptx::opaque(tile.kv_length)};
         info.own = kHasSegments ? tile.blocks
@@ -271,8 +274,8 @@ struct Producer {
                                             int first, uint32& flags) const {
     const int blocks = ceil_div(p.kv_len, kTileKV);
     const int lane = threadIdx.x % 32;
-    const int2* ranges = reinterpret_cast<const int2*>(p.segment_ranges) +
-                         static_cast<int64>(batch) * blocks;
+    const int2* ranges =
+        reinterpret_cast<const int2*>(p.segment_ranges) + static_cast<int64>(batch) * blocks;
     for (; block >= first; block -= 32) {
       const int mine = block - lane;
       const int2 range = mine >= first ? ranges[mine] : make_int2(0x7fffffff, -0x7fffffff - 1);
@@ -361,12 +364,12 @@ struct Consumer {
   Ring<kStages> key_ring, value_ring;
   Ring<kQueryStages> query_ring;
   Ring<kInfoStages> info_ring;
-  int info_stage = 0;   // of the current tile
-  Range own;            // blocks that this warpgroup's rows see
-  Range full;           // of these, the ones that need no element test
-  int block = 0;        // the block that `scores` or `weights` belong to
-  uint32 flags = 0;     // kLastBlock, kOneSegment of that block
-  int segments[2];      // ids of this thread's rows
+  int info_stage = 0;  // of the current tile
+  Range own;           // blocks that this warpgroup's rows see
+  Range full;          // of these, the ones that need no element test
+  int block = 0;       // the block that `scores` or `weights` belong to
+  uint32 flags = 0;    // kLastBlock, kOneSegment of that block
+  int segments[2];     // ids of this thread's rows
   Scores scores;
   uint32 weights[kTileKV / 4];
   float output[kValueColumns / 2];
@@ -411,17 +414,15 @@ struct Consumer {
     ptx::barrier_wait(ptx::shared_address(key_full()), key_ring.parity);
   }
   __device__ __forceinline__ bool query_and_key_are_ready() const {
-    return ptx::uniform(
-        ptx::barrier_test(ptx::shared_address(query_full()), query_ring.parity) &&
-        ptx::barrier_test(ptx::shared_address(key_full()), key_ring.parity));
+    return ptx::uniform(ptx::barrier_test(ptx::shared_address(query_full()), query_ring.parity) &&
+                        ptx::barrier_test(ptx::shared_address(key_full()), key_ring.parity));
   }
   __device__ __forceinline__ void release_key() {
     release(&shared.key_empty[key_ring.stage]);
     key_ring.advance();
   }
   __device__ __forceinline__ void wait_value() const {
-    ptx::barrier_wait(ptx::shared_address(&shared.value_full[value_ring.stage]),
-                      value_ring.parity);
+    ptx::barrier_wait(ptx::shared_address(&shared.value_full[value_ring.stage]), value_ring.parity);
   }
   __device__ __forceinline__ void release_value() {
     release(&shared.value_empty[value_ring.stage]);
@@ -457,8 +458,8 @@ struct Consumer {
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
     ptx::wgmma_fence();
-    issue_output<Element, kTileKV>(
-        output, weights, ptx::shared_address(shared.value[value_ring.stage]), accumulate);
+    issue_output<Element, kTileKV>(output, weights,
+                                   ptx::shared_address(shared.value[value_ring.stage]), accumulate);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_last_output(int accumulate) {
@@ -643,9 +644,9 @@ struct Consumer {
           first_key * kHeadDim, static_cast<int64>(p.kv_heads) * kHeadDim, p.value_data,
           first_key * kValueDim, static_cast<int64>(p.kv_heads) * kValueDim, keys,
           [&](int key) {
-            return !kHasSegments || p.query_segments[query_row] ==
-                                        p.key_value_segments[static_cast<int64>(t.batch) *
-                                                                 p.kv_len + key];
+            return !kHasSegments ||
+                   p.query_segments[query_row] ==
+                       p.key_value_segments[static_cast<int64>(t.batch) * p.kv_len + key];
           },
           [&](float dot) {
             float score[1] = {dot};
