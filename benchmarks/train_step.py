@@ -9,8 +9,8 @@ values in place of attention, so its step is what all the rest takes.
 
 Every measurement has a process of its own, which alone uses the GPU while it runs: a peak of memory
 belongs to one program. Other processes compile the programs before that, many at a time, into a
-cache that lives as long as the run. Writes results/<gpu>/train-<commit>.json and beside it a
-Markdown table.
+cache that lives as long as the run. Matrix products are cuBLAS's throughout. Writes
+results/<gpu>/train-<commit>.json and beside it a Markdown table.
 """
 
 import argparse
@@ -98,13 +98,13 @@ def main() -> None:
         programs = steps + [job for search in longest for job in search]
         needed = {}
         with ThreadPoolExecutor(COMPILE_PROCESSES) as pool:
-            curves = [pool.submit(measure, job, cache) for job in losses]
             # The first one finds the fastest products; the others take them from the cache.
             for some in (programs[:1], programs[1:]):
                 compiled = pool.map(lambda job: measure(job, cache, compile_only=True), some)
                 for job, found in zip(some, tqdm(compiled, "compiling", len(some)), strict=True):
                     needed[job] = found.get("program_gb")
-            records = [curve.result() for curve in curves]
+            # Not timed, so they may share the GPU.
+            records = list(pool.map(lambda job: measure(job, cache), losses))
         ceiling = [measure(Job("product"), cache)]
         limit = ceiling[0].get("limit_gb") or math.inf
         fits = {job: (gb or 0.0) <= limit for job, gb in needed.items()}
@@ -151,7 +151,9 @@ def parse() -> argparse.Namespace:
 def start(job: Job, cache: str, *, compile_only: bool = False) -> subprocess.Popen[str]:
     """Starts the process of a job, which waits for a line before it measures."""
     command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
-    flags = os.environ.get("XLA_FLAGS", "")
+    # cuBLAS multiplies for every attention. To choose among Triton's products takes a process four
+    # times as long, and ten that try them on one GPU at once do not end in minutes.
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_triton_gemm=false"
     if job.kind == "longest":  # asks for memory alone, so XLA need not look for fast products
         flags += " --xla_gpu_autotune_level=0"
     environment = os.environ | {
