@@ -133,16 +133,7 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   const uint32 lse = shared_base() + kAtLse + slot * kQueries * 4 + threadIdx.x % 4 * 8;
   const uint32 delta = lse + (kAtDelta - kAtLse);
   uint32 probability[kScores / 2], gradient[kScores / 2];
-  float slope[kSoftcap ? kScores : 1];
-  score_to_probability(p, u, x, slope, lse, slab, m0);
-  if constexpr (kSoftcap) {
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) {
-      probability[i] = pack<Element>(x[2 * i], x[2 * i + 1]);
-      x[2 * i] *= slope[2 * i];
-      x[2 * i + 1] *= slope[2 * i + 1];
-    }
-  }
+  score_to_probability(p, u, x, probability, lse, slab, m0);
   wgmma_wait<0>();
   pin(dp);
 #pragma unroll
@@ -182,7 +173,17 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
     wgmma_wait<2>();
     pin(dq);
     warp_arrive(barrier_at(kDsEmpty + last));
-    add_dq(p, dq, iteration - 1, last_block, which);
+    if constexpr (!kDeterministic) add_dq(p, dq, iteration - 1, last_block, which);
+    if constexpr (kDeterministic) {  // after the others: the wait for a turn takes registers
+      wgmma_wait<1>();
+      warp_arrive(barrier_at(kDoutEmpty + slot));
+      wgmma_wait<0>();
+      warp_arrive(barrier_at(kQEmpty + slot));
+      pin(dk);
+      pin(dv);
+      add_dq(p, dq, iteration - 1, last_block, which);
+      return;
+    }
   }
   wgmma_wait<1>();
   warp_arrive(barrier_at(kDoutEmpty + slot));

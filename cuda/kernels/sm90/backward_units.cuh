@@ -280,11 +280,14 @@ __device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile 
   return full;
 }
 
-// P = exp2(scale * S - lse) in place; `row` is the first of the thread's two keys.
+// P = exp2(scale * S - lse) in place; `row` is the first of the thread's two keys. With a softcap S
+// is tanh(scale * S / cap): P goes to `probability`, rounded, and S becomes P times the cap's
+// slope.
 template <bool kPartial>
 __device__ __forceinline__ void probabilities(const BackwardParams& p, const volatile UnitRecord& u,
-                                              float (&score)[kScores], uint32 lse, int row,
-                                              int m0) {
+                                              float (&score)[kScores],
+                                              uint32 (&probability)[kScores / 2], uint32 lse,
+                                              int row, int m0) {
   const int column = 2 * (threadIdx.x % 4);
   Range columns[2];                             // relative to the thread's first query, m0 + column
   int key_segment[2], segments[kQueries / 32];  // of query m0 + 32 i + lane
@@ -317,9 +320,11 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
         query_segment[c] = __shfl_sync(0xffffffffu, segments[j / 4], 8 * (j % 4) + column + c);
       }
     }
+    float slope[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& x = score[4 * j + i];
+      if constexpr (kSoftcap) slope[i] = 1.f - x * x;
       const float shift = i % 2 == 0 ? minus_lse.x : minus_lse.y;
       x = exp2_approx(fmaf(x, p.scale_log2, shift));
       if constexpr (kPartial) {
@@ -329,6 +334,15 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
           visible = visible && query_segment[i % 2] == key_segment[i / 2];
         }
         x = visible ? x : 0.f;
+      }
+    }
+    if constexpr (kSoftcap) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int i = 4 * j + 2 * r;
+        probability[i / 2] = pack<Element>(score[i], score[i + 1]);
+        score[i] *= slope[2 * r];
+        score[i + 1] *= slope[2 * r + 1];
       }
     }
   }
@@ -373,22 +387,18 @@ __device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u
   }
 }
 
-// From S^T to P in place; with a softcap `slope` becomes its derivative.
+// From S^T to P, as `probabilities` has it.
 __device__ __forceinline__ void score_to_probability(const BackwardParams& p,
                                                      const volatile UnitRecord& u,
                                                      float (&x)[kScores],
-                                                     float (&slope)[kSoftcap ? kScores : 1],
-                                                     uint32 lse, int slab, int m0) {
-  if constexpr (kSoftcap) {
-    apply_tanh(x, p.softcap_inner);
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) slope[i] = 1.f - x[i] * x[i];
-  }
+                                                     uint32 (&probability)[kScores / 2], uint32 lse,
+                                                     int slab, int m0) {
+  if constexpr (kSoftcap) apply_tanh(x, p.softcap_inner);
   const int row = slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   if (is_full(p, u, slab, m0)) {
-    probabilities<false>(p, u, x, lse, row, m0);
+    probabilities<false>(p, u, x, probability, lse, row, m0);
   } else {
-    probabilities<true>(p, u, x, lse, row, m0);
+    probabilities<true>(p, u, x, probability, lse, row, m0);
   }
 }
 

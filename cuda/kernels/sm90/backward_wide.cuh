@@ -139,14 +139,11 @@ __device__ __forceinline__ void probability_step(const BackwardParams& p,
                                                  Rows<kValue>& dv) {
   const uint32 slot = slot_of<kStages>(iteration);
   const uint32 lse = shared_base() + kAtLse + slot * kQueries * 4 + threadIdx.x % 4 * 8;
-  float slope[kSoftcap ? kScores : 1];
-  score_to_probability(p, u, x, slope, lse, 0, m0);
   uint32 probability[kScores / 2];
+  score_to_probability(p, u, x, probability, lse, 0, m0);
+  if constexpr (!kSoftcap) {
 #pragma unroll
-  for (int i = 0; i < kScores / 2; ++i) probability[i] = pack<Element>(x[2 * i], x[2 * i + 1]);
-  if constexpr (kSoftcap) {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) x[i] *= slope[i];
+    for (int i = 0; i < kScores / 2; ++i) probability[i] = pack<Element>(x[2 * i], x[2 * i + 1]);
   }
   barrier_wait(barrier_at(kPEmpty), parity_of<1>(iteration) ^ 1);
 #pragma unroll
