@@ -24,6 +24,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import run
 import train_gpt
 from flax import nnx
@@ -267,7 +269,7 @@ def train(job: Job, compile_only: bool) -> dict[str, Any]:
 
     def loss_fn(model: train_gpt.GPT, rows: jax.Array) -> jax.Array:
         logits = model(rows[:, :-1]).astype(jnp.float32)
-        return train_gpt.optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
 
     def step(state: Any, rows: jax.Array) -> tuple[Any, jax.Array]:
         model, optimizer = nnx.merge(graph, state)
@@ -326,7 +328,7 @@ def loss_curve(job: Job) -> dict[str, Any]:
     The seed draws both the parameters and the order of the text.
     """
     config = dataclasses.replace(train_gpt.Config(), dtype="bfloat16", steps=job.steps)
-    text = Path(train_gpt.sysconfig.get_path("stdlib"))
+    text = Path(sysconfig.get_path("stdlib"))
     documents = train_gpt.read_documents(text)
     held_out = len(documents) // 10
     rows = train_gpt.pack(documents[held_out:], config.length)
