@@ -214,7 +214,7 @@ def write(
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "versions": versions(),
         "product_tflops": ceiling,
     }
@@ -242,6 +242,18 @@ def write(
     (folder / f"{commit}.md").write_text(text)
     print(text)
     print(path)
+
+
+def command() -> str:
+    """Returns the command line, less what only names the results."""
+    words = iter(sys.argv[1:])
+    kept = []
+    for word in words:
+        if word in ("--commit", "--output"):
+            next(words)
+        else:
+            kept.append(word)
+    return shlex.join(["python", "benchmarks/run.py", *kept])
 
 
 def versions() -> dict[str, str]:
