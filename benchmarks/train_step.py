@@ -8,9 +8,8 @@ in every step, without packing: jax.nn's cuDNN attention takes no segment ids. `
 values in place of attention, so its step is what all the rest takes.
 
 Every measurement has a process of its own, which alone uses the GPU while it runs: a peak of memory
-belongs to one program. Other processes compile the programs before that, many at a time, into a
-cache that lives as long as the run. Matrix products are cuBLAS's throughout. Writes
-results/<gpu>/train-<commit>.json and beside it a Markdown table.
+belongs to one program. The next ones compile meanwhile, which needs no GPU. Matrix products are
+cuBLAS's throughout. Writes results/<gpu>/train-<commit>.json and beside it a Markdown table.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import dataclasses
 import datetime
 import functools
 import json
-import math
 import os
 import shlex
 import statistics
@@ -49,7 +47,7 @@ WARM_UP = 3
 STEPS = 12
 CELLS = ((1024, False), (4096, False), (4096, True), (16384, False), (16384, True))
 SEARCH_FROM = 16384  # the first of the lengths that are tried until memory is out
-COMPILE_PROCESSES = 10
+AHEAD = 5  # processes that compile for later
 JOB_SECONDS = 90  # after which a process is ended
 GB = 1e9
 
@@ -71,7 +69,7 @@ class Job:
 def main() -> None:
     options = parse()
     if options.job is not None:
-        work(Job(**json.loads(options.job)), options.compile_only)
+        work(Job(**json.loads(options.job)))
         return
 
     steps, longest, losses = [], [], []
@@ -97,33 +95,14 @@ def main() -> None:
         ]
 
     with tempfile.TemporaryDirectory() as cache:
-        programs = steps + [job for search in longest for job in search]
-        needed = {}
-        with ThreadPoolExecutor(COMPILE_PROCESSES) as pool:
-            # The first one finds the fastest products; the others take them from the cache.
-            for some in (programs[:1], programs[1:]):
-                compiled = pool.map(lambda job: measure(job, cache, compile_only=True), some)
-                for job, found in zip(some, tqdm(compiled, "compiling", len(some)), strict=True):
-                    needed[job] = found.get("program_gb")
-            # Not timed, so they may share the GPU.
-            records = list(pool.map(lambda job: measure(job, cache), losses))
         ceiling = [measure(Job("product"), cache)]
-        limit = ceiling[0].get("limit_gb") or math.inf
-        fits = {job: (gb or 0.0) <= limit for job, gb in needed.items()}
-        records += [
-            dataclasses.asdict(job) | {"error": f"needs {needed[job]:.0f} GB"}
-            for job in steps
-            if not fits[job]
-        ]
-        records += measure_in_turns([job for job in steps if fits[job]], cache)
+        records = measure_in_turns(steps, cache)
         ceiling += [measure(Job("product"), cache)]
         write(options, records, ceiling)
-        # The last length that should fit, and the first that should not, as a proof.
-        tried = []
         for search in longest:
-            end = next((i for i, job in enumerate(search) if not fits[job]), len(search))
-            tried += search[max(0, end - 1) : end + 1]
-        records += measure_in_turns(tried, cache)
+            records += measure_in_turns(search, cache, until_error=True)
+        with ThreadPoolExecutor() as pool:  # not timed, so they may share the GPU
+            records += pool.map(lambda job: measure(job, cache), losses)
     print(write(options, records, ceiling))
 
 
@@ -143,30 +122,26 @@ def parse() -> argparse.Namespace:
     folder = Path(__file__).resolve().parent / "results"
     parser.add_argument("--output", type=Path, default=folder)
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 # --- The processes ------------------------------------------------------------------------------
 
 
-def start(job: Job, cache: str, *, compile_only: bool = False) -> subprocess.Popen[str]:
-    """Starts the process of a job, which waits for a line before it measures."""
-    command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
-    # cuBLAS multiplies for every attention. To choose among Triton's products takes a process four
-    # times as long, and ten that try them on one GPU at once do not end in minutes.
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_triton_gemm=false"
-    if job.kind == "longest":  # asks for memory alone, so XLA need not look for fast products
-        flags += " --xla_gpu_autotune_level=0"
+def start(job: Job, cache: str) -> subprocess.Popen[str]:
+    """Starts the process of a job, which compiles, and waits for a line before it measures."""
     environment = os.environ | {
-        "XLA_FLAGS": flags,
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # Compiling must not use the GPU while another process measures, so nothing is tuned there:
+        # cuBLAS multiplies, as fast without a search (41.6 and 41.7 ms a step of two layers).
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
+        + " --xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
     }
     return subprocess.Popen(
-        command + ["--compile-only"] * compile_only,
+        [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -180,8 +155,7 @@ def finish(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
     try:
         out, err = process.communicate("go\n", timeout=JOB_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
+        stop(process)
         return dataclasses.asdict(job) | {"error": f"not done in {JOB_SECONDS} s"}
     if process.returncode != 0:
         last = ([line for line in err.split("\n") if line.strip()] or ["died"])[-1]
@@ -189,35 +163,45 @@ def finish(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
     return dataclasses.asdict(job) | json.loads(out.strip().split("\n")[-1])
 
 
-def measure(job: Job, cache: str, *, compile_only: bool = False) -> dict[str, Any]:
+def stop(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def measure(job: Job, cache: str) -> dict[str, Any]:
     """Runs one job."""
-    return finish(job, start(job, cache, compile_only=compile_only))
+    return finish(job, start(job, cache))
 
 
-def measure_in_turns(jobs: list[Job], cache: str) -> list[dict[str, Any]]:
-    """Runs jobs one after another; the next ones import and trace while one measures."""
-    records, ahead = [], 3
-    waiting = [start(job, cache) for job in jobs[:ahead]]
-    for i, job in enumerate(tqdm(jobs, desc="measuring")):
-        if i + ahead < len(jobs):
-            waiting.append(start(jobs[i + ahead], cache))
+def measure_in_turns(
+    jobs: list[Job], cache: str, *, until_error: bool = False
+) -> list[dict[str, Any]]:
+    """Runs jobs one after another; the next ones compile while one measures."""
+    records = []
+    waiting = [start(job, cache) for job in jobs[:AHEAD]]
+    for i, job in enumerate(tqdm(jobs)):
+        if i + AHEAD < len(jobs):
+            waiting.append(start(jobs[i + AHEAD], cache))
         records.append(finish(job, waiting[i]))
+        tqdm.write(json.dumps(records[-1]))
+        if until_error and "error" in records[-1]:
+            for process in waiting[i + 1 :]:
+                stop(process)
+            break
     return records
 
 
-def work(job: Job, compile_only: bool) -> None:
+def work(job: Job) -> None:
     """Does one job in this process and prints what it found as JSON."""
     try:
         if job.kind == "product":
             input()
             device = jax.devices()[0]
-            limit = (device.memory_stats() or {}).get("bytes_limit", 0)
             found = {"tflops": run.measure_product(), "gpu": device.device_kind}
-            found["limit_gb"] = round(limit / GB, 2)
         elif job.kind == "loss":
             found = loss_curve(job)
         else:
-            found = train(job, compile_only)
+            found = train(job)
     except Exception as error:  # a failure is a result of the comparison
         found = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
         if "RESOURCE_EXHAUSTED" in str(error):
@@ -255,7 +239,7 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
 COMPARED = ("jax_flash", "cudnn", "xla")
 
 
-def train(job: Job, compile_only: bool) -> dict[str, Any]:
+def train(job: Job) -> dict[str, Any]:
     """Times the training step of a job, and finds the most memory that was in use."""
     config = dataclasses.replace(
         train_gpt.GPT2, layers=job.layers, length=job.length, batch=job.batch, remat=job.remat
@@ -287,8 +271,6 @@ def train(job: Job, compile_only: bool) -> dict[str, Any]:
         alone = needs.output_size_in_bytes - needs.alias_size_in_bytes
         total = needs.argument_size_in_bytes + needs.temp_size_in_bytes + alone
         found["program_gb"] = round(total / GB, 2)
-    if compile_only:
-        return found
 
     input()
     state, batch = initial(), draw()
@@ -338,8 +320,12 @@ def loss_curve(job: Job) -> dict[str, Any]:
     model = train_gpt.GPT(config, attention[job.attention], nnx.Rngs(job.seed))
     optimizer = train_gpt.make_optimizer(model, config)
     feed = train_gpt.batches(rows, config.batch, job.seed)
-    losses = [train_gpt.train_step(model, optimizer, next(feed)) for _ in range(job.steps)]
-    validation = [float(train_gpt.evaluate(model, part)) for part in np.split(unseen, 8)]
+    losses = [
+        train_gpt.train_step(model, optimizer, jnp.asarray(next(feed))) for _ in range(job.steps)
+    ]
+    validation = [
+        float(train_gpt.evaluate(model, jnp.asarray(part))) for part in np.split(unseen, 8)
+    ]
     return {
         "losses": [round(float(loss), 4) for loss in losses],
         "validation": round(statistics.mean(validation), 4),
