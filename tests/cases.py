@@ -25,6 +25,11 @@ DROPOUT_SEED = 7
 Window = int | tuple[int | None, int | None]
 
 
+def widest_dtype(backend: str) -> str:
+    """The widest type that a backend takes: the CUDA kernels are for tensor cores of 16 bits."""
+    return "bfloat16" if backend == "cuda" else "float32"
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One call of flash_attention.
@@ -75,7 +80,8 @@ class Case:
         has |= {"mask"} if self.mask else set()
         has |= {"sinks"} if self.sinks else set()
         has |= {"dropout"} if self.dropout else set()
-        has |= {"head dim"} if max(self.H, self.value_dim) > 256 else set()
+        dims = (self.H, self.value_dim)
+        has |= {"head dim"} if max(dims) > 256 or any(dim % 8 for dim in dims) else set()
         return has
 
     def draw(self, seed: int = 0) -> Arguments:

@@ -11,7 +11,8 @@ import pytest
 
 import jax_flash
 
-from .cases import BOTTOM_RIGHT, Arguments, Case
+from .cases import BOTTOM_RIGHT, Arguments, Case, widest_dtype
+from .numpy_oracle import DTYPES
 from .test_conformance import compare, refuses
 
 POISONS = (np.nan, np.inf, -np.inf)
@@ -94,8 +95,9 @@ def test_poison_reaches_no_result(case, backend):
 
 def test_hidden_rows_are_exactly_zero(backend):
     case = Case(
-        "rows", T=40, S=24, causal=True, align=BOTTOM_RIGHT, q_lengths=(40, 7), with_lse=True
-    )
+        "rows", T=40, S=24, causal=True, align=BOTTOM_RIGHT, q_lengths=(40, 7), with_lse=True,
+        dtype=widest_dtype(backend),
+    )  # fmt: skip
     arguments = case.draw()
     got = arguments.run(backend)
     empty = ~arguments.truth(gradients=False).seen[:, 0].any(-1)
@@ -110,7 +112,8 @@ def test_no_leak_between_packed_documents(backend):
     lengths = (1, 63, 65, 128, 30, 13)  # 300 tokens, boundaries on and beside multiples of 64
     ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 300, 2, 32)).astype(np.float32) for _ in range(3))
+    dtype = DTYPES[widest_dtype(backend)]
+    q, k, v = (rng.standard_normal((1, 300, 2, 32)).astype(dtype) for _ in range(3))
 
     @jax.jit
     def step(q, k, v):
@@ -142,7 +145,8 @@ def test_no_leak_between_packed_documents(backend):
 def test_future_keys_change_nothing(backend):
     """Causal: keys after a query's position change nothing, to the bit, in its output."""
     rng = np.random.default_rng(1)
-    q, k, v = (rng.standard_normal((2, 150, 2, 16)).astype(np.float32) for _ in range(3))
+    dtype = DTYPES[widest_dtype(backend)]
+    q, k, v = (rng.standard_normal((2, 150, 2, 16)).astype(dtype) for _ in range(3))
 
     @jax.jit
     def out(q, k, v):
@@ -165,7 +169,8 @@ def test_no_segment_id_is_special(sentinel, backend):
     """Any int32 is an id: none may match the padding of a kernel's last tile, or match nothing."""
     T, S = 37, 41
     ids = np.array([sentinel, 3], np.int32)
-    arguments = Case("ids", T=T, S=S, segments="packed", with_lse=True).draw()
+    dtype = widest_dtype(backend)
+    arguments = Case("ids", T=T, S=S, segments="packed", with_lse=True, dtype=dtype).draw()
     arguments.arrays["query_segment_ids"] = np.tile(ids[np.arange(T) % 2], (2, 1))
     arguments.arrays["key_value_segment_ids"] = np.tile(ids[np.arange(S) % 2], (2, 1))
     compare(arguments, arguments.run(backend))
@@ -183,7 +188,7 @@ EXTREME_LENGTHS = (
 def test_lengths_beyond_the_array_are_clipped(lengths, clipped, align, backend):
     """Lengths are values, seen only at run time: wrong ones read nothing outside of the arrays."""
     wild = Case("wild", T=41, S=41, q_lengths=lengths, kv_lengths=lengths, causal=True,
-                align=align, with_lse=True)  # fmt: skip
+                align=align, with_lse=True, dtype=widest_dtype(backend))  # fmt: skip
     tame = dataclasses.replace(wild, q_lengths=clipped, kv_lengths=clipped)
     for name, value in tame.draw().run(backend).items():
         np.testing.assert_array_equal(wild.draw().run(backend)[name], value, err_msg=name)
@@ -202,7 +207,8 @@ WIDE_WINDOWS = (
 @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("window", WIDE_WINDOWS, ids=str)
 def test_window_arithmetic_does_not_overflow(window, align, backend):
-    case = Case("wide", T=130, S=70, N=1, window=window, align=align, with_lse=True)
+    case = Case("wide", T=130, S=70, N=1, window=window, align=align, with_lse=True,
+                dtype=widest_dtype(backend))  # fmt: skip
     compare(case.draw(), case.draw().run(backend))
 
 
