@@ -303,25 +303,23 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
     producer = 24
     if not plain or 256 < sum(dims) <= 320:
         producer = 56 if widest <= 128 else 40
-    common = {
-        "packed_heads": packed,
-        "head_group": head_group,
-        "producer_registers": producer,
-    }
+    tiles = functools.partial(
+        ForwardTiles,
+        *dims,
+        packed_heads=packed,
+        head_group=head_group,
+        producer_registers=producer,
+    )
     if widest <= 64 and plain and packed == 1:
-        return ForwardTiles(
-            *dims, tile_kv=128, consumers=3, stages=4, query_stages=2, ping_pong=False, **common
-        )
+        return tiles(tile_kv=128, consumers=3, stages=4, query_stages=2, ping_pong=False)
     if widest <= 64:  # lengths, segments, softcap: registers that three warpgroups do not have
-        return ForwardTiles(*dims, tile_kv=128, consumers=2, stages=4, query_stages=2, **common)
+        return tiles(tile_kv=128, consumers=2, stages=4, query_stages=2)
     if widest <= 128:
-        return ForwardTiles(
-            *dims, tile_kv=128, consumers=2, query_stages=2, dynamic=dynamic, **common
-        )
+        return tiles(tile_kv=128, consumers=2, query_stages=2, dynamic=dynamic)
     tile_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
     if not plain:
         tile_kv = min(tile_kv, 64)
-    return ForwardTiles(*dims, tile_kv=tile_kv, consumers=2, dynamic=dynamic, **common)
+    return tiles(tile_kv=tile_kv, consumers=2, dynamic=dynamic)
 
 
 def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiles:
