@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import jax_flash
 from jax_flash import _native
 
 ARCH = "sm_90a"
@@ -160,10 +161,14 @@ def test_processes_starting_at_once(tmp_path: Path):
     source = tmp_path / "scale.cuh"
     source.write_text('extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= kVariant; }')
     command = [sys.executable, "-c", PROCESS, str(cache), str(source)]
+    package = str(Path(jax_flash.__file__).parents[1])  # not the checkout that pytest runs in
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
 
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen(
             command,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
