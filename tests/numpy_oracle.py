@@ -21,20 +21,27 @@ DTYPES = {
 }
 
 
+def nothing() -> np.ndarray:
+    return np.zeros(0)
+
+
 @dataclasses.dataclass
 class Result:
-    """Outputs and gradients in float64, in the layout of the public call."""
+    """Outputs and gradients in float64, in the layout of the public call.
+
+    Without cotangents the gradients are empty, and so are those of absent arguments.
+    """
 
     out: np.ndarray  # [*B, T, N, Hv]
     lse: np.ndarray  # [*B, T, N]
-    dq: np.ndarray | None = None  # [*B, T, N, H]
-    dk: np.ndarray | None = None  # [*B, S, K, H]
-    dv: np.ndarray | None = None  # [*B, S, K, Hv]
-    dbias: np.ndarray | None = None  # the bias's own shape
-    dsinks: np.ndarray | None = None  # [N]
+    dq: np.ndarray = dataclasses.field(default_factory=nothing)  # [*B, T, N, H]
+    dk: np.ndarray = dataclasses.field(default_factory=nothing)  # [*B, S, K, H]
+    dv: np.ndarray = dataclasses.field(default_factory=nothing)  # [*B, S, K, Hv]
+    dbias: np.ndarray = dataclasses.field(default_factory=nothing)  # the bias's own shape
+    dsinks: np.ndarray = dataclasses.field(default_factory=nothing)  # [N]
     # By field name: the largest sum of magnitudes behind one value, before terms cancel.
     summed: dict[str, float] = dataclasses.field(default_factory=dict)
-    seen: np.ndarray | None = None  # bool [rows, N, T, S]: the keys that masks leave visible
+    seen: np.ndarray = dataclasses.field(default_factory=nothing)  # bool [rows, N, T, S], by masks
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
@@ -94,7 +101,7 @@ def visible(
         last = key_value_length if right is None else min(key_value_length, i + offset + right + 1)
         for_i[first : max(first, last)] = True
         seen[i] = for_i
-    if query_segments is not None:
+    if query_segments is not None and key_value_segments is not None:
         seen &= query_segments[:, None] == key_value_segments[None, :]
     if mask is not None:
         seen &= mask
@@ -247,7 +254,7 @@ def attention(
             )
             all_seen[b, n] = seen
             keep = np.ones((q_len, kv_len), bool)
-            if dropout_rate > 0:
+            if dropout_words is not None:
                 keep = dropout_keep(dropout_words, dropout_rate, b, n, q_len, kv_len)
             out[b, :, n], lse[b, :, n], grads = _one_head(
                 q[b, :, n],
@@ -268,7 +275,7 @@ def attention(
                 dq[b, :, n] = grads[0]
                 dk[b, :, g] += grads[1]
                 dv[b, :, g] += grads[2]
-                if dbias_full is not None:
+                if dbias_full is not None and apart_full is not None:
                     dbias_full[b, n], apart_full[b, n] = grads[3], grads[5]
                 if dsinks is not None:
                     dsinks[n] += grads[4]
@@ -281,18 +288,19 @@ def attention(
         lse.reshape(*lead, q_len, q_heads),
         seen=all_seen,
     )
-    if dout is None:
+    if do is None:
         return result
     result.dq, result.dk, result.dv = (
         round_(x).reshape(like.shape) for x, like in ((dq, query), (dk, key), (dv, value))
     )
-    if dbias_full is not None:
+    if bias is not None and dbias_full is not None and apart_full is not None:
         dbias_full, apart_full = dbias_full.reshape(full), apart_full.reshape(full)
         padded = (1,) * (len(full) - bias.ndim) + bias.shape
         axes = tuple(axis for axis, size in enumerate(full) if padded[axis] != size)
         result.dbias = round_(dbias_full.sum(axes, keepdims=True)).reshape(bias.shape)
         result.summed["dbias"] = float(apart_full.sum(axes).max(initial=0.0))
-    result.dsinks = dsinks
+    if dsinks is not None:
+        result.dsinks = dsinks
     for field, magnitudes in summed.items():
         result.summed[field] = max(magnitudes.values())
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -171,8 +172,9 @@ def test_fully_masked_row_is_zero():
 
 def test_unknown_implementation_is_an_error():
     q, k, v, _ = arrays()
+    wrong: dict[str, Any] = {"implementation": "nonsense"}
     with pytest.raises(ValueError, match=r"implementation.*nonsense"):
-        jax_flash.dot_product_attention(q, k, v, implementation="nonsense")
+        jax_flash.dot_product_attention(q, k, v, **wrong)
 
 
 def test_wrong_shapes_are_errors_here_and_there():
