@@ -143,7 +143,8 @@ def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, rate, round_, 
     dout = np.where(alive[:, None], dout, 0)
     dv = round_(p_dropped.T @ dout)
     dp = round_(round_(dout @ v.T) * factor)
-    dtotal = (p * dp).sum(1) - np.where(alive, 0 if dlse is None else dlse, 0)
+    # Equal to (p * dp).sum(1), but from the rounded output, which is what FlashAttention keeps.
+    dtotal = (out * dout).sum(1) - np.where(alive, 0 if dlse is None else dlse, 0)
     dsink, magnitudes = None, {}
     if sink is not None:
         terms = np.where(alive, np.exp(sink - np.where(alive, lse, 0)), 0) * dtotal
