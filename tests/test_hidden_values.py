@@ -139,7 +139,10 @@ def test_no_leak_between_packed_documents(backend):
         for name, a, b in zip(("out", "dq", "dk", "dv"), before, after, strict=True):
             a, b = np.asarray(a), np.asarray(b)
             np.testing.assert_array_equal(a[:, ~inside], b[:, ~inside], err_msg=name)
-            assert not np.array_equal(a[:, inside], b[:, inside]), f"{name} ignores its document"
+            # A token alone has weight 1 whatever its query and key: these gradients are 0.
+            if inside.sum() > 1 or name in ("out", "dv"):
+                unchanged = np.array_equal(a[:, inside], b[:, inside])
+                assert not unchanged, f"{name} ignores its document"
 
 
 def test_future_keys_change_nothing(backend):
