@@ -350,7 +350,7 @@ def test_cond_and_while():
 
 
 def kernel_calls(policy) -> tuple[int, int]:
-    """How often the compiled gradient of a rematerialised call runs the kernels."""
+    """How often the gradient of a rematerialised call binds the kernels' primitives."""
     q, k, v = qkv()
 
     def loss(q, k, v):
@@ -359,8 +359,9 @@ def kernel_calls(policy) -> tuple[int, int]:
             call = jax.checkpoint(call, policy=policy)
         return jnp.sum(jnp.sin(call(jnp.sin(q), k, v)))
 
-    text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile().as_text() or ""
-    return text.count('"jax_flash_cpu_forward"'), text.count('"jax_flash_cpu_backward"')
+    # Not the compiled program: jaxlib 0.10 merges the two forward calls that the control has.
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v))
+    return jaxpr.count(" flash_forward["), jaxpr.count(" flash_backward[")
 
 
 def test_remat_runs_the_forward_once_with_the_checkpoint_names():
@@ -369,8 +370,7 @@ def test_remat_runs_the_forward_once_with_the_checkpoint_names():
     assert kernel_calls("none") == (1, 1)
     assert kernel_calls(both_names) == (1, 1)
     assert kernel_calls(policies.everything_saveable) == (1, 1)
-    # The control: computed again, unless XLA merges both forward calls, as jaxlib 0.10 does.
-    assert kernel_calls(policies.nothing_saveable) in ((2, 1), (1, 1))
+    assert kernel_calls(policies.nothing_saveable) == (2, 1)
 
 
 def test_remat_gradients(host_backend):
