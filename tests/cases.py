@@ -30,6 +30,13 @@ def widest_dtype(backend: str) -> str:
     return "bfloat16" if backend == "cuda" else "float32"
 
 
+def fit(case: Case, backend: str) -> Case:
+    """The case, in the widest type that the backend takes where it asks for float32."""
+    if case.dtype != "float32":
+        return case
+    return dataclasses.replace(case, dtype=widest_dtype(backend))
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One call of flash_attention.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from .cases import CASES, Arguments, Case
+from .cases import BY_NAME, CASES, Arguments, Case, fit
 from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
 
 # Features that a backend's documentation refuses, by the word its refusal must contain.
@@ -57,7 +57,14 @@ def refuses(case: Case, backend: str) -> bool:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_case(case, backend):
+    case = fit(case, backend)
     if refuses(case, backend):
         return
     arguments = case.draw()
     compare(arguments, arguments.run(backend))
+
+
+def test_float32_is_refused_or_right(backend):
+    case = BY_NAME["plain"]
+    if not refuses(case, backend):
+        compare(case.draw(), case.draw().run(backend))

@@ -1,9 +1,8 @@
-"""The CUDA run time on a GPU: streams, devices, command buffers, export, a warm second process."""
+"""The CUDA run time on a GPU: kernels, threads, devices, export, other processes, caches."""
+
+from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,46 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_flash
-from jax_flash import _tiles, flash_attention, reference
+from jax_flash import _tiles
 from jax_flash._primitives import Forward
 from jax_flash._problem import Problem, Shapes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        _tiles.present_gpu() is None or _tiles.present_gpu().arch != "sm_90a",  # pyright: ignore
-        reason="needs a Hopper GPU",
-    ),
-]
+from .gpu import (
+    NEEDS_HOPPER,
+    assert_right,
+    assert_same_bits,
+    attend,
+    draw,
+    finish,
+    gradients,
+    start_python,
+)
 
-Arrays = tuple[jax.Array, jax.Array, jax.Array]
-
-
-def draw(seed: int, batch=2, q_len=300, kv_len=300, heads=4, kv_heads=2, dim=128) -> Arrays:
-    shapes = [(batch, q_len, heads, dim), *[(batch, kv_len, kv_heads, dim)] * 2]
-    keys = jax.random.split(jax.random.key(seed), 3)
-    q, k, v = (jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
-    return q, k, v
-
-
-def attend(q, k, v, **options):
-    return flash_attention(q, k, v, is_causal=True, backend="cuda", **options)
-
-
-def exact(q, k, v) -> np.ndarray:
-    """Causal attention in NumPy: nothing to compile for every new shape."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
-    scores = np.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
-    hidden = np.arange(k.shape[1]) > np.arange(q.shape[1])[:, None]
-    p = np.exp(np.where(hidden, -np.inf, scores))
-    return np.einsum("bnts,bsnh->btnh", p / p.sum(-1, keepdims=True), v)
-
-
-def assert_right(out, q, k, v) -> None:
-    np.testing.assert_allclose(np.asarray(out, np.float64), exact(q, k, v), atol=2e-2, rtol=2e-2)
+pytestmark = NEEDS_HOPPER
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -63,34 +38,80 @@ def test_runs_the_kernel(dim):
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_gradients(dim):
-    inputs = draw(0, dim=dim)
-
-    def loss(attention, *arrays):
-        return jnp.sum(jnp.sin(attention(*arrays).astype(jnp.float32)))
-
-    gradient = jax.jit(jax.grad(functools.partial(loss, attend), argnums=(0, 1, 2)))
-    assert "jax_flash_cuda_backward" in gradient.lower(*inputs).as_text()
-    plain = functools.partial(reference.attention, is_causal=True)
-    wide = [x.astype(jnp.float32) for x in inputs]
-    want = jax.jit(jax.grad(functools.partial(loss, plain), argnums=(0, 1, 2)))(*wide)
-    for got, right in zip(gradient(*inputs), want, strict=True):
-        np.testing.assert_allclose(got.astype(jnp.float32), right, atol=3e-2, rtol=3e-2)
+def test_gradients_run_the_kernel(dim):
+    assert "jax_flash_cuda_backward" in jax.jit(gradients).lower(*draw(0, dim=dim)).as_text()
 
 
-def test_training_step_replays():
-    """As for the forward; the workspaces of the backward are reused from step to step."""
+def exact_lse(q, k):
+    """lse of causal attention and its probabilities [B, N, T, S], float64."""
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, q.shape[2] // k.shape[2], axis=2))
+    scores *= q.shape[-1] ** -0.5
+    scores[..., np.arange(k.shape[1]) > np.arange(q.shape[1])[:, None]] = -np.inf
+    lse = np.log(np.exp(scores).sum(-1))
+    return lse, np.exp(scores - lse[..., None])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_gradient_of_lse(dim):
+    """A loss of lse alone: no gradient of the values, and for q and k that of log-sum-exp."""
+    q, k, v = draw(1, dim=dim, q_len=333, kv_len=333)
+    weight = np.random.default_rng(0).standard_normal((2, 333, 4)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def slopes(q, k, v, deterministic):
+        def loss(q, k, v):
+            lse = attend(q, k, v, return_lse=True, deterministic=deterministic)[1]
+            return jnp.sum(lse * weight)
+
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    _, p = exact_lse(q, k)
+    p *= np.moveaxis(weight, 2, 1)[..., None] * dim**-0.5
+    wide_q, wide_k = np.asarray(q, np.float64), np.repeat(np.asarray(k, np.float64), 2, axis=2)
+    want_q = np.einsum("bnts,bsnh->btnh", p, wide_k)
+    want_k = np.einsum("bnts,btnh->bsnh", p, wide_q).reshape(2, 333, 2, 2, dim).sum(3)
+    for deterministic in (False, True):
+        dq, dk, dv = slopes(q, k, v, deterministic)
+        assert (np.asarray(dv) == 0).all()
+        for got, want in ((dq, want_q), (dk, want_k)):
+            error = np.abs(np.asarray(got, np.float64) - want).max()
+            assert error < 2**-7 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_lse_against_finite_differences(dim):
+    """The gradient along a direction is the slope of lse between two points beside."""
+    rng = np.random.default_rng(2)
+    # Multiples of 1/8 up to 4, and steps of 1/8 from them: exact in bfloat16.
+    step = 1 / 8
+    shapes = [(2, 70, 4, dim), (2, 70, 2, dim)]
+    q, k = (np.clip(np.round(8 * rng.standard_normal(s)) / 8, -3, 3) for s in shapes)
+    towards = [rng.integers(-1, 2, s).astype(np.float64) for s in shapes]
+    low = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
+    v = low(rng.standard_normal(shapes[1]))
+    weight = rng.standard_normal((2, 70, 4))
 
     @jax.jit
-    def step(q, k, v):
-        gradients = jax.grad(lambda *x: jnp.sum(attend(*x, deterministic=True) ** 2), (0, 1, 2))
-        return gradients(q, k, v)
+    def value(q, k):
+        return attend(q, k, v, return_lse=True, scale=0.02)[1]
 
-    inputs = [draw(seed) for seed in range(3)]
-    first = [jax.tree.map(np.asarray, step(*arrays)) for arrays in inputs]
-    for _ in range(10):
-        for arrays, want in zip(inputs, first, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, step(*arrays), want)
+    def at(distance):
+        moved = (low(x + distance * d) for x, d in zip((q, k), towards, strict=True))
+        return np.asarray(value(*moved), np.float64)
+
+    slopes = jax.jit(
+        jax.grad(lambda q, k: jnp.sum(value(q, k) * weight.astype(np.float32)), argnums=(0, 1))
+    )(low(q), low(k))
+    got = sum(
+        float(np.sum(np.asarray(g, np.float64) * d)) for g, d in zip(slopes, towards, strict=True)
+    )
+    # Richardson: the error of the central difference is of fourth order in the step.
+    narrow, wide = ((at(h) - at(-h)) / (2 * h) for h in (step, 2 * step))
+    difference = np.sum((4 * narrow - wide) / 3 * weight)
+    # Rounding of each element of the gradients to bfloat16, added up as if at random.
+    scatter = 2**-8 * np.sqrt(sum(np.sum(np.square(np.asarray(g, np.float64))) for g in slopes))
+    assert abs(got - difference) < 4 * scatter + 1e-3 * abs(difference)
 
 
 def test_threads_share_kernels_and_stream():
@@ -114,39 +135,13 @@ def test_every_device():
     if len(devices) == 1:
         pytest.skip("one GPU")
     inputs = [jax.device_put(draw(i), device) for i, device in enumerate(devices)]
-    results = [jax.jit(attend)(*arrays) for arrays in inputs]
-    for out, arrays, device in zip(results, inputs, devices, strict=True):
-        assert out.devices() == {device}
+    step = jax.jit(lambda *x: (attend(*x), gradients(*x)))
+    results = [step(*arrays) for arrays in inputs]  # on all devices at the same time
+    elsewhere = [step(*jax.device_put(x, devices[i - 1])) for i, x in enumerate(inputs)]
+    for (out, slopes), arrays, device in zip(results, inputs, devices, strict=True):
+        assert {device} == out.devices() == slopes[0].devices()
         assert_right(out, *arrays)
-
-
-def test_sharded_over_devices():
-    devices = jax.local_devices()
-    if len(devices) == 1:
-        pytest.skip("one GPU")
-    mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
-    sharding = jax.NamedSharding(mesh, jax.P("data"))
-    inputs = draw(0, batch=2 * len(devices))
-    sharded = jax.device_put(inputs, sharding)
-    program = jax.jit(attend).lower(*sharded).compile()
-    assert "all-gather" not in str(program.as_text())
-    assert_right(program(*sharded), *inputs)
-
-
-def test_steps_replay_with_new_inputs():
-    """A program run often is replayed from a CUDA graph: each run must read its own arrays."""
-
-    @jax.jit
-    def step(q, k, v):
-        for _ in range(4):
-            q = attend(q, k, v) + q
-        return q
-
-    inputs = [draw(seed) for seed in range(3)]
-    first = [np.asarray(step(*arrays)) for arrays in inputs]
-    for _ in range(10):
-        for arrays, want in zip(inputs, first, strict=True):
-            np.testing.assert_array_equal(step(*arrays), want)
+    assert_same_bits(results, elsewhere)
 
 
 def test_scan_and_donation():
@@ -196,65 +191,71 @@ def test_handler_checks_again(change: str, message: str):
         jax.block_until_ready(call(q, k, v, **attributes, program=program, tiles=launch))
 
 
-def run_python(script: str, folder: Path, **variables: str) -> str:
-    """Runs a script in a process of its own and returns what it prints."""
-    package = str(Path(jax_flash.__file__).parent.parent)
-    environment = os.environ | {
-        "JAX_FLASH_CACHE_DIR": str(folder / "cache"),
-        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        **variables,
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=240,
-    )
-    return done.stdout
-
-
 SHAPES = """
-import jax, jax.numpy as jnp, jax_flash
+import jax, jax.numpy as jnp, jax_flash, numpy as np
 shape = jax.ShapeDtypeStruct((2, 300, 4, 128), jnp.bfloat16)
+q, k, v = np.random.default_rng(0).standard_normal((3, 2, 300, 4, 128)).astype(jnp.bfloat16)
 def attend(q, k, v):
-    return jax_flash.flash_attention(q, k, v, is_causal=True)
+    return jax_flash.flash_attention(q, k, v, is_causal=True, deterministic=True)
+def step(q, k, v):
+    out, pull = jax.vjp(attend, q, k, v)
+    return out, pull(jnp.sin(out))
 """
 EXPORT = (
     SHAPES
     + """
-checks = [jax.export.DisabledSafetyCheck.custom_call("jax_flash_cuda_forward")]
-export = jax.export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=checks)
+checks = [jax.export.DisabledSafetyCheck.custom_call(f"jax_flash_cuda_{half}")
+          for half in ("forward", "backward")]
+export = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)
 open("program", "wb").write(export(shape, shape, shape).serialize())
 """
 )
-CALL_EXPORTED = """
-import jax, jax.numpy as jnp, jax_flash, numpy as np
-program = jax.export.deserialize(bytearray(open("program", "rb").read()))
-q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 300, 4, 128), jnp.bfloat16)
-want = jax_flash.flash_attention(q, k, v, is_causal=True)
-np.testing.assert_array_equal(program.call(q, k, v), want)
+CALL_EXPORTED = (
+    SHAPES
+    + """
+program = jax.jit(jax.export.deserialize(bytearray(open("program", "rb").read())).call)
+for _ in range(4):  # the first call compiles the kernels, the later ones may replay a graph
+    got = program(q, k, v)
+jax.tree.map(np.testing.assert_array_equal, got, jax.jit(step)(q, k, v))
 """
+)
 FIRST_STEP = (
     SHAPES
     + """
 from jax_flash import _native
-jax.jit(attend).lower(shape, shape, shape)
-print(len(list(_native.cache_folder().iterdir())))
-report = jax_flash.explain(shape, shape, shape, is_causal=True).kernels["forward"]
-print(report.from_disk)
+program = jax.jit(step).lower(shape, shape, shape)
+files = sorted(x.name for x in _native.cache_folder().iterdir())
+report = jax_flash.explain(shape, shape, shape, is_causal=True, deterministic=True)
+print(len(files), report.kernels["forward"].from_disk, report.kernels["backward"].from_disk)
+out, (dq, dk, dv) = program.compile()(q, k, v)
+print(files, *(hash(np.asarray(x).tobytes()) for x in (out, dq, dk, dv)))
 """
 )
 
 
 def test_export_on_a_cpu_runs_here(tmp_path: Path):
-    run_python(EXPORT, tmp_path, JAX_PLATFORMS="cpu")
-    run_python(CALL_EXPORTED, tmp_path)
+    finish(start_python(EXPORT, tmp_path, JAX_PLATFORMS="cpu"))
+    finish(start_python(CALL_EXPORTED, tmp_path))
 
 
-def test_compiles_when_lowered_and_keeps_it_for_the_next_process(tmp_path: Path):
-    assert run_python(FIRST_STEP, tmp_path).split() == ["1", "False"]
-    assert run_python(FIRST_STEP, tmp_path).split()[1] == "True"
+def test_next_process_finds_the_kernels(tmp_path: Path):
+    """Compiled when lowered: one file for each pass; and JAX's own cache of programs beside it."""
+    variables = {
+        "PYTHONHASHSEED": "0",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    cold, warm = (finish(start_python(FIRST_STEP, tmp_path, **variables)) for _ in range(2))
+    assert cold.splitlines()[0] == "2 False False"
+    assert warm.splitlines()[0] == "2 True True"
+    assert cold.splitlines()[1] == warm.splitlines()[1]
+
+
+def test_many_processes_start_at_once(tmp_path: Path):
+    """With an empty cache that all fill: the same kernels, the same bits, no unfinished file."""
+    processes = [start_python(FIRST_STEP, tmp_path, PYTHONHASHSEED="0") for _ in range(4)]
+    outputs = [finish(process).splitlines()[1] for process in processes]
+    assert len(set(outputs)) == 1
+    files = list((tmp_path / "cache").iterdir())
+    assert len(files) == 2
+    assert all(file.suffix == ".kernel" for file in files)

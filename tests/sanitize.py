@@ -1,0 +1,128 @@
+"""Runs the CUDA kernels under NVIDIA's compute-sanitizer, on a reduced set of small cases.
+
+    python -m tests.sanitize memcheck racecheck synccheck     # --jobs 4 --case SUBSTRING
+
+One process of the sanitizer for each tool and share of the cases. Every case is a forward pass
+and all gradients, compared with float64 as in the conformance suite. Every array is an allocation
+of its own, so that memcheck sees a step beyond its end; graphs are off, so that each launch is
+seen. racecheck and synccheck look at the kernels of this project alone. Exits with 1 if a tool
+reports anything or a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+from .cases import BOTTOM_RIGHT, Case
+
+C = functools.partial(Case, dtype="bfloat16", batch=(1,), N=2, T=150, S=210, with_lse=True)
+SEGMENTS_AND_LENGTHS = {
+    "segments": "packed", "q_lengths": (140,), "kv_lengths": (201,), "N": 4, "K": 2,
+    "causal": True, "align": BOTTOM_RIGHT,
+}  # fmt: skip
+
+CASES = (
+    C("64", H=64),
+    C("64 causal", H=64, causal=True, T=333, S=333),
+    C("64 softcap segments", H=64, segments="packed", softcap=3.0),
+    C("64 heads packed", H=64, N=8, K=1, T=9),
+    C("64 deterministic", H=64, causal=True, deterministic=True, T=401, S=401),
+    C("96 window", H=96, window=(40, 20)),
+    C("128", H=128, T=129, S=257),
+    C("128 causal", H=128, causal=True, T=333, S=333),
+    C("128 gqa causal", H=128, causal=True, N=4, K=2, align=BOTTOM_RIGHT),
+    C("128 segments lengths", H=128, **SEGMENTS_AND_LENGTHS),
+    C("128 sinks softcap", H=128, sinks=True, softcap=3.0, kv_lengths=(133,)),
+    C("128 float16", H=128, dtype="float16", causal=True),
+    C("128 deterministic", H=128, causal=True, deterministic=True, T=333, S=333),
+    C("128 deterministic gqa segments", H=128, deterministic=True, **SEGMENTS_AND_LENGTHS),
+    C("192 128 causal", H=192, Hv=128, causal=True),
+    C("192 128 deterministic", H=192, Hv=128, causal=True, deterministic=True, T=200, S=200),
+    C("256", H=256),
+    C("256 causal gqa", H=256, causal=True, N=4, K=2),
+    C("256 segments lengths", H=256, **SEGMENTS_AND_LENGTHS),
+    C("256 deterministic", H=256, causal=True, deterministic=True, T=200, S=200),
+    C("40 72", H=40, Hv=72, causal=True),
+    C("one token", H=128, T=1, S=300, N=4, K=2),
+    C("nothing seen", H=128, segments="apart"),
+)
+
+OWN_KERNELS = ("--filter", "kernel_substring=flash_")
+TOOLS = {
+    "memcheck": (),
+    "racecheck": ("--racecheck-report", "all", *OWN_KERNELS),
+    "synccheck": OWN_KERNELS,
+    "initcheck": OWN_KERNELS,
+}
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+
+def run_cases(names: list[str]) -> None:
+    """Runs cases in this process."""
+    from .test_conformance import compare
+
+    for case in (case for case in CASES if case.name in names):
+        start = time.perf_counter()
+        arguments = case.draw()
+        compare(arguments, arguments.run("cuda"))
+        print(f"right: {case.name} ({time.perf_counter() - start:.1f} s)", flush=True)
+
+
+def start(sanitizer: str, tool: str, names: list[str]) -> subprocess.Popen[str]:
+    command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9"]
+    command += [sys.executable, "-P", "-m", "tests.sanitize", "--run", *names]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
+    }
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tools", nargs="*", choices=TOOLS, default=["memcheck", "racecheck"])
+    parser.add_argument("--case", default="", help="only cases whose name holds this")
+    parser.add_argument("--jobs", type=int, default=4, help="processes at a time for each tool")
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        run_cases(arguments.run)
+        return 0
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        parser.error("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
+    names = [case.name for case in CASES if arguments.case in case.name]
+    failed = False
+    for tool in arguments.tools:
+        begin = time.perf_counter()
+        shares = [share for i in range(arguments.jobs) if (share := names[i :: arguments.jobs])]
+        processes = [start(sanitizer, tool, share) for share in shares]
+        outputs = [process.communicate()[0] for process in processes]
+        found = [SUMMARY.findall(output) for output in outputs]
+        reports = sum(int(count) for counts in found for count in counts)
+        right = sum(output.count("right: ") for output in outputs)
+        clean = right == len(names) and reports == 0 and all(found)
+        failed = failed or not clean or any(process.returncode for process in processes)
+        for share, output, process in zip(shares, outputs, processes, strict=True):
+            if process.returncode:
+                print(f"==== {tool}: {', '.join(share)}\n{output}")
+        print(
+            f"{tool}: {right} of {len(names)} cases right, {reports} reports, "
+            f"{time.perf_counter() - begin:.0f} s",
+            flush=True,
+        )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

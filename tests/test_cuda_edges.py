@@ -1,0 +1,375 @@
+"""The CUDA kernels at the edges: shapes between tiles, extreme sizes and values, layouts of XLA."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import reference
+
+from .cases import BOTTOM_RIGHT, Case
+from .gpu import NEEDS_HOPPER, assert_same_bits, attend, draw, gradients
+from .numpy_oracle import DTYPES
+from .test_conformance import compare
+
+pytestmark = NEEDS_HOPPER
+
+HALF = "bfloat16"
+C = functools.partial(Case, dtype=HALF)
+WHOLE = {  # all that the kernels know, at once
+    "scale": 0.1, "causal": True, "align": BOTTOM_RIGHT, "segments": "packed", "softcap": 4.0,
+    "sinks": True, "with_lse": True, "N": 6, "K": 2, "T": 333, "S": 391,
+    "q_lengths": (333, 150), "kv_lengths": (340, 391),
+}  # fmt: skip
+
+SHAPES = (
+    # One token, few keys, few queries.
+    C("one token", T=1, S=1, H=128, with_lse=True),
+    C("one token of 64 heads", T=1, S=2000, N=64, K=1, H=128, with_lse=True),
+    C("one token of 16 heads", T=1, S=1999, N=16, K=2, H=256, kv_lengths=(1999, 3)),
+    C("one token of odd groups", T=1, S=700, N=21, K=3, H=64, causal=True, align=BOTTOM_RIGHT),
+    C("one key", T=2000, S=1, H=128, N=4, K=2, with_lse=True),
+    C("few keys", T=1501, S=3, H=128, causal=True, align=BOTTOM_RIGHT, with_lse=True),
+    C("few keys top left", T=1501, S=3, H=256, causal=True),
+    C("few queries", T=3, S=1501, H=128, causal=True, align=BOTTOM_RIGHT, with_lse=True),
+    C("few queries top left", T=3, S=1501, H=64, causal=True, with_lse=True),
+    # Beside the boundaries of tiles: 64 queries, 64 to 192 keys.
+    *(C(f"{T} x {S} d{H}", T=T, S=S, H=H, N=3, causal=causal, with_lse=True)
+      for T, S, H, causal in [(63, 65, 64, True), (65, 63, 128, False), (127, 129, 128, True),
+                              (129, 127, 256, True), (191, 193, 64, False), (193, 191, 64, True),
+                              (257, 111, 192, True), (385, 113, 256, False)]),
+    # Heads in groups: short queries share a tile among heads.
+    *(C(f"group {N}:{K} T {T}", T=T, S=150, N=N, K=K, H=64, causal=True, align=BOTTOM_RIGHT,
+        with_lse=True, batch=(1,))
+      for N, K, T in [(64, 1, 5), (128, 2, 3), (32, 1, 127), (24, 3, 9), (10, 2, 127), (8, 1, 128),
+                      (12, 1, 33), (4, 2, 63)]),
+    # Dims.
+    *(C(f"dims {H} {Hv}", H=H, Hv=Hv, T=140, S=150, N=4, K=2, causal=True, with_lse=True)
+      for H, Hv in [(8, 8), (8, 256), (256, 8), (16, 24), (248, 248), (136, 72), (72, 136),
+                    (200, 64), (64, 200), (104, 112)]),
+    # Windows wider than the keys, and all else together.
+    C("wide window", T=200, S=150, window=(1000, 1000), align=BOTTOM_RIGHT, H=128),
+    C("left window", T=300, S=450, window=(70, None), H=128, with_lse=True),
+    C("right window", T=300, S=450, window=(None, 70), H=64, with_lse=True),
+    C("window past all keys", T=600, S=100, window=(5, 0), H=128, with_lse=True),
+    C("window before all keys", T=100, S=600, window=(0, 5), align=BOTTOM_RIGHT, H=256),
+    *(C(f"everything {H} {Hv} {window}", H=H, Hv=Hv, window=window, deterministic=turns, **WHOLE)
+      for H, Hv in [(64, 64), (128, 128), (192, 128), (256, 256)]
+      for window, turns in [((100, None), False), ((1000, 3), True)]),
+    C("everything float16", H=128, **WHOLE | {"dtype": "float16"}),
+    # Rows with nothing to see.
+    C("nothing", segments="apart", T=300, S=280, H=128, with_lse=True, deterministic=True),
+    C("nothing by length", kv_lengths=(0, 0), T=300, S=280, H=256, with_lse=True, causal=True),
+    C("no queries by length", q_lengths=(0, 0), T=300, S=280, H=64, with_lse=True, sinks=True),
+    C("sinks above all", sinks=True, T=100, S=200, H=128, scale=1e-4, with_lse=True),
+    C("many batch rows", batch=(700,), T=2, S=3, N=2, H=64, causal=True, with_lse=True),
+    C("negative scale gqa", scale=-0.3, N=6, K=2, T=200, S=300, H=128, causal=True, with_lse=True),
+    C("scale zero", scale=0.0, T=150, S=150, H=128, causal=True, with_lse=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name.replace(" ", "-"))
+def test_shape(case: Case):
+    arguments = case.draw()
+    compare(arguments, arguments.run("cuda"))
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [HALF, "float16"])
+@pytest.mark.parametrize("slope", [0.5, 3.0, 11.0, 17.0, -11.0, 130.0, 2000.0])
+def test_scores_that_rise_and_fall_from_block_to_block(dtype: str, slope: float):
+    """Blocks of keys whose scores rise by up to 2^2000 over the ones walked before."""
+    case = Case(f"slope {slope}", T=70, S=700, H=64, dtype=dtype, scale=math.log(2), with_lse=True)
+    arguments = case.draw()
+    arguments.arrays["query"][..., 0] = 1.0
+    # In float16 and bfloat16 exact: whole multiples of a power of two.
+    blocks = 10 - np.arange(700) // 64
+    ramp = np.round(blocks * slope * 2) / 2
+    for x in ("query", "key"):
+        arguments.arrays[x][..., 1:] = arguments.arrays[x][..., 1:] * np.float32(0.1)
+    arguments.arrays["key"][..., 0] = ramp[:, None].astype(DTYPES[dtype])
+    compare(arguments, arguments.run("cuda"))
+
+
+def test_float16_at_the_end_of_its_range():
+    """Values and gradients near 65504: sums are in float32, and only what exceeds it is inf."""
+    case = Case("range", T=150, S=170, H=128, N=4, K=2, dtype="float16", causal=True)
+    arguments = case.draw()
+    value = arguments.arrays["value"]
+    arguments.arrays["value"] = np.sign(value) * np.float16(65504)
+    arguments.arrays["query"] = arguments.arrays["query"] * np.float16(40)
+    arguments.arrays["key"] = arguments.arrays["key"] * np.float16(40)
+    arguments.dout = (arguments.dout * np.float16(1e-4)).astype(np.float16)
+    truth, got = arguments.truth(), arguments.run("cuda")
+    out = got["out"].astype(np.float64)
+    assert np.isfinite(out).all()
+    assert np.abs(out - truth.out).max() < 65504 * 2**-9
+    assert np.isfinite(got["dvalue"].astype(np.float32)).all()
+    for name in ("dquery", "dkey"):
+        assert not np.isnan(got[name].astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("dtype", [HALF, "float16"])
+def test_visible_infinities_and_nan_spread_as_defined(dtype: str):
+    """An inf that is seen shows in its own rows and columns alone."""
+    case = Case("inf", T=150, S=170, H=64, dtype=dtype, causal=True)
+    arguments = case.draw()
+    arguments.arrays["value"][0, 100, 0, 5] = np.inf
+    arguments.arrays["value"][1, 20, 1, 7] = np.nan
+    out = np.asarray(arguments.function("cuda")(arguments.arrays)).astype(np.float64)
+    assert np.isinf(out[0, 100:, 0, 5]).all()
+    assert np.isnan(out[1, 20:, 1, 7]).all()
+    out[0, 100:, 0, 5] = out[1, 20:, 1, 7] = 0
+    assert np.isfinite(out).all()
+
+
+# ---- sizes -------------------------------------------------------------------------------------
+
+
+def hashed(*shape: int) -> jax.Array:
+    """Reproducible values in [-2, 2) of bfloat16 without memory for temporaries."""
+    odd = (2654435761, 2246822519, 3266489917, 668265263)
+    word = sum(
+        jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(odd[axis])
+        for axis in range(4)
+    )
+    word = (word ^ (word >> 15)) * jnp.uint32(2246822519)
+    return (((word >> 16) & 0xFF).astype(jnp.float32) / 64 - 2).astype(jnp.bfloat16)
+
+
+def windowed(q, k, v, **options):
+    return jax_flash.flash_attention(
+        q, k, v, is_causal=True, causal_align=BOTTOM_RIGHT, local_window_size=(64, 0),
+        return_lse=True, backend="cuda", **options
+    )  # fmt: skip
+
+
+def result_and_gradients(q, k, v, dout):
+    (out, lse), pull = jax.vjp(windowed, q, k, v)
+    return out, lse, *pull((dout, jnp.ones_like(lse)))
+
+
+def near(got, want, name: str):
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    error = np.abs(got - want).max()
+    assert error <= 2e-2 * np.abs(want).max(), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("longer", ["queries", "keys"])
+def test_more_than_two_to_the_31_elements(longer: str):
+    """The end of a long sequence is as that of a short one, and nothing beyond it is touched."""
+    heads, dim, long, short, tail = 16, 64, 2**21 + 70, 200, 300
+    kv_heads = 1 if longer == "queries" else heads
+    T, S = (long, long) if longer == "queries" else (short, long)
+    make = jax.jit(
+        lambda: (hashed(1, T, heads, dim), hashed(1, S, kv_heads, dim),
+                 -hashed(1, S, kv_heads, dim), hashed(1, T, heads, dim) * 0.5)
+    )  # fmt: skip
+    q, k, v, dout = make()
+    assert max(x.size for x in (q, k)) > 2**31
+    out, lse, dq, dk, dv = jax.jit(result_and_gradients)(q, k, v, dout)
+    rows = min(T, tail)
+    keys = rows + 64
+    want = jax.jit(result_and_gradients)(q[:, -rows:], k[:, -keys:], v[:, -keys:], dout[:, -rows:])
+    near(out[:, -rows:], want[0], "out")
+    near(lse[:, -rows:], want[1], "lse")
+    near(dq[:, -rows:], want[2], "dq")
+    for name, got, right in (("dk", dk, want[3]), ("dv", dv, want[4])):
+        # The first of these keys are also seen by queries before the tail.
+        near(got[:, -rows + 64 :], right[:, -rows + 64 :], name)
+        if longer == "keys":
+            assert not jnp.any(got[:, : -rows - 64])
+        else:
+            assert jnp.isfinite(jnp.max(jnp.abs(got)))
+    # The same at the other end.
+    if longer == "queries":
+        want = jax.jit(result_and_gradients)(q[:, :tail], k[:, :tail], v[:, :tail], dout[:, :tail])
+        near(out[:, :tail], want[0], "first out")
+        near(dq[:, :tail], want[2], "first dq")
+        near(dk[:, : tail - 64], want[3][:, : tail - 64], "first dk")
+
+
+def test_more_batch_rows_and_heads_than_a_grid_has():
+    """70,000 pairs of batch row and head, in one call: each like a call of its own."""
+    q, k, v = draw(0, batch=8750, heads=8, kv_heads=4, q_len=5, kv_len=5, dim=64)
+    got = jax.jit(gradients)(q, k, v), attend(q, k, v)
+    rows = slice(8740, None)
+    want = jax.jit(gradients)(q[rows], k[rows], v[rows]), attend(q[rows], k[rows], v[rows])
+    assert_same_bits(jax.tree.map(lambda x: x[rows], got), want)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(got))
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys", "mapped"])
+def test_empty(empty: str):
+    sizes = {"batch": {"batch": 0}, "queries": {"q_len": 0}, "keys": {"kv_len": 0}, "mapped": {}}
+    arrays = draw(0, **sizes[empty])
+    if empty == "mapped":
+        arrays = tuple(x[None][:0] for x in arrays)
+        slopes = jax.jit(jax.vmap(gradients))(*arrays)
+    else:
+        out, lse = jax.jit(lambda *x: attend(*x, return_lse=True))(*arrays)
+        assert out.shape == arrays[0].shape
+        assert not np.any(np.asarray(out, np.float32))
+        assert np.isneginf(np.asarray(lse)).all()
+        slopes = jax.jit(gradients)(*arrays)
+    for x, slope in zip(arrays, slopes, strict=True):
+        assert slope.shape == x.shape
+        assert not np.any(np.asarray(slope, np.float32))
+
+
+# ---- transformations and layouts ---------------------------------------------------------------
+
+
+def stacked(count: int, **sizes):
+    return tuple(jnp.stack(x) for x in zip(*(draw(i, **sizes) for i in range(count)), strict=True))
+
+
+def test_vmap_is_a_loop():
+    q, k, v = stacked(3, q_len=77, kv_len=77)
+    lengths = jnp.array([[77, 5], [0, 33], [64, 65]], jnp.int32)
+
+    def step(q, k, v, lengths):
+        return attend(q, k, v, key_value_seq_lengths=lengths), gradients(
+            q, k, v, key_value_seq_lengths=lengths
+        )
+
+    got = jax.jit(jax.vmap(step))(q, k, v, lengths)
+    rows = [jax.jit(step)(q[i], k[i], v[i], lengths[i]) for i in range(3)]
+    assert_same_bits(got, jax.tree.map(lambda *x: jnp.stack(x), *rows))
+    # Keys that are not mapped have the sum of the gradients.
+    shared = jax.jit(jax.vmap(step, in_axes=(1, None, None, None)))(
+        jnp.moveaxis(q, 0, 1), k[0], v[0], lengths[0]
+    )
+    rows = [jax.jit(step)(q[i], k[0], v[0], lengths[0]) for i in range(3)]
+    assert_same_bits(shared, jax.tree.map(lambda *x: jnp.stack(x), *rows))
+
+
+@pytest.mark.parametrize("q_len", [77, 300])
+def test_scan_over_layers_reads_slices(q_len: int):
+    """Residuals of a scan are slices of stacks: an odd length puts lse beside 16-byte bounds."""
+    layers = stacked(5, q_len=q_len, kv_len=q_len, batch=1, heads=3, kv_heads=3)
+
+    def layer(x, arrays):
+        q, k, v = arrays
+        return attend(x + q, k, v, deterministic=True), None
+
+    def scanned(layers):
+        return jnp.sum(jax.lax.scan(layer, layers[0][0], layers)[0].astype(jnp.float32) ** 2)
+
+    def unrolled(layers):
+        x = layers[0][0]
+        for i in range(5):
+            x, _ = layer(x, [y[i] for y in layers])
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    got, want = (jax.jit(jax.value_and_grad(f))(layers) for f in (scanned, unrolled))
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    for a, b in zip(got[1], want[1], strict=True):
+        near(a, b, "gradient")
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 2, 3, 0), (3, 2, 1, 0), (2, 0, 1, 3)], ids=str)
+def test_arguments_in_other_layouts(order):
+    """Transposed arguments and results, which XLA may keep as layouts."""
+    arrays = draw(0, q_len=70, kv_len=70)
+    back = tuple(np.argsort(order))
+    moved = [jnp.asarray(jnp.transpose(x, order)) for x in arrays]
+
+    @jax.jit
+    def step(*moved):
+        inputs = [jnp.transpose(x, back) for x in moved]
+        return [jnp.transpose(x, order) for x in (attend(*inputs), *gradients(*inputs))]
+
+    want = (attend(*arrays), *jax.jit(gradients)(*arrays))
+    assert_same_bits([jnp.transpose(x, back) for x in step(*moved)], list(want))
+
+
+def test_slices_of_one_array():
+    """q, k and v out of one product: as heads of it, and stacked in front."""
+    whole = jnp.concatenate(draw(0, kv_heads=4), axis=2)  # 12 heads
+
+    def heads(whole):
+        return whole[:, :, :4], whole[:, :, 4:8], whole[:, :, 8:]
+
+    want = gradients(*heads(whole))
+    summed = jax.jit(lambda x: gradients(*heads(x)))(whole)
+    front = jnp.stack(heads(whole))
+    assert_same_bits(summed, want)
+    assert_same_bits(jax.jit(lambda x: gradients(*x))(front), want)
+
+
+def test_remat_recomputes_the_same_bits():
+    arrays = draw(0, q_len=200, kv_len=200)
+    policies = jax.checkpoint_policies
+
+    def slopes(policy):
+        call = functools.partial(attend, deterministic=True)
+        if policy is not None:
+            call = jax.checkpoint(call, policy=policy)
+        return jax.jit(
+            jax.grad(lambda *x: jnp.sum(jnp.sin(call(*x).astype(jnp.float32))), argnums=(0, 1, 2))
+        )(*arrays)
+
+    want = slopes(None)
+    assert_same_bits(slopes(policies.nothing_saveable), want)
+    assert_same_bits(slopes(policies.save_only_these_names("flash_out", "flash_lse")), want)
+
+
+def test_jvp_and_second_derivatives():
+    arrays = draw(0, q_len=70, kv_len=70, batch=1, dim=64)
+    tangents = draw(1, q_len=70, kv_len=70, batch=1, dim=64)
+    wide, wide_tangents = (
+        jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in (arrays, tangents)
+    )
+
+    def plain(q, k, v):
+        return reference.attention(q, k, v, is_causal=True)
+
+    def hvp(attention, arrays, tangents):
+        slope = jax.grad(
+            lambda *x: jnp.sum(jnp.sin(attention(*x).astype(jnp.float32))), argnums=(0, 1, 2)
+        )
+        return jax.jvp(slope, arrays, tangents)
+
+    for transform in (functools.partial(jax.jvp, attend), functools.partial(hvp, attend)):
+        name = "hvp" if transform.func is hvp else "jvp"
+        right = functools.partial(transform.func, plain)
+        got = jax.tree.leaves(jax.jit(transform)(arrays, tangents))
+        want = jax.tree.leaves(jax.jit(right)(wide, wide_tangents))
+        for a, b in zip(got, want, strict=True):
+            near(a, b, name)
+
+
+def test_x64_mode_and_donation():
+    arrays = draw(0, q_len=100, kv_len=100)
+    lengths = np.array([100, 30])
+    want = jax.jit(gradients)(*arrays, key_value_seq_lengths=lengths.astype(np.int32))
+    with jax.enable_x64(True):
+        got = jax.jit(gradients)(*arrays, key_value_seq_lengths=jnp.asarray(lengths))
+        assert [x.dtype for x in got] == [jnp.bfloat16] * 3
+    assert_same_bits(got, want)
+    donated = [x.copy() for x in arrays]
+    again = jax.jit(gradients, donate_argnums=(0, 1, 2))(
+        *donated, key_value_seq_lengths=jnp.asarray(lengths, jnp.int32)
+    )
+    assert_same_bits(again, want)
+    assert all(x.is_deleted() for x in donated)
+
+
+def test_without_a_kernel_the_reason_is_named():
+    q, k, v = draw(0)
+    for change, reason in (
+        (dict(zip("qkv", (x.astype(jnp.float32) for x in (q, k, v)), strict=True)), "float32"),
+        ({"q": jnp.zeros((1, 4, 2, 320), HALF), "k": jnp.zeros((1, 4, 2, 320), HALF)}, "320"),
+    ):
+        arrays = {"q": q, "k": k, "v": jnp.zeros((1, 4, 2, 320), HALF)} | change
+        with pytest.raises(NotImplementedError, match=f"'cuda' cannot run this call.*{reason}"):
+            attend(**arrays)
