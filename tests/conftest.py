@@ -9,10 +9,13 @@ import jax
 import pytest
 
 # Read when jax first looks for devices: the sharding tests need several, and one CPU can play
-# them all.
+# them all. On a GPU, XLA's search for the fastest matrix products takes longer than the tests (40 s
+# for one small second derivative).
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in _FLAGS:
-    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
+for _name, _value in (("xla_force_host_platform_device_count", 8), ("xla_gpu_autotune_level", 0)):
+    if _name not in _FLAGS:
+        _FLAGS += f" --{_name}={_value}"
+os.environ["XLA_FLAGS"] = _FLAGS.strip()
 
 hypothesis.settings.register_profile(
     "ci",

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from .cases import BOTTOM_RIGHT, Case
 
@@ -54,12 +55,11 @@ CASES = (
     C("nothing seen", H=128, segments="apart"),
 )
 
-OWN_KERNELS = ("--filter", "kernel_substring=flash_")
+OWN_KERNELS = ("--kernel-name", "kernel_substring=flash_")
 TOOLS = {
     "memcheck": (),
     "racecheck": ("--racecheck-report", "all", *OWN_KERNELS),
     "synccheck": OWN_KERNELS,
-    "initcheck": OWN_KERNELS,
 }
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
@@ -88,9 +88,42 @@ def start(sanitizer: str, tool: str, names: list[str]) -> subprocess.Popen[str]:
     )
 
 
+def follow(tool: str, process: subprocess.Popen[str]) -> list[str]:
+    """Reads what a process prints to its end, and passes on what cases and tool report."""
+    lines = []
+    for line in process.stdout or ():
+        lines.append(line)
+        if line.startswith("right: ") or re.match("========= (Error|Warn|Invalid|Race)", line):
+            print(f"{tool}: {line}", end="", flush=True)
+    process.wait()
+    return lines
+
+
+def check(sanitizer: str, tool: str, names: list[str], jobs: int) -> bool:
+    """Runs cases under one tool, in several processes; tells whether all are right and clean."""
+    begin = time.perf_counter()
+    shares = [share for i in range(jobs) if (share := names[i::jobs])]
+    processes = [start(sanitizer, tool, share) for share in shares]
+    with ThreadPoolExecutor(len(processes)) as pool:
+        outputs = ["".join(x) for x in pool.map(functools.partial(follow, tool), processes)]
+    found = [SUMMARY.findall(output) for output in outputs]
+    reports = sum(int(count) for counts in found for count in counts)
+    right = sum(output.count("right: ") for output in outputs)
+    for share, output, process in zip(shares, outputs, processes, strict=True):
+        if process.returncode:
+            print(f"==== {tool}: {', '.join(share)}\n{output}")
+    print(
+        f"{tool}: {right} of {len(names)} cases right, {reports} reports, "
+        f"{time.perf_counter() - begin:.0f} s",
+        flush=True,
+    )
+    ended_well = all(process.returncode == 0 for process in processes)
+    return ended_well and right == len(names) and reports == 0 and all(found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tools", nargs="*", choices=TOOLS, default=["memcheck", "racecheck"])
+    parser.add_argument("tools", nargs="*", help=f"of {', '.join(TOOLS)}; the first two if none")
     parser.add_argument("--case", default="", help="only cases whose name holds this")
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time for each tool")
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
@@ -102,26 +135,9 @@ def main() -> int:
     if sanitizer is None:
         parser.error("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
     names = [case.name for case in CASES if arguments.case in case.name]
-    failed = False
-    for tool in arguments.tools:
-        begin = time.perf_counter()
-        shares = [share for i in range(arguments.jobs) if (share := names[i :: arguments.jobs])]
-        processes = [start(sanitizer, tool, share) for share in shares]
-        outputs = [process.communicate()[0] for process in processes]
-        found = [SUMMARY.findall(output) for output in outputs]
-        reports = sum(int(count) for counts in found for count in counts)
-        right = sum(output.count("right: ") for output in outputs)
-        clean = right == len(names) and reports == 0 and all(found)
-        failed = failed or not clean or any(process.returncode for process in processes)
-        for share, output, process in zip(shares, outputs, processes, strict=True):
-            if process.returncode:
-                print(f"==== {tool}: {', '.join(share)}\n{output}")
-        print(
-            f"{tool}: {right} of {len(names)} cases right, {reports} reports, "
-            f"{time.perf_counter() - begin:.0f} s",
-            flush=True,
-        )
-    return int(failed)
+    tools = arguments.tools or ("memcheck", "racecheck")
+    results = [check(sanitizer, tool, names, arguments.jobs) for tool in tools]
+    return 0 if all(results) else 1
 
 
 if __name__ == "__main__":

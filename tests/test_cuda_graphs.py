@@ -142,4 +142,6 @@ def test_several_streams(monkeypatch: pytest.MonkeyPatch):
     )  # fmt: skip
     for _ in range(5):
         assert_same_bits(everywhere(inputs), want)
-    assert len(forward.streams) == len(backward.streams) == 3
+    # XLA takes them from a pool, not always the same ones.
+    assert min(len(forward.streams), len(backward.streams)) >= 3
+    assert forward.captured == backward.captured == 0
