@@ -138,9 +138,12 @@ class ForwardTiles:
         """Returns the scratch arrays that the handler takes as further results."""
         segments = "query_segments" in problem.terms
         blocks = -(-shapes.kv_len // self.tile_kv) if segments else 0
+        tiles = -(-shapes.q_len * self.packed_heads // self.tile_q) if segments else 0
+        groups = tiles * (self.tile_q // 64)
         return [
             jax.ShapeDtypeStruct((1,), jnp.int32),  # counter of tiles
             jax.ShapeDtypeStruct((shapes.batch, blocks, 2), jnp.int32),  # ids in each key block
+            jax.ShapeDtypeStruct((shapes.batch, groups, 4), jnp.int32),  # plan of each warpgroup
         ]
 
     def constants(self, problem: Problem) -> dict[str, bool | int | float]:

@@ -80,7 +80,7 @@ namespace ffi = xla::ffi;
 constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
 constexpr int kMaxWindow = (1 << 30) - 1;  // sums of a window and a position stay below 2^31
 constexpr double kLog2E = 1.44269504088896340736;
-constexpr std::int64_t kBlocksPerRangeBlock = 8;  // key blocks that one segment_ranges block reads
+constexpr std::int64_t kSegmentWarps = 8;  // of a block of segment_ranges and segment_plan
 
 std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -263,10 +263,13 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   SetCommon(operands, attributes, &params);
   const bool segments = attributes.Has(kQuerySegments);
   const std::int64_t key_blocks = CeilDiv(s.kv_len, tiles.tile_kv);
-  Workspaces workspaces(rets, 2);
+  params.query_tiles = static_cast<int>(CeilDiv(s.q_len * tiles.packed_heads, tiles.tile_q));
+  const std::int64_t query_groups = params.query_tiles * tiles.tile_q / 64;
+  Workspaces workspaces(rets, 3);
   workspaces.Take("tile_counter", 1, &params.tile_counter);
   workspaces.Take("segment_ranges", segments ? 2 * s.batch * key_blocks : 0,
                   &params.segment_ranges);
+  workspaces.Take("segment_plan", segments ? 4 * s.batch * query_groups : 0, &params.segment_plan);
   if (workspaces.error().failure()) return workspaces.error();
   if (auto error = SetSinks(operands, &params); error.failure()) return error;
   params.query_data = operands.q;
@@ -274,7 +277,6 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.value_data = operands.v;
   params.out = operands.out;
   params.lse = operands.lse;
-  params.query_tiles = static_cast<int>(CeilDiv(s.q_len * tiles.packed_heads, tiles.tile_q));
   params.head_group = static_cast<int>(tiles.head_group);
   params.softcap = static_cast<float>(softcap);
 
@@ -287,10 +289,15 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   session.Map({type, operands.k, s.batch, s.kv_len, s.kv_heads, s.head_dim, keys, 1}, &params.key);
   session.Map({type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, keys, 1},
               &params.value);
-  if (tiles.dynamic) session.Zero(params.tile_counter, 1);
   if (segments) {
-    const std::int64_t groups = CeilDiv(key_blocks, kBlocksPerRangeBlock);
-    session.Launch("segment_ranges", {s.batch, groups, 256, 0, 1}, &params);
+    const auto launch = [&](const char* kernel, std::int64_t warps) {
+      session.Launch(kernel, {s.batch, CeilDiv(warps, kSegmentWarps), 32 * kSegmentWarps, 0, 1},
+                     &params);
+    };
+    launch("segment_ranges", key_blocks);
+    launch("segment_plan", query_groups);
+  } else if (tiles.dynamic) {
+    session.Zero(params.tile_counter, 1);
   }
   const std::int64_t work = params.query_tiles * s.batch * (s.q_heads / heads);
   const std::int64_t blocks = std::min(tiles.max_blocks, work * tiles.cluster_size);

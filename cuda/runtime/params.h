@@ -33,11 +33,13 @@ struct ForwardParams {
   const float* sinks;             // [B or 1, N]
   long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
 
-  // Workspace. tile_counter: one int, zero at launch, only with kDynamic (segment_ranges zeroes it
-  // too). segment_ranges: int2[B * (ceil(S / kTileKV))], only with kHasSegments, written by the
-  // kernel segment_ranges that runs first on the same stream.
+  // Workspace. tile_counter: one int, zero at launch, only with kDynamic (with kHasSegments
+  // segment_ranges zeroes it). Only with kHasSegments, written by the kernels segment_ranges and
+  // segment_plan that run first on the same stream: segment_ranges, int2[B * ceil(S / kTileKV)],
+  // and segment_plan, int4[B * query_tiles * kConsumers].
   int* tile_counter;
   int* segment_ranges;
+  int* segment_plan;
 
   int batch;         // B
   int query_len;     // T

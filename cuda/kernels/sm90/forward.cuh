@@ -73,13 +73,13 @@ inline constexpr float kSumLimit = kBFloat16 ? 1.0f / (1 << 16) : 1 << 15;
 // values; wide ones lack the registers for it (12% slower).
 inline constexpr bool kEarlyOutput = kValueDim <= 128;
 inline constexpr uint16 kAllRanks = (1 << kClusterSize) - 1;
-// In the block list of segments: this block is the tile's last; all its elements share one segment.
-inline constexpr uint32 kLastBlock = 1u << 31, kOneSegment = 1u << 30;
+// A warpgroup's blocks may begin after the first one of its tile.
+inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments;
+inline constexpr int kIdWords = ceil_div(kTileKV, 32);  // a bit for each key of a block
 inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kTileKV % 16 == 0 && kTileKV <= 256 && kHeadDim % 8 == 0 && kValueDim % 8 == 0);
 static_assert(kGroupRows % kPackedHeads == 0 && kLoadRows % 8 == 0);
-static_assert(!kHasSegments || kTileKV <= 128);  // visible columns of a thread are 32 bits
 static_assert(!(kHasSegments && kClusterSize > 1), "CTAs of a cluster walk the same blocks");
 
 // Description of a tile, written by the producer, read by the consumers.
@@ -92,7 +92,8 @@ struct alignas(16) TileInfo {
   int offset;
   Range blocks;  // that the whole cluster walks, from the last to the first
   Range own;     // of these, what the rows of this warpgroup see
-  Range full;    // of these, the ones that need no element test (segments aside)
+  Range full;    // of these, the ones that need no element test
+  Range one;     // the ones that need no test of segments
 };
 
 struct alignas(1024) Shared {
@@ -107,7 +108,7 @@ struct alignas(1024) Shared {
   // Numbers of coming tiles that rank 0 of a cluster took for all: two in flight.
   unsigned long long number_full[2], number_empty[2];
   uint32 number[2];
-  uint32 block_list[kStages];  // block and flags, with segments; one per key buffer
+  int block_list[kStages];  // the block in each key buffer, with segments
 };
 
 __device__ __forceinline__ Visibility visibility(const ForwardParams& p, int batch) {
@@ -118,9 +119,18 @@ __device__ __forceinline__ Visibility visibility(const ForwardParams& p, int bat
   return v;
 }
 
+// The key blocks that share a segment with the rows of a warpgroup: what segment_plan finds.
+struct alignas(16) SegmentPlan {
+  Range blocks;  // from the first to the last of them
+  Range one;     // of these, some in a row that hold the rows' only segment and no other
+  // In `blocks.begin`: there are blocks between that share no segment.
+  static constexpr int kSparse = 1 << 30;
+};
+
 // Smallest and largest segment id, and whether they meet another pair.
 struct SegmentRange {
   int low = 0x7fffffff, high = -0x7fffffff - 1;
+  __device__ __forceinline__ bool empty() const { return low > high; }
   __device__ __forceinline__ void include(int id) {
     low = min(low, id);
     high = max(high, id);
@@ -143,19 +153,23 @@ struct Producer {
   const ForwardParams& p;
   Shared& shared;
   const uint32 rank;
-  const bool leader;   // the lane that talks to barriers and TMA
   Ring<kStages> ring;  // of K and V alike: each block takes one stage of both
   Ring<kQueryStages> query_ring;
   Ring<kInfoStages> info_ring;
   Ring<2> number_ring;
   int next_number = 0;
 
+  // Opaque: addresses that depend on it would be kept in registers that are not there.
+  __device__ __forceinline__ int lane() const { return ptx::opaque(threadIdx.x % 32); }
+  // The lane that talks to barriers and TMA.
+  __device__ __forceinline__ bool is_leader() const { return threadIdx.x == 0; }
+
   // Asks for the tile after this one; the answer is needed only a tile later.
   __device__ __forceinline__ void request_number(int number) {
     const int stride = gridDim.x / kClusterSize;
     if constexpr (!kDynamic) {
       next_number = number + stride;
-    } else if (leader && rank == 0) {
+    } else if (is_leader() && rank == 0) {
       next_number = stride + atomicAdd(p.tile_counter, 1);
     }
   }
@@ -163,7 +177,7 @@ struct Producer {
   __device__ __forceinline__ int receive_number() {
     if constexpr (kDynamic && kClusterSize > 1) {
       const int slot = number_ring.stage;
-      if (leader) {
+      if (is_leader()) {
         if (rank == 0) {
           ptx::barrier_wait_cluster(ptx::shared_address(&shared.number_empty[slot]),
                                     number_ring.parity ^ 1);
@@ -209,51 +223,51 @@ struct Producer {
       ptx::barrier_wait(ptx::shared_address(barrier), parity ^ 1);
     }
   }
-  __device__ __forceinline__ void load_key(int head, uint32 block, int batch) {
+  __device__ __forceinline__ void load_key(int head, int block, int batch) {
     const int stage = ring.stage;
-    if (leader) {
+    if (is_leader()) {
       wait_empty(&shared.key_empty[stage], ring.parity);
       if constexpr (kHasSegments) shared.block_list[stage] = block;
-      load_block<kHeadBoxes>(p.key, shared.key[stage], &shared.key_full[stage], head,
-                             block & ~(kLastBlock | kOneSegment), batch);
+      load_block<kHeadBoxes>(p.key, shared.key[stage], &shared.key_full[stage], head, block, batch);
     }
   }
-  __device__ __forceinline__ void load_value(int head, uint32 block, int batch) {
+  __device__ __forceinline__ void load_value(int head, int block, int batch) {
     const int stage = ring.stage;
-    if (leader) {
+    if (is_leader()) {
       wait_empty(&shared.value_empty[stage], ring.parity);
-      load_block<kValueBoxes>(p.value, shared.value[stage], &shared.value_full[stage], head,
-                              block & ~(kLastBlock | kOneSegment), batch);
+      load_block<kValueBoxes>(p.value, shared.value[stage], &shared.value_full[stage], head, block,
+                              batch);
     }
     ring.advance();
   }
 
-  // Hands the tile and its Q rows to each warpgroup.
+  // The blocks that the rows of warpgroup `lane` see, and which of them need no test.
+  __device__ __forceinline__ void describe_rows(TileInfo& tile) const {
+    const int first_row = tile.first_row + lane() * kGroupRows;
+    const int first_query = first_row / kPackedHeads;
+    const int last_query = (first_row + kGroupRows - 1) / kPackedHeads;
+    // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
+    const Visibility seen{tile.offset, p.window_left, p.window_right,
+                          ptx::opaque(tile.query_length), ptx::opaque(tile.kv_length)};
+    tile.own =
+        blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(seen, first_query, last_query));
+    tile.full = full_blocks<kTileKV, kWindowLeft, kWindowRight>(
+        seen, first_query, min(last_query, seen.query_length - 1));
+  }
+  // Hands the tile and its Q rows to each warpgroup: a lane for each.
   __device__ __forceinline__ void load_query(const TileInfo& tile) {
-    if (leader) {
-#pragma unroll 1
-      for (int group = 0; group < kConsumers; ++group) {
-        const int stage = query_ring.stage;
-        ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
-                          query_ring.parity ^ 1);
-        TileInfo& info = shared.tiles[info_ring.stage][group];
-        info = tile;
-        const int first_query = (tile.first_row + group * kGroupRows) / kPackedHeads;
-        const int last_query = (tile.first_row + (group + 1) * kGroupRows - 1) / kPackedHeads;
-        // Opaque: what follows would be computed ahead of the loop, for registers that are not
-        // there.
-        const Visibility seen{tile.offset, p.window_left, p.window_right,
-                              ptx::opaque(tile.query_length), ptx::opaque(tile.kv_length)};
-        info.own = kHasSegments ? tile.blocks
-                                : blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(
-                                      seen, first_query, last_query));
-        info.full = full_blocks<kTileKV, kWindowLeft, kWindowRight>(
-            seen, first_query, min(last_query, tile.query_length - 1));
-        const uint32 barrier = ptx::shared_address(&shared.query_full[stage][group]);
-        if (tile.batch < 0 || tile.blocks.empty()) {
-          ptx::barrier_arrive(barrier);
-          continue;
-        }
+    const int group = lane();
+    if (group < kConsumers) {
+      const int stage = query_ring.stage;
+      ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
+                        query_ring.parity ^ 1);
+      TileInfo& info = shared.tiles[info_ring.stage][group];
+      info = tile;
+      if constexpr (!kHasSegments) describe_rows(info);
+      const uint32 barrier = ptx::shared_address(&shared.query_full[stage][group]);
+      if (tile.batch < 0 || tile.blocks.empty()) {
+        ptx::barrier_arrive(barrier);
+      } else {
         ptx::barrier_arrive_expect(barrier, kQueryBytes);
         const uint32 target = ptx::shared_address(shared.query[stage][group]);
 #pragma unroll 1
@@ -264,38 +278,72 @@ struct Producer {
         }
       }
     }
+    __syncwarp();
     query_ring.advance();
     info_ring.advance();
   }
 
-  // The next block at or below `block` that shares a segment with the tile, with kOneSegment if
-  // nothing else is in it; below `first` if there is none. All lanes take part.
-  __device__ __forceinline__ int find_block(const SegmentRange& queries, int batch, int block,
-                                            int first, uint32& flags) const {
-    const int blocks = ceil_div(p.kv_len, kTileKV);
-    const int lane = threadIdx.x % 32;
-    const int2* ranges =
-        reinterpret_cast<const int2*>(p.segment_ranges) + static_cast<int64>(batch) * blocks;
-    for (; block >= first; block -= 32) {
-      const int mine = block - lane;
-      const int2 range = mine >= first ? ranges[mine] : make_int2(0x7fffffff, -0x7fffffff - 1);
-      const uint32 found = __ballot_sync(0xffffffffu, mine >= first && queries.meets(range));
-      if (found != 0) {
-        const int offset = __ffs(found) - 1;
-        const bool one = __shfl_sync(0xffffffffu, queries.is_one(range), offset);
-        flags = one ? kOneSegment : 0;
-        return block - offset;
-      }
+  // -- segments; all lanes take part --
+  // The plan of the warpgroup that is this lane's number.
+  __device__ __forceinline__ const SegmentPlan* plan_of(const TileIndex& taken) const {
+    const int64 tile = taken.batch * p.query_tiles + taken.query_tile;
+    return reinterpret_cast<const SegmentPlan*>(p.segment_plan) + tile * kConsumers + lane();
+  }
+  // Finds the blocks of the tile and those of each warpgroup. In a sparse tile, where blocks that
+  // share no segment with it lie between, all warpgroups walk all the others: `queries` is its
+  // range then, else it stays empty.
+  __device__ __forceinline__ void plan_blocks(TileInfo& tile, const TileIndex& taken,
+                                              SegmentRange& queries) const {
+    SegmentPlan plan{{0, 0}, {0, 0}};
+    if (lane() < kConsumers) plan = *plan_of(taken);
+    describe_rows(tile);
+    tile.own.begin = max(tile.own.begin, plan.blocks.begin & ~SegmentPlan::kSparse);
+    tile.own.end = min(tile.own.end, plan.blocks.end);
+    tile.one = plan.one;
+    tile.full.begin = max(tile.full.begin, plan.one.begin);
+    tile.full.end = min(tile.full.end, plan.one.end);
+    const bool any = !tile.own.empty();
+    tile.blocks.begin = __reduce_min_sync(0xffffffffu, any ? tile.own.begin : 0x7fffffff);
+    tile.blocks.end = __reduce_max_sync(0xffffffffu, any ? tile.own.end : 0);
+    const int walked = __reduce_add_sync(0xffffffffu, any ? tile.own.end - tile.own.begin : 0);
+    const bool sparse = __any_sync(0xffffffffu, any && plan.blocks.begin >= SegmentPlan::kSparse);
+    if (!sparse && walked >= tile.blocks.end - tile.blocks.begin) return;
+    const int* ids = p.query_segments + static_cast<int64>(tile.batch) * p.query_len;
+    const int end = min((tile.first_row + kTileRows) / kPackedHeads, tile.query_length);
+#pragma unroll 1
+    for (int query = tile.first_row / kPackedHeads + lane(); query < end; query += 32) {
+      queries.include(ids[query]);
     }
-    return first - 1;
+    queries.reduce_warp();
+    tile.blocks.end = find_block<-1>(queries, tile, tile.blocks.end - 1) + 1;
+    tile.blocks.begin = find_block<1>(queries, tile, tile.blocks.begin);
+    tile.own = tile.blocks;
+  }
+  // The first block from `block` on, in steps of kStep, that shares a segment with the tile; one
+  // past the tile's blocks if there is none.
+  template <int kStep>
+  __device__ __forceinline__ int find_block(const SegmentRange& queries, const TileInfo& tile,
+                                            int block) const {
+    const int64 first = static_cast<int64>(tile.batch) * ceil_div(p.kv_len, kTileKV);
+    const int2* ranges = reinterpret_cast<const int2*>(p.segment_ranges) + first;
+#pragma unroll 1
+    for (; block >= tile.blocks.begin && block < tile.blocks.end; block += 32 * kStep) {
+      const int mine = block + kStep * lane();
+      const bool inside = mine >= tile.blocks.begin && mine < tile.blocks.end;
+      const uint32 found = __ballot_sync(0xffffffffu, inside && queries.meets(ranges[mine]));
+      if (found != 0) return block + kStep * (__ffs(found) - 1);
+    }
+    return kStep > 0 ? tile.blocks.end : tile.blocks.begin - 1;
   }
 
+  __device__ __forceinline__ TileIndex decode(int number) const {
+    return decode_tile<kWindowRight>(number, p.query_tiles, p.query_heads / kPackedHeads, p.batch,
+                                     p.head_group);
+  }
   __device__ __forceinline__ void run() {
     int number = blockIdx.x / kClusterSize;
-    const int heads = p.query_heads / kPackedHeads;
     while (true) {
-      const TileIndex taken =
-          decode_tile<kWindowRight>(number, p.query_tiles, heads, p.batch, p.head_group);
+      const TileIndex taken = decode(number);
       request_number(number);
       TileInfo tile{0, taken.head, taken.batch, 0, 0, 0, {0, 0}};
       if (taken.batch < 0) {
@@ -304,47 +352,38 @@ struct Producer {
       }
       const Visibility seen = visibility(p, taken.batch);
       const int cluster_row = taken.query_tile * kClusterSize * kTileRows;
-      const int first = cluster_row / kPackedHeads;
-      const int last = (cluster_row + kClusterSize * kTileRows - 1) / kPackedHeads;
       tile.first_row = cluster_row + rank * kTileRows;
       tile.query_length = seen.query_length;
       tile.kv_length = seen.kv_length;
       tile.offset = seen.offset;
-      tile.blocks = blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(seen, first, last));
       const int kv_head = kPackedHeads > 1 ? taken.head : taken.head / (p.query_heads / p.kv_heads);
-
-      int block = tile.blocks.end - 1;
-      uint32 flags = 0;
-      SegmentRange queries;
+      SegmentRange queries;  // of a sparse tile
       if constexpr (kHasSegments) {
-        const int* ids = p.query_segments + static_cast<int64>(taken.batch) * p.query_len;
-        for (int t = first + threadIdx.x % 32; t <= min(last, seen.query_length - 1); t += 32) {
-          queries.include(ids[t]);
-        }
-        queries.reduce_warp();
-        block = find_block(queries, taken.batch, block, tile.blocks.begin, flags);
-        if (block < tile.blocks.begin) tile.blocks = {0, 0};
+        plan_blocks(tile, taken, queries);
+      } else {
+        const int first = cluster_row / kPackedHeads;
+        const int last = (cluster_row + kClusterSize * kTileRows - 1) / kPackedHeads;
+        tile.blocks =
+            blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(seen, first, last));
       }
+
       if (tile.blocks.empty()) {
         load_query(tile);
       } else {
-        bool first_block = true;
-        while (true) {
-          // Segments: the block after this one says whether this one is the last.
-          int next = block - 1;
-          uint32 next_flags = 0;
-          if constexpr (kHasSegments) {
-            next = find_block(queries, taken.batch, next, tile.blocks.begin, next_flags);
-          }
-          const bool is_last = next < tile.blocks.begin;
-          load_key(kv_head, block | flags | (kHasSegments && is_last ? kLastBlock : 0),
-                   taken.batch);
-          if (first_block) load_query(tile);
-          first_block = false;
-          load_value(kv_head, block, taken.batch);
-          if (is_last) break;
-          block = next;
-          flags = next_flags;
+        int block = tile.blocks.end - 1;
+        load_key(kv_head, block, tile.batch);
+        load_query(tile);
+        load_value(kv_head, block, tile.batch);
+        if constexpr (kHasSegments) {  // the next tile's plan on its way into L1
+          const TileIndex next = decode(receive_number());
+          if (next.batch >= 0 && lane() < kConsumers) ptx::prefetch(plan_of(next));
+        }
+#pragma unroll 1
+        while (block > tile.blocks.begin) {
+          --block;
+          if (kHasSegments && !queries.empty()) block = find_block<-1>(queries, tile, block);
+          load_key(kv_head, block, tile.batch);
+          load_value(kv_head, block, tile.batch);
         }
       }
       number = receive_number();
@@ -368,8 +407,6 @@ struct Consumer {
   Range own;           // blocks that this warpgroup's rows see
   Range full;          // of these, the ones that need no element test
   int block = 0;       // the block that `scores` or `weights` belong to
-  uint32 flags = 0;    // kLastBlock, kOneSegment of that block
-  int segments[2];     // ids of this thread's rows
   Scores scores;
   uint32 weights[kTileKV / 4];
   float output[kValueColumns / 2];
@@ -471,9 +508,7 @@ struct Consumer {
   __device__ __forceinline__ void accept_scores() {
     ptx::pin(scores);
     if constexpr (kHasSegments) {
-      const uint32 entry = ptx::uniform(shared.block_list[key_ring.stage]);
-      flags = entry & (kLastBlock | kOneSegment);
-      block = entry & ~(kLastBlock | kOneSegment);
+      block = ptx::uniform(shared.block_list[key_ring.stage]);
     }
   }
   // Gives the operands of the scores back.
@@ -481,47 +516,81 @@ struct Consumer {
     release_key();
     if (is_last()) release_query();
   }
-  __device__ __forceinline__ bool is_last() const {
-    return kHasSegments ? (flags & kLastBlock) != 0 : block == own.begin;
-  }
+  __device__ __forceinline__ bool is_last() const { return block == own.begin; }
 
   // -- scores to weights --
   __device__ __forceinline__ void mask_scores(Scores& scores) const {
     const TileInfo& t = tile();
     const int first_key = block * kTileKV;
     const int lane_column = 2 * (lane() % 4);
-    uint32 same_segment[2] = {0, 0};  // of this thread's columns, a bit each
-    if constexpr (kHasSegments) {
-      const int* ids =
-          p.key_value_segments + static_cast<int64>(t.batch) * p.kv_len + first_key + lane_column;
-      const int valid = t.kv_length - first_key - lane_column;
-#pragma unroll 4
-      for (int bit = 0; bit < kTileKV / 4; ++bit) {
-        const int column = bit / 2 * 8 + bit % 2;
-        const int id = column < valid ? ids[column] : 0;
-        same_segment[0] |= static_cast<uint32>(id == segments[0]) << bit;
-        same_segment[1] |= static_cast<uint32>(id == segments[1]) << bit;
+    int ids[kIdWords];  // of the keys first_key + 32 * w + lane
+    const bool one_segment = block >= t.one.begin && block < t.one.end;
+    if (kHasSegments && !one_segment) {
+      const int* all = p.key_value_segments + static_cast<int64>(t.batch) * p.kv_len;
+#pragma unroll
+      for (int w = 0; w < kIdWords; ++w) {
+        const int key = first_key + 32 * w + lane();
+        ids[w] = key < t.kv_length ? all[key] : 0;
       }
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int query = packed_row(t, row) / kPackedHeads;
       Range columns = row_columns<kWindowLeft, kWindowRight>(seen(t), query, first_key);
-      columns.begin -= lane_column;
-      columns.end -= lane_column;
+      if constexpr (kHasSegments) {
+        uint32 words[kIdWords];  // the columns that the row sees, a bit each
 #pragma unroll
-      for (int i = 0; i < kTileKV / 2; i += 4) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int column = 2 * i + j;
-          float& score = scores[i + 2 * row + j];
-          bool visible = column < columns.end;
-          if constexpr (kWindowLeft) visible = visible && column >= columns.begin;
-          if constexpr (kHasSegments) {
-            visible = visible && (same_segment[row] >> (i / 2 + j) & 1) != 0;
-          }
-          score = visible ? score : kNegativeInfinity;
+        for (int w = 0; w < kIdWords; ++w) words[w] = 0xffffffffu;
+        if (!one_segment) {
+          const bool valid = query < t.query_length;
+          match_segment(
+              valid ? p.query_segments[static_cast<int64>(t.batch) * p.query_len + query] : 0, ids,
+              words);
         }
+#pragma unroll
+        for (int w = 0; w < kIdWords; ++w) {
+          words[w] &= ptx::low_bits(columns.end - 32 * w);
+          if constexpr (kWindowLeft) words[w] &= ~ptx::low_bits(columns.begin - 32 * w);
+          words[w] >>= lane_column;
+        }
+#pragma unroll
+        for (int i = 0; i < kTileKV / 2; i += 4) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int column = 2 * i + j;
+            float& score = scores[i + 2 * row + j];
+            score = words[column / 32] >> column % 32 & 1 ? score : kNegativeInfinity;
+          }
+        }
+      } else {
+        columns.begin -= lane_column;
+        columns.end -= lane_column;
+#pragma unroll
+        for (int i = 0; i < kTileKV / 2; i += 4) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int column = 2 * i + j;
+            float& score = scores[i + 2 * row + j];
+            bool visible = column < columns.end;
+            if constexpr (kWindowLeft) visible = visible && column >= columns.begin;
+            score = visible ? score : kNegativeInfinity;
+          }
+        }
+      }
+    }
+  }
+  // Bit c of word w: key 32 * w + c has the segment `mine` of this lane's row. A round for each
+  // segment that the warp's rows have, most often one or two.
+  __device__ __forceinline__ void match_segment(int mine, const int (&ids)[kIdWords],
+                                                uint32 (&words)[kIdWords]) const {
+    uint32 left = 0xffffffffu;
+    while (left != 0) {
+      const int id = __shfl_sync(0xffffffffu, mine, __ffs(left) - 1);
+      left &= ~__ballot_sync(0xffffffffu, mine == id);
+#pragma unroll
+      for (int w = 0; w < kIdWords; ++w) {
+        const uint32 same = __ballot_sync(0xffffffffu, ids[w] == id);
+        if (mine == id) words[w] = same;
       }
     }
   }
@@ -532,9 +601,8 @@ struct Consumer {
     } else if constexpr (kPreScale) {
       apply_scale(scores, p.scale);
     }
-    const bool one_segment = !kHasSegments || (flags & kOneSegment) != 0;
-    const bool is_full = block < full.end && (!kWindowLeft || block >= full.begin);
-    if (!is_full || !one_segment) mask_scores(scores);
+    const bool is_full = block < full.end && (!kBoundedBegin || block >= full.begin);
+    if (!is_full) mask_scores(scores);
   }
   // Exponentials of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
@@ -705,18 +773,9 @@ struct Consumer {
     info_ring.advance();
     const TileInfo& t = tile();
     if (ptx::uniform(t.batch) < 0) return false;
-    own = {kWindowLeft ? ptx::uniform(t.own.begin) : 0, ptx::uniform(t.own.end)};
-    full = {kWindowLeft ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
+    own = {kBoundedBegin ? ptx::uniform(t.own.begin) : 0, ptx::uniform(t.own.end)};
+    full = {kBoundedBegin ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
     block = own.end - 1;
-    if constexpr (kHasSegments) {
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const int query = packed_row(t, row) / kPackedHeads;
-        const bool valid = query < t.query_length;
-        segments[row] =
-            valid ? p.query_segments[static_cast<int64>(t.batch) * p.query_len + query] : 0;
-      }
-    }
     return true;
   }
   // Blocks that other warpgroups need and this one does not.
@@ -809,7 +868,7 @@ struct Consumer {
       sanitise_value(block);
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
       const TileInfo& finished = tile();
-      const int unseen = kWindowLeft && !kHasSegments ? own.begin - walked().begin : 0;
+      const int unseen = kBoundedBegin ? own.begin - walked().begin : 0;
       Next next = kUnread;
       uint32 nonfinite[2];
       if (unseen == 0 && query_and_key_are_ready()) {
@@ -886,7 +945,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     ptx::register_decrease<kProducerRegisters>();
     if (warp == 0) {
       const uint32 rank = kClusterSize > 1 ? ptx::cluster_rank() : 0;
-      Producer producer{p, shared, rank, threadIdx.x == 0};
+      Producer producer{p, shared, rank};
       producer.run();
     }
   } else {
@@ -898,8 +957,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
   if constexpr (kClusterSize > 1) ptx::cluster_sync();
 }
 
+// With segments, two kernels go ahead, 256 threads each, a warp for each block or group.
+//
 // Smallest and largest segment id of each block of kTileKV keys, and a fresh tile counter.
-// Grid (B, ceil(blocks / 8)), 256 threads: a warp per block.
+// Grid (B, ceil(blocks / 8)).
 extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
@@ -919,5 +980,56 @@ extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams 
       reinterpret_cast<int2*>(p.segment_ranges)[static_cast<int64>(batch) * blocks + block] =
           make_int2(range.low, range.high);
     }
+  }
+}
+
+// The plan of each warpgroup of each tile. Grid (B, ceil(query_tiles * kConsumers / 8)).
+extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p) {
+  using namespace forward;
+  if constexpr (kHasSegments) {
+    constexpr int kQueries = kGroupRows / kPackedHeads;
+    const int lane = threadIdx.x % 32;
+    const int batch = blockIdx.x;
+    const int group = blockIdx.y * 8 + threadIdx.x / 32;
+    const int groups = p.query_tiles * kConsumers;
+    if (group >= groups) return;
+    const int end = min((group + 1) * kQueries, visibility(p, batch).query_length);
+    const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
+    SegmentRange queries;
+    for (int query = group * kQueries + lane; query < end; query += 32) {
+      queries.include(ids[query]);
+    }
+    queries.reduce_warp();
+
+    const int blocks = ceil_div(p.kv_len, kTileKV);
+    const int2* ranges =
+        reinterpret_cast<const int2*>(p.segment_ranges) + static_cast<int64>(batch) * blocks;
+    SegmentRange met, one;  // of block numbers
+    int met_count = 0, one_count = 0;
+#pragma unroll 4
+    for (int block = lane; block < blocks; block += 32) {
+      const int2 range = ranges[block];
+      if (queries.meets(range)) {
+        met.include(block);
+        ++met_count;
+      }
+      if (queries.is_one(range)) {
+        one.include(block);
+        ++one_count;
+      }
+    }
+    met.reduce_warp();
+    one.reduce_warp();
+    met_count = __reduce_add_sync(0xffffffffu, met_count);
+    one_count = __reduce_add_sync(0xffffffffu, one_count);
+    if (lane != 0) return;
+    SegmentPlan plan{{0, 0}, {0, 0}};
+    if (met_count > 0) {
+      plan.blocks = {met.low, met.high + 1};
+      if (met_count <= met.high - met.low) plan.blocks.begin |= SegmentPlan::kSparse;
+    }
+    if (one_count > 0 && one_count == one.high + 1 - one.low) plan.one = {one.low, one.high + 1};
+    reinterpret_cast<SegmentPlan*>(p.segment_plan)[static_cast<int64>(batch) * groups + group] =
+        plan;
   }
 }

@@ -492,6 +492,12 @@ __device__ __forceinline__ void add_relaxed(int* address, int value) {
 }
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+// Brings a cache line into L1.
+__device__ __forceinline__ void prefetch(const void* address) {
+  int unused;
+  asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(address) : "memory");
+}
+
 // ---- arithmetic ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -524,6 +530,13 @@ __device__ __forceinline__ uint32 pack(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   }
   return packed;
+}
+
+// The lowest `count` bits: none for 0 and less, all for 32 and more.
+__device__ __forceinline__ uint32 low_bits(int count) {
+  uint32 bits;
+  asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(bits) : "r"(max(count, 0)));
+  return bits;
 }
 
 // One element as float.
