@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.patches import Patch
 from shapes import Cell, Pass
 
@@ -61,6 +62,34 @@ def _draw_panel(ax: Any, panel: Results, peers: Sequence[str], looks: Mapping[st
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", alpha=0.3)
     ax.set_axisbelow(True)
+
+
+def draw_losses(
+    curves: Mapping[tuple[str, int], Sequence[float]],
+    looks: Mapping[str, tuple[str, str]],
+    gpu: str,
+    to: Path,
+):
+    """Draws losses over steps, means of 20, a line for each (attention, seed)."""
+    figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for (name, seed), losses in curves.items():
+        label, color = looks[name]
+        window = min(20, len(losses))
+        ax.plot(
+            np.arange(window, len(losses) + 1),
+            np.convolve(losses, np.ones(window) / window, "valid"),
+            color=color,
+            linestyle=("-", "--", ":")[seed % 3],
+            linewidth=1.2,
+            label=f"{label}, seed {seed}",
+        )
+    ax.set(xlabel="step", ylabel="training loss (nats per byte, mean of 20 steps)")
+    ax.set_title(f"Training loss, bfloat16, {gpu}")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="y", alpha=0.3)
+    ax.legend(frameon=False)
+    figure.savefig(to, dpi=120)
+    plt.close(figure)
 
 
 def table(

@@ -214,7 +214,7 @@ def write(
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command(),
+        "command": command("benchmarks/run.py"),
         "versions": versions(),
         "product_tflops": ceiling,
     }
@@ -244,7 +244,7 @@ def write(
     print(path)
 
 
-def command() -> str:
+def command(script: str) -> str:
     """Returns the command line, less what only names the results."""
     words = iter(sys.argv[1:])
     kept = []
@@ -253,7 +253,7 @@ def command() -> str:
             next(words)
         else:
             kept.append(word)
-    return shlex.join(["python", "benchmarks/run.py", *kept])
+    return shlex.join(["python", script, *kept])
 
 
 def versions() -> dict[str, str]:

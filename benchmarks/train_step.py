@@ -1,15 +1,18 @@
 """Trains one model with our attention, cuDNN's and XLA's on a GPU, and compares the steps.
 
-    python benchmarks/train_step.py                          # everything, a few minutes
+    python benchmarks/train_step.py                          # everything, some minutes
     python benchmarks/train_step.py --only steps             # no longest sequence, no loss curves
+    python benchmarks/train_step.py --only steps --lengths 4096 --xla-defaults
 
 The model is examples/train_gpt.py's GPT-2 (124M parameters, bfloat16, AdamW), with as many tokens
-in every step, without packing: jax.nn's cuDNN attention takes no segment ids. `none` gives back the
-values in place of attention, so its step is what all the rest takes.
+in every step, without packing: jax.nn's cuDNN attention takes no segment ids. `none` adds query,
+key and value in place of attention, so its step is what all the rest takes. Where blocks are
+recomputed (remat), the results of the forward kernel are kept, cuDNN's as well as ours.
 
 Every measurement has a process of its own, which alone uses the GPU while it runs: a peak of memory
-belongs to one program. The next ones compile meanwhile, which needs no GPU. Matrix products are
-cuBLAS's throughout. Writes results/<gpu>/train-<commit>.json and beside it a Markdown table.
+belongs to one program. The next ones compile meanwhile, which needs no GPU, because nothing is
+tuned: matrix products are cuBLAS's. --xla-defaults compiles as XLA does without a word from us, one
+after another. Writes results/<gpu>/train-<commit>.json, and beside it a Markdown table and a chart.
 """
 
 import argparse
@@ -18,7 +21,6 @@ import datetime
 import functools
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -32,10 +34,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
+import charts
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import peers
 import run
 import train_gpt
 from flax import nnx
@@ -43,18 +46,20 @@ from tqdm import tqdm
 
 import jax_flash
 
-WARM_UP = 3
-STEPS = 12
+WARM_UP = 3  # steps
+ROUNDS = 3
+ROUND_STEPS = 8  # at most, and fewer once they take
+ROUND_SECONDS = 0.8
 CELLS = ((1024, False), (4096, False), (4096, True), (16384, False), (16384, True))
-SEARCH_FROM = 16384  # the first of the lengths that are tried until memory is out
-AHEAD = 5  # processes that compile for later
-JOB_SECONDS = 90  # after which a process is ended
+SEARCH_FROM = 65536  # the first length that is tried, of those that may be too long for the memory
+AHEAD = 4  # processes that compile for later
+JOB_SECONDS = 120  # after which a process is ended
 GB = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process does: "product", "step", "longest" (one step that fits or not) or "loss"."""
+    """What one process does: "product", "step", "longest" or "loss"."""
 
     kind: str
     attention: str = "none"
@@ -63,7 +68,8 @@ class Job:
     remat: bool = False
     layers: int = train_gpt.GPT2.layers
     seed: int = 0
-    steps: int = STEPS
+    steps: int = 0
+    run_up_to: int = 0
 
 
 def main() -> None:
@@ -78,14 +84,13 @@ def main() -> None:
             Job("step", name, length, options.tokens // length, remat, options.layers)
             for length, remat in CELLS
             if length in options.lengths
-            for name in ATTENTIONS
+            for name in options.attentions
         ]
     if "longest" in options.only:
-        doublings = (options.longest // SEARCH_FROM).bit_length()
-        lengths = [SEARCH_FROM << i for i in range(doublings)]
         longest = [
-            [Job("longest", name, length, 1, True, options.layers) for length in lengths]
+            Job("longest", name, SEARCH_FROM, 1, True, options.layers, run_up_to=options.longest)
             for name in COMPARED
+            if name in options.attentions
         ]
     if "loss" in options.only:
         losses = [
@@ -95,14 +100,14 @@ def main() -> None:
         ]
 
     with tempfile.TemporaryDirectory() as cache:
-        ceiling = [measure(Job("product"), cache)]
-        records = measure_in_turns(steps, cache)
-        ceiling += [measure(Job("product"), cache)]
+        flags = "" if options.xla_defaults else NOTHING_TUNED
+        ceiling = [measure(Job("product"), cache, flags)]
+        ahead = 0 if options.xla_defaults else AHEAD
+        records = measure_in_turns(steps, longest, cache, flags, ahead)
+        ceiling += [measure(Job("product"), cache, flags)]
         write(options, records, ceiling)
-        for search in longest:
-            records += measure_in_turns(search, cache, until_error=True)
         with ThreadPoolExecutor() as pool:  # not timed, so they may share the GPU
-            records += pool.map(lambda job: measure(job, cache), losses)
+            records += pool.map(lambda job: measure(job, cache, flags), losses)
     print(write(options, records, ceiling))
 
 
@@ -114,10 +119,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     lengths = sorted({length for length, _ in CELLS})
     parser.add_argument("--lengths", nargs="+", type=int, choices=lengths, default=lengths)
-    parser.add_argument("--longest", type=int, default=262144, help="where the search ends")
+    names = list(ATTENTIONS)
+    parser.add_argument("--attentions", nargs="+", choices=names, default=names)
+    parser.add_argument("--longest", type=int, default=262144, help="longest that is also run")
     parser.add_argument("--tokens", type=int, default=32768, help="in one step")
     parser.add_argument("--layers", type=int, default=train_gpt.GPT2.layers)
     parser.add_argument("--loss-steps", type=int, default=400)
+    parser.add_argument("--xla-defaults", action="store_true", help="leave XLA's flags alone")
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
     folder = Path(__file__).resolve().parent / "results"
     parser.add_argument("--output", type=Path, default=folder)
@@ -128,15 +136,17 @@ def parse() -> argparse.Namespace:
 # --- The processes ------------------------------------------------------------------------------
 
 
-def start(job: Job, cache: str) -> subprocess.Popen[str]:
+# Compiling must not use the GPU while another process measures, so nothing may be tried there. By
+# default XLA tries which of Triton's and cuBLAS's products is the fastest.
+NOTHING_TUNED = "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0"
+
+
+def start(job: Job, cache: str, flags: str) -> subprocess.Popen[str]:
     """Starts the process of a job, which compiles, and waits for a line before it measures."""
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        # Compiling must not use the GPU while another process measures, so nothing is tuned there:
-        # cuBLAS multiplies, as fast without a search (41.6 and 41.7 ms a step of two layers).
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
-        + " --xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
     }
@@ -155,7 +165,8 @@ def finish(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
     try:
         out, err = process.communicate("go\n", timeout=JOB_SECONDS)
     except subprocess.TimeoutExpired:
-        stop(process)
+        process.kill()
+        process.communicate()
         return dataclasses.asdict(job) | {"error": f"not done in {JOB_SECONDS} s"}
     if process.returncode != 0:
         last = ([line for line in err.split("\n") if line.strip()] or ["died"])[-1]
@@ -163,31 +174,27 @@ def finish(job: Job, process: subprocess.Popen[str]) -> dict[str, Any]:
     return dataclasses.asdict(job) | json.loads(out.strip().split("\n")[-1])
 
 
-def stop(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
-
-
-def measure(job: Job, cache: str) -> dict[str, Any]:
+def measure(job: Job, cache: str, flags: str) -> dict[str, Any]:
     """Runs one job."""
-    return finish(job, start(job, cache))
+    return finish(job, start(job, cache, flags))
 
 
 def measure_in_turns(
-    jobs: list[Job], cache: str, *, until_error: bool = False
+    jobs: list[Job], last: list[Job], cache: str, flags: str, ahead: int
 ) -> list[dict[str, Any]]:
-    """Runs jobs one after another; the next ones compile while one measures."""
+    """Runs jobs one after another; the next ones, `ahead` of them, compile while one measures.
+
+    The jobs of `last` compile for long: they start with the first and measure after all others.
+    """
+    waiting = {job: start(job, cache, flags) for job in (last if ahead else [])}
+    order = jobs + last
     records = []
-    waiting = [start(job, cache) for job in jobs[:AHEAD]]
-    for i, job in enumerate(tqdm(jobs)):
-        if i + AHEAD < len(jobs):
-            waiting.append(start(jobs[i + AHEAD], cache))
-        records.append(finish(job, waiting[i]))
+    for i, job in enumerate(tqdm(order)):
+        for later in order[i : i + 1 + ahead]:
+            if later not in waiting:
+                waiting[later] = start(later, cache, flags)
+        records.append(finish(job, waiting[job]))
         tqdm.write(json.dumps(records[-1]))
-        if until_error and "error" in records[-1]:
-            for process in waiting[i + 1 :]:
-                stop(process)
-            break
     return records
 
 
@@ -200,13 +207,19 @@ def work(job: Job) -> None:
             found = {"tflops": run.measure_product(), "gpu": device.device_kind}
         elif job.kind == "loss":
             found = loss_curve(job)
+        elif job.kind == "longest":
+            found = longest_step(job)
         else:
-            found = train(job)
+            found = time_steps(job)
     except Exception as error:  # a failure is a result of the comparison
-        found = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
-        if "RESOURCE_EXHAUSTED" in str(error):
-            found = {"error": "out of memory"}
+        found = {"error": reason(error)}
     print(json.dumps(found))
+
+
+def reason(error: Exception) -> str:
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return "out of memory"
+    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
 # --- One training step --------------------------------------------------------------------------
@@ -225,7 +238,7 @@ def attend_xla(query: Any, key: Any, value: Any, *, is_causal: bool, **_: Any) -
 
 
 def attend_none(query: Any, key: Any, value: Any, **_: Any) -> Any:
-    return value
+    return query + key + value
 
 
 # Named, so that it fails instead of falling back.
@@ -239,21 +252,47 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
 COMPARED = ("jax_flash", "cudnn", "xla")
 
 
-def train(job: Job) -> dict[str, Any]:
-    """Times the training step of a job, and finds the most memory that was in use."""
+def keep(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """Keeps the results of our forward kernel by their names, of cuDNN's by the primitive's."""
+    cudnn = "dot_product_attention_fwd" in primitive.name
+    return cudnn or train_gpt.KEEP(primitive, *operands, **parameters)
+
+
+@dataclasses.dataclass
+class Program:
+    """A compiled training step."""
+
+    compiled: Any
+    state: Any  # arrays on the host
+    rows: jax.ShapeDtypeStruct
+    needs_gb: float
+    operations: int  # in one step
+    compile_s: float
+
+    def start(self) -> Any:
+        """Returns the state on the GPU."""
+        return jax.tree.map(jnp.asarray, self.state)
+
+    def draw(self) -> jax.Array:
+        return jax.random.randint(jax.random.key(0), self.rows.shape, 0, 256, self.rows.dtype)
+
+
+def build(job: Job, length: int) -> Program:
+    """Compiles the training step of a job."""
+    begin = time.perf_counter()
     config = dataclasses.replace(
-        train_gpt.GPT2, layers=job.layers, length=job.length, batch=job.batch, remat=job.remat
+        train_gpt.GPT2, layers=job.layers, length=length, batch=job.batch, remat=job.remat
     )
 
     def make() -> tuple[train_gpt.GPT, nnx.Optimizer]:
-        model = train_gpt.GPT(config, ATTENTIONS[job.attention], nnx.Rngs(0))
+        model = train_gpt.GPT(config, ATTENTIONS[job.attention], nnx.Rngs(0), keep)
         return model, train_gpt.make_optimizer(model, config)
 
-    graph, state = nnx.split(nnx.eval_shape(make))
+    abstract = nnx.eval_shape(make)
+    graph, state = nnx.split(abstract)
 
     def loss_fn(model: train_gpt.GPT, rows: jax.Array) -> jax.Array:
-        logits = model(rows[:, :-1]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
+        return train_gpt.cross_entropy(model, model.features(rows[:, :-1]), rows[:, 1:])
 
     def step(state: Any, rows: jax.Array) -> tuple[Any, jax.Array]:
         model, optimizer = nnx.merge(graph, state)
@@ -261,43 +300,114 @@ def train(job: Job) -> dict[str, Any]:
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), loss
 
-    rows = jax.ShapeDtypeStruct((job.batch, job.length + 1), jnp.int32)
-    initial = jax.jit(lambda: nnx.state(make())).lower().compile()
-    draw = jax.jit(lambda: jax.random.randint(jax.random.key(0), rows.shape, 0, 256, rows.dtype))
+    # Drawn on the host: XLA takes minutes to compile the model's own initialisation as one program.
+    rng = np.random.default_rng(0)
+
+    def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        if leaf.ndim > 1:
+            return 0.02 * rng.standard_normal(leaf.shape, np.float32)
+        return np.ones(leaf.shape, leaf.dtype)
+
+    of_model, of_optimizer = (nnx.state(part) for part in abstract)
+    parameters = jax.tree.leaves(jax.tree.map(draw, of_model))
+    zeros = jax.tree.leaves(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), of_optimizer))
+    initial = jax.tree.unflatten(jax.tree.structure(state), parameters + zeros)
+
+    rows = jax.ShapeDtypeStruct((job.batch, length + 1), jnp.int32)
     compiled = jax.jit(step, donate_argnums=0).lower(state, rows).compile()
     needs = compiled.memory_analysis()
-    found: dict[str, Any] = {}
-    if needs is not None:
-        alone = needs.output_size_in_bytes - needs.alias_size_in_bytes
-        total = needs.argument_size_in_bytes + needs.temp_size_in_bytes + alone
-        found["program_gb"] = round(total / GB, 2)
+    alone = needs.output_size_in_bytes - needs.alias_size_in_bytes
+    total = needs.argument_size_in_bytes + needs.temp_size_in_bytes + alone
+    operations = train_gpt.operations_per_token(abstract[0]) * job.batch * length
+    seconds = time.perf_counter() - begin
+    return Program(compiled, initial, rows, total / GB, operations, seconds)
 
-    input()
-    state, batch = initial(), draw()
-    loss = jnp.zeros(())
-    # One step tells whether a length fits.
-    warm_up, steps = (WARM_UP, job.steps) if job.kind == "step" else (0, 1)
-    seconds = []
-    for _ in range(warm_up + steps):
-        begin = time.perf_counter()
-        state, loss = compiled(state, batch)
-        loss.block_until_ready()
-        seconds.append(time.perf_counter() - begin)
-    median = statistics.median(seconds[warm_up:])
-    operations = train_gpt.operations_per_token(nnx.merge(graph, state)[0])
+
+def peak_gb() -> float:
+    """Returns the most memory that was in use in this process."""
     stats = jax.devices()[0].memory_stats() or {}
-    found |= {
-        "peak_gb": round(stats.get("peak_bytes_in_use", 0) / GB, 2),
-        "loss": round(float(loss), 4),
-    }
-    if job.kind == "longest":
-        return found
-    found |= {
+    return round(stats.get("peak_bytes_in_use", 0) / GB, 2)
+
+
+def time_steps(job: Job) -> dict[str, Any]:
+    """Times the training step of a job, queued as in a training loop, and its memory."""
+    program = build(job, job.length)
+    input()
+    state, batch = program.start(), program.draw()
+
+    def run_steps(count: int) -> float:
+        nonlocal state
+        begin = time.perf_counter()
+        for _ in range(count):
+            state, loss = program.compiled(state, batch)
+        losses.append(float(loss))
+        return (time.perf_counter() - begin) / count
+
+    losses: list[float] = []
+    once = run_steps(WARM_UP)
+    steps = max(1, min(ROUND_STEPS, round(ROUND_SECONDS / once)))
+    seconds = [run_steps(steps) for _ in range(ROUNDS)]
+    median = statistics.median(seconds)
+    speed = program.operations / median
+    peak = train_gpt.peak_operations(jax.devices()[0])
+    return {
+        "program_gb": round(program.needs_gb, 2),
+        "peak_gb": peak_gb(),
+        "compile_s": round(program.compile_s, 1),
         "ms": round(1e3 * median, 3),
-        "spread": round((max(seconds[warm_up:]) - min(seconds[warm_up:])) / median, 4),
+        "spread": round((max(seconds) - min(seconds)) / median, 4),
         "tokens_per_second": round(job.batch * job.length / median),
-        "model_tflops": round(operations * job.batch * job.length / median / 1e12, 2),
+        "model_tflops": round(speed / 1e12, 2),
+        "mfu": None if peak is None else round(speed / peak, 4),
+        "loss": round(losses[-1], 4),
     }
+
+
+def longest_step(job: Job) -> dict[str, Any]:
+    """Finds the longest sequence whose step fits, by doubling or halving, then half a step more.
+
+    What a step needs is known when it is compiled. The longest that is not above `run_up_to` is
+    also run.
+    """
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) / GB
+    plans: dict[int, float | str] = {}
+    programs: dict[int, Program] = {}
+
+    def fits(length: int) -> bool:
+        try:
+            program = build(job, length)
+        except Exception as error:  # a failure is a result of the comparison
+            plans[length] = reason(error)
+            return False
+        plans[length] = round(program.needs_gb, 2)
+        if program.needs_gb > limit:
+            return False
+        if length <= job.run_up_to:
+            programs[length] = program
+        return True
+
+    length = job.length
+    if fits(length):
+        while fits(2 * length):
+            length *= 2
+    else:
+        length //= 2
+        while length >= 1024 and not fits(length):
+            length //= 2
+    fits(3 * length // 2)
+    input()
+    found: dict[str, Any] = {"limit_gb": round(limit, 2), "plans": plans}
+    for length in sorted(programs, reverse=True):
+        state, batch = programs[length].start(), programs[length].draw()
+        try:
+            begin = time.perf_counter()
+            state, loss = programs[length].compiled(state, batch)
+            loss = float(loss)
+        except Exception as error:  # as above
+            found |= {"error": f"{length}: {reason(error)}"}
+            continue
+        found |= {"ran": length, "seconds": round(time.perf_counter() - begin, 3)}
+        return found | {"peak_gb": peak_gb(), "loss": round(loss, 4)}
     return found
 
 
@@ -320,9 +430,8 @@ def loss_curve(job: Job) -> dict[str, Any]:
     model = train_gpt.GPT(config, attention[job.attention], nnx.Rngs(job.seed))
     optimizer = train_gpt.make_optimizer(model, config)
     feed = train_gpt.batches(rows, config.batch, job.seed)
-    losses = [
-        train_gpt.train_step(model, optimizer, jnp.asarray(next(feed))) for _ in range(job.steps)
-    ]
+    step = nnx.cached_partial(train_gpt.train_step, model, optimizer)
+    losses = [step(jnp.asarray(next(feed))) for _ in range(job.steps)]
     validation = [
         float(train_gpt.evaluate(model, jnp.asarray(part))) for part in np.split(unseen, 8)
     ]
@@ -378,16 +487,13 @@ def write(
     folder = options.output / gpu.lower().replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     products = [found.get("tflops") for found in ceiling]
-    for record in records:
-        if products[0] and "model_tflops" in record:
-            record["mfu"] = round(record["model_tflops"] / products[0], 4)
     driver = run.first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     about = {
         "gpu": gpu,
         "driver": driver,
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": run.command("benchmarks/train_step.py"),
         "versions": run.versions(),
         "product_tflops": products,
         "loss_curves": compare_curves(records),
@@ -402,7 +508,21 @@ def write(
     )
     text = "\n\n".join([intro, *tables(records)]) + "\n"
     path.with_suffix(".md").write_text(text)
+    curves = {
+        (x["attention"], x["seed"]): x["losses"]
+        for x in records
+        if x["kind"] == "loss" and "losses" in x
+    }
+    if curves:
+        charts.draw_losses(curves, looks(), gpu, folder / f"train-{commit}-loss.png")
     return text
+
+
+def looks() -> dict[str, tuple[str, str]]:
+    """Returns label and color of each attention, those of the other benchmarks."""
+    names = {"jax_flash": "jax_flash", "cudnn": "jax_cudnn", "xla": "jax_xla"}
+    known = {peer.name: (peer.label, peer.color) for peer in peers.all_peers()}
+    return {name: known[peer] for name, peer in names.items()}
 
 
 def tables(records: list[dict[str, Any]]) -> list[str]:
@@ -432,20 +552,27 @@ def tables(records: list[dict[str, Any]]) -> list[str]:
                 values = [record["error"], "", "", "", ""]
             else:
                 share = f"{1 - rest[0] / record['ms']:.0%}" if rest else ""
-                mfu = f"{record['mfu']:.1%}" if "mfu" in record else ""
+                mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else ""
                 values = [f"{record['ms']:.1f}", f"{record['tokens_per_second']:,}", mfu]
                 values += [f"{record['peak_gb']:.1f}", share]
             lines.append("| " + " | ".join(str(x) for x in [*head, *values]) + " |")
         texts.append("\n".join(lines))
     longest = [record for record in records if record["kind"] == "longest"]
     if longest:
-        lines = ["| attention | longest T, batch 1 | peak GB | at 2T |", "|---|---|---|---|"]
-        for name in COMPARED:
-            mine = [record for record in longest if record["attention"] == name]
-            good = [record for record in mine if "error" not in record]
-            after = mine[-1].get("error", "not tried") if mine else "not tried"
-            values = [good[-1]["length"], f"{good[-1]['peak_gb']:.1f}"] if good else ["", ""]
-            lines.append("| " + " | ".join(str(x) for x in [name, *values, after]) + " |")
+        lines = [
+            "| attention | longest T that fits, batch 1 | GB it needs | next T tried | GB it needs"
+            " | longest T run | step s | peak GB |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for record in longest:
+            plans = {int(length): needs for length, needs in record.get("plans", {}).items()}
+            limit = record.get("limit_gb", 0)
+            fitting = [x for x, gb in plans.items() if not isinstance(gb, str) and gb <= limit]
+            best = max(fitting, default=0)
+            more = min((x for x in plans if x > best), default=0)
+            values = [record["attention"], best, plans.get(best, ""), more, plans.get(more, "")]
+            values += [record.get(name, "") for name in ("ran", "seconds", "peak_gb")]
+            lines.append("| " + " | ".join(str(x) for x in values) + " |")
         texts.append("\n".join(lines))
     curves = compare_curves(records)
     if curves is not None:

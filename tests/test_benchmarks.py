@@ -73,3 +73,6 @@ def test_chart_and_table(tmp_path: Path):
     summary = charts.summary({"forward": results, "training": results}, looks, "ours", "other")
     assert "| head dim 64, causal | 500 | 400 | 1.25 × | 500 | 400 | 1.25 × |" in summary
     assert summary.splitlines()[-1] == "| all |  |  | 1.25 × |  |  | 1.25 × |"
+    curves = {("ours", seed): [3.0, 2.0, 1.5] for seed in (0, 1)}
+    charts.draw_losses(curves, looks, "H200", tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
