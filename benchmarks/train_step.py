@@ -316,6 +316,8 @@ def build(job: Job, length: int) -> Program:
     rows = jax.ShapeDtypeStruct((job.batch, length + 1), jnp.int32)
     compiled = jax.jit(step, donate_argnums=0).lower(state, rows).compile()
     needs = compiled.memory_analysis()
+    if needs is None:
+        raise RuntimeError("XLA does not say how much memory the step needs")
     alone = needs.output_size_in_bytes - needs.alias_size_in_bytes
     total = needs.argument_size_in_bytes + needs.temp_size_in_bytes + alone
     operations = train_gpt.operations_per_token(abstract[0]) * job.batch * length
