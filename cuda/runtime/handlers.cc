@@ -265,7 +265,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const std::int64_t key_blocks = CeilDiv(s.kv_len, tiles.tile_kv);
   params.query_tiles = static_cast<int>(CeilDiv(s.q_len * tiles.packed_heads, tiles.tile_q));
   const std::int64_t query_groups = params.query_tiles * tiles.tile_q / 64;
-  Workspaces workspaces(rets, 3);
+  Workspaces workspaces(rets, 2);
   workspaces.Take("tile_counter", 1, &params.tile_counter);
   workspaces.Take("segment_ranges", segments ? 2 * s.batch * key_blocks : 0,
                   &params.segment_ranges);
