@@ -9,11 +9,11 @@ seen; the kernels are told of a GPU with two multiprocessors, so that each block
 tiles. racecheck and synccheck look at the kernels of this project alone. Exits with 1 if a tool
 reports anything or a result is wrong.
 
-A warp gives a buffer back by __syncwarp() and one lane's arrival at an mbarrier, which orders the
-accesses of all 32 lanes. racecheck (2025.3) follows only the lane that arrives: it reports the
-reads and writes of lanes 1 to 31, and never one of lane 0. So for racecheck alone every lane
-arrives for itself (EVERY_LANE); what is left to report is then a hazard. --as-shipped shows the
-reports without that change.
+A warp gives a buffer back by one lane's arrival at an mbarrier, after __syncwarp(), a shuffle or a
+wgmma wait has brought its lanes together, which orders the accesses of all 32. racecheck (2025.3)
+follows only the lane that arrives: it reports accesses of lanes 1 to 31, and never one of lane 0.
+So for racecheck alone every lane arrives for itself (EVERY_LANE); what is left to report is then a
+hazard. --as-shipped shows the reports without that change.
 """
 
 from __future__ import annotations
@@ -74,21 +74,43 @@ TOOLS = {
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
+def arrive(address: str) -> str:
+    """The calling lane's arrival."""
+    return f'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"({address}) : "memory");'
+
+
+QUERY_EMPTY = "ptx::shared_address(&shared.query_empty[query_ring.stage][group])"
 # file: (text, its replacement): each barrier counts lanes, a single arrival counts as 32.
 EVERY_LANE = {
     "sm90/ptx.cuh": [
         ('"r"(arrivals)', '"r"(32 * arrivals)'),
-        ('("mbarrier.arrive.shared::cta.b64 _, [%0];"',
-         '("mbarrier.arrive.shared::cta.b64 _, [%0], 32;"'),
-        ('("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"',
-         '("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\\n"'
-         '"mbarrier.arrive.shared::cta.b64 _, [%0], 32;"'),
+        (
+            '("mbarrier.arrive.shared::cta.b64 _, [%0];"',
+            '("mbarrier.arrive.shared::cta.b64 _, [%0], 32;"',
+        ),
+        (
+            '("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"',
+            '("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\\n"'
+            '"mbarrier.arrive.shared::cta.b64 _, [%0], 32;"',
+        ),
     ],
     "sm90/backward_units.cuh": [
-        ("  __syncwarp();\n  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);",
-         '  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");'),
+        (
+            "__syncwarp();\n  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);",
+            arrive("barrier"),
+        ),
     ],
-}  # fmt: skip
+    "sm90/forward.cuh": [
+        (
+            "if (lane() == 0) ptx::barrier_arrive(ptx::shared_address(barrier));",
+            arrive("ptx::shared_address(barrier)"),
+        ),
+        (
+            f"if (lane() == 0) {{\n      ptx::barrier_arrive({QUERY_EMPTY});\n    }}",
+            arrive(QUERY_EMPTY),
+        ),
+    ],
+}
 
 
 def every_lane(sources: dict[str, str]) -> dict[str, str]:

@@ -466,6 +466,7 @@ struct Consumer {
     value_ring.advance();
   }
   __device__ __forceinline__ void release_query() {
+    __syncwarp();  // all lanes have read the description of the tile before
     if (lane() == 0) {
       ptx::barrier_arrive(ptx::shared_address(&shared.query_empty[query_ring.stage][group]));
     }
