@@ -64,7 +64,9 @@ class Case:
     mask_density: float = 0.7
     q_lengths: tuple[int, ...] | None = None  # repeated over the batch
     kv_lengths: tuple[int, ...] | None = None
-    segments: str | None = None  # "packed" (sorted), "shuffled", "apart" (no pair is equal)
+    # "packed" (sorted), "shuffled", "apart" (no pair is equal), "returning" (97 tokens each, in
+    # turn), "documents" (of 5 to 150 tokens)
+    segments: str | None = None
     softcap: float | None = None
     sinks: bool = False
     dropout: float = 0.0
@@ -134,6 +136,13 @@ class Case:
                 q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
             if self.segments == "apart":
                 kv_ids = kv_ids + 5
+            if self.segments == "returning":
+                q_ids, kv_ids = (
+                    np.tile(np.arange(n) // 97 % 3, (rows, 1)) for n in (self.T, self.S)
+                )
+            if self.segments == "documents":
+                ids = np.repeat(np.arange(1000), rng.integers(5, 150, 1000))
+                q_ids, kv_ids = (np.tile(ids[:n], (rows, 1)) for n in (self.T, self.S))
             arrays["query_segment_ids"] = q_ids.astype(np.int32).reshape(*lead, self.T)
             arrays["key_value_segment_ids"] = kv_ids.astype(np.int32).reshape(*lead, self.S)
         if self.sinks:

@@ -63,6 +63,19 @@ SHAPES = (
       for H, Hv in [(64, 64), (128, 128), (192, 128), (256, 256)]
       for window, turns in [((100, None), False), ((1000, 3), True)]),
     C("everything float16", H=128, **WHOLE | {"dtype": "float16"}),
+    # Segments: blocks of keys that no query of a tile shares lie before, between and behind others.
+    *(C(f"{kind} {H} {causal}", segments=kind, H=H, T=T, S=S, causal=causal, with_lse=True, **more)
+      for kind, H, T, S, causal, more in [
+          ("returning", 64, 900, 900, True, {}),
+          ("returning", 128, 700, 1100, False, {"N": 4, "K": 2, "deterministic": True}),
+          ("returning", 256, 600, 600, True, {"window": (250, None)}),
+          ("returning", 128, 60, 900, False, {"N": 8, "K": 2, "kv_lengths": (900, 311)}),
+          ("documents", 64, 1300, 1300, True, {"q_lengths": (1300, 700)}),
+          ("documents", 128, 1300, 1300, True, {"N": 4, "K": 1, "deterministic": True}),
+          ("documents", 192, 900, 500, False, {"Hv": 128, "window": (40, 90)}),
+          ("documents", 256, 500, 900, True, {"align": BOTTOM_RIGHT, "softcap": 5.0}),
+          ("documents", 128, 9, 900, False, {"N": 16, "K": 1, "sinks": True}),
+      ]),
     # Rows with nothing to see.
     C("nothing", segments="apart", T=300, S=280, H=128, with_lse=True, deterministic=True),
     C("nothing by length", kv_lengths=(0, 0), T=300, S=280, H=256, with_lse=True, causal=True),
