@@ -146,7 +146,7 @@ def start(job: Job, cache: str, flags: str) -> subprocess.Popen[str]:
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
     }
@@ -356,6 +356,7 @@ def time_steps(job: Job) -> dict[str, Any]:
         "program_gb": round(program.needs_gb, 2),
         "peak_gb": peak_gb(),
         "compile_s": round(program.compile_s, 1),
+        "steps": WARM_UP + ROUNDS * steps,
         "ms": round(1e3 * median, 3),
         "spread": round((max(seconds) - min(seconds)) / median, 4),
         "tokens_per_second": round(job.batch * job.length / median),
