@@ -150,6 +150,17 @@ def summary(
     return "\n".join([*lines, "| " + " | ".join(row) + " |"])
 
 
+def compare(results: Results, looks: Mapping[str, tuple[str, str]], a: str, b: str) -> str:
+    """Writes a sentence: how one peer's speed relates to another's over the cells of both."""
+    ratios = {c.name: x[a] / x[b] for c, x in results if a in x and b in x}
+    low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+    return (
+        f"{looks[a][0]} beside {looks[b][0]}, {len(ratios)} cells: "
+        f"{_mean_ratio([x for _, x in results], a, b)} in the geometric mean, "
+        f"{ratios[low]:.2f} ({low}) to {ratios[high]:.2f} ({high})."
+    )
+
+
 def _mean_ratio(speeds: Sequence[Mapping[str, float]], ours: str, against: str) -> str:
     ratios = [x[ours] / x[against] for x in speeds if ours in x and against in x]
     return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f} ×" if ratios else ""

@@ -38,6 +38,7 @@ def all_peers() -> list[Peer]:
     """Lists the peers that this machine has."""
     peers = [
         _jax_peer("jax_flash", "jax_flash", "#c0392b", _attend_flash),
+        _deterministic_peer(),
         _jax_peer("jax_cudnn", "jax.nn, cuDNN", "#4c72b0", _attend_cudnn),
         _jax_peer("jax_xla", "jax.nn, XLA", "#8c8c8c", _attend_xla),
     ]
@@ -74,7 +75,19 @@ def _jax_peer(name: str, label: str, color: str, attend: Callable[..., Any]) -> 
     return Peer(name, label, color, compile_call, jax.block_until_ready)
 
 
-def _attend_flash(cell: Cell, q: Any, k: Any, v: Any) -> Any:
+def _deterministic_peer() -> Peer:
+    attend = functools.partial(_attend_flash, deterministic=True)
+    peer = _jax_peer("jax_flash_deterministic", "jax_flash, deterministic", "#e59866", attend)
+
+    def compile_call(cell: Cell, of: Pass) -> Callable[[tuple[np.ndarray, ...]], Call]:
+        if of == "forward":
+            raise NotImplementedError("the forward is deterministic in every mode")
+        return peer.compile(cell, of)
+
+    return dataclasses.replace(peer, compile=compile_call)
+
+
+def _attend_flash(cell: Cell, q: Any, k: Any, v: Any, *, deterministic: bool = False) -> Any:
     segments = None
     if cell.segment is not None:
         segments = jnp.broadcast_to(
@@ -88,6 +101,7 @@ def _attend_flash(cell: Cell, q: Any, k: Any, v: Any) -> Any:
         local_window_size=None if cell.window is None else (cell.window, 0),
         query_segment_ids=segments,
         key_value_segment_ids=segments,
+        deterministic=deterministic,
     )
 
 

@@ -234,6 +234,9 @@ def write(
         charts.draw(main_speeds[of], of, looks, gpu, folder / f"{commit}-{of}.png")
     if {"jax_flash", "jax_cudnn"} <= set(looks):
         tables.insert(0, charts.summary(main_speeds, looks, "jax_flash", "jax_cudnn"))
+    both = "jax_flash_deterministic", "jax_flash"
+    if "training" in main_speeds and set(both) <= set(looks):
+        tables.append(charts.compare(main_speeds["training"], looks, *both))
     intro = (
         f"{gpu}, driver {about['driver']}, {about['date']}, commit {commit}, `{about['command']}`; "
         f"{PRODUCT}³ bfloat16 product {ceiling[0]} TFLOP/s before and {ceiling[1]} after."

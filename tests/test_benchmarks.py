@@ -76,3 +76,7 @@ def test_chart_and_table(tmp_path: Path):
     curves = {("ours", seed): [3.0, 2.0, 1.5] for seed in (0, 1)}
     charts.draw_losses(curves, looks, "H200", tmp_path / "losses.png")
     assert (tmp_path / "losses.png").stat().st_size > 10_000
+    sentence = charts.compare(results, looks, "other", "ours")
+    assert sentence.startswith(
+        "Other beside Ours, 36 cells: 0.80 × in the geometric mean, 0.80 (d64"
+    )
