@@ -15,6 +15,7 @@ sys.path.insert(0, str(FOLDER))
 import charts  # noqa: E402
 import exact  # noqa: E402
 import shapes  # noqa: E402
+import train_step  # noqa: E402
 from shapes import Cell  # noqa: E402
 
 
@@ -80,3 +81,33 @@ def test_chart_and_table(tmp_path: Path):
     assert sentence.startswith(
         "Other beside Ours, 36 cells: 0.80 × in the geometric mean, 0.80 (d64"
     )
+
+
+def test_training_tables():
+    cell = {"kind": "step", "length": 4096, "batch": 8, "remat": True}
+    found = {"tokens_per_second": 400_000, "mfu": 0.4, "peak_gb": 23.8}
+    plans = {65536: 7.0, 131072: 150.0, 98304: "out of memory"}
+    records = [
+        cell | {"attention": "none", "ms": 60.0},
+        cell | {"attention": "jax_flash", "ms": 80.0} | found,
+        cell | {"attention": "xla", "error": "out of memory"},
+        {"kind": "longest", "attention": "jax_flash", "limit_gb": 140.0, "plans": plans},
+    ]
+    steps, longest = train_step.tables(records)
+    assert "| 4096 | 8 | yes | jax_flash | 80.0 | 400,000 | 40.0% | 23.8 | 25% |" in steps
+    assert "| 4096 | 8 | yes | xla | out of memory |" in steps
+    assert "| jax_flash | 65536 | 7.0 | 98304 | out of memory |" in longest
+
+
+def test_distance_of_loss_curves():
+    def curve(attention: str, seed: int, shift: float) -> dict[str, object]:
+        losses = [3.0 + shift] * 40
+        record = {"kind": "loss", "attention": attention, "seed": seed}
+        return record | {"losses": losses, "validation": 2.0 + shift}
+
+    shifts = [("jax_flash", 0, 0.0), ("xla", 0, 0.1), ("jax_flash", 1, 0.5), ("xla", 1, 0.5)]
+    found = train_step.compare_curves([curve(*shift) for shift in shifts])
+    assert found is not None
+    assert found["curves_apart_by_attentions"] == pytest.approx([0.1, 0.0])
+    assert found["curves_apart_by_seeds"] == pytest.approx([0.5, 0.4])
+    assert train_step.compare_curves([curve(*shifts[0])]) is None
