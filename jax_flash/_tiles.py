@@ -81,6 +81,7 @@ class ForwardTiles:
     value_dim: int
     tile_kv: int  # keys of one step, a multiple of 16
     consumers: int  # warpgroups of 64 query rows, besides the producer's
+    tma_loads: bool = True  # the copy engine loads; it cannot where 8 does not divide a dim
     stages: int = 2  # blocks of keys and values in flight
     query_stages: int = 1
     cluster_size: int = 1  # blocks that share keys and values by multicast
@@ -132,6 +133,7 @@ class ForwardTiles:
             "packed_heads": self.packed_heads,
             "head_group": self.head_group,
             "dynamic": self.dynamic,
+            "tma_loads": self.tma_loads,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
@@ -153,6 +155,7 @@ class ForwardTiles:
             **_problem_constants(problem),
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
+            "kTmaLoads": self.tma_loads,
             "kTileKV": self.tile_kv,
             "kConsumers": self.consumers,
             "kStages": self.stages,
@@ -181,6 +184,7 @@ class BackwardTiles:
     value_dim: int
     tile_q: int  # queries of one step
     tile_kv: int  # keys of one block
+    tma_loads: bool = True  # as for the forward
     stages: int = 2  # blocks of queries and of output gradients in flight
     score_stages: int = 2  # buffers of score gradients
     head_group: int = 1  # kv heads that the schedule walks together
@@ -190,7 +194,7 @@ class BackwardTiles:
     @property
     def wide(self) -> bool:
         """Whether the kernel for head dims beyond 128 runs."""
-        return max(self.head_dim, self.value_dim) > 128
+        return self.tile_kv == 64
 
     @property
     def source(self) -> str:
@@ -219,6 +223,7 @@ class BackwardTiles:
             "tile_q": self.tile_q,
             "tile_kv": self.tile_kv,
             "head_group": self.head_group,
+            "tma_loads": self.tma_loads,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
@@ -245,6 +250,7 @@ class BackwardTiles:
             **_problem_constants(problem),
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
+            "kTmaLoads": self.tma_loads,
             "kTileQ": self.tile_q,
             "kTileKV": self.tile_kv,
             "kStages": self.stages,
@@ -270,8 +276,6 @@ def supports(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
     for dim in (shapes.head_dim, shapes.value_dim):
         if dim > 256:
             return f"the CUDA kernels take head dims up to 256, not {dim}"
-        if dim % 8:  # the copy engine moves rows that are 16 bytes apart or a multiple
-            return f"the CUDA kernels take head dims that 8 divides, not {dim}"
     absent = {"bias": "bias", "mask": "boolean mask", "dropout_state": "dropout"}
     for term in problem.terms:
         if term in absent:
@@ -302,6 +306,18 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
     group = shapes.q_heads // shapes.kv_heads
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 else 1
     head_group = max(1, _head_group(shapes) // packed) if causal else 1
+    if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
+        return ForwardTiles(
+            *dims,
+            tile_kv=128 if widest <= 128 else 64 if plain else 48,
+            consumers=2,
+            tma_loads=False,
+            query_stages=2 if widest <= 128 else 1,
+            packed_heads=packed,
+            dynamic=False,
+            producer_registers=40,
+            head_group=head_group,
+        )
     # Lengths and segments take registers of the producer, wide heads of the consumers.
     producer = 24
     if not plain or 256 < sum(dims) <= 320:
@@ -328,11 +344,15 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
 def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiles:
     """Chooses the backward kernels' tiles for a problem that `supports_backward` accepts."""
     widest = max(shapes.head_dim, shapes.value_dim)
+    tma_loads = _tma_loads(shapes)
+    # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for 256.
+    wide = widest > 128 or (not tma_loads and min(shapes.head_dim, shapes.value_dim) > 112)
     return BackwardTiles(
         shapes.head_dim,
         shapes.value_dim,
         tile_q=128 if widest <= 64 and problem.softcap is None else 64,
-        tile_kv=128 if widest <= 128 else 64,
+        tile_kv=64 if wide else 128,
+        tma_loads=tma_loads,
         head_group=_backward_head_group(problem, shapes),
     )
 
@@ -367,6 +387,11 @@ def _head_group(shapes: Shapes) -> int:
     fitting = max(1, _L2_SHARE // bytes_per_head)
     kv_heads = min(fitting, _known(shapes.batch, fitting) * shapes.kv_heads)
     return kv_heads * (shapes.q_heads // shapes.kv_heads)
+
+
+def _tma_loads(shapes: Shapes) -> bool:
+    """Tells whether the copy engine can load the rows: they are multiples of 16 bytes apart."""
+    return shapes.head_dim % 8 == 0 and shapes.value_dim % 8 == 0
 
 
 def _known(size: Any, otherwise: int) -> int:

@@ -40,6 +40,7 @@ struct ForwardTilesAttribute {
   std::int64_t packed_heads;
   std::int64_t head_group;
   bool dynamic;
+  bool tma_loads;
 };
 
 // The same of _tiles.BackwardTiles.
@@ -50,6 +51,7 @@ struct BackwardTilesAttribute {
   std::int64_t tile_q;
   std::int64_t tile_kv;
   std::int64_t head_group;
+  bool tma_loads;
 };
 
 }  // namespace jax_flash
@@ -63,14 +65,13 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("threads"), StructMember<std::int64_t>("shared_bytes"),
     StructMember<std::int64_t>("cluster_size"), StructMember<std::int64_t>("tile_q"),
     StructMember<std::int64_t>("tile_kv"), StructMember<std::int64_t>("packed_heads"),
-    StructMember<std::int64_t>("head_group"), StructMember<bool>("dynamic"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_flash::BackwardTilesAttribute,
-                                      StructMember<std::int64_t>("max_blocks"),
-                                      StructMember<std::int64_t>("threads"),
-                                      StructMember<std::int64_t>("shared_bytes"),
-                                      StructMember<std::int64_t>("tile_q"),
-                                      StructMember<std::int64_t>("tile_kv"),
-                                      StructMember<std::int64_t>("head_group"));
+    StructMember<std::int64_t>("head_group"), StructMember<bool>("dynamic"),
+    StructMember<bool>("tma_loads"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jax_flash::BackwardTilesAttribute, StructMember<std::int64_t>("max_blocks"),
+    StructMember<std::int64_t>("threads"), StructMember<std::int64_t>("shared_bytes"),
+    StructMember<std::int64_t>("tile_q"), StructMember<std::int64_t>("tile_kv"),
+    StructMember<std::int64_t>("head_group"), StructMember<bool>("tma_loads"));
 
 namespace jax_flash {
 namespace {
@@ -175,14 +176,17 @@ class Workspaces {
 
 // What both passes refuse: dtypes, head dims, terms without a kernel, and sizes beyond the copy
 // engine's limits and the kernels' 32-bit indices (offsets into arrays are 64-bit).
-ffi::Error CheckOperands(const Operands& operands) {
+ffi::Error CheckOperands(const Operands& operands, bool tma_loads) {
   const Sizes& s = operands.sizes;
   if (operands.dtype != ffi::BF16 && operands.dtype != ffi::F16) {
     return Invalid("the CUDA kernels take bfloat16 and float16");
   }
-  if (s.head_dim % 8 != 0 || s.value_dim % 8 != 0 || s.head_dim > 256 || s.value_dim > 256) {
-    return Invalid("the CUDA kernels take head dims up to 256 that 8 divides, not " +
-                   std::to_string(s.head_dim) + " and " + std::to_string(s.value_dim));
+  for (std::int64_t dim : {s.head_dim, s.value_dim}) {
+    if (dim < 1 || dim > 256 || (tma_loads && dim % 8 != 0)) {
+      return Invalid("the CUDA kernels take head dims up to 256" +
+                     std::string(tma_loads ? " that 8 divides" : "") + ", not " +
+                     std::to_string(dim));
+    }
   }
   for (Term term : {kBias, kMask, kDropoutState}) {
     if (operands.terms[term]) return Invalid("the CUDA kernels take no bias, mask or dropout");
@@ -247,7 +251,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
-  if (auto error = CheckOperands(operands); error.failure()) return error;
+  if (auto error = CheckOperands(operands, tiles.tma_loads); error.failure()) return error;
   if (auto error =
           CheckNumbers({tiles.max_blocks, tiles.threads, tiles.cluster_size, tiles.tile_q,
                         tiles.tile_kv, tiles.packed_heads, tiles.head_group, tiles.shared_bytes});
@@ -284,11 +288,14 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const auto type = MapType(operands.dtype);
   const std::int64_t heads = tiles.packed_heads;
   const std::int64_t keys = tiles.tile_kv / tiles.cluster_size;
-  session.Map({type, operands.q, s.batch, s.q_len, s.q_heads, s.head_dim, 64 / heads, heads},
-              &params.query);
-  session.Map({type, operands.k, s.batch, s.kv_len, s.kv_heads, s.head_dim, keys, 1}, &params.key);
-  session.Map({type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, keys, 1},
-              &params.value);
+  if (tiles.tma_loads) {
+    session.Map({type, operands.q, s.batch, s.q_len, s.q_heads, s.head_dim, 64 / heads, heads},
+                &params.query);
+    session.Map({type, operands.k, s.batch, s.kv_len, s.kv_heads, s.head_dim, keys, 1},
+                &params.key);
+    session.Map({type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, keys, 1},
+                &params.value);
+  }
   if (segments) {
     const auto launch = [&](const char* kernel, std::int64_t warps) {
       session.Launch(kernel, {s.batch, CeilDiv(warps, kSegmentWarps), 32 * kSegmentWarps, 0, 1},
@@ -321,7 +328,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
-  if (auto error = CheckOperands(operands); error.failure()) return error;
+  if (auto error = CheckOperands(operands, tiles.tma_loads); error.failure()) return error;
   if (auto error = CheckNumbers({tiles.max_blocks, tiles.threads, tiles.tile_q, tiles.tile_kv,
                                  tiles.head_group, tiles.shared_bytes});
       error.failure()) {
@@ -347,6 +354,9 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   workspaces.Take("key_segment_ranges", segments ? 2 * s.batch * key_blocks : 0,
                   &params.key_segment_ranges);
   if (workspaces.error().failure()) return workspaces.error();
+  params.query_data = operands.q;
+  params.key_data = operands.k;
+  params.value_data = operands.v;
   params.out_data = operands.out;
   params.dout_data = operands.dout;
   params.lse = operands.lse;
@@ -362,7 +372,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   const auto type = MapType(operands.dtype);
   const auto map = [&](const void* data, std::int64_t length, std::int64_t count, std::int64_t dim,
                        std::int64_t box_rows, TensorMap* to) {
-    session.Map({type, data, s.batch, length, count, dim, box_rows, 1}, to);
+    if (tiles.tma_loads) session.Map({type, data, s.batch, length, count, dim, box_rows, 1}, to);
   };
   map(operands.q, s.q_len, s.q_heads, s.head_dim, tiles.tile_q, &params.query);
   map(operands.k, s.kv_len, s.kv_heads, s.head_dim, tiles.tile_kv, &params.key);

@@ -16,13 +16,14 @@ struct alignas(64) TensorMap {
 struct ForwardParams {
   // Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B), strides
   // in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 256 B, zero fill.
+  // Empty without kTmaLoads.
   TensorMap query;  // [B, T, N, H]  box (64, kPackedHeads, 64 / kPackedHeads, 1)
   TensorMap key;    // [B, S, K, H]  box (64, 1, kTileKV / kClusterSize, 1)
   TensorMap value;  // [B, S, K, Hv] box (64, 1, kTileKV / kClusterSize, 1)
 
-  const void* query_data;  // [B, T, N, H]   the same arrays, for the rows that are recomputed
-  const void* key_data;    // [B, S, K, H]   without tensor cores when values masked out of them
-  const void* value_data;  // [B, S, K, Hv]  are not finite
+  const void* query_data;  // [B, T, N, H]   the same arrays, for loads without TMA and for rows that
+  const void* key_data;    // [B, S, K, H]   are recomputed without tensor cores, because values
+  const void* value_data;  // [B, S, K, Hv]  masked out of them are not finite
   void* out;               // [B, T, N, Hv] element type of the query
   float* lse;              // [B, N, T] natural logarithm
 
@@ -98,4 +99,8 @@ struct BackwardParams {
   float scale;          // of the logits, before the softcap
   float scale_log2;     // log2(e) * (scale, or the cap with kSoftcap)
   float softcap_inner;  // scale / cap, only with kSoftcap
+
+  const void* query_data;  // the arrays of the maps, read without kTmaLoads
+  const void* key_data;
+  const void* value_data;
 };

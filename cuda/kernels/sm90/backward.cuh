@@ -12,7 +12,9 @@
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
-//   int kHeadDim, kValueDim   exact sizes, multiples of 8
+//   int kHeadDim, kValueDim   exact sizes
+//   bool kTmaLoads            TMA moves tiles (8 divides both dims), else warps do, see
+//                             unaligned.cuh
 //   int kTileQ                queries per step: 64, or 128 when both dims are at most 64
 //   int kTileKV               keys per block: 128, or 64 for backward_wide.cuh
 //   int kStages               Q and dO buffers each

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "sm90/backward_common.cuh"
+#include "sm90/unaligned.cuh"
 
 namespace backward {
 
@@ -42,8 +43,13 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
       const int64 at =
           ((static_cast<int64>(batch) * p.query_len + row0 + r) * p.query_heads + head) * kHeadDim +
           box * 64 + c;
-      __stcs(reinterpret_cast<uint4*>(static_cast<uint16*>(p.dquery) + at),
-             *reinterpret_cast<const uint4*>(tile + r * kPitch + c));
+      uint16* to = static_cast<uint16*>(p.dquery) + at;
+      const uint4 piece = *reinterpret_cast<const uint4*>(tile + r * kPitch + c);
+      if constexpr (kTmaLoads) {
+        __stcs(reinterpret_cast<uint4*>(to), piece);
+      } else {
+        store_piece<kHeadDim>(to - box * 64 - c, box * 64 + c, piece);
+      }
     }
   }
 }

@@ -18,9 +18,10 @@ static_assert(kHead <= 128 && kValue <= 128, "wider heads: backward_wide.cuh");
 
 inline constexpr int kThreads = 384;
 // 128 * (24 + 2 * 240) = 384 * 168 registers. The score role holds (kHead + kValue) / 2
-// accumulators of dK and dV and kQueries / 2 each of S and dP; ptxas asks for 32 beside them.
-inline constexpr int kLoadRegisters = 24;
-inline constexpr int kScoreRegisters = 240;
+// accumulators of dK and dV and kQueries / 2 each of S and dP; ptxas asks for 32 beside them. Loads
+// without TMA compute addresses.
+inline constexpr int kLoadRegisters = kTmaLoads ? 24 : 40;
+inline constexpr int kScoreRegisters = kTmaLoads ? 240 : 232;
 
 // dQ of a query block is one or two tiles of 64 queries by 64 columns: each score warpgroup takes
 // one, or 32 columns of the only one.
@@ -259,8 +260,13 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
     }
     warp_arrive(barrier_at(kKEmpty));
     warp_arrive(barrier_at(kVEmpty));
-    write_out<kValue>(which, p.dvalue, dv, 1.f, u);
-    write_out<kHead>(which, p.dkey, dk, p.scale, u);
+    if constexpr (kTmaLoads) {
+      write_out<kValue>(which, p.dvalue, dv, 1.f, u);
+      write_out<kHead>(which, p.dkey, dk, p.scale, u);
+    } else {
+      store_columns<kValueDim>(p, p.dvalue_data, dv, 0, 1.f, u, 64 * which);
+      store_columns<kHeadDim>(p, p.dkey_data, dk, 0, p.scale, u, 64 * which);
+    }
     return_unit(received);
     ++received;
   }

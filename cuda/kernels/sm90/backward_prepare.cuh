@@ -6,6 +6,7 @@
 #pragma once
 
 #include "sm90/backward_common.cuh"
+#include "sm90/unaligned.cuh"
 
 namespace backward {
 
@@ -80,8 +81,15 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
         const int64 at =
             ((static_cast<int64>(batch) * p.query_len + row) * p.query_heads + head) * kValueDim +
             lane * 8;
-        o[i] = __ldcs(reinterpret_cast<const uint4*>(static_cast<const uint16*>(p.out_data) + at));
-        d[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16*>(p.dout_data) + at));
+        const uint16* out = static_cast<const uint16*>(p.out_data) + at;
+        const uint16* dout = static_cast<const uint16*>(p.dout_data) + at;
+        if constexpr (kTmaLoads) {
+          o[i] = __ldcs(reinterpret_cast<const uint4*>(out));
+          d[i] = __ldg(reinterpret_cast<const uint4*>(dout));
+        } else {
+          o[i] = load_piece<kValueDim>(out - lane * 8, lane * 8);
+          d[i] = load_piece<kValueDim>(dout - lane * 8, lane * 8);
+        }
       }
     }
 #pragma unroll

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "sm90/backward_common.cuh"
+#include "sm90/unaligned.cuh"
 
 namespace backward {
 
@@ -22,6 +23,12 @@ inline constexpr int kAtDout = kAtQ + kStages * kHeadBoxes * kBoxQ;
 inline constexpr int kAtLse = kAtDout + kStages * kValueBoxes * kBoxQ;
 inline constexpr int kAtDelta = kAtLse + kStages * kQueries * 4;
 inline constexpr int kAtOwn = round_up(kAtDelta + kStages * kQueries * 4, 1024);
+
+// Without TMA two warps load; the turns of the deterministic mode leave one. Each arrives at the
+// barrier of a tile; the numbers that come with Q and dO take one arrival more.
+inline constexpr int kLoadWarps = kTmaLoads || kDeterministic ? 1 : 2;
+inline constexpr int kKeyArrivals = kLoadWarps;
+inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 
 inline constexpr int kTurns = 4;  // query blocks whose turn may have come, deterministic mode
 
@@ -96,16 +103,16 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
                                             int adders) {
   for (int i = 0; i < 2; ++i) {
     barrier_init(barrier_at(kUnitFull + i), 1);
-    barrier_init(barrier_at(kUnitEmpty + i), unit_readers + (kDeterministic ? 3 : 1));
+    barrier_init(barrier_at(kUnitEmpty + i), unit_readers + kLoadWarps + (kDeterministic ? 2 : 0));
   }
-  barrier_init(barrier_at(kKFull), 1);
+  barrier_init(barrier_at(kKFull), kKeyArrivals);
   barrier_init(barrier_at(kKEmpty), key_readers);
-  barrier_init(barrier_at(kVFull), 1);
+  barrier_init(barrier_at(kVFull), kKeyArrivals);
   barrier_init(barrier_at(kVEmpty), value_readers);
   for (int i = 0; i < kStages; ++i) {
-    barrier_init(barrier_at(kQFull + i), 1);
+    barrier_init(barrier_at(kQFull + i), kQueryArrivals);
     barrier_init(barrier_at(kQEmpty + i), 8);  // warps of two warpgroups
-    barrier_init(barrier_at(kDoutFull + i), 1);
+    barrier_init(barrier_at(kDoutFull + i), kQueryArrivals);
     barrier_init(barrier_at(kDoutEmpty + i), 8);
   }
   for (int i = 0; i < kTurns; ++i) {
@@ -191,8 +198,49 @@ __device__ __forceinline__ void load_tile(uint32 tile, const TensorMap& map, uin
   }
 }
 
+// K or V of a unit.
+template <int kDim>
+__device__ __forceinline__ void load_keys(const BackwardParams& p, const volatile UnitRecord& u,
+                                          uint32 tile, const TensorMap& map, const void* array,
+                                          uint32 full) {
+  if constexpr (kTmaLoads) {
+    constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+    if (threadIdx.x == 0) {
+      barrier_arrive_expect(full, kBoxes * kBoxK);
+      load_tile<kBoxes, kBoxK>(tile, map, full, kEvictNormal, u.kv_head, u.key0, u.batch);
+    }
+  } else {
+    const int64 row = (static_cast<int64>(u.batch) * p.kv_len + u.key0) * p.kv_heads + u.kv_head;
+    copy_rows<kDim, kKeys, kLoadWarps>(tile, static_cast<const uint16*>(array) + row * kDim,
+                                       static_cast<int64>(p.kv_heads) * kDim, p.kv_len - u.key0);
+    warp_arrive(full);
+  }
+}
+
+// Q or dO of a query block, and the number that goes with each row: -lse or delta.
+template <int kDim>
+__device__ __forceinline__ void load_queries(const BackwardParams& p, uint32 tile,
+                                             const TensorMap& map, const void* array,
+                                             uint32 numbers, const float* source, uint32 full,
+                                             int head, int row, int batch) {
+  constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+  if (threadIdx.x == 0) {
+    barrier_arrive_expect(full, (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4);
+    if constexpr (kTmaLoads) {
+      load_tile<kBoxes, kBoxQ>(tile, map, full, kEvictLast, head, row, batch);
+    }
+    bulk_load(numbers, source, kQueries * 4, full);
+  }
+  if constexpr (!kTmaLoads) {
+    const int64 at = (static_cast<int64>(batch) * p.query_len + row) * p.query_heads + head;
+    copy_rows<kDim, kQueries, kLoadWarps>(tile, static_cast<const uint16*>(array) + at * kDim,
+                                          static_cast<int64>(p.query_heads) * kDim,
+                                          p.query_len - row);
+    warp_arrive(full);
+  }
+}
+
 __device__ __forceinline__ void load(const BackwardParams& p) {
-  const bool leader = threadIdx.x == 0;
   uint32 received = 0, iteration = 0;
   while (true) {
     const volatile UnitRecord& u = receive_unit(received);
@@ -202,7 +250,7 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
     if (left == 0) {
       barrier_wait(barrier_at(kKEmpty), free);
       barrier_wait(barrier_at(kVEmpty), free);
-      if (leader) {
+      if (threadIdx.x % 32 == 0) {
         barrier_arrive(barrier_at(kKFull));
         barrier_arrive(barrier_at(kVFull));
       }
@@ -212,40 +260,24 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
     for (; left > 0; --left) {
       const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
       barrier_wait(barrier_at(kQEmpty + slot), parity ^ 1);
-      if (leader) {
-        const uint32 full = barrier_at(kQFull + slot);
-        barrier_arrive_expect(full, kHeadBoxes * kBoxQ + kQueries * 4);
-        load_tile<kHeadBoxes, kBoxQ>(shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ, p.query,
-                                     full, kEvictLast, head, m0, u.batch);
-        bulk_load(shared_base() + kAtLse + slot * kQueries * 4,
-                  p.lse_log2 + static_cast<int64>(block) * kQueries, kQueries * 4, full);
-      }
+      load_queries<kHeadDim>(p, shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ, p.query,
+                             p.query_data, shared_base() + kAtLse + slot * kQueries * 4,
+                             p.lse_log2 + static_cast<int64>(block) * kQueries,
+                             barrier_at(kQFull + slot), head, m0, u.batch);
       // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
       if (first) {
         barrier_wait(barrier_at(kKEmpty), free);
-        if (leader) {
-          barrier_arrive_expect(barrier_at(kKFull), kHeadBoxes * kBoxK);
-          load_tile<kHeadBoxes, kBoxK>(shared_base() + kAtK, p.key, barrier_at(kKFull),
-                                       kEvictNormal, u.kv_head, u.key0, u.batch);
-        }
+        load_keys<kHeadDim>(p, u, shared_base() + kAtK, p.key, p.key_data, barrier_at(kKFull));
       }
       barrier_wait(barrier_at(kDoutEmpty + slot), parity ^ 1);
-      if (leader) {
-        const uint32 full = barrier_at(kDoutFull + slot);
-        barrier_arrive_expect(full, kValueBoxes * kBoxQ + kQueries * 4);
-        load_tile<kValueBoxes, kBoxQ>(shared_base() + kAtDout + slot * kValueBoxes * kBoxQ, p.dout,
-                                      full, kEvictLast, head, m0, u.batch);
-        bulk_load(shared_base() + kAtDelta + slot * kQueries * 4,
-                  p.delta + static_cast<int64>(block) * kQueries, kQueries * 4, full);
-      }
+      load_queries<kValueDim>(p, shared_base() + kAtDout + slot * kValueBoxes * kBoxQ, p.dout,
+                              p.dout_data, shared_base() + kAtDelta + slot * kQueries * 4,
+                              p.delta + static_cast<int64>(block) * kQueries,
+                              barrier_at(kDoutFull + slot), head, m0, u.batch);
       if (first) {
         first = false;
         barrier_wait(barrier_at(kVEmpty), free);
-        if (leader) {
-          barrier_arrive_expect(barrier_at(kVFull), kValueBoxes * kBoxK);
-          load_tile<kValueBoxes, kBoxK>(shared_base() + kAtV, p.value, barrier_at(kVFull),
-                                        kEvictNormal, u.kv_head, u.key0, u.batch);
-        }
+        load_keys<kValueDim>(p, u, shared_base() + kAtV, p.value, p.value_data, barrier_at(kVFull));
       }
       ++iteration;
       m0 += kDirection * kQueries;
@@ -525,7 +557,7 @@ __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
 // The roles of warpgroup 0.
 __device__ __forceinline__ void feed(const BackwardParams& p) {
   const int warp = warp_index();
-  if (warp == 0) {
+  if (warp < kLoadWarps) {
     load(p);
   } else if (warp == 3) {
     plan(p);
@@ -533,6 +565,35 @@ __device__ __forceinline__ void feed(const BackwardParams& p) {
     wait_turns(p);
   } else if (kDeterministic && warp == 2) {
     pass_turns(p);
+  }
+}
+
+// ---- dk, dv -------------------------------------------------------------------------------------
+
+// Writes columns of the keys [slab, slab + 64) of dK or dV, rounded, straight from the accumulators
+// of a warpgroup: no shared memory is taken.
+template <int kDim, int kCount>
+__device__ __forceinline__ void store_columns(const BackwardParams& p, void* array,
+                                              const float (&values)[kCount], int first_column,
+                                              float scale, const volatile UnitRecord& u, int slab) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    uint32 pieces[4 * ceil_div(2 * kCount, 32)];
+    gather_row<Element>(values, r, scale, pieces);
+    const int row = u.key0 + slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+    if (row < p.kv_len) {
+      uint16* to = static_cast<uint16*>(array) +
+                   ((static_cast<int64>(u.batch) * p.kv_len + row) * p.kv_heads + u.kv_head) * kDim;
+#pragma unroll
+      for (int g = 0; g < ceil_div(2 * kCount, 32); ++g) {
+        const int column = first_column + 8 * (4 * g + static_cast<int>(threadIdx.x) % 4);
+        if (column < kDim) {
+          store_piece<kDim>(
+              to, column,
+              uint4{pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]});
+        }
+      }
+    }
   }
 }
 

@@ -77,37 +77,15 @@ struct Rows {
   }
 };
 
-// Writes columns of 64 rows of dK or dV, rounded, straight from the accumulators: shared memory is
-// free for the next unit's keys all the while.
-template <int kCount>
-__device__ __forceinline__ void store_columns(const BackwardParams& p, void* array, int dim,
-                                              const float (&values)[kCount], int first_column,
-                                              float scale, const volatile UnitRecord& u) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    uint32 pieces[4 * ceil_div(2 * kCount, 32)];
-    gather_row<Element>(values, r, scale, pieces);
-    const int row = u.key0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-    if (row < p.kv_len) {
-      uint16* to = static_cast<uint16*>(array) +
-                   ((static_cast<int64>(u.batch) * p.kv_len + row) * p.kv_heads + u.kv_head) * dim;
-#pragma unroll
-      for (int g = 0; g < ceil_div(2 * kCount, 32); ++g) {
-        const int column = first_column + 8 * (4 * g + static_cast<int>(threadIdx.x) % 4);
-        if (column < dim) {
-          *reinterpret_cast<uint4*>(to + column) =
-              uint4{pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]};
-        }
-      }
-    }
-  }
-}
-template <int kColumns>
-__device__ __forceinline__ void store_rows(const BackwardParams& p, void* array, int dim,
+// Shared memory is free for the next unit's keys while dK and dV are written.
+template <int kDim, int kColumns>
+__device__ __forceinline__ void store_rows(const BackwardParams& p, void* array,
                                            const Rows<kColumns>& rows, float scale,
                                            const volatile UnitRecord& u) {
-  store_columns(p, array, dim, rows.low, 0, scale, u);
-  if constexpr (Rows<kColumns>::kSplit) store_columns(p, array, dim, rows.high, 128, scale, u);
+  store_columns<kDim>(p, array, rows.low, 0, scale, u, 0);
+  if constexpr (Rows<kColumns>::kSplit) {
+    store_columns<kDim>(p, array, rows.high, 128, scale, u, 0);
+  }
 }
 
 __device__ __forceinline__ uint32 q_tile(uint32 slot) {
@@ -202,7 +180,7 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
     } else {
       warp_arrive(barrier_at(kKEmpty));
     }
-    store_rows(p, p.dvalue_data, kValueDim, dv, 1.f, u);
+    store_rows<kValueDim>(p, p.dvalue_data, dv, 1.f, u);
     return_unit(received);
     ++received;
   }
@@ -287,7 +265,7 @@ __device__ __forceinline__ void gradient_role(const BackwardParams& p) {
     } else {
       warp_arrive(barrier_at(kVEmpty));
     }
-    store_rows(p, p.dkey_data, kHeadDim, dk, p.scale, u);
+    store_rows<kHeadDim>(p, p.dkey_data, dk, p.scale, u);
     return_unit(received);
     ++received;
   }

@@ -6,7 +6,9 @@
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out: bfloat16, else float16
-//   int kHeadDim, kValueDim   exact sizes, multiples of 8 (TMA strides), at most 256
+//   int kHeadDim, kValueDim   exact sizes, at most 256
+//   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
+//                             unaligned.cuh; then static tiles and no clusters
 //   int kTileKV               keys per step, a multiple of 16, at most 256
 //   int kConsumers            consumer warpgroups, 1 to 3
 //   int kStages               K and V buffers each
@@ -34,6 +36,7 @@
 #include "schedule.cuh"
 #include "score.cuh"
 #include "sm90/tile.cuh"
+#include "sm90/unaligned.cuh"
 #include "softmax.cuh"
 // clang-format on
 
@@ -62,6 +65,7 @@ inline constexpr int kKeyBytes = kHeadBoxes * kTileKV * kBoxRowBytes;
 inline constexpr int kValueBytes = kValueBoxes * kTileKV * kBoxRowBytes;
 inline constexpr int kLoadRows = kTileKV / kClusterSize;  // keys that this CTA loads of each block
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
+inline constexpr int kLoadWarps = kTmaLoads ? 1 : 4;  // each arrives when its part is there
 // A tile's description outlives its Q buffer by the epilogue: one slot more.
 inline constexpr int kInfoStages = kQueryStages + 1;
 // The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may reach
@@ -78,7 +82,8 @@ inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments;
 inline constexpr int kIdWords = ceil_div(kTileKV, 32);  // a bit for each key of a block
 inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named barriers
 
-static_assert(kTileKV % 16 == 0 && kTileKV <= 256 && kHeadDim % 8 == 0 && kValueDim % 8 == 0);
+static_assert(kTileKV % 16 == 0 && kTileKV <= 256);
+static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic && kClusterSize == 1);
 static_assert(kGroupRows % kPackedHeads == 0 && kLoadRows % 8 == 0);
 static_assert(!(kHasSegments && kClusterSize > 1), "CTAs of a cluster walk the same blocks");
 
@@ -147,7 +152,7 @@ struct SegmentRange {
   }
 };
 
-// ---- producer: one warp -------------------------------------------------------------------------
+// ---- producer: one warp; four where TMA does not load -------------------------------------------
 
 struct Producer {
   const ForwardParams& p;
@@ -197,11 +202,30 @@ struct Producer {
     return ptx::uniform(next_number);
   }
 
-  template <int kBoxes>
-  __device__ __forceinline__ void load_block(const TensorMap& map, unsigned char* buffer,
-                                             unsigned long long* full, int head, int block,
-                                             int batch) {
+  // Who loads and waits for empty buffers.
+  __device__ __forceinline__ bool loads() const { return !kTmaLoads || is_leader(); }
+  __device__ __forceinline__ void arrive(uint32 barrier) const {
+    if constexpr (!kTmaLoads) __syncwarp();
+    if (kTmaLoads || threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
+  }
+  template <int kDim>
+  __device__ __forceinline__ void load_block(const TensorMap& map, const void* data,
+                                             unsigned char* buffer, unsigned long long* full,
+                                             int head, int block, int batch) {
+    constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
     const uint32 barrier = ptx::shared_address(full);
+    if constexpr (!kTmaLoads) {
+      const int first_key = block * kTileKV;
+      // Opaque: pointers kept from block to block would take registers that are not there.
+      const int64 row =
+          (static_cast<int64>(ptx::opaque(batch)) * p.kv_len + first_key) * p.kv_heads +
+          ptx::opaque(head);
+      copy_rows<kDim, kTileKV, kLoadWarps>(
+          ptx::shared_address(buffer), static_cast<const uint16*>(data) + row * kDim,
+          static_cast<int64>(p.kv_heads) * kDim, p.kv_len - first_key);
+      arrive(barrier);
+      return;
+    }
     ptx::barrier_arrive_expect(barrier, kBoxes * kTileKV * kBoxRowBytes);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
@@ -225,18 +249,21 @@ struct Producer {
   }
   __device__ __forceinline__ void load_key(int head, int block, int batch) {
     const int stage = ring.stage;
-    if (is_leader()) {
+    if (loads()) {
       wait_empty(&shared.key_empty[stage], ring.parity);
-      if constexpr (kHasSegments) shared.block_list[stage] = block;
-      load_block<kHeadBoxes>(p.key, shared.key[stage], &shared.key_full[stage], head, block, batch);
+      if constexpr (kHasSegments) {
+        if (kTmaLoads || is_leader()) shared.block_list[stage] = block;
+      }
+      load_block<kHeadDim>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
+                           block, batch);
     }
   }
   __device__ __forceinline__ void load_value(int head, int block, int batch) {
     const int stage = ring.stage;
-    if (is_leader()) {
+    if (loads()) {
       wait_empty(&shared.value_empty[stage], ring.parity);
-      load_block<kValueBoxes>(p.value, shared.value[stage], &shared.value_full[stage], head, block,
-                              batch);
+      load_block<kValueDim>(p.value, p.value_data, shared.value[stage], &shared.value_full[stage],
+                            head, block, batch);
     }
     ring.advance();
   }
@@ -254,16 +281,46 @@ struct Producer {
     tile.full = full_blocks<kTileKV, kWindowLeft, kWindowRight>(
         seen, first_query, min(last_query, seen.query_length - 1));
   }
-  // Hands the tile and its Q rows to each warpgroup: a lane for each.
+  // Hands the tile to warpgroup `lane`.
+  __device__ __forceinline__ void hand_over(const TileInfo& tile) {
+    TileInfo& info = shared.tiles[info_ring.stage][lane()];
+    info = tile;
+    if constexpr (!kHasSegments) describe_rows(info);
+  }
+  // Hands the tile and its Q rows to each warpgroup, by ordinary loads of four warps.
+  __device__ __forceinline__ void copy_query(const TileInfo& tile) {
+#pragma unroll 1
+    for (int group = 0; group < kConsumers; ++group) {
+      const int stage = query_ring.stage;
+      const uint32 barrier = ptx::shared_address(&shared.query_full[stage][group]);
+      ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
+                        query_ring.parity ^ 1);
+      if (threadIdx.x == group) hand_over(tile);
+      if (tile.batch >= 0 && !tile.blocks.empty()) {
+        const int first_query = (tile.first_row + group * kGroupRows) / kPackedHeads;
+        const int64 row =
+            (static_cast<int64>(ptx::opaque(tile.batch)) * p.query_len + first_query) *
+                p.query_heads +
+            ptx::opaque(tile.head) * kPackedHeads;
+        copy_rows<kHeadDim, kGroupRows, kLoadWarps, kPackedHeads>(
+            ptx::shared_address(shared.query[stage][group]),
+            static_cast<const uint16*>(p.query_data) + row * kHeadDim,
+            static_cast<int64>(p.query_heads) * kHeadDim,
+            (p.query_len - first_query) * kPackedHeads);
+      }
+      arrive(barrier);
+    }
+  }
+  // The same by TMA: a lane for each.
   __device__ __forceinline__ void load_query(const TileInfo& tile) {
     const int group = lane();
-    if (group < kConsumers) {
+    if constexpr (!kTmaLoads) {
+      copy_query(tile);
+    } else if (group < kConsumers) {
       const int stage = query_ring.stage;
       ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
                         query_ring.parity ^ 1);
-      TileInfo& info = shared.tiles[info_ring.stage][group];
-      info = tile;
-      if constexpr (!kHasSegments) describe_rows(info);
+      hand_over(tile);
       const uint32 barrier = ptx::shared_address(&shared.query_full[stage][group]);
       if (tile.batch < 0 || tile.blocks.empty()) {
         ptx::barrier_arrive(barrier);
@@ -674,10 +731,10 @@ struct Consumer {
       for (int g = 0; g < kPieces / 4; ++g) {
         const int column = 8 * (4 * g + c);
         if (kValueDim % 32 == 0 || column < kValueDim) {
-          *reinterpret_cast<uint4*>(out + column) =
-              empty ? make_uint4(0, 0, 0, 0)
-                    : make_uint4(pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2],
-                                 pieces[4 * g + 3]);
+          store_piece<kValueDim>(out, column,
+                                 empty ? make_uint4(0, 0, 0, 0)
+                                       : make_uint4(pieces[4 * g], pieces[4 * g + 1],
+                                                    pieces[4 * g + 2], pieces[4 * g + 3]));
         }
       }
       if (c == 0) p.lse[lse_index(t, query, head)] = empty ? kNegativeInfinity : lse;
@@ -759,7 +816,7 @@ struct Consumer {
       const int head = t.head * kPackedHeads + packed % kPackedHeads;
       uint16* out = static_cast<uint16*>(p.out) + out_index(t, query, head);
       for (int column = 8 * (lane() % 4); column < kValueDim; column += 32) {
-        *reinterpret_cast<uint4*>(out + column) = make_uint4(0, 0, 0, 0);
+        store_piece<kValueDim>(out, column, make_uint4(0, 0, 0, 0));
       }
       if (lane() % 4 == 0) {
         p.lse[lse_index(t, query, head)] = kNegativeInfinity;
@@ -914,12 +971,14 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
   const int warp = ptx::warp_index();
 
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&p.query);
-    ptx::prefetch_tensor_map(&p.key);
-    ptx::prefetch_tensor_map(&p.value);
+    if constexpr (kTmaLoads) {
+      ptx::prefetch_tensor_map(&p.query);
+      ptx::prefetch_tensor_map(&p.key);
+      ptx::prefetch_tensor_map(&p.value);
+    }
     for (int stage = 0; stage < kQueryStages; ++stage) {
       for (int group = 0; group < kConsumers; ++group) {
-        ptx::barrier_init(ptx::shared_address(&shared.query_full[stage][group]), 1);
+        ptx::barrier_init(ptx::shared_address(&shared.query_full[stage][group]), kLoadWarps);
         ptx::barrier_init(ptx::shared_address(&shared.query_empty[stage][group]), 4);
       }
     }
@@ -929,9 +988,9 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     }
     for (int stage = 0; stage < kStages; ++stage) {
       const int readers = kWarpsOfConsumers * kClusterSize;
-      ptx::barrier_init(ptx::shared_address(&shared.key_full[stage]), 1);
+      ptx::barrier_init(ptx::shared_address(&shared.key_full[stage]), kLoadWarps);
       ptx::barrier_init(ptx::shared_address(&shared.key_empty[stage]), readers);
-      ptx::barrier_init(ptx::shared_address(&shared.value_full[stage]), 1);
+      ptx::barrier_init(ptx::shared_address(&shared.value_full[stage]), kLoadWarps);
       ptx::barrier_init(ptx::shared_address(&shared.value_empty[stage]), readers);
     }
     ptx::barrier_init_fence();
@@ -944,7 +1003,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
 
   if (warp < 4) {
     ptx::register_decrease<kProducerRegisters>();
-    if (warp == 0) {
+    if (warp < kLoadWarps) {
       const uint32 rank = kClusterSize > 1 ? ptx::cluster_rank() : 0;
       Producer producer{p, shared, rank};
       producer.run();

@@ -219,6 +219,21 @@ __device__ __forceinline__ void tma_reduce_add(const void* map, uint32 source, i
       : "memory");
 }
 
+// ---- copies by ordinary threads -----------------------------------------------------------------
+
+// Copies the first `size` of kBytes (4, 8 or 16) bytes to shared memory and zeroes the others. An
+// ordinary write: wgmma sees it after copy_async_wait and fence_async_proxy.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32 destination, const void* source, uint32 size) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(destination), "l"(source),
+               "n"(kBytes), "r"(size)
+               : "memory");
+}
+// Waits for all of this thread's copies.
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // ---- bulk copies of contiguous bytes (16-byte aligned, a multiple of 16) ------------------------
 
 __device__ __forceinline__ void bulk_load(uint32 destination, const void* source, uint32 bytes,
