@@ -309,7 +309,7 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
         return ForwardTiles(
             *dims,
-            tile_kv=128 if widest <= 128 else 64 if plain else 48,
+            tile_kv=128 if widest <= 128 else 64 if plain and not any(x % 2 for x in dims) else 48,
             consumers=2,
             tma_loads=False,
             query_stages=2 if widest <= 128 else 1,

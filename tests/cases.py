@@ -90,7 +90,7 @@ class Case:
         has |= {"sinks"} if self.sinks else set()
         has |= {"dropout"} if self.dropout else set()
         dims = (self.H, self.value_dim)
-        has |= {"head dim"} if max(dims) > 256 or any(dim % 8 for dim in dims) else set()
+        has |= {"head dim"} if max(dims) > 256 else set()
         return has
 
     def draw(self, seed: int = 0) -> Arguments:
@@ -430,11 +430,21 @@ CASES: tuple[Case, ...] = (
     C("bfloat16 value dim", dtype=HALF, H=192, Hv=128),
     C("bfloat16 head dim 72", dtype=HALF, H=72),
     C("bfloat16 odd head dim", dtype=HALF, H=33, Hv=7, T=50, S=51),
+    C("bfloat16 head dim 100 gqa", dtype=HALF, H=100, N=4, K=2, T=150, S=200, causal=True,
+      align=BOTTOM_RIGHT, with_lse=True),
+    C("bfloat16 head dim 36 heads packed", dtype=HALF, H=36, Hv=20, N=8, K=1, T=9, S=70),
+    C("bfloat16 head dim 127 deterministic", dtype=HALF, H=127, T=140, S=140, causal=True,
+      sinks=True, deterministic=True),
+    C("bfloat16 value dim 1 window", dtype=HALF, H=64, Hv=1, T=200, S=200, window=(31, 17)),
+    C("bfloat16 head dim 1 lengths", dtype=HALF, H=1, Hv=255, T=70, S=90, q_lengths=(70, 9),
+      kv_lengths=(31, 90)),
     C("bfloat16 peaked", dtype=HALF, spread=12.0),
     C("float16", dtype="float16", H=64, T=128, S=128),
     C("float16 causal", dtype="float16", T=150, S=200, causal=True, align=BOTTOM_RIGHT),
     C("float16 segments gqa", dtype="float16", segments="shuffled", N=4, K=1, with_lse=True),
     C("float16 dropout softcap", dtype="float16", dropout=0.2, softcap=2.0),
+    C("float16 head dim 250 segments", dtype="float16", H=250, Hv=130, segments="shuffled", N=4,
+      K=2, softcap=3.0, with_lse=True),
     C("float16 odd head dim", dtype="float16", H=5, Hv=19, T=37, S=41, mask="bnts"),
     # Everything at once.
     C("everything", T=150, S=170, N=4, K=2, H=24, Hv=40, scale=0.2, causal=True,

@@ -61,6 +61,12 @@ CASES = (
     C("256 segments lengths", H=256, **SEGMENTS_AND_LENGTHS),
     C("256 deterministic", H=256, causal=True, deterministic=True, T=200, S=200),
     C("40 72", H=40, Hv=72, causal=True),
+    C("36 33 causal", H=36, Hv=33, causal=True, T=333, S=333),
+    C("100 gqa deterministic", H=100, N=4, K=2, causal=True, deterministic=True),
+    C("127 segments lengths", H=127, Hv=64, **SEGMENTS_AND_LENGTHS),
+    C("62 heads packed", H=62, N=8, K=1, T=9, S=75),
+    C("255 1 window", H=255, Hv=1, window=(40, 20), N=3),
+    C("1 250 deterministic", H=1, Hv=250, deterministic=True, N=1, T=201, S=129),
     C("one token", H=128, T=1, S=300, N=4, K=2),
     C("nothing seen", H=128, segments="apart"),
 )

@@ -40,6 +40,11 @@ def configurations() -> Iterator[tuple[str, Problem, Shapes]]:
     for name, change in FEATURES.items():
         yield name, dataclasses.replace(PLAIN, **change), SHAPES
     yield "grouped heads", PLAIN, dataclasses.replace(SHAPES, kv_heads=4)
+    for dims in [(100, 100), (33, 7), (127, 120), (255, 255)]:
+        shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
+        yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
+    everything = dataclasses.replace(PLAIN, **FEATURES["everything"])
+    yield "100/36 everything", everything, dataclasses.replace(SHAPES, head_dim=100, value_dim=36)
 
 
 CONFIGURATIONS = [pytest.param(*rest, id=name) for name, *rest in configurations()]

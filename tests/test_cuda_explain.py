@@ -32,6 +32,15 @@ def test_names_backend_kernel_tiles_and_resources():
 
 
 @needs_module
+@pytest.mark.parametrize("head_dim", [96, 100])
+def test_says_who_loads_the_rows(head_dim):
+    q = jax.ShapeDtypeStruct((2, 512, 8, head_dim), jnp.bfloat16)
+    explanation = jax_flash.explain(q, q, q, gpu="H200")
+    assert explanation.backend == "cuda"
+    assert str(explanation).count("rows loaded by warps") == (2 if head_dim % 8 else 0)
+
+
+@needs_module
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -123,7 +123,9 @@ def test_float32_runs_on_xla_and_says_so():
         assert calls(lower(flash_attention, *[array(*x.shape, dtype="float32") for x in QKV])) == []
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (40, 72)])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (40, 72), (33, 100)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: str):
     q, k, v = array(B, T, N, dims[0]), array(B, S, K, dims[0]), array(B, S, K, dims[1])
@@ -132,6 +134,9 @@ def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: str):
     assert f"kHeadDim = {dims[0]};" in program
     assert f"kValueDim = {dims[1]};" in program
     assert f"kBFloat16 = {str(dtype == 'bfloat16').lower()};" in program
+    tma_loads = str(not any(dim % 8 for dim in dims)).lower()
+    assert f"kTmaLoads = {tma_loads};" in program
+    assert f"tma_loads = {tma_loads}" in program
 
 
 def test_leading_dims_are_kept():
