@@ -221,10 +221,19 @@ __device__ __forceinline__ void tma_reduce_add(const void* map, uint32 source, i
 
 // ---- copies by ordinary threads -----------------------------------------------------------------
 
-// Copies the first `size` of kBytes (4, 8 or 16) bytes to shared memory and zeroes the others. An
-// ordinary write: wgmma sees it after copy_async_wait and fence_async_proxy.
+// Copies kBytes (4, 8 or 16) to shared memory, or zeroes them. An ordinary write: wgmma sees it
+// after copy_async_wait and fence_async_proxy.
 template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32 destination, const void* source, uint32 size) {
+__device__ __forceinline__ void copy_async(uint32 destination, uint64 source, bool copies) {
+  asm volatile(
+      "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %3, 0;\n"
+      "cp.async.ca.shared.global [%0], [%1], %2, ignored;\n}\n" ::"r"(destination),
+      "l"(source), "n"(kBytes), "r"(static_cast<uint32>(copies))
+      : "memory");
+}
+// Copies the first `size` of kBytes and zeroes the others.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32 destination, uint64 source, int size) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(destination), "l"(source),
                "n"(kBytes), "r"(size)
                : "memory");

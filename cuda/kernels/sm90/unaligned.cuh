@@ -19,26 +19,36 @@ inline constexpr int kRowAlignment = kDim % 8 == 0   ? 16
 
 // ---- tiles --------------------------------------------------------------------------------------
 
-// Moves the 32-bit words of a row of a tile, one per lane and box, down by so many bits.
-template <int kBoxes, int kRows>
-__device__ __forceinline__ void shift_row(ptx::uint32 tile, ptx::uint32 row, ptx::uint32 bits) {
+// Moves kCount rows of a tile, one in kStep, down by `bits` of each: 16, or 0 for rows in place,
+// which are written back as they are because a branch would cost more registers. A warp holds a
+// row's 32-bit words, one per lane and box.
+template <int kBoxes, int kRows, int kCount, int kStep>
+__device__ __forceinline__ void shift_rows(ptx::uint32 tile, ptx::uint32 first_row,
+                                           const ptx::uint32 (&bits)[kCount]) {
   const ptx::uint32 lane = threadIdx.x % 32;
-  const ptx::uint32 at = tile + row * kBoxRowBytes + ((lane / 4) ^ (row % 8)) * 16 + lane % 4 * 4;
-  ptx::uint32 words[kBoxes];
+  const auto word_at = [&](int i, int box) {
+    const ptx::uint32 row = first_row + i * kStep;
+    return tile + (box * kRows + row) * kBoxRowBytes + ((lane / 4) ^ (row % 8)) * 16 + lane % 4 * 4;
+  };
+  ptx::uint32 words[kCount][kBoxes];
 #pragma unroll
-  for (int box = 0; box < kBoxes; ++box) {
-    words[box] = ptx::load_shared(at + box * kRows * kBoxRowBytes);
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) words[i][box] = ptx::load_shared(word_at(i, box));
   }
 #pragma unroll
-  for (int box = 0; box < kBoxes; ++box) {
-    ptx::uint32 next = __shfl_down_sync(0xffffffffu, words[box], 1);
-    if (box + 1 < kBoxes) {
-      const ptx::uint32 carry = __shfl_sync(0xffffffffu, words[box + 1 < kBoxes ? box + 1 : 0], 0);
-      next = lane == 31 ? carry : next;
-    } else {
-      next = lane == 31 ? 0 : next;
+  for (int i = 0; i < kCount; ++i) {
+    ptx::uint32 next[kBoxes + 1];  // of the next lane; in the last lane the first one's
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      next[box] = __shfl_sync(0xffffffffu, words[i][box], lane + 1);
     }
-    ptx::store_shared(at + box * kRows * kBoxRowBytes, __funnelshift_r(words[box], next, bits));
+    next[kBoxes] = 0;
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const ptx::uint32 high = lane == 31 ? next[box + 1] : next[box];
+      ptx::store_shared(word_at(i, box), __funnelshift_r(words[i][box], high, bits[i]));
+    }
   }
 }
 
@@ -61,36 +71,42 @@ __device__ __forceinline__ void copy_rows(ptx::uint32 tile, const ptx::uint16* s
   const auto row_at = [&](ptx::uint32 row) {
     return source + row / kHeads * pitch + row % kHeads * kDim;
   };
-  const auto starts_inside_word = [](const ptx::uint16* row) {
-    return kOdd && (reinterpret_cast<ptx::uint64>(row) & 2) != 0;
-  };
-#pragma unroll 1
+  const ptx::uint16* from = row_at(first_row);
+#pragma unroll 2
   for (int i = 0; i < kRows / kStep; ++i) {
     const ptx::uint32 row = first_row + i * kStep;
-    const ptx::uint16* from = row_at(row);
-    int bytes = 2 * kDim;
-    if (starts_inside_word(from)) {
-      --from;
-      bytes += 2;
-    }
-    if (static_cast<int>(row) >= count) bytes = 0;
     const ptx::uint32 to =
         tile + row * kBoxRowBytes + ((column / 16) ^ (row % 8)) * 16 + column % 16;
+    if constexpr (kHeads > 1) from = row_at(row);
+    const ptx::uint64 start = reinterpret_cast<ptx::uint64>(from);
+    const int bytes = static_cast<int>(row) < count ? 2 * kDim : 0;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      const int at = box * kBoxRowBytes + column;
-      ptx::copy_async<kBytes>(to + box * kRows * kBoxRowBytes,
-                              reinterpret_cast<const char*>(from) + at,
-                              min(max(bytes - at, 0), kBytes));
+      const ptx::uint32 target = to + box * kRows * kBoxRowBytes;
+      const int at = box * kBoxRowBytes + static_cast<int>(column);
+      if (kOdd && box + 1 == kBoxes) {  // the row may end inside of a word
+        const int size = bytes == 0 ? 0 : bytes + static_cast<int>(start & 2) - at;
+        ptx::copy_async<kBytes>(target, (start & ~2ull) + at, min(max(size, 0), kBytes));
+      } else {
+        ptx::copy_async<kBytes>(target, (kOdd ? start & ~2ull : start) + at, at < bytes);
+      }
     }
+    from += kStep * pitch;
   }
   ptx::copy_async_wait();
   if constexpr (kOdd) {  // each lane wrote the words that it reads here
+    // As many as registers allow; the backward's roles have 32.
+    constexpr int kCount = kWarps < 4 || kBoxes > 2 ? 2 : 4;
 #pragma unroll 1
-    for (int i = 0; i < kRows / kStep; ++i) {
-      const ptx::uint32 row = first_row + i * kStep;
-      // Rows in place are written back as they are: a branch would cost more registers.
-      shift_row<kBoxes, kRows>(tile, row, starts_inside_word(row_at(row)) ? 16 : 0);
+    for (int i = 0; i < kRows / kStep; i += kCount) {
+      ptx::uint32 bits[kCount];
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        bits[j] = static_cast<ptx::uint32>(
+                      reinterpret_cast<ptx::uint64>(row_at(first_row + (i + j) * kStep))) %
+                  4 * 8;
+      }
+      shift_rows<kBoxes, kRows, kCount, kStep>(tile, first_row + i * kStep, bits);
     }
   }
   ptx::fence_async_proxy();
