@@ -111,6 +111,7 @@ EVERY_LANE = {
             "if (lane() == 0) ptx::barrier_arrive(ptx::shared_address(barrier));",
             arrive("ptx::shared_address(barrier)"),
         ),
+        ("if (lane() == 0) ptx::barrier_arrive(barrier);", arrive("barrier")),
         (
             f"if (lane() == 0) {{\n      ptx::barrier_arrive({QUERY_EMPTY});\n    }}",
             arrive(QUERY_EMPTY),

@@ -204,9 +204,10 @@ struct Producer {
 
   // Who loads and waits for empty buffers.
   __device__ __forceinline__ bool loads() const { return !kTmaLoads || is_leader(); }
+  // A warp's part has been copied.
   __device__ __forceinline__ void arrive(uint32 barrier) const {
-    if constexpr (!kTmaLoads) __syncwarp();
-    if (kTmaLoads || threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
+    __syncwarp();
+    if (lane() == 0) ptx::barrier_arrive(barrier);
   }
   template <int kDim>
   __device__ __forceinline__ void load_block(const TensorMap& map, const void* data,
