@@ -77,6 +77,8 @@ def attention(
     if bias is not None:
         logits = logits + bias.astype(dtype)
     if softcap is not None:
+        # The slope of tanh at a hidden NaN would be NaN, and so would zero times it.
+        logits = jnp.where(visible, logits, 0.0)
         logits = softcap * jnp.tanh(logits / softcap)
     logits = jnp.where(visible, logits, -jnp.inf)
 

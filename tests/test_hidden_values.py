@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from jax_flash import reference
 
 from .cases import BOTTOM_RIGHT, Arguments, Case, fit, widest_dtype
 from .numpy_oracle import DTYPES
@@ -42,6 +43,9 @@ HIDING = (
     Case("bfloat16", T=70, S=90, H=64, q_lengths=(64, 13), kv_lengths=(29, 90), dtype="bfloat16",
          with_lse=True),
     Case("bfloat16 mask", T=60, S=70, mask="b11s", mask_density=0.5, dtype="bfloat16"),
+    Case("bfloat16 odd head dim", T=70, S=90, H=33, Hv=100, q_lengths=(64, 13), kv_lengths=(29, 90),
+         dtype="bfloat16", with_lse=True),
+    Case("bfloat16 head dim 250", T=190, S=30, H=250, Hv=36, window=(9, 2), dtype="bfloat16"),
     Case("float16 window", T=190, S=30, window=(9, 2), align=BOTTOM_RIGHT, dtype="float16"),
 )  # fmt: skip
 
@@ -92,6 +96,19 @@ def test_poison_reaches_no_result(case, backend):
             bad = np.isnan if name == "lse" else lambda x: ~np.isfinite(x)
             assert not bad(value.astype(np.float32)).any(), f"{poison} in {name}"
         compare(clean, got)
+
+
+def test_poison_reaches_no_gradient_of_the_reference():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 8))
+    poisoned = k.at[:, 5:].set(jnp.nan)
+
+    def loss(q, k):
+        lengths = jnp.array([5])
+        return reference.attention(q, k, v, softcap=3.0, key_value_seq_lengths=lengths).sum()
+
+    clean, dirty = (jax.grad(loss, argnums=(0, 1))(q, x) for x in (k, poisoned))
+    np.testing.assert_array_equal(clean[0], dirty[0])
+    np.testing.assert_array_equal(clean[1], dirty[1])
 
 
 def test_hidden_rows_are_exactly_zero(backend):
