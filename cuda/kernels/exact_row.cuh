@@ -2,7 +2,8 @@
 //
 // The tiled kernels multiply every value of a block, those of masked keys by a weight of zero, and
 // 0 * NaN is NaN; their exponentials overflow when a score rises by more than 2^127. Rows whose
-// result is not finite come here and are computed again, exactly as the definition has it.
+// result is not finite come here. If visible values explain it, it stands; else the row is computed
+// again, exactly as the definition has it.
 #pragma once
 
 #include "mask.cuh"
@@ -11,6 +12,100 @@
 template <class Element>
 __device__ __forceinline__ float load_element(const void* array, long long index) {
   return ptx::unpack<Element>(static_cast<const unsigned short*>(array)[index]);
+}
+
+// Values under way together: their latency is what takes time.
+inline constexpr int kKeysAtOnce = 8;
+
+// The next keys of the set `left` (a bit each), lowest first; -1 where there are no more.
+__device__ __forceinline__ void take_keys(unsigned int& left, int (&taken)[kKeysAtOnce]) {
+#pragma unroll
+  for (int& key : taken) {
+    key = __ffs(left) - 1;
+    left &= left - 1;
+  }
+}
+
+// The values of the keys first_key + taken[i], this lane's columns; zeros for none.
+template <class Element, int kValueDim, int kColumns>
+__device__ __forceinline__ void load_values(const void* value, long long index, long long stride,
+                                            const int (&taken)[kKeysAtOnce],
+                                            float (&values)[kKeysAtOnce][kColumns]) {
+#pragma unroll
+  for (int i = 0; i < kKeysAtOnce; ++i) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int column = threadIdx.x % 32 + 32 * c;
+      const bool inside = taken[i] >= 0 && column < kValueDim;
+      values[i][c] = inside ? load_element<Element>(value, index + taken[i] * stride + column) : 0;
+    }
+  }
+}
+
+// Adds the values that are not finite, of the keys in `keys` that visible(key) admits, to `sum`,
+// until it is NaN wherever the row's `result` is: then it returns true, the visible values explain
+// the result. The whole warp takes part; lane l holds columns l, l + 32, ... Most often the first
+// keys decide.
+template <class Element, int kValueDim, class Visible, int kColumns>
+__device__ __forceinline__ bool explain_nan(const float (&result)[kColumns], const void* value,
+                                            long long value_index, long long value_stride,
+                                            Range keys, Visible visible, float (&sum)[kColumns]) {
+#pragma unroll 1
+  for (int first = keys.begin; first < keys.end; first += 32) {
+    const int mine = first + static_cast<int>(threadIdx.x % 32);
+    unsigned int left = __ballot_sync(0xffffffffu, mine < keys.end && visible(mine));
+#pragma unroll 1
+    while (left != 0) {
+      int taken[kKeysAtOnce];
+      float values[kKeysAtOnce][kColumns];
+      take_keys(left, taken);
+      load_values<Element, kValueDim>(value, value_index + first * value_stride, value_stride,
+                                      taken, values);
+      bool open = false;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+        for (int i = 0; i < kKeysAtOnce; ++i) {
+          if (!(fabsf(values[i][c]) < kInfinity)) sum[c] += values[i][c];
+        }
+        open = open || (result[c] != result[c] && sum[c] == sum[c]);
+      }
+      if (!__any_sync(0xffffffffu, open)) return true;
+    }
+  }
+  return false;
+}
+
+// The product of two rows of 16-bit elements.
+template <class Element, int kHeadDim>
+__device__ __forceinline__ float dot_rows(const void* a, long long a_index, const void* b,
+                                          long long b_index) {
+  float dot = 0.0f;
+  if constexpr (kHeadDim % 8 == 0) {  // rows are aligned to 16 bytes
+    const auto* a_pieces =
+        reinterpret_cast<const uint4*>(static_cast<const unsigned short*>(a) + a_index);
+    const auto* b_pieces =
+        reinterpret_cast<const uint4*>(static_cast<const unsigned short*>(b) + b_index);
+#pragma unroll 4
+    for (int i = 0; i < kHeadDim / 8; ++i) {
+      const uint4 x = a_pieces[i], y = b_pieces[i];
+      const unsigned int xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        using Bits = unsigned short;
+        dot = fmaf(ptx::unpack<Element>(static_cast<Bits>(xs[j])),
+                   ptx::unpack<Element>(static_cast<Bits>(ys[j])), dot);
+        dot = fmaf(ptx::unpack<Element>(static_cast<Bits>(xs[j] >> 16)),
+                   ptx::unpack<Element>(static_cast<Bits>(ys[j] >> 16)), dot);
+      }
+    }
+  } else {
+#pragma unroll 4
+    for (int d = 0; d < kHeadDim; ++d) {
+      dot = fmaf(load_element<Element>(a, a_index + d), load_element<Element>(b, b_index + d), dot);
+    }
+  }
+  return dot;
 }
 
 // Softmax of the visible keys of one row times their values; the whole warp takes part.
@@ -32,15 +127,13 @@ __device__ __forceinline__ void exact_row(const void* query, long long query_ind
   for (int first = keys.begin; first < keys.end; first += 32) {
     const int mine = first + lane;
     const bool seen = mine < keys.end && visible(mine);
+    unsigned int left = __ballot_sync(0xffffffffu, seen);
+    if (left == 0) continue;
     float logit = kNegativeInfinity;
     if (seen) {
-      float dot = 0.0f;
-#pragma unroll 1
-      for (int d = 0; d < kHeadDim; ++d) {
-        dot = fmaf(load_element<Element>(query, query_index + d),
-                   load_element<Element>(key, key_index + mine * key_stride + d), dot);
-      }
-      logit = score(dot) * kLog2E;
+      logit = score(dot_rows<Element, kHeadDim>(query, query_index, key,
+                                                key_index + mine * key_stride)) *
+              kLog2E;
     }
     float now = logit;
 #pragma unroll
@@ -54,18 +147,20 @@ __device__ __forceinline__ void exact_row(const void* query, long long query_ind
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) out[c] *= correction;
     const float weight = ptx::exp2_approx(logit - largest);
-    unsigned int left = __ballot_sync(0xffffffffu, seen);
+#pragma unroll 1
     while (left != 0) {
-      const int owner = __ffs(left) - 1;
-      left &= left - 1;
-      const float w = __shfl_sync(0xffffffffu, weight, owner);
-      sum += w;
-      const long long row = value_index + (first + owner) * value_stride;
+      int taken[kKeysAtOnce];
+      float values[kKeysAtOnce][kColumns];
+      take_keys(left, taken);
+      load_values<Element, kValueDim>(value, value_index + first * value_stride, value_stride,
+                                      taken, values);
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const int column = lane + 32 * c;
-        if (column < kValueDim)
-          out[c] = fmaf(w, load_element<Element>(value, row + column), out[c]);
+      for (int i = 0; i < kKeysAtOnce; ++i) {
+        const float shared = __shfl_sync(0xffffffffu, weight, max(taken[i], 0));
+        const float w = taken[i] >= 0 ? shared : 0.0f;
+        sum += w;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) out[c] = fmaf(w, values[i][c], out[c]);
       }
     }
   }

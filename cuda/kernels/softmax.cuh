@@ -8,7 +8,10 @@
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
-inline constexpr float kNegativeInfinity = __builtin_bit_cast(float, 0xff800000u);
+inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
+inline constexpr float kNegativeInfinity = -kInfinity;
+// A block whose weights are this many times the sum before it counts as one that may decide a row.
+inline constexpr float kDecisive = 8.0f;
 
 // 2^x by a cubic on the FMA units, relative error 9e-5 (bf16 weights round at 2e-3, fp16
 // at 2.4e-4): relieves the 16 exp2 per cycle of the special-function units. NaN stays NaN; below
@@ -24,9 +27,18 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
   return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
 }
 
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
 struct SoftmaxState {
   float base[2];  // log2 units; exponentials are relative to it; -inf: no key seen yet
   float sum[2];   // of this thread's exponentials
+  // What rounding to the element type added to the weights of decisive blocks. The largest weight
+  // of a row is exact in the first block, 2^-kHeadroom, and rounded in any other. If it is most of
+  // the row's sum, dividing by the sum of what was rounded takes its error out again.
+  float rounding[2];
 
   // Replaces raw scores by 2^(score * scale_log2 - base); `added`: a thread's part of the row sums.
   template <int kPolynomial, int kCount>
@@ -89,7 +101,15 @@ struct SoftmaxState {
     exponentials<kPolynomial>(scores, scale_log2, added);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      sum[row] = kFirst ? added[row] : fmaf(sum[row], correction[row], added[row]);
+      if constexpr (kFirst) {
+        sum[row] = added[row];
+        rounding[row] = 0.0f;
+      } else {
+        // What overflowed stays infinite or goes, and is no NaN: only a visible score makes one.
+        if (sum[row] == kInfinity && correction[row] == 0.0f) sum[row] = 0.0f;
+        sum[row] = fmaf(sum[row], correction[row], added[row]);
+        rounding[row] *= correction[row];
+      }
     }
   }
   // True if every row of the warp has a base.
@@ -102,30 +122,45 @@ struct SoftmaxState {
   // scaled down by that power of two. Returns true if results have to be multiplied by
   // `correction`. A score more than 128 above the base overflows, and its row is computed again at
   // the end.
-  template <int kPolynomial, int kCount>
+  template <class Element, int kPolynomial, int kCount>
   __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, int headroom,
                                          float limit, float (&correction)[2]) {
     float added[2];
     exponentials<kPolynomial>(scores, scale_log2, added);
-    const bool passes = __any_sync(0xffffffffu, fmaxf(added[0], added[1]) > limit);
-    if (passes) {
+    // A block decides a row if it adds much to the row's sum, and by the measure of its base.
+    const float least = ptx::power_of_two(-headroom - 1);
+    bool decides[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      decides[row] = added[row] > fminf(limit, fmaxf(least, kDecisive * sum[row]));
+    }
+    bool passes = false;
+    if (__any_sync(0xffffffffu, decides[0] || decides[1])) {
+      passes = __any_sync(0xffffffffu, fmaxf(added[0], added[1]) > limit);
+      if (passes) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const float total = quad_sum(added[row]);
+          const int exponent = (__float_as_int(total) >> 23) - 127;
+          // Infinity (exponent 128) stays; 126: the factor is a normal number.
+          const bool rises = total > limit && exponent < 128;
+          const int rise = rises ? min(exponent + headroom, 126) : 0;
+          correction[row] = ptx::power_of_two(-rise);
+          base[row] += rise;
+          added[row] *= correction[row];
+          sum[row] *= correction[row];
+          rounding[row] *= correction[row];
+#pragma unroll
+          for (int i = 2 * row; i < kCount; i += 4) {
+            scores[i] *= correction[row];
+            scores[i + 1] *= correction[row];
+          }
+        }
+      }
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        float total = added[row];
-        total += __shfl_xor_sync(0xffffffffu, total, 1);
-        total += __shfl_xor_sync(0xffffffffu, total, 2);
-        const int exponent = (__float_as_int(total) >> 23) - 127;
-        // Infinity (exponent 128) stays; 126: the factor is a normal number.
-        const bool rises = total > limit && exponent < 128;
-        const int rise = rises ? min(exponent + headroom, 126) : 0;
-        correction[row] = __int_as_float((127 - rise) << 23);
-        base[row] += rise;
-        added[row] *= correction[row];
-        sum[row] *= correction[row];
-#pragma unroll
-        for (int i = 2 * row; i < kCount; i += 4) {
-          scores[i] *= correction[row];
-          scores[i + 1] *= correction[row];
+        if (__any_sync(0xffffffffu, decides[row])) {
+          rounding[row] += rounded_sum<Element>(scores, row) - added[row];
         }
       }
     }
@@ -133,15 +168,27 @@ struct SoftmaxState {
     sum[1] += added[1];
     return passes;
   }
+  // The sum of one row's weights as the tensor cores will see them.
+  template <class Element, int kCount>
+  static __device__ __forceinline__ float rounded_sum(const float (&weights)[kCount], int row) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // chains
+#pragma unroll
+    for (int i = 2 * row; i < kCount; i += 4) {
+      const ptx::uint32 pair = ptx::pack<Element>(weights[i], weights[i + 1]);
+      const int chain = i / 4 % 2 * 2;
+      sum[chain] += ptx::unpack<Element>(static_cast<ptx::uint16>(pair));
+      sum[chain + 1] += ptx::unpack<Element>(static_cast<ptx::uint16>(pair >> 16));
+    }
+    return sum[0] + sum[1] + (sum[2] + sum[3]);
+  }
 
   // Sums over the quad. Returns the factor of the output and writes the natural-log lse; a row
   // without visible keys gives 0 and -inf, with or without `sink` (an extra logit, log2 units).
   template <bool kHasSink>
-  __device__ __forceinline__ float finish(int row, float sink, float& lse) const {
-    float total = sum[row];
-    total += __shfl_xor_sync(0xffffffffu, total, 1);
-    total += __shfl_xor_sync(0xffffffffu, total, 2);
-    if (base[row] == kNegativeInfinity) {
+  __device__ __forceinline__ float finish(int row, float sink, int headroom, float& lse) const {
+    float total = quad_sum(sum[row]);
+    float divisor = quad_sum(sum[row] + rounding[row]);
+    if (base[row] == kNegativeInfinity && total == 0.0f) {  // NaN scores give no base either
       lse = kNegativeInfinity;
       return 0.0f;
     }
@@ -150,10 +197,13 @@ struct SoftmaxState {
     if constexpr (kHasSink) {
       const float with_sink = fmaxf(largest, sink);
       factor = ptx::exp2_approx(largest - with_sink);
-      total = fmaf(total, factor, ptx::exp2_approx(sink - with_sink));
+      const float sink_weight = ptx::exp2_approx(sink - with_sink);
+      total = fmaf(total, factor, sink_weight);
+      divisor = fmaf(divisor, factor, sink_weight);
       largest = with_sink;
     }
-    lse = (largest + ptx::log2_approx(total)) * kLn2;
-    return factor * ptx::reciprocal_approx(total);
+    // Headroom away first, which is exact: the logarithm of 2^-96 would cost four bits.
+    lse = (largest - headroom + ptx::log2_approx(total * ptx::power_of_two(headroom))) * kLn2;
+    return factor * ptx::reciprocal_approx(divisor);
   }
 };

@@ -71,8 +71,8 @@ inline constexpr int kInfoStages = kQueryStages + 1;
 // The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may reach
 // kSumLimit before the base of its row rises: float16 weights have to stay below 65504, bfloat16
 // has the range of float32.
-inline constexpr int kHeadroom = kBFloat16 ? 32 : 0;
-inline constexpr float kSumLimit = kBFloat16 ? 1.0f / (1 << 16) : 1 << 15;
+inline constexpr int kHeadroom = kBFloat16 ? 96 : 0;
+inline constexpr float kSumLimit = kBFloat16 ? 0x1p-80f : 0x1p15f;
 // The last output of a tile starts before the next tile is looked at: 4% at T 512 for narrow
 // values; wide ones lack the registers for it (12% slower).
 inline constexpr bool kEarlyOutput = kValueDim <= 128;
@@ -461,10 +461,9 @@ struct Consumer {
   Ring<kStages> key_ring, value_ring;
   Ring<kQueryStages> query_ring;
   Ring<kInfoStages> info_ring;
-  int info_stage = 0;  // of the current tile
-  Range own;           // blocks that this warpgroup's rows see
-  Range full;          // of these, the ones that need no element test
-  int block = 0;       // the block that `scores` or `weights` belong to
+  Range own;      // blocks that this warpgroup's rows see
+  Range full;     // of these, the ones that need no element test
+  int block = 0;  // the block that `scores` or `weights` belong to
   Scores scores;
   uint32 weights[kTileKV / 4];
   float output[kValueColumns / 2];
@@ -472,12 +471,16 @@ struct Consumer {
   SoftmaxState softmax;
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
+  // The same, read again instead of kept in a register between the ends of tiles.
+  __device__ __forceinline__ int fresh_lane() const { return ptx::opaque(threadIdx.x) % 32; }
   __device__ __forceinline__ const TileInfo& tile() const {
-    return shared.tiles[info_stage][group];
+    const int next = info_ring.stage;
+    return shared.tiles[next == 0 ? kInfoStages - 1 : next - 1][group];
   }
   // Packed row of this thread, row = 0 or 1.
   __device__ __forceinline__ int packed_row(const TileInfo& t, int row) const {
-    return t.first_row + group * kGroupRows + threadIdx.x % 128 / 32 * 16 + lane() / 4 + 8 * row;
+    const int thread = ptx::opaque(threadIdx.x) % 128;  // read again, not kept in a register
+    return t.first_row + group * kGroupRows + thread / 32 * 16 + thread % 32 / 4 + 8 * row;
   }
   __device__ __forceinline__ Visibility seen(const TileInfo& t) const {
     return {t.offset, p.window_left, p.window_right, t.query_length, t.kv_length};
@@ -660,13 +663,16 @@ struct Consumer {
     } else if constexpr (kPreScale) {
       apply_scale(scores, p.scale);
     }
-    const bool is_full = block < full.end && (!kBoundedBegin || block >= full.begin);
+    // With segments there is no register left to hold the range at wide heads.
+    const Range untested = kHasSegments ? tile().full : full;
+    const bool is_full = block < untested.end && (!kBoundedBegin || block >= untested.begin);
     if (!is_full) mask_scores(scores);
   }
   // Exponentials of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
     if (softmax.is_started()) {
-      return softmax.extend<kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit, correction);
+      return softmax.extend<Element, kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit,
+                                                  correction);
     }
     softmax.start<false, kPolynomial>(scores, scale_log2(), kHeadroom, correction);
     return true;
@@ -676,6 +682,10 @@ struct Consumer {
     for (int i = 0; i < kTileKV / 4; ++i) {
       weights[i] = ptx::pack<Element>(scores[2 * i], scores[2 * i + 1]);
     }
+  }
+  __device__ __forceinline__ void clear_output() {
+#pragma unroll
+    for (int i = 0; i < kValueColumns / 2; ++i) output[i] = 0.0f;
   }
   __device__ __forceinline__ void rescale_output() {
 #pragma unroll
@@ -700,9 +710,12 @@ struct Consumer {
   }
 
   // -- results --
-  // Stores the tile. nonfinite: the lanes whose row 0 or 1 came out with NaN or infinity.
-  __device__ __forceinline__ void finish_tile(const TileInfo& t, const SoftmaxState& softmax,
-                                              uint32 (&nonfinite)[2]) const {
+  // Stores the tile. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
+  // for each. A NaN lse is right, and the row with it: masked scores never reach the sum of the
+  // weights.
+  __device__ __forceinline__ uint32 finish_tile(const TileInfo& t,
+                                                const SoftmaxState& softmax) const {
+    uint32 nonfinite = 0;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int packed = packed_row(t, row);
@@ -713,7 +726,7 @@ struct Consumer {
         sink = p.sinks[t.batch * p.sinks_batch_stride + head] * kLog2E;
       }
       float lse;
-      const float factor = softmax.finish<kHasSinks>(row, sink, lse);
+      const float factor = softmax.finish<kHasSinks>(row, sink, kHeadroom, lse);
       bool empty = lse == kNegativeInfinity;
       if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
 
@@ -724,7 +737,10 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) flaw = ptx::accumulate_nonfinite<Element>(flaw, pieces[i]);
       const bool stored = query < p.query_len;
-      nonfinite[row] = __ballot_sync(0xffffffffu, flaw != 0 && stored && !empty);
+      uint32 lanes = __ballot_sync(0xffffffffu, flaw != 0 && stored && !empty && lse == lse);
+      lanes |= lanes >> 1;
+      lanes |= lanes >> 2;
+      nonfinite |= (lanes & 0x11111111u) << row;
       if (!stored) continue;
       uint16* out = static_cast<uint16*>(p.out) + out_index(t, query, head);
       const int c = lane() % 4;
@@ -740,6 +756,7 @@ struct Consumer {
       }
       if (c == 0) p.lse[lse_index(t, query, head)] = empty ? kNegativeInfinity : lse;
     }
+    return nonfinite;
   }
   __device__ __forceinline__ int64 out_index(const TileInfo& t, int query, int head) const {
     const int64 row = static_cast<int64>(t.batch) * p.query_len + query;
@@ -748,33 +765,90 @@ struct Consumer {
   __device__ __forceinline__ int64 lse_index(const TileInfo& t, int query, int head) const {
     return (static_cast<int64>(t.batch) * p.query_heads + head) * p.query_len + query;
   }
-  // Computes the rows of these lanes again, see exact_row.cuh.
-  __device__ __forceinline__ void repeat_rows(const TileInfo& t, int row, uint32 lanes) const {
+  // A row as repeat_rows sees it; bit = 4 * quad + row of the warp's fragment.
+  struct Row {
+    int head;
+    int64 query_row, first_key;
+    Range keys;
+    int64 lse;
+    uint16* result;
+  };
+  __device__ __forceinline__ Row row_of(const TileInfo& t, int bit) const {
+    const int warp = ptx::opaque(threadIdx.x) % 128 / 32;
+    const int packed = t.first_row + group * kGroupRows + 16 * warp + bit / 4 + 8 * (bit % 4);
+    const int query = packed / kPackedHeads;
+    const int head = t.head * kPackedHeads + packed % kPackedHeads;
+    const int kv_head = head / (p.query_heads / p.kv_heads);
+    Range keys = row_columns<kWindowLeft, kWindowRight>(seen(t), query, 0);
+    keys.begin = max(keys.begin, t.own.begin * kTileKV);
+    keys.end = min(keys.end, t.own.end * kTileKV);
+    return {head,
+            static_cast<int64>(t.batch) * p.query_len + query,
+            static_cast<int64>(t.batch) * p.kv_len * p.kv_heads + kv_head,
+            keys,
+            lse_index(t, query, head),
+            static_cast<uint16*>(p.out) + out_index(t, query, head)};
+  }
+  // Computes these rows (as from finish_tile) again where they are wrong, see exact_row.cuh.
+  __device__ __forceinline__ void repeat_rows(const TileInfo& t, uint32 rows) const {
     __syncwarp();  // the first results are stored before these
+    constexpr int kColumns = ceil_div(kValueDim, 32);
+    const int64 value_stride = static_cast<int64>(p.kv_heads) * kValueDim;
+    const int* key_ids = p.key_value_segments + static_cast<int64>(t.batch) * p.kv_len;
+    const auto load_result = [&](const Row& row, float (&out)[kColumns]) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int column = fresh_lane() + 32 * c;
+        out[c] = column < kValueDim ? ptx::unpack<Element>(row.result[column]) : 0.0f;
+      }
+    };
+    const auto explain = [&](const float (&result)[kColumns], const Row& row, Range keys,
+                             float (&sum)[kColumns]) {
+      return explain_nan<Element, kValueDim>(
+          result, p.value_data, row.first_key * kValueDim, value_stride, keys,
+          [&](int key) { return !kHasSegments || p.query_segments[row.query_row] == key_ids[key]; },
+          sum);
+    };
+    // First the keys that all of these rows see, for the first of them.
+    const Row first = row_of(t, __ffs(rows) - 1);
+    Range common = first.keys;
 #pragma unroll 1
-    while (lanes != 0) {
-      const int quad = (__ffs(lanes) - 1) / 4;
-      lanes &= ~(0xfu << 4 * quad);
-      const int packed =
-          t.first_row + group * kGroupRows + threadIdx.x % 128 / 32 * 16 + quad + 8 * row;
-      const int query = packed / kPackedHeads;
-      const int head = t.head * kPackedHeads + packed % kPackedHeads;
-      const int kv_head = head / (p.query_heads / p.kv_heads);
-      const int64 query_row = static_cast<int64>(t.batch) * p.query_len + query;
-      const int64 first_key = static_cast<int64>(t.batch) * p.kv_len * p.kv_heads + kv_head;
-      Range keys = row_columns<kWindowLeft, kWindowRight>(seen(t), query, 0);
-      keys.begin = max(keys.begin, 0);
-      float out[ceil_div(kValueDim, 32)];
+    for (uint32 left = rows; left != 0; left &= left - 1) {
+      const Row other = row_of(t, __ffs(left) - 1);
+      common.begin = max(common.begin, other.keys.begin);
+      common.end = min(common.end, other.keys.end);
+      if (kHasSegments && p.query_segments[other.query_row] != p.query_segments[first.query_row]) {
+        common.end = common.begin;
+      }
+    }
+    float common_sum[kColumns];  // of its values that are not finite
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) common_sum[c] = 0.0f;
+    {
+      float result[kColumns];
+      load_result(first, result);
+      explain(result, first, common, common_sum);
+    }
+#pragma unroll 1
+    for (uint32 left = rows; left != 0; left &= left - 1) {
+      const Row row = row_of(t, __ffs(left) - 1);
+      float out[kColumns], explained[kColumns];
+      load_result(row, out);
+      if (p.lse[row.lse] < kInfinity) {
+        bool open = false;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          explained[c] = common_sum[c];
+          open = open || (out[c] != out[c] && explained[c] == explained[c]);
+        }
+        if (!__any_sync(0xffffffffu, open) || explain(out, row, row.keys, explained)) continue;
+      }
       float largest = 0.0f, sum = 0.0f;
       exact_row<Element, kHeadDim, kValueDim>(
-          p.query_data, (query_row * p.query_heads + head) * kHeadDim, p.key_data,
-          first_key * kHeadDim, static_cast<int64>(p.kv_heads) * kHeadDim, p.value_data,
-          first_key * kValueDim, static_cast<int64>(p.kv_heads) * kValueDim, keys,
-          [&](int key) {
-            return !kHasSegments ||
-                   p.query_segments[query_row] ==
-                       p.key_value_segments[static_cast<int64>(t.batch) * p.kv_len + key];
-          },
+          p.query_data, (row.query_row * p.query_heads + row.head) * kHeadDim, p.key_data,
+          row.first_key * kHeadDim, static_cast<int64>(p.kv_heads) * kHeadDim, p.value_data,
+          row.first_key * kValueDim, value_stride, row.keys,
+          [&](int key) { return !kHasSegments || p.query_segments[row.query_row] == key_ids[key]; },
           [&](float dot) {
             float score[1] = {dot};
             if constexpr (kSoftcap) {
@@ -786,24 +860,23 @@ struct Consumer {
           },
           out, largest, sum);
       if constexpr (kHasSinks) {
-        const float sink = p.sinks[t.batch * p.sinks_batch_stride + head] * kLog2E;
+        const float sink = p.sinks[t.batch * p.sinks_batch_stride + row.head] * kLog2E;
         const float with_sink = fmaxf(largest, sink);
         const float factor = ptx::exp2_approx(largest - with_sink);
         sum = sum * factor + ptx::exp2_approx(sink - with_sink);
         largest = with_sink;
 #pragma unroll
-        for (int c = 0; c < ceil_div(kValueDim, 32); ++c) out[c] *= factor;
+        for (int c = 0; c < kColumns; ++c) out[c] *= factor;
       }
 #pragma unroll
-      for (int c = 0; c < ceil_div(kValueDim, 32); ++c) {
-        const int column = lane() + 32 * c;
+      for (int c = 0; c < kColumns; ++c) {
+        const int column = fresh_lane() + 32 * c;
         if (column < kValueDim) {
-          static_cast<uint16*>(p.out)[out_index(t, query, head) + column] =
-              static_cast<uint16>(ptx::pack<Element>(out[c] / sum, 0.0f));
+          row.result[column] = static_cast<uint16>(ptx::pack<Element>(out[c] / sum, 0.0f));
         }
       }
-      if (lane() == 0) {
-        p.lse[lse_index(t, query, head)] = (largest + ptx::log2_approx(sum)) * kLn2;
+      if (fresh_lane() == 0) {
+        p.lse[row.lse] = (largest + ptx::log2_approx(sum)) * kLn2;
       }
     }
   }
@@ -828,7 +901,6 @@ struct Consumer {
   // -- tiles --
   // Reads the tile whose Q has arrived. False: there is none, the work is done.
   __device__ __forceinline__ bool read_tile() {
-    info_stage = info_ring.stage;
     info_ring.advance();
     const TileInfo& t = tile();
     if (ptx::uniform(t.batch) < 0) return false;
@@ -883,8 +955,7 @@ struct Consumer {
     }
 #pragma unroll
     for (int i = 0; i < kTileKV / 2; ++i) scores[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kValueColumns / 2; ++i) output[i] = 0.0f;
+    clear_output();
 
     if (!start_tile(false)) return;
     while (true) {
@@ -929,7 +1000,7 @@ struct Consumer {
       const TileInfo& finished = tile();
       const int unseen = kBoundedBegin ? own.begin - walked().begin : 0;
       Next next = kUnread;
-      uint32 nonfinite[2];
+      uint32 nonfinite;
       if (unseen == 0 && query_and_key_are_ready()) {
         next = !read_tile() ? kNone : !own.empty() && own.end == walked().end ? kStarts : kRead;
       }
@@ -939,19 +1010,18 @@ struct Consumer {
         ptx::wgmma_wait<1>();
         ptx::pin(output);
         release_value();
-        finish_tile(finished, softmax, nonfinite);
+        nonfinite = finish_tile(finished, softmax);
         ptx::wgmma_wait<0>();
       } else {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
         ptx::wgmma_wait<0>();
         ptx::pin(output);
         release_value();
-        finish_tile(finished, softmax, nonfinite);
+        nonfinite = finish_tile(finished, softmax);
       }
-#pragma unroll 1
-      for (int row = 0; row < 2; ++row) {
-        const uint32 lanes = row == 0 ? nonfinite[0] : nonfinite[1];
-        if (lanes != 0) repeat_rows(finished, row, lanes);
+      if (nonfinite != 0) {
+        repeat_rows(finished, nonfinite);
+        clear_output();  // its registers were free meanwhile
       }
       if (next == kNone) return;
       if (next != kStarts) {

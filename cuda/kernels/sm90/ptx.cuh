@@ -556,6 +556,10 @@ __device__ __forceinline__ uint32 pack(float low, float high) {
   return packed;
 }
 
+// 2^exponent, -126 <= exponent <= 127.
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __int_as_float((127 + exponent) << 23);
+}
 // The lowest `count` bits: none for 0 and less, all for 32 and more.
 __device__ __forceinline__ uint32 low_bits(int count) {
   uint32 bits;
