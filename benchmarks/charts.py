@@ -9,7 +9,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
-from shapes import Cell, Pass
+from shapes import BLOCK, Cell, Pass
 
 Results = Sequence[tuple[Cell, Mapping[str, float]]]  # TFLOP/s of each peer in each cell
 TITLES: dict[Pass, str] = {"forward": "Forward", "training": "Forward + backward"}
@@ -159,6 +159,26 @@ def compare(results: Results, looks: Mapping[str, tuple[str, str]], a: str, b: s
         f"{_mean_ratio([x for _, x in results], a, b)} in the geometric mean, "
         f"{ratios[low]:.2f} ({low}) to {ratios[high]:.2f} ({high})."
     )
+
+
+def blocks(results: Results, name: str) -> str:
+    """Writes a Markdown table of a peer's windows and segments beside the same cell without them.
+
+    Both are counted on the blocks that hold a visible pair, whole; empty without such cells.
+    """
+    speeds = {cell: found[name] for cell, found in results if name in found}
+    lines = []
+    for cell, speed in speeds.items():
+        if cell == cell.plain or cell.plain not in speeds:
+            continue
+        here, plain = (speeds[c] * c.block_pairs / c.pairs for c in (cell, cell.plain))
+        lines.append(
+            f"| {cell.name} | {speed:.0f} | {here:.0f} | {plain:.0f} | {here / plain:.0%} |"
+        )
+    if not lines:
+        return ""
+    head = f"| cell | TFLOP/s | on blocks of {BLOCK} × {BLOCK} | full attention | share |"
+    return "\n".join([head, "|---" + "|---:" * 4 + "|", *lines])
 
 
 def _mean_ratio(speeds: Sequence[Mapping[str, float]], ours: str, against: str) -> str:

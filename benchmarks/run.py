@@ -44,6 +44,8 @@ ROUND_SECONDS = 0.02  # long beside the 50 µs that waiting for the last result 
 COMPILE_THREADS = 8
 PRODUCT = 8192  # side of the matrix product that gives the ceiling
 WITH_ERROR = ("jax_flash", "jax_cudnn")
+PEAKED = 8  # factor of q and k for a peaked softmax: errors at PEAKED_LENGTH
+PEAKED_LENGTH = 4096
 
 
 def main() -> None:
@@ -78,7 +80,17 @@ def main() -> None:
         }
         records.append(measure_cell(cell, of, runnable, flat, options.errors) | {"no": refused})
     ceiling.append(measure_product())
-    write(options, chosen, records, ceiling, main_cells)
+    peaked = {}
+    if options.errors and "forward" in passes:
+        for cell in main_cells:
+            if cell.length == PEAKED_LENGTH:
+                found = {
+                    name: programs[cell, "forward", name]
+                    for name in WITH_ERROR
+                    if name in options.peers
+                }
+                peaked[cell.name] = measure_peaked(cell, found, flat)
+    write(options, chosen, records, ceiling, main_cells, peaked)
 
 
 def parse() -> argparse.Namespace:
@@ -165,6 +177,18 @@ def measure_cell(
     }
 
 
+def measure_peaked(cell: Cell, programs: dict[str, Any], flat: np.ndarray) -> dict[str, float]:
+    """Returns the error of each peer's result where q and k are PEAKED times as large."""
+    q, k, v, dout = inputs_of(cell, flat)
+    factor = np.asarray(PEAKED, q.dtype)
+    inputs = (q * factor, k * factor, v, dout)
+    found = {}
+    for name, load in programs.items():
+        if not isinstance(load, str):
+            found[name] = exact.errors(cell, inputs, load(inputs)())["out"]
+    return found
+
+
 def time_in_turns(calls: dict[str, tuple[peers.Call, Callable[[Any], Any]]]) -> dict[str, list]:
     """Returns seconds per call, a value for each round, by name."""
     repeats = {}
@@ -203,6 +227,7 @@ def write(
     records: list[dict[str, Any]],
     ceiling: list[float],
     main_cells: Iterable[Cell],
+    peaked: dict[str, dict[str, float]],
 ) -> None:
     """Writes the numbers, the charts and the table."""
     gpu = jax.devices()[0].device_kind
@@ -219,7 +244,7 @@ def write(
         "product_tflops": ceiling,
     }
     path = folder / f"{commit}.json"
-    path.write_text(json.dumps(about | {"cells": records}, indent=1) + "\n")
+    path.write_text(json.dumps(about | {"cells": records, "peaked_error": peaked}, indent=1) + "\n")
 
     looks = {peer.name: (peer.label, peer.color) for peer in chosen}
     tables, main_speeds = [], {}
@@ -230,6 +255,8 @@ def write(
             if record["pass"] == of
         ]
         tables.append(charts.table(speeds, of, looks, "jax_flash", "jax_cudnn"))
+        if in_blocks := charts.blocks(speeds, "jax_flash"):
+            tables.append(in_blocks)
         main_speeds[of] = [(cell, found) for cell, found in speeds if cell in set(main_cells)]
         charts.draw(main_speeds[of], of, looks, gpu, folder / f"{commit}-{of}.png")
     if {"jax_flash", "jax_cudnn"} <= set(looks):
@@ -237,6 +264,13 @@ def write(
     both = "jax_flash_deterministic", "jax_flash"
     if "training" in main_speeds and set(both) <= set(looks):
         tables.append(charts.compare(main_speeds["training"], looks, *both))
+    if peaked:
+        found = "; ".join(
+            f"{cell} " + " / ".join(f"{error:.2e}" for error in errors.values())
+            for cell, errors in peaked.items()
+        )
+        names = " / ".join(looks[name][0] for name in WITH_ERROR if name in looks)
+        tables.append(f"Relative error, q and k times {PEAKED} ({names}): {found}.")
     intro = (
         f"{gpu}, driver {about['driver']}, {about['date']}, commit {commit}, `{about['command']}`; "
         f"{PRODUCT}³ bfloat16 product {ceiling[0]} TFLOP/s before and {ceiling[1]} after."

@@ -13,6 +13,7 @@ TOKENS = 16384
 MODEL_DIM = 2048
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+BLOCK = 128  # queries and keys of a block, where work is counted by blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,24 @@ class Cell:
             # Every query sees window + 1 keys, less the triangle that the start cuts off.
             return copies * (length * (self.window + 1) - self.window * (self.window + 1) / 2)
         return copies * length * length * (0.5 if self.causal else 1.0)
+
+    @property
+    def block_pairs(self) -> int:
+        """Pairs in the blocks of BLOCK queries and keys that hold a visible one, as `pairs`."""
+        count, segment = 0, self.segment or self.length
+        for first in range(0, self.length, BLOCK):
+            last = min(first + BLOCK, self.length) - 1
+            begin = first // segment * segment
+            if self.window is not None:
+                begin = max(begin, first - self.window)
+            end = last if self.causal else min((last // segment + 1) * segment, self.length) - 1
+            count += end // BLOCK - begin // BLOCK + 1
+        return count * BLOCK**2
+
+    @property
+    def plain(self) -> "Cell":
+        """The same cell without window and segments."""
+        return dataclasses.replace(self, window=None, segment=None)
 
     def flops(self, of: Pass) -> float:
         """Floating-point operations: two products forward, five more backward."""

@@ -111,3 +111,23 @@ def test_distance_of_loss_curves():
     assert found["curves_apart_by_attentions"] == pytest.approx([0.1, 0.0])
     assert found["curves_apart_by_seeds"] == pytest.approx([0.5, 0.4])
     assert train_step.compare_curves([curve(*shifts[0])]) is None
+
+
+@pytest.mark.parametrize("length", [512, 640])
+def test_blocks_are_those_with_a_visible_pair(length: int):
+    for cell in shapes.feature_cells(length, 256, (length,)):
+        seen = np.zeros((640, 640), bool)
+        seen[: cell.length, : cell.length] = visible(cell)
+        blocks = seen.reshape(5, 128, 5, 128).any((1, 3))
+        assert cell.block_pairs == np.count_nonzero(blocks) * 128**2, cell.name
+
+
+def test_block_table():
+    plain = Cell(1, 512, 1, 1, 64, causal=True)
+    window = Cell(1, 512, 1, 1, 64, causal=True, window=127)
+    table = charts.blocks([(plain, {"ours": 400.0}), (window, {"ours": 200.0})], "ours")
+    # Ten blocks for 8 blocks' worth of pairs; seven for 512 * 128 - 127 * 64 pairs.
+    assert (
+        table.splitlines()[-1] == "| d64 causal window 127 heads 1/1 T512 | 200 | 400 | 500 | 80% |"
+    )
+    assert charts.blocks([(plain, {"ours": 400.0})], "ours") == ""
