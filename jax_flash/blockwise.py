@@ -126,8 +126,8 @@ def backward(
         dv = _add(dv, sweep.product("...kgts,...kgth->...ksh", dropped, do), tile.keys, -2)
         dweights = sweep.product("...kgth,...ksh->...kgts", do, v)
         dweights = tile.drop(dweights + do_bad[..., None] + v_bad[..., None, None, :])
-        dweights = jnp.where(visible, dweights, 0.0)
-        dlogits = weights * (dweights - row_delta[..., None])
+        # A row that met NaN has it in lse and delta.
+        dlogits = jnp.where(visible, weights * (dweights - row_delta[..., None]), 0.0)
         if slope is not None:
             dlogits = dlogits * slope
         if dbias is not None:

@@ -46,6 +46,9 @@ HIDING = (
     Case("bfloat16 odd head dim", T=70, S=90, H=33, Hv=100, q_lengths=(64, 13), kv_lengths=(29, 90),
          dtype="bfloat16", with_lse=True),
     Case("bfloat16 head dim 250", T=190, S=30, H=250, Hv=36, window=(9, 2), dtype="bfloat16"),
+    Case("bfloat16 segments", T=60, S=70, H=64, segments="shuffled", kv_lengths=(70, 33),
+         dtype="bfloat16", with_lse=True),
+    Case("bfloat16 segments apart", T=60, S=70, segments="apart", dtype="bfloat16", with_lse=True),
     Case("float16 window", T=190, S=30, window=(9, 2), align=BOTTOM_RIGHT, dtype="float16"),
 )  # fmt: skip
 
@@ -161,6 +164,47 @@ def test_no_leak_between_packed_documents(backend):
             if inside.sum() > 1 or name in ("out", "dv"):
                 unchanged = np.array_equal(a[:, inside], b[:, inside])
                 assert not unchanged, f"{name} ignores its document"
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "dout"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_poison_stays_in_its_document(name, dim, backend):
+    """NaN or inf that some rows see reaches no row of another document, gradients included."""
+    ids = np.repeat(np.arange(5, dtype=np.int32), (1, 63, 65, 40, 31))[None]
+    rng = np.random.default_rng(dim)
+    dtype = DTYPES[widest_dtype(backend)]
+    clean = {
+        "query": rng.standard_normal((1, 200, 4, dim)),
+        "key": rng.standard_normal((1, 200, 2, dim)),
+        "value": rng.standard_normal((1, 200, 2, dim)),
+        "dout": rng.standard_normal((1, 200, 4, dim)),
+    }
+    clean = {key: array.astype(dtype) for key, array in clean.items()}
+
+    @jax.jit
+    def step(query, key, value, dout):
+        def out(query, key, value):
+            return jax_flash.flash_attention(
+                query, key, value, query_segment_ids=ids, key_value_segment_ids=ids,
+                is_causal=True, backend=backend,
+            )  # fmt: skip
+
+        result, gradients = jax.vjp(out, query, key, value)
+        return (result, *gradients(dout))
+
+    before = [np.asarray(x).astype(np.float64) for x in step(**clean)]
+    document = 3
+    others = ids[0] != document
+    for poison in POISONS:
+        dirty = {key: array.copy() for key, array in clean.items()}
+        dirty[name][:, np.flatnonzero(~others)[5:9], 1, 3] = poison
+        after = [np.asarray(x).astype(np.float64) for x in step(**dirty)]
+        for what, a, b in zip(("out", "dq", "dk", "dv"), before, after, strict=True):
+            # The CUDA kernels compute such rows again, without rounding P and dS.
+            np.testing.assert_allclose(
+                b[:, others], a[:, others], rtol=2e-2, atol=2e-2, err_msg=f"{poison} in {what}"
+            )
+        assert not all(np.isfinite(x[:, ~others]).all() for x in after), f"{poison} is lost"
 
 
 def test_future_keys_change_nothing(backend):
