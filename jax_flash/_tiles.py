@@ -201,6 +201,11 @@ class BackwardTiles:
         return "sm90/backward_wide.cuh" if self.wide else "sm90/backward.cuh"
 
     @property
+    def turn_parts(self) -> int:
+        """Parts of a query block's sum of dq that take turns of their own, deterministic mode."""
+        return _boxes(self.head_dim) if self.wide else 2
+
+    @property
     def threads(self) -> int:
         return 512 if self.wide else 384
 
@@ -232,16 +237,19 @@ class BackwardTiles:
         blocks = -(-shapes.q_len // self.tile_q)
         rows = heads * blocks * self.tile_q
         segments = "query_segments" in problem.terms
+        key_blocks = -(-shapes.kv_len // self.tile_kv)
+        marks = shapes.batch * shapes.kv_heads * key_blocks * (self.tile_kv // 16)
         return [
             jax.ShapeDtypeStruct((rows,), jnp.float32),  # lse in log2
-            jax.ShapeDtypeStruct((rows,), jnp.float32),  # rowsum(out * dout) - dlse
+            jax.ShapeDtypeStruct((rows,), jnp.float32),  # dlse - rowsum(out * dout)
             jax.ShapeDtypeStruct((rows, 64 * _boxes(self.head_dim)), jnp.float32),  # sum of dq
             jax.ShapeDtypeStruct((1,), jnp.int32),  # counter of key blocks
-            jax.ShapeDtypeStruct((heads, blocks if problem.deterministic else 0), jnp.int32),
-            jax.ShapeDtypeStruct((shapes.batch, blocks if segments else 0, 2), jnp.int32),
             jax.ShapeDtypeStruct(
-                (shapes.batch, -(-shapes.kv_len // self.tile_kv) if segments else 0, 2), jnp.int32
+                (heads, blocks if problem.deterministic else 0, self.turn_parts), jnp.int32
             ),
+            jax.ShapeDtypeStruct((shapes.batch, blocks if segments else 0, 2), jnp.int32),
+            jax.ShapeDtypeStruct((shapes.batch, key_blocks if segments else 0, 2), jnp.int32),
+            jax.ShapeDtypeStruct((marks, 2), jnp.int32),  # rows of dk, dv that are not finite
         ]
 
     def constants(self, problem: Problem, *, with_dlse: bool) -> dict[str, bool | int | float]:
@@ -366,19 +374,23 @@ def _backward_head_group(problem: Problem, shapes: Shapes) -> int:
     are the fastest of 0.5 to 8 on an H200, 16k tokens, model dim 2048 (cuda/README.md).
     """
     queries = _known(shapes.q_len, 4096)
-    group = shapes.q_heads // shapes.kv_heads
-    head_bytes = queries * (6 * shapes.head_dim + 2 * shapes.value_dim) * group
+    causal = problem.window[1] is not None
+    wide = max(shapes.head_dim, shapes.value_dim) > 128
+    # Of one query head: the units of a group walk its heads side by side.
+    head_bytes = queries * (6 * shapes.head_dim + 2 * shapes.value_dim)
     fitting = max(1, _L2_SHARE // head_bytes)
     if problem.deterministic:  # by the number of steps of a unit
-        steps = queries // 64 if max(shapes.head_dim, shapes.value_dim) > 64 else queries // 128
-        if problem.window[1] is not None:
-            factor = 1 if steps < 16 else 2 if steps < 32 else 4 if steps < 128 else 8
+        steps = queries // (64 if max(shapes.head_dim, shapes.value_dim) > 64 else 128)
+        if causal and wide:
+            factor = 2 if steps < 32 else 4 if steps < 256 else 8
+        elif causal:
+            factor = 1 if steps < 16 else 2 if steps < 32 else 4 if steps < 64 else 8
         else:
             factor = 1 if steps < 32 else 2 if steps < 128 else 4
-    elif problem.window[1] is None:
+    elif causal:  # units of a group are as many times longer, and fewer: more of them to even out
+        factor = min(shapes.q_heads // shapes.kv_heads, 2) if queries < 4096 else 4
+    else:
         factor = 1 if queries < 4096 else 2
-    else:  # units of a group are as many times longer, and fewer: more of them to even out
-        factor = min(group, 4) if queries < 4096 else 4 * min(group, 2)
     return min(fitting * factor, _known(shapes.batch, fitting * factor) * shapes.kv_heads)
 
 

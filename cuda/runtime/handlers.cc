@@ -345,14 +345,17 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   const std::int64_t head_boxes = CeilDiv(s.head_dim, 64);
   Workspaces workspaces(rets, with_dbias ? 4 : 3);
   workspaces.Take("lse_log2", rows, &params.lse_log2);
-  workspaces.Take("delta", rows, &params.delta);
+  workspaces.Take("minus_delta", rows, &params.minus_delta);
   workspaces.Take("dq_sum", rows * 64 * head_boxes, &params.dq_sum);
   workspaces.Take("next_unit", 1, &params.next_unit);
-  workspaces.Take("turns", deterministic ? heads * query_blocks : 0, &params.turns);
+  const std::int64_t turn_parts = tiles.tile_kv == 128 ? 2 : head_boxes;
+  workspaces.Take("turns", deterministic ? heads * query_blocks * turn_parts : 0, &params.turns);
   workspaces.Take("query_segment_ranges", segments ? 2 * s.batch * query_blocks : 0,
                   &params.query_segment_ranges);
   workspaces.Take("key_segment_ranges", segments ? 2 * s.batch * key_blocks : 0,
                   &params.key_segment_ranges);
+  workspaces.Take("marks", s.batch * s.kv_heads * key_blocks * tiles.tile_kv / 16 * 2,
+                  &params.marks);
   if (workspaces.error().failure()) return workspaces.error();
   params.query_data = operands.q;
   params.key_data = operands.k;

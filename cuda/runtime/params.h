@@ -21,8 +21,9 @@ struct ForwardParams {
   TensorMap key;    // [B, S, K, H]  box (64, 1, kTileKV / kClusterSize, 1)
   TensorMap value;  // [B, S, K, Hv] box (64, 1, kTileKV / kClusterSize, 1)
 
-  const void* query_data;  // [B, T, N, H]   the same arrays, for loads without TMA and for rows that
-  const void* key_data;    // [B, S, K, H]   are recomputed without tensor cores, because values
+  const void*
+      query_data;        // [B, T, N, H]   the same arrays, for loads without TMA and for rows that
+  const void* key_data;  // [B, S, K, H]   are recomputed without tensor cores, because values
   const void* value_data;  // [B, S, K, Hv]  masked out of them are not finite
   void* out;               // [B, T, N, Hv] element type of the query
   float* lse;              // [B, N, T] natural logarithm
@@ -66,27 +67,34 @@ struct BackwardParams {
   TensorMap dkey;    // [B, S, K, H]  box (64, 1, 64, 1), written by the kernel for heads up to 128
   TensorMap dvalue;  // [B, S, K, Hv] box (64, 1, 64, 1), written
 
-  const void* out_data;   // [B, T, N, Hv]
-  const void* dout_data;  // [B, T, N, Hv]
-  const float* lse;       // [B, N, T] natural logarithm
-  const float* dlse;      // [B, N, T], only with kHasDlse
-  void* dquery;           // [B, T, N, H]
-  void* dkey_data;        // [B, S, K, H]   the arrays of the maps dkey and dvalue
-  void* dvalue_data;      // [B, S, K, Hv]
+  const void*
+      query_data;        // [B, T, N, H]   the same arrays, for loads without TMA and for rows that
+  const void* key_data;  // [B, S, K, H]   are recomputed without tensor cores, because values
+  const void* value_data;  // [B, S, K, Hv]  hidden from them are not finite
+  const void* out_data;    // [B, T, N, Hv]
+  const void* dout_data;   // [B, T, N, Hv]
+  const float* lse;        // [B, N, T] natural logarithm
+  const float* dlse;       // [B, N, T], only with kHasDlse
+  void* dquery;            // [B, T, N, H]
+  void* dkey_data;         // [B, S, K, H]   the arrays of the maps dkey and dvalue
+  void* dvalue_data;       // [B, S, K, Hv]
 
   const int* query_lengths;       // [B]
   const int* key_value_lengths;   // [B]
   const int* query_segments;      // [B, T]
   const int* key_value_segments;  // [B, S]
 
-  // Workspaces, all written by flash_backward_prepare; Q = ceil(T / kTileQ) query blocks.
+  // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kTileQ) query
+  // blocks.
   float* lse_log2;            // [B, N, Q * kTileQ]: -lse * log2(e), -inf on rows that see nothing
-  float* delta;               // [B, N, Q * kTileQ]: rowsum(out * dout) - dlse
-  float* dq_sum;              // [B, N, Q * kTileQ, 64 * ceil(H / 64)] in the order of fragments
+  float* minus_delta;         // [B, N, Q * kTileQ]: dlse - rowsum(out * dout)
+  float* dq_sum;              // [B, N, Q * kTileQ, 64 * ceil(H / 64)] in the order of fragments;
+                              // with kDeterministic the first unit writes it
   int* next_unit;             // [1]
-  int* turns;                 // [B, N, Q], only with kDeterministic
+  int* turns;                 // [B, N, Q, kTurnParts], only with kDeterministic
   int* query_segment_ranges;  // [B, Q, 2] smallest and largest id, only with kHasSegments
   int* key_segment_ranges;    // [B, ceil(S / kTileKV), 2], likewise
+  int* marks;  // [B, K, ceil(S / kTileKV), kTileKV / 16, 2]: are 16 rows of dk, dv not all finite
 
   int batch;        // B
   int query_len;    // T
@@ -99,8 +107,4 @@ struct BackwardParams {
   float scale;          // of the logits, before the softcap
   float scale_log2;     // log2(e) * (scale, or the cap with kSoftcap)
   float softcap_inner;  // scale / cap, only with kSoftcap
-
-  const void* query_data;  // the arrays of the maps, read without kTmaLoads
-  const void* key_data;
-  const void* value_data;
 };

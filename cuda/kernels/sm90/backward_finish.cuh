@@ -1,14 +1,22 @@
 // Last kernel of the backward pass: dq = scale * dq_sum, rounded, in the user's layout. One block
 // per 64-row tile and 64-column box; the tile turns through shared memory so that rows leave in
-// 128-byte pieces.
+// 128-byte pieces. Rows of dq, dk and dv that are not finite are computed again
+// (backward_exact.cuh).
 #pragma once
 
-#include "sm90/backward_common.cuh"
+#include "sm90/backward_exact.cuh"
 #include "sm90/unaligned.cuh"
 
 namespace backward {
 
 inline constexpr int kFinishThreads = 128;
+
+// Has any unit added to this tile of the sum? Only in deterministic mode may there be none: there
+// the first unit stores, and nothing else writes the sum before.
+__device__ __forceinline__ bool is_summed(const BackwardParams& p, int tile) {
+  if constexpr (!kDeterministic) return true;
+  return p.turns[tile / (kQueries / 64 * kHeadBoxes) * kTurnParts] != 0;
+}
 
 __device__ __forceinline__ void finish(const BackwardParams& p) {
   constexpr int kPitch = 64 + 8;  // elements; 16 bytes of padding spread the rows over the banks
@@ -25,8 +33,20 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
   const float4* sum = reinterpret_cast<const float4*>(p.dq_sum) +
                       static_cast<int64>(index) * (kTileFloats / 4) + threadIdx.x;
   float4 values[8];
+  if (is_summed(p, index)) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) values[j] = __ldcs(sum + j * kFinishThreads);
+    for (int j = 0; j < 8; ++j) values[j] = __ldcs(sum + j * kFinishThreads);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] = float4{0.f, 0.f, 0.f, 0.f};
+  }
+  const Range marks = own_marks(p);
+  bool finite = !any_marked(p, marks);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    finite = finite && is_finite((values[j].x * 0.f + values[j].y * 0.f) +
+                                 (values[j].z * 0.f + values[j].w * 0.f));
+  }
   const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -35,7 +55,7 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
     *low = pack<Element>(values[j].x * p.scale, values[j].y * p.scale);
     *high = pack<Element>(values[j].z * p.scale, values[j].w * p.scale);
   }
-  __syncthreads();
+  const bool repair = __syncthreads_or(!finite);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int r = i * 16 + threadIdx.x / 8, c = threadIdx.x % 8 * 8;
@@ -52,11 +72,21 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
       }
     }
   }
+  if (!repair) return;
+  __syncthreads();  // the rows are written
+#pragma unroll 1
+  for (int r = warp; r < 64 && row0 + r < p.query_len; r += 4) {
+    if (!row_is_finite(tile, r * kPitch, min(64, kHeadDim - box * 64))) {
+      exact_dq(p, batch, head, row0 + r, box * 64);
+    }
+  }
+  exact_marked(p, marks);
 }
 
 }  // namespace backward
 
-extern "C" __global__ void __launch_bounds__(backward::kFinishThreads)
+// Six blocks on a multiprocessor: 80 registers, which the recomputation needs.
+extern "C" __global__ void __launch_bounds__(backward::kFinishThreads, 6)
     flash_backward_finish(const __grid_constant__ BackwardParams p) {
   backward::finish(p);
 }

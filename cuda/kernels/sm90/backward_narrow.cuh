@@ -1,7 +1,7 @@
 // The main backward kernel for head and value dims up to 128: dk, dv and the float32 sum of dq.
 //
 // A persistent CTA takes blocks of 128 keys. Roles, one warpgroup each:
-//   load     one warp fetches units, K, V, and per query block Q, -lse, dO, delta by TMA
+//   load     one warp fetches units, K, V, and per query block Q, -lse, dO, -delta by TMA
 //   score 0  keys 0..63 of the block: S^T = K Q^T, dP^T = V dO^T, P, dS; dV += P^T dO and
 //   score 1  keys 64..127             dK += dS^T Q with P and dS as register operands
 // dS^T crosses to the other score warpgroup through a ring of shared-memory buffers. Each takes
@@ -9,6 +9,7 @@
 // adds it to the float32 sum by red.v4 straight from registers.
 #pragma once
 
+#include "sm90/backward_exact.cuh"
 #include "sm90/backward_units.cuh"
 
 namespace backward {
@@ -36,6 +37,10 @@ inline constexpr int kOutBoxes = kHeadBoxes > kValueBoxes ? kHeadBoxes : kValueB
 inline constexpr int kOutBytes = kOutBoxes * 64 * kBoxRowBytes;
 inline constexpr int kSharedBytes = kAtOut + 2 * kOutBytes;
 
+// dP starts at -delta instead of zero: 32 additions less, 2 % with 64 queries a step. The product
+// then waits for the loads of delta, and S with it.
+inline constexpr bool kStartsAtDelta = kQueries == 64;
+
 inline constexpr bool kSkipsHidden = (kWindowLeft || kWindowRight) && kQueries == 64;
 
 // Named barriers.
@@ -43,7 +48,7 @@ inline constexpr int kScoreBarrier = 1;  // and 2: one score warpgroup
 
 __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
-    set_up_load(8, 8, 8, 8);
+    set_up_load(8, 8, 8);
     for (int i = 0; i < kScoreStages; ++i) {
       barrier_init(barrier_at(kDsFull + i), 8);
       barrier_init(barrier_at(kDsEmpty + i), 8);
@@ -89,17 +94,28 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer, 
   wgmma_commit();
 }
 
-// Adds the half of dQ of the `iteration`-th query block to the sum; `block` indexes [B, N, block].
+// The query block before the current one, whose dQ is still to be computed.
+struct Last {
+  int block;   // index of [B, N, block]
+  bool first;  // no other unit adds to it before this one, deterministic mode
+};
+__device__ __forceinline__ Last last_of(const BackwardParams& p, const volatile UnitRecord& u,
+                                        const Walk& walk) {
+  return {walk.block, kDeterministic && uniform(turn_of(p, u, walk.m0) == 0)};
+}
+
+// Adds the half of dQ of the `iteration`-th query block to the sum.
 __device__ __forceinline__ void add_dq(const BackwardParams& p, const float (&dq)[kDqValues],
-                                       uint32 iteration, int block, int which) {
-  take_turn(iteration);
-  add_fragments(p.dq_sum + static_cast<int64>(block) * kBlockFloats + which * 128 * kDqValues, dq);
-  end_turn(iteration);
+                                       uint32 iteration, Last last, int which) {
+  take_turn(iteration, which);
+  add_fragments(p.dq_sum + static_cast<int64>(last.block) * kBlockFloats + which * 128 * kDqValues,
+                dq, last.first);
+  end_turn(iteration, which);
 }
 
 // dQ of the `iteration`-th query block with nothing beside it.
 __device__ __forceinline__ void finish_dq(const BackwardParams& p, int which, uint32 iteration,
-                                          int block) {
+                                          Last last) {
   const uint32 buffer = slot_of<kScoreStages>(iteration);
   float dq[kDqValues];
   barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
@@ -108,13 +124,13 @@ __device__ __forceinline__ void finish_dq(const BackwardParams& p, int which, ui
   wgmma_wait<0>();
   pin(dq);
   warp_arrive(barrier_at(kDsEmpty + buffer));
-  add_dq(p, dq, iteration, block, which);
+  add_dq(p, dq, iteration, last, which);
 }
 
 // One query block. dQ of the block before it is computed here too, unless this is the unit's first.
 template <bool kFirst>
 __device__ __forceinline__ void score_step(const BackwardParams& p, const volatile UnitRecord& u,
-                                           int which, uint32 iteration, int m0, int last_block,
+                                           int which, uint32 iteration, int m0, Last last,
                                            float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
   const int slab = 64 * which;
   const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
@@ -123,28 +139,50 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
 
   barrier_wait(barrier_at(kQFull + slot), parity);
   hide_unseen_queries<kHeadBoxes>(u, q, m0, kScoreBarrier + which);
+  const uint32 lse = shared_base() + kAtLse + slot * kQueries * 4 + threadIdx.x % 4 * 8;
+  const uint32 minus_delta = lse + (kAtDelta - kAtLse);
   float x[kScores], dp[kScores];
-  keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
+  if constexpr (!kStartsAtDelta) {
+    wgmma_fence();
+    keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
+  }
   barrier_wait(barrier_at(kDoutFull + slot), parity);
   hide_unseen_queries<kValueBoxes>(u, dout, m0, kScoreBarrier + which);
-  keys_times_queries<kValue>(dp, shared_base() + kAtV + slab * kBoxRowBytes, dout);
+  if constexpr (kStartsAtDelta) {
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) {
+      const float2 d = load_shared_f2(minus_delta + 8 * j * 4);
+      dp[4 * j] = dp[4 * j + 2] = d.x;
+      dp[4 * j + 1] = dp[4 * j + 3] = d.y;
+    }
+    pin(dp);
+  }
+  wgmma_fence();
+  if constexpr (kStartsAtDelta) {
+    keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
+  }
+  keys_times_queries<kValue>(dp, shared_base() + kAtV + slab * kBoxRowBytes, dout, kStartsAtDelta);
   wgmma_wait<1>();
   pin(x);
 
-  const uint32 lse = shared_base() + kAtLse + slot * kQueries * 4 + threadIdx.x % 4 * 8;
-  const uint32 delta = lse + (kAtDelta - kAtLse);
   uint32 probability[kScores / 2], gradient[kScores / 2];
   score_to_probability(p, u, x, probability, lse, slab, m0);
   wgmma_wait<0>();
   pin(dp);
 #pragma unroll
   for (int j = 0; j < kQueries / 8; ++j) {
-    const float2 d = load_shared_f2(delta + 8 * j * 4);
+    if constexpr (!kStartsAtDelta) {
+      const float2 d = load_shared_f2(minus_delta + 8 * j * 4);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int i = 4 * j + 2 * r;
+      for (int i = 4 * j; i < 4 * j + 4; i += 2) {
+        dp[i] += d.x;
+        dp[i + 1] += d.y;
+      }
+    }
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; i += 2) {
       if constexpr (!kSoftcap) probability[i / 2] = pack<Element>(x[i], x[i + 1]);
-      gradient[i / 2] = pack<Element>(x[i] * (dp[i] - d.x), x[i + 1] * (dp[i + 1] - d.y));
+      gradient[i / 2] = pack<Element>(x[i] * dp[i], x[i + 1] * dp[i + 1]);
     }
   }
 
@@ -162,29 +200,19 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
     issue_accumulate(dk, gradient, q);
     wgmma_commit();
   } else {
-    const uint32 last = slot_of<kScoreStages>(iteration - 1);
+    const uint32 before = slot_of<kScoreStages>(iteration - 1);
     float dq[kDqValues];
-    barrier_wait(barrier_at(kDsFull + last), parity_of<kScoreStages>(iteration - 1));
+    barrier_wait(barrier_at(kDsFull + before), parity_of<kScoreStages>(iteration - 1));
     wgmma_fence();
-    issue_dq(dq, last, which);
+    issue_dq(dq, before, which);
     issue_accumulate(dv, probability, dout);
     wgmma_commit();
     issue_accumulate(dk, gradient, q);
     wgmma_commit();
     wgmma_wait<2>();
     pin(dq);
-    warp_arrive(barrier_at(kDsEmpty + last));
-    if constexpr (!kDeterministic) add_dq(p, dq, iteration - 1, last_block, which);
-    if constexpr (kDeterministic) {  // after the others: the wait for a turn takes registers
-      wgmma_wait<1>();
-      warp_arrive(barrier_at(kDoutEmpty + slot));
-      wgmma_wait<0>();
-      warp_arrive(barrier_at(kQEmpty + slot));
-      pin(dk);
-      pin(dv);
-      add_dq(p, dq, iteration - 1, last_block, which);
-      return;
-    }
+    warp_arrive(barrier_at(kDsEmpty + before));
+    add_dq(p, dq, iteration - 1, last, which);
   }
   wgmma_wait<1>();
   warp_arrive(barrier_at(kDoutEmpty + slot));
@@ -199,7 +227,7 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
 // half of one step of each unit.
 template <bool kFirst>
 __device__ __forceinline__ void hidden_step(const BackwardParams& p, int which, uint32 iteration,
-                                            int last_block) {
+                                            Last last) {
   const uint32 slot = slot_of<kStages>(iteration), buffer = slot_of<kScoreStages>(iteration);
   barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
   const uint32 gradient[kScores / 2] = {};
@@ -209,23 +237,23 @@ __device__ __forceinline__ void hidden_step(const BackwardParams& p, int which, 
   warp_arrive(barrier_at(kQEmpty + slot));
   barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
   warp_arrive(barrier_at(kDoutEmpty + slot));
-  if constexpr (!kFirst) finish_dq(p, which, iteration - 1, last_block);
+  if constexpr (!kFirst) finish_dq(p, which, iteration - 1, last);
 }
 
 // One query block, one way or the other.
 template <bool kFirst>
 __device__ __forceinline__ void step(const BackwardParams& p, const volatile UnitRecord& u,
-                                     int which, uint32 iteration, int m0, int last_block,
+                                     int which, uint32 iteration, int m0, Last last,
                                      float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
   if constexpr (kSkipsHidden) {
     const int key = u.key0 + 64 * which;
     const Range seen = visible_queries<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63);
     if (uniform(m0 + kQueries <= seen.begin || m0 >= seen.end)) {
-      hidden_step<kFirst>(p, which, iteration, last_block);
+      hidden_step<kFirst>(p, which, iteration, last);
       return;
     }
   }
-  score_step<kFirst>(p, u, which, iteration, m0, last_block, dk, dv);
+  score_step<kFirst>(p, u, which, iteration, m0, last, dk, dv);
 }
 
 __device__ __forceinline__ void score(const BackwardParams& p, int which) {
@@ -248,18 +276,21 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
     }
     if (u.total > 0) {
       Walk walk(u);
-      step<true>(p, u, which, iteration, walk.m0, 0, dk, dv);
+      step<true>(p, u, which, iteration, walk.m0, {}, dk, dv);
       ++iteration;
       while (walk.left > 1) {
-        const int last_block = walk.block;
+        const Last last = last_of(p, u, walk);
         walk.next(p, u);
-        step<false>(p, u, which, iteration, walk.m0, last_block, dk, dv);
+        step<false>(p, u, which, iteration, walk.m0, last, dk, dv);
         ++iteration;
       }
-      finish_dq(p, which, iteration - 1, walk.block);
+      finish_dq(p, which, iteration - 1, last_of(p, u, walk));
     }
     warp_arrive(barrier_at(kKEmpty));
     warp_arrive(barrier_at(kVEmpty));
+    const int row = 64 * which + threadIdx.x % 128 / 32 * 16;
+    mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
+    mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));
     if constexpr (kTmaLoads) {
       write_out<kValue>(which, p.dvalue, dv, 1.f, u);
       write_out<kHead>(which, p.dkey, dk, p.scale, u);

@@ -1,7 +1,7 @@
 // First kernel of the backward pass, one block per 64-row tile of one query head:
 //   lse_log2 = -lse * log2(e)      (-inf on rows that see nothing or lie past the length)
-//   delta    = rowsum(out * dout) - dlse
-//   dq_sum   = 0, and the counters of the main kernel.
+//   minus_delta = dlse - rowsum(out * dout)
+//   dq_sum   = 0 (unless deterministic), and the counters of the main kernel.
 // Rows are padded to whole query blocks, so that the main kernel needs no test on queries.
 #pragma once
 
@@ -62,12 +62,16 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
   const int64 padded = static_cast<int64>(head_index) * tiles * 64 + row0;
 
   if (index == 0 && threadIdx.x == 0) *p.next_unit = 0;
-  if (kDeterministic && row0 % kQueries == 0 && threadIdx.x == 0) p.turns[padded / kQueries] = 0;
-
-  float4* sum = reinterpret_cast<float4*>(p.dq_sum) + padded * (kHeadBoxes * 16);
+  if constexpr (kDeterministic) {  // the first unit stores
+    if (row0 % kQueries == 0 && threadIdx.x < kTurnParts) {
+      p.turns[padded / kQueries * kTurnParts + threadIdx.x] = 0;
+    }
+  } else {
+    float4* sum = reinterpret_cast<float4*>(p.dq_sum) + padded * (kHeadBoxes * 16);
 #pragma unroll
-  for (int i = 0; i < kHeadBoxes * 8; ++i) {
-    sum[i * kPrepareThreads + threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
+    for (int i = 0; i < kHeadBoxes * 8; ++i) {
+      sum[i * kPrepareThreads + threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
+    }
   }
 
 #pragma unroll
@@ -110,7 +114,7 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
         }
         const bool empty = lse == minus_infinity();
         p.lse_log2[padded + local] = empty ? minus_infinity() : -lse * kLog2E;
-        p.delta[padded + local] = empty ? 0.f : total;
+        p.minus_delta[padded + local] = empty ? 0.f : -total;
       }
     }
   }

@@ -1,7 +1,7 @@
 // What the two main kernels share: units of work, the load role, and the arithmetic of S^T tiles.
 //
 // A unit is a block of keys of one key/value head with all query blocks that see it. The plan role
-// hands units out, the load role feeds the others: K and V once, Q, -lse, dO and delta per query
+// hands units out, the load role feeds the others: K and V once, Q, -lse, dO and -delta per query
 // block. Tiles are boxes of 64 columns in 128-byte-swizzled shared memory.
 #pragma once
 
@@ -30,7 +30,8 @@ inline constexpr int kLoadWarps = kTmaLoads || kDeterministic ? 1 : 2;
 inline constexpr int kKeyArrivals = kLoadWarps;
 inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 
-inline constexpr int kTurns = 4;  // query blocks whose turn may have come, deterministic mode
+inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
+static_assert(kTurnParts <= kTurns);
 
 // Barriers, named by their event.
 inline constexpr int kUnitFull = 0;   // [2]
@@ -49,6 +50,7 @@ inline constexpr int kTurnFull = kDsEmpty + kScoreStages;  // [kTurns]
 inline constexpr int kTurnEmpty = kTurnFull + kTurns;
 inline constexpr int kTurnTaken = kTurnEmpty + kTurns;
 inline constexpr int kOwnBarriers = kTurnTaken + kTurns;
+static_assert(kAtBarriers + 8 * (kOwnBarriers + 2) <= kAtUnits);
 
 // Aligned as declared, so every address below is a constant plus an index.
 extern __shared__ __align__(1024) char shared_memory[];
@@ -80,12 +82,12 @@ struct UnitRecord {
   int stop;  // no further units
   int batch, kv_head, key0;
   int offset, query_length, kv_length;  // Visibility of the batch row
-  int m0, m_end;       // first query of the walk; where it has left the block range of one head
-  int total;           // query blocks of all heads of the group
-  int block;           // the walk's first query block, as an index of [B, N, query block]
-  int head;            // first query head of the group
-  Range seen_keys;     // of the unit, that some query sees, relative to key0
-  Range seen_queries;  // that see some key
+  int m0;                               // first query of the walk
+  int total;                            // its steps: query blocks of all heads of the group
+  int block;                            // its first query block, as an index of [B, N, query block]
+  int head, heads;                      // first query head of the group, their number
+  Range seen_keys;                      // of the unit, that some query sees, relative to key0
+  Range seen_queries;                   // that see some key
 };
 static_assert(sizeof(UnitRecord) == 64);
 
@@ -98,9 +100,8 @@ __device__ __forceinline__ volatile UnitRecord& unit_record(uint32 i) {
 }
 
 // Barriers of the roles of warpgroup 0. The arguments count the arrivals that give a unit, K and V
-// back, and the warps that add to dq_sum.
-__device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, int value_readers,
-                                            int adders) {
+// back.
+__device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, int value_readers) {
   for (int i = 0; i < 2; ++i) {
     barrier_init(barrier_at(kUnitFull + i), 1);
     barrier_init(barrier_at(kUnitEmpty + i), unit_readers + kLoadWarps + (kDeterministic ? 2 : 0));
@@ -118,7 +119,7 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
   for (int i = 0; i < kTurns; ++i) {
     barrier_init(barrier_at(kTurnFull + i), 1);
     barrier_init(barrier_at(kTurnEmpty + i), 1);
-    barrier_init(barrier_at(kTurnTaken + i), adders);
+    barrier_init(barrier_at(kTurnTaken + i), 4);  // warps of the one warpgroup that adds
   }
 }
 
@@ -127,8 +128,7 @@ __device__ __forceinline__ void set_walk(const BackwardParams& p, volatile UnitR
                                          const Range& blocks) {
   const int first = first_block(blocks), count = blocks.end - blocks.begin;
   r.m0 = first * kQueries;
-  r.m_end = (first + kDirection * count) * kQueries;
-  r.total = count * group_size(p);
+  r.total = count * r.heads;
   r.block = (r.batch * p.query_heads + r.head) * query_blocks(p) + first;
 }
 
@@ -146,7 +146,8 @@ __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, 
     r.offset = u.sight.offset;
     r.query_length = u.sight.query_length;
     r.kv_length = u.sight.kv_length;
-    r.head = u.kv_head * group_size(p);
+    r.heads = group_size(p);
+    r.head = u.kv_head * r.heads;
     const Range seen = visible_keys<kWindowLeft, kWindowRight>(u.sight, 0, p.query_len - 1);
     r.seen_keys.begin = seen.begin - u.key0;
     r.seen_keys.end = seen.end - u.key0;
@@ -178,6 +179,24 @@ __device__ __forceinline__ void plan(const BackwardParams& p) {
     index = __shfl_sync(0xffffffffu, index, 0);
   }
 }
+
+// A walk over the query blocks of a unit, each with all heads of the group: units of one group stay
+// together, whatever their lengths, and find what they load in L2.
+struct Walk {
+  int left, m0, block;
+  int head = 0;  // of the group
+  __device__ __forceinline__ explicit Walk(const volatile UnitRecord& u)
+      : left(u.total), m0(u.m0), block(u.block) {}
+  __device__ __forceinline__ void next(const BackwardParams& p, const volatile UnitRecord& u) {
+    --left;
+    block += query_blocks(p);
+    if (++head == u.heads) {
+      block += kDirection - head * query_blocks(p);
+      m0 += kDirection * kQueries;
+      head = 0;
+    }
+  }
+};
 
 // The i-th unit as the other roles see it; each warp gives it back with `return_unit`.
 __device__ __forceinline__ const volatile UnitRecord& receive_unit(uint32 i) {
@@ -217,7 +236,7 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const volatil
   }
 }
 
-// Q or dO of a query block, and the number that goes with each row: -lse or delta.
+// Q or dO of a query block, and the number that goes with each row: -lse or -delta.
 template <int kDim>
 __device__ __forceinline__ void load_queries(const BackwardParams& p, uint32 tile,
                                              const TensorMap& map, const void* array,
@@ -246,8 +265,7 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
     const volatile UnitRecord& u = receive_unit(received);
     if (u.stop) break;
     const uint32 free = parity_of<1>(received) ^ 1;
-    int left = u.total;
-    if (left == 0) {
+    if (u.total == 0) {
       barrier_wait(barrier_at(kKEmpty), free);
       barrier_wait(barrier_at(kVEmpty), free);
       if (threadIdx.x % 32 == 0) {
@@ -255,9 +273,9 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
         barrier_arrive(barrier_at(kVFull));
       }
     }
-    int head = u.head, m0 = u.m0, block = u.block;
     bool first = true;
-    for (; left > 0; --left) {
+    for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
+      const int head = u.head + walk.head, m0 = walk.m0, block = walk.block;
       const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
       barrier_wait(barrier_at(kQEmpty + slot), parity ^ 1);
       load_queries<kHeadDim>(p, shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ, p.query,
@@ -272,7 +290,7 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
       barrier_wait(barrier_at(kDoutEmpty + slot), parity ^ 1);
       load_queries<kValueDim>(p, shared_base() + kAtDout + slot * kValueBoxes * kBoxQ, p.dout,
                               p.dout_data, shared_base() + kAtDelta + slot * kQueries * 4,
-                              p.delta + static_cast<int64>(block) * kQueries,
+                              p.minus_delta + static_cast<int64>(block) * kQueries,
                               barrier_at(kDoutFull + slot), head, m0, u.batch);
       if (first) {
         first = false;
@@ -280,13 +298,6 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
         load_keys<kValueDim>(p, u, shared_base() + kAtV, p.value, p.value_data, barrier_at(kVFull));
       }
       ++iteration;
-      m0 += kDirection * kQueries;
-      block += kDirection;
-      if (m0 == u.m_end) {
-        block += query_blocks(p) + (u.m0 - m0) / kQueries;
-        m0 = u.m0;
-        ++head;
-      }
     }
     return_unit(received);
     ++received;
@@ -465,16 +476,16 @@ __device__ __forceinline__ void stage_rows(const float (&values)[kCount], float 
   fence_async_proxy();
 }
 
-// a[64 keys x k] b[kQueries x k]^T with both operands K-major.
+// d = (d if accumulate) + a[64 keys x k] b[kQueries x k]^T with both operands K-major. The fence
+// before it is the caller's.
 template <int kDepth>
-__device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys,
-                                                   uint32 queries) {
+__device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys, uint32 queries,
+                                                   bool accumulate = false) {
   const Descriptor a = descriptor(keys, 0, 1024), b = descriptor(queries, 0, 1024);
-  wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kDepth / 16; ++i) {
     wgmma_ss<Element, 0, 0>(d, a.at(i / 4 * kBoxK + i % 4 * 32), b.at(i / 4 * kBoxQ + i % 4 * 32),
-                            i > 0);
+                            accumulate || i > 0);
   }
   wgmma_commit();
 }
@@ -492,41 +503,34 @@ __device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint3
 
 // ---- dq -----------------------------------------------------------------------------------------
 
-// A walk over the query blocks of a unit, head after head.
-struct Walk {
-  int left, m0, block;
-  __device__ __forceinline__ explicit Walk(const volatile UnitRecord& u)
-      : left(u.total), m0(u.m0), block(u.block) {}
-  __device__ __forceinline__ void next(const BackwardParams& p, const volatile UnitRecord& u) {
-    --left;
-    m0 += kDirection * kQueries;
-    block += kDirection;
-    if (m0 == u.m_end) {
-      block += query_blocks(p) + (u.m0 - m0) / kQueries;
-      m0 = u.m0;
-    }
-  }
-};
-
-// Deterministic sums: the units of a head add to a query block in ascending order of keys. Two
-// warps keep the order beside the warpgroups that add: this one waits until the units before have
-// added,
+// Deterministic sums: the units of a head add to a query block in ascending order of keys, and the
+// first stores. Two warps keep the order beside the warpgroups that add: this one waits until the
+// units before have added,
+__device__ __forceinline__ int turn_of(const BackwardParams& p, const volatile UnitRecord& u,
+                                       int m0) {
+  // The first block of keys that these queries see.
+  const int first = kWindowLeft ? max(m0 + u.offset - p.window_left, 0) / kKeys : 0;
+  return u.key0 / kKeys - first;
+}
 __device__ __forceinline__ void wait_turns(const BackwardParams& p) {
-  uint32 received = 0, iteration = 0;
+  const int part = threadIdx.x % 32;
+  uint32 received = 0, turn = part;
   while (true) {
     const volatile UnitRecord& u = receive_unit(received);
     if (u.stop) break;
     for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
-      const uint32 slot = slot_of<kTurns>(iteration);
-      barrier_wait(barrier_at(kTurnEmpty + slot), parity_of<kTurns>(iteration) ^ 1);
-      // The first block of keys that these queries see.
-      const int first = kWindowLeft ? max(walk.m0 + u.offset - p.window_left, 0) / kKeys : 0;
-      const int rank = u.key0 / kKeys - first;
-      while (load_acquire(p.turns + walk.block) != rank) {
+      const int rank = turn_of(p, u, walk.m0);
+      bool waits = part < kTurnParts;
+      if (waits) {
+        barrier_wait(barrier_at(kTurnEmpty + slot_of<kTurns>(turn)), parity_of<kTurns>(turn) ^ 1);
       }
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) barrier_arrive(barrier_at(kTurnFull + slot));
-      ++iteration;
+      while (__any_sync(0xffffffffu, waits)) {
+        if (waits && load_acquire(p.turns + walk.block * kTurnParts + part) == rank) {
+          barrier_arrive(barrier_at(kTurnFull + slot_of<kTurns>(turn)));
+          waits = false;
+        }
+      }
+      turn += kTurnParts;
     }
     return_unit(received);
     ++received;
@@ -535,19 +539,30 @@ __device__ __forceinline__ void wait_turns(const BackwardParams& p) {
 
 // and this one tells the next unit when this unit's additions are visible to it.
 __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
-  uint32 received = 0, iteration = 0;
+  const bool leader = threadIdx.x % 32 == 0;
+  uint32 received = 0, turn = 0;
   while (true) {
     const volatile UnitRecord& u = receive_unit(received);
     if (u.stop) break;
     for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
-      const uint32 slot = slot_of<kTurns>(iteration);
-      barrier_wait(barrier_at(kTurnTaken + slot), parity_of<kTurns>(iteration));
-      if (threadIdx.x % 32 == 0) {
-        fence_gpu();
-        add_relaxed(p.turns + walk.block, 1);
-        barrier_arrive(barrier_at(kTurnEmpty + slot));
+      int* counters = p.turns + walk.block * kTurnParts;
+      for (int part = 0; part < kTurnParts;) {
+        const auto taken = [&](int i) {
+          return barrier_at(kTurnTaken + slot_of<kTurns>(turn + i));
+        };
+        const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
+        barrier_wait(taken(part), parity(part));
+        int end = part + 1;  // of those that one fence serves
+        while (end < kTurnParts && uniform(barrier_test(taken(end), parity(end)))) ++end;
+        if (leader) fence_gpu();
+        for (; part < end; ++part) {
+          if (leader) {
+            add_relaxed(counters + part, 1);
+            barrier_arrive(barrier_at(kTurnEmpty + slot_of<kTurns>(turn + part)));
+          }
+        }
       }
-      ++iteration;
+      turn += kTurnParts;
     }
     return_unit(received);
     ++received;
@@ -597,22 +612,35 @@ __device__ __forceinline__ void store_columns(const BackwardParams& p, void* arr
   }
 }
 
-// Adds a warpgroup's accumulators to the sum, in their own order.
+// Adds a warpgroup's accumulators to the sum, in their own order; `first`: nothing is there yet.
 template <int kCount>
-__device__ __forceinline__ void add_fragments(float* sum, const float (&values)[kCount]) {
+__device__ __forceinline__ void add_fragments(float* sum, const float (&values)[kCount],
+                                              bool first) {
+  float* mine = sum + threadIdx.x % 128 * 4;
+  if (kDeterministic && first) {
 #pragma unroll
-  for (int j = 0; j < kCount / 4; ++j) {
-    reduce_add_x4(sum + (j * 128 + threadIdx.x % 128) * 4, values[4 * j], values[4 * j + 1],
-                  values[4 * j + 2], values[4 * j + 3]);
+    for (int j = 0; j < kCount / 4; ++j) {
+      *reinterpret_cast<float4*>(mine + j * 512) =
+          float4{values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]};
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      reduce_add_x4(mine + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2],
+                    values[4 * j + 3]);
+    }
   }
 }
-__device__ __forceinline__ void take_turn(uint32 iteration) {
+__device__ __forceinline__ void take_turn(uint32 iteration, int part) {
   if constexpr (kDeterministic) {
-    barrier_wait(barrier_at(kTurnFull + slot_of<kTurns>(iteration)), parity_of<kTurns>(iteration));
+    const uint32 turn = iteration * kTurnParts + part;
+    barrier_wait(barrier_at(kTurnFull + slot_of<kTurns>(turn)), parity_of<kTurns>(turn));
   }
 }
-__device__ __forceinline__ void end_turn(uint32 iteration) {
-  if constexpr (kDeterministic) warp_arrive(barrier_at(kTurnTaken + slot_of<kTurns>(iteration)));
+__device__ __forceinline__ void end_turn(uint32 iteration, int part) {
+  if constexpr (kDeterministic) {
+    warp_arrive(barrier_at(kTurnTaken + slot_of<kTurns>(iteration * kTurnParts + part)));
+  }
 }
 
 }  // namespace backward

@@ -2,7 +2,7 @@
 //
 // A persistent CTA takes blocks of 64 keys. One warpgroup cannot hold both dK and dV, so the work
 // is a pipeline of roles, one warpgroup each:
-//   load         one warp fetches units, K, V, and per query block Q, -lse, dO, delta by TMA
+//   load         one warp fetches units, K, V, and per query block Q, -lse, dO, -delta by TMA
 //   probability  S^T = K Q^T, P;            dV += P^T dO, P in registers
 //   gradient     dP^T = V dO^T, dS;         dK += dS^T Q, dS in registers
 //   query        dQ = dS K from shared memory, added to the float32 sum by red.v4
@@ -10,6 +10,7 @@
 // buffers. Each product of a role is issued beside the first product of its next query block.
 #pragma once
 
+#include "sm90/backward_exact.cuh"
 #include "sm90/backward_finish.cuh"
 #include "sm90/backward_prepare.cuh"
 #include "sm90/backward_units.cuh"
@@ -40,7 +41,7 @@ inline constexpr int kGradientBarrier = 2;
 
 __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
-    set_up_load(12, 8, 4, 4);
+    set_up_load(12, 8, 4);
     for (int i = 0; i < kScoreStages; ++i) {
       barrier_init(barrier_at(kDsFull + i), 4);
       barrier_init(barrier_at(kDsEmpty + i), 4);
@@ -75,6 +76,7 @@ struct Rows {
     ptx::pin(low);
     if constexpr (kSplit) ptx::pin(high);
   }
+  __device__ __forceinline__ bool is_finite() const { return all_finite(low) && all_finite(high); }
 };
 
 // Shared memory is free for the next unit's keys while dK and dV are written.
@@ -94,11 +96,6 @@ __device__ __forceinline__ uint32 q_tile(uint32 slot) {
 __device__ __forceinline__ uint32 dout_tile(uint32 slot) {
   return shared_base() + kAtDout + slot * kValueBoxes * kBoxQ;
 }
-__device__ __forceinline__ int next_m0(const volatile UnitRecord& u, int m0) {
-  m0 += kDirection * kQueries;
-  return m0 == u.m_end ? u.m0 : m0;
-}
-
 // ---- probability --------------------------------------------------------------------------------
 
 __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float (&x)[kScores],
@@ -106,6 +103,7 @@ __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float
   const uint32 slot = slot_of<kStages>(iteration);
   barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
   hide_unseen_queries<kHeadBoxes>(u, q_tile(slot), m0, kProbabilityBarrier);
+  wgmma_fence();
   keys_times_queries<kHead>(x, shared_base() + kAtK, q_tile(slot));
 }
 
@@ -163,23 +161,24 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
         named_barrier_sync(kProbabilityBarrier, 128);
       }
       float x[kScores];
-      int m0 = u.m0;
-      issue_scores(u, x, iteration, m0);
+      Walk walk(u);
+      issue_scores(u, x, iteration, walk.m0);
       wgmma_wait<0>();
       warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration)));
       pin(x);
-      for (int left = u.total - 1; left > 0; --left) {
-        const int next = next_m0(u, m0);
-        probability_step<false>(p, u, iteration, m0, next, x, dv);
+      while (walk.left > 1) {
+        const int m0 = walk.m0;
+        walk.next(p, u);
+        probability_step<false>(p, u, iteration, m0, walk.m0, x, dv);
         ++iteration;
-        m0 = next;
       }
       warp_arrive(barrier_at(kKEmpty));
-      probability_step<true>(p, u, iteration, m0, 0, x, dv);
+      probability_step<true>(p, u, iteration, walk.m0, 0, x, dv);
       ++iteration;
     } else {
       warp_arrive(barrier_at(kKEmpty));
     }
+    mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 1, dv.is_finite());
     store_rows<kValueDim>(p, p.dvalue_data, dv, 1.f, u);
     return_unit(received);
     ++received;
@@ -193,6 +192,7 @@ __device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&d
   const uint32 slot = slot_of<kStages>(iteration);
   barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
   hide_unseen_queries<kValueBoxes>(u, dout_tile(slot), m0, kGradientBarrier);
+  wgmma_fence();
   keys_times_queries<kValue>(dp, shared_base() + kAtV, dout_tile(slot));
 }
 
@@ -202,15 +202,15 @@ __device__ __forceinline__ void gradient_step(const BackwardParams& p, const vol
                                               uint32 iteration, int m0, int next,
                                               float (&dp)[kScores], Rows<kHead>& dk) {
   const uint32 slot = slot_of<kStages>(iteration);
-  const uint32 delta = shared_base() + kAtDelta + slot * kQueries * 4 + threadIdx.x % 4 * 8;
+  const uint32 minus_delta = shared_base() + kAtDelta + slot * kQueries * 4 + threadIdx.x % 4 * 8;
   uint32 gradient[kScores / 2];
   barrier_wait(barrier_at(kPFull), parity_of<1>(iteration));
 #pragma unroll
   for (int j = 0; j < kScores / 4; ++j) {
     const float4 x = load_shared_f4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16);
-    const float2 d = load_shared_f2(delta + 8 * j * 4);
-    gradient[2 * j] = pack<Element>(x.x * (dp[4 * j] - d.x), x.y * (dp[4 * j + 1] - d.y));
-    gradient[2 * j + 1] = pack<Element>(x.z * (dp[4 * j + 2] - d.x), x.w * (dp[4 * j + 3] - d.y));
+    const float2 d = load_shared_f2(minus_delta + 8 * j * 4);
+    gradient[2 * j] = pack<Element>(x.x * (dp[4 * j] + d.x), x.y * (dp[4 * j + 1] + d.y));
+    gradient[2 * j + 1] = pack<Element>(x.z * (dp[4 * j + 2] + d.x), x.w * (dp[4 * j + 3] + d.y));
   }
   warp_arrive(barrier_at(kPEmpty));
   warp_arrive(barrier_at(kDoutEmpty + slot));
@@ -249,22 +249,23 @@ __device__ __forceinline__ void gradient_role(const BackwardParams& p) {
         named_barrier_sync(kGradientBarrier, 128);
       }
       float dp[kScores];
-      int m0 = u.m0;
-      issue_dp(u, dp, iteration, m0);
+      Walk walk(u);
+      issue_dp(u, dp, iteration, walk.m0);
       wgmma_wait<0>();
       pin(dp);
-      for (int left = u.total - 1; left > 0; --left) {
-        const int next = next_m0(u, m0);
-        gradient_step<false>(p, u, iteration, m0, next, dp, dk);
+      while (walk.left > 1) {
+        const int m0 = walk.m0;
+        walk.next(p, u);
+        gradient_step<false>(p, u, iteration, m0, walk.m0, dp, dk);
         ++iteration;
-        m0 = next;
       }
       warp_arrive(barrier_at(kVEmpty));
-      gradient_step<true>(p, u, iteration, m0, 0, dp, dk);
+      gradient_step<true>(p, u, iteration, walk.m0, 0, dp, dk);
       ++iteration;
     } else {
       warp_arrive(barrier_at(kVEmpty));
     }
+    mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 0, dk.is_finite());
     store_rows<kHeadDim>(p, p.dkey_data, dk, p.scale, u);
     return_unit(received);
     ++received;
@@ -284,6 +285,7 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
       const Descriptor a = descriptor(shared_base() + kAtDs + buffer * kDsBytes, kDsBytes, 1024);
       const Descriptor b = descriptor(shared_base() + kAtK, kBoxK, 1024);
       float* sum = p.dq_sum + static_cast<int64>(walk.block) * kBlockFloats;
+      const bool first = kDeterministic && uniform(turn_of(p, u, walk.m0) == 0);
       barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
 #pragma unroll
       for (int box = 0; box < kHeadBoxes; ++box) {
@@ -297,10 +299,10 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
         wgmma_wait<0>();
         pin(dq);
         if (box + 1 == kHeadBoxes) warp_arrive(barrier_at(kDsEmpty + buffer));
-        if (box == 0) take_turn(iteration);
-        add_fragments(sum + box * kTileFloats, dq);
+        take_turn(iteration, box);
+        add_fragments(sum + box * kTileFloats, dq, first);
+        end_turn(iteration, box);
       }
-      end_turn(iteration);
       ++iteration;
     }
     warp_arrive(barrier_at(kKEmpty));

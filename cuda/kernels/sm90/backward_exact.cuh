@@ -1,0 +1,228 @@
+// Rows of dq, dk and dv once more, by one warp each, without touching what is hidden from them.
+//
+// The tiled kernel multiplies the rows of a partial block by a dS or P of zero where they do not
+// see each other, and 0 * NaN is NaN: a NaN or infinity in one row of a block reaches the results
+// of the others. Rows whose result is not finite come here. Those that saw it keep it: their lse or
+// delta is not finite either.
+#pragma once
+
+#include "sm90/backward_common.cuh"
+
+namespace backward {
+
+__device__ __forceinline__ float element(const void* array, int64 index) {
+  return unpack<Element>(static_cast<const uint16*>(array)[index]);
+}
+__device__ __forceinline__ void set_element(void* array, int64 index, float value) {
+  static_cast<uint16*>(array)[index] = static_cast<uint16>(pack<Element>(value, 0.f));
+}
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7f800000); }
+__device__ __forceinline__ bool row_is_finite(const void* array, int64 at, int count) {
+  bool finite = true;
+  for (int c = threadIdx.x % 32; c < count; c += 32) {
+    finite = finite && is_finite(element(array, at + c));
+  }
+  return __all_sync(0xffffffffu, finite);
+}
+
+// Index of the first element of a row of an array [B, length, heads, dim].
+__device__ __forceinline__ int64 row_at(int batch, int row, int length, int head, int heads,
+                                        int dim) {
+  return ((static_cast<int64>(batch) * length + row) * heads + head) * dim;
+}
+__device__ __forceinline__ int64 padded_row(const BackwardParams& p, int batch, int head,
+                                            int query) {
+  return (static_cast<int64>(batch) * p.query_heads + head) * query_blocks(p) * kQueries + query;
+}
+__device__ __forceinline__ bool same_segment(const BackwardParams& p, int batch, int query,
+                                             int key) {
+  if constexpr (!kHasSegments) return true;
+  return p.query_segments[static_cast<int64>(batch) * p.query_len + query] ==
+         p.key_value_segments[static_cast<int64>(batch) * p.kv_len + key];
+}
+
+// One element of P and of dS.
+struct Weights {
+  float probability, gradient;
+};
+__device__ __forceinline__ Weights weights(const BackwardParams& p, int batch, int head, int query,
+                                           int key, float lse, float minus_delta) {
+  const int kv_head = head / group_size(p);
+  const int64 q = row_at(batch, query, p.query_len, head, p.query_heads, kHeadDim);
+  const int64 k = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kHeadDim);
+  const int64 dout = row_at(batch, query, p.query_len, head, p.query_heads, kValueDim);
+  const int64 v = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kValueDim);
+  float score[1] = {0.f}, slope = 1.f, dp = 0.f;
+#pragma unroll 1
+  for (int c = 0; c < kHeadDim; ++c) {
+    score[0] = fmaf(element(p.query_data, q + c), element(p.key_data, k + c), score[0]);
+  }
+#pragma unroll 1
+  for (int c = 0; c < kValueDim; ++c) {
+    dp = fmaf(element(p.dout_data, dout + c), element(p.value_data, v + c), dp);
+  }
+  if constexpr (kSoftcap) {
+    apply_tanh(score, p.softcap_inner);
+    slope = 1.f - score[0] * score[0];
+  }
+  const float probability = exp2_approx(fmaf(score[0], p.scale_log2, lse));
+  return {probability, probability * (dp + minus_delta) * slope};
+}
+
+// 64 columns of dq of one query.
+__device__ __forceinline__ void exact_dq(const BackwardParams& p, int batch, int head, int query,
+                                         int column0) {
+  const int lane = threadIdx.x % 32, kv_head = head / group_size(p);
+  const int64 padded = padded_row(p, batch, head, query);
+  const float lse = p.lse_log2[padded], minus_delta = p.minus_delta[padded];
+  if (lse != lse || !is_finite(minus_delta)) return;
+  const Range keys = visible_keys<kWindowLeft, kWindowRight>(visibility(p, batch), query, query);
+  float sums[2] = {0.f, 0.f};
+#pragma unroll 1
+  for (int first = keys.begin; lse > minus_infinity() && first < keys.end; first += 32) {
+    const int mine = first + lane;
+    const bool seen = mine < keys.end && same_segment(p, batch, query, mine);
+    float gradient = 0.f;
+    if (seen) gradient = weights(p, batch, head, query, mine, lse, minus_delta).gradient;
+    for (uint32 left = __ballot_sync(0xffffffffu, seen); left != 0; left &= left - 1) {
+      const int owner = __ffs(left) - 1;
+      const float ds = __shfl_sync(0xffffffffu, gradient, owner);
+      const int64 k = row_at(batch, first + owner, p.kv_len, kv_head, p.kv_heads, kHeadDim);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = column0 + lane + 32 * i;
+        if (column < kHeadDim) sums[i] = fmaf(ds, element(p.key_data, k + column), sums[i]);
+      }
+    }
+  }
+  const int64 at = row_at(batch, query, p.query_len, head, p.query_heads, kHeadDim);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int column = column0 + lane + 32 * i;
+    if (column < kHeadDim) set_element(p.dquery, at + column, sums[i] * p.scale);
+  }
+}
+
+// dk and dv of one key.
+__device__ __forceinline__ void exact_dkdv(const BackwardParams& p, int batch, int kv_head,
+                                           int key) {
+  constexpr int kSumsK = ceil_div(kHeadDim, 32), kSumsV = ceil_div(kValueDim, 32);
+  const int lane = threadIdx.x % 32;
+  const Range queries = visible_queries<kWindowLeft, kWindowRight>(visibility(p, batch), key, key);
+  float dk[kSumsK], dv[kSumsV];
+#pragma unroll
+  for (float& x : dk) x = 0.f;
+#pragma unroll
+  for (float& x : dv) x = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < group_size(p); ++i) {
+    const int head = kv_head * group_size(p) + i;
+#pragma unroll 1
+    for (int first = queries.begin; first < queries.end; first += 32) {
+      const int mine = first + lane;
+      bool seen = mine < queries.end && same_segment(p, batch, mine, key);
+      float lse = 0.f, minus_delta = 0.f;
+      if (seen) {
+        lse = p.lse_log2[padded_row(p, batch, head, mine)];
+        minus_delta = p.minus_delta[padded_row(p, batch, head, mine)];
+        seen = lse != minus_infinity();
+      }
+      if (__any_sync(0xffffffffu, lse != lse)) return;  // both are NaN
+      Weights w{0.f, 0.f};
+      if (seen) w = weights(p, batch, head, mine, key, lse, minus_delta);
+      for (uint32 left = __ballot_sync(0xffffffffu, seen); left != 0; left &= left - 1) {
+        const int owner = __ffs(left) - 1;
+        const float probability = __shfl_sync(0xffffffffu, w.probability, owner);
+        const float gradient = __shfl_sync(0xffffffffu, w.gradient, owner);
+        const int query = first + owner;
+        const int64 q = row_at(batch, query, p.query_len, head, p.query_heads, kHeadDim);
+        const int64 dout = row_at(batch, query, p.query_len, head, p.query_heads, kValueDim);
+#pragma unroll
+        for (int c = 0; c < kSumsK; ++c) {
+          const int column = lane + 32 * c;
+          if (column < kHeadDim) dk[c] = fmaf(gradient, element(p.query_data, q + column), dk[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < kSumsV; ++c) {
+          const int column = lane + 32 * c;
+          if (column < kValueDim) {
+            dv[c] = fmaf(probability, element(p.dout_data, dout + column), dv[c]);
+          }
+        }
+      }
+    }
+  }
+  const int64 at_k = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kHeadDim);
+  const int64 at_v = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kValueDim);
+#pragma unroll
+  for (int c = 0; c < kSumsK; ++c) {
+    if (lane + 32 * c < kHeadDim) set_element(p.dkey_data, at_k + lane + 32 * c, dk[c] * p.scale);
+  }
+#pragma unroll
+  for (int c = 0; c < kSumsV; ++c) {
+    if (lane + 32 * c < kValueDim) set_element(p.dvalue_data, at_v + lane + 32 * c, dv[c]);
+  }
+}
+
+// ---- which rows -------------------------------------------------------------------------------
+
+// The main kernel leaves a mark for every 16 rows of dk and of dv, the rows of one warp.
+inline constexpr int kMarkedRows = 16;
+__device__ __forceinline__ int mark_count(const BackwardParams& p) {
+  return unit_count(p) * (kKeys / kMarkedRows) * 2;
+}
+
+template <int kCount>
+__device__ __forceinline__ bool all_finite(const float (&values)[kCount]) {
+  float sums[4] = {0.f, 0.f, 0.f, 0.f};  // stays zero as long as the values are finite
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i % 4] = fmaf(values[i], 0.f, sums[i % 4]);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]) == 0.f;
+}
+
+// Marks the rows of this warp, `row` of the key block on, of dk (which = 0) or dv (1).
+__device__ __forceinline__ void mark_rows(const BackwardParams& p, int batch, int kv_head, int key0,
+                                          int row, int which, bool finite) {
+  const bool clean = __all_sync(0xffffffffu, finite);
+  const int unit = (batch * p.kv_heads + kv_head) * key_blocks(p) + key0 / kKeys;
+  if (threadIdx.x % 32 == 0) {
+    p.marks[(unit * (kKeys / kMarkedRows) + row / kMarkedRows) * 2 + which] = clean ? 0 : 1;
+  }
+}
+
+// The marks that one block of the finishing kernel looks after.
+__device__ __forceinline__ Range own_marks(const BackwardParams& p) {
+  const int marks = mark_count(p), share = ceil_div(marks, 2 * static_cast<int>(gridDim.x)) * 2;
+  const int begin = min(marks, static_cast<int>(blockIdx.x) * share);
+  return {begin, min(marks, begin + share)};
+}
+__device__ __forceinline__ bool any_marked(const BackwardParams& p, Range marks) {
+  bool marked = false;
+  for (int i = marks.begin + static_cast<int>(threadIdx.x); i < marks.end; i += blockDim.x) {
+    marked = marked || p.marks[i] != 0;
+  }
+  return marked;
+}
+
+// Computes the rows of dk and dv behind these marks again, where they are not finite.
+__device__ __forceinline__ void exact_marked(const BackwardParams& p, Range marks) {
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+#pragma unroll 1
+  for (int i = marks.begin; i < marks.end; i += 2) {
+    if (p.marks[i] == 0 && p.marks[i + 1] == 0) continue;
+    const int blocks = key_blocks(p) * (kKeys / kMarkedRows);
+    const int head = i / 2 / blocks;
+    const int key0 = (i / 2 - head * blocks) * kMarkedRows;
+    const int batch = head / p.kv_heads, kv_head = head - batch * p.kv_heads;
+#pragma unroll 1
+    for (int key = key0 + warp; key < min(key0 + kMarkedRows, p.kv_len); key += warps) {
+      const int64 k = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kHeadDim);
+      const int64 v = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kValueDim);
+      if (!row_is_finite(p.dkey_data, k, kHeadDim) || !row_is_finite(p.dvalue_data, v, kValueDim)) {
+        exact_dkdv(p, batch, kv_head, key);
+      }
+    }
+  }
+}
+
+}  // namespace backward
