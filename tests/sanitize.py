@@ -86,48 +86,40 @@ def arrive(address: str) -> str:
 
 
 QUERY_EMPTY = "ptx::shared_address(&shared.query_empty[query_ring.stage][group])"
-# file: (text, its replacement): each barrier counts lanes, a single arrival counts as 32.
-EVERY_LANE = {
-    "sm90/ptx.cuh": [
-        ('"r"(arrivals)', '"r"(32 * arrivals)'),
-        (
-            '("mbarrier.arrive.shared::cta.b64 _, [%0];"',
-            '("mbarrier.arrive.shared::cta.b64 _, [%0], 32;"',
-        ),
-        (
-            '("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"',
-            '("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\\n"'
-            '"mbarrier.arrive.shared::cta.b64 _, [%0], 32;"',
-        ),
-    ],
-    "sm90/backward_units.cuh": [
-        (
-            "__syncwarp();\n  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);",
-            arrive("barrier"),
-        ),
-    ],
-    "sm90/forward.cuh": [
-        (
-            "if (lane() == 0) ptx::barrier_arrive(ptx::shared_address(barrier));",
-            arrive("ptx::shared_address(barrier)"),
-        ),
-        ("if (lane() == 0) ptx::barrier_arrive(barrier);", arrive("barrier")),
-        (
-            f"if (lane() == 0) {{\n      ptx::barrier_arrive({QUERY_EMPTY});\n    }}",
-            arrive(QUERY_EMPTY),
-        ),
-    ],
-}
+# (text, its replacement): each barrier counts lanes, a single arrival counts as 32.
+EVERY_LANE = (
+    ('"r"(arrivals)', '"r"(32 * arrivals)'),
+    (
+        '("mbarrier.arrive.shared::cta.b64 _, [%0];"',
+        '("mbarrier.arrive.shared::cta.b64 _, [%0], 32;"',
+    ),
+    (
+        '("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"',
+        '("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\\n"'
+        '"mbarrier.arrive.shared::cta.b64 _, [%0], 32;"',
+    ),
+    # The backward's roles; the forward's loaders of rows that TMA cannot move; its consumers.
+    ("__syncwarp();\n  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);", arrive("barrier")),
+    ("if (lane() == 0) ptx::barrier_arrive(barrier);", arrive("barrier")),
+    (
+        "if (lane() == 0) ptx::barrier_arrive(ptx::shared_address(barrier));",
+        arrive("ptx::shared_address(barrier)"),
+    ),
+    (
+        f"if (lane() == 0) {{\n      ptx::barrier_arrive({QUERY_EMPTY});\n    }}",
+        arrive(QUERY_EMPTY),
+    ),
+)
 
 
 def every_lane(sources: dict[str, str]) -> dict[str, str]:
     """The kernels' text with the arrivals that racecheck follows."""
     sources = dict(sources)
-    for name, changes in EVERY_LANE.items():
-        for text, replacement in changes:
-            if sources[name].count(text) != 1:
-                raise ValueError(f"{name} does not hold {text!r} once")
-            sources[name] = sources[name].replace(text, replacement)
+    for text, replacement in EVERY_LANE:
+        holding = [name for name, source in sources.items() if text in source]
+        if len(holding) != 1 or sources[holding[0]].count(text) != 1:
+            raise ValueError(f"the kernels do not hold {text!r} once, but {holding} do")
+        sources[holding[0]] = sources[holding[0]].replace(text, replacement)
     return sources
 
 

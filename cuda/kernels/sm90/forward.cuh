@@ -527,7 +527,6 @@ struct Consumer {
     value_ring.advance();
   }
   __device__ __forceinline__ void release_query() {
-    __syncwarp();  // all lanes have read the description of the tile before
     if (lane() == 0) {
       ptx::barrier_arrive(ptx::shared_address(&shared.query_empty[query_ring.stage][group]));
     }
@@ -861,6 +860,7 @@ struct Consumer {
           out, largest, sum);
       if constexpr (kHasSinks) {
         const float sink = p.sinks[t.batch * p.sinks_batch_stride + row.head] * kLog2E;
+        __syncwarp();  // the last read of `t`, whose buffer lane 0 may give back soon
         const float with_sink = fmaxf(largest, sink);
         const float factor = ptx::exp2_approx(largest - with_sink);
         sum = sum * factor + ptx::exp2_approx(sink - with_sink);
