@@ -10,7 +10,8 @@
 #pragma once
 
 #include "sm90/backward_exact.cuh"
-#include "sm90/backward_units.cuh"
+#include "sm90/backward_load.cuh"
+#include "sm90/backward_scores.cuh"
 
 namespace backward {
 

@@ -12,8 +12,9 @@
 
 #include "sm90/backward_exact.cuh"
 #include "sm90/backward_finish.cuh"
+#include "sm90/backward_load.cuh"
 #include "sm90/backward_prepare.cuh"
-#include "sm90/backward_units.cuh"
+#include "sm90/backward_scores.cuh"
 
 namespace backward {
 

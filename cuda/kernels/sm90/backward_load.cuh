@@ -1,0 +1,122 @@
+// The roles of warpgroup 0 of the main kernels. The load role feeds the others: K and V once a
+// unit, Q, -lse, dO and -delta per query block. Tiles are boxes of 64 columns in 128-byte-swizzled
+// shared memory.
+#pragma once
+
+#include "sm90/backward_turns.cuh"
+#include "sm90/unaligned.cuh"
+
+namespace backward {
+
+// One box of 64 columns after the other.
+template <int kBoxes, int kBoxBytes>
+__device__ __forceinline__ void load_tile(uint32 tile, const TensorMap& map, uint32 full,
+                                          uint64 policy, int head, int row, int batch) {
+#pragma unroll
+  for (int i = 0; i < kBoxes; ++i) {
+    tma_load(tile + i * kBoxBytes, &map, full, policy, 64 * i, head, row, batch);
+  }
+}
+
+// K or V of a unit.
+template <int kDim>
+__device__ __forceinline__ void load_keys(const BackwardParams& p, const volatile UnitRecord& u,
+                                          uint32 tile, const TensorMap& map, const void* array,
+                                          uint32 full) {
+  if constexpr (kTmaLoads) {
+    constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+    if (threadIdx.x == 0) {
+      barrier_arrive_expect(full, kBoxes * kBoxK);
+      load_tile<kBoxes, kBoxK>(tile, map, full, kEvictNormal, u.kv_head, u.key0, u.batch);
+    }
+  } else {
+    const int64 row = (static_cast<int64>(u.batch) * p.kv_len + u.key0) * p.kv_heads + u.kv_head;
+    copy_rows<kDim, kKeys, kLoadWarps>(tile, static_cast<const uint16*>(array) + row * kDim,
+                                       static_cast<int64>(p.kv_heads) * kDim, p.kv_len - u.key0);
+    warp_arrive(full);
+  }
+}
+
+// Q or dO of a query block, and the number that goes with each row: -lse or -delta.
+template <int kDim>
+__device__ __forceinline__ void load_queries(const BackwardParams& p, uint32 tile,
+                                             const TensorMap& map, const void* array,
+                                             uint32 numbers, const float* source, uint32 full,
+                                             int head, int row, int batch) {
+  constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+  if (threadIdx.x == 0) {
+    barrier_arrive_expect(full, (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4);
+    if constexpr (kTmaLoads) {
+      load_tile<kBoxes, kBoxQ>(tile, map, full, kEvictLast, head, row, batch);
+    }
+    bulk_load(numbers, source, kQueries * 4, full);
+  }
+  if constexpr (!kTmaLoads) {
+    const int64 at = (static_cast<int64>(batch) * p.query_len + row) * p.query_heads + head;
+    copy_rows<kDim, kQueries, kLoadWarps>(tile, static_cast<const uint16*>(array) + at * kDim,
+                                          static_cast<int64>(p.query_heads) * kDim,
+                                          p.query_len - row);
+    warp_arrive(full);
+  }
+}
+
+__device__ __forceinline__ void load(const BackwardParams& p) {
+  uint32 received = 0, iteration = 0;
+  while (true) {
+    const volatile UnitRecord& u = receive_unit(received);
+    if (u.stop) break;
+    const uint32 free = parity_of<1>(received) ^ 1;
+    if (u.total == 0) {
+      barrier_wait(barrier_at(kKEmpty), free);
+      barrier_wait(barrier_at(kVEmpty), free);
+      if (threadIdx.x % 32 == 0) {
+        barrier_arrive(barrier_at(kKFull));
+        barrier_arrive(barrier_at(kVFull));
+      }
+    }
+    bool first = true;
+    for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
+      const int head = u.head + walk.head, m0 = walk.m0, block = walk.block;
+      const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
+      barrier_wait(barrier_at(kQEmpty + slot), parity ^ 1);
+      load_queries<kHeadDim>(p, shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ, p.query,
+                             p.query_data, shared_base() + kAtLse + slot * kQueries * 4,
+                             p.lse_log2 + static_cast<int64>(block) * kQueries,
+                             barrier_at(kQFull + slot), head, m0, u.batch);
+      // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
+      if (first) {
+        barrier_wait(barrier_at(kKEmpty), free);
+        load_keys<kHeadDim>(p, u, shared_base() + kAtK, p.key, p.key_data, barrier_at(kKFull));
+      }
+      barrier_wait(barrier_at(kDoutEmpty + slot), parity ^ 1);
+      load_queries<kValueDim>(p, shared_base() + kAtDout + slot * kValueBoxes * kBoxQ, p.dout,
+                              p.dout_data, shared_base() + kAtDelta + slot * kQueries * 4,
+                              p.minus_delta + static_cast<int64>(block) * kQueries,
+                              barrier_at(kDoutFull + slot), head, m0, u.batch);
+      if (first) {
+        first = false;
+        barrier_wait(barrier_at(kVEmpty), free);
+        load_keys<kValueDim>(p, u, shared_base() + kAtV, p.value, p.value_data, barrier_at(kVFull));
+      }
+      ++iteration;
+    }
+    return_unit(received);
+    ++received;
+  }
+}
+
+// The roles of warpgroup 0.
+__device__ __forceinline__ void feed(const BackwardParams& p) {
+  const int warp = warp_index();
+  if (warp < kLoadWarps) {
+    load(p);
+  } else if (warp == 3) {
+    plan(p);
+  } else if (kDeterministic && warp == 1) {
+    wait_turns(p);
+  } else if (kDeterministic && warp == 2) {
+    pass_turns(p);
+  }
+}
+
+}  // namespace backward

@@ -1,0 +1,232 @@
+// The arithmetic of the main kernels on S^T tiles, 64 keys by kQueries: masks, P, dS, products, and
+// how dK and dV leave the accumulators.
+#pragma once
+
+#include "sm90/backward_units.cuh"
+#include "sm90/unaligned.cuh"
+
+namespace backward {
+
+inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
+
+// Do all keys [slab, slab + 64) of the unit and all queries of the block see each other? Queries
+// past the length need no test: their lse makes P zero.
+__device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile UnitRecord& u,
+                                        int slab, int m0) {
+  const int key = u.key0 + slab;
+  bool full =
+      all_visible<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63, m0, m0 + kQueries - 1);
+  if constexpr (kHasSegments) {
+    const int2 q = query_segment_range(p, u.batch, m0 / kQueries);
+    const int2 k = key_segment_range(p, u.batch, u.key0 / kKeys);
+    full = full && q.x == q.y && k.x == k.y && q.x == k.x;
+  }
+  return full;
+}
+
+// P = exp2(scale * S - lse) in place; `row` is the first of the thread's two keys. With a softcap S
+// is tanh(scale * S / cap): P goes to `probability`, rounded, and S becomes P times the cap's
+// slope.
+template <bool kPartial>
+__device__ __forceinline__ void probabilities(const BackwardParams& p, const volatile UnitRecord& u,
+                                              float (&score)[kScores],
+                                              uint32 (&probability)[kScores / 2], uint32 lse,
+                                              int row, int m0) {
+  const int column = 2 * (threadIdx.x % 4);
+  Range columns[2];                             // relative to the thread's first query, m0 + column
+  int key_segment[2], segments[kQueries / 32];  // of query m0 + 32 i + lane
+  if constexpr (kPartial) {
+    if constexpr (kHasSegments) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 32; ++i) {
+        const int query = min(m0 + 32 * i + static_cast<int>(threadIdx.x) % 32, p.query_len - 1);
+        segments[i] = p.query_segments[static_cast<int64>(u.batch) * p.query_len + query];
+      }
+    }
+    const Visibility sight = sight_of(p, u);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = u.key0 + row + 8 * r;
+      columns[r] = key_columns<kWindowLeft, kWindowRight>(sight, key, m0 + column);
+      if constexpr (kHasSegments) {
+        key_segment[r] =
+            p.key_value_segments[static_cast<int64>(u.batch) * p.kv_len + min(key, p.kv_len - 1)];
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kQueries / 8; ++j) {
+    const float2 minus_lse = load_shared_f2(lse + 8 * j * 4);
+    int query_segment[2];
+    if constexpr (kPartial && kHasSegments) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        query_segment[c] = __shfl_sync(0xffffffffu, segments[j / 4], 8 * (j % 4) + column + c);
+      }
+    }
+    float slope[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& x = score[4 * j + i];
+      if constexpr (kSoftcap) slope[i] = 1.f - x * x;
+      const float shift = i % 2 == 0 ? minus_lse.x : minus_lse.y;
+      x = exp2_approx(fmaf(x, p.scale_log2, shift));
+      if constexpr (kPartial) {
+        const Range& seen = columns[i / 2];
+        bool visible = 8 * j + i % 2 >= seen.begin && 8 * j + i % 2 < seen.end;
+        if constexpr (kHasSegments) {
+          visible = visible && query_segment[i % 2] == key_segment[i / 2];
+        }
+        x = visible ? x : 0.f;
+      }
+    }
+    if constexpr (kSoftcap) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int i = 4 * j + 2 * r;
+        probability[i / 2] = pack<Element>(score[i], score[i + 1]);
+        score[i] *= slope[2 * r];
+        score[i + 1] *= slope[2 * r + 1];
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void zero_row(uint32 tile, int boxes, int box_bytes, int row,
+                                         int column_chunk) {
+  for (int i = 0; i < boxes; ++i) {
+    store_shared_x4(tile + i * box_bytes + row * 128 + column_chunk * 16, 0, 0, 0, 0);
+  }
+}
+
+// Zeroes those of the keys [slab, slab + 64) that nobody sees, by one warpgroup: they may hold
+// anything and must not meet a zero in a product.
+template <int kBoxes>
+__device__ __forceinline__ void hide_unseen_keys(const volatile UnitRecord& u, uint32 tile,
+                                                 int slab) {
+  const int low = u.seen_keys.begin, high = u.seen_keys.end;
+  for (int row = slab + threadIdx.x % 128 / 8; row < slab + 64; row += 16) {
+    if (row < low || row >= high) zero_row(tile, kBoxes, kBoxK, row, threadIdx.x % 8);
+  }
+  fence_async_proxy();
+}
+__device__ __forceinline__ bool has_unseen_keys(const volatile UnitRecord& u) {
+  return u.seen_keys.begin > 0 || u.seen_keys.end < kKeys;
+}
+
+// Likewise the queries of a block that see no key, in a tile of Q or dO. Every warpgroup that reads
+// the tile calls, before its first product with it: rows that another one zeroed stay zero.
+inline constexpr bool kHidesQueries = kHasQueryLengths || kWindowLeft || kWindowRight;
+template <int kBoxes>
+__device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u, uint32 tile,
+                                                    int m0, int named_barrier) {
+  if constexpr (kHidesQueries) {
+    const int low = u.seen_queries.begin, high = u.seen_queries.end;
+    if (m0 >= low && m0 + kQueries <= high) return;
+    for (int row = threadIdx.x % 128 / 8; row < kQueries; row += 16) {
+      if (m0 + row < low || m0 + row >= high) zero_row(tile, kBoxes, kBoxQ, row, threadIdx.x % 8);
+    }
+    fence_async_proxy();
+    named_barrier_sync(named_barrier, 128);
+  }
+}
+
+// From S^T to P, as `probabilities` has it.
+__device__ __forceinline__ void score_to_probability(const BackwardParams& p,
+                                                     const volatile UnitRecord& u,
+                                                     float (&x)[kScores],
+                                                     uint32 (&probability)[kScores / 2], uint32 lse,
+                                                     int slab, int m0) {
+  if constexpr (kSoftcap) apply_tanh(x, p.softcap_inner);
+  const int row = slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  if (is_full(p, u, slab, m0)) {
+    probabilities<false>(p, u, x, probability, lse, row, m0);
+  } else {
+    probabilities<true>(p, u, x, probability, lse, row, m0);
+  }
+}
+
+// Stores dS^T of the keys [slab, slab + 64) for wgmma to read it as dS, MN-major.
+__device__ __forceinline__ void store_gradient(const uint32 (&gradient)[kScores / 2], uint32 tile,
+                                               int slab) {
+  // This thread's row of the 8x8 matrices, and the 16-byte chunk of its first one.
+  const int row = slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+  const uint32 at = tile + row * kBoxRowBytes + ((threadIdx.x % 32 / 16) ^ (row % 8)) * 16;
+#pragma unroll
+  for (int j = 0; j < kQueries / 16; ++j) {
+    store_matrix_x4((at + j / 4 * kBoxK) ^ (j % 4 * 32), gradient[4 * j], gradient[4 * j + 1],
+                    gradient[4 * j + 2], gradient[4 * j + 3]);
+  }
+  fence_async_proxy();
+}
+
+// Writes a warpgroup's 64 rows of accumulators, rounded, into boxes of 64 rows each.
+template <int kCount>
+__device__ __forceinline__ void stage_rows(const float (&values)[kCount], float scale, uint32 tile,
+                                           int box_bytes) {
+  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+#pragma unroll
+  for (int j = 0; j < kCount / 8; ++j) {
+    const float* x = values + 8 * j;
+    const int chunk = 2 * (j % 4) + threadIdx.x % 32 / 16;
+    store_matrix_x4(
+        tile + j / 4 * box_bytes + row * kBoxRowBytes + ((chunk ^ (row % 8)) * 16),
+        pack<Element>(x[0] * scale, x[1] * scale), pack<Element>(x[2] * scale, x[3] * scale),
+        pack<Element>(x[4] * scale, x[5] * scale), pack<Element>(x[6] * scale, x[7] * scale));
+  }
+  fence_async_proxy();
+}
+
+// d = (d if accumulate) + a[64 keys x k] b[kQueries x k]^T with both operands K-major. The fence
+// before it is the caller's.
+template <int kDepth>
+__device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys, uint32 queries,
+                                                   bool accumulate = false) {
+  const Descriptor a = descriptor(keys, 0, 1024), b = descriptor(queries, 0, 1024);
+#pragma unroll
+  for (int i = 0; i < kDepth / 16; ++i) {
+    wgmma_ss<Element, 0, 0>(d, a.at(i / 4 * kBoxK + i % 4 * 32), b.at(i / 4 * kBoxQ + i % 4 * 32),
+                            accumulate || i > 0);
+  }
+  wgmma_commit();
+}
+
+// d[64 keys x n] += a[64 keys x kQueries] b[kQueries x n], a in registers; no commit.
+template <int kHalfN>
+__device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint32 (&a)[kScores / 2],
+                                                 uint32 rows) {
+  const Descriptor b = descriptor(rows, kBoxQ, 1024);
+#pragma unroll
+  for (int i = 0; i < kQueries / 16; ++i) {
+    wgmma_rs<Element, 1>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b.at(i * 2048), 1);
+  }
+}
+
+// Writes columns of the keys [slab, slab + 64) of dK or dV, rounded, straight from the accumulators
+// of a warpgroup: no shared memory is taken.
+template <int kDim, int kCount>
+__device__ __forceinline__ void store_columns(const BackwardParams& p, void* array,
+                                              const float (&values)[kCount], int first_column,
+                                              float scale, const volatile UnitRecord& u, int slab) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    uint32 pieces[4 * ceil_div(2 * kCount, 32)];
+    gather_row<Element>(values, r, scale, pieces);
+    const int row = u.key0 + slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+    if (row < p.kv_len) {
+      uint16* to = static_cast<uint16*>(array) +
+                   ((static_cast<int64>(u.batch) * p.kv_len + row) * p.kv_heads + u.kv_head) * kDim;
+#pragma unroll
+      for (int g = 0; g < ceil_div(2 * kCount, 32); ++g) {
+        const int column = first_column + 8 * (4 * g + static_cast<int>(threadIdx.x) % 4);
+        if (column < kDim) {
+          store_piece<kDim>(
+              to, column,
+              uint4{pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]});
+        }
+      }
+    }
+  }
+}
+
+}  // namespace backward
