@@ -345,8 +345,7 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
         return tiles(tile_kv=128, consumers=2, query_stages=2, dynamic=dynamic)
     tile_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
     if not plain:
-        everything = "query_segments" in problem.terms and problem.softcap is not None
-        tile_kv = min(tile_kv, 48 if everything else 64)
+        tile_kv = min(tile_kv, 64)
     return tiles(tile_kv=tile_kv, consumers=2, dynamic=dynamic)
 
 

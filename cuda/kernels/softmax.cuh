@@ -11,7 +11,7 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
 inline constexpr float kNegativeInfinity = -kInfinity;
 // A block whose weights are this many times the sum before it counts as one that may decide a row.
-inline constexpr float kDecisive = 8.0f;
+inline constexpr float kDecisive = 4.0f;
 
 // 2^x by a cubic on the FMA units, relative error 9e-5 (bf16 weights round at 2e-3, fp16
 // at 2.4e-4): relieves the 16 exp2 per cycle of the special-function units. NaN stays NaN; below
@@ -202,7 +202,7 @@ struct SoftmaxState {
       divisor = fmaf(divisor, factor, sink_weight);
       largest = with_sink;
     }
-    // Headroom away first, which is exact: the logarithm of 2^-96 would cost four bits.
+    // Headroom away first, which is exact: the logarithm of 2^-80 would cost four bits.
     lse = (largest - headroom + ptx::log2_approx(total * ptx::power_of_two(headroom))) * kLn2;
     return factor * ptx::reciprocal_approx(divisor);
   }

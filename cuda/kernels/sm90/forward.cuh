@@ -71,8 +71,8 @@ inline constexpr int kInfoStages = kQueryStages + 1;
 // The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may reach
 // kSumLimit before the base of its row rises: float16 weights have to stay below 65504, bfloat16
 // has the range of float32.
-inline constexpr int kHeadroom = kBFloat16 ? 96 : 0;
-inline constexpr float kSumLimit = kBFloat16 ? 0x1p-80f : 0x1p15f;
+inline constexpr int kHeadroom = kBFloat16 ? 80 : 0;
+inline constexpr float kSumLimit = kBFloat16 ? 0x1p-64f : 0x1p15f;
 // The last output of a tile starts before the next tile is looked at: 4% at T 512 for narrow
 // values; wide ones lack the registers for it (12% slower).
 inline constexpr bool kEarlyOutput = kValueDim <= 128;
