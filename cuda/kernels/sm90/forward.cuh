@@ -998,10 +998,10 @@ struct Consumer {
       sanitise_value(block);
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
       const TileInfo& finished = tile();
-      const int unseen = kBoundedBegin ? own.begin - walked().begin : 0;
+      const bool ends = !kBoundedBegin || own.begin == walked().begin;  // no blocks to skip
       Next next = kUnread;
       uint32 nonfinite;
-      if (unseen == 0 && query_and_key_are_ready()) {
+      if (ends && query_and_key_are_ready()) {
         next = !read_tile() ? kNone : !own.empty() && own.end == walked().end ? kStarts : kRead;
       }
       if (next == kStarts) {
@@ -1025,7 +1025,7 @@ struct Consumer {
       }
       if (next == kNone) return;
       if (next != kStarts) {
-        skip_blocks(unseen);
+        if (kBoundedBegin && next == kUnread) skip_blocks(own.begin - walked().begin);
         if (!start_tile(next == kRead)) return;
       }
     }
