@@ -187,6 +187,7 @@ class BackwardTiles:
     tma_loads: bool = True  # as for the forward
     stages: int = 2  # blocks of queries and of output gradients in flight
     score_stages: int = 2  # buffers of score gradients
+    starts_at_delta: bool = False  # dP is accumulated onto -delta, in the narrow kernel
     head_group: int = 1  # kv heads that the schedule walks together
 
     entries = ("flash_backward", "flash_backward_prepare", "flash_backward_finish")
@@ -263,6 +264,7 @@ class BackwardTiles:
             "kTileKV": self.tile_kv,
             "kStages": self.stages,
             "kScoreStages": self.score_stages,
+            "kStartsAtDelta": self.starts_at_delta,
             "kDeterministic": problem.deterministic,
             "kHasDlse": with_dlse,
         }
@@ -353,6 +355,9 @@ def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> Bac
     """Chooses the backward kernels' tiles for a problem that `supports_backward` accepts."""
     widest = max(shapes.head_dim, shapes.value_dim)
     tma_loads = _tma_loads(shapes)
+    plain = problem.window[0] is None and not (
+        problem.terms or problem.softcap or problem.deterministic
+    )
     # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for 256.
     wide = widest > 128 or (not tma_loads and min(shapes.head_dim, shapes.value_dim) > 112)
     return BackwardTiles(
@@ -361,6 +366,8 @@ def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> Bac
         tile_q=128 if widest <= 64 and problem.softcap is None else 64,
         tile_kv=64 if wide else 128,
         tma_loads=tma_loads,
+        # 2 % at T >= 4096 without a mask, nothing when causal; measured for plain problems.
+        starts_at_delta=plain and shapes.head_dim == shapes.value_dim == 128,
         head_group=_backward_head_group(problem, shapes),
     )
 

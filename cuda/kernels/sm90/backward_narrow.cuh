@@ -38,10 +38,6 @@ inline constexpr int kOutBoxes = kHeadBoxes > kValueBoxes ? kHeadBoxes : kValueB
 inline constexpr int kOutBytes = kOutBoxes * 64 * kBoxRowBytes;
 inline constexpr int kSharedBytes = kAtOut + 2 * kOutBytes;
 
-// dP starts at -delta instead of zero: 32 additions less, 2 % with 64 queries a step. The product
-// then waits for the loads of delta, and S with it.
-inline constexpr bool kStartsAtDelta = kQueries == 64;
-
 inline constexpr bool kSkipsHidden = (kWindowLeft || kWindowRight) && kQueries == 64;
 
 // Named barriers.
