@@ -18,7 +18,7 @@
 
 namespace backward {
 
-static_assert(kKeys == 64 && kQueries == 64);
+static_assert(kKeys == 64 && kQueries == 64 && !kStartsAtDelta);
 static_assert(kHead <= 256 && kValue <= 256);
 
 inline constexpr int kThreads = 512;
