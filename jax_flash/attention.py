@@ -41,8 +41,9 @@ def flash_attention(
     """Computes softmax(softcap(scale * query keyᵀ + bias)) value in memory linear in T and S.
 
     A query with nothing to attend to gives out 0, lse −inf and zero gradients. NaN or inf in
-    positions that a query does not attend to never reaches its result; a NaN or inf that it does
-    attend to makes its whole row NaN.
+    positions that a query does not attend to never reaches its result. A NaN that it does attend
+    to makes its row NaN, one in value that column at least; inf gives what arithmetic with it
+    gives, or NaN.
 
     It is differentiable in query, key, value, bias and sinks, in forward and reverse mode, to any
     order. Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` spares
