@@ -126,6 +126,8 @@ def backward(
         dv = _add(dv, sweep.product("...kgts,...kgth->...ksh", dropped, do), tile.keys, -2)
         dweights = sweep.product("...kgth,...ksh->...kgts", do, v)
         dweights = tile.drop(dweights + do_bad[..., None] + v_bad[..., None, None, :])
+        # What this is differentiated by must not meet NaN of hidden values times 0.
+        dweights = jnp.where(visible, dweights, 0.0)
         # A row that met NaN has it in lse and delta.
         dlogits = jnp.where(visible, weights * (dweights - row_delta[..., None]), 0.0)
         if slope is not None:
@@ -278,7 +280,7 @@ class _Tile:
     def logits(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """Computes the logits `[*B, K, G, t, s]`, softcap's slope there, and what is visible.
 
-        Where not visible the logits are -inf and the slope 0; without softcap it is None.
+        Where not visible the logits are -inf; without softcap the slope is None.
         """
         sweep = self.sweep
         (q, q_bad), (k, k_bad) = _split_bad(self.q), _split_bad(self.k)
@@ -286,13 +288,13 @@ class _Tile:
         logits = logits + q_bad[..., None] + k_bad[..., None, None, :]
         if sweep.bias is not None:
             logits = logits + self._scores_of(sweep.bias).astype(jnp.float32)
+        visible = self._visible()
         slope = None
         if sweep.problem.softcap is not None:
+            # The slope of tanh at a hidden NaN would be NaN, and so would zero times it.
+            logits = jnp.where(visible, logits, 0.0)
             tanh = jnp.tanh(logits / sweep.problem.softcap)
             logits, slope = sweep.problem.softcap * tanh, 1.0 - tanh * tanh
-        visible = self._visible()
-        if slope is not None:
-            slope = jnp.where(visible, slope, 0.0)
         return jnp.where(visible, logits, -jnp.inf), slope, visible
 
     def drop(self, weights: jax.Array) -> jax.Array:

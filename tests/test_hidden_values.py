@@ -164,6 +164,36 @@ def test_poison_stays_with_those_who_see_it(case, name, backend):
             np.testing.assert_allclose(got, want, rtol=limit, atol=limit, err_msg=result)
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_poison_reaches_no_second_derivative(name, backend):
+    case = Case("second", T=40, S=40, q_lengths=(30,), kv_lengths=(30,), softcap=3.0)
+    clean = fit(case, backend).draw()
+    lengths = {n: x for n, x in clean.arrays.items() if n.endswith("lengths")}
+
+    @jax.jit
+    def second(*arrays):
+        def loss(q, k, v):
+            out = jax_flash.flash_attention(q, k, v, softcap=3.0, backend=backend, **lengths)
+            return jnp.square(out.astype(jnp.float32)).sum()
+
+        def size(*arrays):
+            first = jax.grad(loss, argnums=(0, 1, 2))(*arrays)
+            return sum(jnp.square(x[:, :30].astype(jnp.float32)).sum() for x in first)
+
+        return jax.grad(size, argnums=(0, 1, 2))(*arrays)
+
+    names = ("query", "key", "value")
+    before = second(*(clean.arrays[n] for n in names))
+    for poison in POISONS:
+        arrays = {n: clean.arrays[n].copy() for n in names}
+        arrays[name][:, 30:] = poison
+        limit = 2e-2 if backend == "cuda" else 0.0  # there sums of dq have no fixed order
+        for a, b in zip(before, second(*arrays.values()), strict=True):
+            want, got = (np.asarray(x).astype(np.float32) for x in (a, b))
+            scale = np.abs(want).max()
+            np.testing.assert_allclose(got / scale, want / scale, rtol=limit, atol=limit)
+
+
 def test_poison_reaches_no_gradient_of_the_reference():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 8))
     poisoned = k.at[:, 5:].set(jnp.nan)
