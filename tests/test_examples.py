@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -110,3 +111,37 @@ def test_remat_keeps_the_attention(train_gpt):
     plain_calls, plain_turns = forward_calls(remat=False)
     assert turns > plain_turns  # blocks are recomputed
     assert calls == plain_calls == config.layers
+
+
+def test_loss_and_gradient_are_those_of_a_lookup_and_whole_scores(train_gpt):
+    """The embedding by a product and the scores of some positions at a time change nothing."""
+    config = train_gpt.Config(
+        layers=1, width=16, heads=2, kv_heads=1, vocabulary=300, length=5, remat=True
+    )
+    model = train_gpt.GPT(config, jax_flash.flash_attention, nnx.Rngs(0))
+    rows = np.random.default_rng(0).integers(0, 3, (4096, 6)).astype(np.uint8)
+    assert 8192 // len(rows) == 2  # of 5 positions: two whole rounds and a rest
+
+    def plain(model, rows):
+        inputs, targets = rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32)
+        x = model.embedding(inputs)
+        for block in model.blocks:
+            x = block(x, np.cumsum(inputs == train_gpt.START, axis=1, dtype=np.int32), False)
+        scores = model.embedding.attend(model.norm(x))
+        return optax.softmax_cross_entropy_with_integer_labels(scores, targets).mean()
+
+    loss, gradient = nnx.jit(nnx.value_and_grad(train_gpt.loss_fn))(model, rows)
+    plain_loss, plain_gradient = nnx.value_and_grad(lambda model: plain(model, rows))(model)
+    np.testing.assert_allclose(loss, plain_loss, rtol=1e-6)
+    jax.tree.map(
+        # Sums of 20480 positions in another order.
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(b).max()),
+        nnx.to_pure_dict(gradient),
+        nnx.to_pure_dict(plain_gradient),
+    )
+
+
+def test_presets_that_are_named_exist(train_gpt):
+    texts = (EXAMPLES.parent / "README.md").read_text() + train_gpt.__doc__
+    named = set(re.findall(r"--preset (\w+)", texts))
+    assert {"gpt2", "long"} <= named <= set(train_gpt.PRESETS)

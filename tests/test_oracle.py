@@ -1,18 +1,14 @@
-"""The numpy attention that judges the others is judged here, and the package's own oracle by it."""
+"""The numpy attention that judges the others is judged here."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import jax
 import numpy as np
 import pytest
 
-from jax_flash import reference
-
 from . import numpy_oracle
-from .cases import BY_NAME, CASES, DROPOUT_SEED, Case
+from .cases import BY_NAME, Case
 
 # The known answers of Random123 1.14.0 for philox4x32-10 (kat_vectors): counter, key, words.
 PHILOX_ANSWERS = (
@@ -132,40 +128,3 @@ def test_padding_never_reaches_the_truth():
     expected, got = clean.truth(), dirty.truth()
     for field in ("out", "lse", "dq", "dk", "dv"):
         np.testing.assert_array_equal(getattr(got, field), getattr(expected, field))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_reference(case):
-    """The package's oracle and ours, both in float64: only the order of sums is different."""
-    arguments = case.draw()
-    options = dict(arguments.options)
-    fixed, moving = {}, {}
-    for name, array in arguments.arrays.items():
-        if name in arguments.differentiable:
-            moving[name] = array.astype(np.float64)
-        else:
-            fixed[name] = array
-
-    # Most of the time goes into compiling: a third of it less without optimisation.
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def step(moving, dout, dlse):
-        if case.dropout:
-            options["dropout_key"] = jax.random.key(DROPOUT_SEED)
-        results, pull = jax.vjp(
-            lambda moving: reference.attention(**moving, **fixed, **options, return_lse=True),
-            moving,
-        )
-        return *results, *pull((dout, dlse))
-
-    arguments = dataclasses.replace(arguments, arrays={**moving, **fixed})
-    truth = arguments.truth()
-    dlse = np.zeros(truth.lse.shape) if arguments.dlse is None else arguments.dlse
-    with jax.enable_x64(True):
-        out, lse, gradients = step(moving, *(np.float64(x) for x in (arguments.dout, dlse)))
-        assert out.dtype == lse.dtype == np.float64
-    fields = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias", "sinks": "dsinks"}
-    got = {fields[name]: gradient for name, gradient in gradients.items()}
-    for name, array in {"out": out, "lse": lse, **got}.items():
-        np.testing.assert_allclose(
-            array, getattr(truth, name), rtol=1e-10, atol=1e-10, err_msg=name
-        )
