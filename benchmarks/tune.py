@@ -5,7 +5,7 @@ custom call. A result is compared with float64 attention on a few rows; times ar
 turns so that a clock that drifts hits all variants alike. The table comes last.
 
     python benchmarks/tune.py --head-dim 128 --length 512 1024 --causal \\
-        --set tile_kv=128 --set "tile_kv=128 stages=3" --set "dynamic=False"
+        --set tile_kv=112 --set "stages=3 query_stages=1" --set dynamic=False
 """
 
 import argparse
@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,14 +49,17 @@ def main() -> None:
         calls = {}
         for text in ["", *options.set]:
             changes = dict(read(word) for word in text.split())
-            _tiles.choose_tiles = lambda *a, c=changes: dataclasses.replace(chosen(*a), **c)
+            _tiles.choose_tiles = functools.partial(choose_changed, chosen, changes)
             # A function of its own per variant: jit would take the first one's compilation.
             attend = jax.jit(
                 functools.partial(
                     jax_flash.flash_attention, is_causal=options.causal, backend="cuda"
                 )
             )
-            calls[text or "as chosen"] = attend.lower(q, k, v).compile()
+            try:
+                calls[text or "as chosen"] = attend.lower(q, k, v).compile()
+            except ValueError as error:
+                rows.append(f"{cell.name:24s} {text:40s} {error}")
         _tiles.choose_tiles = chosen
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(ROUNDS):
@@ -79,6 +83,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--set", action="append", default=[], help="fields of ForwardTiles")
     return parser.parse_args()
+
+
+def choose_changed(
+    choose: Callable[..., _tiles.ForwardTiles], changes: dict[str, Any], *arguments: Any
+) -> _tiles.ForwardTiles:
+    """Chooses tiles for (problem, shapes, gpu) and changes some fields.
+
+    Raises:
+      ValueError: the GPU's shared memory does not hold the result.
+    """
+    tiles = dataclasses.replace(choose(*arguments), **changes)
+    if tiles.shared_bytes > arguments[2].smem:
+        raise ValueError(f"needs {tiles.shared_bytes} of {arguments[2].smem} bytes")
+    return tiles
 
 
 def read(word: str) -> tuple[str, Any]:

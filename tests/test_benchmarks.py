@@ -16,7 +16,11 @@ import charts  # noqa: E402
 import exact  # noqa: E402
 import shapes  # noqa: E402
 import train_step  # noqa: E402
+import tune  # noqa: E402
 from shapes import Cell  # noqa: E402
+
+from jax_flash import _tiles  # noqa: E402
+from jax_flash._problem import Problem, Shapes  # noqa: E402
 
 
 def visible(cell: Cell) -> np.ndarray:
@@ -131,3 +135,16 @@ def test_block_table():
         table.splitlines()[-1] == "| d64 causal window 127 heads 1/1 T512 | 200 | 400 | 500 | 80% |"
     )
     assert charts.blocks([(plain, {"ours": 400.0})], "ours") == ""
+
+
+def test_tuned_variants_fit_the_gpu():
+    sizes = Shapes(
+        batch=4, q_len=4096, kv_len=4096, q_heads=16, kv_heads=16, head_dim=128, value_dim=128
+    )
+    arguments = Problem(dtype="bfloat16", scale=0.1), sizes, _tiles.GPUS["H200"]
+    words = ["stages=3", "query_stages=1", "dynamic=False"]
+    changes = dict(tune.read(word) for word in words)
+    tiles = tune.choose_changed(_tiles.choose_tiles, changes, *arguments)
+    assert (tiles.stages, tiles.query_stages, tiles.dynamic) == (3, 1, False)
+    with pytest.raises(ValueError, match="needs 263168 of 232448 bytes"):
+        tune.choose_changed(_tiles.choose_tiles, {"stages": 3}, *arguments)
