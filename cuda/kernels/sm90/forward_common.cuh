@@ -1,0 +1,131 @@
+// What the roles of the forward kernel share: sizes, shared memory, tiles, segments.
+//
+// The constants it is specialised by are listed in forward.cuh. Read forward_load.cuh next.
+#pragma once
+
+// clang-format off
+#include "sm90/ptx.cuh"  // first: the shared headers compute with this architecture's instructions
+
+#include "exact_row.cuh"
+#include "mask.cuh"
+#include "params.h"
+#include "schedule.cuh"
+#include "score.cuh"
+#include "sm90/tile.cuh"
+#include "sm90/unaligned.cuh"
+#include "softmax.cuh"
+// clang-format on
+
+namespace forward {
+
+using ptx::int64;
+using ptx::uint16;
+using ptx::uint32;
+template <bool kChoice>
+struct ElementType {
+  using Type = ptx::Float16;
+};
+template <>
+struct ElementType<true> {
+  using Type = ptx::BFloat16;
+};
+using Element = ElementType<kBFloat16>::Type;
+
+inline constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup
+inline constexpr int kTileRows = kGroupRows * kConsumers;
+inline constexpr int kHeadBoxes = ceil_div(kHeadDim, kBoxColumns);
+inline constexpr int kValueBoxes = ceil_div(kValueDim, kBoxColumns);
+inline constexpr int kValueColumns = round_up(kValueDim, 16);
+inline constexpr int kQueryBytes = kHeadBoxes * kGroupRows * kBoxRowBytes;  // of one warpgroup
+inline constexpr int kKeyBytes = kHeadBoxes * kTileKV * kBoxRowBytes;
+inline constexpr int kValueBytes = kValueBoxes * kTileKV * kBoxRowBytes;
+inline constexpr int kLoadRows = kTileKV / kClusterSize;  // keys that this CTA loads of each block
+inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
+inline constexpr int kLoadWarps = kTmaLoads ? 1 : 4;  // each arrives when its part is there
+// A tile's description outlives its Q buffer by the epilogue: one slot more.
+inline constexpr int kInfoStages = kQueryStages + 1;
+// The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may reach
+// kSumLimit before the base of its row rises: float16 weights have to stay below 65504, bfloat16
+// has the range of float32.
+inline constexpr int kHeadroom = kBFloat16 ? 80 : 0;
+inline constexpr float kSumLimit = kBFloat16 ? 0x1p-64f : 0x1p15f;
+// The last output of a tile starts before the next tile is looked at: 4% at T 512 for narrow
+// values; wide ones lack the registers for it (12% slower).
+inline constexpr bool kEarlyOutput = kValueDim <= 128;
+inline constexpr uint16 kAllRanks = (1 << kClusterSize) - 1;
+// A warpgroup's blocks may begin after the first one of its tile.
+inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments;
+inline constexpr int kIdWords = ceil_div(kTileKV, 32);  // a bit for each key of a block
+inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named barriers
+
+static_assert(kTileKV % 16 == 0 && kTileKV <= 256);
+static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic && kClusterSize == 1);
+static_assert(kGroupRows % kPackedHeads == 0 && kLoadRows % 8 == 0);
+static_assert(!(kHasSegments && kClusterSize > 1), "CTAs of a cluster walk the same blocks");
+
+// Description of a tile, written by the producer, read by the consumers.
+struct alignas(16) TileInfo {
+  int first_row;  // packed rows: query * kPackedHeads + head within the pack
+  int head;       // of N / kPackedHeads
+  int batch;      // -1: no more tiles
+  int query_length;
+  int kv_length;
+  int offset;
+  Range blocks;  // that the whole cluster walks, from the last to the first
+  Range own;     // of these, what the rows of this warpgroup see
+  Range full;    // of these, the ones that need no element test
+  Range one;     // the ones that need no test of segments
+};
+
+struct alignas(1024) Shared {
+  unsigned char query[kQueryStages][kConsumers][kQueryBytes];
+  unsigned char key[kStages][kKeyBytes];
+  unsigned char value[kStages][kValueBytes];
+  TileInfo tiles[kInfoStages][kConsumers];
+  unsigned long long query_full[kQueryStages][kConsumers];
+  unsigned long long query_empty[kQueryStages][kConsumers];
+  unsigned long long key_full[kStages], key_empty[kStages];
+  unsigned long long value_full[kStages], value_empty[kStages];
+  // Numbers of coming tiles that rank 0 of a cluster took for all: two in flight.
+  unsigned long long number_full[2], number_empty[2];
+  uint32 number[2];
+  int block_list[kStages];  // the block in each key buffer, with segments
+};
+
+__device__ __forceinline__ Visibility visibility(const ForwardParams& p, int batch) {
+  Visibility v{0, p.window_left, p.window_right, p.query_len, p.kv_len};
+  if constexpr (kHasQueryLengths) v.query_length = min(p.query_len, p.query_lengths[batch]);
+  if constexpr (kHasKeyValueLengths) v.kv_length = min(p.kv_len, p.key_value_lengths[batch]);
+  if constexpr (kBottomRight) v.offset = v.kv_length - v.query_length;
+  return v;
+}
+
+// The key blocks that share a segment with the rows of a warpgroup: what segment_plan finds.
+struct alignas(16) SegmentPlan {
+  Range blocks;  // from the first to the last of them
+  Range one;     // of these, some in a row that hold the rows' only segment and no other
+  // In `blocks.begin`: there are blocks between that share no segment.
+  static constexpr int kSparse = 1 << 30;
+};
+
+// Smallest and largest segment id, and whether they meet another pair.
+struct SegmentRange {
+  int low = 0x7fffffff, high = -0x7fffffff - 1;
+  __device__ __forceinline__ bool empty() const { return low > high; }
+  __device__ __forceinline__ void include(int id) {
+    low = min(low, id);
+    high = max(high, id);
+  }
+  __device__ __forceinline__ void reduce_warp() {
+    low = __reduce_min_sync(0xffffffffu, low);
+    high = __reduce_max_sync(0xffffffffu, high);
+  }
+  __device__ __forceinline__ bool meets(int2 other) const {
+    return other.x <= high && low <= other.y;
+  }
+  __device__ __forceinline__ bool is_one(int2 other) const {
+    return low == high && other.x == low && other.y == low;
+  }
+};
+
+}  // namespace forward

@@ -1,0 +1,304 @@
+// The producer of the forward kernel: one warp that takes tiles and loads by TMA; four where TMA
+// does not load. Read forward_warpgroup.cuh next.
+#pragma once
+
+#include "sm90/forward_common.cuh"
+
+namespace forward {
+
+struct Producer {
+  const ForwardParams& p;
+  Shared& shared;
+  const uint32 rank;
+  Ring<kStages> ring;  // of K and V alike: each block takes one stage of both
+  Ring<kQueryStages> query_ring;
+  Ring<kInfoStages> info_ring;
+  Ring<2> number_ring;
+  int next_number = 0;
+
+  // Opaque: addresses that depend on it would be kept in registers that are not there.
+  __device__ __forceinline__ int lane() const { return ptx::opaque(threadIdx.x % 32); }
+  // The lane that talks to barriers and TMA.
+  __device__ __forceinline__ bool is_leader() const { return threadIdx.x == 0; }
+
+  // Asks for the tile after this one; the answer is needed only a tile later.
+  __device__ __forceinline__ void request_number(int number) {
+    const int stride = gridDim.x / kClusterSize;
+    if constexpr (!kDynamic) {
+      next_number = number + stride;
+    } else if (is_leader() && rank == 0) {
+      next_number = stride + atomicAdd(p.tile_counter, 1);
+    }
+  }
+  // The answer, in all lanes.
+  __device__ __forceinline__ int receive_number() {
+    if constexpr (kDynamic && kClusterSize > 1) {
+      const int slot = number_ring.stage;
+      if (is_leader()) {
+        if (rank == 0) {
+          ptx::barrier_wait_cluster(ptx::shared_address(&shared.number_empty[slot]),
+                                    number_ring.parity ^ 1);
+          ptx::store_remote_async(
+              ptx::map_to_rank(ptx::shared_address(&shared.number[slot]), 1), next_number,
+              ptx::map_to_rank(ptx::shared_address(&shared.number_full[slot]), 1));
+        } else {
+          const uint32 barrier = ptx::shared_address(&shared.number_full[slot]);
+          ptx::barrier_arrive_expect(barrier, 4);
+          ptx::barrier_wait_cluster(barrier, number_ring.parity);
+          next_number = ptx::load_shared(ptx::shared_address(&shared.number[slot]));
+          ptx::barrier_arrive_remote(ptx::shared_address(&shared.number_empty[slot]), 0);
+        }
+      }
+      number_ring.advance();
+    }
+    return ptx::uniform(next_number);
+  }
+
+  // Who loads and waits for empty buffers.
+  __device__ __forceinline__ bool loads() const { return !kTmaLoads || is_leader(); }
+  // A warp's part has been copied.
+  __device__ __forceinline__ void arrive(uint32 barrier) const {
+    __syncwarp();
+    if (lane() == 0) ptx::barrier_arrive(barrier);
+  }
+  template <int kDim>
+  __device__ __forceinline__ void load_block(const TensorMap& map, const void* data,
+                                             unsigned char* buffer, unsigned long long* full,
+                                             int head, int block, int batch) {
+    constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+    const uint32 barrier = ptx::shared_address(full);
+    if constexpr (!kTmaLoads) {
+      const int first_key = block * kTileKV;
+      // Opaque: pointers kept from block to block would take registers that are not there.
+      const int64 row =
+          (static_cast<int64>(ptx::opaque(batch)) * p.kv_len + first_key) * p.kv_heads +
+          ptx::opaque(head);
+      copy_rows<kDim, kTileKV, kLoadWarps>(
+          ptx::shared_address(buffer), static_cast<const uint16*>(data) + row * kDim,
+          static_cast<int64>(p.kv_heads) * kDim, p.kv_len - first_key);
+      arrive(barrier);
+      return;
+    }
+    ptx::barrier_arrive_expect(barrier, kBoxes * kTileKV * kBoxRowBytes);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const uint32 target =
+          ptx::shared_address(buffer) + (box * kTileKV + rank * kLoadRows) * kBoxRowBytes;
+      const int row = block * kTileKV + rank * kLoadRows;
+      if constexpr (kClusterSize > 1) {
+        ptx::tma_load_multicast(target, &map, barrier, kAllRanks, ptx::kEvictLast,
+                                box * kBoxColumns, head, row, batch);
+      } else {
+        ptx::tma_load(target, &map, barrier, ptx::kEvictLast, box * kBoxColumns, head, row, batch);
+      }
+    }
+  }
+  __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
+    if constexpr (kClusterSize > 1) {
+      ptx::barrier_wait_cluster(ptx::shared_address(barrier), parity ^ 1);
+    } else {
+      ptx::barrier_wait(ptx::shared_address(barrier), parity ^ 1);
+    }
+  }
+  __device__ __forceinline__ void load_key(int head, int block, int batch) {
+    const int stage = ring.stage;
+    if (loads()) {
+      wait_empty(&shared.key_empty[stage], ring.parity);
+      if constexpr (kHasSegments) {
+        if (kTmaLoads || is_leader()) shared.block_list[stage] = block;
+      }
+      load_block<kHeadDim>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
+                           block, batch);
+    }
+  }
+  __device__ __forceinline__ void load_value(int head, int block, int batch) {
+    const int stage = ring.stage;
+    if (loads()) {
+      wait_empty(&shared.value_empty[stage], ring.parity);
+      load_block<kValueDim>(p.value, p.value_data, shared.value[stage], &shared.value_full[stage],
+                            head, block, batch);
+    }
+    ring.advance();
+  }
+
+  // The blocks that the rows of warpgroup `lane` see, and which of them need no test.
+  __device__ __forceinline__ void describe_rows(TileInfo& tile) const {
+    const int first_row = tile.first_row + lane() * kGroupRows;
+    const int first_query = first_row / kPackedHeads;
+    const int last_query = (first_row + kGroupRows - 1) / kPackedHeads;
+    // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
+    const Visibility seen{tile.offset, p.window_left, p.window_right,
+                          ptx::opaque(tile.query_length), ptx::opaque(tile.kv_length)};
+    tile.own =
+        blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(seen, first_query, last_query));
+    tile.full = full_blocks<kTileKV, kWindowLeft, kWindowRight>(
+        seen, first_query, min(last_query, seen.query_length - 1));
+  }
+  // Hands the tile to warpgroup `lane`.
+  __device__ __forceinline__ void hand_over(const TileInfo& tile) {
+    TileInfo& info = shared.tiles[info_ring.stage][lane()];
+    info = tile;
+    if constexpr (!kHasSegments) describe_rows(info);
+  }
+  // Hands the tile and its Q rows to each warpgroup, by ordinary loads of four warps.
+  __device__ __forceinline__ void copy_query(const TileInfo& tile) {
+#pragma unroll 1
+    for (int group = 0; group < kConsumers; ++group) {
+      const int stage = query_ring.stage;
+      const uint32 barrier = ptx::shared_address(&shared.query_full[stage][group]);
+      ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
+                        query_ring.parity ^ 1);
+      if (threadIdx.x == group) hand_over(tile);
+      if (tile.batch >= 0 && !tile.blocks.empty()) {
+        const int first_query = (tile.first_row + group * kGroupRows) / kPackedHeads;
+        const int64 row =
+            (static_cast<int64>(ptx::opaque(tile.batch)) * p.query_len + first_query) *
+                p.query_heads +
+            ptx::opaque(tile.head) * kPackedHeads;
+        copy_rows<kHeadDim, kGroupRows, kLoadWarps, kPackedHeads>(
+            ptx::shared_address(shared.query[stage][group]),
+            static_cast<const uint16*>(p.query_data) + row * kHeadDim,
+            static_cast<int64>(p.query_heads) * kHeadDim,
+            (p.query_len - first_query) * kPackedHeads);
+      }
+      arrive(barrier);
+    }
+  }
+  // The same by TMA: a lane for each.
+  __device__ __forceinline__ void load_query(const TileInfo& tile) {
+    const int group = lane();
+    if constexpr (!kTmaLoads) {
+      copy_query(tile);
+    } else if (group < kConsumers) {
+      const int stage = query_ring.stage;
+      ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
+                        query_ring.parity ^ 1);
+      hand_over(tile);
+      const uint32 barrier = ptx::shared_address(&shared.query_full[stage][group]);
+      if (tile.batch < 0 || tile.blocks.empty()) {
+        ptx::barrier_arrive(barrier);
+      } else {
+        ptx::barrier_arrive_expect(barrier, kQueryBytes);
+        const uint32 target = ptx::shared_address(shared.query[stage][group]);
+#pragma unroll 1
+        for (int box = 0; box < kHeadBoxes; ++box) {
+          ptx::tma_load(target + box * kGroupRows * kBoxRowBytes, &p.query, barrier,
+                        ptx::kEvictFirst, box * kBoxColumns, tile.head * kPackedHeads,
+                        (tile.first_row + group * kGroupRows) / kPackedHeads, tile.batch);
+        }
+      }
+    }
+    __syncwarp();
+    query_ring.advance();
+    info_ring.advance();
+  }
+
+  // -- segments; all lanes take part --
+  // The plan of the warpgroup that is this lane's number.
+  __device__ __forceinline__ const SegmentPlan* plan_of(const TileIndex& taken) const {
+    const int64 tile = taken.batch * p.query_tiles + taken.query_tile;
+    return reinterpret_cast<const SegmentPlan*>(p.segment_plan) + tile * kConsumers + lane();
+  }
+  // Finds the blocks of the tile and those of each warpgroup. In a sparse tile, where blocks that
+  // share no segment with it lie between, all warpgroups walk all the others: `queries` is its
+  // range then, else it stays empty.
+  __device__ __forceinline__ void plan_blocks(TileInfo& tile, const TileIndex& taken,
+                                              SegmentRange& queries) const {
+    SegmentPlan plan{{0, 0}, {0, 0}};
+    if (lane() < kConsumers) plan = *plan_of(taken);
+    describe_rows(tile);
+    tile.own.begin = max(tile.own.begin, plan.blocks.begin & ~SegmentPlan::kSparse);
+    tile.own.end = min(tile.own.end, plan.blocks.end);
+    tile.one = plan.one;
+    tile.full.begin = max(tile.full.begin, plan.one.begin);
+    tile.full.end = min(tile.full.end, plan.one.end);
+    const bool any = !tile.own.empty();
+    tile.blocks.begin = __reduce_min_sync(0xffffffffu, any ? tile.own.begin : 0x7fffffff);
+    tile.blocks.end = __reduce_max_sync(0xffffffffu, any ? tile.own.end : 0);
+    const int walked = __reduce_add_sync(0xffffffffu, any ? tile.own.end - tile.own.begin : 0);
+    const bool sparse = __any_sync(0xffffffffu, any && plan.blocks.begin >= SegmentPlan::kSparse);
+    if (!sparse && walked >= tile.blocks.end - tile.blocks.begin) return;
+    const int* ids = p.query_segments + static_cast<int64>(tile.batch) * p.query_len;
+    const int end = min((tile.first_row + kTileRows) / kPackedHeads, tile.query_length);
+#pragma unroll 1
+    for (int query = tile.first_row / kPackedHeads + lane(); query < end; query += 32) {
+      queries.include(ids[query]);
+    }
+    queries.reduce_warp();
+    tile.blocks.end = find_block<-1>(queries, tile, tile.blocks.end - 1) + 1;
+    tile.blocks.begin = find_block<1>(queries, tile, tile.blocks.begin);
+    tile.own = tile.blocks;
+  }
+  // The first block from `block` on, in steps of kStep, that shares a segment with the tile; one
+  // past the tile's blocks if there is none.
+  template <int kStep>
+  __device__ __forceinline__ int find_block(const SegmentRange& queries, const TileInfo& tile,
+                                            int block) const {
+    const int64 first = static_cast<int64>(tile.batch) * ceil_div(p.kv_len, kTileKV);
+    const int2* ranges = reinterpret_cast<const int2*>(p.segment_ranges) + first;
+#pragma unroll 1
+    for (; block >= tile.blocks.begin && block < tile.blocks.end; block += 32 * kStep) {
+      const int mine = block + kStep * lane();
+      const bool inside = mine >= tile.blocks.begin && mine < tile.blocks.end;
+      const uint32 found = __ballot_sync(0xffffffffu, inside && queries.meets(ranges[mine]));
+      if (found != 0) return block + kStep * (__ffs(found) - 1);
+    }
+    return kStep > 0 ? tile.blocks.end : tile.blocks.begin - 1;
+  }
+
+  __device__ __forceinline__ TileIndex decode(int number) const {
+    return decode_tile<kWindowRight>(number, p.query_tiles, p.query_heads / kPackedHeads, p.batch,
+                                     p.head_group);
+  }
+  __device__ __forceinline__ void run() {
+    int number = blockIdx.x / kClusterSize;
+    while (true) {
+      const TileIndex taken = decode(number);
+      request_number(number);
+      TileInfo tile{0, taken.head, taken.batch, 0, 0, 0, {0, 0}};
+      if (taken.batch < 0) {
+        load_query(tile);
+        return;
+      }
+      const Visibility seen = visibility(p, taken.batch);
+      const int cluster_row = taken.query_tile * kClusterSize * kTileRows;
+      tile.first_row = cluster_row + rank * kTileRows;
+      tile.query_length = seen.query_length;
+      tile.kv_length = seen.kv_length;
+      tile.offset = seen.offset;
+      const int kv_head = kPackedHeads > 1 ? taken.head : taken.head / (p.query_heads / p.kv_heads);
+      SegmentRange queries;  // of a sparse tile
+      if constexpr (kHasSegments) {
+        plan_blocks(tile, taken, queries);
+      } else {
+        const int first = cluster_row / kPackedHeads;
+        const int last = (cluster_row + kClusterSize * kTileRows - 1) / kPackedHeads;
+        tile.blocks =
+            blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(seen, first, last));
+      }
+
+      if (tile.blocks.empty()) {
+        load_query(tile);
+      } else {
+        int block = tile.blocks.end - 1;
+        load_key(kv_head, block, tile.batch);
+        load_query(tile);
+        load_value(kv_head, block, tile.batch);
+        if constexpr (kHasSegments) {  // the next tile's plan on its way into L1
+          const TileIndex next = decode(receive_number());
+          if (next.batch >= 0 && lane() < kConsumers) ptx::prefetch(plan_of(next));
+        }
+#pragma unroll 1
+        while (block > tile.blocks.begin) {
+          --block;
+          if (kHasSegments && !queries.empty()) block = find_block<-1>(queries, tile, block);
+          load_key(kv_head, block, tile.batch);
+          load_value(kv_head, block, tile.batch);
+        }
+      }
+      number = receive_number();
+    }
+  }
+};
+
+}  // namespace forward

@@ -1,0 +1,333 @@
+// The consumers of the forward kernel: the walk over tiles and their blocks, and the results.
+#pragma once
+
+#include "sm90/forward_warpgroup.cuh"
+
+namespace forward {
+
+struct Consumer : Warpgroup {
+  // -- results --
+  // Stores the tile. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
+  // for each. A NaN lse is right, and the row with it: masked scores never reach the sum of the
+  // weights.
+  __device__ __forceinline__ uint32 finish_tile(const TileInfo& t,
+                                                const SoftmaxState& softmax) const {
+    uint32 nonfinite = 0;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int packed = packed_row(t, row);
+      const int query = packed / kPackedHeads;
+      const int head = t.head * kPackedHeads + packed % kPackedHeads;
+      float sink = 0.0f;
+      if constexpr (kHasSinks) {
+        sink = p.sinks[t.batch * p.sinks_batch_stride + head] * kLog2E;
+      }
+      float lse;
+      const float factor = softmax.finish<kHasSinks>(row, sink, kHeadroom, lse);
+      bool empty = lse == kNegativeInfinity;
+      if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
+
+      constexpr int kPieces = round_up(kValueColumns, 32) / 8;
+      uint32 pieces[kPieces];
+      gather_row<Element>(output, row, factor, pieces);
+      uint32 flaw = 0;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) flaw = ptx::accumulate_nonfinite<Element>(flaw, pieces[i]);
+      const bool stored = query < p.query_len;
+      uint32 lanes = __ballot_sync(0xffffffffu, flaw != 0 && stored && !empty && lse == lse);
+      lanes |= lanes >> 1;
+      lanes |= lanes >> 2;
+      nonfinite |= (lanes & 0x11111111u) << row;
+      if (!stored) continue;
+      uint16* out = static_cast<uint16*>(p.out) + out_index(t, query, head);
+      const int c = lane() % 4;
+#pragma unroll
+      for (int g = 0; g < kPieces / 4; ++g) {
+        const int column = 8 * (4 * g + c);
+        if (kValueDim % 32 == 0 || column < kValueDim) {
+          store_piece<kValueDim>(out, column,
+                                 empty ? make_uint4(0, 0, 0, 0)
+                                       : make_uint4(pieces[4 * g], pieces[4 * g + 1],
+                                                    pieces[4 * g + 2], pieces[4 * g + 3]));
+        }
+      }
+      if (c == 0) p.lse[lse_index(t, query, head)] = empty ? kNegativeInfinity : lse;
+    }
+    return nonfinite;
+  }
+  __device__ __forceinline__ int64 out_index(const TileInfo& t, int query, int head) const {
+    const int64 row = static_cast<int64>(t.batch) * p.query_len + query;
+    return (row * p.query_heads + head) * kValueDim;
+  }
+  __device__ __forceinline__ int64 lse_index(const TileInfo& t, int query, int head) const {
+    return (static_cast<int64>(t.batch) * p.query_heads + head) * p.query_len + query;
+  }
+  // A row as repeat_rows sees it; bit = 4 * quad + row of the warp's fragment.
+  struct Row {
+    int head;
+    int64 query_row, first_key;
+    Range keys;
+    int64 lse;
+    uint16* result;
+  };
+  __device__ __forceinline__ Row row_of(const TileInfo& t, int bit) const {
+    const int warp = ptx::opaque(threadIdx.x) % 128 / 32;
+    const int packed = t.first_row + group * kGroupRows + 16 * warp + bit / 4 + 8 * (bit % 4);
+    const int query = packed / kPackedHeads;
+    const int head = t.head * kPackedHeads + packed % kPackedHeads;
+    const int kv_head = head / (p.query_heads / p.kv_heads);
+    Range keys = row_columns<kWindowLeft, kWindowRight>(seen(t), query, 0);
+    keys.begin = max(keys.begin, t.own.begin * kTileKV);
+    keys.end = min(keys.end, t.own.end * kTileKV);
+    return {head,
+            static_cast<int64>(t.batch) * p.query_len + query,
+            static_cast<int64>(t.batch) * p.kv_len * p.kv_heads + kv_head,
+            keys,
+            lse_index(t, query, head),
+            static_cast<uint16*>(p.out) + out_index(t, query, head)};
+  }
+  // Computes these rows (as from finish_tile) again where they are wrong, see exact_row.cuh.
+  __device__ __forceinline__ void repeat_rows(const TileInfo& t, uint32 rows) const {
+    __syncwarp();  // the first results are stored before these
+    constexpr int kColumns = ceil_div(kValueDim, 32);
+    const int64 value_stride = static_cast<int64>(p.kv_heads) * kValueDim;
+    const int* key_ids = p.key_value_segments + static_cast<int64>(t.batch) * p.kv_len;
+    const auto load_result = [&](const Row& row, float (&out)[kColumns]) {
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int column = fresh_lane() + 32 * c;
+        out[c] = column < kValueDim ? ptx::unpack<Element>(row.result[column]) : 0.0f;
+      }
+    };
+    const auto explain = [&](const float (&result)[kColumns], const Row& row, Range keys,
+                             float (&sum)[kColumns]) {
+      return explain_nan<Element, kValueDim>(
+          result, p.value_data, row.first_key * kValueDim, value_stride, keys,
+          [&](int key) { return !kHasSegments || p.query_segments[row.query_row] == key_ids[key]; },
+          sum);
+    };
+    // First the keys that all of these rows see, for the first of them.
+    const Row first = row_of(t, __ffs(rows) - 1);
+    Range common = first.keys;
+#pragma unroll 1
+    for (uint32 left = rows; left != 0; left &= left - 1) {
+      const Row other = row_of(t, __ffs(left) - 1);
+      common.begin = max(common.begin, other.keys.begin);
+      common.end = min(common.end, other.keys.end);
+      if (kHasSegments && p.query_segments[other.query_row] != p.query_segments[first.query_row]) {
+        common.end = common.begin;
+      }
+    }
+    float common_sum[kColumns];  // of its values that are not finite
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) common_sum[c] = 0.0f;
+    {
+      float result[kColumns];
+      load_result(first, result);
+      explain(result, first, common, common_sum);
+    }
+#pragma unroll 1
+    for (uint32 left = rows; left != 0; left &= left - 1) {
+      const Row row = row_of(t, __ffs(left) - 1);
+      float out[kColumns], explained[kColumns];
+      load_result(row, out);
+      if (p.lse[row.lse] < kInfinity) {
+        bool open = false;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          explained[c] = common_sum[c];
+          open = open || (out[c] != out[c] && explained[c] == explained[c]);
+        }
+        if (!__any_sync(0xffffffffu, open) || explain(out, row, row.keys, explained)) continue;
+      }
+      float largest = 0.0f, sum = 0.0f;
+      exact_row<Element, kHeadDim, kValueDim>(
+          p.query_data, (row.query_row * p.query_heads + row.head) * kHeadDim, p.key_data,
+          row.first_key * kHeadDim, static_cast<int64>(p.kv_heads) * kHeadDim, p.value_data,
+          row.first_key * kValueDim, value_stride, row.keys,
+          [&](int key) { return !kHasSegments || p.query_segments[row.query_row] == key_ids[key]; },
+          [&](float dot) {
+            float score[1] = {dot};
+            if constexpr (kSoftcap) {
+              apply_softcap(score, p.scale, p.softcap);
+            } else {
+              apply_scale(score, p.scale);
+            }
+            return score[0];
+          },
+          out, largest, sum);
+      if constexpr (kHasSinks) {
+        const float sink = p.sinks[t.batch * p.sinks_batch_stride + row.head] * kLog2E;
+        __syncwarp();  // the last read of `t`, whose buffer lane 0 may give back soon
+        const float with_sink = fmaxf(largest, sink);
+        const float factor = ptx::exp2_approx(largest - with_sink);
+        sum = sum * factor + ptx::exp2_approx(sink - with_sink);
+        largest = with_sink;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) out[c] *= factor;
+      }
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int column = fresh_lane() + 32 * c;
+        if (column < kValueDim) {
+          row.result[column] = static_cast<uint16>(ptx::pack<Element>(out[c] / sum, 0.0f));
+        }
+      }
+      if (fresh_lane() == 0) {
+        p.lse[row.lse] = (largest + ptx::log2_approx(sum)) * kLn2;
+      }
+    }
+  }
+  __device__ __forceinline__ void store_empty() {
+    const TileInfo& t = tile();
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int packed = packed_row(t, row);
+      const int query = packed / kPackedHeads;
+      if (query >= p.query_len) continue;
+      const int head = t.head * kPackedHeads + packed % kPackedHeads;
+      uint16* out = static_cast<uint16*>(p.out) + out_index(t, query, head);
+      for (int column = 8 * (lane() % 4); column < kValueDim; column += 32) {
+        store_piece<kValueDim>(out, column, make_uint4(0, 0, 0, 0));
+      }
+      if (lane() % 4 == 0) {
+        p.lse[lse_index(t, query, head)] = kNegativeInfinity;
+      }
+    }
+  }
+
+  // -- tiles --
+  // Reads the tile whose Q has arrived. False: there is none, the work is done.
+  __device__ __forceinline__ bool read_tile() {
+    info_ring.advance();
+    const TileInfo& t = tile();
+    if (ptx::uniform(t.batch) < 0) return false;
+    own = {kBoundedBegin ? ptx::uniform(t.own.begin) : 0, ptx::uniform(t.own.end)};
+    full = {kBoundedBegin ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
+    block = own.end - 1;
+    return true;
+  }
+  // Blocks that other warpgroups need and this one does not.
+  __device__ __forceinline__ void skip_blocks(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      wait_turn();
+      pass_turn();
+      wait_key();
+      release_key();
+      wait_value();
+      release_value();
+    }
+  }
+  // Takes tiles until one has a block for this warpgroup and starts its first scores. kRead: the
+  // first of them has been read already.
+  enum Next { kUnread, kNone, kRead, kStarts };  // the tile after this one
+  __device__ __forceinline__ bool start_tile(bool is_read) {
+    while (true) {
+      if (!is_read) {
+        wait_query();
+        if (!read_tile()) return false;
+      }
+      is_read = false;
+      const Range all = walked();
+      if (!own.empty()) {
+        skip_blocks(all.end - own.end);
+        wait_key();
+        begin_scores(scores);
+        ptx::wgmma_wait<0>();
+        return true;
+      }
+      release_query();
+      skip_blocks(all.end - all.begin);
+      store_empty();
+    }
+  }
+  // Blocks of the current tile that the whole cluster walks.
+  __device__ __forceinline__ Range walked() const {
+    return {ptx::uniform(tile().blocks.begin), ptx::uniform(tile().blocks.end)};
+  }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (kPingPong && kConsumers > 1) {
+      if (group == kConsumers - 1) pass_turn();
+    }
+#pragma unroll
+    for (int i = 0; i < kTileKV / 2; ++i) scores[i] = 0.0f;
+    clear_output();
+
+    if (!start_tile(false)) return;
+    while (true) {
+      // The tile's first block: nothing to rescale.
+      accept_scores();
+      release_scores();
+      finish_scores(scores);
+      softmax.start<true, kPolynomial>(scores, scale_log2(), kHeadroom, correction);
+      pack_weights(scores);
+      int accumulate = 0;
+
+      // Per block: the next block's scores start before this block's output, the exponentials
+      // of the next block run beside it.
+      while (!is_last()) {
+        const int value_block = block;
+        wait_key();
+        wait_turn();
+        begin_scores(scores);
+        wait_value();
+        sanitise_value(value_block);
+        begin_output(accumulate);
+        pass_turn();
+        accumulate = 1;
+        ptx::wgmma_wait<1>();
+        --block;
+        accept_scores();
+        release_scores();
+        finish_scores(scores);
+        const bool rescale = extend_softmax(scores);
+        ptx::wgmma_wait<0>();
+        ptx::pin(output);
+        release_value();
+        if (rescale) rescale_output();
+        pack_weights(scores);
+      }
+
+      // The last block's output. If the next tile's Q and K are here, its first scores run beside
+      // this tile's epilogue. Two whole branches: wgmma in flight where they join would serialise.
+      wait_value();
+      sanitise_value(block);
+      if constexpr (kEarlyOutput) begin_last_output(accumulate);
+      const TileInfo& finished = tile();
+      const bool ends = !kBoundedBegin || own.begin == walked().begin;  // no blocks to skip
+      Next next = kUnread;
+      uint32 nonfinite;
+      if (ends && query_and_key_are_ready()) {
+        next = !read_tile() ? kNone : !own.empty() && own.end == walked().end ? kStarts : kRead;
+      }
+      if (next == kStarts) {
+        if constexpr (!kEarlyOutput) begin_last_output(accumulate);
+        begin_scores(scores);
+        ptx::wgmma_wait<1>();
+        ptx::pin(output);
+        release_value();
+        nonfinite = finish_tile(finished, softmax);
+        ptx::wgmma_wait<0>();
+      } else {
+        if constexpr (!kEarlyOutput) begin_last_output(accumulate);
+        ptx::wgmma_wait<0>();
+        ptx::pin(output);
+        release_value();
+        nonfinite = finish_tile(finished, softmax);
+      }
+      if (nonfinite != 0) {
+        repeat_rows(finished, nonfinite);
+        clear_output();  // its registers were free meanwhile
+      }
+      if (next == kNone) return;
+      if (next != kStarts) {
+        if (kBoundedBegin && next == kUnread) skip_blocks(own.begin - walked().begin);
+        if (!start_tile(next == kRead)) return;
+      }
+    }
+  }
+};
+
+}  // namespace forward

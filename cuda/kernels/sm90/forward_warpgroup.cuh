@@ -1,0 +1,267 @@
+// A consumer warpgroup of the forward kernel, 64 query rows: its registers, its barriers, the two
+// products, and the way from scores to weights. Read forward_tiles.cuh next.
+#pragma once
+
+#include "sm90/forward_common.cuh"
+
+namespace forward {
+
+// Scores or exponentials of one block of keys, a warpgroup's fragment.
+using Scores = float[kTileKV / 2];
+
+struct Warpgroup {
+  const ForwardParams& p;
+  Shared& shared;
+  const int group;  // warpgroup among the consumers
+  Ring<kStages> key_ring, value_ring;
+  Ring<kQueryStages> query_ring;
+  Ring<kInfoStages> info_ring;
+  Range own;      // blocks that this warpgroup's rows see
+  Range full;     // of these, the ones that need no element test
+  int block = 0;  // the block that `scores` or `weights` belong to
+  Scores scores;
+  uint32 weights[kTileKV / 4];
+  float output[kValueColumns / 2];
+  float correction[2];
+  SoftmaxState softmax;
+
+  __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
+  // The same, read again instead of kept in a register between the ends of tiles.
+  __device__ __forceinline__ int fresh_lane() const { return ptx::opaque(threadIdx.x) % 32; }
+  __device__ __forceinline__ const TileInfo& tile() const {
+    const int next = info_ring.stage;
+    return shared.tiles[next == 0 ? kInfoStages - 1 : next - 1][group];
+  }
+  // Packed row of this thread, row = 0 or 1.
+  __device__ __forceinline__ int packed_row(const TileInfo& t, int row) const {
+    const int thread = ptx::opaque(threadIdx.x) % 128;  // read again, not kept in a register
+    return t.first_row + group * kGroupRows + thread / 32 * 16 + thread % 32 / 4 + 8 * row;
+  }
+  __device__ __forceinline__ Visibility seen(const TileInfo& t) const {
+    return {t.offset, p.window_left, p.window_right, t.query_length, t.kv_length};
+  }
+  __device__ __forceinline__ float scale_log2() const {
+    return kSoftcap || kPreScale ? kLog2E : p.scale * kLog2E;
+  }
+
+  // -- barriers --
+  __device__ __forceinline__ void release(unsigned long long* barrier) const {
+    if constexpr (kClusterSize > 1) {
+      if (lane() < kClusterSize) {
+        ptx::barrier_arrive_remote(ptx::shared_address(barrier), lane());
+      }
+    } else {
+      if (lane() == 0) ptx::barrier_arrive(ptx::shared_address(barrier));
+    }
+  }
+  __device__ __forceinline__ unsigned long long* query_full() const {
+    return &shared.query_full[query_ring.stage][group];
+  }
+  __device__ __forceinline__ unsigned long long* key_full() const {
+    return &shared.key_full[key_ring.stage];
+  }
+  __device__ __forceinline__ void wait_query() const {
+    ptx::barrier_wait(ptx::shared_address(query_full()), query_ring.parity);
+  }
+  __device__ __forceinline__ void wait_key() const {
+    ptx::barrier_wait(ptx::shared_address(key_full()), key_ring.parity);
+  }
+  __device__ __forceinline__ bool query_and_key_are_ready() const {
+    return ptx::uniform(ptx::barrier_test(ptx::shared_address(query_full()), query_ring.parity) &&
+                        ptx::barrier_test(ptx::shared_address(key_full()), key_ring.parity));
+  }
+  __device__ __forceinline__ void release_key() {
+    release(&shared.key_empty[key_ring.stage]);
+    key_ring.advance();
+  }
+  __device__ __forceinline__ void wait_value() const {
+    ptx::barrier_wait(ptx::shared_address(&shared.value_full[value_ring.stage]), value_ring.parity);
+  }
+  __device__ __forceinline__ void release_value() {
+    release(&shared.value_empty[value_ring.stage]);
+    value_ring.advance();
+  }
+  __device__ __forceinline__ void release_query() {
+    if (lane() == 0) {
+      ptx::barrier_arrive(ptx::shared_address(&shared.query_empty[query_ring.stage][group]));
+    }
+    query_ring.advance();
+  }
+  // Turns at the tensor cores: every warpgroup takes one per block of the tile, also for blocks
+  // that it skips.
+  __device__ __forceinline__ void wait_turn() const {
+    if constexpr (kPingPong && kConsumers > 1) {
+      ptx::named_barrier_sync(kTurnBarrier + group, 256);
+    }
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (kPingPong && kConsumers > 1) {
+      const int next = group + 1 == kConsumers ? 0 : group + 1;
+      ptx::named_barrier_arrive(kTurnBarrier + next, 256);
+    }
+  }
+
+  // -- products --
+  __device__ __forceinline__ void begin_scores(Scores& scores) const {
+    ptx::wgmma_fence();
+    issue_scores<Element, kHeadDim, kGroupRows, kTileKV>(
+        scores, ptx::shared_address(shared.query[query_ring.stage][group]),
+        ptx::shared_address(shared.key[key_ring.stage]));
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void begin_output(int accumulate) {
+    ptx::wgmma_fence();
+    issue_output<Element, kTileKV>(output, weights,
+                                   ptx::shared_address(shared.value[value_ring.stage]), accumulate);
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void begin_last_output(int accumulate) {
+    wait_turn();
+    begin_output(accumulate);
+    pass_turn();
+  }
+  // After the wait for a block's scores.
+  __device__ __forceinline__ void accept_scores() {
+    ptx::pin(scores);
+    if constexpr (kHasSegments) {
+      block = ptx::uniform(shared.block_list[key_ring.stage]);
+    }
+  }
+  // Gives the operands of the scores back.
+  __device__ __forceinline__ void release_scores() {
+    release_key();
+    if (is_last()) release_query();
+  }
+  __device__ __forceinline__ bool is_last() const { return block == own.begin; }
+
+  // -- scores to weights --
+  __device__ __forceinline__ void mask_scores(Scores& scores) const {
+    const TileInfo& t = tile();
+    const int first_key = block * kTileKV;
+    const int lane_column = 2 * (lane() % 4);
+    int ids[kIdWords];  // of the keys first_key + 32 * w + lane
+    const bool one_segment = block >= t.one.begin && block < t.one.end;
+    if (kHasSegments && !one_segment) {
+      const int* all = p.key_value_segments + static_cast<int64>(t.batch) * p.kv_len;
+#pragma unroll
+      for (int w = 0; w < kIdWords; ++w) {
+        const int key = first_key + 32 * w + lane();
+        ids[w] = key < t.kv_length ? all[key] : 0;
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int query = packed_row(t, row) / kPackedHeads;
+      Range columns = row_columns<kWindowLeft, kWindowRight>(seen(t), query, first_key);
+      if constexpr (kHasSegments) {
+        uint32 words[kIdWords];  // the columns that the row sees, a bit each
+#pragma unroll
+        for (int w = 0; w < kIdWords; ++w) words[w] = 0xffffffffu;
+        if (!one_segment) {
+          const bool valid = query < t.query_length;
+          match_segment(
+              valid ? p.query_segments[static_cast<int64>(t.batch) * p.query_len + query] : 0, ids,
+              words);
+        }
+#pragma unroll
+        for (int w = 0; w < kIdWords; ++w) {
+          words[w] &= ptx::low_bits(columns.end - 32 * w);
+          if constexpr (kWindowLeft) words[w] &= ~ptx::low_bits(columns.begin - 32 * w);
+          words[w] >>= lane_column;
+        }
+#pragma unroll
+        for (int i = 0; i < kTileKV / 2; i += 4) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int column = 2 * i + j;
+            float& score = scores[i + 2 * row + j];
+            score = words[column / 32] >> column % 32 & 1 ? score : kNegativeInfinity;
+          }
+        }
+      } else {
+        columns.begin -= lane_column;
+        columns.end -= lane_column;
+#pragma unroll
+        for (int i = 0; i < kTileKV / 2; i += 4) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int column = 2 * i + j;
+            float& score = scores[i + 2 * row + j];
+            bool visible = column < columns.end;
+            if constexpr (kWindowLeft) visible = visible && column >= columns.begin;
+            score = visible ? score : kNegativeInfinity;
+          }
+        }
+      }
+    }
+  }
+  // Bit c of word w: key 32 * w + c has the segment `mine` of this lane's row. A round for each
+  // segment that the warp's rows have, most often one or two.
+  __device__ __forceinline__ void match_segment(int mine, const int (&ids)[kIdWords],
+                                                uint32 (&words)[kIdWords]) const {
+    uint32 left = 0xffffffffu;
+    while (left != 0) {
+      const int id = __shfl_sync(0xffffffffu, mine, __ffs(left) - 1);
+      left &= ~__ballot_sync(0xffffffffu, mine == id);
+#pragma unroll
+      for (int w = 0; w < kIdWords; ++w) {
+        const uint32 same = __ballot_sync(0xffffffffu, ids[w] == id);
+        if (mine == id) words[w] = same;
+      }
+    }
+  }
+  // Score function and mask.
+  __device__ __forceinline__ void finish_scores(Scores& scores) const {
+    if constexpr (kSoftcap) {
+      apply_softcap(scores, p.scale, p.softcap);
+    } else if constexpr (kPreScale) {
+      apply_scale(scores, p.scale);
+    }
+    // With segments there is no register left to hold the range at wide heads.
+    const Range untested = kHasSegments ? tile().full : full;
+    const bool is_full = block < untested.end && (!kBoundedBegin || block >= untested.begin);
+    if (!is_full) mask_scores(scores);
+  }
+  // Exponentials of a later block. True: `correction` has to be applied to the output.
+  __device__ __forceinline__ bool extend_softmax(Scores& scores) {
+    if (softmax.is_started()) {
+      return softmax.extend<Element, kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit,
+                                                  correction);
+    }
+    softmax.start<false, kPolynomial>(scores, scale_log2(), kHeadroom, correction);
+    return true;
+  }
+  __device__ __forceinline__ void pack_weights(const Scores& scores) {
+#pragma unroll
+    for (int i = 0; i < kTileKV / 4; ++i) {
+      weights[i] = ptx::pack<Element>(scores[2 * i], scores[2 * i + 1]);
+    }
+  }
+  __device__ __forceinline__ void clear_output() {
+#pragma unroll
+    for (int i = 0; i < kValueColumns / 2; ++i) output[i] = 0.0f;
+  }
+  __device__ __forceinline__ void rescale_output() {
+#pragma unroll
+    for (int i = 0; i < kValueColumns / 2; ++i) output[i] *= correction[i / 2 % 2];
+  }
+  // V rows past the length may hold NaN, and 0 * NaN is NaN: zero them where they were loaded. (NaN
+  // among other masked values shows in the result, and repeat_rows takes it out again.)
+  __device__ __forceinline__ void sanitise_value(int value_block) {
+    if constexpr (kHasKeyValueLengths) {
+      const int valid = tile().kv_length - value_block * kTileKV;
+      if (valid >= kTileKV) return;
+      const uint32 base = ptx::shared_address(shared.value[value_ring.stage]);
+      const int pieces = (kTileKV - valid) * (kBoxRowBytes / 16);
+      for (int i = threadIdx.x % 128; i < pieces * kValueBoxes; i += 128) {
+        const int box = i / pieces;
+        ptx::store_shared_x4(
+            base + (box * kTileKV + valid) * kBoxRowBytes + (i - box * pieces) * 16, 0, 0, 0, 0);
+      }
+      ptx::fence_async_proxy();
+      ptx::named_barrier_sync(kGroupBarrier + group, 128);
+    }
+  }
+};
+
+}  // namespace forward
