@@ -96,7 +96,7 @@ __device__ __forceinline__ void copy_rows(ptx::uint32 tile, const ptx::uint16* s
   ptx::copy_async_wait();
   if constexpr (kOdd) {  // each lane wrote the words that it reads here
     // As many as registers allow; the backward's roles have 32.
-    constexpr int kCount = kWarps < 4 || kBoxes > 2 ? 2 : 4;
+    constexpr int kCount = kWarps == 4 && kBoxes <= 2 ? 4 : kWarps == 4 || kBoxes <= 3 ? 2 : 1;
 #pragma unroll 1
     for (int i = 0; i < kRows / kStep; i += kCount) {
       ptx::uint32 bits[kCount];
