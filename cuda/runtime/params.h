@@ -21,10 +21,11 @@ struct ForwardParams {
   TensorMap key;    // [B, S, K, H]  box (64, 1, kTileKV / kClusterSize, 1)
   TensorMap value;  // [B, S, K, Hv] box (64, 1, kTileKV / kClusterSize, 1)
 
-  const void*
-      query_data;        // [B, T, N, H]   the same arrays, for loads without TMA and for rows that
-  const void* key_data;  // [B, S, K, H]   are recomputed without tensor cores, because values
-  const void* value_data;  // [B, S, K, Hv]  masked out of them are not finite
+  // The same arrays, for loads without TMA and for rows that are computed again without tensor
+  // cores, because values hidden from them are not finite.
+  const void* query_data;  // [B, T, N, H]
+  const void* key_data;    // [B, S, K, H]
+  const void* value_data;  // [B, S, K, Hv]
   void* out;               // [B, T, N, Hv] element type of the query
   float* lse;              // [B, N, T] natural logarithm
 
@@ -67,10 +68,11 @@ struct BackwardParams {
   TensorMap dkey;    // [B, S, K, H]  box (64, 1, 64, 1), written by the kernel for heads up to 128
   TensorMap dvalue;  // [B, S, K, Hv] box (64, 1, 64, 1), written
 
-  const void*
-      query_data;        // [B, T, N, H]   the same arrays, for loads without TMA and for rows that
-  const void* key_data;  // [B, S, K, H]   are recomputed without tensor cores, because values
-  const void* value_data;  // [B, S, K, Hv]  hidden from them are not finite
+  // The same arrays, for loads without TMA and for rows that are computed again without tensor
+  // cores, because values hidden from them are not finite.
+  const void* query_data;  // [B, T, N, H]
+  const void* key_data;    // [B, S, K, H]
+  const void* value_data;  // [B, S, K, Hv]
   const void* out_data;    // [B, T, N, Hv]
   const void* dout_data;   // [B, T, N, Hv]
   const float* lse;        // [B, N, T] natural logarithm
