@@ -1,0 +1,284 @@
+// A CUDA driver and an NVRTC that run nothing and write down what they are asked: one library with
+// the names of both, for test_cuda_calls.py. It refuses what a driver would refuse of this.
+//
+// Also what XLA calls on its CPU platform in place of the CUDA handlers. It passes the calls on to
+// them with made-up addresses of the buffers, call << 40 | (index + 1) << 32 for operands and then
+// results, and with a stream, which that platform lacks. Notes are lines of JSON.
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cuda/runtime/driver.h"
+#include "cuda/runtime/params.h"
+#include "xla/ffi/api/c_api.h"
+
+using namespace jax_flash;  // NOLINT: the types of the driver's interface
+
+namespace jax_flash {
+struct _nvrtcProgram {
+  std::string text;
+};
+struct CUlib_st {
+  std::string program;
+};
+struct CUkern_st {
+  CUlib_st* library;
+  std::string name;
+  int shared_bytes = 48 << 10;  // dynamic, that a block may have
+};
+}  // namespace jax_flash
+
+namespace {
+
+constexpr CUresult kInvalidValue = 1, kInvalidContext = 201, kInvalidHandle = 400;
+const auto kContext = reinterpret_cast<CUcontext>(0x11);
+const auto kStream = reinterpret_cast<CUstream>(0x22);
+CUcontext current_context = nullptr;
+std::string notes;
+std::uint64_t calls = 0;
+XLA_FFI_Handler* handlers[2];
+
+// What test_cuda_calls.py reads from a tensor map.
+struct Map {
+  std::uint64_t address, dims[4], strides[3];
+  unsigned box[4];
+  int type, swizzle;
+};
+static_assert(sizeof(Map) <= sizeof(TensorMap));
+
+std::string Hex(const void* data, std::size_t size) {
+  std::string text;
+  for (std::size_t i = 0; i < size; ++i) {
+    const unsigned byte = static_cast<const unsigned char*>(data)[i];
+    text += "0123456789abcdef"[byte >> 4];
+    text += "0123456789abcdef"[byte & 15];
+  }
+  return text;
+}
+
+std::string List(const std::vector<std::int64_t>& numbers) {
+  std::string text;
+  for (std::int64_t number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
+  return "[" + text + "]";
+}
+
+XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args* args) {
+  args->stream = kStream;
+  return nullptr;
+}
+
+// A call's operands or results with addresses of their own; notes of shape and dtype, and what the
+// bytes add up to. Results are filled with their index + 1.
+class Buffers {
+ public:
+  Buffers(void** buffers, std::int64_t count, std::uint64_t first, bool results)
+      : copies_(count), pointers_(count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(buffers[i]);
+      const std::vector<std::int64_t> dims(buffer.dims, buffer.dims + buffer.rank);
+      std::int64_t bytes = buffer.dtype == XLA_FFI_DataType_F32   ? 4
+                           : buffer.dtype == XLA_FFI_DataType_S32 ? 4
+                                                                  : 2;
+      for (std::int64_t dim : dims) bytes *= dim;
+      auto* data = static_cast<unsigned char*>(buffer.data);
+      if (results && bytes > 0) std::memset(data, static_cast<int>(i + 1), bytes);
+      std::int64_t sum = 0;
+      for (std::int64_t at = 0; at < bytes; ++at) sum += data[at];
+      notes_ += std::string(notes_.empty() ? "" : ", ") +
+                "{\"dtype\": " + std::to_string(buffer.dtype) + ", \"dims\": " + List(dims) +
+                ", \"bytes\": " + std::to_string(bytes) + ", \"sum\": " + std::to_string(sum) + "}";
+      copies_[i] = buffer;
+      copies_[i].data = reinterpret_cast<void*>(calls << 40 | (first + i + 1) << 32);
+      pointers_[i] = &copies_[i];
+    }
+  }
+  void** pointers() { return pointers_.data(); }
+  std::string notes() const { return "[" + notes_ + "]"; }
+
+ private:
+  std::vector<XLA_FFI_Buffer> copies_;
+  std::vector<void*> pointers_;
+  std::string notes_;
+};
+
+XLA_FFI_Error* Call(int which, XLA_FFI_CallFrame* frame) {
+  if (frame->ctx == nullptr) return handlers[which](frame);  // XLA asks for the version
+  ++calls;
+  Buffers operands(frame->args.args, frame->args.size, 0, false);
+  Buffers results(frame->rets.rets, frame->rets.size, frame->args.size, true);
+  notes += "{\"event\": \"call\", \"number\": " + std::to_string(calls) + ", \"target\": \"" +
+           (which == 0 ? "forward" : "backward") + "\", \"operands\": " + operands.notes() +
+           ", \"results\": " + results.notes() + "}\n";
+  XLA_FFI_Api api = *frame->api;
+  api.XLA_FFI_Stream_Get = StreamGet;
+  XLA_FFI_CallFrame copy = *frame;
+  copy.api = &api;
+  copy.args.args = operands.pointers();
+  copy.rets.rets = results.pointers();
+  return handlers[which](&copy);
+}
+
+}  // namespace
+
+extern "C" {
+
+// ---- for the test ------------------------------------------------------------------------------
+
+void FakeSetHandlers(XLA_FFI_Handler* forward, XLA_FFI_Handler* backward) {
+  handlers[0] = forward;
+  handlers[1] = backward;
+}
+XLA_FFI_Error* FakeForward(XLA_FFI_CallFrame* frame) { return Call(0, frame); }
+XLA_FFI_Error* FakeBackward(XLA_FFI_CallFrame* frame) { return Call(1, frame); }
+const char* FakeTakeNotes() {
+  static std::string taken;
+  taken = std::move(notes);
+  notes.clear();
+  return taken.c_str();
+}
+
+// ---- libcuda -----------------------------------------------------------------------------------
+
+CUresult cuInit(unsigned) { return 0; }
+CUresult cuGetErrorName(CUresult code, const char** name) {
+  *name = code == kInvalidValue     ? "CUDA_ERROR_INVALID_VALUE"
+          : code == kInvalidContext ? "CUDA_ERROR_INVALID_CONTEXT"
+                                    : "CUDA_ERROR_INVALID_HANDLE";
+  return 0;
+}
+CUresult cuGetErrorString(CUresult, const char** text) {
+  *text = "refused by tests/fake_cuda.cc";
+  return 0;
+}
+CUresult cuCtxGetCurrent(CUcontext* context) {
+  *context = current_context;
+  return 0;
+}
+CUresult cuCtxPushCurrent_v2(CUcontext context) {
+  current_context = context;
+  return 0;
+}
+CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+  *context = current_context;
+  current_context = nullptr;
+  return 0;
+}
+CUresult cuCtxGetDevice(CUdevice* device) {
+  *device = 0;
+  return current_context == kContext ? 0 : kInvalidContext;
+}
+CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
+  *context = kContext;
+  return stream == kStream ? 0 : kInvalidHandle;
+}
+CUresult cuLibraryLoadData(CUlibrary* library, const void* code, void*, void**, unsigned, void*,
+                           void**, unsigned) {
+  *library = new CUlib_st{static_cast<const char*>(code)};
+  return 0;
+}
+CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {
+  *kernel = new CUkern_st{library, name};
+  return 0;
+}
+CUresult cuKernelSetAttribute(CUfunctionAttribute attribute, int value, CUkernel kernel, CUdevice) {
+  if (attribute != kMaxDynamicSharedSizeBytes || value > 227 << 10) return kInvalidValue;
+  kernel->shared_bytes = value;
+  return 0;
+}
+CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** params,
+                          void** extra) {
+  const auto* kernel = reinterpret_cast<CUkernel>(function);
+  const auto& c = *config;
+  const unsigned threads = c.block_x * c.block_y * c.block_z;
+  if (current_context != kContext) return kInvalidContext;
+  if (c.stream != kStream) return kInvalidHandle;
+  if (c.grid_x < 1 || c.grid_x > 0x7fffffff || c.grid_y < 1 || c.grid_y > 65535 || c.grid_z < 1 ||
+      c.grid_z > 65535 || threads < 1 || threads > 1024 || extra != nullptr ||
+      static_cast<int>(c.shared_bytes) > kernel->shared_bytes) {
+    return kInvalidValue;
+  }
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < c.attribute_count; ++i) {
+    if (c.attributes[i].id != kClusterDimension) return kInvalidValue;
+    cluster = c.attributes[i].value.cluster.x;
+  }
+  if (cluster < 1 || cluster > 8 || c.grid_x % cluster != 0) return kInvalidValue;
+  const bool backward = kernel->name.rfind("flash_backward", 0) == 0;
+  const std::string& program = kernel->library->program;
+  notes += "{\"event\": \"launch\", \"entry\": \"" + kernel->name + "\", \"program\": \"" +
+           Hex(program.data(), program.size()) +
+           "\", \"grid\": " + List({c.grid_x, c.grid_y, c.grid_z}) +
+           ", \"block\": " + List({c.block_x, c.block_y, c.block_z}) +
+           ", \"shared\": " + std::to_string(c.shared_bytes) +
+           ", \"cluster\": " + std::to_string(cluster) + ", \"params\": \"" +
+           Hex(params[0], backward ? sizeof(BackwardParams) : sizeof(ForwardParams)) + "\"}\n";
+  return 0;
+}
+CUresult cuMemsetD32Async(CUdeviceptr target, unsigned value, std::size_t count, CUstream stream) {
+  if (current_context != kContext) return kInvalidContext;
+  if (stream != kStream) return kInvalidHandle;
+  notes += "{\"event\": \"fill\", \"target\": " + std::to_string(target) +
+           ", \"value\": " + std::to_string(value) + ", \"words\": " + std::to_string(count) +
+           "}\n";
+  return 0;
+}
+CUresult cuTensorMapEncodeTiled(void* map, CUtensorMapDataType type, unsigned rank, void* address,
+                                const std::uint64_t* dims, const std::uint64_t* strides,
+                                const unsigned* box, const unsigned* element_strides,
+                                CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2Promotion, CUtensorMapOutOfBounds) {
+  Map made{};
+  made.address = reinterpret_cast<std::uint64_t>(address);
+  bool right = reinterpret_cast<std::uint64_t>(map) % 64 == 0 && rank == 4 &&
+               made.address % 16 == 0 && interleave == kInterleaveNone &&
+               (swizzle != kSwizzle128B || box[0] * 2 <= 128);
+  for (int i = 0; right && i < 4; ++i) {
+    right = dims[i] >= 1 && dims[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 &&
+            element_strides[i] == 1 &&
+            (i == 3 || (strides[i] % 16 == 0 && strides[i] < 1ull << 40));
+  }
+  if (!right) return kInvalidValue;
+  std::memcpy(made.dims, dims, sizeof made.dims);
+  std::memcpy(made.strides, strides, sizeof made.strides);
+  std::memcpy(made.box, box, sizeof made.box);
+  made.type = type;
+  made.swizzle = swizzle;
+  std::memcpy(map, &made, sizeof made);
+  return 0;
+}
+
+// ---- libnvrtc: the text of a program is its machine code ---------------------------------------
+
+nvrtcResult nvrtcVersion(int* major, int* minor) {
+  *major = 13;
+  *minor = 0;
+  return 0;
+}
+const char* nvrtcGetErrorString(nvrtcResult) { return ""; }
+nvrtcResult nvrtcCreateProgram(nvrtcProgram* program, const char* source, const char*, int,
+                               const char* const*, const char* const*) {
+  *program = new _nvrtcProgram{source};
+  return 0;
+}
+nvrtcResult nvrtcDestroyProgram(nvrtcProgram* program) {
+  delete *program;
+  return 0;
+}
+nvrtcResult nvrtcCompileProgram(nvrtcProgram, int, const char* const*) { return 0; }
+nvrtcResult nvrtcGetProgramLogSize(nvrtcProgram, std::size_t* size) {
+  *size = 0;
+  return 0;
+}
+nvrtcResult nvrtcGetProgramLog(nvrtcProgram, char*) { return 0; }
+nvrtcResult nvrtcGetCUBINSize(nvrtcProgram program, std::size_t* size) {
+  *size = program->text.size() + 1;
+  return 0;
+}
+nvrtcResult nvrtcGetCUBIN(nvrtcProgram program, char* cubin) {
+  std::memcpy(cubin, program->text.c_str(), program->text.size() + 1);
+  return 0;
+}
+
+}  // extern "C"

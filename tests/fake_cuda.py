@@ -1,0 +1,248 @@
+"""Runs calls on the CUDA handlers without a GPU and reads what they asked of the driver.
+
+`record` starts a process in which fake_cuda.cc plays libcuda, NVRTC and XLA's GPU: the custom calls
+that a GPU would get are lowered for XLA's CPU platform and executed there. So operands, results
+and attributes are what Python makes of a user's arguments, and launches what C++ makes of those.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash import _backends, _native, _primitives, _tiles
+from jax_flash._problem import Problem, Shapes
+
+from .cases import Case
+from .gpu import child_environment
+
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+
+
+SEGMENTS = ("query_segments", "key_value_segments")
+
+
+@dataclasses.dataclass(frozen=True)
+class Direct:
+    """A custom call by itself, such as `flash_attention` would not make."""
+
+    target: str
+    B: int = 2
+    T: int = 200
+    S: int = 200
+    N: int = 2
+    short: int | None = None  # the workspace that lacks an element
+
+    def run(self) -> dict[str, Any]:
+        def array(*shape, dtype: Any = jnp.bfloat16):
+            return jax.ShapeDtypeStruct((self.B, *shape), dtype)
+
+        q, k = array(self.T, self.N, 64), array(self.S, self.N, 64)
+        lse = array(self.N, self.T, dtype=jnp.float32)
+        ids = [array(length, dtype=jnp.int32) for length in (self.T, self.S)]
+        problem = Problem("bfloat16", 1.0, deterministic=True, terms=SEGMENTS)
+        shapes = Shapes(self.B, self.T, self.S, self.N, self.N, 64, 64)
+        some, gpu = Shapes(2, 200, 200, 2, 2, 64, 64), _tiles.lowering_gpu()
+        if self.target == "forward":
+            call = _primitives.Forward(problem, None)
+            tiles = _tiles.choose_tiles(problem, some, gpu)
+            header = tiles.header(problem)
+            operands, results = [q, k, k, *ids], [q, lse]
+        else:
+            call = _primitives.Backward(problem, None, with_dlse=False, with_dbias=False)
+            tiles = _tiles.choose_backward_tiles(problem, some, gpu)
+            header = tiles.header(problem, with_dlse=False)
+            operands, results = [q, k, k, q, lse, q, *ids], [q, k, k]
+        workspaces = tiles.workspaces(problem, shapes)
+        if self.short is not None:
+            of = workspaces[self.short]
+            workspaces[self.short] = jax.ShapeDtypeStruct((of.size - 1,), of.dtype)
+        custom_call = jax.ffi.ffi_call(
+            f"jax_flash_cuda_{self.target}",
+            [*results, *workspaces],
+            has_side_effect=True,  # else XLA drops what has empty results
+        )
+        program = {"source": tiles.source, "header": header, "arch": gpu.arch}
+        attributes = call.attributes() | {"program": program, "tiles": tiles.launch(gpu)}
+        outputs = custom_call(*(jnp.zeros(x.shape, x.dtype) for x in operands), **attributes)
+        return dict(zip(call.results, outputs, strict=False))
+
+
+@dataclasses.dataclass
+class Recording:
+    """What one case led to: values that were returned, or an error, and notes by custom call."""
+
+    values: dict[str, np.ndarray]
+    error: str
+    calls: list[Call]
+
+
+@dataclasses.dataclass
+class Call:
+    """A custom call: its buffers (dtype, dims, bytes, sum of the bytes) and what it launched."""
+
+    number: int
+    target: str
+    operands: list[dict[str, Any]]
+    results: list[dict[str, Any]]
+    launches: list[Launch] = dataclasses.field(default_factory=list)
+
+    def find(self, pointer: Pointer) -> int | None:
+        """The index, results after operands, of the buffer that begins there; None for null."""
+        if pointer == 0:
+            return None
+        call, index, offset = pointer >> 40, (pointer >> 32 & 0xFF) - 1, pointer & 0xFFFFFFFF
+        assert (call, offset) == (self.number, 0)
+        assert index in range(len(self.operands) + len(self.results))
+        return index
+
+
+class Pointer(int):
+    """An address as tests/fake_cuda.cc makes them up."""
+
+
+@dataclasses.dataclass
+class Launch:
+    """A launch, or with the entry "fill" a memset of 32-bit words (target, value, words)."""
+
+    entry: str
+    program: str = ""  # what NVRTC was given
+    grid: list[int] = dataclasses.field(default_factory=list)
+    block: list[int] = dataclasses.field(default_factory=list)
+    shared: int = 0
+    cluster: int = 1
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def constants(self) -> dict[str, int]:
+        """The integer and boolean constants that the kernel was compiled with."""
+        found = re.findall(r"constexpr (?:bool|int) (k\w+) = (\w+);", self.program)
+        return {name: json.loads(value) for name, value in found}
+
+
+def record(cases: list[Case | Direct], folder: Path) -> list[Recording]:
+    """Runs cases in a process of its own: those of the conformance suite with their gradients."""
+    library = folder / "libcuda.so.1"
+    source = Path(__file__).with_suffix(".cc")
+    include = ["-I", str(source.parents[1]), "-isystem", jax.ffi.include_dir()]
+    assert COMPILER is not None
+    compiler = [COMPILER, "-std=c++17", "-shared", "-fPIC", *include]
+    subprocess.run([*compiler, str(source), "-o", str(library)], check=True)
+    environment = child_environment(
+        folder,
+        with_tests=True,
+        JAX_FLASH_NVRTC=str(library),
+        JAX_PLATFORMS="cpu",
+        LD_LIBRARY_PATH=os.pathsep.join([str(folder), os.environ.get("LD_LIBRARY_PATH", "")]),
+    )
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", "from tests import fake_cuda; fake_cuda.main()"],
+        input=pickle.dumps(cases),
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr.decode()
+    return pickle.loads(process.stdout)
+
+
+def main() -> None:
+    fake = ctypes.CDLL("libcuda.so.1")
+    fake.FakeTakeNotes.restype = ctypes.c_char_p
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    handlers = _native._cuda().targets()["CUDA"]
+    names = ("jax_flash_cuda_forward", "jax_flash_cuda_backward")
+    fake.FakeSetHandlers(*(ctypes.c_void_p(pointer_of(handlers[name], None)) for name in names))
+    for name, handler in zip(names, (fake.FakeForward, fake.FakeBackward), strict=True):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+    _backends.choose = lambda *_: "cuda"
+
+    recordings = []
+    for case in pickle.load(sys.stdin.buffer):
+        values, error = {}, ""
+        try:
+            values = case.run() if isinstance(case, Direct) else case.draw().run(None)
+            values = {name: np.asarray(value) for name, value in values.items()}
+        except jax.errors.JaxRuntimeError as failure:
+            error = str(failure)
+        recordings.append(Recording(values, error, read_notes(fake.FakeTakeNotes().decode())))
+    pickle.dump(recordings, sys.stdout.buffer)
+
+
+# ---- notes of fake_cuda.cc ---------------------------------------------------------------------
+
+
+def read_notes(notes: str) -> list[Call]:
+    calls: list[Call] = []
+    for line in notes.splitlines():
+        note = json.loads(line)
+        match note.pop("event"):
+            case "call":
+                calls.append(Call(**note))
+            case "fill":
+                note["target"] = Pointer(note["target"])
+                calls[-1].launches.append(Launch("fill", params=note))
+            case _:
+                note["program"] = bytes.fromhex(note["program"]).decode()
+                backward = note["entry"].startswith("flash_backward")
+                struct = "BackwardParams" if backward else "ForwardParams"
+                note["params"] = read_params(struct, bytes.fromhex(note["params"]))
+                calls[-1].launches.append(Launch(**note))
+    return calls
+
+
+class _Map(ctypes.Structure):  # 128 bytes
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("dims", ctypes.c_uint64 * 4),
+        ("strides", ctypes.c_uint64 * 3),
+        ("box", ctypes.c_uint * 4),
+        ("type", ctypes.c_int),
+        ("swizzle", ctypes.c_int),
+        ("unused", ctypes.c_uint64 * 5),
+    )
+
+
+_TYPES = {
+    "TensorMap": _Map,
+    "long long": ctypes.c_longlong,
+    "int": ctypes.c_int,
+    "float": ctypes.c_float,
+}
+
+
+def read_params(struct: str, data: bytes) -> dict[str, Any]:
+    """Reads the fields of a struct of params.h: a map as a dict, or None if it is empty."""
+    text = (_native.kernel_root() / "runtime" / "params.h").read_text()
+    (body,) = re.findall(rf"^struct {struct} {{\n(.*?)^}};", text, re.DOTALL | re.MULTILINE)
+    declared = re.findall(r"^  (?:const )?(\w+(?: long)?)(\*?) (\w+);", body, re.MULTILINE)
+    fields = [(name, ctypes.c_void_p if star else _TYPES[kind]) for kind, star, name in declared]
+    params = type(struct, (ctypes.Structure,), {"_fields_": fields})
+    assert -(-ctypes.sizeof(params) // 64) * 64 == len(data)  # every field was found
+    return _fields(params.from_buffer_copy(data))
+
+
+def _fields(values: ctypes.Structure) -> dict[str, Any]:
+    return {field[0]: _value(getattr(values, field[0]), field[1]) for field in values._fields_}
+
+
+def _value(value: Any, kind: type) -> Any:
+    if kind is ctypes.c_void_p:
+        return Pointer(value or 0)
+    if kind is _Map:
+        return _fields(value) if any(bytes(value)) else None
+    return tuple(value) if isinstance(value, ctypes.Array) else value

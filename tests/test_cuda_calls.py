@@ -1,0 +1,334 @@
+"""What the CUDA handlers launch, and with which arguments: needs a C++ compiler and no GPU.
+
+What is expected follows from cuda/runtime/params.h, the kernels' own description of what they
+index, and the constants that the launched program was compiled with.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jax_flash import _native
+
+from . import fake_cuda
+from .cases import BOTTOM_RIGHT, Case
+from .fake_cuda import Call, Direct, Launch, Pointer, Recording
+
+pytestmark = [
+    pytest.mark.skipif(
+        _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
+    ),
+    pytest.mark.skipif(_native._has_driver(), reason="a true driver is present"),
+    pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C++ compiler"),
+]
+
+SMS = 132  # of the GPU that calls are lowered for where none is present
+C = functools.partial(Case, T=200, S=333, N=4, K=2, H=128, batch=(3,), dtype="bfloat16")
+LENGTHS: dict[str, Any] = {"q_lengths": (150, 200, 77), "kv_lengths": (333, 40, 250)}
+CASES = (
+    C("plain"),
+    C("narrow", H=64, K=4, batch=(2, 3), T=130),
+    C("narrow float16", H=40, Hv=64, dtype="float16"),
+    C("wide", H=256),
+    C("value wider", H=72, Hv=192, causal=True),
+    C("causal", causal=True, N=8),
+    C("more work than multiprocessors", batch=(7,), N=16, K=8, T=500, S=900, H=16, causal=True),
+    C("packed heads", N=16, T=9),
+    C("window", window=(37, 20), align=BOTTOM_RIGHT, scale=0.3),
+    C("lengths", **LENGTHS),
+    C("softcap and sinks", softcap=5.0, sinks=True, window=(None, 7)),
+    C("segments", segments="packed"),
+    C("segments and lengths", H=64, segments="documents", causal=True, **LENGTHS),
+    C("segments, wide", H=192, Hv=128, segments="packed", deterministic=True, with_lse=True),
+    C("packed heads and segments", N=16, T=70, segments="packed", q_lengths=(70, 5, 3)),
+    C("gradient of lse", with_lse=True),
+    C("deterministic", deterministic=True),
+    C("deterministic, wide", H=256, deterministic=True, causal=True),
+    C("rows that TMA cannot load", H=100, Hv=36, causal=True),
+    C("odd rows", H=33, Hv=7, segments="packed", q_lengths=(150, 200, 77), deterministic=True),
+)
+EMPTY = (
+    Direct("forward", B=0),
+    Direct("forward", T=0),
+    Direct("forward", N=0),
+    Direct("backward", B=0),
+    Direct("backward", N=0),
+)
+REFUSED = {
+    Direct("forward", S=0): "the CUDA kernels take no empty keys",
+    Direct("backward", T=0): "the CUDA kernels take no empty sequences",
+    Direct("backward", S=0): "the CUDA kernels take no empty sequences",
+}
+WORKSPACES = {
+    "forward": ("tile_counter", "segment_ranges", "segment_plan"),
+    "backward": (
+        "lse_log2", "minus_delta", "dq_sum", "next_unit", "turns",
+        "query_segment_ranges", "key_segment_ranges", "marks",
+    ),
+}  # fmt: skip
+SHORT = {
+    target: [Direct(target, short=i) for i in range(len(names))]
+    for target, names in WORKSPACES.items()
+}
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[Case | Direct, Recording]:
+    cases = [*CASES, *EMPTY, *REFUSED, *SHORT["forward"], *SHORT["backward"]]
+    recorded = fake_cuda.record(cases, tmp_path_factory.mktemp("fake_cuda"))
+    return dict(zip(cases, recorded, strict=True))
+
+
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@by_name
+def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
+    call = recordings[case].calls[0]
+    *before, main = call.launches
+    c = main.constants()
+    batch = math.prod(case.batch)
+    packed, rows = c["kPackedHeads"], 64 * c["kConsumers"]
+    query_tiles = ceil_div(case.T * packed, rows)
+    key_blocks = ceil_div(case.S, c["kTileKV"])
+    groups = query_tiles * c["kConsumers"]
+    boxes = ceil_div(case.H, 64), ceil_div(case.value_dim, 64)
+
+    if c["kHasSegments"]:
+        assert [launch.entry for launch in before] == ["segment_ranges", "segment_plan"]
+        for launch, warps in zip(before, (key_blocks, groups), strict=True):
+            assert launch.grid == [batch, ceil_div(warps, 8), 1]
+            assert (launch.block, launch.shared) == ([256, 1, 1], 0)
+    elif c["kDynamic"]:
+        (fill,) = before
+        counter = main.params["tile_counter"]
+        assert fill == Launch("fill", params={"target": counter, "value": 0, "words": 1})
+    else:
+        assert before == []
+    assert main.entry == "flash_forward"
+    assert main.grid == [min(SMS, query_tiles * batch * case.N // packed), 1, 1]
+    assert main.block == [128 * (c["kConsumers"] + 1), 1, 1]
+    assert main.shared == 1024 + 128 * (
+        c["kQueryStages"] * rows * boxes[0] + c["kStages"] * c["kTileKV"] * sum(boxes)
+    )
+
+    expected = common_params(case, c) | {
+        "query": tensor_map(case, c, "query", 64 // packed, packed),
+        "key": tensor_map(case, c, "key", c["kTileKV"]),
+        "value": tensor_map(case, c, "value", c["kTileKV"]),
+        "out": "out",
+        "lse": "lse",
+        "sinks": "sinks" if c["kHasSinks"] else None,
+        "sinks_batch_stride": 0,
+        "tile_counter": "int32[1]",
+        "segment_ranges": f"int32[{2 * batch * key_blocks}]" if c["kHasSegments"] else None,
+        "segment_plan": f"int32[{4 * batch * groups}]" if c["kHasSegments"] else None,
+        "query_tiles": query_tiles,
+        "softcap": case.softcap or 0.0,
+    }
+    assert_launched_with(call, names_of_buffers(case, recordings[case])[0], expected)
+    assert 1 <= main.params["head_group"] <= batch * case.N // packed
+
+
+@by_name
+def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
+    _, call = recordings[case].calls
+    prepare, main, finish = call.launches
+    c = main.constants()
+    batch, scale = math.prod(case.batch), scale_of(case)
+    query_blocks = ceil_div(case.T, c["kTileQ"])
+    key_blocks = ceil_div(case.S, c["kTileKV"])
+    rows = batch * case.N * query_blocks * c["kTileQ"]
+    boxes = ceil_div(case.H, 64), ceil_div(case.value_dim, 64)
+    wide = c["kTileKV"] == 64
+    assert wide == main.program.endswith('#include "sm90/backward_wide.cuh"\n')
+
+    small = ([128, 1, 1], 0)
+    assert prepare.entry == "flash_backward_prepare"
+    assert prepare.grid == [rows // 64, 1, 1]
+    assert (prepare.block, prepare.shared) == small
+    assert main.entry == "flash_backward"
+    assert main.grid == [min(SMS, batch * case.kv_heads * key_blocks), 1, 1]
+    assert main.block == [512 if wide else 384, 1, 1]
+    # Keys and values, queries and output gradients, scores; test_cuda_compile.py has the rest.
+    tiles = 128 * sum(boxes) * (c["kTileKV"] + c["kStages"] * c["kTileQ"])
+    assert main.shared > tiles + c["kScoreStages"] * c["kTileKV"] * c["kTileQ"] * 2
+    assert finish.entry == "flash_backward_finish"
+    assert finish.grid == [rows // 64 * boxes[0], 1, 1]
+    assert (finish.block, finish.shared) == small
+
+    turns = batch * case.N * query_blocks * (boxes[0] if wide else 2)
+    expected = common_params(case, c) | {
+        "query": tensor_map(case, c, "query", c["kTileQ"]),
+        "key": tensor_map(case, c, "key", c["kTileKV"]),
+        "value": tensor_map(case, c, "value", c["kTileKV"]),
+        "dout": tensor_map(case, c, "dout", c["kTileQ"]),
+        "dkey": tensor_map(case, c, "dkey", 64),
+        "dvalue": tensor_map(case, c, "dvalue", 64),
+        "out_data": "out",
+        "dout_data": "dout",
+        "lse": "lse",
+        "dlse": "dlse" if c["kHasDlse"] else None,
+        "dquery": "dquery",
+        "dkey_data": "dkey",
+        "dvalue_data": "dvalue",
+        "lse_log2": f"float32[{rows}]",
+        "minus_delta": f"float32[{rows}]",
+        "dq_sum": f"float32[{rows * 64 * boxes[0]}]",
+        "next_unit": "int32[1]",
+        "turns": f"int32[{turns}]" if c["kDeterministic"] else None,
+        "query_segment_ranges": f"int32[{batch * query_blocks * 2}]" if c["kHasSegments"] else None,
+        "key_segment_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasSegments"] else None,
+        "marks": f"int32[{batch * case.kv_heads * key_blocks * c['kTileKV'] // 16 * 2}]",
+        "scale_log2": np.float32((case.softcap or scale) / math.log(2)),
+        "softcap_inner": np.float32(scale / case.softcap) if case.softcap else 0.0,
+    }
+    assert_launched_with(call, names_of_buffers(case, recordings[case])[1], expected)
+    assert 1 <= main.params["head_group"] <= batch * case.kv_heads
+    assert c["kDeterministic"] == case.deterministic
+    assert c["kHasDlse"] == case.with_lse
+
+
+@by_name
+def test_results_are_returned_under_their_names(case: Case, recordings):
+    """The fake GPU fills each result with its index + 1."""
+    values = recordings[case].values
+    expected = {"out": 1, "dquery": 1, "dkey": 2, "dvalue": 3} | (
+        {"lse": 2} if case.with_lse else {}
+    )
+    for name, byte in expected.items():
+        assert set(values[name].tobytes()) == {byte}, name
+
+
+@pytest.mark.parametrize("call", EMPTY, ids=str)
+def test_nothing_is_launched_for_empty_results(call: Direct, recordings):
+    assert recordings[call].error == ""
+    (made,) = recordings[call].calls
+    assert made.launches == []
+
+
+@pytest.mark.parametrize("call", REFUSED, ids=str)
+def test_refused(call: Direct, recordings):
+    assert f"jax_flash: {REFUSED[call]}" in recordings[call].error
+    assert recordings[call].calls[0].launches == []
+
+
+@pytest.mark.parametrize("target", SHORT)
+def test_workspace_that_is_too_small(target: str, recordings):
+    refused = []
+    for call in SHORT[target]:
+        refused += re.findall(r"the workspace (\w+) is missing or", recordings[call].error)
+        assert recordings[call].calls[0].launches == []
+    assert sorted(refused) == sorted(WORKSPACES[target])
+
+
+# ---- what is expected --------------------------------------------------------------------------
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def scale_of(case: Case) -> float:
+    return case.H**-0.5 if case.scale is None else case.scale
+
+
+def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
+    left, right = case.window if isinstance(case.window, tuple) else (None, None)
+    if case.causal:
+        right = 0
+    assert (c["kHeadDim"], c["kValueDim"]) == (case.H, case.value_dim)
+    assert c["kBFloat16"] == (case.dtype == "bfloat16")
+    assert c["kWindowLeft"] == (left is not None)
+    assert c["kWindowRight"] == (right is not None)
+    return {
+        "query_data": "query",
+        "key_data": "key",
+        "value_data": "value",
+        "query_lengths": "query_seq_lengths" if c["kHasQueryLengths"] else None,
+        "key_value_lengths": "key_value_seq_lengths" if c["kHasKeyValueLengths"] else None,
+        "query_segments": "query_segment_ids" if c["kHasSegments"] else None,
+        "key_value_segments": "key_value_segment_ids" if c["kHasSegments"] else None,
+        "batch": math.prod(case.batch),
+        "query_len": case.T,
+        "kv_len": case.S,
+        "query_heads": case.N,
+        "kv_heads": case.kv_heads,
+        "window_left": left or 0,
+        "window_right": right or 0,
+        "scale": np.float32(scale_of(case)),
+    }
+
+
+def tensor_map(case: Case, c: dict[str, int], name: str, box_rows: int, box_heads: int = 1) -> Any:
+    """The map of a dense array [B, rows, heads, dim]: 16-bit elements, 64 columns a box."""
+    if not c["kTmaLoads"]:
+        return None
+    heads, rows = (case.N, case.T) if name in ("query", "dout") else (case.kv_heads, case.S)
+    dim = case.value_dim if name in ("value", "dvalue", "dout") else case.H
+    return {
+        "address": name,
+        "dims": (dim, heads, rows, math.prod(case.batch)),
+        "strides": (2 * dim, 2 * dim * heads, 2 * dim * heads * rows),
+        "box": (64, box_heads, box_rows, 1),
+        "type": 9 if case.dtype == "bfloat16" else 6,  # CU_TENSOR_MAP_DATA_TYPE_...
+        "swizzle": 3,  # CU_TENSOR_MAP_SWIZZLE_128B
+    }
+
+
+# ---- which buffer a pointer is -----------------------------------------------------------------
+
+RESULTS = {"forward": ["out", "lse"], "backward": ["dquery", "dkey", "dvalue"]}
+WORKSPACE_TYPES = {11: "float32", 4: "int32"}  # XLA_FFI_DataType_F32, S32
+
+
+def names_of_buffers(case: Case, recording: Recording) -> list[list[str | None]]:
+    """Names the buffers of both calls: operands by their values, workspaces by type and size."""
+    arguments = case.draw()
+    arrays = arguments.arrays | {"dout": arguments.dout}
+    if arguments.dlse is not None:
+        arrays["dlse"] = arguments.dlse
+    known = {int(np.frombuffer(x.tobytes(), np.uint8).sum()): name for name, x in arrays.items()}
+    assert len(known) == len(arrays)
+    names = []
+    for call in recording.calls:
+        results = RESULTS[call.target]
+        names.append([known[buffer["sum"]] for buffer in call.operands] + results)
+        assert len(set(names[-1])) == len(names[-1])
+        names[-1] += [name_workspace(buffer) for buffer in call.results[len(results) :]]
+        known |= {x["sum"]: n for x, n in zip(call.results, results, strict=False)}
+    return names
+
+
+def name_workspace(buffer: dict[str, Any]) -> str | None:
+    elements = math.prod(buffer["dims"])
+    return f"{WORKSPACE_TYPES[buffer['dtype']]}[{elements}]" if elements else None
+
+
+def assert_launched_with(call: Call, names: list[str | None], expected: dict[str, Any]) -> None:
+    """Compares the parameters of all launches of a call, pointers by the names of buffers."""
+    kernels = [launch for launch in call.launches if launch.entry != "fill"]
+    assert all(launch.params == kernels[0].params for launch in kernels)
+    assert all(launch.program == kernels[0].program for launch in kernels)
+    assert all(launch.cluster == 1 for launch in kernels)
+
+    def name(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: name(x) for key, x in value.items() if key != "unused"}
+        if not isinstance(value, Pointer):
+            return value
+        index = call.find(value)
+        return None if index is None else names[index]
+
+    params = name(kernels[0].params)
+    del params["head_group"]  # a matter of speed
+    assert params == expected
+    pointers = [kernels[0].params[name] for name in WORKSPACES[call.target]]
+    used = [pointer for pointer in pointers if name(pointer) is not None]
+    assert len(set(used)) == len(used)
