@@ -13,6 +13,16 @@ struct Visibility {
   int kv_length;     // keys from here on are seen by nobody
 };
 
+// Of either pass's parameters, by the constants of the generated header.
+template <class Params>
+__device__ __forceinline__ Visibility visibility(const Params& p, int batch) {
+  Visibility v{0, p.window_left, p.window_right, p.query_len, p.kv_len};
+  if constexpr (kHasQueryLengths) v.query_length = min(p.query_len, p.query_lengths[batch]);
+  if constexpr (kHasKeyValueLengths) v.kv_length = min(p.kv_len, p.key_value_lengths[batch]);
+  if constexpr (kBottomRight) v.offset = v.kv_length - v.query_length;
+  return v;
+}
+
 // Half-open range of keys or key blocks.
 struct Range {
   int begin, end;

@@ -58,14 +58,6 @@ __device__ __forceinline__ int group_size(const BackwardParams& p) {
   return p.query_heads / p.kv_heads;
 }
 
-__device__ __forceinline__ Visibility visibility(const BackwardParams& p, int batch) {
-  Visibility v{0, p.window_left, p.window_right, p.query_len, p.kv_len};
-  if constexpr (kHasQueryLengths) v.query_length = min(p.query_len, p.query_lengths[batch]);
-  if constexpr (kHasKeyValueLengths) v.kv_length = min(p.kv_len, p.key_value_lengths[batch]);
-  if constexpr (kBottomRight) v.offset = v.kv_length - v.query_length;
-  return v;
-}
-
 // The smallest and largest segment id of a block.
 __device__ __forceinline__ int2 query_segment_range(const BackwardParams& p, int batch, int m) {
   return reinterpret_cast<const int2*>(p.query_segment_ranges)[batch * query_blocks(p) + m];

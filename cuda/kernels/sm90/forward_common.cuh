@@ -92,14 +92,6 @@ struct alignas(1024) Shared {
   int block_list[kStages];  // the block in each key buffer, with segments
 };
 
-__device__ __forceinline__ Visibility visibility(const ForwardParams& p, int batch) {
-  Visibility v{0, p.window_left, p.window_right, p.query_len, p.kv_len};
-  if constexpr (kHasQueryLengths) v.query_length = min(p.query_len, p.query_lengths[batch]);
-  if constexpr (kHasKeyValueLengths) v.kv_length = min(p.kv_len, p.key_value_lengths[batch]);
-  if constexpr (kBottomRight) v.offset = v.kv_length - v.query_length;
-  return v;
-}
-
 // The key blocks that share a segment with the rows of a warpgroup: what segment_plan finds.
 struct alignas(16) SegmentPlan {
   Range blocks;  // from the first to the last of them
