@@ -44,18 +44,20 @@ class Direct:
     T: int = 200
     S: int = 200
     N: int = 2
+    H: int = 192  # where each box of 64 columns takes turns of its own
     short: int | None = None  # the workspace that lacks an element
+    head_group: int = 1
 
     def run(self) -> dict[str, Any]:
         def array(*shape, dtype: Any = jnp.bfloat16):
             return jax.ShapeDtypeStruct((self.B, *shape), dtype)
 
-        q, k = array(self.T, self.N, 64), array(self.S, self.N, 64)
+        q, k = array(self.T, self.N, self.H), array(self.S, self.N, self.H)
         lse = array(self.N, self.T, dtype=jnp.float32)
         ids = [array(length, dtype=jnp.int32) for length in (self.T, self.S)]
         problem = Problem("bfloat16", 1.0, deterministic=True, terms=SEGMENTS)
-        shapes = Shapes(self.B, self.T, self.S, self.N, self.N, 64, 64)
-        some, gpu = Shapes(2, 200, 200, 2, 2, 64, 64), _tiles.lowering_gpu()
+        shapes = Shapes(self.B, self.T, self.S, self.N, self.N, self.H, self.H)
+        some, gpu = Shapes(2, 200, 200, 2, 2, self.H, self.H), _tiles.lowering_gpu()
         if self.target == "forward":
             call = _primitives.Forward(problem, None)
             tiles = _tiles.choose_tiles(problem, some, gpu)
@@ -75,8 +77,9 @@ class Direct:
             [*results, *workspaces],
             has_side_effect=True,  # else XLA drops what has empty results
         )
+        launch = tiles.launch(gpu) | {"head_group": self.head_group}
         program = {"source": tiles.source, "header": header, "arch": gpu.arch}
-        attributes = call.attributes() | {"program": program, "tiles": tiles.launch(gpu)}
+        attributes = call.attributes() | {"program": program, "tiles": launch}
         outputs = custom_call(*(jnp.zeros(x.shape, x.dtype) for x in operands), **attributes)
         return dict(zip(call.results, outputs, strict=False))
 

@@ -72,6 +72,7 @@ WORKSPACES = {
         "query_segment_ranges", "key_segment_ranges", "marks",
     ),
 }  # fmt: skip
+MANY_HEADS = [Direct(target, head_group=1 << 20) for target in WORKSPACES]
 SHORT = {
     target: [Direct(target, short=i) for i in range(len(names))]
     for target, names in WORKSPACES.items()
@@ -80,7 +81,7 @@ SHORT = {
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[Case | Direct, Recording]:
-    cases = [*CASES, *EMPTY, *REFUSED, *SHORT["forward"], *SHORT["backward"]]
+    cases = [*CASES, *EMPTY, *REFUSED, *MANY_HEADS, *SHORT["forward"], *SHORT["backward"]]
     recorded = fake_cuda.record(cases, tmp_path_factory.mktemp("fake_cuda"))
     return dict(zip(cases, recorded, strict=True))
 
@@ -226,6 +227,13 @@ def test_workspace_that_is_too_small(target: str, recordings):
         refused += re.findall(r"the workspace (\w+) is missing or", recordings[call].error)
         assert recordings[call].calls[0].launches == []
     assert sorted(refused) == sorted(WORKSPACES[target])
+
+
+@pytest.mark.parametrize("call", MANY_HEADS, ids=str)
+def test_head_group_is_at_most_all_heads(call: Direct, recordings):
+    """Lowering for a symbolic batch knows no bound."""
+    (made,) = recordings[call].calls
+    assert made.launches[-1].params["head_group"] == call.B * call.N
 
 
 # ---- what is expected --------------------------------------------------------------------------

@@ -208,6 +208,12 @@ ffi::Error CheckNumbers(std::initializer_list<std::int64_t> positive) {
   return ffi::Error::Success();
 }
 
+// Where the batch was symbolic, `tiles` may name more heads than there are; the kernels multiply
+// this by the tiles of a head.
+int ClampHeadGroup(std::int64_t head_group, std::int64_t heads) {
+  return static_cast<int>(std::min(head_group, heads));
+}
+
 // The fields that the parameters of both passes share.
 template <class Params>
 void SetCommon(const Operands& operands, const Attributes& attributes, Params* params) {
@@ -281,7 +287,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.value_data = operands.v;
   params.out = operands.out;
   params.lse = operands.lse;
-  params.head_group = static_cast<int>(tiles.head_group);
+  params.head_group = ClampHeadGroup(tiles.head_group, s.batch * s.q_heads / tiles.packed_heads);
   params.softcap = static_cast<float>(softcap);
 
   Session session(stream, program);
@@ -367,7 +373,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   params.dquery = operands.dq;
   params.dkey_data = operands.dk;
   params.dvalue_data = operands.dv;
-  params.head_group = static_cast<int>(tiles.head_group);
+  params.head_group = ClampHeadGroup(tiles.head_group, s.batch * s.kv_heads);
   params.scale_log2 = static_cast<float>(kLog2E * (softcap > 0 ? softcap : scale));
   params.softcap_inner = softcap > 0 ? static_cast<float>(scale / softcap) : 0;
 
