@@ -204,7 +204,7 @@ class BackwardTiles:
     @property
     def turn_parts(self) -> int:
         """Parts of a query block's sum of dq that take turns of their own, deterministic mode."""
-        return _boxes(self.head_dim) if self.wide else 2
+        return 1 if self.wide else 2
 
     @property
     def threads(self) -> int:

@@ -164,7 +164,7 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     assert finish.grid == [rows // 64 * boxes[0], 1, 1]
     assert (finish.block, finish.shared) == small
 
-    turns = batch * case.N * query_blocks * (boxes[0] if wide else 2)
+    turns = batch * case.N * query_blocks * (1 if wide else 2)
     expected = common_params(case, c) | {
         "query": tensor_map(case, c, "query", c["kTileQ"]),
         "key": tensor_map(case, c, "key", c["kTileKV"]),

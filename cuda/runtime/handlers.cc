@@ -354,7 +354,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   workspaces.Take("minus_delta", rows, &params.minus_delta);
   workspaces.Take("dq_sum", rows * 64 * head_boxes, &params.dq_sum);
   workspaces.Take("next_unit", 1, &params.next_unit);
-  const std::int64_t turn_parts = tiles.tile_kv == 128 ? 2 : head_boxes;
+  const std::int64_t turn_parts = tiles.tile_kv == 128 ? 2 : 1;
   workspaces.Take("turns", deterministic ? heads * query_blocks * turn_parts : 0, &params.turns);
   workspaces.Take("query_segment_ranges", segments ? 2 * s.batch * query_blocks : 0,
                   &params.query_segment_ranges);

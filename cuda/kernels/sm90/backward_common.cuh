@@ -40,9 +40,9 @@ inline constexpr int kValueBoxes = ceil_div(kValue, kBoxColumns);
 inline constexpr int kTileFloats = 64 * 64;
 inline constexpr int kBlockFloats = kQueries * kHeadBoxes * 64;
 
-// Deterministic mode: parts of a query block's sum, each with turns of its own. What one of the
-// two score warpgroups adds, or one box of 64 columns of the wide kernel.
-inline constexpr int kTurnParts = kKeys == 128 ? 2 : kHeadBoxes;
+// Deterministic mode: parts of a query block's sum, each with turns of its own: what one of the
+// two score warpgroups adds, or all that the wide kernel's query role does.
+inline constexpr int kTurnParts = kKeys == 128 ? 2 : 1;
 
 __device__ __forceinline__ int query_blocks(const BackwardParams& p) {
   return ceil_div(p.query_len, kQueries);

@@ -28,17 +28,21 @@ inline constexpr int kLoadWarps = kTmaLoads || kDeterministic ? 1 : 2;
 inline constexpr int kKeyArrivals = kLoadWarps;
 inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 
+// The next unit is taken when the loads of so many steps of this one are still to be issued.
+inline constexpr int kAskAhead = 2;
+
 inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
 static_assert(kTurnParts <= kTurns);
 
 // Barriers, named by their event.
 inline constexpr int kUnitFull = 0;   // [2]
 inline constexpr int kUnitEmpty = 2;  // [2]
-inline constexpr int kKFull = 4;
-inline constexpr int kKEmpty = 5;
-inline constexpr int kVFull = 6;
-inline constexpr int kVEmpty = 7;
-inline constexpr int kQFull = 8;  // [kStages], and so on
+inline constexpr int kUnitAsked = 4;
+inline constexpr int kKFull = 5;
+inline constexpr int kKEmpty = 6;
+inline constexpr int kVFull = 7;
+inline constexpr int kVEmpty = 8;
+inline constexpr int kQFull = 9;  // [kStages], and so on
 inline constexpr int kQEmpty = kQFull + kStages;
 inline constexpr int kDoutFull = kQEmpty + kStages;
 inline constexpr int kDoutEmpty = kDoutFull + kStages;
@@ -104,6 +108,7 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
     barrier_init(barrier_at(kUnitFull + i), 1);
     barrier_init(barrier_at(kUnitEmpty + i), unit_readers + kLoadWarps + (kDeterministic ? 2 : 0));
   }
+  barrier_init(barrier_at(kUnitAsked), 1);
   barrier_init(barrier_at(kKFull), kKeyArrivals);
   barrier_init(barrier_at(kKEmpty), key_readers);
   barrier_init(barrier_at(kVFull), kKeyArrivals);
@@ -165,17 +170,23 @@ __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, 
   __syncwarp();
 }
 
-// Hands out units until there are no more.
+// Hands out units until there are no more. A unit is taken when the one before nears its end, not
+// earlier: units of a head then start in the order of their keys, in which they add in
+// deterministic mode.
 __device__ __forceinline__ void plan(const BackwardParams& p) {
-  uint32 sent = 0;
   int index = blockIdx.x;
-  while (true) {
+  for (uint32 sent = 0;; ++sent) {
     send_unit(p, sent, index);
     if (index >= unit_count(p)) break;
-    ++sent;
+    barrier_wait(barrier_at(kUnitAsked), parity_of<1>(sent));
     if (threadIdx.x % 32 == 0) index = static_cast<int>(gridDim.x) + atomicAdd(p.next_unit, 1);
     index = __shfl_sync(0xffffffffu, index, 0);
   }
+}
+
+// The load role's: lets `plan` take the next unit, once for each unit.
+__device__ __forceinline__ void ask_for_unit() {
+  if (threadIdx.x == 0) barrier_arrive(barrier_at(kUnitAsked));
 }
 
 // A walk over the query blocks of a unit, each with all heads of the group: units of one group stay

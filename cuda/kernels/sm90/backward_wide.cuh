@@ -300,10 +300,10 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
         wgmma_wait<0>();
         pin(dq);
         if (box + 1 == kHeadBoxes) warp_arrive(barrier_at(kDsEmpty + buffer));
-        take_turn(iteration, box);
+        if (box == 0) take_turn(iteration, 0);
         add_fragments(sum + box * kTileFloats, dq, first);
-        end_turn(iteration, box);
       }
+      end_turn(iteration, 0);
       ++iteration;
     }
     warp_arrive(barrier_at(kKEmpty));
