@@ -377,27 +377,29 @@ def _backward_head_group(problem: Problem, shapes: Shapes) -> int:
 
     Few heads keep queries, output gradients and float32 sums of dq in L2. Many even out units of
     unequal length (causal) and spread those that wait for each other (deterministic). The factors
-    are the fastest of 0.5 to 8 on an H200, 16k tokens, model dim 2048 (cuda/README.md).
+    are the fastest of 0.125 to 8 on an H200, 16k tokens, model dim 2048 (cuda/README.md).
     """
     queries = _known(shapes.q_len, 4096)
     causal = problem.window[1] is not None
-    wide = max(shapes.head_dim, shapes.value_dim) > 128
+    widest = max(shapes.head_dim, shapes.value_dim)
+    group = shapes.q_heads // shapes.kv_heads
     # Of one query head: the units of a group walk its heads side by side.
     head_bytes = queries * (6 * shapes.head_dim + 2 * shapes.value_dim)
     fitting = max(1, _L2_SHARE // head_bytes)
-    if problem.deterministic:  # by the number of steps of a unit
-        steps = queries // (64 if max(shapes.head_dim, shapes.value_dim) > 64 else 128)
-        if causal and wide:
-            factor = 2 if steps < 32 else 4 if steps < 256 else 8
-        elif causal:
-            factor = 1 if steps < 16 else 2 if steps < 32 else 4 if steps < 64 else 8
+    if problem.deterministic:
+        steps = queries // (64 if widest > 64 else 128)  # of the longest unit
+        level = min(max(steps.bit_length() - 4, 0), 5)  # under 16, 32, 64, 128, 256 steps; more
+        if causal:
+            factor = ((1, 2, 2, 3, 4, 8) if widest > 128 else (1, 2, 2, 4, 8, 8))[level]
+            heads = fitting * factor // min(group, 2)
         else:
-            factor = 1 if steps < 32 else 2 if steps < 128 else 4
+            heads = fitting * (1, 2, 2, 2, 4, 4)[level] // 2
     elif causal:  # units of a group are as many times longer, and fewer: more of them to even out
-        factor = min(shapes.q_heads // shapes.kv_heads, 2) if queries < 4096 else 4
+        heads = max(fitting * min(group, 2) // 2, 4 // group)
     else:
-        factor = 1 if queries < 4096 else 2
-    return min(fitting * factor, _known(shapes.batch, fitting * factor) * shapes.kv_heads)
+        heads = fitting // 4
+    heads = max(1, heads)
+    return min(heads, _known(shapes.batch, heads) * shapes.kv_heads)
 
 
 def _head_group(shapes: Shapes) -> int:
