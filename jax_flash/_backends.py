@@ -20,10 +20,13 @@ def explain(
 
     Returns: the backend's name, and for those that were asked and refused, the reason.
 
-    Raises: NotImplementedError if the named backend cannot run it, with the reason.
+    Raises:
+      ValueError: the name is not known.
+      NotImplementedError: the named backend cannot run the problem, with the reason.
     """
     platform = "cpu" if gpu is None else "cuda"
     if backend is not None:
+        _check_name(backend)
         reason = _refusal(backend, platform, problem, shapes, gpu)
         if reason is not None:
             raise NotImplementedError(f"backend {backend!r} cannot run this call: {reason}")
@@ -46,12 +49,16 @@ def require(backend: str | None, problem: Problem, shapes: Shapes) -> None:
     """
     if backend is None:
         return
-    if backend not in NAMES:
-        raise ValueError(f"backend is {backend!r}; expected None or one of {', '.join(NAMES)}")
+    _check_name(backend)
     # The arrays' platform is known when the call is lowered; backend "cpu" may be right even
     # where a GPU is present.
     gpu = _tiles.present_gpu() if backend == "cuda" else None
     explain(problem, shapes, gpu, backend)
+
+
+def _check_name(backend: str) -> None:
+    if not isinstance(backend, str) or backend not in NAMES:
+        raise ValueError(f"backend is {backend!r}; expected None or one of {', '.join(NAMES)}")
 
 
 def choose(backend: str | None, platform: str, problem: Problem, shapes: Shapes) -> str:

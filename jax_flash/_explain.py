@@ -51,7 +51,8 @@ class Explanation:
       gpu: the GPU it was explained for, or None.
       backend: the backend that runs it.
       refusals: why the others do not, by backend.
-      kernels: the CUDA programs, by pass: "forward", "backward". Empty unless backend is "cuda".
+      kernels: the CUDA programs, by pass: "forward", "backward". Empty unless backend is "cuda"
+        and there is something to compute.
     """
 
     problem: Problem
@@ -70,6 +71,8 @@ class Explanation:
             f"  {_describe(self.problem)}",
             f"backend: {self.backend}{where}",
         ]
+        if s.empty:
+            lines.append("  nothing to compute: an array is empty")
         lines += [f"  not {name}: {reason}" for name, reason in self.refusals.items()]
         for name, kernel in self.kernels.items():
             lines += _describe_kernel(name, kernel)
@@ -108,7 +111,7 @@ def explain(
     shapes = Shapes.of(*operands[:3])
     backend, refusals = _backends.explain(problem, shapes, spec, options.get("backend"))
     kernels = {}
-    if backend == "cuda" and spec is not None:
+    if backend == "cuda" and spec is not None and not shapes.empty:
         tiles = _tiles.choose_tiles(problem, shapes, spec)
         kernels["forward"] = report(tiles, tiles.header(problem), spec)
         reason = _tiles.supports_backward(problem, shapes, spec)

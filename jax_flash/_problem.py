@@ -58,6 +58,11 @@ class Shapes:
     head_dim: int
     value_dim: int
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute: no result, or no key."""
+        return 0 in (self.batch, self.q_len, self.kv_len, self.q_heads)
+
     @classmethod
     def of(cls, q: Any, k: Any, v: Any) -> "Shapes":
         """Reads the sizes from q `[*B, T, N, H]`, k `[*B, S, K, H]` and v `[*B, S, K, Hv]`."""

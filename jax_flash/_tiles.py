@@ -43,7 +43,7 @@ def gpu_named(name: str) -> GpuSpec:
     Raises:
       ValueError: the name is not known.
     """
-    if name not in GPUS:
+    if not isinstance(name, str) or name not in GPUS:
         raise ValueError(f"gpu must be one of {', '.join(GPUS)}, not {name!r}.")
     return GPUS[name]
 

@@ -12,11 +12,17 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from jax_flash._problem import Problem, order_terms
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _DTYPES_TEXT = ", ".join(_DTYPES)
+_WIDE_INTEGERS = ("uint32", "int64", "uint64")
+_MAX_INT32 = 2**31 - 1
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+# Beyond these, x / c would be 0 or infinite in float32 for common logits x.
+_SOFTCAPS = (1e-30, 1e30)
 _ALIGNMENTS = ("top_left", "bottom_right")
 _LETTERS = "query [*B, T, N, H], key [*B, S, K, H] and value [*B, S, K, Hv]"
 
@@ -75,11 +81,11 @@ def prepare(
     problem = Problem(
         dtype=q.dtype.name,
         scale=1.0 / math.sqrt(head_dim) if scale is None else _number("scale", scale),
-        window=_window(_flag("is_causal", is_causal), local_window_size, q_len + kv_len),
+        window=_window(flag("is_causal", is_causal), local_window_size, q_len + kv_len),
         bottom_right=align == "bottom_right",
         softcap=_softcap(softcap),
         dropout_rate=rate,
-        deterministic=_flag("deterministic", deterministic),
+        deterministic=flag("deterministic", deterministic),
         terms=tuple(terms),
     )
     return problem, (q, k, v, *terms.values())
@@ -87,7 +93,7 @@ def prepare(
 
 def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
     arrays = {
-        name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        name: array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     }
     for name, x in arrays.items():
         if x.ndim < 3:
@@ -136,9 +142,12 @@ def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
     return q, k, v
 
 
-def _array(name: str, x: Any) -> jax.Array:
+def array(name: str, x: Any) -> jax.Array:
+    """Converts an argument, or names it in a TypeError."""
     try:
         return jnp.asarray(x)
+    except OverflowError as error:
+        raise TypeError(f"{name}: {error}") from error
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} is {type(x).__name__}; expected an array") from error
 
@@ -159,7 +168,7 @@ def _broadcastable(name: str, x: jax.Array, scores: tuple[int, ...]) -> jax.Arra
 def _bias(bias, scores) -> jax.Array | None:
     if bias is None:
         return None
-    bias = _array("bias", bias)
+    bias = array("bias", bias)
     if bias.dtype.name not in _DTYPES:
         hint = (
             "pass booleans as mask"
@@ -176,7 +185,7 @@ def _bias(bias, scores) -> jax.Array | None:
 def _mask(mask, scores) -> jax.Array | None:
     if mask is None:
         return None
-    mask = _array("mask", mask)
+    mask = array("mask", mask)
     if mask.dtype != jnp.bool_:
         raise TypeError(
             f"mask has dtype {mask.dtype} (shape {mask.shape}); expected bool, True where a key "
@@ -186,7 +195,7 @@ def _mask(mask, scores) -> jax.Array | None:
 
 
 def _integers(name: str, x: Any, shape: tuple[int, ...], letters: str) -> jax.Array:
-    x = _array(name, x)
+    x = array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype} (shape {x.shape}); expected int32")
     if x.shape != shape:
@@ -197,6 +206,8 @@ def _integers(name: str, x: Any, shape: tuple[int, ...], letters: str) -> jax.Ar
 def _lengths(name: str, lengths, batch: tuple[int, ...], limit: int) -> jax.Array | None:
     if lengths is None:
         return None
+    if isinstance(lengths, jax.Array | np.ndarray) and lengths.dtype.name in _WIDE_INTEGERS:
+        lengths = lengths.clip(0, _MAX_INT32)  # else 2**32 would come out as 0
     return jnp.clip(_integers(name, lengths, batch, "[*B]"), 0, limit)
 
 
@@ -221,7 +232,7 @@ def _segments(query_ids, key_value_ids, query_shape, key_value_shape):
 def _sinks(sinks, batch, q_heads: int) -> jax.Array | None:
     if sinks is None:
         return None
-    sinks = _array("sinks", sinks)
+    sinks = array("sinks", sinks)
     if sinks.dtype.name not in _DTYPES:
         raise TypeError(
             f"sinks has dtype {sinks.dtype} (shape {sinks.shape}); expected one of {_DTYPES_TEXT}"
@@ -279,7 +290,7 @@ def _window(
             f"local_window_size is {size!r}; expected an int, a pair (left, right), or None"
         )
     for side in (left, right):
-        if side is not None and not isinstance(side, numbers.Integral):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral)):
             raise TypeError(
                 f"local_window_size is {size!r}; expected ints, or None for a side without a limit"
             )
@@ -297,8 +308,12 @@ def _softcap(softcap) -> float | None:
     if softcap is None:
         return None
     softcap = _number("softcap", softcap)
-    if softcap <= 0.0:
-        raise ValueError(f"softcap is {softcap}; expected a number above 0, or None for no cap")
+    smallest, largest = _SOFTCAPS
+    if not smallest <= softcap <= largest:
+        raise ValueError(
+            f"softcap is {softcap}; expected a number above 0, from {smallest} to {largest}, or "
+            "None for no cap"
+        )
     return softcap
 
 
@@ -307,17 +322,22 @@ def _number(name: str, x: Any) -> float:
         raise TypeError(
             f"{name} is a traced array; expected a Python number, known when the call is traced"
         )
+    if isinstance(x, str):
+        raise TypeError(f"{name} is {x!r}; expected a Python number")
     try:
         number = float(x)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} is {_describe(x)}; expected a Python number") from error
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {number}; expected a finite number")
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= _MAX_FLOAT32:
+        raise ValueError(f"{name} is {number}; expected a finite number that float32 can hold")
     return number
 
 
-def _flag(name: str, x: Any) -> bool:
-    if isinstance(x, jax.core.Tracer) or x not in (True, False):
+def flag(name: str, x: Any) -> bool:
+    """Checks a switch, or names it in a TypeError."""
+    if isinstance(x, jax.core.Tracer) or np.ndim(x) != 0 or x not in (True, False):
         raise TypeError(
             f"{name} is {_describe(x)}; expected True or False, known when the call is traced"
         )
@@ -325,7 +345,7 @@ def _flag(name: str, x: Any) -> bool:
 
 
 def _choice(name: str, x: Any, choices: tuple[str, ...]) -> str:
-    if x not in choices:
+    if not isinstance(x, str) or x not in choices:
         raise ValueError(f"{name} is {x!r}; expected one of {', '.join(map(repr, choices))}")
     return x
 

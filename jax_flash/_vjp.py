@@ -48,7 +48,7 @@ def attend(
     q, k, v, *_ = operands
     shapes = Shapes.of(q, k, v)
     _backends.require(backend, problem, shapes)
-    if 0 in (shapes.batch, shapes.q_len, shapes.kv_len, shapes.q_heads):
+    if shapes.empty:
         *batch, q_len, q_heads, _ = q.shape
         out = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
         return out, jnp.full((*batch, q_heads, q_len), -jnp.inf, jnp.float32)

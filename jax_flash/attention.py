@@ -97,6 +97,7 @@ def flash_attention(
     Papers: Dao et al., FlashAttention (arXiv:2205.14135); Dao, FlashAttention-2
     (arXiv:2307.08691); Rabe and Staats (arXiv:2112.05682).
     """
+    with_lse = _validate.flag("return_lse", return_lse)
     problem, operands = _validate.prepare(
         query,
         key,
@@ -118,7 +119,7 @@ def flash_attention(
         deterministic=deterministic,
     )
     out, lse = _vjp.attend(problem, backend, *operands)
-    return (out, jnp.swapaxes(lse, -1, -2)) if return_lse else out
+    return (out, jnp.swapaxes(lse, -1, -2)) if with_lse else out
 
 
 def dot_product_attention(
@@ -166,16 +167,17 @@ def dot_product_attention(
     Paper: Vaswani et al. (arXiv:1706.03762).
     """
     backends: dict[str | None, str | None] = {None: None, "xla": "xla", "cudnn": "cuda"}
-    if implementation not in backends:
+    if not isinstance(implementation, str | None) or implementation not in backends:
         raise ValueError(f"implementation is {implementation!r}; expected None, 'xla' or 'cudnn'")
-    shape = jnp.shape(query)
+    with_residual = _validate.flag("return_residual", return_residual)
+    query = _validate.array("query", query)
     out, lse = flash_attention(
         _at_least_4d(query),
-        _at_least_4d(key),
-        _at_least_4d(value),
+        _at_least_4d(_validate.array("key", key)),
+        _at_least_4d(_validate.array("value", value)),
         scale=scale,
-        bias=None if bias is None else _at_least_4d(bias),
-        mask=None if mask is None else _at_least_4d(mask),
+        bias=bias,
+        mask=mask,
         is_causal=is_causal,
         local_window_size=local_window_size,
         query_seq_lengths=query_seq_lengths,
@@ -183,10 +185,9 @@ def dot_product_attention(
         backend=backends[implementation],
         return_lse=True,
     )
-    out = jnp.reshape(out, (*shape[:-1], out.shape[-1]))
-    return (out, jnp.reshape(lse, shape[:-1])) if return_residual else out
+    out = jnp.reshape(out, (*query.shape[:-1], out.shape[-1]))
+    return (out, jnp.reshape(lse, query.shape[:-1])) if with_residual else out
 
 
-def _at_least_4d(x: ArrayLike) -> jax.Array:
-    x = jnp.asarray(x)
+def _at_least_4d(x: jax.Array) -> jax.Array:
     return jnp.reshape(x, (1,) * (4 - x.ndim) + x.shape)

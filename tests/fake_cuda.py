@@ -44,7 +44,7 @@ class Direct:
     T: int = 200
     S: int = 200
     N: int = 2
-    H: int = 192  # where each box of 64 columns takes turns of its own
+    H: int = 64
     short: int | None = None  # the workspace that lacks an element
     head_group: int = 1
 

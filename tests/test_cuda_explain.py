@@ -32,6 +32,25 @@ def test_names_backend_kernel_tiles_and_resources():
 
 
 @needs_module
+@pytest.mark.parametrize("size", ["T", "S", "N"])
+def test_says_that_nothing_is_computed(size: str):
+    sizes = {"T": 512, "S": 512, "N": 8} | {size: 0}
+    q = jax.ShapeDtypeStruct((2, sizes["T"], sizes["N"], 128), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((2, sizes["S"], sizes["N"], 128), jnp.bfloat16)
+    explanation = jax_flash.explain(q, kv, kv, is_causal=True, gpu="H200")
+    assert explanation.kernels == {}
+    assert "nothing to compute" in str(explanation)
+
+
+def test_names_what_is_wrong():
+    with pytest.raises(ValueError, match="backend is 'tpu'"):
+        jax_flash.explain(Q, KV, KV, backend="tpu")
+    for gpu in ("h200", ["H200"]):
+        with pytest.raises(ValueError, match="gpu must be one of"):
+            jax_flash.explain(Q, KV, KV, gpu=gpu)
+
+
+@needs_module
 @pytest.mark.parametrize("head_dim", [96, 100])
 def test_says_who_loads_the_rows(head_dim):
     q = jax.ShapeDtypeStruct((2, 512, 8, head_dim), jnp.bfloat16)

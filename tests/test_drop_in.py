@@ -177,6 +177,23 @@ def test_unknown_implementation_is_an_error():
         jax_flash.dot_product_attention(q, k, v, **wrong)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": None}, "query"),
+        ({"key": "a"}, "key"),
+        ({"bias": "a"}, "bias"),
+        ({"mask": np.ones((5, 7), np.int32)}, r"mask.*\(5, 7\)"),
+        ({"implementation": ["xla"]}, "implementation"),
+        ({"return_residual": "no"}, "return_residual"),
+    ],
+)
+def test_error_names_the_argument(change, message):
+    q, k = np.ones((2, 5, 4, 8), np.float32), np.ones((2, 7, 4, 8), np.float32)
+    with pytest.raises((TypeError, ValueError), match=message):
+        jax_flash.dot_product_attention(**({"query": q, "key": k, "value": k} | change))
+
+
 def test_wrong_shapes_are_errors_here_and_there():
     q, k, v, _ = arrays()
     wrong = {

@@ -108,6 +108,14 @@ FAULTS = (
     F("segments float",
       lambda: {"query_segment_ids": f32(B, T), "key_value_segment_ids": i32(B, S)},
       EITHER, ("query_segment_ids", "float32")),
+    F("key lengths beyond int32", lambda: {"key_value_seq_lengths": [2**40, 1]}, EITHER,
+      ("key_value_seq_lengths", str(2**40))),
+    F("causal array", lambda: {"is_causal": np.array([True, False])}, TypeError, ("is_causal",)),
+    F("causal text", lambda: {"is_causal": "yes"}, TypeError, ("is_causal", "yes")),
+    F("return_lse text", lambda: {"return_lse": "no"}, TypeError, ("return_lse", "no")),
+    F("deterministic array", lambda: {"deterministic": np.zeros(2)}, TypeError, ("deterministic",)),
+    F("window bool", lambda: {"local_window_size": False}, TypeError,
+      ("local_window_size", "False")),
     F("negative window", lambda: {"local_window_size": -1},
       ValueError, ("local_window_size", "-1")),
     F("negative left", lambda: {"local_window_size": (-2, 3)}, ValueError,
@@ -119,6 +127,7 @@ FAULTS = (
       EITHER, ("local_window_size", "1.5")),
     F("alignment", lambda: {"is_causal": True, "causal_align": "middle"}, ValueError,
       ("causal_align", "middle", "top_left", "bottom_right")),
+    F("alignment array", lambda: {"causal_align": np.zeros(2)}, EITHER, ("causal_align",)),
     F("dropout without key", lambda: {"dropout_rate": 0.1}, ValueError,
       ("dropout_rate", "dropout_key")),
     F("dropout of one", lambda: {"dropout_rate": 1.0, "dropout_key": jax.random.key(0)}, ValueError,
@@ -138,10 +147,16 @@ FAULTS = (
     F("softcap infinite", lambda: {"softcap": float("inf")}, ValueError, ("softcap", "inf")),
     F("scale nan", lambda: {"scale": float("nan")}, ValueError, ("scale", "nan")),
     F("scale infinite", lambda: {"scale": float("inf")}, ValueError, ("scale", "inf")),
+    F("softcap of no float32", lambda: {"softcap": 1e300}, ValueError, ("softcap", "1e+300")),
+    F("softcap too small", lambda: {"softcap": 1e-300}, ValueError, ("softcap", "1e-300")),
+    F("scale of no float32", lambda: {"scale": 1e39}, ValueError, ("scale", "1e+39")),
+    F("scale of no float", lambda: {"scale": 10**400}, ValueError, ("scale",)),
+    F("scale text", lambda: {"scale": "0.5"}, TypeError, ("scale", "'0.5'")),
     F("scale array", lambda: {"scale": f32(3)}, EITHER, ("scale",)),
     F("sinks length", lambda: {"sinks": f32(K)}, ValueError, ("sinks", "(2,)", "(4,)")),
     F("sinks rank", lambda: {"sinks": f32(B, N)}, ValueError, ("sinks", "(2, 4)", "(4,)")),
     F("sinks integer", lambda: {"sinks": i32(N)}, EITHER, ("sinks", "int32")),
+    F("backend array", lambda: {"backend": np.zeros(2)}, ValueError, ("backend", "cpu")),
     F("backend", lambda: {"backend": "tpu"}, ValueError, ("backend", "tpu", "xla", "cpu", "cuda")),
 )  # fmt: skip
 
@@ -172,6 +187,19 @@ def test_float64_query_is_refused_by_name():
         arrays = {name: x.astype(jnp.float64) for name, x in right_call().items()}
         with pytest.raises((ValueError, TypeError), match="float64"):
             jax_flash.flash_attention(**arrays)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("kind", [np, jnp], ids=["numpy", "jax"])
+def test_lengths_of_any_integer_dtype(dtype, kind):
+    """The largest number of a dtype is a length beyond the end, not a negative one."""
+    arrays = right_call() | {"value": jax.random.normal(jax.random.key(0), (B, S, K, H))}
+    with jax.enable_x64(kind is jnp):
+        lengths = kind.array([np.iinfo(dtype).max, 3], dtype)
+        assert lengths.dtype == dtype
+        out = jax_flash.flash_attention(**arrays, key_value_seq_lengths=lengths)
+    want = jax_flash.flash_attention(**arrays, key_value_seq_lengths=np.array([S, 3]))
+    np.testing.assert_array_equal(out, want)
 
 
 def test_options_must_be_static():

@@ -240,11 +240,26 @@ def test_dtypes(api):
         ({"num_kv_heads": 0}, "num_kv_heads"),
         ({"head_dim": 0}, "head_dim"),
         ({"head_dim": 7, "rotary_base": 100.0}, "even head_dim"),
+        ({"head_dim": 8.0}, "head_dim"),
+        ({"num_kv_heads": "2"}, "num_kv_heads"),
+        ({"rotary_base": 0.0}, "rotary_base"),
+        ({"rotary_base": -100.0}, "rotary_base"),
     ],
 )
 def test_wrong_settings_are_refused(api, settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make(api, normal(1, BATCH, LENGTH, FEATURES), **settings)
+
+
+def test_negative_dropout_rate_is_refused(api):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+
+    def call():
+        forward, params = make(api, x, dropout_rate=-0.1, deterministic=False)
+        return forward(params, x)
+
+    with pytest.raises(ValueError, match=r"dropout_rate is -0\.1"):
+        call()
 
 
 def test_heads_must_divide_the_features(api):

@@ -3,6 +3,8 @@
 The attention itself is `jax_flash.flash_attention`; nothing here computes a score or a softmax.
 """
 
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -146,8 +148,16 @@ def head_sizes(
     """A layer's key heads and head size, with None replaced by num_heads and features / num_heads.
 
     Raises:
+      TypeError: a size is no int.
       ValueError: the numbers do not fit together.
     """
+    for name, size in (
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", head_dim),
+    ):
+        if not isinstance(size, numbers.Integral) and (size is not None or name == "num_heads"):
+            raise TypeError(f"{name} must be an int, got {size!r}")
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
@@ -162,6 +172,10 @@ def head_sizes(
             )
     if head_dim < 1:
         raise ValueError(f"head_dim must be positive, got {head_dim}")
+    if rotary_base is not None and not (
+        isinstance(rotary_base, numbers.Real) and 0 < rotary_base < math.inf
+    ):
+        raise ValueError(f"rotary_base must be a positive number, got {rotary_base!r}")
     if rotary_base is not None and head_dim % 2:
         raise ValueError(f"rotary embedding needs an even head_dim, got {head_dim}")
     return num_kv_heads, head_dim

@@ -209,7 +209,7 @@ class FlashAttention(nn.Module):
         if self.use_sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype)
         dropout: dict[str, Any] = {}
-        if self.dropout_rate > 0.0 and not nn.merge_param(
+        if self.dropout_rate != 0.0 and not nn.merge_param(
             "deterministic", self.deterministic, deterministic
         ):
             dropout.update(dropout_rate=self.dropout_rate, dropout_key=self.make_rng("dropout"))

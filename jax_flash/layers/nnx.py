@@ -195,7 +195,7 @@ class FlashAttention(nnx.Module):
         self.value = project(in_features, kv_heads)
         self.out = project(q_heads, in_features, axis=(-2, -1))
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None
-        self.rngs = rngs.dropout.fork() if dropout_rate > 0.0 else None
+        self.rngs = rngs.dropout.fork() if dropout_rate != 0.0 else None
         self.cached_key: Any = nnx.data(None)
         self.cached_value: Any = nnx.data(None)
         self.cache_index: Any = nnx.data(None)
