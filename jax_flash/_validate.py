@@ -149,7 +149,8 @@ def array(name: str, x: Any) -> jax.Array:
     except OverflowError as error:
         raise TypeError(f"{name}: {error}") from error
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} is {type(x).__name__}; expected an array") from error
+        dtype = f" of dtype {x.dtype}" if hasattr(x, "dtype") else ""
+        raise TypeError(f"{name} is {type(x).__name__}{dtype}; expected an array") from error
 
 
 def _broadcastable(name: str, x: jax.Array, scores: tuple[int, ...]) -> jax.Array:

@@ -75,6 +75,8 @@ FAULTS = (
     F("value dtype", lambda: {"value": jnp.zeros((B, S, K, H), jnp.float16)}, EITHER,
       ("value", "float16", "float32")),
     F("query no array", lambda: {"query": "abc"}, EITHER, ("query",)),
+    F("query of foreign bytes", lambda: {"query": np.ones((B, T, N, H), ">f4")}, TypeError,
+      ("query", ">f4")),
     F("query none", lambda: {"query": None}, EITHER, ("query",)),
     F("bias shape", lambda: {"bias": f32(B, N, T, S + 1)}, ValueError,
       ("bias", "(2, 4, 6, 11)", "(2, 4, 6, 10)")),
