@@ -32,11 +32,12 @@ struct CUkern_st {
 
 namespace {
 
-constexpr CUresult kInvalidValue = 1, kInvalidContext = 201, kInvalidHandle = 400;
+constexpr CUresult kInvalidValue = 1, kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500;
 const auto kContext = reinterpret_cast<CUcontext>(0x11);
 const auto kStream = reinterpret_cast<CUstream>(0x22);
 CUcontext current_context = nullptr;
 std::string notes;
+std::string kernels;  // the text of all files that NVRTC was given
 std::uint64_t calls = 0;
 XLA_FFI_Handler* handlers[2];
 
@@ -145,6 +146,7 @@ CUresult cuInit(unsigned) { return 0; }
 CUresult cuGetErrorName(CUresult code, const char** name) {
   *name = code == kInvalidValue     ? "CUDA_ERROR_INVALID_VALUE"
           : code == kInvalidContext ? "CUDA_ERROR_INVALID_CONTEXT"
+          : code == kNotFound       ? "CUDA_ERROR_NOT_FOUND"
                                     : "CUDA_ERROR_INVALID_HANDLE";
   return 0;
 }
@@ -179,6 +181,8 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void* code, void*, void**, 
   return 0;
 }
 CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {
+  const std::string declaration = std::string(" ") + name + "(const __grid_constant__ ";
+  if (kernels.find(declaration) == std::string::npos) return kNotFound;
   *kernel = new CUkern_st{library, name};
   return 0;
 }
@@ -257,8 +261,10 @@ nvrtcResult nvrtcVersion(int* major, int* minor) {
   return 0;
 }
 const char* nvrtcGetErrorString(nvrtcResult) { return ""; }
-nvrtcResult nvrtcCreateProgram(nvrtcProgram* program, const char* source, const char*, int,
-                               const char* const*, const char* const*) {
+nvrtcResult nvrtcCreateProgram(nvrtcProgram* program, const char* source, const char*, int count,
+                               const char* const* files, const char* const*) {
+  kernels.clear();
+  for (int i = 0; i < count; ++i) kernels += files[i];
   *program = new _nvrtcProgram{source};
   return 0;
 }
