@@ -105,7 +105,7 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
     if c["kHasSegments"]:
         assert [launch.entry for launch in before] == ["segment_ranges", "segment_plan"]
         for launch, warps in zip(before, (key_blocks, groups), strict=True):
-            assert launch.grid == [batch, ceil_div(warps, 8), 1]
+            assert launch.grid == [ceil_div(batch * warps, 8), 1, 1]
             assert (launch.block, launch.shared) == ([256, 1, 1], 0)
     elif c["kDynamic"]:
         (fill,) = before

@@ -304,18 +304,17 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   }
   if (segments) {
     const auto launch = [&](const char* kernel, std::int64_t warps) {
-      session.Launch(kernel, {s.batch, CeilDiv(warps, kSegmentWarps), 32 * kSegmentWarps, 0, 1},
-                     &params);
+      session.Launch(kernel, {CeilDiv(warps, kSegmentWarps), 32 * kSegmentWarps, 0, 1}, &params);
     };
-    launch("segment_ranges", key_blocks);
-    launch("segment_plan", query_groups);
+    launch("segment_ranges", s.batch * key_blocks);
+    launch("segment_plan", s.batch * query_groups);
   } else if (tiles.dynamic) {
     session.Zero(params.tile_counter, 1);
   }
   const std::int64_t work = params.query_tiles * s.batch * (s.q_heads / heads);
   const std::int64_t blocks = std::min(tiles.max_blocks, work * tiles.cluster_size);
-  session.Launch("flash_forward",
-                 {blocks, 1, tiles.threads, tiles.shared_bytes, tiles.cluster_size}, &params);
+  session.Launch("flash_forward", {blocks, tiles.threads, tiles.shared_bytes, tiles.cluster_size},
+                 &params);
   return session.error();
 }
 
@@ -391,9 +390,9 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
   const std::int64_t tiles_of_rows = rows / 64;
   const std::int64_t blocks = std::min(tiles.max_blocks, s.batch * s.kv_heads * key_blocks);
-  session.Launch("flash_backward_prepare", {tiles_of_rows, 1, 128, 0, 1}, &params);
-  session.Launch("flash_backward", {blocks, 1, tiles.threads, tiles.shared_bytes, 1}, &params);
-  session.Launch("flash_backward_finish", {tiles_of_rows * head_boxes, 1, 128, 0, 1}, &params);
+  session.Launch("flash_backward_prepare", {tiles_of_rows, 128, 0, 1}, &params);
+  session.Launch("flash_backward", {blocks, tiles.threads, tiles.shared_bytes, 1}, &params);
+  session.Launch("flash_backward_finish", {tiles_of_rows * head_boxes, 128, 0, 1}, &params);
   return session.error();
 }
 

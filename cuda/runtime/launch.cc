@@ -39,9 +39,8 @@ Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& 
   cluster.id = kClusterDimension;
   cluster.value.cluster = {static_cast<unsigned>(size.cluster), 1, 1};
   CUlaunchConfig config{};
-  config.grid_x = static_cast<unsigned>(size.grid_x);
-  config.grid_y = static_cast<unsigned>(size.grid_y);
-  config.grid_z = 1;
+  config.grid_x = static_cast<unsigned>(size.blocks);
+  config.grid_y = config.grid_z = 1;
   config.block_x = static_cast<unsigned>(size.threads);
   config.block_y = config.block_z = 1;
   config.shared_bytes = static_cast<unsigned>(size.shared_bytes);
@@ -53,8 +52,8 @@ Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& 
       scope.driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr);
   if (code == 0) return Done{};
   return Failure{scope.driver().Explain("cuLaunchKernelEx", code) + ": " +
-                 std::to_string(size.grid_x) + " x " + std::to_string(size.grid_y) + " blocks of " +
-                 std::to_string(size.threads) + " threads, " + std::to_string(size.shared_bytes) +
+                 std::to_string(size.blocks) + " blocks of " + std::to_string(size.threads) +
+                 " threads, " + std::to_string(size.shared_bytes) +
                  " bytes of shared memory, clusters of " + std::to_string(size.cluster)};
 }
 

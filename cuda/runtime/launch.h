@@ -38,8 +38,7 @@ class StreamScope {
 };
 
 struct LaunchSize {
-  std::int64_t grid_x;
-  std::int64_t grid_y;
+  std::int64_t blocks;
   std::int64_t threads;
   std::int64_t shared_bytes;  // dynamic shared memory of a block
   std::int64_t cluster;       // blocks of a cluster; 1: no clusters

@@ -87,15 +87,15 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
 // With segments, two kernels go ahead, 256 threads each, a warp for each block or group.
 //
 // Smallest and largest segment id of each block of kTileKV keys, and a fresh tile counter.
-// Grid (B, ceil(blocks / 8)).
+// Grid ceil(B * blocks / 8).
 extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
     const int blocks = ceil_div(p.kv_len, kTileKV);
-    const int batch = blockIdx.x;
-    const int block = blockIdx.y * 8 + threadIdx.x / 32;
-    if (kDynamic && block == 0 && batch == 0 && threadIdx.x == 0) *p.tile_counter = 0;
-    if (block >= blocks) return;
+    const int index = blockIdx.x * 8 + threadIdx.x / 32;
+    if (kDynamic && blockIdx.x == 0 && threadIdx.x == 0) *p.tile_counter = 0;
+    if (index >= p.batch * blocks) return;
+    const int batch = index / blocks, block = index - batch * blocks;
     const int end = min((block + 1) * kTileKV, visibility(p, batch).kv_length);
     const int* ids = p.key_value_segments + static_cast<int64>(batch) * p.kv_len;
     SegmentRange range;
@@ -104,22 +104,21 @@ extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams 
     }
     range.reduce_warp();
     if (threadIdx.x % 32 == 0) {
-      reinterpret_cast<int2*>(p.segment_ranges)[static_cast<int64>(batch) * blocks + block] =
-          make_int2(range.low, range.high);
+      reinterpret_cast<int2*>(p.segment_ranges)[index] = make_int2(range.low, range.high);
     }
   }
 }
 
-// The plan of each warpgroup of each tile. Grid (B, ceil(query_tiles * kConsumers / 8)).
+// The plan of each warpgroup of each tile. Grid ceil(B * query_tiles * kConsumers / 8).
 extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
     constexpr int kQueries = kGroupRows / kPackedHeads;
     const int lane = threadIdx.x % 32;
-    const int batch = blockIdx.x;
-    const int group = blockIdx.y * 8 + threadIdx.x / 32;
     const int groups = p.query_tiles * kConsumers;
-    if (group >= groups) return;
+    const int index = blockIdx.x * 8 + threadIdx.x / 32;
+    if (index >= p.batch * groups) return;
+    const int batch = index / groups, group = index - batch * groups;
     const int end = min((group + 1) * kQueries, visibility(p, batch).query_length);
     const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
     SegmentRange queries;
@@ -156,7 +155,6 @@ extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p)
       if (met_count <= met.high - met.low) plan.blocks.begin |= SegmentPlan::kSparse;
     }
     if (one_count > 0 && one_count == one.high + 1 - one.low) plan.one = {one.low, one.high + 1};
-    reinterpret_cast<SegmentPlan*>(p.segment_plan)[static_cast<int64>(batch) * groups + group] =
-        plan;
+    reinterpret_cast<SegmentPlan*>(p.segment_plan)[index] = plan;
   }
 }
