@@ -32,7 +32,7 @@ from .gpu import child_environment
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
 
-SEGMENTS = ("query_segments", "key_value_segments")
+TERMS = ("query_segments", "key_value_segments", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +54,21 @@ class Direct:
 
         q, k = array(self.T, self.N, self.H), array(self.S, self.N, self.H)
         lse = array(self.N, self.T, dtype=jnp.float32)
-        ids = [array(length, dtype=jnp.int32) for length in (self.T, self.S)]
-        problem = Problem("bfloat16", 1.0, deterministic=True, terms=SEGMENTS)
+        terms = [array(length, dtype=jnp.int32) for length in (self.T, self.S)]
+        terms.append(array(self.N, dtype=jnp.float32))
+        problem = Problem("bfloat16", 1.0, deterministic=True, terms=TERMS)
         shapes = Shapes(self.B, self.T, self.S, self.N, self.N, self.H, self.H)
         some, gpu = Shapes(2, 200, 200, 2, 2, self.H, self.H), _tiles.lowering_gpu()
         if self.target == "forward":
             call = _primitives.Forward(problem, None)
             tiles = _tiles.choose_tiles(problem, some, gpu)
             header = tiles.header(problem)
-            operands, results = [q, k, k, *ids], [q, lse]
+            operands, results = [q, k, k, *terms], [q, lse]
         else:
             call = _primitives.Backward(problem, None, with_dlse=False, with_dbias=False)
             tiles = _tiles.choose_backward_tiles(problem, some, gpu)
             header = tiles.header(problem, with_dlse=False)
-            operands, results = [q, k, k, q, lse, q, *ids], [q, k, k]
+            operands, results = [q, k, k, q, lse, q, *terms], [q, k, k]
         workspaces = tiles.workspaces(problem, shapes)
         if self.short is not None:
             of = workspaces[self.short]

@@ -238,6 +238,13 @@ def test_head_group_is_at_most_all_heads(call: Direct, recordings):
     assert made.launches[-1].params["head_group"] == call.B * call.N
 
 
+def test_sinks_of_each_batch_row(recordings):
+    (made,) = recordings[MANY_HEADS[0]].calls
+    params = made.launches[-1].params
+    assert made.operands[made.find(params["sinks"])]["dims"] == [2, 2]
+    assert params["sinks_batch_stride"] == 2
+
+
 # ---- what is expected --------------------------------------------------------------------------
 
 
