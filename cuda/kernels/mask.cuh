@@ -90,6 +90,18 @@ __device__ __forceinline__ bool all_visible(const Visibility& v, int first_key, 
   return full;
 }
 
+// First queries of the blocks of `count` queries of which every one sees every one of the keys
+// first_key..last_key (segments aside). The length of the queries is the caller's.
+template <bool kWindowLeft, bool kWindowRight>
+__device__ __forceinline__ Range full_block_starts(const Visibility& v, int first_key, int last_key,
+                                                   int count) {
+  Range starts{-0x40000000, 0x40000000};
+  if constexpr (kWindowLeft) starts.end = v.left - v.offset + first_key - count + 2;
+  if constexpr (kWindowRight) starts.begin = last_key - v.offset - v.right;
+  if (last_key >= v.kv_length) starts.end = starts.begin;
+  return starts;
+}
+
 // Queries of one key, relative to `first_query`: element column c sees it iff begin <= c < end.
 template <bool kWindowLeft, bool kWindowRight>
 __device__ __forceinline__ Range key_columns(const Visibility& v, int key, int first_query) {

@@ -19,7 +19,7 @@
 //   int kTileKV               keys per block: 128, or 64 for backward_wide.cuh
 //   int kStages               Q and dO buffers each
 //   int kScoreStages          dS buffers
-//   bool kStartsAtDelta       dP is accumulated onto -delta: fewer additions, but S waits for delta
+//   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kWindowLeft, kWindowRight, kBottomRight, kSoftcap, kDeterministic
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasDlse
 #pragma once

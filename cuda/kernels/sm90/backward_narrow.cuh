@@ -17,6 +17,7 @@ namespace backward {
 
 static_assert(kKeys == 128, "two score warpgroups of 64 keys");
 static_assert(kHead <= 128 && kValue <= 128, "wider heads: backward_wide.cuh");
+static_assert(!kReadsAhead || kStages > 1, "the next block is loaded before this one is done");
 
 inline constexpr int kThreads = 384;
 // 128 * (24 + 2 * 240) = 384 * 168 registers. The score role holds (kHead + kValue) / 2
@@ -98,7 +99,7 @@ struct Last {
 };
 __device__ __forceinline__ Last last_of(const BackwardParams& p, const volatile UnitRecord& u,
                                         const Walk& walk) {
-  return {walk.block, kDeterministic && uniform(turn_of(p, u, walk.m0) == 0)};
+  return {walk.block, kDeterministic && ptx::uniform(turn_of(p, u, walk.m0) == 0)};
 }
 
 // Adds the half of dQ of the `iteration`-th query block to the sum.
@@ -124,52 +125,93 @@ __device__ __forceinline__ void finish_dq(const BackwardParams& p, int which, ui
   add_dq(p, dq, iteration, last, which);
 }
 
+// What the steps of a warpgroup need of a unit's record with kReadsAhead, in uniform registers.
+struct UnitRanges {
+  Range full;    // first queries of blocks that see all its keys
+  Range met;     // queries that see any of its keys
+  Range seeing;  // queries that see any key at all
+};
+__device__ __forceinline__ Range uniform(const Range& range) {
+  return {ptx::uniform(range.begin), ptx::uniform(range.end)};
+}
+__device__ __forceinline__ UnitRanges ranges_of(const BackwardParams& p,
+                                                const volatile UnitRecord& u, int slab) {
+  if constexpr (!kReadsAhead) return {};
+  const int key = u.key0 + slab;
+  return {
+      uniform(full_starts(p, u, slab)),
+      uniform(visible_queries<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63)),
+      uniform(seeing_queries(u)),
+  };
+}
+
+// With kReadsAhead: waits for Q and dO of the `iteration`-th query block and takes -delta, which
+// dP is accumulated onto. Called beside the products of the block before.
+__device__ __forceinline__ void begin_step(uint32 iteration, float (&dp)[kScores]) {
+  if constexpr (kReadsAhead) {
+    const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
+    barrier_wait(barrier_at(kQFull + slot), parity);
+    barrier_wait(barrier_at(kDoutFull + slot), parity);
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) {
+      const float2 d = row_numbers(shared_base() + kAtDelta + slot * kQueries * 4, j);
+      dp[4 * j] = dp[4 * j + 2] = d.x;
+      dp[4 * j + 1] = dp[4 * j + 3] = d.y;
+    }
+    pin(dp);
+  }
+}
+
 // One query block. dQ of the block before it is computed here too, unless this is the unit's first.
 template <bool kFirst>
 __device__ __forceinline__ void score_step(const BackwardParams& p, const volatile UnitRecord& u,
-                                           int which, uint32 iteration, int m0, Last last,
+                                           const UnitRanges& ranges, int which, uint32 iteration,
+                                           int m0, Last last, bool more, float (&begun)[kScores],
                                            float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
   const int slab = 64 * which;
   const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
   const uint32 q = shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ;
   const uint32 dout = shared_base() + kAtDout + slot * kValueBoxes * kBoxQ;
 
-  barrier_wait(barrier_at(kQFull + slot), parity);
-  hide_unseen_queries<kHeadBoxes>(u, q, m0, kScoreBarrier + which);
-  const uint32 lse = shared_base() + kAtLse + slot * kQueries * 4 + threadIdx.x % 4 * 8;
-  const uint32 minus_delta = lse + (kAtDelta - kAtLse);
-  float x[kScores], dp[kScores];
-  if constexpr (!kStartsAtDelta) {
+  if constexpr (!kReadsAhead) barrier_wait(barrier_at(kQFull + slot), parity);
+  hide_unseen_queries<kHeadBoxes>(u, ranges.seeing, q, m0, kScoreBarrier + which);
+  float x[kScores], fresh[kScores];
+  float (&dp)[kScores] = kReadsAhead ? begun : fresh;
+  if constexpr (!kReadsAhead) {
     wgmma_fence();
     keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
+    barrier_wait(barrier_at(kDoutFull + slot), parity);
   }
-  barrier_wait(barrier_at(kDoutFull + slot), parity);
-  hide_unseen_queries<kValueBoxes>(u, dout, m0, kScoreBarrier + which);
-  if constexpr (kStartsAtDelta) {
-#pragma unroll
-    for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 d = load_shared_f2(minus_delta + 8 * j * 4);
-      dp[4 * j] = dp[4 * j + 2] = d.x;
-      dp[4 * j + 1] = dp[4 * j + 3] = d.y;
-    }
-    pin(dp);
-  }
+  hide_unseen_queries<kValueBoxes>(u, ranges.seeing, dout, m0, kScoreBarrier + which);
   wgmma_fence();
-  if constexpr (kStartsAtDelta) {
+  if constexpr (kReadsAhead) {
     keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
   }
-  keys_times_queries<kValue>(dp, shared_base() + kAtV + slab * kBoxRowBytes, dout, kStartsAtDelta);
+  keys_times_queries<kValue>(dp, shared_base() + kAtV + slab * kBoxRowBytes, dout, kReadsAhead);
+  const RowNumbers minus_lse(shared_base() + kAtLse + slot * kQueries * 4);
   wgmma_wait<1>();
   pin(x);
 
   uint32 probability[kScores / 2], gradient[kScores / 2];
-  score_to_probability(p, u, x, probability, lse, slab, m0);
+  score_to_probability(p, u, x, probability, minus_lse, slab, ranges.full, m0);
+  const uint32 buffer = slot_of<kScoreStages>(iteration);
+  const uint32 before = iteration - 1, buffer_before = slot_of<kScoreStages>(before);
+  const auto wait_for_empty = [&] {
+    barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
+  };
+  const auto wait_for_before = [&] {
+    barrier_wait(barrier_at(kDsFull + buffer_before), parity_of<kScoreStages>(before));
+  };
+  if constexpr (kReadsAhead) {  // while dP is computed
+    wait_for_empty();
+    if constexpr (!kFirst) wait_for_before();
+  }
   wgmma_wait<0>();
   pin(dp);
 #pragma unroll
   for (int j = 0; j < kQueries / 8; ++j) {
-    if constexpr (!kStartsAtDelta) {
-      const float2 d = load_shared_f2(minus_delta + 8 * j * 4);
+    if constexpr (!kReadsAhead) {
+      const float2 d = row_numbers(shared_base() + kAtDelta + slot * kQueries * 4, j);
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
         dp[i] += d.x;
@@ -183,8 +225,7 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
     }
   }
 
-  const uint32 buffer = slot_of<kScoreStages>(iteration);
-  barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
+  if constexpr (!kReadsAhead) wait_for_empty();
   store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, slab);
   warp_arrive(barrier_at(kDsFull + buffer));
 
@@ -197,21 +238,22 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
     issue_accumulate(dk, gradient, q);
     wgmma_commit();
   } else {
-    const uint32 before = slot_of<kScoreStages>(iteration - 1);
     float dq[kDqValues];
-    barrier_wait(barrier_at(kDsFull + before), parity_of<kScoreStages>(iteration - 1));
+    if constexpr (!kReadsAhead) wait_for_before();
     wgmma_fence();
-    issue_dq(dq, before, which);
+    issue_dq(dq, buffer_before, which);
     issue_accumulate(dv, probability, dout);
     wgmma_commit();
     issue_accumulate(dk, gradient, q);
     wgmma_commit();
     wgmma_wait<2>();
     pin(dq);
-    warp_arrive(barrier_at(kDsEmpty + before));
-    add_dq(p, dq, iteration - 1, last, which);
+    warp_arrive(barrier_at(kDsEmpty + buffer_before));
+    add_dq(p, dq, before, last, which);
   }
   wgmma_wait<1>();
+  // Without a next block, once more this one's: a branch here makes ptxas serialise.
+  begin_step(iteration + more, dp);
   warp_arrive(barrier_at(kDoutEmpty + slot));
   wgmma_wait<0>();
   warp_arrive(barrier_at(kQEmpty + slot));
@@ -224,7 +266,7 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
 // half of one step of each unit.
 template <bool kFirst>
 __device__ __forceinline__ void hidden_step(const BackwardParams& p, int which, uint32 iteration,
-                                            Last last) {
+                                            Last last, bool more, float (&dp)[kScores]) {
   const uint32 slot = slot_of<kStages>(iteration), buffer = slot_of<kScoreStages>(iteration);
   barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
   const uint32 gradient[kScores / 2] = {};
@@ -235,22 +277,27 @@ __device__ __forceinline__ void hidden_step(const BackwardParams& p, int which, 
   barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
   warp_arrive(barrier_at(kDoutEmpty + slot));
   if constexpr (!kFirst) finish_dq(p, which, iteration - 1, last);
+  if (more) begin_step(iteration + 1, dp);
 }
 
 // One query block, one way or the other.
 template <bool kFirst>
 __device__ __forceinline__ void step(const BackwardParams& p, const volatile UnitRecord& u,
-                                     int which, uint32 iteration, int m0, Last last,
+                                     const UnitRanges& ranges, int which, uint32 iteration, int m0,
+                                     Last last, bool more, float (&dp)[kScores],
                                      float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
-  if constexpr (kSkipsHidden) {
+  if constexpr (kSkipsHidden && kReadsAhead) {
+    if (m0 + kQueries <= ranges.met.begin || m0 >= ranges.met.end) {
+      return hidden_step<kFirst>(p, which, iteration, last, more, dp);
+    }
+  } else if constexpr (kSkipsHidden) {
     const int key = u.key0 + 64 * which;
-    const Range seen = visible_queries<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63);
-    if (uniform(m0 + kQueries <= seen.begin || m0 >= seen.end)) {
-      hidden_step<kFirst>(p, which, iteration, last);
-      return;
+    const Range met = visible_queries<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63);
+    if (ptx::uniform(m0 + kQueries <= met.begin || m0 >= met.end)) {
+      return hidden_step<kFirst>(p, which, iteration, last, more, dp);
     }
   }
-  score_step<kFirst>(p, u, which, iteration, m0, last, dk, dv);
+  score_step<kFirst>(p, u, ranges, which, iteration, m0, last, more, dp, dk, dv);
 }
 
 __device__ __forceinline__ void score(const BackwardParams& p, int which) {
@@ -272,13 +319,16 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
       named_barrier_sync(kScoreBarrier + which, 128);
     }
     if (u.total > 0) {
+      const UnitRanges ranges = ranges_of(p, u, 64 * which);
       Walk walk(u);
-      step<true>(p, u, which, iteration, walk.m0, {}, dk, dv);
+      float dp[kScores];
+      begin_step(iteration, dp);
+      step<true>(p, u, ranges, which, iteration, walk.m0, {}, walk.left > 1, dp, dk, dv);
       ++iteration;
       while (walk.left > 1) {
         const Last last = last_of(p, u, walk);
         walk.next(p, u);
-        step<false>(p, u, which, iteration, walk.m0, last, dk, dv);
+        step<false>(p, u, ranges, which, iteration, walk.m0, last, walk.left > 1, dp, dk, dv);
         ++iteration;
       }
       finish_dq(p, which, iteration - 1, last_of(p, u, walk));

@@ -9,13 +9,47 @@ namespace backward {
 
 inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
 
-// Do all keys [slab, slab + 64) of the unit and all queries of the block see each other? Queries
+// -lse or -delta of the two queries to which a thread's elements 4j..4j+3 of S^T belong.
+__device__ __forceinline__ float2 row_numbers(uint32 numbers, int j) {
+  return load_shared_f2(numbers + (8 * j + threadIdx.x % 4 * 2) * 4);
+}
+// Those of a query block, with kReadsAhead read at once. While wgmma reads shared memory another
+// access to it takes 100 to 250 cycles: a sixth of a step, for -lse, -delta, barriers and the
+// record.
+struct RowNumbers {
+  uint32 numbers;
+  float2 ahead[kQueries / 8];
+  __device__ __forceinline__ explicit RowNumbers(uint32 numbers) : numbers(numbers) {
+    if constexpr (kReadsAhead) {
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) ahead[j] = row_numbers(numbers, j);
+    }
+  }
+  __device__ __forceinline__ float2 at(int j) const {
+    if constexpr (kReadsAhead) return ahead[j];
+    return row_numbers(numbers, j);
+  }
+};
+
+// First queries of blocks that see all keys [slab, slab + 64) of the unit, segments aside. Queries
 // past the length need no test: their lse makes P zero.
-__device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile UnitRecord& u,
-                                        int slab, int m0) {
+__device__ __forceinline__ Range full_starts(const BackwardParams& p, const volatile UnitRecord& u,
+                                             int slab) {
   const int key = u.key0 + slab;
-  bool full =
-      all_visible<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63, m0, m0 + kQueries - 1);
+  return full_block_starts<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63, kQueries);
+}
+
+// Do all these keys and all queries of the block see each other? `starts` with kReadsAhead alone.
+__device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile UnitRecord& u,
+                                        const Range& starts, int slab, int m0) {
+  bool full;
+  if constexpr (kReadsAhead) {
+    full = m0 >= starts.begin && m0 < starts.end;
+  } else {
+    const int key = u.key0 + slab;
+    full = all_visible<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63, m0,
+                                                  m0 + kQueries - 1);
+  }
   if constexpr (kHasSegments) {
     const int2 q = query_segment_range(p, u.batch, m0 / kQueries);
     const int2 k = key_segment_range(p, u.batch, u.key0 / kKeys);
@@ -30,8 +64,8 @@ __device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile 
 template <bool kPartial>
 __device__ __forceinline__ void probabilities(const BackwardParams& p, const volatile UnitRecord& u,
                                               float (&score)[kScores],
-                                              uint32 (&probability)[kScores / 2], uint32 lse,
-                                              int row, int m0) {
+                                              uint32 (&probability)[kScores / 2],
+                                              const RowNumbers& minus_lse, int row, int m0) {
   const int column = 2 * (threadIdx.x % 4);
   Range columns[2];                             // relative to the thread's first query, m0 + column
   int key_segment[2], segments[kQueries / 32];  // of query m0 + 32 i + lane
@@ -56,7 +90,6 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
   }
 #pragma unroll
   for (int j = 0; j < kQueries / 8; ++j) {
-    const float2 minus_lse = load_shared_f2(lse + 8 * j * 4);
     int query_segment[2];
     if constexpr (kPartial && kHasSegments) {
 #pragma unroll
@@ -64,12 +97,13 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
         query_segment[c] = __shfl_sync(0xffffffffu, segments[j / 4], 8 * (j % 4) + column + c);
       }
     }
+    const float2 shifts = minus_lse.at(j);
     float slope[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& x = score[4 * j + i];
       if constexpr (kSoftcap) slope[i] = 1.f - x * x;
-      const float shift = i % 2 == 0 ? minus_lse.x : minus_lse.y;
+      const float shift = i % 2 == 0 ? shifts.x : shifts.y;
       x = exp2_approx(fmaf(x, p.scale_log2, shift));
       if constexpr (kPartial) {
         const Range& seen = columns[i / 2];
@@ -116,15 +150,27 @@ __device__ __forceinline__ bool has_unseen_keys(const volatile UnitRecord& u) {
 
 // Likewise the queries of a block that see no key, in a tile of Q or dO. Every warpgroup that reads
 // the tile calls, before its first product with it: rows that another one zeroed stay zero.
+// With kReadsAhead the caller has read seeing_queries.
 inline constexpr bool kHidesQueries = kHasQueryLengths || kWindowLeft || kWindowRight;
+__device__ __forceinline__ Range seeing_queries(const volatile UnitRecord& u) {
+  if constexpr (!kHidesQueries) return {0, 0};
+  return {u.seen_queries.begin, u.seen_queries.end};
+}
 template <int kBoxes>
-__device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u, uint32 tile,
-                                                    int m0, int named_barrier) {
+__device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u,
+                                                    const Range& ahead, uint32 tile, int m0,
+                                                    int named_barrier) {
   if constexpr (kHidesQueries) {
-    const int low = u.seen_queries.begin, high = u.seen_queries.end;
-    if (m0 >= low && m0 + kQueries <= high) return;
+    Range seeing;
+    if constexpr (kReadsAhead) {
+      seeing = ahead;
+    } else {
+      seeing = seeing_queries(u);
+    }
+    if (m0 >= seeing.begin && m0 + kQueries <= seeing.end) return;
     for (int row = threadIdx.x % 128 / 8; row < kQueries; row += 16) {
-      if (m0 + row < low || m0 + row >= high) zero_row(tile, kBoxes, kBoxQ, row, threadIdx.x % 8);
+      if (m0 + row < seeing.begin || m0 + row >= seeing.end)
+        zero_row(tile, kBoxes, kBoxQ, row, threadIdx.x % 8);
     }
     fence_async_proxy();
     named_barrier_sync(named_barrier, 128);
@@ -135,14 +181,15 @@ __device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u
 __device__ __forceinline__ void score_to_probability(const BackwardParams& p,
                                                      const volatile UnitRecord& u,
                                                      float (&x)[kScores],
-                                                     uint32 (&probability)[kScores / 2], uint32 lse,
-                                                     int slab, int m0) {
+                                                     uint32 (&probability)[kScores / 2],
+                                                     const RowNumbers& minus_lse, int slab,
+                                                     const Range& full, int m0) {
   if constexpr (kSoftcap) apply_tanh(x, p.softcap_inner);
   const int row = slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-  if (is_full(p, u, slab, m0)) {
-    probabilities<false>(p, u, x, probability, lse, row, m0);
+  if (is_full(p, u, full, slab, m0)) {
+    probabilities<false>(p, u, x, probability, minus_lse, row, m0);
   } else {
-    probabilities<true>(p, u, x, probability, lse, row, m0);
+    probabilities<true>(p, u, x, probability, minus_lse, row, m0);
   }
 }
 

@@ -18,7 +18,7 @@
 
 namespace backward {
 
-static_assert(kKeys == 64 && kQueries == 64 && !kStartsAtDelta);
+static_assert(kKeys == 64 && kQueries == 64 && !kReadsAhead);
 static_assert(kHead <= 256 && kValue <= 256);
 
 inline constexpr int kThreads = 512;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float
                                              uint32 iteration, int m0) {
   const uint32 slot = slot_of<kStages>(iteration);
   barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
-  hide_unseen_queries<kHeadBoxes>(u, q_tile(slot), m0, kProbabilityBarrier);
+  hide_unseen_queries<kHeadBoxes>(u, {}, q_tile(slot), m0, kProbabilityBarrier);
   wgmma_fence();
   keys_times_queries<kHead>(x, shared_base() + kAtK, q_tile(slot));
 }
@@ -115,9 +115,9 @@ __device__ __forceinline__ void probability_step(const BackwardParams& p,
                                                  int m0, int next, float (&x)[kScores],
                                                  Rows<kValue>& dv) {
   const uint32 slot = slot_of<kStages>(iteration);
-  const uint32 lse = shared_base() + kAtLse + slot * kQueries * 4 + threadIdx.x % 4 * 8;
   uint32 probability[kScores / 2];
-  score_to_probability(p, u, x, probability, lse, 0, m0);
+  const RowNumbers minus_lse(shared_base() + kAtLse + slot * kQueries * 4);
+  score_to_probability(p, u, x, probability, minus_lse, 0, {}, m0);
   if constexpr (!kSoftcap) {
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) probability[i] = pack<Element>(x[2 * i], x[2 * i + 1]);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void probability_step(const BackwardParams& p,
   warp_arrive(barrier_at(kPFull));
 
   barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
-  hide_unseen_queries<kValueBoxes>(u, dout_tile(slot), m0, kProbabilityBarrier);
+  hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), m0, kProbabilityBarrier);
   dv.accumulate(probability, dout_tile(slot));
   if constexpr (kLast) {
     wgmma_wait<0>();
@@ -192,7 +192,7 @@ __device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&d
                                          uint32 iteration, int m0) {
   const uint32 slot = slot_of<kStages>(iteration);
   barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
-  hide_unseen_queries<kValueBoxes>(u, dout_tile(slot), m0, kGradientBarrier);
+  hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), m0, kGradientBarrier);
   wgmma_fence();
   keys_times_queries<kValue>(dp, shared_base() + kAtV, dout_tile(slot));
 }
@@ -221,7 +221,7 @@ __device__ __forceinline__ void gradient_step(const BackwardParams& p, const vol
   store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, 0);
   warp_arrive(barrier_at(kDsFull + buffer));
 
-  hide_unseen_queries<kHeadBoxes>(u, q_tile(slot), m0, kGradientBarrier);
+  hide_unseen_queries<kHeadBoxes>(u, {}, q_tile(slot), m0, kGradientBarrier);
   dk.accumulate(gradient, q_tile(slot));
   if constexpr (kLast) {
     wgmma_wait<0>();
