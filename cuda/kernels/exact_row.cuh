@@ -42,9 +42,15 @@ __device__ __forceinline__ void load_values(const void* value, long long index, 
   }
 }
 
+// Does a sum of visible values that are not finite leave open why a result is not?
+__device__ __forceinline__ bool is_open(float result, float sum) {
+  const bool agrees = sum == result || (sum != sum && result != result);
+  return !(fabsf(result) < kInfinity) && !agrees;
+}
+
 // Adds the values that are not finite, of the keys in `keys` that visible(key) admits, to `sum`,
-// until it is NaN wherever the row's `result` is: then it returns true, the visible values explain
-// the result. The whole warp takes part; lane l holds columns l, l + 32, ... Most often the first
+// until it is NaN or infinite wherever the row's `result` is: then it returns true, the visible
+// values explain the result. The whole warp takes part; lane l holds columns l, l + 32, ... Most often the first
 // keys decide.
 template <class Element, int kValueDim, class Visible, int kColumns>
 __device__ __forceinline__ bool explain_nan(const float (&result)[kColumns], const void* value,
@@ -68,7 +74,7 @@ __device__ __forceinline__ bool explain_nan(const float (&result)[kColumns], con
         for (int i = 0; i < kKeysAtOnce; ++i) {
           if (!(fabsf(values[i][c]) < kInfinity)) sum[c] += values[i][c];
         }
-        open = open || (result[c] != result[c] && sum[c] == sum[c]);
+        open = open || is_open(result[c], sum[c]);
       }
       if (!__any_sync(0xffffffffu, open)) return true;
     }

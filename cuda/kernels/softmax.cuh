@@ -12,6 +12,9 @@ inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
 inline constexpr float kNegativeInfinity = -kInfinity;
 // A block whose weights are this many times the sum before it counts as one that may decide a row.
 inline constexpr float kDecisive = 4.0f;
+// A sum of weights beyond which they are too far above their base: values up to 2^28 times as large
+// as a weight stay in range. Sums end below 2^30 as long as bases rise in time.
+inline constexpr float kOverflow = 0x1p100f;
 
 // 2^x by a cubic on the FMA units, relative error 9e-5 (bf16 weights round at 2e-3, fp16
 // at 2.4e-4): relieves the 16 exp2 per cycle of the special-function units. NaN stays NaN; below
@@ -112,9 +115,10 @@ struct SoftmaxState {
       }
     }
   }
-  // True if every row of the warp has a base.
-  __device__ __forceinline__ bool is_started() const {
-    return __all_sync(0xffffffffu, base[0] != kNegativeInfinity && base[1] != kNegativeInfinity);
+  // True if every row of the warp has a base, and unless each block is to be searched for a maximum.
+  __device__ __forceinline__ bool is_started(bool searches) const {
+    const bool started = base[0] != kNegativeInfinity && base[1] != kNegativeInfinity;
+    return __all_sync(0xffffffffu, started && !searches);
   }
 
   // Every other block: no maximum, which saves a quarter of the softmax's instructions. If a
@@ -183,7 +187,8 @@ struct SoftmaxState {
   }
 
   // Sums over the quad. Returns the factor of the output and writes the natural-log lse; a row
-  // without visible keys gives 0 and -inf, with or without `sink` (an extra logit, log2 units).
+  // without visible keys gives 0 and -inf, with or without `sink` (an extra logit, log2 units). An
+  // lse of +inf: the weights overflowed.
   template <bool kHasSink>
   __device__ __forceinline__ float finish(int row, float sink, int headroom, float& lse) const {
     float total = quad_sum(sum[row]);
@@ -194,6 +199,8 @@ struct SoftmaxState {
     }
     float largest = base[row];
     float factor = 1.0f;
+    // So large a sum may have overflowed in the output already; with a sink it could become NaN.
+    const bool overflowed = total > kOverflow;
     if constexpr (kHasSink) {
       const float with_sink = fmaxf(largest, sink);
       factor = ptx::exp2_approx(largest - with_sink);
@@ -204,6 +211,7 @@ struct SoftmaxState {
     }
     // Headroom away first, which is exact: the logarithm of 2^-80 would cost four bits.
     lse = (largest - headroom + ptx::log2_approx(total * ptx::power_of_two(headroom))) * kLn2;
+    if (overflowed) lse = kInfinity;
     return factor * ptx::reciprocal_approx(divisor);
   }
 };

@@ -56,7 +56,12 @@ inline constexpr uint16 kAllRanks = (1 << kClusterSize) - 1;
 // A warpgroup's blocks may begin after the first one of its tile.
 inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments;
 inline constexpr int kIdWords = ceil_div(kTileKV, 32);  // a bit for each key of a block
+// A tile with rows that overflow is walked again, with a maximum in every block. Not where four
+// warps load or two CTAs walk together: they would have to agree on it.
+inline constexpr bool kRepeats = kTmaLoads && kClusterSize == 1;
+inline constexpr int kRepeatSlots = 4;  // tiles that may be in flight
 inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named barriers
+inline constexpr int kEndBarrier = 1 + 2 * kConsumers;
 
 static_assert(kTileKV % 16 == 0 && kTileKV <= 256);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic && kClusterSize == 1);
@@ -64,10 +69,10 @@ static_assert(kGroupRows % kPackedHeads == 0 && kLoadRows % 8 == 0);
 static_assert(!(kHasSegments && kClusterSize > 1), "CTAs of a cluster walk the same blocks");
 
 // Description of a tile, written by the producer, read by the consumers.
-struct alignas(16) TileInfo {
+struct TileInfo {
   int first_row;  // packed rows: query * kPackedHeads + head within the pack
   int head;       // of N / kPackedHeads
-  int batch;      // -1: no more tiles
+  int batch;      // -1: no more tiles, but for those to walk again
   int query_length;
   int kv_length;
   int offset;
@@ -75,6 +80,7 @@ struct alignas(16) TileInfo {
   Range own;     // of these, what the rows of this warpgroup see
   Range full;    // of these, the ones that need no element test
   Range one;     // the ones that need no test of segments
+  int number;    // of the schedule; ~number: this is its second walk
 };
 
 struct alignas(1024) Shared {
@@ -90,6 +96,14 @@ struct alignas(1024) Shared {
   unsigned long long number_full[2], number_empty[2];
   uint32 number[2];
   int block_list[kStages];  // the block in each key buffer, with segments
+  int repeats[kRepeatSlots];  // tiles to walk again: ~number, or 0
+  unsigned long long finished;  // all consumer warps have seen the last tile, and what is to repeat
+
+  // The slots of `repeats` in use, a bit each; `mine`: the slot of this lane's number. All lanes.
+  __device__ __forceinline__ uint32 tiles_to_repeat(int lane, int& mine) const {
+    mine = lane < kRepeatSlots ? ptx::load_shared(ptx::shared_address(repeats) + 4 * lane) : 0;
+    return __ballot_sync(0xffffffffu, mine != 0);
+  }
 };
 
 // The key blocks that share a segment with the rows of a warpgroup: what segment_plan finds.

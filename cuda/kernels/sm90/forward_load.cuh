@@ -11,13 +11,12 @@ struct Producer {
   Shared& shared;
   const uint32 rank;
   Ring<kStages> ring;  // of K and V alike: each block takes one stage of both
-  Ring<kQueryStages> query_ring;
-  Ring<kInfoStages> info_ring;
+  uint32 tiles = 0;  // handed over: one register for the positions in two rings
   Ring<2> number_ring;
   int next_number = 0;
 
-  // Opaque: addresses that depend on it would be kept in registers that are not there.
-  __device__ __forceinline__ int lane() const { return ptx::opaque(threadIdx.x % 32); }
+  // Read afresh each time: it, and what depends on it, would be kept in registers that are not there.
+  __device__ __forceinline__ int lane() const { return ptx::fresh_lane(); }
   // The lane that talks to barriers and TMA.
   __device__ __forceinline__ bool is_leader() const { return threadIdx.x == 0; }
 
@@ -54,6 +53,27 @@ struct Producer {
     return ptx::uniform(next_number);
   }
 
+  // The next tile: one to walk again (~number), or the one that was asked for last.
+  __device__ __forceinline__ int next_tile() {
+    if constexpr (kRepeats) {
+      int mine;
+      const uint32 asked = shared.tiles_to_repeat(lane(), mine);
+      if (asked != 0) {
+        const int slot = __ffs(asked) - 1;
+        if (lane() == slot) shared.repeats[slot] = 0;
+        return __shfl_sync(0xffffffffu, mine, slot);
+      }
+    }
+    return receive_number();
+  }
+  // Whether tiles are to be walked again after the last one.
+  __device__ __forceinline__ bool repeats_remain() {
+    if constexpr (!kRepeats) return false;
+    // Of the second end nothing needs to be known: who walks again asks for no third walk.
+    ptx::barrier_wait(ptx::shared_address(&shared.finished), 0);
+    int mine;
+    return shared.tiles_to_repeat(lane(), mine) != 0;
+  }
   // Who loads and waits for empty buffers.
   __device__ __forceinline__ bool loads() const { return !kTmaLoads || is_leader(); }
   // A warp's part has been copied.
@@ -136,18 +156,27 @@ struct Producer {
   }
   // Hands the tile to warpgroup `lane`.
   __device__ __forceinline__ void hand_over(const TileInfo& tile) {
-    TileInfo& info = shared.tiles[info_ring.stage][lane()];
-    info = tile;
+    TileInfo info = tile;
     if constexpr (!kHasSegments) describe_rows(info);
+    // Word by word: pieces of 16 bytes need four registers in a row that are not there.
+    struct Words {
+      int word[sizeof(TileInfo) / 4];
+    };
+    const Words words = __builtin_bit_cast(Words, info);
+    const uint32 slot = ptx::shared_address(&shared.tiles[tiles % kInfoStages][lane()]);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(TileInfo) / 4); ++i) {
+      ptx::store_shared(slot + 4 * i, words.word[i]);
+    }
   }
   // Hands the tile and its Q rows to each warpgroup, by ordinary loads of four warps.
   __device__ __forceinline__ void copy_query(const TileInfo& tile) {
 #pragma unroll 1
     for (int group = 0; group < kConsumers; ++group) {
-      const int stage = query_ring.stage;
+      const int stage = tiles % kQueryStages;
       const uint32 barrier = ptx::shared_address(&shared.query_full[stage][group]);
       ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
-                        query_ring.parity ^ 1);
+                        ~(tiles / kQueryStages) & 1);
       if (threadIdx.x == group) hand_over(tile);
       if (tile.batch >= 0 && !tile.blocks.empty()) {
         const int first_query = (tile.first_row + group * kGroupRows) / kPackedHeads;
@@ -170,9 +199,9 @@ struct Producer {
     if constexpr (!kTmaLoads) {
       copy_query(tile);
     } else if (group < kConsumers) {
-      const int stage = query_ring.stage;
+      const int stage = tiles % kQueryStages;
       ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][group]),
-                        query_ring.parity ^ 1);
+                        ~(tiles / kQueryStages) & 1);
       hand_over(tile);
       const uint32 barrier = ptx::shared_address(&shared.query_full[stage][group]);
       if (tile.batch < 0 || tile.blocks.empty()) {
@@ -189,8 +218,7 @@ struct Producer {
       }
     }
     __syncwarp();
-    query_ring.advance();
-    info_ring.advance();
+    ++tiles;
   }
 
   // -- segments; all lanes take part --
@@ -253,12 +281,15 @@ struct Producer {
   __device__ __forceinline__ void run() {
     int number = blockIdx.x / kClusterSize;
     while (true) {
-      const TileIndex taken = decode(number);
-      request_number(number);
+      const TileIndex taken = decode(number < 0 ? ~number : number);
+      if (number >= 0) request_number(number);
       TileInfo tile{0, taken.head, taken.batch, 0, 0, 0, {0, 0}};
+      tile.number = number;
       if (taken.batch < 0) {
         load_query(tile);
-        return;
+        if (!repeats_remain()) return;
+        number = next_tile();
+        continue;
       }
       const Visibility seen = visibility(p, taken.batch);
       const int cluster_row = taken.query_tile * kClusterSize * kTileRows;
@@ -296,7 +327,7 @@ struct Producer {
           load_value(kv_head, block, tile.batch);
         }
       }
-      number = receive_number();
+      number = next_tile();
     }
   }
 };

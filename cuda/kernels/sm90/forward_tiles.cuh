@@ -34,7 +34,8 @@ struct Consumer : Warpgroup {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) flaw = ptx::accumulate_nonfinite<Element>(flaw, pieces[i]);
       const bool stored = query < p.query_len;
-      uint32 lanes = __ballot_sync(0xffffffffu, flaw != 0 && stored && !empty && lse == lse);
+      const bool flawed = flaw != 0 || lse == kInfinity;
+      uint32 lanes = __ballot_sync(0xffffffffu, flawed && stored && !empty && lse == lse);
       lanes |= lanes >> 1;
       lanes |= lanes >> 2;
       nonfinite |= (lanes & 0x11111111u) << row;
@@ -86,9 +87,27 @@ struct Consumer : Warpgroup {
             lse_index(t, query, head),
             static_cast<uint16*>(p.out) + out_index(t, query, head)};
   }
+  // Asks for another walk of the tile if one of these rows overflowed in the first. False: not
+  // needed, or there is no slot.
+  __device__ __forceinline__ bool repeat_tile(const TileInfo& t, uint32 rows) const {
+    if (!kRepeats || t.number < 0) return false;
+    const bool mine = rows >> fresh_lane() & 1;
+    if (!__any_sync(0xffffffffu, mine && p.lse[row_of(t, fresh_lane()).lse] == kInfinity)) {
+      return false;
+    }
+    int taken = 0;
+    if (fresh_lane() == 0) {
+      for (int slot = 0; slot < kRepeatSlots && taken == 0; ++slot) {
+        const int before = atomicCAS(&shared.repeats[slot], 0, ~t.number);
+        taken = before == 0 || before == ~t.number;  // another warp may have asked
+      }
+    }
+    return ptx::uniform(taken) != 0;
+  }
   // Computes these rows (as from finish_tile) again where they are wrong, see exact_row.cuh.
   __device__ __forceinline__ void repeat_rows(const TileInfo& t, uint32 rows) const {
     __syncwarp();  // the first results are stored before these
+    if (repeat_tile(t, rows)) return;
     constexpr int kColumns = ceil_div(kValueDim, 32);
     const int64 value_stride = static_cast<int64>(p.kv_heads) * kValueDim;
     const int* key_ids = p.key_value_segments + static_cast<int64>(t.batch) * p.kv_len;
@@ -136,7 +155,7 @@ struct Consumer : Warpgroup {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
           explained[c] = common_sum[c];
-          open = open || (out[c] != out[c] && explained[c] == explained[c]);
+          open = open || is_open(out[c], explained[c]);
         }
         if (!__any_sync(0xffffffffu, open) || explain(out, row, row.keys, explained)) continue;
       }
@@ -177,6 +196,7 @@ struct Consumer : Warpgroup {
         p.lse[row.lse] = (largest + ptx::log2_approx(sum)) * kLn2;
       }
     }
+    __syncwarp();  // a second walk of the tile may store over these
   }
   __device__ __forceinline__ void store_empty() {
     const TileInfo& t = tile();
@@ -197,7 +217,7 @@ struct Consumer : Warpgroup {
   }
 
   // -- tiles --
-  // Reads the tile whose Q has arrived. False: there is none, the work is done.
+  // Reads the tile whose Q has arrived. False: there is none.
   __device__ __forceinline__ bool read_tile() {
     info_ring.advance();
     const TileInfo& t = tile();
@@ -205,7 +225,19 @@ struct Consumer : Warpgroup {
     own = {kBoundedBegin ? ptx::uniform(t.own.begin) : 0, ptx::uniform(t.own.end)};
     full = {kBoundedBegin ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
     block = own.end - 1;
+    repeated = ptx::uniform(t.number) < 0;
     return true;
+  }
+  // After the last tile: are there tiles to walk again? All consumers decide by the same slots,
+  // before the producer takes from them.
+  __device__ __forceinline__ bool repeats_remain() {
+    if constexpr (!kRepeats) return false;
+    ptx::named_barrier_sync(kEndBarrier, 128 * kConsumers);
+    int mine;
+    const uint32 asked = shared.tiles_to_repeat(lane(), mine);
+    release(&shared.finished);
+    release_query();
+    return asked != 0;
   }
   // Blocks that other warpgroups need and this one does not.
   __device__ __forceinline__ void skip_blocks(int count) {
@@ -219,16 +251,21 @@ struct Consumer : Warpgroup {
       release_value();
     }
   }
-  // Takes tiles until one has a block for this warpgroup and starts its first scores. kRead: the
-  // first of them has been read already.
+  // Takes tiles until one has a block for this warpgroup and starts its first scores; `next` tells
+  // of the first of them. False: the work is done.
   enum Next { kUnread, kNone, kRead, kStarts };  // the tile after this one
-  __device__ __forceinline__ bool start_tile(bool is_read) {
+  __device__ __forceinline__ bool start_tile(Next next) {
     while (true) {
-      if (!is_read) {
+      if (next == kUnread) {
         wait_query();
-        if (!read_tile()) return false;
+        next = read_tile() ? kRead : kNone;
       }
-      is_read = false;
+      if (next == kNone) {
+        if (!repeats_remain()) return false;
+        next = kUnread;
+        continue;
+      }
+      next = kUnread;
       const Range all = walked();
       if (!own.empty()) {
         skip_blocks(all.end - own.end);
@@ -255,7 +292,7 @@ struct Consumer : Warpgroup {
     for (int i = 0; i < kTileKV / 2; ++i) scores[i] = 0.0f;
     clear_output();
 
-    if (!start_tile(false)) return;
+    if (!start_tile(kUnread)) return;
     while (true) {
       // The tile's first block: nothing to rescale.
       accept_scores();
@@ -321,10 +358,9 @@ struct Consumer : Warpgroup {
         repeat_rows(finished, nonfinite);
         clear_output();  // its registers were free meanwhile
       }
-      if (next == kNone) return;
       if (next != kStarts) {
         if (kBoundedBegin && next == kUnread) skip_blocks(own.begin - walked().begin);
-        if (!start_tile(next == kRead)) return;
+        if (!start_tile(next)) return;
       }
     }
   }

@@ -18,7 +18,8 @@ struct Warpgroup {
   Ring<kInfoStages> info_ring;
   Range own;      // blocks that this warpgroup's rows see
   Range full;     // of these, the ones that need no element test
-  int block = 0;  // the block that `scores` or `weights` belong to
+  bool repeated = false;  // the tile is walked a second time: a maximum in every block
+  int block = 0;     // the block that `scores` or `weights` belong to
   Scores scores;
   uint32 weights[kTileKV / 4];
   float output[kValueColumns / 2];
@@ -224,7 +225,7 @@ struct Warpgroup {
   }
   // Exponentials of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
-    if (softmax.is_started()) {
+    if (softmax.is_started(repeated)) {
       return softmax.extend<Element, kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit,
                                                   correction);
     }

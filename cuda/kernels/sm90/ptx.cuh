@@ -45,6 +45,13 @@ __device__ __forceinline__ Value uniform(Value value) {
 }
 __device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(threadIdx.x) / 32); }
 
+// This thread's lane, read from the special register at each use.
+__device__ __forceinline__ int fresh_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // The value as one that the compiler knows nothing of.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
