@@ -95,7 +95,7 @@ def arrive(address: str) -> str:
     return f'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"({address}) : "memory");'
 
 
-QUERY_EMPTY = "ptx::shared_address(&shared.query_empty[query_ring.stage][group])"
+QUERY_EMPTY = "ptx::shared_address(&shared.query_empty[query_stage()][group])"
 # (text, its replacement): each barrier counts lanes, a single arrival counts as 32.
 EVERY_LANE = (
     ('"r"(arrivals)', '"r"(32 * arrivals)'),

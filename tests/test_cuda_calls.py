@@ -116,7 +116,7 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
     assert main.entry == "flash_forward"
     assert main.grid == [min(SMS, query_tiles * batch * case.N // packed), 1, 1]
     assert main.block == [128 * (c["kConsumers"] + 1), 1, 1]
-    assert main.shared == 1024 + 128 * (
+    assert main.shared == 2048 + 128 * (
         c["kQueryStages"] * rows * boxes[0] + c["kStages"] * c["kTileKV"] * sum(boxes)
     )
 

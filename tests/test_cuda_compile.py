@@ -20,6 +20,8 @@ SEGMENTS = ("query_segments", "key_value_segments")
 FEATURES: dict[str, dict] = {
     "float16": {"dtype": "float16"},
     "causal segments": {"terms": SEGMENTS, "window": (None, 0)},
+    "lengths": {"terms": LENGTHS},
+    "window": {"window": (1024, 0)},
     "softcap": {"softcap": 30.0},
     "sinks": {"terms": ("sinks",)},
     "deterministic": {"deterministic": True},
@@ -39,6 +41,9 @@ def configurations() -> Iterator[tuple[str, Problem, Shapes]]:
         yield f"{dims[0]}/{dims[1]} causal", dataclasses.replace(PLAIN, window=(None, 0)), shapes
     for name, change in FEATURES.items():
         yield name, dataclasses.replace(PLAIN, **change), SHAPES
+    small = dataclasses.replace(SHAPES, head_dim=64, value_dim=64)
+    for name in ("causal segments", "softcap", "sinks", "lengths", "window", "everything"):
+        yield f"64/64 {name}", dataclasses.replace(PLAIN, **FEATURES[name]), small
     yield "grouped heads", PLAIN, dataclasses.replace(SHAPES, kv_heads=4)
     for dims in [(100, 100), (33, 7), (127, 120), (255, 255)]:
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])

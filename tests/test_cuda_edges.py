@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -109,6 +110,43 @@ def test_scores_that_rise_and_fall_from_block_to_block(dtype: str, slope: float)
     for x in ("query", "key"):
         arguments.arrays[x][..., 1:] = arguments.arrays[x][..., 1:] * np.float32(0.1)
     arguments.arrays["key"][..., 0] = ramp[:, None].astype(DTYPES[dtype])
+    compare(arguments, arguments.run("cuda"))
+
+
+OVERFLOWING = (  # logits that differ by several hundred within a row: weights beyond 2^128
+    C("full", H=128, T=400, S=900, N=4, K=2),
+    C("causal", H=64, T=900, S=900, causal=True, batch=(5,)),
+    C("wide", H=256, T=500, S=700, N=3, causal=True),
+    C("heads packed", H=128, T=9, S=3000, N=16, K=2),
+    C("segments", H=64, T=700, S=700, segments="packed", causal=True),
+    C("returning", H=128, T=700, S=700, segments="returning"),
+    C("window lengths", H=64, T=600, S=700, window=(300, 20), kv_lengths=(700, 333)),
+    C("sinks", H=128, T=300, S=900, sinks=True),
+    C("softcap", H=64, T=300, S=900, softcap=800.0),
+    C("unaligned", H=100, T=300, S=500, causal=True),
+)
+
+
+@pytest.mark.parametrize("case", OVERFLOWING, ids=lambda case: case.name.replace(" ", "-"))
+def test_tiles_with_rows_that_overflow(case: Case):
+    arguments = dataclasses.replace(case, spread=150.0, with_lse=True).draw()
+    compare(arguments, arguments.run("cuda"))
+
+
+@pytest.mark.parametrize("size", [4.0, 0.125])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_sums_that_overflow_between_the_threads_of_a_row(dim: int, size: float):
+    """Two weights of 2^127 in different threads, then a block that makes the row's base rise."""
+    case = Case("quad", T=70, S=384, H=dim, N=1, dtype=HALF, scale=math.log(2), with_lse=True)
+    arguments = case.draw()
+    for x in ("query", "key"):
+        arguments.arrays[x][...] = 0
+    arguments.arrays["query"][..., 0] = 1
+    arguments.arrays["key"][:, [200, 202, 204], :, 0] = 207
+    arguments.arrays["key"][:, 10, :, 0] = 130
+    arguments.arrays["value"][...] = np.abs(arguments.arrays["value"]) * np.asarray(
+        size, arguments.arrays["value"].dtype
+    )
     compare(arguments, arguments.run("cuda"))
 
 

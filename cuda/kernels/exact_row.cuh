@@ -50,8 +50,8 @@ __device__ __forceinline__ bool is_open(float result, float sum) {
 
 // Adds the values that are not finite, of the keys in `keys` that visible(key) admits, to `sum`,
 // until it is NaN or infinite wherever the row's `result` is: then it returns true, the visible
-// values explain the result. The whole warp takes part; lane l holds columns l, l + 32, ... Most often the first
-// keys decide.
+// values explain the result. The whole warp takes part; lane l holds columns l, l + 32, ... Most
+// often the first keys decide.
 template <class Element, int kValueDim, class Visible, int kColumns>
 __device__ __forceinline__ bool explain_nan(const float (&result)[kColumns], const void* value,
                                             long long value_index, long long value_stride,

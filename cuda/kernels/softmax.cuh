@@ -12,9 +12,6 @@ inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
 inline constexpr float kNegativeInfinity = -kInfinity;
 // A block whose weights are this many times the sum before it counts as one that may decide a row.
 inline constexpr float kDecisive = 4.0f;
-// A sum of weights beyond which they are too far above their base: values up to 2^28 times as large
-// as a weight stay in range. Sums end below 2^30 as long as bases rise in time.
-inline constexpr float kOverflow = 0x1p100f;
 
 // 2^x by a cubic on the FMA units, relative error 9e-5 (bf16 weights round at 2e-3, fp16
 // at 2.4e-4): relieves the 16 exp2 per cycle of the special-function units. NaN stays NaN; below
@@ -115,7 +112,8 @@ struct SoftmaxState {
       }
     }
   }
-  // True if every row of the warp has a base, and unless each block is to be searched for a maximum.
+  // True if every row of the warp has a base, and unless each block is to be searched for a
+  // maximum.
   __device__ __forceinline__ bool is_started(bool searches) const {
     const bool started = base[0] != kNegativeInfinity && base[1] != kNegativeInfinity;
     return __all_sync(0xffffffffu, started && !searches);
@@ -124,8 +122,8 @@ struct SoftmaxState {
   // Every other block: no maximum, which saves a quarter of the softmax's instructions. If a
   // thread's sum passes `limit`, its rows' bases rise by a whole number and the exponentials are
   // scaled down by that power of two. Returns true if results have to be multiplied by
-  // `correction`. A score more than 128 above the base overflows, and its row is computed again at
-  // the end.
+  // `correction`. A score more than 128 above the base overflows, the sum stays infinite, and the
+  // tile is walked again.
   template <class Element, int kPolynomial, int kCount>
   __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, int headroom,
                                          float limit, float (&correction)[2]) {
@@ -149,6 +147,8 @@ struct SoftmaxState {
           // Infinity (exponent 128) stays; 126: the factor is a normal number.
           const bool rises = total > limit && exponent < 128;
           const int rise = rises ? min(exponent + headroom, 126) : 0;
+          // What overflowed only across the quad stays so: the output may have overflowed with it.
+          if (exponent == 128) added[row] = total;
           correction[row] = ptx::power_of_two(-rise);
           base[row] += rise;
           added[row] *= correction[row];
@@ -199,8 +199,7 @@ struct SoftmaxState {
     }
     float largest = base[row];
     float factor = 1.0f;
-    // So large a sum may have overflowed in the output already; with a sink it could become NaN.
-    const bool overflowed = total > kOverflow;
+    const bool overflowed = total == kInfinity;  // with a sink it could become NaN
     if constexpr (kHasSink) {
       const float with_sink = fmaxf(largest, sink);
       factor = ptx::exp2_approx(largest - with_sink);

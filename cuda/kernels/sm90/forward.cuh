@@ -24,7 +24,7 @@
 //   int kPolynomial           every kPolynomial-th exponential on the FMA units, 0 = none
 //   int kProducerRegisters, kConsumerRegisters
 // Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
-//   + kStages * kTileKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 1024 bytes.
+//   + kStages * kTileKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 2048 bytes.
 #pragma once
 
 #include "sm90/forward_load.cuh"

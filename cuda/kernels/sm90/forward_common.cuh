@@ -42,8 +42,8 @@ inline constexpr int kValueBytes = kValueBoxes * kTileKV * kBoxRowBytes;
 inline constexpr int kLoadRows = kTileKV / kClusterSize;  // keys that this CTA loads of each block
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr int kLoadWarps = kTmaLoads ? 1 : 4;  // each arrives when its part is there
-// A tile's description outlives its Q buffer by the epilogue: one slot more.
-inline constexpr int kInfoStages = kQueryStages + 1;
+// A tile's description outlives its Q buffer by the epilogue: a slot more, at least.
+inline constexpr int kInfoStages = 2 * kQueryStages;
 // The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may reach
 // kSumLimit before the base of its row rises: float16 weights have to stay below 65504, bfloat16
 // has the range of float32.
@@ -52,6 +52,10 @@ inline constexpr float kSumLimit = kBFloat16 ? 0x1p-64f : 0x1p15f;
 // The last output of a tile starts before the next tile is looked at: 4% at T 512 for narrow
 // values; wide ones lack the registers for it (12% slower).
 inline constexpr bool kEarlyOutput = kValueDim <= 128;
+// Three warpgroups have 160 registers a thread. Features that take some need those of the weights
+// back before a softmax: the product with the values is waited for together with the scores.
+inline constexpr bool kDrains = kConsumers == 3 && (kHasSegments || kWindowLeft || kSoftcap ||
+                                                    kHasQueryLengths || kHasKeyValueLengths);
 inline constexpr uint16 kAllRanks = (1 << kClusterSize) - 1;
 // A warpgroup's blocks may begin after the first one of its tile.
 inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments;
@@ -95,8 +99,8 @@ struct alignas(1024) Shared {
   // Numbers of coming tiles that rank 0 of a cluster took for all: two in flight.
   unsigned long long number_full[2], number_empty[2];
   uint32 number[2];
-  int block_list[kStages];  // the block in each key buffer, with segments
-  int repeats[kRepeatSlots];  // tiles to walk again: ~number, or 0
+  int block_list[kStages];      // the block in each key buffer, with segments
+  int repeats[kRepeatSlots];    // tiles to walk again: ~number, or 0
   unsigned long long finished;  // all consumer warps have seen the last tile, and what is to repeat
 
   // The slots of `repeats` in use, a bit each; `mine`: the slot of this lane's number. All lanes.

@@ -10,12 +10,12 @@ struct Producer {
   const ForwardParams& p;
   Shared& shared;
   const uint32 rank;
-  Ring<kStages> ring;  // of K and V alike: each block takes one stage of both
-  uint32 tiles = 0;  // handed over: one register for the positions in two rings
+  Ring<kStages, false> ring;  // of K and V alike: each block takes one stage of both
+  uint32 tiles = 0;           // handed over: one register for the positions in two rings
   Ring<2> number_ring;
   int next_number = 0;
 
-  // Read afresh each time: it, and what depends on it, would be kept in registers that are not there.
+  // Read at each use: what depends on it would be kept in registers that are not there.
   __device__ __forceinline__ int lane() const { return ptx::fresh_lane(); }
   // The lane that talks to barriers and TMA.
   __device__ __forceinline__ bool is_leader() const { return threadIdx.x == 0; }
@@ -32,18 +32,18 @@ struct Producer {
   // The answer, in all lanes.
   __device__ __forceinline__ int receive_number() {
     if constexpr (kDynamic && kClusterSize > 1) {
-      const int slot = number_ring.stage;
+      const int slot = number_ring.stage();
       if (is_leader()) {
         if (rank == 0) {
           ptx::barrier_wait_cluster(ptx::shared_address(&shared.number_empty[slot]),
-                                    number_ring.parity ^ 1);
+                                    number_ring.parity() ^ 1);
           ptx::store_remote_async(
               ptx::map_to_rank(ptx::shared_address(&shared.number[slot]), 1), next_number,
               ptx::map_to_rank(ptx::shared_address(&shared.number_full[slot]), 1));
         } else {
           const uint32 barrier = ptx::shared_address(&shared.number_full[slot]);
           ptx::barrier_arrive_expect(barrier, 4);
-          ptx::barrier_wait_cluster(barrier, number_ring.parity);
+          ptx::barrier_wait_cluster(barrier, number_ring.parity());
           next_number = ptx::load_shared(ptx::shared_address(&shared.number[slot]));
           ptx::barrier_arrive_remote(ptx::shared_address(&shared.number_empty[slot]), 0);
         }
@@ -69,7 +69,7 @@ struct Producer {
   // Whether tiles are to be walked again after the last one.
   __device__ __forceinline__ bool repeats_remain() {
     if constexpr (!kRepeats) return false;
-    // Of the second end nothing needs to be known: who walks again asks for no third walk.
+    // At the second end it has completed before: nobody asks for a third walk.
     ptx::barrier_wait(ptx::shared_address(&shared.finished), 0);
     int mine;
     return shared.tiles_to_repeat(lane(), mine) != 0;
@@ -121,9 +121,9 @@ struct Producer {
     }
   }
   __device__ __forceinline__ void load_key(int head, int block, int batch) {
-    const int stage = ring.stage;
+    const int stage = ring.stage();
     if (loads()) {
-      wait_empty(&shared.key_empty[stage], ring.parity);
+      wait_empty(&shared.key_empty[stage], ring.parity());
       if constexpr (kHasSegments) {
         if (kTmaLoads || is_leader()) shared.block_list[stage] = block;
       }
@@ -132,9 +132,9 @@ struct Producer {
     }
   }
   __device__ __forceinline__ void load_value(int head, int block, int batch) {
-    const int stage = ring.stage;
+    const int stage = ring.stage();
     if (loads()) {
-      wait_empty(&shared.value_empty[stage], ring.parity);
+      wait_empty(&shared.value_empty[stage], ring.parity());
       load_block<kValueDim>(p.value, p.value_data, shared.value[stage], &shared.value_full[stage],
                             head, block, batch);
     }

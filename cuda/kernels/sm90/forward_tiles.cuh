@@ -58,7 +58,7 @@ struct Consumer : Warpgroup {
   }
   __device__ __forceinline__ int64 out_index(const TileInfo& t, int query, int head) const {
     const int64 row = static_cast<int64>(t.batch) * p.query_len + query;
-    return (row * p.query_heads + head) * kValueDim;
+    return (row * p.query_heads + static_cast<uint32>(head)) * kValueDim;
   }
   __device__ __forceinline__ int64 lse_index(const TileInfo& t, int query, int head) const {
     return (static_cast<int64>(t.batch) * p.query_heads + head) * p.query_len + query;
@@ -219,14 +219,19 @@ struct Consumer : Warpgroup {
   // -- tiles --
   // Reads the tile whose Q has arrived. False: there is none.
   __device__ __forceinline__ bool read_tile() {
-    info_ring.advance();
+    ++tiles;
     const TileInfo& t = tile();
     if (ptx::uniform(t.batch) < 0) return false;
-    own = {kBoundedBegin ? ptx::uniform(t.own.begin) : 0, ptx::uniform(t.own.end)};
+    first = kBoundedBegin ? ptx::uniform(t.own.begin) : 0;
     full = {kBoundedBegin ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
-    block = own.end - 1;
+    block = ptx::uniform(t.own.end) - 1;
     repeated = ptx::uniform(t.number) < 0;
     return true;
+  }
+  // Of a tile that has just been read.
+  __device__ __forceinline__ bool sees_nothing() const { return block < first; }
+  __device__ __forceinline__ bool starts_now() const {
+    return !sees_nothing() && block + 1 == walked().end;
   }
   // After the last tile: are there tiles to walk again? All consumers decide by the same slots,
   // before the producer takes from them.
@@ -267,8 +272,8 @@ struct Consumer : Warpgroup {
       }
       next = kUnread;
       const Range all = walked();
-      if (!own.empty()) {
-        skip_blocks(all.end - own.end);
+      if (!sees_nothing()) {
+        skip_blocks(all.end - 1 - block);
         wait_key();
         begin_scores(scores);
         ptx::wgmma_wait<0>();
@@ -305,16 +310,22 @@ struct Consumer : Warpgroup {
       // Per block: the next block's scores start before this block's output, the exponentials
       // of the next block run beside it.
       while (!is_last()) {
-        const int value_block = block;
+        if constexpr (kDrains) {  // while the registers of the scores are free
+          wait_value();
+          sanitise_value(block);
+        }
         wait_key();
         wait_turn();
         begin_scores(scores);
-        wait_value();
-        sanitise_value(value_block);
+        if constexpr (!kDrains) {
+          wait_value();
+          sanitise_value(block);
+        }
         begin_output(accumulate);
         pass_turn();
         accumulate = 1;
-        ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<kDrains ? 0 : 1>();
+        if constexpr (kDrains) ptx::pin(output);
         --block;
         accept_scores();
         release_scores();
@@ -333,11 +344,11 @@ struct Consumer : Warpgroup {
       sanitise_value(block);
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
       const TileInfo& finished = tile();
-      const bool ends = !kBoundedBegin || own.begin == walked().begin;  // no blocks to skip
+      const bool ends = !kBoundedBegin || first == walked().begin;  // no blocks to skip
       Next next = kUnread;
       uint32 nonfinite;
       if (ends && query_and_key_are_ready()) {
-        next = !read_tile() ? kNone : !own.empty() && own.end == walked().end ? kStarts : kRead;
+        next = !read_tile() ? kNone : starts_now() ? kStarts : kRead;
       }
       if (next == kStarts) {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
@@ -359,7 +370,7 @@ struct Consumer : Warpgroup {
         clear_output();  // its registers were free meanwhile
       }
       if (next != kStarts) {
-        if (kBoundedBegin && next == kUnread) skip_blocks(own.begin - walked().begin);
+        if (kBoundedBegin && next == kUnread) skip_blocks(first - walked().begin);
         if (!start_tile(next)) return;
       }
     }

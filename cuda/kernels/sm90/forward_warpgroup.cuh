@@ -14,12 +14,11 @@ struct Warpgroup {
   Shared& shared;
   const int group;  // warpgroup among the consumers
   Ring<kStages> key_ring, value_ring;
-  Ring<kQueryStages> query_ring;
-  Ring<kInfoStages> info_ring;
-  Range own;      // blocks that this warpgroup's rows see
-  Range full;     // of these, the ones that need no element test
-  bool repeated = false;  // the tile is walked a second time: a maximum in every block
-  int block = 0;     // the block that `scores` or `weights` belong to
+  uint32 tiles = 0;       // read so far
+  int first;              // the lowest block that this warpgroup's rows see, the last one it walks
+  Range full;             // blocks that need no element test
+  bool repeated = false;  // the tile's second walk: a maximum in every block
+  int block = 0;          // the block that `scores` or `weights` belong to
   Scores scores;
   uint32 weights[kTileKV / 4];
   float output[kValueColumns / 2];
@@ -30,8 +29,7 @@ struct Warpgroup {
   // The same, read again instead of kept in a register between the ends of tiles.
   __device__ __forceinline__ int fresh_lane() const { return ptx::opaque(threadIdx.x) % 32; }
   __device__ __forceinline__ const TileInfo& tile() const {
-    const int next = info_ring.stage;
-    return shared.tiles[next == 0 ? kInfoStages - 1 : next - 1][group];
+    return shared.tiles[(tiles - 1) % kInfoStages][group];
   }
   // Packed row of this thread, row = 0 or 1.
   __device__ __forceinline__ int packed_row(const TileInfo& t, int row) const {
@@ -55,38 +53,43 @@ struct Warpgroup {
       if (lane() == 0) ptx::barrier_arrive(ptx::shared_address(barrier));
     }
   }
-  __device__ __forceinline__ unsigned long long* query_full() const {
-    return &shared.query_full[query_ring.stage][group];
+  // The stages of the current tile's queries, and of the next tile's.
+  __device__ __forceinline__ int query_stage() const { return (tiles - 1) % kQueryStages; }
+  __device__ __forceinline__ int next_query_stage() const { return tiles % kQueryStages; }
+  __device__ __forceinline__ uint32 next_query_parity() const { return tiles / kQueryStages & 1; }
+  __device__ __forceinline__ unsigned long long* next_query_full() const {
+    return &shared.query_full[next_query_stage()][group];
   }
   __device__ __forceinline__ unsigned long long* key_full() const {
-    return &shared.key_full[key_ring.stage];
+    return &shared.key_full[key_ring.stage()];
   }
   __device__ __forceinline__ void wait_query() const {
-    ptx::barrier_wait(ptx::shared_address(query_full()), query_ring.parity);
+    ptx::barrier_wait(ptx::shared_address(next_query_full()), next_query_parity());
   }
   __device__ __forceinline__ void wait_key() const {
-    ptx::barrier_wait(ptx::shared_address(key_full()), key_ring.parity);
+    ptx::barrier_wait(ptx::shared_address(key_full()), key_ring.parity());
   }
   __device__ __forceinline__ bool query_and_key_are_ready() const {
-    return ptx::uniform(ptx::barrier_test(ptx::shared_address(query_full()), query_ring.parity) &&
-                        ptx::barrier_test(ptx::shared_address(key_full()), key_ring.parity));
+    return ptx::uniform(
+        ptx::barrier_test(ptx::shared_address(next_query_full()), next_query_parity()) &&
+        ptx::barrier_test(ptx::shared_address(key_full()), key_ring.parity()));
   }
   __device__ __forceinline__ void release_key() {
-    release(&shared.key_empty[key_ring.stage]);
+    release(&shared.key_empty[key_ring.stage()]);
     key_ring.advance();
   }
   __device__ __forceinline__ void wait_value() const {
-    ptx::barrier_wait(ptx::shared_address(&shared.value_full[value_ring.stage]), value_ring.parity);
+    ptx::barrier_wait(ptx::shared_address(&shared.value_full[value_ring.stage()]),
+                      value_ring.parity());
   }
   __device__ __forceinline__ void release_value() {
-    release(&shared.value_empty[value_ring.stage]);
+    release(&shared.value_empty[value_ring.stage()]);
     value_ring.advance();
   }
   __device__ __forceinline__ void release_query() {
     if (lane() == 0) {
-      ptx::barrier_arrive(ptx::shared_address(&shared.query_empty[query_ring.stage][group]));
+      ptx::barrier_arrive(ptx::shared_address(&shared.query_empty[query_stage()][group]));
     }
-    query_ring.advance();
   }
   // Turns at the tensor cores: every warpgroup takes one per block of the tile, also for blocks
   // that it skips.
@@ -106,14 +109,14 @@ struct Warpgroup {
   __device__ __forceinline__ void begin_scores(Scores& scores) const {
     ptx::wgmma_fence();
     issue_scores<Element, kHeadDim, kGroupRows, kTileKV>(
-        scores, ptx::shared_address(shared.query[query_ring.stage][group]),
-        ptx::shared_address(shared.key[key_ring.stage]));
+        scores, ptx::shared_address(shared.query[query_stage()][group]),
+        ptx::shared_address(shared.key[key_ring.stage()]));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
     ptx::wgmma_fence();
-    issue_output<Element, kTileKV>(output, weights,
-                                   ptx::shared_address(shared.value[value_ring.stage]), accumulate);
+    issue_output<Element, kTileKV>(
+        output, weights, ptx::shared_address(shared.value[value_ring.stage()]), accumulate);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_last_output(int accumulate) {
@@ -125,7 +128,7 @@ struct Warpgroup {
   __device__ __forceinline__ void accept_scores() {
     ptx::pin(scores);
     if constexpr (kHasSegments) {
-      block = ptx::uniform(shared.block_list[key_ring.stage]);
+      block = ptx::uniform(shared.block_list[key_ring.stage()]);
     }
   }
   // Gives the operands of the scores back.
@@ -133,7 +136,7 @@ struct Warpgroup {
     release_key();
     if (is_last()) release_query();
   }
-  __device__ __forceinline__ bool is_last() const { return block == own.begin; }
+  __device__ __forceinline__ bool is_last() const { return block == first; }
 
   // -- scores to weights --
   __device__ __forceinline__ void mask_scores(Scores& scores) const {
@@ -218,14 +221,14 @@ struct Warpgroup {
     } else if constexpr (kPreScale) {
       apply_scale(scores, p.scale);
     }
-    // With segments there is no register left to hold the range at wide heads.
-    const Range untested = kHasSegments ? tile().full : full;
+    // There is no register left to hold the range with segments at wide heads, or if kDrains.
+    const Range untested = kHasSegments || kDrains ? tile().full : full;
     const bool is_full = block < untested.end && (!kBoundedBegin || block >= untested.begin);
     if (!is_full) mask_scores(scores);
   }
   // Exponentials of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
-    if (softmax.is_started(repeated)) {
+    if (softmax.is_started(kDrains ? tile().number < 0 : repeated)) {
       return softmax.extend<Element, kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit,
                                                   correction);
     }
@@ -252,7 +255,7 @@ struct Warpgroup {
     if constexpr (kHasKeyValueLengths) {
       const int valid = tile().kv_length - value_block * kTileKV;
       if (valid >= kTileKV) return;
-      const uint32 base = ptx::shared_address(shared.value[value_ring.stage]);
+      const uint32 base = ptx::shared_address(shared.value[value_ring.stage()]);
       const int pieces = (kTileKV - valid) * (kBoxRowBytes / 16);
       for (int i = threadIdx.x % 128; i < pieces * kValueBoxes; i += 128) {
         const int box = i / pieces;

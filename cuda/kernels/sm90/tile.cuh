@@ -11,16 +11,25 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
 // A position in a ring of kStages buffers and the parity of its barriers' current phase.
-template <int kStages>
+template <int kStages, bool kPowerOfTwo = (kStages & (kStages - 1)) == 0>
 struct Ring {
-  int stage = 0;
-  ptx::uint32 parity = 0;
+  int at = 0;
+  ptx::uint32 phase = 0;
+  __device__ __forceinline__ int stage() const { return at; }
+  __device__ __forceinline__ ptx::uint32 parity() const { return phase; }
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
+    if (++at == kStages) {
+      at = 0;
+      phase ^= 1;
     }
   }
+};
+template <int kStages>
+struct Ring<kStages, true> {  // one register
+  ptx::uint32 passed = 0;
+  __device__ __forceinline__ int stage() const { return passed % kStages; }
+  __device__ __forceinline__ ptx::uint32 parity() const { return passed / kStages & 1; }
+  __device__ __forceinline__ void advance() { ++passed; }
 };
 
 // scores[64, N] = q[64, kDim] k[N, kDim]^T, both K-major; issues, does not wait.
