@@ -13,9 +13,7 @@ CHUNK = 1024  # queries at a time: [CHUNK, T] in float64 is 128 MB at T = 16384
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def errors(
-    cell: Cell, inputs: tuple[np.ndarray, ...], results: tuple[Any, ...]
-) -> dict[str, float]:
+def errors(cell: Cell, inputs: tuple[Any, ...], results: tuple[Any, ...]) -> dict[str, float]:
     """Compares results with float64: norm of the difference over norm, by name.
 
     Args:

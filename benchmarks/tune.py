@@ -1,11 +1,12 @@
-"""Builds, checks and times variants of the forward kernel's tiles on the GPU that is present.
+"""Builds, checks and times variants of one pass's tiles on the GPU that is present.
 
 Every variant goes through the package: the sources of cuda/kernels, the run-time compiler, the
-custom call. A result is compared with float64 attention on a few rows; times are medians, taken in
-turns so that a clock that drifts hits all variants alike. The table comes last.
+custom call. Results are compared with float64 attention; times are medians, taken in turns so that
+a clock that drifts hits all variants alike. The table comes last.
 
     python benchmarks/tune.py --head-dim 128 --length 512 1024 --causal \\
         --set tile_kv=112 --set "stages=3 query_stages=1" --set dynamic=False
+    python benchmarks/tune.py --pass backward --set reads_ahead=False --set head_group=2
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,13 +28,14 @@ from jax_flash import _tiles
 
 ROUNDS = 5  # turns of every variant
 SECONDS = 0.02  # of one turn
-ROWS = 64  # queries that are checked
+CHOOSERS = {"forward": "choose_tiles", "backward": "choose_backward_tiles"}  # of _tiles, by pass
 
 
 def main() -> None:
     """Times the variants of every cell and prints one table."""
     options = parse()
-    chosen = _tiles.choose_tiles
+    chooser = CHOOSERS[options.which]
+    chosen = getattr(_tiles, chooser)
     rows = []
     for length in options.length:
         cell = shapes.Cell(
@@ -45,30 +48,24 @@ def main() -> None:
         )
         rng = np.random.default_rng(length)
         shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
-        q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(3))
+        inputs = tuple(jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(4))
         calls = {}
         for text in ["", *options.set]:
             changes = dict(read(word) for word in text.split())
-            _tiles.choose_tiles = functools.partial(choose_changed, chosen, changes)
-            # A function of its own per variant: jit would take the first one's compilation.
-            attend = jax.jit(
-                functools.partial(
-                    jax_flash.flash_attention, is_causal=options.causal, backend="cuda"
-                )
-            )
+            setattr(_tiles, chooser, functools.partial(choose_changed, chosen, changes))
             try:
-                calls[text or "as chosen"] = attend.lower(q, k, v).compile()
+                calls[text or "as chosen"] = build(options.which, cell, *inputs)
             except ValueError as error:
                 rows.append(f"{cell.name:24s} {text:40s} {error}")
-        _tiles.choose_tiles = chosen
+        setattr(_tiles, chooser, chosen)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(ROUNDS):
             for name, call in calls.items():
-                times[name].append(seconds(call, q, k, v))
+                times[name].append(seconds(call))
         for name, call in calls.items():
             median = statistics.median(times[name])
-            error = error_of(np.asarray(call(q, k, v)[0], np.float64), q, k, v, cell.causal)
-            rate = cell.flops("forward") / median / 1e12
+            error = max(exact.errors(cell, inputs, call()).values())
+            rate = operations(options.which, cell) / median / 1e12
             rows.append(
                 f"{cell.name:24s} {name:40s} {1e3 * median:8.3f} ms {rate:5.0f} {error:.1e}"
             )
@@ -78,16 +75,37 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pass", choices=CHOOSERS, default="forward", dest="which")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--length", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--set", action="append", default=[], help="fields of ForwardTiles")
+    parser.add_argument("--set", action="append", default=[], help="fields of the pass's tiles")
     return parser.parse_args()
 
 
+def build(
+    which: str, cell: shapes.Cell, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array
+) -> Callable[[], tuple[jax.Array, ...]]:
+    """Compiles one pass for the tiles that are chosen now: a call for out, and dq, dk and dv."""
+    # A function of its own per variant: jit would take the first one's compilation.
+    attend = functools.partial(jax_flash.flash_attention, is_causal=cell.causal, backend="cuda")
+    if which == "forward":
+        forward = jax.jit(attend).lower(q, k, v).compile()
+        return lambda: (forward(q, k, v),)
+    out, pullback = jax.vjp(attend, q, k, v)
+    backward = jax.jit(lambda pullback, dout: pullback(dout)).lower(pullback, dout).compile()
+    return lambda: (out, *backward(pullback, dout))
+
+
+def operations(which: str, cell: shapes.Cell) -> float:
+    """Counts the floating-point operations of one pass."""
+    forward = cell.flops("forward")
+    return forward if which == "forward" else cell.flops("training") - forward
+
+
 def choose_changed(
-    choose: Callable[..., _tiles.ForwardTiles], changes: dict[str, Any], *arguments: Any
-) -> _tiles.ForwardTiles:
+    choose: Callable[..., _tiles.Tiles], changes: dict[str, Any], *arguments: Any
+) -> _tiles.Tiles:
     """Chooses tiles for (problem, shapes, gpu) and changes some fields.
 
     Raises:
@@ -100,33 +118,20 @@ def choose_changed(
 
 
 def read(word: str) -> tuple[str, Any]:
-    """Reads "field=value" with the type that the field of ForwardTiles has."""
+    """Reads "field=value" with the type that the field has."""
     name, value = word.split("=")
     return name, value == "True" if value in ("True", "False") else int(value)
 
 
-def seconds(call: Any, *arrays: jax.Array) -> float:
+def seconds(call: Callable[[], tuple[jax.Array, ...]]) -> float:
     """Returns the time of one call, over as many as fill SECONDS."""
-    jax.block_until_ready(call(*arrays))
+    jax.block_until_ready(call())
     start = time.perf_counter()
-    jax.block_until_ready(call(*arrays))
+    jax.block_until_ready(call())
     count = max(3, int(SECONDS / (time.perf_counter() - start)))
     start = time.perf_counter()
-    jax.block_until_ready([call(*arrays) for _ in range(count)][-1])
+    jax.block_until_ready([call() for _ in range(count)][-1])
     return (time.perf_counter() - start) / count
-
-
-def error_of(out: np.ndarray, q: Any, k: Any, v: Any, causal: bool) -> float:
-    """Relative error of ROWS rows of the first head of `out` [T, N, Hv] against float64."""
-    length = out.shape[0]
-    rows = np.linspace(0, length - 1, min(ROWS, length)).astype(int)
-    q64, k64, v64 = (np.asarray(x[0, :, 0], np.float64) for x in (q, k, v))
-    logits = q64[rows] @ k64.T / np.sqrt(q64.shape[-1])
-    if causal:
-        logits[np.arange(length)[None] > rows[:, None]] = -np.inf
-    weights = np.exp(logits - logits.max(1, keepdims=True))
-    exact = weights @ v64 / weights.sum(1, keepdims=True)
-    return float(np.linalg.norm(out[rows, 0] - exact) / np.linalg.norm(exact))
 
 
 if __name__ == "__main__":

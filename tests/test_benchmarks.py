@@ -1,6 +1,7 @@
 """What the GPU benchmark measures and shows; its numbers need a GPU."""
 
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import train_step  # noqa: E402
 import tune  # noqa: E402
 from shapes import Cell  # noqa: E402
 
+import jax_flash  # noqa: E402
 from jax_flash import _tiles  # noqa: E402
 from jax_flash._problem import Problem, Shapes  # noqa: E402
 
@@ -148,3 +150,29 @@ def test_tuned_variants_fit_the_gpu():
     assert (tiles.stages, tiles.query_stages, tiles.dynamic) == (2, 2, False)
     with pytest.raises(ValueError, match="needs 264192 of 232448 bytes"):
         tune.choose_changed(_tiles.choose_tiles, {"query_stages": 2}, *arguments)
+    tiles = tune.choose_changed(
+        _tiles.choose_backward_tiles, {"reads_ahead": False, "head_group": 3}, *arguments
+    )
+    assert (tiles.reads_ahead, tiles.head_group) == (False, 3)
+    with pytest.raises(ValueError, match="needs 247808 of 232448 bytes"):
+        tune.choose_changed(_tiles.choose_backward_tiles, {"score_stages": 5}, *arguments)
+
+
+@pytest.mark.parametrize("which", tune.CHOOSERS)
+def test_tuned_passes_are_checked(which: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    def attend(*arrays, backend, **options):
+        assert backend == "cuda"
+        return jax_flash.flash_attention(*arrays, backend="xla", **options)
+
+    monkeypatch.setattr(tune, "jax_flash", types.SimpleNamespace(flash_attention=attend))
+    monkeypatch.setattr(tune, "SECONDS", 0)
+    monkeypatch.setattr(shapes, "TOKENS", 64)
+    monkeypatch.setattr(shapes, "MODEL_DIM", 32)
+    arguments = ["--pass", which, "--head-dim", "16", "--length", "32", "--causal"]
+    monkeypatch.setattr(sys, "argv", ["tune.py", *arguments, "--set", "stages=3"])
+    chosen = getattr(_tiles, tune.CHOOSERS[which])
+    tune.main()
+    assert getattr(_tiles, tune.CHOOSERS[which]) is chosen
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert ["as chosen" in rows[0], "stages=3" in rows[1], len(rows)] == [True, True, 2]
+    assert all(0 < float(row.split()[-1]) < 1e-2 for row in rows)
