@@ -25,6 +25,7 @@ FEATURES: dict[str, dict] = {
     "softcap": {"softcap": 30.0},
     "sinks": {"terms": ("sinks",)},
     "deterministic": {"deterministic": True},
+    "deterministic segments": {"deterministic": True, "terms": SEGMENTS, "window": (None, 0)},
     "everything": {
         "window": (1024, 0),
         "bottom_right": True,

@@ -75,6 +75,9 @@ SHAPES = (
           ("documents", 128, 1300, 1300, True, {"N": 4, "K": 1, "deterministic": True}),
           ("documents", 192, 900, 500, False, {"Hv": 128, "window": (40, 90)}),
           ("documents", 256, 500, 900, True, {"align": BOTTOM_RIGHT, "softcap": 5.0}),
+          ("documents", 256, 900, 900, True, {"N": 4, "K": 2, "deterministic": True}),
+          ("returning", 192, 700, 500, False,
+           {"Hv": 128, "window": (250, None), "deterministic": True}),
           ("documents", 128, 9, 900, False, {"N": 16, "K": 1, "sinks": True}),
       ]),
     # Rows with nothing to see.

@@ -44,6 +44,7 @@ LARGE = (
     large("gqa causal", H=128, K=2, causal=True, with_lse=True),
     large("mqa", K=1, T=777, S=1291, H=96),
     large("segments causal", H=128, T=1501, S=1501, segments="packed", causal=True),
+    large("segments documents", H=256, T=1501, S=1501, segments="documents", causal=True),
     large("segments shuffled softcap", segments="shuffled", softcap=5.0),
     large("lengths bottom right", H=128, q_lengths=(1000, 600, 77), kv_lengths=(900, 1000, 333),
           causal=True, align="bottom_right"),

@@ -78,6 +78,7 @@ __device__ __forceinline__ Range narrow_by_segments(const BackwardParams& p, int
                                                     Range blocks) {
   const int2 keys = key_segment_range(p, batch, key0 / kKeys);
   Range met{blocks.end, 0};
+#pragma unroll kDeterministic ? 1 : 4  // few registers are left beside the turns
   for (int base = blocks.begin; base < blocks.end; base += 32) {
     const int m = min(base + static_cast<int>(threadIdx.x) % 32, blocks.end - 1);
     const int2 queries = query_segment_range(p, batch, m);

@@ -95,19 +95,19 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer, 
 // The query block before the current one, whose dQ is still to be computed.
 struct Last {
   int block;   // index of [B, N, block]
-  bool first;  // no other unit adds to it before this one, deterministic mode
+  bool first;  // as of `adds_first`
 };
 __device__ __forceinline__ Last last_of(const BackwardParams& p, const volatile UnitRecord& u,
                                         const Walk& walk) {
-  return {walk.block, kDeterministic && ptx::uniform(turn_of(p, u, walk.m0) == 0)};
+  return {walk.block, adds_first(p, u, walk.m0)};
 }
 
 // Adds the half of dQ of the `iteration`-th query block to the sum.
 __device__ __forceinline__ void add_dq(const BackwardParams& p, const float (&dq)[kDqValues],
                                        uint32 iteration, Last last, int which) {
-  take_turn(iteration, which);
+  const int turn = take_turn(iteration, which, last.first);
   add_fragments(p.dq_sum + static_cast<int64>(last.block) * kBlockFloats + which * 128 * kDqValues,
-                dq, last.first);
+                dq, turn);
   end_turn(iteration, which);
 }
 

@@ -13,7 +13,8 @@ inline constexpr int kBoxQ = kQueries * kBoxRowBytes;
 
 // Shared memory: barriers and units, then tiles. The main kernel goes on at kAtOwn.
 inline constexpr int kAtBarriers = 0;
-inline constexpr int kAtUnits = 512;  // UnitRecord[2]
+inline constexpr int kAtUnits = 512;             // UnitRecord[2]
+inline constexpr int kAtTurns = kAtUnits + 128;  // int[kTurns]
 inline constexpr int kAtK = 1024;
 inline constexpr int kAtV = kAtK + kHeadBoxes * kBoxK;
 inline constexpr int kAtQ = kAtV + kValueBoxes * kBoxK;
@@ -32,7 +33,7 @@ inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 inline constexpr int kAskAhead = 2;
 
 inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
-static_assert(kTurnParts <= kTurns);
+static_assert(kTurnParts <= kTurns && kAtTurns + 4 * kTurns <= kAtK);
 
 // Barriers, named by their event.
 inline constexpr int kUnitFull = 0;   // [2]
@@ -160,8 +161,7 @@ __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, 
     r.seen_queries.end = seeing.end == p.query_len ? 0x7fffffff : seeing.end;
     set_walk(p, r, u.blocks);
   }
-  // In deterministic mode a unit takes its turn at every block of its range.
-  if constexpr (kHasSegments && !kDeterministic) {
+  if constexpr (kHasSegments) {
     __syncwarp();
     const Range met = narrow_by_segments(p, r.batch, r.key0, u.blocks);
     if (leader) set_walk(p, r, met);

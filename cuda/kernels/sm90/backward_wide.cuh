@@ -286,7 +286,8 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
       const Descriptor a = descriptor(shared_base() + kAtDs + buffer * kDsBytes, kDsBytes, 1024);
       const Descriptor b = descriptor(shared_base() + kAtK, kBoxK, 1024);
       float* sum = p.dq_sum + static_cast<int64>(walk.block) * kBlockFloats;
-      const bool first = kDeterministic && uniform(turn_of(p, u, walk.m0) == 0);
+      const bool first = adds_first(p, u, walk.m0);
+      int turn = 0;
       barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
 #pragma unroll
       for (int box = 0; box < kHeadBoxes; ++box) {
@@ -300,8 +301,8 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
         wgmma_wait<0>();
         pin(dq);
         if (box + 1 == kHeadBoxes) warp_arrive(barrier_at(kDsEmpty + buffer));
-        if (box == 0) take_turn(iteration, 0);
-        add_fragments(sum + box * kTileFloats, dq, first);
+        if (box == 0) turn = take_turn(iteration, 0, first);
+        add_fragments(sum + box * kTileFloats, dq, turn);
       }
       end_turn(iteration, 0);
       ++iteration;

@@ -521,6 +521,9 @@ __device__ __forceinline__ int load_acquire(const int* address) {
 __device__ __forceinline__ void add_relaxed(int* address, int value) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+__device__ __forceinline__ void store_relaxed(int* address, int value) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Brings a cache line into L1.
