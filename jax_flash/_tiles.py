@@ -326,7 +326,7 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
             query_stages=2 if widest <= 128 else 1,
             packed_heads=packed,
             dynamic=False,
-            producer_registers=40,
+            producer_registers=40 if widest <= 128 else 56,
             head_group=head_group,
         )
     # Lengths and segments take registers of the producer, wide heads of the consumers.

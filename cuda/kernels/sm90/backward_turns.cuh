@@ -22,10 +22,23 @@ __device__ __forceinline__ int first_keys(const BackwardParams& p, const volatil
   return kWindowLeft ? max(m0 + u.offset - p.window_left, 0) / kKeys : 0;
 }
 
-// The turns of a unit, for one query block of its walk after the other. Whole warps call. `absent`
-// holds segment ids that no smaller key block has, none at first.
+// The smallest and largest of segment ids that no smaller key block of the unit has: in shared
+// memory, since the warp that waits has 24 registers.
+__device__ __forceinline__ volatile int* absent_ids() {
+  return reinterpret_cast<volatile int*>(shared_memory + kAtAbsent);
+}
+__device__ __forceinline__ void set_absent_ids(int smallest, int largest) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    absent_ids()[0] = smallest;
+    absent_ids()[1] = largest;
+  }
+  __syncwarp();
+}
+
+// The turns of a unit, for one query block of its walk after the other. Whole warps call.
 __device__ __forceinline__ int turn_of(const BackwardParams& p, const volatile UnitRecord& u,
-                                       int m0, int2& absent) {
+                                       int m0) {
   const int first = first_keys(p, u, m0), block = u.key0 / kKeys;
   if constexpr (!kHasSegments) return block - first;
   const int2 ids = query_segment_range(p, u.batch, m0 / kQueries);
@@ -39,9 +52,9 @@ __device__ __forceinline__ int turn_of(const BackwardParams& p, const volatile U
       hits -= 1;
     }
     if (hits != 0) return end - __ffs(hits) + 2;
-    if (ids.x >= absent.x && ids.y <= absent.y) return 0;
+    if (ids.x >= absent_ids()[0] && ids.y <= absent_ids()[1]) return 0;
   }
-  if constexpr (!kWindowLeft) absent = ids;
+  if constexpr (!kWindowLeft) set_absent_ids(ids.x, ids.y);
   return 0;
 }
 
@@ -63,9 +76,9 @@ __device__ __forceinline__ void wait_turns(const BackwardParams& p) {
   while (true) {
     const volatile UnitRecord& u = receive_unit(received);
     if (u.stop) break;
-    int2 absent{0x7fffffff, -0x7fffffff - 1};
+    if constexpr (kHasSegments) set_absent_ids(0x7fffffff, -0x7fffffff - 1);
     for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
-      const int turn = turn_of(p, u, walk.m0, absent);
+      const int turn = turn_of(p, u, walk.m0);
       const uint32 slot = slot_of<kTurns>(iteration);
       bool waits = part < kTurnParts;
       if (waits) {

@@ -13,8 +13,9 @@ inline constexpr int kBoxQ = kQueries * kBoxRowBytes;
 
 // Shared memory: barriers and units, then tiles. The main kernel goes on at kAtOwn.
 inline constexpr int kAtBarriers = 0;
-inline constexpr int kAtUnits = 512;             // UnitRecord[2]
-inline constexpr int kAtTurns = kAtUnits + 128;  // int[kTurns]
+inline constexpr int kAtUnits = 512;              // UnitRecord[2]
+inline constexpr int kAtTurns = kAtUnits + 128;   // int[kTurns]
+inline constexpr int kAtAbsent = kAtUnits + 192;  // int[2]
 inline constexpr int kAtK = 1024;
 inline constexpr int kAtV = kAtK + kHeadBoxes * kBoxK;
 inline constexpr int kAtQ = kAtV + kValueBoxes * kBoxK;
@@ -33,7 +34,7 @@ inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 inline constexpr int kAskAhead = 2;
 
 inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
-static_assert(kTurnParts <= kTurns && kAtTurns + 4 * kTurns <= kAtK);
+static_assert(kTurnParts <= kTurns && kAtTurns + 4 * kTurns <= kAtAbsent);
 
 // Barriers, named by their event.
 inline constexpr int kUnitFull = 0;   // [2]
