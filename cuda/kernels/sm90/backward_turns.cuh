@@ -116,9 +116,10 @@ __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
         barrier_wait(taken(part), parity(part));
         int end = part + 1;  // of those that one fence serves
         while (end < kTurnParts && uniform(barrier_test(taken(end), parity(end)))) ++end;
-        // All parts take part or none does.
-        const bool adds = !kHasSegments || turn_in(slot_of<kTurns>(turn + part)) != kNoTurn;
-        if (leader && adds) fence_gpu();
+        // All parts take part or none does. Only the lane that arrives looks.
+        const bool adds =
+            leader && (!kHasSegments || turn_in(slot_of<kTurns>(turn + part)) != kNoTurn);
+        if (adds) fence_gpu();
         for (; part < end; ++part) {
           if (leader) {
             if constexpr (!kHasSegments) {
