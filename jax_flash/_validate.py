@@ -224,6 +224,10 @@ def _segments(query_ids, key_value_ids, query_shape, key_value_shape):
                 f"{other} is given without {name}; expected both, [*B, T] = {query_shape} and "
                 f"[*B, S] = {key_value_shape} (the same array twice for self-attention)"
             )
+        if isinstance(ids, np.ndarray) and ids.dtype.name in ("int64", "uint64") and ids.size:
+            low, high = ids.min(), ids.max()
+            if low < -_MAX_INT32 - 1 or high > _MAX_INT32:  # else 1 and 2**32 + 1 would be equal
+                raise ValueError(f"{name} holds ids from {low} to {high}; expected those of int32")
     return (
         _integers("query_segment_ids", query_ids, query_shape, "[*B, T]"),
         _integers("key_value_segment_ids", key_value_ids, key_value_shape, "[*B, S]"),
