@@ -181,8 +181,8 @@ def test_unknown_implementation_is_an_error():
     ("change", "message"),
     [
         ({"query": None}, "query"),
-        ({"key": "a"}, "key"),
-        ({"bias": "a"}, "bias"),
+        ({"key": "nonsense"}, "key"),
+        ({"bias": "nonsense"}, "bias"),
         ({"mask": np.ones((5, 7), np.int32)}, r"mask.*\(5, 7\)"),
         ({"implementation": ["xla"]}, "implementation"),
         ({"return_residual": "no"}, "return_residual"),
