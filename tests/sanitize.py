@@ -16,8 +16,8 @@ So for racecheck alone every lane arrives for itself (EVERY_LANE); what is left 
 hazard. --as-shipped shows the reports without that change.
 
 compute-sanitizer 2025.3 itself ends with a segmentation fault, or stops, in about one of 100 cases
-while several run on one GPU. The cases that a process has not finished then run in a new one;
-RESTARTS bounds that, so a case that ends so each time fails.
+while several run on one GPU. What it had to report of finished cases it has printed by then; the
+others run in a new process. RESTARTS bounds that, so a case that ends so each time fails.
 """
 
 from __future__ import annotations
@@ -216,9 +216,10 @@ def run_share(sanitizer: str, tool: str, names: list[str], with_every_lane: bool
         share.reports += sum(summary) or len(REPORT.findall(output))
         names = [name for name in names if name not in done]
         crashed = process.returncode < 0 and not summary and not REPORT.search(output)
-        if crashed and names and share.restarts < RESTARTS:
+        if crashed and share.restarts < RESTARTS:
             share.restarts += 1
-            print(f"{tool}: ended by a signal in {names[0]}, which runs again", flush=True)
+            left = f"in {names[0]}, which runs again" if names else "after its last case"
+            print(f"{tool}: ended by a signal {left}", flush=True)
             continue
         if process.returncode or not summary or names:
             share.failed = True
