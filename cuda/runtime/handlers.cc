@@ -288,6 +288,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.out = operands.out;
   params.lse = operands.lse;
   params.head_group = ClampHeadGroup(tiles.head_group, s.batch * s.q_heads / tiles.packed_heads);
+  params.scale_log2 = static_cast<float>(kLog2E * scale);
   params.softcap = static_cast<float>(softcap);
 
   Session session(stream, program);

@@ -54,6 +54,7 @@ struct ForwardParams {
   int window_left;   // keys visible left of the aligned position, < 2^30; only with kWindowLeft
   int window_right;  // the same on the right; causal is 0; only with kWindowRight
   float scale;       // of the logits, before the softcap
+  float scale_log2;  // log2(e) * scale
   float softcap;     // only with kSoftcap
 };
 

@@ -84,7 +84,7 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer, 
                    (kHeadBoxes == 2 ? which * kBoxK
                     : kDqTiles == 1 ? which * 64
                                     : 0);
-  const Descriptor a = descriptor(ds, kBoxK, 1024), b = descriptor(k, kBoxK, 1024);
+  const Descriptor a = descriptor(ds, 0, kBoxK, 1024), b = descriptor(k, 0, kBoxK, 1024);
 #pragma unroll
   for (int i = 0; i < kKeys / 16; ++i) {
     wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);

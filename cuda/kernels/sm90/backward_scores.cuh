@@ -229,7 +229,7 @@ __device__ __forceinline__ void stage_rows(const float (&values)[kCount], float 
 template <int kDepth>
 __device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys, uint32 queries,
                                                    bool accumulate = false) {
-  const Descriptor a = descriptor(keys, 0, 1024), b = descriptor(queries, 0, 1024);
+  const Descriptor a = descriptor(keys, 0, 0, 1024), b = descriptor(queries, 0, 0, 1024);
 #pragma unroll
   for (int i = 0; i < kDepth / 16; ++i) {
     wgmma_ss<Element, 0, 0>(d, a.at(i / 4 * kBoxK + i % 4 * 32), b.at(i / 4 * kBoxQ + i % 4 * 32),
@@ -242,7 +242,7 @@ __device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 k
 template <int kHalfN>
 __device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint32 (&a)[kScores / 2],
                                                  uint32 rows) {
-  const Descriptor b = descriptor(rows, kBoxQ, 1024);
+  const Descriptor b = descriptor(rows, 0, kBoxQ, 1024);
 #pragma unroll
   for (int i = 0; i < kQueries / 16; ++i) {
     wgmma_rs<Element, 1>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b.at(i * 2048), 1);

@@ -283,8 +283,8 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
     barrier_wait(barrier_at(kKFull), parity_of<1>(received));
     for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
       const uint32 buffer = slot_of<kScoreStages>(iteration);
-      const Descriptor a = descriptor(shared_base() + kAtDs + buffer * kDsBytes, kDsBytes, 1024);
-      const Descriptor b = descriptor(shared_base() + kAtK, kBoxK, 1024);
+      const Descriptor a = descriptor(shared_base() + kAtDs + buffer * kDsBytes, 0, kDsBytes, 1024);
+      const Descriptor b = descriptor(shared_base() + kAtK, 0, kBoxK, 1024);
       float* sum = p.dq_sum + static_cast<int64>(walk.block) * kBlockFloats;
       const bool first = adds_first(p, u, walk.m0);
       int turn = 0;

@@ -44,11 +44,10 @@ inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr int kLoadWarps = kTmaLoads ? 1 : 4;  // each arrives when its part is there
 // A tile's description outlives its Q buffer by the epilogue: a slot more, at least.
 inline constexpr int kInfoStages = 2 * kQueryStages;
-// The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may reach
-// kSumLimit before the base of its row rises: float16 weights have to stay below 65504, bfloat16
-// has the range of float32.
+// The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may not
+// pass kSumLimit: float16 weights have to stay below 65504, bfloat16 has the range of float32.
 inline constexpr int kHeadroom = kBFloat16 ? 80 : 0;
-inline constexpr float kSumLimit = kBFloat16 ? 0x1p-64f : 0x1p15f;
+inline constexpr float kSumLimit = kBFloat16 ? kInfinity : 0x1p15f;
 // The last output of a tile starts before the next tile is looked at: 4% at T 512 for narrow
 // values; wide ones lack the registers for it (12% slower).
 inline constexpr bool kEarlyOutput = kValueDim <= 128;
@@ -109,6 +108,10 @@ struct alignas(1024) Shared {
     return __ballot_sync(0xffffffffu, mine != 0);
   }
 };
+
+// The offset of a member of Shared, bytes (NVRTC 13.0 has no offsetof).
+#define JF_OFFSET(member) \
+  static_cast<uint32>(reinterpret_cast<ptx::uint64>(&static_cast<Shared*>(nullptr)->member))
 
 // The key blocks that share a segment with the rows of a warpgroup: what segment_plan finds.
 struct alignas(16) SegmentPlan {

@@ -225,7 +225,6 @@ struct Consumer : Warpgroup {
     first = kBoundedBegin ? ptx::uniform(t.own.begin) : 0;
     full = {kBoundedBegin ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
     block = ptx::uniform(t.own.end) - 1;
-    repeated = ptx::uniform(t.number) < 0;
     return true;
   }
   // Of a tile that has just been read.
@@ -240,7 +239,7 @@ struct Consumer : Warpgroup {
     ptx::named_barrier_sync(kEndBarrier, 128 * kConsumers);
     int mine;
     const uint32 asked = shared.tiles_to_repeat(lane(), mine);
-    release(&shared.finished);
+    release(start + JF_OFFSET(finished));
     release_query();
     return asked != 0;
   }
@@ -303,7 +302,7 @@ struct Consumer : Warpgroup {
       accept_scores();
       release_scores();
       finish_scores(scores);
-      softmax.start<true, kPolynomial>(scores, scale_log2(), kHeadroom, correction);
+      start_softmax(scores);
       pack_weights(scores);
       int accumulate = 0;
 

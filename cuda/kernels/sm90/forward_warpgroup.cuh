@@ -17,13 +17,16 @@ struct Warpgroup {
   uint32 tiles = 0;       // read so far
   int first;              // the lowest block that this warpgroup's rows see, the last one it walks
   Range full;             // blocks that need no element test
-  bool repeated = false;  // the tile's second walk: a maximum in every block
+  bool searches;          // a maximum in the next block: a row of the warp has no base, second walk
   int block = 0;          // the block that `scores` or `weights` belong to
   Scores scores;
   uint32 weights[kTileKV / 4];
   float output[kValueColumns / 2];
   float correction[2];
   SoftmaxState softmax;
+
+  // The address of `shared`, in a register: the compiler would find it again for every barrier.
+  const uint32 start = ptx::opaque(ptx::shared_address(&shared));
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
   // The same, read again instead of kept in a register between the ends of tiles.
@@ -40,56 +43,68 @@ struct Warpgroup {
     return {t.offset, p.window_left, p.window_right, t.query_length, t.kv_length};
   }
   __device__ __forceinline__ float scale_log2() const {
-    return kSoftcap || kPreScale ? kLog2E : p.scale * kLog2E;
+    return kSoftcap || kPreScale ? kLog2E : p.scale_log2;
   }
 
   // -- barriers --
-  __device__ __forceinline__ void release(unsigned long long* barrier) const {
+  __device__ __forceinline__ void release(uint32 barrier) const {
     if constexpr (kClusterSize > 1) {
-      if (lane() < kClusterSize) {
-        ptx::barrier_arrive_remote(ptx::shared_address(barrier), lane());
-      }
+      if (lane() < kClusterSize) ptx::barrier_arrive_remote(barrier, lane());
     } else {
-      if (lane() == 0) ptx::barrier_arrive(ptx::shared_address(barrier));
+      if (lane() == 0) ptx::barrier_arrive(barrier);
     }
   }
   // The stages of the current tile's queries, and of the next tile's.
   __device__ __forceinline__ int query_stage() const { return (tiles - 1) % kQueryStages; }
   __device__ __forceinline__ int next_query_stage() const { return tiles % kQueryStages; }
   __device__ __forceinline__ uint32 next_query_parity() const { return tiles / kQueryStages & 1; }
-  __device__ __forceinline__ unsigned long long* next_query_full() const {
-    return &shared.query_full[next_query_stage()][group];
+  // Barriers of one kind lie side by side. The text keeps `kind` an immediate of the instruction.
+  __device__ __forceinline__ uint32 barrier(int kind, int offset) const {
+    uint32 address = start + offset;
+    asm("" : "+r"(address));
+    return address + kind;
   }
-  __device__ __forceinline__ unsigned long long* key_full() const {
-    return &shared.key_full[key_ring.stage()];
+  __device__ __forceinline__ uint32 next_query_full() const {
+    return barrier(JF_OFFSET(query_full), 8 * (kConsumers * next_query_stage() + group));
+  }
+  __device__ __forceinline__ uint32 query_empty() const {
+    return barrier(JF_OFFSET(query_empty), 8 * (kConsumers * query_stage() + group));
+  }
+  __device__ __forceinline__ uint32 key_full() const {
+    return barrier(JF_OFFSET(key_full), key_ring.barrier_offset());
+  }
+  __device__ __forceinline__ uint32 key_empty() const {
+    return barrier(JF_OFFSET(key_empty), key_ring.barrier_offset());
+  }
+  __device__ __forceinline__ uint32 value_full() const {
+    return barrier(JF_OFFSET(value_full), value_ring.barrier_offset());
+  }
+  __device__ __forceinline__ uint32 value_empty() const {
+    return barrier(JF_OFFSET(value_empty), value_ring.barrier_offset());
   }
   __device__ __forceinline__ void wait_query() const {
-    ptx::barrier_wait(ptx::shared_address(next_query_full()), next_query_parity());
+    ptx::barrier_wait(next_query_full(), next_query_parity());
   }
   __device__ __forceinline__ void wait_key() const {
-    ptx::barrier_wait(ptx::shared_address(key_full()), key_ring.parity());
+    ptx::barrier_wait(key_full(), key_ring.parity());
   }
   __device__ __forceinline__ bool query_and_key_are_ready() const {
-    return ptx::uniform(
-        ptx::barrier_test(ptx::shared_address(next_query_full()), next_query_parity()) &&
-        ptx::barrier_test(ptx::shared_address(key_full()), key_ring.parity()));
+    return ptx::uniform(ptx::barrier_test(next_query_full(), next_query_parity()) &&
+                        ptx::barrier_test(key_full(), key_ring.parity()));
   }
   __device__ __forceinline__ void release_key() {
-    release(&shared.key_empty[key_ring.stage()]);
+    release(key_empty());
     key_ring.advance();
   }
   __device__ __forceinline__ void wait_value() const {
-    ptx::barrier_wait(ptx::shared_address(&shared.value_full[value_ring.stage()]),
-                      value_ring.parity());
+    ptx::barrier_wait(value_full(), value_ring.parity());
   }
   __device__ __forceinline__ void release_value() {
-    release(&shared.value_empty[value_ring.stage()]);
+    release(value_empty());
     value_ring.advance();
   }
   __device__ __forceinline__ void release_query() {
-    if (lane() == 0) {
-      ptx::barrier_arrive(ptx::shared_address(&shared.query_empty[query_stage()][group]));
-    }
+    if (lane() == 0) ptx::barrier_arrive(query_empty());
   }
   // Turns at the tensor cores: every warpgroup takes one per block of the tile, also for blocks
   // that it skips.
@@ -107,16 +122,20 @@ struct Warpgroup {
 
   // -- products --
   __device__ __forceinline__ void begin_scores(Scores& scores) const {
+    const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + group);
+    const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
     issue_scores<Element, kHeadDim, kGroupRows, kTileKV>(
-        scores, ptx::shared_address(shared.query[query_stage()][group]),
-        ptx::shared_address(shared.key[key_ring.stage()]));
+        scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
+        ptx::descriptor(key, JF_OFFSET(key), 0, 1024));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
+    const uint32 value = start + kValueBytes / 8 * value_ring.barrier_offset();
     ptx::wgmma_fence();
     issue_output<Element, kTileKV>(
-        output, weights, ptx::shared_address(shared.value[value_ring.stage()]), accumulate);
+        output, weights,
+        ptx::descriptor(value, JF_OFFSET(value), kTileKV * kBoxRowBytes, 1024), accumulate);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_last_output(int accumulate) {
@@ -226,14 +245,17 @@ struct Warpgroup {
     const bool is_full = block < untested.end && (!kBoundedBegin || block >= untested.begin);
     if (!is_full) mask_scores(scores);
   }
+  // Exponentials of the tile's first block.
+  __device__ __forceinline__ void start_softmax(Scores& scores) {
+    softmax.start<kPolynomial>(scores, scale_log2(), kHeadroom);
+    searches = !softmax.is_started() || tile().number < 0;
+  }
   // Exponentials of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
-    if (softmax.is_started(kDrains ? tile().number < 0 : repeated)) {
-      return softmax.extend<Element, kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit,
-                                                  correction);
-    }
-    softmax.start<false, kPolynomial>(scores, scale_log2(), kHeadroom, correction);
-    return true;
+    const bool rescale = softmax.extend<kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit,
+                                                     searches, correction);
+    if (searches) searches = !softmax.is_started() || tile().number < 0;
+    return rescale;
   }
   __device__ __forceinline__ void pack_weights(const Scores& scores) {
 #pragma unroll

@@ -52,7 +52,7 @@ __device__ __forceinline__ int fresh_lane() {
   return lane;
 }
 
-// The value as one that the compiler knows nothing of.
+// The value as one that the compiler knows nothing of, anew at each use.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -320,18 +320,18 @@ __device__ __forceinline__ void pin(uint32 (&values)[kCount]) {
 // MN-major (transposed as stored): leading_bytes = distance of two 64-element column boxes,
 //   stride_bytes = 1024; the next 16 elements of the contraction are +2048 bytes.
 struct Descriptor {
-  uint32 low, high;
-  // The descriptor `bytes` further on (no carry: shared memory ends below 2^18 bytes).
-  __device__ __forceinline__ uint64 at(uint32 bytes) const {
-    uint64 joined;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(joined) : "r"(low + (bytes >> 4)), "r"(high));
-    return joined;
-  }
+  uint64 bits;
+  // The descriptor `bytes` further on. No carry: shared memory ends below 2^18 bytes. But a 64-bit
+  // sum stays in uniform registers, one instruction; of two halves each would take one.
+  __device__ __forceinline__ uint64 at(uint32 bytes) const { return bits + bytes / 16; }
 };
-__device__ __forceinline__ Descriptor descriptor(uint32 address, uint32 leading_bytes,
-                                                 uint32 stride_bytes) {
-  return {uniform(((address & 0x3FFFF) >> 4) | (leading_bytes >> 4) << 16),
-          (stride_bytes >> 4) | 1u << 30};
+// Of the operand `offset` bytes behind `address`; constants join into one addition.
+__device__ __forceinline__ Descriptor descriptor(uint32 address, uint32 offset,
+                                                 uint32 leading_bytes, uint32 stride_bytes) {
+  const uint32 low = uniform(address / 16 + (offset / 16 | leading_bytes / 16 << 16));
+  Descriptor result;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(result.bits) : "r"(low), "r"(stride_bytes / 16 | 1u << 30));
+  return result;
 }
 
 // Register lists: eight accumulators per group, as asm text (JF_Rk) and as constraints (JF_Ck).

@@ -10,12 +10,14 @@ inline constexpr int kBoxRowBytes = 128;  // bytes
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
-// A position in a ring of kStages buffers and the parity of its barriers' current phase.
+// A position in a ring of kStages buffers and the parity of its barriers' current phase. Barriers of
+// 8 bytes lie side by side.
 template <int kStages, bool kPowerOfTwo = (kStages & (kStages - 1)) == 0>
 struct Ring {
   int at = 0;
   ptx::uint32 phase = 0;
   __device__ __forceinline__ int stage() const { return at; }
+  __device__ __forceinline__ int barrier_offset() const { return 8 * at; }
   __device__ __forceinline__ ptx::uint32 parity() const { return phase; }
   __device__ __forceinline__ void advance() {
     if (++at == kStages) {
@@ -26,18 +28,17 @@ struct Ring {
 };
 template <int kStages>
 struct Ring<kStages, true> {  // one register
-  ptx::uint32 passed = 0;
-  __device__ __forceinline__ int stage() const { return passed % kStages; }
-  __device__ __forceinline__ ptx::uint32 parity() const { return passed / kStages & 1; }
-  __device__ __forceinline__ void advance() { ++passed; }
+  ptx::uint32 passed = 0;     // times 8
+  __device__ __forceinline__ int stage() const { return passed / 8 % kStages; }
+  __device__ __forceinline__ int barrier_offset() const { return passed % (8 * kStages); }
+  __device__ __forceinline__ ptx::uint32 parity() const { return passed / (8 * kStages) & 1; }
+  __device__ __forceinline__ void advance() { passed += 8; }
 };
 
 // scores[64, N] = q[64, kDim] k[N, kDim]^T, both K-major; issues, does not wait.
 template <class Element, int kDim, int kQueryRows, int kKeyRows, int kCount>
-__device__ __forceinline__ void issue_scores(float (&scores)[kCount], ptx::uint32 q,
-                                             ptx::uint32 k) {
-  const ptx::Descriptor query = ptx::descriptor(q, 0, 1024);
-  const ptx::Descriptor key = ptx::descriptor(k, 0, 1024);
+__device__ __forceinline__ void issue_scores(float (&scores)[kCount], ptx::Descriptor query,
+                                             ptx::Descriptor key) {
 #pragma unroll
   for (int step = 0; step < ceil_div(kDim, 16); ++step) {
     const int box = step / 4, inner = step % 4 * 32;
@@ -49,9 +50,8 @@ __device__ __forceinline__ void issue_scores(float (&scores)[kCount], ptx::uint3
 // output[64, N] (+)= weights[64, kKeyRows] v[kKeyRows, N], weights in registers; does not wait.
 template <class Element, int kKeyRows, int kCount, int kWeights>
 __device__ __forceinline__ void issue_output(float (&output)[kCount],
-                                             const ptx::uint32 (&weights)[kWeights], ptx::uint32 v,
-                                             int accumulate) {
-  const ptx::Descriptor value = ptx::descriptor(v, kKeyRows * kBoxRowBytes, 1024);
+                                             const ptx::uint32 (&weights)[kWeights],
+                                             ptx::Descriptor value, int accumulate) {
 #pragma unroll
   for (int step = 0; step < kKeyRows / 16; ++step) {
     ptx::wgmma_rs<Element, 1>(output, weights[4 * step], weights[4 * step + 1],
