@@ -95,7 +95,6 @@ def arrive(address: str) -> str:
     return f'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"({address}) : "memory");'
 
 
-QUERY_EMPTY = "ptx::shared_address(&shared.query_empty[query_stage()][group])"
 # (text, its replacement): each barrier counts lanes, a single arrival counts as 32.
 EVERY_LANE = (
     ('"r"(arrivals)', '"r"(32 * arrivals)'),
@@ -111,25 +110,16 @@ EVERY_LANE = (
     # The backward's roles; the forward's loaders of rows that TMA cannot move; its consumers.
     ("__syncwarp();\n  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);", arrive("barrier")),
     ("if (lane() == 0) ptx::barrier_arrive(barrier);", arrive("barrier")),
-    (
-        "if (lane() == 0) ptx::barrier_arrive(ptx::shared_address(barrier));",
-        arrive("ptx::shared_address(barrier)"),
-    ),
-    (
-        f"if (lane() == 0) {{\n      ptx::barrier_arrive({QUERY_EMPTY});\n    }}",
-        arrive(QUERY_EMPTY),
-    ),
+    ("if (lane() == 0) ptx::barrier_arrive(query_empty());", arrive("query_empty()")),
 )
 
 
 def every_lane(sources: dict[str, str]) -> dict[str, str]:
     """The kernels' text with the arrivals that racecheck follows."""
-    sources = dict(sources)
     for text, replacement in EVERY_LANE:
-        holding = [name for name, source in sources.items() if text in source]
-        if len(holding) != 1 or sources[holding[0]].count(text) != 1:
-            raise ValueError(f"the kernels do not hold {text!r} once, but {holding} do")
-        sources[holding[0]] = sources[holding[0]].replace(text, replacement)
+        if not any(text in source for source in sources.values()):
+            raise ValueError(f"the kernels do not hold {text!r}")
+        sources = {name: source.replace(text, replacement) for name, source in sources.items()}
     return sources
 
 

@@ -280,6 +280,7 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
         "window_left": left or 0,
         "window_right": right or 0,
         "scale": np.float32(scale_of(case)),
+        "scale_log2": np.float32(scale_of(case) / math.log(2)),
     }
 
 

@@ -12,8 +12,8 @@ inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
 inline constexpr float kNegativeInfinity = -kInfinity;
 // Of a row that has seen no key: the lowest number, so that masked scores have the weight 0.
 inline constexpr float kNoBase = -0x1.fffffep127f;
-// A row's base rises to a block's maximum if a thread's part of the block adds more than kRise times
-// its sum so far, and 2^kRiseBits by the measure of the base.
+// A row's base rises to a block's maximum if a thread's part of the block adds more than kRise
+// times its sum so far, and 2^kRiseBits by the measure of the base.
 inline constexpr float kRise = 256.0f;
 inline constexpr int kRiseBits = 10;
 
@@ -41,14 +41,14 @@ struct SoftmaxState {
   float sum[2];   // of this thread's exponentials
 
   // Replaces raw scores by 2^(score * scale_log2 - base); `added`: a thread's part of the row sums.
-  template <int kPolynomial, int kCount>
+  template <int kPolynomial, int kUsed, int kCount>
   __device__ __forceinline__ void exponentials(float (&scores)[kCount], float scale_log2,
                                                float (&added)[2]) const {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float partial[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
+      for (int i = 0; i < kUsed; i += 4) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& score = scores[i + 2 * row + j];
@@ -65,15 +65,15 @@ struct SoftmaxState {
     }
   }
 
-  // The largest of each row's scores or weights, over its four threads.
-  template <int kCount>
+  // The largest of a row's first kUsed scores or weights, over its four threads.
+  template <int kUsed, int kCount>
   static __device__ __forceinline__ float row_maximum(const float (&scores)[kCount], int row) {
     // Four chains: one would wait for its own latency at every step.
     float m[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) m[i] = scores[4 * (i / 2) + 2 * row + i % 2];
 #pragma unroll
-    for (int i = 8; i < kCount; i += 4) {
+    for (int i = 8; i < kUsed; i += 4) {
       const int chain = (i / 4) % 2 * 2;
       m[chain] = fmaxf(m[chain], scores[i + 2 * row]);
       m[chain + 1] = fmaxf(m[chain + 1], scores[i + 2 * row + 1]);
@@ -83,14 +83,17 @@ struct SoftmaxState {
     return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
   }
 
-  // The first block of a tile: bases become the maxima of the scores (plus kHeadroom).
-  template <int kPolynomial, int kCount>
+  // The first block of a tile: bases become the maxima of the scores (plus kHeadroom). Scores
+  // beyond the first kUsed are hidden.
+  template <int kPolynomial, int kUsed, int kCount>
   __device__ __forceinline__ void start(float (&scores)[kCount], float scale_log2, int headroom) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      base[row] = fmaxf(fmaf(row_maximum(scores, row), scale_log2, headroom), kNoBase);
+      base[row] = fmaxf(fmaf(row_maximum<kUsed>(scores, row), scale_log2, headroom), kNoBase);
     }
-    exponentials<kPolynomial>(scores, scale_log2, sum);
+    exponentials<kPolynomial, kUsed>(scores, scale_log2, sum);
+#pragma unroll
+    for (int i = kUsed; i < kCount; ++i) scores[i] = 0.0f;
   }
   // True if every row of the warp has a base.
   __device__ __forceinline__ bool is_started() const {
@@ -110,12 +113,12 @@ struct SoftmaxState {
     if (searches) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        rise(row, fmaxf(fmaf(row_maximum(scores, row), scale_log2, headroom), base[row]),
+        rise(row, fmaxf(fmaf(row_maximum<kCount>(scores, row), scale_log2, headroom), base[row]),
              correction[row]);
       }
     }
     float added[2];
-    exponentials<kPolynomial>(scores, scale_log2, added);
+    exponentials<kPolynomial, kCount>(scores, scale_log2, added);
     bool rises = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -127,9 +130,10 @@ struct SoftmaxState {
     if (rises) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const float largest = row_maximum(scores, row) * ptx::power_of_two(headroom);
+        const float largest = row_maximum<kCount>(scores, row) * ptx::power_of_two(headroom);
         // Infinity stays; up to 2^125 the correction is a normal number.
-        const float factor = largest > 1.0f && largest < kInfinity ? fminf(largest, 0x1p125f) : 1.0f;
+        const float factor =
+            largest > 1.0f && largest < kInfinity ? fminf(largest, 0x1p125f) : 1.0f;
         rise(row, base[row] + ptx::log2_approx(factor), correction[row]);
 #pragma unroll
         for (int i = 2 * row; i < kCount; i += 4) {

@@ -53,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
       ptx::barrier_init(ptx::shared_address(&shared.number_full[slot]), 1);
       ptx::barrier_init(ptx::shared_address(&shared.number_empty[slot]), 1);
     }
+    ptx::barrier_init(ptx::shared_address(&shared.asked), kWarpsOfConsumers);
     ptx::barrier_init(ptx::shared_address(&shared.finished), kWarpsOfConsumers);
     for (int& slot : shared.repeats) slot = 0;
     for (int stage = 0; stage < kStages; ++stage) {

@@ -64,7 +64,6 @@ inline constexpr int kIdWords = ceil_div(kTileKV, 32);  // a bit for each key of
 inline constexpr bool kRepeats = kTmaLoads && kClusterSize == 1;
 inline constexpr int kRepeatSlots = 4;  // tiles that may be in flight
 inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named barriers
-inline constexpr int kEndBarrier = 1 + 2 * kConsumers;
 
 static_assert(kTileKV % 16 == 0 && kTileKV <= 256);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic && kClusterSize == 1);
@@ -83,7 +82,7 @@ struct TileInfo {
   Range own;     // of these, what the rows of this warpgroup see
   Range full;    // of these, the ones that need no element test
   Range one;     // the ones that need no test of segments
-  int number;    // of the schedule; ~number: this is its second walk
+  int number;    // of the schedule; ~number: this is its second walk, or the end of second walks
 };
 
 struct alignas(1024) Shared {
@@ -98,9 +97,10 @@ struct alignas(1024) Shared {
   // Numbers of coming tiles that rank 0 of a cluster took for all: two in flight.
   unsigned long long number_full[2], number_empty[2];
   uint32 number[2];
-  int block_list[kStages];      // the block in each key buffer, with segments
-  int repeats[kRepeatSlots];    // tiles to walk again: ~number, or 0
-  unsigned long long finished;  // all consumer warps have seen the last tile, and what is to repeat
+  int block_list[kStages];    // the block in each key buffer, with segments
+  int repeats[kRepeatSlots];  // tiles to walk again: ~number, or 0
+  unsigned long long asked;   // all consumer warps have seen the last tile and left what to repeat
+  unsigned long long finished;  // they have read what the others left
 
   // The slots of `repeats` in use, a bit each; `mine`: the slot of this lane's number. All lanes.
   __device__ __forceinline__ uint32 tiles_to_repeat(int lane, int& mine) const {

@@ -66,10 +66,10 @@ struct Producer {
     }
     return receive_number();
   }
-  // Whether tiles are to be walked again after the last one.
-  __device__ __forceinline__ bool repeats_remain() {
-    if constexpr (!kRepeats) return false;
-    // At the second end it has completed before: nobody asks for a third walk.
+  // Whether tiles are to be walked again after the last one; their end has a negative number.
+  __device__ __forceinline__ bool repeats_remain(int number) {
+    if (!kRepeats || number < 0) return false;
+    next_number = ~number;
     ptx::barrier_wait(ptx::shared_address(&shared.finished), 0);
     int mine;
     return shared.tiles_to_repeat(lane(), mine) != 0;
@@ -275,19 +275,19 @@ struct Producer {
   }
 
   __device__ __forceinline__ TileIndex decode(int number) const {
-    return decode_tile<kWindowRight>(number, p.query_tiles, p.query_heads / kPackedHeads, p.batch,
-                                     p.head_group);
+    return decode_tile<kWindowRight>(number < 0 ? ~number : number, p.query_tiles,
+                                     p.query_heads / kPackedHeads, p.batch, p.head_group);
   }
   __device__ __forceinline__ void run() {
     int number = blockIdx.x / kClusterSize;
     while (true) {
-      const TileIndex taken = decode(number < 0 ? ~number : number);
+      const TileIndex taken = decode(number);
       if (number >= 0) request_number(number);
       TileInfo tile{0, taken.head, taken.batch, 0, 0, 0, {0, 0}};
       tile.number = number;
       if (taken.batch < 0) {
         load_query(tile);
-        if (!repeats_remain()) return;
+        if (!repeats_remain(number)) return;
         number = next_tile();
         continue;
       }

@@ -233,15 +233,16 @@ struct Consumer : Warpgroup {
     return !sees_nothing() && block + 1 == walked().end;
   }
   // After the last tile: are there tiles to walk again? All consumers decide by the same slots,
-  // before the producer takes from them.
+  // when all have left their requests and before the producer takes from them.
   __device__ __forceinline__ bool repeats_remain() {
-    if constexpr (!kRepeats) return false;
-    ptx::named_barrier_sync(kEndBarrier, 128 * kConsumers);
+    if (!kRepeats || ptx::uniform(tile().number) < 0) return false;
+    release(start + JF_OFFSET(asked));
+    ptx::barrier_wait(start + JF_OFFSET(asked), 0);
     int mine;
-    const uint32 asked = shared.tiles_to_repeat(lane(), mine);
+    const uint32 slots = shared.tiles_to_repeat(lane(), mine);
     release(start + JF_OFFSET(finished));
     release_query();
-    return asked != 0;
+    return slots != 0;
   }
   // Blocks that other warpgroups need and this one does not.
   __device__ __forceinline__ void skip_blocks(int count) {
@@ -301,7 +302,6 @@ struct Consumer : Warpgroup {
       // The tile's first block: nothing to rescale.
       accept_scores();
       release_scores();
-      finish_scores(scores);
       start_softmax(scores);
       pack_weights(scores);
       int accumulate = 0;
@@ -328,7 +328,6 @@ struct Consumer : Warpgroup {
         --block;
         accept_scores();
         release_scores();
-        finish_scores(scores);
         const bool rescale = extend_softmax(scores);
         ptx::wgmma_wait<0>();
         ptx::pin(output);

@@ -14,11 +14,11 @@ struct Warpgroup {
   Shared& shared;
   const int group;  // warpgroup among the consumers
   Ring<kStages> key_ring, value_ring;
-  uint32 tiles = 0;       // read so far
-  int first;              // the lowest block that this warpgroup's rows see, the last one it walks
-  Range full;             // blocks that need no element test
-  bool searches;          // a maximum in the next block: a row of the warp has no base, second walk
-  int block = 0;          // the block that `scores` or `weights` belong to
+  uint32 tiles = 0;  // read so far
+  int first;         // the lowest block that this warpgroup's rows see, the last one it walks
+  Range full;        // blocks that need no element test
+  bool searches;     // a maximum in the next block: a row of the warp has no base, second walk
+  int block = 0;     // the block that `scores` or `weights` belong to
   Scores scores;
   uint32 weights[kTileKV / 4];
   float output[kValueColumns / 2];
@@ -134,8 +134,8 @@ struct Warpgroup {
     const uint32 value = start + kValueBytes / 8 * value_ring.barrier_offset();
     ptx::wgmma_fence();
     issue_output<Element, kTileKV>(
-        output, weights,
-        ptx::descriptor(value, JF_OFFSET(value), kTileKV * kBoxRowBytes, 1024), accumulate);
+        output, weights, ptx::descriptor(value, JF_OFFSET(value), kTileKV * kBoxRowBytes, 1024),
+        accumulate);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_last_output(int accumulate) {
@@ -158,6 +158,9 @@ struct Warpgroup {
   __device__ __forceinline__ bool is_last() const { return block == first; }
 
   // -- scores to weights --
+  // Masks the first kCount of `scores`. Without wgmma in flight, which would be serialised by a
+  // branch here, halves that a warp sees whole are left out: one of most diagonal blocks.
+  template <int kCount, bool kInFlight>
   __device__ __forceinline__ void mask_scores(Scores& scores) const {
     const TileInfo& t = tile();
     const int first_key = block * kTileKV;
@@ -193,7 +196,7 @@ struct Warpgroup {
           words[w] >>= lane_column;
         }
 #pragma unroll
-        for (int i = 0; i < kTileKV / 2; i += 4) {
+        for (int i = 0; i < kCount; i += 4) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             const int column = 2 * i + j;
@@ -205,14 +208,19 @@ struct Warpgroup {
         columns.begin -= lane_column;
         columns.end -= lane_column;
 #pragma unroll
-        for (int i = 0; i < kTileKV / 2; i += 4) {
+        for (int half = 0; half < kCount; half += kTileKV / 4) {
+          const bool whole = columns.begin <= 2 * half && columns.end > 2 * half + kTileKV / 2 - 7;
+          if (!kInFlight && whole) continue;
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int column = 2 * i + j;
-            float& score = scores[i + 2 * row + j];
-            bool visible = column < columns.end;
-            if constexpr (kWindowLeft) visible = visible && column >= columns.begin;
-            score = visible ? score : kNegativeInfinity;
+          for (int i = half; i < half + kTileKV / 4; i += 4) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              const int column = 2 * i + j;
+              float& score = scores[i + 2 * row + j];
+              bool visible = column < columns.end;
+              if constexpr (kWindowLeft) visible = visible && column >= columns.begin;
+              score = visible ? score : kNegativeInfinity;
+            }
           }
         }
       }
@@ -233,25 +241,43 @@ struct Warpgroup {
       }
     }
   }
-  // Score function and mask.
-  __device__ __forceinline__ void finish_scores(Scores& scores) const {
+  __device__ __forceinline__ void apply_score_function(Scores& scores) const {
     if constexpr (kSoftcap) {
       apply_softcap(scores, p.scale, p.softcap);
     } else if constexpr (kPreScale) {
       apply_scale(scores, p.scale);
     }
+  }
+  // Does the block need no test of its elements?
+  __device__ __forceinline__ bool is_full() const {
     // There is no register left to hold the range with segments at wide heads, or if kDrains.
     const Range untested = kHasSegments || kDrains ? tile().full : full;
-    const bool is_full = block < untested.end && (!kBoundedBegin || block >= untested.begin);
-    if (!is_full) mask_scores(scores);
+    return block < untested.end && (!kBoundedBegin || block >= untested.begin);
   }
-  // Exponentials of the tile's first block.
+  // Are the columns of the second half hidden from all rows of the warp?
+  __device__ __forceinline__ bool sees_first_half_only() const {
+    const TileInfo& t = tile();
+    const int last_query = packed_row(t, 1) / kPackedHeads;
+    const Range columns =
+        row_columns<kWindowLeft, kWindowRight>(seen(t), last_query, block * kTileKV);
+    return __all_sync(0xffffffffu, columns.end <= kTileKV / 2);
+  }
+  // Weights of the tile's first block. Of a diagonal one, half of the warps see half.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
-    softmax.start<kPolynomial>(scores, scale_log2(), kHeadroom);
+    apply_score_function(scores);
+    if (!is_full() && sees_first_half_only()) {
+      mask_scores<kTileKV / 4, false>(scores);
+      softmax.start<kPolynomial, kTileKV / 4>(scores, scale_log2(), kHeadroom);
+    } else {
+      if (!is_full()) mask_scores<kTileKV / 2, false>(scores);
+      softmax.start<kPolynomial, kTileKV / 2>(scores, scale_log2(), kHeadroom);
+    }
     searches = !softmax.is_started() || tile().number < 0;
   }
-  // Exponentials of a later block. True: `correction` has to be applied to the output.
+  // Weights of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
+    apply_score_function(scores);
+    if (!is_full()) mask_scores<kTileKV / 2, true>(scores);
     const bool rescale = softmax.extend<kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit,
                                                      searches, correction);
     if (searches) searches = !softmax.is_started() || tile().number < 0;

@@ -10,8 +10,8 @@ inline constexpr int kBoxRowBytes = 128;  // bytes
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
-// A position in a ring of kStages buffers and the parity of its barriers' current phase. Barriers of
-// 8 bytes lie side by side.
+// A position in a ring of kStages buffers and the parity of its barriers' current phase. Barriers
+// of 8 bytes lie side by side.
 template <int kStages, bool kPowerOfTwo = (kStages & (kStages - 1)) == 0>
 struct Ring {
   int at = 0;
