@@ -6,7 +6,7 @@
 Times are device times: calls are queued faster than the device runs them, and a round ends when the
 last result is there. The peers of a cell take turns, round by round; a time is the median of the
 rounds. Writes results/<gpu>/<commit>.json with GPU, driver, versions and command, and beside it the
-charts (PNG) and a Markdown table.
+charts (PNG) and a Markdown table, after each pass.
 """
 
 import argparse
@@ -54,43 +54,37 @@ def main() -> None:
     scale = (options.tokens, options.model_dim, tuple(options.lengths))
     main_cells = shapes.main_cells(*scale)
     cells = main_cells if options.quick else main_cells + shapes.feature_cells(*scale)
-    passes = options.passes
-
     flat = draw_inputs(max(x.batch * x.length * x.heads * x.head_dim for x in cells))
-    ceiling = [measure_product()]
-    jobs = [(cell, of, peer) for of in passes for cell in cells for peer in chosen]
-    print(f"compiling {len(jobs)} programs", flush=True)
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
         if options.errors:
             pool.map(exact.prepare, cells)
-        built = list(tqdm(pool.map(lambda job: build(*job), jobs), total=len(jobs)))
-    programs = {(cell, of, peer.name): b for (cell, of, peer), b in zip(jobs, built, strict=True)}
-
+    ceiling = [measure_product()]
     records = []
-    progress = tqdm([(cell, of) for of in passes for cell in cells])
-    for cell, of in progress:
-        progress.set_description(f"{of}: {cell.name}")
-        runnable = {
-            peer: programs[cell, of, peer.name]
-            for peer in chosen
-            if not isinstance(programs[cell, of, peer.name], str)
-        }
-        refused = {
-            peer.name: programs[cell, of, peer.name] for peer in chosen if peer not in runnable
-        }
-        records.append(measure_cell(cell, of, runnable, flat, options.errors) | {"no": refused})
-    ceiling.append(measure_product())
     peaked = {}
-    if options.errors and "forward" in passes:
-        for cell in main_cells:
-            if cell.length == PEAKED_LENGTH:
-                found = {
-                    name: programs[cell, "forward", name]
-                    for name in WITH_ERROR
-                    if name in options.peers
-                }
-                peaked[cell.name] = measure_peaked(cell, found, flat)
-    write(options, chosen, records, ceiling, main_cells, peaked)
+    for of in options.passes:
+        programs = build_all(of, cells, chosen)
+        for cell in (progress := tqdm(cells)):
+            progress.set_description(f"{of}: {cell.name}")
+            found = {peer: programs[cell, peer.name] for peer in chosen}
+            runnable = {peer: one for peer, one in found.items() if not isinstance(one, str)}
+            refused = {peer.name: one for peer, one in found.items() if peer not in runnable}
+            records.append(measure_cell(cell, of, runnable, flat, options.errors) | {"no": refused})
+        ceiling.append(measure_product())
+        if options.errors and of == "forward":
+            for cell in main_cells:
+                if cell.length == PEAKED_LENGTH:
+                    both = {n: programs[cell, n] for n in WITH_ERROR if n in options.peers}
+                    peaked[cell.name] = measure_peaked(cell, both, flat)
+        write(options, chosen, records, ceiling, main_cells, peaked)  # a later pass may be cut off
+
+
+def build_all(of: Pass, cells: list[Cell], chosen: list[peers.Peer]) -> dict[tuple[Cell, str], Any]:
+    """Compiles the programs of one pass: by cell and peer, what `build` returns."""
+    jobs = [(cell, of, peer) for cell in cells for peer in chosen]
+    with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        built = pool.map(lambda job: build(*job), jobs)
+        found = list(tqdm(built, desc=f"{of}: compiling", total=len(jobs)))
+    return {(cell, peer.name): one for (cell, _, peer), one in zip(jobs, found, strict=True)}
 
 
 def parse() -> argparse.Namespace:
@@ -248,7 +242,7 @@ def write(
 
     looks = {peer.name: (peer.label, peer.color) for peer in chosen}
     tables, main_speeds = [], {}
-    for of in options.passes:
+    for of in dict.fromkeys(record["pass"] for record in records):
         speeds = [
             (Cell(**{k: v for k, v in record["cell"].items() if k != "name"}), record["tflops"])
             for record in records
@@ -273,7 +267,8 @@ def write(
         tables.append(f"Relative error, q and k times {PEAKED} ({names}): {found}.")
     intro = (
         f"{gpu}, driver {about['driver']}, {about['date']}, commit {commit}, `{about['command']}`; "
-        f"{PRODUCT}³ bfloat16 product {ceiling[0]} TFLOP/s before and {ceiling[1]} after."
+        f"{PRODUCT}³ bfloat16 product before, between and after the passes: "
+        f"{', '.join(map(str, ceiling))} TFLOP/s."
     )
     text = "\n\n".join([intro, *tables]) + "\n"
     (folder / f"{commit}.md").write_text(text)

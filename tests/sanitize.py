@@ -35,6 +35,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 from jax_flash import _native, _tiles
 
@@ -166,6 +167,16 @@ def end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+RUNNING: set[subprocess.Popen[str]] = set()
+
+
+def end_all(number: int, _frame: object) -> NoReturn:
+    """Ends this program by a signal, and the tools under it: each is a session of its own."""
+    for process in tuple(RUNNING):
+        end(process)
+    os._exit(128 + number)
+
+
 def follow(tool: str, process: subprocess.Popen[str]) -> str:
     """Returns what a process prints, and passes on what cases and tool report."""
     output = ""
@@ -199,7 +210,9 @@ def run_share(sanitizer: str, tool: str, names: list[str], with_every_lane: bool
     share = Share()
     while names:
         process = start(sanitizer, tool, names, with_every_lane)
+        RUNNING.add(process)
         output = follow(tool, process)
+        RUNNING.discard(process)
         done = [name for name in names if f"right: {name} (" in output]
         summary = [int(count) for count in SUMMARY.findall(output)]
         share.right += len(done)
@@ -252,6 +265,8 @@ def main() -> int:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         parser.error("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, end_all)
     names = [case.name for case in CASES if arguments.case in case.name]
     tools = arguments.tools or ("memcheck", "racecheck")
     rest = names, arguments.jobs, arguments.as_shipped
