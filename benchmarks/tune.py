@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import exact
@@ -54,14 +54,14 @@ def main() -> None:
             changes = dict(read(word) for word in text.split())
             setattr(_tiles, chooser, functools.partial(choose_changed, chosen, changes))
             try:
-                calls[text or "as chosen"] = build(options.which, cell, *inputs)
+                calls[text or "as chosen"] = build(options.which, cell, inputs)
             except ValueError as error:
                 rows.append(f"{cell.name:24s} {text:40s} {error}")
         setattr(_tiles, chooser, chosen)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(ROUNDS):
             for name, call in calls.items():
-                times[name].append(seconds(call))
+                times[name].append(seconds(call, SECONDS))
         for name, call in calls.items():
             median = statistics.median(times[name])
             error = max(exact.errors(cell, inputs, call()).values())
@@ -84,11 +84,15 @@ def parse() -> argparse.Namespace:
 
 
 def build(
-    which: str, cell: shapes.Cell, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array
+    which: str,
+    cell: shapes.Cell,
+    inputs: Sequence[jax.Array],
+    backend: str | None = "cuda",
 ) -> Callable[[], tuple[jax.Array, ...]]:
     """Compiles one pass for the tiles that are chosen now: a call for out, and dq, dk and dv."""
     # A function of its own per variant: jit would take the first one's compilation.
-    attend = functools.partial(jax_flash.flash_attention, is_causal=cell.causal, backend="cuda")
+    q, k, v, dout = inputs
+    attend = functools.partial(jax_flash.flash_attention, is_causal=cell.causal, backend=backend)
     if which == "forward":
         forward = jax.jit(attend).lower(q, k, v).compile()
         return lambda: (forward(q, k, v),)
@@ -123,12 +127,12 @@ def read(word: str) -> tuple[str, Any]:
     return name, value == "True" if value in ("True", "False") else int(value)
 
 
-def seconds(call: Callable[[], tuple[jax.Array, ...]]) -> float:
-    """Returns the time of one call, over as many as fill SECONDS."""
+def seconds(call: Callable[[], Any], duration: float) -> float:
+    """Returns the time of one call, over as many as fill some seconds."""
     jax.block_until_ready(call())
     start = time.perf_counter()
     jax.block_until_ready(call())
-    count = max(3, int(SECONDS / (time.perf_counter() - start)))
+    count = max(3, int(duration / (time.perf_counter() - start)))
     start = time.perf_counter()
     jax.block_until_ready([call() for _ in range(count)][-1])
     return (time.perf_counter() - start) / count

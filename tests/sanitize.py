@@ -53,6 +53,8 @@ CASES = (
     C("64 softcap segments", H=64, segments="packed", softcap=3.0),
     C("64 heads packed", H=64, N=8, K=1, T=9),
     C("64 deterministic", H=64, causal=True, deterministic=True, T=401, S=401),
+    # Logits that differ by hundreds: rows overflow, and their tiles are walked again.
+    C("64 causal second walk", H=64, causal=True, T=333, S=333, spread=150.0),
     C("96 window", H=96, window=(40, 20)),
     C("128", H=128, T=129, S=257),
     C("128 causal", H=128, causal=True, T=333, S=333),
@@ -62,6 +64,7 @@ CASES = (
     C("128 float16", H=128, dtype="float16", causal=True),
     C("128 deterministic", H=128, causal=True, deterministic=True, T=333, S=333),
     C("128 deterministic gqa segments", H=128, deterministic=True, **SEGMENTS_AND_LENGTHS),
+    C("128 second walk segments", H=128, segments="returning", T=200, S=400, spread=150.0),
     C("192 128 causal", H=192, Hv=128, causal=True),
     C("192 128 deterministic", H=192, Hv=128, causal=True, deterministic=True, T=200, S=200),
     C("256", H=256),

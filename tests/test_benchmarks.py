@@ -1,5 +1,8 @@
 """What the GPU benchmark measures and shows; its numbers need a GPU."""
 
+import functools
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -156,6 +159,22 @@ def test_tuned_variants_fit_the_gpu():
     assert (tiles.reads_ahead, tiles.head_group) == (False, 3)
     with pytest.raises(ValueError, match="needs 247808 of 232448 bytes"):
         tune.choose_changed(_tiles.choose_backward_tiles, {"score_stages": 5}, *arguments)
+
+
+def test_installed_versions_are_compared():
+    folder = str(Path(jax_flash.__file__).parents[1])
+    options = "--head-dim 32 --length 64 --tokens 128 --model-dim 64 --seconds 0.001"
+    command = [sys.executable, FOLDER / "compare.py", folder, folder, *options.split()]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment)
+    found = run([*command, "--pass", "forward", "backward"], check=True)
+    table = [line.split() for line in found.stdout.splitlines()[1:]]
+    assert [words[1] for words in table] == ["full", "full", "causal", "causal"]
+    assert [words[-6] for words in table] == ["forward", "backward"] * 2
+    assert all(words[-3] == "1.000" and float(words[-2]) > 0 for words in table)
+    refused = run([sys.executable, FOLDER / "compare.py", str(FOLDER)], check=False)
+    assert refused.returncode == 2
+    assert "holds no installed jax_flash" in refused.stderr
 
 
 @pytest.mark.parametrize("which", tune.CHOOSERS)
