@@ -126,15 +126,19 @@ struct SoftmaxState {
       rises = rises || excess > ptx::power_of_two(kRiseBits - headroom) || added[row] > limit;
       sum[row] += added[row];
     }
-    rises = __any_sync(0xffffffffu, rises);
+    // After a search the bases are maxima, and `correction` is taken: beyond 2^27 their rounding
+    // alone may look like a rise.
+    rises = __any_sync(0xffffffffu, rises && !searches);
     if (rises) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const float largest = row_maximum<kCount>(scores, row) * ptx::power_of_two(headroom);
-        // Infinity stays; up to 2^125 the correction is a normal number.
-        const float factor =
-            largest > 1.0f && largest < kInfinity ? fminf(largest, 0x1p125f) : 1.0f;
-        rise(row, base[row] + ptx::log2_approx(factor), correction[row]);
+        // What is infinite stays so, and what would have a correction below 2^-126: a base beyond
+        // 2^26 may round up.
+        const float largest = row_maximum<kCount>(scores, row);
+        const float lift = fminf(fmaxf(ptx::log2_approx(largest) + headroom, 0.0f), 125.0f);
+        const float now = base[row] + lift;
+        const bool holds = largest < kInfinity && base[row] - now >= -126.0f;
+        rise(row, holds ? now : base[row], correction[row]);
 #pragma unroll
         for (int i = 2 * row; i < kCount; i += 4) {
           scores[i] *= correction[row];
@@ -153,7 +157,7 @@ struct SoftmaxState {
 
   // Sums over the quad. Returns the factor of the output and writes the natural-log lse; a row
   // without visible keys gives 0 and -inf, with or without `sink` (an extra logit, log2 units). An
-  // lse of +inf: the weights overflowed.
+  // lse of +inf: the weights left the range of float32.
   template <bool kHasSink>
   __device__ __forceinline__ float finish(int row, float sink, int headroom, float& lse) const {
     float total = quad_sum(sum[row]);
@@ -163,7 +167,9 @@ struct SoftmaxState {
     }
     float largest = base[row];
     float factor = 1.0f;
-    const bool overflowed = total == kInfinity;  // with a sink it could become NaN
+    // Before a sink, which could make it NaN. Beyond 2^125 the reciprocal goes. The largest weight
+    // is 2^-headroom or more, unless a base beyond 2^24 was rounded up: then weights may have gone.
+    const bool lost = total > 0x1p125f || total < ptx::power_of_two(-headroom - headroom / 4 - 1);
     if constexpr (kHasSink) {
       const float with_sink = fmaxf(largest, sink);
       factor = ptx::exp2_approx(largest - with_sink);
@@ -172,8 +178,9 @@ struct SoftmaxState {
       largest = with_sink;
     }
     // Headroom away first, which is exact: the logarithm of 2^-80 would cost four bits.
-    lse = (largest - headroom + ptx::log2_approx(total * ptx::power_of_two(headroom))) * kLn2;
-    if (overflowed) lse = kInfinity;
+    const int away = total > 1.0f ? 0 : headroom;
+    lse = (largest - away + ptx::log2_approx(total * ptx::power_of_two(away))) * kLn2;
+    if (lost) lse = kInfinity;
     return factor * ptx::reciprocal_approx(total);
   }
 };
