@@ -9,7 +9,7 @@
 //   int kHeadDim, kValueDim   exact sizes, at most 256
 //   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
 //                             unaligned.cuh; then static tiles and no clusters
-//   int kTileKV               keys per step, a multiple of 16, at most 256
+//   int kTileKV               keys per step, a multiple of 16, 32 to 256
 //   int kConsumers            consumer warpgroups, 1 to 3
 //   int kStages               K and V buffers each
 //   int kQueryStages          Q buffers; 2 loads the next tile's Q during this tile

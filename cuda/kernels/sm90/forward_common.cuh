@@ -65,7 +65,7 @@ inline constexpr bool kRepeats = kTmaLoads && kClusterSize == 1;
 inline constexpr int kRepeatSlots = 4;  // tiles that may be in flight
 inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named barriers
 
-static_assert(kTileKV % 16 == 0 && kTileKV <= 256);
+static_assert(kTileKV % 16 == 0 && kTileKV >= 32 && kTileKV <= 256);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic && kClusterSize == 1);
 static_assert(kGroupRows % kPackedHeads == 0 && kLoadRows % 8 == 0);
 static_assert(!(kHasSegments && kClusterSize > 1), "CTAs of a cluster walk the same blocks");
