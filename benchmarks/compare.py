@@ -1,8 +1,8 @@
 """Times installed versions of jax_flash beside each other on the device that is present.
 
-    pip install --no-deps --target /tmp/old old/jax_flash-*.whl
-    pip install --no-deps --target /tmp/new new/jax_flash-*.whl
-    python benchmarks/compare.py /tmp/old /tmp/new --head-dim 64 128 --length 512 16384
+    pip install --no-deps --target old jax_flash-OLD.whl
+    pip install --no-deps --target new jax_flash-NEW.whl
+    python benchmarks/compare.py old new --head-dim 64 128 --length 512 16384
 
 A process for each folder; all compile at once, then they take turns, so that a clock that drifts
 hits all alike. Prints the TFLOP/s of each, its ratio to the first, and those of an 8192^3 product.
