@@ -55,14 +55,11 @@ def main() -> None:
     main_cells = shapes.main_cells(*scale)
     cells = main_cells if options.quick else main_cells + shapes.feature_cells(*scale)
     flat = draw_inputs(max(x.batch * x.length * x.heads * x.head_dim for x in cells))
-    with ThreadPoolExecutor(COMPILE_THREADS) as pool:
-        if options.errors:
-            pool.map(exact.prepare, cells)
     ceiling = [measure_product()]
     records = []
     peaked = {}
     for of in options.passes:
-        programs = build_all(of, cells, chosen)
+        programs = build_all(of, cells, chosen, options.errors)
         for cell in (progress := tqdm(cells)):
             progress.set_description(f"{of}: {cell.name}")
             found = {peer: programs[cell, peer.name] for peer in chosen}
@@ -78,10 +75,14 @@ def main() -> None:
         write(options, chosen, records, ceiling, main_cells, peaked)  # a later pass may be cut off
 
 
-def build_all(of: Pass, cells: list[Cell], chosen: list[peers.Peer]) -> dict[tuple[Cell, str], Any]:
+def build_all(
+    of: Pass, cells: list[Cell], chosen: list[peers.Peer], errors: bool
+) -> dict[tuple[Cell, str], Any]:
     """Compiles the programs of one pass: by cell and peer, what `build` returns."""
     jobs = [(cell, of, peer) for cell in cells for peer in chosen]
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        if errors:
+            pool.map(exact.prepare, cells)
         built = pool.map(lambda job: build(*job), jobs)
         found = list(tqdm(built, desc=f"{of}: compiling", total=len(jobs)))
     return {(cell, peer.name): one for (cell, _, peer), one in zip(jobs, found, strict=True)}

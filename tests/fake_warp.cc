@@ -89,6 +89,8 @@ struct Walk {
   int blocks;
   float scale_log2;
   bool bfloat16;
+  int headroom;
+  float limit;
   bool second;  // a maximum in every block
   bool half;    // the first block's second half is hidden
   float sink;   // log2 units, or NaN
@@ -111,8 +113,6 @@ struct Walk {
   }
 
   void RunLane() const {
-    const int headroom = bfloat16 ? 80 : 0;
-    const float limit = bfloat16 ? kInfinity : 0x1p15f;
     SoftmaxState softmax;
     float output[2] = {0, 0};
     bool searches = false;
@@ -155,10 +155,11 @@ struct Walk {
 }  // namespace
 
 extern "C" int Run(const float* scores, const float* values, int blocks, float scale_log2,
-                   bool bfloat16, bool second, bool half, float sink, float* out, float* lse) {
+                   bool bfloat16, int headroom, float limit, bool second, bool half, float sink,
+                   float* out, float* lse) {
   int rises = 0;
-  const Walk walk{scores, values, blocks, scale_log2, bfloat16, second,
-                  half,   sink,   out,    lse,        &rises};
+  const Walk walk{scores, values, blocks, scale_log2, bfloat16, headroom, limit,
+                  second, half,   sink,   out,        lse,      &rises};
   std::vector<std::thread> lanes;
   for (int lane = 0; lane < kLanes; ++lane) {
     lanes.emplace_back([&walk, lane] {

@@ -99,7 +99,8 @@ def arrive(address: str) -> str:
     return f'asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"({address}) : "memory");'
 
 
-# (text, its replacement): each barrier counts lanes, a single arrival counts as 32.
+# (text, its replacement): each barrier counts lanes, a single arrival counts as 32. A text stands
+# once, but for those of TWICE.
 EVERY_LANE = (
     ('"r"(arrivals)', '"r"(32 * arrivals)'),
     (
@@ -116,13 +117,15 @@ EVERY_LANE = (
     ("if (lane() == 0) ptx::barrier_arrive(barrier);", arrive("barrier")),
     ("if (lane() == 0) ptx::barrier_arrive(query_empty());", arrive("query_empty()")),
 )
+TWICE = ("if (lane() == 0) ptx::barrier_arrive(barrier);",)  # the loaders', the consumers'
 
 
 def every_lane(sources: dict[str, str]) -> dict[str, str]:
     """The kernels' text with the arrivals that racecheck follows."""
     for text, replacement in EVERY_LANE:
-        if not any(text in source for source in sources.values()):
-            raise ValueError(f"the kernels do not hold {text!r}")
+        places = sum(source.count(text) for source in sources.values())
+        if places != 1 + (text in TWICE):
+            raise ValueError(f"the kernels hold {text!r} in {places} places")
         sources = {name: source.replace(text, replacement) for name, source in sources.items()}
     return sources
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -75,6 +76,8 @@ def walk(
         ctypes.c_int(scores.shape[1]),
         ctypes.c_float(scale_log2),
         ctypes.c_bool(dtype == "bfloat16"),
+        ctypes.c_int(int(constant("kHeadroom", dtype))),
+        ctypes.c_float(constant("kSumLimit", dtype)),
         ctypes.c_bool(second),
         ctypes.c_bool(half),
         ctypes.c_float(sink),
@@ -82,6 +85,15 @@ def walk(
         lse.ctypes.data_as(pointer),
     )
     return Result(out, lse, rises)
+
+
+def constant(name: str, dtype: str) -> float:
+    """Reads one of the forward kernel's constants that depend on the element type."""
+    text = _native.kernel_sources()["sm90/forward_common.cuh"]
+    found = re.search(rf"\b{name} = kBFloat16 \? (\w+) : (\w+);", text)
+    assert found is not None
+    word = found[1 if dtype == "bfloat16" else 2].removesuffix("f")
+    return np.inf if word == "kInfinity" else float.fromhex(word) if "x" in word else float(word)
 
 
 def draw_values(scores: np.ndarray) -> np.ndarray:
