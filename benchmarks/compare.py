@@ -4,8 +4,9 @@
     pip install --no-deps --target new jax_flash-NEW.whl
     python benchmarks/compare.py old new --head-dim 64 128 --length 512 16384
 
-A process for each folder; all compile at once, then they take turns, so that a clock that drifts
-hits all alike. Prints the TFLOP/s of each, its ratio to the first, and those of an 8192^3 product.
+A process for each folder; all compile at once, then they take turns, forth and back, so that a
+clock that drifts hits all alike. Prints the TFLOP/s of each, its ratio to the first, and those of
+an 8192^3 product, which comes after the turns: what follows it at once is slower.
 """
 
 import argparse
@@ -19,10 +20,11 @@ from typing import Any
 
 import shapes
 
-ROUNDS = 5  # turns of every version
+ROUNDS = 6  # turns of every version: as often before the others as after them
 SECONDS = 0.25  # of one turn: long beside the time that the clock takes to settle
 PRODUCT = 8192
 MASKS = {"full": False, "causal": True}
+PASSES = ("forward", "backward", "deterministic")  # the last: the backward, deterministic
 
 
 def main() -> None:
@@ -48,18 +50,16 @@ def main() -> None:
     print("cell, TFLOP/s of each folder, ratios to the first, product")
     for cell, of in jobs:
         speeds: list[list[float]] = [[] for _ in versions]
-        products = []
         for turn in range(ROUNDS):
             order = list(zip(versions, speeds, strict=True))
             for one, found in order if turn % 2 == 0 else order[::-1]:
                 found.append(one.measure(cell, of, options.seconds))
-            products.append(versions[0].measure(None, of, options.seconds))
         medians = [statistics.median(found) for found in speeds]
         print(
-            f"{cell.name:24s} {of:8s}",
+            f"{cell.name:24s} {of:13s}",
             " ".join(f"{median:6.1f}" for median in medians),
             " ".join(f"{median / medians[0]:6.3f}" for median in medians),
-            f"{statistics.median(products):6.0f}",
+            f"{versions[0].measure(None, of, options.seconds):6.0f}",
             flush=True,
         )
 
@@ -73,10 +73,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, nargs="+", default=list(shapes.HEAD_DIMS))
     parser.add_argument("--length", type=int, nargs="+", default=[512, 4096, 16384])
     parser.add_argument("--mask", nargs="+", choices=MASKS, default=list(MASKS))
-    choices = ("forward", "backward")
-    parser.add_argument("--pass", nargs="+", choices=choices, default=["forward"], dest="passes")
+    parser.add_argument("--pass", nargs="+", choices=PASSES, default=["forward"], dest="passes")
     parser.add_argument("--tokens", type=int, default=shapes.TOKENS)
     parser.add_argument("--model-dim", type=int, default=shapes.MODEL_DIM)
+    parser.add_argument("--segment", type=int, help="length of packed documents")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of one turn")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
 def read_cell(options: argparse.Namespace, head_dim: int, mask: str, length: int) -> shapes.Cell:
     heads = options.model_dim // head_dim
     batch = max(1, options.tokens // length)
-    return shapes.Cell(batch, length, heads, heads, head_dim, MASKS[mask])
+    return shapes.Cell(batch, length, heads, heads, head_dim, MASKS[mask], segment=options.segment)
 
 
 class Version:
@@ -153,7 +153,9 @@ def build(cell: shapes.Cell, of: str) -> tuple[Any, float]:
 
     shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
     inputs = jax.random.normal(jax.random.key(cell.length), (4, *shape), jnp.bfloat16)
-    return tune.build(of, cell, list(inputs), backend=None), tune.operations(of, cell)
+    which = "forward" if of == "forward" else "backward"
+    call = tune.build(which, cell, list(inputs), deterministic=of == "deterministic", backend=None)
+    return call, tune.operations(which, cell)
 
 
 def build_product() -> tuple[Any, float]:

@@ -37,7 +37,7 @@ class Peer:
 def all_peers() -> list[Peer]:
     """Lists the peers that this machine has."""
     peers = [
-        _jax_peer("jax_flash", "jax_flash", "#c0392b", _attend_flash),
+        _jax_peer("jax_flash", "jax_flash", "#c0392b", attend_flash),
         _deterministic_peer(),
         _jax_peer("jax_cudnn", "jax.nn, cuDNN", "#4c72b0", _attend_cudnn),
         _jax_peer("jax_xla", "jax.nn, XLA", "#8c8c8c", _attend_xla),
@@ -76,7 +76,7 @@ def _jax_peer(name: str, label: str, color: str, attend: Callable[..., Any]) -> 
 
 
 def _deterministic_peer() -> Peer:
-    attend = functools.partial(_attend_flash, deterministic=True)
+    attend = functools.partial(attend_flash, deterministic=True)
     peer = _jax_peer("jax_flash_deterministic", "jax_flash, deterministic", "#e59866", attend)
 
     def compile_call(cell: Cell, of: Pass) -> Callable[[tuple[np.ndarray, ...]], Call]:
@@ -87,7 +87,16 @@ def _deterministic_peer() -> Peer:
     return dataclasses.replace(peer, compile=compile_call)
 
 
-def _attend_flash(cell: Cell, q: Any, k: Any, v: Any, *, deterministic: bool = False) -> Any:
+def attend_flash(
+    cell: Cell,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Returns our attention of a cell."""
     segments = None
     if cell.segment is not None:
         segments = jnp.broadcast_to(
@@ -102,6 +111,7 @@ def _attend_flash(cell: Cell, q: Any, k: Any, v: Any, *, deterministic: bool = F
         query_segment_ids=segments,
         key_value_segment_ids=segments,
         deterministic=deterministic,
+        backend=backend,
     )
 
 

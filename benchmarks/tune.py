@@ -7,6 +7,7 @@ a clock that drifts hits all variants alike. The table comes last.
     python benchmarks/tune.py --head-dim 128 --length 512 1024 --causal \\
         --set tile_kv=112 --set "stages=3 query_stages=1" --set dynamic=False
     python benchmarks/tune.py --pass backward --set reads_ahead=False --set head_group=2
+    python benchmarks/tune.py --pass backward --deterministic --segment 1024 --set head_group=8
 """
 
 import argparse
@@ -21,9 +22,9 @@ import exact
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peers
 import shapes
 
-import jax_flash
 from jax_flash import _tiles
 
 ROUNDS = 5  # turns of every variant
@@ -45,16 +46,19 @@ def main() -> None:
             shapes.MODEL_DIM // options.head_dim,
             options.head_dim,
             options.causal,
+            segment=options.segment,
         )
         rng = np.random.default_rng(length)
         shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
         inputs = tuple(jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(4))
+        deterministic = options.deterministic
         calls = {}
         for text in ["", *options.set]:
             changes = dict(read(word) for word in text.split())
             setattr(_tiles, chooser, functools.partial(choose_changed, chosen, changes))
             try:
-                calls[text or "as chosen"] = build(options.which, cell, inputs)
+                name = text or "as chosen"
+                calls[name] = build(options.which, cell, inputs, deterministic=deterministic)
             except ValueError as error:
                 rows.append(f"{cell.name:24s} {text:40s} {error}")
         setattr(_tiles, chooser, chosen)
@@ -79,6 +83,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--length", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--segment", type=int, help="length of packed documents")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--set", action="append", default=[], help="fields of the pass's tiles")
     return parser.parse_args()
 
@@ -87,12 +93,16 @@ def build(
     which: str,
     cell: shapes.Cell,
     inputs: Sequence[jax.Array],
+    *,
+    deterministic: bool = False,
     backend: str | None = "cuda",
 ) -> Callable[[], tuple[jax.Array, ...]]:
     """Compiles one pass for the tiles that are chosen now: a call for out, and dq, dk and dv."""
     # A function of its own per variant: jit would take the first one's compilation.
     q, k, v, dout = inputs
-    attend = functools.partial(jax_flash.flash_attention, is_causal=cell.causal, backend=backend)
+    attend = functools.partial(
+        peers.attend_flash, cell, deterministic=deterministic, backend=backend
+    )
     if which == "forward":
         forward = jax.jit(attend).lower(q, k, v).compile()
         return lambda: (forward(q, k, v),)

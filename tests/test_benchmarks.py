@@ -18,6 +18,7 @@ sys.path.insert(0, str(FOLDER))
 
 import charts  # noqa: E402
 import exact  # noqa: E402
+import peers  # noqa: E402
 import shapes  # noqa: E402
 import train_step  # noqa: E402
 import tune  # noqa: E402
@@ -163,14 +164,14 @@ def test_tuned_variants_fit_the_gpu():
 
 def test_installed_versions_are_compared():
     folder = str(Path(jax_flash.__file__).parents[1])
-    options = "--head-dim 32 --length 64 --tokens 128 --model-dim 64 --seconds 0.001"
+    options = "--head-dim 32 --length 64 --tokens 128 --model-dim 64 --segment 32 --seconds 0.001"
     command = [sys.executable, FOLDER / "compare.py", folder, folder, *options.split()]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment)
-    found = run([*command, "--pass", "forward", "backward"], check=True)
+    found = run([*command, "--pass", "forward", "backward", "deterministic"], check=True)
     table = [line.split() for line in found.stdout.splitlines()[1:]]
-    assert [words[1] for words in table] == ["full", "full", "causal", "causal"]
-    assert [words[-6] for words in table] == ["forward", "backward"] * 2
+    assert [words[1] for words in table] == ["full"] * 3 + ["causal"] * 3
+    assert [words[-6] for words in table] == ["forward", "backward", "deterministic"] * 2
     assert all(words[-3] == "1.000" and float(words[-2]) > 0 for words in table)
     refused = run([sys.executable, FOLDER / "compare.py", str(FOLDER)], check=False)
     assert refused.returncode == 2
@@ -179,15 +180,16 @@ def test_installed_versions_are_compared():
 
 @pytest.mark.parametrize("which", tune.CHOOSERS)
 def test_tuned_passes_are_checked(which: str, monkeypatch: pytest.MonkeyPatch, capsys):
-    def attend(*arrays, backend, **options):
-        assert backend == "cuda"
+    def attend(*arrays, backend, deterministic, **options):
+        assert (backend, deterministic) == ("cuda", True)
         return jax_flash.flash_attention(*arrays, backend="xla", **options)
 
-    monkeypatch.setattr(tune, "jax_flash", types.SimpleNamespace(flash_attention=attend))
+    monkeypatch.setattr(peers, "jax_flash", types.SimpleNamespace(flash_attention=attend))
     monkeypatch.setattr(tune, "SECONDS", 0)
     monkeypatch.setattr(shapes, "TOKENS", 64)
     monkeypatch.setattr(shapes, "MODEL_DIM", 32)
     arguments = ["--pass", which, "--head-dim", "16", "--length", "32", "--causal"]
+    arguments += ["--segment", "8", "--deterministic"]
     monkeypatch.setattr(sys, "argv", ["tune.py", *arguments, "--set", "stages=3"])
     chosen = getattr(_tiles, tune.CHOOSERS[which])
     tune.main()

@@ -14,8 +14,8 @@ inline constexpr float kNegativeInfinity = -kInfinity;
 inline constexpr float kNoBase = -0x1.fffffep127f;
 // A row's base rises to a block's maximum if a thread's part of the block adds more than kRise
 // times its sum so far, and 2^kRiseBits by the measure of the base.
-inline constexpr float kRise = 256.0f;
-inline constexpr int kRiseBits = 10;
+inline constexpr float kRise = 32.0f;
+inline constexpr int kRiseBits = 7;
 
 // 2^x by a cubic on the FMA units, relative error 9e-5 (bf16 weights round at 2e-3, fp16
 // at 2.4e-4): relieves the 16 exp2 per cycle of the special-function units. NaN stays NaN; below

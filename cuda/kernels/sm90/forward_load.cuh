@@ -20,8 +20,12 @@ struct Producer {
   // The lane that talks to barriers and TMA.
   __device__ __forceinline__ bool is_leader() const { return threadIdx.x == 0; }
 
-  // Asks for the tile after this one; the answer is needed only a tile later.
+  // Asks for the tile after this one. Where tiles differ in length it asks with the last block: who
+  // is done first then takes the next tile. Elsewhere with the first, and the answer is never
+  // waited for; with segments the next tile's plan is fetched meanwhile.
+  static constexpr bool kAsksLate = kWindowRight && !kHasSegments;
   __device__ __forceinline__ void request_number(int number) {
+    if (number < 0) return;  // a second walk: the next number has been asked for
     const int stride = gridDim.x / kClusterSize;
     if constexpr (!kDynamic) {
       next_number = number + stride;
@@ -282,7 +286,7 @@ struct Producer {
     int number = blockIdx.x / kClusterSize;
     while (true) {
       const TileIndex taken = decode(number);
-      if (number >= 0) request_number(number);
+      if (!kAsksLate) request_number(number);
       TileInfo tile{0, taken.head, taken.batch, 0, 0, 0, {0, 0}};
       tile.number = number;
       if (taken.batch < 0) {
@@ -309,11 +313,13 @@ struct Producer {
       }
 
       if (tile.blocks.empty()) {
+        if (kAsksLate) request_number(number);
         load_query(tile);
       } else {
         int block = tile.blocks.end - 1;
         load_key(kv_head, block, tile.batch);
         load_query(tile);
+        if (kAsksLate && block == tile.blocks.begin) request_number(number);
         load_value(kv_head, block, tile.batch);
         if constexpr (kHasSegments) {  // the next tile's plan on its way into L1
           const TileIndex next = decode(receive_number());
@@ -324,6 +330,7 @@ struct Producer {
           --block;
           if (kHasSegments && !queries.empty()) block = find_block<-1>(queries, tile, block);
           load_key(kv_head, block, tile.batch);
+          if (kAsksLate && block == tile.blocks.begin) request_number(number);
           load_value(kv_head, block, tile.batch);
         }
       }
