@@ -12,7 +12,11 @@ recomputed (remat), the results of the forward kernel are kept, cuDNN's as well 
 Every measurement has a process of its own, which alone uses the GPU while it runs: a peak of memory
 belongs to one program. The next ones compile meanwhile, which needs no GPU, because nothing is
 tuned: matrix products are cuBLAS's. --xla-defaults compiles as XLA does without a word from us, one
-after another. Writes results/<gpu>/train-<commit>.json, and beside it a Markdown table and a chart.
+after another. Writes results/<gpu>/train-<commit>.json, and beside it a Markdown table and a chart,
+after the steps and again after each longer part.
+
+What a program needs is XLA's plan, to the byte. The peak that was measured is up to 128 MB more:
+XLA's allocator hands out a free piece whole if it is no more than that larger than what was asked.
 """
 
 import argparse
@@ -27,7 +31,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -103,7 +107,11 @@ def main() -> None:
         flags = "" if options.xla_defaults else NOTHING_TUNED
         ceiling = [measure(Job("product"), cache, flags)]
         ahead = 0 if options.xla_defaults else AHEAD
-        records = measure_in_turns(steps, longest, cache, flags, ahead)
+        records = []
+        for record in measure_in_turns(steps, longest, cache, flags, ahead):
+            records.append(record)
+            if len(records) >= len(steps):
+                write(options, records, ceiling)
         ceiling += [measure(Job("product"), cache, flags)]
         write(options, records, ceiling)
         with ThreadPoolExecutor() as pool:  # not timed, so they may share the GPU
@@ -181,21 +189,20 @@ def measure(job: Job, cache: str, flags: str) -> dict[str, Any]:
 
 def measure_in_turns(
     jobs: list[Job], last: list[Job], cache: str, flags: str, ahead: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Runs jobs one after another; the next ones, `ahead` of them, compile while one measures.
 
     The jobs of `last` compile for long: they start with the first and measure after all others.
     """
     waiting = {job: start(job, cache, flags) for job in (last if ahead else [])}
     order = jobs + last
-    records = []
     for i, job in enumerate(tqdm(order)):
         for later in order[i : i + 1 + ahead]:
             if later not in waiting:
                 waiting[later] = start(later, cache, flags)
-        records.append(finish(job, waiting[job]))
-        tqdm.write(json.dumps(records[-1]))
-    return records
+        record = finish(job, waiting[job])
+        tqdm.write(json.dumps(record))
+        yield record
 
 
 def work(job: Job) -> None:
@@ -353,7 +360,7 @@ def time_steps(job: Job) -> dict[str, Any]:
     speed = program.operations / median
     peak = train_gpt.peak_operations(jax.devices()[0])
     return {
-        "program_gb": round(program.needs_gb, 2),
+        "program_gb": round(program.needs_gb, 6),
         "peak_gb": peak_gb(),
         "compile_s": round(program.compile_s, 1),
         "steps": WARM_UP + ROUNDS * steps,
@@ -507,7 +514,8 @@ def write(
     path.write_text(f'{head},\n "records": [\n  {lines}\n ]\n}}\n')
     intro = (
         f"{gpu}, driver {driver}, {about['date']}, commit {commit}, `{about['command']}`; "
-        f"{run.PRODUCT}³ bfloat16 product {products[0]} TFLOP/s before and {products[1]} after."
+        f"{run.PRODUCT}³ bfloat16 product before and after the steps: "
+        f"{', '.join(map(str, products))} TFLOP/s."
     )
     text = "\n\n".join([intro, *tables(records)]) + "\n"
     path.with_suffix(".md").write_text(text)
@@ -535,8 +543,9 @@ def tables(records: list[dict[str, Any]]) -> list[str]:
     steps.sort(key=lambda x: (x["length"], x["remat"], list(ATTENTIONS).index(x["attention"])))
     if steps:
         lines = [
-            "| T | batch | remat | attention | step ms | tokens/s | MFU | peak GB | its share |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| T | batch | remat | attention | step ms | tokens/s | MFU | planned GB | peak GB"
+            " | its share |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for record in steps:
             if record["attention"] == "none":
@@ -552,12 +561,12 @@ def tables(records: list[dict[str, Any]]) -> list[str]:
             head = [record["length"], record["batch"], "yes" if record["remat"] else "no"]
             head.append(record["attention"])
             if "error" in record:
-                values = [record["error"], "", "", "", ""]
+                values = [record["error"], "", "", "", "", ""]
             else:
                 share = f"{1 - rest[0] / record['ms']:.0%}" if rest else ""
                 mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else ""
                 values = [f"{record['ms']:.1f}", f"{record['tokens_per_second']:,}", mfu]
-                values += [f"{record['peak_gb']:.1f}", share]
+                values += [f"{record['program_gb']:.3f}", f"{record['peak_gb']:.1f}", share]
             lines.append("| " + " | ".join(str(x) for x in [*head, *values]) + " |")
         texts.append("\n".join(lines))
     longest = [record for record in records if record["kind"] == "longest"]

@@ -95,7 +95,7 @@ def test_chart_and_table(tmp_path: Path):
 
 def test_training_tables():
     cell = {"kind": "step", "length": 4096, "batch": 8, "remat": True}
-    found = {"tokens_per_second": 400_000, "mfu": 0.4, "peak_gb": 23.8}
+    found = {"tokens_per_second": 400_000, "mfu": 0.4, "program_gb": 23.7502, "peak_gb": 23.8}
     plans = {65536: 7.0, 131072: 150.0, 98304: "out of memory"}
     records = [
         cell | {"attention": "none", "ms": 60.0},
@@ -104,7 +104,7 @@ def test_training_tables():
         {"kind": "longest", "attention": "jax_flash", "limit_gb": 140.0, "plans": plans},
     ]
     steps, longest = train_step.tables(records)
-    assert "| 4096 | 8 | yes | jax_flash | 80.0 | 400,000 | 40.0% | 23.8 | 25% |" in steps
+    assert "| 4096 | 8 | yes | jax_flash | 80.0 | 400,000 | 40.0% | 23.750 | 23.8 | 25% |" in steps
     assert "| 4096 | 8 | yes | xla | out of memory |" in steps
     assert "| jax_flash | 65536 | 7.0 | 98304 | out of memory |" in longest
 
