@@ -68,7 +68,7 @@ def flash_attention(
       query_seq_lengths, key_value_seq_lengths: int32 `[*B]`, valid positions of each batch row,
         clipped to [0, T] and [0, S]; later positions are padding.
       query_segment_ids, key_value_segment_ids: int32 `[*B, T]` and `[*B, S]`; a query attends to
-        keys of equal id, in any order.
+        keys of equal id, in any order. Of int64 ids that are a jax.Array the low 32 bits count.
       softcap: c in c * tanh(logits / c), above 0.
       sinks: float `[N]`, one more logit for each head that joins the denominator and no value.
       dropout_rate: probability in [0, 1) of dropping a weight; the rest is scaled by

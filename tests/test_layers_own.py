@@ -17,7 +17,7 @@ BATCH, LENGTH, FEATURES, HEADS, KV_HEADS, HEAD_DIM = 2, 13, 32, 4, 2, 8
 EVERYTHING = {
     "num_kv_heads": KV_HEADS,
     "is_causal": True,
-    "window": (5, None),
+    "local_window_size": (5, None),
     "rotary_base": 100.0,
     "softcap": 2.0,
     "use_sinks": True,
@@ -126,9 +126,18 @@ def test_window_equals_its_mask(api, window):
     left, right = (LENGTH if bound is None else bound for bound in (left, right))
     ahead = jnp.arange(LENGTH) - jnp.arange(LENGTH)[:, None]
     mask = (ahead >= -left) & (ahead <= right)
-    forward, params = make(api, x, window=window)
+    forward, params = make(api, x, local_window_size=window)
     masked, _ = make(api, x)
     np.testing.assert_allclose(forward(params, x), masked(params, x, mask=mask), atol=2e-6)
+
+
+def test_window_is_refused_by_its_name(api):
+    def run(x):
+        forward, params = make(api, x, local_window_size=-1)
+        return forward(params, x)
+
+    with pytest.raises(ValueError, match="local_window_size is -1; expected 0 or more"):
+        run(normal(1, BATCH, LENGTH, FEATURES))
 
 
 def test_bias_is_added_to_the_scores(api):

@@ -124,7 +124,8 @@ class FlashAttention(nn.Module):
       num_kv_heads: key and value heads, a divisor of num_heads; None means num_heads.
       head_dim: size of one head; None means features // num_heads.
       is_causal: a position sees itself and what came before.
-      window: (left, right) positions visible around each one, None for no bound; an int means both.
+      local_window_size: (left, right) positions visible around each one, None for no bound; an int
+        means both.
       rotary_base: base of the rotary embedding, 10_000.0 for instance; None for no embedding.
       softcap: bounds the scores to (-softcap, softcap) by tanh.
       use_sinks: learns one score per head that takes part in the softmax and has no value.
@@ -151,7 +152,7 @@ class FlashAttention(nn.Module):
     num_kv_heads: int | None = None
     head_dim: int | None = None
     is_causal: bool = False
-    window: int | tuple[int | None, int | None] | None = None
+    local_window_size: int | tuple[int | None, int | None] | None = None
     rotary_base: float | None = None
     softcap: float | None = None
     use_sinks: bool = False
@@ -234,7 +235,7 @@ class FlashAttention(nn.Module):
             rotary_base=self.rotary_base,
             segment_ids=segment_ids,
             is_causal=self.is_causal,
-            local_window_size=self.window,
+            local_window_size=self.local_window_size,
             softcap=self.softcap,
             sinks=sinks,
             bias=bias,

@@ -122,7 +122,8 @@ class FlashAttention(nnx.Module):
       num_kv_heads: key and value heads, a divisor of num_heads; None means num_heads.
       head_dim: size of one head; None means in_features // num_heads.
       is_causal: a position sees itself and what came before.
-      window: (left, right) positions visible around each one, None for no bound; an int means both.
+      local_window_size: (left, right) positions visible around each one, None for no bound; an int
+        means both.
       rotary_base: base of the rotary embedding, 10_000.0 for instance; None for no embedding.
       softcap: bounds the scores to (-softcap, softcap) by tanh.
       use_sinks: learns one score per head that takes part in the softmax and has no value.
@@ -155,7 +156,7 @@ class FlashAttention(nnx.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         is_causal: bool = False,
-        window: int | tuple[int | None, int | None] | None = None,
+        local_window_size: int | tuple[int | None, int | None] | None = None,
         rotary_base: float | None = None,
         softcap: float | None = None,
         use_sinks: bool = False,
@@ -173,7 +174,7 @@ class FlashAttention(nnx.Module):
             in_features, num_heads, num_kv_heads, head_dim, rotary_base
         )
         self.is_causal = is_causal
-        self.window = window
+        self.local_window_size = local_window_size
         self.rotary_base = rotary_base
         self.softcap = softcap
         self.dropout_rate = dropout_rate
@@ -243,7 +244,7 @@ class FlashAttention(nnx.Module):
             rotary_base=self.rotary_base,
             segment_ids=segment_ids,
             is_causal=self.is_causal,
-            local_window_size=self.window,
+            local_window_size=self.local_window_size,
             softcap=self.softcap,
             sinks=None if self.sinks is None else self.sinks[...],
             bias=bias,
