@@ -25,6 +25,7 @@ FEATURES: dict[str, dict] = {
     "softcap": {"softcap": 30.0},
     "sinks": {"terms": ("sinks",)},
     "deterministic": {"deterministic": True},
+    "deterministic causal": {"deterministic": True, "window": (None, 0)},
     "deterministic segments": {"deterministic": True, "terms": SEGMENTS, "window": (None, 0)},
     "everything": {
         "window": (1024, 0),
