@@ -1,5 +1,5 @@
 // Owns the interface of the CPU attention kernels: what to compute, on which arrays, with which
-// threads. Nothing here knows XLA. Read next: forward-inl.h, backward-inl.h, dispatch.cc.
+// threads. Nothing here knows XLA. Read next: forward-inl.h, pairing-inl.h, dispatch.cc.
 #ifndef JAX_FLASH_CPU_ATTENTION_H_
 #define JAX_FLASH_CPU_ATTENTION_H_
 

@@ -11,6 +11,8 @@
 //
 #include "cpu/forward-inl.h"
 //
+#include "cpu/pairing-inl.h"
+//
 #include "cpu/backward-inl.h"
 
 namespace jax_flash::cpu {
