@@ -6,7 +6,7 @@
 
 A process for each folder; all compile at once, then they take turns, forth and back, so that a
 clock that drifts hits all alike. Prints the TFLOP/s of each, its ratio to the first, and those of
-an 8192^3 product, which comes after the turns: what follows it at once is slower.
+run.py's matrix product, which comes after the turns, so that no version runs in its wake.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import shapes
 
 ROUNDS = 6  # turns of every version: as often before the others as after them
 SECONDS = 0.25  # of one turn: long beside the time that the clock takes to settle
-PRODUCT = 8192
 MASKS = {"full": False, "causal": True}
 PASSES = ("forward", "backward", "deterministic")  # the last: the backward, deterministic
 
@@ -131,14 +130,18 @@ class Version:
 def answer() -> None:
     """Answers the questions on standard input, a line for each."""
     import jax
+    import run
     import tune
 
     known: dict[tuple[Any, ...], tuple[Any, float]] = {}
     for line in sys.stdin:
         fields, of, seconds = json.loads(line)
-        key = (of, *fields.values()) if fields else ()
+        if fields is None:
+            print(json.dumps(run.measure_product()), flush=True)
+            continue
+        key = (of, *fields.values())
         if key not in known:
-            known[key] = build(shapes.Cell(**fields), of) if fields else build_product()
+            known[key] = build(shapes.Cell(**fields), of)
         call, operations = known[key]
         jax.block_until_ready(call())
         rate = operations / tune.seconds(call, seconds) / 1e12 if seconds else 0.0
@@ -156,17 +159,6 @@ def build(cell: shapes.Cell, of: str) -> tuple[Any, float]:
     which = "forward" if of == "forward" else "backward"
     call = tune.build(which, cell, list(inputs), deterministic=of == "deterministic", backend=None)
     return call, tune.operations(which, cell)
-
-
-def build_product() -> tuple[Any, float]:
-    """A bfloat16 matrix product: the ceiling."""
-    import jax
-    import jax.numpy as jnp
-
-    side = PRODUCT if jax.default_backend() == "gpu" else 256
-    a, b = jax.random.normal(jax.random.key(1), (2, side, side), jnp.bfloat16)
-    product = jax.jit(jnp.matmul).lower(a, b).compile()
-    return lambda: product(a, b), 2.0 * side**3
 
 
 if __name__ == "__main__":

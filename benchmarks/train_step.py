@@ -110,7 +110,7 @@ def main() -> None:
         records = []
         for record in measure_in_turns(steps, longest, cache, flags, ahead):
             records.append(record)
-            if len(records) >= len(steps):
+            if len(steps) <= len(records) < len(steps) + len(longest):
                 write(options, records, ceiling)
         ceiling += [measure(Job("product"), cache, flags)]
         write(options, records, ceiling)
