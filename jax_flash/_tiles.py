@@ -187,6 +187,7 @@ class BackwardTiles:
     tma_loads: bool = True  # as for the forward
     stages: int = 2  # blocks of queries and of output gradients in flight
     score_stages: int = 2  # buffers of score gradients
+    dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
     reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
     head_group: int = 1  # kv heads that the schedule walks together
 
@@ -230,11 +231,13 @@ class BackwardTiles:
             "tile_kv": self.tile_kv,
             "head_group": self.head_group,
             "tma_loads": self.tma_loads,
+            "dq_row_bytes": self.dq_row_bytes,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
         """Returns the scratch arrays that the handler takes as further results."""
         heads = shapes.batch * shapes.q_heads
+        sum_columns = self.head_dim // 2 if self.dq_row_bytes else 64 * _boxes(self.head_dim)
         blocks = -(-shapes.q_len // self.tile_q)
         rows = heads * blocks * self.tile_q
         segments = "query_segments" in problem.terms
@@ -243,7 +246,7 @@ class BackwardTiles:
         return [
             jax.ShapeDtypeStruct((rows,), jnp.float32),  # lse in log2
             jax.ShapeDtypeStruct((rows,), jnp.float32),  # dlse - rowsum(out * dout)
-            jax.ShapeDtypeStruct((rows, 64 * _boxes(self.head_dim)), jnp.float32),  # sum of dq
+            jax.ShapeDtypeStruct((rows, sum_columns), jnp.float32),  # sum of dq
             jax.ShapeDtypeStruct((1,), jnp.int32),  # counter of key blocks
             jax.ShapeDtypeStruct(
                 (heads, blocks if problem.deterministic else 0, self.turn_parts), jnp.int32
@@ -264,6 +267,7 @@ class BackwardTiles:
             "kTileKV": self.tile_kv,
             "kStages": self.stages,
             "kScoreStages": self.score_stages,
+            "kDqRowBytes": self.dq_row_bytes,
             "kReadsAhead": self.reads_ahead,
             "kDeterministic": problem.deterministic,
             "kHasDlse": with_dlse,
@@ -363,12 +367,18 @@ def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> Bac
     plain = problem.window[0] is None and not (problem.terms or problem.softcap)
     # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for 256.
     wide = widest > 128 or (not tma_loads and min(shapes.head_dim, shapes.value_dim) > 112)
+    tile_q = 128 if widest <= 64 and problem.softcap is None else 64
+    # jax.export may leave T symbolic.
+    whole_tiles = (
+        shapes.head_dim % 64 == 0 and isinstance(shapes.q_len, int) and shapes.q_len % tile_q == 0
+    )
     return BackwardTiles(
         shapes.head_dim,
         shapes.value_dim,
-        tile_q=128 if widest <= 64 and problem.softcap is None else 64,
+        tile_q=tile_q,
         tile_kv=64 if wide else 128,
         tma_loads=tma_loads,
+        dq_row_bytes=2 * shapes.q_heads * shapes.head_dim if whole_tiles else 0,
         # 5 % at T >= 4096 without a mask, 1 to 4 % when causal, 2 to 7 % of the deterministic mode
         # when causal; elsewhere nothing or a loss.
         reads_ahead=plain

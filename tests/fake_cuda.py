@@ -47,6 +47,7 @@ class Direct:
     H: int = 64
     short: int | None = None  # the workspace that lacks an element
     head_group: int = 1
+    dq_row_bytes: int = 0  # backward
 
     def run(self) -> dict[str, Any]:
         def array(*shape, dtype: Any = jnp.bfloat16):
@@ -79,6 +80,8 @@ class Direct:
             has_side_effect=True,  # else XLA drops what has empty results
         )
         launch = tiles.launch(gpu) | {"head_group": self.head_group}
+        if self.target == "backward":
+            launch["dq_row_bytes"] = self.dq_row_bytes
         program = {"source": tiles.source, "header": header, "arch": gpu.arch}
         attributes = call.attributes() | {"program": program, "tiles": launch}
         outputs = custom_call(*(jnp.zeros(x.shape, x.dtype) for x in operands), **attributes)

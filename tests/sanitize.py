@@ -52,6 +52,7 @@ CASES = (
     C("64 causal", H=64, causal=True, T=333, S=333),
     C("64 softcap segments", H=64, segments="packed", softcap=3.0),
     C("64 heads packed", H=64, N=8, K=1, T=9),
+    C("64 whole tiles deterministic", H=64, causal=True, deterministic=True, T=384, S=401),
     C("64 causal deterministic", H=64, causal=True, deterministic=True, T=401, S=401),
     # Logits that differ by hundreds: rows overflow, and their tiles are walked again.
     C("64 causal second walk", H=64, causal=True, T=333, S=333, spread=150.0),
@@ -61,6 +62,7 @@ CASES = (
     C("128 gqa causal", H=128, causal=True, N=4, K=2, align=BOTTOM_RIGHT),
     C("128 segments lengths", H=128, **SEGMENTS_AND_LENGTHS),
     C("128 sinks softcap", H=128, sinks=True, softcap=3.0, kv_lengths=(133,)),
+    C("128 whole tiles causal", H=128, causal=True, T=320, S=333),
     C("128 float16", H=128, dtype="float16", causal=True),
     C("128 causal deterministic", H=128, causal=True, deterministic=True, T=333, S=333),
     C("128 deterministic gqa segments", H=128, deterministic=True, **SEGMENTS_AND_LENGTHS),
@@ -71,6 +73,7 @@ CASES = (
     C("256 causal gqa", H=256, causal=True, N=4, K=2),
     C("256 segments lengths", H=256, **SEGMENTS_AND_LENGTHS),
     C("256 causal deterministic", H=256, causal=True, deterministic=True, T=200, S=200),
+    C("256 whole tiles deterministic", H=256, N=4, K=2, deterministic=True, T=192, S=200),
     C("40 72", H=40, Hv=72, causal=True),
     C("unaligned 36 33 causal", H=36, Hv=33, causal=True, T=333, S=333),
     C("unaligned 100 gqa deterministic", H=100, N=4, K=2, causal=True, deterministic=True),

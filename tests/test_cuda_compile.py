@@ -46,6 +46,12 @@ def configurations() -> Iterator[tuple[str, Problem, Shapes]]:
     small = dataclasses.replace(SHAPES, head_dim=64, value_dim=64)
     for name in ("causal segments", "softcap", "sinks", "lengths", "window", "everything"):
         yield f"64/64 {name}", dataclasses.replace(PLAIN, **FEATURES[name]), small
+    odd = dataclasses.replace(SHAPES, q_len=4095)  # dq does not hold half of its own sum
+    for dim in (64, 128, 256):
+        shapes = dataclasses.replace(odd, head_dim=dim, value_dim=dim)
+        for turns in (False, True):
+            problem = dataclasses.replace(PLAIN, window=(None, 0), deterministic=turns)
+            yield f"{dim} causal odd{' deterministic' * turns}", problem, shapes
     yield "grouped heads", PLAIN, dataclasses.replace(SHAPES, kv_heads=4)
     for dims in [(100, 100), (33, 7), (127, 120), (255, 255)]:
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])

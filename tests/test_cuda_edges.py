@@ -54,6 +54,20 @@ SHAPES = (
     *(C(f"dims {H} {Hv}", H=H, Hv=Hv, T=140, S=150, N=4, K=2, causal=True, with_lse=True)
       for H, Hv in [(8, 8), (8, 256), (256, 8), (16, 24), (248, 248), (136, 72), (72, 136),
                     (200, 64), (64, 200), (104, 112)]),
+    # Whole tiles of queries: dq holds half of its own sum.
+    *(C(f"whole tiles {H} {Hv} {T} {turns}", H=H, Hv=Hv, T=T, S=S, deterministic=turns, **more)
+      for H, Hv, T, S, more in [
+          (64, 64, 256, 300, {"causal": True, "N": 4, "K": 2}),
+          (64, 64, 192, 192, {"softcap": 4.0, "batch": (2, 3)}),
+          (64, 128, 448, 333, {"causal": True, "align": BOTTOM_RIGHT}),
+          (128, 128, 320, 320, {"causal": True, "N": 6, "K": 2}),
+          (128, 64, 64, 700, {"q_lengths": (64, 11), "N": 3}),
+          (128, 128, 1024, 1024, {"segments": "documents", "causal": True, "with_lse": True}),
+          (128, 128, 640, 100, {"window": (5, 0)}),
+          (192, 128, 192, 257, {"causal": True, "dtype": "float16"}),
+          (256, 256, 512, 512, {"window": (100, 0), "N": 4, "K": 1}),
+      ]
+      for turns in (False, True)),
     # Windows wider than the keys, and all else together.
     C("wide window", T=200, S=150, window=(1000, 1000), align=BOTTOM_RIGHT, H=128),
     C("left window", T=300, S=450, window=(70, None), H=128, with_lse=True),

@@ -49,6 +49,22 @@ def test_backward_tiles_fit_the_gpu(head_dim, value_dim, softcap):
     assert tiles.launch(H200)["max_blocks"] <= H200.sms
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_of_whole_tiles_needs_less_than_two_of_dq(dims, deterministic):
+    """Half of the float32 sum of dq lies in dq itself: as much as dq is left to find elsewhere."""
+    problem = dataclasses.replace(PLAIN, deterministic=deterministic)
+    shapes = replace_dims(*dims)
+
+    def workspaces(shapes: Shapes) -> int:
+        tiles = _tiles.choose_backward_tiles(problem, shapes, H200)
+        return sum(x.size * x.dtype.itemsize for x in tiles.workspaces(problem, shapes))
+
+    dq = shapes.batch * shapes.q_len * shapes.q_heads * shapes.head_dim * 2
+    assert dq < workspaces(shapes) < 1.2 * dq
+    assert 2 * dq <= workspaces(dataclasses.replace(shapes, q_len=4095)) < 2.2 * dq
+
+
 @pytest.mark.parametrize("dims", [(60, 64), (64, 60), (33, 7), (250, 128)])
 def test_warps_load_rows_that_the_copy_engine_cannot(dims):
     assert _tiles.supports(PLAIN, replace_dims(*dims), H200) is None

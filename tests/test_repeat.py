@@ -40,6 +40,7 @@ def large(name: str, **given) -> Case:
 
 LARGE = (
     large("plain", T=2048, S=2048),
+    large("causal", T=2048, S=2048, H=128, causal=True),
     large("causal odd", T=2047, S=2047, H=128, causal=True),
     large("gqa causal", H=128, K=2, causal=True, with_lse=True),
     large("mqa", K=1, T=777, S=1291, H=96),

@@ -52,6 +52,7 @@ struct BackwardTilesAttribute {
   std::int64_t tile_kv;
   std::int64_t head_group;
   bool tma_loads;
+  std::int64_t dq_row_bytes;
 };
 
 }  // namespace jax_flash
@@ -71,7 +72,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_flash::BackwardTilesAttribute, StructMember<std::int64_t>("max_blocks"),
     StructMember<std::int64_t>("threads"), StructMember<std::int64_t>("shared_bytes"),
     StructMember<std::int64_t>("tile_q"), StructMember<std::int64_t>("tile_kv"),
-    StructMember<std::int64_t>("head_group"), StructMember<bool>("tma_loads"));
+    StructMember<std::int64_t>("head_group"), StructMember<bool>("tma_loads"),
+    StructMember<std::int64_t>("dq_row_bytes"));
 
 namespace jax_flash {
 namespace {
@@ -341,6 +343,12 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
     return error;
   }
 
+  const bool sums_in_dq = tiles.dq_row_bytes != 0;
+  if (sums_in_dq && (tiles.dq_row_bytes != s.q_heads * s.head_dim * 2 ||
+                     s.q_len % tiles.tile_q != 0 || s.head_dim % 64 != 0)) {
+    return Invalid("these tiles are for another shape of dq");
+  }
+
   BackwardParams params{};
   SetCommon(operands, attributes, &params);
   const bool segments = attributes.Has(kQuerySegments);
@@ -352,7 +360,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   Workspaces workspaces(rets, with_dbias ? 4 : 3);
   workspaces.Take("lse_log2", rows, &params.lse_log2);
   workspaces.Take("minus_delta", rows, &params.minus_delta);
-  workspaces.Take("dq_sum", rows * 64 * head_boxes, &params.dq_sum);
+  workspaces.Take("dq_sum", rows * (sums_in_dq ? s.head_dim / 2 : 64 * head_boxes), &params.dq_sum);
   workspaces.Take("next_unit", 1, &params.next_unit);
   const std::int64_t turn_parts = tiles.tile_kv == 128 ? 2 : 1;
   workspaces.Take("turns", deterministic ? heads * query_blocks * turn_parts : 0, &params.turns);

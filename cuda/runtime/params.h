@@ -91,8 +91,9 @@ struct BackwardParams {
   // blocks.
   float* lse_log2;            // [B, N, Q * kTileQ]: -lse * log2(e), -inf on rows that see nothing
   float* minus_delta;         // [B, N, Q * kTileQ]: dlse - rowsum(out * dout)
-  float* dq_sum;              // [B, N, Q * kTileQ, 64 * ceil(H / 64)] in the order of fragments;
-                              // with kDeterministic the first unit writes it
+  float* dq_sum;              // [B, N, Q * kTileQ, 64 * ceil(H / 64)] in the order of fragments, or
+                              // with kDqRowBytes [B, T, N, H / 2], the other half in `dquery`; with
+                              // kDeterministic the first unit writes it
   int* next_unit;             // [1]
   int* turns;                 // [B, N, Q, kTurnParts], only with kDeterministic
   int* query_segment_ranges;  // [B, Q, 2] smallest and largest id, only with kHasSegments

@@ -19,6 +19,8 @@
 //   int kTileKV               keys per block: 128, or 64 for backward_wide.cuh
 //   int kStages               Q and dO buffers each
 //   int kScoreStages          dS buffers
+//   int kDqRowBytes           from one row of dq to the next, if half of the float32 sum of dq lies
+//                             there until the end: kTileQ divides T, 64 the head dim; else 0
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kWindowLeft, kWindowRight, kBottomRight, kSoftcap, kDeterministic
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasDlse

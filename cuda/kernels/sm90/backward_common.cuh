@@ -35,11 +35,6 @@ inline constexpr int kValue = round_up(kValueDim, 16);  // likewise
 inline constexpr int kHeadBoxes = ceil_div(kHead, kBoxColumns);
 inline constexpr int kValueBoxes = ceil_div(kValue, kBoxColumns);
 
-// The float32 sum of dq is kept in the order in which a warpgroup's threads hold m64n64 tiles:
-// [B, N, query block, 64-row tile, 64-column box, 8, thread, 4].
-inline constexpr int kTileFloats = 64 * 64;
-inline constexpr int kBlockFloats = kQueries * kHeadBoxes * 64;
-
 // Deterministic mode: parts of a query block's sum, each with turns of its own: what one of the
 // two score warpgroups adds, or all that the wide kernel's query role does.
 inline constexpr int kTurnParts = kKeys == 128 ? 2 : 1;
@@ -50,6 +45,55 @@ __device__ __forceinline__ int query_blocks(const BackwardParams& p) {
 __device__ __forceinline__ int key_blocks(const BackwardParams& p) {
   return ceil_div(p.kv_len, kKeys);
 }
+
+// The float32 sum of dq is kept in the order in which a warpgroup's threads hold 64 x 64 tiles, as
+// eight pieces of 16 bytes a thread. dq_sum has them as [B, N, query block, tile, 8, thread, 4],
+// the tiles of a block by rows, then columns. With kDqRowBytes, which needs whole tiles, dq_sum is
+// half as large: the 128 bytes that each row of a tile will have in dq hold the even pieces until
+// flash_backward_finish has read them, and dq_sum, with the shape of dq, holds the odd ones.
+inline constexpr bool kSumsInDq = kDqRowBytes > 0;
+
+// Where the sum of the query block from m0 on starts: an index of the rows of dq, or of blocks.
+__device__ __forceinline__ int sum_index(const BackwardParams& p, int batch, int head, int m0) {
+  if constexpr (kSumsInDq) return (batch * p.query_len + m0) * p.query_heads + head;
+  return (batch * p.query_heads + head) * query_blocks(p) + m0 / kQueries;
+}
+
+// A thread's pieces of one tile of the block at `index`.
+class SumTile {
+ public:
+  __device__ __forceinline__ SumTile(const BackwardParams& p, int index, int tile) {
+    const uint32 thread = threadIdx.x % 128;
+    char* sum = reinterpret_cast<char*>(p.dq_sum);
+    if constexpr (kSumsInDq) {
+      const uint32 row = static_cast<uint32>(tile) / kHeadBoxes * 64 + thread / 8;
+      const uint32 column = static_cast<uint32>(tile) % kHeadBoxes * 128 + thread % 8 * 16;
+      const int64 at = static_cast<int64>(index) * (kHeadDim * 2) + (row * kDqRowBytes + column);
+      even_ = static_cast<char*>(p.dquery) + at;
+      odd_ = sum + at;
+    } else {
+      constexpr int64 kTileBytes = 64 * 64 * 4;
+      even_ = sum + (static_cast<int64>(index) * (kQueries / 64 * kHeadBoxes) + tile) * kTileBytes +
+              thread * 16;
+      odd_ = even_ + 2048;
+    }
+  }
+  __device__ __forceinline__ float4* piece(int i) const {
+    constexpr int kStep = kSumsInDq ? 16 * kDqRowBytes : 4096;
+    return reinterpret_cast<float4*>((i % 2 == 0 ? even_ : odd_) + i / 2 * kStep);
+  }
+
+ private:
+  char *even_, *odd_;
+};
+
+// The same of the tile with row `row0`.
+__device__ __forceinline__ SumTile sum_tile(const BackwardParams& p, int batch, int head, int row0,
+                                            int box) {
+  const int within = row0 % kQueries;
+  return {p, sum_index(p, batch, head, row0 - within), within / 64 * kHeadBoxes + box};
+}
+
 __device__ __forceinline__ int unit_count(const BackwardParams& p) {
   return key_blocks(p) * p.batch * p.kv_heads;
 }

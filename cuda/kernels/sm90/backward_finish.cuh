@@ -30,12 +30,11 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
   const int batch = head_index / p.query_heads, head = head_index - batch * p.query_heads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-  const float4* sum = reinterpret_cast<const float4*>(p.dq_sum) +
-                      static_cast<int64>(index) * (kTileFloats / 4) + threadIdx.x;
+  const SumTile sum = sum_tile(p, batch, head, row0, box);
   float4 values[8];
   if (is_summed(p, index)) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] = __ldcs(sum + j * kFinishThreads);
+    for (int j = 0; j < 8; ++j) values[j] = __ldcs(sum.piece(j));
   } else {
 #pragma unroll
     for (int j = 0; j < 8; ++j) values[j] = float4{0.f, 0.f, 0.f, 0.f};

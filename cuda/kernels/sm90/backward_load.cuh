@@ -76,7 +76,7 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
     }
     bool first = true;
     if (u.total < kAskAhead) ask_for_unit();
-    for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
+    for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
       if (walk.left == kAskAhead) ask_for_unit();
       const int head = u.head + walk.head, m0 = walk.m0, block = walk.block;
       const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);

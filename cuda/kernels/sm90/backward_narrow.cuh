@@ -94,20 +94,21 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer, 
 
 // The query block before the current one, whose dQ is still to be computed.
 struct Last {
-  int block;   // index of [B, N, block]
+  int sum;     // as of `sum_index`
   bool first;  // as of `adds_first`
 };
 __device__ __forceinline__ Last last_of(const BackwardParams& p, const volatile UnitRecord& u,
                                         const Walk& walk) {
-  return {walk.block, adds_first(p, u, walk.m0)};
+  return {walk.sum(), adds_first(p, u, walk.m0)};
 }
 
 // Adds the half of dQ of the `iteration`-th query block to the sum.
 __device__ __forceinline__ void add_dq(const BackwardParams& p, const float (&dq)[kDqValues],
                                        uint32 iteration, Last last, int which) {
   const int turn = take_turn(iteration, which, last.first);
-  add_fragments(p.dq_sum + static_cast<int64>(last.block) * kBlockFloats + which * 128 * kDqValues,
-                dq, turn);
+  const bool halves = kDqTiles == 1;
+  add_fragments(SumTile(p, last.sum, halves ? 0 : which), halves ? which * kDqValues / 4 : 0, dq,
+                turn);
   end_turn(iteration, which);
 }
 
@@ -320,7 +321,7 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
     }
     if (u.total > 0) {
       const UnitRanges ranges = ranges_of(p, u, 64 * which);
-      Walk walk(u);
+      Walk walk(p, u);
       float dp[kScores];
       begin_step(iteration, dp);
       step<true>(p, u, ranges, which, iteration, walk.m0, {}, walk.left > 1, dp, dk, dv);

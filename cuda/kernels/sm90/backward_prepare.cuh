@@ -67,10 +67,11 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
       p.turns[padded / kQueries * kTurnParts + threadIdx.x] = 0;
     }
   } else {
-    float4* sum = reinterpret_cast<float4*>(p.dq_sum) + padded * (kHeadBoxes * 16);
 #pragma unroll
-    for (int i = 0; i < kHeadBoxes * 8; ++i) {
-      sum[i * kPrepareThreads + threadIdx.x] = float4{0.f, 0.f, 0.f, 0.f};
+    for (int box = 0; box < kHeadBoxes; ++box) {
+      const SumTile sum = sum_tile(p, batch, head, row0, box);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) *sum.piece(j) = float4{0.f, 0.f, 0.f, 0.f};
     }
   }
 

@@ -77,7 +77,7 @@ __device__ __forceinline__ void wait_turns(const BackwardParams& p) {
     const volatile UnitRecord& u = receive_unit(received);
     if (u.stop) break;
     if constexpr (kHasSegments) set_absent_ids(0x7fffffff, -0x7fffffff - 1);
-    for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
+    for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
       const int turn = turn_of(p, u, walk.m0);
       const uint32 slot = slot_of<kTurns>(iteration);
       bool waits = part < kTurnParts;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
   while (true) {
     const volatile UnitRecord& u = receive_unit(received);
     if (u.stop) break;
-    for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
+    for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
       int* counters = p.turns + walk.block * kTurnParts;
       for (int part = 0; part < kTurnParts;) {
         const auto taken = [&](int i) {
@@ -152,20 +152,21 @@ __device__ __forceinline__ void end_turn(uint32 iteration, int part) {
   }
 }
 
-// Adds a warpgroup's accumulators to the sum, in their own order, on a turn of this unit.
+// Adds a warpgroup's accumulators to a tile of the sum, from its `first` piece on, on a turn of
+// this unit.
 template <int kCount>
-__device__ __forceinline__ void add_fragments(float* sum, const float (&values)[kCount], int turn) {
-  float* mine = sum + threadIdx.x % 128 * 4;
+__device__ __forceinline__ void add_fragments(const SumTile& sum, int first,
+                                              const float (&values)[kCount], int turn) {
   if (kDeterministic && turn == 0) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
-      *reinterpret_cast<float4*>(mine + j * 512) =
+      *sum.piece(first + j) =
           float4{values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]};
     }
   } else if (!kHasSegments || turn != kNoTurn) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
-      reduce_add_x4(mine + j * 512, values[4 * j], values[4 * j + 1], values[4 * j + 2],
+      reduce_add_x4(&sum.piece(first + j)->x, values[4 * j], values[4 * j + 1], values[4 * j + 2],
                     values[4 * j + 3]);
     }
   }

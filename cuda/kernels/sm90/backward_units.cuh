@@ -194,14 +194,21 @@ __device__ __forceinline__ void ask_for_unit() {
 // together, whatever their lengths, and find what they load in L2.
 struct Walk {
   int left, m0, block;
+  int row;       // as of `sum_index`, only with kDqRowBytes
   int head = 0;  // of the group
-  __device__ __forceinline__ explicit Walk(const volatile UnitRecord& u)
-      : left(u.total), m0(u.m0), block(u.block) {}
+  __device__ __forceinline__ Walk(const BackwardParams& p, const volatile UnitRecord& u)
+      : left(u.total),
+        m0(u.m0),
+        block(u.block),
+        row(kSumsInDq ? sum_index(p, u.batch, u.head, u.m0) : 0) {}
+  __device__ __forceinline__ int sum() const { return kSumsInDq ? row : block; }
   __device__ __forceinline__ void next(const BackwardParams& p, const volatile UnitRecord& u) {
     --left;
     block += query_blocks(p);
+    ++row;
     if (++head == u.heads) {
       block += kDirection - head * query_blocks(p);
+      row += kDirection * kQueries * p.query_heads - head;
       m0 += kDirection * kQueries;
       head = 0;
     }

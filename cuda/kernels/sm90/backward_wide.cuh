@@ -162,7 +162,7 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
         named_barrier_sync(kProbabilityBarrier, 128);
       }
       float x[kScores];
-      Walk walk(u);
+      Walk walk(p, u);
       issue_scores(u, x, iteration, walk.m0);
       wgmma_wait<0>();
       warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration)));
@@ -250,7 +250,7 @@ __device__ __forceinline__ void gradient_role(const BackwardParams& p) {
         named_barrier_sync(kGradientBarrier, 128);
       }
       float dp[kScores];
-      Walk walk(u);
+      Walk walk(p, u);
       issue_dp(u, dp, iteration, walk.m0);
       wgmma_wait<0>();
       pin(dp);
@@ -281,11 +281,10 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
     const volatile UnitRecord& u = receive_unit(received);
     if (u.stop) break;
     barrier_wait(barrier_at(kKFull), parity_of<1>(received));
-    for (Walk walk(u); walk.left > 0; walk.next(p, u)) {
+    for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
       const uint32 buffer = slot_of<kScoreStages>(iteration);
       const Descriptor a = descriptor(shared_base() + kAtDs + buffer * kDsBytes, 0, kDsBytes, 1024);
       const Descriptor b = descriptor(shared_base() + kAtK, 0, kBoxK, 1024);
-      float* sum = p.dq_sum + static_cast<int64>(walk.block) * kBlockFloats;
       const bool first = adds_first(p, u, walk.m0);
       int turn = 0;
       barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
@@ -302,7 +301,7 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
         pin(dq);
         if (box + 1 == kHeadBoxes) warp_arrive(barrier_at(kDsEmpty + buffer));
         if (box == 0) turn = take_turn(iteration, 0, first);
-        add_fragments(sum + box * kTileFloats, dq, turn);
+        add_fragments(SumTile(p, walk.sum(), box), 0, dq, turn);
       }
       end_turn(iteration, 0);
       ++iteration;
