@@ -170,13 +170,20 @@ def read_warnings(log: str) -> tuple[str, ...]:
     return tuple(line for line in lines if any(f"({code})" in line for code in _SLOWER))
 
 
+_ARRAYS = (
+    "query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths",
+    "query_segment_ids", "key_value_segment_ids", "sinks", "dropout_key",
+)  # fmt: skip
+
+
 def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Problem, Any]:
     """Validates as `flash_attention` does, on shapes alone."""
     signature = inspect.signature(flash_attention)
     call = signature.bind(query, key, value, **options)
     call.apply_defaults()
     arguments = {k: v for k, v in call.arguments.items() if k not in ("return_lse", "backend")}
-    arrays = {k: v for k, v in arguments.items() if hasattr(v, "shape") and hasattr(v, "dtype")}
+    _validate.flag("return_lse", call.arguments["return_lse"])
+    arrays = {k: v for k, v in arguments.items() if k in _ARRAYS and hasattr(v, "dtype")}
     arrays = {k: np.asarray(v) if isinstance(v, np.generic) else v for k, v in arrays.items()}
     static = {k: v for k, v in arguments.items() if k not in arrays}
     found: list[Problem] = []

@@ -66,12 +66,14 @@ def keep_mask(
     Returns: bool `[..., q_len, kv_len]`.
     """
     k0, k1, head, batch = (state[..., i, None, None] for i in range(4))
-    query = jnp.asarray(query_start, jnp.uint32) + jnp.arange(q_len, dtype=jnp.uint32)[:, None]
+    lead = (1,) * (state.ndim - 1)  # all of one rank, for jax_numpy_rank_promotion
+    query = jnp.arange(q_len, dtype=jnp.uint32).reshape(*lead, -1, 1)
+    query = jnp.asarray(query_start, jnp.uint32) + query
     # One counter serves four neighbouring keys; a tile that starts between two groups needs one
     # group more.
     key_start = jnp.asarray(key_start, jnp.uint32)
     groups = (kv_len + 3) // 4 + 1
-    group = key_start // 4 + jnp.arange(groups, dtype=jnp.uint32)
+    group = key_start // 4 + jnp.arange(groups, dtype=jnp.uint32).reshape(*lead, 1, -1)
     words = jnp.stack(philox((k0, k1), (group, query, head, batch)), axis=-1)
     words = words.reshape(*words.shape[:-2], groups * 4)
     words = jax.lax.dynamic_slice_in_dim(words, (key_start % 4).astype(jnp.int32), kv_len, axis=-1)

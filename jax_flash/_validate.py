@@ -204,9 +204,20 @@ def _integers(name: str, x: Any, shape: tuple[int, ...], letters: str) -> jax.Ar
     return x.astype(jnp.int32)
 
 
+def _in_full(x: Any) -> Any:
+    """Keeps integers that are no jax.Array at 64 bits, of which jnp.asarray would drop half."""
+    if x is None or isinstance(x, jax.Array):
+        return x
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError):  # holds tracers, or is no array: for `array` to say
+        return x
+
+
 def _lengths(name: str, lengths, batch: tuple[int, ...], limit: int) -> jax.Array | None:
     if lengths is None:
         return None
+    lengths = _in_full(lengths)
     if isinstance(lengths, jax.Array | np.ndarray) and lengths.dtype.name in _WIDE_INTEGERS:
         lengths = lengths.clip(0, _MAX_INT32)  # else 2**32 would come out as 0
     return jnp.clip(_integers(name, lengths, batch, "[*B]"), 0, limit)
@@ -215,6 +226,7 @@ def _lengths(name: str, lengths, batch: tuple[int, ...], limit: int) -> jax.Arra
 def _segments(query_ids, key_value_ids, query_shape, key_value_shape):
     if query_ids is None and key_value_ids is None:
         return None, None
+    query_ids, key_value_ids = _in_full(query_ids), _in_full(key_value_ids)
     for name, ids, other in (
         ("query_segment_ids", query_ids, "key_value_segment_ids"),
         ("key_value_segment_ids", key_value_ids, "query_segment_ids"),
@@ -279,12 +291,13 @@ def _dropout_state(key, batch: tuple[int, ...], q_heads: int) -> jax.Array:
 
 
 def _window(
-    is_causal: bool, size: int | Sequence[int | None] | None, reach: int
+    is_causal: bool, size: int | Sequence[int | None] | None, reach: Any
 ) -> tuple[int | None, int | None]:
     """Computes how many keys to the left and right of its own position a query sees (None: all).
 
-    No key is as far as `reach` from a query, so a side that wide is None, and every other one is
-    small enough for the backends' int32.
+    No key is as far as `reach` = T + S from a query, so a side that wide is None, and every other
+    one is small enough for the backends' int32. Where jax.export left T or S symbolic, a side of
+    2^30 counts as that wide.
     """
     if size is None or isinstance(size, numbers.Integral):
         left = right = size
@@ -304,6 +317,7 @@ def _window(
                 f"local_window_size is {size!r}; expected 0 or more on each side, or None for no "
                 "limit"
             )
+    reach = reach if isinstance(reach, int) else 1 << 30
     left = None if left is None or int(left) >= reach else int(left)
     right = None if right is None or int(right) >= reach else int(right)
     return left, 0 if is_causal else right
@@ -327,7 +341,7 @@ def _number(name: str, x: Any) -> float:
         raise TypeError(
             f"{name} is a traced array; expected a Python number, known when the call is traced"
         )
-    if isinstance(x, str):
+    if isinstance(x, str | bytes):
         raise TypeError(f"{name} is {x!r}; expected a Python number")
     try:
         number = float(x)
@@ -342,7 +356,7 @@ def _number(name: str, x: Any) -> float:
 
 def flag(name: str, x: Any) -> bool:
     """Checks a switch, or names it in a TypeError."""
-    if isinstance(x, jax.core.Tracer) or np.ndim(x) != 0 or x not in (True, False):
+    if isinstance(x, jax.core.Tracer) or getattr(x, "ndim", 0) != 0 or x not in (True, False):
         raise TypeError(
             f"{name} is {_describe(x)}; expected True or False, known when the call is traced"
         )

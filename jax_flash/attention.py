@@ -46,8 +46,9 @@ def flash_attention(
     gives, or NaN.
 
     It is differentiable in query, key, value, bias and sinks, in forward and reverse mode, to any
-    order. Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` spares
-    the backward pass a second forward pass. Under jit, leading dims and heads stay split over the
+    order; where a derivative is itself differentiated in reverse mode, memory grows with T S.
+    Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` spares the
+    backward pass a second forward pass. Under jit, leading dims and heads stay split over the
     devices of a mesh as query's are.
 
     Arguments:
@@ -141,7 +142,7 @@ def dot_product_attention(
 
     A drop-in with jax.nn's signature. Two results differ from jax.nn's: a query with nothing to
     attend to gives 0 (there: the mean of value), and the residual is float32 with a gradient
-    (there: key's dtype, without one).
+    (there: key's dtype, without one). float64 arrays are refused.
 
     Arguments:
       query: `[B, T, N, H]` or `[T, N, H]`; key and value `[B, S, K, H]` or `[S, K, H]`.

@@ -320,8 +320,9 @@ class _Tile:
     def _visible(self) -> jax.Array:
         """Computes bool, broadcasting to `[*B, K, G, t, s]`."""
         sweep, rows, keys = self.sweep, self.rows, self.keys
-        query = rows.start + jnp.arange(rows.size, dtype=jnp.int32)[:, None]
-        key = keys.start + jnp.arange(keys.size, dtype=jnp.int32)
+        lead = (1,) * (sweep.q.ndim - 2)  # all of one rank, for jax_numpy_rank_promotion
+        query = rows.start + jnp.arange(rows.size, dtype=jnp.int32).reshape(*lead, -1, 1)
+        key = keys.start + jnp.arange(keys.size, dtype=jnp.int32).reshape(*lead, 1, -1)
         visible = (query >= rows.first) & (key >= keys.first)
         if sweep.query_lengths is not None:
             visible &= query < sweep.query_lengths
@@ -372,6 +373,10 @@ def _block_sizes(rows_at_once: int, q_len: int, kv_len: int) -> tuple[int, int]:
         rows_at_once = _TILE_ELEMENTS // block**2
     while block > _MIN_BLOCK and rows_at_once * block * block > _TILE_ELEMENTS:
         block //= 2
+    if not (isinstance(q_len, int) and isinstance(kv_len, int)):
+        raise NotImplementedError(
+            f"backend 'xla' needs known lengths; T is {q_len} and S is {kv_len} in this export"
+        )
     return min(block, q_len), min(block, kv_len)
 
 

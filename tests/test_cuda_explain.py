@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_flash
@@ -90,6 +91,14 @@ def test_takes_arrays_and_checks_them_like_the_call():
     explanation = jax_flash.explain(q, q, q, softcap=20.0, deterministic=True)
     assert explanation.problem.dtype == "float32"
     assert "softcap 20, deterministic" in str(explanation)
+    scalars = {"scale": 1 / np.sqrt(64), "is_causal": np.True_, "softcap": np.float32(3),
+               "local_window_size": np.int64(3), "dropout_rate": np.float64(0.1),
+               "dropout_key": jax.random.key(0)}  # fmt: skip
+    assert "scale 0.125, causal, window (3, 0), softcap 3, dropout 0.1" in str(
+        jax_flash.explain(q, q, q, **scalars)
+    )
+    with pytest.raises(TypeError, match="return_lse is 'x'"):
+        jax_flash.explain(q, q, q, return_lse="x")
     with pytest.raises(ValueError, match="softcap is -1"):
         jax_flash.explain(q, q, q, softcap=-1.0)
     with pytest.raises(TypeError, match="colour"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -350,6 +351,18 @@ def test_lengths_beyond_the_array_are_clipped(lengths, clipped, align, backend):
     tame = dataclasses.replace(wild, q_lengths=clipped, kv_lengths=clipped)
     for name, value in tame.draw().run(backend).items():
         np.testing.assert_array_equal(wild.draw().run(backend)[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("kind", [list, np.asarray, lambda x: [np.int64(y) for y in x]],
+                         ids=["list", "array", "scalars"])  # fmt: skip
+def test_lengths_beyond_int32_are_clipped(kind, x64, host_backend):
+    q = jnp.ones((3, 4, 1, 8))
+    call = functools.partial(jax_flash.flash_attention, return_lse=True, backend=host_backend)
+    with jax.enable_x64(x64):
+        got = call(q, q, q, key_value_seq_lengths=kind([2**32, 2**40 + 1, -(2**33) + 2]))
+    want = call(q, q, q, key_value_seq_lengths=jnp.array([4, 4, 0]))
+    np.testing.assert_array_equal(got[1], want[1])
 
 
 WIDE_WINDOWS = (

@@ -206,7 +206,10 @@ def test_wrong_decoding_is_refused(api):
     layer = flash_nnx.FlashAttention(HEADS, FEATURES, is_causal=True, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="init_cache"):
         layer(x, decode=True)
-    layer.init_cache(BATCH, LENGTH)
+    for sizes, name in [((BATCH, -1), "max_length"), ((2.0, LENGTH), "batch"), ((2, None), "max")]:
+        with pytest.raises((TypeError, ValueError), match=name):
+            layer.init_cache(*sizes)
+    layer.init_cache(np.int64(BATCH), LENGTH)
     with pytest.raises(ValueError, match="segment_ids"):
         layer(x, decode=True, segment_ids=jnp.zeros((BATCH, LENGTH), jnp.int32))
 

@@ -432,6 +432,52 @@ def test_export_with_a_symbolic_batch(host_backend):
         close(exported.call(*arguments), call(*arguments), rtol=1e-6)
 
 
+@pytest.mark.parametrize("window", [(3, 5), (2**40, 0)], ids=str)
+def test_export_with_a_symbolic_length(window):
+    (t,) = jax.export.symbolic_shape("t")
+    shape = jax.ShapeDtypeStruct((2, t, N, H), jnp.float32)
+    checks = [jax.export.DisabledSafetyCheck.custom_call("jax_flash_cpu_forward")]
+
+    def export(backend):
+        def call(q):
+            return jax_flash.flash_attention(q, q, q, local_window_size=window, backend=backend)
+
+        jitted = jax.jit(call)
+        return jitted, jax.export.export(jitted, platforms=["cpu"], disabled_checks=checks)(shape)
+
+    with pytest.raises(NotImplementedError, match="'xla' needs known lengths; T is t"):
+        export("xla")
+    if jax_flash.explain(*qkv()).backend != "cpu":
+        pytest.skip("the CPU kernels are not built")
+    jitted, exported = export("cpu")
+    for length in (2, 40):
+        x = jax.random.normal(jax.random.key(length), (2, length, N, H))
+        close(exported.call(x), jitted(x), rtol=1e-6)
+
+
+def test_no_rank_is_promoted(host_backend):
+    """Under jax_numpy_rank_promotion = "raise", with every term."""
+    q, k, v = qkv()
+    batch = q.shape[:-3]
+    options = {
+        "bias": jnp.ones((N, T, S)), "mask": jnp.ones((T, S), bool), "sinks": jnp.ones(N),
+        "query_seq_lengths": jnp.full(batch, T - 1), "key_value_seq_lengths": jnp.full(batch, S),
+        "query_segment_ids": jnp.ones((*batch, T), int), "softcap": 3.0, "is_causal": True,
+        "key_value_segment_ids": jnp.ones((*batch, S), int), "causal_align": "bottom_right",
+        "local_window_size": (5, 5), "dropout_rate": 0.2, "dropout_key": jax.random.key(0),
+    }  # fmt: skip
+
+    def call(q, k, v, sinks, bias):
+        changed = options | {"sinks": sinks, "bias": bias}
+        return jax_flash.flash_attention(q, k, v, **changed, backend=host_backend)
+
+    arguments = q, k, v, options["sinks"], options["bias"]
+    with jax.numpy_rank_promotion("raise"):
+        out, pull = jax.vjp(call, *arguments)
+        pull(out)
+        jax.jvp(call, arguments, arguments)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_x64_mode_changes_nothing(dtype, host_backend):
     q, k, v = (np.asarray(x) for x in qkv(dtype))

@@ -40,7 +40,12 @@ def flax_mask(
 def with_causal(mask: jax.Array | None, query: jax.Array, key: jax.Array) -> jax.Array:
     """`mask` and query i seeing keys 0..i, as one [..., T, S] mask for functions that need it."""
     causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=jnp.bool_)
-    return causal if mask is None else mask & causal
+    if mask is None:
+        return causal
+    rank = max(mask.ndim, 2)  # the same for both, for jax_numpy_rank_promotion
+    return jnp.expand_dims(mask, tuple(range(rank - mask.ndim))) & jnp.expand_dims(
+        causal, tuple(range(rank - 2))
+    )
 
 
 class Cache(NamedTuple):
@@ -131,7 +136,8 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     """
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies  # [T, 1, H/2]
+    positions = positions.astype(jnp.float32).reshape(*(1,) * (x.ndim - 3), -1, 1, 1)
+    angles = positions * frequencies.reshape(*(1,) * (x.ndim - 1), -1)  # [*1, T, 1, H/2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -4,7 +4,8 @@ The attention is `jax_flash.flash_attention`; `_shared.py` puts Flax's arguments
 """
 
 import functools
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -266,7 +267,10 @@ class FlashAttention(nnx.Module):
           max_length: positions that prompt and continuation may have together.
           dtype: dtype in which keys and values are kept; None takes that of the computation.
         """
-        batch = (batch,) if isinstance(batch, int) else batch
+        batch = tuple(batch) if isinstance(batch, Sequence) else (batch,)
+        for name, size in [*(("batch", size) for size in batch), ("max_length", max_length)]:
+            if not isinstance(size, numbers.Integral) or size < 0:
+                raise ValueError(f"{name} must be an int of 0 or more, got {size!r}")
         dtype = self.cache_dtype if dtype is None else dtype
         shape = (*batch, max_length, self.num_kv_heads, self.head_dim)
         self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
