@@ -84,7 +84,6 @@ class ForwardTiles:
     tma_loads: bool = True  # the copy engine loads; it cannot where 8 does not divide a dim
     stages: int = 2  # blocks of keys and values in flight
     query_stages: int = 1
-    cluster_size: int = 1  # blocks that share keys and values by multicast
     packed_heads: int = 1  # query heads of one kv head that share a tile
     dynamic: bool = True  # tiles from an atomic counter, else in turn
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
@@ -98,7 +97,7 @@ class ForwardTiles:
     @property
     def tile_q(self) -> int:
         """Query rows (positions times packed heads) of one tile."""
-        return 64 * self.consumers * self.cluster_size
+        return 64 * self.consumers
 
     @property
     def threads(self) -> int:
@@ -124,10 +123,9 @@ class ForwardTiles:
     def launch(self, gpu: GpuSpec) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (ForwardTilesAttribute in handlers.cc)."""
         return {
-            "max_blocks": gpu.sms // self.cluster_size * self.cluster_size,
+            "max_blocks": gpu.sms,
             "threads": self.threads,
             "shared_bytes": self.shared_bytes,
-            "cluster_size": self.cluster_size,
             "tile_q": self.tile_q,
             "tile_kv": self.tile_kv,
             "packed_heads": self.packed_heads,
@@ -160,7 +158,6 @@ class ForwardTiles:
             "kConsumers": self.consumers,
             "kStages": self.stages,
             "kQueryStages": self.query_stages,
-            "kClusterSize": self.cluster_size,
             "kPackedHeads": self.packed_heads,
             "kHasSinks": "sinks" in problem.terms,
             "kPreScale": problem.scale <= 0,

@@ -32,27 +32,13 @@ enum CUtensorMapL2Promotion : int {
   kL2Promotion256B
 };
 enum CUtensorMapOutOfBounds : int { kFillZero = 0 };
-enum CUlaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
-
-struct CUlaunchAttribute {
-  CUlaunchAttributeId id;
-  char pad[4];
-  union {
-    char bytes[64];
-    struct {
-      unsigned x, y, z;
-    } cluster;
-    int flag;
-  } value;
-};
-static_assert(sizeof(CUlaunchAttribute) == 72, "cuda.h: 8 bytes of id and padding, 64 of value");
 
 struct CUlaunchConfig {
   unsigned grid_x, grid_y, grid_z;
   unsigned block_x, block_y, block_z;
   unsigned shared_bytes;
   CUstream stream;
-  CUlaunchAttribute* attributes;
+  void* attributes;  // CUlaunchAttribute*, none
   unsigned attribute_count;
 };
 

@@ -284,7 +284,7 @@ struct Consumer : Warpgroup {
       store_empty();
     }
   }
-  // Blocks of the current tile that the whole cluster walks.
+  // Blocks of the current tile that any of its warpgroups walks.
   __device__ __forceinline__ Range walked() const {
     return {ptx::uniform(tile().blocks.begin), ptx::uniform(tile().blocks.end)};
   }

@@ -48,11 +48,7 @@ struct Warpgroup {
 
   // -- barriers --
   __device__ __forceinline__ void release(uint32 barrier) const {
-    if constexpr (kClusterSize > 1) {
-      if (lane() < kClusterSize) ptx::barrier_arrive_remote(barrier, lane());
-    } else {
-      if (lane() == 0) ptx::barrier_arrive(barrier);
-    }
+    if (lane() == 0) ptx::barrier_arrive(barrier);
   }
   // The stages of the current tile's queries, and of the next tile's.
   __device__ __forceinline__ int query_stage() const { return (tiles - 1) % kQueryStages; }

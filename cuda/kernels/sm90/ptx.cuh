@@ -1,4 +1,4 @@
-// The PTX of sm_90a as functions: wgmma, TMA, mbarriers, named barriers, clusters, conversions.
+// The PTX of sm_90a as functions: wgmma, TMA, mbarriers, named barriers, conversions.
 //
 // Owns every `asm` of the Hopper kernels and no algorithm. Compiled by NVRTC alone: no CUDA or C++
 // header is included. Shared-memory addresses are 32-bit (`shared_address`). Read tile.cuh next.
@@ -76,20 +76,12 @@ __device__ __forceinline__ void register_decrease() {
 __device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the async proxy and to the other CTAs of the cluster.
+// Makes initialised barriers visible to the async proxy.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_arrive(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Arrives at the barrier of the same offset in CTA `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive_remote(uint32 barrier, uint32 rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
 }
 // Arrives and announces `bytes` that TMA will deliver in this phase.
 __device__ __forceinline__ void barrier_arrive_expect(uint32 barrier, uint32 bytes) {
@@ -115,15 +107,6 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
       "r"(parity)
       : "memory");
 }
-// The same with acquire at cluster scope: for barriers on which other CTAs of the cluster arrive.
-__device__ __forceinline__ void barrier_wait_cluster(uint32 barrier, uint32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nwaiting:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra waiting;\n}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 
 // ---- named barriers (ids 1..15; 0 is __syncthreads), counts in threads --------------------------
 
@@ -132,39 +115,6 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 }
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// ---- clusters -----------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32 cluster_rank() {
-  uint32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
-}
-// The address of the same shared-memory offset in CTA `rank`, for shared::cluster instructions.
-__device__ __forceinline__ uint32 map_to_rank(uint32 address, uint32 rank) {
-  uint32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-// Stores 4 bytes into another CTA and completes 4 bytes of its barrier's expected count.
-__device__ __forceinline__ void store_remote_async(uint32 remote, uint32 value,
-                                                   uint32 remote_barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-          remote),
-      "r"(value), "r"(remote_barrier)
-      : "memory");
 }
 
 // ---- proxies ------------------------------------------------------------------------------------
@@ -194,17 +144,6 @@ __device__ __forceinline__ void tma_load(uint32 destination, const void* map, ui
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(destination),
       "l"(map), "r"(barrier), "l"(policy), "r"(column), "r"(head), "r"(row), "r"(batch)
-      : "memory");
-}
-// The same into every CTA whose bit is set in `ranks`, at the same offsets and on their barriers.
-__device__ __forceinline__ void tma_load_multicast(uint32 destination, const void* map,
-                                                   uint32 barrier, uint16 ranks, uint64 policy,
-                                                   int column, int head, int row, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8}], [%2], %3, %4;" ::"r"(
-          destination),
-      "l"(map), "r"(barrier), "h"(ranks), "l"(policy), "r"(column), "r"(head), "r"(row), "r"(batch)
       : "memory");
 }
 // Writes one box from shared memory; rows and columns outside the array are dropped.
