@@ -88,7 +88,6 @@ class ForwardTiles:
     dynamic: bool = True  # tiles from an atomic counter, else in turn
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
     producer_registers: int = 24  # of a thread, with two consumer warpgroups: 24, 40 or 56
-    polynomial: int = 0  # share of exp2 on the FMA units; 0: none
     head_group: int = 8  # heads that the schedule walks together, so that their keys stay in L2
 
     source = "sm90/forward.cuh"
@@ -165,7 +164,6 @@ class ForwardTiles:
             "kPingPong": self.ping_pong,
             "kProducerRegisters": producer_registers,
             "kConsumerRegisters": consumer_registers,
-            "kPolynomial": self.polynomial,
         }
 
     def header(self, problem: Problem) -> str:

@@ -20,7 +20,6 @@
 //   bool kSoftcap             tanh softcap; kPreScale: scale before the maximum (scale <= 0)
 //   bool kDynamic             tiles from an atomic counter, else static
 //   bool kPingPong            warpgroups take turns at the tensor cores
-//   int kPolynomial           every kPolynomial-th exponential on the FMA units, 0 = none
 //   int kProducerRegisters, kConsumerRegisters
 // Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
 //   + kStages * kTileKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 2048 bytes.

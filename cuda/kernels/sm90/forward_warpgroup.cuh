@@ -263,10 +263,10 @@ struct Warpgroup {
     apply_score_function(scores);
     if (!is_full() && sees_first_half_only()) {
       mask_scores<kTileKV / 4, false>(scores);
-      softmax.start<kPolynomial, kTileKV / 4>(scores, scale_log2(), kHeadroom);
+      softmax.start<kTileKV / 4>(scores, scale_log2(), kHeadroom);
     } else {
       if (!is_full()) mask_scores<kTileKV / 2, false>(scores);
-      softmax.start<kPolynomial, kTileKV / 2>(scores, scale_log2(), kHeadroom);
+      softmax.start<kTileKV / 2>(scores, scale_log2(), kHeadroom);
     }
     searches = !softmax.is_started() || tile().number < 0;
   }
@@ -274,8 +274,8 @@ struct Warpgroup {
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
     apply_score_function(scores);
     if (!is_full()) mask_scores<kTileKV / 2, true>(scores);
-    const bool rescale = softmax.extend<kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit,
-                                                     searches, correction);
+    const bool rescale =
+        softmax.extend(scores, scale_log2(), kHeadroom, kSumLimit, searches, correction);
     if (searches) searches = !softmax.is_started() || tile().number < 0;
     return rescale;
   }
