@@ -29,14 +29,6 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
-// True in one lane of a converged warp.
-__device__ __forceinline__ bool elect_one() {
-  uint32 chosen;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
-               : "=r"(chosen));
-  return chosen != 0;
-}
-
 // The first lane's value, which the compiler then knows to be the same in all lanes: branches on
 // values it takes for divergent make ptxas serialise the wgmma inside (C7518).
 template <class Value>
@@ -155,15 +147,6 @@ __device__ __forceinline__ void tma_store(const void* map, uint32 source, int co
       "r"(source), "r"(column), "r"(head), "r"(row), "r"(batch)
       : "memory");
 }
-// Adds one box of float32 from shared memory to the array.
-__device__ __forceinline__ void tma_reduce_add(const void* map, uint32 source, int column, int head,
-                                               int row, int batch) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
-      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(source), "r"(column), "r"(head), "r"(row), "r"(batch)
-      : "memory");
-}
 
 // ---- copies by ordinary threads -----------------------------------------------------------------
 
@@ -198,18 +181,6 @@ __device__ __forceinline__ void bulk_load(uint32 destination, const void* source
           "r"(destination),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
-}
-__device__ __forceinline__ void bulk_store(void* destination, uint32 source, uint32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
-               "r"(source), "r"(bytes)
-               : "memory");
-}
-// Adds float32 values from shared memory to global memory in L2.
-__device__ __forceinline__ void bulk_reduce_add(float* destination, uint32 source, uint32 bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   destination),
-               "r"(source), "r"(bytes)
-               : "memory");
 }
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -380,31 +351,12 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kHalfN], uint32 a0, uint32 a
 #undef JF_CASE
 }
 
-// ---- 8x8 matrices between registers and shared memory (addresses 16-byte aligned) ---------------
+// ---- 8x8 matrices from registers to shared memory (addresses 16-byte aligned) -------------------
 
 __device__ __forceinline__ void store_matrix_x4(uint32 address, uint32 r0, uint32 r1, uint32 r2,
                                                 uint32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-               : "memory");
-}
-__device__ __forceinline__ void store_matrix_x4_trans(uint32 address, uint32 r0, uint32 r1,
-                                                      uint32 r2, uint32 r3) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-      : "memory");
-}
-__device__ __forceinline__ void load_matrix_x4(uint32 (&r)[4], uint32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void load_matrix_x4_trans(uint32 (&r)[4], uint32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
                : "memory");
 }
 
@@ -486,11 +438,6 @@ __device__ __forceinline__ float log2_approx(float x) {
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // Two floats rounded to nearest into one register, `low` in the low half.
