@@ -115,9 +115,9 @@ class ForwardTiles:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer's and a consumer's thread; a block shares out 64k of them."""
-        if self.consumers == 2:
-            return self.producer_registers, {24: 240, 40: 232, 56: 224}[self.producer_registers]
-        return {1: (56, 240), 3: (32, 160)}[self.consumers]
+        if self.consumers == 3:
+            return 32, 160
+        return self.producer_registers, {24: 240, 40: 232, 56: 224}[self.producer_registers]
 
     def launch(self, gpu: GpuSpec) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (ForwardTilesAttribute in handlers.cc)."""

@@ -10,7 +10,7 @@
 //   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
 //                             unaligned.cuh; then static tiles
 //   int kTileKV               keys per step, a multiple of 16, 32 to 256
-//   int kConsumers            consumer warpgroups, 1 to 3
+//   int kConsumers            consumer warpgroups, 2 or 3
 //   int kStages               K and V buffers each
 //   int kQueryStages          Q buffers; 2 loads the next tile's Q during this tile
 //   int kPackedHeads          query heads of one kv head that share a tile (a divisor of 64), or 1

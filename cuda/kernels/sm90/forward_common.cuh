@@ -64,6 +64,7 @@ inline constexpr int kRepeatSlots = 4;  // tiles that may be in flight
 inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kTileKV % 16 == 0 && kTileKV >= 32 && kTileKV <= 256);
+static_assert(kConsumers == 2 || kConsumers == 3);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
 static_assert(kGroupRows % kPackedHeads == 0);
 

@@ -290,7 +290,7 @@ struct Consumer : Warpgroup {
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (kPingPong && kConsumers > 1) {
+    if constexpr (kPingPong) {
       if (group == kConsumers - 1) pass_turn();
     }
 #pragma unroll

@@ -105,12 +105,12 @@ struct Warpgroup {
   // Turns at the tensor cores: every warpgroup takes one per block of the tile, also for blocks
   // that it skips.
   __device__ __forceinline__ void wait_turn() const {
-    if constexpr (kPingPong && kConsumers > 1) {
+    if constexpr (kPingPong) {
       ptx::named_barrier_sync(kTurnBarrier + group, 256);
     }
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (kPingPong && kConsumers > 1) {
+    if constexpr (kPingPong) {
       const int next = group + 1 == kConsumers ? 0 : group + 1;
       ptx::named_barrier_arrive(kTurnBarrier + next, 256);
     }
