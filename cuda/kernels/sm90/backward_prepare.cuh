@@ -12,24 +12,13 @@ namespace backward {
 
 inline constexpr int kPrepareThreads = 128;
 
-__device__ __forceinline__ float widen(uint32 packed, int half) {
-  if constexpr (kBFloat16) {
-    return __uint_as_float(half == 0 ? packed << 16 : packed & 0xffff0000u);
-  } else {
-    float value;
-    asm("cvt.f32.f16 %0, %1;"
-        : "=f"(value)
-        : "h"(static_cast<uint16>(half == 0 ? packed : packed >> 16)));
-    return value;
-  }
-}
-
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   const uint32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum += widen(x[i], 0) * widen(y[i], 0) + widen(x[i], 1) * widen(y[i], 1);
+    sum += unpack_low<Element>(x[i]) * unpack_low<Element>(y[i]) +
+           unpack_high<Element>(x[i]) * unpack_high<Element>(y[i]);
   }
   return sum;
 }

@@ -54,11 +54,9 @@ struct Warpgroup {
   __device__ __forceinline__ int query_stage() const { return (tiles - 1) % kQueryStages; }
   __device__ __forceinline__ int next_query_stage() const { return tiles % kQueryStages; }
   __device__ __forceinline__ uint32 next_query_parity() const { return tiles / kQueryStages & 1; }
-  // Barriers of one kind lie side by side. The text keeps `kind` an immediate of the instruction.
+  // Barriers of one kind lie side by side; `kind` is an immediate of the instruction.
   __device__ __forceinline__ uint32 barrier(int kind, int offset) const {
-    uint32 address = start + offset;
-    asm("" : "+r"(address));
-    return address + kind;
+    return ptx::unfolded(start + offset) + kind;
   }
   __device__ __forceinline__ uint32 next_query_full() const {
     return barrier(JF_OFFSET(query_full), 8 * (kConsumers * next_query_stage() + group));

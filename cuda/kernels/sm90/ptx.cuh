@@ -50,6 +50,13 @@ __device__ __forceinline__ int opaque(int value) {
   return value;
 }
 
+// The value kept apart from a constant that is added to it, which stays an immediate of the
+// instruction that uses the sum. Unlike an opaque one it may serve several uses.
+__device__ __forceinline__ uint32 unfolded(uint32 value) {
+  asm("" : "+r"(value));
+  return value;
+}
+
 // ---- registers per thread -----------------------------------------------------------------------
 // Each role is one branch of a single if/else, and the kernel has __launch_bounds__(threads, 1):
 // otherwise ptxas drops the instruction (C7508).
@@ -473,6 +480,17 @@ __device__ __forceinline__ float unpack(uint16 bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
   }
+}
+// The halves of a pair.
+template <class Element>
+__device__ __forceinline__ float unpack_low(uint32 pair) {
+  if constexpr (kSame<Element, BFloat16>) return __uint_as_float(pair << 16);
+  return unpack<Element>(static_cast<uint16>(pair));
+}
+template <class Element>
+__device__ __forceinline__ float unpack_high(uint32 pair) {
+  if constexpr (kSame<Element, BFloat16>) return __uint_as_float(pair & 0xffff0000u);
+  return unpack<Element>(static_cast<uint16>(pair >> 16));
 }
 // sum + pair * 0 on both halves: stays zero exactly as long as the pairs are finite.
 template <class Element>
