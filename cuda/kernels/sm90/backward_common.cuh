@@ -10,23 +10,11 @@
 #include "params.h"
 #include "score.cuh"
 #include "sm90/tile.cuh"
+#include "softmax.cuh"
 
 namespace backward {
 
 using namespace ptx;
-
-template <bool kChoice>
-struct ElementType {
-  using Type = Float16;
-};
-template <>
-struct ElementType<true> {
-  using Type = BFloat16;
-};
-using Element = ElementType<kBFloat16>::Type;
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 inline constexpr int kQueries = kTileQ;
 inline constexpr int kKeys = kTileKV;

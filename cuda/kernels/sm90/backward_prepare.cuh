@@ -94,15 +94,15 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
       }
       const int local = base + i * kRows + threadIdx.x / kLanes;
       if (lane == 0) {
-        float lse = minus_infinity();
+        float lse = kNegativeInfinity;
         const int row = row0 + local;
         if (row < queries) {
           const int64 at = static_cast<int64>(head_index) * p.query_len + row;
           lse = p.lse[at];
           if (kHasDlse) total -= p.dlse[at];
         }
-        const bool empty = lse == minus_infinity();
-        p.lse_log2[padded + local] = empty ? minus_infinity() : -lse * kLog2E;
+        const bool empty = lse == kNegativeInfinity;
+        p.lse_log2[padded + local] = empty ? kNegativeInfinity : -lse * kLog2E;
         p.minus_delta[padded + local] = empty ? 0.f : -total;
       }
     }

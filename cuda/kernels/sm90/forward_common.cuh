@@ -21,15 +21,6 @@ namespace forward {
 using ptx::int64;
 using ptx::uint16;
 using ptx::uint32;
-template <bool kChoice>
-struct ElementType {
-  using Type = ptx::Float16;
-};
-template <>
-struct ElementType<true> {
-  using Type = ptx::BFloat16;
-};
-using Element = ElementType<kBFloat16>::Type;
 
 inline constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup
 inline constexpr int kTileRows = kGroupRows * kConsumers;
