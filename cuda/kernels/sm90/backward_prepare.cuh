@@ -23,16 +23,12 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   return sum;
 }
 
-// The smallest and largest of ids[begin, end), by one warp.
+// The range of ids[begin, end), by one warp.
 __device__ __forceinline__ int2 segment_range(const int* ids, int begin, int end) {
-  int low = 0x7fffffff, high = -0x7fffffff - 1;
-  for (int i = begin + static_cast<int>(threadIdx.x) % 32; i < end; i += 32) {
-    low = min(low, ids[i]);
-    high = max(high, ids[i]);
-  }
-  low = __reduce_min_sync(0xffffffffu, low);
-  high = __reduce_max_sync(0xffffffffu, high);
-  return int2{low, high};
+  SegmentRange range;
+  for (int i = begin + static_cast<int>(threadIdx.x) % 32; i < end; i += 32) range.include(ids[i]);
+  range.reduce_warp();
+  return {range.low, range.high};
 }
 
 __device__ __forceinline__ void prepare(const BackwardParams& p) {

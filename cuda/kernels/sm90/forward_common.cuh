@@ -107,24 +107,4 @@ struct alignas(16) SegmentPlan {
   static constexpr int kSparse = 1 << 30;
 };
 
-// Smallest and largest segment id, and whether they meet another pair.
-struct SegmentRange {
-  int low = 0x7fffffff, high = -0x7fffffff - 1;
-  __device__ __forceinline__ bool empty() const { return low > high; }
-  __device__ __forceinline__ void include(int id) {
-    low = min(low, id);
-    high = max(high, id);
-  }
-  __device__ __forceinline__ void reduce_warp() {
-    low = __reduce_min_sync(0xffffffffu, low);
-    high = __reduce_max_sync(0xffffffffu, high);
-  }
-  __device__ __forceinline__ bool meets(int2 other) const {
-    return other.x <= high && low <= other.y;
-  }
-  __device__ __forceinline__ bool is_one(int2 other) const {
-    return low == high && other.x == low && other.y == low;
-  }
-};
-
 }  // namespace forward
