@@ -84,12 +84,10 @@ class ForwardTiles:
     tma_loads: bool = True  # the copy engine loads; it cannot where 8 does not divide a dim
     stages: int = 2  # blocks of keys and values in flight
     query_stages: int = 1
-    cluster_size: int = 1  # blocks that share keys and values by multicast
     packed_heads: int = 1  # query heads of one kv head that share a tile
     dynamic: bool = True  # tiles from an atomic counter, else in turn
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
     producer_registers: int = 24  # of a thread, with two consumer warpgroups: 24, 40 or 56
-    polynomial: int = 0  # share of exp2 on the FMA units; 0: none
     head_group: int = 8  # heads that the schedule walks together, so that their keys stay in L2
 
     source = "sm90/forward.cuh"
@@ -98,7 +96,7 @@ class ForwardTiles:
     @property
     def tile_q(self) -> int:
         """Query rows (positions times packed heads) of one tile."""
-        return 64 * self.consumers * self.cluster_size
+        return 64 * self.consumers
 
     @property
     def threads(self) -> int:
@@ -117,17 +115,16 @@ class ForwardTiles:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer's and a consumer's thread; a block shares out 64k of them."""
-        if self.consumers == 2:
-            return self.producer_registers, {24: 240, 40: 232, 56: 224}[self.producer_registers]
-        return {1: (56, 240), 3: (32, 160)}[self.consumers]
+        if self.consumers == 3:
+            return 32, 160
+        return self.producer_registers, {24: 240, 40: 232, 56: 224}[self.producer_registers]
 
     def launch(self, gpu: GpuSpec) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (ForwardTilesAttribute in handlers.cc)."""
         return {
-            "max_blocks": gpu.sms // self.cluster_size * self.cluster_size,
+            "max_blocks": gpu.sms,
             "threads": self.threads,
             "shared_bytes": self.shared_bytes,
-            "cluster_size": self.cluster_size,
             "tile_q": self.tile_q,
             "tile_kv": self.tile_kv,
             "packed_heads": self.packed_heads,
@@ -160,7 +157,6 @@ class ForwardTiles:
             "kConsumers": self.consumers,
             "kStages": self.stages,
             "kQueryStages": self.query_stages,
-            "kClusterSize": self.cluster_size,
             "kPackedHeads": self.packed_heads,
             "kHasSinks": "sinks" in problem.terms,
             "kPreScale": problem.scale <= 0,
@@ -168,7 +164,6 @@ class ForwardTiles:
             "kPingPong": self.ping_pong,
             "kProducerRegisters": producer_registers,
             "kConsumerRegisters": consumer_registers,
-            "kPolynomial": self.polynomial,
         }
 
     def header(self, problem: Problem) -> str:

@@ -200,23 +200,16 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
   if (c.stream != kStream) return kInvalidHandle;
   if (c.grid_x < 1 || c.grid_x > 0x7fffffff || c.grid_y < 1 || c.grid_y > 65535 || c.grid_z < 1 ||
       c.grid_z > 65535 || threads < 1 || threads > 1024 || extra != nullptr ||
-      static_cast<int>(c.shared_bytes) > kernel->shared_bytes) {
+      c.attribute_count != 0 || static_cast<int>(c.shared_bytes) > kernel->shared_bytes) {
     return kInvalidValue;
   }
-  unsigned cluster = 1;
-  for (unsigned i = 0; i < c.attribute_count; ++i) {
-    if (c.attributes[i].id != kClusterDimension) return kInvalidValue;
-    cluster = c.attributes[i].value.cluster.x;
-  }
-  if (cluster < 1 || cluster > 8 || c.grid_x % cluster != 0) return kInvalidValue;
   const bool backward = kernel->name.rfind("flash_backward", 0) == 0;
   const std::string& program = kernel->library->program;
   notes += "{\"event\": \"launch\", \"entry\": \"" + kernel->name + "\", \"program\": \"" +
            Hex(program.data(), program.size()) +
            "\", \"grid\": " + List({c.grid_x, c.grid_y, c.grid_z}) +
            ", \"block\": " + List({c.block_x, c.block_y, c.block_z}) +
-           ", \"shared\": " + std::to_string(c.shared_bytes) +
-           ", \"cluster\": " + std::to_string(cluster) + ", \"params\": \"" +
+           ", \"shared\": " + std::to_string(c.shared_bytes) + ", \"params\": \"" +
            Hex(params[0], backward ? sizeof(BackwardParams) : sizeof(ForwardParams)) + "\"}\n";
   return 0;
 }

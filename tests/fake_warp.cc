@@ -5,7 +5,6 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <thread>
@@ -59,11 +58,9 @@ float Flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysi
 // What the text takes from CUDA and from sm90/ptx.cuh.
 #define __device__
 #define __forceinline__ inline
-#define asm(...) std::abort()
 using std::fmaf;
 inline float fmaxf(float a, float b) { return std::fmax(a, b); }
 inline float fminf(float a, float b) { return std::fmin(a, b); }
-inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __shfl_xor_sync(unsigned, float x, int mask) { return Exchange(x, this_lane ^ mask); }
 inline bool __any_sync(unsigned, bool x) { return Count(x) > 0; }
@@ -121,12 +118,12 @@ struct Walk {
       for (int i = 0; i < kCount; ++i) fragment[i] = scores[At(i, block)];
       float correction[2] = {1, 1};
       if (block == 0) {
-        half ? softmax.start<0, kCount / 2>(fragment, scale_log2, headroom)
-             : softmax.start<0, kCount>(fragment, scale_log2, headroom);
+        half ? softmax.start<kCount / 2>(fragment, scale_log2, headroom)
+             : softmax.start<kCount>(fragment, scale_log2, headroom);
         searches = !softmax.is_started() || second;
       } else {
         const bool corrects =
-            softmax.extend<0>(fragment, scale_log2, headroom, limit, searches, correction);
+            softmax.extend(fragment, scale_log2, headroom, limit, searches, correction);
         if (searches) searches = !softmax.is_started() || second;
         if (corrects && this_lane == 0) ++*rises;
         for (int row = 0; row < 2; ++row) output[row] *= corrects ? correction[row] : 1.0f;

@@ -1,9 +1,10 @@
 // One query row of attention by one warp, without tensor cores and without touching a masked value.
 //
 // The tiled kernels multiply every value of a block, those of masked keys by a weight of zero, and
-// 0 * NaN is NaN; their exponentials overflow when a score rises by more than 2^127. Rows whose
-// result is not finite come here. If visible values explain it, it stands; else the row is computed
-// again, exactly as the definition has it.
+// 0 * NaN is NaN; and a row overflows when a score is more than 128 above its base (log2 units). A
+// tile with rows that overflow is walked again first, where TMA loads and a slot is free. Rows
+// whose result is not finite even so come here. If visible values explain it, it stands; else the
+// row is computed again, exactly as the definition has it.
 #pragma once
 
 #include "mask.cuh"

@@ -112,3 +112,25 @@ __device__ __forceinline__ Range key_columns(const Visibility& v, int key, int f
   if (key >= v.kv_length) columns.end = columns.begin;
   return columns;
 }
+
+// ---- segments -----------------------------------------------------------------------------------
+
+// Smallest and largest segment id of some queries or keys; an int2 in memory.
+struct SegmentRange {
+  int low = 0x7fffffff, high = -0x7fffffff - 1;
+  __device__ __forceinline__ bool empty() const { return low > high; }
+  __device__ __forceinline__ void include(int id) {
+    low = min(low, id);
+    high = max(high, id);
+  }
+  __device__ __forceinline__ void reduce_warp() {
+    low = __reduce_min_sync(0xffffffffu, low);
+    high = __reduce_max_sync(0xffffffffu, high);
+  }
+  __device__ __forceinline__ bool meets(int2 other) const {
+    return other.x <= high && low <= other.y;
+  }
+  __device__ __forceinline__ bool is_one(int2 other) const {
+    return low == high && other.x == low && other.y == low;
+  }
+};

@@ -17,20 +17,6 @@ inline constexpr float kNoBase = -0x1.fffffep127f;
 inline constexpr float kRise = 32.0f;
 inline constexpr int kRiseBits = 7;
 
-// 2^x by a cubic on the FMA units, relative error 9e-5 (bf16 weights round at 2e-3, fp16
-// at 2.4e-4): relieves the 16 exp2 per cycle of the special-function units. NaN stays NaN; below
-// -127 gives 0.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  float clamped;
-  asm("max.NaN.ftz.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(-127.0f));
-  const float shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the integer part in the low bits
-  const float fraction = clamped - (shifted - 12582912.0f);
-  float y = fmaf(fraction, 0.05550410866f, 0.2402265069f);
-  y = fmaf(y, fraction, 0.6931471806f);
-  y = fmaf(y, fraction, 1.0f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
-}
-
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -41,7 +27,7 @@ struct SoftmaxState {
   float sum[2];   // of this thread's exponentials
 
   // Replaces raw scores by 2^(score * scale_log2 - base); `added`: a thread's part of the row sums.
-  template <int kPolynomial, int kUsed, int kCount>
+  template <int kUsed, int kCount>
   __device__ __forceinline__ void exponentials(float (&scores)[kCount], float scale_log2,
                                                float (&added)[2]) const {
 #pragma unroll
@@ -52,12 +38,7 @@ struct SoftmaxState {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& score = scores[i + 2 * row + j];
-          const float x = fmaf(score, scale_log2, -base[row]);
-          if (kPolynomial > 0 && (i / 4) % kPolynomial == kPolynomial - 1) {
-            score = exp2_polynomial(x);
-          } else {
-            score = ptx::exp2_approx(x);
-          }
+          score = ptx::exp2_approx(fmaf(score, scale_log2, -base[row]));
           partial[j] += score;
         }
       }
@@ -85,13 +66,13 @@ struct SoftmaxState {
 
   // The first block of a tile: bases become the maxima of the scores (plus kHeadroom). Scores
   // beyond the first kUsed are hidden.
-  template <int kPolynomial, int kUsed, int kCount>
+  template <int kUsed, int kCount>
   __device__ __forceinline__ void start(float (&scores)[kCount], float scale_log2, int headroom) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       base[row] = fmaxf(fmaf(row_maximum<kUsed>(scores, row), scale_log2, headroom), kNoBase);
     }
-    exponentials<kPolynomial, kUsed>(scores, scale_log2, sum);
+    exponentials<kUsed>(scores, scale_log2, sum);
 #pragma unroll
     for (int i = kUsed; i < kCount; ++i) scores[i] = 0.0f;
   }
@@ -107,7 +88,7 @@ struct SoftmaxState {
   // was summed: then the bases of the warp's rows rise to their maxima, and the weights that are
   // largest by far are exact again. A score more than 128 above the base overflows, the sum stays
   // infinite, and the tile is walked again.
-  template <int kPolynomial, int kCount>
+  template <int kCount>
   __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, int headroom,
                                          float limit, bool searches, float (&correction)[2]) {
     if (searches) {
@@ -118,7 +99,7 @@ struct SoftmaxState {
       }
     }
     float added[2];
-    exponentials<kPolynomial, kCount>(scores, scale_log2, added);
+    exponentials<kCount>(scores, scale_log2, added);
     bool rises = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {

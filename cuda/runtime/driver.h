@@ -22,37 +22,18 @@ using CUkernel = struct CUkern_st*;
 using CUfunction = struct CUfunc_st*;  // a CUkernel is launched as one
 
 enum CUfunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
-enum CUtensorMapDataType : int { kTensorFloat16 = 6, kTensorFloat32 = 7, kTensorBfloat16 = 9 };
+enum CUtensorMapDataType : int { kTensorFloat16 = 6, kTensorBfloat16 = 9 };
 enum CUtensorMapInterleave : int { kInterleaveNone = 0 };
-enum CUtensorMapSwizzle : int { kSwizzleNone = 0, kSwizzle32B, kSwizzle64B, kSwizzle128B };
-enum CUtensorMapL2Promotion : int {
-  kL2PromotionNone = 0,
-  kL2Promotion64B,
-  kL2Promotion128B,
-  kL2Promotion256B
-};
+enum CUtensorMapSwizzle : int { kSwizzle128B = 3 };
+enum CUtensorMapL2Promotion : int { kL2Promotion256B = 3 };
 enum CUtensorMapOutOfBounds : int { kFillZero = 0 };
-enum CUlaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
-
-struct CUlaunchAttribute {
-  CUlaunchAttributeId id;
-  char pad[4];
-  union {
-    char bytes[64];
-    struct {
-      unsigned x, y, z;
-    } cluster;
-    int flag;
-  } value;
-};
-static_assert(sizeof(CUlaunchAttribute) == 72, "cuda.h: 8 bytes of id and padding, 64 of value");
 
 struct CUlaunchConfig {
   unsigned grid_x, grid_y, grid_z;
   unsigned block_x, block_y, block_z;
   unsigned shared_bytes;
   CUstream stream;
-  CUlaunchAttribute* attributes;
+  void* attributes;  // CUlaunchAttribute*, none
   unsigned attribute_count;
 };
 

@@ -34,7 +34,6 @@ struct ForwardTilesAttribute {
   std::int64_t max_blocks;  // that run at once: the grid of the persistent kernel
   std::int64_t threads;
   std::int64_t shared_bytes;
-  std::int64_t cluster_size;
   std::int64_t tile_q;
   std::int64_t tile_kv;
   std::int64_t packed_heads;
@@ -64,10 +63,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_flash::ProgramAttribute,
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_flash::ForwardTilesAttribute, StructMember<std::int64_t>("max_blocks"),
     StructMember<std::int64_t>("threads"), StructMember<std::int64_t>("shared_bytes"),
-    StructMember<std::int64_t>("cluster_size"), StructMember<std::int64_t>("tile_q"),
-    StructMember<std::int64_t>("tile_kv"), StructMember<std::int64_t>("packed_heads"),
-    StructMember<std::int64_t>("head_group"), StructMember<bool>("dynamic"),
-    StructMember<bool>("tma_loads"));
+    StructMember<std::int64_t>("tile_q"), StructMember<std::int64_t>("tile_kv"),
+    StructMember<std::int64_t>("packed_heads"), StructMember<std::int64_t>("head_group"),
+    StructMember<bool>("dynamic"), StructMember<bool>("tma_loads"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_flash::BackwardTilesAttribute, StructMember<std::int64_t>("max_blocks"),
     StructMember<std::int64_t>("threads"), StructMember<std::int64_t>("shared_bytes"),
@@ -260,14 +258,12 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
   if (auto error = CheckOperands(operands, tiles.tma_loads); error.failure()) return error;
-  if (auto error =
-          CheckNumbers({tiles.max_blocks, tiles.threads, tiles.cluster_size, tiles.tile_q,
-                        tiles.tile_kv, tiles.packed_heads, tiles.head_group, tiles.shared_bytes});
+  if (auto error = CheckNumbers({tiles.max_blocks, tiles.threads, tiles.tile_q, tiles.tile_kv,
+                                 tiles.packed_heads, tiles.head_group, tiles.shared_bytes});
       error.failure()) {
     return error;
   }
-  if (tiles.tile_kv % tiles.cluster_size != 0 || 64 % tiles.packed_heads != 0 ||
-      (s.q_heads / s.kv_heads) % tiles.packed_heads != 0) {
+  if (64 % tiles.packed_heads != 0 || (s.q_heads / s.kv_heads) % tiles.packed_heads != 0) {
     return Invalid("`tiles` does not fit the heads");
   }
 
@@ -296,18 +292,17 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   Session session(stream, program);
   const auto type = MapType(operands.dtype);
   const std::int64_t heads = tiles.packed_heads;
-  const std::int64_t keys = tiles.tile_kv / tiles.cluster_size;
   if (tiles.tma_loads) {
     session.Map({type, operands.q, s.batch, s.q_len, s.q_heads, s.head_dim, 64 / heads, heads},
                 &params.query);
-    session.Map({type, operands.k, s.batch, s.kv_len, s.kv_heads, s.head_dim, keys, 1},
+    session.Map({type, operands.k, s.batch, s.kv_len, s.kv_heads, s.head_dim, tiles.tile_kv, 1},
                 &params.key);
-    session.Map({type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, keys, 1},
+    session.Map({type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, tiles.tile_kv, 1},
                 &params.value);
   }
   if (segments) {
     const auto launch = [&](const char* kernel, std::int64_t warps) {
-      session.Launch(kernel, {CeilDiv(warps, kSegmentWarps), 32 * kSegmentWarps, 0, 1}, &params);
+      session.Launch(kernel, {CeilDiv(warps, kSegmentWarps), 32 * kSegmentWarps, 0}, &params);
     };
     launch("segment_ranges", s.batch * key_blocks);
     launch("segment_plan", s.batch * query_groups);
@@ -315,9 +310,8 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
     session.Zero(params.tile_counter, 1);
   }
   const std::int64_t work = params.query_tiles * s.batch * (s.q_heads / heads);
-  const std::int64_t blocks = std::min(tiles.max_blocks, work * tiles.cluster_size);
-  session.Launch("flash_forward", {blocks, tiles.threads, tiles.shared_bytes, tiles.cluster_size},
-                 &params);
+  const std::int64_t blocks = std::min(tiles.max_blocks, work);
+  session.Launch("flash_forward", {blocks, tiles.threads, tiles.shared_bytes}, &params);
   return session.error();
 }
 
@@ -399,9 +393,9 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
   const std::int64_t tiles_of_rows = rows / 64;
   const std::int64_t blocks = std::min(tiles.max_blocks, s.batch * s.kv_heads * key_blocks);
-  session.Launch("flash_backward_prepare", {tiles_of_rows, 128, 0, 1}, &params);
-  session.Launch("flash_backward", {blocks, tiles.threads, tiles.shared_bytes, 1}, &params);
-  session.Launch("flash_backward_finish", {tiles_of_rows * head_boxes, 128, 0, 1}, &params);
+  session.Launch("flash_backward_prepare", {tiles_of_rows, 128, 0}, &params);
+  session.Launch("flash_backward", {blocks, tiles.threads, tiles.shared_bytes}, &params);
+  session.Launch("flash_backward_finish", {tiles_of_rows * head_boxes, 128, 0}, &params);
   return session.error();
 }
 

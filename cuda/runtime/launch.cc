@@ -35,9 +35,6 @@ Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& 
   if (Status allowed = kernel.AllowShared(scope.driver(), scope.device(), shared); !allowed.ok()) {
     return allowed;
   }
-  CUlaunchAttribute cluster{};
-  cluster.id = kClusterDimension;
-  cluster.value.cluster = {static_cast<unsigned>(size.cluster), 1, 1};
   CUlaunchConfig config{};
   config.grid_x = static_cast<unsigned>(size.blocks);
   config.grid_y = config.grid_z = 1;
@@ -45,16 +42,13 @@ Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& 
   config.block_y = config.block_z = 1;
   config.shared_bytes = static_cast<unsigned>(size.shared_bytes);
   config.stream = scope.stream();
-  config.attributes = &cluster;
-  config.attribute_count = size.cluster > 1 ? 1 : 0;
   void* arguments[] = {const_cast<void*>(params)};
   const CUresult code =
       scope.driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr);
   if (code == 0) return Done{};
   return Failure{scope.driver().Explain("cuLaunchKernelEx", code) + ": " +
                  std::to_string(size.blocks) + " blocks of " + std::to_string(size.threads) +
-                 " threads, " + std::to_string(size.shared_bytes) +
-                 " bytes of shared memory, clusters of " + std::to_string(size.cluster)};
+                 " threads, " + std::to_string(size.shared_bytes) + " bytes of shared memory"};
 }
 
 Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::size_t words) {
@@ -65,14 +59,15 @@ Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::si
 }
 
 Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map) {
-  const std::uint64_t bytes = view.type == kTensorFloat32 ? 4 : 2;
+  constexpr std::uint64_t kBytes = 2;  // of an element
   const auto columns = static_cast<std::uint64_t>(view.columns);
   const auto heads = static_cast<std::uint64_t>(view.heads);
   const auto rows = static_cast<std::uint64_t>(view.rows);
   const std::uint64_t dims[] = {columns, heads, rows, static_cast<std::uint64_t>(view.batch)};
-  const std::uint64_t strides[] = {columns * bytes, heads * columns * bytes,
-                                   rows * heads * columns * bytes};  // of all dims but the first
-  const unsigned box[] = {static_cast<unsigned>(128 / bytes), static_cast<unsigned>(view.box_heads),
+  const std::uint64_t strides[] = {columns * kBytes, heads * columns * kBytes,
+                                   rows * heads * columns * kBytes};  // of all dims but the first
+  const unsigned box[] = {static_cast<unsigned>(128 / kBytes),
+                          static_cast<unsigned>(view.box_heads),
                           static_cast<unsigned>(view.box_rows), 1};
   const unsigned steps[] = {1, 1, 1, 1};
   const CUresult code = driver.cuTensorMapEncodeTiled(

@@ -41,7 +41,6 @@ struct LaunchSize {
   std::int64_t blocks;
   std::int64_t threads;
   std::int64_t shared_bytes;  // dynamic shared memory of a block
-  std::int64_t cluster;       // blocks of a cluster; 1: no clusters
 };
 
 // Launches `kernel(params)`; `params` is the struct that the kernel takes by value.

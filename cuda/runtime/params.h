@@ -11,15 +11,15 @@ struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
 
-// flash_forward: grid = (number of CTAs), cluster = (kClusterSize, 1, 1),
-// block = 128 * (kConsumers + 1) threads, dynamic shared memory = Tiles' formula (forward.cuh).
+// flash_forward: grid = (number of CTAs), block = 128 * (kConsumers + 1) threads, dynamic shared
+// memory = Tiles' formula (forward.cuh).
 struct ForwardParams {
   // Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B), strides
   // in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 256 B, zero fill.
   // Empty without kTmaLoads.
   TensorMap query;  // [B, T, N, H]  box (64, kPackedHeads, 64 / kPackedHeads, 1)
-  TensorMap key;    // [B, S, K, H]  box (64, 1, kTileKV / kClusterSize, 1)
-  TensorMap value;  // [B, S, K, Hv] box (64, 1, kTileKV / kClusterSize, 1)
+  TensorMap key;    // [B, S, K, H]  box (64, 1, kTileKV, 1)
+  TensorMap value;  // [B, S, K, Hv] box (64, 1, kTileKV, 1)
 
   // The same arrays, for loads without TMA and for rows that are computed again without tensor
   // cores, because values hidden from them are not finite.
@@ -49,7 +49,7 @@ struct ForwardParams {
   int kv_len;        // S
   int query_heads;   // N
   int kv_heads;      // K
-  int query_tiles;   // ceil(T * kPackedHeads / (64 * kConsumers * kClusterSize)), per cluster
+  int query_tiles;   // ceil(T * kPackedHeads / (64 * kConsumers))
   int head_group;    // heads (of B * N / kPackedHeads) that the schedule walks together, >= 1
   int window_left;   // keys visible left of the aligned position, < 2^30; only with kWindowLeft
   int window_right;  // the same on the right; causal is 0; only with kWindowRight

@@ -23,7 +23,6 @@ class Result {
   bool ok() const { return value_.has_value(); }
   const T& operator*() const { return *value_; }
   const T* operator->() const { return &*value_; }
-  T&& Take() { return std::move(*value_); }
   const std::string& error() const { return failure_; }
   Failure failure() const { return Failure{failure_}; }
 

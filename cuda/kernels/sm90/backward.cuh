@@ -15,7 +15,8 @@
 //   int kHeadDim, kValueDim   exact sizes
 //   bool kTmaLoads            TMA moves tiles (8 divides both dims), else warps do, see
 //                             unaligned.cuh
-//   int kTileQ                queries per step: 64, or 128 when both dims are at most 64
+//   int kTileQ                queries per step: 64, or 128 when both dims are at most 64 and
+//                             there is no softcap
 //   int kTileKV               keys per block: 128, or 64 for backward_wide.cuh
 //   int kStages               Q and dO buffers each
 //   int kScoreStages          dS buffers

@@ -10,23 +10,11 @@
 #include "params.h"
 #include "score.cuh"
 #include "sm90/tile.cuh"
+#include "softmax.cuh"
 
 namespace backward {
 
 using namespace ptx;
-
-template <bool kChoice>
-struct ElementType {
-  using Type = Float16;
-};
-template <>
-struct ElementType<true> {
-  using Type = BFloat16;
-};
-using Element = ElementType<kBFloat16>::Type;
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 inline constexpr int kQueries = kTileQ;
 inline constexpr int kKeys = kTileKV;
@@ -120,13 +108,13 @@ struct Unit {
 // Drops query blocks at both ends whose segment ids cannot meet the key block's. Whole warps call.
 __device__ __forceinline__ Range narrow_by_segments(const BackwardParams& p, int batch, int key0,
                                                     Range blocks) {
-  const int2 keys = key_segment_range(p, batch, key0 / kKeys);
+  const int2 range = key_segment_range(p, batch, key0 / kKeys);
+  const SegmentRange keys{range.x, range.y};
   Range met{blocks.end, 0};
 #pragma unroll kDeterministic ? 1 : 4  // few registers are left beside the turns
   for (int base = blocks.begin; base < blocks.end; base += 32) {
     const int m = min(base + static_cast<int>(threadIdx.x) % 32, blocks.end - 1);
-    const int2 queries = query_segment_range(p, batch, m);
-    const uint32 hits = __ballot_sync(0xffffffffu, queries.x <= keys.y && keys.x <= queries.y);
+    const uint32 hits = __ballot_sync(0xffffffffu, keys.meets(query_segment_range(p, batch, m)));
     if (hits != 0) {
       met.begin = min(met.begin, base + __ffs(hits) - 1);
       met.end = min(base + 32 - __clz(hits), blocks.end);

@@ -16,7 +16,7 @@ __device__ __forceinline__ float element(const void* array, int64 index) {
 __device__ __forceinline__ void set_element(void* array, int64 index, float value) {
   static_cast<uint16*>(array)[index] = static_cast<uint16>(pack<Element>(value, 0.f));
 }
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7f800000); }
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < kInfinity; }
 __device__ __forceinline__ bool row_is_finite(const void* array, int64 at, int count) {
   bool finite = true;
   for (int c = threadIdx.x % 32; c < count; c += 32) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void exact_dq(const BackwardParams& p, int batch, int
   const Range keys = visible_keys<kWindowLeft, kWindowRight>(visibility(p, batch), query, query);
   float sums[2] = {0.f, 0.f};
 #pragma unroll 1
-  for (int first = keys.begin; lse > minus_infinity() && first < keys.end; first += 32) {
+  for (int first = keys.begin; lse > kNegativeInfinity && first < keys.end; first += 32) {
     const int mine = first + lane;
     const bool seen = mine < keys.end && same_segment(p, batch, query, mine);
     float gradient = 0.f;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void exact_dkdv(const BackwardParams& p, int batch, i
       if (seen) {
         lse = p.lse_log2[padded_row(p, batch, head, mine)];
         minus_delta = p.minus_delta[padded_row(p, batch, head, mine)];
-        seen = lse != minus_infinity();
+        seen = lse != kNegativeInfinity;
       }
       if (__any_sync(0xffffffffu, lse != lse)) return;  // both are NaN
       Weights w{0.f, 0.f};

@@ -287,6 +287,7 @@ __device__ __forceinline__ void step(const BackwardParams& p, const volatile Uni
                                      const UnitRanges& ranges, int which, uint32 iteration, int m0,
                                      Last last, bool more, float (&dp)[kScores],
                                      float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
+  // Two branches: joined, ptxas spills (d128 causal, 16 bytes; deterministic, 60).
   if constexpr (kSkipsHidden && kReadsAhead) {
     if (m0 + kQueries <= ranges.met.begin || m0 >= ranges.met.end) {
       return hidden_step<kFirst>(p, which, iteration, last, more, dp);

@@ -12,38 +12,23 @@ namespace backward {
 
 inline constexpr int kPrepareThreads = 128;
 
-__device__ __forceinline__ float widen(uint32 packed, int half) {
-  if constexpr (kBFloat16) {
-    return __uint_as_float(half == 0 ? packed << 16 : packed & 0xffff0000u);
-  } else {
-    float value;
-    asm("cvt.f32.f16 %0, %1;"
-        : "=f"(value)
-        : "h"(static_cast<uint16>(half == 0 ? packed : packed >> 16)));
-    return value;
-  }
-}
-
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   const uint32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum += widen(x[i], 0) * widen(y[i], 0) + widen(x[i], 1) * widen(y[i], 1);
+    sum += unpack_low<Element>(x[i]) * unpack_low<Element>(y[i]) +
+           unpack_high<Element>(x[i]) * unpack_high<Element>(y[i]);
   }
   return sum;
 }
 
-// The smallest and largest of ids[begin, end), by one warp.
+// The range of ids[begin, end), by one warp.
 __device__ __forceinline__ int2 segment_range(const int* ids, int begin, int end) {
-  int low = 0x7fffffff, high = -0x7fffffff - 1;
-  for (int i = begin + static_cast<int>(threadIdx.x) % 32; i < end; i += 32) {
-    low = min(low, ids[i]);
-    high = max(high, ids[i]);
-  }
-  low = __reduce_min_sync(0xffffffffu, low);
-  high = __reduce_max_sync(0xffffffffu, high);
-  return int2{low, high};
+  SegmentRange range;
+  for (int i = begin + static_cast<int>(threadIdx.x) % 32; i < end; i += 32) range.include(ids[i]);
+  range.reduce_warp();
+  return {range.low, range.high};
 }
 
 __device__ __forceinline__ void prepare(const BackwardParams& p) {
@@ -106,15 +91,15 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
       }
       const int local = base + i * kRows + threadIdx.x / kLanes;
       if (lane == 0) {
-        float lse = minus_infinity();
+        float lse = kNegativeInfinity;
         const int row = row0 + local;
         if (row < queries) {
           const int64 at = static_cast<int64>(head_index) * p.query_len + row;
           lse = p.lse[at];
           if (kHasDlse) total -= p.dlse[at];
         }
-        const bool empty = lse == minus_infinity();
-        p.lse_log2[padded + local] = empty ? minus_infinity() : -lse * kLog2E;
+        const bool empty = lse == kNegativeInfinity;
+        p.lse_log2[padded + local] = empty ? kNegativeInfinity : -lse * kLog2E;
         p.minus_delta[padded + local] = empty ? 0.f : -total;
       }
     }

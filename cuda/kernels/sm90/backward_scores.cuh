@@ -161,12 +161,7 @@ __device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u
                                                     const Range& ahead, uint32 tile, int m0,
                                                     int named_barrier) {
   if constexpr (kHidesQueries) {
-    Range seeing;
-    if constexpr (kReadsAhead) {
-      seeing = ahead;
-    } else {
-      seeing = seeing_queries(u);
-    }
+    const Range seeing = kReadsAhead ? ahead : seeing_queries(u);
     if (m0 >= seeing.begin && m0 + kQueries <= seeing.end) return;
     for (int row = threadIdx.x % 128 / 8; row < kQueries; row += 16) {
       if (m0 + row < seeing.begin || m0 + row >= seeing.end)

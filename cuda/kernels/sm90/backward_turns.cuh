@@ -45,8 +45,9 @@ __device__ __forceinline__ int turn_of(const BackwardParams& p, const volatile U
 #pragma unroll 1
   for (int end = block; end >= first; end -= 32) {
     const int n = end - static_cast<int>(threadIdx.x) % 32;
-    const int2 keys = key_segment_range(p, u.batch, max(n, 0));
-    uint32 hits = __ballot_sync(0xffffffffu, n >= first && ids.x <= keys.y && keys.x <= ids.y);
+    const int2 range = key_segment_range(p, u.batch, max(n, 0));
+    const SegmentRange keys{range.x, range.y};
+    uint32 hits = __ballot_sync(0xffffffffu, n >= first && keys.meets(ids));
     if (end == block) {
       if (hits % 2 == 0) return kNoTurn;
       hits -= 1;

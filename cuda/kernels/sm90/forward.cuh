@@ -8,12 +8,11 @@
 //   bool kBFloat16            element type of q, k, v, out: bfloat16, else float16
 //   int kHeadDim, kValueDim   exact sizes, at most 256
 //   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
-//                             unaligned.cuh; then static tiles and no clusters
+//                             unaligned.cuh; then static tiles
 //   int kTileKV               keys per step, a multiple of 16, 32 to 256
-//   int kConsumers            consumer warpgroups, 1 to 3
+//   int kConsumers            consumer warpgroups, 2 or 3
 //   int kStages               K and V buffers each
 //   int kQueryStages          Q buffers; 2 loads the next tile's Q during this tile
-//   int kClusterSize          1, or 2: CTAs that load each half of K and V and multicast it
 //   int kPackedHeads          query heads of one kv head that share a tile (a divisor of 64), or 1
 //   bool kWindowLeft, kWindowRight   that side of the window is bounded (causal: right, by 0)
 //   bool kBottomRight         the last query is aligned with the last key
@@ -21,7 +20,6 @@
 //   bool kSoftcap             tanh softcap; kPreScale: scale before the maximum (scale <= 0)
 //   bool kDynamic             tiles from an atomic counter, else static
 //   bool kPingPong            warpgroups take turns at the tensor cores
-//   int kPolynomial           every kPolynomial-th exponential on the FMA units, 0 = none
 //   int kProducerRegisters, kConsumerRegisters
 // Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
 //   + kStages * kTileKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 2048 bytes.
@@ -49,33 +47,23 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
         ptx::barrier_init(ptx::shared_address(&shared.query_empty[stage][group]), 4);
       }
     }
-    for (int slot = 0; slot < 2; ++slot) {
-      ptx::barrier_init(ptx::shared_address(&shared.number_full[slot]), 1);
-      ptx::barrier_init(ptx::shared_address(&shared.number_empty[slot]), 1);
-    }
     ptx::barrier_init(ptx::shared_address(&shared.asked), kWarpsOfConsumers);
     ptx::barrier_init(ptx::shared_address(&shared.finished), kWarpsOfConsumers);
     for (int& slot : shared.repeats) slot = 0;
     for (int stage = 0; stage < kStages; ++stage) {
-      const int readers = kWarpsOfConsumers * kClusterSize;
       ptx::barrier_init(ptx::shared_address(&shared.key_full[stage]), kLoadWarps);
-      ptx::barrier_init(ptx::shared_address(&shared.key_empty[stage]), readers);
+      ptx::barrier_init(ptx::shared_address(&shared.key_empty[stage]), kWarpsOfConsumers);
       ptx::barrier_init(ptx::shared_address(&shared.value_full[stage]), kLoadWarps);
-      ptx::barrier_init(ptx::shared_address(&shared.value_empty[stage]), readers);
+      ptx::barrier_init(ptx::shared_address(&shared.value_empty[stage]), kWarpsOfConsumers);
     }
     ptx::barrier_init_fence();
   }
-  if constexpr (kClusterSize > 1) {
-    ptx::cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (warp < 4) {
     ptx::register_decrease<kProducerRegisters>();
     if (warp < kLoadWarps) {
-      const uint32 rank = kClusterSize > 1 ? ptx::cluster_rank() : 0;
-      Producer producer{p, shared, rank};
+      Producer producer{p, shared};
       producer.run();
     }
   } else {
@@ -83,8 +71,6 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     Consumer consumer{{p, shared, warp / 4 - 1}};
     consumer.run();
   }
-  // No CTA leaves while another may still write to it or arrive at its barriers.
-  if constexpr (kClusterSize > 1) ptx::cluster_sync();
 }
 
 // With segments, two kernels go ahead, 256 threads each, a warp for each block or group.

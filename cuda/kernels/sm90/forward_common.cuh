@@ -21,15 +21,6 @@ namespace forward {
 using ptx::int64;
 using ptx::uint16;
 using ptx::uint32;
-template <bool kChoice>
-struct ElementType {
-  using Type = ptx::Float16;
-};
-template <>
-struct ElementType<true> {
-  using Type = ptx::BFloat16;
-};
-using Element = ElementType<kBFloat16>::Type;
 
 inline constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup
 inline constexpr int kTileRows = kGroupRows * kConsumers;
@@ -39,7 +30,6 @@ inline constexpr int kValueColumns = round_up(kValueDim, 16);
 inline constexpr int kQueryBytes = kHeadBoxes * kGroupRows * kBoxRowBytes;  // of one warpgroup
 inline constexpr int kKeyBytes = kHeadBoxes * kTileKV * kBoxRowBytes;
 inline constexpr int kValueBytes = kValueBoxes * kTileKV * kBoxRowBytes;
-inline constexpr int kLoadRows = kTileKV / kClusterSize;  // keys that this CTA loads of each block
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr int kLoadWarps = kTmaLoads ? 1 : 4;  // each arrives when its part is there
 // A tile's description outlives its Q buffer by the epilogue: a slot more, at least.
@@ -55,20 +45,19 @@ inline constexpr bool kEarlyOutput = kValueDim <= 128;
 // back before a softmax: the product with the values is waited for together with the scores.
 inline constexpr bool kDrains = kConsumers == 3 && (kHasSegments || kWindowLeft || kSoftcap ||
                                                     kHasQueryLengths || kHasKeyValueLengths);
-inline constexpr uint16 kAllRanks = (1 << kClusterSize) - 1;
 // A warpgroup's blocks may begin after the first one of its tile.
 inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments;
 inline constexpr int kIdWords = ceil_div(kTileKV, 32);  // a bit for each key of a block
 // A tile with rows that overflow is walked again, with a maximum in every block. Not where four
-// warps load or two CTAs walk together: they would have to agree on it.
-inline constexpr bool kRepeats = kTmaLoads && kClusterSize == 1;
+// warps load: they would have to agree on it.
+inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // tiles that may be in flight
 inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kTileKV % 16 == 0 && kTileKV >= 32 && kTileKV <= 256);
-static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic && kClusterSize == 1);
-static_assert(kGroupRows % kPackedHeads == 0 && kLoadRows % 8 == 0);
-static_assert(!(kHasSegments && kClusterSize > 1), "CTAs of a cluster walk the same blocks");
+static_assert(kConsumers == 2 || kConsumers == 3);
+static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
+static_assert(kGroupRows % kPackedHeads == 0);
 
 // Description of a tile, written by the producer, read by the consumers.
 struct TileInfo {
@@ -78,7 +67,7 @@ struct TileInfo {
   int query_length;
   int kv_length;
   int offset;
-  Range blocks;  // that the whole cluster walks, from the last to the first
+  Range blocks;  // that any of its warpgroups walks, from the last to the first
   Range own;     // of these, what the rows of this warpgroup see
   Range full;    // of these, the ones that need no element test
   Range one;     // the ones that need no test of segments
@@ -94,9 +83,6 @@ struct alignas(1024) Shared {
   unsigned long long query_empty[kQueryStages][kConsumers];
   unsigned long long key_full[kStages], key_empty[kStages];
   unsigned long long value_full[kStages], value_empty[kStages];
-  // Numbers of coming tiles that rank 0 of a cluster took for all: two in flight.
-  unsigned long long number_full[2], number_empty[2];
-  uint32 number[2];
   int block_list[kStages];    // the block in each key buffer, with segments
   int repeats[kRepeatSlots];  // tiles to walk again: ~number, or 0
   unsigned long long asked;   // all consumer warps have seen the last tile and left what to repeat
@@ -119,26 +105,6 @@ struct alignas(16) SegmentPlan {
   Range one;     // of these, some in a row that hold the rows' only segment and no other
   // In `blocks.begin`: there are blocks between that share no segment.
   static constexpr int kSparse = 1 << 30;
-};
-
-// Smallest and largest segment id, and whether they meet another pair.
-struct SegmentRange {
-  int low = 0x7fffffff, high = -0x7fffffff - 1;
-  __device__ __forceinline__ bool empty() const { return low > high; }
-  __device__ __forceinline__ void include(int id) {
-    low = min(low, id);
-    high = max(high, id);
-  }
-  __device__ __forceinline__ void reduce_warp() {
-    low = __reduce_min_sync(0xffffffffu, low);
-    high = __reduce_max_sync(0xffffffffu, high);
-  }
-  __device__ __forceinline__ bool meets(int2 other) const {
-    return other.x <= high && low <= other.y;
-  }
-  __device__ __forceinline__ bool is_one(int2 other) const {
-    return low == high && other.x == low && other.y == low;
-  }
 };
 
 }  // namespace forward

@@ -9,10 +9,8 @@ namespace forward {
 struct Producer {
   const ForwardParams& p;
   Shared& shared;
-  const uint32 rank;
   Ring<kStages, false> ring;  // of K and V alike: each block takes one stage of both
   uint32 tiles = 0;           // handed over: one register for the positions in two rings
-  Ring<2> number_ring;
   int next_number = 0;
 
   // Read at each use: what depends on it would be kept in registers that are not there.
@@ -26,36 +24,15 @@ struct Producer {
   static constexpr bool kAsksLate = kWindowRight && !kHasSegments;
   __device__ __forceinline__ void request_number(int number) {
     if (number < 0) return;  // a second walk: the next number has been asked for
-    const int stride = gridDim.x / kClusterSize;
+    const int stride = gridDim.x;
     if constexpr (!kDynamic) {
       next_number = number + stride;
-    } else if (is_leader() && rank == 0) {
+    } else if (is_leader()) {
       next_number = stride + atomicAdd(p.tile_counter, 1);
     }
   }
   // The answer, in all lanes.
-  __device__ __forceinline__ int receive_number() {
-    if constexpr (kDynamic && kClusterSize > 1) {
-      const int slot = number_ring.stage();
-      if (is_leader()) {
-        if (rank == 0) {
-          ptx::barrier_wait_cluster(ptx::shared_address(&shared.number_empty[slot]),
-                                    number_ring.parity() ^ 1);
-          ptx::store_remote_async(
-              ptx::map_to_rank(ptx::shared_address(&shared.number[slot]), 1), next_number,
-              ptx::map_to_rank(ptx::shared_address(&shared.number_full[slot]), 1));
-        } else {
-          const uint32 barrier = ptx::shared_address(&shared.number_full[slot]);
-          ptx::barrier_arrive_expect(barrier, 4);
-          ptx::barrier_wait_cluster(barrier, number_ring.parity());
-          next_number = ptx::load_shared(ptx::shared_address(&shared.number[slot]));
-          ptx::barrier_arrive_remote(ptx::shared_address(&shared.number_empty[slot]), 0);
-        }
-      }
-      number_ring.advance();
-    }
-    return ptx::uniform(next_number);
-  }
+  __device__ __forceinline__ int receive_number() const { return ptx::uniform(next_number); }
 
   // The next tile: one to walk again (~number), or the one that was asked for last.
   __device__ __forceinline__ int next_tile() {
@@ -106,23 +83,13 @@ struct Producer {
     ptx::barrier_arrive_expect(barrier, kBoxes * kTileKV * kBoxRowBytes);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      const uint32 target =
-          ptx::shared_address(buffer) + (box * kTileKV + rank * kLoadRows) * kBoxRowBytes;
-      const int row = block * kTileKV + rank * kLoadRows;
-      if constexpr (kClusterSize > 1) {
-        ptx::tma_load_multicast(target, &map, barrier, kAllRanks, ptx::kEvictLast,
-                                box * kBoxColumns, head, row, batch);
-      } else {
-        ptx::tma_load(target, &map, barrier, ptx::kEvictLast, box * kBoxColumns, head, row, batch);
-      }
+      const uint32 target = ptx::shared_address(buffer) + box * kTileKV * kBoxRowBytes;
+      ptx::tma_load(target, &map, barrier, ptx::kEvictLast, box * kBoxColumns, head,
+                    block * kTileKV, batch);
     }
   }
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
-    if constexpr (kClusterSize > 1) {
-      ptx::barrier_wait_cluster(ptx::shared_address(barrier), parity ^ 1);
-    } else {
-      ptx::barrier_wait(ptx::shared_address(barrier), parity ^ 1);
-    }
+    ptx::barrier_wait(ptx::shared_address(barrier), parity ^ 1);
   }
   __device__ __forceinline__ void load_key(int head, int block, int batch) {
     const int stage = ring.stage();
@@ -283,7 +250,7 @@ struct Producer {
                                      p.query_heads / kPackedHeads, p.batch, p.head_group);
   }
   __device__ __forceinline__ void run() {
-    int number = blockIdx.x / kClusterSize;
+    int number = blockIdx.x;
     while (true) {
       const TileIndex taken = decode(number);
       if (!kAsksLate) request_number(number);
@@ -296,8 +263,7 @@ struct Producer {
         continue;
       }
       const Visibility seen = visibility(p, taken.batch);
-      const int cluster_row = taken.query_tile * kClusterSize * kTileRows;
-      tile.first_row = cluster_row + rank * kTileRows;
+      tile.first_row = taken.query_tile * kTileRows;
       tile.query_length = seen.query_length;
       tile.kv_length = seen.kv_length;
       tile.offset = seen.offset;
@@ -306,8 +272,8 @@ struct Producer {
       if constexpr (kHasSegments) {
         plan_blocks(tile, taken, queries);
       } else {
-        const int first = cluster_row / kPackedHeads;
-        const int last = (cluster_row + kClusterSize * kTileRows - 1) / kPackedHeads;
+        const int first = tile.first_row / kPackedHeads;
+        const int last = (tile.first_row + kTileRows - 1) / kPackedHeads;
         tile.blocks =
             blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(seen, first, last));
       }

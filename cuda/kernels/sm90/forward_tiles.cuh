@@ -284,13 +284,13 @@ struct Consumer : Warpgroup {
       store_empty();
     }
   }
-  // Blocks of the current tile that the whole cluster walks.
+  // Blocks of the current tile that any of its warpgroups walks.
   __device__ __forceinline__ Range walked() const {
     return {ptx::uniform(tile().blocks.begin), ptx::uniform(tile().blocks.end)};
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (kPingPong && kConsumers > 1) {
+    if constexpr (kPingPong) {
       if (group == kConsumers - 1) pass_turn();
     }
 #pragma unroll

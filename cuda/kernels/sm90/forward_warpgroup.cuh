@@ -48,21 +48,15 @@ struct Warpgroup {
 
   // -- barriers --
   __device__ __forceinline__ void release(uint32 barrier) const {
-    if constexpr (kClusterSize > 1) {
-      if (lane() < kClusterSize) ptx::barrier_arrive_remote(barrier, lane());
-    } else {
-      if (lane() == 0) ptx::barrier_arrive(barrier);
-    }
+    if (lane() == 0) ptx::barrier_arrive(barrier);
   }
   // The stages of the current tile's queries, and of the next tile's.
   __device__ __forceinline__ int query_stage() const { return (tiles - 1) % kQueryStages; }
   __device__ __forceinline__ int next_query_stage() const { return tiles % kQueryStages; }
   __device__ __forceinline__ uint32 next_query_parity() const { return tiles / kQueryStages & 1; }
-  // Barriers of one kind lie side by side. The text keeps `kind` an immediate of the instruction.
+  // Barriers of one kind lie side by side; `kind` is an immediate of the instruction.
   __device__ __forceinline__ uint32 barrier(int kind, int offset) const {
-    uint32 address = start + offset;
-    asm("" : "+r"(address));
-    return address + kind;
+    return ptx::unfolded(start + offset) + kind;
   }
   __device__ __forceinline__ uint32 next_query_full() const {
     return barrier(JF_OFFSET(query_full), 8 * (kConsumers * next_query_stage() + group));
@@ -109,12 +103,12 @@ struct Warpgroup {
   // Turns at the tensor cores: every warpgroup takes one per block of the tile, also for blocks
   // that it skips.
   __device__ __forceinline__ void wait_turn() const {
-    if constexpr (kPingPong && kConsumers > 1) {
+    if constexpr (kPingPong) {
       ptx::named_barrier_sync(kTurnBarrier + group, 256);
     }
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (kPingPong && kConsumers > 1) {
+    if constexpr (kPingPong) {
       const int next = group + 1 == kConsumers ? 0 : group + 1;
       ptx::named_barrier_arrive(kTurnBarrier + next, 256);
     }
@@ -267,10 +261,10 @@ struct Warpgroup {
     apply_score_function(scores);
     if (!is_full() && sees_first_half_only()) {
       mask_scores<kTileKV / 4, false>(scores);
-      softmax.start<kPolynomial, kTileKV / 4>(scores, scale_log2(), kHeadroom);
+      softmax.start<kTileKV / 4>(scores, scale_log2(), kHeadroom);
     } else {
       if (!is_full()) mask_scores<kTileKV / 2, false>(scores);
-      softmax.start<kPolynomial, kTileKV / 2>(scores, scale_log2(), kHeadroom);
+      softmax.start<kTileKV / 2>(scores, scale_log2(), kHeadroom);
     }
     searches = !softmax.is_started() || tile().number < 0;
   }
@@ -278,8 +272,8 @@ struct Warpgroup {
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
     apply_score_function(scores);
     if (!is_full()) mask_scores<kTileKV / 2, true>(scores);
-    const bool rescale = softmax.extend<kPolynomial>(scores, scale_log2(), kHeadroom, kSumLimit,
-                                                     searches, correction);
+    const bool rescale =
+        softmax.extend(scores, scale_log2(), kHeadroom, kSumLimit, searches, correction);
     if (searches) searches = !softmax.is_started() || tile().number < 0;
     return rescale;
   }

@@ -1,4 +1,4 @@
-// The PTX of sm_90a as functions: wgmma, TMA, mbarriers, named barriers, clusters, conversions.
+// The PTX of sm_90a as functions: wgmma, TMA, mbarriers, named barriers, conversions.
 //
 // Owns every `asm` of the Hopper kernels and no algorithm. Compiled by NVRTC alone: no CUDA or C++
 // header is included. Shared-memory addresses are 32-bit (`shared_address`). Read tile.cuh next.
@@ -29,14 +29,6 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
-// True in one lane of a converged warp.
-__device__ __forceinline__ bool elect_one() {
-  uint32 chosen;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
-               : "=r"(chosen));
-  return chosen != 0;
-}
-
 // The first lane's value, which the compiler then knows to be the same in all lanes: branches on
 // values it takes for divergent make ptxas serialise the wgmma inside (C7518).
 template <class Value>
@@ -58,6 +50,13 @@ __device__ __forceinline__ int opaque(int value) {
   return value;
 }
 
+// The value kept apart from a constant that is added to it, which stays an immediate of the
+// instruction that uses the sum. Unlike an opaque one it may serve several uses.
+__device__ __forceinline__ uint32 unfolded(uint32 value) {
+  asm("" : "+r"(value));
+  return value;
+}
+
 // ---- registers per thread -----------------------------------------------------------------------
 // Each role is one branch of a single if/else, and the kernel has __launch_bounds__(threads, 1):
 // otherwise ptxas drops the instruction (C7508).
@@ -76,20 +75,12 @@ __device__ __forceinline__ void register_decrease() {
 __device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the async proxy and to the other CTAs of the cluster.
+// Makes initialised barriers visible to the async proxy.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_arrive(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Arrives at the barrier of the same offset in CTA `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive_remote(uint32 barrier, uint32 rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
 }
 // Arrives and announces `bytes` that TMA will deliver in this phase.
 __device__ __forceinline__ void barrier_arrive_expect(uint32 barrier, uint32 bytes) {
@@ -115,15 +106,6 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
       "r"(parity)
       : "memory");
 }
-// The same with acquire at cluster scope: for barriers on which other CTAs of the cluster arrive.
-__device__ __forceinline__ void barrier_wait_cluster(uint32 barrier, uint32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nwaiting:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra waiting;\n}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 
 // ---- named barriers (ids 1..15; 0 is __syncthreads), counts in threads --------------------------
 
@@ -132,39 +114,6 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 }
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// ---- clusters -----------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32 cluster_rank() {
-  uint32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
-}
-// The address of the same shared-memory offset in CTA `rank`, for shared::cluster instructions.
-__device__ __forceinline__ uint32 map_to_rank(uint32 address, uint32 rank) {
-  uint32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-// Stores 4 bytes into another CTA and completes 4 bytes of its barrier's expected count.
-__device__ __forceinline__ void store_remote_async(uint32 remote, uint32 value,
-                                                   uint32 remote_barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-          remote),
-      "r"(value), "r"(remote_barrier)
-      : "memory");
 }
 
 // ---- proxies ------------------------------------------------------------------------------------
@@ -196,31 +145,11 @@ __device__ __forceinline__ void tma_load(uint32 destination, const void* map, ui
       "l"(map), "r"(barrier), "l"(policy), "r"(column), "r"(head), "r"(row), "r"(batch)
       : "memory");
 }
-// The same into every CTA whose bit is set in `ranks`, at the same offsets and on their barriers.
-__device__ __forceinline__ void tma_load_multicast(uint32 destination, const void* map,
-                                                   uint32 barrier, uint16 ranks, uint64 policy,
-                                                   int column, int head, int row, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8}], [%2], %3, %4;" ::"r"(
-          destination),
-      "l"(map), "r"(barrier), "h"(ranks), "l"(policy), "r"(column), "r"(head), "r"(row), "r"(batch)
-      : "memory");
-}
 // Writes one box from shared memory; rows and columns outside the array are dropped.
 __device__ __forceinline__ void tma_store(const void* map, uint32 source, int column, int head,
                                           int row, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group"
-      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(source), "r"(column), "r"(head), "r"(row), "r"(batch)
-      : "memory");
-}
-// Adds one box of float32 from shared memory to the array.
-__device__ __forceinline__ void tma_reduce_add(const void* map, uint32 source, int column, int head,
-                                               int row, int batch) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
       " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
       "r"(source), "r"(column), "r"(head), "r"(row), "r"(batch)
       : "memory");
@@ -259,18 +188,6 @@ __device__ __forceinline__ void bulk_load(uint32 destination, const void* source
           "r"(destination),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
-}
-__device__ __forceinline__ void bulk_store(void* destination, uint32 source, uint32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
-               "r"(source), "r"(bytes)
-               : "memory");
-}
-// Adds float32 values from shared memory to global memory in L2.
-__device__ __forceinline__ void bulk_reduce_add(float* destination, uint32 source, uint32 bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   destination),
-               "r"(source), "r"(bytes)
-               : "memory");
 }
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -441,31 +358,12 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kHalfN], uint32 a0, uint32 a
 #undef JF_CASE
 }
 
-// ---- 8x8 matrices between registers and shared memory (addresses 16-byte aligned) ---------------
+// ---- 8x8 matrices from registers to shared memory (addresses 16-byte aligned) -------------------
 
 __device__ __forceinline__ void store_matrix_x4(uint32 address, uint32 r0, uint32 r1, uint32 r2,
                                                 uint32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-               : "memory");
-}
-__device__ __forceinline__ void store_matrix_x4_trans(uint32 address, uint32 r0, uint32 r1,
-                                                      uint32 r2, uint32 r3) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-      : "memory");
-}
-__device__ __forceinline__ void load_matrix_x4(uint32 (&r)[4], uint32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ __forceinline__ void load_matrix_x4_trans(uint32 (&r)[4], uint32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
                : "memory");
 }
 
@@ -549,11 +447,6 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ __forceinline__ float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 // Two floats rounded to nearest into one register, `low` in the low half.
 template <class Element>
 __device__ __forceinline__ uint32 pack(float low, float high) {
@@ -587,6 +480,17 @@ __device__ __forceinline__ float unpack(uint16 bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
   }
+}
+// The halves of a pair.
+template <class Element>
+__device__ __forceinline__ float unpack_low(uint32 pair) {
+  if constexpr (kSame<Element, BFloat16>) return __uint_as_float(pair << 16);
+  return unpack<Element>(static_cast<uint16>(pair));
+}
+template <class Element>
+__device__ __forceinline__ float unpack_high(uint32 pair) {
+  if constexpr (kSame<Element, BFloat16>) return __uint_as_float(pair & 0xffff0000u);
+  return unpack<Element>(static_cast<uint16>(pair >> 16));
 }
 // sum + pair * 0 on both halves: stays zero exactly as long as the pairs are finite.
 template <class Element>

@@ -7,6 +7,17 @@
 inline constexpr int kBoxColumns = 64;    // elements: 128 bytes, the swizzle width
 inline constexpr int kBoxRowBytes = 128;  // bytes
 
+// The element type of queries, keys, values and results.
+template <bool kChoice>
+struct ElementType {
+  using Type = ptx::Float16;
+};
+template <>
+struct ElementType<true> {
+  using Type = ptx::BFloat16;
+};
+using Element = ElementType<kBFloat16>::Type;
+
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
