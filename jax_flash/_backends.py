@@ -82,15 +82,6 @@ def choose(backend: str | None, platform: str, problem: Problem, shapes: Shapes)
     return name
 
 
-def choose_backward(problem: Problem, shapes: Shapes) -> str:
-    """Picks the backend of the gradients of a call whose forward runs on "cuda"."""
-    reason = _tiles.supports_backward(problem, shapes, _tiles.lowering_gpu())
-    if reason is None:
-        return "cuda"
-    _warn_once(f"jax_flash computes gradients without its CUDA kernels: {reason}")
-    return "xla"
-
-
 def _refusal(
     backend: str, platform: str, problem: Problem, shapes: Shapes, gpu: _tiles.GpuSpec | None
 ) -> str | None:

@@ -112,12 +112,8 @@ def explain(
     if backend == "cuda" and spec is not None and not shapes.empty:
         tiles = _tiles.choose_tiles(problem, shapes, spec)
         kernels["forward"] = report(tiles, tiles.header(problem), spec)
-        reason = _tiles.supports_backward(problem, shapes, spec)
-        if reason is None:
-            tiles = _tiles.choose_backward_tiles(problem, shapes, spec)
-            kernels["backward"] = report(tiles, tiles.header(problem, with_dlse=False), spec)
-        else:
-            refusals["cuda, backward"] = reason
+        tiles = _tiles.choose_backward_tiles(problem, shapes, spec)
+        kernels["backward"] = report(tiles, tiles.header(problem, with_dlse=False), spec)
     return Explanation(problem, shapes, spec, backend, refusals, kernels)
 
 

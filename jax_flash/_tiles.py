@@ -278,7 +278,7 @@ Tiles = ForwardTiles | BackwardTiles
 
 
 def supports(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
-    """Tells whether the CUDA kernels can run a problem: None, or the reason why not."""
+    """Tells whether the CUDA kernels, forward and backward, run a problem: None, or why not."""
     if gpu.arch != "sm_90a":
         return f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}"
     if problem.dtype not in ("bfloat16", "float16"):
@@ -291,16 +291,6 @@ def supports(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
         if term in absent:
             return f"the CUDA kernels have no {absent[term]}"
     return None
-
-
-# Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved
-# by its two partitions).
-_L2_SHARE = 32 << 20
-
-
-def supports_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
-    """Tells whether the CUDA kernels can compute the gradients of a problem: None, or why not."""
-    return supports(problem, shapes, gpu)
 
 
 def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles:
@@ -356,7 +346,7 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
 
 
 def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiles:
-    """Chooses the backward kernels' tiles for a problem that `supports_backward` accepts."""
+    """Chooses the backward kernels' tiles for a problem that `supports` accepts."""
     widest = max(shapes.head_dim, shapes.value_dim)
     tma_loads = _tma_loads(shapes)
     causal = problem.window[1] is not None
@@ -376,6 +366,11 @@ def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> Bac
         and (causal or not problem.deterministic),
         head_group=_backward_head_group(problem, shapes),
     )
+
+
+# Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved
+# by its two partitions).
+_L2_SHARE = 32 << 20
 
 
 def _backward_head_group(problem: Problem, shapes: Shapes) -> int:
