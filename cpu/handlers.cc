@@ -1,5 +1,5 @@
 // Owns the CPU custom calls: from XLA's operands and thread pool to the kernels' own types. The
-// only file of cpu/ that knows XLA.
+// only file of cpu/ that knows XLA. Read next: attention.h.
 
 #include "cpu/handlers.h"
 

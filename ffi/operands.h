@@ -1,6 +1,7 @@
 // Owns the reading of a custom call: attributes and operands as XLA hands them over, checked once
 // more (ranks, shapes, dtypes, ranges), into a plain struct. Shared by the CPU and CUDA handlers.
-// The order of operands and the attributes are those of jax_flash/_primitives.py.
+// The order of operands and the attributes are those of jax_flash/_primitives.py. Read next:
+// cpu/handlers.cc, cuda/runtime/handlers.cc.
 
 #ifndef JAX_FLASH_FFI_OPERANDS_H_
 #define JAX_FLASH_FFI_OPERANDS_H_

@@ -1,5 +1,6 @@
 // Reads a custom call, fills the kernel's parameters, launches. Decides nothing: what depends on
-// the GPU or on measurements arrives as attributes from jax_flash/_tiles.py.
+// the GPU or on measurements arrives as attributes from jax_flash/_tiles.py. Read next: params.h;
+// jit.h for the compiler, cuda/kernels/sm90/forward.cuh for the device code.
 
 #include "cuda/runtime/handlers.h"
 
