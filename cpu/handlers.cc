@@ -7,11 +7,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
-#include <numeric>
-#include <optional>
 #include <vector>
 
 #include "cpu/attention.h"
