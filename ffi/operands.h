@@ -9,6 +9,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -40,6 +41,20 @@ struct Attributes {
 
   bool Has(Term term) const { return terms >> term & 1; }
 };
+
+// Adds the Attributes to what a handler binds, in their order.
+template <class Binding>
+auto BindAttributes(Binding binding) {
+  return std::move(binding)
+      .template Attr<double>("scale")
+      .template Attr<std::int64_t>("window_left")
+      .template Attr<std::int64_t>("window_right")
+      .template Attr<bool>("bottom_right")
+      .template Attr<double>("softcap")
+      .template Attr<double>("dropout_rate")
+      .template Attr<bool>("deterministic")
+      .template Attr<std::int64_t>("terms");
+}
 
 struct Sizes {
   std::int64_t batch;  // product of the leading dims

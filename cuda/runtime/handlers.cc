@@ -400,18 +400,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
 
 // What both handlers take in front of their own attributes.
 auto Bind() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<CUstream>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attr<double>("scale")
-      .Attr<std::int64_t>("window_left")
-      .Attr<std::int64_t>("window_right")
-      .Attr<bool>("bottom_right")
-      .Attr<double>("softcap")
-      .Attr<double>("dropout_rate")
-      .Attr<bool>("deterministic")
-      .Attr<std::int64_t>("terms");
+  return BindAttributes(
+      ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream>>().RemainingArgs().RemainingRets());
 }
 
 auto BindForward() {
