@@ -228,6 +228,7 @@ class BackwardTiles:
             "shared_bytes": self.shared_bytes,
             "tile_q": self.tile_q,
             "tile_kv": self.tile_kv,
+            "turn_parts": self.turn_parts,
             "head_group": self.head_group,
             "tma_loads": self.tma_loads,
         }
