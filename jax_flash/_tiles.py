@@ -23,17 +23,16 @@ class GpuSpec:
     name: str
     arch: str  # what NVRTC compiles for: "sm_90a"
     sms: int
-    smem: int  # bytes of shared memory one block may have
 
 
-# Bytes of shared memory per block, by compute capability (CUDA C++ programming guide, table 30).
-_SMEM = {"8.0": 163 * 1024, "8.6": 99 * 1024, "8.9": 99 * 1024, "9.0": 227 * 1024}
-_SMEM_BLACKWELL = 227 * 1024
+# Bytes of shared memory that one block may have on sm_90 (CUDA C++ programming guide, technical
+# specifications per compute capability).
+SMEM = 227 * 1024
 
 GPUS = {
-    "A100": GpuSpec("A100", "sm_80", 108, _SMEM["8.0"]),
-    "H100": GpuSpec("H100", "sm_90a", 132, _SMEM["9.0"]),
-    "H200": GpuSpec("H200", "sm_90a", 132, _SMEM["9.0"]),
+    "A100": GpuSpec("A100", "sm_80", 108),
+    "H100": GpuSpec("H100", "sm_90a", 132),
+    "H200": GpuSpec("H200", "sm_90a", 132),
 }
 
 
@@ -54,8 +53,7 @@ def gpu_of(device: Any) -> GpuSpec:
     digits = capability.replace(".", "")
     # sm_90a: wgmma and setmaxnreg belong to the architecture-specific feature set.
     arch = f"sm_{digits}a" if capability == "9.0" else f"sm_{digits}"
-    smem = _SMEM.get(capability, _SMEM_BLACKWELL)
-    return GpuSpec(device.device_kind, arch, device.core_count, smem)
+    return GpuSpec(device.device_kind, arch, device.core_count)
 
 
 @functools.cache
