@@ -105,11 +105,9 @@ class ForwardTiles:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: queries, the stages of keys and values, barriers."""
-        boxes = [
-            -(-dim // 64) for dim in (self.head_dim, self.value_dim)
-        ]  # of 64 columns, 128 bytes
-        queries = self.query_stages * self.consumers * 64 * boxes[0]
-        keys_values = self.stages * self.tile_kv * sum(boxes)
+        head_boxes, value_boxes = _boxes(self.head_dim), _boxes(self.value_dim)
+        queries = self.query_stages * self.consumers * 64 * head_boxes
+        keys_values = self.stages * self.tile_kv * (head_boxes + value_boxes)
         return 128 * (queries + keys_values) + 2048
 
     @property
