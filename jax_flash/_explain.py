@@ -107,7 +107,7 @@ def explain(
     spec = _tiles.present_gpu() if gpu is None else _tiles.gpu_named(gpu)
     problem, operands = _prepare(query, key, value, options)
     shapes = Shapes.of(*operands[:3])
-    backend, refusals = _backends.explain(problem, shapes, spec, options.get("backend"))
+    backend, refusals = _backends.pick(problem, shapes, spec, options.get("backend"))
     kernels = {}
     if backend == "cuda" and spec is not None and not shapes.empty:
         tiles = _tiles.choose_tiles(problem, shapes, spec)
