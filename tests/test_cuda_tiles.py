@@ -58,14 +58,6 @@ def test_warps_load_rows_that_the_copy_engine_cannot(dims):
         assert choose(PLAIN, aligned, H200).tma_loads
 
 
-def test_choice_is_pure():
-    first = _tiles.choose_tiles(PLAIN, SHAPES, H200)
-    second = _tiles.choose_tiles(PLAIN, SHAPES, H200)
-    assert first == second
-    assert hash(first) == hash(second)
-    assert repr(first).startswith("ForwardTiles(head_dim=128, value_dim=128, tile_kv=")
-
-
 def test_header_is_constexpr_definitions():
     tiles = _tiles.choose_tiles(PLAIN, SHAPES, H200)
     header = tiles.header(PLAIN)
