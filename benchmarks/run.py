@@ -237,9 +237,10 @@ def write(
         "command": command("benchmarks/run.py"),
         "versions": versions(),
         "product_tflops": ceiling,
+        "peaked_error": peaked,
     }
     path = folder / f"{commit}.json"
-    path.write_text(json.dumps(about | {"cells": records, "peaked_error": peaked}, indent=1) + "\n")
+    path.write_text(in_lines(about, "cells", records))
 
     looks = {peer.name: (peer.label, peer.color) for peer in chosen}
     tables, main_speeds = [], {}
@@ -297,6 +298,13 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def in_lines(about: dict[str, Any], name: str, records: list[dict[str, Any]]) -> str:
+    """Writes results as JSON: what is about all of them, then under `name` one record a line."""
+    head = json.dumps(about, indent=1).removesuffix("\n}")
+    lines = ",\n  ".join(json.dumps(record) for record in records)
+    return f'{head},\n "{name}": [\n  {lines}\n ]\n}}\n'
 
 
 def first_line(*command: str) -> str:

@@ -509,9 +509,7 @@ def write(
         "loss_curves": compare_curves(records),
     }
     path = folder / f"train-{commit}.json"
-    lines = ",\n  ".join(json.dumps(record) for record in records)
-    head = json.dumps(about, indent=1).removesuffix("\n}")
-    path.write_text(f'{head},\n "records": [\n  {lines}\n ]\n}}\n')
+    path.write_text(run.in_lines(about, "records", records))
     intro = (
         f"{gpu}, driver {driver}, {about['date']}, commit {commit}, `{about['command']}`; "
         f"{run.PRODUCT}³ bfloat16 product before and after the steps: "

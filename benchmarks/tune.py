@@ -126,8 +126,8 @@ def choose_changed(
       ValueError: the GPU's shared memory does not hold the result.
     """
     tiles = dataclasses.replace(choose(*arguments), **changes)
-    if tiles.shared_bytes > arguments[2].smem:
-        raise ValueError(f"needs {tiles.shared_bytes} of {arguments[2].smem} bytes")
+    if tiles.shared_bytes > _tiles.SMEM:
+        raise ValueError(f"needs {tiles.shared_bytes} of {_tiles.SMEM} bytes")
     return tiles
 
 

@@ -5,27 +5,8 @@
 // depend on timing. Where those sums would take too much memory, dq gets a pass of its own over
 // blocks of rows. Dao, "FlashAttention-2", 2023.
 
-#include <cstdlib>
-
 namespace jax_flash::cpu {
 namespace {
-
-// Memory of a task.
-class Memory {
- public:
-  explicit Memory(int64_t bytes)
-      : data_(std::aligned_alloc(64, static_cast<size_t>(RoundUp(Most(bytes, 1), 64)))) {}
-  ~Memory() { std::free(data_); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  template <class X>
-  X* get() const {
-    return static_cast<X*>(data_);
-  }
-
- private:
-  void* data_;
-};
 
 template <class T, class Op>
 class Backward {

@@ -12,11 +12,6 @@
 namespace jax_flash::cpu {
 namespace {
 
-template <class Body>
-void ForEach(Workers& workers, int64_t tasks, Body body) {
-  workers.Run(tasks, [](void* context, int64_t i) { (*static_cast<Body*>(context))(i); }, &body);
-}
-
 // Keys in a block: packed keys and values of one block take 256 KiB or less of a 1 MiB L2.
 inline int64_t BlockKeys(int64_t head_dims) {
   return head_dims <= 256 ? 256 : head_dims <= 512 ? 128 : 64;
@@ -73,13 +68,7 @@ class Forward {
         score_ld_(keys_ + kLanes) {}
 
   bool Allocate() {
-    Arena count(nullptr);
-    Place(count);
-    void* memory = ThreadScratch(count.used());
-    if (!memory) return false;
-    Arena arena(memory);
-    Place(arena);
-    return true;
+    return PlaceInScratch([this](Arena& arena) { Place(arena); });
   }
 
   void Place(Arena& arena) {
@@ -119,17 +108,7 @@ class Forward {
   }
 
   void PackKeys(int64_t first, int64_t valid) {
-    block_ = {first, valid, nullptr, INT32_MAX, INT32_MIN};
-    if (in_.kv_segments) {
-      const int32_t* ids = in_.kv_segments + head_.b * in_.shapes.kv_len + first;
-      for (int64_t j = 0; j < valid; ++j) {
-        segments_[j] = ids[j];
-        if (ids[j] < block_.segment_min) block_.segment_min = ids[j];
-        if (ids[j] > block_.segment_max) block_.segment_max = ids[j];
-      }
-      for (int64_t j = valid; j < keys_; ++j) segments_[j] = 0;
-      block_.segments = segments_;
-    }
+    block_ = BlockAt(head_, first, valid, keys_, segments_);
     const T* k = static_cast<const T*>(in_.k) + head_.KeyOffset(first, head_dim_);
     PackColumns<Op>(k, in_.shapes.kv_heads * head_dim_, valid, RoundUp(valid, kGranule), head_dim_,
                     k_);
@@ -145,21 +124,8 @@ class Forward {
     const Span span = VisibleSpan(head_, row_ + first, count, block_, kGranule);
     if (span.empty()) return;
 
-    Product scores{};
-    scores.words = Words<Op>(head_dim_);
-    scores.a_row = RowWords<Op>(head_dim_);
-    scores.a = q_ + first * scores.a_row;
-    scores.a_word = 1;
-    scores.b_word = kPanel;
-    scores.c_row = score_ld_;
-    for (int64_t j = span.begin; j < span.end;) {
-      const int64_t stop = Least(span.end, (j / kPanel + 1) * kPanel);
-      scores.b = k_ + j / kPanel * scores.words * kPanel + j % kPanel;
-      scores.c = scores_ + j;
-      MicroProduct<Op, Into::kStore>(scores, count, (stop - j) / kLanes);
-      j = stop;
-    }
-
+    MultiplyKeys<Op>(q_ + first * RowWords<Op>(head_dim_), k_, head_dim_, count, span, scores_,
+                     score_ld_);
     float rescale[kScratchLanes];
     Softmax(first, count, span, rescale);
 

@@ -1,5 +1,5 @@
 // Owns the CPU custom calls: from XLA's operands and thread pool to the kernels' own types. The
-// only file of cpu/ that knows XLA.
+// only file of cpu/ that knows XLA. Read next: attention.h.
 
 #include "cpu/handlers.h"
 
@@ -7,11 +7,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
-#include <numeric>
-#include <optional>
 #include <vector>
 
 #include "cpu/attention.h"
@@ -190,37 +187,17 @@ ffi::Error BackwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
   return BestKernels().backward(call, workers) ? ffi::Error::Success() : OutOfMemory();
 }
 
+// What both handlers take in front of their own attributes.
+auto Bind() {
+  return BindAttributes(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
+}
+
+auto BindBackward() { return Bind().Attr<bool>("with_dlse").Attr<bool>("with_dbias"); }
+
 }  // namespace
 }  // namespace jax_flash::cpu
 
-namespace ffi = xla::ffi;
-
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCpuForward, jax_flash::cpu::ForwardHandler,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<double>("scale")
-                                  .Attr<int64_t>("window_left")
-                                  .Attr<int64_t>("window_right")
-                                  .Attr<bool>("bottom_right")
-                                  .Attr<double>("softcap")
-                                  .Attr<double>("dropout_rate")
-                                  .Attr<bool>("deterministic")
-                                  .Attr<int64_t>("terms"));
-
+                              jax_flash::cpu::Bind());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCpuBackward, jax_flash::cpu::BackwardHandler,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<double>("scale")
-                                  .Attr<int64_t>("window_left")
-                                  .Attr<int64_t>("window_right")
-                                  .Attr<bool>("bottom_right")
-                                  .Attr<double>("softcap")
-                                  .Attr<double>("dropout_rate")
-                                  .Attr<bool>("deterministic")
-                                  .Attr<int64_t>("terms")
-                                  .Attr<bool>("with_dlse")
-                                  .Attr<bool>("with_dbias"));
+                              jax_flash::cpu::BindBackward());

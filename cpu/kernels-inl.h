@@ -7,6 +7,7 @@
 #include "cpu/gemm-inl.h"
 #include "cpu/math-inl.h"
 #include "cpu/pack-inl.h"
+#include "cpu/tasks-inl.h"
 #include "cpu/terms-inl.h"
 //
 #include "cpu/forward-inl.h"

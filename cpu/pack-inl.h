@@ -18,23 +18,6 @@ inline int64_t RoundUp(int64_t x, int64_t unit) { return (x + unit - 1) / unit *
 inline int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t Most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Hands out 64-byte aligned pieces of one allocation; with a null base it only counts.
-class Arena {
- public:
-  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
-  template <class X>
-  X* Take(int64_t count) {
-    const int64_t at = used_;
-    used_ += RoundUp(count * static_cast<int64_t>(sizeof(X)), 64);
-    return base_ ? reinterpret_cast<X*>(base_ + at) : nullptr;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
-};
-
 // Words of a vector of `dim` elements, padded to whole registers.
 template <class Op>
 int64_t RowWords(int64_t dim) {

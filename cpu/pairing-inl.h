@@ -109,13 +109,7 @@ class Pairing {
         score_ld_(keys_ + kLanes) {}
 
   bool Allocate() {
-    Arena count(nullptr);
-    Place(count);
-    void* memory = ThreadScratch(count.used());
-    if (!memory) return false;
-    Arena arena(memory);
-    Place(arena);
-    return true;
+    return PlaceInScratch([this](Arena& arena) { Place(arena); });
   }
 
   // The row (t, n), or one that sees nothing where the forward pass saw nothing.
@@ -126,17 +120,7 @@ class Pairing {
   }
 
   void SetKeys(int64_t first, int64_t valid, bool for_query) {
-    block_ = {first, valid, nullptr, INT32_MAX, INT32_MIN};
-    if (in_.kv_segments) {
-      const int32_t* ids = in_.kv_segments + head_.b * in_.shapes.kv_len + first;
-      for (int64_t j = 0; j < valid; ++j) {
-        segments_[j] = ids[j];
-        if (ids[j] < block_.segment_min) block_.segment_min = ids[j];
-        if (ids[j] > block_.segment_max) block_.segment_max = ids[j];
-      }
-      for (int64_t j = valid; j < keys_; ++j) segments_[j] = 0;
-      block_.segments = segments_;
-    }
+    block_ = BlockAt(head_, first, valid, keys_, segments_);
     const int64_t count = RoundUp(valid, kGranule);
     const T* k = static_cast<const T*>(in_.k) + head_.KeyOffset(first, head_dim_);
     const T* v = static_cast<const T*>(in_.v) + head_.KeyOffset(first, value_dim_);
@@ -338,30 +322,13 @@ class Pairing {
 
   // p and ds of at most kTileRows rows, within the span.
   void Tile(int64_t first, int64_t rows, const Span& span, float* p, float* ds) {
-    Columns(packed_.q_rows + first * RowWords<Op>(head_dim_), head_dim_, k_columns_, rows, span, p);
-    Columns(packed_.dout_rows + first * RowWords<Op>(value_dim_), value_dim_, v_columns_, rows,
-            span, ds);
+    MultiplyKeys<Op>(packed_.q_rows + first * RowWords<Op>(head_dim_), k_columns_, head_dim_, rows,
+                     span, p, score_ld_);
+    MultiplyKeys<Op>(packed_.dout_rows + first * RowWords<Op>(value_dim_), v_columns_, value_dim_,
+                     rows, span, ds, score_ld_);
     if (span.empty()) return;
     for (int64_t r = 0; r < rows; ++r) {
       RowWeights(first + r, span, p + r * score_ld_, ds + r * score_ld_);
-    }
-  }
-
-  void Columns(const float* a, int64_t dim, const float* columns, int64_t rows, const Span& span,
-               float* c) const {
-    Product product{};
-    product.words = Words<Op>(dim);
-    product.a = a;
-    product.a_row = RowWords<Op>(dim);
-    product.a_word = 1;
-    product.b_word = kPanel;
-    product.c_row = score_ld_;
-    for (int64_t j = span.begin; j < span.end;) {
-      const int64_t stop = Least(span.end, (j / kPanel + 1) * kPanel);
-      product.b = columns + j / kPanel * product.words * kPanel + j % kPanel;
-      product.c = c + j;
-      MicroProduct<Op, Into::kStore>(product, rows, (stop - j) / kLanes);
-      j = stop;
     }
   }
 

@@ -1,6 +1,7 @@
 // Owns the reading of a custom call: attributes and operands as XLA hands them over, checked once
 // more (ranks, shapes, dtypes, ranges), into a plain struct. Shared by the CPU and CUDA handlers.
-// The order of operands and the attributes are those of jax_flash/_primitives.py.
+// The order of operands and the attributes are those of jax_flash/_primitives.py. Read next:
+// cpu/handlers.cc, cuda/runtime/handlers.cc.
 
 #ifndef JAX_FLASH_FFI_OPERANDS_H_
 #define JAX_FLASH_FFI_OPERANDS_H_
@@ -8,6 +9,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -39,6 +41,20 @@ struct Attributes {
 
   bool Has(Term term) const { return terms >> term & 1; }
 };
+
+// Adds the Attributes to what a handler binds, in their order.
+template <class Binding>
+auto BindAttributes(Binding binding) {
+  return std::move(binding)
+      .template Attr<double>("scale")
+      .template Attr<std::int64_t>("window_left")
+      .template Attr<std::int64_t>("window_right")
+      .template Attr<bool>("bottom_right")
+      .template Attr<double>("softcap")
+      .template Attr<double>("dropout_rate")
+      .template Attr<bool>("deterministic")
+      .template Attr<std::int64_t>("terms");
+}
 
 struct Sizes {
   std::int64_t batch;  // product of the leading dims

@@ -13,7 +13,7 @@ from jax_flash._problem import Problem, Shapes
 NAMES = ("cuda", "cpu", "xla")
 
 
-def explain(
+def pick(
     problem: Problem, shapes: Shapes, gpu: _tiles.GpuSpec | None, backend: str | None
 ) -> tuple[str, dict[str, str]]:
     """Tells which backend runs a problem on a machine with this GPU (None: without one).
@@ -53,7 +53,7 @@ def require(backend: str | None, problem: Problem, shapes: Shapes) -> None:
     # The arrays' platform is known when the call is lowered; backend "cpu" may be right even
     # where a GPU is present.
     gpu = _tiles.present_gpu() if backend == "cuda" else None
-    explain(problem, shapes, gpu, backend)
+    pick(problem, shapes, gpu, backend)
 
 
 def _check_name(backend: str) -> None:
@@ -75,20 +75,11 @@ def choose(backend: str | None, platform: str, problem: Problem, shapes: Shapes)
     gpu = None
     if platform == "cuda":
         gpu = _tiles.lowering_gpu()
-    name, reasons = explain(problem, shapes, gpu, backend)
+    name, reasons = pick(problem, shapes, gpu, backend)
     if platform in reasons:
         kernels = f"{platform.upper()} kernels"
         _warn_once(f"jax_flash runs a call without its {kernels}: {reasons[platform]}")
     return name
-
-
-def choose_backward(problem: Problem, shapes: Shapes) -> str:
-    """Picks the backend of the gradients of a call whose forward runs on "cuda"."""
-    reason = _tiles.supports_backward(problem, shapes, _tiles.lowering_gpu())
-    if reason is None:
-        return "cuda"
-    _warn_once(f"jax_flash computes gradients without its CUDA kernels: {reason}")
-    return "xla"
 
 
 def _refusal(

@@ -34,9 +34,7 @@ class KernelReport:
 
     tiles: _tiles.Tiles
     entries: tuple[EntryReport, ...]
-    warnings: tuple[
-        str, ...
-    ]  # of ptxas: wgmma serialised (C7510, C7514), setmaxnreg ignored (C7508)
+    warnings: tuple[str, ...]  # of ptxas: wgmma serialised, setmaxnreg ignored
     seconds: float
     from_disk: bool
     error: str | None = None  # why it was not compiled
@@ -109,17 +107,13 @@ def explain(
     spec = _tiles.present_gpu() if gpu is None else _tiles.gpu_named(gpu)
     problem, operands = _prepare(query, key, value, options)
     shapes = Shapes.of(*operands[:3])
-    backend, refusals = _backends.explain(problem, shapes, spec, options.get("backend"))
+    backend, refusals = _backends.pick(problem, shapes, spec, options.get("backend"))
     kernels = {}
     if backend == "cuda" and spec is not None and not shapes.empty:
         tiles = _tiles.choose_tiles(problem, shapes, spec)
         kernels["forward"] = report(tiles, tiles.header(problem), spec)
-        reason = _tiles.supports_backward(problem, shapes, spec)
-        if reason is None:
-            tiles = _tiles.choose_backward_tiles(problem, shapes, spec)
-            kernels["backward"] = report(tiles, tiles.header(problem, with_dlse=False), spec)
-        else:
-            refusals["cuda, backward"] = reason
+        tiles = _tiles.choose_backward_tiles(problem, shapes, spec)
+        kernels["backward"] = report(tiles, tiles.header(problem, with_dlse=False), spec)
     return Explanation(problem, shapes, spec, backend, refusals, kernels)
 
 
@@ -160,14 +154,10 @@ def read_entries(log: str) -> tuple[EntryReport, ...]:
     return tuple(entries)
 
 
-# setmaxnreg ignored; wgmma serialised, for three reasons.
-_SLOWER = ("C7508", "C7510", "C7514", "C7518")
-
-
 def read_warnings(log: str) -> tuple[str, ...]:
     """Reads the messages that mean a slower kernel than the one written from the log."""
     lines = (line.strip() for line in log.splitlines())
-    return tuple(line for line in lines if any(f"({code})" in line for code in _SLOWER))
+    return tuple(line for line in lines if "Potential Performance Loss" in line)
 
 
 _ARRAYS = (

@@ -63,11 +63,10 @@ def kernel_sources() -> dict[str, str]:
     sources = {
         path.relative_to(kernels).as_posix(): path.read_text() for path in kernels.glob("**/*.cuh")
     }
-    for path in root.glob("runtime/params.h"):
-        sources[path.name] = path.read_text()
-        ext, _ = _load()
-        if ext is not None:  # this text and the compiled module may come from different builds
-            sources[path.name] += ext.cuda_params_assertions()
+    sources["params.h"] = (root / "runtime" / "params.h").read_text()
+    ext, _ = _load()
+    if ext is not None:  # this text and the compiled module may come from different builds
+        sources["params.h"] += ext.cuda_params_assertions()
     return sources
 
 

@@ -154,8 +154,6 @@ def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Forward) -> Any
     q, k, v, *_ = ctx.avals_in
     shapes = Shapes.of(q, k, v)
     backend = _backends.choose(call.backend, platform, call.problem, shapes)
-    if backend == "cuda" and isinstance(call, Backward):
-        backend = _backends.choose_backward(call.problem, shapes)
     match backend:
         case "cpu":
             rule = jax.ffi.ffi_lowering(f"jax_flash_cpu_{call.target}")

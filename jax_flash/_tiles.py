@@ -23,17 +23,16 @@ class GpuSpec:
     name: str
     arch: str  # what NVRTC compiles for: "sm_90a"
     sms: int
-    smem: int  # bytes of shared memory one block may have
 
 
-# Bytes of shared memory per block, by compute capability (CUDA C++ programming guide, table 30).
-_SMEM = {"8.0": 163 * 1024, "8.6": 99 * 1024, "8.9": 99 * 1024, "9.0": 227 * 1024}
-_SMEM_BLACKWELL = 227 * 1024
+# Bytes of shared memory that one block may have on sm_90 (CUDA C++ programming guide, technical
+# specifications per compute capability).
+SMEM = 227 * 1024
 
 GPUS = {
-    "A100": GpuSpec("A100", "sm_80", 108, _SMEM["8.0"]),
-    "H100": GpuSpec("H100", "sm_90a", 132, _SMEM["9.0"]),
-    "H200": GpuSpec("H200", "sm_90a", 132, _SMEM["9.0"]),
+    "A100": GpuSpec("A100", "sm_80", 108),
+    "H100": GpuSpec("H100", "sm_90a", 132),
+    "H200": GpuSpec("H200", "sm_90a", 132),
 }
 
 
@@ -54,8 +53,7 @@ def gpu_of(device: Any) -> GpuSpec:
     digits = capability.replace(".", "")
     # sm_90a: wgmma and setmaxnreg belong to the architecture-specific feature set.
     arch = f"sm_{digits}a" if capability == "9.0" else f"sm_{digits}"
-    smem = _SMEM.get(capability, _SMEM_BLACKWELL)
-    return GpuSpec(device.device_kind, arch, device.core_count, smem)
+    return GpuSpec(device.device_kind, arch, device.core_count)
 
 
 @functools.cache
@@ -105,11 +103,9 @@ class ForwardTiles:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: queries, the stages of keys and values, barriers."""
-        boxes = [
-            -(-dim // 64) for dim in (self.head_dim, self.value_dim)
-        ]  # of 64 columns, 128 bytes
-        queries = self.query_stages * self.consumers * 64 * boxes[0]
-        keys_values = self.stages * self.tile_kv * sum(boxes)
+        head_boxes, value_boxes = _boxes(self.head_dim), _boxes(self.value_dim)
+        queries = self.query_stages * self.consumers * 64 * head_boxes
+        keys_values = self.stages * self.tile_kv * (head_boxes + value_boxes)
         return 128 * (queries + keys_values) + 2048
 
     @property
@@ -224,6 +220,7 @@ class BackwardTiles:
             "shared_bytes": self.shared_bytes,
             "tile_q": self.tile_q,
             "tile_kv": self.tile_kv,
+            "turn_parts": self.turn_parts,
             "head_group": self.head_group,
             "tma_loads": self.tma_loads,
             "dq_row_bytes": self.dq_row_bytes,
@@ -277,7 +274,7 @@ Tiles = ForwardTiles | BackwardTiles
 
 
 def supports(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
-    """Tells whether the CUDA kernels can run a problem: None, or the reason why not."""
+    """Tells whether the CUDA kernels, forward and backward, run a problem: None, or why not."""
     if gpu.arch != "sm_90a":
         return f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}"
     if problem.dtype not in ("bfloat16", "float16"):
@@ -290,16 +287,6 @@ def supports(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
         if term in absent:
             return f"the CUDA kernels have no {absent[term]}"
     return None
-
-
-# Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved
-# by its two partitions).
-_L2_SHARE = 32 << 20
-
-
-def supports_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> str | None:
-    """Tells whether the CUDA kernels can compute the gradients of a problem: None, or why not."""
-    return supports(problem, shapes, gpu)
 
 
 def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles:
@@ -355,7 +342,7 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
 
 
 def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiles:
-    """Chooses the backward kernels' tiles for a problem that `supports_backward` accepts."""
+    """Chooses the backward kernels' tiles for a problem that `supports` accepts."""
     widest = max(shapes.head_dim, shapes.value_dim)
     tma_loads = _tma_loads(shapes)
     causal = problem.window[1] is not None
@@ -381,6 +368,11 @@ def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> Bac
         and (causal or not problem.deterministic),
         head_group=_backward_head_group(problem, shapes),
     )
+
+
+# Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved
+# by its two partitions).
+_L2_SHARE = 32 << 20
 
 
 def _backward_head_group(problem: Problem, shapes: Shapes) -> int:

@@ -60,10 +60,6 @@ def host_backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
-
-
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend by name; with a GPU present the arrays of a "cpu" test are placed on the CPU."""

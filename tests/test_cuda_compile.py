@@ -111,7 +111,7 @@ def check(tiles: _tiles.Tiles, header: str, seconds: float) -> None:
     for entry in entries:
         assert entry.spill_bytes == 0, entry
         dynamic = tiles.shared_bytes if entry.name == tiles.entries[0] else 0
-        assert entry.shared_bytes + dynamic <= H200.smem, entry
+        assert entry.shared_bytes + dynamic <= _tiles.SMEM, entry
     assert _explain.read_warnings(kernel.log) == ()
     # Of the processor, not the clock: other work on the machine does not count.
     assert after.ru_utime - before.ru_utime < seconds

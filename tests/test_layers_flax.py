@@ -241,6 +241,14 @@ def test_einsum_of_the_user_goes_to_flax():
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("name", ["qk_attn_weights_einsum", "attn_weights_value_einsum"])
+def test_half_of_the_einsums_is_an_error_as_in_flax(name):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    for attention_fn in (STOCK["linen"], flash_linen.attention_fn):
+        with pytest.raises(ValueError, match="specified together"):
+            run_layer("linen", attention_fn, x, **{f"{name}_cls": lambda: jnp.einsum})
+
+
 def test_a_query_without_keys_gives_zeros(api):
     query = normal(1, BATCH, LENGTH, HEADS, 8)
     mask = jnp.ones((BATCH, 1, LENGTH, LENGTH)).at[:, :, 4].set(0.0)

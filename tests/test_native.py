@@ -16,11 +16,14 @@ PRELUDE = """
 import sys, types
 import numpy as np
 {setup}
-import jax_flash
+import jax, jax_flash
 
 x = np.ones((1, 4, 2, 8), np.float32)
-out = jax_flash.flash_attention(x, x, x)
-assert np.allclose(out, 1), out
+for backend in (None, "xla"):
+    loss = lambda x: jax_flash.flash_attention(x, x, x, backend=backend).sum()
+    value, gradient = jax.value_and_grad(loss)(x)
+    assert np.allclose(value, x.size), value
+    assert np.allclose(gradient, 1), gradient
 try:
     jax_flash.flash_attention(x, x, x, backend="cpu")
 except NotImplementedError as error:

@@ -15,6 +15,7 @@ REPEATED = (
     Case("plain", T=200, S=330, deterministic=True, with_lse=True),
     Case("gqa causal", T=300, S=300, N=8, K=2, causal=True, deterministic=True),
     Case("bias summed", T=150, S=200, N=4, bias="111s", deterministic=True),
+    Case("bias rows causal", T=500, S=500, N=3, H=64, bias="11ts", causal=True, deterministic=True),
     Case("dropout sinks", T=150, S=200, dropout=0.3, sinks=True, deterministic=True),
     Case("bfloat16 mqa", T=300, S=200, N=4, K=1, dtype="bfloat16", deterministic=True),
 )

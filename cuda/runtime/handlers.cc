@@ -1,5 +1,6 @@
 // Reads a custom call, fills the kernel's parameters, launches. Decides nothing: what depends on
-// the GPU or on measurements arrives as attributes from jax_flash/_tiles.py.
+// the GPU or on measurements arrives as attributes from jax_flash/_tiles.py. Read next: params.h;
+// jit.h for the compiler, cuda/kernels/sm90/forward.cuh for the device code.
 
 #include "cuda/runtime/handlers.h"
 
@@ -49,6 +50,7 @@ struct BackwardTilesAttribute {
   std::int64_t shared_bytes;
   std::int64_t tile_q;
   std::int64_t tile_kv;
+  std::int64_t turn_parts;
   std::int64_t head_group;
   bool tma_loads;
   std::int64_t dq_row_bytes;
@@ -70,8 +72,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_flash::BackwardTilesAttribute, StructMember<std::int64_t>("max_blocks"),
     StructMember<std::int64_t>("threads"), StructMember<std::int64_t>("shared_bytes"),
     StructMember<std::int64_t>("tile_q"), StructMember<std::int64_t>("tile_kv"),
-    StructMember<std::int64_t>("head_group"), StructMember<bool>("tma_loads"),
-    StructMember<std::int64_t>("dq_row_bytes"));
+    StructMember<std::int64_t>("turn_parts"), StructMember<std::int64_t>("head_group"),
+    StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"));
 
 namespace jax_flash {
 namespace {
@@ -332,7 +334,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
   if (auto error = CheckOperands(operands, tiles.tma_loads); error.failure()) return error;
   if (auto error = CheckNumbers({tiles.max_blocks, tiles.threads, tiles.tile_q, tiles.tile_kv,
-                                 tiles.head_group, tiles.shared_bytes});
+                                 tiles.turn_parts, tiles.head_group, tiles.shared_bytes});
       error.failure()) {
     return error;
   }
@@ -356,8 +358,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   workspaces.Take("minus_delta", rows, &params.minus_delta);
   workspaces.Take("dq_sum", rows * (sums_in_dq ? s.head_dim / 2 : 64 * head_boxes), &params.dq_sum);
   workspaces.Take("next_unit", 1, &params.next_unit);
-  const std::int64_t turn_parts = tiles.tile_kv == 128 ? 2 : 1;
-  workspaces.Take("turns", deterministic ? heads * query_blocks * turn_parts : 0, &params.turns);
+  workspaces.Take("turns", deterministic ? heads * query_blocks * tiles.turn_parts : 0,
+                  &params.turns);
   workspaces.Take("query_segment_ranges", segments ? 2 * s.batch * query_blocks : 0,
                   &params.query_segment_ranges);
   workspaces.Take("key_segment_ranges", segments ? 2 * s.batch * key_blocks : 0,
@@ -401,18 +403,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
 
 // What both handlers take in front of their own attributes.
 auto Bind() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<CUstream>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attr<double>("scale")
-      .Attr<std::int64_t>("window_left")
-      .Attr<std::int64_t>("window_right")
-      .Attr<bool>("bottom_right")
-      .Attr<double>("softcap")
-      .Attr<double>("dropout_rate")
-      .Attr<bool>("deterministic")
-      .Attr<std::int64_t>("terms");
+  return BindAttributes(
+      ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream>>().RemainingArgs().RemainingRets());
 }
 
 auto BindForward() {

@@ -82,7 +82,8 @@ def attention_fn(
     >>> layer = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn)
     """
     mask, is_causal = _shared.flax_mask(mask, is_causal, query, key)
-    if module is not None or einsum_dot_general is not None or qk_attn_weights_einsum is not None:
+    theirs = (module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
+    if any(x is not None for x in theirs):
         return nn.dot_product_attention(
             query,
             key,
