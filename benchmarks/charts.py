@@ -1,7 +1,7 @@
 """Owns how results are shown: charts in the style of the FlashAttention papers, Markdown tables."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,31 @@ def compare(results: Results, looks: Mapping[str, tuple[str, str]], a: str, b: s
         f"{_mean_ratio([x for _, x in results], a, b)} in the geometric mean, "
         f"{ratios[low]:.2f} ({low}) to {ratios[high]:.2f} ({high})."
     )
+
+
+def scratch(records: Iterable[Mapping[str, Any]], of: Pass, labels: Mapping[str, str]) -> str:
+    """Writes a Markdown table of what a pass needs beside arguments and results, as XLA plans it.
+
+    Of the cells without a mask at their longest T; with a causal mask it is the same.
+    """
+    records = [x for x in records if x["pass"] == of and not x["cell"]["causal"]]
+    longest = max(x["cell"]["length"] for x in records)
+    chosen = [
+        x
+        for x in records
+        if x["cell"]["length"] == longest or x["cell"]["heads"] != x["cell"]["kv_heads"]
+    ]
+    names = [name for name in labels if any(name in x["scratch_mb"] for x in chosen)]
+    lines = [
+        f"| {TITLES[of].lower()}, scratch memory in MB | "
+        + " | ".join(labels[name] for name in names)
+        + " |"
+    ]
+    lines.append("|---" + "|---:" * len(names) + "|")
+    for x in chosen:
+        row = [x["cell"]["name"], *(f"{x['scratch_mb'].get(name, '')}" for name in names)]
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
 def blocks(results: Results, name: str) -> str:

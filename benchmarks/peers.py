@@ -19,18 +19,28 @@ XLA_SCORES = 8 << 30  # bytes of [B, N, T, T] in float32 beyond which XLA's atte
 
 
 @dataclasses.dataclass(frozen=True)
+class Program:
+    """One pass of a cell, compiled.
+
+    `load` takes q, k, v, dout `[B, T, N, H]` in NumPy and returns the call to be timed.
+    """
+
+    load: Callable[[tuple[np.ndarray, ...]], Call]
+    scratch_mb: float | None = None  # beside arguments and results, as XLA plans it
+
+
+@dataclasses.dataclass(frozen=True)
 class Peer:
     """One implementation.
 
-    `compile` may run on any thread and before there are inputs; what it returns takes
-    q, k, v, dout `[B, T, N, H]` in NumPy and returns the call to be timed. Raises
-    NotImplementedError with the reason for a cell that it cannot run.
+    `compile` may run on any thread and before there are inputs. Raises NotImplementedError with the
+    reason for a cell that it cannot run.
     """
 
     name: str
     label: str
     color: str
-    compile: Callable[[Cell, Pass], Callable[[tuple[np.ndarray, ...]], Call]]
+    compile: Callable[[Cell, Pass], Program]
     wait: Callable[[Any], Any]  # until the results of a call are there
 
 
@@ -49,7 +59,7 @@ def all_peers() -> list[Peer]:
 
 
 def _jax_peer(name: str, label: str, color: str, attend: Callable[..., Any]) -> Peer:
-    def compile_call(cell: Cell, of: Pass) -> Callable[[tuple[np.ndarray, ...]], Call]:
+    def compile_call(cell: Cell, of: Pass) -> Program:
         forward = functools.partial(attend, cell)
 
         def train(q: Any, k: Any, v: Any, dout: Any) -> Any:
@@ -70,7 +80,8 @@ def _jax_peer(name: str, label: str, color: str, attend: Callable[..., Any]) -> 
             arrays = [jnp.asarray(x) for x in inputs[: len(compiled.in_avals[0])]]
             return lambda: compiled(*arrays)
 
-        return load
+        needs = compiled.memory_analysis()
+        return Program(load, None if needs is None else round(needs.temp_size_in_bytes / 1e6, 1))
 
     return Peer(name, label, color, compile_call, jax.block_until_ready)
 
@@ -79,7 +90,7 @@ def _deterministic_peer() -> Peer:
     attend = functools.partial(attend_flash, deterministic=True)
     peer = _jax_peer("jax_flash_deterministic", "jax_flash, deterministic", "#e59866", attend)
 
-    def compile_call(cell: Cell, of: Pass) -> Callable[[tuple[np.ndarray, ...]], Call]:
+    def compile_call(cell: Cell, of: Pass) -> Program:
         if of == "forward":
             raise NotImplementedError("the forward is deterministic in every mode")
         return peer.compile(cell, of)
@@ -150,7 +161,7 @@ def _torch_peer(name: str, label: str, color: str) -> Peer:
     kinds = attention.SDPBackend
     kind = kinds.FLASH_ATTENTION if name == "torch_flash" else kinds.CUDNN_ATTENTION
 
-    def compile_call(cell: Cell, of: Pass) -> Callable[[tuple[np.ndarray, ...]], Call]:
+    def compile_call(cell: Cell, of: Pass) -> Program:
         if not torch.cuda.is_available():
             raise NotImplementedError("PyTorch sees no GPU")
         if cell.segment is not None or cell.window is not None:
@@ -178,6 +189,6 @@ def _torch_peer(name: str, label: str, color: str) -> Peer:
 
             return run
 
-        return load
+        return Program(load)
 
     return Peer(name, label, color, compile_call, lambda _: torch.cuda.synchronize())

@@ -127,7 +127,7 @@ def inputs_of(cell: Cell, flat: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def build(cell: Cell, of: Pass, peer: peers.Peer) -> Any:
-    """Compiles one program; returns what takes the inputs, or why there is none."""
+    """Compiles one program, or returns why there is none."""
     try:
         return peer.compile(cell, of)
     except Exception as error:  # a peer's failure is a result of the comparison
@@ -137,16 +137,16 @@ def build(cell: Cell, of: Pass, peer: peers.Peer) -> Any:
 def measure_cell(
     cell: Cell,
     of: Pass,
-    programs: dict[peers.Peer, Callable[[Any], peers.Call]],
+    programs: dict[peers.Peer, peers.Program],
     flat: np.ndarray,
     with_errors: bool,
 ) -> dict[str, Any]:
     """Times the peers of a cell in turns; returns milliseconds, TFLOP/s and errors by peer."""
     inputs = inputs_of(cell, flat)
     calls, failed, errors = {}, {}, {}
-    for peer, load in programs.items():
+    for peer, program in programs.items():
         try:
-            call = load(inputs)
+            call = program.load(inputs)
             results = call()
             peer.wait(results)
         except Exception as error:  # as in build
@@ -167,6 +167,11 @@ def measure_cell(
             name: float(f"{cell.flops(of) / statistics.median(t) / 1e12:.4g}")
             for name, t in seconds.items()
         },
+        "scratch_mb": {
+            peer.name: one.scratch_mb
+            for peer, one in programs.items()
+            if one.scratch_mb is not None
+        },
         "error": errors,
         "failed": failed,
     }
@@ -178,9 +183,9 @@ def measure_peaked(cell: Cell, programs: dict[str, Any], flat: np.ndarray) -> di
     factor = np.asarray(PEAKED, q.dtype)
     inputs = (q * factor, k * factor, v, dout)
     found = {}
-    for name, load in programs.items():
-        if not isinstance(load, str):
-            found[name] = exact.errors(cell, inputs, load(inputs)())["out"]
+    for name, program in programs.items():
+        if not isinstance(program, str):
+            found[name] = exact.errors(cell, inputs, program.load(inputs)())["out"]
     return found
 
 
@@ -255,6 +260,9 @@ def write(
             tables.append(in_blocks)
         main_speeds[of] = [(cell, found) for cell, found in speeds if cell in set(main_cells)]
         charts.draw(main_speeds[of], of, looks, gpu, folder / f"{commit}-{of}.png")
+        if of == "training":
+            labels = {name: label for name, (label, _) in looks.items()}
+            tables.append(charts.scratch(records, of, labels))
     if {"jax_flash", "jax_cudnn"} <= set(looks):
         tables.insert(0, charts.summary(main_speeds, looks, "jax_flash", "jax_cudnn"))
     both = "jax_flash_deterministic", "jax_flash"
