@@ -48,13 +48,20 @@ def attend(
     q, k, v, *_ = operands
     shapes = Shapes.of(q, k, v)
     _backends.require(backend, problem, shapes)
-    if shapes.empty:
-        *batch, q_len, q_heads, _ = q.shape
-        out = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
-        return out, jnp.full((*batch, q_heads, q_len), -jnp.inf, jnp.float32)
     operands = vary_over(operands, operands)
-    out, lse = flash_forward_p.bind(*operands, call=Forward(problem, backend))
+    call = Forward(problem, backend)
+    if shapes.empty:
+        return vary_over(_nothing(call, operands), operands)
+    out, lse = flash_forward_p.bind(*operands, call=call)
     return out, lse
+
+
+def _nothing(call: Forward, operands) -> tuple[jax.Array, jax.Array]:
+    """Computes the results where no query has a key, sharded as those of a call with keys."""
+    avals = call.result_avals(dict(zip(call.operands, map(jax.typeof, operands), strict=True)))
+    out, lse = (jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding) for x in avals)
+    with jax.debug_infs(False):
+        return out, lse - jnp.inf
 
 
 def _forward_jvp(primals, tangents, *, call: Forward):

@@ -273,6 +273,47 @@ def test_explicit_mode(shape, backend):
     assert got[0].sharding.spec == SHARDED
 
 
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_explicit_mode_without_keys(jitted, backend):
+    """The results of an empty problem have the types of those of any other."""
+    mesh = mesh_of((4, 2), explicit=True)
+    types = []
+
+    def call(q, k, v):
+        results = jax_flash.flash_attention(q, k, v, return_lse=True, backend=backend)
+        types.append([jax.typeof(x) for x in results])
+        return results
+
+    with jax.set_mesh(mesh):
+        q, k, v = (jax.device_put(x, NamedSharding(mesh, SHARDED)) for x in qkv())
+        transformed = jax.jit(call) if jitted else call
+        transformed(q, k, v)
+        out, lse = transformed(q, k[:, :0], v[:, :0])
+        gradient = jax.grad(lambda q: jnp.sum(call(q, k[:, :0], v[:, :0])[0]))(q)
+    assert types[0] == types[1]
+    assert jax.typeof(gradient) == jax.typeof(q)
+    close((out, lse), (np.zeros((B, T, N, H)), np.full((B, T, N), -np.inf)))
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_shard_map_without_keys(jitted, backend):
+    """As the carry of a scan, the results must vary over the devices as the operands do."""
+    mesh = mesh_of((8, 1))
+
+    def layers(q, k):
+        def layer(carry, _):
+            q, _ = carry
+            return jax_flash.flash_attention(q, k, k, return_lse=True, backend=backend), None
+
+        return jax.lax.scan(layer, (q, jnp.sum(q, axis=-1)), length=2)[0]
+
+    q = qkv()[0]
+    expected = np.zeros((B, T, N, H)), np.full((B, T, N), -np.inf)
+    for keys, spec in ((B, P("data")), (1, P())):
+        mapped = jax.shard_map(layers, mesh=mesh, in_specs=(P("data"), spec), out_specs=P("data"))
+        close((jax.jit(mapped) if jitted else mapped)(q, q[:keys, :0]), expected)
+
+
 @pytest.mark.parametrize("kv_heads", [16, 8, 1])
 def test_shard_map(kv_heads, backend):
     """Inside shard_map, with one kv head replicated over the model axis: dk and dv are summed."""
