@@ -100,22 +100,30 @@ def _jvp_of(call: Forward, function, primals, tangents: dict[int, Any]):
         operands = list(primals)
         for i, x in zip(tangents, moving, strict=True):
             operands[i] = x
-        return _with_auto_axes(call, function)(*operands)
+        avals = dict(zip(call.operands, map(jax.typeof, operands), strict=False))
+        specs = tuple(x.sharding.spec for x in call.result_avals(avals))
+        return _with_auto_axes(function, avals["q"].sharding.mesh, specs)(*operands)
 
     return jax.jvp(of_moving, [primals[i] for i in tangents], list(tangents.values()))
 
 
-def _with_auto_axes(call: Forward, function):
-    """Lets XLA place the arithmetic of a function, also where the mesh has explicit axes."""
+@functools.lru_cache(maxsize=256)
+def _with_auto_axes(function, mesh, specs):
+    """Lets XLA place the arithmetic of a function, also where the mesh has explicit axes.
+
+    There its results are sharded by `specs`.
+    """
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
+    if not explicit:
+        return function
+
+    # Where some axes are manual, auto_axes serves traced operands only.
+    placed = jax.jit(auto_axes(function, axes=explicit, out_sharding=specs))
 
     def wrapped(*operands):
-        avals = dict(zip(call.operands, map(jax.typeof, operands), strict=False))
-        mesh = avals["q"].sharding.mesh
-        if AxisType.Explicit not in mesh.axis_types:
-            return function(*operands)
-        shardings = tuple(x.sharding for x in call.result_avals(avals))
         with use_abstract_mesh(mesh):
-            return auto_axes(function, out_sharding=shardings)(*operands)
+            return placed(*operands)
 
     return wrapped
 
@@ -157,7 +165,9 @@ def _tangent_transpose(cotangents, *operands, call: Forward, active: tuple[str, 
     by_name = {name[1:]: x for name, x in zip(backward.results, gradients, strict=True)}
     if "sinks" in active:
         sinks = call.problem.name_terms(terms)["sinks"]
-        by_name["sinks"] = _sinks_gradient(sinks, out, lse, dout, dlse if with_dlse else None)
+        mesh, spec = jax.typeof(q).sharding.mesh, jax.typeof(sinks).sharding.spec
+        gradient = _with_auto_axes(_sinks_gradient, mesh, spec)
+        by_name["sinks"] = gradient(sinks, out, lse, dout, dlse if with_dlse else None)
     return [*nothing, *(by_name[name] for name in active)]
 
 
