@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AxisType, auto_axes, use_abstract_mesh
 
 from jax_flash import _backends
 from jax_flash._primitives import (
     Backward,
     Forward,
-    apply_compiled,
     flash_backward_p,
     flash_forward_p,
 )
@@ -178,7 +177,8 @@ def _sinks_gradient(sinks, out, lse, dout, dlse) -> jax.Array:
     if dlse is not None:
         delta = delta - dlse
     empty = lse == -jnp.inf
-    weight = jnp.exp(sinks[..., None] - jnp.where(empty, jnp.inf, lse))
+    sinks_over_rows = sinks[..., None]  # empty rows get a finite weight, which does not count
+    weight = jnp.exp(sinks_over_rows - jnp.where(empty, sinks_over_rows, lse))
     gradient = -jnp.sum(jnp.where(empty, 0.0, weight * delta), axis=-1)
     shared = [axis for axis, size in enumerate(sinks.shape[:-1]) if size == 1]
     return jnp.sum(gradient, axis=shared, keepdims=True)
@@ -196,7 +196,7 @@ def _tangent_batch(operands, dims, *, call: Forward, active: tuple[str, ...]):
 flash_tangent_p = Primitive("flash_tangent")
 flash_tangent_p.multiple_results = True
 flash_tangent_p.def_abstract_eval(_tangent_abstract_eval)
-flash_tangent_p.def_impl(functools.partial(apply_compiled, flash_tangent_p))
+flash_tangent_p.def_impl(functools.partial(xla.apply_primitive, flash_tangent_p))
 ad.primitive_jvps[flash_tangent_p] = _tangent_jvp
 ad.primitive_transposes[flash_tangent_p] = _tangent_transpose
 batching.primitive_batchers[flash_tangent_p] = _tangent_batch
