@@ -222,14 +222,13 @@ def _define(name: str) -> Primitive:
     def run_kernel(call, *operands):
         return tuple(kernel.bind(*operands, call=call))
 
-    partitioned = _sharding.partitioned(run_kernel)
+    def partitioned(*operands, call):
+        return _sharding.partitioned(run_kernel, call)(*operands)
+
     outer = _primitive(name)
     outer.def_impl(functools.partial(_evaluate, outer))
     batching.primitive_batchers[outer] = functools.partial(_batch, outer)
-    mlir.register_lowering(
-        outer,
-        mlir.lower_fun(lambda *x, call: partitioned(call, *x), multiple_results=True),
-    )
+    mlir.register_lowering(outer, mlir.lower_fun(partitioned, multiple_results=True))
     # custom_partitioning is inside of the lowering, where jit does not look for it.
     dispatch.prim_requires_devices_during_lowering.add(outer)
     return outer

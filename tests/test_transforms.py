@@ -515,6 +515,7 @@ MODES = {
     "disable_jit": jax.disable_jit,
     "debug_nans": lambda: jax.debug_nans(True),
     "debug_infs": lambda: jax.debug_infs(True),
+    "checking_leaks": jax.checking_leaks,
     "strict dtypes": lambda: jax.numpy_dtype_promotion("strict"),
 }
 
