@@ -3,7 +3,8 @@
 flash_forward has a JVP rule: its linear part is the primitive flash_tangent, whose transpose is
 flash_backward. So reverse mode runs the kernels with the residuals (q, k, v, out, lse), and
 forward mode works too, in the arithmetic of blockwise.py. flash_backward and flash_tangent are
-differentiated through blockwise.py, to any order.
+differentiated through blockwise.py, to any order. flash_forward is linear in v and has a transpose
+along it.
 
 Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` keeps the
 backward pass from running the forward kernel again.
@@ -182,6 +183,27 @@ def _sinks_gradient(sinks, out, lse, dout, dlse) -> jax.Array:
     gradient = -jnp.sum(jnp.where(empty, 0.0, weight * delta), axis=-1)
     shared = [axis for axis, size in enumerate(sinks.shape[:-1]) if size == 1]
     return jnp.sum(gradient, axis=shared, keepdims=True)
+
+
+def _forward_transpose(cotangents, *operands, call: Forward):
+    """Transposes flash_forward along v, in which out is linear; lse does not depend on it."""
+    linear = [
+        name for name, x in zip(call.operands, operands, strict=True) if ad.is_undefined_primal(x)
+    ]
+    if linear != ["v"]:
+        raise NotImplementedError(
+            f"attention is transposed along {', '.join(linear)}; it is linear in value alone"
+        )
+    q, k, v, *terms = operands
+    dout, _ = cotangents
+    primals = (q, k, ad.instantiate_zeros(ad.Zero(v.aval)), *terms)
+    out, lse = flash_forward_p.bind(*primals, call=call)
+    cotangents = (dout, ad.Zero(jax.typeof(lse)))
+    *_, dv = _tangent_transpose(cotangents, *primals, out, lse, v, call=call, active=("v",))
+    return [dv if name == "v" else None for name in call.operands]
+
+
+ad.primitive_transposes[flash_forward_p] = _forward_transpose
 
 
 def _tangent_batch(operands, dims, *, call: Forward, active: tuple[str, ...]):

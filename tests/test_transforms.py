@@ -509,6 +509,18 @@ def test_many_threads_at_once(host_backend):
         assert all(pool.map(work, (65, 130, 200, 257)))
 
 
+def test_linear_transpose(both):
+    """out is linear in value; the transpose of that is the gradient."""
+    q, k, v, bias = small_arguments()
+    ours = functools.partial(both[0], q, k, bias=bias)
+    dout = normal(4, *v.shape[:-2], N, H)
+    for transform in (lambda f: f, jax.jit):
+        got = transform(jax.linear_transpose(ours, v))(dout)
+        close(got, jax.vjp(functools.partial(both[1], q, k, bias=bias), v)[1](dout))
+    with pytest.raises(NotImplementedError, match="linear in value alone"):
+        jax.linear_transpose(lambda k, v: both[0](q, k, v, bias), k, v)(dout)
+
+
 # ---- debugging modes ---------------------------------------------------------------------------
 
 MODES = {
