@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax._src import dispatch
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash import _backends, _native, _sharding, _tiles, blockwise
@@ -220,27 +220,27 @@ def _define(name: str) -> Primitive:
     def run_kernel(call, *operands):
         return tuple(kernel.bind(*operands, call=call))
 
-    partitioned = _sharding.partitioned(run_kernel)
+    def partitioned(*operands, call):
+        return _sharding.partitioned(run_kernel, call)(*operands)
+
     outer = _primitive(name)
-    outer.def_impl(functools.partial(apply_compiled, outer))
+    outer.def_impl(functools.partial(_evaluate, outer))
     batching.primitive_batchers[outer] = functools.partial(_batch, outer)
-    mlir.register_lowering(
-        outer,
-        mlir.lower_fun(lambda *x, call: partitioned(call, *x), multiple_results=True),
-    )
+    mlir.register_lowering(outer, mlir.lower_fun(partitioned, multiple_results=True))
     # custom_partitioning is inside of the lowering, where jit does not look for it.
     dispatch.prim_requires_devices_during_lowering.add(outer)
     return outer
 
 
-def apply_compiled(primitive: Primitive, *operands: Any, **parameters: Any) -> Any:
-    """Evaluates a primitive outside of jit, as a compiled program of its own."""
-    return _compiled(primitive, tuple(parameters.items()))(*operands)
-
-
-@functools.cache
-def _compiled(primitive: Primitive, parameters: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(functools.partial(primitive.bind, **dict(parameters)))
+def _evaluate(primitive: Primitive, *operands: Any, call: Forward) -> Any:
+    """Evaluates a primitive outside of jit; to jax_debug_infs an lse of -inf is no fault."""
+    if "lse" not in call.results or not jax.config.jax_debug_infs:
+        return xla.apply_primitive(primitive, *operands, call=call)
+    with jax.debug_infs(False):
+        out, lse = xla.apply_primitive(primitive, *operands, call=call)
+    if jnp.isinf(out).any():
+        raise FloatingPointError(f"invalid value (inf) encountered in {primitive.name}")
+    return out, lse
 
 
 flash_forward_p = _define("flash_forward")

@@ -49,16 +49,13 @@ def _dims(name: str) -> str:
     return _DIMS[name] if name in _DIMS else _DIMS[name.removeprefix("d")]
 
 
-def partitioned(run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def partitioned(run: Callable[..., tuple[Any, ...]], call: Any) -> Callable[..., tuple[Any, ...]]:
     """Lets XLA split `run(call, *operands)`; call is a `_primitives.Forward` or `Backward`."""
-
-    # custom_partitioning reads the position of its static argument from the signature.
-    def function(call, *operands):
-        return run(call, *operands)
-
-    wrapped = custom_partitioning(function, static_argnums=(0,))
+    # Not by static_argnums: custom_partitioning would hold on to tracers of the operands.
+    wrapped = custom_partitioning(functools.partial(run, call))
     wrapped.def_partition(
-        partition=functools.partial(_partition, run), sharding_rule=_sharding_rule
+        partition=functools.partial(_partition, run, call),
+        sharding_rule=functools.partial(_sharding_rule, call),
     )
     return wrapped
 

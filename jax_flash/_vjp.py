@@ -3,7 +3,8 @@
 flash_forward has a JVP rule: its linear part is the primitive flash_tangent, whose transpose is
 flash_backward. So reverse mode runs the kernels with the residuals (q, k, v, out, lse), and
 forward mode works too, in the arithmetic of blockwise.py. flash_backward and flash_tangent are
-differentiated through blockwise.py, to any order.
+differentiated through blockwise.py, to any order. flash_forward is linear in v and has a transpose
+along it.
 
 Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` keeps the
 backward pass from running the forward kernel again.
@@ -16,14 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AxisType, auto_axes, use_abstract_mesh
 
 from jax_flash import _backends
 from jax_flash._primitives import (
     Backward,
     Forward,
-    apply_compiled,
     flash_backward_p,
     flash_forward_p,
 )
@@ -48,13 +48,20 @@ def attend(
     q, k, v, *_ = operands
     shapes = Shapes.of(q, k, v)
     _backends.require(backend, problem, shapes)
-    if shapes.empty:
-        *batch, q_len, q_heads, _ = q.shape
-        out = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
-        return out, jnp.full((*batch, q_heads, q_len), -jnp.inf, jnp.float32)
     operands = vary_over(operands, operands)
-    out, lse = flash_forward_p.bind(*operands, call=Forward(problem, backend))
+    call = Forward(problem, backend)
+    if shapes.empty:
+        return vary_over(_nothing(call, operands), operands)
+    out, lse = flash_forward_p.bind(*operands, call=call)
     return out, lse
+
+
+def _nothing(call: Forward, operands) -> tuple[jax.Array, jax.Array]:
+    """Computes the results where no query has a key, sharded as those of a call with keys."""
+    avals = call.result_avals(dict(zip(call.operands, map(jax.typeof, operands), strict=True)))
+    out, lse = (jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding) for x in avals)
+    with jax.debug_infs(False):
+        return out, lse - jnp.inf
 
 
 def _forward_jvp(primals, tangents, *, call: Forward):
@@ -93,22 +100,30 @@ def _jvp_of(call: Forward, function, primals, tangents: dict[int, Any]):
         operands = list(primals)
         for i, x in zip(tangents, moving, strict=True):
             operands[i] = x
-        return _with_auto_axes(call, function)(*operands)
+        avals = dict(zip(call.operands, map(jax.typeof, operands), strict=False))
+        specs = tuple(x.sharding.spec for x in call.result_avals(avals))
+        return _with_auto_axes(function, avals["q"].sharding.mesh, specs)(*operands)
 
     return jax.jvp(of_moving, [primals[i] for i in tangents], list(tangents.values()))
 
 
-def _with_auto_axes(call: Forward, function):
-    """Lets XLA place the arithmetic of a function, also where the mesh has explicit axes."""
+@functools.lru_cache(maxsize=256)
+def _with_auto_axes(function, mesh, specs):
+    """Lets XLA place the arithmetic of a function, also where the mesh has explicit axes.
+
+    There its results are sharded by `specs`.
+    """
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in types if kind == AxisType.Explicit)
+    if not explicit:
+        return function
+
+    # Where some axes are manual, auto_axes serves traced operands only.
+    placed = jax.jit(auto_axes(function, axes=explicit, out_sharding=specs))
 
     def wrapped(*operands):
-        avals = dict(zip(call.operands, map(jax.typeof, operands), strict=False))
-        mesh = avals["q"].sharding.mesh
-        if AxisType.Explicit not in mesh.axis_types:
-            return function(*operands)
-        shardings = tuple(x.sharding for x in call.result_avals(avals))
         with use_abstract_mesh(mesh):
-            return auto_axes(function, out_sharding=shardings)(*operands)
+            return placed(*operands)
 
     return wrapped
 
@@ -150,7 +165,9 @@ def _tangent_transpose(cotangents, *operands, call: Forward, active: tuple[str, 
     by_name = {name[1:]: x for name, x in zip(backward.results, gradients, strict=True)}
     if "sinks" in active:
         sinks = call.problem.name_terms(terms)["sinks"]
-        by_name["sinks"] = _sinks_gradient(sinks, out, lse, dout, dlse if with_dlse else None)
+        mesh, spec = jax.typeof(q).sharding.mesh, jax.typeof(sinks).sharding.spec
+        gradient = _with_auto_axes(_sinks_gradient, mesh, spec)
+        by_name["sinks"] = gradient(sinks, out, lse, dout, dlse if with_dlse else None)
     return [*nothing, *(by_name[name] for name in active)]
 
 
@@ -161,10 +178,32 @@ def _sinks_gradient(sinks, out, lse, dout, dlse) -> jax.Array:
     if dlse is not None:
         delta = delta - dlse
     empty = lse == -jnp.inf
-    weight = jnp.exp(sinks[..., None] - jnp.where(empty, jnp.inf, lse))
+    sinks_over_rows = sinks[..., None]  # empty rows get a finite weight, which does not count
+    weight = jnp.exp(sinks_over_rows - jnp.where(empty, sinks_over_rows, lse))
     gradient = -jnp.sum(jnp.where(empty, 0.0, weight * delta), axis=-1)
     shared = [axis for axis, size in enumerate(sinks.shape[:-1]) if size == 1]
     return jnp.sum(gradient, axis=shared, keepdims=True)
+
+
+def _forward_transpose(cotangents, *operands, call: Forward):
+    """Transposes flash_forward along v, in which out is linear; lse does not depend on it."""
+    linear = [
+        name for name, x in zip(call.operands, operands, strict=True) if ad.is_undefined_primal(x)
+    ]
+    if linear != ["v"]:
+        raise NotImplementedError(
+            f"attention is transposed along {', '.join(linear)}; it is linear in value alone"
+        )
+    q, k, v, *terms = operands
+    dout, _ = cotangents
+    primals = (q, k, ad.instantiate_zeros(ad.Zero(v.aval)), *terms)
+    out, lse = flash_forward_p.bind(*primals, call=call)
+    cotangents = (dout, ad.Zero(jax.typeof(lse)))
+    *_, dv = _tangent_transpose(cotangents, *primals, out, lse, v, call=call, active=("v",))
+    return [dv if name == "v" else None for name in call.operands]
+
+
+ad.primitive_transposes[flash_forward_p] = _forward_transpose
 
 
 def _tangent_batch(operands, dims, *, call: Forward, active: tuple[str, ...]):
@@ -179,7 +218,7 @@ def _tangent_batch(operands, dims, *, call: Forward, active: tuple[str, ...]):
 flash_tangent_p = Primitive("flash_tangent")
 flash_tangent_p.multiple_results = True
 flash_tangent_p.def_abstract_eval(_tangent_abstract_eval)
-flash_tangent_p.def_impl(functools.partial(apply_compiled, flash_tangent_p))
+flash_tangent_p.def_impl(functools.partial(xla.apply_primitive, flash_tangent_p))
 ad.primitive_jvps[flash_tangent_p] = _tangent_jvp
 ad.primitive_transposes[flash_tangent_p] = _tangent_transpose
 batching.primitive_batchers[flash_tangent_p] = _tangent_batch

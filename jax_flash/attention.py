@@ -172,7 +172,7 @@ def dot_product_attention(
         raise ValueError(f"implementation is {implementation!r}; expected None, 'xla' or 'cudnn'")
     with_residual = _validate.flag("return_residual", return_residual)
     query = _validate.array("query", query)
-    out, lse = flash_attention(
+    results = flash_attention(
         _at_least_4d(query),
         _at_least_4d(_validate.array("key", key)),
         _at_least_4d(_validate.array("value", value)),
@@ -184,10 +184,10 @@ def dot_product_attention(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         backend=backends[implementation],
-        return_lse=True,
+        return_lse=with_residual,
     )
-    out = jnp.reshape(out, (*query.shape[:-1], out.shape[-1]))
-    return (out, jnp.reshape(lse, query.shape[:-1])) if with_residual else out
+    added = max(0, 4 - query.ndim)
+    return jax.tree.map(lambda x: jnp.reshape(x, x.shape[added:]), results)
 
 
 def _at_least_4d(x: jax.Array) -> jax.Array:

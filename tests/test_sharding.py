@@ -273,6 +273,97 @@ def test_explicit_mode(shape, backend):
     assert got[0].sharding.spec == SHARDED
 
 
+@pytest.mark.parametrize("sinks_spec", [P(), P("data"), P("model")], ids=str)
+@pytest.mark.parametrize("spec", [P(None, None, "model"), P("data"), SHARDED], ids=str)
+def test_explicit_mode_with_sinks_in_a_sharding_of_their_own(spec, sinks_spec, backend):
+    q, sinks = normal(0, B, T, N, H), normal(5, N)
+    lengths = np.arange(B, dtype=np.int32) + 3  # rows without keys too
+
+    @jax.grad
+    def gradient(sinks, q):
+        options = {"sinks": sinks, "query_seq_lengths": lengths, "backend": backend}
+        out = jax_flash.flash_attention(q, q, q, **options)
+        return jnp.sum(jnp.sin(out))
+
+    expected = gradient(sinks, q)
+    mesh = mesh_of((4, 2), explicit=True)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((sinks, sinks_spec), (q, spec))
+        ]
+        for got in (gradient(*placed), jax.jit(gradient)(*placed)):
+            close(got, expected)
+            assert jax.typeof(got) == jax.typeof(placed[0])
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_shard_map_over_one_axis_of_an_explicit_mesh(jitted, backend):
+    """The other axis stays explicit inside."""
+    q, sinks = normal(0, B, T, N, H), normal(5, N)
+
+    def call(sinks, q):
+        return jax_flash.flash_attention(q, q, q, sinks=sinks, backend=backend)
+
+    def derivatives(call, sinks, q):
+        gradient = jax.grad(lambda *x: jnp.sum(jnp.sin(call(*x))), argnums=(0, 1))
+        return gradient(sinks, q), jax.jvp(functools.partial(call, sinks), (q,), (q,))
+
+    expected = derivatives(call, sinks, q)
+    mesh = mesh_of((4, 2), explicit=True)
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(
+            call, axis_names={"data"}, in_specs=(P(), P("data")), out_specs=P("data")
+        )
+        function = functools.partial(derivatives, mapped)
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((sinks, P()), (q, SHARDED))
+        ]
+        got = (jax.jit(function) if jitted else function)(*placed)
+        assert jax.tree.map(jax.typeof, got[0]) == tuple(map(jax.typeof, placed))
+    close(got, expected)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_explicit_mode_without_keys(jitted, backend):
+    """The results of an empty problem have the types of those of any other."""
+    mesh = mesh_of((4, 2), explicit=True)
+    types = []
+
+    def call(q, k, v):
+        results = jax_flash.flash_attention(q, k, v, return_lse=True, backend=backend)
+        types.append([jax.typeof(x) for x in results])
+        return results
+
+    with jax.set_mesh(mesh):
+        q, k, v = (jax.device_put(x, NamedSharding(mesh, SHARDED)) for x in qkv())
+        transformed = jax.jit(call) if jitted else call
+        transformed(q, k, v)
+        out, lse = transformed(q, k[:, :0], v[:, :0])
+        gradient = jax.grad(lambda q: jnp.sum(call(q, k[:, :0], v[:, :0])[0]))(q)
+    assert types[0] == types[1]
+    assert jax.typeof(gradient) == jax.typeof(q)
+    close((out, lse), (np.zeros((B, T, N, H)), np.full((B, T, N), -np.inf)))
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_shard_map_without_keys(jitted, backend):
+    """As the carry of a scan, the results must vary over the devices as the operands do."""
+    mesh = mesh_of((8, 1))
+
+    def layers(q, k):
+        def layer(carry, _):
+            q, _ = carry
+            return jax_flash.flash_attention(q, k, k, return_lse=True, backend=backend), None
+
+        return jax.lax.scan(layer, (q, jnp.sum(q, axis=-1)), length=2)[0]
+
+    q = qkv()[0]
+    expected = np.zeros((B, T, N, H)), np.full((B, T, N), -np.inf)
+    for keys, spec in ((B, P("data")), (1, P())):
+        mapped = jax.shard_map(layers, mesh=mesh, in_specs=(P("data"), spec), out_specs=P("data"))
+        close((jax.jit(mapped) if jitted else mapped)(q, q[:keys, :0]), expected)
+
+
 @pytest.mark.parametrize("kv_heads", [16, 8, 1])
 def test_shard_map(kv_heads, backend):
     """Inside shard_map, with one kv head replicated over the model axis: dk and dv are summed."""

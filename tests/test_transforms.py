@@ -553,3 +553,102 @@ def test_many_threads_at_once(host_backend):
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, (65, 130, 200, 257)))
+
+
+def test_linear_transpose(both):
+    """out is linear in value; the transpose of that is the gradient."""
+    q, k, v, bias = small_arguments()
+    ours = functools.partial(both[0], q, k, bias=bias)
+    dout = normal(4, *v.shape[:-2], N, H)
+    for transform in (lambda f: f, jax.jit):
+        got = transform(jax.linear_transpose(ours, v))(dout)
+        close(got, jax.vjp(functools.partial(both[1], q, k, bias=bias), v)[1](dout))
+    with pytest.raises(NotImplementedError, match="linear in value alone"):
+        jax.linear_transpose(lambda k, v: both[0](q, k, v, bias), k, v)(dout)
+
+
+# ---- debugging modes ---------------------------------------------------------------------------
+
+MODES = {
+    "disable_jit": jax.disable_jit,
+    "debug_nans": lambda: jax.debug_nans(True),
+    "debug_infs": lambda: jax.debug_infs(True),
+    "checking_leaks": jax.checking_leaks,
+    "strict dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+}
+
+
+def ways(both, q, k, v, bias):
+    """The forward pass, the gradients and the directional derivative, each as a function."""
+    loss = loss_of(both)
+    return {
+        "forward": lambda: both(q, k, v, bias),
+        "gradient": lambda: jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias),
+        "jvp": lambda: jax.jvp(loss, (q, k, v, bias), (q, k, v, bias)),
+        "vmap": lambda: jax.vmap(both)(*(x[None] for x in (q, k, v, bias))),
+        "second": lambda: jax.jvp(jax.grad(loss), (q, k, v, bias), (q, k, v, bias)),
+    }
+
+
+@pytest.mark.parametrize("way", ["forward", "gradient", "jvp", "vmap", "second"])
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode, jitted, way, both):
+    if mode == "debug_infs" and way == "second" and not jitted:
+        pytest.skip("its arithmetic is plain JAX, which writes -inf for keys out of sight")
+    ours, expected = (ways(f, *small_arguments())[way] for f in both)
+    with MODES[mode]():
+        got = (jax.jit(ours) if jitted else ours)()
+    close(got, expected())
+
+
+@pytest.mark.parametrize("way", ["forward", "gradient", "jvp"])
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_debug_nans_finds_one(jitted, way, both):
+    q, *rest = small_arguments()
+    call = ways(both[0], q.at[0, 0, 0, 0].set(jnp.nan), *rest)[way]
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        (jax.jit(call) if jitted else call)()
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_debugging_modes_name_the_primitive(kind, host_backend):
+    q = jnp.ones((1, 16, 1, 8), jnp.float16)
+    k = v = q[:, :1]
+    options: dict[str, Any] = {"backend": host_backend}
+    if kind == "nan":
+        v = v * jnp.nan
+    else:  # dropout doubles what it keeps of the one value, beyond float16
+        v = v * 60000
+        options |= {"dropout_rate": 0.5, "dropout_key": KEY(0)}
+    call = functools.partial(jax_flash.flash_attention, **options)
+    for function in (call, jax.jit(call)):
+        with (
+            jax.debug_nans(kind == "nan"),
+            jax.debug_infs(kind == "inf"),
+            pytest.raises(FloatingPointError, match=rf"\({kind}\) encountered in flash_forward"),
+        ):
+            function(q, k, v)
+
+
+def test_debug_infs_takes_rows_without_keys(host_backend):
+    """Their lse is -inf, which is no fault as long as nobody asks for it."""
+    q, k, v = qkv()
+    lengths = jnp.array([T, 3], jnp.int32)
+
+    def loss(q, k, v, sinks):
+        options = {"query_seq_lengths": lengths, "sinks": sinks, "backend": host_backend}
+        return jnp.sum(jnp.sin(jax_flash.flash_attention(q, k, v, **options)))
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2, 3))
+    arguments = (q, k, v, 100 * normal(3, N))
+    expected = gradient(*arguments)
+    empty = k[:, :0]
+    with jax.debug_infs(True):
+        close(gradient(*arguments), expected)
+        jax_flash.dot_product_attention(q, k, v, query_seq_lengths=lengths)
+        close(jax_flash.flash_attention(q, empty, empty, backend=host_backend), q * 0)
+        with pytest.raises(FloatingPointError):
+            jax_flash.dot_product_attention(
+                q, k, v, query_seq_lengths=lengths, return_residual=True
+            )
