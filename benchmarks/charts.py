@@ -164,9 +164,14 @@ def compare(results: Results, looks: Mapping[str, tuple[str, str]], a: str, b: s
 def scratch(records: Iterable[Mapping[str, Any]], of: Pass, labels: Mapping[str, str]) -> str:
     """Writes a Markdown table of what a pass needs beside arguments and results, as XLA plans it.
 
-    Of the cells without a mask at their longest T; with a causal mask it is the same.
+    Of the cells without a mask or segments at their longest T; with a causal mask it is the same.
     """
-    records = [x for x in records if x["pass"] == of and not x["cell"]["causal"]]
+    records = [
+        x
+        for x in records
+        if x["pass"] == of
+        and not (x["cell"]["causal"] or x["cell"]["window"] or x["cell"]["segment"])
+    ]
     longest = max(x["cell"]["length"] for x in records)
     chosen = [
         x
