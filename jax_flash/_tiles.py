@@ -350,17 +350,13 @@ def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> Bac
     # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for 256.
     wide = widest > 128 or (not tma_loads and min(shapes.head_dim, shapes.value_dim) > 112)
     tile_q = 128 if widest <= 64 and problem.softcap is None else 64
-    # jax.export may leave T symbolic.
-    whole_tiles = (
-        shapes.head_dim % 64 == 0 and isinstance(shapes.q_len, int) and shapes.q_len % tile_q == 0
-    )
     return BackwardTiles(
         shapes.head_dim,
         shapes.value_dim,
         tile_q=tile_q,
         tile_kv=64 if wide else 128,
         tma_loads=tma_loads,
-        dq_row_bytes=2 * shapes.q_heads * shapes.head_dim if whole_tiles else 0,
+        dq_row_bytes=_dq_row_bytes(shapes, tile_q),
         # 5 % at T >= 4096 without a mask, 1 to 4 % when causal, 2 to 7 % of the deterministic mode
         # when causal; elsewhere nothing or a loss.
         reads_ahead=plain
@@ -373,6 +369,17 @@ def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> Bac
 # Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved
 # by its two partitions).
 _L2_SHARE = 32 << 20
+
+
+def _dq_row_bytes(shapes: Shapes, tile_q: int) -> int:
+    """Returns what there is from row to row of dq where it can hold half of its sum, else 0."""
+    q_len, q_heads = shapes.q_len, shapes.q_heads
+    if not (isinstance(q_len, int) and isinstance(q_heads, int)):  # symbolic, under jax.export
+        return 0
+    row_bytes = 2 * q_heads * shapes.head_dim
+    # Whole tiles only; offsets within a tile of 128 rows are of 32 bits.
+    whole = q_len % tile_q == 0 and shapes.head_dim % 64 == 0 and row_bytes < 1 << 24
+    return row_bytes if whole else 0
 
 
 def _backward_head_group(problem: Problem, shapes: Shapes) -> int:

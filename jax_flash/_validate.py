@@ -206,7 +206,7 @@ def _integers(name: str, x: Any, shape: tuple[int, ...], letters: str) -> jax.Ar
 
 def _in_full(x: Any) -> Any:
     """Keeps integers that are no jax.Array at 64 bits, of which jnp.asarray would drop half."""
-    if x is None or isinstance(x, jax.Array):
+    if x is None or isinstance(x, jax.Array) or hasattr(x, "__jax_array__"):
         return x
     try:
         return np.asarray(x)

@@ -178,8 +178,8 @@ def _sinks_gradient(sinks, out, lse, dout, dlse) -> jax.Array:
     if dlse is not None:
         delta = delta - dlse
     empty = lse == -jnp.inf
-    sinks_over_rows = sinks[..., None]  # empty rows get a finite weight, which does not count
-    weight = jnp.exp(sinks_over_rows - jnp.where(empty, sinks_over_rows, lse))
+    # Empty rows, and sinks of -inf there, meet no infinity: their weight does not count.
+    weight = jnp.exp(jnp.where(empty, 0.0, sinks[..., None]) - jnp.where(empty, 0.0, lse))
     gradient = -jnp.sum(jnp.where(empty, 0.0, weight * delta), axis=-1)
     shared = [axis for axis, size in enumerate(sinks.shape[:-1]) if size == 1]
     return jnp.sum(gradient, axis=shared, keepdims=True)

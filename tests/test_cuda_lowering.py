@@ -192,3 +192,16 @@ def test_export_with_symbolic_shapes():
         jax.jit(flash_attention), platforms=["cuda"], disabled_checks=[check]
     )(q, kv, kv)
     assert calls(exported.mlir_module()) == ["jax_flash_cuda_forward"]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [("n", "n"), ("2*n", "n")])
+def test_gradients_export_with_symbolic_heads(heads, kv_heads):
+    shapes = (f"b, 256, {heads}, {H}", f"b, 256, {kv_heads}, {H}", f"b, 256, {kv_heads}, {H}")
+    arguments = jax.export.symbolic_args_specs(
+        tuple(jax.ShapeDtypeStruct((1, 256, 2, H), jnp.bfloat16) for _ in shapes), shapes
+    )
+    names = ["jax_flash_cuda_forward", "jax_flash_cuda_backward"]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+    step = jax.grad(lambda *x: flash_attention(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)
+    assert calls(exported(*arguments).mlir_module()) == names

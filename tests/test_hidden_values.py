@@ -353,9 +353,22 @@ def test_lengths_beyond_the_array_are_clipped(lengths, clipped, align, backend):
         np.testing.assert_array_equal(wild.draw().run(backend)[name], value, err_msg=name)
 
 
+class Convertible:
+    """An array to JAX alone."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __jax_array__(self):
+        return jnp.asarray(np.clip(self.values, -1, 2**31 - 1), jnp.int32)
+
+
 @pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("kind", [list, np.asarray, lambda x: [np.int64(y) for y in x]],
-                         ids=["list", "array", "scalars"])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [Convertible, list, np.asarray, lambda x: [np.int64(y) for y in x]],
+    ids=["convertible", "list", "array", "scalars"],
+)
 def test_lengths_beyond_int32_are_clipped(kind, x64, host_backend):
     q = jnp.ones((3, 4, 1, 8))
     call = functools.partial(jax_flash.flash_attention, return_lse=True, backend=host_backend)

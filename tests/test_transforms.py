@@ -631,6 +631,21 @@ def test_debugging_modes_name_the_primitive(kind, host_backend):
             function(q, k, v)
 
 
+def test_a_sink_of_minus_infinity_beside_rows_without_keys(host_backend):
+    q, k, v = qkv()
+
+    def loss(sinks):
+        options = {"query_seq_lengths": jnp.array([3, 0]), "backend": host_backend}
+        return jnp.sum(jnp.sin(jax_flash.flash_attention(q, k, v, sinks=sinks, **options)))
+
+    sinks = normal(3, N).at[0].set(-jnp.inf)
+    with jax.debug_nans(True):
+        assert jax.grad(loss)(sinks)[0] == 0
+    hessian = jax.hessian(loss)(sinks)
+    assert np.isfinite(hessian).all()
+    assert not np.any(hessian[0])
+
+
 def test_debug_infs_takes_rows_without_keys(host_backend):
     """Their lse is -inf, which is no fault as long as nobody asks for it."""
     q, k, v = qkv()

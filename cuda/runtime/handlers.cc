@@ -341,7 +341,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
 
   const bool sums_in_dq = tiles.dq_row_bytes != 0;
   if (sums_in_dq && (tiles.dq_row_bytes != s.q_heads * s.head_dim * 2 ||
-                     s.q_len % tiles.tile_q != 0 || s.head_dim % 64 != 0)) {
+                     tiles.dq_row_bytes >= kMaxInt / 128 || s.q_len % tiles.tile_q != 0 ||
+                     s.head_dim % 64 != 0 || s.batch * s.q_len * s.q_heads > kMaxInt)) {
     return Invalid("these tiles are for another shape of dq");
   }
 
