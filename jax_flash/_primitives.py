@@ -234,7 +234,7 @@ def _define(name: str) -> Primitive:
 
 def _evaluate(primitive: Primitive, *operands: Any, call: Forward) -> Any:
     """Evaluates a primitive outside of jit; to jax_debug_infs an lse of -inf is no fault."""
-    if "lse" not in call.results or not jax.config.jax_debug_infs:
+    if "lse" not in call.results or not jax.debug_infs.value:
         return xla.apply_primitive(primitive, *operands, call=call)
     with jax.debug_infs(False):
         out, lse = xla.apply_primitive(primitive, *operands, call=call)
