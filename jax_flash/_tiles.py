@@ -366,11 +366,6 @@ def choose_backward_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> Bac
     )
 
 
-# Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved
-# by its two partitions).
-_L2_SHARE = 32 << 20
-
-
 def _dq_row_bytes(shapes: Shapes, tile_q: int) -> int:
     """Returns what there is from row to row of dq where it can hold half of its sum, else 0."""
     q_len, q_heads = shapes.q_len, shapes.q_heads
@@ -380,6 +375,11 @@ def _dq_row_bytes(shapes: Shapes, tile_q: int) -> int:
     # Whole tiles only; offsets within a tile of 128 rows are of 32 bits.
     whole = q_len % tile_q == 0 and shapes.head_dim % 64 == 0 and row_bytes < 1 << 24
     return row_bytes if whole else 0
+
+
+# Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved
+# by its two partitions).
+_L2_SHARE = 32 << 20
 
 
 def _backward_head_group(problem: Problem, shapes: Shapes) -> int:

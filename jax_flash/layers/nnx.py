@@ -266,11 +266,17 @@ class FlashAttention(nnx.Module):
           batch: size of the leading axis, or of all of them.
           max_length: positions that prompt and continuation may have together.
           dtype: dtype in which keys and values are kept; None takes that of the computation.
+
+        Raises:
+          TypeError: a size is no int.
+          ValueError: a size is negative.
         """
         batch = tuple(batch) if isinstance(batch, Sequence) else (batch,)
         for name, size in [*(("batch", size) for size in batch), ("max_length", max_length)]:
-            if not isinstance(size, numbers.Integral) or size < 0:
-                raise ValueError(f"{name} must be an int of 0 or more, got {size!r}")
+            if not isinstance(size, numbers.Integral):
+                raise TypeError(f"{name} must be an int, got {size!r}")
+            if size < 0:
+                raise ValueError(f"{name} must not be negative, got {size}")
         dtype = self.cache_dtype if dtype is None else dtype
         shape = (*batch, max_length, self.num_kv_heads, self.head_dim)
         self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
