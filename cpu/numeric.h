@@ -1,4 +1,4 @@
-// Owns scalar conversions between float32 and the 16-bit formats, and Philox4x32-10.
+// Owns scalar conversions between float32 and the 16-bit formats, and Philox4x32-7.
 // Everything is static: each kernel file is compiled for its own instruction set, and a shared
 // inline function could be taken from the wrong one.
 #ifndef JAX_FLASH_CPU_NUMERIC_H_
@@ -63,7 +63,7 @@ static inline void FromFloat(float x, Float16* y) {
   y->bits = static_cast<uint16_t>(sign | h);
 }
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on kPhilox
+// Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on kPhilox
 // counters (first + i, c1, c2, c3) at once, so that the compiler vectorises over i.
 // words[w][i] is word w of counter i.
 constexpr int kPhilox = 16;
@@ -75,7 +75,7 @@ static inline void Philox(uint32_t first, uint32_t c1, uint32_t c2, uint32_t c3,
     words[2][i] = c2;
     words[3][i] = c3;
   }
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     for (int i = 0; i < kPhilox; ++i) {
       const uint64_t a = uint64_t{0xD2511F53u} * words[0][i];
       const uint64_t b = uint64_t{0xCD9E8D57u} * words[2][i];
@@ -87,6 +87,11 @@ static inline void Philox(uint32_t first, uint32_t c1, uint32_t c2, uint32_t c3,
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
+}
+
+// A draw of 15 bits drops its weight below this.
+static inline uint32_t DropoutThreshold(double rate) {
+  return static_cast<uint32_t>(rate * 32768.0 + 0.5);
 }
 
 }  // namespace jax_flash::cpu

@@ -1,11 +1,23 @@
-"""Philox4x32-10, the counter-based generator that dropout draws from.
+"""Philox4x32-7, the counter-based generator that dropout draws from, and the pattern drawn.
 
 The same key and counter give the same word on every backend, so a dropout pattern depends neither
-on tile sizes nor on sharding. 64-bit products are built from 16-bit halves, because uint64 exists
-in JAX only in x64 mode.
+on tile sizes nor on sharding. One counter serves eight weights, 15 bits each: those of the queries
+q, q + 8 and the keys k, k + 1, k + 8, k + 9, where q % 16 < 8 and k % 16 is 0, 2, 4 or 6. In the
+fragments of tensor cores one thread holds them all, and word by word they are its registers; of
+the transposed scores in the backward pass they are the same 8 x 8 matrices transposed.
 
-Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    counter  (k // 16 * 4 + k % 8 // 2, q // 16 * 8 + q % 8, head id, batch id)
+    word     2 * (k // 8 % 2) + q // 8 % 2
+    bits     0 to 14 where k is even, 16 to 30 where it is odd
+    kept     where that number is at least rate * 2^15
+
+64-bit products are built from 16-bit halves, because uint64 exists in JAX only in x64 mode.
+
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011: 7 rounds are the fewest that
+pass BigCrush.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +26,8 @@ _MULTIPLIER_0 = 0xD2511F53
 _MULTIPLIER_1 = 0xCD9E8D57
 _WEYL_0 = 0x9E3779B9  # golden ratio
 _WEYL_1 = 0xBB67AE85  # sqrt(3) - 1
-_ROUNDS = 10
+_ROUNDS = 7
+_STEPS = 2**15  # values of one draw
 
 
 def _multiply_wide(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -47,19 +60,19 @@ def philox(key: tuple[jax.Array, ...], counter: tuple[jax.Array, ...]) -> tuple[
     return tuple(jnp.broadcast_to(word, shape) for word in (c0, c1, c2, c3))
 
 
+def round_rate(rate: float) -> float:
+    """Returns the rate that is drawn: the nearest multiple of 2^-15, below 1."""
+    return min(round(rate * _STEPS), _STEPS - 1) / _STEPS
+
+
 def keep_mask(
-    state: jax.Array,
-    rate: float,
-    query_start: jax.Array | int,
-    key_start: jax.Array | int,
-    q_len: int,
-    kv_len: int,
+    state: jax.Array, rate: float, query_start: Any, key_start: Any, q_len: int, kv_len: int
 ) -> jax.Array:
-    """Computes which probabilities dropout keeps in one tile.
+    """Computes which weights dropout keeps in one tile.
 
     Arguments:
       state: uint32 `[..., 4]`: key word 0, key word 1, head id, batch id.
-      rate: probability of dropping, in [0, 1).
+      rate: probability of dropping, of `round_rate`.
       query_start, key_start: indices of the tile's first query and key.
       q_len, kv_len: size of the tile.
 
@@ -67,14 +80,25 @@ def keep_mask(
     """
     k0, k1, head, batch = (state[..., i, None, None] for i in range(4))
     lead = (1,) * (state.ndim - 1)  # all of one rank, for jax_numpy_rank_promotion
-    query = jnp.arange(q_len, dtype=jnp.uint32).reshape(*lead, -1, 1)
-    query = jnp.asarray(query_start, jnp.uint32) + query
-    # One counter serves four neighbouring keys; a tile that starts between two groups needs one
-    # group more.
-    key_start = jnp.asarray(key_start, jnp.uint32)
-    groups = (kv_len + 3) // 4 + 1
-    group = key_start // 4 + jnp.arange(groups, dtype=jnp.uint32).reshape(*lead, 1, -1)
-    words = jnp.stack(philox((k0, k1), (group, query, head, batch)), axis=-1)
-    words = words.reshape(*words.shape[:-2], groups * 4)
-    words = jax.lax.dynamic_slice_in_dim(words, (key_start % 4).astype(jnp.int32), kv_len, axis=-1)
-    return words >= jnp.uint32(int(rate * 2**32))
+
+    def counters(start: Any, length: int, each: int) -> tuple[int, jax.Array]:
+        # Sixteen positions share `each` counters; one that starts between needs sixteen more.
+        sixteens = (length + 15) // 16 + 1
+        count = jnp.arange(sixteens * each, dtype=jnp.uint32)
+        return sixteens, jnp.asarray(start, jnp.uint32) // 16 * each + count
+
+    q_groups, rows = counters(query_start, q_len, 8)
+    k_groups, columns = counters(key_start, kv_len, 4)
+    words = philox(
+        (k0, k1), (columns.reshape(*lead, 1, -1), rows.reshape(*lead, -1, 1), head, batch)
+    )
+    halves = [(word >> shift) % _STEPS for word in words for shift in (0, 16)]
+    draws = jnp.stack(halves, axis=-1)  # [..., q // 16 and q % 8, k // 16 and k % 8 // 2, 8]
+    draws = draws.reshape(*draws.shape[:-3], q_groups, 8, k_groups, 4, 2, 2, 2)
+    # To [..., q // 16, q // 8 % 2, q % 8, k // 16, k // 8 % 2, k % 8 // 2, k % 2].
+    draws = jnp.moveaxis(draws, (-2, -3), (-6, -3))
+    draws = draws.reshape(*draws.shape[:-7], 16 * q_groups, 16 * k_groups)
+    for axis, start, length in ((-2, query_start, q_len), (-1, key_start, kv_len)):
+        first = (jnp.asarray(start, jnp.uint32) % 16).astype(jnp.int32)
+        draws = jax.lax.dynamic_slice_in_dim(draws, first, length, axis)
+    return draws >= jnp.uint32(round(rate * _STEPS))

@@ -14,6 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jax_flash._philox import round_rate
 from jax_flash._problem import Problem, order_terms
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -270,7 +271,7 @@ def _dropout_rate(rate, key) -> float:
             f"dropout_rate is {rate} but dropout_key is None; expected a key such as "
             "jax.random.key(0)"
         )
-    return rate
+    return round_rate(rate)
 
 
 def _dropout_state(key, batch: tuple[int, ...], q_heads: int) -> jax.Array:

@@ -72,8 +72,8 @@ def flash_attention(
         keys of equal id, in any order. Of int64 ids that are a jax.Array the low 32 bits count.
       softcap: c in c * tanh(logits / c), above 0.
       sinks: float `[N]`, one more logit for each head that joins the denominator and no value.
-      dropout_rate: probability in [0, 1) of dropping a weight; the rest is scaled by
-        1 / (1 − rate).
+      dropout_rate: probability in [0, 1) of dropping a weight, rounded to a multiple of 2^-15;
+        the rest is scaled by 1 / (1 − rate).
       dropout_key: one key, typed or raw. The same key gives the same pattern on every backend and
         sharding. Under shard_map a device counts its own batch rows and heads, so fold in the
         device's index where patterns should differ.

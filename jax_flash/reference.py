@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_flash._philox import keep_mask
+from jax_flash._philox import keep_mask, round_rate
 
 
 def attention(
@@ -96,6 +96,7 @@ def attention(
     lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
     weights = weights / total[..., None]
 
+    dropout_rate = round_rate(dropout_rate)
     if dropout_rate > 0.0:
         keep = _dropout_mask(dropout_key, dropout_rate, weights.shape)
         weights = jnp.where(keep, weights / (1.0 - dropout_rate), 0.0)

@@ -45,14 +45,14 @@ class Result:
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Philox4x32-10 of counters [..., 4], as uint32 words [..., 4].
+    """Philox4x32-7 of counters [..., 4], as uint32 words [..., 4].
 
     Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
     c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
     k0, k1 = (int(word) for word in key)
     low = np.uint64(0xFFFFFFFF)
-    for _ in range(10):
+    for _ in range(7):
         product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1, c2, c3 = (
             (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(k0),
@@ -70,11 +70,19 @@ def dropout_keep(
     """Which probabilities of one head survive dropout: bool [T, S]."""
     row, column = np.meshgrid(np.arange(q_len), np.arange(kv_len), indexing="ij")
     counter = np.stack(
-        [column // 4, row, np.full_like(row, head), np.full_like(row, batch)], axis=-1
+        [
+            column // 16 * 4 + column % 8 // 2,
+            row // 16 * 8 + row % 8,
+            np.full_like(row, head),
+            np.full_like(row, batch),
+        ],
+        axis=-1,
     )
     words = philox4x32(counter, key)  # [T, S, 4]
-    word = np.take_along_axis(words, (column % 4)[..., None], axis=-1)[..., 0]
-    return word >= np.uint32(int(np.floor(rate * 2.0**32)))
+    which = 2 * (column // 8 % 2) + row // 8 % 2
+    word = np.take_along_axis(words, which[..., None], axis=-1)[..., 0]
+    draw = word >> (column % 2 * 16).astype(np.uint32) & np.uint32(0x7FFF)
+    return draw >= round(rate * 2**15)
 
 
 def visible(
@@ -135,7 +143,7 @@ def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, rate, round_, 
     safe_total = np.where(alive, total, 1)
     p = round_(np.where(alive[:, None], e / safe_total[:, None], 0))
     lse = np.where(alive, top + np.log(safe_total), -np.inf)
-    factor = keep / (1 - rate)
+    factor = keep / (1 - round(rate * 2**15) / 2**15)
     p_dropped = round_(p * factor)
     out = round_(p_dropped @ v)
     if dout is None:

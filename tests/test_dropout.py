@@ -113,3 +113,33 @@ def test_different_keys_differ(host_backend):
     a = pattern(jax.random.key(0), backend=host_backend)
     b = pattern(jax.random.key(1), backend=host_backend)
     assert 0.4 < (a == b).mean() < 0.75  # independent patterns agree on 0.58 of the places
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_pattern_looks_independent(rate):
+    """Mean and pair correlations of 1.5M draws within five standard deviations of chance."""
+    keep = expected(jax.random.key(17), rate=rate, batch=(2,), T=512, S=512, N=3)
+    exact = round(rate * 2**15) / 2**15
+    z = (keep - (1 - exact)) / np.sqrt(exact * (1 - exact))  # mean 0 and variance 1
+    pairs = {"mean": z}
+    for lag in (*range(1, 34), 64, 128, 256):
+        pairs[f"queries {lag} apart"] = z[:, :, lag:] * z[:, :, :-lag]
+        pairs[f"keys {lag} apart"] = z[..., lag:] * z[..., :-lag]
+        pairs[f"queries and keys {lag} apart"] = z[:, :, lag:, lag:] * z[:, :, :-lag, :-lag]
+    pairs["heads"] = z[:, 1:] * z[:, :-1]
+    pairs["batch rows"] = z[1:] * z[:-1]
+    pairs["transposed"] = z * z.swapaxes(-1, -2) * ~np.eye(512, dtype=bool)
+    for name, products in pairs.items():
+        deviations = products.sum() / np.sqrt(products.size)
+        assert abs(deviations) < 5 * (2**0.5 if name == "transposed" else 1), name
+
+
+def test_rate_is_rounded_to_what_is_drawn(host_backend):
+    """The kept weights are scaled by the inverse of the chance that they really have."""
+    key, rate = jax.random.key(4), 1.4 / 2**15
+    q, v = jnp.zeros((1, 1, 1, 8)), jnp.ones((1, 1, 1, 8))
+    out = jax_flash.flash_attention(
+        q, q, v, dropout_rate=rate, dropout_key=key, backend=host_backend
+    )
+    np.testing.assert_allclose(out, 1 / (1 - 2**-15), rtol=1e-7)
+    assert not jax_flash.explain(q, q, v, dropout_rate=2.0**-17, dropout_key=key).problem.terms

@@ -123,9 +123,10 @@ struct Case {
   bool Keep(int64_t b, int64_t n, int64_t t, int64_t j) const {
     const uint32_t* state = &dropout[(b * s.q_heads + n) * 4];
     uint32_t words[4][kPhilox];
-    Philox(static_cast<uint32_t>(j / 4), static_cast<uint32_t>(t), state[2], state[3], state[0],
-           state[1], words);
-    return words[j % 4][0] >= static_cast<uint32_t>(std::floor(p.dropout_rate * 4294967296.0));
+    Philox(static_cast<uint32_t>(j / 16 * 4 + j % 8 / 2), static_cast<uint32_t>(t / 16 * 8 + t % 8),
+           state[2], state[3], state[0], state[1], words);
+    const uint32_t draw = words[2 * (j / 8 % 2) + t / 8 % 2][0] >> (j % 2 * 16) & 0x7fff;
+    return draw >= std::round(p.dropout_rate * 32768.0);
   }
 
   Inputs View() const {
@@ -235,7 +236,7 @@ std::unique_ptr<Case> RandomCase(uint64_t seed) {
     c.sinks_view = {c.sinks.data(), c.sinks_batch.data(), 1, s.q_heads, 1, 1};
   }
   if (random.Chance(0.2)) {
-    p.dropout_rate = 0.3;
+    p.dropout_rate = 9830 / 32768.0;
     for (int64_t b = 0; b < s.batch; ++b) {
       for (int64_t n = 0; n < s.q_heads; ++n) {
         for (uint32_t x : {123u, 456u, static_cast<uint32_t>(n), static_cast<uint32_t>(b)})
