@@ -128,6 +128,11 @@ def configure_cuda(
     _cuda_is_configured = True
 
 
+def pretend_multiprocessors(count: int) -> None:
+    """Lets tests launch as on a GPU of so many multiprocessors; 0: as many as there are."""
+    _cuda().cuda_pretend_multiprocessors(count)
+
+
 # Room for several hundred kernels of 50 to 500 KB.
 CACHE_BYTES = 256 << 20
 

@@ -205,7 +205,7 @@ def _call_cuda(call: Forward, *operands: jax.Array) -> tuple[jax.Array, ...]:
         f"jax_flash_cuda_{call.target}", [*results, *tiles.workspaces(problem, shapes)]
     )
     outputs = custom_call(
-        *named.values(), **call.attributes(), program=program, tiles=tiles.launch(gpu)
+        *named.values(), **call.attributes(), program=program, tiles=tiles.launch()
     )
     return tuple(outputs[: len(results)])
 

@@ -1,4 +1,4 @@
-"""Owns how one GPU runs a Problem: which kernel, which tile sizes, what grid.
+"""Owns how one GPU runs a Problem: which kernel, which tile sizes.
 
 `choose_tiles(problem, shapes, gpu)` is pure: it runs at lowering, knows no arrays and needs no GPU.
 What it decides reaches the compiler as constexpr definitions (`header`) and the handler as
@@ -22,7 +22,6 @@ class GpuSpec:
 
     name: str
     arch: str  # what NVRTC compiles for: "sm_90a"
-    sms: int
 
 
 # Bytes of shared memory that one block may have on sm_90 (CUDA C++ programming guide, technical
@@ -30,9 +29,9 @@ class GpuSpec:
 SMEM = 227 * 1024
 
 GPUS = {
-    "A100": GpuSpec("A100", "sm_80", 108),
-    "H100": GpuSpec("H100", "sm_90a", 132),
-    "H200": GpuSpec("H200", "sm_90a", 132),
+    "A100": GpuSpec("A100", "sm_80"),
+    "H100": GpuSpec("H100", "sm_90a"),
+    "H200": GpuSpec("H200", "sm_90a"),
 }
 
 
@@ -53,7 +52,7 @@ def gpu_of(device: Any) -> GpuSpec:
     digits = capability.replace(".", "")
     # sm_90a: wgmma and setmaxnreg belong to the architecture-specific feature set.
     arch = f"sm_{digits}a" if capability == "9.0" else f"sm_{digits}"
-    return GpuSpec(device.device_kind, arch, device.core_count)
+    return GpuSpec(device.device_kind, arch)
 
 
 @functools.cache
@@ -115,10 +114,9 @@ class ForwardTiles:
             return 32, 160
         return self.producer_registers, {24: 240, 40: 232, 56: 224}[self.producer_registers]
 
-    def launch(self, gpu: GpuSpec) -> dict[str, bool | int]:
+    def launch(self) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (ForwardTilesAttribute in handlers.cc)."""
         return {
-            "max_blocks": gpu.sms,
             "threads": self.threads,
             "shared_bytes": self.shared_bytes,
             "tile_q": self.tile_q,
@@ -212,10 +210,9 @@ class BackwardTiles:
         sums = 16384 if self.wide else 16384 * max(head_boxes, value_boxes)
         return 1024 + both * (self.tile_kv + self.stages * self.tile_q) + rows + scores + sums
 
-    def launch(self, gpu: GpuSpec) -> dict[str, bool | int]:
+    def launch(self) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (BackwardTilesAttribute in handlers.cc)."""
         return {
-            "max_blocks": gpu.sms,
             "threads": self.threads,
             "shared_bytes": self.shared_bytes,
             "tile_q": self.tile_q,

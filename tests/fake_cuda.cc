@@ -36,6 +36,8 @@ constexpr CUresult kInvalidValue = 1, kInvalidContext = 201, kInvalidHandle = 40
 const auto kContext = reinterpret_cast<CUcontext>(0x11);
 const auto kStream = reinterpret_cast<CUstream>(0x22);
 CUcontext current_context = nullptr;
+CUdevice current_device = 0;
+constexpr int kMultiprocessors[] = {20, 50};  // of the two devices
 std::string notes;
 std::string kernels;  // the text of all files that NVRTC was given
 std::uint64_t calls = 0;
@@ -131,6 +133,7 @@ void FakeSetHandlers(XLA_FFI_Handler* forward, XLA_FFI_Handler* backward) {
   handlers[0] = forward;
   handlers[1] = backward;
 }
+void FakeSetDevice(int device) { current_device = device; }
 XLA_FFI_Error* FakeForward(XLA_FFI_CallFrame* frame) { return Call(0, frame); }
 XLA_FFI_Error* FakeBackward(XLA_FFI_CallFrame* frame) { return Call(1, frame); }
 const char* FakeTakeNotes() {
@@ -168,8 +171,13 @@ CUresult cuCtxPopCurrent_v2(CUcontext* context) {
   return 0;
 }
 CUresult cuCtxGetDevice(CUdevice* device) {
-  *device = 0;
+  *device = current_device;
   return current_context == kContext ? 0 : kInvalidContext;
+}
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  if (attribute != kMultiprocessorCount || device < 0 || device > 1) return kInvalidValue;
+  *value = kMultiprocessors[device];
+  return 0;
 }
 CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
   *context = kContext;

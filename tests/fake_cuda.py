@@ -48,6 +48,8 @@ class Direct:
     short: int | None = None  # the workspace that lacks an element
     head_group: int = 1
     dq_row_bytes: int = 0  # backward
+    device: int = 0
+    pretended: int = 0  # multiprocessors
 
     def run(self) -> dict[str, Any]:
         def array(*shape, dtype: Any = jnp.bfloat16):
@@ -79,7 +81,7 @@ class Direct:
             [*results, *workspaces],
             has_side_effect=True,  # else XLA drops what has empty results
         )
-        launch = tiles.launch(gpu) | {"head_group": self.head_group}
+        launch = tiles.launch() | {"head_group": self.head_group}
         if self.target == "backward":
             launch["dq_row_bytes"] = self.dq_row_bytes
         program = {"source": tiles.source, "header": header, "arch": gpu.arch}
@@ -181,7 +183,10 @@ def main() -> None:
     for case in pickle.load(sys.stdin.buffer):
         values, error = {}, ""
         try:
-            values = case.run() if isinstance(case, Direct) else case.draw().run(None)
+            direct = isinstance(case, Direct)
+            fake.FakeSetDevice(case.device if direct else 0)
+            _native.pretend_multiprocessors(case.pretended if direct else 0)
+            values = case.run() if direct else case.draw().run(None)
             values = {name: np.asarray(value) for name, value in values.items()}
         except jax.errors.JaxRuntimeError as failure:
             error = str(failure)

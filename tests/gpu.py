@@ -182,6 +182,10 @@ def start_python(script: str, folder: Path, **variables: str) -> subprocess.Pope
 
 def finish(process: subprocess.Popen[str]) -> str:
     """Waits for a process and returns what it printed."""
-    output, errors = process.communicate(timeout=240)
+    try:
+        output, errors = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     assert process.returncode == 0, errors
     return output

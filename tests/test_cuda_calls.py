@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C++ compiler"),
 ]
 
-SMS = 132  # of the GPU that calls are lowered for where none is present
+SMS = (20, 50)  # of the two devices of fake_cuda.cc
 C = functools.partial(Case, T=200, S=333, N=4, K=2, H=128, batch=(3,), dtype="bfloat16")
 LENGTHS: dict[str, Any] = {"q_lengths": (150, 200, 77), "kv_lengths": (333, 40, 250)}
 CASES = (
@@ -84,9 +84,18 @@ SHORT = {
 }
 
 
+GRIDS = {  # 128 tiles, or blocks of keys: (device, multiprocessors pretended) -> blocks
+    Direct(target, B=32, device=device, pretended=pretended): blocks
+    for target in WORKSPACES
+    for device, pretended, blocks in [
+        (0, 0, SMS[0]), (1, 0, SMS[1]), (1, 100, 100), (0, 500, 128)
+    ]
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[Case | Direct, Recording]:
-    cases = [*CASES, *EMPTY, *REFUSED, *MANY_HEADS, *SHORT["forward"], *SHORT["backward"]]
+    cases = [*CASES, *EMPTY, *REFUSED, *MANY_HEADS, *GRIDS, *SHORT["forward"], *SHORT["backward"]]
     recorded = fake_cuda.record(cases, tmp_path_factory.mktemp("fake_cuda"))
     return dict(zip(cases, recorded, strict=True))
 
@@ -119,7 +128,7 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
     else:
         assert before == []
     assert main.entry == "flash_forward"
-    assert main.grid == [min(SMS, query_tiles * batch * case.N // packed), 1, 1]
+    assert main.grid == [min(SMS[0], query_tiles * batch * case.N // packed), 1, 1]
     assert main.block == [128 * (c["kConsumers"] + 1), 1, 1]
     assert main.shared == 2048 + 128 * (
         c["kQueryStages"] * rows * boxes[0] + c["kStages"] * c["kTileKV"] * sum(boxes)
@@ -162,7 +171,7 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     assert prepare.grid == [rows // 64, 1, 1]
     assert (prepare.block, prepare.shared) == small
     assert main.entry == "flash_backward"
-    assert main.grid == [min(SMS, batch * case.kv_heads * key_blocks), 1, 1]
+    assert main.grid == [min(SMS[0], batch * case.kv_heads * key_blocks), 1, 1]
     assert main.block == [512 if wide else 384, 1, 1]
     # Keys and values, queries and output gradients, scores; test_cuda_compile.py has the rest.
     tiles = 128 * sum(boxes) * (c["kTileKV"] + c["kStages"] * c["kTileQ"])
@@ -241,6 +250,13 @@ def test_head_group_is_at_most_all_heads(call: Direct, recordings):
     """Lowering for a symbolic batch knows no bound."""
     (made,) = recordings[call].calls
     assert made.launches[-1].params["head_group"] == call.B * call.N
+
+
+@pytest.mark.parametrize("call", GRIDS, ids=str)
+def test_grid_is_of_the_device_that_runs(call: Direct, recordings):
+    (made,) = recordings[call].calls
+    (main,) = (x for x in made.launches if x.entry in ("flash_forward", "flash_backward"))
+    assert main.grid == [GRIDS[call], 1, 1]
 
 
 def test_sinks_of_each_batch_row(recordings):

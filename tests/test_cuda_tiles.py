@@ -34,7 +34,6 @@ def test_forward_tiles_fit_the_gpu(head_dim, value_dim, window):
     assert producer % 8 == 0
     assert consumer % 8 == 0
     assert 128 * (producer + tiles.consumers * consumer) <= 65536
-    assert tiles.launch(H200)["max_blocks"] <= H200.sms
 
 
 @pytest.mark.parametrize("head_dim", DIMS)
@@ -46,7 +45,6 @@ def test_backward_tiles_fit_the_gpu(head_dim, value_dim, softcap):
     tiles = _tiles.choose_backward_tiles(problem, shapes, H200)
     assert (tiles.head_dim, tiles.value_dim) == (head_dim, value_dim)
     assert tiles.shared_bytes <= _tiles.SMEM
-    assert tiles.launch(H200)["max_blocks"] <= H200.sms
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 128), (192, 128), (256, 256)])
@@ -138,7 +136,6 @@ def test_spec_of_a_device(capability, arch):
     class Device:
         device_kind: str
         compute_capability: str
-        core_count: int
 
-    spec = _tiles.gpu_of(Device("NVIDIA X", capability, 100))
-    assert (spec.name, spec.arch, spec.sms) == ("NVIDIA X", arch, 100)
+    spec = _tiles.gpu_of(Device("NVIDIA X", capability))
+    assert (spec.name, spec.arch) == ("NVIDIA X", arch)

@@ -19,6 +19,7 @@
 #ifdef JAX_FLASH_CUDA
 #include "cuda/runtime/handlers.h"
 #include "cuda/runtime/jit.h"
+#include "cuda/runtime/launch.h"
 #endif
 
 namespace nb = nanobind;
@@ -94,5 +95,6 @@ NB_MODULE(_ext, m) {
         [](std::string source, std::string header, std::string arch, const std::string& entry) {
           CudaLoad({std::move(source), std::move(header), std::move(arch)}, entry);
         });
+  m.def("cuda_pretend_multiprocessors", &jax_flash::PretendMultiprocessors);
 #endif
 }

@@ -21,6 +21,7 @@ using CUlibrary = struct CUlib_st*;
 using CUkernel = struct CUkern_st*;
 using CUfunction = struct CUfunc_st*;  // a CUkernel is launched as one
 
+enum CUdevice_attribute : int { kMultiprocessorCount = 16 };
 enum CUfunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
 enum CUtensorMapDataType : int { kTensorFloat16 = 6, kTensorBfloat16 = 9 };
 enum CUtensorMapInterleave : int { kInterleaveNone = 0 };
@@ -46,6 +47,7 @@ struct Driver {
   CUresult (*cuCtxPushCurrent)(CUcontext context);
   CUresult (*cuCtxPopCurrent)(CUcontext* context);
   CUresult (*cuCtxGetDevice)(CUdevice* device);
+  CUresult (*cuDeviceGetAttribute)(int* value, CUdevice_attribute attribute, CUdevice device);
   CUresult (*cuStreamGetCtx)(CUstream stream, CUcontext* context);
   CUresult (*cuLibraryLoadData)(CUlibrary* library, const void* code, void* jit_options,
                                 void** jit_values, unsigned jit_count, void* library_options,

@@ -1,6 +1,6 @@
 // Reads a custom call, fills the kernel's parameters, launches. Decides nothing: what depends on
-// the GPU or on measurements arrives as attributes from jax_flash/_tiles.py. Read next: params.h;
-// jit.h for the compiler, cuda/kernels/sm90/forward.cuh for the device code.
+// measurements arrives as attributes from jax_flash/_tiles.py. Read next: params.h; jit.h for the
+// compiler, cuda/kernels/sm90/forward.cuh for the device code.
 
 #include "cuda/runtime/handlers.h"
 
@@ -32,7 +32,6 @@ struct ProgramAttribute {
 
 // The numbers of _tiles.ForwardTiles that the launch needs.
 struct ForwardTilesAttribute {
-  std::int64_t max_blocks;  // that run at once: the grid of the persistent kernel
   std::int64_t threads;
   std::int64_t shared_bytes;
   std::int64_t tile_q;
@@ -45,7 +44,6 @@ struct ForwardTilesAttribute {
 
 // The same of _tiles.BackwardTiles.
 struct BackwardTilesAttribute {
-  std::int64_t max_blocks;
   std::int64_t threads;
   std::int64_t shared_bytes;
   std::int64_t tile_q;
@@ -63,17 +61,17 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_flash::ProgramAttribute,
                                       StructMember<std::string_view>("header"),
                                       StructMember<std::string_view>("arch"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jax_flash::ForwardTilesAttribute, StructMember<std::int64_t>("max_blocks"),
-    StructMember<std::int64_t>("threads"), StructMember<std::int64_t>("shared_bytes"),
-    StructMember<std::int64_t>("tile_q"), StructMember<std::int64_t>("tile_kv"),
-    StructMember<std::int64_t>("packed_heads"), StructMember<std::int64_t>("head_group"),
-    StructMember<bool>("dynamic"), StructMember<bool>("tma_loads"));
+    jax_flash::ForwardTilesAttribute, StructMember<std::int64_t>("threads"),
+    StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("tile_q"),
+    StructMember<std::int64_t>("tile_kv"), StructMember<std::int64_t>("packed_heads"),
+    StructMember<std::int64_t>("head_group"), StructMember<bool>("dynamic"),
+    StructMember<bool>("tma_loads"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jax_flash::BackwardTilesAttribute, StructMember<std::int64_t>("max_blocks"),
-    StructMember<std::int64_t>("threads"), StructMember<std::int64_t>("shared_bytes"),
-    StructMember<std::int64_t>("tile_q"), StructMember<std::int64_t>("tile_kv"),
-    StructMember<std::int64_t>("turn_parts"), StructMember<std::int64_t>("head_group"),
-    StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"));
+    jax_flash::BackwardTilesAttribute, StructMember<std::int64_t>("threads"),
+    StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("tile_q"),
+    StructMember<std::int64_t>("tile_kv"), StructMember<std::int64_t>("turn_parts"),
+    StructMember<std::int64_t>("head_group"), StructMember<bool>("tma_loads"),
+    StructMember<std::int64_t>("dq_row_bytes"));
 
 namespace jax_flash {
 namespace {
@@ -128,6 +126,15 @@ class Session {
     Result<const Kernel*> kernel = Load(program_, entry);
     if (!kernel.ok()) return Fail(kernel.error());
     Check(jax_flash::Launch(*scope_, **kernel, size, params));
+  }
+
+  // A kernel whose blocks share out `work` among them: as many as run at once on this device.
+  void LaunchPersistent(const char* entry, std::int64_t work, std::int64_t threads,
+                        std::int64_t shared_bytes, const void* params) {
+    if (!ok()) return;
+    Result<std::int64_t> count = CountMultiprocessors(*scope_);
+    if (!count.ok()) return Fail(count.error());
+    Launch(entry, {std::min(*count, work), threads, shared_bytes}, params);
   }
 
   ffi::Error error() const {
@@ -260,8 +267,8 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
   if (auto error = CheckOperands(operands, tiles.tma_loads); error.failure()) return error;
-  if (auto error = CheckNumbers({tiles.max_blocks, tiles.threads, tiles.tile_q, tiles.tile_kv,
-                                 tiles.packed_heads, tiles.head_group, tiles.shared_bytes});
+  if (auto error = CheckNumbers({tiles.threads, tiles.tile_q, tiles.tile_kv, tiles.packed_heads,
+                                 tiles.head_group, tiles.shared_bytes});
       error.failure()) {
     return error;
   }
@@ -312,8 +319,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
     session.Zero(params.tile_counter, 1);
   }
   const std::int64_t work = params.query_tiles * s.batch * (s.q_heads / heads);
-  const std::int64_t blocks = std::min(tiles.max_blocks, work);
-  session.Launch("flash_forward", {blocks, tiles.threads, tiles.shared_bytes}, &params);
+  session.LaunchPersistent("flash_forward", work, tiles.threads, tiles.shared_bytes, &params);
   return session.error();
 }
 
@@ -333,8 +339,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   if (s.batch == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
   if (auto error = CheckOperands(operands, tiles.tma_loads); error.failure()) return error;
-  if (auto error = CheckNumbers({tiles.max_blocks, tiles.threads, tiles.tile_q, tiles.tile_kv,
-                                 tiles.turn_parts, tiles.head_group, tiles.shared_bytes});
+  if (auto error = CheckNumbers({tiles.threads, tiles.tile_q, tiles.tile_kv, tiles.turn_parts,
+                                 tiles.head_group, tiles.shared_bytes});
       error.failure()) {
     return error;
   }
@@ -395,9 +401,9 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   map(operands.dk, s.kv_len, s.kv_heads, s.head_dim, 64, &params.dkey);
   map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
   const std::int64_t tiles_of_rows = rows / 64;
-  const std::int64_t blocks = std::min(tiles.max_blocks, s.batch * s.kv_heads * key_blocks);
+  const std::int64_t units = s.batch * s.kv_heads * key_blocks;
   session.Launch("flash_backward_prepare", {tiles_of_rows, 128, 0}, &params);
-  session.Launch("flash_backward", {blocks, tiles.threads, tiles.shared_bytes}, &params);
+  session.LaunchPersistent("flash_backward", units, tiles.threads, tiles.shared_bytes, &params);
   session.Launch("flash_backward_finish", {tiles_of_rows * head_boxes, 128, 0}, &params);
   return session.error();
 }

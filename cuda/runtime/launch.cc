@@ -1,8 +1,17 @@
 #include "cuda/runtime/launch.h"
 
+#include <array>
+#include <atomic>
 #include <string>
 
 namespace jax_flash {
+namespace {
+
+constexpr int kDevices = 64;  // beyond that the driver is asked on each call
+std::array<std::atomic<int>, kDevices> multiprocessors{};
+std::atomic<int> pretended{0};
+
+}  // namespace
 
 StreamScope::StreamScope(const Driver& driver, CUstream stream) : driver_(driver), stream_(stream) {
   CUcontext wanted = nullptr;
@@ -28,6 +37,21 @@ StreamScope::~StreamScope() {
   CUcontext popped = nullptr;
   if (pushed_) driver_.cuCtxPopCurrent(&popped);
 }
+
+Result<std::int64_t> CountMultiprocessors(const StreamScope& scope) {
+  if (const int count = pretended.load(std::memory_order_relaxed)) return std::int64_t{count};
+  const CUdevice device = scope.device();
+  const bool remembered = device >= 0 && device < kDevices;
+  int count = remembered ? multiprocessors[device].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    const CUresult code = scope.driver().cuDeviceGetAttribute(&count, kMultiprocessorCount, device);
+    if (code != 0) return Failure{scope.driver().Explain("cuDeviceGetAttribute", code)};
+    if (remembered) multiprocessors[device].store(count, std::memory_order_relaxed);
+  }
+  return std::int64_t{count};
+}
+
+void PretendMultiprocessors(int count) { pretended.store(count, std::memory_order_relaxed); }
 
 Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& size,
               const void* params) {

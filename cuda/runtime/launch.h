@@ -37,6 +37,13 @@ class StreamScope {
   Status status_ = Done{};
 };
 
+// The multiprocessors of the stream's device (of its slice, under MIG), remembered per device: the
+// CTAs of a persistent kernel that run at once.
+Result<std::int64_t> CountMultiprocessors(const StreamScope& scope);
+
+// For tests: every device is taken to have so many; 0 returns to what the driver says.
+void PretendMultiprocessors(int count);
+
 struct LaunchSize {
   std::int64_t blocks;
   std::int64_t threads;

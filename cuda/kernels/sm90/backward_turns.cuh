@@ -9,9 +9,10 @@ namespace backward {
 // first stores. Units whose segment ids cannot meet the query block's take no part. A counter per
 // block and part says who has added: how many, or with segments the last one's key block plus one.
 //
-// A unit waits only for units of smaller keys of its head, which are handed out before it and walk
-// over every block at which they are waited for (`narrow_by_segments` drops none that they meet).
-// So the unit handed out first, of those that are not done, never waits.
+// A unit waits only for units of smaller keys of its head, which are handed out before it, to CTAs
+// that run (`plan`), and walk over every block at which they are waited for (`narrow_by_segments`
+// drops none that they meet). So the unit handed out first, of those that are not done, never
+// waits, however few CTAs of the grid run.
 //
 // The turn of a unit at a query block is what the counter says when it may add; 0: it is the first.
 inline constexpr int kNoTurn = -1;  // it takes no part

@@ -173,15 +173,20 @@ __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, 
 
 // Hands out units until there are no more. A unit is taken when the one before nears its end, not
 // earlier: units of a head then start in the order of their keys, in which they add in
-// deterministic mode.
+// deterministic mode. There the counter hands out the first ones too, so that units go to CTAs in
+// the order in which these start: one that does not run has no unit that others wait for. Elsewhere
+// nobody waits for another CTA, and the first unit comes without the counter's latency.
 __device__ __forceinline__ void plan(const BackwardParams& p) {
+  const int given = kDeterministic ? 0 : gridDim.x;  // without the counter
   int index = blockIdx.x;
   for (uint32 sent = 0;; ++sent) {
+    if (sent > 0) barrier_wait(barrier_at(kUnitAsked), parity_of<1>(sent - 1));
+    if (kDeterministic || sent > 0) {
+      if (threadIdx.x % 32 == 0) index = given + atomicAdd(p.next_unit, 1);
+      index = __shfl_sync(0xffffffffu, index, 0);
+    }
     send_unit(p, sent, index);
     if (index >= unit_count(p)) break;
-    barrier_wait(barrier_at(kUnitAsked), parity_of<1>(sent));
-    if (threadIdx.x % 32 == 0) index = static_cast<int>(gridDim.x) + atomicAdd(p.next_unit, 1);
-    index = __shfl_sync(0xffffffffu, index, 0);
   }
 }
 
