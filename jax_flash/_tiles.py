@@ -152,7 +152,6 @@ class ForwardTiles:
             "kStages": self.stages,
             "kQueryStages": self.query_stages,
             "kPackedHeads": self.packed_heads,
-            "kHasSinks": "sinks" in problem.terms,
             "kPreScale": problem.scale <= 0,
             "kDynamic": self.dynamic,
             "kPingPong": self.ping_pong,
@@ -442,6 +441,7 @@ def _problem_constants(problem: Problem) -> dict[str, bool]:
         "kHasQueryLengths": "query_lengths" in problem.terms,
         "kHasKeyValueLengths": "key_value_lengths" in problem.terms,
         "kHasSegments": "query_segments" in problem.terms,
+        "kHasSinks": "sinks" in problem.terms,
         "kSoftcap": problem.softcap is not None,
     }
 

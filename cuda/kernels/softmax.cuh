@@ -137,8 +137,9 @@ struct SoftmaxState {
   }
 
   // Sums over the quad. Returns the factor of the output and writes the natural-log lse; a row
-  // without visible keys gives 0 and -inf, with or without `sink` (an extra logit, log2 units). An
-  // lse of +inf: the weights left the range of float32.
+  // without visible keys gives 0 and -inf, also with `sink` (an extra logit, log2 units), which its
+  // lse is without being rounded: the caller's to write. An lse of +inf: the weights left the range
+  // of float32.
   template <bool kHasSink>
   __device__ __forceinline__ float finish(int row, float sink, int headroom, float& lse) const {
     float total = quad_sum(sum[row]);

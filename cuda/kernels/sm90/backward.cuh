@@ -8,7 +8,7 @@
 //   flash_backward_prepare   B * N * rows / 64                128    0
 //   flash_backward           min(SMs, B * K * key blocks)     backward::kThreads, kSharedBytes
 //   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128    0
-// Sinks need nothing here: lse contains them.
+// Sinks are in lse: they matter here where a row sees nothing else, see prepare.
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
@@ -24,7 +24,7 @@
 //                             there until the end: kTileQ divides T, 64 the head dim; else 0
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kWindowLeft, kWindowRight, kBottomRight, kSoftcap, kDeterministic
-//   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasDlse
+//   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasDlse
 #pragma once
 
 #include "sm90/backward_finish.cuh"

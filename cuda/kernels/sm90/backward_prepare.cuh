@@ -1,11 +1,13 @@
 // First kernel of the backward pass, one block per 64-row tile of one query head:
-//   lse_log2 = -lse * log2(e)      (-inf on rows that see nothing or lie past the length)
+//   lse_log2 = -lse * log2(e)      (-inf on rows past the length, and where lse is -inf)
 //   minus_delta = dlse - rowsum(out * dout)
+// With sinks a row that sees nothing has the sink as its lse; the main kernel hides its scores. Both
+// numbers are those of a row past the length if out * dout or dlse is not finite there.
 //   dq_sum   = 0 (unless deterministic), and the counters of the main kernel.
 // Rows are padded to whole query blocks, so that the main kernel needs no test on queries.
 #pragma once
 
-#include "sm90/backward_common.cuh"
+#include "sm90/backward_exact.cuh"
 #include "sm90/unaligned.cuh"
 
 namespace backward {
@@ -29,6 +31,16 @@ __device__ __forceinline__ int2 segment_range(const int* ids, int begin, int end
   for (int i = begin + static_cast<int>(threadIdx.x) % 32; i < end; i += 32) range.include(ids[i]);
   range.reduce_warp();
   return {range.low, range.high};
+}
+
+// Does the query see any key? One thread finds out, slowly.
+__device__ __forceinline__ bool sees_any(const BackwardParams& p, int batch, int query) {
+  const Range keys = visible_keys<kWindowLeft, kWindowRight>(visibility(p, batch), query, query);
+#pragma unroll 1
+  for (int key = keys.begin; key < keys.end; ++key) {
+    if (same_segment(p, batch, query, key)) return true;
+  }
+  return false;
 }
 
 __device__ __forceinline__ void prepare(const BackwardParams& p) {
@@ -98,7 +110,10 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
           lse = p.lse[at];
           if (kHasDlse) total -= p.dlse[at];
         }
-        const bool empty = lse == kNegativeInfinity;
+        bool empty = lse == kNegativeInfinity;
+        if constexpr (kHasSinks) {
+          if (!empty && !is_finite(total)) empty = !sees_any(p, batch, row);
+        }
         p.lse_log2[padded + local] = empty ? kNegativeInfinity : -lse * kLog2E;
         p.minus_delta[padded + local] = empty ? 0.f : -total;
       }

@@ -52,9 +52,14 @@ struct Consumer : Warpgroup {
                                                     pieces[4 * g + 2], pieces[4 * g + 3]));
         }
       }
-      if (c == 0) p.lse[lse_index(t, query, head)] = empty ? kNegativeInfinity : lse;
+      if (c == 0) p.lse[lse_index(t, query, head)] = empty ? empty_lse(t, head) : lse;
     }
     return nonfinite;
+  }
+  // Of a row that sees nothing.
+  __device__ __forceinline__ float empty_lse(const TileInfo& t, int head) const {
+    if constexpr (kHasSinks) return p.sinks[t.batch * p.sinks_batch_stride + head];
+    return kNegativeInfinity;
   }
   __device__ __forceinline__ int64 out_index(const TileInfo& t, int query, int head) const {
     const int64 row = static_cast<int64>(t.batch) * p.query_len + query;
@@ -211,7 +216,7 @@ struct Consumer : Warpgroup {
         store_piece<kValueDim>(out, column, make_uint4(0, 0, 0, 0));
       }
       if (lane() % 4 == 0) {
-        p.lse[lse_index(t, query, head)] = kNegativeInfinity;
+        p.lse[lse_index(t, query, head)] = empty_lse(t, head);
       }
     }
   }
