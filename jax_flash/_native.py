@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib
+import logging
 import os
 import re
 from pathlib import Path
@@ -19,6 +20,8 @@ import jax
 import jaxlib.version
 
 from jax_flash._version import __version__
+
+logger = logging.getLogger(__name__)
 
 _REPAIR = "Reinstall it: pip install --force-reinstall --no-deps jax_flash (or '.' in a checkout)."
 
@@ -140,12 +143,25 @@ _cuda_is_configured = False
 
 
 def cache_folder() -> Path | None:
-    """Returns where compiled kernels are kept: JAX_FLASH_CACHE_DIR, where "" means nowhere."""
+    """Returns where compiled kernels are kept; None: nowhere.
+
+    JAX_FLASH_CACHE_DIR names the folder, "" means nowhere. Without it the folder is `jax_flash` in
+    XDG_CACHE_HOME, if that is an absolute path (XDG Base Directory Specification), or in ~/.cache.
+    What cannot be a folder's name means nowhere: of a user without a home, or no UTF-8.
+    """
     chosen = os.environ.get("JAX_FLASH_CACHE_DIR")
-    if chosen is not None:
-        return Path(chosen).expanduser().absolute() if chosen else None
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "jax_flash"
+    if chosen == "":
+        return None
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    default = (base if base.is_absolute() else Path("~/.cache")) / "jax_flash"
+    try:
+        folder = Path(chosen or default).expanduser().absolute()
+        str(folder).encode()
+    except (RuntimeError, OSError, UnicodeEncodeError) as error:
+        if chosen is not None:
+            logger.warning("JAX_FLASH_CACHE_DIR is ignored, no kernel is kept on disk: %s", error)
+        return None
+    return folder
 
 
 def _cuda() -> ModuleType:
@@ -160,7 +176,13 @@ def _cuda() -> ModuleType:
 def _find_nvrtc() -> tuple[str, str]:
     """Finds libnvrtc: returns (its path, ""), or ("", why there is none and what to do)."""
     chosen = os.environ.get("JAX_FLASH_NVRTC")
-    return (chosen, "") if chosen else _find_installed_nvrtc()
+    if not chosen:
+        return _find_installed_nvrtc()
+    try:
+        chosen.encode()
+    except UnicodeEncodeError as error:
+        return "", f"JAX_FLASH_NVRTC is no name of a file: {error}."
+    return chosen, ""
 
 
 @functools.cache
