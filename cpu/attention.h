@@ -69,7 +69,7 @@ struct Inputs {
 struct ForwardCall {
   Inputs in;
   void* out = nullptr;   // [B, T, N, Hv]
-  float* lse = nullptr;  // [B, N, T]
+  float* lse = nullptr;  // [B, N, T]; of a row that sees nothing -inf, or its sink
 };
 
 struct BackwardCall {

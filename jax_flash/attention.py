@@ -40,8 +40,9 @@ def flash_attention(
 ) -> Any:
     """Computes softmax(softcap(scale * query keyᵀ + bias)) value in memory linear in T and S.
 
-    A query with nothing to attend to gives out 0, lse −inf and zero gradients. NaN or inf in
-    positions that a query does not attend to never reaches its result. A NaN that it does attend
+    A query with nothing to attend to, or past its length, gives out 0, lse −inf and zero
+    gradients; with a sink its lse is the sink, with gradient 1 to it. NaN or inf in positions that
+    a query does not attend to never reaches its result. A NaN that it does attend
     to makes its row NaN, one in value that column at least; inf gives what arithmetic with it
     gives, or NaN.
 
@@ -77,7 +78,8 @@ def flash_attention(
       dropout_key: one key, typed or raw. The same key gives the same pattern on every backend and
         sharding. Under shard_map a device counts its own batch rows and heads, so fold in the
         device's index where patterns should differ.
-      return_lse: also return the log-sum-exp of the logits, with a gradient.
+      return_lse: also return the logarithm of the softmax's denominator, sinks included, with a
+        gradient.
       deterministic: gradients that are bit-identical from run to run.
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.

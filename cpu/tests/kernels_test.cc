@@ -328,7 +328,10 @@ Oracle Expect(const Case& c) {
           w[j] = std::exp(x);
           total += w[j];
         }
-        if (seen.empty()) continue;
+        if (seen.empty()) {
+          if (!c.sinks.empty()) o.lse[c.L(b, t, n)] = c.sinks[n];
+          continue;
+        }
         o.lse[c.L(b, t, n)] = std::log(total);
         double delta = c.with_dlse ? -static_cast<double>(c.dlse[c.L(b, t, n)]) : 0;
         const double kept = 1 / (1 - p.dropout_rate);
