@@ -314,6 +314,8 @@ class _Tile:
             logits = jnp.where(visible, logits, 0.0)
             tanh = jnp.tanh(logits / sweep.problem.softcap)
             logits, slope = sweep.problem.softcap * tanh, 1.0 - tanh * tanh
+        if sweep.bias is not None:
+            visible &= logits != -jnp.inf
         return jnp.where(visible, logits, -jnp.inf), slope, visible
 
     def drop(self, weights: jax.Array) -> jax.Array:

@@ -80,6 +80,7 @@ def attention(
         # The slope of tanh at a hidden NaN would be NaN, and so would zero times it.
         logits = jnp.where(visible, logits, 0.0)
         logits = softcap * jnp.tanh(logits / softcap)
+    visible &= logits != -jnp.inf
     logits = jnp.where(visible, logits, -jnp.inf)
 
     largest = jnp.max(logits, axis=-1, initial=-jnp.inf)

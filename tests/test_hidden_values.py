@@ -497,6 +497,91 @@ def test_window_arithmetic_does_not_overflow(window, align, backend):
     compare(case.draw(), case.draw().run(backend))
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bias_of_minus_infinity_is_a_mask(dtype, sinks, backend):
+    """Also a value of NaN behind it, and what the cotangents hold in rows that it hides whole."""
+    case = Case("minus infinity", T=37, S=210, N=4, K=2, bias="bnts", dtype=dtype, sinks=sinks,
+                with_lse=True)  # fmt: skip
+    case = fit(case, backend)
+    if refuses(case, backend):
+        return
+    clean = case.draw()
+    hidden = np.random.default_rng(0).random(clean.arrays["bias"].shape) < 0.4
+    hidden[:, :, :5] = True
+    hidden[:, :, :, 100] = True
+    hidden[0, 0, :, :150] = True
+    by_mask = dataclasses.replace(clean, arrays=clean.arrays | {"mask": ~hidden})
+    want = _by_name(by_mask.run(backend))
+    bias = np.where(hidden, -np.inf, clean.arrays["bias"]).astype(clean.arrays["bias"].dtype)
+    limit = 1e-5 if dtype == "float32" else 1e-2
+    for poison in (0.0, *POISONS):
+        value, dout, dlse = clean.arrays["value"].copy(), clean.dout.copy(), clean.dlse.copy()
+        value[:, 100], dout[:, :5] = poison, poison
+        if not sinks:
+            dlse[:, :5] = poison
+        arrays = clean.arrays | {"bias": bias, "value": value}
+        got = _by_name(dataclasses.replace(clean, arrays=arrays, dout=dout, dlse=dlse).run(backend))
+        assert (got["out"][:, :5] == 0).all()
+        alone = clean.arrays["sinks"] if sinks else -np.inf
+        assert (got["lse"][:, :5] == alone).all()
+        assert (got["dquery"][:, :5] == 0).all()
+        assert (got["dbias"][hidden] == 0).all()
+        for name, expected in want.items():
+            scale = np.abs(expected[np.isfinite(expected)]).max()
+            np.testing.assert_allclose(
+                got[name], expected, rtol=limit, atol=limit * scale, err_msg=f"{poison} in {name}"
+            )
+
+
+def _by_name(results):
+    return {name: x.astype(np.float32) for name, x in results.items()}
+
+
+@pytest.mark.parametrize("function", ["reference", "xla", "cpu"])
+def test_biases_that_are_not_finite_follow_arithmetic(function):
+    """A NaN or +inf that a row sees is its own; a value of NaN behind -inf is nobody's."""
+    q, k, v = (normal(i, (1, 6, 1, 8)) for i in range(3))
+    v = v.at[0, 2, 0, 3].set(jnp.nan)
+    bias = jnp.zeros((1, 1, 6, 6)).at[..., 2].set(-jnp.inf).at[..., 2, 2].set(0.0)
+    bias = bias.at[0, 0, 4, 1].set(jnp.inf).at[0, 0, 5, 1].set(jnp.nan)
+
+    def loss(q, k, bias, wanted):
+        if function == "reference":
+            out = reference.attention(q, k, v, bias=bias)
+        else:
+            out = jax_flash.flash_attention(q, k, v, bias=bias, backend=function)
+        return jnp.sum(jnp.square(out)[:, wanted]), out
+
+    rows = jnp.array([0, 1, 3])
+    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, bias, rows)
+    assert jnp.isfinite(out[0, rows]).all()
+    assert jnp.isnan(out[0, 2, 0, 3])
+    assert jnp.isnan(out[0, 4:]).all()
+    assert jnp.isfinite(gradients[0][0, rows]).all()
+    assert jnp.isfinite(gradients[2][0, 0, rows]).all()
+
+
+def test_bias_of_minus_infinity_has_second_derivatives(host_backend):
+    q, k, v = (normal(i, (1, 7, 2, 8)) for i in range(3))
+    bias = jnp.zeros((1, 2, 7, 7)).at[..., :2, :].set(-jnp.inf).at[..., 5].set(-jnp.inf)
+    mask = bias == 0
+
+    def size(q, k, **options):
+        def loss(q, k, v):
+            out = jax_flash.flash_attention(q, k, v, backend=host_backend, **options)
+            return jnp.sum(jnp.sin(out))
+
+        return sum(jnp.sum(jnp.square(x)) for x in jax.grad(loss, (0, 1, 2))(q, k, v))
+
+    got, want = (
+        jax.grad(lambda q, k, options=options: size(q, k, **options), (0, 1))(q, k)
+        for options in ({"bias": bias}, {"mask": mask})
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 LARGE_BIASES = (-1e4, -1e8, -1e10, -1e30, float(np.finfo(np.float32).min))
 
 
