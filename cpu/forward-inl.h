@@ -100,7 +100,8 @@ class Forward {
     const T* q = static_cast<const T*>(in_.q);
     PackRows<Op, T>([&](int64_t r) { return q + head_.QueryOffset(row_[r], head_dim_); }, rows_,
                     head_dim_, q_);
-    for (int64_t key = lo / 64 * 64; key < hi; key += keys_) {
+    // The same blocks of keys for any rows: no bit depends on how they are shared out.
+    for (int64_t key = lo / keys_ * keys_; key < hi; key += keys_) {
       PackKeys(key, Least(keys_, hi - key));
       for (int64_t r = 0; r < rows_; r += kTileRows) Tile(r, Least(kTileRows, rows_ - r));
     }

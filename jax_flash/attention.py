@@ -46,6 +46,12 @@ def flash_attention(
     to makes its row NaN, one in value that column at least; inf gives what arithmetic with it
     gives, or NaN.
 
+    Products are of query's dtype, summed in float32, in which the softmax is. On "cuda" and "xla"
+    weights and their gradients are rounded to query's dtype before they meet key and value: in
+    float16 those below 3e-8 become 0, unless the loss is scaled. On "cpu" they are not in float16;
+    in bfloat16 they are, where the processor has AVX-512 BF16, whose products also take numbers
+    below 1.2e-38 as 0.
+
     It is differentiable in query, key, value, bias and sinks, in forward and reverse mode, to any
     order; where a derivative is itself differentiated in reverse mode, memory grows with T S.
     Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` spares the
@@ -59,7 +65,8 @@ def flash_attention(
       value: `[*B, S, K, Hv]`, in query's dtype.
       scale: of the dot products; None: 1 / sqrt(H).
       bias: added to the scaled dot products; float, broadcasts to `[*B, N, T, S]`. Its gradient
-        has its own shape.
+        has its own shape. A logit of −inf hides a key's value as mask does, not NaN or inf in the
+        key: a bias of −inf is a mask where these are finite, unless softcap makes it −softcap.
       mask: bool, broadcasts to `[*B, N, T, S]`; True where a query attends to a key.
       is_causal: hide the keys after a query's own position.
       causal_align: which key stands at a query's own position, for is_causal and
@@ -80,7 +87,8 @@ def flash_attention(
         device's index where patterns should differ.
       return_lse: also return the logarithm of the softmax's denominator, sinks included, with a
         gradient.
-      deterministic: gradients that are bit-identical from run to run.
+      deterministic: gradients that are bit-identical from run to run; on "cpu" also with another
+        number of threads, for which a batch of few heads computes its scores once more.
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
 
