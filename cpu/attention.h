@@ -30,8 +30,9 @@ struct Problem {
   int64_t window_left = -1;   // -1: unbounded
   int64_t window_right = -1;  // -1: unbounded; causal is 0
   bool bottom_right = false;
-  float softcap = 0.0f;       // 0: none
-  double dropout_rate = 0.0;  // in [0, 1)
+  float softcap = 0.0f;        // 0: none
+  double dropout_rate = 0.0;   // in [0, 1)
+  bool deterministic = false;  // the same bits with any number of threads
 };
 
 // An array that broadcasts to [B, N, T, S]: strides in elements, 0 along a broadcast axis. `batch`
@@ -69,7 +70,7 @@ struct Inputs {
 struct ForwardCall {
   Inputs in;
   void* out = nullptr;   // [B, T, N, Hv]
-  float* lse = nullptr;  // [B, N, T]
+  float* lse = nullptr;  // [B, N, T]; of a row that sees nothing -inf, or its sink
 };
 
 struct BackwardCall {

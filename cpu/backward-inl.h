@@ -2,8 +2,9 @@
 //
 // A task owns some of the key blocks of a kv head, so dk and dv need no exchange; dq is summed in
 // float32 per task and the tasks of a head are added in a fixed order, so the result does not
-// depend on timing. Where those sums would take too much memory, dq gets a pass of its own over
-// blocks of rows. Dao, "FlashAttention-2", 2023.
+// depend on timing. Where those sums would take too much memory, or the result may not depend on
+// the number of threads, dq gets a pass of its own over blocks of rows. Dao, "FlashAttention-2",
+// 2023.
 
 namespace jax_flash::cpu {
 namespace {
@@ -32,7 +33,11 @@ class Backward {
     const Memory delta(s_.batch * s_.q_heads * s_.q_len * 4);
     delta_ = delta.get<float>();
     if (!delta_) return false;
-    Deltas();
+    if (sizeof(T) == 2 && call_.dbias) {
+      DeltasOfWeights();
+    } else {
+      Deltas();
+    }
 
     const int64_t blocks = (s_.kv_len + keys_ - 1) / keys_;
     int64_t parts = 1;  // tasks per head
@@ -40,7 +45,7 @@ class Backward {
     while (parts < most && !Balanced(heads_ * parts)) ++parts;
     const int64_t sums = rows_ * head_ld_ * 4;
     const int64_t budget = Most(int64_t{64} << 20, heads_ * sums);
-    if (parts > 1 && heads_ * parts * sums > budget) {
+    if (parts > 1 && (call_.in.problem.deterministic || heads_ * parts * sums > budget)) {
       KeyTasks(blocks, nullptr);
       QueryTasks();
     } else if (parts > 1) {
@@ -75,6 +80,30 @@ class Backward {
                     LoadPartial(dout + row + d, s_.value_dim - d), sum);
         }
         delta_[at] = ReduceAdd(sum) - (call_.dlse ? call_.dlse[at] : 0.0f);
+      }
+    });
+  }
+
+  // The same as the sum of p * dout v^T over the keys, in float32: two products more, without the
+  // rounding of `out` to 16 bits, which a peaked softmax's gradient of the bias would show.
+  void DeltasOfWeights() {
+    Clear(delta_, s_.batch * s_.q_heads * s_.q_len);
+    ForRowBlocks([&](const Head& head, int64_t first, int64_t count) {
+      float sums[Step::kMostRows] = {};
+      Row rows[Step::kMostRows];
+      Rows(head, rows, first, count);
+      WalkRows(head, rows, count, false, [&](Step& step) {
+        step.VisitWeightGradients([&](int64_t r, const Span& span, const float* products) {
+          F sum = Zero();
+          for (int64_t j = span.begin; j < span.end; j += kLanes) {
+            sum = Add(sum, Load(products + j));
+          }
+          sums[r] += ReduceAdd(sum);
+        });
+      });
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t at = head.LseOffset(rows[r]);
+        delta_[at] = sums[r] - (call_.dlse ? call_.dlse[at] : 0.0f);
       }
     });
   }
@@ -172,31 +201,46 @@ class Backward {
   }
 
   void QueryTasks() {
-    const int64_t blocks = (rows_ + Step::kMostRows - 1) / Step::kMostRows;
-    ForEach(workers_, heads_ * blocks, [&](int64_t i) {
-      const Head head = HeadAt(i % heads_);
-      const int64_t first = (blocks - 1 - i / heads_) * Step::kMostRows;
-      const int64_t count = Least(Step::kMostRows, rows_ - first);
+    ForRowBlocks([&](const Head& head, int64_t first, int64_t count) {
       const Memory dq(count * head_ld_ * 4);
-      Row rows[Step::kMostRows];
-      Step step(call_, head, delta_);
-      if (!dq.get<float>() || !step.Allocate()) return Fail();
+      if (!dq.get<float>()) return Fail();
       Clear(dq.get<float>(), count * head_ld_);
+      Row rows[Step::kMostRows];
       Rows(head, rows, first, count);
-      int64_t lo = s_.kv_len, hi = 0;
-      for (int64_t r = 0; r < count; ++r) {
-        if (rows[r].lo >= rows[r].hi) continue;
-        lo = Least(lo, rows[r].lo);
-        hi = Most(hi, rows[r].hi);
-      }
-      for (int64_t key = lo / 64 * 64; key < hi; key += keys_) {
-        step.SetKeys(key, Least(keys_, s_.kv_len - key), true);
-        if (!step.SetRows(rows, count)) continue;
+      WalkRows(head, rows, count, true, [&](Step& step) {
         step.Weights();
         step.AddToQuery(dq.get<float>());
-      }
+      });
       StoreQuery(head, first, count, dq.get<float>());
     });
+  }
+
+  // Tasks visit(head, first, count), one for every block of rows.
+  template <class Visit>
+  void ForRowBlocks(Visit visit) {
+    const int64_t blocks = (rows_ + Step::kMostRows - 1) / Step::kMostRows;
+    ForEach(workers_, heads_ * blocks, [&](int64_t i) {
+      const int64_t first = (blocks - 1 - i / heads_) * Step::kMostRows;
+      visit(HeadAt(i % heads_), first, Least(Step::kMostRows, rows_ - first));
+    });
+  }
+
+  // Calls visit(step) with rows of a head against every block of keys that they see.
+  template <class Visit>
+  void WalkRows(const Head& head, const Row* rows, int64_t count, bool for_query, Visit visit) {
+    Step step(call_, head, delta_);
+    if (!step.Allocate()) return Fail();
+    int64_t lo = s_.kv_len, hi = 0;
+    for (int64_t r = 0; r < count; ++r) {
+      if (rows[r].lo >= rows[r].hi) continue;
+      lo = Least(lo, rows[r].lo);
+      hi = Most(hi, rows[r].hi);
+    }
+    // From where a walk over all keys has its blocks: so dq has the same bits as in HeadTasks.
+    for (int64_t key = lo / keys_ * keys_; key < hi; key += keys_) {
+      step.SetKeys(key, Least(keys_, s_.kv_len - key), for_query);
+      if (step.SetRows(rows, count)) visit(step);
+    }
   }
 
   // The gradient of the bias is ds summed over the axes along which the bias broadcasts. It gets a

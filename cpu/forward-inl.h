@@ -100,7 +100,8 @@ class Forward {
     const T* q = static_cast<const T*>(in_.q);
     PackRows<Op, T>([&](int64_t r) { return q + head_.QueryOffset(row_[r], head_dim_); }, rows_,
                     head_dim_, q_);
-    for (int64_t key = lo / 64 * 64; key < hi; key += keys_) {
+    // The same blocks of keys for any rows: no bit depends on how they are shared out.
+    for (int64_t key = lo / keys_ * keys_; key < hi; key += keys_) {
       PackKeys(key, Least(keys_, hi - key));
       for (int64_t r = 0; r < rows_; r += kTileRows) Tile(r, Least(kTileRows, rows_ - r));
     }
@@ -215,20 +216,25 @@ class Forward {
     return sum;
   }
 
+  // One more logit of the row; -inf where there is none.
+  float Sink(const Row& row) const {
+    if (!in_.sinks.data) return -kInfinity;
+    return static_cast<const float*>(in_.sinks.data)[in_.sinks.Offset(head_.b, row.n, 0)];
+  }
+
   void Finish(int64_t r) {
     float sum = ReduceAdd(Load(sum_ + r * kLanes));
     float most = max_[r] * scoring_.to_logit;
     float weight = 1.0f;
     const bool seen = most > -kInfinity || sum != 0.0f;  // nan counts as seen
-    if (seen && in_.sinks.data) {
-      const float sink =
-          static_cast<const float*>(in_.sinks.data)[in_.sinks.Offset(head_.b, row_[r].n, 0)];
+    const float sink = Sink(row_[r]);
+    if (seen && sink != -kInfinity) {
       const float joint = sink > most ? sink : most;
       weight = expf(most - joint);
       sum = sum * weight + expf(sink - joint);
       most = joint;
     }
-    call_.lse[head_.LseOffset(row_[r])] = seen ? most + logf(sum) : -kInfinity;
+    call_.lse[head_.LseOffset(row_[r])] = seen ? most + logf(sum) : sink;
     const F factor = Set1(seen ? weight / sum : 0.0f);
     T* out = static_cast<T*>(call_.out) + head_.QueryOffset(row_[r], value_dim_);
     for (int64_t d = 0; d < value_dim_; d += kLanes) {

@@ -4,14 +4,11 @@
 #include "cpu/handlers.h"
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <memory>
-#include <mutex>
 #include <vector>
 
 #include "cpu/attention.h"
+#include "cpu/pool_workers.h"
 #include "ffi/operands.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -19,56 +16,6 @@ namespace jax_flash::cpu {
 namespace {
 
 namespace ffi = xla::ffi;
-
-// The caller and helpers on XLA's pool draw from one counter. The caller waits only for helpers
-// that have drawn a task, so a pool that never gets to the others cannot hold it up.
-class PoolWorkers : public Workers {
- public:
-  explicit PoolWorkers(ffi::ThreadPool pool) : pool_(pool), count_(pool.num_threads()) {}
-
-  int64_t count() const override { return std::max<int64_t>(1, count_); }
-
-  void Run(int64_t tasks, void (*body)(void*, int64_t), void* context) override {
-    const int64_t helpers = std::min(count(), tasks) - 1;
-    if (helpers <= 0) {
-      for (int64_t i = 0; i < tasks; ++i) body(context, i);
-      return;
-    }
-    auto loop = std::make_shared<Loop>();  // outlives this call in helpers that start late
-    loop->tasks = tasks;
-    loop->body = body;
-    loop->context = context;
-    for (int64_t i = 0; i < helpers; ++i) {
-      pool_.Schedule([loop] { loop->Drain(); });
-    }
-    loop->Drain();
-    std::unique_lock<std::mutex> lock(loop->mutex);
-    loop->all_done.wait(lock, [&] { return loop->done == tasks; });
-  }
-
- private:
-  struct Loop {
-    int64_t tasks;
-    void (*body)(void*, int64_t);
-    void* context;
-    std::atomic<int64_t> next{0};
-    std::mutex mutex;
-    std::condition_variable all_done;
-    int64_t done = 0;
-
-    void Drain() {
-      int64_t mine = 0;
-      for (int64_t i = next++; i < tasks; i = next++, ++mine) body(context, i);
-      if (mine == 0) return;
-      std::lock_guard<std::mutex> lock(mutex);
-      done += mine;
-      if (done == tasks) all_done.notify_one();
-    }
-  };
-
-  ffi::ThreadPool pool_;
-  int64_t count_;
-};
 
 DType TypeOf(ffi::DataType dtype) {
   return dtype == ffi::BF16  ? DType::kBFloat16
@@ -88,6 +35,7 @@ class BoundInputs {
     p.bottom_right = attributes.bottom_right;
     p.softcap = static_cast<float>(attributes.softcap);
     p.dropout_rate = attributes.dropout_rate;
+    p.deterministic = attributes.deterministic;
     const Sizes& s = operands.sizes;
     inputs_.shapes = {s.batch, s.q_len, s.kv_len, s.q_heads, s.kv_heads, s.head_dim, s.value_dim};
     inputs_.q = operands.q;
@@ -157,7 +105,7 @@ ffi::Error ForwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Re
   }
   const BoundInputs inputs(operands, attributes);
   const ForwardCall call{inputs.get(), operands.out, operands.lse};
-  PoolWorkers workers(pool);
+  PoolWorkers<ffi::ThreadPool> workers(pool, pool.num_threads());
   return BestKernels().forward(call, workers) ? ffi::Error::Success() : OutOfMemory();
 }
 
@@ -183,7 +131,7 @@ ffi::Error BackwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
   call.dk = operands.dk;
   call.dv = operands.dv;
   if (operands.dbias) call.dbias = operands.dbias->untyped_data();
-  PoolWorkers workers(pool);
+  PoolWorkers<ffi::ThreadPool> workers(pool, pool.num_threads());
   return BestKernels().backward(call, workers) ? ffi::Error::Success() : OutOfMemory();
 }
 

@@ -100,6 +100,7 @@ class Pairing {
         in_(call.in),
         head_(head),
         scoring_(call.in),
+        capped_(call.in.problem.softcap > 0.0f),
         delta_(delta),
         head_dim_(in_.shapes.head_dim),
         value_dim_(in_.shapes.value_dim),
@@ -286,6 +287,14 @@ class Pairing {
     }
   }
 
+  // The same with p * dout v^T, whose sum over a row is delta: where that is 0 so far.
+  template <class Visit>
+  void VisitWeightGradients(Visit visit) {
+    capped_ = false;
+    VisitScoreGradients(visit);
+    capped_ = in_.problem.softcap > 0.0f;
+  }
+
  private:
   bool AnySees(const Row* rows, int64_t count) const {
     bool any = false;
@@ -335,8 +344,9 @@ class Pairing {
   // In: scores q k^T and dout v^T. Out: p (after dropout) and ds.
   void RowWeights(int64_t r, const Span& span, float* p, float* ds) {
     const Row& row = rows_[r];
-    const bool capped = in_.problem.softcap > 0.0f;
+    const bool capped = capped_;
     const bool dropout = in_.dropout_state != nullptr;
+    const bool hides = span.partial || in_.bias.data;  // a bias of -inf does too
     if (scoring_.modified) ModifyScores(head_, row, block_, span, p, slope_);
     if (span.partial) HideScores(head_, row, block_, span, p);
     if (dropout) DropoutFactors(head_, row, block_, span, keep_);
@@ -357,7 +367,7 @@ class Pairing {
         dweight = Mul(dweight, keep);
       }
       F dscore = Mul(slope, Sub(dweight, delta));
-      if (span.partial) {
+      if (hides) {
         // Also where lse or dout v^T is not a number.
         const M out = EqualTo(score, hidden);
         weight = Select(out, Zero(), weight);
@@ -381,6 +391,7 @@ class Pairing {
   const Inputs& in_;
   const Head head_;
   const Scoring scoring_;
+  bool capped_;
   const float* delta_;
   const int64_t head_dim_, value_dim_, head_ld_, value_ld_, keys_, score_ld_;
   KeyBlock block_{};

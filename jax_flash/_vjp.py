@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AxisType, auto_axes, use_abstract_mesh
 
-from jax_flash import _backends
+from jax_flash import _backends, blockwise
 from jax_flash._primitives import (
     Backward,
     Forward,
@@ -60,8 +60,17 @@ def _nothing(call: Forward, operands) -> tuple[jax.Array, jax.Array]:
     """Computes the results where no query has a key, sharded as those of a call with keys."""
     avals = call.result_avals(dict(zip(call.operands, map(jax.typeof, operands), strict=True)))
     out, lse = (jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding) for x in avals)
+    sinks = call.problem.name_terms(operands[3:]).get("sinks")
     with jax.debug_infs(False):
-        return out, lse - jnp.inf
+        if sinks is None:
+            return out, lse - jnp.inf
+        sharding = avals[1].sharding
+        spread = _with_auto_axes(_spread_sinks, sharding.mesh, sharding.spec)
+        return out, spread(lse, sinks)
+
+
+def _spread_sinks(lse, sinks) -> jax.Array:
+    return lse + sinks[..., None]
 
 
 def _forward_jvp(primals, tangents, *, call: Forward):
@@ -173,14 +182,11 @@ def _tangent_transpose(cotangents, *operands, call: Forward, active: tuple[str, 
 
 def _sinks_gradient(sinks, out, lse, dout, dlse) -> jax.Array:
     """Computes the gradient of sinks `[*B or 1, N]`: -sum over T of its weight times delta."""
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    delta = jnp.swapaxes(delta, -1, -2)  # [*B, N, T]
-    if dlse is not None:
-        delta = delta - dlse
+    delta = blockwise.row_delta(out, lse, dout, dlse, sinks)  # [*B, N, T]
+    # An lse of -inf: the sink is -inf too, and the row sees nothing.
     empty = lse == -jnp.inf
-    # Empty rows, and sinks of -inf there, meet no infinity: their weight does not count.
-    weight = jnp.exp(jnp.where(empty, 0.0, sinks[..., None]) - jnp.where(empty, 0.0, lse))
-    gradient = -jnp.sum(jnp.where(empty, 0.0, weight * delta), axis=-1)
+    weight = jnp.exp(jnp.where(empty, -jnp.inf, sinks[..., None] - jnp.where(empty, 0.0, lse)))
+    gradient = -jnp.sum(weight * delta, axis=-1)
     shared = [axis for axis, size in enumerate(sinks.shape[:-1]) if size == 1]
     return jnp.sum(gradient, axis=shared, keepdims=True)
 

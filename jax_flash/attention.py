@@ -40,10 +40,17 @@ def flash_attention(
 ) -> Any:
     """Computes softmax(softcap(scale * query keyᵀ + bias)) value in memory linear in T and S.
 
-    A query with nothing to attend to gives out 0, lse −inf and zero gradients. NaN or inf in
-    positions that a query does not attend to never reaches its result. A NaN that it does attend
+    A query with nothing to attend to, or past its length, gives out 0, lse −inf and zero
+    gradients; with a sink its lse is the sink, with gradient 1 to it. NaN or inf in positions that
+    a query does not attend to never reaches its result. A NaN that it does attend
     to makes its row NaN, one in value that column at least; inf gives what arithmetic with it
     gives, or NaN.
+
+    Products are of query's dtype, summed in float32, in which the softmax is. On "cuda" and "xla"
+    weights and their gradients are rounded to query's dtype before they meet key and value: in
+    float16 those below 3e-8 become 0, unless the loss is scaled. On "cpu" they are not in float16;
+    in bfloat16 they are, where the processor has AVX-512 BF16, whose products also take numbers
+    below 1.2e-38 as 0.
 
     It is differentiable in query, key, value, bias and sinks, in forward and reverse mode, to any
     order; where a derivative is itself differentiated in reverse mode, memory grows with T S.
@@ -58,7 +65,8 @@ def flash_attention(
       value: `[*B, S, K, Hv]`, in query's dtype.
       scale: of the dot products; None: 1 / sqrt(H).
       bias: added to the scaled dot products; float, broadcasts to `[*B, N, T, S]`. Its gradient
-        has its own shape.
+        has its own shape. A logit of −inf hides a key's value as mask does, not NaN or inf in the
+        key: a bias of −inf is a mask where these are finite, unless softcap makes it −softcap.
       mask: bool, broadcasts to `[*B, N, T, S]`; True where a query attends to a key.
       is_causal: hide the keys after a query's own position.
       causal_align: which key stands at a query's own position, for is_causal and
@@ -77,8 +85,10 @@ def flash_attention(
       dropout_key: one key, typed or raw. The same key gives the same pattern on every backend and
         sharding. Under shard_map a device counts its own batch rows and heads, so fold in the
         device's index where patterns should differ.
-      return_lse: also return the log-sum-exp of the logits, with a gradient.
-      deterministic: gradients that are bit-identical from run to run.
+      return_lse: also return the logarithm of the softmax's denominator, sinks included, with a
+        gradient.
+      deterministic: gradients that are bit-identical from run to run; on "cpu" also with another
+        number of threads, for which a batch of few heads computes its scores once more.
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
 

@@ -68,14 +68,14 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
 
     (largest, total, weighted), _ = lax.scan(step, vary_over(state, operands), sweep.starts)
 
-    empty = largest == -jnp.inf
     if sweep.sinks is not None:
         joined = jnp.maximum(largest, lax.stop_gradient(sweep.sinks))
-        shift = jnp.where(empty, 0.0, joined)
+        shift = jnp.where(joined == -jnp.inf, 0.0, joined)
         rescale = jnp.exp(largest - shift)
         total = rescale * total + jnp.exp(sweep.sinks - shift)
         weighted = rescale[..., None] * weighted
         largest = joined
+    empty = largest == -jnp.inf
     total = jnp.where(empty, 1.0, total)
     out = weighted / total[..., None]
     lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
@@ -99,12 +99,8 @@ def backward(
     q, k, v, out, lse, dout, *rest = operands
     dlse = rest.pop(0) if with_dlse else None
     sweep = _Sweep.of(problem, q, k, v, *rest)
-    delta = jnp.einsum("...tnh,...tnh->...nt", out, dout, preferred_element_type=jnp.float32)
-    if dlse is not None:
-        delta = delta - dlse
-    empty = lse == -jnp.inf
-    delta = jnp.where(empty, 0.0, delta)  # whatever dout holds in padding
-    lse = jnp.where(empty, jnp.inf, lse)  # makes the weights exp(logits - lse) of these rows 0
+    delta = row_delta(out, lse, dout, dlse, problem.name_terms(rest).get("sinks"))
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # makes exp(logits - lse) of these rows 0
     lse, delta = (x.reshape(sweep.row_shape) for x in (lse, delta))
     dout = sweep.split_query_heads(dout)
     bias = sweep.bias if with_dbias else None
@@ -150,6 +146,29 @@ def backward(
         own = problem.name_terms(rest)["bias"]
         gradients.append(dbias.reshape(own.shape).astype(own.dtype))
     return tuple(gradients)
+
+
+def row_delta(out, lse, dout, dlse, sinks) -> jax.Array:
+    """Computes what every weight of a row has in its gradient: rowsum(out * dout) - dlse.
+
+    Arguments:
+      out, dout: `[*B, T, N, Hv]`.
+      lse: float32 `[*B, N, T]`.
+      dlse: float32 `[*B, N, T]` or None, which is zero.
+      sinks: float32 `[*B, N]`, any of *B 1, or None.
+
+    Returns: float32 `[*B, N, T]`. Whatever dout holds in a row that sees no key, it is -dlse there
+    where lse is the sink, and 0 where it is -inf.
+    """
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = jnp.swapaxes(delta, -1, -2)
+    nothing = -jnp.inf if sinks is None else sinks[..., None]
+    # A row may also see keys of no weight beside its sink; it counts in full unless out is 0.
+    unseen = (lse == nothing) & jnp.swapaxes(jnp.all(out == 0, axis=-1), -1, -2)
+    delta = jnp.where(unseen, 0.0, delta)
+    if dlse is not None:
+        delta = delta - dlse
+    return jnp.where(lse == -jnp.inf, 0.0, delta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +314,8 @@ class _Tile:
             logits = jnp.where(visible, logits, 0.0)
             tanh = jnp.tanh(logits / sweep.problem.softcap)
             logits, slope = sweep.problem.softcap * tanh, 1.0 - tanh * tanh
+        if sweep.bias is not None:
+            visible &= logits != -jnp.inf
         return jnp.where(visible, logits, -jnp.inf), slope, visible
 
     def drop(self, weights: jax.Array) -> jax.Array:

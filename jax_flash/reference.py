@@ -80,13 +80,14 @@ def attention(
         # The slope of tanh at a hidden NaN would be NaN, and so would zero times it.
         logits = jnp.where(visible, logits, 0.0)
         logits = softcap * jnp.tanh(logits / softcap)
+    visible &= logits != -jnp.inf
     logits = jnp.where(visible, logits, -jnp.inf)
 
     largest = jnp.max(logits, axis=-1, initial=-jnp.inf)
-    empty = largest == -jnp.inf
     if sinks is not None:
         sinks = jnp.asarray(sinks, dtype)[:, None]
         largest = jnp.maximum(largest, sinks)
+    empty = largest == -jnp.inf
     largest = jax.lax.stop_gradient(jnp.where(empty, 0.0, largest))
     weights = jnp.exp(logits - largest[..., None])
     total = jnp.sum(weights, axis=-1)
@@ -102,6 +103,9 @@ def attention(
         weights = jnp.where(keep, weights / (1.0 - dropout_rate), 0.0)
     weights = weights + jnp.where(visible, v_bad[..., None, :], 0.0)
     out = jnp.einsum("...nts,...snh->...tnh", weights, v, precision="highest")
+    # No step above differentiates a row that sees nothing: its cotangent may be anything.
+    sees = jnp.swapaxes(jnp.any(visible, axis=-1), -1, -2)[..., None]
+    out = jnp.where(sees, out, 0.0)
     return (out, jnp.swapaxes(lse, -1, -2)) if return_lse else out
 
 

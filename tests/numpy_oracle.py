@@ -131,9 +131,11 @@ def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, rate, round_, 
         tanh = np.tanh(scores / softcap)
         scores, slope = round_(softcap * tanh), 1 - tanh * tanh
     scores = np.where(seen, scores, -np.inf)
-    # A bias of -inf hides a key as a mask does.
-    alive = (scores > -np.inf).any(1)
-    top = np.where(alive, scores.max(1, initial=-np.inf), 0)
+    # A logit of -inf hides a key as a mask does.
+    hidden = scores == -np.inf
+    alive = ~hidden.all(1)
+    v = np.where((~hidden & keep).any(0)[:, None], v, 0)
+    top = np.where(alive, scores.max(1, initial=-np.inf), 0 if sink is None else sink)
     if sink is not None:
         top = np.maximum(top, sink)
     e = np.exp(scores - top[:, None])
@@ -142,7 +144,8 @@ def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, rate, round_, 
         total = total + np.exp(sink - top)
     safe_total = np.where(alive, total, 1)
     p = round_(np.where(alive[:, None], e / safe_total[:, None], 0))
-    lse = np.where(alive, top + np.log(safe_total), -np.inf)
+    # The softmax's denominator of a row that sees nothing is its sink's part, else 0.
+    lse = np.where(alive, top + np.log(safe_total), -np.inf if sink is None else sink)
     factor = keep / (1 - round(rate * 2**15) / 2**15)
     p_dropped = round_(p * factor)
     out = round_(p_dropped @ v)
@@ -152,10 +155,10 @@ def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, rate, round_, 
     dv = round_(p_dropped.T @ dout)
     dp = round_(round_(dout @ v.T) * factor)
     # Equal to (p * dp).sum(1), but from the rounded output, which is what FlashAttention keeps.
-    dtotal = (out * dout).sum(1) - np.where(alive, 0 if dlse is None else dlse, 0)
+    dtotal = (out * dout).sum(1) - np.where(lse > -np.inf, 0 if dlse is None else dlse, 0)
     dsink, magnitudes = None, {}
     if sink is not None:
-        terms = np.where(alive, np.exp(sink - np.where(alive, lse, 0)), 0) * dtotal
+        terms = np.exp(sink - lse) * dtotal
         dsink = -terms.sum()
         magnitudes["dsinks"] = np.abs(terms).sum()
     apart = p * (np.abs(dp) + np.abs(dtotal)[:, None])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _native
+from jax_flash import _native, reference
 
 pytestmark = pytest.mark.skipif(
     _native.available("cpu") is not None, reason="the native module is missing"
@@ -121,6 +121,80 @@ def test_calls_from_many_threads_at_once():
     with ThreadPoolExecutor(8) as pool:
         for got in pool.map(lambda _: jax.tree.map(np.asarray, step(q)), range(64)):
             assert all(map(np.array_equal, got, expected))
+
+
+THREADS = """
+import hashlib
+import jax, jax.numpy as jnp
+import jax_flash
+
+def step(q, k, v, bias, **options):
+    def call(*x):
+        return jax_flash.flash_attention(
+            *x[:3], bias=x[3], return_lse=True, deterministic=True, backend="cpu", **options)
+    result, pull = jax.vjp(call, q, k, v, bias)
+    return result, pull(jax.tree.map(jnp.sin, result))
+
+for batch, heads, kv_heads, window in [(1, 1, 1, None), (2, 3, 3, (100, 0)), (1, 4, 2, (300, 50))]:
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (batch, 1000, n, 40))
+        for i, n in enumerate((heads, kv_heads, kv_heads))
+    )
+    bias = jax.random.normal(jax.random.key(3), (heads, 1, 1000))
+    for dtype in ("float32", "bfloat16"):
+        results = jax.jit(lambda *x: step(*x, local_window_size=window))(
+            *(x.astype(dtype) for x in (q, k, v)), bias)
+        text = b"".join(x.tobytes() for x in map(jax.device_get, jax.tree.leaves(results)))
+        print(hashlib.sha256(text).hexdigest())
+"""
+
+
+def test_deterministic_gradients_do_not_depend_on_the_number_of_threads(tmp_path):
+    package = Path(jax_flash.__file__).parent.parent
+    seen = set()
+    for threads in (1, 3, 8):  # of XLA's pool, by the variable that it reads
+        environment = dict(os.environ, PYTHONPATH=str(package), JAX_PLATFORMS="cpu", XLA_FLAGS="")
+        done = subprocess.run(
+            [sys.executable, "-c", THREADS],
+            cwd=tmp_path,
+            env=environment | {"NPROC": str(threads)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        seen.add(done.stdout)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradient_of_the_bias_at_a_peaked_softmax(dtype):
+    # From the output, rounded to 16 bits, delta would be off by 1e-2 in bfloat16.
+    q, k, v, dout = (draw((1, 64, 2, 64), dtype, seed) for seed in range(4))
+    bias = 20 * draw((1, 2, 64, 64), seed=4)
+
+    def exact(bias):
+        wide = (x.astype(jnp.float32) for x in (q, k, v))
+        out = reference.attention(*wide, bias=bias, softcap=30.0)
+        return jnp.sum(out * dout.astype(jnp.float32))
+
+    def ours(bias):
+        out = attend(q, k, v, bias=bias, softcap=30.0)
+        return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32))
+
+    want, got = jax.grad(exact)(bias), jax.grad(ours)(bias)
+    assert jnp.abs(want).max() > 0.1
+    assert jnp.abs(got - want).max() < 1e-3
+
+
+def test_float16_gradients_beyond_its_weights_range():
+    """The "cpu" kernels keep float16's weights in float32: none is lost below 6e-8."""
+    q, k = (jnp.zeros((1, n, 1, 16), "float16") for n in (1, 3))
+    v = draw((1, 3, 1, 16), "float16", 0)
+    bias = jnp.array([0.0, -18.0, -18.0])
+    dv = jax.grad(lambda v: attend(q, k, v, bias=bias).astype(jnp.float32).sum() * 2.0**14)(v)
+    np.testing.assert_allclose(dv[0, 1:], np.exp(-18.0) * 2.0**14, rtol=1e-3)
 
 
 MEMORY = """

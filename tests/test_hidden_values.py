@@ -39,6 +39,18 @@ HIDING = (
     Case("bias", T=60, S=70, bias="bnts", kv_lengths=(70, 33), q_lengths=(20, 60)),
     Case("bias softcap sinks", T=60, S=70, bias="1nts", mask="b11s", mask_density=0.4,
          softcap=3.0, sinks=True, with_lse=True),
+    Case("sinks lengths", T=70, S=90, q_lengths=(64, 13), kv_lengths=(0, 90), sinks=True,
+         with_lse=True),
+    Case("sinks segments", T=190, S=170, segments="shuffled", kv_lengths=(3, 33), sinks=True,
+         with_lse=True),
+    Case("sinks segments apart", T=60, S=70, segments="apart", sinks=True),
+    Case("sinks mask", T=90, S=80, mask="bnts", mask_density=0.01, sinks=True, with_lse=True),
+    Case("bfloat16 sinks window", T=190, S=30, H=128, window=(9, 2), sinks=True, with_lse=True,
+         dtype="bfloat16"),
+    Case("bfloat16 sinks segments apart", T=190, S=170, H=64, N=4, K=2, segments="apart",
+         sinks=True, with_lse=True, dtype="bfloat16"),
+    Case("bfloat16 sinks segments wide", T=190, S=170, H=256, segments="shuffled",
+         kv_lengths=(3, 33), sinks=True, with_lse=True, deterministic=True, dtype="bfloat16"),
     Case("dropout", T=60, S=70, dropout=0.3, kv_lengths=(70, 33), q_lengths=(20, 60)),
     Case("gqa", T=60, S=140, N=4, K=2, causal=True, kv_lengths=(80, 33), with_lse=True),
     Case("bfloat16", T=70, S=90, H=64, q_lengths=(64, 13), kv_lengths=(29, 90), dtype="bfloat16",
@@ -75,7 +87,7 @@ def poisoned(arguments: Arguments, poison: float) -> Arguments:
         bias[~kept.reshape(bias.shape)] = poison
     dout, dlse = arguments.dout.copy(), arguments.dlse
     dout[~rows_seen] = poison
-    if dlse is not None:
+    if dlse is not None and not case.sinks:  # there lse is a function of the sink
         dlse = dlse.copy()
         dlse[~rows_seen] = poison
     return dataclasses.replace(arguments, arrays=arrays, dout=dout, dlse=dlse)
@@ -220,6 +232,95 @@ def test_hidden_rows_are_exactly_zero(backend):
     assert (got["out"][empty] == 0).all()
     assert np.isneginf(got["lse"][empty]).all()
     assert (got["dquery"][empty] == 0).all()
+
+
+SINK_ALONE = (
+    Case("lengths", T=70, S=90, q_lengths=(64, 13), kv_lengths=(0, 60), causal=True,
+         align=BOTTOM_RIGHT, sinks=True, with_lse=True),
+    Case("segments", T=70, S=90, segments="shuffled", kv_lengths=(1, 2), sinks=True, with_lse=True),
+    Case("mask", T=70, S=90, mask="bnts", mask_density=0.01, sinks=True, with_lse=True),
+    Case("deterministic", T=70, S=90, H=256, segments="shuffled", kv_lengths=(1, 2), sinks=True,
+         with_lse=True, deterministic=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SINK_ALONE, ids=lambda case: case.name)
+def test_rows_that_see_a_sink_alone(case, backend):
+    """lse is the sink to the bit and has the gradient 1 to it; nothing else is touched."""
+    case = fit(case, backend)
+    if refuses(case, backend):
+        return
+    clean = case.draw()
+    clean.arrays["sinks"] = np.array([-1.3, 88.1], np.float32)
+    alone = ~clean.truth(gradients=False).seen.any(-1).swapaxes(1, 2)  # [B, T, N]
+    assert 0.1 < alone.mean() < 1
+    only_there = dataclasses.replace(
+        clean,
+        dout=np.where(alone[..., None], clean.dout, 0).astype(clean.dout.dtype),
+        dlse=np.where(alone, clean.dlse, 0).astype(np.float32),
+    )
+    got = only_there.run(backend)
+    assert (got["out"][alone] == 0).all()
+    sinks = np.broadcast_to(clean.arrays["sinks"], alone.shape)
+    np.testing.assert_array_equal(got["lse"][alone], sinks[alone])
+    want = only_there.dlse.astype(np.float64).sum((0, 1))
+    np.testing.assert_allclose(got["dsinks"], want, rtol=1e-5, atol=1e-5)
+    for name in ("dquery", "dkey", "dvalue"):
+        assert (got[name] == 0).all(), name
+
+    before = clean.run(backend)
+    for poison in POISONS:  # which reaches the sink by dlse, and nothing else
+        dirty = dataclasses.replace(
+            clean,
+            dout=np.where(alone[..., None], poison, clean.dout).astype(clean.dout.dtype),
+            dlse=np.where(alone, poison, clean.dlse).astype(np.float32),
+        )
+        after = dirty.run(backend)
+        assert not np.isfinite(after["dsinks"]).any()
+        limit = 2e-2 if backend == "cuda" else 0.0  # there such rows are computed again
+        for name in ("out", "lse", "dquery", "dkey", "dvalue"):
+            np.testing.assert_allclose(
+                after[name].astype(np.float32), before[name].astype(np.float32),
+                rtol=limit, atol=limit, err_msg=f"{poison} in {name}",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", [0, 3])
+def test_partial_results_merge_with_a_sink(keys, backend):
+    """Softmax over two sets of keys, by out and lse of each: also where one set is empty."""
+    dtype = widest_dtype(backend)
+    q, k, v = (normal(i, (1, 5, 2, 16)).astype(dtype) for i in range(3))
+    sinks = jnp.array([0.3, -2.0])
+
+    def merged(sinks, k):
+        call = functools.partial(
+            jax_flash.flash_attention, return_lse=True, backend=backend if keys else None
+        )
+        out, lse = call(q, k[:, :keys], v[:, :keys], sinks=sinks)
+        other, other_lse = jax_flash.flash_attention(
+            q, k[:, keys:], v[:, keys:], return_lse=True, backend=backend
+        )
+        total = jnp.logaddexp(lse, other_lse)
+        out = out * jnp.exp(lse - total)[..., None] + other * jnp.exp(other_lse - total)[..., None]
+        return jnp.sum(jnp.sin(out)) + jnp.sum(total), out
+
+    def whole(sinks, k):
+        out, lse = jax_flash.flash_attention(q, k, v, sinks=sinks, return_lse=True, backend=backend)
+        out = out.astype(jnp.float32)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(lse), out
+
+    limit = 1e-5 if dtype == "float32" else 3e-2
+    got, want = (
+        jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(sinks, k) for f in (merged, whole)
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=limit, atol=limit
+        )
+
+
+def normal(seed, shape):
+    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def test_no_leak_between_packed_documents(backend):
@@ -394,6 +495,91 @@ def test_window_arithmetic_does_not_overflow(window, align, backend):
     case = Case("wide", T=130, S=70, N=1, window=window, align=align, with_lse=True,
                 dtype=widest_dtype(backend))  # fmt: skip
     compare(case.draw(), case.draw().run(backend))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bias_of_minus_infinity_is_a_mask(dtype, sinks, backend):
+    """Also a value of NaN behind it, and what the cotangents hold in rows that it hides whole."""
+    case = Case("minus infinity", T=37, S=210, N=4, K=2, bias="bnts", dtype=dtype, sinks=sinks,
+                with_lse=True)  # fmt: skip
+    case = fit(case, backend)
+    if refuses(case, backend):
+        return
+    clean = case.draw()
+    hidden = np.random.default_rng(0).random(clean.arrays["bias"].shape) < 0.4
+    hidden[:, :, :5] = True
+    hidden[:, :, :, 100] = True
+    hidden[0, 0, :, :150] = True
+    by_mask = dataclasses.replace(clean, arrays=clean.arrays | {"mask": ~hidden})
+    want = _by_name(by_mask.run(backend))
+    bias = np.where(hidden, -np.inf, clean.arrays["bias"]).astype(clean.arrays["bias"].dtype)
+    limit = 1e-5 if dtype == "float32" else 1e-2
+    for poison in (0.0, *POISONS):
+        value, dout, dlse = clean.arrays["value"].copy(), clean.dout.copy(), clean.dlse.copy()
+        value[:, 100], dout[:, :5] = poison, poison
+        if not sinks:
+            dlse[:, :5] = poison
+        arrays = clean.arrays | {"bias": bias, "value": value}
+        got = _by_name(dataclasses.replace(clean, arrays=arrays, dout=dout, dlse=dlse).run(backend))
+        assert (got["out"][:, :5] == 0).all()
+        alone = clean.arrays["sinks"] if sinks else -np.inf
+        assert (got["lse"][:, :5] == alone).all()
+        assert (got["dquery"][:, :5] == 0).all()
+        assert (got["dbias"][hidden] == 0).all()
+        for name, expected in want.items():
+            scale = np.abs(expected[np.isfinite(expected)]).max()
+            np.testing.assert_allclose(
+                got[name], expected, rtol=limit, atol=limit * scale, err_msg=f"{poison} in {name}"
+            )
+
+
+def _by_name(results):
+    return {name: x.astype(np.float32) for name, x in results.items()}
+
+
+@pytest.mark.parametrize("function", ["reference", "xla", "cpu"])
+def test_biases_that_are_not_finite_follow_arithmetic(function):
+    """A NaN or +inf that a row sees is its own; a value of NaN behind -inf is nobody's."""
+    q, k, v = (normal(i, (1, 6, 1, 8)) for i in range(3))
+    v = v.at[0, 2, 0, 3].set(jnp.nan)
+    bias = jnp.zeros((1, 1, 6, 6)).at[..., 2].set(-jnp.inf).at[..., 2, 2].set(0.0)
+    bias = bias.at[0, 0, 4, 1].set(jnp.inf).at[0, 0, 5, 1].set(jnp.nan)
+
+    def loss(q, k, bias, wanted):
+        if function == "reference":
+            out = reference.attention(q, k, v, bias=bias)
+        else:
+            out = jax_flash.flash_attention(q, k, v, bias=bias, backend=function)
+        return jnp.sum(jnp.square(out)[:, wanted]), out
+
+    rows = jnp.array([0, 1, 3])
+    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, bias, rows)
+    assert jnp.isfinite(out[0, rows]).all()
+    assert jnp.isnan(out[0, 2, 0, 3])
+    assert jnp.isnan(out[0, 4:]).all()
+    assert jnp.isfinite(gradients[0][0, rows]).all()
+    assert jnp.isfinite(gradients[2][0, 0, rows]).all()
+
+
+def test_bias_of_minus_infinity_has_second_derivatives(host_backend):
+    q, k, v = (normal(i, (1, 7, 2, 8)) for i in range(3))
+    bias = jnp.zeros((1, 2, 7, 7)).at[..., :2, :].set(-jnp.inf).at[..., 5].set(-jnp.inf)
+    mask = bias == 0
+
+    def size(q, k, **options):
+        def loss(q, k, v):
+            out = jax_flash.flash_attention(q, k, v, backend=host_backend, **options)
+            return jnp.sum(jnp.sin(out))
+
+        return sum(jnp.sum(jnp.square(x)) for x in jax.grad(loss, (0, 1, 2))(q, k, v))
+
+    got, want = (
+        jax.grad(lambda q, k, options=options: size(q, k, **options), (0, 1))(q, k)
+        for options in ({"bias": bias}, {"mask": mask})
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 LARGE_BIASES = (-1e4, -1e8, -1e10, -1e30, float(np.finfo(np.float32).min))

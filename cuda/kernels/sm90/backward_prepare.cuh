@@ -1,9 +1,9 @@
 // First kernel of the backward pass, one block per 64-row tile of one query head:
 //   lse_log2 = -lse * log2(e)      (-inf on rows past the length, and where lse is -inf)
 //   minus_delta = dlse - rowsum(out * dout)
-// With sinks a row that sees nothing has the sink as its lse; the main kernel hides its scores. Both
-// numbers are those of a row past the length if out * dout or dlse is not finite there.
 //   dq_sum   = 0 (unless deterministic), and the counters of the main kernel.
+// With sinks a row that sees nothing has the sink as its lse; the main kernel hides its scores.
+// Both numbers are those of a row past the length if out * dout or dlse is not finite there.
 // Rows are padded to whole query blocks, so that the main kernel needs no test on queries.
 #pragma once
 
