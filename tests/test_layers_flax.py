@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+import jax_flash
 from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
@@ -208,22 +209,59 @@ def sown_linen(attention_fn, x, mask):
     return out, sown["intermediates"]["attention_weights"][0]
 
 
-def test_sown_weights_come_from_flax(api):
+def sown(api, attention_fn, x, mask):
+    """Output and weights of a call that sows them."""
+    return {"linen": sown_linen, "nnx": sown_nnx}[api](attention_fn, x, mask)
+
+
+def test_sown_weights_are_those_of_flax(api):
     x = normal(1, BATCH, LENGTH, FEATURES)
     mask = random_mask(BATCH, 1, LENGTH, LENGTH).astype(np.float32)
-    sown = {"linen": sown_linen, "nnx": sown_nnx}[api]
-    for ours, stock in zip(sown(FLASH[api], x, mask), sown(STOCK[api], x, mask), strict=True):
-        np.testing.assert_array_equal(ours, stock)
+    ours, stock = (sown(api, fn[api], x, mask) for fn in (FLASH, STOCK))
+    for mine, theirs in zip(ours, stock, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
-def test_sown_weights_know_causal(api):
-    def attention_fn(query, key, value, mask, module=None, **_):
-        return FLASH[api](query, key, value, mask=mask, module=module, is_causal=True)
-
+def test_sowing_leaves_the_output_as_it_is(api):
     x = normal(1, BATCH, LENGTH, FEATURES)
-    sown = {"linen": sown_linen, "nnx": sown_nnx}[api]
-    _, weights = sown(attention_fn, x, random_mask(BATCH, 1, 1, LENGTH))
-    np.testing.assert_array_equal(np.triu(weights, 1), 0)
+    mask = random_mask(BATCH, 1, LENGTH, LENGTH)
+    mask[:, :, 4] = False  # Flax: the mean of all values
+    (plain,) = run_layer(api, FLASH[api], x, calls=[{"mask": mask}])
+    out, weights = sown(api, FLASH[api], x, mask)
+    np.testing.assert_array_equal(out, plain)
+    np.testing.assert_array_equal(weights[:, :, 4], 0)
+
+
+def test_sown_weights_know_every_option(api):
+    ids = np.sort(np.random.default_rng(2).integers(0, 3, (BATCH, LENGTH)))
+    lengths, sinks = np.array([9, LENGTH]), normal(3, HEADS)
+    settings = {
+        "softcap": 0.5,
+        "scale": 2.0,
+        "sinks": sinks,
+        "is_causal": True,
+        "local_window_size": (6, None),
+        "query_segment_ids": ids,
+        "key_value_segment_ids": ids,
+        "key_value_seq_lengths": lengths,
+    }
+    seen = []
+
+    def attention_fn(query, key, value, mask, module=None, **_):
+        seen.append((query, key))
+        return FLASH[api](query, key, value, mask=mask, module=module, **settings)
+
+    mask = random_mask(BATCH, 1, LENGTH, LENGTH)
+    _, weights = sown(api, attention_fn, normal(1, BATCH, LENGTH, FEATURES), mask)
+    query, key = (np.asarray(x, np.float64) for x in seen[-1])
+    scores = 0.5 * np.tanh(2.0 * np.einsum("btnh,bsnh->bnts", query, key) / 0.5)
+    behind = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    visible = mask & (behind >= 0) & (behind <= 6)
+    visible &= ids[:, None, :, None] == ids[:, None, None, :]
+    visible &= np.arange(LENGTH) < lengths[:, None, None, None]
+    expected = np.where(visible, np.exp(scores), 0)
+    expected /= expected.sum(-1, keepdims=True) + np.exp(sinks)[:, None, None]
+    np.testing.assert_allclose(weights, expected, atol=2e-6)
 
 
 def test_einsum_of_the_user_goes_to_flax():
@@ -241,6 +279,22 @@ def test_einsum_of_the_user_goes_to_flax():
     assert len(seen) == 2
 
 
+def test_einsum_of_the_user_knows_causal():
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    attention_fn = functools.partial(flash_linen.attention_fn, is_causal=True)
+    settings = {
+        "qk_attn_weights_einsum_cls": lambda: jnp.einsum,
+        "attn_weights_value_einsum_cls": lambda: jnp.einsum,
+    }
+    masks = [random_mask(BATCH, 1, 1, LENGTH), None]
+    calls = [{"mask": mask} for mask in masks]
+    theirs = run_layer("linen", attention_fn, x, calls=calls, **settings)
+    np.testing.assert_allclose(theirs, run_layer("linen", attention_fn, x, calls=calls), atol=2e-6)
+    windowed = functools.partial(attention_fn, local_window_size=4)
+    with pytest.raises(ValueError, match="local_window_size and an einsum"):
+        run_layer("linen", windowed, x, **settings)
+
+
 @pytest.mark.parametrize("name", ["qk_attn_weights_einsum", "attn_weights_value_einsum"])
 def test_half_of_the_einsums_is_an_error_as_in_flax(name):
     x = normal(1, BATCH, LENGTH, FEATURES)
@@ -255,6 +309,97 @@ def test_a_query_without_keys_gives_zeros(api):
     out = FLASH[api](query, query, query, mask=mask)
     np.testing.assert_array_equal(out[:, 4], 0)
     assert (out[:, 5] != 0).all()
+
+
+OPTIONS = {
+    "scale": 0.3,
+    "softcap": 2.0,
+    "sinks": normal(6, HEADS),
+    "causal_align": "bottom_right",
+    "local_window_size": (4, 1),
+    "query_seq_lengths": np.array([LENGTH, 8]),
+    "key_value_seq_lengths": np.array([7, LENGTH]),
+    "query_segment_ids": np.array([[0] * 6 + [1] * 7] * BATCH),
+    "key_value_segment_ids": np.array([[0] * 5 + [1] * 8] * BATCH),
+    "backend": "xla",
+}
+
+
+def test_options_of_flash_attention_are_set_by_partial(api):
+    seen = {}
+
+    def spy(query, key, value, **_):
+        seen["out"] = jax_flash.flash_attention(query, key, value, **OPTIONS)
+        return seen["out"]
+
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    (ours,) = run_layer(api, functools.partial(FLASH[api], **OPTIONS), x)
+    (expected,) = run_layer(api, spy, x)
+    np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"backend"}))
+def test_every_option_has_an_effect(api, name):
+    query = normal(1, BATCH, LENGTH, HEADS, 8)
+    without = OPTIONS.copy()
+    del without[name]
+    if name.endswith("segment_ids"):
+        without = {k: o for k, o in without.items() if not k.endswith("segment_ids")}
+    outs = [FLASH[api](query, query, query, **options) for options in (OPTIONS, without)]
+    assert np.abs(outs[0] - outs[1]).max() > 1e-3
+
+
+def test_the_backend_is_the_one_that_is_named(api):
+    query = normal(1, BATCH, LENGTH, HEADS, 8)
+    with pytest.raises(NotImplementedError, match="cuda"):
+        FLASH[api](query, query, query, backend="cuda")
+
+
+def test_options_are_those_of_flash_attention(api):
+    everything = inspect.signature(jax_flash.flash_attention).parameters.keys()
+    # Flax's own words say dropout_rng, and by deterministic that there is no dropout.
+    refused = {"dropout_key", "return_lse"}
+    query = normal(1, BATCH, LENGTH, HEADS, 8)
+    taken = inspect.signature(FLASH[api]).parameters.keys() | OPTIONS.keys()
+    assert everything - refused <= taken
+    for name in (*refused, "softcaps"):
+        with pytest.raises(TypeError, match=f"'{name}'.*softcap"):
+            FLASH[api](query, query, query, **{name: None})
+
+
+@pytest.mark.parametrize("window", [4, (4, 0)])
+def test_a_window_is_refused_where_a_cache_hides_the_position(api, window):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    attention_fn = functools.partial(FLASH[api], local_window_size=window)
+    with pytest.raises(ValueError, match="local_window_size needs the position"):
+        (decode_nnx if api == "nnx" else decode_linen)(attention_fn, x)
+
+
+def test_a_window_in_decoding_with_the_written_length(api):
+    query, key, value = (normal(i, BATCH, T, HEADS, 8) for i, T in enumerate((1, LENGTH, LENGTH)))
+    written = np.array([9, 4])
+    mask = (np.arange(LENGTH) < written[:, None])[:, None, None]
+    seen = mask & (np.arange(LENGTH) >= written[:, None, None, None] - 3)
+    windowed = FLASH[api](
+        query,
+        key,
+        value,
+        mask=mask,
+        local_window_size=(2, 0),
+        causal_align="bottom_right",
+        key_value_seq_lengths=written,
+    )
+    np.testing.assert_allclose(windowed, FLASH[api](query, key, value, mask=seen), atol=2e-6)
+
+
+def test_partials_run_under_jit_and_grad(api):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    attention_fn = functools.partial(FLASH[api], local_window_size=(4, 0), softcap=3.0)
+
+    def loss(x):
+        return jnp.sum(run_layer(api, attention_fn, x)[0] ** 2)
+
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), jax.grad(loss)(x), atol=1e-4)
 
 
 def test_signature_has_all_that_flax_passes(api):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import jax_flash
@@ -28,16 +29,25 @@ def normal(seed, *shape) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def make(api, x, **settings) -> Any:
-    """A layer with seeded parameters as (forward(params, x, **call), params: dict)."""
+def make(api, x, memory=None, **settings) -> Any:
+    """A layer with seeded parameters as (forward(params, x, ...), params: dict)."""
     if api == "linen":
         layer = flash_linen.FlashAttention(HEADS, **settings)
-        params = layer.init(jax.random.key(0), x)["params"]
-        return jax.jit(lambda params, x, **call: layer.apply({"params": params}, x, **call)), params
+        params = layer.init(jax.random.key(0), x, memory)["params"]
+        return (
+            jax.jit(
+                lambda params, x, *args, **call: layer.apply({"params": params}, x, *args, **call)
+            ),
+            params,
+        )
+    if memory is not None:
+        settings["in_kv_features"] = memory.shape[-1]
     layer = flash_nnx.FlashAttention(HEADS, x.shape[-1], rngs=nnx.Rngs(0), **settings)
     graph, params = nnx.split(layer)
     return (
-        jax.jit(lambda params, x, **call: nnx.merge(graph, nnx.State(params))(x, **call)),
+        jax.jit(
+            lambda params, x, *args, **call: nnx.merge(graph, nnx.State(params))(x, *args, **call)
+        ),
         nnx.to_pure_dict(params),
     )
 
@@ -131,6 +141,243 @@ def test_window_equals_its_mask(api, window):
     np.testing.assert_allclose(forward(params, x), masked(params, x, mask=mask), atol=2e-6)
 
 
+def normalized(x, norm, scale):
+    """A norm over the last axis, as its paper writes it."""
+    if norm == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+
+
+def attention(params, x, memory, visible, *, norm=None, base=None):
+    """The layer with a visible set [B, 1, T, S], biases and norms, in plain float64 numpy."""
+    params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+    x, memory = np.asarray(x, np.float64), np.asarray(memory, np.float64)
+    query, key, value = (
+        np.einsum("btd,dnh->btnh", source, params[name]["kernel"]) + params[name].get("bias", 0)
+        for name, source in (("query", x), ("key", memory), ("value", memory))
+    )
+    if norm is not None:
+        query = normalized(query, norm, params["query_ln"]["scale"])
+        key = normalized(key, norm, params["key_ln"]["scale"])
+    if base is not None:
+        query, key = turn(query, base), turn(key, base)
+    key, value = (np.repeat(a, HEADS // a.shape[2], axis=2) for a in (key, value))
+    scores = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1])
+    weights = np.where(visible, np.exp(scores), 0)
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    out = np.einsum("bnts,bsnh->btnh", weights, value)
+    return np.einsum("btnh,nhd->btd", out, params["out"]["kernel"]) + params["out"].get("bias", 0)
+
+
+def randomized(params):
+    """Parameters of the same shapes, none of them at 0 or 1."""
+    leaves, tree = jax.tree.flatten(params)
+    return jax.tree.unflatten(tree, [0.4 * normal(i, *p.shape) for i, p in enumerate(leaves)])
+
+
+SOURCE = 9  # positions of the memory
+NORMS = {
+    "layer": dict.fromkeys(("linen", "nnx"), True),
+    "rms": {"linen": nn.RMSNorm, "nnx": nnx.RMSNorm},
+}
+
+
+def test_cross_attention_is_the_formula(api):
+    x, memory = normal(1, BATCH, LENGTH, FEATURES), normal(2, BATCH, SOURCE, 24)
+    lengths, memory_lengths = np.array([11, LENGTH]), np.array([SOURCE, 4])
+    ids = np.array([[0] * 6 + [1] * 7, [5] * LENGTH])
+    memory_ids = np.array([[1] * 4 + [0] * 5, [5] * SOURCE])
+    mask = (np.random.default_rng(3).random((BATCH, 1, LENGTH, SOURCE)) < 0.8).astype(np.float32)
+    forward, params = make(api, x, memory, num_kv_heads=KV_HEADS, use_bias=True)
+    params = randomized(params)
+    out = forward(
+        params,
+        x,
+        memory,
+        seq_lengths=lengths,
+        memory_seq_lengths=memory_lengths,
+        segment_ids=ids,
+        memory_segment_ids=memory_ids,
+        mask=mask,
+    )
+    visible = (mask != 0) & (ids[:, None, :, None] == memory_ids[:, None, None, :])
+    visible &= np.arange(LENGTH)[:, None] < lengths[:, None, None, None]
+    visible &= np.arange(SOURCE) < memory_lengths[:, None, None, None]
+    np.testing.assert_allclose(out, attention(params, x, memory, visible), atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_norms_of_query_and_key(api, norm):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    settings = {"num_kv_heads": KV_HEADS, "rotary_base": 100.0, "is_causal": True}
+    forward, params = make(api, x, normalize_qk=NORMS[norm][api], **settings)
+    assert params["query_ln"].keys() == params["key_ln"].keys() == {"scale"}
+    params = randomized(params)
+    expected = attention(params, x, x, np.tri(LENGTH) > 0, norm=norm, base=100.0)
+    np.testing.assert_allclose(forward(params, x), expected, atol=1e-5)
+
+
+def test_norms_with_settings_of_their_own(api):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    rms = functools.partial(NORMS["rms"][api], epsilon=0.5)
+    (wide, params), (narrow, _) = (make(api, x, normalize_qk=n) for n in (rms, rms.func))
+    assert np.abs(wide(params, x) - narrow(params, x)).max() > 1e-3
+
+
+@pytest.mark.parametrize("normalize_qk", [False, True])
+def test_parameters_are_those_of_flax(api, normalize_qk):
+    x, memory = normal(1, BATCH, LENGTH, FEATURES), normal(2, BATCH, SOURCE, 24)
+    forward, params = make(api, x, memory, use_bias=True, normalize_qk=normalize_qk)
+    params = randomized(params)
+    if api == "linen":
+        stock = nn.MultiHeadDotProductAttention(HEADS, normalize_qk=normalize_qk)
+        expected = stock.apply({"params": params}, x, memory)
+    else:
+        stock = nnx.MultiHeadAttention(
+            HEADS,
+            FEATURES,
+            in_kv_features=24,
+            normalize_qk=normalize_qk,
+            decode=False,
+            rngs=nnx.Rngs(0),
+        )
+        nnx.update(stock, nnx.State(params))
+        expected = stock(x, memory)
+    np.testing.assert_allclose(forward(params, x, memory), expected, atol=5e-6)
+
+
+def test_lengths_equal_shorter_inputs(api):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    forward, params = make(api, x, rotary_base=100.0)
+    padded = x.copy()
+    padded[0, 8:] = np.nan
+    out = forward(params, padded, seq_lengths=np.array([8, LENGTH]))
+    np.testing.assert_allclose(out[:1, :8], forward(params, x[:1, :8]), atol=2e-6)
+    np.testing.assert_allclose(out[1:], forward(params, x[1:]), atol=2e-6)
+    np.testing.assert_array_equal(out[0, 8:], 0)
+
+
+def test_masks_of_any_dtype(api):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    forward, params = make(api, x)
+    mask = np.random.default_rng(3).random((BATCH, 1, LENGTH, LENGTH)) < 0.5
+    out = forward(params, x, mask=mask)
+    for same in (mask.astype(np.float32) * 0.5, mask.astype(np.int32) * 2):
+        np.testing.assert_array_equal(forward(params, x, mask=same), out)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"segment_ids": np.zeros((BATCH, 3), int)}, r"segment_ids has shape \(2, 3\); expected"),
+        ({"seq_lengths": np.zeros(3, int)}, r"seq_lengths has shape \(3,\); expected \[\*B\]"),
+        ({"memory_seq_lengths": np.zeros(BATCH, int)}, "memory_seq_lengths is given without"),
+        ({"memory_segment_ids": np.zeros((BATCH, 3), int)}, "memory_segment_ids is given without"),
+        ({"memory": normal(2, 3, 5, FEATURES)}, r"memory has shape \(3, 5, 32\)"),
+        (
+            {
+                "memory": normal(2, BATCH, 5, FEATURES),
+                "segment_ids": np.zeros((BATCH, LENGTH), int),
+            },
+            "both segment_ids",
+        ),
+        (
+            {"memory": normal(2, BATCH, 5, FEATURES), "memory_seq_lengths": np.zeros((BATCH, 1))},
+            "memory_seq_lengths has shape",
+        ),
+    ],
+)
+def test_wrong_calls_are_refused(api, call, message):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    forward, params = make(api, x)
+    with pytest.raises(ValueError, match=message):
+        forward(params, x, **call)
+
+
+def test_features_of_the_memory_are_checked():
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    layer = flash_nnx.FlashAttention(HEADS, FEATURES, in_kv_features=24, rngs=nnx.Rngs(0))
+    for inputs, name in (((x,), "x"), ((x, x), "memory")):
+        with pytest.raises(ValueError, match=f"{name} has shape .*in_kv_features = 24"):
+            layer(*inputs)
+
+
+def constant(number):
+    return nn.initializers.constant(number)
+
+
+def test_every_initializer_has_its_parameter(api):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    numbers = {"kernel_init": 1.0, "out_kernel_init": 2.0, "bias_init": 3.0, "out_bias_init": 4.0}
+    inits = {name: constant(number) for name, number in numbers.items()}
+    _, params = make(api, x, use_bias=True, **inits)
+    means = jax.tree.map(lambda p: float(p.mean()), params)
+    inner = {"kernel": 1.0, "bias": 3.0}
+    assert means == {
+        "query": inner,
+        "key": inner,
+        "value": inner,
+        "out": {"kernel": 2.0, "bias": 4.0},
+    }
+    del inits["out_kernel_init"], inits["out_bias_init"]
+    _, params = make(api, x, use_bias=True, **inits)
+    assert jax.tree.map(lambda p: float(p.mean()), params["out"]) == inner
+
+
+AXES = {
+    "kernel_init": (None, "heads", None),
+    "out_kernel_init": ("heads", None, None),
+    "bias_init": ("heads", None),
+    "out_bias_init": (None,),
+}
+
+
+def sharded(api, x, mesh):
+    """Parameters [8 heads], placed as the metadata of their initializers says, and the layer."""
+    init = {"kernel_init": nn.initializers.lecun_normal(), "bias_init": nn.initializers.normal()}
+    with_axes = nn.with_partitioning if api == "linen" else nnx.with_partitioning
+    settings = {
+        name: with_axes(init[name.removeprefix("out_")], axes) for name, axes in AXES.items()
+    }
+    settings |= {"use_bias": True, "head_dim": HEAD_DIM, "normalize_qk": True}
+    if api == "linen":
+        layer = flash_linen.FlashAttention(8, **settings)
+        shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
+        places = nn.get_sharding(shapes, mesh)
+        params = jax.jit(layer.init, out_shardings=places)(jax.random.key(0), x)
+        params = nn.unbox(params)
+        return layer.apply, params, params["params"]
+
+    @nnx.jit
+    def create():
+        layer = flash_nnx.FlashAttention(8, FEATURES, rngs=nnx.Rngs(0), **settings)
+        state = nnx.state(layer)
+        nnx.update(layer, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
+        return layer
+
+    with jax.set_mesh(mesh):
+        graph, params = nnx.split(create())
+    return lambda params, x: nnx.merge(graph, params)(x), params, nnx.to_pure_dict(params)
+
+
+def test_partitioning_metadata_shards_the_four_kernels(api):
+    mesh = jax.make_mesh((8,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    apply, variables, params = sharded(api, x, mesh)
+    for name in ("query", "key", "value", "out"):
+        kernel, bias = params[name]["kernel"], params[name]["bias"]
+        axis = 0 if name == "out" else 1
+        expected = list(kernel.shape)
+        expected[axis] = 1
+        assert {shard.data.shape for shard in kernel.addressable_shards} == {tuple(expected)}
+        local = bias.shape if name == "out" else (1, HEAD_DIM)
+        assert {shard.data.shape for shard in bias.addressable_shards} == {local}
+    compiled = jax.jit(apply).lower(variables, x).compile()
+    assert "all-gather" not in compiled.as_text()
+    one = jax.tree.map(np.asarray, variables)
+    np.testing.assert_allclose(compiled(variables, x), jax.jit(apply)(one, x), atol=5e-6)
+
+
 def test_window_is_refused_by_its_name(api):
     def run(x):
         forward, params = make(api, x, local_window_size=-1)
@@ -177,7 +424,9 @@ def decode(api, x, splits, max_length, **settings) -> Any:
     return layer.apply(variables, x), decode_linen(layer, variables, x, chunks, max_length)
 
 
-@pytest.mark.parametrize("settings", [{"is_causal": True}, EVERYTHING])
+@pytest.mark.parametrize(
+    "settings", [{"is_causal": True}, {**EVERYTHING, "normalize_qk": True}], ids=["plain", "all"]
+)
 @pytest.mark.parametrize("splits", [list(range(1, LENGTH)), [6, 8, 11]])
 def test_cache_equals_the_full_forward(api, settings, splits):
     x = normal(1, BATCH, LENGTH, FEATURES)
@@ -210,8 +459,13 @@ def test_wrong_decoding_is_refused(api):
         with pytest.raises((TypeError, ValueError), match=name):
             layer.init_cache(*sizes)
     layer.init_cache(np.int64(BATCH), LENGTH)
-    with pytest.raises(ValueError, match="segment_ids"):
-        layer(x, decode=True, segment_ids=jnp.zeros((BATCH, LENGTH), jnp.int32))
+    for name, given in (
+        ("segment_ids", jnp.zeros((BATCH, LENGTH), jnp.int32)),
+        ("seq_lengths", jnp.zeros(BATCH, jnp.int32)),
+        ("memory", x),
+    ):
+        with pytest.raises(ValueError, match=f"decoding takes no {name}"):
+            layer(x, decode=True, **{name: given})
 
 
 def test_dropout_follows_its_switch(api):
@@ -256,6 +510,7 @@ def test_dtypes(api):
         ({"num_kv_heads": "2"}, "num_kv_heads"),
         ({"rotary_base": 0.0}, "rotary_base"),
         ({"rotary_base": -100.0}, "rotary_base"),
+        ({"normalize_qk": "rms"}, "normalize_qk must be True, False or a class"),
     ],
 )
 def test_wrong_settings_are_refused(api, settings, message):

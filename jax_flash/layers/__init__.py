@@ -2,9 +2,14 @@
 
 Each has the same two names:
 
-- `attention_fn` goes into Flax's own layer: `MultiHeadAttention(..., attention_fn=attention_fn)`.
-- `FlashAttention` is a self-attention layer with grouped-query heads, rotary embedding, a window,
-  packed sequences and a key-value cache.
+- `attention_fn` goes into Flax's own layer: `MultiHeadAttention(..., attention_fn=attention_fn)`;
+  `functools.partial(attention_fn, softcap=50.0)` sets what flash_attention takes beyond Flax.
+- `FlashAttention` is a layer for self- and cross-attention with grouped-query heads, query and key
+  norms, rotary embedding, a window, lengths, packed sequences and a key-value cache.
+
+In both, a mask may be bool or numbers as Flax makes them, where nonzero means True. No CUDA kernel
+takes a mask yet: on a GPU such a call runs on the backend "xla". Causality, a window, lengths and
+segment ids cost nothing of the kind.
 
 Nothing is imported here: each module loads its half of Flax. `_shared.py` holds what both use.
 """

@@ -6,46 +6,130 @@ The attention itself is `jax_flash.flash_attention`; nothing here computes a sco
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_flash import flash_attention
 
 
-def flax_mask(
-    mask: jax.Array | None, is_causal: bool, query: jax.Array, key: jax.Array
-) -> tuple[jax.Array | None, bool]:
-    """A mask as Flax passes it, as booleans, and whether a causal mask is to join it.
+class Options(TypedDict, total=False):
+    """The keywords of flash_attention that both `attention_fn` take besides Flax's own.
 
-    Flax's masks may be numbers, where nonzero means True. One query with a mask over several keys
-    is a decoding step: the mask marks the written part of the cache, while causal starts at key 0
-    and would leave that key alone. Flax before 0.12.12 asks for causal there nonetheless.
+    flash_attention documents them. Its `deterministic` is not here, because Flax means "without
+    dropout" by that word, nor `return_lse`, because Flax's layers expect one array.
+    """
+
+    scale: float | None
+    causal_align: Literal["top_left", "bottom_right"]
+    local_window_size: int | tuple[int | None, int | None] | None
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    softcap: float | None
+    sinks: ArrayLike | None
+    backend: str | None
+
+
+def flax_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    options: Options,
+    sow: Callable[[jax.Array], Any] | None,
+    *,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    is_causal: bool,
+    dropout_rng: jax.Array | None,
+    dropout_rate: float,
+    deterministic: bool,
+) -> jax.Array:
+    """flash_attention from what Flax passes to an attention function.
 
     Args:
-      mask: bool or numbers, broadcastable to [*B, N, T, S].
-      is_causal: what Flax asked for.
       query: [*B, T, N, H].
       key: [*B, S, K, H].
+      value: [*B, S, K, Hv].
+      options: flash_attention's own keywords.
+      sow: takes the weights [*B, N, T, S] before dropout; None where nobody asks for them.
+      bias: float, broadcastable to [*B, N, T, S].
+      mask: bool or numbers (nonzero means True), broadcastable to [*B, N, T, S].
+      is_causal: query i sees keys 0..i.
+      dropout_rng: key for dropout.
+      dropout_rate: share of the weights that dropout removes.
+      deterministic: no dropout.
 
     Returns:
-      The mask in bool, and False for a decoding step or else `is_causal`.
+      [*B, T, N, Hv].
+
+    Raises:
+      TypeError: an option that is none.
+      ValueError: a window in a decoding step, without the length that has been written.
     """
-    if mask is None:
-        return None, is_causal
-    mask = jnp.asarray(mask)
-    decoding = query.shape[-3] == 1 and key.shape[-3] > 1
-    return mask if mask.dtype == jnp.bool_ else mask != 0, is_causal and not decoding
-
-
-def with_causal(mask: jax.Array | None, query: jax.Array, key: jax.Array) -> jax.Array:
-    """`mask` and query i seeing keys 0..i, as one [..., T, S] mask for functions that need it."""
-    causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=jnp.bool_)
-    if mask is None:
-        return causal
-    rank = max(mask.ndim, 2)  # the same for both, for jax_numpy_rank_promotion
-    return jnp.expand_dims(mask, tuple(range(rank - mask.ndim))) & jnp.expand_dims(
-        causal, tuple(range(rank - 2))
+    check_options(options)
+    mask = boolean(mask)
+    decoding = is_decoding(mask, query, key)
+    placed = (
+        options.get("causal_align") == "bottom_right"
+        and options.get("key_value_seq_lengths") is not None
     )
+    if decoding and options.get("local_window_size") is not None and not placed:
+        raise ValueError(
+            "local_window_size needs the position of a query, which one query with a mask over "
+            f"{key.shape[-3]} keys (a decoding step of Flax's layer) does not tell; expected also "
+            "key_value_seq_lengths and causal_align='bottom_right', or jax_flash.layers' "
+            "FlashAttention, whose cache knows it"
+        )
+    scores: dict[str, Any] = {
+        **options,
+        "bias": bias,
+        "mask": mask,
+        "is_causal": is_causal and not decoding,
+    }
+    if sow is not None:
+        # Attention to the unit vectors is the weights themselves.
+        length = key.shape[-3]
+        units = jnp.broadcast_to(
+            jnp.eye(length, dtype=key.dtype)[:, None], (*key.shape[:-1], length)
+        )
+        weights = flash_attention(query, key, units, **{**scores, "backend": "xla"})
+        sow(jnp.swapaxes(weights, -2, -3))
+    if deterministic or not dropout_rate:
+        return flash_attention(query, key, value, **scores)
+    return flash_attention(
+        query, key, value, **scores, dropout_rate=dropout_rate, dropout_key=dropout_rng
+    )
+
+
+def is_decoding(mask: jax.Array | None, query: jax.Array, key: jax.Array) -> bool:
+    """Whether a call is a decoding step of Flax's layers: one query, a mask over several keys.
+
+    The mask marks the written part of the cache, while causal starts at key 0 and would leave that
+    key alone. Flax before 0.12.12 asks for causal there nonetheless.
+    """
+    return mask is not None and query.shape[-3] == 1 and key.shape[-3] > 1
+
+
+def check_options(options: Options) -> None:
+    """Raises TypeError for a keyword that attention_fn does not take."""
+    for name in options:
+        if name not in Options.__annotations__:
+            raise TypeError(
+                f"attention_fn got an unexpected keyword argument {name!r}; besides those of "
+                f"Flax's dot_product_attention it takes {', '.join(Options.__annotations__)}"
+            )
+
+
+def boolean(mask: ArrayLike | None) -> jax.Array | None:
+    """A mask as Flax makes them, bool or numbers (float32 as a rule): nonzero means True."""
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    return mask if mask.dtype == jnp.bool_ else mask != 0
 
 
 class Cache(NamedTuple):
@@ -72,7 +156,7 @@ class Cache(NamedTuple):
         return Cache(write(self.key, key), write(self.value, value), self.index + new_length)
 
 
-def self_attention(
+def attend(
     attention_fn: Callable[..., jax.Array],
     query: jax.Array,
     key: jax.Array,
@@ -80,32 +164,32 @@ def self_attention(
     cache: Cache | None,
     *,
     rotary_base: float | None,
-    segment_ids: jax.Array | None,
+    mask: ArrayLike | None,
     **options: Any,
 ) -> tuple[jax.Array, Cache | None]:
-    """Attention among T positions, or of T new positions to themselves and all those in a cache.
+    """Attention of T positions to S, or of T new ones to themselves and all those in a cache.
 
     Args:
       attention_fn: flash_attention, or a function with those of its arguments that are used.
       query: [*B, T, N, H].
-      key: [*B, T, K, H].
-      value: [*B, T, K, H].
-      cache: what came before; None when decoding nothing.
+      key: [*B, S, K, H].
+      value: [*B, S, K, H].
+      cache: what came before, S = T new positions to append; None when decoding nothing.
       rotary_base: as in `rotate`; None for no rotary embedding.
-      segment_ids: int [*B, T], for queries and keys alike; None with a cache.
+      mask: bool or numbers (nonzero means True), broadcastable to [*B, N, T, S].
       **options: further arguments of flash_attention; None and False are left out.
 
     Returns:
       [*B, T, N, H] and the cache with the new positions. The output is NaN once more has been
       written than the cache can hold: at run time there is no other way to refuse.
     """
-    start = jnp.zeros((), jnp.int32) if cache is None else cache.index
     if rotary_base is not None:
-        positions = start + jnp.arange(query.shape[-3], dtype=jnp.int32)
-        query = rotate(query, positions, rotary_base)
-        key = rotate(key, positions, rotary_base)
-    if segment_ids is not None:
-        options.update(query_segment_ids=segment_ids, key_value_segment_ids=segment_ids)
+        start = jnp.zeros((), jnp.int32) if cache is None else cache.index
+        query, key = (
+            rotate(x, start + jnp.arange(x.shape[-3], dtype=jnp.int32), rotary_base)
+            for x in (query, key)
+        )
+    options["mask"] = boolean(mask)
     if cache is not None:
         cache = cache.append(key, value)
         key, value = cache.key.astype(query.dtype), cache.value.astype(query.dtype)
@@ -116,6 +200,62 @@ def self_attention(
     if cache is not None:
         out = jnp.where(cache.index <= cache.key.shape[-3], out, jnp.nan)
     return out, cache
+
+
+def rows(
+    x: jax.Array,
+    memory: jax.Array | None,
+    *,
+    seq_lengths: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    memory_seq_lengths: ArrayLike | None,
+    memory_segment_ids: ArrayLike | None,
+) -> dict[str, Any]:
+    """What the call of a layer says of the rows of its input, in flash_attention's keywords.
+
+    Args:
+      x: [*B, T, features], where the queries come from.
+      memory: [*B, S, features], where keys and values come from; None for x.
+      seq_lengths: int [*B], of x.
+      segment_ids: int [*B, T], of x.
+      memory_seq_lengths: int [*B].
+      memory_segment_ids: int [*B, S].
+
+    Raises:
+      ValueError: for shapes that do not fit together, and for ids or lengths of a memory that is
+        not given, or not given ids where x has some.
+    """
+    if memory is not None and memory.shape[:-2] != x.shape[:-2]:
+        raise ValueError(
+            f"memory has shape {memory.shape} and x {x.shape}; expected equal leading dims: "
+            "[*B, S, features] and [*B, T, features]"
+        )
+    for name, array, letters, of in (
+        ("seq_lengths", seq_lengths, "[*B]", x),
+        ("segment_ids", segment_ids, "[*B, T]", x),
+        ("memory_seq_lengths", memory_seq_lengths, "[*B]", memory),
+        ("memory_segment_ids", memory_segment_ids, "[*B, S]", memory),
+    ):
+        if array is None:
+            continue
+        if of is None:
+            raise ValueError(f"{name} is given without a memory")
+        shape = of.shape[:-2] if letters == "[*B]" else of.shape[:-1]
+        if jnp.shape(array) != shape:
+            raise ValueError(f"{name} has shape {jnp.shape(array)}; expected {letters} = {shape}")
+    if memory is None:
+        memory_seq_lengths, memory_segment_ids = seq_lengths, segment_ids
+    elif (segment_ids is None) != (memory_segment_ids is None):
+        raise ValueError(
+            "a call with a memory takes both segment_ids [*B, T] and memory_segment_ids [*B, S], "
+            "or neither"
+        )
+    return {
+        "query_seq_lengths": seq_lengths,
+        "key_value_seq_lengths": memory_seq_lengths,
+        "query_segment_ids": segment_ids,
+        "key_value_segment_ids": memory_segment_ids,
+    }
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
@@ -187,9 +327,31 @@ def head_sizes(
     return num_kv_heads, head_dim
 
 
-def check_decode(is_causal: bool, segment_ids: jax.Array | None) -> None:
-    """Raises ValueError for a decoding call that a cache cannot answer."""
+def norm_class(
+    normalize_qk: bool | Callable[..., Any], default: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """The class of norms that a layer's normalize_qk asks for: `default` for True.
+
+    Raises:
+      TypeError: it is neither a bool nor a class.
+    """
+    if isinstance(normalize_qk, bool):
+        return default if normalize_qk else None
+    if callable(normalize_qk):
+        return normalize_qk
+    raise TypeError(
+        "normalize_qk must be True, False or a class of norms such as RMSNorm, "
+        f"got {normalize_qk!r}"
+    )
+
+
+def check_decode(is_causal: bool, **given: Any) -> None:
+    """Raises ValueError for a decoding call that a cache cannot answer, with `given` arguments."""
     if not is_causal:
         raise ValueError("decoding needs a layer with is_causal=True")
-    if segment_ids is not None:
-        raise ValueError("decoding takes no segment_ids: the cache holds one sequence per row")
+    for name, x in given.items():
+        if x is not None:
+            raise ValueError(
+                f"decoding takes no {name}: the cache holds one sequence of x per row, all of one "
+                "length"
+            )

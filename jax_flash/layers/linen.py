@@ -5,7 +5,7 @@ The attention is `jax_flash.flash_attention`; `_shared.py` puts Flax's arguments
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
+from jax.typing import ArrayLike
 
 from jax_flash import flash_attention
 from jax_flash.layers import _shared
@@ -37,9 +38,11 @@ def attention_fn(
     attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     *,
     is_causal: bool = False,
-    backend: str | None = None,
+    **options: Unpack[_shared.Options],
 ) -> jax.Array:
     """linen.dot_product_attention by flash_attention: same arguments, memory linear in length.
+
+    flash_attention's own keywords are taken too, to be set with functools.partial.
 
     Where it differs from Flax's function:
     - Dropout draws every weight on its own, also with `broadcast_dropout=True`, where Flax repeats
@@ -47,8 +50,10 @@ def attention_fn(
     - A query with nothing to attend to gives zeros; Flax gives the mean of all values.
     - Softmax and accumulation are always float32.
     - The key heads K may be any divisor of N.
-    - What needs the [T, S] weights themselves is answered by Flax's function: `module`, given when
-      weights are to be sown, and an einsum or dot_general of the user's.
+    - Weights that are sown follow every option of the call, and cost the memory of [T, S] weights;
+      the output is the same as without. A query with nothing to attend to has weights of zero.
+    - An einsum or dot_general of the user's is called by Flax's function, which answers that call
+      whole and takes none of flash_attention's own keywords but is_causal.
 
     Args:
       query: [*B, T, N, H].
@@ -69,27 +74,43 @@ def attention_fn(
       attn_weights_value_einsum: for Flax's function.
       is_causal: query i sees keys 0..i, with no mask in memory; set it with functools.partial.
         Without effect on one query with a mask over several keys, which is a decoding step.
-      backend: as in flash_attention; set it with functools.partial.
+      **options: scale, causal_align, local_window_size, query_seq_lengths, key_value_seq_lengths,
+        query_segment_ids, key_value_segment_ids, softcap, sinks and backend, as in
+        flash_attention.
 
     Returns:
       [*B, T, N, Hv].
 
     Raises:
-      ValueError, TypeError: where flash_attention refuses the arguments.
+      ValueError, TypeError: where flash_attention refuses the arguments; for a window in a decoding
+        step of Flax's layers; for an einsum or dot_general together with `options`.
 
+    >>> import functools
+    >>> import jax, jax.numpy as jnp
     >>> from flax import linen as nn
     >>> from jax_flash.layers.linen import attention_fn
-    >>> layer = nn.MultiHeadAttention(num_heads=4, attention_fn=attention_fn)
+    >>> windowed = functools.partial(attention_fn, local_window_size=(127, 0), softcap=50.0)
+    >>> layer = nn.MultiHeadAttention(num_heads=4, attention_fn=windowed)
+    >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)))[0].shape
+    (2, 10, 64)
     """
-    mask, is_causal = _shared.flax_mask(mask, is_causal, query, key)
-    theirs = (module, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
+    theirs = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
     if any(x is not None for x in theirs):
+        if options:
+            raise ValueError(
+                f"attention_fn got {', '.join(options)} and an einsum or dot_general of the "
+                "caller's; expected one or the other: Flax's function answers calls with these, "
+                "and does not know flash_attention's keywords"
+            )
+        mask = _shared.boolean(mask)
+        if is_causal and not _shared.is_decoding(mask, query, key):
+            mask = _with_causal(mask, query, key)
         return nn.dot_product_attention(
             query,
             key,
             value,
             bias=bias,
-            mask=_shared.with_causal(mask, query, key) if is_causal else mask,
+            mask=mask,
             broadcast_dropout=broadcast_dropout,
             dropout_rng=dropout_rng,
             dropout_rate=dropout_rate,
@@ -103,22 +124,42 @@ def attention_fn(
             attn_weights_value_einsum=attn_weights_value_einsum,
         )
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    dropout_rate = 0.0 if deterministic else dropout_rate
-    return flash_attention(
+    sow = (
+        None
+        if module is None
+        else functools.partial(module.sow, "intermediates", "attention_weights")
+    )
+    return _shared.flax_attention(
         query,
         key,
         value,
+        options,
+        sow,
         bias=bias,
         mask=mask,
         is_causal=is_causal,
+        dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
-        dropout_key=dropout_rng if dropout_rate else None,
-        backend=backend,
+        deterministic=deterministic,
+    )
+
+
+def _with_causal(mask: jax.Array | None, query: jax.Array, key: jax.Array) -> jax.Array:
+    """`mask` and query i seeing keys 0..i, as one mask for Flax's function."""
+    causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=jnp.bool_)
+    if mask is None:
+        return causal
+    rank = max(mask.ndim, 2)  # the same for both, for jax_numpy_rank_promotion
+    return jnp.expand_dims(mask, tuple(range(rank - mask.ndim))) & jnp.expand_dims(
+        causal, tuple(range(rank - 2))
     )
 
 
 class FlashAttention(nn.Module):
-    """Self-attention with grouped-query heads, rotary embedding, a window, packed sequences, cache.
+    """Attention with grouped-query heads, rotary embedding, a window, packed sequences, a cache.
+
+    Names of parameters and their shapes are those of Flax's multi-head layer (`query`, `key`,
+    `value`, `out`, `query_ln`, `key_ln`), so that its checkpoints load.
 
     Attributes:
       num_heads: query heads.
@@ -135,9 +176,18 @@ class FlashAttention(nn.Module):
       decode: the input continues the sequences in the collection "cache", by any length; the input
         of `init` has the batch and the length that the cache is made for.
       use_bias: adds a bias in the four projections.
+      normalize_qk: norms each head of query and key, before the rotary embedding. True: LayerNorm
+        without bias, as in Flax (ViT-22B); or a class such as nn.RMSNorm (Qwen 3, Gemma 3) or a
+        functools.partial of one, called with dtype, param_dtype and name.
       dtype: dtype of the computation; None takes that of input and parameters.
       param_dtype: dtype of the parameters.
-      kernel_init: initializer of the four projections.
+      kernel_init: initializer of the kernels [features, heads, head_dim] of query, key and value,
+        and of the output's [heads, head_dim, features] where out_kernel_init is None.
+      out_kernel_init: initializer of the output's kernel; needed where initializers carry
+        partitioning, since its axes are others.
+      bias_init: initializer of the biases [heads, head_dim], and of the output's [features] where
+        out_bias_init is None.
+      out_bias_init: initializer of the output's bias.
       attention_fn: flash_attention, or a function with those of its arguments that this layer uses,
         functools.partial(flash_attention, backend="xla") for instance.
 
@@ -146,6 +196,11 @@ class FlashAttention(nn.Module):
     >>> layer = FlashAttention(num_heads=4, num_kv_heads=2, is_causal=True)
     >>> x = jnp.ones((2, 10, 64))
     >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+    (2, 10, 64)
+    >>> cross, memory = FlashAttention(num_heads=4, normalize_qk=True), jnp.ones((2, 7, 48))
+    >>> lengths = jnp.array([7, 3])
+    >>> variables = cross.init(jax.random.key(0), x, memory)
+    >>> cross.apply(variables, x, memory, memory_seq_lengths=lengths).shape
     (2, 10, 64)
     """
 
@@ -161,40 +216,64 @@ class FlashAttention(nn.Module):
     deterministic: bool | None = None
     decode: bool = False
     use_bias: bool = False
+    normalize_qk: bool | Callable[..., nn.Module] = False
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     kernel_init: Initializer = default_kernel_init
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros
+    out_bias_init: Initializer | None = None
     attention_fn: Callable[..., jax.Array] = flash_attention
 
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
+        memory: jax.Array | None = None,
         *,
-        segment_ids: jax.Array | None = None,
-        bias: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        seq_lengths: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        memory_seq_lengths: ArrayLike | None = None,
+        memory_segment_ids: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Attention among the positions of `x`, or of `x` to itself and all that is in the cache.
+        """Attention of `x` to itself, to `memory`, or to itself and all that is in the cache.
 
         Args:
           x: [*B, T, features].
+          memory: [*B, S, any features], where keys and values come from, Flax's inputs_k; None
+            for x, S = T. Causality, window and rotary embedding count its positions from 0.
+          seq_lengths: int [*B], valid positions of x; later ones are padding, and see and are seen
+            by none.
           segment_ids: int [*B, T]; a position sees only those with its own id.
+          memory_seq_lengths: int [*B], of the memory.
+          memory_segment_ids: int [*B, S], of the memory, together with segment_ids.
           bias: float, added to the scores, broadcastable to [*B, num_heads, T, S].
-          mask: bool, broadcastable to [*B, num_heads, T, S]; S is the cache's length in decoding.
+          mask: bool or numbers (nonzero means True), broadcastable to [*B, num_heads, T, S]; S is
+            the cache's length in decoding.
           deterministic: no dropout.
 
         Returns:
           [*B, T, features]; NaN where decoding ran past the end of the cache.
 
         Raises:
-          ValueError: for head counts and sizes that do not fit together, and for decode=True with
-            segment_ids or without is_causal.
+          TypeError, ValueError: for settings and shapes that do not fit together, and for
+            decode=True without is_causal or with a memory, lengths or segment ids.
         """
         features = x.shape[-1]
         num_kv_heads, head_dim = _shared.head_sizes(
             features, self.num_heads, self.num_kv_heads, self.head_dim, self.rotary_base
+        )
+        norm = _shared.norm_class(self.normalize_qk, _LayerNorm)
+        terms = _shared.rows(
+            x,
+            memory,
+            seq_lengths=seq_lengths,
+            segment_ids=segment_ids,
+            memory_seq_lengths=memory_seq_lengths,
+            memory_segment_ids=memory_segment_ids,
         )
 
         project = functools.partial(
@@ -202,11 +281,17 @@ class FlashAttention(nn.Module):
             use_bias=self.use_bias,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
         )
-        query = project((self.num_heads, head_dim), name="query")(x)
-        key = project((num_kv_heads, head_dim), name="key")(x)
-        value = project((num_kv_heads, head_dim), name="value")(x)
+        project_in = functools.partial(
+            project, kernel_init=self.kernel_init, bias_init=self.bias_init
+        )
+        source = x if memory is None else memory
+        query = project_in((self.num_heads, head_dim), name="query")(x)
+        key = project_in((num_kv_heads, head_dim), name="key")(source)
+        value = project_in((num_kv_heads, head_dim), name="value")(source)
+        if norm is not None:
+            norm = functools.partial(norm, dtype=self.dtype, param_dtype=self.param_dtype)
+            query, key = norm(name="query_ln")(query), norm(name="key_ln")(key)
         sinks = None
         if self.use_sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype)
@@ -218,7 +303,9 @@ class FlashAttention(nn.Module):
 
         stored, cache = (), None
         if self.decode:
-            _shared.check_decode(self.is_causal, segment_ids)
+            _shared.check_decode(
+                self.is_causal, memory=memory, seq_lengths=seq_lengths, segment_ids=segment_ids
+            )
             is_initialized = self.has_variable("cache", "cached_key")
             stored = (
                 self.variable("cache", "cached_key", jnp.zeros_like, key),
@@ -227,23 +314,32 @@ class FlashAttention(nn.Module):
             )
             if is_initialized:
                 cache = _shared.Cache(*(variable.value for variable in stored))
-        out, cache = _shared.self_attention(
+        out, cache = _shared.attend(
             self.attention_fn,
             query,
             key,
             value,
             cache,
             rotary_base=self.rotary_base,
-            segment_ids=segment_ids,
             is_causal=self.is_causal,
             local_window_size=self.local_window_size,
             softcap=self.softcap,
             sinks=sinks,
             bias=bias,
             mask=mask,
+            **terms,
             **dropout,
         )
         if cache is not None:
             for variable, array in zip(stored, cache, strict=True):
                 variable.value = array
-        return project(features, axis=(-2, -1), name="out")(out)
+        return project(
+            features,
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            name="out",
+        )(out)
+
+
+_LayerNorm = functools.partial(nn.LayerNorm, use_bias=False)

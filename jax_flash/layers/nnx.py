@@ -6,7 +6,7 @@ The attention is `jax_flash.flash_attention`; `_shared.py` puts Flax's arguments
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
+from jax.typing import ArrayLike
 
 from jax_flash import flash_attention
 from jax_flash.layers import _shared
@@ -35,18 +36,19 @@ def attention_fn(
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
     is_causal: bool = False,
     input_positions: jax.Array | None = None,
-    *,
-    backend: str | None = None,
+    **options: Unpack[_shared.Options],
 ) -> jax.Array:
     """nnx.dot_product_attention by flash_attention: same arguments, memory linear in length.
+
+    flash_attention's own keywords are taken too, to be set with functools.partial.
 
     Where it differs from Flax's function:
     - Dropout draws every weight on its own, also with `broadcast_dropout=True`, where Flax repeats
       one [T, S] pattern over batch and heads. The chance to be kept is the same 1 - dropout_rate.
     - A query with nothing to attend to gives zeros; Flax gives the mean of all values.
     - Softmax and accumulation are always float32.
-    - `module`, given when attention weights are to be sown, needs the [T, S] weights themselves:
-      Flax's function answers that call.
+    - Weights that are sown follow every option of the call, and cost the memory of [T, S] weights;
+      the output is the same as without. A query with nothing to attend to has weights of zero.
 
     Args:
       query: [*B, T, N, H].
@@ -62,64 +64,67 @@ def attention_fn(
       precision: for Flax's function.
       module: sows the attention weights.
       promote_dtype: brings query, key and value to one dtype.
-      is_causal: query i sees keys 0..i. Without effect on one query with a mask over several keys,
-        which is a decoding step.
+      is_causal: query i sees keys 0..i. nnx.MultiHeadAttention passes its own, so ask for it there:
+        `layer(x, is_causal=True)`. Without effect on one query with a mask over several keys, which
+        is a decoding step.
       input_positions: refused, since only a rotary embedding has a use for them.
-      backend: as in flash_attention; set it with functools.partial.
+      **options: scale, causal_align, local_window_size, query_seq_lengths, key_value_seq_lengths,
+        query_segment_ids, key_value_segment_ids, softcap, sinks and backend, as in
+        flash_attention.
 
     Returns:
       [*B, T, N, Hv].
 
     Raises:
-      ValueError: for `input_positions`, and where flash_attention refuses the arguments.
+      ValueError, TypeError: where flash_attention refuses the arguments; for `input_positions`, and
+        for a window in a decoding step of Flax's layers.
 
+    >>> import functools
+    >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> from jax_flash.layers.nnx import attention_fn
-    >>> layer = nnx.MultiHeadAttention(4, 32, attention_fn=attention_fn, rngs=nnx.Rngs(0))
+    >>> windowed = functools.partial(attention_fn, local_window_size=(127, 0), softcap=50.0)
+    >>> rngs = nnx.Rngs(0)
+    >>> layer = nnx.MultiHeadAttention(4, 64, attention_fn=windowed, decode=False, rngs=rngs)
+    >>> layer(jnp.ones((2, 10, 64))).shape
+    (2, 10, 64)
     """
     if input_positions is not None:
         raise ValueError(
             "attention_fn applies no rotary embedding, so input_positions would have no effect; "
             "use jax_flash.layers.nnx.FlashAttention(..., rotary_base=10_000.0)"
         )
-    mask, is_causal = _shared.flax_mask(mask, is_causal, query, key)
-    if module is not None:
-        return nnx.dot_product_attention(
-            query,
-            key,
-            value,
-            bias=bias,
-            mask=_shared.with_causal(mask, query, key) if is_causal else mask,
-            broadcast_dropout=broadcast_dropout,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            module=module,
-            promote_dtype=promote_dtype,
-        )
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    dropout_rate = 0.0 if deterministic else dropout_rate
-    return flash_attention(
+    sow = (
+        None
+        if module is None
+        else functools.partial(module.sow, nnx.Intermediate, "attention_weights")
+    )
+    return _shared.flax_attention(
         query,
         key,
         value,
+        options,
+        sow,
         bias=bias,
         mask=mask,
         is_causal=is_causal,
+        dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
-        dropout_key=dropout_rng if dropout_rate else None,
-        backend=backend,
+        deterministic=deterministic,
     )
 
 
 class FlashAttention(nnx.Module):
-    """Self-attention with grouped-query heads, rotary embedding, a window, packed sequences, cache.
+    """Attention with grouped-query heads, rotary embedding, a window, packed sequences, a cache.
+
+    Names of parameters and their shapes are those of Flax's multi-head layer (`query`, `key`,
+    `value`, `out`, `query_ln`, `key_ln`), so that its checkpoints load.
 
     Args:
       num_heads: query heads.
       in_features: size of the last axis of input and output.
+      in_kv_features: size of the last axis of the memory; None means in_features.
       num_kv_heads: key and value heads, a divisor of num_heads; None means num_heads.
       head_dim: size of one head; None means in_features // num_heads.
       is_causal: a position sees itself and what came before.
@@ -131,9 +136,18 @@ class FlashAttention(nnx.Module):
       dropout_rate: share of the attention weights that dropout removes.
       deterministic: no dropout; set by `eval()`, `train()` and nnx.view of any module above.
       use_bias: adds a bias in the four projections.
+      normalize_qk: norms each head of query and key, before the rotary embedding. True: LayerNorm
+        without bias, as in Flax (ViT-22B); or a class such as nnx.RMSNorm (Qwen 3, Gemma 3) or a
+        functools.partial of one, called with head_dim, dtype, param_dtype and rngs.
       dtype: dtype of the computation; None takes that of input and parameters.
       param_dtype: dtype of the parameters.
-      kernel_init: initializer of the four projections.
+      kernel_init: initializer of the kernels [features, heads, head_dim] of query, key and value,
+        and of the output's [heads, head_dim, features] where out_kernel_init is None.
+      out_kernel_init: initializer of the output's kernel; needed where initializers carry
+        partitioning, since its axes are others.
+      bias_init: initializer of the biases [heads, head_dim], and of the output's [features] where
+        out_bias_init is None.
+      out_bias_init: initializer of the output's bias.
       attention_fn: flash_attention, or a function with those of its arguments that this layer uses,
         functools.partial(flash_attention, backend="xla") for instance.
       rngs: `params`, and `dropout` where dropout_rate is positive.
@@ -145,7 +159,13 @@ class FlashAttention(nnx.Module):
     >>> from flax import nnx
     >>> from jax_flash.layers.nnx import FlashAttention
     >>> layer = FlashAttention(4, 64, num_kv_heads=2, is_causal=True, rngs=nnx.Rngs(0))
-    >>> layer(jnp.ones((2, 10, 64))).shape
+    >>> x = jnp.ones((2, 10, 64))
+    >>> layer(x).shape
+    (2, 10, 64)
+    >>> cross = FlashAttention(
+    ...     4, 64, in_kv_features=48, normalize_qk=nnx.RMSNorm, rngs=nnx.Rngs(0)
+    ... )
+    >>> cross(x, jnp.ones((2, 7, 48)), memory_seq_lengths=jnp.array([7, 3])).shape
     (2, 10, 64)
     """
 
@@ -154,6 +174,7 @@ class FlashAttention(nnx.Module):
         num_heads: int,
         in_features: int,
         *,
+        in_kv_features: int | None = None,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         is_causal: bool = False,
@@ -164,9 +185,13 @@ class FlashAttention(nnx.Module):
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         use_bias: bool = False,
+        normalize_qk: bool | Callable[..., nnx.Module] = False,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         kernel_init: Initializer = default_kernel_init,
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = nnx.initializers.zeros,
+        out_bias_init: Initializer | None = None,
         attention_fn: Callable[..., jax.Array] = flash_attention,
         rngs: nnx.Rngs,
     ):
@@ -174,6 +199,8 @@ class FlashAttention(nnx.Module):
         self.num_kv_heads, self.head_dim = _shared.head_sizes(
             in_features, num_heads, num_kv_heads, head_dim, rotary_base
         )
+        norm = _shared.norm_class(normalize_qk, _LayerNorm)
+        self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.is_causal = is_causal
         self.local_window_size = local_window_size
         self.rotary_base = rotary_base
@@ -188,14 +215,26 @@ class FlashAttention(nnx.Module):
             use_bias=use_bias,
             dtype=dtype,
             param_dtype=param_dtype,
-            kernel_init=kernel_init,
             rngs=rngs,
         )
+        project_in = functools.partial(project, kernel_init=kernel_init, bias_init=bias_init)
         q_heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
-        self.query = project(in_features, q_heads)
-        self.key = project(in_features, kv_heads)
-        self.value = project(in_features, kv_heads)
-        self.out = project(q_heads, in_features, axis=(-2, -1))
+        self.query = project_in(in_features, q_heads)
+        self.key = project_in(self.in_kv_features, kv_heads)
+        self.value = project_in(self.in_kv_features, kv_heads)
+        self.out = project(
+            q_heads,
+            in_features,
+            axis=(-2, -1),
+            kernel_init=out_kernel_init or kernel_init,
+            bias_init=out_bias_init or bias_init,
+        )
+        self.query_ln, self.key_ln = (
+            None
+            if norm is None
+            else norm(self.head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+            for _ in range(2)
+        )
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None
         self.rngs = rngs.dropout.fork() if dropout_rate != 0.0 else None
         self.cached_key: Any = nnx.data(None)
@@ -205,30 +244,57 @@ class FlashAttention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
+        memory: jax.Array | None = None,
         *,
-        segment_ids: jax.Array | None = None,
-        bias: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        seq_lengths: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        memory_seq_lengths: ArrayLike | None = None,
+        memory_segment_ids: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
         decode: bool = False,
     ) -> jax.Array:
-        """Attention among the positions of `x`, or of `x` to itself and all that is in the cache.
+        """Attention of `x` to itself, to `memory`, or to itself and all that is in the cache.
 
         Args:
           x: [*B, T, in_features].
+          memory: [*B, S, in_kv_features], where keys and values come from (Flax's inputs_k); None
+            for x, S = T. Causality, window and rotary embedding count its positions from 0.
+          seq_lengths: int [*B], valid positions of x; later ones are padding, and see and are seen
+            by none.
           segment_ids: int [*B, T]; a position sees only those with its own id.
+          memory_seq_lengths: int [*B], of the memory.
+          memory_segment_ids: int [*B, S], of the memory, together with segment_ids.
           bias: float, added to the scores, broadcastable to [*B, num_heads, T, S].
-          mask: bool, broadcastable to [*B, num_heads, T, S].
+          mask: bool or numbers (nonzero means True), broadcastable to [*B, num_heads, T, S].
           decode: x continues the sequences in the cache, by any T; S is then the cache's length.
 
         Returns:
           [*B, T, in_features]; NaN where decoding ran past the end of the cache.
 
         Raises:
-          ValueError: for decode=True without a cache, with segment_ids, or without is_causal.
+          ValueError: for shapes that do not fit together, and for decode=True without a cache,
+            without is_causal, or with a memory, lengths or segment ids.
         """
+        terms = _shared.rows(
+            x,
+            memory,
+            seq_lengths=seq_lengths,
+            segment_ids=segment_ids,
+            memory_seq_lengths=memory_seq_lengths,
+            memory_segment_ids=memory_segment_ids,
+        )
+        name, source = ("x", x) if memory is None else ("memory", memory)
+        if source.shape[-1] != self.in_kv_features:
+            raise ValueError(
+                f"{name} has shape {source.shape}; expected in_kv_features = {self.in_kv_features} "
+                "features for keys and values"
+            )
         stored, cache = (), None
         if decode:
-            _shared.check_decode(self.is_causal, segment_ids)
+            _shared.check_decode(
+                self.is_causal, memory=memory, seq_lengths=seq_lengths, segment_ids=segment_ids
+            )
             stored = self.cached_key, self.cached_value, self.cache_index
             if stored[0] is None:
                 raise ValueError("decode=True needs a cache: call init_cache(batch, max_length)")
@@ -236,20 +302,23 @@ class FlashAttention(nnx.Module):
         dropout: dict[str, Any] = {}
         if self.rngs is not None and not self.deterministic:
             dropout.update(dropout_rate=self.dropout_rate, dropout_key=self.rngs())
-        out, cache = _shared.self_attention(
+        query, key = self.query(x), self.key(source)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        out, cache = _shared.attend(
             self.attention_fn,
-            self.query(x),
-            self.key(x),
-            self.value(x),
+            query,
+            key,
+            self.value(source),
             cache,
             rotary_base=self.rotary_base,
-            segment_ids=segment_ids,
             is_causal=self.is_causal,
             local_window_size=self.local_window_size,
             softcap=self.softcap,
             sinks=None if self.sinks is None else self.sinks[...],
             bias=bias,
             mask=mask,
+            **terms,
             **dropout,
         )
         if cache is not None:
@@ -287,3 +356,6 @@ class FlashAttention(nnx.Module):
         """Sets `deterministic`, for nnx.view."""
         if deterministic is not None:
             self.deterministic = deterministic
+
+
+_LayerNorm = functools.partial(nnx.LayerNorm, use_bias=False)
