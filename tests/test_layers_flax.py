@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jax_flash
+from jax_flash import _native
 from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
@@ -390,6 +391,24 @@ def test_a_window_in_decoding_with_the_written_length(api):
         key_value_seq_lengths=written,
     )
     np.testing.assert_allclose(windowed, FLASH[api](query, key, value, mask=seen), atol=2e-6)
+
+
+@pytest.mark.skipif(_native.available("cuda") is not None, reason=f"{_native.available('cuda')}")
+@pytest.mark.filterwarnings("ignore:jax_flash runs a call without its CUDA kernels")  # said once
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        ({"is_causal": True, "local_window_size": (127, None), "softcap": 50.0}, True),
+        ({"key_value_seq_lengths": np.array([LENGTH, 7])}, True),
+        ({"mask": random_mask(BATCH, 1, LENGTH, LENGTH)}, False),
+    ],
+    ids=["window", "lengths", "mask"],
+)
+def test_a_mask_is_what_keeps_a_call_from_the_cuda_kernels(api, options, runs):
+    query = jnp.zeros((BATCH, LENGTH, HEADS, 64), jnp.bfloat16)
+    traced = jax.jit(lambda query: FLASH[api](query, query, query, **options)).trace(query)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("jax_flash_cuda_forward" in text) == runs
 
 
 def test_partials_run_under_jit_and_grad(api):
