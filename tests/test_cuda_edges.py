@@ -329,7 +329,7 @@ def test_members_of_a_vmap_share_keys(q_len: int, members: int):
     lengths = jnp.array([391, 5], jnp.int32)
 
     def step(q, k, v):
-        return attend(q, k, v, key_value_seq_lengths=lengths)
+        return attend(q, k, v, key_value_seq_lengths=lengths, causal_align=BOTTOM_RIGHT)
 
     def pulled(function):
         out, pull = jax.vjp(function, q, k, v)
