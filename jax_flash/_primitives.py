@@ -1,17 +1,17 @@
 """The primitives flash_forward and flash_backward: abstract eval, batching, lowering per platform.
 
     flash_forward:  q, k, v, *terms                          -> out, lse
-    flash_backward: q, k, v, out, lse, dout, [dlse], *terms  -> dq, dk, dv, [dbias]
+    flash_backward: q, k, v, out, lse, dout, [dlse], *terms  -> those asked for of dq, dk, dv, dbias
 
 Shapes and meaning are those of `blockwise.forward` and `blockwise.backward`. Each primitive is a
 pair: the outer one is what a program holds, and is batched and differentiated; it lowers through
 `_sharding.py` to the inner one, which sees one device's shard and lowers to a kernel.
-Read next: `_sharding.py`; `ffi/operands.h` for the other end of the custom call.
+Read next: `_batching.py`; `_sharding.py`; `ffi/operands.h` for the other end of the custom call.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
-from jax_flash import _backends, _native, _sharding, _tiles, blockwise
+from jax_flash import _backends, _batching, _native, _sharding, _tiles, blockwise
 from jax_flash._problem import TERMS, Problem, Shapes
 
 
@@ -68,6 +68,11 @@ class Forward:
             "terms": sum(1 << TERMS.index(name) for name in problem.terms),
         }
 
+    @property
+    def whole(self) -> "Forward":
+        """The same with all results that the kernels compute."""
+        return self
+
     def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         return blockwise.forward(self.problem, *operands)
 
@@ -77,7 +82,7 @@ class Backward(Forward):
     """One flash_backward, operands aside."""
 
     with_dlse: bool
-    with_dbias: bool
+    gradients: tuple[str, ...]  # to what they are, in the order of q, k, v, bias
 
     target = "backward"
 
@@ -88,7 +93,7 @@ class Backward(Forward):
 
     @property
     def results(self) -> tuple[str, ...]:
-        return ("dq", "dk", "dv", "dbias") if self.with_dbias else ("dq", "dk", "dv")
+        return tuple(f"d{name}" for name in self.gradients)
 
     def result_avals(self, operands: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(operands[name[1:]].update(weak_type=False) for name in self.results)
@@ -97,10 +102,21 @@ class Backward(Forward):
         flags = {"with_dlse": self.with_dlse, "with_dbias": self.with_dbias}
         return super().attributes() | flags
 
+    @property
+    def with_dbias(self) -> bool:
+        return "bias" in self.gradients
+
+    @property
+    def whole(self) -> "Backward":
+        bias = ("bias",) if self.with_dbias else ()
+        return dataclasses.replace(self, gradients=("q", "k", "v", *bias))
+
     def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return blockwise.backward(
+        results = blockwise.backward(
             self.problem, *operands, with_dlse=self.with_dlse, with_dbias=self.with_dbias
         )
+        named = zip(self.whole.results, results, strict=True)
+        return tuple(x for name, x in named if name in self.results)
 
 
 def _spec(aval: Any) -> tuple[Any, ...]:
@@ -125,26 +141,10 @@ def _primitive(name: str) -> Primitive:
     return primitive
 
 
-# Batching: the new dim becomes the first leading dim.
-
-# Kernels read these with a leading dim of 1; all others must have every leading dim in full.
-_BROADCAST_TERMS = ("bias", "mask", "sinks")
-
-
 def _batch(primitive: Primitive, operands, dims, *, call: Forward):
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    # Every member of the batch has a gradient of the bias to itself.
-    own = ("bias",) if "dbias" in call.results else ()
-
-    def lead(name, x, dim):
-        if dim is not None:
-            return jnp.moveaxis(x, dim, 0)
-        if name in _BROADCAST_TERMS and name not in own:
-            return x[None]
-        return jnp.broadcast_to(x[None], (size, *x.shape))
-
-    operands = [lead(*item) for item in zip(call.operands, operands, dims, strict=True)]
-    return primitive.bind(*operands, call=call), [0] * len(call.results)
+    # Every member of the batch has gradients to itself.
+    own = call.gradients if isinstance(call, Backward) else ()
+    return _batching.batch(primitive, call.operands, operands, dims, own, call=call)
 
 
 # Lowering.
@@ -156,12 +156,12 @@ def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Forward) -> Any
     backend = _backends.choose(call.backend, platform, call.problem, shapes)
     match backend:
         case "cpu":
-            rule = jax.ffi.ffi_lowering(f"jax_flash_cpu_{call.target}")
-            return rule(ctx, *operands, **call.attributes())
+            function = functools.partial(_batching.run_kernel, _call_cpu, call)
         case "cuda":
-            return _lower_function(functools.partial(_call_cuda, call), ctx, *operands)
+            function = functools.partial(_batching.run_kernel, _call_cuda, call)
         case _:
-            return _lower_function(call.blockwise, ctx, *operands)
+            function = call.blockwise
+    return _lower_function(function, ctx, *operands)
 
 
 def _lower_function(function: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
@@ -177,6 +177,16 @@ def _lower_function(function: Callable[..., Any], ctx: Any, *operands: Any) -> A
         ctx = ctx.replace(avals_in=avals)
     with use_abstract_mesh(mesh):
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def _call_cpu(call: Forward, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    custom_call = jax.ffi.ffi_call(f"jax_flash_cpu_{call.target}", _results(call, operands))
+    return tuple(custom_call(*operands, **call.attributes()))
+
+
+def _results(call: Forward, operands: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+    avals = call.result_avals(dict(zip(call.operands, map(jax.typeof, operands), strict=True)))
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
 
 
 def _call_cuda(call: Forward, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -199,8 +209,7 @@ def _call_cuda(call: Forward, *operands: jax.Array) -> tuple[jax.Array, ...]:
     if "sinks" in named and named["sinks"].shape[:-1] != (1,) * len(batch):
         # The kernel reads one row of sinks, or one for every batch row.
         named["sinks"] = jnp.broadcast_to(named["sinks"], (*batch, shapes.q_heads))
-    avals = call.result_avals({name: jax.typeof(x) for name, x in named.items()})
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    results = _results(call, operands)
     custom_call = jax.ffi.ffi_call(
         f"jax_flash_cuda_{call.target}", [*results, *tiles.workspaces(problem, shapes)]
     )

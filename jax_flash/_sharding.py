@@ -7,7 +7,8 @@ no collective, with three exceptions that the arithmetic asks for:
 - Fewer kv heads than devices that share the query heads (K not divisible): each of these devices
   reads the kv heads its query heads need from whole keys and values, and the gradients of key and
   value are summed over them, one all-reduce each. The forward pass still needs none.
-- The gradient of a bias is summed over the devices along its dims of size 1.
+- The gradient of a bias, and of keys and values that the members of a vmap share, is summed over
+  the devices along its dims of size 1.
 - Arguments that arrive in another sharding (split along a sequence, for example) are brought to
   this one first.
 
@@ -45,7 +46,8 @@ _WHOLE = ("T", "S", "H", "V", "W")  # not split
 NO_MESH = AbstractMesh((), ())
 
 
-def _dims(name: str) -> str:
+def dims(name: str) -> str:
+    """Returns the letters of an operand's or result's dims after the leading ones."""
     return _DIMS[name] if name in _DIMS else _DIMS[name.removeprefix("d")]
 
 
@@ -71,7 +73,7 @@ def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[s
 
     def factors(name, shape):
         for axis, size in enumerate(shape):
-            letter = f"b{axis}" if axis < leading else _dims(name)[axis - leading].lower()
+            letter = f"b{axis}" if axis < leading else dims(name)[axis - leading].lower()
             if letter == "k" and k[-2] == q[-2]:
                 letter = "n"
             # A dim of size 1 may be broadcast: it corresponds to nothing.
@@ -93,7 +95,7 @@ def _partition(run, call, mesh: Mesh, operands, results):
     operand_shardings = tuple(plan.sharding(name, infos[name].shape) for name in call.operands)
     result_shardings = tuple(
         plan.sharding(name, shape)
-        for name, shape in zip(call.results, _result_shapes(call, infos), strict=True)
+        for name, shape in zip(call.results, result_shapes(call, infos), strict=True)
     )
 
     def compute(*local):
@@ -105,16 +107,17 @@ def _partition(run, call, mesh: Mesh, operands, results):
         local = dict(zip(call.operands, local, strict=True))
         local["k"], local["v"] = plan.local_kv_heads(local["k"]), plan.local_kv_heads(local["v"])
         outputs = dict(zip(call.results, run(call, *local.values()), strict=True))
-        for name in {"dk", "dv"} & outputs.keys():
-            outputs[name] = plan.sum_kv_heads(outputs[name])
-        if "dbias" in outputs:
-            outputs["dbias"] = plan.sum_broadcast(outputs["dbias"], infos["bias"].shape)
+        # In this order on every process: these are collectives.
+        for name in call.results:
+            if name in ("dk", "dv", "dbias"):
+                outputs[name] = plan.sum_gradient(name, outputs[name], infos[name[1:]].shape)
         return tuple(outputs.values())
 
     return mesh, compute, result_shardings, operand_shardings
 
 
-def _result_shapes(call, infos) -> Sequence[tuple[int, ...]]:
+def result_shapes(call, infos) -> Sequence[tuple[int, ...]]:
+    """Lists the shapes of a call's results from the operands by name."""
     q, v = infos["q"].shape, infos["v"].shape
     derived = {"out": (*q[:-1], v[-1]), "lse": (*q[:-3], q[-2], q[-3])}
     return [derived[x] if x in derived else infos[x.removeprefix("d")].shape for x in call.results]
@@ -155,10 +158,12 @@ class _Plan:
 
     def axes(self, name: str, shape: Sequence[int]) -> list[tuple[str, ...]]:
         """Lists the mesh axes that split each dim of an operand or result."""
-        split = {"N": self.heads, "K": self.kv_split}
-        rest = [split.get(letter, ()) for letter in _dims(name)]
         # A dim of size 1 is either broadcast, or whole on every device anyway.
-        return [() if n == 1 else a for n, a in zip(shape, [*self.batch, *rest], strict=True)]
+        return [() if n == 1 else a for n, a in zip(shape, self._full_axes(name), strict=True)]
+
+    def _full_axes(self, name: str) -> list[tuple[str, ...]]:
+        split = {"N": self.heads, "K": self.kv_split}
+        return [*self.batch, *(split.get(letter, ()) for letter in dims(name))]
 
     def sharding(self, name: str, shape: Sequence[int]) -> NamedSharding:
         spec = PartitionSpec(*(axes or None for axes in self.axes(name, shape)))
@@ -170,15 +175,21 @@ class _Plan:
             return x
         return jnp.take(x, self._kv_heads_read(), axis=-2)
 
-    def sum_kv_heads(self, x):
-        """Adds the gradients `[*B, S, heads read, H]` of all devices up to `[*B, S, K, H]`."""
-        if not self.kv_shared:
-            return x
-        whole = jnp.zeros(
-            (*x.shape[:-2], self.kv_heads // self._devices(self.kv_split), x.shape[-1]), jnp.float32
-        )
-        whole = whole.at[..., self._kv_heads_read(), :].add(x.astype(jnp.float32))
-        return lax.psum(whole, self.kv_shared).astype(x.dtype)
+    def sum_gradient(self, name: str, x, shape: Sequence[int]):
+        """Sums the gradient of k, v or bias over the devices that share it.
+
+        They share it along its dims of size 1; kv_shared share kv heads, and their gradients
+        `[*B, S, heads read, H]` are added up to `[*B, S, K, H]`.
+        """
+        axes = zip(self._full_axes(name), self.axes(name, shape), strict=True)
+        shared = [a for full, own in axes for a in full if a not in own]
+        total = x.astype(jnp.float32)
+        if self.kv_shared and name in ("dk", "dv"):
+            kv_heads = self.kv_heads // self._devices(self.kv_split)
+            whole = jnp.zeros((*x.shape[:-2], kv_heads, x.shape[-1]), jnp.float32)
+            total = whole.at[..., self._kv_heads_read(), :].add(total)
+            shared += self.kv_shared
+        return lax.psum(total, tuple(shared)).astype(x.dtype) if shared else x
 
     def _kv_heads_read(self):
         """Computes which kv heads this device reads, counted in its share of the split heads."""
@@ -188,15 +199,6 @@ class _Plan:
         if group % local == 0:  # all of its query heads read one kv head
             return first // group + jnp.arange(1)
         return (first + jnp.arange(local)) // group
-
-    def sum_broadcast(self, dbias, shape: Sequence[int]):
-        """Sums the gradient of a bias over the devices along its dims of size 1."""
-        full = [*self.batch, self.heads, (), ()]
-        own = self.axes("bias", shape)
-        missing = [a for f, o in zip(full, own, strict=True) for a in f if a not in o]
-        if not missing:
-            return dbias
-        return lax.psum(dbias.astype(jnp.float32), tuple(missing)).astype(dbias.dtype)
 
 
 def _spec(info: Any) -> list[tuple[str, ...]]:

@@ -295,7 +295,7 @@ def choose_tiles(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiles
     # Tiles of one length need no counter: without its memset 4% faster at T 512; in long calls
     # the counter evens out multiprocessors of different speed, 3 to 6%.
     dynamic = causal or not plain or length > 2048
-    group = shapes.q_heads // shapes.kv_heads
+    group = _group(shapes)
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 else 1
     # 64 heads even out tiles of unequal length; more, of short sequences, are 3 % slower.
     head_group = max(1, min(_head_group(shapes), 64) // packed) if causal else 1
@@ -388,7 +388,7 @@ def _backward_head_group(problem: Problem, shapes: Shapes) -> int:
     queries = _known(shapes.q_len, 4096)
     causal = problem.window[1] is not None
     widest = max(shapes.head_dim, shapes.value_dim)
-    group = shapes.q_heads // shapes.kv_heads
+    group = _group(shapes)
     # Of one query head: the units of a group walk its heads side by side.
     head_bytes = queries * (6 * shapes.head_dim + 2 * shapes.value_dim)
     fitting = max(1, _L2_SHARE // head_bytes)
@@ -413,7 +413,12 @@ def _head_group(shapes: Shapes) -> int:
     bytes_per_head = 2 * _known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
     fitting = max(1, _L2_SHARE // bytes_per_head)
     kv_heads = min(fitting, _known(shapes.batch, fitting) * shapes.kv_heads)
-    return kv_heads * (shapes.q_heads // shapes.kv_heads)
+    return kv_heads * _group(shapes)
+
+
+def _group(shapes: Shapes) -> int:
+    """Counts the query heads that read one kv head."""
+    return _known(shapes.q_heads // shapes.kv_heads, 1)
 
 
 def _tma_loads(shapes: Shapes) -> bool:

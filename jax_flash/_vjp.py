@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AxisType, auto_axes, use_abstract_mesh
 
-from jax_flash import _backends, blockwise
+from jax_flash import _backends, _batching, blockwise
 from jax_flash._primitives import (
     Backward,
     Forward,
@@ -167,11 +167,14 @@ def _tangent_transpose(cotangents, *operands, call: Forward, active: tuple[str, 
     if type(dout) is ad.Zero and not with_dlse:
         return [*nothing, *(None for _ in active)]
     dout = ad.instantiate_zeros(dout)
-    backward = Backward(call.problem, call.backend, with_dlse, with_dbias="bias" in active)
+    wanted = tuple(name for name in active if name != "sinks")
     q, k, v, *terms = primals
-    cotangents = (dout, dlse) if with_dlse else (dout,)
-    gradients = flash_backward_p.bind(q, k, v, out, lse, *cotangents, *terms, call=backward)
-    by_name = {name[1:]: x for name, x in zip(backward.results, gradients, strict=True)}
+    by_name = {}
+    if wanted:
+        backward = Backward(call.problem, call.backend, with_dlse, wanted)
+        cotangents = (dout, dlse) if with_dlse else (dout,)
+        gradients = flash_backward_p.bind(q, k, v, out, lse, *cotangents, *terms, call=backward)
+        by_name = dict(zip(wanted, gradients, strict=True))
     if "sinks" in active:
         sinks = call.problem.name_terms(terms)["sinks"]
         mesh, spec = jax.typeof(q).sharding.mesh, jax.typeof(sinks).sharding.spec
@@ -213,12 +216,8 @@ ad.primitive_transposes[flash_forward_p] = _forward_transpose
 
 
 def _tangent_batch(operands, dims, *, call: Forward, active: tuple[str, ...]):
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    operands = [
-        jnp.broadcast_to(x[None], (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-    ]
-    return flash_tangent_p.bind(*operands, call=call, active=active), [0, 0]
+    names = (*call.operands, "out", "lse", *active)
+    return _batching.batch(flash_tangent_p, names, operands, dims, call=call, active=active)
 
 
 flash_tangent_p = Primitive("flash_tangent")

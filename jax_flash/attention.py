@@ -56,7 +56,8 @@ def flash_attention(
     order; where a derivative is itself differentiated in reverse mode, memory grows with T S.
     Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` spares the
     backward pass a second forward pass. Under jit, leading dims and heads stay split over the
-    devices of a mesh as query's are.
+    devices of a mesh as query's are. Under vmap over query alone, key and value are not copied for
+    its members, unless lengths, segment ids or gradients to key and value are each member's own.
 
     Arguments:
       query: `[*B, T, N, H]`, float32, bfloat16 or float16; any number of leading dims.

@@ -31,7 +31,8 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
 
     Arguments:
       problem: what to compute.
-      operands: q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, and problem.terms.
+      operands: q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, and problem.terms; any of
+        *B may be 1 but in q.
 
     Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse float32 `[*B, N, T]`.
     """
@@ -95,6 +96,7 @@ def backward(
       with_dbias: also compute the gradient of bias.
 
     Returns: dq, dk, dv in the shapes and dtypes of q, k, v; with_dbias also dbias in those of bias.
+      Where a dim is 1 because it is broadcast, the gradient is summed along it.
     """
     q, k, v, out, lse, dout, *rest = operands
     dlse = rest.pop(0) if with_dlse else None
@@ -190,7 +192,7 @@ class _Sweep:
 
     problem: Problem
     q: jax.Array  # [*B, K, G, T, H]
-    k: jax.Array  # [*B, K, S, H]
+    k: jax.Array  # [*B, K, S, H], any of *B 1, as of v and of all below
     v: jax.Array  # [*B, K, S, Hv]
     bias: jax.Array | None  # [*B, K, G, T, S], any of them 1
     mask: jax.Array | None  # [*B, K, G, T, S], any of them 1
@@ -330,12 +332,7 @@ class _Tile:
 
     def add_to_bias(self, dbias: jax.Array, dlogits: jax.Array) -> jax.Array:
         """Adds the tile's `[*B, K, G, t, s]` to dbias, summed over the dims that are 1 there."""
-        ones = [
-            axis
-            for axis, (own, full) in enumerate(zip(dbias.shape, dlogits.shape, strict=True))
-            if own == 1 and full != 1
-        ]
-        update = jnp.sum(dlogits, axis=ones, keepdims=True)
+        update = _sum_broadcast(dlogits, dbias)
         return self._write_scores(dbias, self._scores_of(dbias) + update)
 
     def _visible(self) -> jax.Array:
@@ -451,4 +448,11 @@ def _write(x: jax.Array, update: jax.Array, span: _Span, axis: int) -> jax.Array
 
 
 def _add(x: jax.Array, update: jax.Array, span: _Span, axis: int) -> jax.Array:
-    return _write(x, _read(x, span, axis) + update, span, axis)
+    return _write(x, _read(x, span, axis) + _sum_broadcast(update, x), span, axis)
+
+
+def _sum_broadcast(update: jax.Array, x: jax.Array) -> jax.Array:
+    """Sums an update over the dims that are 1 in what it is added to."""
+    sizes = zip(x.shape, update.shape, strict=True)
+    ones = [axis for axis, (own, full) in enumerate(sizes) if own == 1 and full != 1]
+    return jnp.sum(update, axis=ones, keepdims=True)

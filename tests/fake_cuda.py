@@ -68,7 +68,7 @@ class Direct:
             header = tiles.header(problem)
             operands, results = [q, k, k, *terms], [q, lse]
         else:
-            call = _primitives.Backward(problem, None, with_dlse=False, with_dbias=False)
+            call = _primitives.Backward(problem, None, False, ("q", "k", "v"))
             tiles = _tiles.choose_backward_tiles(problem, some, gpu)
             header = tiles.header(problem, with_dlse=False)
             operands, results = [q, k, k, q, lse, q, *terms], [q, k, k]

@@ -312,12 +312,35 @@ def test_vmap_is_a_loop():
     got = jax.jit(jax.vmap(step))(q, k, v, lengths)
     rows = [jax.jit(step)(q[i], k[i], v[i], lengths[i]) for i in range(3)]
     assert_same_bits(got, jax.tree.map(lambda *x: jnp.stack(x), *rows))
-    # Keys that are not mapped have the sum of the gradients.
+    # Each member has its own gradients to keys that are not mapped.
     shared = jax.jit(jax.vmap(step, in_axes=(1, None, None, None)))(
         jnp.moveaxis(q, 0, 1), k[0], v[0], lengths[0]
     )
     rows = [jax.jit(step)(q[i], k[0], v[0], lengths[0]) for i in range(3)]
     assert_same_bits(shared, jax.tree.map(lambda *x: jnp.stack(x), *rows))
+
+
+@pytest.mark.parametrize("q_len", [1, 77, 256])
+@pytest.mark.parametrize("members", [3, 8])
+def test_members_of_a_vmap_share_keys(q_len: int, members: int):
+    """Forward and backward take the members as heads; key and value get the sum of gradients."""
+    q, k, v = stacked(members, q_len=q_len, kv_len=391, heads=4, kv_heads=2)
+    k, v = k[0], v[0]
+    lengths = jnp.array([391, 5], jnp.int32)
+
+    def step(q, k, v):
+        return attend(q, k, v, key_value_seq_lengths=lengths, causal_align=BOTTOM_RIGHT)
+
+    def pulled(function):
+        out, pull = jax.vjp(function, q, k, v)
+        return out, *pull(jnp.cos(out))
+
+    got = jax.jit(lambda: pulled(jax.vmap(step, in_axes=(0, None, None))))()
+    want = jax.jit(lambda: pulled(lambda q, k, v: jnp.stack([step(x, k, v) for x in q])))()
+    # Each of the sums that a loop adds up is rounded to 8 bits, and so are they.
+    for x, y, roundings in zip(got, want, (2, 2, members + 2, members + 2), strict=True):
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=0, atol=roundings * 2**-8 * np.abs(y).max())
 
 
 @pytest.mark.parametrize("q_len", [77, 300])
