@@ -12,6 +12,8 @@ import importlib
 import logging
 import os
 import re
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -218,7 +220,7 @@ def _load() -> tuple[ModuleType | None, dict[str, str]]:
     except ModuleNotFoundError as error:
         if error.name != "jax_flash._ext":
             raise
-        return _unavailable(f"the compiled module jax_flash._ext is missing. {_REPAIR}")
+        return _unavailable(_missing())
     except ImportError as error:
         return _unavailable(f"the compiled module jax_flash._ext does not load: {error}. {_REPAIR}")
     # An FFI version that jaxlib refuses would surface as "Unable to initialize backend" and take
@@ -236,6 +238,45 @@ def _load() -> tuple[ModuleType | None, dict[str, str]]:
         for platform in ("cpu", "cuda")
         if platform not in built
     }
+
+
+def _missing() -> str:
+    """Says where the compiled module is missing and what to do.
+
+    An installed package brings its module; source files have one only where it was built beside
+    them. `python -c` and `python -m` in a checkout find those files before what is installed.
+    """
+    package = Path(__file__).resolve().parent
+    checkout = package.parent
+    if not (checkout / "CMakeLists.txt").is_file():
+        return f"the compiled module jax_flash._ext is missing from {package}. {_REPAIR}"
+    found = (
+        "the compiled module jax_flash._ext is missing: "
+        f"jax_flash was imported from the source folder {package}, which has none"
+    )
+    build = f"cmake -S {checkout} -B {checkout / 'build'} && cmake --build {checkout / 'build'}"
+    installed = _installed_package(package)
+    if installed is None:
+        return (
+            f"{found}, and no jax_flash is installed. Install it: pip install {checkout}; "
+            f"or build the module in place: {build}"
+        )
+    return (
+        f"{found}. The installed package is {installed}. To use that one, run Python in another "
+        f"folder or as python -P (python -P -m pytest), without {checkout} in PYTHONPATH; to use "
+        f"the source folder, build the module in place: {build}"
+    )
+
+
+def _installed_package(package: Path) -> Path | None:
+    """Finds a jax_flash on Python's path that is another folder and has a compiled module."""
+    for entry in sys.path:
+        folder = (Path(entry) / "jax_flash").resolve()
+        if folder != package and any(
+            (folder / f"_ext{suffix}").is_file() for suffix in EXTENSION_SUFFIXES
+        ):
+            return folder
+    return None
 
 
 def _unavailable(reason: str) -> tuple[None, dict[str, str]]:

@@ -8,6 +8,9 @@ import hypothesis
 import jax
 import pytest
 
+import jax_flash
+from jax_flash import _native
+
 # Read when jax first looks for devices: the sharding tests need several, and one CPU can play
 # them all. On a GPU, XLA's search for the fastest matrix products takes longer than the tests (40 s
 # for one small second derivative).
@@ -16,6 +19,7 @@ for _name, _value in (("xla_force_host_platform_device_count", 8), ("xla_gpu_aut
     if _name not in _FLAGS:
         _FLAGS += f" --{_name}={_value}"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers share the GPU
 
 hypothesis.settings.register_profile(
     "ci",
@@ -32,6 +36,31 @@ hypothesis.settings.register_profile(
     max_examples=1000,
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Workers of `-n auto`, pytest's default here: none where one process is what is meant."""
+    option = config.option
+    if option.trace or option.capture == "no" or all("::" in argument for argument in config.args):
+        return 0
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # xdist reads it
+    # xdist would count the cores of the machine: without hyperthreads, and those of others too.
+    own = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+    return min(len(own), 16)  # a worker takes about 1 GB
+
+
+def pytest_configure() -> None:
+    """Without the compiled module most tests fail: the reason is said once, before the first."""
+    reason = _native.available("cpu")
+    if reason is not None:
+        raise pytest.UsageError(reason)
+
+
+def pytest_report_header() -> str:
+    return f"jax_flash: {jax_flash.__file__}"
 
 
 def _gpu_present() -> bool:

@@ -1,6 +1,7 @@
 """The compiled module: it fits what is installed, and without it the xla backend still works."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,19 +37,40 @@ module.version, module.ffi_version = {version!r}, {ffi_version!r}
 """
 
 
-def run_without_kernels(setup: str, folder: Path) -> str:
-    """Calls jax_flash in a process of its own after `setup`; returns why backend "cpu" refused."""
-    package = Path(jax_flash.__file__).parent.parent
-    result = subprocess.run(
-        [sys.executable, "-c", PRELUDE.format(setup=setup)],
-        env=os.environ | {"PYTHONPATH": str(package)},
+PACKAGE = Path(jax_flash.__file__).resolve().parent
+
+
+def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in `folder`, with the package under test on its path."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def run_without_kernels(setup: str, folder: Path, *options: str) -> str:
+    """Calls jax_flash in a process of its own after `setup`; returns why backend "cpu" refused."""
+    result = run_python(folder, *options, "-c", PRELUDE.format(setup=setup))
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout without a compiled module, and with one test."""
+    root = tmp_path / "checkout"
+    shutil.copytree(PACKAGE, root / "jax_flash", ignore=shutil.ignore_patterns("_ext.*", "_cuda"))
+    (root / "CMakeLists.txt").touch()
+    sources = Path(__file__).parents[1]
+    shutil.copy(sources / "pyproject.toml", root)
+    (root / "tests").mkdir()
+    shutil.copy(sources / "tests" / "conftest.py", root / "tests")
+    (root / "tests" / "test_one.py").write_text("def test_one():\n    pass\n")
+    return root
 
 
 def test_kernels_of_this_build_are_available():
@@ -61,6 +83,41 @@ def test_a_missing_module_leaves_xla(tmp_path: Path):
     reason = run_without_kernels('sys.modules["jax_flash._ext"] = None', tmp_path)
     assert "jax_flash._ext is missing" in reason
     assert "pip install" in reason
+
+
+def test_source_files_in_front_of_the_installed_package_are_named(checkout: Path):
+    reason = run_without_kernels("", checkout)
+    assert f"source folder {checkout / 'jax_flash'}, which has none" in reason
+    assert f"installed package is {PACKAGE}" in reason
+    assert "python -P" in reason
+    assert f"cmake --build {checkout / 'build'}" in reason
+    assert "pip install" not in reason
+    assert run_without_kernels("", checkout, "-P") == ""
+
+
+def test_source_files_without_an_installed_package_say_how_to_install(checkout: Path):
+    # Where jax_flash is installed, everything beside it is linked from another folder.
+    site = checkout.parent / "site"
+    site.mkdir()
+    for path in PACKAGE.parent.iterdir():
+        if path != PACKAGE:
+            (site / path.name).symlink_to(path)
+    setup = f"sys.path = [{str(site)!r} if p == {str(PACKAGE.parent)!r} else p for p in sys.path]"
+    reason = run_without_kernels(setup, checkout)
+    assert f"source folder {checkout / 'jax_flash'}, which has none" in reason
+    assert f"pip install {checkout}" in reason
+    assert f"cmake --build {checkout / 'build'}" in reason
+
+
+def test_the_suite_without_a_compiled_module_says_so_once(checkout: Path):
+    result = run_python(checkout, "-m", "pytest")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert (result.stdout + result.stderr).count("which has none") == 1
+    assert "python -P -m pytest" in result.stderr
+    result = run_python(checkout, "-P", "-m", "pytest", "tests/test_one.py::test_one")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 passed" in result.stdout
+    assert str(PACKAGE) in result.stdout
 
 
 def test_a_module_of_another_version_leaves_xla(tmp_path: Path):
