@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,57 @@ def test_parameters_and_optimizer_are_spread_over_the_mesh(train_gpt):
         for name, count in shards.items():
             # Two key heads do not divide by four.
             assert count == (4 if re.search("query|out|up|down", name) else 1), name
+
+
+def test_the_picture_shows_every_validation_and_has_a_title(train_gpt, tmp_path, monkeypatch):
+    figure = train_gpt.Figure()
+    monkeypatch.setattr(train_gpt, "Figure", lambda **settings: figure)
+    validation = {0: 5.5, 4: 3.0, 8: 2.0}
+    train_gpt.plot(tmp_path / "loss.png", "a title", [5.0] * 8, validation, 2.5)
+    (axes,) = figure.axes
+    assert axes.get_title() == "a title"
+    (line,) = (line for line in axes.lines if line.get_label() == "validation")
+    assert dict(line.get_xydata().tolist()) == validation
+    bottom, top = axes.get_ylim()
+    assert bottom < 2.0
+    assert top > 5.5
+
+
+def test_speed_is_that_of_steps_alone(train_gpt, tmp_path, monkeypatch, capsys):
+    """Steps of a second, queued on a device, beside an hour for compiling and for validation."""
+    clock = types.SimpleNamespace(now=0.0, idle=0.0)  # idle: when the device has done its queue
+
+    class Loss:
+        def __init__(self):
+            clock.now += 0 if compiled else 3600
+            compiled.append(True)
+            self.done = clock.idle = max(clock.now, clock.idle) + 1
+
+        def __float__(self):
+            clock.now = max(clock.now, self.done)
+            return 5.0
+
+    def evaluate(model, rows):
+        clock.now = clock.idle = max(clock.now, clock.idle) + 3600
+        return 5.0
+
+    class Progress(train_gpt.tqdm):
+        def set_postfix_str(self, text, **settings):
+            shown.append(text)
+
+    shown, compiled = [], []
+    arguments = ["train_gpt.py", *SMALL, "--steps=20", f"--plot={tmp_path / 'loss.png'}"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--text", str(Path(jax_flash.__file__).parent)])
+    monkeypatch.setattr(train_gpt, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(train_gpt, "tqdm", Progress)
+    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
+    monkeypatch.setattr(train_gpt, "generate", lambda *arguments: "")
+    monkeypatch.setattr(train_gpt.nnx, "cached_partial", lambda *arguments: lambda rows: Loss())
+    train_gpt.main()
+    assert len(shown) == 20
+    assert "tokens/s" not in shown[0]
+    assert all(text.endswith(f", {8 * 64} tokens/s") for text in shown[1:])
+    assert "1000.0 ms" in capsys.readouterr().out
 
 
 def test_packed_rows_overlap_by_their_targets(train_gpt):
