@@ -8,6 +8,8 @@ import pytest
 import jax_flash
 from jax_flash import _explain, _native
 
+pytestmark = pytest.mark.quick
+
 needs_module = pytest.mark.skipif(
     _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
 )

@@ -8,6 +8,8 @@ import pytest
 from jax_flash import _tiles
 from jax_flash._problem import TERMS, Problem, Shapes
 
+pytestmark = pytest.mark.quick
+
 H200 = _tiles.GPUS["H200"]
 PLAIN = Problem(dtype="bfloat16", scale=0.125)
 SHAPES = Shapes(

@@ -16,6 +16,8 @@ from jax_flash import _native
 from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
+pytestmark = pytest.mark.quick
+
 BATCH, LENGTH, FEATURES, HEADS = 2, 13, 32, 4
 FLASH = {"linen": flash_linen.attention_fn, "nnx": flash_nnx.attention_fn}
 STOCK = {"linen": nn.dot_product_attention, "nnx": nnx.dot_product_attention}

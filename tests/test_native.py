@@ -13,6 +13,8 @@ import pytest
 import jax_flash
 from jax_flash import _native
 
+pytestmark = pytest.mark.quick
+
 PRELUDE = """
 import sys, types
 import numpy as np

@@ -10,6 +10,8 @@ import pytest
 from . import numpy_oracle
 from .cases import BY_NAME, Case
 
+pytestmark = pytest.mark.quick
+
 # The known answers of Random123 1.14.0 for philox4x32-7 (kat_vectors): counter, key, words.
 PHILOX_ANSWERS = (
     ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
