@@ -136,9 +136,12 @@ def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
             )
     q_heads, kv_heads = q.shape[-2], k.shape[-2]
     if q_heads % kv_heads if kv_heads else q_heads:
+        hint, lengths = "", (q.shape[-3], k.shape[-3])
+        if all(isinstance(n, int) and n > 0 for n in lengths) and lengths[0] % lengths[1] == 0:
+            hint = ". If these are [*B, N, T, H], pass each as jnp.swapaxes(x, -3, -2)"
         raise ValueError(
             f"query has {q_heads} heads (shape {q.shape}) and key {kv_heads} (shape {k.shape}); "
-            "expected the first to be a multiple of the second"
+            f"expected the first to be a multiple of the second{hint}"
         )
     return q, k, v
 
@@ -162,9 +165,25 @@ def _broadcastable(name: str, x: jax.Array, scores: tuple[int, ...]) -> jax.Arra
     ):
         raise ValueError(
             f"{name} has shape {x.shape}; expected a shape that broadcasts to [*B, N, T, S] = "
-            f"{scores}: every dim 1 or equal"
+            f"{scores}: every dim 1 or equal{_missing_axes(name, x.shape, scores)}"
         )
     return jnp.reshape(x, full)
+
+
+def _missing_axes(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
+    """Says which axes to add to one of the shapes that other libraries take, or nothing."""
+    *batch, _, q_len, kv_len = scores
+    for letters, lengths, axes, padding in (
+        ("T, S", (q_len, kv_len), "..., None, :, :", ""),
+        ("S", (kv_len,), "..., None, None, :", "key_value_seq_lengths"),
+        ("T", (q_len,), "..., None, :, None", "query_seq_lengths"),
+    ):
+        if batch and shape == (*batch, *lengths):
+            hint = f". If it is [*B, {letters}], pass {name}[{axes}]"
+            if name == "mask" and padding:
+                hint += f", or {padding} where it hides padding at the end"
+            return hint
+    return ""
 
 
 def _bias(bias, scores) -> jax.Array | None:
@@ -196,12 +215,12 @@ def _mask(mask, scores) -> jax.Array | None:
     return _broadcastable("mask", mask, scores)
 
 
-def _integers(name: str, x: Any, shape: tuple[int, ...], letters: str) -> jax.Array:
+def _integers(name: str, x: Any, shape: tuple[int, ...], letters: str, hint: str = "") -> jax.Array:
     x = array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype} (shape {x.shape}); expected int32")
     if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}; expected {letters} = {shape}")
+        raise ValueError(f"{name} has shape {x.shape}; expected {letters} = {shape}{hint}")
     return x.astype(jnp.int32)
 
 
@@ -221,7 +240,15 @@ def _lengths(name: str, lengths, batch: tuple[int, ...], limit: int) -> jax.Arra
     lengths = _in_full(lengths)
     if isinstance(lengths, jax.Array | np.ndarray) and lengths.dtype.name in _WIDE_INTEGERS:
         lengths = lengths.clip(0, _MAX_INT32)  # else 2**32 would come out as 0
-    return jnp.clip(_integers(name, lengths, batch, "[*B]"), 0, limit)
+    hint = ""
+    if getattr(lengths, "ndim", 0) == 1:
+        hint = (
+            ", one length for each batch row. If these are the cumulative lengths (cu_seqlens) of "
+            f"packed sequences, pass {name.replace('lengths', 'ids').replace('seq', 'segment')} "
+            f"instead: jnp.searchsorted(cu_seqlens, jnp.arange({limit}), side='right'), with the "
+            "leading dims of query"
+        )
+    return jnp.clip(_integers(name, lengths, batch, "[*B]", hint), 0, limit)
 
 
 def _segments(query_ids, key_value_ids, query_shape, key_value_shape):
