@@ -108,7 +108,7 @@ def test_gradient_is_one_custom_call_more(name: str):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_feature_runs_on_xla_and_says_so_once(name: str, recwarn: pytest.WarningsRecorder):
     options, feature = REFUSED[name]
-    _backends._warn_once.cache_clear()
+    _backends.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=f"without its CUDA kernels.* {feature}"):
         assert calls(lower_options(options)) == []
     jax.clear_caches()
@@ -118,7 +118,7 @@ def test_refused_feature_runs_on_xla_and_says_so_once(name: str, recwarn: pytest
 
 
 def test_float32_runs_on_xla_and_says_so():
-    _backends._warn_once.cache_clear()
+    _backends.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="float32"):
         assert calls(lower(flash_attention, *[array(*x.shape, dtype="float32") for x in QKV])) == []
 
