@@ -93,6 +93,8 @@ def _refusal(
         case "cpu":
             if platform != "cpu":
                 return f"the arrays are on platform {platform!r}"
+            if problem.dtype == "float64":
+                return "the CPU kernels take float32, bfloat16 and float16, not float64"
             return _native.available("cpu")
         case _:
             return None

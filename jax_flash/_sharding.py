@@ -198,10 +198,10 @@ class _Plan:
         """
         axes = zip(self._full_axes(name), self.axes(name, shape), strict=True)
         shared = [a for full, own in axes for a in full if a not in own]
-        total = x.astype(jnp.float32)
+        total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.kv_shared and name in ("dk", "dv"):
             kv_heads = self.kv_heads // self._devices(self.kv_split)
-            whole = jnp.zeros((*x.shape[:-2], kv_heads, x.shape[-1]), jnp.float32)
+            whole = jnp.zeros((*x.shape[:-2], kv_heads, x.shape[-1]), total.dtype)
             total = whole.at[..., self._kv_heads_read(), :].add(total)
             shared += self.kv_shared
         return lax.psum(total, tuple(shared)).astype(x.dtype) if shared else x
