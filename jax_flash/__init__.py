@@ -2,7 +2,15 @@
 
 from jax_flash import reference
 from jax_flash._explain import explain
+from jax_flash._export import EXPORT_CHECKS
 from jax_flash._version import __version__
 from jax_flash.attention import dot_product_attention, flash_attention
 
-__all__ = ["__version__", "dot_product_attention", "explain", "flash_attention", "reference"]
+__all__ = [
+    "EXPORT_CHECKS",
+    "__version__",
+    "dot_product_attention",
+    "explain",
+    "flash_attention",
+    "reference",
+]

@@ -78,7 +78,7 @@ def choose(backend: str | None, platform: str, problem: Problem, shapes: Shapes)
     name, reasons = pick(problem, shapes, gpu, backend)
     if platform in reasons:
         kernels = f"{platform.upper()} kernels"
-        _warn_once(f"jax_flash runs a call without its {kernels}: {reasons[platform]}")
+        warn_once(f"jax_flash runs a call without its {kernels}: {reasons[platform]}")
     return name
 
 
@@ -93,11 +93,14 @@ def _refusal(
         case "cpu":
             if platform != "cpu":
                 return f"the arrays are on platform {platform!r}"
+            if problem.dtype == "float64":
+                return "the CPU kernels take float32, bfloat16 and float16, not float64"
             return _native.available("cpu")
         case _:
             return None
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warns with a RuntimeWarning, the first time in this process that it has this to say."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)

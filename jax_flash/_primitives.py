@@ -50,7 +50,12 @@ class Forward:
             _update(
                 q, (*q.shape[:-1], v.shape[-1]), q.dtype, (*batch_spec, None, heads_spec, None)
             ),
-            _update(q, (*batch, q_heads, q_len), jnp.float32, (*batch_spec, heads_spec, None)),
+            _update(
+                q,
+                (*batch, q_heads, q_len),
+                self.problem.sum_dtype,
+                (*batch_spec, heads_spec, None),
+            ),
         )
 
     def attributes(self) -> dict[str, bool | int | float]:

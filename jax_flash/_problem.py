@@ -32,7 +32,7 @@ class Problem:
     that batch row.
     """
 
-    dtype: str  # of q, k, v and out: "float32", "bfloat16" or "float16"
+    dtype: str  # of q, k, v and out: "float32", "bfloat16", "float16" or "float64"
     scale: float
     window: tuple[int | None, int | None] = (None, None)  # (left, right); None: unbounded
     bottom_right: bool = False
@@ -40,6 +40,11 @@ class Problem:
     dropout_rate: float = 0.0
     deterministic: bool = False
     terms: tuple[str, ...] = ()  # optional operands present, in the order of TERMS
+
+    @property
+    def sum_dtype(self) -> str:
+        """The dtype of sums, of the softmax, and of lse and sinks."""
+        return "float64" if self.dtype == "float64" else "float32"
 
     def name_terms(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Returns the optional operands by name."""

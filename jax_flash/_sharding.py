@@ -9,8 +9,8 @@ no collective, with three exceptions that the arithmetic asks for:
   value are summed over them, one all-reduce each. The forward pass still needs none.
 - The gradient of a bias, and of keys and values that the members of a vmap share, is summed over
   the devices along its dims of size 1.
-- Arguments that arrive in another sharding (split along a sequence, for example) are brought to
-  this one first.
+- Arguments that arrive in another sharding are brought to this one first; a query, key or value
+  that arrives split along its sequence is gathered whole on every device, with a warning.
 
 Inside of shard_map the operands are one device's own, and nothing here applies.
 """
@@ -24,6 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from jax_flash._backends import warn_once
 
 # Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
 # heads, H and V features, W words.
@@ -91,6 +93,7 @@ def _partition(run, call, mesh: Mesh, operands, results):
     """Chooses the shardings of operands and results, and what each device computes."""
     del results
     infos = dict(zip(call.operands, operands, strict=True))
+    _warn_of_split_sequences(mesh, infos)
     plan = _Plan(mesh, infos)
     operand_shardings = tuple(plan.sharding(name, infos[name].shape) for name in call.operands)
     result_shardings = tuple(
@@ -114,6 +117,18 @@ def _partition(run, call, mesh: Mesh, operands, results):
         return tuple(outputs.values())
 
     return mesh, compute, result_shardings, operand_shardings
+
+
+def _warn_of_split_sequences(mesh: Mesh, infos: dict[str, Any]) -> None:
+    for name, argument, letter in (("q", "query", "T"), ("k", "key", "S"), ("v", "value", "S")):
+        axes = tuple(axis for axis in _spec(infos[name])[-3] if mesh.shape[axis] > 1)
+        if axes:
+            warn_once(
+                f"{argument} of flash_attention arrives with {letter} split over mesh axes {axes}: "
+                "it is gathered, so every device along them holds whole sequences and computes the "
+                "same. Split a leading dim or the heads over these axes instead, for example by "
+                "jax.lax.with_sharding_constraint on query, key and value before the call"
+            )
 
 
 def result_shapes(call, infos) -> Sequence[tuple[int, ...]]:
@@ -183,10 +198,10 @@ class _Plan:
         """
         axes = zip(self._full_axes(name), self.axes(name, shape), strict=True)
         shared = [a for full, own in axes for a in full if a not in own]
-        total = x.astype(jnp.float32)
+        total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.kv_shared and name in ("dk", "dv"):
             kv_heads = self.kv_heads // self._devices(self.kv_split)
-            whole = jnp.zeros((*x.shape[:-2], kv_heads, x.shape[-1]), jnp.float32)
+            whole = jnp.zeros((*x.shape[:-2], kv_heads, x.shape[-1]), total.dtype)
             total = whole.at[..., self._kv_heads_read(), :].add(total)
             shared += self.kv_shared
         return lax.psum(total, tuple(shared)).astype(x.dtype) if shared else x

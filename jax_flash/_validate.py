@@ -13,11 +13,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_flash._philox import round_rate
 from jax_flash._problem import Problem, order_terms
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _DTYPES_TEXT = ", ".join(_DTYPES)
 _WIDE_INTEGERS = ("uint32", "int64", "uint64")
 _MAX_INT32 = 2**31 - 1
@@ -56,9 +57,10 @@ def prepare(
     Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
     """
     q, k, v = _arrays(query, key, value)
-    *batch, q_len, q_heads, head_dim = q.shape
+    *batch, q_len, q_heads, _ = q.shape
     batch, kv_len = tuple(batch), k.shape[-3]
     scores = (*batch, q_heads, q_len, kv_len)
+    q, static_scale = _scale(scale, q)
 
     align = _choice("causal_align", causal_align, _ALIGNMENTS)
     rate = _dropout_rate(dropout_rate, dropout_key)
@@ -67,7 +69,7 @@ def prepare(
     )
     terms = order_terms(
         {
-            "bias": _bias(bias, scores),
+            "bias": _bias(bias, scores, q.dtype),
             "mask": _mask(mask, scores),
             "query_lengths": _lengths("query_seq_lengths", query_seq_lengths, batch, q_len),
             "key_value_lengths": _lengths(
@@ -75,13 +77,13 @@ def prepare(
             ),
             "query_segments": query_segments,
             "key_value_segments": key_value_segments,
-            "sinks": _sinks(sinks, batch, q_heads),
+            "sinks": _sinks(sinks, batch, q_heads, q.dtype),
             "dropout_state": _dropout_state(dropout_key, batch, q_heads) if rate > 0.0 else None,
         }
     )
     problem = Problem(
         dtype=q.dtype.name,
-        scale=1.0 / math.sqrt(head_dim) if scale is None else _number("scale", scale),
+        scale=static_scale,
         window=_window(flag("is_causal", is_causal), local_window_size, q_len + kv_len),
         bottom_right=align == "bottom_right",
         softcap=_softcap(softcap),
@@ -136,9 +138,12 @@ def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
             )
     q_heads, kv_heads = q.shape[-2], k.shape[-2]
     if q_heads % kv_heads if kv_heads else q_heads:
+        hint, lengths = "", (q.shape[-3], k.shape[-3])
+        if all(isinstance(n, int) and n > 0 for n in lengths) and lengths[0] % lengths[1] == 0:
+            hint = ". If these are [*B, N, T, H], pass each as jnp.swapaxes(x, -3, -2)"
         raise ValueError(
             f"query has {q_heads} heads (shape {q.shape}) and key {kv_heads} (shape {k.shape}); "
-            "expected the first to be a multiple of the second"
+            f"expected the first to be a multiple of the second{hint}"
         )
     return q, k, v
 
@@ -162,12 +167,28 @@ def _broadcastable(name: str, x: jax.Array, scores: tuple[int, ...]) -> jax.Arra
     ):
         raise ValueError(
             f"{name} has shape {x.shape}; expected a shape that broadcasts to [*B, N, T, S] = "
-            f"{scores}: every dim 1 or equal"
+            f"{scores}: every dim 1 or equal{_missing_axes(name, x.shape, scores)}"
         )
     return jnp.reshape(x, full)
 
 
-def _bias(bias, scores) -> jax.Array | None:
+def _missing_axes(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
+    """Says which axes to add to one of the shapes that other libraries take, or nothing."""
+    *batch, _, q_len, kv_len = scores
+    for letters, lengths, axes, padding in (
+        ("T, S", (q_len, kv_len), "..., None, :, :", ""),
+        ("S", (kv_len,), "..., None, None, :", "key_value_seq_lengths"),
+        ("T", (q_len,), "..., None, :, None", "query_seq_lengths"),
+    ):
+        if batch and shape == (*batch, *lengths):
+            hint = f". If it is [*B, {letters}], pass {name}[{axes}]"
+            if name == "mask" and padding:
+                hint += f", or {padding} where it hides padding at the end"
+            return hint
+    return ""
+
+
+def _bias(bias, scores, query_dtype) -> jax.Array | None:
     if bias is None:
         return None
     bias = array("bias", bias)
@@ -181,7 +202,12 @@ def _bias(bias, scores) -> jax.Array | None:
             f"bias has dtype {bias.dtype} (shape {bias.shape}); expected one of "
             f"{_DTYPES_TEXT}: {hint}"
         )
-    return _broadcastable("bias", bias, scores)
+    return _broadcastable("bias", _as_wide_as(query_dtype, bias), scores)
+
+
+def _as_wide_as(query_dtype, x: jax.Array) -> jax.Array:
+    """Casts float64, to which x64 mode widens Python's numbers, to what a narrower query meets."""
+    return x.astype(jnp.float32) if x.dtype == "float64" != query_dtype else x
 
 
 def _mask(mask, scores) -> jax.Array | None:
@@ -196,12 +222,12 @@ def _mask(mask, scores) -> jax.Array | None:
     return _broadcastable("mask", mask, scores)
 
 
-def _integers(name: str, x: Any, shape: tuple[int, ...], letters: str) -> jax.Array:
+def _integers(name: str, x: Any, shape: tuple[int, ...], letters: str, hint: str = "") -> jax.Array:
     x = array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype} (shape {x.shape}); expected int32")
     if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}; expected {letters} = {shape}")
+        raise ValueError(f"{name} has shape {x.shape}; expected {letters} = {shape}{hint}")
     return x.astype(jnp.int32)
 
 
@@ -221,7 +247,15 @@ def _lengths(name: str, lengths, batch: tuple[int, ...], limit: int) -> jax.Arra
     lengths = _in_full(lengths)
     if isinstance(lengths, jax.Array | np.ndarray) and lengths.dtype.name in _WIDE_INTEGERS:
         lengths = lengths.clip(0, _MAX_INT32)  # else 2**32 would come out as 0
-    return jnp.clip(_integers(name, lengths, batch, "[*B]"), 0, limit)
+    hint = ""
+    if getattr(lengths, "ndim", 0) == 1:
+        hint = (
+            ", one length for each batch row. If these are the cumulative lengths (cu_seqlens) of "
+            f"packed sequences, pass {name.replace('lengths', 'ids').replace('seq', 'segment')} "
+            f"instead: jnp.searchsorted(cu_seqlens, jnp.arange({limit}), side='right'), with the "
+            "leading dims of query"
+        )
+    return jnp.clip(_integers(name, lengths, batch, "[*B]", hint), 0, limit)
 
 
 def _segments(query_ids, key_value_ids, query_shape, key_value_shape):
@@ -247,19 +281,21 @@ def _segments(query_ids, key_value_ids, query_shape, key_value_shape):
     )
 
 
-def _sinks(sinks, batch, q_heads: int) -> jax.Array | None:
+def _sinks(sinks, batch, q_heads: int, query_dtype) -> jax.Array | None:
     if sinks is None:
         return None
     sinks = array("sinks", sinks)
     if sinks.dtype.name not in _DTYPES:
         raise TypeError(
-            f"sinks has dtype {sinks.dtype} (shape {sinks.shape}); expected one of {_DTYPES_TEXT}"
+            f"sinks has dtype {sinks.dtype} (shape {sinks.shape}); expected one of "
+            f"{_DTYPES_TEXT}, for example sinks.astype('float32')"
         )
     if sinks.shape != (q_heads,):
         raise ValueError(
             f"sinks has shape {sinks.shape}; expected [N] = ({q_heads},), one logit per query head"
         )
-    return jnp.reshape(sinks.astype(jnp.float32), (1,) * len(batch) + (q_heads,))
+    sinks = sinks.astype(jnp.promote_types(query_dtype, jnp.float32))
+    return jnp.reshape(sinks, (1,) * len(batch) + (q_heads,))
 
 
 def _dropout_rate(rate, key) -> float:
@@ -292,7 +328,7 @@ def _dropout_state(key, batch: tuple[int, ...], q_heads: int) -> jax.Array:
 
 
 def _window(
-    is_causal: bool, size: int | Sequence[int | None] | None, reach: Any
+    is_causal: bool, size: int | Sequence[int | None] | np.ndarray | None, reach: Any
 ) -> tuple[int | None, int | None]:
     """Computes how many keys to the left and right of its own position a query sees (None: all).
 
@@ -300,6 +336,8 @@ def _window(
     one is small enough for the backends' int32. Where jax.export left T or S symbolic, a side of
     2^30 counts as that wide.
     """
+    if isinstance(size, np.ndarray):
+        size = size.tolist()
     if size is None or isinstance(size, numbers.Integral):
         left = right = size
     elif isinstance(size, Sequence) and len(size) == 2:
@@ -322,6 +360,33 @@ def _window(
     left = None if left is None or int(left) >= reach else int(left)
     right = None if right is None or int(right) >= reach else int(right)
     return left, 0 if is_causal else right
+
+
+def _scale(scale, q: jax.Array) -> tuple[jax.Array, float]:
+    """Computes the query and the number that its products are multiplied by.
+
+    A scale that is an array multiplies the query, so that it may be traced, mapped and
+    differentiated. The number stays 1 / sqrt(H) then, so that at common scales the query keeps its
+    magnitude, and float16 its range.
+    """
+    root = math.sqrt(q.shape[-1])
+    if scale is None:
+        return q, 1.0 / root
+    if not (isinstance(scale, jax.Array) or hasattr(scale, "__jax_array__")):
+        return q, _number("scale", scale)
+    scale = array("scale", scale)
+    if scale.shape or not (
+        jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+    ):
+        raise TypeError(
+            f"scale is {_describe(scale)}; expected a number, or an array of one of shape ()"
+        )
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    factor = scale.astype(wide) * root
+    x, finite = q.astype(wide), jnp.isfinite(q)
+    # The gradient of scale is the sum of dx * x: NaN in padding must not reach it.
+    x = jnp.where(finite, x, 0.0) * factor + jnp.where(finite, 0.0, x) * lax.stop_gradient(factor)
+    return x.astype(q.dtype), 1.0 / root
 
 
 def _softcap(softcap) -> float | None:

@@ -41,7 +41,7 @@ def attend(
       backend: which backend runs it; None: the first that can.
       operands: q, k, v, and problem.terms, as `_validate.prepare` makes them.
 
-    Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse float32 `[*B, N, T]`.
+    Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse `[*B, N, T]` in problem.sum_dtype.
 
     Raises: as `_backends.require`.
     """

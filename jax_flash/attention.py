@@ -4,15 +4,17 @@ Read next: `_validate.py` for what the arguments may be, `_vjp.py` for how the c
 differentiated.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _validate, _vjp
 
-Window = int | tuple[int | None, int | None]
+Window = int | Sequence[int | None] | np.ndarray
 
 
 def flash_attention(
@@ -20,7 +22,7 @@ def flash_attention(
     key: ArrayLike,
     value: ArrayLike,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     is_causal: bool = False,
@@ -46,12 +48,13 @@ def flash_attention(
     to makes its row NaN, one in value that column at least; inf gives what arithmetic with it
     gives, or NaN.
 
-    Products are of query's dtype, summed in float32, in which the softmax is. On "cuda" and "xla"
-    weights and their gradients are rounded to query's dtype before they meet key and value: in
-    float16 those below 3e-8 become 0, unless the loss is scaled. On "cpu" they are not in float16;
-    in bfloat16 they are, where the processor has AVX-512 BF16, whose products also take numbers
-    below 1.2e-38 as 0. The gradient of logits is that of the output as it was rounded (a peaked
-    softmax's bias: errors to 1e-2 in bfloat16); on "cpu" it is not where bias has a gradient.
+    Products are of query's dtype, summed in float32, or float64 if query is, in which the softmax
+    is. On "cuda" and "xla" weights and their gradients are rounded to query's dtype before they
+    meet key and value: in float16 those below 3e-8 become 0, unless the loss is scaled. On "cpu"
+    they are not in float16; in bfloat16 they are, where the processor has AVX-512 BF16, whose
+    products also take numbers below 1.2e-38 as 0. The gradient of logits is that of the output as
+    it was rounded (a peaked softmax's bias: errors to 1e-2 in bfloat16); on "cpu" it is not where
+    bias has a gradient.
 
     It is differentiable in query, key, value, bias and sinks, in forward and reverse mode, to any
     order; where a derivative is itself differentiated in reverse mode, memory grows with T S.
@@ -61,27 +64,32 @@ def flash_attention(
     its members, unless lengths, segment ids or gradients to key and value are each member's own.
 
     Arguments:
-      query: `[*B, T, N, H]`, float32, bfloat16 or float16; any number of leading dims.
+      query: `[*B, T, N, H]`, float32, bfloat16, float16, or in x64 mode float64, which the backend
+        "xla" computes in float64; any number of leading dims.
       key: `[*B, S, K, H]`, in query's dtype; K divides N, and query head n reads head
         n // (N // K).
       value: `[*B, S, K, Hv]`, in query's dtype.
-      scale: of the dot products; None: 1 / sqrt(H).
+      scale: of the dot products; None: 1 / sqrt(H). A jax.Array of shape () may be traced, mapped
+        and differentiated: query is multiplied by scale * sqrt(H) in float32 and rounded to its
+        dtype, once more than with a Python or NumPy number, and the kernel's scale is 1 / sqrt(H).
       bias: added to the scaled dot products; float, broadcasts to `[*B, N, T, S]`. Its gradient
-        has its own shape. A logit of −inf hides a key's value as mask does, not NaN or inf in the
-        key: a bias of −inf is a mask where these are finite, unless softcap makes it −softcap.
+        has its own shape. A float64 one is rounded to float32 unless query is float64. A logit of
+        −inf hides a key's value as mask does, not NaN or inf in the key: a bias of −inf is a mask
+        where these are finite, unless softcap makes it −softcap.
       mask: bool, broadcasts to `[*B, N, T, S]`; True where a query attends to a key.
       is_causal: hide the keys after a query's own position.
       causal_align: which key stands at a query's own position, for is_causal and
         local_window_size: "top_left" puts query 0 at key 0, "bottom_right" the last query at the
         last key, in each batch row by its lengths where these are given.
       local_window_size: keys visible to the (left, right) of a query's own position, both ends
-        included; None on a side: no limit; an int serves both sides.
+        included; None on a side: no limit; an int serves both sides. Python or NumPy integers.
       query_seq_lengths, key_value_seq_lengths: int32 `[*B]`, valid positions of each batch row,
         clipped to [0, T] and [0, S]; later positions are padding.
       query_segment_ids, key_value_segment_ids: int32 `[*B, T]` and `[*B, S]`; a query attends to
         keys of equal id, in any order. Of int64 ids that are a jax.Array the low 32 bits count.
       softcap: c in c * tanh(logits / c), above 0.
-      sinks: float `[N]`, one more logit for each head that joins the denominator and no value.
+      sinks: float `[N]`, one more logit for each head that joins the denominator and no value;
+        read as float32, or as float64 if query is.
       dropout_rate: probability in [0, 1) of dropping a weight, rounded to a multiple of 2^-15;
         the rest is scaled by 1 / (1 − rate).
       dropout_key: one key, typed or raw. The same key gives the same pattern on every backend and
@@ -94,7 +102,8 @@ def flash_attention(
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
 
-    Returns: out `[*B, T, N, Hv]` in query's dtype; with return_lse also float32 lse `[*B, T, N]`.
+    Returns: out `[*B, T, N, Hv]` in query's dtype; with return_lse also lse `[*B, T, N]`, float32,
+      or float64 if query is.
 
     Raises:
       TypeError, ValueError: a wrong argument, with its shape or value and what would be right.
@@ -142,19 +151,33 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: Window | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,
 ) -> Any:
     """Computes `jax.nn.dot_product_attention`, in memory linear in the sequence lengths.
 
-    A drop-in with jax.nn's signature. Two results differ from jax.nn's: a query with nothing to
-    attend to gives 0 (there: the mean of value), and the residual is float32 with a gradient
-    (there: key's dtype, without one). float64 arrays are refused.
+    A drop-in with jax.nn's signature. What differs from jax.nn's:
+
+    - A query with nothing to attend to gives out 0, residual −inf and zero gradients (there: the
+      mean of value and a large negative residual, or NaN where a bias of −inf hides all keys).
+    - NaN or inf in what is hidden from a query does not reach it (there: NaN, from 0 * NaN).
+    - The residual is float32, or float64 if query is, and has a gradient (there: key's dtype,
+      without one). The softmax of float64 is computed in float64 (there: in float32).
+    - Refused here: query, key and value that are integer or complex; a bias that is not float; a
+      scale of more than one number, or NaN; negative, float or traced window sizes; an is_causal
+      that is neither True nor False.
+    - Taken here as well: value dims other than H; more leading dims; lengths of any integer dtype;
+      None on a side of a window; windows of NumPy integers; arrays without heads.
+    - A wrong dtype is a TypeError (there: a ValueError). "cudnn" is our CUDA backend: what it
+      cannot run, float32, masks and biases among it, is a NotImplementedError with the reason.
+    - A scale that is a jax.Array costs one more rounding of query: see `flash_attention`.
+    - jax.export serialises it with `jax_flash.EXPORT_CHECKS`, and T and S that are symbolic only
+      where a kernel runs it, not backend "xla".
 
     Arguments:
       query: `[B, T, N, H]` or `[T, N, H]`; key and value `[B, S, K, H]` or `[S, K, H]`.
@@ -165,8 +188,8 @@ def dot_product_attention(
         backend "cuda".
       return_residual: also return the log-sum-exp.
 
-    Returns: out in query's shape and dtype; with return_residual also float32
-    `[B, T, N]` or `[T, N]`.
+    Returns: out in query's dtype and shape, but for value's last dim; with return_residual also
+      the residual, `[B, T, N]` or `[T, N]`.
 
     Raises: as `flash_attention`.
 

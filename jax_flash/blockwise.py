@@ -34,14 +34,14 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
       operands: q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, and problem.terms; any of
         *B may be 1 but in q.
 
-    Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse float32 `[*B, N, T]`.
+    Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse `[*B, N, T]` in problem.sum_dtype.
     """
     sweep = _Sweep.of(problem, *operands)
     empty_rows = sweep.row_shape  # [*B, K, G, T]
     state = (
-        jnp.full(empty_rows, -jnp.inf, jnp.float32),
-        jnp.zeros(empty_rows, jnp.float32),
-        jnp.zeros((*empty_rows, sweep.v.shape[-1]), jnp.float32),
+        jnp.full(empty_rows, -jnp.inf, problem.sum_dtype),
+        jnp.zeros(empty_rows, problem.sum_dtype),
+        jnp.zeros((*empty_rows, sweep.v.shape[-1]), problem.sum_dtype),
     )
 
     def step(state, start):
@@ -90,7 +90,7 @@ def backward(
 
     Arguments:
       problem: what was computed.
-      operands: q, k, v, out, lse, dout `[*B, T, N, Hv]`, with_dlse also dlse float32 `[*B, N, T]`,
+      operands: q, k, v, out, lse, dout `[*B, T, N, Hv]`, with_dlse also dlse `[*B, N, T]`,
         and problem.terms.
       with_dlse: dlse is among the operands; otherwise it is zero.
       with_dbias: also compute the gradient of bias.
@@ -107,7 +107,7 @@ def backward(
     dout = sweep.split_query_heads(dout)
     bias = sweep.bias if with_dbias else None
     state = tuple(
-        None if x is None else jnp.zeros(x.shape, jnp.float32)
+        None if x is None else jnp.zeros(x.shape, problem.sum_dtype)
         for x in (sweep.q, sweep.k, sweep.v, bias)
     )
 
@@ -155,14 +155,14 @@ def row_delta(out, lse, dout, dlse, sinks) -> jax.Array:
 
     Arguments:
       out, dout: `[*B, T, N, Hv]`.
-      lse: float32 `[*B, N, T]`.
-      dlse: float32 `[*B, N, T]` or None, which is zero.
-      sinks: float32 `[*B, N]`, any of *B 1, or None.
+      lse: `[*B, N, T]`, in the dtype of sums, as all that follow.
+      dlse: `[*B, N, T]` or None, which is zero.
+      sinks: `[*B, N]`, any of *B 1, or None.
 
-    Returns: float32 `[*B, N, T]`. Whatever dout holds in a row that sees no key, it is -dlse there
+    Returns: `[*B, N, T]`. Whatever dout holds in a row that sees no key, it is -dlse there
     where lse is the sink, and 0 where it is -inf.
     """
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
     delta = jnp.swapaxes(delta, -1, -2)
     nothing = -jnp.inf if sinks is None else sinks[..., None]
     # A row may also see keys of no weight beside its sink; it counts in full unless out is 0.
@@ -264,14 +264,14 @@ class _Sweep:
         return jnp.moveaxis(x.reshape(*self.lse_shape, x.shape[-1]), -3, -2)
 
     def product(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Multiplies in the operands' dtype and sums in float32."""
-        dtype = self.problem.dtype
+        """Multiplies in the operands' dtype and sums in the problem's sum_dtype."""
+        dtype, sum_dtype = self.problem.dtype, self.problem.sum_dtype
         return jnp.einsum(
             subscripts,
             x.astype(dtype),
             y.astype(dtype),
-            precision=lax.Precision.HIGHEST if dtype == "float32" else None,
-            preferred_element_type=jnp.float32,
+            precision=lax.Precision.HIGHEST if dtype == sum_dtype else None,
+            preferred_element_type=sum_dtype,
         )
 
     def tile(self, start: jax.Array) -> "_Tile":
@@ -308,7 +308,7 @@ class _Tile:
         logits = sweep.problem.scale * sweep.product("...kgth,...ksh->...kgts", q, k)
         logits = logits + q_bad[..., None] + k_bad[..., None, None, :]
         if sweep.bias is not None:
-            logits = logits + self._scores_of(sweep.bias).astype(jnp.float32)
+            logits = logits + self._scores_of(sweep.bias).astype(sweep.problem.sum_dtype)
         visible = self._visible()
         slope = None
         if sweep.problem.softcap is not None:
@@ -425,14 +425,14 @@ def _tile_starts(
 
 
 def _split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits `[..., L, H]` into x with 0 for NaN and inf, and float32 `[..., L]`: NaN where x had
-    any.
+    """Splits `[..., L, H]` into x with 0 for NaN and inf, and `[..., L]`: NaN where x had any.
 
-    Elsewhere the second is 0. A product then cannot spread NaN through a weight of 0, and adding
-    the second to the weights brings it back where it is seen.
+    Elsewhere the second, float32 or wider, is 0. A product then cannot spread NaN through a weight
+    of 0, and adding the second to the weights brings it back where it is seen.
     """
     finite = jnp.isfinite(x)
-    bad = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan).astype(jnp.float32)
+    bad = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan)
+    bad = bad.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jnp.where(finite, x, 0), bad
 
 

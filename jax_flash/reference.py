@@ -5,9 +5,11 @@ when the inputs are float64, and JAX differentiates it. Every backend is tested 
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_flash._philox import keep_mask, round_rate
 
@@ -17,12 +19,12 @@ def attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
     is_causal: bool = False,
     causal_align: str = "top_left",
-    local_window_size: int | tuple[int | None, int | None] | None = None,
+    local_window_size: int | Sequence[int | None] | None = None,
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     query_segment_ids: jax.Array | None = None,
@@ -110,7 +112,7 @@ def attention(
 
 
 def _window(is_causal, local_window_size) -> tuple[int | None, int | None]:
-    if not isinstance(local_window_size, tuple):
+    if local_window_size is None or np.ndim(local_window_size) == 0:
         local_window_size = (local_window_size, local_window_size)
     left, right = local_window_size
     return left, 0 if is_causal else right

@@ -204,8 +204,7 @@ def step(q, k, v):
 EXPORT = (
     SHAPES
     + """
-checks = [jax.export.DisabledSafetyCheck.custom_call(f"jax_flash_cuda_{half}")
-          for half in ("forward", "backward")]
+checks = jax_flash.EXPORT_CHECKS
 export = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)
 open("program", "wb").write(export(shape, shape, shape).serialize())
 """

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash import _backends, _native, flash_attention
+from jax_flash import EXPORT_CHECKS, _backends, _native, flash_attention
 
 pytestmark = pytest.mark.skipif(
     _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
@@ -108,7 +108,7 @@ def test_gradient_is_one_custom_call_more(name: str):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_feature_runs_on_xla_and_says_so_once(name: str, recwarn: pytest.WarningsRecorder):
     options, feature = REFUSED[name]
-    _backends._warn_once.cache_clear()
+    _backends.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=f"without its CUDA kernels.* {feature}"):
         assert calls(lower_options(options)) == []
     jax.clear_caches()
@@ -118,7 +118,7 @@ def test_refused_feature_runs_on_xla_and_says_so_once(name: str, recwarn: pytest
 
 
 def test_float32_runs_on_xla_and_says_so():
-    _backends._warn_once.cache_clear()
+    _backends.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="float32"):
         assert calls(lower(flash_attention, *[array(*x.shape, dtype="float32") for x in QKV])) == []
 
@@ -174,11 +174,10 @@ def test_export(gradient: bool):
         return jnp.sum(flash_attention(q, k, v, is_causal=True).astype(jnp.float32))
 
     names = ["jax_flash_cuda_forward", "jax_flash_cuda_backward"]
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
     function = jax.grad(loss, argnums=(0, 1, 2)) if gradient else loss
-    exported = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(
-        *QKV
-    )
+    exported = jax.export.export(
+        jax.jit(function), platforms=["cuda"], disabled_checks=EXPORT_CHECKS
+    )(*QKV)
     again = jax.export.deserialize(exported.serialize())
     assert calls(again.mlir_module()) == names[: 1 + gradient]
 
@@ -187,9 +186,8 @@ def test_export_with_symbolic_shapes():
     b, t = jax.export.symbolic_shape("b, t")
     q = jax.ShapeDtypeStruct((b, t, N, H), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((b, t, K, H), jnp.bfloat16)
-    check = jax.export.DisabledSafetyCheck.custom_call("jax_flash_cuda_forward")
     exported = jax.export.export(
-        jax.jit(flash_attention), platforms=["cuda"], disabled_checks=[check]
+        jax.jit(flash_attention), platforms=["cuda"], disabled_checks=EXPORT_CHECKS
     )(q, kv, kv)
     assert calls(exported.mlir_module()) == ["jax_flash_cuda_forward"]
 
@@ -201,7 +199,6 @@ def test_gradients_export_with_symbolic_heads(heads, kv_heads):
         tuple(jax.ShapeDtypeStruct((1, 256, 2, H), jnp.bfloat16) for _ in shapes), shapes
     )
     names = ["jax_flash_cuda_forward", "jax_flash_cuda_backward"]
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
     step = jax.grad(lambda *x: flash_attention(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
-    exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)
+    exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)
     assert calls(exported(*arguments).mlir_module()) == names

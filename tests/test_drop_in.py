@@ -207,3 +207,188 @@ def test_wrong_shapes_are_errors_here_and_there():
     ):
         with pytest.raises(ValueError, match=r"\d"):
             function(*wrong[name])
+
+
+# What jax's own tests ask of jax.nn.dot_product_attention.
+
+LENGTH = 128
+
+
+def halves(seed, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def both_ways(call, wrt, cotangent, rtol):
+    """Our results and gradients on the arrays as they are, against jax.nn's in float32."""
+
+    def step(function, wrt, cotangent):
+        out, pull = jax.vjp(lambda *wrt: call(function, *wrt), *wrt)
+        return (out, *pull(cotangent))
+
+    got = jax.jit(lambda *x: step(jax_flash.dot_product_attention, x[:-1], x[-1]))(*wrt, cotangent)
+    wide = [x.astype(jnp.float32) for x in (*wrt, cotangent)]
+    want = jax.jit(lambda *x: step(jax.nn.dot_product_attention, x[:-1], x[-1]))(*wide)
+    for a, b, x in zip(got, want, (cotangent, *wrt), strict=True):
+        assert a.shape == x.shape
+        assert a.dtype == x.dtype
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("mapped", [False, True], ids=["whole", "vmap"])
+def test_upstream_groups(dtype, group, mapped):
+    """Groups of heads; whole, and mapped over the batch with bias and mask that are None."""
+    q = halves(0, 2, LENGTH, 4, 32, dtype=dtype)
+    k, v = (halves(seed, 2, LENGTH, 4 // group, 32, dtype=dtype) for seed in (1, 2))
+
+    def call(function, q, k, v):
+        if mapped:
+            function = jax.vmap(function, in_axes=(0, 0, 0, None, None))
+        return function(q, k, v, None, None)
+
+    both_ways(call, (q, k, v), halves(3, *q.shape, dtype=dtype), rtol=0.02)
+
+
+UPSTREAM_MASKS = {
+    "bias": {},
+    "causal": {"is_causal": True},
+    "padding": {},
+    "custom": {"mask": np.tril(np.ones((1, 1, LENGTH, LENGTH), bool))},
+    "sliding": {"local_window_size": (3, 2)},
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    ["bias", "causal", "padding", "custom", "causal padding", "custom padding", "bias causal",
+     "causal sliding", "sliding"],
+)  # fmt: skip
+def test_upstream_masks(names):
+    q, k, v = (halves(seed, 2, LENGTH, 4, 32) for seed in range(3))
+    options = {}
+    for name in names.split():
+        options |= UPSTREAM_MASKS[name]
+    if "padding" in names:
+        options |= {
+            "query_seq_lengths": jnp.array([LENGTH // 2, LENGTH // 4], jnp.int32),
+            "key_value_seq_lengths": jnp.array([LENGTH // 4, LENGTH // 2], jnp.int32),
+        }
+    bias = (halves(5, 1, 4, LENGTH, LENGTH),) if "bias" in names else ()
+
+    def call(function, q, k, v, *bias):
+        return function(q, k, v, *bias, **options)
+
+    both_ways(call, (q, k, v, *bias), halves(3, *q.shape), rtol=0.02)
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("mapped", [False, True], ids=["whole", "vmap"])
+def test_upstream_bias_gradient(batch, mapped):
+    """Self-attention with a bias in full and a mask of rank 3; mapped, the mask is shared."""
+    x, bias = halves(0, batch, 32, 4, 32), halves(1, batch, 4, 32, 32)
+    mask = jnp.ones((1, 1, 32), bool)
+
+    def call(function, x, bias):
+        def attend(x, bias, mask):
+            return function(x, x, x, bias, mask)
+
+        return (jax.vmap(attend, in_axes=(0, 0, None)) if mapped else attend)(x, bias, mask)
+
+    both_ways(call, (x, bias), halves(3, *x.shape), rtol=0.02)
+
+
+def test_upstream_scale_is_an_argument_of_jit():
+    q, k, v, _ = arrays()
+
+    def call(function, q, k, v, scale):
+        return function(q, k, v, scale=scale)
+
+    wrt = q, k, v, jnp.float32(0.3)
+    both_ways(call, wrt, jax.random.normal(jax.random.key(9), q.shape), rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_upstream_masks_in_x64_mode_with_debugging(dtype):
+    """No infinity of a mask is a fault; float64 is as close as jax.nn's softmax of float32."""
+    with jax.enable_x64(True), jax.debug_infs(True), jax.debug_nans(True):
+        q, k, v = (np.asarray(x, dtype) for x in arrays()[:3])
+        options = {"is_causal": True, "implementation": "xla"}
+        ours = jax_flash.dot_product_attention(q, k, v, **options)
+        theirs = jax.nn.dot_product_attention(q, k, v, **options)
+    assert ours.dtype == theirs.dtype == dtype
+    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+# The differences that the docstring lists, each beside what jax.nn does.
+
+
+def test_differences_where_nothing_is_seen():
+    q, k, v, _ = arrays()
+    lengths = {"key_value_seq_lengths": jnp.array([0, S], jnp.int32), "return_residual": True}
+    ours = jax_flash.dot_product_attention(q, k, v, **lengths)
+    theirs = jax.nn.dot_product_attention(q, k, v, **lengths)
+    assert (np.asarray(ours[0][0]) == 0).all()
+    assert np.isneginf(ours[1][0]).all()
+    np.testing.assert_allclose(theirs[0][0], np.broadcast_to(v[0].mean(0), q[0].shape), atol=1e-5)
+    assert (np.asarray(theirs[1][0]) < -1e38).all()
+    bias = np.full((1, 1, 1, S), -np.inf, np.float32)
+    assert (np.asarray(jax_flash.dot_product_attention(q, k, v, bias)) == 0).all()
+    assert np.isnan(jax.nn.dot_product_attention(q, k, v, bias)).all()
+
+
+def test_differences_of_hidden_values():
+    q, k, v, _ = arrays()
+    v = v.at[:, -1].set(jnp.nan)
+    assert np.isfinite(jax_flash.dot_product_attention(q, k, v, is_causal=True)).all()
+    assert np.isnan(jax.nn.dot_product_attention(q, k, v, is_causal=True)).all()
+
+
+REFUSED_HERE: dict[str, dict[str, Any]] = {
+    "query": {x: np.ones((B, T, N, H), np.int32) for x in ("query", "key", "value")},
+    "bias": {"bias": np.ones((1, 1, T, T), np.int32)},
+    "scale": {"scale": np.full((T,), 0.3)},
+    "scale is nan": {"scale": float("nan")},
+    "local_window_size": {"local_window_size": (2.5, 3)},
+    "local_window_size is": {"local_window_size": (-1, 3)},
+    "is_causal": {"is_causal": "yes"},
+}
+TAKEN_HERE: dict[str, dict[str, Any]] = {
+    "value dim": {"value": np.ones((B, T, N, 5), np.float32)},
+    "rank 5": {x: np.ones((1, B, T, N, H), np.float32) for x in ("query", "key", "value")},
+    "lengths of int8": {"key_value_seq_lengths": np.array([3, 5], np.int8)},
+    "window without a side": {"local_window_size": (3, None)},
+    "window of a numpy integer": {"local_window_size": np.int64(3)},
+    "no heads": {x: np.ones((B, T, 0, H), np.float32) for x in ("query", "key", "value")},
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED_HERE, *TAKEN_HERE])
+def test_differences_of_arguments(name):
+    call = {x: np.ones((B, T, N, H), np.float32) for x in ("query", "key", "value")}
+    if name in REFUSED_HERE:
+        call |= REFUSED_HERE[name]
+        jax.nn.dot_product_attention(**call)
+        with pytest.raises((TypeError, ValueError), match=name):
+            jax_flash.dot_product_attention(**call)
+    else:
+        call |= TAKEN_HERE[name]
+        jax_flash.dot_product_attention(**call)
+        with pytest.raises((TypeError, ValueError, ZeroDivisionError)):
+            jax.nn.dot_product_attention(**call)
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [([3, 5], (3, 5)), (np.array([3, 5]), (3, 5)), (np.int64(4), 4), (np.array(4), 4),
+     ((np.int8(3), np.uint32(5)), (3, 5))],
+    ids=str,
+)  # fmt: skip
+def test_windows_of_any_integers(given, same):
+    q, k, v, _ = arrays()
+    got = jax_flash.dot_product_attention(q, k, v, local_window_size=given)
+    want = jax_flash.dot_product_attention(q, k, v, local_window_size=same)
+    np.testing.assert_array_equal(got, want)
+    plain = jax_flash.reference.attention(q, k, v, local_window_size=given)
+    np.testing.assert_allclose(got, plain, atol=2e-5)

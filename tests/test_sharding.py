@@ -8,7 +8,10 @@ against it in one test.
 from __future__ import annotations
 
 import functools
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -408,6 +411,7 @@ def test_shard_map_over_batch_only_with_replicated_bias(backend):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.* of flash_attention arrives:RuntimeWarning")
 def test_unsharded_query_stays_correct_on_a_mesh(backend):
     """Sequence-sharded operands: gathers are needed, wrong numbers are not."""
     mesh = mesh_of((4, 2))
@@ -443,3 +447,55 @@ def test_mixed_leading_dims_under_vmap(backend):
     compiled = jax.jit(mapped).lower(*placed).compile()
     assert collectives(compiled) == []
     close(compiled(*placed), jax.jit(mapped)(*arguments))
+
+
+SPLIT_SEQUENCE = """
+import sys, warnings
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jax_flash
+
+mesh = jax.make_mesh((2, 4), ("data", "sequence"), (getattr(AxisType, sys.argv[1]),) * 2)
+x = jnp.ones((2, 16, 4, 8))
+split = jax.device_put(x, NamedSharding(mesh, P("data", "sequence")))
+whole = jax.device_put(x, NamedSharding(mesh, P("data")))
+
+
+def warned(function, *arguments):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.block_until_ready(jax.jit(function)(*arguments))
+    return [str(w.message) for w in caught if "mesh axes" in str(w.message)]
+
+
+def attend(q, k, v):
+    return jax_flash.flash_attention(q, k, v, backend="xla")
+
+
+def gradients(q, k, v):
+    return jax.grad(lambda *x: attend(*x).sum(), argnums=(0, 1, 2))(q, k, v)
+
+
+inside = jax.shard_map(attend, mesh=mesh, in_specs=(P("data", "sequence"),) * 3,
+                       out_specs=P("data", "sequence"))
+assert warned(gradients, whole, whole, whole) == []
+assert warned(inside, split, split, split) == []
+(message,) = warned(attend, whole, split, whole)
+assert "key of flash_attention arrives with S split over mesh axes ('sequence',)" in message
+assert "the heads" in message and "with_sharding_constraint" in message
+first, second = warned(gradients, split, split, split)
+assert "query of flash_attention arrives with T split" in first
+assert "value of flash_attention arrives with S split" in second
+assert warned(lambda *x: attend(*x) + 1, split, split, split) == []
+"""
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_sequence_that_is_gathered_is_told_once(kind):
+    """In a process of its own, which has warned of nothing yet."""
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", SPLIT_SEQUENCE, kind],
+        env=os.environ | flags, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -5,6 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import itertools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -408,10 +411,7 @@ def test_export_round_trip(with_gradient, host_backend):
         out, pull = jax.vjp(call, *arguments)
         return out, pull(jnp.cos(out))
 
-    checks = [
-        jax.export.DisabledSafetyCheck.custom_call(f"jax_flash_cpu_{half}")
-        for half in ("forward", "backward")
-    ]
+    checks = jax_flash.EXPORT_CHECKS
     exported = jax.export.export(jax.jit(function), platforms=["cpu"], disabled_checks=checks)(
         q, k, v, bias
     )
@@ -419,12 +419,43 @@ def test_export_round_trip(with_gradient, host_backend):
     close(again.call(q, k, v, bias), jax.jit(function)(q, k, v, bias), rtol=1e-6)
 
 
+LOAD = """
+import sys, jax, jax.export, numpy as np
+if sys.argv[1] == "with":
+    import jax_flash
+exported = jax.export.deserialize(bytearray(open("program", "rb").read()))
+arguments = np.load("arrays.npz")
+np.testing.assert_array_equal(exported.call(*(arguments[n] for n in "qkv")), arguments["out"])
+"""
+
+
+def test_the_process_that_loads_an_export_imports_the_package(tmp_path):
+    if jax_flash.explain(*qkv()).backend != "cpu":
+        pytest.skip("the CPU kernels are not built")
+    step = jax.jit(jax_flash.flash_attention)
+    export = jax.export.export(step, platforms=["cpu"], disabled_checks=jax_flash.EXPORT_CHECKS)
+    (tmp_path / "program").write_bytes(export(*qkv()).serialize())
+    q, k, v = qkv()
+    np.savez(tmp_path / "arrays.npz", q=q, k=k, v=v, out=step(q, k, v))
+
+    def load(how):
+        return subprocess.run(
+            [sys.executable, "-c", LOAD, how], cwd=tmp_path, capture_output=True, text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+
+    without, given = load("without"), load("with")
+    assert given.returncode == 0, given.stderr
+    assert without.returncode != 0
+    assert "jax_flash_cpu_forward" in without.stderr
+
+
 def test_export_with_a_symbolic_batch(host_backend):
     (b,) = jax.export.symbolic_shape("b")
     shapes = [
         jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in qkv()
     ]  # fmt: skip
-    checks = [jax.export.DisabledSafetyCheck.custom_call("jax_flash_cpu_forward")]
+    checks = jax_flash.EXPORT_CHECKS
     call = functools.partial(jax_flash.flash_attention, is_causal=True, backend=host_backend)
     exported = jax.export.export(jax.jit(call), platforms=["cpu"], disabled_checks=checks)(*shapes)
     for size in (1, 5):
@@ -436,7 +467,7 @@ def test_export_with_a_symbolic_batch(host_backend):
 def test_export_with_a_symbolic_length(window):
     (t,) = jax.export.symbolic_shape("t")
     shape = jax.ShapeDtypeStruct((2, t, N, H), jnp.float32)
-    checks = [jax.export.DisabledSafetyCheck.custom_call("jax_flash_cpu_forward")]
+    checks = jax_flash.EXPORT_CHECKS
 
     def export(backend):
         def call(q):

@@ -1,0 +1,11 @@
+"""Owns `EXPORT_CHECKS`: the checks of jax.export that a program with attention goes without."""
+
+from jax import export
+
+# jax.export serialises a custom call only where it is told to, because it cannot vouch for it. An
+# export runs with the version of jax_flash that made it; handlers check operands and attributes.
+EXPORT_CHECKS = tuple(
+    export.DisabledSafetyCheck.custom_call(f"jax_flash_{platform}_{half}")
+    for platform in ("cpu", "cuda")
+    for half in ("forward", "backward")
+)
