@@ -218,3 +218,70 @@ def _mean_ratio(speeds: Sequence[Mapping[str, float]], ours: str, against: str) 
 
 def _short(length: int) -> str:
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def features(
+    records: Sequence[Mapping[str, Any]], labels: Mapping[str, str], ours: str, against: str
+) -> str:
+    """Writes a Markdown table of cases: forward / forward + backward, in milliseconds by peer.
+
+    Beside them how many times as fast ours is as the fastest other peer, the time of the same
+    attention without the feature, ours in TFLOP/s, counted as plain full or causal attention, and
+    how our error relates to another peer's.
+    """
+    rows: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for record in records:
+        rows.setdefault(record["cell"]["name"], {})[record["pass"]] = record
+    names = [name for name in labels if any(name in record["ms"] for record in records)]
+    head = ["case", "ran on", *(labels[name] for name in names)]
+    head += ["best other / ours", "ours / plain", "TFLOP/s", f"error / {labels.get(against, '')}"]
+    lines = ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
+    for name, passes in rows.items():
+        plain = _plain_name(next(iter(passes.values()))["cell"])
+        without = rows.get(plain, {}) if plain != name else {}
+        cells: list[list[str]] = []
+        for of, record in passes.items():
+            ms = record["ms"]
+            others = [ms[peer] for peer in names if peer != ours and peer in ms]
+            mine = ms.get(ours)
+            base = without[of]["ms"].get(ours) if of in without else None
+            errors = [record["error"].get(peer) for peer in (ours, against)]
+            cells.append(
+                [
+                    *(f"{ms[peer]:#.3g}" if peer in ms else "" for peer in names),
+                    f"{min(others) / mine:.2f}" if others and mine else "",
+                    f"{mine / base:.2f}" if mine and base else "",
+                    f"{record['tflops'][ours]:.0f}" if mine else "",
+                    _error_ratio(*errors),
+                ]
+            )
+        ran = next(iter(passes.values())).get("ours", {}).get("backend", "")
+        both = [" / ".join(pair) if any(pair) else "" for pair in zip(*cells, strict=True)]
+        lines.append("| " + " | ".join([name, ran, *both]) + " |")
+    title = " / ".join(TITLES[of].lower() for of in dict.fromkeys(x["pass"] for x in records))
+    about = "best other / ours and ours / plain are ratios of times; the error is the largest ratio"
+    return "\n".join([f"Milliseconds, {title}; {about}:", "", *lines])
+
+
+def not_measured(records: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> str:
+    """Writes a list of what has no time and of what our kernels did not run, with the reasons."""
+    found: dict[str, dict[str, None]] = {}
+    for record in records:
+        name = record["cell"]["name"]
+        for peer, reason in (record["no"] | record["failed"]).items():
+            found.setdefault(f"{labels[peer]}: {reason}", {})[name] = None
+        if (of_ours := record["ours"])["backend"] != "cuda" and "cuda" in of_ours["not"]:
+            found.setdefault(f"Not on cuda: {of_ours['not']['cuda']}", {})[name] = None
+    return "\n".join(f"- {reason} ({', '.join(names)})" for reason, names in found.items())
+
+
+def _plain_name(cell: Mapping[str, Any]) -> str:
+    return f"{cell['problem']} {'causal' if cell['causal'] else 'plain'}"
+
+
+def _error_ratio(ours: Mapping[str, float] | None, against: Mapping[str, float] | None) -> str:
+    """Writes the largest ratio of two errors, over the results that both have."""
+    if not ours or not against:
+        return ""
+    ratios = [ours[n] / against[n] for n in ours if n != "pattern" and against.get(n)]
+    return f"{max(ratios):.2f}" if ratios else ""

@@ -1,13 +1,19 @@
-"""Owns the float64 attention that results are compared with: one group of heads, chunk by chunk."""
+"""Owns the float64 attention that results are compared with.
 
+Of a cell one group of heads, chunk by chunk; of a case the heads that `cut` takes, at once, and
+beside it plain attention in the case's own precision, whose error says what rounding costs.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from shapes import Cell
+from shapes import Case, Cell
 
 CHUNK = 1024  # queries at a time: [CHUNK, T] in float64 is 128 MB at T = 16384
 NAMES = ("out", "dq", "dk", "dv")
@@ -81,3 +87,191 @@ def _attention(cell: Cell, q: Any, k: Any, v: Any, dout: Any) -> tuple[jax.Array
     start = jnp.zeros_like(k), jnp.zeros_like(v)
     (dk, dv), (out, dq) = jax.lax.scan(step, start, (split(q), split(dout), split(keys)))
     return out.reshape(q.shape), dq.reshape(q.shape), dk, dv
+
+
+LIMIT = 4.0  # times the error of plain attention in the same precision
+NOISE = 1.25  # the same, either way, where dropout's noise is the error: of the median row
+PATTERN = 0.05  # of two norms that differ by 0.3 where the passes drop different weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """What results of a case are checked against: float64 attention without dropout.
+
+    Attributes:
+      results: by name, out `[b, n, T, H]` and each gradient, of the slice that `cut` takes.
+      scales: by name, the size of what an error is a share of. Of a bias or sinks that is the norm
+        of the gradient before it is summed over what they are broadcast along: the sum may be 0.
+      rounded: errors of plain attention in the case's precision, with the case's dropout.
+    """
+
+    results: dict[str, jax.Array]
+    scales: dict[str, float]
+    rounded: dict[str, float]
+
+
+def cut(case: Case, name: str, x: Any) -> Any:
+    """Takes the first head of every sequence from an operand or its gradient.
+
+    Of a bias that the heads share all heads; of one that the sequences do not share the first. So a
+    gradient needs nothing beyond the slice. Heads come before positions: `[b, n, T, H]`.
+    """
+    rows = slice(0, 1) if case.bias is not None and case.bias[0] == "B" else slice(None)
+    heads = slice(None) if case.bias is not None and case.bias[1] == "1" else slice(0, 1)
+    if name in ("q", "k", "v", "out", "dout"):
+        return x[rows, :, heads].swapaxes(1, 2)
+    if name in ("bias", "mask"):
+        return x[rows, heads]
+    return x[heads] if name == "sinks" else x[rows]
+
+
+def errors_of_case(
+    case: Case, inputs: Mapping[str, Any], truth: Truth, results: tuple[Any, ...]
+) -> dict[str, float]:
+    """Compares out and the gradients, if there are any, with the truth.
+
+    Returns: the size of the difference over its scale, by name. With dropout and gradients also
+      "pattern": Σ out · dout over queries is Σ v · dv over keys in each channel, where forward and
+      backward dropped the same weights; their distance.
+
+    Raises:
+      ArithmeticError: an error is beyond what rounding, or dropout, explains.
+    """
+    names = ("out", *case.gradients)
+    with jax.enable_x64(True):
+        got = {
+            n: jnp.asarray(cut(case, n, x), jnp.float64)
+            for n, x in zip(names, results, strict=False)
+        }
+        if case.lengths:  # what a peer leaves in padding does not count
+            valid = _valid(case, inputs)
+            got = {n: jnp.where(valid, x, 0) for n, x in got.items()}
+        errors = {
+            n: float(_size(case, x - truth.results[n])) / truth.scales[n] for n, x in got.items()
+        }
+        if case.dropout and "v" in got:
+            v, dout = (jnp.asarray(cut(case, n, inputs[n]), jnp.float64) for n in ("v", "dout"))
+            a, b = (got["out"] * dout).sum(2), (got["v"] * v).sum(2)
+            errors["pattern"] = float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a))
+    wrong = []
+    for name, error in errors.items():
+        if name == "pattern":
+            good = error <= PATTERN
+        elif case.dropout:
+            good = 1 / NOISE <= error / truth.rounded[name] <= NOISE
+        else:
+            good = error <= LIMIT * max(truth.rounded[name], truth.rounded["out"])
+        if not good:  # NaN is not
+            wrong.append(f"{name} {error:.1e} ({truth.rounded.get(name, PATTERN):.1e})")
+    if wrong:
+        raise ArithmeticError(f"wrong result, error (of plain attention): {', '.join(wrong)}")
+    return errors
+
+
+@functools.cache
+def prepare_case(case: Case) -> Callable[..., Any]:
+    """Compiles a case's float64 attention and the one to compare it with; may run on any thread."""
+    operands = {
+        name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in case.operands.items()
+    }
+
+    def both(inputs: dict[str, Any]) -> Any:
+        given = {name: cut(case, name, x) for name, x in inputs.items()}
+        given["valid"] = _valid(case, inputs)
+        exact, raw = _plain(case, given, jnp.float64, 0.0)
+        rounded, _ = _plain(case, given, jnp.dtype(case.dtype), case.dropout)
+        scales = {n: _size(case, raw.get(n, x)) for n, x in exact.items()}
+        return exact, scales, {n: _size(case, rounded[n] - x) / scales[n] for n, x in exact.items()}
+
+    with jax.enable_x64(True), jax.default_matmul_precision(case.precision):
+        return jax.jit(both).lower(operands).compile()
+
+
+def truth_of(case: Case, inputs: Mapping[str, Any]) -> Truth:
+    """Computes what results from these inputs are checked against."""
+    with jax.enable_x64(True):
+        results, scales, rounded = prepare_case(case)(dict(inputs))
+        return Truth(
+            results,
+            {n: float(x) for n, x in scales.items()},
+            {n: float(x) for n, x in rounded.items()},
+        )
+
+
+def _size(case: Case, x: jax.Array) -> jax.Array:
+    """Returns the norm; with dropout the median row's: the first causal rows are all noise."""
+    rows = jnp.linalg.norm(x, axis=-1)
+    return jnp.median(rows) if case.dropout else jnp.linalg.norm(rows.ravel())
+
+
+def _valid(case: Case, inputs: Mapping[str, Any]) -> Any:
+    """Tells `[b, 1, T, 1]` which queries are no padding."""
+    if not case.lengths:
+        return True
+    lengths = cut(case, "lengths", inputs["lengths"])
+    return (jnp.arange(case.length) < lengths[:, None])[:, None, :, None]
+
+
+def _plain(case: Case, given: Mapping[str, Any], dtype: Any, dropout: float) -> Any:
+    """Computes out and gradients in a precision, by the definition: all scores at once.
+
+    Returns: results by name in float64; gradients to bias and sinks before they are summed.
+    """
+    wide = jnp.promote_types(dtype, jnp.float32)
+    queries, keys = jnp.arange(case.length)[:, None], jnp.arange(case.length)
+    seen = jnp.ones((1, 1, case.length, case.length), bool)
+    if case.causal:
+        seen &= keys <= queries
+    if case.window is not None:
+        seen &= keys >= queries - case.window
+    if "mask" in given:
+        seen &= given["mask"]
+    if "segments" in given:
+        ids = given["segments"]
+        seen &= (ids[:, :, None] == ids[:, None])[:, None]
+    if "lengths" in given:
+        seen &= given["valid"] & given["valid"].swapaxes(2, 3)
+
+    def attend(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
+        logits = jnp.einsum("bnth,bnsh->bnts", q, k, preferred_element_type=wide)
+        logits *= 1 / math.sqrt(case.head_dim)
+        if bias is not None:
+            logits += bias
+        if case.softcap is not None:
+            logits = case.softcap * jnp.tanh(logits / case.softcap)
+        logits = jnp.where(seen, logits, -1e30)  # finite: a row may see nothing
+        top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+        p = jnp.where(seen, jnp.exp(logits - top), 0)
+        total = p.sum(-1, keepdims=True)
+        if sinks is not None:
+            total += jnp.exp(sinks - top)
+        p /= jnp.where(total == 0, 1, total)
+        if dropout:
+            keep = jax.random.bernoulli(jax.random.key(1), 1 - dropout, p.shape)
+            p = jnp.where(keep, p / (1 - dropout), 0)
+        out = jnp.einsum("bnts,bnsh->bnth", p.astype(dtype), v, preferred_element_type=wide)
+        return out.astype(dtype)
+
+    arguments = {name: given[name].astype(dtype) for name in ("q", "k", "v")}
+    rows, heads = arguments["q"].shape[:2]
+    raw_shapes = {
+        "bias": (rows, heads, case.length, case.length),
+        "sinks": (rows, heads, case.length, 1),
+    }
+    for name, shape in raw_shapes.items():
+        arguments[name] = None
+        if name in given:
+            x = given[name] if name == "bias" else given[name].reshape(1, -1, 1, 1)
+            arguments[name] = jnp.broadcast_to(x, shape).astype(wide)
+    out, backward = jax.vjp(attend, *arguments.values())
+    gradients = dict(zip(arguments, backward(given["dout"].astype(dtype)), strict=True))
+    raw = {n: gradients[n].astype(jnp.float64) for n in raw_shapes if gradients[n] is not None}
+    results = {n: gradients[n] for n in ("q", "k", "v")}
+    results["out"] = jnp.where(given["valid"], out, 0)
+    if "bias" in raw:
+        assert case.bias is not None
+        shared = tuple(axis for axis, letter in enumerate(case.bias) if letter == "1")
+        results["bias"] = raw["bias"].sum(shared, keepdims=True)
+    if "sinks" in raw:
+        results["sinks"] = raw["sinks"].sum((0, 2, 3))
+    return {name: x.astype(jnp.float64) for name, x in results.items()}, raw

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from shapes import Cell, Pass
+from shapes import ARRAYS, Cell, Pass
 
 import jax_flash
 
@@ -22,11 +22,13 @@ XLA_SCORES = 8 << 30  # bytes of [B, N, T, T] in float32 beyond which XLA's atte
 class Program:
     """One pass of a cell, compiled.
 
-    `load` takes q, k, v, dout `[B, T, N, H]` in NumPy and returns the call to be timed.
+    `load` takes the inputs and returns the call to be timed: of a Cell q, k, v, dout `[B, T, N, H]`
+    in NumPy, of a Case its operands by name as JAX arrays.
     """
 
-    load: Callable[[tuple[np.ndarray, ...]], Call]
+    load: Callable[[Any], Call]
     scratch_mb: float | None = None  # beside arguments and results, as XLA plans it
+    read: Callable[[Any], tuple[Any, ...]] = tuple  # a call's results `[B, T, N, H]`, for JAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Peer:
     name: str
     label: str
     color: str
-    compile: Callable[[Cell, Pass], Program]
+    compile: Callable[[Any, Pass], Program]  # of a Cell, or of a Case
     wait: Callable[[Any], Any]  # until the results of a call are there
 
 
@@ -60,30 +62,55 @@ def all_peers() -> list[Peer]:
 
 def _jax_peer(name: str, label: str, color: str, attend: Callable[..., Any]) -> Peer:
     def compile_call(cell: Cell, of: Pass) -> Program:
-        forward = functools.partial(attend, cell)
-
-        def train(q: Any, k: Any, v: Any, dout: Any) -> Any:
-            out, backward = jax.vjp(forward, q, k, v)
-            return out, *backward(dout)
-
         heads = (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
-        arguments = [
-            jax.ShapeDtypeStruct((cell.batch, cell.length, n, cell.head_dim), jnp.bfloat16)
-            for n in heads
-        ]
-        if of == "forward":
-            compiled = jax.jit(lambda q, k, v: (forward(q, k, v),)).lower(*arguments[:3]).compile()
-        else:
-            compiled = jax.jit(train).lower(*arguments).compile()
-
-        def load(inputs: tuple[np.ndarray, ...]) -> Call:
-            arrays = [jnp.asarray(x) for x in inputs[: len(compiled.in_avals[0])]]
-            return lambda: compiled(*arrays)
-
-        needs = compiled.memory_analysis()
-        return Program(load, None if needs is None else round(needs.temp_size_in_bytes / 1e6, 1))
+        operands = {
+            name: jax.ShapeDtypeStruct((cell.batch, cell.length, n, cell.head_dim), jnp.bfloat16)
+            for name, n in zip(ARRAYS, heads, strict=True)
+        }
+        program = compile_jax(
+            lambda given: attend(cell, given["q"], given["k"], given["v"]),
+            operands,
+            ARRAYS[:3],
+            of,
+        )
+        return dataclasses.replace(
+            program, load=lambda inputs: program.load(dict(zip(ARRAYS, inputs, strict=True)))
+        )
 
     return Peer(name, label, color, compile_call, jax.block_until_ready)
+
+
+def compile_jax(
+    attend: Callable[[dict[str, Any]], Any],
+    operands: Mapping[str, jax.ShapeDtypeStruct],
+    gradients: Sequence[str],
+    of: Pass,
+) -> Program:
+    """Compiles a pass of attention of named operands, "dout" among them.
+
+    Its call returns out, then for training the gradients to the operands that are named.
+    """
+    names = [name for name in operands if of == "training" or name != "dout"]
+
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        given = dict(zip(names, arrays, strict=True))
+        if of == "forward":
+            return (attend(given),)
+        dout = given.pop("dout")
+        out, backward = jax.vjp(
+            lambda *of: attend(given | dict(zip(gradients, of, strict=True))),
+            *(given[name] for name in gradients),
+        )
+        return out, *backward(dout)
+
+    compiled = jax.jit(run).lower(*(operands[name] for name in names)).compile()
+
+    def load(inputs: Mapping[str, Any]) -> Call:
+        arrays = [jnp.asarray(inputs[name]) for name in names]
+        return lambda: compiled(*arrays)
+
+    needs = compiled.memory_analysis()
+    return Program(load, None if needs is None else round(needs.temp_size_in_bytes / 1e6, 1))
 
 
 def _deterministic_peer() -> Peer:

@@ -11,6 +11,7 @@ charts (PNG) and a Markdown table, after each pass.
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import math
@@ -20,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,16 @@ def main() -> None:
     records = []
     peaked = {}
     for of in options.passes:
-        programs = build_all(of, cells, chosen, options.errors)
+        programs = build_all(of, cells, chosen, exact.prepare if options.errors else None)
         for cell in (progress := tqdm(cells)):
             progress.set_description(f"{of}: {cell.name}")
             found = {peer: programs[cell, peer.name] for peer in chosen}
             runnable = {peer: one for peer, one in found.items() if not isinstance(one, str)}
             refused = {peer.name: one for peer, one in found.items() if peer not in runnable}
-            records.append(measure_cell(cell, of, runnable, flat, options.errors) | {"no": refused})
+            inputs = inputs_of(cell, flat)
+            check = functools.partial(check_cell, cell, inputs) if options.errors else None
+            record = measure_cell(cell, of, runnable, inputs, check)
+            records.append(record | {"no": refused})
         ceiling.append(measure_product())
         if options.errors and of == "forward":
             for cell in main_cells:
@@ -76,13 +80,19 @@ def main() -> None:
 
 
 def build_all(
-    of: Pass, cells: list[Cell], chosen: list[peers.Peer], errors: bool
+    of: Pass,
+    cells: Sequence[Cell],
+    chosen: Sequence[peers.Peer],
+    prepare: Callable[[Any], Any] | None = None,
 ) -> dict[tuple[Cell, str], Any]:
-    """Compiles the programs of one pass: by cell and peer, what `build` returns."""
+    """Compiles the programs of one pass: by cell and peer, what `build` returns.
+
+    `prepare` compiles beside them what a cell's results will be checked with.
+    """
     jobs = [(cell, of, peer) for cell in cells for peer in chosen]
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
-        if errors:
-            pool.map(exact.prepare, cells)
+        if prepare is not None:
+            pool.map(prepare, cells)
         built = pool.map(lambda job: build(*job), jobs)
         found = list(tqdm(built, desc=f"{of}: compiling", total=len(jobs)))
     return {(cell, peer.name): one for (cell, _, peer), one in zip(jobs, found, strict=True)}
@@ -138,22 +148,26 @@ def measure_cell(
     cell: Cell,
     of: Pass,
     programs: dict[peers.Peer, peers.Program],
-    flat: np.ndarray,
-    with_errors: bool,
+    inputs: Any,
+    check: Callable[[str, tuple[Any, ...]], dict[str, Any]] | None,
 ) -> dict[str, Any]:
-    """Times the peers of a cell in turns; returns milliseconds, TFLOP/s and errors by peer."""
-    inputs = inputs_of(cell, flat)
+    """Times the peers of a cell in turns; returns milliseconds, TFLOP/s and errors by peer.
+
+    `check` takes a peer's name and results and returns the errors; a peer is not timed where it
+    raises.
+    """
     calls, failed, errors = {}, {}, {}
     for peer, program in programs.items():
         try:
             call = program.load(inputs)
             results = call()
             peer.wait(results)
+            if check is not None:
+                errors[peer.name] = check(peer.name, program.read(results))
         except Exception as error:  # as in build
             failed[peer.name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
             continue
-        if with_errors and peer.name in WITH_ERROR:
-            errors[peer.name] = exact.errors(cell, inputs, results)
+        del results
         calls[peer.name] = (call, peer.wait)
     seconds = time_in_turns(calls)
     return {
@@ -172,9 +186,16 @@ def measure_cell(
             for peer, one in programs.items()
             if one.scratch_mb is not None
         },
-        "error": errors,
+        "error": {name: found for name, found in errors.items() if found},
         "failed": failed,
     }
+
+
+def check_cell(
+    cell: Cell, inputs: tuple[np.ndarray, ...], name: str, results: tuple[Any, ...]
+) -> dict[str, float]:
+    """Returns the errors of the peers that are compared; nothing of the others."""
+    return exact.errors(cell, inputs, results) if name in WITH_ERROR else {}
 
 
 def measure_peaked(cell: Cell, programs: dict[str, Any], flat: np.ndarray) -> dict[str, float]:
@@ -230,20 +251,9 @@ def write(
     peaked: dict[str, dict[str, float]],
 ) -> None:
     """Writes the numbers, the charts and the table."""
-    gpu = jax.devices()[0].device_kind
-    commit = options.commit or first_line("git", "rev-parse", "--short=10", "HEAD")
-    folder = options.output / gpu.lower().replace(" ", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    about = {
-        "gpu": gpu,
-        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command("benchmarks/run.py"),
-        "versions": versions(),
-        "product_tflops": ceiling,
-        "peaked_error": peaked,
-    }
+    about, folder = describe(options, "benchmarks/run.py", ceiling)
+    about["peaked_error"] = peaked
+    gpu, commit = about["gpu"], about["commit"]
     path = folder / f"{commit}.json"
     path.write_text(in_lines(about, "cells", records))
 
@@ -275,15 +285,38 @@ def write(
         )
         names = " / ".join(looks[name][0] for name in WITH_ERROR if name in looks)
         tables.append(f"Relative error, q and k times {PEAKED} ({names}): {found}.")
-    intro = (
-        f"{gpu}, driver {about['driver']}, {about['date']}, commit {commit}, `{about['command']}`; "
-        f"{PRODUCT}³ bfloat16 product before, between and after the passes: "
-        f"{', '.join(map(str, ceiling))} TFLOP/s."
-    )
-    text = "\n\n".join([intro, *tables]) + "\n"
+    text = "\n\n".join([introduce(about), *tables]) + "\n"
     (folder / f"{commit}.md").write_text(text)
     print(text)
     print(path)
+
+
+def describe(
+    options: argparse.Namespace, script: str, ceiling: list[float]
+) -> tuple[dict[str, Any], Path]:
+    """Returns what is about a whole run, and the folder for its results."""
+    gpu = jax.devices()[0].device_kind
+    folder = options.output / gpu.lower().replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "gpu": gpu,
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": options.commit or first_line("git", "rev-parse", "--short=10", "HEAD"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command(script),
+        "versions": versions(),
+        "product_tflops": ceiling,
+    }
+    return about, folder
+
+
+def introduce(about: dict[str, Any]) -> str:
+    """Writes the sentence that opens a run's tables."""
+    return (
+        f"{about['gpu']}, driver {about['driver']}, {about['date']}, commit {about['commit']}, "
+        f"`{about['command']}`; {PRODUCT}³ bfloat16 product before, between and after: "
+        f"{', '.join(map(str, about['product_tflops']))} TFLOP/s."
+    )
 
 
 def command(script: str) -> str:

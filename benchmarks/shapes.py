@@ -1,11 +1,13 @@
 """Owns what is measured on a GPU: one list of cells, the same for every peer.
 
 The main cells are those of the FlashAttention papers: 16k tokens in a batch, model dim 2048, head
-dim 64, 128 and 256, causal or not, T from 512 to 16384.
+dim 64, 128 and 256, causal or not, T from 512 to 16384. The cases, of features.py, are problems of
+a batch and a length with one feature each.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 Pass = Literal["forward", "training"]  # training: forward and backward
 PASSES: tuple[Pass, ...] = ("forward", "training")
@@ -13,6 +15,7 @@ TOKENS = 16384
 MODEL_DIM = 2048
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+ARRAYS = ("q", "k", "v", "dout")  # [B, T, N, H], in the order that cells take them
 BLOCK = 128  # queries and keys of a block, where work is counted by blocks
 
 
@@ -121,4 +124,123 @@ def feature_cells(
         dataclasses.replace(plain, causal=False, segment=short),
         dataclasses.replace(plain, segment=short),
         *grouped,
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(Cell):
+    """A cell with a feature, of a problem; as many heads of keys and values as of queries."""
+
+    problem: str = ""
+    feature: str = ""
+    dtype: str = "bfloat16"
+    precision: str | None = None  # of products, where it is not jax's default
+    bias: str | None = None  # its dims, each the letter of [B, N, T, S] or 1; in dtype
+    mask: str | None = None  # [B, 1, T, S]: "half" of the pairs at random, or "documents" of T / 8
+    dropout: float = 0.0
+    softcap: float | None = None
+    sinks: bool = False  # float32 [N]
+    lengths: bool = False  # of queries and keys: T and T / 2 by turns
+
+    @property
+    def name(self) -> str:
+        return f"{self.problem} {self.feature}"
+
+    @property
+    def pairs(self) -> float:
+        """As of full or causal attention, whatever else is hidden."""
+        return self.length**2 * (0.5 if self.causal else 1.0)
+
+    @property
+    def operands(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each array, by name: q, k, v, dout, and what the feature takes."""
+        row = (self.batch, self.length)
+        array = (*row, self.heads, self.head_dim), self.dtype
+        found: dict[str, tuple[tuple[int, ...], str]] = dict.fromkeys(ARRAYS, array)
+        if self.bias is not None:
+            sizes = (self.batch, self.heads, self.length, self.length)
+            dims = zip(self.bias, sizes, strict=True)
+            found["bias"] = tuple(1 if dim == "1" else size for dim, size in dims), self.dtype
+        if self.sinks:
+            found["sinks"] = (self.heads,), "float32"
+        if self.mask is not None:
+            found["mask"] = (self.batch, 1, self.length, self.length), "bool"
+        if self.lengths:
+            found["lengths"] = (self.batch,), "int32"
+        if self.segment is not None:
+            found["segments"] = row, "int32"
+        if self.dropout:
+            found["dropout_key"] = (2,), "uint32"
+        return found
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Names of the operands that get a gradient."""
+        return tuple(name for name in ("q", "k", "v", "bias", "sinks") if name in self.operands)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "bias_1NTS": {"bias": "1NTS"},
+    "bias_BNTS": {"bias": "BNTS"},
+    "bias_B11S": {"bias": "B11S"},
+    "bias_1N11": {"bias": "1N11"},
+    "mask_half": {"mask": "half"},
+    "mask_documents": {"mask": "documents"},
+    "dropout": {"dropout": 0.1},
+    "dropout_causal": {"dropout": 0.1, "causal": True},
+    "float32": {"dtype": "float32"},
+    "float32_highest": {"dtype": "float32", "precision": "highest"},
+    "softcap": {"softcap": 30.0},
+    "sinks": {"sinks": True},
+    "lengths": {"lengths": True},
+    "documents": {"segment": 512},
+    "window": {"causal": True, "window": 1024},
+    "documents_short": {"segment": 128},
+    "window_short": {"causal": True, "window": 256},
+    "softcap_causal": {"softcap": 30.0, "causal": True},
+    "sinks_causal": {"sinks": True, "causal": True},
+    "lengths_causal": {"lengths": True, "causal": True},
+    "documents_causal": {"segment": 2048, "causal": True},
+}
+
+_MOST = tuple(FEATURES)[: tuple(FEATURES).index("documents")]
+_CAUSAL = (
+    "causal",
+    "softcap_causal",
+    "sinks_causal",
+    "lengths_causal",
+    "documents_causal",
+    "window",
+)
+
+# batch, length, heads, head dim, features
+PROBLEMS: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
+    "A": (4, 4096, 12, 64, (*_MOST, "documents", "window")),
+    "B": (4, 4096, 16, 128, (*_MOST, "documents", "window")),
+    "C": (16, 1024, 16, 128, (*_MOST, "documents_short", "window_short")),
+    **{f"D{dim}": (2, 8192, MODEL_DIM // dim, dim, _CAUSAL) for dim in HEAD_DIMS},
+}
+
+
+def cases(problem: str, chosen: Sequence[str] | None = None) -> list[Case]:
+    """Lists the cases of a problem: of all its features, or of the chosen ones among them."""
+    batch, length, heads, head_dim, features = PROBLEMS[problem]
+    return [
+        Case(
+            **{
+                "batch": batch,
+                "length": length,
+                "heads": heads,
+                "kv_heads": heads,
+                "head_dim": head_dim,
+                "causal": False,
+                "problem": problem,
+                "feature": feature,
+            }
+            | FEATURES[feature]
+        )
+        for feature in features
+        if chosen is None or feature in chosen
     ]

@@ -1,6 +1,8 @@
 """What the GPU benchmark measures and shows; its numbers need a GPU."""
 
+import dataclasses
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +20,10 @@ sys.path.insert(0, str(FOLDER))
 
 import charts  # noqa: E402
 import exact  # noqa: E402
+import feature_peers  # noqa: E402
+import features  # noqa: E402
 import peers  # noqa: E402
+import run  # noqa: E402
 import shapes  # noqa: E402
 import train_step  # noqa: E402
 import tune  # noqa: E402
@@ -197,3 +202,129 @@ def test_tuned_passes_are_checked(which: str, monkeypatch: pytest.MonkeyPatch, c
     rows = capsys.readouterr().out.splitlines()[1:]
     assert ["as chosen" in rows[0], "stages=3" in rows[1], len(rows)] == [True, True, 2]
     assert all(0 < float(row.split()[-1]) < 1e-2 for row in rows)
+
+
+TINY = (2, 64, 2, 16)  # batch, length, heads, head dim
+
+
+def tiny(feature: str) -> shapes.Case:
+    batch, length, heads, head_dim = TINY
+    plain = shapes.Case(batch, length, heads, heads, head_dim, False, feature=feature)
+    return dataclasses.replace(plain, **shapes.FEATURES[feature])
+
+
+def test_cases_are_the_problems():
+    for name, (batch, length, heads, head_dim, wanted) in shapes.PROBLEMS.items():
+        cases = shapes.cases(name)
+        assert [case.feature for case in cases] == list(wanted)
+        assert len({case.name for case in cases}) == len(cases)
+        for case in cases:
+            assert case.operands["q"][0] == (batch, length, heads, head_dim)
+            # As the plain or causal attention that the feature is compared with.
+            plain = dataclasses.replace(case, window=None, segment=None)
+            assert case.flops("training") == Cell.flops(plain, "training")
+    bias = {c.feature: c.operands["bias"][0] for c in shapes.cases("A") if c.bias is not None}
+    assert bias["bias_1NTS"] == (1, 12, 4096, 4096)
+    assert bias["bias_B11S"] == (4, 1, 1, 4096)
+    assert {f for problem in shapes.PROBLEMS.values() for f in problem[-1]} == set(shapes.FEATURES)
+
+
+@pytest.mark.parametrize(
+    "feature", ["bias_B11S", "bias_1N11", "sinks", "lengths", "mask_documents", "softcap"]
+)
+def test_cases_are_checked_against_exact_attention(feature: str):
+    case = dataclasses.replace(tiny(feature), dtype="float32")
+    inputs = features.draw(case)
+    truth = exact.truth_of(case, inputs)
+    program = feature_peers.all_peers()[0].compile(case, "training")
+    results = program.load(inputs)()
+    errors = exact.errors_of_case(case, inputs, truth, results)
+    assert list(errors) == ["out", *case.gradients]
+    assert max(errors.values()) < 3e-6
+    for i, name in enumerate(errors):
+        wrong = tuple(x + 1e-3 if i == j else x for j, x in enumerate(results))
+        with pytest.raises(ArithmeticError, match=rf"of plain attention\): {name} [^,]*$"):
+            exact.errors_of_case(case, inputs, truth, wrong)
+
+
+@pytest.mark.parametrize("feature", ["dropout", "dropout_causal"])
+def test_dropout_is_checked_by_its_noise(feature: str):
+    case = tiny(feature)
+    inputs = features.draw(case)
+    truth = exact.truth_of(case, inputs)
+
+    def results(case: shapes.Case, key: int) -> tuple[np.ndarray, ...]:
+        program = feature_peers.all_peers()[0].compile(case, "training")
+        return program.load(inputs | {"dropout_key": np.array([0, key], np.uint32)})()
+
+    right = results(case, 1)
+    assert exact.errors_of_case(case, inputs, truth, right)["pattern"] < 0.02
+    with pytest.raises(ArithmeticError, match="pattern"):  # the backward dropped other weights
+        exact.errors_of_case(case, inputs, truth, (right[0], *results(case, 2)[1:]))
+    twice = results(dataclasses.replace(case, dropout=0.2), 1)
+    with pytest.raises(ArithmeticError, match="out"):
+        exact.errors_of_case(case, inputs, truth, twice)
+
+
+def test_features_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    def attend(*arrays, bias=None, softcap=None, **options):  # forgets its softcap
+        return jax_flash.flash_attention(*arrays, bias=bias, **options)
+
+    broken = types.SimpleNamespace(flash_attention=attend, explain=jax_flash.explain)
+    monkeypatch.setattr(feature_peers, "jax_flash", broken)
+    monkeypatch.setattr(run, "ROUNDS", 1)
+    monkeypatch.setattr(run, "ROUND_SECONDS", 0)
+    sizes = dict.fromkeys(("A", "B"), (*TINY, ("plain", "bias_1NTS", "softcap", "sinks")))
+    monkeypatch.setattr(shapes, "PROBLEMS", sizes)
+    monkeypatch.setitem(shapes.FEATURES, "softcap", {"softcap": 1.0})
+    arguments = ["--problems", "A", "--cases", "plain", "bias_1NTS", "softcap"]
+    arguments += ["--peers", "jax_flash", "jax_xla", "--commit", "abc", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["features.py", *arguments])
+    features.main()
+    (path,) = tmp_path.glob("*/features-abc.json")
+    found = json.loads(path.read_text())["cases"]
+    assert len(path.read_text().splitlines()) > len(found) == 6
+    by_case = {(x["cell"]["name"], x["pass"]): x for x in found}
+    for of in shapes.PASSES:
+        biased, capped = by_case["A bias_1NTS", of], by_case["A softcap", of]
+        assert set(biased["ms"]) == set(biased["error"]) == {"jax_flash", "jax_xla"}
+        assert biased["ours"]["backend"] in ("cpu", "xla")
+        assert capped["ms"] == {}
+        assert capped["failed"]["jax_flash"].startswith("ArithmeticError: wrong result")
+        assert capped["no"] == {"jax_xla": "NotImplementedError: no softcap"}
+    assert "bias" in by_case["A bias_1NTS", "training"]["error"]["jax_flash"]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == str(path)
+    assert any(line.startswith("| A bias_1NTS | ") for line in printed)
+    text = path.with_suffix(".md").read_text()
+    assert "- jax.nn, XLA: NotImplementedError: no softcap (A softcap)" in text
+
+
+def test_feature_table():
+    def record(feature: str, of: str, ms: dict[str, float]) -> dict[str, object]:
+        case = tiny(feature)
+        return {
+            "cell": vars(case) | {"name": f"A {feature}", "problem": "A"},
+            "pass": of,
+            "ms": ms,
+            "tflops": dict.fromkeys(ms, 400.0),
+            "error": {"ours": {"out": 2e-3, "q": 3e-3}, "b": {"out": 2e-3, "q": 2e-3}},
+            "ours": {"backend": "cuda", "not": {}},
+            "no": {"c": "refused"},
+            "failed": {},
+        }
+
+    records = [
+        record("plain", "forward", {"ours": 1.0, "b": 2.0}),
+        record("plain", "training", {"ours": 4.0, "b": 6.0}),
+        record("sinks", "forward", {"ours": 1.5, "b": 3.0, "a": 1.8}),
+        record("sinks", "training", {"ours": 5.0}),
+    ]
+    labels = {"ours": "Ours", "a": "A", "b": "B", "c": "C"}
+    rows = charts.features(records, labels, "ours", "b").splitlines()
+    assert rows[2].startswith("| case | ran on | Ours | A | B | best other / ours | ours / plain |")
+    assert rows[-1] == (
+        "| A sinks | cuda | 1.50 / 5.00 | 1.80 /  | 3.00 /  | 1.20 /  | 1.50 / 1.25 | 400 / 400 "
+        "| 1.50 / 1.50 |"
+    )
+    assert charts.not_measured(records, labels) == "- C: refused (A plain, A sinks)"
