@@ -14,7 +14,7 @@
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
 //   int kHeadDim, kValueDim   exact sizes
 //   bool kTmaLoads            TMA moves tiles (8 divides both dims), else warps do, see
-//                             unaligned.cuh
+//                             tile.cuh
 //   int kTileQ                queries per step: 64, or 128 when both dims are at most 64 and
 //                             there is no softcap
 //   int kTileKV               keys per block: 128, or 64 for backward_wide.cuh
@@ -27,9 +27,9 @@
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasDlse
 #pragma once
 
-#include "sm90/backward_finish.cuh"
+#include "backward_finish.cuh"
+#include "backward_prepare.cuh"
 #include "sm90/backward_narrow.cuh"
-#include "sm90/backward_prepare.cuh"
 
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
     flash_backward(const __grid_constant__ BackwardParams p) {

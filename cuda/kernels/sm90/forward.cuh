@@ -8,7 +8,7 @@
 //   bool kBFloat16            element type of q, k, v, out: bfloat16, else float16
 //   int kHeadDim, kValueDim   exact sizes, at most 256
 //   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
-//                             unaligned.cuh; then static tiles
+//                             tile.cuh; then static tiles
 //   int kTileKV               keys per step, a multiple of 16, 32 to 256
 //   int kConsumers            consumer warpgroups, 2 or 3
 //   int kStages               K and V buffers each
@@ -87,11 +87,7 @@ extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams 
     const int batch = index / blocks, block = index - batch * blocks;
     const int end = min((block + 1) * kTileKV, visibility(p, batch).kv_length);
     const int* ids = p.key_value_segments + static_cast<int64>(batch) * p.kv_len;
-    SegmentRange range;
-    for (int key = block * kTileKV + threadIdx.x % 32; key < end; key += 32) {
-      range.include(ids[key]);
-    }
-    range.reduce_warp();
+    const SegmentRange range = segment_range(ids, block * kTileKV, end);
     if (threadIdx.x % 32 == 0) {
       reinterpret_cast<int2*>(p.segment_ranges)[index] = make_int2(range.low, range.high);
     }
@@ -110,11 +106,7 @@ extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p)
     const int batch = index / groups, group = index - batch * groups;
     const int end = min((group + 1) * kQueries, visibility(p, batch).query_length);
     const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
-    SegmentRange queries;
-    for (int query = group * kQueries + lane; query < end; query += 32) {
-      queries.include(ids[query]);
-    }
-    queries.reduce_warp();
+    const SegmentRange queries = segment_range(ids, group * kQueries, end);
 
     const int blocks = ceil_div(p.kv_len, kTileKV);
     const int2* ranges =

@@ -3,24 +3,19 @@
 // The constants it is specialised by are listed in forward.cuh. Read forward_load.cuh next.
 #pragma once
 
-// clang-format off
-#include "sm90/ptx.cuh"  // first: the shared headers compute with this architecture's instructions
-
-#include "exact_row.cuh"
-#include "mask.cuh"
+#include "forward_exact.cuh"
+#include "fragment.cuh"
 #include "params.h"
-#include "schedule.cuh"
-#include "score.cuh"
-#include "sm90/tile.cuh"
-#include "sm90/unaligned.cuh"
+#include "rows.cuh"
+#include "sm90/products.cuh"
+#include "sm90/ptx_sm90.cuh"
+#include "sm90/ring.cuh"
 #include "softmax.cuh"
-// clang-format on
+#include "terms.cuh"
+#include "tile.cuh"
+#include "walk.cuh"
 
 namespace forward {
-
-using ptx::int64;
-using ptx::uint16;
-using ptx::uint32;
 
 inline constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup
 inline constexpr int kTileRows = kGroupRows * kConsumers;
@@ -34,10 +29,6 @@ inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr int kLoadWarps = kTmaLoads ? 1 : 4;  // each arrives when its part is there
 // A tile's description outlives its Q buffer by the epilogue: a slot more, at least.
 inline constexpr int kInfoStages = 2 * kQueryStages;
-// The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may not
-// pass kSumLimit: float16 weights have to stay below 65504, bfloat16 has the range of float32.
-inline constexpr int kHeadroom = kBFloat16 ? 80 : 0;
-inline constexpr float kSumLimit = kBFloat16 ? kInfinity : 0x1p15f;
 // The last output of a tile starts before the next tile is looked at: 4% at T 512 for narrow
 // values; wide ones lack the registers for it (12% slower).
 inline constexpr bool kEarlyOutput = kValueDim <= 128;
@@ -47,7 +38,6 @@ inline constexpr bool kDrains = kConsumers == 3 && (kHasSegments || kWindowLeft 
                                                     kHasQueryLengths || kHasKeyValueLengths);
 // A warpgroup's blocks may begin after the first one of its tile.
 inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments;
-inline constexpr int kIdWords = ceil_div(kTileKV, 32);  // a bit for each key of a block
 // A tile with rows that overflow is walked again, with a maximum in every block. Not where four
 // warps load: they would have to agree on it.
 inline constexpr bool kRepeats = kTmaLoads;
@@ -58,6 +48,13 @@ static_assert(kTileKV % 16 == 0 && kTileKV >= 32 && kTileKV <= 256);
 static_assert(kConsumers == 2 || kConsumers == 3);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
 static_assert(kGroupRows % kPackedHeads == 0);
+
+// Which tile a number of the schedule stands for.
+struct TileIndex {
+  int query_tile;
+  int head;   // of N / kPackedHeads
+  int batch;  // -1: no tile
+};
 
 // Description of a tile, written by the producer, read by the consumers.
 struct TileInfo {
@@ -97,7 +94,7 @@ struct alignas(1024) Shared {
 
 // The offset of a member of Shared, bytes (NVRTC 13.0 has no offsetof).
 #define JF_OFFSET(member) \
-  static_cast<uint32>(reinterpret_cast<ptx::uint64>(&static_cast<Shared*>(nullptr)->member))
+  static_cast<uint32>(reinterpret_cast<uint64>(&static_cast<Shared*>(nullptr)->member))
 
 // The key blocks that share a segment with the rows of a warpgroup: what segment_plan finds.
 struct alignas(16) SegmentPlan {

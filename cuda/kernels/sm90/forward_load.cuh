@@ -71,12 +71,10 @@ struct Producer {
     if constexpr (!kTmaLoads) {
       const int first_key = block * kTileKV;
       // Opaque: pointers kept from block to block would take registers that are not there.
-      const int64 row =
-          (static_cast<int64>(ptx::opaque(batch)) * p.kv_len + first_key) * p.kv_heads +
-          ptx::opaque(head);
-      copy_rows<kDim, kTileKV, kLoadWarps>(
-          ptx::shared_address(buffer), static_cast<const uint16*>(data) + row * kDim,
-          static_cast<int64>(p.kv_heads) * kDim, p.kv_len - first_key);
+      const KeyRows<kDim> rows(p, key_row(p, ptx::opaque(batch), first_key, ptx::opaque(head)));
+      fill_tile<kDim, kTileKV, kLoadWarps>(ptx::shared_address(buffer),
+                                           static_cast<const uint16*>(data) + rows.first, rows.step,
+                                           p.kv_len - first_key);
       arrive(barrier);
       return;
     }
@@ -120,10 +118,8 @@ struct Producer {
     // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
     const Visibility seen{tile.offset, p.window_left, p.window_right,
                           ptx::opaque(tile.query_length), ptx::opaque(tile.kv_length)};
-    tile.own =
-        blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(seen, first_query, last_query));
-    tile.full = full_blocks<kTileKV, kWindowLeft, kWindowRight>(
-        seen, first_query, min(last_query, seen.query_length - 1));
+    tile.own = blocks_of<kTileKV>(visible_keys(seen, first_query, last_query));
+    tile.full = full_blocks<kTileKV>(seen, first_query, min(last_query, seen.query_length - 1));
   }
   // Hands the tile to warpgroup `lane`.
   __device__ __forceinline__ void hand_over(const TileInfo& tile) {
@@ -151,11 +147,9 @@ struct Producer {
       if (threadIdx.x == group) hand_over(tile);
       if (tile.batch >= 0 && !tile.blocks.empty()) {
         const int first_query = (tile.first_row + group * kGroupRows) / kPackedHeads;
-        const int64 row =
-            (static_cast<int64>(ptx::opaque(tile.batch)) * p.query_len + first_query) *
-                p.query_heads +
-            ptx::opaque(tile.head) * kPackedHeads;
-        copy_rows<kHeadDim, kGroupRows, kLoadWarps, kPackedHeads>(
+        const int64 row = query_row(p, ptx::opaque(tile.batch), first_query,
+                                    ptx::opaque(tile.head) * kPackedHeads);
+        fill_tile<kHeadDim, kGroupRows, kLoadWarps, kPackedHeads>(
             ptx::shared_address(shared.query[stage][group]),
             static_cast<const uint16*>(p.query_data) + row * kHeadDim,
             static_cast<int64>(p.query_heads) * kHeadDim,
@@ -246,8 +240,14 @@ struct Producer {
   }
 
   __device__ __forceinline__ TileIndex decode(int number) const {
-    return decode_tile<kWindowRight>(number < 0 ? ~number : number, p.query_tiles,
-                                     p.query_heads / kPackedHeads, p.batch, p.head_group);
+    const int index = number < 0 ? ~number : number;
+    const int heads = p.query_heads / kPackedHeads, all_heads = heads * p.batch;
+    if (index >= p.query_tiles * all_heads) return {0, 0, -1};
+    const HeadBlock at = head_block(index, p.query_tiles, all_heads, p.head_group);
+    const int batch = at.head / heads;
+    // With a bounded right window (causal) late queries see most keys: the longest tiles first.
+    const int tile = kWindowRight ? p.query_tiles - 1 - at.block : at.block;
+    return {tile, at.head - batch * heads, batch};
   }
   __device__ __forceinline__ void run() {
     int number = blockIdx.x;
@@ -267,15 +267,14 @@ struct Producer {
       tile.query_length = seen.query_length;
       tile.kv_length = seen.kv_length;
       tile.offset = seen.offset;
-      const int kv_head = kPackedHeads > 1 ? taken.head : taken.head / (p.query_heads / p.kv_heads);
+      const int kv_head = kPackedHeads > 1 ? taken.head : kv_head_of(p, taken.head);
       SegmentRange queries;  // of a sparse tile
       if constexpr (kHasSegments) {
         plan_blocks(tile, taken, queries);
       } else {
         const int first = tile.first_row / kPackedHeads;
         const int last = (tile.first_row + kTileRows - 1) / kPackedHeads;
-        tile.blocks =
-            blocks_of<kTileKV>(visible_keys<kWindowLeft, kWindowRight>(seen, first, last));
+        tile.blocks = blocks_of<kTileKV>(visible_keys(seen, first, last));
       }
 
       if (tile.blocks.empty()) {

@@ -10,8 +10,7 @@ struct Consumer : Warpgroup {
   // Stores the tile. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
   // for each. A NaN lse is right, and the row with it: masked scores never reach the sum of the
   // weights.
-  __device__ __forceinline__ uint32 finish_tile(const TileInfo& t,
-                                                const SoftmaxState& softmax) const {
+  __device__ __forceinline__ uint32 finish_tile(const TileInfo& t, const Softmax& softmax) const {
     uint32 nonfinite = 0;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -23,16 +22,16 @@ struct Consumer : Warpgroup {
         sink = p.sinks[t.batch * p.sinks_batch_stride + head] * kLog2E;
       }
       float lse;
-      const float factor = softmax.finish<kHasSinks>(row, sink, kHeadroom, lse);
+      const float factor = softmax.finish<kHasSinks>(row, sink, lse);
       bool empty = lse == kNegativeInfinity;
       if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
 
       constexpr int kPieces = round_up(kValueColumns, 32) / 8;
       uint32 pieces[kPieces];
-      gather_row<Element>(output, row, factor, pieces);
+      fragment::gather_row(output, row, factor, pieces);
       uint32 flaw = 0;
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) flaw = ptx::accumulate_nonfinite<Element>(flaw, pieces[i]);
+      for (int i = 0; i < kPieces; ++i) flaw = Element::accumulate_nonfinite(flaw, pieces[i]);
       const bool stored = query < p.query_len;
       const bool flawed = flaw != 0 || lse == kInfinity;
       uint32 lanes = __ballot_sync(0xffffffffu, flawed && stored && !empty && lse == lse);
@@ -40,7 +39,7 @@ struct Consumer : Warpgroup {
       lanes |= lanes >> 2;
       nonfinite |= (lanes & 0x11111111u) << row;
       if (!stored) continue;
-      uint16* out = static_cast<uint16*>(p.out) + out_index(t, query, head);
+      uint16* out = out_of(t, query, head);
       const int c = lane() % 4;
 #pragma unroll
       for (int g = 0; g < kPieces / 4; ++g) {
@@ -52,7 +51,7 @@ struct Consumer : Warpgroup {
                                                     pieces[4 * g + 2], pieces[4 * g + 3]));
         }
       }
-      if (c == 0) p.lse[lse_index(t, query, head)] = empty ? empty_lse(t, head) : lse;
+      if (c == 0) p.lse[lse_row(p, t.batch, query, head)] = empty ? empty_lse(t, head) : lse;
     }
     return nonfinite;
   }
@@ -61,36 +60,29 @@ struct Consumer : Warpgroup {
     if constexpr (kHasSinks) return p.sinks[t.batch * p.sinks_batch_stride + head];
     return kNegativeInfinity;
   }
-  __device__ __forceinline__ int64 out_index(const TileInfo& t, int query, int head) const {
-    const int64 row = static_cast<int64>(t.batch) * p.query_len + query;
-    return (row * p.query_heads + static_cast<uint32>(head)) * kValueDim;
-  }
-  __device__ __forceinline__ int64 lse_index(const TileInfo& t, int query, int head) const {
-    return (static_cast<int64>(t.batch) * p.query_heads + head) * p.query_len + query;
+  // The first element of a row of the result.
+  __device__ __forceinline__ uint16* out_of(const TileInfo& t, int query, int head) const {
+    return static_cast<uint16*>(p.out) + query_row(p, t.batch, query, head) * kValueDim;
   }
   // A row as repeat_rows sees it; bit = 4 * quad + row of the warp's fragment.
   struct Row {
-    int head;
-    int64 query_row, first_key;
+    int query, head;
+    int64 first_key;  // row of its head's first key
     Range keys;
     int64 lse;
     uint16* result;
   };
   __device__ __forceinline__ Row row_of(const TileInfo& t, int bit) const {
     const int warp = ptx::opaque(threadIdx.x) % 128 / 32;
-    const int packed = t.first_row + group * kGroupRows + 16 * warp + bit / 4 + 8 * (bit % 4);
+    const int packed =
+        t.first_row + group * kGroupRows + 16 * warp + bit / 4 + fragment::kRowStep * (bit % 4);
     const int query = packed / kPackedHeads;
     const int head = t.head * kPackedHeads + packed % kPackedHeads;
-    const int kv_head = head / (p.query_heads / p.kv_heads);
-    Range keys = row_columns<kWindowLeft, kWindowRight>(seen(t), query, 0);
+    Range keys = row_columns(seen(t), query, 0);
     keys.begin = max(keys.begin, t.own.begin * kTileKV);
     keys.end = min(keys.end, t.own.end * kTileKV);
-    return {head,
-            static_cast<int64>(t.batch) * p.query_len + query,
-            static_cast<int64>(t.batch) * p.kv_len * p.kv_heads + kv_head,
-            keys,
-            lse_index(t, query, head),
-            static_cast<uint16*>(p.out) + out_index(t, query, head)};
+    const int64 first_key = key_row(p, t.batch, 0, kv_head_of(p, head));
+    return {query, head, first_key, keys, lse_row(p, t.batch, query, head), out_of(t, query, head)};
   }
   // Asks for another walk of the tile if one of these rows overflowed in the first. False: not
   // needed, or there is no slot.
@@ -109,26 +101,22 @@ struct Consumer : Warpgroup {
     }
     return ptx::uniform(taken) != 0;
   }
-  // Computes these rows (as from finish_tile) again where they are wrong, see exact_row.cuh.
+  // Computes these rows (as from finish_tile) again where they are wrong, see forward_exact.cuh.
   __device__ __forceinline__ void repeat_rows(const TileInfo& t, uint32 rows) const {
     __syncwarp();  // the first results are stored before these
     if (repeat_tile(t, rows)) return;
     constexpr int kColumns = ceil_div(kValueDim, 32);
-    const int64 value_stride = static_cast<int64>(p.kv_heads) * kValueDim;
-    const int* key_ids = p.key_value_segments + static_cast<int64>(t.batch) * p.kv_len;
+    const int batch = t.batch;
     const auto load_result = [&](const Row& row, float (&out)[kColumns]) {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const int column = fresh_lane() + 32 * c;
-        out[c] = column < kValueDim ? ptx::unpack<Element>(row.result[column]) : 0.0f;
+        out[c] = column < kValueDim ? Element::unpack(row.result[column]) : 0.0f;
       }
     };
     const auto explain = [&](const float (&result)[kColumns], const Row& row, Range keys,
                              float (&sum)[kColumns]) {
-      return explain_nan<Element, kValueDim>(
-          result, p.value_data, row.first_key * kValueDim, value_stride, keys,
-          [&](int key) { return !kHasSegments || p.query_segments[row.query_row] == key_ids[key]; },
-          sum);
+      return explain_nan(p, batch, row.query, {p, row.first_key}, keys, result, sum);
     };
     // First the keys that all of these rows see, for the first of them.
     const Row first = row_of(t, __ffs(rows) - 1);
@@ -138,9 +126,7 @@ struct Consumer : Warpgroup {
       const Row other = row_of(t, __ffs(left) - 1);
       common.begin = max(common.begin, other.keys.begin);
       common.end = min(common.end, other.keys.end);
-      if (kHasSegments && p.query_segments[other.query_row] != p.query_segments[first.query_row]) {
-        common.end = common.begin;
-      }
+      if (!see_alike(p, batch, first.query, other.query)) common.end = common.begin;
     }
     float common_sum[kColumns];  // of its values that are not finite
 #pragma unroll
@@ -165,21 +151,8 @@ struct Consumer : Warpgroup {
         if (!__any_sync(0xffffffffu, open) || explain(out, row, row.keys, explained)) continue;
       }
       float largest = 0.0f, sum = 0.0f;
-      exact_row<Element, kHeadDim, kValueDim>(
-          p.query_data, (row.query_row * p.query_heads + row.head) * kHeadDim, p.key_data,
-          row.first_key * kHeadDim, static_cast<int64>(p.kv_heads) * kHeadDim, p.value_data,
-          row.first_key * kValueDim, value_stride, row.keys,
-          [&](int key) { return !kHasSegments || p.query_segments[row.query_row] == key_ids[key]; },
-          [&](float dot) {
-            float score[1] = {dot};
-            if constexpr (kSoftcap) {
-              apply_softcap(score, p.scale, p.softcap);
-            } else {
-              apply_scale(score, p.scale);
-            }
-            return score[0];
-          },
-          out, largest, sum);
+      exact_row(p, batch, row.head, row.query, {p, row.first_key}, {p, row.first_key}, row.keys,
+                out, largest, sum);
       if constexpr (kHasSinks) {
         const float sink = p.sinks[t.batch * p.sinks_batch_stride + row.head] * kLog2E;
         __syncwarp();  // the last read of `t`, whose buffer lane 0 may give back soon
@@ -194,7 +167,7 @@ struct Consumer : Warpgroup {
       for (int c = 0; c < kColumns; ++c) {
         const int column = fresh_lane() + 32 * c;
         if (column < kValueDim) {
-          row.result[column] = static_cast<uint16>(ptx::pack<Element>(out[c] / sum, 0.0f));
+          row.result[column] = static_cast<uint16>(Element::pack(out[c] / sum, 0.0f));
         }
       }
       if (fresh_lane() == 0) {
@@ -211,12 +184,12 @@ struct Consumer : Warpgroup {
       const int query = packed / kPackedHeads;
       if (query >= p.query_len) continue;
       const int head = t.head * kPackedHeads + packed % kPackedHeads;
-      uint16* out = static_cast<uint16*>(p.out) + out_index(t, query, head);
+      uint16* out = out_of(t, query, head);
       for (int column = 8 * (lane() % 4); column < kValueDim; column += 32) {
         store_piece<kValueDim>(out, column, make_uint4(0, 0, 0, 0));
       }
       if (lane() % 4 == 0) {
-        p.lse[lse_index(t, query, head)] = empty_lse(t, head);
+        p.lse[lse_row(p, t.batch, query, head)] = empty_lse(t, head);
       }
     }
   }
