@@ -2,7 +2,7 @@
 //
 // The tiled kernels multiply every value of a block, those of masked keys by a weight of zero, and
 // 0 * NaN is NaN; and a row overflows when a score is more than 128 above its base (log2 units). A
-// tile with rows that overflow is walked again first, where TMA loads and a slot is free. Rows
+// unit with rows that overflow is walked again first, where TMA loads and a slot is free. Rows
 // whose result is not finite even so come here. If visible values explain it, it stands; else the
 // row is computed again, exactly as the definition has it.
 #pragma once
@@ -42,7 +42,8 @@ __device__ __forceinline__ void load_values(const ForwardParams& p, const KeyRow
   }
 }
 
-// Does a sum of visible values that are not finite leave open why a result is not?
+// A result that is not finite is explained if the sum of the visible values that are not finite is
+// the same infinity, or NaN as well. True: it is not explained yet.
 __device__ __forceinline__ bool is_open(float result, float sum) {
   const bool agrees = sum == result || (sum != sum && result != result);
   return !(fabsf(result) < kInfinity) && !agrees;

@@ -60,7 +60,7 @@ struct SoftmaxState {
     return fragment::quad_maximum(fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3])));
   }
 
-  // The first block of a tile: bases become the maxima of the scores (plus the headroom). Scores
+  // The first block of a unit: bases become the maxima of the scores (plus the headroom). Scores
   // beyond the first kUsed are hidden.
   template <int kUsed, int kCount>
   __device__ __forceinline__ void start(float (&scores)[kCount], float scale_log2) {
@@ -83,7 +83,7 @@ struct SoftmaxState {
   // the softmax's instructions, unless a thread's part of the block passes kSumLimit, or by far
   // what was summed: then the bases of the warp's rows rise to their maxima, and the weights that
   // are largest by far are exact again. A score more than 128 above the base overflows, the sum
-  // stays infinite, and the tile is walked again.
+  // stays infinite, and the unit is walked again.
   template <int kCount>
   __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, bool searches,
                                          float (&correction)[2]) {

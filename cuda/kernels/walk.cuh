@@ -37,15 +37,6 @@ __device__ __forceinline__ Range full_blocks(const Visibility& v, int first, int
   return {(keys.begin + kBlock - 1) / kBlock, max(keys.end, 0) / kBlock};
 }
 
-// The blocks of a unit, from the last to the first: the diagonal comes first.
-struct BlockWalk {
-  int first;  // the lowest, the last one to be walked
-  int block;  // at which it is
-  __device__ __forceinline__ bool is_last() const { return block == first; }
-  __device__ __forceinline__ bool is_empty() const { return block < first; }
-  __device__ __forceinline__ void next() { --block; }
-};
-
 // ---- blocks of queries, from the side of the keys -----------------------------------------------
 
 // Queries that see any of the keys first..last.

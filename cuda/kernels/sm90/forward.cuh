@@ -8,17 +8,17 @@
 //   bool kBFloat16            element type of q, k, v, out: bfloat16, else float16
 //   int kHeadDim, kValueDim   exact sizes, at most 256
 //   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
-//                             tile.cuh; then static tiles
+//                             tile.cuh; then static units
 //   int kTileKV               keys per step, a multiple of 16, 32 to 256
 //   int kConsumers            consumer warpgroups, 2 or 3
 //   int kStages               K and V buffers each
-//   int kQueryStages          Q buffers; 2 loads the next tile's Q during this tile
-//   int kPackedHeads          query heads of one kv head that share a tile (a divisor of 64), or 1
+//   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
+//   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   bool kWindowLeft, kWindowRight   that side of the window is bounded (causal: right, by 0)
 //   bool kBottomRight         the last query is aligned with the last key
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks
 //   bool kSoftcap             tanh softcap; kPreScale: scale before the maximum (scale <= 0)
-//   bool kDynamic             tiles from an atomic counter, else static
+//   bool kDynamic             units from an atomic counter, else static
 //   bool kPingPong            warpgroups take turns at the tensor cores
 //   int kProducerRegisters, kConsumerRegisters
 // Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
@@ -26,7 +26,7 @@
 #pragma once
 
 #include "sm90/forward_load.cuh"
-#include "sm90/forward_tiles.cuh"
+#include "sm90/forward_units.cuh"
 
 extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     flash_forward(const __grid_constant__ ForwardParams p) {
@@ -42,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
       ptx::prefetch_tensor_map(&p.value);
     }
     for (int stage = 0; stage < kQueryStages; ++stage) {
-      for (int group = 0; group < kConsumers; ++group) {
-        ptx::barrier_init(ptx::shared_address(&shared.query_full[stage][group]), kLoadWarps);
-        ptx::barrier_init(ptx::shared_address(&shared.query_empty[stage][group]), 4);
+      for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+        ptx::barrier_init(ptx::shared_address(&shared.query_full[stage][warpgroup]), kLoadWarps);
+        ptx::barrier_init(ptx::shared_address(&shared.query_empty[stage][warpgroup]), 4);
       }
     }
     ptx::barrier_init(ptx::shared_address(&shared.asked), kWarpsOfConsumers);
@@ -73,9 +73,9 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
   }
 }
 
-// With segments, two kernels go ahead, 256 threads each, a warp for each block or group.
+// With segments, two kernels go ahead, 256 threads each, a warp for each block or warpgroup.
 //
-// Smallest and largest segment id of each block of kTileKV keys, and a fresh tile counter.
+// Smallest and largest segment id of each block of kTileKV keys, and a fresh unit counter.
 // Grid ceil(B * blocks / 8).
 extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams p) {
   using namespace forward;
@@ -94,19 +94,19 @@ extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams 
   }
 }
 
-// The plan of each warpgroup of each tile. Grid ceil(B * query_tiles * kConsumers / 8).
+// The plan of each warpgroup of each unit. Grid ceil(B * query_tiles * kConsumers / 8).
 extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
-    constexpr int kQueries = kGroupRows / kPackedHeads;
+    constexpr int kQueries = kWarpgroupRows / kPackedHeads;
     const int lane = threadIdx.x % 32;
-    const int groups = p.query_tiles * kConsumers;
+    const int warpgroups = p.query_tiles * kConsumers;
     const int index = blockIdx.x * 8 + threadIdx.x / 32;
-    if (index >= p.batch * groups) return;
-    const int batch = index / groups, group = index - batch * groups;
-    const int end = min((group + 1) * kQueries, visibility(p, batch).query_length);
+    if (index >= p.batch * warpgroups) return;
+    const int batch = index / warpgroups, warpgroup = index - batch * warpgroups;
+    const int end = min((warpgroup + 1) * kQueries, visibility(p, batch).query_length);
     const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
-    const SegmentRange queries = segment_range(ids, group * kQueries, end);
+    const SegmentRange queries = segment_range(ids, warpgroup * kQueries, end);
 
     const int blocks = ceil_div(p.kv_len, kTileKV);
     const int2* ranges =

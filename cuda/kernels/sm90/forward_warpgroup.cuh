@@ -1,5 +1,5 @@
 // A consumer warpgroup of the forward kernel, 64 query rows: its registers, its barriers, the two
-// products, and the way from scores to weights. Read forward_tiles.cuh next.
+// products, and the way from scores to weights. Read forward_units.cuh next.
 #pragma once
 
 #include "sm90/forward_common.cuh"
@@ -13,9 +13,9 @@ using Softmax = SoftmaxState<Element>;
 struct Warpgroup {
   const ForwardParams& p;
   Shared& shared;
-  const int group;  // warpgroup among the consumers
+  const int warpgroup;  // warpgroup among the consumers
   Ring<kStages> key_ring, value_ring;
-  uint32 tiles = 0;  // read so far
+  uint32 units = 0;  // read so far
   int first;         // the lowest block that this warpgroup's rows see, the last one it walks
   Range full;        // blocks that need no element test
   bool searches;     // a maximum in the next block: a row of the warp has no base, second walk
@@ -30,18 +30,18 @@ struct Warpgroup {
   const uint32 start = ptx::opaque(ptx::shared_address(&shared));
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
-  // The same, read again instead of kept in a register between the ends of tiles.
+  // The same, read again instead of kept in a register between the ends of units.
   __device__ __forceinline__ int fresh_lane() const { return ptx::opaque(threadIdx.x) % 32; }
-  __device__ __forceinline__ const TileInfo& tile() const {
-    return shared.tiles[(tiles - 1) % kInfoStages][group];
+  __device__ __forceinline__ const UnitInfo& unit() const {
+    return shared.units[(units - 1) % kInfoStages][warpgroup];
   }
   // Packed row of this thread, row = 0 or 1.
-  __device__ __forceinline__ int packed_row(const TileInfo& t, int row) const {
+  __device__ __forceinline__ int packed_row(const UnitInfo& t, int row) const {
     const int thread = ptx::opaque(threadIdx.x);  // read again, not kept in a register
-    return t.first_row + group * kGroupRows + fragment::first_row(thread) +
+    return t.first_row + warpgroup * kWarpgroupRows + fragment::first_row(thread) +
            fragment::kRowStep * row;
   }
-  __device__ __forceinline__ Visibility seen(const TileInfo& t) const {
+  __device__ __forceinline__ Visibility seen(const UnitInfo& t) const {
     return {t.offset, p.window_left, p.window_right, t.query_length, t.kv_length};
   }
   __device__ __forceinline__ float scale_log2() const { return logit_scale<kPreScale>(p); }
@@ -50,19 +50,19 @@ struct Warpgroup {
   __device__ __forceinline__ void release(uint32 barrier) const {
     if (lane() == 0) ptx::barrier_arrive(barrier);
   }
-  // The stages of the current tile's queries, and of the next tile's.
-  __device__ __forceinline__ int query_stage() const { return (tiles - 1) % kQueryStages; }
-  __device__ __forceinline__ int next_query_stage() const { return tiles % kQueryStages; }
-  __device__ __forceinline__ uint32 next_query_parity() const { return tiles / kQueryStages & 1; }
+  // The stages of the current unit's queries, and of the next unit's.
+  __device__ __forceinline__ int query_stage() const { return (units - 1) % kQueryStages; }
+  __device__ __forceinline__ int next_query_stage() const { return units % kQueryStages; }
+  __device__ __forceinline__ uint32 next_query_parity() const { return units / kQueryStages & 1; }
   // Barriers of one kind lie side by side; `kind` is an immediate of the instruction.
   __device__ __forceinline__ uint32 barrier(int kind, int offset) const {
     return ptx::unfolded(start + offset) + kind;
   }
   __device__ __forceinline__ uint32 next_query_full() const {
-    return barrier(JF_OFFSET(query_full), 8 * (kConsumers * next_query_stage() + group));
+    return barrier(JF_OFFSET(query_full), 8 * (kConsumers * next_query_stage() + warpgroup));
   }
   __device__ __forceinline__ uint32 query_empty() const {
-    return barrier(JF_OFFSET(query_empty), 8 * (kConsumers * query_stage() + group));
+    return barrier(JF_OFFSET(query_empty), 8 * (kConsumers * query_stage() + warpgroup));
   }
   __device__ __forceinline__ uint32 key_full() const {
     return barrier(JF_OFFSET(key_full), key_ring.barrier_offset());
@@ -100,28 +100,28 @@ struct Warpgroup {
   __device__ __forceinline__ void release_query() {
     if (lane() == 0) ptx::barrier_arrive(query_empty());
   }
-  // Turns at the tensor cores: every warpgroup takes one per block of the tile, also for blocks
+  // Turns at the tensor cores: every warpgroup takes one per block of the unit, also for blocks
   // that it skips.
   __device__ __forceinline__ void wait_turn() const {
     if constexpr (kPingPong) {
-      ptx::named_barrier_sync(kTurnBarrier + group, 256);
+      ptx::named_barrier_sync(kTurnBarrier + warpgroup, 256);
     }
   }
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (kPingPong) {
-      const int next = group + 1 == kConsumers ? 0 : group + 1;
+      const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
       ptx::named_barrier_arrive(kTurnBarrier + next, 256);
     }
   }
 
   // -- products --
   __device__ __forceinline__ void begin_scores(Scores& scores) const {
-    const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + group);
+    const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + warpgroup);
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
-    issue_scores<kHeadDim, kGroupRows, kTileKV>(scores,
-                                                ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
-                                                ptx::descriptor(key, JF_OFFSET(key), 0, 1024));
+    issue_scores<kHeadDim, kWarpgroupRows, kTileKV>(
+        scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
+        ptx::descriptor(key, JF_OFFSET(key), 0, 1024));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
@@ -155,7 +155,7 @@ struct Warpgroup {
   // Masks the first kCount of `scores`; with kInFlight beside wgmma.
   template <int kCount, bool kInFlight>
   __device__ __forceinline__ void mask_scores(Scores& scores) const {
-    const TileInfo& t = tile();
+    const UnitInfo& t = unit();
     const bool one_segment = block >= t.one.begin && block < t.one.end;
     const auto query_of = [&](int row) { return packed_row(t, row) / kPackedHeads; };
     hide_scores<kCount, !kInFlight>(p, t.batch, seen(t), query_of, block * kTileKV, one_segment,
@@ -164,17 +164,17 @@ struct Warpgroup {
   // Does the block need no test of its elements?
   __device__ __forceinline__ bool is_full() const {
     // There is no register left to hold the range with segments at wide heads, or if kDrains.
-    const Range untested = kHasSegments || kDrains ? tile().full : full;
+    const Range untested = kHasSegments || kDrains ? unit().full : full;
     return block < untested.end && (!kBoundedBegin || block >= untested.begin);
   }
   // Are the columns of the second half hidden from all rows of the warp?
   __device__ __forceinline__ bool sees_first_half_only() const {
-    const TileInfo& t = tile();
+    const UnitInfo& t = unit();
     const int last_query = packed_row(t, 1) / kPackedHeads;
     const Range columns = row_columns(seen(t), last_query, block * kTileKV);
     return __all_sync(0xffffffffu, columns.end <= kTileKV / 2);
   }
-  // Weights of the tile's first block. Of a diagonal one, half of the warps see half.
+  // Weights of the unit's first block. Of a diagonal one, half of the warps see half.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
     to_logits<kPreScale>(p, scores);
     if (!is_full() && sees_first_half_only()) {
@@ -184,14 +184,14 @@ struct Warpgroup {
       if (!is_full()) mask_scores<kTileKV / 2, false>(scores);
       softmax.start<kTileKV / 2>(scores, scale_log2());
     }
-    searches = !softmax.is_started() || tile().number < 0;
+    searches = !softmax.is_started() || is_again(unit().number);
   }
   // Weights of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
     to_logits<kPreScale>(p, scores);
     if (!is_full()) mask_scores<kTileKV / 2, true>(scores);
     const bool rescale = softmax.extend(scores, scale_log2(), searches, correction);
-    if (searches) searches = !softmax.is_started() || tile().number < 0;
+    if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;
   }
   __device__ __forceinline__ void pack_weights(const Scores& scores) {
@@ -212,7 +212,7 @@ struct Warpgroup {
   // among other masked values shows in the result, and repeat_rows takes it out again.)
   __device__ __forceinline__ void sanitise_value(int value_block) {
     if constexpr (kHasKeyValueLengths) {
-      const int valid = tile().kv_length - value_block * kTileKV;
+      const int valid = unit().kv_length - value_block * kTileKV;
       if (valid >= kTileKV) return;
       const uint32 base = ptx::shared_address(shared.value[value_ring.stage()]);
       const int pieces = (kTileKV - valid) * (kBoxRowBytes / 16);
@@ -222,7 +222,7 @@ struct Warpgroup {
             base + (box * kTileKV + valid) * kBoxRowBytes + (i - box * pieces) * 16, 0, 0, 0, 0);
       }
       ptx::fence_async_proxy();
-      ptx::named_barrier_sync(kGroupBarrier + group, 128);
+      ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
     }
   }
 };

@@ -1,4 +1,4 @@
-// The consumers of the forward kernel: the walk over tiles and their blocks, and the results.
+// The consumers of the forward kernel: the walk over units and their blocks, and the results.
 #pragma once
 
 #include "sm90/forward_warpgroup.cuh"
@@ -7,10 +7,10 @@ namespace forward {
 
 struct Consumer : Warpgroup {
   // -- results --
-  // Stores the tile. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
+  // Stores the unit. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
   // for each. A NaN lse is right, and the row with it: masked scores never reach the sum of the
   // weights.
-  __device__ __forceinline__ uint32 finish_tile(const TileInfo& t, const Softmax& softmax) const {
+  __device__ __forceinline__ uint32 finish_unit(const UnitInfo& t, const Softmax& softmax) const {
     uint32 nonfinite = 0;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -56,12 +56,12 @@ struct Consumer : Warpgroup {
     return nonfinite;
   }
   // Of a row that sees nothing.
-  __device__ __forceinline__ float empty_lse(const TileInfo& t, int head) const {
+  __device__ __forceinline__ float empty_lse(const UnitInfo& t, int head) const {
     if constexpr (kHasSinks) return p.sinks[t.batch * p.sinks_batch_stride + head];
     return kNegativeInfinity;
   }
   // The first element of a row of the result.
-  __device__ __forceinline__ uint16* out_of(const TileInfo& t, int query, int head) const {
+  __device__ __forceinline__ uint16* out_of(const UnitInfo& t, int query, int head) const {
     return static_cast<uint16*>(p.out) + query_row(p, t.batch, query, head) * kValueDim;
   }
   // A row as repeat_rows sees it; bit = 4 * quad + row of the warp's fragment.
@@ -72,10 +72,10 @@ struct Consumer : Warpgroup {
     int64 lse;
     uint16* result;
   };
-  __device__ __forceinline__ Row row_of(const TileInfo& t, int bit) const {
+  __device__ __forceinline__ Row row_of(const UnitInfo& t, int bit) const {
     const int warp = ptx::opaque(threadIdx.x) % 128 / 32;
-    const int packed =
-        t.first_row + group * kGroupRows + 16 * warp + bit / 4 + fragment::kRowStep * (bit % 4);
+    const int packed = t.first_row + warpgroup * kWarpgroupRows + 16 * warp + bit / 4 +
+                       fragment::kRowStep * (bit % 4);
     const int query = packed / kPackedHeads;
     const int head = t.head * kPackedHeads + packed % kPackedHeads;
     Range keys = row_columns(seen(t), query, 0);
@@ -84,10 +84,10 @@ struct Consumer : Warpgroup {
     const int64 first_key = key_row(p, t.batch, 0, kv_head_of(p, head));
     return {query, head, first_key, keys, lse_row(p, t.batch, query, head), out_of(t, query, head)};
   }
-  // Asks for another walk of the tile if one of these rows overflowed in the first. False: not
+  // Asks for another walk of the unit if one of these rows overflowed in the first. False: not
   // needed, or there is no slot.
-  __device__ __forceinline__ bool repeat_tile(const TileInfo& t, uint32 rows) const {
-    if (!kRepeats || t.number < 0) return false;
+  __device__ __forceinline__ bool repeat_unit(const UnitInfo& t, uint32 rows) const {
+    if (!kRepeats || is_again(t.number)) return false;
     const bool mine = rows >> fresh_lane() & 1;
     if (!__any_sync(0xffffffffu, mine && p.lse[row_of(t, fresh_lane()).lse] == kInfinity)) {
       return false;
@@ -95,16 +95,16 @@ struct Consumer : Warpgroup {
     int taken = 0;
     if (fresh_lane() == 0) {
       for (int slot = 0; slot < kRepeatSlots && taken == 0; ++slot) {
-        const int before = atomicCAS(&shared.repeats[slot], 0, ~t.number);
-        taken = before == 0 || before == ~t.number;  // another warp may have asked
+        const int before = atomicCAS(&shared.repeats[slot], 0, again(t.number));
+        taken = before == 0 || before == again(t.number);  // another warp may have asked
       }
     }
     return ptx::uniform(taken) != 0;
   }
-  // Computes these rows (as from finish_tile) again where they are wrong, see forward_exact.cuh.
-  __device__ __forceinline__ void repeat_rows(const TileInfo& t, uint32 rows) const {
+  // Computes these rows (as from finish_unit) again where they are wrong, see forward_exact.cuh.
+  __device__ __forceinline__ void repeat_rows(const UnitInfo& t, uint32 rows) const {
     __syncwarp();  // the first results are stored before these
-    if (repeat_tile(t, rows)) return;
+    if (repeat_unit(t, rows)) return;
     constexpr int kColumns = ceil_div(kValueDim, 32);
     const int batch = t.batch;
     const auto load_result = [&](const Row& row, float (&out)[kColumns]) {
@@ -174,10 +174,10 @@ struct Consumer : Warpgroup {
         p.lse[row.lse] = (largest + ptx::log2_approx(sum)) * kLn2;
       }
     }
-    __syncwarp();  // a second walk of the tile may store over these
+    __syncwarp();  // a second walk of the unit may store over these
   }
   __device__ __forceinline__ void store_empty() {
-    const TileInfo& t = tile();
+    const UnitInfo& t = unit();
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int packed = packed_row(t, row);
@@ -194,30 +194,30 @@ struct Consumer : Warpgroup {
     }
   }
 
-  // -- tiles --
-  // Reads the tile whose Q has arrived. False: there is none.
-  __device__ __forceinline__ bool read_tile() {
-    ++tiles;
-    const TileInfo& t = tile();
-    if (ptx::uniform(t.batch) < 0) return false;
+  // -- units --
+  // Reads the unit whose Q has arrived. False: there is none.
+  __device__ __forceinline__ bool read_unit() {
+    ++units;
+    const UnitInfo& t = unit();
+    if (ptx::uniform(t.batch) == kNoUnit) return false;
     first = kBoundedBegin ? ptx::uniform(t.own.begin) : 0;
     full = {kBoundedBegin ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
     block = ptx::uniform(t.own.end) - 1;
     return true;
   }
-  // Of a tile that has just been read.
+  // Of a unit that has just been read.
   __device__ __forceinline__ bool sees_nothing() const { return block < first; }
   __device__ __forceinline__ bool starts_now() const {
     return !sees_nothing() && block + 1 == walked().end;
   }
-  // After the last tile: are there tiles to walk again? All consumers decide by the same slots,
+  // After the last unit: are there units to walk again? All consumers decide by the same slots,
   // when all have left their requests and before the producer takes from them.
   __device__ __forceinline__ bool repeats_remain() {
-    if (!kRepeats || ptx::uniform(tile().number) < 0) return false;
+    if (!kRepeats || is_again(ptx::uniform(unit().number))) return false;
     release(start + JF_OFFSET(asked));
     ptx::barrier_wait(start + JF_OFFSET(asked), 0);
     int mine;
-    const uint32 slots = shared.tiles_to_repeat(lane(), mine);
+    const uint32 slots = shared.units_to_repeat(lane(), mine);
     release(start + JF_OFFSET(finished));
     release_query();
     return slots != 0;
@@ -234,14 +234,14 @@ struct Consumer : Warpgroup {
       release_value();
     }
   }
-  // Takes tiles until one has a block for this warpgroup and starts its first scores; `next` tells
+  // Takes units until one has a block for this warpgroup and starts its first scores; `next` tells
   // of the first of them. False: the work is done.
-  enum Next { kUnread, kNone, kRead, kStarts };  // the tile after this one
-  __device__ __forceinline__ bool start_tile(Next next) {
+  enum Next { kUnread, kNone, kRead, kStarts };  // the unit after this one
+  __device__ __forceinline__ bool start_unit(Next next) {
     while (true) {
       if (next == kUnread) {
         wait_query();
-        next = read_tile() ? kRead : kNone;
+        next = read_unit() ? kRead : kNone;
       }
       if (next == kNone) {
         if (!repeats_remain()) return false;
@@ -262,22 +262,22 @@ struct Consumer : Warpgroup {
       store_empty();
     }
   }
-  // Blocks of the current tile that any of its warpgroups walks.
+  // Blocks of the current unit that any of its warpgroups walks.
   __device__ __forceinline__ Range walked() const {
-    return {ptx::uniform(tile().blocks.begin), ptx::uniform(tile().blocks.end)};
+    return {ptx::uniform(unit().blocks.begin), ptx::uniform(unit().blocks.end)};
   }
 
   __device__ __forceinline__ void run() {
     if constexpr (kPingPong) {
-      if (group == kConsumers - 1) pass_turn();
+      if (warpgroup == kConsumers - 1) pass_turn();
     }
 #pragma unroll
     for (int i = 0; i < kTileKV / 2; ++i) scores[i] = 0.0f;
     clear_output();
 
-    if (!start_tile(kUnread)) return;
+    if (!start_unit(kUnread)) return;
     while (true) {
-      // The tile's first block: nothing to rescale.
+      // The unit's first block: nothing to rescale.
       accept_scores();
       release_scores();
       start_softmax(scores);
@@ -314,17 +314,17 @@ struct Consumer : Warpgroup {
         pack_weights(scores);
       }
 
-      // The last block's output. If the next tile's Q and K are here, its first scores run beside
-      // this tile's epilogue. Two whole branches: wgmma in flight where they join would serialise.
+      // The last block's output. If the next unit's Q and K are here, its first scores run beside
+      // this unit's epilogue. Two whole branches: wgmma in flight where they join would serialise.
       wait_value();
       sanitise_value(block);
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
-      const TileInfo& finished = tile();
+      const UnitInfo& finished = unit();
       const bool ends = !kBoundedBegin || first == walked().begin;  // no blocks to skip
       Next next = kUnread;
       uint32 nonfinite;
       if (ends && query_and_key_are_ready()) {
-        next = !read_tile() ? kNone : starts_now() ? kStarts : kRead;
+        next = !read_unit() ? kNone : starts_now() ? kStarts : kRead;
       }
       if (next == kStarts) {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
@@ -332,14 +332,14 @@ struct Consumer : Warpgroup {
         ptx::wgmma_wait<1>();
         ptx::pin(output);
         release_value();
-        nonfinite = finish_tile(finished, softmax);
+        nonfinite = finish_unit(finished, softmax);
         ptx::wgmma_wait<0>();
       } else {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
         ptx::wgmma_wait<0>();
         ptx::pin(output);
         release_value();
-        nonfinite = finish_tile(finished, softmax);
+        nonfinite = finish_unit(finished, softmax);
       }
       if (nonfinite != 0) {
         repeat_rows(finished, nonfinite);
@@ -347,7 +347,7 @@ struct Consumer : Warpgroup {
       }
       if (next != kStarts) {
         if (kBoundedBegin && next == kUnread) skip_blocks(first - walked().begin);
-        if (!start_tile(next)) return;
+        if (!start_unit(next)) return;
       }
     }
   }
