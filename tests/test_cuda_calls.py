@@ -42,6 +42,7 @@ CASES = (
     C("packed heads", N=16, T=9),
     C("window", window=(37, 20), align=BOTTOM_RIGHT, scale=0.3),
     C("lengths", **LENGTHS),
+    C("negative scale", scale=-0.3),
     C("softcap and sinks", softcap=5.0, sinks=True, window=(None, 7)),
     C("segments", segments="packed"),
     C("segments and lengths", H=64, segments="documents", causal=True, **LENGTHS),
@@ -146,8 +147,9 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
         "segment_ranges": f"int32[{2 * batch * key_blocks}]" if c["kHasSegments"] else None,
         "segment_plan": f"int32[{4 * batch * groups}]" if c["kHasSegments"] else None,
         "query_tiles": query_tiles,
-        "softcap": case.softcap or 0.0,
     }
+    if c["kPreScale"]:
+        expected["scale_log2"] = np.float32((case.softcap or 1.0) / math.log(2))
     assert_launched_with(call, names_of_buffers(case, recordings[case])[0], expected)
     assert 1 <= main.params["head_group"] <= batch * case.N // packed
 
@@ -158,7 +160,7 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     _, call = recordings[case].calls
     prepare, main, finish = call.launches
     c = main.constants()
-    batch, scale = math.prod(case.batch), scale_of(case)
+    batch = math.prod(case.batch)
     query_blocks = ceil_div(case.T, c["kTileQ"])
     key_blocks = ceil_div(case.S, c["kTileKV"])
     rows = batch * case.N * query_blocks * c["kTileQ"]
@@ -203,8 +205,6 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
         "query_segment_ranges": f"int32[{batch * query_blocks * 2}]" if c["kHasSegments"] else None,
         "key_segment_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasSegments"] else None,
         "marks": f"int32[{batch * case.kv_heads * key_blocks * c['kTileKV'] // 16 * 2}]",
-        "scale_log2": np.float32((case.softcap or scale) / math.log(2)),
-        "softcap_inner": np.float32(scale / case.softcap) if case.softcap else 0.0,
     }
     assert_launched_with(call, names_of_buffers(case, recordings[case])[1], expected)
     assert 1 <= main.params["head_group"] <= batch * case.kv_heads
@@ -278,6 +278,7 @@ def scale_of(case: Case) -> float:
 
 
 def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
+    scale = scale_of(case)
     left, right = case.window if isinstance(case.window, tuple) else (None, None)
     if case.causal:
         right = 0
@@ -300,8 +301,9 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
         "kv_heads": case.kv_heads,
         "window_left": left or 0,
         "window_right": right or 0,
-        "scale": np.float32(scale_of(case)),
-        "scale_log2": np.float32(scale_of(case) / math.log(2)),
+        "scale": np.float32(scale),
+        "scale_log2": np.float32((case.softcap or scale) / math.log(2)),
+        "softcap_inner": np.float32(scale / case.softcap) if case.softcap else 0.0,
     }
 
 

@@ -44,9 +44,9 @@ __device__ __forceinline__ Weights weights(const BackwardParams& p, int batch, i
   for (int c = 0; c < kValueDim; ++c) {
     dp = fmaf(load_element(p.dout_data, dout + c), load_element(p.value_data, v + c), dp);
   }
-  to_bounded(p, score);
+  score_function(p, score);
   const float probability = exp2_approx(fmaf(score[0], p.scale_log2, lse));
-  return {probability, probability * (dp + minus_delta) * slope(score[0])};
+  return {probability, probability * (dp + minus_delta) * score_slope(score[0])};
 }
 
 // 64 columns of dq of one query.

@@ -130,7 +130,9 @@ __device__ __forceinline__ void exact_row(const ForwardParams& p, int batch, int
     if (left == 0) continue;
     float logit = kNegativeInfinity;
     if (seen) {
-      logit = log2_logit(p, dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine)));
+      float score[1] = {dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine))};
+      score_function<kPreScale>(p, score);
+      logit = score[0] * p.scale_log2;
     }
     float now = logit;
 #pragma unroll

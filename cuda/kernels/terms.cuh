@@ -14,64 +14,27 @@
 
 // ---- logit --------------------------------------------------------------------------------------
 
-// softcap(x) = cap * tanh(x / cap) of the scaled scores, in place.
-template <int kCount>
-__device__ __forceinline__ void apply_softcap(float (&scores)[kCount], float scale, float cap) {
-  const float inner = scale / cap;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    // tanh(x) = 1 - 2 / (1 + e^2x): relative error 1e-6, where tanh.approx has 5e-4.
-    const float e = ptx::exp2_approx(scores[i] * (inner * 2.8853900817779268f));
-    scores[i] = cap - 2.0f * cap * ptx::reciprocal_approx(1.0f + e);
-  }
-}
-
-template <int kCount>
-__device__ __forceinline__ void apply_scale(float (&scores)[kCount], float scale) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) scores[i] *= scale;
-}
-
-// tanh(inner * x) in place, inner = scale / cap: the softcapped score is cap times that, and its
-// derivative by the scaled score 1 - tanh^2.
-template <int kCount>
-__device__ __forceinline__ void apply_tanh(float (&scores)[kCount], float inner) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float e = ptx::exp2_approx(scores[i] * (inner * 2.8853900817779268f));
-    scores[i] = 1.0f - 2.0f * ptx::reciprocal_approx(1.0f + e);
-  }
-}
-
-// Forward: raw scores in place to what, times logit_scale, is the logit in log2 units. kScaleFirst:
-// the scale is not positive, and a maximum would become a minimum.
-template <bool kScaleFirst, class Params, int kCount>
-__device__ __forceinline__ void to_logits(const Params& p, float (&scores)[kCount]) {
+// Scores x = q.k become y in place; the logit, in log2 units, is y * scale_log2 of the parameters,
+// which whoever takes its exponential multiplies in. kScaleFirst: the scale is not positive, so
+// that y has to contain it where maxima are looked for.
+//   plain    y = x,                        scale_log2 = log2(e) * scale
+//   softcap  y = tanh(x * scale / cap),    scale_log2 = log2(e) * cap
+template <bool kScaleFirst = false, class Params, int kCount>
+__device__ __forceinline__ void score_function(const Params& p, float (&scores)[kCount]) {
   if constexpr (kSoftcap) {
-    apply_softcap(scores, p.scale, p.softcap);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      // tanh(x) = 1 - 2 / (1 + e^2x): relative error 1e-6, where tanh.approx has 5e-4.
+      const float e = ptx::exp2_approx(scores[i] * (p.softcap_inner * 2.8853900817779268f));
+      scores[i] = 1.0f - 2.0f * ptx::reciprocal_approx(1.0f + e);
+    }
   } else if constexpr (kScaleFirst) {
-    apply_scale(scores, p.scale);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) scores[i] *= p.scale;
   }
 }
-template <bool kScaleFirst, class Params>
-__device__ __forceinline__ float logit_scale(const Params& p) {
-  return kSoftcap || kScaleFirst ? kLog2E : p.scale_log2;
-}
-// Of one raw score, in log2 units.
-template <class Params>
-__device__ __forceinline__ float log2_logit(const Params& p, float score) {
-  float one[1] = {score};
-  to_logits<true>(p, one);
-  return one[0] * kLog2E;
-}
-
-// Backward: raw scores in place to what, times scale_log2, is the logit in log2 units,
-template <class Params, int kCount>
-__device__ __forceinline__ void to_bounded(const Params& p, float (&scores)[kCount]) {
-  if constexpr (kSoftcap) apply_tanh(scores, p.softcap_inner);
-}
-// and the logit's slope by the scaled score, of such an x.
-__device__ __forceinline__ float slope(float x) { return kSoftcap ? 1.0f - x * x : 1.0f; }
+// The logit's derivative by the scaled score.
+__device__ __forceinline__ float score_slope(float y) { return kSoftcap ? 1.0f - y * y : 1.0f; }
 
 // ---- sees: one pair, one row --------------------------------------------------------------------
 //

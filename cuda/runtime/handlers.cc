@@ -295,8 +295,8 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.out = operands.out;
   params.lse = operands.lse;
   params.head_group = ClampHeadGroup(tiles.head_group, s.batch * s.q_heads / tiles.packed_heads);
-  params.scale_log2 = static_cast<float>(kLog2E * scale);
-  params.softcap = static_cast<float>(softcap);
+  params.scale_log2 = static_cast<float>(kLog2E * (softcap > 0 ? softcap : scale > 0 ? scale : 1));
+  params.softcap_inner = softcap > 0 ? static_cast<float>(scale / softcap) : 0;
 
   Session session(stream, program);
   const auto type = MapType(operands.dtype);

@@ -44,18 +44,18 @@ struct ForwardParams {
   int* segment_ranges;
   int* segment_plan;
 
-  int batch;         // B
-  int query_len;     // T
-  int kv_len;        // S
-  int query_heads;   // N
-  int kv_heads;      // K
-  int query_tiles;   // ceil(T * kPackedHeads / (64 * kConsumers))
-  int head_group;    // heads (of B * N / kPackedHeads) that the schedule walks together, >= 1
-  int window_left;   // keys visible left of the aligned position, < 2^30; only with kWindowLeft
-  int window_right;  // the same on the right; causal is 0; only with kWindowRight
-  float scale;       // of the logits, before the softcap
-  float scale_log2;  // log2(e) * scale
-  float softcap;     // only with kSoftcap
+  int batch;            // B
+  int query_len;        // T
+  int kv_len;           // S
+  int query_heads;      // N
+  int kv_heads;         // K
+  int query_tiles;      // ceil(T * kPackedHeads / (64 * kConsumers))
+  int head_group;       // heads (of B * N / kPackedHeads) that the schedule walks together, >= 1
+  int window_left;      // keys visible left of the aligned position, < 2^30; only with kWindowLeft
+  int window_right;     // the same on the right; causal is 0; only with kWindowRight
+  float scale;          // of the logits, before the softcap
+  float scale_log2;     // log2(e) * (scale, the cap with kSoftcap, or 1 with kPreScale)
+  float softcap_inner;  // scale / cap, only with kSoftcap
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order

@@ -73,7 +73,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& x = score[4 * j + i];
-      slopes[i] = slope(x);
+      slopes[i] = score_slope(x);
       x = exp2_approx(fmaf(x, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
       x = seen[i] ? x : 0.f;
     }
@@ -153,7 +153,7 @@ __device__ __forceinline__ void score_to_probability(const BackwardParams& p,
                                                      uint32 (&probability)[kScores / 2],
                                                      const RowNumbers& minus_lse, int slab,
                                                      const Range& full, int m0) {
-  to_bounded(p, x);
+  score_function(p, x);
   const int row = slab + fragment::first_row(threadIdx.x);
   if (is_full(p, u, full, slab, m0)) {
     probabilities<false>(p, u, x, probability, minus_lse, row, m0);

@@ -44,7 +44,6 @@ struct Warpgroup {
   __device__ __forceinline__ Visibility seen(const UnitInfo& t) const {
     return {t.offset, p.window_left, p.window_right, t.query_length, t.kv_length};
   }
-  __device__ __forceinline__ float scale_log2() const { return logit_scale<kPreScale>(p); }
 
   // -- barriers --
   __device__ __forceinline__ void release(uint32 barrier) const {
@@ -176,21 +175,21 @@ struct Warpgroup {
   }
   // Weights of the unit's first block. Of a diagonal one, half of the warps see half.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
-    to_logits<kPreScale>(p, scores);
+    score_function<kPreScale>(p, scores);
     if (!is_full() && sees_first_half_only()) {
       mask_scores<kTileKV / 4, false>(scores);
-      softmax.start<kTileKV / 4>(scores, scale_log2());
+      softmax.start<kTileKV / 4>(scores, p.scale_log2);
     } else {
       if (!is_full()) mask_scores<kTileKV / 2, false>(scores);
-      softmax.start<kTileKV / 2>(scores, scale_log2());
+      softmax.start<kTileKV / 2>(scores, p.scale_log2);
     }
     searches = !softmax.is_started() || is_again(unit().number);
   }
   // Weights of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
-    to_logits<kPreScale>(p, scores);
+    score_function<kPreScale>(p, scores);
     if (!is_full()) mask_scores<kTileKV / 2, true>(scores);
-    const bool rescale = softmax.extend(scores, scale_log2(), searches, correction);
+    const bool rescale = softmax.extend(scores, p.scale_log2, searches, correction);
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;
   }
