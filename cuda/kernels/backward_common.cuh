@@ -17,8 +17,8 @@ namespace backward {
 
 using namespace ptx;
 
-inline constexpr int kQueries = kTileQ;
-inline constexpr int kKeys = kTileKV;
+inline constexpr int kQueries = kBlockQ;
+inline constexpr int kKeys = kBlockKV;
 inline constexpr int kHead = round_up(kHeadDim, 16);    // columns past kHeadDim read as zero
 inline constexpr int kValue = round_up(kValueDim, 16);  // likewise
 inline constexpr int kHeadBoxes = ceil_div(kHead, kBoxColumns);
@@ -132,7 +132,7 @@ inline constexpr int kDirection = kWindowRight ? -1 : 1;
 // Units in the order of work: heads in groups whose queries stay in L2; within a group the key
 // blocks, in ascending order (longest first when causal), its heads innermost.
 __device__ __forceinline__ Unit unit_at(const BackwardParams& p, int index) {
-  const HeadBlock at = head_block(index, key_blocks(p), p.batch * p.kv_heads, p.head_group);
+  const HeadBlock at = head_block(index, key_blocks(p), p.batch * p.kv_heads, p.l2_heads);
   Unit u;
   u.batch = at.head / p.kv_heads;
   u.kv_head = at.head - u.batch * p.kv_heads;

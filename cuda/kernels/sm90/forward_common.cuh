@@ -23,8 +23,8 @@ inline constexpr int kHeadBoxes = ceil_div(kHeadDim, kBoxColumns);
 inline constexpr int kValueBoxes = ceil_div(kValueDim, kBoxColumns);
 inline constexpr int kValueColumns = round_up(kValueDim, 16);
 inline constexpr int kQueryBytes = kHeadBoxes * kWarpgroupRows * kBoxRowBytes;  // of one warpgroup
-inline constexpr int kKeyBytes = kHeadBoxes * kTileKV * kBoxRowBytes;
-inline constexpr int kValueBytes = kValueBoxes * kTileKV * kBoxRowBytes;
+inline constexpr int kKeyBytes = kHeadBoxes * kBlockKV * kBoxRowBytes;
+inline constexpr int kValueBytes = kValueBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr int kLoadWarps = kTmaLoads ? 1 : 4;  // each arrives when its part is there
 // A unit's description outlives its Q buffer by the epilogue: a slot more, at least.
@@ -44,7 +44,7 @@ inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
-static_assert(kTileKV % 16 == 0 && kTileKV >= 32 && kTileKV <= 256);
+static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
 static_assert(kConsumers == 2 || kConsumers == 3);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
 static_assert(kWarpgroupRows % kPackedHeads == 0);

@@ -29,7 +29,7 @@ struct Producer {
     if constexpr (!kDynamic) {
       next_number = number + stride;
     } else if (is_leader()) {
-      next_number = stride + atomicAdd(p.tile_counter, 1);
+      next_number = stride + atomicAdd(p.unit_counter, 1);
     }
   }
   // The answer, in all lanes.
@@ -71,22 +71,22 @@ struct Producer {
     constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
     const uint32 barrier = ptx::shared_address(full);
     if constexpr (!kTmaLoads) {
-      const int first_key = block * kTileKV;
+      const int first_key = block * kBlockKV;
       // Opaque, so that the compiler computes the address anew for each block: kept from block to
       // block it would take registers that are not there.
       const KeyRows<kDim> rows(p, key_row(p, ptx::opaque(batch), first_key, ptx::opaque(head)));
-      fill_tile<kDim, kTileKV, kLoadWarps>(ptx::shared_address(buffer),
-                                           static_cast<const uint16*>(data) + rows.first, rows.step,
-                                           p.kv_len - first_key);
+      fill_tile<kDim, kBlockKV, kLoadWarps>(ptx::shared_address(buffer),
+                                            static_cast<const uint16*>(data) + rows.first,
+                                            rows.step, p.kv_len - first_key);
       arrive(barrier);
       return;
     }
-    ptx::barrier_arrive_expect(barrier, kBoxes * kTileKV * kBoxRowBytes);
+    ptx::barrier_arrive_expect(barrier, kBoxes * kBlockKV * kBoxRowBytes);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      const uint32 target = ptx::shared_address(buffer) + box * kTileKV * kBoxRowBytes;
+      const uint32 target = ptx::shared_address(buffer) + box * kBlockKV * kBoxRowBytes;
       ptx::tma_load(target, &map, barrier, ptx::kEvictLast, box * kBoxColumns, head,
-                    block * kTileKV, batch);
+                    block * kBlockKV, batch);
     }
   }
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
@@ -121,8 +121,8 @@ struct Producer {
     // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
     const Visibility seen{unit.offset, p.window_left, p.window_right,
                           ptx::opaque(unit.query_length), ptx::opaque(unit.kv_length)};
-    unit.own = blocks_of<kTileKV>(visible_keys(seen, first_query, last_query));
-    unit.full = full_blocks<kTileKV>(seen, first_query, min(last_query, seen.query_length - 1));
+    unit.own = blocks_of<kBlockKV>(visible_keys(seen, first_query, last_query));
+    unit.full = full_blocks<kBlockKV>(seen, first_query, min(last_query, seen.query_length - 1));
   }
   // Hands the unit to warpgroup `lane`.
   __device__ __forceinline__ void hand_over(const UnitInfo& unit) {
@@ -192,7 +192,7 @@ struct Producer {
   // -- segments; all lanes take part --
   // The plan of the warpgroup that is this lane's number.
   __device__ __forceinline__ const SegmentPlan* plan_of(const UnitIndex& taken) const {
-    const int64 unit = taken.batch * p.query_tiles + taken.query_block;
+    const int64 unit = taken.batch * p.query_blocks + taken.query_block;
     return reinterpret_cast<const SegmentPlan*>(p.segment_plan) + unit * kConsumers + lane();
   }
   // Finds the blocks of the unit and those of each warpgroup. In a sparse unit, where blocks that
@@ -230,7 +230,7 @@ struct Producer {
   template <int kStep>
   __device__ __forceinline__ int find_block(const SegmentRange& queries, const UnitInfo& unit,
                                             int block) const {
-    const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kTileKV);
+    const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
     const int2* ranges = reinterpret_cast<const int2*>(p.segment_ranges) + first;
 #pragma unroll 1
     for (; block >= unit.blocks.begin && block < unit.blocks.end; block += 32 * kStep) {
@@ -245,11 +245,11 @@ struct Producer {
   __device__ __forceinline__ UnitIndex decode(int number) const {
     const int index = in_schedule(number);
     const int heads = p.query_heads / kPackedHeads, all_heads = heads * p.batch;
-    if (index >= p.query_tiles * all_heads) return {0, 0, kNoUnit};
-    const HeadBlock at = head_block(index, p.query_tiles, all_heads, p.head_group);
+    if (index >= p.query_blocks * all_heads) return {0, 0, kNoUnit};
+    const HeadBlock at = head_block(index, p.query_blocks, all_heads, p.l2_heads);
     const int batch = at.head / heads;
     // With a bounded right window (causal) late queries see most keys: the longest units first.
-    const int unit = kWindowRight ? p.query_tiles - 1 - at.block : at.block;
+    const int unit = kWindowRight ? p.query_blocks - 1 - at.block : at.block;
     return {unit, at.head - batch * heads, batch};
   }
   __device__ __forceinline__ void run() {
@@ -277,7 +277,7 @@ struct Producer {
       } else {
         const int first = unit.first_row / kPackedHeads;
         const int last = (unit.first_row + kUnitRows - 1) / kPackedHeads;
-        unit.blocks = blocks_of<kTileKV>(visible_keys(seen, first, last));
+        unit.blocks = blocks_of<kBlockKV>(visible_keys(seen, first, last));
       }
 
       if (unit.blocks.empty()) {

@@ -79,8 +79,8 @@ struct Consumer : Warpgroup {
     const int query = packed / kPackedHeads;
     const int head = t.head * kPackedHeads + packed % kPackedHeads;
     Range keys = row_columns(seen(t), query, 0);
-    keys.begin = max(keys.begin, t.own.begin * kTileKV);
-    keys.end = min(keys.end, t.own.end * kTileKV);
+    keys.begin = max(keys.begin, t.own.begin * kBlockKV);
+    keys.end = min(keys.end, t.own.end * kBlockKV);
     const int64 first_key = key_row(p, t.batch, 0, kv_head_of(p, head));
     return {query, head, first_key, keys, lse_row(p, t.batch, query, head), out_of(t, query, head)};
   }
@@ -272,7 +272,7 @@ struct Consumer : Warpgroup {
       if (warpgroup == kConsumers - 1) pass_turn();
     }
 #pragma unroll
-    for (int i = 0; i < kTileKV / 2; ++i) scores[i] = 0.0f;
+    for (int i = 0; i < kBlockKV / 2; ++i) scores[i] = 0.0f;
     clear_output();
 
     if (!start_unit(kUnread)) return;

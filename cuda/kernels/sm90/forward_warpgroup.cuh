@@ -7,7 +7,7 @@
 namespace forward {
 
 // Scores or exponentials of one block of keys, a warpgroup's fragment.
-using Scores = float[kTileKV / 2];
+using Scores = float[kBlockKV / 2];
 using Softmax = SoftmaxState<Element>;
 
 struct Warpgroup {
@@ -21,7 +21,7 @@ struct Warpgroup {
   bool searches;     // a maximum in the next block: a row of the warp has no base, second walk
   int block = 0;     // the block that `scores` or `weights` belong to
   Scores scores;
-  uint32 weights[kTileKV / 4];
+  uint32 weights[kBlockKV / 4];
   float output[kValueColumns / 2];
   float correction[2];
   Softmax softmax;
@@ -118,7 +118,7 @@ struct Warpgroup {
     const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + warpgroup);
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
-    issue_scores<kHeadDim, kWarpgroupRows, kTileKV>(
+    issue_scores<kHeadDim, kWarpgroupRows, kBlockKV>(
         scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
         ptx::descriptor(key, JF_OFFSET(key), 0, 1024));
     ptx::wgmma_commit();
@@ -126,9 +126,9 @@ struct Warpgroup {
   __device__ __forceinline__ void begin_output(int accumulate) {
     const uint32 value = start + kValueBytes / 8 * value_ring.barrier_offset();
     ptx::wgmma_fence();
-    issue_output<kTileKV>(output, weights,
-                          ptx::descriptor(value, JF_OFFSET(value), kTileKV * kBoxRowBytes, 1024),
-                          accumulate);
+    issue_output<kBlockKV>(output, weights,
+                           ptx::descriptor(value, JF_OFFSET(value), kBlockKV * kBoxRowBytes, 1024),
+                           accumulate);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_last_output(int accumulate) {
@@ -157,7 +157,7 @@ struct Warpgroup {
     const UnitInfo& t = unit();
     const bool one_segment = block >= t.one.begin && block < t.one.end;
     const auto query_of = [&](int row) { return packed_row(t, row) / kPackedHeads; };
-    hide_scores<kCount, !kInFlight>(p, t.batch, seen(t), query_of, block * kTileKV, one_segment,
+    hide_scores<kCount, !kInFlight>(p, t.batch, seen(t), query_of, block * kBlockKV, one_segment,
                                     scores);
   }
   // Does the block need no test of its elements?
@@ -170,32 +170,32 @@ struct Warpgroup {
   __device__ __forceinline__ bool sees_first_half_only() const {
     const UnitInfo& t = unit();
     const int last_query = packed_row(t, 1) / kPackedHeads;
-    const Range columns = row_columns(seen(t), last_query, block * kTileKV);
-    return __all_sync(0xffffffffu, columns.end <= kTileKV / 2);
+    const Range columns = row_columns(seen(t), last_query, block * kBlockKV);
+    return __all_sync(0xffffffffu, columns.end <= kBlockKV / 2);
   }
   // Weights of the unit's first block. Of a diagonal one, half of the warps see half.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
     score_function<kPreScale>(p, scores);
     if (!is_full() && sees_first_half_only()) {
-      mask_scores<kTileKV / 4, false>(scores);
-      softmax.start<kTileKV / 4>(scores, p.scale_log2);
+      mask_scores<kBlockKV / 4, false>(scores);
+      softmax.start<kBlockKV / 4>(scores, p.scale_log2);
     } else {
-      if (!is_full()) mask_scores<kTileKV / 2, false>(scores);
-      softmax.start<kTileKV / 2>(scores, p.scale_log2);
+      if (!is_full()) mask_scores<kBlockKV / 2, false>(scores);
+      softmax.start<kBlockKV / 2>(scores, p.scale_log2);
     }
     searches = !softmax.is_started() || is_again(unit().number);
   }
   // Weights of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
     score_function<kPreScale>(p, scores);
-    if (!is_full()) mask_scores<kTileKV / 2, true>(scores);
+    if (!is_full()) mask_scores<kBlockKV / 2, true>(scores);
     const bool rescale = softmax.extend(scores, p.scale_log2, searches, correction);
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;
   }
   __device__ __forceinline__ void pack_weights(const Scores& scores) {
 #pragma unroll
-    for (int i = 0; i < kTileKV / 4; ++i) {
+    for (int i = 0; i < kBlockKV / 4; ++i) {
       weights[i] = Element::pack(scores[2 * i], scores[2 * i + 1]);
     }
   }
@@ -211,14 +211,14 @@ struct Warpgroup {
   // among other masked values shows in the result, and repeat_rows takes it out again.)
   __device__ __forceinline__ void sanitise_value(int value_block) {
     if constexpr (kHasKeyValueLengths) {
-      const int valid = unit().kv_length - value_block * kTileKV;
-      if (valid >= kTileKV) return;
+      const int valid = unit().kv_length - value_block * kBlockKV;
+      if (valid >= kBlockKV) return;
       const uint32 base = ptx::shared_address(shared.value[value_ring.stage()]);
-      const int pieces = (kTileKV - valid) * (kBoxRowBytes / 16);
+      const int pieces = (kBlockKV - valid) * (kBoxRowBytes / 16);
       for (int i = threadIdx.x % 128; i < pieces * kValueBoxes; i += 128) {
         const int box = i / pieces;
         ptx::store_shared_x4(
-            base + (box * kTileKV + valid) * kBoxRowBytes + (i - box * pieces) * 16, 0, 0, 0, 0);
+            base + (box * kBlockKV + valid) * kBoxRowBytes + (i - box * pieces) * 16, 0, 0, 0, 0);
       }
       ptx::fence_async_proxy();
       ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
