@@ -210,9 +210,7 @@ def _describe_kernel(name: str, kernel: KernelReport) -> list[str]:
     lines = [f"{name}: {kernel.tiles.source}"]
     lines.append("  " + ", ".join(f"{key} {value}" for key, value in numbers.items()))
     if not kernel.tiles.tma_loads:
-        lines.append(
-            "  rows loaded by warps: 8 does not divide both dims, as the copy engine needs"
-        )
+        lines.append("  rows loaded by warps: 8 does not divide both dims, as TMA needs")
     if kernel.error is not None:
         return [*lines, f"  not compiled: {kernel.error}"]
     for entry in kernel.entries:

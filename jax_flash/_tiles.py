@@ -2,7 +2,7 @@
 
 `choose_tiles(problem, shapes, gpu)` is pure: it runs at lowering, knows no arrays and needs no GPU.
 What it decides reaches the compiler as constexpr definitions (`header`) and the handler as
-attributes. The tuned tables are measured; cuda/README.md tells how.
+attributes. The tuned tables are measured; docs/tuning.md tells how.
 Read next: cuda/kernels/sm90/forward.cuh, cuda/runtime/handlers.cc.
 """
 
@@ -78,7 +78,7 @@ class ForwardTiles:
     value_dim: int
     tile_kv: int  # keys of one step, a multiple of 16
     consumers: int  # warpgroups of 64 query rows, besides the producer's
-    tma_loads: bool = True  # the copy engine loads; it cannot where 8 does not divide a dim
+    tma_loads: bool = True  # TMA loads; it cannot where 8 does not divide a dim
     stages: int = 2  # blocks of keys and values in flight
     query_stages: int = 1
     packed_heads: int = 1  # query heads of one kv head that share a tile
@@ -147,7 +147,7 @@ class ForwardTiles:
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kTmaLoads": self.tma_loads,
-            "kTileKV": self.tile_kv,
+            "kBlockKV": self.tile_kv,
             "kConsumers": self.consumers,
             "kStages": self.stages,
             "kQueryStages": self.query_stages,
@@ -251,8 +251,8 @@ class BackwardTiles:
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kTmaLoads": self.tma_loads,
-            "kTileQ": self.tile_q,
-            "kTileKV": self.tile_kv,
+            "kBlockQ": self.tile_q,
+            "kBlockKV": self.tile_kv,
             "kStages": self.stages,
             "kScoreStages": self.score_stages,
             "kDqRowBytes": self.dq_row_bytes,
@@ -383,7 +383,7 @@ def _backward_head_group(problem: Problem, shapes: Shapes) -> int:
 
     Few heads keep queries, output gradients and float32 sums of dq in L2. Many even out units of
     unequal length (causal) and spread those that wait for each other (deterministic). The factors
-    are the fastest of 0.125 to 8 on an H200, 16k tokens, model dim 2048 (cuda/README.md).
+    are the fastest of 0.125 to 8 on an H200, 16k tokens, model dim 2048 (docs/tuning.md).
     """
     queries = _known(shapes.q_len, 4096)
     causal = problem.window[1] is not None
@@ -422,7 +422,7 @@ def _group(shapes: Shapes) -> int:
 
 
 def _tma_loads(shapes: Shapes) -> bool:
-    """Tells whether the copy engine can load the rows: they are multiples of 16 bytes apart."""
+    """Tells whether TMA can load the rows: they are multiples of 16 bytes apart."""
     return shapes.head_dim % 8 == 0 and shapes.value_dim % 8 == 0
 
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <thread>
@@ -35,6 +36,9 @@ struct Meeting {
 };
 Meeting meeting;
 thread_local int this_lane;
+thread_local struct {
+  unsigned x;
+} threadIdx;
 
 float Exchange(float mine, int from) {
   meeting.posted[this_lane] = mine;
@@ -55,24 +59,62 @@ float Flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysi
 
 }  // namespace
 
-// What the text takes from CUDA and from sm90/ptx.cuh.
+// What the text takes from CUDA, and from ptx.cuh, which is empty here.
 #define __device__
+#define __host__
 #define __forceinline__ inline
 using std::fmaf;
 inline float fmaxf(float a, float b) { return std::fmax(a, b); }
 inline float fminf(float a, float b) { return std::fmin(a, b); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __shfl_xor_sync(unsigned, float x, int mask) { return Exchange(x, this_lane ^ mask); }
 inline bool __any_sync(unsigned, bool x) { return Count(x) > 0; }
 inline bool __all_sync(unsigned, bool x) { return Count(x) == kLanes; }
+constexpr bool kBFloat16 = true;  // a constant of the generated header; both types are run here
+
+#include "numbers.cuh"
+
 namespace ptx {
 inline float exp2_approx(float x) { return Flushed(std::exp2(Flushed(x))); }
 inline float log2_approx(float x) { return std::log2(Flushed(x)); }
 inline float reciprocal_approx(float x) { return Flushed(1.0f / Flushed(x)); }
 inline float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+inline uint32 round_bfloat16(float x) {
+  uint32 bits = __builtin_bit_cast(uint32, x);
+  if (std::isfinite(x)) bits += 0x7fff + (bits >> 16 & 1);
+  return bits >> 16;
+}
+inline uint32 pack_bfloat16(float low, float high) {
+  return round_bfloat16(high) << 16 | round_bfloat16(low);
+}
+// Of weights: 11 bits from 2^-24 on, no sign.
+inline uint32 round_float16(float x) {
+  if (std::isnan(x)) return 0x7e00;
+  if (x == 0) return 0;
+  if (x > 65504) return 0x7c00;
+  int exponent = 0;
+  std::frexp(x, &exponent);
+  exponent = std::max(exponent, -13);
+  const auto steps = static_cast<uint32>(std::nearbyint(std::ldexp(x, 11 - exponent)));
+  return (exponent + 13) * 0x400 + steps;  // a normal number's 2^10 steps raise the exponent
+}
+inline uint32 pack_float16(float low, float high) {
+  return round_float16(high) << 16 | round_float16(low);
+}
+inline float unpack_float16(uint16 bits) {
+  const int exponent = bits >> 10, fraction = bits & 0x3ff;
+  if (exponent == 31) return fraction ? NAN : kInfinity;
+  return exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                       : std::ldexp(static_cast<float>(fraction + 0x400), exponent - 25);
+}
+inline uint32 fma_bfloat16(uint32, uint32, uint32) { std::abort(); }  // nobody calls these
+inline uint32 fma_float16(uint32, uint32, uint32) { std::abort(); }
 }  // namespace ptx
 
-#include "cuda/kernels/softmax.cuh"
+#include "element.cuh"
+#include "fragment.cuh"
+#include "softmax.cuh"
 
 namespace {
 
@@ -80,14 +122,12 @@ constexpr int kKeys = 64;  // of a block
 constexpr int kCount = kKeys / 2;
 constexpr int kRows = 16;
 
+template <class Element>
 struct Walk {
   const float* scores;  // [kRows, blocks, kKeys], masked ones -inf
   const float* values;  // [blocks, kKeys]
   int blocks;
   float scale_log2;
-  bool bfloat16;
-  int headroom;
-  float limit;
   bool second;  // a maximum in every block
   bool half;    // the first block's second half is hidden
   float sink;   // log2 units, or NaN
@@ -95,22 +135,10 @@ struct Walk {
   float* lse;   // [kRows]
   int* rises;   // blocks after the first that asked for a correction
 
-  float Rounded(float weight) const {
-    if (!bfloat16) {  // 11 bits, and 2^-24 the smallest step
-      if (weight > 65504) return kInfinity;
-      int exponent = 0;
-      std::frexp(weight, &exponent);
-      const float step = std::ldexp(1.0f, std::max(exponent, -13) - 11);
-      return std::isfinite(weight) ? std::nearbyint(weight / step) * step : weight;
-    }
-    if (!std::isfinite(weight)) return weight;
-    std::uint32_t bits = __builtin_bit_cast(std::uint32_t, weight);
-    bits += 0x7fff + (bits >> 16 & 1);
-    return __builtin_bit_cast(float, bits & 0xffff0000u);
-  }
+  static float Rounded(float weight) { return Element::unpack_low(Element::pack(weight, 0.0f)); }
 
   void RunLane() const {
-    SoftmaxState softmax;
+    SoftmaxState<Element> softmax;
     float output[2] = {0, 0};
     bool searches = false;
     for (int block = 0; block < blocks; ++block) {
@@ -118,52 +146,57 @@ struct Walk {
       for (int i = 0; i < kCount; ++i) fragment[i] = scores[At(i, block)];
       float correction[2] = {1, 1};
       if (block == 0) {
-        half ? softmax.start<kCount / 2>(fragment, scale_log2, headroom)
-             : softmax.start<kCount>(fragment, scale_log2, headroom);
+        half ? softmax.template start<kCount / 2>(fragment, scale_log2)
+             : softmax.template start<kCount>(fragment, scale_log2);
         searches = !softmax.is_started() || second;
       } else {
-        const bool corrects =
-            softmax.extend(fragment, scale_log2, headroom, limit, searches, correction);
+        const bool corrects = softmax.extend(fragment, scale_log2, searches, correction);
         if (searches) searches = !softmax.is_started() || second;
         if (corrects && this_lane == 0) ++*rises;
         for (int row = 0; row < 2; ++row) output[row] *= corrects ? correction[row] : 1.0f;
       }
       for (int i = 0; i < kCount; ++i) {
-        output[i / 2 % 2] += Rounded(fragment[i]) * values[block * kKeys + Column(i)];
+        output[fragment::row(i)] += Rounded(fragment[i]) * values[block * kKeys + Column(i)];
       }
     }
     for (int row = 0; row < 2; ++row) {
-      const float sum = quad_sum(output[row]);
+      const float sum = fragment::quad_sum(output[row]);
       float row_lse;
-      const float factor = std::isnan(sink) ? softmax.finish<false>(row, 0, headroom, row_lse)
-                                            : softmax.finish<true>(row, sink, headroom, row_lse);
+      const float factor = std::isnan(sink) ? softmax.template finish<false>(row, 0, row_lse)
+                                            : softmax.template finish<true>(row, sink, row_lse);
       if (this_lane % 4 == 0) {
-        out[this_lane / 4 + 8 * row] = sum * factor;
-        lse[this_lane / 4 + 8 * row] = row_lse;
+        out[Row(row)] = sum * factor;
+        lse[Row(row)] = row_lse;
       }
     }
   }
-  static int Column(int i) { return i / 4 * 8 + this_lane % 4 * 2 + i % 2; }
+  static int Row(int row) { return fragment::first_row(this_lane) + fragment::kRowStep * row; }
+  static int Column(int i) { return fragment::first_column(this_lane) + fragment::column(i); }
   int At(int i, int block) const {
-    return ((this_lane / 4 + i / 2 % 2 * 8) * blocks + block) * kKeys + Column(i);
+    return (Row(fragment::row(i)) * blocks + block) * kKeys + Column(i);
+  }
+  void Run() const {
+    std::vector<std::thread> lanes;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      lanes.emplace_back([this, lane] {
+        this_lane = lane;
+        threadIdx.x = lane;
+        RunLane();
+      });
+    }
+    for (std::thread& lane : lanes) lane.join();
   }
 };
 
 }  // namespace
 
 extern "C" int Run(const float* scores, const float* values, int blocks, float scale_log2,
-                   bool bfloat16, int headroom, float limit, bool second, bool half, float sink,
-                   float* out, float* lse) {
+                   bool bfloat16, bool second, bool half, float sink, float* out, float* lse) {
   int rises = 0;
-  const Walk walk{scores, values, blocks, scale_log2, bfloat16, headroom, limit,
-                  second, half,   sink,   out,        lse,      &rises};
-  std::vector<std::thread> lanes;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    lanes.emplace_back([&walk, lane] {
-      this_lane = lane;
-      walk.RunLane();
-    });
+  if (bfloat16) {
+    Walk<BFloat16>{scores, values, blocks, scale_log2, second, half, sink, out, lse, &rises}.Run();
+  } else {
+    Walk<Float16>{scores, values, blocks, scale_log2, second, half, sink, out, lse, &rises}.Run();
   }
-  for (std::thread& lane : lanes) lane.join();
   return rises;
 }

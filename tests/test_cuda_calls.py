@@ -42,6 +42,7 @@ CASES = (
     C("packed heads", N=16, T=9),
     C("window", window=(37, 20), align=BOTTOM_RIGHT, scale=0.3),
     C("lengths", **LENGTHS),
+    C("negative scale", scale=-0.3),
     C("softcap and sinks", softcap=5.0, sinks=True, window=(None, 7)),
     C("segments", segments="packed"),
     C("segments and lengths", H=64, segments="documents", causal=True, **LENGTHS),
@@ -71,7 +72,7 @@ REFUSED = {
     Direct("backward", dq_row_bytes=256): "these tiles are for another shape of dq",
 }
 WORKSPACES = {
-    "forward": ("tile_counter", "segment_ranges", "segment_plan"),
+    "forward": ("unit_counter", "segment_ranges", "segment_plan"),
     "backward": (
         "lse_log2", "minus_delta", "dq_sum", "next_unit", "turns",
         "query_segment_ranges", "key_segment_ranges", "marks",
@@ -112,7 +113,7 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
     batch = math.prod(case.batch)
     packed, rows = c["kPackedHeads"], 64 * c["kConsumers"]
     query_tiles = ceil_div(case.T * packed, rows)
-    key_blocks = ceil_div(case.S, c["kTileKV"])
+    key_blocks = ceil_div(case.S, c["kBlockKV"])
     groups = query_tiles * c["kConsumers"]
     boxes = ceil_div(case.H, 64), ceil_div(case.value_dim, 64)
 
@@ -123,7 +124,7 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
             assert (launch.block, launch.shared) == ([256, 1, 1], 0)
     elif c["kDynamic"]:
         (fill,) = before
-        counter = main.params["tile_counter"]
+        counter = main.params["unit_counter"]
         assert fill == Launch("fill", params={"target": counter, "value": 0, "words": 1})
     else:
         assert before == []
@@ -131,25 +132,26 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
     assert main.grid == [min(SMS[0], query_tiles * batch * case.N // packed), 1, 1]
     assert main.block == [128 * (c["kConsumers"] + 1), 1, 1]
     assert main.shared == 2048 + 128 * (
-        c["kQueryStages"] * rows * boxes[0] + c["kStages"] * c["kTileKV"] * sum(boxes)
+        c["kQueryStages"] * rows * boxes[0] + c["kStages"] * c["kBlockKV"] * sum(boxes)
     )
 
     expected = common_params(case, c) | {
         "query": tensor_map(case, c, "query", 64 // packed, packed),
-        "key": tensor_map(case, c, "key", c["kTileKV"]),
-        "value": tensor_map(case, c, "value", c["kTileKV"]),
+        "key": tensor_map(case, c, "key", c["kBlockKV"]),
+        "value": tensor_map(case, c, "value", c["kBlockKV"]),
         "out": "out",
         "lse": "lse",
         "sinks": "sinks" if c["kHasSinks"] else None,
         "sinks_batch_stride": 0,
-        "tile_counter": "int32[1]",
+        "unit_counter": "int32[1]",
         "segment_ranges": f"int32[{2 * batch * key_blocks}]" if c["kHasSegments"] else None,
         "segment_plan": f"int32[{4 * batch * groups}]" if c["kHasSegments"] else None,
-        "query_tiles": query_tiles,
-        "softcap": case.softcap or 0.0,
+        "query_blocks": query_tiles,
     }
+    if c["kPreScale"]:
+        expected["scale_log2"] = np.float32((case.softcap or 1.0) / math.log(2))
     assert_launched_with(call, names_of_buffers(case, recordings[case])[0], expected)
-    assert 1 <= main.params["head_group"] <= batch * case.N // packed
+    assert 1 <= main.params["l2_heads"] <= batch * case.N // packed
 
 
 @by_name
@@ -158,12 +160,12 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     _, call = recordings[case].calls
     prepare, main, finish = call.launches
     c = main.constants()
-    batch, scale = math.prod(case.batch), scale_of(case)
-    query_blocks = ceil_div(case.T, c["kTileQ"])
-    key_blocks = ceil_div(case.S, c["kTileKV"])
-    rows = batch * case.N * query_blocks * c["kTileQ"]
+    batch = math.prod(case.batch)
+    query_blocks = ceil_div(case.T, c["kBlockQ"])
+    key_blocks = ceil_div(case.S, c["kBlockKV"])
+    rows = batch * case.N * query_blocks * c["kBlockQ"]
     boxes = ceil_div(case.H, 64), ceil_div(case.value_dim, 64)
-    wide = c["kTileKV"] == 64
+    wide = c["kBlockKV"] == 64
     assert wide == main.program.endswith('#include "sm90/backward_wide.cuh"\n')
 
     small = ([128, 1, 1], 0)
@@ -174,18 +176,18 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     assert main.grid == [min(SMS[0], batch * case.kv_heads * key_blocks), 1, 1]
     assert main.block == [512 if wide else 384, 1, 1]
     # Keys and values, queries and output gradients, scores; test_cuda_compile.py has the rest.
-    tiles = 128 * sum(boxes) * (c["kTileKV"] + c["kStages"] * c["kTileQ"])
-    assert main.shared > tiles + c["kScoreStages"] * c["kTileKV"] * c["kTileQ"] * 2
+    tiles = 128 * sum(boxes) * (c["kBlockKV"] + c["kStages"] * c["kBlockQ"])
+    assert main.shared > tiles + c["kScoreStages"] * c["kBlockKV"] * c["kBlockQ"] * 2
     assert finish.entry == "flash_backward_finish"
     assert finish.grid == [rows // 64 * boxes[0], 1, 1]
     assert (finish.block, finish.shared) == small
 
     turns = batch * case.N * query_blocks * (1 if wide else 2)
     expected = common_params(case, c) | {
-        "query": tensor_map(case, c, "query", c["kTileQ"]),
-        "key": tensor_map(case, c, "key", c["kTileKV"]),
-        "value": tensor_map(case, c, "value", c["kTileKV"]),
-        "dout": tensor_map(case, c, "dout", c["kTileQ"]),
+        "query": tensor_map(case, c, "query", c["kBlockQ"]),
+        "key": tensor_map(case, c, "key", c["kBlockKV"]),
+        "value": tensor_map(case, c, "value", c["kBlockKV"]),
+        "dout": tensor_map(case, c, "dout", c["kBlockQ"]),
         "dkey": tensor_map(case, c, "dkey", 64),
         "dvalue": tensor_map(case, c, "dvalue", 64),
         "out_data": "out",
@@ -202,12 +204,10 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
         "turns": f"int32[{turns}]" if c["kDeterministic"] else None,
         "query_segment_ranges": f"int32[{batch * query_blocks * 2}]" if c["kHasSegments"] else None,
         "key_segment_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasSegments"] else None,
-        "marks": f"int32[{batch * case.kv_heads * key_blocks * c['kTileKV'] // 16 * 2}]",
-        "scale_log2": np.float32((case.softcap or scale) / math.log(2)),
-        "softcap_inner": np.float32(scale / case.softcap) if case.softcap else 0.0,
+        "marks": f"int32[{batch * case.kv_heads * key_blocks * c['kBlockKV'] // 16 * 2}]",
     }
     assert_launched_with(call, names_of_buffers(case, recordings[case])[1], expected)
-    assert 1 <= main.params["head_group"] <= batch * case.kv_heads
+    assert 1 <= main.params["l2_heads"] <= batch * case.kv_heads
     assert c["kDeterministic"] == case.deterministic
     assert c["kHasDlse"] == case.with_lse
 
@@ -249,7 +249,7 @@ def test_workspace_that_is_too_small(target: str, recordings):
 def test_head_group_is_at_most_all_heads(call: Direct, recordings):
     """Lowering for a symbolic batch knows no bound."""
     (made,) = recordings[call].calls
-    assert made.launches[-1].params["head_group"] == call.B * call.N
+    assert made.launches[-1].params["l2_heads"] == call.B * call.N
 
 
 @pytest.mark.parametrize("call", GRIDS, ids=str)
@@ -278,6 +278,7 @@ def scale_of(case: Case) -> float:
 
 
 def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
+    scale = scale_of(case)
     left, right = case.window if isinstance(case.window, tuple) else (None, None)
     if case.causal:
         right = 0
@@ -300,8 +301,9 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
         "kv_heads": case.kv_heads,
         "window_left": left or 0,
         "window_right": right or 0,
-        "scale": np.float32(scale_of(case)),
-        "scale_log2": np.float32(scale_of(case) / math.log(2)),
+        "scale": np.float32(scale),
+        "scale_log2": np.float32((case.softcap or scale) / math.log(2)),
+        "softcap_inner": np.float32(scale / case.softcap) if case.softcap else 0.0,
     }
 
 
@@ -365,7 +367,7 @@ def assert_launched_with(call: Call, names: list[str | None], expected: dict[str
         return None if index is None else names[index]
 
     params = name(kernels[0].params)
-    del params["head_group"]  # a matter of speed
+    del params["l2_heads"]  # a matter of speed
     assert params == expected
     pointers = [kernels[0].params[name] for name in WORKSPACES[call.target]]
     used = [pointer for pointer in pointers if name(pointer) is not None]

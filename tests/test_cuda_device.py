@@ -160,7 +160,7 @@ def test_scan_and_donation():
     ("change", "message"),
     [
         ("key", r"k has shape \[2, 300, 4, 64\], expected \[2, 300, 4, 128\]"),
-        ("workspace", "the workspace tile_counter is missing"),
+        ("workspace", "the workspace unit_counter is missing"),
         ("tiles", "a number of `tiles` is out of range"),
         ("kernel", "failed on sm90/forward.cuh for sm_90a"),
     ],

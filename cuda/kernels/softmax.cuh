@@ -1,15 +1,14 @@
-// Online softmax over accumulator fragments (mma.sync m16n8 and wgmma m64nN share them).
+// Online softmax over accumulator fragments (fragment.cuh), whose rows are queries.
 //
-// A thread holds two rows: elements i with bit 1 clear belong to row 0, the others to row 1. The
-// four threads of a quad share the rows; `sum` stays a per-thread partial until finish().
-// Milakov & Gimelshein 2018 (arXiv:1805.02867). The maximum here may lag behind: any number near
-// it keeps the exponentials in range, and the final division makes the result exact all the same.
+// A thread's part of a row's sum stays with it until finish(). Milakov & Gimelshein 2018
+// (arXiv:1805.02867). The maximum here may lag behind: any number near it keeps the exponentials in
+// range, and the final division makes the result exact all the same.
 #pragma once
 
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
-inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
-inline constexpr float kNegativeInfinity = -kInfinity;
+#include "fragment.cuh"
+#include "numbers.cuh"
+#include "ptx.cuh"
+
 // Of a row that has seen no key: the lowest number, so that masked scores have the weight 0.
 inline constexpr float kNoBase = -0x1.fffffep127f;
 // A row's base rises to a block's maximum if a thread's part of the block adds more than kRise
@@ -17,12 +16,11 @@ inline constexpr float kNoBase = -0x1.fffffep127f;
 inline constexpr float kRise = 32.0f;
 inline constexpr int kRiseBits = 7;
 
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
+// `Element` is the type of the weights.
+template <class Element>
 struct SoftmaxState {
+  static constexpr int kHeadroom = Element::kHeadroom;
+
   float base[2];  // log2 units; exponentials are relative to it
   float sum[2];   // of this thread's exponentials
 
@@ -34,12 +32,12 @@ struct SoftmaxState {
     for (int row = 0; row < 2; ++row) {
       float partial[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int i = 0; i < kUsed; i += 4) {
+      for (int j = 0; j < kUsed / 4; ++j) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& score = scores[i + 2 * row + j];
+        for (int column = 0; column < 2; ++column) {
+          float& score = scores[fragment::element(j, row, column)];
           score = ptx::exp2_approx(fmaf(score, scale_log2, -base[row]));
-          partial[j] += score;
+          partial[column] += score;
         }
       }
       added[row] = partial[0] + partial[1];
@@ -52,25 +50,23 @@ struct SoftmaxState {
     // Four chains: one would wait for its own latency at every step.
     float m[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) m[i] = scores[4 * (i / 2) + 2 * row + i % 2];
+    for (int i = 0; i < 4; ++i) m[i] = scores[fragment::element(i / 2, row, i % 2)];
 #pragma unroll
-    for (int i = 8; i < kUsed; i += 4) {
-      const int chain = (i / 4) % 2 * 2;
-      m[chain] = fmaxf(m[chain], scores[i + 2 * row]);
-      m[chain + 1] = fmaxf(m[chain + 1], scores[i + 2 * row + 1]);
+    for (int j = 2; j < kUsed / 4; ++j) {
+      const int chain = j % 2 * 2;
+      m[chain] = fmaxf(m[chain], scores[fragment::element(j, row, 0)]);
+      m[chain + 1] = fmaxf(m[chain + 1], scores[fragment::element(j, row, 1)]);
     }
-    float largest = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    return fragment::quad_maximum(fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3])));
   }
 
-  // The first block of a tile: bases become the maxima of the scores (plus kHeadroom). Scores
+  // The first block of a unit: bases become the maxima of the scores (plus the headroom). Scores
   // beyond the first kUsed are hidden.
   template <int kUsed, int kCount>
-  __device__ __forceinline__ void start(float (&scores)[kCount], float scale_log2, int headroom) {
+  __device__ __forceinline__ void start(float (&scores)[kCount], float scale_log2) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      base[row] = fmaxf(fmaf(row_maximum<kUsed>(scores, row), scale_log2, headroom), kNoBase);
+      base[row] = fmaxf(fmaf(row_maximum<kUsed>(scores, row), scale_log2, kHeadroom), kNoBase);
     }
     exponentials<kUsed>(scores, scale_log2, sum);
 #pragma unroll
@@ -84,17 +80,17 @@ struct SoftmaxState {
   // Every other block. Returns true if earlier results have to be multiplied by `correction`: with
   // `searches`, which is for blocks where a row of the warp has no base, and for second walks, the
   // bases rise to the maxima of the scores. Without, there is no maximum, which saves a quarter of
-  // the softmax's instructions, unless a thread's part of the block passes `limit`, or by far what
-  // was summed: then the bases of the warp's rows rise to their maxima, and the weights that are
-  // largest by far are exact again. A score more than 128 above the base overflows, the sum stays
-  // infinite, and the tile is walked again.
+  // the softmax's instructions, unless a thread's part of the block passes kSumLimit, or by far
+  // what was summed: then the bases of the warp's rows rise to their maxima, and the weights that
+  // are largest by far are exact again. A score more than 128 above the base overflows, the sum
+  // stays infinite, and the unit is walked again.
   template <int kCount>
-  __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, int headroom,
-                                         float limit, bool searches, float (&correction)[2]) {
+  __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, bool searches,
+                                         float (&correction)[2]) {
     if (searches) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        rise(row, fmaxf(fmaf(row_maximum<kCount>(scores, row), scale_log2, headroom), base[row]),
+        rise(row, fmaxf(fmaf(row_maximum<kCount>(scores, row), scale_log2, kHeadroom), base[row]),
              correction[row]);
       }
     }
@@ -104,7 +100,8 @@ struct SoftmaxState {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float excess = fmaf(-kRise, sum[row], added[row]);
-      rises = rises || excess > ptx::power_of_two(kRiseBits - headroom) || added[row] > limit;
+      rises = rises || excess > ptx::power_of_two(kRiseBits - kHeadroom) ||
+              added[row] > Element::kSumLimit;
       sum[row] += added[row];
     }
     // After a search the bases are maxima, and `correction` is taken: beyond 2^27 their rounding
@@ -116,14 +113,13 @@ struct SoftmaxState {
         // What is infinite stays so, and what would have a correction below 2^-126: a base beyond
         // 2^26 may round up.
         const float largest = row_maximum<kCount>(scores, row);
-        const float lift = fminf(fmaxf(ptx::log2_approx(largest) + headroom, 0.0f), 125.0f);
+        const float lift = fminf(fmaxf(ptx::log2_approx(largest) + kHeadroom, 0.0f), 125.0f);
         const float now = base[row] + lift;
         const bool holds = largest < kInfinity && base[row] - now >= -126.0f;
         rise(row, holds ? now : base[row], correction[row]);
 #pragma unroll
-        for (int i = 2 * row; i < kCount; i += 4) {
-          scores[i] *= correction[row];
-          scores[i + 1] *= correction[row];
+        for (int i = 0; i < kCount; ++i) {
+          if (fragment::row(i) == row) scores[i] *= correction[row];
         }
       }
     }
@@ -141,8 +137,8 @@ struct SoftmaxState {
   // lse is without being rounded: the caller's to write. An lse of +inf: the weights left the range
   // of float32.
   template <bool kHasSink>
-  __device__ __forceinline__ float finish(int row, float sink, int headroom, float& lse) const {
-    float total = quad_sum(sum[row]);
+  __device__ __forceinline__ float finish(int row, float sink, float& lse) const {
+    float total = fragment::quad_sum(sum[row]);
     if (base[row] == kNoBase && total == 0.0f) {  // NaN scores give no base either
       lse = kNegativeInfinity;
       return 0.0f;
@@ -150,8 +146,9 @@ struct SoftmaxState {
     float largest = base[row];
     float factor = 1.0f;
     // Before a sink, which could make it NaN. Beyond 2^125 the reciprocal goes. The largest weight
-    // is 2^-headroom or more, unless a base beyond 2^24 was rounded up: then weights may have gone.
-    const bool lost = total > 0x1p125f || total < ptx::power_of_two(-headroom - headroom / 4 - 1);
+    // is 2^-kHeadroom or more, unless a base beyond 2^24 was rounded up: then weights may have
+    // gone.
+    const bool lost = total > 0x1p125f || total < ptx::power_of_two(-kHeadroom - kHeadroom / 4 - 1);
     if constexpr (kHasSink) {
       const float with_sink = fmaxf(largest, sink);
       factor = ptx::exp2_approx(largest - with_sink);
@@ -160,7 +157,7 @@ struct SoftmaxState {
       largest = with_sink;
     }
     // Headroom away first, which is exact: the logarithm of 2^-80 would cost four bits.
-    const int away = total > 1.0f ? 0 : headroom;
+    const int away = total > 1.0f ? 0 : kHeadroom;
     lse = (largest - away + ptx::log2_approx(total * ptx::power_of_two(away))) * kLn2;
     if (lost) lse = kInfinity;
     return factor * ptx::reciprocal_approx(total);

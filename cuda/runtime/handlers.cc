@@ -280,10 +280,10 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   SetCommon(operands, attributes, &params);
   const bool segments = attributes.Has(kQuerySegments);
   const std::int64_t key_blocks = CeilDiv(s.kv_len, tiles.tile_kv);
-  params.query_tiles = static_cast<int>(CeilDiv(s.q_len * tiles.packed_heads, tiles.tile_q));
-  const std::int64_t query_groups = params.query_tiles * tiles.tile_q / 64;
+  params.query_blocks = static_cast<int>(CeilDiv(s.q_len * tiles.packed_heads, tiles.tile_q));
+  const std::int64_t query_groups = params.query_blocks * tiles.tile_q / 64;
   Workspaces workspaces(rets, 2);
-  workspaces.Take("tile_counter", 1, &params.tile_counter);
+  workspaces.Take("unit_counter", 1, &params.unit_counter);
   workspaces.Take("segment_ranges", segments ? 2 * s.batch * key_blocks : 0,
                   &params.segment_ranges);
   workspaces.Take("segment_plan", segments ? 4 * s.batch * query_groups : 0, &params.segment_plan);
@@ -294,9 +294,9 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.value_data = operands.v;
   params.out = operands.out;
   params.lse = operands.lse;
-  params.head_group = ClampHeadGroup(tiles.head_group, s.batch * s.q_heads / tiles.packed_heads);
-  params.scale_log2 = static_cast<float>(kLog2E * scale);
-  params.softcap = static_cast<float>(softcap);
+  params.l2_heads = ClampHeadGroup(tiles.head_group, s.batch * s.q_heads / tiles.packed_heads);
+  params.scale_log2 = static_cast<float>(kLog2E * (softcap > 0 ? softcap : scale > 0 ? scale : 1));
+  params.softcap_inner = softcap > 0 ? static_cast<float>(scale / softcap) : 0;
 
   Session session(stream, program);
   const auto type = MapType(operands.dtype);
@@ -316,9 +316,9 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
     launch("segment_ranges", s.batch * key_blocks);
     launch("segment_plan", s.batch * query_groups);
   } else if (tiles.dynamic) {
-    session.Zero(params.tile_counter, 1);
+    session.Zero(params.unit_counter, 1);
   }
-  const std::int64_t work = params.query_tiles * s.batch * (s.q_heads / heads);
+  const std::int64_t work = params.query_blocks * s.batch * (s.q_heads / heads);
   session.LaunchPersistent("flash_forward", work, tiles.threads, tiles.shared_bytes, &params);
   return session.error();
 }
@@ -384,7 +384,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   params.dquery = operands.dq;
   params.dkey_data = operands.dk;
   params.dvalue_data = operands.dv;
-  params.head_group = ClampHeadGroup(tiles.head_group, s.batch * s.kv_heads);
+  params.l2_heads = ClampHeadGroup(tiles.head_group, s.batch * s.kv_heads);
   params.scale_log2 = static_cast<float>(kLog2E * (softcap > 0 ? softcap : scale));
   params.softcap_inner = softcap > 0 ? static_cast<float>(scale / softcap) : 0;
 

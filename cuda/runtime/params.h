@@ -18,8 +18,8 @@ struct ForwardParams {
   // in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 256 B, zero fill.
   // Empty without kTmaLoads.
   TensorMap query;  // [B, T, N, H]  box (64, kPackedHeads, 64 / kPackedHeads, 1)
-  TensorMap key;    // [B, S, K, H]  box (64, 1, kTileKV, 1)
-  TensorMap value;  // [B, S, K, Hv] box (64, 1, kTileKV, 1)
+  TensorMap key;    // [B, S, K, H]  box (64, 1, kBlockKV, 1)
+  TensorMap value;  // [B, S, K, Hv] box (64, 1, kBlockKV, 1)
 
   // The same arrays, for loads without TMA and for rows that are computed again without tensor
   // cores, because values hidden from them are not finite.
@@ -36,36 +36,36 @@ struct ForwardParams {
   const float* sinks;             // [B or 1, N]
   long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
 
-  // Workspace. tile_counter: one int, zero at launch, only with kDynamic (with kHasSegments
+  // Workspace. unit_counter: one int, zero at launch, only with kDynamic (with kHasSegments
   // segment_ranges zeroes it). Only with kHasSegments, written by the kernels segment_ranges and
-  // segment_plan that run first on the same stream: segment_ranges, int2[B * ceil(S / kTileKV)],
-  // and segment_plan, int4[B * query_tiles * kConsumers].
-  int* tile_counter;
+  // segment_plan that run first on the same stream: segment_ranges, int2[B * ceil(S / kBlockKV)],
+  // and segment_plan, int4[B * query_blocks * kConsumers].
+  int* unit_counter;
   int* segment_ranges;
   int* segment_plan;
 
-  int batch;         // B
-  int query_len;     // T
-  int kv_len;        // S
-  int query_heads;   // N
-  int kv_heads;      // K
-  int query_tiles;   // ceil(T * kPackedHeads / (64 * kConsumers))
-  int head_group;    // heads (of B * N / kPackedHeads) that the schedule walks together, >= 1
-  int window_left;   // keys visible left of the aligned position, < 2^30; only with kWindowLeft
-  int window_right;  // the same on the right; causal is 0; only with kWindowRight
-  float scale;       // of the logits, before the softcap
-  float scale_log2;  // log2(e) * scale
-  float softcap;     // only with kSoftcap
+  int batch;            // B
+  int query_len;        // T
+  int kv_len;           // S
+  int query_heads;      // N
+  int kv_heads;         // K
+  int query_blocks;     // ceil(T * kPackedHeads / (64 * kConsumers))
+  int l2_heads;         // heads (of B * N / kPackedHeads) that the schedule walks together, >= 1
+  int window_left;      // keys visible left of the aligned position, < 2^30; only with kWindowLeft
+  int window_right;     // the same on the right; causal is 0; only with kWindowRight
+  float scale;          // of the logits, before the softcap
+  float scale_log2;     // log2(e) * (scale, the cap with kSoftcap, or 1 with kPreScale)
+  float softcap_inner;  // scale / cap, only with kSoftcap
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
 // on one stream, each with these parameters. Grids, blocks and workspace sizes: sm90/backward.cuh.
 struct BackwardParams {
   // Rank-4 maps as for the forward.
-  TensorMap query;   // [B, T, N, H]  box (64, 1, kTileQ, 1)
-  TensorMap key;     // [B, S, K, H]  box (64, 1, kTileKV, 1)
-  TensorMap value;   // [B, S, K, Hv] box (64, 1, kTileKV, 1)
-  TensorMap dout;    // [B, T, N, Hv] box (64, 1, kTileQ, 1)
+  TensorMap query;   // [B, T, N, H]  box (64, 1, kBlockQ, 1)
+  TensorMap key;     // [B, S, K, H]  box (64, 1, kBlockKV, 1)
+  TensorMap value;   // [B, S, K, Hv] box (64, 1, kBlockKV, 1)
+  TensorMap dout;    // [B, T, N, Hv] box (64, 1, kBlockQ, 1)
   TensorMap dkey;    // [B, S, K, H]  box (64, 1, 64, 1), written by the kernel for heads up to 128
   TensorMap dvalue;  // [B, S, K, Hv] box (64, 1, 64, 1), written
 
@@ -87,25 +87,25 @@ struct BackwardParams {
   const int* query_segments;      // [B, T]
   const int* key_value_segments;  // [B, S]
 
-  // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kTileQ) query
+  // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kBlockQ) query
   // blocks.
-  float* lse_log2;            // [B, N, Q * kTileQ]: -lse * log2(e), -inf on rows that see nothing
-  float* minus_delta;         // [B, N, Q * kTileQ]: dlse - rowsum(out * dout)
-  float* dq_sum;              // [B, N, Q * kTileQ, 64 * ceil(H / 64)] in the order of fragments, or
-                              // with kDqRowBytes [B, T, N, H / 2], the other half in `dquery`; with
-                              // kDeterministic the first unit writes it
-  int* next_unit;             // [1]
-  int* turns;                 // [B, N, Q, kTurnParts], only with kDeterministic
+  float* lse_log2;     // [B, N, Q * kBlockQ]: -lse * log2(e), -inf on rows that see nothing
+  float* minus_delta;  // [B, N, Q * kBlockQ]: dlse - rowsum(out * dout)
+  float* dq_sum;       // [B, N, Q * kBlockQ, 64 * ceil(H / 64)] in the order of fragments, or
+                       // with kDqRowBytes [B, T, N, H / 2], the other half in `dquery`; with
+                       // kDeterministic the first unit writes it
+  int* next_unit;      // [1]
+  int* turns;          // [B, N, Q, kTurnParts], only with kDeterministic
   int* query_segment_ranges;  // [B, Q, 2] smallest and largest id, only with kHasSegments
-  int* key_segment_ranges;    // [B, ceil(S / kTileKV), 2], likewise
-  int* marks;  // [B, K, ceil(S / kTileKV), kTileKV / 16, 2]: are 16 rows of dk, dv not all finite
+  int* key_segment_ranges;    // [B, ceil(S / kBlockKV), 2], likewise
+  int* marks;  // [B, K, ceil(S / kBlockKV), kBlockKV / 16, 2]: are 16 rows of dk, dv not all finite
 
   int batch;        // B
   int query_len;    // T
   int kv_len;       // S
   int query_heads;  // N
   int kv_heads;     // K
-  int head_group;   // heads (of B * K) that the schedule walks together, >= 1
+  int l2_heads;     // heads (of B * K) that the schedule walks together, >= 1
   int window_left;  // as for the forward
   int window_right;
   float scale;          // of the logits, before the softcap

@@ -14,22 +14,22 @@
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
 //   int kHeadDim, kValueDim   exact sizes
 //   bool kTmaLoads            TMA moves tiles (8 divides both dims), else warps do, see
-//                             unaligned.cuh
-//   int kTileQ                queries per step: 64, or 128 when both dims are at most 64 and
+//                             tile.cuh
+//   int kBlockQ                queries per step: 64, or 128 when both dims are at most 64 and
 //                             there is no softcap
-//   int kTileKV               keys per block: 128, or 64 for backward_wide.cuh
+//   int kBlockKV               keys per block: 128, or 64 for backward_wide.cuh
 //   int kStages               Q and dO buffers each
 //   int kScoreStages          dS buffers
 //   int kDqRowBytes           from one row of dq to the next, if half of the float32 sum of dq lies
-//                             there until the end: kTileQ divides T, 64 the head dim; else 0
+//                             there until the end: kBlockQ divides T, 64 the head dim; else 0
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kWindowLeft, kWindowRight, kBottomRight, kSoftcap, kDeterministic
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasDlse
 #pragma once
 
-#include "sm90/backward_finish.cuh"
+#include "backward_finish.cuh"
+#include "backward_prepare.cuh"
 #include "sm90/backward_narrow.cuh"
-#include "sm90/backward_prepare.cuh"
 
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
     flash_backward(const __grid_constant__ BackwardParams p) {

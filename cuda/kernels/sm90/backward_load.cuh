@@ -4,7 +4,7 @@
 #pragma once
 
 #include "sm90/backward_turns.cuh"
-#include "sm90/unaligned.cuh"
+#include "sm90/products.cuh"
 
 namespace backward {
 
@@ -30,9 +30,9 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const volatil
       load_tile<kBoxes, kBoxK>(tile, map, full, kEvictNormal, u.kv_head, u.key0, u.batch);
     }
   } else {
-    const int64 row = (static_cast<int64>(u.batch) * p.kv_len + u.key0) * p.kv_heads + u.kv_head;
-    copy_rows<kDim, kKeys, kLoadWarps>(tile, static_cast<const uint16*>(array) + row * kDim,
-                                       static_cast<int64>(p.kv_heads) * kDim, p.kv_len - u.key0);
+    const KeyRows<kDim> rows(p, key_row(p, u.batch, u.key0, u.kv_head));
+    fill_tile<kDim, kKeys, kLoadWarps>(tile, static_cast<const uint16*>(array) + rows.first,
+                                       rows.step, p.kv_len - u.key0);
     warp_arrive(full);
   }
 }
@@ -52,8 +52,8 @@ __device__ __forceinline__ void load_queries(const BackwardParams& p, uint32 til
     bulk_load(numbers, source, kQueries * 4, full);
   }
   if constexpr (!kTmaLoads) {
-    const int64 at = (static_cast<int64>(batch) * p.query_len + row) * p.query_heads + head;
-    copy_rows<kDim, kQueries, kLoadWarps>(tile, static_cast<const uint16*>(array) + at * kDim,
+    const int64 at = query_row(p, batch, row, head);
+    fill_tile<kDim, kQueries, kLoadWarps>(tile, static_cast<const uint16*>(array) + at * kDim,
                                           static_cast<int64>(p.query_heads) * kDim,
                                           p.query_len - row);
     warp_arrive(full);

@@ -9,7 +9,7 @@
 // adds it to the float32 sum by red.v4 straight from registers.
 #pragma once
 
-#include "sm90/backward_exact.cuh"
+#include "backward_exact.cuh"
 #include "sm90/backward_load.cuh"
 #include "sm90/backward_scores.cuh"
 
@@ -141,7 +141,7 @@ __device__ __forceinline__ UnitRanges ranges_of(const BackwardParams& p,
   const int key = u.key0 + slab;
   return {
       uniform(full_starts(p, u, slab)),
-      uniform(visible_queries<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63)),
+      uniform(visible_queries(sight_of(p, u), key, key + 63)),
       uniform(seeing_queries(u)),
   };
 }
@@ -221,8 +221,8 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
     }
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-      if constexpr (!kSoftcap) probability[i / 2] = pack<Element>(x[i], x[i + 1]);
-      gradient[i / 2] = pack<Element>(x[i] * dp[i], x[i + 1] * dp[i + 1]);
+      if constexpr (!kSoftcap) probability[i / 2] = Element::pack(x[i], x[i + 1]);
+      gradient[i / 2] = Element::pack(x[i] * dp[i], x[i + 1] * dp[i + 1]);
     }
   }
 
@@ -294,7 +294,7 @@ __device__ __forceinline__ void step(const BackwardParams& p, const volatile Uni
     }
   } else if constexpr (kSkipsHidden) {
     const int key = u.key0 + 64 * which;
-    const Range met = visible_queries<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63);
+    const Range met = visible_queries(sight_of(p, u), key, key + 63);
     if (ptx::uniform(m0 + kQueries <= met.begin || m0 >= met.end)) {
       return hidden_step<kFirst>(p, which, iteration, last, more, dp);
     }

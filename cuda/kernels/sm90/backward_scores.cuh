@@ -2,8 +2,10 @@
 // how dK and dV leave the accumulators.
 #pragma once
 
+#include "fragment.cuh"
+#include "rows.cuh"
 #include "sm90/backward_units.cuh"
-#include "sm90/unaligned.cuh"
+#include "terms.cuh"
 
 namespace backward {
 
@@ -11,7 +13,7 @@ inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
 
 // -lse or -delta of the two queries to which a thread's elements 4j..4j+3 of S^T belong.
 __device__ __forceinline__ float2 row_numbers(uint32 numbers, int j) {
-  return load_shared_f2(numbers + (8 * j + threadIdx.x % 4 * 2) * 4);
+  return load_shared_f2(numbers + (8 * j + fragment::first_column(threadIdx.x)) * 4);
 }
 // Those of a query block, with kReadsAhead read at once. While wgmma reads shared memory another
 // access to it takes 100 to 250 cycles: a sixth of a step, for -lse, -delta, barriers and the
@@ -36,7 +38,7 @@ struct RowNumbers {
 __device__ __forceinline__ Range full_starts(const BackwardParams& p, const volatile UnitRecord& u,
                                              int slab) {
   const int key = u.key0 + slab;
-  return full_block_starts<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63, kQueries);
+  return full_block_starts(sight_of(p, u), key, key + 63, kQueries);
 }
 
 // Do all these keys and all queries of the block see each other? `starts` with kReadsAhead alone.
@@ -47,8 +49,7 @@ __device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile 
     full = m0 >= starts.begin && m0 < starts.end;
   } else {
     const int key = u.key0 + slab;
-    full = all_visible<kWindowLeft, kWindowRight>(sight_of(p, u), key, key + 63, m0,
-                                                  m0 + kQueries - 1);
+    full = all_visible(sight_of(p, u), key, key + 63, m0, m0 + kQueries - 1);
   }
   if constexpr (kHasSegments) {
     const int2 q = query_segment_range(p, u.batch, m0 / kQueries);
@@ -66,63 +67,36 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
                                               float (&score)[kScores],
                                               uint32 (&probability)[kScores / 2],
                                               const RowNumbers& minus_lse, int row, int m0) {
-  const int column = 2 * (threadIdx.x % 4);
-  Range columns[2];                             // relative to the thread's first query, m0 + column
-  int key_segment[2], segments[kQueries / 32];  // of query m0 + 32 i + lane
-  if constexpr (kPartial) {
-    if constexpr (kHasSegments) {
-#pragma unroll
-      for (int i = 0; i < kQueries / 32; ++i) {
-        const int query = min(m0 + 32 * i + static_cast<int>(threadIdx.x) % 32, p.query_len - 1);
-        segments[i] = p.query_segments[static_cast<int64>(u.batch) * p.query_len + query];
-      }
-    }
-    const Visibility sight = sight_of(p, u);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = u.key0 + row + 8 * r;
-      columns[r] = key_columns<kWindowLeft, kWindowRight>(sight, key, m0 + column);
-      if constexpr (kHasSegments) {
-        key_segment[r] =
-            p.key_value_segments[static_cast<int64>(u.batch) * p.kv_len + min(key, p.kv_len - 1)];
-      }
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kQueries / 8; ++j) {
-    int query_segment[2];
-    if constexpr (kPartial && kHasSegments) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        query_segment[c] = __shfl_sync(0xffffffffu, segments[j / 4], 8 * (j % 4) + column + c);
-      }
-    }
+  const auto finish = [&](int j, const bool (&seen)[4]) {
     const float2 shifts = minus_lse.at(j);
-    float slope[4];
+    float slopes[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& x = score[4 * j + i];
-      if constexpr (kSoftcap) slope[i] = 1.f - x * x;
-      const float shift = i % 2 == 0 ? shifts.x : shifts.y;
-      x = exp2_approx(fmaf(x, p.scale_log2, shift));
-      if constexpr (kPartial) {
-        const Range& seen = columns[i / 2];
-        bool visible = 8 * j + i % 2 >= seen.begin && 8 * j + i % 2 < seen.end;
-        if constexpr (kHasSegments) {
-          visible = visible && query_segment[i % 2] == key_segment[i / 2];
-        }
-        x = visible ? x : 0.f;
-      }
+      slopes[i] = score_slope(x);
+      x = exp2_approx(fmaf(x, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
+      x = seen[i] ? x : 0.f;
     }
     if constexpr (kSoftcap) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int i = 4 * j + 2 * r;
-        probability[i / 2] = pack<Element>(score[i], score[i + 1]);
-        score[i] *= slope[2 * r];
-        score[i + 1] *= slope[2 * r + 1];
+      for (int i = 0; i < 4; i += 2) {
+        probability[2 * j + i / 2] = Element::pack(score[4 * j + i], score[4 * j + i + 1]);
+        score[4 * j + i] *= slopes[i];
+        score[4 * j + i + 1] *= slopes[i + 1];
       }
     }
+  };
+  if constexpr (kPartial) {
+    const SeenPairs<kQueries> pairs(p, u.batch, sight_of(p, u), u.key0 + row, m0);
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) {
+      bool seen[4];
+      pairs.see(j, seen);
+      finish(j, seen);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) finish(j, {true, true, true, true});
   }
 }
 
@@ -179,8 +153,8 @@ __device__ __forceinline__ void score_to_probability(const BackwardParams& p,
                                                      uint32 (&probability)[kScores / 2],
                                                      const RowNumbers& minus_lse, int slab,
                                                      const Range& full, int m0) {
-  if constexpr (kSoftcap) apply_tanh(x, p.softcap_inner);
-  const int row = slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  score_function(p, x);
+  const int row = slab + fragment::first_row(threadIdx.x);
   if (is_full(p, u, full, slab, m0)) {
     probabilities<false>(p, u, x, probability, minus_lse, row, m0);
   } else {
@@ -193,7 +167,7 @@ __device__ __forceinline__ void store_gradient(const uint32 (&gradient)[kScores 
                                                int slab) {
   // This thread's row of the 8x8 matrices, and the 16-byte chunk of its first one.
   const int row = slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-  const uint32 at = tile + row * kBoxRowBytes + ((threadIdx.x % 32 / 16) ^ (row % 8)) * 16;
+  const uint32 at = tile + row * kBoxRowBytes + swizzled(threadIdx.x % 32 / 16, row);
 #pragma unroll
   for (int j = 0; j < kQueries / 16; ++j) {
     store_matrix_x4((at + j / 4 * kBoxK) ^ (j % 4 * 32), gradient[4 * j], gradient[4 * j + 1],
@@ -212,9 +186,9 @@ __device__ __forceinline__ void stage_rows(const float (&values)[kCount], float 
     const float* x = values + 8 * j;
     const int chunk = 2 * (j % 4) + threadIdx.x % 32 / 16;
     store_matrix_x4(
-        tile + j / 4 * box_bytes + row * kBoxRowBytes + ((chunk ^ (row % 8)) * 16),
-        pack<Element>(x[0] * scale, x[1] * scale), pack<Element>(x[2] * scale, x[3] * scale),
-        pack<Element>(x[4] * scale, x[5] * scale), pack<Element>(x[6] * scale, x[7] * scale));
+        tile + j / 4 * box_bytes + row * kBoxRowBytes + swizzled(chunk, row),
+        Element::pack(x[0] * scale, x[1] * scale), Element::pack(x[2] * scale, x[3] * scale),
+        Element::pack(x[4] * scale, x[5] * scale), Element::pack(x[6] * scale, x[7] * scale));
   }
   fence_async_proxy();
 }
@@ -253,11 +227,10 @@ __device__ __forceinline__ void store_columns(const BackwardParams& p, void* arr
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     uint32 pieces[4 * ceil_div(2 * kCount, 32)];
-    gather_row<Element>(values, r, scale, pieces);
-    const int row = u.key0 + slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+    fragment::gather_row(values, r, scale, pieces);
+    const int row = u.key0 + slab + fragment::first_row(threadIdx.x) + fragment::kRowStep * r;
     if (row < p.kv_len) {
-      uint16* to = static_cast<uint16*>(array) +
-                   ((static_cast<int64>(u.batch) * p.kv_len + row) * p.kv_heads + u.kv_head) * kDim;
+      uint16* to = static_cast<uint16*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
 #pragma unroll
       for (int g = 0; g < ceil_div(2 * kCount, 32); ++g) {
         const int column = first_column + 8 * (4 * g + static_cast<int>(threadIdx.x) % 4);

@@ -4,7 +4,8 @@
 // hands units out; the other roles walk over their query blocks. Read backward_load.cuh next.
 #pragma once
 
-#include "sm90/backward_common.cuh"
+#include "backward_common.cuh"
+#include "sm90/ptx_sm90.cuh"
 
 namespace backward {
 
@@ -153,11 +154,11 @@ __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, 
     r.kv_length = u.sight.kv_length;
     r.heads = group_size(p);
     r.head = u.kv_head * r.heads;
-    const Range seen = visible_keys<kWindowLeft, kWindowRight>(u.sight, 0, p.query_len - 1);
+    const Range seen = visible_keys(u.sight, 0, p.query_len - 1);
     r.seen_keys.begin = seen.begin - u.key0;
     r.seen_keys.end = seen.end - u.key0;
     // Rows past the end of the array read as zero.
-    const Range seeing = visible_queries<kWindowLeft, kWindowRight>(u.sight, 0, p.kv_len - 1);
+    const Range seeing = visible_queries(u.sight, 0, p.kv_len - 1);
     r.seen_queries.begin = seeing.begin;
     r.seen_queries.end = seeing.end == p.query_len ? 0x7fffffff : seeing.end;
     set_walk(p, r, u.blocks);

@@ -10,10 +10,10 @@
 // buffers. Each product of a role is issued beside the first product of its next query block.
 #pragma once
 
-#include "sm90/backward_exact.cuh"
-#include "sm90/backward_finish.cuh"
+#include "backward_exact.cuh"
+#include "backward_finish.cuh"
+#include "backward_prepare.cuh"
 #include "sm90/backward_load.cuh"
-#include "sm90/backward_prepare.cuh"
 #include "sm90/backward_scores.cuh"
 
 namespace backward {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void probability_step(const BackwardParams& p,
   score_to_probability(p, u, x, probability, minus_lse, 0, {}, m0);
   if constexpr (!kSoftcap) {
 #pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) probability[i] = pack<Element>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < kScores / 2; ++i) probability[i] = Element::pack(x[2 * i], x[2 * i + 1]);
   }
   barrier_wait(barrier_at(kPEmpty), parity_of<1>(iteration) ^ 1);
 #pragma unroll
@@ -210,8 +210,8 @@ __device__ __forceinline__ void gradient_step(const BackwardParams& p, const vol
   for (int j = 0; j < kScores / 4; ++j) {
     const float4 x = load_shared_f4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16);
     const float2 d = load_shared_f2(minus_delta + 8 * j * 4);
-    gradient[2 * j] = pack<Element>(x.x * (dp[4 * j] + d.x), x.y * (dp[4 * j + 1] + d.y));
-    gradient[2 * j + 1] = pack<Element>(x.z * (dp[4 * j + 2] + d.x), x.w * (dp[4 * j + 3] + d.y));
+    gradient[2 * j] = Element::pack(x.x * (dp[4 * j] + d.x), x.y * (dp[4 * j + 1] + d.y));
+    gradient[2 * j + 1] = Element::pack(x.z * (dp[4 * j + 2] + d.x), x.w * (dp[4 * j + 3] + d.y));
   }
   warp_arrive(barrier_at(kPEmpty));
   warp_arrive(barrier_at(kDoutEmpty + slot));

@@ -8,25 +8,25 @@
 //   bool kBFloat16            element type of q, k, v, out: bfloat16, else float16
 //   int kHeadDim, kValueDim   exact sizes, at most 256
 //   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
-//                             unaligned.cuh; then static tiles
-//   int kTileKV               keys per step, a multiple of 16, 32 to 256
+//                             tile.cuh; then static units
+//   int kBlockKV               keys per step, a multiple of 16, 32 to 256
 //   int kConsumers            consumer warpgroups, 2 or 3
 //   int kStages               K and V buffers each
-//   int kQueryStages          Q buffers; 2 loads the next tile's Q during this tile
-//   int kPackedHeads          query heads of one kv head that share a tile (a divisor of 64), or 1
+//   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
+//   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   bool kWindowLeft, kWindowRight   that side of the window is bounded (causal: right, by 0)
 //   bool kBottomRight         the last query is aligned with the last key
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks
 //   bool kSoftcap             tanh softcap; kPreScale: scale before the maximum (scale <= 0)
-//   bool kDynamic             tiles from an atomic counter, else static
+//   bool kDynamic             units from an atomic counter, else static
 //   bool kPingPong            warpgroups take turns at the tensor cores
 //   int kProducerRegisters, kConsumerRegisters
 // Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
-//   + kStages * kTileKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 2048 bytes.
+//   + kStages * kBlockKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 2048 bytes.
 #pragma once
 
 #include "sm90/forward_load.cuh"
-#include "sm90/forward_tiles.cuh"
+#include "sm90/forward_units.cuh"
 
 extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     flash_forward(const __grid_constant__ ForwardParams p) {
@@ -42,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
       ptx::prefetch_tensor_map(&p.value);
     }
     for (int stage = 0; stage < kQueryStages; ++stage) {
-      for (int group = 0; group < kConsumers; ++group) {
-        ptx::barrier_init(ptx::shared_address(&shared.query_full[stage][group]), kLoadWarps);
-        ptx::barrier_init(ptx::shared_address(&shared.query_empty[stage][group]), 4);
+      for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+        ptx::barrier_init(ptx::shared_address(&shared.query_full[stage][warpgroup]), kLoadWarps);
+        ptx::barrier_init(ptx::shared_address(&shared.query_empty[stage][warpgroup]), 4);
       }
     }
     ptx::barrier_init(ptx::shared_address(&shared.asked), kWarpsOfConsumers);
@@ -73,50 +73,42 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
   }
 }
 
-// With segments, two kernels go ahead, 256 threads each, a warp for each block or group.
+// With segments, two kernels go ahead, 256 threads each, a warp for each block or warpgroup.
 //
-// Smallest and largest segment id of each block of kTileKV keys, and a fresh tile counter.
+// Smallest and largest segment id of each block of kBlockKV keys, and a fresh unit counter.
 // Grid ceil(B * blocks / 8).
 extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
-    const int blocks = ceil_div(p.kv_len, kTileKV);
+    const int blocks = ceil_div(p.kv_len, kBlockKV);
     const int index = blockIdx.x * 8 + threadIdx.x / 32;
-    if (kDynamic && blockIdx.x == 0 && threadIdx.x == 0) *p.tile_counter = 0;
+    if (kDynamic && blockIdx.x == 0 && threadIdx.x == 0) *p.unit_counter = 0;
     if (index >= p.batch * blocks) return;
     const int batch = index / blocks, block = index - batch * blocks;
-    const int end = min((block + 1) * kTileKV, visibility(p, batch).kv_length);
+    const int end = min((block + 1) * kBlockKV, visibility(p, batch).kv_length);
     const int* ids = p.key_value_segments + static_cast<int64>(batch) * p.kv_len;
-    SegmentRange range;
-    for (int key = block * kTileKV + threadIdx.x % 32; key < end; key += 32) {
-      range.include(ids[key]);
-    }
-    range.reduce_warp();
+    const SegmentRange range = segment_range(ids, block * kBlockKV, end);
     if (threadIdx.x % 32 == 0) {
       reinterpret_cast<int2*>(p.segment_ranges)[index] = make_int2(range.low, range.high);
     }
   }
 }
 
-// The plan of each warpgroup of each tile. Grid ceil(B * query_tiles * kConsumers / 8).
+// The plan of each warpgroup of each unit. Grid ceil(B * query_blocks * kConsumers / 8).
 extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
-    constexpr int kQueries = kGroupRows / kPackedHeads;
+    constexpr int kQueries = kWarpgroupRows / kPackedHeads;
     const int lane = threadIdx.x % 32;
-    const int groups = p.query_tiles * kConsumers;
+    const int warpgroups = p.query_blocks * kConsumers;
     const int index = blockIdx.x * 8 + threadIdx.x / 32;
-    if (index >= p.batch * groups) return;
-    const int batch = index / groups, group = index - batch * groups;
-    const int end = min((group + 1) * kQueries, visibility(p, batch).query_length);
+    if (index >= p.batch * warpgroups) return;
+    const int batch = index / warpgroups, warpgroup = index - batch * warpgroups;
+    const int end = min((warpgroup + 1) * kQueries, visibility(p, batch).query_length);
     const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
-    SegmentRange queries;
-    for (int query = group * kQueries + lane; query < end; query += 32) {
-      queries.include(ids[query]);
-    }
-    queries.reduce_warp();
+    const SegmentRange queries = segment_range(ids, warpgroup * kQueries, end);
 
-    const int blocks = ceil_div(p.kv_len, kTileKV);
+    const int blocks = ceil_div(p.kv_len, kBlockKV);
     const int2* ranges =
         reinterpret_cast<const int2*>(p.segment_ranges) + static_cast<int64>(batch) * blocks;
     SegmentRange met, one;  // of block numbers

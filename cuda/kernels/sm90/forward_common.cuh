@@ -1,69 +1,76 @@
-// What the roles of the forward kernel share: sizes, shared memory, tiles, segments.
+// What the roles of the forward kernel share: sizes, shared memory, units, segments.
 //
 // The constants it is specialised by are listed in forward.cuh. Read forward_load.cuh next.
 #pragma once
 
-// clang-format off
-#include "sm90/ptx.cuh"  // first: the shared headers compute with this architecture's instructions
-
-#include "exact_row.cuh"
-#include "mask.cuh"
+#include "forward_exact.cuh"
+#include "fragment.cuh"
 #include "params.h"
-#include "schedule.cuh"
-#include "score.cuh"
-#include "sm90/tile.cuh"
-#include "sm90/unaligned.cuh"
+#include "rows.cuh"
+#include "sm90/products.cuh"
+#include "sm90/ptx_sm90.cuh"
+#include "sm90/ring.cuh"
 #include "softmax.cuh"
-// clang-format on
+#include "terms.cuh"
+#include "tile.cuh"
+#include "walk.cuh"
 
 namespace forward {
 
-using ptx::int64;
-using ptx::uint16;
-using ptx::uint32;
-
-inline constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup
-inline constexpr int kTileRows = kGroupRows * kConsumers;
+inline constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup
+inline constexpr int kUnitRows = kWarpgroupRows * kConsumers;
 inline constexpr int kHeadBoxes = ceil_div(kHeadDim, kBoxColumns);
 inline constexpr int kValueBoxes = ceil_div(kValueDim, kBoxColumns);
 inline constexpr int kValueColumns = round_up(kValueDim, 16);
-inline constexpr int kQueryBytes = kHeadBoxes * kGroupRows * kBoxRowBytes;  // of one warpgroup
-inline constexpr int kKeyBytes = kHeadBoxes * kTileKV * kBoxRowBytes;
-inline constexpr int kValueBytes = kValueBoxes * kTileKV * kBoxRowBytes;
+inline constexpr int kQueryBytes = kHeadBoxes * kWarpgroupRows * kBoxRowBytes;  // of one warpgroup
+inline constexpr int kKeyBytes = kHeadBoxes * kBlockKV * kBoxRowBytes;
+inline constexpr int kValueBytes = kValueBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr int kLoadWarps = kTmaLoads ? 1 : 4;  // each arrives when its part is there
-// A tile's description outlives its Q buffer by the epilogue: a slot more, at least.
+// A unit's description outlives its Q buffer by the epilogue: a slot more, at least.
 inline constexpr int kInfoStages = 2 * kQueryStages;
-// The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may not
-// pass kSumLimit: float16 weights have to stay below 65504, bfloat16 has the range of float32.
-inline constexpr int kHeadroom = kBFloat16 ? 80 : 0;
-inline constexpr float kSumLimit = kBFloat16 ? kInfinity : 0x1p15f;
-// The last output of a tile starts before the next tile is looked at: 4% at T 512 for narrow
+// The last output of a unit starts before the next unit is looked at: 4% at T 512 for narrow
 // values; wide ones lack the registers for it (12% slower).
 inline constexpr bool kEarlyOutput = kValueDim <= 128;
 // Three warpgroups have 160 registers a thread. Features that take some need those of the weights
 // back before a softmax: the product with the values is waited for together with the scores.
 inline constexpr bool kDrains = kConsumers == 3 && (kHasSegments || kWindowLeft || kSoftcap ||
                                                     kHasQueryLengths || kHasKeyValueLengths);
-// A warpgroup's blocks may begin after the first one of its tile.
+// A warpgroup's blocks may begin after the first one of its unit.
 inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments;
-inline constexpr int kIdWords = ceil_div(kTileKV, 32);  // a bit for each key of a block
-// A tile with rows that overflow is walked again, with a maximum in every block. Not where four
+// A unit with rows that overflow is walked again, with a maximum in every block. Not where four
 // warps load: they would have to agree on it.
 inline constexpr bool kRepeats = kTmaLoads;
-inline constexpr int kRepeatSlots = 4;  // tiles that may be in flight
-inline constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + kConsumers;  // named barriers
+inline constexpr int kRepeatSlots = 4;  // units that may be in flight
+inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
-static_assert(kTileKV % 16 == 0 && kTileKV >= 32 && kTileKV <= 256);
+static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
 static_assert(kConsumers == 2 || kConsumers == 3);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
-static_assert(kGroupRows % kPackedHeads == 0);
+static_assert(kWarpgroupRows % kPackedHeads == 0);
 
-// Description of a tile, written by the producer, read by the consumers.
-struct TileInfo {
+// Units have numbers of the schedule. A unit that is walked a second time has its number with all
+// bits turned, and so has the end of second walks.
+__device__ __forceinline__ int again(int number) { return ~number; }
+__device__ __forceinline__ bool is_again(int number) { return number < 0; }
+__device__ __forceinline__ int in_schedule(int number) {
+  return is_again(number) ? again(number) : number;
+}
+
+inline constexpr int kNoUnit = -1;  // in the place of a batch row: the schedule is at its end
+
+// Which unit a number of the schedule stands for.
+struct UnitIndex {
+  int query_block;
+  int head;   // of N / kPackedHeads
+  int batch;  // or kNoUnit
+};
+
+// Description of a unit, written by the producer, read by the consumers.
+struct UnitInfo {
   int first_row;  // packed rows: query * kPackedHeads + head within the pack
   int head;       // of N / kPackedHeads
-  int batch;      // -1: no more tiles, but for those to walk again
+  int batch;      // or kNoUnit: there are only units to walk again, if any
   int query_length;
   int kv_length;
   int offset;
@@ -71,25 +78,25 @@ struct TileInfo {
   Range own;     // of these, what the rows of this warpgroup see
   Range full;    // of these, the ones that need no element test
   Range one;     // the ones that need no test of segments
-  int number;    // of the schedule; ~number: this is its second walk, or the end of second walks
+  int number;    // of the schedule, or again() of it
 };
 
 struct alignas(1024) Shared {
   unsigned char query[kQueryStages][kConsumers][kQueryBytes];
   unsigned char key[kStages][kKeyBytes];
   unsigned char value[kStages][kValueBytes];
-  TileInfo tiles[kInfoStages][kConsumers];
+  UnitInfo units[kInfoStages][kConsumers];
   unsigned long long query_full[kQueryStages][kConsumers];
   unsigned long long query_empty[kQueryStages][kConsumers];
   unsigned long long key_full[kStages], key_empty[kStages];
   unsigned long long value_full[kStages], value_empty[kStages];
   int block_list[kStages];    // the block in each key buffer, with segments
-  int repeats[kRepeatSlots];  // tiles to walk again: ~number, or 0
-  unsigned long long asked;   // all consumer warps have seen the last tile and left what to repeat
+  int repeats[kRepeatSlots];  // units to walk again: again(number), or 0
+  unsigned long long asked;   // all consumer warps have seen the last unit and left what to repeat
   unsigned long long finished;  // they have read what the others left
 
   // The slots of `repeats` in use, a bit each; `mine`: the slot of this lane's number. All lanes.
-  __device__ __forceinline__ uint32 tiles_to_repeat(int lane, int& mine) const {
+  __device__ __forceinline__ uint32 units_to_repeat(int lane, int& mine) const {
     mine = lane < kRepeatSlots ? ptx::load_shared(ptx::shared_address(repeats) + 4 * lane) : 0;
     return __ballot_sync(0xffffffffu, mine != 0);
   }
@@ -97,7 +104,7 @@ struct alignas(1024) Shared {
 
 // The offset of a member of Shared, bytes (NVRTC 13.0 has no offsetof).
 #define JF_OFFSET(member) \
-  static_cast<uint32>(reinterpret_cast<ptx::uint64>(&static_cast<Shared*>(nullptr)->member))
+  static_cast<uint32>(reinterpret_cast<uint64>(&static_cast<Shared*>(nullptr)->member))
 
 // The key blocks that share a segment with the rows of a warpgroup: what segment_plan finds.
 struct alignas(16) SegmentPlan {

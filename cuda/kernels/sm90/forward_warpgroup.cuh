@@ -1,5 +1,5 @@
 // A consumer warpgroup of the forward kernel, 64 query rows: its registers, its barriers, the two
-// products, and the way from scores to weights. Read forward_tiles.cuh next.
+// products, and the way from scores to weights. Read forward_units.cuh next.
 #pragma once
 
 #include "sm90/forward_common.cuh"
@@ -7,62 +7,61 @@
 namespace forward {
 
 // Scores or exponentials of one block of keys, a warpgroup's fragment.
-using Scores = float[kTileKV / 2];
+using Scores = float[kBlockKV / 2];
+using Softmax = SoftmaxState<Element>;
 
 struct Warpgroup {
   const ForwardParams& p;
   Shared& shared;
-  const int group;  // warpgroup among the consumers
+  const int warpgroup;  // warpgroup among the consumers
   Ring<kStages> key_ring, value_ring;
-  uint32 tiles = 0;  // read so far
+  uint32 units = 0;  // read so far
   int first;         // the lowest block that this warpgroup's rows see, the last one it walks
   Range full;        // blocks that need no element test
   bool searches;     // a maximum in the next block: a row of the warp has no base, second walk
   int block = 0;     // the block that `scores` or `weights` belong to
   Scores scores;
-  uint32 weights[kTileKV / 4];
+  uint32 weights[kBlockKV / 4];
   float output[kValueColumns / 2];
   float correction[2];
-  SoftmaxState softmax;
+  Softmax softmax;
 
   // The address of `shared`, in a register: the compiler would find it again for every barrier.
   const uint32 start = ptx::opaque(ptx::shared_address(&shared));
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
-  // The same, read again instead of kept in a register between the ends of tiles.
+  // The same, read again instead of kept in a register between the ends of units.
   __device__ __forceinline__ int fresh_lane() const { return ptx::opaque(threadIdx.x) % 32; }
-  __device__ __forceinline__ const TileInfo& tile() const {
-    return shared.tiles[(tiles - 1) % kInfoStages][group];
+  __device__ __forceinline__ const UnitInfo& unit() const {
+    return shared.units[(units - 1) % kInfoStages][warpgroup];
   }
   // Packed row of this thread, row = 0 or 1.
-  __device__ __forceinline__ int packed_row(const TileInfo& t, int row) const {
-    const int thread = ptx::opaque(threadIdx.x) % 128;  // read again, not kept in a register
-    return t.first_row + group * kGroupRows + thread / 32 * 16 + thread % 32 / 4 + 8 * row;
+  __device__ __forceinline__ int packed_row(const UnitInfo& t, int row) const {
+    const int thread = ptx::opaque(threadIdx.x);  // read again, not kept in a register
+    return t.first_row + warpgroup * kWarpgroupRows + fragment::first_row(thread) +
+           fragment::kRowStep * row;
   }
-  __device__ __forceinline__ Visibility seen(const TileInfo& t) const {
+  __device__ __forceinline__ Visibility seen(const UnitInfo& t) const {
     return {t.offset, p.window_left, p.window_right, t.query_length, t.kv_length};
-  }
-  __device__ __forceinline__ float scale_log2() const {
-    return kSoftcap || kPreScale ? kLog2E : p.scale_log2;
   }
 
   // -- barriers --
   __device__ __forceinline__ void release(uint32 barrier) const {
     if (lane() == 0) ptx::barrier_arrive(barrier);
   }
-  // The stages of the current tile's queries, and of the next tile's.
-  __device__ __forceinline__ int query_stage() const { return (tiles - 1) % kQueryStages; }
-  __device__ __forceinline__ int next_query_stage() const { return tiles % kQueryStages; }
-  __device__ __forceinline__ uint32 next_query_parity() const { return tiles / kQueryStages & 1; }
+  // The stages of the current unit's queries, and of the next unit's.
+  __device__ __forceinline__ int query_stage() const { return (units - 1) % kQueryStages; }
+  __device__ __forceinline__ int next_query_stage() const { return units % kQueryStages; }
+  __device__ __forceinline__ uint32 next_query_parity() const { return units / kQueryStages & 1; }
   // Barriers of one kind lie side by side; `kind` is an immediate of the instruction.
   __device__ __forceinline__ uint32 barrier(int kind, int offset) const {
     return ptx::unfolded(start + offset) + kind;
   }
   __device__ __forceinline__ uint32 next_query_full() const {
-    return barrier(JF_OFFSET(query_full), 8 * (kConsumers * next_query_stage() + group));
+    return barrier(JF_OFFSET(query_full), 8 * (kConsumers * next_query_stage() + warpgroup));
   }
   __device__ __forceinline__ uint32 query_empty() const {
-    return barrier(JF_OFFSET(query_empty), 8 * (kConsumers * query_stage() + group));
+    return barrier(JF_OFFSET(query_empty), 8 * (kConsumers * query_stage() + warpgroup));
   }
   __device__ __forceinline__ uint32 key_full() const {
     return barrier(JF_OFFSET(key_full), key_ring.barrier_offset());
@@ -100,26 +99,26 @@ struct Warpgroup {
   __device__ __forceinline__ void release_query() {
     if (lane() == 0) ptx::barrier_arrive(query_empty());
   }
-  // Turns at the tensor cores: every warpgroup takes one per block of the tile, also for blocks
+  // Turns at the tensor cores: every warpgroup takes one per block of the unit, also for blocks
   // that it skips.
   __device__ __forceinline__ void wait_turn() const {
     if constexpr (kPingPong) {
-      ptx::named_barrier_sync(kTurnBarrier + group, 256);
+      ptx::named_barrier_sync(kTurnBarrier + warpgroup, 256);
     }
   }
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (kPingPong) {
-      const int next = group + 1 == kConsumers ? 0 : group + 1;
+      const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
       ptx::named_barrier_arrive(kTurnBarrier + next, 256);
     }
   }
 
   // -- products --
   __device__ __forceinline__ void begin_scores(Scores& scores) const {
-    const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + group);
+    const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + warpgroup);
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
-    issue_scores<Element, kHeadDim, kGroupRows, kTileKV>(
+    issue_scores<kHeadDim, kWarpgroupRows, kBlockKV>(
         scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
         ptx::descriptor(key, JF_OFFSET(key), 0, 1024));
     ptx::wgmma_commit();
@@ -127,9 +126,9 @@ struct Warpgroup {
   __device__ __forceinline__ void begin_output(int accumulate) {
     const uint32 value = start + kValueBytes / 8 * value_ring.barrier_offset();
     ptx::wgmma_fence();
-    issue_output<Element, kTileKV>(
-        output, weights, ptx::descriptor(value, JF_OFFSET(value), kTileKV * kBoxRowBytes, 1024),
-        accumulate);
+    issue_output<kBlockKV>(output, weights,
+                           ptx::descriptor(value, JF_OFFSET(value), kBlockKV * kBoxRowBytes, 1024),
+                           accumulate);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_last_output(int accumulate) {
@@ -152,135 +151,52 @@ struct Warpgroup {
   __device__ __forceinline__ bool is_last() const { return block == first; }
 
   // -- scores to weights --
-  // Masks the first kCount of `scores`. Without wgmma in flight, which would be serialised by a
-  // branch here, halves that a warp sees whole are left out: one of most diagonal blocks.
+  // Masks the first kCount of `scores`; with kInFlight beside wgmma.
   template <int kCount, bool kInFlight>
   __device__ __forceinline__ void mask_scores(Scores& scores) const {
-    const TileInfo& t = tile();
-    const int first_key = block * kTileKV;
-    const int lane_column = 2 * (lane() % 4);
-    int ids[kIdWords];  // of the keys first_key + 32 * w + lane
+    const UnitInfo& t = unit();
     const bool one_segment = block >= t.one.begin && block < t.one.end;
-    if (kHasSegments && !one_segment) {
-      const int* all = p.key_value_segments + static_cast<int64>(t.batch) * p.kv_len;
-#pragma unroll
-      for (int w = 0; w < kIdWords; ++w) {
-        const int key = first_key + 32 * w + lane();
-        ids[w] = key < t.kv_length ? all[key] : 0;
-      }
-    }
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int query = packed_row(t, row) / kPackedHeads;
-      Range columns = row_columns<kWindowLeft, kWindowRight>(seen(t), query, first_key);
-      if constexpr (kHasSegments) {
-        uint32 words[kIdWords];  // the columns that the row sees, a bit each
-#pragma unroll
-        for (int w = 0; w < kIdWords; ++w) words[w] = 0xffffffffu;
-        if (!one_segment) {
-          const bool valid = query < t.query_length;
-          match_segment(
-              valid ? p.query_segments[static_cast<int64>(t.batch) * p.query_len + query] : 0, ids,
-              words);
-        }
-#pragma unroll
-        for (int w = 0; w < kIdWords; ++w) {
-          words[w] &= ptx::low_bits(columns.end - 32 * w);
-          if constexpr (kWindowLeft) words[w] &= ~ptx::low_bits(columns.begin - 32 * w);
-          words[w] >>= lane_column;
-        }
-#pragma unroll
-        for (int i = 0; i < kCount; i += 4) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int column = 2 * i + j;
-            float& score = scores[i + 2 * row + j];
-            score = words[column / 32] >> column % 32 & 1 ? score : kNegativeInfinity;
-          }
-        }
-      } else {
-        columns.begin -= lane_column;
-        columns.end -= lane_column;
-#pragma unroll
-        for (int half = 0; half < kCount; half += kTileKV / 4) {
-          const bool whole = columns.begin <= 2 * half && columns.end > 2 * half + kTileKV / 2 - 7;
-          if (!kInFlight && whole) continue;
-#pragma unroll
-          for (int i = half; i < half + kTileKV / 4; i += 4) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              const int column = 2 * i + j;
-              float& score = scores[i + 2 * row + j];
-              bool visible = column < columns.end;
-              if constexpr (kWindowLeft) visible = visible && column >= columns.begin;
-              score = visible ? score : kNegativeInfinity;
-            }
-          }
-        }
-      }
-    }
-  }
-  // Bit c of word w: key 32 * w + c has the segment `mine` of this lane's row. A round for each
-  // segment that the warp's rows have, most often one or two.
-  __device__ __forceinline__ void match_segment(int mine, const int (&ids)[kIdWords],
-                                                uint32 (&words)[kIdWords]) const {
-    uint32 left = 0xffffffffu;
-    while (left != 0) {
-      const int id = __shfl_sync(0xffffffffu, mine, __ffs(left) - 1);
-      left &= ~__ballot_sync(0xffffffffu, mine == id);
-#pragma unroll
-      for (int w = 0; w < kIdWords; ++w) {
-        const uint32 same = __ballot_sync(0xffffffffu, ids[w] == id);
-        if (mine == id) words[w] = same;
-      }
-    }
-  }
-  __device__ __forceinline__ void apply_score_function(Scores& scores) const {
-    if constexpr (kSoftcap) {
-      apply_softcap(scores, p.scale, p.softcap);
-    } else if constexpr (kPreScale) {
-      apply_scale(scores, p.scale);
-    }
+    const auto query_of = [&](int row) { return packed_row(t, row) / kPackedHeads; };
+    hide_scores<kCount, !kInFlight>(p, t.batch, seen(t), query_of, block * kBlockKV, one_segment,
+                                    scores);
   }
   // Does the block need no test of its elements?
   __device__ __forceinline__ bool is_full() const {
     // There is no register left to hold the range with segments at wide heads, or if kDrains.
-    const Range untested = kHasSegments || kDrains ? tile().full : full;
+    const Range untested = kHasSegments || kDrains ? unit().full : full;
     return block < untested.end && (!kBoundedBegin || block >= untested.begin);
   }
   // Are the columns of the second half hidden from all rows of the warp?
   __device__ __forceinline__ bool sees_first_half_only() const {
-    const TileInfo& t = tile();
+    const UnitInfo& t = unit();
     const int last_query = packed_row(t, 1) / kPackedHeads;
-    const Range columns =
-        row_columns<kWindowLeft, kWindowRight>(seen(t), last_query, block * kTileKV);
-    return __all_sync(0xffffffffu, columns.end <= kTileKV / 2);
+    const Range columns = row_columns(seen(t), last_query, block * kBlockKV);
+    return __all_sync(0xffffffffu, columns.end <= kBlockKV / 2);
   }
-  // Weights of the tile's first block. Of a diagonal one, half of the warps see half.
+  // Weights of the unit's first block. Of a diagonal one, half of the warps see half.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
-    apply_score_function(scores);
+    score_function<kPreScale>(p, scores);
     if (!is_full() && sees_first_half_only()) {
-      mask_scores<kTileKV / 4, false>(scores);
-      softmax.start<kTileKV / 4>(scores, scale_log2(), kHeadroom);
+      mask_scores<kBlockKV / 4, false>(scores);
+      softmax.start<kBlockKV / 4>(scores, p.scale_log2);
     } else {
-      if (!is_full()) mask_scores<kTileKV / 2, false>(scores);
-      softmax.start<kTileKV / 2>(scores, scale_log2(), kHeadroom);
+      if (!is_full()) mask_scores<kBlockKV / 2, false>(scores);
+      softmax.start<kBlockKV / 2>(scores, p.scale_log2);
     }
-    searches = !softmax.is_started() || tile().number < 0;
+    searches = !softmax.is_started() || is_again(unit().number);
   }
   // Weights of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
-    apply_score_function(scores);
-    if (!is_full()) mask_scores<kTileKV / 2, true>(scores);
-    const bool rescale =
-        softmax.extend(scores, scale_log2(), kHeadroom, kSumLimit, searches, correction);
-    if (searches) searches = !softmax.is_started() || tile().number < 0;
+    score_function<kPreScale>(p, scores);
+    if (!is_full()) mask_scores<kBlockKV / 2, true>(scores);
+    const bool rescale = softmax.extend(scores, p.scale_log2, searches, correction);
+    if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;
   }
   __device__ __forceinline__ void pack_weights(const Scores& scores) {
 #pragma unroll
-    for (int i = 0; i < kTileKV / 4; ++i) {
-      weights[i] = ptx::pack<Element>(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < kBlockKV / 4; ++i) {
+      weights[i] = Element::pack(scores[2 * i], scores[2 * i + 1]);
     }
   }
   __device__ __forceinline__ void clear_output() {
@@ -289,23 +205,23 @@ struct Warpgroup {
   }
   __device__ __forceinline__ void rescale_output() {
 #pragma unroll
-    for (int i = 0; i < kValueColumns / 2; ++i) output[i] *= correction[i / 2 % 2];
+    for (int i = 0; i < kValueColumns / 2; ++i) output[i] *= correction[fragment::row(i)];
   }
   // V rows past the length may hold NaN, and 0 * NaN is NaN: zero them where they were loaded. (NaN
   // among other masked values shows in the result, and repeat_rows takes it out again.)
   __device__ __forceinline__ void sanitise_value(int value_block) {
     if constexpr (kHasKeyValueLengths) {
-      const int valid = tile().kv_length - value_block * kTileKV;
-      if (valid >= kTileKV) return;
+      const int valid = unit().kv_length - value_block * kBlockKV;
+      if (valid >= kBlockKV) return;
       const uint32 base = ptx::shared_address(shared.value[value_ring.stage()]);
-      const int pieces = (kTileKV - valid) * (kBoxRowBytes / 16);
+      const int pieces = (kBlockKV - valid) * (kBoxRowBytes / 16);
       for (int i = threadIdx.x % 128; i < pieces * kValueBoxes; i += 128) {
         const int box = i / pieces;
         ptx::store_shared_x4(
-            base + (box * kTileKV + valid) * kBoxRowBytes + (i - box * pieces) * 16, 0, 0, 0, 0);
+            base + (box * kBlockKV + valid) * kBoxRowBytes + (i - box * pieces) * 16, 0, 0, 0, 0);
       }
       ptx::fence_async_proxy();
-      ptx::named_barrier_sync(kGroupBarrier + group, 128);
+      ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
     }
   }
 };

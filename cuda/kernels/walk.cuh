@@ -1,36 +1,17 @@
-// The mask as two questions: which key blocks does a tile of queries need, which elements are seen.
+// Walks: which blocks of queries and keys meet, which of them need a test of their elements, and in
+// what order CTAs take units of work.
 //
-// Key j is visible to query t iff -left <= j - (t + offset) <= right and j < kv_length (and the
-// segment ids agree); offset = 0 (top-left) or kv_length - query_length (bottom-right). A block is
-// skipped, full, or partial, and only partial blocks pay an element test.
+// A block is skipped, full, or partial, and only partial blocks pay the tests of terms.cuh.
+// Segments narrow what window and lengths leave. Blocks come from here alone, for those who load
+// them as for those who compute.
 #pragma once
 
-// Window and lengths of one batch row.
-struct Visibility {
-  int offset;        // key aligned with query 0
-  int left, right;   // window, read only where bounded
-  int query_length;  // rows from here on see nothing
-  int kv_length;     // keys from here on are seen by nobody
-};
+#include "numbers.cuh"
+#include "terms.cuh"
 
-// Of either pass's parameters, by the constants of the generated header.
-template <class Params>
-__device__ __forceinline__ Visibility visibility(const Params& p, int batch) {
-  Visibility v{0, p.window_left, p.window_right, p.query_len, p.kv_len};
-  if constexpr (kHasQueryLengths) v.query_length = min(p.query_len, p.query_lengths[batch]);
-  if constexpr (kHasKeyValueLengths) v.kv_length = min(p.kv_len, p.key_value_lengths[batch]);
-  if constexpr (kBottomRight) v.offset = v.kv_length - v.query_length;
-  return v;
-}
-
-// Half-open range of keys or key blocks.
-struct Range {
-  int begin, end;
-  __device__ __forceinline__ bool empty() const { return begin >= end; }
-};
+// ---- blocks of keys, from the side of the queries -----------------------------------------------
 
 // Keys that any of the queries first..last sees.
-template <bool kWindowLeft, bool kWindowRight>
 __device__ __forceinline__ Range visible_keys(const Visibility& v, int first, int last) {
   last = min(last, v.query_length - 1);
   Range keys{0, v.kv_length};
@@ -40,36 +21,25 @@ __device__ __forceinline__ Range visible_keys(const Visibility& v, int first, in
   return keys;
 }
 
-// Blocks of kTileKV keys that hold any of `keys`; none: {0, 0}.
-template <int kTileKV>
+// Blocks of kBlock keys that hold any of `keys`; none: {0, 0}.
+template <int kBlock>
 __device__ __forceinline__ Range blocks_of(const Range& keys) {
   if (keys.empty()) return {0, 0};
-  return {keys.begin / kTileKV, (keys.end + kTileKV - 1) / kTileKV};
+  return {keys.begin / kBlock, (keys.end + kBlock - 1) / kBlock};
 }
 
 // Blocks of which every one of the queries first..last sees every key (segments aside).
-template <int kTileKV, bool kWindowLeft, bool kWindowRight>
+template <int kBlock>
 __device__ __forceinline__ Range full_blocks(const Visibility& v, int first, int last) {
   Range keys{0, v.kv_length};
   if constexpr (kWindowLeft) keys.begin = max(0, last + v.offset - v.left);
   if constexpr (kWindowRight) keys.end = min(keys.end, first + v.offset + v.right + 1);
-  return {(keys.begin + kTileKV - 1) / kTileKV, max(keys.end, 0) / kTileKV};
+  return {(keys.begin + kBlock - 1) / kBlock, max(keys.end, 0) / kBlock};
 }
 
-// Keys of one row, relative to `first_key`: element column c is visible iff begin <= c < end.
-template <bool kWindowLeft, bool kWindowRight>
-__device__ __forceinline__ Range row_columns(const Visibility& v, int query, int first_key) {
-  Range columns{-0x40000000, v.kv_length - first_key};
-  const int aligned = query + v.offset - first_key;
-  if constexpr (kWindowLeft) columns.begin = aligned - v.left;
-  if constexpr (kWindowRight) columns.end = min(columns.end, aligned + v.right + 1);
-  return columns;
-}
-
-// The same questions from the side of the keys, for the backward pass.
+// ---- blocks of queries, from the side of the keys -----------------------------------------------
 
 // Queries that see any of the keys first..last.
-template <bool kWindowLeft, bool kWindowRight>
 __device__ __forceinline__ Range visible_queries(const Visibility& v, int first, int last) {
   last = min(last, v.kv_length - 1);
   Range queries{0, v.query_length};
@@ -81,7 +51,6 @@ __device__ __forceinline__ Range visible_queries(const Visibility& v, int first,
 
 // Does every one of the queries first_query..last_query see every one of the keys
 // first_key..last_key (segments aside)? The length of the queries is the caller's.
-template <bool kWindowLeft, bool kWindowRight>
 __device__ __forceinline__ bool all_visible(const Visibility& v, int first_key, int last_key,
                                             int first_query, int last_query) {
   bool full = last_key < v.kv_length;
@@ -92,7 +61,6 @@ __device__ __forceinline__ bool all_visible(const Visibility& v, int first_key, 
 
 // First queries of the blocks of `count` queries of which every one sees every one of the keys
 // first_key..last_key (segments aside). The length of the queries is the caller's.
-template <bool kWindowLeft, bool kWindowRight>
 __device__ __forceinline__ Range full_block_starts(const Visibility& v, int first_key, int last_key,
                                                    int count) {
   Range starts{-0x40000000, 0x40000000};
@@ -100,17 +68,6 @@ __device__ __forceinline__ Range full_block_starts(const Visibility& v, int firs
   if constexpr (kWindowRight) starts.begin = last_key - v.offset - v.right;
   if (last_key >= v.kv_length) starts.end = starts.begin;
   return starts;
-}
-
-// Queries of one key, relative to `first_query`: element column c sees it iff begin <= c < end.
-template <bool kWindowLeft, bool kWindowRight>
-__device__ __forceinline__ Range key_columns(const Visibility& v, int key, int first_query) {
-  Range columns{-0x40000000, 0x40000000};
-  const int aligned = key - v.offset - first_query;
-  if constexpr (kWindowLeft) columns.end = aligned + v.left + 1;
-  if constexpr (kWindowRight) columns.begin = aligned - v.right;
-  if (key >= v.kv_length) columns.end = columns.begin;
-  return columns;
 }
 
 // ---- segments -----------------------------------------------------------------------------------
@@ -134,3 +91,28 @@ struct SegmentRange {
     return low == high && other.x == low && other.y == low;
   }
 };
+
+// The range of ids[begin, end), by one warp.
+__device__ __forceinline__ SegmentRange segment_range(const int* ids, int begin, int end) {
+  SegmentRange range;
+  for (int i = begin + static_cast<int>(threadIdx.x) % 32; i < end; i += 32) range.include(ids[i]);
+  range.reduce_warp();
+  return range;
+}
+
+// ---- units of work ------------------------------------------------------------------------------
+
+// A block of one head, of all heads of the batch.
+struct HeadBlock {
+  int block, head;
+};
+
+// Number `index` of blocks * heads, counted so that CTAs at work at the same time share what they
+// load in L2: `l2_heads` heads are walked block by block, all of them at each.
+__device__ __forceinline__ HeadBlock head_block(int index, int blocks, int heads, int l2_heads) {
+  const int set = index / (blocks * l2_heads);
+  const int within = index - set * blocks * l2_heads;
+  const int set_heads = min(l2_heads, heads - set * l2_heads);
+  const int block = within / set_heads;
+  return {block, set * l2_heads + within - block * set_heads};
+}

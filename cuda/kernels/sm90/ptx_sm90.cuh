@@ -1,61 +1,12 @@
-// The PTX of sm_90a as functions: wgmma, TMA, mbarriers, named barriers, conversions.
+// The PTX of sm_90a beyond ptx.cuh: registers per role, mbarriers, TMA, wgmma, stmatrix, red.v4.
 //
-// Owns every `asm` of the Hopper kernels and no algorithm. Compiled by NVRTC alone: no CUDA or C++
-// header is included. Shared-memory addresses are 32-bit (`shared_address`). Read tile.cuh next.
+// With ptx.cuh it owns every `asm` of the Hopper kernels, and no algorithm. Read tile.cuh next.
 #pragma once
 
+#include "element.cuh"
+#include "ptx.cuh"
+
 namespace ptx {
-
-using uint16 = unsigned short;
-using uint32 = unsigned int;
-using uint64 = unsigned long long;
-using int64 = long long;
-
-// Element types of the tensor-core operands; accumulators are float.
-struct BFloat16 {
-  uint16 bits;
-};
-struct Float16 {
-  uint16 bits;
-};
-template <class A, class B>
-inline constexpr bool kSame = false;
-template <class A>
-inline constexpr bool kSame<A, A> = true;
-
-// ---- addresses, lanes ---------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32 shared_address(const void* pointer) {
-  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
-}
-
-// The first lane's value, which the compiler then knows to be the same in all lanes: branches on
-// values it takes for divergent make ptxas serialise the wgmma inside (C7518).
-template <class Value>
-__device__ __forceinline__ Value uniform(Value value) {
-  return __shfl_sync(0xffffffffu, value, 0);
-}
-__device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(threadIdx.x) / 32); }
-
-// This thread's lane, read from the special register at each use.
-__device__ __forceinline__ int fresh_lane() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-
-// The value as one that the compiler knows nothing of, anew at each use.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
-// The value kept apart from a constant that is added to it, which stays an immediate of the
-// instruction that uses the sum. Unlike an opaque one it may serve several uses.
-__device__ __forceinline__ uint32 unfolded(uint32 value) {
-  asm("" : "+r"(value));
-  return value;
-}
 
 // ---- registers per thread -----------------------------------------------------------------------
 // Each role is one branch of a single if/else, and the kernel has __launch_bounds__(threads, 1):
@@ -107,15 +58,6 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
       : "memory");
 }
 
-// ---- named barriers (ids 1..15; 0 is __syncthreads), counts in threads --------------------------
-
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ---- proxies ------------------------------------------------------------------------------------
 
 // Orders this thread's ordinary shared-memory accesses before later wgmma and TMA reads of them.
@@ -153,30 +95,6 @@ __device__ __forceinline__ void tma_store(const void* map, uint32 source, int co
       " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
       "r"(source), "r"(column), "r"(head), "r"(row), "r"(batch)
       : "memory");
-}
-
-// ---- copies by ordinary threads -----------------------------------------------------------------
-
-// Copies kBytes (4, 8 or 16) to shared memory, or zeroes them. An ordinary write: wgmma sees it
-// after copy_async_wait and fence_async_proxy.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32 destination, uint64 source, bool copies) {
-  asm volatile(
-      "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %3, 0;\n"
-      "cp.async.ca.shared.global [%0], [%1], %2, ignored;\n}\n" ::"r"(destination),
-      "l"(source), "n"(kBytes), "r"(static_cast<uint32>(copies))
-      : "memory");
-}
-// Copies the first `size` of kBytes and zeroes the others.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32 destination, uint64 source, int size) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(destination), "l"(source),
-               "n"(kBytes), "r"(size)
-               : "memory");
-}
-// Waits for all of this thread's copies.
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // ---- bulk copies of contiguous bytes (16-byte aligned, a multiple of 16) ------------------------
@@ -218,17 +136,6 @@ __device__ __forceinline__ void wgmma_commit() {
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// Keeps the compiler from moving uses of these registers across this point.
-template <int kCount>
-__device__ __forceinline__ void pin(float (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
-}
-template <int kCount>
-__device__ __forceinline__ void pin(uint32 (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
 // Descriptor of an operand in 128-byte-swizzled shared memory (tiles at 1024-byte alignment).
@@ -367,141 +274,13 @@ __device__ __forceinline__ void store_matrix_x4(uint32 address, uint32 r0, uint3
                : "memory");
 }
 
-// ---- shared memory, plain -----------------------------------------------------------------------
-
-__device__ __forceinline__ void store_shared(uint32 address, uint32 value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-__device__ __forceinline__ void store_shared_x4(uint32 address, uint32 r0, uint32 r1, uint32 r2,
-                                                uint32 r3) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2),
-               "r"(r3)
-               : "memory");
-}
-__device__ __forceinline__ uint32 load_shared(uint32 address) {
-  uint32 value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ float2 load_shared_f2(uint32 address) {
-  float2 value;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(value.x), "=f"(value.y)
-               : "r"(address)
-               : "memory");
-  return value;
-}
-
-__device__ __forceinline__ float4 load_shared_f4(uint32 address) {
-  float4 value;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(address)
-               : "memory");
-  return value;
-}
-
-// ---- global memory shared with other CTAs
-// --------------------------------------------------------
+// ---- global memory shared with other CTAs -------------------------------------------------------
 
 // Adds four consecutive floats in L2 (16-byte aligned).
 __device__ __forceinline__ void reduce_add_x4(float* address, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
                "f"(b), "f"(c), "f"(d)
                : "memory");
-}
-__device__ __forceinline__ int load_acquire(const int* address) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-__device__ __forceinline__ void add_relaxed(int* address, int value) {
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-__device__ __forceinline__ void store_relaxed(int* address, int value) {
-  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
-// Brings a cache line into L1.
-__device__ __forceinline__ void prefetch(const void* address) {
-  int unused;
-  asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(address) : "memory");
-}
-
-// ---- arithmetic ---------------------------------------------------------------------------------
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// Two floats rounded to nearest into one register, `low` in the low half.
-template <class Element>
-__device__ __forceinline__ uint32 pack(float low, float high) {
-  uint32 packed;
-  if constexpr (kSame<Element, BFloat16>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
-
-// 2^exponent, -126 <= exponent <= 127.
-__device__ __forceinline__ float power_of_two(int exponent) {
-  return __int_as_float((127 + exponent) << 23);
-}
-// The lowest `count` bits: none for 0 and less, all for 32 and more.
-__device__ __forceinline__ uint32 low_bits(int count) {
-  uint32 bits;
-  asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(bits) : "r"(max(count, 0)));
-  return bits;
-}
-
-// One element as float.
-template <class Element>
-__device__ __forceinline__ float unpack(uint16 bits) {
-  if constexpr (kSame<Element, BFloat16>) {
-    return __uint_as_float(static_cast<uint32>(bits) << 16);
-  } else {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-  }
-}
-// The halves of a pair.
-template <class Element>
-__device__ __forceinline__ float unpack_low(uint32 pair) {
-  if constexpr (kSame<Element, BFloat16>) return __uint_as_float(pair << 16);
-  return unpack<Element>(static_cast<uint16>(pair));
-}
-template <class Element>
-__device__ __forceinline__ float unpack_high(uint32 pair) {
-  if constexpr (kSame<Element, BFloat16>) return __uint_as_float(pair & 0xffff0000u);
-  return unpack<Element>(static_cast<uint16>(pair >> 16));
-}
-// sum + pair * 0 on both halves: stays zero exactly as long as the pairs are finite.
-template <class Element>
-__device__ __forceinline__ uint32 accumulate_nonfinite(uint32 sum, uint32 pair) {
-  uint32 result;
-  if constexpr (kSame<Element, BFloat16>) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(0), "r"(sum));
-  } else {
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(0), "r"(sum));
-  }
-  return result;
 }
 
 }  // namespace ptx

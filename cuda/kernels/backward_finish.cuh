@@ -4,8 +4,8 @@
 // (backward_exact.cuh).
 #pragma once
 
-#include "sm90/backward_exact.cuh"
-#include "sm90/unaligned.cuh"
+#include "backward_exact.cuh"
+#include "fragment.cuh"
 
 namespace backward {
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
   const int head_index = index / kHeadBoxes / tiles;
   const int row0 = (index / kHeadBoxes - head_index * tiles) * 64;
   const int batch = head_index / p.query_heads, head = head_index - batch * p.query_heads;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32;
 
   const SumTile sum = sum_tile(p, batch, head, row0, box);
   float4 values[8];
@@ -46,22 +46,21 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
     finite = finite && is_finite((values[j].x * 0.f + values[j].y * 0.f) +
                                  (values[j].z * 0.f + values[j].w * 0.f));
   }
-  const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
+  const int row = fragment::first_row(threadIdx.x), column = fragment::first_column(threadIdx.x);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     uint32* low = reinterpret_cast<uint32*>(tile + row * kPitch + 8 * j + column);
-    uint32* high = reinterpret_cast<uint32*>(tile + (row + 8) * kPitch + 8 * j + column);
-    *low = pack<Element>(values[j].x * p.scale, values[j].y * p.scale);
-    *high = pack<Element>(values[j].z * p.scale, values[j].w * p.scale);
+    uint32* high =
+        reinterpret_cast<uint32*>(tile + (row + fragment::kRowStep) * kPitch + 8 * j + column);
+    *low = Element::pack(values[j].x * p.scale, values[j].y * p.scale);
+    *high = Element::pack(values[j].z * p.scale, values[j].w * p.scale);
   }
   const bool repair = __syncthreads_or(!finite);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int r = i * 16 + threadIdx.x / 8, c = threadIdx.x % 8 * 8;
     if (row0 + r < p.query_len && box * 64 + c < kHeadDim) {
-      const int64 at =
-          ((static_cast<int64>(batch) * p.query_len + row0 + r) * p.query_heads + head) * kHeadDim +
-          box * 64 + c;
+      const int64 at = query_row(p, batch, row0 + r, head) * kHeadDim + box * 64 + c;
       uint16* to = static_cast<uint16*>(p.dquery) + at;
       const uint4 piece = *reinterpret_cast<const uint4*>(tile + r * kPitch + c);
       if constexpr (kTmaLoads) {

@@ -7,8 +7,7 @@
 // Rows are padded to whole query blocks, so that the main kernel needs no test on queries.
 #pragma once
 
-#include "sm90/backward_exact.cuh"
-#include "sm90/unaligned.cuh"
+#include "backward_exact.cuh"
 
 namespace backward {
 
@@ -19,26 +18,18 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum += unpack_low<Element>(x[i]) * unpack_low<Element>(y[i]) +
-           unpack_high<Element>(x[i]) * unpack_high<Element>(y[i]);
+    sum += Element::unpack_low(x[i]) * Element::unpack_low(y[i]) +
+           Element::unpack_high(x[i]) * Element::unpack_high(y[i]);
   }
   return sum;
 }
 
-// The range of ids[begin, end), by one warp.
-__device__ __forceinline__ int2 segment_range(const int* ids, int begin, int end) {
-  SegmentRange range;
-  for (int i = begin + static_cast<int>(threadIdx.x) % 32; i < end; i += 32) range.include(ids[i]);
-  range.reduce_warp();
-  return {range.low, range.high};
-}
-
 // Does the query see any key? One thread finds out, slowly.
 __device__ __forceinline__ bool sees_any(const BackwardParams& p, int batch, int query) {
-  const Range keys = visible_keys<kWindowLeft, kWindowRight>(visibility(p, batch), query, query);
+  const Range keys = visible_keys(visibility(p, batch), query, query);
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end; ++key) {
-    if (same_segment(p, batch, query, key)) return true;
+    if (sees(p, batch, query, key)) return true;
   }
   return false;
 }
@@ -80,9 +71,7 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
       const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
       o[i] = d[i] = uint4{0, 0, 0, 0};
       if (row < queries && in_row) {
-        const int64 at =
-            ((static_cast<int64>(batch) * p.query_len + row) * p.query_heads + head) * kValueDim +
-            lane * 8;
+        const int64 at = query_row(p, batch, row, head) * kValueDim + lane * 8;
         const uint16* out = static_cast<const uint16*>(p.out_data) + at;
         const uint16* dout = static_cast<const uint16*>(p.dout_data) + at;
         if constexpr (kTmaLoads) {
@@ -123,22 +112,25 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
   if constexpr (kHasSegments) {
     const int warp = threadIdx.x / 32;
     if (head == 0 && row0 % kQueries == 0 && warp == 0) {
-      const int2 range = segment_range(p.query_segments + static_cast<int64>(batch) * p.query_len,
-                                       row0, min(row0 + kQueries, queries));
+      const SegmentRange range =
+          segment_range(p.query_segments + static_cast<int64>(batch) * p.query_len, row0,
+                        min(row0 + kQueries, queries));
       if (threadIdx.x == 0) {
-        reinterpret_cast<int2*>(p.query_segment_ranges)[batch * query_blocks(p) + row0 / kQueries] =
-            range;
+        reinterpret_cast<int2*>(
+            p.query_segment_ranges)[batch * query_blocks(p) + row0 / kQueries] = {range.low,
+                                                                                  range.high};
       }
     }
     if (head == 0 && row0 == 0) {
       const int keys = visibility(p, batch).kv_length;
       const int blocks = key_blocks(p);
       for (int block = warp; block < blocks; block += kPrepareThreads / 32) {
-        const int2 range =
+        const SegmentRange range =
             segment_range(p.key_value_segments + static_cast<int64>(batch) * p.kv_len,
                           block * kKeys, min(block * kKeys + kKeys, keys));
         if (threadIdx.x % 32 == 0) {
-          reinterpret_cast<int2*>(p.key_segment_ranges)[batch * blocks + block] = range;
+          reinterpret_cast<int2*>(p.key_segment_ranges)[batch * blocks + block] = {range.low,
+                                                                                   range.high};
         }
       }
     }

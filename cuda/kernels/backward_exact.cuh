@@ -6,41 +6,24 @@
 // delta is not finite either.
 #pragma once
 
-#include "sm90/backward_common.cuh"
+#include "backward_common.cuh"
 
 namespace backward {
 
-__device__ __forceinline__ float element(const void* array, int64 index) {
-  return unpack<Element>(static_cast<const uint16*>(array)[index]);
-}
-__device__ __forceinline__ void set_element(void* array, int64 index, float value) {
-  static_cast<uint16*>(array)[index] = static_cast<uint16>(pack<Element>(value, 0.f));
-}
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < kInfinity; }
 __device__ __forceinline__ bool row_is_finite(const void* array, int64 at, int count) {
   bool finite = true;
   for (int c = threadIdx.x % 32; c < count; c += 32) {
-    finite = finite && is_finite(element(array, at + c));
+    finite = finite && is_finite(load_element(array, at + c));
   }
   return __all_sync(0xffffffffu, finite);
 }
 
-// Index of the first element of a row of an array [B, length, heads, dim].
-__device__ __forceinline__ int64 row_at(int batch, int row, int length, int head, int heads,
-                                        int dim) {
-  return ((static_cast<int64>(batch) * length + row) * heads + head) * dim;
-}
+// Of lse_log2 and minus_delta.
 __device__ __forceinline__ int64 padded_row(const BackwardParams& p, int batch, int head,
                                             int query) {
   return (static_cast<int64>(batch) * p.query_heads + head) * query_blocks(p) * kQueries + query;
 }
-__device__ __forceinline__ bool same_segment(const BackwardParams& p, int batch, int query,
-                                             int key) {
-  if constexpr (!kHasSegments) return true;
-  return p.query_segments[static_cast<int64>(batch) * p.query_len + query] ==
-         p.key_value_segments[static_cast<int64>(batch) * p.kv_len + key];
-}
-
 // One element of P and of dS.
 struct Weights {
   float probability, gradient;
@@ -48,25 +31,22 @@ struct Weights {
 __device__ __forceinline__ Weights weights(const BackwardParams& p, int batch, int head, int query,
                                            int key, float lse, float minus_delta) {
   const int kv_head = head / group_size(p);
-  const int64 q = row_at(batch, query, p.query_len, head, p.query_heads, kHeadDim);
-  const int64 k = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kHeadDim);
-  const int64 dout = row_at(batch, query, p.query_len, head, p.query_heads, kValueDim);
-  const int64 v = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kValueDim);
-  float score[1] = {0.f}, slope = 1.f, dp = 0.f;
+  const int64 q = query_row(p, batch, query, head) * kHeadDim;
+  const int64 k = key_row(p, batch, key, kv_head) * kHeadDim;
+  const int64 dout = query_row(p, batch, query, head) * kValueDim;
+  const int64 v = key_row(p, batch, key, kv_head) * kValueDim;
+  float score[1] = {0.f}, dp = 0.f;
 #pragma unroll 1
   for (int c = 0; c < kHeadDim; ++c) {
-    score[0] = fmaf(element(p.query_data, q + c), element(p.key_data, k + c), score[0]);
+    score[0] = fmaf(load_element(p.query_data, q + c), load_element(p.key_data, k + c), score[0]);
   }
 #pragma unroll 1
   for (int c = 0; c < kValueDim; ++c) {
-    dp = fmaf(element(p.dout_data, dout + c), element(p.value_data, v + c), dp);
+    dp = fmaf(load_element(p.dout_data, dout + c), load_element(p.value_data, v + c), dp);
   }
-  if constexpr (kSoftcap) {
-    apply_tanh(score, p.softcap_inner);
-    slope = 1.f - score[0] * score[0];
-  }
+  score_function(p, score);
   const float probability = exp2_approx(fmaf(score[0], p.scale_log2, lse));
-  return {probability, probability * (dp + minus_delta) * slope};
+  return {probability, probability * (dp + minus_delta) * score_slope(score[0])};
 }
 
 // 64 columns of dq of one query.
@@ -76,30 +56,30 @@ __device__ __forceinline__ void exact_dq(const BackwardParams& p, int batch, int
   const int64 padded = padded_row(p, batch, head, query);
   const float lse = p.lse_log2[padded], minus_delta = p.minus_delta[padded];
   if (lse != lse || !is_finite(minus_delta)) return;
-  const Range keys = visible_keys<kWindowLeft, kWindowRight>(visibility(p, batch), query, query);
+  const Range keys = visible_keys(visibility(p, batch), query, query);
   float sums[2] = {0.f, 0.f};
 #pragma unroll 1
   for (int first = keys.begin; lse > kNegativeInfinity && first < keys.end; first += 32) {
     const int mine = first + lane;
-    const bool seen = mine < keys.end && same_segment(p, batch, query, mine);
+    const bool seen = mine < keys.end && sees(p, batch, query, mine);
     float gradient = 0.f;
     if (seen) gradient = weights(p, batch, head, query, mine, lse, minus_delta).gradient;
     for (uint32 left = __ballot_sync(0xffffffffu, seen); left != 0; left &= left - 1) {
       const int owner = __ffs(left) - 1;
       const float ds = __shfl_sync(0xffffffffu, gradient, owner);
-      const int64 k = row_at(batch, first + owner, p.kv_len, kv_head, p.kv_heads, kHeadDim);
+      const int64 k = key_row(p, batch, first + owner, kv_head) * kHeadDim;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int column = column0 + lane + 32 * i;
-        if (column < kHeadDim) sums[i] = fmaf(ds, element(p.key_data, k + column), sums[i]);
+        if (column < kHeadDim) sums[i] = fmaf(ds, load_element(p.key_data, k + column), sums[i]);
       }
     }
   }
-  const int64 at = row_at(batch, query, p.query_len, head, p.query_heads, kHeadDim);
+  const int64 at = query_row(p, batch, query, head) * kHeadDim;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int column = column0 + lane + 32 * i;
-    if (column < kHeadDim) set_element(p.dquery, at + column, sums[i] * p.scale);
+    if (column < kHeadDim) store_element(p.dquery, at + column, sums[i] * p.scale);
   }
 }
 
@@ -108,7 +88,7 @@ __device__ __forceinline__ void exact_dkdv(const BackwardParams& p, int batch, i
                                            int key) {
   constexpr int kSumsK = ceil_div(kHeadDim, 32), kSumsV = ceil_div(kValueDim, 32);
   const int lane = threadIdx.x % 32;
-  const Range queries = visible_queries<kWindowLeft, kWindowRight>(visibility(p, batch), key, key);
+  const Range queries = visible_queries(visibility(p, batch), key, key);
   float dk[kSumsK], dv[kSumsV];
 #pragma unroll
   for (float& x : dk) x = 0.f;
@@ -120,7 +100,7 @@ __device__ __forceinline__ void exact_dkdv(const BackwardParams& p, int batch, i
 #pragma unroll 1
     for (int first = queries.begin; first < queries.end; first += 32) {
       const int mine = first + lane;
-      bool seen = mine < queries.end && same_segment(p, batch, mine, key);
+      bool seen = mine < queries.end && sees(p, batch, mine, key);
       float lse = 0.f, minus_delta = 0.f;
       if (seen) {
         lse = p.lse_log2[padded_row(p, batch, head, mine)];
@@ -135,32 +115,33 @@ __device__ __forceinline__ void exact_dkdv(const BackwardParams& p, int batch, i
         const float probability = __shfl_sync(0xffffffffu, w.probability, owner);
         const float gradient = __shfl_sync(0xffffffffu, w.gradient, owner);
         const int query = first + owner;
-        const int64 q = row_at(batch, query, p.query_len, head, p.query_heads, kHeadDim);
-        const int64 dout = row_at(batch, query, p.query_len, head, p.query_heads, kValueDim);
+        const int64 q = query_row(p, batch, query, head) * kHeadDim;
+        const int64 dout = query_row(p, batch, query, head) * kValueDim;
 #pragma unroll
         for (int c = 0; c < kSumsK; ++c) {
           const int column = lane + 32 * c;
-          if (column < kHeadDim) dk[c] = fmaf(gradient, element(p.query_data, q + column), dk[c]);
+          if (column < kHeadDim)
+            dk[c] = fmaf(gradient, load_element(p.query_data, q + column), dk[c]);
         }
 #pragma unroll
         for (int c = 0; c < kSumsV; ++c) {
           const int column = lane + 32 * c;
           if (column < kValueDim) {
-            dv[c] = fmaf(probability, element(p.dout_data, dout + column), dv[c]);
+            dv[c] = fmaf(probability, load_element(p.dout_data, dout + column), dv[c]);
           }
         }
       }
     }
   }
-  const int64 at_k = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kHeadDim);
-  const int64 at_v = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kValueDim);
+  const int64 at_k = key_row(p, batch, key, kv_head) * kHeadDim;
+  const int64 at_v = key_row(p, batch, key, kv_head) * kValueDim;
 #pragma unroll
   for (int c = 0; c < kSumsK; ++c) {
-    if (lane + 32 * c < kHeadDim) set_element(p.dkey_data, at_k + lane + 32 * c, dk[c] * p.scale);
+    if (lane + 32 * c < kHeadDim) store_element(p.dkey_data, at_k + lane + 32 * c, dk[c] * p.scale);
   }
 #pragma unroll
   for (int c = 0; c < kSumsV; ++c) {
-    if (lane + 32 * c < kValueDim) set_element(p.dvalue_data, at_v + lane + 32 * c, dv[c]);
+    if (lane + 32 * c < kValueDim) store_element(p.dvalue_data, at_v + lane + 32 * c, dv[c]);
   }
 }
 
@@ -216,8 +197,8 @@ __device__ __forceinline__ void exact_marked(const BackwardParams& p, Range mark
     const int batch = head / p.kv_heads, kv_head = head - batch * p.kv_heads;
 #pragma unroll 1
     for (int key = key0 + warp; key < min(key0 + kMarkedRows, p.kv_len); key += warps) {
-      const int64 k = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kHeadDim);
-      const int64 v = row_at(batch, key, p.kv_len, kv_head, p.kv_heads, kValueDim);
+      const int64 k = key_row(p, batch, key, kv_head) * kHeadDim;
+      const int64 v = key_row(p, batch, key, kv_head) * kValueDim;
       if (!row_is_finite(p.dkey_data, k, kHeadDim) || !row_is_finite(p.dvalue_data, v, kValueDim)) {
         exact_dkdv(p, batch, kv_head, key);
       }

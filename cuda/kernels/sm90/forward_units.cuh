@@ -1,4 +1,4 @@
-// The consumers of the forward kernel: the walk over tiles and their blocks, and the results.
+// The consumers of the forward kernel: the walk over units and their blocks, and the results.
 #pragma once
 
 #include "sm90/forward_warpgroup.cuh"
@@ -7,11 +7,10 @@ namespace forward {
 
 struct Consumer : Warpgroup {
   // -- results --
-  // Stores the tile. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
+  // Stores the unit. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
   // for each. A NaN lse is right, and the row with it: masked scores never reach the sum of the
   // weights.
-  __device__ __forceinline__ uint32 finish_tile(const TileInfo& t,
-                                                const SoftmaxState& softmax) const {
+  __device__ __forceinline__ uint32 finish_unit(const UnitInfo& t, const Softmax& softmax) const {
     uint32 nonfinite = 0;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -23,16 +22,16 @@ struct Consumer : Warpgroup {
         sink = p.sinks[t.batch * p.sinks_batch_stride + head] * kLog2E;
       }
       float lse;
-      const float factor = softmax.finish<kHasSinks>(row, sink, kHeadroom, lse);
+      const float factor = softmax.finish<kHasSinks>(row, sink, lse);
       bool empty = lse == kNegativeInfinity;
       if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
 
       constexpr int kPieces = round_up(kValueColumns, 32) / 8;
       uint32 pieces[kPieces];
-      gather_row<Element>(output, row, factor, pieces);
+      fragment::gather_row(output, row, factor, pieces);
       uint32 flaw = 0;
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) flaw = ptx::accumulate_nonfinite<Element>(flaw, pieces[i]);
+      for (int i = 0; i < kPieces; ++i) flaw = Element::accumulate_nonfinite(flaw, pieces[i]);
       const bool stored = query < p.query_len;
       const bool flawed = flaw != 0 || lse == kInfinity;
       uint32 lanes = __ballot_sync(0xffffffffu, flawed && stored && !empty && lse == lse);
@@ -40,7 +39,7 @@ struct Consumer : Warpgroup {
       lanes |= lanes >> 2;
       nonfinite |= (lanes & 0x11111111u) << row;
       if (!stored) continue;
-      uint16* out = static_cast<uint16*>(p.out) + out_index(t, query, head);
+      uint16* out = out_of(t, query, head);
       const int c = lane() % 4;
 #pragma unroll
       for (int g = 0; g < kPieces / 4; ++g) {
@@ -52,50 +51,43 @@ struct Consumer : Warpgroup {
                                                     pieces[4 * g + 2], pieces[4 * g + 3]));
         }
       }
-      if (c == 0) p.lse[lse_index(t, query, head)] = empty ? empty_lse(t, head) : lse;
+      if (c == 0) p.lse[lse_row(p, t.batch, query, head)] = empty ? empty_lse(t, head) : lse;
     }
     return nonfinite;
   }
   // Of a row that sees nothing.
-  __device__ __forceinline__ float empty_lse(const TileInfo& t, int head) const {
+  __device__ __forceinline__ float empty_lse(const UnitInfo& t, int head) const {
     if constexpr (kHasSinks) return p.sinks[t.batch * p.sinks_batch_stride + head];
     return kNegativeInfinity;
   }
-  __device__ __forceinline__ int64 out_index(const TileInfo& t, int query, int head) const {
-    const int64 row = static_cast<int64>(t.batch) * p.query_len + query;
-    return (row * p.query_heads + static_cast<uint32>(head)) * kValueDim;
-  }
-  __device__ __forceinline__ int64 lse_index(const TileInfo& t, int query, int head) const {
-    return (static_cast<int64>(t.batch) * p.query_heads + head) * p.query_len + query;
+  // The first element of a row of the result.
+  __device__ __forceinline__ uint16* out_of(const UnitInfo& t, int query, int head) const {
+    return static_cast<uint16*>(p.out) + query_row(p, t.batch, query, head) * kValueDim;
   }
   // A row as repeat_rows sees it; bit = 4 * quad + row of the warp's fragment.
   struct Row {
-    int head;
-    int64 query_row, first_key;
+    int query, head;
+    int64 first_key;  // row of its head's first key
     Range keys;
     int64 lse;
     uint16* result;
   };
-  __device__ __forceinline__ Row row_of(const TileInfo& t, int bit) const {
+  __device__ __forceinline__ Row row_of(const UnitInfo& t, int bit) const {
     const int warp = ptx::opaque(threadIdx.x) % 128 / 32;
-    const int packed = t.first_row + group * kGroupRows + 16 * warp + bit / 4 + 8 * (bit % 4);
+    const int packed = t.first_row + warpgroup * kWarpgroupRows + 16 * warp + bit / 4 +
+                       fragment::kRowStep * (bit % 4);
     const int query = packed / kPackedHeads;
     const int head = t.head * kPackedHeads + packed % kPackedHeads;
-    const int kv_head = head / (p.query_heads / p.kv_heads);
-    Range keys = row_columns<kWindowLeft, kWindowRight>(seen(t), query, 0);
-    keys.begin = max(keys.begin, t.own.begin * kTileKV);
-    keys.end = min(keys.end, t.own.end * kTileKV);
-    return {head,
-            static_cast<int64>(t.batch) * p.query_len + query,
-            static_cast<int64>(t.batch) * p.kv_len * p.kv_heads + kv_head,
-            keys,
-            lse_index(t, query, head),
-            static_cast<uint16*>(p.out) + out_index(t, query, head)};
+    Range keys = row_columns(seen(t), query, 0);
+    keys.begin = max(keys.begin, t.own.begin * kBlockKV);
+    keys.end = min(keys.end, t.own.end * kBlockKV);
+    const int64 first_key = key_row(p, t.batch, 0, kv_head_of(p, head));
+    return {query, head, first_key, keys, lse_row(p, t.batch, query, head), out_of(t, query, head)};
   }
-  // Asks for another walk of the tile if one of these rows overflowed in the first. False: not
+  // Asks for another walk of the unit if one of these rows overflowed in the first. False: not
   // needed, or there is no slot.
-  __device__ __forceinline__ bool repeat_tile(const TileInfo& t, uint32 rows) const {
-    if (!kRepeats || t.number < 0) return false;
+  __device__ __forceinline__ bool repeat_unit(const UnitInfo& t, uint32 rows) const {
+    if (!kRepeats || is_again(t.number)) return false;
     const bool mine = rows >> fresh_lane() & 1;
     if (!__any_sync(0xffffffffu, mine && p.lse[row_of(t, fresh_lane()).lse] == kInfinity)) {
       return false;
@@ -103,32 +95,28 @@ struct Consumer : Warpgroup {
     int taken = 0;
     if (fresh_lane() == 0) {
       for (int slot = 0; slot < kRepeatSlots && taken == 0; ++slot) {
-        const int before = atomicCAS(&shared.repeats[slot], 0, ~t.number);
-        taken = before == 0 || before == ~t.number;  // another warp may have asked
+        const int before = atomicCAS(&shared.repeats[slot], 0, again(t.number));
+        taken = before == 0 || before == again(t.number);  // another warp may have asked
       }
     }
     return ptx::uniform(taken) != 0;
   }
-  // Computes these rows (as from finish_tile) again where they are wrong, see exact_row.cuh.
-  __device__ __forceinline__ void repeat_rows(const TileInfo& t, uint32 rows) const {
+  // Computes these rows (as from finish_unit) again where they are wrong, see forward_exact.cuh.
+  __device__ __forceinline__ void repeat_rows(const UnitInfo& t, uint32 rows) const {
     __syncwarp();  // the first results are stored before these
-    if (repeat_tile(t, rows)) return;
+    if (repeat_unit(t, rows)) return;
     constexpr int kColumns = ceil_div(kValueDim, 32);
-    const int64 value_stride = static_cast<int64>(p.kv_heads) * kValueDim;
-    const int* key_ids = p.key_value_segments + static_cast<int64>(t.batch) * p.kv_len;
+    const int batch = t.batch;
     const auto load_result = [&](const Row& row, float (&out)[kColumns]) {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const int column = fresh_lane() + 32 * c;
-        out[c] = column < kValueDim ? ptx::unpack<Element>(row.result[column]) : 0.0f;
+        out[c] = column < kValueDim ? Element::unpack(row.result[column]) : 0.0f;
       }
     };
     const auto explain = [&](const float (&result)[kColumns], const Row& row, Range keys,
                              float (&sum)[kColumns]) {
-      return explain_nan<Element, kValueDim>(
-          result, p.value_data, row.first_key * kValueDim, value_stride, keys,
-          [&](int key) { return !kHasSegments || p.query_segments[row.query_row] == key_ids[key]; },
-          sum);
+      return explain_nan(p, batch, row.query, {p, row.first_key}, keys, result, sum);
     };
     // First the keys that all of these rows see, for the first of them.
     const Row first = row_of(t, __ffs(rows) - 1);
@@ -138,9 +126,7 @@ struct Consumer : Warpgroup {
       const Row other = row_of(t, __ffs(left) - 1);
       common.begin = max(common.begin, other.keys.begin);
       common.end = min(common.end, other.keys.end);
-      if (kHasSegments && p.query_segments[other.query_row] != p.query_segments[first.query_row]) {
-        common.end = common.begin;
-      }
+      if (!see_alike(p, batch, first.query, other.query)) common.end = common.begin;
     }
     float common_sum[kColumns];  // of its values that are not finite
 #pragma unroll
@@ -165,21 +151,8 @@ struct Consumer : Warpgroup {
         if (!__any_sync(0xffffffffu, open) || explain(out, row, row.keys, explained)) continue;
       }
       float largest = 0.0f, sum = 0.0f;
-      exact_row<Element, kHeadDim, kValueDim>(
-          p.query_data, (row.query_row * p.query_heads + row.head) * kHeadDim, p.key_data,
-          row.first_key * kHeadDim, static_cast<int64>(p.kv_heads) * kHeadDim, p.value_data,
-          row.first_key * kValueDim, value_stride, row.keys,
-          [&](int key) { return !kHasSegments || p.query_segments[row.query_row] == key_ids[key]; },
-          [&](float dot) {
-            float score[1] = {dot};
-            if constexpr (kSoftcap) {
-              apply_softcap(score, p.scale, p.softcap);
-            } else {
-              apply_scale(score, p.scale);
-            }
-            return score[0];
-          },
-          out, largest, sum);
+      exact_row(p, batch, row.head, row.query, {p, row.first_key}, {p, row.first_key}, row.keys,
+                out, largest, sum);
       if constexpr (kHasSinks) {
         const float sink = p.sinks[t.batch * p.sinks_batch_stride + row.head] * kLog2E;
         __syncwarp();  // the last read of `t`, whose buffer lane 0 may give back soon
@@ -194,57 +167,57 @@ struct Consumer : Warpgroup {
       for (int c = 0; c < kColumns; ++c) {
         const int column = fresh_lane() + 32 * c;
         if (column < kValueDim) {
-          row.result[column] = static_cast<uint16>(ptx::pack<Element>(out[c] / sum, 0.0f));
+          row.result[column] = static_cast<uint16>(Element::pack(out[c] / sum, 0.0f));
         }
       }
       if (fresh_lane() == 0) {
         p.lse[row.lse] = (largest + ptx::log2_approx(sum)) * kLn2;
       }
     }
-    __syncwarp();  // a second walk of the tile may store over these
+    __syncwarp();  // a second walk of the unit may store over these
   }
   __device__ __forceinline__ void store_empty() {
-    const TileInfo& t = tile();
+    const UnitInfo& t = unit();
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int packed = packed_row(t, row);
       const int query = packed / kPackedHeads;
       if (query >= p.query_len) continue;
       const int head = t.head * kPackedHeads + packed % kPackedHeads;
-      uint16* out = static_cast<uint16*>(p.out) + out_index(t, query, head);
+      uint16* out = out_of(t, query, head);
       for (int column = 8 * (lane() % 4); column < kValueDim; column += 32) {
         store_piece<kValueDim>(out, column, make_uint4(0, 0, 0, 0));
       }
       if (lane() % 4 == 0) {
-        p.lse[lse_index(t, query, head)] = empty_lse(t, head);
+        p.lse[lse_row(p, t.batch, query, head)] = empty_lse(t, head);
       }
     }
   }
 
-  // -- tiles --
-  // Reads the tile whose Q has arrived. False: there is none.
-  __device__ __forceinline__ bool read_tile() {
-    ++tiles;
-    const TileInfo& t = tile();
-    if (ptx::uniform(t.batch) < 0) return false;
+  // -- units --
+  // Reads the unit whose Q has arrived. False: there is none.
+  __device__ __forceinline__ bool read_unit() {
+    ++units;
+    const UnitInfo& t = unit();
+    if (ptx::uniform(t.batch) == kNoUnit) return false;
     first = kBoundedBegin ? ptx::uniform(t.own.begin) : 0;
     full = {kBoundedBegin ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
     block = ptx::uniform(t.own.end) - 1;
     return true;
   }
-  // Of a tile that has just been read.
+  // Of a unit that has just been read.
   __device__ __forceinline__ bool sees_nothing() const { return block < first; }
   __device__ __forceinline__ bool starts_now() const {
     return !sees_nothing() && block + 1 == walked().end;
   }
-  // After the last tile: are there tiles to walk again? All consumers decide by the same slots,
+  // After the last unit: are there units to walk again? All consumers decide by the same slots,
   // when all have left their requests and before the producer takes from them.
   __device__ __forceinline__ bool repeats_remain() {
-    if (!kRepeats || ptx::uniform(tile().number) < 0) return false;
+    if (!kRepeats || is_again(ptx::uniform(unit().number))) return false;
     release(start + JF_OFFSET(asked));
     ptx::barrier_wait(start + JF_OFFSET(asked), 0);
     int mine;
-    const uint32 slots = shared.tiles_to_repeat(lane(), mine);
+    const uint32 slots = shared.units_to_repeat(lane(), mine);
     release(start + JF_OFFSET(finished));
     release_query();
     return slots != 0;
@@ -261,14 +234,14 @@ struct Consumer : Warpgroup {
       release_value();
     }
   }
-  // Takes tiles until one has a block for this warpgroup and starts its first scores; `next` tells
+  // Takes units until one has a block for this warpgroup and starts its first scores; `next` tells
   // of the first of them. False: the work is done.
-  enum Next { kUnread, kNone, kRead, kStarts };  // the tile after this one
-  __device__ __forceinline__ bool start_tile(Next next) {
+  enum Next { kUnread, kNone, kRead, kStarts };  // the unit after this one
+  __device__ __forceinline__ bool start_unit(Next next) {
     while (true) {
       if (next == kUnread) {
         wait_query();
-        next = read_tile() ? kRead : kNone;
+        next = read_unit() ? kRead : kNone;
       }
       if (next == kNone) {
         if (!repeats_remain()) return false;
@@ -289,22 +262,22 @@ struct Consumer : Warpgroup {
       store_empty();
     }
   }
-  // Blocks of the current tile that any of its warpgroups walks.
+  // Blocks of the current unit that any of its warpgroups walks.
   __device__ __forceinline__ Range walked() const {
-    return {ptx::uniform(tile().blocks.begin), ptx::uniform(tile().blocks.end)};
+    return {ptx::uniform(unit().blocks.begin), ptx::uniform(unit().blocks.end)};
   }
 
   __device__ __forceinline__ void run() {
     if constexpr (kPingPong) {
-      if (group == kConsumers - 1) pass_turn();
+      if (warpgroup == kConsumers - 1) pass_turn();
     }
 #pragma unroll
-    for (int i = 0; i < kTileKV / 2; ++i) scores[i] = 0.0f;
+    for (int i = 0; i < kBlockKV / 2; ++i) scores[i] = 0.0f;
     clear_output();
 
-    if (!start_tile(kUnread)) return;
+    if (!start_unit(kUnread)) return;
     while (true) {
-      // The tile's first block: nothing to rescale.
+      // The unit's first block: nothing to rescale.
       accept_scores();
       release_scores();
       start_softmax(scores);
@@ -341,17 +314,17 @@ struct Consumer : Warpgroup {
         pack_weights(scores);
       }
 
-      // The last block's output. If the next tile's Q and K are here, its first scores run beside
-      // this tile's epilogue. Two whole branches: wgmma in flight where they join would serialise.
+      // The last block's output. If the next unit's Q and K are here, its first scores run beside
+      // this unit's epilogue. Two whole branches: wgmma in flight where they join would serialise.
       wait_value();
       sanitise_value(block);
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
-      const TileInfo& finished = tile();
+      const UnitInfo& finished = unit();
       const bool ends = !kBoundedBegin || first == walked().begin;  // no blocks to skip
       Next next = kUnread;
       uint32 nonfinite;
       if (ends && query_and_key_are_ready()) {
-        next = !read_tile() ? kNone : starts_now() ? kStarts : kRead;
+        next = !read_unit() ? kNone : starts_now() ? kStarts : kRead;
       }
       if (next == kStarts) {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
@@ -359,14 +332,14 @@ struct Consumer : Warpgroup {
         ptx::wgmma_wait<1>();
         ptx::pin(output);
         release_value();
-        nonfinite = finish_tile(finished, softmax);
+        nonfinite = finish_unit(finished, softmax);
         ptx::wgmma_wait<0>();
       } else {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
         ptx::wgmma_wait<0>();
         ptx::pin(output);
         release_value();
-        nonfinite = finish_tile(finished, softmax);
+        nonfinite = finish_unit(finished, softmax);
       }
       if (nonfinite != 0) {
         repeat_rows(finished, nonfinite);
@@ -374,7 +347,7 @@ struct Consumer : Warpgroup {
       }
       if (next != kStarts) {
         if (kBoundedBegin && next == kUnread) skip_blocks(first - walked().begin);
-        if (!start_tile(next)) return;
+        if (!start_unit(next)) return;
       }
     }
   }

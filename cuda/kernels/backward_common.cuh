@@ -4,20 +4,21 @@
 // Read backward.cuh for the kernels and the constants of the generated header.
 #pragma once
 
-#include "sm90/ptx.cuh"
-// The shared headers speak through ptx::, whichever architecture's that is.
-#include "mask.cuh"
+#include "element.cuh"
+#include "numbers.cuh"
 #include "params.h"
-#include "score.cuh"
-#include "sm90/tile.cuh"
-#include "softmax.cuh"
+#include "ptx.cuh"
+#include "rows.cuh"
+#include "terms.cuh"
+#include "tile.cuh"
+#include "walk.cuh"
 
 namespace backward {
 
 using namespace ptx;
 
-inline constexpr int kQueries = kTileQ;
-inline constexpr int kKeys = kTileKV;
+inline constexpr int kQueries = kBlockQ;
+inline constexpr int kKeys = kBlockKV;
 inline constexpr int kHead = round_up(kHeadDim, 16);    // columns past kHeadDim read as zero
 inline constexpr int kValue = round_up(kValueDim, 16);  // likewise
 inline constexpr int kHeadBoxes = ceil_div(kHead, kBoxColumns);
@@ -131,19 +132,13 @@ inline constexpr int kDirection = kWindowRight ? -1 : 1;
 // Units in the order of work: heads in groups whose queries stay in L2; within a group the key
 // blocks, in ascending order (longest first when causal), its heads innermost.
 __device__ __forceinline__ Unit unit_at(const BackwardParams& p, int index) {
-  const int heads = p.batch * p.kv_heads;
-  const int group = index / (p.head_group * key_blocks(p));
-  const int within = index - group * p.head_group * key_blocks(p);
-  const int group_heads = min(p.head_group, heads - group * p.head_group);
-  const int block = within / group_heads;
-  const int head = group * p.head_group + within - block * group_heads;
+  const HeadBlock at = head_block(index, key_blocks(p), p.batch * p.kv_heads, p.l2_heads);
   Unit u;
-  u.batch = head / p.kv_heads;
-  u.kv_head = head - u.batch * p.kv_heads;
-  u.key0 = block * kKeys;
+  u.batch = at.head / p.kv_heads;
+  u.kv_head = at.head - u.batch * p.kv_heads;
+  u.key0 = at.block * kKeys;
   u.sight = visibility(p, u.batch);
-  u.blocks = blocks_of<kQueries>(
-      visible_queries<kWindowLeft, kWindowRight>(u.sight, u.key0, u.key0 + kKeys - 1));
+  u.blocks = blocks_of<kQueries>(visible_queries(u.sight, u.key0, u.key0 + kKeys - 1));
   return u;
 }
 

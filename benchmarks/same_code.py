@@ -1,0 +1,303 @@
+"""Compares the machine code of two versions of the CUDA kernels; needs NVRTC and no GPU.
+
+    python benchmarks/same_code.py main .                # two revisions or checkouts
+    python benchmarks/same_code.py main . --only "128"   # cells whose name matches
+
+Compiles the kernels of a list of problems from both, each with its own tiles, and prints for every
+entry point "identical", or how many instructions and opcodes changed, registers and spills. What is
+identical needs no timing; what is not, compare.py times. Disassembles with nvdisasm, from the PATH,
+a CUDA toolkit or the package nvidia-cuda-nvdisasm; without it programs are compared as PTX alone.
+"""
+
+import argparse
+import collections
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LENGTHS = ("query_lengths", "key_value_lengths")
+SEGMENTS = ("query_segments", "key_value_segments")
+CAUSAL = {"window": (None, 0)}
+# Changes of a plain bfloat16 problem, by head dims; the fields of Problem and Shapes.
+FEATURES: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
+    (64, 64): {
+        "full": {},
+        "causal": CAUSAL,
+        "segments": CAUSAL | {"terms": SEGMENTS},
+        "lengths": {"terms": LENGTHS},
+        "softcap": {"softcap": 30.0},
+        "deterministic": CAUSAL | {"deterministic": True},
+        "heads packed": {"q_len": 16, "kv_heads": 4},
+    },
+    (96, 96): {"causal": CAUSAL},
+    (128, 128): {
+        "full": {},
+        "causal": CAUSAL,
+        "window": {"window": (1024, 0)},
+        "segments": CAUSAL | {"terms": SEGMENTS},
+        "lengths": {"terms": LENGTHS},
+        "softcap": {"softcap": 30.0},
+        "sinks": {"terms": ("sinks",)},
+        "scale 0": {"scale": 0.0},
+        "float16 causal": CAUSAL | {"dtype": "float16"},
+        "deterministic": {"deterministic": True},
+        "deterministic segments": CAUSAL | {"deterministic": True, "terms": SEGMENTS},
+        "dlse": {"with_dlse": True},
+        "odd length": CAUSAL | {"q_len": 4095},
+    },
+    (192, 128): {"causal": CAUSAL},
+    (256, 256): {
+        "full": {},
+        "causal": CAUSAL,
+        "segments": CAUSAL | {"terms": SEGMENTS},
+        "deterministic": CAUSAL | {"deterministic": True},
+        "softcap": {"softcap": 30.0},
+    },
+    (100, 100): {"causal": CAUSAL, "segments": {"terms": (*LENGTHS, *SEGMENTS)}},
+    (127, 63): {
+        "everything": {
+            "window": (1024, 0),
+            "bottom_right": True,
+            "softcap": 30.0,
+            "terms": (*LENGTHS, *SEGMENTS, "sinks"),
+        },
+    },
+    (255, 255): {"causal": CAUSAL},
+}
+FORWARD_ALONE = ("sinks", "scale 0", "heads packed")
+BACKWARD_ALONE = ("deterministic", "deterministic segments", "dlse", "odd length")
+
+
+def main() -> None:
+    """Compares every cell and prints one table, or answers with the programs of one version."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("version", nargs="*", help="a git revision, or the folder of a checkout")
+    parser.add_argument("--only", default="", help="regular expression: these cells")
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.answer:
+        json.dump(list(programs(options.only)), sys.stdout)
+        return
+    if len(options.version) != 2:
+        parser.error("name two versions")
+    with tempfile.TemporaryDirectory() as folder:
+        compare(*(read(version, Path(folder) / str(i), options.only)
+                  for i, version in enumerate(options.version)))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What NVRTC compiles."""
+
+    name: str
+    source: str
+    header: str
+    files: tuple[tuple[str, str], ...]
+
+
+def read(version: str, folder: Path, only: str) -> list[Program]:
+    """Reads the programs of a version in a process of its own."""
+    tree = Path(version)
+    if not (tree / "jax_flash").is_dir():
+        tree = folder
+        archive = subprocess.run(["git", "archive", version, "jax_flash", "cuda"],
+                                 check=True, stdout=subprocess.PIPE)  # fmt: skip
+        folder.mkdir()
+        subprocess.run(["tar", "x", "-C", str(folder)], input=archive.stdout, check=True)
+    command = [sys.executable, "-P", __file__, "--answer", "--only", only]
+    environment = os.environ | {"PYTHONPATH": str(tree.resolve()), "JAX_PLATFORMS": "cpu"}
+    answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+    kernels = tree / "cuda" / "kernels"
+    files = {str(path.relative_to(kernels)): path.read_text() for path in kernels.rglob("*.cuh")}
+    files["params.h"] = (tree / "cuda" / "runtime" / "params.h").read_text()
+    return [Program(**fields, files=tuple(files.items())) for fields in json.loads(answer.stdout)]
+
+
+def programs(only: str) -> Iterator[dict[str, str]]:
+    """Chooses tiles as this process's jax_flash does, and makes the headers."""
+    from jax_flash import _tiles
+    from jax_flash._problem import Problem, Shapes
+
+    gpu = _tiles.GPUS["H200"]
+    for (head_dim, value_dim), features in FEATURES.items():
+        for name, change in features.items():
+            change = dict(change)
+            with_dlse = change.pop("with_dlse", False)
+            sizes = {field: change.pop(field) for field in ("q_len", "kv_heads") if field in change}
+            shapes = Shapes(2, 4096, 4096, 16, 16, head_dim, value_dim)
+            shapes = dataclasses.replace(shapes, **sizes)
+            problem = Problem(**({"dtype": "bfloat16", "scale": 0.125} | change))
+            cell = f"{head_dim}/{value_dim} {name}"
+            if name not in BACKWARD_ALONE and re.search(only, f"{cell} forward"):
+                tiles = _tiles.choose_tiles(problem, shapes, gpu)
+                header = tiles.header(problem)
+                yield {"name": f"{cell} forward", "source": tiles.source, "header": header}
+            if name not in FORWARD_ALONE and re.search(only, f"{cell} backward"):
+                tiles = _tiles.choose_backward_tiles(problem, shapes, gpu)
+                header = tiles.header(problem, with_dlse=with_dlse)
+                yield {"name": f"{cell} backward", "source": tiles.source, "header": header}
+
+
+# ---- compiling ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def nvrtc() -> ctypes.CDLL:
+    """The NVRTC that jax_flash would use."""
+    from cuda import pathfinder
+
+    chosen = os.environ.get("JAX_FLASH_NVRTC")
+    return ctypes.CDLL(chosen or pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path)
+
+
+def compile_program(program: Program, kind: str) -> tuple[bytes, str]:
+    """Returns the PTX or the CUBIN of a program and the log; keeps both for the next time."""
+    options = ["--std=c++17", "-default-device", "--ptxas-options=-v"]
+    options.append(f"--gpu-architecture={'sm' if kind == 'CUBIN' else 'compute'}_90a")
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    version = (major.value, minor.value)
+    if kind == "PTX":
+        key: tuple[Any, ...] = (program.source, program.header, program.files)
+    else:
+        key = (compile_program(program, "PTX")[0],)
+    cache = os.environ.get("JAX_FLASH_CACHE_DIR") or str(Path(tempfile.gettempdir()) / "jax_flash")
+    kept = (
+        Path(cache)
+        / "same_code"
+        / hashlib.sha256(repr((version, options, key)).encode()).hexdigest()
+    )
+    if kept.is_file():
+        return pickle.loads(kept.read_bytes())
+    handle = ctypes.c_void_p()
+    text = f'{program.header}#include "{program.source}"\n'.encode()
+    names = (ctypes.c_char_p * len(program.files))(*(n.encode() for n, _ in program.files))
+    texts = (ctypes.c_char_p * len(program.files))(*(t.encode() for _, t in program.files))
+    nvrtc().nvrtcCreateProgram(ctypes.byref(handle), text, b"program.cu", len(names), texts, names)
+    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = nvrtc().nvrtcCompileProgram(handle, len(words), words)
+
+    def fetch(what: str) -> bytes:
+        size = ctypes.c_size_t()
+        getattr(nvrtc(), f"nvrtcGet{what}Size")(handle, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc(), f"nvrtcGet{what}")(handle, buffer)
+        return buffer.raw
+
+    log = fetch("ProgramLog").decode()
+    if failed:
+        raise SystemExit(f"{program.name}\n{log}")
+    result = (fetch(kind), log)
+    nvrtc().nvrtcDestroyProgram(ctypes.byref(handle))
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(pickle.dumps(result))
+    partial.rename(kept)
+    return result
+
+
+# ---- comparing ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def disassembler() -> str | None:
+    """Finds nvdisasm."""
+    places = [*sys.path, *(os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH"))]
+    places += ["/usr/local/cuda"]
+    found = [shutil.which("nvdisasm")]
+    for place in places:
+        found += [*Path(place).glob("bin/nvdisasm"), *Path(place).glob("nvidia/cu*/bin/nvdisasm")]
+    return next((str(path) for path in found if path), None)
+
+
+@dataclasses.dataclass
+class Entry:
+    """One entry point."""
+
+    instructions: list[str]  # without addresses and labels
+    usage: str  # registers, and what is slow
+
+    @property
+    def opcodes(self) -> collections.Counter[str]:
+        words = (re.sub(r"@!?U?P\w+ ", "", line).split() for line in self.instructions)
+        return collections.Counter(line[0] for line in words)
+
+
+def entries(program: Program) -> dict[str, Entry]:
+    """Compiles and disassembles."""
+    cubin, log = compile_program(program, "CUBIN")
+    tool = disassembler()
+    assert tool is not None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True)
+    usages = {}
+    for match in re.finditer(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers",
+        log,
+        re.S,
+    ):
+        spills = int(match[2]) + int(match[3])
+        usages[match[1]] = f"{match[4]} registers" + f", {spills} bytes of spills" * (spills > 0)
+    warnings = re.findall(r"C75\d\d|Potential Performance Loss", log)
+    result = {}
+    for section in re.split(r"\.section\s+\.text\.", text.stdout)[1:]:
+        name = re.match(r"\w+", section)
+        assert name is not None
+        code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", section)
+        code = [re.sub(r"`\(.*?\)", "label", " ".join(line.split())) for line in code]
+        usage = usages.get(name[0], "") + "".join(f", {warning}" for warning in warnings)
+        result[name[0]] = Entry(code, usage)
+    return result
+
+
+def compare(old: list[Program], new: list[Program]) -> None:
+    """Prints a line for each entry point that differs, and one for each program that does not."""
+    others = {program.name: program for program in new}
+    for program in old:
+        other = others[program.name]
+        same_ptx = compile_program(program, "PTX")[0] == compile_program(other, "PTX")[0]
+        if same_ptx or disassembler() is None:
+            print(f"{program.name:42s} {'identical' if same_ptx else 'other PTX'}", flush=True)
+            continue
+        before, after = entries(program), entries(other)
+        lines = []
+        for name in before | after:
+            lines += describe(name, before.get(name), after.get(name))
+        print(f"{program.name:42s} {'identical' if not lines else ''}", *lines, sep="\n  ",
+              flush=True)  # fmt: skip
+
+
+def describe(name: str, old: Entry | None, new: Entry | None) -> list[str]:
+    if old is None or new is None:
+        return [f"{name:24s} {'new' if old is None else 'gone'}"]
+    if old == new:
+        return []
+    if old.instructions == new.instructions:
+        return [f"{name:24s} same instructions; {old.usage} -> {new.usage}"]
+    changed = (old.opcodes - new.opcodes).total() + (new.opcodes - old.opcodes).total()
+    differ = sum(a != b for a, b in zip(old.instructions, new.instructions, strict=False))
+    return [
+        f"{name:24s} {len(old.instructions)} -> {len(new.instructions)} instructions; at {differ} "
+        f"places another one, {changed} opcodes more or fewer; {old.usage} -> {new.usage}"
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+// The element type of queries, keys, values and results: conversions, and what its range asks of
+// the softmax. An architecture multiplies such elements; here they are bits.
+#pragma once
+
+#include "numbers.cuh"
+#include "ptx.cuh"
+
+struct BFloat16 {
+  // The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may not
+  // pass kSumLimit. This type has the range of float32.
+  static constexpr int kHeadroom = 80;
+  static constexpr float kSumLimit = kInfinity;
+
+  // Two elements, `low` in the low half.
+  static __device__ __forceinline__ uint32 pack(float low, float high) {
+    return ptx::pack_bfloat16(low, high);
+  }
+  static __device__ __forceinline__ float unpack(uint16 bits) {
+    return __uint_as_float(static_cast<uint32>(bits) << 16);
+  }
+  // The halves of a pair.
+  static __device__ __forceinline__ float unpack_low(uint32 pair) {
+    return __uint_as_float(pair << 16);
+  }
+  static __device__ __forceinline__ float unpack_high(uint32 pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+  }
+  // sum + pair * 0 on both halves: stays zero exactly as long as the pairs are finite.
+  static __device__ __forceinline__ uint32 accumulate_nonfinite(uint32 sum, uint32 pair) {
+    return ptx::fma_bfloat16(pair, 0, sum);
+  }
+};
+
+struct Float16 {
+  static constexpr int kHeadroom = 0;  // weights have to stay below 65504
+  static constexpr float kSumLimit = 0x1p15f;
+
+  static __device__ __forceinline__ uint32 pack(float low, float high) {
+    return ptx::pack_float16(low, high);
+  }
+  static __device__ __forceinline__ float unpack(uint16 bits) { return ptx::unpack_float16(bits); }
+  static __device__ __forceinline__ float unpack_low(uint32 pair) {
+    return unpack(static_cast<uint16>(pair));
+  }
+  static __device__ __forceinline__ float unpack_high(uint32 pair) {
+    return unpack(static_cast<uint16>(pair >> 16));
+  }
+  static __device__ __forceinline__ uint32 accumulate_nonfinite(uint32 sum, uint32 pair) {
+    return ptx::fma_float16(pair, 0, sum);
+  }
+};
+
+template <class A, class B>
+inline constexpr bool kSame = false;
+template <class A>
+inline constexpr bool kSame<A, A> = true;
+
+// That of this program: a constant of the generated header.
+template <bool kIsBFloat16>
+struct ElementType {
+  using Type = Float16;
+};
+template <>
+struct ElementType<true> {
+  using Type = BFloat16;
+};
+using Element = ElementType<kBFloat16>::Type;

@@ -1,0 +1,167 @@
+// One query row of attention by one warp, without tensor cores and without touching a masked value.
+//
+// The tiled kernels multiply every value of a block, those of masked keys by a weight of zero, and
+// 0 * NaN is NaN; and a row overflows when a score is more than 128 above its base (log2 units). A
+// unit with rows that overflow is walked again first, where TMA loads and a slot is free. Rows
+// whose result is not finite even so come here. If visible values explain it, it stands; else the
+// row is computed again, exactly as the definition has it.
+#pragma once
+
+#include "params.h"
+#include "rows.cuh"
+#include "terms.cuh"
+
+namespace forward {
+
+// Values under way together: their latency is what takes time.
+inline constexpr int kKeysAtOnce = 8;
+
+// The next keys of the set `left` (a bit each), lowest first; -1 where there are no more.
+__device__ __forceinline__ void take_keys(uint32& left, int (&taken)[kKeysAtOnce]) {
+#pragma unroll
+  for (int& key : taken) {
+    key = __ffs(left) - 1;
+    left &= left - 1;
+  }
+}
+
+// The values of the keys first_key + taken[i], this lane's columns; zeros for none.
+template <int kColumns>
+__device__ __forceinline__ void load_values(const ForwardParams& p, const KeyRows<kValueDim>& rows,
+                                            int first_key, const int (&taken)[kKeysAtOnce],
+                                            float (&values)[kKeysAtOnce][kColumns]) {
+  const uint16* first = static_cast<const uint16*>(p.value_data) + rows.at(first_key);
+#pragma unroll
+  for (int i = 0; i < kKeysAtOnce; ++i) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int column = threadIdx.x % 32 + 32 * c;
+      const bool inside = taken[i] >= 0 && column < kValueDim;
+      values[i][c] = inside ? Element::unpack(first[taken[i] * rows.step + column]) : 0;
+    }
+  }
+}
+
+// A result that is not finite is explained if the sum of the visible values that are not finite is
+// the same infinity, or NaN as well. True: it is not explained yet.
+__device__ __forceinline__ bool is_open(float result, float sum) {
+  const bool agrees = sum == result || (sum != sum && result != result);
+  return !(fabsf(result) < kInfinity) && !agrees;
+}
+
+// Adds the values that are not finite, of those of `keys` that the query sees, to `sum`, until it
+// is NaN or infinite wherever the row's `result` is: then it returns true, the visible values
+// explain the result. The whole warp takes part; lane l holds columns l, l + 32, ... Most often the
+// first keys decide.
+template <int kColumns>
+__device__ __forceinline__ bool explain_nan(const ForwardParams& p, int batch, int query,
+                                            const KeyRows<kValueDim>& value_rows, Range keys,
+                                            const float (&result)[kColumns],
+                                            float (&sum)[kColumns]) {
+#pragma unroll 1
+  for (int first = keys.begin; first < keys.end; first += 32) {
+    const int mine = first + static_cast<int>(threadIdx.x % 32);
+    uint32 left = __ballot_sync(0xffffffffu, mine < keys.end && sees(p, batch, query, mine));
+#pragma unroll 1
+    while (left != 0) {
+      int taken[kKeysAtOnce];
+      float values[kKeysAtOnce][kColumns];
+      take_keys(left, taken);
+      load_values(p, value_rows, first, taken, values);
+      bool open = false;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+#pragma unroll
+        for (int i = 0; i < kKeysAtOnce; ++i) {
+          if (!(fabsf(values[i][c]) < kInfinity)) sum[c] += values[i][c];
+        }
+        open = open || is_open(result[c], sum[c]);
+      }
+      if (!__any_sync(0xffffffffu, open)) return true;
+    }
+  }
+  return false;
+}
+
+// The product of two rows of the head dim.
+__device__ __forceinline__ float dot_rows(const void* a, int64 a_index, const void* b,
+                                          int64 b_index) {
+  float dot = 0.0f;
+  if constexpr (kHeadDim % 8 == 0) {  // rows are aligned to 16 bytes
+    const auto* a_pieces = reinterpret_cast<const uint4*>(static_cast<const uint16*>(a) + a_index);
+    const auto* b_pieces = reinterpret_cast<const uint4*>(static_cast<const uint16*>(b) + b_index);
+#pragma unroll 4
+    for (int i = 0; i < kHeadDim / 8; ++i) {
+      const uint4 x = a_pieces[i], y = b_pieces[i];
+      const uint32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        dot = fmaf(Element::unpack_low(xs[j]), Element::unpack_low(ys[j]), dot);
+        dot = fmaf(Element::unpack_high(xs[j]), Element::unpack_high(ys[j]), dot);
+      }
+    }
+  } else {
+#pragma unroll 4
+    for (int d = 0; d < kHeadDim; ++d) {
+      dot = fmaf(load_element(a, a_index + d), load_element(b, b_index + d), dot);
+    }
+  }
+  return dot;
+}
+
+// Softmax of those of `keys` that the query sees, times their values; the whole warp takes part.
+// Lane l holds output columns l, l + 32, ... in out; `largest` in log2 units.
+template <int kColumns>
+__device__ __forceinline__ void exact_row(const ForwardParams& p, int batch, int head, int query,
+                                          const KeyRows<kHeadDim>& key_rows,
+                                          const KeyRows<kValueDim>& value_rows, Range keys,
+                                          float (&out)[kColumns], float& largest, float& sum) {
+  const int64 query_at = query_row(p, batch, query, head) * kHeadDim;
+  const int lane = threadIdx.x % 32;
+  largest = kNegativeInfinity;
+  sum = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) out[c] = 0.0f;
+#pragma unroll 1
+  for (int first = keys.begin; first < keys.end; first += 32) {
+    const int mine = first + lane;
+    const bool seen = mine < keys.end && sees(p, batch, query, mine);
+    uint32 left = __ballot_sync(0xffffffffu, seen);
+    if (left == 0) continue;
+    float logit = kNegativeInfinity;
+    if (seen) {
+      float score[1] = {dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine))};
+      score_function<kPreScale>(p, score);
+      logit = score[0] * p.scale_log2;
+    }
+    float now = logit;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, distance));
+    }
+    now = fmaxf(now, largest);
+    const float correction = now == largest ? 1.0f : ptx::exp2_approx(largest - now);
+    largest = now;
+    sum *= correction;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) out[c] *= correction;
+    const float weight = ptx::exp2_approx(logit - largest);
+#pragma unroll 1
+    while (left != 0) {
+      int taken[kKeysAtOnce];
+      float values[kKeysAtOnce][kColumns];
+      take_keys(left, taken);
+      load_values(p, value_rows, first, taken, values);
+#pragma unroll
+      for (int i = 0; i < kKeysAtOnce; ++i) {
+        const float shared = __shfl_sync(0xffffffffu, weight, max(taken[i], 0));
+        const float w = taken[i] >= 0 ? shared : 0.0f;
+        sum += w;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) out[c] = fmaf(w, values[i][c], out[c]);
+      }
+    }
+  }
+}
+
+}  // namespace forward

@@ -1,0 +1,207 @@
+// PTX that every architecture from sm_80 on has, as functions: lanes, registers, named barriers,
+// copies, shared and global memory, arithmetic, conversions.
+//
+// With sm90/ptx_sm90.cuh it owns every `asm`, and no algorithm. Compiled by NVRTC alone: no CUDA or
+// C++ header is included. Shared-memory addresses are 32-bit (`shared_address`). Read element.cuh
+// next.
+#pragma once
+
+#include "numbers.cuh"
+
+namespace ptx {
+
+// ---- addresses, lanes ---------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+// The first lane's value, which the compiler then knows to be the same in all lanes: branches on
+// values it takes for divergent make ptxas serialise the wgmma inside (C7518).
+template <class Value>
+__device__ __forceinline__ Value uniform(Value value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
+__device__ __forceinline__ int warp_index() { return uniform(static_cast<int>(threadIdx.x) / 32); }
+
+// This thread's lane, read from the special register at each use.
+__device__ __forceinline__ int fresh_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+// The value as one that the compiler knows nothing of, anew at each use.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// The value kept apart from a constant that is added to it, which stays an immediate of the
+// instruction that uses the sum. Unlike an opaque one it may serve several uses.
+__device__ __forceinline__ uint32 unfolded(uint32 value) {
+  asm("" : "+r"(value));
+  return value;
+}
+
+// Keeps the compiler from moving uses of these registers across this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void pin(uint32 (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
+// ---- named barriers (ids 1..15; 0 is __syncthreads), counts in threads --------------------------
+
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- copies by ordinary threads -----------------------------------------------------------------
+
+// Copies kBytes (4, 8 or 16) to shared memory, or zeroes them: visible to this thread after
+// copy_async_wait.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32 destination, uint64 source, bool copies) {
+  asm volatile(
+      "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %3, 0;\n"
+      "cp.async.ca.shared.global [%0], [%1], %2, ignored;\n}\n" ::"r"(destination),
+      "l"(source), "n"(kBytes), "r"(static_cast<uint32>(copies))
+      : "memory");
+}
+// Copies the first `size` of kBytes and zeroes the others.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32 destination, uint64 source, int size) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(destination), "l"(source),
+               "n"(kBytes), "r"(size)
+               : "memory");
+}
+// Waits for all of this thread's copies.
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// ---- shared memory, plain -----------------------------------------------------------------------
+
+__device__ __forceinline__ void store_shared(uint32 address, uint32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_shared_x4(uint32 address, uint32 r0, uint32 r1, uint32 r2,
+                                                uint32 r3) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2),
+               "r"(r3)
+               : "memory");
+}
+__device__ __forceinline__ uint32 load_shared(uint32 address) {
+  uint32 value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float2 load_shared_f2(uint32 address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float4 load_shared_f4(uint32 address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+// ---- global memory shared with other CTAs -------------------------------------------------------
+
+__device__ __forceinline__ int load_acquire(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ void add_relaxed(int* address, int value) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(int* address, int value) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Brings a cache line into L1.
+__device__ __forceinline__ void prefetch(const void* address) {
+  int unused;
+  asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(address) : "memory");
+}
+
+// ---- arithmetic ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 2^exponent, -126 <= exponent <= 127.
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __int_as_float((127 + exponent) << 23);
+}
+// The lowest `count` bits: none for 0 and less, all for 32 and more.
+__device__ __forceinline__ uint32 low_bits(int count) {
+  uint32 bits;
+  asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(bits) : "r"(max(count, 0)));
+  return bits;
+}
+
+// ---- conversions: two elements in a register, the first in the low half; rounded to nearest
+// ------
+
+__device__ __forceinline__ uint32 pack_bfloat16(float low, float high) {
+  uint32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ uint32 pack_float16(float low, float high) {
+  uint32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ float unpack_float16(uint16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+// a * b + c on both halves.
+__device__ __forceinline__ uint32 fma_bfloat16(uint32 a, uint32 b, uint32 c) {
+  uint32 result;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+__device__ __forceinline__ uint32 fma_float16(uint32 a, uint32 b, uint32 c) {
+  uint32 result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+}  // namespace ptx

@@ -1,0 +1,115 @@
+// Rows in global memory: where those of (batch, head, position) lie, and how they are read and
+// written.
+//
+// Arrays are [B, T, N, dim] of queries, outputs and their gradients, [B, S, K, dim] of keys, values
+// and theirs. Where a key lies is asked here alone, by loaders with TMA and without, and by rows
+// that are computed again.
+#pragma once
+
+#include "element.cuh"
+#include "numbers.cuh"
+
+// ---- places -------------------------------------------------------------------------------------
+
+// The number of a row; times dim it is the index of the row's first element. A head without a sign
+// needs no register for it: with one, the forward at head dim 64 with lengths spilled 28 bytes.
+template <class Params>
+__device__ __forceinline__ int64 query_row(const Params& p, int batch, int query, int head) {
+  return (static_cast<int64>(batch) * p.query_len + query) * p.query_heads +
+         static_cast<uint32>(head);
+}
+template <class Params>
+__device__ __forceinline__ int64 key_row(const Params& p, int batch, int key, int kv_head) {
+  return (static_cast<int64>(batch) * p.kv_len + key) * p.kv_heads + kv_head;
+}
+// The rows of one head's keys (kDim = kHeadDim) or values, from a key whose key_row is given: rows
+// computed again keep that one number, and nothing is spilled.
+template <int kDim>
+struct KeyRows {
+  int64 first, step;  // elements
+  template <class Params>
+  __device__ __forceinline__ KeyRows(const Params& p, int64 first_row)
+      : first(first_row * kDim), step(static_cast<int64>(p.kv_heads) * kDim) {}
+  // The first element of the row of the key that comes `key` after the first.
+  __device__ __forceinline__ int64 at(int key) const { return first + key * step; }
+};
+// The number of a query's row in [B, N, T], as lse has them.
+template <class Params>
+__device__ __forceinline__ int64 lse_row(const Params& p, int batch, int query, int head) {
+  return (static_cast<int64>(batch) * p.query_heads + head) * p.query_len + query;
+}
+// The key/value head that a query head reads.
+template <class Params>
+__device__ __forceinline__ int kv_head_of(const Params& p, int head) {
+  return head / (p.query_heads / p.kv_heads);
+}
+
+// ---- elements -----------------------------------------------------------------------------------
+
+__device__ __forceinline__ float load_element(const void* array, int64 index) {
+  return Element::unpack(static_cast<const uint16*>(array)[index]);
+}
+__device__ __forceinline__ void store_element(void* array, int64 index, float value) {
+  static_cast<uint16*>(array)[index] = static_cast<uint16>(Element::pack(value, 0.0f));
+}
+
+// ---- pieces of 16 bytes, whatever the rows' alignment -------------------------------------------
+
+// Every row of kDim 16-bit elements starts at a multiple of so many bytes.
+template <int kDim>
+inline constexpr int kRowAlignment = kDim % 8 == 0   ? 16
+                                     : kDim % 4 == 0 ? 8
+                                     : kDim % 2 == 0 ? 4
+                                                     : 2;
+
+template <int kBytes>
+struct Word;
+template <>
+struct Word<2> {
+  using Type = uint16;
+};
+template <>
+struct Word<4> {
+  using Type = uint32;
+};
+template <>
+struct Word<8> {
+  using Type = uint2;
+};
+template <>
+struct Word<16> {
+  using Type = uint4;
+};
+
+// Eight elements of a row of kDim from `column` on, a multiple of 8; zeros past the row's end.
+template <int kDim>
+__device__ __forceinline__ uint4 load_piece(const uint16* row, int column) {
+  constexpr int kBytes = kRowAlignment<kDim>;
+  using Part = typename Word<kBytes>::Type;
+  union {
+    Part parts[16 / kBytes];
+    uint4 whole;
+  } piece;
+#pragma unroll
+  for (int i = 0; i < 16 / kBytes; ++i) {
+    const int at = column + i * kBytes / 2;
+    piece.parts[i] = at < kDim ? *reinterpret_cast<const Part*>(row + at) : Part{};
+  }
+  return piece.whole;
+}
+
+// Stores them, `column` below kDim; what lies past the row's end is dropped.
+template <int kDim>
+__device__ __forceinline__ void store_piece(uint16* row, int column, const uint4& whole) {
+  constexpr int kBytes = kRowAlignment<kDim>;
+  using Part = typename Word<kBytes>::Type;
+  union {
+    uint4 whole;
+    Part parts[16 / kBytes];
+  } piece{whole};
+#pragma unroll
+  for (int i = 0; i < 16 / kBytes; ++i) {
+    const int at = column + i * kBytes / 2;
+    if (kBytes == 16 || at < kDim) *reinterpret_cast<Part*>(row + at) = piece.parts[i];
+  }
+}

@@ -1,0 +1,38 @@
+// What wgmma reads: tiles that threads fill, and the two products of the forward pass on tiles.
+#pragma once
+
+#include "sm90/ptx_sm90.cuh"
+#include "tile.cuh"
+
+// copy_rows for wgmma: ready once the calling warps' arrivals have been seen.
+template <int kDim, int kRows, int kWarps, int kHeads = 1>
+__device__ __forceinline__ void fill_tile(uint32 tile, const uint16* source, int64 pitch,
+                                          int count) {
+  copy_rows<kDim, kRows, kWarps, kHeads>(tile, source, pitch, count);
+  ptx::fence_async_proxy();
+}
+
+// scores[64, N] = q[64, kDim] k[N, kDim]^T, both K-major; issues, does not wait.
+template <int kDim, int kQueryRows, int kKeyRows, int kCount>
+__device__ __forceinline__ void issue_scores(float (&scores)[kCount], ptx::Descriptor query,
+                                             ptx::Descriptor key) {
+#pragma unroll
+  for (int step = 0; step < ceil_div(kDim, 16); ++step) {
+    const int box = step / 4, inner = step % 4 * 32;
+    ptx::wgmma_ss<Element, 0, 0>(scores, query.at(box * kQueryRows * kBoxRowBytes + inner),
+                                 key.at(box * kKeyRows * kBoxRowBytes + inner), step > 0);
+  }
+}
+
+// output[64, N] (+)= weights[64, kKeyRows] v[kKeyRows, N], weights in registers; does not wait.
+template <int kKeyRows, int kCount, int kWeights>
+__device__ __forceinline__ void issue_output(float (&output)[kCount],
+                                             const uint32 (&weights)[kWeights],
+                                             ptx::Descriptor value, int accumulate) {
+#pragma unroll
+  for (int step = 0; step < kKeyRows / 16; ++step) {
+    ptx::wgmma_rs<Element, 1>(output, weights[4 * step], weights[4 * step + 1],
+                              weights[4 * step + 2], weights[4 * step + 3],
+                              value.at(step * 16 * kBoxRowBytes), step > 0 ? 1 : accumulate);
+  }
+}

@@ -1,0 +1,29 @@
+// A ring of buffers with a barrier each.
+#pragma once
+
+#include "numbers.cuh"
+
+// A position in a ring of kStages buffers and the parity of its barriers' current phase. Barriers
+// of 8 bytes lie side by side.
+template <int kStages, bool kPowerOfTwo = (kStages & (kStages - 1)) == 0>
+struct Ring {
+  int at = 0;
+  uint32 phase = 0;
+  __device__ __forceinline__ int stage() const { return at; }
+  __device__ __forceinline__ int barrier_offset() const { return 8 * at; }
+  __device__ __forceinline__ uint32 parity() const { return phase; }
+  __device__ __forceinline__ void advance() {
+    if (++at == kStages) {
+      at = 0;
+      phase ^= 1;
+    }
+  }
+};
+template <int kStages>
+struct Ring<kStages, true> {  // one register
+  uint32 passed = 0;          // times 8
+  __device__ __forceinline__ int stage() const { return passed / 8 % kStages; }
+  __device__ __forceinline__ int barrier_offset() const { return passed % (8 * kStages); }
+  __device__ __forceinline__ uint32 parity() const { return passed / (8 * kStages) & 1; }
+  __device__ __forceinline__ void advance() { passed += 8; }
+};

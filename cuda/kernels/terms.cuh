@@ -1,0 +1,234 @@
+// The terms of attention on a GPU, the arithmetic of each written here and nowhere else.
+//
+//   logit  what happens to a score between Q.K^T and the softmax: scale, softcap, and its slope
+//   sees   which pairs of query and key there are: window, lengths, segments
+//
+// Three evaluators ask: the forward's fragments, whose rows are queries; the backward's fragments
+// of S^T, whose rows are keys; and rows that are computed again element by element. A term that a
+// call does not have is constexpr off. Blocks of pairs are the matter of walk.cuh.
+#pragma once
+
+#include "fragment.cuh"
+#include "numbers.cuh"
+#include "ptx.cuh"
+
+// ---- logit --------------------------------------------------------------------------------------
+
+// Scores x = q.k become y in place; the logit, in log2 units, is y * scale_log2 of the parameters,
+// which whoever takes its exponential multiplies in. kScaleFirst: the scale is not positive, so
+// that y has to contain it where maxima are looked for.
+//   plain    y = x,                        scale_log2 = log2(e) * scale
+//   softcap  y = tanh(x * scale / cap),    scale_log2 = log2(e) * cap
+template <bool kScaleFirst = false, class Params, int kCount>
+__device__ __forceinline__ void score_function(const Params& p, float (&scores)[kCount]) {
+  if constexpr (kSoftcap) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      // tanh(x) = 1 - 2 / (1 + e^2x): relative error 1e-6, where tanh.approx has 5e-4.
+      const float e = ptx::exp2_approx(scores[i] * (p.softcap_inner * 2.8853900817779268f));
+      scores[i] = 1.0f - 2.0f * ptx::reciprocal_approx(1.0f + e);
+    }
+  } else if constexpr (kScaleFirst) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) scores[i] *= p.scale;
+  }
+}
+// The logit's derivative by the scaled score.
+__device__ __forceinline__ float score_slope(float y) { return kSoftcap ? 1.0f - y * y : 1.0f; }
+
+// ---- sees: one pair, one row --------------------------------------------------------------------
+//
+// Key j is visible to query t iff -left <= j - (t + offset) <= right and j < kv_length (and the
+// segment ids agree); offset = 0 (top-left) or kv_length - query_length (bottom-right).
+
+// Window and lengths of one batch row.
+struct Visibility {
+  int offset;        // key aligned with query 0
+  int left, right;   // window, read only where bounded
+  int query_length;  // rows from here on see nothing
+  int kv_length;     // keys from here on are seen by nobody
+};
+
+// Of either pass's parameters, by the constants of the generated header.
+template <class Params>
+__device__ __forceinline__ Visibility visibility(const Params& p, int batch) {
+  Visibility v{0, p.window_left, p.window_right, p.query_len, p.kv_len};
+  if constexpr (kHasQueryLengths) v.query_length = min(p.query_len, p.query_lengths[batch]);
+  if constexpr (kHasKeyValueLengths) v.kv_length = min(p.kv_len, p.key_value_lengths[batch]);
+  if constexpr (kBottomRight) v.offset = v.kv_length - v.query_length;
+  return v;
+}
+
+// Does the query see the key, window and lengths aside? Those are a range of keys (walk.cuh).
+template <class Params>
+__device__ __forceinline__ bool sees(const Params& p, int batch, int query, int key) {
+  if constexpr (!kHasSegments) return true;
+  return p.query_segments[static_cast<int64>(batch) * p.query_len + query] ==
+         p.key_value_segments[static_cast<int64>(batch) * p.kv_len + key];
+}
+
+// Do two queries see the same keys, window and lengths aside?
+template <class Params>
+__device__ __forceinline__ bool see_alike(const Params& p, int batch, int one, int other) {
+  if constexpr (!kHasSegments) return true;
+  const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
+  return ids[one] == ids[other];
+}
+
+// Keys of one row, relative to `first_key`: element column c is visible iff begin <= c < end.
+__device__ __forceinline__ Range row_columns(const Visibility& v, int query, int first_key) {
+  Range columns{-0x40000000, v.kv_length - first_key};
+  const int aligned = query + v.offset - first_key;
+  if constexpr (kWindowLeft) columns.begin = aligned - v.left;
+  if constexpr (kWindowRight) columns.end = min(columns.end, aligned + v.right + 1);
+  return columns;
+}
+
+// Queries of one key, relative to `first_query`: element column c sees it iff begin <= c < end.
+__device__ __forceinline__ Range key_columns(const Visibility& v, int key, int first_query) {
+  Range columns{-0x40000000, 0x40000000};
+  const int aligned = key - v.offset - first_query;
+  if constexpr (kWindowLeft) columns.end = aligned + v.left + 1;
+  if constexpr (kWindowRight) columns.begin = aligned - v.right;
+  if (key >= v.kv_length) columns.end = columns.begin;
+  return columns;
+}
+
+// ---- sees: a fragment of S, rows are queries ----------------------------------------------------
+
+// Bit c of word w: key 32 * w + c has the segment `mine` of this lane's row; lane l has the id of
+// key 32 * w + l. A round for each segment that the warp's rows have, most often one or two.
+template <int kWords>
+__device__ __forceinline__ void match_segment(int mine, const int (&ids)[kWords],
+                                              uint32 (&words)[kWords]) {
+  uint32 left = 0xffffffffu;
+  while (left != 0) {
+    const int id = __shfl_sync(0xffffffffu, mine, __ffs(left) - 1);
+    left &= ~__ballot_sync(0xffffffffu, mine == id);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const uint32 same = __ballot_sync(0xffffffffu, ids[w] == id);
+      if (mine == id) words[w] = same;
+    }
+  }
+}
+
+// Masks the first kCount of the scores of a block of keys. query_of(row): of the thread's row 0 or
+// 1; `one_segment`: all pairs share theirs. With kBranches halves that a warp sees whole are left
+// out, one of most diagonal blocks; wgmma in flight would be serialised by a branch here.
+template <int kCount, bool kBranches, class Params, class QueryOf, int kScores>
+__device__ __forceinline__ void hide_scores(const Params& p, int batch, const Visibility& sight,
+                                            QueryOf query_of, int first_key, bool one_segment,
+                                            float (&scores)[kScores]) {
+  constexpr int kKeys = 2 * kScores;
+  constexpr int kWords = ceil_div(kKeys, 32);  // a bit for each key
+  const int lane = threadIdx.x % 32;
+  const int first_column = fragment::first_column(threadIdx.x);
+  int ids[kWords];  // of the keys first_key + 32 * w + lane
+  if (kHasSegments && !one_segment) {
+    const int* all = p.key_value_segments + static_cast<int64>(batch) * p.kv_len;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const int key = first_key + 32 * w + lane;
+      ids[w] = key < sight.kv_length ? all[key] : 0;
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int query = query_of(row);
+    Range columns = row_columns(sight, query, first_key);
+    if constexpr (kHasSegments) {
+      uint32 words[kWords];  // the columns that the row sees, a bit each
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) words[w] = 0xffffffffu;
+      if (!one_segment) {
+        const bool valid = query < sight.query_length;
+        match_segment(valid ? p.query_segments[static_cast<int64>(batch) * p.query_len + query] : 0,
+                      ids, words);
+      }
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        words[w] &= ptx::low_bits(columns.end - 32 * w);
+        if constexpr (kWindowLeft) words[w] &= ~ptx::low_bits(columns.begin - 32 * w);
+        words[w] >>= first_column;
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (fragment::row(i) != row) continue;
+        const int column = fragment::column(i);
+        scores[i] = words[column / 32] >> column % 32 & 1 ? scores[i] : kNegativeInfinity;
+      }
+    } else {
+      columns.begin -= first_column;
+      columns.end -= first_column;
+#pragma unroll
+      for (int half = 0; half < kCount; half += kScores / 2) {
+        const int first = fragment::column(half);
+        const bool whole = columns.begin <= first && columns.end > first + kKeys / 2 - 7;
+        if (kBranches && whole) continue;
+#pragma unroll
+        for (int i = half; i < half + kScores / 2; ++i) {
+          if (fragment::row(i) != row) continue;
+          const int column = fragment::column(i);
+          bool visible = column < columns.end;
+          if constexpr (kWindowLeft) visible = visible && column >= columns.begin;
+          scores[i] = visible ? scores[i] : kNegativeInfinity;
+        }
+      }
+    }
+  }
+}
+
+// ---- sees: a fragment of S^T, rows are keys -----------------------------------------------------
+
+// The thread's pairs among 64 keys and kQueries queries from first_query on; `key` is its first.
+template <int kQueries>
+struct SeenPairs {
+  int first_column;
+  Range columns[2];  // of queries that its keys see, relative to its first query
+  int key_segment[2];
+  int segments[kQueries / 32];  // of query first_query + 32 i + lane
+
+  template <class Params>
+  __device__ __forceinline__ SeenPairs(const Params& p, int batch, const Visibility& sight, int key,
+                                       int first_query)
+      : first_column(fragment::first_column(threadIdx.x)) {
+    if constexpr (kHasSegments) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 32; ++i) {
+        const int query =
+            min(first_query + 32 * i + static_cast<int>(threadIdx.x) % 32, p.query_len - 1);
+        segments[i] = p.query_segments[static_cast<int64>(batch) * p.query_len + query];
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int mine = key + fragment::kRowStep * row;
+      columns[row] = key_columns(sight, mine, first_query + first_column);
+      if constexpr (kHasSegments) {
+        key_segment[row] =
+            p.key_value_segments[static_cast<int64>(batch) * p.kv_len + min(mine, p.kv_len - 1)];
+      }
+    }
+  }
+  // Of elements 4j to 4j + 3. Whole warps call.
+  __device__ __forceinline__ void see(int j, bool (&seen)[4]) const {
+    int query_segment[2];
+    if constexpr (kHasSegments) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        query_segment[c] =
+            __shfl_sync(0xffffffffu, segments[j / 4], 8 * (j % 4) + first_column + c);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int column = fragment::column(4 * j + i);
+      const Range& range = columns[fragment::row(i)];
+      seen[i] = column >= range.begin && column < range.end;
+      if constexpr (kHasSegments) {
+        seen[i] = seen[i] && query_segment[i % 2] == key_segment[fragment::row(i)];
+      }
+    }
+  }
+};
