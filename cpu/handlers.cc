@@ -26,16 +26,16 @@ DType TypeOf(ffi::DataType dtype) {
 // Inputs, and the tables they point to.
 class BoundInputs {
  public:
-  BoundInputs(const Operands& operands, const Attributes& attributes) {
+  BoundInputs(const Operands& operands, const ProblemAttribute& problem) {
     Problem& p = inputs_.problem;
     p.dtype = TypeOf(operands.dtype);
-    p.scale = static_cast<float>(attributes.scale);
-    p.window_left = attributes.window_left;
-    p.window_right = attributes.window_right;
-    p.bottom_right = attributes.bottom_right;
-    p.softcap = static_cast<float>(attributes.softcap);
-    p.dropout_rate = attributes.dropout_rate;
-    p.deterministic = attributes.deterministic;
+    p.scale = static_cast<float>(problem.scale);
+    p.window_left = problem.window_left;
+    p.window_right = problem.window_right;
+    p.bottom_right = problem.bottom_right;
+    p.softcap = static_cast<float>(problem.softcap);
+    p.dropout_rate = problem.dropout_rate;
+    p.deterministic = problem.deterministic;
     const Sizes& s = operands.sizes;
     inputs_.shapes = {s.batch, s.q_len, s.kv_len, s.q_heads, s.kv_heads, s.head_dim, s.value_dim};
     inputs_.q = operands.q;
@@ -51,7 +51,7 @@ class BoundInputs {
     inputs_.kv_lengths = operands.Data<int32_t>(kKeyValueLengths);
     inputs_.q_segments = operands.Data<int32_t>(kQuerySegments);
     inputs_.kv_segments = operands.Data<int32_t>(kKeyValueSegments);
-    if (attributes.dropout_rate > 0) {
+    if (problem.dropout_rate > 0) {
       inputs_.dropout_state = operands.Data<uint32_t>(kDropoutState);
     }
   }
@@ -94,33 +94,25 @@ ffi::Error OutOfMemory() {
 }
 
 ffi::Error ForwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                          double scale, int64_t window_left, int64_t window_right,
-                          bool bottom_right, double softcap, double dropout_rate,
-                          bool deterministic, int64_t terms) {
-  const Attributes attributes{scale,   window_left,  window_right,  bottom_right,
-                              softcap, dropout_rate, deterministic, terms};
+                          ProblemAttribute problem) {
   ForwardOperands operands;
-  if (ffi::Error error = ReadForward(args, rets, attributes, &operands); error.failure()) {
+  if (ffi::Error error = ReadForward(args, rets, problem, &operands); error.failure()) {
     return error;
   }
-  const BoundInputs inputs(operands, attributes);
+  const BoundInputs inputs(operands, problem);
   const ForwardCall call{inputs.get(), operands.out, operands.lse};
   PoolWorkers<ffi::ThreadPool> workers(pool, pool.num_threads());
   return BestKernels().forward(call, workers) ? ffi::Error::Success() : OutOfMemory();
 }
 
 ffi::Error BackwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                           double scale, int64_t window_left, int64_t window_right,
-                           bool bottom_right, double softcap, double dropout_rate,
-                           bool deterministic, int64_t terms, bool with_dlse, bool with_dbias) {
-  const Attributes attributes{scale,   window_left,  window_right,  bottom_right,
-                              softcap, dropout_rate, deterministic, terms};
+                           ProblemAttribute problem, bool with_dlse, bool with_dbias) {
   BackwardOperands operands;
-  if (ffi::Error error = ReadBackward(args, rets, attributes, with_dlse, with_dbias, &operands);
+  if (ffi::Error error = ReadBackward(args, rets, problem, with_dlse, with_dbias, &operands);
       error.failure()) {
     return error;
   }
-  const BoundInputs inputs(operands, attributes);
+  const BoundInputs inputs(operands, problem);
   BackwardCall call;
   call.in = inputs.get();
   call.out = operands.out;
@@ -137,7 +129,11 @@ ffi::Error BackwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
 
 // What both handlers take in front of their own attributes.
 auto Bind() {
-  return BindAttributes(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets());
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<ProblemAttribute>("problem");
 }
 
 auto BindBackward() { return Bind().Attr<bool>("with_dlse").Attr<bool>("with_dbias"); }

@@ -98,20 +98,20 @@ bool IsFloat(ffi::DataType dtype) {
   return dtype == ffi::F32 || dtype == ffi::BF16 || dtype == ffi::F16;
 }
 
-void CheckAttributes(const Attributes& a, Reader* reader) {
-  if (!std::isfinite(a.scale)) reader->Fail("scale is not finite");
-  if (a.window_left < -1 || a.window_right < -1) {
-    reader->Fail("window (" + std::to_string(a.window_left) + ", " +
-                 std::to_string(a.window_right) + ") has a size below -1");
+void CheckProblem(const ProblemAttribute& p, Reader* reader) {
+  if (!std::isfinite(p.scale)) reader->Fail("scale is not finite");
+  if (p.window_left < -1 || p.window_right < -1) {
+    reader->Fail("window (" + std::to_string(p.window_left) + ", " +
+                 std::to_string(p.window_right) + ") has a size below -1");
   }
-  if (!(a.softcap >= 0 && std::isfinite(a.softcap))) reader->Fail("softcap is not in [0, inf)");
-  if (!(a.dropout_rate >= 0 && a.dropout_rate < 1)) reader->Fail("dropout_rate is not in [0, 1)");
-  if (a.dropout_rate > 0 && !a.Has(kDropoutState)) reader->Fail("dropout_rate without its state");
-  if (a.Has(kQuerySegments) != a.Has(kKeyValueSegments)) {
+  if (!(p.softcap >= 0 && std::isfinite(p.softcap))) reader->Fail("softcap is not in [0, inf)");
+  if (!(p.dropout_rate >= 0 && p.dropout_rate < 1)) reader->Fail("dropout_rate is not in [0, 1)");
+  if (p.dropout_rate > 0 && !p.Has(kDropoutState)) reader->Fail("dropout_rate without its state");
+  if (p.Has(kQuerySegments) != p.Has(kKeyValueSegments)) {
     reader->Fail("query_segments and key_value_segments come together");
   }
-  if (a.terms < 0 || a.terms >> kTermCount != 0) {
-    reader->Fail("terms = " + std::to_string(a.terms) + " has unknown bits");
+  if (p.terms < 0 || p.terms >> kTermCount != 0) {
+    reader->Fail("terms = " + std::to_string(p.terms) + " has unknown bits");
   }
 }
 
@@ -151,11 +151,11 @@ void ReadInputs(Reader* reader, Operands* to) {
   to->v = v->untyped_data();
 }
 
-void ReadTerms(const Attributes& attributes, Reader* reader, Operands* to) {
+void ReadTerms(const ProblemAttribute& problem, Reader* reader, Operands* to) {
   const Sizes& s = to->sizes;
   for (int i = 0; i < kTermCount && reader->ok(); ++i) {
     const Term term = static_cast<Term>(i);
-    if (!attributes.Has(term)) continue;
+    if (!problem.Has(term)) continue;
     const char* name = kTermNames[i];
     const auto buffer = reader->Operand(name);
     if (!reader->ok()) return;
@@ -197,11 +197,11 @@ void ReadTerms(const Attributes& attributes, Reader* reader, Operands* to) {
 }  // namespace
 
 ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       const Attributes& attributes, ForwardOperands* operands) {
+                       const ProblemAttribute& problem, ForwardOperands* operands) {
   Reader reader(args, rets);
-  CheckAttributes(attributes, &reader);
+  CheckProblem(problem, &reader);
   ReadInputs(&reader, operands);
-  ReadTerms(attributes, &reader, operands);
+  ReadTerms(problem, &reader, operands);
   reader.CheckAllRead();
   if (!reader.ok()) return reader.error();
   const Sizes& s = operands->sizes;
@@ -217,11 +217,11 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets rets,
 }
 
 ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets rets,
-                        const Attributes& attributes, bool with_dlse, bool with_dbias,
+                        const ProblemAttribute& problem, bool with_dlse, bool with_dbias,
                         BackwardOperands* operands) {
   Reader reader(args, rets);
-  CheckAttributes(attributes, &reader);
-  if (with_dbias && !attributes.Has(kBias)) reader.Fail("a bias gradient without a bias");
+  CheckProblem(problem, &reader);
+  if (with_dbias && !problem.Has(kBias)) reader.Fail("a bias gradient without a bias");
   ReadInputs(&reader, operands);
   if (!reader.ok()) return reader.error();
   const Sizes& s = operands->sizes;
@@ -235,7 +235,7 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets rets,
   reader.Check("lse", lse, ffi::F32, lse_shape);
   reader.Check("dout", dout, operands->dtype, out_shape);
   if (with_dlse) reader.Check("dlse", dlse, ffi::F32, lse_shape);
-  ReadTerms(attributes, &reader, operands);
+  ReadTerms(problem, &reader, operands);
   reader.CheckAllRead();
   const auto dq = reader.Result("dq");
   const auto dk = reader.Result("dk");

@@ -1,6 +1,6 @@
 // Owns the reading of a custom call: attributes and operands as XLA hands them over, checked once
 // more (ranks, shapes, dtypes, ranges), into a plain struct. Shared by the CPU and CUDA handlers.
-// The order of operands and the attributes are those of jax_flash/_primitives.py. Read next:
+// The operands' order and the attributes are those of jax_flash/_problem.py. Read next:
 // cpu/handlers.cc, cuda/runtime/handlers.cc.
 
 #ifndef JAX_FLASH_FFI_OPERANDS_H_
@@ -9,7 +9,6 @@
 #include <array>
 #include <cstdint>
 #include <optional>
-#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -29,7 +28,8 @@ enum Term : int {
   kTermCount,
 };
 
-struct Attributes {
+// The attribute `problem` of every custom call: jax_flash/_problem.py's Problem, its scalars.
+struct ProblemAttribute {
   double scale;
   std::int64_t window_left;   // keys visible before the aligned query position; -1: all
   std::int64_t window_right;  // and after it
@@ -42,19 +42,19 @@ struct Attributes {
   bool Has(Term term) const { return terms >> term & 1; }
 };
 
-// Adds the Attributes to what a handler binds, in their order.
-template <class Binding>
-auto BindAttributes(Binding binding) {
-  return std::move(binding)
-      .template Attr<double>("scale")
-      .template Attr<std::int64_t>("window_left")
-      .template Attr<std::int64_t>("window_right")
-      .template Attr<bool>("bottom_right")
-      .template Attr<double>("softcap")
-      .template Attr<double>("dropout_rate")
-      .template Attr<bool>("deterministic")
-      .template Attr<std::int64_t>("terms");
-}
+}  // namespace jax_flash
+
+// In the order of the fields.
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_flash::ProblemAttribute, StructMember<double>("scale"),
+                                      StructMember<std::int64_t>("window_left"),
+                                      StructMember<std::int64_t>("window_right"),
+                                      StructMember<bool>("bottom_right"),
+                                      StructMember<double>("softcap"),
+                                      StructMember<double>("dropout_rate"),
+                                      StructMember<bool>("deterministic"),
+                                      StructMember<std::int64_t>("terms"));
+
+namespace jax_flash {
 
 struct Sizes {
   std::int64_t batch;  // product of the leading dims
@@ -95,9 +95,9 @@ struct BackwardOperands : Operands {
 
 // Fills `*operands`; results beyond the named ones (workspaces) are the caller's to check.
 xla::ffi::Error ReadForward(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
-                            const Attributes& attributes, ForwardOperands* operands);
+                            const ProblemAttribute& problem, ForwardOperands* operands);
 xla::ffi::Error ReadBackward(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
-                             const Attributes& attributes, bool with_dlse, bool with_dbias,
+                             const ProblemAttribute& problem, bool with_dlse, bool with_dbias,
                              BackwardOperands* operands);
 
 // A term of rank leading dims + n, of which any may be 1: the index of its element 0 of the row

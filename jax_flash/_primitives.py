@@ -22,7 +22,7 @@ from jax.interpreters import batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash import _backends, _batching, _native, _sharding, _tiles, blockwise
-from jax_flash._problem import TERMS, Problem, Shapes
+from jax_flash._problem import Problem, Shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,20 +58,9 @@ class Forward:
             ),
         )
 
-    def attributes(self) -> dict[str, bool | int | float]:
-        """Returns the attributes of the custom call, as ffi/operands.h reads them."""
-        problem = self.problem
-        left, right = problem.window
-        return {
-            "scale": problem.scale,
-            "window_left": -1 if left is None else left,
-            "window_right": -1 if right is None else right,
-            "bottom_right": problem.bottom_right,
-            "softcap": 0.0 if problem.softcap is None else problem.softcap,
-            "dropout_rate": problem.dropout_rate,
-            "deterministic": problem.deterministic,
-            "terms": sum(1 << TERMS.index(name) for name in problem.terms),
-        }
+    def attributes(self) -> dict[str, Any]:
+        """Returns the attributes of the custom call."""
+        return {"problem": self.problem.attribute()}
 
     @property
     def whole(self) -> "Forward":
@@ -103,7 +92,7 @@ class Backward(Forward):
     def result_avals(self, operands: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(operands[name[1:]].update(weak_type=False) for name in self.results)
 
-    def attributes(self) -> dict[str, bool | int | float]:
+    def attributes(self) -> dict[str, Any]:
         flags = {"with_dlse": self.with_dlse, "with_dbias": self.with_dbias}
         return super().attributes() | flags
 

@@ -46,6 +46,20 @@ class Problem:
         """The dtype of sums, of the softmax, and of lse and sinks."""
         return "float64" if self.dtype == "float64" else "float32"
 
+    def attribute(self) -> dict[str, bool | int | float]:
+        """Returns the attribute `problem` of a custom call, as ffi/operands.h reads it."""
+        left, right = self.window
+        return {
+            "scale": self.scale,
+            "window_left": -1 if left is None else left,
+            "window_right": -1 if right is None else right,
+            "bottom_right": self.bottom_right,
+            "softcap": 0.0 if self.softcap is None else self.softcap,
+            "dropout_rate": self.dropout_rate,
+            "deterministic": self.deterministic,
+            "terms": sum(1 << TERMS.index(name) for name in self.terms),
+        }
+
     def name_terms(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Returns the optional operands by name."""
         return dict(zip(self.terms, operands, strict=True))

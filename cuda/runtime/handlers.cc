@@ -225,7 +225,7 @@ int ClampHeadGroup(std::int64_t head_group, std::int64_t heads) {
 
 // The fields that the parameters of both passes share.
 template <class Params>
-void SetCommon(const Operands& operands, const Attributes& attributes, Params* params) {
+void SetCommon(const Operands& operands, const ProblemAttribute& problem, Params* params) {
   const Sizes& s = operands.sizes;
   params->query_lengths = operands.Data<int>(kQueryLengths);
   params->key_value_lengths = operands.Data<int>(kKeyValueLengths);
@@ -236,9 +236,9 @@ void SetCommon(const Operands& operands, const Attributes& attributes, Params* p
   params->kv_len = static_cast<int>(s.kv_len);
   params->query_heads = static_cast<int>(s.q_heads);
   params->kv_heads = static_cast<int>(s.kv_heads);
-  params->window_left = ClampWindow(attributes.window_left);
-  params->window_right = ClampWindow(attributes.window_right);
-  params->scale = static_cast<float>(attributes.scale);
+  params->window_left = ClampWindow(problem.window_left);
+  params->window_right = ClampWindow(problem.window_right);
+  params->scale = static_cast<float>(problem.scale);
 }
 
 // Sinks are [*B, N] or [1s, N]; the lowering broadcasts what lies between.
@@ -255,14 +255,11 @@ ffi::Error SetSinks(const Operands& operands, ForwardParams* params) {
   return ffi::Error::Success();
 }
 
-ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, double scale,
-                   std::int64_t window_left, std::int64_t window_right, bool bottom_right,
-                   double softcap, double dropout_rate, bool deterministic, std::int64_t terms,
-                   ProgramAttribute program, ForwardTilesAttribute tiles) {
-  const Attributes attributes{scale,   window_left,  window_right,  bottom_right,
-                              softcap, dropout_rate, deterministic, terms};
+ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ProblemAttribute problem, ProgramAttribute program,
+                   ForwardTilesAttribute tiles) {
   ForwardOperands operands;
-  if (auto error = ReadForward(args, rets, attributes, &operands); error.failure()) return error;
+  if (auto error = ReadForward(args, rets, problem, &operands); error.failure()) return error;
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
@@ -277,8 +274,8 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   }
 
   ForwardParams params{};
-  SetCommon(operands, attributes, &params);
-  const bool segments = attributes.Has(kQuerySegments);
+  SetCommon(operands, problem, &params);
+  const bool segments = problem.Has(kQuerySegments);
   const std::int64_t key_blocks = CeilDiv(s.kv_len, tiles.tile_kv);
   params.query_blocks = static_cast<int>(CeilDiv(s.q_len * tiles.packed_heads, tiles.tile_q));
   const std::int64_t query_groups = params.query_blocks * tiles.tile_q / 64;
@@ -295,8 +292,11 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.out = operands.out;
   params.lse = operands.lse;
   params.l2_heads = ClampHeadGroup(tiles.head_group, s.batch * s.q_heads / tiles.packed_heads);
-  params.scale_log2 = static_cast<float>(kLog2E * (softcap > 0 ? softcap : scale > 0 ? scale : 1));
-  params.softcap_inner = softcap > 0 ? static_cast<float>(scale / softcap) : 0;
+  params.scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0 ? problem.softcap
+                                                   : problem.scale > 0 ? problem.scale
+                                                                       : 1));
+  params.softcap_inner =
+      problem.softcap > 0 ? static_cast<float>(problem.scale / problem.softcap) : 0;
 
   Session session(stream, program);
   const auto type = MapType(operands.dtype);
@@ -323,15 +323,11 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   return session.error();
 }
 
-ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, double scale,
-                    std::int64_t window_left, std::int64_t window_right, bool bottom_right,
-                    double softcap, double dropout_rate, bool deterministic, std::int64_t terms,
-                    bool with_dlse, bool with_dbias, ProgramAttribute program,
-                    BackwardTilesAttribute tiles) {
-  const Attributes attributes{scale,   window_left,  window_right,  bottom_right,
-                              softcap, dropout_rate, deterministic, terms};
+ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    ProblemAttribute problem, bool with_dlse, bool with_dbias,
+                    ProgramAttribute program, BackwardTilesAttribute tiles) {
   BackwardOperands operands;
-  if (auto error = ReadBackward(args, rets, attributes, with_dlse, with_dbias, &operands);
+  if (auto error = ReadBackward(args, rets, problem, with_dlse, with_dbias, &operands);
       error.failure()) {
     return error;
   }
@@ -353,8 +349,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   }
 
   BackwardParams params{};
-  SetCommon(operands, attributes, &params);
-  const bool segments = attributes.Has(kQuerySegments);
+  SetCommon(operands, problem, &params);
+  const bool segments = problem.Has(kQuerySegments);
   const std::int64_t heads = s.batch * s.q_heads;
   const std::int64_t query_blocks = CeilDiv(s.q_len, tiles.tile_q);
   const std::int64_t key_blocks = CeilDiv(s.kv_len, tiles.tile_kv);
@@ -365,7 +361,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   workspaces.Take("minus_delta", rows, &params.minus_delta);
   workspaces.Take("dq_sum", rows * (sums_in_dq ? s.head_dim / 2 : 64 * head_boxes), &params.dq_sum);
   workspaces.Take("next_unit", 1, &params.next_unit);
-  workspaces.Take("turns", deterministic ? heads * query_blocks * tiles.turn_parts : 0,
+  workspaces.Take("turns", problem.deterministic ? heads * query_blocks * tiles.turn_parts : 0,
                   &params.turns);
   workspaces.Take("query_segment_ranges", segments ? 2 * s.batch * query_blocks : 0,
                   &params.query_segment_ranges);
@@ -385,8 +381,10 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   params.dkey_data = operands.dk;
   params.dvalue_data = operands.dv;
   params.l2_heads = ClampHeadGroup(tiles.head_group, s.batch * s.kv_heads);
-  params.scale_log2 = static_cast<float>(kLog2E * (softcap > 0 ? softcap : scale));
-  params.softcap_inner = softcap > 0 ? static_cast<float>(scale / softcap) : 0;
+  params.scale_log2 =
+      static_cast<float>(kLog2E * (problem.softcap > 0 ? problem.softcap : problem.scale));
+  params.softcap_inner =
+      problem.softcap > 0 ? static_cast<float>(problem.scale / problem.softcap) : 0;
 
   Session session(stream, program);
   const auto type = MapType(operands.dtype);
@@ -410,8 +408,11 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
 
 // What both handlers take in front of their own attributes.
 auto Bind() {
-  return BindAttributes(
-      ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream>>().RemainingArgs().RemainingRets());
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<CUstream>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<ProblemAttribute>("problem");
 }
 
 auto BindForward() {
