@@ -51,7 +51,8 @@ def explain(case: Case) -> dict[str, Any]:
     """Returns the backend that runs our attention of a case, and why it is not another."""
     with jax.default_matmul_precision(case.precision):
         found = jax_flash.explain(**flash_options(case, structs(case)))
-    return {"backend": found.backend, "not": found.refusals}
+    reasons = {name: "; ".join(texts) for name, texts in found.forward.refusals.items()}
+    return {"backend": found.backend, "not": reasons}
 
 
 def flash_options(case: Case, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Compares the machine code of two versions of the CUDA kernels; needs NVRTC and no GPU.
 
-    python benchmarks/same_code.py main .                # two revisions or checkouts
+    python benchmarks/same_code.py main .                # revisions or checkouts that have _gpu
     python benchmarks/same_code.py main . --only "128"   # cells whose name matches
 
 Compiles the kernels of a list of problems from both, each with its own tiles, and prints for every
@@ -128,11 +128,12 @@ def read(version: str, folder: Path, only: str) -> list[Program]:
 
 
 def programs(only: str) -> Iterator[dict[str, str]]:
-    """Chooses tiles as this process's jax_flash does, and makes the headers."""
-    from jax_flash import _tiles
+    """Plans as this process's jax_flash does."""
+    from jax_flash import _gpu
+    from jax_flash._primitives import passes
     from jax_flash._problem import Problem, Shapes
 
-    gpu = _tiles.GPUS["H200"]
+    gpu = _gpu.spec.GPUS["H200"]
     for (head_dim, value_dim), features in FEATURES.items():
         for name, change in features.items():
             change = dict(change)
@@ -142,14 +143,13 @@ def programs(only: str) -> Iterator[dict[str, str]]:
             shapes = dataclasses.replace(shapes, **sizes)
             problem = Problem(**({"dtype": "bfloat16", "scale": 0.125} | change))
             cell = f"{head_dim}/{value_dim} {name}"
-            if name not in BACKWARD_ALONE and re.search(only, f"{cell} forward"):
-                tiles = _tiles.choose_tiles(problem, shapes, gpu)
-                header = tiles.header(problem)
-                yield {"name": f"{cell} forward", "source": tiles.source, "header": header}
-            if name not in FORWARD_ALONE and re.search(only, f"{cell} backward"):
-                tiles = _tiles.choose_backward_tiles(problem, shapes, gpu)
-                header = tiles.header(problem, with_dlse=with_dlse)
-                yield {"name": f"{cell} backward", "source": tiles.source, "header": header}
+            for which, call in passes(problem, with_dlse=with_dlse).items():
+                alone = BACKWARD_ALONE if which == "forward" else FORWARD_ALONE
+                if name not in alone and re.search(only, f"{cell} {which}"):
+                    plan = _gpu.plan(call, shapes, gpu)
+                    yield {
+                        "name": f"{cell} {which}", "source": plan.source, "header": plan.header
+                    }  # fmt: skip
 
 
 # ---- compiling ----------------------------------------------------------------------------------

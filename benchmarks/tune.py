@@ -1,13 +1,13 @@
-"""Builds, checks and times variants of one pass's tiles on the GPU that is present.
+"""Builds, checks and times variants of one pass's tiling on the GPU that is present.
 
 Every variant goes through the package: the sources of cuda/kernels, the run-time compiler, the
 custom call. Results are compared with float64 attention; times are medians, taken in turns so that
 a clock that drifts hits all variants alike. The table comes last.
 
     python benchmarks/tune.py --head-dim 128 --length 512 1024 --causal \\
-        --set tile_kv=112 --set "stages=3 query_stages=1" --set dynamic=False
-    python benchmarks/tune.py --pass backward --set reads_ahead=False --set head_group=2
-    python benchmarks/tune.py --pass backward --deterministic --segment 1024 --set head_group=8
+        --set block_kv=112 --set "stages=3 query_stages=1" --set dynamic=False
+    python benchmarks/tune.py --pass backward --set reads_ahead=False --set l2_heads=2
+    python benchmarks/tune.py --pass backward --deterministic --segment 1024 --set l2_heads=8
 """
 
 import argparse
@@ -25,18 +25,17 @@ import numpy as np
 import peers
 import shapes
 
-from jax_flash import _tiles
+from jax_flash import _gpu
 
 ROUNDS = 5  # turns of every variant
 SECONDS = 0.02  # of one turn
-CHOOSERS = {"forward": "choose_tiles", "backward": "choose_backward_tiles"}  # of _tiles, by pass
+PASSES = ("forward", "backward")
 
 
 def main() -> None:
     """Times the variants of every cell and prints one table."""
     options = parse()
-    chooser = CHOOSERS[options.which]
-    chosen = getattr(_tiles, chooser)
+    plan = _gpu.plan
     rows = []
     for length in options.length:
         cell = shapes.Cell(
@@ -55,13 +54,13 @@ def main() -> None:
         calls = {}
         for text in ["", *options.set]:
             changes = dict(read(word) for word in text.split())
-            setattr(_tiles, chooser, functools.partial(choose_changed, chosen, changes))
+            _gpu.plan = functools.partial(plan_changed, plan, options.which, changes)
             try:
                 name = text or "as chosen"
                 calls[name] = build(options.which, cell, inputs, deterministic=deterministic)
             except ValueError as error:
                 rows.append(f"{cell.name:24s} {text:40s} {error}")
-        setattr(_tiles, chooser, chosen)
+        _gpu.plan = plan
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(ROUNDS):
             for name, call in calls.items():
@@ -79,13 +78,13 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pass", choices=CHOOSERS, default="forward", dest="which")
+    parser.add_argument("--pass", choices=PASSES, default="forward", dest="which")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--length", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--segment", type=int, help="length of packed documents")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--set", action="append", default=[], help="fields of the pass's tiles")
+    parser.add_argument("--set", action="append", default=[], help="fields of the pass's tiling")
     return parser.parse_args()
 
 
@@ -97,7 +96,7 @@ def build(
     deterministic: bool = False,
     backend: str | None = "cuda",
 ) -> Callable[[], tuple[jax.Array, ...]]:
-    """Compiles one pass for the tiles that are chosen now: a call for out, and dq, dk and dv."""
+    """Compiles one pass for the tiling that is chosen now: a call for out, and dq, dk and dv."""
     # A function of its own per variant: jit would take the first one's compilation.
     q, k, v, dout = inputs
     attend = functools.partial(
@@ -117,18 +116,22 @@ def operations(which: str, cell: shapes.Cell) -> float:
     return forward if which == "forward" else cell.flops("training") - forward
 
 
-def choose_changed(
-    choose: Callable[..., _tiles.Tiles], changes: dict[str, Any], *arguments: Any
-) -> _tiles.Tiles:
-    """Chooses tiles for (problem, shapes, gpu) and changes some fields.
+def plan_changed(
+    plan: Callable[..., _gpu.Plan], which: str, changes: dict[str, Any], *arguments: Any
+) -> _gpu.Plan:
+    """Plans (call, shapes, gpu), and where it is a call of one pass changes fields of its tiling.
 
     Raises:
       ValueError: the GPU's shared memory does not hold the result.
     """
-    tiles = dataclasses.replace(choose(*arguments), **changes)
-    if tiles.shared_bytes > _tiles.SMEM:
-        raise ValueError(f"needs {tiles.shared_bytes} of {_tiles.SMEM} bytes")
-    return tiles
+    call, _, gpu = arguments
+    chosen = plan(*arguments)
+    if call.target != which:
+        return chosen
+    changed = plan(*arguments, dataclasses.replace(chosen.tiling, **changes))
+    if changed.shared_bytes > gpu.shared_bytes:
+        raise ValueError(f"needs {changed.shared_bytes} of {gpu.shared_bytes} bytes")
+    return changed
 
 
 def read(word: str) -> tuple[str, Any]:

@@ -196,6 +196,8 @@ void ReadTerms(const ProblemAttribute& problem, Reader* reader, Operands* to) {
 
 }  // namespace
 
+std::vector<std::string> TermNames() { return {kTermNames, kTermNames + kTermCount}; }
+
 ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets rets,
                        const ProblemAttribute& problem, ForwardOperands* operands) {
   Reader reader(args, rets);

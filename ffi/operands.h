@@ -9,13 +9,15 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_flash {
 
 // The optional operands, in the order in which they follow the others; the value is the term's bit
-// in the attribute `terms`. jax_flash/_problem.py has the same list.
+// in the attribute `terms`. jax_flash/_terms.py has the same list, and compares it with TermNames.
 enum Term : int {
   kBias,
   kMask,
@@ -27,6 +29,8 @@ enum Term : int {
   kDropoutState,
   kTermCount,
 };
+
+std::vector<std::string> TermNames();
 
 // The attribute `problem` of every custom call: jax_flash/_problem.py's Problem, its scalars.
 struct ProblemAttribute {

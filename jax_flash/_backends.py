@@ -1,103 +1,132 @@
-"""Which backend runs a problem; each answers yes, or the reason why not.
+"""Which backend runs a pass of a call; each answers with the reasons why not, none for yes.
 
 "cuda" and "cpu" are the native kernels, each for the platform of its name; "xla" is blockwise.py
 and runs anything anywhere. A call that names no backend takes the first that can run it.
 """
 
+from __future__ import annotations
+
+import dataclasses
 import functools
 import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from jax_flash import _native, _tiles
-from jax_flash._problem import Problem, Shapes
+from jax_flash import _gpu, _native
+from jax_flash._problem import Shapes
 
-NAMES = ("cuda", "cpu", "xla")
+if TYPE_CHECKING:
+    from jax_flash._primitives import Forward
+
+Decline = Callable[["Forward", Shapes, _gpu.GpuSpec], tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One way to run a call.
+
+    Attributes:
+      platforms: of the arrays that it takes; None: any.
+      absent: lists why it cannot run at all on a machine with this GPU (None: without one).
+      decline: lists why its kernels do not run a pass; README's support table is made from it.
+    """
+
+    platforms: tuple[str, ...] | None
+    absent: Callable[[_gpu.GpuSpec | None], tuple[str, ...]]
+    decline: Decline
+
+    def refuse(self, call: Forward, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
+        """Lists all reasons why it does not run a pass on a machine with this GPU."""
+        spec = gpu or _gpu.spec.for_lowering()
+        return (*self.absent(gpu), *self.decline(call, shapes, spec))
+
+
+def _absent_cuda(gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
+    missing = _native.available("cuda")
+    device = ("no CUDA device is present",) if gpu is None else ()
+    return device if missing is None else (*device, missing)
+
+
+def _absent_cpu(gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
+    missing = _native.available("cpu")
+    elsewhere = () if gpu is None else ("the arrays are on platform 'cuda'",)
+    return elsewhere if missing is None else (*elsewhere, missing)
+
+
+def _decline_cpu(call: Forward, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
+    if call.problem.dtype == "float64":
+        return ("the CPU kernels take float32, bfloat16 and float16, not float64",)
+    return ()
+
+
+def _nothing(*_: object) -> tuple[str, ...]:
+    return ()
+
+
+BACKENDS = {
+    "cuda": Backend(("cuda",), _absent_cuda, _gpu.refuse),
+    "cpu": Backend(("cpu",), _absent_cpu, _decline_cpu),
+    "xla": Backend(None, _nothing, _nothing),
+}
 
 
 def pick(
-    problem: Problem, shapes: Shapes, gpu: _tiles.GpuSpec | None, backend: str | None
-) -> tuple[str, dict[str, str]]:
-    """Tells which backend runs a problem on a machine with this GPU (None: without one).
+    call: Forward, shapes: Shapes, gpu: _gpu.GpuSpec | None
+) -> tuple[str, dict[str, tuple[str, ...]]]:
+    """Tells which backend runs a pass on a machine with this GPU (None: without one).
 
-    Returns: the backend's name, and for those that were asked and refused, the reason.
-
-    Raises:
-      ValueError: the name is not known.
-      NotImplementedError: the named backend cannot run the problem, with the reason.
-    """
-    platform = "cpu" if gpu is None else "cuda"
-    if backend is not None:
-        _check_name(backend)
-        reason = _refusal(backend, platform, problem, shapes, gpu)
-        if reason is not None:
-            raise NotImplementedError(f"backend {backend!r} cannot run this call: {reason}")
-        return backend, {}
-    reasons: dict[str, str] = {}
-    for name in NAMES:
-        reason = _refusal(name, platform, problem, shapes, gpu)
-        if reason is None:
-            return name, reasons
-        reasons[name] = reason
-    raise AssertionError("backend 'xla' runs everything")
-
-
-def require(backend: str | None, problem: Problem, shapes: Shapes) -> None:
-    """Checks a backend's name when the call is traced, and that it can run the problem here.
+    Returns: the backend's name, and of all others that would not run it the reasons.
 
     Raises:
-      ValueError: the name is not known.
-      NotImplementedError: the backend cannot run the problem, with the reason.
+      ValueError: the call names a backend that is not known.
+      NotImplementedError: the backend that it names cannot run it, with the reasons.
     """
-    if backend is None:
-        return
-    _check_name(backend)
-    # The arrays' platform is known when the call is lowered; backend "cpu" may be right even
-    # where a GPU is present.
-    gpu = _tiles.present_gpu() if backend == "cuda" else None
-    pick(problem, shapes, gpu, backend)
+    _check_name(call.backend)
+    answers = {name: backend.refuse(call, shapes, gpu) for name, backend in BACKENDS.items()}
+    refusals = {name: reasons for name, reasons in answers.items() if reasons}
+    if call.backend in refusals:
+        reasons = "; ".join(refusals[call.backend])
+        raise NotImplementedError(f"backend {call.backend!r} cannot run this call: {reasons}")
+    chosen = call.backend or next(name for name in BACKENDS if name not in refusals)
+    return chosen, refusals
 
 
-def _check_name(backend: str) -> None:
-    if not isinstance(backend, str) or backend not in NAMES:
-        raise ValueError(f"backend is {backend!r}; expected None or one of {', '.join(NAMES)}")
+def require(call: Forward, shapes: Shapes) -> None:
+    """Checks a backend's name when the call is traced, and that it can run the call here.
+
+    Raises: as `pick`.
+    """
+    _check_name(call.backend)
+    if call.backend is not None:
+        # The arrays' platform is known when the call is lowered; backend "cpu" may be right even
+        # where a GPU is present.
+        pick(call, shapes, _gpu.spec.present() if call.backend == "cuda" else None)
 
 
-def choose(backend: str | None, platform: str, problem: Problem, shapes: Shapes) -> str:
-    """Picks the backend when the call is lowered for a platform.
+def choose(platform: str, call: Forward, shapes: Shapes) -> str:
+    """Picks the backend when a pass is lowered for a platform.
 
-    Raises: NotImplementedError if the named backend cannot run the problem there.
+    Raises: NotImplementedError if the named backend cannot run it there.
     """
     if platform not in ("cpu", "cuda"):
-        if backend in (None, "xla"):
+        if call.backend in (None, "xla"):
             return "xla"
         raise NotImplementedError(
-            f"backend {backend!r} cannot run this call: the arrays are on platform {platform!r}"
+            f"backend {call.backend!r} cannot run this call: the arrays are on platform "
+            f"{platform!r}"
         )
-    gpu = None
-    if platform == "cuda":
-        gpu = _tiles.lowering_gpu()
-    name, reasons = pick(problem, shapes, gpu, backend)
-    if platform in reasons:
+    gpu = _gpu.spec.for_lowering() if platform == "cuda" else None
+    name, refusals = pick(call, shapes, gpu)
+    if call.backend is None and platform in refusals:
         kernels = f"{platform.upper()} kernels"
-        warn_once(f"jax_flash runs a call without its {kernels}: {reasons[platform]}")
+        reasons = "; ".join(refusals[platform])
+        warn_once(f"jax_flash runs a call without its {kernels}: {reasons}")
     return name
 
 
-def _refusal(
-    backend: str, platform: str, problem: Problem, shapes: Shapes, gpu: _tiles.GpuSpec | None
-) -> str | None:
-    match backend:
-        case "cuda":
-            if gpu is None:
-                return "no CUDA device is present"
-            return _native.available("cuda") or _tiles.supports(problem, shapes, gpu)
-        case "cpu":
-            if platform != "cpu":
-                return f"the arrays are on platform {platform!r}"
-            if problem.dtype == "float64":
-                return "the CPU kernels take float32, bfloat16 and float16, not float64"
-            return _native.available("cpu")
-        case _:
-            return None
+def _check_name(backend: str | None) -> None:
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise ValueError(f"backend is {backend!r}; expected None or one of {', '.join(BACKENDS)}")
 
 
 @functools.cache

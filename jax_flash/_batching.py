@@ -18,12 +18,11 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jax_flash import _sharding
+from jax_flash._terms import BROADCAST
 
 _OF_QUERIES = ("q", "out", "lse", "dout", "dlse")  # in full, always
 
-# Kernels read these with a leading dim of 1; all others must have every leading dim in full.
-_BROADCAST_TERMS = ("bias", "mask", "sinks")
-_BROADCAST_HEADS = ("bias", "mask")  # and these with one head for all
+_BROADCAST_HEADS = ("bias", "mask")  # of the terms that broadcast, those with one head for all
 
 
 def batch(
@@ -113,7 +112,7 @@ class _Members:
         """Brings an operand to the form without shared keys."""
         shape = list(x.shape)
         for axis, size in enumerate(self.leading):
-            if axis not in self.axes and name not in _BROADCAST_TERMS:
+            if axis not in self.axes and name not in BROADCAST:
                 shape[axis] = size
         if not self.axes or self._alike(name, x):
             return jnp.squeeze(jnp.broadcast_to(x, shape), self.axes)

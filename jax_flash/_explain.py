@@ -1,20 +1,46 @@
-"""Owns `explain`: which backend, kernel and tiles a call would get, and what the compiler says.
+"""Owns `explain`: which backend, kernel and tiling a call would get, and what the compiler says.
 
-Needs no GPU: tiles are chosen for a named one, and NVRTC compiles for it anywhere.
-Read next: `_backends.py`, `_tiles.py`.
+Needs no GPU: plans are made for a named one, and NVRTC compiles for it anywhere.
+Read next: `_backends.py`, `_gpu/`.
 """
 
 import dataclasses
 import inspect
 import re
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
-from jax_flash import _backends, _native, _tiles, _validate
+from jax_flash import _backends, _gpu, _native, _validate
+from jax_flash._primitives import Forward, passes
 from jax_flash._problem import Problem, Shapes
-from jax_flash.attention import flash_attention
+from jax_flash.attention import Window, flash_attention
+
+Array = ArrayLike | jax.ShapeDtypeStruct
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `flash_attention`, arrays or their shapes."""
+
+    scale: Array | None
+    bias: Array | None
+    mask: Array | None
+    is_causal: bool
+    causal_align: Literal["top_left", "bottom_right"]
+    local_window_size: Window | None
+    query_seq_lengths: Array | None
+    key_value_seq_lengths: Array | None
+    query_segment_ids: Array | None
+    key_value_segment_ids: Array | None
+    softcap: float | None
+    sinks: Array | None
+    dropout_rate: float
+    dropout_key: Array | None
+    return_lse: bool
+    deterministic: bool
+    backend: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +49,7 @@ class EntryReport:
 
     name: str
     registers: int
-    shared_bytes: int  # static; the tiles say how much is added at launch
+    shared_bytes: int  # static; the plan says how much is added at launch
     stack_bytes: int
     spill_bytes: int  # stored and loaded
 
@@ -32,12 +58,27 @@ class EntryReport:
 class KernelReport:
     """One compiled CUDA program."""
 
-    tiles: _tiles.Tiles
+    plan: _gpu.Plan
     entries: tuple[EntryReport, ...]
     warnings: tuple[str, ...]  # of ptxas: wgmma serialised, setmaxnreg ignored
     seconds: float
     from_disk: bool
     error: str | None = None  # why it was not compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """What one pass of a call would run.
+
+    Attributes:
+      backend: the backend that runs it.
+      refusals: of all backends that do not run it here, all reasons.
+      kernel: the CUDA program; None unless backend is "cuda" and there is something to compute.
+    """
+
+    backend: str
+    refusals: dict[str, tuple[str, ...]]
+    kernel: KernelReport | None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -47,84 +88,98 @@ class Explanation:
     Attributes:
       problem, shapes: what is computed.
       gpu: the GPU it was explained for, or None.
-      backend: the backend that runs it.
-      refusals: why the others do not, by backend.
-      kernels: the CUDA programs, by pass: "forward", "backward". Empty unless backend is "cuda"
-        and there is something to compute.
+      forward, backward: the two passes: each one's backend, why not the others, its CUDA program.
     """
 
     problem: Problem
     shapes: Shapes
-    gpu: _tiles.GpuSpec | None
-    backend: str
-    refusals: dict[str, str]
-    kernels: dict[str, KernelReport]
+    gpu: _gpu.GpuSpec | None
+    forward: PassReport
+    backward: PassReport
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs the forward pass."""
+        return self.forward.backend
 
     def __repr__(self) -> str:
         s = self.shapes
-        where = f" on {self.gpu.name} ({self.gpu.arch})" if self.gpu is not None else ""
         lines = [
             f"{self.problem.dtype}, batch {s.batch}, query {s.q_len} x {s.q_heads} heads, "
             f"key {s.kv_len} x {s.kv_heads} heads, head dim {s.head_dim}, value dim {s.value_dim}",
             f"  {_describe(self.problem)}",
-            f"backend: {self.backend}{where}",
         ]
+        choice, other = self._describe_choice(self.forward), self._describe_choice(self.backward)
+        lines += choice if choice == other else ["forward", *choice, "backward", *other]
         if s.empty:
             lines.append("  nothing to compute: an array is empty")
-        lines += [f"  not {name}: {reason}" for name, reason in self.refusals.items()]
-        for name, kernel in self.kernels.items():
-            lines += _describe_kernel(name, kernel)
+        for name, one in (("forward", self.forward), ("backward", self.backward)):
+            if one.kernel is not None:
+                lines += _describe_kernel(name, one.kernel)
         return "\n".join(lines)
+
+    def _describe_choice(self, one: PassReport) -> list[str]:
+        where = f" on {self.gpu.name} ({self.gpu.arch})" if self.gpu is not None else ""
+        lines = [f"backend: {one.backend}{where}"]
+        for name, reasons in one.refusals.items():
+            lines += [f"  not {name}: {reason}" for reason in reasons]
+        return lines
 
 
 def explain(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Array,
+    key: Array,
+    value: Array,
     *,
     gpu: str | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Explanation:
     """Explains what `flash_attention(query, key, value, **options)` would run; runs nothing.
 
     Args:
       query, key, value: arrays or `jax.ShapeDtypeStruct`, as for `flash_attention`; so are the
         arrays among the options.
-      gpu: name of a GPU to explain for, such as "H200"; None takes the one present.
+      gpu: a GPU to explain for: a model, such as "H200" or "RTX 4090", or the name that its driver
+        reports; None takes the one present.
       options: of `flash_attention`.
 
     Returns: the Explanation; print it.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `flash_attention`; ValueError for a GPU of
-        unknown name.
+      TypeError, ValueError, NotImplementedError: as `flash_attention`; ValueError, with the names
+        that are known, for a GPU of unknown name.
 
     Example:
       >>> import jax, jax_flash
       >>> q = jax.ShapeDtypeStruct((2, 4096, 16, 128), "bfloat16")
       >>> print(jax_flash.explain(q, q, q, is_causal=True, gpu="H200"))  # doctest: +SKIP
     """
-    spec = _tiles.present_gpu() if gpu is None else _tiles.gpu_named(gpu)
-    problem, operands = _prepare(query, key, value, options)
+    spec = _gpu.spec.present() if gpu is None else _gpu.spec.named(gpu)
+    problem, operands = _prepare(query, key, value, dict(options))
     shapes = Shapes.of(*operands[:3])
-    backend, refusals = _backends.pick(problem, shapes, spec, options.get("backend"))
-    kernels = {}
-    if backend == "cuda" and spec is not None and not shapes.empty:
-        tiles = _tiles.choose_tiles(problem, shapes, spec)
-        kernels["forward"] = report(tiles, tiles.header(problem), spec)
-        tiles = _tiles.choose_backward_tiles(problem, shapes, spec)
-        kernels["backward"] = report(tiles, tiles.header(problem, with_dlse=False), spec)
-    return Explanation(problem, shapes, spec, backend, refusals, kernels)
+    reports = {
+        name: _report(call, shapes, spec)
+        for name, call in passes(problem, options.get("backend")).items()
+    }
+    return Explanation(problem, shapes, spec, **reports)
 
 
-def report(tiles: _tiles.Tiles, header: str, gpu: _tiles.GpuSpec) -> KernelReport:
-    """Compiles the program of some tiles, or takes it from the cache, and reads the log."""
+def _report(call: Forward, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
+    backend, refusals = _backends.pick(call, shapes, gpu)
+    kernel = None
+    if backend == "cuda" and gpu is not None and not shapes.empty:
+        kernel = compile_plan(_gpu.plan(call, shapes, gpu))
+    return PassReport(backend, refusals, kernel)
+
+
+def compile_plan(plan: _gpu.Plan) -> KernelReport:
+    """Compiles a plan's program, or takes it from the cache, and reads the log."""
     try:
-        kernel = _native.compile_kernel(tiles.source, header, gpu.arch)
+        kernel = _native.compile_kernel(**plan.program)
     except RuntimeError as error:
-        return KernelReport(tiles, (), (), 0.0, False, str(error))
+        return KernelReport(plan, (), (), 0.0, False, str(error))
     return KernelReport(
-        tiles, read_entries(kernel.log), read_warnings(kernel.log), kernel.seconds, kernel.from_disk
+        plan, read_entries(kernel.log), read_warnings(kernel.log), kernel.seconds, kernel.from_disk
     )
 
 
@@ -206,17 +261,13 @@ def _describe(problem: Problem) -> str:
 
 
 def _describe_kernel(name: str, kernel: KernelReport) -> list[str]:
-    numbers = dataclasses.asdict(kernel.tiles)
-    lines = [f"{name}: {kernel.tiles.source}"]
-    lines.append("  " + ", ".join(f"{key} {value}" for key, value in numbers.items()))
-    if not kernel.tiles.tma_loads:
-        lines.append("  rows loaded by warps: 8 does not divide both dims, as TMA needs")
+    lines = f"{name}: {kernel.plan}".splitlines()
     if kernel.error is not None:
         return [*lines, f"  not compiled: {kernel.error}"]
     for entry in kernel.entries:
         shared = entry.shared_bytes
-        if entry.name == kernel.tiles.entries[0]:
-            shared += kernel.tiles.shared_bytes
+        if entry.name == kernel.plan.entries[0]:
+            shared += kernel.plan.shared_bytes
         spills = f"{entry.spill_bytes} bytes of spills" if entry.spill_bytes else "no spills"
         lines.append(
             f"  {entry.name}: {entry.registers} registers, {shared / 1024:.1f} KB of shared "

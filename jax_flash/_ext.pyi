@@ -1,8 +1,9 @@
-"""The compiled module; its only importer is `_native`. Source: cuda/runtime/bindings.cc."""
+"""The compiled module; its only importer is `_native`. Source: ffi/bindings.cc."""
 
 version: str
 ffi_version: tuple[int, int]
 
+def terms() -> list[str]: ...
 def targets() -> dict[str, dict[str, object]]: ...
 def cuda_params_assertions() -> str: ...
 def cuda_configure(

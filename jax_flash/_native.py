@@ -2,7 +2,7 @@
 
 Nothing else imports `_ext`. A module that is missing or does not fit leaves its backends
 unavailable, with a reason that says how to repair it; backend "xla" needs none of this.
-Read next: cuda/runtime/bindings.cc.
+Read next: ffi/bindings.cc.
 """
 
 import ctypes
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import jax
 import jaxlib.version
 
+from jax_flash._terms import TERMS
 from jax_flash._version import __version__
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,11 @@ def misfit(ext: Any, ffi_version: tuple[int, int] | None) -> str | None:
         return (
             f"the compiled module jax_flash._ext is version {ext.version}, but the Python files "
             f"are version {__version__}. {_REPAIR}"
+        )
+    if tuple(ext.terms()) != tuple(TERMS):
+        return (
+            f"the compiled module jax_flash._ext knows the terms {', '.join(ext.terms())}, but the "
+            f"Python files {', '.join(TERMS)}. {_REPAIR}"
         )
     if ffi_version is not None and (
         ext.ffi_version[0] != ffi_version[0] or ext.ffi_version[1] > ffi_version[1]

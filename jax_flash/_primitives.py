@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
-from jax_flash import _backends, _batching, _native, _sharding, _tiles, blockwise
+from jax_flash import _backends, _batching, _gpu, _native, _sharding, blockwise
 from jax_flash._problem import Problem, Shapes
 
 
@@ -113,6 +113,17 @@ class Backward(Forward):
         return tuple(x for name, x in named if name in self.results)
 
 
+def passes(
+    problem: Problem, backend: str | None = None, *, with_dlse: bool = False
+) -> dict[str, Forward]:
+    """Returns the passes of a call that is differentiated in all that has a gradient, by name."""
+    bias = ("bias",) if "bias" in problem.terms else ()
+    return {
+        "forward": Forward(problem, backend),
+        "backward": Backward(problem, backend, with_dlse, ("q", "k", "v", *bias)),
+    }
+
+
 def _spec(aval: Any) -> tuple[Any, ...]:
     spec = tuple(aval.sharding.spec)
     return spec + (None,) * (aval.ndim - len(spec))
@@ -147,7 +158,7 @@ def _batch(primitive: Primitive, operands, dims, *, call: Forward):
 def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Forward) -> Any:
     q, k, v, *_ = ctx.avals_in
     shapes = Shapes.of(q, k, v)
-    backend = _backends.choose(call.backend, platform, call.problem, shapes)
+    backend = _backends.choose(platform, call, shapes)
     match backend:
         case "cpu":
             function = functools.partial(_batching.run_kernel, _call_cpu, call)
@@ -184,19 +195,12 @@ def _results(call: Forward, operands: Sequence[jax.Array]) -> list[jax.ShapeDtyp
 
 
 def _call_cuda(call: Forward, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    gpu = _tiles.lowering_gpu()
-    problem, shapes = call.problem, Shapes.of(*operands[:3])
-    if isinstance(call, Backward):
-        tiles = _tiles.choose_backward_tiles(problem, shapes, gpu)
-        header = tiles.header(problem, with_dlse=call.with_dlse)
-    else:
-        tiles = _tiles.choose_tiles(problem, shapes, gpu)
-        header = tiles.header(problem)
-    program = {"source": tiles.source, "header": header, "arch": gpu.arch}
-    if _tiles.present_gpu() is not None:
+    shapes = Shapes.of(*operands[:3])
+    plan = _gpu.plan(call, shapes, _gpu.spec.for_lowering())
+    if _gpu.spec.present() is not None:
         # Compiling belongs to the compilation of the caller's program, not to its first step.
-        for entry in tiles.entries:
-            _native.load_kernel(**program, entry=entry)
+        for entry in plan.entries:
+            _native.load_kernel(**plan.program, entry=entry)
 
     named = dict(zip(call.operands, operands, strict=True))
     batch = named["q"].shape[:-3]
@@ -204,12 +208,8 @@ def _call_cuda(call: Forward, *operands: jax.Array) -> tuple[jax.Array, ...]:
         # The kernel reads one row of sinks, or one for every batch row.
         named["sinks"] = jnp.broadcast_to(named["sinks"], (*batch, shapes.q_heads))
     results = _results(call, operands)
-    custom_call = jax.ffi.ffi_call(
-        f"jax_flash_cuda_{call.target}", [*results, *tiles.workspaces(problem, shapes)]
-    )
-    outputs = custom_call(
-        *named.values(), **call.attributes(), program=program, tiles=tiles.launch()
-    )
+    custom_call = jax.ffi.ffi_call(plan.target, [*results, *plan.workspaces.values()])
+    outputs = custom_call(*named.values(), **call.attributes(), **plan.attributes)
     return tuple(outputs[: len(results)])
 
 

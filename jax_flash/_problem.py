@@ -10,17 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The optional operands of the primitives, in the order in which they follow q, k, v.
-TERMS = (
-    "bias",
-    "mask",
-    "query_lengths",
-    "key_value_lengths",
-    "query_segments",
-    "key_value_segments",
-    "sinks",
-    "dropout_state",
-)
+from jax_flash._terms import TERMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +47,7 @@ class Problem:
             "softcap": 0.0 if self.softcap is None else self.softcap,
             "dropout_rate": self.dropout_rate,
             "deterministic": self.deterministic,
-            "terms": sum(1 << TERMS.index(name) for name in self.terms),
+            "terms": sum(1 << list(TERMS).index(name) for name in self.terms),
         }
 
     def name_terms(self, operands: Sequence[Any]) -> dict[str, Any]:

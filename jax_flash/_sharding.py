@@ -26,6 +26,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash._backends import warn_once
+from jax_flash._terms import TERMS
 
 # Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
 # heads, H and V features, W words.
@@ -35,14 +36,7 @@ _DIMS = {
     "v": "SKV",
     "out": "TNV",
     "lse": "NT",
-    "bias": "NTS",
-    "mask": "NTS",
-    "query_lengths": "",
-    "key_value_lengths": "",
-    "query_segments": "T",
-    "key_value_segments": "S",
-    "sinks": "N",
-    "dropout_state": "NW",
+    **{name: term.dims for name, term in TERMS.items()},
 }
 _WHOLE = ("T", "S", "H", "V", "W")  # not split
 NO_MESH = AbstractMesh((), ())

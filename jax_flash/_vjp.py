@@ -28,6 +28,7 @@ from jax_flash._primitives import (
     flash_forward_p,
 )
 from jax_flash._problem import Problem, Shapes
+from jax_flash._terms import DIFFERENTIABLE
 from jax_flash._varying import vary_over
 
 
@@ -47,9 +48,9 @@ def attend(
     """
     q, k, v, *_ = operands
     shapes = Shapes.of(q, k, v)
-    _backends.require(backend, problem, shapes)
-    operands = vary_over(operands, operands)
     call = Forward(problem, backend)
+    _backends.require(call, shapes)
+    operands = vary_over(operands, operands)
     if shapes.empty:
         return vary_over(_nothing(call, operands), operands)
     out, lse = flash_forward_p.bind(*operands, call=call)
@@ -79,7 +80,7 @@ def _forward_jvp(primals, tangents, *, call: Forward):
     tangents = dict(zip(call.operands, tangents, strict=True))
     active = tuple(
         name
-        for name in ("q", "k", "v", "bias", "sinks")
+        for name in ("q", "k", "v", *DIFFERENTIABLE)
         if name in tangents and type(tangents[name]) is not ad.Zero
     )
     if not active:

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _backends, _native, _primitives, _tiles
+from jax_flash import _backends, _gpu, _native
+from jax_flash._primitives import passes
 from jax_flash._problem import Problem, Shapes
 
 from .cases import Case
@@ -46,7 +47,8 @@ class Direct:
     N: int = 2
     H: int = 64
     short: int | None = None  # the workspace that lacks an element
-    head_group: int = 1
+    planned: int | None = None  # T and S that the workspaces are for, if others
+    l2_heads: int = 1
     dq_row_bytes: int = 0  # backward
     device: int = 0
     pretended: int = 0  # multiprocessors
@@ -61,31 +63,28 @@ class Direct:
         terms.append(array(self.N, dtype=jnp.float32))
         problem = Problem("bfloat16", 1.0, deterministic=True, terms=TERMS)
         shapes = Shapes(self.B, self.T, self.S, self.N, self.N, self.H, self.H)
-        some, gpu = Shapes(2, 200, 200, 2, 2, self.H, self.H), _tiles.lowering_gpu()
+        some, gpu = Shapes(2, 200, 200, 2, 2, self.H, self.H), _gpu.spec.for_lowering()
         if self.target == "forward":
-            call = _primitives.Forward(problem, None)
-            tiles = _tiles.choose_tiles(problem, some, gpu)
-            header = tiles.header(problem)
             operands, results = [q, k, k, *terms], [q, lse]
         else:
-            call = _primitives.Backward(problem, None, False, ("q", "k", "v"))
-            tiles = _tiles.choose_backward_tiles(problem, some, gpu)
-            header = tiles.header(problem, with_dlse=False)
             operands, results = [q, k, k, q, lse, q, *terms], [q, k, k]
-        workspaces = tiles.workspaces(problem, shapes)
+        call = passes(problem)[self.target]
+        tiling = _gpu.plan(call, some, gpu).tiling
+        of = dataclasses.replace(shapes, q_len=self.planned, kv_len=self.planned)
+        plan = _gpu.plan(call, shapes if self.planned is None else of, gpu, tiling)
+        workspaces = list(plan.workspaces.values())
         if self.short is not None:
             of = workspaces[self.short]
             workspaces[self.short] = jax.ShapeDtypeStruct((of.size - 1,), of.dtype)
         custom_call = jax.ffi.ffi_call(
-            f"jax_flash_cuda_{self.target}",
+            plan.target,
             [*results, *workspaces],
             has_side_effect=True,  # else XLA drops what has empty results
         )
-        launch = tiles.launch() | {"head_group": self.head_group}
+        launch = dict(plan.launch) | {"l2_heads": self.l2_heads}
         if self.target == "backward":
             launch["dq_row_bytes"] = self.dq_row_bytes
-        program = {"source": tiles.source, "header": header, "arch": gpu.arch}
-        attributes = call.attributes() | {"program": program, "tiles": launch}
+        attributes = call.attributes() | plan.attributes | {"launch": launch}
         outputs = custom_call(*(jnp.zeros(x.shape, x.dtype) for x in operands), **attributes)
         return dict(zip(call.results, outputs, strict=False))
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _native, _primitives, _tiles, flash_attention
+from jax_flash import _gpu, _native, _primitives, flash_attention
 
-_GPU = _tiles.present_gpu()
+_GPU = _gpu.spec.present()
 NEEDS_HOPPER = [
     pytest.mark.gpu,
     pytest.mark.skipif(_GPU is None or _GPU.arch != "sm_90a", reason="needs a Hopper GPU"),

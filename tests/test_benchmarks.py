@@ -30,7 +30,8 @@ import tune  # noqa: E402
 from shapes import Cell  # noqa: E402
 
 import jax_flash  # noqa: E402
-from jax_flash import _tiles  # noqa: E402
+from jax_flash import _gpu  # noqa: E402
+from jax_flash._primitives import passes  # noqa: E402
 from jax_flash._problem import Problem, Shapes  # noqa: E402
 
 
@@ -152,19 +153,22 @@ def test_tuned_variants_fit_the_gpu():
     sizes = Shapes(
         batch=4, q_len=4096, kv_len=4096, q_heads=16, kv_heads=16, head_dim=128, value_dim=128
     )
-    arguments = Problem(dtype="bfloat16", scale=0.1), sizes, _tiles.GPUS["H200"]
-    words = ["stages=2", "query_stages=2", "dynamic=False"]
-    changes = dict(tune.read(word) for word in words)
-    tiles = tune.choose_changed(_tiles.choose_tiles, changes, *arguments)
-    assert (tiles.stages, tiles.query_stages, tiles.dynamic) == (2, 2, False)
+    problem, h200 = Problem(dtype="bfloat16", scale=0.1), _gpu.spec.GPUS["H200"]
+    forward, backward = passes(problem).values()
+
+    def tune_tiling(which, call, changes):
+        return tune.plan_changed(_gpu.plan, which, changes, call, sizes, h200).tiling
+
+    changes = dict(tune.read(word) for word in ["stages=2", "query_stages=2", "dynamic=False"])
+    tiling = tune_tiling("forward", forward, changes)
+    assert (tiling.stages, tiling.query_stages, tiling.dynamic) == (2, 2, False)
+    assert tune_tiling("backward", forward, changes) == _gpu.plan(forward, sizes, h200).tiling
     with pytest.raises(ValueError, match="needs 264192 of 232448 bytes"):
-        tune.choose_changed(_tiles.choose_tiles, {"query_stages": 2}, *arguments)
-    tiles = tune.choose_changed(
-        _tiles.choose_backward_tiles, {"reads_ahead": False, "head_group": 3}, *arguments
-    )
-    assert (tiles.reads_ahead, tiles.head_group) == (False, 3)
+        tune_tiling("forward", forward, {"query_stages": 2})
+    tiling = tune_tiling("backward", backward, {"reads_ahead": False, "l2_heads": 3})
+    assert (tiling.reads_ahead, tiling.l2_heads) == (False, 3)
     with pytest.raises(ValueError, match="needs 247808 of 232448 bytes"):
-        tune.choose_changed(_tiles.choose_backward_tiles, {"score_stages": 5}, *arguments)
+        tune_tiling("backward", backward, {"score_stages": 5})
 
 
 def test_installed_versions_are_compared():
@@ -183,7 +187,7 @@ def test_installed_versions_are_compared():
     assert "holds no installed jax_flash" in refused.stderr
 
 
-@pytest.mark.parametrize("which", tune.CHOOSERS)
+@pytest.mark.parametrize("which", tune.PASSES)
 def test_tuned_passes_are_checked(which: str, monkeypatch: pytest.MonkeyPatch, capsys):
     def attend(*arrays, backend, deterministic, **options):
         assert (backend, deterministic) == ("cuda", True)
@@ -196,9 +200,9 @@ def test_tuned_passes_are_checked(which: str, monkeypatch: pytest.MonkeyPatch, c
     arguments = ["--pass", which, "--head-dim", "16", "--length", "32", "--causal"]
     arguments += ["--segment", "8", "--deterministic"]
     monkeypatch.setattr(sys, "argv", ["tune.py", *arguments, "--set", "stages=3"])
-    chosen = getattr(_tiles, tune.CHOOSERS[which])
+    plan = _gpu.plan
     tune.main()
-    assert getattr(_tiles, tune.CHOOSERS[which]) is chosen
+    assert _gpu.plan is plan
     rows = capsys.readouterr().out.splitlines()[1:]
     assert ["as chosen" in rows[0], "stages=3" in rows[1], len(rows)] == [True, True, 2]
     assert all(0 < float(row.split()[-1]) < 1e-2 for row in rows)

@@ -67,9 +67,13 @@ REFUSED = {
     Direct("forward", S=0): "the CUDA kernels take no empty keys",
     Direct("backward", T=0): "the CUDA kernels take no empty sequences",
     Direct("backward", S=0): "the CUDA kernels take no empty sequences",
+    Direct("forward", planned=300): "workspaces for 3 blocks of 128 keys, of which there are 200",
+    Direct("forward", planned=100): "workspaces for 1 blocks of 128 keys, of which there are 200",
+    Direct("backward", planned=300): "workspaces for 3 blocks of 128 queries, of which there are",
+    Direct("backward", planned=100): "workspaces for 1 blocks of 128 queries, of which there are",
     # Half of the sum of dq cannot lie in dq: tiles of other heads, or no whole ones.
-    Direct("backward", T=256, dq_row_bytes=512): "these tiles are for another shape of dq",
-    Direct("backward", dq_row_bytes=256): "these tiles are for another shape of dq",
+    Direct("backward", T=256, dq_row_bytes=512): "this tiling is for another shape of dq",
+    Direct("backward", dq_row_bytes=256): "this tiling is for another shape of dq",
 }
 WORKSPACES = {
     "forward": ("unit_counter", "segment_ranges", "segment_plan"),
@@ -78,7 +82,7 @@ WORKSPACES = {
         "query_segment_ranges", "key_segment_ranges", "marks",
     ),
 }  # fmt: skip
-MANY_HEADS = [Direct(target, head_group=1 << 20) for target in WORKSPACES]
+MANY_HEADS = [Direct(target, l2_heads=1 << 20) for target in WORKSPACES]
 SHORT = {
     target: [Direct(target, short=i) for i in range(len(names))]
     for target, names in WORKSPACES.items()
@@ -246,7 +250,7 @@ def test_workspace_that_is_too_small(target: str, recordings):
 
 
 @pytest.mark.parametrize("call", MANY_HEADS, ids=str)
-def test_head_group_is_at_most_all_heads(call: Direct, recordings):
+def test_l2_heads_are_at_most_all_heads(call: Direct, recordings):
     """Lowering for a symbolic batch knows no bound."""
     (made,) = recordings[call].calls
     assert made.launches[-1].params["l2_heads"] == call.B * call.N

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from jax_flash import _explain, _native, _tiles
+from jax_flash import _explain, _gpu, _native
+from jax_flash._primitives import passes
 from jax_flash._problem import Problem, Shapes
 
-H200 = _tiles.GPUS["H200"]
+H200 = _gpu.spec.GPUS["H200"]
 PLAIN = Problem(dtype="bfloat16", scale=0.125)
 SHAPES = Shapes(
     batch=2, q_len=4096, kv_len=4096, q_heads=16, kv_heads=16, head_dim=128, value_dim=128
@@ -66,18 +67,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+# What the kernels take of dynamic shared memory, by their source.
+SHARED = {
+    "sm90/forward.cuh": "sizeof(forward::Shared)",
+    "sm90/backward.cuh": "backward::kSharedBytes",
+    "sm90/backward_wide.cuh": "backward::kSharedBytes",
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_disk_cache():
     """Compiles afresh, with assertions on the shared memory that the launch gives."""
     sources = _native.kernel_sources()
-    for name, size in [
-        ("forward", "sizeof(forward::Shared)"),
-        ("backward", "backward::kSharedBytes"),
-        ("backward_wide", "backward::kSharedBytes"),
-    ]:
-        sources[f"check/{name}.cuh"] = (
-            f'#include "sm90/{name}.cuh"\n'
-            f'static_assert({size} <= kLaunchSharedBytes, "shared_bytes in _tiles.py");\n'
+    for source, size in SHARED.items():
+        sources[f"check/{source}"] = (
+            f'#include "{source}"\n'
+            f'static_assert({size} <= kLaunchSharedBytes, "shared_bytes of the tiling");\n'
         )
     _native.configure_cuda(None, 0, sources)
     yield
@@ -86,32 +91,30 @@ def no_disk_cache():
 
 @pytest.mark.parametrize(("problem", "shapes"), CONFIGURATIONS)
 def test_forward_compiles_without_spills(problem: Problem, shapes: Shapes):
-    tiles = _tiles.choose_tiles(problem, shapes, H200)
-    check(tiles, tiles.header(problem), seconds=5)
+    check(_gpu.plan(passes(problem)["forward"], shapes, H200), seconds=5)
 
 
 @pytest.mark.parametrize(("problem", "shapes"), CONFIGURATIONS)
 def test_backward_compiles_without_spills(problem: Problem, shapes: Shapes):
-    tiles = _tiles.choose_backward_tiles(problem, shapes, H200)
-    check(tiles, tiles.header(problem, with_dlse=False), seconds=15)
+    check(_gpu.plan(passes(problem)["backward"], shapes, H200), seconds=15)
 
 
 def test_backward_with_lse_gradient_compiles_without_spills():
-    tiles = _tiles.choose_backward_tiles(PLAIN, SHAPES, H200)
-    check(tiles, tiles.header(PLAIN, with_dlse=True), seconds=15)
+    check(_gpu.plan(passes(PLAIN, with_dlse=True)["backward"], SHAPES, H200), seconds=15)
 
 
-def check(tiles: _tiles.Tiles, header: str, seconds: float) -> None:
-    header += f"constexpr int kLaunchSharedBytes = {tiles.shared_bytes};\n"
+def check(plan: _gpu.Plan, seconds: float) -> None:
+    constants = {**plan.constants, "kLaunchSharedBytes": plan.shared_bytes}
+    plan = dataclasses.replace(plan, source=f"check/{plan.source}", constants=constants)
     before = resource.getrusage(resource.RUSAGE_SELF)
-    kernel = _native.compile_kernel(tiles.source.replace("sm90", "check"), header, H200.arch)
+    report = _explain.compile_plan(plan)
     after = resource.getrusage(resource.RUSAGE_SELF)
-    entries = _explain.read_entries(kernel.log)
-    assert set(tiles.entries) <= {entry.name for entry in entries}
-    for entry in entries:
+    assert report.error is None
+    assert set(plan.entries) <= {entry.name for entry in report.entries}
+    for entry in report.entries:
         assert entry.spill_bytes == 0, entry
-        dynamic = tiles.shared_bytes if entry.name == tiles.entries[0] else 0
-        assert entry.shared_bytes + dynamic <= _tiles.SMEM, entry
-    assert _explain.read_warnings(kernel.log) == ()
+        dynamic = plan.shared_bytes if entry.name == plan.entries[0] else 0
+        assert entry.shared_bytes + dynamic <= H200.shared_bytes, entry
+    assert report.warnings == ()
     # Of the processor, not the clock: other work on the machine does not count.
     assert after.ru_utime - before.ru_utime < seconds

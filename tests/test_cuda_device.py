@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import _tiles
-from jax_flash._primitives import Forward
+from jax_flash import _gpu
+from jax_flash._primitives import passes
 from jax_flash._problem import Problem, Shapes
 
 from .gpu import (
@@ -161,7 +161,7 @@ def test_scan_and_donation():
     [
         ("key", r"k has shape \[2, 300, 4, 64\], expected \[2, 300, 4, 128\]"),
         ("workspace", "the workspace unit_counter is missing"),
-        ("tiles", "a number of `tiles` is out of range"),
+        ("launch", "a number of `launch` is out of range"),
         ("kernel", "failed on sm90/forward.cuh for sm_90a"),
     ],
 )
@@ -169,26 +169,25 @@ def test_handler_checks_again(change: str, message: str):
     """A program from elsewhere (jax.export) meets errors, not crashes."""
     q, k, v = draw(0, kv_heads=4)
     problem = Problem(dtype="bfloat16", scale=0.1)
-    gpu = _tiles.lowering_gpu()
-    tiles = _tiles.choose_tiles(problem, Shapes.of(q, k, v), gpu)
-    launch, header = tiles.launch(), tiles.header(problem)
+    forward = passes(problem)["forward"]
+    plan = _gpu.plan(forward, Shapes.of(q, k, v), _gpu.spec.for_lowering())
+    launch, program = dict(plan.launch), plan.program
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     results.append(jax.ShapeDtypeStruct((2, 4, 300), jnp.float32))
-    results += tiles.workspaces(problem, Shapes.of(q, k, v))
+    results += plan.workspaces.values()
     match change:
         case "key":
             k = k[..., :64]
         case "workspace":
             results = results[:2]
-        case "tiles":
+        case "launch":
             launch["threads"] = 0
         case "kernel":
-            header += "#error not this one\n"
-    call = jax.ffi.ffi_call("jax_flash_cuda_forward", results)
-    program = {"source": tiles.source, "header": header, "arch": gpu.arch}
-    attributes = Forward(problem, None).attributes()
+            program["header"] += "#error not this one\n"
+    call = jax.ffi.ffi_call(plan.target, results)
+    attributes = forward.attributes()
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        jax.block_until_ready(call(q, k, v, **attributes, program=program, tiles=launch))
+        jax.block_until_ready(call(q, k, v, **attributes, program=program, launch=launch))
 
 
 SHAPES = """
@@ -225,7 +224,7 @@ from jax_flash import _native
 program = jax.jit(step).lower(shape, shape, shape)
 files = sorted(x.name for x in _native.cache_folder().iterdir())
 report = jax_flash.explain(shape, shape, shape, is_causal=True, deterministic=True)
-print(len(files), report.kernels["forward"].from_disk, report.kernels["backward"].from_disk)
+print(len(files), report.forward.kernel.from_disk, report.backward.kernel.from_disk)
 out, (dq, dk, dv) = program.compile()(q, k, v)
 print(files, *(hash(np.asarray(x).tobytes()) for x in (out, dq, dk, dv)))
 """

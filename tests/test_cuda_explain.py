@@ -1,5 +1,7 @@
 """`jax_flash.explain`: what would run and why, on a machine without a GPU too."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import jax_flash
 from jax_flash import _explain, _native
+from jax_flash._gpu.spec import GPUS
 
 pytestmark = pytest.mark.quick
 
@@ -23,13 +26,15 @@ def test_names_backend_kernel_tiles_and_resources():
     explanation = jax_flash.explain(Q, KV, KV, is_causal=True, gpu="H200")
     assert explanation.backend == "cuda"
     assert explanation.shapes.kv_heads == 2
-    forward, backward = explanation.kernels["forward"], explanation.kernels["backward"]
+    forward, backward = explanation.forward.kernel, explanation.backward.kernel
+    assert forward is not None
+    assert backward is not None
     assert {entry.name for entry in forward.entries} >= {"flash_forward"}
     assert {entry.name for entry in backward.entries} >= {"flash_backward"}
     text = str(explanation)
     assert "backend: cuda on H200 (sm_90a)" in text
     assert "causal" in text
-    assert f"tile_kv {forward.tiles.tile_kv}" in text
+    assert f"block_kv {forward.plan.tiling.block_kv}" in text
     for entry in forward.entries:
         assert f"{entry.name}: {entry.registers} registers" in text
 
@@ -41,7 +46,7 @@ def test_says_that_nothing_is_computed(size: str):
     q = jax.ShapeDtypeStruct((2, sizes["T"], sizes["N"], 128), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((2, sizes["S"], sizes["N"], 128), jnp.bfloat16)
     explanation = jax_flash.explain(q, kv, kv, is_causal=True, gpu="H200")
-    assert explanation.kernels == {}
+    assert explanation.forward.kernel is explanation.backward.kernel is None
     assert "nothing to compute" in str(explanation)
 
 
@@ -73,14 +78,16 @@ def test_says_who_loads_the_rows(head_dim):
 def test_says_why_not_cuda(options, reason):
     explanation = jax_flash.explain(Q, KV, KV, gpu="H200", **options)
     assert explanation.backend == "xla"
-    assert reason in explanation.refusals["cuda"]
-    assert f"not cuda: {explanation.refusals['cuda']}" in str(explanation)
-    assert explanation.kernels == {}
+    for one in (explanation.forward, explanation.backward):
+        (given,) = one.refusals["cuda"]
+        assert reason in given
+        assert f"not cuda: {given}" in str(explanation)
+        assert one.kernel is None
 
 
 @needs_module
 def test_says_why_a_kernel_was_not_compiled(monkeypatch: pytest.MonkeyPatch):
-    def fail(*_: str) -> None:
+    def fail(**_: str) -> None:
         raise RuntimeError("libnvrtc was not found")
 
     monkeypatch.setattr(_native, "compile_kernel", fail)
@@ -105,14 +112,39 @@ def test_takes_arrays_and_checks_them_like_the_call():
         jax_flash.explain(q, q, q, softcap=-1.0)
     with pytest.raises(TypeError, match="colour"):
         jax_flash.explain(q, q, q, colour="red")
-    with pytest.raises(ValueError, match="gpu must be one of A100, H100, H200"):
+    with pytest.raises(ValueError, match="gpu must be one of A100, A10, "):
         jax_flash.explain(q, q, q, gpu="abacus")
 
 
-def test_other_gpus_are_refused_by_name():
-    explanation = jax_flash.explain(Q, KV, KV, gpu="A100")
-    assert explanation.backend == "xla"
-    assert "cuda" in explanation.refusals
+@pytest.mark.parametrize("gpu", [name for name, x in GPUS.items() if x.arch != "sm_90a"])
+def test_other_gpus_are_refused_by_name(gpu):
+    explanation = jax_flash.explain(Q, KV, KV, gpu=gpu)
+    assert explanation.backend == explanation.backward.backend == "xla"
+    assert f"{gpu} is {GPUS[gpu].arch}" in str(explanation)
+
+
+def test_lists_all_reasons_of_all_backends():
+    q = jax.ShapeDtypeStruct((2, 512, 8, 320), jnp.float32)
+    text = str(jax_flash.explain(q, q, q, gpu="A100", bias=jnp.zeros((512, 512))))
+    for reason in ("A100 is sm_80", "not float32", "up to 256, not 320", "have no bias"):
+        assert f"{reason}\n" in text
+    assert "not cpu: the arrays are on platform 'cuda'" in text
+    with pytest.raises(NotImplementedError, match=r"not float32; .*not 320; .*no bias"):
+        jax_flash.explain(q, q, q, gpu="H200", bias=jnp.zeros((512, 512)), backend="cuda")
+
+
+@needs_module
+def test_says_which_gpus_were_measured():
+    assert "never" not in str(jax_flash.explain(Q, KV, KV, gpu="H200"))
+    text = str(jax_flash.explain(Q, KV, KV, gpu="NVIDIA H20"))
+    assert text.count("tilings were measured on H200, never on H20") == 2
+
+
+def test_options_are_those_of_the_call():
+    call = inspect.signature(jax_flash.flash_attention).parameters.values()
+    keywords = [x.name for x in call if x.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert list(_explain.Options.__annotations__) == keywords
+    assert isinstance(jax_flash.explain(Q, KV, KV), jax_flash.Explanation)
 
 
 LOG = """\

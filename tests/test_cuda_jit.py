@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import jax_flash
-from jax_flash import _native, _tiles
+from jax_flash import _gpu, _native
+from jax_flash._primitives import passes
 from jax_flash._problem import Problem, Shapes
 
 from .fake_cuda import COMPILER
@@ -335,17 +336,12 @@ def test_compile_error_carries_the_log(tmp_path: Path):
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_kernels_compile_as_racecheck_runs_them(kernel: str):
     configure(None, sources=every_lane(_native.kernel_sources()))
-    problem, h200 = Problem(dtype="bfloat16", scale=0.125), _tiles.GPUS["H200"]
+    problem = Problem(dtype="bfloat16", scale=0.125)
     shapes = Shapes(
         batch=1, q_len=300, kv_len=300, q_heads=2, kv_heads=2, head_dim=64, value_dim=64
     )
-    if kernel == "forward":
-        tiles = _tiles.choose_tiles(problem, shapes, h200)
-        header = tiles.header(problem)
-    else:
-        tiles = _tiles.choose_backward_tiles(problem, shapes, h200)
-        header = tiles.header(problem, with_dlse=False)
-    assert _native.compile_kernel(tiles.source, header, ARCH).cubin
+    plan = _gpu.plan(passes(problem)[kernel], shapes, _gpu.spec.GPUS["H200"])
+    assert _native.compile_kernel(**plan.program).cubin
 
 
 def test_missing_nvrtc_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -5,17 +5,34 @@ import re
 
 import pytest
 
-from jax_flash import _tiles
+from jax_flash import _gpu
+from jax_flash._gpu import spec
+from jax_flash._primitives import Forward, passes
 from jax_flash._problem import TERMS, Problem, Shapes
 
 pytestmark = pytest.mark.quick
 
-H200 = _tiles.GPUS["H200"]
+H200 = spec.GPUS["H200"]
 PLAIN = Problem(dtype="bfloat16", scale=0.125)
 SHAPES = Shapes(
     batch=2, q_len=4096, kv_len=4096, q_heads=16, kv_heads=16, head_dim=128, value_dim=128
 )
 DIMS = [1, 8, 36, 64, 72, 96, 127, 128, 160, 192, 255, 256]
+PASSES = ("forward", "backward")
+
+
+def call_of(which: str, problem: Problem = PLAIN) -> Forward:
+    return passes(problem)[which]
+
+
+def plan(which: str, problem: Problem = PLAIN, shapes: Shapes = SHAPES) -> _gpu.Plan:
+    return _gpu.plan(call_of(which, problem), shapes, H200)
+
+
+def reasons(gpu: _gpu.GpuSpec = H200, shapes: Shapes = SHAPES, **change) -> list[tuple[str, ...]]:
+    """Why each pass of a changed plain problem is refused."""
+    problem = dataclasses.replace(PLAIN, **change)
+    return [_gpu.refuse(call_of(which, problem), shapes, gpu) for which in PASSES]
 
 
 def replace_dims(head_dim: int, value_dim: int) -> Shapes:
@@ -25,58 +42,71 @@ def replace_dims(head_dim: int, value_dim: int) -> Shapes:
 @pytest.mark.parametrize("head_dim", DIMS)
 @pytest.mark.parametrize("value_dim", DIMS)
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (128, 128)])
-def test_forward_tiles_fit_the_gpu(head_dim, value_dim, window):
+def test_forward_tilings_fit_the_gpu(head_dim, value_dim, window):
     problem = dataclasses.replace(PLAIN, window=window)
-    tiles = _tiles.choose_tiles(problem, replace_dims(head_dim, value_dim), H200)
-    assert (tiles.head_dim, tiles.value_dim) == (head_dim, value_dim)
-    assert tiles.tile_kv % 16 == 0
-    assert tiles.tile_kv <= 256
-    assert tiles.shared_bytes <= _tiles.SMEM
-    producer, consumer = tiles.registers
+    made = plan("forward", problem, replace_dims(head_dim, value_dim))
+    tiling = made.tiling
+    assert (tiling.head_dim, tiling.value_dim) == (head_dim, value_dim)
+    assert tiling.block_kv % 16 == 0
+    assert tiling.block_kv <= 256
+    assert made.shared_bytes <= H200.shared_bytes
+    producer, consumer = tiling.registers
     assert producer % 8 == 0
     assert consumer % 8 == 0
-    assert 128 * (producer + tiles.consumers * consumer) <= 65536
+    assert 128 * (producer + tiling.consumers * consumer) <= 65536
 
 
 @pytest.mark.parametrize("head_dim", DIMS)
 @pytest.mark.parametrize("value_dim", DIMS)
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_backward_tiles_fit_the_gpu(head_dim, value_dim, softcap):
+def test_backward_tilings_fit_the_gpu(head_dim, value_dim, softcap):
     problem = dataclasses.replace(PLAIN, softcap=softcap)
-    shapes = replace_dims(head_dim, value_dim)
-    tiles = _tiles.choose_backward_tiles(problem, shapes, H200)
-    assert (tiles.head_dim, tiles.value_dim) == (head_dim, value_dim)
-    assert tiles.shared_bytes <= _tiles.SMEM
+    made = plan("backward", problem, replace_dims(head_dim, value_dim))
+    assert (made.tiling.head_dim, made.tiling.value_dim) == (head_dim, value_dim)
+    assert made.shared_bytes <= H200.shared_bytes
+
+
+def test_terms_that_hold_registers_leave_two_warpgroups():
+    """At head dim 64 three of them: with segments alone or lengths alone, not with both."""
+    narrow = replace_dims(64, 64)
+    lengths = ("query_lengths", "key_value_lengths")
+    segments = ("query_segments", "key_value_segments")
+    for terms, consumers in [
+        ((), 3), (("sinks",), 3), (lengths, 3), (segments, 3),
+        ((*segments, "sinks"), 2), ((*lengths, *segments), 2),
+    ]:  # fmt: skip
+        problem = dataclasses.replace(PLAIN, terms=terms)
+        assert plan("forward", problem, narrow).tiling.consumers == consumers, terms
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_backward_of_whole_tiles_needs_less_than_two_of_dq(dims, deterministic):
+def test_backward_of_whole_blocks_needs_less_than_two_of_dq(dims, deterministic):
     """Half of the float32 sum of dq lies in dq itself: as much as dq is left to find elsewhere."""
     problem = dataclasses.replace(PLAIN, deterministic=deterministic)
     shapes = replace_dims(*dims)
 
     def workspaces(shapes: Shapes) -> int:
-        tiles = _tiles.choose_backward_tiles(problem, shapes, H200)
-        return sum(x.size * x.dtype.itemsize for x in tiles.workspaces(problem, shapes))
+        arrays = plan("backward", problem, shapes).workspaces.values()
+        return sum(x.size * x.dtype.itemsize for x in arrays)
 
     dq = shapes.batch * shapes.q_len * shapes.q_heads * shapes.head_dim * 2
     assert dq < workspaces(shapes) < 1.2 * dq
     assert 2 * dq <= workspaces(dataclasses.replace(shapes, q_len=4095)) < 2.2 * dq
 
 
+@pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("dims", [(60, 64), (64, 60), (33, 7), (250, 128)])
-def test_warps_load_rows_that_the_copy_engine_cannot(dims):
-    assert _tiles.supports(PLAIN, replace_dims(*dims), H200) is None
+def test_warps_load_rows_that_tma_cannot(which, dims):
+    assert reasons(shapes=replace_dims(*dims)) == [(), ()]
     aligned = replace_dims(*(-(-dim // 8) * 8 for dim in dims))
-    for choose in (_tiles.choose_tiles, _tiles.choose_backward_tiles):
-        assert not choose(PLAIN, replace_dims(*dims), H200).tma_loads
-        assert choose(PLAIN, aligned, H200).tma_loads
+    assert not plan(which, shapes=replace_dims(*dims)).launch["tma_loads"]
+    assert plan(which, shapes=aligned).launch["tma_loads"]
 
 
-def test_header_is_constexpr_definitions():
-    tiles = _tiles.choose_tiles(PLAIN, SHAPES, H200)
-    header = tiles.header(PLAIN)
+@pytest.mark.parametrize("which", PASSES)
+def test_header_is_constexpr_definitions(which):
+    header = plan(which).header
     for line in header.splitlines():
         assert re.fullmatch(
             r"constexpr (bool k\w+ = (true|false)|int k\w+ = -?\d+|float k\w+ = [\d.e-]+f);", line
@@ -85,13 +115,31 @@ def test_header_is_constexpr_definitions():
     assert "constexpr int kHeadDim = 128;" in header
 
 
-def test_header_leaves_run_time_values_out():
+@pytest.mark.parametrize("which", PASSES)
+def test_header_leaves_run_time_values_out(which):
     """Sizes, scale and window sizes do not recompile: only what exists does."""
-    tiles = _tiles.choose_tiles(PLAIN, SHAPES, H200)
     windowed = dataclasses.replace(PLAIN, window=(512, 0), softcap=30.0)
     other = dataclasses.replace(windowed, window=(1024, 7), softcap=50.0, scale=0.5)
-    assert tiles.header(windowed) == tiles.header(other)
-    assert tiles.header(windowed) != tiles.header(PLAIN)
+    assert plan(which, windowed).header == plan(which, other).header
+    assert plan(which, windowed).header != plan(which).header
+
+
+@pytest.mark.parametrize("which", PASSES)
+def test_a_tiling_can_be_given(which):
+    chosen = plan(which).tiling
+    given = dataclasses.replace(chosen, stages=chosen.stages - 1, l2_heads=3)
+    made = _gpu.plan(call_of(which), SHAPES, H200, given)
+    assert made.tiling == given
+    assert made.constants["kStages"] == chosen.stages - 1
+    assert made.launch["l2_heads"] == 3
+    assert made.shared_bytes < plan(which).shared_bytes
+
+
+def test_plan_prints_what_was_chosen():
+    text = str(plan("forward", shapes=replace_dims(100, 100)))
+    assert text.startswith("sm90/forward.cuh\n")
+    assert "block_kv 128" in text
+    assert "rows loaded by warps" in text
 
 
 @pytest.mark.parametrize(
@@ -103,41 +151,89 @@ def test_header_leaves_run_time_values_out():
         ({"terms": ("dropout_state",), "dropout_rate": 0.1}, "dropout"),
     ],
 )
-def test_supports_names_the_feature(change, reason):
-    assert reason in str(_tiles.supports(dataclasses.replace(PLAIN, **change), SHAPES, H200))
+def test_refusal_names_the_feature(change, reason):
+    assert all(reason in only for (only,) in reasons(**change))
 
 
 @pytest.mark.parametrize(("dims", "reason"), [((512, 64), "512"), ((64, 260), "260")])
-def test_supports_names_the_head_dim(dims, reason):
-    assert reason in str(_tiles.supports(PLAIN, replace_dims(*dims), H200))
+def test_refusal_names_the_head_dim(dims, reason):
+    assert all(reason in only for (only,) in reasons(shapes=replace_dims(*dims)))
 
 
-def test_supports_names_the_gpu():
-    assert "A100" in str(_tiles.supports(PLAIN, SHAPES, _tiles.GPUS["A100"]))
+def test_refusal_gives_all_reasons():
+    terms = ("bias", "mask", "sinks", "dropout_state")
+    for given in reasons(spec.GPUS["A100"], replace_dims(320, 64), dtype="float32", terms=terms):
+        text = "; ".join(given)
+        for word in ("A100", "float32", "320", "no bias", "no boolean mask", "no dropout"):
+            assert word in text
+        assert len(given) == 6
 
 
-def test_supports_what_the_kernels_have():
+def test_refuses_nothing_that_the_kernels_have():
     terms = tuple(t for t in TERMS if t not in ("bias", "mask", "dropout_state"))
-    everything = dataclasses.replace(
-        PLAIN, window=(128, 0), bottom_right=True, softcap=30.0, deterministic=True, terms=terms
-    )
-    assert _tiles.supports(PLAIN, SHAPES, H200) is None
-    assert _tiles.supports(everything, SHAPES, H200) is None
+    everything = {
+        "window": (128, 0), "bottom_right": True, "softcap": 30.0, "deterministic": True,
+        "terms": terms,
+    }  # fmt: skip
+    assert reasons() == [(), ()]
+    assert reasons(**everything) == [(), ()]
+
+
+# ---- GPUs ---------------------------------------------------------------------------------------
 
 
 def test_unknown_gpu_name():
-    with pytest.raises(ValueError, match="gpu must be one of A100, H100, H200, not 'H300'"):
-        _tiles.gpu_named("H300")
+    with pytest.raises(ValueError, match=r"gpu must be one of A100, .*H200.*, not 'H300'"):
+        spec.named("H300")
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch"), [("8.0", "sm_80"), ("9.0", "sm_90a"), ("10.0", "sm_100")]
+    ("reported", "model"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+    ],
 )
-def test_spec_of_a_device(capability, arch):
-    @dataclasses.dataclass
-    class Device:
-        device_kind: str
-        compute_capability: str
+def test_gpus_by_what_their_driver_reports(reported, model):
+    assert spec.named(reported) is spec.named(model) is spec.GPUS[model]
 
-    spec = _tiles.gpu_of(Device("NVIDIA X", capability))
-    assert (spec.name, spec.arch) == ("NVIDIA X", arch)
+
+@dataclasses.dataclass
+class Device:
+    device_kind: str
+    compute_capability: str
+    core_count: int = 100
+
+
+@pytest.mark.parametrize("other", ["NVIDIA GeForce RTX 3090 Ti", "NVIDIA A10G", "NVIDIA L40"])
+def test_gpus_of_similar_names_are_others(other):
+    with pytest.raises(ValueError, match="gpu must be one of"):
+        spec.named(other)
+    assert spec.of_device(Device(other, "8.6")) == spec.GpuSpec(other, "sm_86", 100)
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch", "shared_kb"),
+    [("8.0", "sm_80", 163), ("8.9", "sm_89", 99), ("9.0", "sm_90a", 227), ("10.0", "sm_100", 227),
+     ("7.5", "sm_75", 48)],
+)  # fmt: skip
+def test_spec_of_a_device(capability, arch, shared_kb):
+    found = spec.of_device(Device("NVIDIA X", capability))
+    assert (found.name, found.arch, found.shared_bytes) == ("NVIDIA X", arch, shared_kb << 10)
+
+
+def test_spec_of_a_known_device():
+    assert spec.of_device(Device("NVIDIA H200", "9.0", 132)) is H200

@@ -11,7 +11,7 @@ import jaxlib.version
 import pytest
 
 import jax_flash
-from jax_flash import _native
+from jax_flash import _native, _terms
 
 pytestmark = pytest.mark.quick
 
@@ -33,9 +33,11 @@ except NotImplementedError as error:
     print(error)
 """
 
+TERMS = list(_terms.TERMS)
 STALE = """
 module = sys.modules["jax_flash._ext"] = types.ModuleType("jax_flash._ext")
 module.version, module.ffi_version = {version!r}, {ffi_version!r}
+module.terms = lambda: {terms!r}
 """
 
 
@@ -123,18 +125,27 @@ def test_the_suite_without_a_compiled_module_says_so_once(checkout: Path):
 
 
 def test_a_module_of_another_version_leaves_xla(tmp_path: Path):
-    reason = run_without_kernels(STALE.format(version="0.0.0", ffi_version=(0, 1)), tmp_path)
+    reason = run_without_kernels(
+        STALE.format(version="0.0.0", ffi_version=(0, 1), terms=TERMS), tmp_path
+    )
     assert "version 0.0.0" in reason
     assert jax_flash.__version__ in reason
     assert "pip install" in reason
 
 
 def test_a_module_for_a_newer_jaxlib_leaves_xla(tmp_path: Path):
-    setup = STALE.format(version=jax_flash.__version__, ffi_version=(0, 99))
+    setup = STALE.format(version=jax_flash.__version__, ffi_version=(0, 99), terms=TERMS)
     reason = run_without_kernels(setup, tmp_path)
     assert "XLA FFI 0.99" in reason
     assert jaxlib.version.__version__ in reason
     assert "Update jaxlib" in reason
+
+
+def test_a_module_of_other_terms_leaves_xla(tmp_path: Path):
+    setup = STALE.format(version=jax_flash.__version__, ffi_version=(0, 1), terms=TERMS[::-1])
+    reason = run_without_kernels(setup, tmp_path)
+    assert f"knows the terms {', '.join(TERMS[::-1])}" in reason
+    assert "pip install" in reason
 
 
 def test_a_module_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch):
@@ -159,7 +170,7 @@ def test_a_module_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_an_older_ffi_version_fits(built, installed, fits):
-    module = SimpleNamespace(version=jax_flash.__version__, ffi_version=built)
+    module = SimpleNamespace(version=jax_flash.__version__, ffi_version=built, terms=lambda: TERMS)
     assert (_native.misfit(module, installed) is None) == fits
 
 

@@ -1,9 +1,11 @@
-"""The README's Python examples run as they stand."""
+"""README's Python examples run as they stand; its support table is what backends declare."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+from jax_flash import _support_table
 
 pytestmark = pytest.mark.quick
 
@@ -15,3 +17,12 @@ def test_the_examples_run():
     assert examples
     for example in examples:
         exec(compile(example, str(README), "exec"), {})
+
+
+def test_support_table_is_what_the_backends_declare(tmp_path: Path):
+    copy = tmp_path / "README.md"
+    copy.write_text(README.read_text())
+    _support_table.write(copy)
+    assert copy.read_text() == README.read_text()
+    rows = [line for line in _support_table.table().splitlines() if line.startswith("| float32 |")]
+    assert rows == ["| float32 | no | yes | yes |"]

@@ -1,9 +1,10 @@
 // Arguments of the kernels: plain structs passed by value, included by host (C++17) and device
 // (NVRTC).
 //
-// The handlers (handlers.cc) fill every field; a pointer whose term is absent is null and never
-// read. What a kernel is specialised for (element type, head dims, tiles, which terms exist) is not
-// here but in the constants of the generated header: see the list in cuda/kernels/sm90/forward.cuh.
+// The handlers (families/sm90.cc) fill every field; a pointer whose term is absent is null and
+// never read. What a kernel is specialised for (element type, head dims, tiles, which terms exist)
+// is not here but in the constants of the generated header: see the list in
+// cuda/kernels/sm90/forward.cuh.
 #pragma once
 
 // A CUtensorMap (cuTensorMapEncodeTiled): 128 opaque bytes.
@@ -12,7 +13,7 @@ struct alignas(64) TensorMap {
 };
 
 // flash_forward: grid = (number of CTAs), block = 128 * (kConsumers + 1) threads, dynamic shared
-// memory = ForwardTiles.shared_bytes (jax_flash/_tiles.py).
+// memory = ForwardTiling.shared_bytes (jax_flash/_gpu/sm90.py).
 struct ForwardParams {
   // Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B), strides
   // in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 256 B, zero fill.

@@ -1,7 +1,8 @@
-// Owns the CUDA custom calls: what XLA calls, in the C form that registration takes.
+// Owns the custom calls of cuda/kernels/sm90: what XLA calls, in the C form that registration
+// takes.
 
-#ifndef JAX_FLASH_CUDA_RUNTIME_HANDLERS_H_
-#define JAX_FLASH_CUDA_RUNTIME_HANDLERS_H_
+#ifndef JAX_FLASH_CUDA_RUNTIME_FAMILIES_SM90_H_
+#define JAX_FLASH_CUDA_RUNTIME_FAMILIES_SM90_H_
 
 #include <string>
 
@@ -19,4 +20,4 @@ XLA_FFI_Error* JaxFlashCudaForward(XLA_FFI_CallFrame* call);
 XLA_FFI_Error* JaxFlashCudaBackward(XLA_FFI_CallFrame* call);
 }
 
-#endif  // JAX_FLASH_CUDA_RUNTIME_HANDLERS_H_
+#endif  // JAX_FLASH_CUDA_RUNTIME_FAMILIES_SM90_H_

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <map>
@@ -11,13 +12,14 @@
 #include <string>
 #include <utility>
 
+#include "ffi/operands.h"
 #include "xla/ffi/api/c_api.h"
 
 #ifdef JAX_FLASH_CPU
 #include "cpu/handlers.h"
 #endif
 #ifdef JAX_FLASH_CUDA
-#include "cuda/runtime/handlers.h"
+#include "cuda/runtime/families/sm90.h"
 #include "cuda/runtime/jit.h"
 #include "cuda/runtime/launch.h"
 #endif
@@ -84,6 +86,7 @@ void CudaLoad(const jax_flash::Program& program, const std::string& entry) {
 NB_MODULE(_ext, m) {
   m.attr("version") = JAX_FLASH_VERSION;
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.def("terms", &jax_flash::TermNames);
   m.def("targets", &Targets);
 #ifdef JAX_FLASH_CUDA
   m.def("cuda_params_assertions", &jax_flash::ParamsAssertions);

@@ -1,0 +1,347 @@
+// Reads a custom call, fills the kernel's parameters, launches. Decides nothing: what depends on
+// measurements arrives as attributes from jax_flash/_gpu/sm90.py. Read next: params.h; jit.h for
+// the compiler, cuda/kernels/sm90/forward.cuh for the device code.
+
+#include "cuda/runtime/families/sm90.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <string>
+
+#include "cuda/runtime/driver.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/params.h"
+#include "cuda/runtime/session.h"
+#include "cuda/runtime/workspaces.h"
+#include "ffi/operands.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_flash {
+
+// The numbers of a sm90.ForwardTiling that the launch needs.
+struct ForwardLaunch {
+  std::int64_t threads;
+  std::int64_t shared_bytes;
+  std::int64_t block_q;  // rows: positions times packed heads
+  std::int64_t block_kv;
+  std::int64_t packed_heads;
+  std::int64_t l2_heads;
+  bool dynamic;
+  bool tma_loads;
+};
+
+// The same of a sm90.BackwardTiling.
+struct BackwardLaunch {
+  std::int64_t threads;
+  std::int64_t shared_bytes;
+  std::int64_t block_q;
+  std::int64_t block_kv;
+  std::int64_t turn_parts;
+  std::int64_t dq_boxes;  // of 64 columns, in a row of dq
+  std::int64_t l2_heads;
+  bool tma_loads;
+  std::int64_t dq_row_bytes;
+};
+
+}  // namespace jax_flash
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jax_flash::ForwardLaunch, StructMember<std::int64_t>("threads"),
+    StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("block_q"),
+    StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("packed_heads"),
+    StructMember<std::int64_t>("l2_heads"), StructMember<bool>("dynamic"),
+    StructMember<bool>("tma_loads"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jax_flash::BackwardLaunch, StructMember<std::int64_t>("threads"),
+    StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("block_q"),
+    StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("turn_parts"),
+    StructMember<std::int64_t>("dq_boxes"), StructMember<std::int64_t>("l2_heads"),
+    StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"));
+
+namespace jax_flash {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
+constexpr int kMaxWindow = (1 << 30) - 1;  // sums of a window and a position stay below 2^31
+constexpr double kLog2E = 1.44269504088896340736;
+constexpr std::int64_t kSegmentWarps = 8;  // of a CTA of segment_ranges and segment_plan
+
+std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+ffi::Error Invalid(const std::string& text) {
+  return ffi::Error::InvalidArgument("jax_flash: " + text);
+}
+
+int ClampWindow(std::int64_t window) {
+  return static_cast<int>(std::min<std::int64_t>(std::max<std::int64_t>(window, 0), kMaxWindow));
+}
+
+CUtensorMapDataType MapType(ffi::DataType dtype) {
+  return dtype == ffi::BF16 ? kTensorBfloat16 : kTensorFloat16;
+}
+
+// What both passes refuse: dtypes, head dims, terms without a kernel, and sizes beyond
+// TMA's limits and the kernels' 32-bit indices (offsets into arrays are 64-bit).
+ffi::Error CheckOperands(const Operands& operands, bool tma_loads) {
+  const Sizes& s = operands.sizes;
+  if (operands.dtype != ffi::BF16 && operands.dtype != ffi::F16) {
+    return Invalid("the CUDA kernels take bfloat16 and float16");
+  }
+  for (std::int64_t dim : {s.head_dim, s.value_dim}) {
+    if (dim < 1 || dim > 256 || (tma_loads && dim % 8 != 0)) {
+      return Invalid("the CUDA kernels take head dims up to 256" +
+                     std::string(tma_loads ? " that 8 divides" : "") + ", not " +
+                     std::to_string(dim));
+    }
+  }
+  for (Term term : {kBias, kMask, kDropoutState}) {
+    if (operands.terms[term]) return Invalid("the CUDA kernels take no bias, mask or dropout");
+  }
+  for (std::int64_t size : {s.batch, s.q_len, s.kv_len, s.q_heads, s.kv_heads}) {
+    if (size > kMaxInt / 2) return Invalid("a dim of " + std::to_string(size) + " is too large");
+  }
+  const std::int64_t rows = CeilDiv(std::max(s.q_len, s.kv_len), 64);
+  if (s.batch * s.q_heads > kMaxInt / std::max<std::int64_t>(rows, 1) / 4) {
+    return Invalid("batch x heads x sequence length / 64 is beyond 2^29");
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckNumbers(std::initializer_list<std::int64_t> positive) {
+  for (std::int64_t number : positive) {
+    if (number < 1 || number > kMaxInt) return Invalid("a number of `launch` is out of range");
+  }
+  return ffi::Error::Success();
+}
+
+// Where the batch was symbolic, `launch` may name more heads than there are; the kernels multiply
+// this by the blocks of a head.
+int ClampHeads(std::int64_t l2_heads, std::int64_t heads) {
+  return static_cast<int>(std::min(l2_heads, heads));
+}
+
+// The fields that the parameters of both passes share.
+template <class Params>
+void SetCommon(const Operands& operands, const ProblemAttribute& problem, Params* params) {
+  const Sizes& s = operands.sizes;
+  params->query_lengths = operands.Data<int>(kQueryLengths);
+  params->key_value_lengths = operands.Data<int>(kKeyValueLengths);
+  params->query_segments = operands.Data<int>(kQuerySegments);
+  params->key_value_segments = operands.Data<int>(kKeyValueSegments);
+  params->batch = static_cast<int>(s.batch);
+  params->query_len = static_cast<int>(s.q_len);
+  params->kv_len = static_cast<int>(s.kv_len);
+  params->query_heads = static_cast<int>(s.q_heads);
+  params->kv_heads = static_cast<int>(s.kv_heads);
+  params->window_left = ClampWindow(problem.window_left);
+  params->window_right = ClampWindow(problem.window_right);
+  params->scale = static_cast<float>(problem.scale);
+}
+
+// Sinks are [*B, N] or [1s, N]; the lowering broadcasts what lies between.
+ffi::Error SetSinks(const Operands& operands, ForwardParams* params) {
+  if (!operands.terms[kSinks]) return ffi::Error::Success();
+  const Sizes& s = operands.sizes;
+  const auto elements = static_cast<std::int64_t>(operands.terms[kSinks]->element_count());
+  if (elements != s.q_heads && elements != s.batch * s.q_heads) {
+    return Invalid("the CUDA kernels take sinks of " + std::to_string(s.q_heads) +
+                   " heads, for all batch rows or for each");
+  }
+  params->sinks = operands.Data<float>(kSinks);
+  params->sinks_batch_stride = elements == s.q_heads ? 0 : s.q_heads;
+  return ffi::Error::Success();
+}
+
+ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ProblemAttribute problem, ProgramAttribute program, ForwardLaunch launch) {
+  ForwardOperands operands;
+  if (auto error = ReadForward(args, rets, problem, &operands); error.failure()) return error;
+  const Sizes& s = operands.sizes;
+  if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
+  if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
+  if (auto error = CheckOperands(operands, launch.tma_loads); error.failure()) return error;
+  if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv,
+                                 launch.packed_heads, launch.l2_heads, launch.shared_bytes});
+      error.failure()) {
+    return error;
+  }
+  if (64 % launch.packed_heads != 0 || (s.q_heads / s.kv_heads) % launch.packed_heads != 0) {
+    return Invalid("`launch` does not fit the heads");
+  }
+
+  ForwardParams params{};
+  SetCommon(operands, problem, &params);
+  const bool segments = problem.Has(kQuerySegments);
+  std::int64_t query_blocks = 0, key_blocks = 0;
+  const std::int64_t warpgroups = launch.block_q / 64;
+  Workspaces workspaces(rets, 2);
+  workspaces.Take("unit_counter", {1}, &params.unit_counter);
+  workspaces.Take("segment_ranges", {s.batch, &key_blocks, segments ? 2 : 0},
+                  &params.segment_ranges);
+  workspaces.Take("segment_plan", {s.batch, &query_blocks, warpgroups, segments ? 4 : 0},
+                  &params.segment_plan);
+  workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
+  workspaces.CheckBlocks("query rows", query_blocks, launch.block_q, s.q_len * launch.packed_heads);
+  if (workspaces.error().failure()) return workspaces.error();
+  if (auto error = SetSinks(operands, &params); error.failure()) return error;
+  params.query_blocks = static_cast<int>(query_blocks);
+  params.query_data = operands.q;
+  params.key_data = operands.k;
+  params.value_data = operands.v;
+  params.out = operands.out;
+  params.lse = operands.lse;
+  params.l2_heads = ClampHeads(launch.l2_heads, s.batch * s.q_heads / launch.packed_heads);
+  params.scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0 ? problem.softcap
+                                                   : problem.scale > 0 ? problem.scale
+                                                                       : 1));
+  params.softcap_inner =
+      problem.softcap > 0 ? static_cast<float>(problem.scale / problem.softcap) : 0;
+
+  Session session(stream, program);
+  const auto type = MapType(operands.dtype);
+  const std::int64_t heads = launch.packed_heads;
+  if (launch.tma_loads) {
+    session.Map({type, operands.q, s.batch, s.q_len, s.q_heads, s.head_dim, 64 / heads, heads},
+                &params.query);
+    session.Map({type, operands.k, s.batch, s.kv_len, s.kv_heads, s.head_dim, launch.block_kv, 1},
+                &params.key);
+    session.Map({type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, launch.block_kv, 1},
+                &params.value);
+  }
+  if (segments) {
+    const auto run = [&](const char* kernel, std::int64_t warps) {
+      session.Launch(kernel, {CeilDiv(warps, kSegmentWarps), 32 * kSegmentWarps, 0}, &params);
+    };
+    run("segment_ranges", s.batch * key_blocks);
+    run("segment_plan", s.batch * query_blocks * warpgroups);
+  } else if (launch.dynamic) {
+    session.Zero(params.unit_counter, 1);
+  }
+  const std::int64_t units = query_blocks * s.batch * (s.q_heads / heads);
+  session.LaunchPersistent("flash_forward", units, launch.threads, launch.shared_bytes, &params);
+  return session.error();
+}
+
+ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    ProblemAttribute problem, bool with_dlse, bool with_dbias,
+                    ProgramAttribute program, BackwardLaunch launch) {
+  BackwardOperands operands;
+  if (auto error = ReadBackward(args, rets, problem, with_dlse, with_dbias, &operands);
+      error.failure()) {
+    return error;
+  }
+  const Sizes& s = operands.sizes;
+  if (s.batch == 0 || s.q_heads == 0) return ffi::Error::Success();
+  if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
+  if (auto error = CheckOperands(operands, launch.tma_loads); error.failure()) return error;
+  if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv, launch.turn_parts,
+                                 launch.dq_boxes, launch.l2_heads, launch.shared_bytes});
+      error.failure()) {
+    return error;
+  }
+
+  const bool sums_in_dq = launch.dq_row_bytes != 0;
+  if (sums_in_dq && (launch.dq_row_bytes != s.q_heads * s.head_dim * 2 ||
+                     launch.dq_row_bytes >= kMaxInt / 128 || s.q_len % launch.block_q != 0 ||
+                     s.head_dim % 64 != 0 || s.batch * s.q_len * s.q_heads > kMaxInt)) {
+    return Invalid("this tiling is for another shape of dq");
+  }
+
+  BackwardParams params{};
+  SetCommon(operands, problem, &params);
+  const bool segments = problem.Has(kQuerySegments);
+  const std::int64_t heads = s.batch * s.q_heads;
+  const std::int64_t kv_heads = s.batch * s.kv_heads;
+  const std::int64_t columns = sums_in_dq ? s.head_dim / 2 : 64 * launch.dq_boxes;
+  std::int64_t query_blocks = 0, key_blocks = 0;
+  Workspaces workspaces(rets, with_dbias ? 4 : 3);
+  workspaces.Take("lse_log2", {heads, &query_blocks, launch.block_q}, &params.lse_log2);
+  workspaces.Take("minus_delta", {heads, query_blocks, launch.block_q}, &params.minus_delta);
+  workspaces.Take("dq_sum", {heads, query_blocks, launch.block_q, columns}, &params.dq_sum);
+  workspaces.Take("next_unit", {1}, &params.next_unit);
+  workspaces.Take("turns", {heads, query_blocks, problem.deterministic ? launch.turn_parts : 0},
+                  &params.turns);
+  workspaces.Take("query_segment_ranges", {s.batch, query_blocks, segments ? 2 : 0},
+                  &params.query_segment_ranges);
+  workspaces.Take("key_segment_ranges", {s.batch, &key_blocks, segments ? 2 : 0},
+                  &params.key_segment_ranges);
+  workspaces.Take("marks", {kv_heads, key_blocks, launch.block_kv / 16, 2}, &params.marks);
+  workspaces.CheckBlocks("queries", query_blocks, launch.block_q, s.q_len);
+  workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
+  workspaces.CheckBlocks("columns of dq", launch.dq_boxes, 64, s.head_dim);
+  if (workspaces.error().failure()) return workspaces.error();
+  params.query_data = operands.q;
+  params.key_data = operands.k;
+  params.value_data = operands.v;
+  params.out_data = operands.out;
+  params.dout_data = operands.dout;
+  params.lse = operands.lse;
+  params.dlse = operands.dlse;
+  params.dquery = operands.dq;
+  params.dkey_data = operands.dk;
+  params.dvalue_data = operands.dv;
+  params.l2_heads = ClampHeads(launch.l2_heads, kv_heads);
+  params.scale_log2 =
+      static_cast<float>(kLog2E * (problem.softcap > 0 ? problem.softcap : problem.scale));
+  params.softcap_inner =
+      problem.softcap > 0 ? static_cast<float>(problem.scale / problem.softcap) : 0;
+
+  Session session(stream, program);
+  const auto type = MapType(operands.dtype);
+  const auto map = [&](const void* data, std::int64_t length, std::int64_t count, std::int64_t dim,
+                       std::int64_t box_rows, TensorMap* to) {
+    if (launch.tma_loads) session.Map({type, data, s.batch, length, count, dim, box_rows, 1}, to);
+  };
+  map(operands.q, s.q_len, s.q_heads, s.head_dim, launch.block_q, &params.query);
+  map(operands.k, s.kv_len, s.kv_heads, s.head_dim, launch.block_kv, &params.key);
+  map(operands.v, s.kv_len, s.kv_heads, s.value_dim, launch.block_kv, &params.value);
+  map(operands.dout, s.q_len, s.q_heads, s.value_dim, launch.block_q, &params.dout);
+  map(operands.dk, s.kv_len, s.kv_heads, s.head_dim, 64, &params.dkey);
+  map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
+  const std::int64_t pieces = heads * query_blocks * launch.block_q / 64;  // of 64 rows
+  const std::int64_t units = kv_heads * key_blocks;
+  session.Launch("flash_backward_prepare", {pieces, 128, 0}, &params);
+  session.LaunchPersistent("flash_backward", units, launch.threads, launch.shared_bytes, &params);
+  session.Launch("flash_backward_finish", {pieces * launch.dq_boxes, 128, 0}, &params);
+  return session.error();
+}
+
+// What both handlers take in front of their own attributes.
+auto Bind() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<CUstream>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<ProblemAttribute>("problem");
+}
+
+auto BindForward() {
+  return Bind().Attr<ProgramAttribute>("program").Attr<ForwardLaunch>("launch");
+}
+
+auto BindBackward() {
+  return Bind()
+      .Attr<bool>("with_dlse")
+      .Attr<bool>("with_dbias")
+      .Attr<ProgramAttribute>("program")
+      .Attr<BackwardLaunch>("launch");
+}
+
+}  // namespace
+
+std::string ParamsAssertions() {
+  const std::string why = ", \"params.h differs from that of the compiled module\");\n";
+  return "static_assert(sizeof(ForwardParams) == " + std::to_string(sizeof(ForwardParams)) + why +
+         "static_assert(sizeof(BackwardParams) == " + std::to_string(sizeof(BackwardParams)) + why;
+}
+
+}  // namespace jax_flash
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaForward, jax_flash::Forward, jax_flash::BindForward(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaBackward, jax_flash::Backward, jax_flash::BindBackward(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,105 @@
+"""README's table of what each backend's kernels run, made from what the backends declare.
+
+    python -m jax_flash._support_table README.md     # writes it between its two marks
+
+A cell says "yes" where both passes run, else the passes that do.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from jax_flash import _backends, _gpu
+from jax_flash._primitives import passes
+from jax_flash._problem import Problem, Shapes
+from jax_flash._terms import TERMS
+
+BEGIN = "<!-- python -m jax_flash._support_table README.md -->\n"
+END = "<!-- end of the table -->\n"
+
+_GPU = _gpu.spec.GPUS["H200"]  # the columns' GPU: the one that kernels were measured on
+_COLUMNS = {"cuda": "`cuda`: H100, H200", "cpu": "`cpu`", "xla": "`xla`: any platform"}
+_PLAIN = Problem("bfloat16", 1.0)
+_SHAPES = Shapes(2, 512, 512, 8, 8, 64, 64)
+_DIMS = (1, 8, 33, 64, 128, 256, 512, 1024, 1 << 20)
+
+
+def _terms(feature: str) -> dict[str, Any]:
+    return {"terms": tuple(name for name, term in TERMS.items() if term.feature == feature)}
+
+
+# What a row shows -> changes to a plain problem, all of which must run.
+_PROBLEMS: dict[str, tuple[dict[str, Any], ...]] = {
+    "float16, bfloat16": ({"dtype": "float16"}, {"dtype": "bfloat16"}),
+    "float32": ({"dtype": "float32"},),
+    "float64 (x64 mode)": ({"dtype": "float64"},),
+    "causal and two-sided windows, aligned top-left or bottom-right": (
+        {"window": (None, 0)},
+        {"window": (7, 9), "bottom_right": True},
+    ),
+    "lengths, packed sequences (segment ids)": (_terms("lengths"), _terms("segment ids")),
+    "softcap, sinks, with their gradients": ({"softcap": 30.0}, _terms("sinks")),
+    "`deterministic=True`": ({"deterministic": True},),
+    "boolean mask": (_terms("boolean mask"),),
+    "bias, with its gradient in the bias's own shape": (_terms("bias"),),
+    "dropout, the same pattern everywhere": (_terms("dropout") | {"dropout_rate": 0.1},),
+}
+# And to the shapes.
+_SHAPE_ROWS: dict[str, tuple[dict[str, Any], ...]] = {
+    "GQA, MQA; T ≠ S; empty rows": ({"kv_heads": 2}, {"kv_heads": 1, "q_len": 9}),
+}
+
+
+def table() -> str:
+    """Returns the table in Markdown."""
+    rows = ["| | " + " | ".join(_COLUMNS.values()) + " |", "|---" * (1 + len(_COLUMNS)) + "|"]
+    cells = {name: [_cell(b, _changed(x)) for b in _COLUMNS] for name, x in _PROBLEMS.items()}
+    cells["float32 lse, with its gradient"] = [
+        _cell(b, [(_PLAIN, _SHAPES)], with_dlse=True) for b in _COLUMNS
+    ]
+    cells["head dim, value dim (may differ)"] = [_dims(backend) for backend in _COLUMNS]
+    for name, changes in _SHAPE_ROWS.items():
+        shapes = [(_PLAIN, dataclasses.replace(_SHAPES, **change)) for change in changes]
+        cells[name] = [_cell(backend, shapes) for backend in _COLUMNS]
+    rows += [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()]
+    return "\n".join(rows) + "\n"
+
+
+def _changed(changes: tuple[dict[str, Any], ...]) -> list[tuple[Problem, Shapes]]:
+    return [(dataclasses.replace(_PLAIN, **change), _SHAPES) for change in changes]
+
+
+def _cell(backend: str, cases: list[tuple[Problem, Shapes]], *, with_dlse: bool = False) -> str:
+    running = [
+        name
+        for name in ("forward", "backward")
+        if not any(
+            _backends.BACKENDS[backend].decline(
+                passes(problem, with_dlse=with_dlse)[name], shapes, _GPU
+            )
+            for problem, shapes in cases
+        )
+    ]
+    return "yes" if len(running) == 2 else running[0] if running else "no"
+
+
+def _dims(backend: str) -> str:
+    """Says up to which head dim both passes run."""
+    taken = []
+    for dim in _DIMS:
+        shapes = dataclasses.replace(_SHAPES, head_dim=dim, value_dim=dim)
+        if _cell(backend, [(_PLAIN, shapes)]) == "yes":
+            taken.append(dim)
+    return "any" if taken == list(_DIMS) else f"up to {max(taken)}"
+
+
+def write(readme: Path) -> None:
+    """Puts the table between its marks."""
+    before, rest = readme.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    readme.write_text(before + BEGIN + table() + END + after)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
