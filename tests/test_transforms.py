@@ -440,9 +440,7 @@ def test_the_process_that_loads_an_export_imports_the_package(tmp_path):
     np.savez(tmp_path / "arrays.npz", q=q, k=k, v=v, out=step(q, k, v))
 
     def load(how):
-        package = str(
-            Path(jax_flash.__file__).parents[1]
-        )  # PYTHONPATH may name it from this folder
+        package = str(Path(jax_flash.__file__).parents[1])  # PYTHONPATH may be relative
         return subprocess.run(
             [sys.executable, "-c", LOAD, how], cwd=tmp_path, capture_output=True, text=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": package},
