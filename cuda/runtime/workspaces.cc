@@ -8,7 +8,7 @@ namespace ffi = xla::ffi;
 
 void* Workspaces::Take(const char* name, std::initializer_list<ScratchDim> dims,
                        ffi::DataType type) {
-  const auto buffer = rets_.get<ffi::AnyBuffer>(next_++);
+  auto buffer = rets_.get<ffi::AnyBuffer>(next_++);
   bool fits = buffer.has_value() && (*buffer)->element_type() == type &&
               (*buffer)->dimensions().size() == dims.size();
   std::string expected;
