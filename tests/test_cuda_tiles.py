@@ -71,12 +71,22 @@ def test_terms_that_hold_registers_leave_two_warpgroups():
     narrow = replace_dims(64, 64)
     lengths = ("query_lengths", "key_value_lengths")
     segments = ("query_segments", "key_value_segments")
-    for terms, consumers in [
-        ((), 3), (("sinks",), 3), (lengths, 3), (segments, 3),
-        ((*segments, "sinks"), 2), ((*lengths, *segments), 2),
+    for terms, consumers, drains in [
+        ((), 3, False), (("sinks",), 3, False), (lengths, 3, True), (segments, 3, True),
+        ((*segments, "sinks"), 2, False), ((*lengths, *segments), 2, False),
     ]:  # fmt: skip
         problem = dataclasses.replace(PLAIN, terms=terms)
-        assert plan("forward", problem, narrow).tiling.consumers == consumers, terms
+        made = plan("forward", problem, narrow)
+        assert made.tiling.consumers == consumers, terms
+        assert made.constants["kDrains"] == drains, terms
+
+
+@pytest.mark.parametrize(("head_dim", "drains"), [(64, True), (128, False)])
+def test_three_warpgroups_with_a_window_or_softcap_wait_for_the_weights_registers(head_dim, drains):
+    dims = replace_dims(head_dim, head_dim)
+    for change in ({"window": (128, 0)}, {"softcap": 30.0}, {"softcap": 30.0, "terms": ("sinks",)}):
+        problem = dataclasses.replace(PLAIN, **change)
+        assert plan("forward", problem, dims).constants["kDrains"] == drains, change
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 128), (192, 128), (256, 256)])

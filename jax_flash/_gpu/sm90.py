@@ -31,7 +31,8 @@ _HELD = {
     "sinks": 1,
 }
 # Beside them three warpgroups, of 160 registers a thread, have room for lengths alone or segments
-# alone; with more ptxas spills, and two warpgroups, of 240, are faster.
+# alone, in the registers that the weights had before (`drains`); with more ptxas spills, and two
+# warpgroups, of 240, are faster.
 _HELD_BY_THREE_WARPGROUPS = 2
 
 
@@ -97,6 +98,7 @@ class ForwardTiling:
     packed_heads: int = 1  # query heads of one kv head that share a block of queries
     dynamic: bool = True  # units from an atomic counter, else in turn
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
+    drains: bool = False  # a softmax waits for the product with the values before, too
     producer_registers: int = 24  # of a thread, with two consumer warpgroups: 24, 40 or 56
     l2_heads: int = 8  # heads that the schedule walks together, so that their keys stay in L2
 
@@ -169,6 +171,7 @@ class ForwardTiling:
             "kPreScale": problem.scale <= 0,
             "kDynamic": self.dynamic,
             "kPingPong": self.ping_pong,
+            "kDrains": self.drains,
             "kProducerRegisters": producer_registers,
             "kConsumerRegisters": consumer_registers,
         }
@@ -316,7 +319,12 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
         # Heads that share a block are of few rows.
         if held > _HELD_BY_THREE_WARPGROUPS or packed > 1:
             return tiling(block_kv=128, consumers=2, stages=4, query_stages=2)
-        return tiling(block_kv=128, consumers=3, stages=4, query_stages=2, ping_pong=False)
+        # A window's left side and a softcap take registers in the walk too, a sink after it.
+        walked = [term for term in problem.terms if term != "sinks"]
+        drains = bool(walked) or problem.window[0] is not None or problem.softcap is not None
+        return tiling(
+            block_kv=128, consumers=3, stages=4, query_stages=2, ping_pong=False, drains=drains
+        )
     if widest <= 128:
         return tiling(block_kv=128, consumers=2, stages=3, dynamic=dynamic)
     block_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80

@@ -20,6 +20,8 @@
 //   bool kSoftcap             tanh softcap; kPreScale: scale before the maximum (scale <= 0)
 //   bool kDynamic             units from an atomic counter, else static
 //   bool kPingPong            warpgroups take turns at the tensor cores
+//   bool kDrains              the registers of the weights are free before a softmax: the product
+//                             with the values is waited for together with the scores
 //   int kProducerRegisters, kConsumerRegisters
 // Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
 //   + kStages * kBlockKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 2048 bytes.

@@ -32,10 +32,6 @@ inline constexpr int kInfoStages = 2 * kQueryStages;
 // The last output of a unit starts before the next unit is looked at: 4% at T 512 for narrow
 // values; wide ones lack the registers for it (12% slower).
 inline constexpr bool kEarlyOutput = kValueDim <= 128;
-// Three warpgroups have 160 registers a thread. Features that take some need those of the weights
-// back before a softmax: the product with the values is waited for together with the scores.
-inline constexpr bool kDrains = kConsumers == 3 && (kHasSegments || kWindowLeft || kSoftcap ||
-                                                    kHasQueryLengths || kHasKeyValueLengths);
 // A warpgroup's blocks may begin after the first one of its unit.
 inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments;
 // A unit with rows that overflow is walked again, with a maximum in every block. Not where four
