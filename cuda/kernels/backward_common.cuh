@@ -128,8 +128,8 @@ __device__ __forceinline__ Range narrow_by_segments(const BackwardParams& p, int
 // are not: whose turn it is follows from the blocks that window, lengths and segments leave.
 inline constexpr bool kSkipsMasked = kHasMask && !kDeterministic;
 
-// Of the query blocks base..base + 31, which does the mask let any head of the unit see, a bit each?
-// Whole warps call.
+// Of the query blocks base..base + 31, which does the mask let any head of the unit see, a bit
+// each? Whole warps call.
 __device__ __forceinline__ uint32 shown_blocks(const BackwardParams& p, int batch, int kv_head,
                                                int key0, int base) {
   const int m = base + static_cast<int>(threadIdx.x) % 32;

@@ -110,9 +110,8 @@ __device__ __forceinline__ uint32 load_bits(const unsigned char* from, int count
   } piece;
 #pragma unroll
   for (int i = 0; i < 16 / kMaskAlignment; ++i) {
-    piece.parts[i] = i * kMaskAlignment < count
-                         ? __ldg(reinterpret_cast<const Part*>(from) + i)
-                         : Part{};
+    piece.parts[i] =
+        i * kMaskAlignment < count ? __ldg(reinterpret_cast<const Part*>(from) + i) : Part{};
   }
   uint32 bits = 0;
 #pragma unroll

@@ -41,7 +41,8 @@ __device__ __forceinline__ float score_slope(float y) { return kSoftcap ? 1.0f -
 // ---- sees: one pair, one row --------------------------------------------------------------------
 //
 // Key j is visible to query t iff -left <= j - (t + offset) <= right and j < kv_length (and the
-// segment ids agree, and the mask has it); offset = 0 (top-left) or kv_length - query_length (bottom-right).
+// segment ids agree, and the mask has it); offset = 0 (top-left) or kv_length - query_length
+// (bottom-right).
 
 // Window and lengths of one batch row.
 struct Visibility {

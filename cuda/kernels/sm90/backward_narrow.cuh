@@ -168,7 +168,8 @@ template <bool kFirst>
 __device__ __forceinline__ void score_step(const BackwardParams& p, const volatile UnitRecord& u,
                                            const UnitRanges& ranges, int which, uint32 iteration,
                                            int head, int m0, Last last, bool more,
-                                           float (&begun)[kScores], float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
+                                           float (&begun)[kScores], float (&dk)[kHead / 2],
+                                           float (&dv)[kValue / 2]) {
   const int slab = 64 * which;
   const Step known(p, u, head, m0, slab);
   const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
@@ -285,8 +286,8 @@ __device__ __forceinline__ void hidden_step(const BackwardParams& p, int which, 
 // One query block, one way or the other.
 template <bool kFirst>
 __device__ __forceinline__ void step(const BackwardParams& p, const volatile UnitRecord& u,
-                                     const UnitRanges& ranges, int which, uint32 iteration, int head,
-                                     int m0, Last last, bool more, float (&dp)[kScores],
+                                     const UnitRanges& ranges, int which, uint32 iteration,
+                                     int head, int m0, Last last, bool more, float (&dp)[kScores],
                                      float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
   // Two branches: joined, ptxas spills (d128 causal, 16 bytes; deterministic, 60).
   if constexpr (kSkipsHidden && kReadsAhead) {

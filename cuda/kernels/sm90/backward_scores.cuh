@@ -50,8 +50,8 @@ struct Step {
                                   int m0, int slab)
       : head(head), m0(m0) {
     if constexpr (kHasMask) {
-      const int flag = mask::flag_by_key<kQueries, kKeys>(p, u.batch, head, m0 / kQueries,
-                                                          u.key0 / kKeys);
+      const int flag =
+          mask::flag_by_key<kQueries, kKeys>(p, u.batch, head, m0 / kQueries, u.key0 / kKeys);
       whole = (flag & mask::kSeesAll << slab / 64) != 0;
     }
   }

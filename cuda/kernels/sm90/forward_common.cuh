@@ -45,6 +45,9 @@ inline constexpr bool kListsBlocks = kHasSegments || kHasMask;
 inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight
 inline constexpr int kWholeBit = 28;
+// The mask's bits are fetched beside the product that they are for; with segments there is no
+// register for that.
+inline constexpr bool kBitsAhead = kHasMask && !kHasSegments;
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);

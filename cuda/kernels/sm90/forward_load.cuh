@@ -213,7 +213,8 @@ struct Producer {
     return flags != 0;
   }
   // Drops the blocks at both ends that the mask hides.
-  __device__ __forceinline__ void narrow_by_mask(UnitInfo& unit, const SegmentRange& queries) const {
+  __device__ __forceinline__ void narrow_by_mask(UnitInfo& unit,
+                                                 const SegmentRange& queries) const {
     unit.blocks.end = find_block<-1>(queries, unit, unit.blocks.end - 1) + 1;
     unit.blocks.begin = find_block<1>(queries, unit, unit.blocks.begin);
   }

@@ -150,12 +150,14 @@ struct Warpgroup {
     if constexpr (kHasMask) {
       const int listed = ptx::uniform(shared.block_list[key_ring.stage()]);
       whole = listed >> (kWholeBit + warpgroup) & 1;
-      const UnitInfo& t = unit();
+      if constexpr (kBitsAhead) fetch_bits(bits, listed & ((1 << kWholeBit) - 1));
+    }
+  }
+  __device__ __forceinline__ void fetch_bits(mask::RowBits<kBlockKV>& to, int of_block) const {
+    const UnitInfo& t = unit();
 #pragma unroll
-      for (int row = 0; row < (kMaskQueries ? 2 : 1); ++row) {
-        bits.rows[row].load(p, t.batch, t.head, packed_row(t, row),
-                            listed & ((1 << kWholeBit) - 1));
-      }
+    for (int row = 0; row < (kMaskQueries ? 2 : 1); ++row) {
+      to.rows[row].load(p, t.batch, t.head, packed_row(t, row), of_block);
     }
   }
   // Gives the operands of the scores back.
@@ -172,8 +174,10 @@ struct Warpgroup {
     const UnitInfo& t = unit();
     const bool one_segment = block >= t.one.begin && block < t.one.end;
     const auto query_of = [&](int row) { return packed_row(t, row) / kPackedHeads; };
+    mask::RowBits<kBlockKV> now = bits;
+    if constexpr (kHasMask && !kBitsAhead) fetch_bits(now, block);
     hide_scores<kCount, !kInFlight>(p, t.batch, seen(t), query_of, block * kBlockKV, one_segment,
-                                    bits, scores);
+                                    now, scores);
   }
   // Does the block need no test of its elements?
   __device__ __forceinline__ bool is_full() const {
