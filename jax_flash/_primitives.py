@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash import _backends, _batching, _gpu, _native, _sharding, blockwise
 from jax_flash._problem import Problem, Shapes
+from jax_flash._terms import BROADCAST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,18 +196,21 @@ def _results(call: Forward, operands: Sequence[jax.Array]) -> list[jax.ShapeDtyp
 
 
 def _call_cuda(call: Forward, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    shapes = Shapes.of(*operands[:3])
+    named = dict(zip(call.operands, operands, strict=True))
+    batch = named["q"].shape[:-3]
+    for name in set(BROADCAST) & set(named):
+        leading = named[name].shape[: len(batch)]
+        if leading not in (batch, (1,) * len(batch)):
+            # The kernels read a term of one batch row, or of every one.
+            rest = named[name].shape[len(batch) :]
+            named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
+    shapes = Shapes.of(*operands[:3], named)
     plan = _gpu.plan(call, shapes, _gpu.spec.for_lowering())
     if _gpu.spec.present() is not None:
         # Compiling belongs to the compilation of the caller's program, not to its first step.
         for entry in plan.entries:
             _native.load_kernel(**plan.program, entry=entry)
 
-    named = dict(zip(call.operands, operands, strict=True))
-    batch = named["q"].shape[:-3]
-    if "sinks" in named and named["sinks"].shape[:-1] != (1,) * len(batch):
-        # The kernel reads one row of sinks, or one for every batch row.
-        named["sinks"] = jnp.broadcast_to(named["sinks"], (*batch, shapes.q_heads))
     results = _results(call, operands)
     custom_call = jax.ffi.ffi_call(plan.target, [*results, *plan.workspaces.values()])
     outputs = custom_call(*named.values(), **call.attributes(), **plan.attributes)

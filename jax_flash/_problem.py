@@ -56,6 +56,20 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
+class TermShape:
+    """The sizes of a term `[*B, N, T, S]` of which any dim may be 1, and its dtype.
+
+    `batch` is 1, or that of the call where any leading dim is more.
+    """
+
+    dtype: str
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Shapes:
     """The sizes of one attention call; `batch` is the product of the leading dims."""
 
@@ -66,6 +80,8 @@ class Shapes:
     kv_heads: int
     head_dim: int
     value_dim: int
+    bias: TermShape | None = None
+    mask: TermShape | None = None
 
     @property
     def empty(self) -> bool:
@@ -73,9 +89,21 @@ class Shapes:
         return 0 in (self.batch, self.q_len, self.kv_len, self.q_heads)
 
     @classmethod
-    def of(cls, q: Any, k: Any, v: Any) -> "Shapes":
-        """Reads the sizes from q `[*B, T, N, H]`, k `[*B, S, K, H]` and v `[*B, S, K, Hv]`."""
+    def of(cls, q: Any, k: Any, v: Any, terms: Mapping[str, Any] | None = None) -> "Shapes":
+        """Reads the sizes from q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, terms."""
         *batch, q_len, q_heads, head_dim = q.shape
+        broadcast = {}
+        for name in ("bias", "mask"):
+            if terms and name in terms:
+                *leading, heads, queries, keys = terms[name].shape
+                shared = all(isinstance(size, int) and size == 1 for size in leading)
+                broadcast[name] = TermShape(
+                    dtype=str(terms[name].dtype),
+                    batch=1 if shared else math.prod(batch),
+                    heads=heads,
+                    queries=queries,
+                    keys=keys,
+                )
         return cls(
             batch=math.prod(batch),
             q_len=q_len,
@@ -84,6 +112,7 @@ class Shapes:
             kv_heads=k.shape[-2],
             head_dim=head_dim,
             value_dim=v.shape[-1],
+            **broadcast,
         )
 
 

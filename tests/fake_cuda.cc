@@ -41,6 +41,7 @@ constexpr int kMultiprocessors[] = {20, 50};  // of the two devices
 std::string notes;
 std::string kernels;  // the text of all files that NVRTC was given
 std::uint64_t calls = 0;
+bool in_backward;  // the handler that runs
 XLA_FFI_Handler* handlers[2];
 
 // What test_cuda_calls.py reads from a tensor map.
@@ -81,9 +82,11 @@ class Buffers {
     for (std::int64_t i = 0; i < count; ++i) {
       const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(buffers[i]);
       const std::vector<std::int64_t> dims(buffer.dims, buffer.dims + buffer.rank);
-      std::int64_t bytes = buffer.dtype == XLA_FFI_DataType_F32   ? 4
-                           : buffer.dtype == XLA_FFI_DataType_S32 ? 4
-                                                                  : 2;
+      std::int64_t bytes = buffer.dtype == XLA_FFI_DataType_F32    ? 4
+                           : buffer.dtype == XLA_FFI_DataType_S32  ? 4
+                           : buffer.dtype == XLA_FFI_DataType_U8   ? 1
+                           : buffer.dtype == XLA_FFI_DataType_PRED ? 1
+                                                                   : 2;
       for (std::int64_t dim : dims) bytes *= dim;
       auto* data = static_cast<unsigned char*>(buffer.data);
       if (results && bytes > 0) std::memset(data, static_cast<int>(i + 1), bytes);
@@ -109,6 +112,7 @@ class Buffers {
 XLA_FFI_Error* Call(int which, XLA_FFI_CallFrame* frame) {
   if (frame->ctx == nullptr) return handlers[which](frame);  // XLA asks for the version
   ++calls;
+  in_backward = which == 1;
   Buffers operands(frame->args.args, frame->args.size, 0, false);
   Buffers results(frame->rets.rets, frame->rets.size, frame->args.size, true);
   notes += "{\"event\": \"call\", \"number\": " + std::to_string(calls) + ", \"target\": \"" +
@@ -211,14 +215,13 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
       c.attribute_count != 0 || static_cast<int>(c.shared_bytes) > kernel->shared_bytes) {
     return kInvalidValue;
   }
-  const bool backward = kernel->name.rfind("flash_backward", 0) == 0;
   const std::string& program = kernel->library->program;
   notes += "{\"event\": \"launch\", \"entry\": \"" + kernel->name + "\", \"program\": \"" +
            Hex(program.data(), program.size()) +
            "\", \"grid\": " + List({c.grid_x, c.grid_y, c.grid_z}) +
            ", \"block\": " + List({c.block_x, c.block_y, c.block_z}) +
            ", \"shared\": " + std::to_string(c.shared_bytes) + ", \"params\": \"" +
-           Hex(params[0], backward ? sizeof(BackwardParams) : sizeof(ForwardParams)) + "\"}\n";
+           Hex(params[0], in_backward ? sizeof(BackwardParams) : sizeof(ForwardParams)) + "\"}\n";
   return 0;
 }
 CUresult cuMemsetD32Async(CUdeviceptr target, unsigned value, std::size_t count, CUstream stream) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -46,7 +47,7 @@ class Direct:
     S: int = 200
     N: int = 2
     H: int = 64
-    short: int | None = None  # the workspace that lacks an element
+    short: int | None = None  # the workspace that lacks an element, or has one too many
     planned: int | None = None  # T and S that the workspaces are for, if others
     l2_heads: int = 1
     dq_row_bytes: int = 0  # backward
@@ -75,7 +76,7 @@ class Direct:
         workspaces = list(plan.workspaces.values())
         if self.short is not None:
             of = workspaces[self.short]
-            workspaces[self.short] = jax.ShapeDtypeStruct((of.size - 1,), of.dtype)
+            workspaces[self.short] = jax.ShapeDtypeStruct((abs(of.size - 1),), of.dtype)
         custom_call = jax.ffi.ffi_call(
             plan.target,
             [*results, *workspaces],
@@ -208,8 +209,7 @@ def read_notes(notes: str) -> list[Call]:
                 calls[-1].launches.append(Launch("fill", params=note))
             case _:
                 note["program"] = bytes.fromhex(note["program"]).decode()
-                backward = note["entry"].startswith("flash_backward")
-                struct = "BackwardParams" if backward else "ForwardParams"
+                struct = f"{calls[-1].target.capitalize()}Params"
                 note["params"] = read_params(struct, bytes.fromhex(note["params"]))
                 calls[-1].launches.append(Launch(**note))
     return calls
@@ -237,13 +237,24 @@ _TYPES = {
 
 def read_params(struct: str, data: bytes) -> dict[str, Any]:
     """Reads the fields of a struct of params.h: a map as a dict, or None if it is empty."""
-    text = (_native.kernel_root() / "runtime" / "params.h").read_text()
-    (body,) = re.findall(rf"^struct {struct} {{\n(.*?)^}};", text, re.DOTALL | re.MULTILINE)
-    declared = re.findall(r"^  (?:const )?(\w+(?: long)?)(\*?) (\w+);", body, re.MULTILINE)
-    fields = [(name, ctypes.c_void_p if star else _TYPES[kind]) for kind, star, name in declared]
-    params = type(struct, (ctypes.Structure,), {"_fields_": fields})
+    params = _struct(struct)
     assert -(-ctypes.sizeof(params) // 64) * 64 == len(data)  # every field was found
     return _fields(params.from_buffer_copy(data))
+
+
+@functools.cache
+def _struct(name: str) -> type[ctypes.Structure]:
+    text = (_native.kernel_root() / "runtime" / "params.h").read_text()
+    (body,) = re.findall(rf"^struct {name} {{\n(.*?)^}};", text, re.DOTALL | re.MULTILINE)
+    declared = re.findall(
+        r"^  (?:const )?(unsigned char|long long|\w+)(\*?) (\w+(?:, \w+)*);", body, re.MULTILINE
+    )
+    fields = [
+        (field, ctypes.c_void_p if star else _TYPES.get(kind) or _struct(kind))
+        for kind, star, names in declared
+        for field in names.split(", ")
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
 def _fields(values: ctypes.Structure) -> dict[str, Any]:
@@ -255,4 +266,6 @@ def _value(value: Any, kind: type) -> Any:
         return Pointer(value or 0)
     if kind is _Map:
         return _fields(value) if any(bytes(value)) else None
+    if isinstance(value, ctypes.Structure):
+        return _fields(value)
     return tuple(value) if isinstance(value, ctypes.Array) else value

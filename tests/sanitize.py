@@ -83,9 +83,14 @@ CASES = (
     C("unaligned 1 250 deterministic", H=1, Hv=250, deterministic=True, N=1, T=201, S=129),
     C("one token", H=128, T=1, S=300, N=4, K=2),
     C("nothing seen", H=128, segments="apart"),
+    C("mask", H=128, mask="b1ts", mask_density=0.01),
+    C("mask wide causal", H=256, mask="bn1s", causal=True),
+    C("mask deterministic segments", mask="1nts", segments="packed", deterministic=True),
 )
 
-OWN_KERNELS = ("--kernel-name", "kns=flash_", "--kernel-name", "kns=segment_")
+OWN_KERNELS = tuple(
+    word for name in ("flash_", "segment_", "mask_") for word in ("--kernel-name", f"kns={name}")
+)
 TOOLS = {
     "memcheck": (),
     "racecheck": ("--racecheck-report", "all", *OWN_KERNELS),

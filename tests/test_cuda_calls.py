@@ -54,6 +54,10 @@ CASES = (
     C("whole tiles", H=64, T=384, N=6),
     C("whole tiles, wide", H=192, Hv=128, T=192, causal=True, deterministic=True),
     C("rows that TMA cannot load", H=100, Hv=36, causal=True),
+    C("mask", mask="b1ts"),
+    C("mask of one batch row, causal", mask="1nts", H=64, causal=True, N=16, T=9),
+    C("mask of keys", mask="b11s", batch=(2, 3), H=256),
+    C("mask of queries and segments", mask="1nt1", segments="packed", S=320, deterministic=True),
     C("odd rows", H=33, Hv=7, segments="packed", q_lengths=(150, 200, 77), deterministic=True),
 )
 EMPTY = (
@@ -76,10 +80,10 @@ REFUSED = {
     Direct("backward", dq_row_bytes=256): "this tiling is for another shape of dq",
 }
 WORKSPACES = {
-    "forward": ("unit_counter", "segment_ranges", "segment_plan"),
+    "forward": ("unit_counter", "segment_ranges", "segment_plan", "mask_words", "mask_flags"),
     "backward": (
         "lse_log2", "minus_delta", "dq_sum", "next_unit", "turns",
-        "query_segment_ranges", "key_segment_ranges", "marks",
+        "query_segment_ranges", "key_segment_ranges", "marks", "mask_words", "mask_flags",
     ),
 }  # fmt: skip
 MANY_HEADS = [Direct(target, l2_heads=1 << 20) for target in WORKSPACES]
@@ -121,6 +125,7 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
     groups = query_tiles * c["kConsumers"]
     boxes = ceil_div(case.H, 64), ceil_div(case.value_dim, 64)
 
+    before = check_mask_plan(case, before, c, 64)
     if c["kHasSegments"]:
         assert [launch.entry for launch in before] == ["segment_ranges", "segment_plan"]
         for launch, warps in zip(before, (key_blocks, groups), strict=True):
@@ -152,6 +157,7 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
         "segment_plan": f"int32[{4 * batch * groups}]" if c["kHasSegments"] else None,
         "query_blocks": query_tiles,
     }
+    expected |= mask_params(case, c, 64, by_key=False)
     if c["kPreScale"]:
         expected["scale_log2"] = np.float32((case.softcap or 1.0) / math.log(2))
     assert_launched_with(call, names_of_buffers(case, recordings[case])[0], expected)
@@ -162,8 +168,9 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
 def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     assert recordings[case].error == ""
     _, call = recordings[case].calls
-    prepare, main, finish = call.launches
+    *before, prepare, main, finish = call.launches
     c = main.constants()
+    assert check_mask_plan(case, before, c, c["kBlockQ"]) == []
     batch = math.prod(case.batch)
     query_blocks = ceil_div(case.T, c["kBlockQ"])
     key_blocks = ceil_div(case.S, c["kBlockKV"])
@@ -210,6 +217,7 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
         "key_segment_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasSegments"] else None,
         "marks": f"int32[{batch * case.kv_heads * key_blocks * c['kBlockKV'] // 16 * 2}]",
     }
+    expected |= mask_params(case, c, c["kBlockQ"], by_key=True)
     assert_launched_with(call, names_of_buffers(case, recordings[case])[1], expected)
     assert 1 <= main.params["l2_heads"] <= batch * case.kv_heads
     assert c["kDeterministic"] == case.deterministic
@@ -311,6 +319,59 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def mask_sizes(case: Case) -> tuple[int, int, int, int]:
+    """Batch rows, heads, queries and keys of the mask; zeros without one."""
+    if case.mask is None:
+        return 0, 0, 0, 0
+    sizes = {"b": math.prod(case.batch), "n": case.N, "t": case.T, "s": case.S, "1": 1}
+    batch, heads, queries, keys = (sizes[letter] for letter in case.mask)
+    return batch, heads, queries, keys
+
+
+def check_mask_plan(case: Case, before: list[Launch], c: dict[str, int], rows: int) -> list[Launch]:
+    """Checks the launch that plans the mask, a CTA for each block of pairs; returns the others."""
+    batch, heads, queries, keys = mask_sizes(case)
+    assert c["kHasMask"] == (batch > 0)
+    if batch == 0:
+        return before
+    plan, *others = before
+    blocks = batch * heads * ceil_div(queries, rows) * ceil_div(keys, c["kBlockKV"])
+    assert (plan.entry, plan.grid, plan.block) == ("mask_plan", [blocks, 1, 1], [128, 1, 1])
+    assert (c["kMaskQueries"], c["kMaskKeys"]) == (queries > 1, keys > 1)
+    return others
+
+
+def mask_params(case: Case, c: dict[str, int], rows: int, *, by_key: bool) -> dict[str, Any]:
+    batch, heads, queries, keys = mask_sizes(case)
+    nothing = {"data": None, "batch": 0, "head": 0, "query": 0, "key": 0}
+    if batch == 0:
+        mask = {"bytes": nothing, "words": None, "flags": None, "batch": 0, "head": 0}
+        return {"mask": mask, "bias": nothing, "softcap_bias": 0.0}
+    # A row of bits is one of queries (forward) or keys; its words those of a block of the others.
+    lines, columns, block = (queries, keys, c["kBlockKV"])
+    if by_key:
+        lines, columns, block = keys, queries, rows
+    words = 1 if columns == 1 else {48: 2, 64: 2}.get(block, 4)
+    flags = batch * heads * ceil_div(queries, rows) * ceil_div(keys, c["kBlockKV"])
+    strides = {
+        "batch": heads * queries * keys if batch > 1 else 0,
+        "head": queries * keys if heads > 1 else 0,
+        "query": keys if queries > 1 else 0,
+        "key": int(keys > 1),
+    }
+    return {
+        "mask": {
+            "bytes": {"data": "mask", **strides},
+            "words": f"int32[{batch * heads * lines * ceil_div(columns, block) * words}]",
+            "flags": f"uint8[{flags}]",
+            "batch": heads if batch > 1 else 0,
+            "head": int(heads > 1),
+        },
+        "bias": nothing,
+        "softcap_bias": 0.0,
+    }
+
+
 def tensor_map(case: Case, c: dict[str, int], name: str, box_rows: int, box_heads: int = 1) -> Any:
     """The map of a dense array [B, rows, heads, dim]: 16-bit elements, 64 columns a box."""
     if not c["kTmaLoads"]:
@@ -330,7 +391,7 @@ def tensor_map(case: Case, c: dict[str, int], name: str, box_rows: int, box_head
 # ---- which buffer a pointer is -----------------------------------------------------------------
 
 RESULTS = {"forward": ["out", "lse"], "backward": ["dquery", "dkey", "dvalue"]}
-WORKSPACE_TYPES = {11: "float32", 4: "int32"}  # XLA_FFI_DataType_F32, S32
+WORKSPACE_TYPES = {11: "float32", 4: "int32", 6: "uint8"}  # XLA_FFI_DataType_F32, S32, U8
 
 
 def names_of_buffers(case: Case, recording: Recording) -> list[list[str | None]]:
@@ -373,6 +434,8 @@ def assert_launched_with(call: Call, names: list[str | None], expected: dict[str
     params = name(kernels[0].params)
     del params["l2_heads"]  # a matter of speed
     assert params == expected
-    pointers = [kernels[0].params[name] for name in WORKSPACES[call.target]]
+    given = kernels[0].params
+    given |= {f"mask_{name}": given["mask"][name] for name in ("words", "flags")}
+    pointers = [given[name] for name in WORKSPACES[call.target]]
     used = [pointer for pointer in pointers if name(pointer) is not None]
     assert len(set(used)) == len(used)

@@ -8,7 +8,7 @@ import pytest
 
 from jax_flash import _explain, _gpu, _native
 from jax_flash._primitives import passes
-from jax_flash._problem import Problem, Shapes
+from jax_flash._problem import Problem, Shapes, TermShape
 
 H200 = _gpu.spec.GPUS["H200"]
 PLAIN = Problem(dtype="bfloat16", scale=0.125)
@@ -57,8 +57,30 @@ def configurations() -> Iterator[tuple[str, Problem, Shapes]]:
     for dims in [(100, 100), (33, 7), (127, 120), (255, 255)]:
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
         yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
+    yield from masks()
     everything = dataclasses.replace(PLAIN, **FEATURES["everything"])
     yield "100/36 everything", everything, dataclasses.replace(SHAPES, head_dim=100, value_dim=36)
+
+
+def masks() -> Iterator[tuple[str, Problem, Shapes]]:
+    full = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    for dim in (64, 128, 256):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, mask=full)
+        yield f"{dim} mask", dataclasses.replace(PLAIN, terms=("mask",)), shapes
+        heads = dataclasses.replace(full, heads=16)
+        shapes = dataclasses.replace(shapes, mask=heads, kv_heads=4)
+        many = FEATURES["everything"] | {"deterministic": dim == 128}
+        many["terms"] = ("mask", *many["terms"])
+        if dim > 64:  # beside segments and a softcap up to 80 bytes are spilled
+            many |= {"terms": ("mask", *LENGTHS, "sinks"), "softcap": None}
+        yield f"{dim} mask and more", dataclasses.replace(PLAIN, **many), shapes
+    changes = {"queries": {"keys": 1}, "keys": {"queries": 1}, "odd": {"keys": 333}}
+    for name, change in changes.items():
+        mask = dataclasses.replace(full, **change)
+        shapes = dataclasses.replace(SHAPES, kv_len=max(mask.keys, 333), mask=mask)
+        yield f"mask {name}", dataclasses.replace(PLAIN, terms=("mask",), window=(None, 0)), shapes
+    shapes = dataclasses.replace(SHAPES, head_dim=100, value_dim=36, mask=full)
+    yield "100/36 mask", dataclasses.replace(PLAIN, terms=("mask",)), shapes
 
 
 CONFIGURATIONS = [pytest.param(*rest, id=name) for name, *rest in configurations()]

@@ -45,12 +45,12 @@ SUPPORTED: dict[str, tuple[dict, list[str]]] = {
     "key lengths": (KEY_LENGTHS, ["terms = 8 ", "kHasKeyValueLengths = true"]),
     "segments": (SEGMENTS, ["terms = 48 ", "kHasSegments = true"]),
     "sinks": (SINKS, ["terms = 64 "]),
+    "mask": ({"mask": array(B, 1, 1, S, dtype="bool")}, ["terms = 2 ", "kHasMask = true"]),
     "deterministic": ({"deterministic": True}, ["deterministic = true"]),
     "lse": ({"return_lse": True}, []),
 }
 REFUSED: dict[str, tuple[dict, str]] = {
     "bias": ({"bias": array(N, T, S, dtype="float32")}, "bias"),
-    "mask": ({"mask": array(B, 1, T, S, dtype="bool")}, "boolean mask"),
     "dropout": ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "dropout"),
 }
 

@@ -53,6 +53,8 @@ LARGE = (
     large("lengths bottom right", H=128, q_lengths=(1000, 600, 77), kv_lengths=(900, 1000, 333),
           causal=True, align="bottom_right"),
     large("window", H=128, T=1700, S=1333, window=(200, 100), align="bottom_right"),
+    large("mask", H=128, mask="b1ts"),
+    large("mask gqa causal", K=2, mask="bnts", mask_density=0.01, causal=True),
     large("192 128", H=192, Hv=128, causal=True),
     large("256 gqa", H=256, K=4, T=999, S=999, causal=True),
     large("256 float16", H=256, T=700, S=900, dtype="float16", sinks=True),

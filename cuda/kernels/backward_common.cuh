@@ -124,6 +124,24 @@ __device__ __forceinline__ Range narrow_by_segments(const BackwardParams& p, int
   return met.empty() ? Range{0, 0} : met;
 }
 
+// Query blocks that the mask hides from a unit are left out of its walk. In deterministic mode they
+// are not: whose turn it is follows from the blocks that window, lengths and segments leave.
+inline constexpr bool kSkipsMasked = kHasMask && !kDeterministic;
+
+// Of the query blocks base..base + 31, which does the mask let any head of the unit see, a bit
+// each? Whole warps call.
+__device__ __forceinline__ uint32 shown_blocks(const BackwardParams& p, int batch, int kv_head,
+                                               int key0, int base) {
+  const int m = base + static_cast<int>(threadIdx.x) % 32;
+  const int first = kv_head * group_size(p), heads = p.mask.head == 0 ? 1 : group_size(p);
+  int flags = 0;
+#pragma unroll 1
+  for (int i = 0; m < query_blocks(p) && i < heads; ++i) {
+    flags |= mask::flag_by_key<kQueries, kKeys>(p, batch, first + i, m, key0 / kKeys);
+  }
+  return __ballot_sync(0xffffffffu, flags != 0);
+}
+
 // Query blocks are met from the last to the first when a right window cuts the early ones off:
 // units of one head then start at the same block and share it in L2, and the partial blocks come
 // last.

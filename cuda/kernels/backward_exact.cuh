@@ -61,7 +61,7 @@ __device__ __forceinline__ void exact_dq(const BackwardParams& p, int batch, int
 #pragma unroll 1
   for (int first = keys.begin; lse > kNegativeInfinity && first < keys.end; first += 32) {
     const int mine = first + lane;
-    const bool seen = mine < keys.end && sees(p, batch, query, mine);
+    const bool seen = mine < keys.end && sees(p, batch, head, query, mine);
     float gradient = 0.f;
     if (seen) gradient = weights(p, batch, head, query, mine, lse, minus_delta).gradient;
     for (uint32 left = __ballot_sync(0xffffffffu, seen); left != 0; left &= left - 1) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void exact_dkdv(const BackwardParams& p, int batch, i
 #pragma unroll 1
     for (int first = queries.begin; first < queries.end; first += 32) {
       const int mine = first + lane;
-      bool seen = mine < queries.end && sees(p, batch, mine, key);
+      bool seen = mine < queries.end && sees(p, batch, head, mine, key);
       float lse = 0.f, minus_delta = 0.f;
       if (seen) {
         lse = p.lse_log2[padded_row(p, batch, head, mine)];

@@ -25,11 +25,11 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 }
 
 // Does the query see any key? One thread finds out, slowly.
-__device__ __forceinline__ bool sees_any(const BackwardParams& p, int batch, int query) {
+__device__ __forceinline__ bool sees_any(const BackwardParams& p, int batch, int head, int query) {
   const Range keys = visible_keys(visibility(p, batch), query, query);
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end; ++key) {
-    if (sees(p, batch, query, key)) return true;
+    if (sees(p, batch, head, query, key)) return true;
   }
   return false;
 }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
         }
         bool empty = lse == kNegativeInfinity;
         if constexpr (kHasSinks) {
-          if (!empty && !is_finite(total)) empty = !sees_any(p, batch, row);
+          if (!empty && !is_finite(total)) empty = !sees_any(p, batch, head, row);
         }
         p.lse_log2[padded + local] = empty ? kNegativeInfinity : -lse * kLog2E;
         p.minus_delta[padded + local] = empty ? 0.f : -total;
@@ -138,6 +138,12 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
 }
 
 }  // namespace backward
+
+// With a mask a kernel goes ahead of all, see mask.cuh.
+extern "C" __global__ void __launch_bounds__(mask::kThreads)
+    mask_plan(const __grid_constant__ BackwardParams p) {
+  if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
+}
 
 extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads)
     flash_backward_prepare(const __grid_constant__ BackwardParams p) {

@@ -54,14 +54,14 @@ __device__ __forceinline__ bool is_open(float result, float sum) {
 // explain the result. The whole warp takes part; lane l holds columns l, l + 32, ... Most often the
 // first keys decide.
 template <int kColumns>
-__device__ __forceinline__ bool explain_nan(const ForwardParams& p, int batch, int query,
+__device__ __forceinline__ bool explain_nan(const ForwardParams& p, int batch, int head, int query,
                                             const KeyRows<kValueDim>& value_rows, Range keys,
                                             const float (&result)[kColumns],
                                             float (&sum)[kColumns]) {
 #pragma unroll 1
   for (int first = keys.begin; first < keys.end; first += 32) {
     const int mine = first + static_cast<int>(threadIdx.x % 32);
-    uint32 left = __ballot_sync(0xffffffffu, mine < keys.end && sees(p, batch, query, mine));
+    uint32 left = __ballot_sync(0xffffffffu, mine < keys.end && sees(p, batch, head, query, mine));
 #pragma unroll 1
     while (left != 0) {
       int taken[kKeysAtOnce];
@@ -125,7 +125,7 @@ __device__ __forceinline__ void exact_row(const ForwardParams& p, int batch, int
 #pragma unroll 1
   for (int first = keys.begin; first < keys.end; first += 32) {
     const int mine = first + lane;
-    const bool seen = mine < keys.end && sees(p, batch, query, mine);
+    const bool seen = mine < keys.end && sees(p, batch, head, query, mine);
     uint32 left = __ballot_sync(0xffffffffu, seen);
     if (left == 0) continue;
     float logit = kNegativeInfinity;

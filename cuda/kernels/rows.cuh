@@ -65,6 +65,10 @@ inline constexpr int kRowAlignment = kDim % 8 == 0   ? 16
 template <int kBytes>
 struct Word;
 template <>
+struct Word<1> {
+  using Type = unsigned char;
+};
+template <>
 struct Word<2> {
   using Type = uint16;
 };

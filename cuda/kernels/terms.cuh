@@ -1,7 +1,7 @@
 // The terms of attention on a GPU, the arithmetic of each written here and nowhere else.
 //
 //   logit  what happens to a score between Q.K^T and the softmax: scale, softcap, and its slope
-//   sees   which pairs of query and key there are: window, lengths, segments
+//   sees   which pairs of query and key there are: window, lengths, segments, mask
 //
 // Three evaluators ask: the forward's fragments, whose rows are queries; the backward's fragments
 // of S^T, whose rows are keys; and rows that are computed again element by element. A term that a
@@ -9,7 +9,9 @@
 #pragma once
 
 #include "fragment.cuh"
+#include "mask.cuh"
 #include "numbers.cuh"
+#include "params.h"
 #include "ptx.cuh"
 
 // ---- logit --------------------------------------------------------------------------------------
@@ -39,7 +41,8 @@ __device__ __forceinline__ float score_slope(float y) { return kSoftcap ? 1.0f -
 // ---- sees: one pair, one row --------------------------------------------------------------------
 //
 // Key j is visible to query t iff -left <= j - (t + offset) <= right and j < kv_length (and the
-// segment ids agree); offset = 0 (top-left) or kv_length - query_length (bottom-right).
+// segment ids agree, and the mask has it); offset = 0 (top-left) or kv_length - query_length
+// (bottom-right).
 
 // Window and lengths of one batch row.
 struct Visibility {
@@ -48,6 +51,12 @@ struct Visibility {
   int query_length;  // rows from here on see nothing
   int kv_length;     // keys from here on are seen by nobody
 };
+
+// Index of the element of a pair.
+__device__ __forceinline__ int64 broadcast_at(const Broadcast& array, int batch, int head,
+                                              int query, int key) {
+  return batch * array.batch + head * array.head + query * array.query + key * array.key;
+}
 
 // Of either pass's parameters, by the constants of the generated header.
 template <class Params>
@@ -61,15 +70,23 @@ __device__ __forceinline__ Visibility visibility(const Params& p, int batch) {
 
 // Does the query see the key, window and lengths aside? Those are a range of keys (walk.cuh).
 template <class Params>
-__device__ __forceinline__ bool sees(const Params& p, int batch, int query, int key) {
-  if constexpr (!kHasSegments) return true;
-  return p.query_segments[static_cast<int64>(batch) * p.query_len + query] ==
-         p.key_value_segments[static_cast<int64>(batch) * p.kv_len + key];
+__device__ __forceinline__ bool sees(const Params& p, int batch, int head, int query, int key) {
+  bool seen = true;
+  if constexpr (kHasSegments) {
+    seen = p.query_segments[static_cast<int64>(batch) * p.query_len + query] ==
+           p.key_value_segments[static_cast<int64>(batch) * p.kv_len + key];
+  }
+  if constexpr (kHasMask) {
+    const int64 at = broadcast_at(p.mask.bytes, batch, head, query, key);
+    seen = seen && static_cast<const unsigned char*>(p.mask.bytes.data)[at] != 0;
+  }
+  return seen;
 }
 
 // Do two queries see the same keys, window and lengths aside?
 template <class Params>
 __device__ __forceinline__ bool see_alike(const Params& p, int batch, int one, int other) {
+  if constexpr (kHasMask && kMaskQueries) return one == other;
   if constexpr (!kHasSegments) return true;
   const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
   return ids[one] == ids[other];
@@ -114,11 +131,13 @@ __device__ __forceinline__ void match_segment(int mine, const int (&ids)[kWords]
 }
 
 // Masks the first kCount of the scores of a block of keys. query_of(row): of the thread's row 0 or
-// 1; `one_segment`: all pairs share theirs. With kBranches halves that a warp sees whole are left
+// 1; `one_segment`: all pairs share theirs; `bits`: what the mask has for row 0 and 1, which are
+// one where it does not vary with the query. With kBranches halves that a warp sees whole are left
 // out, one of most diagonal blocks; wgmma in flight would be serialised by a branch here.
 template <int kCount, bool kBranches, class Params, class QueryOf, int kScores>
 __device__ __forceinline__ void hide_scores(const Params& p, int batch, const Visibility& sight,
                                             QueryOf query_of, int first_key, bool one_segment,
+                                            const mask::RowBits<2 * kScores>& bits,
                                             float (&scores)[kScores]) {
   constexpr int kKeys = 2 * kScores;
   constexpr int kWords = ceil_div(kKeys, 32);  // a bit for each key
@@ -137,11 +156,11 @@ __device__ __forceinline__ void hide_scores(const Params& p, int batch, const Vi
   for (int row = 0; row < 2; ++row) {
     const int query = query_of(row);
     Range columns = row_columns(sight, query, first_key);
-    if constexpr (kHasSegments) {
+    if constexpr (kHasSegments || kHasMask) {
       uint32 words[kWords];  // the columns that the row sees, a bit each
 #pragma unroll
       for (int w = 0; w < kWords; ++w) words[w] = 0xffffffffu;
-      if (!one_segment) {
+      if (kHasSegments && !one_segment) {
         const bool valid = query < sight.query_length;
         match_segment(valid ? p.query_segments[static_cast<int64>(batch) * p.query_len + query] : 0,
                       ids, words);
@@ -149,6 +168,7 @@ __device__ __forceinline__ void hide_scores(const Params& p, int batch, const Vi
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         words[w] &= ptx::low_bits(columns.end - 32 * w);
+        if constexpr (kHasMask) words[w] &= bits.word(row, w);
         if constexpr (kWindowLeft) words[w] &= ~ptx::low_bits(columns.begin - 32 * w);
         words[w] >>= first_column;
       }
@@ -186,12 +206,13 @@ template <int kQueries>
 struct SeenPairs {
   int first_column;
   Range columns[2];  // of queries that its keys see, relative to its first query
+  mask::QueryBits<kQueries> bits[2];
   int key_segment[2];
   int segments[kQueries / 32];  // of query first_query + 32 i + lane
 
   template <class Params>
-  __device__ __forceinline__ SeenPairs(const Params& p, int batch, const Visibility& sight, int key,
-                                       int first_query)
+  __device__ __forceinline__ SeenPairs(const Params& p, int batch, int head,
+                                       const Visibility& sight, int key, int first_query)
       : first_column(fragment::first_column(threadIdx.x)) {
     if constexpr (kHasSegments) {
 #pragma unroll
@@ -205,6 +226,7 @@ struct SeenPairs {
     for (int row = 0; row < 2; ++row) {
       const int mine = key + fragment::kRowStep * row;
       columns[row] = key_columns(sight, mine, first_query + first_column);
+      if constexpr (kHasMask) bits[row].load(p, batch, head, mine, first_query / kQueries);
       if constexpr (kHasSegments) {
         key_segment[row] =
             p.key_value_segments[static_cast<int64>(batch) * p.kv_len + min(mine, p.kv_len - 1)];
@@ -228,6 +250,10 @@ struct SeenPairs {
       seen[i] = column >= range.begin && column < range.end;
       if constexpr (kHasSegments) {
         seen[i] = seen[i] && query_segment[i % 2] == key_segment[fragment::row(i)];
+      }
+      if constexpr (kHasMask) {
+        const uint32 mine = bits[fragment::row(i)].word(column / 32) >> first_column;
+        seen[i] = seen[i] && mine >> column % 32 & 1;
       }
     }
   }

@@ -12,6 +12,21 @@ struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
 
+// An array [batch, heads, queries, keys] of any of these dims or 1: elements from one index to the
+// next, 0 where there is one alone.
+struct Broadcast {
+  const void* data;
+  long long batch, head, query, key;
+};
+
+// A boolean mask, and what the kernel mask_plan makes of it for one pass (cuda/kernels/mask.cuh).
+struct Mask {
+  Broadcast bytes;
+  unsigned* words;       // workspace: a bit for each pair
+  unsigned char* flags;  // workspace: what there is to see in each block of pairs
+  int batch, head;       // [queries, keys] parts from one batch row, or one head, to the next
+};
+
 // flash_forward: grid = (number of CTAs), block = 128 * (kConsumers + 1) threads, dynamic shared
 // memory = ForwardTiling.shared_bytes (jax_flash/_gpu/sm90.py).
 struct ForwardParams {
@@ -34,6 +49,8 @@ struct ForwardParams {
   const int* key_value_lengths;   // [B]
   const int* query_segments;      // [B, T]
   const int* key_value_segments;  // [B, S]
+  Broadcast bias;                 // only with kHasBias
+  Mask mask;                      // only with kHasMask
   const float* sinks;             // [B or 1, N]
   long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
 
@@ -55,8 +72,9 @@ struct ForwardParams {
   int window_left;      // keys visible left of the aligned position, < 2^30; only with kWindowLeft
   int window_right;     // the same on the right; causal is 0; only with kWindowRight
   float scale;          // of the logits, before the softcap
-  float scale_log2;     // log2(e) * (scale, the cap with kSoftcap, or 1 with kPreScale)
+  float scale_log2;     // log2(e) * (scale, the cap with kSoftcap, or 1 with kPreScale or kHasBias)
   float softcap_inner;  // scale / cap, only with kSoftcap
+  float softcap_bias;   // 1 / cap, only with kSoftcap and kHasBias
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
@@ -87,6 +105,8 @@ struct BackwardParams {
   const int* key_value_lengths;   // [B]
   const int* query_segments;      // [B, T]
   const int* key_value_segments;  // [B, S]
+  Broadcast bias;                 // only with kHasBias
+  Mask mask;                      // only with kHasMask
 
   // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kBlockQ) query
   // blocks.
@@ -110,6 +130,7 @@ struct BackwardParams {
   int window_left;  // as for the forward
   int window_right;
   float scale;          // of the logits, before the softcap
-  float scale_log2;     // log2(e) * (scale, or the cap with kSoftcap)
+  float scale_log2;     // log2(e) * (scale, the cap with kSoftcap, or 1 with kHasBias)
   float softcap_inner;  // scale / cap, only with kSoftcap
+  float softcap_bias;   // 1 / cap, only with kSoftcap and kHasBias
 };

@@ -24,9 +24,12 @@ void* Workspaces::Take(const char* name, std::initializer_list<ScratchDim> dims,
   }
   if (fits) return (*buffer)->untyped_data();
   if (!error_.failure()) {
-    error_ = ffi::Error::InvalidArgument(
-        std::string("jax_flash: the workspace ") + name + " is missing or not " +
-        (type == ffi::F32 ? "float32 [" : "int32 [") + expected + "]");
+    error_ = ffi::Error::InvalidArgument(std::string("jax_flash: the workspace ") + name +
+                                         " is missing or not " +
+                                         (type == ffi::F32  ? "float32 ["
+                                          : type == ffi::U8 ? "uint8 ["
+                                                            : "int32 [") +
+                                         expected + "]");
   }
   return nullptr;
 }

@@ -36,6 +36,13 @@ class Workspaces {
     *data = static_cast<int*>(Take(name, dims, xla::ffi::S32));
   }
 
+  void Take(const char* name, std::initializer_list<ScratchDim> dims, unsigned** data) {
+    *data = static_cast<unsigned*>(Take(name, dims, xla::ffi::S32));
+  }
+  void Take(const char* name, std::initializer_list<ScratchDim> dims, unsigned char** data) {
+    *data = static_cast<unsigned char*>(Take(name, dims, xla::ffi::U8));
+  }
+
   // Checks that blocks of `size` rows, as many as were read, are those of `length` rows.
   void CheckBlocks(const char* of, std::int64_t blocks, std::int64_t size, std::int64_t length);
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,6 +30,7 @@ _HELD = {
     "query_segments": 1,
     "key_value_segments": 1,
     "sinks": 1,
+    "mask": 8,
 }
 # Beside them three warpgroups, of 160 registers a thread, have room for lengths alone or segments
 # alone, in the registers that the weights had before (`drains`); with more ptxas spills, and two
@@ -62,10 +64,10 @@ class Sm90(Family):
         problem = call.problem
         if "dout" in call.operands:
             tiling = tiling or choose_backward(problem, shapes, gpu)
-            constants = tiling.constants(problem) | {"kHasDlse": "dlse" in call.operands}
+            constants = tiling.constants(problem, shapes) | {"kHasDlse": "dlse" in call.operands}
         else:
             tiling = tiling or choose_forward(problem, shapes, gpu)
-            constants = tiling.constants(problem)
+            constants = tiling.constants(problem, shapes)
         loads = () if tiling.tma_loads else (_LOADED_BY_WARPS,)
         return Plan(
             family=self.name,
@@ -153,13 +155,14 @@ class ForwardTiling:
             "segment_ranges": _int32(shapes.batch, key_blocks, 2 * segments),
             # The walk of each warpgroup.
             "segment_plan": _int32(shapes.batch, query_blocks, self.block_q // 64, 4 * segments),
+            **_mask_by_query(shapes, 64, self.block_kv),
         }
 
-    def constants(self, problem: Problem) -> dict[str, Number]:
+    def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernel is compiled with, by name."""
         producer_registers, consumer_registers = self.registers
         return {
-            **_problem_constants(problem),
+            **_problem_constants(problem, shapes),
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kTmaLoads": self.tma_loads,
@@ -255,12 +258,13 @@ class BackwardTiling:
             "key_segment_ranges": _int32(shapes.batch, key_blocks, 2 * segments),
             # Where rows of dk and dv are not finite.
             "marks": _int32(kv_heads, key_blocks, self.block_kv // 16, 2),
+            **_mask_by_key(shapes, self.block_q, self.block_kv),
         }
 
-    def constants(self, problem: Problem) -> dict[str, Number]:
+    def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, but for kHasDlse."""
         return {
-            **_problem_constants(problem),
+            **_problem_constants(problem, shapes),
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kTmaLoads": self.tma_loads,
@@ -288,7 +292,8 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     # the counter evens out multiprocessors of different speed, 3 to 6%.
     dynamic = causal or not plain or length > 2048
     group = _group(shapes)
-    packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 else 1
+    own_rows = "mask" in problem.terms or "bias" in problem.terms  # each head has its own
+    packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 and not own_rows else 1
     # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
     l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if causal else 1
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
@@ -433,8 +438,50 @@ def _boxes(dim: int) -> int:
     return -(-dim // 64)
 
 
-def _problem_constants(problem: Problem) -> dict[str, bool]:
+def _mask_by_query(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the scratch arrays of mask_plan in the forward pass (cuda/kernels/mask.cuh)."""
+    mask = shapes.mask
+    if mask is None:
+        return {"mask_words": _int32(0, 0, 0, 0), "mask_flags": _uint8(0, 0, 0)}
+    parts, words = mask.batch * mask.heads, _words(mask.keys, block_kv)
+    query_blocks, key_blocks = _blocks(mask.queries, block_q), _blocks(mask.keys, block_kv)
+    return {
+        "mask_words": _int32(parts, mask.queries, key_blocks, words),
+        "mask_flags": _uint8(parts, query_blocks, key_blocks),
+    }
+
+
+def _mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The same in the backward pass."""
+    mask = shapes.mask
+    if mask is None:
+        return {"mask_words": _int32(0, 0, 0, 0), "mask_flags": _uint8(0, 0, 0)}
+    parts, words = mask.batch * mask.heads, _words(mask.queries, block_q)
+    query_blocks, key_blocks = _blocks(mask.queries, block_q), _blocks(mask.keys, block_kv)
+    return {
+        "mask_words": _int32(parts, mask.keys, query_blocks, words),
+        "mask_flags": _uint8(parts, key_blocks, query_blocks),
+    }
+
+
+def _words(length: Any, block: int) -> int:
+    """Counts the 32-bit words for the columns of a block that one thread loads at once."""
+    return 1 if _is_one(length) or block <= 32 else 2 if block <= 64 else 4
+
+
+def _is_one(size: Any) -> bool:
+    """Tells whether a term does not vary along a dim; a symbolic size may be any."""
+    return isinstance(size, int) and size == 1
+
+
+def _alignment(length: Any, size: int) -> int:
+    """Returns the bytes, 16 at most, to which all rows of items of `size` bytes are aligned."""
+    return math.gcd(length * size, 16) if isinstance(length, int) else size
+
+
+def _problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     left, right = problem.window
+    mask = shapes.mask
     return {
         "kBFloat16": problem.dtype == "bfloat16",
         "kWindowLeft": left is not None,
@@ -444,6 +491,10 @@ def _problem_constants(problem: Problem) -> dict[str, bool]:
         "kHasKeyValueLengths": "key_value_lengths" in problem.terms,
         "kHasSegments": "query_segments" in problem.terms,
         "kHasSinks": "sinks" in problem.terms,
+        "kHasMask": mask is not None,
+        "kMaskQueries": mask is not None and not _is_one(mask.queries),
+        "kMaskKeys": mask is not None and not _is_one(mask.keys),
+        "kMaskAlignment": 1 if mask is None else _alignment(mask.keys, 1),
         "kSoftcap": problem.softcap is not None,
     }
 
@@ -455,6 +506,10 @@ def _blocks(length: Any, block: int) -> Any:
 
 def _int32(*shape: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _uint8(*shape: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.uint8)
 
 
 def _float32(*shape: Any) -> jax.ShapeDtypeStruct:

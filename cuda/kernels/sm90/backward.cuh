@@ -24,7 +24,8 @@
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kWindowLeft, kWindowRight, kBottomRight, kSoftcap, kDeterministic
-//   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasDlse
+//   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasDlse, kHasMask
+//   bool kMaskQueries, kMaskKeys, int kMaskAlignment   as for the forward
 #pragma once
 
 #include "backward_finish.cuh"

@@ -167,9 +167,11 @@ __device__ __forceinline__ void begin_step(uint32 iteration, float (&dp)[kScores
 template <bool kFirst>
 __device__ __forceinline__ void score_step(const BackwardParams& p, const volatile UnitRecord& u,
                                            const UnitRanges& ranges, int which, uint32 iteration,
-                                           int m0, Last last, bool more, float (&begun)[kScores],
-                                           float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
+                                           int head, int m0, Last last, bool more,
+                                           float (&begun)[kScores], float (&dk)[kHead / 2],
+                                           float (&dv)[kValue / 2]) {
   const int slab = 64 * which;
+  const Step known(p, u, head, m0, slab);
   const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
   const uint32 q = shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ;
   const uint32 dout = shared_base() + kAtDout + slot * kValueBoxes * kBoxQ;
@@ -194,7 +196,7 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   pin(x);
 
   uint32 probability[kScores / 2], gradient[kScores / 2];
-  score_to_probability(p, u, x, probability, minus_lse, slab, ranges.full, m0);
+  score_to_probability(p, u, x, probability, minus_lse, slab, ranges.full, known);
   const uint32 buffer = slot_of<kScoreStages>(iteration);
   const uint32 before = iteration - 1, buffer_before = slot_of<kScoreStages>(before);
   const auto wait_for_empty = [&] {
@@ -284,8 +286,8 @@ __device__ __forceinline__ void hidden_step(const BackwardParams& p, int which, 
 // One query block, one way or the other.
 template <bool kFirst>
 __device__ __forceinline__ void step(const BackwardParams& p, const volatile UnitRecord& u,
-                                     const UnitRanges& ranges, int which, uint32 iteration, int m0,
-                                     Last last, bool more, float (&dp)[kScores],
+                                     const UnitRanges& ranges, int which, uint32 iteration,
+                                     int head, int m0, Last last, bool more, float (&dp)[kScores],
                                      float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
   // Two branches: joined, ptxas spills (d128 causal, 16 bytes; deterministic, 60).
   if constexpr (kSkipsHidden && kReadsAhead) {
@@ -299,7 +301,7 @@ __device__ __forceinline__ void step(const BackwardParams& p, const volatile Uni
       return hidden_step<kFirst>(p, which, iteration, last, more, dp);
     }
   }
-  score_step<kFirst>(p, u, ranges, which, iteration, m0, last, more, dp, dk, dv);
+  score_step<kFirst>(p, u, ranges, which, iteration, head, m0, last, more, dp, dk, dv);
 }
 
 __device__ __forceinline__ void score(const BackwardParams& p, int which) {
@@ -325,12 +327,14 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
       Walk walk(p, u);
       float dp[kScores];
       begin_step(iteration, dp);
-      step<true>(p, u, ranges, which, iteration, walk.m0, {}, walk.left > 1, dp, dk, dv);
+      step<true>(p, u, ranges, which, iteration, u.head + walk.head, walk.m0, {}, walk.left > 1, dp,
+                 dk, dv);
       ++iteration;
       while (walk.left > 1) {
         const Last last = last_of(p, u, walk);
         walk.next(p, u);
-        step<false>(p, u, ranges, which, iteration, walk.m0, last, walk.left > 1, dp, dk, dv);
+        step<false>(p, u, ranges, which, iteration, u.head + walk.head, walk.m0, last,
+                    walk.left > 1, dp, dk, dv);
         ++iteration;
       }
       finish_dq(p, which, iteration - 1, last_of(p, u, walk));

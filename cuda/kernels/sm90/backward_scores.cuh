@@ -41,9 +41,26 @@ __device__ __forceinline__ Range full_starts(const BackwardParams& p, const vola
   return full_block_starts(sight_of(p, u), key, key + 63, kQueries);
 }
 
+// What a step knows before its scores are there.
+struct Step {
+  int head, m0;
+  bool whole = true;  // does the mask let all its queries see all keys [slab, slab + 64)?
+
+  __device__ __forceinline__ Step(const BackwardParams& p, const volatile UnitRecord& u, int head,
+                                  int m0, int slab)
+      : head(head), m0(m0) {
+    if constexpr (kHasMask) {
+      const int flag =
+          mask::flag_by_key<kQueries, kKeys>(p, u.batch, head, m0 / kQueries, u.key0 / kKeys);
+      whole = (flag & mask::kSeesAll << slab / 64) != 0;
+    }
+  }
+};
+
 // Do all these keys and all queries of the block see each other? `starts` with kReadsAhead alone.
 __device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile UnitRecord& u,
-                                        const Range& starts, int slab, int m0) {
+                                        const Range& starts, int slab, const Step& step) {
+  const int m0 = step.m0;
   bool full;
   if constexpr (kReadsAhead) {
     full = m0 >= starts.begin && m0 < starts.end;
@@ -56,6 +73,7 @@ __device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile 
     const int2 k = key_segment_range(p, u.batch, u.key0 / kKeys);
     full = full && q.x == q.y && k.x == k.y && q.x == k.x;
   }
+  if constexpr (kHasMask) full = full && step.whole;
   return full;
 }
 
@@ -66,7 +84,8 @@ template <bool kPartial>
 __device__ __forceinline__ void probabilities(const BackwardParams& p, const volatile UnitRecord& u,
                                               float (&score)[kScores],
                                               uint32 (&probability)[kScores / 2],
-                                              const RowNumbers& minus_lse, int row, int m0) {
+                                              const RowNumbers& minus_lse, int row,
+                                              const Step& step) {
   const auto finish = [&](int j, const bool (&seen)[4]) {
     const float2 shifts = minus_lse.at(j);
     float slopes[4];
@@ -87,7 +106,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
     }
   };
   if constexpr (kPartial) {
-    const SeenPairs<kQueries> pairs(p, u.batch, sight_of(p, u), u.key0 + row, m0);
+    const SeenPairs<kQueries> pairs(p, u.batch, step.head, sight_of(p, u), u.key0 + row, step.m0);
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
       bool seen[4];
@@ -152,13 +171,13 @@ __device__ __forceinline__ void score_to_probability(const BackwardParams& p,
                                                      float (&x)[kScores],
                                                      uint32 (&probability)[kScores / 2],
                                                      const RowNumbers& minus_lse, int slab,
-                                                     const Range& full, int m0) {
+                                                     const Range& full, const Step& step) {
   score_function(p, x);
   const int row = slab + fragment::first_row(threadIdx.x);
-  if (is_full(p, u, full, slab, m0)) {
-    probabilities<false>(p, u, x, probability, minus_lse, row, m0);
+  if (is_full(p, u, full, slab, step)) {
+    probabilities<false>(p, u, x, probability, minus_lse, row, step);
   } else {
-    probabilities<true>(p, u, x, probability, minus_lse, row, m0);
+    probabilities<true>(p, u, x, probability, minus_lse, row, step);
   }
 }
 

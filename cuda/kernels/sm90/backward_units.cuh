@@ -130,9 +130,8 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
 }
 
 // The walk over query blocks, as the record has it.
-__device__ __forceinline__ void set_walk(const BackwardParams& p, volatile UnitRecord& r,
-                                         const Range& blocks) {
-  const int first = first_block(blocks), count = blocks.end - blocks.begin;
+__device__ __forceinline__ void set_walk(const BackwardParams& p, volatile UnitRecord& r, int first,
+                                         int count) {
   r.m0 = first * kQueries;
   r.total = count * r.heads;
   r.block = (r.batch * p.query_heads + r.head) * query_blocks(p) + first;
@@ -161,13 +160,29 @@ __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, 
     const Range seeing = visible_queries(u.sight, 0, p.kv_len - 1);
     r.seen_queries.begin = seeing.begin;
     r.seen_queries.end = seeing.end == p.query_len ? 0x7fffffff : seeing.end;
-    set_walk(p, r, u.blocks);
   }
+  Range met = u.blocks;
   if constexpr (kHasSegments) {
     __syncwarp();
-    const Range met = narrow_by_segments(p, r.batch, r.key0, u.blocks);
-    if (leader) set_walk(p, r, met);
+    met = narrow_by_segments(p, r.batch, r.key0, met);
   }
+  int first = first_block(met), count = met.end - met.begin;
+  if constexpr (kSkipsMasked) {
+    __syncwarp();
+    const int end = met.end;
+    count = 0;
+#pragma unroll 1
+    for (int base = met.begin / 32 * 32; base < end; base += 32) {
+      uint32 shown = shown_blocks(p, r.batch, r.kv_head, r.key0, base);
+      shown &= low_bits(end - base) & ~low_bits(met.begin - base);
+      if (shown != 0 && (kDirection < 0 || count == 0)) {
+        first = base + (kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1);
+      }
+      count += __popc(shown);
+    }
+    if (count == 0) first = 0;
+  }
+  if (leader) set_walk(p, r, first, count);
   if (leader) barrier_arrive(barrier_at(kUnitFull + slot_of<2>(sent)));
   __syncwarp();
 }
@@ -202,24 +217,48 @@ struct Walk {
   int left, m0, block;
   int row;       // as of `sum_index`, only with kDqRowBytes
   int head = 0;  // of the group
+  uint32 shown;  // blocks of the same 32 that are still to come, only with kSkipsMasked
   __device__ __forceinline__ Walk(const BackwardParams& p, const volatile UnitRecord& u)
       : left(u.total),
         m0(u.m0),
         block(u.block),
-        row(kSumsInDq ? sum_index(p, u.batch, u.head, u.m0) : 0) {}
+        row(kSumsInDq ? sum_index(p, u.batch, u.head, u.m0) : 0) {
+    if constexpr (kSkipsMasked) {
+      const int m = m0 / kQueries, bit = m % 32;
+      shown = shown_blocks(p, u.batch, u.kv_head, u.key0, m - bit);
+      shown &= kDirection < 0 ? low_bits(bit) : ~low_bits(bit + 1);
+    }
+  }
   __device__ __forceinline__ int sum() const { return kSumsInDq ? row : block; }
+  __device__ __forceinline__ int next_shown(const BackwardParams& p, const volatile UnitRecord& u);
   __device__ __forceinline__ void next(const BackwardParams& p, const volatile UnitRecord& u) {
     --left;
     block += query_blocks(p);
     ++row;
     if (++head == u.heads) {
-      block += kDirection - head * query_blocks(p);
-      row += kDirection * kQueries * p.query_heads - head;
-      m0 += kDirection * kQueries;
+      const int step = kSkipsMasked ? next_shown(p, u) : kDirection;
+      block += step - head * query_blocks(p);
+      row += step * kQueries * p.query_heads - head;
+      m0 += step * kQueries;
       head = 0;
     }
   }
 };
+
+// How far it is to the next block that the mask shows; there is one unless the walk is done.
+__device__ __forceinline__ int Walk::next_shown(const BackwardParams& p,
+                                                const volatile UnitRecord& u) {
+  if (left == 0) return 0;
+  const int m = m0 / kQueries;
+  int base = m / 32 * 32;
+  while (shown == 0) {
+    base += 32 * kDirection;
+    shown = shown_blocks(p, u.batch, u.kv_head, u.key0, base);
+  }
+  const int bit = kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1;
+  shown ^= 1u << bit;
+  return base + bit - m;
+}
 
 // The i-th unit as the other roles see it; each warp gives it back with `return_unit`.
 __device__ __forceinline__ const volatile UnitRecord& receive_unit(uint32 i) {

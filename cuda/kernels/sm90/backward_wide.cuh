@@ -112,12 +112,13 @@ __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float
 template <bool kLast>
 __device__ __forceinline__ void probability_step(const BackwardParams& p,
                                                  const volatile UnitRecord& u, uint32 iteration,
-                                                 int m0, int next, float (&x)[kScores],
+                                                 int head, int m0, int next, float (&x)[kScores],
                                                  Rows<kValue>& dv) {
   const uint32 slot = slot_of<kStages>(iteration);
+  const Step known(p, u, head, m0, 0);
   uint32 probability[kScores / 2];
   const RowNumbers minus_lse(shared_base() + kAtLse + slot * kQueries * 4);
-  score_to_probability(p, u, x, probability, minus_lse, 0, {}, m0);
+  score_to_probability(p, u, x, probability, minus_lse, 0, {}, known);
   if constexpr (!kSoftcap) {
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) probability[i] = Element::pack(x[2 * i], x[2 * i + 1]);
@@ -168,13 +169,13 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
       warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration)));
       pin(x);
       while (walk.left > 1) {
-        const int m0 = walk.m0;
+        const int head = u.head + walk.head, m0 = walk.m0;
         walk.next(p, u);
-        probability_step<false>(p, u, iteration, m0, walk.m0, x, dv);
+        probability_step<false>(p, u, iteration, head, m0, walk.m0, x, dv);
         ++iteration;
       }
       warp_arrive(barrier_at(kKEmpty));
-      probability_step<true>(p, u, iteration, walk.m0, 0, x, dv);
+      probability_step<true>(p, u, iteration, u.head + walk.head, walk.m0, 0, x, dv);
       ++iteration;
     } else {
       warp_arrive(barrier_at(kKEmpty));

@@ -16,7 +16,9 @@
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   bool kWindowLeft, kWindowRight   that side of the window is bounded (causal: right, by 0)
 //   bool kBottomRight         the last query is aligned with the last key
-//   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks
+//   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasMask
+//   bool kMaskQueries, kMaskKeys   the mask varies with the query, the key
+//   int kMaskAlignment        of its rows, bytes: 1 to 16
 //   bool kSoftcap             tanh softcap; kPreScale: scale before the maximum (scale <= 0)
 //   bool kDynamic             units from an atomic counter, else static
 //   bool kPingPong            warpgroups take turns at the tensor cores
@@ -73,6 +75,12 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     Consumer consumer{{p, shared, warp / 4 - 1}};
     consumer.run();
   }
+}
+
+// With a mask a kernel goes ahead, see mask.cuh.
+extern "C" __global__ void __launch_bounds__(mask::kThreads)
+    mask_plan(const __grid_constant__ ForwardParams p) {
+  if constexpr (kHasMask) mask::plan_by_query<forward::kWarpgroupRows, kBlockKV>(p);
 }
 
 // With segments, two kernels go ahead, 256 threads each, a warp for each block or warpgroup.

@@ -33,17 +33,24 @@ inline constexpr int kInfoStages = 2 * kQueryStages;
 // values; wide ones lack the registers for it (12% slower).
 inline constexpr bool kEarlyOutput = kValueDim <= 128;
 // A warpgroup's blocks may begin after the first one of its unit.
-inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments;
+inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments || kHasMask;
+// The producer tells the consumers which block is in each buffer: there may be gaps.
+inline constexpr bool kListsBlocks = kHasSegments || kHasMask;
 // A unit with rows that overflow is walked again, with a maximum in every block. Not where four
 // warps load: they would have to agree on it.
 inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight
+inline constexpr int kWholeBit = 28;
+// The mask's bits are fetched beside the product that they are for; with segments there is no
+// register for that.
+inline constexpr bool kBitsAhead = kHasMask && !kHasSegments;
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
 static_assert(kConsumers == 2 || kConsumers == 3);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
 static_assert(kWarpgroupRows % kPackedHeads == 0);
+static_assert(!kHasMask || kPackedHeads == 1, "heads of a unit have a mask of their own");
 
 // Units have numbers of the schedule. A unit that is walked a second time has its number with all
 // bits turned, and so has the end of second walks.
@@ -86,7 +93,9 @@ struct alignas(1024) Shared {
   unsigned long long query_empty[kQueryStages][kConsumers];
   unsigned long long key_full[kStages], key_empty[kStages];
   unsigned long long value_full[kStages], value_empty[kStages];
-  int block_list[kStages];    // the block in each key buffer, with segments
+  // With kListsBlocks the block in each key buffer, and from bit kWholeBit on a bit for each
+  // warpgroup whose rows the mask lets see all of it.
+  int block_list[kStages];
   int repeats[kRepeatSlots];  // units to walk again: again(number), or 0
   unsigned long long asked;   // all consumer warps have seen the last unit and left what to repeat
   unsigned long long finished;  // they have read what the others left

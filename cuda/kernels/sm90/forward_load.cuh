@@ -22,7 +22,7 @@ struct Producer {
   // this unit's last block: the CTA that is done first then takes the next unit. Elsewhere beside
   // the first block, so that the answer is there when it is needed; with segments the next unit's
   // plan is fetched meanwhile.
-  static constexpr bool kAsksLate = kWindowRight && !kHasSegments;
+  static constexpr bool kAsksLate = (kWindowRight || kHasMask) && !kHasSegments;
   __device__ __forceinline__ void request_number(int number) {
     if (is_again(number)) return;  // the next number has been asked for
     const int stride = gridDim.x;
@@ -92,12 +92,14 @@ struct Producer {
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
     ptx::barrier_wait(ptx::shared_address(barrier), parity ^ 1);
   }
-  __device__ __forceinline__ void load_key(int head, int block, int batch) {
+  __device__ __forceinline__ void load_key(const UnitInfo& unit, int head, int block, int batch) {
     const int stage = ring.stage();
+    int listed = block;
+    if constexpr (kHasMask) listed |= whole_rows(unit, block) << kWholeBit;
     if (loads()) {
       wait_empty(&shared.key_empty[stage], ring.parity());
-      if constexpr (kHasSegments) {
-        if (kTmaLoads || is_leader()) shared.block_list[stage] = block;
+      if constexpr (kListsBlocks) {
+        if (kTmaLoads || is_leader()) shared.block_list[stage] = listed;
       }
       load_block<kHeadDim>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
                            block, batch);
@@ -128,6 +130,7 @@ struct Producer {
   __device__ __forceinline__ void hand_over(const UnitInfo& unit) {
     UnitInfo info = unit;
     if constexpr (!kHasSegments) describe_rows(info);
+    if constexpr (kHasMask) info.own = info.blocks;  // all walk what any sees
     // Word by word: a store of 16 bytes needs four consecutive registers, which are not free here.
     struct Words {
       int word[sizeof(UnitInfo) / 4];
@@ -189,6 +192,33 @@ struct Producer {
     ++units;
   }
 
+  // -- mask; all lanes take part --
+  // What there is to see in a block for the rows of a warpgroup.
+  __device__ __forceinline__ int mask_flag(const UnitInfo& unit, int warpgroup, int block) const {
+    const int rows = unit.first_row / kWarpgroupRows + warpgroup;
+    if (rows * kWarpgroupRows >= p.query_len) return 0;
+    return mask::flag_by_query<kWarpgroupRows, kBlockKV>(p, unit.batch, unit.head, rows, block);
+  }
+  // The warpgroups whose rows see all of a block, a bit each.
+  __device__ __forceinline__ int whole_rows(const UnitInfo& unit, int block) const {
+    const bool whole =
+        lane() < kConsumers && (mask_flag(unit, lane(), block) & mask::kSeesAll) != 0;
+    return __ballot_sync(0xffffffffu, whole);
+  }
+  // Does the mask let any row of the unit see any key of the block? Each lane has its own block.
+  __device__ __forceinline__ bool mask_shows(const UnitInfo& unit, int block) const {
+    int flags = 0;
+#pragma unroll
+    for (int i = 0; i < kConsumers; ++i) flags |= mask_flag(unit, i, block);
+    return flags != 0;
+  }
+  // Drops the blocks at both ends that the mask hides.
+  __device__ __forceinline__ void narrow_by_mask(UnitInfo& unit,
+                                                 const SegmentRange& queries) const {
+    unit.blocks.end = find_block<-1>(queries, unit, unit.blocks.end - 1) + 1;
+    unit.blocks.begin = find_block<1>(queries, unit, unit.blocks.begin);
+  }
+
   // -- segments; all lanes take part --
   // The plan of the warpgroup that is this lane's number.
   __device__ __forceinline__ const SegmentPlan* plan_of(const UnitIndex& taken) const {
@@ -225,8 +255,8 @@ struct Producer {
     unit.blocks.begin = find_block<1>(queries, unit, unit.blocks.begin);
     unit.own = unit.blocks;
   }
-  // The first block from `block` on, in steps of kStep, that shares a segment with the unit; one
-  // past the unit's blocks if there is none.
+  // The first block from `block` on, in steps of kStep, that shares a segment with the unit, if it
+  // is sparse, and that the mask does not hide; one past the unit's blocks if there is none.
   template <int kStep>
   __device__ __forceinline__ int find_block(const SegmentRange& queries, const UnitInfo& unit,
                                             int block) const {
@@ -236,7 +266,10 @@ struct Producer {
     for (; block >= unit.blocks.begin && block < unit.blocks.end; block += 32 * kStep) {
       const int mine = block + kStep * lane();
       const bool inside = mine >= unit.blocks.begin && mine < unit.blocks.end;
-      const uint32 found = __ballot_sync(0xffffffffu, inside && queries.meets(ranges[mine]));
+      bool met = inside;
+      if constexpr (kHasSegments) met = met && (queries.empty() || queries.meets(ranges[mine]));
+      if constexpr (kHasMask) met = met && mask_shows(unit, mine);
+      const uint32 found = __ballot_sync(0xffffffffu, met);
       if (found != 0) return block + kStep * (__ffs(found) - 1);
     }
     return kStep > 0 ? unit.blocks.end : unit.blocks.begin - 1;
@@ -279,13 +312,14 @@ struct Producer {
         const int last = (unit.first_row + kUnitRows - 1) / kPackedHeads;
         unit.blocks = blocks_of<kBlockKV>(visible_keys(seen, first, last));
       }
+      if constexpr (kHasMask) narrow_by_mask(unit, queries);
 
       if (unit.blocks.empty()) {
         if (kAsksLate) request_number(number);
         load_query(unit);
       } else {
         int block = unit.blocks.end - 1;
-        load_key(kv_head, block, unit.batch);
+        load_key(unit, kv_head, block, unit.batch);
         load_query(unit);
         if (kAsksLate && block == unit.blocks.begin) request_number(number);
         load_value(kv_head, block, unit.batch);
@@ -296,8 +330,10 @@ struct Producer {
 #pragma unroll 1
         while (block > unit.blocks.begin) {
           --block;
-          if (kHasSegments && !queries.empty()) block = find_block<-1>(queries, unit, block);
-          load_key(kv_head, block, unit.batch);
+          if (kHasMask || (kHasSegments && !queries.empty())) {
+            block = find_block<-1>(queries, unit, block);
+          }
+          load_key(unit, kv_head, block, unit.batch);
           if (kAsksLate && block == unit.blocks.begin) request_number(number);
           load_value(kv_head, block, unit.batch);
         }

@@ -116,7 +116,7 @@ struct Consumer : Warpgroup {
     };
     const auto explain = [&](const float (&result)[kColumns], const Row& row, Range keys,
                              float (&sum)[kColumns]) {
-      return explain_nan(p, batch, row.query, {p, row.first_key}, keys, result, sum);
+      return explain_nan(p, batch, row.head, row.query, {p, row.first_key}, keys, result, sum);
     };
     // First the keys that all of these rows see, for the first of them.
     const Row first = row_of(t, __ffs(rows) - 1);
@@ -254,6 +254,7 @@ struct Consumer : Warpgroup {
         skip_blocks(all.end - 1 - block);
         wait_key();
         begin_scores(scores);
+        fetch_terms();
         ptx::wgmma_wait<0>();
         return true;
       }
@@ -300,6 +301,7 @@ struct Consumer : Warpgroup {
         }
         begin_output(accumulate);
         pass_turn();
+        fetch_terms();
         accumulate = 1;
         ptx::wgmma_wait<kDrains ? 0 : 1>();
         if constexpr (kDrains) ptx::pin(output);
@@ -333,6 +335,7 @@ struct Consumer : Warpgroup {
         ptx::pin(output);
         release_value();
         nonfinite = finish_unit(finished, softmax);
+        fetch_terms();
         ptx::wgmma_wait<0>();
       } else {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);

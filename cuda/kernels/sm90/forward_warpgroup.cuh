@@ -25,6 +25,8 @@ struct Warpgroup {
   float output[kValueColumns / 2];
   float correction[2];
   Softmax softmax;
+  mask::RowBits<kBlockKV> bits;  // of the block whose scores are on their way, unless it is whole
+  bool whole;                    // does the mask let the rows see all of the block?
 
   // The address of `shared`, in a register: the compiler would find it again for every barrier.
   const uint32 start = ptx::opaque(ptx::shared_address(&shared));
@@ -139,8 +141,23 @@ struct Warpgroup {
   // After the wait for a block's scores.
   __device__ __forceinline__ void accept_scores() {
     ptx::pin(scores);
-    if constexpr (kHasSegments) {
-      block = ptx::uniform(shared.block_list[key_ring.stage()]);
+    if constexpr (kListsBlocks) {
+      block = ptx::uniform(shared.block_list[key_ring.stage()]) & ((1 << kWholeBit) - 1);
+    }
+  }
+  // Fetches what terms have for the block whose scores have been started, beside their product.
+  __device__ __forceinline__ void fetch_terms() {
+    if constexpr (kHasMask) {
+      const int listed = ptx::uniform(shared.block_list[key_ring.stage()]);
+      whole = listed >> (kWholeBit + warpgroup) & 1;
+      if constexpr (kBitsAhead) fetch_bits(bits, listed & ((1 << kWholeBit) - 1));
+    }
+  }
+  __device__ __forceinline__ void fetch_bits(mask::RowBits<kBlockKV>& to, int of_block) const {
+    const UnitInfo& t = unit();
+#pragma unroll
+    for (int row = 0; row < (kMaskQueries ? 2 : 1); ++row) {
+      to.rows[row].load(p, t.batch, t.head, packed_row(t, row), of_block);
     }
   }
   // Gives the operands of the scores back.
@@ -157,13 +174,16 @@ struct Warpgroup {
     const UnitInfo& t = unit();
     const bool one_segment = block >= t.one.begin && block < t.one.end;
     const auto query_of = [&](int row) { return packed_row(t, row) / kPackedHeads; };
+    mask::RowBits<kBlockKV> now = bits;
+    if constexpr (kHasMask && !kBitsAhead) fetch_bits(now, block);
     hide_scores<kCount, !kInFlight>(p, t.batch, seen(t), query_of, block * kBlockKV, one_segment,
-                                    scores);
+                                    now, scores);
   }
   // Does the block need no test of its elements?
   __device__ __forceinline__ bool is_full() const {
     // There is no register left to hold the range with segments at wide heads, or if kDrains.
     const Range untested = kHasSegments || kDrains ? unit().full : full;
+    if (kHasMask && !whole) return false;
     return block < untested.end && (!kBoundedBegin || block >= untested.begin);
   }
   // Are the columns of the second half hidden from all rows of the warp?

@@ -98,8 +98,8 @@ ffi::Error CheckOperands(const Operands& operands, bool tma_loads) {
                      std::to_string(dim));
     }
   }
-  for (Term term : {kBias, kMask, kDropoutState}) {
-    if (operands.terms[term]) return Invalid("the CUDA kernels take no bias, mask or dropout");
+  for (Term term : {kBias, kDropoutState}) {
+    if (operands.terms[term]) return Invalid("the CUDA kernels take no bias or dropout");
   }
   for (std::int64_t size : {s.batch, s.q_len, s.kv_len, s.q_heads, s.kv_heads}) {
     if (size > kMaxInt / 2) return Invalid("a dim of " + std::to_string(size) + " is too large");
@@ -156,6 +156,63 @@ ffi::Error SetSinks(const Operands& operands, ForwardParams* params) {
   return ffi::Error::Success();
 }
 
+// A term [*B or 1s, N or 1, T or 1, S or 1]; the lowering broadcasts what lies between.
+struct TermSizes {
+  std::int64_t batch, heads, queries, keys;
+
+  std::int64_t parts() const { return batch * heads; }
+};
+ffi::Error ReadTerm(const Operands& operands, Term term, TermSizes* sizes) {
+  *sizes = {0, 0, 0, 0};
+  if (!operands.terms[term]) return ffi::Error::Success();
+  const auto dims = operands.terms[term]->dimensions();
+  const std::size_t leading = operands.batch.size();
+  *sizes = {1, dims[leading], dims[leading + 1], dims[leading + 2]};
+  for (std::size_t i = 0; i < leading; ++i) sizes->batch *= dims[i];
+  if (sizes->batch != 1 && sizes->batch != operands.sizes.batch) {
+    return Invalid(TermNames()[term] + " needs one batch row, or all");
+  }
+  return ffi::Error::Success();
+}
+
+// Distances in elements.
+Broadcast BroadcastOf(const Operands& operands, Term term, const TermSizes& s) {
+  if (!operands.terms[term]) return {};
+  const auto step = [](std::int64_t size, std::int64_t elements) {
+    return static_cast<long long>(size == 1 ? 0 : elements);
+  };
+  return {operands.Data<void>(term), step(s.batch, s.heads * s.queries * s.keys),
+          step(s.heads, s.queries * s.keys), step(s.queries, s.keys), step(s.keys, 1)};
+}
+
+// The bits of a block of so many columns, padded to words that one thread loads at once.
+std::int64_t MaskWords(std::int64_t columns, std::int64_t block) {
+  return columns == 1 || block <= 32 ? 1 : block <= 64 ? 2 : 4;
+}
+
+// Fills `mask` and takes its workspaces. Returns the CTAs of mask_plan. `by_key`: the backward's
+// layout, keys before queries.
+std::int64_t SetMask(const Operands& operands, const TermSizes& s, std::int64_t block_q,
+                     std::int64_t block_kv, bool by_key, Workspaces* workspaces, Mask* mask) {
+  mask->bytes = BroadcastOf(operands, kMask, s);
+  mask->batch = static_cast<int>(s.batch > 1 ? s.heads : 0);
+  mask->head = s.heads > 1 ? 1 : 0;
+  const std::int64_t query_blocks = CeilDiv(s.queries, block_q);
+  const std::int64_t key_blocks = CeilDiv(s.keys, block_kv);
+  const std::int64_t rows = by_key ? s.keys : s.queries;
+  const std::int64_t blocks = by_key ? query_blocks : key_blocks;
+  const std::int64_t words = s.parts() == 0 ? 0
+                             : by_key       ? MaskWords(s.queries, block_q)
+                                            : MaskWords(s.keys, block_kv);
+  workspaces->Take("mask_words", {s.parts(), rows, blocks, words}, &mask->words);
+  workspaces->Take(
+      "mask_flags",
+      {s.parts(), by_key ? key_blocks : query_blocks, by_key ? query_blocks : key_blocks},
+      &mask->flags);
+  return s.parts() * query_blocks * key_blocks;
+}
+constexpr std::int64_t kMaskThreads = 128;  // of a CTA of mask_plan
+
 ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ProblemAttribute problem, ProgramAttribute program, ForwardLaunch launch) {
   ForwardOperands operands;
@@ -184,6 +241,10 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
                   &params.segment_ranges);
   workspaces.Take("segment_plan", {s.batch, &query_blocks, warpgroups, segments ? 4 : 0},
                   &params.segment_plan);
+  TermSizes mask;
+  if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
+  const std::int64_t mask_blocks =
+      SetMask(operands, mask, 64, launch.block_kv, /*by_key=*/false, &workspaces, &params.mask);
   workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
   workspaces.CheckBlocks("query rows", query_blocks, launch.block_q, s.q_len * launch.packed_heads);
   if (workspaces.error().failure()) return workspaces.error();
@@ -212,6 +273,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
     session.Map({type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, launch.block_kv, 1},
                 &params.value);
   }
+  if (mask_blocks > 0) session.Launch("mask_plan", {mask_blocks, kMaskThreads, 0}, &params);
   if (segments) {
     const auto run = [&](const char* kernel, std::int64_t warps) {
       session.Launch(kernel, {CeilDiv(warps, kSegmentWarps), 32 * kSegmentWarps, 0}, &params);
@@ -270,6 +332,10 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   workspaces.Take("key_segment_ranges", {s.batch, &key_blocks, segments ? 2 : 0},
                   &params.key_segment_ranges);
   workspaces.Take("marks", {kv_heads, key_blocks, launch.block_kv / 16, 2}, &params.marks);
+  TermSizes mask;
+  if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
+  const std::int64_t mask_blocks = SetMask(operands, mask, launch.block_q, launch.block_kv,
+                                           /*by_key=*/true, &workspaces, &params.mask);
   workspaces.CheckBlocks("queries", query_blocks, launch.block_q, s.q_len);
   workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
   workspaces.CheckBlocks("columns of dq", launch.dq_boxes, 64, s.head_dim);
@@ -304,6 +370,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
   const std::int64_t pieces = heads * query_blocks * launch.block_q / 64;  // of 64 rows
   const std::int64_t units = kv_heads * key_blocks;
+  if (mask_blocks > 0) session.Launch("mask_plan", {mask_blocks, kMaskThreads, 0}, &params);
   session.Launch("flash_backward_prepare", {pieces, 128, 0}, &params);
   session.LaunchPersistent("flash_backward", units, launch.threads, launch.shared_bytes, &params);
   session.Launch("flash_backward_finish", {pieces * launch.dq_boxes, 128, 0}, &params);
