@@ -1,7 +1,6 @@
 """The compiled module: it fits what is installed, and without it the xla backend still works."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,20 +62,6 @@ def run_without_kernels(setup: str, folder: Path, *options: str) -> str:
     return result.stdout
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A checkout without a compiled module, and with one test."""
-    root = tmp_path / "checkout"
-    shutil.copytree(PACKAGE, root / "jax_flash", ignore=shutil.ignore_patterns("_ext.*", "_cuda"))
-    (root / "CMakeLists.txt").touch()
-    sources = Path(__file__).parents[1]
-    shutil.copy(sources / "pyproject.toml", root)
-    (root / "tests").mkdir()
-    shutil.copy(sources / "tests" / "conftest.py", root / "tests")
-    (root / "tests" / "test_one.py").write_text("def test_one():\n    pass\n")
-    return root
-
-
 def test_kernels_of_this_build_are_available():
     assert _native.available("cpu") is None
     if sys.platform == "linux":
@@ -86,42 +71,7 @@ def test_kernels_of_this_build_are_available():
 def test_a_missing_module_leaves_xla(tmp_path: Path):
     reason = run_without_kernels('sys.modules["jax_flash._ext"] = None', tmp_path)
     assert "jax_flash._ext is missing" in reason
-    assert "pip install" in reason
-
-
-def test_source_files_in_front_of_the_installed_package_are_named(checkout: Path):
-    reason = run_without_kernels("", checkout)
-    assert f"source folder {checkout / 'jax_flash'}, which has none" in reason
-    assert f"installed package is {PACKAGE}" in reason
-    assert "python -P" in reason
-    assert f"cmake --build {checkout / 'build'}" in reason
-    assert "pip install" not in reason
-    assert run_without_kernels("", checkout, "-P") == ""
-
-
-def test_source_files_without_an_installed_package_say_how_to_install(checkout: Path):
-    # Where jax_flash is installed, everything beside it is linked from another folder.
-    site = checkout.parent / "site"
-    site.mkdir()
-    for path in PACKAGE.parent.iterdir():
-        if path != PACKAGE:
-            (site / path.name).symlink_to(path)
-    setup = f"sys.path = [{str(site)!r} if p == {str(PACKAGE.parent)!r} else p for p in sys.path]"
-    reason = run_without_kernels(setup, checkout)
-    assert f"source folder {checkout / 'jax_flash'}, which has none" in reason
-    assert f"pip install {checkout}" in reason
-    assert f"cmake --build {checkout / 'build'}" in reason
-
-
-def test_the_suite_without_a_compiled_module_says_so_once(checkout: Path):
-    result = run_python(checkout, "-m", "pytest")
-    assert result.returncode == pytest.ExitCode.USAGE_ERROR
-    assert (result.stdout + result.stderr).count("which has none") == 1
-    assert "python -P -m pytest" in result.stderr
-    result = run_python(checkout, "-P", "-m", "pytest", "tests/test_one.py::test_one")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "1 passed" in result.stdout
-    assert str(PACKAGE) in result.stdout
+    assert "pip install" in reason or "cmake --build" in reason  # the latter in a checkout
 
 
 def test_a_module_of_another_version_leaves_xla(tmp_path: Path):
