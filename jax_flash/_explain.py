@@ -7,7 +7,7 @@ Read next: `_backends.py`, `_gpu/`.
 import dataclasses
 import inspect
 import re
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -16,31 +16,15 @@ from jax.typing import ArrayLike
 from jax_flash import _backends, _gpu, _native, _validate
 from jax_flash._primitives import Forward, passes
 from jax_flash._problem import Problem, Shapes
-from jax_flash.attention import Window, flash_attention
+from jax_flash.attention import Options, flash_attention
 
 Array = ArrayLike | jax.ShapeDtypeStruct
 
 
-class Options(TypedDict, total=False):
+class ExplainOptions(Options[Array], total=False):
     """The keywords of `flash_attention`, arrays or their shapes."""
 
-    scale: Array | None
-    bias: Array | None
-    mask: Array | None
-    is_causal: bool
-    causal_align: Literal["top_left", "bottom_right"]
-    local_window_size: Window | None
-    query_seq_lengths: Array | None
-    key_value_seq_lengths: Array | None
-    query_segment_ids: Array | None
-    key_value_segment_ids: Array | None
-    softcap: float | None
-    sinks: Array | None
-    dropout_rate: float
-    dropout_key: Array | None
     return_lse: bool
-    deterministic: bool
-    backend: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +116,7 @@ def explain(
     value: Array,
     *,
     gpu: str | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[ExplainOptions],
 ) -> Explanation:
     """Explains what `flash_attention(query, key, value, **options)` would run; runs nothing.
 

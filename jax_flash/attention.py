@@ -2,10 +2,15 @@
 
 Read next: `_validate.py` for what the arguments may be, `_vjp.py` for how the call is
 differentiated.
+
+A shape in an annotation is the docstring's: a letter is one size wherever it stands, `*B` any
+number of leading dims, and what begins with # may be 1 or absent.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,31 +20,109 @@ from jax.typing import ArrayLike
 from jax_flash import _validate, _vjp
 
 Window = int | Sequence[int | None] | np.ndarray
+A = TypeVar("A")
 
 
+class CommonOptions(TypedDict, Generic[A], total=False):
+    """The keywords that both calls and Flax's layers take; A is what may stand for an array."""
+
+    scale: A | None
+    local_window_size: Window | None
+    query_seq_lengths: A | None
+    key_value_seq_lengths: A | None
+
+
+class LayerOptions(CommonOptions[A], Generic[A], total=False):
+    """The keywords of `flash_attention` that Flax's layers take besides Flax's own arguments.
+
+    Its `deterministic` is not here, because Flax means "without dropout" by that word.
+    """
+
+    causal_align: Literal["top_left", "bottom_right"]
+    query_segment_ids: A | None
+    key_value_segment_ids: A | None
+    softcap: float | None
+    sinks: A | None
+    backend: str | None
+
+
+class Options(LayerOptions[A], Generic[A], total=False):
+    """All keywords of `flash_attention` but return_lse, which decides what comes back."""
+
+    bias: A | None
+    mask: A | None
+    is_causal: bool
+    dropout_rate: float
+    dropout_key: A | None
+    deterministic: bool
+
+
+class DotProductOptions(CommonOptions[ArrayLike], total=False):
+    """The keywords of `dot_product_attention` but return_residual."""
+
+    is_causal: bool
+    implementation: Literal["xla", "cudnn"] | None
+
+
+@overload
 def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     *,
-    scale: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options[ArrayLike]],
+) -> jax.Array: ...
+
+
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options[ArrayLike]],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options[ArrayLike]],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+def flash_attention(
+    query: Annotated[ArrayLike, "*B T N H"],
+    key: Annotated[ArrayLike, "*B S K H"],
+    value: Annotated[ArrayLike, "*B S K Hv"],
+    *,
+    scale: Annotated[ArrayLike, ""] | None = None,
+    bias: Annotated[ArrayLike, "*#B #N #T #S"] | None = None,
+    mask: Annotated[ArrayLike, "*#B #N #T #S"] | None = None,
     is_causal: bool = False,
     causal_align: Literal["top_left", "bottom_right"] = "top_left",
     local_window_size: Window | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
+    query_seq_lengths: Annotated[ArrayLike, "*B"] | None = None,
+    key_value_seq_lengths: Annotated[ArrayLike, "*B"] | None = None,
+    query_segment_ids: Annotated[ArrayLike, "*B T"] | None = None,
+    key_value_segment_ids: Annotated[ArrayLike, "*B S"] | None = None,
     softcap: float | None = None,
-    sinks: ArrayLike | None = None,
+    sinks: Annotated[ArrayLike, "N"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str | None = None,
-) -> Any:
+) -> (
+    Annotated[jax.Array, "*B T N Hv"]
+    | tuple[Annotated[jax.Array, "*B T N Hv"], Annotated[jax.Array, "*B T N"]]
+):
     """Computes softmax(softcap(scale * query keyᵀ + bias)) value in memory linear in T and S.
 
     A query with nothing to attend to, or past its length, gives out 0, lse −inf and zero
@@ -144,6 +227,7 @@ def flash_attention(
     return (out, jnp.swapaxes(lse, -1, -2)) if with_lse else out
 
 
+@overload
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -151,14 +235,55 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
+    return_residual: Literal[False] = False,
+    **options: Unpack[DotProductOptions],
+) -> jax.Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[DotProductOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[DotProductOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+def dot_product_attention(
+    query: Annotated[ArrayLike, "*B T N H"],
+    key: Annotated[ArrayLike, "*B S K H"],
+    value: Annotated[ArrayLike, "*B S K Hv"],
+    bias: Annotated[ArrayLike, "*#B #N #T #S"] | None = None,
+    mask: Annotated[ArrayLike, "*#B #N #T #S"] | None = None,
+    *,
+    scale: Annotated[ArrayLike, ""] | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
+    query_seq_lengths: Annotated[ArrayLike, "*B"] | None = None,
+    key_value_seq_lengths: Annotated[ArrayLike, "*B"] | None = None,
     local_window_size: Window | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool = False,
-) -> Any:
+) -> (
+    Annotated[jax.Array, "*B T N Hv"]
+    | tuple[Annotated[jax.Array, "*B T N Hv"], Annotated[jax.Array, "*B T N"]]
+):
     """Computes `jax.nn.dot_product_attention`, in memory linear in the sequence lengths.
 
     A drop-in with jax.nn's signature. What differs from jax.nn's:

@@ -333,15 +333,21 @@ def test_compile_error_carries_the_log(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("tma_loads", [True, False])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
-def test_kernels_compile_as_racecheck_runs_them(kernel: str):
-    configure(None, sources=every_lane(_native.kernel_sources()))
+def test_kernels_compile_as_racecheck_runs_them(kernel: str, tma_loads: bool):
     problem = Problem(dtype="bfloat16", scale=0.125)
+    dim = 64 if tma_loads else 63
     shapes = Shapes(
-        batch=1, q_len=300, kv_len=300, q_heads=2, kv_heads=2, head_dim=64, value_dim=64
+        batch=1, q_len=300, kv_len=300, q_heads=2, kv_heads=2, head_dim=dim, value_dim=dim
     )
     plan = _gpu.plan(passes(problem)[kernel], shapes, _gpu.spec.GPUS["H200"])
-    assert _native.compile_kernel(**plan.program).cubin
+    sources = _native.kernel_sources()
+    cubins = set()
+    for text in (sources, every_lane(sources)):
+        configure(None, sources=text)
+        cubins.add(_native.compile_kernel(**plan.program).cubin)
+    assert len(cubins) == 2  # the change is compiled in
 
 
 def test_missing_nvrtc_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

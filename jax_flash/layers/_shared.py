@@ -6,32 +6,17 @@ The attention itself is `jax_flash.flash_attention`; nothing here computes a sco
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import flash_attention
+from jax_flash.attention import LayerOptions, flash_attention
+from jax_flash.attention import Options as AttentionOptions
 
-
-class Options(TypedDict, total=False):
-    """The keywords of flash_attention that both `attention_fn` take besides Flax's own.
-
-    flash_attention documents them. Its `deterministic` is not here, because Flax means "without
-    dropout" by that word, nor `return_lse`, because Flax's layers expect one array.
-    """
-
-    scale: float | None
-    causal_align: Literal["top_left", "bottom_right"]
-    local_window_size: int | tuple[int | None, int | None] | None
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    query_segment_ids: ArrayLike | None
-    key_value_segment_ids: ArrayLike | None
-    softcap: float | None
-    sinks: ArrayLike | None
-    backend: str | None
+# The keywords of flash_attention that both `attention_fn` take besides Flax's own.
+Options = LayerOptions[ArrayLike]
 
 
 def flax_attention(
@@ -84,7 +69,7 @@ def flax_attention(
             "key_value_seq_lengths and causal_align='bottom_right', or jax_flash.layers' "
             "FlashAttention, whose cache knows it"
         )
-    scores: dict[str, Any] = {
+    scores: AttentionOptions[ArrayLike] = {
         **options,
         "bias": bias,
         "mask": mask,
@@ -96,13 +81,11 @@ def flax_attention(
         units = jnp.broadcast_to(
             jnp.eye(length, dtype=key.dtype)[:, None], (*key.shape[:-1], length)
         )
-        weights = flash_attention(query, key, units, **{**scores, "backend": "xla"})
+        weights = flash_attention(query, key, units, **(scores | {"backend": "xla"}))
         sow(jnp.swapaxes(weights, -2, -3))
-    if deterministic or not dropout_rate:
-        return flash_attention(query, key, value, **scores)
-    return flash_attention(
-        query, key, value, **scores, dropout_rate=dropout_rate, dropout_key=dropout_rng
-    )
+    if dropout_rate and not deterministic:
+        scores |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
+    return flash_attention(query, key, value, **scores)
 
 
 def is_decoding(mask: jax.Array | None, query: jax.Array, key: jax.Array) -> bool:
@@ -117,10 +100,10 @@ def is_decoding(mask: jax.Array | None, query: jax.Array, key: jax.Array) -> boo
 def check_options(options: Options) -> None:
     """Raises TypeError for a keyword that attention_fn does not take."""
     for name in options:
-        if name not in Options.__annotations__:
+        if name not in LayerOptions.__annotations__:
             raise TypeError(
                 f"attention_fn got an unexpected keyword argument {name!r}; besides those of "
-                f"Flax's dot_product_attention it takes {', '.join(Options.__annotations__)}"
+                f"Flax's dot_product_attention it takes {', '.join(LayerOptions.__annotations__)}"
             )
 
 

@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32 parity_of(uint32 i) {
 // One lane arrives for its warp, after all lanes are done.
 __device__ __forceinline__ void warp_arrive(uint32 barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) ptx::lane_arrive(barrier);
 }
 
 // A unit as the plan role hands it to the others. It stays in shared memory, not in registers, for

@@ -62,7 +62,7 @@ struct Producer {
   // A warp's part has been copied.
   __device__ __forceinline__ void arrive(uint32 barrier) const {
     __syncwarp();
-    if (lane() == 0) ptx::barrier_arrive(barrier);
+    if (ptx::kEveryLaneArrives || lane() == 0) ptx::lane_arrive(barrier);
   }
   template <int kDim>
   __device__ __forceinline__ void load_block(const TensorMap& map, const void* data,

@@ -49,7 +49,7 @@ struct Warpgroup {
 
   // -- barriers --
   __device__ __forceinline__ void release(uint32 barrier) const {
-    if (lane() == 0) ptx::barrier_arrive(barrier);
+    if (ptx::kEveryLaneArrives || lane() == 0) ptx::lane_arrive(barrier);
   }
   // The stages of the current unit's queries, and of the next unit's.
   __device__ __forceinline__ int query_stage() const { return (units - 1) % kQueryStages; }
@@ -99,7 +99,7 @@ struct Warpgroup {
     value_ring.advance();
   }
   __device__ __forceinline__ void release_query() {
-    if (lane() == 0) ptx::barrier_arrive(query_empty());
+    if (ptx::kEveryLaneArrives || lane() == 0) ptx::lane_arrive(query_empty());
   }
   // Turns at the tensor cores: every warpgroup takes one per block of the unit, also for blocks
   // that it skips.

@@ -5,6 +5,7 @@
 
 #include "element.cuh"
 #include "ptx.cuh"
+#include "sm90/arrivals.cuh"
 
 namespace ptx {
 
@@ -24,19 +25,36 @@ __device__ __forceinline__ void register_decrease() {
 // ---- mbarriers ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
+  if constexpr (kEveryLaneArrives) arrivals *= 32;
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 // Makes initialised barriers visible to the async proxy.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+// The calling thread's own arrival.
 __device__ __forceinline__ void barrier_arrive(uint32 barrier) {
+  if constexpr (kEveryLaneArrives) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], 32;" ::"r"(barrier) : "memory");
+  } else {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+  }
+}
+// The same for its warp, whose lanes are together and done: lane 0, or all if kEveryLaneArrives.
+__device__ __forceinline__ void lane_arrive(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Arrives and announces `bytes` that TMA will deliver in this phase.
 __device__ __forceinline__ void barrier_arrive_expect(uint32 barrier, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
+  if constexpr (kEveryLaneArrives) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier),
+                 "r"(bytes)
+                 : "memory");
+    barrier_arrive(barrier);
+  } else {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+  }
 }
 // Whether the phase of this parity has completed. (try_wait would suspend the thread for a while.)
 __device__ __forceinline__ bool barrier_test(uint32 barrier, uint32 parity) {
