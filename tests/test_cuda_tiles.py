@@ -158,7 +158,6 @@ def test_plan_prints_what_was_chosen():
         ({"dtype": "float32"}, "float32"),
         ({"terms": ("bias",)}, "bias"),
         ({"terms": ("mask",)}, "boolean mask"),
-        ({"terms": ("dropout_state",), "dropout_rate": 0.1}, "dropout"),
     ],
 )
 def test_refusal_names_the_feature(change, reason):
