@@ -84,6 +84,7 @@ class Buffers {
       const std::vector<std::int64_t> dims(buffer.dims, buffer.dims + buffer.rank);
       std::int64_t bytes = buffer.dtype == XLA_FFI_DataType_F32    ? 4
                            : buffer.dtype == XLA_FFI_DataType_S32  ? 4
+                           : buffer.dtype == XLA_FFI_DataType_U32  ? 4
                            : buffer.dtype == XLA_FFI_DataType_U8   ? 1
                            : buffer.dtype == XLA_FFI_DataType_PRED ? 1
                                                                    : 2;

@@ -231,6 +231,7 @@ _TYPES = {
     "TensorMap": _Map,
     "long long": ctypes.c_longlong,
     "int": ctypes.c_int,
+    "unsigned": ctypes.c_uint,
     "float": ctypes.c_float,
 }
 

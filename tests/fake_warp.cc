@@ -1,5 +1,6 @@
-// Runs cuda/kernels/softmax.cuh on the host, for test_cuda_softmax.py: 32 threads are the lanes of
-// a warp, which meet at each exchange. The walk over blocks is that of the forward kernel.
+// Runs cuda/kernels/softmax.cuh and dropout.cuh on the host, for test_cuda_softmax.py and
+// test_dropout.py: 32 threads are the lanes of a warp, which meet at each exchange. The walk over
+// blocks is that of the forward kernel.
 
 #include <algorithm>
 #include <cmath>
@@ -68,10 +69,15 @@ inline float fmaxf(float a, float b) { return std::fmax(a, b); }
 inline float fminf(float a, float b) { return std::fmin(a, b); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+struct uint4 {
+  unsigned x, y, z, w;
+};
 inline float __shfl_xor_sync(unsigned, float x, int mask) { return Exchange(x, this_lane ^ mask); }
 inline bool __any_sync(unsigned, bool x) { return Count(x) > 0; }
 inline bool __all_sync(unsigned, bool x) { return Count(x) == kLanes; }
-constexpr bool kBFloat16 = true;  // a constant of the generated header; both types are run here
+// Constants of the generated header. Both types are run here.
+constexpr bool kBFloat16 = true, kHasDropout = true, kDropsMost = DROPS_MOST;
 
 #include "numbers.cuh"
 
@@ -110,13 +116,62 @@ inline float unpack_float16(uint16 bits) {
 }
 inline uint32 fma_bfloat16(uint32, uint32, uint32) { std::abort(); }  // nobody calls these
 inline uint32 fma_float16(uint32, uint32, uint32) { std::abort(); }
+inline uint32 pack_positive_bfloat16(float, float) { std::abort(); }
+inline uint32 pack_positive_float16(float, float) { std::abort(); }
+
+inline int opaque(int value) { return value; }
+template <class Compare>
+uint32 compare_halves(uint32 a, uint32 b, Compare compare) {
+  const auto half = [&](int shift) {
+    return compare(unpack_float16(a >> shift & 0x7fff), unpack_float16(b >> shift & 0x7fff));
+  };
+  return (half(0) ? 0xffffu : 0) | (half(16) ? 0xffff0000u : 0);
+}
+inline uint32 below(uint32 a, uint32 b) {
+  return compare_halves(a, b, [](float x, float y) { return x < y; });
+}
+inline uint32 above(uint32 a, uint32 b) {
+  return compare_halves(a, b, [](float x, float y) { return !(x <= y); });
+}
+inline void below(uint32 a, uint32 b, bool (&result)[2]) {
+  result[0] = below(a, b) & 1;
+  result[1] = below(a, b) >> 31;
+}
+inline void above(uint32 a, uint32 b, bool (&result)[2]) {
+  result[0] = above(a, b) & 1;
+  result[1] = above(a, b) >> 31;
+}
+inline uint32 transpose_matrix(uint32 pair) {
+  const int row = this_lane / 4, column = this_lane % 4 * 2;
+  uint32 result = 0;
+  for (int i = 0; i < 2; ++i) {  // element (column + i, row) of what was given
+    const uint32 other =
+        __float_as_uint(Exchange(__uint_as_float(pair), (column + i) * 4 + row / 2));
+    result |= (other >> 16 * (row % 2) & 0xffff) << 16 * i;
+  }
+  return result;
+}
 }  // namespace ptx
 
+#include "dropout.cuh"
 #include "element.cuh"
 #include "fragment.cuh"
 #include "softmax.cuh"
 
 namespace {
+
+template <class Lane>
+void RunWarp(const Lane& run) {
+  std::vector<std::thread> lanes;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    lanes.emplace_back([&run, lane] {
+      this_lane = lane;
+      threadIdx.x = lane;
+      run();
+    });
+  }
+  for (std::thread& lane : lanes) lane.join();
+}
 
 constexpr int kKeys = 64;  // of a block
 constexpr int kCount = kKeys / 2;
@@ -176,15 +231,41 @@ struct Walk {
     return (Row(fragment::row(i)) * blocks + block) * kKeys + Column(i);
   }
   void Run() const {
-    std::vector<std::thread> lanes;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      lanes.emplace_back([this, lane] {
-        this_lane = lane;
-        threadIdx.x = lane;
-        RunLane();
-      });
+    RunWarp([this] { RunLane(); });
+  }
+};
+
+struct DropoutParams {
+  const uint32* dropout_state;
+  int query_heads;
+  uint32 dropout_threshold;
+};
+
+// Dropout of 64 x 64 weights: the first 16 queries' as the forward kernel does it, the first 16
+// keys' as the backward kernel does, and pair by pair.
+struct Drop {
+  DropoutParams p;
+  int batch, head, query, key;
+  float *by_query, *by_key, *by_pair;  // [64, 64] each, ones
+
+  void RunLane() const {
+    const Draws draws(p, batch, head);
+    const int row = this_lane / 4, column = this_lane % 4 * 2;
+    float weights[32];
+    for (float& weight : weights) weight = 1;
+    drop_weights(p, draws, query + row, key, weights);
+    for (int i = 0; i < 32; ++i) {
+      by_query[(row + 8 * fragment::row(i)) * 64 + column + fragment::column(i)] = weights[i];
     }
-    for (std::thread& lane : lanes) lane.join();
+    Dropped<32> dropped;
+    dropped.draw(p, draws, query, key);
+    for (int i = 0; i < 32; ++i) {
+      by_key[(column + fragment::column(i)) * 64 + row + 8 * fragment::row(i)] =
+          dropped.mark(i, 1.0f);
+    }
+    for (int i = this_lane; i < 64 * 64; i += kLanes) {
+      by_pair[i] = keeps(p, batch, head, query + i / 64, key + i % 64);
+    }
   }
 };
 
@@ -199,4 +280,10 @@ extern "C" int Run(const float* scores, const float* values, int blocks, float s
     Walk<Float16>{scores, values, blocks, scale_log2, second, half, sink, out, lse, &rises}.Run();
   }
   return rises;
+}
+
+extern "C" void RunDropout(const uint32* state, int heads, uint32 threshold, int batch, int head,
+                           int query, int key, float* by_query, float* by_key, float* by_pair) {
+  const Drop drop{{state, heads, threshold}, batch, head, query, key, by_query, by_key, by_pair};
+  RunWarp([&] { drop.RunLane(); });
 }

@@ -17,7 +17,7 @@ import pytest
 from jax_flash import _native
 
 from . import fake_cuda
-from .cases import BOTTOM_RIGHT, Case
+from .cases import BOTTOM_RIGHT, Case, dropout_words
 from .fake_cuda import Call, Direct, Launch, Pointer, Recording
 
 pytestmark = [
@@ -49,6 +49,8 @@ CASES = (
     C("segments, wide", H=192, Hv=128, segments="packed", deterministic=True, with_lse=True),
     C("packed heads and segments", N=16, T=70, segments="packed", q_lengths=(70, 5, 3)),
     C("gradient of lse", with_lse=True),
+    C("dropout", dropout=0.3, N=16, T=9),
+    C("dropout, most", dropout=0.99, H=64, causal=True, segments="packed"),
     C("deterministic", deterministic=True),
     C("deterministic, wide", H=256, deterministic=True, causal=True),
     C("whole tiles", H=64, T=384, N=6),
@@ -298,6 +300,8 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
     assert c["kBFloat16"] == (case.dtype == "bfloat16")
     assert c["kWindowLeft"] == (left is not None)
     assert c["kWindowRight"] == (right is not None)
+    assert c["kHasDropout"] == (case.dropout > 0)
+    assert c["kDropsMost"] == (case.dropout > 31 / 32)
     return {
         "query_data": "query",
         "key_data": "key",
@@ -316,6 +320,9 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
         "scale": np.float32(scale),
         "scale_log2": np.float32((case.softcap or scale) / math.log(2)),
         "softcap_inner": np.float32(scale / case.softcap) if case.softcap else 0.0,
+        "dropout_state": "dropout_state" if c["kHasDropout"] else None,
+        "dropout_threshold": round(case.dropout * 2**15) * 0x10001,
+        "dropout_scale": np.float32(1 / (1 - round(case.dropout * 2**15) / 2**15)),
     }
 
 
@@ -400,6 +407,11 @@ def names_of_buffers(case: Case, recording: Recording) -> list[list[str | None]]
     arrays = arguments.arrays | {"dout": arguments.dout}
     if arguments.dlse is not None:
         arrays["dlse"] = arguments.dlse
+    if case.dropout:
+        state = [
+            [*dropout_words(), n, b] for b in range(math.prod(case.batch)) for n in range(case.N)
+        ]
+        arrays["dropout_state"] = np.array(state, np.uint32)
     known = {int(np.frombuffer(x.tobytes(), np.uint8).sum()): name for name, x in arrays.items()}
     assert len(known) == len(arrays)
     names = []

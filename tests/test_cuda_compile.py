@@ -3,6 +3,7 @@
 import dataclasses
 import resource
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -58,8 +59,33 @@ def configurations() -> Iterator[tuple[str, Problem, Shapes]]:
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
         yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
     yield from masks()
+    yield from dropouts()
     everything = dataclasses.replace(PLAIN, **FEATURES["everything"])
     yield "100/36 everything", everything, dataclasses.replace(SHAPES, head_dim=100, value_dim=36)
+
+
+DROPOUT: dict[str, Any] = {"terms": ("dropout_state",), "dropout_rate": 0.1}
+
+
+def dropouts() -> Iterator[tuple[str, Problem, Shapes]]:
+    for dim in (64, 128, 256, 100):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+        for name in ("causal segments", "lengths", "softcap", "deterministic causal", "everything"):
+            change = FEATURES[name] | DROPOUT
+            change["terms"] = (*FEATURES[name].get("terms", ()), "dropout_state")
+            yield f"{dim} dropout {name}", dataclasses.replace(PLAIN, **change), shapes
+        for window in [(None, None), (None, 0)]:
+            problem = dataclasses.replace(PLAIN, window=window, **DROPOUT)
+            yield f"{dim} dropout, window {window}", problem, shapes
+    most = dataclasses.replace(PLAIN, **DROPOUT | {"dropout_rate": 0.99, "dtype": "float16"})
+    yield "most dropped", most, SHAPES
+    grouped = dataclasses.replace(SHAPES, kv_heads=4, q_len=4095)
+    yield "grouped heads dropout", dataclasses.replace(PLAIN, **DROPOUT), grouped
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    for dim in (64, 128, 256):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, mask=mask)
+        both = dataclasses.replace(PLAIN, **DROPOUT | {"terms": ("mask", "dropout_state")})
+        yield f"{dim} dropout mask", both, shapes
 
 
 def masks() -> Iterator[tuple[str, Problem, Shapes]]:

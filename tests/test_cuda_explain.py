@@ -72,7 +72,6 @@ def test_says_who_loads_the_rows(head_dim):
     ("options", "reason"),
     [
         ({"bias": jax.ShapeDtypeStruct((8, 512, 512), jnp.float32)}, "bias"),
-        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "dropout"),
     ],
 )
 def test_says_why_not_cuda(options, reason):

@@ -46,12 +46,15 @@ SUPPORTED: dict[str, tuple[dict, list[str]]] = {
     "segments": (SEGMENTS, ["terms = 48 ", "kHasSegments = true"]),
     "sinks": (SINKS, ["terms = 64 "]),
     "mask": ({"mask": array(B, 1, 1, S, dtype="bool")}, ["terms = 2 ", "kHasMask = true"]),
+    "dropout": (
+        {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+        ["terms = 128 ", "kHasDropout = true"],
+    ),
     "deterministic": ({"deterministic": True}, ["deterministic = true"]),
     "lse": ({"return_lse": True}, []),
 }
 REFUSED: dict[str, tuple[dict, str]] = {
     "bias": ({"bias": array(N, T, S, dtype="float32")}, "bias"),
-    "dropout": ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "dropout"),
 }
 
 

@@ -9,37 +9,23 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jax_flash import _native
+from . import fake_warp
 
-COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 ROWS, KEYS = 16, 64
 LOG2E = np.float32(1.4426950408889634)
 DTYPES = ("bfloat16", "float16")
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(fake_warp.COMPILER is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("warp")
-    for name in ("numbers.cuh", "element.cuh", "fragment.cuh", "softmax.cuh"):
-        (folder / name).write_text(_native.kernel_sources()[name])
-    (folder / "ptx.cuh").touch()  # fake_warp.cc has its functions
-    built = folder / "warp.so"
-    source = Path(__file__).with_name("fake_warp.cc")
-    assert COMPILER is not None
-    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-I", str(folder)]
-    subprocess.run([*command, str(source), "-o", str(built)], check=True)
-    return ctypes.CDLL(str(built))
+    return fake_warp.build(tmp_path_factory.mktemp("warp"))
 
 
 @dataclasses.dataclass

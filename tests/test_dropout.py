@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 import jax_flash
 
-from . import numpy_oracle
+from . import fake_warp, numpy_oracle
 from .cases import dropout_words
 
 
@@ -143,3 +145,24 @@ def test_rate_is_rounded_to_what_is_drawn(host_backend):
     )
     np.testing.assert_allclose(out, 1 / (1 - 2**-15), rtol=1e-7)
     assert not jax_flash.explain(q, q, v, dropout_rate=2.0**-17, dropout_key=key).problem.terms
+
+
+@pytest.mark.skipif(fake_warp.COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("rate", [2**-15, 0.1, 0.5, 0.96875, 31745 / 2**15, 0.99, 1 - 2**-15])
+def test_cuda_kernels_draw_the_pattern(rate, tmp_path):
+    """Their text, run on the host: rows that are queries, rows that are keys, single pairs."""
+    library = fake_warp.build(tmp_path, drops_most=rate > 31 / 32)
+    state = np.array([[[5, 6, n, b] for n in range(3)] for b in range(2)], np.uint32)
+    batch, head, query, key = 1, 2, 16 * 3, 16 * 5
+    got = np.ones((3, 64, 64), np.float32)
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (state, *got)]
+    threshold = round(rate * 2**15) * 0x10001
+    library.RunDropout(
+        pointers[0], 3, ctypes.c_uint32(threshold), batch, head, query, key, *pointers[1:]
+    )
+    keep = numpy_oracle.dropout_keep((5, 6), rate, batch, head, query + 64, key + 64)
+    keep = keep[query:, key:]
+    by_query, by_key, by_pair = got
+    np.testing.assert_array_equal(by_query[:16], keep[:16])
+    np.testing.assert_array_equal(by_key[:, :16], np.where(keep[:, :16], 1, -1))
+    np.testing.assert_array_equal(by_pair, keep)

@@ -35,6 +35,19 @@ __device__ __forceinline__ int key_blocks(const BackwardParams& p) {
   return ceil_div(p.kv_len, kKeys);
 }
 
+// With dropout P^T dO, dS and the delta that enters it lack the factor 1 / (1 - rate), which dq, dk
+// and dv get when they are stored.
+__device__ __forceinline__ float query_key_scale(const BackwardParams& p) {
+  return p.scale * dropout_scale(p);
+}
+// dS of one pair, the slope of the logit aside. Dropped ones have a P with a sign (terms.cuh).
+__device__ __forceinline__ float score_gradient(float probability, float dp, float minus_delta) {
+  if constexpr (kHasDropout) {
+    return fmaf(fmaxf(probability, 0.f), dp, fabsf(probability) * minus_delta);
+  }
+  return probability * (dp + minus_delta);
+}
+
 // The float32 sum of dq is kept in the order in which a warpgroup's threads hold 64 x 64 tiles, as
 // eight pieces of 16 bytes a thread. dq_sum has them as [B, N, query block, tile, 8, thread, 4],
 // the tiles of a block by rows, then columns. With kDqRowBytes, which needs whole tiles, dq_sum is

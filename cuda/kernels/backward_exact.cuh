@@ -24,7 +24,7 @@ __device__ __forceinline__ int64 padded_row(const BackwardParams& p, int batch, 
                                             int query) {
   return (static_cast<int64>(batch) * p.query_heads + head) * query_blocks(p) * kQueries + query;
 }
-// One element of P and of dS.
+// One element of P, dropout applied, and of dS.
 struct Weights {
   float probability, gradient;
 };
@@ -35,6 +35,7 @@ __device__ __forceinline__ Weights weights(const BackwardParams& p, int batch, i
   const int64 k = key_row(p, batch, key, kv_head) * kHeadDim;
   const int64 dout = query_row(p, batch, query, head) * kValueDim;
   const int64 v = key_row(p, batch, key, kv_head) * kValueDim;
+  const bool kept = keeps(p, batch, head, query, key);
   float score[1] = {0.f}, dp = 0.f;
 #pragma unroll 1
   for (int c = 0; c < kHeadDim; ++c) {
@@ -46,7 +47,8 @@ __device__ __forceinline__ Weights weights(const BackwardParams& p, int batch, i
   }
   score_function(p, score);
   const float probability = exp2_approx(fmaf(score[0], p.scale_log2, lse));
-  return {probability, probability * (dp + minus_delta) * score_slope(score[0])};
+  if (!kept) dp = 0.f;
+  return {kept ? probability : 0.f, probability * (dp + minus_delta) * score_slope(score[0])};
 }
 
 // 64 columns of dq of one query.
@@ -79,7 +81,7 @@ __device__ __forceinline__ void exact_dq(const BackwardParams& p, int batch, int
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int column = column0 + lane + 32 * i;
-    if (column < kHeadDim) store_element(p.dquery, at + column, sums[i] * p.scale);
+    if (column < kHeadDim) store_element(p.dquery, at + column, sums[i] * query_key_scale(p));
   }
 }
 
@@ -137,11 +139,13 @@ __device__ __forceinline__ void exact_dkdv(const BackwardParams& p, int batch, i
   const int64 at_v = key_row(p, batch, key, kv_head) * kValueDim;
 #pragma unroll
   for (int c = 0; c < kSumsK; ++c) {
-    if (lane + 32 * c < kHeadDim) store_element(p.dkey_data, at_k + lane + 32 * c, dk[c] * p.scale);
+    if (lane + 32 * c < kHeadDim)
+      store_element(p.dkey_data, at_k + lane + 32 * c, dk[c] * query_key_scale(p));
   }
 #pragma unroll
   for (int c = 0; c < kSumsV; ++c) {
-    if (lane + 32 * c < kValueDim) store_element(p.dvalue_data, at_v + lane + 32 * c, dv[c]);
+    if (lane + 32 * c < kValueDim)
+      store_element(p.dvalue_data, at_v + lane + 32 * c, dv[c] * dropout_scale(p));
   }
 }
 

@@ -47,13 +47,14 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
                                  (values[j].z * 0.f + values[j].w * 0.f));
   }
   const int row = fragment::first_row(threadIdx.x), column = fragment::first_column(threadIdx.x);
+  const float scale = query_key_scale(p);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     uint32* low = reinterpret_cast<uint32*>(tile + row * kPitch + 8 * j + column);
     uint32* high =
         reinterpret_cast<uint32*>(tile + (row + fragment::kRowStep) * kPitch + 8 * j + column);
-    *low = Element::pack(values[j].x * p.scale, values[j].y * p.scale);
-    *high = Element::pack(values[j].z * p.scale, values[j].w * p.scale);
+    *low = Element::pack(values[j].x * scale, values[j].y * scale);
+    *high = Element::pack(values[j].z * scale, values[j].w * scale);
   }
   const bool repair = __syncthreads_or(!finite);
 #pragma unroll

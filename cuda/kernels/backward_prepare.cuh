@@ -1,6 +1,6 @@
 // First kernel of the backward pass, one block per 64-row tile of one query head:
 //   lse_log2 = -lse * log2(e)      (-inf on rows past the length, and where lse is -inf)
-//   minus_delta = dlse - rowsum(out * dout)
+//   minus_delta = dlse - rowsum(out * dout), with dropout times 1 - rate
 //   dq_sum   = 0 (unless deterministic), and the counters of the main kernel.
 // With sinks a row that sees nothing has the sink as its lse; the main kernel hides its scores.
 // Both numbers are those of a row past the length if out * dout or dlse is not finite there.
@@ -104,6 +104,7 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
           if (!empty && !is_finite(total)) empty = !sees_any(p, batch, head, row);
         }
         p.lse_log2[padded + local] = empty ? kNegativeInfinity : -lse * kLog2E;
+        if constexpr (kHasDropout) total /= p.dropout_scale;
         p.minus_delta[padded + local] = empty ? 0.f : -total;
       }
     }

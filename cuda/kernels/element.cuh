@@ -15,6 +15,10 @@ struct BFloat16 {
   static __device__ __forceinline__ uint32 pack(float low, float high) {
     return ptx::pack_bfloat16(low, high);
   }
+  // The same with zeros for what has a sign.
+  static __device__ __forceinline__ uint32 pack_positive(float low, float high) {
+    return ptx::pack_positive_bfloat16(low, high);
+  }
   static __device__ __forceinline__ float unpack(uint16 bits) {
     return __uint_as_float(static_cast<uint32>(bits) << 16);
   }
@@ -37,6 +41,9 @@ struct Float16 {
 
   static __device__ __forceinline__ uint32 pack(float low, float high) {
     return ptx::pack_float16(low, high);
+  }
+  static __device__ __forceinline__ uint32 pack_positive(float low, float high) {
+    return ptx::pack_positive_float16(low, high);
   }
   static __device__ __forceinline__ float unpack(uint16 bits) { return ptx::unpack_float16(bits); }
   static __device__ __forceinline__ float unpack_low(uint32 pair) {

@@ -182,6 +182,17 @@ __device__ __forceinline__ uint32 pack_bfloat16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
+// The same with zeros for what has a sign.
+__device__ __forceinline__ uint32 pack_positive_bfloat16(float low, float high) {
+  uint32 packed;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ uint32 pack_positive_float16(float low, float high) {
+  uint32 packed;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
 __device__ __forceinline__ uint32 pack_float16(float low, float high) {
   uint32 packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -201,6 +212,62 @@ __device__ __forceinline__ uint32 fma_bfloat16(uint32 a, uint32 b, uint32 c) {
 __device__ __forceinline__ uint32 fma_float16(uint32 a, uint32 b, uint32 c) {
   uint32 result;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+// All bits of the halves of a pair whose number has a sign.
+__device__ __forceinline__ uint32 sign_halves(float low, float high) {
+  uint32 mask;
+  asm("prmt.b32 %0, %1, %2, 0xffbb;" : "=r"(mask) : "f"(low), "f"(high));
+  return mask;
+}
+
+// ---- pairs of float16, compared by magnitude; denormal numbers count ----------------------------
+
+// |a| < |b| in each half, no NaN: as a mask, and as two results, the low half's first.
+__device__ __forceinline__ uint32 below(uint32 a, uint32 b) {
+  uint32 mask;
+  asm("{\n.reg .b32 x, y;\nabs.f16x2 x, %1;\nabs.f16x2 y, %2;\n"
+      "set.lt.u32.f16x2 %0, x, y;\n}"
+      : "=r"(mask)
+      : "r"(a), "r"(b));
+  return mask;
+}
+__device__ __forceinline__ void below(uint32 a, uint32 b, bool (&result)[2]) {
+  uint32 low, high;
+  asm("{\n.reg .b32 x, y;\n.reg .pred p, q;\nabs.f16x2 x, %2;\nabs.f16x2 y, %3;\n"
+      "setp.lt.f16x2 p|q, x, y;\nselp.u32 %0, 1, 0, p;\nselp.u32 %1, 1, 0, q;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(a), "r"(b));
+  result[0] = low != 0;
+  result[1] = high != 0;
+}
+// |a| > |b| or a NaN.
+__device__ __forceinline__ uint32 above(uint32 a, uint32 b) {
+  uint32 mask;
+  asm("{\n.reg .b32 x, y;\nabs.f16x2 x, %1;\nabs.f16x2 y, %2;\n"
+      "set.gtu.u32.f16x2 %0, x, y;\n}"
+      : "=r"(mask)
+      : "r"(a), "r"(b));
+  return mask;
+}
+__device__ __forceinline__ void above(uint32 a, uint32 b, bool (&result)[2]) {
+  uint32 low, high;
+  asm("{\n.reg .b32 x, y;\n.reg .pred p, q;\nabs.f16x2 x, %2;\nabs.f16x2 y, %3;\n"
+      "setp.gtu.f16x2 p|q, x, y;\nselp.u32 %0, 1, 0, p;\nselp.u32 %1, 1, 0, q;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(a), "r"(b));
+  result[0] = low != 0;
+  result[1] = high != 0;
+}
+
+// ---- matrices -----------------------------------------------------------------------------------
+
+// Lane 4 * r + c holds elements 2c and 2c + 1 of row r of an 8 x 8 matrix of 16 bits: those of its
+// transpose. Whole warps call.
+__device__ __forceinline__ uint32 transpose_matrix(uint32 pair) {
+  uint32 result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
 }
 

@@ -2,12 +2,14 @@
 //
 //   logit  what happens to a score between Q.K^T and the softmax: scale, softcap, and its slope
 //   sees   which pairs of query and key there are: window, lengths, segments, mask
+//   keep   which weights dropout keeps: dropout.cuh
 //
 // Three evaluators ask: the forward's fragments, whose rows are queries; the backward's fragments
 // of S^T, whose rows are keys; and rows that are computed again element by element. A term that a
 // call does not have is constexpr off. Blocks of pairs are the matter of walk.cuh.
 #pragma once
 
+#include "dropout.cuh"
 #include "fragment.cuh"
 #include "mask.cuh"
 #include "numbers.cuh"

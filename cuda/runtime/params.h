@@ -53,6 +53,7 @@ struct ForwardParams {
   Mask mask;                      // only with kHasMask
   const float* sinks;             // [B or 1, N]
   long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
+  const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
 
   // Workspace. unit_counter: one int, zero at launch, only with kDynamic (with kHasSegments
   // segment_ranges zeroes it). Only with kHasSegments, written by the kernels segment_ranges and
@@ -75,6 +76,8 @@ struct ForwardParams {
   float scale_log2;     // log2(e) * (scale, the cap with kSoftcap, or 1 with kPreScale or kHasBias)
   float softcap_inner;  // scale / cap, only with kSoftcap
   float softcap_bias;   // 1 / cap, only with kSoftcap and kHasBias
+  unsigned dropout_threshold;  // rate * 2^15, in both halves; below it a weight is dropped
+  float dropout_scale;         // 1 / (1 - rate)
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
@@ -107,6 +110,7 @@ struct BackwardParams {
   const int* key_value_segments;  // [B, S]
   Broadcast bias;                 // only with kHasBias
   Mask mask;                      // only with kHasMask
+  const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
 
   // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kBlockQ) query
   // blocks.
@@ -129,8 +133,10 @@ struct BackwardParams {
   int l2_heads;     // heads (of B * K) that the schedule walks together, >= 1
   int window_left;  // as for the forward
   int window_right;
-  float scale;          // of the logits, before the softcap
-  float scale_log2;     // log2(e) * (scale, the cap with kSoftcap, or 1 with kHasBias)
-  float softcap_inner;  // scale / cap, only with kSoftcap
-  float softcap_bias;   // 1 / cap, only with kSoftcap and kHasBias
+  float scale;                 // of the logits, before the softcap
+  float scale_log2;            // log2(e) * (scale, the cap with kSoftcap, or 1 with kHasBias)
+  float softcap_inner;         // scale / cap, only with kSoftcap
+  float softcap_bias;          // 1 / cap, only with kSoftcap and kHasBias
+  unsigned dropout_threshold;  // rate * 2^15, in both halves; below it a weight is dropped
+  float dropout_scale;         // 1 / (1 - rate)
 };

@@ -31,6 +31,7 @@ _HELD = {
     "key_value_segments": 1,
     "sinks": 1,
     "mask": 8,
+    "dropout_state": 3,  # and what its draws pass through
 }
 # Beside them three warpgroups, of 160 registers a thread, have room for lengths alone or segments
 # alone, in the registers that the weights had before (`drains`); with more ptxas spills, and two
@@ -292,7 +293,10 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     # the counter evens out multiprocessors of different speed, 3 to 6%.
     dynamic = causal or not plain or length > 2048
     group = _group(shapes)
-    own_rows = "mask" in problem.terms or "bias" in problem.terms  # each head has its own
+    # Each head has a mask and a bias of its own; what dropout keeps, a thread draws for two queries
+    # that are 8 apart.
+    drops = "dropout_state" in problem.terms
+    own_rows = drops or "mask" in problem.terms or "bias" in problem.terms
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 and not own_rows else 1
     # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
     l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if causal else 1
@@ -311,7 +315,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     # Lengths and segments take registers of the producer, wide heads of the consumers.
     producer = 24
     if not plain or 256 < sum(dims) <= 320:
-        producer = 56 if widest <= 128 else 40
+        producer = 56 if widest <= 128 and not drops else 40
     tiling = functools.partial(
         ForwardTiling,
         *dims,
@@ -347,7 +351,12 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     plain = problem.window[0] is None and not (problem.terms or problem.softcap)
     # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for 256.
     wide = widest > 128 or (not tma_loads and min(shapes.head_dim, shapes.value_dim) > 112)
-    block_q = 128 if widest <= 64 and problem.softcap is None else 64
+    # Dropout beside another term or a left window takes registers that 128 queries leave to nobody.
+    drops = "dropout_state" in problem.terms
+    roomy = problem.softcap is None and not (
+        drops and (len(problem.terms) > 1 or problem.window[0] is not None)
+    )
+    block_q = 128 if widest <= 64 and roomy else 64
     return BackwardTiling(
         shapes.head_dim,
         shapes.value_dim,
@@ -479,6 +488,10 @@ def _alignment(length: Any, size: int) -> int:
     return math.gcd(length * size, 16) if isinstance(length, int) else size
 
 
+# The kernels compare draws of 15 bits as float16, another way where the threshold would be NaN.
+_LARGEST_FLOAT16_RATE = 0x7C00 / 2**15
+
+
 def _problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     left, right = problem.window
     mask = shapes.mask
@@ -495,6 +508,8 @@ def _problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kMaskQueries": mask is not None and not _is_one(mask.queries),
         "kMaskKeys": mask is not None and not _is_one(mask.keys),
         "kMaskAlignment": 1 if mask is None else _alignment(mask.keys, 1),
+        "kHasDropout": "dropout_state" in problem.terms,
+        "kDropsMost": problem.dropout_rate > _LARGEST_FLOAT16_RATE,
         "kSoftcap": problem.softcap is not None,
     }
 

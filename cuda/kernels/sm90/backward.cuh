@@ -26,6 +26,7 @@
 //   bool kWindowLeft, kWindowRight, kBottomRight, kSoftcap, kDeterministic
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasDlse, kHasMask
 //   bool kMaskQueries, kMaskKeys, int kMaskAlignment   as for the forward
+//   bool kHasDropout, kDropsMost   as for the forward
 #pragma once
 
 #include "backward_finish.cuh"

@@ -18,6 +18,7 @@ namespace backward {
 static_assert(kKeys == 128, "two score warpgroups of 64 keys");
 static_assert(kHead <= 128 && kValue <= 128, "wider heads: backward_wide.cuh");
 static_assert(!kReadsAhead || kStages > 1, "the next block is loaded before this one is done");
+static_assert(!kReadsAhead || !kHasDropout, "what is dropped of dP is so before delta enters");
 
 inline constexpr int kThreads = 384;
 // 128 * (24 + 2 * 240) = 384 * 168 registers. The score role holds (kHead + kValue) / 2
@@ -167,11 +168,11 @@ __device__ __forceinline__ void begin_step(uint32 iteration, float (&dp)[kScores
 template <bool kFirst>
 __device__ __forceinline__ void score_step(const BackwardParams& p, const volatile UnitRecord& u,
                                            const UnitRanges& ranges, int which, uint32 iteration,
-                                           int head, int m0, Last last, bool more,
-                                           float (&begun)[kScores], float (&dk)[kHead / 2],
+                                           const Walk& walk, Last last, float (&begun)[kScores],
+                                           Dropped<kScores>& dropped, float (&dk)[kHead / 2],
                                            float (&dv)[kValue / 2]) {
-  const int slab = 64 * which;
-  const Step known(p, u, head, m0, slab);
+  const int slab = 64 * which, m0 = walk.m0;
+  const Step known(p, u, u.head + walk.head, m0, slab);
   const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
   const uint32 q = shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ;
   const uint32 dout = shared_base() + kAtDout + slot * kValueBoxes * kBoxQ;
@@ -196,7 +197,7 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   pin(x);
 
   uint32 probability[kScores / 2], gradient[kScores / 2];
-  score_to_probability(p, u, x, probability, minus_lse, slab, ranges.full, known);
+  score_to_probability(p, u, x, probability, minus_lse, slab, ranges.full, known, dropped);
   const uint32 buffer = slot_of<kScoreStages>(iteration);
   const uint32 before = iteration - 1, buffer_before = slot_of<kScoreStages>(before);
   const auto wait_for_empty = [&] {
@@ -213,18 +214,19 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   pin(dp);
 #pragma unroll
   for (int j = 0; j < kQueries / 8; ++j) {
+    float2 d{0.f, 0.f};
     if constexpr (!kReadsAhead) {
-      const float2 d = row_numbers(shared_base() + kAtDelta + slot * kQueries * 4, j);
-#pragma unroll
-      for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        dp[i] += d.x;
-        dp[i + 1] += d.y;
-      }
+      d = row_numbers(shared_base() + kAtDelta + slot * kQueries * 4, j);
     }
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-      if constexpr (!kSoftcap) probability[i / 2] = Element::pack(x[i], x[i + 1]);
-      gradient[i / 2] = Element::pack(x[i] * dp[i], x[i + 1] * dp[i + 1]);
+      if constexpr (!kSoftcap) probability[i / 2] = pack_probability(x[i], x[i + 1]);
+      if constexpr (kReadsAhead) {
+        gradient[i / 2] = Element::pack(x[i] * dp[i], x[i + 1] * dp[i + 1]);
+      } else {
+        gradient[i / 2] = Element::pack(score_gradient(x[i], dp[i], d.x),
+                                        score_gradient(x[i + 1], dp[i + 1], d.y));
+      }
     }
   }
 
@@ -254,9 +256,10 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
     warp_arrive(barrier_at(kDsEmpty + buffer_before));
     add_dq(p, dq, before, last, which);
   }
+  draw_next(p, u, slab, walk, dropped);
   wgmma_wait<1>();
   // Without a next block, once more this one's: a branch here makes ptxas serialise.
-  begin_step(iteration + more, dp);
+  begin_step(iteration + (walk.left > 1), dp);
   warp_arrive(barrier_at(kDoutEmpty + slot));
   wgmma_wait<0>();
   warp_arrive(barrier_at(kQEmpty + slot));
@@ -268,8 +271,10 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
 // the other warpgroup's: dS is zero, only dQ of the block before is left to do. Causal, it saves
 // half of one step of each unit.
 template <bool kFirst>
-__device__ __forceinline__ void hidden_step(const BackwardParams& p, int which, uint32 iteration,
-                                            Last last, bool more, float (&dp)[kScores]) {
+__device__ __forceinline__ void hidden_step(const BackwardParams& p, const volatile UnitRecord& u,
+                                            int which, uint32 iteration, const Walk& walk,
+                                            Last last, float (&dp)[kScores],
+                                            Dropped<kScores>& dropped) {
   const uint32 slot = slot_of<kStages>(iteration), buffer = slot_of<kScoreStages>(iteration);
   barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
   const uint32 gradient[kScores / 2] = {};
@@ -280,28 +285,33 @@ __device__ __forceinline__ void hidden_step(const BackwardParams& p, int which, 
   barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
   warp_arrive(barrier_at(kDoutEmpty + slot));
   if constexpr (!kFirst) finish_dq(p, which, iteration - 1, last);
-  if (more) begin_step(iteration + 1, dp);
+  if (walk.left > 1) {
+    begin_step(iteration + 1, dp);
+    draw_next(p, u, 64 * which, walk, dropped);
+  }
 }
 
 // One query block, one way or the other.
 template <bool kFirst>
 __device__ __forceinline__ void step(const BackwardParams& p, const volatile UnitRecord& u,
                                      const UnitRanges& ranges, int which, uint32 iteration,
-                                     int head, int m0, Last last, bool more, float (&dp)[kScores],
-                                     float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
+                                     const Walk& walk, Last last, float (&dp)[kScores],
+                                     Dropped<kScores>& dropped, float (&dk)[kHead / 2],
+                                     float (&dv)[kValue / 2]) {
+  const int m0 = walk.m0;
   // Two branches: joined, ptxas spills (d128 causal, 16 bytes; deterministic, 60).
   if constexpr (kSkipsHidden && kReadsAhead) {
     if (m0 + kQueries <= ranges.met.begin || m0 >= ranges.met.end) {
-      return hidden_step<kFirst>(p, which, iteration, last, more, dp);
+      return hidden_step<kFirst>(p, u, which, iteration, walk, last, dp, dropped);
     }
   } else if constexpr (kSkipsHidden) {
     const int key = u.key0 + 64 * which;
     const Range met = visible_queries(sight_of(p, u), key, key + 63);
     if (ptx::uniform(m0 + kQueries <= met.begin || m0 >= met.end)) {
-      return hidden_step<kFirst>(p, which, iteration, last, more, dp);
+      return hidden_step<kFirst>(p, u, which, iteration, walk, last, dp, dropped);
     }
   }
-  score_step<kFirst>(p, u, ranges, which, iteration, head, m0, last, more, dp, dk, dv);
+  score_step<kFirst>(p, u, ranges, which, iteration, walk, last, dp, dropped, dk, dv);
 }
 
 __device__ __forceinline__ void score(const BackwardParams& p, int which) {
@@ -326,15 +336,15 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
       const UnitRanges ranges = ranges_of(p, u, 64 * which);
       Walk walk(p, u);
       float dp[kScores];
+      Dropped<kScores> dropped;
       begin_step(iteration, dp);
-      step<true>(p, u, ranges, which, iteration, u.head + walk.head, walk.m0, {}, walk.left > 1, dp,
-                 dk, dv);
+      draw_dropped(p, u, 64 * which, walk, dropped);
+      step<true>(p, u, ranges, which, iteration, walk, {}, dp, dropped, dk, dv);
       ++iteration;
       while (walk.left > 1) {
         const Last last = last_of(p, u, walk);
         walk.next(p, u);
-        step<false>(p, u, ranges, which, iteration, u.head + walk.head, walk.m0, last,
-                    walk.left > 1, dp, dk, dv);
+        step<false>(p, u, ranges, which, iteration, walk, last, dp, dropped, dk, dv);
         ++iteration;
       }
       finish_dq(p, which, iteration - 1, last_of(p, u, walk));
@@ -345,11 +355,11 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
     mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
     mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));
     if constexpr (kTmaLoads) {
-      write_out<kValue>(which, p.dvalue, dv, 1.f, u);
-      write_out<kHead>(which, p.dkey, dk, p.scale, u);
+      write_out<kValue>(which, p.dvalue, dv, dropout_scale(p), u);
+      write_out<kHead>(which, p.dkey, dk, query_key_scale(p), u);
     } else {
-      store_columns<kValueDim>(p, p.dvalue_data, dv, 0, 1.f, u, 64 * which);
-      store_columns<kHeadDim>(p, p.dkey_data, dk, 0, p.scale, u, 64 * which);
+      store_columns<kValueDim>(p, p.dvalue_data, dv, 0, dropout_scale(p), u, 64 * which);
+      store_columns<kHeadDim>(p, p.dkey_data, dk, 0, query_key_scale(p), u, 64 * which);
     }
     return_unit(received);
     ++received;

@@ -165,13 +165,31 @@ __device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u
   }
 }
 
-// From S^T to P, as `probabilities` has it.
-__device__ __forceinline__ void score_to_probability(const BackwardParams& p,
-                                                     const volatile UnitRecord& u,
-                                                     float (&x)[kScores],
-                                                     uint32 (&probability)[kScores / 2],
-                                                     const RowNumbers& minus_lse, int slab,
-                                                     const Range& full, const Step& step) {
+// What dropout drops of the keys [slab, slab + 64) and a query block.
+__device__ __forceinline__ void draw_dropped(const BackwardParams& p, const volatile UnitRecord& u,
+                                             int slab, const Walk& walk,
+                                             Dropped<kScores>& dropped) {
+  if constexpr (kHasDropout) {
+    const Draws draws(p, ptx::uniform(u.batch), ptx::uniform(u.head + walk.head));
+    dropped.draw(p, draws, walk.m0, u.key0 + slab + threadIdx.x / 32 % 4 * 16);
+  }
+}
+
+// The same of the query block after this one, beside products of this one: there are registers.
+__device__ __forceinline__ void draw_next(const BackwardParams& p, const volatile UnitRecord& u,
+                                          int slab, Walk walk, Dropped<kScores>& dropped) {
+  if constexpr (kHasDropout) {
+    walk.next(p, u);
+    draw_dropped(p, u, slab, walk, dropped);
+  }
+}
+
+// From S^T to P, as `probabilities` has it. With dropout the dropped elements get a sign, and zero
+// is what they are in `probability`.
+__device__ __forceinline__ void score_to_probability(
+    const BackwardParams& p, const volatile UnitRecord& u, float (&x)[kScores],
+    uint32 (&probability)[kScores / 2], const RowNumbers& minus_lse, int slab, const Range& full,
+    const Step& step, const Dropped<kScores>& dropped) {
   score_function(p, x);
   const int row = slab + fragment::first_row(threadIdx.x);
   if (is_full(p, u, full, slab, step)) {
@@ -179,6 +197,19 @@ __device__ __forceinline__ void score_to_probability(const BackwardParams& p,
   } else {
     probabilities<true>(p, u, x, probability, minus_lse, row, step);
   }
+  if constexpr (kHasDropout) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) x[i] = dropped.mark(i, x[i]);
+    if constexpr (kSoftcap) {
+#pragma unroll
+      for (int i = 0; i < kScores / 2; ++i) probability[i] &= ~sign_halves(x[2 * i], x[2 * i + 1]);
+    }
+  }
+}
+
+// What is dropped of P enters dV as zero.
+__device__ __forceinline__ uint32 pack_probability(float low, float high) {
+  return kHasDropout ? Element::pack_positive(low, high) : Element::pack(low, high);
 }
 
 // Stores dS^T of the keys [slab, slab + 64) for wgmma to read it as dS, MN-major.

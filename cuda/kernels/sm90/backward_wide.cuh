@@ -112,16 +112,18 @@ __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float
 template <bool kLast>
 __device__ __forceinline__ void probability_step(const BackwardParams& p,
                                                  const volatile UnitRecord& u, uint32 iteration,
-                                                 int head, int m0, int next, float (&x)[kScores],
-                                                 Rows<kValue>& dv) {
+                                                 const Walk& walk, int next, float (&x)[kScores],
+                                                 Dropped<kScores>& dropped, Rows<kValue>& dv) {
   const uint32 slot = slot_of<kStages>(iteration);
-  const Step known(p, u, head, m0, 0);
+  const Step known(p, u, u.head + walk.head, walk.m0, 0);
   uint32 probability[kScores / 2];
   const RowNumbers minus_lse(shared_base() + kAtLse + slot * kQueries * 4);
-  score_to_probability(p, u, x, probability, minus_lse, 0, {}, known);
+  score_to_probability(p, u, x, probability, minus_lse, 0, {}, known, dropped);
   if constexpr (!kSoftcap) {
 #pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) probability[i] = Element::pack(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < kScores / 2; ++i) {
+      probability[i] = pack_probability(x[2 * i], x[2 * i + 1]);
+    }
   }
   barrier_wait(barrier_at(kPEmpty), parity_of<1>(iteration) ^ 1);
 #pragma unroll
@@ -133,13 +135,14 @@ __device__ __forceinline__ void probability_step(const BackwardParams& p,
   warp_arrive(barrier_at(kPFull));
 
   barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
-  hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), m0, kProbabilityBarrier);
+  hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), walk.m0, kProbabilityBarrier);
   dv.accumulate(probability, dout_tile(slot));
   if constexpr (kLast) {
     wgmma_wait<0>();
     warp_arrive(barrier_at(kDoutEmpty + slot));
   } else {
     issue_scores(u, x, iteration + 1, next);
+    draw_next(p, u, 0, walk, dropped);
     wgmma_wait<1>();
     warp_arrive(barrier_at(kDoutEmpty + slot));
     wgmma_wait<0>();
@@ -164,24 +167,26 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
       }
       float x[kScores];
       Walk walk(p, u);
+      Dropped<kScores> dropped;
       issue_scores(u, x, iteration, walk.m0);
+      draw_dropped(p, u, 0, walk, dropped);
       wgmma_wait<0>();
       warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration)));
       pin(x);
       while (walk.left > 1) {
-        const int head = u.head + walk.head, m0 = walk.m0;
+        const Walk now = walk;
         walk.next(p, u);
-        probability_step<false>(p, u, iteration, head, m0, walk.m0, x, dv);
+        probability_step<false>(p, u, iteration, now, walk.m0, x, dropped, dv);
         ++iteration;
       }
       warp_arrive(barrier_at(kKEmpty));
-      probability_step<true>(p, u, iteration, u.head + walk.head, walk.m0, 0, x, dv);
+      probability_step<true>(p, u, iteration, walk, 0, x, dropped, dv);
       ++iteration;
     } else {
       warp_arrive(barrier_at(kKEmpty));
     }
     mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 1, dv.is_finite());
-    store_rows<kValueDim>(p, p.dvalue_data, dv, 1.f, u);
+    store_rows<kValueDim>(p, p.dvalue_data, dv, dropout_scale(p), u);
     return_unit(received);
     ++received;
   }
@@ -211,8 +216,10 @@ __device__ __forceinline__ void gradient_step(const BackwardParams& p, const vol
   for (int j = 0; j < kScores / 4; ++j) {
     const float4 x = load_shared_f4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16);
     const float2 d = load_shared_f2(minus_delta + 8 * j * 4);
-    gradient[2 * j] = Element::pack(x.x * (dp[4 * j] + d.x), x.y * (dp[4 * j + 1] + d.y));
-    gradient[2 * j + 1] = Element::pack(x.z * (dp[4 * j + 2] + d.x), x.w * (dp[4 * j + 3] + d.y));
+    gradient[2 * j] =
+        Element::pack(score_gradient(x.x, dp[4 * j], d.x), score_gradient(x.y, dp[4 * j + 1], d.y));
+    gradient[2 * j + 1] = Element::pack(score_gradient(x.z, dp[4 * j + 2], d.x),
+                                        score_gradient(x.w, dp[4 * j + 3], d.y));
   }
   warp_arrive(barrier_at(kPEmpty));
   warp_arrive(barrier_at(kDoutEmpty + slot));
@@ -268,7 +275,7 @@ __device__ __forceinline__ void gradient_role(const BackwardParams& p) {
       warp_arrive(barrier_at(kVEmpty));
     }
     mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 0, dk.is_finite());
-    store_rows<kHeadDim>(p, p.dkey_data, dk, p.scale, u);
+    store_rows<kHeadDim>(p, p.dkey_data, dk, query_key_scale(p), u);
     return_unit(received);
     ++received;
   }

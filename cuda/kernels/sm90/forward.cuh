@@ -19,6 +19,7 @@
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasMask
 //   bool kMaskQueries, kMaskKeys   the mask varies with the query, the key
 //   int kMaskAlignment        of its rows, bytes: 1 to 16
+//   bool kHasDropout          kDropsMost: the threshold as a float16 is above the infinity
 //   bool kSoftcap             tanh softcap; kPreScale: scale before the maximum (scale <= 0)
 //   bool kDynamic             units from an atomic counter, else static
 //   bool kPingPong            warpgroups take turns at the tensor cores

@@ -51,6 +51,7 @@ static_assert(kConsumers == 2 || kConsumers == 3);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
 static_assert(kWarpgroupRows % kPackedHeads == 0);
 static_assert(!kHasMask || kPackedHeads == 1, "heads of a unit have a mask of their own");
+static_assert(!kHasDropout || kPackedHeads == 1, "a thread's rows are queries 8 apart");
 
 // Units have numbers of the schedule. A unit that is walked a second time has its number with all
 // bits turned, and so has the end of second walks.

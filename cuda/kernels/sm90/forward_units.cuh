@@ -22,7 +22,7 @@ struct Consumer : Warpgroup {
         sink = p.sinks[t.batch * p.sinks_batch_stride + head] * kLog2E;
       }
       float lse;
-      const float factor = softmax.finish<kHasSinks>(row, sink, lse);
+      const float factor = softmax.finish<kHasSinks>(row, sink, lse) * dropout_scale(p);
       bool empty = lse == kNegativeInfinity;
       if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
 
@@ -167,7 +167,8 @@ struct Consumer : Warpgroup {
       for (int c = 0; c < kColumns; ++c) {
         const int column = fresh_lane() + 32 * c;
         if (column < kValueDim) {
-          row.result[column] = static_cast<uint16>(Element::pack(out[c] / sum, 0.0f));
+          const float result = out[c] / sum * dropout_scale(p);
+          row.result[column] = static_cast<uint16>(Element::pack(result, 0.0f));
         }
       }
       if (fresh_lane() == 0) {
@@ -282,6 +283,7 @@ struct Consumer : Warpgroup {
       accept_scores();
       release_scores();
       start_softmax(scores);
+      drop_out(scores);
       pack_weights(scores);
       int accumulate = 0;
 
@@ -309,6 +311,7 @@ struct Consumer : Warpgroup {
         accept_scores();
         release_scores();
         const bool rescale = extend_softmax(scores);
+        drop_out(scores);  // beside the last block's output
         ptx::wgmma_wait<0>();
         ptx::pin(output);
         release_value();

@@ -213,6 +213,13 @@ struct Warpgroup {
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;
   }
+  __device__ __forceinline__ void drop_out(Scores& scores) const {
+    if constexpr (kHasDropout) {
+      const UnitInfo& t = unit();
+      const Draws draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
+      drop_weights(p, draws, packed_row(t, 0), block * kBlockKV, scores);
+    }
+  }
   __device__ __forceinline__ void pack_weights(const Scores& scores) {
 #pragma unroll
     for (int i = 0; i < kBlockKV / 4; ++i) {

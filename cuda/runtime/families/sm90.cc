@@ -5,6 +5,7 @@
 #include "cuda/runtime/families/sm90.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -98,9 +99,7 @@ ffi::Error CheckOperands(const Operands& operands, bool tma_loads) {
                      std::to_string(dim));
     }
   }
-  for (Term term : {kBias, kDropoutState}) {
-    if (operands.terms[term]) return Invalid("the CUDA kernels take no bias or dropout");
-  }
+  if (operands.terms[kBias]) return Invalid("the CUDA kernels take no bias");
   for (std::int64_t size : {s.batch, s.q_len, s.kv_len, s.q_heads, s.kv_heads}) {
     if (size > kMaxInt / 2) return Invalid("a dim of " + std::to_string(size) + " is too large");
   }
@@ -140,6 +139,10 @@ void SetCommon(const Operands& operands, const ProblemAttribute& problem, Params
   params->window_left = ClampWindow(problem.window_left);
   params->window_right = ClampWindow(problem.window_right);
   params->scale = static_cast<float>(problem.scale);
+  params->dropout_state = operands.Data<unsigned>(kDropoutState);
+  params->dropout_threshold =
+      static_cast<unsigned>(std::lround(problem.dropout_rate * 0x8000)) * 0x10001u;
+  params->dropout_scale = static_cast<float>(1 / (1 - problem.dropout_rate));
 }
 
 // Sinks are [*B, N] or [1s, N]; the lowering broadcasts what lies between.
@@ -225,6 +228,9 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
                                  launch.packed_heads, launch.l2_heads, launch.shared_bytes});
       error.failure()) {
     return error;
+  }
+  if (operands.terms[kDropoutState] && launch.packed_heads != 1) {
+    return Invalid("`launch` packs heads, which dropout does not take");
   }
   if (64 % launch.packed_heads != 0 || (s.q_heads / s.kv_heads) % launch.packed_heads != 0) {
     return Invalid("`launch` does not fit the heads");
