@@ -58,6 +58,41 @@ def test_pattern_with_two_batch_dims_in_bfloat16(host_backend):
     np.testing.assert_array_equal(got, expected(key, batch=batch, T=9, S=14))
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (36, 33)])
+@pytest.mark.parametrize("rate", [0.1, 0.97, 1 - 2**-9])
+def test_pattern_and_gradient_s_pattern_in_16_bits(rate, dims, backend):
+    """Each column of the value shows the weights of one key, each of dout those of one query."""
+    key, T, S, N = jax.random.key(23), 300, 410, 2
+    keep = expected(key, rate=rate, batch=(2,), T=T, S=S, N=N)
+    dtype = jnp.bfloat16 if dims[0] != 128 else jnp.float16
+    q, k = jnp.zeros((2, T, N, dims[0]), dtype), jnp.zeros((2, S, 1, dims[0]), dtype)
+
+    def out(v):
+        return jax_flash.flash_attention(
+            q, k, v, dropout_rate=rate, dropout_key=key, backend=backend
+        )
+
+    @jax.jit
+    def both(first):  # of the columns
+        eye = jnp.eye(max(S, T) + dims[1], dims[1], k=-first, dtype=dtype)[:, None]
+        v = jnp.broadcast_to(eye[:S], (2, S, 1, dims[1]))
+        dout = jnp.broadcast_to(eye[:T], (2, T, N, dims[1]))
+        got, pull = jax.vjp(out, v)
+        return got, pull(dout)[0]
+
+    for first in (0, 160, 300):
+        columns = slice(first, first + dims[1])
+        got, dv = both(first)
+        want = keep[..., columns]  # [B, N, T, keys]
+        got = np.swapaxes(np.asarray(got) > 0, 1, 2)[..., : want.shape[-1]]
+        np.testing.assert_array_equal(got, want)
+        # dv sums over the heads that share a key: the count of those that keep it.
+        want = keep[:, :, columns].sum(1).swapaxes(1, 2) / (1 - round(rate * 2**15) / 2**15) / S
+        np.testing.assert_allclose(
+            np.asarray(dv[:, :, 0, : want.shape[-1]], np.float64), want, rtol=2**-7
+        )
+
+
 def test_raw_key_gives_the_typed_key_s_pattern(host_backend):
     got = pattern(jax.random.PRNGKey(11), backend=host_backend)
     np.testing.assert_array_equal(got, expected(jax.random.key(11)))
