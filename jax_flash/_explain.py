@@ -140,7 +140,8 @@ def explain(
     """
     spec = _gpu.spec.present() if gpu is None else _gpu.spec.named(gpu)
     problem, operands = _prepare(query, key, value, dict(options))
-    shapes = Shapes.of(*operands[:3], problem.name_terms(operands[3:]))
+    q, k, v, *terms = operands
+    shapes = Shapes.of(q, k, v, problem.name_terms(terms))
     reports = {
         name: _report(call, shapes, spec)
         for name, call in passes(problem, options.get("backend")).items()
