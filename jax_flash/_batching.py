@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from jax_flash import _sharding
+from jax_flash._call import Call, dims
 from jax_flash._terms import BROADCAST
 
 _OF_QUERIES = ("q", "out", "lse", "dout", "dlse")  # in full, always
@@ -61,7 +61,7 @@ def batch(
     return results, [0] * len(results)
 
 
-def run_kernel(kernel: Callable[..., Any], call: Any, *operands: jax.Array) -> tuple[Any, ...]:
+def run_kernel(kernel: Callable[..., Any], call: Call, *operands: jax.Array) -> tuple[Any, ...]:
     """Runs a native kernel on operands of which members may share some.
 
     Keys and values are shared without a copy, unless
@@ -71,16 +71,16 @@ def run_kernel(kernel: Callable[..., Any], call: Any, *operands: jax.Array) -> t
 
     Arguments:
       kernel: `kernel(call.whole, *operands)` returns its results of operands without shared keys.
-      call: a `_primitives.Forward` or `Backward`.
+      call: which pass of which call.
       operands: call.operands.
 
     Returns: call.results.
     """
-    named = dict(zip(call.operands, operands, strict=True))
+    named = call.name_operands(operands)
     members = _Members.of(named)
     joined = [members.join(name, x) for name, x in named.items()]
     whole = call.whole
-    shapes = _sharding.result_shapes(whole, named)
+    shapes = whole.result_shapes(named)
     results = zip(whole.results, kernel(whole, *joined), shapes, strict=True)
     return tuple(members.part(*item) for item in results if item[0] in call.results)
 
@@ -127,7 +127,7 @@ class _Members:
     def part(self, name: str, x: jax.Array, shape: Sequence[int]) -> jax.Array:
         """Brings a result back to a shape; a gradient is summed along the dims that are 1 there."""
         heads = self._heads_axis(name) - len(self.axes)
-        if "N" not in _sharding.dims(name) or x.shape[heads] == 1:
+        if "N" not in dims(name) or x.shape[heads] == 1:
             x = jnp.expand_dims(x, self.axes)
         elif self.axes:
             members = [self.leading[axis] for axis in self.axes]
@@ -141,18 +141,18 @@ class _Members:
 
     def _alike(self, name: str, x: jax.Array) -> bool:
         """Tells whether an operand is one for all members as the kernels read it."""
-        if "N" not in _sharding.dims(name):
+        if "N" not in dims(name):
             return True
         heads = x.shape[self._heads_axis(name)]
         members = [x.shape[axis] for axis in self.axes]
         return name in _BROADCAST_HEADS and all(size == 1 for size in (heads, *members))
 
     def _heads_axis(self, name: str) -> int:
-        return len(self.leading) + _sharding.dims(name).find("N")
+        return len(self.leading) + dims(name).find("N")
 
     def _order(self, name: str) -> list[int]:
         """Lists all dims, those of the members behind that of the heads."""
-        rank, heads = len(self.leading) + len(_sharding.dims(name)), self._heads_axis(name)
+        rank, heads = len(self.leading) + len(dims(name)), self._heads_axis(name)
         rest = [axis for axis in range(rank) if axis not in self.axes]
         after = rest.index(heads) + 1
         return [*rest[:after], *self.axes, *rest[after:]]
@@ -165,7 +165,7 @@ def _joins(named: dict[str, Any], axis: int) -> bool:
     for name, x in named.items():
         if name in ("k", "v"):
             continue
-        if "N" not in _sharding.dims(name):
+        if "N" not in dims(name):
             if x.shape[axis] != 1:
                 return False
         elif name in _BROADCAST_HEADS:

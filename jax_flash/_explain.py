@@ -14,7 +14,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _backends, _gpu, _native, _validate
-from jax_flash._primitives import Forward, passes
+from jax_flash._call import Call
+from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 from jax_flash.attention import Options, flash_attention
 
@@ -148,7 +149,7 @@ def explain(
     return Explanation(problem, shapes, spec, **reports)
 
 
-def _report(call: Forward, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
+def _report(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
     backend, refusals = _backends.pick(call, shapes, gpu)
     kernel = None
     if backend == "cuda" and gpu is not None and not shapes.empty:
