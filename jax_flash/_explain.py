@@ -214,6 +214,8 @@ def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     arguments = {k: v for k, v in call.arguments.items() if k not in ("return_lse", "backend")}
     _validate.flag("return_lse", call.arguments["return_lse"])
     arrays = {k: v for k, v in arguments.items() if k in _ARRAYS and hasattr(v, "dtype")}
+    if isinstance(call.arguments["scale"], jax.ShapeDtypeStruct | jax.Array):  # else a number
+        arrays["scale"] = call.arguments["scale"]
     arrays = {k: np.asarray(v) if isinstance(v, np.generic) else v for k, v in arrays.items()}
     static = {k: v for k, v in arguments.items() if k not in arrays}
     found: list[Problem] = []
