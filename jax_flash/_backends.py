@@ -79,7 +79,7 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             # The kernels read a term of one batch row, or of every one.
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
-    shapes = Shapes.of(*operands[:3], named)
+    shapes = Shapes.of(*operands[:3], terms=named)
     plan = _gpu.plan(call, shapes, _gpu.spec.for_lowering())
     if _gpu.spec.present() is not None:
         # Compiling belongs to the compilation of the caller's program, not to its first step.

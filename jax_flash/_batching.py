@@ -18,11 +18,9 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jax_flash._call import Call, dims
-from jax_flash._terms import BROADCAST
+from jax_flash._terms import BROADCAST, BROADCAST_HEADS
 
 _OF_QUERIES = ("q", "out", "lse", "dout", "dlse")  # in full, always
-
-_BROADCAST_HEADS = ("bias", "mask")  # of the terms that broadcast, those with one head for all
 
 
 def batch(
@@ -145,7 +143,7 @@ class _Members:
             return True
         heads = x.shape[self._heads_axis(name)]
         members = [x.shape[axis] for axis in self.axes]
-        return name in _BROADCAST_HEADS and all(size == 1 for size in (heads, *members))
+        return name in BROADCAST_HEADS and all(size == 1 for size in (heads, *members))
 
     def _heads_axis(self, name: str) -> int:
         return len(self.leading) + dims(name).find("N")
@@ -161,6 +159,7 @@ class _Members:
 def _joins(named: dict[str, Any], axis: int) -> bool:
     """Tells whether the members along one leading dim can and should join the heads."""
     members, heads = named["q"].shape[axis], named["q"].shape[-2]
+    leading = named["q"].ndim - 3
     copied = 0  # bytes of bias and mask
     for name, x in named.items():
         if name in ("k", "v"):
@@ -168,8 +167,8 @@ def _joins(named: dict[str, Any], axis: int) -> bool:
         if "N" not in dims(name):
             if x.shape[axis] != 1:
                 return False
-        elif name in _BROADCAST_HEADS:
-            alike, broadcast = x.shape[axis] == 1, x.shape[-3] == 1
+        elif name in BROADCAST_HEADS:
+            alike, broadcast = x.shape[axis] == 1, x.shape[leading + dims(name).find("N")] == 1
             if alike != broadcast:
                 copied += _bytes(x.shape, x.dtype) * _known(members if alike else heads)
     spared = sum(_bytes(named[name].shape, named[name].dtype) for name in ("k", "v"))

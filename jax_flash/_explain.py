@@ -141,7 +141,7 @@ def explain(
     """
     spec = _gpu.spec.present() if gpu is None else _gpu.spec.named(gpu)
     problem, operands = _prepare(query, key, value, dict(options))
-    shapes = Shapes.of(*operands[:3], problem.name_terms(operands[3:]))
+    shapes = Shapes.of(*operands[:3], terms=problem.name_terms(operands[3:]))
     reports = {
         name: _report(call, shapes, spec)
         for name, call in passes(problem, options.get("backend")).items()
