@@ -132,8 +132,12 @@ def read(version: str, folder: Path, only: str) -> list[Program]:
 def programs(only: str) -> Iterator[dict[str, str]]:
     """Plans as this process's jax_flash does."""
     from jax_flash import _gpu
-    from jax_flash._primitives import passes
     from jax_flash._problem import Problem, Shapes
+
+    try:
+        from jax_flash._ops import passes
+    except ImportError:  # an older version, to compare with
+        from jax_flash._primitives import passes  # pyright: ignore[reportMissingImports]
 
     gpu = _gpu.spec.GPUS["H200"]
     for (head_dim, value_dim), features in FEATURES.items():

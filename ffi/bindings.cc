@@ -86,7 +86,7 @@ void CudaLoad(const jax_flash::Program& program, const std::string& entry) {
 NB_MODULE(_ext, m) {
   m.attr("version") = JAX_FLASH_VERSION;
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-  m.def("terms", &jax_flash::TermNames);
+  m.def("terms", &jax_flash::TermRows);
   m.def("targets", &Targets);
 #ifdef JAX_FLASH_CUDA
   m.def("cuda_params_assertions", &jax_flash::ParamsAssertions);

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -12,10 +13,16 @@ namespace {
 namespace ffi = xla::ffi;
 using Dims = std::vector<std::int64_t>;
 
-constexpr const char* kTermNames[kTermCount] = {"bias",           "mask",
-                                                "query_lengths",  "key_value_lengths",
-                                                "query_segments", "key_value_segments",
-                                                "sinks",          "dropout_state"};
+// As in jax_flash/_terms.py, which says what the columns mean.
+struct TermRow {
+  const char *name, *dtype, *dims, *ones;
+};
+constexpr TermRow kTerms[kTermCount] = {
+    {"bias", "float", "NTS", "BNTS"},     {"mask", "bool", "NTS", "BNTS"},
+    {"query_lengths", "int32", "", ""},   {"key_value_lengths", "int32", "", ""},
+    {"query_segments", "int32", "T", ""}, {"key_value_segments", "int32", "S", ""},
+    {"sinks", "sum", "N", "B"},           {"dropout_state", "uint32", "NW", ""},
+};
 
 template <class Range>
 std::string Show(const Range& dims) {
@@ -49,18 +56,19 @@ class Reader {
     return **result;
   }
 
-  // Checks dtype and shape; where `broadcast`, any dim may be 1 instead.
+  // Checks dtype and shape; the dims whose letter in `letters` is one of `ones` may be 1 instead.
   void Check(const char* name, const std::optional<ffi::AnyBuffer>& buffer, ffi::DataType dtype,
-             const Dims& shape, bool broadcast = false) {
+             const Dims& shape, const std::string& letters = "", const std::string& ones = "") {
     if (!ok()) return;
     bool fits = static_cast<std::size_t>(buffer->dimensions().size()) == shape.size();
     for (std::size_t i = 0; fits && i < shape.size(); ++i) {
       const std::int64_t dim = buffer->dimensions()[i];
-      fits = dim == shape[i] || (broadcast && dim == 1);
+      fits = dim == shape[i] || (dim == 1 && !ones.empty() && ones.find(letters[i]) != ones.npos);
     }
     if (!fits) {
       Fail(std::string(name) + " has shape " + Show(buffer->dimensions()) + ", expected " +
-           Show(shape) + (broadcast ? " (any dim may be 1)" : ""));
+           Show(shape) +
+           (ones.empty() ? "" : " (" + letters + ", 1 in place of any of " + ones + ")"));
     } else if (buffer->element_type() != dtype) {
       Fail(std::string(name) + " has XLA element type " +
            std::to_string(static_cast<int>(buffer->element_type())) + ", expected " +
@@ -151,52 +159,63 @@ void ReadInputs(Reader* reader, Operands* to) {
   to->v = v->untyped_data();
 }
 
+// The element type of a term's dtype; INVALID where this buffer cannot be one.
+ffi::DataType TermType(const TermRow& row, const ffi::AnyBuffer& buffer) {
+  const std::string_view dtype = row.dtype;
+  if (dtype == "float")
+    return IsFloat(buffer.element_type()) ? buffer.element_type() : ffi::DataType::INVALID;
+  if (dtype == "sum") return ffi::F32;
+  if (dtype == "bool") return ffi::PRED;
+  if (dtype == "uint32") return ffi::U32;
+  return ffi::S32;
+}
+
+std::int64_t TermDim(char letter, const Sizes& s) {
+  switch (letter) {
+    case 'T':
+      return s.q_len;
+    case 'S':
+      return s.kv_len;
+    case 'N':
+      return s.q_heads;
+    default:
+      return 4;  // W: words of the state of dropout
+  }
+}
+
 void ReadTerms(const ProblemAttribute& problem, Reader* reader, Operands* to) {
   const Sizes& s = to->sizes;
   for (int i = 0; i < kTermCount && reader->ok(); ++i) {
     const Term term = static_cast<Term>(i);
     if (!problem.Has(term)) continue;
-    const char* name = kTermNames[i];
-    const auto buffer = reader->Operand(name);
+    const TermRow& row = kTerms[i];
+    const auto buffer = reader->Operand(row.name);
     if (!reader->ok()) return;
     to->terms[i] = buffer;
-    const Dims scores = Join(to->batch, {s.q_heads, s.q_len, s.kv_len});
-    switch (term) {
-      case kBias:
-        if (!IsFloat(buffer->element_type())) return reader->Fail("bias is not floating point");
-        reader->Check(name, buffer, buffer->element_type(), scores, /*broadcast=*/true);
-        break;
-      case kMask:
-        reader->Check(name, buffer, ffi::PRED, scores, /*broadcast=*/true);
-        break;
-      case kQueryLengths:
-      case kKeyValueLengths:
-        reader->Check(name, buffer, ffi::S32, Join(to->batch, {}));
-        break;
-      case kQuerySegments:
-        reader->Check(name, buffer, ffi::S32, Join(to->batch, {s.q_len}));
-        break;
-      case kKeyValueSegments:
-        reader->Check(name, buffer, ffi::S32, Join(to->batch, {s.kv_len}));
-        break;
-      case kSinks:
-        reader->Check(name, buffer, ffi::F32, Join(to->batch, {s.q_heads}), /*broadcast=*/true);
-        if (reader->ok() && buffer->dimensions().back() != s.q_heads) {
-          reader->Fail("sinks need one value per head of q");
-        }
-        break;
-      case kDropoutState:
-        reader->Check(name, buffer, ffi::U32, Join(to->batch, {s.q_heads, 4}));
-        break;
-      case kTermCount:
-        break;
+    const ffi::DataType dtype = TermType(row, *buffer);
+    if (dtype == ffi::DataType::INVALID) {
+      return reader->Fail(std::string(row.name) + " is not floating point");
     }
+    Dims shape(to->batch.begin(), to->batch.end());
+    for (const char* letter = row.dims; *letter != 0; ++letter) {
+      shape.push_back(TermDim(*letter, s));
+    }
+    reader->Check(row.name, buffer, dtype, shape, std::string(to->batch.size(), 'B') + row.dims,
+                  row.ones);
   }
 }
 
 }  // namespace
 
-std::vector<std::string> TermNames() { return {kTermNames, kTermNames + kTermCount}; }
+std::string TermName(Term term) { return kTerms[term].name; }
+
+std::vector<std::string> TermRows() {
+  std::vector<std::string> rows;
+  for (const auto& [name, dtype, dims, ones] : kTerms) {
+    rows.push_back(std::string(name) + " " + dtype + " [" + dims + "] 1:[" + ones + "]");
+  }
+  return rows;
+}
 
 ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets rets,
                        const ProblemAttribute& problem, ForwardOperands* operands) {

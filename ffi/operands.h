@@ -17,7 +17,7 @@
 namespace jax_flash {
 
 // The optional operands, in the order in which they follow the others; the value is the term's bit
-// in the attribute `terms`. jax_flash/_terms.py has the same list, and compares it with TermNames.
+// in the attribute `terms`. The table in operands.cc tells what each is like.
 enum Term : int {
   kBias,
   kMask,
@@ -30,7 +30,10 @@ enum Term : int {
   kTermCount,
 };
 
-std::vector<std::string> TermNames();
+std::string TermName(Term term);
+
+// The table of terms, a line each, which jax_flash/_native.py compares with that of _terms.py.
+std::vector<std::string> TermRows();
 
 // The attribute `problem` of every custom call: jax_flash/_problem.py's Problem, its scalars.
 struct ProblemAttribute {

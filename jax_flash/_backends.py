@@ -1,4 +1,4 @@
-"""Which backend runs a pass of a call; each answers with the reasons why not, none for yes.
+"""Which backend runs a pass of a call, and how; each answers with its reasons why not.
 
 "cuda" and "cpu" are the native kernels, each for the platform of its name; "xla" is blockwise.py
 and runs anything anywhere. A call that names no backend takes the first that can run it.
@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from jax_flash import _gpu, _native
+import jax
+import jax.numpy as jnp
+
+from jax_flash import _batching, _gpu, _native
+from jax_flash._call import Call
 from jax_flash._problem import Shapes
+from jax_flash._terms import BROADCAST
 
-if TYPE_CHECKING:
-    from jax_flash._primitives import Forward
-
-Decline = Callable[["Forward", Shapes, _gpu.GpuSpec], tuple[str, ...]]
+Decline = Callable[[Call, Shapes, _gpu.GpuSpec], tuple[str, ...]]
+Run = Callable[..., tuple[jax.Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +31,15 @@ class Backend:
       platforms: of the arrays that it takes; None: any.
       absent: lists why it cannot run at all on a machine with this GPU (None: without one).
       decline: lists why its kernels do not run a pass; README's support table is made from it.
+      run: `run(call, *operands)` traces call.results of one device's operands.
     """
 
     platforms: tuple[str, ...] | None
     absent: Callable[[_gpu.GpuSpec | None], tuple[str, ...]]
     decline: Decline
+    run: Run
 
-    def refuse(self, call: Forward, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
+    def refuse(self, call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
         """Lists all reasons why it does not run a pass on a machine with this GPU."""
         spec = gpu or _gpu.spec.for_lowering()
         return (*self.absent(gpu), *self.decline(call, shapes, spec))
@@ -53,7 +57,7 @@ def _absent_cpu(gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
     return elsewhere if missing is None else (*elsewhere, missing)
 
 
-def _decline_cpu(call: Forward, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
+def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
     if call.problem.dtype == "float64":
         return ("the CPU kernels take float32, bfloat16 and float16, not float64",)
     return ()
@@ -63,15 +67,58 @@ def _nothing(*_: object) -> tuple[str, ...]:
     return ()
 
 
+def _run_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return _batching.run_kernel(_call_cuda, call, *operands)
+
+
+def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    named = call.name_operands(operands)
+    batch = named["q"].shape[:-3]
+    for name in BROADCAST:
+        if name in named and named[name].shape[: len(batch)] not in (batch, (1,) * len(batch)):
+            # The kernels read a term of one batch row, or of every one.
+            rest = named[name].shape[len(batch) :]
+            named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
+    shapes = Shapes.of(*operands[:3], terms=named)
+    plan = _gpu.plan(call, shapes, _gpu.spec.for_lowering())
+    if _gpu.spec.present() is not None:
+        # Compiling belongs to the compilation of the caller's program, not to its first step.
+        for entry in plan.entries:
+            _native.load_kernel(**plan.program, entry=entry)
+
+    results = _results(call, operands)
+    custom_call = jax.ffi.ffi_call(plan.target, [*results, *plan.workspaces.values()])
+    outputs = custom_call(*named.values(), **call.attributes(), **plan.attributes)
+    return tuple(outputs[: len(results)])
+
+
+def _run_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return _batching.run_kernel(_call_cpu, call, *operands)
+
+
+def _call_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    custom_call = jax.ffi.ffi_call(f"jax_flash_cpu_{call.target}", _results(call, operands))
+    return tuple(custom_call(*operands, **call.attributes()))
+
+
+def _results(call: Call, operands: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+    avals = call.result_avals(call.name_operands([*map(jax.typeof, operands)]))
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+
+
+def _run_xla(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return call.blockwise(*operands)
+
+
 BACKENDS = {
-    "cuda": Backend(("cuda",), _absent_cuda, _gpu.refuse),
-    "cpu": Backend(("cpu",), _absent_cpu, _decline_cpu),
-    "xla": Backend(None, _nothing, _nothing),
+    "cuda": Backend(("cuda",), _absent_cuda, _gpu.refuse, _run_cuda),
+    "cpu": Backend(("cpu",), _absent_cpu, _decline_cpu, _run_cpu),
+    "xla": Backend(None, _nothing, _nothing, _run_xla),
 }
 
 
 def pick(
-    call: Forward, shapes: Shapes, gpu: _gpu.GpuSpec | None
+    call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None
 ) -> tuple[str, dict[str, tuple[str, ...]]]:
     """Tells which backend runs a pass on a machine with this GPU (None: without one).
 
@@ -91,7 +138,7 @@ def pick(
     return chosen, refusals
 
 
-def require(call: Forward, shapes: Shapes) -> None:
+def require(call: Call, shapes: Shapes) -> None:
     """Checks a backend's name when the call is traced, and that it can run the call here.
 
     Raises: as `pick`.
@@ -103,7 +150,7 @@ def require(call: Forward, shapes: Shapes) -> None:
         pick(call, shapes, _gpu.spec.present() if call.backend == "cuda" else None)
 
 
-def choose(platform: str, call: Forward, shapes: Shapes) -> str:
+def choose(platform: str, call: Call, shapes: Shapes) -> str:
     """Picks the backend when a pass is lowered for a platform.
 
     Raises: NotImplementedError if the named backend cannot run it there.

@@ -17,12 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from jax_flash import _sharding
-from jax_flash._terms import BROADCAST
+from jax_flash._call import Call, dims
+from jax_flash._terms import BROADCAST, BROADCAST_HEADS
 
 _OF_QUERIES = ("q", "out", "lse", "dout", "dlse")  # in full, always
-
-_BROADCAST_HEADS = ("bias", "mask")  # of the terms that broadcast, those with one head for all
 
 
 def batch(
@@ -61,7 +59,7 @@ def batch(
     return results, [0] * len(results)
 
 
-def run_kernel(kernel: Callable[..., Any], call: Any, *operands: jax.Array) -> tuple[Any, ...]:
+def run_kernel(kernel: Callable[..., Any], call: Call, *operands: jax.Array) -> tuple[Any, ...]:
     """Runs a native kernel on operands of which members may share some.
 
     Keys and values are shared without a copy, unless
@@ -71,16 +69,16 @@ def run_kernel(kernel: Callable[..., Any], call: Any, *operands: jax.Array) -> t
 
     Arguments:
       kernel: `kernel(call.whole, *operands)` returns its results of operands without shared keys.
-      call: a `_primitives.Forward` or `Backward`.
+      call: which pass of which call.
       operands: call.operands.
 
     Returns: call.results.
     """
-    named = dict(zip(call.operands, operands, strict=True))
+    named = call.name_operands(operands)
     members = _Members.of(named)
     joined = [members.join(name, x) for name, x in named.items()]
     whole = call.whole
-    shapes = _sharding.result_shapes(whole, named)
+    shapes = whole.result_shapes(named)
     results = zip(whole.results, kernel(whole, *joined), shapes, strict=True)
     return tuple(members.part(*item) for item in results if item[0] in call.results)
 
@@ -127,7 +125,7 @@ class _Members:
     def part(self, name: str, x: jax.Array, shape: Sequence[int]) -> jax.Array:
         """Brings a result back to a shape; a gradient is summed along the dims that are 1 there."""
         heads = self._heads_axis(name) - len(self.axes)
-        if "N" not in _sharding.dims(name) or x.shape[heads] == 1:
+        if "N" not in dims(name) or x.shape[heads] == 1:
             x = jnp.expand_dims(x, self.axes)
         elif self.axes:
             members = [self.leading[axis] for axis in self.axes]
@@ -141,18 +139,18 @@ class _Members:
 
     def _alike(self, name: str, x: jax.Array) -> bool:
         """Tells whether an operand is one for all members as the kernels read it."""
-        if "N" not in _sharding.dims(name):
+        if "N" not in dims(name):
             return True
         heads = x.shape[self._heads_axis(name)]
         members = [x.shape[axis] for axis in self.axes]
-        return name in _BROADCAST_HEADS and all(size == 1 for size in (heads, *members))
+        return name in BROADCAST_HEADS and all(size == 1 for size in (heads, *members))
 
     def _heads_axis(self, name: str) -> int:
-        return len(self.leading) + _sharding.dims(name).find("N")
+        return len(self.leading) + dims(name).find("N")
 
     def _order(self, name: str) -> list[int]:
         """Lists all dims, those of the members behind that of the heads."""
-        rank, heads = len(self.leading) + len(_sharding.dims(name)), self._heads_axis(name)
+        rank, heads = len(self.leading) + len(dims(name)), self._heads_axis(name)
         rest = [axis for axis in range(rank) if axis not in self.axes]
         after = rest.index(heads) + 1
         return [*rest[:after], *self.axes, *rest[after:]]
@@ -161,15 +159,16 @@ class _Members:
 def _joins(named: dict[str, Any], axis: int) -> bool:
     """Tells whether the members along one leading dim can and should join the heads."""
     members, heads = named["q"].shape[axis], named["q"].shape[-2]
+    leading = named["q"].ndim - 3
     copied = 0  # bytes of bias and mask
     for name, x in named.items():
         if name in ("k", "v"):
             continue
-        if "N" not in _sharding.dims(name):
+        if "N" not in dims(name):
             if x.shape[axis] != 1:
                 return False
-        elif name in _BROADCAST_HEADS:
-            alike, broadcast = x.shape[axis] == 1, x.shape[-3] == 1
+        elif name in BROADCAST_HEADS:
+            alike, broadcast = x.shape[axis] == 1, x.shape[leading + dims(name).find("N")] == 1
             if alike != broadcast:
                 copied += _bytes(x.shape, x.dtype) * _known(members if alike else heads)
     spared = sum(_bytes(named[name].shape, named[name].dtype) for name in ("k", "v"))

@@ -14,7 +14,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _backends, _gpu, _native, _validate
-from jax_flash._primitives import Forward, passes
+from jax_flash._call import Call
+from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 from jax_flash.attention import Options, flash_attention
 
@@ -149,7 +150,7 @@ def explain(
     return Explanation(problem, shapes, spec, **reports)
 
 
-def _report(call: Forward, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
+def _report(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
     backend, refusals = _backends.pick(call, shapes, gpu)
     kernel = None
     if backend == "cuda" and gpu is not None and not shapes.empty:
@@ -214,6 +215,8 @@ def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     arguments = {k: v for k, v in call.arguments.items() if k not in ("return_lse", "backend")}
     _validate.flag("return_lse", call.arguments["return_lse"])
     arrays = {k: v for k, v in arguments.items() if k in _ARRAYS and hasattr(v, "dtype")}
+    if isinstance(call.arguments["scale"], jax.ShapeDtypeStruct | jax.Array):  # else a number
+        arrays["scale"] = call.arguments["scale"]
     arrays = {k: np.asarray(v) if isinstance(v, np.generic) else v for k, v in arrays.items()}
     static = {k: v for k, v in arguments.items() if k not in arrays}
     found: list[Problem] = []

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jax
 import jaxlib.version
 
-from jax_flash._terms import TERMS
+from jax_flash import _terms
 from jax_flash._version import __version__
 
 logger = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ def misfit(ext: Any, ffi_version: tuple[int, int] | None) -> str | None:
             f"the compiled module jax_flash._ext is version {ext.version}, but the Python files "
             f"are version {__version__}. {_REPAIR}"
         )
-    if tuple(ext.terms()) != tuple(TERMS):
+    if ext.terms() != _terms.rows():
         return (
             f"the compiled module jax_flash._ext knows the terms {', '.join(ext.terms())}, but the "
-            f"Python files {', '.join(TERMS)}. {_REPAIR}"
+            f"Python files {', '.join(_terms.rows())}. {_REPAIR}"
         )
     if ffi_version is not None and (
         ext.ffi_version[0] != ffi_version[0] or ext.ffi_version[1] > ffi_version[1]

@@ -26,29 +26,14 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash._backends import warn_once
-from jax_flash._terms import TERMS
+from jax_flash._call import Call, dims
 
-# Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
-# heads, H and V features, W words.
-_DIMS = {
-    "q": "TNH",
-    "k": "SKH",
-    "v": "SKV",
-    "out": "TNV",
-    "lse": "NT",
-    **{name: term.dims for name, term in TERMS.items()},
-}
-_WHOLE = ("T", "S", "H", "V", "W")  # not split
+_WHOLE = ("T", "S", "H", "V", "W")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
 
 
-def dims(name: str) -> str:
-    """Returns the letters of an operand's or result's dims after the leading ones."""
-    return _DIMS[name] if name in _DIMS else _DIMS[name.removeprefix("d")]
-
-
-def partitioned(run: Callable[..., tuple[Any, ...]], call: Any) -> Callable[..., tuple[Any, ...]]:
-    """Lets XLA split `run(call, *operands)`; call is a `_primitives.Forward` or `Backward`."""
+def partitioned(run: Callable[..., tuple[Any, ...]], call: Call) -> Callable[..., tuple[Any, ...]]:
+    """Lets XLA split `run(call, *operands)`."""
     # Not by static_argnums: custom_partitioning would hold on to tracers of the operands.
     wrapped = custom_partitioning(functools.partial(run, call))
     wrapped.def_partition(
@@ -86,13 +71,13 @@ def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[s
 def _partition(run, call, mesh: Mesh, operands, results):
     """Chooses the shardings of operands and results, and what each device computes."""
     del results
-    infos = dict(zip(call.operands, operands, strict=True))
+    infos = call.name_operands(operands)
     _warn_of_split_sequences(mesh, infos)
     plan = _Plan(mesh, infos)
     operand_shardings = tuple(plan.sharding(name, infos[name].shape) for name in call.operands)
     result_shardings = tuple(
         plan.sharding(name, shape)
-        for name, shape in zip(call.results, result_shapes(call, infos), strict=True)
+        for name, shape in zip(call.results, call.result_shapes(infos), strict=True)
     )
 
     def compute(*local):
@@ -101,7 +86,7 @@ def _partition(run, call, mesh: Mesh, operands, results):
             return compute_local(*local)
 
     def compute_local(*local):
-        local = dict(zip(call.operands, local, strict=True))
+        local = call.name_operands(local)
         local["k"], local["v"] = plan.local_kv_heads(local["k"]), plan.local_kv_heads(local["v"])
         outputs = dict(zip(call.results, run(call, *local.values()), strict=True))
         # In this order on every process: these are collectives.
@@ -123,13 +108,6 @@ def _warn_of_split_sequences(mesh: Mesh, infos: dict[str, Any]) -> None:
                 "same. Split a leading dim or the heads over these axes instead, for example by "
                 "jax.lax.with_sharding_constraint on query, key and value before the call"
             )
-
-
-def result_shapes(call, infos) -> Sequence[tuple[int, ...]]:
-    """Lists the shapes of a call's results from the operands by name."""
-    q, v = infos["q"].shape, infos["v"].shape
-    derived = {"out": (*q[:-1], v[-1]), "lse": (*q[:-3], q[-2], q[-3])}
-    return [derived[x] if x in derived else infos[x.removeprefix("d")].shape for x in call.results]
 
 
 class _Plan:

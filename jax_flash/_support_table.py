@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_flash import _backends, _gpu
-from jax_flash._primitives import passes
+from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 

@@ -2,10 +2,13 @@
 
 A term's arithmetic stands once in each backend (reference.py, blockwise.py, cpu/terms-inl.h,
 cuda/kernels); all else about it stands here. The order is that in which terms follow q, k and v;
-ffi/operands.h has the same list, and `_native.py` compares the two when the module loads.
+ffi/operands.cc has the same table, and `_native.py` compares the two when the module loads.
 """
 
 import dataclasses
+from typing import Literal
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,25 +18,35 @@ class Term:
     Attributes:
       feature: what a user knows it as.
       dims: after the leading ones, a letter each: T queries, S keys, N query heads, W words.
-      broadcasts: any leading dim may be 1; kernels read it so, without a copy.
+      dtype: what backends get. "float": one of FLOATS, as the user gave it; "sum": the problem's
+        sum_dtype, from any of FLOATS; "int32": from integers of any kind; "bool", "uint32".
+      ones: those of its dims that may be 1 for all, which kernels read without a copy. B is each
+        leading one; without it the batch rows that share the term get copies of it.
       differentiable: it has a gradient.
     """
 
     feature: str
     dims: str
-    broadcasts: bool = False
+    dtype: Literal["float", "sum", "int32", "bool", "uint32"]
+    ones: str = ""
     differentiable: bool = False
 
 
 TERMS = {
-    "bias": Term("bias", "NTS", broadcasts=True, differentiable=True),
-    "mask": Term("boolean mask", "NTS", broadcasts=True),
-    "query_lengths": Term("lengths", ""),
-    "key_value_lengths": Term("lengths", ""),
-    "query_segments": Term("segment ids", "T"),
-    "key_value_segments": Term("segment ids", "S"),
-    "sinks": Term("sinks", "N", broadcasts=True, differentiable=True),
-    "dropout_state": Term("dropout", "NW"),
+    "bias": Term("bias", "NTS", "float", ones="BNTS", differentiable=True),
+    "mask": Term("boolean mask", "NTS", "bool", ones="BNTS"),
+    "query_lengths": Term("lengths", "", "int32"),
+    "key_value_lengths": Term("lengths", "", "int32"),
+    "query_segments": Term("segment ids", "T", "int32"),
+    "key_value_segments": Term("segment ids", "S", "int32"),
+    "sinks": Term("sinks", "N", "sum", ones="B", differentiable=True),
+    "dropout_state": Term("dropout", "NW", "uint32"),
 }
-BROADCAST = tuple(name for name, term in TERMS.items() if term.broadcasts)
+BROADCAST = tuple(name for name, term in TERMS.items() if "B" in term.ones)
+BROADCAST_HEADS = tuple(name for name, term in TERMS.items() if "N" in term.ones)
 DIFFERENTIABLE = tuple(name for name, term in TERMS.items() if term.differentiable)
+
+
+def rows() -> list[str]:
+    """Lists what native code knows of each term, as `TermRows` of ffi/operands.cc spells it."""
+    return [f"{name} {x.dtype} [{x.dims}] 1:[{x.ones}]" for name, x in TERMS.items()]

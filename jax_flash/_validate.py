@@ -17,9 +17,9 @@ from jax import lax
 
 from jax_flash._philox import round_rate
 from jax_flash._problem import Problem, order_terms
+from jax_flash._terms import FLOATS, TERMS
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-_DTYPES_TEXT = ", ".join(_DTYPES)
+_FLOATS_TEXT = ", ".join(FLOATS)
 _WIDE_INTEGERS = ("uint32", "int64", "uint64")
 _MAX_INT32 = 2**31 - 1
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -59,21 +59,22 @@ def prepare(
     q, k, v = _arrays(query, key, value)
     *batch, q_len, q_heads, _ = q.shape
     batch, kv_len = tuple(batch), k.shape[-3]
-    scores = (*batch, q_heads, q_len, kv_len)
+    sizes = {"T": q_len, "S": kv_len, "N": q_heads, "W": 4}
+    shapes = {name: (*batch, *(sizes[d] for d in x.dims)) for name, x in TERMS.items()}
     q, static_scale = _scale(scale, q)
 
     align = _choice("causal_align", causal_align, _ALIGNMENTS)
     rate = _dropout_rate(dropout_rate, dropout_key)
-    query_segments, key_value_segments = _segments(
-        query_segment_ids, key_value_segment_ids, (*batch, q_len), (*batch, kv_len)
-    )
+    query_segments, key_value_segments = _segments(query_segment_ids, key_value_segment_ids, shapes)
     terms = order_terms(
         {
-            "bias": _bias(bias, scores, q.dtype),
-            "mask": _mask(mask, scores),
-            "query_lengths": _lengths("query_seq_lengths", query_seq_lengths, batch, q_len),
+            "bias": _bias(bias, shapes["bias"], q.dtype),
+            "mask": _mask(mask, shapes["mask"]),
+            "query_lengths": _lengths(
+                "query_lengths", "query_seq_lengths", query_seq_lengths, batch, q_len
+            ),
             "key_value_lengths": _lengths(
-                "key_value_seq_lengths", key_value_seq_lengths, batch, kv_len
+                "key_value_lengths", "key_value_seq_lengths", key_value_seq_lengths, batch, kv_len
             ),
             "query_segments": query_segments,
             "key_value_segments": key_value_segments,
@@ -104,10 +105,10 @@ def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
                 f"{name} has shape {x.shape}, rank {x.ndim}; expected rank 3 or more: {_LETTERS}"
             )
     for name, x in arrays.items():
-        if x.dtype.name not in _DTYPES:
+        if x.dtype.name not in FLOATS:
             raise TypeError(
                 f"{name} has dtype {x.dtype} (shape {x.shape}); expected one of "
-                f"{_DTYPES_TEXT}, for example {name}.astype('float32')"
+                f"{_FLOATS_TEXT}, for example {name}.astype('float32')"
             )
     q, k, v = arrays["query"], arrays["key"], arrays["value"]
     for name, x in (("key", k), ("value", v)):
@@ -192,43 +193,49 @@ def _bias(bias, scores, query_dtype) -> jax.Array | None:
     if bias is None:
         return None
     bias = array("bias", bias)
-    if bias.dtype.name not in _DTYPES:
-        hint = (
-            "pass booleans as mask"
-            if bias.dtype == jnp.bool_
-            else "for example bias.astype('float32')"
-        )
-        raise TypeError(
-            f"bias has dtype {bias.dtype} (shape {bias.shape}); expected one of "
-            f"{_DTYPES_TEXT}: {hint}"
-        )
-    return _broadcastable("bias", _as_wide_as(query_dtype, bias), scores)
+    is_bool = bias.dtype == jnp.bool_
+    hint = ": pass booleans as mask" if is_bool else ": for example bias.astype('float32')"
+    return _broadcastable("bias", _typed("bias", "bias", bias, query_dtype, hint), scores)
 
 
-def _as_wide_as(query_dtype, x: jax.Array) -> jax.Array:
-    """Casts float64, to which x64 mode widens Python's numbers, to what a narrower query meets."""
-    return x.astype(jnp.float32) if x.dtype == "float64" != query_dtype else x
+def _typed(term: str, name: str, x: jax.Array, query_dtype: Any = None, hint: str = "") -> Any:
+    """Checks the dtype of the argument that a term is made of, and brings it to that of the term.
+
+    query_dtype says what float64 meets, to which x64 mode widens Python's numbers, and which sums.
+    """
+    kind = TERMS[term].dtype
+    match kind:
+        case "float" | "sum":
+            fits, expected = x.dtype.name in FLOATS, f"one of {_FLOATS_TEXT}"
+        case "int32":
+            fits, expected = jnp.issubdtype(x.dtype, jnp.integer), "int32"
+        case _:
+            fits, expected = x.dtype.name == kind, kind
+    if not fits:
+        raise TypeError(f"{name} has dtype {x.dtype} (shape {x.shape}); expected {expected}{hint}")
+    match kind:
+        case "float":
+            return x.astype(jnp.float32) if x.dtype == "float64" != query_dtype else x
+        case "sum":
+            return x.astype(jnp.promote_types(query_dtype, jnp.float32))
+        case _:
+            return x.astype(kind)
 
 
 def _mask(mask, scores) -> jax.Array | None:
     if mask is None:
         return None
-    mask = array("mask", mask)
-    if mask.dtype != jnp.bool_:
-        raise TypeError(
-            f"mask has dtype {mask.dtype} (shape {mask.shape}); expected bool, True where a key "
-            "is visible: mask != 0, or pass an additive mask as bias"
-        )
-    return _broadcastable("mask", mask, scores)
+    hint = ", True where a key is visible: mask != 0, or pass an additive mask as bias"
+    return _broadcastable("mask", _typed("mask", "mask", array("mask", mask), hint=hint), scores)
 
 
-def _integers(name: str, x: Any, shape: tuple[int, ...], letters: str, hint: str = "") -> jax.Array:
-    x = array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} has dtype {x.dtype} (shape {x.shape}); expected int32")
+def _integers(term: str, name: str, x: Any, shape: tuple[int, ...], hint: str = "") -> jax.Array:
+    """Converts an argument of integers that has the term's own shape."""
+    x = _typed(term, name, array(name, x))
     if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}; expected {letters} = {shape}{hint}")
-    return x.astype(jnp.int32)
+        letters = ", ".join(("*B", *TERMS[term].dims))
+        raise ValueError(f"{name} has shape {x.shape}; expected [{letters}] = {shape}{hint}")
+    return x
 
 
 def _in_full(x: Any) -> Any:
@@ -241,7 +248,7 @@ def _in_full(x: Any) -> Any:
         return x
 
 
-def _lengths(name: str, lengths, batch: tuple[int, ...], limit: int) -> jax.Array | None:
+def _lengths(term: str, name: str, lengths, batch: tuple[int, ...], limit: int) -> jax.Array | None:
     if lengths is None:
         return None
     lengths = _in_full(lengths)
@@ -255,10 +262,11 @@ def _lengths(name: str, lengths, batch: tuple[int, ...], limit: int) -> jax.Arra
             f"instead: jnp.searchsorted(cu_seqlens, jnp.arange({limit}), side='right'), with the "
             "leading dims of query"
         )
-    return jnp.clip(_integers(name, lengths, batch, "[*B]", hint), 0, limit)
+    return jnp.clip(_integers(term, name, lengths, batch, hint), 0, limit)
 
 
-def _segments(query_ids, key_value_ids, query_shape, key_value_shape):
+def _segments(query_ids, key_value_ids, shapes: dict[str, tuple[int, ...]]):
+    query_shape, key_value_shape = shapes["query_segments"], shapes["key_value_segments"]
     if query_ids is None and key_value_ids is None:
         return None, None
     query_ids, key_value_ids = _in_full(query_ids), _in_full(key_value_ids)
@@ -276,25 +284,20 @@ def _segments(query_ids, key_value_ids, query_shape, key_value_shape):
             if low < -_MAX_INT32 - 1 or high > _MAX_INT32:  # else 1 and 2**32 + 1 would be equal
                 raise ValueError(f"{name} holds ids from {low} to {high}; expected those of int32")
     return (
-        _integers("query_segment_ids", query_ids, query_shape, "[*B, T]"),
-        _integers("key_value_segment_ids", key_value_ids, key_value_shape, "[*B, S]"),
+        _integers("query_segments", "query_segment_ids", query_ids, query_shape),
+        _integers("key_value_segments", "key_value_segment_ids", key_value_ids, key_value_shape),
     )
 
 
 def _sinks(sinks, batch, q_heads: int, query_dtype) -> jax.Array | None:
     if sinks is None:
         return None
-    sinks = array("sinks", sinks)
-    if sinks.dtype.name not in _DTYPES:
-        raise TypeError(
-            f"sinks has dtype {sinks.dtype} (shape {sinks.shape}); expected one of "
-            f"{_DTYPES_TEXT}, for example sinks.astype('float32')"
-        )
+    hint = ", for example sinks.astype('float32')"
+    sinks = _typed("sinks", "sinks", array("sinks", sinks), query_dtype, hint)
     if sinks.shape != (q_heads,):
         raise ValueError(
             f"sinks has shape {sinks.shape}; expected [N] = ({q_heads},), one logit per query head"
         )
-    sinks = sinks.astype(jnp.promote_types(query_dtype, jnp.float32))
     return jnp.reshape(sinks, (1,) * len(batch) + (q_heads,))
 
 

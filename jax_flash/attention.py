@@ -1,7 +1,7 @@
 """The public calls: `flash_attention`, and `dot_product_attention` with jax.nn's own signature.
 
-Read next: `_validate.py` for what the arguments may be, `_vjp.py` for how the call is
-differentiated.
+Read next: `_validate.py` for what the arguments may be, `_ops/forward.py` for how the call
+is differentiated.
 
 A shape in an annotation is the docstring's: a letter is one size wherever it stands, `*B` any
 number of leading dims, and what begins with # may be 1 or absent.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash import _validate, _vjp
+from jax_flash import _ops, _validate
 
 Window = int | Sequence[int | None] | np.ndarray
 A = TypeVar("A")
@@ -223,7 +223,7 @@ def flash_attention(
         dropout_key=dropout_key,
         deterministic=deterministic,
     )
-    out, lse = _vjp.attend(problem, backend, *operands)
+    out, lse = _ops.attend(problem, backend, *operands)
     return (out, jnp.swapaxes(lse, -1, -2)) if with_lse else out
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import _backends, _gpu, _native
-from jax_flash._primitives import passes
+from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
 from .cases import Case

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _gpu, _native, _primitives, flash_attention
+from jax_flash import _gpu, _native, _ops, flash_attention
 
 _GPU = _gpu.spec.present()
 NEEDS_HOPPER = [
@@ -147,7 +147,7 @@ def spy_on(monkeypatch: pytest.MonkeyPatch, target: str, platform: str = "CUDA")
     jax.ffi.register_ffi_target(
         f"jax_flash_{platform.lower()}_{name}", jax.ffi.pycapsule(entry), platform=platform
     )
-    call_type = {"forward": _primitives.Forward, "backward": _primitives.Backward}[target]
+    call_type = {"forward": _ops.Forward, "backward": _ops.Backward}[target]
     monkeypatch.setattr(call_type, "target", name)
     return spy
 

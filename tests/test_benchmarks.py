@@ -31,7 +31,7 @@ from shapes import Cell  # noqa: E402
 
 import jax_flash  # noqa: E402
 from jax_flash import _gpu  # noqa: E402
-from jax_flash._primitives import passes  # noqa: E402
+from jax_flash._ops import passes  # noqa: E402
 from jax_flash._problem import Problem, Shapes  # noqa: E402
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jax_flash import _explain, _gpu, _native
-from jax_flash._primitives import passes
+from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes, TermShape
 
 H200 = _gpu.spec.GPUS["H200"]

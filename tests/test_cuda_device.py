@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_flash import _gpu
-from jax_flash._primitives import passes
+from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
 from .gpu import (

@@ -94,6 +94,19 @@ def test_says_why_a_kernel_was_not_compiled(monkeypatch: pytest.MonkeyPatch):
     assert "not compiled: libnvrtc was not found" in str(explanation)
 
 
+def test_a_scale_that_is_an_array_is_one_by_its_shape_too():
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    of_shape = jax_flash.explain(Q, KV, KV, scale=scale, gpu="H200")
+    of_array = jax_flash.explain(Q, KV, KV, scale=jnp.float32(0.3), gpu="H200")
+    assert of_shape.problem == of_array.problem
+    assert of_shape.problem.scale == pytest.approx(128**-0.5)  # the array multiplies the query
+    assert jax_flash.explain(Q, KV, KV, scale=np.float32(0.25), gpu="H200").problem.scale == 0.25
+    with pytest.raises(
+        TypeError, match=r"scale is .*\(2,\).*; expected a number, or an array of one"
+    ):
+        jax_flash.explain(Q, KV, KV, scale=jax.ShapeDtypeStruct((2,), jnp.float32), gpu="H200")
+
+
 def test_takes_arrays_and_checks_them_like_the_call():
     q = jnp.ones((1, 8, 4, 16))
     explanation = jax_flash.explain(q, q, q, softcap=20.0, deterministic=True)

@@ -13,7 +13,7 @@ import pytest
 
 import jax_flash
 from jax_flash import _gpu, _native
-from jax_flash._primitives import passes
+from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
 from .fake_cuda import COMPILER

@@ -6,8 +6,9 @@ import re
 import pytest
 
 from jax_flash import _gpu
+from jax_flash._call import Call
 from jax_flash._gpu import spec
-from jax_flash._primitives import Forward, passes
+from jax_flash._ops import passes
 from jax_flash._problem import TERMS, Problem, Shapes
 
 pytestmark = pytest.mark.quick
@@ -21,7 +22,7 @@ DIMS = [1, 8, 36, 64, 72, 96, 127, 128, 160, 192, 255, 256]
 PASSES = ("forward", "backward")
 
 
-def call_of(which: str, problem: Problem = PLAIN) -> Forward:
+def call_of(which: str, problem: Problem = PLAIN) -> Call:
     return passes(problem)[which]
 
 

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import jaxlib.version
 import pytest
 
 import jax_flash
 from jax_flash import _native, _terms
+from jax_flash._problem import Problem
 
 pytestmark = pytest.mark.quick
 
@@ -32,7 +35,7 @@ except NotImplementedError as error:
     print(error)
 """
 
-TERMS = list(_terms.TERMS)
+TERMS = _terms.rows()
 STALE = """
 module = sys.modules["jax_flash._ext"] = types.ModuleType("jax_flash._ext")
 module.version, module.ffi_version = {version!r}, {ffi_version!r}
@@ -98,6 +101,16 @@ def test_a_module_of_other_terms_leaves_xla(tmp_path: Path):
     assert "pip install" in reason
 
 
+def test_a_module_that_reads_a_term_otherwise_leaves_xla(tmp_path: Path):
+    # As one built before the table said that sinks are the same for all batch rows.
+    terms = [row.replace("sinks sum [N] 1:[B]", "sinks sum [N] 1:[]") for row in TERMS]
+    assert terms != TERMS
+    setup = STALE.format(version=jax_flash.__version__, ffi_version=(0, 1), terms=terms)
+    reason = run_without_kernels(setup, tmp_path)
+    assert "sinks sum [N] 1:[]" in reason
+    assert "pip install" in reason
+
+
 def test_a_module_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch):
     def refuse(name: str) -> ModuleType:
         raise ImportError(f"{name}: undefined symbol: spam")
@@ -134,3 +147,59 @@ def test_the_kernels_travel_with_the_package():
     root = _native.kernel_root()
     assert (root / "runtime" / "params.h").is_file()
     assert list((root / "kernels").glob("**/*.cuh"))
+
+
+OPERANDS = {
+    "bias": ((2, 4, 3, 5), "float32"),
+    "mask": ((2, 4, 3, 5), "bool"),
+    "query_lengths": ((2,), "int32"),
+    "query_segments": ((2, 3), "int32"),
+    "key_value_segments": ((2, 5), "int32"),
+    "sinks": ((2, 4), "float32"),
+    "dropout_state": ((2, 4, 4), "uint32"),
+}
+
+
+def run_handler(**changes: tuple[tuple[int, ...], str]) -> None:
+    """Calls the CPU handler itself on terms of these shapes and dtypes."""
+    shapes = {name: shape for name, shape in OPERANDS.items() if name != "query_lengths"} | changes
+    names = [name for name in _terms.TERMS if name in shapes]
+    terms = [jnp.ones(*shapes[name]) for name in names]
+    attribute = Problem("float32", 1.0, terms=tuple(names)).attribute()
+    results = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((2, 3, 4, 8), (2, 4, 3))]
+    q, k = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 5, 2, 8))
+    call = jax.ffi.ffi_call("jax_flash_cpu_forward", results)
+    with jax.default_device(jax.devices("cpu")[0]):
+        jax.block_until_ready(call(q, k, k, *terms, problem=attribute))
+
+
+def test_the_handler_takes_ones_where_the_table_says():
+    run_handler()
+    run_handler(bias=((1, 1, 1, 1), "bfloat16"), mask=((1, 4, 1, 5), "bool"))
+    run_handler(sinks=((1, 4), "float32"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "error"),
+    [
+        (
+            "bias",
+            (2, 4, 3, 4),
+            "float32",
+            r"bias has shape \[2, 4, 3, 4\], expected \[2, 4, 3, 5\]",
+        ),
+        ("bias", (4, 3, 5), "float32", "bias has shape"),
+        ("bias", (2, 4, 3, 5), "int32", "bias is not floating point"),
+        ("mask", (2, 4, 3, 5), "int32", "mask has XLA element type"),
+        ("query_lengths", (1,), "int32", r"query_lengths has shape \[1\], expected \[2\]"),
+        ("query_segments", (2, 1), "int32", "query_segments has shape"),
+        ("key_value_segments", (2, 5), "uint32", "key_value_segments has XLA element type"),
+        ("sinks", (2, 1), "float32", r"sinks has shape \[2, 1\].*BN, 1 in place of any of B"),
+        ("sinks", (2, 4), "bfloat16", "sinks has XLA element type"),
+        ("dropout_state", (2, 4, 2), "uint32", "dropout_state has shape"),
+        ("dropout_state", (2, 1, 4), "uint32", "dropout_state has shape"),
+    ],
+)
+def test_the_handler_refuses_terms_that_are_not_those_of_the_table(name, shape, dtype, error):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=error):
+        run_handler(**{name: (shape, dtype)})

@@ -6,33 +6,31 @@ Everything is pure: it runs at lowering, knows no arrays and needs no GPU.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jax_flash._call import Call
 from jax_flash._gpu import sm90, spec
 from jax_flash._gpu.family import Family, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
-
-if TYPE_CHECKING:
-    from jax_flash._primitives import Forward
 
 __all__ = ["FAMILIES", "Family", "GpuSpec", "Plan", "choose", "plan", "refuse", "spec"]
 
 FAMILIES: tuple[Family, ...] = (sm90.Sm90(),)  # the first that runs a pass is taken
 
 
-def refuse(call: Forward, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
+def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
     """Lists all reasons why no family runs a pass on a GPU; empty if one does."""
     own = [family for family in FAMILIES if gpu.arch in family.architectures]
     reasons = [family.refuse(call, shapes, gpu) for family in own or FAMILIES]
     return () if () in reasons else tuple(dict.fromkeys(itertools.chain(*reasons)))
 
 
-def choose(call: Forward, shapes: Shapes, gpu: GpuSpec) -> Family:
+def choose(call: Call, shapes: Shapes, gpu: GpuSpec) -> Family:
     """Returns the family that runs a pass which `refuse` lets through."""
     return next(family for family in FAMILIES if not family.refuse(call, shapes, gpu))
 
 
-def plan(call: Forward, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
+def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
     """Makes the plan of a pass which `refuse` lets through, by a tiling (None: the chosen)."""
     return choose(call, shapes, gpu).plan(call, shapes, gpu, tiling)

@@ -9,15 +9,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
+from jax_flash._call import Call
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
-
-if TYPE_CHECKING:
-    from jax_flash._primitives import Forward
 
 Number = bool | int | float
 
@@ -91,11 +89,11 @@ class Family(abc.ABC):
     measured: tuple[str, ...]
 
     @abc.abstractmethod
-    def refuse(self, call: Forward, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
+    def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
         """Lists all reasons why this family does not run a pass on a GPU; empty if it does."""
 
     @abc.abstractmethod
-    def plan(self, call: Forward, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
+    def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
         """Makes the plan of a pass that `refuse` lets through, by a tiling (None: the chosen)."""
 
     def untried(self, gpu: GpuSpec) -> tuple[str, ...]:

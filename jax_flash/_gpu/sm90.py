@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_flash._call import Call
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
-
-if TYPE_CHECKING:
-    from jax_flash._primitives import Forward
 
 # The terms that the kernels compute -> how many 32-bit values of each a thread of the forward's
 # consumers keeps through the walk over the keys.
@@ -46,7 +44,7 @@ class Sm90(Family):
     architectures = ("sm_90a",)
     measured = ("H200",)
 
-    def refuse(self, call: Forward, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
+    def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
         problem = call.problem
         reasons = []
         if gpu.arch not in self.architectures:
@@ -59,9 +57,7 @@ class Sm90(Family):
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
         return tuple(dict.fromkeys(reasons))
 
-    def plan(
-        self, call: Forward, shapes: Shapes, gpu: GpuSpec, tiling: Tiling | None = None
-    ) -> Plan:
+    def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Tiling | None = None) -> Plan:
         problem = call.problem
         if "dout" in call.operands:
             tiling = tiling or choose_backward(problem, shapes, gpu)

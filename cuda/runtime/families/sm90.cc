@@ -173,7 +173,7 @@ ffi::Error ReadTerm(const Operands& operands, Term term, TermSizes* sizes) {
   *sizes = {1, dims[leading], dims[leading + 1], dims[leading + 2]};
   for (std::size_t i = 0; i < leading; ++i) sizes->batch *= dims[i];
   if (sizes->batch != 1 && sizes->batch != operands.sizes.batch) {
-    return Invalid(TermNames()[term] + " needs one batch row, or all");
+    return Invalid(TermName(term) + " needs one batch row, or all");
   }
   return ffi::Error::Success();
 }

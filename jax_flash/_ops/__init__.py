@@ -1,0 +1,28 @@
+"""The primitives, a file each; what they share is in `primitive.py` and `arithmetic.py`.
+
+    forward.py    flash_forward:  q, k, v, *terms -> out, lse
+    backward.py   flash_backward: q, k, v, out, lse, dout, [dlse], *terms -> dq, dk, dv, dbias
+    tangent.py    flash_tangent:  the derivative of flash_forward, whose transpose is flash_backward
+
+Each has its sections in one order: what goes in and comes out, batching, derivative, lowering.
+flash_forward's derivative binds flash_tangent, whose transpose binds flash_backward, and so these
+files import one another in that order.
+"""
+
+from jax_flash._call import Call
+from jax_flash._ops.backward import Backward
+from jax_flash._ops.forward import Forward, attend
+from jax_flash._problem import Problem
+
+__all__ = ["Backward", "Forward", "attend", "passes"]
+
+
+def passes(
+    problem: Problem, backend: str | None = None, *, with_dlse: bool = False
+) -> dict[str, Call]:
+    """Returns the passes of a call that is differentiated in all that has a gradient, by name."""
+    bias = ("bias",) if "bias" in problem.terms else ()
+    return {
+        "forward": Forward(problem, backend),
+        "backward": Backward(problem, backend, with_dlse, ("q", "k", "v", *bias)),
+    }

@@ -1,0 +1,133 @@
+"""flash_forward: q, k, v, *terms -> out, lse; and `attend`, which binds it.
+
+Shapes and meaning are those of `blockwise.forward`. Its JVP rule's linear part is flash_tangent,
+whose transpose is flash_backward. So reverse mode runs the kernels with the residuals (q, k, v,
+out, lse), and forward mode works too, in the arithmetic of blockwise.py. flash_backward and
+flash_tangent are differentiated through blockwise.py, to any order. flash_forward is linear in v
+and has a transpose along it.
+
+Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` keeps the
+backward pass from running the forward kernel again.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
+
+from jax_flash import _backends, blockwise
+from jax_flash._call import Call
+from jax_flash._ops import primitive, tangent
+from jax_flash._ops.arithmetic import with_auto_axes
+from jax_flash._problem import Problem, Shapes
+from jax_flash._terms import DIFFERENTIABLE
+from jax_flash._varying import vary_over
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward(Call):
+    """One flash_forward, operands aside."""
+
+    target = "forward"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return ("q", "k", "v", *self.problem.terms)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("out", "lse")
+
+    # ---- lowering --------------------------------------------------------------------------------
+
+    def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return blockwise.forward(self.problem, *operands)
+
+
+flash_forward_p = primitive.define("flash_forward")
+
+
+# ---- derivative ----------------------------------------------------------------------------------
+
+
+def _jvp(primals, tangents, *, call: Forward):
+    out, lse = flash_forward_p.bind(*primals, call=call)
+    out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
+    tangents = call.name_operands(tangents)
+    active = tuple(
+        name
+        for name in ("q", "k", "v", *DIFFERENTIABLE)
+        if name in tangents and type(tangents[name]) is not ad.Zero
+    )
+    if not active:
+        return (out, lse), [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
+    moving = [tangents[name] for name in active]
+    moved = tangent.flash_tangent_p.bind(*primals, out, lse, *moving, call=call, active=active)
+    return (out, lse), moved
+
+
+def _transpose(cotangents, *operands, call: Forward):
+    """Transposes flash_forward along v, in which out is linear; lse does not depend on it."""
+    linear = [name for name, x in call.name_operands(operands).items() if ad.is_undefined_primal(x)]
+    if linear != ["v"]:
+        raise NotImplementedError(
+            f"attention is transposed along {', '.join(linear)}; it is linear in value alone"
+        )
+    q, k, v, *terms = operands
+    dout, _ = cotangents
+    primals = (q, k, ad.instantiate_zeros(ad.Zero(v.aval)), *terms)
+    out, lse = flash_forward_p.bind(*primals, call=call)
+    cotangents = (dout, ad.Zero(jax.typeof(lse)))
+    *_, dv = tangent.transpose(cotangents, *primals, out, lse, v, call=call, active=("v",))
+    return [dv if name == "v" else None for name in call.operands]
+
+
+ad.primitive_jvps[flash_forward_p] = _jvp
+ad.primitive_transposes[flash_forward_p] = _transpose
+
+
+# ---- the call ------------------------------------------------------------------------------------
+
+
+def attend(
+    problem: Problem, backend: str | None, *operands: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes attention, differentiably.
+
+    Arguments:
+      problem: what to compute.
+      backend: which backend runs it; None: the first that can.
+      operands: q, k, v, and problem.terms, as `_validate.prepare` makes them.
+
+    Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse `[*B, N, T]` in problem.sum_dtype.
+
+    Raises: as `_backends.require`.
+    """
+    q, k, v, *_ = operands
+    shapes = Shapes.of(q, k, v)
+    call = Forward(problem, backend)
+    _backends.require(call, shapes)
+    operands = vary_over(operands, operands)
+    if shapes.empty:
+        return vary_over(_nothing(call, operands), operands)
+    out, lse = flash_forward_p.bind(*operands, call=call)
+    return out, lse
+
+
+def _nothing(call: Forward, operands) -> tuple[jax.Array, jax.Array]:
+    """Computes the results where no query has a key, sharded as those of a call with keys."""
+    avals = call.result_avals(call.name_operands([*map(jax.typeof, operands)]))
+    out, lse = (jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding) for x in avals)
+    sinks = call.problem.name_terms(operands[3:]).get("sinks")
+    with jax.debug_infs(False):
+        if sinks is None:
+            return out, lse - jnp.inf
+        sharding = avals[1].sharding
+        spread = with_auto_axes(_spread_sinks, sharding.mesh, sharding.spec)
+        return out, spread(lse, sinks)
+
+
+def _spread_sinks(lse, sinks) -> jax.Array:
+    return lse + sinks[..., None]
