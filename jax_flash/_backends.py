@@ -86,10 +86,17 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
         for entry in plan.entries:
             _native.load_kernel(**plan.program, entry=entry)
 
-    results = _results(call, operands)
+    results = _results(call, [*named.values()])
     custom_call = jax.ffi.ffi_call(plan.target, [*results, *plan.workspaces.values()])
     outputs = custom_call(*named.values(), **call.attributes(), **plan.attributes)
-    return tuple(outputs[: len(results)])
+    wanted = _results(call, operands)  # of a bias that was broadcast here the gradient is summed
+    return tuple(_sum_to(x, to.shape) for x, to in zip(outputs, wanted, strict=False))
+
+
+def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Sums along the dims that are 1 in a shape."""
+    axes = tuple(i for i, (own, to) in enumerate(zip(x.shape, shape, strict=True)) if own != to)
+    return jnp.sum(x, axes, dtype=jnp.float32, keepdims=True).astype(x.dtype) if axes else x
 
 
 def _run_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:

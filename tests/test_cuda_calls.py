@@ -59,6 +59,10 @@ CASES = (
     C("mask", mask="b1ts"),
     C("mask of one batch row, causal", mask="1nts", H=64, causal=True, N=16, T=9),
     C("mask of keys", mask="b11s", batch=(2, 3), H=256),
+    C("bias", bias="bnts", scale=-0.3),
+    C("bias of one batch row", bias="1nts", bias_dtype="float32", H=64, causal=True),
+    C("bias of keys, softcap", bias="b11s", softcap=5.0, batch=(2, 3), H=256),
+    C("bias of heads and mask", bias="1n11", bias_dtype="float32", mask="b1t1", with_lse=True),
     C("mask of queries and segments", mask="1nt1", segments="packed", S=320, deterministic=True),
     C("odd rows", H=33, Hv=7, segments="packed", q_lengths=(150, 200, 77), deterministic=True),
 )
@@ -86,6 +90,7 @@ WORKSPACES = {
     "backward": (
         "lse_log2", "minus_delta", "dq_sum", "next_unit", "turns",
         "query_segment_ranges", "key_segment_ranges", "marks", "mask_words", "mask_flags",
+        "dbias_sum",
     ),
 }  # fmt: skip
 MANY_HEADS = [Direct(target, l2_heads=1 << 20) for target in WORKSPACES]
@@ -159,9 +164,9 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
         "segment_plan": f"int32[{4 * batch * groups}]" if c["kHasSegments"] else None,
         "query_blocks": query_tiles,
     }
-    expected |= mask_params(case, c, 64, by_key=False)
     if c["kPreScale"]:
         expected["scale_log2"] = np.float32((case.softcap or 1.0) / math.log(2))
+    expected |= mask_params(case, c, 64, by_key=False) | bias_params(case, c)
     assert_launched_with(call, names_of_buffers(case, recordings[case])[0], expected)
     assert 1 <= main.params["l2_heads"] <= batch * case.N // packed
 
@@ -170,7 +175,8 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
 def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     assert recordings[case].error == ""
     _, call = recordings[case].calls
-    *before, prepare, main, finish = call.launches
+    of_bias = ("flash_backward_bias", "flash_backward_bias_sum")
+    *before, prepare, main, finish = (x for x in call.launches if x.entry not in of_bias)
     c = main.constants()
     assert check_mask_plan(case, before, c, c["kBlockQ"]) == []
     batch = math.prod(case.batch)
@@ -219,7 +225,8 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
         "key_segment_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasSegments"] else None,
         "marks": f"int32[{batch * case.kv_heads * key_blocks * c['kBlockKV'] // 16 * 2}]",
     }
-    expected |= mask_params(case, c, c["kBlockQ"], by_key=True)
+    expected |= mask_params(case, c, c["kBlockQ"], by_key=True) | bias_params(case, c)
+    expected |= check_dbias(case, call, c)
     assert_launched_with(call, names_of_buffers(case, recordings[case])[1], expected)
     assert 1 <= main.params["l2_heads"] <= batch * case.kv_heads
     assert c["kDeterministic"] == case.deterministic
@@ -230,9 +237,9 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
 def test_results_are_returned_under_their_names(case: Case, recordings):
     """The fake GPU fills each result with its index + 1."""
     values = recordings[case].values
-    expected = {"out": 1, "dquery": 1, "dkey": 2, "dvalue": 3} | (
-        {"lse": 2} if case.with_lse else {}
-    )
+    expected = {"out": 1, "dquery": 1, "dkey": 2, "dvalue": 3}
+    expected |= {"lse": 2} if case.with_lse else {}
+    expected |= {"dbias": 4} if case.bias else {}
     for name, byte in expected.items():
         assert set(values[name].tobytes()) == {byte}, name
 
@@ -326,18 +333,18 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def mask_sizes(case: Case) -> tuple[int, int, int, int]:
-    """Batch rows, heads, queries and keys of the mask; zeros without one."""
-    if case.mask is None:
+def term_sizes(case: Case, axes: str | None) -> tuple[int, int, int, int]:
+    """Batch rows, heads, queries and keys of a bias or mask; zeros without one."""
+    if axes is None:
         return 0, 0, 0, 0
     sizes = {"b": math.prod(case.batch), "n": case.N, "t": case.T, "s": case.S, "1": 1}
-    batch, heads, queries, keys = (sizes[letter] for letter in case.mask)
+    batch, heads, queries, keys = (sizes[letter] for letter in axes)
     return batch, heads, queries, keys
 
 
 def check_mask_plan(case: Case, before: list[Launch], c: dict[str, int], rows: int) -> list[Launch]:
     """Checks the launch that plans the mask, a CTA for each block of pairs; returns the others."""
-    batch, heads, queries, keys = mask_sizes(case)
+    batch, heads, queries, keys = term_sizes(case, case.mask)
     assert c["kHasMask"] == (batch > 0)
     if batch == 0:
         return before
@@ -349,11 +356,11 @@ def check_mask_plan(case: Case, before: list[Launch], c: dict[str, int], rows: i
 
 
 def mask_params(case: Case, c: dict[str, int], rows: int, *, by_key: bool) -> dict[str, Any]:
-    batch, heads, queries, keys = mask_sizes(case)
+    batch, heads, queries, keys = term_sizes(case, case.mask)
     nothing = {"data": None, "batch": 0, "head": 0, "query": 0, "key": 0}
     if batch == 0:
         mask = {"bytes": nothing, "words": None, "flags": None, "batch": 0, "head": 0}
-        return {"mask": mask, "bias": nothing, "softcap_bias": 0.0}
+        return {"mask": mask}
     # A row of bits is one of queries (forward) or keys; its words those of a block of the others.
     lines, columns, block = (queries, keys, c["kBlockKV"])
     if by_key:
@@ -374,8 +381,63 @@ def mask_params(case: Case, c: dict[str, int], rows: int, *, by_key: bool) -> di
             "batch": heads if batch > 1 else 0,
             "head": int(heads > 1),
         },
-        "bias": nothing,
-        "softcap_bias": 0.0,
+    }
+
+
+def bias_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
+    batch, heads, queries, keys = term_sizes(case, case.bias)
+    assert c["kHasBias"] == (batch > 0)
+    if batch == 0:
+        nothing = {"data": None, "batch": 0, "head": 0, "query": 0, "key": 0}
+        return {"bias": nothing, "softcap_bias": 0.0}
+    assert (c["kBiasQueries"], c["kBiasKeys"]) == (queries > 1, keys > 1)
+    assert c["kBiasFloat32"] == (case.bias_dtype == "float32")
+    strides = {
+        "batch": heads * queries * keys if batch > 1 else 0,
+        "head": queries * keys if heads > 1 else 0,
+        "query": keys if queries > 1 else 0,
+        "key": int(keys > 1),
+    }
+    cap = case.softcap
+    return {
+        "bias": {"data": "bias", **strides},
+        "softcap_bias": np.float32(1 / cap) if cap else 0.0,
+        "scale_log2": np.float32((cap or 1.0) / math.log(2)),
+    }
+
+
+def check_dbias(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]:
+    """Checks the launches that sum the gradient of the bias; returns their parameters."""
+    after = call.launches[[x.entry for x in call.launches].index("flash_backward_finish") + 1 :]
+    batch, heads, queries, keys = term_sizes(case, case.bias)
+    elements = batch * heads * queries * keys
+    if elements == 0:
+        assert after == []
+        names = ("bias_elements", "bias_batches", "bias_heads", "dbias_parts")
+        return dict.fromkeys(names, 0) | {"dbias": None, "dbias_sum": None}
+    main, *rest = after
+    parts = main.params["dbias_parts"]
+    blocks = batch * heads
+    blocks *= ceil_div(queries, c["kBlockQ"]) * ceil_div(keys, c["kBlockKV"])
+    pairs = ceil_div(case.T, c["kBlockQ"]) * ceil_div(case.S, c["kBlockKV"])
+    assert 1 <= parts <= math.prod(case.batch) * case.N * pairs // blocks
+    assert (main.entry, main.grid) == ("flash_backward_bias", [blocks * parts, 1, 1])
+    assert main.block == [2 * c["kBlockKV"], 1, 1]
+    boxes = ceil_div(case.H, 64) + ceil_div(case.value_dim, 64)
+    assert main.shared == 128 * boxes * (c["kBlockQ"] + c["kBlockKV"])
+    if parts > 1:
+        (last,) = rest
+        assert (last.entry, last.block, last.shared) == ("flash_backward_bias_sum", [256, 1, 1], 0)
+        assert last.grid == [ceil_div(elements, 256), 1, 1]
+    else:
+        assert rest == []
+    return {
+        "dbias": "dbias",
+        "dbias_sum": f"float32[{parts * elements}]" if parts > 1 else None,
+        "bias_elements": elements,
+        "bias_batches": batch,
+        "bias_heads": heads,
+        "dbias_parts": parts,
     }
 
 
@@ -417,6 +479,8 @@ def names_of_buffers(case: Case, recording: Recording) -> list[list[str | None]]
     names = []
     for call in recording.calls:
         results = RESULTS[call.target]
+        if call.target == "backward" and case.bias:
+            results = [*results, "dbias"]
         names.append([known[buffer["sum"]] for buffer in call.operands] + results)
         assert len(set(names[-1])) == len(names[-1])
         names[-1] += [name_workspace(buffer) for buffer in call.results[len(results) :]]

@@ -60,6 +60,7 @@ def configurations() -> Iterator[tuple[str, Problem, Shapes]]:
         yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
     yield from masks()
     yield from dropouts()
+    yield from biases()
     everything = dataclasses.replace(PLAIN, **FEATURES["everything"])
     yield "100/36 everything", everything, dataclasses.replace(SHAPES, head_dim=100, value_dim=36)
 
@@ -107,6 +108,37 @@ def masks() -> Iterator[tuple[str, Problem, Shapes]]:
         yield f"mask {name}", dataclasses.replace(PLAIN, terms=("mask",), window=(None, 0)), shapes
     shapes = dataclasses.replace(SHAPES, head_dim=100, value_dim=36, mask=full)
     yield "100/36 mask", dataclasses.replace(PLAIN, terms=("mask",)), shapes
+
+
+def biases() -> Iterator[tuple[str, Problem, Shapes]]:
+    problem = dataclasses.replace(PLAIN, terms=("bias",))
+    for dtype in ("bfloat16", "float16", "float32"):
+        full = TermShape(dtype, batch=1, heads=16, queries=4096, keys=4096)
+        for dim in (64, 128, 256) if dtype != "float16" else (128,):
+            shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, bias=full)
+            yield f"{dim} bias {dtype}", problem, shapes
+            yield (
+                f"{dim} causal bias {dtype}",
+                dataclasses.replace(problem, window=(None, 0)),
+                shapes,
+            )
+    changes = {"queries": {"keys": 1}, "keys": {"queries": 1}, "heads": {"keys": 1, "queries": 1}}
+    for name, change in changes.items():
+        shapes = dataclasses.replace(SHAPES, bias=dataclasses.replace(full, **change))
+        yield f"bias {name}", dataclasses.replace(problem, softcap=5.0), shapes
+    odd = dataclasses.replace(full, dtype="bfloat16", keys=333)
+    shapes = dataclasses.replace(SHAPES, kv_len=333, bias=odd, kv_heads=4)
+    yield "bias odd", problem, shapes
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    for dim in (64, 128):
+        bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, bias=bias, mask=mask)
+        yield f"{dim} bias mask", dataclasses.replace(PLAIN, terms=("bias", "mask")), shapes
+        drops = {"terms": ("bias", "dropout_state"), "dropout_rate": 0.1}
+        shapes = dataclasses.replace(shapes, mask=None)
+        yield f"{dim} bias dropout", dataclasses.replace(PLAIN, **drops), shapes
+    shapes = dataclasses.replace(shapes, head_dim=100, value_dim=36, mask=mask)
+    yield "100/36 bias mask", dataclasses.replace(PLAIN, terms=("bias", "mask")), shapes
 
 
 CONFIGURATIONS = [pytest.param(*rest, id=name) for name, *rest in configurations()]

@@ -45,6 +45,7 @@ SUPPORTED: dict[str, tuple[dict, list[str]]] = {
     "key lengths": (KEY_LENGTHS, ["terms = 8 ", "kHasKeyValueLengths = true"]),
     "segments": (SEGMENTS, ["terms = 48 ", "kHasSegments = true"]),
     "sinks": (SINKS, ["terms = 64 "]),
+    "bias": ({"bias": array(N, 1, S, dtype="float32")}, ["terms = 1 ", "kBiasFloat32 = true"]),
     "mask": ({"mask": array(B, 1, 1, S, dtype="bool")}, ["terms = 2 ", "kHasMask = true"]),
     "dropout": (
         {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
@@ -52,9 +53,6 @@ SUPPORTED: dict[str, tuple[dict, list[str]]] = {
     ),
     "deterministic": ({"deterministic": True}, ["deterministic = true"]),
     "lse": ({"return_lse": True}, []),
-}
-REFUSED: dict[str, tuple[dict, str]] = {
-    "bias": ({"bias": array(N, T, S, dtype="float32")}, "bias"),
 }
 
 
@@ -108,15 +106,14 @@ def test_gradient_is_one_custom_call_more(name: str):
     assert f"x{T}x{S}x" not in program  # no array of the size of the scores
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_feature_runs_on_xla_and_says_so_once(name: str, recwarn: pytest.WarningsRecorder):
-    options, feature = REFUSED[name]
+def test_refused_head_dim_runs_on_xla_and_says_so_once(recwarn: pytest.WarningsRecorder):
+    wide = (array(B, T, N, 320), array(B, S, K, 320), array(B, S, K, 320))
     _backends.warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match=f"without its CUDA kernels.* {feature}"):
-        assert calls(lower_options(options)) == []
+    with pytest.warns(RuntimeWarning, match="without its CUDA kernels.* up to 256, not 320"):
+        assert calls(lower(flash_attention, *wide)) == []
     jax.clear_caches()
     recwarn.clear()
-    lower_options(options)
+    lower(flash_attention, *wide)
     assert not recwarn.list
 
 

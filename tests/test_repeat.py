@@ -53,6 +53,8 @@ LARGE = (
     large("lengths bottom right", H=128, q_lengths=(1000, 600, 77), kv_lengths=(900, 1000, 333),
           causal=True, align="bottom_right"),
     large("window", H=128, T=1700, S=1333, window=(200, 100), align="bottom_right"),
+    large("bias", bias="1nts", bias_dtype="float32"),
+    large("bias summed", H=128, bias="11t1", causal=True),
     large("mask", H=128, mask="b1ts"),
     large("mask gqa causal", K=2, mask="bnts", mask_density=0.01, causal=True),
     large("dropout", H=128, dropout=0.3),

@@ -45,6 +45,9 @@ __device__ __forceinline__ Weights weights(const BackwardParams& p, int batch, i
   for (int c = 0; c < kValueDim; ++c) {
     dp = fmaf(load_element(p.dout_data, dout + c), load_element(p.value_data, v + c), dp);
   }
+  if constexpr (kHasBias) {
+    score[0] = with_bias(p, score[0], bias::at(p, batch, head, query, key));
+  }
   score_function(p, score);
   const float probability = exp2_approx(fmaf(score[0], p.scale_log2, lse));
   if (!kept) dp = 0.f;

@@ -145,6 +145,11 @@ __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("ld.global.ca.b32 %0, [%1];" : "=r"(unused) : "l"(address) : "memory");
 }
 
+// Brings a cache line into L2.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- arithmetic ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -1,6 +1,7 @@
 // The terms of attention on a GPU, the arithmetic of each written here and nowhere else.
 //
-//   logit  what happens to a score between Q.K^T and the softmax: scale, softcap, and its slope
+//   logit  what happens to a score between Q.K^T and the softmax: scale, bias, softcap, and its
+//          slope
 //   sees   which pairs of query and key there are: window, lengths, segments, mask
 //   keep   which weights dropout keeps: dropout.cuh
 //
@@ -9,6 +10,7 @@
 // call does not have is constexpr off. Blocks of pairs are the matter of walk.cuh.
 #pragma once
 
+#include "bias.cuh"
 #include "dropout.cuh"
 #include "fragment.cuh"
 #include "mask.cuh"
@@ -18,21 +20,30 @@
 
 // ---- logit --------------------------------------------------------------------------------------
 
+// A score q.k with the bias of its pair: q.k * scale + bias, both by the cap if there is one.
+template <class Params>
+__device__ __forceinline__ float with_bias(const Params& p, float score, float bias) {
+  if constexpr (kSoftcap) return fmaf(score, p.softcap_inner, bias * p.softcap_bias);
+  return fmaf(score, p.scale, bias);
+}
+
 // Scores x = q.k become y in place; the logit, in log2 units, is y * scale_log2 of the parameters,
 // which whoever takes its exponential multiplies in. kScaleFirst: the scale is not positive, so
 // that y has to contain it where maxima are looked for.
 //   plain    y = x,                        scale_log2 = log2(e) * scale
 //   softcap  y = tanh(x * scale / cap),    scale_log2 = log2(e) * cap
+//   bias     x of with_bias,               scale_log2 = log2(e), or of the softcap
 template <bool kScaleFirst = false, class Params, int kCount>
 __device__ __forceinline__ void score_function(const Params& p, float (&scores)[kCount]) {
   if constexpr (kSoftcap) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       // tanh(x) = 1 - 2 / (1 + e^2x): relative error 1e-6, where tanh.approx has 5e-4.
-      const float e = ptx::exp2_approx(scores[i] * (p.softcap_inner * 2.8853900817779268f));
+      const float inner = kHasBias ? 1.0f : p.softcap_inner;
+      const float e = ptx::exp2_approx(scores[i] * (inner * 2.8853900817779268f));
       scores[i] = 1.0f - 2.0f * ptx::reciprocal_approx(1.0f + e);
     }
-  } else if constexpr (kScaleFirst) {
+  } else if constexpr (kScaleFirst && !kHasBias) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scores[i] *= p.scale;
   }
@@ -82,13 +93,16 @@ __device__ __forceinline__ bool sees(const Params& p, int batch, int head, int q
     const int64 at = broadcast_at(p.mask.bytes, batch, head, query, key);
     seen = seen && static_cast<const unsigned char*>(p.mask.bytes.data)[at] != 0;
   }
+  if constexpr (kHasBias && !kSoftcap) {  // a logit of -inf hides the key's value
+    seen = seen && bias::at(p, batch, head, query, key) != kNegativeInfinity;
+  }
   return seen;
 }
 
 // Do two queries see the same keys, window and lengths aside?
 template <class Params>
 __device__ __forceinline__ bool see_alike(const Params& p, int batch, int one, int other) {
-  if constexpr (kHasMask && kMaskQueries) return one == other;
+  if constexpr ((kHasMask && kMaskQueries) || (kHasBias && kBiasQueries)) return one == other;
   if constexpr (!kHasSegments) return true;
   const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
   return ids[one] == ids[other];

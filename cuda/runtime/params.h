@@ -103,6 +103,7 @@ struct BackwardParams {
   void* dquery;            // [B, T, N, H]
   void* dkey_data;         // [B, S, K, H]   the arrays of the maps dkey and dvalue
   void* dvalue_data;       // [B, S, K, Hv]
+  void* dbias;             // of the bias's shape and type, only with kHasDbias
 
   const int* query_lengths;       // [B]
   const int* key_value_lengths;   // [B]
@@ -123,7 +124,13 @@ struct BackwardParams {
   int* turns;          // [B, N, Q, kTurnParts], only with kDeterministic
   int* query_segment_ranges;  // [B, Q, 2] smallest and largest id, only with kHasSegments
   int* key_segment_ranges;    // [B, ceil(S / kBlockKV), 2], likewise
+  float* dbias_sum;           // [dbias_parts, bias_elements], only with several parts
   int* marks;  // [B, K, ceil(S / kBlockKV), kBlockKV / 16, 2]: are 16 rows of dk, dv not all finite
+
+  long long bias_elements;  // of the bias: batch rows * heads * queries * keys that it has
+  int bias_batches;         // batch rows that it has: B or 1
+  int bias_heads;           // N or 1
+  int dbias_parts;          // CTAs that share the sums of one of its blocks
 
   int batch;        // B
   int query_len;    // T

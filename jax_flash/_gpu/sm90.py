@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_flash._call import Call
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._problem import Problem, Shapes
+from jax_flash._problem import Problem, Shapes, TermShape
 from jax_flash._terms import TERMS
 
 # The terms that the kernels compute -> how many 32-bit values of each a thread of the forward's
@@ -30,6 +30,7 @@ _HELD = {
     "sinks": 1,
     "mask": 8,
     "dropout_state": 3,  # and what its draws pass through
+    "bias": 32,
 }
 # Beside them three warpgroups, of 160 registers a thread, have room for lengths alone or segments
 # alone, in the registers that the weights had before (`drains`); with more ptxas spills, and two
@@ -61,7 +62,10 @@ class Sm90(Family):
         problem = call.problem
         if "dout" in call.operands:
             tiling = tiling or choose_backward(problem, shapes, gpu)
-            constants = tiling.constants(problem, shapes) | {"kHasDlse": "dlse" in call.operands}
+            constants = tiling.constants(problem, shapes) | {
+                "kHasDlse": "dlse" in call.operands,
+                "kHasDbias": "dbias" in call.results,
+            }
         else:
             tiling = tiling or choose_forward(problem, shapes, gpu)
             constants = tiling.constants(problem, shapes)
@@ -222,6 +226,12 @@ class BackwardTiling:
         sums = 16384 if self.wide else 16384 * max(head_boxes, value_boxes)
         return 1024 + both * (self.block_kv + self.stages * self.block_q) + rows + scores + sums
 
+    @property
+    def bias_shared_bytes(self) -> int:
+        """The same of the kernel that sums the gradient of a bias."""
+        boxes = _boxes(self.head_dim) + _boxes(self.value_dim)
+        return 128 * boxes * (self.block_kv + self.block_q)
+
     def launch(self) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (BackwardLaunch in families/sm90.cc)."""
         return {
@@ -234,6 +244,7 @@ class BackwardTiling:
             "l2_heads": self.l2_heads,
             "tma_loads": self.tma_loads,
             "dq_row_bytes": self.dq_row_bytes,
+            "bias_shared_bytes": self.bias_shared_bytes,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
@@ -256,7 +267,32 @@ class BackwardTiling:
             # Where rows of dk and dv are not finite.
             "marks": _int32(kv_heads, key_blocks, self.block_kv // 16, 2),
             **_mask_by_key(shapes, self.block_q, self.block_kv),
+            "dbias_sum": self._dbias_sum(shapes),
         }
+
+    def _dbias_sum(self, shapes: Shapes) -> jax.ShapeDtypeStruct:
+        """Returns the parts of a bias's gradient, of CTAs that share one of its blocks.
+
+        The first dim counts them; with one there is nothing to keep.
+        """
+        bias = shapes.bias
+        if bias is None:
+            return _float32(0, 0)
+        sizes = (bias.batch, bias.heads, bias.queries, bias.keys)
+        query_blocks = _blocks(_known(shapes.q_len, 1), self.block_q)
+        key_blocks = _blocks(_known(shapes.kv_len, 1), self.block_kv)
+        own = math.prod(
+            1 if _is_one(size) else count
+            for size, count in zip(
+                sizes,
+                (_known(shapes.batch, 1), _known(shapes.q_heads, 1), query_blocks, key_blocks),
+                strict=True,
+            )
+        )
+        pairs = _known(shapes.batch, 1) * _known(shapes.q_heads, 1) * query_blocks * key_blocks
+        # Two CTAs for each of 132 multiprocessors; of more blocks than half as many, one each.
+        parts = 1 if 2 * own > _CTAS else max(1, min(pairs // own, -(-_CTAS // own)))
+        return _float32(parts, math.prod(sizes) if parts > 1 else 0)
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, but for kHasDlse."""
@@ -274,6 +310,8 @@ class BackwardTiling:
             "kDeterministic": problem.deterministic,
         }
 
+
+_CTAS = 264  # that sum a bias's gradient at once
 
 Tiling = ForwardTiling | BackwardTiling
 
@@ -296,10 +334,21 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 and not own_rows else 1
     # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
     l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if causal else 1
+    # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
+    bias_bytes = _bias_bytes(shapes.bias)
+    beside = bias_bytes > 0 and (shapes.mask or drops)
+    crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or beside
+    widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
         return ForwardTiling(
             *dims,
-            block_kv=128 if widest <= 128 else 64 if plain and not any(x % 2 for x in dims) else 48,
+            block_kv=widest_block
+            if widest <= 128
+            else 64
+            if plain and not any(x % 2 for x in dims)
+            else 32
+            if bias_bytes == 4
+            else 48,
             consumers=2,
             tma_loads=False,
             query_stages=2 if widest <= 128 else 1,
@@ -323,7 +372,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
         held = sum(_HELD[term] for term in problem.terms)
         # Heads that share a block are of few rows.
         if held > _HELD_BY_THREE_WARPGROUPS or packed > 1:
-            return tiling(block_kv=128, consumers=2, stages=4, query_stages=2)
+            return tiling(block_kv=widest_block, consumers=2, stages=4, query_stages=2)
         # A window's left side and a softcap take registers in the walk too, a sink after it.
         walked = [term for term in problem.terms if term != "sinks"]
         drains = bool(walked) or problem.window[0] is not None or problem.softcap is not None
@@ -331,11 +380,11 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
             block_kv=128, consumers=3, stages=4, query_stages=2, ping_pong=False, drains=drains
         )
     if widest <= 128:
-        return tiling(block_kv=128, consumers=2, stages=3, dynamic=dynamic)
+        return tiling(block_kv=widest_block, consumers=2, stages=3, dynamic=dynamic)
     block_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
     # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
     if not plain or _known(shapes.kv_len, 4096) <= 512:
-        block_kv = min(block_kv, 64)
+        block_kv = min(block_kv, {0: 64, 2: 48, 4: 32}[bias_bytes])
     return tiling(block_kv=block_kv, consumers=2, dynamic=dynamic)
 
 
@@ -349,8 +398,10 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     wide = widest > 128 or (not tma_loads and min(shapes.head_dim, shapes.value_dim) > 112)
     # Dropout beside another term or a left window takes registers that 128 queries leave to nobody.
     drops = "dropout_state" in problem.terms
-    roomy = problem.softcap is None and not (
-        drops and (len(problem.terms) > 1 or problem.window[0] is not None)
+    roomy = (
+        problem.softcap is None
+        and shapes.bias is None
+        and not (drops and (len(problem.terms) > 1 or problem.window[0] is not None))
     )
     block_q = 128 if widest <= 64 and roomy else 64
     return BackwardTiling(
@@ -474,6 +525,16 @@ def _words(length: Any, block: int) -> int:
     return 1 if _is_one(length) or block <= 32 else 2 if block <= 64 else 4
 
 
+def _bias_bytes(bias: TermShape | None) -> int:
+    """Returns the bytes of an element, 0 without a bias."""
+    return 0 if bias is None else 4 if bias.dtype == "float32" else 2
+
+
+def _is_ragged(bias: TermShape | None) -> bool:
+    """Tells whether four elements of a bias take more than one load: rows are not so aligned."""
+    return bias is not None and _alignment(bias.keys, _bias_bytes(bias)) < 4 * _bias_bytes(bias)
+
+
 def _is_one(size: Any) -> bool:
     """Tells whether a term does not vary along a dim; a symbolic size may be any."""
     return isinstance(size, int) and size == 1
@@ -490,7 +551,8 @@ _LARGEST_FLOAT16_RATE = 0x7C00 / 2**15
 
 def _problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     left, right = problem.window
-    mask = shapes.mask
+    mask, bias = shapes.mask, shapes.bias
+    bias_type = None if bias is None else bias.dtype
     return {
         "kBFloat16": problem.dtype == "bfloat16",
         "kWindowLeft": left is not None,
@@ -500,6 +562,12 @@ def _problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kHasKeyValueLengths": "key_value_lengths" in problem.terms,
         "kHasSegments": "query_segments" in problem.terms,
         "kHasSinks": "sinks" in problem.terms,
+        "kHasBias": bias is not None,
+        "kBiasFloat32": bias_type == "float32",
+        "kBiasBFloat16": bias_type == "bfloat16",
+        "kBiasQueries": bias is not None and not _is_one(bias.queries),
+        "kBiasKeys": bias is not None and not _is_one(bias.keys),
+        "kBiasAlignment": 2 if bias is None else _alignment(bias.keys, _bias_bytes(bias)),
         "kHasMask": mask is not None,
         "kMaskQueries": mask is not None and not _is_one(mask.queries),
         "kMaskKeys": mask is not None and not _is_one(mask.keys),

@@ -25,12 +25,15 @@
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kWindowLeft, kWindowRight, kBottomRight, kSoftcap, kDeterministic
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasDlse, kHasMask
+//   bool kHasDbias            the bias has a gradient
+//   bool kHasBias, kBiasFloat32, kBiasBFloat16, kBiasQueries, kBiasKeys, int kBiasAlignment, and
 //   bool kMaskQueries, kMaskKeys, int kMaskAlignment   as for the forward
 //   bool kHasDropout, kDropsMost   as for the forward
 #pragma once
 
 #include "backward_finish.cuh"
 #include "backward_prepare.cuh"
+#include "sm90/backward_bias.cuh"
 #include "sm90/backward_narrow.cuh"
 
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)

@@ -335,6 +335,7 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
     if (u.total > 0) {
       const UnitRanges ranges = ranges_of(p, u, 64 * which);
       Walk walk(p, u);
+      prefetch_bias(p, u, walk, 64 * which);
       float dp[kScores];
       Dropped<kScores> dropped;
       begin_step(iteration, dp);
@@ -344,6 +345,7 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
       while (walk.left > 1) {
         const Last last = last_of(p, u, walk);
         walk.next(p, u);
+        prefetch_bias(p, u, walk, 64 * which);
         step<false>(p, u, ranges, which, iteration, walk, last, dp, dropped, dk, dv);
         ++iteration;
       }

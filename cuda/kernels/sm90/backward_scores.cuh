@@ -41,9 +41,14 @@ __device__ __forceinline__ Range full_starts(const BackwardParams& p, const vola
   return full_block_starts(sight_of(p, u), key, key + 63, kQueries);
 }
 
+// The wide kernel has four to eight registers for the bias.
+inline constexpr int kBiasParts = kKeys == 128 ? 1 : kBiasFloat32 ? 8 : 2;
+using BiasTile = bias::ColumnTile<kQueries / kBiasParts>;
+
 // What a step knows before its scores are there.
 struct Step {
   int head, m0;
+  BiasTile bias;      // unless it comes in parts
   bool whole = true;  // does the mask let all its queries see all keys [slab, slab + 64)?
 
   __device__ __forceinline__ Step(const BackwardParams& p, const volatile UnitRecord& u, int head,
@@ -53,6 +58,9 @@ struct Step {
       const int flag =
           mask::flag_by_key<kQueries, kKeys>(p, u.batch, head, m0 / kQueries, u.key0 / kKeys);
       whole = (flag & mask::kSeesAll << slab / 64) != 0;
+    }
+    if constexpr (kHasBias && kBiasParts == 1) {
+      bias.load(p, u.batch, head, m0, u.key0 + slab + warp_index() % 4 * 16);
     }
   }
 };
@@ -165,6 +173,33 @@ __device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u
   }
 }
 
+// Most likely the bias of the step after that of the walk, for the keys [slab, slab + 64).
+__device__ __forceinline__ void prefetch_bias(const BackwardParams& p, const volatile UnitRecord& u,
+                                              const Walk& walk, int slab) {
+  if constexpr (kHasBias) {
+    const bool same = walk.head + 1 < u.heads;  // query block
+    const int m0 = max(walk.m0 + (same ? 0 : kDirection * kQueries), 0);
+    bias::prefetch(p, u.batch, u.head + (same ? walk.head + 1 : 0), m0, u.key0 + slab);
+  }
+}
+
+// Adds the bias to S^T.
+__device__ __forceinline__ void add_bias(const BackwardParams& p, const volatile UnitRecord& u,
+                                         float (&x)[kScores], int slab, const Step& step) {
+#pragma unroll
+  for (int part = 0; part < kBiasParts; ++part) {
+    BiasTile tile = step.bias;
+    if constexpr (kBiasParts > 1) {
+      tile.load(p, u.batch, step.head, step.m0 + part * (kQueries / kBiasParts),
+                u.key0 + slab + warp_index() % 4 * 16);
+    }
+    constexpr int kCount = kScores / kBiasParts;
+    tile.visit([&](int i, float bias) {
+      x[part * kCount + i] = with_bias(p, x[part * kCount + i], bias);
+    });
+  }
+}
+
 // What dropout drops of the keys [slab, slab + 64) and a query block.
 __device__ __forceinline__ void draw_dropped(const BackwardParams& p, const volatile UnitRecord& u,
                                              int slab, const Walk& walk,
@@ -190,6 +225,7 @@ __device__ __forceinline__ void score_to_probability(
     const BackwardParams& p, const volatile UnitRecord& u, float (&x)[kScores],
     uint32 (&probability)[kScores / 2], const RowNumbers& minus_lse, int slab, const Range& full,
     const Step& step, const Dropped<kScores>& dropped) {
+  if constexpr (kHasBias) add_bias(p, u, x, slab, step);
   score_function(p, x);
   const int row = slab + fragment::first_row(threadIdx.x);
   if (is_full(p, u, full, slab, step)) {

@@ -13,6 +13,7 @@
 #include "backward_exact.cuh"
 #include "backward_finish.cuh"
 #include "backward_prepare.cuh"
+#include "sm90/backward_bias.cuh"
 #include "sm90/backward_load.cuh"
 #include "sm90/backward_scores.cuh"
 
@@ -176,6 +177,7 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
       while (walk.left > 1) {
         const Walk now = walk;
         walk.next(p, u);
+        prefetch_bias(p, u, walk, 0);
         probability_step<false>(p, u, iteration, now, walk.m0, x, dropped, dv);
         ++iteration;
       }

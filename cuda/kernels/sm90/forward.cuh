@@ -17,6 +17,8 @@
 //   bool kWindowLeft, kWindowRight   that side of the window is bounded (causal: right, by 0)
 //   bool kBottomRight         the last query is aligned with the last key
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasMask
+//   bool kHasBias, kBiasFloat32, kBiasBFloat16   its type: float32, else bfloat16, else float16
+//   bool kBiasQueries, kBiasKeys, int kBiasAlignment   as for the mask
 //   bool kMaskQueries, kMaskKeys   the mask varies with the query, the key
 //   int kMaskAlignment        of its rows, bytes: 1 to 16
 //   bool kHasDropout          kDropsMost: the threshold as a float16 is above the infinity

@@ -41,16 +41,16 @@ inline constexpr bool kListsBlocks = kHasSegments || kHasMask;
 inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight
 inline constexpr int kWholeBit = 28;
-// The mask's bits are fetched beside the product that they are for; with segments there is no
-// register for that.
-inline constexpr bool kBitsAhead = kHasMask && !kHasSegments;
+// The mask's bits are fetched beside the product that they are for; with segments or a bias there
+// is no register for that.
+inline constexpr bool kBitsAhead = kHasMask && !kHasSegments && !kHasBias;
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
 static_assert(kConsumers == 2 || kConsumers == 3);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
 static_assert(kWarpgroupRows % kPackedHeads == 0);
-static_assert(!kHasMask || kPackedHeads == 1, "heads of a unit have a mask of their own");
+static_assert((!kHasMask && !kHasBias) || kPackedHeads == 1, "a unit has one head's mask and bias");
 static_assert(!kHasDropout || kPackedHeads == 1, "a thread's rows are queries 8 apart");
 
 // Units have numbers of the schedule. A unit that is walked a second time has its number with all

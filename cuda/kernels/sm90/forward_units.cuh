@@ -255,7 +255,7 @@ struct Consumer : Warpgroup {
         skip_blocks(all.end - 1 - block);
         wait_key();
         begin_scores(scores);
-        fetch_terms();
+        fetch_terms(block);
         ptx::wgmma_wait<0>();
         return true;
       }
@@ -303,7 +303,7 @@ struct Consumer : Warpgroup {
         }
         begin_output(accumulate);
         pass_turn();
-        fetch_terms();
+        fetch_terms(block - 1);
         accumulate = 1;
         ptx::wgmma_wait<kDrains ? 0 : 1>();
         if constexpr (kDrains) ptx::pin(output);
@@ -338,7 +338,7 @@ struct Consumer : Warpgroup {
         ptx::pin(output);
         release_value();
         nonfinite = finish_unit(finished, softmax);
-        fetch_terms();
+        fetch_terms(block);
         ptx::wgmma_wait<0>();
       } else {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);

@@ -25,8 +25,9 @@ struct Warpgroup {
   float output[kValueColumns / 2];
   float correction[2];
   Softmax softmax;
-  mask::RowBits<kBlockKV> bits;  // of the block whose scores are on their way, unless it is whole
-  bool whole;                    // does the mask let the rows see all of the block?
+  mask::RowBits<kBlockKV> bits;    // of the block whose scores are on their way, unless it is whole
+  bias::RowTile<kBlockKV> biases;  // likewise
+  bool whole;                      // does the mask let the rows see all of the block?
 
   // The address of `shared`, in a register: the compiler would find it again for every barrier.
   const uint32 start = ptx::opaque(ptx::shared_address(&shared));
@@ -145,12 +146,24 @@ struct Warpgroup {
       block = ptx::uniform(shared.block_list[key_ring.stage()]) & ((1 << kWholeBit) - 1);
     }
   }
-  // Fetches what terms have for the block whose scores have been started, beside their product.
-  __device__ __forceinline__ void fetch_terms() {
+  // Fetches what terms have for the block whose scores have been started, beside their product;
+  // `next`: its number, unless it is listed.
+  __device__ __forceinline__ void fetch_terms(int next) {
     if constexpr (kHasMask) {
       const int listed = ptx::uniform(shared.block_list[key_ring.stage()]);
       whole = listed >> (kWholeBit + warpgroup) & 1;
       if constexpr (kBitsAhead) fetch_bits(bits, listed & ((1 << kWholeBit) - 1));
+    }
+    if constexpr (kHasBias) {
+      const UnitInfo& t = unit();
+      if constexpr (kListsBlocks) {
+        next = ptx::uniform(shared.block_list[key_ring.stage()]) & ((1 << kWholeBit) - 1);
+      }
+      const int first_key = next * kBlockKV;
+      biases.load(p, t.batch, t.head, [&](int row) { return packed_row(t, row); }, first_key);
+      // Most likely the one after it.
+      bias::prefetch(p, t.batch, t.head, t.first_row + warpgroup * kWarpgroupRows,
+                     max(first_key - kBlockKV, 0));
     }
   }
   __device__ __forceinline__ void fetch_bits(mask::RowBits<kBlockKV>& to, int of_block) const {
@@ -193,9 +206,16 @@ struct Warpgroup {
     const Range columns = row_columns(seen(t), last_query, block * kBlockKV);
     return __all_sync(0xffffffffu, columns.end <= kBlockKV / 2);
   }
+  // Scores to logits, as score_function has them.
+  __device__ __forceinline__ void apply_terms(Scores& scores) const {
+    if constexpr (kHasBias) {
+      biases.visit([&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
+    }
+    score_function<kPreScale>(p, scores);
+  }
   // Weights of the unit's first block. Of a diagonal one, half of the warps see half.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
-    score_function<kPreScale>(p, scores);
+    apply_terms(scores);
     if (!is_full() && sees_first_half_only()) {
       mask_scores<kBlockKV / 4, false>(scores);
       softmax.start<kBlockKV / 4>(scores, p.scale_log2);
@@ -207,7 +227,7 @@ struct Warpgroup {
   }
   // Weights of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
-    score_function<kPreScale>(p, scores);
+    apply_terms(scores);
     if (!is_full()) mask_scores<kBlockKV / 2, true>(scores);
     const bool rescale = softmax.extend(scores, p.scale_log2, searches, correction);
     if (searches) searches = !softmax.is_started() || is_again(unit().number);

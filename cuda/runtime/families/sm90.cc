@@ -44,6 +44,7 @@ struct BackwardLaunch {
   std::int64_t l2_heads;
   bool tma_loads;
   std::int64_t dq_row_bytes;
+  std::int64_t bias_shared_bytes;
 };
 
 }  // namespace jax_flash
@@ -59,7 +60,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("block_q"),
     StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("turn_parts"),
     StructMember<std::int64_t>("dq_boxes"), StructMember<std::int64_t>("l2_heads"),
-    StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"));
+    StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"),
+    StructMember<std::int64_t>("bias_shared_bytes"));
 
 namespace jax_flash {
 namespace {
@@ -99,7 +101,6 @@ ffi::Error CheckOperands(const Operands& operands, bool tma_loads) {
                      std::to_string(dim));
     }
   }
-  if (operands.terms[kBias]) return Invalid("the CUDA kernels take no bias");
   for (std::int64_t size : {s.batch, s.q_len, s.kv_len, s.q_heads, s.kv_heads}) {
     if (size > kMaxInt / 2) return Invalid("a dim of " + std::to_string(size) + " is too large");
   }
@@ -164,6 +165,7 @@ struct TermSizes {
   std::int64_t batch, heads, queries, keys;
 
   std::int64_t parts() const { return batch * heads; }
+  std::int64_t elements() const { return batch * heads * queries * keys; }
 };
 ffi::Error ReadTerm(const Operands& operands, Term term, TermSizes* sizes) {
   *sizes = {0, 0, 0, 0};
@@ -186,6 +188,20 @@ Broadcast BroadcastOf(const Operands& operands, Term term, const TermSizes& s) {
   };
   return {operands.Data<void>(term), step(s.batch, s.heads * s.queries * s.keys),
           step(s.heads, s.queries * s.keys), step(s.queries, s.keys), step(s.keys, 1)};
+}
+
+// What the parameters of both passes have of the bias, and the unit of the logits with one.
+template <class Params>
+ffi::Error SetBias(const Operands& operands, const ProblemAttribute& problem, TermSizes* sizes,
+                   Params* params) {
+  if (auto error = ReadTerm(operands, kBias, sizes); error.failure()) return error;
+  params->bias = BroadcastOf(operands, kBias, *sizes);
+  params->softcap_inner =
+      problem.softcap > 0 ? static_cast<float>(problem.scale / problem.softcap) : 0;
+  if (operands.terms[kBias] && problem.softcap > 0) {
+    params->softcap_bias = static_cast<float>(1 / problem.softcap);
+  }
+  return ffi::Error::Success();
 }
 
 // The bits of a block of so many columns, padded to words that one thread loads at once.
@@ -262,11 +278,12 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.out = operands.out;
   params.lse = operands.lse;
   params.l2_heads = ClampHeads(launch.l2_heads, s.batch * s.q_heads / launch.packed_heads);
+  TermSizes bias;
+  if (auto error = SetBias(operands, problem, &bias, &params); error.failure()) return error;
+  const bool scaled_first = problem.scale <= 0 || problem.Has(kBias);
   params.scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0 ? problem.softcap
-                                                   : problem.scale > 0 ? problem.scale
-                                                                       : 1));
-  params.softcap_inner =
-      problem.softcap > 0 ? static_cast<float>(problem.scale / problem.softcap) : 0;
+                                                   : scaled_first      ? 1
+                                                                       : problem.scale));
 
   Session session(stream, program);
   const auto type = MapType(operands.dtype);
@@ -342,6 +359,10 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
   const std::int64_t mask_blocks = SetMask(operands, mask, launch.block_q, launch.block_kv,
                                            /*by_key=*/true, &workspaces, &params.mask);
+  TermSizes bias;
+  if (auto error = SetBias(operands, problem, &bias, &params); error.failure()) return error;
+  std::int64_t dbias_parts = 0, dbias_kept = 0;
+  workspaces.Take("dbias_sum", {&dbias_parts, &dbias_kept}, &params.dbias_sum);
   workspaces.CheckBlocks("queries", query_blocks, launch.block_q, s.q_len);
   workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
   workspaces.CheckBlocks("columns of dq", launch.dq_boxes, 64, s.head_dim);
@@ -357,10 +378,19 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   params.dkey_data = operands.dk;
   params.dvalue_data = operands.dv;
   params.l2_heads = ClampHeads(launch.l2_heads, kv_heads);
-  params.scale_log2 =
-      static_cast<float>(kLog2E * (problem.softcap > 0 ? problem.softcap : problem.scale));
-  params.softcap_inner =
-      problem.softcap > 0 ? static_cast<float>(problem.scale / problem.softcap) : 0;
+  if (with_dbias) {
+    if (dbias_parts < 1 || dbias_kept != (dbias_parts > 1 ? bias.elements() : 0)) {
+      return Invalid("the workspace dbias_sum does not fit the bias");
+    }
+    params.dbias = operands.dbias->untyped_data();
+    params.bias_elements = bias.elements();
+    params.bias_batches = static_cast<int>(bias.batch);
+    params.bias_heads = static_cast<int>(bias.heads);
+    params.dbias_parts = static_cast<int>(dbias_parts);
+  }
+  params.scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0  ? problem.softcap
+                                                   : problem.Has(kBias) ? 1
+                                                                        : problem.scale));
 
   Session session(stream, program);
   const auto type = MapType(operands.dtype);
@@ -380,6 +410,15 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   session.Launch("flash_backward_prepare", {pieces, 128, 0}, &params);
   session.LaunchPersistent("flash_backward", units, launch.threads, launch.shared_bytes, &params);
   session.Launch("flash_backward_finish", {pieces * launch.dq_boxes, 128, 0}, &params);
+  if (with_dbias && bias.elements() > 0) {
+    const std::int64_t blocks =
+        bias.parts() * (bias.queries == 1 ? 1 : query_blocks) * (bias.keys == 1 ? 1 : key_blocks);
+    session.Launch("flash_backward_bias",
+                   {blocks * dbias_parts, 2 * launch.block_kv, launch.bias_shared_bytes}, &params);
+    if (dbias_parts > 1) {
+      session.Launch("flash_backward_bias_sum", {CeilDiv(bias.elements(), 256), 256, 0}, &params);
+    }
+  }
   return session.error();
 }
 

@@ -1,0 +1,238 @@
+// The bias: its elements on the way to the fragments of S or S^T.
+//
+// It is read as given: float32, bfloat16 or float16 whatever the query's type (kBiasFloat32,
+// kBiasBFloat16), and once along the dims that it does not have (kBiasQueries and kBiasKeys: it
+// varies with the query, the key). Of every 16 keys of a query the four threads of a quad load four
+// each, 8 or 16 bytes, and exchange half of them; S^T takes them from there by transposing 8 x 8.
+#pragma once
+
+#include "element.cuh"
+#include "fragment.cuh"
+#include "numbers.cuh"
+#include "params.h"
+#include "ptx.cuh"
+#include "rows.cuh"
+
+namespace bias {
+
+inline constexpr int kBytes = kBiasFloat32 ? 4 : 2;
+inline constexpr int kPairWords = kBytes / 2;  // 32-bit words of two elements
+inline constexpr bool kIsMatrix = kBiasQueries && kBiasKeys;
+using Pair = uint32[kPairWords];
+using Narrow = ElementType<kBiasBFloat16>::Type;  // unless it is float32
+
+__device__ __forceinline__ float2 unpack(const Pair& pair) {
+  if constexpr (kBiasFloat32) {
+    return {__uint_as_float(pair[0]), __uint_as_float(pair[kPairWords - 1])};
+  } else {
+    return {Narrow::unpack_low(pair[0]), Narrow::unpack_high(pair[0])};
+  }
+}
+
+// The first byte of the element of a pair; of all along the dims that the bias does not have.
+template <class Params>
+__device__ __forceinline__ const char* place(const Params& p, int batch, int head, int query,
+                                             int key) {
+  int64 at = batch * p.bias.batch + head * p.bias.head;
+  if constexpr (kBiasQueries) at += query * p.bias.query;
+  if constexpr (kBiasKeys) at += key;
+  return static_cast<const char*>(p.bias.data) + at * kBytes;
+}
+__device__ __forceinline__ float load(const char* from) {
+  if constexpr (kBiasFloat32) return __ldg(reinterpret_cast<const float*>(from));
+  return Narrow::unpack(__ldg(reinterpret_cast<const uint16*>(from)));
+}
+// Of one pair, which exists.
+template <class Params>
+__device__ __forceinline__ float at(const Params& p, int batch, int head, int query, int key) {
+  return load(place(p, batch, head, query, key));
+}
+
+// Of its gradient: element number `index`, rounded to the bias's type.
+__device__ __forceinline__ void store(void* array, int64 index, float value) {
+  if constexpr (kBiasFloat32) {
+    static_cast<float*>(array)[index] = value;
+  } else {
+    static_cast<uint16*>(array)[index] = static_cast<uint16>(Narrow::pack(value, 0.0f));
+  }
+}
+
+// Four elements of a row; those from `count` on are not read and give 0.
+__device__ __forceinline__ void load_four(const char* from, int count, uint32* words) {
+  constexpr int kPart = kBiasAlignment < 4 * kBytes ? kBiasAlignment : 4 * kBytes;
+  using Part = typename Word<kPart>::Type;
+  union {
+    Part parts[4 * kBytes / kPart];
+    uint32 words[2 * kPairWords];
+  } piece;
+#pragma unroll
+  for (int i = 0; i < 4 * kBytes / kPart; ++i) {
+    piece.parts[i] =
+        i * kPart < count * kBytes ? __ldg(reinterpret_cast<const Part*>(from) + i) : Part{};
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * kPairWords; ++i) words[i] = piece.words[i];
+}
+// Which four of 16 columns a thread loads: so that one exchange with its neighbour suffices.
+__device__ __forceinline__ int first_of_four(uint32 thread) {
+  return 4 * (thread % 2 * 2 + thread % 4 / 2);
+}
+// The pairs that belong to a thread's columns in the first and the second 8 of the 16.
+__device__ __forceinline__ void exchange(const uint32* words, Pair& low, Pair& high) {
+  const bool odd = threadIdx.x % 2 != 0;
+#pragma unroll
+  for (int i = 0; i < kPairWords; ++i) {
+    const uint32 first = words[i], second = words[kPairWords + i];
+    const uint32 got = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+    low[i] = odd ? got : first;
+    high[i] = odd ? second : got;
+  }
+}
+// Two columns of a row, of 8 x 8 that the warp holds, become two rows of a column.
+__device__ __forceinline__ void transpose(Pair& pair) {
+  if constexpr (kBiasFloat32) {
+    const uint32 low = ptx::transpose_matrix(__byte_perm(pair[0], pair[kPairWords - 1], 0x5410));
+    const uint32 high = ptx::transpose_matrix(__byte_perm(pair[0], pair[kPairWords - 1], 0x7632));
+    pair[0] = __byte_perm(low, high, 0x5410);
+    pair[kPairWords - 1] = __byte_perm(low, high, 0x7632);
+  } else {
+    pair[0] = ptx::transpose_matrix(pair[0]);
+  }
+}
+
+// Beside a fragment of S, whose rows are queries, by kKeys.
+template <int kKeys>
+struct RowTile {
+  static constexpr int kRows = kBiasQueries ? 2 : 1, kGroups = kKeys / 16;
+  static constexpr int kWords = kBiasKeys ? kGroups * 2 * kPairWords : 1;
+  uint32 words[kRows][kWords];
+
+  // query_of(row): of the thread's row 0 or 1.
+  template <class Params, class QueryOf>
+  __device__ __forceinline__ void load(const Params& p, int batch, int head, QueryOf query_of,
+                                       int first_key) {
+    const int key = first_key + first_of_four(threadIdx.x);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const int query = kBiasQueries ? min(query_of(row), p.query_len - 1) : 0;
+      const char* from = place(p, batch, head, query, key);
+      if constexpr (kBiasKeys) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          load_four(from + 16 * g * kBytes, p.kv_len - key - 16 * g,
+                    words[row] + 2 * kPairWords * g);
+        }
+      } else {
+        words[row][0] = __float_as_uint(bias::load(from));
+      }
+    }
+  }
+  // apply(i, what belongs to element i).
+  template <class Apply>
+  __device__ __forceinline__ void visit(Apply apply) const {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const uint32* mine = words[kBiasQueries ? row : 0];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        float2 low, high;
+        if constexpr (kBiasKeys) {
+          Pair pairs[2];
+          exchange(mine + 2 * kPairWords * g, pairs[0], pairs[1]);
+          low = unpack(pairs[0]);
+          high = unpack(pairs[1]);
+        } else {
+          const float one = __uint_as_float(mine[0]);
+          low = high = float2{one, one};
+        }
+        apply(fragment::element(2 * g, row, 0), low.x);
+        apply(fragment::element(2 * g, row, 1), low.y);
+        apply(fragment::element(2 * g + 1, row, 0), high.x);
+        apply(fragment::element(2 * g + 1, row, 1), high.y);
+      }
+    }
+  }
+};
+
+// Beside a fragment of S^T, whose rows are keys, by kQueries. Whole warps call.
+template <int kQueries>
+struct ColumnTile {
+  static constexpr int kSteps = kQueries / 8;
+  static constexpr int kWords = kIsMatrix      ? kSteps * 2 * kPairWords
+                                : kBiasKeys    ? 2
+                                : kBiasQueries ? kSteps * 2
+                                               : 1;
+  uint32 words[kWords];
+
+  // `key`: the first of the 16 of the warp.
+  template <class Params>
+  __device__ __forceinline__ void load(const Params& p, int batch, int head, int first_query,
+                                       int key) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kIsMatrix) {
+      const int mine = key + first_of_four(lane);
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j) {
+        const int query = min(first_query + 8 * j + lane / 4, p.query_len - 1);
+        load_four(place(p, batch, head, query, mine), p.kv_len - mine, words + 2 * kPairWords * j);
+      }
+    } else if constexpr (kBiasKeys) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int mine = min(key + lane / 4 + fragment::kRowStep * row, p.kv_len - 1);
+        words[row] = __float_as_uint(at(p, batch, head, 0, mine));
+      }
+    } else if constexpr (kBiasQueries) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const int query = first_query + 8 * (i / 2) + fragment::first_column(lane) + i % 2;
+        words[i] = __float_as_uint(at(p, batch, head, min(query, p.query_len - 1), 0));
+      }
+    } else {
+      words[0] = __float_as_uint(at(p, batch, head, 0, 0));
+    }
+  }
+  // apply(i, what belongs to element i).
+  template <class Apply>
+  __device__ __forceinline__ void visit(Apply apply) const {
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      float2 rows[2];
+      if constexpr (kIsMatrix) {
+        Pair pairs[2];
+        exchange(words + 2 * kPairWords * j, pairs[0], pairs[1]);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          transpose(pairs[row]);
+          rows[row] = unpack(pairs[row]);
+        }
+      } else {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int i = kBiasKeys ? row : kBiasQueries ? 2 * j : 0;
+          rows[row] = {__uint_as_float(words[i]), __uint_as_float(words[kBiasQueries ? i + 1 : i])};
+        }
+      }
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        apply(fragment::element(j, row, 0), rows[row].x);
+        apply(fragment::element(j, row, 1), rows[row].y);
+      }
+    }
+  }
+};
+
+// Brings the bias of 64 queries and up to 256 bytes of keys into L2; by one warpgroup.
+template <class Params>
+__device__ __forceinline__ void prefetch(const Params& p, int batch, int head, int first_query,
+                                         int first_key) {
+  if constexpr (kIsMatrix) {
+    const int thread = threadIdx.x % 128;
+    const int query = first_query + thread / 2, key = first_key + thread % 2 * 128 / kBytes;
+    if (query < p.query_len && key < p.kv_len) {
+      ptx::prefetch_l2(place(p, batch, head, query, key));
+    }
+  }
+}
+
+}  // namespace bias
