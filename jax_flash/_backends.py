@@ -86,7 +86,7 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
         for entry in plan.entries:
             _native.load_kernel(**plan.program, entry=entry)
 
-    results = _results(call, tuple(named.values()))
+    results = _results(call, [*named.values()])
     custom_call = jax.ffi.ffi_call(plan.target, [*results, *plan.workspaces.values()])
     outputs = custom_call(*named.values(), **call.attributes(), **plan.attributes)
     wanted = _results(call, operands)  # of a bias that was broadcast here the gradient is summed

@@ -134,7 +134,10 @@ def biases() -> Iterator[tuple[str, Problem, Shapes]]:
         bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
         shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, bias=bias, mask=mask)
         yield f"{dim} bias mask", dataclasses.replace(PLAIN, terms=("bias", "mask")), shapes
-    shapes = dataclasses.replace(shapes, head_dim=100, value_dim=36)
+        drops = {"terms": ("bias", "dropout_state"), "dropout_rate": 0.1}
+        shapes = dataclasses.replace(shapes, mask=None)
+        yield f"{dim} bias dropout", dataclasses.replace(PLAIN, **drops), shapes
+    shapes = dataclasses.replace(shapes, head_dim=100, value_dim=36, mask=mask)
     yield "100/36 bias mask", dataclasses.replace(PLAIN, terms=("bias", "mask")), shapes
 
 

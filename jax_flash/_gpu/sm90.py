@@ -336,7 +336,8 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if causal else 1
     # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
     bias_bytes = _bias_bytes(shapes.bias)
-    crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or (bias_bytes > 0 and shapes.mask)
+    beside = bias_bytes > 0 and (shapes.mask or drops)
+    crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or beside
     widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
         return ForwardTiling(

@@ -20,7 +20,7 @@ namespace backward::bias_sum {
 inline constexpr int kWarps = kKeys / 16;
 inline constexpr int kThreads = 32 * kWarps;
 // Parts of the queries of a block, so that two CTAs have 128 registers each.
-inline constexpr int kParts = kHasMask || kHasSegments || kWindowLeft || kWindowRight ? 4 : 2;
+inline constexpr int kParts = 4;
 using Tile = bias::ColumnTile<kQueries / kParts>;
 
 // Rows that wgmma reads; when all is summed, the block: float[kQueries][kPitch].
@@ -124,7 +124,8 @@ __device__ __forceinline__ void add_scores(const BackwardParams& p, int batch, i
     pin(x);
     pin(dp);
     Tile tile;
-    tile.load(p, batch, head, m0 + part * (kQueries / kParts), key0 + slab + warp_index() % 4 * 16);
+    tile.load(p, batch, head, ptx::opaque(m0) + part * (kQueries / kParts),
+              key0 + slab + warp_index() % 4 * 16);
     tile.visit([&](int i, float bias) { x[i] = with_bias(p, x[i], bias); });
     score_function(p, x);
     // Opaque: kept from part to part, it would be spilled.
