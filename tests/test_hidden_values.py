@@ -514,7 +514,7 @@ def test_bias_of_minus_infinity_is_a_mask(dtype, sinks, backend):
     by_mask = dataclasses.replace(clean, arrays=clean.arrays | {"mask": ~hidden})
     want = _by_name(by_mask.run(backend))
     bias = np.where(hidden, -np.inf, clean.arrays["bias"]).astype(clean.arrays["bias"].dtype)
-    limit = 1e-5 if dtype == "float32" else 1e-2
+    limit = 1e-5 if case.dtype == "float32" else 1e-2
     for poison in (0.0, *POISONS):
         value, dout, dlse = clean.arrays["value"].copy(), clean.dout.copy(), clean.dlse.copy()
         value[:, 100], dout[:, :5] = poison, poison

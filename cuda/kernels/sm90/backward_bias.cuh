@@ -142,13 +142,14 @@ __device__ __forceinline__ void add_scores(const BackwardParams& p, int batch, i
       pairs.see(j, seen);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float y = x[4 * k + i];
-        const float probability = exp2_approx(fmaf(y, p.scale_log2, i % 2 == 0 ? lse.x : lse.y));
+        const float y = x[4 * k + i], shift = i % 2 == 0 ? lse.x : lse.y;
+        const float probability = exp2_approx(fmaf(y, p.scale_log2, shift));
         float given = dp[4 * k + i];
         if constexpr (kHasDropout) given = dropped.mark(4 * j + i, 1.f) < 0.f ? 0.f : given;
         const float gradient = probability * (given + (i % 2 == 0 ? delta.x : delta.y));
-        // What is hidden, by a bias of -inf too, may hold NaN.
-        if (seen[i] && probability != 0.f) sum[4 * j + i] += gradient * score_slope(y);
+        // What is hidden may hold NaN: keys, also by a bias of -inf, and rows past the length.
+        const bool counts = seen[i] && shift != kNegativeInfinity && probability != 0.f;
+        if (counts) sum[4 * j + i] += gradient * score_slope(y);
       }
     }
   }
