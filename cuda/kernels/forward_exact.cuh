@@ -109,14 +109,6 @@ __device__ __forceinline__ float dot_rows(const void* a, int64 a_index, const vo
   return dot;
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, distance);
-  }
-  return x;
-}
-
 // Softmax of those of `keys` that the query sees, times their values; the whole warp takes part.
 // Lane l holds output columns l, l + 32, ... in out; `largest` in log2 units.
 template <int kColumns>
@@ -136,7 +128,10 @@ __device__ __forceinline__ void exact_row(const ForwardParams& p, int batch, int
     const bool seen = mine < keys.end && sees(p, batch, head, query, mine);
     uint32 left = __ballot_sync(0xffffffffu, seen);
     if (left == 0) continue;
-    const bool kept = keeps(p, batch, head, query, mine);
+    uint32 kept = 0xffffffffu;
+    if constexpr (kHasDropout) {
+      kept = __ballot_sync(0xffffffffu, keeps(p, batch, head, query, mine));
+    }
     float logit = kNegativeInfinity;
     if (seen) {
       float score[1] = {dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine))};
@@ -154,11 +149,10 @@ __device__ __forceinline__ void exact_row(const ForwardParams& p, int batch, int
     now = fmaxf(now, largest);
     const float correction = now == largest ? 1.0f : ptx::exp2_approx(largest - now);
     largest = now;
+    sum *= correction;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) out[c] *= correction;
-    float weight = ptx::exp2_approx(logit - largest);
-    sum = fmaf(sum, correction, warp_sum(weight));
-    if (!kept) weight = 0.0f;
+    const float weight = ptx::exp2_approx(logit - largest);
 #pragma unroll 1
     while (left != 0) {
       int taken[kKeysAtOnce];
@@ -169,8 +163,10 @@ __device__ __forceinline__ void exact_row(const ForwardParams& p, int batch, int
       for (int i = 0; i < kKeysAtOnce; ++i) {
         const float shared = __shfl_sync(0xffffffffu, weight, max(taken[i], 0));
         const float w = taken[i] >= 0 ? shared : 0.0f;
+        sum += w;
+        const float factor = kept >> max(taken[i], 0) & 1 ? w : 0.0f;
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) out[c] = fmaf(w, values[i][c], out[c]);
+        for (int c = 0; c < kColumns; ++c) out[c] = fmaf(factor, values[i][c], out[c]);
       }
     }
   }

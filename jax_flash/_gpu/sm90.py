@@ -340,6 +340,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or beside
     widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
+        by_element = all(x % 2 for x in dims)  # loads of 2 bytes: most addresses
         return ForwardTiling(
             *dims,
             block_kv=widest_block
@@ -354,7 +355,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
             query_stages=2 if widest <= 128 else 1,
             packed_heads=packed,
             dynamic=False,
-            producer_registers=40 if widest <= 128 else 56,
+            producer_registers=40 if widest <= 128 and not by_element else 56,
             l2_heads=l2_heads,
         )
     # Lengths and segments take registers of the producer, wide heads of the consumers.
