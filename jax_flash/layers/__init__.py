@@ -7,9 +7,8 @@ Each has the same two names:
 - `FlashAttention` is a layer for self- and cross-attention with grouped-query heads, query and key
   norms, rotary embedding, a window, lengths, packed sequences and a key-value cache.
 
-In both, a mask may be bool or numbers as Flax makes them, where nonzero means True. No CUDA kernel
-takes a mask yet: on a GPU such a call runs on the backend "xla". Causality, a window, lengths and
-segment ids cost nothing of the kind.
+In both, a mask may be bool or numbers as Flax makes them, where nonzero means True. It takes memory
+and time of its own; causality, a window, lengths and segment ids do not.
 
 Nothing is imported here: each module loads its half of Flax. `_shared.py` holds what both use.
 """
