@@ -15,11 +15,13 @@ no collective, with three exceptions that the arithmetic asks for:
 Inside of shard_map the operands are one device's own, and nothing here applies.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -41,6 +43,17 @@ def partitioned(run: Callable[..., tuple[Any, ...]], call: Call) -> Callable[...
         sharding_rule=functools.partial(_sharding_rule, call),
     )
     return wrapped
+
+
+def x64_of(operands: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Keeps 64 bits of operands that have them while a function of them is traced.
+
+    Before jax 0.11 XLA partitions in a thread of its own, where `with jax.enable_x64(True)` around
+    the caller's program does not hold.
+    """
+    if any(x.dtype.itemsize == 8 for x in operands):
+        return jax.enable_x64(True)
+    return contextlib.nullcontext()
 
 
 def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[str, Any]]:
@@ -82,7 +95,7 @@ def _partition(run, call, mesh: Mesh, operands, results):
 
     def compute(*local):
         # These are one device's arrays: a mesh with explicit axes around them does not apply.
-        with use_abstract_mesh(NO_MESH):
+        with use_abstract_mesh(NO_MESH), x64_of(local):
             return compute_local(*local)
 
     def compute_local(*local):

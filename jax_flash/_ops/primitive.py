@@ -100,5 +100,5 @@ def _lower_function(function: Callable[..., Any], ctx: Any, *operands: Any) -> A
             for x in ctx.avals_in
         ]
         ctx = ctx.replace(avals_in=avals)
-    with use_abstract_mesh(mesh):
+    with use_abstract_mesh(mesh), _sharding.x64_of(ctx.avals_in):
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
