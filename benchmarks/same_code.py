@@ -30,7 +30,10 @@ from typing import Any
 LENGTHS = ("query_lengths", "key_value_lengths")
 SEGMENTS = ("query_segments", "key_value_segments")
 CAUSAL = {"window": (None, 0)}
-# Changes of a plain bfloat16 problem, by head dims; the fields of Problem and Shapes.
+MASK = {"terms": ("mask",), "mask": ("bool", 2, 1, 4096, 4096)}
+BIAS = {"terms": ("bias",), "bias": ("bfloat16", 1, 16, 4096, 4096)}
+DROPOUT = {"terms": ("dropout_state",), "dropout_rate": 0.1}
+# Changes of a plain bfloat16 problem, by head dims; the fields of Problem, Shapes and TermShape.
 FEATURES: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
     (64, 64): {
         "full": {},
@@ -42,6 +45,9 @@ FEATURES: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
         "sinks": {"terms": ("sinks",)},
         "deterministic": CAUSAL | {"deterministic": True},
         "heads packed": {"q_len": 16, "kv_heads": 4},
+        "mask": MASK,
+        "bias": BIAS,
+        "dropout": DROPOUT,
     },
     (96, 96): {"causal": CAUSAL},
     (128, 128): {
@@ -58,6 +64,12 @@ FEATURES: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
         "deterministic segments": CAUSAL | {"deterministic": True, "terms": SEGMENTS},
         "dlse": {"with_dlse": True},
         "odd length": CAUSAL | {"q_len": 4095},
+        "mask": MASK | CAUSAL,
+        "mask deterministic": MASK | {"deterministic": True},
+        "bias": BIAS | {"bias": ("float32", 1, 16, 4096, 4096)},
+        "bias of keys": BIAS | {"bias": ("bfloat16", 2, 1, 1, 4096)},
+        "dropout": DROPOUT | CAUSAL,
+        "dropout deterministic": DROPOUT | {"deterministic": True},
     },
     (192, 128): {"causal": CAUSAL},
     (256, 256): {
@@ -66,8 +78,16 @@ FEATURES: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
         "segments": CAUSAL | {"terms": SEGMENTS},
         "deterministic": CAUSAL | {"deterministic": True},
         "softcap": {"softcap": 30.0},
+        "mask": MASK,
+        "bias": BIAS,
+        "dropout": DROPOUT | CAUSAL,
     },
-    (100, 100): {"causal": CAUSAL, "segments": {"terms": (*LENGTHS, *SEGMENTS)}},
+    (100, 100): {
+        "causal": CAUSAL,
+        "segments": {"terms": (*LENGTHS, *SEGMENTS)},
+        "bias, mask": MASK | BIAS | {"terms": ("bias", "mask")},
+        "dropout deterministic": DROPOUT | CAUSAL | {"deterministic": True},
+    },
     (127, 63): {
         "everything": {
             "window": (1024, 0),
@@ -79,7 +99,8 @@ FEATURES: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
     (255, 255): {"causal": CAUSAL},
 }
 FORWARD_ALONE = ("sinks", "scale 0", "heads packed")
-BACKWARD_ALONE = ("deterministic", "deterministic segments", "dlse", "odd length")
+BACKWARD_ALONE = ("deterministic", "deterministic segments", "mask deterministic",
+                  "dropout deterministic", "dlse", "odd length")  # fmt: skip
 
 
 def main() -> None:
@@ -132,7 +153,7 @@ def read(version: str, folder: Path, only: str) -> list[Program]:
 def programs(only: str) -> Iterator[dict[str, str]]:
     """Plans as this process's jax_flash does."""
     from jax_flash import _gpu
-    from jax_flash._problem import Problem, Shapes
+    from jax_flash._problem import Problem, Shapes, TermShape
 
     try:
         from jax_flash._ops import passes
@@ -146,6 +167,9 @@ def programs(only: str) -> Iterator[dict[str, str]]:
             with_dlse = change.pop("with_dlse", False)
             sizes = {field: change.pop(field) for field in ("q_len", "kv_heads") if field in change}
             shapes = Shapes(2, 4096, 4096, 16, 16, head_dim, value_dim)
+            for term in ("mask", "bias"):
+                if term in change:
+                    sizes[term] = TermShape(*change.pop(term))
             shapes = dataclasses.replace(shapes, **sizes)
             problem = Problem(**({"dtype": "bfloat16", "scale": 0.125} | change))
             cell = f"{head_dim}/{value_dim} {name}"

@@ -15,8 +15,6 @@
 
 namespace backward {
 
-using namespace ptx;
-
 inline constexpr int kQueries = kBlockQ;
 inline constexpr int kKeys = kBlockKV;
 inline constexpr int kHead = round_up(kHeadDim, 16);    // columns past kHeadDim read as zero

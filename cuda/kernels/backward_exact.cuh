@@ -49,7 +49,7 @@ __device__ __forceinline__ Weights weights(const BackwardParams& p, int batch, i
     score[0] = with_bias(p, score[0], bias::at(p, batch, head, query, key));
   }
   score_function(p, score);
-  const float probability = exp2_approx(fmaf(score[0], p.scale_log2, lse));
+  const float probability = ptx::exp2_approx(fmaf(score[0], p.scale_log2, lse));
   if (!kept) dp = 0.f;
   return {kept ? probability : 0.f, probability * (dp + minus_delta) * score_slope(score[0])};
 }

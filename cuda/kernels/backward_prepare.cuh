@@ -48,6 +48,8 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
   const int lane = threadIdx.x % kLanes;
   const bool in_row = lane * 8 < kValueDim;
   const int64 padded = static_cast<int64>(head_index) * tiles * 64 + row0;
+  // Once: a division for each row, whose rare cases are a call, spilled 36 bytes.
+  const float keep_rate = kHasDropout ? 1.f / p.dropout_scale : 1.f;
 
   if (index == 0 && threadIdx.x == 0) *p.next_unit = 0;
   if constexpr (kDeterministic) {  // the first unit stores
@@ -104,7 +106,7 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
           if (!empty && !is_finite(total)) empty = !sees_any(p, batch, head, row);
         }
         p.lse_log2[padded + local] = empty ? kNegativeInfinity : -lse * kLog2E;
-        if constexpr (kHasDropout) total /= p.dropout_scale;
+        if constexpr (kHasDropout) total *= keep_rate;
         p.minus_delta[padded + local] = empty ? 0.f : -total;
       }
     }

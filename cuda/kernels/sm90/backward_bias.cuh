@@ -66,13 +66,14 @@ struct Block {
 // As keys_times_queries, with some of a block's queries.
 template <int kDepth, int kCount>
 __device__ __forceinline__ void keys_times_part(float (&d)[kCount], uint32 keys, uint32 queries) {
-  const Descriptor a = descriptor(keys, 0, 0, 1024), b = descriptor(queries, 0, 0, 1024);
+  const ptx::Descriptor a = ptx::descriptor(keys, 0, 0, 1024),
+                        b = ptx::descriptor(queries, 0, 0, 1024);
 #pragma unroll
   for (int i = 0; i < kDepth / 16; ++i) {
-    wgmma_ss<Element, 0, 0>(d, a.at(i / 4 * kBoxK + i % 4 * 32), b.at(i / 4 * kBoxQ + i % 4 * 32),
-                            i > 0);
+    ptx::wgmma_ss<Element, 0, 0>(d, a.at(i / 4 * kBoxK + i % 4 * 32),
+                                 b.at(i / 4 * kBoxQ + i % 4 * 32), i > 0);
   }
-  wgmma_commit();
+  ptx::wgmma_commit();
 }
 
 // Adds the dS of one pair of blocks to the sum; all threads call.
@@ -109,23 +110,23 @@ __device__ __forceinline__ void add_scores(const BackwardParams& p, int batch, i
   const int slab = threadIdx.x / 128 * 64;
   Dropped<kScores> dropped;
   if constexpr (kHasDropout) {
-    dropped.draw(p, Draws(p, batch, head), m0, key0 + slab + warp_index() % 4 * 16);
+    dropped.draw(p, Draws(p, batch, head), m0, key0 + slab + ptx::warp_index() % 4 * 16);
   }
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     float x[kScores / kParts], dp[kScores / kParts];
     const uint32 first_row = part * (kQueries / kParts) * kBoxRowBytes;
-    wgmma_fence();
+    ptx::wgmma_fence();
     keys_times_part<kHead>(x, shared_base() + kAtKeys + slab * kBoxRowBytes,
                            shared_base() + kAtQueries + first_row);
     keys_times_part<kValue>(dp, shared_base() + kAtValues + slab * kBoxRowBytes,
                             shared_base() + kAtDouts + first_row);
-    wgmma_wait<0>();
-    pin(x);
-    pin(dp);
+    ptx::wgmma_wait<0>();
+    ptx::pin(x);
+    ptx::pin(dp);
     Tile tile;
     tile.load(p, batch, head, ptx::opaque(m0) + part * (kQueries / kParts),
-              key0 + slab + warp_index() % 4 * 16);
+              key0 + slab + ptx::warp_index() % 4 * 16);
     tile.visit([&](int i, float bias) { x[i] = with_bias(p, x[i], bias); });
     score_function(p, x);
     // Opaque: kept from part to part, it would be spilled.
@@ -143,7 +144,7 @@ __device__ __forceinline__ void add_scores(const BackwardParams& p, int batch, i
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float y = x[4 * k + i], shift = i % 2 == 0 ? lse.x : lse.y;
-        const float probability = exp2_approx(fmaf(y, p.scale_log2, shift));
+        const float probability = ptx::exp2_approx(fmaf(y, p.scale_log2, shift));
         float given = dp[4 * k + i];
         if constexpr (kHasDropout) given = dropped.mark(4 * j + i, 1.f) < 0.f ? 0.f : given;
         const float gradient = probability * (given + (i % 2 == 0 ? delta.x : delta.y));

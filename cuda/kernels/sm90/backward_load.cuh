@@ -14,7 +14,7 @@ __device__ __forceinline__ void load_tile(uint32 tile, const TensorMap& map, uin
                                           uint64 policy, int head, int row, int batch) {
 #pragma unroll
   for (int i = 0; i < kBoxes; ++i) {
-    tma_load(tile + i * kBoxBytes, &map, full, policy, 64 * i, head, row, batch);
+    ptx::tma_load(tile + i * kBoxBytes, &map, full, policy, 64 * i, head, row, batch);
   }
 }
 
@@ -26,8 +26,8 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const volatil
   if constexpr (kTmaLoads) {
     constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
     if (threadIdx.x == 0) {
-      barrier_arrive_expect(full, kBoxes * kBoxK);
-      load_tile<kBoxes, kBoxK>(tile, map, full, kEvictNormal, u.kv_head, u.key0, u.batch);
+      ptx::barrier_arrive_expect(full, kBoxes * kBoxK);
+      load_tile<kBoxes, kBoxK>(tile, map, full, ptx::kEvictNormal, u.kv_head, u.key0, u.batch);
     }
   } else {
     const KeyRows<kDim> rows(p, key_row(p, u.batch, u.key0, u.kv_head));
@@ -45,11 +45,11 @@ __device__ __forceinline__ void load_queries(const BackwardParams& p, uint32 til
                                              int head, int row, int batch) {
   constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
   if (threadIdx.x == 0) {
-    barrier_arrive_expect(full, (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4);
+    ptx::barrier_arrive_expect(full, (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4);
     if constexpr (kTmaLoads) {
-      load_tile<kBoxes, kBoxQ>(tile, map, full, kEvictLast, head, row, batch);
+      load_tile<kBoxes, kBoxQ>(tile, map, full, ptx::kEvictLast, head, row, batch);
     }
-    bulk_load(numbers, source, kQueries * 4, full);
+    ptx::bulk_load(numbers, source, kQueries * 4, full);
   }
   if constexpr (!kTmaLoads) {
     const int64 at = query_row(p, batch, row, head);
@@ -67,11 +67,11 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
     if (u.stop) break;
     const uint32 free = parity_of<1>(received) ^ 1;
     if (u.total == 0) {
-      barrier_wait(barrier_at(kKEmpty), free);
-      barrier_wait(barrier_at(kVEmpty), free);
+      ptx::barrier_wait(barrier_at(kKEmpty), free);
+      ptx::barrier_wait(barrier_at(kVEmpty), free);
       if (threadIdx.x % 32 == 0) {
-        barrier_arrive(barrier_at(kKFull));
-        barrier_arrive(barrier_at(kVFull));
+        ptx::barrier_arrive(barrier_at(kKFull));
+        ptx::barrier_arrive(barrier_at(kVFull));
       }
     }
     bool first = true;
@@ -80,24 +80,24 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
       if (walk.left == kAskAhead) ask_for_unit();
       const int head = u.head + walk.head, m0 = walk.m0, block = walk.block;
       const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
-      barrier_wait(barrier_at(kQEmpty + slot), parity ^ 1);
+      ptx::barrier_wait(barrier_at(kQEmpty + slot), parity ^ 1);
       load_queries<kHeadDim>(p, shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ, p.query,
                              p.query_data, shared_base() + kAtLse + slot * kQueries * 4,
                              p.lse_log2 + static_cast<int64>(block) * kQueries,
                              barrier_at(kQFull + slot), head, m0, u.batch);
       // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
       if (first) {
-        barrier_wait(barrier_at(kKEmpty), free);
+        ptx::barrier_wait(barrier_at(kKEmpty), free);
         load_keys<kHeadDim>(p, u, shared_base() + kAtK, p.key, p.key_data, barrier_at(kKFull));
       }
-      barrier_wait(barrier_at(kDoutEmpty + slot), parity ^ 1);
+      ptx::barrier_wait(barrier_at(kDoutEmpty + slot), parity ^ 1);
       load_queries<kValueDim>(p, shared_base() + kAtDout + slot * kValueBoxes * kBoxQ, p.dout,
                               p.dout_data, shared_base() + kAtDelta + slot * kQueries * 4,
                               p.minus_delta + static_cast<int64>(block) * kQueries,
                               barrier_at(kDoutFull + slot), head, m0, u.batch);
       if (first) {
         first = false;
-        barrier_wait(barrier_at(kVEmpty), free);
+        ptx::barrier_wait(barrier_at(kVEmpty), free);
         load_keys<kValueDim>(p, u, shared_base() + kAtV, p.value, p.value_data, barrier_at(kVFull));
       }
       ++iteration;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
 
 // The roles of warpgroup 0.
 __device__ __forceinline__ void feed(const BackwardParams& p) {
-  const int warp = warp_index();
+  const int warp = ptx::warp_index();
   if (warp < kLoadWarps) {
     load(p);
   } else if (warp == 3) {

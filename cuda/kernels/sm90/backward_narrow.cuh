@@ -49,10 +49,10 @@ __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
     set_up_load(8, 8, 8);
     for (int i = 0; i < kScoreStages; ++i) {
-      barrier_init(barrier_at(kDsFull + i), 8);
-      barrier_init(barrier_at(kDsEmpty + i), 8);
+      ptx::barrier_init(barrier_at(kDsFull + i), 8);
+      ptx::barrier_init(barrier_at(kDsEmpty + i), 8);
     }
-    barrier_init_fence();
+    ptx::barrier_init_fence();
   }
   __syncthreads();
 }
@@ -64,16 +64,17 @@ __device__ __forceinline__ void write_out(int which, const TensorMap& map,
                                           const volatile UnitRecord& u) {
   const uint32 out = shared_base() + kAtOut + which * kOutBytes;
   // The previous store has read its shared memory.
-  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();
-  named_barrier_sync(kScoreBarrier + which, 128);
+  if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+  ptx::named_barrier_sync(kScoreBarrier + which, 128);
   stage_rows(values, scale, out, 64 * kBoxRowBytes);
-  named_barrier_sync(kScoreBarrier + which, 128);
+  ptx::named_barrier_sync(kScoreBarrier + which, 128);
   if (threadIdx.x % 128 == 0) {
 #pragma unroll
     for (int i = 0; i < ceil_div(kColumns, 64); ++i) {
-      tma_store(&map, out + i * 64 * kBoxRowBytes, 64 * i, u.kv_head, u.key0 + 64 * which, u.batch);
+      ptx::tma_store(&map, out + i * 64 * kBoxRowBytes, 64 * i, u.kv_head, u.key0 + 64 * which,
+                     u.batch);
     }
-    bulk_commit();
+    ptx::bulk_commit();
   }
 }
 
@@ -85,12 +86,13 @@ __device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer, 
                    (kHeadBoxes == 2 ? which * kBoxK
                     : kDqTiles == 1 ? which * 64
                                     : 0);
-  const Descriptor a = descriptor(ds, 0, kBoxK, 1024), b = descriptor(k, 0, kBoxK, 1024);
+  const ptx::Descriptor a = ptx::descriptor(ds, 0, kBoxK, 1024),
+                        b = ptx::descriptor(k, 0, kBoxK, 1024);
 #pragma unroll
   for (int i = 0; i < kKeys / 16; ++i) {
-    wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);
+    ptx::wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);
   }
-  wgmma_commit();
+  ptx::wgmma_commit();
 }
 
 // The query block before the current one, whose dQ is still to be computed.
@@ -118,11 +120,11 @@ __device__ __forceinline__ void finish_dq(const BackwardParams& p, int which, ui
                                           Last last) {
   const uint32 buffer = slot_of<kScoreStages>(iteration);
   float dq[kDqValues];
-  barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
-  wgmma_fence();
+  ptx::barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
+  ptx::wgmma_fence();
   issue_dq(dq, buffer, which);
-  wgmma_wait<0>();
-  pin(dq);
+  ptx::wgmma_wait<0>();
+  ptx::pin(dq);
   warp_arrive(barrier_at(kDsEmpty + buffer));
   add_dq(p, dq, iteration, last, which);
 }
@@ -133,7 +135,7 @@ struct UnitRanges {
   Range met;     // queries that see any of its keys
   Range seeing;  // queries that see any key at all
 };
-__device__ __forceinline__ Range uniform(const Range& range) {
+__device__ __forceinline__ Range uniform_range(const Range& range) {
   return {ptx::uniform(range.begin), ptx::uniform(range.end)};
 }
 __device__ __forceinline__ UnitRanges ranges_of(const BackwardParams& p,
@@ -141,9 +143,9 @@ __device__ __forceinline__ UnitRanges ranges_of(const BackwardParams& p,
   if constexpr (!kReadsAhead) return {};
   const int key = u.key0 + slab;
   return {
-      uniform(full_starts(p, u, slab)),
-      uniform(visible_queries(sight_of(p, u), key, key + 63)),
-      uniform(seeing_queries(u)),
+      uniform_range(full_starts(p, u, slab)),
+      uniform_range(visible_queries(sight_of(p, u), key, key + 63)),
+      uniform_range(seeing_queries(u)),
   };
 }
 
@@ -152,15 +154,15 @@ __device__ __forceinline__ UnitRanges ranges_of(const BackwardParams& p,
 __device__ __forceinline__ void begin_step(uint32 iteration, float (&dp)[kScores]) {
   if constexpr (kReadsAhead) {
     const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
-    barrier_wait(barrier_at(kQFull + slot), parity);
-    barrier_wait(barrier_at(kDoutFull + slot), parity);
+    ptx::barrier_wait(barrier_at(kQFull + slot), parity);
+    ptx::barrier_wait(barrier_at(kDoutFull + slot), parity);
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
       const float2 d = row_numbers(shared_base() + kAtDelta + slot * kQueries * 4, j);
       dp[4 * j] = dp[4 * j + 2] = d.x;
       dp[4 * j + 1] = dp[4 * j + 3] = d.y;
     }
-    pin(dp);
+    ptx::pin(dp);
   }
 }
 
@@ -177,41 +179,41 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   const uint32 q = shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ;
   const uint32 dout = shared_base() + kAtDout + slot * kValueBoxes * kBoxQ;
 
-  if constexpr (!kReadsAhead) barrier_wait(barrier_at(kQFull + slot), parity);
+  if constexpr (!kReadsAhead) ptx::barrier_wait(barrier_at(kQFull + slot), parity);
   hide_unseen_queries<kHeadBoxes>(u, ranges.seeing, q, m0, kScoreBarrier + which);
   float x[kScores], fresh[kScores];
   float (&dp)[kScores] = kReadsAhead ? begun : fresh;
   if constexpr (!kReadsAhead) {
-    wgmma_fence();
+    ptx::wgmma_fence();
     keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
-    barrier_wait(barrier_at(kDoutFull + slot), parity);
+    ptx::barrier_wait(barrier_at(kDoutFull + slot), parity);
   }
   hide_unseen_queries<kValueBoxes>(u, ranges.seeing, dout, m0, kScoreBarrier + which);
-  wgmma_fence();
+  ptx::wgmma_fence();
   if constexpr (kReadsAhead) {
     keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
   }
   keys_times_queries<kValue>(dp, shared_base() + kAtV + slab * kBoxRowBytes, dout, kReadsAhead);
   const RowNumbers minus_lse(shared_base() + kAtLse + slot * kQueries * 4);
-  wgmma_wait<1>();
-  pin(x);
+  ptx::wgmma_wait<1>();
+  ptx::pin(x);
 
   uint32 probability[kScores / 2], gradient[kScores / 2];
   score_to_probability(p, u, x, probability, minus_lse, slab, ranges.full, known, dropped);
   const uint32 buffer = slot_of<kScoreStages>(iteration);
   const uint32 before = iteration - 1, buffer_before = slot_of<kScoreStages>(before);
   const auto wait_for_empty = [&] {
-    barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
+    ptx::barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
   };
   const auto wait_for_before = [&] {
-    barrier_wait(barrier_at(kDsFull + buffer_before), parity_of<kScoreStages>(before));
+    ptx::barrier_wait(barrier_at(kDsFull + buffer_before), parity_of<kScoreStages>(before));
   };
   if constexpr (kReadsAhead) {  // while dP is computed
     wait_for_empty();
     if constexpr (!kFirst) wait_for_before();
   }
-  wgmma_wait<0>();
-  pin(dp);
+  ptx::wgmma_wait<0>();
+  ptx::pin(dp);
 #pragma unroll
   for (int j = 0; j < kQueries / 8; ++j) {
     float2 d{0.f, 0.f};
@@ -235,36 +237,36 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   warp_arrive(barrier_at(kDsFull + buffer));
 
   if constexpr (kFirst) {
-    pin(dk);  // the zeros are in place before the fence
-    pin(dv);
-    wgmma_fence();
+    ptx::pin(dk);  // the zeros are in place before the fence
+    ptx::pin(dv);
+    ptx::wgmma_fence();
     issue_accumulate(dv, probability, dout);
-    wgmma_commit();
+    ptx::wgmma_commit();
     issue_accumulate(dk, gradient, q);
-    wgmma_commit();
+    ptx::wgmma_commit();
   } else {
     float dq[kDqValues];
     if constexpr (!kReadsAhead) wait_for_before();
-    wgmma_fence();
+    ptx::wgmma_fence();
     issue_dq(dq, buffer_before, which);
     issue_accumulate(dv, probability, dout);
-    wgmma_commit();
+    ptx::wgmma_commit();
     issue_accumulate(dk, gradient, q);
-    wgmma_commit();
-    wgmma_wait<2>();
-    pin(dq);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<2>();
+    ptx::pin(dq);
     warp_arrive(barrier_at(kDsEmpty + buffer_before));
     add_dq(p, dq, before, last, which);
   }
   draw_next(p, u, slab, walk, dropped);
-  wgmma_wait<1>();
+  ptx::wgmma_wait<1>();
   // Without a next block, once more this one's: a branch here makes ptxas serialise.
   begin_step(iteration + (walk.left > 1), dp);
   warp_arrive(barrier_at(kDoutEmpty + slot));
-  wgmma_wait<0>();
+  ptx::wgmma_wait<0>();
   warp_arrive(barrier_at(kQEmpty + slot));
-  pin(dk);
-  pin(dv);
+  ptx::pin(dk);
+  ptx::pin(dv);
 }
 
 // The same for a block none of whose queries sees any of this warpgroup's keys, although some see
@@ -276,13 +278,13 @@ __device__ __forceinline__ void hidden_step(const BackwardParams& p, const volat
                                             Last last, float (&dp)[kScores],
                                             Dropped<kScores>& dropped) {
   const uint32 slot = slot_of<kStages>(iteration), buffer = slot_of<kScoreStages>(iteration);
-  barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
+  ptx::barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
   const uint32 gradient[kScores / 2] = {};
   store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, 64 * which);
   warp_arrive(barrier_at(kDsFull + buffer));
-  barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
+  ptx::barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
   warp_arrive(barrier_at(kQEmpty + slot));
-  barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
+  ptx::barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
   warp_arrive(barrier_at(kDoutEmpty + slot));
   if constexpr (!kFirst) finish_dq(p, which, iteration - 1, last);
   if (walk.left > 1) {
@@ -325,12 +327,12 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
 #pragma unroll
     for (int i = 0; i < kValue / 2; ++i) dv[i] = 0.f;
 
-    barrier_wait(barrier_at(kKFull), parity_of<1>(received));
-    barrier_wait(barrier_at(kVFull), parity_of<1>(received));
+    ptx::barrier_wait(barrier_at(kKFull), parity_of<1>(received));
+    ptx::barrier_wait(barrier_at(kVFull), parity_of<1>(received));
     if (has_unseen_keys(u)) {
       hide_unseen_keys<kHeadBoxes>(u, shared_base() + kAtK, 64 * which);
       hide_unseen_keys<kValueBoxes>(u, shared_base() + kAtV, 64 * which);
-      named_barrier_sync(kScoreBarrier + which, 128);
+      ptx::named_barrier_sync(kScoreBarrier + which, 128);
     }
     if (u.total > 0) {
       const UnitRanges ranges = ranges_of(p, u, 64 * which);
@@ -367,17 +369,17 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
     ++received;
   }
   // Shared memory outlives the last store that reads it.
-  if (threadIdx.x % 128 == 0) bulk_wait<0>();
+  if (threadIdx.x % 128 == 0) ptx::bulk_wait<0>();
 }
 
 __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   set_up();
-  if (warp_index() / 4 == 0) {
-    register_decrease<kLoadRegisters>();
+  if (ptx::warp_index() / 4 == 0) {
+    ptx::register_decrease<kLoadRegisters>();
     feed(p);
   } else {
-    register_increase<kScoreRegisters>();
-    score(p, warp_index() / 4 - 1);
+    ptx::register_increase<kScoreRegisters>();
+    score(p, ptx::warp_index() / 4 - 1);
   }
 }
 

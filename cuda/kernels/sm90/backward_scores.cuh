@@ -13,7 +13,7 @@ inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
 
 // -lse or -delta of the two queries to which a thread's elements 4j..4j+3 of S^T belong.
 __device__ __forceinline__ float2 row_numbers(uint32 numbers, int j) {
-  return load_shared_f2(numbers + (8 * j + fragment::first_column(threadIdx.x)) * 4);
+  return ptx::load_shared_f2(numbers + (8 * j + fragment::first_column(threadIdx.x)) * 4);
 }
 // Those of a query block, with kReadsAhead read at once. While wgmma reads shared memory another
 // access to it takes 100 to 250 cycles: a sixth of a step, for -lse, -delta, barriers and the
@@ -60,7 +60,7 @@ struct Step {
       whole = (flag & mask::kSeesAll << slab / 64) != 0;
     }
     if constexpr (kHasBias && kBiasParts == 1) {
-      bias.load(p, u.batch, head, m0, u.key0 + slab + warp_index() % 4 * 16);
+      bias.load(p, u.batch, head, m0, u.key0 + slab + ptx::warp_index() % 4 * 16);
     }
   }
 };
@@ -101,7 +101,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
     for (int i = 0; i < 4; ++i) {
       float& x = score[4 * j + i];
       slopes[i] = score_slope(x);
-      x = exp2_approx(fmaf(x, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
+      x = ptx::exp2_approx(fmaf(x, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
       x = seen[i] ? x : 0.f;
     }
     if constexpr (kSoftcap) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
 __device__ __forceinline__ void zero_row(uint32 tile, int boxes, int box_bytes, int row,
                                          int column_chunk) {
   for (int i = 0; i < boxes; ++i) {
-    store_shared_x4(tile + i * box_bytes + row * 128 + column_chunk * 16, 0, 0, 0, 0);
+    ptx::store_shared_x4(tile + i * box_bytes + row * 128 + column_chunk * 16, 0, 0, 0, 0);
   }
 }
 
@@ -143,7 +143,7 @@ __device__ __forceinline__ void hide_unseen_keys(const volatile UnitRecord& u, u
   for (int row = slab + threadIdx.x % 128 / 8; row < slab + 64; row += 16) {
     if (row < low || row >= high) zero_row(tile, kBoxes, kBoxK, row, threadIdx.x % 8);
   }
-  fence_async_proxy();
+  ptx::fence_async_proxy();
 }
 __device__ __forceinline__ bool has_unseen_keys(const volatile UnitRecord& u) {
   return u.seen_keys.begin > 0 || u.seen_keys.end < kKeys;
@@ -168,8 +168,8 @@ __device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u
       if (m0 + row < seeing.begin || m0 + row >= seeing.end)
         zero_row(tile, kBoxes, kBoxQ, row, threadIdx.x % 8);
     }
-    fence_async_proxy();
-    named_barrier_sync(named_barrier, 128);
+    ptx::fence_async_proxy();
+    ptx::named_barrier_sync(named_barrier, 128);
   }
 }
 
@@ -191,7 +191,7 @@ __device__ __forceinline__ void add_bias(const BackwardParams& p, const volatile
     BiasTile tile = step.bias;
     if constexpr (kBiasParts > 1) {
       tile.load(p, u.batch, step.head, step.m0 + part * (kQueries / kBiasParts),
-                u.key0 + slab + warp_index() % 4 * 16);
+                u.key0 + slab + ptx::warp_index() % 4 * 16);
     }
     constexpr int kCount = kScores / kBiasParts;
     tile.visit([&](int i, float bias) {
@@ -238,7 +238,8 @@ __device__ __forceinline__ void score_to_probability(
     for (int i = 0; i < kScores; ++i) x[i] = dropped.mark(i, x[i]);
     if constexpr (kSoftcap) {
 #pragma unroll
-      for (int i = 0; i < kScores / 2; ++i) probability[i] &= ~sign_halves(x[2 * i], x[2 * i + 1]);
+      for (int i = 0; i < kScores / 2; ++i)
+        probability[i] &= ~ptx::sign_halves(x[2 * i], x[2 * i + 1]);
     }
   }
 }
@@ -256,10 +257,10 @@ __device__ __forceinline__ void store_gradient(const uint32 (&gradient)[kScores 
   const uint32 at = tile + row * kBoxRowBytes + swizzled(threadIdx.x % 32 / 16, row);
 #pragma unroll
   for (int j = 0; j < kQueries / 16; ++j) {
-    store_matrix_x4((at + j / 4 * kBoxK) ^ (j % 4 * 32), gradient[4 * j], gradient[4 * j + 1],
-                    gradient[4 * j + 2], gradient[4 * j + 3]);
+    ptx::store_matrix_x4((at + j / 4 * kBoxK) ^ (j % 4 * 32), gradient[4 * j], gradient[4 * j + 1],
+                         gradient[4 * j + 2], gradient[4 * j + 3]);
   }
-  fence_async_proxy();
+  ptx::fence_async_proxy();
 }
 
 // Writes a warpgroup's 64 rows of accumulators, rounded, into boxes of 64 rows each.
@@ -271,12 +272,12 @@ __device__ __forceinline__ void stage_rows(const float (&values)[kCount], float 
   for (int j = 0; j < kCount / 8; ++j) {
     const float* x = values + 8 * j;
     const int chunk = 2 * (j % 4) + threadIdx.x % 32 / 16;
-    store_matrix_x4(
+    ptx::store_matrix_x4(
         tile + j / 4 * box_bytes + row * kBoxRowBytes + swizzled(chunk, row),
         Element::pack(x[0] * scale, x[1] * scale), Element::pack(x[2] * scale, x[3] * scale),
         Element::pack(x[4] * scale, x[5] * scale), Element::pack(x[6] * scale, x[7] * scale));
   }
-  fence_async_proxy();
+  ptx::fence_async_proxy();
 }
 
 // d = (d if accumulate) + a[64 keys x k] b[kQueries x k]^T with both operands K-major. The fence
@@ -284,23 +285,25 @@ __device__ __forceinline__ void stage_rows(const float (&values)[kCount], float 
 template <int kDepth>
 __device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys, uint32 queries,
                                                    bool accumulate = false) {
-  const Descriptor a = descriptor(keys, 0, 0, 1024), b = descriptor(queries, 0, 0, 1024);
+  const ptx::Descriptor a = ptx::descriptor(keys, 0, 0, 1024),
+                        b = ptx::descriptor(queries, 0, 0, 1024);
 #pragma unroll
   for (int i = 0; i < kDepth / 16; ++i) {
-    wgmma_ss<Element, 0, 0>(d, a.at(i / 4 * kBoxK + i % 4 * 32), b.at(i / 4 * kBoxQ + i % 4 * 32),
-                            accumulate || i > 0);
+    ptx::wgmma_ss<Element, 0, 0>(d, a.at(i / 4 * kBoxK + i % 4 * 32),
+                                 b.at(i / 4 * kBoxQ + i % 4 * 32), accumulate || i > 0);
   }
-  wgmma_commit();
+  ptx::wgmma_commit();
 }
 
 // d[64 keys x n] += a[64 keys x kQueries] b[kQueries x n], a in registers; no commit.
 template <int kHalfN>
 __device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint32 (&a)[kScores / 2],
                                                  uint32 rows) {
-  const Descriptor b = descriptor(rows, 0, kBoxQ, 1024);
+  const ptx::Descriptor b = ptx::descriptor(rows, 0, kBoxQ, 1024);
 #pragma unroll
   for (int i = 0; i < kQueries / 16; ++i) {
-    wgmma_rs<Element, 1>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b.at(i * 2048), 1);
+    ptx::wgmma_rs<Element, 1>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b.at(i * 2048),
+                              1);
   }
 }
 

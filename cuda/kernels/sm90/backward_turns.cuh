@@ -68,7 +68,7 @@ __device__ __forceinline__ volatile int& turn_in(uint32 slot) {
 __device__ __forceinline__ bool adds_first(const BackwardParams& p, const volatile UnitRecord& u,
                                            int m0) {
   if constexpr (!kDeterministic || kHasSegments) return false;
-  return uniform(u.key0 / kKeys - first_keys(p, u, m0) == 0);
+  return ptx::uniform(u.key0 / kKeys - first_keys(p, u, m0) == 0);
 }
 
 // This warp waits until the units before have added,
@@ -84,13 +84,13 @@ __device__ __forceinline__ void wait_turns(const BackwardParams& p) {
       const uint32 slot = slot_of<kTurns>(iteration);
       bool waits = part < kTurnParts;
       if (waits) {
-        barrier_wait(barrier_at(kTurnEmpty + slot), parity_of<kTurns>(iteration) ^ 1);
+        ptx::barrier_wait(barrier_at(kTurnEmpty + slot), parity_of<kTurns>(iteration) ^ 1);
         if constexpr (kHasSegments) turn_in(slot) = turn;
       }
       while (__any_sync(0xffffffffu, waits)) {
         if (waits && ((kHasSegments && turn == kNoTurn) ||
-                      load_acquire(p.turns + walk.block * kTurnParts + part) == turn)) {
-          barrier_arrive(barrier_at(kTurnFull + slot));
+                      ptx::load_acquire(p.turns + walk.block * kTurnParts + part) == turn)) {
+          ptx::barrier_arrive(barrier_at(kTurnFull + slot));
           waits = false;
         }
       }
@@ -115,21 +115,21 @@ __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
           return barrier_at(kTurnTaken + slot_of<kTurns>(turn + i));
         };
         const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
-        barrier_wait(taken(part), parity(part));
+        ptx::barrier_wait(taken(part), parity(part));
         int end = part + 1;  // of those that one fence serves
-        while (end < kTurnParts && uniform(barrier_test(taken(end), parity(end)))) ++end;
+        while (end < kTurnParts && ptx::uniform(ptx::barrier_test(taken(end), parity(end)))) ++end;
         // All parts take part or none does. Only the lane that arrives looks.
         const bool adds =
             leader && (!kHasSegments || turn_in(slot_of<kTurns>(turn + part)) != kNoTurn);
-        if (adds) fence_gpu();
+        if (adds) ptx::fence_gpu();
         for (; part < end; ++part) {
           if (leader) {
             if constexpr (!kHasSegments) {
-              add_relaxed(counters + part, 1);
+              ptx::add_relaxed(counters + part, 1);
             } else if (adds) {
-              store_relaxed(counters + part, u.key0 / kKeys + 1);
+              ptx::store_relaxed(counters + part, u.key0 / kKeys + 1);
             }
-            barrier_arrive(barrier_at(kTurnEmpty + slot_of<kTurns>(turn + part)));
+            ptx::barrier_arrive(barrier_at(kTurnEmpty + slot_of<kTurns>(turn + part)));
           }
         }
       }
@@ -144,8 +144,8 @@ __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
 __device__ __forceinline__ int take_turn(uint32 iteration, int part, bool first) {
   if constexpr (!kDeterministic) return 1;
   const uint32 turn = iteration * kTurnParts + part, slot = slot_of<kTurns>(turn);
-  barrier_wait(barrier_at(kTurnFull + slot), parity_of<kTurns>(turn));
-  if constexpr (kHasSegments) return uniform(turn_in(slot));
+  ptx::barrier_wait(barrier_at(kTurnFull + slot), parity_of<kTurns>(turn));
+  if constexpr (kHasSegments) return ptx::uniform(turn_in(slot));
   return first ? 0 : 1;
 }
 __device__ __forceinline__ void end_turn(uint32 iteration, int part) {
@@ -168,8 +168,8 @@ __device__ __forceinline__ void add_fragments(const SumTile& sum, int first,
   } else if (!kHasSegments || turn != kNoTurn) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
-      reduce_add_x4(&sum.piece(first + j)->x, values[4 * j], values[4 * j + 1], values[4 * j + 2],
-                    values[4 * j + 3]);
+      ptx::reduce_add_x4(&sum.piece(first + j)->x, values[4 * j], values[4 * j + 1],
+                         values[4 * j + 2], values[4 * j + 3]);
     }
   }
 }

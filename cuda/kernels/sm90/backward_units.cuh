@@ -60,7 +60,7 @@ static_assert(kAtBarriers + 8 * (kOwnBarriers + 2) <= kAtUnits);
 // Aligned as declared, so every address below is a constant plus an index.
 extern __shared__ __align__(1024) char shared_memory[];
 
-__device__ __forceinline__ uint32 shared_base() { return shared_address(shared_memory); }
+__device__ __forceinline__ uint32 shared_base() { return ptx::shared_address(shared_memory); }
 __device__ __forceinline__ uint32 barrier_at(int id) {
   return shared_base() + kAtBarriers + 8 * id;
 }
@@ -108,24 +108,25 @@ __device__ __forceinline__ volatile UnitRecord& unit_record(uint32 i) {
 // back.
 __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, int value_readers) {
   for (int i = 0; i < 2; ++i) {
-    barrier_init(barrier_at(kUnitFull + i), 1);
-    barrier_init(barrier_at(kUnitEmpty + i), unit_readers + kLoadWarps + (kDeterministic ? 2 : 0));
+    ptx::barrier_init(barrier_at(kUnitFull + i), 1);
+    ptx::barrier_init(barrier_at(kUnitEmpty + i),
+                      unit_readers + kLoadWarps + (kDeterministic ? 2 : 0));
   }
-  barrier_init(barrier_at(kUnitAsked), 1);
-  barrier_init(barrier_at(kKFull), kKeyArrivals);
-  barrier_init(barrier_at(kKEmpty), key_readers);
-  barrier_init(barrier_at(kVFull), kKeyArrivals);
-  barrier_init(barrier_at(kVEmpty), value_readers);
+  ptx::barrier_init(barrier_at(kUnitAsked), 1);
+  ptx::barrier_init(barrier_at(kKFull), kKeyArrivals);
+  ptx::barrier_init(barrier_at(kKEmpty), key_readers);
+  ptx::barrier_init(barrier_at(kVFull), kKeyArrivals);
+  ptx::barrier_init(barrier_at(kVEmpty), value_readers);
   for (int i = 0; i < kStages; ++i) {
-    barrier_init(barrier_at(kQFull + i), kQueryArrivals);
-    barrier_init(barrier_at(kQEmpty + i), 8);  // warps of two warpgroups
-    barrier_init(barrier_at(kDoutFull + i), kQueryArrivals);
-    barrier_init(barrier_at(kDoutEmpty + i), 8);
+    ptx::barrier_init(barrier_at(kQFull + i), kQueryArrivals);
+    ptx::barrier_init(barrier_at(kQEmpty + i), 8);  // warps of two warpgroups
+    ptx::barrier_init(barrier_at(kDoutFull + i), kQueryArrivals);
+    ptx::barrier_init(barrier_at(kDoutEmpty + i), 8);
   }
   for (int i = 0; i < kTurns; ++i) {
-    barrier_init(barrier_at(kTurnFull + i), 1);
-    barrier_init(barrier_at(kTurnEmpty + i), 1);
-    barrier_init(barrier_at(kTurnTaken + i), 4);  // warps of the one warpgroup that adds
+    ptx::barrier_init(barrier_at(kTurnFull + i), 1);
+    ptx::barrier_init(barrier_at(kTurnEmpty + i), 1);
+    ptx::barrier_init(barrier_at(kTurnTaken + i), 4);  // warps of the one warpgroup that adds
   }
 }
 
@@ -139,7 +140,7 @@ __device__ __forceinline__ void set_walk(const BackwardParams& p, volatile UnitR
 
 __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, int index) {
   const bool leader = threadIdx.x % 32 == 0;
-  barrier_wait(barrier_at(kUnitEmpty + slot_of<2>(sent)), parity_of<2>(sent) ^ 1);
+  ptx::barrier_wait(barrier_at(kUnitEmpty + slot_of<2>(sent)), parity_of<2>(sent) ^ 1);
   volatile UnitRecord& r = unit_record(sent);
   const bool stop = index >= unit_count(p);
   const Unit u = unit_at(p, stop ? 0 : index);
@@ -174,7 +175,7 @@ __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, 
 #pragma unroll 1
     for (int base = met.begin / 32 * 32; base < end; base += 32) {
       uint32 shown = shown_blocks(p, r.batch, r.kv_head, r.key0, base);
-      shown &= low_bits(end - base) & ~low_bits(met.begin - base);
+      shown &= ptx::low_bits(end - base) & ~ptx::low_bits(met.begin - base);
       if (shown != 0 && (kDirection < 0 || count == 0)) {
         first = base + (kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1);
       }
@@ -183,7 +184,7 @@ __device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, 
     if (count == 0) first = 0;
   }
   if (leader) set_walk(p, r, first, count);
-  if (leader) barrier_arrive(barrier_at(kUnitFull + slot_of<2>(sent)));
+  if (leader) ptx::barrier_arrive(barrier_at(kUnitFull + slot_of<2>(sent)));
   __syncwarp();
 }
 
@@ -196,7 +197,7 @@ __device__ __forceinline__ void plan(const BackwardParams& p) {
   const int given = kDeterministic ? 0 : gridDim.x;  // without the counter
   int index = blockIdx.x;
   for (uint32 sent = 0;; ++sent) {
-    if (sent > 0) barrier_wait(barrier_at(kUnitAsked), parity_of<1>(sent - 1));
+    if (sent > 0) ptx::barrier_wait(barrier_at(kUnitAsked), parity_of<1>(sent - 1));
     if (kDeterministic || sent > 0) {
       if (threadIdx.x % 32 == 0) index = given + atomicAdd(p.next_unit, 1);
       index = __shfl_sync(0xffffffffu, index, 0);
@@ -208,7 +209,7 @@ __device__ __forceinline__ void plan(const BackwardParams& p) {
 
 // The load role's: lets `plan` take the next unit, once for each unit.
 __device__ __forceinline__ void ask_for_unit() {
-  if (threadIdx.x == 0) barrier_arrive(barrier_at(kUnitAsked));
+  if (threadIdx.x == 0) ptx::barrier_arrive(barrier_at(kUnitAsked));
 }
 
 // A walk over the query blocks of a unit, each with all heads of the group: units of one group stay
@@ -226,7 +227,7 @@ struct Walk {
     if constexpr (kSkipsMasked) {
       const int m = m0 / kQueries, bit = m % 32;
       shown = shown_blocks(p, u.batch, u.kv_head, u.key0, m - bit);
-      shown &= kDirection < 0 ? low_bits(bit) : ~low_bits(bit + 1);
+      shown &= kDirection < 0 ? ptx::low_bits(bit) : ~ptx::low_bits(bit + 1);
     }
   }
   __device__ __forceinline__ int sum() const { return kSumsInDq ? row : block; }
@@ -262,7 +263,7 @@ __device__ __forceinline__ int Walk::next_shown(const BackwardParams& p,
 
 // The i-th unit as the other roles see it; each warp gives it back with `return_unit`.
 __device__ __forceinline__ const volatile UnitRecord& receive_unit(uint32 i) {
-  barrier_wait(barrier_at(kUnitFull + slot_of<2>(i)), parity_of<2>(i));
+  ptx::barrier_wait(barrier_at(kUnitFull + slot_of<2>(i)), parity_of<2>(i));
   return unit_record(i);
 }
 __device__ __forceinline__ void return_unit(uint32 i) {

@@ -45,12 +45,12 @@ __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
     set_up_load(12, 8, 4);
     for (int i = 0; i < kScoreStages; ++i) {
-      barrier_init(barrier_at(kDsFull + i), 4);
-      barrier_init(barrier_at(kDsEmpty + i), 4);
+      ptx::barrier_init(barrier_at(kDsFull + i), 4);
+      ptx::barrier_init(barrier_at(kDsEmpty + i), 4);
     }
-    barrier_init(barrier_at(kPFull), 4);
-    barrier_init(barrier_at(kPEmpty), 4);
-    barrier_init_fence();
+    ptx::barrier_init(barrier_at(kPFull), 4);
+    ptx::barrier_init(barrier_at(kPEmpty), 4);
+    ptx::barrier_init_fence();
   }
   __syncthreads();
 }
@@ -69,10 +69,10 @@ struct Rows {
   }
   // += a b; one commit group.
   __device__ __forceinline__ void accumulate(const uint32 (&a)[kScores / 2], uint32 b) {
-    wgmma_fence();
+    ptx::wgmma_fence();
     issue_accumulate(low, a, b);
     if constexpr (kSplit) issue_accumulate(high, a, b + 2 * kBoxQ);
-    wgmma_commit();
+    ptx::wgmma_commit();
   }
   __device__ __forceinline__ void pin() {
     ptx::pin(low);
@@ -103,9 +103,9 @@ __device__ __forceinline__ uint32 dout_tile(uint32 slot) {
 __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float (&x)[kScores],
                                              uint32 iteration, int m0) {
   const uint32 slot = slot_of<kStages>(iteration);
-  barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
+  ptx::barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
   hide_unseen_queries<kHeadBoxes>(u, {}, q_tile(slot), m0, kProbabilityBarrier);
-  wgmma_fence();
+  ptx::wgmma_fence();
   keys_times_queries<kHead>(x, shared_base() + kAtK, q_tile(slot));
 }
 
@@ -126,29 +126,29 @@ __device__ __forceinline__ void probability_step(const BackwardParams& p,
       probability[i] = pack_probability(x[2 * i], x[2 * i + 1]);
     }
   }
-  barrier_wait(barrier_at(kPEmpty), parity_of<1>(iteration) ^ 1);
+  ptx::barrier_wait(barrier_at(kPEmpty), parity_of<1>(iteration) ^ 1);
 #pragma unroll
   for (int j = 0; j < kScores / 4; ++j) {
-    store_shared_x4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16,
-                    __float_as_uint(x[4 * j]), __float_as_uint(x[4 * j + 1]),
-                    __float_as_uint(x[4 * j + 2]), __float_as_uint(x[4 * j + 3]));
+    ptx::store_shared_x4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16,
+                         __float_as_uint(x[4 * j]), __float_as_uint(x[4 * j + 1]),
+                         __float_as_uint(x[4 * j + 2]), __float_as_uint(x[4 * j + 3]));
   }
   warp_arrive(barrier_at(kPFull));
 
-  barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
+  ptx::barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
   hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), walk.m0, kProbabilityBarrier);
   dv.accumulate(probability, dout_tile(slot));
   if constexpr (kLast) {
-    wgmma_wait<0>();
+    ptx::wgmma_wait<0>();
     warp_arrive(barrier_at(kDoutEmpty + slot));
   } else {
     issue_scores(u, x, iteration + 1, next);
     draw_next(p, u, 0, walk, dropped);
-    wgmma_wait<1>();
+    ptx::wgmma_wait<1>();
     warp_arrive(barrier_at(kDoutEmpty + slot));
-    wgmma_wait<0>();
+    ptx::wgmma_wait<0>();
     warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration + 1)));
-    pin(x);
+    ptx::pin(x);
   }
   dv.pin();
 }
@@ -160,20 +160,20 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
     if (u.stop) break;
     Rows<kValue> dv;
     dv.clear();
-    barrier_wait(barrier_at(kKFull), parity_of<1>(received));
+    ptx::barrier_wait(barrier_at(kKFull), parity_of<1>(received));
     if (u.total > 0) {
       if (has_unseen_keys(u)) {
         hide_unseen_keys<kHeadBoxes>(u, shared_base() + kAtK, 0);
-        named_barrier_sync(kProbabilityBarrier, 128);
+        ptx::named_barrier_sync(kProbabilityBarrier, 128);
       }
       float x[kScores];
       Walk walk(p, u);
       Dropped<kScores> dropped;
       issue_scores(u, x, iteration, walk.m0);
       draw_dropped(p, u, 0, walk, dropped);
-      wgmma_wait<0>();
+      ptx::wgmma_wait<0>();
       warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration)));
-      pin(x);
+      ptx::pin(x);
       while (walk.left > 1) {
         const Walk now = walk;
         walk.next(p, u);
@@ -199,9 +199,9 @@ __device__ __forceinline__ void probability_role(const BackwardParams& p) {
 __device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&dp)[kScores],
                                          uint32 iteration, int m0) {
   const uint32 slot = slot_of<kStages>(iteration);
-  barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
+  ptx::barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
   hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), m0, kGradientBarrier);
-  wgmma_fence();
+  ptx::wgmma_fence();
   keys_times_queries<kValue>(dp, shared_base() + kAtV, dout_tile(slot));
 }
 
@@ -213,11 +213,11 @@ __device__ __forceinline__ void gradient_step(const BackwardParams& p, const vol
   const uint32 slot = slot_of<kStages>(iteration);
   const uint32 minus_delta = shared_base() + kAtDelta + slot * kQueries * 4 + threadIdx.x % 4 * 8;
   uint32 gradient[kScores / 2];
-  barrier_wait(barrier_at(kPFull), parity_of<1>(iteration));
+  ptx::barrier_wait(barrier_at(kPFull), parity_of<1>(iteration));
 #pragma unroll
   for (int j = 0; j < kScores / 4; ++j) {
-    const float4 x = load_shared_f4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16);
-    const float2 d = load_shared_f2(minus_delta + 8 * j * 4);
+    const float4 x = ptx::load_shared_f4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16);
+    const float2 d = ptx::load_shared_f2(minus_delta + 8 * j * 4);
     gradient[2 * j] =
         Element::pack(score_gradient(x.x, dp[4 * j], d.x), score_gradient(x.y, dp[4 * j + 1], d.y));
     gradient[2 * j + 1] = Element::pack(score_gradient(x.z, dp[4 * j + 2], d.x),
@@ -227,21 +227,21 @@ __device__ __forceinline__ void gradient_step(const BackwardParams& p, const vol
   warp_arrive(barrier_at(kDoutEmpty + slot));
 
   const uint32 buffer = slot_of<kScoreStages>(iteration);
-  barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
+  ptx::barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
   store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, 0);
   warp_arrive(barrier_at(kDsFull + buffer));
 
   hide_unseen_queries<kHeadBoxes>(u, {}, q_tile(slot), m0, kGradientBarrier);
   dk.accumulate(gradient, q_tile(slot));
   if constexpr (kLast) {
-    wgmma_wait<0>();
+    ptx::wgmma_wait<0>();
     warp_arrive(barrier_at(kQEmpty + slot));
   } else {
     issue_dp(u, dp, iteration + 1, next);
-    wgmma_wait<1>();
+    ptx::wgmma_wait<1>();
     warp_arrive(barrier_at(kQEmpty + slot));
-    wgmma_wait<0>();
-    pin(dp);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dp);
   }
   dk.pin();
 }
@@ -253,17 +253,17 @@ __device__ __forceinline__ void gradient_role(const BackwardParams& p) {
     if (u.stop) break;
     Rows<kHead> dk;
     dk.clear();
-    barrier_wait(barrier_at(kVFull), parity_of<1>(received));
+    ptx::barrier_wait(barrier_at(kVFull), parity_of<1>(received));
     if (u.total > 0) {
       if (has_unseen_keys(u)) {
         hide_unseen_keys<kValueBoxes>(u, shared_base() + kAtV, 0);
-        named_barrier_sync(kGradientBarrier, 128);
+        ptx::named_barrier_sync(kGradientBarrier, 128);
       }
       float dp[kScores];
       Walk walk(p, u);
       issue_dp(u, dp, iteration, walk.m0);
-      wgmma_wait<0>();
-      pin(dp);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dp);
       while (walk.left > 1) {
         const int m0 = walk.m0;
         walk.next(p, u);
@@ -290,25 +290,26 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
   while (true) {
     const volatile UnitRecord& u = receive_unit(received);
     if (u.stop) break;
-    barrier_wait(barrier_at(kKFull), parity_of<1>(received));
+    ptx::barrier_wait(barrier_at(kKFull), parity_of<1>(received));
     for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
       const uint32 buffer = slot_of<kScoreStages>(iteration);
-      const Descriptor a = descriptor(shared_base() + kAtDs + buffer * kDsBytes, 0, kDsBytes, 1024);
-      const Descriptor b = descriptor(shared_base() + kAtK, 0, kBoxK, 1024);
+      const ptx::Descriptor a =
+          ptx::descriptor(shared_base() + kAtDs + buffer * kDsBytes, 0, kDsBytes, 1024);
+      const ptx::Descriptor b = ptx::descriptor(shared_base() + kAtK, 0, kBoxK, 1024);
       const bool first = adds_first(p, u, walk.m0);
       int turn = 0;
-      barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
+      ptx::barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
 #pragma unroll
       for (int box = 0; box < kHeadBoxes; ++box) {
         float dq[32];
-        wgmma_fence();
+        ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kKeys / 16; ++i) {
-          wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(box * kBoxK + i * 2048), i > 0);
+          ptx::wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(box * kBoxK + i * 2048), i > 0);
         }
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(dq);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        ptx::pin(dq);
         if (box + 1 == kHeadBoxes) warp_arrive(barrier_at(kDsEmpty + buffer));
         if (box == 0) turn = take_turn(iteration, 0, first);
         add_fragments(SumTile(p, walk.sum(), box), 0, dq, turn);
@@ -324,18 +325,18 @@ __device__ __forceinline__ void query_role(const BackwardParams& p) {
 
 __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   set_up();
-  const int role = warp_index() / 4;
+  const int role = ptx::warp_index() / 4;
   if (role == 0) {
-    register_decrease<kLoadRegisters>();
+    ptx::register_decrease<kLoadRegisters>();
     feed(p);
   } else if (role == 1) {
-    register_decrease<kQueryRegisters>();
+    ptx::register_decrease<kQueryRegisters>();
     query_role(p);
   } else if (role == 2) {
-    register_increase<kScoreRegisters>();
+    ptx::register_increase<kScoreRegisters>();
     probability_role(p);
   } else {
-    register_increase<kScoreRegisters>();
+    ptx::register_increase<kScoreRegisters>();
     gradient_role(p);
   }
 }
