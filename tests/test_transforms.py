@@ -1,4 +1,4 @@
-"""The transformations of JAX: vmap, scan, remat, higher derivatives, export, x64, donation."""
+"""The transformations of JAX: vmap, scan, remat, higher derivatives, export, donation."""
 
 from __future__ import annotations
 
@@ -18,45 +18,22 @@ import pytest
 
 import jax_flash
 
-from .cases import BOTTOM_RIGHT, Case
-from .test_conformance import compare
-
-B, T, S, N, K, H = 2, 10, 14, 4, 2, 8
-KEY = jax.random.key
-
-
-def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
-    return jax.random.normal(KEY(seed), shape, dtype)
-
-
-def qkv(dtype=jnp.float32, batch=(B,)) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return (
-        normal(0, *batch, T, N, H, dtype=dtype),
-        normal(1, *batch, S, K, H, dtype=dtype),
-        normal(2, *batch, S, K, H, dtype=dtype),
-    )
-
-
-def plain(q, k, v, bias=None, *, causal=False):
-    """Attention in four lines, for derivatives of any order: [B, T, N, H]."""
-    k, v = (jnp.repeat(x, q.shape[-2] // k.shape[-2], axis=-2) for x in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
-    scores = scores if bias is None else scores + bias
-    if causal:
-        scores = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
-
-
-def close(got, expected, rtol=1e-5):
-    """Same structure, and equal to rtol of the largest value."""
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert a.shape == b.shape
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
-        a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
-        np.testing.assert_allclose(a, b, atol=rtol * max(1.0, np.abs(b).max(initial=0)), rtol=0)
-
+from .cases import BOTTOM_RIGHT
+from .small import (
+    KEY,
+    B,
+    H,
+    N,
+    S,
+    T,
+    close,
+    loss_of,
+    normal,
+    ours_and_plain,
+    plain,
+    qkv,
+    small_arguments,
+)
 
 # ---- vmap --------------------------------------------------------------------------------------
 
@@ -92,18 +69,16 @@ def subsets(names):
     return [c for size in range(1, len(names) + 1) for c in itertools.combinations(names, size)]
 
 
-def vmap_and_loop(names, mapped, backend, in_axis=0, **options):
-    """out, lse and gradients under vmap over `mapped`, and the same by a Python loop."""
-    arrays = dict(zip(("query", "key", "value"), qkv(), strict=True))
-    stacked = {
-        name: jnp.stack([x * (0.5 + i) for i in range(M)]) for name, x in arrays.items()
-    } | optional_operands(names)
-    operands = {name: x if name in mapped else x[1] for name, x in stacked.items()}
-    moving = [name for name in ("query", "key", "value", "bias", "sinks") if name in operands]
+@functools.cache  # what is mapped makes no difference to one element's program
+def step_of(names, backend, **options):
+    """A function of the operands that computes out, lse and gradients, and the same under jit."""
     if "dropout_key" in names:
         options = {**options, "dropout_rate": 0.3}
 
     def step(operands):
+        moving = {
+            n: operands[n] for n in ("query", "key", "value", "bias", "sinks") if n in operands
+        }
         fixed = {name: x for name, x in operands.items() if name not in moving}
 
         def loss(values):
@@ -114,18 +89,22 @@ def vmap_and_loop(names, mapped, backend, in_axis=0, **options):
                 out, lse,
             )  # fmt: skip
 
-        (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(
-            {name: operands[name] for name in moving}
-        )
+        (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(moving)
         return results, gradients
 
-    axes = {name: in_axis if name in mapped else None for name in operands}
-    moved = {
-        name: jnp.moveaxis(x, 0, in_axis) if name in mapped and in_axis else x
-        for name, x in operands.items()
-    }
-    got = jax.jit(jax.vmap(step, in_axes=(axes,)))(moved)
-    one = jax.jit(step)
+    return step, jax.jit(step)
+
+
+def vmap_and_loop(names, mapped, backend, **options):
+    """out, lse and gradients under vmap over `mapped`, and the same by a Python loop."""
+    arrays = dict(zip(("query", "key", "value"), qkv(), strict=True))
+    stacked = {
+        name: jnp.stack([x * (0.5 + i) for i in range(M)]) for name, x in arrays.items()
+    } | optional_operands(names)
+    operands = {name: x if name in mapped else x[1] for name, x in stacked.items()}
+    step, one = step_of(names, backend, **options)
+    axes = {name: 0 if name in mapped else None for name in operands}
+    got = jax.jit(jax.vmap(step, in_axes=(axes,)))(operands)
     rows = [
         one({name: x[i] if name in mapped else x for name, x in operands.items()}) for i in range(M)
     ]
@@ -209,25 +188,9 @@ def test_vmap_over_an_axis_of_size_zero_and_one(host_backend):
 # ---- derivatives -------------------------------------------------------------------------------
 
 
-def loss_of(attention):
-    def loss(q, k, v, bias):
-        return jnp.sum(jnp.sin(attention(q, k, v, bias)))
-
-    return loss
-
-
 @pytest.fixture
 def both(host_backend):
-    """(ours, plain) as functions of q, k, v, bias, causal."""
-
-    def ours(q, k, v, bias):
-        return jax_flash.flash_attention(q, k, v, bias=bias, is_causal=True, backend=host_backend)
-
-    return ours, functools.partial(plain, causal=True)
-
-
-def small_arguments():
-    return (*(x[:1, :5] for x in qkv()), normal(3, 1, N, 5, 5))
+    return ours_and_plain(host_backend)
 
 
 def test_jacrev(both):
@@ -282,7 +245,7 @@ def test_hessian_of_lse(host_backend):
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 3**0.5
         return jax.nn.logsumexp(scores, axis=-1).sum()
 
-    close(jax.hessian(ours)(q), jax.hessian(theirs)(q), rtol=2e-5)
+    close(*(jax.jit(jax.hessian(f))(q) for f in (ours, theirs)), rtol=2e-5)
 
 
 def test_unused_outputs_have_zero_gradients(host_backend):
@@ -393,7 +356,7 @@ def test_remat_gradients(host_backend):
     close(gradients(policies.save_only_these_names("flash_out", "flash_lse")), expected)
 
 
-# ---- export, x64, donation, devices ------------------------------------------------------------
+# ---- export, donation, devices ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_gradient", [False, True], ids=["forward", "vjp"])
@@ -488,63 +451,6 @@ def test_export_with_a_symbolic_length(window):
         close(exported.call(x), jitted(x), rtol=1e-6)
 
 
-def test_no_rank_is_promoted(host_backend):
-    """Under jax_numpy_rank_promotion = "raise", with every term."""
-    q, k, v = qkv()
-    batch = q.shape[:-3]
-    options = {
-        "bias": jnp.ones((N, T, S)), "mask": jnp.ones((T, S), bool), "sinks": jnp.ones(N),
-        "query_seq_lengths": jnp.full(batch, T - 1), "key_value_seq_lengths": jnp.full(batch, S),
-        "query_segment_ids": jnp.ones((*batch, T), int), "softcap": 3.0, "is_causal": True,
-        "key_value_segment_ids": jnp.ones((*batch, S), int), "causal_align": "bottom_right",
-        "local_window_size": (5, 5), "dropout_rate": 0.2, "dropout_key": jax.random.key(0),
-    }  # fmt: skip
-
-    def call(q, k, v, sinks, bias):
-        changed = options | {"sinks": sinks, "bias": bias}
-        return jax_flash.flash_attention(q, k, v, **changed, backend=host_backend)
-
-    arguments = q, k, v, options["sinks"], options["bias"]
-    with jax.numpy_rank_promotion("raise"):
-        out, pull = jax.vjp(call, *arguments)
-        pull(out)
-        jax.jvp(call, arguments, arguments)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_x64_mode_changes_nothing(dtype, host_backend):
-    q, k, v = (np.asarray(x) for x in qkv(dtype))
-    lengths = np.array([S, 5], np.int32)
-
-    def step(q, k, v):
-        def call(q, k, v):
-            return jax_flash.flash_attention(
-                q, k, v, is_causal=True, key_value_seq_lengths=lengths, dropout_rate=0.2,
-                dropout_key=jax.random.wrap_key_data(jnp.array([1, 2], jnp.uint32)),
-                local_window_size=(3, None), scale=0.3, softcap=2.0, return_lse=True,
-                backend=host_backend,
-            )  # fmt: skip
-
-        (out, lse), pull = jax.vjp(call, q, k, v)
-        return out, lse, pull((out, lse))
-
-    expected = jax.tree.map(np.asarray, jax.jit(step)(q, k, v))
-    with jax.enable_x64(True):
-        got = jax.tree.map(np.asarray, jax.jit(step)(q, k, v))
-    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(expected)]
-    close(got, expected, rtol=1e-6)
-
-
-def test_x64_mode_takes_int64_lengths_and_ids(host_backend):
-    """Under x64 integers are 64 bits wide unless told otherwise."""
-    case = Case("x64", T=T, S=S, kv_lengths=(S, 5), segments="packed")
-    arguments = case.draw()
-    for name in ("key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids"):
-        arguments.arrays[name] = arguments.arrays[name].astype(np.int64)
-    with jax.enable_x64(True):
-        compare(arguments, arguments.run(host_backend))
-
-
 def test_donation(host_backend):
     expected_step = jax.jit(lambda *a: jax.vjp(call, *a)[1](a[0]))
 
@@ -598,105 +504,3 @@ def test_linear_transpose(both):
         close(got, jax.vjp(functools.partial(both[1], q, k, bias=bias), v)[1](dout))
     with pytest.raises(NotImplementedError, match="linear in value alone"):
         jax.linear_transpose(lambda k, v: both[0](q, k, v, bias), k, v)(dout)
-
-
-# ---- debugging modes ---------------------------------------------------------------------------
-
-MODES = {
-    "disable_jit": jax.disable_jit,
-    "debug_nans": lambda: jax.debug_nans(True),
-    "debug_infs": lambda: jax.debug_infs(True),
-    "checking_leaks": jax.checking_leaks,
-    "strict dtypes": lambda: jax.numpy_dtype_promotion("strict"),
-}
-
-
-def ways(both, q, k, v, bias):
-    """The forward pass, the gradients and the directional derivative, each as a function."""
-    loss = loss_of(both)
-    return {
-        "forward": lambda: both(q, k, v, bias),
-        "gradient": lambda: jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias),
-        "jvp": lambda: jax.jvp(loss, (q, k, v, bias), (q, k, v, bias)),
-        "vmap": lambda: jax.vmap(both)(*(x[None] for x in (q, k, v, bias))),
-        "second": lambda: jax.jvp(jax.grad(loss), (q, k, v, bias), (q, k, v, bias)),
-    }
-
-
-@pytest.mark.parametrize("way", ["forward", "gradient", "jvp", "vmap", "second"])
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("mode", MODES)
-def test_modes(mode, jitted, way, both):
-    if mode == "debug_infs" and way == "second" and not jitted:
-        pytest.skip("its arithmetic is plain JAX, which writes -inf for keys out of sight")
-    ours, expected = (ways(f, *small_arguments())[way] for f in both)
-    with MODES[mode]():
-        got = (jax.jit(ours) if jitted else ours)()
-    close(got, expected())
-
-
-@pytest.mark.parametrize("way", ["forward", "gradient", "jvp"])
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-def test_debug_nans_finds_one(jitted, way, both):
-    q, *rest = small_arguments()
-    call = ways(both[0], q.at[0, 0, 0, 0].set(jnp.nan), *rest)[way]
-    with jax.debug_nans(True), pytest.raises(FloatingPointError):
-        (jax.jit(call) if jitted else call)()
-
-
-@pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_debugging_modes_name_the_primitive(kind, host_backend):
-    q = jnp.ones((1, 16, 1, 8), jnp.float16)
-    k = v = q[:, :1]
-    options: dict[str, Any] = {"backend": host_backend}
-    if kind == "nan":
-        v = v * jnp.nan
-    else:  # dropout doubles what it keeps of the one value, beyond float16
-        v = v * 60000
-        options |= {"dropout_rate": 0.5, "dropout_key": KEY(0)}
-    call = functools.partial(jax_flash.flash_attention, **options)
-    for function in (call, jax.jit(call)):
-        with (
-            jax.debug_nans(kind == "nan"),
-            jax.debug_infs(kind == "inf"),
-            pytest.raises(FloatingPointError, match=rf"\({kind}\) encountered in flash_forward"),
-        ):
-            function(q, k, v)
-
-
-def test_a_sink_of_minus_infinity_beside_rows_without_keys(host_backend):
-    q, k, v = qkv()
-
-    def loss(sinks):
-        options = {"query_seq_lengths": jnp.array([3, 0]), "backend": host_backend}
-        return jnp.sum(jnp.sin(jax_flash.flash_attention(q, k, v, sinks=sinks, **options)))
-
-    sinks = normal(3, N).at[0].set(-jnp.inf)
-    with jax.debug_nans(True):
-        assert jax.grad(loss)(sinks)[0] == 0
-    hessian = jax.hessian(loss)(sinks)
-    assert np.isfinite(hessian).all()
-    assert not np.any(hessian[0])
-
-
-def test_debug_infs_takes_rows_without_keys(host_backend):
-    """Their lse is -inf, which is no fault as long as nobody asks for it."""
-    q, k, v = qkv()
-    lengths = jnp.array([T, 3], jnp.int32)
-
-    def loss(q, k, v, sinks):
-        options = {"query_seq_lengths": lengths, "sinks": sinks, "backend": host_backend}
-        return jnp.sum(jnp.sin(jax_flash.flash_attention(q, k, v, **options)))
-
-    gradient = jax.grad(loss, argnums=(0, 1, 2, 3))
-    arguments = (q, k, v, 100 * normal(3, N))
-    expected = gradient(*arguments)
-    empty = k[:, :0]
-    with jax.debug_infs(True):
-        close(gradient(*arguments), expected)
-        jax_flash.dot_product_attention(q, k, v, query_seq_lengths=lengths)
-        close(jax_flash.flash_attention(q, empty, empty, backend=host_backend), q * 0)
-        with pytest.raises(FloatingPointError):
-            jax_flash.dot_product_attention(
-                q, k, v, query_seq_lengths=lengths, return_residual=True
-            )

@@ -15,7 +15,7 @@ import jax_flash
 from jax_flash import _native
 
 from .cases import BOTTOM_RIGHT
-from .test_transforms import close
+from .small import close
 
 P = PartitionSpec
 # M and S appear in no other size of a program: an array with both is a copy for every member.
@@ -253,10 +253,16 @@ def test_nested_over_the_query_twice(host_backend):
         return lambda k: jnp.sum(jnp.sin(attention(k)))
 
     both = jax.vmap(jax.vmap(call, (0, None, None)), (0, None, 0))
-    rows = [[functools.partial(call, x, mask=mask[i]) for x in q[i]] for i in range(3)]
-    close(both(q, k, mask), jnp.array([[f(k) for f in row] for row in rows]))
-    got = jax.jit(jax.grad(loss(lambda k: both(q, k, mask))))(k)
-    close(got, jax.jit(jax.grad(lambda k: sum(loss(f)(k) for row in rows for f in row)))(k))
+
+    def rows(k):  # a loop over one program: 3 M of them would be compiled
+        return jax.lax.map(
+            lambda of: jax.lax.map(lambda q: call(q, k, of["mask"]), of["q"]),
+            {"q": q, "mask": mask},
+        )
+
+    close(both(q, k, mask), rows(k))
+    got, want = (jax.jit(jax.grad(loss(f)))(k) for f in (lambda k: both(q, k, mask), rows))
+    close(got, want)
 
 
 # ---- derivatives -------------------------------------------------------------------------------
@@ -310,9 +316,9 @@ def test_second_derivatives(host_backend):
     def members(k):
         return summed(call, axes)(arrays | {"key": k})[0]
 
-    def rows(k):
+    def rows(k):  # a loop over one program: M of them would be compiled
         moved = arrays | {"key": k}
-        return sum(call(member(moved, axes, i))[0] for i in range(M))
+        return jnp.sum(jax.lax.map(lambda q: call(moved | {"query": q})[0], moved["query"]))
 
     def forward_over_reverse(loss):
         return jax.jit(lambda k: jax.jvp(jax.grad(loss), (k,), (direction,))[1])

@@ -1,0 +1,67 @@
+"""Small arrays, plain attention and a comparison, for the tests of JAX's transformations."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_flash
+
+B, T, S, N, K, H = 2, 10, 14, 4, 2, 8
+KEY = jax.random.key
+
+
+def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(KEY(seed), shape, dtype)
+
+
+def qkv(dtype=jnp.float32, batch=(B,)) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return (
+        normal(0, *batch, T, N, H, dtype=dtype),
+        normal(1, *batch, S, K, H, dtype=dtype),
+        normal(2, *batch, S, K, H, dtype=dtype),
+    )
+
+
+def plain(q, k, v, bias=None, *, causal=False):
+    """Attention in four lines, for derivatives of any order: [B, T, N, H]."""
+    k, v = (jnp.repeat(x, q.shape[-2] // k.shape[-2], axis=-2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+    scores = scores if bias is None else scores + bias
+    if causal:
+        scores = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+
+def close(got, expected, rtol=1e-5):
+    """Same structure, and equal to rtol of the largest value."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+        a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=rtol * max(1.0, np.abs(b).max(initial=0)), rtol=0)
+
+
+def loss_of(attention):
+    def loss(q, k, v, bias):
+        return jnp.sum(jnp.sin(attention(q, k, v, bias)))
+
+    return loss
+
+
+def small_arguments():
+    return (*(x[:1, :5] for x in qkv()), normal(3, 1, N, 5, 5))
+
+
+def ours_and_plain(backend: str):
+    """Causal attention of q, k, v, bias, by the package and by the four lines."""
+
+    def ours(q, k, v, bias):
+        return jax_flash.flash_attention(q, k, v, bias=bias, is_causal=True, backend=backend)
+
+    return ours, functools.partial(plain, causal=True)
