@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const volatil
     const KeyRows<kDim> rows(p, key_row(p, u.batch, u.key0, u.kv_head));
     fill_tile<kDim, kKeys, kLoadWarps>(tile, static_cast<const uint16*>(array) + rows.first,
                                        rows.step, p.kv_len - u.key0);
-    warp_arrive(full);
+    release(full);
   }
 }
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_queries(const BackwardParams& p, uint32 til
     fill_tile<kDim, kQueries, kLoadWarps>(tile, static_cast<const uint16*>(array) + at * kDim,
                                           static_cast<int64>(p.query_heads) * kDim,
                                           p.query_len - row);
-    warp_arrive(full);
+    release(full);
   }
 }
 
@@ -67,11 +67,11 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
     if (u.stop) break;
     const uint32 free = parity_of<1>(received) ^ 1;
     if (u.total == 0) {
-      ptx::barrier_wait(barrier_at(kKEmpty), free);
-      ptx::barrier_wait(barrier_at(kVEmpty), free);
+      ptx::barrier_wait(at(&Shared::key_empty), free);
+      ptx::barrier_wait(at(&Shared::value_empty), free);
       if (threadIdx.x % 32 == 0) {
-        ptx::barrier_arrive(barrier_at(kKFull));
-        ptx::barrier_arrive(barrier_at(kVFull));
+        ptx::barrier_arrive(at(&Shared::key_full));
+        ptx::barrier_arrive(at(&Shared::value_full));
       }
     }
     bool first = true;
@@ -79,26 +79,27 @@ __device__ __forceinline__ void load(const BackwardParams& p) {
     for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
       if (walk.left == kAskAhead) ask_for_unit();
       const int head = u.head + walk.head, m0 = walk.m0, block = walk.block;
-      const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
-      ptx::barrier_wait(barrier_at(kQEmpty + slot), parity ^ 1);
-      load_queries<kHeadDim>(p, shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ, p.query,
-                             p.query_data, shared_base() + kAtLse + slot * kQueries * 4,
+      const uint32 slot = stage_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
+      ptx::barrier_wait(at(&Shared::query_empty, slot), parity ^ 1);
+      load_queries<kHeadDim>(p, at(&Shared::query) + slot * kQueryBytes, p.query, p.query_data,
+                             at(&Shared::minus_lse) + slot * kNumberBytes,
                              p.lse_log2 + static_cast<int64>(block) * kQueries,
-                             barrier_at(kQFull + slot), head, m0, u.batch);
+                             at(&Shared::query_full, slot), head, m0, u.batch);
       // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
       if (first) {
-        ptx::barrier_wait(barrier_at(kKEmpty), free);
-        load_keys<kHeadDim>(p, u, shared_base() + kAtK, p.key, p.key_data, barrier_at(kKFull));
+        ptx::barrier_wait(at(&Shared::key_empty), free);
+        load_keys<kHeadDim>(p, u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
       }
-      ptx::barrier_wait(barrier_at(kDoutEmpty + slot), parity ^ 1);
-      load_queries<kValueDim>(p, shared_base() + kAtDout + slot * kValueBoxes * kBoxQ, p.dout,
-                              p.dout_data, shared_base() + kAtDelta + slot * kQueries * 4,
+      ptx::barrier_wait(at(&Shared::dout_empty, slot), parity ^ 1);
+      load_queries<kValueDim>(p, at(&Shared::dout) + slot * kDoutBytes, p.dout, p.dout_data,
+                              at(&Shared::minus_delta) + slot * kNumberBytes,
                               p.minus_delta + static_cast<int64>(block) * kQueries,
-                              barrier_at(kDoutFull + slot), head, m0, u.batch);
+                              at(&Shared::dout_full, slot), head, m0, u.batch);
       if (first) {
         first = false;
-        ptx::barrier_wait(barrier_at(kVEmpty), free);
-        load_keys<kValueDim>(p, u, shared_base() + kAtV, p.value, p.value_data, barrier_at(kVFull));
+        ptx::barrier_wait(at(&Shared::value_empty), free);
+        load_keys<kValueDim>(p, u, at(&Shared::value), p.value, p.value_data,
+                             at(&Shared::value_full));
       }
       ++iteration;
     }

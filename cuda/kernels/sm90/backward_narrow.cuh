@@ -33,12 +33,11 @@ inline constexpr int kDqTiles = kQueries / 64 * kHeadBoxes;
 static_assert(kDqTiles <= 2);
 inline constexpr int kDqValues = 16 * kDqTiles;
 
-inline constexpr int kAtDs = kAtOwn;  // [kScoreStages][q box][key][64]
-inline constexpr int kDsBytes = kKeys * kQueries * 2;
-inline constexpr int kAtOut = kAtDs + kScoreStages * kDsBytes;  // [score][box][64][64]
 inline constexpr int kOutBoxes = kHeadBoxes > kValueBoxes ? kHeadBoxes : kValueBoxes;
 inline constexpr int kOutBytes = kOutBoxes * 64 * kBoxRowBytes;
-inline constexpr int kSharedBytes = kAtOut + 2 * kOutBytes;
+struct NarrowShared : Shared {
+  unsigned char output[2][kOutBytes];  // [score][box][64][64]
+};
 
 inline constexpr bool kSkipsHidden = (kWindowLeft || kWindowRight) && kQueries == 64;
 
@@ -49,8 +48,8 @@ __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
     set_up_load(8, 8, 8);
     for (int i = 0; i < kScoreStages; ++i) {
-      ptx::barrier_init(barrier_at(kDsFull + i), 8);
-      ptx::barrier_init(barrier_at(kDsEmpty + i), 8);
+      ptx::barrier_init(at(&Shared::gradient_full, i), 8);
+      ptx::barrier_init(at(&Shared::gradient_empty, i), 8);
     }
     ptx::barrier_init_fence();
   }
@@ -62,7 +61,7 @@ template <int kColumns>
 __device__ __forceinline__ void write_out(int which, const TensorMap& map,
                                           const float (&values)[kColumns / 2], float scale,
                                           const volatile UnitRecord& u) {
-  const uint32 out = shared_base() + kAtOut + which * kOutBytes;
+  const uint32 out = at(&NarrowShared::output) + which * kOutBytes;
   // The previous store has read its shared memory.
   if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
   ptx::named_barrier_sync(kScoreBarrier + which, 128);
@@ -81,11 +80,10 @@ __device__ __forceinline__ void write_out(int which, const TensorMap& map,
 // This warpgroup's half of dQ = dS K, from the dS of both.
 __device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer, int which) {
   const uint32 ds =
-      shared_base() + kAtDs + buffer * kDsBytes + (kQueries == 128 ? which * kBoxK : 0);
-  const uint32 k = shared_base() + kAtK +
-                   (kHeadBoxes == 2 ? which * kBoxK
-                    : kDqTiles == 1 ? which * 64
-                                    : 0);
+      at(&Shared::gradient) + buffer * kGradientBytes + (kQueries == 128 ? which * kBoxK : 0);
+  const uint32 k = at(&Shared::key) + (kHeadBoxes == 2 ? which * kBoxK
+                                       : kDqTiles == 1 ? which * 64
+                                                       : 0);
   const ptx::Descriptor a = ptx::descriptor(ds, 0, kBoxK, 1024),
                         b = ptx::descriptor(k, 0, kBoxK, 1024);
 #pragma unroll
@@ -118,14 +116,14 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const float (&dq
 // dQ of the `iteration`-th query block with nothing beside it.
 __device__ __forceinline__ void finish_dq(const BackwardParams& p, int which, uint32 iteration,
                                           Last last) {
-  const uint32 buffer = slot_of<kScoreStages>(iteration);
+  const uint32 buffer = stage_of<kScoreStages>(iteration);
   float dq[kDqValues];
-  ptx::barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
+  ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
   ptx::wgmma_fence();
   issue_dq(dq, buffer, which);
   ptx::wgmma_wait<0>();
   ptx::pin(dq);
-  warp_arrive(barrier_at(kDsEmpty + buffer));
+  release(at(&Shared::gradient_empty, buffer));
   add_dq(p, dq, iteration, last, which);
 }
 
@@ -153,12 +151,12 @@ __device__ __forceinline__ UnitRanges ranges_of(const BackwardParams& p,
 // dP is accumulated onto. Called beside the products of the block before.
 __device__ __forceinline__ void begin_step(uint32 iteration, float (&dp)[kScores]) {
   if constexpr (kReadsAhead) {
-    const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
-    ptx::barrier_wait(barrier_at(kQFull + slot), parity);
-    ptx::barrier_wait(barrier_at(kDoutFull + slot), parity);
+    const uint32 slot = stage_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
+    ptx::barrier_wait(at(&Shared::query_full, slot), parity);
+    ptx::barrier_wait(at(&Shared::dout_full, slot), parity);
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 d = row_numbers(shared_base() + kAtDelta + slot * kQueries * 4, j);
+      const float2 d = row_numbers(at(&Shared::minus_delta) + slot * kNumberBytes, j);
       dp[4 * j] = dp[4 * j + 2] = d.x;
       dp[4 * j + 1] = dp[4 * j + 3] = d.y;
     }
@@ -175,38 +173,38 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
                                            float (&dv)[kValue / 2]) {
   const int slab = 64 * which, m0 = walk.m0;
   const Step known(p, u, u.head + walk.head, m0, slab);
-  const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
-  const uint32 q = shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ;
-  const uint32 dout = shared_base() + kAtDout + slot * kValueBoxes * kBoxQ;
+  const uint32 slot = stage_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
+  const uint32 q = at(&Shared::query) + slot * kQueryBytes;
+  const uint32 dout = at(&Shared::dout) + slot * kDoutBytes;
 
-  if constexpr (!kReadsAhead) ptx::barrier_wait(barrier_at(kQFull + slot), parity);
+  if constexpr (!kReadsAhead) ptx::barrier_wait(at(&Shared::query_full, slot), parity);
   hide_unseen_queries<kHeadBoxes>(u, ranges.seeing, q, m0, kScoreBarrier + which);
   float x[kScores], fresh[kScores];
   float (&dp)[kScores] = kReadsAhead ? begun : fresh;
   if constexpr (!kReadsAhead) {
     ptx::wgmma_fence();
-    keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
-    ptx::barrier_wait(barrier_at(kDoutFull + slot), parity);
+    keys_times_queries<kHead>(x, at(&Shared::key) + slab * kBoxRowBytes, q);
+    ptx::barrier_wait(at(&Shared::dout_full, slot), parity);
   }
   hide_unseen_queries<kValueBoxes>(u, ranges.seeing, dout, m0, kScoreBarrier + which);
   ptx::wgmma_fence();
   if constexpr (kReadsAhead) {
-    keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
+    keys_times_queries<kHead>(x, at(&Shared::key) + slab * kBoxRowBytes, q);
   }
-  keys_times_queries<kValue>(dp, shared_base() + kAtV + slab * kBoxRowBytes, dout, kReadsAhead);
-  const RowNumbers minus_lse(shared_base() + kAtLse + slot * kQueries * 4);
+  keys_times_queries<kValue>(dp, at(&Shared::value) + slab * kBoxRowBytes, dout, kReadsAhead);
+  const RowNumbers minus_lse(at(&Shared::minus_lse) + slot * kNumberBytes);
   ptx::wgmma_wait<1>();
   ptx::pin(x);
 
   uint32 probability[kScores / 2], gradient[kScores / 2];
   score_to_probability(p, u, x, probability, minus_lse, slab, ranges.full, known, dropped);
-  const uint32 buffer = slot_of<kScoreStages>(iteration);
-  const uint32 before = iteration - 1, buffer_before = slot_of<kScoreStages>(before);
+  const uint32 buffer = stage_of<kScoreStages>(iteration);
+  const uint32 before = iteration - 1, buffer_before = stage_of<kScoreStages>(before);
   const auto wait_for_empty = [&] {
-    ptx::barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
+    ptx::barrier_wait(at(&Shared::gradient_empty, buffer), parity_of<kScoreStages>(iteration) ^ 1);
   };
   const auto wait_for_before = [&] {
-    ptx::barrier_wait(barrier_at(kDsFull + buffer_before), parity_of<kScoreStages>(before));
+    ptx::barrier_wait(at(&Shared::gradient_full, buffer_before), parity_of<kScoreStages>(before));
   };
   if constexpr (kReadsAhead) {  // while dP is computed
     wait_for_empty();
@@ -218,7 +216,7 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   for (int j = 0; j < kQueries / 8; ++j) {
     float2 d{0.f, 0.f};
     if constexpr (!kReadsAhead) {
-      d = row_numbers(shared_base() + kAtDelta + slot * kQueries * 4, j);
+      d = row_numbers(at(&Shared::minus_delta) + slot * kNumberBytes, j);
     }
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; i += 2) {
@@ -233,8 +231,8 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
   }
 
   if constexpr (!kReadsAhead) wait_for_empty();
-  store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, slab);
-  warp_arrive(barrier_at(kDsFull + buffer));
+  store_gradient(gradient, at(&Shared::gradient) + buffer * kGradientBytes, slab);
+  release(at(&Shared::gradient_full, buffer));
 
   if constexpr (kFirst) {
     ptx::pin(dk);  // the zeros are in place before the fence
@@ -255,16 +253,16 @@ __device__ __forceinline__ void score_step(const BackwardParams& p, const volati
     ptx::wgmma_commit();
     ptx::wgmma_wait<2>();
     ptx::pin(dq);
-    warp_arrive(barrier_at(kDsEmpty + buffer_before));
+    release(at(&Shared::gradient_empty, buffer_before));
     add_dq(p, dq, before, last, which);
   }
   draw_next(p, u, slab, walk, dropped);
   ptx::wgmma_wait<1>();
   // Without a next block, once more this one's: a branch here makes ptxas serialise.
   begin_step(iteration + (walk.left > 1), dp);
-  warp_arrive(barrier_at(kDoutEmpty + slot));
+  release(at(&Shared::dout_empty, slot));
   ptx::wgmma_wait<0>();
-  warp_arrive(barrier_at(kQEmpty + slot));
+  release(at(&Shared::query_empty, slot));
   ptx::pin(dk);
   ptx::pin(dv);
 }
@@ -277,15 +275,15 @@ __device__ __forceinline__ void hidden_step(const BackwardParams& p, const volat
                                             int which, uint32 iteration, const Walk& walk,
                                             Last last, float (&dp)[kScores],
                                             Dropped<kScores>& dropped) {
-  const uint32 slot = slot_of<kStages>(iteration), buffer = slot_of<kScoreStages>(iteration);
-  ptx::barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
+  const uint32 slot = stage_of<kStages>(iteration), buffer = stage_of<kScoreStages>(iteration);
+  ptx::barrier_wait(at(&Shared::gradient_empty, buffer), parity_of<kScoreStages>(iteration) ^ 1);
   const uint32 gradient[kScores / 2] = {};
-  store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, 64 * which);
-  warp_arrive(barrier_at(kDsFull + buffer));
-  ptx::barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
-  warp_arrive(barrier_at(kQEmpty + slot));
-  ptx::barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
-  warp_arrive(barrier_at(kDoutEmpty + slot));
+  store_gradient(gradient, at(&Shared::gradient) + buffer * kGradientBytes, 64 * which);
+  release(at(&Shared::gradient_full, buffer));
+  ptx::barrier_wait(at(&Shared::query_full, slot), parity_of<kStages>(iteration));
+  release(at(&Shared::query_empty, slot));
+  ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
+  release(at(&Shared::dout_empty, slot));
   if constexpr (!kFirst) finish_dq(p, which, iteration - 1, last);
   if (walk.left > 1) {
     begin_step(iteration + 1, dp);
@@ -327,11 +325,11 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
 #pragma unroll
     for (int i = 0; i < kValue / 2; ++i) dv[i] = 0.f;
 
-    ptx::barrier_wait(barrier_at(kKFull), parity_of<1>(received));
-    ptx::barrier_wait(barrier_at(kVFull), parity_of<1>(received));
+    ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
+    ptx::barrier_wait(at(&Shared::value_full), parity_of<1>(received));
     if (has_unseen_keys(u)) {
-      hide_unseen_keys<kHeadBoxes>(u, shared_base() + kAtK, 64 * which);
-      hide_unseen_keys<kValueBoxes>(u, shared_base() + kAtV, 64 * which);
+      hide_unseen_keys<kHeadBoxes>(u, at(&Shared::key), 64 * which);
+      hide_unseen_keys<kValueBoxes>(u, at(&Shared::value), 64 * which);
       ptx::named_barrier_sync(kScoreBarrier + which, 128);
     }
     if (u.total > 0) {
@@ -353,8 +351,8 @@ __device__ __forceinline__ void score(const BackwardParams& p, int which) {
       }
       finish_dq(p, which, iteration - 1, last_of(p, u, walk));
     }
-    warp_arrive(barrier_at(kKEmpty));
-    warp_arrive(barrier_at(kVEmpty));
+    release(at(&Shared::key_empty));
+    release(at(&Shared::value_empty));
     const int row = 64 * which + threadIdx.x % 128 / 32 * 16;
     mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
     mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));

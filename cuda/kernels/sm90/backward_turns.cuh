@@ -25,9 +25,7 @@ __device__ __forceinline__ int first_keys(const BackwardParams& p, const volatil
 
 // The smallest and largest of segment ids that no smaller key block of the unit has: in shared
 // memory, since the warp that waits has 24 registers.
-__device__ __forceinline__ volatile int* absent_ids() {
-  return reinterpret_cast<volatile int*>(shared_memory + kAtAbsent);
-}
+__device__ __forceinline__ volatile int* absent_ids() { return items(&Shared::absent_ids); }
 __device__ __forceinline__ void set_absent_ids(int smallest, int largest) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
@@ -63,7 +61,7 @@ __device__ __forceinline__ int turn_of(const BackwardParams& p, const volatile U
 // Two warps keep the order beside the warpgroups that add. With segments they leave the turn here;
 // without, those that add know it ahead: reading it here too took 0 to 5 % of the speed.
 __device__ __forceinline__ volatile int& turn_in(uint32 slot) {
-  return reinterpret_cast<volatile int*>(shared_memory + kAtTurns)[slot];
+  return items(&Shared::turns)[slot];
 }
 __device__ __forceinline__ bool adds_first(const BackwardParams& p, const volatile UnitRecord& u,
                                            int m0) {
@@ -81,16 +79,16 @@ __device__ __forceinline__ void wait_turns(const BackwardParams& p) {
     if constexpr (kHasSegments) set_absent_ids(0x7fffffff, -0x7fffffff - 1);
     for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
       const int turn = turn_of(p, u, walk.m0);
-      const uint32 slot = slot_of<kTurns>(iteration);
+      const uint32 slot = stage_of<kTurns>(iteration);
       bool waits = part < kTurnParts;
       if (waits) {
-        ptx::barrier_wait(barrier_at(kTurnEmpty + slot), parity_of<kTurns>(iteration) ^ 1);
+        ptx::barrier_wait(at(&Shared::turn_empty, slot), parity_of<kTurns>(iteration) ^ 1);
         if constexpr (kHasSegments) turn_in(slot) = turn;
       }
       while (__any_sync(0xffffffffu, waits)) {
         if (waits && ((kHasSegments && turn == kNoTurn) ||
                       ptx::load_acquire(p.turns + walk.block * kTurnParts + part) == turn)) {
-          ptx::barrier_arrive(barrier_at(kTurnFull + slot));
+          ptx::barrier_arrive(at(&Shared::turn_full, slot));
           waits = false;
         }
       }
@@ -112,7 +110,7 @@ __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
       int* counters = p.turns + walk.block * kTurnParts;
       for (int part = 0; part < kTurnParts;) {
         const auto taken = [&](int i) {
-          return barrier_at(kTurnTaken + slot_of<kTurns>(turn + i));
+          return at(&Shared::turn_taken, stage_of<kTurns>(turn + i));
         };
         const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
         ptx::barrier_wait(taken(part), parity(part));
@@ -120,7 +118,7 @@ __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
         while (end < kTurnParts && ptx::uniform(ptx::barrier_test(taken(end), parity(end)))) ++end;
         // All parts take part or none does. Only the lane that arrives looks.
         const bool adds =
-            leader && (!kHasSegments || turn_in(slot_of<kTurns>(turn + part)) != kNoTurn);
+            leader && (!kHasSegments || turn_in(stage_of<kTurns>(turn + part)) != kNoTurn);
         if (adds) ptx::fence_gpu();
         for (; part < end; ++part) {
           if (leader) {
@@ -129,7 +127,7 @@ __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
             } else if (adds) {
               ptx::store_relaxed(counters + part, u.key0 / kKeys + 1);
             }
-            ptx::barrier_arrive(barrier_at(kTurnEmpty + slot_of<kTurns>(turn + part)));
+            ptx::barrier_arrive(at(&Shared::turn_empty, stage_of<kTurns>(turn + part)));
           }
         }
       }
@@ -143,14 +141,14 @@ __device__ __forceinline__ void pass_turns(const BackwardParams& p) {
 // Waits for this unit's turn, one part of it; `first` as of `adds_first`.
 __device__ __forceinline__ int take_turn(uint32 iteration, int part, bool first) {
   if constexpr (!kDeterministic) return 1;
-  const uint32 turn = iteration * kTurnParts + part, slot = slot_of<kTurns>(turn);
-  ptx::barrier_wait(barrier_at(kTurnFull + slot), parity_of<kTurns>(turn));
+  const uint32 turn = iteration * kTurnParts + part, slot = stage_of<kTurns>(turn);
+  ptx::barrier_wait(at(&Shared::turn_full, slot), parity_of<kTurns>(turn));
   if constexpr (kHasSegments) return ptx::uniform(turn_in(slot));
   return first ? 0 : 1;
 }
 __device__ __forceinline__ void end_turn(uint32 iteration, int part) {
   if constexpr (kDeterministic) {
-    warp_arrive(barrier_at(kTurnTaken + slot_of<kTurns>(iteration * kTurnParts + part)));
+    release(at(&Shared::turn_taken, stage_of<kTurns>(iteration * kTurnParts + part)));
   }
 }
 
