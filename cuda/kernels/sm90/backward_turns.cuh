@@ -70,73 +70,82 @@ __device__ __forceinline__ bool adds_first(const BackwardParams& p, const volati
 }
 
 // This warp waits until the units before have added,
-__device__ __forceinline__ void wait_turns(const BackwardParams& p) {
-  const int part = threadIdx.x % 32;
-  uint32 received = 0, iteration = part;
-  while (true) {
-    const volatile UnitRecord& u = receive_unit(received);
-    if (u.stop) break;
-    if constexpr (kHasSegments) set_absent_ids(0x7fffffff, -0x7fffffff - 1);
-    for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
-      const int turn = turn_of(p, u, walk.m0);
-      const uint32 slot = stage_of<kTurns>(iteration);
-      bool waits = part < kTurnParts;
-      if (waits) {
-        ptx::barrier_wait(at(&Shared::turn_empty, slot), parity_of<kTurns>(iteration) ^ 1);
-        if constexpr (kHasSegments) turn_in(slot) = turn;
-      }
-      while (__any_sync(0xffffffffu, waits)) {
-        if (waits && ((kHasSegments && turn == kNoTurn) ||
-                      ptx::load_acquire(p.turns + walk.block * kTurnParts + part) == turn)) {
-          ptx::barrier_arrive(at(&Shared::turn_full, slot));
-          waits = false;
-        }
-      }
-      iteration += kTurnParts;
-    }
-    return_unit(received);
-    ++received;
-  }
-}
+struct TurnWaiter {
+  const BackwardParams& p;
 
-// and this one tells the next unit when this unit's additions are visible to it.
-__device__ __forceinline__ void pass_turns(const BackwardParams& p) {
-  const bool leader = threadIdx.x % 32 == 0;
-  uint32 received = 0, turn = 0;
-  while (true) {
-    const volatile UnitRecord& u = receive_unit(received);
-    if (u.stop) break;
-    for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
-      int* counters = p.turns + walk.block * kTurnParts;
-      for (int part = 0; part < kTurnParts;) {
-        const auto taken = [&](int i) {
-          return at(&Shared::turn_taken, stage_of<kTurns>(turn + i));
-        };
-        const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
-        ptx::barrier_wait(taken(part), parity(part));
-        int end = part + 1;  // of those that one fence serves
-        while (end < kTurnParts && ptx::uniform(ptx::barrier_test(taken(end), parity(end)))) ++end;
-        // All parts take part or none does. Only the lane that arrives looks.
-        const bool adds =
-            leader && (!kHasSegments || turn_in(stage_of<kTurns>(turn + part)) != kNoTurn);
-        if (adds) ptx::fence_gpu();
-        for (; part < end; ++part) {
-          if (leader) {
-            if constexpr (!kHasSegments) {
-              ptx::add_relaxed(counters + part, 1);
-            } else if (adds) {
-              ptx::store_relaxed(counters + part, u.key0 / kKeys + 1);
-            }
-            ptx::barrier_arrive(at(&Shared::turn_empty, stage_of<kTurns>(turn + part)));
+  __device__ __forceinline__ void run() {
+    const int part = threadIdx.x % 32;
+    uint32 received = 0, iteration = part;
+    while (true) {
+      const volatile UnitRecord& u = receive_unit(received);
+      if (u.stop) break;
+      if constexpr (kHasSegments) set_absent_ids(0x7fffffff, -0x7fffffff - 1);
+      for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
+        const int turn = turn_of(p, u, walk.m0);
+        const uint32 slot = stage_of<kTurns>(iteration);
+        bool waits = part < kTurnParts;
+        if (waits) {
+          ptx::barrier_wait(at(&Shared::turn_empty, slot), parity_of<kTurns>(iteration) ^ 1);
+          if constexpr (kHasSegments) turn_in(slot) = turn;
+        }
+        while (__any_sync(0xffffffffu, waits)) {
+          if (waits && ((kHasSegments && turn == kNoTurn) ||
+                        ptx::load_acquire(p.turns + walk.block * kTurnParts + part) == turn)) {
+            ptx::barrier_arrive(at(&Shared::turn_full, slot));
+            waits = false;
           }
         }
+        iteration += kTurnParts;
       }
-      turn += kTurnParts;
+      return_unit(received);
+      ++received;
     }
-    return_unit(received);
-    ++received;
   }
-}
+};
+
+// and this one tells the next unit when this unit's additions are visible to it.
+struct TurnPasser {
+  const BackwardParams& p;
+
+  __device__ __forceinline__ void run() {
+    const bool leader = threadIdx.x % 32 == 0;
+    uint32 received = 0, turn = 0;
+    while (true) {
+      const volatile UnitRecord& u = receive_unit(received);
+      if (u.stop) break;
+      for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
+        int* counters = p.turns + walk.block * kTurnParts;
+        for (int part = 0; part < kTurnParts;) {
+          const auto taken = [&](int i) {
+            return at(&Shared::turn_taken, stage_of<kTurns>(turn + i));
+          };
+          const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
+          ptx::barrier_wait(taken(part), parity(part));
+          int end = part + 1;  // of those that one fence serves
+          while (end < kTurnParts && ptx::uniform(ptx::barrier_test(taken(end), parity(end))))
+            ++end;
+          // All parts take part or none does. Only the lane that arrives looks.
+          const bool adds =
+              leader && (!kHasSegments || turn_in(stage_of<kTurns>(turn + part)) != kNoTurn);
+          if (adds) ptx::fence_gpu();
+          for (; part < end; ++part) {
+            if (leader) {
+              if constexpr (!kHasSegments) {
+                ptx::add_relaxed(counters + part, 1);
+              } else if (adds) {
+                ptx::store_relaxed(counters + part, u.key0 / kKeys + 1);
+              }
+              ptx::barrier_arrive(at(&Shared::turn_empty, stage_of<kTurns>(turn + part)));
+            }
+          }
+        }
+        turn += kTurnParts;
+      }
+      return_unit(received);
+      ++received;
+    }
+  }
+};
 
 // Waits for this unit's turn, one part of it; `first` as of `adds_first`.
 __device__ __forceinline__ int take_turn(uint32 iteration, int part, bool first) {

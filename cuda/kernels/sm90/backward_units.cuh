@@ -132,82 +132,86 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
   }
 }
 
-// The walk over query blocks, as the record has it.
-__device__ __forceinline__ void set_walk(const BackwardParams& p, volatile UnitRecord& r, int first,
-                                         int count) {
-  r.m0 = first * kQueries;
-  r.total = count * r.heads;
-  r.block = (r.batch * p.query_heads + r.head) * query_blocks(p) + first;
-}
+// The plan role.
+struct Planner {
+  const BackwardParams& p;
 
-__device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, int index) {
-  const bool leader = threadIdx.x % 32 == 0;
-  ptx::barrier_wait(at(&Shared::unit_empty, stage_of<kUnits>(sent)), parity_of<kUnits>(sent) ^ 1);
-  volatile UnitRecord& r = unit_record(sent);
-  const bool stop = index >= unit_count(p);
-  const Unit u = unit_at(p, stop ? 0 : index);
-  if (leader) {
-    r.stop = stop;
-    r.batch = u.batch;
-    r.kv_head = u.kv_head;
-    r.key0 = u.key0;
-    r.offset = u.sight.offset;
-    r.query_length = u.sight.query_length;
-    r.kv_length = u.sight.kv_length;
-    r.heads = group_size(p);
-    r.head = u.kv_head * r.heads;
-    const Range seen = visible_keys(u.sight, 0, p.query_len - 1);
-    r.seen_keys.begin = seen.begin - u.key0;
-    r.seen_keys.end = seen.end - u.key0;
-    // Rows past the end of the array read as zero.
-    const Range seeing = visible_queries(u.sight, 0, p.kv_len - 1);
-    r.seen_queries.begin = seeing.begin;
-    r.seen_queries.end = seeing.end == p.query_len ? 0x7fffffff : seeing.end;
+  // The walk over query blocks, as the record has it.
+  __device__ __forceinline__ void set_walk(volatile UnitRecord& r, int first, int count) {
+    r.m0 = first * kQueries;
+    r.total = count * r.heads;
+    r.block = (r.batch * p.query_heads + r.head) * query_blocks(p) + first;
   }
-  Range met = u.blocks;
-  if constexpr (kHasSegments) {
-    __syncwarp();
-    met = narrow_by_segments(p, r.batch, r.key0, met);
-  }
-  int first = first_block(met), count = met.end - met.begin;
-  if constexpr (kSkipsMasked) {
-    __syncwarp();
-    const int end = met.end;
-    count = 0;
+
+  __device__ __forceinline__ void send_unit(uint32 sent, int index) {
+    const bool leader = threadIdx.x % 32 == 0;
+    ptx::barrier_wait(at(&Shared::unit_empty, stage_of<kUnits>(sent)), parity_of<kUnits>(sent) ^ 1);
+    volatile UnitRecord& r = unit_record(sent);
+    const bool stop = index >= unit_count(p);
+    const Unit u = unit_at(p, stop ? 0 : index);
+    if (leader) {
+      r.stop = stop;
+      r.batch = u.batch;
+      r.kv_head = u.kv_head;
+      r.key0 = u.key0;
+      r.offset = u.sight.offset;
+      r.query_length = u.sight.query_length;
+      r.kv_length = u.sight.kv_length;
+      r.heads = group_size(p);
+      r.head = u.kv_head * r.heads;
+      const Range seen = visible_keys(u.sight, 0, p.query_len - 1);
+      r.seen_keys.begin = seen.begin - u.key0;
+      r.seen_keys.end = seen.end - u.key0;
+      // Rows past the end of the array read as zero.
+      const Range seeing = visible_queries(u.sight, 0, p.kv_len - 1);
+      r.seen_queries.begin = seeing.begin;
+      r.seen_queries.end = seeing.end == p.query_len ? 0x7fffffff : seeing.end;
+    }
+    Range met = u.blocks;
+    if constexpr (kHasSegments) {
+      __syncwarp();
+      met = narrow_by_segments(p, r.batch, r.key0, met);
+    }
+    int first = first_block(met), count = met.end - met.begin;
+    if constexpr (kSkipsMasked) {
+      __syncwarp();
+      const int end = met.end;
+      count = 0;
 #pragma unroll 1
-    for (int base = met.begin / 32 * 32; base < end; base += 32) {
-      uint32 shown = shown_blocks(p, r.batch, r.kv_head, r.key0, base);
-      shown &= ptx::low_bits(end - base) & ~ptx::low_bits(met.begin - base);
-      if (shown != 0 && (kDirection < 0 || count == 0)) {
-        first = base + (kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1);
+      for (int base = met.begin / 32 * 32; base < end; base += 32) {
+        uint32 shown = shown_blocks(p, r.batch, r.kv_head, r.key0, base);
+        shown &= ptx::low_bits(end - base) & ~ptx::low_bits(met.begin - base);
+        if (shown != 0 && (kDirection < 0 || count == 0)) {
+          first = base + (kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1);
+        }
+        count += __popc(shown);
       }
-      count += __popc(shown);
+      if (count == 0) first = 0;
     }
-    if (count == 0) first = 0;
+    if (leader) set_walk(r, first, count);
+    if (leader) ptx::barrier_arrive(at(&Shared::unit_full, stage_of<kUnits>(sent)));
+    __syncwarp();
   }
-  if (leader) set_walk(p, r, first, count);
-  if (leader) ptx::barrier_arrive(at(&Shared::unit_full, stage_of<kUnits>(sent)));
-  __syncwarp();
-}
 
-// Hands out units until there are no more. A unit is taken when the one before nears its end, not
-// earlier: units of a head then start in the order of their keys, in which they add in
-// deterministic mode. There the counter hands out the first ones too, so that units go to CTAs in
-// the order in which these start: one that does not run has no unit that others wait for. Elsewhere
-// nobody waits for another CTA, and the first unit comes without the counter's latency.
-__device__ __forceinline__ void plan(const BackwardParams& p) {
-  const int given = kDeterministic ? 0 : gridDim.x;  // without the counter
-  int index = blockIdx.x;
-  for (uint32 sent = 0;; ++sent) {
-    if (sent > 0) ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
-    if (kDeterministic || sent > 0) {
-      if (threadIdx.x % 32 == 0) index = given + atomicAdd(p.next_unit, 1);
-      index = __shfl_sync(0xffffffffu, index, 0);
+  // Hands out units until there are no more. A unit is taken when the one before nears its end, not
+  // earlier: units of a head then start in the order of their keys, in which they add in
+  // deterministic mode. There the counter hands out the first ones too, so that units go to CTAs in
+  // the order in which these start: one that does not run has no unit that others wait for.
+  // Elsewhere nobody waits for another CTA, and the first unit comes without the counter's latency.
+  __device__ __forceinline__ void run() {
+    const int given = kDeterministic ? 0 : gridDim.x;  // without the counter
+    int index = blockIdx.x;
+    for (uint32 sent = 0;; ++sent) {
+      if (sent > 0) ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
+      if (kDeterministic || sent > 0) {
+        if (threadIdx.x % 32 == 0) index = given + atomicAdd(p.next_unit, 1);
+        index = __shfl_sync(0xffffffffu, index, 0);
+      }
+      send_unit(sent, index);
+      if (index >= unit_count(p)) break;
     }
-    send_unit(p, sent, index);
-    if (index >= unit_count(p)) break;
   }
-}
+};
 
 // The load role's: lets `plan` take the next unit, once for each unit.
 __device__ __forceinline__ void ask_for_unit() {
