@@ -121,7 +121,7 @@ struct Scorer {
   // Adds the half of dQ of the `iteration`-th query block to the sum.
   __device__ __forceinline__ void add_dq(const float (&dq)[kDqValues], uint32 iteration,
                                          Last last) {
-    const int turn = take_turn(iteration, which, last.first);
+    const Turn turn = take_turn(iteration, which, last.first);
     const bool halves = kDqTiles == 1;
     add_fragments(SumTile(p, last.sum, halves ? 0 : which), halves ? which * kDqValues / 4 : 0, dq,
                   turn);

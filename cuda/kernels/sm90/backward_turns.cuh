@@ -14,8 +14,18 @@ namespace backward {
 // drops none that they meet). So the unit handed out first, of those that are not done, never
 // waits, however few CTAs of the grid run.
 //
-// The turn of a unit at a query block is what the counter says when it may add; 0: it is the first.
-inline constexpr int kNoTurn = -1;  // it takes no part
+// The turn of a unit at a query block: what the counter says when it may add.
+struct Turn {
+  int count;
+  static __device__ __forceinline__ Turn none() { return {-1}; }
+  static __device__ __forceinline__ Turn first() { return {0}; }
+  // Of those that add without segments all after the first do the same.
+  static __device__ __forceinline__ Turn later() { return {1}; }
+  // Does the unit add? Without segments every unit does.
+  __device__ __forceinline__ bool takes_part() const { return !kHasSegments || count != -1; }
+  // Is nothing there to add to?
+  __device__ __forceinline__ bool stores() const { return kDeterministic && count == 0; }
+};
 
 // The first block of keys that the queries from m0 on see.
 __device__ __forceinline__ int first_keys(const BackwardParams& p, const volatile UnitRecord& u,
@@ -36,10 +46,10 @@ __device__ __forceinline__ void set_absent_ids(int smallest, int largest) {
 }
 
 // The turns of a unit, for one query block of its walk after the other. Whole warps call.
-__device__ __forceinline__ int turn_of(const BackwardParams& p, const volatile UnitRecord& u,
-                                       int m0) {
+__device__ __forceinline__ Turn turn_of(const BackwardParams& p, const volatile UnitRecord& u,
+                                        int m0) {
   const int first = first_keys(p, u, m0), block = u.key0 / kKeys;
-  if constexpr (!kHasSegments) return block - first;
+  if constexpr (!kHasSegments) return {block - first};
   const int2 ids = query_segment_range(p, u.batch, m0 / kQueries);
 #pragma unroll 1
   for (int end = block; end >= first; end -= 32) {
@@ -48,14 +58,14 @@ __device__ __forceinline__ int turn_of(const BackwardParams& p, const volatile U
     const SegmentRange keys{range.x, range.y};
     uint32 hits = __ballot_sync(0xffffffffu, n >= first && keys.meets(ids));
     if (end == block) {
-      if (hits % 2 == 0) return kNoTurn;
+      if (hits % 2 == 0) return Turn::none();
       hits -= 1;
     }
-    if (hits != 0) return end - __ffs(hits) + 2;
-    if (ids.x >= absent_ids()[0] && ids.y <= absent_ids()[1]) return 0;
+    if (hits != 0) return {end - __ffs(hits) + 2};
+    if (ids.x >= absent_ids()[0] && ids.y <= absent_ids()[1]) return Turn::first();
   }
   if constexpr (!kWindowLeft) set_absent_ids(ids.x, ids.y);
-  return 0;
+  return Turn::first();
 }
 
 // Two warps keep the order beside the warpgroups that add. With segments they leave the turn here;
@@ -79,18 +89,18 @@ struct TurnWaiter {
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
       if (u.stop) break;
-      if constexpr (kHasSegments) set_absent_ids(0x7fffffff, -0x7fffffff - 1);
+      if constexpr (kHasSegments) set_absent_ids(kLargest, kSmallest);
       for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
-        const int turn = turn_of(p, u, walk.m0);
+        const Turn turn = turn_of(p, u, walk.m0);
         const uint32 slot = stage_of<kTurns>(iteration);
         bool waits = part < kTurnParts;
         if (waits) {
           ptx::barrier_wait(at(&Shared::turn_empty, slot), parity_of<kTurns>(iteration) ^ 1);
-          if constexpr (kHasSegments) turn_in(slot) = turn;
+          if constexpr (kHasSegments) turn_in(slot) = turn.count;
         }
         while (__any_sync(0xffffffffu, waits)) {
-          if (waits && ((kHasSegments && turn == kNoTurn) ||
-                        ptx::load_acquire(p.turns + walk.block * kTurnParts + part) == turn)) {
+          if (waits && (!turn.takes_part() || ptx::load_acquire(p.turns + walk.block * kTurnParts +
+                                                                part) == turn.count)) {
             ptx::barrier_arrive(at(&Shared::turn_full, slot));
             waits = false;
           }
@@ -126,7 +136,8 @@ struct TurnPasser {
             ++end;
           // All parts take part or none does. Only the lane that arrives looks.
           const bool adds =
-              leader && (!kHasSegments || turn_in(stage_of<kTurns>(turn + part)) != kNoTurn);
+              leader &&
+              Turn{kHasSegments ? turn_in(stage_of<kTurns>(turn + part)) : 0}.takes_part();
           if (adds) ptx::fence_gpu();
           for (; part < end; ++part) {
             if (leader) {
@@ -148,12 +159,12 @@ struct TurnPasser {
 };
 
 // Waits for this unit's turn, one part of it; `first` as of `adds_first`.
-__device__ __forceinline__ int take_turn(uint32 iteration, int part, bool first) {
-  if constexpr (!kDeterministic) return 1;
+__device__ __forceinline__ Turn take_turn(uint32 iteration, int part, bool first) {
+  if constexpr (!kDeterministic) return Turn::later();
   const uint32 turn = iteration * kTurnParts + part, slot = stage_of<kTurns>(turn);
   ptx::barrier_wait(at(&Shared::turn_full, slot), parity_of<kTurns>(turn));
-  if constexpr (kHasSegments) return ptx::uniform(turn_in(slot));
-  return first ? 0 : 1;
+  if constexpr (kHasSegments) return {ptx::uniform(turn_in(slot))};
+  return {first ? Turn::first().count : Turn::later().count};
 }
 __device__ __forceinline__ void end_turn(uint32 iteration, int part) {
   if constexpr (kDeterministic) {
@@ -165,14 +176,14 @@ __device__ __forceinline__ void end_turn(uint32 iteration, int part) {
 // this unit.
 template <int kCount>
 __device__ __forceinline__ void add_fragments(const SumTile& sum, int first,
-                                              const float (&values)[kCount], int turn) {
-  if (kDeterministic && turn == 0) {
+                                              const float (&values)[kCount], Turn turn) {
+  if (turn.stores()) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       *sum.piece(first + j) =
           float4{values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]};
     }
-  } else if (!kHasSegments || turn != kNoTurn) {
+  } else if (turn.takes_part()) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       ptx::reduce_add_x4(&sum.piece(first + j)->x, values[4 * j], values[4 * j + 1],

@@ -165,7 +165,7 @@ struct Planner {
       // Rows past the end of the array read as zero.
       const Range seeing = visible_queries(u.sight, 0, p.kv_len - 1);
       r.seen_queries.begin = seeing.begin;
-      r.seen_queries.end = seeing.end == p.query_len ? 0x7fffffff : seeing.end;
+      r.seen_queries.end = seeing.end == p.query_len ? kLargest : seeing.end;
     }
     Range met = u.blocks;
     if constexpr (kHasSegments) {

@@ -303,7 +303,7 @@ struct Query {
                                                   0, kGradientBytes, 1024);
         const ptx::Descriptor b = ptx::descriptor(at(&Shared::key), 0, kBoxK, 1024);
         const bool first = adds_first(p, u, walk.m0);
-        int turn = 0;
+        Turn turn = Turn::first();
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
 #pragma unroll
         for (int box = 0; box < kHeadBoxes; ++box) {
