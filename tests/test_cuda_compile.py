@@ -163,8 +163,8 @@ pytestmark = pytest.mark.skipif(
 # What the kernels take of dynamic shared memory, by their source.
 SHARED = {
     "sm90/forward.cuh": "sizeof(forward::Shared)",
-    "sm90/backward.cuh": "backward::kSharedBytes",
-    "sm90/backward_wide.cuh": "backward::kSharedBytes",
+    "sm90/backward.cuh": "sizeof(backward::NarrowShared)",
+    "sm90/backward_wide.cuh": "sizeof(backward::WideShared)",
 }
 
 

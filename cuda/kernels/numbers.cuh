@@ -14,8 +14,12 @@ inline constexpr float kNegativeInfinity = -kInfinity;
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
+inline constexpr int kLargest = 0x7fffffff, kSmallest = -kLargest - 1;  // of an int
+
 // Half-open.
 struct Range {
   int begin, end;
   __device__ __forceinline__ bool empty() const { return begin >= end; }
+  // Of all queries or keys, on either side of zero.
+  static __device__ __forceinline__ Range all() { return {-0x40000000, 0x40000000}; }
 };

@@ -110,7 +110,7 @@ __device__ __forceinline__ bool see_alike(const Params& p, int batch, int one, i
 
 // Keys of one row, relative to `first_key`: element column c is visible iff begin <= c < end.
 __device__ __forceinline__ Range row_columns(const Visibility& v, int query, int first_key) {
-  Range columns{-0x40000000, v.kv_length - first_key};
+  Range columns{Range::all().begin, v.kv_length - first_key};
   const int aligned = query + v.offset - first_key;
   if constexpr (kWindowLeft) columns.begin = aligned - v.left;
   if constexpr (kWindowRight) columns.end = min(columns.end, aligned + v.right + 1);
@@ -119,7 +119,7 @@ __device__ __forceinline__ Range row_columns(const Visibility& v, int query, int
 
 // Queries of one key, relative to `first_query`: element column c sees it iff begin <= c < end.
 __device__ __forceinline__ Range key_columns(const Visibility& v, int key, int first_query) {
-  Range columns{-0x40000000, 0x40000000};
+  Range columns = Range::all();
   const int aligned = key - v.offset - first_query;
   if constexpr (kWindowLeft) columns.end = aligned + v.left + 1;
   if constexpr (kWindowRight) columns.begin = aligned - v.right;

@@ -63,7 +63,7 @@ __device__ __forceinline__ bool all_visible(const Visibility& v, int first_key, 
 // first_key..last_key (segments aside). The length of the queries is the caller's.
 __device__ __forceinline__ Range full_block_starts(const Visibility& v, int first_key, int last_key,
                                                    int count) {
-  Range starts{-0x40000000, 0x40000000};
+  Range starts = Range::all();
   if constexpr (kWindowLeft) starts.end = v.left - v.offset + first_key - count + 2;
   if constexpr (kWindowRight) starts.begin = last_key - v.offset - v.right;
   if (last_key >= v.kv_length) starts.end = starts.begin;
@@ -74,7 +74,7 @@ __device__ __forceinline__ Range full_block_starts(const Visibility& v, int firs
 
 // Smallest and largest segment id of some queries or keys; an int2 in memory.
 struct SegmentRange {
-  int low = 0x7fffffff, high = -0x7fffffff - 1;
+  int low = kLargest, high = kSmallest;
   __device__ __forceinline__ bool empty() const { return low > high; }
   __device__ __forceinline__ void include(int id) {
     low = min(low, id);

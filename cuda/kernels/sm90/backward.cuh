@@ -6,7 +6,7 @@
 // are the T queries padded to whole query blocks:
 //   kernel                   grid                             block  dynamic shared memory
 //   flash_backward_prepare   B * N * rows / 64                128    0
-//   flash_backward           min(SMs, B * K * key blocks)     backward::kThreads, kSharedBytes
+//   flash_backward           min(SMs, B * K * key blocks)     kThreads, sizeof(NarrowShared)
 //   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128    0
 // Sinks are in lse: they matter here where a row sees nothing else, see prepare.
 //

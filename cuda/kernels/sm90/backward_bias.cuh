@@ -1,7 +1,7 @@
 // The gradient of the bias: dS, summed over what the bias is broadcast along. Two kernels after the
 // others (two CTAs on a multiprocessor; one without TMA or with a mask: registers):
 //   kernel                    grid                              block             dynamic shared
-//   flash_backward_bias       blocks of the bias * dbias_parts  bias_sum::kThreads   kSharedBytes
+//   flash_backward_bias       blocks of the bias * dbias_parts  bias_sum::kThreads   sizeof(Shared)
 //   flash_backward_bias_sum   elements of the bias / 256        256                  0
 //
 // A CTA has a block of the bias, all along the dims that the bias does not have, and computes the
@@ -24,13 +24,15 @@ inline constexpr int kParts = 4;
 using Tile = bias::ColumnTile<kQueries / kParts>;
 
 // Rows that wgmma reads; when all is summed, the block: float[kQueries][kPitch].
-inline constexpr int kAtKeys = 0;
-inline constexpr int kAtValues = kAtKeys + backward::kHeadBoxes * kBoxK;
-inline constexpr int kAtQueries = kAtValues + backward::kValueBoxes * kBoxK;
-inline constexpr int kAtDouts = kAtQueries + backward::kHeadBoxes * kBoxQ;
-inline constexpr int kSharedBytes = kAtDouts + backward::kValueBoxes * kBoxQ;
 inline constexpr int kPitch = kKeys + 1;
-static_assert(!kHasDbias || kQueries * kPitch * 4 <= kSharedBytes);
+struct alignas(1024) Shared {
+  unsigned char key[backward::kHeadBoxes * kBoxK];
+  unsigned char value[backward::kValueBoxes * kBoxK];
+  unsigned char query[backward::kHeadBoxes * kBoxQ];
+  unsigned char dout[backward::kValueBoxes * kBoxQ];
+};
+using SharedSum = float[kQueries * kPitch];
+static_assert(!kHasDbias || sizeof(SharedSum) <= sizeof(Shared));
 
 // The part of the bias that a CTA sums, and along what.
 struct Block {
@@ -93,17 +95,17 @@ __device__ __forceinline__ void add_scores(const BackwardParams& p, int batch, i
   const KeyRows<kValueDim> value_rows(p, key);
   __syncthreads();  // the tiles are free
   const int key_count = p.kv_len - key0, query_count = p.query_len - m0;
-  fill_tile<kHeadDim, kKeys, kWarps>(shared_base() + kAtKeys,
+  fill_tile<kHeadDim, kKeys, kWarps>(at(&Shared::key),
                                      static_cast<const uint16*>(p.key_data) + key_rows.first,
                                      key_rows.step, key_count);
-  fill_tile<kValueDim, kKeys, kWarps>(shared_base() + kAtValues,
+  fill_tile<kValueDim, kKeys, kWarps>(at(&Shared::value),
                                       static_cast<const uint16*>(p.value_data) + value_rows.first,
                                       value_rows.step, key_count);
-  fill_tile<kHeadDim, kQueries, kWarps>(shared_base() + kAtQueries,
+  fill_tile<kHeadDim, kQueries, kWarps>(at(&Shared::query),
                                         static_cast<const uint16*>(p.query_data) + query * kHeadDim,
                                         static_cast<int64>(p.query_heads) * kHeadDim, query_count);
   fill_tile<kValueDim, kQueries, kWarps>(
-      shared_base() + kAtDouts, static_cast<const uint16*>(p.dout_data) + query * kValueDim,
+      at(&Shared::dout), static_cast<const uint16*>(p.dout_data) + query * kValueDim,
       static_cast<int64>(p.query_heads) * kValueDim, query_count);
   __syncthreads();
 
@@ -117,10 +119,10 @@ __device__ __forceinline__ void add_scores(const BackwardParams& p, int batch, i
     float x[kScores / kParts], dp[kScores / kParts];
     const uint32 first_row = part * (kQueries / kParts) * kBoxRowBytes;
     ptx::wgmma_fence();
-    keys_times_part<kHead>(x, shared_base() + kAtKeys + slab * kBoxRowBytes,
-                           shared_base() + kAtQueries + first_row);
-    keys_times_part<kValue>(dp, shared_base() + kAtValues + slab * kBoxRowBytes,
-                            shared_base() + kAtDouts + first_row);
+    keys_times_part<kHead>(x, at(&Shared::key) + slab * kBoxRowBytes,
+                           at(&Shared::query) + first_row);
+    keys_times_part<kValue>(dp, at(&Shared::value) + slab * kBoxRowBytes,
+                            at(&Shared::dout) + first_row);
     ptx::wgmma_wait<0>();
     ptx::pin(x);
     ptx::pin(dp);
@@ -184,7 +186,7 @@ __device__ __forceinline__ void sum(const BackwardParams& p) {
   }
 
   __syncthreads();
-  float* tile = reinterpret_cast<float*>(shared_memory);
+  float (&tile)[kQueries * kPitch] = *reinterpret_cast<SharedSum*>(shared_memory);
   const int slab = threadIdx.x / 128 * 64;
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {

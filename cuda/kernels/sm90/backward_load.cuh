@@ -18,106 +18,110 @@ __device__ __forceinline__ void load_tile(uint32 tile, const TensorMap& map, uin
   }
 }
 
-// K or V of a unit.
-template <int kDim>
-__device__ __forceinline__ void load_keys(const BackwardParams& p, const volatile UnitRecord& u,
-                                          uint32 tile, const TensorMap& map, const void* array,
-                                          uint32 full) {
-  if constexpr (kTmaLoads) {
+// The load role.
+struct Loader {
+  const BackwardParams& p;
+
+  // K or V of a unit.
+  template <int kDim>
+  __device__ __forceinline__ void load_keys(const volatile UnitRecord& u, uint32 tile,
+                                            const TensorMap& map, const void* array, uint32 full) {
+    if constexpr (kTmaLoads) {
+      constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+      if (threadIdx.x == 0) {
+        ptx::barrier_arrive_expect(full, kBoxes * kBoxK);
+        load_tile<kBoxes, kBoxK>(tile, map, full, ptx::kEvictNormal, u.kv_head, u.key0, u.batch);
+      }
+    } else {
+      const KeyRows<kDim> rows(p, key_row(p, u.batch, u.key0, u.kv_head));
+      fill_tile<kDim, kKeys, kLoadWarps>(tile, static_cast<const uint16*>(array) + rows.first,
+                                         rows.step, p.kv_len - u.key0);
+      release(full);
+    }
+  }
+
+  // Q or dO of a query block, and the number that goes with each row: -lse or -delta.
+  template <int kDim>
+  __device__ __forceinline__ void load_queries(uint32 tile, const TensorMap& map, const void* array,
+                                               uint32 numbers, const float* source, uint32 full,
+                                               int head, int row, int batch) {
     constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
     if (threadIdx.x == 0) {
-      ptx::barrier_arrive_expect(full, kBoxes * kBoxK);
-      load_tile<kBoxes, kBoxK>(tile, map, full, ptx::kEvictNormal, u.kv_head, u.key0, u.batch);
+      ptx::barrier_arrive_expect(full, (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4);
+      if constexpr (kTmaLoads) {
+        load_tile<kBoxes, kBoxQ>(tile, map, full, ptx::kEvictLast, head, row, batch);
+      }
+      ptx::bulk_load(numbers, source, kQueries * 4, full);
     }
-  } else {
-    const KeyRows<kDim> rows(p, key_row(p, u.batch, u.key0, u.kv_head));
-    fill_tile<kDim, kKeys, kLoadWarps>(tile, static_cast<const uint16*>(array) + rows.first,
-                                       rows.step, p.kv_len - u.key0);
-    warp_arrive(full);
+    if constexpr (!kTmaLoads) {
+      const int64 at = query_row(p, batch, row, head);
+      fill_tile<kDim, kQueries, kLoadWarps>(tile, static_cast<const uint16*>(array) + at * kDim,
+                                            static_cast<int64>(p.query_heads) * kDim,
+                                            p.query_len - row);
+      release(full);
+    }
   }
-}
 
-// Q or dO of a query block, and the number that goes with each row: -lse or -delta.
-template <int kDim>
-__device__ __forceinline__ void load_queries(const BackwardParams& p, uint32 tile,
-                                             const TensorMap& map, const void* array,
-                                             uint32 numbers, const float* source, uint32 full,
-                                             int head, int row, int batch) {
-  constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
-  if (threadIdx.x == 0) {
-    ptx::barrier_arrive_expect(full, (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4);
-    if constexpr (kTmaLoads) {
-      load_tile<kBoxes, kBoxQ>(tile, map, full, ptx::kEvictLast, head, row, batch);
-    }
-    ptx::bulk_load(numbers, source, kQueries * 4, full);
-  }
-  if constexpr (!kTmaLoads) {
-    const int64 at = query_row(p, batch, row, head);
-    fill_tile<kDim, kQueries, kLoadWarps>(tile, static_cast<const uint16*>(array) + at * kDim,
-                                          static_cast<int64>(p.query_heads) * kDim,
-                                          p.query_len - row);
-    warp_arrive(full);
-  }
-}
-
-__device__ __forceinline__ void load(const BackwardParams& p) {
-  uint32 received = 0, iteration = 0;
-  while (true) {
-    const volatile UnitRecord& u = receive_unit(received);
-    if (u.stop) break;
-    const uint32 free = parity_of<1>(received) ^ 1;
-    if (u.total == 0) {
-      ptx::barrier_wait(barrier_at(kKEmpty), free);
-      ptx::barrier_wait(barrier_at(kVEmpty), free);
-      if (threadIdx.x % 32 == 0) {
-        ptx::barrier_arrive(barrier_at(kKFull));
-        ptx::barrier_arrive(barrier_at(kVFull));
+  __device__ __forceinline__ void run() {
+    uint32 received = 0, iteration = 0;
+    while (true) {
+      const volatile UnitRecord& u = receive_unit(received);
+      if (u.stop) break;
+      const uint32 free = parity_of<1>(received) ^ 1;
+      if (u.total == 0) {
+        ptx::barrier_wait(at(&Shared::key_empty), free);
+        ptx::barrier_wait(at(&Shared::value_empty), free);
+        if (threadIdx.x % 32 == 0) {
+          ptx::barrier_arrive(at(&Shared::key_full));
+          ptx::barrier_arrive(at(&Shared::value_full));
+        }
       }
-    }
-    bool first = true;
-    if (u.total < kAskAhead) ask_for_unit();
-    for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
-      if (walk.left == kAskAhead) ask_for_unit();
-      const int head = u.head + walk.head, m0 = walk.m0, block = walk.block;
-      const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
-      ptx::barrier_wait(barrier_at(kQEmpty + slot), parity ^ 1);
-      load_queries<kHeadDim>(p, shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ, p.query,
-                             p.query_data, shared_base() + kAtLse + slot * kQueries * 4,
-                             p.lse_log2 + static_cast<int64>(block) * kQueries,
-                             barrier_at(kQFull + slot), head, m0, u.batch);
-      // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
-      if (first) {
-        ptx::barrier_wait(barrier_at(kKEmpty), free);
-        load_keys<kHeadDim>(p, u, shared_base() + kAtK, p.key, p.key_data, barrier_at(kKFull));
+      bool first = true;
+      if (u.total < kAskAhead) ask_for_unit();
+      for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
+        if (walk.left == kAskAhead) ask_for_unit();
+        const int head = u.head + walk.head, m0 = walk.m0, block = walk.block;
+        const uint32 slot = stage_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
+        ptx::barrier_wait(at(&Shared::query_empty, slot), parity ^ 1);
+        load_queries<kHeadDim>(at(&Shared::query) + slot * kQueryBytes, p.query, p.query_data,
+                               at(&Shared::minus_lse) + slot * kNumberBytes,
+                               p.lse_log2 + static_cast<int64>(block) * kQueries,
+                               at(&Shared::query_full, slot), head, m0, u.batch);
+        // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
+        if (first) {
+          ptx::barrier_wait(at(&Shared::key_empty), free);
+          load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
+        }
+        ptx::barrier_wait(at(&Shared::dout_empty, slot), parity ^ 1);
+        load_queries<kValueDim>(at(&Shared::dout) + slot * kDoutBytes, p.dout, p.dout_data,
+                                at(&Shared::minus_delta) + slot * kNumberBytes,
+                                p.minus_delta + static_cast<int64>(block) * kQueries,
+                                at(&Shared::dout_full, slot), head, m0, u.batch);
+        if (first) {
+          first = false;
+          ptx::barrier_wait(at(&Shared::value_empty), free);
+          load_keys<kValueDim>(u, at(&Shared::value), p.value, p.value_data,
+                               at(&Shared::value_full));
+        }
+        ++iteration;
       }
-      ptx::barrier_wait(barrier_at(kDoutEmpty + slot), parity ^ 1);
-      load_queries<kValueDim>(p, shared_base() + kAtDout + slot * kValueBoxes * kBoxQ, p.dout,
-                              p.dout_data, shared_base() + kAtDelta + slot * kQueries * 4,
-                              p.minus_delta + static_cast<int64>(block) * kQueries,
-                              barrier_at(kDoutFull + slot), head, m0, u.batch);
-      if (first) {
-        first = false;
-        ptx::barrier_wait(barrier_at(kVEmpty), free);
-        load_keys<kValueDim>(p, u, shared_base() + kAtV, p.value, p.value_data, barrier_at(kVFull));
-      }
-      ++iteration;
+      return_unit(received);
+      ++received;
     }
-    return_unit(received);
-    ++received;
   }
-}
+};
 
 // The roles of warpgroup 0.
 __device__ __forceinline__ void feed(const BackwardParams& p) {
   const int warp = ptx::warp_index();
   if (warp < kLoadWarps) {
-    load(p);
+    Loader{p}.run();
   } else if (warp == 3) {
-    plan(p);
+    Planner{p}.run();
   } else if (kDeterministic && warp == 1) {
-    wait_turns(p);
+    TurnWaiter{p}.run();
   } else if (kDeterministic && warp == 2) {
-    pass_turns(p);
+    TurnPasser{p}.run();
   }
 }
 

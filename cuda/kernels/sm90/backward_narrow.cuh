@@ -33,12 +33,11 @@ inline constexpr int kDqTiles = kQueries / 64 * kHeadBoxes;
 static_assert(kDqTiles <= 2);
 inline constexpr int kDqValues = 16 * kDqTiles;
 
-inline constexpr int kAtDs = kAtOwn;  // [kScoreStages][q box][key][64]
-inline constexpr int kDsBytes = kKeys * kQueries * 2;
-inline constexpr int kAtOut = kAtDs + kScoreStages * kDsBytes;  // [score][box][64][64]
 inline constexpr int kOutBoxes = kHeadBoxes > kValueBoxes ? kHeadBoxes : kValueBoxes;
 inline constexpr int kOutBytes = kOutBoxes * 64 * kBoxRowBytes;
-inline constexpr int kSharedBytes = kAtOut + 2 * kOutBytes;
+struct NarrowShared : Shared {
+  unsigned char output[2][kOutBytes];  // [score][box][64][64]
+};
 
 inline constexpr bool kSkipsHidden = (kWindowLeft || kWindowRight) && kQueries == 64;
 
@@ -49,50 +48,12 @@ __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
     set_up_load(8, 8, 8);
     for (int i = 0; i < kScoreStages; ++i) {
-      ptx::barrier_init(barrier_at(kDsFull + i), 8);
-      ptx::barrier_init(barrier_at(kDsEmpty + i), 8);
+      ptx::barrier_init(at(&Shared::gradient_full, i), 8);
+      ptx::barrier_init(at(&Shared::gradient_empty, i), 8);
     }
     ptx::barrier_init_fence();
   }
   __syncthreads();
-}
-
-// Writes 64 rows of accumulators through shared memory to a [B, S, K, H] array.
-template <int kColumns>
-__device__ __forceinline__ void write_out(int which, const TensorMap& map,
-                                          const float (&values)[kColumns / 2], float scale,
-                                          const volatile UnitRecord& u) {
-  const uint32 out = shared_base() + kAtOut + which * kOutBytes;
-  // The previous store has read its shared memory.
-  if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
-  ptx::named_barrier_sync(kScoreBarrier + which, 128);
-  stage_rows(values, scale, out, 64 * kBoxRowBytes);
-  ptx::named_barrier_sync(kScoreBarrier + which, 128);
-  if (threadIdx.x % 128 == 0) {
-#pragma unroll
-    for (int i = 0; i < ceil_div(kColumns, 64); ++i) {
-      ptx::tma_store(&map, out + i * 64 * kBoxRowBytes, 64 * i, u.kv_head, u.key0 + 64 * which,
-                     u.batch);
-    }
-    ptx::bulk_commit();
-  }
-}
-
-// This warpgroup's half of dQ = dS K, from the dS of both.
-__device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer, int which) {
-  const uint32 ds =
-      shared_base() + kAtDs + buffer * kDsBytes + (kQueries == 128 ? which * kBoxK : 0);
-  const uint32 k = shared_base() + kAtK +
-                   (kHeadBoxes == 2 ? which * kBoxK
-                    : kDqTiles == 1 ? which * 64
-                                    : 0);
-  const ptx::Descriptor a = ptx::descriptor(ds, 0, kBoxK, 1024),
-                        b = ptx::descriptor(k, 0, kBoxK, 1024);
-#pragma unroll
-  for (int i = 0; i < kKeys / 16; ++i) {
-    ptx::wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);
-  }
-  ptx::wgmma_commit();
 }
 
 // The query block before the current one, whose dQ is still to be computed.
@@ -100,35 +61,6 @@ struct Last {
   int sum;     // as of `sum_index`
   bool first;  // as of `adds_first`
 };
-__device__ __forceinline__ Last last_of(const BackwardParams& p, const volatile UnitRecord& u,
-                                        const Walk& walk) {
-  return {walk.sum(), adds_first(p, u, walk.m0)};
-}
-
-// Adds the half of dQ of the `iteration`-th query block to the sum.
-__device__ __forceinline__ void add_dq(const BackwardParams& p, const float (&dq)[kDqValues],
-                                       uint32 iteration, Last last, int which) {
-  const int turn = take_turn(iteration, which, last.first);
-  const bool halves = kDqTiles == 1;
-  add_fragments(SumTile(p, last.sum, halves ? 0 : which), halves ? which * kDqValues / 4 : 0, dq,
-                turn);
-  end_turn(iteration, which);
-}
-
-// dQ of the `iteration`-th query block with nothing beside it.
-__device__ __forceinline__ void finish_dq(const BackwardParams& p, int which, uint32 iteration,
-                                          Last last) {
-  const uint32 buffer = slot_of<kScoreStages>(iteration);
-  float dq[kDqValues];
-  ptx::barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
-  ptx::wgmma_fence();
-  issue_dq(dq, buffer, which);
-  ptx::wgmma_wait<0>();
-  ptx::pin(dq);
-  warp_arrive(barrier_at(kDsEmpty + buffer));
-  add_dq(p, dq, iteration, last, which);
-}
-
 // What the steps of a warpgroup need of a unit's record with kReadsAhead, in uniform registers.
 struct UnitRanges {
   Range full;    // first queries of blocks that see all its keys
@@ -138,239 +70,309 @@ struct UnitRanges {
 __device__ __forceinline__ Range uniform_range(const Range& range) {
   return {ptx::uniform(range.begin), ptx::uniform(range.end)};
 }
-__device__ __forceinline__ UnitRanges ranges_of(const BackwardParams& p,
-                                                const volatile UnitRecord& u, int slab) {
-  if constexpr (!kReadsAhead) return {};
-  const int key = u.key0 + slab;
-  return {
-      uniform_range(full_starts(p, u, slab)),
-      uniform_range(visible_queries(sight_of(p, u), key, key + 63)),
-      uniform_range(seeing_queries(u)),
-  };
-}
+// A score warpgroup. What it accumulates is handed from function to function: with members in their
+// place the compiler computes the addresses and columns of a step in another order.
+struct Scorer {
+  const BackwardParams& p;
+  const int which;
+  const int slab = 64 * which;  // its first key of the block
 
-// With kReadsAhead: waits for Q and dO of the `iteration`-th query block and takes -delta, which
-// dP is accumulated onto. Called beside the products of the block before.
-__device__ __forceinline__ void begin_step(uint32 iteration, float (&dp)[kScores]) {
-  if constexpr (kReadsAhead) {
-    const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
-    ptx::barrier_wait(barrier_at(kQFull + slot), parity);
-    ptx::barrier_wait(barrier_at(kDoutFull + slot), parity);
+  // Writes 64 rows of accumulators through shared memory to a [B, S, K, H] array.
+  template <int kColumns>
+  __device__ __forceinline__ void write_out(const TensorMap& map,
+                                            const float (&values)[kColumns / 2], float scale,
+                                            const volatile UnitRecord& u) {
+    const uint32 out = at(&NarrowShared::output) + which * kOutBytes;
+    // The previous store has read its shared memory.
+    if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+    ptx::named_barrier_sync(kScoreBarrier + which, 128);
+    stage_rows(values, scale, out, 64 * kBoxRowBytes);
+    ptx::named_barrier_sync(kScoreBarrier + which, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+      for (int i = 0; i < ceil_div(kColumns, 64); ++i) {
+        ptx::tma_store(&map, out + i * 64 * kBoxRowBytes, 64 * i, u.kv_head, u.key0 + 64 * which,
+                       u.batch);
+      }
+      ptx::bulk_commit();
+    }
+  }
+
+  // This warpgroup's half of dQ = dS K, from the dS of both.
+  __device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer) {
+    const uint32 ds =
+        at(&Shared::gradient) + buffer * kGradientBytes + (kQueries == 128 ? which * kBoxK : 0);
+    const uint32 k = at(&Shared::key) + (kHeadBoxes == 2 ? which * kBoxK
+                                         : kDqTiles == 1 ? which * 64
+                                                         : 0);
+    const ptx::Descriptor a = ptx::descriptor(ds, 0, kBoxK, 1024),
+                          b = ptx::descriptor(k, 0, kBoxK, 1024);
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+      ptx::wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(i * 2048), i > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ Last last_of(const volatile UnitRecord& u, const Walk& walk) {
+    return {walk.sum(), adds_first(p, u, walk.m0)};
+  }
+
+  // Adds the half of dQ of the `iteration`-th query block to the sum.
+  __device__ __forceinline__ void add_dq(const float (&dq)[kDqValues], uint32 iteration,
+                                         Last last) {
+    const Turn turn = take_turn(iteration, which, last.first);
+    const bool halves = kDqTiles == 1;
+    add_fragments(SumTile(p, last.sum, halves ? 0 : which), halves ? which * kDqValues / 4 : 0, dq,
+                  turn);
+    end_turn(iteration, which);
+  }
+
+  // dQ of the `iteration`-th query block with nothing beside it.
+  __device__ __forceinline__ void finish_dq(uint32 iteration, Last last) {
+    const uint32 buffer = stage_of<kScoreStages>(iteration);
+    float dq[kDqValues];
+    ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
+    ptx::wgmma_fence();
+    issue_dq(dq, buffer);
+    ptx::wgmma_wait<0>();
+    ptx::pin(dq);
+    release(at(&Shared::gradient_empty, buffer));
+    add_dq(dq, iteration, last);
+  }
+
+  __device__ __forceinline__ UnitRanges ranges_of(const volatile UnitRecord& u) {
+    if constexpr (!kReadsAhead) return {};
+    const int key = u.key0 + slab;
+    return {
+        uniform_range(full_starts(p, u, slab)),
+        uniform_range(visible_queries(sight_of(p, u), key, key + 63)),
+        uniform_range(seeing_queries(u)),
+    };
+  }
+
+  // With kReadsAhead: waits for Q and dO of the `iteration`-th query block and takes -delta, which
+  // dP is accumulated onto. Called beside the products of the block before.
+  __device__ __forceinline__ void begin_step(uint32 iteration, float (&dp)[kScores]) {
+    if constexpr (kReadsAhead) {
+      const uint32 slot = stage_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
+      ptx::barrier_wait(at(&Shared::query_full, slot), parity);
+      ptx::barrier_wait(at(&Shared::dout_full, slot), parity);
+#pragma unroll
+      for (int j = 0; j < kQueries / 8; ++j) {
+        const float2 d = row_numbers(at(&Shared::minus_delta) + slot * kNumberBytes, j);
+        dp[4 * j] = dp[4 * j + 2] = d.x;
+        dp[4 * j + 1] = dp[4 * j + 3] = d.y;
+      }
+      ptx::pin(dp);
+    }
+  }
+
+  // One query block. dQ of the block before it is computed here too, unless this is the unit's
+  // first.
+  template <bool kFirst>
+  __device__ __forceinline__ void score_step(const volatile UnitRecord& u, const UnitRanges& ranges,
+                                             uint32 iteration, const Walk& walk, Last last,
+                                             float (&begun)[kScores], Dropped<kScores>& dropped,
+                                             float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
+    const int m0 = walk.m0;
+    const Step known(p, u, u.head + walk.head, m0, slab);
+    const uint32 slot = stage_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
+    const uint32 q = at(&Shared::query) + slot * kQueryBytes;
+    const uint32 dout = at(&Shared::dout) + slot * kDoutBytes;
+
+    if constexpr (!kReadsAhead) ptx::barrier_wait(at(&Shared::query_full, slot), parity);
+    hide_unseen_queries<kHeadBoxes>(u, ranges.seeing, q, m0, kScoreBarrier + which);
+    float x[kScores], fresh[kScores];
+    float (&dp)[kScores] = kReadsAhead ? begun : fresh;
+    if constexpr (!kReadsAhead) {
+      ptx::wgmma_fence();
+      keys_times_queries<kHead>(x, at(&Shared::key) + slab * kBoxRowBytes, q);
+      ptx::barrier_wait(at(&Shared::dout_full, slot), parity);
+    }
+    hide_unseen_queries<kValueBoxes>(u, ranges.seeing, dout, m0, kScoreBarrier + which);
+    ptx::wgmma_fence();
+    if constexpr (kReadsAhead) {
+      keys_times_queries<kHead>(x, at(&Shared::key) + slab * kBoxRowBytes, q);
+    }
+    keys_times_queries<kValue>(dp, at(&Shared::value) + slab * kBoxRowBytes, dout, kReadsAhead);
+    const RowNumbers minus_lse(at(&Shared::minus_lse) + slot * kNumberBytes);
+    ptx::wgmma_wait<1>();
+    ptx::pin(x);
+
+    uint32 probability[kScores / 2], gradient[kScores / 2];
+    score_to_probability(p, u, x, probability, minus_lse, slab, ranges.full, known, dropped);
+    const uint32 buffer = stage_of<kScoreStages>(iteration);
+    const uint32 before = iteration - 1, buffer_before = stage_of<kScoreStages>(before);
+    const auto wait_for_empty = [&] {
+      ptx::barrier_wait(at(&Shared::gradient_empty, buffer),
+                        parity_of<kScoreStages>(iteration) ^ 1);
+    };
+    const auto wait_for_before = [&] {
+      ptx::barrier_wait(at(&Shared::gradient_full, buffer_before), parity_of<kScoreStages>(before));
+    };
+    if constexpr (kReadsAhead) {  // while dP is computed
+      wait_for_empty();
+      if constexpr (!kFirst) wait_for_before();
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(dp);
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 d = row_numbers(shared_base() + kAtDelta + slot * kQueries * 4, j);
-      dp[4 * j] = dp[4 * j + 2] = d.x;
-      dp[4 * j + 1] = dp[4 * j + 3] = d.y;
-    }
-    ptx::pin(dp);
-  }
-}
-
-// One query block. dQ of the block before it is computed here too, unless this is the unit's first.
-template <bool kFirst>
-__device__ __forceinline__ void score_step(const BackwardParams& p, const volatile UnitRecord& u,
-                                           const UnitRanges& ranges, int which, uint32 iteration,
-                                           const Walk& walk, Last last, float (&begun)[kScores],
-                                           Dropped<kScores>& dropped, float (&dk)[kHead / 2],
-                                           float (&dv)[kValue / 2]) {
-  const int slab = 64 * which, m0 = walk.m0;
-  const Step known(p, u, u.head + walk.head, m0, slab);
-  const uint32 slot = slot_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
-  const uint32 q = shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ;
-  const uint32 dout = shared_base() + kAtDout + slot * kValueBoxes * kBoxQ;
-
-  if constexpr (!kReadsAhead) ptx::barrier_wait(barrier_at(kQFull + slot), parity);
-  hide_unseen_queries<kHeadBoxes>(u, ranges.seeing, q, m0, kScoreBarrier + which);
-  float x[kScores], fresh[kScores];
-  float (&dp)[kScores] = kReadsAhead ? begun : fresh;
-  if constexpr (!kReadsAhead) {
-    ptx::wgmma_fence();
-    keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
-    ptx::barrier_wait(barrier_at(kDoutFull + slot), parity);
-  }
-  hide_unseen_queries<kValueBoxes>(u, ranges.seeing, dout, m0, kScoreBarrier + which);
-  ptx::wgmma_fence();
-  if constexpr (kReadsAhead) {
-    keys_times_queries<kHead>(x, shared_base() + kAtK + slab * kBoxRowBytes, q);
-  }
-  keys_times_queries<kValue>(dp, shared_base() + kAtV + slab * kBoxRowBytes, dout, kReadsAhead);
-  const RowNumbers minus_lse(shared_base() + kAtLse + slot * kQueries * 4);
-  ptx::wgmma_wait<1>();
-  ptx::pin(x);
-
-  uint32 probability[kScores / 2], gradient[kScores / 2];
-  score_to_probability(p, u, x, probability, minus_lse, slab, ranges.full, known, dropped);
-  const uint32 buffer = slot_of<kScoreStages>(iteration);
-  const uint32 before = iteration - 1, buffer_before = slot_of<kScoreStages>(before);
-  const auto wait_for_empty = [&] {
-    ptx::barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
-  };
-  const auto wait_for_before = [&] {
-    ptx::barrier_wait(barrier_at(kDsFull + buffer_before), parity_of<kScoreStages>(before));
-  };
-  if constexpr (kReadsAhead) {  // while dP is computed
-    wait_for_empty();
-    if constexpr (!kFirst) wait_for_before();
-  }
-  ptx::wgmma_wait<0>();
-  ptx::pin(dp);
+      float2 d{0.f, 0.f};
+      if constexpr (!kReadsAhead) {
+        d = row_numbers(at(&Shared::minus_delta) + slot * kNumberBytes, j);
+      }
 #pragma unroll
-  for (int j = 0; j < kQueries / 8; ++j) {
-    float2 d{0.f, 0.f};
-    if constexpr (!kReadsAhead) {
-      d = row_numbers(shared_base() + kAtDelta + slot * kQueries * 4, j);
-    }
-#pragma unroll
-    for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-      if constexpr (!kSoftcap) probability[i / 2] = pack_probability(x[i], x[i + 1]);
-      if constexpr (kReadsAhead) {
-        gradient[i / 2] = Element::pack(x[i] * dp[i], x[i + 1] * dp[i + 1]);
-      } else {
-        gradient[i / 2] = Element::pack(score_gradient(x[i], dp[i], d.x),
-                                        score_gradient(x[i + 1], dp[i + 1], d.y));
+      for (int i = 4 * j; i < 4 * j + 4; i += 2) {
+        if constexpr (!kSoftcap) probability[i / 2] = pack_probability(x[i], x[i + 1]);
+        if constexpr (kReadsAhead) {
+          gradient[i / 2] = Element::pack(x[i] * dp[i], x[i + 1] * dp[i + 1]);
+        } else {
+          gradient[i / 2] = Element::pack(score_gradient(x[i], dp[i], d.x),
+                                          score_gradient(x[i + 1], dp[i + 1], d.y));
+        }
       }
     }
-  }
 
-  if constexpr (!kReadsAhead) wait_for_empty();
-  store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, slab);
-  warp_arrive(barrier_at(kDsFull + buffer));
+    if constexpr (!kReadsAhead) wait_for_empty();
+    store_gradient(gradient, at(&Shared::gradient) + buffer * kGradientBytes, slab);
+    release(at(&Shared::gradient_full, buffer));
 
-  if constexpr (kFirst) {
-    ptx::pin(dk);  // the zeros are in place before the fence
-    ptx::pin(dv);
-    ptx::wgmma_fence();
-    issue_accumulate(dv, probability, dout);
-    ptx::wgmma_commit();
-    issue_accumulate(dk, gradient, q);
-    ptx::wgmma_commit();
-  } else {
-    float dq[kDqValues];
-    if constexpr (!kReadsAhead) wait_for_before();
-    ptx::wgmma_fence();
-    issue_dq(dq, buffer_before, which);
-    issue_accumulate(dv, probability, dout);
-    ptx::wgmma_commit();
-    issue_accumulate(dk, gradient, q);
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<2>();
-    ptx::pin(dq);
-    warp_arrive(barrier_at(kDsEmpty + buffer_before));
-    add_dq(p, dq, before, last, which);
-  }
-  draw_next(p, u, slab, walk, dropped);
-  ptx::wgmma_wait<1>();
-  // Without a next block, once more this one's: a branch here makes ptxas serialise.
-  begin_step(iteration + (walk.left > 1), dp);
-  warp_arrive(barrier_at(kDoutEmpty + slot));
-  ptx::wgmma_wait<0>();
-  warp_arrive(barrier_at(kQEmpty + slot));
-  ptx::pin(dk);
-  ptx::pin(dv);
-}
-
-// The same for a block none of whose queries sees any of this warpgroup's keys, although some see
-// the other warpgroup's: dS is zero, only dQ of the block before is left to do. Causal, it saves
-// half of one step of each unit.
-template <bool kFirst>
-__device__ __forceinline__ void hidden_step(const BackwardParams& p, const volatile UnitRecord& u,
-                                            int which, uint32 iteration, const Walk& walk,
-                                            Last last, float (&dp)[kScores],
-                                            Dropped<kScores>& dropped) {
-  const uint32 slot = slot_of<kStages>(iteration), buffer = slot_of<kScoreStages>(iteration);
-  ptx::barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
-  const uint32 gradient[kScores / 2] = {};
-  store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, 64 * which);
-  warp_arrive(barrier_at(kDsFull + buffer));
-  ptx::barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
-  warp_arrive(barrier_at(kQEmpty + slot));
-  ptx::barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
-  warp_arrive(barrier_at(kDoutEmpty + slot));
-  if constexpr (!kFirst) finish_dq(p, which, iteration - 1, last);
-  if (walk.left > 1) {
-    begin_step(iteration + 1, dp);
-    draw_next(p, u, 64 * which, walk, dropped);
-  }
-}
-
-// One query block, one way or the other.
-template <bool kFirst>
-__device__ __forceinline__ void step(const BackwardParams& p, const volatile UnitRecord& u,
-                                     const UnitRanges& ranges, int which, uint32 iteration,
-                                     const Walk& walk, Last last, float (&dp)[kScores],
-                                     Dropped<kScores>& dropped, float (&dk)[kHead / 2],
-                                     float (&dv)[kValue / 2]) {
-  const int m0 = walk.m0;
-  // Two branches: joined, ptxas spills (d128 causal, 16 bytes; deterministic, 60).
-  if constexpr (kSkipsHidden && kReadsAhead) {
-    if (m0 + kQueries <= ranges.met.begin || m0 >= ranges.met.end) {
-      return hidden_step<kFirst>(p, u, which, iteration, walk, last, dp, dropped);
-    }
-  } else if constexpr (kSkipsHidden) {
-    const int key = u.key0 + 64 * which;
-    const Range met = visible_queries(sight_of(p, u), key, key + 63);
-    if (ptx::uniform(m0 + kQueries <= met.begin || m0 >= met.end)) {
-      return hidden_step<kFirst>(p, u, which, iteration, walk, last, dp, dropped);
-    }
-  }
-  score_step<kFirst>(p, u, ranges, which, iteration, walk, last, dp, dropped, dk, dv);
-}
-
-__device__ __forceinline__ void score(const BackwardParams& p, int which) {
-  uint32 received = 0, iteration = 0;
-  while (true) {
-    const volatile UnitRecord& u = receive_unit(received);
-    if (u.stop) break;
-    float dk[kHead / 2], dv[kValue / 2];
-#pragma unroll
-    for (int i = 0; i < kHead / 2; ++i) dk[i] = 0.f;
-#pragma unroll
-    for (int i = 0; i < kValue / 2; ++i) dv[i] = 0.f;
-
-    ptx::barrier_wait(barrier_at(kKFull), parity_of<1>(received));
-    ptx::barrier_wait(barrier_at(kVFull), parity_of<1>(received));
-    if (has_unseen_keys(u)) {
-      hide_unseen_keys<kHeadBoxes>(u, shared_base() + kAtK, 64 * which);
-      hide_unseen_keys<kValueBoxes>(u, shared_base() + kAtV, 64 * which);
-      ptx::named_barrier_sync(kScoreBarrier + which, 128);
-    }
-    if (u.total > 0) {
-      const UnitRanges ranges = ranges_of(p, u, 64 * which);
-      Walk walk(p, u);
-      prefetch_bias(p, u, walk, 64 * which);
-      float dp[kScores];
-      Dropped<kScores> dropped;
-      begin_step(iteration, dp);
-      draw_dropped(p, u, 64 * which, walk, dropped);
-      step<true>(p, u, ranges, which, iteration, walk, {}, dp, dropped, dk, dv);
-      ++iteration;
-      while (walk.left > 1) {
-        const Last last = last_of(p, u, walk);
-        walk.next(p, u);
-        prefetch_bias(p, u, walk, 64 * which);
-        step<false>(p, u, ranges, which, iteration, walk, last, dp, dropped, dk, dv);
-        ++iteration;
-      }
-      finish_dq(p, which, iteration - 1, last_of(p, u, walk));
-    }
-    warp_arrive(barrier_at(kKEmpty));
-    warp_arrive(barrier_at(kVEmpty));
-    const int row = 64 * which + threadIdx.x % 128 / 32 * 16;
-    mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
-    mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));
-    if constexpr (kTmaLoads) {
-      write_out<kValue>(which, p.dvalue, dv, dropout_scale(p), u);
-      write_out<kHead>(which, p.dkey, dk, query_key_scale(p), u);
+    if constexpr (kFirst) {
+      ptx::pin(dk);  // the zeros are in place before the fence
+      ptx::pin(dv);
+      ptx::wgmma_fence();
+      issue_accumulate(dv, probability, dout);
+      ptx::wgmma_commit();
+      issue_accumulate(dk, gradient, q);
+      ptx::wgmma_commit();
     } else {
-      store_columns<kValueDim>(p, p.dvalue_data, dv, 0, dropout_scale(p), u, 64 * which);
-      store_columns<kHeadDim>(p, p.dkey_data, dk, 0, query_key_scale(p), u, 64 * which);
+      float dq[kDqValues];
+      if constexpr (!kReadsAhead) wait_for_before();
+      ptx::wgmma_fence();
+      issue_dq(dq, buffer_before);
+      issue_accumulate(dv, probability, dout);
+      ptx::wgmma_commit();
+      issue_accumulate(dk, gradient, q);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<2>();
+      ptx::pin(dq);
+      release(at(&Shared::gradient_empty, buffer_before));
+      add_dq(dq, before, last);
     }
-    return_unit(received);
-    ++received;
+    draw_next(p, u, slab, walk, dropped);
+    ptx::wgmma_wait<1>();
+    // Without a next block, once more this one's: a branch here makes ptxas serialise.
+    begin_step(iteration + (walk.left > 1), dp);
+    release(at(&Shared::dout_empty, slot));
+    ptx::wgmma_wait<0>();
+    release(at(&Shared::query_empty, slot));
+    ptx::pin(dk);
+    ptx::pin(dv);
   }
-  // Shared memory outlives the last store that reads it.
-  if (threadIdx.x % 128 == 0) ptx::bulk_wait<0>();
-}
+
+  // The same for a block none of whose queries sees any of this warpgroup's keys, although some see
+  // the other warpgroup's: dS is zero, only dQ of the block before is left to do. Causal, it saves
+  // half of one step of each unit.
+  template <bool kFirst>
+  __device__ __forceinline__ void hidden_step(const volatile UnitRecord& u, uint32 iteration,
+                                              const Walk& walk, Last last, float (&dp)[kScores],
+                                              Dropped<kScores>& dropped) {
+    const uint32 slot = stage_of<kStages>(iteration), buffer = stage_of<kScoreStages>(iteration);
+    ptx::barrier_wait(at(&Shared::gradient_empty, buffer), parity_of<kScoreStages>(iteration) ^ 1);
+    const uint32 gradient[kScores / 2] = {};
+    store_gradient(gradient, at(&Shared::gradient) + buffer * kGradientBytes, 64 * which);
+    release(at(&Shared::gradient_full, buffer));
+    ptx::barrier_wait(at(&Shared::query_full, slot), parity_of<kStages>(iteration));
+    release(at(&Shared::query_empty, slot));
+    ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
+    release(at(&Shared::dout_empty, slot));
+    if constexpr (!kFirst) finish_dq(iteration - 1, last);
+    if (walk.left > 1) {
+      begin_step(iteration + 1, dp);
+      draw_next(p, u, 64 * which, walk, dropped);
+    }
+  }
+
+  // One query block, one way or the other.
+  template <bool kFirst>
+  __device__ __forceinline__ void step(const volatile UnitRecord& u, const UnitRanges& ranges,
+                                       uint32 iteration, const Walk& walk, Last last,
+                                       float (&dp)[kScores], Dropped<kScores>& dropped,
+                                       float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
+    const int m0 = walk.m0;
+    // Two branches: joined, ptxas spills (d128 causal, 16 bytes; deterministic, 60).
+    if constexpr (kSkipsHidden && kReadsAhead) {
+      if (m0 + kQueries <= ranges.met.begin || m0 >= ranges.met.end) {
+        return hidden_step<kFirst>(u, iteration, walk, last, dp, dropped);
+      }
+    } else if constexpr (kSkipsHidden) {
+      const int key = u.key0 + slab;
+      const Range met = visible_queries(sight_of(p, u), key, key + 63);
+      if (ptx::uniform(m0 + kQueries <= met.begin || m0 >= met.end)) {
+        return hidden_step<kFirst>(u, iteration, walk, last, dp, dropped);
+      }
+    }
+    score_step<kFirst>(u, ranges, iteration, walk, last, dp, dropped, dk, dv);
+  }
+
+  __device__ __forceinline__ void run() {
+    uint32 received = 0, iteration = 0;
+    while (true) {
+      const volatile UnitRecord& u = receive_unit(received);
+      if (u.stop) break;
+      float dk[kHead / 2], dv[kValue / 2];
+#pragma unroll
+      for (int i = 0; i < kHead / 2; ++i) dk[i] = 0.f;
+#pragma unroll
+      for (int i = 0; i < kValue / 2; ++i) dv[i] = 0.f;
+
+      ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
+      ptx::barrier_wait(at(&Shared::value_full), parity_of<1>(received));
+      if (has_unseen_keys(u)) {
+        hide_unseen_keys<kHeadBoxes>(u, at(&Shared::key), 64 * which);
+        hide_unseen_keys<kValueBoxes>(u, at(&Shared::value), 64 * which);
+        ptx::named_barrier_sync(kScoreBarrier + which, 128);
+      }
+      if (u.total > 0) {
+        const UnitRanges ranges = ranges_of(u);
+        Walk walk(p, u);
+        prefetch_bias(p, u, walk, 64 * which);
+        float dp[kScores];
+        Dropped<kScores> dropped;
+        begin_step(iteration, dp);
+        draw_dropped(p, u, 64 * which, walk, dropped);
+        step<true>(u, ranges, iteration, walk, {}, dp, dropped, dk, dv);
+        ++iteration;
+        while (walk.left > 1) {
+          const Last last = last_of(u, walk);
+          walk.next(p, u);
+          prefetch_bias(p, u, walk, 64 * which);
+          step<false>(u, ranges, iteration, walk, last, dp, dropped, dk, dv);
+          ++iteration;
+        }
+        finish_dq(iteration - 1, last_of(u, walk));
+      }
+      release(at(&Shared::key_empty));
+      release(at(&Shared::value_empty));
+      const int row = 64 * which + threadIdx.x % 128 / 32 * 16;
+      mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
+      mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));
+      if constexpr (kTmaLoads) {
+        write_out<kValue>(p.dvalue, dv, dropout_scale(p), u);
+        write_out<kHead>(p.dkey, dk, query_key_scale(p), u);
+      } else {
+        store_columns<kValueDim>(p, p.dvalue_data, dv, 0, dropout_scale(p), u, 64 * which);
+        store_columns<kHeadDim>(p, p.dkey_data, dk, 0, query_key_scale(p), u, 64 * which);
+      }
+      return_unit(received);
+      ++received;
+    }
+    // Shared memory outlives the last store that reads it.
+    if (threadIdx.x % 128 == 0) ptx::bulk_wait<0>();
+  }
+};
 
 __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   set_up();
@@ -379,7 +381,7 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
     feed(p);
   } else {
     ptx::register_increase<kScoreRegisters>();
-    score(p, ptx::warp_index() / 4 - 1);
+    Scorer{p, ptx::warp_index() / 4 - 1}.run();
   }
 }
 

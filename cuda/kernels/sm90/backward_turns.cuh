@@ -14,8 +14,18 @@ namespace backward {
 // drops none that they meet). So the unit handed out first, of those that are not done, never
 // waits, however few CTAs of the grid run.
 //
-// The turn of a unit at a query block is what the counter says when it may add; 0: it is the first.
-inline constexpr int kNoTurn = -1;  // it takes no part
+// The turn of a unit at a query block: what the counter says when it may add.
+struct Turn {
+  int count;
+  static __device__ __forceinline__ Turn none() { return {-1}; }
+  static __device__ __forceinline__ Turn first() { return {0}; }
+  // Of those that add without segments all after the first do the same.
+  static __device__ __forceinline__ Turn later() { return {1}; }
+  // Does the unit add? Without segments every unit does.
+  __device__ __forceinline__ bool takes_part() const { return !kHasSegments || count != -1; }
+  // Is nothing there to add to?
+  __device__ __forceinline__ bool stores() const { return kDeterministic && count == 0; }
+};
 
 // The first block of keys that the queries from m0 on see.
 __device__ __forceinline__ int first_keys(const BackwardParams& p, const volatile UnitRecord& u,
@@ -25,9 +35,7 @@ __device__ __forceinline__ int first_keys(const BackwardParams& p, const volatil
 
 // The smallest and largest of segment ids that no smaller key block of the unit has: in shared
 // memory, since the warp that waits has 24 registers.
-__device__ __forceinline__ volatile int* absent_ids() {
-  return reinterpret_cast<volatile int*>(shared_memory + kAtAbsent);
-}
+__device__ __forceinline__ volatile int* absent_ids() { return items(&Shared::absent_ids); }
 __device__ __forceinline__ void set_absent_ids(int smallest, int largest) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
@@ -38,10 +46,10 @@ __device__ __forceinline__ void set_absent_ids(int smallest, int largest) {
 }
 
 // The turns of a unit, for one query block of its walk after the other. Whole warps call.
-__device__ __forceinline__ int turn_of(const BackwardParams& p, const volatile UnitRecord& u,
-                                       int m0) {
+__device__ __forceinline__ Turn turn_of(const BackwardParams& p, const volatile UnitRecord& u,
+                                        int m0) {
   const int first = first_keys(p, u, m0), block = u.key0 / kKeys;
-  if constexpr (!kHasSegments) return block - first;
+  if constexpr (!kHasSegments) return {block - first};
   const int2 ids = query_segment_range(p, u.batch, m0 / kQueries);
 #pragma unroll 1
   for (int end = block; end >= first; end -= 32) {
@@ -50,20 +58,20 @@ __device__ __forceinline__ int turn_of(const BackwardParams& p, const volatile U
     const SegmentRange keys{range.x, range.y};
     uint32 hits = __ballot_sync(0xffffffffu, n >= first && keys.meets(ids));
     if (end == block) {
-      if (hits % 2 == 0) return kNoTurn;
+      if (hits % 2 == 0) return Turn::none();
       hits -= 1;
     }
-    if (hits != 0) return end - __ffs(hits) + 2;
-    if (ids.x >= absent_ids()[0] && ids.y <= absent_ids()[1]) return 0;
+    if (hits != 0) return {end - __ffs(hits) + 2};
+    if (ids.x >= absent_ids()[0] && ids.y <= absent_ids()[1]) return Turn::first();
   }
   if constexpr (!kWindowLeft) set_absent_ids(ids.x, ids.y);
-  return 0;
+  return Turn::first();
 }
 
 // Two warps keep the order beside the warpgroups that add. With segments they leave the turn here;
 // without, those that add know it ahead: reading it here too took 0 to 5 % of the speed.
 __device__ __forceinline__ volatile int& turn_in(uint32 slot) {
-  return reinterpret_cast<volatile int*>(shared_memory + kAtTurns)[slot];
+  return items(&Shared::turns)[slot];
 }
 __device__ __forceinline__ bool adds_first(const BackwardParams& p, const volatile UnitRecord& u,
                                            int m0) {
@@ -72,85 +80,95 @@ __device__ __forceinline__ bool adds_first(const BackwardParams& p, const volati
 }
 
 // This warp waits until the units before have added,
-__device__ __forceinline__ void wait_turns(const BackwardParams& p) {
-  const int part = threadIdx.x % 32;
-  uint32 received = 0, iteration = part;
-  while (true) {
-    const volatile UnitRecord& u = receive_unit(received);
-    if (u.stop) break;
-    if constexpr (kHasSegments) set_absent_ids(0x7fffffff, -0x7fffffff - 1);
-    for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
-      const int turn = turn_of(p, u, walk.m0);
-      const uint32 slot = slot_of<kTurns>(iteration);
-      bool waits = part < kTurnParts;
-      if (waits) {
-        ptx::barrier_wait(barrier_at(kTurnEmpty + slot), parity_of<kTurns>(iteration) ^ 1);
-        if constexpr (kHasSegments) turn_in(slot) = turn;
-      }
-      while (__any_sync(0xffffffffu, waits)) {
-        if (waits && ((kHasSegments && turn == kNoTurn) ||
-                      ptx::load_acquire(p.turns + walk.block * kTurnParts + part) == turn)) {
-          ptx::barrier_arrive(barrier_at(kTurnFull + slot));
-          waits = false;
-        }
-      }
-      iteration += kTurnParts;
-    }
-    return_unit(received);
-    ++received;
-  }
-}
+struct TurnWaiter {
+  const BackwardParams& p;
 
-// and this one tells the next unit when this unit's additions are visible to it.
-__device__ __forceinline__ void pass_turns(const BackwardParams& p) {
-  const bool leader = threadIdx.x % 32 == 0;
-  uint32 received = 0, turn = 0;
-  while (true) {
-    const volatile UnitRecord& u = receive_unit(received);
-    if (u.stop) break;
-    for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
-      int* counters = p.turns + walk.block * kTurnParts;
-      for (int part = 0; part < kTurnParts;) {
-        const auto taken = [&](int i) {
-          return barrier_at(kTurnTaken + slot_of<kTurns>(turn + i));
-        };
-        const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
-        ptx::barrier_wait(taken(part), parity(part));
-        int end = part + 1;  // of those that one fence serves
-        while (end < kTurnParts && ptx::uniform(ptx::barrier_test(taken(end), parity(end)))) ++end;
-        // All parts take part or none does. Only the lane that arrives looks.
-        const bool adds =
-            leader && (!kHasSegments || turn_in(slot_of<kTurns>(turn + part)) != kNoTurn);
-        if (adds) ptx::fence_gpu();
-        for (; part < end; ++part) {
-          if (leader) {
-            if constexpr (!kHasSegments) {
-              ptx::add_relaxed(counters + part, 1);
-            } else if (adds) {
-              ptx::store_relaxed(counters + part, u.key0 / kKeys + 1);
-            }
-            ptx::barrier_arrive(barrier_at(kTurnEmpty + slot_of<kTurns>(turn + part)));
+  __device__ __forceinline__ void run() {
+    const int part = threadIdx.x % 32;
+    uint32 received = 0, iteration = part;
+    while (true) {
+      const volatile UnitRecord& u = receive_unit(received);
+      if (u.stop) break;
+      if constexpr (kHasSegments) set_absent_ids(kLargest, kSmallest);
+      for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
+        const Turn turn = turn_of(p, u, walk.m0);
+        const uint32 slot = stage_of<kTurns>(iteration);
+        bool waits = part < kTurnParts;
+        if (waits) {
+          ptx::barrier_wait(at(&Shared::turn_empty, slot), parity_of<kTurns>(iteration) ^ 1);
+          if constexpr (kHasSegments) turn_in(slot) = turn.count;
+        }
+        while (__any_sync(0xffffffffu, waits)) {
+          if (waits && (!turn.takes_part() || ptx::load_acquire(p.turns + walk.block * kTurnParts +
+                                                                part) == turn.count)) {
+            ptx::barrier_arrive(at(&Shared::turn_full, slot));
+            waits = false;
           }
         }
+        iteration += kTurnParts;
       }
-      turn += kTurnParts;
+      return_unit(received);
+      ++received;
     }
-    return_unit(received);
-    ++received;
   }
-}
+};
+
+// and this one tells the next unit when this unit's additions are visible to it.
+struct TurnPasser {
+  const BackwardParams& p;
+
+  __device__ __forceinline__ void run() {
+    const bool leader = threadIdx.x % 32 == 0;
+    uint32 received = 0, turn = 0;
+    while (true) {
+      const volatile UnitRecord& u = receive_unit(received);
+      if (u.stop) break;
+      for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
+        int* counters = p.turns + walk.block * kTurnParts;
+        for (int part = 0; part < kTurnParts;) {
+          const auto taken = [&](int i) {
+            return at(&Shared::turn_taken, stage_of<kTurns>(turn + i));
+          };
+          const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
+          ptx::barrier_wait(taken(part), parity(part));
+          int end = part + 1;  // of those that one fence serves
+          while (end < kTurnParts && ptx::uniform(ptx::barrier_test(taken(end), parity(end))))
+            ++end;
+          // All parts take part or none does. Only the lane that arrives looks.
+          const bool adds =
+              leader &&
+              Turn{kHasSegments ? turn_in(stage_of<kTurns>(turn + part)) : 0}.takes_part();
+          if (adds) ptx::fence_gpu();
+          for (; part < end; ++part) {
+            if (leader) {
+              if constexpr (!kHasSegments) {
+                ptx::add_relaxed(counters + part, 1);
+              } else if (adds) {
+                ptx::store_relaxed(counters + part, u.key0 / kKeys + 1);
+              }
+              ptx::barrier_arrive(at(&Shared::turn_empty, stage_of<kTurns>(turn + part)));
+            }
+          }
+        }
+        turn += kTurnParts;
+      }
+      return_unit(received);
+      ++received;
+    }
+  }
+};
 
 // Waits for this unit's turn, one part of it; `first` as of `adds_first`.
-__device__ __forceinline__ int take_turn(uint32 iteration, int part, bool first) {
-  if constexpr (!kDeterministic) return 1;
-  const uint32 turn = iteration * kTurnParts + part, slot = slot_of<kTurns>(turn);
-  ptx::barrier_wait(barrier_at(kTurnFull + slot), parity_of<kTurns>(turn));
-  if constexpr (kHasSegments) return ptx::uniform(turn_in(slot));
-  return first ? 0 : 1;
+__device__ __forceinline__ Turn take_turn(uint32 iteration, int part, bool first) {
+  if constexpr (!kDeterministic) return Turn::later();
+  const uint32 turn = iteration * kTurnParts + part, slot = stage_of<kTurns>(turn);
+  ptx::barrier_wait(at(&Shared::turn_full, slot), parity_of<kTurns>(turn));
+  if constexpr (kHasSegments) return {ptx::uniform(turn_in(slot))};
+  return {first ? Turn::first().count : Turn::later().count};
 }
 __device__ __forceinline__ void end_turn(uint32 iteration, int part) {
   if constexpr (kDeterministic) {
-    warp_arrive(barrier_at(kTurnTaken + slot_of<kTurns>(iteration * kTurnParts + part)));
+    release(at(&Shared::turn_taken, stage_of<kTurns>(iteration * kTurnParts + part)));
   }
 }
 
@@ -158,14 +176,14 @@ __device__ __forceinline__ void end_turn(uint32 iteration, int part) {
 // this unit.
 template <int kCount>
 __device__ __forceinline__ void add_fragments(const SumTile& sum, int first,
-                                              const float (&values)[kCount], int turn) {
-  if (kDeterministic && turn == 0) {
+                                              const float (&values)[kCount], Turn turn) {
+  if (turn.stores()) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       *sum.piece(first + j) =
           float4{values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]};
     }
-  } else if (!kHasSegments || turn != kNoTurn) {
+  } else if (turn.takes_part()) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       ptx::reduce_add_x4(&sum.piece(first + j)->x, values[4 * j], values[4 * j + 1],

@@ -6,24 +6,16 @@
 
 #include "backward_common.cuh"
 #include "sm90/ptx_sm90.cuh"
+#include "sm90/ring.cuh"
 
 namespace backward {
 
 inline constexpr int kBoxK = kKeys * kBoxRowBytes;
 inline constexpr int kBoxQ = kQueries * kBoxRowBytes;
-
-// Shared memory: barriers and units, then tiles. The main kernel goes on at kAtOwn.
-inline constexpr int kAtBarriers = 0;
-inline constexpr int kAtUnits = 512;              // UnitRecord[2]
-inline constexpr int kAtTurns = kAtUnits + 128;   // int[kTurns]
-inline constexpr int kAtAbsent = kAtUnits + 192;  // int[2]
-inline constexpr int kAtK = 1024;
-inline constexpr int kAtV = kAtK + kHeadBoxes * kBoxK;
-inline constexpr int kAtQ = kAtV + kValueBoxes * kBoxK;
-inline constexpr int kAtDout = kAtQ + kStages * kHeadBoxes * kBoxQ;
-inline constexpr int kAtLse = kAtDout + kStages * kValueBoxes * kBoxQ;
-inline constexpr int kAtDelta = kAtLse + kStages * kQueries * 4;
-inline constexpr int kAtOwn = round_up(kAtDelta + kStages * kQueries * 4, 1024);
+inline constexpr int kQueryBytes = kHeadBoxes * kBoxQ;  // of a tile of Q, and so on
+inline constexpr int kDoutBytes = kValueBoxes * kBoxQ;
+inline constexpr int kNumberBytes = kQueries * 4;  // a number for each query
+inline constexpr int kGradientBytes = kKeys * kQueries * 2;
 
 // Without TMA two warps load; the turns of the deterministic mode leave one. Each arrives at the
 // barrier of a tile; the numbers that come with Q and dO take one arrival more.
@@ -31,55 +23,13 @@ inline constexpr int kLoadWarps = kTmaLoads || kDeterministic ? 1 : 2;
 inline constexpr int kKeyArrivals = kLoadWarps;
 inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 
+inline constexpr int kUnits = 2;  // records that may be in use
+
 // The next unit is taken when the loads of so many steps of this one are still to be issued.
 inline constexpr int kAskAhead = 2;
 
 inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
-static_assert(kTurnParts <= kTurns && kAtTurns + 4 * kTurns <= kAtAbsent);
-
-// Barriers, named by their event.
-inline constexpr int kUnitFull = 0;   // [2]
-inline constexpr int kUnitEmpty = 2;  // [2]
-inline constexpr int kUnitAsked = 4;
-inline constexpr int kKFull = 5;
-inline constexpr int kKEmpty = 6;
-inline constexpr int kVFull = 7;
-inline constexpr int kVEmpty = 8;
-inline constexpr int kQFull = 9;  // [kStages], and so on
-inline constexpr int kQEmpty = kQFull + kStages;
-inline constexpr int kDoutFull = kQEmpty + kStages;
-inline constexpr int kDoutEmpty = kDoutFull + kStages;
-inline constexpr int kDsFull = kDoutEmpty + kStages;  // [kScoreStages]
-inline constexpr int kDsEmpty = kDsFull + kScoreStages;
-inline constexpr int kTurnFull = kDsEmpty + kScoreStages;  // [kTurns]
-inline constexpr int kTurnEmpty = kTurnFull + kTurns;
-inline constexpr int kTurnTaken = kTurnEmpty + kTurns;
-inline constexpr int kOwnBarriers = kTurnTaken + kTurns;
-static_assert(kAtBarriers + 8 * (kOwnBarriers + 2) <= kAtUnits);
-
-// Aligned as declared, so every address below is a constant plus an index.
-extern __shared__ __align__(1024) char shared_memory[];
-
-__device__ __forceinline__ uint32 shared_base() { return ptx::shared_address(shared_memory); }
-__device__ __forceinline__ uint32 barrier_at(int id) {
-  return shared_base() + kAtBarriers + 8 * id;
-}
-
-// Slot and parity of the i-th use of a ring of buffers.
-template <int kSlots>
-__device__ __forceinline__ uint32 slot_of(uint32 i) {
-  return i % kSlots;
-}
-template <int kSlots>
-__device__ __forceinline__ uint32 parity_of(uint32 i) {
-  return i / kSlots % 2;
-}
-
-// One lane arrives for its warp, after all lanes are done.
-__device__ __forceinline__ void warp_arrive(uint32 barrier) {
-  __syncwarp();
-  if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) ptx::lane_arrive(barrier);
-}
+static_assert(kTurnParts <= kTurns);
 
 // A unit as the plan role hands it to the others. It stays in shared memory, not in registers, for
 // as long as they work on it.
@@ -100,116 +50,172 @@ __device__ __forceinline__ Visibility sight_of(const BackwardParams& p,
                                                const volatile UnitRecord& u) {
   return {u.offset, p.window_left, p.window_right, u.query_length, u.kv_length};
 }
+
+// What all roles share; the main kernels add tiles of their own. Barriers are named by their event.
+struct alignas(1024) Shared {
+  Barrier unit_full[kUnits], unit_empty[kUnits];
+  Barrier unit_asked;
+  Barrier key_full, key_empty;
+  Barrier value_full, value_empty;
+  Barrier query_full[kStages], query_empty[kStages];
+  Barrier dout_full[kStages], dout_empty[kStages];
+  Barrier gradient_full[kScoreStages], gradient_empty[kScoreStages];
+  Barrier turn_full[kTurns], turn_empty[kTurns], turn_taken[kTurns];
+  Barrier probability_full, probability_empty;  // backward_wide.cuh
+  alignas(512) UnitRecord units[kUnits];
+  alignas(64) int turns[kTurns];
+  alignas(64) int absent_ids[2];
+  alignas(1024) unsigned char key[kHeadBoxes * kBoxK];
+  unsigned char value[kValueBoxes * kBoxK];
+  unsigned char query[kStages][kQueryBytes];
+  unsigned char dout[kStages][kDoutBytes];
+  float minus_lse[kStages][kQueries];
+  float minus_delta[kStages][kQueries];
+  alignas(1024) unsigned char gradient[kScoreStages][kGradientBytes];  // [q box][key][64]
+};
+
+// Aligned as declared, so every address is a constant plus an index.
+extern __shared__ __align__(1024) char shared_memory[];
+
+template <class Owner, class Item>
+__device__ __forceinline__ uint32 offset_of(Item Owner::* member) {
+  return static_cast<uint32>(reinterpret_cast<uint64>(&(static_cast<Owner*>(nullptr)->*member)));
+}
+// The address of a member of the shared memory, or of an element of it: a sum, since of a reference
+// with an index the compiler computes 64 bits.
+template <class Owner, class Item>
+__device__ __forceinline__ uint32 at(Item Owner::* member) {
+  return ptx::shared_address(shared_memory) + offset_of(member);
+}
+template <class Owner, class Item, int kCount>
+__device__ __forceinline__ uint32 at(Item (Owner::*member)[kCount], uint32 index) {
+  return at(member) + index * static_cast<uint32>(sizeof(Item));
+}
+// What others write meanwhile.
+template <class Owner, class Item, int kCount>
+__device__ __forceinline__ volatile Item* items(Item (Owner::*member)[kCount]) {
+  return reinterpret_cast<volatile Item*>(shared_memory + offset_of(member));
+}
+
+// One lane arrives for its warp, after all lanes are done.
+__device__ __forceinline__ void release(uint32 barrier) {
+  __syncwarp();
+  if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) ptx::lane_arrive(barrier);
+}
 __device__ __forceinline__ volatile UnitRecord& unit_record(uint32 i) {
-  return reinterpret_cast<volatile UnitRecord*>(shared_memory + kAtUnits)[i % 2];
+  return items(&Shared::units)[i % kUnits];
 }
 
 // Barriers of the roles of warpgroup 0. The arguments count the arrivals that give a unit, K and V
 // back.
 __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, int value_readers) {
   for (int i = 0; i < 2; ++i) {
-    ptx::barrier_init(barrier_at(kUnitFull + i), 1);
-    ptx::barrier_init(barrier_at(kUnitEmpty + i),
+    ptx::barrier_init(at(&Shared::unit_full, i), 1);
+    ptx::barrier_init(at(&Shared::unit_empty, i),
                       unit_readers + kLoadWarps + (kDeterministic ? 2 : 0));
   }
-  ptx::barrier_init(barrier_at(kUnitAsked), 1);
-  ptx::barrier_init(barrier_at(kKFull), kKeyArrivals);
-  ptx::barrier_init(barrier_at(kKEmpty), key_readers);
-  ptx::barrier_init(barrier_at(kVFull), kKeyArrivals);
-  ptx::barrier_init(barrier_at(kVEmpty), value_readers);
+  ptx::barrier_init(at(&Shared::unit_asked), 1);
+  ptx::barrier_init(at(&Shared::key_full), kKeyArrivals);
+  ptx::barrier_init(at(&Shared::key_empty), key_readers);
+  ptx::barrier_init(at(&Shared::value_full), kKeyArrivals);
+  ptx::barrier_init(at(&Shared::value_empty), value_readers);
   for (int i = 0; i < kStages; ++i) {
-    ptx::barrier_init(barrier_at(kQFull + i), kQueryArrivals);
-    ptx::barrier_init(barrier_at(kQEmpty + i), 8);  // warps of two warpgroups
-    ptx::barrier_init(barrier_at(kDoutFull + i), kQueryArrivals);
-    ptx::barrier_init(barrier_at(kDoutEmpty + i), 8);
+    ptx::barrier_init(at(&Shared::query_full, i), kQueryArrivals);
+    ptx::barrier_init(at(&Shared::query_empty, i), 8);  // warps of two warpgroups
+    ptx::barrier_init(at(&Shared::dout_full, i), kQueryArrivals);
+    ptx::barrier_init(at(&Shared::dout_empty, i), 8);
   }
   for (int i = 0; i < kTurns; ++i) {
-    ptx::barrier_init(barrier_at(kTurnFull + i), 1);
-    ptx::barrier_init(barrier_at(kTurnEmpty + i), 1);
-    ptx::barrier_init(barrier_at(kTurnTaken + i), 4);  // warps of the one warpgroup that adds
+    ptx::barrier_init(at(&Shared::turn_full, i), 1);
+    ptx::barrier_init(at(&Shared::turn_empty, i), 1);
+    ptx::barrier_init(at(&Shared::turn_taken, i), 4);  // warps of the one warpgroup that adds
   }
 }
 
-// The walk over query blocks, as the record has it.
-__device__ __forceinline__ void set_walk(const BackwardParams& p, volatile UnitRecord& r, int first,
-                                         int count) {
-  r.m0 = first * kQueries;
-  r.total = count * r.heads;
-  r.block = (r.batch * p.query_heads + r.head) * query_blocks(p) + first;
-}
+// The plan role.
+struct Planner {
+  const BackwardParams& p;
 
-__device__ __forceinline__ void send_unit(const BackwardParams& p, uint32 sent, int index) {
-  const bool leader = threadIdx.x % 32 == 0;
-  ptx::barrier_wait(barrier_at(kUnitEmpty + slot_of<2>(sent)), parity_of<2>(sent) ^ 1);
-  volatile UnitRecord& r = unit_record(sent);
-  const bool stop = index >= unit_count(p);
-  const Unit u = unit_at(p, stop ? 0 : index);
-  if (leader) {
-    r.stop = stop;
-    r.batch = u.batch;
-    r.kv_head = u.kv_head;
-    r.key0 = u.key0;
-    r.offset = u.sight.offset;
-    r.query_length = u.sight.query_length;
-    r.kv_length = u.sight.kv_length;
-    r.heads = group_size(p);
-    r.head = u.kv_head * r.heads;
-    const Range seen = visible_keys(u.sight, 0, p.query_len - 1);
-    r.seen_keys.begin = seen.begin - u.key0;
-    r.seen_keys.end = seen.end - u.key0;
-    // Rows past the end of the array read as zero.
-    const Range seeing = visible_queries(u.sight, 0, p.kv_len - 1);
-    r.seen_queries.begin = seeing.begin;
-    r.seen_queries.end = seeing.end == p.query_len ? 0x7fffffff : seeing.end;
+  // The walk over query blocks, as the record has it.
+  __device__ __forceinline__ void set_walk(volatile UnitRecord& r, int first, int count) {
+    r.m0 = first * kQueries;
+    r.total = count * r.heads;
+    r.block = (r.batch * p.query_heads + r.head) * query_blocks(p) + first;
   }
-  Range met = u.blocks;
-  if constexpr (kHasSegments) {
-    __syncwarp();
-    met = narrow_by_segments(p, r.batch, r.key0, met);
-  }
-  int first = first_block(met), count = met.end - met.begin;
-  if constexpr (kSkipsMasked) {
-    __syncwarp();
-    const int end = met.end;
-    count = 0;
+
+  __device__ __forceinline__ void send_unit(uint32 sent, int index) {
+    const bool leader = threadIdx.x % 32 == 0;
+    ptx::barrier_wait(at(&Shared::unit_empty, stage_of<kUnits>(sent)), parity_of<kUnits>(sent) ^ 1);
+    volatile UnitRecord& r = unit_record(sent);
+    const bool stop = index >= unit_count(p);
+    const Unit u = unit_at(p, stop ? 0 : index);
+    if (leader) {
+      r.stop = stop;
+      r.batch = u.batch;
+      r.kv_head = u.kv_head;
+      r.key0 = u.key0;
+      r.offset = u.sight.offset;
+      r.query_length = u.sight.query_length;
+      r.kv_length = u.sight.kv_length;
+      r.heads = group_size(p);
+      r.head = u.kv_head * r.heads;
+      const Range seen = visible_keys(u.sight, 0, p.query_len - 1);
+      r.seen_keys.begin = seen.begin - u.key0;
+      r.seen_keys.end = seen.end - u.key0;
+      // Rows past the end of the array read as zero.
+      const Range seeing = visible_queries(u.sight, 0, p.kv_len - 1);
+      r.seen_queries.begin = seeing.begin;
+      r.seen_queries.end = seeing.end == p.query_len ? kLargest : seeing.end;
+    }
+    Range met = u.blocks;
+    if constexpr (kHasSegments) {
+      __syncwarp();
+      met = narrow_by_segments(p, r.batch, r.key0, met);
+    }
+    int first = first_block(met), count = met.end - met.begin;
+    if constexpr (kSkipsMasked) {
+      __syncwarp();
+      const int end = met.end;
+      count = 0;
 #pragma unroll 1
-    for (int base = met.begin / 32 * 32; base < end; base += 32) {
-      uint32 shown = shown_blocks(p, r.batch, r.kv_head, r.key0, base);
-      shown &= ptx::low_bits(end - base) & ~ptx::low_bits(met.begin - base);
-      if (shown != 0 && (kDirection < 0 || count == 0)) {
-        first = base + (kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1);
+      for (int base = met.begin / 32 * 32; base < end; base += 32) {
+        uint32 shown = shown_blocks(p, r.batch, r.kv_head, r.key0, base);
+        shown &= ptx::low_bits(end - base) & ~ptx::low_bits(met.begin - base);
+        if (shown != 0 && (kDirection < 0 || count == 0)) {
+          first = base + (kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1);
+        }
+        count += __popc(shown);
       }
-      count += __popc(shown);
+      if (count == 0) first = 0;
     }
-    if (count == 0) first = 0;
+    if (leader) set_walk(r, first, count);
+    if (leader) ptx::barrier_arrive(at(&Shared::unit_full, stage_of<kUnits>(sent)));
+    __syncwarp();
   }
-  if (leader) set_walk(p, r, first, count);
-  if (leader) ptx::barrier_arrive(barrier_at(kUnitFull + slot_of<2>(sent)));
-  __syncwarp();
-}
 
-// Hands out units until there are no more. A unit is taken when the one before nears its end, not
-// earlier: units of a head then start in the order of their keys, in which they add in
-// deterministic mode. There the counter hands out the first ones too, so that units go to CTAs in
-// the order in which these start: one that does not run has no unit that others wait for. Elsewhere
-// nobody waits for another CTA, and the first unit comes without the counter's latency.
-__device__ __forceinline__ void plan(const BackwardParams& p) {
-  const int given = kDeterministic ? 0 : gridDim.x;  // without the counter
-  int index = blockIdx.x;
-  for (uint32 sent = 0;; ++sent) {
-    if (sent > 0) ptx::barrier_wait(barrier_at(kUnitAsked), parity_of<1>(sent - 1));
-    if (kDeterministic || sent > 0) {
-      if (threadIdx.x % 32 == 0) index = given + atomicAdd(p.next_unit, 1);
-      index = __shfl_sync(0xffffffffu, index, 0);
+  // Hands out units until there are no more. A unit is taken when the one before nears its end, not
+  // earlier: units of a head then start in the order of their keys, in which they add in
+  // deterministic mode. There the counter hands out the first ones too, so that units go to CTAs in
+  // the order in which these start: one that does not run has no unit that others wait for.
+  // Elsewhere nobody waits for another CTA, and the first unit comes without the counter's latency.
+  __device__ __forceinline__ void run() {
+    const int given = kDeterministic ? 0 : gridDim.x;  // without the counter
+    int index = blockIdx.x;
+    for (uint32 sent = 0;; ++sent) {
+      if (sent > 0) ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
+      if (kDeterministic || sent > 0) {
+        if (threadIdx.x % 32 == 0) index = given + atomicAdd(p.next_unit, 1);
+        index = __shfl_sync(0xffffffffu, index, 0);
+      }
+      send_unit(sent, index);
+      if (index >= unit_count(p)) break;
     }
-    send_unit(p, sent, index);
-    if (index >= unit_count(p)) break;
   }
-}
+};
 
 // The load role's: lets `plan` take the next unit, once for each unit.
 __device__ __forceinline__ void ask_for_unit() {
-  if (threadIdx.x == 0) ptx::barrier_arrive(barrier_at(kUnitAsked));
+  if (threadIdx.x == 0) ptx::barrier_arrive(at(&Shared::unit_asked));
 }
 
 // A walk over the query blocks of a unit, each with all heads of the group: units of one group stay
@@ -263,11 +269,11 @@ __device__ __forceinline__ int Walk::next_shown(const BackwardParams& p,
 
 // The i-th unit as the other roles see it; each warp gives it back with `return_unit`.
 __device__ __forceinline__ const volatile UnitRecord& receive_unit(uint32 i) {
-  ptx::barrier_wait(barrier_at(kUnitFull + slot_of<2>(i)), parity_of<2>(i));
+  ptx::barrier_wait(at(&Shared::unit_full, stage_of<kUnits>(i)), parity_of<kUnits>(i));
   return unit_record(i);
 }
 __device__ __forceinline__ void return_unit(uint32 i) {
-  warp_arrive(barrier_at(kUnitEmpty + slot_of<2>(i)));
+  release(at(&Shared::unit_empty, stage_of<kUnits>(i)));
 }
 
 }  // namespace backward

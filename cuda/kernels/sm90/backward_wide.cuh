@@ -29,13 +29,9 @@ inline constexpr int kLoadRegisters = 32;
 inline constexpr int kQueryRegisters = 64;
 inline constexpr int kScoreRegisters = 208;
 
-inline constexpr int kAtDs = kAtOwn;  // [kScoreStages][key][64]
-inline constexpr int kDsBytes = kKeys * kQueries * 2;
-inline constexpr int kAtP = kAtDs + kScoreStages * kDsBytes;  // float[8][thread][4]
-inline constexpr int kSharedBytes = kAtP + kKeys * kQueries * 4;
-
-inline constexpr int kPFull = kOwnBarriers;
-inline constexpr int kPEmpty = kPFull + 1;
+struct WideShared : Shared {
+  float4 probability[kScores / 4 * 128];  // in the order of fragments
+};
 
 // Named barriers, one per role.
 inline constexpr int kProbabilityBarrier = 1;
@@ -45,11 +41,11 @@ __device__ __forceinline__ void set_up() {
   if (threadIdx.x == 0) {
     set_up_load(12, 8, 4);
     for (int i = 0; i < kScoreStages; ++i) {
-      ptx::barrier_init(barrier_at(kDsFull + i), 4);
-      ptx::barrier_init(barrier_at(kDsEmpty + i), 4);
+      ptx::barrier_init(at(&Shared::gradient_full, i), 4);
+      ptx::barrier_init(at(&Shared::gradient_empty, i), 4);
     }
-    ptx::barrier_init(barrier_at(kPFull), 4);
-    ptx::barrier_init(barrier_at(kPEmpty), 4);
+    ptx::barrier_init(at(&Shared::probability_full), 4);
+    ptx::barrier_init(at(&Shared::probability_empty), 4);
     ptx::barrier_init_fence();
   }
   __syncthreads();
@@ -93,235 +89,246 @@ __device__ __forceinline__ void store_rows(const BackwardParams& p, void* array,
 }
 
 __device__ __forceinline__ uint32 q_tile(uint32 slot) {
-  return shared_base() + kAtQ + slot * kHeadBoxes * kBoxQ;
+  return at(&Shared::query) + slot * kQueryBytes;
 }
 __device__ __forceinline__ uint32 dout_tile(uint32 slot) {
-  return shared_base() + kAtDout + slot * kValueBoxes * kBoxQ;
+  return at(&Shared::dout) + slot * kDoutBytes;
 }
 // ---- probability --------------------------------------------------------------------------------
 
-__device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float (&x)[kScores],
-                                             uint32 iteration, int m0) {
-  const uint32 slot = slot_of<kStages>(iteration);
-  ptx::barrier_wait(barrier_at(kQFull + slot), parity_of<kStages>(iteration));
-  hide_unseen_queries<kHeadBoxes>(u, {}, q_tile(slot), m0, kProbabilityBarrier);
-  ptx::wgmma_fence();
-  keys_times_queries<kHead>(x, shared_base() + kAtK, q_tile(slot));
-}
+struct Probability {
+  const BackwardParams& p;
 
-// Takes S^T of this query block to dV and, unless it is the unit's last, computes the next S^T.
-template <bool kLast>
-__device__ __forceinline__ void probability_step(const BackwardParams& p,
-                                                 const volatile UnitRecord& u, uint32 iteration,
-                                                 const Walk& walk, int next, float (&x)[kScores],
-                                                 Dropped<kScores>& dropped, Rows<kValue>& dv) {
-  const uint32 slot = slot_of<kStages>(iteration);
-  const Step known(p, u, u.head + walk.head, walk.m0, 0);
-  uint32 probability[kScores / 2];
-  const RowNumbers minus_lse(shared_base() + kAtLse + slot * kQueries * 4);
-  score_to_probability(p, u, x, probability, minus_lse, 0, {}, known, dropped);
-  if constexpr (!kSoftcap) {
+  __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float (&x)[kScores],
+                                               uint32 iteration, int m0) {
+    const uint32 slot = stage_of<kStages>(iteration);
+    ptx::barrier_wait(at(&Shared::query_full, slot), parity_of<kStages>(iteration));
+    hide_unseen_queries<kHeadBoxes>(u, {}, q_tile(slot), m0, kProbabilityBarrier);
+    ptx::wgmma_fence();
+    keys_times_queries<kHead>(x, at(&Shared::key), q_tile(slot));
+  }
+
+  // Takes S^T of this query block to dV and, unless it is the unit's last, computes the next S^T.
+  template <bool kLast>
+  __device__ __forceinline__ void step(const volatile UnitRecord& u, uint32 iteration,
+                                       const Walk& walk, int next, float (&x)[kScores],
+                                       Dropped<kScores>& dropped, Rows<kValue>& dv) {
+    const uint32 slot = stage_of<kStages>(iteration);
+    const Step known(p, u, u.head + walk.head, walk.m0, 0);
+    uint32 probability[kScores / 2];
+    const RowNumbers minus_lse(at(&Shared::minus_lse) + slot * kNumberBytes);
+    score_to_probability(p, u, x, probability, minus_lse, 0, {}, known, dropped);
+    if constexpr (!kSoftcap) {
 #pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) {
-      probability[i] = pack_probability(x[2 * i], x[2 * i + 1]);
-    }
-  }
-  ptx::barrier_wait(barrier_at(kPEmpty), parity_of<1>(iteration) ^ 1);
-#pragma unroll
-  for (int j = 0; j < kScores / 4; ++j) {
-    ptx::store_shared_x4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16,
-                         __float_as_uint(x[4 * j]), __float_as_uint(x[4 * j + 1]),
-                         __float_as_uint(x[4 * j + 2]), __float_as_uint(x[4 * j + 3]));
-  }
-  warp_arrive(barrier_at(kPFull));
-
-  ptx::barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
-  hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), walk.m0, kProbabilityBarrier);
-  dv.accumulate(probability, dout_tile(slot));
-  if constexpr (kLast) {
-    ptx::wgmma_wait<0>();
-    warp_arrive(barrier_at(kDoutEmpty + slot));
-  } else {
-    issue_scores(u, x, iteration + 1, next);
-    draw_next(p, u, 0, walk, dropped);
-    ptx::wgmma_wait<1>();
-    warp_arrive(barrier_at(kDoutEmpty + slot));
-    ptx::wgmma_wait<0>();
-    warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration + 1)));
-    ptx::pin(x);
-  }
-  dv.pin();
-}
-
-__device__ __forceinline__ void probability_role(const BackwardParams& p) {
-  uint32 received = 0, iteration = 0;
-  while (true) {
-    const volatile UnitRecord& u = receive_unit(received);
-    if (u.stop) break;
-    Rows<kValue> dv;
-    dv.clear();
-    ptx::barrier_wait(barrier_at(kKFull), parity_of<1>(received));
-    if (u.total > 0) {
-      if (has_unseen_keys(u)) {
-        hide_unseen_keys<kHeadBoxes>(u, shared_base() + kAtK, 0);
-        ptx::named_barrier_sync(kProbabilityBarrier, 128);
+      for (int i = 0; i < kScores / 2; ++i) {
+        probability[i] = pack_probability(x[2 * i], x[2 * i + 1]);
       }
-      float x[kScores];
-      Walk walk(p, u);
-      Dropped<kScores> dropped;
-      issue_scores(u, x, iteration, walk.m0);
-      draw_dropped(p, u, 0, walk, dropped);
+    }
+    ptx::barrier_wait(at(&Shared::probability_empty), parity_of<1>(iteration) ^ 1);
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      ptx::store_shared_x4(at(&WideShared::probability) + (j * 128 + threadIdx.x % 128) * 16,
+                           __float_as_uint(x[4 * j]), __float_as_uint(x[4 * j + 1]),
+                           __float_as_uint(x[4 * j + 2]), __float_as_uint(x[4 * j + 3]));
+    }
+    release(at(&Shared::probability_full));
+
+    ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
+    hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), walk.m0, kProbabilityBarrier);
+    dv.accumulate(probability, dout_tile(slot));
+    if constexpr (kLast) {
       ptx::wgmma_wait<0>();
-      warp_arrive(barrier_at(kQEmpty + slot_of<kStages>(iteration)));
-      ptx::pin(x);
-      while (walk.left > 1) {
-        const Walk now = walk;
-        walk.next(p, u);
-        prefetch_bias(p, u, walk, 0);
-        probability_step<false>(p, u, iteration, now, walk.m0, x, dropped, dv);
-        ++iteration;
-      }
-      warp_arrive(barrier_at(kKEmpty));
-      probability_step<true>(p, u, iteration, walk, 0, x, dropped, dv);
-      ++iteration;
+      release(at(&Shared::dout_empty, slot));
     } else {
-      warp_arrive(barrier_at(kKEmpty));
+      issue_scores(u, x, iteration + 1, next);
+      draw_next(p, u, 0, walk, dropped);
+      ptx::wgmma_wait<1>();
+      release(at(&Shared::dout_empty, slot));
+      ptx::wgmma_wait<0>();
+      release(at(&Shared::query_empty, stage_of<kStages>(iteration + 1)));
+      ptx::pin(x);
     }
-    mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 1, dv.is_finite());
-    store_rows<kValueDim>(p, p.dvalue_data, dv, dropout_scale(p), u);
-    return_unit(received);
-    ++received;
+    dv.pin();
   }
-}
+
+  __device__ __forceinline__ void run() {
+    uint32 received = 0, iteration = 0;
+    while (true) {
+      const volatile UnitRecord& u = receive_unit(received);
+      if (u.stop) break;
+      Rows<kValue> dv;
+      dv.clear();
+      ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
+      if (u.total > 0) {
+        if (has_unseen_keys(u)) {
+          hide_unseen_keys<kHeadBoxes>(u, at(&Shared::key), 0);
+          ptx::named_barrier_sync(kProbabilityBarrier, 128);
+        }
+        float x[kScores];
+        Walk walk(p, u);
+        Dropped<kScores> dropped;
+        issue_scores(u, x, iteration, walk.m0);
+        draw_dropped(p, u, 0, walk, dropped);
+        ptx::wgmma_wait<0>();
+        release(at(&Shared::query_empty, stage_of<kStages>(iteration)));
+        ptx::pin(x);
+        while (walk.left > 1) {
+          const Walk now = walk;
+          walk.next(p, u);
+          prefetch_bias(p, u, walk, 0);
+          step<false>(u, iteration, now, walk.m0, x, dropped, dv);
+          ++iteration;
+        }
+        release(at(&Shared::key_empty));
+        step<true>(u, iteration, walk, 0, x, dropped, dv);
+        ++iteration;
+      } else {
+        release(at(&Shared::key_empty));
+      }
+      mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 1, dv.is_finite());
+      store_rows<kValueDim>(p, p.dvalue_data, dv, dropout_scale(p), u);
+      return_unit(received);
+      ++received;
+    }
+  }
+};
 
 // ---- gradient -----------------------------------------------------------------------------------
 
-__device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&dp)[kScores],
-                                         uint32 iteration, int m0) {
-  const uint32 slot = slot_of<kStages>(iteration);
-  ptx::barrier_wait(barrier_at(kDoutFull + slot), parity_of<kStages>(iteration));
-  hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), m0, kGradientBarrier);
-  ptx::wgmma_fence();
-  keys_times_queries<kValue>(dp, shared_base() + kAtV, dout_tile(slot));
-}
+struct Gradient {
+  const BackwardParams& p;
 
-// Takes dP^T of this query block to dK and, unless it is the unit's last, computes the next dP^T.
-template <bool kLast>
-__device__ __forceinline__ void gradient_step(const BackwardParams& p, const volatile UnitRecord& u,
-                                              uint32 iteration, int m0, int next,
-                                              float (&dp)[kScores], Rows<kHead>& dk) {
-  const uint32 slot = slot_of<kStages>(iteration);
-  const uint32 minus_delta = shared_base() + kAtDelta + slot * kQueries * 4 + threadIdx.x % 4 * 8;
-  uint32 gradient[kScores / 2];
-  ptx::barrier_wait(barrier_at(kPFull), parity_of<1>(iteration));
+  __device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&dp)[kScores],
+                                           uint32 iteration, int m0) {
+    const uint32 slot = stage_of<kStages>(iteration);
+    ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
+    hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), m0, kGradientBarrier);
+    ptx::wgmma_fence();
+    keys_times_queries<kValue>(dp, at(&Shared::value), dout_tile(slot));
+  }
+
+  // Takes dP^T of this query block to dK and, unless it is the unit's last, computes the next dP^T.
+  template <bool kLast>
+  __device__ __forceinline__ void step(const volatile UnitRecord& u, uint32 iteration, int m0,
+                                       int next, float (&dp)[kScores], Rows<kHead>& dk) {
+    const uint32 slot = stage_of<kStages>(iteration);
+    const uint32 minus_delta = at(&Shared::minus_delta) + slot * kNumberBytes + threadIdx.x % 4 * 8;
+    uint32 gradient[kScores / 2];
+    ptx::barrier_wait(at(&Shared::probability_full), parity_of<1>(iteration));
 #pragma unroll
-  for (int j = 0; j < kScores / 4; ++j) {
-    const float4 x = ptx::load_shared_f4(shared_base() + kAtP + (j * 128 + threadIdx.x % 128) * 16);
-    const float2 d = ptx::load_shared_f2(minus_delta + 8 * j * 4);
-    gradient[2 * j] =
-        Element::pack(score_gradient(x.x, dp[4 * j], d.x), score_gradient(x.y, dp[4 * j + 1], d.y));
-    gradient[2 * j + 1] = Element::pack(score_gradient(x.z, dp[4 * j + 2], d.x),
-                                        score_gradient(x.w, dp[4 * j + 3], d.y));
-  }
-  warp_arrive(barrier_at(kPEmpty));
-  warp_arrive(barrier_at(kDoutEmpty + slot));
+    for (int j = 0; j < kScores / 4; ++j) {
+      const float4 x =
+          ptx::load_shared_f4(at(&WideShared::probability) + (j * 128 + threadIdx.x % 128) * 16);
+      const float2 d = ptx::load_shared_f2(minus_delta + 8 * j * 4);
+      gradient[2 * j] = Element::pack(score_gradient(x.x, dp[4 * j], d.x),
+                                      score_gradient(x.y, dp[4 * j + 1], d.y));
+      gradient[2 * j + 1] = Element::pack(score_gradient(x.z, dp[4 * j + 2], d.x),
+                                          score_gradient(x.w, dp[4 * j + 3], d.y));
+    }
+    release(at(&Shared::probability_empty));
+    release(at(&Shared::dout_empty, slot));
 
-  const uint32 buffer = slot_of<kScoreStages>(iteration);
-  ptx::barrier_wait(barrier_at(kDsEmpty + buffer), parity_of<kScoreStages>(iteration) ^ 1);
-  store_gradient(gradient, shared_base() + kAtDs + buffer * kDsBytes, 0);
-  warp_arrive(barrier_at(kDsFull + buffer));
+    const uint32 buffer = stage_of<kScoreStages>(iteration);
+    ptx::barrier_wait(at(&Shared::gradient_empty, buffer), parity_of<kScoreStages>(iteration) ^ 1);
+    store_gradient(gradient, at(&Shared::gradient) + buffer * kGradientBytes, 0);
+    release(at(&Shared::gradient_full, buffer));
 
-  hide_unseen_queries<kHeadBoxes>(u, {}, q_tile(slot), m0, kGradientBarrier);
-  dk.accumulate(gradient, q_tile(slot));
-  if constexpr (kLast) {
-    ptx::wgmma_wait<0>();
-    warp_arrive(barrier_at(kQEmpty + slot));
-  } else {
-    issue_dp(u, dp, iteration + 1, next);
-    ptx::wgmma_wait<1>();
-    warp_arrive(barrier_at(kQEmpty + slot));
-    ptx::wgmma_wait<0>();
-    ptx::pin(dp);
-  }
-  dk.pin();
-}
-
-__device__ __forceinline__ void gradient_role(const BackwardParams& p) {
-  uint32 received = 0, iteration = 0;
-  while (true) {
-    const volatile UnitRecord& u = receive_unit(received);
-    if (u.stop) break;
-    Rows<kHead> dk;
-    dk.clear();
-    ptx::barrier_wait(barrier_at(kVFull), parity_of<1>(received));
-    if (u.total > 0) {
-      if (has_unseen_keys(u)) {
-        hide_unseen_keys<kValueBoxes>(u, shared_base() + kAtV, 0);
-        ptx::named_barrier_sync(kGradientBarrier, 128);
-      }
-      float dp[kScores];
-      Walk walk(p, u);
-      issue_dp(u, dp, iteration, walk.m0);
+    hide_unseen_queries<kHeadBoxes>(u, {}, q_tile(slot), m0, kGradientBarrier);
+    dk.accumulate(gradient, q_tile(slot));
+    if constexpr (kLast) {
+      ptx::wgmma_wait<0>();
+      release(at(&Shared::query_empty, slot));
+    } else {
+      issue_dp(u, dp, iteration + 1, next);
+      ptx::wgmma_wait<1>();
+      release(at(&Shared::query_empty, slot));
       ptx::wgmma_wait<0>();
       ptx::pin(dp);
-      while (walk.left > 1) {
-        const int m0 = walk.m0;
-        walk.next(p, u);
-        gradient_step<false>(p, u, iteration, m0, walk.m0, dp, dk);
-        ++iteration;
-      }
-      warp_arrive(barrier_at(kVEmpty));
-      gradient_step<true>(p, u, iteration, walk.m0, 0, dp, dk);
-      ++iteration;
-    } else {
-      warp_arrive(barrier_at(kVEmpty));
     }
-    mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 0, dk.is_finite());
-    store_rows<kHeadDim>(p, p.dkey_data, dk, query_key_scale(p), u);
-    return_unit(received);
-    ++received;
+    dk.pin();
   }
-}
+
+  __device__ __forceinline__ void run() {
+    uint32 received = 0, iteration = 0;
+    while (true) {
+      const volatile UnitRecord& u = receive_unit(received);
+      if (u.stop) break;
+      Rows<kHead> dk;
+      dk.clear();
+      ptx::barrier_wait(at(&Shared::value_full), parity_of<1>(received));
+      if (u.total > 0) {
+        if (has_unseen_keys(u)) {
+          hide_unseen_keys<kValueBoxes>(u, at(&Shared::value), 0);
+          ptx::named_barrier_sync(kGradientBarrier, 128);
+        }
+        float dp[kScores];
+        Walk walk(p, u);
+        issue_dp(u, dp, iteration, walk.m0);
+        ptx::wgmma_wait<0>();
+        ptx::pin(dp);
+        while (walk.left > 1) {
+          const int m0 = walk.m0;
+          walk.next(p, u);
+          step<false>(u, iteration, m0, walk.m0, dp, dk);
+          ++iteration;
+        }
+        release(at(&Shared::value_empty));
+        step<true>(u, iteration, walk.m0, 0, dp, dk);
+        ++iteration;
+      } else {
+        release(at(&Shared::value_empty));
+      }
+      mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 0, dk.is_finite());
+      store_rows<kHeadDim>(p, p.dkey_data, dk, query_key_scale(p), u);
+      return_unit(received);
+      ++received;
+    }
+  }
+};
 
 // ---- query --------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void query_role(const BackwardParams& p) {
-  uint32 received = 0, iteration = 0;
-  while (true) {
-    const volatile UnitRecord& u = receive_unit(received);
-    if (u.stop) break;
-    ptx::barrier_wait(barrier_at(kKFull), parity_of<1>(received));
-    for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
-      const uint32 buffer = slot_of<kScoreStages>(iteration);
-      const ptx::Descriptor a =
-          ptx::descriptor(shared_base() + kAtDs + buffer * kDsBytes, 0, kDsBytes, 1024);
-      const ptx::Descriptor b = ptx::descriptor(shared_base() + kAtK, 0, kBoxK, 1024);
-      const bool first = adds_first(p, u, walk.m0);
-      int turn = 0;
-      ptx::barrier_wait(barrier_at(kDsFull + buffer), parity_of<kScoreStages>(iteration));
+struct Query {
+  const BackwardParams& p;
+
+  __device__ __forceinline__ void run() {
+    uint32 received = 0, iteration = 0;
+    while (true) {
+      const volatile UnitRecord& u = receive_unit(received);
+      if (u.stop) break;
+      ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
+      for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
+        const uint32 buffer = stage_of<kScoreStages>(iteration);
+        const ptx::Descriptor a = ptx::descriptor(at(&Shared::gradient) + buffer * kGradientBytes,
+                                                  0, kGradientBytes, 1024);
+        const ptx::Descriptor b = ptx::descriptor(at(&Shared::key), 0, kBoxK, 1024);
+        const bool first = adds_first(p, u, walk.m0);
+        Turn turn = Turn::first();
+        ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
 #pragma unroll
-      for (int box = 0; box < kHeadBoxes; ++box) {
-        float dq[32];
-        ptx::wgmma_fence();
+        for (int box = 0; box < kHeadBoxes; ++box) {
+          float dq[32];
+          ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kKeys / 16; ++i) {
-          ptx::wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(box * kBoxK + i * 2048), i > 0);
+          for (int i = 0; i < kKeys / 16; ++i) {
+            ptx::wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(box * kBoxK + i * 2048), i > 0);
+          }
+          ptx::wgmma_commit();
+          ptx::wgmma_wait<0>();
+          ptx::pin(dq);
+          if (box + 1 == kHeadBoxes) release(at(&Shared::gradient_empty, buffer));
+          if (box == 0) turn = take_turn(iteration, 0, first);
+          add_fragments(SumTile(p, walk.sum(), box), 0, dq, turn);
         }
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<0>();
-        ptx::pin(dq);
-        if (box + 1 == kHeadBoxes) warp_arrive(barrier_at(kDsEmpty + buffer));
-        if (box == 0) turn = take_turn(iteration, 0, first);
-        add_fragments(SumTile(p, walk.sum(), box), 0, dq, turn);
+        end_turn(iteration, 0);
+        ++iteration;
       }
-      end_turn(iteration, 0);
-      ++iteration;
+      release(at(&Shared::key_empty));
+      return_unit(received);
+      ++received;
     }
-    warp_arrive(barrier_at(kKEmpty));
-    return_unit(received);
-    ++received;
   }
-}
+};
 
 __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   set_up();
@@ -331,13 +338,13 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
     feed(p);
   } else if (role == 1) {
     ptx::register_decrease<kQueryRegisters>();
-    query_role(p);
+    Query{p}.run();
   } else if (role == 2) {
     ptx::register_increase<kScoreRegisters>();
-    probability_role(p);
+    Probability{p}.run();
   } else {
     ptx::register_increase<kScoreRegisters>();
-    gradient_role(p);
+    Gradient{p}.run();
   }
 }
 

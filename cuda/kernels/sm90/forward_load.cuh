@@ -239,7 +239,7 @@ struct Producer {
     unit.full.begin = max(unit.full.begin, plan.one.begin);
     unit.full.end = min(unit.full.end, plan.one.end);
     const bool any = !unit.own.empty();
-    unit.blocks.begin = __reduce_min_sync(0xffffffffu, any ? unit.own.begin : 0x7fffffff);
+    unit.blocks.begin = __reduce_min_sync(0xffffffffu, any ? unit.own.begin : kLargest);
     unit.blocks.end = __reduce_max_sync(0xffffffffu, any ? unit.own.end : 0);
     const int walked = __reduce_add_sync(0xffffffffu, any ? unit.own.end - unit.own.begin : 0);
     const bool sparse = __any_sync(0xffffffffu, any && plan.blocks.begin >= SegmentPlan::kSparse);

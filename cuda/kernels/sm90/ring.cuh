@@ -3,6 +3,8 @@
 
 #include "numbers.cuh"
 
+using Barrier = unsigned long long;
+
 // A position in a ring of kStages buffers and the parity of its barriers' current phase. Barriers
 // of 8 bytes lie side by side.
 template <int kStages, bool kPowerOfTwo = (kStages & (kStages - 1)) == 0>
@@ -27,3 +29,13 @@ struct Ring<kStages, true> {  // one register
   __device__ __forceinline__ uint32 parity() const { return passed / (8 * kStages) & 1; }
   __device__ __forceinline__ void advance() { passed += 8; }
 };
+
+// The same of use number `use`, where one count serves rings of several lengths.
+template <int kStages>
+__device__ __forceinline__ uint32 stage_of(uint32 use) {
+  return use % kStages;
+}
+template <int kStages>
+__device__ __forceinline__ uint32 parity_of(uint32 use) {
+  return use / kStages % 2;
+}
