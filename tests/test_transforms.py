@@ -73,6 +73,8 @@ def optional_operands(names: tuple[str, ...]) -> dict[str, Any]:
         "key_value_seq_lengths": jax.random.randint(KEY(6), (M, B), 0, S + 1),
         "query_segment_ids": jax.random.randint(KEY(7), (M, B, T), 0, 2),
         "key_value_segment_ids": jax.random.randint(KEY(8), (M, B, S), 0, 2),
+        "query_positions": jax.random.randint(KEY(11), (M, B, T), -3, S),
+        "key_value_positions": jax.random.randint(KEY(12), (M, B, S), -3, S),
         "sinks": normal(9, M, N),
         "dropout_key": jax.random.split(KEY(10), M),
     }
@@ -84,6 +86,8 @@ MAPPED_OPERANDS = (
     ("mask",),
     ("query_seq_lengths", "key_value_seq_lengths"),
     ("query_segment_ids", "key_value_segment_ids"),
+    ("query_positions", "key_value_positions"),
+    ("query_positions",),
     ("sinks", "dropout_key"),
 )
 
@@ -145,13 +149,14 @@ def test_vmap_over_operands(names):
 
 @pytest.mark.parametrize("names", MAPPED_OPERANDS, ids="-".join)
 def test_vmap_over_query_beside_operands_that_are_not_mapped(names):
-    close(*vmap_and_loop(names, ("query",), "cpu", causal_align=BOTTOM_RIGHT,
-                         is_causal=True))  # fmt: skip
+    align = "top_left" if "query_positions" in names else BOTTOM_RIGHT
+    close(*vmap_and_loop(names, ("query",), "cpu", causal_align=align, is_causal=True))
 
 
 def test_vmap_over_everything_at_once(host_backend):
-    names = tuple(itertools.chain.from_iterable(MAPPED_OPERANDS))
-    close(*vmap_and_loop(names, ("query", "key", "value", *names), host_backend, softcap=3.0))
+    names = tuple(dict.fromkeys(itertools.chain.from_iterable(MAPPED_OPERANDS)))
+    close(*vmap_and_loop(names, ("query", "key", "value", *names), host_backend, softcap=3.0,
+                         local_window_size=(7, 2)))  # fmt: skip
 
 
 @pytest.mark.parametrize("in_axis", [1, -1])
@@ -300,16 +305,20 @@ def test_unused_outputs_have_zero_gradients(host_backend):
 
 
 def test_integer_operands_have_float0_gradients(host_backend):
-    """Lengths and ids are data: a vjp with respect to them is well-formed and empty."""
+    """Lengths, ids and positions are data: a vjp with respect to them is well-formed and empty."""
     q, k, v = qkv()
     lengths = jnp.array([T, 3], jnp.int32)
+    positions = jnp.zeros((B, T), jnp.int32) + 5
 
-    def call(q, lengths):
-        return jax_flash.flash_attention(q, k, v, query_seq_lengths=lengths, backend=host_backend)
+    def call(q, lengths, positions):
+        return jax_flash.flash_attention(
+            q, k, v, query_seq_lengths=lengths, query_positions=positions, is_causal=True,
+            backend=host_backend,
+        )  # fmt: skip
 
-    out, pull = jax.vjp(call, q, lengths)
-    _, d_lengths = pull(out)
-    assert d_lengths.dtype == jax.dtypes.float0
+    out, pull = jax.vjp(call, q, lengths, positions)
+    _, *empty = pull(out)
+    assert [x.dtype for x in empty] == [jax.dtypes.float0] * 2
 
 
 # ---- scan, remat, control flow -----------------------------------------------------------------
@@ -454,15 +463,21 @@ def test_the_process_that_loads_an_export_imports_the_package(tmp_path):
 
 def test_export_with_a_symbolic_batch(host_backend):
     (b,) = jax.export.symbolic_shape("b")
-    shapes = [
-        jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in qkv()
-    ]  # fmt: skip
+
+    def arguments(size):
+        return *qkv(batch=(size,)), jnp.full((size, T), 7) + jnp.arange(T)
+
+    shapes = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in arguments(1)]
     checks = jax_flash.EXPORT_CHECKS
-    call = functools.partial(jax_flash.flash_attention, is_causal=True, backend=host_backend)
+
+    def call(q, k, v, positions):
+        return jax_flash.flash_attention(
+            q, k, v, is_causal=True, query_positions=positions, backend=host_backend
+        )
+
     exported = jax.export.export(jax.jit(call), platforms=["cpu"], disabled_checks=checks)(*shapes)
     for size in (1, 5):
-        arguments = qkv(batch=(size,))
-        close(exported.call(*arguments), call(*arguments), rtol=1e-6)
+        close(exported.call(*arguments(size)), call(*arguments(size)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("window", [(3, 5), (2**40, 0)], ids=str)
@@ -489,7 +504,7 @@ def test_export_with_a_symbolic_length(window):
 
 
 def test_no_rank_is_promoted(host_backend):
-    """Under jax_numpy_rank_promotion = "raise", with every term."""
+    """Under jax_numpy_rank_promotion = "raise", with every term, aligned and by positions."""
     q, k, v = qkv()
     batch = q.shape[:-3]
     options = {
@@ -500,15 +515,18 @@ def test_no_rank_is_promoted(host_backend):
         "local_window_size": (5, 5), "dropout_rate": 0.2, "dropout_key": jax.random.key(0),
     }  # fmt: skip
 
-    def call(q, k, v, sinks, bias):
-        changed = options | {"sinks": sinks, "bias": bias}
-        return jax_flash.flash_attention(q, k, v, **changed, backend=host_backend)
-
+    placed = {"causal_align": "top_left", "query_positions": jnp.full((*batch, T), 3)}
     arguments = q, k, v, options["sinks"], options["bias"]
-    with jax.numpy_rank_promotion("raise"):
-        out, pull = jax.vjp(call, *arguments)
-        pull(out)
-        jax.jvp(call, arguments, arguments)
+    for given in (options, options | placed):
+
+        def call(q, k, v, sinks, bias, given=given):
+            changed = given | {"sinks": sinks, "bias": bias}
+            return jax_flash.flash_attention(q, k, v, **changed, backend=host_backend)
+
+        with jax.numpy_rank_promotion("raise"):
+            out, pull = jax.vjp(call, *arguments)
+            pull(out)
+            jax.jvp(call, arguments, arguments)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -537,9 +555,11 @@ def test_x64_mode_changes_nothing(dtype, host_backend):
 
 def test_x64_mode_takes_int64_lengths_and_ids(host_backend):
     """Under x64 integers are 64 bits wide unless told otherwise."""
-    case = Case("x64", T=T, S=S, kv_lengths=(S, 5), segments="packed")
+    case = Case("x64", T=T, S=S, kv_lengths=(S, 5), segments="packed", positions="extreme",
+                window=(2**32 - 10, 3))  # fmt: skip
     arguments = case.draw()
-    for name in ("key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids"):
+    for name in ("key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids",
+                 "query_positions", "key_value_positions"):  # fmt: skip
         arguments.arrays[name] = arguments.arrays[name].astype(np.int64)
     with jax.enable_x64(True):
         compare(arguments, arguments.run(host_backend))
