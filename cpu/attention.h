@@ -23,7 +23,7 @@ struct Shapes {
 
 // Meaning of a call, shapes aside. Row i sees key j iff -left <= j - (i + offset) <= right with
 // offset = 0 (top left) or key length - query length (bottom right), within both lengths, with
-// equal segment ids and a true mask.
+// equal segment ids and a true mask. Positions, where given, stand in place of i + offset and j.
 struct Problem {
   DType dtype = DType::kFloat32;  // of q, k, v, out and their gradients
   float scale = 1.0f;
@@ -63,6 +63,8 @@ struct Inputs {
   const int32_t* kv_lengths = nullptr;      // [B]
   const int32_t* q_segments = nullptr;      // [B, T], with kv_segments or neither
   const int32_t* kv_segments = nullptr;     // [B, S]
+  const int32_t* q_positions = nullptr;     // [B, T], with kv_positions or neither
+  const int32_t* kv_positions = nullptr;    // [B, S]
   Broadcast sinks;                          // float32; heads = N, rows = keys = 1
   const uint32_t* dropout_state = nullptr;  // [B, N, 4]: key0, key1, head id, batch id
 };

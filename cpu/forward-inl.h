@@ -81,6 +81,7 @@ class Forward {
     v_ = arena.Take<float>(keys_ / Op::kPair * out_ld_);
     bad_values_ = arena.Take<int32_t>(keys_);
     segments_ = arena.Take<int32_t>(keys_);
+    positions_ = arena.Take<int32_t>(keys_);
     scores_ = arena.Take<float>(kTileRows * score_ld_);
     keep_ = arena.Take<float>(keys_);
   }
@@ -102,14 +103,16 @@ class Forward {
                     head_dim_, q_);
     // The same blocks of keys for any rows: no bit depends on how they are shared out.
     for (int64_t key = lo / keys_ * keys_; key < hi; key += keys_) {
-      PackKeys(key, Least(keys_, hi - key));
+      const int64_t valid = Least(keys_, hi - key);
+      block_ = BlockAt(head_, key, valid, keys_, segments_, positions_);
+      if (!AnySees(row_, rows_, block_)) continue;
+      PackKeys(key, valid);
       for (int64_t r = 0; r < rows_; r += kTileRows) Tile(r, Least(kTileRows, rows_ - r));
     }
     for (int64_t r = 0; r < rows_; ++r) Finish(r);
   }
 
   void PackKeys(int64_t first, int64_t valid) {
-    block_ = BlockAt(head_, first, valid, keys_, segments_);
     const T* k = static_cast<const T*>(in_.k) + head_.KeyOffset(first, head_dim_);
     PackColumns<Op>(k, in_.shapes.kv_heads * head_dim_, valid, RoundUp(valid, kGranule), head_dim_,
                     k_);
@@ -258,6 +261,7 @@ class Forward {
   float* v_ = nullptr;    // lanes
   int32_t* bad_values_ = nullptr;
   int32_t* segments_ = nullptr;
+  int32_t* positions_ = nullptr;
   float* scores_ = nullptr;  // [kTileRows][score_ld_], then weights
   float* keep_ = nullptr;
 };

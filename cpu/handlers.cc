@@ -51,6 +51,8 @@ class BoundInputs {
     inputs_.kv_lengths = operands.Data<int32_t>(kKeyValueLengths);
     inputs_.q_segments = operands.Data<int32_t>(kQuerySegments);
     inputs_.kv_segments = operands.Data<int32_t>(kKeyValueSegments);
+    inputs_.q_positions = operands.Data<int32_t>(kQueryPositions);
+    inputs_.kv_positions = operands.Data<int32_t>(kKeyValuePositions);
     if (problem.dropout_rate > 0) {
       inputs_.dropout_state = operands.Data<uint32_t>(kDropoutState);
     }

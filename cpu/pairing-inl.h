@@ -121,7 +121,7 @@ class Pairing {
   }
 
   void SetKeys(int64_t first, int64_t valid, bool for_query) {
-    block_ = BlockAt(head_, first, valid, keys_, segments_);
+    block_ = BlockAt(head_, first, valid, keys_, segments_, positions_);
     const int64_t count = RoundUp(valid, kGranule);
     const T* k = static_cast<const T*>(in_.k) + head_.KeyOffset(first, head_dim_);
     const T* v = static_cast<const T*>(in_.v) + head_.KeyOffset(first, value_dim_);
@@ -136,7 +136,7 @@ class Pairing {
 
   // Packs rows. False where none of them can see a key of the current block.
   bool SetRows(const Row* rows, int64_t count) {
-    if (!AnySees(rows, count)) return false;
+    if (!AnySees(rows, count, block_)) return false;
     own_.Fill(call_, head_, delta_, rows, count);
     Use(own_, rows, count, 0);
     return true;
@@ -144,7 +144,7 @@ class Pairing {
 
   // The same for `count` rows from `first` among those that `packed` holds.
   bool SetRows(const PackedRows<T, Op>& packed, const Row* rows, int64_t first, int64_t count) {
-    if (!AnySees(rows + first, count)) return false;
+    if (!AnySees(rows + first, count, block_)) return false;
     Use(packed.From(first, in_.shapes), rows + first, count, first);
     return true;
   }
@@ -296,14 +296,6 @@ class Pairing {
   }
 
  private:
-  bool AnySees(const Row* rows, int64_t count) const {
-    bool any = false;
-    for (int64_t r = 0; r < count; ++r) {
-      any |= rows[r].lo < block_.first + block_.valid && rows[r].hi > block_.first;
-    }
-    return any;
-  }
-
   void Use(const PackedRows<T, Op>& packed, const Row* rows, int64_t count, int64_t first) {
     packed_ = packed;
     rows_ = rows;
@@ -326,6 +318,7 @@ class Pairing {
     slope_ = arena.Take<float>(keys_);
     keep_ = arena.Take<float>(keys_);
     segments_ = arena.Take<int32_t>(keys_);
+    positions_ = arena.Take<int32_t>(keys_);
     bad_ = arena.Take<int32_t>(keys_);
   }
 
@@ -412,6 +405,7 @@ class Pairing {
   float* slope_ = nullptr;
   float* keep_ = nullptr;
   int32_t* segments_ = nullptr;
+  int32_t* positions_ = nullptr;
   int32_t* bad_ = nullptr;
 };
 

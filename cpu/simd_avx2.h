@@ -66,6 +66,13 @@ inline M Equal(const int32_t* ids, int32_t id) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ids));
   return _mm256_castsi256_ps(_mm256_cmpeq_epi32(x, _mm256_set1_epi32(id)));
 }
+inline M Between(const int32_t* ids, int32_t first, int32_t last) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ids));
+  const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), x);
+  const __m256i above = _mm256_cmpgt_epi32(x, _mm256_set1_epi32(last));
+  const __m256i outside = _mm256_or_si256(below, above);
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(outside, _mm256_setzero_si256()));
+}
 inline M NonZero(const uint8_t* bytes) {
   const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
   return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(x), _mm256_setzero_si256()));

@@ -49,6 +49,11 @@ inline M And(M a, M b) { return a & b; }
 inline M Equal(const int32_t* ids, int32_t id) {
   return _mm512_cmpeq_epi32_mask(_mm512_loadu_si512(ids), _mm512_set1_epi32(id));
 }
+inline M Between(const int32_t* ids, int32_t first, int32_t last) {
+  const __m512i x = _mm512_loadu_si512(ids);
+  const __mmask16 from = _mm512_cmpge_epi32_mask(x, _mm512_set1_epi32(first));
+  return _mm512_mask_cmple_epi32_mask(from, x, _mm512_set1_epi32(last));
+}
 inline M NonZero(const uint8_t* bytes) {
   const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
   return _mm_test_epi8_mask(x, x);

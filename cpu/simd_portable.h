@@ -65,6 +65,11 @@ inline M Equal(const int32_t* ids, int32_t id) {
   std::memcpy(&x, ids, sizeof x);
   return x == M{id, id, id, id};
 }
+inline M Between(const int32_t* ids, int32_t first, int32_t last) {
+  M x;
+  std::memcpy(&x, ids, sizeof x);
+  return (x >= M{first, first, first, first}) & (x <= M{last, last, last, last});
+}
 inline M NonZero(const uint8_t* b) { return M{b[0], b[1], b[2], b[3]} != M{}; }
 inline M EqualTo(F a, F b) { return a == b; }
 inline M Unordered(F a, F b) { return ~((a == a) & (b == b)); }

@@ -6,9 +6,11 @@
 namespace jax_flash::cpu {
 namespace {
 
-// One query row: position t, query head n, visible keys [lo, hi) before segments and mask.
+// One query row: index t, query head n, visible keys [lo, hi) before positions, segments and mask;
+// of these it sees the ones whose positions are in [first, last].
 struct Row {
   int64_t t, n, lo, hi;
+  int32_t first = INT32_MIN, last = INT32_MAX;
 };
 
 // One (batch row, kv head) of a call.
@@ -30,11 +32,17 @@ struct Head {
 
   Row RowAt(int64_t t, int64_t n) const {
     const Problem& p = in->problem;
-    const int64_t at = t + offset;
     Row row{t, n, 0, kv_len};
-    if (p.window_left >= 0 && p.window_left < at) row.lo = at - p.window_left;
-    if (p.window_right >= 0 && p.window_right < kv_len - 1 - at) {
-      row.hi = at + p.window_right + 1;
+    if (in->q_positions) {
+      const int64_t at = in->q_positions[b * in->shapes.q_len + t];
+      if (p.window_left >= 0) row.first = Narrow(at - p.window_left);
+      if (p.window_right >= 0) row.last = Narrow(at + p.window_right);
+    } else {
+      const int64_t at = t + offset;
+      if (p.window_left >= 0 && p.window_left < at) row.lo = at - p.window_left;
+      if (p.window_right >= 0 && p.window_right < kv_len - 1 - at) {
+        row.hi = at + p.window_right + 1;
+      }
     }
     if (t >= q_len || row.hi <= row.lo) row.lo = row.hi = 0;
     return row;
@@ -49,6 +57,10 @@ struct Head {
   // Element offset of key j in an array [B, S, K, dim].
   int64_t KeyOffset(int64_t j, int64_t dim) const {
     return ((b * in->shapes.kv_len + j) * in->shapes.kv_heads + kv) * dim;
+  }
+  // The nearest int32.
+  static int32_t Narrow(int64_t x) {
+    return static_cast<int32_t>(Most(INT32_MIN, Least(INT32_MAX, x)));
   }
   // Offset of row (t, n) in lse, [B, N, T].
   int64_t LseOffset(const Row& row) const {
@@ -70,27 +82,52 @@ struct Scoring {
   }
 };
 
+// A number for each key of a block, and their range: all of int32 where there are none.
+struct Labels {
+  const int32_t* values = nullptr;  // [block], or null
+  int32_t min = INT32_MIN, max = INT32_MAX;
+};
+
+// Those of `valid` keys, copied into to[keys].
+inline Labels Label(const int32_t* from, int64_t valid, int64_t keys, int32_t* to) {
+  Labels labels{to, INT32_MAX, INT32_MIN};
+  for (int64_t j = 0; j < valid; ++j) {
+    to[j] = from[j];
+    if (from[j] < labels.min) labels.min = from[j];
+    if (from[j] > labels.max) labels.max = from[j];
+  }
+  for (int64_t j = valid; j < keys; ++j) to[j] = 0;
+  return labels;
+}
+
 // A block of keys: [first, first + valid) exist.
 struct KeyBlock {
   int64_t first, valid;
-  const int32_t* segments;  // [block], or null
-  int32_t segment_min, segment_max;
+  Labels segments, positions;
 };
 
-// The block of `valid` keys from `first`; their segments, if any, are copied into segments[keys].
+// The block of `valid` keys from `first`; their segments and positions, if any, are copied into
+// segments[keys] and positions[keys].
 inline KeyBlock BlockAt(const Head& head, int64_t first, int64_t valid, int64_t keys,
-                        int32_t* segments) {
-  KeyBlock block{first, valid, nullptr, INT32_MAX, INT32_MIN};
-  if (!head.in->kv_segments) return block;
-  const int32_t* ids = head.in->kv_segments + head.b * head.in->shapes.kv_len + first;
-  for (int64_t j = 0; j < valid; ++j) {
-    segments[j] = ids[j];
-    if (ids[j] < block.segment_min) block.segment_min = ids[j];
-    if (ids[j] > block.segment_max) block.segment_max = ids[j];
+                        int32_t* segments, int32_t* positions) {
+  const int64_t at = head.b * head.in->shapes.kv_len + first;
+  KeyBlock block{first, valid, {}, {}};
+  if (head.in->kv_segments)
+    block.segments = Label(head.in->kv_segments + at, valid, keys, segments);
+  if (head.in->kv_positions) {
+    block.positions = Label(head.in->kv_positions + at, valid, keys, positions);
   }
-  for (int64_t j = valid; j < keys; ++j) segments[j] = 0;
-  block.segments = segments;
   return block;
+}
+
+// Whether some row may see a key of the block, by ranges of indices and positions.
+inline bool AnySees(const Row* rows, int64_t count, const KeyBlock& block) {
+  bool any = false;
+  for (int64_t r = 0; r < count; ++r) {
+    any |= rows[r].lo < block.first + block.valid && rows[r].hi > block.first &&
+           rows[r].first <= block.positions.max && rows[r].last >= block.positions.min;
+  }
+  return any;
 }
 
 // Keys [begin, end) of a block, for the rows of a tile.
@@ -126,7 +163,17 @@ inline Span VisibleSpan(const Head& head, const Row* rows, int64_t count, const 
   span.end = RoundUp(hi, granule);
   span.partial = span.begin < full_lo || span.end > full_hi;
 
-  if (block.segments) {
+  if (block.positions.values) {
+    bool any = false;
+    for (int64_t r = 0; r < count; ++r) {
+      if (rows[r].lo >= rows[r].hi) continue;
+      any |= rows[r].first <= block.positions.max && rows[r].last >= block.positions.min;
+      span.partial |= rows[r].first > block.positions.min || rows[r].last < block.positions.max;
+    }
+    if (!any) return Span();
+  }
+
+  if (block.segments.values) {
     int32_t least = INT32_MAX, most = INT32_MIN;
     for (int64_t r = 0; r < count; ++r) {
       if (rows[r].lo >= rows[r].hi) continue;
@@ -134,8 +181,8 @@ inline Span VisibleSpan(const Head& head, const Row* rows, int64_t count, const 
       least = id < least ? id : least;
       most = id > most ? id : most;
     }
-    if (most < block.segment_min || least > block.segment_max) return Span();
-    span.partial |= least != most || block.segment_min != least || block.segment_max != most;
+    if (most < block.segments.min || least > block.segments.max) return Span();
+    span.partial |= least != most || block.segments.min != least || block.segments.max != most;
   }
 
   if (in.mask.data) {
@@ -190,10 +237,16 @@ inline void HideScores(const Head& head, const Row& row, const KeyBlock& block, 
     if (j >= lo && j + kLanes <= hi) continue;
     Store(s + j, Select(LanesBetween(lo - j, hi - j), Load(s + j), hidden));
   }
-  if (block.segments) {
+  if (block.positions.values) {
+    for (int64_t j = span.begin; j < span.end; j += kLanes) {
+      const M seen = Between(block.positions.values + j, row.first, row.last);
+      Store(s + j, Select(seen, Load(s + j), hidden));
+    }
+  }
+  if (block.segments.values) {
     const int32_t id = in.q_segments[head.b * in.shapes.q_len + row.t];
     for (int64_t j = span.begin; j < span.end; j += kLanes) {
-      Store(s + j, Select(Equal(block.segments + j, id), Load(s + j), hidden));
+      Store(s + j, Select(Equal(block.segments.values + j, id), Load(s + j), hidden));
     }
   }
   if (in.mask.data) {

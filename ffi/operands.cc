@@ -18,10 +18,16 @@ struct TermRow {
   const char *name, *dtype, *dims, *ones;
 };
 constexpr TermRow kTerms[kTermCount] = {
-    {"bias", "float", "NTS", "BNTS"},     {"mask", "bool", "NTS", "BNTS"},
-    {"query_lengths", "int32", "", ""},   {"key_value_lengths", "int32", "", ""},
-    {"query_segments", "int32", "T", ""}, {"key_value_segments", "int32", "S", ""},
-    {"sinks", "sum", "N", "B"},           {"dropout_state", "uint32", "NW", ""},
+    {"bias", "float", "NTS", "BNTS"},
+    {"mask", "bool", "NTS", "BNTS"},
+    {"query_lengths", "int32", "", ""},
+    {"key_value_lengths", "int32", "", ""},
+    {"query_segments", "int32", "T", ""},
+    {"key_value_segments", "int32", "S", ""},
+    {"query_positions", "int32", "T", ""},
+    {"key_value_positions", "int32", "S", ""},
+    {"sinks", "sum", "N", "B"},
+    {"dropout_state", "uint32", "NW", ""},
 };
 
 template <class Range>
@@ -118,6 +124,10 @@ void CheckProblem(const ProblemAttribute& p, Reader* reader) {
   if (p.Has(kQuerySegments) != p.Has(kKeyValueSegments)) {
     reader->Fail("query_segments and key_value_segments come together");
   }
+  if (p.Has(kQueryPositions) != p.Has(kKeyValuePositions)) {
+    reader->Fail("query_positions and key_value_positions come together");
+  }
+  if (p.Has(kQueryPositions) && p.bottom_right) reader->Fail("bottom_right with positions");
   if (p.terms < 0 || p.terms >> kTermCount != 0) {
     reader->Fail("terms = " + std::to_string(p.terms) + " has unknown bits");
   }

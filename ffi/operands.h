@@ -25,6 +25,8 @@ enum Term : int {
   kKeyValueLengths,
   kQuerySegments,
   kKeyValueSegments,
+  kQueryPositions,
+  kKeyValuePositions,
   kSinks,
   kDropoutState,
   kTermCount,

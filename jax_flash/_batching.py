@@ -63,7 +63,8 @@ def run_kernel(kernel: Callable[..., Any], call: Call, *operands: jax.Array) -> 
     """Runs a native kernel on operands of which members may share some.
 
     Keys and values are shared without a copy, unless
-    - lengths or segment ids differ among the members: a kernel has them for a batch row, or
+    - lengths, segment ids or positions differ among the members: a kernel has them for a batch row,
+      or
     - a bias or mask would have to be copied for it, to more bytes than theirs: one of several heads
       that is the same for all members, or one of a single head that is not.
 

@@ -203,7 +203,8 @@ def read_warnings(log: str) -> tuple[str, ...]:
 
 _ARRAYS = (
     "query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths",
-    "query_segment_ids", "key_value_segment_ids", "sinks", "dropout_key",
+    "query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "sinks",
+    "dropout_key",
 )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ class Problem:
 
     Key j is visible to query i when `-left <= j - (i + offset) <= right` and every term present
     agrees. The offset is 0, or with `bottom_right` the number of keys less the number of queries of
-    that batch row.
+    that batch row. Positions, which come in pairs and never with `bottom_right`, stand in place of
+    j and i + offset; their difference is exact, beyond int32 too.
     """
 
     dtype: str  # of q, k, v and out: "float32", "bfloat16", "float16" or "float64"

@@ -39,6 +39,7 @@ _PROBLEMS: dict[str, tuple[dict[str, Any], ...]] = {
         {"window": (7, 9), "bottom_right": True},
     ),
     "lengths, packed sequences (segment ids)": (_terms("lengths"), _terms("segment ids")),
+    "positions in place of the index": (_terms("positions") | {"window": (7, 9)},),
     "softcap, sinks, with their gradients": ({"softcap": 30.0}, _terms("sinks")),
     "`deterministic=True`": ({"deterministic": True},),
     "boolean mask": (_terms("boolean mask"),),

@@ -39,6 +39,8 @@ TERMS = {
     "key_value_lengths": Term("lengths", "", "int32"),
     "query_segments": Term("segment ids", "T", "int32"),
     "key_value_segments": Term("segment ids", "S", "int32"),
+    "query_positions": Term("positions", "T", "int32"),
+    "key_value_positions": Term("positions", "S", "int32"),
     "sinks": Term("sinks", "N", "sum", ones="B", differentiable=True),
     "dropout_state": Term("dropout", "NW", "uint32"),
 }

@@ -22,6 +22,7 @@ from jax_flash._terms import FLOATS, TERMS
 _FLOATS_TEXT = ", ".join(FLOATS)
 _WIDE_INTEGERS = ("uint32", "int64", "uint64")
 _MAX_INT32 = 2**31 - 1
+_POSITIONS = 2**32  # no two are so far apart
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 # Beyond these, x / c would be 0 or infinite in float32 for common logits x.
 _SOFTCAPS = (1e-30, 1e30)
@@ -44,6 +45,8 @@ def prepare(
     key_value_seq_lengths: Any,
     query_segment_ids: Any,
     key_value_segment_ids: Any,
+    query_positions: Any,
+    key_value_positions: Any,
     softcap: Any,
     sinks: Any,
     dropout_rate: Any,
@@ -66,6 +69,11 @@ def prepare(
     align = _choice("causal_align", causal_align, _ALIGNMENTS)
     rate = _dropout_rate(dropout_rate, dropout_key)
     query_segments, key_value_segments = _segments(query_segment_ids, key_value_segment_ids, shapes)
+    positions = _positions(query_positions, key_value_positions, align, shapes)
+    reach = q_len + kv_len if positions is None else _POSITIONS
+    window = _window(flag("is_causal", is_causal), local_window_size, reach)
+    if positions is None or window == (None, None):  # there positions mean nothing
+        positions = None, None
     terms = order_terms(
         {
             "bias": _bias(bias, shapes["bias"], q.dtype),
@@ -78,6 +86,8 @@ def prepare(
             ),
             "query_segments": query_segments,
             "key_value_segments": key_value_segments,
+            "query_positions": positions[0],
+            "key_value_positions": positions[1],
             "sinks": _sinks(sinks, batch, q_heads, q.dtype),
             "dropout_state": _dropout_state(dropout_key, batch, q_heads) if rate > 0.0 else None,
         }
@@ -85,7 +95,7 @@ def prepare(
     problem = Problem(
         dtype=q.dtype.name,
         scale=static_scale,
-        window=_window(flag("is_causal", is_causal), local_window_size, q_len + kv_len),
+        window=window,
         bottom_right=align == "bottom_right",
         softcap=_softcap(softcap),
         dropout_rate=rate,
@@ -238,6 +248,13 @@ def _integers(term: str, name: str, x: Any, shape: tuple[int, ...], hint: str = 
     return x
 
 
+def _check_int32(name: str, what: str, x: Any) -> None:
+    if isinstance(x, np.ndarray) and x.dtype.name in _WIDE_INTEGERS and x.size:
+        low, high = x.min(), x.max()
+        if low < -_MAX_INT32 - 1 or high > _MAX_INT32:
+            raise ValueError(f"{name} holds {what} from {low} to {high}; expected those of int32")
+
+
 def _in_full(x: Any) -> Any:
     """Keeps integers that are no jax.Array at 64 bits, of which jnp.asarray would drop half."""
     if x is None or isinstance(x, jax.Array) or hasattr(x, "__jax_array__"):
@@ -279,14 +296,41 @@ def _segments(query_ids, key_value_ids, shapes: dict[str, tuple[int, ...]]):
                 f"{other} is given without {name}; expected both, [*B, T] = {query_shape} and "
                 f"[*B, S] = {key_value_shape} (the same array twice for self-attention)"
             )
-        if isinstance(ids, np.ndarray) and ids.dtype.name in ("int64", "uint64") and ids.size:
-            low, high = ids.min(), ids.max()
-            if low < -_MAX_INT32 - 1 or high > _MAX_INT32:  # else 1 and 2**32 + 1 would be equal
-                raise ValueError(f"{name} holds ids from {low} to {high}; expected those of int32")
+        if getattr(ids, "dtype", None) != "uint32":  # whose ids are as different in 32 bits
+            _check_int32(name, "ids", ids)  # else 1 and 2**32 + 1 would be equal
     return (
         _integers("query_segments", "query_segment_ids", query_ids, query_shape),
         _integers("key_value_segments", "key_value_segment_ids", key_value_ids, key_value_shape),
     )
+
+
+def _positions(
+    query_positions, key_value_positions, align: str, shapes: dict[str, tuple[int, ...]]
+) -> tuple[jax.Array, jax.Array] | None:
+    """Computes where queries and keys stand, by index where they are not told; None without any."""
+    given = {"query_positions": query_positions, "key_value_positions": key_value_positions}
+    for name, positions in given.items():
+        if positions is not None and align != "top_left":
+            raise ValueError(
+                f"{name} is given with causal_align={align!r}; expected 'top_left': positions "
+                "say themselves which key stands at a query's own"
+            )
+    if query_positions is None and key_value_positions is None:
+        return None
+
+    def standing(name):
+        shape, x = shapes[name], _in_full(given[name])
+        if x is None:
+            return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        _check_int32(name, "positions", x)
+        if isinstance(x, jax.Array) and x.dtype.name in _WIDE_INTEGERS:
+            x = x.clip(max(jnp.iinfo(x.dtype).min, -_MAX_INT32 - 1), _MAX_INT32)
+        own, hint = getattr(x, "shape", ()), ""
+        if own and own[-1] == shape[-1] and all(size == 1 for size in own[:-1]):
+            hint = f". If all batch rows share them, pass jnp.broadcast_to({name}, {shape})"
+        return _integers(name, name, x, shape, hint)
+
+    return standing("query_positions"), standing("key_value_positions")
 
 
 def _sinks(sinks, batch, q_heads: int, query_dtype) -> jax.Array | None:
@@ -335,9 +379,9 @@ def _window(
 ) -> tuple[int | None, int | None]:
     """Computes how many keys to the left and right of its own position a query sees (None: all).
 
-    No key is as far as `reach` = T + S from a query, so a side that wide is None, and every other
-    one is small enough for the backends' int32. Where jax.export left T or S symbolic, a side of
-    2^30 counts as that wide.
+    No key is as far as `reach` from a query, so a side that wide is None: T + S, whose others are
+    small enough for the backends' int32, or with positions 2^32. Where jax.export left T or S
+    symbolic, a side of 2^30 counts as that wide.
     """
     if isinstance(size, np.ndarray):
         size = size.tolist()

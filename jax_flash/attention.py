@@ -41,6 +41,8 @@ class LayerOptions(CommonOptions[A], Generic[A], total=False):
     causal_align: Literal["top_left", "bottom_right"]
     query_segment_ids: A | None
     key_value_segment_ids: A | None
+    query_positions: A | None
+    key_value_positions: A | None
     softcap: float | None
     sinks: A | None
     backend: str | None
@@ -112,6 +114,8 @@ def flash_attention(
     key_value_seq_lengths: Annotated[ArrayLike, "*B"] | None = None,
     query_segment_ids: Annotated[ArrayLike, "*B T"] | None = None,
     key_value_segment_ids: Annotated[ArrayLike, "*B S"] | None = None,
+    query_positions: Annotated[ArrayLike, "*B T"] | None = None,
+    key_value_positions: Annotated[ArrayLike, "*B S"] | None = None,
     softcap: float | None = None,
     sinks: Annotated[ArrayLike, "N"] | None = None,
     dropout_rate: float = 0.0,
@@ -144,7 +148,8 @@ def flash_attention(
     Under `jax.checkpoint`, a policy that saves the names `flash_out` and `flash_lse` spares the
     backward pass a second forward pass. Under jit, leading dims and heads stay split over the
     devices of a mesh as query's are. Under vmap over query alone, key and value are not copied for
-    its members, unless lengths, segment ids or gradients to key and value are each member's own.
+    its members, unless lengths, segment ids, positions or gradients to key and value are each
+    member's own.
 
     Arguments:
       query: `[*B, T, N, H]`, float32, bfloat16, float16, or in x64 mode float64, which the backend
@@ -170,6 +175,14 @@ def flash_attention(
         clipped to [0, T] and [0, S]; later positions are padding.
       query_segment_ids, key_value_segment_ids: int32 `[*B, T]` and `[*B, S]`; a query attends to
         keys of equal id, in any order. Of int64 ids that are a jax.Array the low 32 bits count.
+      query_positions, key_value_positions: int32 `[*B, T]` and `[*B, S]`, where queries and keys
+        stand for is_causal and local_window_size, in any order, ties and negative ones included;
+        a query sees itself and keys before it as they stand, not as they are stored. Without one
+        of the two, these stand at their index (for self-attention give the same array twice).
+        Distances do not overflow: a key at 2^31 − 1 is after every query elsewhere, which hides
+        it where is_causal. Lengths, segment ids, masks and dropout count by index as ever.
+        With causal_align "top_left" only. Without is_causal and a window they mean nothing. Of a
+        jax.Array of another dtype those beyond int32 count as the nearest that it holds.
       softcap: c in c * tanh(logits / c), above 0.
       sinks: float `[N]`, one more logit for each head that joins the denominator and no value;
         read as float32, or as float64 if query is.
@@ -199,6 +212,21 @@ def flash_attention(
       >>> flash_attention(q, k, v, is_causal=True).shape
       (2, 128, 8, 64)
 
+      Chunked prefill: 32 queries continue rows of which 50 and 20 keys are in a cache.
+
+      >>> positions = jnp.array([[50], [20]]) + jnp.arange(32)
+      >>> flash_attention(q[:, :32], k, v, is_causal=True, query_positions=positions).shape
+      (2, 32, 8, 64)
+
+      Left padding, of 0 and 28 tokens: these queries see nothing, and no other sees these keys.
+
+      >>> positions = jnp.arange(128) - jnp.array([[0], [28]])
+      >>> keys = jnp.where(positions < 0, 2**31 - 1, positions)
+      >>> flash_attention(
+      ...     q, k, v, is_causal=True, query_positions=positions, key_value_positions=keys
+      ... ).shape
+      (2, 128, 8, 64)
+
     Papers: Dao et al., FlashAttention (arXiv:2205.14135); Dao, FlashAttention-2
     (arXiv:2307.08691); Rabe and Staats (arXiv:2112.05682).
     """
@@ -217,6 +245,8 @@ def flash_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
         softcap=softcap,
         sinks=sinks,
         dropout_rate=dropout_rate,

@@ -200,6 +200,8 @@ class _Sweep:
     key_value_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
     query_segments: jax.Array | None  # [*B, 1, 1, T, 1]
     key_value_segments: jax.Array | None  # [*B, 1, 1, 1, S]
+    query_positions: jax.Array | None  # [*B, 1, 1, T, 1]
+    key_value_positions: jax.Array | None  # [*B, 1, 1, 1, S]
     sinks: jax.Array | None  # [*B, K, G, 1], any of *B 1
     dropout_state: jax.Array | None  # [*B, K, G, 4]
     block_q: int
@@ -216,6 +218,12 @@ class _Sweep:
             split = (1, 1) if heads == 1 else (kv_heads, q_heads // kv_heads)
             axis = axis % x.ndim
             return x.reshape(*x.shape[:axis], *split, *x.shape[axis + 1 :])
+
+        def by_query(x):
+            return x[..., None, None, :, None]
+
+        def by_key(x):
+            return x[..., None, None, None, :]
 
         def optional(name, layout):
             return layout(terms[name]) if name in terms else None
@@ -234,10 +242,10 @@ class _Sweep:
             key_value_lengths=optional(
                 "key_value_lengths", lambda x: x[..., None, None, None, None]
             ),
-            query_segments=optional("query_segments", lambda x: x[..., None, None, :, None]),
-            key_value_segments=optional(
-                "key_value_segments", lambda x: x[..., None, None, None, :]
-            ),
+            query_segments=optional("query_segments", by_query),
+            key_value_segments=optional("key_value_segments", by_key),
+            query_positions=optional("query_positions", by_query),
+            key_value_positions=optional("key_value_positions", by_key),
             sinks=optional("sinks", lambda x: split_heads(x, -1)[..., None]),
             dropout_state=optional("dropout_state", lambda x: split_heads(x, -2)),
             block_q=block_q,
@@ -346,13 +354,14 @@ class _Tile:
             visible &= query < sweep.query_lengths
         if sweep.key_value_lengths is not None:
             visible &= key < sweep.key_value_lengths
-        left, right = sweep.problem.window
-        if left is not None or right is not None:
-            distance = key - query - self._offset()
-            if left is not None:
-                visible &= distance >= -left
-            if right is not None:
-                visible &= distance <= right
+        if any(side is not None for side in sweep.problem.window):
+            if sweep.query_positions is None or sweep.key_value_positions is None:
+                visible &= self._within_window(query + self._offset(), key)
+            else:
+                visible &= self._within_window(
+                    _read(sweep.query_positions, rows, -2),
+                    _read(sweep.key_value_positions, keys, -1),
+                )
         if sweep.query_segments is not None and sweep.key_value_segments is not None:
             visible &= _read(sweep.query_segments, rows, -2) == _read(
                 sweep.key_value_segments, keys, -1
@@ -360,6 +369,17 @@ class _Tile:
         if sweep.mask is not None:
             visible &= self._scores_of(sweep.mask)
         return visible
+
+    def _within_window(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        """Tells which queries see which keys by where both stand, anywhere in int32."""
+        left, right = self.sweep.problem.window
+        # Differences wrap around; those that are not negative are exact as uint32.
+        seen = jnp.bool_(True)
+        if left is not None:
+            seen &= (key >= query) | ((query - key).astype(jnp.uint32) <= jnp.uint32(left))
+        if right is not None:
+            seen &= (key <= query) | ((key - query).astype(jnp.uint32) <= jnp.uint32(right))
+        return seen
 
     def _offset(self) -> jax.Array | int:
         """Computes the key index at which query 0 stands."""
@@ -406,7 +426,8 @@ def _tile_starts(
     first_key = np.arange(0, kv_len, block_kv)
     reached = np.ones((first_query.size, first_key.size), bool)
     lengths_move_it = {"query_lengths", "key_value_lengths"} & set(problem.terms)
-    if not (problem.bottom_right and lengths_move_it):
+    by_index = "query_positions" not in problem.terms
+    if by_index and not (problem.bottom_right and lengths_move_it):
         offset = kv_len - q_len if problem.bottom_right else 0
         left, right = problem.window
         if left is not None:

@@ -29,6 +29,8 @@ def attention(
     key_value_seq_lengths: jax.Array | None = None,
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
+    query_positions: jax.Array | None = None,
+    key_value_positions: jax.Array | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     dropout_rate: float = 0.0,
@@ -69,6 +71,8 @@ def attention(
         key_value_lengths=key_value_seq_lengths,
         query_segments=query_segment_ids,
         key_value_segments=key_value_segment_ids,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
     )
 
     # NaN and inf leave the matrix products, where 0 * NaN would spread them, and return as NaN
@@ -128,6 +132,8 @@ def _visible(
     key_value_lengths,
     query_segments,
     key_value_segments,
+    query_positions,
+    key_value_positions,
 ) -> jax.Array:
     """Computes bool `[*B, N, T, S]`: which keys each query attends to."""
     *batch, _, q_len, kv_len = shape
@@ -140,12 +146,18 @@ def _visible(
     kv_lengths = jnp.clip(kv_lengths, 0, kv_len)[..., None, None, None]
 
     visible = (query < q_lengths) & (key < kv_lengths)
-    distance = key - query - (kv_lengths - q_lengths if bottom_right else 0)
-    left, right = window
-    if left is not None:
-        visible &= distance >= -left
-    if right is not None:
-        visible &= distance <= right
+    if bottom_right:
+        query = query + kv_lengths - q_lengths
+    if query_positions is not None:
+        query = query_positions[..., None, :, None]
+    if key_value_positions is not None:
+        key = key_value_positions[..., None, None, :]
+    # A difference of two int32, if not negative, is exact as uint32.
+    before = jnp.where(key < query, (query - key).astype(jnp.uint32), 0)
+    after = jnp.where(key > query, (key - query).astype(jnp.uint32), 0)
+    for distance, side in zip((before, after), window, strict=True):
+        if side is not None:
+            visible &= distance <= jnp.uint32(min(side, 2**32 - 1))
     if query_segments is not None:
         visible &= query_segments[..., None, :, None] == key_value_segments[..., None, None, :]
     if mask is not None:

@@ -67,6 +67,10 @@ class Case:
     # "packed" (sorted), "shuffled", "apart" (no pair is equal), "returning" (97 tokens each, in
     # turn), "documents" (of 5 to 150 tokens)
     segments: str | None = None
+    # "offset" (each batch row from another place), "permuted", "striped" (every fourth first),
+    # "left padding" (hidden at the end of int32), "ties", "extreme" (both ends of int32),
+    # "constant"; "queries" and "keys": these alone, 5 places after or before their index
+    positions: str | None = None
     softcap: float | None = None
     sinks: bool = False
     dropout: float = 0.0
@@ -89,6 +93,7 @@ class Case:
         has |= {"mask"} if self.mask else set()
         has |= {"sinks"} if self.sinks else set()
         has |= {"dropout"} if self.dropout else set()
+        has |= {"positions"} if self.positions else set()
         dims = (self.H, self.value_dim)
         has |= {"head dim"} if max(dims) > 256 else set()
         return has
@@ -145,6 +150,8 @@ class Case:
                 q_ids, kv_ids = (np.tile(ids[:n], (rows, 1)) for n in (self.T, self.S))
             arrays["query_segment_ids"] = q_ids.astype(np.int32).reshape(*lead, self.T)
             arrays["key_value_segment_ids"] = kv_ids.astype(np.int32).reshape(*lead, self.S)
+        if self.positions:
+            arrays |= self._draw_positions()
         if self.sinks:
             arrays["sinks"] = normal(self.N, like=np.float32)
         options: dict[str, Any] = {
@@ -158,6 +165,43 @@ class Case:
         dout = normal(*lead, self.T, self.N, self.value_dim)
         dlse = normal(*lead, self.T, self.N, like=np.float32) if self.with_lse else None
         return Arguments(self, arrays, options, dout, dlse)
+
+    def _draw_positions(self) -> dict[str, np.ndarray]:
+        # Of a generator of its own, so that all else is drawn as without positions.
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        rows = int(np.prod(self.batch))
+        least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+
+        def place(size: int) -> np.ndarray:
+            index, row = np.arange(size), np.arange(rows)[:, None]
+            match self.positions:
+                case "offset":
+                    return index + 30 * row - 10
+                case "permuted":
+                    return rng.permuted(index + 0 * row, axis=1)
+                case "striped":
+                    return np.argsort(index % 4, kind="stable") + 0 * row
+                case "left padding":
+                    return index - (20 + 30 * row) % size
+                case "ties":
+                    return np.sort(rng.integers(-5, 12, (rows, size)), axis=1)
+                case "extreme":
+                    return np.where(rng.random((rows, size)) < 0.5, least + index, most - index)
+                case "constant":
+                    return 7 + 0 * (index + row)
+                case "queries":
+                    return index + 5 + 0 * row
+                case "keys":
+                    return index - 5 + 0 * row
+            raise ValueError(self.positions)
+
+        queries, keys = place(self.T), place(self.S)
+        if self.positions == "left padding":
+            keys = np.where(keys < 0, most, keys)
+        given = {"query_positions": queries, "key_value_positions": keys}
+        if self.positions in ("queries", "keys"):
+            del given["key_value_positions" if self.positions == "queries" else "query_positions"]
+        return {n: x.astype(np.int32).reshape(*self.batch, -1) for n, x in given.items()}
 
 
 @dataclasses.dataclass
@@ -407,6 +451,37 @@ CASES: tuple[Case, ...] = (
       T=50, S=90),
     C("segments lengths", segments="shuffled", q_lengths=(64, 30), kv_lengths=(44, 64)),
     C("segments bias mask", segments="packed", bias="b1ts", mask="1n1s"),
+    # Positions in place of the index.
+    C("positions offset", positions="offset", causal=True, T=60, S=90, with_lse=True),
+    C("positions offset window", positions="offset", window=(20, 9), T=150, S=170),
+    C("positions permuted", positions="permuted", causal=True, T=300, S=300, N=1, with_lse=True),
+    C("positions permuted window", positions="permuted", window=(40, 3), T=130, S=200),
+    C("positions striped", positions="striped", causal=True, T=520, S=520, N=1),
+    C("positions striped window", positions="striped", window=(70, None), T=300, S=280),
+    C("positions left padding", positions="left padding", causal=True, T=130, S=130,
+      with_lse=True),
+    C("positions ties", positions="ties", causal=True, T=90, S=70, with_lse=True),
+    C("positions ties window", positions="ties", window=(0, 0), T=90, S=300),
+    C("positions extreme", positions="extreme", causal=True, T=140, S=90, with_lse=True),
+    C("positions extreme window", positions="extreme", window=(50, 2**31 - 3), T=140, S=260,
+      with_lse=True),
+    C("positions extreme far", positions="extreme", window=(2**32 - 60, 2**32 - 40), T=140, S=140),
+    C("positions constant", positions="constant", causal=True, window=(3, 3)),
+    C("positions of queries", positions="queries", causal=True, T=40, S=70),
+    C("positions of keys", positions="keys", window=(9, 2), T=70, S=40, with_lse=True),
+    C("positions nothing seen", positions="left padding", window=(0, 0), T=3, S=70,
+      sinks=True, with_lse=True),
+    C("positions gqa lengths segments", positions="striped", causal=True, N=4, K=2, T=130, S=150,
+      segments="packed", q_lengths=(130, 77), kv_lengths=(99, 150), with_lse=True),
+    C("positions bias mask softcap sinks", positions="permuted", window=(60, 4), T=70, S=90,
+      bias="b1ts", mask="1n1s", softcap=3.0, sinks=True, with_lse=True),
+    C("positions dropout deterministic", positions="offset", causal=True, T=200, S=190,
+      dropout=0.2, deterministic=True),
+    C("positions two batch dims", positions="offset", causal=True, batch=(2, 3), T=20, S=30),
+    C("positions bfloat16", positions="striped", causal=True, dtype=HALF, H=64, T=400, S=400, N=1,
+      with_lse=True),
+    C("positions float16 wide", positions="offset", window=(100, 0), dtype="float16", H=192,
+      Hv=128, T=200, S=230, N=1),
     # Sinks, softcap, lse and dropout with the rest.
     C("sinks lse", sinks=True, with_lse=True),
     C("sinks empty rows", sinks=True, mask="bnts", mask_density=0.05, with_lse=True),

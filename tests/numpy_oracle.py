@@ -95,6 +95,8 @@ def visible(
     key_value_length: int | None = None,
     query_segments: np.ndarray | None = None,
     key_value_segments: np.ndarray | None = None,
+    query_positions: np.ndarray | None = None,
+    key_value_positions: np.ndarray | None = None,
     mask: np.ndarray | None = None,
 ) -> np.ndarray:
     """Which keys each query of one head sees: bool [T, S]."""
@@ -102,13 +104,17 @@ def visible(
     key_value_length = kv_len if key_value_length is None else min(max(key_value_length, 0), kv_len)
     offset = key_value_length - query_length if bottom_right else 0
     left, right = window
+    query_at = np.arange(q_len) + offset if query_positions is None else query_positions
+    key_at = np.arange(kv_len) if key_value_positions is None else key_value_positions
     seen = np.zeros((q_len, kv_len), bool)
     for i in range(query_length):
-        for_i = np.zeros(kv_len, bool)
-        first = 0 if left is None else max(0, i + offset - left)
-        last = key_value_length if right is None else min(key_value_length, i + offset + right + 1)
-        for_i[first : max(first, last)] = True
-        seen[i] = for_i
+        ahead = key_at[:key_value_length].astype(np.int64) - int(query_at[i])
+        for_i = np.ones(key_value_length, bool)
+        if left is not None:
+            for_i &= ahead >= -left
+        if right is not None:
+            for_i &= ahead <= right
+        seen[i, :key_value_length] = for_i
     if query_segments is not None and key_value_segments is not None:
         seen &= query_segments[:, None] == key_value_segments[None, :]
     if mask is not None:
@@ -189,6 +195,8 @@ def attention(
     key_value_seq_lengths: np.ndarray | None = None,
     query_segment_ids: np.ndarray | None = None,
     key_value_segment_ids: np.ndarray | None = None,
+    query_positions: np.ndarray | None = None,
+    key_value_positions: np.ndarray | None = None,
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
     dropout_rate: float = 0.0,
@@ -239,6 +247,8 @@ def attention(
     q_lengths, kv_lengths = per_row(query_seq_lengths), per_row(key_value_seq_lengths)
     q_segments = per_row(query_segment_ids, (q_len,))
     kv_segments = per_row(key_value_segment_ids, (kv_len,))
+    q_positions = per_row(query_positions, (q_len,))
+    kv_positions = per_row(key_value_positions, (kv_len,))
     do = None if dout is None else dout.reshape(rows, q_len, q_heads, value_dim).astype(work)
     dl = None if dlse is None else dlse.reshape(rows, q_len, q_heads).astype(work)
 
@@ -262,6 +272,8 @@ def attention(
                 key_value_length=None if kv_lengths is None else int(kv_lengths[b]),
                 query_segments=None if q_segments is None else q_segments[b],
                 key_value_segments=None if kv_segments is None else kv_segments[b],
+                query_positions=None if q_positions is None else q_positions[b],
+                key_value_positions=None if kv_positions is None else kv_positions[b],
                 mask=None if mask_rows is None else mask_rows[b, n],
             )
             all_seen[b, n] = seen

@@ -24,6 +24,7 @@ WIDE = [
              sinks=True, window=(20, 10), align="bottom_right", with_lse=True),
         Case("lengths, segments, dropout", T=700, S=600, batch=(1,), causal=True, dropout=0.2,
              kv_lengths=(570,), segments="packed", with_lse=True),
+        BY_NAME["positions extreme window"],
     )
 ]  # fmt: skip
 

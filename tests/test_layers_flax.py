@@ -326,29 +326,37 @@ OPTIONS = {
     "key_value_segment_ids": np.array([[0] * 5 + [1] * 8] * BATCH),
     "backend": "xla",
 }
+# These instead of an alignment.
+POSITIONS = {
+    "local_window_size": (4, 1),
+    "query_positions": np.array([np.arange(LENGTH), LENGTH - np.arange(LENGTH)]),
+    "key_value_positions": np.array([np.arange(LENGTH) + 3, LENGTH - np.arange(LENGTH)]),
+}
 
 
-def test_options_of_flash_attention_are_set_by_partial(api):
+@pytest.mark.parametrize("options", [OPTIONS, POSITIONS], ids=["all", "positions"])
+def test_options_of_flash_attention_are_set_by_partial(api, options):
     seen = {}
 
     def spy(query, key, value, **_):
-        seen["out"] = jax_flash.flash_attention(query, key, value, **OPTIONS)
+        seen["out"] = jax_flash.flash_attention(query, key, value, **options)
         return seen["out"]
 
     x = normal(1, BATCH, LENGTH, FEATURES)
-    (ours,) = run_layer(api, functools.partial(FLASH[api], **OPTIONS), x)
+    (ours,) = run_layer(api, functools.partial(FLASH[api], **options), x)
     (expected,) = run_layer(api, spy, x)
     np.testing.assert_array_equal(ours, expected)
 
 
-@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"backend"}))
+@pytest.mark.parametrize("name", sorted({*OPTIONS, *POSITIONS} - {"backend"}))
 def test_every_option_has_an_effect(api, name):
     query = normal(1, BATCH, LENGTH, HEADS, 8)
-    without = OPTIONS.copy()
+    given = OPTIONS if name in OPTIONS else POSITIONS
+    without = dict(given)
     del without[name]
     if name.endswith("segment_ids"):
         without = {k: o for k, o in without.items() if not k.endswith("segment_ids")}
-    outs = [FLASH[api](query, query, query, **options) for options in (OPTIONS, without)]
+    outs = [FLASH[api](query, query, query, **options) for options in (given, without)]
     assert np.abs(outs[0] - outs[1]).max() > 1e-3
 
 
@@ -363,7 +371,7 @@ def test_options_are_those_of_flash_attention(api):
     # Flax's own words say dropout_rng, and by deterministic that there is no dropout.
     refused = {"dropout_key", "return_lse"}
     query = normal(1, BATCH, LENGTH, HEADS, 8)
-    taken = inspect.signature(FLASH[api]).parameters.keys() | OPTIONS.keys()
+    taken = inspect.signature(FLASH[api]).parameters.keys() | OPTIONS.keys() | POSITIONS.keys()
     assert everything - refused <= taken
     for name in (*refused, "softcaps"):
         with pytest.raises(TypeError, match=f"'{name}'.*softcap"):
@@ -393,6 +401,11 @@ def test_a_window_in_decoding_with_the_written_length(api):
         key_value_seq_lengths=written,
     )
     np.testing.assert_allclose(windowed, FLASH[api](query, key, value, mask=seen), atol=2e-6)
+    # The same by where the query stands, and without a word on what is written.
+    for options in ({"mask": mask, "local_window_size": (2, 0)}, {"local_window_size": (2, 0)},
+                    {"mask": mask, "local_window_size": (2, None), "is_causal": True}):  # fmt: skip
+        placed = FLASH[api](query, key, value, query_positions=written[:, None] - 1, **options)
+        np.testing.assert_allclose(placed, windowed, atol=2e-6)
 
 
 @pytest.mark.skipif(_native.available("cuda") is not None, reason=f"{_native.available('cuda')}")

@@ -129,6 +129,31 @@ def test_packed_documents_equal_separate_ones(api):
     np.testing.assert_allclose(packed, jnp.concatenate(separate, axis=1), atol=2e-6)
 
 
+@pytest.mark.parametrize("start", [0, 40])
+def test_the_order_of_a_sequence_does_not_matter_with_its_positions(api, start):
+    """Rotary embedding, causality and window go by positions alone."""
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    forward, params = make(api, x, **EVERYTHING)
+    order = np.random.default_rng(2).permuted(np.tile(np.arange(LENGTH), (BATCH, 1)), axis=1)
+    permuted = forward(params, np.take_along_axis(x, order[..., None], 1), positions=start + order)
+    expected = np.take_along_axis(np.asarray(forward(params, x)), order[..., None], 1)
+    np.testing.assert_allclose(permuted, expected, atol=2e-5)
+
+
+def test_a_memory_has_positions_of_its_own(api):
+    """A chunk of a sequence against all of it: the rows that the whole gives."""
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    settings = {"is_causal": True, "rotary_base": 100.0}
+    forward, params = make(api, x, x, **settings)
+    whole = forward(params, x, x)
+    chunk = functools.partial(
+        forward, params, x[:, 6:9], positions=np.tile(np.arange(6, 9), (2, 1))
+    )
+    np.testing.assert_allclose(chunk(x), whole[:, 6:9], atol=5e-6)  # by index
+    turned = np.tile(np.arange(LENGTH)[::-1], (2, 1))
+    np.testing.assert_allclose(chunk(x[:, ::-1], memory_positions=turned), whole[:, 6:9], atol=5e-6)
+
+
 @pytest.mark.parametrize("window", [2, (3, None), (None, 0), (2, 1)])
 def test_window_equals_its_mask(api, window):
     x = normal(1, BATCH, LENGTH, FEATURES)
@@ -274,6 +299,8 @@ def test_masks_of_any_dtype(api):
         ({"memory_seq_lengths": np.zeros(BATCH, int)}, "memory_seq_lengths is given without"),
         ({"memory_segment_ids": np.zeros((BATCH, 3), int)}, "memory_segment_ids is given without"),
         ({"memory": normal(2, 3, 5, FEATURES)}, r"memory has shape \(3, 5, 32\)"),
+        ({"positions": np.arange(LENGTH)}, r"positions has shape \(13,\); expected \[\*B, T\]"),
+        ({"memory_positions": np.zeros((BATCH, 3), int)}, "memory_positions is given without"),
         (
             {
                 "memory": normal(2, BATCH, 5, FEATURES),
@@ -462,6 +489,7 @@ def test_wrong_decoding_is_refused(api):
     for name, given in (
         ("segment_ids", jnp.zeros((BATCH, LENGTH), jnp.int32)),
         ("seq_lengths", jnp.zeros(BATCH, jnp.int32)),
+        ("positions", jnp.zeros((BATCH, LENGTH), jnp.int32)),
         ("memory", x),
     ):
         with pytest.raises(ValueError, match=f"decoding takes no {name}"):

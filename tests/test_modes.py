@@ -23,7 +23,7 @@ def both(host_backend):
 
 
 def test_no_rank_is_promoted(host_backend):
-    """Under jax_numpy_rank_promotion = "raise", with every term."""
+    """Under jax_numpy_rank_promotion = "raise", with every term, aligned and by positions."""
     q, k, v = qkv()
     batch = q.shape[:-3]
     options = {
@@ -34,15 +34,18 @@ def test_no_rank_is_promoted(host_backend):
         "local_window_size": (5, 5), "dropout_rate": 0.2, "dropout_key": jax.random.key(0),
     }  # fmt: skip
 
-    def call(q, k, v, sinks, bias):
-        changed = options | {"sinks": sinks, "bias": bias}
-        return jax_flash.flash_attention(q, k, v, **changed, backend=host_backend)
-
+    placed = {"causal_align": "top_left", "query_positions": jnp.full((*batch, T), 3)}
     arguments = q, k, v, options["sinks"], options["bias"]
-    with jax.numpy_rank_promotion("raise"):
-        out, pull = jax.vjp(call, *arguments)
-        pull(out)
-        jax.jvp(call, arguments, arguments)
+    for given in (options, options | placed):
+
+        def call(q, k, v, sinks, bias, given=given):
+            changed = given | {"sinks": sinks, "bias": bias}
+            return jax_flash.flash_attention(q, k, v, **changed, backend=host_backend)
+
+        with jax.numpy_rank_promotion("raise"):
+            out, pull = jax.vjp(call, *arguments)
+            pull(out)
+            jax.jvp(call, arguments, arguments)
 
 
 # ---- x64 ---------------------------------------------------------------------------------------
@@ -74,9 +77,11 @@ def test_x64_mode_changes_nothing(dtype, host_backend):
 
 def test_x64_mode_takes_int64_lengths_and_ids(host_backend):
     """Under x64 integers are 64 bits wide unless told otherwise."""
-    case = Case("x64", T=T, S=S, kv_lengths=(S, 5), segments="packed")
+    case = Case("x64", T=T, S=S, kv_lengths=(S, 5), segments="packed", positions="extreme",
+                window=(2**32 - 10, 3))  # fmt: skip
     arguments = case.draw()
-    for name in ("key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids"):
+    for name in ("key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids",
+                 "query_positions", "key_value_positions"):  # fmt: skip
         arguments.arrays[name] = arguments.arrays[name].astype(np.int64)
     with jax.enable_x64(True):
         compare(arguments, arguments.run(host_backend))

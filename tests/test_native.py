@@ -155,17 +155,23 @@ OPERANDS = {
     "query_lengths": ((2,), "int32"),
     "query_segments": ((2, 3), "int32"),
     "key_value_segments": ((2, 5), "int32"),
+    "query_positions": ((2, 3), "int32"),
+    "key_value_positions": ((2, 5), "int32"),
     "sinks": ((2, 4), "float32"),
     "dropout_state": ((2, 4, 4), "uint32"),
 }
 
 
-def run_handler(**changes: tuple[tuple[int, ...], str]) -> None:
+def run_handler(
+    *, without: tuple[str, ...] = (), bottom_right: bool = False, **changes: tuple
+) -> None:
     """Calls the CPU handler itself on terms of these shapes and dtypes."""
-    shapes = {name: shape for name, shape in OPERANDS.items() if name != "query_lengths"} | changes
+    absent = ("query_lengths", *without)
+    shapes = {name: shape for name, shape in OPERANDS.items() if name not in absent} | changes
     names = [name for name in _terms.TERMS if name in shapes]
     terms = [jnp.ones(*shapes[name]) for name in names]
-    attribute = Problem("float32", 1.0, terms=tuple(names)).attribute()
+    problem = Problem("float32", 1.0, (None, 0), bottom_right, terms=tuple(names))
+    attribute = problem.attribute()
     results = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((2, 3, 4, 8), (2, 4, 3))]
     q, k = jnp.ones((2, 3, 4, 8)), jnp.ones((2, 5, 2, 8))
     call = jax.ffi.ffi_call("jax_flash_cpu_forward", results)
@@ -194,6 +200,8 @@ def test_the_handler_takes_ones_where_the_table_says():
         ("query_lengths", (1,), "int32", r"query_lengths has shape \[1\], expected \[2\]"),
         ("query_segments", (2, 1), "int32", "query_segments has shape"),
         ("key_value_segments", (2, 5), "uint32", "key_value_segments has XLA element type"),
+        ("query_positions", (2, 5), "int32", "query_positions has shape"),
+        ("key_value_positions", (2, 5), "float32", "key_value_positions has XLA element type"),
         ("sinks", (2, 1), "float32", r"sinks has shape \[2, 1\].*BN, 1 in place of any of B"),
         ("sinks", (2, 4), "bfloat16", "sinks has XLA element type"),
         ("dropout_state", (2, 4, 2), "uint32", "dropout_state has shape"),
@@ -203,3 +211,15 @@ def test_the_handler_takes_ones_where_the_table_says():
 def test_the_handler_refuses_terms_that_are_not_those_of_the_table(name, shape, dtype, error):
     with pytest.raises(jax.errors.JaxRuntimeError, match=error):
         run_handler(**{name: (shape, dtype)})
+
+
+@pytest.mark.parametrize("name", ["query_segments", "key_value_positions"])
+def test_the_handler_refuses_one_of_a_pair(name):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="come together"):
+        run_handler(without=(name,))
+
+
+def test_the_handler_refuses_positions_that_are_aligned():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="bottom_right with positions"):
+        run_handler(bottom_right=True)
+    run_handler(bottom_right=True, without=("query_positions", "key_value_positions"))

@@ -58,6 +58,15 @@ def test_visible_by_hand():
         3, 4, window=(None, 0), bottom_right=True, query_length=2, key_value_length=3
     )
     np.testing.assert_array_equal(seen, rows("xx.. xxx. ...."))
+    seen = numpy_oracle.visible(3, 4, window=(None, 0), query_positions=np.array([2, -1, 9]))
+    np.testing.assert_array_equal(seen, rows("xxx. .... xxxx"))
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    ends = {
+        "query_positions": np.array([least, 0, most], np.int32),
+        "key_value_positions": np.array([most, least, -1], np.int32),
+    }
+    seen = numpy_oracle.visible(3, 3, window=(2**32 - 2, 2**31 - 1), **ends)
+    np.testing.assert_array_equal(seen, rows(".xx xxx x.x"))
 
 
 def test_attention_by_hand():

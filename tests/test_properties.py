@@ -21,6 +21,9 @@ LENGTHS = st.one_of(
     st.integers(1, 20), st.sampled_from([31, 32, 33, 63, 64, 65, 127, 128, 129, 192])
 )
 WINDOW_SIDES = st.one_of(st.none(), st.integers(0, 40))
+POSITIONS = (
+    "offset", "permuted", "striped", "left padding", "ties", "extreme", "queries", "keys",
+)  # fmt: skip
 
 
 def axes(rank_choices=("bnts", "nts")):
@@ -43,6 +46,7 @@ def cases(draw) -> Case:
         name: draw(st.one_of(st.none(), st.tuples(*[st.integers(0, size)] * rows)))
         for name, size in (("q_lengths", T), ("kv_lengths", S))
     }
+    positions = draw(st.sampled_from([None, None, *POSITIONS]))
     return Case(
         "drawn",
         T=T,
@@ -54,7 +58,8 @@ def cases(draw) -> Case:
         batch=batch,
         dtype=draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"])),
         causal=draw(st.booleans()),
-        align=draw(st.sampled_from(["top_left", "bottom_right"])),
+        align="top_left" if positions else draw(st.sampled_from(["top_left", "bottom_right"])),
+        positions=positions,
         window=draw(st.one_of(st.none(), st.tuples(WINDOW_SIDES, WINDOW_SIDES))),
         bias=draw(axes()),
         bias_hides=draw(st.booleans()),
@@ -89,12 +94,14 @@ def test_order_of_keys_does_not_matter(case, data):
     plain = Case(
         "permuted", T=case.T, S=case.S, N=case.N, K=case.K, H=case.H, batch=(2,),
         mask="bnts", bias="1nts", segments="shuffled", sinks=case.sinks, with_lse=True,
+        positions="offset", causal=True, window=(30, None),
     )  # fmt: skip
     order = np.array(data.draw(st.permutations(range(case.S))))
     arguments = plain.draw()
     shuffled = dict(arguments.arrays)
     for name, axis in (
         ("key", 1), ("value", 1), ("mask", 3), ("bias", 3), ("key_value_segment_ids", 1),
+        ("key_value_positions", 1),
     ):  # fmt: skip
         shuffled[name] = np.take(shuffled[name], order, axis)
     again = Arguments(plain, shuffled, arguments.options, arguments.dout, arguments.dlse)

@@ -70,6 +70,13 @@ OPERANDS = {
         "query_segment_ids": (np.arange(B * T, dtype=np.int32).reshape(B, T) % 3, P("data")),
         "key_value_segment_ids": (np.arange(B * S, dtype=np.int32).reshape(B, S) % 3, P("data")),
     },
+    "positions": {
+        "query_positions": (np.arange(B * T, dtype=np.int32).reshape(B, T) % 25, P("data")),
+        "key_value_positions": (np.arange(B * S, dtype=np.int32).reshape(B, S) % 19, P("data")),
+    },
+    "query positions": {
+        "query_positions": (np.arange(B * T, dtype=np.int32).reshape(B, T) % 25, P("data")),
+    },
 }
 
 
@@ -143,7 +150,7 @@ def test_no_collectives(name, shape, backend):
 
 def test_xla_is_partitioned_alike():
     mesh = mesh_of((4, 2))
-    arrays = with_qkv(OPERANDS["bias"] | OPERANDS["lengths"])
+    arrays = with_qkv(OPERANDS["bias"] | OPERANDS["lengths"] | OPERANDS["positions"])
     compiled, got, expected = sharded_and_single(mesh, "xla", arrays, is_causal=True)
     assert collectives(compiled) == []
     close(got, expected)
@@ -265,11 +272,12 @@ def test_scan_remat_and_vmap(backend):
     close(compiled(arrays, arrays["q"]), jax.jit(gradients)(single, single["q"]))
 
 
+@pytest.mark.parametrize("name", ["lengths", "query positions"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_explicit_mode(shape, backend):
+def test_explicit_mode(shape, name, backend):
     mesh = mesh_of(shape, explicit=True)
     with jax.set_mesh(mesh):
-        arrays = with_qkv(OPERANDS["lengths"])
+        arrays = with_qkv(OPERANDS[name])
         compiled, got, expected = sharded_and_single(mesh, backend, arrays, is_causal=True)
         assert collectives(compiled) == []
     close(got, expected)

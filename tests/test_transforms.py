@@ -50,6 +50,8 @@ def optional_operands(names: tuple[str, ...]) -> dict[str, Any]:
         "key_value_seq_lengths": jax.random.randint(KEY(6), (M, B), 0, S + 1),
         "query_segment_ids": jax.random.randint(KEY(7), (M, B, T), 0, 2),
         "key_value_segment_ids": jax.random.randint(KEY(8), (M, B, S), 0, 2),
+        "query_positions": jax.random.randint(KEY(11), (M, B, T), -3, S),
+        "key_value_positions": jax.random.randint(KEY(12), (M, B, S), -3, S),
         "sinks": normal(9, M, N),
         "dropout_key": jax.random.split(KEY(10), M),
     }
@@ -61,6 +63,8 @@ MAPPED_OPERANDS = (
     ("mask",),
     ("query_seq_lengths", "key_value_seq_lengths"),
     ("query_segment_ids", "key_value_segment_ids"),
+    ("query_positions", "key_value_positions"),
+    ("query_positions",),
     ("sinks", "dropout_key"),
 )
 
@@ -124,13 +128,14 @@ def test_vmap_over_operands(names):
 
 @pytest.mark.parametrize("names", MAPPED_OPERANDS, ids="-".join)
 def test_vmap_over_query_beside_operands_that_are_not_mapped(names):
-    close(*vmap_and_loop(names, ("query",), "cpu", causal_align=BOTTOM_RIGHT,
-                         is_causal=True))  # fmt: skip
+    align = "top_left" if "query_positions" in names else BOTTOM_RIGHT
+    close(*vmap_and_loop(names, ("query",), "cpu", causal_align=align, is_causal=True))
 
 
 def test_vmap_over_everything_at_once(host_backend):
-    names = tuple(itertools.chain.from_iterable(MAPPED_OPERANDS))
-    close(*vmap_and_loop(names, ("query", "key", "value", *names), host_backend, softcap=3.0))
+    names = tuple(dict.fromkeys(itertools.chain.from_iterable(MAPPED_OPERANDS)))
+    close(*vmap_and_loop(names, ("query", "key", "value", *names), host_backend, softcap=3.0,
+                         local_window_size=(7, 2)))  # fmt: skip
 
 
 @pytest.mark.parametrize("in_axis", [1, -1])
@@ -263,16 +268,20 @@ def test_unused_outputs_have_zero_gradients(host_backend):
 
 
 def test_integer_operands_have_float0_gradients(host_backend):
-    """Lengths and ids are data: a vjp with respect to them is well-formed and empty."""
+    """Lengths, ids and positions are data: a vjp with respect to them is well-formed and empty."""
     q, k, v = qkv()
     lengths = jnp.array([T, 3], jnp.int32)
+    positions = jnp.zeros((B, T), jnp.int32) + 5
 
-    def call(q, lengths):
-        return jax_flash.flash_attention(q, k, v, query_seq_lengths=lengths, backend=host_backend)
+    def call(q, lengths, positions):
+        return jax_flash.flash_attention(
+            q, k, v, query_seq_lengths=lengths, query_positions=positions, is_causal=True,
+            backend=host_backend,
+        )  # fmt: skip
 
-    out, pull = jax.vjp(call, q, lengths)
-    _, d_lengths = pull(out)
-    assert d_lengths.dtype == jax.dtypes.float0
+    out, pull = jax.vjp(call, q, lengths, positions)
+    _, *empty = pull(out)
+    assert [x.dtype for x in empty] == [jax.dtypes.float0] * 2
 
 
 # ---- scan, remat, control flow -----------------------------------------------------------------
@@ -417,15 +426,21 @@ def test_the_process_that_loads_an_export_imports_the_package(tmp_path):
 
 def test_export_with_a_symbolic_batch(host_backend):
     (b,) = jax.export.symbolic_shape("b")
-    shapes = [
-        jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in qkv()
-    ]  # fmt: skip
+
+    def arguments(size):
+        return *qkv(batch=(size,)), jnp.full((size, T), 7) + jnp.arange(T)
+
+    shapes = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in arguments(1)]
     checks = jax_flash.EXPORT_CHECKS
-    call = functools.partial(jax_flash.flash_attention, is_causal=True, backend=host_backend)
+
+    def call(q, k, v, positions):
+        return jax_flash.flash_attention(
+            q, k, v, is_causal=True, query_positions=positions, backend=host_backend
+        )
+
     exported = jax.export.export(jax.jit(call), platforms=["cpu"], disabled_checks=checks)(*shapes)
     for size in (1, 5):
-        arguments = qkv(batch=(size,))
-        close(exported.call(*arguments), call(*arguments), rtol=1e-6)
+        close(exported.call(*arguments(size)), call(*arguments(size)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("window", [(3, 5), (2**40, 0)], ids=str)

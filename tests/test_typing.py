@@ -85,7 +85,7 @@ def test_annotated_shapes_are_taken_and_returned(call, batch, flag, broadcast):
     for name, hint in hints.items():
         for shape in shapes_of(hint, batch, broadcast):
             draw = np.random.default_rng(len(arguments)).normal(size=shape)
-            if name.endswith(("lengths", "ids")):
+            if name.endswith(("lengths", "ids", "positions")):
                 arguments[name] = np.ones(shape, "int32")
             else:
                 arguments[name] = draw < 2 if name == "mask" else jnp.float32(draw)

@@ -67,12 +67,21 @@ TERMS = {
         {"query_segment_ids": segments(6, M, B, T), "key_value_segment_ids": segments(7, B, S)},
         ("query_segment_ids",),
     ),
+    "positions": (
+        {"query_positions": segments(6, B, T) * 9, "key_value_positions": segments(7, B, S) * 5},
+        (),
+    ),
+    "own positions": ({"query_positions": segments(6, M, B, T) * 9}, ("query_positions",)),
     "sinks": ({"sinks": normal(8, N)}, ()),
     "own sinks": ({"sinks": normal(8, M, N)}, ("sinks",)),
     "dropout": ({"dropout_key": jax.random.key(9)}, ()),
     "own dropout": ({"dropout_key": jax.random.split(jax.random.key(9), M)}, ("dropout_key",)),
 }
-KERNELS_COPY = {"own lengths", "own segments"}  # a kernel has these for a batch row
+KERNELS_COPY = {
+    "own lengths",
+    "own segments",
+    "own positions",
+}  # a kernel has these for a batch row
 
 
 def call_of(backend, **options):
@@ -80,8 +89,11 @@ def call_of(backend, **options):
 
     def call(arrays):
         rate = 0.3 if "dropout_key" in arrays else 0.0
+        placed = {}
+        if "query_positions" in arrays:
+            placed = {"causal_align": "top_left", "local_window_size": (12, 6)}
         out, lse = jax_flash.flash_attention(
-            **arrays, **options, dropout_rate=rate, return_lse=True, backend=backend
+            **arrays, **(options | placed), dropout_rate=rate, return_lse=True, backend=backend
         )
         seen = jnp.where(lse > -1e30, lse, 0.0)
         return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(seen**2), (out, lse)

@@ -99,6 +99,7 @@ struct Case {
   std::vector<int64_t> bias_batch, mask_batch, sinks_batch;
   Broadcast bias_view, mask_view, sinks_view;
   std::vector<int32_t> q_lengths, kv_lengths, q_segments, kv_segments;
+  std::vector<int32_t> q_positions, kv_positions;
   std::vector<uint32_t> dropout;
 
   int64_t Q(int64_t b, int64_t t, int64_t n) const { return (b * s.q_len + t) * s.q_heads + n; }
@@ -110,7 +111,10 @@ struct Case {
   bool Visible(int64_t b, int64_t n, int64_t t, int64_t j) const {
     const int64_t q_len = q_lengths.empty() ? s.q_len : q_lengths[b];
     const int64_t kv_len = kv_lengths.empty() ? s.kv_len : kv_lengths[b];
-    const int64_t d = j - t - (p.bottom_right ? kv_len - q_len : 0);
+    int64_t d = j - t - (p.bottom_right ? kv_len - q_len : 0);
+    if (!q_positions.empty()) {
+      d = int64_t{kv_positions[b * s.kv_len + j]} - q_positions[b * s.q_len + t];
+    }
     if (t >= q_len || j >= kv_len) return false;
     if (p.window_left >= 0 && d < -p.window_left) return false;
     if (p.window_right >= 0 && d > p.window_right) return false;
@@ -145,6 +149,8 @@ struct Case {
     in.kv_lengths = data(kv_lengths);
     in.q_segments = data(q_segments);
     in.kv_segments = data(kv_segments);
+    in.q_positions = data(q_positions);
+    in.kv_positions = data(kv_positions);
     in.dropout_state = data(dropout);
     return in;
   }
@@ -229,6 +235,26 @@ std::unique_ptr<Case> RandomCase(uint64_t seed) {
     };
     fill(c.q_segments, s.q_len);
     fill(c.kv_segments, s.kv_len);
+  }
+  if (random.Chance(0.3)) {
+    p.bottom_right = false;
+    const int64_t kind = random.Below(4);
+    const int64_t start = random.Below(100) - 50;
+    auto fill = [&](std::vector<int32_t>& positions, int64_t n) {
+      for (int64_t b = 0; b < s.batch; ++b) {
+        for (int64_t i = 0; i < n; ++i) {
+          int64_t at = start + b * 70 + i;              // in order
+          if (kind == 1) at = i % 4 * (n / 4) + i / 4;  // striped
+          if (kind == 2) at = random.Below(200);        // in no order, with ties
+          if (kind == 3) at = random.Below(2) ? INT32_MIN + i : INT32_MAX - i;  // at the ends
+          positions.push_back(static_cast<int32_t>(at));
+        }
+      }
+    };
+    fill(c.q_positions, s.q_len);
+    fill(c.kv_positions, s.kv_len);
+    if (kind == 3 && random.Chance(0.5)) p.window_left = (int64_t{1} << 32) - 1 - random.Below(200);
+    if (kind == 3 && random.Chance(0.5)) p.window_right = INT32_MAX + random.Below(300);
   }
   if (random.Chance(0.2)) {
     for (int64_t i = 0; i < s.q_heads; ++i) c.sinks.push_back(static_cast<float>(random.Normal()));
@@ -399,14 +425,15 @@ std::string Describe(const Case& c, uint64_t seed) {
   std::snprintf(
       text, sizeof text,
       "seed %llu B%lld T%lld S%lld N%lld K%lld H%lld Hv%lld dtype %d scale %.3f window "
-      "(%lld,%lld) br %d cap %.1f bias %d mask %d qlen %d kvlen %d seg %d sinks %d drop %d "
+      "(%lld,%lld) br %d cap %.1f bias %d mask %d qlen %d kvlen %d seg %d pos %d sinks %d drop %d "
       "dlse %d",
       static_cast<unsigned long long>(seed), (long long)c.s.batch, (long long)c.s.q_len,
       (long long)c.s.kv_len, (long long)c.s.q_heads, (long long)c.s.kv_heads,
       (long long)c.s.head_dim, (long long)c.s.value_dim, static_cast<int>(c.p.dtype), c.p.scale,
       (long long)c.p.window_left, (long long)c.p.window_right, c.p.bottom_right, c.p.softcap,
       c.bias_view.data != nullptr, !c.mask.empty(), !c.q_lengths.empty(), !c.kv_lengths.empty(),
-      !c.q_segments.empty(), !c.sinks.empty(), !c.dropout.empty(), c.with_dlse);
+      !c.q_segments.empty(), !c.q_positions.empty(), !c.sinks.empty(), !c.dropout.empty(),
+      c.with_dlse);
   return text;
 }
 

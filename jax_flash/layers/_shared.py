@@ -53,12 +53,13 @@ def flax_attention(
 
     Raises:
       TypeError: an option that is none.
-      ValueError: a window in a decoding step, without the length that has been written.
+      ValueError: a window in a decoding step, without what tells where its query stands.
     """
     check_options(options)
     mask = boolean(mask)
     decoding = is_decoding(mask, query, key)
-    placed = (
+    has_position = options.get("query_positions") is not None
+    placed = has_position or (
         options.get("causal_align") == "bottom_right"
         and options.get("key_value_seq_lengths") is not None
     )
@@ -66,14 +67,14 @@ def flax_attention(
         raise ValueError(
             "local_window_size needs the position of a query, which one query with a mask over "
             f"{key.shape[-3]} keys (a decoding step of Flax's layer) does not tell; expected also "
-            "key_value_seq_lengths and causal_align='bottom_right', or jax_flash.layers' "
-            "FlashAttention, whose cache knows it"
+            "query_positions, or key_value_seq_lengths and causal_align='bottom_right', or "
+            "jax_flash.layers' FlashAttention, whose cache knows it"
         )
     scores: AttentionOptions[ArrayLike] = {
         **options,
         "bias": bias,
         "mask": mask,
-        "is_causal": is_causal and not decoding,
+        "is_causal": is_causal and (has_position or not decoding),
     }
     if sow is not None:
         # Attention to the unit vectors is the weights themselves.
@@ -160,7 +161,8 @@ def attend(
       cache: what came before, S = T new positions to append; None when decoding nothing.
       rotary_base: as in `rotate`; None for no rotary embedding.
       mask: bool or numbers (nonzero means True), broadcastable to [*B, N, T, S].
-      **options: further arguments of flash_attention; None and False are left out.
+      **options: further arguments of flash_attention; None and False are left out. Positions, which
+        never come with a cache, are those of the rotary embedding too.
 
     Returns:
       [*B, T, N, H] and the cache with the new positions. The output is NaN once more has been
@@ -168,10 +170,14 @@ def attend(
     """
     if rotary_base is not None:
         start = jnp.zeros((), jnp.int32) if cache is None else cache.index
-        query, key = (
-            rotate(x, start + jnp.arange(x.shape[-3], dtype=jnp.int32), rotary_base)
-            for x in (query, key)
-        )
+
+        def turned(x: jax.Array, positions: ArrayLike | None) -> jax.Array:
+            if positions is None:
+                positions = start + jnp.arange(x.shape[-3], dtype=jnp.int32)
+            return rotate(x, jnp.asarray(positions), rotary_base)
+
+        query = turned(query, options.get("query_positions"))
+        key = turned(key, options.get("key_value_positions"))
     options["mask"] = boolean(mask)
     if cache is not None:
         cache = cache.append(key, value)
@@ -191,8 +197,10 @@ def rows(
     *,
     seq_lengths: ArrayLike | None,
     segment_ids: ArrayLike | None,
+    positions: ArrayLike | None,
     memory_seq_lengths: ArrayLike | None,
     memory_segment_ids: ArrayLike | None,
+    memory_positions: ArrayLike | None,
 ) -> dict[str, Any]:
     """What the call of a layer says of the rows of its input, in flash_attention's keywords.
 
@@ -201,12 +209,14 @@ def rows(
       memory: [*B, S, features], where keys and values come from; None for x.
       seq_lengths: int [*B], of x.
       segment_ids: int [*B, T], of x.
+      positions: int [*B, T], of x.
       memory_seq_lengths: int [*B].
       memory_segment_ids: int [*B, S].
+      memory_positions: int [*B, S].
 
     Raises:
-      ValueError: for shapes that do not fit together, and for ids or lengths of a memory that is
-        not given, or not given ids where x has some.
+      ValueError: for shapes that do not fit together, and for ids, positions or lengths of a memory
+        that is not given, or not given ids where x has some.
     """
     if memory is not None and memory.shape[:-2] != x.shape[:-2]:
         raise ValueError(
@@ -216,8 +226,10 @@ def rows(
     for name, array, letters, of in (
         ("seq_lengths", seq_lengths, "[*B]", x),
         ("segment_ids", segment_ids, "[*B, T]", x),
+        ("positions", positions, "[*B, T]", x),
         ("memory_seq_lengths", memory_seq_lengths, "[*B]", memory),
         ("memory_segment_ids", memory_segment_ids, "[*B, S]", memory),
+        ("memory_positions", memory_positions, "[*B, S]", memory),
     ):
         if array is None:
             continue
@@ -228,6 +240,7 @@ def rows(
             raise ValueError(f"{name} has shape {jnp.shape(array)}; expected {letters} = {shape}")
     if memory is None:
         memory_seq_lengths, memory_segment_ids = seq_lengths, segment_ids
+        memory_positions = positions
     elif (segment_ids is None) != (memory_segment_ids is None):
         raise ValueError(
             "a call with a memory takes both segment_ids [*B, T] and memory_segment_ids [*B, S], "
@@ -238,6 +251,8 @@ def rows(
         "key_value_seq_lengths": memory_seq_lengths,
         "query_segment_ids": segment_ids,
         "key_value_segment_ids": memory_segment_ids,
+        "query_positions": positions,
+        "key_value_positions": memory_positions,
     }
 
 
@@ -249,7 +264,7 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 
     Args:
       x: queries or keys [*B, T, N, H], H even.
-      positions: int [T].
+      positions: int [T], or [*B, T].
       base: the longest wavelength is nearly 2 pi base positions.
 
     Returns:
@@ -259,8 +274,9 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     """
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    positions = positions.astype(jnp.float32).reshape(*(1,) * (x.ndim - 3), -1, 1, 1)
-    angles = positions * frequencies.reshape(*(1,) * (x.ndim - 1), -1)  # [*1, T, 1, H/2]
+    missing = x.ndim - 2 - positions.ndim
+    positions = positions.astype(jnp.float32).reshape(*(1,) * missing, *positions.shape, 1, 1)
+    angles = positions * frequencies.reshape(*(1,) * (x.ndim - 1), -1)  # [*B or 1, T, 1, H/2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -73,10 +73,11 @@ def attention_fn(
       qk_attn_weights_einsum: for Flax's function.
       attn_weights_value_einsum: for Flax's function.
       is_causal: query i sees keys 0..i, with no mask in memory; set it with functools.partial.
-        Without effect on one query with a mask over several keys, which is a decoding step.
+        Without effect on one query with a mask over several keys, which is a decoding step, unless
+        query_positions tell where it stands.
       **options: scale, causal_align, local_window_size, query_seq_lengths, key_value_seq_lengths,
-        query_segment_ids, key_value_segment_ids, softcap, sinks and backend, as in
-        flash_attention.
+        query_segment_ids, key_value_segment_ids, query_positions, key_value_positions, softcap,
+        sinks and backend, as in flash_attention.
 
     Returns:
       [*B, T, N, Hv].
@@ -233,8 +234,10 @@ class FlashAttention(nn.Module):
         *,
         seq_lengths: ArrayLike | None = None,
         segment_ids: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
         memory_seq_lengths: ArrayLike | None = None,
         memory_segment_ids: ArrayLike | None = None,
+        memory_positions: ArrayLike | None = None,
         bias: ArrayLike | None = None,
         mask: ArrayLike | None = None,
         deterministic: bool | None = None,
@@ -244,12 +247,15 @@ class FlashAttention(nn.Module):
         Args:
           x: [*B, T, features].
           memory: [*B, S, any features], where keys and values come from, Flax's inputs_k; None
-            for x, S = T. Causality, window and rotary embedding count its positions from 0.
+            for x, S = T.
           seq_lengths: int [*B], valid positions of x; later ones are padding, and see and are seen
             by none.
           segment_ids: int [*B, T]; a position sees only those with its own id.
+          positions: int [*B, T], in any order, by which causality, window and rotary embedding
+            count; None for 0 to T - 1, or in decoding for what follows the cache.
           memory_seq_lengths: int [*B], of the memory.
           memory_segment_ids: int [*B, S], of the memory, together with segment_ids.
+          memory_positions: int [*B, S], of the memory; None for 0 to S - 1.
           bias: float, added to the scores, broadcastable to [*B, num_heads, T, S].
           mask: bool or numbers (nonzero means True), broadcastable to [*B, num_heads, T, S]; S is
             the cache's length in decoding.
@@ -260,7 +266,7 @@ class FlashAttention(nn.Module):
 
         Raises:
           TypeError, ValueError: for settings and shapes that do not fit together, and for
-            decode=True without is_causal or with a memory, lengths or segment ids.
+            decode=True without is_causal or with a memory, lengths, segment ids or positions.
         """
         features = x.shape[-1]
         num_kv_heads, head_dim = _shared.head_sizes(
@@ -272,8 +278,10 @@ class FlashAttention(nn.Module):
             memory,
             seq_lengths=seq_lengths,
             segment_ids=segment_ids,
+            positions=positions,
             memory_seq_lengths=memory_seq_lengths,
             memory_segment_ids=memory_segment_ids,
+            memory_positions=memory_positions,
         )
 
         project = functools.partial(
@@ -304,7 +312,11 @@ class FlashAttention(nn.Module):
         stored, cache = (), None
         if self.decode:
             _shared.check_decode(
-                self.is_causal, memory=memory, seq_lengths=seq_lengths, segment_ids=segment_ids
+                self.is_causal,
+                memory=memory,
+                seq_lengths=seq_lengths,
+                segment_ids=segment_ids,
+                positions=positions,
             )
             is_initialized = self.has_variable("cache", "cached_key")
             stored = (

@@ -66,11 +66,11 @@ def attention_fn(
       promote_dtype: brings query, key and value to one dtype.
       is_causal: query i sees keys 0..i. nnx.MultiHeadAttention passes its own, so ask for it there:
         `layer(x, is_causal=True)`. Without effect on one query with a mask over several keys, which
-        is a decoding step.
+        is a decoding step, unless query_positions tell where it stands.
       input_positions: refused, since only a rotary embedding has a use for them.
       **options: scale, causal_align, local_window_size, query_seq_lengths, key_value_seq_lengths,
-        query_segment_ids, key_value_segment_ids, softcap, sinks and backend, as in
-        flash_attention.
+        query_segment_ids, key_value_segment_ids, query_positions, key_value_positions, softcap,
+        sinks and backend, as in flash_attention.
 
     Returns:
       [*B, T, N, Hv].
@@ -248,8 +248,10 @@ class FlashAttention(nnx.Module):
         *,
         seq_lengths: ArrayLike | None = None,
         segment_ids: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
         memory_seq_lengths: ArrayLike | None = None,
         memory_segment_ids: ArrayLike | None = None,
+        memory_positions: ArrayLike | None = None,
         bias: ArrayLike | None = None,
         mask: ArrayLike | None = None,
         decode: bool = False,
@@ -259,12 +261,15 @@ class FlashAttention(nnx.Module):
         Args:
           x: [*B, T, in_features].
           memory: [*B, S, in_kv_features], where keys and values come from (Flax's inputs_k); None
-            for x, S = T. Causality, window and rotary embedding count its positions from 0.
+            for x, S = T.
           seq_lengths: int [*B], valid positions of x; later ones are padding, and see and are seen
             by none.
           segment_ids: int [*B, T]; a position sees only those with its own id.
+          positions: int [*B, T], in any order, by which causality, window and rotary embedding
+            count; None for 0 to T - 1, or in decoding for what follows the cache.
           memory_seq_lengths: int [*B], of the memory.
           memory_segment_ids: int [*B, S], of the memory, together with segment_ids.
+          memory_positions: int [*B, S], of the memory; None for 0 to S - 1.
           bias: float, added to the scores, broadcastable to [*B, num_heads, T, S].
           mask: bool or numbers (nonzero means True), broadcastable to [*B, num_heads, T, S].
           decode: x continues the sequences in the cache, by any T; S is then the cache's length.
@@ -274,15 +279,17 @@ class FlashAttention(nnx.Module):
 
         Raises:
           ValueError: for shapes that do not fit together, and for decode=True without a cache,
-            without is_causal, or with a memory, lengths or segment ids.
+            without is_causal, or with a memory, lengths, segment ids or positions.
         """
         terms = _shared.rows(
             x,
             memory,
             seq_lengths=seq_lengths,
             segment_ids=segment_ids,
+            positions=positions,
             memory_seq_lengths=memory_seq_lengths,
             memory_segment_ids=memory_segment_ids,
+            memory_positions=memory_positions,
         )
         name, source = ("x", x) if memory is None else ("memory", memory)
         if source.shape[-1] != self.in_kv_features:
@@ -293,7 +300,11 @@ class FlashAttention(nnx.Module):
         stored, cache = (), None
         if decode:
             _shared.check_decode(
-                self.is_causal, memory=memory, seq_lengths=seq_lengths, segment_ids=segment_ids
+                self.is_causal,
+                memory=memory,
+                seq_lengths=seq_lengths,
+                segment_ids=segment_ids,
+                positions=positions,
             )
             stored = self.cached_key, self.cached_value, self.cache_index
             if stored[0] is None:
