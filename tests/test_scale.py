@@ -54,7 +54,8 @@ def test_traced(host_backend):
     plain = jax.jit(step_of(reference.attention))
     for scale in (0.7, -0.4, 0.0, 3.0, 100.0):
         got = ours(*qkv(), jnp.float32(scale))
-        close(got, plain(*qkv(), jnp.float32(scale)))
+        # Scores of 1000, those of scale = 100, are known to 6e-5, and with them the weights.
+        close(got, plain(*qkv(), jnp.float32(scale)), rtol=max(1e-5, 6e-7 * scale))
         assert got[-1].dtype == jnp.float32
         assert got[-1].shape == ()
     assert len(traced) == 1
