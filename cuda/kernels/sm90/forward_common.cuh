@@ -7,6 +7,7 @@
 #include "fragment.cuh"
 #include "params.h"
 #include "rows.cuh"
+#include "sm90/key_blocks.cuh"
 #include "sm90/products.cuh"
 #include "sm90/ptx_sm90.cuh"
 #include "sm90/ring.cuh"

@@ -68,25 +68,19 @@ struct Producer {
   __device__ __forceinline__ void load_block(const TensorMap& map, const void* data,
                                              unsigned char* buffer, unsigned long long* full,
                                              int head, int block, int batch) {
-    constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
     const uint32 barrier = ptx::shared_address(full);
     if constexpr (!kTmaLoads) {
       const int first_key = block * kBlockKV;
       // Opaque, so that the compiler computes the address anew for each block: kept from block to
       // block it would take registers that are not there.
       const KeyRows<kDim> rows(p, key_row(p, ptx::opaque(batch), first_key, ptx::opaque(head)));
-      fill_tile<kDim, kBlockKV, kLoadWarps>(ptx::shared_address(buffer),
-                                            static_cast<const uint16*>(data) + rows.first,
-                                            rows.step, p.kv_len - first_key);
+      copy_key_block<kBlockKV, kLoadWarps>(rows, data, ptx::shared_address(buffer),
+                                           p.kv_len - first_key);
       arrive(barrier);
-      return;
-    }
-    ptx::barrier_arrive_expect(barrier, kBoxes * kBlockKV * kBoxRowBytes);
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      const uint32 target = ptx::shared_address(buffer) + box * kBlockKV * kBoxRowBytes;
-      ptx::tma_load(target, &map, barrier, ptx::kEvictLast, box * kBoxColumns, head,
-                    block * kBlockKV, batch);
+    } else {
+      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV>);
+      fetch_key_block<kDim, kBlockKV>(ptx::shared_address(buffer), map, barrier, ptx::kEvictLast,
+                                      head, block * kBlockKV, batch);
     }
   }
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
