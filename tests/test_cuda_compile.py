@@ -160,11 +160,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# What the kernels take of dynamic shared memory, by their source.
+# Dynamic shared memory by source: types that kernels lay over it, and the bytes they are given.
 SHARED = {
-    "sm90/forward.cuh": "sizeof(forward::Shared)",
-    "sm90/backward.cuh": "sizeof(backward::NarrowShared)",
-    "sm90/backward_wide.cuh": "sizeof(backward::WideShared)",
+    "sm90/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
+    "sm90/backward.cuh": {
+        "backward::NarrowShared": "kLaunchSharedBytes",
+        "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
+    },
+    "sm90/backward_wide.cuh": {
+        "backward::WideShared": "kLaunchSharedBytes",
+        "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
+    },
 }
 
 
@@ -172,10 +178,10 @@ SHARED = {
 def asserted_shared_memory():
     """Sources with assertions on the shared memory that the launch gives."""
     sources = _native.kernel_sources()
-    for source, size in SHARED.items():
-        sources[f"check/{source}"] = (
-            f'#include "{source}"\n'
-            f'static_assert({size} <= kLaunchSharedBytes, "shared_bytes of the tiling");\n'
+    for source, sizes in SHARED.items():
+        sources[f"check/{source}"] = f'#include "{source}"\n' + "".join(
+            f'static_assert(sizeof({shared}) <= {given}, "shared memory of the tiling");\n'
+            for shared, given in sizes.items()
         )
     _native.configure_cuda(_native.cache_folder(), _native.CACHE_BYTES, sources)
     yield
@@ -197,7 +203,11 @@ def test_backward_with_lse_gradient_compiles_without_spills():
 
 
 def check(plan: _gpu.Plan, seconds: float) -> None:
-    constants = {**plan.constants, "kLaunchSharedBytes": plan.shared_bytes}
+    given = {
+        "kLaunchSharedBytes": plan.shared_bytes,
+        "kLaunchBiasSharedBytes": plan.launch.get("bias_shared_bytes", 0),
+    }
+    constants = {**plan.constants, **given}
     plan = dataclasses.replace(plan, source=f"check/{plan.source}", constants=constants)
     before = resource.getrusage(resource.RUSAGE_SELF)
     report = _explain.compile_plan(plan)

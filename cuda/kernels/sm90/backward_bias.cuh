@@ -13,6 +13,7 @@
 
 #include "backward_exact.cuh"
 #include "sm90/backward_scores.cuh"
+#include "sm90/key_blocks.cuh"
 #include "sm90/products.cuh"
 
 namespace backward::bias_sum {
@@ -95,12 +96,8 @@ __device__ __forceinline__ void add_scores(const BackwardParams& p, int batch, i
   const KeyRows<kValueDim> value_rows(p, key);
   __syncthreads();  // the tiles are free
   const int key_count = p.kv_len - key0, query_count = p.query_len - m0;
-  fill_tile<kHeadDim, kKeys, kWarps>(at(&Shared::key),
-                                     static_cast<const uint16*>(p.key_data) + key_rows.first,
-                                     key_rows.step, key_count);
-  fill_tile<kValueDim, kKeys, kWarps>(at(&Shared::value),
-                                      static_cast<const uint16*>(p.value_data) + value_rows.first,
-                                      value_rows.step, key_count);
+  copy_key_block<kKeys, kWarps>(key_rows, p.key_data, at(&Shared::key), key_count);
+  copy_key_block<kKeys, kWarps>(value_rows, p.value_data, at(&Shared::value), key_count);
   fill_tile<kHeadDim, kQueries, kWarps>(at(&Shared::query),
                                         static_cast<const uint16*>(p.query_data) + query * kHeadDim,
                                         static_cast<int64>(p.query_heads) * kHeadDim, query_count);

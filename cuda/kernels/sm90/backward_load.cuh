@@ -4,6 +4,7 @@
 #pragma once
 
 #include "sm90/backward_turns.cuh"
+#include "sm90/key_blocks.cuh"
 #include "sm90/products.cuh"
 
 namespace backward {
@@ -26,17 +27,13 @@ struct Loader {
   template <int kDim>
   __device__ __forceinline__ void load_keys(const volatile UnitRecord& u, uint32 tile,
                                             const TensorMap& map, const void* array, uint32 full) {
-    if constexpr (kTmaLoads) {
-      constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
-      if (threadIdx.x == 0) {
-        ptx::barrier_arrive_expect(full, kBoxes * kBoxK);
-        load_tile<kBoxes, kBoxK>(tile, map, full, ptx::kEvictNormal, u.kv_head, u.key0, u.batch);
-      }
-    } else {
+    if constexpr (!kTmaLoads) {
       const KeyRows<kDim> rows(p, key_row(p, u.batch, u.key0, u.kv_head));
-      fill_tile<kDim, kKeys, kLoadWarps>(tile, static_cast<const uint16*>(array) + rows.first,
-                                         rows.step, p.kv_len - u.key0);
+      copy_key_block<kKeys, kLoadWarps>(rows, array, tile, p.kv_len - u.key0);
       release(full);
+    } else if (threadIdx.x == 0) {
+      ptx::barrier_arrive_expect(full, kKeyBlockBytes<kDim, kKeys>);
+      fetch_key_block<kDim, kKeys>(tile, map, full, ptx::kEvictNormal, u.kv_head, u.key0, u.batch);
     }
   }
 

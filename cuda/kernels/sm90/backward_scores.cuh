@@ -33,27 +33,17 @@ struct RowNumbers {
   }
 };
 
-// First queries of blocks that see all keys [slab, slab + 64) of the unit, segments aside. Queries
-// past the length need no test: their lse makes P zero.
-__device__ __forceinline__ Range full_starts(const BackwardParams& p, const volatile UnitRecord& u,
-                                             int slab) {
-  const int key = u.key0 + slab;
-  return full_block_starts(sight_of(p, u), key, key + 63, kQueries);
-}
-
 // The wide kernel has four to eight registers for the bias.
 inline constexpr int kBiasParts = kKeys == 128 ? 1 : kBiasFloat32 ? 8 : 2;
 using BiasTile = bias::ColumnTile<kQueries / kBiasParts>;
 
 // What a step knows before its scores are there.
-struct Step {
-  int head, m0;
-  BiasTile bias;      // unless it comes in parts
-  bool whole = true;  // does the mask let all its queries see all keys [slab, slab + 64)?
+struct Step : MetBlock {
+  BiasTile bias;  // unless it comes in parts
 
   __device__ __forceinline__ Step(const BackwardParams& p, const volatile UnitRecord& u, int head,
                                   int m0, int slab)
-      : head(head), m0(m0) {
+      : MetBlock{head, m0} {
     if constexpr (kHasMask) {
       const int flag =
           mask::flag_by_key<kQueries, kKeys>(p, u.batch, head, m0 / kQueries, u.key0 / kKeys);
@@ -64,26 +54,6 @@ struct Step {
     }
   }
 };
-
-// Do all these keys and all queries of the block see each other? `starts` with kReadsAhead alone.
-__device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile UnitRecord& u,
-                                        const Range& starts, int slab, const Step& step) {
-  const int m0 = step.m0;
-  bool full;
-  if constexpr (kReadsAhead) {
-    full = m0 >= starts.begin && m0 < starts.end;
-  } else {
-    const int key = u.key0 + slab;
-    full = all_visible(sight_of(p, u), key, key + 63, m0, m0 + kQueries - 1);
-  }
-  if constexpr (kHasSegments) {
-    const int2 q = query_segment_range(p, u.batch, m0 / kQueries);
-    const int2 k = key_segment_range(p, u.batch, u.key0 / kKeys);
-    full = full && q.x == q.y && k.x == k.y && q.x == k.x;
-  }
-  if constexpr (kHasMask) full = full && step.whole;
-  return full;
-}
 
 // P = exp2(scale * S - lse) in place; `row` is the first of the thread's two keys. With a softcap S
 // is tanh(scale * S / cap): P goes to `probability`, rounded, and S becomes P times the cap's

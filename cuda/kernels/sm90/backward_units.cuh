@@ -1,10 +1,10 @@
-// Units of work and where the main kernels keep what: shared memory, barriers, records, walks.
+// Units of work and where the main kernels keep what: shared memory, barriers, records.
 //
 // A unit is a block of keys of one key/value head with all query blocks that see it. The plan role
 // hands units out; the other roles walk over their query blocks. Read backward_load.cuh next.
 #pragma once
 
-#include "backward_common.cuh"
+#include "sm90/backward_walk.cuh"
 #include "sm90/ptx_sm90.cuh"
 #include "sm90/ring.cuh"
 
@@ -30,26 +30,6 @@ inline constexpr int kAskAhead = 2;
 
 inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
 static_assert(kTurnParts <= kTurns);
-
-// A unit as the plan role hands it to the others. It stays in shared memory, not in registers, for
-// as long as they work on it.
-struct UnitRecord {
-  int stop;  // no further units
-  int batch, kv_head, key0;
-  int offset, query_length, kv_length;  // Visibility of the batch row
-  int m0;                               // first query of the walk
-  int total;                            // its steps: query blocks of all heads of the group
-  int block;                            // its first query block, as an index of [B, N, query block]
-  int head, heads;                      // first query head of the group, their number
-  Range seen_keys;                      // of the unit, that some query sees, relative to key0
-  Range seen_queries;                   // that see some key
-};
-static_assert(sizeof(UnitRecord) == 64);
-
-__device__ __forceinline__ Visibility sight_of(const BackwardParams& p,
-                                               const volatile UnitRecord& u) {
-  return {u.offset, p.window_left, p.window_right, u.query_length, u.kv_length};
-}
 
 // What all roles share; the main kernels add tiles of their own. Barriers are named by their event.
 struct alignas(1024) Shared {
@@ -167,28 +147,8 @@ struct Planner {
       r.seen_queries.begin = seeing.begin;
       r.seen_queries.end = seeing.end == p.query_len ? kLargest : seeing.end;
     }
-    Range met = u.blocks;
-    if constexpr (kHasSegments) {
-      __syncwarp();
-      met = narrow_by_segments(p, r.batch, r.key0, met);
-    }
-    int first = first_block(met), count = met.end - met.begin;
-    if constexpr (kSkipsMasked) {
-      __syncwarp();
-      const int end = met.end;
-      count = 0;
-#pragma unroll 1
-      for (int base = met.begin / 32 * 32; base < end; base += 32) {
-        uint32 shown = shown_blocks(p, r.batch, r.kv_head, r.key0, base);
-        shown &= ptx::low_bits(end - base) & ~ptx::low_bits(met.begin - base);
-        if (shown != 0 && (kDirection < 0 || count == 0)) {
-          first = base + (kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1);
-        }
-        count += __popc(shown);
-      }
-      if (count == 0) first = 0;
-    }
-    if (leader) set_walk(r, first, count);
+    const WalkPlan walk = plan_walk(p, r, u.blocks);
+    if (leader) set_walk(r, walk.first, walk.count);
     if (leader) ptx::barrier_arrive(at(&Shared::unit_full, stage_of<kUnits>(sent)));
     __syncwarp();
   }
@@ -216,55 +176,6 @@ struct Planner {
 // The load role's: lets `plan` take the next unit, once for each unit.
 __device__ __forceinline__ void ask_for_unit() {
   if (threadIdx.x == 0) ptx::barrier_arrive(at(&Shared::unit_asked));
-}
-
-// A walk over the query blocks of a unit, each with all heads of the group: units of one group stay
-// together, whatever their lengths, and find what they load in L2.
-struct Walk {
-  int left, m0, block;
-  int row;       // as of `sum_index`, only with kDqRowBytes
-  int head = 0;  // of the group
-  uint32 shown;  // blocks of the same 32 that are still to come, only with kSkipsMasked
-  __device__ __forceinline__ Walk(const BackwardParams& p, const volatile UnitRecord& u)
-      : left(u.total),
-        m0(u.m0),
-        block(u.block),
-        row(kSumsInDq ? sum_index(p, u.batch, u.head, u.m0) : 0) {
-    if constexpr (kSkipsMasked) {
-      const int m = m0 / kQueries, bit = m % 32;
-      shown = shown_blocks(p, u.batch, u.kv_head, u.key0, m - bit);
-      shown &= kDirection < 0 ? ptx::low_bits(bit) : ~ptx::low_bits(bit + 1);
-    }
-  }
-  __device__ __forceinline__ int sum() const { return kSumsInDq ? row : block; }
-  __device__ __forceinline__ int next_shown(const BackwardParams& p, const volatile UnitRecord& u);
-  __device__ __forceinline__ void next(const BackwardParams& p, const volatile UnitRecord& u) {
-    --left;
-    block += query_blocks(p);
-    ++row;
-    if (++head == u.heads) {
-      const int step = kSkipsMasked ? next_shown(p, u) : kDirection;
-      block += step - head * query_blocks(p);
-      row += step * kQueries * p.query_heads - head;
-      m0 += step * kQueries;
-      head = 0;
-    }
-  }
-};
-
-// How far it is to the next block that the mask shows; there is one unless the walk is done.
-__device__ __forceinline__ int Walk::next_shown(const BackwardParams& p,
-                                                const volatile UnitRecord& u) {
-  if (left == 0) return 0;
-  const int m = m0 / kQueries;
-  int base = m / 32 * 32;
-  while (shown == 0) {
-    base += 32 * kDirection;
-    shown = shown_blocks(p, u.batch, u.kv_head, u.key0, base);
-  }
-  const int bit = kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1;
-  shown ^= 1u << bit;
-  return base + bit - m;
 }
 
 // The i-th unit as the other roles see it; each warp gives it back with `return_unit`.

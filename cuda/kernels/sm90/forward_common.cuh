@@ -1,12 +1,13 @@
 // What the roles of the forward kernel share: sizes, shared memory, units, segments.
 //
-// The constants it is specialised by are listed in forward.cuh. Read forward_load.cuh next.
+// The constants it is specialised by are listed in forward.cuh. Read forward_walk.cuh next.
 #pragma once
 
 #include "forward_exact.cuh"
 #include "fragment.cuh"
 #include "params.h"
 #include "rows.cuh"
+#include "sm90/key_blocks.cuh"
 #include "sm90/products.cuh"
 #include "sm90/ptx_sm90.cuh"
 #include "sm90/ring.cuh"
@@ -40,7 +41,6 @@ inline constexpr bool kListsBlocks = kHasSegments || kHasMask;
 // warps load: they would have to agree on it.
 inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight
-inline constexpr int kWholeBit = 28;
 // The mask's bits are fetched beside the product that they are for; with segments or a bias there
 // is no register for that.
 inline constexpr bool kBitsAhead = kHasMask && !kHasSegments && !kHasBias;
@@ -94,9 +94,7 @@ struct alignas(1024) Shared {
   unsigned long long query_empty[kQueryStages][kConsumers];
   unsigned long long key_full[kStages], key_empty[kStages];
   unsigned long long value_full[kStages], value_empty[kStages];
-  // With kListsBlocks the block in each key buffer, and from bit kWholeBit on a bit for each
-  // warpgroup whose rows the mask lets see all of it.
-  int block_list[kStages];
+  int block_list[kStages];    // with kListsBlocks a ListedBlock for each key buffer
   int repeats[kRepeatSlots];  // units to walk again: again(number), or 0
   unsigned long long asked;   // all consumer warps have seen the last unit and left what to repeat
   unsigned long long finished;  // they have read what the others left

@@ -2,7 +2,7 @@
 // does not load. Read forward_warpgroup.cuh next.
 #pragma once
 
-#include "sm90/forward_common.cuh"
+#include "sm90/forward_walk.cuh"
 
 namespace forward {
 
@@ -68,25 +68,19 @@ struct Producer {
   __device__ __forceinline__ void load_block(const TensorMap& map, const void* data,
                                              unsigned char* buffer, unsigned long long* full,
                                              int head, int block, int batch) {
-    constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
     const uint32 barrier = ptx::shared_address(full);
     if constexpr (!kTmaLoads) {
       const int first_key = block * kBlockKV;
       // Opaque, so that the compiler computes the address anew for each block: kept from block to
       // block it would take registers that are not there.
       const KeyRows<kDim> rows(p, key_row(p, ptx::opaque(batch), first_key, ptx::opaque(head)));
-      fill_tile<kDim, kBlockKV, kLoadWarps>(ptx::shared_address(buffer),
-                                            static_cast<const uint16*>(data) + rows.first,
-                                            rows.step, p.kv_len - first_key);
+      copy_key_block<kBlockKV, kLoadWarps>(rows, data, ptx::shared_address(buffer),
+                                           p.kv_len - first_key);
       arrive(barrier);
-      return;
-    }
-    ptx::barrier_arrive_expect(barrier, kBoxes * kBlockKV * kBoxRowBytes);
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      const uint32 target = ptx::shared_address(buffer) + box * kBlockKV * kBoxRowBytes;
-      ptx::tma_load(target, &map, barrier, ptx::kEvictLast, box * kBoxColumns, head,
-                    block * kBlockKV, batch);
+    } else {
+      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV>);
+      fetch_key_block<kDim, kBlockKV>(ptx::shared_address(buffer), map, barrier, ptx::kEvictLast,
+                                      head, block * kBlockKV, batch);
     }
   }
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
@@ -94,12 +88,12 @@ struct Producer {
   }
   __device__ __forceinline__ void load_key(const UnitInfo& unit, int head, int block, int batch) {
     const int stage = ring.stage();
-    int listed = block;
-    if constexpr (kHasMask) listed |= whole_rows(unit, block) << kWholeBit;
+    ListedBlock listed{block};
+    if constexpr (kHasMask) listed.add_whole(UnitWalk{p}.whole_rows(unit, block));
     if (loads()) {
       wait_empty(&shared.key_empty[stage], ring.parity());
       if constexpr (kListsBlocks) {
-        if (kTmaLoads || is_leader()) shared.block_list[stage] = listed;
+        if (kTmaLoads || is_leader()) shared.block_list[stage] = listed.bits;
       }
       load_block<kHeadDim>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
                            block, batch);
@@ -115,21 +109,10 @@ struct Producer {
     ring.advance();
   }
 
-  // The blocks that the rows of warpgroup `lane` see, and which of them need no test.
-  __device__ __forceinline__ void describe_rows(UnitInfo& unit) const {
-    const int first_row = unit.first_row + lane() * kWarpgroupRows;
-    const int first_query = first_row / kPackedHeads;
-    const int last_query = (first_row + kWarpgroupRows - 1) / kPackedHeads;
-    // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
-    const Visibility seen{unit.offset, p.window_left, p.window_right,
-                          ptx::opaque(unit.query_length), ptx::opaque(unit.kv_length)};
-    unit.own = blocks_of<kBlockKV>(visible_keys(seen, first_query, last_query));
-    unit.full = full_blocks<kBlockKV>(seen, first_query, min(last_query, seen.query_length - 1));
-  }
   // Hands the unit to warpgroup `lane`.
   __device__ __forceinline__ void hand_over(const UnitInfo& unit) {
     UnitInfo info = unit;
-    if constexpr (!kHasSegments) describe_rows(info);
+    if constexpr (!kHasSegments) UnitWalk{p}.describe_rows(info);
     if constexpr (kHasMask) info.own = info.blocks;  // all walk what any sees
     // Word by word: a store of 16 bytes needs four consecutive registers, which are not free here.
     struct Words {
@@ -192,89 +175,6 @@ struct Producer {
     ++units;
   }
 
-  // -- mask; all lanes take part --
-  // What there is to see in a block for the rows of a warpgroup.
-  __device__ __forceinline__ int mask_flag(const UnitInfo& unit, int warpgroup, int block) const {
-    const int rows = unit.first_row / kWarpgroupRows + warpgroup;
-    if (rows * kWarpgroupRows >= p.query_len) return 0;
-    return mask::flag_by_query<kWarpgroupRows, kBlockKV>(p, unit.batch, unit.head, rows, block);
-  }
-  // The warpgroups whose rows see all of a block, a bit each.
-  __device__ __forceinline__ int whole_rows(const UnitInfo& unit, int block) const {
-    const bool whole =
-        lane() < kConsumers && (mask_flag(unit, lane(), block) & mask::kSeesAll) != 0;
-    return __ballot_sync(0xffffffffu, whole);
-  }
-  // Does the mask let any row of the unit see any key of the block? Each lane has its own block.
-  __device__ __forceinline__ bool mask_shows(const UnitInfo& unit, int block) const {
-    int flags = 0;
-#pragma unroll
-    for (int i = 0; i < kConsumers; ++i) flags |= mask_flag(unit, i, block);
-    return flags != 0;
-  }
-  // Drops the blocks at both ends that the mask hides.
-  __device__ __forceinline__ void narrow_by_mask(UnitInfo& unit,
-                                                 const SegmentRange& queries) const {
-    unit.blocks.end = find_block<-1>(queries, unit, unit.blocks.end - 1) + 1;
-    unit.blocks.begin = find_block<1>(queries, unit, unit.blocks.begin);
-  }
-
-  // -- segments; all lanes take part --
-  // The plan of the warpgroup that is this lane's number.
-  __device__ __forceinline__ const SegmentPlan* plan_of(const UnitIndex& taken) const {
-    const int64 unit = taken.batch * p.query_blocks + taken.query_block;
-    return reinterpret_cast<const SegmentPlan*>(p.segment_plan) + unit * kConsumers + lane();
-  }
-  // Finds the blocks of the unit and those of each warpgroup. In a sparse unit, where blocks that
-  // share no segment with it lie between, all warpgroups walk all the others: `queries` is its
-  // range then, else it stays empty.
-  __device__ __forceinline__ void plan_blocks(UnitInfo& unit, const UnitIndex& taken,
-                                              SegmentRange& queries) const {
-    SegmentPlan plan{{0, 0}, {0, 0}};
-    if (lane() < kConsumers) plan = *plan_of(taken);
-    describe_rows(unit);
-    unit.own.begin = max(unit.own.begin, plan.blocks.begin & ~SegmentPlan::kSparse);
-    unit.own.end = min(unit.own.end, plan.blocks.end);
-    unit.one = plan.one;
-    unit.full.begin = max(unit.full.begin, plan.one.begin);
-    unit.full.end = min(unit.full.end, plan.one.end);
-    const bool any = !unit.own.empty();
-    unit.blocks.begin = __reduce_min_sync(0xffffffffu, any ? unit.own.begin : kLargest);
-    unit.blocks.end = __reduce_max_sync(0xffffffffu, any ? unit.own.end : 0);
-    const int walked = __reduce_add_sync(0xffffffffu, any ? unit.own.end - unit.own.begin : 0);
-    const bool sparse = __any_sync(0xffffffffu, any && plan.blocks.begin >= SegmentPlan::kSparse);
-    if (!sparse && walked >= unit.blocks.end - unit.blocks.begin) return;
-    const int* ids = p.query_segments + static_cast<int64>(unit.batch) * p.query_len;
-    const int end = min((unit.first_row + kUnitRows) / kPackedHeads, unit.query_length);
-#pragma unroll 1
-    for (int query = unit.first_row / kPackedHeads + lane(); query < end; query += 32) {
-      queries.include(ids[query]);
-    }
-    queries.reduce_warp();
-    unit.blocks.end = find_block<-1>(queries, unit, unit.blocks.end - 1) + 1;
-    unit.blocks.begin = find_block<1>(queries, unit, unit.blocks.begin);
-    unit.own = unit.blocks;
-  }
-  // The first block from `block` on, in steps of kStep, that shares a segment with the unit, if it
-  // is sparse, and that the mask does not hide; one past the unit's blocks if there is none.
-  template <int kStep>
-  __device__ __forceinline__ int find_block(const SegmentRange& queries, const UnitInfo& unit,
-                                            int block) const {
-    const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
-    const int2* ranges = reinterpret_cast<const int2*>(p.segment_ranges) + first;
-#pragma unroll 1
-    for (; block >= unit.blocks.begin && block < unit.blocks.end; block += 32 * kStep) {
-      const int mine = block + kStep * lane();
-      const bool inside = mine >= unit.blocks.begin && mine < unit.blocks.end;
-      bool met = inside;
-      if constexpr (kHasSegments) met = met && (queries.empty() || queries.meets(ranges[mine]));
-      if constexpr (kHasMask) met = met && mask_shows(unit, mine);
-      const uint32 found = __ballot_sync(0xffffffffu, met);
-      if (found != 0) return block + kStep * (__ffs(found) - 1);
-    }
-    return kStep > 0 ? unit.blocks.end : unit.blocks.begin - 1;
-  }
-
   __device__ __forceinline__ UnitIndex decode(int number) const {
     const int index = in_schedule(number);
     const int heads = p.query_heads / kPackedHeads, all_heads = heads * p.batch;
@@ -304,15 +204,8 @@ struct Producer {
       unit.kv_length = seen.kv_length;
       unit.offset = seen.offset;
       const int kv_head = kPackedHeads > 1 ? taken.head : kv_head_of(p, taken.head);
-      SegmentRange queries;  // of a sparse unit
-      if constexpr (kHasSegments) {
-        plan_blocks(unit, taken, queries);
-      } else {
-        const int first = unit.first_row / kPackedHeads;
-        const int last = (unit.first_row + kUnitRows - 1) / kPackedHeads;
-        unit.blocks = blocks_of<kBlockKV>(visible_keys(seen, first, last));
-      }
-      if constexpr (kHasMask) narrow_by_mask(unit, queries);
+      UnitWalk walk{p};
+      walk.plan(unit, taken, seen);
 
       if (unit.blocks.empty()) {
         if (kAsksLate) request_number(number);
@@ -325,14 +218,11 @@ struct Producer {
         load_value(kv_head, block, unit.batch);
         if constexpr (kHasSegments) {  // the next unit's plan on its way into L1
           const UnitIndex next = decode(receive_number());
-          if (next.batch != kNoUnit && lane() < kConsumers) ptx::prefetch(plan_of(next));
+          if (next.batch != kNoUnit && lane() < kConsumers) ptx::prefetch(walk.plan_of(next));
         }
 #pragma unroll 1
         while (block > unit.blocks.begin) {
-          --block;
-          if (kHasMask || (kHasSegments && !queries.empty())) {
-            block = find_block<-1>(queries, unit, block);
-          }
+          block = walk.next(unit, block);
           load_key(unit, kv_head, block, unit.batch);
           if (kAsksLate && block == unit.blocks.begin) request_number(number);
           load_value(kv_head, block, unit.batch);

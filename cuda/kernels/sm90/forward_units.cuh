@@ -201,13 +201,10 @@ struct Consumer : Warpgroup {
     ++units;
     const UnitInfo& t = unit();
     if (ptx::uniform(t.batch) == kNoUnit) return false;
-    first = kBoundedBegin ? ptx::uniform(t.own.begin) : 0;
-    full = {kBoundedBegin ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
-    block = ptx::uniform(t.own.end) - 1;
+    begin(t);
     return true;
   }
-  // Of a unit that has just been read.
-  __device__ __forceinline__ bool sees_nothing() const { return block < first; }
+  // Of a unit that has just been read: is its first block the warpgroup's too?
   __device__ __forceinline__ bool starts_now() const {
     return !sees_nothing() && block + 1 == walked().end;
   }

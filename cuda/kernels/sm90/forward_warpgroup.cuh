@@ -2,7 +2,7 @@
 // products, and the way from scores to weights. Read forward_units.cuh next.
 #pragma once
 
-#include "sm90/forward_common.cuh"
+#include "sm90/forward_walk.cuh"
 
 namespace forward {
 
@@ -10,16 +10,13 @@ namespace forward {
 using Scores = float[kBlockKV / 2];
 using Softmax = SoftmaxState<Element>;
 
-struct Warpgroup {
+struct Warpgroup : RowWalk {
   const ForwardParams& p;
   Shared& shared;
   const int warpgroup;  // warpgroup among the consumers
   Ring<kStages> key_ring, value_ring;
   uint32 units = 0;  // read so far
-  int first;         // the lowest block that this warpgroup's rows see, the last one it walks
-  Range full;        // blocks that need no element test
   bool searches;     // a maximum in the next block: a row of the warp has no base, second walk
-  int block = 0;     // the block that `scores` or `weights` belong to
   Scores scores;
   uint32 weights[kBlockKV / 4];
   float output[kValueColumns / 2];
@@ -27,7 +24,6 @@ struct Warpgroup {
   Softmax softmax;
   mask::RowBits<kBlockKV> bits;    // of the block whose scores are on their way, unless it is whole
   bias::RowTile<kBlockKV> biases;  // likewise
-  bool whole;                      // does the mask let the rows see all of the block?
 
   // The address of `shared`, in a register: the compiler would find it again for every barrier.
   const uint32 start = ptx::opaque(ptx::shared_address(&shared));
@@ -139,25 +135,29 @@ struct Warpgroup {
     begin_output(accumulate);
     pass_turn();
   }
+  // The block in the current key buffer.
+  __device__ __forceinline__ ListedBlock listed_block() const {
+    return {ptx::uniform(shared.block_list[key_ring.stage()])};
+  }
   // After the wait for a block's scores.
   __device__ __forceinline__ void accept_scores() {
     ptx::pin(scores);
     if constexpr (kListsBlocks) {
-      block = ptx::uniform(shared.block_list[key_ring.stage()]) & ((1 << kWholeBit) - 1);
+      block = listed_block().number();
     }
   }
   // Fetches what terms have for the block whose scores have been started, beside their product;
   // `next`: its number, unless it is listed.
   __device__ __forceinline__ void fetch_terms(int next) {
     if constexpr (kHasMask) {
-      const int listed = ptx::uniform(shared.block_list[key_ring.stage()]);
-      whole = listed >> (kWholeBit + warpgroup) & 1;
-      if constexpr (kBitsAhead) fetch_bits(bits, listed & ((1 << kWholeBit) - 1));
+      const ListedBlock listed = listed_block();
+      whole = listed.is_whole(warpgroup);
+      if constexpr (kBitsAhead) fetch_bits(bits, listed.number());
     }
     if constexpr (kHasBias) {
       const UnitInfo& t = unit();
       if constexpr (kListsBlocks) {
-        next = ptx::uniform(shared.block_list[key_ring.stage()]) & ((1 << kWholeBit) - 1);
+        next = listed_block().number();
       }
       const int first_key = next * kBlockKV;
       biases.load(p, t.batch, t.head, [&](int row) { return packed_row(t, row); }, first_key);
@@ -178,7 +178,6 @@ struct Warpgroup {
     release_key();
     if (is_last()) release_query();
   }
-  __device__ __forceinline__ bool is_last() const { return block == first; }
 
   // -- scores to weights --
   // Masks the first kCount of `scores`; with kInFlight beside wgmma.
@@ -191,13 +190,6 @@ struct Warpgroup {
     if constexpr (kHasMask && !kBitsAhead) fetch_bits(now, block);
     hide_scores<kCount, !kInFlight>(p, t.batch, seen(t), query_of, block * kBlockKV, one_segment,
                                     now, scores);
-  }
-  // Does the block need no test of its elements?
-  __device__ __forceinline__ bool is_full() const {
-    // There is no register left to hold the range with segments at wide heads, or if kDrains.
-    const Range untested = kHasSegments || kDrains ? unit().full : full;
-    if (kHasMask && !whole) return false;
-    return block < untested.end && (!kBoundedBegin || block >= untested.begin);
   }
   // Are the columns of the second half hidden from all rows of the warp?
   __device__ __forceinline__ bool sees_first_half_only() const {
@@ -216,11 +208,11 @@ struct Warpgroup {
   // Weights of the unit's first block. Of a diagonal one, half of the warps see half.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
     apply_terms(scores);
-    if (!is_full() && sees_first_half_only()) {
+    if (!is_full(unit()) && sees_first_half_only()) {
       mask_scores<kBlockKV / 4, false>(scores);
       softmax.start<kBlockKV / 4>(scores, p.scale_log2);
     } else {
-      if (!is_full()) mask_scores<kBlockKV / 2, false>(scores);
+      if (!is_full(unit())) mask_scores<kBlockKV / 2, false>(scores);
       softmax.start<kBlockKV / 2>(scores, p.scale_log2);
     }
     searches = !softmax.is_started() || is_again(unit().number);
@@ -228,7 +220,7 @@ struct Warpgroup {
   // Weights of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
     apply_terms(scores);
-    if (!is_full()) mask_scores<kBlockKV / 2, true>(scores);
+    if (!is_full(unit())) mask_scores<kBlockKV / 2, true>(scores);
     const bool rescale = softmax.extend(scores, p.scale_log2, searches, correction);
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;

@@ -1,0 +1,144 @@
+// Which blocks of queries a unit walks, in which order, and which of them need a test of their
+// elements: all roles of the main kernels ask here alone. Read backward_units.cuh next.
+#pragma once
+
+#include "backward_common.cuh"
+
+namespace backward {
+
+// A unit as the plan role hands it to the others. It stays in shared memory, not in registers, for
+// as long as they work on it.
+struct UnitRecord {
+  int stop;  // no further units
+  int batch, kv_head, key0;
+  int offset, query_length, kv_length;  // Visibility of the batch row
+  int m0;                               // first query of the walk
+  int total;                            // its steps: query blocks of all heads of the group
+  int block;                            // its first query block, as an index of [B, N, query block]
+  int head, heads;                      // first query head of the group, their number
+  Range seen_keys;                      // of the unit, that some query sees, relative to key0
+  Range seen_queries;                   // that see some key
+};
+static_assert(sizeof(UnitRecord) == 64);
+
+__device__ __forceinline__ Visibility sight_of(const BackwardParams& p,
+                                               const volatile UnitRecord& u) {
+  return {u.offset, p.window_left, p.window_right, u.query_length, u.kv_length};
+}
+
+// The walk of a unit of query blocks: its first block, and how many there are.
+struct WalkPlan {
+  int first, count;
+};
+// `blocks`: those that window and lengths leave. Whole warps call.
+__device__ __forceinline__ WalkPlan plan_walk(const BackwardParams& p, const volatile UnitRecord& r,
+                                              const Range& blocks) {
+  Range met = blocks;
+  if constexpr (kHasSegments) {
+    __syncwarp();
+    met = narrow_by_segments(p, r.batch, r.key0, met);
+  }
+  int first = first_block(met), count = met.end - met.begin;
+  if constexpr (kSkipsMasked) {
+    __syncwarp();
+    const int end = met.end;
+    count = 0;
+#pragma unroll 1
+    for (int base = met.begin / 32 * 32; base < end; base += 32) {
+      uint32 shown = shown_blocks(p, r.batch, r.kv_head, r.key0, base);
+      shown &= ptx::low_bits(end - base) & ~ptx::low_bits(met.begin - base);
+      if (shown != 0 && (kDirection < 0 || count == 0)) {
+        first = base + (kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1);
+      }
+      count += __popc(shown);
+    }
+    if (count == 0) first = 0;
+  }
+  return {first, count};
+}
+
+// A walk over the query blocks of a unit, each with all heads of the group: units of one group stay
+// together, whatever their lengths, and find what they load in L2.
+struct Walk {
+  int left, m0, block;
+  int row;       // as of `sum_index`, only with kDqRowBytes
+  int head = 0;  // of the group
+  uint32 shown;  // blocks of the same 32 that are still to come, only with kSkipsMasked
+  __device__ __forceinline__ Walk(const BackwardParams& p, const volatile UnitRecord& u)
+      : left(u.total),
+        m0(u.m0),
+        block(u.block),
+        row(kSumsInDq ? sum_index(p, u.batch, u.head, u.m0) : 0) {
+    if constexpr (kSkipsMasked) {
+      const int m = m0 / kQueries, bit = m % 32;
+      shown = shown_blocks(p, u.batch, u.kv_head, u.key0, m - bit);
+      shown &= kDirection < 0 ? ptx::low_bits(bit) : ~ptx::low_bits(bit + 1);
+    }
+  }
+  __device__ __forceinline__ int sum() const { return kSumsInDq ? row : block; }
+  __device__ __forceinline__ int next_shown(const BackwardParams& p, const volatile UnitRecord& u);
+  __device__ __forceinline__ void next(const BackwardParams& p, const volatile UnitRecord& u) {
+    --left;
+    block += query_blocks(p);
+    ++row;
+    if (++head == u.heads) {
+      const int step = kSkipsMasked ? next_shown(p, u) : kDirection;
+      block += step - head * query_blocks(p);
+      row += step * kQueries * p.query_heads - head;
+      m0 += step * kQueries;
+      head = 0;
+    }
+  }
+};
+
+// How far it is to the next block that the mask shows; there is one unless the walk is done.
+__device__ __forceinline__ int Walk::next_shown(const BackwardParams& p,
+                                                const volatile UnitRecord& u) {
+  if (left == 0) return 0;
+  const int m = m0 / kQueries;
+  int base = m / 32 * 32;
+  while (shown == 0) {
+    base += 32 * kDirection;
+    shown = shown_blocks(p, u.batch, u.kv_head, u.key0, base);
+  }
+  const int bit = kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1;
+  shown ^= 1u << bit;
+  return base + bit - m;
+}
+
+// First queries of blocks that see all keys [slab, slab + 64) of the unit, segments aside. Queries
+// past the length need no test: their lse makes P zero.
+__device__ __forceinline__ Range full_starts(const BackwardParams& p, const volatile UnitRecord& u,
+                                             int slab) {
+  const int key = u.key0 + slab;
+  return full_block_starts(sight_of(p, u), key, key + 63, kQueries);
+}
+
+// A block of queries of one head that a walk comes to.
+struct MetBlock {
+  int head, m0;
+  bool whole = true;  // does the mask let all its queries see all keys [slab, slab + 64)?
+};
+
+// Do the keys [slab, slab + 64) and all queries of the block see each other? `starts` as of
+// full_starts, with kReadsAhead alone.
+__device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile UnitRecord& u,
+                                        const Range& starts, int slab, const MetBlock& met) {
+  const int m0 = met.m0;
+  bool full;
+  if constexpr (kReadsAhead) {
+    full = m0 >= starts.begin && m0 < starts.end;
+  } else {
+    const int key = u.key0 + slab;
+    full = all_visible(sight_of(p, u), key, key + 63, m0, m0 + kQueries - 1);
+  }
+  if constexpr (kHasSegments) {
+    const int2 q = query_segment_range(p, u.batch, m0 / kQueries);
+    const int2 k = key_segment_range(p, u.batch, u.key0 / kKeys);
+    full = full && q.x == q.y && k.x == k.y && q.x == k.x;
+  }
+  if constexpr (kHasMask) full = full && met.whole;
+  return full;
+}
+
+}  // namespace backward

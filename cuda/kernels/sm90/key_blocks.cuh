@@ -1,0 +1,30 @@
+// From a block of keys to the rows that are loaded for it, with TMA and without: with key_row and
+// KeyRows (rows.cuh) all that knows where keys and values lie.
+#pragma once
+
+#include "rows.cuh"
+#include "sm90/products.cuh"
+
+// Bytes of a block of kRows keys or values in shared memory.
+template <int kDim, int kRows>
+inline constexpr int kKeyBlockBytes = ceil_div(kDim, kBoxColumns) * kRows * kBoxRowBytes;
+
+// Loads the block by TMA; one thread calls, when the bytes are announced at the barrier `full`.
+template <int kDim, int kRows>
+__device__ __forceinline__ void fetch_key_block(uint32 tile, const TensorMap& map, uint32 full,
+                                                uint64 policy, int kv_head, int first_key,
+                                                int batch) {
+#pragma unroll
+  for (int box = 0; box < ceil_div(kDim, kBoxColumns); ++box) {
+    ptx::tma_load(tile + box * kRows * kBoxRowBytes, &map, full, policy, box * kBoxColumns, kv_head,
+                  first_key, batch);
+  }
+}
+// The same by kWarps warps, ready once their arrivals have been seen; `rows` from its first key on,
+// of which `count` are left.
+template <int kRows, int kWarps, int kDim>
+__device__ __forceinline__ void copy_key_block(const KeyRows<kDim>& rows, const void* array,
+                                               uint32 tile, int count) {
+  fill_tile<kDim, kRows, kWarps>(tile, static_cast<const uint16*>(array) + rows.first, rows.step,
+                                 count);
+}
