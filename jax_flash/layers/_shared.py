@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_flash._rotary import rotate
 from jax_flash.attention import LayerOptions, flash_attention
 from jax_flash.attention import Options as AttentionOptions
 
@@ -254,33 +255,6 @@ def rows(
         "query_positions": positions,
         "key_value_positions": memory_positions,
     }
-
-
-def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Rotary position embedding: (x[h], x[h + H/2]) turns by the angle position * base**(-2h / H).
-
-    A score depends on the difference of two positions alone, so packed sequences need no
-    positions of their own.
-
-    Args:
-      x: queries or keys [*B, T, N, H], H even.
-      positions: int [T], or [*B, T].
-      base: the longest wavelength is nearly 2 pi base positions.
-
-    Returns:
-      [*B, T, N, H] in the dtype of `x`, computed in float32.
-
-    Paper: Su et al., RoFormer, https://arxiv.org/abs/2104.09864, paired by halves as in GPT-NeoX.
-    """
-    half = x.shape[-1] // 2
-    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    missing = x.ndim - 2 - positions.ndim
-    positions = positions.astype(jnp.float32).reshape(*(1,) * missing, *positions.shape, 1, 1)
-    angles = positions * frequencies.reshape(*(1,) * (x.ndim - 1), -1)  # [*B or 1, T, 1, H/2]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
 
 
 def head_sizes(
