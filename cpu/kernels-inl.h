@@ -15,6 +15,8 @@
 #include "cpu/pairing-inl.h"
 //
 #include "cpu/backward-inl.h"
+//
+#include "cpu/decode-inl.h"
 
 namespace jax_flash::cpu {
 namespace {
@@ -33,6 +35,17 @@ bool RunForward(const ForwardCall& call, Workers& workers) {
       return Forward<Float16, Float32Dot>::Run(call, workers);
     default:
       return Forward<float, Float32Dot>::Run(call, workers);
+  }
+}
+
+bool RunDecode(const DecodeCall& call, Workers& workers) {
+  switch (call.in.problem.dtype) {
+    case DType::kBFloat16:
+      return Decode<BFloat16, DotOfBFloat16>::Run(call, workers);
+    case DType::kFloat16:
+      return Decode<Float16, Float32Dot>::Run(call, workers);
+    default:
+      return Decode<float, Float32Dot>::Run(call, workers);
   }
 }
 

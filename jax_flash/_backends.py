@@ -58,8 +58,6 @@ def _absent_cpu(gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
 
 
 def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
-    if call.cached:
-        return ("there is no CPU kernel for decoding yet",)
     if call.problem.dtype == "float64":
         return ("the CPU kernels take float32, bfloat16 and float16, not float64",)
     return ()

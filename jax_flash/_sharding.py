@@ -63,9 +63,9 @@ def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[s
     names = (*call.operands, *call.results)
     by_name = dict(zip(names, shapes, strict=True))
     q, k = by_name["q"], by_name["k"]
-    leading = len(q) - 3
 
     def factors(name, shape):
+        leading = len(shape) - len(call.dims(name))
         for axis, size in enumerate(shape):
             letter = f"b{axis}" if axis < leading else call.dims(name)[axis - leading].lower()
             if letter == "k" and k[-2] == q[-2]:
@@ -135,11 +135,17 @@ class _Plan:
         q, k = infos["q"].shape, infos["k"].shape
         self.q_heads, self.kv_heads = q[-2], k[-2]
         # The query decides; a dim that it leaves whole follows the keys.
-        specs = [_spec(infos[name]) for name in ("q", "k", "v") if name in infos]
+        specs = [
+            (_spec(infos[name]), len(infos[name].shape) - len(call.dims(name)))
+            for name in ("q", "k", "v")
+            if name in infos
+        ]
         used: set[str] = set()
 
         def axes_of(axis: int, size: int, others: bool) -> tuple[str, ...]:
-            for spec in specs if others else specs[:1]:
+            for spec, leading in specs if others else specs[:1]:
+                if axis >= leading:  # pages have fewer leading dims
+                    continue
                 axes = tuple(a for a in spec[axis] if a not in used)
                 if axes and size % self._devices(axes) == 0:
                     used.update(axes)
@@ -147,9 +153,13 @@ class _Plan:
             return ()
 
         # What all batch rows write to, every device must write alike.
-        written = [infos[name].shape for name in call.results if name in infos]
+        written = [
+            infos[name].shape[: -len(call.dims(name))] for name in call.results if name in infos
+        ]
         self.batch = [
-            () if any(x[axis] != q[axis] for x in written) else axes_of(axis, q[axis], others=True)
+            axes_of(axis, q[axis], others=True)
+            if all(x[axis : axis + 1] == (q[axis],) for x in written)
+            else ()
             for axis in range(len(q) - 3)
         ]
         self.heads = axes_of(-2, q[-2], others=False) or axes_of(
@@ -170,11 +180,14 @@ class _Plan:
     def axes(self, name: str, shape: Sequence[int]) -> list[tuple[str, ...]]:
         """Lists the mesh axes that split each dim of an operand or result."""
         # A dim of size 1 is either broadcast, or whole on every device anyway.
-        return [() if n == 1 else a for n, a in zip(shape, self._full_axes(name), strict=True)]
+        full = self._full_axes(name, shape)
+        return [() if n == 1 else a for n, a in zip(shape, full, strict=True)]
 
-    def _full_axes(self, name: str) -> list[tuple[str, ...]]:
+    def _full_axes(self, name: str, shape: Sequence[int]) -> list[tuple[str, ...]]:
+        leading = len(shape) - len(self.call.dims(name))
         split = {"N": self.heads, "K": self.kv_split}
-        return [*self.batch, *(split.get(letter, ()) for letter in self.call.dims(name))]
+        rest = (split.get(letter, ()) for letter in self.call.dims(name))
+        return [*self.batch[:leading], *rest]
 
     def sharding(self, name: str, shape: Sequence[int]) -> NamedSharding:
         spec = PartitionSpec(*(axes or None for axes in self.axes(name, shape)))
@@ -192,7 +205,7 @@ class _Plan:
         They share it along its dims of size 1; kv_shared share kv heads, and their gradients
         `[*B, S, heads read, H]` are added up to `[*B, S, K, H]`.
         """
-        axes = zip(self._full_axes(name), self.axes(name, shape), strict=True)
+        axes = zip(self._full_axes(name, shape), self.axes(name, shape), strict=True)
         shared = [a for full, own in axes for a in full if a not in own]
         total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.kv_shared and name in ("dk", "dv"):

@@ -162,14 +162,10 @@ def prepare(
         appends=appends,
     )
 
-    def paged(x: jax.Array) -> jax.Array:
-        lead = (1,) * len(batch) if call.paged else (*batch, 1)
-        return x.reshape(*lead, *x.shape[-4 if call.paged else -3 :])
-
     operands = {
         "q": q,
-        "k": paged(k),
-        "v": None if caches.value is None else paged(caches.value),
+        "k": k,
+        "v": caches.value,
         "lengths": row_lengths("lengths", lengths, batch),
         "page_table": caches.page_table,
         **dict(zip(("new_k", "new_v"), new, strict=False)),

@@ -125,15 +125,8 @@ def decode_attention(
     )
     named = call.name_operands(operands) | _op.decode(call, *operands)
 
-    def cache(name: str, given: ArrayLike) -> jax.Array:
-        return named[name].reshape(jnp.shape(given))
-
-    return Decoded(
-        named["out"],
-        jnp.swapaxes(named["lse"], -1, -2),
-        cache("k", key_cache),
-        None if value_cache is None else cache("v", value_cache),
-    )
+    lse = jnp.swapaxes(named["lse"], -1, -2)
+    return Decoded(named["out"], lse, named["k"], named.get("v"))
 
 
 def fill_cache(

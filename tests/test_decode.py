@@ -24,11 +24,6 @@ P = jax.sharding.PartitionSpec
 L = 200  # positions that a row may have
 
 
-@pytest.fixture
-def host_backend():
-    return "xla"
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One call. Whatever no query may see is NaN: slots past the length, pages of no row."""

@@ -2,9 +2,9 @@
 
 Attention of the last T positions to a cache that holds all of them, appended to it first, in place:
 k and v of the results are those of the operands. Shapes and meaning are those of
-`blockwise_decode.decode`, with leading dims: k `[*B, P, S, K, H]` has P = 1 page of S positions for
-each row, or with a page table pages for all rows together; any of *B may be 1. It has no
-derivative.
+`blockwise_decode.decode`, with leading dims: k is `[*B, S, K, H]`, or with a page table
+`[*C, P, S, K, H]` with pages for all rows of each pool; C are the first of B, and any of them may
+be 1. It has no derivative.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jax_flash._problem import Problem, Shapes
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
-_CACHE_DIMS = {"k": "PSKH", "v": "PSKV"}
+_CACHES = ("k", "v")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Decode(Call):
         return True
 
     def dims(self, name: str) -> str:
-        return _CACHE_DIMS.get(name) or super().dims(name)
+        pages = "P" if self.paged and name in _CACHES else ""
+        return pages + super().dims(name)
 
     def shapes(self, operands: Mapping[str, Any]) -> Shapes:
         q, k = operands["q"], operands["k"]
@@ -102,8 +103,9 @@ class Decode(Call):
     def run_kernel(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Computes the results by `kernel(call, *operands)`, in the form of kernels.
 
-        There is one leading dim, q and new_k are rotated, and k and v are `[1, P, S, K, H]` with a
-        page table, or `[B, 1, S, K, H]` without.
+        There is one leading dim, and q and new_k are rotated. The pages of k and v, or without a
+        page table the rows, are as many as all their leading dims make: a reshape of what is
+        written in place would have XLA copy it.
         """
         named = self.name_operands(operands)
         shapes = self.result_shapes(named)
@@ -116,27 +118,26 @@ class Decode(Call):
                 if name in named:
                     named[name] = rotate(named[name], positions, self.rotary_base)
         call = dataclasses.replace(self, rotary_base=None)
-        *pools, pages = named["k"].shape[:-3]
-        if self.paged or tuple(pools) != lead:
-            table = named.pop("page_table", jnp.zeros((rows, 1), jnp.int32)).reshape(rows, -1)
-            call = dataclasses.replace(call, paged=True)
+        if self.paged:
+            *pools, pages = named["k"].shape[:-3]
+            table = named["page_table"].reshape(rows, -1)
             named["page_table"] = _in_one_pool(table, lead, pools, pages)
-            pools = (1, math.prod(pools) * pages)
-        else:
-            pools = (rows, 1)
+        elif named["k"].shape[:-3] != lead:  # members that share a cache
+            call = dataclasses.replace(call, paged=True)
+            table = jnp.zeros((rows, 1), jnp.int32)
+            named["page_table"] = _in_one_pool(table, lead, named["k"].shape[:-3], 1)
 
         def flatten(name: str) -> jax.Array:
             x = named[name]
-            if name in _CACHE_DIMS:
-                return x.reshape(*pools, *x.shape[-3:])
+            if name in (*_CACHES, "page_table"):
+                return x
             if name in self.problem.terms and set(x.shape[: len(lead)]) <= {1}:
                 return x.reshape(1, *x.shape[len(lead) :])
             return jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :])).reshape(
                 rows, *x.shape[len(lead) :]
             )
 
-        flat = [named[x] if x == "page_table" else flatten(x) for x in call.operands]
-        results = kernel(call, *flat)
+        results = kernel(call, *map(flatten, call.operands))
         return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
 
 
@@ -147,14 +148,15 @@ def _in_one_pool(
     count = math.prod(pools)
     if count == 1:
         return table
-    pool = np.broadcast_to(np.arange(count, dtype=np.int32).reshape(pools), lead).reshape(-1, 1)
+    pool = np.arange(count, dtype=np.int32).reshape(*pools, *(1,) * (len(lead) - len(pools)))
+    pool = np.broadcast_to(pool, lead).reshape(-1, 1)
     there = (table >= 0) & (table < pages)
     return jnp.where(there, table + pages * pool, -1)
 
 
 def _blockwise(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
     named = call.name_operands(operands)
-    caches = {x: named[x].reshape(-1, *named[x].shape[2:]) for x in _CACHE_DIMS if x in named}
+    caches = {x: named[x].reshape(-1, *named[x].shape[-3:]) for x in _CACHES if x in named}
     results = blockwise_decode.decode(
         call.problem,
         named["q"],
