@@ -1,4 +1,4 @@
-"""From the arguments of `decode_attention` and `fill_cache` to arrays, or an error that says why."""
+"""From the arguments of `decode_attention` and `fill_cache` to arrays, or an error."""
 
 import dataclasses
 import math
