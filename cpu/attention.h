@@ -1,5 +1,6 @@
 // Owns the interface of the CPU attention kernels: what to compute, on which arrays, with which
-// threads. Nothing here knows XLA. Read next: forward-inl.h, pairing-inl.h, dispatch.cc.
+// threads. Nothing here knows XLA. Read next: forward-inl.h, pairing-inl.h, decode-inl.h,
+// dispatch.cc.
 #ifndef JAX_FLASH_CPU_ATTENTION_H_
 #define JAX_FLASH_CPU_ATTENTION_H_
 
@@ -87,6 +88,24 @@ struct BackwardCall {
   void* dbias = nullptr;  // bias's shape and dtype, or null
 };
 
+// Attention of few rows of queries to keys and values in pages, [P, S, K, H] and [P, S, K, Hv]:
+// position p of batch row b is in slot p % S of page table[b][p / S]. in.shapes.kv_len is the
+// number of positions that a row may have. Bias, mask, segments and dropout are absent.
+struct DecodeCall {
+  Inputs in;
+  int64_t pages = 0, page_size = 0;
+  const int32_t* page_table = nullptr;  // [B, kv_len / page_size]; null: row b has page b alone
+  bool values_in_keys = false;          // v[..] is the first Hv features of k[..]; in.v is null
+  // Rows longer than kv_len, or without a page for a position they need, get nan where this is set.
+  bool checked = false;
+  const void* new_k = nullptr;  // [B, T, K, H], written to the queries' positions first; or null
+  const void* new_v = nullptr;  // [B, T, K, Hv]
+  void* k = nullptr;            // in.k and in.v, where there is something to write
+  void* v = nullptr;
+  void* out = nullptr;   // [B, T, N, Hv]
+  float* lse = nullptr;  // [B, N, T]
+};
+
 // Threads that share the indices of a loop. Run returns when every body has returned.
 class Workers {
  public:
@@ -95,11 +114,12 @@ class Workers {
   virtual void Run(int64_t tasks, void (*body)(void* context, int64_t index), void* context) = 0;
 };
 
-// One build of the kernels. Both return false when memory could not be had.
+// One build of the kernels. All return false when memory could not be had.
 struct Kernels {
   const char* name;
   bool (*forward)(const ForwardCall& call, Workers& workers);
   bool (*backward)(const BackwardCall& call, Workers& workers);
+  bool (*decode)(const DecodeCall& call, Workers& workers);
 };
 
 // The fastest build that this processor runs.

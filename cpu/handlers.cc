@@ -129,13 +129,43 @@ ffi::Error BackwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
   return BestKernels().backward(call, workers) ? ffi::Error::Success() : OutOfMemory();
 }
 
-// What both handlers take in front of their own attributes.
+ffi::Error DecodeHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                         ProblemAttribute problem, bool paged, bool appends, int64_t value_dim) {
+  DecodeOperands operands;
+  if (ffi::Error error = ReadDecode(args, rets, problem, {paged, appends, value_dim}, &operands);
+      error.failure()) {
+    return error;
+  }
+  const BoundInputs inputs(operands, problem);
+  DecodeCall call;
+  call.in = inputs.get();
+  call.in.kv_lengths = operands.lengths;
+  call.pages = operands.pages;
+  call.page_size = operands.page_size;
+  call.page_table = operands.page_table;
+  call.values_in_keys = operands.values_in_keys;
+  call.checked = true;
+  call.new_k = operands.new_k;
+  call.new_v = operands.new_v;
+  call.k = operands.k_cache;
+  call.v = operands.v_cache;
+  call.out = operands.out;
+  call.lse = operands.lse;
+  PoolWorkers<ffi::ThreadPool> workers(pool, pool.num_threads());
+  return BestKernels().decode(call, workers) ? ffi::Error::Success() : OutOfMemory();
+}
+
+// What all handlers take in front of their own attributes.
 auto Bind() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
       .RemainingArgs()
       .RemainingRets()
       .Attr<ProblemAttribute>("problem");
+}
+
+auto BindDecode() {
+  return Bind().Attr<bool>("paged").Attr<bool>("appends").Attr<int64_t>("value_dim");
 }
 
 auto BindBackward() { return Bind().Attr<bool>("with_dlse").Attr<bool>("with_dbias"); }
@@ -147,3 +177,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCpuForward, jax_flash::cpu::ForwardHandler
                               jax_flash::cpu::Bind());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCpuBackward, jax_flash::cpu::BackwardHandler,
                               jax_flash::cpu::BindBackward());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCpuDecode, jax_flash::cpu::DecodeHandler,
+                              jax_flash::cpu::BindDecode());

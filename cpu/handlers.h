@@ -7,6 +7,7 @@
 extern "C" {
 XLA_FFI_Error* JaxFlashCpuForward(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxFlashCpuBackward(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxFlashCpuDecode(XLA_FFI_CallFrame* call_frame);
 }
 
 #endif  // JAX_FLASH_CPU_HANDLERS_H_

@@ -15,6 +15,8 @@
 #include "cpu/pairing-inl.h"
 //
 #include "cpu/backward-inl.h"
+//
+#include "cpu/decode-inl.h"
 
 namespace jax_flash::cpu {
 namespace {
@@ -25,7 +27,35 @@ using DotOfBFloat16 = BFloat16Dot;
 using DotOfBFloat16 = Float32Dot;
 #endif
 
+bool RunDecode(const DecodeCall& call, Workers& workers) {
+  switch (call.in.problem.dtype) {
+    case DType::kBFloat16:
+      return Decode<BFloat16, DotOfBFloat16>::Run(call, workers);
+    case DType::kFloat16:
+      return Decode<Float16, Float32Dot>::Run(call, workers);
+    default:
+      return Decode<float, Float32Dot>::Run(call, workers);
+  }
+}
+
+// So few query rows to a kv head that packing its keys and values does not pay.
+bool HasFewRows(const Inputs& in) {
+  constexpr int64_t kFew = 16;
+  const Shapes& s = in.shapes;
+  return s.q_len * s.q_heads <= kFew * s.kv_heads && !in.bias.data && !in.mask.data &&
+         !in.kv_segments && !in.kv_positions && !in.dropout_state;
+}
+
 bool RunForward(const ForwardCall& call, Workers& workers) {
+  if (HasFewRows(call.in)) {
+    DecodeCall decode;
+    decode.in = call.in;
+    decode.pages = call.in.shapes.batch;
+    decode.page_size = call.in.shapes.kv_len;
+    decode.out = call.out;
+    decode.lse = call.lse;
+    return RunDecode(decode, workers);
+  }
   switch (call.in.problem.dtype) {
     case DType::kBFloat16:
       return Forward<BFloat16, DotOfBFloat16>::Run(call, workers);

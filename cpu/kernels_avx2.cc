@@ -7,6 +7,6 @@
 namespace jax_flash::cpu {
 
 extern const Kernels kAvx2;
-const Kernels kAvx2 = {"avx2", RunForward, RunBackward};
+const Kernels kAvx2 = {"avx2", RunForward, RunBackward, RunDecode};
 
 }  // namespace jax_flash::cpu

@@ -7,6 +7,6 @@
 namespace jax_flash::cpu {
 
 extern const Kernels kAvx512;
-const Kernels kAvx512 = {"avx512", RunForward, RunBackward};
+const Kernels kAvx512 = {"avx512", RunForward, RunBackward, RunDecode};
 
 }  // namespace jax_flash::cpu

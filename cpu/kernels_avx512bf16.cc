@@ -7,6 +7,6 @@
 namespace jax_flash::cpu {
 
 extern const Kernels kAvx512Bf16;
-const Kernels kAvx512Bf16 = {"avx512bf16", RunForward, RunBackward};
+const Kernels kAvx512Bf16 = {"avx512bf16", RunForward, RunBackward, RunDecode};
 
 }  // namespace jax_flash::cpu

@@ -7,6 +7,6 @@
 namespace jax_flash::cpu {
 
 extern const Kernels kPortable;
-const Kernels kPortable = {"portable", RunForward, RunBackward};
+const Kernels kPortable = {"portable", RunForward, RunBackward, RunDecode};
 
 }  // namespace jax_flash::cpu

@@ -149,6 +149,15 @@ inline void Transpose(F (&r)[kLanes]) {
   }
 }
 
+// Lane i: the sum of the lanes of x[i].
+inline F SumEach(F (&x)[kLanes]) {
+  F t[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) t[i] = _mm256_hadd_ps(x[2 * i], x[2 * i + 1]);
+  const F low = _mm256_hadd_ps(t[0], t[1]), high = _mm256_hadd_ps(t[2], t[3]);
+  return Add(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+
 }  // namespace
 }  // namespace jax_flash::cpu
 

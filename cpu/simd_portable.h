@@ -92,6 +92,11 @@ inline void Transpose(F (&r)[kLanes]) {
   for (int i = 0; i < kLanes; ++i) r[i] = t[i];
 }
 
+// Lane i: the sum of the lanes of x[i].
+inline F SumEach(F (&x)[kLanes]) {
+  return F{ReduceAdd(x[0]), ReduceAdd(x[1]), ReduceAdd(x[2]), ReduceAdd(x[3])};
+}
+
 }  // namespace
 }  // namespace jax_flash::cpu
 

@@ -41,6 +41,7 @@ nb::dict Targets() {
   nb::dict cpu;
   cpu["jax_flash_cpu_forward"] = Capsule(JaxFlashCpuForward);
   cpu["jax_flash_cpu_backward"] = Capsule(JaxFlashCpuBackward);
+  cpu["jax_flash_cpu_decode"] = Capsule(JaxFlashCpuDecode);
   targets["cpu"] = cpu;
 #endif
 #ifdef JAX_FLASH_CUDA

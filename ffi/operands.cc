@@ -108,6 +108,10 @@ Dims Join(ffi::Span<const std::int64_t> batch, std::initializer_list<std::int64_
   return dims;
 }
 
+void* Data(const std::optional<ffi::AnyBuffer>& buffer) {
+  return buffer ? buffer->untyped_data() : nullptr;
+}
+
 bool IsFloat(ffi::DataType dtype) {
   return dtype == ffi::F32 || dtype == ffi::BF16 || dtype == ffi::F16;
 }
@@ -291,6 +295,103 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets rets,
   operands->dq = dq->untyped_data();
   operands->dk = dk->untyped_data();
   operands->dv = dv->untyped_data();
+  return ffi::Error::Success();
+}
+
+ffi::Error ReadDecode(ffi::RemainingArgs args, ffi::RemainingRets rets,
+                      const ProblemAttribute& problem, const DecodeAttributes& attributes,
+                      DecodeOperands* operands) {
+  Reader reader(args, rets);
+  CheckProblem(problem, &reader);
+  if (problem.dropout_rate > 0 || problem.terms & ~(std::int64_t{1} << kSinks)) {
+    reader.Fail("decoding has no term but sinks");
+  }
+  const bool with_v = attributes.value_dim == 0;
+  const auto q = reader.Operand("q");
+  const auto k = reader.Operand("k");
+  const auto v = with_v ? reader.Operand("v") : std::nullopt;
+  const auto lengths = reader.Operand("lengths");
+  const auto table = attributes.paged ? reader.Operand("page_table") : std::nullopt;
+  const auto new_k = attributes.appends ? reader.Operand("new_k") : std::nullopt;
+  const auto new_v = attributes.appends && with_v ? reader.Operand("new_v") : std::nullopt;
+  if (!reader.ok()) return reader.error();
+  const auto q_dims = q->dimensions(), k_dims = k->dimensions();
+  const std::size_t rank = k_dims.size(), v_rank = with_v ? v->dimensions().size() : rank;
+  if (q_dims.size() != 4 || rank < 3 || v_rank != rank ||
+      (attributes.paged && table->dimensions().size() != 2)) {
+    reader.Fail("q " + Show(q_dims) + " and k " + Show(k_dims) +
+                " need ranks 4 and 3 or more, v that of k, page_table rank 2");
+    return reader.error();
+  }
+  const ffi::Span<const std::int64_t> pages(k_dims.begin(), rank - 3);
+  const std::int64_t columns = attributes.paged ? table->dimensions()[1] : 1;
+  operands->batch = ffi::Span<const std::int64_t>(q_dims.begin(), 1);
+  operands->dtype = q->element_type();
+  operands->pages = 1;
+  for (std::int64_t dim : pages) operands->pages *= dim;
+  operands->page_size = k_dims[rank - 3];
+  operands->values_in_keys = !with_v;
+  Sizes& s = operands->sizes;
+  s.batch = q_dims[0];
+  s.q_len = q_dims[1];
+  s.kv_len = columns * operands->page_size;
+  s.q_heads = q_dims[2];
+  s.kv_heads = k_dims[rank - 2];
+  s.head_dim = q_dims[3];
+  s.value_dim = with_v ? v->dimensions()[rank - 1] : attributes.value_dim;
+  if (!IsFloat(operands->dtype)) {
+    reader.Fail("q is neither float32 nor bfloat16 nor float16");
+  }
+  reader.Check("k", k, operands->dtype, Join(pages, {operands->page_size, s.kv_heads, s.head_dim}));
+  if (with_v) {
+    reader.Check("v", v, operands->dtype,
+                 Join(pages, {operands->page_size, s.kv_heads, s.value_dim}));
+  } else if (s.value_dim < 1 || s.value_dim > s.head_dim) {
+    reader.Fail("value_dim " + std::to_string(s.value_dim) + " is not in [1, " +
+                std::to_string(s.head_dim) + "]");
+  }
+  if (!attributes.paged && operands->pages != s.batch) {
+    reader.Fail("k " + Show(k_dims) + " has not one page for each row of q " + Show(q_dims));
+  }
+  if (s.q_heads != 0 && (s.kv_heads == 0 || s.q_heads % s.kv_heads != 0)) {
+    reader.Fail("the " + std::to_string(s.kv_heads) + " heads of k do not divide the " +
+                std::to_string(s.q_heads) + " of q");
+  }
+  reader.Check("lengths", lengths, ffi::S32, {s.batch});
+  if (table) reader.Check("page_table", table, ffi::S32, {s.batch, columns});
+  if (new_k) {
+    reader.Check("new_k", new_k, operands->dtype, {s.batch, s.q_len, s.kv_heads, s.head_dim});
+  }
+  if (new_v) {
+    reader.Check("new_v", new_v, operands->dtype, {s.batch, s.q_len, s.kv_heads, s.value_dim});
+  }
+  ReadTerms(problem, &reader, operands);
+  reader.CheckAllRead();
+  const auto out = reader.Result("out");
+  const auto lse = reader.Result("lse");
+  const auto k_cache = new_k ? reader.Result("k") : std::nullopt;
+  const auto v_cache = new_v ? reader.Result("v") : std::nullopt;
+  if (!reader.ok()) return reader.error();
+  reader.Check("out", out, operands->dtype, {s.batch, s.q_len, s.q_heads, s.value_dim});
+  reader.Check("lse", lse, ffi::F32, {s.batch, s.q_heads, s.q_len});
+  if (!reader.ok()) return reader.error();
+  operands->q = Data(q);
+  operands->k = Data(k);
+  operands->v = Data(v);
+  operands->lengths = static_cast<const std::int32_t*>(Data(lengths));
+  operands->page_table = static_cast<const std::int32_t*>(Data(table));
+  operands->new_k = Data(new_k);
+  operands->new_v = Data(new_v);
+  operands->k_cache = Data(k_cache);
+  operands->v_cache = Data(v_cache);
+  operands->out = Data(out);
+  operands->lse = static_cast<float*>(Data(lse));
+  // XLA was told that these are one; else what is read would miss what is written.
+  if ((operands->k_cache && operands->k_cache != operands->k) ||
+      (operands->v_cache && operands->v_cache != operands->v)) {
+    reader.Fail("the caches of operands and results are not the same buffers");
+    return reader.error();
+  }
   return ffi::Error::Success();
 }
 

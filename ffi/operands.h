@@ -102,12 +102,34 @@ struct BackwardOperands : Operands {
   std::optional<xla::ffi::AnyBuffer> dbias;  // of the bias's dtype and shape
 };
 
+// What decoding reads: sizes.q_len is T, sizes.kv_len the positions that a row may have.
+struct DecodeOperands : Operands {
+  std::int64_t pages, page_size;
+  const std::int32_t* lengths;     // [B]
+  const std::int32_t* page_table;  // [B, kv_len / page_size], or null: row b has page b alone
+  bool values_in_keys;             // v is null: values are the first value_dim features of k
+  const void *new_k, *new_v;       // [B, T, K, H] and [B, T, K, Hv], or null
+  void *k_cache, *v_cache;         // k and v, where there is something to write
+  void* out;                       // [B, T, N, Hv]
+  float* lse;                      // [B, N, T]
+};
+
+// Attributes of decoding beside the problem.
+struct DecodeAttributes {
+  bool paged, appends;
+  std::int64_t value_dim;  // 0: there is a v
+};
+
 // Fills `*operands`; results beyond the named ones (workspaces) are the caller's to check.
 xla::ffi::Error ReadForward(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
                             const ProblemAttribute& problem, ForwardOperands* operands);
 xla::ffi::Error ReadBackward(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
                              const ProblemAttribute& problem, bool with_dlse, bool with_dbias,
                              BackwardOperands* operands);
+
+xla::ffi::Error ReadDecode(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+                           const ProblemAttribute& problem, const DecodeAttributes& attributes,
+                           DecodeOperands* operands);
 
 // A term of rank leading dims + n, of which any may be 1: the index of its element 0 of the row
 // `batch` (flat, over the leading dims), counted in elements.

@@ -5,13 +5,17 @@ from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
 from jax_flash._version import __version__
 from jax_flash.attention import dot_product_attention, flash_attention
+from jax_flash.decode import Decoded, decode_attention, fill_cache
 
 __all__ = [
     "EXPORT_CHECKS",
+    "Decoded",
     "Explanation",
     "__version__",
+    "decode_attention",
     "dot_product_attention",
     "explain",
+    "fill_cache",
     "flash_attention",
     "reference",
 ]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _batching, _gpu, _native
+from jax_flash import _gpu, _native
 from jax_flash._call import Call
 from jax_flash._problem import Shapes
 from jax_flash._terms import BROADCAST
@@ -63,12 +63,18 @@ def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ..
     return ()
 
 
+def _decline_cuda(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
+    if call.cached:
+        return ("there is no CUDA kernel for decoding yet",)
+    return _gpu.refuse(call, shapes, gpu)
+
+
 def _nothing(*_: object) -> tuple[str, ...]:
     return ()
 
 
 def _run_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    return _batching.run_kernel(_call_cuda, call, *operands)
+    return call.run_kernel(_call_cuda, *operands)
 
 
 def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -100,11 +106,15 @@ def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _run_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    return _batching.run_kernel(_call_cpu, call, *operands)
+    return call.run_kernel(_call_cpu, *operands)
 
 
 def _call_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    custom_call = jax.ffi.ffi_call(f"jax_flash_cpu_{call.target}", _results(call, operands))
+    custom_call = jax.ffi.ffi_call(
+        f"jax_flash_cpu_{call.target}",
+        _results(call, operands),
+        input_output_aliases=call.aliases,
+    )
     return tuple(custom_call(*operands, **call.attributes()))
 
 
@@ -118,7 +128,7 @@ def _run_xla(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 
 BACKENDS = {
-    "cuda": Backend(("cuda",), _absent_cuda, _gpu.refuse, _run_cuda),
+    "cuda": Backend(("cuda",), _absent_cuda, _decline_cuda, _run_cuda),
     "cpu": Backend(("cpu",), _absent_cpu, _decline_cpu, _run_cpu),
     "xla": Backend(None, _nothing, _nothing, _run_xla),
 }

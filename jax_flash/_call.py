@@ -6,24 +6,28 @@ know no more of it than stands here.
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_flash._problem import Problem
+from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 
 # Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
-# heads, H and V features, W words.
+# heads, H and V features, W words, P pages, M pages of a row.
 _DIMS = {
     "q": "TNH",
     "k": "SKH",
     "v": "SKV",
     "out": "TNV",
     "lse": "NT",
+    "lengths": "",
+    "page_table": "M",
+    "new_k": "TKH",
+    "new_v": "TKV",
     **{name: term.dims for name, term in TERMS.items()},
 }
 
@@ -41,12 +45,14 @@ class Call(abc.ABC):
       problem: what to compute.
       backend: which backend runs it, as the user named it; None: the first that can.
       target: the name of the pass, which ends those of its custom calls.
+      function: the public call that it belongs to.
     """
 
     problem: Problem
     backend: str | None
 
     target = ""
+    function = "flash_attention"
 
     @property
     @abc.abstractmethod
@@ -56,7 +62,7 @@ class Call(abc.ABC):
     @property
     @abc.abstractmethod
     def results(self) -> tuple[str, ...]:
-        """The names of what comes out; the gradient of x is "dx"."""
+        """The names of what comes out; the gradient of x is "dx", x written in place is "x"."""
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -68,6 +74,25 @@ class Call(abc.ABC):
         """The same with all results that the kernels compute."""
         return self
 
+    @property
+    def cached(self) -> bool:
+        """Whether k and v are a cache, of which no device may make a copy."""
+        return False
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """The operands that are written in place, by index, and the results that they become."""
+        names = (name for name in self.results if name in self.operands)
+        return {self.operands.index(name): self.results.index(name) for name in names}
+
+    def dims(self, name: str) -> str:
+        """Returns the letters of an operand's or result's dims after the leading ones."""
+        return dims(name)
+
+    def shapes(self, operands: Mapping[str, Any]) -> Shapes:
+        """Reads the sizes of the call from its operands by name."""
+        return Shapes.of(operands["q"], operands["k"], operands["v"])
+
     def attributes(self) -> dict[str, Any]:
         """Returns the attributes of the custom call."""
         return {"problem": self.problem.attribute()}
@@ -76,16 +101,22 @@ class Call(abc.ABC):
     def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Computes the results in JAX, as backend "xla" does."""
 
+    @abc.abstractmethod
+    def run_kernel(
+        self, kernel: Callable[..., tuple[jax.Array, ...]], *operands: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Computes the results by `kernel(call, *operands)`, which takes the form kernels know."""
+
     def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:
         """Lists the shapes of the results from the operands by name."""
         q, v = operands["q"].shape, operands["v"].shape
         made = {"out": (*q[:-1], v[-1]), "lse": (*q[:-3], q[-2], q[-3])}
-        return [made[x] if x in made else operands[x[1:]].shape for x in self.results]
+        return [made[x] if x in made else _of(x, operands).shape for x in self.results]
 
     def result_avals(self, operands: Mapping[str, Any]) -> tuple[Any, ...]:
         """Returns the abstract values of the results from those of the operands by name.
 
-        Out and lse are split as the query is and a gradient as what it is the gradient of.
+        Out and lse are split as the query is, a gradient as what it is the gradient of.
         """
         q = operands["q"]
         spec = tuple(q.sharding.spec)
@@ -97,7 +128,7 @@ class Call(abc.ABC):
 
         def aval(name, shape):
             if name not in made:
-                return operands[name[1:]].update(weak_type=False)
+                return _of(name, operands).update(weak_type=False)
             dtype, spec = made[name]
             sharding = NamedSharding(q.sharding.mesh, spec)
             return q.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
@@ -107,3 +138,8 @@ class Call(abc.ABC):
     def name_operands(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Returns the operands by name."""
         return dict(zip(self.operands, operands, strict=True))
+
+
+def _of(result: str, operands: Mapping[str, Any]) -> Any:
+    """Returns the operand that a result is the gradient of, or is itself."""
+    return operands[result] if result in operands else operands[result.removeprefix("d")]

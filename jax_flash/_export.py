@@ -7,5 +7,5 @@ from jax import export
 EXPORT_CHECKS = tuple(
     export.DisabledSafetyCheck.custom_call(f"jax_flash_{platform}_{half}")
     for platform in ("cpu", "cuda")
-    for half in ("forward", "backward")
+    for half in ("forward", "backward", "decode")
 )

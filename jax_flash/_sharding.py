@@ -28,9 +28,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash._backends import warn_once
-from jax_flash._call import Call, dims
+from jax_flash._call import Call
 
-_WHOLE = ("T", "S", "H", "V", "W")  # dims of `_call.dims` that are not split
+_WHOLE = ("T", "S", "H", "V", "W", "P", "M")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
 
 
@@ -63,11 +63,11 @@ def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[s
     names = (*call.operands, *call.results)
     by_name = dict(zip(names, shapes, strict=True))
     q, k = by_name["q"], by_name["k"]
-    leading = len(q) - 3
 
     def factors(name, shape):
+        leading = len(shape) - len(call.dims(name))
         for axis, size in enumerate(shape):
-            letter = f"b{axis}" if axis < leading else dims(name)[axis - leading].lower()
+            letter = f"b{axis}" if axis < leading else call.dims(name)[axis - leading].lower()
             if letter == "k" and k[-2] == q[-2]:
                 letter = "n"
             # A dim of size 1 may be broadcast: it corresponds to nothing.
@@ -85,8 +85,8 @@ def _partition(run, call, mesh: Mesh, operands, results):
     """Chooses the shardings of operands and results, and what each device computes."""
     del results
     infos = call.name_operands(operands)
-    _warn_of_split_sequences(mesh, infos)
-    plan = _Plan(mesh, infos)
+    _warn_of_split_sequences(mesh, call, infos)
+    plan = _Plan(mesh, call, infos)
     operand_shardings = tuple(plan.sharding(name, infos[name].shape) for name in call.operands)
     result_shardings = tuple(
         plan.sharding(name, shape)
@@ -100,7 +100,9 @@ def _partition(run, call, mesh: Mesh, operands, results):
 
     def compute_local(*local):
         local = call.name_operands(local)
-        local["k"], local["v"] = plan.local_kv_heads(local["k"]), plan.local_kv_heads(local["v"])
+        for name in ("k", "v"):
+            if name in local:
+                local[name] = plan.local_kv_heads(local[name])
         outputs = dict(zip(call.results, run(call, *local.values()), strict=True))
         # In this order on every process: these are collectives.
         for name in call.results:
@@ -111,12 +113,14 @@ def _partition(run, call, mesh: Mesh, operands, results):
     return mesh, compute, result_shardings, operand_shardings
 
 
-def _warn_of_split_sequences(mesh: Mesh, infos: dict[str, Any]) -> None:
+def _warn_of_split_sequences(mesh: Mesh, call: Call, infos: dict[str, Any]) -> None:
     for name, argument, letter in (("q", "query", "T"), ("k", "key", "S"), ("v", "value", "S")):
+        if name not in infos:
+            continue
         axes = tuple(axis for axis in _spec(infos[name])[-3] if mesh.shape[axis] > 1)
         if axes:
             warn_once(
-                f"{argument} of flash_attention arrives with {letter} split over mesh axes {axes}: "
+                f"{argument} of {call.function} arrives with {letter} split over mesh axes {axes}: "
                 "it is gathered, so every device along them holds whole sequences and computes the "
                 "same. Split a leading dim or the heads over these axes instead, for example by "
                 "jax.lax.with_sharding_constraint on query, key and value before the call"
@@ -126,32 +130,49 @@ def _warn_of_split_sequences(mesh: Mesh, infos: dict[str, Any]) -> None:
 class _Plan:
     """Which mesh axes split the leading dims and the heads of one call."""
 
-    def __init__(self, mesh: Mesh, infos: dict[str, Any]):
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, call: Call, infos: dict[str, Any]):
+        self.mesh, self.call = mesh, call
         q, k = infos["q"].shape, infos["k"].shape
         self.q_heads, self.kv_heads = q[-2], k[-2]
         # The query decides; a dim that it leaves whole follows the keys.
-        specs = [_spec(infos[name]) for name in ("q", "k", "v")]
+        specs = [
+            (_spec(infos[name]), len(infos[name].shape) - len(call.dims(name)))
+            for name in ("q", "k", "v")
+            if name in infos
+        ]
         used: set[str] = set()
 
         def axes_of(axis: int, size: int, others: bool) -> tuple[str, ...]:
-            for spec in specs if others else specs[:1]:
+            for spec, leading in specs if others else specs[:1]:
+                if axis >= leading:  # pages have fewer leading dims
+                    continue
                 axes = tuple(a for a in spec[axis] if a not in used)
                 if axes and size % self._devices(axes) == 0:
                     used.update(axes)
                     return axes
             return ()
 
-        leading = len(q) - 3
-        self.batch = [axes_of(axis, q[axis], others=True) for axis in range(leading)]
-        self.heads = axes_of(leading + 1, q[-2], others=False) or axes_of(
-            leading + 1, math.gcd(q[-2], k[-2]), others=True
+        # What all batch rows write to, every device must write alike.
+        written = [
+            infos[name].shape[: -len(call.dims(name))] for name in call.results if name in infos
+        ]
+        self.batch = [
+            axes_of(axis, q[axis], others=True)
+            if all(x[axis : axis + 1] == (q[axis],) for x in written)
+            else ()
+            for axis in range(len(q) - 3)
+        ]
+        self.heads = axes_of(-2, q[-2], others=False) or axes_of(
+            -2, math.gcd(q[-2], k[-2]), others=True
         )
         # The kv heads are split by as many of the axes as divide them.
         count = len(self.heads)
         while self.kv_heads % self._devices(self.heads[:count]):
             count -= 1
         self.kv_split, self.kv_shared = self.heads[:count], self.heads[count:]
+        if call.cached and self.kv_heads != self._devices(self.kv_split):
+            # Devices that share several kv heads would each copy those that they read.
+            self.heads, self.kv_shared = self.kv_split, ()
 
     def _devices(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[a] for a in axes)
@@ -159,11 +180,14 @@ class _Plan:
     def axes(self, name: str, shape: Sequence[int]) -> list[tuple[str, ...]]:
         """Lists the mesh axes that split each dim of an operand or result."""
         # A dim of size 1 is either broadcast, or whole on every device anyway.
-        return [() if n == 1 else a for n, a in zip(shape, self._full_axes(name), strict=True)]
+        full = self._full_axes(name, shape)
+        return [() if n == 1 else a for n, a in zip(shape, full, strict=True)]
 
-    def _full_axes(self, name: str) -> list[tuple[str, ...]]:
+    def _full_axes(self, name: str, shape: Sequence[int]) -> list[tuple[str, ...]]:
+        leading = len(shape) - len(self.call.dims(name))
         split = {"N": self.heads, "K": self.kv_split}
-        return [*self.batch, *(split.get(letter, ()) for letter in dims(name))]
+        rest = (split.get(letter, ()) for letter in self.call.dims(name))
+        return [*self.batch[:leading], *rest]
 
     def sharding(self, name: str, shape: Sequence[int]) -> NamedSharding:
         spec = PartitionSpec(*(axes or None for axes in self.axes(name, shape)))
@@ -171,7 +195,7 @@ class _Plan:
 
     def local_kv_heads(self, x):
         """Takes the kv heads that this device's query heads read from `[*B, S, K, H]`."""
-        if not self.kv_shared:
+        if not self.kv_shared or x.shape[-2] == 1:
             return x
         return jnp.take(x, self._kv_heads_read(), axis=-2)
 
@@ -181,7 +205,7 @@ class _Plan:
         They share it along its dims of size 1; kv_shared share kv heads, and their gradients
         `[*B, S, heads read, H]` are added up to `[*B, S, K, H]`.
         """
-        axes = zip(self._full_axes(name), self.axes(name, shape), strict=True)
+        axes = zip(self._full_axes(name, shape), self.axes(name, shape), strict=True)
         shared = [a for full, own in axes for a in full if a not in own]
         total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.kv_shared and name in ("dk", "dv"):

@@ -56,7 +56,7 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
         rescale = jnp.exp(largest - shift)
         weights = jnp.exp(logits - shift[..., None])
         total = rescale * total + jnp.sum(weights, axis=-1)
-        v, v_bad = _split_bad(tile.v)
+        v, v_bad = split_bad(tile.v)
         weights = jnp.where(visible, tile.drop(weights) + v_bad[..., None, None, :], 0.0)
         weighted = rescale[..., None] * weighted + sweep.product(
             "...kgts,...ksh->...kgth", weights, v
@@ -114,8 +114,8 @@ def backward(
     def step(state, start):
         dq, dk, dv, dbias = state
         tile = sweep.tile(start)
-        (q, _), (k, _), (v, v_bad) = (_split_bad(x) for x in (tile.q, tile.k, tile.v))
-        do, do_bad = _split_bad(_read(dout, tile.rows, -2))
+        (q, _), (k, _), (v, v_bad) = (split_bad(x) for x in (tile.q, tile.k, tile.v))
+        do, do_bad = split_bad(_read(dout, tile.rows, -2))
         row_lse, row_delta = (_read(x, tile.rows, -1) for x in (lse, delta))
 
         logits, slope, visible = tile.logits()
@@ -312,7 +312,7 @@ class _Tile:
         Where not visible the logits are -inf; without softcap the slope is None.
         """
         sweep = self.sweep
-        (q, q_bad), (k, k_bad) = _split_bad(self.q), _split_bad(self.k)
+        (q, q_bad), (k, k_bad) = split_bad(self.q), split_bad(self.k)
         logits = sweep.problem.scale * sweep.product("...kgth,...ksh->...kgts", q, k)
         logits = logits + q_bad[..., None] + k_bad[..., None, None, :]
         if sweep.bias is not None:
@@ -445,7 +445,7 @@ def _tile_starts(
     return np.stack(starts, axis=-1).astype(np.int32)
 
 
-def _split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits `[..., L, H]` into x with 0 for NaN and inf, and `[..., L]`: NaN where x had any.
 
     Elsewhere the second, float32 or wider, is 0. A product then cannot spread NaN through a weight

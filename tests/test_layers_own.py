@@ -473,6 +473,81 @@ def test_past_the_end_of_the_cache_is_nan(api):
     assert np.isnan(chunked[:, -1]).all()
 
 
+def cached_steps(api, layer, variables, batch, max_length):
+    """A function of x and its lengths that continues the rows of a cache, compiled by shape."""
+    if api == "nnx":
+        layer.init_cache(batch, max_length)
+        step = nnx.jit(
+            lambda layer, x, lengths: layer(x, seq_lengths=lengths, decode=True), donate_argnums=0
+        )
+        return functools.partial(step, layer)
+    layer = layer.clone(decode=True)
+    cache = layer.init(jax.random.key(0), jnp.zeros((batch, max_length, FEATURES)))["cache"]
+    step = jax.jit(
+        lambda cache, x, lengths: layer.apply(
+            {**variables, "cache": cache}, x, seq_lengths=lengths, mutable=["cache"]
+        ),
+        donate_argnums=0,
+    )
+
+    def run(x, lengths):
+        nonlocal cache
+        out, updated = step(cache, x, lengths)
+        cache = updated["cache"]
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("backend", [None, "xla"])
+def test_prompts_of_different_lengths_share_a_cache(api, backend):
+    """Padded to the right; then a token a row, then rows that have some new ones or none."""
+    attention_fn = functools.partial(jax_flash.flash_attention, backend=backend)
+    settings = {**EVERYTHING, "attention_fn": attention_fn}
+    lengths = [LENGTH - 4, 1, 5]
+    x = normal(1, 3, LENGTH + 2, FEATURES)
+    if api == "nnx":
+        layer, variables = (
+            flash_nnx.FlashAttention(HEADS, FEATURES, rngs=nnx.Rngs(0), **settings),
+            {},
+        )
+        full = layer(x)
+    else:
+        layer = flash_linen.FlashAttention(HEADS, **settings)
+        variables = layer.init(jax.random.key(0), x)
+        full = layer.apply(variables, x)
+    run = cached_steps(api, layer, variables, 3, LENGTH)
+    seen = [0, 0, 0]
+    for counts, size in [(lengths, LENGTH - 4), (None, 1), (None, 1), ([2, 0, 1], 2), (None, 1)]:
+        chunk = np.full((3, size, FEATURES), np.nan, np.float32)
+        new = [1, 1, 1] if counts is None else counts
+        for b, n in enumerate(new):
+            chunk[b, :n] = x[b, seen[b] : seen[b] + n]
+        out = run(jnp.asarray(chunk), None if counts is None else jnp.array(counts))
+        for b, n in enumerate(new):
+            expected = full[b, seen[b] : seen[b] + n]
+            seen[b] += n
+            if seen[b] > LENGTH:  # beyond the cache, in this row alone
+                assert np.isnan(out[b, :n]).all()
+            else:
+                np.testing.assert_allclose(out[b, :n], expected, atol=5e-6)
+    assert max(seen) == LENGTH + 1
+
+
+def test_a_step_copies_no_cache():
+    layer = flash_nnx.FlashAttention(4, 64, num_kv_heads=2, rngs=nnx.Rngs(0), is_causal=True)
+    layer.init_cache(2, 4096)
+    graph, state = nnx.split(layer)
+
+    def step(state, x):
+        layer = nnx.merge(graph, state)
+        out = layer(x, decode=True)
+        return nnx.state(layer), out
+
+    program = jax.jit(step, donate_argnums=0).lower(state, jnp.ones((2, 1, 64))).compile()
+    assert program.memory_analysis().temp_size_in_bytes < layer.cached_key[...].nbytes / 8
+
+
 def test_wrong_decoding_is_refused(api):
     x = normal(1, BATCH, LENGTH, FEATURES)
     with pytest.raises(ValueError, match="room for 4 positions"):
@@ -488,7 +563,6 @@ def test_wrong_decoding_is_refused(api):
     layer.init_cache(np.int64(BATCH), LENGTH)
     for name, given in (
         ("segment_ids", jnp.zeros((BATCH, LENGTH), jnp.int32)),
-        ("seq_lengths", jnp.zeros(BATCH, jnp.int32)),
         ("positions", jnp.zeros((BATCH, LENGTH), jnp.int32)),
         ("memory", x),
     ):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.interpreters import ad
 
-from jax_flash import blockwise
+from jax_flash import _batching, blockwise
 from jax_flash._call import Call
 from jax_flash._ops import primitive
 from jax_flash._ops.arithmetic import jvp_of
@@ -60,6 +60,9 @@ class Backward(Call):
         )
         named = zip(self.whole.results, results, strict=True)
         return tuple(x for name, x in named if name in self.results)
+
+    def run_kernel(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return _batching.run_kernel(kernel, self, *operands)
 
 
 flash_backward_p = primitive.define("flash_backward")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
-from jax_flash import _backends, blockwise
+from jax_flash import _backends, _batching, blockwise
 from jax_flash._call import Call
 from jax_flash._ops import primitive, tangent
 from jax_flash._ops.arithmetic import with_auto_axes
@@ -44,6 +44,9 @@ class Forward(Call):
 
     def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         return blockwise.forward(self.problem, *operands)
+
+    def run_kernel(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return _batching.run_kernel(kernel, self, *operands)
 
 
 flash_forward_p = primitive.define("flash_forward")

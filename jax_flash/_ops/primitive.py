@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_flash import _backends, _batching, _sharding
 from jax_flash._call import Call
-from jax_flash._problem import Shapes
 
 
 def define(name: str) -> Primitive:
@@ -76,15 +75,15 @@ def _evaluate(primitive: Primitive, *operands: Any, call: Call) -> Any:
     if "lse" not in call.results or not jax.debug_infs.value:
         return xla.apply_primitive(primitive, *operands, call=call)
     with jax.debug_infs(False):
-        out, lse = xla.apply_primitive(primitive, *operands, call=call)
-    if jnp.isinf(out).any():
+        results = xla.apply_primitive(primitive, *operands, call=call)
+    if jnp.isinf(results[call.results.index("out")]).any():
         raise FloatingPointError(f"invalid value (inf) encountered in {primitive.name}")
-    return out, lse
+    return results
 
 
 def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Call) -> Any:
-    q, k, v, *_ = ctx.avals_in
-    backend = _backends.choose(platform, call, Shapes.of(q, k, v))
+    shapes = call.shapes(call.name_operands(ctx.avals_in))
+    backend = _backends.choose(platform, call, shapes)
     function = functools.partial(_backends.BACKENDS[backend].run, call)
     return _lower_function(function, ctx, *operands)
 

@@ -3,6 +3,7 @@
 The attention itself is `jax_flash.flash_attention`; nothing here computes a score or a softmax.
 """
 
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -12,8 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_flash import _gpu
+from jax_flash._rotary import rotate
+from jax_flash._validate_decode import MOST_QUERIES
 from jax_flash.attention import LayerOptions, flash_attention
 from jax_flash.attention import Options as AttentionOptions
+from jax_flash.decode import decode_attention, fill_cache
 
 # The keywords of flash_attention that both `attention_fn` take besides Flax's own.
 Options = LayerOptions[ArrayLike]
@@ -121,10 +126,10 @@ class Cache(NamedTuple):
 
     key: jax.Array  # [*B, L, K, H]
     value: jax.Array  # [*B, L, K, H]
-    index: jax.Array  # int32 scalar: positions written, the same in every row
+    index: jax.Array  # int32 [*B]: positions written, of each row
 
-    def append(self, key: jax.Array, value: jax.Array) -> "Cache":
-        """The cache with T more positions, `key` and `value` [*B, T, K, H]."""
+    def check(self, key: jax.Array) -> None:
+        """Raises ValueError where `key` [*B, T, K, H] does not fit beside what is cached."""
         *batch, length, _, _ = self.key.shape
         *new_batch, new_length, _, _ = key.shape
         if new_batch != batch or new_length > length:
@@ -132,12 +137,6 @@ class Cache(NamedTuple):
                 f"the cache has batch {batch} and room for {length} positions, "
                 f"but the input has batch {new_batch} and {new_length} positions"
             )
-
-        def write(old: jax.Array, new: jax.Array) -> jax.Array:
-            new = new.astype(old.dtype)
-            return jax.lax.dynamic_update_slice_in_dim(old, new, self.index, axis=old.ndim - 3)
-
-        return Cache(write(self.key, key), write(self.value, value), self.index + new_length)
 
 
 def attend(
@@ -162,33 +161,85 @@ def attend(
       rotary_base: as in `rotate`; None for no rotary embedding.
       mask: bool or numbers (nonzero means True), broadcastable to [*B, N, T, S].
       **options: further arguments of flash_attention; None and False are left out. Positions, which
-        never come with a cache, are those of the rotary embedding too.
+        never come with a cache, are those of the rotary embedding too. With a cache
+        query_seq_lengths say how many of the T positions of each row are new, the rest padding.
 
     Returns:
-      [*B, T, N, H] and the cache with the new positions. The output is NaN once more has been
-      written than the cache can hold: at run time there is no other way to refuse.
+      [*B, T, N, H] and the cache with the new positions. The output is NaN in rows of which more
+      has been written than the cache can hold: at run time there is no other way to refuse.
     """
+    options["mask"] = boolean(mask)
+    used = {name: o for name, o in options.items() if o is not None and o is not False}
+    if cache is not None:
+        cache.check(key)
+        return _attend_to_cache(attention_fn, query, key, value, cache, rotary_base, used)
     if rotary_base is not None:
-        start = jnp.zeros((), jnp.int32) if cache is None else cache.index
 
         def turned(x: jax.Array, positions: ArrayLike | None) -> jax.Array:
             if positions is None:
-                positions = start + jnp.arange(x.shape[-3], dtype=jnp.int32)
+                positions = jnp.arange(x.shape[-3], dtype=jnp.int32)
             return rotate(x, jnp.asarray(positions), rotary_base)
 
         query = turned(query, options.get("query_positions"))
         key = turned(key, options.get("key_value_positions"))
-    options["mask"] = boolean(mask)
-    if cache is not None:
-        cache = cache.append(key, value)
-        key, value = cache.key.astype(query.dtype), cache.value.astype(query.dtype)
-        lengths = jnp.broadcast_to(cache.index, query.shape[:-3])
-        options.update(key_value_seq_lengths=lengths, causal_align="bottom_right")
-    used = {name: o for name, o in options.items() if o is not None and o is not False}
-    out = attention_fn(query, key, value, **used)
-    if cache is not None:
-        out = jnp.where(cache.index <= cache.key.shape[-3], out, jnp.nan)
-    return out, cache
+    return attention_fn(query, key, value, **used), None
+
+
+def _attend_to_cache(
+    attention_fn: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: Cache,
+    rotary_base: float | None,
+    options: dict[str, Any],
+) -> tuple[jax.Array, Cache]:
+    """The part of `attend` with a cache, in one call of `decode_attention` where that can do it."""
+    count = query.shape[-3]
+    settings = _decode_settings(attention_fn, options)
+    one_dtype = query.dtype == key.dtype == value.dtype == cache.key.dtype
+    if settings is not None and one_dtype and count <= MOST_QUERIES:
+        lengths = cache.index + count
+        step = decode_attention(
+            query,
+            cache.key,
+            cache.value,
+            lengths,
+            new_key=key,
+            new_value=value,
+            rotary_base=rotary_base,
+            **settings,
+        )
+        return step.out, Cache(step.key_cache, step.value_cache, lengths)
+    if rotary_base is not None:
+        ahead = jnp.arange(count, dtype=jnp.int32).reshape(*(1,) * cache.index.ndim, -1)
+        positions = cache.index[..., None] + ahead
+        query, key = (rotate(x, positions, rotary_base) for x in (query, key))
+    lengths = cache.index + options.get("query_seq_lengths", count)
+    new = (x.astype(cache.key.dtype) for x in (key, value))
+    keys, values = fill_cache(cache.key, cache.value, *new, lengths, start=cache.index)
+    options |= {"key_value_seq_lengths": lengths, "causal_align": "bottom_right"}
+    cast = (x.astype(query.dtype) for x in (keys, values))
+    out = attention_fn(query, *cast, **options)
+    fits = (lengths <= keys.shape[-3])[..., None, None, None]
+    return jnp.where(fits, out, jnp.nan), Cache(keys, values, lengths)
+
+
+def _decode_settings(
+    attention_fn: Callable[..., Any], options: dict[str, Any]
+) -> dict[str, Any] | None:
+    """What decode_attention is called with in place of attention_fn; None where it cannot be."""
+    settings = dict(options)
+    while isinstance(attention_fn, functools.partial) and not attention_fn.args:
+        settings = attention_fn.keywords | settings
+        attention_fn = attention_fn.func
+    if settings.pop("is_causal", False) is not True or attention_fn is not flash_attention:
+        return None
+    if not settings.keys() <= {"scale", "local_window_size", "softcap", "sinks", "backend"}:
+        return None
+    # CUDA has kernels for flash_attention over the cache, and none for decode_attention yet.
+    on_cuda = _gpu.spec.present() is not None and settings.get("backend") != "cpu"
+    return None if on_cuda else settings
 
 
 def rows(
@@ -254,33 +305,6 @@ def rows(
         "query_positions": positions,
         "key_value_positions": memory_positions,
     }
-
-
-def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Rotary position embedding: (x[h], x[h + H/2]) turns by the angle position * base**(-2h / H).
-
-    A score depends on the difference of two positions alone, so packed sequences need no
-    positions of their own.
-
-    Args:
-      x: queries or keys [*B, T, N, H], H even.
-      positions: int [T], or [*B, T].
-      base: the longest wavelength is nearly 2 pi base positions.
-
-    Returns:
-      [*B, T, N, H] in the dtype of `x`, computed in float32.
-
-    Paper: Su et al., RoFormer, https://arxiv.org/abs/2104.09864, paired by halves as in GPT-NeoX.
-    """
-    half = x.shape[-1] // 2
-    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    missing = x.ndim - 2 - positions.ndim
-    positions = positions.astype(jnp.float32).reshape(*(1,) * missing, *positions.shape, 1, 1)
-    angles = positions * frequencies.reshape(*(1,) * (x.ndim - 1), -1)  # [*B or 1, T, 1, H/2]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
 
 
 def head_sizes(
@@ -350,7 +374,4 @@ def check_decode(is_causal: bool, **given: Any) -> None:
         raise ValueError("decoding needs a layer with is_causal=True")
     for name, x in given.items():
         if x is not None:
-            raise ValueError(
-                f"decoding takes no {name}: the cache holds one sequence of x per row, all of one "
-                "length"
-            )
+            raise ValueError(f"decoding takes no {name}: the cache holds one sequence of x per row")

@@ -249,7 +249,7 @@ class FlashAttention(nn.Module):
           memory: [*B, S, any features], where keys and values come from, Flax's inputs_k; None
             for x, S = T.
           seq_lengths: int [*B], valid positions of x; later ones are padding, and see and are seen
-            by none.
+            by none. In decoding a row's cache grows by so many.
           segment_ids: int [*B, T]; a position sees only those with its own id.
           positions: int [*B, T], in any order, by which causality, window and rotary embedding
             count; None for 0 to T - 1, or in decoding for what follows the cache.
@@ -262,11 +262,11 @@ class FlashAttention(nn.Module):
           deterministic: no dropout.
 
         Returns:
-          [*B, T, features]; NaN where decoding ran past the end of the cache.
+          [*B, T, features]; NaN in rows where decoding ran past the end of the cache.
 
         Raises:
           TypeError, ValueError: for settings and shapes that do not fit together, and for
-            decode=True without is_causal or with a memory, lengths, segment ids or positions.
+            decode=True without is_causal or with a memory, segment ids or positions.
         """
         features = x.shape[-1]
         num_kv_heads, head_dim = _shared.head_sizes(
@@ -312,17 +312,13 @@ class FlashAttention(nn.Module):
         stored, cache = (), None
         if self.decode:
             _shared.check_decode(
-                self.is_causal,
-                memory=memory,
-                seq_lengths=seq_lengths,
-                segment_ids=segment_ids,
-                positions=positions,
+                self.is_causal, memory=memory, segment_ids=segment_ids, positions=positions
             )
             is_initialized = self.has_variable("cache", "cached_key")
             stored = (
                 self.variable("cache", "cached_key", jnp.zeros_like, key),
                 self.variable("cache", "cached_value", jnp.zeros_like, value),
-                self.variable("cache", "cache_index", jnp.zeros, (), jnp.int32),
+                self.variable("cache", "cache_index", jnp.zeros, x.shape[:-2], jnp.int32),
             )
             if is_initialized:
                 cache = _shared.Cache(*(variable.value for variable in stored))

@@ -263,7 +263,7 @@ class FlashAttention(nnx.Module):
           memory: [*B, S, in_kv_features], where keys and values come from (Flax's inputs_k); None
             for x, S = T.
           seq_lengths: int [*B], valid positions of x; later ones are padding, and see and are seen
-            by none.
+            by none. In decoding a row's cache grows by so many.
           segment_ids: int [*B, T]; a position sees only those with its own id.
           positions: int [*B, T], in any order, by which causality, window and rotary embedding
             count; None for 0 to T - 1, or in decoding for what follows the cache.
@@ -275,11 +275,11 @@ class FlashAttention(nnx.Module):
           decode: x continues the sequences in the cache, by any T; S is then the cache's length.
 
         Returns:
-          [*B, T, in_features]; NaN where decoding ran past the end of the cache.
+          [*B, T, in_features]; NaN in rows where decoding ran past the end of the cache.
 
         Raises:
           ValueError: for shapes that do not fit together, and for decode=True without a cache,
-            without is_causal, or with a memory, lengths, segment ids or positions.
+            without is_causal, or with a memory, segment ids or positions.
         """
         terms = _shared.rows(
             x,
@@ -300,11 +300,7 @@ class FlashAttention(nnx.Module):
         stored, cache = (), None
         if decode:
             _shared.check_decode(
-                self.is_causal,
-                memory=memory,
-                seq_lengths=seq_lengths,
-                segment_ids=segment_ids,
-                positions=positions,
+                self.is_causal, memory=memory, segment_ids=segment_ids, positions=positions
             )
             stored = self.cached_key, self.cached_value, self.cache_index
             if stored[0] is None:
@@ -361,7 +357,7 @@ class FlashAttention(nnx.Module):
         shape = (*batch, max_length, self.num_kv_heads, self.head_dim)
         self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
         self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
-        self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
+        self.cache_index = nnx.Cache(jnp.zeros(batch, jnp.int32))
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Sets `deterministic`, for nnx.view."""

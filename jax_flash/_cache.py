@@ -1,0 +1,58 @@
+"""Where a cache keeps a position, for rows of a contiguous cache and for pages alike.
+
+A contiguous cache `[*B, L, K, H]` has position p of a row at p. In pages `[P, S, K, H]` it is at
+p % S of the page that the row's table `[*B, M]` names in column p // S.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def write(
+    cache: jax.Array, new: jax.Array, positions: jax.Array, page_table: jax.Array | None
+) -> jax.Array:
+    """Writes keys or values to their positions, in place where XLA may.
+
+    Arguments:
+      cache: `[*B, L, K, H]`, or with a page table `[P, S, K, H]`.
+      new: `[*B, T, K, H]`, in the dtype of cache.
+      positions: int32 `[*B, T]`; what has no place in the cache is not written: a position below
+        0, past the end, or in a page that is none.
+      page_table: int32 `[*B, M]`, or None.
+
+    Returns: the cache with `new` in it.
+    """
+    if page_table is not None:
+        page, slot = locate(positions, page_table, *cache.shape[:2])
+        return cache.at[page, slot].set(new, mode="drop")
+
+    def write_row(cache, new, positions):
+        # To jnp a negative index counts from the end.
+        index = jnp.where(positions < 0, cache.shape[0], positions)
+        return cache.at[index].set(new, mode="drop")
+
+    for _ in range(positions.ndim - 1):  # as batch dims of the scatter, along which it is sharded
+        write_row = jax.vmap(write_row)
+    return write_row(cache, new, positions)
+
+
+def locate(
+    positions: jax.Array, page_table: jax.Array, pages: int, page_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Finds the page and the slot in it of each position.
+
+    Arguments:
+      positions: int32 `[*B, T]`.
+      page_table: int32 `[*B, M]`.
+      pages: P, how many there are.
+      page_size: S, positions in each.
+
+    Returns: int32 `[*B, T]` twice; the page is P where the position has none.
+    """
+    most = page_table.shape[-1]
+    if most == 0 or page_size == 0:
+        return jnp.full_like(positions, pages), jnp.zeros_like(positions)
+    column = jnp.floor_divide(positions, page_size)
+    page = jnp.take_along_axis(page_table, jnp.clip(column, 0, most - 1), axis=-1)
+    there = (column >= 0) & (column < most) & (page >= 0) & (page < pages)
+    return jnp.where(there, page, pages), jnp.remainder(positions, page_size)

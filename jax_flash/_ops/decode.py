@@ -1,0 +1,204 @@
+"""flash_decode: q, k, [v], lengths, [page_table], [new_k, [new_v]], *terms -> out, lse, [k, [v]].
+
+Attention of the last T positions to a cache that holds all of them, appended to it first, in place:
+k and v of the results are those of the operands. Shapes and meaning are those of
+`blockwise_decode.decode`, with leading dims: k is `[*B, S, K, H]`, or with a page table
+`[*C, P, S, K, H]` with pages for all rows of each pool; C are the first of B, and any of them may
+be 1. It has no derivative.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+
+from jax_flash import _backends, blockwise_decode
+from jax_flash._call import Call
+from jax_flash._ops import primitive
+from jax_flash._problem import Problem, Shapes
+from jax_flash._rotary import rotate
+from jax_flash._varying import vary_over
+
+_CACHES = ("k", "v")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode(Call):
+    """One flash_decode, operands aside.
+
+    Attributes:
+      rotary_base: of the embedding of q and new_k, by their positions; None: without.
+      value_dim: the values are the first so many features of k, and there is no v; None: v.
+      paged: there is a page table.
+      appends: there are new keys, and values unless k holds them.
+    """
+
+    rotary_base: float | None = None
+    value_dim: int | None = None
+    paged: bool = False
+    appends: bool = False
+
+    target = "decode"
+    function = "decode_attention"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        v = ("v",) if self.value_dim is None else ()
+        table = ("page_table",) if self.paged else ()
+        new = (f"new_{name}" for name in ("k", *v)) if self.appends else ()
+        return ("q", "k", *v, "lengths", *table, *new, *self.problem.terms)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        v = ("v",) if self.value_dim is None else ()
+        return ("out", "lse", *(("k", *v) if self.appends else ()))
+
+    @property
+    def cached(self) -> bool:
+        return True
+
+    def dims(self, name: str) -> str:
+        pages = "P" if self.paged and name in _CACHES else ""
+        return pages + super().dims(name)
+
+    def shapes(self, operands: Mapping[str, Any]) -> Shapes:
+        q, k = operands["q"], operands["k"]
+        columns = operands["page_table"].shape[-1] if self.paged else 1
+        return Shapes(
+            batch=math.prod(q.shape[:-3]),
+            q_len=q.shape[-3],
+            kv_len=columns * k.shape[-3],
+            q_heads=q.shape[-2],
+            kv_heads=k.shape[-2],
+            head_dim=q.shape[-1],
+            value_dim=self.value_dim or operands["v"].shape[-1],
+        )
+
+    def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        q, out_dim = operands["q"].shape, self.shapes(operands).value_dim
+        made = {"out": (*q[:-1], out_dim), "lse": (*q[:-3], q[-2], q[-3])}
+        return [made[name] if name in made else operands[name].shape for name in self.results]
+
+    # ---- batching --------------------------------------------------------------------------------
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        cache = ("k", "v") if self.appends else ()  # else members may share it
+        return ("lengths", "page_table", "new_k", "new_v", *cache)
+
+    # ---- lowering --------------------------------------------------------------------------------
+
+    def attributes(self) -> dict[str, Any]:
+        flags = {"paged": self.paged, "appends": self.appends}
+        return super().attributes() | flags | {"value_dim": self.value_dim or 0}
+
+    def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return self.run_kernel(_blockwise, *operands)
+
+    def run_kernel(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Computes the results by `kernel(call, *operands)`, in the form of kernels.
+
+        There is one leading dim, and q and new_k are rotated. The pages of k and v, or without a
+        page table the rows, are as many as all their leading dims make: a reshape of what is
+        written in place would have XLA copy it.
+        """
+        named = self.name_operands(operands)
+        shapes = self.result_shapes(named)
+        lead = named["q"].shape[:-3]
+        rows = math.prod(lead)
+        if self.rotary_base is not None:
+            lengths, count = named["lengths"], named["q"].shape[-3]
+            positions = blockwise_decode.query_positions(lengths, count)
+            for name in ("q", "new_k"):
+                if name in named:
+                    named[name] = rotate(named[name], positions, self.rotary_base)
+        call = dataclasses.replace(self, rotary_base=None)
+        if self.paged:
+            *pools, pages = named["k"].shape[:-3]
+            table = named["page_table"].reshape(rows, -1)
+            named["page_table"] = _in_one_pool(table, lead, pools, pages)
+        elif named["k"].shape[:-3] != lead:  # members that share a cache
+            call = dataclasses.replace(call, paged=True)
+            table = jnp.zeros((rows, 1), jnp.int32)
+            named["page_table"] = _in_one_pool(table, lead, named["k"].shape[:-3], 1)
+
+        def flatten(name: str) -> jax.Array:
+            x = named[name]
+            if name in (*_CACHES, "page_table"):
+                return x
+            if name in self.problem.terms and set(x.shape[: len(lead)]) <= {1}:
+                return x.reshape(1, *x.shape[len(lead) :])
+            return jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :])).reshape(
+                rows, *x.shape[len(lead) :]
+            )
+
+        results = kernel(call, *map(flatten, call.operands))
+        return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
+
+
+def _in_one_pool(
+    table: jax.Array, lead: Sequence[int], pools: Sequence[int], pages: int
+) -> jax.Array:
+    """Renumbers the pages `[B, M]` of rows that have theirs in several pools, laid end to end."""
+    count = math.prod(pools)
+    if count == 1:
+        return table
+    pool = np.arange(count, dtype=np.int32).reshape(*pools, *(1,) * (len(lead) - len(pools)))
+    pool = np.broadcast_to(pool, lead).reshape(-1, 1)
+    there = (table >= 0) & (table < pages)
+    return jnp.where(there, table + pages * pool, -1)
+
+
+def _blockwise(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    named = call.name_operands(operands)
+    caches = {x: named[x].reshape(-1, *named[x].shape[-3:]) for x in _CACHES if x in named}
+    results = blockwise_decode.decode(
+        call.problem,
+        named["q"],
+        caches["k"],
+        caches.get("v"),
+        named["lengths"],
+        *(named.get(x) for x in ("page_table", "new_k", "new_v", "sinks")),
+        value_dim=call.shapes(named).value_dim,
+    )
+    shapes = call.result_shapes(named)
+    return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
+
+
+flash_decode_p = primitive.define("flash_decode")
+
+
+# ---- derivative ----------------------------------------------------------------------------------
+
+
+def _jvp(primals, tangents, *, call: Decode):
+    raise NotImplementedError(
+        "decode_attention has no derivative; differentiate flash_attention(query, key, value, "
+        "is_causal=True, causal_align='bottom_right', key_value_seq_lengths=lengths)"
+    )
+
+
+ad.primitive_jvps[flash_decode_p] = _jvp
+
+
+# ---- the call ------------------------------------------------------------------------------------
+
+
+def decode(call: Decode, *operands: jax.Array) -> dict[str, jax.Array]:
+    """Computes a call's results by name, of operands as `_validate_decode.prepare` makes them.
+
+    Raises: as `_backends.require`.
+    """
+    _backends.require(call, call.shapes(call.name_operands(operands)))
+    results = flash_decode_p.bind(*vary_over(operands, operands), call=call)
+    return dict(zip(call.results, results, strict=True))
+
+
+def example(problem: Problem, backend: str | None = None) -> Decode:
+    """Returns a call with all that decoding has, for the support table."""
+    return Decode(problem, backend, rotary_base=1e4, paged=True, appends=True)

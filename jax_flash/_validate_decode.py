@@ -1,0 +1,241 @@
+"""From the arguments of `decode_attention` and `fill_cache` to arrays, or an error."""
+
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash import _validate
+from jax_flash._ops.decode import Decode
+from jax_flash._problem import Problem, order_terms
+from jax_flash._terms import FLOATS
+
+MOST_QUERIES = 64
+_MOST_INT32 = 2**31 - 1
+_LETTERS = (
+    "query [*B, T, N, H], key_cache [*B, L, K, H] and value_cache [*B, L, K, Hv], or with a "
+    "page_table pages [P, S, K, H] and [P, S, K, Hv]"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Caches:
+    """The arguments that a cache and its page table make up, checked beside each other."""
+
+    key: jax.Array
+    value: jax.Array | None
+    page_table: jax.Array | None
+
+    @classmethod
+    def of(cls, key_cache: Any, value_cache: Any, page_table: Any, batch: tuple[int, ...]):
+        key = _cache("key_cache", key_cache)
+        value = None if value_cache is None else _cache("value_cache", value_cache)
+        if page_table is not None:
+            page_table = _integers("page_table", page_table, -1)
+            if page_table.shape[:-1] != batch or page_table.ndim != len(batch) + 1:
+                raise ValueError(
+                    f"page_table has shape {page_table.shape}; expected [*B, pages of a row] with "
+                    f"*B = {batch}"
+                )
+        for name, x in (("key_cache", key), ("value_cache", value)):
+            if x is None:
+                continue
+            leading = ("P",) if page_table is not None else batch
+            if x.ndim != len(leading) + 3 or (page_table is None and x.shape[:-3] != batch):
+                raise ValueError(
+                    f"{name} has shape {x.shape}; expected "
+                    + ("pages [P, S, K, H]" if page_table is not None else "[*B, L, K, H]")
+                    + f" beside leading dims *B = {batch} of query or key: {_LETTERS}"
+                )
+        if value is not None and (value.shape[:-1] != key.shape[:-1] or value.dtype != key.dtype):
+            raise ValueError(
+                f"value_cache has shape {value.shape} and dtype {value.dtype}, key_cache "
+                f"{key.shape} and {key.dtype}; expected the same but for the last dim"
+            )
+        return cls(key, value, page_table)
+
+    def check_new(self, names: tuple[str, str], key: Any, value: Any, lead: tuple[int, ...]):
+        """Checks keys `[*B, T, K, H]` and values that go into the cache; lead is (*B, T)."""
+        if (value is None) != (self.value is None):
+            given, cache = ("no", "a") if value is None else ("a", "no")
+            raise ValueError(
+                f"{names[0]} is given with {given} {names[1]} for {cache} value_cache; expected "
+                f"{names[1]} exactly where there is a value_cache"
+            )
+        arrays = []
+        for name, x, cache in zip(names, (key, value), (self.key, self.value), strict=True):
+            if cache is None:
+                continue
+            x = _validate.array(name, x)
+            expected = (*lead, *cache.shape[-2:])
+            if x.shape != expected:
+                raise ValueError(
+                    f"{name} has shape {x.shape}; expected [*B, T, K, features] = {expected}, as "
+                    f"the cache {cache.shape} has heads and features"
+                )
+            if x.dtype != cache.dtype:
+                raise TypeError(
+                    f"{name} has dtype {x.dtype} and the cache {cache.dtype}; expected one dtype, "
+                    f"for example {name}.astype('{cache.dtype}')"
+                )
+            arrays.append(x)
+        return arrays
+
+
+def prepare(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    lengths: Any,
+    *,
+    new_key: Any,
+    new_value: Any,
+    page_table: Any,
+    rotary_base: Any,
+    value_dim: Any,
+    scale: Any,
+    local_window_size: Any,
+    softcap: Any,
+    sinks: Any,
+    backend: str | None,
+) -> tuple[Decode, tuple[jax.Array, ...]]:
+    """Checks the arguments of `decode_attention`, for the primitive.
+
+    Returns: the call, and its operands.
+
+    Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
+    """
+    q = _validate.array("query", query)
+    if q.ndim < 3 or not 1 <= q.shape[-3] <= MOST_QUERIES or q.shape[-1] == 0:
+        raise ValueError(
+            f"query has shape {q.shape}; expected [*B, T, N, H] with T from 1 to {MOST_QUERIES}: "
+            "a longer prompt is flash_attention's, and fill_cache writes its keys and values"
+        )
+    *batch, q_len, q_heads, head_dim = q.shape
+    batch = tuple(batch)
+    caches = Caches.of(key_cache, value_cache, page_table, batch)
+    k = caches.key
+    if q.dtype != k.dtype:
+        raise TypeError(
+            f"query has dtype {q.dtype} and key_cache {k.dtype}; expected one dtype, for example "
+            f"query.astype('{k.dtype}')"
+        )
+    if k.shape[-1] != head_dim:
+        raise ValueError(
+            f"key_cache has shape {k.shape} and query {q.shape}; expected equal head dims (the "
+            f"last), got {k.shape[-1]} and {head_dim}"
+        )
+    kv_heads = k.shape[-2]
+    if q_heads % kv_heads if kv_heads else q_heads:
+        raise ValueError(
+            f"query has {q_heads} heads (shape {q.shape}) and key_cache {kv_heads} (shape "
+            f"{k.shape}); expected the first to be a multiple of the second"
+        )
+    appends = new_key is not None
+    if not appends and new_value is not None:
+        raise ValueError("new_value is given without new_key; expected both, or neither")
+    new = []
+    if appends:
+        names = ("new_key", "new_value")
+        new = caches.check_new(names, new_key, new_value, (*batch, q_len))
+    q, static_scale = _validate._scale(scale, q)
+    terms = order_terms({"sinks": _validate._sinks(sinks, batch, q_heads, q.dtype)})
+    columns = 1 if caches.page_table is None else caches.page_table.shape[-1]
+    problem = Problem(
+        dtype=q.dtype.name,
+        scale=static_scale,
+        window=_validate._window(True, local_window_size, q_len + columns * k.shape[-3]),
+        bottom_right=True,
+        softcap=_validate._softcap(softcap),
+        terms=tuple(terms),
+    )
+    call = Decode(
+        problem,
+        backend,
+        rotary_base=_rotary_base(rotary_base, value_cache, head_dim),
+        value_dim=_value_dim(value_dim, value_cache, head_dim),
+        paged=caches.page_table is not None,
+        appends=appends,
+    )
+
+    operands = {
+        "q": q,
+        "k": k,
+        "v": caches.value,
+        "lengths": row_lengths("lengths", lengths, batch),
+        "page_table": caches.page_table,
+        **dict(zip(("new_k", "new_v"), new, strict=False)),
+        **terms,
+    }
+    return call, tuple(operands[name] for name in call.operands)
+
+
+def row_lengths(name: str, lengths: Any, batch: tuple[int, ...]) -> jax.Array:
+    """Checks int32 `[*B]` of any integer type; below 0 counts as 0."""
+    lengths = _integers(name, lengths, 0)
+    if lengths.shape != batch:
+        raise ValueError(f"{name} has shape {lengths.shape}; expected [*B] = {batch}")
+    return lengths
+
+
+def _cache(name: str, x: Any) -> jax.Array:
+    x = _validate.array(name, x)
+    if x.dtype.name not in FLOATS:
+        raise TypeError(
+            f"{name} has dtype {x.dtype} (shape {x.shape}); expected one of {', '.join(FLOATS)}"
+        )
+    if x.ndim < 3 or x.shape[-1] == 0:
+        raise ValueError(f"{name} has shape {x.shape}; expected {_LETTERS}")
+    return x
+
+
+def _integers(name: str, x: Any, least: int) -> jax.Array:
+    """Converts integers of any type to int32; what is too large for it stays large."""
+    x = _validate._in_full(x)
+    if isinstance(x, jax.Array | np.ndarray) and x.dtype.name in ("uint32", "int64", "uint64"):
+        x = x.clip(None if x.dtype.kind == "u" else least, _MOST_INT32)
+    x = _validate.array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {x.dtype} (shape {x.shape}); expected int32")
+    return jnp.maximum(x.astype(jnp.int32), least)
+
+
+def _rotary_base(base: Any, value_cache: Any, head_dim: int) -> float | None:
+    if base is None:
+        return None
+    if isinstance(base, bool) or not isinstance(base, numbers.Real):
+        raise TypeError(f"rotary_base is {base!r}; expected a number above 0, or None")
+    base = float(base)
+    if not 0 < base < math.inf:
+        raise ValueError(f"rotary_base is {base!r}; expected a number above 0, or None")
+    if head_dim % 2:
+        raise ValueError(f"rotary_base is given for head dim {head_dim}; expected an even one")
+    if value_cache is None:
+        raise ValueError(
+            "rotary_base is given without a value_cache, and would rotate the values too; expected "
+            "query and new_key with their positional features rotated, and rotary_base=None"
+        )
+    return base
+
+
+def _value_dim(value_dim: Any, value_cache: Any, head_dim: int) -> int | None:
+    if value_cache is not None:
+        if value_dim is not None:
+            raise ValueError(
+                f"value_dim is {value_dim!r} beside a value_cache; expected None, since the "
+                "value_cache has its own last dim"
+            )
+        return None
+    if isinstance(value_dim, bool) or not isinstance(value_dim, numbers.Integral):
+        raise TypeError(
+            f"value_dim is {value_dim!r} and value_cache None; expected a value_cache, or an int: "
+            "how many of the first features of the keys are the values"
+        )
+    value_dim = int(value_dim)
+    if not 1 <= value_dim <= head_dim:
+        raise ValueError(f"value_dim is {value_dim}; expected 1 to {head_dim}, the head dim")
+    return value_dim

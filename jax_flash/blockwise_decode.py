@@ -1,0 +1,197 @@
+"""Backend "xla" of decoding: a loop over blocks of the cache, in JAX alone, on any platform.
+
+Only the blocks that some row's queries see are visited, each is read from the cache for one step of
+the loop, and the running maximum, sum and weighted values of every query are kept (online softmax),
+as in `blockwise.py`.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_flash import _cache
+from jax_flash._problem import Problem
+from jax_flash._varying import vary_over
+from jax_flash.blockwise import split_bad
+
+_BLOCK = 512  # positions of the cache in one step
+
+
+def decode(
+    problem: Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    lengths: jax.Array,
+    page_table: jax.Array | None,
+    new_k: jax.Array | None,
+    new_v: jax.Array | None,
+    sinks: jax.Array | None,
+    value_dim: int,
+) -> tuple[jax.Array, ...]:
+    """Computes attention to a cache, appending to it first.
+
+    Arguments:
+      problem: what to compute; its window counts from each query's position.
+      q: `[B, T, N, H]`.
+      k: `[P, S, K, H]`; without a page table row b has page b alone.
+      v: `[P, S, K, Hv]`, or None: the values are the first Hv features of k.
+      lengths: int32 `[B]`.
+      page_table: int32 `[B, M]`, or None.
+      new_k, new_v: `[B, T, K, H]` and `[B, T, K, Hv]`, or None.
+      sinks: `[B, N]`, or B 1, or None.
+      value_dim: Hv.
+
+    Returns: out `[B, T, N, Hv]`, lse `[B, N, T]`, and k and v where there is a new_k, a new_v.
+    """
+    positions = query_positions(lengths, q.shape[1])
+    written = []
+    if new_k is not None:
+        k = _cache.write(k, new_k, positions, page_table)
+        written.append(k)
+    if new_v is not None and v is not None:
+        v = _cache.write(v, new_v, positions, page_table)
+        written.append(v)
+    pass_ = _Pass(problem, q, k, v, lengths, positions, page_table, value_dim)
+    return (*pass_.attend(sinks), *written)
+
+
+def query_positions(lengths: jax.Array, count: int) -> jax.Array:
+    """Computes the positions `[*B, T]` of the last `count` of each row."""
+    ahead = jnp.arange(-count, 0, dtype=lengths.dtype).reshape(*(1,) * lengths.ndim, -1)
+    return lengths[..., None] + ahead
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """The operands of `decode`, new keys and values in place; G = N // K, as in blockwise.py."""
+
+    problem: Problem
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array | None
+    lengths: jax.Array
+    positions: jax.Array  # [B, T]
+    page_table: jax.Array | None
+    value_dim: int
+
+    def attend(self, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        problem, (batch, q_len, q_heads, head_dim) = self.problem, self.q.shape
+        kv_heads = self.k.shape[2]
+        group = q_heads // kv_heads if kv_heads else 0
+        q = self.q.reshape(batch, q_len, kv_heads, group, head_dim)
+        rows = (batch, kv_heads, group, q_len)
+        state = (
+            jnp.full(rows, -jnp.inf, problem.sum_dtype),
+            jnp.zeros(rows, problem.sum_dtype),
+            jnp.zeros((*rows, self.value_dim), problem.sum_dtype),
+        )
+        first, refused = self._first_seen(), self._refused()
+        lengths = jnp.where(refused, 0, self.lengths)
+        seen = lengths > 0
+        block = min(_BLOCK, self._capacity)
+        if block and batch and q_heads:
+            start = jnp.min(jnp.where(seen, first, self._capacity)) // block
+            stop = (jnp.max(lengths) + block - 1) // block
+            operands = (self.q, self.k, self.v, self.lengths, self.page_table)
+
+            def step(i, state):
+                return self._step(i, block, q, lengths, state)
+
+            state = lax.fori_loop(start, stop, step, vary_over(state, operands))
+        largest, total, weighted = state
+        if sinks is not None:
+            sinks = sinks.reshape(-1, kv_heads, group, 1)
+            joined = jnp.maximum(largest, sinks)
+            shift = jnp.where(joined == -jnp.inf, 0.0, joined)
+            rescale = jnp.exp(largest - shift)
+            total = rescale * total + jnp.exp(sinks - shift)
+            weighted, largest = rescale[..., None] * weighted, joined
+        empty = largest == -jnp.inf
+        total = jnp.where(empty, 1.0, total)
+        refused = refused[:, None, None, None]
+        out = jnp.where(refused[..., None], jnp.nan, weighted / total[..., None])
+        lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
+        lse = jnp.where(refused, jnp.nan, lse).reshape(batch, q_heads, q_len)
+        out = out.reshape(batch, q_heads, q_len, self.value_dim)
+        return jnp.swapaxes(out, 1, 2).astype(problem.dtype), lse
+
+    def _step(self, i, block, q, lengths, state):
+        """Adds block i of every row's keys to the state."""
+        largest, total, weighted = state
+        # The last block is moved back to end with the cache; keys before `first` were seen.
+        first = i * block
+        start = jnp.minimum(first, self._capacity - block)
+        keys = (start + jnp.arange(block, dtype=jnp.int32))[None]  # [1, s]
+        query = self.positions[:, :, None]  # [B, t, 1]
+        visible = (keys >= first)[..., None, :] & (keys < lengths[:, None])[:, None]
+        visible &= keys[:, None] <= query
+        if self.problem.window[0] is not None:
+            visible &= keys[:, None] >= query - self.problem.window[0]
+        visible = visible[:, None, None]  # [B, 1, 1, t, s]
+
+        k = self._read(self.k, start, keys, block)
+        v = k[..., : self.value_dim] if self.v is None else self._read(self.v, start, keys, block)
+        (clean_q, q_bad), (k, k_bad), (v, v_bad) = split_bad(q), split_bad(k), split_bad(v)
+        logits = self.problem.scale * self._product("btkgh,bskh->bkgts", clean_q, k)
+        bad = jnp.moveaxis(q_bad, 1, -1)[..., None] + jnp.moveaxis(k_bad, 1, -1)[:, :, None, None]
+        logits = logits + bad
+        if self.problem.softcap is not None:
+            logits = self.problem.softcap * jnp.tanh(logits / self.problem.softcap)
+        logits = jnp.where(visible, logits, -jnp.inf)
+        new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
+        shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
+        rescale = jnp.exp(largest - shift)
+        weights = jnp.exp(logits - shift[..., None])
+        total = rescale * total + jnp.sum(weights, axis=-1)
+        weights = jnp.where(visible, weights + jnp.moveaxis(v_bad, 1, -1)[:, :, None, None], 0.0)
+        product = self._product("bkgts,bskh->bkgth", weights, v)
+        return new_largest, total, rescale[..., None] * weighted + product
+
+    def _read(self, x: jax.Array, start: jax.Array, keys: jax.Array, block: int) -> jax.Array:
+        """Reads one block of every row, `[B, s, K, H]`; what has no page may hold anything."""
+        if self.page_table is None:
+            return lax.dynamic_slice_in_dim(x, start, block, 1)
+        keys = jnp.broadcast_to(keys, (self.q.shape[0], block))
+        page, slot = _cache.locate(keys, self.page_table, *x.shape[:2])
+        return x.at[page, slot].get(mode="clip")
+
+    def _product(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Multiplies in the operands' dtype and sums in the problem's sum_dtype."""
+        dtype, sum_dtype = self.problem.dtype, self.problem.sum_dtype
+        return jnp.einsum(
+            subscripts,
+            x.astype(dtype),
+            y.astype(dtype),
+            precision=lax.Precision.HIGHEST if dtype == sum_dtype else None,
+            preferred_element_type=sum_dtype,
+        )
+
+    @property
+    def _capacity(self) -> int:
+        """Positions that a row may have."""
+        columns = 1 if self.page_table is None else self.page_table.shape[1]
+        return columns * self.k.shape[1]
+
+    def _first_seen(self) -> jax.Array:
+        """Computes the first position `[B]` that a row's queries see or that is written."""
+        first = jnp.maximum(self.lengths - self.q.shape[1], 0)
+        left = self.problem.window[0]
+        return jnp.zeros_like(first) if left is None else jnp.maximum(first - left, 0)
+
+    def _refused(self) -> jax.Array:
+        """Computes which rows `[B]` are longer than the cache or lack a page that they need."""
+        refused = self.lengths > self._capacity
+        if self.page_table is None or self._capacity == 0:
+            return refused
+        page_size = self.k.shape[1]
+        begins = page_size * jnp.arange(self.page_table.shape[1], dtype=jnp.int32)[None]
+        needed = (begins < self.lengths[:, None]) & (
+            begins + page_size > self._first_seen()[:, None]
+        )
+        there = (self.page_table >= 0) & (self.page_table < self.k.shape[0])
+        return refused | jnp.any(needed & ~there, axis=1)

@@ -1,0 +1,607 @@
+"""decode_attention and fill_cache against float64, in every layout; what they may not touch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+
+from . import numpy_oracle
+from .numpy_oracle import DTYPES
+from .test_sharding import collectives, mesh_of
+from .tolerance import FORWARD_FACTOR, check
+
+P = jax.sharding.PartitionSpec
+
+L = 200  # positions that a row may have
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call. Whatever no query may see is NaN: slots past the length, pages of no row."""
+
+    name: str
+    lengths: tuple[int, ...] = (L, 1, 0, 77)
+    T: int = 1
+    N: int = 4
+    K: int = 2
+    H: int = 32
+    Hv: int | None = None  # H unless given
+    dtype: str = "float32"
+    page: int | None = None  # positions in a page; None: a contiguous cache
+    shared: int = 0  # pages that the first two rows have in common
+    appends: bool = True
+    latent: bool = False  # values are the first Hv features of the keys
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float | None = None
+    rotary: float | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.H if self.Hv is None else self.Hv
+
+    @property
+    def pages_of_a_row(self) -> int:
+        return -(-L // self.page) if self.page else 1
+
+    def draw(self) -> Arguments:
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        dtype = DTYPES[self.dtype]
+        rows = len(self.lengths)
+
+        def normal(*shape):
+            return rng.standard_normal(shape).astype(dtype)
+
+        # What each row holds once the call has returned, by position.
+        keys = [normal(n, self.K, self.H) for n in self.lengths]
+        values = [normal(n, self.K, self.value_dim) for n in self.lengths]
+        size, columns = self.page or L, self.pages_of_a_row
+        table = None
+        if self.page:
+            count = rows * columns + 3  # three belong to nobody
+            table = rng.permutation(count)[: rows * columns].reshape(rows, columns)
+            table[1, : self.shared] = table[0, : self.shared]
+            prefix = self.shared * size
+            keys[1][:prefix], values[1][:prefix] = keys[0][:prefix], values[0][:prefix]
+        else:
+            count = rows
+        key_cache = np.full((count, size, self.K, self.H), np.nan, dtype)
+        value_cache = np.full((count, size, self.K, self.value_dim), np.nan, dtype)
+        shape = (rows, self.T, self.K)
+        new_key, new_value = normal(*shape, self.H), normal(*shape, self.value_dim)
+        new_key[:], new_value[:] = np.nan, np.nan  # where a query stands before position 0
+        expected_key, expected_value = key_cache.copy(), value_cache.copy()
+        for b, n in enumerate(self.lengths):
+            first = max(0, n - self.T) if self.appends else n
+            # Behind the window of the first query nothing is seen: NaN, and no page.
+            hidden = 0 if self.window is None else max(0, n - self.T - self.window)
+            keys[b][:hidden], values[b][:hidden] = np.nan, np.nan
+            if table is not None:
+                table[b, : hidden // size] = -1
+                table[b, -(-n // size) :] = (-1, 10**6)[b % 2]
+            for p in range(n):
+                page = b if table is None else table[b, p // size]
+                if page < 0:
+                    continue
+                at = page, p % size
+                expected_key[at], expected_value[at] = keys[b][p], values[b][p]
+                if p < first:
+                    key_cache[at], value_cache[at] = keys[b][p], values[b][p]
+            new_key[b, self.T - (n - first) :] = keys[b][first:]
+            new_value[b, self.T - (n - first) :] = values[b][first:]
+        query = normal(rows, self.T, self.N, self.H)
+        for b, n in enumerate(self.lengths):
+            query[b, : max(0, self.T - n)] = np.nan
+        return Arguments(
+            self,
+            query,
+            keys,
+            values,
+            {"key": key_cache, "value": value_cache},
+            {"key": expected_key, "value": expected_value},
+            {"key": new_key, "value": new_value},
+            table,
+            rng.standard_normal(self.N).astype(np.float32) if self.sinks else None,
+        )
+
+
+@dataclasses.dataclass
+class Arguments:
+    """The arrays of a case, for the call and for the oracle."""
+
+    case: Case
+    query: np.ndarray
+    keys: list[np.ndarray]  # of each row, by position
+    values: list[np.ndarray]
+    cache: dict[str, np.ndarray]
+    expected: dict[str, np.ndarray]  # the caches when the call has returned
+    new: dict[str, np.ndarray]
+    table: np.ndarray | None
+    sinks: np.ndarray | None
+
+    def run(self, backend: str | None, **changes) -> jax_flash.Decoded:
+        case = self.case
+        arrays = {
+            "query": self.query,
+            "key_cache": self.cache["key"],
+            "value_cache": None if case.latent else self.cache["value"],
+            "lengths": np.array(case.lengths, np.int32),
+            "page_table": None if self.table is None else self.table.astype(np.int32),
+            "sinks": self.sinks,
+        }
+        if case.appends:
+            arrays["new_key"] = self.new["key"]
+            arrays["new_value"] = None if case.latent else self.new["value"]
+        options = {
+            "scale": case.scale,
+            "local_window_size": case.window,
+            "softcap": case.softcap,
+            "rotary_base": case.rotary,
+            "value_dim": case.value_dim if case.latent else None,
+            "backend": backend,
+        }
+        return decode(options | changes, {k: v for k, v in arrays.items() if v is not None})
+
+    def truth(self, precision="float64") -> tuple[np.ndarray, np.ndarray]:
+        """Out and lse, row by row on what each holds; of queries before position 0 nothing."""
+        case = self.case
+        out = np.zeros((len(case.lengths), case.T, case.N, case.value_dim))
+        lse = np.full(out.shape[:-1], -np.inf if self.sinks is None else 0.0)
+        if self.sinks is not None:
+            lse += self.sinks
+        for b, n in enumerate(case.lengths):
+            count = min(case.T, n)
+            if count == 0:
+                continue
+            query, keys = self.query[b, case.T - count :], self.keys[b]
+            values = keys[..., : case.value_dim] if case.latent else self.values[b]
+            if case.rotary is not None:
+                query = rotated(query, np.arange(n - count, n), case.rotary)
+                first = n - count if case.appends else n
+                keys = np.concatenate(
+                    [keys[:first], rotated(keys[first:], np.arange(first, n), case.rotary)]
+                )
+            result = numpy_oracle.attention(
+                query[None],
+                keys[None],
+                values[None],
+                scale=case.scale,
+                is_causal=True,
+                causal_align="bottom_right",
+                local_window_size=None if case.window is None else (case.window, 0),
+                softcap=case.softcap,
+                sinks=self.sinks,
+                precision=precision,
+            )
+            out[b, case.T - count :], lse[b, case.T - count :] = result.out[0], result.lse[0]
+        return out, lse
+
+
+def rotated(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
+    """Rotary embedding of [T, N, H] in float64, rounded to the type of x."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * base ** (-np.arange(half) / half)
+    turned = np.exp(1j * angles) * (x[..., :half] + 1j * x[..., half:].astype(np.float64))
+    return np.concatenate([turned.real, turned.imag], axis=-1).astype(x.dtype)
+
+
+@functools.lru_cache
+def jitted(options):
+    def call(arrays):
+        value_cache = arrays.pop("value_cache", None)
+        return jax_flash.decode_attention(value_cache=value_cache, **arrays, **dict(options))
+
+    return jax.jit(call)
+
+
+def decode(options, arrays) -> jax_flash.Decoded:
+    return jitted(tuple(sorted(options.items())))(arrays)
+
+
+CASES = [
+    Case("one token"),
+    Case("heads without groups, nothing new", N=2, appends=False, dtype="bfloat16"),
+    Case("group of 16", N=16, K=1, H=64, dtype="bfloat16"),
+    Case("group of 3, odd dims", N=6, H=33, Hv=17, dtype="float16"),
+    Case("group of 7, several tokens", N=7, K=1, T=5, dtype="bfloat16", lengths=(L, 3, 0, 130)),
+    Case("64 tokens", T=64, lengths=(L, 64, 0, 10)),
+    Case("64 tokens of 16 heads, window, 16 bits", T=64, N=16, K=1, window=20, dtype="bfloat16"),
+    Case("window", T=4, window=30, lengths=(L, 1, 0, 77)),
+    Case("softcap and sinks", T=3, softcap=2.0, sinks=True, scale=0.5),
+    Case("sinks and a window of one", window=0, sinks=True, dtype="bfloat16"),
+    Case("rotary", T=5, rotary=100.0, lengths=(L, 3, 0, 77)),
+    Case("pages", page=16, T=5, lengths=(L, 33, 0, 50)),
+    Case("pages, shared prefix", page=16, shared=2, N=8, K=8, dtype="bfloat16", lengths=(L, 40, 7)),
+    Case("pages of three, window", page=3, window=20, T=7, dtype="float16", lengths=(L, 2, 0, 99)),
+    Case("pages of one, nothing new", page=1, appends=False, lengths=(50, 0, 7)),
+    Case("pages of 128 and all", page=128, T=3, N=8, window=60, softcap=3.0, sinks=True,
+         rotary=1e4, dtype="bfloat16", lengths=(L, 2, 129, 130)),
+    Case("latent", N=16, K=1, H=576, Hv=512, latent=True, page=64, dtype="bfloat16"),
+    Case("latent, several tokens", N=4, K=1, H=72, Hv=64, latent=True, T=2, lengths=(L, 1, 64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_case(case, host_backend):
+    arguments = case.draw()
+    got = arguments.run(host_backend)
+    (out, lse), (plain, plain_lse) = arguments.truth(), arguments.truth(case.dtype)
+    assert got.out.dtype == case.dtype
+    assert got.lse.dtype == np.float32
+    check("out", got.out, out, plain, case.dtype, FORWARD_FACTOR)
+    if case.rotary is None:
+        _, plain_lse = arguments.truth("float32")
+        check("lse", got.lse, lse, plain_lse, "float32", FORWARD_FACTOR)
+    else:  # of query and keys that were rounded once more
+        check("lse", got.lse, lse, plain_lse, case.dtype, FORWARD_FACTOR)
+    caches = {"key": got.key_cache, "value": got.value_cache}
+    if case.latent:
+        assert caches.pop("value") is None
+    for name, cache in caches.items():
+        expected = arguments.expected[name]
+        if name == "key" and case.rotary is not None:
+            np.testing.assert_array_equal(np.isnan(cache), np.isnan(expected))
+        else:
+            assert np.asarray(cache).tobytes() == expected.tobytes()
+
+
+def small(T=2, pages=None, rows=3, N=4, K=2, seed=0, length=48) -> dict:
+    """Arrays of a call with new keys and values, for tests of other things than arithmetic."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), "float32")
+
+    cache = (rows, length) if pages is None else (rows * length // pages + 1, pages)
+    arrays = {
+        "query": normal(rows, T, N, 16),
+        "key_cache": normal(*cache, K, 16),
+        "value_cache": normal(*cache, K, 16),
+        "lengths": jnp.asarray(rng.integers(T, length + 1, rows), jnp.int32),
+        "new_key": normal(rows, T, K, 16),
+        "new_value": normal(rows, T, K, 16),
+    }
+    if pages is not None:
+        table = rng.permutation(rows * length // pages).reshape(rows, -1)
+        arrays["page_table"] = jnp.asarray(table, jnp.int32)
+    return arrays
+
+
+def equal(got, expected):
+    """Checks that two trees are the same to the bit."""
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("pages", [None, 16])
+def test_a_row_without_its_pages_is_nan_and_touches_nothing(pages, host_backend):
+    arrays = small(pages=pages) | {"lengths": jnp.array([30, 40, 48], jnp.int32)}
+    options = {"backend": host_backend}
+    whole = decode(options, arrays)
+    wrong = [{"lengths": arrays["lengths"].at[1].set(n)} for n in (49, 2**31 - 1)]
+    if pages:
+        table = arrays["page_table"]
+        wrong += [{"page_table": table.at[1, c].set(x)} for c, x in ((0, -1), (2, 10), (1, 2**30))]
+    for change in wrong:
+        got = decode(options, arrays | change)
+        for x, y in ((got.out, whole.out), (got.lse, whole.lse)):
+            assert np.isnan(x[1]).all()
+            equal(x[0::2], y[0::2])
+        own = np.array(1) if pages is None else np.asarray(arrays["page_table"][1])
+        for name in ("key_cache", "value_cache"):
+            others = (np.delete(getattr(x, name), own, axis=0) for x in (got, whole))
+            equal(*others)
+
+
+@pytest.mark.parametrize("pages", [None, 16])
+def test_vmap_is_a_loop(pages, host_backend):
+    options = {"backend": host_backend}
+    members = [small(pages=pages, seed=seed) for seed in range(2)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
+    got = jax.vmap(lambda x: decode(options, x))(stacked)
+    for i, member in enumerate(members):
+        equal(jax.tree.map(lambda x, i=i: x[i], got), decode(options, member))
+    # Members that append to one cache get each a copy; those that only read it share it.
+    for names in (("query", "new_key"), ("query", "page_table" if pages else "lengths")):
+        if "new_key" not in names:
+            stacked = {k: x for k, x in stacked.items() if not k.startswith("new")}
+            members = [{k: m[k] for k in stacked} for m in members]
+        axes = {name: 0 if name in names else None for name in stacked}
+        mixed = {name: x if name in names else x[0] for name, x in stacked.items()}
+        got = jax.vmap(lambda x: decode(options, x), in_axes=(axes,))(mixed)
+        for i, member in enumerate(members):
+            own = {name: member[name] if name in names else mixed[name] for name in mixed}
+            expected = decode(options, own)
+            equal(got.out[i], expected.out)
+            if "new_key" in names:
+                equal(got.key_cache[i], expected.key_cache)
+
+
+def test_other_leading_dims(host_backend):
+    options = {"backend": host_backend}
+    arrays = small(rows=4)
+    expected = decode(options, arrays)
+    folded = {name: x.reshape(2, 2, *x.shape[1:]) for name, x in arrays.items()}
+    got = decode(options, folded)
+    equal(jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), got), expected)
+    one = jax.tree.map(lambda x: x[1], arrays)
+    equal(decode(options, one), jax.tree.map(lambda x: x[1], expected))
+
+
+def copies(text: str, shape: str) -> list[str]:
+    """The instructions of a compiled program that copy an array of the cache's shape."""
+    return re.findall(rf"= \(?\w+\[{shape}\].*? (copy(?:-start)?)\(", text)
+
+
+@pytest.mark.parametrize("pages", [None, 16])
+def test_caches_are_donated_and_written_in_place(pages, host_backend):
+    arrays = small(pages=pages, length=4096)
+    cache = arrays["key_cache"]
+    names, results = ("key_cache", "value_cache"), {}
+
+    def step(caches, rest):
+        got = jax_flash.decode_attention(
+            **rest | dict(zip(names, caches, strict=True)), backend=host_backend
+        )
+        return (got.key_cache, got.value_cache), got.out
+
+    def at(i):
+        return rest | {"lengths": rest["lengths"] - 5 + i}
+
+    def scan(caches):
+        return jax.lax.scan(lambda caches, i: step(caches, at(i)), caches, jnp.arange(5))[0]
+
+    def while_loop(caches):
+        def body(carry):
+            i, caches = carry
+            return i + 1, step(caches, at(i))[0]
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 5, body, (0, caches))[1]
+
+    rest = {name: x for name, x in arrays.items() if name not in names}
+    caches = tuple(arrays[name] for name in names)
+    for function in (lambda caches: step(caches, rest), scan, while_loop):
+        compiled = jax.jit(function, donate_argnums=0).lower(caches).compile()
+        text = compiled.as_text()
+        assert text.count("may-alias") + text.count("must-alias") >= 2
+        plan = compiled.memory_analysis()
+        assert plan.alias_size_in_bytes >= 2 * cache.nbytes
+        assert plan.temp_size_in_bytes < cache.nbytes
+        assert copies(text, ",".join(map(str, cache.shape))) == []
+        results[function] = compiled(tuple(map(jnp.copy, caches)))
+    for i in range(5):
+        got = decode({"backend": host_backend}, at(i) | dict(zip(names, caches, strict=True)))
+        caches = got.key_cache, got.value_cache
+    equal(results[scan], caches)
+    equal(results[while_loop], caches)
+
+
+def test_temporaries_do_not_grow_with_the_cache(host_backend):
+    """At most one block of the cache is anywhere else, paged or not."""
+
+    def planned(length, page):
+        cache = (1, length, 2, 64) if page is None else (length // page, page, 2, 64)
+        shapes = {
+            "query": (1, 1, 8, 64), "key_cache": cache, "value_cache": cache, "lengths": (1,),
+            "new_key": (1, 1, 2, 64), "new_value": (1, 1, 2, 64),
+        }  # fmt: skip
+        if page is not None:
+            shapes["page_table"] = (1, length // page)
+        integers = ("lengths", "page_table")
+        x = {
+            name: jax.ShapeDtypeStruct(shape, "int32" if name in integers else "bfloat16")
+            for name, shape in shapes.items()
+        }
+
+        def call(caches, rest):
+            return jax_flash.decode_attention(**rest, **caches, backend=host_backend)
+
+        caches = {name: x.pop(name) for name in ("key_cache", "value_cache")}
+        program = jax.jit(call, donate_argnums=0).lower(caches, x).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    for page in (None, 16):
+        short, long = planned(4096, page), planned(32768, page)
+        assert long <= short + 32768 * 8  # the page table and what is computed from it
+        assert long < 32768 * 2 * 64 * 2 / 2
+
+
+def specs_of(arrays, batch, heads, pool=None) -> dict:
+    """How a call's arrays are split: its rows over `batch`, heads over `heads`, pages over `pool`.
+
+    Without a page table a cache is split as its rows are.
+    """
+    pool = pool if "page_table" in arrays else batch
+    specs = {"lengths": P(batch), "page_table": P(batch), "sinks": P(heads)}
+    for name in ("key_cache", "value_cache"):
+        specs[name] = P(pool, None, heads if arrays[name].shape[-2] > 1 else None)
+    for name in ("query", "new_key", "new_value"):
+        specs[name] = P(batch, None, heads)
+    if arrays["key_cache"].shape[-2] == 1:
+        specs["new_key"] = specs["new_value"] = P(batch)
+    return {name: specs[name] for name in arrays}
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "batch", "options"),
+    [
+        ((4, 2), "data", {}),
+        ((1, 8), "data", {"K": 1}),
+        ((1, 8), None, {"pages": 16, "K": 8}),
+    ],
+    ids=["batch-and-heads", "one-kv-head", "pages"],
+)
+def test_sharded_without_a_collective(shape, batch, options, explicit, host_backend):
+    arrays = small(rows=4, N=16, **options) | {"sinks": jnp.arange(16.0)}
+    mesh = mesh_of(shape, explicit)
+    specs = specs_of(arrays, batch, "model")
+    placed = {  # by way of NumPy: else what is replicated lies where the array does, and is donated
+        name: jax.device_put(np.asarray(x), jax.sharding.NamedSharding(mesh, specs[name]))
+        for name, x in arrays.items()
+    }
+
+    def call(caches, rest):
+        return jax_flash.decode_attention(
+            **caches, **rest, local_window_size=20, rotary_base=1e4, backend=host_backend
+        )
+
+    caches = {name: placed.pop(name) for name in ("key_cache", "value_cache")}
+    cache = caches["key_cache"]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(call, donate_argnums=0).lower(caches, placed).compile()
+        assert collectives(compiled) == []
+        shard = cache.addressable_shards[0].data
+        assert compiled.memory_analysis().alias_size_in_bytes >= 2 * shard.nbytes
+        assert copies(compiled.as_text(), ",".join(map(str, shard.shape))) == []
+        got = compiled(caches, placed)
+    assert got.key_cache.sharding.is_equivalent_to(cache.sharding, cache.ndim)
+    options = {"local_window_size": 20, "rotary_base": 1e4, "backend": host_backend}
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), got, decode(options, arrays)
+    )
+
+
+def test_pages_that_rows_append_to_are_written_alike_on_every_device():
+    """Rows split over devices, the pool not: what one device writes, all need."""
+    arrays = small(rows=4, pages=16)
+    mesh = mesh_of((4, 2))
+    specs = specs_of(arrays, "data", "model")
+    placed = {
+        name: jax.device_put(x, jax.sharding.NamedSharding(mesh, specs[name]))
+        for name, x in arrays.items()
+    }
+    expected = decode({"backend": "xla"}, arrays)
+    got = decode({"backend": "xla"}, placed)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), got, expected)
+    for shard in got.key_cache.addressable_shards:
+        equal(shard.data, expected.key_cache[shard.index])
+
+
+@pytest.mark.parametrize("pages", [None, 16])
+def test_shard_map_gives_each_device_its_own_pool(pages, host_backend):
+    members = [small(rows=2, pages=pages, seed=seed) for seed in range(4)]
+    arrays = {name: jnp.concatenate([m[name] for m in members]) for name in members[0]}
+    specs = specs_of(arrays, "data", "model", pool="data")
+    mesh = mesh_of((4, 2))
+
+    def call(arrays):
+        return decode({"backend": host_backend}, arrays)
+
+    heads, cache = P("data", None, "model"), P("data", None, "model")
+    run = jax.jit(
+        jax.shard_map(
+            call,
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=jax_flash.Decoded(heads, heads, cache, cache),
+        )
+    )
+    assert collectives(run.lower(arrays).compile()) == []
+    expected = [decode({"backend": host_backend}, member) for member in members]
+    jax.tree.map(
+        lambda x, *y: np.testing.assert_allclose(x, jnp.concatenate(y), atol=2e-6),
+        run(arrays),
+        *expected,
+    )
+
+
+def test_wrong_arguments_are_named():
+    plain, paged = small(), small(pages=16)
+
+    def refused(message, arrays=plain, **changes):
+        with pytest.raises((TypeError, ValueError), match=message):
+            jax_flash.decode_attention(**arrays | changes)
+
+    cache, query, new = plain["key_cache"], plain["query"], plain["new_key"]
+    refused("query has shape .*T from 1 to 64", query=jnp.zeros((3, 65, 4, 16)))
+    refused("query has dtype bfloat16 and key_cache float32", query=query.astype("bfloat16"))
+    refused("query has 3 heads .* key_cache 2", query=query[:, :, :3])
+    refused("equal head dims", query=query[..., :8])
+    refused(r"key_cache has shape .*\[\*B, L, K, H\]", key_cache=cache[0])
+    refused("key_cache has shape .*leading dims", key_cache=cache[:2])
+    refused("value_cache has shape .*the same but for the last dim", value_cache=cache[:, :4])
+    refused(r"lengths has shape \(2,\)", lengths=plain["lengths"][:2])
+    refused("lengths has dtype float32", lengths=plain["lengths"].astype("float32"))
+    refused(r"page_table has shape \(2, 3\)", paged, page_table=paged["page_table"][:2])
+    refused(r"pages \[P, S, K, H\]", paged, key_cache=cache[0])
+    refused("new_key has shape", new_key=new[:, :1])
+    refused("new_value has dtype float16", new_value=new.astype("float16"))
+    refused("new_key is given with no new_value for a value_cache", new_value=None)
+    refused("new_value is given without new_key", new_key=None)
+    refused("rotary_base is -1", rotary_base=-1)
+    refused("value_dim is 3 beside a value_cache", value_dim=3)
+    latent = plain | {"value_cache": None, "new_value": None}
+    refused("value_dim is None and value_cache None", latent)
+    refused("value_dim is 17; expected 1 to 16", latent, value_dim=17)
+    refused("rotary_base is given without a value_cache", latent, value_dim=8, rotary_base=1e4)
+    refused("backend is 'tpu'", backend="tpu")
+    with pytest.raises(ValueError, match="key_cache has shape"):
+        jax_flash.fill_cache(cache, cache, cache[:2], cache[:2], plain["lengths"][:2])
+    with pytest.raises(ValueError, match="value has shape"):
+        jax_flash.fill_cache(cache, cache, cache, cache[..., :3], plain["lengths"])
+
+
+def test_no_derivative_and_no_cuda_kernel_yet():
+    arrays = small()
+    query = arrays.pop("query")
+
+    def loss(query):
+        return jax_flash.decode_attention(query, **arrays).out.sum()
+
+    with pytest.raises(NotImplementedError, match="differentiate flash_attention"):
+        jax.grad(loss)(query)
+    with pytest.raises(NotImplementedError, match="no CUDA kernel for decoding"):
+        jax_flash.decode_attention(query, **arrays, backend="cuda")
+
+
+@pytest.mark.parametrize("pages", [None, 16])
+@pytest.mark.parametrize("start", [None, [0, 3, 40]])
+def test_fill_cache_writes_what_has_a_place(pages, start):
+    arrays = small(T=20, pages=pages)
+    keys, values = arrays["new_key"], arrays["new_value"]
+    lengths = jnp.array([20, 7, 60] if start is None else [0, 22, 60], jnp.int32)
+    table = arrays.get("page_table")
+    first = None if start is None else jnp.array(start, jnp.int32)
+    caches = arrays["key_cache"], arrays["value_cache"]
+    compiled = (
+        jax.jit(
+            lambda caches, *x: jax_flash.fill_cache(*caches, *x, start=first, page_table=table),
+            donate_argnums=0,
+        )
+        .lower(caches, keys, values, lengths)
+        .compile()
+    )
+    assert compiled.memory_analysis().alias_size_in_bytes == 2 * caches[0].nbytes
+    got = compiled(tuple(map(jnp.copy, caches)), keys, values, lengths)
+    for x, cache, new in zip(got, caches, (keys, values), strict=True):
+        expected = np.array(cache)
+        for b in range(3):
+            begin = 0 if start is None else start[b]
+            for t in range(20):
+                p = begin + t
+                if p < min(int(lengths[b]), 48):
+                    page = b if table is None else int(table[b, p // 16])
+                    expected[page, p if table is None else p % 16] = new[b, t]
+        equal(x, expected)
+
+
+def test_fill_cache_is_sharded_without_a_collective():
+    arrays = small(T=20, rows=4)
+    sharding = jax.sharding.NamedSharding(mesh_of((4, 2)), P("data", None, "model"))
+    caches, new = (
+        [jax.device_put(arrays[name], sharding) for name in names]
+        for names in (("key_cache", "value_cache"), ("new_key", "new_value"))
+    )
+    fill = jax.jit(lambda caches, new: jax_flash.fill_cache(*caches, *new, arrays["lengths"]))
+    assert collectives(fill.lower(caches, new).compile()) == []
+    equal(fill(caches, new)[0].sharding, sharding)
