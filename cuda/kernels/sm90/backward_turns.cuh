@@ -10,7 +10,7 @@ namespace backward {
 // block and part says who has added: how many, or with segments the last one's key block plus one.
 //
 // A unit waits only for units of smaller keys of its head, which are handed out before it, to CTAs
-// that run (`plan`), and walk over every block at which they are waited for (`narrow_by_segments`
+// that run (Planner), and walk over every block at which they are waited for (`narrow_by_segments`
 // drops none that they meet). So the unit handed out first, of those that are not done, never
 // waits, however few CTAs of the grid run.
 //

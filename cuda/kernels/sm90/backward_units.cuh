@@ -1,7 +1,7 @@
 // Units of work and where the main kernels keep what: shared memory, barriers, records.
 //
 // A unit is a block of keys of one key/value head with all query blocks that see it. The plan role
-// hands units out; the other roles walk over their query blocks. Read backward_load.cuh next.
+// hands units out; the other roles walk over their query blocks. Read backward_turns.cuh next.
 #pragma once
 
 #include "sm90/backward_walk.cuh"
@@ -173,7 +173,7 @@ struct Planner {
   }
 };
 
-// The load role's: lets `plan` take the next unit, once for each unit.
+// The load role's: lets Planner take the next unit, once for each unit.
 __device__ __forceinline__ void ask_for_unit() {
   if (threadIdx.x == 0) ptx::barrier_arrive(at(&Shared::unit_asked));
 }

@@ -30,7 +30,8 @@ struct Ring<kStages, true> {  // one register
   __device__ __forceinline__ void advance() { passed += 8; }
 };
 
-// The same of use number `use`, where one count serves rings of several lengths.
+// The same of a ring's use number `use`, where one count serves rings of several lengths: one
+// register for all of them.
 template <int kStages>
 __device__ __forceinline__ uint32 stage_of(uint32 use) {
   return use % kStages;
