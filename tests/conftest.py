@@ -21,6 +21,11 @@ for _name, _value in (("xla_force_host_platform_device_count", 8), ("xla_gpu_aut
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers share the GPU
 
+if _EMULATED := int(os.environ.get("JAX_FLASH_EMULATE", 0)):
+    from . import emulator
+
+    emulator.install(seed=_EMULATED - 1)
+
 hypothesis.settings.register_profile(
     "ci",
     deadline=None,  # the first call of a shape compiles
@@ -84,7 +89,7 @@ BACKENDS = (
         "cuda",
         marks=(
             pytest.mark.gpu,
-            pytest.mark.skipif(not _gpu_present(), reason="needs an NVIDIA GPU"),
+            pytest.mark.skipif(not (_gpu_present() or _EMULATED), reason="needs an NVIDIA GPU"),
         ),
     ),
 )

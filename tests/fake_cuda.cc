@@ -4,9 +4,16 @@
 // Also what XLA calls on its CPU platform in place of the CUDA handlers. It passes the calls on to
 // them with made-up addresses of the buffers, call << 40 | (index + 1) << 32 for operands and then
 // results, and with a stream, which that platform lacks. Notes are lines of JSON.
+//
+// With tests/emulator linked to it there is a machine: then it compiles and runs what is launched,
+// addresses are the buffers' own, and nothing is noted.
 
+#include "tests/fake_cuda.h"
+
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -19,9 +26,12 @@ using namespace jax_flash;  // NOLINT: the types of the driver's interface
 namespace jax_flash {
 struct _nvrtcProgram {
   std::string text;
+  std::map<std::string, std::string> files;
+  std::string image, log;
 };
 struct CUlib_st {
   std::string program;
+  void* loaded;  // by the machine
 };
 struct CUkern_st {
   CUlib_st* library;
@@ -32,25 +42,21 @@ struct CUkern_st {
 
 namespace {
 
-constexpr CUresult kInvalidValue = 1, kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500;
+constexpr CUresult kInvalidValue = 1, kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500,
+                   kLaunchFailed = 719;
 const auto kContext = reinterpret_cast<CUcontext>(0x11);
 const auto kStream = reinterpret_cast<CUstream>(0x22);
 CUcontext current_context = nullptr;
 CUdevice current_device = 0;
 constexpr int kMultiprocessors[] = {20, 50};  // of the two devices
 std::string notes;
+std::string trouble;  // of the machine
 std::string kernels;  // the text of all files that NVRTC was given
 std::uint64_t calls = 0;
 bool in_backward;  // the handler that runs
 XLA_FFI_Handler* handlers[2];
 
-// What test_cuda_calls.py reads from a tensor map.
-struct Map {
-  std::uint64_t address, dims[4], strides[3];
-  unsigned box[4];
-  int type, swizzle;
-};
-static_assert(sizeof(Map) <= sizeof(TensorMap));
+static_assert(sizeof(FakeMap) <= sizeof(TensorMap));
 
 std::string Hex(const void* data, std::size_t size) {
   std::string text;
@@ -74,7 +80,7 @@ XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args* args) {
 }
 
 // A call's operands or results with addresses of their own; notes of shape and dtype, and what the
-// bytes add up to. Results are filled with their index + 1.
+// bytes add up to. Results are filled with their index + 1, for a machine with garbage.
 class Buffers {
  public:
   Buffers(void** buffers, std::int64_t count, std::uint64_t first, bool results)
@@ -90,19 +96,26 @@ class Buffers {
                                                                    : 2;
       for (std::int64_t dim : dims) bytes *= dim;
       auto* data = static_cast<unsigned char*>(buffer.data);
+      copies_[i] = buffer;
+      pointers_[i] = &copies_[i];
+      if (fake_machine != nullptr) {
+        if (results && bytes > 0) std::memset(data, kFakeGarbage, bytes);
+        ranges.push_back({data, static_cast<std::uint64_t>(bytes),
+                          (results ? "result " : "operand ") + std::to_string(i)});
+        continue;
+      }
       if (results && bytes > 0) std::memset(data, static_cast<int>(i + 1), bytes);
       std::int64_t sum = 0;
       for (std::int64_t at = 0; at < bytes; ++at) sum += data[at];
       notes_ += std::string(notes_.empty() ? "" : ", ") +
                 "{\"dtype\": " + std::to_string(buffer.dtype) + ", \"dims\": " + List(dims) +
                 ", \"bytes\": " + std::to_string(bytes) + ", \"sum\": " + std::to_string(sum) + "}";
-      copies_[i] = buffer;
       copies_[i].data = reinterpret_cast<void*>(calls << 40 | (first + i + 1) << 32);
-      pointers_[i] = &copies_[i];
     }
   }
   void** pointers() { return pointers_.data(); }
   std::string notes() const { return "[" + notes_ + "]"; }
+  std::vector<FakeBuffer> ranges;  // for a machine
 
  private:
   std::vector<XLA_FFI_Buffer> copies_;
@@ -116,6 +129,11 @@ XLA_FFI_Error* Call(int which, XLA_FFI_CallFrame* frame) {
   in_backward = which == 1;
   Buffers operands(frame->args.args, frame->args.size, 0, false);
   Buffers results(frame->rets.rets, frame->rets.size, frame->args.size, true);
+  if (fake_machine != nullptr) {
+    std::vector<FakeBuffer> all = operands.ranges;
+    all.insert(all.end(), results.ranges.begin(), results.ranges.end());
+    fake_machine->SetBuffers(std::move(all));
+  }
   notes += "{\"event\": \"call\", \"number\": " + std::to_string(calls) + ", \"target\": \"" +
            (which == 0 ? "forward" : "backward") + "\", \"operands\": " + operands.notes() +
            ", \"results\": " + results.notes() + "}\n";
@@ -155,11 +173,12 @@ CUresult cuGetErrorName(CUresult code, const char** name) {
   *name = code == kInvalidValue     ? "CUDA_ERROR_INVALID_VALUE"
           : code == kInvalidContext ? "CUDA_ERROR_INVALID_CONTEXT"
           : code == kNotFound       ? "CUDA_ERROR_NOT_FOUND"
+          : code == kLaunchFailed   ? "CUDA_ERROR_LAUNCH_FAILED"
                                     : "CUDA_ERROR_INVALID_HANDLE";
   return 0;
 }
 CUresult cuGetErrorString(CUresult, const char** text) {
-  *text = "refused by tests/fake_cuda.cc";
+  *text = trouble.empty() ? "refused by tests/fake_cuda.cc" : trouble.c_str();
   return 0;
 }
 CUresult cuCtxGetCurrent(CUcontext* context) {
@@ -190,12 +209,25 @@ CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
 }
 CUresult cuLibraryLoadData(CUlibrary* library, const void* code, void*, void**, unsigned, void*,
                            void**, unsigned) {
-  *library = new CUlib_st{static_cast<const char*>(code)};
+  if (fake_machine == nullptr) {
+    *library = new CUlib_st{static_cast<const char*>(code), nullptr};
+    return 0;
+  }
+  // A library of the host, in front of it its size.
+  std::uint64_t size = 0;
+  std::memcpy(&size, code, sizeof size);
+  void* loaded = nullptr;
+  trouble =
+      fake_machine->Load(std::string(static_cast<const char*>(code) + sizeof size, size), &loaded);
+  if (!trouble.empty()) return kInvalidValue;
+  *library = new CUlib_st{"", loaded};
   return 0;
 }
 CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {
   const std::string declaration = std::string(" ") + name + "(const __grid_constant__ ";
-  if (kernels.find(declaration) == std::string::npos) return kNotFound;
+  const bool found = fake_machine != nullptr ? fake_machine->Has(library->loaded, name)
+                                             : kernels.find(declaration) != std::string::npos;
+  if (!found) return kNotFound;
   *kernel = new CUkern_st{library, name};
   return 0;
 }
@@ -216,6 +248,11 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
       c.attribute_count != 0 || static_cast<int>(c.shared_bytes) > kernel->shared_bytes) {
     return kInvalidValue;
   }
+  if (fake_machine != nullptr) {
+    trouble = fake_machine->Launch(kernel->library->loaded, kernel->name, c.grid_x, threads,
+                                   c.shared_bytes, params[0]);
+    return trouble.empty() ? 0 : kLaunchFailed;
+  }
   const std::string& program = kernel->library->program;
   notes += "{\"event\": \"launch\", \"entry\": \"" + kernel->name + "\", \"program\": \"" +
            Hex(program.data(), program.size()) +
@@ -228,6 +265,10 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
 CUresult cuMemsetD32Async(CUdeviceptr target, unsigned value, std::size_t count, CUstream stream) {
   if (current_context != kContext) return kInvalidContext;
   if (stream != kStream) return kInvalidHandle;
+  if (fake_machine != nullptr) {
+    std::fill_n(reinterpret_cast<unsigned*>(target), count, value);
+    return 0;
+  }
   notes += "{\"event\": \"fill\", \"target\": " + std::to_string(target) +
            ", \"value\": " + std::to_string(value) + ", \"words\": " + std::to_string(count) +
            "}\n";
@@ -238,7 +279,7 @@ CUresult cuTensorMapEncodeTiled(void* map, CUtensorMapDataType type, unsigned ra
                                 const unsigned* box, const unsigned* element_strides,
                                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2Promotion, CUtensorMapOutOfBounds) {
-  Map made{};
+  FakeMap made{};
   made.address = reinterpret_cast<std::uint64_t>(address);
   bool right = reinterpret_cast<std::uint64_t>(map) % 64 == 0 && rank == 4 &&
                made.address % 16 == 0 && interleave == kInterleaveNone &&
@@ -258,7 +299,7 @@ CUresult cuTensorMapEncodeTiled(void* map, CUtensorMapDataType type, unsigned ra
   return 0;
 }
 
-// ---- libnvrtc: the text of a program is its machine code ---------------------------------------
+// ---- libnvrtc: without a machine the text of a program is its machine code ---------------------
 
 nvrtcResult nvrtcVersion(int* major, int* minor) {
   *major = 13;
@@ -267,28 +308,44 @@ nvrtcResult nvrtcVersion(int* major, int* minor) {
 }
 const char* nvrtcGetErrorString(nvrtcResult) { return ""; }
 nvrtcResult nvrtcCreateProgram(nvrtcProgram* program, const char* source, const char*, int count,
-                               const char* const* files, const char* const*) {
-  kernels.clear();
-  for (int i = 0; i < count; ++i) kernels += files[i];
+                               const char* const* files, const char* const* names) {
   *program = new _nvrtcProgram{source};
+  kernels.clear();
+  for (int i = 0; i < count; ++i) {
+    kernels += files[i];
+    (*program)->files[names[i]] = files[i];
+  }
   return 0;
 }
 nvrtcResult nvrtcDestroyProgram(nvrtcProgram* program) {
   delete *program;
   return 0;
 }
-nvrtcResult nvrtcCompileProgram(nvrtcProgram, int, const char* const*) { return 0; }
-nvrtcResult nvrtcGetProgramLogSize(nvrtcProgram, std::size_t* size) {
-  *size = 0;
+nvrtcResult nvrtcCompileProgram(nvrtcProgram program, int, const char* const*) {
+  if (fake_machine == nullptr) {
+    program->image = program->text + '\0';
+    return 0;
+  }
+  std::string library;
+  program->log = fake_machine->Compile(program->text, program->files, &library);
+  const std::uint64_t size = library.size();
+  program->image = std::string(reinterpret_cast<const char*>(&size), sizeof size) + library;
+  return program->log.empty() ? 0 : 6;
+}
+nvrtcResult nvrtcGetProgramLogSize(nvrtcProgram program, std::size_t* size) {
+  *size = program->log.size() + 1;
   return 0;
 }
-nvrtcResult nvrtcGetProgramLog(nvrtcProgram, char*) { return 0; }
+nvrtcResult nvrtcGetProgramLog(nvrtcProgram program, char* log) {
+  std::memcpy(log, program->log.c_str(), program->log.size() + 1);
+  return 0;
+}
 nvrtcResult nvrtcGetCUBINSize(nvrtcProgram program, std::size_t* size) {
-  *size = program->text.size() + 1;
+  *size = program->image.size();
   return 0;
 }
 nvrtcResult nvrtcGetCUBIN(nvrtcProgram program, char* cubin) {
-  std::memcpy(cubin, program->text.c_str(), program->text.size() + 1);
+  std::memcpy(cubin, program->image.data(), program->image.size());
   return 0;
 }
 

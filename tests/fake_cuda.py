@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,23 +143,10 @@ class Launch:
 
 def record(cases: list[Case | Direct], folder: Path) -> list[Recording]:
     """Runs cases in a process of its own: those of the conformance suite with their gradients."""
-    library = folder / "libcuda.so.1"
-    source = Path(__file__).with_suffix(".cc")
-    include = ["-I", str(source.parents[1]), "-isystem", jax.ffi.include_dir()]
-    assert COMPILER is not None
-    compiler = [COMPILER, "-std=c++17", "-shared", "-fPIC", *include]
-    subprocess.run([*compiler, str(source), "-o", str(library)], check=True)
-    environment = child_environment(
-        folder,
-        with_tests=True,
-        JAX_FLASH_NVRTC=str(library),
-        JAX_PLATFORMS="cpu",
-        LD_LIBRARY_PATH=os.pathsep.join([str(folder), os.environ.get("LD_LIBRARY_PATH", "")]),
-    )
     process = subprocess.run(
         [sys.executable, "-P", "-c", "from tests import fake_cuda; fake_cuda.main()"],
         input=pickle.dumps(cases),
-        env=environment,
+        env=environment(folder, build(folder)),
         cwd=folder,
         capture_output=True,
         check=False,
@@ -167,9 +155,29 @@ def record(cases: list[Case | Direct], folder: Path) -> list[Recording]:
     return pickle.loads(process.stdout)
 
 
-def main() -> None:
-    fake = ctypes.CDLL("libcuda.so.1")
-    fake.FakeTakeNotes.restype = ctypes.c_char_p
+def build(folder: Path, *sources: Path, flags: Sequence[str] = ()) -> Path:
+    """Makes the library, with more sources than its own, in a folder."""
+    library = folder / "libcuda.so.1"
+    own = Path(__file__).with_suffix(".cc")
+    include = ["-I", str(own.parents[1]), "-isystem", jax.ffi.include_dir()]
+    assert COMPILER is not None
+    compiler = [COMPILER, "-std=c++17", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+    texts = map(str, (own, *sources))
+    subprocess.run([*compiler, *include, *flags, *texts, "-o", str(library)], check=True)
+    return library
+
+
+def environment(folder: Path, library: Path) -> dict[str, str]:
+    """The environment of a process, run in `folder`, that takes the library for a GPU's."""
+    return child_environment(
+        folder, with_tests=True, JAX_FLASH_NVRTC=str(library), JAX_PLATFORMS="cpu"
+    )
+
+
+def connect() -> ctypes.CDLL:
+    """Calls that a GPU would get go to the library JAX_FLASH_NVRTC from here on."""
+    # Who asks for libcuda.so.1 later gets this one, and emulated kernels find its functions.
+    fake = ctypes.CDLL(os.environ["JAX_FLASH_NVRTC"], mode=ctypes.RTLD_GLOBAL)
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     handlers = _native._cuda().targets()["CUDA"]
@@ -177,8 +185,13 @@ def main() -> None:
     fake.FakeSetHandlers(*(ctypes.c_void_p(pointer_of(handlers[name], None)) for name in names))
     for name, handler in zip(names, (fake.FakeForward, fake.FakeBackward), strict=True):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
-    _backends.choose = lambda *_: "cuda"
+    return fake
 
+
+def main() -> None:
+    fake = connect()
+    _backends.choose = lambda *_: "cuda"
+    fake.FakeTakeNotes.restype = ctypes.c_char_p
     recordings = []
     for case in pickle.load(sys.stdin.buffer):
         values, error = {}, ""

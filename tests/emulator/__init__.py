@@ -1,0 +1,200 @@
+"""Runs the text of the CUDA kernels on the host, threads, barriers and tensor cores included.
+
+tests/fake_cuda.cc with a machine in it: NVRTC is the host's C++ compiler (translate.py), and a
+launch runs the kernel to its end (machine.cc) on the true buffers of XLA's CPU platform. Nothing of
+a kernel is written twice: headers are those of the package, and an `asm` statement is its PTX,
+which ptx.cc reads and executes.
+
+What it adds to numbers, as errors of the custom call that name threads and device functions:
+
+- all threads wait: who waits for what, where; an mbarrier that gets an arrival too many;
+- any load or store outside of the call's buffers and the CTA's shared memory, those of TMA boxes
+  and wgmma descriptors included; misaligned addresses; boxes that lie outside of their array;
+- lanes or warps that issue different collective instructions;
+- products and TMA stores of shared memory that a thread wrote without fence.proxy.async;
+- copies and products that a thread or CTA leaves behind.
+
+What is undefined shows in numbers, in those of some seed at least: shared memory, results and
+workspaces start as garbage (finite, since rows of NaN would be computed again), so do accumulators
+while a product is in flight, asynchronous copies and products take place as late or as early as
+they may, and threads run in the order of the seed, switched only where they wait.
+
+To add an instruction: a row in `kInstructions` of ptx.cc. A built-in function: device.h.
+
+Not modelled: registers and their number; the memory model (all but fence.proxy.async is in order,
+as if every operation were followed by its fence); register operands that are written while a
+product reads them; lanes of a warp that run apart at an mbarrier, where a GPU brings them together
+without a promise to; clusters and multicast; the last bits of approximate functions and products;
+time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_flash import _backends, _gpu, _native
+
+from .. import fake_cuda
+from ..cases import Arguments
+
+HERE = Path(__file__).parent
+MULTIPROCESSORS = 3  # as many CTAs as machine.cc runs at a time
+
+
+def build(shared: Path) -> Path:
+    """The library, made once for all processes that share a folder."""
+    texts = [HERE / "machine.cc", HERE / "ptx.cc"]
+    others = [HERE / "machine.h", HERE / "api.h", *HERE.parent.glob("fake_cuda.[ch]*")]
+    content = b"".join(path.read_bytes() for path in (*texts, *others))
+    folder = shared / f"machine-{hashlib.sha256(content).hexdigest()[:16]}"
+    shared.mkdir(parents=True, exist_ok=True)
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            made = Path(tempfile.mkdtemp(dir=shared))
+            fake_cuda.build(made, *texts, flags=["-O2", "-march=native"])
+            made.rename(folder)
+    return folder / "libcuda.so.1"
+
+
+def settings(shared: Path) -> dict[str, str]:
+    """What a process needs in its environment besides that of fake_cuda.py."""
+    return {
+        "JAX_FLASH_EMULATOR_COMPILER": shlex.join(
+            [sys.executable, "-I", str(HERE / "translate.py")]
+        ),
+        "JAX_FLASH_EMULATOR_CACHE": str(shared),
+    }
+
+
+def connect(sources: dict[str, str] | None = None) -> ctypes.CDLL:
+    """Emulates backend "cuda" in this process from here on: calls that name it, on CPU arrays."""
+    fake = fake_cuda.connect()
+    fake.EmulatorSetSeed.argtypes = (ctypes.c_uint64,)
+    _native.configure_cuda(None, 0, sources)
+    _native.pretend_multiprocessors(MULTIPROCESSORS)
+    _gpu.spec.present = lambda: _gpu.spec.GPUS["H100"]
+    choose = _backends.choose
+    _backends.choose = lambda platform, call, shapes: choose(
+        "cuda" if call.backend == "cuda" else platform, call, shapes
+    )
+    return fake
+
+
+def install(seed: int) -> None:
+    """Emulates backend "cuda" for all tests of this process; libraries are kept for the user."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    shared = cache / "jax_flash-emulated"
+    os.environ |= settings(shared) | {"JAX_FLASH_NVRTC": str(build(shared))}
+    connect().EmulatorSetSeed(seed)
+
+
+class Emulator:
+    """A process in which backend "cuda" is emulated.
+
+    Args:
+      folder: its own.
+      shared: libraries that were built, for other processes too.
+    """
+
+    def __init__(self, folder: Path, shared: Path) -> None:
+        environment = fake_cuda.environment(folder, build(shared)) | settings(shared)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", "from tests import emulator; emulator.main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=folder,
+        )
+
+    def run(
+        self, arguments: Arguments, *, seed: int = 0, sources: dict[str, str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """`arguments.run("cuda")`, with kernels of the given text instead of the package's.
+
+        Args:
+          seed: of the order of threads and asynchronous work; 0: in order and late, 1: backwards
+            and early, others: drawn.
+
+        Raises:
+          RuntimeError: the custom call failed, with its message.
+        """
+        assert self._process.stdin is not None
+        pickle.dump((arguments, seed, sources), self._process.stdin)
+        return self._answer()
+
+    def run_kernel(
+        self, text: str, memory: np.ndarray, *, threads: int = 32, shared_bytes: int = 0
+    ) -> np.ndarray:
+        """What one CTA of the text's only kernel makes of memory, a pointer to which it takes."""
+        assert self._process.stdin is not None
+        pickle.dump((text, threads, shared_bytes, memory), self._process.stdin)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.flush()
+        values, error = pickle.load(self._process.stdout)
+        if error:
+            raise RuntimeError(error)
+        return values
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def answer(given: tuple[Any, str]) -> None:
+        pickle.dump(given, answers)
+        answers.flush()
+
+    own = text = _native.kernel_sources()
+    fake = connect(text)
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        if isinstance(request[0], str):
+            answer(run_kernel(fake, *request))
+            continue
+        arguments, seed, sources = request
+        if (sources or text) != own:
+            own = sources or text
+            _native.configure_cuda(None, 0, own)
+        fake.EmulatorSetSeed(seed)
+        values, error = {}, ""
+        try:
+            values = arguments.run("cuda")
+        except (jax.errors.JaxRuntimeError, ValueError) as failure:
+            error = str(failure)
+        answer((values, error))
+
+
+def run_kernel(
+    fake: ctypes.CDLL, text: str, threads: int, shared_bytes: int, memory: np.ndarray
+) -> tuple[np.ndarray, str]:
+    memory = np.array(memory)
+    fake.EmulatorRunKernel.restype = ctypes.c_char_p
+    pointer, size = ctypes.c_void_p(memory.ctypes.data), ctypes.c_uint64(memory.nbytes)
+    trouble = fake.EmulatorRunKernel(text.encode(), threads, shared_bytes, pointer, size)
+    return memory, trouble.decode()

@@ -1,0 +1,193 @@
+"""Makes a library for the host of a CUDA program: what NVRTC does for a GPU.
+
+    python translate.py FOLDER
+
+FOLDER holds program.cu and the files that it includes, as NVRTC would get them; program.so comes to
+lie beside them. The text stays what it is but for what a C++ compiler cannot know:
+
+- an `asm` statement becomes a call of `emulator::run` with its PTX, which ptx.cc executes;
+- an `extern __shared__` array becomes a reference to the CTA's dynamic shared memory, a
+  `__shared__` variable a static one in a section of its own;
+- a table of the kernels follows the text.
+
+Run as a program of its own, with the standard library alone: fake_cuda.cc starts it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+# Each CTA that runs has a copy of the library, whose variables must stay its own.
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-Wno-psabi", "-fno-strict-aliasing"]
+# Each load and store is a call of the machine's, which knows what may be touched.
+CHECKED = ["-fsanitize=kernel-address"]
+CHECKED += [f"--param=asan-{name}=0" for name in ("stack", "globals")]
+CHECKED += ["--param=asan-instrumentation-with-call-threshold=0"]
+OWN = ["-fno-gnu-unique", "-Wl,-Bsymbolic"]
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+
+
+def translate(text: str) -> str:
+    """The preprocessed program as C++ for the host; line markers keep its places."""
+    pieces, codes, at = [], [], 0
+    for match in re.finditer(r"\basm\s*(?:volatile\s*)?\(", text):
+        if match.start() < at:
+            continue
+        end = _closing(text, match.end() - 1)
+        statement = text[match.end() : end]
+        template, *lists = _sections(statement)
+        ptx = "".join(_unquoted(string) for string in re.findall(_STRING, template))
+        pieces.append(text[at : match.start()])
+        if ptx.strip():
+            operands = [
+                f"emulator::{'output' if '=' in constraint or '+' in constraint else 'input'}"
+                f"({expression})"
+                for operands in lists[:2]
+                for constraint, expression in _operands(operands)
+            ]
+            listed = ", ".join(operands) or "{}"
+            pieces.append(f"emulator::run(emulator_codes[{len(codes)}], {{{listed}}})")
+            codes.append(ptx)
+        else:  # a hint to the GPU's compiler
+            pieces.append("(void)0")
+        pieces.append("\n" * statement.count("\n"))
+        at = end + 1
+    pieces.append(text[at:])
+    text = "".join(pieces)
+    text = re.sub(
+        r"extern\s+__shared__\s+(?:__align__\([^)]*\)\s+|alignas\([^)]*\)\s+)?([\w\s]+?)\s*"
+        r"\b(\w+)\[\]\s*;",
+        r"static \1 (&\2)[emulator::kSharedBytes] = "
+        r"*reinterpret_cast<\1(*)[emulator::kSharedBytes]>(emulator_shared);",
+        text,
+    )
+    text = re.sub(
+        r"__shared__\s+(alignas\([^)]*\)\s+)?", r"\1 static EMULATOR_SHARED_VARIABLE ", text
+    )
+    table = "".join(f"    {_quoted(code)},\n" for code in codes)
+    kernels = "".join(
+        f'    {{"{name}", &emulator::Entry<{name}>::run, emulator::Entry<{name}>::kBytes, '
+        f"{threads or 1024}}},\n"
+        for name, threads in _kernels(text)
+    )
+    return (
+        '#include "device.h"\n'
+        f"static emulator::Code emulator_codes[] = {{\n{table}    {{nullptr}}}};\n"
+        f"{text}\n"
+        'extern "C" const emulator::Kernel emulator_kernels[] = {\n'
+        f"{kernels}    {{nullptr, nullptr, 0, 0}}}};\n"
+    )
+
+
+def _kernels(text: str) -> Iterator[tuple[str, str]]:
+    """The name of each kernel and its launch bound, as C++."""
+    for match in re.finditer(r"__global__\s+void\s+(?:__launch_bounds__\s*(?=\())?", text):
+        at, threads = match.end(), ""
+        if text[at] == "(":
+            end = _closing(text, at)
+            threads = next(_split(text[at + 1 : end], ","))
+            at = end + 1
+        name = re.compile(r"\s*(\w+)").match(text, at)
+        assert name is not None
+        yield name[1], " ".join(threads.split())
+
+
+def _closing(text: str, at: int) -> int:
+    """Where the bracket that opens at `at` closes."""
+    depth = 0
+    for match in re.compile(rf"{_STRING}|[()\[\]{{}}]").finditer(text, at):
+        if match[0] in "([{":
+            depth += 1
+        elif match[0] in ")]}":
+            depth -= 1
+            if depth == 0:
+                return match.start()
+    raise ValueError(f"a bracket is not closed: {text[at : at + 80]!r}")
+
+
+def _split(text: str, separator: str) -> Iterator[str]:
+    """The parts between separators that are in no bracket."""
+    depth = start = 0
+    for match in re.finditer(rf"{_STRING}|[()\[\]{{}}]|{separator}", text):
+        if match[0] in "([{":
+            depth += 1
+        elif match[0] in ")]}":
+            depth -= 1
+        elif match[0][0] != '"' and depth == 0:
+            yield text[start : match.start()]
+            start = match.end()
+    yield text[start:]
+
+
+def _sections(statement: str) -> list[str]:
+    """Template, outputs, inputs, clobbers: `::` between them is an empty section."""
+    return list(_split(statement, ":"))
+
+
+def _operands(text: str) -> Iterator[tuple[str, str]]:
+    for operand in _split(text, ","):
+        if operand.strip():
+            match = re.fullmatch(rf"\s*({_STRING})\s*\((.*)\)\s*", operand, re.DOTALL)
+            assert match is not None, operand
+            yield match[1], match[2]
+
+
+def _unquoted(string: str) -> str:
+    return string[1:-1].replace("\\n", "\n").replace('\\"', '"').replace("\\\\", "\\")
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'{{"{escaped}"}}'
+
+
+def main(folder: Path) -> int:
+    preprocess = [*COMPILER, "-E", "-std=c++17", "-x", "c++", "-I", str(folder), "-nostdinc"]
+    result = subprocess.run(
+        [*preprocess, str(folder / "program.cu")], capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        sys.stderr.write(result.stderr)
+        return 1
+    text = translate(result.stdout.replace(f"{folder}/", ""))
+    flags = [
+        *COMPILER,
+        *FLAGS,
+        *OWN,
+        *CHECKED,
+        *os.environ.get("JAX_FLASH_EMULATOR_FLAGS", "").split(),
+    ]
+    digest = hashlib.sha256(text.encode() + (HERE / "device.h").read_bytes())
+    digest.update((HERE / "api.h").read_bytes())
+    digest.update(" ".join(flags).encode())
+    cache = os.environ.get("JAX_FLASH_EMULATOR_CACHE")
+    kept = Path(cache, f"{digest.hexdigest()}.so") if cache else None
+    built = folder / "program.so"
+    if kept is not None and kept.exists():
+        shutil.copy(kept, built)
+        return 0
+    (folder / "program.cc").write_text(text)
+    command = [*flags, "-I", str(HERE), str(folder / "program.cc"), "-o", str(built)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    sys.stderr.write(result.stderr)
+    if result.returncode == 0 and kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        own = kept.with_suffix(f".{os.getpid()}")
+        shutil.copy(built, own)
+        own.replace(kept)
+    return result.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,281 @@
+"""The CUDA kernels' own text, run by tests/emulator: needs a C++ compiler and no GPU.
+
+Each path through the kernels once, on small shapes, forward and gradients, beside float64. With
+JAX_FLASH_EMULATE=1 every test of backend "cuda" runs so: see CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from jax_flash import _native
+
+from . import fake_cuda
+from .cases import BOTTOM_RIGHT, Case, dropout_words
+from .emulator import Emulator
+from .numpy_oracle import DTYPES, dropout_keep
+from .test_conformance import compare
+from .test_hidden_values import poisoned
+
+pytestmark = [
+    pytest.mark.skipif(
+        _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
+    ),
+    pytest.mark.skipif(_native._has_driver(), reason="a true driver is present"),
+    pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C++ compiler"),
+]
+
+IN_ORDER, BACKWARDS = 0, 1  # seeds
+
+C = functools.partial(Case, T=150, S=200, N=2, H=64, batch=(1,), dtype="bfloat16", with_lse=True)
+CASES = (
+    # Tilings.
+    C("head dim 64"),
+    C("head dim 72 value 16", H=72, Hv=16, causal=True),
+    C("head dim 128", H=128, T=260, S=300),
+    C("head dim 192 value 128", H=192, Hv=128, S=600, T=70, align=BOTTOM_RIGHT, causal=True),
+    C("head dim 256", H=256, S=530, T=130, N=1),
+    C("head dim 33 value 7", H=33, Hv=7, N=4, K=2),
+    C("head dim 100 value 36", H=100, Hv=36, causal=True, deterministic=True),
+    C("head dim 250 value 130", H=250, Hv=130, T=130, S=140, N=1, segments="packed"),
+    C("float16", dtype="float16", H=128, N=4, K=2, causal=True),
+    C("heads packed", N=8, K=2, T=40, q_lengths=(33,), kv_lengths=(180,), causal=True,
+      align=BOTTOM_RIGHT),
+    C("sums in dq", T=256, H=128, K=1, causal=True),
+    # Which pairs there are.
+    C("window", window=(70, 20), T=300, S=300, softcap=5.0),
+    C("window causal 128", H=128, T=300, S=300, N=1, window=(100, 0), deterministic=True),
+    C("lengths", batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0), sinks=True),
+    C("segments", segments="documents", T=300, S=300, causal=True),
+    C("segments deterministic", H=128, segments="returning", T=300, S=300, deterministic=True),
+    C("segments returning", segments="returning", T=97, S=800, N=1),
+    C("segments 256", H=256, segments="packed", T=100, softcap=3.0, sinks=True),
+    # Masks, biases, dropout.
+    C("mask", mask="bnts", T=260, S=400),
+    C("mask of keys", mask="b11s", mask_density=0.4, H=128, causal=True),
+    C("mask of queries", mask="1nt1", mask_density=0.5, segments="packed"),
+    C("bias", bias="bnts", H=128, batch=(2,), T=130),
+    C("bias float32", bias="1n1s", bias_dtype="float32", batch=(2, 2), T=130, S=140),
+    C("bias of queries", bias="b1t1", batch=(2,), T=130, N=4, K=2, deterministic=True),
+    C("bias of heads 256", bias="n11", H=256, batch=(2,), T=70, S=90, causal=True),
+    C("bias odd float16", bias="1nts", dtype="float16", T=99, S=131, softcap=2.0, batch=(2,)),
+    C("dropout", dropout=0.3, T=130),
+    C("dropout mask bias 128", H=128, dropout=0.2, mask="b1ts", bias="11ts", sinks=True),
+    C("dropout segments 192", H=192, T=70, dropout=0.7, segments="packed", deterministic=True),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("emulator")
+    shared = tmp_path_factory.getbasetemp()
+    if shared.name.startswith("popen-"):  # pytest-xdist: one folder a worker
+        shared = shared.parent
+    process = Emulator(folder, shared / "emulated")
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_case(case: Case, emulator: Emulator):
+    arguments = case.draw()
+    got = emulator.run(arguments, seed=IN_ORDER)
+    compare(arguments, got)
+    # Nothing depends on the order of threads and copies, but sums of dq on that of units.
+    for seed in (BACKWARDS, 2) if case.deterministic else (2,):
+        again = emulator.run(arguments, seed=seed)
+        for name in got:
+            if name != "dquery" or case.deterministic:
+                np.testing.assert_array_equal(again[name], got[name], err_msg=name)
+            else:
+                first, second = (x[name].astype(np.float32) for x in (got, again))
+                np.testing.assert_allclose(second, first, atol=2**-6 * np.abs(first).max())
+
+
+def test_mask_that_hides_whole_blocks(emulator: Emulator):
+    arguments = C("blocks", mask="bnts", mask_density=0.9, H=128, T=300, S=500, N=1).draw()
+    mask = arguments.arrays["mask"]
+    mask[..., :128, 128:384] = False
+    mask[..., 128:, :128] = True
+    mask[..., 192:256, :] = False
+    for seed in (IN_ORDER, BACKWARDS):
+        compare(arguments, emulator.run(arguments, seed=seed))
+
+
+def test_pattern_of_dropout_is_philox(emulator: Emulator):
+    """Equal scores make every probability 1 / S, and an identity as value lays them open."""
+    case = C("pattern", T=140, S=190, H=8, Hv=190, dropout=0.3, batch=(2,))
+    arguments = case.draw()
+    arguments.arrays["query"] *= 0
+    arguments.arrays["value"][...] = np.eye(190, dtype=DTYPES[case.dtype])[:, None]
+    out = emulator.run(arguments, seed=BACKWARDS)["out"]
+    for batch in range(2):
+        for head in range(case.N):
+            kept = dropout_keep(dropout_words(), case.dropout, batch, head, case.T, case.S)
+            np.testing.assert_array_equal(out[batch, :, head].astype(np.float32) > 0, kept)
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_weights_that_overflow(dim: int, emulator: Emulator):
+    """Units that are walked again: logits that differ by several hundred within a row."""
+    arguments = C("overflow", H=dim, T=200, S=520, N=1, spread=150.0).draw()
+    compare(arguments, emulator.run(arguments, seed=2))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_poison_reaches_no_result(poison: float, emulator: Emulator):
+    """Rows that share blocks with what they may not see are computed again."""
+    for case in (
+        C("segments", T=90, S=100, segments="shuffled", kv_lengths=(70,)),
+        C("lengths", T=90, S=100, H=128, N=4, K=2, q_lengths=(64,), kv_lengths=(29,), causal=True),
+    ):
+        clean = case.draw()
+        compare(clean, emulator.run(poisoned(clean, poison)))
+
+
+def test_poison_stays_with_those_who_see_it(emulator: Emulator):
+    arguments = C("future", T=90, S=90, causal=True).draw()
+    want = arguments.truth(gradients=False)
+    arguments.arrays["value"][:, 70] = np.nan
+    got = emulator.run(arguments)
+    assert np.isnan(got["out"][:, 70:].astype(np.float32)).all()
+    before = got["out"][:, :70].astype(np.float64)
+    assert np.abs(before - want.out[:, :70]).max() < 2e-2
+
+
+# ---- instructions that no kernel has yet ---------------------------------------------------------
+
+PRODUCT = """
+extern "C" __global__ void product(unsigned short* memory) {  // a [16, 16], b [8, 16], d [16, 8]
+  __shared__ alignas(16) unsigned short tile[16 * 16 + 8 * 16];
+  const unsigned start = __cvta_generic_to_shared(tile), lane = threadIdx.x;
+  for (unsigned i = lane; i < 48; i += 32) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(start + 16 * i),
+                 "l"(memory + 8 * i));
+  }
+  asm volatile("cp.async.commit_group;");
+  asm volatile("cp.async.wait_group %0;" ::"n"(0) : "memory");
+  __syncwarp();
+  unsigned a[4], b[2];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(start + lane % 16 * 32 + lane / 16 * 16));
+  // B^T lies in memory by rows of 16: its columns are rows of an operand that is not transposed.
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2LAYOUT.shared.b16 {%0, %1}, [%2];"
+               : "=r"(b[0]), "=r"(b[1])
+               : "r"(start + 512 + ADDRESS));
+  float d[4] = {1, 1, 1, 1};
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  float* result = reinterpret_cast<float*>(memory + 384);
+  for (int i = 0; i < 4; ++i) {
+    result[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_a_warp(transposed: bool, emulator: Emulator):
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-8, 8, (rows, 16)).astype(DTYPES["bfloat16"]) for rows in (16, 8))
+    stored = np.ascontiguousarray(b.T) if transposed else b
+    memory = np.concatenate([a.ravel().view(np.uint16), stored.ravel().view(np.uint16)])
+    text = PRODUCT.replace("LAYOUT", ".trans" if transposed else "").replace(
+        "ADDRESS", "lane % 16 * 16" if transposed else "lane % 8 * 32 + lane / 8 % 2 * 16"
+    )
+    got = emulator.run_kernel(text, np.append(memory, np.zeros(256, np.uint16)))
+    want = 1 + a.astype(np.float32) @ b.astype(np.float32).T
+    np.testing.assert_array_equal(got[384:].view(np.float32).reshape(16, 8), want)
+
+
+def test_an_instruction_that_is_not_known_is_named(emulator: Emulator):
+    text = 'extern "C" __global__ void kernel(int*) { asm volatile("vote.sync.any.pred p, q;"); }'
+    with pytest.raises(RuntimeError, match=r"has no instruction vote\.sync\.any"):
+        emulator.run_kernel(text, np.zeros(1, np.int32))
+
+
+# ---- the emulator sees what is wrong -----------------------------------------------------------
+
+
+def broken(file: str, old: str, new: str) -> dict[str, str]:
+    """The kernels' text with a mistake."""
+    sources = _native.kernel_sources()
+    assert old in sources[file]
+    return sources | {file: sources[file].replace(old, new, 1)}
+
+
+MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "error"),
+    [
+        pytest.param(
+            "sm90/forward_warpgroup.cuh", "    release(key_empty());\n", "",
+            r"deadlock(.|\n)*threads 0: mbarrier .* 8 of 8 arrivals .*forward::Producer",
+            id="an arrival is missing",
+        ),
+        pytest.param(
+            "sm90/forward_warpgroup.cuh",
+            "ptx::barrier_wait(value_full(), value_ring.parity());", "",
+            "a CTA ends with copies in flight", id="values are not waited for",
+        ),
+        pytest.param(
+            "sm90/backward_scores.cuh", "  ptx::fence_async_proxy();\n", "",
+            "wgmma: byte .* was written by thread .* fence.proxy.async", id="no fence",
+        ),
+        pytest.param(
+            "sm90/forward_load.cuh", "head, block * kBlockKV, batch);",
+            "head + 1, block * kBlockKV, batch);",
+            "the box at column 0, head 1, row .* lies outside", id="another head",
+        ),
+        pytest.param(
+            "sm90/forward_units.cuh", "      if (!stored) continue;\n", "",
+            "a store: .* bytes at byte .* of result 0", id="rows past the end",
+        ),
+        pytest.param(
+            "sm90/forward_warpgroup.cuh", "kQueryBytes * (kConsumers * query_stage() + warpgroup)",
+            "kQueryBytes * (kConsumers * query_stage() + warpgroup + 15)",
+            "wgmma: bytes .* of shared memory, which has", id="beyond shared memory",
+        ),
+        pytest.param(
+            "sm90/forward.cuh", "&shared.query_empty[stage][warpgroup]), 4)",
+            "&shared.query_empty[stage][warpgroup]), 5)", "deadlock", id="another count",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_errors(file: str, old: str, new: str, error: str, emulator: Emulator):
+    with pytest.raises(RuntimeError, match=error):
+        emulator.run(MANY_BLOCKS, sources=broken(file, old, new))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "seed"),
+    [
+        pytest.param(
+            "sm90/forward_units.cuh", "        ptx::wgmma_wait<0>();\n        return true;",
+            "        return true;", BACKWARDS, id="a product is not waited for",
+        ),
+        pytest.param(
+            "sm90/forward_warpgroup.cuh", "kValueBytes / 8 * value_ring.barrier_offset()",
+            "kValueBytes / 8 * key_ring.barrier_offset()", IN_ORDER, id="another stage",
+        ),
+        pytest.param(
+            "sm90/backward_narrow.cuh",
+            "    ptx::barrier_wait(at(&Shared::gradient_full, buffer), "
+            "parity_of<kScoreStages>(iteration));\n", "", BACKWARDS,
+            id="dS of the other warpgroup is not waited for",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_change_results(file: str, old: str, new: str, seed: int, emulator: Emulator):
+    got = emulator.run(MANY_BLOCKS, seed=seed, sources=broken(file, old, new))
+    with pytest.raises(AssertionError, match="beyond it"):
+        compare(MANY_BLOCKS, got)
