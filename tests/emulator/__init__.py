@@ -154,9 +154,7 @@ class Emulator:
         return values
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._process.communicate(timeout=60)  # closes its pipes: it ends at the end of its input
 
 
 def main() -> None:
