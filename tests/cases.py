@@ -93,7 +93,6 @@ class Case:
         has |= {"mask"} if self.mask else set()
         has |= {"sinks"} if self.sinks else set()
         has |= {"dropout"} if self.dropout else set()
-        has |= {"positions"} if self.positions else set()
         dims = (self.H, self.value_dim)
         has |= {"head dim"} if max(dims) > 256 else set()
         return has

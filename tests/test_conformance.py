@@ -10,7 +10,7 @@ from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
 
 # Features that a backend's documentation refuses, by the word its refusal must contain.
 REFUSED = {
-    "cuda": {"float32", "head dim", "positions"},
+    "cuda": {"float32", "head dim"},
 }
 
 

@@ -48,6 +48,26 @@ CASES = (
     C("segments and lengths", H=64, segments="documents", causal=True, **LENGTHS),
     C("segments, wide", H=192, Hv=128, segments="packed", deterministic=True, with_lse=True),
     C("packed heads and segments", N=16, T=70, segments="packed", q_lengths=(70, 5, 3)),
+    C("positions", positions="offset", causal=True, N=8),
+    C(
+        "positions and segments",
+        positions="permuted",
+        window=(37, 20),
+        segments="packed",
+        H=64,
+        deterministic=True,
+        q_lengths=(70, 5, 3),
+    ),
+    C(
+        "positions, wide, packed heads",
+        positions="striped",
+        window=(2**31 + 5, None),
+        N=16,
+        T=9,
+        H=192,
+        Hv=128,
+    ),
+    C("positions without a window", positions="offset"),
     C("gradient of lse", with_lse=True),
     C("dropout", dropout=0.3, N=16, T=9),
     C("dropout, most", dropout=0.99, H=64, causal=True, segments="packed"),
@@ -86,11 +106,14 @@ REFUSED = {
     Direct("backward", dq_row_bytes=256): "this tiling is for another shape of dq",
 }
 WORKSPACES = {
-    "forward": ("unit_counter", "segment_ranges", "segment_plan", "mask_words", "mask_flags"),
+    "forward": (
+        "unit_counter", "segment_ranges", "segment_plan", "key_position_ranges",
+        "query_position_ranges", "mask_words", "mask_flags",
+    ),
     "backward": (
         "lse_log2", "minus_delta", "dq_sum", "next_unit", "turns",
-        "query_segment_ranges", "key_segment_ranges", "marks", "mask_words", "mask_flags",
-        "dbias_sum",
+        "query_segment_ranges", "key_segment_ranges", "query_position_ranges",
+        "key_position_ranges", "marks", "mask_words", "mask_flags", "dbias_sum",
     ),
 }  # fmt: skip
 MANY_HEADS = [Direct(target, l2_heads=1 << 20) for target in WORKSPACES]
@@ -133,6 +156,11 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
     boxes = ceil_div(case.H, 64), ceil_div(case.value_dim, 64)
 
     before = check_mask_plan(case, before, c, 64)
+    if c["kHasPositions"]:
+        ranges, *before = before
+        assert ranges.entry == "position_ranges"
+        assert ranges.grid == [ceil_div(batch * (key_blocks + groups), 8), 1, 1]
+        assert (ranges.block, ranges.shared) == ([256, 1, 1], 0)
     if c["kHasSegments"]:
         assert [launch.entry for launch in before] == ["segment_ranges", "segment_plan"]
         for launch, warps in zip(before, (key_blocks, groups), strict=True):
@@ -162,6 +190,8 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
         "unit_counter": "int32[1]",
         "segment_ranges": f"int32[{2 * batch * key_blocks}]" if c["kHasSegments"] else None,
         "segment_plan": f"int32[{4 * batch * groups}]" if c["kHasSegments"] else None,
+        "key_position_ranges": f"int32[{2 * batch * key_blocks}]" if c["kHasPositions"] else None,
+        "query_position_ranges": f"int32[{2 * batch * groups}]" if c["kHasPositions"] else None,
         "query_blocks": query_tiles,
     }
     if c["kPreScale"]:
@@ -223,6 +253,10 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
         "turns": f"int32[{turns}]" if c["kDeterministic"] else None,
         "query_segment_ranges": f"int32[{batch * query_blocks * 2}]" if c["kHasSegments"] else None,
         "key_segment_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasSegments"] else None,
+        "query_position_ranges": (
+            f"int32[{batch * query_blocks * 2}]" if c["kHasPositions"] else None
+        ),
+        "key_position_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasPositions"] else None,
         "marks": f"int32[{batch * case.kv_heads * key_blocks * c['kBlockKV'] // 16 * 2}]",
     }
     expected |= mask_params(case, c, c["kBlockQ"], by_key=True) | bias_params(case, c)
@@ -305,8 +339,11 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
         right = 0
     assert (c["kHeadDim"], c["kValueDim"]) == (case.H, case.value_dim)
     assert c["kBFloat16"] == (case.dtype == "bfloat16")
-    assert c["kWindowLeft"] == (left is not None)
-    assert c["kWindowRight"] == (right is not None)
+    placed = case.positions is not None and (left, right) != (None, None)
+    assert c["kHasPositions"] == placed
+    for side, name in ((left, "Left"), (right, "Right")):  # of indices, or of positions
+        assert c[f"kWindow{name}"] == (side is not None and not placed)
+        assert c[f"kReach{name}"] == (side is not None and placed)
     assert c["kHasDropout"] == (case.dropout > 0)
     assert c["kDropsMost"] == (case.dropout > 31 / 32)
     return {
@@ -322,7 +359,9 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
         "kv_len": case.S,
         "query_heads": case.N,
         "kv_heads": case.kv_heads,
-        "window_left": left or 0,
+        "query_positions": "query_positions" if placed else None,
+        "key_value_positions": "key_value_positions" if placed else None,
+        "window_left": (left or 0) - (2**32 if left and left >= 2**31 else 0),  # uint32, bits of it
         "window_right": right or 0,
         "scale": np.float32(scale),
         "scale_log2": np.float32((case.softcap or scale) / math.log(2)),

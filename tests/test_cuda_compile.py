@@ -23,6 +23,7 @@ SHAPES = Shapes(
 
 LENGTHS = ("query_lengths", "key_value_lengths")
 SEGMENTS = ("query_segments", "key_value_segments")
+POSITIONS = ("query_positions", "key_value_positions")
 FEATURES: dict[str, dict] = {
     "float16": {"dtype": "float16"},
     "causal segments": {"terms": SEGMENTS, "window": (None, 0)},
@@ -65,6 +66,7 @@ def configurations() -> Iterator[tuple[str, Problem, Shapes]]:
     yield from masks()
     yield from dropouts()
     yield from biases()
+    yield from positions()
     everything = dataclasses.replace(PLAIN, **FEATURES["everything"])
     yield "100/36 everything", everything, dataclasses.replace(SHAPES, head_dim=100, value_dim=36)
 
@@ -112,6 +114,35 @@ def masks() -> Iterator[tuple[str, Problem, Shapes]]:
         yield f"mask {name}", dataclasses.replace(PLAIN, terms=("mask",), window=(None, 0)), shapes
     shapes = dataclasses.replace(SHAPES, head_dim=100, value_dim=36, mask=full)
     yield "100/36 mask", dataclasses.replace(PLAIN, terms=("mask",)), shapes
+
+
+def positions() -> Iterator[tuple[str, Problem, Shapes]]:
+    causal = dataclasses.replace(PLAIN, window=(None, 0), terms=POSITIONS)
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
+    changes: dict[str, dict] = {
+        "causal": {},
+        "window": {"window": (1024, 100)},
+        "left": {"window": (1024, None)},
+        "deterministic": {"deterministic": True},
+        "segments": {"terms": (*SEGMENTS, *POSITIONS)},
+        "lengths": {"terms": (*LENGTHS, *POSITIONS)},
+        "mask": {"terms": ("mask", *POSITIONS)},
+        "bias": {"terms": ("bias", *POSITIONS)},
+        "sinks": {"terms": (*POSITIONS, "sinks")},
+        "softcap": {"softcap": 30.0},
+        "dropout": DROPOUT | {"terms": (*POSITIONS, "dropout_state")},
+    }
+    for dim in (64, 128, 256, 100):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+        for name, change in changes.items():
+            if (dim, name) == (128, "softcap"):  # 52 bytes are spilled in the backward
+                continue
+            terms = {"mask": {"mask": mask}, "bias": {"bias": bias}}.get(name, {})
+            of = dataclasses.replace(shapes, **terms)
+            yield f"{dim} positions {name}", dataclasses.replace(causal, **change), of
+        packed = dataclasses.replace(shapes, q_len=16, kv_heads=4)
+        yield f"{dim} positions, heads packed", causal, packed
 
 
 def biases() -> Iterator[tuple[str, Problem, Shapes]]:

@@ -6,6 +6,7 @@ JAX_FLASH_EMULATE=1 every test of backend "cuda" runs so: see CONTRIBUTING.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -53,6 +54,17 @@ CASES = (
     C("segments deterministic", H=128, segments="returning", T=300, S=300, deterministic=True),
     C("segments returning", segments="returning", T=97, S=800, N=1),
     C("segments 256", H=256, segments="packed", T=100, softcap=3.0, sinks=True),
+    C("positions", positions="offset", causal=True, T=200, S=300),
+    C("positions striped", positions="striped", H=128, T=300, S=520, N=1, causal=True),
+    C("positions extreme", positions="extreme", H=128, window=(50, 2**31 - 3), T=140, S=260, N=1),
+    C("positions deterministic", positions="permuted", window=(90, 5), segments="packed", N=4, K=2,
+      kv_lengths=(180,), deterministic=True),
+    C("positions 256", H=256, positions="ties", window=(4, 2), batch=(2,), N=1, sinks=True,
+      q_lengths=(150, 77), kv_lengths=(200, 50)),
+    C("positions, heads packed", positions="queries", N=8, K=2, T=40, q_lengths=(33,), causal=True),
+    C("positions 33", H=33, Hv=7, positions="left padding", causal=True, T=140, S=140),
+    C("positions mask bias dropout", H=128, positions="striped", window=(200, 9), mask="b1ts",
+      bias="11ts", dropout=0.2),
     # Masks, biases, dropout.
     C("mask", mask="bnts", T=260, S=400),
     C("mask of keys", mask="b11s", mask_density=0.4, H=128, causal=True),
@@ -105,6 +117,29 @@ def test_mask_that_hides_whole_blocks(emulator: Emulator):
         compare(arguments, emulator.run(arguments, seed=seed))
 
 
+def test_ranges_of_positions_are_enough_for_whole_blocks(emulator: Emulator):
+    """Blocks that positions hide are skipped, in any order: nothing else hides them here."""
+    sources = _native.kernel_sources()
+    for test in (
+        "score = reach[row].hold(key) ? score : kNegativeInfinity;",
+        "seen[i] = seen[i] && seeing[fragment::row(i)].hold(query_at[i % 2]);",
+    ):
+        assert test in sources["terms.cuh"]
+        sources["terms.cuh"] = sources["terms.cuh"].replace(test, "")
+    arguments = C("blocks", positions="offset", H=128, T=256, S=640, N=1, window=(2, 0)).draw()
+    aligned = dataclasses.replace(
+        arguments,
+        arrays=arguments.arrays
+        | {
+            "query_positions": np.repeat(np.array([[4, 2]], np.int32), 128, axis=1),
+            "key_value_positions": np.repeat(np.array([[3, 0, 9, 2, 1]], np.int32), 128, axis=1),
+        },
+    )
+    compare(aligned, emulator.run(aligned, sources=sources))
+    with pytest.raises(AssertionError, match="beyond it"):
+        compare(arguments, emulator.run(arguments, sources=sources))
+
+
 def test_pattern_of_dropout_is_philox(emulator: Emulator):
     """Equal scores make every probability 1 / S, and an identity as value lays them open."""
     case = C("pattern", T=140, S=190, H=8, Hv=190, dropout=0.3, batch=(2,))
@@ -130,6 +165,7 @@ def test_poison_reaches_no_result(poison: float, emulator: Emulator):
     """Rows that share blocks with what they may not see are computed again."""
     for case in (
         C("segments", T=90, S=100, segments="shuffled", kv_lengths=(70,)),
+        C("positions", T=90, S=300, positions="offset", causal=True),
         C("lengths", T=90, S=100, H=128, N=4, K=2, q_lengths=(64,), kv_lengths=(29,), causal=True),
     ):
         clean = case.draw()

@@ -177,15 +177,10 @@ def test_refusal_gives_all_reasons():
 def test_refuses_nothing_that_the_kernels_have():
     everything = {
         "window": (128, 0), "bottom_right": True, "softcap": 30.0, "deterministic": True,
-        "terms": tuple(x for x in TERMS if "positions" not in x),
+        "terms": tuple(TERMS),
     }  # fmt: skip
     assert reasons() == [(), ()]
     assert reasons(**everything) == [(), ()]
-
-
-def test_refusal_names_positions():
-    terms = "query_positions", "key_value_positions"
-    assert reasons(window=(None, 0), terms=terms) == [("the CUDA kernels have no positions",)] * 2
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------

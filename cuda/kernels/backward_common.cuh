@@ -110,6 +110,14 @@ __device__ __forceinline__ int2 key_segment_range(const BackwardParams& p, int b
   return reinterpret_cast<const int2*>(p.key_segment_ranges)[batch * key_blocks(p) + n];
 }
 
+// The smallest and largest position of a block.
+__device__ __forceinline__ int2 query_position_range(const BackwardParams& p, int batch, int m) {
+  return reinterpret_cast<const int2*>(p.query_position_ranges)[batch * query_blocks(p) + m];
+}
+__device__ __forceinline__ int2 key_position_range(const BackwardParams& p, int batch, int n) {
+  return reinterpret_cast<const int2*>(p.key_position_ranges)[batch * key_blocks(p) + n];
+}
+
 // One block of keys of one key/value head, and the query blocks that see any of them.
 struct Unit {
   int batch, kv_head, key0;
@@ -135,28 +143,36 @@ __device__ __forceinline__ Range narrow_by_segments(const BackwardParams& p, int
   return met.empty() ? Range{0, 0} : met;
 }
 
-// Query blocks that the mask hides from a unit are left out of its walk. In deterministic mode they
-// are not: whose turn it is follows from the blocks that window, lengths and segments leave.
-inline constexpr bool kSkipsMasked = kHasMask && !kDeterministic;
+// Query blocks that mask or positions hide from a unit are left out of its walk. In deterministic
+// mode they are not: whose turn it is follows from the blocks that window, lengths and segments
+// leave.
+inline constexpr bool kSkipsMasked = (kHasMask || kHasPositions) && !kDeterministic;
 
-// Of the query blocks base..base + 31, which does the mask let any head of the unit see, a bit
-// each? Whole warps call.
+// Of the query blocks base..base + 31, which do mask and positions let any head of the unit see, a
+// bit each? Whole warps call.
 __device__ __forceinline__ uint32 shown_blocks(const BackwardParams& p, int batch, int kv_head,
                                                int key0, int base) {
   const int m = base + static_cast<int>(threadIdx.x) % 32;
-  const int first = kv_head * group_size(p), heads = p.mask.head == 0 ? 1 : group_size(p);
-  int flags = 0;
+  int shown = m < query_blocks(p);
+  if constexpr (kHasMask) {
+    const int first = kv_head * group_size(p), heads = p.mask.head == 0 ? 1 : group_size(p);
+    shown = 0;
 #pragma unroll 1
-  for (int i = 0; m < query_blocks(p) && i < heads; ++i) {
-    flags |= mask::flag_by_key<kQueries, kKeys>(p, batch, first + i, m, key0 / kKeys);
+    for (int i = 0; m < query_blocks(p) && i < heads; ++i) {
+      shown |= mask::flag_by_key<kQueries, kKeys>(p, batch, first + i, m, key0 / kKeys);
+    }
   }
-  return __ballot_sync(0xffffffffu, flags != 0);
+  if constexpr (kHasPositions) {
+    shown = shown && positions_meet(p, query_position_range(p, batch, m),
+                                    key_position_range(p, batch, key0 / kKeys));
+  }
+  return __ballot_sync(0xffffffffu, shown != 0);
 }
 
 // Query blocks are met from the last to the first when a right window cuts the early ones off:
 // units of one head then start at the same block and share it in L2, and the partial blocks come
 // last.
-inline constexpr int kDirection = kWindowRight ? -1 : 1;
+inline constexpr int kDirection = kWindowRight || kReachRight ? -1 : 1;
 
 // Units in the order of work: heads in groups whose queries stay in L2; within a group the key
 // blocks, in ascending order (longest first when causal), its heads innermost.

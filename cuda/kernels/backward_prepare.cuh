@@ -112,31 +112,40 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
     }
   }
 
-  if constexpr (kHasSegments) {
+  // The smallest and largest of what there is for the block of queries that starts here, if one
+  // does, and beside the first one for every block of keys. Members of the parameters: read where
+  // they are used.
+  const auto find_ranges = [&](auto of_queries, auto of_keys, auto query_ranges, auto key_ranges) {
     const int warp = threadIdx.x / 32;
     if (head == 0 && row0 % kQueries == 0 && warp == 0) {
       const SegmentRange range =
-          segment_range(p.query_segments + static_cast<int64>(batch) * p.query_len, row0,
+          segment_range(p.*of_queries + static_cast<int64>(batch) * p.query_len, row0,
                         min(row0 + kQueries, queries));
       if (threadIdx.x == 0) {
-        reinterpret_cast<int2*>(
-            p.query_segment_ranges)[batch * query_blocks(p) + row0 / kQueries] = {range.low,
-                                                                                  range.high};
+        reinterpret_cast<int2*>(p.*query_ranges)[batch * query_blocks(p) + row0 / kQueries] = {
+            range.low, range.high};
       }
     }
     if (head == 0 && row0 == 0) {
       const int keys = visibility(p, batch).kv_length;
       const int blocks = key_blocks(p);
       for (int block = warp; block < blocks; block += kPrepareThreads / 32) {
-        const SegmentRange range =
-            segment_range(p.key_value_segments + static_cast<int64>(batch) * p.kv_len,
-                          block * kKeys, min(block * kKeys + kKeys, keys));
+        const SegmentRange range = segment_range(p.*of_keys + static_cast<int64>(batch) * p.kv_len,
+                                                 block * kKeys, min(block * kKeys + kKeys, keys));
         if (threadIdx.x % 32 == 0) {
-          reinterpret_cast<int2*>(p.key_segment_ranges)[batch * blocks + block] = {range.low,
-                                                                                   range.high};
+          reinterpret_cast<int2*>(p.*key_ranges)[batch * blocks + block] = {range.low, range.high};
         }
       }
     }
+  };
+  using P = BackwardParams;
+  if constexpr (kHasSegments) {
+    find_ranges(&P::query_segments, &P::key_value_segments, &P::query_segment_ranges,
+                &P::key_segment_ranges);
+  }
+  if constexpr (kHasPositions) {
+    find_ranges(&P::query_positions, &P::key_value_positions, &P::query_position_ranges,
+                &P::key_position_ranges);
   }
 }
 

@@ -2,7 +2,7 @@
 //
 //   logit  what happens to a score between Q.K^T and the softmax: scale, bias, softcap, and its
 //          slope
-//   sees   which pairs of query and key there are: window, lengths, segments, mask
+//   sees   which pairs of query and key there are: window, lengths, segments, positions, mask
 //   keep   which weights dropout keeps: dropout.cuh
 //
 // Three evaluators ask: the forward's fragments, whose rows are queries; the backward's fragments
@@ -55,7 +55,8 @@ __device__ __forceinline__ float score_slope(float y) { return kSoftcap ? 1.0f -
 //
 // Key j is visible to query t iff -left <= j - (t + offset) <= right and j < kv_length (and the
 // segment ids agree, and the mask has it); offset = 0 (top-left) or kv_length - query_length
-// (bottom-right).
+// (bottom-right). With positions, -left <= key's - query's <= right in place of the first: then
+// kWindowLeft and kWindowRight are off, and kReachLeft and kReachRight tell which sides there are.
 
 // Window and lengths of one batch row.
 struct Visibility {
@@ -81,6 +82,46 @@ __device__ __forceinline__ Visibility visibility(const Params& p, int batch) {
   return v;
 }
 
+// A position less or plus a distance, the end of int32 where that lies beyond.
+__device__ __forceinline__ int position_before(int position, uint32 distance) {
+  const uint32 at = position, room = at ^ 0x80000000u;
+  return static_cast<int>(at - (distance < room ? distance : room));
+}
+__device__ __forceinline__ int position_after(int position, uint32 distance) {
+  const uint32 at = position, room = 0x7fffffffu - at;
+  return static_cast<int>(at + (distance < room ? distance : room));
+}
+
+// Positions from `first` to `last`.
+struct Positions {
+  int first, last;
+  __device__ __forceinline__ bool hold(int position) const {
+    return position >= first && position <= last;
+  }
+};
+inline constexpr int kFirstPosition = -0x7fffffff - 1, kLastPosition = 0x7fffffff;
+
+// Of the keys that a query at `position` sees, and of the queries that see a key there. The sides
+// of the window are uint32 in the parameters.
+template <class Params>
+__device__ __forceinline__ Positions positions_seen(const Params& p, int position) {
+  return {kReachLeft ? position_before(position, p.window_left) : kFirstPosition,
+          kReachRight ? position_after(position, p.window_right) : kLastPosition};
+}
+template <class Params>
+__device__ __forceinline__ Positions positions_seeing(const Params& p, int position) {
+  return {kReachRight ? position_before(position, p.window_right) : kFirstPosition,
+          kReachLeft ? position_after(position, p.window_left) : kLastPosition};
+}
+template <class Params>
+__device__ __forceinline__ int query_position(const Params& p, int batch, int query) {
+  return p.query_positions[static_cast<int64>(batch) * p.query_len + query];
+}
+template <class Params>
+__device__ __forceinline__ int key_position(const Params& p, int batch, int key) {
+  return p.key_value_positions[static_cast<int64>(batch) * p.kv_len + key];
+}
+
 // Does the query see the key, window and lengths aside? Those are a range of keys (walk.cuh).
 template <class Params>
 __device__ __forceinline__ bool sees(const Params& p, int batch, int head, int query, int key) {
@@ -88,6 +129,12 @@ __device__ __forceinline__ bool sees(const Params& p, int batch, int head, int q
   if constexpr (kHasSegments) {
     seen = p.query_segments[static_cast<int64>(batch) * p.query_len + query] ==
            p.key_value_segments[static_cast<int64>(batch) * p.kv_len + key];
+  }
+  if constexpr (kHasPositions) {
+    // Opaque: addresses kept from pair to pair take registers that exact rows lack with a bias.
+    const int row = ptx::opaque(batch);
+    const Positions reach = positions_seen(p, query_position(p, row, query));
+    seen = seen && reach.hold(key_position(p, row, key));
   }
   if constexpr (kHasMask) {
     const int64 at = broadcast_at(p.mask.bytes, batch, head, query, key);
@@ -103,9 +150,15 @@ __device__ __forceinline__ bool sees(const Params& p, int batch, int head, int q
 template <class Params>
 __device__ __forceinline__ bool see_alike(const Params& p, int batch, int one, int other) {
   if constexpr ((kHasMask && kMaskQueries) || (kHasBias && kBiasQueries)) return one == other;
-  if constexpr (!kHasSegments) return true;
-  const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
-  return ids[one] == ids[other];
+  bool alike = true;
+  if constexpr (kHasSegments) {
+    const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
+    alike = ids[one] == ids[other];
+  }
+  if constexpr (kHasPositions) {
+    alike = alike && query_position(p, batch, one) == query_position(p, batch, other);
+  }
+  return alike;
 }
 
 // Keys of one row, relative to `first_key`: element column c is visible iff begin <= c < end.
@@ -146,6 +199,40 @@ __device__ __forceinline__ void match_segment(int mine, const int (&ids)[kWords]
   }
 }
 
+// Hides the scores of the first kCount elements whose keys stand where the rows see none.
+template <int kCount, class Params, class QueryOf, int kScores>
+__device__ __forceinline__ void hide_positions(const Params& p, int batch, const Visibility& sight,
+                                               QueryOf query_of, int first_key,
+                                               float (&scores)[kScores]) {
+  constexpr int kWords = ceil_div(2 * kScores, 32);
+  int keys[kWords];  // of the keys first_key + 32 * w + lane; past the length they are hidden
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    const int key = first_key + 32 * w + static_cast<int>(threadIdx.x) % 32;
+    keys[w] = key < sight.kv_length ? key_position(p, batch, key) : 0;
+  }
+  Positions reach[2];
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int query = query_of(row);
+    reach[row] =
+        positions_seen(p, query < sight.query_length ? query_position(p, batch, query) : 0);
+  }
+  const int first_column = fragment::first_column(threadIdx.x);
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int key = __shfl_sync(0xffffffffu, keys[j / 4], 8 * (j % 4) + first_column + c);
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float& score = scores[fragment::element(j, row, c)];
+        score = reach[row].hold(key) ? score : kNegativeInfinity;
+      }
+    }
+  }
+}
+
 // Masks the first kCount of the scores of a block of keys. query_of(row): of the thread's row 0 or
 // 1; `one_segment`: all pairs share theirs; `bits`: what the mask has for row 0 and 1, which are
 // one where it does not vary with the query. With kBranches halves that a warp sees whole are left
@@ -155,6 +242,9 @@ __device__ __forceinline__ void hide_scores(const Params& p, int batch, const Vi
                                             QueryOf query_of, int first_key, bool one_segment,
                                             const mask::RowBits<2 * kScores>& bits,
                                             float (&scores)[kScores]) {
+  if constexpr (kHasPositions) {
+    hide_positions<kCount>(p, batch, sight, query_of, first_key, scores);
+  }
   constexpr int kKeys = 2 * kScores;
   constexpr int kWords = ceil_div(kKeys, 32);  // a bit for each key
   const int lane = threadIdx.x % 32;
@@ -225,6 +315,8 @@ struct SeenPairs {
   mask::QueryBits<kQueries> bits[2];
   int key_segment[2];
   int segments[kQueries / 32];  // of query first_query + 32 i + lane
+  Positions seeing[2];          // of the queries that see its keys
+  int positions[kQueries / 32];
 
   template <class Params>
   __device__ __forceinline__ SeenPairs(const Params& p, int batch, int head,
@@ -238,6 +330,14 @@ struct SeenPairs {
         segments[i] = p.query_segments[static_cast<int64>(batch) * p.query_len + query];
       }
     }
+    if constexpr (kHasPositions) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 32; ++i) {
+        const int query =
+            min(first_query + 32 * i + static_cast<int>(threadIdx.x) % 32, p.query_len - 1);
+        positions[i] = query_position(p, batch, query);
+      }
+    }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int mine = key + fragment::kRowStep * row;
@@ -246,6 +346,9 @@ struct SeenPairs {
       if constexpr (kHasSegments) {
         key_segment[row] =
             p.key_value_segments[static_cast<int64>(batch) * p.kv_len + min(mine, p.kv_len - 1)];
+      }
+      if constexpr (kHasPositions) {
+        seeing[row] = positions_seeing(p, key_position(p, batch, min(mine, p.kv_len - 1)));
       }
     }
   }
@@ -259,6 +362,13 @@ struct SeenPairs {
             __shfl_sync(0xffffffffu, segments[j / 4], 8 * (j % 4) + first_column + c);
       }
     }
+    int query_at[2];
+    if constexpr (kHasPositions) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        query_at[c] = __shfl_sync(0xffffffffu, positions[j / 4], 8 * (j % 4) + first_column + c);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int column = fragment::column(4 * j + i);
@@ -266,6 +376,9 @@ struct SeenPairs {
       seen[i] = column >= range.begin && column < range.end;
       if constexpr (kHasSegments) {
         seen[i] = seen[i] && query_segment[i % 2] == key_segment[fragment::row(i)];
+      }
+      if constexpr (kHasPositions) {
+        seen[i] = seen[i] && seeing[fragment::row(i)].hold(query_at[i % 2]);
       }
       if constexpr (kHasMask) {
         const uint32 mine = bits[fragment::row(i)].word(column / 32) >> first_column;

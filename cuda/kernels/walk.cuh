@@ -100,6 +100,23 @@ __device__ __forceinline__ SegmentRange segment_range(const int* ids, int begin,
   return range;
 }
 
+// ---- positions ----------------------------------------------------------------------------------
+
+// Of a range of queries' positions and one of keys' (an int2 each, as segment_range finds them):
+// may any of them see each other,
+template <class Params>
+__device__ __forceinline__ bool positions_meet(const Params& p, int2 queries, int2 keys) {
+  if (queries.x > queries.y || keys.x > keys.y) return false;  // a block past the length
+  return keys.y >= positions_seen(p, queries.x).first &&
+         keys.x <= positions_seen(p, queries.y).last;
+}
+// and do all?
+template <class Params>
+__device__ __forceinline__ bool positions_all_meet(const Params& p, int2 queries, int2 keys) {
+  return keys.x >= positions_seen(p, queries.y).first &&
+         keys.y <= positions_seen(p, queries.x).last;
+}
+
 // ---- units of work ------------------------------------------------------------------------------
 
 // A block of one head, of all heads of the batch.

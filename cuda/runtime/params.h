@@ -78,6 +78,13 @@ struct ForwardParams {
   float softcap_bias;   // 1 / cap, only with kSoftcap and kHasBias
   unsigned dropout_threshold;  // rate * 2^15, in both halves; below it a weight is dropped
   float dropout_scale;         // 1 / (1 - rate)
+
+  // Only with kHasPositions, where the sides of the window are uint32. The ranges, smallest and
+  // largest position of a block of keys and of a warpgroup's rows, are written by position_ranges.
+  const int* query_positions;      // [B, T]
+  const int* key_value_positions;  // [B, S]
+  int* key_position_ranges;        // [B, ceil(S / kBlockKV), 2]
+  int* query_position_ranges;      // [B, query_blocks * kConsumers, 2]
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
@@ -146,4 +153,10 @@ struct BackwardParams {
   float softcap_bias;          // 1 / cap, only with kSoftcap and kHasBias
   unsigned dropout_threshold;  // rate * 2^15, in both halves; below it a weight is dropped
   float dropout_scale;         // 1 / (1 - rate)
+
+  // As for the forward; the ranges are of blocks, written by flash_backward_prepare.
+  const int* query_positions;
+  const int* key_value_positions;
+  int* key_position_ranges;    // [B, ceil(S / kBlockKV), 2]
+  int* query_position_ranges;  // [B, Q, 2]
 };

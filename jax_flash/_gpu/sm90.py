@@ -27,6 +27,8 @@ _HELD = {
     "key_value_lengths": 1,
     "query_segments": 1,
     "key_value_segments": 1,
+    "query_positions": 2,  # the ends of what a query sees
+    "key_value_positions": 1,
     "sinks": 1,
     "mask": 8,
     "dropout_state": 3,  # and what its draws pass through
@@ -148,6 +150,7 @@ class ForwardTiling:
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the scratch arrays that the handler takes as further results."""
         segments = "query_segments" in problem.terms
+        positions = "query_positions" in problem.terms
         key_blocks = _blocks(shapes.kv_len, self.block_kv)
         query_blocks = _blocks(shapes.q_len * self.packed_heads, self.block_q)
         return {
@@ -156,6 +159,11 @@ class ForwardTiling:
             "segment_ranges": _int32(shapes.batch, key_blocks, 2 * segments),
             # The walk of each warpgroup.
             "segment_plan": _int32(shapes.batch, query_blocks, self.block_q // 64, 4 * segments),
+            # Smallest and largest position in each block of keys, and of each warpgroup.
+            "key_position_ranges": _int32(shapes.batch, key_blocks, 2 * positions),
+            "query_position_ranges": _int32(
+                shapes.batch, query_blocks, self.block_q // 64, 2 * positions
+            ),
             **_mask_by_query(shapes, 64, self.block_kv),
         }
 
@@ -255,6 +263,7 @@ class BackwardTiling:
         query_blocks = _blocks(shapes.q_len, self.block_q)
         key_blocks = _blocks(shapes.kv_len, self.block_kv)
         segments = "query_segments" in problem.terms
+        positions = "query_positions" in problem.terms
         turn_parts = self.turn_parts if problem.deterministic else 0
         return {
             "lse_log2": _float32(heads, query_blocks, self.block_q),
@@ -264,6 +273,8 @@ class BackwardTiling:
             "turns": _int32(heads, query_blocks, turn_parts),
             "query_segment_ranges": _int32(shapes.batch, query_blocks, 2 * segments),
             "key_segment_ranges": _int32(shapes.batch, key_blocks, 2 * segments),
+            "query_position_ranges": _int32(shapes.batch, query_blocks, 2 * positions),
+            "key_position_ranges": _int32(shapes.batch, key_blocks, 2 * positions),
             # Where rows of dk and dv are not finite.
             "marks": _int32(kv_heads, key_blocks, self.block_kv // 16, 2),
             **_mask_by_key(shapes, self.block_q, self.block_kv),
@@ -337,7 +348,11 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
     bias_bytes = _bias_bytes(shapes.bias)
     beside = bias_bytes > 0 and (shapes.mask or drops)
-    crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or beside
+    # The ends of what a row sees by positions, beside the ids of a block or its bits.
+    placed = "query_positions" in problem.terms
+    own_keys = bias_bytes > 0 or shapes.mask is not None or "query_segments" in problem.terms
+    full = placed and own_keys and widest > 64
+    crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or beside or full
     widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
         by_element = all(x % 2 for x in dims)  # loads of 2 bytes: most addresses
@@ -358,10 +373,11 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
             producer_registers=40 if widest <= 128 and not by_element else 56,
             l2_heads=l2_heads,
         )
-    # Lengths and segments take registers of the producer, wide heads of the consumers.
+    # Lengths and segments take registers of the producer; wide heads, dropout and positions of the
+    # consumers.
     producer = 24
     if not plain or 256 < sum(dims) <= 320:
-        producer = 56 if widest <= 128 and not drops else 40
+        producer = 40 if widest > 128 or drops or placed else 56
     tiling = functools.partial(
         ForwardTiling,
         *dims,
@@ -385,7 +401,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     block_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
     # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
     if not plain or _known(shapes.kv_len, 4096) <= 512:
-        block_kv = min(block_kv, {0: 64, 2: 48, 4: 32}[bias_bytes])
+        block_kv = min(block_kv, {0: 48 if full else 64, 2: 48, 4: 32}[bias_bytes])
     return tiling(block_kv=block_kv, consumers=2, dynamic=dynamic)
 
 
@@ -403,6 +419,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         problem.softcap is None
         and shapes.bias is None
         and not (drops and (len(problem.terms) > 1 or problem.window[0] is not None))
+        and not ("query_positions" in problem.terms and len(problem.terms) > 2)
     )
     block_q = 128 if widest <= 64 and roomy else 64
     return BackwardTiling(
@@ -552,12 +569,16 @@ _LARGEST_FLOAT16_RATE = 0x7C00 / 2**15
 
 def _problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     left, right = problem.window
+    positions = "query_positions" in problem.terms
     mask, bias = shapes.mask, shapes.bias
     bias_type = None if bias is None else bias.dtype
     return {
         "kBFloat16": problem.dtype == "bfloat16",
-        "kWindowLeft": left is not None,
-        "kWindowRight": right is not None,
+        "kWindowLeft": left is not None and not positions,
+        "kWindowRight": right is not None and not positions,
+        "kHasPositions": positions,
+        "kReachLeft": left is not None and positions,
+        "kReachRight": right is not None and positions,
         "kBottomRight": problem.bottom_right,
         "kHasQueryLengths": "query_lengths" in problem.terms,
         "kHasKeyValueLengths": "key_value_lengths" in problem.terms,

@@ -25,6 +25,7 @@
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kWindowLeft, kWindowRight, kBottomRight, kSoftcap, kDeterministic
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasDlse, kHasMask
+//   bool kHasPositions, kReachLeft, kReachRight   as for the forward
 //   bool kHasDbias            the bias has a gradient
 //   bool kHasBias, kBiasFloat32, kBiasBFloat16, kBiasQueries, kBiasKeys, int kBiasAlignment, and
 //   bool kMaskQueries, kMaskKeys, int kMaskAlignment   as for the forward

@@ -91,7 +91,8 @@ struct Walk {
   }
 };
 
-// How far it is to the next block that the mask shows; there is one unless the walk is done.
+// How far it is to the next block that mask and positions show; there is one unless the walk is
+// done.
 __device__ __forceinline__ int Walk::next_shown(const BackwardParams& p,
                                                 const volatile UnitRecord& u) {
   if (left == 0) return 0;
@@ -136,6 +137,10 @@ __device__ __forceinline__ bool is_full(const BackwardParams& p, const volatile 
     const int2 q = query_segment_range(p, u.batch, m0 / kQueries);
     const int2 k = key_segment_range(p, u.batch, u.key0 / kKeys);
     full = full && q.x == q.y && k.x == k.y && q.x == k.x;
+  }
+  if constexpr (kHasPositions) {
+    full = full && positions_all_meet(p, query_position_range(p, u.batch, m0 / kQueries),
+                                      key_position_range(p, u.batch, u.key0 / kKeys));
   }
   if constexpr (kHasMask) full = full && met.whole;
   return full;

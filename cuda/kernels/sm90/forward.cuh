@@ -15,6 +15,8 @@
 //   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   bool kWindowLeft, kWindowRight   that side of the window is bounded (causal: right, by 0)
+//   bool kHasPositions        these are read in place of the index; kReachLeft, kReachRight: the
+//                             sides of the window then, where kWindowLeft and kWindowRight are off
 //   bool kBottomRight         the last query is aligned with the last key
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasMask
 //   bool kHasBias, kBiasFloat32, kBiasBFloat16   its type: float32, else bfloat16, else float16
@@ -84,6 +86,32 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
 extern "C" __global__ void __launch_bounds__(mask::kThreads)
     mask_plan(const __grid_constant__ ForwardParams p) {
   if constexpr (kHasMask) mask::plan_by_query<forward::kWarpgroupRows, kBlockKV>(p);
+}
+
+// With positions a kernel goes ahead, 256 threads, a warp for each block of keys and then for each
+// warpgroup: their smallest and largest position. Grid ceil(B * (blocks + warpgroups) / 8).
+extern "C" __global__ void position_ranges(const __grid_constant__ ForwardParams p) {
+  using namespace forward;
+  if constexpr (kHasPositions) {
+    constexpr int kQueries = kWarpgroupRows / kPackedHeads;
+    const int blocks = ceil_div(p.kv_len, kBlockKV), warpgroups = p.query_blocks * kConsumers;
+    int index = blockIdx.x * 8 + threadIdx.x / 32;
+    const bool of_keys = index < p.batch * blocks;
+    if (!of_keys) index -= p.batch * blocks;
+    const int count = of_keys ? blocks : warpgroups;
+    const int batch = index / count, part = index - batch * count;
+    if (batch >= p.batch) return;
+    const Visibility sight = visibility(p, batch);
+    const int size = of_keys ? kBlockKV : kQueries;
+    const int end = min((part + 1) * size, of_keys ? sight.kv_length : sight.query_length);
+    const int* positions = of_keys ? p.key_value_positions + static_cast<int64>(batch) * p.kv_len
+                                   : p.query_positions + static_cast<int64>(batch) * p.query_len;
+    const SegmentRange range = segment_range(positions, part * size, end);
+    int* ranges = of_keys ? p.key_position_ranges : p.query_position_ranges;
+    if (threadIdx.x % 32 == 0) {
+      reinterpret_cast<int2*>(ranges)[index] = make_int2(range.low, range.high);
+    }
+  }
 }
 
 // With segments, two kernels go ahead, 256 threads each, a warp for each block or warpgroup.

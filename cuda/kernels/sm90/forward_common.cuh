@@ -34,16 +34,18 @@ inline constexpr int kInfoStages = 2 * kQueryStages;
 // values; wide ones lack the registers for it (12% slower).
 inline constexpr bool kEarlyOutput = kValueDim <= 128;
 // A warpgroup's blocks may begin after the first one of its unit.
-inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments || kHasMask;
+inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments || kHasPositions || kHasMask;
 // The producer tells the consumers which block is in each buffer: there may be gaps.
-inline constexpr bool kListsBlocks = kHasSegments || kHasMask;
+inline constexpr bool kListsBlocks = kHasSegments || kHasPositions || kHasMask;
+// And of each, which warpgroups' rows see all of it as far as these terms go.
+inline constexpr bool kListsWhole = kHasPositions || kHasMask;
 // A unit with rows that overflow is walked again, with a maximum in every block. Not where four
 // warps load: they would have to agree on it.
 inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight
-// The mask's bits are fetched beside the product that they are for; with segments or a bias there
-// is no register for that.
-inline constexpr bool kBitsAhead = kHasMask && !kHasSegments && !kHasBias;
+// The mask's bits are fetched beside the product that they are for; with segments, positions or a
+// bias there is no register for that.
+inline constexpr bool kBitsAhead = kHasMask && !kHasSegments && !kHasPositions && !kHasBias;
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);

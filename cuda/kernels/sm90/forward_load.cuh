@@ -22,7 +22,7 @@ struct Producer {
   // this unit's last block: the CTA that is done first then takes the next unit. Elsewhere beside
   // the first block, so that the answer is there when it is needed; with segments the next unit's
   // plan is fetched meanwhile.
-  static constexpr bool kAsksLate = (kWindowRight || kHasMask) && !kHasSegments;
+  static constexpr bool kAsksLate = (kWindowRight || kListsWhole) && !kHasSegments;
   __device__ __forceinline__ void request_number(int number) {
     if (is_again(number)) return;  // the next number has been asked for
     const int stride = gridDim.x;
@@ -89,7 +89,7 @@ struct Producer {
   __device__ __forceinline__ void load_key(const UnitInfo& unit, int head, int block, int batch) {
     const int stage = ring.stage();
     ListedBlock listed{block};
-    if constexpr (kHasMask) listed.add_whole(UnitWalk{p}.whole_rows(unit, block));
+    if constexpr (kListsWhole) listed.add_whole(UnitWalk{p}.whole_rows(unit, block));
     if (loads()) {
       wait_empty(&shared.key_empty[stage], ring.parity());
       if constexpr (kListsBlocks) {
@@ -113,7 +113,7 @@ struct Producer {
   __device__ __forceinline__ void hand_over(const UnitInfo& unit) {
     UnitInfo info = unit;
     if constexpr (!kHasSegments) UnitWalk{p}.describe_rows(info);
-    if constexpr (kHasMask) info.own = info.blocks;  // all walk what any sees
+    if constexpr (kListsWhole) info.own = info.blocks;  // all walk what any sees
     // Word by word: a store of 16 bytes needs four consecutive registers, which are not free here.
     struct Words {
       int word[sizeof(UnitInfo) / 4];
@@ -182,7 +182,7 @@ struct Producer {
     const HeadBlock at = head_block(index, p.query_blocks, all_heads, p.l2_heads);
     const int batch = at.head / heads;
     // With a bounded right window (causal) late queries see most keys: the longest units first.
-    const int unit = kWindowRight ? p.query_blocks - 1 - at.block : at.block;
+    const int unit = kWindowRight || kReachRight ? p.query_blocks - 1 - at.block : at.block;
     return {unit, at.head - batch * heads, batch};
   }
   __device__ __forceinline__ void run() {

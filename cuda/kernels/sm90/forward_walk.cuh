@@ -10,8 +10,8 @@
 
 namespace forward {
 
-// An element of Shared::block_list: a block, and a bit for each warpgroup whose rows the mask lets
-// see all of it.
+// An element of Shared::block_list: a block, and a bit for each warpgroup whose rows mask and
+// positions let see all of it.
 struct ListedBlock {
   int bits;
   static constexpr int kWholeBit = 28;
@@ -39,12 +39,12 @@ struct UnitWalk {
       const int last = (unit.first_row + kUnitRows - 1) / kPackedHeads;
       unit.blocks = blocks_of<kBlockKV>(visible_keys(seen, first, last));
     }
-    if constexpr (kHasMask) narrow(unit);
+    if constexpr (kListsWhole) narrow(unit);
   }
   // The block after `block`, which is not the unit's last.
   __device__ __forceinline__ int next(const UnitInfo& unit, int block) const {
     --block;
-    if (kHasMask || (kHasSegments && !queries.empty())) block = find_block<-1>(unit, block);
+    if (kListsWhole || (kHasSegments && !queries.empty())) block = find_block<-1>(unit, block);
     return block;
   }
 
@@ -68,8 +68,14 @@ struct UnitWalk {
   }
   // The warpgroups whose rows see all of a block, a bit each.
   __device__ __forceinline__ int whole_rows(const UnitInfo& unit, int block) const {
-    const bool whole =
-        lane() < kConsumers && (mask_flag(unit, lane(), block) & mask::kSeesAll) != 0;
+    bool whole = lane() < kConsumers;
+    if constexpr (kHasMask) {
+      whole = whole && (mask_flag(unit, lane(), block) & mask::kSeesAll) != 0;
+    }
+    if constexpr (kHasPositions) {
+      whole =
+          whole && positions_all_meet(p, query_positions(unit, lane()), key_positions(unit, block));
+    }
     return __ballot_sync(0xffffffffu, whole);
   }
   // Does the mask let any row of the unit see any key of the block? Each lane has its own block.
@@ -79,10 +85,32 @@ struct UnitWalk {
     for (int i = 0; i < kConsumers; ++i) flags |= mask_flag(unit, i, block);
     return flags != 0;
   }
-  // Drops the blocks at both ends that the mask hides or that share no segment.
+  // Drops the blocks at both ends that mask or positions hide or that share no segment.
   __device__ __forceinline__ void narrow(UnitInfo& unit) const {
     unit.blocks.end = find_block<-1>(unit, unit.blocks.end - 1) + 1;
     unit.blocks.begin = find_block<1>(unit, unit.blocks.begin);
+  }
+
+  // -- positions --
+  // The smallest and largest of the rows of a warpgroup, and of a block of keys.
+  __device__ __forceinline__ int2 query_positions(const UnitInfo& unit, int warpgroup) const {
+    const int64 rows = static_cast<int64>(unit.batch) * p.query_blocks * kConsumers +
+                       unit.first_row / kWarpgroupRows + warpgroup;
+    return reinterpret_cast<const int2*>(p.query_position_ranges)[rows];
+  }
+  __device__ __forceinline__ int2 key_positions(const UnitInfo& unit, int block) const {
+    const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
+    return reinterpret_cast<const int2*>(p.key_position_ranges)[first + block];
+  }
+  // Do positions let any row of the unit see any key of the block?
+  __device__ __forceinline__ bool positions_show(const UnitInfo& unit, int block) const {
+    const int2 keys = key_positions(unit, block);
+    bool shown = false;
+#pragma unroll
+    for (int i = 0; i < kConsumers; ++i) {
+      shown = shown || positions_meet(p, query_positions(unit, i), keys);
+    }
+    return shown;
   }
 
   // -- segments; all lanes take part --
@@ -119,7 +147,8 @@ struct UnitWalk {
     unit.own = unit.blocks;
   }
   // The first block from `block` on, in steps of kStep, that shares a segment with the unit, if it
-  // is sparse, and that the mask does not hide; one past the unit's blocks if there is none.
+  // is sparse, and that mask and positions do not hide; one past the unit's blocks if there is
+  // none.
   template <int kStep>
   __device__ __forceinline__ int find_block(const UnitInfo& unit, int block) const {
     const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
@@ -130,6 +159,7 @@ struct UnitWalk {
       const bool inside = mine >= unit.blocks.begin && mine < unit.blocks.end;
       bool met = inside;
       if constexpr (kHasSegments) met = met && (queries.empty() || queries.meets(ranges[mine]));
+      if constexpr (kHasPositions) met = met && positions_show(unit, mine);
       if constexpr (kHasMask) met = met && mask_shows(unit, mine);
       const uint32 found = __ballot_sync(0xffffffffu, met);
       if (found != 0) return block + kStep * (__ffs(found) - 1);
@@ -143,7 +173,7 @@ struct RowWalk {
   int first;      // the lowest block that its rows see, the last one it walks
   Range full;     // blocks that need no element test
   int block = 0;  // the one whose scores or weights it holds
-  bool whole;     // does the mask let the rows see all of it?
+  bool whole;     // do mask and positions let the rows see all of it?
 
   // Begins a unit; `block` is the first of it.
   __device__ __forceinline__ void begin(const UnitInfo& t) {
@@ -156,8 +186,8 @@ struct RowWalk {
   // Does the block need no test of its elements?
   __device__ __forceinline__ bool is_full(const UnitInfo& t) const {
     // There is no register left to hold the range with segments at wide heads, or if kDrains.
-    const Range untested = kHasSegments || kDrains ? t.full : full;
-    if (kHasMask && !whole) return false;
+    const Range untested = kHasSegments || kHasPositions || kDrains ? t.full : full;
+    if (kListsWhole && !whole) return false;
     return block < untested.end && (!kBoundedBegin || block >= untested.begin);
   }
 };

@@ -149,7 +149,7 @@ struct Warpgroup : RowWalk {
   // Fetches what terms have for the block whose scores have been started, beside their product;
   // `next`: its number, unless it is listed.
   __device__ __forceinline__ void fetch_terms(int next) {
-    if constexpr (kHasMask) {
+    if constexpr (kListsWhole) {
       const ListedBlock listed = listed_block();
       whole = listed.is_whole(warpgroup);
       if constexpr (kBitsAhead) fetch_bits(bits, listed.number());

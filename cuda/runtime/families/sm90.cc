@@ -71,7 +71,8 @@ namespace ffi = xla::ffi;
 constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
 constexpr int kMaxWindow = (1 << 30) - 1;  // sums of a window and a position stay below 2^31
 constexpr double kLog2E = 1.44269504088896340736;
-constexpr std::int64_t kSegmentWarps = 8;  // of a CTA of segment_ranges and segment_plan
+// Of a CTA of segment_ranges, segment_plan and position_ranges.
+constexpr std::int64_t kRangeWarps = 8;
 
 std::int64_t CeilDiv(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -81,6 +82,12 @@ ffi::Error Invalid(const std::string& text) {
 
 int ClampWindow(std::int64_t window) {
   return static_cast<int>(std::min<std::int64_t>(std::max<std::int64_t>(window, 0), kMaxWindow));
+}
+
+// Of positions, in the bits of a uint32: no two are farther apart.
+int ClampDistance(std::int64_t window) {
+  return static_cast<int>(static_cast<std::uint32_t>(
+      std::min<std::int64_t>(std::max<std::int64_t>(window, 0), 0xffffffff)));
 }
 
 CUtensorMapDataType MapType(ffi::DataType dtype) {
@@ -137,8 +144,11 @@ void SetCommon(const Operands& operands, const ProblemAttribute& problem, Params
   params->kv_len = static_cast<int>(s.kv_len);
   params->query_heads = static_cast<int>(s.q_heads);
   params->kv_heads = static_cast<int>(s.kv_heads);
-  params->window_left = ClampWindow(problem.window_left);
-  params->window_right = ClampWindow(problem.window_right);
+  params->query_positions = operands.Data<int>(kQueryPositions);
+  params->key_value_positions = operands.Data<int>(kKeyValuePositions);
+  const auto window = problem.Has(kQueryPositions) ? ClampDistance : ClampWindow;
+  params->window_left = window(problem.window_left);
+  params->window_right = window(problem.window_right);
   params->scale = static_cast<float>(problem.scale);
   params->dropout_state = operands.Data<unsigned>(kDropoutState);
   params->dropout_threshold =
@@ -263,6 +273,11 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
                   &params.segment_ranges);
   workspaces.Take("segment_plan", {s.batch, &query_blocks, warpgroups, segments ? 4 : 0},
                   &params.segment_plan);
+  const bool positions = problem.Has(kQueryPositions);
+  workspaces.Take("key_position_ranges", {s.batch, key_blocks, positions ? 2 : 0},
+                  &params.key_position_ranges);
+  workspaces.Take("query_position_ranges", {s.batch, query_blocks, warpgroups, positions ? 2 : 0},
+                  &params.query_position_ranges);
   TermSizes mask;
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
   const std::int64_t mask_blocks =
@@ -297,10 +312,11 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
                 &params.value);
   }
   if (mask_blocks > 0) session.Launch("mask_plan", {mask_blocks, kMaskThreads, 0}, &params);
+  const auto run = [&](const char* kernel, std::int64_t warps) {
+    session.Launch(kernel, {CeilDiv(warps, kRangeWarps), 32 * kRangeWarps, 0}, &params);
+  };
+  if (positions) run("position_ranges", s.batch * (key_blocks + query_blocks * warpgroups));
   if (segments) {
-    const auto run = [&](const char* kernel, std::int64_t warps) {
-      session.Launch(kernel, {CeilDiv(warps, kSegmentWarps), 32 * kSegmentWarps, 0}, &params);
-    };
     run("segment_ranges", s.batch * key_blocks);
     run("segment_plan", s.batch * query_blocks * warpgroups);
   } else if (launch.dynamic) {
@@ -354,6 +370,11 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
                   &params.query_segment_ranges);
   workspaces.Take("key_segment_ranges", {s.batch, &key_blocks, segments ? 2 : 0},
                   &params.key_segment_ranges);
+  const bool positions = problem.Has(kQueryPositions);
+  workspaces.Take("query_position_ranges", {s.batch, query_blocks, positions ? 2 : 0},
+                  &params.query_position_ranges);
+  workspaces.Take("key_position_ranges", {s.batch, key_blocks, positions ? 2 : 0},
+                  &params.key_position_ranges);
   workspaces.Take("marks", {kv_heads, key_blocks, launch.block_kv / 16, 2}, &params.marks);
   TermSizes mask;
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
