@@ -26,8 +26,13 @@ int SupportedKernels(const Kernels** list, int capacity) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) add(kAvx512Bf16);
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  // A bfloat16 dot product takes 2.2 cycles on Intel's Sapphire Rapids, where two float32 vectors
+  // are multiplied and added in each; on AMD's Zen 4 it takes one.
+  const bool prefers_float32 = __builtin_cpu_is("intel");
+  if (bf16 && !prefers_float32) add(kAvx512Bf16);
   if (avx512) add(kAvx512);
+  if (bf16 && prefers_float32) add(kAvx512Bf16);
   if (avx2) add(kAvx2);
 #endif
   add(kPortable);

@@ -6,7 +6,7 @@ is batched, split over devices and lowered.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class Decoded(NamedTuple):
     out: Annotated[jax.Array, "*B T N Hv"]
     lse: Annotated[jax.Array, "*B T N"]
     key_cache: jax.Array
-    value_cache: jax.Array | None
+    value_cache: Any  # a jax.Array, or None where there is none
 
 
 def decode_attention(
@@ -138,7 +138,7 @@ def fill_cache(
     *,
     start: Annotated[ArrayLike, "*B"] | None = None,
     page_table: Annotated[ArrayLike, "*B M"] | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Any]:
     """Writes the keys and values of a prompt, or of a part of it, into a cache or pages.
 
     Key t of a row goes to position start + t while that is below the row's length: the prompts of a
@@ -153,7 +153,7 @@ def fill_cache(
       lengths: int32 `[*B]`, positions in the cache when the call returns.
       start: int32 `[*B]`, those that were there before; None: 0.
 
-    Returns: key_cache and value_cache as they are then.
+    Returns: key_cache and value_cache as they are then, None where there is none.
 
     Raises:
       TypeError, ValueError: a wrong argument, with its shape or value and what would be right.

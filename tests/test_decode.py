@@ -337,6 +337,50 @@ def test_other_leading_dims(host_backend):
     equal(decode(options, one), jax.tree.map(lambda x: x[1], expected))
 
 
+@pytest.mark.parametrize("pages", [None, 7])
+def test_two_hundred_tokens_are_the_full_forward(pages, host_backend):
+    """From prompts of different lengths on, written by fill_cache, one token at a time."""
+    lengths, count, rows, size = [30, 1, 0], 200, 3, 7 * 33
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((rows, size, n, 16)), "float32") for n in (4, 2, 2)
+    )
+    options = {"local_window_size": (90, 0), "softcap": 5.0, "sinks": jnp.arange(4.0)}
+    positions = jnp.arange(size)
+    turned = [jnp.asarray(np.stack([rotated(np.asarray(x[b], np.float64), positions, 1e4)
+              for b in range(rows)]), "float32") for x in (query, key)]  # fmt: skip
+    full = jax_flash.flash_attention(*turned, value, is_causal=True, backend="xla", **options)
+
+    shape = (rows, size) if pages is None else (rows * size // pages, pages)
+    caches = [jnp.full((*shape, 2, 16), jnp.nan) for _ in range(2)]
+    table = None
+    if pages is not None:
+        table = jnp.asarray(rng.permutation(shape[0]).reshape(rows, -1), jnp.int32)
+    start = jnp.array(lengths, jnp.int32)
+    prompts = turned[1][:, : max(lengths)], value[:, : max(lengths)]
+    caches = jax_flash.fill_cache(*caches, *prompts, start, page_table=table)
+
+    def step(caches, i):
+        at = (start + i)[:, None, None, None]
+        query_i, key_i, value_i = (jnp.take_along_axis(x, at, axis=1) for x in (query, key, value))
+        got = jax_flash.decode_attention(
+            query_i,
+            *caches,
+            start + i + 1,
+            new_key=key_i,
+            new_value=value_i,
+            page_table=table,
+            rotary_base=1e4,
+            backend=host_backend,
+            **options,
+        )
+        return (got.key_cache, got.value_cache), got.out[:, 0]
+
+    _, outs = jax.jit(lambda caches: jax.lax.scan(step, caches, jnp.arange(count)))(caches)
+    for b, n in enumerate(lengths):
+        np.testing.assert_allclose(outs[:, b], full[b, n : n + count], atol=1e-5)
+
+
 def copies(text: str, shape: str) -> list[str]:
     """The instructions of a compiled program that copy an array of the cache's shape."""
     return re.findall(rf"= \(?\w+\[{shape}\].*? (copy(?:-start)?)\(", text)

@@ -35,15 +35,24 @@ def run(script, *arguments, devices=1):
     return done.stdout.decode()
 
 
-@pytest.fixture(scope="module")
-def train_gpt() -> Any:
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
+def load_example(name) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = module  # where dataclasses looks the module up
+    sys.modules[name] = module  # where dataclasses and other examples look the module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def train_gpt() -> Any:
+    return load_example("train_gpt")
+
+
+@pytest.fixture(scope="module")
+def generate(train_gpt) -> Any:
+    return load_example("generate")
 
 
 def test_quickstart():
@@ -58,7 +67,8 @@ def test_gpt_trains_the_same_by_flash_on_a_mesh_and_by_xla(tmp_path):
     losses = []
     for devices, arguments in [(8, ["--mesh=data=4,model=2"]), (1, ["--attention=xla"])]:
         picture = tmp_path / f"{devices}.png"
-        out = run("train_gpt.py", *SMALL, *text, *arguments, f"--plot={picture}", devices=devices)
+        files = [f"--plot={picture}", f"--checkpoint={tmp_path / 'model'}"]
+        out = run("train_gpt.py", *SMALL, *text, *arguments, *files, devices=devices)
         losses.append(float(re.findall(r"^loss +(\S+)", out, re.MULTILINE)[0]))
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert "\ndef " in out
@@ -124,7 +134,8 @@ def test_speed_is_that_of_steps_alone(train_gpt, tmp_path, monkeypatch, capsys):
 
     shown, compiled = [], []
     arguments = ["train_gpt.py", *SMALL, "--steps=20", f"--plot={tmp_path / 'loss.png'}"]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--text", str(Path(jax_flash.__file__).parent)])
+    arguments += ["--text", str(Path(jax_flash.__file__).parent)]
+    monkeypatch.setattr(sys, "argv", [*arguments, f"--checkpoint={tmp_path / 'model'}"])
     monkeypatch.setattr(train_gpt, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(train_gpt, "tqdm", Progress)
     monkeypatch.setattr(train_gpt, "evaluate", evaluate)
@@ -197,3 +208,31 @@ def test_presets_that_are_named_exist(train_gpt):
     texts = (EXAMPLES.parent / "README.md").read_text() + train_gpt.__doc__
     named = set(re.findall(r"--preset (\w+)", texts))
     assert {"gpt2", "long"} <= named <= set(train_gpt.PRESETS)
+
+
+def test_generate_continues_prompts_of_a_saved_model(
+    train_gpt, generate, tmp_path, monkeypatch, capsys
+):
+    config = train_gpt.Config(layers=1, width=32, heads=4, kv_heads=2, length=16)
+    model = train_gpt.GPT(config, jax_flash.flash_attention, nnx.Rngs(3))
+    path = tmp_path / "model.msgpack"
+    train_gpt.save(path, model)
+    loaded = train_gpt.load(path)
+    assert loaded.config == config
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(nnx.to_pure_dict(nnx.state(x, nnx.Param)) for x in (loaded, model)),
+    )
+    command = ["generate.py", f"--checkpoint={path}", "--count=5", "--prompt=ab", "--prompt=import"]
+    monkeypatch.setattr(sys, "argv", command)
+    generate.main()
+    out = capsys.readouterr().out
+    assert "tokens/s, 2 rows at once" in out
+    assert float(re.findall(r"scores    (\S+)", out)[0]) < 1e-4
+    # Greedy: what one pass over the text without a cache finds likeliest after each byte.
+    texts = [b"ab", b"import"]
+    got = generate.generate(loaded, texts, 5, temperature=0.0)
+    for text, row in zip(texts, got.tokens, strict=True):
+        tokens = [0, *text, *row.tolist()]
+        logits = model(np.array([tokens[:-1]]))[0, len(text) :, :256]
+        np.testing.assert_array_equal(row, np.argmax(logits, axis=-1))

@@ -13,6 +13,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cpu/attention.h"
@@ -469,6 +470,70 @@ Results RunKernels(const Kernels& kernels, Case& c, int64_t threads) {
   return results;
 }
 
+// The same forward pass by the kernel for few queries, from keys and values in shuffled pages.
+// Leaves out and lse in the case, and returns their bytes.
+Results RunPaged(const Kernels& kernels, Case& c, int64_t page_size, int64_t threads) {
+  const Shapes& s = c.s;
+  const int64_t columns = (s.kv_len + page_size - 1) / page_size;
+  const int64_t pages = s.batch * columns;
+  std::vector<int32_t> table(pages), lengths(s.batch, static_cast<int32_t>(s.kv_len));
+  for (int64_t i = 0; i < pages; ++i) table[i] = static_cast<int32_t>(pages - 1 - i);
+  for (int64_t i = 0; i + 5 < pages; i += 3) std::swap(table[i], table[i + 5]);
+  auto scatter = [&](const Array& from, int64_t dim) {
+    const int64_t row = s.kv_heads * dim * Array::Size(c.p.dtype);
+    std::vector<unsigned char> to(pages * page_size * row, 0xff);
+    for (int64_t b = 0; b < s.batch; ++b) {
+      for (int64_t j = 0; j < s.kv_len; ++j) {
+        const int64_t slot = table[b * columns + j / page_size] * page_size + j % page_size;
+        std::memcpy(&to[slot * row], &from.bytes[(b * s.kv_len + j) * row], row);
+      }
+    }
+    return to;
+  };
+  const std::vector<unsigned char> k = scatter(c.k, s.head_dim), v = scatter(c.v, s.value_dim);
+  c.out.Poison();
+  for (float& x : c.lse) x = std::nanf("");
+  DecodeCall call;
+  call.in = c.View();
+  call.in.shapes.kv_len = columns * page_size;
+  call.in.k = k.data();
+  call.in.v = v.data();
+  if (c.kv_lengths.empty()) call.in.kv_lengths = lengths.data();
+  call.pages = pages;
+  call.page_size = page_size;
+  call.page_table = table.data();
+  call.checked = true;
+  call.out = c.out.bytes.data();
+  call.lse = c.lse.data();
+  ThreadWorkers workers(threads);
+  Results results;
+  results.done = kernels.decode(call, workers);
+  results.bytes = c.out.bytes;
+  const auto* lse = reinterpret_cast<const unsigned char*>(c.lse.data());
+  results.bytes.insert(results.bytes.end(), lse, lse + c.lse.size() * 4);
+  return results;
+}
+
+int CheckPaged(const Kernels& kernels, Case& c, const Oracle& oracle, double bound, uint64_t seed) {
+  if (c.bias_view.data || !c.mask.empty() || !c.q_segments.empty() || !c.q_positions.empty() ||
+      !c.dropout.empty()) {
+    return 0;
+  }
+  const int64_t sizes[] = {1, 3, 16, 64, 100, c.s.kv_len};
+  const Results first = RunPaged(kernels, c, sizes[seed % 6], 7);
+  std::vector<double> lse(c.lse.begin(), c.lse.end());
+  int failures = 0;
+  auto check = [&](bool good, const char* what) {
+    if (good) return;
+    std::printf("FAIL %s decode %s: %s\n", kernels.name, what, Describe(c, seed).c_str());
+    ++failures;
+  };
+  check(first.done && Error(oracle.out, Values(c.out)) < bound, "out");
+  check(first.done && Error(oracle.lse, lse) < bound, "lse");
+  check(RunPaged(kernels, c, sizes[(seed + 1) % 6], 1).bytes == first.bytes, "threads or pages");
+  return failures;
+}
+
 int Check(const Kernels& kernels, uint64_t seed) {
   const std::unique_ptr<Case> owner = RandomCase(seed);
   Case& c = *owner;
@@ -502,6 +567,7 @@ int Check(const Kernels& kernels, uint64_t seed) {
     std::printf("FAIL %s not repeatable: %s\n", kernels.name, Describe(c, seed).c_str());
     ++failures;
   }
+  failures += CheckPaged(kernels, c, oracle, bound, seed);
   c.p.deterministic = true;
   if (RunKernels(kernels, c, 1).bytes != RunKernels(kernels, c, 7).bytes) {
     std::printf("FAIL %s depends on threads: %s\n", kernels.name, Describe(c, seed).c_str());

@@ -216,8 +216,8 @@ def _attend_to_cache(
         positions = cache.index[..., None] + ahead
         query, key = (rotate(x, positions, rotary_base) for x in (query, key))
     lengths = cache.index + options.get("query_seq_lengths", count)
-    new = (x.astype(cache.key.dtype) for x in (key, value))
-    keys, values = fill_cache(cache.key, cache.value, *new, lengths, start=cache.index)
+    key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
+    keys, values = fill_cache(cache.key, cache.value, key, value, lengths, start=cache.index)
     options |= {"key_value_seq_lengths": lengths, "causal_align": "bottom_right"}
     cast = (x.astype(query.dtype) for x in (keys, values))
     out = attention_fn(query, *cast, **options)
