@@ -49,9 +49,12 @@ class Decode {
   }
 
  private:
-  static constexpr int64_t kBlock = 64;  // keys
-  static constexpr int64_t kTile = 4;    // query rows
+  static constexpr int64_t kBlock = 64;                             // keys
+  static constexpr int64_t kTile = 4;                               // query rows
+  static constexpr int kStep = Op::kPair == 1 ? 2 : 1;              // vectors of a step of
+  static constexpr int64_t kElements = kStep * kLanes * Op::kPair;  // so many of a row
   static constexpr int64_t kScoreLd = kBlock + kLanes;
+  static constexpr int64_t kTwo = 2 * kLanes;
   static constexpr int64_t kLeastPart = 2 * kBlock;
   static constexpr int64_t kMostParts = 32;  // of one row of the batch
 
@@ -181,8 +184,10 @@ class Decode {
     for (int64_t r = 0; r < rows_; ++r) task.rows[r] = head.RowAt(r);
     for (int64_t kv = first; kv < last; ++kv) {
       const T* q = static_cast<const T*>(in_.q) + kv * group_ * head_dim_;
-      PackRows<Op, T>([&](int64_t r) { return q + head.QueryOffset(task.rows[r], head_dim_); },
-                      rows_, head_dim_, task.Query(kv - first, rows_, head_dim_));
+      for (int64_t r = 0; r < rows_; ++r) {
+        PackQuery(q + head.QueryOffset(task.rows[r], head_dim_),
+                  task.Query(kv - first, rows_, head_dim_) + r * RowWords<Op>(head_dim_));
+      }
       float* state = State(part, kv);
       std::memset(state, 0, static_cast<size_t>(rows_ * state_ld_) * 4);
       for (int64_t r = 0; r < rows_; ++r) Largest(state + r * state_ld_) = -kInfinity;
@@ -253,6 +258,14 @@ class Decode {
     }
   }
 
+  static void LoadStep(const T* p, int64_t n, F (&x)[kStep]) {
+    if constexpr (Op::kPair == 1) {
+      LoadTwo(p, x[0], x[1]);
+    } else {
+      x[0] = LoadWords<Op>(p, n);
+    }
+  }
+
   // kRows query rows of one kv head against a block.
   template <int kRows>
   void Tile(const Row* rows, const float* q, const Block& block, const Block* ahead, int64_t kv,
@@ -297,13 +310,26 @@ class Decode {
     }
   }
 
+  // A row of queries in the order in which Scores meets the elements of keys.
+  void PackQuery(const T* q, float* to) const {
+    auto pack = [&](int64_t d, int64_t n) {
+      F x[kStep];
+      LoadStep(q + d, n, x);
+      for (int i = 0; i < kStep; ++i) Store(to + d / Op::kPair + i * kLanes, x[i]);
+    };
+    const int64_t whole = head_dim_ / kElements * kElements;
+    for (int64_t d = 0; d < whole; d += kElements) pack(d, kElements);
+    for (int64_t d = whole; d < head_dim_; d += kLanes * Op::kPair) {
+      Store(to + d / Op::kPair, LoadWords<Op>(q + d, head_dim_ - d));
+    }
+  }
+
   // scores[r][j] = the product of query row r and key j, for j from begin to end.
   template <int kRows>
   void Scores(const float* q, const Block& block, const Block* ahead, int64_t kv, int64_t begin,
               int64_t end, float* scores) const {
     constexpr int kKeys = kLanes / kRows;  // one vector of sums takes kRows x kKeys products
     const int64_t q_ld = RowWords<Op>(head_dim_);
-    constexpr int64_t kElements = kLanes * Op::kPair;
     const int64_t whole = head_dim_ / kElements * kElements;
     for (int64_t j = begin; j < end; j += kKeys) {
       const T* keys[kKeys];
@@ -312,20 +338,39 @@ class Decode {
       for (int i = 0; i < kKeys; ++i) keys[i] = block.keys[j + i] + kv * head_dim_;
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) sums[i] = Zero();
-      auto step = [&](int64_t d, int64_t n) {
-        F k[kKeys];
-#pragma GCC unroll 16
-        for (int i = 0; i < kKeys; ++i) k[i] = LoadWords<Op>(keys[i] + d, n);
+      for (int64_t d = 0; d < whole; d += kElements) {
+        F x[kRows][kStep];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-          const F x = Load(q + r * q_ld + d / Op::kPair);
-#pragma GCC unroll 16
-          for (int i = 0; i < kKeys; ++i)
-            sums[r * kKeys + i] = Op::Dot(x, k[i], sums[r * kKeys + i]);
+#pragma GCC unroll 2
+          for (int s = 0; s < kStep; ++s) {
+            x[r][s] = Load(q + r * q_ld + d / Op::kPair + s * kLanes);
+          }
         }
-      };
-      for (int64_t d = 0; d < whole; d += kElements) step(d, kElements);
-      if (whole < head_dim_) step(whole, head_dim_ - whole);
+#pragma GCC unroll 16
+        for (int i = 0; i < kKeys; ++i) {
+          F k[kStep];
+          LoadStep(keys[i] + d, kElements, k);
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+            for (int s = 0; s < kStep; ++s) {
+              sums[r * kKeys + i] = Op::Dot(x[r][s], k[s], sums[r * kKeys + i]);
+            }
+          }
+        }
+      }
+      for (int64_t d = whole; d < head_dim_; d += kLanes * Op::kPair) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kKeys; ++i) {
+          const F k = LoadWords<Op>(keys[i] + d, head_dim_ - d);
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            const F x = Load(q + r * q_ld + d / Op::kPair);
+            sums[r * kKeys + i] = Op::Dot(x, k, sums[r * kKeys + i]);
+          }
+        }
+      }
       if (ahead) {
         for (int i = 0; i < kKeys && j + i < ahead->valid; ++i) {
           Prefetch(ahead->keys[j + i] + kv * head_dim_, head_dim_);
@@ -377,17 +422,19 @@ class Decode {
                  const float* rescale, float* state) const {
     int64_t d = 0;
     for (; d + kPanel <= value_dim_; d += kPanel) {
-      AddPanel<kRows, kTileVectors, true>(block, kv, begin, end, weights, rescale, d, state);
+      AddPanel<kRows, kTileVectors>(block, kv, begin, end, weights, rescale, d, state);
     }
-    for (; d + kLanes <= value_dim_; d += kLanes) {
-      AddPanel<kRows, 1, true>(block, kv, begin, end, weights, rescale, d, state);
+    for (; d + kTwo <= value_dim_; d += kTwo) {
+      AddPanel<kRows, 2>(block, kv, begin, end, weights, rescale, d, state);
     }
-    if (d < value_dim_) {
-      AddPanel<kRows, 1, false>(block, kv, begin, end, weights, rescale, d, state);
+    for (; d < value_dim_; d += kLanes) {
+      AddPanel<kRows, 1>(block, kv, begin, end, weights, rescale, d, state);
     }
   }
 
-  template <int kRows, int kVectors, bool kWhole>
+  // kVectors of the values, two at a time: the order of LoadTwo is also that of `state`. One vector
+  // alone has fewer than kTwo elements left.
+  template <int kRows, int kVectors>
   void AddPanel(const Block& block, int64_t kv, int64_t begin, int64_t end, const float* weights,
                 const float* rescale, int64_t d, float* state) const {
     F sum[kRows][kVectors];
@@ -401,9 +448,11 @@ class Decode {
     for (int64_t j = begin; j < end; ++j) {
       const T* value = block.values[j] + kv * value_ld_ + d;
       F x[kVectors];
-#pragma GCC unroll 4
-      for (int i = 0; i < kVectors; ++i) {
-        x[i] = LoadPartial(value + i * kLanes, kWhole ? kLanes : value_dim_ - d);
+      if constexpr (kVectors == 1) {
+        x[0] = LoadPartial(value, value_dim_ - d);
+      } else {
+#pragma GCC unroll 2
+        for (int i = 0; i < kVectors; i += 2) LoadTwo(value + i * kLanes, x[i], x[i + 1]);
       }
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
@@ -422,10 +471,16 @@ class Decode {
   }
 
   void AddValue(const T* value, float weight, float* state) const {
-    for (int64_t d = 0; d < value_dim_; d += kLanes) {
-      const F x = LoadPartial(value + d, value_dim_ - d);
-      Store(state + d, Fma(Set1(weight), x, Load(state + d)));
+    const F p = Set1(weight);
+    auto add = [&](int64_t d, F x) { Store(state + d, Fma(p, x, Load(state + d))); };
+    int64_t d = 0;
+    for (; d + kTwo <= value_dim_; d += kTwo) {
+      F even, odd;
+      LoadTwo(value + d, even, odd);
+      add(d, even);
+      add(d + kLanes, odd);
     }
+    for (; d < value_dim_; d += kLanes) add(d, LoadPartial(value + d, value_dim_ - d));
   }
 
   // The rows of one kv head of batch row b from its parts, in their order.
@@ -468,9 +523,18 @@ class Decode {
         logit = joint;
       }
       *lse = seen ? logit + logf(sum) : sink;
-      for (int64_t d = 0; d < value_dim_; d += kLanes) {
-        const F x = seen ? Mul(Load(total + d), Set1(share / sum)) : Zero();
-        StorePartial(out + d, x, value_dim_ - d);
+      const F factor = Set1(share / sum);
+      int64_t d = 0;
+      for (; d + kTwo <= value_dim_; d += kTwo) {
+        float two[kTwo], ordered[kTwo];
+        Store(two, seen ? Mul(Load(total + d), factor) : Zero());
+        Store(two + kLanes, seen ? Mul(Load(total + d + kLanes), factor) : Zero());
+        for (int64_t i = 0; i < kTwo; ++i) ordered[i] = two[PlaceOfTwo(T{}, i)];
+        StorePartial(out + d, Load(ordered), kLanes);
+        StorePartial(out + d + kLanes, Load(ordered + kLanes), kLanes);
+      }
+      for (; d < value_dim_; d += kLanes) {
+        StorePartial(out + d, seen ? Mul(Load(total + d), factor) : Zero(), value_dim_ - d);
       }
     }
   }

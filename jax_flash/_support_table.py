@@ -12,6 +12,7 @@ from typing import Any
 
 from jax_flash import _backends, _gpu
 from jax_flash._ops import passes
+from jax_flash._ops.decode import Decode
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 
@@ -63,6 +64,9 @@ def table() -> str:
     for name, changes in _SHAPE_ROWS.items():
         shapes = [(_PLAIN, dataclasses.replace(_SHAPES, **change)) for change in changes]
         cells[name] = [_cell(backend, shapes) for backend in _COLUMNS]
+    cells["`decode_attention`: caches, pages, new keys in place"] = [
+        _decodes(backend) for backend in _COLUMNS
+    ]
     rows += [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()]
     return "\n".join(rows) + "\n"
 
@@ -83,6 +87,12 @@ def _cell(backend: str, cases: list[tuple[Problem, Shapes]], *, with_dlse: bool 
         )
     ]
     return "yes" if len(running) == 2 else running[0] if running else "no"
+
+
+def _decodes(backend: str) -> str:
+    call = Decode(_PLAIN, None, rotary_base=1e4, paged=True, appends=True)
+    shapes = dataclasses.replace(_SHAPES, q_len=1)
+    return "no" if _backends.BACKENDS[backend].decline(call, shapes, _GPU) else "yes"
 
 
 def _dims(backend: str) -> str:

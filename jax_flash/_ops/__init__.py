@@ -3,6 +3,7 @@
     forward.py    flash_forward:  q, k, v, *terms -> out, lse
     backward.py   flash_backward: q, k, v, out, lse, dout, [dlse], *terms -> dq, dk, dv, dbias
     tangent.py    flash_tangent:  the derivative of flash_forward, whose transpose is flash_backward
+    decode.py     flash_decode:   q, k, v, lengths, ... -> out, lse, and k and v written in place
 
 Each has its sections in one order: what goes in and comes out, batching, derivative, lowering.
 flash_forward's derivative binds flash_tangent, whose transpose binds flash_backward, and so these

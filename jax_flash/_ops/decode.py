@@ -20,7 +20,7 @@ from jax.interpreters import ad
 from jax_flash import _backends, blockwise_decode
 from jax_flash._call import Call
 from jax_flash._ops import primitive
-from jax_flash._problem import Problem, Shapes
+from jax_flash._problem import Shapes
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
@@ -197,8 +197,3 @@ def decode(call: Decode, *operands: jax.Array) -> dict[str, jax.Array]:
     _backends.require(call, call.shapes(call.name_operands(operands)))
     results = flash_decode_p.bind(*vary_over(operands, operands), call=call)
     return dict(zip(call.results, results, strict=True))
-
-
-def example(problem: Problem, backend: str | None = None) -> Decode:
-    """Returns a call with all that decoding has, for the support table."""
-    return Decode(problem, backend, rotary_base=1e4, paged=True, appends=True)
