@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.typing import ArrayLike
 
 from jax_flash import _cache, _validate, _validate_decode
@@ -24,6 +25,9 @@ class Decoded(NamedTuple):
     lse: Annotated[jax.Array, "*B T N"]
     key_cache: jax.Array
     value_cache: Any  # a jax.Array, or None where there is none
+
+
+export.register_namedtuple_serialization(Decoded, serialized_name="jax_flash.Decoded")
 
 
 def decode_attention(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from jax_flash import _backends
 
 from . import numpy_oracle
 from .numpy_oracle import DTYPES
@@ -606,6 +607,23 @@ def test_no_derivative_and_no_cuda_kernel_yet():
         jax.grad(loss)(query)
     with pytest.raises(NotImplementedError, match="no CUDA kernel for decoding"):
         jax_flash.decode_attention(query, **arrays, backend="cuda")
+
+
+def test_programs_for_a_gpu_run_in_xla_and_say_so():
+    _backends.warn_once.cache_clear()
+    lowered = jax.jit(jax_flash.decode_attention).trace(**small(pages=16))
+    with pytest.warns(RuntimeWarning, match="without its CUDA kernels: .*kernel for decoding"):
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" in text
+    assert "jax_flash_" not in text
+
+
+def test_an_export_gives_the_same(host_backend):
+    arrays = small(pages=16)
+    call = jax.jit(functools.partial(jax_flash.decode_attention, backend=host_backend))
+    made = jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)(**arrays)
+    loaded = jax.export.deserialize(made.serialize())
+    equal(loaded.call(**arrays), decode({"backend": host_backend}, arrays))
 
 
 @pytest.mark.parametrize("pages", [None, 16])
