@@ -66,6 +66,7 @@ def flash_options(case: Case, given: Mapping[str, Any]) -> dict[str, Any]:
         "sinks": ("sinks",),
         "lengths": ("query_seq_lengths", "key_value_seq_lengths"),
         "segments": ("query_segment_ids", "key_value_segment_ids"),
+        "positions": ("query_positions", "key_value_positions"),
         "dropout_key": ("dropout_key",),
     }
     arrays = {to: given[name] for name, all_to in names.items() if name in given for to in all_to}

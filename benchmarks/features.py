@@ -117,6 +117,8 @@ def draw(case: Case) -> dict[str, jax.Array]:
         elif name == "segments":
             assert case.segment is not None
             found[name] = jnp.broadcast_to(positions // case.segment, shape).astype(dtype)
+        elif name == "positions":
+            found[name] = jnp.broadcast_to(positions, shape).astype(dtype)
         elif name == "lengths":
             found[name] = (case.length // (1 + rows[:, 0] % 2)).astype(dtype)
         elif name == "dropout_key":

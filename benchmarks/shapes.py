@@ -141,6 +141,7 @@ class Case(Cell):
     softcap: float | None = None
     sinks: bool = False  # float32 [N]
     lengths: bool = False  # of queries and keys: T and T / 2 by turns
+    positions: bool = False  # in the order of the index, which peers without them count by
 
     @property
     def name(self) -> str:
@@ -169,6 +170,8 @@ class Case(Cell):
             found["lengths"] = (self.batch,), "int32"
         if self.segment is not None:
             found["segments"] = row, "int32"
+        if self.positions:
+            found["positions"] = row, "int32"
         if self.dropout:
             found["dropout_key"] = (2,), "uint32"
         return found
@@ -190,6 +193,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "mask_documents": {"mask": "documents"},
     "dropout": {"dropout": 0.1},
     "dropout_causal": {"dropout": 0.1, "causal": True},
+    "positions_causal": {"positions": True, "causal": True},
     "float32": {"dtype": "float32"},
     "float32_highest": {"dtype": "float32", "precision": "highest"},
     "softcap": {"softcap": 30.0},
