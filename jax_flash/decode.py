@@ -53,9 +53,10 @@ def decode_attention(
     lengths − T + t and sees positions 0 to its own. One that stands before position 0 sees nothing
     and gives out 0, lse −inf, or its sink.
 
-    The cache is read where it lies, in parts that are merged, and never copied. New keys and values
-    are written into it: in place under jit where the caches are donated, or are the carry of a
-    `lax.scan` or `while_loop`; else XLA copies the caches first.
+    The cache is read where it lies, in parts that are merged, and never copied, but by "xla" on
+    CPUs before jax 0.11 if it is bfloat16. New keys and values are written into it: in place under
+    jit where the caches are donated, or are the carry of a `lax.scan` or `while_loop`; else XLA
+    copies the caches first.
 
     A row that is longer than its cache, or whose table has no page of the pool for a position that
     its queries see or that is written, gives NaN in out and lse; what has no place is not written.
