@@ -58,8 +58,8 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
         total = rescale * total + jnp.sum(weights, axis=-1)
         v, v_bad = split_bad(tile.v)
         weights = jnp.where(visible, tile.drop(weights) + v_bad[..., None, None, :], 0.0)
-        weighted = rescale[..., None] * weighted + sweep.product(
-            "...kgts,...ksh->...kgth", weights, v
+        weighted = rescale[..., None] * weighted + product(
+            sweep.problem, "...kgts,...ksh->...kgth", weights, v
         )
         new = (new_largest, total, weighted)
         return tuple(
@@ -121,8 +121,8 @@ def backward(
         logits, slope, visible = tile.logits()
         weights = jnp.exp(logits - row_lse[..., None])
         dropped = jnp.where(visible, tile.drop(weights) + do_bad[..., None], 0.0)
-        dv = _add(dv, sweep.product("...kgts,...kgth->...ksh", dropped, do), tile.keys, -2)
-        dweights = sweep.product("...kgth,...ksh->...kgts", do, v)
+        dv = _add(dv, product(sweep.problem, "...kgts,...kgth->...ksh", dropped, do), tile.keys, -2)
+        dweights = product(sweep.problem, "...kgth,...ksh->...kgts", do, v)
         dweights = tile.drop(dweights + do_bad[..., None] + v_bad[..., None, None, :])
         # What this is differentiated by must not meet NaN of hidden values times 0.
         dweights = jnp.where(visible, dweights, 0.0)
@@ -133,8 +133,8 @@ def backward(
         if dbias is not None:
             dbias = tile.add_to_bias(dbias, dlogits)
         dlogits = problem.scale * dlogits
-        dq = _add(dq, sweep.product("...kgts,...ksh->...kgth", dlogits, k), tile.rows, -2)
-        dk = _add(dk, sweep.product("...kgts,...kgth->...ksh", dlogits, q), tile.keys, -2)
+        dq = _add(dq, product(sweep.problem, "...kgts,...ksh->...kgth", dlogits, k), tile.rows, -2)
+        dk = _add(dk, product(sweep.problem, "...kgts,...kgth->...ksh", dlogits, q), tile.keys, -2)
         return (dq, dk, dv, dbias), None
 
     (dq, dk, dv, dbias), _ = lax.scan(step, vary_over(state, operands), sweep.starts)
@@ -271,17 +271,6 @@ class _Sweep:
         """Brings `[*B, K, G, T, H]` to `[*B, T, N, H]`."""
         return jnp.moveaxis(x.reshape(*self.lse_shape, x.shape[-1]), -3, -2)
 
-    def product(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Multiplies in the operands' dtype and sums in the problem's sum_dtype."""
-        dtype, sum_dtype = self.problem.dtype, self.problem.sum_dtype
-        return jnp.einsum(
-            subscripts,
-            x.astype(dtype),
-            y.astype(dtype),
-            precision=lax.Precision.HIGHEST if dtype == sum_dtype else None,
-            preferred_element_type=sum_dtype,
-        )
-
     def tile(self, start: jax.Array) -> "_Tile":
         rows = _Span(start[0], start[1], self.block_q)
         keys = _Span(start[2], start[3], self.block_kv)
@@ -313,7 +302,7 @@ class _Tile:
         """
         sweep = self.sweep
         (q, q_bad), (k, k_bad) = split_bad(self.q), split_bad(self.k)
-        logits = sweep.problem.scale * sweep.product("...kgth,...ksh->...kgts", q, k)
+        logits = sweep.problem.scale * product(sweep.problem, "...kgth,...ksh->...kgts", q, k)
         logits = logits + q_bad[..., None] + k_bad[..., None, None, :]
         if sweep.bias is not None:
             logits = logits + self._scores_of(sweep.bias).astype(sweep.problem.sum_dtype)
@@ -443,6 +432,17 @@ def _tile_starts(
         first_key,
     )
     return np.stack(starts, axis=-1).astype(np.int32)
+
+
+def product(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Multiplies in the problem's dtype and sums in its sum_dtype."""
+    return jnp.einsum(
+        subscripts,
+        x.astype(problem.dtype),
+        y.astype(problem.dtype),
+        precision=lax.Precision.HIGHEST if problem.dtype == problem.sum_dtype else None,
+        preferred_element_type=problem.sum_dtype,
+    )
 
 
 def split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:

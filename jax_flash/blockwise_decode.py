@@ -16,7 +16,7 @@ from jax import lax
 from jax_flash import _cache
 from jax_flash._problem import Problem
 from jax_flash._varying import vary_over
-from jax_flash.blockwise import split_bad
+from jax_flash.blockwise import product, split_bad
 
 _BLOCK = 512  # positions of the cache in one step
 
@@ -137,7 +137,7 @@ class _Pass:
         k = self._read(self.k, start, keys, block)
         v = k[..., : self.value_dim] if self.v is None else self._read(self.v, start, keys, block)
         (clean_q, q_bad), (k, k_bad), (v, v_bad) = split_bad(q), split_bad(k), split_bad(v)
-        logits = self.problem.scale * self._product("btkgh,bskh->bkgts", clean_q, k)
+        logits = self.problem.scale * product(self.problem, "btkgh,bskh->bkgts", clean_q, k)
         bad = jnp.moveaxis(q_bad, 1, -1)[..., None] + jnp.moveaxis(k_bad, 1, -1)[:, :, None, None]
         logits = logits + bad
         if self.problem.softcap is not None:
@@ -149,8 +149,8 @@ class _Pass:
         weights = jnp.exp(logits - shift[..., None])
         total = rescale * total + jnp.sum(weights, axis=-1)
         weights = jnp.where(visible, weights + jnp.moveaxis(v_bad, 1, -1)[:, :, None, None], 0.0)
-        product = self._product("bkgts,bskh->bkgth", weights, v)
-        return new_largest, total, rescale[..., None] * weighted + product
+        added = product(self.problem, "bkgts,bskh->bkgth", weights, v)
+        return new_largest, total, rescale[..., None] * weighted + added
 
     def _read(self, x: jax.Array, start: jax.Array, keys: jax.Array, block: int) -> jax.Array:
         """Reads one block of every row, `[B, s, K, H]`; what has no page may hold anything."""
@@ -159,17 +159,6 @@ class _Pass:
         keys = jnp.broadcast_to(keys, (self.q.shape[0], block))
         page, slot = _cache.locate(keys, self.page_table, *x.shape[:2])
         return x.at[page, slot].get(mode="clip")
-
-    def _product(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Multiplies in the operands' dtype and sums in the problem's sum_dtype."""
-        dtype, sum_dtype = self.problem.dtype, self.problem.sum_dtype
-        return jnp.einsum(
-            subscripts,
-            x.astype(dtype),
-            y.astype(dtype),
-            precision=lax.Precision.HIGHEST if dtype == sum_dtype else None,
-            preferred_element_type=sum_dtype,
-        )
 
     @property
     def _capacity(self) -> int:
