@@ -19,6 +19,7 @@
 #include "cpu/handlers.h"
 #endif
 #ifdef JAX_FLASH_CUDA
+#include "cuda/runtime/families/decode.h"
 #include "cuda/runtime/families/sm90.h"
 #include "cuda/runtime/jit.h"
 #include "cuda/runtime/launch.h"
@@ -48,6 +49,7 @@ nb::dict Targets() {
   nb::dict cuda;
   cuda["jax_flash_cuda_forward"] = Capsule(JaxFlashCudaForward);
   cuda["jax_flash_cuda_backward"] = Capsule(JaxFlashCudaBackward);
+  cuda["jax_flash_cuda_decode"] = Capsule(JaxFlashCudaDecode);
   targets["CUDA"] = cuda;
 #endif
   return targets;
@@ -91,6 +93,7 @@ NB_MODULE(_ext, m) {
   m.def("targets", &Targets);
 #ifdef JAX_FLASH_CUDA
   m.def("cuda_params_assertions", &jax_flash::ParamsAssertions);
+  m.def("cuda_decode_params_assertions", &jax_flash::DecodeParamsAssertions);
   m.def("cuda_configure", &CudaConfigure);
   m.def("cuda_compile", [](std::string source, std::string header, std::string arch) {
     return CudaCompile({std::move(source), std::move(header), std::move(arch)});

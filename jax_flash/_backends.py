@@ -64,8 +64,6 @@ def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ..
 
 
 def _decline_cuda(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
-    if call.cached:
-        return ("there is no CUDA kernel for decoding yet",)
     return _gpu.refuse(call, shapes, gpu)
 
 
@@ -85,7 +83,7 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             # The kernels read a term of one batch row, or of every one.
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
-    shapes = Shapes.of(*operands[:3], terms=named)
+    shapes = call.shapes(named)
     plan = _gpu.plan(call, shapes, _gpu.spec.for_lowering())
     if _gpu.spec.present() is not None:
         # Compiling belongs to the compilation of the caller's program, not to its first step.
@@ -93,7 +91,11 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             _native.load_kernel(**plan.program, entry=entry)
 
     results = _results(call, [*named.values()])
-    custom_call = jax.ffi.ffi_call(plan.target, [*results, *plan.workspaces.values()])
+    custom_call = jax.ffi.ffi_call(
+        plan.target,
+        [*results, *plan.workspaces.values()],
+        input_output_aliases=call.aliases,
+    )
     outputs = custom_call(*named.values(), **call.attributes(), **plan.attributes)
     wanted = _results(call, operands)  # of a bias that was broadcast here the gradient is summed
     return tuple(_sum_to(x, to.shape) for x, to in zip(outputs, wanted, strict=False))

@@ -91,7 +91,7 @@ class Call(abc.ABC):
 
     def shapes(self, operands: Mapping[str, Any]) -> Shapes:
         """Reads the sizes of the call from its operands by name."""
-        return Shapes.of(operands["q"], operands["k"], operands["v"])
+        return Shapes.of(operands["q"], operands["k"], operands["v"], terms=operands)
 
     def attributes(self) -> dict[str, Any]:
         """Returns the attributes of the custom call."""

@@ -75,9 +75,11 @@ def kernel_sources() -> dict[str, str]:
         path.relative_to(kernels).as_posix(): path.read_text() for path in kernels.glob("**/*.cuh")
     }
     sources["params.h"] = (root / "runtime" / "params.h").read_text()
+    sources["decode_params.h"] = (root / "runtime" / "families" / "decode_params.h").read_text()
     ext, _ = _load()
     if ext is not None:  # this text and the compiled module may come from different builds
         sources["params.h"] += ext.cuda_params_assertions()
+        sources["decode_params.h"] += ext.cuda_decode_params_assertions()
     return sources
 
 

@@ -83,6 +83,7 @@ class Shapes:
     value_dim: int
     bias: TermShape | None = None
     mask: TermShape | None = None
+    page_size: int | None = None  # positions in a page of the cache; None: there are no pages
 
     @property
     def empty(self) -> bool:

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <string>
 #include <vector>
@@ -20,6 +21,9 @@
 #include "cuda/runtime/driver.h"
 #include "cuda/runtime/params.h"
 #include "xla/ffi/api/c_api.h"
+
+// Behind params.h.
+#include "cuda/runtime/families/decode_params.h"
 
 using namespace jax_flash;  // NOLINT: the types of the driver's interface
 
@@ -53,8 +57,14 @@ std::string notes;
 std::string trouble;  // of the machine
 std::string kernels;  // the text of all files that NVRTC was given
 std::uint64_t calls = 0;
-bool in_backward;  // the handler that runs
-XLA_FFI_Handler* handlers[2];
+const struct {
+  const char* target;
+  std::size_t bytes;  // of the kernels' parameters
+} kHandlers[] = {{"forward", sizeof(ForwardParams)},
+                 {"backward", sizeof(BackwardParams)},
+                 {"decode", sizeof(DecodeParams)}};
+int running;  // which of them
+XLA_FFI_Handler* handlers[std::size(kHandlers)];
 
 static_assert(sizeof(FakeMap) <= sizeof(TensorMap));
 
@@ -83,8 +93,9 @@ XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args* args) {
 // bytes add up to. Results are filled with their index + 1, for a machine with garbage.
 class Buffers {
  public:
-  Buffers(void** buffers, std::int64_t count, std::uint64_t first, bool results)
+  Buffers(void** buffers, std::int64_t count, std::uint64_t first, const Buffers* operands)
       : copies_(count), pointers_(count) {
+    const bool results = operands != nullptr;
     for (std::int64_t i = 0; i < count; ++i) {
       const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(buffers[i]);
       const std::vector<std::int64_t> dims(buffer.dims, buffer.dims + buffer.rank);
@@ -96,15 +107,17 @@ class Buffers {
                                                                    : 2;
       for (std::int64_t dim : dims) bytes *= dim;
       auto* data = static_cast<unsigned char*>(buffer.data);
+      if (bytes > 0) data_.push_back(data);
+      const bool fills = results && bytes > 0 && !operands->Has(data);  // in place
       copies_[i] = buffer;
       pointers_[i] = &copies_[i];
       if (fake_machine != nullptr) {
-        if (results && bytes > 0) std::memset(data, kFakeGarbage, bytes);
+        if (fills) std::memset(data, kFakeGarbage, bytes);
         ranges.push_back({data, static_cast<std::uint64_t>(bytes),
                           (results ? "result " : "operand ") + std::to_string(i)});
         continue;
       }
-      if (results && bytes > 0) std::memset(data, static_cast<int>(i + 1), bytes);
+      if (fills) std::memset(data, static_cast<int>(i + 1), bytes);
       std::int64_t sum = 0;
       for (std::int64_t at = 0; at < bytes; ++at) sum += data[at];
       notes_ += std::string(notes_.empty() ? "" : ", ") +
@@ -114,28 +127,32 @@ class Buffers {
     }
   }
   void** pointers() { return pointers_.data(); }
+  bool Has(const void* data) const {
+    return std::find(data_.begin(), data_.end(), data) != data_.end();
+  }
   std::string notes() const { return "[" + notes_ + "]"; }
   std::vector<FakeBuffer> ranges;  // for a machine
 
  private:
   std::vector<XLA_FFI_Buffer> copies_;
   std::vector<void*> pointers_;
+  std::vector<const void*> data_;
   std::string notes_;
 };
 
 XLA_FFI_Error* Call(int which, XLA_FFI_CallFrame* frame) {
   if (frame->ctx == nullptr) return handlers[which](frame);  // XLA asks for the version
   ++calls;
-  in_backward = which == 1;
-  Buffers operands(frame->args.args, frame->args.size, 0, false);
-  Buffers results(frame->rets.rets, frame->rets.size, frame->args.size, true);
+  running = which;
+  Buffers operands(frame->args.args, frame->args.size, 0, nullptr);
+  Buffers results(frame->rets.rets, frame->rets.size, frame->args.size, &operands);
   if (fake_machine != nullptr) {
     std::vector<FakeBuffer> all = operands.ranges;
     all.insert(all.end(), results.ranges.begin(), results.ranges.end());
     fake_machine->SetBuffers(std::move(all));
   }
   notes += "{\"event\": \"call\", \"number\": " + std::to_string(calls) + ", \"target\": \"" +
-           (which == 0 ? "forward" : "backward") + "\", \"operands\": " + operands.notes() +
+           kHandlers[which].target + "\", \"operands\": " + operands.notes() +
            ", \"results\": " + results.notes() + "}\n";
   XLA_FFI_Api api = *frame->api;
   api.XLA_FFI_Stream_Get = StreamGet;
@@ -152,13 +169,16 @@ extern "C" {
 
 // ---- for the test ------------------------------------------------------------------------------
 
-void FakeSetHandlers(XLA_FFI_Handler* forward, XLA_FFI_Handler* backward) {
+void FakeSetHandlers(XLA_FFI_Handler* forward, XLA_FFI_Handler* backward,
+                     XLA_FFI_Handler* decode) {
   handlers[0] = forward;
   handlers[1] = backward;
+  handlers[2] = decode;
 }
 void FakeSetDevice(int device) { current_device = device; }
 XLA_FFI_Error* FakeForward(XLA_FFI_CallFrame* frame) { return Call(0, frame); }
 XLA_FFI_Error* FakeBackward(XLA_FFI_CallFrame* frame) { return Call(1, frame); }
+XLA_FFI_Error* FakeDecode(XLA_FFI_CallFrame* frame) { return Call(2, frame); }
 const char* FakeTakeNotes() {
   static std::string taken;
   taken = std::move(notes);
@@ -259,7 +279,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
            "\", \"grid\": " + List({c.grid_x, c.grid_y, c.grid_z}) +
            ", \"block\": " + List({c.block_x, c.block_y, c.block_z}) +
            ", \"shared\": " + std::to_string(c.shared_bytes) + ", \"params\": \"" +
-           Hex(params[0], in_backward ? sizeof(BackwardParams) : sizeof(ForwardParams)) + "\"}\n";
+           Hex(params[0], kHandlers[running].bytes) + "\"}\n";
   return 0;
 }
 CUresult cuMemsetD32Async(CUdeviceptr target, unsigned value, std::size_t count, CUstream stream) {

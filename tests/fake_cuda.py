@@ -181,9 +181,10 @@ def connect() -> ctypes.CDLL:
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     handlers = _native._cuda().targets()["CUDA"]
-    names = ("jax_flash_cuda_forward", "jax_flash_cuda_backward")
+    names = [f"jax_flash_cuda_{target}" for target in ("forward", "backward", "decode")]
+    own = (fake.FakeForward, fake.FakeBackward, fake.FakeDecode)
     fake.FakeSetHandlers(*(ctypes.c_void_p(pointer_of(handlers[name], None)) for name in names))
-    for name, handler in zip(names, (fake.FakeForward, fake.FakeBackward), strict=True):
+    for name, handler in zip(names, own, strict=True):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
     return fake
 

@@ -268,12 +268,49 @@ __device__ __forceinline__ void above(uint32 a, uint32 b, bool (&result)[2]) {
 
 // ---- matrices -----------------------------------------------------------------------------------
 
+// Four 8 x 8 matrices of 16 bits from shared memory, one a register: lane 8 * m + r has the address
+// of row r of matrix m, 16-byte aligned; lane 4 * r + c gets elements 2c and 2c + 1 of its row r.
+__device__ __forceinline__ void load_matrix_x4(uint32 address, uint32 (&matrices)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(address)
+               : "memory");
+}
+// The same of their transposes.
+__device__ __forceinline__ void load_transposed_x4(uint32 address, uint32 (&matrices)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Lane 4 * r + c holds elements 2c and 2c + 1 of row r of an 8 x 8 matrix of 16 bits: those of its
 // transpose. Whole warps call.
 __device__ __forceinline__ uint32 transpose_matrix(uint32 pair) {
   uint32 result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
+}
+
+// d[16 x 8] += a[16 x 16] b[16 x 8] of a warp, d four numbers from `first` on, in the order of
+// fragment.cuh. Of `a` matrices 0 and 1 are rows 0 and 8 on of columns 0 to 7, 2 and 3 those of
+// columns 8 to 15; b0, b1: transposed, rows 0 and 8 on.
+template <bool kOfBFloat16, int kCount>
+__device__ __forceinline__ void multiply_add(float (&d)[kCount], int first, const uint32 (&a)[4],
+                                             uint32 b0, uint32 b1) {
+  if constexpr (kOfBFloat16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[first]), "+f"(d[first + 1]), "+f"(d[first + 2]), "+f"(d[first + 3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[first]), "+f"(d[first + 1]), "+f"(d[first + 2]), "+f"(d[first + 3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
 }
 
 }  // namespace ptx

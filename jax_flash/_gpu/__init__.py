@@ -9,26 +9,28 @@ import itertools
 from typing import Any
 
 from jax_flash._call import Call
-from jax_flash._gpu import sm90, spec
+from jax_flash._gpu import decode, sm90, spec
 from jax_flash._gpu.family import Family, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
 
 __all__ = ["FAMILIES", "Family", "GpuSpec", "Plan", "choose", "plan", "refuse", "spec"]
 
-FAMILIES: tuple[Family, ...] = (sm90.Sm90(),)  # the first that runs a pass is taken
+FAMILIES: tuple[Family, ...] = (sm90.Sm90(), decode.Decode90())  # the first that runs a pass is taken
 
 
 def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
     """Lists all reasons why no family runs a pass on a GPU; empty if one does."""
-    own = [family for family in FAMILIES if gpu.arch in family.architectures]
-    reasons = [family.refuse(call, shapes, gpu) for family in own or FAMILIES]
+    having = [family for family in FAMILIES if call.target in family.passes]
+    own = [family for family in having if gpu.arch in family.architectures]
+    reasons = [family.refuse(call, shapes, gpu) for family in own or having]
     return () if () in reasons else tuple(dict.fromkeys(itertools.chain(*reasons)))
 
 
 def choose(call: Call, shapes: Shapes, gpu: GpuSpec) -> Family:
     """Returns the family that runs a pass which `refuse` lets through."""
-    return next(family for family in FAMILIES if not family.refuse(call, shapes, gpu))
+    having = (family for family in FAMILIES if call.target in family.passes)
+    return next(family for family in having if not family.refuse(call, shapes, gpu))
 
 
 def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:

@@ -81,11 +81,13 @@ class Family(abc.ABC):
     Attributes:
       name: of the folder of kernels.
       architectures: those it runs on, as GpuSpec.arch has them.
+      passes: those it has kernels for, as Call.target names them.
       measured: the models of GPUs on which its tilings were measured.
     """
 
     name: str
     architectures: tuple[str, ...]
+    passes: tuple[str, ...]
     measured: tuple[str, ...]
 
     @abc.abstractmethod

@@ -45,6 +45,7 @@ class Sm90(Family):
 
     name = "sm90"
     architectures = ("sm_90a",)
+    passes = ("forward", "backward")
     measured = ("H200",)
 
     def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:

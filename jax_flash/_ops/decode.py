@@ -77,6 +77,7 @@ class Decode(Call):
             kv_heads=k.shape[-2],
             head_dim=q.shape[-1],
             value_dim=self.value_dim or operands["v"].shape[-1],
+            page_size=k.shape[-3] if self.paged else None,
         )
 
     def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:

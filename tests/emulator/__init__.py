@@ -31,6 +31,7 @@ time.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import fcntl
 import hashlib
 import os
@@ -86,7 +87,8 @@ def connect(sources: dict[str, str] | None = None) -> ctypes.CDLL:
     fake.EmulatorSetSeed.argtypes = (ctypes.c_uint64,)
     _native.configure_cuda(None, 0, sources)
     _native.pretend_multiprocessors(MULTIPROCESSORS)
-    _gpu.spec.present = lambda: _gpu.spec.GPUS["H100"]
+    gpu = dataclasses.replace(_gpu.spec.GPUS["H100"], sms=MULTIPROCESSORS)
+    _gpu.spec.present = lambda: gpu
     choose = _backends.choose
     _backends.choose = lambda platform, call, shapes: choose(
         "cuda" if call.backend == "cuda" else platform, call, shapes

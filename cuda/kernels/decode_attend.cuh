@@ -1,0 +1,257 @@
+// Decoding: what a warp makes of blocks of keys and values in shared memory, for 16 query rows.
+//
+// Rows are queries as in the forward pass (fragment.cuh), products are mma.sync. kKeyParts warps
+// have the same rows and each a part of a block's keys, with a maximum, sum and weighted values of
+// its own; at the end of a part of a unit they are added up through shared memory.
+#pragma once
+
+#include "decode_schedule.cuh"
+#include "softmax.cuh"
+#include "terms.cuh"
+#include "tile.cuh"
+
+namespace decode {
+
+// A running maximum of every block: memory is what decoding waits for.
+struct RunningMaximum {
+  static constexpr int kHeadroom = 0;
+  static constexpr float kSumLimit = kInfinity;
+};
+
+// Where a warp's results wait to be added up. Padding: the rows of a fragment lie in other banks.
+inline constexpr int kSumsPitch = kValueColumns + 8;
+struct Sums {
+  float values[kWarps][16][kSumsPitch];
+  float base[kWarps][16];
+  float total[kWarps][16];
+};
+
+// The address of lane's row for load_matrix_x4, of a tile of kRows rows: `row` and `chunk` (of 8
+// columns) of the first matrix's first row are the lane's own already.
+template <int kRows>
+__device__ __forceinline__ uint32 chunk_address(uint32 tile, int row, int chunk) {
+  return tile + (chunk / 8 * kRows + row) * kBoxRowBytes +
+         swizzled(static_cast<uint32>(chunk % 8), static_cast<uint32>(row));
+}
+
+// Halves that are infinite or NaN become 0.
+__device__ __forceinline__ uint32 finite_halves(uint32 pair) {
+  constexpr uint32 kExponent = kBFloat16 ? 0x7f80u : 0x7c00u;
+  const uint32 low = (pair & kExponent) == kExponent ? 0 : 0xffffu;
+  const uint32 high = (pair & kExponent << 16) == kExponent << 16 ? 0 : 0xffff0000u;
+  return pair & (low | high);
+}
+
+struct Attend {
+  const DecodeParams& p;
+  const Unit& unit;
+  uint32 queries;  // tile of kUnitRows
+  int tile, part;  // this warp's rows and keys, of kRowTiles and kKeyParts
+
+  SoftmaxState<RunningMaximum> state;
+  float output[kValueColumns / 2];
+  Range seen[2];      // positions that this thread's rows see
+  Range seen_by_all;  // by every row of the unit
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (float& x : output) x = 0.0f;
+    const int first = unit.length - p.query_len;  // position of query 0
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      state.base[i] = kNoBase;
+      state.sum[i] = 0.0f;
+      const int row = unit.first_row() + tile * 16 + threadIdx.x % 32 / 4 + i * fragment::kRowStep;
+      const int position = first + min(row / (p.query_heads / p.kv_heads), p.query_len - 1);
+      seen[i] = {first_seen(p, position), position + 1};
+    }
+    seen_by_all = {first_seen(p, unit.length - 1), first + 1};
+  }
+
+  // A block of positions from `first` on; keys and values are tiles of kBlockKV rows.
+  __device__ __forceinline__ void add_block(uint32 keys, uint32 values, int first) {
+    const int lane = threadIdx.x % 32;
+    const bool is_partial = first < seen_by_all.begin || first + kBlockKV > seen_by_all.end;
+    first += part * kPartKeys;
+
+    float scores[kPartKeys / 2];
+#pragma unroll
+    for (float& x : scores) x = 0.0f;
+    // Lanes in the order of matrices: A has rows first, B, which is transposed, columns.
+    const int query = tile * 16 + lane % 16, key = part * kPartKeys + lane / 16 * 8 + lane % 8;
+#pragma unroll
+    for (int step = 0; step < ceil_div(kHeadDim, 16); ++step) {
+      uint32 a[4];
+      ptx::load_matrix_x4(chunk_address<kUnitRows>(queries, query, 2 * step + lane / 16), a);
+#pragma unroll
+      for (int j = 0; j < kPartKeys / 16; ++j) {
+        uint32 b[4];
+        ptx::load_matrix_x4(chunk_address<kBlockKV>(keys, key + 16 * j, 2 * step + lane / 8 % 2),
+                            b);
+        ptx::multiply_add<kBFloat16>(scores, 8 * j, a, b[0], b[1]);
+        ptx::multiply_add<kBFloat16>(scores, 8 * j + 4, a, b[2], b[3]);
+      }
+    }
+    score_function<kPreScale>(p, scores);
+    if (is_partial) {
+#pragma unroll
+      for (int i = 0; i < kPartKeys / 2; ++i) {
+        const int at = first + fragment::first_column(lane) + fragment::column(i);
+        const Range& row = seen[fragment::row(i)];
+        if (at < row.begin || at >= row.end) scores[i] = kNegativeInfinity;
+      }
+    }
+
+    float correction[2];
+    state.extend(scores, p.scale_log2, /*searches=*/true, correction);
+    if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+      for (int i = 0; i < kValueColumns / 2; ++i) output[i] *= correction[fragment::row(i)];
+    }
+    uint32 weights[kPartKeys / 16][4];
+#pragma unroll
+    for (int j = 0; j < kPartKeys / 16; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // matrices: rows 0 and 8 on, then the next 8 keys
+        const int at = fragment::element(2 * j + i / 2, i % 2, 0);
+        weights[j][i] = Element::pack(scores[at], scores[at + 1]);
+      }
+    }
+    // Values that a row does not see may be anything where a block is seen in part.
+    if (is_partial && !values_are_finite(values)) {
+      add_what_is_not_finite(values, first);
+      add_values</*kFiniteAlone=*/true>(values, weights);
+    } else {
+      add_values</*kFiniteAlone=*/false>(values, weights);
+    }
+  }
+
+  template <bool kFiniteAlone>
+  __device__ __forceinline__ void add_values(uint32 values,
+                                             const uint32 (&weights)[kPartKeys / 16][4]) {
+    const int lane = threadIdx.x % 32;
+    const int key = part * kPartKeys + lane % 16;
+#pragma unroll
+    for (int j = 0; j < kPartKeys / 16; ++j) {
+#pragma unroll
+      for (int column = 0; column < kValueColumns / 16; ++column) {
+        uint32 b[4];
+        ptx::load_transposed_x4(
+            chunk_address<kBlockKV>(values, key + 16 * j, 2 * column + lane / 16), b);
+        if constexpr (kFiniteAlone) {
+#pragma unroll
+          for (uint32& pair : b) pair = finite_halves(pair);
+        }
+        ptx::multiply_add<kBFloat16>(output, 8 * column, weights[j], b[0], b[1]);
+        ptx::multiply_add<kBFloat16>(output, 8 * column + 4, weights[j], b[2], b[3]);
+      }
+    }
+  }
+
+  // Of this warp's keys.
+  __device__ __forceinline__ bool values_are_finite(uint32 values) {
+    const int lane = threadIdx.x % 32;
+    uint32 found = 0;
+#pragma unroll 4
+    for (int i = lane; i < kPartKeys * kValueColumns / 8; i += 32) {
+      const int row = i / (kValueColumns / 8), chunk = i % (kValueColumns / 8);
+      const uint32 at = chunk_address<kBlockKV>(values, part * kPartKeys + row, chunk);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        found = Element::accumulate_nonfinite(found, ptx::load_shared(at + 4 * word));
+      }
+    }
+    return __all_sync(0xffffffffu, found == 0);
+  }
+
+  // Infinities and NaN to the rows that see their keys, whatever the weight: it may have come to 0.
+  __device__ __forceinline__ void add_what_is_not_finite(uint32 values, int first) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int key = 0; key < kPartKeys; ++key) {
+      bool sees[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        sees[row] = first + key >= seen[row].begin && first + key < seen[row].end;
+      }
+#pragma unroll
+      for (int j = 0; j < kValueColumns / 8; ++j) {
+        const uint32 at = chunk_address<kBlockKV>(values, part * kPartKeys + key, j);
+        const uint32 pair = ptx::load_shared(at + 2 * fragment::first_column(lane));
+        const uint32 bad = pair ^ finite_halves(pair);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          if (bad == 0 || !sees[row]) continue;
+          output[fragment::element(j, row, 0)] += Element::unpack_low(bad);
+          output[fragment::element(j, row, 1)] += Element::unpack_high(bad);
+        }
+      }
+    }
+  }
+
+  // Every row gives NaN from here on.
+  __device__ __forceinline__ void spoil() { state.sum[0] = state.sum[1] = kInfinity - kInfinity; }
+
+  // Writes what was found for `add_up`.
+  __device__ __forceinline__ void leave(Sums& sums) {
+    const int lane = threadIdx.x % 32, warp = tile * kKeyParts + part;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4 + i * fragment::kRowStep;
+      const float total = fragment::quad_sum(state.sum[i]);
+      if (lane % 4 == 0) {
+        sums.base[warp][row] = state.base[i];
+        sums.total[warp][row] = total;
+      }
+#pragma unroll
+      for (int j = 0; j < kValueColumns / 8; ++j) {
+        const int at = fragment::element(j, i, 0);
+        *reinterpret_cast<float2*>(&sums.values[warp][row][8 * j + fragment::first_column(lane)]) =
+            make_float2(output[at], output[at + 1]);
+      }
+    }
+  }
+};
+
+// Adds up the keys' parts and writes results, or a part of them for decode_merge.cuh. `thread` of
+// kWarps * 32; all have left their sums. `is_first`: the part that the CTA begins with.
+__device__ __forceinline__ void add_up(const DecodeParams& p, const Unit& unit, const Sums& sums,
+                                       int thread, bool is_whole, bool is_first) {
+  constexpr int kPieces = kValueColumns / 4;
+  const int rows = min(kUnitRows, rows_of_head(p) - unit.first_row());
+  for (int i = thread; i < rows * kPieces; i += kWarps * 32) {
+    const int row = i / kPieces, column = (i - row * kPieces) * 4;
+    const int warp = row / 16 * kKeyParts;
+    float base = kNoBase, total = 0.0f;
+#pragma unroll
+    for (int part = 0; part < kKeyParts; ++part) {
+      base = fmaxf(base, sums.base[warp + part][row % 16]);
+    }
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int part = 0; part < kKeyParts; ++part) {
+      const float share = ptx::exp2_approx(sums.base[warp + part][row % 16] - base);
+      const float4 values =
+          *reinterpret_cast<const float4*>(&sums.values[warp + part][row % 16][column]);
+      total = fmaf(sums.total[warp + part][row % 16], share, total);
+      sum.x = fmaf(values.x, share, sum.x);
+      sum.y = fmaf(values.y, share, sum.y);
+      sum.z = fmaf(values.z, share, sum.z);
+      sum.w = fmaf(values.w, share, sum.w);
+    }
+    if (is_whole) {
+      const Place place(p, unit.kv_head, unit.first_row() + row);
+      const Conclusion end = conclude(p, base, total, unit.batch, place.head);
+      store_out(p, unit, place, column, sum, end.factor);
+      if (column == 0) store_lse(p, unit, place, end.lse);
+    } else {
+      const int64 at = partial_row(blockIdx.x, is_first, row);
+      *reinterpret_cast<float4*>(p.partial_out + at * kValueColumns + column) = sum;
+      if (column == 0) {
+        reinterpret_cast<float2*>(p.partial_rows)[at] = make_float2(base, total);
+      }
+    }
+  }
+}
+
+}  // namespace decode

@@ -1,0 +1,109 @@
+// Decoding, the second kernel: merges what several CTAs found of a unit, writes new keys and values
+// to the cache, and the results of rows that see nothing or have no place.
+#pragma once
+
+#include "decode_schedule.cuh"
+
+namespace decode {
+
+inline constexpr int kMergeThreads = 128;
+
+// The parts of a unit in the order of the line, `unit` whole. All threads of the CTA call.
+__device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& line,
+                                           const Unit& unit) {
+  constexpr int kPieces = kValueColumns / 4;
+  const int first_cta = line.cta_of(unit.start), last_cta = line.cta_of(unit.end() - 1);
+  // The first CTA's part is its last, unless it begins there.
+  const bool begins = line.begin_of(first_cta) == unit.start;
+  const int rows = min(kUnitRows, rows_of_head(p) - unit.first_row());
+  for (int i = threadIdx.x; i < rows * kPieces; i += kMergeThreads) {
+    const int row = i / kPieces, column = (i - row * kPieces) * 4;
+    float base = kNoBase, total = 0.0f;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+    for (int cta = first_cta; cta <= last_cta; ++cta) {
+      if (line.begin_of(cta) == line.begin_of(cta + 1)) continue;  // more CTAs than blocks
+      const int64 at = partial_row(cta, begins || cta != first_cta, row);
+      const float2 one = reinterpret_cast<const float2*>(p.partial_rows)[at];
+      const float4 values =
+          *reinterpret_cast<const float4*>(p.partial_out + at * kValueColumns + column);
+      const float now = fmaxf(base, one.x);
+      const float kept = ptx::exp2_approx(base - now), share = ptx::exp2_approx(one.x - now);
+      base = now;
+      total = total * kept + one.y * share;
+      sum.x = sum.x * kept + values.x * share;
+      sum.y = sum.y * kept + values.y * share;
+      sum.z = sum.z * kept + values.z * share;
+      sum.w = sum.w * kept + values.w * share;
+    }
+    const Place place(p, unit.kv_head, unit.first_row() + row);
+    const Conclusion end = conclude(p, base, total, unit.batch, place.head);
+    store_out(p, unit, place, column, sum, end.factor);
+    if (column == 0) store_lse(p, unit, place, end.lse);
+  }
+}
+
+// The page of a position of a batch row, or -1.
+__device__ __forceinline__ int page_of(const DecodeParams& p, int batch, int position) {
+  if constexpr (!kPaged) return batch;
+  const int page = p.page_table[static_cast<int64>(batch) * p.columns + position / p.page_size];
+  return page < p.pages ? max(page, -1) : -1;
+}
+
+// Copies the new keys (kDim = kHeadDim) or values of a batch row to their places.
+template <int kDim>
+__device__ __forceinline__ void append(const DecodeParams& p, int batch, int length,
+                                       const void* from, void* to) {
+  constexpr int kPieces = kDim / 8;  // of 16 bytes
+  const int row = p.kv_heads * kPieces;
+  const uint4* source = static_cast<const uint4*>(from) +
+                        static_cast<int64>(batch) * p.query_len * row;
+  for (int i = threadIdx.x; i < p.query_len * row; i += kMergeThreads) {
+    const int query = i / row;
+    const int position = length - p.query_len + query;
+    if (position < 0 || is_refused(p, position + 1)) continue;
+    const int page = page_of(p, batch, position);
+    if (page < 0) continue;
+    const int64 slot = static_cast<int64>(page) * p.page_size + position % p.page_size;
+    static_cast<uint4*>(to)[slot * row + i - query * row] = source[i];
+  }
+}
+
+// Writes the results of a batch row of which no block is walked.
+__device__ __forceinline__ void write_empty(const DecodeParams& p, int batch, int length) {
+  constexpr int kPieces = kValueDim / 8;
+  const bool refused = is_refused(p, length);
+  const float value = refused ? __uint_as_float(0x7fffffffu) : 0.0f;
+  const uint32 pair = Element::pack(value, value);
+  const int heads = p.query_len * p.query_heads;
+  uint4* out = static_cast<uint4*>(p.out) + static_cast<int64>(batch) * heads * kPieces;
+  for (int i = threadIdx.x; i < heads * kPieces; i += kMergeThreads) {
+    out[i] = make_uint4(pair, pair, pair, pair);
+  }
+  for (int i = threadIdx.x; i < heads; i += kMergeThreads) {
+    const float lse = conclude(p, kNoBase, 0.0f, batch, i / p.query_len).lse;
+    p.lse[static_cast<int64>(batch) * heads + i] = refused ? value : lse;
+  }
+}
+
+__device__ __forceinline__ void merge(const DecodeParams& p) {
+  const Line line(p);
+  // A unit that several CTAs share is merged by that of the second of them.
+  const int at = line.begin_of(blockIdx.x);
+  if (blockIdx.x > 0 && at < line.total) {
+    const Unit unit = line.find(at);
+    if (unit.start < at && line.begin_of(blockIdx.x - 1) <= unit.start) merge_unit(p, line, unit);
+  }
+  for (int batch = blockIdx.x; batch < p.batch; batch += gridDim.x) {
+    const int length = p.lengths[batch];
+    if (positions_of(p, length).empty()) write_empty(p, batch, length);
+    if constexpr (kAppends) {
+      append<kHeadDim>(p, batch, length, p.new_key, p.key_cache);
+      if constexpr (!kValuesInKeys) {
+        append<kValueDim>(p, batch, length, p.new_value, p.value_cache);
+      }
+    }
+  }
+}
+
+}  // namespace decode

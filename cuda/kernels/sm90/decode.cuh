@@ -1,0 +1,163 @@
+// Decoding for sm_90a: the last T positions of each row attend to a cache, new keys and values
+// included.
+//
+// One warp feeds blocks of keys and values by TMA to four that multiply by mma.sync: a block meets
+// few rows, and memory is what all wait for. decode_schedule.cuh tells which CTA has which blocks.
+//
+// Specialised by these constants, which the generated header defines in front of this text:
+//   bool kBFloat16            element type: bfloat16, else float16
+//   int kHeadDim, kValueDim   exact sizes, multiples of 8
+//   bool kValuesInKeys        the values are the first kValueDim features of the keys
+//   int kRowTiles             16 query rows each, in a unit: 1, 2 or 4
+//   int kBlockKV              positions of a block, a multiple of 64 / kRowTiles
+//   int kStages               blocks in flight
+//   int kResident             CTAs of a multiprocessor
+//   bool kPaged               there is a page table
+//   int kBoxRows              positions that lie in one page for sure, a divisor of kBlockKV
+//   bool kAppends             there are new keys and values
+//   bool kWindowLeft, kHasSinks, kSoftcap, kPreScale   as for the forward; other terms are off
+#pragma once
+
+#include "decode_attend.cuh"
+#include "decode_merge.cuh"
+#include "sm90/decode_load.cuh"
+
+namespace decode {
+
+inline constexpr int kThreads = 32 * (kWarps + 1);
+inline constexpr int kQueryBoxes = ceil_div(kHeadDim, kBoxColumns);
+
+struct Shared {
+  unsigned char stages[kStages][kStageBytes];  // at multiples of 1024 bytes
+  unsigned char queries[kQueryBoxes * kUnitRows * kBoxRowBytes];
+  Sums sums;
+  Barrier full[kStages], empty[kStages];
+  int spoiled[kStages];
+};
+
+// The four warps that compute.
+struct Consumer {
+  const DecodeParams& p;
+  Shared& shared;
+  Ring<kStages> ring{};
+
+  // Of the warps that compute alone.
+  static __device__ __forceinline__ void meet() { ptx::named_barrier_sync(1, 32 * kWarps); }
+
+  __device__ __forceinline__ void run(const Line& line, int warp) {
+    const int begin = line.begin_of(blockIdx.x);
+    line.walk([&](const Unit& unit, const Range& blocks) {
+      load_queries(unit);
+      meet();
+      Attend attend{p, unit, ptx::shared_address(shared.queries), warp / kKeyParts,
+                    warp % kKeyParts};
+      attend.start();
+      for (int block = blocks.begin; block < blocks.end; ++block) add(attend, block);
+      attend.leave(shared.sums);
+      meet();
+      const bool is_whole = blocks.begin == unit.blocks.begin && blocks.end == unit.blocks.end;
+      const bool is_first = unit.start + blocks.begin - unit.blocks.begin == begin;
+      add_up(p, unit, shared.sums, threadIdx.x, is_whole, is_first);
+    });
+  }
+
+  __device__ __forceinline__ void load_queries(const Unit& unit) {
+    constexpr int kChunks = kQueryBoxes * 8;
+    const int rows = rows_of_head(p);
+    const uint32 tile = ptx::shared_address(shared.queries);
+    for (int i = threadIdx.x; i < kUnitRows * kChunks; i += 32 * kWarps) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      uint4 piece = make_uint4(0, 0, 0, 0);
+      if (unit.first_row() + row < rows && chunk * 8 < kHeadDim) {
+        const Place place(p, unit.kv_head, unit.first_row() + row);
+        const int64 at =
+            ((static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads +
+             place.head) * kHeadDim;
+        piece = *reinterpret_cast<const uint4*>(static_cast<const uint16*>(p.query) + at +
+                                                chunk * 8);
+      }
+      ptx::store_shared_x4(chunk_address<kUnitRows>(tile, row, chunk), piece.x, piece.y, piece.z,
+                           piece.w);
+    }
+  }
+
+  __device__ __forceinline__ void add(Attend& attend, int block) {
+    const uint32 full = ptx::shared_address(shared.full) + ring.barrier_offset();
+    const uint32 empty = ptx::shared_address(shared.empty) + ring.barrier_offset();
+    const uint32 keys = ptx::shared_address(shared.stages[ring.stage()]);
+    const uint32 values = kValuesInKeys ? keys : keys + kKeyBytes;
+    ptx::barrier_wait(full, ring.parity());
+    if (shared.spoiled[ring.stage()]) attend.spoil();
+    if constexpr (kAppends) patch(attend, keys, values, block);
+    attend.add_block(keys, values, block * kBlockKV);
+    __syncwarp();
+    if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) ptx::lane_arrive(empty);
+    ring.advance();
+  }
+
+  // New keys and values in the places of what the cache had there: flash_decode_merge writes them
+  // to the cache. Warps of other rows write the same.
+  __device__ __forceinline__ void patch(const Attend& attend, uint32 keys, uint32 values,
+                                        int block) {
+    const int first = block * kBlockKV + attend.part * kPartKeys;
+    const int begin = max(attend.unit.length - p.query_len, max(first, 0));
+    const int end = min(attend.unit.length, first + kPartKeys);
+    if (begin >= end) return;
+    copy_new<kHeadDim>(attend.unit, p.new_key, keys, block, begin, end);
+    if constexpr (!kValuesInKeys) {
+      copy_new<kValueDim>(attend.unit, p.new_value, values, block, begin, end);
+    }
+    ptx::fence_async_proxy();  // before TMA writes here again
+    __syncwarp();
+  }
+  template <int kDim>
+  __device__ __forceinline__ void copy_new(const Unit& unit, const void* from, uint32 tile,
+                                           int block, int begin, int end) {
+    constexpr int kChunks = kDim / 8;
+    for (int i = threadIdx.x % 32; i < (end - begin) * kChunks; i += 32) {
+      const int position = begin + i / kChunks, chunk = i % kChunks;
+      const int query = position - (unit.length - p.query_len);
+      const int64 row =
+          (static_cast<int64>(unit.batch) * p.query_len + query) * p.kv_heads + unit.kv_head;
+      const uint4 piece = static_cast<const uint4*>(from)[row * kChunks + chunk];
+      ptx::store_shared_x4(chunk_address<kBlockKV>(tile, position - block * kBlockKV, chunk),
+                           piece.x, piece.y, piece.z, piece.w);
+    }
+  }
+};
+
+}  // namespace decode
+
+extern "C" __global__ void __launch_bounds__(decode::kThreads, kResident)
+    flash_decode(const __grid_constant__ DecodeParams p) {
+  using namespace decode;
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  const int warp = ptx::warp_index();
+  if (threadIdx.x == 0) {
+    if (p.pages > 0 && p.page_size > 0) {
+      ptx::prefetch_tensor_map(&p.key);
+      if constexpr (!kValuesInKeys) ptx::prefetch_tensor_map(&p.value);
+    }
+    for (int stage = 0; stage < kStages; ++stage) {
+      ptx::barrier_init(ptx::shared_address(&shared.full[stage]), 1);
+      ptx::barrier_init(ptx::shared_address(&shared.empty[stage]), kWarps);
+    }
+    ptx::barrier_init_fence();
+  }
+  __syncthreads();
+  const Line line(p);
+  if (warp == kWarps) {
+    Loader loader{p, ptx::shared_address(shared.stages), ptx::shared_address(shared.full),
+                  ptx::shared_address(shared.empty), shared.spoiled};
+    loader.run(line);
+  } else {
+    Consumer consumer{p, shared};
+    consumer.run(line, warp);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(decode::kMergeThreads)
+    flash_decode_merge(const __grid_constant__ DecodeParams p) {
+  decode::merge(p);
+}

@@ -1,0 +1,41 @@
+// What the handler of decoding hands to its kernels. Plain C++ for both compilers; what a kernel is
+// specialised by is not here but in the constants of the generated header: see the list in
+// cuda/kernels/sm90/decode.cuh. Needs params.h ahead of it, which the two find by other names.
+#pragma once
+
+// flash_decode and flash_decode_merge: grid = `ctas` each, one after the other on one stream.
+struct DecodeParams {
+  // Rank-4 maps as for the forward, over [P, page, K, dim]; box (64, 1, kBoxRows, 1).
+  TensorMap key;
+  TensorMap value;  // empty with kValuesInKeys
+
+  const void* query;      // [B, T, N, H]
+  const int* lengths;     // [B]
+  const int* page_table;  // [B, columns], only with kPaged; else row b has page b alone
+  const void* new_key;    // [B, T, K, H], only with kAppends
+  const void* new_value;  // [B, T, K, Hv], likewise, but with kValuesInKeys
+  const float* sinks;     // [B or 1, N], only with kHasSinks
+  void* key_cache;        // [P, page, K, H], written with kAppends
+  void* value_cache;      // [P, page, K, Hv]
+  void* out;              // [B, T, N, Hv] element type of the query
+  float* lse;             // [B, N, T] natural logarithm
+
+  // Workspaces of flash_decode for flash_decode_merge. Of a CTA's ranges of positions that are not
+  // all of a unit, the first and the last: weighted values, and of each row its base and its sum.
+  float* partial_out;   // [ctas, 2, unit rows, 64 * ceil(Hv / 64)]
+  float* partial_rows;  // [ctas, 2, unit rows, 2]
+
+  long long sinks_batch_stride;  // elements from one batch row to the next: N, or 0 when shared
+  int batch;                     // B
+  int query_len;                 // T
+  int query_heads;               // N
+  int kv_heads;                  // K
+  int pages;                     // P
+  int page_size;                 // positions in each
+  int columns;                   // of the page table; 1 without
+  int row_groups;                // units that share the keys of one kv head: ceil(T * N / K / rows)
+  int window_left;               // positions visible before a query's own; only with kWindowLeft
+  float scale;                   // of the logits, before the softcap
+  float scale_log2;              // log2(e) * (scale, the cap with kSoftcap, or 1 with kPreScale)
+  float softcap_inner;           // scale / cap, only with kSoftcap
+};

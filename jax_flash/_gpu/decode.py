@@ -1,0 +1,176 @@
+"""Owns how GPUs decode: what the kernels refuse, how work is shared out, plans.
+
+`choose` is the heuristic; docs/tuning.md tells how it was measured. Read next:
+cuda/kernels/sm90/decode.cuh, cuda/runtime/families/decode.cc.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._call import Call
+from jax_flash._gpu.family import Family, Number, Plan
+from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.sm90 import _known as known
+from jax_flash._gpu.sm90 import _problem_constants as problem_constants
+from jax_flash._problem import Problem, Shapes
+
+_WARPS = 4  # that compute, kWarps in cuda/kernels/decode_schedule.cuh
+
+
+class Decode90(Family):
+    """The kernels of cuda/kernels/sm90/decode.cuh."""
+
+    name = "decode"
+    architectures = ("sm_90a",)
+    passes = ("decode",)
+    measured = ("H200",)
+
+    def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
+        reasons = []
+        if gpu.arch not in self.architectures:
+            reasons.append(f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
+        dtype = call.problem.dtype
+        if dtype not in ("bfloat16", "float16"):
+            reasons.append(f"the CUDA kernels take bfloat16 and float16, not {dtype}")
+        dims = (shapes.head_dim, shapes.value_dim)
+        reasons += [
+            f"the CUDA kernels of decoding take head dims up to 256, not {dim}"
+            for dim in dims
+            if dim > 256
+        ]
+        reasons += [
+            f"the CUDA kernels of decoding take head dims that 8 divides, not {dim}"
+            for dim in dims
+            if dim % 8
+        ]
+        return tuple(dict.fromkeys(reasons))
+
+    def plan(
+        self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: DecodeTiling | None = None
+    ) -> Plan:
+        tiling = tiling or choose(call, shapes, gpu)
+        return Plan(
+            family=self.name,
+            arch=gpu.arch,
+            target=f"jax_flash_cuda_{call.target}",
+            source="sm90/decode.cuh",
+            entries=("flash_decode", "flash_decode_merge"),
+            tiling=tiling,
+            constants=tiling.constants(call, shapes),
+            launch=tiling.launch(),
+            workspaces=tiling.workspaces(),
+            notes=self.untried(gpu),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTiling:
+    """How the kernels decode: constants compiled into them and their launch."""
+
+    head_dim: int
+    value_dim: int
+    values_in_keys: bool
+    row_tiles: int  # of 16 query rows in a unit: 1, 2 or 4
+    block_kv: int  # positions of a block
+    stages: int  # blocks in flight
+    box_rows: int  # positions that TMA loads at once: in one page for sure
+    ctas: int  # that share out all blocks
+    resident: int  # CTAs of a multiprocessor
+
+    threads = 32 * (_WARPS + 1)
+    merge_threads = 128
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: blocks, queries, the warps' sums, barriers."""
+        head_boxes, value_boxes = -(-self.head_dim // 64), -(-self.value_dim // 64)
+        boxes = head_boxes + (0 if self.values_in_keys else value_boxes)
+        blocks = self.stages * self.block_kv * 128 * boxes
+        queries = 16 * self.row_tiles * 128 * head_boxes
+        sums = _WARPS * 16 * 4 * (self._columns + 8 + 2)
+        return blocks + queries + sums + 20 * self.stages + 4 * (self.stages % 2)
+
+    @property
+    def unit_rows(self) -> int:
+        return 16 * self.row_tiles
+
+    @property
+    def _columns(self) -> int:
+        return -(-self.value_dim // 16) * 16
+
+    def launch(self) -> dict[str, bool | int]:
+        """Returns the numbers that the handler needs (DecodeLaunch in families/decode.cc)."""
+        return {
+            "threads": self.threads,
+            "merge_threads": self.merge_threads,
+            "shared_bytes": self.shared_bytes,
+            "unit_rows": self.unit_rows,
+            "block_kv": self.block_kv,
+            "box_rows": self.box_rows,
+        }
+
+    def workspaces(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the scratch arrays that the handler takes as further results."""
+        parts = (self.ctas, 2, self.unit_rows)  # a CTA shares two units at most with others
+        return {
+            "partial_out": jax.ShapeDtypeStruct((*parts, self._columns), jnp.float32),
+            "partial_rows": jax.ShapeDtypeStruct((*parts, 2), jnp.float32),
+        }
+
+    def constants(self, call: Any, shapes: Shapes) -> dict[str, Number]:
+        """Returns the constants that the kernels are compiled with, by name."""
+        problem: Problem = call.problem
+        # A query is the last of what it sees: the right side of a window hides nothing.
+        one_sided = dataclasses.replace(problem, window=(problem.window[0], None))
+        return {
+            **problem_constants(one_sided, shapes),
+            "kHeadDim": self.head_dim,
+            "kValueDim": self.value_dim,
+            "kValuesInKeys": self.values_in_keys,
+            "kRowTiles": self.row_tiles,
+            "kBlockKV": self.block_kv,
+            "kStages": self.stages,
+            "kResident": self.resident,
+            "kPaged": call.paged,
+            "kBoxRows": self.box_rows,
+            "kAppends": call.appends,
+            "kPreScale": problem.scale <= 0,
+        }
+
+
+_SHARED = 227 << 10  # of a multiprocessor, but for 1 KB that each CTA takes beside its own
+_MULTIPROCESSORS = 132  # where the GPU is not known
+
+
+def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
+    """Chooses the tiling for a call that the family does not refuse."""
+    rows = known(shapes.q_len, 1) * known(shapes.q_heads // max(shapes.kv_heads, 1), 1)
+    row_tiles = 1 if rows <= 16 else 2 if rows <= 32 else 4
+    widest = max(shapes.head_dim, shapes.value_dim)
+    block_kv = 128 if widest <= 64 else 64
+    size = shapes.page_size if call.paged else None
+    box_rows = block_kv if size is None else math.gcd(size, block_kv) if size else block_kv
+    resident = 2 if widest <= 128 else 1
+    tiling = DecodeTiling(
+        shapes.head_dim,
+        shapes.value_dim,
+        values_in_keys=call.value_dim is not None,
+        row_tiles=row_tiles,
+        block_kv=block_kv,
+        stages=1,
+        box_rows=box_rows,
+        ctas=(gpu.sms or _MULTIPROCESSORS) * resident,
+        resident=resident,
+    )
+    # As many blocks in flight as there is room for.
+    room = (_SHARED // resident) - 1024
+    stages = 1
+    while dataclasses.replace(tiling, stages=stages + 1).shared_bytes <= room:
+        stages += 1
+    return dataclasses.replace(tiling, stages=stages)
