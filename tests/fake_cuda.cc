@@ -265,7 +265,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
   if (c.stream != kStream) return kInvalidHandle;
   if (c.grid_x < 1 || c.grid_x > 0x7fffffff || c.grid_y < 1 || c.grid_y > 65535 || c.grid_z < 1 ||
       c.grid_z > 65535 || threads < 1 || threads > 1024 || extra != nullptr ||
-      c.attribute_count != 0 || static_cast<int>(c.shared_bytes) > kernel->shared_bytes) {
+      c.attribute_count > 1 || static_cast<int>(c.shared_bytes) > kernel->shared_bytes) {
     return kInvalidValue;
   }
   if (fake_machine != nullptr) {

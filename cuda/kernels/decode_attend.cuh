@@ -2,7 +2,8 @@
 //
 // Rows are queries as in the forward pass (fragment.cuh), products are mma.sync. kKeyParts warps
 // have the same rows and each a part of a block's keys, with a maximum, sum and weighted values of
-// its own; at the end of a part of a unit they are added up through shared memory.
+// its own; at the end of a unit they are added up through shared memory. With kSplitsColumns the
+// weights of all go through shared memory, and each warp adds up a part of the values' columns.
 #pragma once
 
 #include "decode_schedule.cuh"
@@ -18,13 +19,22 @@ struct RunningMaximum {
   static constexpr float kSumLimit = kInfinity;
 };
 
-// Where a warp's results wait to be added up. Padding: the rows of a fragment lie in other banks.
+// Where results wait to be added up. Padding: the rows of a fragment lie in other banks.
 inline constexpr int kSumsPitch = kValueColumns + 8;
+inline constexpr int kCopies = kSplitsColumns ? 1 : kKeyParts;  // of a row of values
 struct Sums {
-  float values[kWarps][16][kSumsPitch];
+  float values[kRowTiles * kCopies][16][kSumsPitch];
   float base[kWarps][16];
   float total[kWarps][16];
 };
+// What warps exchange for every block.
+struct Exchange {
+  unsigned char weights[kBlockKV / kBoxColumns * kUnitRows * kBoxRowBytes];  // a tile
+  float largest[kWarps][16];
+};
+
+// Of the warps that compute alone.
+__device__ __forceinline__ void meet() { ptx::named_barrier_sync(1, 32 * kWarps); }
 
 // The address of lane's row for load_matrix_x4, of a tile of kRows rows: `row` and `chunk` (of 8
 // columns) of the first matrix's first row are the lane's own already.
@@ -45,11 +55,13 @@ __device__ __forceinline__ uint32 finite_halves(uint32 pair) {
 struct Attend {
   const DecodeParams& p;
   const Unit& unit;
-  uint32 queries;  // tile of kUnitRows
-  int tile, part;  // this warp's rows and keys, of kRowTiles and kKeyParts
+  const Share& share;
+  uint32 queries;      // tile of kUnitRows
+  Exchange* exchange;  // with kSplitsColumns
+  int tile, part;      // this warp's rows and keys, of kRowTiles and kKeyParts
 
   SoftmaxState<RunningMaximum> state;
-  float output[kValueColumns / 2];
+  float output[kOwnColumns / 2];
   Range seen[2];      // positions that this thread's rows see
   Range seen_by_all;  // by every row of the unit
 
@@ -61,18 +73,24 @@ struct Attend {
     for (int i = 0; i < 2; ++i) {
       state.base[i] = kNoBase;
       state.sum[i] = 0.0f;
-      const int row = unit.first_row() + tile * 16 + threadIdx.x % 32 / 4 + i * fragment::kRowStep;
+      const int row = share.first_row() + tile * 16 + threadIdx.x % 32 / 4 + i * fragment::kRowStep;
       const int position = first + min(row / (p.query_heads / p.kv_heads), p.query_len - 1);
       seen[i] = {first_seen(p, position), position + 1};
     }
     seen_by_all = {first_seen(p, unit.length - 1), first + 1};
   }
 
+  // Keys of a block and columns of its values that this warp multiplies by weights.
+  static constexpr int kProductKeys = kSplitsColumns ? kBlockKV : kPartKeys;
+  __device__ __forceinline__ int first_key() const { return kSplitsColumns ? 0 : part * kPartKeys; }
+  __device__ __forceinline__ int first_column() const {
+    return kSplitsColumns ? part * kOwnColumns : 0;
+  }
+
   // A block of positions from `first` on; keys and values are tiles of kBlockKV rows.
   __device__ __forceinline__ void add_block(uint32 keys, uint32 values, int first) {
     const int lane = threadIdx.x % 32;
     const bool is_partial = first < seen_by_all.begin || first + kBlockKV > seen_by_all.end;
-    first += part * kPartKeys;
 
     float scores[kPartKeys / 2];
 #pragma unroll
@@ -96,17 +114,22 @@ struct Attend {
     if (is_partial) {
 #pragma unroll
       for (int i = 0; i < kPartKeys / 2; ++i) {
-        const int at = first + fragment::first_column(lane) + fragment::column(i);
+        const int at =
+            first + part * kPartKeys + fragment::first_column(lane) + fragment::column(i);
         const Range& row = seen[fragment::row(i)];
         if (at < row.begin || at >= row.end) scores[i] = kNegativeInfinity;
       }
     }
 
     float correction[2];
-    state.extend(scores, p.scale_log2, /*searches=*/true, correction);
+    if constexpr (kSplitsColumns) {
+      add_weights_of_all(scores, correction);
+    } else {
+      state.extend(scores, p.scale_log2, /*searches=*/true, correction);
+    }
     if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-      for (int i = 0; i < kValueColumns / 2; ++i) output[i] *= correction[fragment::row(i)];
+      for (int i = 0; i < kOwnColumns / 2; ++i) output[i] *= correction[fragment::row(i)];
     }
     uint32 weights[kPartKeys / 16][4];
 #pragma unroll
@@ -117,6 +140,10 @@ struct Attend {
         weights[j][i] = Element::pack(scores[at], scores[at + 1]);
       }
     }
+    if constexpr (kSplitsColumns) {
+      store_weights(weights);
+      meet();
+    }
     // Values that a row does not see may be anything where a block is seen in part.
     if (is_partial && !values_are_finite(values)) {
       add_what_is_not_finite(values, first);
@@ -126,36 +153,87 @@ struct Attend {
     }
   }
 
-  template <bool kFiniteAlone>
-  __device__ __forceinline__ void add_values(uint32 values,
-                                             const uint32 (&weights)[kPartKeys / 16][4]) {
+  // As SoftmaxState::extend, by the maxima over the keys of all warps.
+  template <int kCount>
+  __device__ __forceinline__ void add_weights_of_all(float (&scores)[kCount],
+                                                     float (&correction)[2]) {
     const int lane = threadIdx.x % 32;
-    const int key = part * kPartKeys + lane % 16;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float largest = state.row_maximum<kCount>(scores, row);
+      const int at = lane / 4 + row * fragment::kRowStep;
+      if (lane % 4 == 0) exchange->largest[tile * kKeyParts + part][at] = largest;
+    }
+    meet();  // and all have read the weights of the block before
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float largest = kNegativeInfinity;
+#pragma unroll
+      for (int other = 0; other < kKeyParts; ++other) {
+        const int at = lane / 4 + row * fragment::kRowStep;
+        largest = fmaxf(largest, exchange->largest[tile * kKeyParts + other][at]);
+      }
+      state.rise(row, fmaxf(largest * p.scale_log2, state.base[row]), correction[row]);
+    }
+    float added[2];
+    state.exponentials<kCount>(scores, p.scale_log2, added);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) state.sum[row] += added[row];
+  }
+  __device__ __forceinline__ void store_weights(const uint32 (&weights)[kPartKeys / 16][4]) {
+    const int lane = threadIdx.x % 32;
+    const uint32 to = ptx::shared_address(exchange->weights);
 #pragma unroll
     for (int j = 0; j < kPartKeys / 16; ++j) {
 #pragma unroll
-      for (int column = 0; column < kValueColumns / 16; ++column) {
-        uint32 b[4];
-        ptx::load_transposed_x4(
-            chunk_address<kBlockKV>(values, key + 16 * j, 2 * column + lane / 16), b);
-        if constexpr (kFiniteAlone) {
-#pragma unroll
-          for (uint32& pair : b) pair = finite_halves(pair);
-        }
-        ptx::multiply_add<kBFloat16>(output, 8 * column, weights[j], b[0], b[1]);
-        ptx::multiply_add<kBFloat16>(output, 8 * column + 4, weights[j], b[2], b[3]);
+      for (int i = 0; i < 4; ++i) {
+        const int row = tile * 16 + lane / 4 + i % 2 * fragment::kRowStep;
+        const int chunk = part * (kPartKeys / 8) + 2 * j + i / 2;
+        ptx::store_shared(chunk_address<kUnitRows>(to, row, chunk) + lane % 4 * 4, weights[j][i]);
       }
     }
   }
 
-  // Of this warp's keys.
+  template <bool kFiniteAlone>
+  __device__ __forceinline__ void add_values(uint32 values,
+                                             const uint32 (&own)[kPartKeys / 16][4]) {
+    const int lane = threadIdx.x % 32;
+    const int key = first_key() + lane % 16, chunk = first_column() / 8 + lane / 16;
+#pragma unroll
+    for (int j = 0; j < kProductKeys / 16; ++j) {
+      uint32 weights[4];
+      if constexpr (kSplitsColumns) {
+        const uint32 from = ptx::shared_address(exchange->weights);
+        ptx::load_matrix_x4(
+            chunk_address<kUnitRows>(from, tile * 16 + lane % 16, 2 * j + lane / 16), weights);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) weights[i] = own[j][i];
+      }
+#pragma unroll
+      for (int column = 0; column < kOwnColumns / 16; ++column) {
+        uint32 b[4];
+        ptx::load_transposed_x4(chunk_address<kBlockKV>(values, key + 16 * j, 2 * column + chunk),
+                                b);
+        if constexpr (kFiniteAlone) {
+#pragma unroll
+          for (uint32& pair : b) pair = finite_halves(pair);
+        }
+        ptx::multiply_add<kBFloat16>(output, 8 * column, weights, b[0], b[1]);
+        ptx::multiply_add<kBFloat16>(output, 8 * column + 4, weights, b[2], b[3]);
+      }
+    }
+  }
+
+  // Of what this warp multiplies.
   __device__ __forceinline__ bool values_are_finite(uint32 values) {
     const int lane = threadIdx.x % 32;
     uint32 found = 0;
 #pragma unroll 4
-    for (int i = lane; i < kPartKeys * kValueColumns / 8; i += 32) {
-      const int row = i / (kValueColumns / 8), chunk = i % (kValueColumns / 8);
-      const uint32 at = chunk_address<kBlockKV>(values, part * kPartKeys + row, chunk);
+    for (int i = lane; i < kProductKeys * kOwnColumns / 8; i += 32) {
+      const int row = first_key() + i / (kOwnColumns / 8);
+      const int chunk = first_column() / 8 + i % (kOwnColumns / 8);
+      const uint32 at = chunk_address<kBlockKV>(values, row, chunk);
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         found = Element::accumulate_nonfinite(found, ptx::load_shared(at + 4 * word));
@@ -168,15 +246,16 @@ struct Attend {
   __device__ __forceinline__ void add_what_is_not_finite(uint32 values, int first) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int key = 0; key < kPartKeys; ++key) {
+    for (int i = 0; i < kProductKeys; ++i) {
+      const int key = first_key() + i;
       bool sees[2];
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         sees[row] = first + key >= seen[row].begin && first + key < seen[row].end;
       }
 #pragma unroll
-      for (int j = 0; j < kValueColumns / 8; ++j) {
-        const uint32 at = chunk_address<kBlockKV>(values, part * kPartKeys + key, j);
+      for (int j = 0; j < kOwnColumns / 8; ++j) {
+        const uint32 at = chunk_address<kBlockKV>(values, key, first_column() / 8 + j);
         const uint32 pair = ptx::load_shared(at + 2 * fragment::first_column(lane));
         const uint32 bad = pair ^ finite_halves(pair);
 #pragma unroll
@@ -204,9 +283,10 @@ struct Attend {
         sums.total[warp][row] = total;
       }
 #pragma unroll
-      for (int j = 0; j < kValueColumns / 8; ++j) {
+      for (int j = 0; j < kOwnColumns / 8; ++j) {
         const int at = fragment::element(j, i, 0);
-        *reinterpret_cast<float2*>(&sums.values[warp][row][8 * j + fragment::first_column(lane)]) =
+        const int column = first_column() + 8 * j + fragment::first_column(lane);
+        *reinterpret_cast<float2*>(&sums.values[kSplitsColumns ? tile : warp][row][column]) =
             make_float2(output[at], output[at + 1]);
       }
     }
@@ -215,10 +295,10 @@ struct Attend {
 
 // Adds up the keys' parts and writes results, or a part of them for decode_merge.cuh. `thread` of
 // kWarps * 32; all have left their sums. `is_first`: the part that the CTA begins with.
-__device__ __forceinline__ void add_up(const DecodeParams& p, const Unit& unit, const Sums& sums,
-                                       int thread, bool is_whole, bool is_first) {
+__device__ __forceinline__ void add_up(const DecodeParams& p, const Unit& unit, const Share& share,
+                                       const Sums& sums, int thread, bool is_whole, bool is_first) {
   constexpr int kPieces = kValueColumns / 4;
-  const int rows = min(kUnitRows, rows_of_head(p) - unit.first_row());
+  const int rows = min(kUnitRows, rows_of_head(p) - share.first_row());
   for (int i = thread; i < rows * kPieces; i += kWarps * 32) {
     const int row = i / kPieces, column = (i - row * kPieces) * 4;
     const int warp = row / 16 * kKeyParts;
@@ -230,17 +310,18 @@ __device__ __forceinline__ void add_up(const DecodeParams& p, const Unit& unit, 
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part) {
-      const float share = ptx::exp2_approx(sums.base[warp + part][row % 16] - base);
-      const float4 values =
-          *reinterpret_cast<const float4*>(&sums.values[warp + part][row % 16][column]);
-      total = fmaf(sums.total[warp + part][row % 16], share, total);
-      sum.x = fmaf(values.x, share, sum.x);
-      sum.y = fmaf(values.y, share, sum.y);
-      sum.z = fmaf(values.z, share, sum.z);
-      sum.w = fmaf(values.w, share, sum.w);
+      const float weight = ptx::exp2_approx(sums.base[warp + part][row % 16] - base);
+      total = fmaf(sums.total[warp + part][row % 16], weight, total);
+      if (part >= kCopies) continue;  // bases are the same then
+      const float4 values = *reinterpret_cast<const float4*>(
+          &sums.values[row / 16 * kCopies + part][row % 16][column]);
+      sum.x = fmaf(values.x, weight, sum.x);
+      sum.y = fmaf(values.y, weight, sum.y);
+      sum.z = fmaf(values.z, weight, sum.z);
+      sum.w = fmaf(values.w, weight, sum.w);
     }
     if (is_whole) {
-      const Place place(p, unit.kv_head, unit.first_row() + row);
+      const Place place(p, share.kv_head, share.first_row() + row);
       const Conclusion end = conclude(p, base, total, unit.batch, place.head);
       store_out(p, unit, place, column, sum, end.factor);
       if (column == 0) store_lse(p, unit, place, end.lse);

@@ -7,36 +7,53 @@
 namespace decode {
 
 inline constexpr int kMergeThreads = 128;
+inline constexpr int kMergeAtOnce = 8;  // parts whose loads are under way
 
-// The parts of a unit in the order of the line, `unit` whole. All threads of the CTA call.
+// The parts of a unit in their order. All threads of the CTA call.
 __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& line,
-                                           const Unit& unit) {
+                                           const Unit& unit, const Share& share) {
   constexpr int kPieces = kValueColumns / 4;
-  const int first_cta = line.cta_of(unit.start), last_cta = line.cta_of(unit.end() - 1);
-  // The first CTA's part is its last, unless it begins there.
-  const bool begins = line.begin_of(first_cta) == unit.start;
-  const int rows = min(kUnitRows, rows_of_head(p) - unit.first_row());
+  const int shares = p.kv_heads * p.row_groups;
+  const int first_part = line.part_of(unit.start), last_part = line.part_of(unit.end() - 1);
+  const int first_cta = blockIdx.x + (first_part - share.part) * shares;
+  const int count = last_part - first_part + 1;
+  const bool begins = line.begin_of(first_part) == unit.start;  // else it is not that CTA's first
+  const int rows = min(kUnitRows, rows_of_head(p) - share.first_row());
   for (int i = threadIdx.x; i < rows * kPieces; i += kMergeThreads) {
     const int row = i / kPieces, column = (i - row * kPieces) * 4;
     float base = kNoBase, total = 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-    for (int cta = first_cta; cta <= last_cta; ++cta) {
-      if (line.begin_of(cta) == line.begin_of(cta + 1)) continue;  // more CTAs than blocks
-      const int64 at = partial_row(cta, begins || cta != first_cta, row);
-      const float2 one = reinterpret_cast<const float2*>(p.partial_rows)[at];
-      const float4 values =
-          *reinterpret_cast<const float4*>(p.partial_out + at * kValueColumns + column);
-      const float now = fmaxf(base, one.x);
-      const float kept = ptx::exp2_approx(base - now), share = ptx::exp2_approx(one.x - now);
+    for (int at = 0; at < count; at += kMergeAtOnce) {
+      float2 of[kMergeAtOnce];
+      float4 values[kMergeAtOnce];
+#pragma unroll
+      for (int j = 0; j < kMergeAtOnce; ++j) {
+        of[j] = make_float2(kNoBase, 0.0f);
+        values[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (at + j >= count) continue;
+        const int64 from =
+            partial_row(first_cta + (at + j) * shares, begins || at + j > 0, row);
+        of[j] = reinterpret_cast<const float2*>(p.partial_rows)[from];
+        values[j] = *reinterpret_cast<const float4*>(p.partial_out + from * kValueColumns + column);
+      }
+      float now = base;
+#pragma unroll
+      for (int j = 0; j < kMergeAtOnce; ++j) now = fmaxf(now, of[j].x);
+      const float kept = ptx::exp2_approx(base - now);
       base = now;
-      total = total * kept + one.y * share;
-      sum.x = sum.x * kept + values.x * share;
-      sum.y = sum.y * kept + values.y * share;
-      sum.z = sum.z * kept + values.z * share;
-      sum.w = sum.w * kept + values.w * share;
+      total *= kept;
+      sum = make_float4(sum.x * kept, sum.y * kept, sum.z * kept, sum.w * kept);
+#pragma unroll
+      for (int j = 0; j < kMergeAtOnce; ++j) {
+        const float weight = ptx::exp2_approx(of[j].x - now);
+        total = fmaf(of[j].y, weight, total);
+        sum.x = fmaf(values[j].x, weight, sum.x);
+        sum.y = fmaf(values[j].y, weight, sum.y);
+        sum.z = fmaf(values[j].z, weight, sum.z);
+        sum.w = fmaf(values[j].w, weight, sum.w);
+      }
     }
-    const Place place(p, unit.kv_head, unit.first_row() + row);
+    const Place place(p, share.kv_head, share.first_row() + row);
     const Conclusion end = conclude(p, base, total, unit.batch, place.head);
     store_out(p, unit, place, column, sum, end.factor);
     if (column == 0) store_lse(p, unit, place, end.lse);
@@ -88,11 +105,14 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, int batch, in
 
 __device__ __forceinline__ void merge(const DecodeParams& p) {
   const Line line(p);
-  // A unit that several CTAs share is merged by that of the second of them.
-  const int at = line.begin_of(blockIdx.x);
-  if (blockIdx.x > 0 && at < line.total) {
-    const Unit unit = line.find(at);
-    if (unit.start < at && line.begin_of(blockIdx.x - 1) <= unit.start) merge_unit(p, line, unit);
+  const Share share(p);
+  // A unit that several parts share is merged by the CTA of the second of them.
+  const int at = line.begin_of(share.part);
+  const bool divides = share.part > 0 && at < line.total;
+  const Unit unit = divides ? line.find(at) : Unit{};
+  ptx::wait_for_the_kernel_ahead();
+  if (divides && unit.start < at && line.begin_of(share.part - 1) <= unit.start) {
+    merge_unit(p, line, unit, share);
   }
   for (int batch = blockIdx.x; batch < p.batch; batch += gridDim.x) {
     const int length = p.lengths[batch];

@@ -1,10 +1,11 @@
 // Decoding: which positions of a cache the queries of a row see, and how all of them are shared out.
 //
-// A unit is what some query rows (of a kv head's group, at T positions) have to see: blocks of
-// kBlockKV positions. The blocks of all units stand in one line, and each CTA takes an equal part of
-// it, whatever the lengths: stream-K. A unit that falls to several CTAs is merged by
-// decode_merge.cuh, in the order of the line. Where the parts end depends on lengths and on the
-// number of CTAs alone. Sanovar et al., LeanAttention (arXiv:2405.10480).
+// A unit is what some query rows of a batch row and kv head (of its group, at T positions) have to
+// see: blocks of kBlockKV positions. The blocks of all batch rows stand in one line, cut into equal
+// parts, whatever the lengths: stream-K. A CTA has one part for one kv head (and group of query
+// rows); neighbours have the other heads, whose keys lie beside its own. A unit that several parts
+// share is merged by decode_merge.cuh, in their order. Where parts end depends on lengths and on
+// their number alone. Sanovar et al., LeanAttention (arXiv:2405.10480).
 #pragma once
 
 #include "element.cuh"
@@ -22,7 +23,11 @@ inline constexpr int kKeyParts = kWarps / kRowTiles;  // warps that share a bloc
 inline constexpr int kPartKeys = kBlockKV / kKeyParts;
 inline constexpr int kUnitRows = 16 * kRowTiles;
 inline constexpr int kValueColumns = round_up(kValueDim, 16);
-static_assert(kPartKeys % 16 == 0);
+// A row of weighted values that is more than a warp has registers for: then the warps that share a
+// block exchange their weights, and each has a part of the columns.
+inline constexpr bool kSplitsColumns = kValueColumns > 256;
+inline constexpr int kOwnColumns = kSplitsColumns ? kValueColumns / kKeyParts : kValueColumns;
+static_assert(kPartKeys % 16 == 0 && kOwnColumns % 16 == 0);
 
 // The positions that the queries of a batch row see, together; none where the row has no place for
 // its length, see is_refused.
@@ -44,50 +49,63 @@ __device__ __forceinline__ Range blocks_of(const DecodeParams& p, int length) {
   return {seen.begin / kBlockKV, ceil_div(seen.end, kBlockKV)};
 }
 
-struct Unit {
-  int batch, kv_head, row_group;
-  int length;
-  int start;     // where it begins in the line
-  Range blocks;  // those that its queries see
-
-  __device__ __forceinline__ int end() const { return start + blocks.end - blocks.begin; }
-  // Of its kUnitRows rows those that are there, row 0 counted among all of its kv head.
+// What a CTA has of every batch row, by its number: CTAs of one part stand side by side.
+struct Share {
+  int kv_head, row_group;
+  int part;  // of the line
+  __device__ __forceinline__ explicit Share(const DecodeParams& p) {
+    const int shares = p.kv_heads * p.row_groups;
+    const int cta = blockIdx.x;
+    part = cta / shares;
+    const int index = cta - part * shares;
+    kv_head = index / p.row_groups;
+    row_group = index - kv_head * p.row_groups;
+  }
+  // The first of its query rows, among those of the kv head.
   __device__ __forceinline__ int first_row() const { return row_group * kUnitRows; }
+};
+
+// A batch row in the line.
+struct Unit {
+  int batch, length;
+  int start;     // where it begins
+  Range blocks;  // those that its queries see
+  __device__ __forceinline__ int end() const { return start + blocks.end - blocks.begin; }
 };
 
 // The line of blocks. Whole warps call.
 struct Line {
   const DecodeParams& p;
-  int units;  // of a batch row
   int total;  // blocks
+  int parts;  // none is empty
 
-  __device__ __forceinline__ explicit Line(const DecodeParams& p)
-      : p(p), units(p.kv_heads * p.row_groups) {
+  __device__ __forceinline__ explicit Line(const DecodeParams& p) : p(p) {
     int count = 0;
     for (int batch = threadIdx.x % 32; batch < p.batch; batch += 32) {
       const Range blocks = blocks_of(p, p.lengths[batch]);
       count += blocks.end - blocks.begin;
     }
-    total = __reduce_add_sync(0xffffffffu, count) * units;
+    total = __reduce_add_sync(0xffffffffu, count);
+    parts = min(p.parts, total);
   }
 
-  // Where the part of a CTA begins.
-  __device__ __forceinline__ int begin_of(int cta) const {
-    return static_cast<int>(static_cast<int64>(total) * cta / gridDim.x);
+  // Where a part begins, and that before which the line has ended ends.
+  __device__ __forceinline__ int begin_of(int part) const {
+    return part >= parts ? total : static_cast<int>(static_cast<int64>(total) * part / parts);
   }
-  // The CTA whose part has a block.
-  __device__ __forceinline__ int cta_of(int block) const {
-    return static_cast<int>(((static_cast<int64>(block) + 1) * gridDim.x - 1) / total);
+  // The part that a block is in.
+  __device__ __forceinline__ int part_of(int block) const {
+    return static_cast<int>(((static_cast<int64>(block) + 1) * parts - 1) / total);
   }
 
-  // The unit that has a block; it stands at `from` or behind, whose batch row begins at `before`.
+  // The unit that has a block; it is batch row `from`, which begins at `before`, or a later one.
   __device__ __forceinline__ Unit find(int block, int from = 0, int before = 0) const {
     const int lane = threadIdx.x % 32;
     for (;; from += 32) {
       const int length = from + lane < p.batch ? p.lengths[from + lane] : 0;
       const Range blocks = blocks_of(p, length);
-      const int own = (blocks.end - blocks.begin) * units;
-      int behind = own;  // in the line behind `before`, this row's included
+      const int own = blocks.end - blocks.begin;
+      int behind = own;  // in the line from `before` on, this row's included
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, behind, step);
@@ -100,23 +118,18 @@ struct Line {
         unit.batch = from + at;
         unit.length = __shfl_sync(0xffffffffu, length, at);
         unit.blocks = blocks_of(p, unit.length);
-        const int row_start = before + __shfl_sync(0xffffffffu, behind - own, at);
-        const int count = unit.blocks.end - unit.blocks.begin;
-        const int index = (block - row_start) / count;
-        unit.start = row_start + index * count;
-        unit.kv_head = index / p.row_groups;
-        unit.row_group = index - unit.kv_head * p.row_groups;
+        unit.start = before + __shfl_sync(0xffffffffu, behind - own, at);
         return unit;
       }
       before += __shfl_sync(0xffffffffu, behind, 31);
     }
   }
 
-  // Calls visit(unit, blocks) for the parts of units that are this CTA's, in order.
+  // Calls visit(unit, blocks) for a part's blocks of every unit, in order.
   template <class Visit>
-  __device__ __forceinline__ void walk(Visit visit) const {
-    const int end = begin_of(blockIdx.x + 1);
-    int at = begin_of(blockIdx.x), from = 0, before = 0;
+  __device__ __forceinline__ void walk(int part, Visit visit) const {
+    const int end = begin_of(part + 1);
+    int at = begin_of(part), from = 0, before = 0;
     while (at < end) {
       const Unit unit = find(at, from, before);
       const int stop = min(end, unit.end());
@@ -124,8 +137,7 @@ struct Line {
       visit(unit, Range{at + shift, stop + shift});
       at = stop;
       from = unit.batch;
-      before = unit.start - (unit.kv_head * p.row_groups + unit.row_group) *
-                                (unit.blocks.end - unit.blocks.begin);
+      before = unit.start;
     }
   }
 };
@@ -143,8 +155,9 @@ __device__ __forceinline__ int rows_of_head(const DecodeParams& p) {
   return p.query_len * (p.query_heads / p.kv_heads);
 }
 
-// Where the part of a unit lies in partial_rows and, times the unit's values, in partial_out: a CTA
-// has two at most, since of three the second would be all of a unit.
+// Where a CTA leaves what it found of a unit that it shares, in partial_rows and, times
+// kValueColumns, in partial_out. There are two such units at most, of three the second would be all
+// its own: that with which the part begins, and another.
 __device__ __forceinline__ int64 partial_row(int cta, bool is_first, int row) {
   return (static_cast<int64>(cta) * 2 + (is_first ? 0 : 1)) * kUnitRows + row;
 }

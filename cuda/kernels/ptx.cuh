@@ -139,6 +139,17 @@ __device__ __forceinline__ void store_relaxed(int* address, int value) {
 }
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+// ---- one kernel after another, of sm_90 and later -----------------------------------------------
+// A kernel that is launched so (cuda/runtime/launch.h) starts when every CTA of the one ahead has
+// let it, and may read what that one wrote, and write what it reads, after its wait.
+
+__device__ __forceinline__ void let_the_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_the_kernel_ahead() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Brings a cache line into L1.
 __device__ __forceinline__ void prefetch(const void* address) {
   int unused;

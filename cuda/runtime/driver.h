@@ -29,12 +29,22 @@ enum CUtensorMapSwizzle : int { kSwizzle128B = 3 };
 enum CUtensorMapL2Promotion : int { kL2Promotion256B = 3 };
 enum CUtensorMapOutOfBounds : int { kFillZero = 0 };
 
+enum CUlaunchAttributeID : int { kProgrammaticStreamSerialization = 6 };
+struct CUlaunchAttribute {
+  CUlaunchAttributeID id;
+  char padding[4];
+  union {
+    char bytes[64];
+    int allowed;
+  } value;
+};
+
 struct CUlaunchConfig {
   unsigned grid_x, grid_y, grid_z;
   unsigned block_x, block_y, block_z;
   unsigned shared_bytes;
   CUstream stream;
-  void* attributes;  // CUlaunchAttribute*, none
+  CUlaunchAttribute* attributes;
   unsigned attribute_count;
 };
 

@@ -66,6 +66,12 @@ Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& 
   config.block_y = config.block_z = 1;
   config.shared_bytes = static_cast<unsigned>(size.shared_bytes);
   config.stream = scope.stream();
+  CUlaunchAttribute overlap{kProgrammaticStreamSerialization, {}, {}};
+  overlap.value.allowed = 1;
+  if (size.overlaps) {
+    config.attributes = &overlap;
+    config.attribute_count = 1;
+  }
   void* arguments[] = {const_cast<void*>(params)};
   const CUresult code =
       scope.driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr);

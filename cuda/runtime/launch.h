@@ -48,6 +48,7 @@ struct LaunchSize {
   std::int64_t blocks;
   std::int64_t threads;
   std::int64_t shared_bytes;  // dynamic shared memory of a block
+  bool overlaps = false;      // it may start before the kernel ahead has ended, for which it waits
 };
 
 // Launches `kernel(params)`; `params` is the struct that the kernel takes by value.

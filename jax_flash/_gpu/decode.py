@@ -38,17 +38,17 @@ class Decode90(Family):
         dtype = call.problem.dtype
         if dtype not in ("bfloat16", "float16"):
             reasons.append(f"the CUDA kernels take bfloat16 and float16, not {dtype}")
-        dims = (shapes.head_dim, shapes.value_dim)
-        reasons += [
-            f"the CUDA kernels of decoding take head dims up to 256, not {dim}"
-            for dim in dims
-            if dim > 256
-        ]
+        head_dim, value_dim = shapes.head_dim, shapes.value_dim
         reasons += [
             f"the CUDA kernels of decoding take head dims that 8 divides, not {dim}"
-            for dim in dims
+            for dim in (head_dim, value_dim)
             if dim % 8
         ]
+        if head_dim > 576 or value_dim > 512 or (value_dim > 256 and value_dim % 64):
+            reasons.append(
+                "the CUDA kernels of decoding take head dims up to 576 and value dims up to 256, "
+                f"320, 384, 448 and 512, not {head_dim} and {value_dim}"
+            )
         return tuple(dict.fromkeys(reasons))
 
     def plan(
@@ -80,7 +80,8 @@ class DecodeTiling:
     block_kv: int  # positions of a block
     stages: int  # blocks in flight
     box_rows: int  # positions that TMA loads at once: in one page for sure
-    ctas: int  # that share out all blocks
+    parts: int  # equal ones, that all blocks of the batch are cut into
+    shares: int  # CTAs of a part: kv heads, times groups of query rows
     resident: int  # CTAs of a multiprocessor
 
     threads = 32 * (_WARPS + 1)
@@ -93,8 +94,11 @@ class DecodeTiling:
         boxes = head_boxes + (0 if self.values_in_keys else value_boxes)
         blocks = self.stages * self.block_kv * 128 * boxes
         queries = 16 * self.row_tiles * 128 * head_boxes
-        sums = _WARPS * 16 * 4 * (self._columns + 8 + 2)
-        return blocks + queries + sums + 20 * self.stages + 4 * (self.stages % 2)
+        copies = self.row_tiles if self._columns > 256 else _WARPS  # of 16 rows
+        sums = 16 * 4 * (copies * (self._columns + 8) + 2 * _WARPS)
+        exchange = self.block_kv // 64 * self.unit_rows * 128 + 16 * 4 * _WARPS
+        barriers = 20 * self.stages + 4 * (self.stages % 2)
+        return blocks + queries + sums + exchange + barriers
 
     @property
     def unit_rows(self) -> int:
@@ -117,7 +121,7 @@ class DecodeTiling:
 
     def workspaces(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the scratch arrays that the handler takes as further results."""
-        parts = (self.ctas, 2, self.unit_rows)  # a CTA shares two units at most with others
+        parts = (self.parts * self.shares, 2, self.unit_rows)  # a CTA shares two units at most
         return {
             "partial_out": jax.ShapeDtypeStruct((*parts, self._columns), jnp.float32),
             "partial_rows": jax.ShapeDtypeStruct((*parts, 2), jnp.float32),
@@ -151,7 +155,8 @@ _MULTIPROCESSORS = 132  # where the GPU is not known
 def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     """Chooses the tiling for a call that the family does not refuse."""
     rows = known(shapes.q_len, 1) * known(shapes.q_heads // max(shapes.kv_heads, 1), 1)
-    row_tiles = 1 if rows <= 16 else 2 if rows <= 32 else 4
+    row_tiles = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
+    shares = max(known(shapes.kv_heads, 1), 1) * -(-rows // (16 * row_tiles))
     widest = max(shapes.head_dim, shapes.value_dim)
     block_kv = 128 if widest <= 64 else 64
     size = shapes.page_size if call.paged else None
@@ -165,7 +170,8 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
         block_kv=block_kv,
         stages=1,
         box_rows=box_rows,
-        ctas=(gpu.sms or _MULTIPROCESSORS) * resident,
+        parts=max(1, (gpu.sms or _MULTIPROCESSORS) * resident // shares),
+        shares=shares,
         resident=resident,
     )
     # As many blocks in flight as there is room for.

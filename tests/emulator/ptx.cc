@@ -940,6 +940,9 @@ const std::map<std::string, void (*)(Frame&)> kInstructions = {
     {"red.relaxed.gpu.global.add.f32", add_float_global},
     {"red.relaxed.gpu.global.add.v4.f32", add_float_global},
     {"fence.acq_rel.gpu", nothing},
+    // Kernels run one after the other.
+    {"griddepcontrol.launch_dependents", nothing},
+    {"griddepcontrol.wait", nothing},
     {"prefetch.global.L2", nothing},
     {"prefetch.tensormap", nothing},
     // cp.async.

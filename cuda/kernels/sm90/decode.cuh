@@ -31,6 +31,7 @@ struct Shared {
   unsigned char stages[kStages][kStageBytes];  // at multiples of 1024 bytes
   unsigned char queries[kQueryBoxes * kUnitRows * kBoxRowBytes];
   Sums sums;
+  Exchange exchange;  // only with kSplitsColumns in use
   Barrier full[kStages], empty[kStages];
   int spoiled[kStages];
 };
@@ -38,18 +39,21 @@ struct Shared {
 // The four warps that compute.
 struct Consumer {
   const DecodeParams& p;
+  const Share& share;
   Shared& shared;
   Ring<kStages> ring{};
 
-  // Of the warps that compute alone.
-  static __device__ __forceinline__ void meet() { ptx::named_barrier_sync(1, 32 * kWarps); }
-
   __device__ __forceinline__ void run(const Line& line, int warp) {
-    const int begin = line.begin_of(blockIdx.x);
-    line.walk([&](const Unit& unit, const Range& blocks) {
+    const int begin = line.begin_of(share.part);
+    line.walk(share.part, [&](const Unit& unit, const Range& blocks) {
       load_queries(unit);
       meet();
-      Attend attend{p, unit, ptx::shared_address(shared.queries), warp / kKeyParts,
+      Attend attend{p,
+                    unit,
+                    share,
+                    ptx::shared_address(shared.queries),
+                    &shared.exchange,
+                    warp / kKeyParts,
                     warp % kKeyParts};
       attend.start();
       for (int block = blocks.begin; block < blocks.end; ++block) add(attend, block);
@@ -57,7 +61,7 @@ struct Consumer {
       meet();
       const bool is_whole = blocks.begin == unit.blocks.begin && blocks.end == unit.blocks.end;
       const bool is_first = unit.start + blocks.begin - unit.blocks.begin == begin;
-      add_up(p, unit, shared.sums, threadIdx.x, is_whole, is_first);
+      add_up(p, unit, share, shared.sums, threadIdx.x, is_whole, is_first);
     });
   }
 
@@ -68,8 +72,8 @@ struct Consumer {
     for (int i = threadIdx.x; i < kUnitRows * kChunks; i += 32 * kWarps) {
       const int row = i / kChunks, chunk = i % kChunks;
       uint4 piece = make_uint4(0, 0, 0, 0);
-      if (unit.first_row() + row < rows && chunk * 8 < kHeadDim) {
-        const Place place(p, unit.kv_head, unit.first_row() + row);
+      if (share.first_row() + row < rows && chunk * 8 < kHeadDim) {
+        const Place place(p, share.kv_head, share.first_row() + row);
         const int64 at =
             ((static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads +
              place.head) * kHeadDim;
@@ -118,7 +122,7 @@ struct Consumer {
       const int position = begin + i / kChunks, chunk = i % kChunks;
       const int query = position - (unit.length - p.query_len);
       const int64 row =
-          (static_cast<int64>(unit.batch) * p.query_len + query) * p.kv_heads + unit.kv_head;
+          (static_cast<int64>(unit.batch) * p.query_len + query) * p.kv_heads + share.kv_head;
       const uint4 piece = static_cast<const uint4*>(from)[row * kChunks + chunk];
       ptx::store_shared_x4(chunk_address<kBlockKV>(tile, position - block * kBlockKV, chunk),
                            piece.x, piece.y, piece.z, piece.w);
@@ -147,12 +151,14 @@ extern "C" __global__ void __launch_bounds__(decode::kThreads, kResident)
   }
   __syncthreads();
   const Line line(p);
+  const Share share(p);
+  ptx::let_the_next_kernel_start();
   if (warp == kWarps) {
-    Loader loader{p, ptx::shared_address(shared.stages), ptx::shared_address(shared.full),
+    Loader loader{p, share, ptx::shared_address(shared.stages), ptx::shared_address(shared.full),
                   ptx::shared_address(shared.empty), shared.spoiled};
     loader.run(line);
   } else {
-    Consumer consumer{p, shared};
+    Consumer consumer{p, share, shared};
     consumer.run(line, warp);
   }
 }

@@ -17,6 +17,7 @@ static_assert(kBlockKV % kBoxRows == 0 && kBoxRows <= 256);
 
 struct Loader {
   const DecodeParams& p;
+  const Share& share;
   uint32 stages, full, empty;  // tiles, and barriers side by side
   int* spoiled;                // of each stage: a page that is needed is none
   Ring<kStages> ring{};
@@ -46,7 +47,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void run(const Line& line) {
-    line.walk([&](const Unit& unit, const Range& blocks) {
+    line.walk(share.part, [&](const Unit& unit, const Range& blocks) {
       Pages pages = find_pages(unit, blocks.begin);
       for (int block = blocks.begin; block < blocks.end; ++block) {
         load(unit, block, pages);
@@ -81,11 +82,11 @@ struct Loader {
       const int piece = i * 32 + lane;
       const int row = block * kBlockKV + piece * kBoxRows;
       const int slot = kPaged ? row % p.page_size : row;
-      fetch<kHeadDim>(keys + piece * kBoxRows * kBoxRowBytes, p.key, here, unit.kv_head, slot,
+      fetch<kHeadDim>(keys + piece * kBoxRows * kBoxRowBytes, p.key, here, share.kv_head, slot,
                       pages.of[i]);
       if constexpr (!kValuesInKeys) {
         fetch<kValueDim>(keys + kKeyBytes + piece * kBoxRows * kBoxRowBytes, p.value, here,
-                         unit.kv_head, slot, pages.of[i]);
+                         share.kv_head, slot, pages.of[i]);
       }
     }
     ring.advance();

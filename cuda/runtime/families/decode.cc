@@ -98,9 +98,8 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
   DecodeParams params{};
   const std::int64_t rows = s.q_len * (s.q_heads / s.kv_heads);
   params.row_groups = static_cast<int>((rows + launch.unit_rows - 1) / launch.unit_rows);
-  const std::int64_t blocks = s.kv_len / launch.block_kv + 1;
-  if (blocks > kMaxInt / std::max<std::int64_t>(1, s.batch * s.kv_heads * params.row_groups)) {
-    return Invalid("batch x kv heads x cache length is too large");
+  if (s.kv_len / launch.block_kv + 2 > kMaxInt / s.batch) {
+    return Invalid("batch x cache length is too large");
   }
   std::int64_t ctas = 0;
   const std::int64_t columns = (s.value_dim + 15) / 16 * 16;
@@ -108,7 +107,10 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
   workspaces.Take("partial_out", {&ctas, 2, launch.unit_rows, columns}, &params.partial_out);
   workspaces.Take("partial_rows", {ctas, 2, launch.unit_rows, 2}, &params.partial_rows);
   if (workspaces.error().failure()) return workspaces.error();
-  if (ctas < 1 || ctas > kMaxInt) return Invalid("a workspace for no CTA");
+  const std::int64_t shares = s.kv_heads * params.row_groups;
+  params.parts = static_cast<int>(std::min(ctas / shares, kMaxInt / shares));
+  if (params.parts < 1) return Invalid("the workspace partial_out has too few CTAs");
+  ctas = params.parts * shares;
 
   params.query = operands.q;
   params.lengths = operands.lengths;
@@ -155,7 +157,7 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
     if (!operands.values_in_keys) map(operands.v, s.value_dim, &params.value);
   }
   session.Launch("flash_decode", {ctas, launch.threads, launch.shared_bytes}, &params);
-  session.Launch("flash_decode_merge", {ctas, launch.merge_threads, 0}, &params);
+  session.Launch("flash_decode_merge", {ctas, launch.merge_threads, 0, /*overlaps=*/true}, &params);
   return session.error();
 }
 

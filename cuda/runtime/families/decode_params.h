@@ -3,7 +3,8 @@
 // cuda/kernels/sm90/decode.cuh. Needs params.h ahead of it, which the two find by other names.
 #pragma once
 
-// flash_decode and flash_decode_merge: grid = `ctas` each, one after the other on one stream.
+// flash_decode and flash_decode_merge, one after the other on one stream: grid = ctas each, those
+// of a part side by side, parts * kv_heads * row_groups of them.
 struct DecodeParams {
   // Rank-4 maps as for the forward, over [P, page, K, dim]; box (64, 1, kBoxRows, 1).
   TensorMap key;
@@ -20,9 +21,9 @@ struct DecodeParams {
   void* out;              // [B, T, N, Hv] element type of the query
   float* lse;             // [B, N, T] natural logarithm
 
-  // Workspaces of flash_decode for flash_decode_merge. Of a CTA's ranges of positions that are not
-  // all of a unit, the first and the last: weighted values, and of each row its base and its sum.
-  float* partial_out;   // [ctas, 2, unit rows, 64 * ceil(Hv / 64)]
+  // Workspaces of flash_decode for flash_decode_merge, of units that several CTAs share: weighted
+  // values, and of each row its base and its sum.
+  float* partial_out;   // [ctas, 2, unit rows, 16 * ceil(Hv / 16)]
   float* partial_rows;  // [ctas, 2, unit rows, 2]
 
   long long sinks_batch_stride;  // elements from one batch row to the next: N, or 0 when shared
@@ -33,7 +34,8 @@ struct DecodeParams {
   int pages;                     // P
   int page_size;                 // positions in each
   int columns;                   // of the page table; 1 without
-  int row_groups;                // units that share the keys of one kv head: ceil(T * N / K / rows)
+  int row_groups;                // CTAs that share the keys of a kv head: ceil(T * N / K / unit rows)
+  int parts;                     // of all blocks, at most
   int window_left;               // positions visible before a query's own; only with kWindowLeft
   float scale;                   // of the logits, before the softcap
   float scale_log2;              // log2(e) * (scale, the cap with kSoftcap, or 1 with kPreScale)
