@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "cuda/runtime/driver.h"
-#include "cuda/runtime/params.h"
+#include "tests/fake_params.h"
 #include "xla/ffi/api/c_api.h"
 
 using namespace jax_flash;  // NOLINT: the types of the driver's interface
@@ -53,8 +53,18 @@ std::string notes;
 std::string trouble;  // of the machine
 std::string kernels;  // the text of all files that NVRTC was given
 std::uint64_t calls = 0;
-bool in_backward;  // the handler that runs
 XLA_FFI_Handler* handlers[2];
+int running;  // the handler that runs
+
+template <class Params>
+std::string Show(const void* params) {
+  return JsonFields::Of(*static_cast<const Params*>(params));
+}
+// A handler's name, and its kernels' argument as JSON.
+const struct {
+  const char* target;
+  std::string (*show)(const void*);
+} kTargets[] = {{"forward", Show<ForwardParams>}, {"backward", Show<BackwardParams>}};
 
 static_assert(sizeof(FakeMap) <= sizeof(TensorMap));
 
@@ -126,7 +136,7 @@ class Buffers {
 XLA_FFI_Error* Call(int which, XLA_FFI_CallFrame* frame) {
   if (frame->ctx == nullptr) return handlers[which](frame);  // XLA asks for the version
   ++calls;
-  in_backward = which == 1;
+  running = which;
   Buffers operands(frame->args.args, frame->args.size, 0, false);
   Buffers results(frame->rets.rets, frame->rets.size, frame->args.size, true);
   if (fake_machine != nullptr) {
@@ -135,7 +145,7 @@ XLA_FFI_Error* Call(int which, XLA_FFI_CallFrame* frame) {
     fake_machine->SetBuffers(std::move(all));
   }
   notes += "{\"event\": \"call\", \"number\": " + std::to_string(calls) + ", \"target\": \"" +
-           (which == 0 ? "forward" : "backward") + "\", \"operands\": " + operands.notes() +
+           kTargets[which].target + "\", \"operands\": " + operands.notes() +
            ", \"results\": " + results.notes() + "}\n";
   XLA_FFI_Api api = *frame->api;
   api.XLA_FFI_Stream_Get = StreamGet;
@@ -258,8 +268,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
            Hex(program.data(), program.size()) +
            "\", \"grid\": " + List({c.grid_x, c.grid_y, c.grid_z}) +
            ", \"block\": " + List({c.block_x, c.block_y, c.block_z}) +
-           ", \"shared\": " + std::to_string(c.shared_bytes) + ", \"params\": \"" +
-           Hex(params[0], in_backward ? sizeof(BackwardParams) : sizeof(ForwardParams)) + "\"}\n";
+           ", \"shared\": " + std::to_string(c.shared_bytes) +
+           ", \"params\": " + kTargets[running].show(params[0]) + "}\n";
   return 0;
 }
 CUresult cuMemsetD32Async(CUdeviceptr target, unsigned value, std::size_t count, CUstream stream) {
@@ -280,10 +290,10 @@ CUresult cuTensorMapEncodeTiled(void* map, CUtensorMapDataType type, unsigned ra
                                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2Promotion, CUtensorMapOutOfBounds) {
   FakeMap made{};
-  made.address = reinterpret_cast<std::uint64_t>(address);
+  made.address = address;
   bool right = reinterpret_cast<std::uint64_t>(map) % 64 == 0 && rank == 4 &&
-               made.address % 16 == 0 && interleave == kInterleaveNone &&
-               (swizzle != kSwizzle128B || box[0] * 2 <= 128);
+               reinterpret_cast<std::uint64_t>(address) % 16 == 0 &&
+               interleave == kInterleaveNone && (swizzle != kSwizzle128B || box[0] * 2 <= 128);
   for (int i = 0; right && i < 4; ++i) {
     right = dims[i] >= 1 && dims[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 &&
             element_strides[i] == 1 &&

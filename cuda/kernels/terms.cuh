@@ -11,11 +11,11 @@
 #pragma once
 
 #include "bias.cuh"
+#include "cuda/runtime/params.h"
 #include "dropout.cuh"
 #include "fragment.cuh"
 #include "mask.cuh"
 #include "numbers.cuh"
-#include "params.h"
 #include "ptx.cuh"
 
 // ---- logit --------------------------------------------------------------------------------------

@@ -32,9 +32,8 @@
 //   bool kHasDropout, kDropsMost   as for the forward
 #pragma once
 
-#include "backward_finish.cuh"
-#include "backward_prepare.cuh"
 #include "sm90/backward_bias.cuh"
+#include "sm90/backward_entries.cuh"
 #include "sm90/backward_narrow.cuh"
 
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
