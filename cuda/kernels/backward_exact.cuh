@@ -37,22 +37,19 @@ __device__ __forceinline__ Weights weights(const Params& p, int batch, int head,
   const int64 dout = query_row(p, batch, query, head) * kValueDim;
   const int64 v = key_row(p, batch, key, kv_head) * kValueDim;
   const bool kept = keeps(p, batch, head, query, key);
-  float score[1] = {0.f}, dp = 0.f;
+  float score = 0.f, dp = 0.f;
 #pragma unroll 1
   for (int c = 0; c < kHeadDim; ++c) {
-    score[0] = fmaf(load_element(p.query_data, q + c), load_element(p.key_data, k + c), score[0]);
+    score = fmaf(load_element(p.query_data, q + c), load_element(p.key_data, k + c), score);
   }
 #pragma unroll 1
   for (int c = 0; c < kValueDim; ++c) {
     dp = fmaf(load_element(p.dout_data, dout + c), load_element(p.value_data, v + c), dp);
   }
-  if constexpr (kHasBias) {
-    score[0] = with_bias(p, score[0], bias::at(p, batch, head, query, key));
-  }
-  score_function(p, score);
-  const float probability = ptx::exp2_approx(fmaf(score[0], p.scale_log2, lse));
+  score = score_of_pair(p, batch, head, query, key, score);
+  const float probability = ptx::exp2_approx(fmaf(score, p.scale_log2, lse));
   if (!kept) dp = 0.f;
-  return {kept ? probability : 0.f, probability * (dp + minus_delta) * score_slope(score[0])};
+  return {kept ? probability : 0.f, probability * (dp + minus_delta) * score_slope(score)};
 }
 
 // 64 columns of dq of one query.

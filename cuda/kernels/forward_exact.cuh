@@ -133,12 +133,8 @@ __device__ __forceinline__ void exact_row(const Params& p, int batch, int head, 
     }
     float logit = kNegativeInfinity;
     if (seen) {
-      float score[1] = {dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine))};
-      if constexpr (kHasBias) {
-        score[0] = with_bias(p, score[0], bias::at(p, batch, head, query, mine));
-      }
-      score_function<kPreScale>(p, score);
-      logit = score[0] * p.scale_log2;
+      const float score = dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine));
+      logit = score_of_pair<kPreScale>(p, batch, head, query, mine, score) * p.scale_log2;
     }
     float now = logit;
 #pragma unroll
