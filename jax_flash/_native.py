@@ -37,6 +37,13 @@ def available(platform: Literal["cpu", "cuda"]) -> str | None:
     return reason
 
 
+def targets() -> tuple[str, ...]:
+    """Lists the names of the custom calls."""
+    ext, _ = _load()
+    handlers = {} if ext is None else ext.targets()
+    return tuple(name for of_platform in handlers.values() for name in of_platform)
+
+
 def kernel_root() -> Path:
     """Returns the folder with `kernels/` and `runtime/**/*params.h`, which NVRTC compiles."""
     package = Path(__file__).parent
