@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <string>
 #include <vector>
@@ -53,8 +54,6 @@ std::string notes;
 std::string trouble;  // of the machine
 std::string kernels;  // the text of all files that NVRTC was given
 std::uint64_t calls = 0;
-XLA_FFI_Handler* handlers[2];
-int running;  // the handler that runs
 
 template <class Params>
 std::string Show(const void* params) {
@@ -64,7 +63,9 @@ std::string Show(const void* params) {
 const struct {
   const char* target;
   std::string (*show)(const void*);
-} kTargets[] = {{"forward", Show<ForwardParams>}, {"backward", Show<BackwardParams>}};
+} kHandlers[] = {{"forward", Show<ForwardParams>}, {"backward", Show<BackwardParams>}};
+int running;  // which of them
+XLA_FFI_Handler* handlers[std::size(kHandlers)];
 
 static_assert(sizeof(FakeMap) <= sizeof(TensorMap));
 
@@ -145,7 +146,7 @@ XLA_FFI_Error* Call(int which, XLA_FFI_CallFrame* frame) {
     fake_machine->SetBuffers(std::move(all));
   }
   notes += "{\"event\": \"call\", \"number\": " + std::to_string(calls) + ", \"target\": \"" +
-           kTargets[which].target + "\", \"operands\": " + operands.notes() +
+           kHandlers[which].target + "\", \"operands\": " + operands.notes() +
            ", \"results\": " + results.notes() + "}\n";
   XLA_FFI_Api api = *frame->api;
   api.XLA_FFI_Stream_Get = StreamGet;
@@ -269,7 +270,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
            "\", \"grid\": " + List({c.grid_x, c.grid_y, c.grid_z}) +
            ", \"block\": " + List({c.block_x, c.block_y, c.block_z}) +
            ", \"shared\": " + std::to_string(c.shared_bytes) +
-           ", \"params\": " + kTargets[running].show(params[0]) + "}\n";
+           ", \"params\": " + kHandlers[running].show(params[0]) + "}\n";
   return 0;
 }
 CUresult cuMemsetD32Async(CUdeviceptr target, unsigned value, std::size_t count, CUstream stream) {
