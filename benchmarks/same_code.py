@@ -113,7 +113,10 @@ def main() -> None:
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer:
-        json.dump(list(programs(options.only)), sys.stdout)
+        from jax_flash import _native
+
+        answer = {"files": _native.kernel_sources(), "programs": list(programs(options.only))}
+        json.dump(answer, sys.stdout)
         return
     if len(options.version) != 2:
         parser.error("name two versions")
@@ -143,11 +146,10 @@ def read(version: str, folder: Path, only: str) -> list[Program]:
         subprocess.run(["tar", "x", "-C", str(folder)], input=archive.stdout, check=True)
     command = [sys.executable, "-P", __file__, "--answer", "--only", only]
     environment = os.environ | {"PYTHONPATH": str(tree.resolve()), "JAX_PLATFORMS": "cpu"}
-    answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
-    kernels = tree / "cuda" / "kernels"
-    files = {str(path.relative_to(kernels)): path.read_text() for path in kernels.rglob("*.cuh")}
-    files["params.h"] = (tree / "cuda" / "runtime" / "params.h").read_text()
-    return [Program(**fields, files=tuple(files.items())) for fields in json.loads(answer.stdout)]
+    child = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+    answer = json.loads(child.stdout)
+    files = tuple(answer["files"].items())
+    return [Program(**fields, files=files) for fields in answer["programs"]]
 
 
 def programs(only: str) -> Iterator[dict[str, str]]:

@@ -1,10 +1,27 @@
-// Owns the elementary functions of the kernels. Polynomials are minimax fits in relative error.
+// Owns the elementary functions of the kernels, and vector operations that are one for all
+// instruction sets. Polynomials are minimax fits in relative error.
 
 namespace jax_flash::cpu {
 namespace {
 
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kInfinity = __builtin_huge_valf();
+
+// 2 * kLanes elements. Of float32 without the masks of a partial load, which AVX-512 would keep.
+inline void LoadTwo(const float* p, F& first, F& second) {
+  first = Load(p);
+  second = Load(p + kLanes);
+}
+template <class T>
+void LoadTwo(const T* p, F& first, F& second) {
+  first = LoadPartial(p, kLanes);
+  second = LoadPartial(p + kLanes, kLanes);
+}
+// Where LoadTwo leaves element i: in lane i % kLanes of the vector i / kLanes.
+template <class T>
+int64_t PlaceOfTwo(T, int64_t i) {
+  return i;
+}
 
 // 2^x for x <= 126; 0 for -inf; nan for nan. Exactly 1 at 0. T is the type in which the result ends
 // up: the polynomial's error is 8.2e-8 for float32 and 2.9e-6 for the 16-bit types.

@@ -108,24 +108,14 @@ inline F LoadPartial(const BFloat16* p, int64_t n) {
 inline F LoadPartial(const Float16* p, int64_t n) {
   return _mm256_cvtph_ps(LoadHalvesPartial(p, n));
 }
-// 2 * kLanes elements, of bfloat16 the even ones apart from the odd ones.
-inline void LoadTwo(const float* p, F& even, F& odd) {
-  even = Load(p);
-  odd = Load(p + kLanes);
-}
+// As LoadTwo and PlaceOfTwo of math-inl.h, for bfloat16: the even elements apart from the odd ones,
+// an instruction for each.
 inline void LoadTwo(const BFloat16* p, F& even, F& odd) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(-65536)));
 }
-inline void LoadTwo(const Float16* p, F& even, F& odd) {
-  even = LoadPartial(p, kLanes);
-  odd = LoadPartial(p + kLanes, kLanes);
-}
-// Where element i of those 2 * kLanes is: lane i % kLanes of the vector i / kLanes.
 inline int64_t PlaceOfTwo(BFloat16, int64_t i) { return i % 2 * kLanes + i / 2; }
-inline int64_t PlaceOfTwo(float, int64_t i) { return i; }
-inline int64_t PlaceOfTwo(Float16, int64_t i) { return i; }
 
 inline void StorePartial(float* p, F x, int64_t n) {
   if (n >= kLanes) return Store(p, x);

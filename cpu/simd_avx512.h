@@ -71,24 +71,14 @@ inline F LoadPartial(const BFloat16* p, int64_t n) {
 inline F LoadPartial(const Float16* p, int64_t n) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(FirstLanes(n), p));
 }
-// 2 * kLanes elements, of 16 bits the even ones apart from the odd ones: an instruction for each.
-inline void LoadTwo(const float* p, F& even, F& odd) {
-  even = Load(p);
-  odd = Load(p + kLanes);
-}
+// As LoadTwo and PlaceOfTwo of math-inl.h, for bfloat16: the even elements apart from the odd ones,
+// an instruction for each.
 inline void LoadTwo(const BFloat16* p, F& even, F& odd) {
   const __m512i x = _mm512_loadu_si512(p);
   even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(-65536)));
 }
-inline void LoadTwo(const Float16* p, F& even, F& odd) {
-  even = LoadPartial(p, kLanes);
-  odd = LoadPartial(p + kLanes, kLanes);
-}
-// Where element i of those 2 * kLanes is: lane i % kLanes of the vector i / kLanes.
 inline int64_t PlaceOfTwo(BFloat16, int64_t i) { return i % 2 * kLanes + i / 2; }
-inline int64_t PlaceOfTwo(float, int64_t i) { return i; }
-inline int64_t PlaceOfTwo(Float16, int64_t i) { return i; }
 
 inline void StorePartial(float* p, F x, int64_t n) { _mm512_mask_storeu_ps(p, FirstLanes(n), x); }
 inline void StorePartial(BFloat16* p, F x, int64_t n) {

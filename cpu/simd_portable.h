@@ -86,17 +86,6 @@ inline void StorePartial(T* p, F x, int64_t n) {
   for (int i = 0; i < kLanes && i < n; ++i) FromFloat(x[i], &p[i]);
 }
 
-template <class T>
-inline void LoadTwo(const T* p, F& even, F& odd) {
-  even = LoadPartial(p, kLanes);
-  odd = LoadPartial(p + kLanes, kLanes);
-}
-// Where element i of those 2 * kLanes is: lane i % kLanes of the vector i / kLanes.
-template <class T>
-inline int64_t PlaceOfTwo(T, int64_t i) {
-  return i;
-}
-
 inline void Transpose(F (&r)[kLanes]) {
   F t[kLanes];
   for (int i = 0; i < kLanes; ++i) t[i] = F{r[0][i], r[1][i], r[2][i], r[3][i]};

@@ -56,6 +56,12 @@ nb::dict Targets() {
 }
 
 #ifdef JAX_FLASH_CUDA
+// {header of parameters: what to compile with it, to tell that it is this module's}
+std::map<std::string, std::string> CudaParamsAssertions() {
+  return {{"cuda/runtime/families/decode_params.h", jax_flash::DecodeParamsAssertions()},
+          {"cuda/runtime/families/sm90_params.h", jax_flash::Sm90ParamsAssertions()}};
+}
+
 void CudaConfigure(std::string nvrtc, std::string nvrtc_error,
                    std::map<std::string, std::string> sources, std::string cache_folder,
                    std::uint64_t cache_bytes) {
@@ -92,8 +98,7 @@ NB_MODULE(_ext, m) {
   m.def("terms", &jax_flash::TermRows);
   m.def("targets", &Targets);
 #ifdef JAX_FLASH_CUDA
-  m.def("cuda_params_assertions", &jax_flash::ParamsAssertions);
-  m.def("cuda_decode_params_assertions", &jax_flash::DecodeParamsAssertions);
+  m.def("cuda_params_assertions", &CudaParamsAssertions);
   m.def("cuda_configure", &CudaConfigure);
   m.def("cuda_compile", [](std::string source, std::string header, std::string arch) {
     return CudaCompile({std::move(source), std::move(header), std::move(arch)});

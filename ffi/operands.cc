@@ -13,23 +13,6 @@ namespace {
 namespace ffi = xla::ffi;
 using Dims = std::vector<std::int64_t>;
 
-// As in jax_flash/_terms.py, which says what the columns mean.
-struct TermRow {
-  const char *name, *dtype, *dims, *ones;
-};
-constexpr TermRow kTerms[kTermCount] = {
-    {"bias", "float", "NTS", "BNTS"},
-    {"mask", "bool", "NTS", "BNTS"},
-    {"query_lengths", "int32", "", ""},
-    {"key_value_lengths", "int32", "", ""},
-    {"query_segments", "int32", "T", ""},
-    {"key_value_segments", "int32", "S", ""},
-    {"query_positions", "int32", "T", ""},
-    {"key_value_positions", "int32", "S", ""},
-    {"sinks", "sum", "N", "B"},
-    {"dropout_state", "uint32", "NW", ""},
-};
-
 template <class Range>
 std::string Show(const Range& dims) {
   std::string text = "[";

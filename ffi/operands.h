@@ -17,7 +17,7 @@
 namespace jax_flash {
 
 // The optional operands, in the order in which they follow the others; the value is the term's bit
-// in the attribute `terms`. The table in operands.cc tells what each is like.
+// in the attribute `terms`.
 enum Term : int {
   kBias,
   kMask,
@@ -30,6 +30,23 @@ enum Term : int {
   kSinks,
   kDropoutState,
   kTermCount,
+};
+
+// What each is like, as in jax_flash/_terms.py, which says what the columns mean.
+struct TermRow {
+  const char *name, *dtype, *dims, *ones;
+};
+inline constexpr TermRow kTerms[kTermCount] = {
+    {"bias", "float", "NTS", "BNTS"},
+    {"mask", "bool", "NTS", "BNTS"},
+    {"query_lengths", "int32", "", ""},
+    {"key_value_lengths", "int32", "", ""},
+    {"query_segments", "int32", "T", ""},
+    {"key_value_segments", "int32", "S", ""},
+    {"query_positions", "int32", "T", ""},
+    {"key_value_positions", "int32", "S", ""},
+    {"sinks", "sum", "N", "B"},
+    {"dropout_state", "uint32", "NW", ""},
 };
 
 std::string TermName(Term term);

@@ -7,7 +7,7 @@ Read next: `_backends.py`, `_gpu/`.
 import dataclasses
 import inspect
 import re
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args, get_type_hints
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jax_flash import _backends, _gpu, _native, _validate
 from jax_flash._call import Call
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
-from jax_flash.attention import Options, flash_attention
+from jax_flash.attention import A, Options, flash_attention
 
 Array = ArrayLike | jax.ShapeDtypeStruct
 
@@ -201,11 +201,9 @@ def read_warnings(log: str) -> tuple[str, ...]:
     return tuple(line for line in lines if "Potential Performance Loss" in line)
 
 
-_ARRAYS = (
-    "query", "key", "value", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths",
-    "query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "sinks",
-    "dropout_key",
-)  # fmt: skip
+# The arguments that may be arrays; of the options, those that `Options` has as such.
+_ARRAYS = {"query", "key", "value"}
+_ARRAYS |= {name for name, kind in get_type_hints(Options).items() if A in get_args(kind)}
 
 
 def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Problem, Any]:
@@ -216,8 +214,8 @@ def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     arguments = {k: v for k, v in call.arguments.items() if k not in ("return_lse", "backend")}
     _validate.flag("return_lse", call.arguments["return_lse"])
     arrays = {k: v for k, v in arguments.items() if k in _ARRAYS and hasattr(v, "dtype")}
-    if isinstance(call.arguments["scale"], jax.ShapeDtypeStruct | jax.Array):  # else a number
-        arrays["scale"] = call.arguments["scale"]
+    if not isinstance(arrays.get("scale"), jax.ShapeDtypeStruct | jax.Array):
+        arrays.pop("scale", None)  # a number
     arrays = {k: np.asarray(v) if isinstance(v, np.generic) else v for k, v in arrays.items()}
     static = {k: v for k, v in arguments.items() if k not in arrays}
     found: list[Problem] = []

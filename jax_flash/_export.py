@@ -2,10 +2,8 @@
 
 from jax import export
 
+from jax_flash import _native
+
 # jax.export serialises a custom call only where it is told to, because it cannot vouch for it. An
 # export runs with the version of jax_flash that made it; handlers check operands and attributes.
-EXPORT_CHECKS = tuple(
-    export.DisabledSafetyCheck.custom_call(f"jax_flash_{platform}_{half}")
-    for platform in ("cpu", "cuda")
-    for half in ("forward", "backward", "decode")
-)
+EXPORT_CHECKS = tuple(export.DisabledSafetyCheck.custom_call(name) for name in _native.targets())

@@ -37,8 +37,15 @@ def available(platform: Literal["cpu", "cuda"]) -> str | None:
     return reason
 
 
+def targets() -> tuple[str, ...]:
+    """Lists the names of the custom calls."""
+    ext, _ = _load()
+    handlers = {} if ext is None else ext.targets()
+    return tuple(name for of_platform in handlers.values() for name in of_platform)
+
+
 def kernel_root() -> Path:
-    """Returns the folder with `kernels/` and `runtime/params.h`, the text that NVRTC compiles."""
+    """Returns the folder with `kernels/` and `runtime/**/*params.h`, which NVRTC compiles."""
     package = Path(__file__).parent
     installed = package / "_cuda"
     return installed if installed.is_dir() else package.parent / "cuda"
@@ -74,12 +81,12 @@ def kernel_sources() -> dict[str, str]:
     sources = {
         path.relative_to(kernels).as_posix(): path.read_text() for path in kernels.glob("**/*.cuh")
     }
-    sources["params.h"] = (root / "runtime" / "params.h").read_text()
-    sources["decode_params.h"] = (root / "runtime" / "families" / "decode_params.h").read_text()
+    for path in (root / "runtime").glob("**/*params.h"):
+        sources[f"cuda/{path.relative_to(root).as_posix()}"] = path.read_text()
     ext, _ = _load()
     if ext is not None:  # this text and the compiled module may come from different builds
-        sources["params.h"] += ext.cuda_params_assertions()
-        sources["decode_params.h"] += ext.cuda_decode_params_assertions()
+        for name, assertions in ext.cuda_params_assertions().items():
+            sources[name] += assertions
     return sources
 
 

@@ -2,7 +2,7 @@
 
 A term's arithmetic stands once in each backend (reference.py, blockwise.py, cpu/terms-inl.h,
 cuda/kernels); all else about it stands here. The order is that in which terms follow q, k and v;
-ffi/operands.cc has the same table, and `_native.py` compares the two when the module loads.
+ffi/operands.h has the same table, and `_native.py` compares the two when the module loads.
 """
 
 import dataclasses

@@ -19,11 +19,8 @@
 #include <vector>
 
 #include "cuda/runtime/driver.h"
-#include "cuda/runtime/params.h"
+#include "tests/fake_params.h"
 #include "xla/ffi/api/c_api.h"
-
-// Behind params.h.
-#include "cuda/runtime/families/decode_params.h"
 
 using namespace jax_flash;  // NOLINT: the types of the driver's interface
 
@@ -57,12 +54,16 @@ std::string notes;
 std::string trouble;  // of the machine
 std::string kernels;  // the text of all files that NVRTC was given
 std::uint64_t calls = 0;
+
+template <class Params>
+std::string Show(const void* params) {
+  return JsonFields::Of(*static_cast<const Params*>(params));
+}
+// A handler's name, and its kernels' argument as JSON.
 const struct {
   const char* target;
-  std::size_t bytes;  // of the kernels' parameters
-} kHandlers[] = {{"forward", sizeof(ForwardParams)},
-                 {"backward", sizeof(BackwardParams)},
-                 {"decode", sizeof(DecodeParams)}};
+  std::string (*show)(const void*);
+} kHandlers[] = {{"forward", Show<ForwardParams>}, {"backward", Show<BackwardParams>}, {"decode", Show<DecodeParams>}};
 int running;  // which of them
 XLA_FFI_Handler* handlers[std::size(kHandlers)];
 
@@ -278,8 +279,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
            Hex(program.data(), program.size()) +
            "\", \"grid\": " + List({c.grid_x, c.grid_y, c.grid_z}) +
            ", \"block\": " + List({c.block_x, c.block_y, c.block_z}) +
-           ", \"shared\": " + std::to_string(c.shared_bytes) + ", \"params\": \"" +
-           Hex(params[0], kHandlers[running].bytes) + "\"}\n";
+           ", \"shared\": " + std::to_string(c.shared_bytes) +
+           ", \"params\": " + kHandlers[running].show(params[0]) + "}\n";
   return 0;
 }
 CUresult cuMemsetD32Async(CUdeviceptr target, unsigned value, std::size_t count, CUstream stream) {
@@ -300,10 +301,10 @@ CUresult cuTensorMapEncodeTiled(void* map, CUtensorMapDataType type, unsigned ra
                                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2Promotion, CUtensorMapOutOfBounds) {
   FakeMap made{};
-  made.address = reinterpret_cast<std::uint64_t>(address);
+  made.address = address;
   bool right = reinterpret_cast<std::uint64_t>(map) % 64 == 0 && rank == 4 &&
-               made.address % 16 == 0 && interleave == kInterleaveNone &&
-               (swizzle != kSwizzle128B || box[0] * 2 <= 128);
+               reinterpret_cast<std::uint64_t>(address) % 16 == 0 &&
+               interleave == kInterleaveNone && (swizzle != kSwizzle128B || box[0] * 2 <= 128);
   for (int i = 0; right && i < 4; ++i) {
     right = dims[i] >= 1 && dims[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 &&
             element_strides[i] == 1 &&

@@ -8,7 +8,8 @@
 #include <vector>
 
 struct FakeMap {
-  std::uint64_t address, dims[4], strides[3];
+  void* address;
+  std::uint64_t dims[4], strides[3];
   unsigned box[4];
   int type, swizzle;
 };

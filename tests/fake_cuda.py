@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import json
 import os
 import pickle
@@ -214,7 +213,7 @@ def main() -> None:
 def read_notes(notes: str) -> list[Call]:
     calls: list[Call] = []
     for line in notes.splitlines():
-        note = json.loads(line)
+        note = json.loads(line, object_hook=_read_object)
         match note.pop("event"):
             case "call":
                 calls.append(Call(**note))
@@ -223,64 +222,9 @@ def read_notes(notes: str) -> list[Call]:
                 calls[-1].launches.append(Launch("fill", params=note))
             case _:
                 note["program"] = bytes.fromhex(note["program"]).decode()
-                struct = f"{calls[-1].target.capitalize()}Params"
-                note["params"] = read_params(struct, bytes.fromhex(note["params"]))
                 calls[-1].launches.append(Launch(**note))
     return calls
 
 
-class _Map(ctypes.Structure):  # 128 bytes
-    _fields_ = (
-        ("address", ctypes.c_void_p),
-        ("dims", ctypes.c_uint64 * 4),
-        ("strides", ctypes.c_uint64 * 3),
-        ("box", ctypes.c_uint * 4),
-        ("type", ctypes.c_int),
-        ("swizzle", ctypes.c_int),
-        ("unused", ctypes.c_uint64 * 5),
-    )
-
-
-_TYPES = {
-    "TensorMap": _Map,
-    "long long": ctypes.c_longlong,
-    "int": ctypes.c_int,
-    "unsigned": ctypes.c_uint,
-    "float": ctypes.c_float,
-}
-
-
-def read_params(struct: str, data: bytes) -> dict[str, Any]:
-    """Reads the fields of a struct of params.h: a map as a dict, or None if it is empty."""
-    params = _struct(struct)
-    assert -(-ctypes.sizeof(params) // 64) * 64 == len(data)  # every field was found
-    return _fields(params.from_buffer_copy(data))
-
-
-@functools.cache
-def _struct(name: str) -> type[ctypes.Structure]:
-    text = (_native.kernel_root() / "runtime" / "params.h").read_text()
-    (body,) = re.findall(rf"^struct {name} {{\n(.*?)^}};", text, re.DOTALL | re.MULTILINE)
-    declared = re.findall(
-        r"^  (?:const )?(unsigned char|long long|\w+)(\*?) (\w+(?:, \w+)*);", body, re.MULTILINE
-    )
-    fields = [
-        (field, ctypes.c_void_p if star else _TYPES.get(kind) or _struct(kind))
-        for kind, star, names in declared
-        for field in names.split(", ")
-    ]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-def _fields(values: ctypes.Structure) -> dict[str, Any]:
-    return {field[0]: _value(getattr(values, field[0]), field[1]) for field in values._fields_}
-
-
-def _value(value: Any, kind: type) -> Any:
-    if kind is ctypes.c_void_p:
-        return Pointer(value or 0)
-    if kind is _Map:
-        return _fields(value) if any(bytes(value)) else None
-    if isinstance(value, ctypes.Structure):
-        return _fields(value)
-    return tuple(value) if isinstance(value, ctypes.Array) else value
+def _read_object(found: dict[str, Any]) -> Any:
+    return Pointer(found["pointer"]) if found.keys() == {"pointer"} else found

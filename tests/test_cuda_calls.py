@@ -1,6 +1,6 @@
 """What the CUDA handlers launch, and with which arguments: needs a C++ compiler and no GPU.
 
-What is expected follows from cuda/runtime/params.h, the kernels' own description of what they
+What is expected follows from families/sm90_params.h, the kernels' own description of what they
 index, and the constants that the launched program was compiled with.
 """
 
@@ -488,9 +488,9 @@ def tensor_map(case: Case, c: dict[str, int], name: str, box_rows: int, box_head
     dim = case.value_dim if name in ("value", "dvalue", "dout") else case.H
     return {
         "address": name,
-        "dims": (dim, heads, rows, math.prod(case.batch)),
-        "strides": (2 * dim, 2 * dim * heads, 2 * dim * heads * rows),
-        "box": (64, box_heads, box_rows, 1),
+        "dims": [dim, heads, rows, math.prod(case.batch)],
+        "strides": [2 * dim, 2 * dim * heads, 2 * dim * heads * rows],
+        "box": [64, box_heads, box_rows, 1],
         "type": 9 if case.dtype == "bfloat16" else 6,  # CU_TENSOR_MAP_DATA_TYPE_...
         "swizzle": 3,  # CU_TENSOR_MAP_SWIZZLE_128B
     }
@@ -540,7 +540,7 @@ def assert_launched_with(call: Call, names: list[str | None], expected: dict[str
 
     def name(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: name(x) for key, x in value.items() if key != "unused"}
+            return {key: name(x) for key, x in value.items()}
         if not isinstance(value, Pointer):
             return value
         index = call.find(value)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_flash import EXPORT_CHECKS, _backends, _native, flash_attention
+from jax_flash._terms import TERMS
 
 pytestmark = pytest.mark.skipif(
     _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
@@ -28,9 +29,15 @@ SEGMENTS = {
 }
 SINKS = {"sinks": array(N, dtype="float32")}
 
+
+def terms(*names: str) -> str:
+    """The attribute: the bit of a term is its place in the table."""
+    return f"terms = {sum(1 << list(TERMS).index(name) for name in names)} "
+
+
 # Options, and what the custom call must say.
 SUPPORTED: dict[str, tuple[dict, list[str]]] = {
-    "plain": ({}, ["window_right = -1", "terms = 0 "]),
+    "plain": ({}, ["window_right = -1", terms()]),
     "causal": ({"is_causal": True}, ["window_right = 0", "kWindowRight = true"]),
     "bottom right": (
         {"is_causal": True, "causal_align": "bottom_right"},
@@ -41,15 +48,15 @@ SUPPORTED: dict[str, tuple[dict, list[str]]] = {
         ["window_left = 7", "window_right = 9", "kWindowLeft = true"],
     ),
     "softcap": ({"softcap": 30.0}, ["softcap = 3.000000e+01", "kSoftcap = true"]),
-    "query lengths": (LENGTHS, ["terms = 4 ", "kHasQueryLengths = true"]),
-    "key lengths": (KEY_LENGTHS, ["terms = 8 ", "kHasKeyValueLengths = true"]),
-    "segments": (SEGMENTS, ["terms = 48 ", "kHasSegments = true"]),
-    "sinks": (SINKS, ["terms = 256 "]),
-    "bias": ({"bias": array(N, 1, S, dtype="float32")}, ["terms = 1 ", "kBiasFloat32 = true"]),
-    "mask": ({"mask": array(B, 1, 1, S, dtype="bool")}, ["terms = 2 ", "kHasMask = true"]),
+    "query lengths": (LENGTHS, [terms("query_lengths"), "kHasQueryLengths = true"]),
+    "key lengths": (KEY_LENGTHS, [terms("key_value_lengths"), "kHasKeyValueLengths = true"]),
+    "segments": (SEGMENTS, [terms("query_segments", "key_value_segments"), "kHasSegments = true"]),
+    "sinks": (SINKS, [terms("sinks")]),
+    "bias": ({"bias": array(N, 1, S, dtype="float32")}, [terms("bias"), "kBiasFloat32 = true"]),
+    "mask": ({"mask": array(B, 1, 1, S, dtype="bool")}, [terms("mask"), "kHasMask = true"]),
     "dropout": (
         {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
-        ["terms = 512 ", "kHasDropout = true"],
+        [terms("dropout_state"), "kHasDropout = true"],
     ),
     "deterministic": ({"deterministic": True}, ["deterministic = true"]),
     "lse": ({"return_lse": True}, []),

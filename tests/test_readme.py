@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jax_flash import _support_table
+from jax_flash._terms import TERMS
 
 pytestmark = pytest.mark.quick
 
@@ -26,3 +27,9 @@ def test_support_table_is_what_the_backends_declare(tmp_path: Path):
     assert copy.read_text() == README.read_text()
     rows = [line for line in _support_table.table().splitlines() if line.startswith("| float32 |")]
     assert rows == ["| float32 | no | yes | yes |"]
+
+
+def test_support_table_shows_every_term():
+    changes = [change for row in _support_table._PROBLEMS.values() for change in row]
+    shown = {name for change in changes for name in change.get("terms", ())}
+    assert shown == set(TERMS)

@@ -314,6 +314,7 @@ std::unique_ptr<Case> RandomCase(uint64_t seed) {
 
 struct Oracle {
   std::vector<double> out, lse, dq, dk, dv, dbias;
+  std::vector<double> dq_terms, dk_terms;  // what dq and dk sum, without signs
 };
 
 // After RunKernels, whose output the gradients of the oracle go with.
@@ -327,6 +328,8 @@ Oracle Expect(const Case& c) {
   o.dk.assign(c.k.values.size(), 0);
   o.dv.assign(c.v.values.size(), 0);
   o.dbias.assign(c.bias.values.size(), 0);
+  o.dq_terms = o.dq;
+  o.dk_terms = o.dk;
   std::vector<double> w(s.kv_len), slope(s.kv_len), dp(s.kv_len);
   for (int64_t b = 0; b < s.batch; ++b) {
     for (int64_t n = 0; n < s.q_heads; ++n) {
@@ -383,10 +386,15 @@ Oracle Expect(const Case& c) {
         }
         for (int64_t j : seen) {
           const double ds = w[j] * (dp[j] - delta) * slope[j];
+          const double apart = w[j] * (std::fabs(dp[j]) + std::fabs(delta)) * slope[j];
           const double* k = &c.k.values[c.K(b, j, n) * s.head_dim];
           for (int64_t d = 0; d < s.head_dim; ++d) {
-            o.dq[c.Q(b, t, n) * s.head_dim + d] += p.scale * ds * k[d];
-            o.dk[c.K(b, j, n) * s.head_dim + d] += p.scale * ds * q[d];
+            const int64_t at_q = c.Q(b, t, n) * s.head_dim + d;
+            const int64_t at_k = c.K(b, j, n) * s.head_dim + d;
+            o.dq[at_q] += p.scale * ds * k[d];
+            o.dk[at_k] += p.scale * ds * q[d];
+            o.dq_terms[at_q] += std::fabs(p.scale * apart * k[d]);
+            o.dk_terms[at_k] += std::fabs(p.scale * apart * q[d]);
           }
           for (int64_t d = 0; d < s.value_dim; ++d) {
             o.dv[c.K(b, j, n) * s.value_dim + d] += w[j] * keep[j] * dout[d];
@@ -401,22 +409,33 @@ Oracle Expect(const Case& c) {
   return o;
 }
 
-// Largest error relative to the root mean square of what is expected. At least 1/4: gradients that
-// cancel to nothing keep the rounding of terms of order one.
-double Error(const std::vector<double>& expected, const std::vector<double>& got) {
-  double square = 0, worst = 0;
+double RootMeanSquare(const std::vector<double>& x) {
+  double square = 0;
   int64_t finite = 0;
+  for (double one : x) {
+    if (!std::isfinite(one)) continue;
+    square += one * one;
+    ++finite;
+  }
+  return std::sqrt(square / std::fmax(1, finite));
+}
+
+// Largest error relative to the root mean square of what is expected, at least 1/4. Gradients that
+// cancel to nothing keep the rounding of their terms: at least 1/64 of the sum of these, of which
+// the bound of float32 is 26 roundings.
+double Error(const std::vector<double>& expected, const std::vector<double>& got,
+             const std::vector<double>& terms = {}) {
+  double worst = 0;
   for (size_t i = 0; i < expected.size(); ++i) {
     if (!std::isfinite(expected[i])) {
       if (!(got[i] == expected[i])) return std::numeric_limits<double>::infinity();
       continue;
     }
     if (!std::isfinite(got[i])) return std::numeric_limits<double>::infinity();
-    square += expected[i] * expected[i];
-    ++finite;
     worst = std::fmax(worst, std::fabs(expected[i] - got[i]));
   }
-  return worst / std::fmax(0.25, std::sqrt(square / std::fmax(1, finite)));
+  const double size = std::fmax(RootMeanSquare(expected), RootMeanSquare(terms) / 64);
+  return worst / std::fmax(0.25, size);
 }
 
 std::vector<double> Values(const Array& a) {
@@ -550,8 +569,8 @@ int Check(const Kernels& kernels, uint64_t seed) {
     double error;
   } errors[] = {{"out", Error(oracle.out, Values(c.out))},
                 {"lse", Error(oracle.lse, lse)},
-                {"dq", Error(oracle.dq, Values(c.dq))},
-                {"dk", Error(oracle.dk, Values(c.dk))},
+                {"dq", Error(oracle.dq, Values(c.dq), oracle.dq_terms)},
+                {"dk", Error(oracle.dk, Values(c.dk), oracle.dk_terms)},
                 {"dv", Error(oracle.dv, Values(c.dv))},
                 {"dbias", c.with_dbias ? Error(oracle.dbias, Values(c.dbias)) : 0}};
   // Largest element error against the root mean square of the array: about 8 roundings of 4 sigma.

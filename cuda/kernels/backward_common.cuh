@@ -6,7 +6,6 @@
 
 #include "element.cuh"
 #include "numbers.cuh"
-#include "params.h"
 #include "ptx.cuh"
 #include "rows.cuh"
 #include "terms.cuh"
@@ -26,16 +25,19 @@ inline constexpr int kValueBoxes = ceil_div(kValue, kBoxColumns);
 // two score warpgroups adds, or all that the wide kernel's query role does.
 inline constexpr int kTurnParts = kKeys == 128 ? 2 : 1;
 
-__device__ __forceinline__ int query_blocks(const BackwardParams& p) {
+template <class Params>
+__device__ __forceinline__ int query_blocks(const Params& p) {
   return ceil_div(p.query_len, kQueries);
 }
-__device__ __forceinline__ int key_blocks(const BackwardParams& p) {
+template <class Params>
+__device__ __forceinline__ int key_blocks(const Params& p) {
   return ceil_div(p.kv_len, kKeys);
 }
 
 // With dropout P^T dO, dS and the delta that enters it lack the factor 1 / (1 - rate), which dq, dk
 // and dv get when they are stored.
-__device__ __forceinline__ float query_key_scale(const BackwardParams& p) {
+template <class Params>
+__device__ __forceinline__ float query_key_scale(const Params& p) {
   return p.scale * dropout_scale(p);
 }
 // dS of one pair, the slope of the logit aside. Dropped ones have a P with a sign (terms.cuh).
@@ -54,7 +56,8 @@ __device__ __forceinline__ float score_gradient(float probability, float dp, flo
 inline constexpr bool kSumsInDq = kDqRowBytes > 0;
 
 // Where the sum of the query block from m0 on starts: an index of the rows of dq, or of blocks.
-__device__ __forceinline__ int sum_index(const BackwardParams& p, int batch, int head, int m0) {
+template <class Params>
+__device__ __forceinline__ int sum_index(const Params& p, int batch, int head, int m0) {
   if constexpr (kSumsInDq) return (batch * p.query_len + m0) * p.query_heads + head;
   return (batch * p.query_heads + head) * query_blocks(p) + m0 / kQueries;
 }
@@ -62,7 +65,8 @@ __device__ __forceinline__ int sum_index(const BackwardParams& p, int batch, int
 // A thread's pieces of one tile of the block at `index`.
 class SumTile {
  public:
-  __device__ __forceinline__ SumTile(const BackwardParams& p, int index, int tile) {
+  template <class Params>
+  __device__ __forceinline__ SumTile(const Params& p, int index, int tile) {
     const uint32 thread = threadIdx.x % 128;
     char* sum = reinterpret_cast<char*>(p.dq_sum);
     if constexpr (kSumsInDq) {
@@ -88,33 +92,40 @@ class SumTile {
 };
 
 // The same of the tile with row `row0`.
-__device__ __forceinline__ SumTile sum_tile(const BackwardParams& p, int batch, int head, int row0,
+template <class Params>
+__device__ __forceinline__ SumTile sum_tile(const Params& p, int batch, int head, int row0,
                                             int box) {
   const int within = row0 % kQueries;
   return {p, sum_index(p, batch, head, row0 - within), within / 64 * kHeadBoxes + box};
 }
 
-__device__ __forceinline__ int unit_count(const BackwardParams& p) {
+template <class Params>
+__device__ __forceinline__ int unit_count(const Params& p) {
   return key_blocks(p) * p.batch * p.kv_heads;
 }
 // Query heads of one key/value head.
-__device__ __forceinline__ int group_size(const BackwardParams& p) {
+template <class Params>
+__device__ __forceinline__ int group_size(const Params& p) {
   return p.query_heads / p.kv_heads;
 }
 
 // The smallest and largest segment id of a block.
-__device__ __forceinline__ int2 query_segment_range(const BackwardParams& p, int batch, int m) {
+template <class Params>
+__device__ __forceinline__ int2 query_segment_range(const Params& p, int batch, int m) {
   return reinterpret_cast<const int2*>(p.query_segment_ranges)[batch * query_blocks(p) + m];
 }
-__device__ __forceinline__ int2 key_segment_range(const BackwardParams& p, int batch, int n) {
+template <class Params>
+__device__ __forceinline__ int2 key_segment_range(const Params& p, int batch, int n) {
   return reinterpret_cast<const int2*>(p.key_segment_ranges)[batch * key_blocks(p) + n];
 }
 
 // The smallest and largest position of a block.
-__device__ __forceinline__ int2 query_position_range(const BackwardParams& p, int batch, int m) {
+template <class Params>
+__device__ __forceinline__ int2 query_position_range(const Params& p, int batch, int m) {
   return reinterpret_cast<const int2*>(p.query_position_ranges)[batch * query_blocks(p) + m];
 }
-__device__ __forceinline__ int2 key_position_range(const BackwardParams& p, int batch, int n) {
+template <class Params>
+__device__ __forceinline__ int2 key_position_range(const Params& p, int batch, int n) {
   return reinterpret_cast<const int2*>(p.key_position_ranges)[batch * key_blocks(p) + n];
 }
 
@@ -126,7 +137,8 @@ struct Unit {
 };
 
 // Drops query blocks at both ends whose segment ids cannot meet the key block's. Whole warps call.
-__device__ __forceinline__ Range narrow_by_segments(const BackwardParams& p, int batch, int key0,
+template <class Params>
+__device__ __forceinline__ Range narrow_by_segments(const Params& p, int batch, int key0,
                                                     Range blocks) {
   const int2 range = key_segment_range(p, batch, key0 / kKeys);
   const SegmentRange keys{range.x, range.y};
@@ -150,8 +162,9 @@ inline constexpr bool kSkipsMasked = (kHasMask || kHasPositions) && !kDeterminis
 
 // Of the query blocks base..base + 31, which do mask and positions let any head of the unit see, a
 // bit each? Whole warps call.
-__device__ __forceinline__ uint32 shown_blocks(const BackwardParams& p, int batch, int kv_head,
-                                               int key0, int base) {
+template <class Params>
+__device__ __forceinline__ uint32 shown_blocks(const Params& p, int batch, int kv_head, int key0,
+                                               int base) {
   const int m = base + static_cast<int>(threadIdx.x) % 32;
   int shown = m < query_blocks(p);
   if constexpr (kHasMask) {
@@ -176,7 +189,8 @@ inline constexpr int kDirection = kWindowRight || kReachRight ? -1 : 1;
 
 // Units in the order of work: heads in groups whose queries stay in L2; within a group the key
 // blocks, in ascending order (longest first when causal), its heads innermost.
-__device__ __forceinline__ Unit unit_at(const BackwardParams& p, int index) {
+template <class Params>
+__device__ __forceinline__ Unit unit_at(const Params& p, int index) {
   const HeadBlock at = head_block(index, key_blocks(p), p.batch * p.kv_heads, p.l2_heads);
   Unit u;
   u.batch = at.head / p.kv_heads;

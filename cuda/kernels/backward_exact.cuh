@@ -20,42 +20,41 @@ __device__ __forceinline__ bool row_is_finite(const void* array, int64 at, int c
 }
 
 // Of lse_log2 and minus_delta.
-__device__ __forceinline__ int64 padded_row(const BackwardParams& p, int batch, int head,
-                                            int query) {
+template <class Params>
+__device__ __forceinline__ int64 padded_row(const Params& p, int batch, int head, int query) {
   return (static_cast<int64>(batch) * p.query_heads + head) * query_blocks(p) * kQueries + query;
 }
 // One element of P, dropout applied, and of dS.
 struct Weights {
   float probability, gradient;
 };
-__device__ __forceinline__ Weights weights(const BackwardParams& p, int batch, int head, int query,
-                                           int key, float lse, float minus_delta) {
+template <class Params>
+__device__ __forceinline__ Weights weights(const Params& p, int batch, int head, int query, int key,
+                                           float lse, float minus_delta) {
   const int kv_head = head / group_size(p);
   const int64 q = query_row(p, batch, query, head) * kHeadDim;
   const int64 k = key_row(p, batch, key, kv_head) * kHeadDim;
   const int64 dout = query_row(p, batch, query, head) * kValueDim;
   const int64 v = key_row(p, batch, key, kv_head) * kValueDim;
   const bool kept = keeps(p, batch, head, query, key);
-  float score[1] = {0.f}, dp = 0.f;
+  float score = 0.f, dp = 0.f;
 #pragma unroll 1
   for (int c = 0; c < kHeadDim; ++c) {
-    score[0] = fmaf(load_element(p.query_data, q + c), load_element(p.key_data, k + c), score[0]);
+    score = fmaf(load_element(p.query_data, q + c), load_element(p.key_data, k + c), score);
   }
 #pragma unroll 1
   for (int c = 0; c < kValueDim; ++c) {
     dp = fmaf(load_element(p.dout_data, dout + c), load_element(p.value_data, v + c), dp);
   }
-  if constexpr (kHasBias) {
-    score[0] = with_bias(p, score[0], bias::at(p, batch, head, query, key));
-  }
-  score_function(p, score);
-  const float probability = ptx::exp2_approx(fmaf(score[0], p.scale_log2, lse));
+  score = score_of_pair(p, batch, head, query, key, score);
+  const float probability = ptx::exp2_approx(fmaf(score, p.scale_log2, lse));
   if (!kept) dp = 0.f;
-  return {kept ? probability : 0.f, probability * (dp + minus_delta) * score_slope(score[0])};
+  return {kept ? probability : 0.f, probability * (dp + minus_delta) * score_slope(score)};
 }
 
 // 64 columns of dq of one query.
-__device__ __forceinline__ void exact_dq(const BackwardParams& p, int batch, int head, int query,
+template <class Params>
+__device__ __forceinline__ void exact_dq(const Params& p, int batch, int head, int query,
                                          int column0) {
   const int lane = threadIdx.x % 32, kv_head = head / group_size(p);
   const int64 padded = padded_row(p, batch, head, query);
@@ -89,8 +88,8 @@ __device__ __forceinline__ void exact_dq(const BackwardParams& p, int batch, int
 }
 
 // dk and dv of one key.
-__device__ __forceinline__ void exact_dkdv(const BackwardParams& p, int batch, int kv_head,
-                                           int key) {
+template <class Params>
+__device__ __forceinline__ void exact_dkdv(const Params& p, int batch, int kv_head, int key) {
   constexpr int kSumsK = ceil_div(kHeadDim, 32), kSumsV = ceil_div(kValueDim, 32);
   const int lane = threadIdx.x % 32;
   const Range queries = visible_queries(visibility(p, batch), key, key);
@@ -156,7 +155,8 @@ __device__ __forceinline__ void exact_dkdv(const BackwardParams& p, int batch, i
 
 // The main kernel leaves a mark for every 16 rows of dk and of dv, the rows of one warp.
 inline constexpr int kMarkedRows = 16;
-__device__ __forceinline__ int mark_count(const BackwardParams& p) {
+template <class Params>
+__device__ __forceinline__ int mark_count(const Params& p) {
   return unit_count(p) * (kKeys / kMarkedRows) * 2;
 }
 
@@ -169,7 +169,8 @@ __device__ __forceinline__ bool all_finite(const float (&values)[kCount]) {
 }
 
 // Marks the rows of this warp, `row` of the key block on, of dk (which = 0) or dv (1).
-__device__ __forceinline__ void mark_rows(const BackwardParams& p, int batch, int kv_head, int key0,
+template <class Params>
+__device__ __forceinline__ void mark_rows(const Params& p, int batch, int kv_head, int key0,
                                           int row, int which, bool finite) {
   const bool clean = __all_sync(0xffffffffu, finite);
   const int unit = (batch * p.kv_heads + kv_head) * key_blocks(p) + key0 / kKeys;
@@ -179,12 +180,14 @@ __device__ __forceinline__ void mark_rows(const BackwardParams& p, int batch, in
 }
 
 // The marks that one block of the finishing kernel looks after.
-__device__ __forceinline__ Range own_marks(const BackwardParams& p) {
+template <class Params>
+__device__ __forceinline__ Range own_marks(const Params& p) {
   const int marks = mark_count(p), share = ceil_div(marks, 2 * static_cast<int>(gridDim.x)) * 2;
   const int begin = min(marks, static_cast<int>(blockIdx.x) * share);
   return {begin, min(marks, begin + share)};
 }
-__device__ __forceinline__ bool any_marked(const BackwardParams& p, Range marks) {
+template <class Params>
+__device__ __forceinline__ bool any_marked(const Params& p, Range marks) {
   bool marked = false;
   for (int i = marks.begin + static_cast<int>(threadIdx.x); i < marks.end; i += blockDim.x) {
     marked = marked || p.marks[i] != 0;
@@ -193,7 +196,8 @@ __device__ __forceinline__ bool any_marked(const BackwardParams& p, Range marks)
 }
 
 // Computes the rows of dk and dv behind these marks again, where they are not finite.
-__device__ __forceinline__ void exact_marked(const BackwardParams& p, Range marks) {
+template <class Params>
+__device__ __forceinline__ void exact_marked(const Params& p, Range marks) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
 #pragma unroll 1
   for (int i = marks.begin; i < marks.end; i += 2) {

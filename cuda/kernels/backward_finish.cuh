@@ -13,12 +13,14 @@ inline constexpr int kFinishThreads = 128;
 
 // Has any unit added to this tile of the sum? Only in deterministic mode may there be none: there
 // the first unit stores, and nothing else writes the sum before.
-__device__ __forceinline__ bool is_summed(const BackwardParams& p, int tile) {
+template <class Params>
+__device__ __forceinline__ bool is_summed(const Params& p, int tile) {
   if constexpr (!kDeterministic) return true;
   return p.turns[tile / (kQueries / 64 * kHeadBoxes) * kTurnParts] != 0;
 }
 
-__device__ __forceinline__ void finish(const BackwardParams& p) {
+template <class Params>
+__device__ __forceinline__ void finish(const Params& p) {
   constexpr int kPitch = 64 + 8;  // elements; 16 bytes of padding spread the rows over the banks
   __shared__ alignas(16) uint16 tile[64 * kPitch];
   const int tiles = query_blocks(p) * (kQueries / 64);
@@ -83,9 +85,3 @@ __device__ __forceinline__ void finish(const BackwardParams& p) {
 }
 
 }  // namespace backward
-
-// Six blocks on a multiprocessor: 80 registers, which the recomputation needs.
-extern "C" __global__ void __launch_bounds__(backward::kFinishThreads, 6)
-    flash_backward_finish(const __grid_constant__ BackwardParams p) {
-  backward::finish(p);
-}

@@ -25,7 +25,8 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 }
 
 // Does the query see any key? One thread finds out, slowly.
-__device__ __forceinline__ bool sees_any(const BackwardParams& p, int batch, int head, int query) {
+template <class Params>
+__device__ __forceinline__ bool sees_any(const Params& p, int batch, int head, int query) {
   const Range keys = visible_keys(visibility(p, batch), query, query);
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end; ++key) {
@@ -34,7 +35,8 @@ __device__ __forceinline__ bool sees_any(const BackwardParams& p, int batch, int
   return false;
 }
 
-__device__ __forceinline__ void prepare(const BackwardParams& p) {
+template <class Params>
+__device__ __forceinline__ void prepare(const Params& p) {
   constexpr int kLanes = kValue <= 64 ? 8 : kValue <= 128 ? 16 : 32;  // threads on one row
   constexpr int kRows = kPrepareThreads / kLanes;                     // rows at a time
   constexpr int kUnroll = 4;
@@ -138,26 +140,14 @@ __device__ __forceinline__ void prepare(const BackwardParams& p) {
       }
     }
   };
-  using P = BackwardParams;
   if constexpr (kHasSegments) {
-    find_ranges(&P::query_segments, &P::key_value_segments, &P::query_segment_ranges,
-                &P::key_segment_ranges);
+    find_ranges(&Params::query_segments, &Params::key_value_segments, &Params::query_segment_ranges,
+                &Params::key_segment_ranges);
   }
   if constexpr (kHasPositions) {
-    find_ranges(&P::query_positions, &P::key_value_positions, &P::query_position_ranges,
-                &P::key_position_ranges);
+    find_ranges(&Params::query_positions, &Params::key_value_positions,
+                &Params::query_position_ranges, &Params::key_position_ranges);
   }
 }
 
 }  // namespace backward
-
-// With a mask a kernel goes ahead of all, see mask.cuh.
-extern "C" __global__ void __launch_bounds__(mask::kThreads)
-    mask_plan(const __grid_constant__ BackwardParams p) {
-  if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
-}
-
-extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads)
-    flash_backward_prepare(const __grid_constant__ BackwardParams p) {
-  backward::prepare(p);
-}

@@ -8,13 +8,10 @@
 // their number alone. Sanovar et al., LeanAttention (arXiv:2405.10480).
 #pragma once
 
+#include "cuda/runtime/families/decode_params.h"
 #include "element.cuh"
 #include "numbers.cuh"
-#include "params.h"
 #include "softmax.cuh"
-
-// Behind params.h.
-#include "decode_params.h"
 
 namespace decode {
 

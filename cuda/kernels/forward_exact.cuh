@@ -7,7 +7,6 @@
 // row is computed again, exactly as the definition has it.
 #pragma once
 
-#include "params.h"
 #include "rows.cuh"
 #include "terms.cuh"
 
@@ -26,8 +25,8 @@ __device__ __forceinline__ void take_keys(uint32& left, int (&taken)[kKeysAtOnce
 }
 
 // The values of the keys first_key + taken[i], this lane's columns; zeros for none.
-template <int kColumns>
-__device__ __forceinline__ void load_values(const ForwardParams& p, const KeyRows<kValueDim>& rows,
+template <int kColumns, class Params>
+__device__ __forceinline__ void load_values(const Params& p, const KeyRows<kValueDim>& rows,
                                             int first_key, const int (&taken)[kKeysAtOnce],
                                             float (&values)[kKeysAtOnce][kColumns]) {
   const uint16* first = static_cast<const uint16*>(p.value_data) + rows.at(first_key);
@@ -53,8 +52,8 @@ __device__ __forceinline__ bool is_open(float result, float sum) {
 // is NaN or infinite wherever the row's `result` is: then it returns true, the visible values
 // explain the result. The whole warp takes part; lane l holds columns l, l + 32, ... Most often the
 // first keys decide.
-template <int kColumns>
-__device__ __forceinline__ bool explain_nan(const ForwardParams& p, int batch, int head, int query,
+template <int kColumns, class Params>
+__device__ __forceinline__ bool explain_nan(const Params& p, int batch, int head, int query,
                                             const KeyRows<kValueDim>& value_rows, Range keys,
                                             const float (&result)[kColumns],
                                             float (&sum)[kColumns]) {
@@ -111,8 +110,8 @@ __device__ __forceinline__ float dot_rows(const void* a, int64 a_index, const vo
 
 // Softmax of those of `keys` that the query sees, times their values; the whole warp takes part.
 // Lane l holds output columns l, l + 32, ... in out; `largest` in log2 units.
-template <int kColumns>
-__device__ __forceinline__ void exact_row(const ForwardParams& p, int batch, int head, int query,
+template <int kColumns, class Params>
+__device__ __forceinline__ void exact_row(const Params& p, int batch, int head, int query,
                                           const KeyRows<kHeadDim>& key_rows,
                                           const KeyRows<kValueDim>& value_rows, Range keys,
                                           float (&out)[kColumns], float& largest, float& sum) {
@@ -134,12 +133,8 @@ __device__ __forceinline__ void exact_row(const ForwardParams& p, int batch, int
     }
     float logit = kNegativeInfinity;
     if (seen) {
-      float score[1] = {dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine))};
-      if constexpr (kHasBias) {
-        score[0] = with_bias(p, score[0], bias::at(p, batch, head, query, mine));
-      }
-      score_function<kPreScale>(p, score);
-      logit = score[0] * p.scale_log2;
+      const float score = dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine));
+      logit = score_of_pair<kPreScale>(p, batch, head, query, mine, score) * p.scale_log2;
     }
     float now = logit;
 #pragma unroll

@@ -14,8 +14,8 @@
 // A flag is kSeesAny and, for the n-th rows of the block that one warpgroup takes, kSeesAll << n.
 #pragma once
 
+#include "cuda/runtime/params.h"
 #include "numbers.cuh"
-#include "params.h"
 #include "ptx.cuh"
 #include "rows.cuh"
 

@@ -8,14 +8,27 @@
 // Three evaluators ask: the forward's fragments, whose rows are queries; the backward's fragments
 // of S^T, whose rows are keys; and rows that are computed again element by element. A term that a
 // call does not have is constexpr off. Blocks of pairs are the matter of walk.cuh.
+//
+// The constants of the generated header that say which terms there are, the same for both passes:
+//   bool kWindowLeft, kWindowRight   that side of the window is bounded (causal: right, by 0)
+//   bool kBottomRight         the last query is aligned with the last key
+//   bool kHasPositions        these are read in place of the index; kReachLeft, kReachRight: the
+//                             sides of the window then, where kWindowLeft and kWindowRight are off
+//   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks
+//   bool kHasBias, kBiasFloat32, kBiasBFloat16   its type: float32, else bfloat16, else float16
+//   bool kHasMask
+//   bool kBiasQueries, kBiasKeys, kMaskQueries, kMaskKeys   they vary with the query, the key
+//   int kBiasAlignment, kMaskAlignment   of their rows, bytes: 1 to 16
+//   bool kHasDropout          kDropsMost: the threshold as a float16 is above the infinity
+//   bool kSoftcap             tanh softcap
 #pragma once
 
 #include "bias.cuh"
+#include "cuda/runtime/params.h"
 #include "dropout.cuh"
 #include "fragment.cuh"
 #include "mask.cuh"
 #include "numbers.cuh"
-#include "params.h"
 #include "ptx.cuh"
 
 // ---- logit --------------------------------------------------------------------------------------
@@ -75,6 +88,15 @@ __device__ __forceinline__ void score_function(const Params& p, float (&scores)[
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scores[i] *= p.scale;
   }
+}
+// The same of one pair by itself.
+template <bool kScaleFirst = false, class Params>
+__device__ __forceinline__ float score_of_pair(const Params& p, int batch, int head, int query,
+                                               int key, float score) {
+  float one[1] = {score};
+  if constexpr (kHasBias) one[0] = with_bias(p, score, bias::at(p, batch, head, query, key));
+  score_function<kScaleFirst>(p, one);
+  return one[0];
 }
 // The logit's derivative by the scaled score.
 __device__ __forceinline__ float score_slope(float y) { return kSoftcap ? 1.0f - y * y : 1.0f; }

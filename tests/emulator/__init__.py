@@ -58,7 +58,7 @@ MULTIPROCESSORS = 3  # as many CTAs as machine.cc runs at a time
 def build(shared: Path) -> Path:
     """The library, made once for all processes that share a folder."""
     texts = [HERE / "machine.cc", HERE / "ptx.cc"]
-    others = [HERE / "machine.h", HERE / "api.h", *HERE.parent.glob("fake_cuda.[ch]*")]
+    others = [HERE / "machine.h", HERE / "api.h", *HERE.parent.glob("fake_*.[ch]*")]
     content = b"".join(path.read_bytes() for path in (*texts, *others))
     folder = shared / f"machine-{hashlib.sha256(content).hexdigest()[:16]}"
     shared.mkdir(parents=True, exist_ok=True)

@@ -464,7 +464,7 @@ void wait_until(Frame& f) {  // done, [barrier], parity
 const FakeMap& tensor_map(const Frame& f, uint64 address) {
   if (address % 64 != 0) fail("%s: the tensor map is not a multiple of 64", f.name());
   const auto& map = *reinterpret_cast<const FakeMap*>(address);
-  if (map.address == 0) fail("%s: an empty tensor map", f.name());
+  if (map.address == nullptr) fail("%s: an empty tensor map", f.name());
   return map;
 }
 
@@ -513,9 +513,8 @@ void visit_chunks(const Box& box, uint32 shared, const Visit& visit) {
         bool inside = true;
         for (int i = 0; i < 4; ++i) inside = inside && c[i] >= 0 && c[i] < dims(i);
         const std::int64_t elements = inside ? std::min<std::int64_t>(dims(0) - c[0], 8) : 0;
-        auto* data =
-            reinterpret_cast<unsigned char*>(map.address + 2 * c[0] + c[1] * map.strides[0] +
-                                             c[2] * map.strides[1] + c[3] * map.strides[2]);
+        auto* data = static_cast<unsigned char*>(map.address) + 2 * c[0] + c[1] * map.strides[0] +
+                     c[2] * map.strides[1] + c[3] * map.strides[2];
         visit(at, data, static_cast<uint32>(2 * elements));
       }
     }

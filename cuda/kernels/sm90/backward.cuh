@@ -23,18 +23,13 @@
 //   int kDqRowBytes           from one row of dq to the next, if half of the float32 sum of dq lies
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
-//   bool kWindowLeft, kWindowRight, kBottomRight, kSoftcap, kDeterministic
-//   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasDlse, kHasMask
-//   bool kHasPositions, kReachLeft, kReachRight   as for the forward
-//   bool kHasDbias            the bias has a gradient
-//   bool kHasBias, kBiasFloat32, kBiasBFloat16, kBiasQueries, kBiasKeys, int kBiasAlignment, and
-//   bool kMaskQueries, kMaskKeys, int kMaskAlignment   as for the forward
-//   bool kHasDropout, kDropsMost   as for the forward
+//   bool kDeterministic
+//   bool kHasDlse             lse has a gradient; kHasDbias: the bias has one
+//   the terms: see terms.cuh
 #pragma once
 
-#include "backward_finish.cuh"
-#include "backward_prepare.cuh"
 #include "sm90/backward_bias.cuh"
+#include "sm90/backward_entries.cuh"
 #include "sm90/backward_narrow.cuh"
 
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)

@@ -66,8 +66,8 @@ struct Loader {
       if (u.stop) break;
       const uint32 free = parity_of<1>(received) ^ 1;
       if (u.total == 0) {
-        ptx::barrier_wait(at(&Shared::key_empty), free);
-        ptx::barrier_wait(at(&Shared::value_empty), free);
+        wait_together(at(&Shared::key_empty), free);
+        wait_together(at(&Shared::value_empty), free);
         if (threadIdx.x % 32 == 0) {
           ptx::barrier_arrive(at(&Shared::key_full));
           ptx::barrier_arrive(at(&Shared::value_full));
@@ -79,24 +79,24 @@ struct Loader {
         if (walk.left == kAskAhead) ask_for_unit();
         const int head = u.head + walk.head, m0 = walk.m0, block = walk.block;
         const uint32 slot = stage_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
-        ptx::barrier_wait(at(&Shared::query_empty, slot), parity ^ 1);
+        wait_together(at(&Shared::query_empty, slot), parity ^ 1);
         load_queries<kHeadDim>(at(&Shared::query) + slot * kQueryBytes, p.query, p.query_data,
                                at(&Shared::minus_lse) + slot * kNumberBytes,
                                p.lse_log2 + static_cast<int64>(block) * kQueries,
                                at(&Shared::query_full, slot), head, m0, u.batch);
         // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
         if (first) {
-          ptx::barrier_wait(at(&Shared::key_empty), free);
+          wait_together(at(&Shared::key_empty), free);
           load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
         }
-        ptx::barrier_wait(at(&Shared::dout_empty, slot), parity ^ 1);
+        wait_together(at(&Shared::dout_empty, slot), parity ^ 1);
         load_queries<kValueDim>(at(&Shared::dout) + slot * kDoutBytes, p.dout, p.dout_data,
                                 at(&Shared::minus_delta) + slot * kNumberBytes,
                                 p.minus_delta + static_cast<int64>(block) * kQueries,
                                 at(&Shared::dout_full, slot), head, m0, u.batch);
         if (first) {
           first = false;
-          ptx::barrier_wait(at(&Shared::value_empty), free);
+          wait_together(at(&Shared::value_empty), free);
           load_keys<kValueDim>(u, at(&Shared::value), p.value, p.value_data,
                                at(&Shared::value_full));
         }

@@ -130,7 +130,7 @@ struct TurnPasser {
             return at(&Shared::turn_taken, stage_of<kTurns>(turn + i));
           };
           const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
-          ptx::barrier_wait(taken(part), parity(part));
+          wait_together(taken(part), parity(part));
           int end = part + 1;  // of those that one fence serves
           while (end < kTurnParts && ptx::uniform(ptx::barrier_test(taken(end), parity(end))))
             ++end;

@@ -77,6 +77,12 @@ __device__ __forceinline__ volatile Item* items(Item (Owner::*member)[kCount]) {
   return reinterpret_cast<volatile Item*>(shared_memory + offset_of(member));
 }
 
+// Waits with the whole warp, of which one lane may then arrive elsewhere: that lets others end the
+// next phase of this barrier too, and a lane that has not looked by then would wait for ever.
+__device__ __forceinline__ void wait_together(uint32 barrier, uint32 parity) {
+  ptx::barrier_wait(barrier, parity);
+  __syncwarp();
+}
 // One lane arrives for its warp, after all lanes are done.
 __device__ __forceinline__ void release(uint32 barrier) {
   __syncwarp();
@@ -125,7 +131,7 @@ struct Planner {
 
   __device__ __forceinline__ void send_unit(uint32 sent, int index) {
     const bool leader = threadIdx.x % 32 == 0;
-    ptx::barrier_wait(at(&Shared::unit_empty, stage_of<kUnits>(sent)), parity_of<kUnits>(sent) ^ 1);
+    wait_together(at(&Shared::unit_empty, stage_of<kUnits>(sent)), parity_of<kUnits>(sent) ^ 1);
     volatile UnitRecord& r = unit_record(sent);
     const bool stop = index >= unit_count(p);
     const Unit u = unit_at(p, stop ? 0 : index);
@@ -150,7 +156,6 @@ struct Planner {
     const WalkPlan walk = plan_walk(p, r, u.blocks);
     if (leader) set_walk(r, walk.first, walk.count);
     if (leader) ptx::barrier_arrive(at(&Shared::unit_full, stage_of<kUnits>(sent)));
-    __syncwarp();
   }
 
   // Hands out units until there are no more. A unit is taken when the one before nears its end, not

@@ -11,9 +11,8 @@
 #pragma once
 
 #include "backward_exact.cuh"
-#include "backward_finish.cuh"
-#include "backward_prepare.cuh"
 #include "sm90/backward_bias.cuh"
+#include "sm90/backward_entries.cuh"
 #include "sm90/backward_load.cuh"
 #include "sm90/backward_scores.cuh"
 

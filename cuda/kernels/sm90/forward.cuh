@@ -14,17 +14,8 @@
 //   int kStages               K and V buffers each
 //   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
-//   bool kWindowLeft, kWindowRight   that side of the window is bounded (causal: right, by 0)
-//   bool kHasPositions        these are read in place of the index; kReachLeft, kReachRight: the
-//                             sides of the window then, where kWindowLeft and kWindowRight are off
-//   bool kBottomRight         the last query is aligned with the last key
-//   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks, kHasMask
-//   bool kHasBias, kBiasFloat32, kBiasBFloat16   its type: float32, else bfloat16, else float16
-//   bool kBiasQueries, kBiasKeys, int kBiasAlignment   as for the mask
-//   bool kMaskQueries, kMaskKeys   the mask varies with the query, the key
-//   int kMaskAlignment        of its rows, bytes: 1 to 16
-//   bool kHasDropout          kDropsMost: the threshold as a float16 is above the infinity
-//   bool kSoftcap             tanh softcap; kPreScale: scale before the maximum (scale <= 0)
+//   the terms: see terms.cuh
+//   bool kPreScale            scale before the maximum (scale <= 0)
 //   bool kDynamic             units from an atomic counter, else static
 //   bool kPingPong            warpgroups take turns at the tensor cores
 //   bool kDrains              the registers of the weights are free before a softmax: the product

@@ -3,9 +3,9 @@
 // The constants it is specialised by are listed in forward.cuh. Read forward_walk.cuh next.
 #pragma once
 
+#include "cuda/runtime/families/sm90_params.h"
 #include "forward_exact.cuh"
 #include "fragment.cuh"
-#include "params.h"
 #include "rows.cuh"
 #include "sm90/key_blocks.cuh"
 #include "sm90/products.cuh"

@@ -10,15 +10,12 @@
 #include <string>
 
 #include "cuda/runtime/driver.h"
+#include "cuda/runtime/families/decode_params.h"
 #include "cuda/runtime/launch.h"
-#include "cuda/runtime/params.h"
 #include "cuda/runtime/session.h"
 #include "cuda/runtime/workspaces.h"
 #include "ffi/operands.h"
 #include "xla/ffi/api/ffi.h"
-
-// Behind params.h.
-#include "cuda/runtime/families/decode_params.h"
 
 namespace jax_flash {
 

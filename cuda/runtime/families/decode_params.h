@@ -1,7 +1,9 @@
 // What the handler of decoding hands to its kernels. Plain C++ for both compilers; what a kernel is
 // specialised by is not here but in the constants of the generated header: see the list in
-// cuda/kernels/sm90/decode.cuh. Needs params.h ahead of it, which the two find by other names.
+// cuda/kernels/sm90/decode.cuh.
 #pragma once
+
+#include "cuda/runtime/params.h"
 
 // flash_decode and flash_decode_merge, one after the other on one stream: grid = ctas each, those
 // of a part side by side, parts * kv_heads * row_groups of them.

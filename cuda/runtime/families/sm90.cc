@@ -1,6 +1,6 @@
 // Reads a custom call, fills the kernel's parameters, launches. Decides nothing: what depends on
-// measurements arrives as attributes from jax_flash/_gpu/sm90.py. Read next: params.h; jit.h for
-// the compiler, cuda/kernels/sm90/forward.cuh for the device code.
+// measurements arrives as attributes from jax_flash/_gpu/sm90.py. Read next: sm90_params.h; jit.h
+// for the compiler, cuda/kernels/sm90/forward.cuh for the device code.
 
 #include "cuda/runtime/families/sm90.h"
 
@@ -12,8 +12,8 @@
 #include <string>
 
 #include "cuda/runtime/driver.h"
+#include "cuda/runtime/families/sm90_params.h"
 #include "cuda/runtime/launch.h"
-#include "cuda/runtime/params.h"
 #include "cuda/runtime/session.h"
 #include "cuda/runtime/workspaces.h"
 #include "ffi/operands.h"
@@ -466,8 +466,8 @@ auto BindBackward() {
 
 }  // namespace
 
-std::string ParamsAssertions() {
-  const std::string why = ", \"params.h differs from that of the compiled module\");\n";
+std::string Sm90ParamsAssertions() {
+  const std::string why = ", \"sm90_params.h differs from that of the compiled module\");\n";
   return "static_assert(sizeof(ForwardParams) == " + std::to_string(sizeof(ForwardParams)) + why +
          "static_assert(sizeof(BackwardParams) == " + std::to_string(sizeof(BackwardParams)) + why;
 }

@@ -10,8 +10,8 @@
 
 namespace jax_flash {
 
-// Assertions to compile with the kernels: their params.h is that of this module.
-std::string ParamsAssertions();
+// Assertions to compile with the kernels: their sm90_params.h is that of this module.
+std::string Sm90ParamsAssertions();
 
 }  // namespace jax_flash
 

@@ -1,0 +1,142 @@
+// Arguments of the kernels in cuda/kernels/sm90 and of the headers that they share.
+//
+// The handlers (sm90.cc) fill every field; a pointer whose term is absent is null and never read.
+// What a kernel is specialised for (element type, head dims, tiles, which terms exist) is not here
+// but in the constants of the generated header: see the list in cuda/kernels/sm90/forward.cuh.
+#pragma once
+
+#include "cuda/runtime/params.h"
+
+// flash_forward: grid = (number of CTAs), block = 128 * (kConsumers + 1) threads, dynamic shared
+// memory = ForwardTiling.shared_bytes (jax_flash/_gpu/sm90.py).
+struct ForwardParams {
+  // Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B), strides
+  // in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 256 B, zero fill.
+  // Empty without kTmaLoads.
+  TensorMap query;  // [B, T, N, H]  box (64, kPackedHeads, 64 / kPackedHeads, 1)
+  TensorMap key;    // [B, S, K, H]  box (64, 1, kBlockKV, 1)
+  TensorMap value;  // [B, S, K, Hv] box (64, 1, kBlockKV, 1)
+
+  // The same arrays, for loads without TMA and for rows that are computed again without tensor
+  // cores, because values hidden from them are not finite.
+  const void* query_data;  // [B, T, N, H]
+  const void* key_data;    // [B, S, K, H]
+  const void* value_data;  // [B, S, K, Hv]
+  void* out;               // [B, T, N, Hv] element type of the query
+  float* lse;              // [B, N, T] natural logarithm
+
+  const int* query_lengths;       // [B]
+  const int* key_value_lengths;   // [B]
+  const int* query_segments;      // [B, T]
+  const int* key_value_segments;  // [B, S]
+  Broadcast bias;                 // only with kHasBias
+  Mask mask;                      // only with kHasMask
+  const float* sinks;             // [B or 1, N]
+  long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
+  const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
+
+  // Workspace. unit_counter: one int, zero at launch, only with kDynamic (with kHasSegments
+  // segment_ranges zeroes it). Only with kHasSegments, written by the kernels segment_ranges and
+  // segment_plan that run first on the same stream: segment_ranges, int2[B * ceil(S / kBlockKV)],
+  // and segment_plan, int4[B * query_blocks * kConsumers].
+  int* unit_counter;
+  int* segment_ranges;
+  int* segment_plan;
+
+  int batch;            // B
+  int query_len;        // T
+  int kv_len;           // S
+  int query_heads;      // N
+  int kv_heads;         // K
+  int query_blocks;     // ceil(T * kPackedHeads / (64 * kConsumers))
+  int l2_heads;         // heads (of B * N / kPackedHeads) that the schedule walks together, >= 1
+  int window_left;      // keys visible left of the aligned position, < 2^30; only with kWindowLeft
+  int window_right;     // the same on the right; causal is 0; only with kWindowRight
+  float scale;          // of the logits, before the softcap
+  float scale_log2;     // log2(e) * (scale, the cap with kSoftcap, or 1 with kPreScale or kHasBias)
+  float softcap_inner;  // scale / cap, only with kSoftcap
+  float softcap_bias;   // 1 / cap, only with kSoftcap and kHasBias
+  unsigned dropout_threshold;  // rate * 2^15, in both halves; below it a weight is dropped
+  float dropout_scale;         // 1 / (1 - rate)
+
+  // Only with kHasPositions, where the sides of the window are uint32. The ranges, smallest and
+  // largest position of a block of keys and of a warpgroup's rows, are written by position_ranges.
+  const int* query_positions;      // [B, T]
+  const int* key_value_positions;  // [B, S]
+  int* key_position_ranges;        // [B, ceil(S / kBlockKV), 2]
+  int* query_position_ranges;      // [B, query_blocks * kConsumers, 2]
+};
+
+// The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
+// on one stream, each with these parameters. Grids, blocks and workspace sizes: sm90/backward.cuh.
+struct BackwardParams {
+  // Rank-4 maps as for the forward.
+  TensorMap query;   // [B, T, N, H]  box (64, 1, kBlockQ, 1)
+  TensorMap key;     // [B, S, K, H]  box (64, 1, kBlockKV, 1)
+  TensorMap value;   // [B, S, K, Hv] box (64, 1, kBlockKV, 1)
+  TensorMap dout;    // [B, T, N, Hv] box (64, 1, kBlockQ, 1)
+  TensorMap dkey;    // [B, S, K, H]  box (64, 1, 64, 1), written by the kernel for heads up to 128
+  TensorMap dvalue;  // [B, S, K, Hv] box (64, 1, 64, 1), written
+
+  // The same arrays, for loads without TMA and for rows that are computed again without tensor
+  // cores, because values hidden from them are not finite.
+  const void* query_data;  // [B, T, N, H]
+  const void* key_data;    // [B, S, K, H]
+  const void* value_data;  // [B, S, K, Hv]
+  const void* out_data;    // [B, T, N, Hv]
+  const void* dout_data;   // [B, T, N, Hv]
+  const float* lse;        // [B, N, T] natural logarithm
+  const float* dlse;       // [B, N, T], only with kHasDlse
+  void* dquery;            // [B, T, N, H]
+  void* dkey_data;         // [B, S, K, H]   the arrays of the maps dkey and dvalue
+  void* dvalue_data;       // [B, S, K, Hv]
+  void* dbias;             // of the bias's shape and type, only with kHasDbias
+
+  const int* query_lengths;       // [B]
+  const int* key_value_lengths;   // [B]
+  const int* query_segments;      // [B, T]
+  const int* key_value_segments;  // [B, S]
+  Broadcast bias;                 // only with kHasBias
+  Mask mask;                      // only with kHasMask
+  const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
+
+  // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kBlockQ) query
+  // blocks.
+  float* lse_log2;     // [B, N, Q * kBlockQ]: -lse * log2(e), -inf on rows that see nothing
+  float* minus_delta;  // [B, N, Q * kBlockQ]: dlse - rowsum(out * dout)
+  float* dq_sum;       // [B, N, Q * kBlockQ, 64 * ceil(H / 64)] in the order of fragments, or
+                       // with kDqRowBytes [B, T, N, H / 2], the other half in `dquery`; with
+                       // kDeterministic the first unit writes it
+  int* next_unit;      // [1]
+  int* turns;          // [B, N, Q, kTurnParts], only with kDeterministic
+  int* query_segment_ranges;  // [B, Q, 2] smallest and largest id, only with kHasSegments
+  int* key_segment_ranges;    // [B, ceil(S / kBlockKV), 2], likewise
+  float* dbias_sum;           // [dbias_parts, bias_elements], only with several parts
+  int* marks;  // [B, K, ceil(S / kBlockKV), kBlockKV / 16, 2]: are 16 rows of dk, dv not all finite
+
+  long long bias_elements;  // of the bias: batch rows * heads * queries * keys that it has
+  int bias_batches;         // batch rows that it has: B or 1
+  int bias_heads;           // N or 1
+  int dbias_parts;          // CTAs that share the sums of one of its blocks
+
+  int batch;        // B
+  int query_len;    // T
+  int kv_len;       // S
+  int query_heads;  // N
+  int kv_heads;     // K
+  int l2_heads;     // heads (of B * K) that the schedule walks together, >= 1
+  int window_left;  // as for the forward
+  int window_right;
+  float scale;                 // of the logits, before the softcap
+  float scale_log2;            // log2(e) * (scale, the cap with kSoftcap, or 1 with kHasBias)
+  float softcap_inner;         // scale / cap, only with kSoftcap
+  float softcap_bias;          // 1 / cap, only with kSoftcap and kHasBias
+  unsigned dropout_threshold;  // rate * 2^15, in both halves; below it a weight is dropped
+  float dropout_scale;         // 1 / (1 - rate)
+
+  // As for the forward; the ranges are of blocks, written by flash_backward_prepare.
+  const int* query_positions;
+  const int* key_value_positions;
+  int* key_position_ranges;    // [B, ceil(S / kBlockKV), 2]
+  int* query_position_ranges;  // [B, Q, 2]
+};
