@@ -16,7 +16,10 @@ from jax_flash._problem import Shapes
 
 __all__ = ["FAMILIES", "Family", "GpuSpec", "Plan", "choose", "plan", "refuse", "spec"]
 
-FAMILIES: tuple[Family, ...] = (sm90.Sm90(), decode.Decode90())  # the first that runs a pass is taken
+FAMILIES: tuple[Family, ...] = (
+    sm90.Sm90(),
+    decode.Decode90(),
+)  # the first that runs a pass is taken
 
 
 def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._call import Call
+from jax_flash._gpu.constants import known, problem_constants
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.sm90 import _known as known
-from jax_flash._gpu.sm90 import _problem_constants as problem_constants
 from jax_flash._problem import Problem, Shapes
 
 _WARPS = 4  # that compute, kWarps in cuda/kernels/decode_schedule.cuh
@@ -148,35 +147,43 @@ class DecodeTiling:
         }
 
 
-_SHARED = 227 << 10  # of a multiprocessor, but for 1 KB that each CTA takes beside its own
 _MULTIPROCESSORS = 132  # where the GPU is not known
 
 
 def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     """Chooses the tiling for a call that the family does not refuse."""
     rows = known(shapes.q_len, 1) * known(shapes.q_heads // max(shapes.kv_heads, 1), 1)
-    row_tiles = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
-    shares = max(known(shapes.kv_heads, 1), 1) * -(-rows // (16 * row_tiles))
-    widest = max(shapes.head_dim, shapes.value_dim)
-    block_kv = 128 if widest <= 64 else 64
+    most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
+    tilings = [
+        _tiling(call, shapes, gpu, row_tiles, resident)
+        for row_tiles in (4, 2, 1)
+        for resident in (2, 1)
+        if row_tiles <= most
+    ]
+    # While a block is multiplied others have to be on their way.
+    return next((x for x in tilings if x.stages >= 2), max(tilings, key=lambda x: x.stages))
+
+
+def _tiling(call: Any, shapes: Shapes, gpu: GpuSpec, row_tiles: int, resident: int) -> DecodeTiling:
+    """Makes a tiling with as many stages as there is room for, or none."""
+    block_kv = 128 if max(shapes.head_dim, shapes.value_dim) <= 64 else 64
     size = shapes.page_size if call.paged else None
-    box_rows = block_kv if size is None else math.gcd(size, block_kv) if size else block_kv
-    resident = 2 if widest <= 128 else 1
+    rows = known(shapes.q_len, 1) * known(shapes.q_heads // max(shapes.kv_heads, 1), 1)
+    shares = max(known(shapes.kv_heads, 1), 1) * -(-rows // (16 * row_tiles))
     tiling = DecodeTiling(
         shapes.head_dim,
         shapes.value_dim,
         values_in_keys=call.value_dim is not None,
         row_tiles=row_tiles,
         block_kv=block_kv,
-        stages=1,
-        box_rows=box_rows,
+        stages=0,
+        box_rows=math.gcd(size, block_kv) if size else block_kv,
         parts=max(1, (gpu.sms or _MULTIPROCESSORS) * resident // shares),
         shares=shares,
         resident=resident,
     )
-    # As many blocks in flight as there is room for.
-    room = (_SHARED // resident) - 1024
-    stages = 1
-    while dataclasses.replace(tiling, stages=stages + 1).shared_bytes <= room:
-        stages += 1
-    return dataclasses.replace(tiling, stages=stages)
+    # Each CTA takes 1 KB beside its own.
+    room = ((gpu.shared_bytes + 1024) // resident) - 1024
+    one = dataclasses.replace(tiling, stages=1).shared_bytes
+    two = dataclasses.replace(tiling, stages=3).shared_bytes
+    return dataclasses.replace(tiling, stages=max(0, 1 + 2 * (room - one) // (two - one)))

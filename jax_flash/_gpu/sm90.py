@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._call import Call
+from jax_flash._gpu.constants import alignment, bytes_of_bias, is_one, known, problem_constants
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Problem, Shapes, TermShape
@@ -172,7 +173,7 @@ class ForwardTiling:
         """Returns the constants that the kernel is compiled with, by name."""
         producer_registers, consumer_registers = self.registers
         return {
-            **_problem_constants(problem, shapes),
+            **problem_constants(problem, shapes),
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kTmaLoads": self.tma_loads,
@@ -291,17 +292,17 @@ class BackwardTiling:
         if bias is None:
             return _float32(0, 0)
         sizes = (bias.batch, bias.heads, bias.queries, bias.keys)
-        query_blocks = _blocks(_known(shapes.q_len, 1), self.block_q)
-        key_blocks = _blocks(_known(shapes.kv_len, 1), self.block_kv)
+        query_blocks = _blocks(known(shapes.q_len, 1), self.block_q)
+        key_blocks = _blocks(known(shapes.kv_len, 1), self.block_kv)
         own = math.prod(
-            1 if _is_one(size) else count
+            1 if is_one(size) else count
             for size, count in zip(
                 sizes,
-                (_known(shapes.batch, 1), _known(shapes.q_heads, 1), query_blocks, key_blocks),
+                (known(shapes.batch, 1), known(shapes.q_heads, 1), query_blocks, key_blocks),
                 strict=True,
             )
         )
-        pairs = _known(shapes.batch, 1) * _known(shapes.q_heads, 1) * query_blocks * key_blocks
+        pairs = known(shapes.batch, 1) * known(shapes.q_heads, 1) * query_blocks * key_blocks
         # Two CTAs for each of 132 multiprocessors; of more blocks than half as many, one each.
         parts = 1 if 2 * own > _CTAS else max(1, min(pairs // own, -(-_CTAS // own)))
         return _float32(parts, math.prod(sizes) if parts > 1 else 0)
@@ -309,7 +310,7 @@ class BackwardTiling:
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, but for kHasDlse."""
         return {
-            **_problem_constants(problem, shapes),
+            **problem_constants(problem, shapes),
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kTmaLoads": self.tma_loads,
@@ -332,7 +333,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     """Chooses the forward kernel's tiling for a problem that the family does not refuse."""
     dims = (shapes.head_dim, shapes.value_dim)
     widest = max(dims)
-    length = _known(shapes.q_len, 4096)
+    length = known(shapes.q_len, 4096)
     causal = problem.window[1] is not None
     plain = not problem.terms and problem.softcap is None and problem.window[0] is None
     # Units of one length need no counter: without its memset 4% faster at T 512; in long calls
@@ -347,7 +348,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
     l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if causal else 1
     # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
-    bias_bytes = _bias_bytes(shapes.bias)
+    bias_bytes = bytes_of_bias(shapes.bias)
     beside = bias_bytes > 0 and (shapes.mask or drops)
     # The ends of what a row sees by positions, beside the ids of a block or its bits.
     placed = "query_positions" in problem.terms
@@ -401,7 +402,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
         return tiling(block_kv=widest_block, consumers=2, stages=3, dynamic=dynamic)
     block_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
     # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
-    if not plain or _known(shapes.kv_len, 4096) <= 512:
+    if not plain or known(shapes.kv_len, 4096) <= 512:
         block_kv = min(block_kv, {0: 48 if full else 64, 2: 48, 4: 32}[bias_bytes])
     return tiling(block_kv=block_kv, consumers=2, dynamic=dynamic)
 
@@ -462,7 +463,7 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes) -> int:
     unequal length (causal) and spread those that wait for each other (deterministic). The factors
     are the fastest of 0.125 to 8 on an H200, 16k tokens, model dim 2048 (docs/tuning.md).
     """
-    queries = _known(shapes.q_len, 4096)
+    queries = known(shapes.q_len, 4096)
     causal = problem.window[1] is not None
     widest = max(shapes.head_dim, shapes.value_dim)
     group = _group(shapes)
@@ -482,30 +483,25 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes) -> int:
     else:
         heads = fitting // 4
     heads = max(1, heads)
-    return min(heads, _known(shapes.batch, heads) * shapes.kv_heads)
+    return min(heads, known(shapes.batch, heads) * shapes.kv_heads)
 
 
 def _l2_heads(shapes: Shapes) -> int:
     """Counts the query heads whose keys and values fit in L2 together."""
-    bytes_per_head = 2 * _known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
+    bytes_per_head = 2 * known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
     fitting = max(1, _L2_SHARE // bytes_per_head)
-    kv_heads = min(fitting, _known(shapes.batch, fitting) * shapes.kv_heads)
+    kv_heads = min(fitting, known(shapes.batch, fitting) * shapes.kv_heads)
     return kv_heads * _group(shapes)
 
 
 def _group(shapes: Shapes) -> int:
     """Counts the query heads that read one kv head."""
-    return _known(shapes.q_heads // shapes.kv_heads, 1)
+    return known(shapes.q_heads // shapes.kv_heads, 1)
 
 
 def _tma_loads(shapes: Shapes) -> bool:
     """Tells whether TMA can load the rows: they are multiples of 16 bytes apart."""
     return shapes.head_dim % 8 == 0 and shapes.value_dim % 8 == 0
-
-
-def _known(size: Any, otherwise: int) -> int:
-    """Returns a size, or a typical one in its place where jax.export left it symbolic."""
-    return size if isinstance(size, int) else otherwise
 
 
 def _boxes(dim: int) -> int:
@@ -541,64 +537,12 @@ def _mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.S
 
 def _words(length: Any, block: int) -> int:
     """Counts the 32-bit words for the columns of a block that one thread loads at once."""
-    return 1 if _is_one(length) or block <= 32 else 2 if block <= 64 else 4
-
-
-def _bias_bytes(bias: TermShape | None) -> int:
-    """Returns the bytes of an element, 0 without a bias."""
-    return 0 if bias is None else 4 if bias.dtype == "float32" else 2
+    return 1 if is_one(length) or block <= 32 else 2 if block <= 64 else 4
 
 
 def _is_ragged(bias: TermShape | None) -> bool:
     """Tells whether four elements of a bias take more than one load: rows are not so aligned."""
-    return bias is not None and _alignment(bias.keys, _bias_bytes(bias)) < 4 * _bias_bytes(bias)
-
-
-def _is_one(size: Any) -> bool:
-    """Tells whether a term does not vary along a dim; a symbolic size may be any."""
-    return isinstance(size, int) and size == 1
-
-
-def _alignment(length: Any, size: int) -> int:
-    """Returns the bytes, 16 at most, to which all rows of items of `size` bytes are aligned."""
-    return math.gcd(length * size, 16) if isinstance(length, int) else size
-
-
-# The kernels compare draws of 15 bits as float16, another way where the threshold would be NaN.
-_LARGEST_FLOAT16_RATE = 0x7C00 / 2**15
-
-
-def _problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
-    left, right = problem.window
-    positions = "query_positions" in problem.terms
-    mask, bias = shapes.mask, shapes.bias
-    bias_type = None if bias is None else bias.dtype
-    return {
-        "kBFloat16": problem.dtype == "bfloat16",
-        "kWindowLeft": left is not None and not positions,
-        "kWindowRight": right is not None and not positions,
-        "kHasPositions": positions,
-        "kReachLeft": left is not None and positions,
-        "kReachRight": right is not None and positions,
-        "kBottomRight": problem.bottom_right,
-        "kHasQueryLengths": "query_lengths" in problem.terms,
-        "kHasKeyValueLengths": "key_value_lengths" in problem.terms,
-        "kHasSegments": "query_segments" in problem.terms,
-        "kHasSinks": "sinks" in problem.terms,
-        "kHasBias": bias is not None,
-        "kBiasFloat32": bias_type == "float32",
-        "kBiasBFloat16": bias_type == "bfloat16",
-        "kBiasQueries": bias is not None and not _is_one(bias.queries),
-        "kBiasKeys": bias is not None and not _is_one(bias.keys),
-        "kBiasAlignment": 2 if bias is None else _alignment(bias.keys, _bias_bytes(bias)),
-        "kHasMask": mask is not None,
-        "kMaskQueries": mask is not None and not _is_one(mask.queries),
-        "kMaskKeys": mask is not None and not _is_one(mask.keys),
-        "kMaskAlignment": 1 if mask is None else _alignment(mask.keys, 1),
-        "kHasDropout": "dropout_state" in problem.terms,
-        "kDropsMost": problem.dropout_rate > _LARGEST_FLOAT16_RATE,
-        "kSoftcap": problem.softcap is not None,
-    }
+    return bias is not None and alignment(bias.keys, bytes_of_bias(bias)) < 4 * bytes_of_bias(bias)
 
 
 def _blocks(length: Any, block: int) -> Any:
