@@ -23,13 +23,13 @@ struct RunningMaximum {
 inline constexpr int kSumsPitch = kValueColumns + 8;
 inline constexpr int kCopies = kSplitsColumns ? 1 : kKeyParts;  // of a row of values
 struct Sums {
-  float values[kRowTiles * kCopies][16][kSumsPitch];
+  float values[kHeads * kRowTiles * kCopies][16][kSumsPitch];
   float base[kWarps][16];
   float total[kWarps][16];
 };
 // What warps exchange for every block.
 struct Exchange {
-  unsigned char weights[kBlockKV / kBoxColumns * kUnitRows * kBoxRowBytes];  // a tile
+  unsigned char weights[ceil_div(kBlockKV, kBoxColumns) * kShareRows * kBoxRowBytes];  // a tile
   float largest[kWarps][16];
 };
 
@@ -56,9 +56,9 @@ struct Attend {
   const DecodeParams& p;
   const Unit& unit;
   const Share& share;
-  uint32 queries;      // tile of kUnitRows
+  uint32 queries;      // tile of kShareRows
   Exchange* exchange;  // with kSplitsColumns
-  int tile, part;      // this warp's rows and keys, of kRowTiles and kKeyParts
+  int tile, part;      // this warp's rows and keys, of kHeads * kRowTiles and kKeyParts
 
   SoftmaxState<RunningMaximum> state;
   float output[kOwnColumns / 2];
@@ -73,8 +73,8 @@ struct Attend {
     for (int i = 0; i < 2; ++i) {
       state.base[i] = kNoBase;
       state.sum[i] = 0.0f;
-      const int row = share.first_row() + tile * 16 + threadIdx.x % 32 / 4 + i * fragment::kRowStep;
-      const int position = first + min(row / (p.query_heads / p.kv_heads), p.query_len - 1);
+      const Place place(p, share, tile * 16 + threadIdx.x % 32 / 4 + i * fragment::kRowStep);
+      const int position = first + min(place.query, p.query_len - 1);
       seen[i] = {first_seen(p, position), position + 1};
     }
     seen_by_all = {first_seen(p, unit.length - 1), first + 1};
@@ -87,7 +87,7 @@ struct Attend {
     return kSplitsColumns ? part * kOwnColumns : 0;
   }
 
-  // A block of positions from `first` on; keys and values are tiles of kBlockKV rows.
+  // A block of positions from `first` on; keys and values are tiles of kBlockKV rows of its head.
   __device__ __forceinline__ void add_block(uint32 keys, uint32 values, int first) {
     const int lane = threadIdx.x % 32;
     const bool is_partial = first < seen_by_all.begin || first + kBlockKV > seen_by_all.end;
@@ -100,7 +100,7 @@ struct Attend {
 #pragma unroll
     for (int step = 0; step < ceil_div(kHeadDim, 16); ++step) {
       uint32 a[4];
-      ptx::load_matrix_x4(chunk_address<kUnitRows>(queries, query, 2 * step + lane / 16), a);
+      ptx::load_matrix_x4(chunk_address<kShareRows>(queries, query, 2 * step + lane / 16), a);
 #pragma unroll
       for (int j = 0; j < kPartKeys / 16; ++j) {
         uint32 b[4];
@@ -189,7 +189,7 @@ struct Attend {
       for (int i = 0; i < 4; ++i) {
         const int row = tile * 16 + lane / 4 + i % 2 * fragment::kRowStep;
         const int chunk = part * (kPartKeys / 8) + 2 * j + i / 2;
-        ptx::store_shared(chunk_address<kUnitRows>(to, row, chunk) + lane % 4 * 4, weights[j][i]);
+        ptx::store_shared(chunk_address<kShareRows>(to, row, chunk) + lane % 4 * 4, weights[j][i]);
       }
     }
   }
@@ -205,7 +205,7 @@ struct Attend {
       if constexpr (kSplitsColumns) {
         const uint32 from = ptx::shared_address(exchange->weights);
         ptx::load_matrix_x4(
-            chunk_address<kUnitRows>(from, tile * 16 + lane % 16, 2 * j + lane / 16), weights);
+            chunk_address<kShareRows>(from, tile * 16 + lane % 16, 2 * j + lane / 16), weights);
       } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) weights[i] = own[j][i];
@@ -298,9 +298,10 @@ struct Attend {
 __device__ __forceinline__ void add_up(const DecodeParams& p, const Unit& unit, const Share& share,
                                        const Sums& sums, int thread, bool is_whole, bool is_first) {
   constexpr int kPieces = kValueColumns / 4;
-  const int rows = min(kUnitRows, rows_of_head(p) - share.first_row());
-  for (int i = thread; i < rows * kPieces; i += kWarps * 32) {
+  for (int i = thread; i < kShareRows * kPieces; i += kWarps * 32) {
     const int row = i / kPieces, column = (i - row * kPieces) * 4;
+    const Place place(p, share, row);
+    if (!place.exists(p)) continue;
     const int warp = row / 16 * kKeyParts;
     float base = kNoBase, total = 0.0f;
 #pragma unroll
@@ -321,7 +322,6 @@ __device__ __forceinline__ void add_up(const DecodeParams& p, const Unit& unit, 
       sum.w = fmaf(values.w, weight, sum.w);
     }
     if (is_whole) {
-      const Place place(p, share.kv_head, share.first_row() + row);
       const Conclusion end = conclude(p, base, total, unit.batch, place.head);
       store_out(p, unit, place, column, sum, end.factor);
       if (column == 0) store_lse(p, unit, place, end.lse);

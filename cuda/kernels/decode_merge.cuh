@@ -13,14 +13,14 @@ inline constexpr int kMergeAtOnce = 8;  // parts whose loads are under way
 __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& line,
                                            const Unit& unit, const Share& share) {
   constexpr int kPieces = kValueColumns / 4;
-  const int shares = p.kv_heads * p.row_groups;
   const int first_part = line.part_of(unit.start), last_part = line.part_of(unit.end() - 1);
-  const int first_cta = blockIdx.x + (first_part - share.part) * shares;
+  const int first_cta = blockIdx.x + (first_part - share.part) * p.shares;
   const int count = last_part - first_part + 1;
   const bool begins = line.begin_of(first_part) == unit.start;  // else it is not that CTA's first
-  const int rows = min(kUnitRows, rows_of_head(p) - share.first_row());
-  for (int i = threadIdx.x; i < rows * kPieces; i += kMergeThreads) {
+  for (int i = threadIdx.x; i < kShareRows * kPieces; i += kMergeThreads) {
     const int row = i / kPieces, column = (i - row * kPieces) * 4;
+    const Place place(p, share, row);
+    if (!place.exists(p)) continue;
     float base = kNoBase, total = 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int at = 0; at < count; at += kMergeAtOnce) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& li
         values[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (at + j >= count) continue;
         const int64 from =
-            partial_row(first_cta + (at + j) * shares, begins || at + j > 0, row);
+            partial_row(first_cta + (at + j) * p.shares, begins || at + j > 0, row);
         of[j] = reinterpret_cast<const float2*>(p.partial_rows)[from];
         values[j] = *reinterpret_cast<const float4*>(p.partial_out + from * kValueColumns + column);
       }
@@ -53,7 +53,6 @@ __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& li
         sum.w = fmaf(values[j].w, weight, sum.w);
       }
     }
-    const Place place(p, share.kv_head, share.first_row() + row);
     const Conclusion end = conclude(p, base, total, unit.batch, place.head);
     store_out(p, unit, place, column, sum, end.factor);
     if (column == 0) store_lse(p, unit, place, end.lse);

@@ -2,8 +2,8 @@
 //
 // A unit is what some query rows of a batch row and kv head (of its group, at T positions) have to
 // see: blocks of kBlockKV positions. The blocks of all batch rows stand in one line, cut into equal
-// parts, whatever the lengths: stream-K. A CTA has one part for one kv head (and group of query
-// rows); neighbours have the other heads, whose keys lie beside its own. A unit that several parts
+// parts, whatever the lengths: stream-K. A CTA has one part for kHeads kv heads, whose keys lie side
+// by side in memory, and for some of their query rows. A unit that several parts
 // share is merged by decode_merge.cuh, in their order. Where parts end depends on lengths and on
 // their number alone. Sanovar et al., LeanAttention (arXiv:2405.10480).
 #pragma once
@@ -15,10 +15,13 @@
 
 namespace decode {
 
-inline constexpr int kWarps = 4;                      // that compute
-inline constexpr int kKeyParts = kWarps / kRowTiles;  // warps that share a block for the same rows
+inline constexpr int kWarps = 4;  // that compute
+// Warps that share a block for the same rows.
+inline constexpr int kKeyParts = kWarps / (kRowTiles * kHeads);
 inline constexpr int kPartKeys = kBlockKV / kKeyParts;
-inline constexpr int kUnitRows = 16 * kRowTiles;
+inline constexpr int kHeadRows = 16 * kRowTiles;        // of a kv head, of a CTA
+inline constexpr int kShareRows = kHeads * kHeadRows;
+static_assert(kKeyParts * kRowTiles * kHeads == kWarps);
 inline constexpr int kValueColumns = round_up(kValueDim, 16);
 // A row of weighted values that is more than a warp has registers for: then the warps that share a
 // block exchange their weights, and each has a part of the columns.
@@ -48,18 +51,18 @@ __device__ __forceinline__ Range blocks_of(const DecodeParams& p, int length) {
 
 // What a CTA has of every batch row, by its number: CTAs of one part stand side by side.
 struct Share {
-  int kv_head, row_group;
+  int kv_head;  // the first of its kHeads
+  int row_group;
   int part;  // of the line
   __device__ __forceinline__ explicit Share(const DecodeParams& p) {
-    const int shares = p.kv_heads * p.row_groups;
     const int cta = blockIdx.x;
-    part = cta / shares;
-    const int index = cta - part * shares;
-    kv_head = index / p.row_groups;
-    row_group = index - kv_head * p.row_groups;
+    part = cta / p.shares;
+    const int index = cta - part * p.shares, heads = index / p.row_groups;
+    kv_head = heads * kHeads;
+    row_group = index - heads * p.row_groups;
   }
-  // The first of its query rows, among those of the kv head.
-  __device__ __forceinline__ int first_row() const { return row_group * kUnitRows; }
+  // The first of its query rows, among those of a kv head.
+  __device__ __forceinline__ int first_row() const { return row_group * kHeadRows; }
 };
 
 // A batch row in the line.
@@ -139,24 +142,24 @@ struct Line {
   }
 };
 
-// Row `row` of a kv head's: query row / group, head row % group of the group.
+// Row `row` of kShareRows: those of a kv head are its group's heads at query 0, then at query 1.
 struct Place {
-  int query, head;  // among all query heads
-  __device__ __forceinline__ Place(const DecodeParams& p, int kv_head, int row) {
-    const int group = p.query_heads / p.kv_heads;
-    query = row / group;
-    head = kv_head * group + row - query * group;
+  int query, head;  // among all query heads; query T and more are none
+  __device__ __forceinline__ Place(const DecodeParams& p, const Share& share, int row) {
+    const int group = p.query_heads / p.kv_heads, of_head = share.first_row() + row % kHeadRows;
+    query = of_head / group;
+    head = (share.kv_head + row / kHeadRows) * group + of_head - query * group;
+  }
+  __device__ __forceinline__ bool exists(const DecodeParams& p) const {
+    return query < p.query_len;
   }
 };
-__device__ __forceinline__ int rows_of_head(const DecodeParams& p) {
-  return p.query_len * (p.query_heads / p.kv_heads);
-}
 
 // Where a CTA leaves what it found of a unit that it shares, in partial_rows and, times
 // kValueColumns, in partial_out. There are two such units at most, of three the second would be all
 // its own: that with which the part begins, and another.
 __device__ __forceinline__ int64 partial_row(int cta, bool is_first, int row) {
-  return (static_cast<int64>(cta) * 2 + (is_first ? 0 : 1)) * kUnitRows + row;
+  return (static_cast<int64>(cta) * 2 + (is_first ? 0 : 1)) * kShareRows + row;
 }
 
 // What the sums of a row come to.

@@ -75,7 +75,8 @@ class DecodeTiling:
     head_dim: int
     value_dim: int
     values_in_keys: bool
-    row_tiles: int  # of 16 query rows in a unit: 1, 2 or 4
+    heads: int  # kv heads of a CTA
+    row_tiles: int  # of 16 query rows, of each; heads * row_tiles: 1, 2 or 4
     block_kv: int  # positions of a block
     stages: int  # blocks in flight
     box_rows: int  # positions that TMA loads at once: in one page for sure
@@ -91,16 +92,17 @@ class DecodeTiling:
         """Dynamic shared memory of a CTA: blocks, queries, the warps' sums, barriers."""
         head_boxes, value_boxes = -(-self.head_dim // 64), -(-self.value_dim // 64)
         boxes = head_boxes + (0 if self.values_in_keys else value_boxes)
-        blocks = self.stages * self.block_kv * 128 * boxes
-        queries = 16 * self.row_tiles * 128 * head_boxes
+        blocks = self.stages * self.block_kv * 128 * boxes * self.heads
+        queries = self.heads * self.head_rows * 128 * head_boxes
         copies = self.row_tiles if self._columns > 256 else _WARPS  # of 16 rows
         sums = 16 * 4 * (copies * (self._columns + 8) + 2 * _WARPS)
-        exchange = self.block_kv // 64 * self.unit_rows * 128 + 16 * 4 * _WARPS
+        exchange = -(-self.block_kv // 64) * self.heads * self.head_rows * 128 + 16 * 4 * _WARPS
         barriers = 20 * self.stages + 4 * (self.stages % 2)
         return blocks + queries + sums + exchange + barriers
 
     @property
-    def unit_rows(self) -> int:
+    def head_rows(self) -> int:
+        """Query rows of each of a CTA's kv heads."""
         return 16 * self.row_tiles
 
     @property
@@ -113,14 +115,15 @@ class DecodeTiling:
             "threads": self.threads,
             "merge_threads": self.merge_threads,
             "shared_bytes": self.shared_bytes,
-            "unit_rows": self.unit_rows,
+            "heads": self.heads,
+            "head_rows": self.head_rows,
             "block_kv": self.block_kv,
             "box_rows": self.box_rows,
         }
 
     def workspaces(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the scratch arrays that the handler takes as further results."""
-        parts = (self.parts * self.shares, 2, self.unit_rows)  # a CTA shares two units at most
+        parts = (self.parts * self.shares, 2, self.heads * self.head_rows)  # see partial_row
         return {
             "partial_out": jax.ShapeDtypeStruct((*parts, self._columns), jnp.float32),
             "partial_rows": jax.ShapeDtypeStruct((*parts, 2), jnp.float32),
@@ -136,6 +139,7 @@ class DecodeTiling:
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kValuesInKeys": self.values_in_keys,
+            "kHeads": self.heads,
             "kRowTiles": self.row_tiles,
             "kBlockKV": self.block_kv,
             "kStages": self.stages,
@@ -152,10 +156,10 @@ _MULTIPROCESSORS = 132  # where the GPU is not known
 
 def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     """Chooses the tiling for a call that the family does not refuse."""
-    rows = known(shapes.q_len, 1) * known(shapes.q_heads // max(shapes.kv_heads, 1), 1)
+    rows = _rows(shapes)
     most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
     tilings = [
-        _tiling(call, shapes, gpu, row_tiles, resident)
+        make(call, shapes, gpu, row_tiles=row_tiles, resident=resident)
         for row_tiles in (4, 2, 1)
         for resident in (2, 1)
         if row_tiles <= most
@@ -164,21 +168,36 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     return next((x for x in tilings if x.stages >= 2), max(tilings, key=lambda x: x.stages))
 
 
-def _tiling(call: Any, shapes: Shapes, gpu: GpuSpec, row_tiles: int, resident: int) -> DecodeTiling:
-    """Makes a tiling with as many stages as there is room for, or none."""
-    block_kv = 128 if max(shapes.head_dim, shapes.value_dim) <= 64 else 64
+def make(
+    call: Any,
+    shapes: Shapes,
+    gpu: GpuSpec,
+    *,
+    heads: int = 1,
+    row_tiles: int = 1,
+    resident: int = 1,
+    block_kv: int | None = None,
+    box_rows: int | None = None,
+    rounds: int = 1,
+) -> DecodeTiling:
+    """Makes a tiling with as many stages as there is room for, or none.
+
+    `rounds`: parts that follow each other on a multiprocessor.
+    """
+    if block_kv is None:
+        block_kv = 128 if max(shapes.head_dim, shapes.value_dim) <= 64 else 64
     size = shapes.page_size if call.paged else None
-    rows = known(shapes.q_len, 1) * known(shapes.q_heads // max(shapes.kv_heads, 1), 1)
-    shares = max(known(shapes.kv_heads, 1), 1) * -(-rows // (16 * row_tiles))
+    shares = max(known(shapes.kv_heads, 1), 1) // heads * -(-_rows(shapes) // (16 * row_tiles))
     tiling = DecodeTiling(
         shapes.head_dim,
         shapes.value_dim,
         values_in_keys=call.value_dim is not None,
+        heads=heads,
         row_tiles=row_tiles,
         block_kv=block_kv,
         stages=0,
-        box_rows=math.gcd(size, block_kv) if size else block_kv,
-        parts=max(1, (gpu.sms or _MULTIPROCESSORS) * resident // shares),
+        box_rows=math.gcd(size or 0, box_rows or block_kv),
+        parts=max(1, (gpu.sms or _MULTIPROCESSORS) * resident * rounds // shares),
         shares=shares,
         resident=resident,
     )
@@ -187,3 +206,8 @@ def _tiling(call: Any, shapes: Shapes, gpu: GpuSpec, row_tiles: int, resident: i
     one = dataclasses.replace(tiling, stages=1).shared_bytes
     two = dataclasses.replace(tiling, stages=3).shared_bytes
     return dataclasses.replace(tiling, stages=max(0, 1 + 2 * (room - one) // (two - one)))
+
+
+def _rows(shapes: Shapes) -> int:
+    """Counts the query rows of a kv head."""
+    return known(shapes.q_len, 1) * known(shapes.q_heads // max(shapes.kv_heads, 1), 1)

@@ -8,8 +8,9 @@
 //   bool kBFloat16            element type: bfloat16, else float16
 //   int kHeadDim, kValueDim   exact sizes, multiples of 8
 //   bool kValuesInKeys        the values are the first kValueDim features of the keys
-//   int kRowTiles             16 query rows each, in a unit: 1, 2 or 4
-//   int kBlockKV              positions of a block, a multiple of 64 / kRowTiles
+//   int kHeads                kv heads of a CTA, a divisor of all
+//   int kRowTiles             16 query rows each, of a kv head of a CTA; kHeads * kRowTiles: 1, 2, 4
+//   int kBlockKV              positions of a block, a multiple of 64 / (kHeads * kRowTiles)
 //   int kStages               blocks in flight
 //   int kResident             CTAs of a multiprocessor
 //   bool kPaged               there is a page table
@@ -29,7 +30,7 @@ inline constexpr int kQueryBoxes = ceil_div(kHeadDim, kBoxColumns);
 
 struct Shared {
   unsigned char stages[kStages][kStageBytes];  // at multiples of 1024 bytes
-  unsigned char queries[kQueryBoxes * kUnitRows * kBoxRowBytes];
+  unsigned char queries[kQueryBoxes * kShareRows * kBoxRowBytes];
   Sums sums;
   Exchange exchange;  // only with kSplitsColumns in use
   Barrier full[kStages], empty[kStages];
@@ -67,20 +68,19 @@ struct Consumer {
 
   __device__ __forceinline__ void load_queries(const Unit& unit) {
     constexpr int kChunks = kQueryBoxes * 8;
-    const int rows = rows_of_head(p);
     const uint32 tile = ptx::shared_address(shared.queries);
-    for (int i = threadIdx.x; i < kUnitRows * kChunks; i += 32 * kWarps) {
+    for (int i = threadIdx.x; i < kShareRows * kChunks; i += 32 * kWarps) {
       const int row = i / kChunks, chunk = i % kChunks;
       uint4 piece = make_uint4(0, 0, 0, 0);
-      if (share.first_row() + row < rows && chunk * 8 < kHeadDim) {
-        const Place place(p, share.kv_head, share.first_row() + row);
+      const Place place(p, share, row);
+      if (place.exists(p) && chunk * 8 < kHeadDim) {
         const int64 at =
             ((static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads +
              place.head) * kHeadDim;
         piece = *reinterpret_cast<const uint4*>(static_cast<const uint16*>(p.query) + at +
                                                 chunk * 8);
       }
-      ptx::store_shared_x4(chunk_address<kUnitRows>(tile, row, chunk), piece.x, piece.y, piece.z,
+      ptx::store_shared_x4(chunk_address<kShareRows>(tile, row, chunk), piece.x, piece.y, piece.z,
                            piece.w);
     }
   }
@@ -88,8 +88,10 @@ struct Consumer {
   __device__ __forceinline__ void add(Attend& attend, int block) {
     const uint32 full = ptx::shared_address(shared.full) + ring.barrier_offset();
     const uint32 empty = ptx::shared_address(shared.empty) + ring.barrier_offset();
-    const uint32 keys = ptx::shared_address(shared.stages[ring.stage()]);
-    const uint32 values = kValuesInKeys ? keys : keys + kKeyBytes;
+    const uint32 stage = ptx::shared_address(shared.stages[ring.stage()]);
+    const int head = attend.tile / kRowTiles;
+    const uint32 keys = stage + head * kKeyBytes;
+    const uint32 values = kValuesInKeys ? keys : stage + kHeads * kKeyBytes + head * kValueBytes;
     ptx::barrier_wait(full, ring.parity());
     if (shared.spoiled[ring.stage()]) attend.spoil();
     if constexpr (kAppends) patch(attend, keys, values, block);
@@ -107,22 +109,24 @@ struct Consumer {
     const int begin = max(attend.unit.length - p.query_len, max(first, 0));
     const int end = min(attend.unit.length, first + kPartKeys);
     if (begin >= end) return;
-    copy_new<kHeadDim>(attend.unit, p.new_key, keys, block, begin, end);
+    copy_new<kHeadDim>(attend, p.new_key, keys, block, begin, end);
     if constexpr (!kValuesInKeys) {
-      copy_new<kValueDim>(attend.unit, p.new_value, values, block, begin, end);
+      copy_new<kValueDim>(attend, p.new_value, values, block, begin, end);
     }
     ptx::fence_async_proxy();  // before TMA writes here again
     __syncwarp();
   }
   template <int kDim>
-  __device__ __forceinline__ void copy_new(const Unit& unit, const void* from, uint32 tile,
+  __device__ __forceinline__ void copy_new(const Attend& attend, const void* from, uint32 tile,
                                            int block, int begin, int end) {
     constexpr int kChunks = kDim / 8;
+    const Unit& unit = attend.unit;
+    const int kv_head = share.kv_head + attend.tile / kRowTiles;
     for (int i = threadIdx.x % 32; i < (end - begin) * kChunks; i += 32) {
       const int position = begin + i / kChunks, chunk = i % kChunks;
       const int query = position - (unit.length - p.query_len);
       const int64 row =
-          (static_cast<int64>(unit.batch) * p.query_len + query) * p.kv_heads + share.kv_head;
+          (static_cast<int64>(unit.batch) * p.query_len + query) * p.kv_heads + kv_head;
       const uint4 piece = static_cast<const uint4*>(from)[row * kChunks + chunk];
       ptx::store_shared_x4(chunk_address<kBlockKV>(tile, position - block * kBlockKV, chunk),
                            piece.x, piece.y, piece.z, piece.w);

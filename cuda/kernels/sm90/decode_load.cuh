@@ -8,9 +8,9 @@
 
 namespace decode {
 
-inline constexpr int kKeyBytes = kKeyBlockBytes<kHeadDim, kBlockKV>;
+inline constexpr int kKeyBytes = kKeyBlockBytes<kHeadDim, kBlockKV>;  // of a head
 inline constexpr int kValueBytes = kValuesInKeys ? 0 : kKeyBlockBytes<kValueDim, kBlockKV>;
-inline constexpr int kStageBytes = kKeyBytes + kValueBytes;
+inline constexpr int kStageBytes = kHeads * (kKeyBytes + kValueBytes);  // keys, then values
 inline constexpr int kPieces = kBlockKV / kBoxRows;      // of a block: boxes of positions
 inline constexpr int kPiecesOfLane = ceil_div(kPieces, 32);
 static_assert(kBlockKV % kBoxRows == 0 && kBoxRows <= 256);
@@ -78,30 +78,35 @@ struct Loader {
     const uint32 keys = stages + ring.stage() * kStageBytes;
 #pragma unroll
     for (int i = 0; i < kPiecesOfLane; ++i) {
-      if (pages.of[i] < 0) continue;
-      const int piece = i * 32 + lane;
-      const int row = block * kBlockKV + piece * kBoxRows;
-      const int slot = kPaged ? row % p.page_size : row;
-      fetch<kHeadDim>(keys + piece * kBoxRows * kBoxRowBytes, p.key, here, share.kv_head, slot,
-                      pages.of[i]);
+      fetch<kHeadDim>(keys, kKeyBytes, p.key, here, block, i, pages.of[i]);
       if constexpr (!kValuesInKeys) {
-        fetch<kValueDim>(keys + kKeyBytes + piece * kBoxRows * kBoxRowBytes, p.value, here,
-                         share.kv_head, slot, pages.of[i]);
+        fetch<kValueDim>(keys + kHeads * kKeyBytes, kValueBytes, p.value, here, block, i,
+                         pages.of[i]);
       }
     }
     ring.advance();
   }
 
-  // A box of kBoxRows positions for each 64 columns.
+  // Round i of pieces. A lane has one box, of kBoxRows positions and 64 columns of a head; boxes of
+  // the same positions, which lie side by side in memory, are those of neighbours.
   template <int kDim>
-  __device__ __forceinline__ void fetch(uint32 to, const TensorMap& map, uint32 barrier,
-                                        int kv_head, int slot, int page) const {
+  __device__ __forceinline__ void fetch(uint32 to, int head_bytes, const TensorMap& map,
+                                        uint32 barrier, int block, int i, int own_page) const {
+    constexpr int kColumns = ceil_div(kDim, kBoxColumns);
+    constexpr int kRound = kPieces < 32 ? kPieces : 32;
     // What is read once leaves L2 first.
     const uint64 policy = p.row_groups > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
 #pragma unroll
-    for (int box = 0; box < ceil_div(kDim, kBoxColumns); ++box) {
-      ptx::tma_load(to + box * kBlockKV * kBoxRowBytes, &map, barrier, policy, box * kBoxColumns,
-                    kv_head, slot, page);
+    for (int first = 0; first < kRound * kHeads * kColumns; first += 32) {
+      const int item = first + threadIdx.x % 32;
+      const int box = item % kColumns, head = item / kColumns % kHeads;
+      const int of_round = item / (kColumns * kHeads), piece = i * 32 + of_round;
+      const int page = __shfl_sync(0xffffffffu, own_page, of_round);
+      if (of_round >= kRound || page < 0) continue;
+      const int row = block * kBlockKV + piece * kBoxRows;
+      ptx::tma_load(to + head * head_bytes + (box * kBlockKV + piece * kBoxRows) * kBoxRowBytes,
+                    &map, barrier, policy, box * kBoxColumns, share.kv_head + head,
+                    kPaged ? row % p.page_size : row, page);
     }
   }
 };

@@ -24,7 +24,8 @@ struct DecodeLaunch {
   std::int64_t threads;
   std::int64_t merge_threads;
   std::int64_t shared_bytes;
-  std::int64_t unit_rows;
+  std::int64_t heads;      // kv heads of a CTA
+  std::int64_t head_rows;  // and query rows of each
   std::int64_t block_kv;
   std::int64_t box_rows;
 };
@@ -34,7 +35,8 @@ struct DecodeLaunch {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_flash::DecodeLaunch, StructMember<std::int64_t>("threads"),
     StructMember<std::int64_t>("merge_threads"), StructMember<std::int64_t>("shared_bytes"),
-    StructMember<std::int64_t>("unit_rows"), StructMember<std::int64_t>("block_kv"),
+    StructMember<std::int64_t>("heads"),
+    StructMember<std::int64_t>("head_rows"), StructMember<std::int64_t>("block_kv"),
     StructMember<std::int64_t>("box_rows"));
 
 namespace jax_flash {
@@ -61,7 +63,7 @@ ffi::Error Check(const DecodeOperands& operands, const DecodeLaunch& launch) {
                    std::to_string(s.head_dim) + " and " + std::to_string(s.value_dim));
   }
   for (std::int64_t number : {launch.threads, launch.merge_threads, launch.shared_bytes,
-                              launch.unit_rows, launch.block_kv, launch.box_rows}) {
+                              launch.heads, launch.head_rows, launch.block_kv, launch.box_rows}) {
     if (number < 1 || number > kMaxInt) return Invalid("a number of `launch` is out of range");
   }
   if (launch.box_rows > 256 || launch.block_kv % launch.box_rows != 0 ||
@@ -94,17 +96,19 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
 
   DecodeParams params{};
   const std::int64_t rows = s.q_len * (s.q_heads / s.kv_heads);
-  params.row_groups = static_cast<int>((rows + launch.unit_rows - 1) / launch.unit_rows);
+  if (s.kv_heads % launch.heads != 0) return Invalid("`launch` does not fit the kv heads");
+  params.row_groups = static_cast<int>((rows + launch.head_rows - 1) / launch.head_rows);
   if (s.kv_len / launch.block_kv + 2 > kMaxInt / s.batch) {
     return Invalid("batch x cache length is too large");
   }
   std::int64_t ctas = 0;
   const std::int64_t columns = (s.value_dim + 15) / 16 * 16;
   Workspaces workspaces(rets, !appends ? 2 : operands.values_in_keys ? 3 : 4);
-  workspaces.Take("partial_out", {&ctas, 2, launch.unit_rows, columns}, &params.partial_out);
-  workspaces.Take("partial_rows", {ctas, 2, launch.unit_rows, 2}, &params.partial_rows);
+  workspaces.Take("partial_out", {&ctas, 2, launch.heads * launch.head_rows, columns}, &params.partial_out);
+  workspaces.Take("partial_rows", {ctas, 2, launch.heads * launch.head_rows, 2}, &params.partial_rows);
   if (workspaces.error().failure()) return workspaces.error();
-  const std::int64_t shares = s.kv_heads * params.row_groups;
+  const std::int64_t shares = s.kv_heads / launch.heads * params.row_groups;
+  params.shares = static_cast<int>(shares);
   params.parts = static_cast<int>(std::min(ctas / shares, kMaxInt / shares));
   if (params.parts < 1) return Invalid("the workspace partial_out has too few CTAs");
   ctas = params.parts * shares;

@@ -6,7 +6,7 @@
 #include "cuda/runtime/params.h"
 
 // flash_decode and flash_decode_merge, one after the other on one stream: grid = ctas each, those
-// of a part side by side, parts * kv_heads * row_groups of them.
+// of a part side by side, parts * shares of them.
 struct DecodeParams {
   // Rank-4 maps as for the forward, over [P, page, K, dim]; box (64, 1, kBoxRows, 1).
   TensorMap key;
@@ -25,8 +25,8 @@ struct DecodeParams {
 
   // Workspaces of flash_decode for flash_decode_merge, of units that several CTAs share: weighted
   // values, and of each row its base and its sum.
-  float* partial_out;   // [ctas, 2, unit rows, 16 * ceil(Hv / 16)]
-  float* partial_rows;  // [ctas, 2, unit rows, 2]
+  float* partial_out;   // [ctas, 2, share rows, 16 * ceil(Hv / 16)]
+  float* partial_rows;  // [ctas, 2, share rows, 2]
 
   long long sinks_batch_stride;  // elements from one batch row to the next: N, or 0 when shared
   int batch;                     // B
@@ -36,8 +36,9 @@ struct DecodeParams {
   int pages;                     // P
   int page_size;                 // positions in each
   int columns;                   // of the page table; 1 without
-  int row_groups;                // CTAs that share the keys of a kv head: ceil(T * N / K / unit rows)
-  int parts;                     // of all blocks, at most
+  int row_groups;                // CTAs that share the keys of a kv head: ceil(T * N / K / rows)
+  int shares;                    // CTAs of a part of all blocks: K / kHeads * row_groups
+  int parts;                     // at most
   int window_left;               // positions visible before a query's own; only with kWindowLeft
   float scale;                   // of the logits, before the softcap
   float scale_log2;              // log2(e) * (scale, the cap with kSoftcap, or 1 with kPreScale)
