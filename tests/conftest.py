@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+# Read when NumPy is imported: threads of one worker's small products (numpy_oracle.py) would wait
+# for the cores that others compile on.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import jax
 import pytest
@@ -13,9 +17,13 @@ from jax_flash import _native
 
 # Read when jax first looks for devices: the sharding tests need several, and one CPU can play
 # them all. On a GPU, XLA's search for the fastest matrix products takes longer than the tests (40 s
-# for one small second derivative).
+# for one small second derivative). For CPUs XLA's older emitter compiles what it has fused in two
+# fifths of the newer one's time: as LLVM's optimisations (below), that is not what tests are about.
+_SETTINGS = {"xla_force_host_platform_device_count": 8, "xla_gpu_autotune_level": 0}
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    _SETTINGS["xla_backend_extra_options"] = "xla_cpu_disable_new_fusion_emitters"
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-for _name, _value in (("xla_force_host_platform_device_count", 8), ("xla_gpu_autotune_level", 0)):
+for _name, _value in _SETTINGS.items():
     if _name not in _FLAGS:
         _FLAGS += f" --{_name}={_value}"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
