@@ -17,11 +17,12 @@ from jax_flash import _native
 
 # Read when jax first looks for devices: the sharding tests need several, and one CPU can play
 # them all. On a GPU, XLA's search for the fastest matrix products takes longer than the tests (40 s
-# for one small second derivative). For CPUs XLA's older emitter compiles what it has fused in two
-# fifths of the newer one's time: as LLVM's optimisations (below), that is not what tests are about.
+# for one small second derivative). For CPUs XLA's older emitter, with one module for LLVM, compiles
+# in a third of the time: as LLVM's optimisations (below), that is not what tests are about.
 _SETTINGS = {"xla_force_host_platform_device_count": 8, "xla_gpu_autotune_level": 0}
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     _SETTINGS["xla_backend_extra_options"] = "xla_cpu_disable_new_fusion_emitters"
+    _SETTINGS["xla_cpu_parallel_codegen_split_count"] = 1
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 for _name, _value in _SETTINGS.items():
     if _name not in _FLAGS:
