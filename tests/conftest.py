@@ -84,9 +84,9 @@ def _gpu_present() -> bool:
         return False
 
 
-# Two thirds of the suite's time is compiling small programs for the CPU, and half of that LLVM's
+# Most of the suite's time is compiling small programs for the CPU, and half of that would be LLVM's
 # optimisations, which are below what tests are about; XLA's own passes stay. `.ci/run` has tests
-# with JAX_DISABLE_MOST_OPTIMIZATIONS=0 too.
+# with JAX_DISABLE_MOST_OPTIMIZATIONS=0 too: neither this nor the compiler's flags above.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ and not _gpu_present():
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in the processes that tests start
     jax.config.update("jax_disable_most_optimizations", True)
