@@ -116,6 +116,14 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten():
+    """Programs end with their module, for half the memory; not on a GPU, where they take longer."""
+    yield
+    if not _gpu_present():
+        jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def _placed(request: pytest.FixtureRequest):
     """Runs the test on the devices of its backend: the CPU unless the backend is "cuda"."""
