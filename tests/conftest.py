@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+# Read when NumPy is imported: threads of one worker's small products (numpy_oracle.py) would wait
+# for the cores that others compile on.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import jax
 import pytest
@@ -13,9 +17,14 @@ from jax_flash import _native
 
 # Read when jax first looks for devices: the sharding tests need several, and one CPU can play
 # them all. On a GPU, XLA's search for the fastest matrix products takes longer than the tests (40 s
-# for one small second derivative).
+# for one small second derivative). For CPUs XLA's older emitter, with one module for LLVM, compiles
+# in a third of the time: as LLVM's optimisations (below), that is not what tests are about.
+_SETTINGS = {"xla_force_host_platform_device_count": 8, "xla_gpu_autotune_level": 0}
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    _SETTINGS["xla_backend_extra_options"] = "xla_cpu_disable_new_fusion_emitters"
+    _SETTINGS["xla_cpu_parallel_codegen_split_count"] = 1
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-for _name, _value in (("xla_force_host_platform_device_count", 8), ("xla_gpu_autotune_level", 0)):
+for _name, _value in _SETTINGS.items():
     if _name not in _FLAGS:
         _FLAGS += f" --{_name}={_value}"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
@@ -75,9 +84,9 @@ def _gpu_present() -> bool:
         return False
 
 
-# Two thirds of the suite's time is compiling small programs for the CPU, and half of that LLVM's
+# Most of the suite's time is compiling small programs for the CPU, and half of that would be LLVM's
 # optimisations, which are below what tests are about; XLA's own passes stay. `.ci/run` has tests
-# with JAX_DISABLE_MOST_OPTIMIZATIONS=0 too.
+# with JAX_DISABLE_MOST_OPTIMIZATIONS=0 too: neither this nor the compiler's flags above.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ and not _gpu_present():
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in the processes that tests start
     jax.config.update("jax_disable_most_optimizations", True)
@@ -105,6 +114,14 @@ def host_backend(request: pytest.FixtureRequest) -> str:
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend by name; with a GPU present the arrays of a "cpu" test are placed on the CPU."""
     return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten():
+    """Programs end with their module, for half the memory; not on a GPU, where they take longer."""
+    yield
+    if not _gpu_present():
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

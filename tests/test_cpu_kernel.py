@@ -157,7 +157,8 @@ def test_deterministic_gradients_do_not_depend_on_the_number_of_threads(tmp_path
     package = Path(jax_flash.__file__).parent.parent
     seen = set()
     for threads in (1, 3, 8):  # of XLA's pool, by the variable that it reads
-        environment = dict(os.environ, PYTHONPATH=str(package), JAX_PLATFORMS="cpu", XLA_FLAGS="")
+        environment = dict(os.environ, PYTHONPATH=str(package), JAX_PLATFORMS="cpu")
+        environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
         done = subprocess.run(
             [sys.executable, "-c", THREADS],
             cwd=tmp_path,

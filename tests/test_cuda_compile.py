@@ -1,10 +1,16 @@
-"""Compiles every tuned CUDA kernel for its architecture and reads the compiler's report: no GPU.
+"""Compiles the tuned CUDA kernels for their architecture and reads the compiler's report: no GPU.
+
+Compiled are the plain kernels, those with the fewest registers to spare, and of all others so many
+that any two flags that meet in one of them meet in one that is compiled. After a change of kernels
+or tilings JAX_FLASH_COMPILE_ALL=1 compiles all: three hundred, 2 to 3 s each.
 
 The cache of compiled kernels holds the reports too: what it has, by the text of all sources, the
 constants and the compiler's version, is not compiled again, on another jax or Python say.
 """
 
 import dataclasses
+import itertools
+import os
 import resource
 from collections.abc import Iterator
 from typing import Any
@@ -43,16 +49,26 @@ FEATURES: dict[str, dict] = {
 }
 
 
-def configurations() -> Iterator[tuple[str, Problem, Shapes]]:
+Configurations = Iterator[tuple[str, Problem, Shapes]]
+
+
+def tuned() -> Configurations:
+    """What is compiled always: plain kernels, and those that have spilled before."""
     for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]:
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
         yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
         yield f"{dims[0]}/{dims[1]} causal", dataclasses.replace(PLAIN, window=(None, 0)), shapes
-    for name, change in FEATURES.items():
-        yield name, dataclasses.replace(PLAIN, **change), SHAPES
+    # Three warpgroups, or two since three would spill.
     small = dataclasses.replace(SHAPES, head_dim=64, value_dim=64)
     for name in ("causal segments", "softcap", "sinks", "lengths", "window", "everything"):
         yield f"64/64 {name}", dataclasses.replace(PLAIN, **FEATURES[name]), small
+    for name in ("deterministic causal", "deterministic segments"):
+        yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
+
+
+def others() -> Configurations:
+    for name, change in FEATURES.items():
+        yield name, dataclasses.replace(PLAIN, **change), SHAPES
     odd = dataclasses.replace(SHAPES, q_len=4095)  # dq does not hold half of its own sum
     for dim in (64, 128, 256):
         shapes = dataclasses.replace(odd, head_dim=dim, value_dim=dim)
@@ -74,7 +90,7 @@ def configurations() -> Iterator[tuple[str, Problem, Shapes]]:
 DROPOUT: dict[str, Any] = {"terms": ("dropout_state",), "dropout_rate": 0.1}
 
 
-def dropouts() -> Iterator[tuple[str, Problem, Shapes]]:
+def dropouts() -> Configurations:
     for dim in (64, 128, 256, 100):
         shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
         for name in ("causal segments", "lengths", "softcap", "deterministic causal", "everything"):
@@ -95,7 +111,7 @@ def dropouts() -> Iterator[tuple[str, Problem, Shapes]]:
         yield f"{dim} dropout mask", both, shapes
 
 
-def masks() -> Iterator[tuple[str, Problem, Shapes]]:
+def masks() -> Configurations:
     full = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
     for dim in (64, 128, 256):
         shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, mask=full)
@@ -116,7 +132,7 @@ def masks() -> Iterator[tuple[str, Problem, Shapes]]:
     yield "100/36 mask", dataclasses.replace(PLAIN, terms=("mask",)), shapes
 
 
-def positions() -> Iterator[tuple[str, Problem, Shapes]]:
+def positions() -> Configurations:
     causal = dataclasses.replace(PLAIN, window=(None, 0), terms=POSITIONS)
     mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
     bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
@@ -145,7 +161,7 @@ def positions() -> Iterator[tuple[str, Problem, Shapes]]:
         yield f"{dim} positions, heads packed", causal, packed
 
 
-def biases() -> Iterator[tuple[str, Problem, Shapes]]:
+def biases() -> Configurations:
     problem = dataclasses.replace(PLAIN, terms=("bias",))
     for dtype in ("bfloat16", "float16", "float32"):
         full = TermShape(dtype, batch=1, heads=16, queries=4096, keys=4096)
@@ -176,14 +192,38 @@ def biases() -> Iterator[tuple[str, Problem, Shapes]]:
     yield "100/36 bias mask", dataclasses.replace(PLAIN, terms=("bias", "mask")), shapes
 
 
+def flags(plan: _gpu.Plan) -> set:
+    """What is compiled into a program, but for the numbers that follow from it."""
+    names = {"kBiasAlignment", "kMaskAlignment", "kPackedHeads"}
+    chosen = {(k, v) for k, v in plan.constants.items() if isinstance(v, bool) or k in names}
+    return chosen | {("head dim", -(-plan.constants["kHeadDim"] // 64))}
+
+
 def plans(name: str) -> list[Any]:
-    """The different programs that a pass has in the configurations, each once."""
-    params = {}
-    for configuration, problem, shapes in configurations():
-        plan = _gpu.plan(passes(problem)[name], shapes, H200)
-        program = plan.source, plan.entries, plan.header, plan.shared_bytes
-        params.setdefault(program, pytest.param(plan, id=configuration))
-    return [*params.values()]
+    """The programs of a pass that are compiled, each once: the tuned ones, others for pairs."""
+
+    def programs(configurations: Configurations) -> dict[Any, tuple[str, _gpu.Plan]]:
+        found = {}
+        for configuration, problem, shapes in configurations:
+            plan = _gpu.plan(passes(problem)[name], shapes, H200)
+            program = plan.source, plan.entries, plan.header, plan.shared_bytes
+            found.setdefault(program, (configuration, plan))
+        return found
+
+    def pairs(plan: _gpu.Plan) -> set:
+        return set(itertools.combinations(sorted(flags(plan)), 2))
+
+    chosen, rest = programs(tuned()), programs(others())
+    if os.environ.get("JAX_FLASH_COMPILE_ALL"):
+        chosen = rest | chosen
+    pairs_of = {program: pairs(plan) for program, (_, plan) in rest.items()}
+    missing = set().union(*pairs_of.values())
+    missing -= set().union(*(pairs(plan) for _, plan in chosen.values()))
+    while missing:
+        program = max(pairs_of, key=lambda x: len(pairs_of[x] & missing))  # the first of several
+        chosen[program] = rest[program]
+        missing -= pairs_of[program]
+    return [pytest.param(plan, id=configuration) for configuration, plan in chosen.values()]
 
 
 pytestmark = pytest.mark.skipif(

@@ -345,7 +345,7 @@ def test_kernels_compile_as_racecheck_runs_them(kernel: str, tma_loads: bool):
     sources = _native.kernel_sources()
     cubins = set()
     for text in (sources, every_lane(sources)):
-        configure(None, sources=text)
+        configure(_native.cache_folder(), _native.CACHE_BYTES, text)
         cubins.add(_native.compile_kernel(**plan.program).cubin)
     assert len(cubins) == 2  # the change is compiled in
 

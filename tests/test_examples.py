@@ -27,7 +27,7 @@ def run(script, *arguments, devices=1):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(Path(jax_flash.__file__).parents[1]),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
     }
     command = [sys.executable, str(EXAMPLES / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
