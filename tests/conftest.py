@@ -133,3 +133,24 @@ def _placed(request: pytest.FixtureRequest):
     else:
         with jax.default_device(jax.devices("cpu")[0]):
             yield
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory):
+    """A process in which the CUDA kernels run on the host: see tests/emulator."""
+    from . import emulator, fake_cuda  # where nothing is emulated, nothing of it is needed
+
+    reason = _native.available("cuda")
+    if reason is not None:
+        pytest.skip(reason)
+    if _native._has_driver():
+        pytest.skip("a true driver is present")
+    if fake_cuda.COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("emulator")
+    shared = tmp_path_factory.getbasetemp()
+    if shared.name.startswith("popen-"):  # pytest-xdist: one folder a worker
+        shared = shared.parent
+    process = emulator.Emulator(folder, shared / "emulated")
+    yield process
+    process.close()

@@ -19,6 +19,7 @@ import pytest
 
 from jax_flash import _explain, _gpu, _native
 from jax_flash._ops import passes
+from jax_flash._ops.decode import Decode
 from jax_flash._problem import Problem, Shapes, TermShape
 
 H200 = _gpu.spec.GPUS["H200"]
@@ -238,6 +239,7 @@ SHARED = {
         "backward::NarrowShared": "kLaunchSharedBytes",
         "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
     },
+    "sm90/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
     "sm90/backward_wide.cuh": {
         "backward::WideShared": "kLaunchSharedBytes",
         "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
@@ -271,6 +273,42 @@ def test_backward_compiles_without_spills(plan: _gpu.Plan):
 
 def test_backward_with_lse_gradient_compiles_without_spills():
     check(_gpu.plan(passes(PLAIN, with_dlse=True)["backward"], SHAPES, H200), seconds=15)
+
+
+@pytest.mark.parametrize(
+    ("dims", "heads", "change"),
+    [
+        ((64, 64), (32, 8), {}),
+        ((64, 64), (16, 4), {"q_len": 16, "everything": True}),
+        ((128, 128), (32, 8), {}),
+        ((128, 128), (64, 1), {"dtype": "float16"}),
+        ((128, 128), (32, 8), {"q_len": 8, "everything": True}),
+        ((256, 256), (8, 8), {}),
+        ((256, 256), (16, 4), {"q_len": 16, "everything": True}),
+        ((576, 512), (128, 1), {"latent": True}),
+        ((512, 512), (8, 8), {"q_len": 4, "everything": True}),
+    ],
+    ids=str,
+)
+def test_decode_compiles_without_spills(dims, heads, change):
+    page = 16 if change.get("everything") else None
+    shapes = dataclasses.replace(
+        SHAPES,
+        q_len=change.get("q_len", 1),
+        q_heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=dims[0],
+        value_dim=dims[1],
+        page_size=page,
+    )
+    problem = dataclasses.replace(PLAIN, dtype=change.get("dtype", "bfloat16"))
+    if page:
+        problem = dataclasses.replace(
+            problem, window=(1024, None), softcap=30.0, terms=("sinks",), scale=-1.0
+        )
+    value_dim = dims[1] if change.get("latent") else None
+    call = Decode(problem, None, value_dim=value_dim, paged=bool(page), appends=bool(page))
+    check(_gpu.plan(call, shapes, H200), seconds=5)
 
 
 def check(plan: _gpu.Plan, seconds: float) -> None:

@@ -185,7 +185,8 @@ def make(
     `rounds`: parts that follow each other on a multiprocessor.
     """
     if block_kv is None:
-        block_kv = 128 if max(shapes.head_dim, shapes.value_dim) <= 64 else 64
+        narrow = max(shapes.head_dim, shapes.value_dim) <= 64 and heads * row_tiles < 4
+        block_kv = 128 if narrow else 64  # a warp has 64 keys at most, or it spills
     size = shapes.page_size if call.paged else None
     shares = max(known(shapes.kv_heads, 1), 1) // heads * -(-_rows(shapes) // (16 * row_tiles))
     tiling = DecodeTiling(

@@ -1,0 +1,62 @@
+"""The CUDA kernels of decoding, run by tests/emulator: needs a C++ compiler and no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash._gpu import decode as family
+
+from .decode_cases import CASES, Arguments, Case, check_newest_values, compare, fit
+from .emulator import Emulator
+
+SHORT = {"dtype": "bfloat16", "H": 64}  # of heads
+TILED = (
+    # kv heads of a CTA, whose boxes are of 8 positions.
+    (Case("two heads", T=5, N=8, K=4, page=16, **SHORT), {"heads": 2, "box_rows": 8}),
+    (Case("four heads", N=16, K=4, window=70, **SHORT), {"heads": 4, "block_kv": 32}),
+    (Case("two heads of 32 rows", T=8, N=16, K=4, **SHORT), {"heads": 2, "row_tiles": 2}),
+    # Query rows that CTAs share the keys of, and more parts than a row has blocks.
+    (Case("groups of rows", T=7, N=16, K=2, softcap=3.0, **SHORT), {"rounds": 9}),
+    (Case("wide", T=3, H=256, N=8, sinks=True, dtype="float16"), {}),
+    (Case("values wider than keys", T=2, H=72, Hv=320, dtype="bfloat16"), {}),
+)
+
+
+@dataclasses.dataclass
+class Tiled:
+    """A case by another tiling."""
+
+    arguments: Arguments
+    tiling: dict[str, Any]
+
+    def run(self, backend: str) -> jax_flash.Decoded:
+        chosen = family.choose
+        if self.tiling:
+            family.choose = lambda *call: family.make(*call, **self.tiling)
+        jax.clear_caches()
+        try:
+            return jax.tree.map(np.asarray, self.arguments.run(backend))
+        finally:
+            family.choose = chosen
+
+
+RUN = [*TILED, *((fit(case, "cuda"), {}) for case in CASES)]
+
+
+@pytest.mark.parametrize(
+    ("case", "tiling"), RUN, ids=[case.name.replace(" ", "-") for case, _ in RUN]
+)
+def test_case(case: Case, tiling: dict[str, Any], emulator: Emulator):
+    arguments = case.draw()
+    got = emulator.run(Tiled(arguments, tiling), seed=2)  # type: ignore[arg-type]
+    compare(arguments, got)
+
+
+def test_values_reach_the_queries_that_see_them_alone(emulator: Emulator):
+    check_newest_values(lambda arguments: emulator.run(Tiled(arguments, {})), "cuda")  # type: ignore
