@@ -133,14 +133,6 @@ inline uint32 below(uint32 a, uint32 b) {
 inline uint32 above(uint32 a, uint32 b) {
   return compare_halves(a, b, [](float x, float y) { return !(x <= y); });
 }
-inline void below(uint32 a, uint32 b, bool (&result)[2]) {
-  result[0] = below(a, b) & 1;
-  result[1] = below(a, b) >> 31;
-}
-inline void above(uint32 a, uint32 b, bool (&result)[2]) {
-  result[0] = above(a, b) & 1;
-  result[1] = above(a, b) >> 31;
-}
 inline uint32 transpose_matrix(uint32 pair) {
   const int row = this_lane / 4, column = this_lane % 4 * 2;
   uint32 result = 0;
@@ -201,11 +193,11 @@ struct Walk {
       for (int i = 0; i < kCount; ++i) fragment[i] = scores[At(i, block)];
       float correction[2] = {1, 1};
       if (block == 0) {
-        half ? softmax.template start<kCount / 2>(fragment, scale_log2)
-             : softmax.template start<kCount>(fragment, scale_log2);
+        half ? softmax.template start<kCount / 2>(fragment, scale_log2, Alone{})
+             : softmax.template start<kCount>(fragment, scale_log2, Alone{});
         searches = !softmax.is_started() || second;
       } else {
-        const bool corrects = softmax.extend(fragment, scale_log2, searches, correction);
+        const bool corrects = softmax.extend(fragment, scale_log2, searches, correction, Alone{});
         if (searches) searches = !softmax.is_started() || second;
         if (corrects && this_lane == 0) ++*rises;
         for (int row = 0; row < 2; ++row) output[row] *= corrects ? correction[row] : 1.0f;
@@ -251,11 +243,13 @@ struct Drop {
   void RunLane() const {
     const Draws draws(p, batch, head);
     const int row = this_lane / 4, column = this_lane % 4 * 2;
-    float weights[32];
-    for (float& weight : weights) weight = 1;
-    drop_weights(p, draws, query + row, key, weights);
+    DroppedPairs<64> pairs;
+    for (int i = 0; i < 4; ++i) {
+      pairs.draw(p, draws, Draws::of_query(query + row), Draws::of_key(key + column), i);
+    }
     for (int i = 0; i < 32; ++i) {
-      by_query[(row + 8 * fragment::row(i)) * 64 + column + fragment::column(i)] = weights[i];
+      by_query[(row + 8 * fragment::row(i)) * 64 + column + fragment::column(i)] =
+          pairs.keep(i / 2, 0x10001) >> i % 2 * 16 & 1;
     }
     Dropped<32> dropped;
     dropped.draw(p, draws, query, key);

@@ -80,6 +80,8 @@ CASES = (
     C("mask of one batch row, causal", mask="1nts", H=64, causal=True, N=16, T=9),
     C("mask of keys", mask="b11s", batch=(2, 3), H=256),
     C("bias", bias="bnts", scale=-0.3),
+    C("bias of each score", bias="bnts", H=64, T=200, S=132),
+    C("bias of each score, causal", bias="bnts", H=128, T=200, S=132, causal=True, softcap=5.0),
     C("bias of one batch row", bias="1nts", bias_dtype="float32", H=64, causal=True),
     C("bias of keys, softcap", bias="b11s", softcap=5.0, batch=(2, 3), H=256),
     C("bias of heads and mask", bias="1n11", bias_dtype="float32", mask="b1t1", with_lse=True),
@@ -208,7 +210,7 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     of_bias = ("flash_backward_bias", "flash_backward_bias_sum")
     *before, prepare, main, finish = (x for x in call.launches if x.entry not in of_bias)
     c = main.constants()
-    assert check_mask_plan(case, before, c, c["kBlockQ"]) == []
+    check_clear(case, check_mask_plan(case, before, c, c["kBlockQ"]), main, c)
     batch = math.prod(case.batch)
     query_blocks = ceil_div(case.T, c["kBlockQ"])
     key_blocks = ceil_div(case.S, c["kBlockKV"])
@@ -445,6 +447,18 @@ def bias_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def check_clear(case: Case, before: list[Launch], main: Launch, c: dict[str, int]) -> None:
+    """Checks that dbias is zeroed if the main kernel stores it but for some blocks."""
+    terms = ("QueryLengths", "KeyValueLengths", "Segments", "Positions", "Mask")
+    hides = c["kWindowLeft"] or c["kWindowRight"] or any(c[f"kHas{term}"] for term in terms)
+    if not (c["kStoresDbias"] and hides):
+        assert before == []
+        return
+    words = math.prod(case.batch) * case.N * case.T * case.S // 2
+    zeros = {"target": main.params["dbias"], "value": 0, "words": words}
+    assert before == [Launch("fill", params=zeros)]
+
+
 def check_dbias(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]:
     """Checks the launches that sum the gradient of the bias; returns their parameters."""
     after = call.launches[[x.entry for x in call.launches].index("flash_backward_finish") + 1 :]
@@ -454,6 +468,17 @@ def check_dbias(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]:
         assert after == []
         names = ("bias_elements", "bias_batches", "bias_heads", "dbias_parts")
         return dict.fromkeys(names, 0) | {"dbias": None, "dbias_sum": None}
+    found = {
+        "dbias": "dbias",
+        "bias_elements": elements,
+        "bias_batches": batch,
+        "bias_heads": heads,
+    }
+    if c["kStoresDbias"]:  # the main kernel does
+        assert after == []
+        assert not case.dropout
+        assert elements == math.prod(case.batch) * case.N * case.T * case.S
+        return found | {"dbias_parts": 0, "dbias_sum": None}
     main, *rest = after
     parts = main.params["dbias_parts"]
     blocks = batch * heads
@@ -470,14 +495,8 @@ def check_dbias(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]:
         assert last.grid == [ceil_div(elements, 256), 1, 1]
     else:
         assert rest == []
-    return {
-        "dbias": "dbias",
-        "dbias_sum": f"float32[{parts * elements}]" if parts > 1 else None,
-        "bias_elements": elements,
-        "bias_batches": batch,
-        "bias_heads": heads,
-        "dbias_parts": parts,
-    }
+    sums = f"float32[{parts * elements}]" if parts > 1 else None
+    return found | {"dbias_sum": sums, "dbias_parts": parts}
 
 
 def tensor_map(case: Case, c: dict[str, int], name: str, box_rows: int, box_heads: int = 1) -> Any:

@@ -88,6 +88,12 @@ __device__ __forceinline__ void exchange(const uint32* words, Pair& low, Pair& h
     high[i] = odd ? second : got;
   }
 }
+// The inverse: four elements of a row.
+__device__ __forceinline__ uint2 gather(uint32 low, uint32 high) {
+  const bool odd = threadIdx.x % 2 != 0;
+  const uint32 got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+  return {odd ? got : low, odd ? high : got};
+}
 // Two columns of a row, of 8 x 8 that the warp holds, become two rows of a column.
 __device__ __forceinline__ void transpose(Pair& pair) {
   if constexpr (kBiasFloat32) {

@@ -36,56 +36,49 @@ class Draws {
   __device__ __forceinline__ Draws(const Params& p, int batch, int head)
       : state_(reinterpret_cast<const uint4*>(
             p.dropout_state)[static_cast<int64>(batch) * p.query_heads + head]) {}
+  // The counters of a query and a key; 16 queries on it is larger by 8, 16 keys on by 4.
+  static __device__ __forceinline__ uint32 of_query(uint32 query) {
+    return query / 16 * 8 + query % 8;
+  }
+  static __device__ __forceinline__ uint32 of_key(uint32 key) { return key / 16 * 4 + key % 8 / 2; }
   // Word 2 * i + j is of query + 8 * j and of the keys key + 8 * i, in its low half, and the one
-  // after it. query % 16 < 8; key % 16 is 0, 2, 4 or 6.
-  __device__ __forceinline__ PhiloxWords words(int query, int key) const {
-    return philox(state_.x, state_.y, key / 16 * 4 + key % 8 / 2, query / 16 * 8 + query % 8,
-                  state_.z, state_.w);
+  // after it, where query % 16 < 8 and key % 16 is 0, 2, 4 or 6.
+  __device__ __forceinline__ PhiloxWords words(uint32 query_counter, uint32 key_counter) const {
+    return philox(state_.x, state_.y, key_counter, query_counter, state_.z, state_.w);
   }
 
  private:
   uint4 state_;  // key words, head id, batch id
 };
 
-// What of a word's low and high half is dropped. A number of 15 bits is below the threshold exactly
-// if it is so as a float16, where NaN are the largest ones: below nothing. Above the infinity, with
-// kDropsMost, the complements are compared, as if NaN were above everything.
-template <class Params>
-__device__ __forceinline__ void dropped_halves(const Params& p, uint32 word, bool (&dropped)[2]) {
-  if constexpr (kDropsMost) {
-    ptx::above(~word, ~p.dropout_threshold, dropped);
-  } else {
-    ptx::below(word, p.dropout_threshold, dropped);
-  }
-}
-// The same as masks.
+// What of a word's low and high half is dropped, as masks. A number of 15 bits is below the
+// threshold exactly if it is so as a float16, where NaN are the largest ones: below nothing. Above
+// the infinity, with kDropsMost, the complements are compared, as if NaN were above everything.
 template <class Params>
 __device__ __forceinline__ uint32 dropped_halves(const Params& p, uint32 word) {
   return kDropsMost ? ptx::above(~word, ~p.dropout_threshold)
                     : ptx::below(word, p.dropout_threshold);
 }
 
-// Zeroes what is dropped of a fragment of weights whose rows are queries. `query`: the thread's
-// first row.
-template <class Params, int kCount>
-__device__ __forceinline__ void drop_weights(const Params& p, const Draws& draws, int query,
-                                             int first_key, float (&weights)[kCount]) {
-  const int key = first_key + fragment::first_column(ptx::opaque(threadIdx.x));
+// The dropped ones of a fragment of weights whose rows are queries, by kKeys: masks of its pairs
+// as they are packed.
+template <int kKeys>
+class DroppedPairs {
+ public:
+  // Of the keys from 16 * i on. The counters: of the thread's first row and column.
+  template <class Params>
+  __device__ __forceinline__ void draw(const Params& p, const Draws& draws, uint32 query_counter,
+                                       uint32 key_counter, int i) {
+    const PhiloxWords words = draws.words(query_counter, key_counter + 4 * i);
 #pragma unroll
-  for (int j = 0; j < kCount / 8; ++j) {
-    const PhiloxWords words = draws.words(query, key + 16 * j);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      bool dropped[2];
-      dropped_halves(p, words.word[i], dropped);
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        float& weight = weights[fragment::element(2 * j + i / 2, i % 2, column)];
-        weight = dropped[column] ? 0.0f : weight;
-      }
-    }
+    for (int k = 0; k < 4; ++k) masks_[4 * i + k] = dropped_halves(p, words.word[k]);
   }
-}
+  // Elements 2 * i and 2 * i + 1, with zeros for the dropped ones.
+  __device__ __forceinline__ uint32 keep(int i, uint32 pair) const { return pair & ~masks_[i]; }
+
+ private:
+  uint32 masks_[kKeys / 4];
+};
 
 // The dropped ones of a fragment of S^T, whose rows are keys, a bit each.
 template <int kCount>
@@ -98,10 +91,11 @@ class Dropped {
   __device__ __forceinline__ void draw(const Params& p, const Draws& draws, int first_query,
                                        int key) {
     const int lane = ptx::opaque(threadIdx.x) % 32;  // read again, not kept in a register
+    const uint32 columns = Draws::of_query(first_query + lane / 4);
+    const uint32 rows = Draws::of_key(key + fragment::first_column(lane));
 #pragma unroll
     for (int i = 0; i < kCount / 2; i += 4) {
-      const PhiloxWords words =
-          draws.words(first_query + 4 * i + lane / 4, key + fragment::first_column(lane));
+      const PhiloxWords words = draws.words(columns + 2 * i, rows);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {  // elements 2 (i + k) and the one after it
         const uint32 word = ptx::transpose_matrix(words.word[k % 2 * 2 + k / 2]);
@@ -124,7 +118,7 @@ class Dropped {
 template <class Params>
 __device__ __forceinline__ bool keeps(const Params& p, int batch, int head, int query, int key) {
   if constexpr (!kHasDropout) return true;
-  const PhiloxWords words = Draws(p, batch, head).words(query & ~8, key & ~9);
+  const PhiloxWords words = Draws(p, batch, head).words(Draws::of_query(query), Draws::of_key(key));
   const int chosen = key / 8 % 2 * 2 + query / 8 % 2;
   uint32 word = 0;
 #pragma unroll

@@ -9,7 +9,7 @@ struct BFloat16 {
   // The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may not
   // pass kSumLimit. This type has the range of float32.
   static constexpr int kHeadroom = 80;
-  static constexpr float kSumLimit = kInfinity;
+  static constexpr float kSumLimit = 0x1p-40f;
 
   // Two elements, `low` in the low half.
   static __device__ __forceinline__ uint32 pack(float low, float high) {

@@ -249,15 +249,6 @@ __device__ __forceinline__ uint32 below(uint32 a, uint32 b) {
       : "r"(a), "r"(b));
   return mask;
 }
-__device__ __forceinline__ void below(uint32 a, uint32 b, bool (&result)[2]) {
-  uint32 low, high;
-  asm("{\n.reg .b32 x, y;\n.reg .pred p, q;\nabs.f16x2 x, %2;\nabs.f16x2 y, %3;\n"
-      "setp.lt.f16x2 p|q, x, y;\nselp.u32 %0, 1, 0, p;\nselp.u32 %1, 1, 0, q;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(a), "r"(b));
-  result[0] = low != 0;
-  result[1] = high != 0;
-}
 // |a| > |b| or a NaN.
 __device__ __forceinline__ uint32 above(uint32 a, uint32 b) {
   uint32 mask;
@@ -266,15 +257,6 @@ __device__ __forceinline__ uint32 above(uint32 a, uint32 b) {
       : "=r"(mask)
       : "r"(a), "r"(b));
   return mask;
-}
-__device__ __forceinline__ void above(uint32 a, uint32 b, bool (&result)[2]) {
-  uint32 low, high;
-  asm("{\n.reg .b32 x, y;\n.reg .pred p, q;\nabs.f16x2 x, %2;\nabs.f16x2 y, %3;\n"
-      "setp.gtu.f16x2 p|q, x, y;\nselp.u32 %0, 1, 0, p;\nselp.u32 %1, 1, 0, q;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(a), "r"(b));
-  result[0] = low != 0;
-  result[1] = high != 0;
 }
 
 // ---- matrices -----------------------------------------------------------------------------------

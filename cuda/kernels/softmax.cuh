@@ -11,10 +11,16 @@
 
 // Of a row that has seen no key: the lowest number, so that masked scores have the weight 0.
 inline constexpr float kNoBase = -0x1.fffffep127f;
-// A row's base rises to a block's maximum if a thread's part of the block adds more than kRise
-// times its sum so far, and 2^kRiseBits by the measure of the base.
-inline constexpr float kRise = 32.0f;
-inline constexpr int kRiseBits = 7;
+// A row's base rises to a block's maximum if one weight decides it, whose rounding would be the
+// result's. So it may be where, of a thread's part of the block, even and odd columns differ by
+// more than kDecisive of its sum with the block, and by kDecisive by the measure of the base: many
+// weights side by side do so seldom.
+inline constexpr float kDecisive = 0.5f;
+
+// Nothing beside the exponentials.
+struct Alone {
+  __device__ __forceinline__ void operator()(int) const {}
+};
 
 // `Element` is the type of the weights.
 template <class Element>
@@ -24,23 +30,30 @@ struct SoftmaxState {
   float base[2];  // log2 units; exponentials are relative to it
   float sum[2];   // of this thread's exponentials
 
-  // Replaces raw scores by 2^(score * scale_log2 - base); `added`: a thread's part of the row sums.
-  template <int kUsed, int kCount>
+  // Replaces raw scores by 2^(score * scale_log2 - base); `added`: a thread's part of the row sums,
+  // in even and odd columns. `beside(i)` is for the 16 columns from 16 * i on: its instructions go
+  // among the exponentials, of which the special function units take one in eight cycles.
+  template <int kUsed, int kCount, class Beside>
   __device__ __forceinline__ void exponentials(float (&scores)[kCount], float scale_log2,
-                                               float (&added)[2]) const {
+                                               float (&added)[2][2], const Beside& beside) const {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      float partial[2] = {0.0f, 0.0f};
+    for (int i = 0; i < 4; ++i) added[i / 2][i % 2] = 0.0f;
+    constexpr int kPart = kSame<Beside, Alone> ? kUsed / 4 : 2;  // of 8 columns
 #pragma unroll
-      for (int j = 0; j < kUsed / 4; ++j) {
+    for (int first = 0; first < kUsed / 4; first += kPart) {
+      beside(first / 2);
 #pragma unroll
-        for (int column = 0; column < 2; ++column) {
-          float& score = scores[fragment::element(j, row, column)];
-          score = ptx::exp2_approx(fmaf(score, scale_log2, -base[row]));
-          partial[column] += score;
+      for (int row = 0; row < 2; ++row) {
+#pragma unroll
+        for (int j = first; j < first + kPart && j < kUsed / 4; ++j) {
+#pragma unroll
+          for (int column = 0; column < 2; ++column) {
+            float& score = scores[fragment::element(j, row, column)];
+            score = ptx::exp2_approx(fmaf(score, scale_log2, -base[row]));
+            added[row][column] += score;
+          }
         }
       }
-      added[row] = partial[0] + partial[1];
     }
   }
 
@@ -62,13 +75,17 @@ struct SoftmaxState {
 
   // The first block of a unit: bases become the maxima of the scores (plus the headroom). Scores
   // beyond the first kUsed are hidden.
-  template <int kUsed, int kCount>
-  __device__ __forceinline__ void start(float (&scores)[kCount], float scale_log2) {
+  template <int kUsed, int kCount, class Beside>
+  __device__ __forceinline__ void start(float (&scores)[kCount], float scale_log2,
+                                        const Beside& beside) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       base[row] = fmaxf(fmaf(row_maximum<kUsed>(scores, row), scale_log2, kHeadroom), kNoBase);
     }
-    exponentials<kUsed>(scores, scale_log2, sum);
+    float added[2][2];
+    exponentials<kUsed>(scores, scale_log2, added, beside);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) sum[row] = added[row][0] + added[row][1];
 #pragma unroll
     for (int i = kUsed; i < kCount; ++i) scores[i] = 0.0f;
   }
@@ -80,13 +97,13 @@ struct SoftmaxState {
   // Every other block. Returns true if earlier results have to be multiplied by `correction`: with
   // `searches`, which is for blocks where a row of the warp has no base, and for second walks, the
   // bases rise to the maxima of the scores. Without, there is no maximum, which saves a quarter of
-  // the softmax's instructions, unless a thread's part of the block passes kSumLimit, or by far
-  // what was summed: then the bases of the warp's rows rise to their maxima, and the weights that
+  // the softmax's instructions, unless a weight decides a row or a thread's part of the block
+  // passes kSumLimit: then the bases of the warp's rows rise to their maxima, and the weights that
   // are largest by far are exact again. A score more than 128 above the base overflows, the sum
   // stays infinite, and the unit is walked again.
-  template <int kCount>
+  template <int kCount, class Beside>
   __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, bool searches,
-                                         float (&correction)[2]) {
+                                         float (&correction)[2], const Beside& beside) {
     if (searches) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
@@ -94,15 +111,16 @@ struct SoftmaxState {
              correction[row]);
       }
     }
-    float added[2];
-    exponentials<kCount>(scores, scale_log2, added);
+    float added[2][2];
+    exponentials<kCount>(scores, scale_log2, added, beside);
     bool rises = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float excess = fmaf(-kRise, sum[row], added[row]);
-      rises = rises || excess > ptx::power_of_two(kRiseBits - kHeadroom) ||
-              added[row] > Element::kSumLimit;
-      sum[row] += added[row];
+      const float both = added[row][0] + added[row][1];
+      const float apart = fabsf(added[row][0] - added[row][1]);
+      sum[row] += both;
+      const float least = fmaf(kDecisive, sum[row], kDecisive * ptx::power_of_two(-kHeadroom));
+      rises = rises || both > Element::kSumLimit || apart > least;
     }
     // After a search the bases are maxima, and `correction` is taken: beyond 2^27 their rounding
     // alone may look like a rise.

@@ -205,6 +205,8 @@ class BackwardTiling:
     dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
     reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
     l2_heads: int = 1  # kv heads that the schedule walks together
+    stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
+    clears_dbias: bool = False  # and it may leave blocks out
 
     entries = ("flash_backward", "flash_backward_prepare", "flash_backward_finish")
 
@@ -255,6 +257,8 @@ class BackwardTiling:
             "tma_loads": self.tma_loads,
             "dq_row_bytes": self.dq_row_bytes,
             "bias_shared_bytes": self.bias_shared_bytes,
+            "stores_dbias": self.stores_dbias,
+            "clears_dbias": self.clears_dbias,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
@@ -289,7 +293,7 @@ class BackwardTiling:
         The first dim counts them; with one there is nothing to keep.
         """
         bias = shapes.bias
-        if bias is None:
+        if bias is None or self.stores_dbias:
             return _float32(0, 0)
         sizes = (bias.batch, bias.heads, bias.queries, bias.keys)
         query_blocks = _blocks(known(shapes.q_len, 1), self.block_q)
@@ -320,6 +324,7 @@ class BackwardTiling:
             "kScoreStages": self.score_stages,
             "kDqRowBytes": self.dq_row_bytes,
             "kReadsAhead": self.reads_ahead,
+            "kStoresDbias": self.stores_dbias,
             "kDeterministic": problem.deterministic,
         }
 
@@ -424,6 +429,8 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and not ("query_positions" in problem.terms and len(problem.terms) > 2)
     )
     block_q = 128 if widest <= 64 and roomy else 64
+    stores_dbias = not wide and not drops and _is_own(problem, shapes)
+    hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
     return BackwardTiling(
         shapes.head_dim,
         shapes.value_dim,
@@ -437,6 +444,8 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and shapes.head_dim == shapes.value_dim == 128
         and (causal or not problem.deterministic),
         l2_heads=_backward_l2_heads(problem, shapes),
+        stores_dbias=stores_dbias,
+        clears_dbias=stores_dbias and bool(hides),
     )
 
 
@@ -538,6 +547,18 @@ def _mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.S
 def _words(length: Any, block: int) -> int:
     """Counts the 32-bit words for the columns of a block that one thread loads at once."""
     return 1 if is_one(length) or block <= 32 else 2 if block <= 64 else 4
+
+
+def _is_own(problem: Problem, shapes: Shapes) -> bool:
+    """Tells whether each score has a bias of its own, as wide as it, in rows of whole fours."""
+    bias = shapes.bias
+    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
+    return (
+        bias is not None
+        and (bias.batch, bias.heads, bias.queries, bias.keys) == sizes
+        and bias.dtype == problem.dtype
+        and not _is_ragged(bias)
+    )
 
 
 def _is_ragged(bias: TermShape | None) -> bool:

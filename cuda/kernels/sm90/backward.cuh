@@ -25,6 +25,7 @@
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kDeterministic
 //   bool kHasDlse             lse has a gradient; kHasDbias: the bias has one
+//   bool kStoresDbias         such a gradient is dS: the main kernel stores it, heads up to 128
 //   the terms: see terms.cuh
 #pragma once
 

@@ -232,7 +232,7 @@ __device__ __forceinline__ void sum(const BackwardParams& p) {
 extern "C" __global__ void __launch_bounds__(backward::bias_sum::kThreads,
                                              kTmaLoads && !kHasMask ? 2 : 1)
     flash_backward_bias(const __grid_constant__ BackwardParams p) {
-  if constexpr (kHasDbias) backward::bias_sum::sum(p);
+  if constexpr (kHasDbias && !kStoresDbias) backward::bias_sum::sum(p);
 }
 
 extern "C" __global__ void __launch_bounds__(256)

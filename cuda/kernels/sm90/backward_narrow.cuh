@@ -229,8 +229,13 @@ struct Scorer {
         if constexpr (kReadsAhead) {
           gradient[i / 2] = Element::pack(x[i] * dp[i], x[i + 1] * dp[i + 1]);
         } else {
-          gradient[i / 2] = Element::pack(score_gradient(x[i], dp[i], d.x),
-                                          score_gradient(x[i + 1], dp[i + 1], d.y));
+          float low = score_gradient(x[i], dp[i], d.x);
+          float high = score_gradient(x[i + 1], dp[i + 1], d.y);
+          if constexpr (kHasDbias && kStoresDbias) {  // what is hidden may hold NaN
+            low = x[i] == 0.f ? 0.f : low;
+            high = x[i + 1] == 0.f ? 0.f : high;
+          }
+          gradient[i / 2] = Element::pack(low, high);
         }
       }
     }
@@ -261,6 +266,7 @@ struct Scorer {
       release(at(&Shared::gradient_empty, buffer_before));
       add_dq(dq, before, last);
     }
+    if constexpr (kHasDbias && kStoresDbias) store_dbias(p, u, gradient, known.head, m0, slab);
     draw_next(p, u, slab, walk, dropped);
     ptx::wgmma_wait<1>();
     // Without a next block, once more this one's: a branch here makes ptxas serialise.

@@ -280,7 +280,7 @@ struct Consumer : Warpgroup {
       accept_scores();
       release_scores();
       start_softmax(scores);
-      drop_out(scores);
+      draw_after();
       pack_weights(scores);
       int accumulate = 0;
 
@@ -308,7 +308,7 @@ struct Consumer : Warpgroup {
         accept_scores();
         release_scores();
         const bool rescale = extend_softmax(scores);
-        drop_out(scores);  // beside the last block's output
+        draw_after();
         ptx::wgmma_wait<0>();
         ptx::pin(output);
         release_value();

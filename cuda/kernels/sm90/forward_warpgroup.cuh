@@ -24,6 +24,7 @@ struct Warpgroup : RowWalk {
   Softmax softmax;
   mask::RowBits<kBlockKV> bits;    // of the block whose scores are on their way, unless it is whole
   bias::RowTile<kBlockKV> biases;  // likewise
+  DroppedPairs<kBlockKV> dropped;
 
   // The address of `shared`, in a register: the compiler would find it again for every barrier.
   const uint32 start = ptx::opaque(ptx::shared_address(&shared));
@@ -205,15 +206,35 @@ struct Warpgroup : RowWalk {
     }
     score_function<kPreScale>(p, scores);
   }
+  // What is dropped of the block's 16 keys from 16 * i on.
+  __device__ __forceinline__ auto drawing() {
+    const UnitInfo& t = unit();
+    const Draws draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
+    const uint32 query = Draws::of_query(packed_row(t, 0));
+    const int column = fragment::first_column(ptx::opaque(threadIdx.x));
+    const uint32 key = Draws::of_key(block * kBlockKV + column);
+    return [=](int i) { dropped.draw(p, draws, query, key, i); };
+  }
+  // What goes among the exponentials of a block: draws. Where there are no registers for that, of
+  // wide heads, and beyond 64 with terms fetched by blocks or loads without TMA, they come after.
+  static constexpr bool kDrawsAmong =
+      kHasDropout && kValueColumns <= (kTmaLoads && !kListsBlocks ? 128 : 64);
+  __device__ __forceinline__ auto among_exponentials() {
+    if constexpr (kDrawsAmong) {
+      return drawing();
+    } else {
+      return Alone{};
+    }
+  }
   // Weights of the unit's first block. Of a diagonal one, half of the warps see half.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
     apply_terms(scores);
     if (!is_full(unit()) && sees_first_half_only()) {
       mask_scores<kBlockKV / 4, false>(scores);
-      softmax.start<kBlockKV / 4>(scores, p.scale_log2);
+      softmax.start<kBlockKV / 4>(scores, p.scale_log2, among_exponentials());
     } else {
       if (!is_full(unit())) mask_scores<kBlockKV / 2, false>(scores);
-      softmax.start<kBlockKV / 2>(scores, p.scale_log2);
+      softmax.start<kBlockKV / 2>(scores, p.scale_log2, among_exponentials());
     }
     searches = !softmax.is_started() || is_again(unit().number);
   }
@@ -221,21 +242,23 @@ struct Warpgroup : RowWalk {
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
     apply_terms(scores);
     if (!is_full(unit())) mask_scores<kBlockKV / 2, true>(scores);
-    const bool rescale = softmax.extend(scores, p.scale_log2, searches, correction);
+    const bool rescale =
+        softmax.extend(scores, p.scale_log2, searches, correction, among_exponentials());
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;
   }
-  __device__ __forceinline__ void drop_out(Scores& scores) const {
-    if constexpr (kHasDropout) {
-      const UnitInfo& t = unit();
-      const Draws draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
-      drop_weights(p, draws, packed_row(t, 0), block * kBlockKV, scores);
+  __device__ __forceinline__ void draw_after() {
+    if constexpr (kHasDropout && !kDrawsAmong) {
+      const auto draw = drawing();
+#pragma unroll
+      for (int i = 0; i < kBlockKV / 16; ++i) draw(i);
     }
   }
   __device__ __forceinline__ void pack_weights(const Scores& scores) {
 #pragma unroll
     for (int i = 0; i < kBlockKV / 4; ++i) {
       weights[i] = Element::pack(scores[2 * i], scores[2 * i + 1]);
+      if constexpr (kHasDropout) weights[i] = dropped.keep(i, weights[i]);
     }
   }
   __device__ __forceinline__ void clear_output() {

@@ -45,6 +45,8 @@ struct BackwardLaunch {
   bool tma_loads;
   std::int64_t dq_row_bytes;
   std::int64_t bias_shared_bytes;
+  bool stores_dbias;
+  bool clears_dbias;
 };
 
 }  // namespace jax_flash
@@ -61,7 +63,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("turn_parts"),
     StructMember<std::int64_t>("dq_boxes"), StructMember<std::int64_t>("l2_heads"),
     StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"),
-    StructMember<std::int64_t>("bias_shared_bytes"));
+    StructMember<std::int64_t>("bias_shared_bytes"), StructMember<bool>("stores_dbias"),
+    StructMember<bool>("clears_dbias"));
 
 namespace jax_flash {
 namespace {
@@ -400,8 +403,11 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   params.dvalue_data = operands.dv;
   params.l2_heads = ClampHeads(launch.l2_heads, kv_heads);
   if (with_dbias) {
-    if (dbias_parts < 1 || dbias_kept != (dbias_parts > 1 ? bias.elements() : 0)) {
-      return Invalid("the workspace dbias_sum does not fit the bias");
+    const std::int64_t pairs = s.batch * s.q_heads * s.q_len * s.kv_len;
+    if (launch.stores_dbias
+            ? bias.elements() != pairs || s.kv_len % 4 != 0
+            : dbias_parts < 1 || dbias_kept != (dbias_parts > 1 ? bias.elements() : 0)) {
+      return Invalid("the workspace dbias_sum or the tiling does not fit the bias");
     }
     params.dbias = operands.dbias->untyped_data();
     params.bias_elements = bias.elements();
@@ -428,10 +434,13 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   const std::int64_t pieces = heads * query_blocks * launch.block_q / 64;  // of 64 rows
   const std::int64_t units = kv_heads * key_blocks;
   if (mask_blocks > 0) session.Launch("mask_plan", {mask_blocks, kMaskThreads, 0}, &params);
+  if (with_dbias && launch.clears_dbias) {  // two elements a word
+    session.Zero(static_cast<std::int32_t*>(params.dbias), bias.elements() / 2);
+  }
   session.Launch("flash_backward_prepare", {pieces, 128, 0}, &params);
   session.LaunchPersistent("flash_backward", units, launch.threads, launch.shared_bytes, &params);
   session.Launch("flash_backward_finish", {pieces * launch.dq_boxes, 128, 0}, &params);
-  if (with_dbias && bias.elements() > 0) {
+  if (with_dbias && !launch.stores_dbias && bias.elements() > 0) {
     const std::int64_t blocks =
         bias.parts() * (bias.queries == 1 ? 1 : query_blocks) * (bias.keys == 1 ? 1 : key_blocks);
     session.Launch("flash_backward_bias",
