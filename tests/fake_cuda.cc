@@ -63,7 +63,9 @@ std::string Show(const void* params) {
 const struct {
   const char* target;
   std::string (*show)(const void*);
-} kHandlers[] = {{"forward", Show<ForwardParams>}, {"backward", Show<BackwardParams>}, {"decode", Show<DecodeParams>}};
+} kHandlers[] = {{"forward", Show<ForwardParams>},
+                 {"backward", Show<BackwardParams>},
+                 {"decode", Show<DecodeParams>}};
 int running;  // which of them
 XLA_FFI_Handler* handlers[std::size(kHandlers)];
 
@@ -170,8 +172,7 @@ extern "C" {
 
 // ---- for the test ------------------------------------------------------------------------------
 
-void FakeSetHandlers(XLA_FFI_Handler* forward, XLA_FFI_Handler* backward,
-                     XLA_FFI_Handler* decode) {
+void FakeSetHandlers(XLA_FFI_Handler* forward, XLA_FFI_Handler* backward, XLA_FFI_Handler* decode) {
   handlers[0] = forward;
   handlers[1] = backward;
   handlers[2] = decode;

@@ -31,8 +31,7 @@ __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& li
         of[j] = make_float2(kNoBase, 0.0f);
         values[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (at + j >= count) continue;
-        const int64 from =
-            partial_row(first_cta + (at + j) * p.shares, begins || at + j > 0, row);
+        const int64 from = partial_row(first_cta + (at + j) * p.shares, begins || at + j > 0, row);
         of[j] = reinterpret_cast<const float2*>(p.partial_rows)[from];
         values[j] = *reinterpret_cast<const float4*>(p.partial_out + from * kValueColumns + column);
       }
@@ -72,8 +71,8 @@ __device__ __forceinline__ void append(const DecodeParams& p, int batch, int len
                                        const void* from, void* to) {
   constexpr int kPieces = kDim / 8;  // of 16 bytes
   const int row = p.kv_heads * kPieces;
-  const uint4* source = static_cast<const uint4*>(from) +
-                        static_cast<int64>(batch) * p.query_len * row;
+  const uint4* source =
+      static_cast<const uint4*>(from) + static_cast<int64>(batch) * p.query_len * row;
   for (int i = threadIdx.x; i < p.query_len * row; i += kMergeThreads) {
     const int query = i / row;
     const int position = length - p.query_len + query;

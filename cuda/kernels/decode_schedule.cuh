@@ -1,11 +1,12 @@
-// Decoding: which positions of a cache the queries of a row see, and how all of them are shared out.
+// Decoding: which positions of a cache the queries of a row see, and how all of them are shared
+// out.
 //
 // A unit is what some query rows of a batch row and kv head (of its group, at T positions) have to
 // see: blocks of kBlockKV positions. The blocks of all batch rows stand in one line, cut into equal
-// parts, whatever the lengths: stream-K. A CTA has one part for kHeads kv heads, whose keys lie side
-// by side in memory, and for some of their query rows. A unit that several parts
-// share is merged by decode_merge.cuh, in their order. Where parts end depends on lengths and on
-// their number alone. Sanovar et al., LeanAttention (arXiv:2405.10480).
+// parts, whatever the lengths: stream-K. A CTA has one part for kHeads kv heads, whose keys lie
+// side by side in memory, and for some of their query rows. A unit that several parts share is
+// merged by decode_merge.cuh, in their order. Where parts end depends on lengths and on their
+// number alone. Sanovar et al., LeanAttention (arXiv:2405.10480).
 #pragma once
 
 #include "cuda/runtime/families/decode_params.h"
@@ -19,7 +20,7 @@ inline constexpr int kWarps = 4;  // that compute
 // Warps that share a block for the same rows.
 inline constexpr int kKeyParts = kWarps / (kRowTiles * kHeads);
 inline constexpr int kPartKeys = kBlockKV / kKeyParts;
-inline constexpr int kHeadRows = 16 * kRowTiles;        // of a kv head, of a CTA
+inline constexpr int kHeadRows = 16 * kRowTiles;  // of a kv head, of a CTA
 inline constexpr int kShareRows = kHeads * kHeadRows;
 static_assert(kKeyParts * kRowTiles * kHeads == kWarps);
 inline constexpr int kValueColumns = round_up(kValueDim, 16);
@@ -177,8 +178,7 @@ __device__ __forceinline__ Conclusion conclude(const DecodeParams& p, float base
     const float largest = fmaxf(base, sink * kLog2E);
     const float own = ptx::exp2_approx(base - largest);
     total = total * own + ptx::exp2_approx(sink * kLog2E - largest);
-    return {own * ptx::reciprocal_approx(total),
-            (largest + ptx::log2_approx(total)) * kLn2};
+    return {own * ptx::reciprocal_approx(total), (largest + ptx::log2_approx(total)) * kLn2};
   }
   if (sees_nothing) return {0.0f, kNegativeInfinity};
   return {ptx::reciprocal_approx(total), (base + ptx::log2_approx(total)) * kLn2};
@@ -198,8 +198,8 @@ __device__ __forceinline__ void store_out(const DecodeParams& p, const Unit& uni
 }
 __device__ __forceinline__ void store_lse(const DecodeParams& p, const Unit& unit,
                                           const Place& place, float lse) {
-  p.lse[(static_cast<int64>(unit.batch) * p.query_heads + place.head) * p.query_len +
-        place.query] = lse;
+  p.lse[(static_cast<int64>(unit.batch) * p.query_heads + place.head) * p.query_len + place.query] =
+      lse;
 }
 
 }  // namespace decode

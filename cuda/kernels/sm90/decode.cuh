@@ -9,13 +9,11 @@
 //   int kHeadDim, kValueDim   exact sizes, multiples of 8
 //   bool kValuesInKeys        the values are the first kValueDim features of the keys
 //   int kHeads                kv heads of a CTA, a divisor of all
-//   int kRowTiles             16 query rows each, of a kv head of a CTA; kHeads * kRowTiles: 1, 2, 4
-//   int kBlockKV              positions of a block, a multiple of 64 / (kHeads * kRowTiles)
-//   int kStages               blocks in flight
-//   int kResident             CTAs of a multiprocessor
-//   bool kPaged               there is a page table
-//   int kBoxRows              positions that lie in one page for sure, a divisor of kBlockKV
-//   bool kAppends             there are new keys and values
+//   int kRowTiles             16 query rows each, of a kv head of a CTA; kHeads * kRowTiles: 1, 2,
+//   4 int kBlockKV              positions of a block, a multiple of 64 / (kHeads * kRowTiles) int
+//   kStages               blocks in flight int kResident             CTAs of a multiprocessor bool
+//   kPaged               there is a page table int kBoxRows              positions that lie in one
+//   page for sure, a divisor of kBlockKV bool kAppends             there are new keys and values
 //   bool kWindowLeft, kHasSinks, kSoftcap, kPreScale   as for the forward; other terms are off
 #pragma once
 
@@ -76,9 +74,10 @@ struct Consumer {
       if (place.exists(p) && chunk * 8 < kHeadDim) {
         const int64 at =
             ((static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads +
-             place.head) * kHeadDim;
-        piece = *reinterpret_cast<const uint4*>(static_cast<const uint16*>(p.query) + at +
-                                                chunk * 8);
+             place.head) *
+            kHeadDim;
+        piece =
+            *reinterpret_cast<const uint4*>(static_cast<const uint16*>(p.query) + at + chunk * 8);
       }
       ptx::store_shared_x4(chunk_address<kShareRows>(tile, row, chunk), piece.x, piece.y, piece.z,
                            piece.w);
@@ -158,8 +157,12 @@ extern "C" __global__ void __launch_bounds__(decode::kThreads, kResident)
   const Share share(p);
   ptx::let_the_next_kernel_start();
   if (warp == kWarps) {
-    Loader loader{p, share, ptx::shared_address(shared.stages), ptx::shared_address(shared.full),
-                  ptx::shared_address(shared.empty), shared.spoiled};
+    Loader loader{p,
+                  share,
+                  ptx::shared_address(shared.stages),
+                  ptx::shared_address(shared.full),
+                  ptx::shared_address(shared.empty),
+                  shared.spoiled};
     loader.run(line);
   } else {
     Consumer consumer{p, share, shared};

@@ -11,7 +11,7 @@ namespace decode {
 inline constexpr int kKeyBytes = kKeyBlockBytes<kHeadDim, kBlockKV>;  // of a head
 inline constexpr int kValueBytes = kValuesInKeys ? 0 : kKeyBlockBytes<kValueDim, kBlockKV>;
 inline constexpr int kStageBytes = kHeads * (kKeyBytes + kValueBytes);  // keys, then values
-inline constexpr int kPieces = kBlockKV / kBoxRows;      // of a block: boxes of positions
+inline constexpr int kPieces = kBlockKV / kBoxRows;  // of a block: boxes of positions
 inline constexpr int kPiecesOfLane = ceil_div(kPieces, 32);
 static_assert(kBlockKV % kBoxRows == 0 && kBoxRows <= 256);
 

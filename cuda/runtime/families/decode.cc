@@ -35,9 +35,8 @@ struct DecodeLaunch {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_flash::DecodeLaunch, StructMember<std::int64_t>("threads"),
     StructMember<std::int64_t>("merge_threads"), StructMember<std::int64_t>("shared_bytes"),
-    StructMember<std::int64_t>("heads"),
-    StructMember<std::int64_t>("head_rows"), StructMember<std::int64_t>("block_kv"),
-    StructMember<std::int64_t>("box_rows"));
+    StructMember<std::int64_t>("heads"), StructMember<std::int64_t>("head_rows"),
+    StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("box_rows"));
 
 namespace jax_flash {
 namespace {
@@ -104,8 +103,10 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
   std::int64_t ctas = 0;
   const std::int64_t columns = (s.value_dim + 15) / 16 * 16;
   Workspaces workspaces(rets, !appends ? 2 : operands.values_in_keys ? 3 : 4);
-  workspaces.Take("partial_out", {&ctas, 2, launch.heads * launch.head_rows, columns}, &params.partial_out);
-  workspaces.Take("partial_rows", {ctas, 2, launch.heads * launch.head_rows, 2}, &params.partial_rows);
+  workspaces.Take("partial_out", {&ctas, 2, launch.heads * launch.head_rows, columns},
+                  &params.partial_out);
+  workspaces.Take("partial_rows", {ctas, 2, launch.heads * launch.head_rows, 2},
+                  &params.partial_rows);
   if (workspaces.error().failure()) return workspaces.error();
   const std::int64_t shares = s.kv_heads / launch.heads * params.row_groups;
   params.shares = static_cast<int>(shares);
@@ -136,9 +137,10 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
   params.kv_heads = static_cast<int>(s.kv_heads);
   params.pages = static_cast<int>(operands.pages);
   params.page_size = static_cast<int>(operands.page_size);
-  params.columns = static_cast<int>(paged ? s.kv_len / std::max<std::int64_t>(operands.page_size, 1)
-                                          : 1);
-  params.window_left = static_cast<int>(std::clamp<std::int64_t>(problem.window_left, 0, kMaxWindow));
+  params.columns =
+      static_cast<int>(paged ? s.kv_len / std::max<std::int64_t>(operands.page_size, 1) : 1);
+  params.window_left =
+      static_cast<int>(std::clamp<std::int64_t>(problem.window_left, 0, kMaxWindow));
   params.scale = static_cast<float>(problem.scale);
   params.softcap_inner =
       problem.softcap > 0 ? static_cast<float>(problem.scale / problem.softcap) : 0;
@@ -149,9 +151,8 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
   Session session(stream, program);
   const auto map = [&](const void* data, std::int64_t dim, TensorMap* to) {
     const auto type = operands.dtype == ffi::BF16 ? kTensorBfloat16 : kTensorFloat16;
-    session.Map({type, data, operands.pages, operands.page_size, s.kv_heads, dim, launch.box_rows,
-                 1},
-                to);
+    session.Map(
+        {type, data, operands.pages, operands.page_size, s.kv_heads, dim, launch.box_rows, 1}, to);
   };
   if (operands.pages > 0 && operands.page_size > 0) {  // else all rows are refused or empty
     map(operands.k, s.head_dim, &params.key);
