@@ -3,9 +3,9 @@
     python -m tests.sanitize memcheck racecheck synccheck     # --jobs 4 --case SUBSTRING
 
 One process of the sanitizer for each tool and share of the cases. Every case is a forward pass
-and all gradients, compared with float64 as in the conformance suite. Every array is an allocation
-of its own, so that memcheck sees a step beyond its end; graphs are off, so that each launch is
-seen; the kernels are told of a GPU with two multiprocessors, so that each block takes several
+and all gradients, or a call of decode_attention, compared with float64 as elsewhere. Every array
+is an allocation of its own, so that memcheck sees a step beyond its end; graphs are off, so that
+each launch is seen; the kernels are told of a GPU with two multiprocessors, so that each takes many
 tiles. racecheck and synccheck look at the kernels of this project alone. Exits with 1 if a tool
 reports anything or a result is wrong.
 
@@ -39,6 +39,7 @@ from typing import NoReturn
 
 from jax_flash import _native
 
+from . import decode_cases
 from .cases import BOTTOM_RIGHT, Case
 
 C = functools.partial(Case, dtype="bfloat16", batch=(1,), N=2, T=150, S=210, with_lse=True)
@@ -97,6 +98,8 @@ CASES = (
     C("mask deterministic segments", mask="1nts", segments="packed", deterministic=True),
 )
 
+DECODING = {f"decode {case.name}": decode_cases.fit(case, "cuda") for case in decode_cases.CASES}
+
 OWN_KERNELS = tuple(
     word for name in ("flash_", "segment_", "mask_") for word in ("--kernel-name", f"kns={name}")
 )
@@ -128,11 +131,14 @@ def run_cases(names: list[str], with_every_lane: bool) -> None:
     sources = _native.kernel_sources()
     sources = every_lane(sources) if with_every_lane else sources
     _native.configure_cuda(_native.cache_folder(), _native.CACHE_BYTES, sources)
-    for case in (case for case in CASES if case.name in names):
+    checked = {case.name: (case, compare) for case in CASES}
+    checked |= {name: (case, decode_cases.compare) for name, case in DECODING.items()}
+    for name in names:
+        case, compare_with_truth = checked[name]
         begin = time.perf_counter()
         arguments = case.draw()
-        compare(arguments, arguments.run("cuda"))
-        print(f"right: {case.name} ({time.perf_counter() - begin:.1f} s)", flush=True)
+        compare_with_truth(arguments, arguments.run("cuda"))
+        print(f"right: {name} ({time.perf_counter() - begin:.1f} s)", flush=True)
 
 
 def start(
@@ -262,7 +268,7 @@ def main() -> int:
         parser.error("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end_all)
-    names = [case.name for case in CASES if arguments.case in case.name]
+    names = [name for name in (*(x.name for x in CASES), *DECODING) if arguments.case in name]
     tools = arguments.tools or ("memcheck", "racecheck")
     rest = names, arguments.jobs, arguments.as_shipped
     results = [check(sanitizer, tool, *rest) for tool in tools]
