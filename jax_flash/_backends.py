@@ -76,6 +76,9 @@ def _run_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    shapes = call.shapes(call.name_operands(operands))
+    if not _gpu.choose(call, shapes, _gpu.spec.for_lowering()).rotates(shapes):
+        call, operands = call.rotated(*operands)
     named = call.name_operands(operands)
     batch = named["q"].shape[:-3]
     for name in BROADCAST:
@@ -112,6 +115,7 @@ def _run_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _call_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    call, operands = call.rotated(*operands)
     custom_call = jax.ffi.ffi_call(
         f"jax_flash_cpu_{call.target}",
         _results(call, operands),

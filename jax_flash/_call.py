@@ -107,6 +107,10 @@ class Call(abc.ABC):
     ) -> tuple[jax.Array, ...]:
         """Computes the results by `kernel(call, *operands)`, which takes the form kernels know."""
 
+    def rotated(self, *operands: jax.Array) -> tuple[Self, tuple[jax.Array, ...]]:
+        """Does what only some kernels do themselves: the call that is left, and its operands."""
+        return self, operands
+
     def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:
         """Lists the shapes of the results from the operands by name."""
         q, v = operands["q"].shape, operands["v"].shape

@@ -411,11 +411,12 @@ def test_programs_for_a_gpu_are_one_call_that_writes_in_place(pages):
     caches = {name: arrays.pop(name) for name in ("key_cache", "value_cache")}
 
     def call(caches, rest):
-        return jax_flash.decode_attention(**caches, **rest)
+        return jax_flash.decode_attention(**caches, **rest, rotary_base=1e4)
 
     text = jax.jit(call, donate_argnums=0).trace(caches, arrays).lower(lowering_platforms=("cuda",))
     (custom_call,) = re.findall(r"custom_call @jax_flash_cuda_decode.*", text.as_text())
     assert custom_call.count("#stablehlo.output_operand_alias") == 2
+    assert "cosine" not in text.as_text()
 
 
 def test_an_export_gives_the_same(backend):

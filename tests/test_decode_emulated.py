@@ -24,6 +24,7 @@ TILED = (
     # Query rows that CTAs share the keys of, and more parts than a row has blocks.
     (Case("groups of rows", T=7, N=16, K=2, softcap=3.0, **SHORT), {"rounds": 9}),
     (Case("wide", T=3, H=256, N=8, sinks=True, dtype="float16"), {}),
+    (Case("rotated ahead", T=3, H=24, rotary=100.0, dtype="bfloat16"), {}),
     (Case("values wider than keys", T=2, H=72, Hv=320, dtype="bfloat16"), {}),
 )
 

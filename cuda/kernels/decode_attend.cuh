@@ -125,7 +125,7 @@ struct Attend {
     if constexpr (kSplitsColumns) {
       add_weights_of_all(scores, correction);
     } else {
-      state.extend(scores, p.scale_log2, /*searches=*/true, correction);
+      state.extend(scores, p.scale_log2, /*searches=*/true, correction, Alone{});
     }
     if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
@@ -175,10 +175,10 @@ struct Attend {
       }
       state.rise(row, fmaxf(largest * p.scale_log2, state.base[row]), correction[row]);
     }
-    float added[2];
-    state.exponentials<kCount>(scores, p.scale_log2, added);
+    float added[2][2];
+    state.exponentials<kCount>(scores, p.scale_log2, added, Alone{});
 #pragma unroll
-    for (int row = 0; row < 2; ++row) state.sum[row] += added[row];
+    for (int row = 0; row < 2; ++row) state.sum[row] += added[row][0] + added[row][1];
   }
   __device__ __forceinline__ void store_weights(const uint32 (&weights)[kPartKeys / 16][4]) {
     const int lane = threadIdx.x % 32;

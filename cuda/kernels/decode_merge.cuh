@@ -65,22 +65,23 @@ __device__ __forceinline__ int page_of(const DecodeParams& p, int batch, int pos
   return page < p.pages ? max(page, -1) : -1;
 }
 
-// Copies the new keys (kDim = kHeadDim) or values of a batch row to their places.
-template <int kDim>
+// Copies the new keys (kDim = kHeadDim) or values of a batch row to their places, a warp for each.
+template <int kDim, bool kTurns>
 __device__ __forceinline__ void append(const DecodeParams& p, int batch, int length,
                                        const void* from, void* to) {
-  constexpr int kPieces = kDim / 8;  // of 16 bytes
-  const int row = p.kv_heads * kPieces;
-  const uint4* source =
-      static_cast<const uint4*>(from) + static_cast<int64>(batch) * p.query_len * row;
-  for (int i = threadIdx.x; i < p.query_len * row; i += kMergeThreads) {
-    const int query = i / row;
+  const int warp = threadIdx.x / 32;
+  for (int i = warp; i < p.query_len * p.kv_heads; i += kMergeThreads / 32) {
+    const int query = i / p.kv_heads, kv_head = i - query * p.kv_heads;
     const int position = length - p.query_len + query;
     if (position < 0 || is_refused(p, position + 1)) continue;
     const int page = page_of(p, batch, position);
     if (page < 0) continue;
     const int64 slot = static_cast<int64>(page) * p.page_size + position % p.page_size;
-    static_cast<uint4*>(to)[slot * row + i - query * row] = source[i];
+    const int64 source = static_cast<int64>(batch) * p.query_len * p.kv_heads + i;
+    uint4* target = static_cast<uint4*>(to) + (slot * p.kv_heads + kv_head) * (kDim / 8);
+    for_pieces<kDim, kTurns>(p, static_cast<const uint4*>(from) + source * (kDim / 8), position,
+                             threadIdx.x % 32, 32,
+                             [&](int at, const uint4& piece) { target[at] = piece; });
   }
 }
 
@@ -116,9 +117,9 @@ __device__ __forceinline__ void merge(const DecodeParams& p) {
     const int length = p.lengths[batch];
     if (positions_of(p, length).empty()) write_empty(p, batch, length);
     if constexpr (kAppends) {
-      append<kHeadDim>(p, batch, length, p.new_key, p.key_cache);
+      append<kHeadDim, kRotates>(p, batch, length, p.new_key, p.key_cache);
       if constexpr (!kValuesInKeys) {
-        append<kValueDim>(p, batch, length, p.new_value, p.value_cache);
+        append<kValueDim, false>(p, batch, length, p.new_value, p.value_cache);
       }
     }
   }

@@ -12,6 +12,7 @@
 #include "cuda/runtime/families/decode_params.h"
 #include "element.cuh"
 #include "numbers.cuh"
+#include "rotary.cuh"
 #include "softmax.cuh"
 
 namespace decode {
@@ -155,6 +156,23 @@ struct Place {
     return query < p.query_len;
   }
 };
+
+// Calls store(index, piece) for the pieces of 16 bytes of a new key's or value's row, rotated if
+// kTurns; `thread` of so many.
+template <int kDim, bool kTurns, class Store>
+__device__ __forceinline__ void for_pieces(const DecodeParams& p, const uint4* row, int position,
+                                           int thread, int threads, Store store) {
+  constexpr int kSteps = kTurns ? kDim / 16 : kDim / 8;
+  for (int i = thread; i < kSteps; i += threads) {
+    uint4 piece = row[i];
+    if constexpr (kTurns) {
+      uint4 other = row[i + kSteps];
+      rotary::turn(p.frequencies, i, position, piece, other);
+      store(i + kSteps, other);
+    }
+    store(i, piece);
+  }
+}
 
 // Where a CTA leaves what it found of a unit that it shares, in partial_rows and, times
 // kValueColumns, in partial_out. There are two such units at most, of three the second would be all

@@ -19,6 +19,7 @@ from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Problem, Shapes
 
+_MOST_ROTATED = 256  # features, kMostFrequencies in cuda/runtime/families/decode_params.h
 _WARPS = 4  # that compute, kWarps in cuda/kernels/decode_schedule.cuh
 
 
@@ -50,8 +51,12 @@ class Decode90(Family):
             )
         return tuple(dict.fromkeys(reasons))
 
+    def rotates(self, shapes: Shapes) -> bool:
+        # The other half of a pair lies as many pieces of 16 bytes away.
+        return shapes.head_dim % 16 == 0 and shapes.head_dim <= _MOST_ROTATED
+
     def plan(
-        self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: DecodeTiling | None = None
+        self, call: Any, shapes: Shapes, gpu: GpuSpec, tiling: DecodeTiling | None = None
     ) -> Plan:
         tiling = tiling or choose(call, shapes, gpu)
         return Plan(
@@ -62,7 +67,7 @@ class Decode90(Family):
             entries=("flash_decode", "flash_decode_merge"),
             tiling=tiling,
             constants=tiling.constants(call, shapes),
-            launch=tiling.launch(),
+            launch=tiling.launch() | {"rotary_base": float(call.rotary_base or 0)},
             workspaces=tiling.workspaces(),
             notes=self.untried(gpu),
         )
@@ -147,6 +152,7 @@ class DecodeTiling:
             "kPaged": call.paged,
             "kBoxRows": self.box_rows,
             "kAppends": call.appends,
+            "kRotates": call.rotary_base is not None,
             "kPreScale": problem.scale <= 0,
         }
 

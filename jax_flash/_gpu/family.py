@@ -45,7 +45,7 @@ class Plan:
     entries: tuple[str, ...]
     tiling: Any
     constants: Mapping[str, Number]
-    launch: Mapping[str, bool | int]
+    launch: Mapping[str, Number]
     workspaces: Mapping[str, jax.ShapeDtypeStruct]
     notes: tuple[str, ...] = ()
 
@@ -97,6 +97,10 @@ class Family(abc.ABC):
     @abc.abstractmethod
     def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
         """Makes the plan of a pass that `refuse` lets through, by a tiling (None: the chosen)."""
+
+    def rotates(self, shapes: Shapes) -> bool:
+        """Tells whether its kernels rotate queries and new keys themselves."""
+        return False
 
     def untried(self, gpu: GpuSpec) -> tuple[str, ...]:
         """Says of a GPU on which the tilings were never measured that they were not."""

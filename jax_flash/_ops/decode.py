@@ -104,21 +104,15 @@ class Decode(Call):
     def run_kernel(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Computes the results by `kernel(call, *operands)`, in the form of kernels.
 
-        There is one leading dim, and q and new_k are rotated. The pages of k and v, or without a
-        page table the rows, are as many as all their leading dims make: a reshape of what is
-        written in place would have XLA copy it.
+        There is one leading dim. The pages of k and v, or without a page table the rows, are as
+        many as all their leading dims make: a reshape of what is written in place would have XLA
+        copy it.
         """
         named = self.name_operands(operands)
         shapes = self.result_shapes(named)
         lead = named["q"].shape[:-3]
         rows = math.prod(lead)
-        if self.rotary_base is not None:
-            lengths, count = named["lengths"], named["q"].shape[-3]
-            positions = blockwise_decode.query_positions(lengths, count)
-            for name in ("q", "new_k"):
-                if name in named:
-                    named[name] = rotate(named[name], positions, self.rotary_base)
-        call = dataclasses.replace(self, rotary_base=None)
+        call = self
         if self.paged:
             *pools, pages = named["k"].shape[:-3]
             table = named["page_table"].reshape(rows, -1)
@@ -141,6 +135,17 @@ class Decode(Call):
         results = kernel(call, *map(flatten, call.operands))
         return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
 
+    def rotated(self, *operands: jax.Array) -> tuple["Decode", tuple[jax.Array, ...]]:
+        """Rotates q and new_k, for kernels that do not: returns the call that is left to do."""
+        if self.rotary_base is None:
+            return self, operands
+        named = self.name_operands(operands)
+        positions = blockwise_decode.query_positions(named["lengths"], named["q"].shape[-3])
+        for name in ("q", "new_k"):
+            if name in named:
+                named[name] = rotate(named[name], positions, self.rotary_base)
+        return dataclasses.replace(self, rotary_base=None), tuple(named.values())
+
 
 def _in_one_pool(
     table: jax.Array, lead: Sequence[int], pools: Sequence[int], pages: int
@@ -156,6 +161,7 @@ def _in_one_pool(
 
 
 def _blockwise(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    call, operands = call.rotated(*operands)
     named = call.name_operands(operands)
     caches = {x: named[x].reshape(-1, *named[x].shape[-3:]) for x in _CACHES if x in named}
     results = blockwise_decode.decode(

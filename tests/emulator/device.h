@@ -64,6 +64,10 @@ inline float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); 
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
+inline void sincosf(float x, float* sine, float* cosine) {
+  *sine = __builtin_sinf(x);
+  *cosine = __builtin_cosf(x);
+}
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline int __clz(unsigned bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

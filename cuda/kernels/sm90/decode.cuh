@@ -66,21 +66,32 @@ struct Consumer {
 
   __device__ __forceinline__ void load_queries(const Unit& unit) {
     constexpr int kChunks = kQueryBoxes * 8;
+    constexpr int kHalf = kRotates ? kHeadDim / 16 : 0;  // chunks whose pairs are as many further
     const uint32 tile = ptx::shared_address(shared.queries);
     for (int i = threadIdx.x; i < kShareRows * kChunks; i += 32 * kWarps) {
       const int row = i / kChunks, chunk = i % kChunks;
-      uint4 piece = make_uint4(0, 0, 0, 0);
+      if (chunk >= kHalf && chunk < 2 * kHalf) continue;
       const Place place(p, share, row);
-      if (place.exists(p) && chunk * 8 < kHeadDim) {
-        const int64 at =
-            ((static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads +
-             place.head) *
-            kHeadDim;
-        piece =
-            *reinterpret_cast<const uint4*>(static_cast<const uint16*>(p.query) + at + chunk * 8);
+      const bool exists = place.exists(p);
+      const uint4* query =
+          static_cast<const uint4*>(p.query) +
+          ((static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads +
+           place.head) *
+              (kHeadDim / 8);
+      const auto load = [&](int at) {
+        return exists && at * 8 < kHeadDim ? query[at] : make_uint4(0, 0, 0, 0);
+      };
+      const auto store = [&](int at, const uint4& piece) {
+        ptx::store_shared_x4(chunk_address<kShareRows>(tile, row, at), piece.x, piece.y, piece.z,
+                             piece.w);
+      };
+      uint4 piece = load(chunk);
+      if (chunk < kHalf) {
+        uint4 other = load(chunk + kHalf);
+        rotary::turn(p.frequencies, chunk, unit.length - p.query_len + place.query, piece, other);
+        store(chunk + kHalf, other);
       }
-      ptx::store_shared_x4(chunk_address<kShareRows>(tile, row, chunk), piece.x, piece.y, piece.z,
-                           piece.w);
+      store(chunk, piece);
     }
   }
 
@@ -108,28 +119,28 @@ struct Consumer {
     const int begin = max(attend.unit.length - p.query_len, max(first, 0));
     const int end = min(attend.unit.length, first + kPartKeys);
     if (begin >= end) return;
-    copy_new<kHeadDim>(attend, p.new_key, keys, block, begin, end);
-    if constexpr (!kValuesInKeys) {
-      copy_new<kValueDim>(attend, p.new_value, values, block, begin, end);
+    const int first_new = attend.unit.length - p.query_len;
+    const int kv_head = share.kv_head + attend.tile / kRowTiles;
+    for (int position = begin; position < end; ++position) {
+      const int64 row =
+          (static_cast<int64>(attend.unit.batch) * p.query_len + position - first_new) *
+              p.kv_heads +
+          kv_head;
+      const int slot = position - block * kBlockKV;
+      copy_new<kHeadDim, kRotates>(p.new_key, row, keys, slot, position);
+      if constexpr (!kValuesInKeys) copy_new<kValueDim, false>(p.new_value, row, values, slot, 0);
     }
     ptx::fence_async_proxy();  // before TMA writes here again
     __syncwarp();
   }
-  template <int kDim>
-  __device__ __forceinline__ void copy_new(const Attend& attend, const void* from, uint32 tile,
-                                           int block, int begin, int end) {
-    constexpr int kChunks = kDim / 8;
-    const Unit& unit = attend.unit;
-    const int kv_head = share.kv_head + attend.tile / kRowTiles;
-    for (int i = threadIdx.x % 32; i < (end - begin) * kChunks; i += 32) {
-      const int position = begin + i / kChunks, chunk = i % kChunks;
-      const int query = position - (unit.length - p.query_len);
-      const int64 row =
-          (static_cast<int64>(unit.batch) * p.query_len + query) * p.kv_heads + kv_head;
-      const uint4 piece = static_cast<const uint4*>(from)[row * kChunks + chunk];
-      ptx::store_shared_x4(chunk_address<kBlockKV>(tile, position - block * kBlockKV, chunk),
-                           piece.x, piece.y, piece.z, piece.w);
-    }
+  template <int kDim, bool kTurns>
+  __device__ __forceinline__ void copy_new(const void* from, int64 row, uint32 tile, int slot,
+                                           int position) {
+    for_pieces<kDim, kTurns>(p, static_cast<const uint4*>(from) + row * (kDim / 8), position,
+                             threadIdx.x % 32, 32, [&](int chunk, const uint4& piece) {
+                               ptx::store_shared_x4(chunk_address<kBlockKV>(tile, slot, chunk),
+                                                    piece.x, piece.y, piece.z, piece.w);
+                             });
   }
 };
 

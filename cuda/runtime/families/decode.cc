@@ -5,6 +5,7 @@
 #include "cuda/runtime/families/decode.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -28,6 +29,7 @@ struct DecodeLaunch {
   std::int64_t head_rows;  // and query rows of each
   std::int64_t block_kv;
   std::int64_t box_rows;
+  double rotary_base;  // 0: queries and new keys are not rotated here
 };
 
 }  // namespace jax_flash
@@ -36,7 +38,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_flash::DecodeLaunch, StructMember<std::int64_t>("threads"),
     StructMember<std::int64_t>("merge_threads"), StructMember<std::int64_t>("shared_bytes"),
     StructMember<std::int64_t>("heads"), StructMember<std::int64_t>("head_rows"),
-    StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("box_rows"));
+    StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("box_rows"),
+    StructMember<double>("rotary_base"));
 
 namespace jax_flash {
 namespace {
@@ -147,6 +150,16 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
   params.scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0  ? problem.softcap
                                                    : problem.scale <= 0 ? 1
                                                                         : problem.scale));
+  if (launch.rotary_base > 0) {
+    const std::int64_t half = s.head_dim / 2;
+    if (s.head_dim % 16 != 0 || half > kMostFrequencies) {
+      return Invalid("the CUDA kernels rotate head dims up to 256 that 16 divides");
+    }
+    for (std::int64_t h = 0; h < half; ++h) {
+      params.frequencies[h] = static_cast<float>(
+          std::pow(launch.rotary_base, -static_cast<double>(h) / static_cast<double>(half)));
+    }
+  }
 
   Session session(stream, program);
   const auto map = [&](const void* data, std::int64_t dim, TensorMap* to) {

@@ -5,6 +5,8 @@
 
 #include "cuda/runtime/params.h"
 
+inline constexpr int kMostFrequencies = 128;
+
 // flash_decode and flash_decode_merge, one after the other on one stream: grid = ctas each, those
 // of a part side by side, parts * shares of them.
 struct DecodeParams {
@@ -43,4 +45,6 @@ struct DecodeParams {
   float scale;                   // of the logits, before the softcap
   float scale_log2;              // log2(e) * (scale, the cap with kSoftcap, or 1 with kPreScale)
   float softcap_inner;           // scale / cap, only with kSoftcap
+  // Only with kRotates: radians from one position to the next, of features h and h + H / 2.
+  float frequencies[kMostFrequencies];
 };
