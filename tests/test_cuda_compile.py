@@ -307,7 +307,9 @@ def test_decode_compiles_without_spills(dims, heads, change):
             problem, window=(1024, None), softcap=30.0, terms=("sinks",), scale=-1.0
         )
     value_dim = dims[1] if change.get("latent") else None
-    call = Decode(problem, None, value_dim=value_dim, paged=bool(page), appends=bool(page))
+    flags = {"paged": True, "appends": True} if page else {}
+    rotary_base = 1e4 if page and dims[0] <= 256 else None
+    call = Decode(problem, None, value_dim=value_dim, rotary_base=rotary_base, **flags)
     check(_gpu.plan(call, shapes, H200), seconds=5)
 
 

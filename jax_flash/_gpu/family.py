@@ -52,7 +52,7 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA of the main entry."""
-        return self.launch["shared_bytes"]
+        return int(self.launch["shared_bytes"])
 
     @property
     def header(self) -> str:
