@@ -36,6 +36,21 @@ def write(
     return write_row(cache, new, positions)
 
 
+def gather(cache: jax.Array, page_table: jax.Array) -> jax.Array:
+    """Copies each row's pages to where a contiguous cache has them.
+
+    Arguments:
+      cache: `[P, S, K, H]`.
+      page_table: int32 `[*B, M]`.
+
+    Returns: `[*B, M * S, K, H]`, NaN for pages that are none.
+    """
+    pages, size, *rest = cache.shape
+    page = jnp.where(page_table < 0, pages, page_table)  # below 0 jnp would count from the end
+    rows = cache.at[page].get(mode="fill", fill_value=jnp.nan)
+    return rows.reshape(*page_table.shape[:-1], page_table.shape[-1] * size, *rest)
+
+
 def locate(
     positions: jax.Array, page_table: jax.Array, pages: int, page_size: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -175,7 +175,13 @@ class FlashAttention(nn.Module):
       dropout_rate: share of the attention weights that dropout removes; needs an rng "dropout".
       deterministic: no dropout; may be given to the call instead.
       decode: the input continues the sequences in the collection "cache", by any length; the input
-        of `init` has the batch and the length that the cache is made for.
+        of `init` has the batch and the length that the cache is made for. Up to 64 positions are
+        one call of `decode_attention`, which copies none of the cache, unless there is a bias, mask
+        or dropout, or an attention_fn other than flash_attention.
+      pages: how many pages the cache has, and positions in each: then rows take them as the
+        `page_table` of each call says, in any order, and have no length of their own; None for a
+        cache of rows. A row ends, and another begins in its place, by its entry of `cache_index`
+        set to 0.
       use_bias: adds a bias in the four projections.
       normalize_qk: norms each head of query and key, before the rotary embedding. True: LayerNorm
         without bias, as in Flax (ViT-22B); or a class such as nn.RMSNorm (Qwen 3, Gemma 3) or a
@@ -216,6 +222,7 @@ class FlashAttention(nn.Module):
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     decode: bool = False
+    pages: tuple[int, int] | None = None
     use_bias: bool = False
     normalize_qk: bool | Callable[..., nn.Module] = False
     dtype: Dtype | None = None
@@ -241,6 +248,7 @@ class FlashAttention(nn.Module):
         bias: ArrayLike | None = None,
         mask: ArrayLike | None = None,
         deterministic: bool | None = None,
+        page_table: ArrayLike | None = None,
     ) -> jax.Array:
         """Attention of `x` to itself, to `memory`, or to itself and all that is in the cache.
 
@@ -258,15 +266,20 @@ class FlashAttention(nn.Module):
           memory_positions: int [*B, S], of the memory; None for 0 to S - 1.
           bias: float, added to the scores, broadcastable to [*B, num_heads, T, S].
           mask: bool or numbers (nonzero means True), broadcastable to [*B, num_heads, T, S]; S is
-            the cache's length in decoding.
+            the cache's length in decoding, with pages that of the pages in a row of the table.
           deterministic: no dropout.
+          page_table: int32 [*B, M], in decoding with a cache of pages: position p of a row is in
+            slot p % S of page page_table[p // S]. A row needs the pages of what its newest T
+            positions see, and other columns may hold anything.
 
         Returns:
-          [*B, T, features]; NaN in rows where decoding ran past the end of the cache.
+          [*B, T, features]; NaN in rows where decoding ran past the end of the cache or to a
+          position without a page.
 
         Raises:
           TypeError, ValueError: for settings and shapes that do not fit together, and for
-            decode=True without is_causal or with a memory, segment ids or positions.
+            decode=True without is_causal or with a memory, segment ids or positions; for a
+            page_table without a cache of pages, or none with one.
         """
         features = x.shape[-1]
         num_kv_heads, head_dim = _shared.head_sizes(
@@ -310,18 +323,25 @@ class FlashAttention(nn.Module):
             dropout.update(dropout_rate=self.dropout_rate, dropout_key=self.make_rng("dropout"))
 
         stored, cache = (), None
+        if page_table is not None and not self.decode:
+            raise ValueError("page_table is given without decode=True")
         if self.decode:
             _shared.check_decode(
                 self.is_causal, memory=memory, segment_ids=segment_ids, positions=positions
             )
             is_initialized = self.has_variable("cache", "cached_key")
+            shape = _shared.cache_shape(x.shape[:-2], x.shape[-2], self.pages)
+            shape = (*shape, num_kv_heads, head_dim)
             stored = (
-                self.variable("cache", "cached_key", jnp.zeros_like, key),
-                self.variable("cache", "cached_value", jnp.zeros_like, value),
+                self.variable("cache", "cached_key", jnp.zeros, shape, key.dtype),
+                self.variable("cache", "cached_value", jnp.zeros, shape, value.dtype),
                 self.variable("cache", "cache_index", jnp.zeros, x.shape[:-2], jnp.int32),
             )
             if is_initialized:
-                cache = _shared.Cache(*(variable.value for variable in stored))
+                page_table = _shared.check_page_table(self.pages, page_table, x.shape[:-2])
+                cache = _shared.Cache(
+                    *(variable.value for variable in stored), page_table=page_table
+                )
         out, cache = _shared.attend(
             self.attention_fn,
             query,
@@ -339,7 +359,8 @@ class FlashAttention(nn.Module):
             **dropout,
         )
         if cache is not None:
-            for variable, array in zip(stored, cache, strict=True):
+            arrays = cache.key, cache.value, cache.index
+            for variable, array in zip(stored, arrays, strict=True):
                 variable.value = array
         return project(
             features,

@@ -4,7 +4,6 @@ The attention is `jax_flash.flash_attention`; `_shared.py` puts Flax's arguments
 """
 
 import functools
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -237,6 +236,7 @@ class FlashAttention(nnx.Module):
         )
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if use_sinks else None
         self.rngs = rngs.dropout.fork() if dropout_rate != 0.0 else None
+        self.pages: tuple[int, int] | None = None
         self.cached_key: Any = nnx.data(None)
         self.cached_value: Any = nnx.data(None)
         self.cache_index: Any = nnx.data(None)
@@ -255,6 +255,7 @@ class FlashAttention(nnx.Module):
         bias: ArrayLike | None = None,
         mask: ArrayLike | None = None,
         decode: bool = False,
+        page_table: ArrayLike | None = None,
     ) -> jax.Array:
         """Attention of `x` to itself, to `memory`, or to itself and all that is in the cache.
 
@@ -272,14 +273,22 @@ class FlashAttention(nnx.Module):
           memory_positions: int [*B, S], of the memory; None for 0 to S - 1.
           bias: float, added to the scores, broadcastable to [*B, num_heads, T, S].
           mask: bool or numbers (nonzero means True), broadcastable to [*B, num_heads, T, S].
-          decode: x continues the sequences in the cache, by any T; S is then the cache's length.
+          decode: x continues the sequences in the cache, by any T; S is then the cache's length, or
+            with pages that of the pages in a row of the table. Up to 64 positions are one call of
+            `decode_attention`, which copies none of the cache, unless there is a bias, mask or
+            dropout, an attention_fn other than flash_attention or a cache of another dtype.
+          page_table: int32 [*B, M], in decoding with a cache of pages: position p of a row is in
+            slot p % S of page page_table[p // S]. A row needs the pages of what its newest T
+            positions see, and other columns may hold anything.
 
         Returns:
-          [*B, T, in_features]; NaN in rows where decoding ran past the end of the cache.
+          [*B, T, in_features]; NaN in rows where decoding ran past the end of the cache or to a
+          position without a page.
 
         Raises:
           ValueError: for shapes that do not fit together, and for decode=True without a cache,
-            without is_causal, or with a memory, segment ids or positions.
+            without is_causal, or with a memory, segment ids or positions; for a page_table without
+            a cache of pages, or none with one.
         """
         terms = _shared.rows(
             x,
@@ -298,6 +307,8 @@ class FlashAttention(nnx.Module):
                 "features for keys and values"
             )
         stored, cache = (), None
+        if page_table is not None and not decode:
+            raise ValueError("page_table is given without decode=True")
         if decode:
             _shared.check_decode(
                 self.is_causal, memory=memory, segment_ids=segment_ids, positions=positions
@@ -305,7 +316,8 @@ class FlashAttention(nnx.Module):
             stored = self.cached_key, self.cached_value, self.cache_index
             if stored[0] is None:
                 raise ValueError("decode=True needs a cache: call init_cache(batch, max_length)")
-            cache = _shared.Cache(*(variable[...] for variable in stored))
+            page_table = _shared.check_page_table(self.pages, page_table, x.shape[:-2])
+            cache = _shared.Cache(*(variable[...] for variable in stored), page_table=page_table)
         dropout: dict[str, Any] = {}
         if self.rngs is not None and not self.deterministic:
             dropout.update(dropout_rate=self.dropout_rate, dropout_key=self.rngs())
@@ -329,32 +341,57 @@ class FlashAttention(nnx.Module):
             **dropout,
         )
         if cache is not None:
-            for variable, array in zip(stored, cache, strict=True):
+            arrays = cache.key, cache.value, cache.index
+            for variable, array in zip(stored, arrays, strict=True):
                 variable[...] = array
         return self.out(out)
 
     def init_cache(
-        self, batch: int | tuple[int, ...], max_length: int, dtype: Dtype | None = None
+        self,
+        batch: int | tuple[int, ...],
+        max_length: int | None = None,
+        dtype: Dtype | None = None,
+        *,
+        pages: tuple[int, int] | None = None,
     ) -> None:
-        """Makes an empty cache of `max_length` positions, which `decode=True` then fills.
+        """Makes an empty cache for `decode=True` to fill: of so many positions a row, or of pages.
+
+        Pages are handed out by the caller, as the `page_table` of each call says: a row needs as
+        many as hold its positions, in any order, and rows may have pages in common where neither
+        writes. A row ends, and another begins in its place, by its entry of `cache_index` set to 0.
 
         Args:
           batch: size of the leading axis, or of all of them.
-          max_length: positions that prompt and continuation may have together.
+          max_length: positions that prompt and continuation may have together; None with pages.
           dtype: dtype in which keys and values are kept; None takes that of the computation.
+          pages: how many pages, and positions in each, in place of max_length.
 
         Raises:
           TypeError: a size is no int.
-          ValueError: a size is negative.
+          ValueError: a size is negative, or both or neither of max_length and pages are given.
+
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from jax_flash.layers.nnx import FlashAttention
+        >>> layer = FlashAttention(4, 64, is_causal=True, rngs=nnx.Rngs(0))
+        >>> layer.init_cache(2, pages=(8, 16))
+        >>> table = jnp.array([[3, 0, 5], [1, -1, -1]])  # up to 48 positions, and up to 16
+        >>> prompts, lengths = jnp.ones((2, 40, 64)), jnp.array([40, 7])
+        >>> layer(prompts, seq_lengths=lengths, decode=True, page_table=table).shape
+        (2, 40, 64)
+        >>> layer(jnp.ones((2, 1, 64)), decode=True, page_table=table).shape
+        (2, 1, 64)
         """
+        if (max_length is None) == (pages is None):
+            raise ValueError(
+                f"max_length is {max_length!r} and pages {pages!r}; expected one of them, and None "
+                "for the other"
+            )
         batch = tuple(batch) if isinstance(batch, Sequence) else (batch,)
-        for name, size in [*(("batch", size) for size in batch), ("max_length", max_length)]:
-            if not isinstance(size, numbers.Integral):
-                raise TypeError(f"{name} must be an int, got {size!r}")
-            if size < 0:
-                raise ValueError(f"{name} must not be negative, got {size}")
+        shape = _shared.cache_shape(batch, max_length, pages)
         dtype = self.cache_dtype if dtype is None else dtype
-        shape = (*batch, max_length, self.num_kv_heads, self.head_dim)
+        shape = (*shape, self.num_kv_heads, self.head_dim)
+        self.pages = pages
         self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
         self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
         self.cache_index = nnx.Cache(jnp.zeros(batch, jnp.int32))
