@@ -10,6 +10,10 @@ are held against those of one pass over the finished texts, without a cache.
 
     python examples/generate.py --prompt "def main(" --prompt "import " --count 400
     python examples/generate.py --temperature 0      # the likeliest byte each time
+    python examples/generate.py --page-size 16       # the same text from a cache of pages
+
+With pages a row takes no more of the cache than it fills, and not in one piece: a table says which
+page has which of its bytes.
 """
 
 import argparse
@@ -57,18 +61,38 @@ def choose(scores: jax.Array, temperature: float, key: jax.Array) -> jax.Array:
     return jax.random.categorical(key, scores / temperature)
 
 
+def assign_pages(lengths: np.ndarray, page_size: int) -> np.ndarray:
+    """Gives each row [B] the pages that it needs, in any order: a table [B, M], -1 for none."""
+    needed = -(-lengths // page_size)
+    table = np.full((len(lengths), needed.max()), -1, np.int32)
+    order = np.random.default_rng(0).permutation(needed.sum())
+    table[np.arange(needed.max()) < needed[:, None]] = order
+    return table
+
+
 def generate(
-    model: GPT, texts: list[bytes], count: int, temperature: float, seed: int = 0
+    model: GPT,
+    texts: list[bytes],
+    count: int,
+    temperature: float,
+    seed: int = 0,
+    page_size: int | None = None,
 ) -> Generated:
-    """Continues every text by `count` bytes, all rows at once."""
+    """Continues every text by `count` bytes, all rows at once, with a cache of rows or of pages."""
     tokens, lengths = pad(texts)
-    model.init_cache(len(texts), tokens.shape[1] + count)
+    table = None
+    if page_size is None:
+        model.init_cache(len(texts), tokens.shape[1] + count)
+    else:
+        table = jnp.asarray(assign_pages(lengths + count, page_size))
+        model.init_cache(len(texts), pages=(int(table.max()) + 1, page_size))
     graph, cache, parameters = nnx.split(model, nnx.Cache, ...)
 
-    def run(cache, parameters, tokens, lengths, key):
+    def run(cache, parameters, tokens, lengths, table, key):
         """One pass over new bytes; the scores after the last of each row, and what they give."""
         model = nnx.merge(graph, cache, parameters)
-        logits = model(tokens, decode=True, lengths=lengths)[..., :256].astype(jnp.float32)
+        logits = model(tokens, decode=True, lengths=lengths, page_table=table)
+        logits = logits[..., :256].astype(jnp.float32)
         last = jnp.full(len(texts), tokens.shape[1]) if lengths is None else lengths
         scores = jnp.take_along_axis(logits, last[:, None, None] - 1, axis=1)[:, 0]
         return nnx.state(model, nnx.Cache), scores, choose(scores, temperature, key)
@@ -80,7 +104,7 @@ def generate(
     with tqdm(total=count * len(texts), unit="byte", dynamic_ncols=True) as progress:
         for key in keys:
             begin = time.perf_counter()
-            cache, row_scores, token = step(cache, parameters, new, valid, key)
+            cache, row_scores, token = step(cache, parameters, new, valid, table, key)
             chosen.append(np.asarray(token))
             scores.append(np.asarray(row_scores))
             seconds.append(time.perf_counter() - begin)
@@ -111,14 +135,17 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="bytes to add to each prompt")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest byte")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--page-size", type=int, help="bytes in each page of the cache")
     args = parser.parse_args()
     if not args.checkpoint.exists():
         raise SystemExit(f"{args.checkpoint} is missing: python examples/train_gpt.py writes it")
     if args.count < 1 or args.temperature < 0.0:
         raise SystemExit("--count takes 1 or more, --temperature 0 or more")
+    if args.page_size is not None and args.page_size < 1:
+        raise SystemExit("--page-size takes 1 or more")
     texts = [prompt.encode() for prompt in args.prompt or PROMPTS]
     model = load(args.checkpoint)
-    generated = generate(model, texts, args.count, args.temperature, args.seed)
+    generated = generate(model, texts, args.count, args.temperature, args.seed, args.page_size)
     for text, row in zip(texts, generated.tokens, strict=True):
         new = bytes(row.tolist()).split(bytes([START]))[0]  # a START would open another document
         print(f"\n--- {text.decode()!r}\n{(text + new).decode(errors='replace')}")
@@ -126,6 +153,9 @@ def main() -> None:
     if len(steps):
         speed = len(texts) / float(np.median(steps))
         print(f"\nspeed     {speed:,.0f} tokens/s, {len(texts)} rows at once")
+    pages = model.blocks[0].attention.pages
+    if pages is not None:
+        print(f"pages     {pages[0]} of {pages[1]} bytes, in each of {len(model.blocks)} blocks")
     print(f"scores    {difference(model, texts, generated):.1e} from those without a cache")
 
 

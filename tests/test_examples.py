@@ -224,11 +224,17 @@ def test_generate_continues_prompts_of_a_saved_model(
         *(nnx.to_pure_dict(nnx.state(x, nnx.Param)) for x in (loaded, model)),
     )
     command = ["generate.py", f"--checkpoint={path}", "--count=5", "--prompt=ab", "--prompt=import"]
-    monkeypatch.setattr(sys, "argv", command)
-    generate.main()
-    out = capsys.readouterr().out
-    assert "tokens/s, 2 rows at once" in out
-    assert float(re.findall(r"scores    (\S+)", out)[0]) < 1e-4
+    written = []
+    for option in ([], ["--page-size=4"]):
+        monkeypatch.setattr(sys, "argv", command + option)
+        generate.main()
+        out = capsys.readouterr().out
+        assert "tokens/s, 2 rows at once" in out
+        assert float(re.findall(r"scores    (\S+)", out)[0]) < 1e-4
+        assert ("pages     5 of 4 bytes" in out) == bool(option)  # of 8 and 12 bytes
+        written.append(out.split("\nspeed")[0])
+    assert written[0].count("---") == 2
+    assert written[0] == written[1]
     # Greedy: what one pass over the text without a cache finds likeliest after each byte.
     texts = [b"ab", b"import"]
     got = generate.generate(loaded, texts, 5, temperature=0.0)
