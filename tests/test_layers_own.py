@@ -611,12 +611,15 @@ def test_a_step_copies_no_cache(api, pages, lengths):
 @pytest.mark.skipif(_gpu.spec.present() is None, reason="needs an NVIDIA GPU")
 def test_steps_on_a_gpu_decode(api):
     settings = {"is_causal": True, "dtype": jnp.bfloat16}
-    _, step, cache = cached(api, 2, None, (8, 16), **settings)
-    x, table = jnp.ones((2, 3, FEATURES), jnp.bfloat16), jnp.arange(8).reshape(2, 4)
+    _, step, cache = cached(api, 2, None, (8192, 16), **settings)
+    x, table = jnp.ones((2, 3, FEATURES), jnp.bfloat16), jnp.arange(8192).reshape(2, 4096)
     for lengths in (None, jnp.array([3, 1])):
-        text = jax.jit(step).lower(cache, x, lengths, table).as_text()
-        assert "jax_flash_cuda_decode" in text
-        assert "jax_flash_cuda_forward" not in text
+        lowered = jax.jit(step, donate_argnums=0).lower(cache, x, lengths, table)
+        assert "jax_flash_cuda_decode" in lowered.as_text()
+        assert "jax_flash_cuda_forward" not in lowered.as_text()
+        plan, size = lowered.compile().memory_analysis(), cache["cached_key"].nbytes
+        assert plan.temp_size_in_bytes < size / 2  # of 8 MB; the kernels' sums take 0.6 MB
+        assert plan.alias_size_in_bytes >= 2 * size
 
 
 def test_wrong_pages_are_refused(api):

@@ -209,6 +209,12 @@ class FlashAttention(nn.Module):
     >>> variables = cross.init(jax.random.key(0), x, memory)
     >>> cross.apply(variables, x, memory, memory_seq_lengths=lengths).shape
     (2, 10, 64)
+    >>> paged = FlashAttention(num_heads=4, is_causal=True, decode=True, pages=(8, 16))
+    >>> variables = paged.init(jax.random.key(0), x)  # 8 pages of 16 positions, for 2 rows
+    >>> table = jnp.array([[3, 0, 5], [1, -1, -1]])  # up to 48 positions, and up to 16
+    >>> out, state = paged.apply(variables, x, page_table=table, mutable=["cache"])
+    >>> state["cache"]["cache_index"].tolist()
+    [10, 10]
     """
 
     num_heads: int
