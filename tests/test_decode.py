@@ -111,6 +111,20 @@ def test_vmap_is_a_loop(pages, backend):
                 equal(got.key_cache[i], expected.key_cache)
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 24), (2, 2, 0), (0, 2, 24)])
+def test_no_heads_no_slots_no_rows(shape, backend):
+    rows, kv_heads, length = shape
+    arrays = small(backend, rows=rows, N=2 * kv_heads, K=kv_heads, length=24)
+    arrays["lengths"] = jnp.full(rows, 5, jnp.int32)
+    for name in ("key_cache", "value_cache"):
+        arrays[name] = arrays[name][:, :length]
+    got = decode({"backend": backend}, arrays)
+    assert got.out.shape == (rows, 2, 2 * kv_heads, 16)
+    assert got.lse.shape == (rows, 2, 2 * kv_heads)
+    assert got.key_cache.shape == arrays["key_cache"].shape
+    assert np.isnan(got.out.astype("float32")).all()  # rows without a place, or no element
+
+
 def test_other_leading_dims(backend):
     options = {"backend": backend}
     arrays = small(backend, rows=4)
@@ -358,6 +372,7 @@ def test_wrong_arguments_are_named():
 
     cache, query, new = plain["key_cache"], plain["query"], plain["new_key"]
     refused("query has shape .*T from 1 to 64", query=jnp.zeros((3, 65, 4, 16)))
+    refused("a multiple of the second, above 0", query=query[:, :, :0])
     refused("query has dtype bfloat16 and key_cache float32", query=query.astype("bfloat16"))
     refused("query has 3 heads .* key_cache 2", query=query[:, :, :3])
     refused("equal head dims", query=query[..., :8])

@@ -216,5 +216,6 @@ def make(
 
 
 def _rows(shapes: Shapes) -> int:
-    """Counts the query rows of a kv head."""
-    return known(shapes.q_len, 1) * known(shapes.q_heads // max(shapes.kv_heads, 1), 1)
+    """Counts the query rows of a kv head; one where there are no heads."""
+    group = shapes.q_heads // max(shapes.kv_heads, 1)
+    return max(known(shapes.q_len, 1) * known(group, 1), 1)
