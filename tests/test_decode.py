@@ -442,6 +442,24 @@ def test_an_export_gives_the_same(backend):
     equal(loaded.call(**arrays), decode({"backend": backend}, arrays))
 
 
+def test_an_export_takes_any_number_of_rows_and_tokens(backend):
+    arrays = small(backend, rows=2, T=1, N=16, K=1)
+    rows, count = jax.export.symbolic_shape("b, t", constraints=["t >= 1", "t <= 64"])
+    shapes = {
+        name: jax.ShapeDtypeStruct(
+            (rows, count, *x.shape[2:]) if name in ("query", "new_key", "new_value")
+            else (rows, *x.shape[1:]),
+            x.dtype,
+        )
+        for name, x in arrays.items()
+    }  # fmt: skip
+    call = jax.jit(functools.partial(jax_flash.decode_attention, backend=backend))
+    made = jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)(**shapes)
+    for rows, count in ((2, 1), (3, 40)):
+        arrays = small(backend, rows=rows, T=count, N=16, K=1)
+        alike(made.call(**arrays), decode({"backend": backend}, arrays), backend, atol=2e-6)
+
+
 @pytest.mark.parametrize("pages", [None, 16])
 @pytest.mark.parametrize("start", [None, [0, 3, 40]])
 def test_fill_cache_writes_what_has_a_place(pages, start):
