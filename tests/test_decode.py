@@ -125,6 +125,21 @@ def test_no_heads_no_slots_no_rows(shape, backend):
     assert np.isnan(got.out.astype("float32")).all()  # rows without a place, or no element
 
 
+@pytest.mark.parametrize("shape", [(0, 16, 3), (5, 0, 3), (5, 16, 0)])
+def test_no_pages_no_slots_no_columns(shape, backend):
+    pages, size, columns = shape
+    arrays = small(backend, rows=2, pages=16) | {"lengths": jnp.array([0, 5], jnp.int32)}
+    for name in ("key_cache", "value_cache"):
+        arrays[name] = arrays[name][:pages, :size]
+    arrays["page_table"] = jnp.zeros((2, columns), jnp.int32)
+    got = decode({"backend": backend}, arrays)
+    assert (got.out[0] == 0).all()
+    assert (got.lse[0] == -np.inf).all()
+    assert np.isnan(got.out[1].astype("float32")).all()
+    assert np.isnan(got.lse[1]).all()
+    equal(got.key_cache, arrays["key_cache"])
+
+
 def test_other_leading_dims(backend):
     options = {"backend": backend}
     arrays = small(backend, rows=4)
