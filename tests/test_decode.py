@@ -140,6 +140,29 @@ def test_no_pages_no_slots_no_columns(shape, backend):
     equal(got.key_cache, arrays["key_cache"])
 
 
+def test_far_positions_are_rotated_alike_by_all_backends(backend):
+    """Frequencies that differ by their last bit are apart by a hundredth after 10^5 positions."""
+    arrays = small(backend, rows=1, pages=16)
+    columns = 2**17 // 16
+    table = jnp.full((1, columns), -1, jnp.int32).at[0, -1].set(0)
+    new = jnp.ones((1, 2, 2, 112), arrays["query"].dtype)
+    arrays |= {"page_table": table, "lengths": jnp.array([2**17], jnp.int32)}
+    arrays |= {"new_key": new, "new_value": new, "query": jnp.ones((1, 2, 4, 112), new.dtype)}
+    for name in ("key_cache", "value_cache"):
+        arrays[name] = jnp.zeros((1, 16, 2, 112), new.dtype)
+    options = {"rotary_base": 1e4, "local_window_size": 0}
+    got, expected = (
+        decode(options | {"backend": name}, arrays).key_cache.astype("float32")
+        for name in (backend, "xla")
+    )
+    frequencies = (1e4 ** (-np.arange(56) / 56)).astype(np.float32)
+    angles = frequencies * np.float32(2**17 - 1)
+    truth = np.cos(angles.astype(float)) - np.sin(angles.astype(float))
+    atol = 0.01 if backend == "cuda" else 1e-6
+    np.testing.assert_allclose(got[0, -1, 0, :56], truth, 0, atol)
+    assert np.mean(got == expected) > 0.99
+
+
 def test_other_leading_dims(backend):
     options = {"backend": backend}
     arrays = small(backend, rows=4)
