@@ -5,6 +5,7 @@ Su et al., RoFormer (arXiv:2104.09864), paired by halves as in GPT-NeoX.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
@@ -22,7 +23,8 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     """
     half = x.shape[-1] // 2
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = base ** (-jnp.arange(half, dtype=dtype) / half)
+    # In float64, rounded once: all backends have the same bits.
+    frequencies = jnp.asarray(base ** (-np.arange(half) / half), dtype)
     missing = x.ndim - 2 - positions.ndim  # all of one rank, for jax_numpy_rank_promotion
     positions = positions.astype(dtype).reshape((1,) * missing + positions.shape + (1, 1))
     angles = positions * frequencies.reshape(*(1,) * (x.ndim - 1), -1)  # [*B, T, 1, H/2]

@@ -130,10 +130,10 @@ def prepare(
             f"last), got {k.shape[-1]} and {head_dim}"
         )
     kv_heads = k.shape[-2]
-    if q_heads % kv_heads if kv_heads else q_heads:
+    if q_heads % kv_heads or not q_heads if kv_heads else q_heads:
         raise ValueError(
             f"query has {q_heads} heads (shape {q.shape}) and key_cache {kv_heads} (shape "
-            f"{k.shape}); expected the first to be a multiple of the second"
+            f"{k.shape}); expected the first to be a multiple of the second, above 0 if that is"
         )
     appends = new_key is not None
     if not appends and new_value is not None:

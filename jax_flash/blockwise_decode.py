@@ -94,7 +94,7 @@ class _Pass:
         lengths = jnp.where(refused, 0, self.lengths)
         seen = lengths > 0
         block = min(_BLOCK, self._capacity)
-        if block and batch and q_heads:
+        if block and batch and q_heads and self.k.shape[0]:  # without pages rows are refused
             start = jnp.min(jnp.where(seen, first, self._capacity)) // block
             stop = (jnp.max(lengths) + block - 1) // block
             operands = (self.q, self.k, self.v, self.lengths, self.page_table)

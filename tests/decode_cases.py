@@ -214,6 +214,8 @@ CASES = [
     Case("window", T=4, window=30, lengths=(L, 1, 0, 77)),
     Case("softcap and sinks", T=3, softcap=2.0, sinks=True, scale=0.5),
     Case("sinks and a window of one", window=0, sinks=True, dtype="bfloat16"),
+    Case("scores of 2^37, rounded by 2^14", T=2, H=64, scale=1e10, dtype="bfloat16"),
+    Case("a scale below float32", T=2, H=64, scale=1e-50),
     Case("rotary", T=5, rotary=100.0, lengths=(L, 3, 0, 77)),
     Case("pages", page=16, T=5, lengths=(L, 33, 0, 50)),
     Case("pages, shared prefix", page=16, shared=2, N=8, K=8, dtype="bfloat16", lengths=(L, 40, 7)),
@@ -222,6 +224,7 @@ CASES = [
     Case("pages of 128 and all", page=128, T=3, N=8, window=60, softcap=3.0, sinks=True,
          rotary=1e4, dtype="bfloat16", lengths=(L, 2, 129, 130)),
     Case("latent", N=16, K=1, H=576, Hv=512, latent=True, page=64, dtype="bfloat16"),
+    Case("latent, scores of 2^31", K=1, H=320, Hv=320, latent=True, scale=1e8, dtype="bfloat16"),
     Case("latent, several tokens", N=4, K=1, H=72, Hv=64, latent=True, T=2, lengths=(L, 1, 64)),
 ]  # fmt: skip
 

@@ -111,6 +111,58 @@ def test_vmap_is_a_loop(pages, backend):
                 equal(got.key_cache[i], expected.key_cache)
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 24), (2, 2, 0), (0, 2, 24)])
+def test_no_heads_no_slots_no_rows(shape, backend):
+    rows, kv_heads, length = shape
+    arrays = small(backend, rows=rows, N=2 * kv_heads, K=kv_heads, length=24)
+    arrays["lengths"] = jnp.full(rows, 5, jnp.int32)
+    for name in ("key_cache", "value_cache"):
+        arrays[name] = arrays[name][:, :length]
+    got = decode({"backend": backend}, arrays)
+    assert got.out.shape == (rows, 2, 2 * kv_heads, 16)
+    assert got.lse.shape == (rows, 2, 2 * kv_heads)
+    assert got.key_cache.shape == arrays["key_cache"].shape
+    assert np.isnan(got.out.astype("float32")).all()  # rows without a place, or no element
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 3), (5, 0, 3), (5, 16, 0)])
+def test_no_pages_no_slots_no_columns(shape, backend):
+    pages, size, columns = shape
+    arrays = small(backend, rows=2, pages=16) | {"lengths": jnp.array([0, 5], jnp.int32)}
+    for name in ("key_cache", "value_cache"):
+        arrays[name] = arrays[name][:pages, :size]
+    arrays["page_table"] = jnp.zeros((2, columns), jnp.int32)
+    got = decode({"backend": backend}, arrays)
+    assert (got.out[0] == 0).all()
+    assert (got.lse[0] == -np.inf).all()
+    assert np.isnan(got.out[1].astype("float32")).all()
+    assert np.isnan(got.lse[1]).all()
+    equal(got.key_cache, arrays["key_cache"])
+
+
+def test_far_positions_are_rotated_alike_by_all_backends(backend):
+    """Frequencies that differ by their last bit are apart by a hundredth after 10^5 positions."""
+    arrays = small(backend, rows=1, pages=16)
+    columns = 2**17 // 16
+    table = jnp.full((1, columns), -1, jnp.int32).at[0, -1].set(0)
+    new = jnp.ones((1, 2, 2, 112), arrays["query"].dtype)
+    arrays |= {"page_table": table, "lengths": jnp.array([2**17], jnp.int32)}
+    arrays |= {"new_key": new, "new_value": new, "query": jnp.ones((1, 2, 4, 112), new.dtype)}
+    for name in ("key_cache", "value_cache"):
+        arrays[name] = jnp.zeros((1, 16, 2, 112), new.dtype)
+    options = {"rotary_base": 1e4, "local_window_size": 0}
+    got, expected = (
+        decode(options | {"backend": name}, arrays).key_cache.astype("float32")
+        for name in (backend, "xla")
+    )
+    frequencies = (1e4 ** (-np.arange(56) / 56)).astype(np.float32)
+    angles = frequencies * np.float32(2**17 - 1)
+    truth = np.cos(angles.astype(float)) - np.sin(angles.astype(float))
+    atol = 0.01 if backend == "cuda" else 1e-6
+    np.testing.assert_allclose(got[0, -1, 0, :56], truth, 0, atol)
+    assert np.mean(got == expected) > 0.99
+
+
 def test_other_leading_dims(backend):
     options = {"backend": backend}
     arrays = small(backend, rows=4)
@@ -358,6 +410,7 @@ def test_wrong_arguments_are_named():
 
     cache, query, new = plain["key_cache"], plain["query"], plain["new_key"]
     refused("query has shape .*T from 1 to 64", query=jnp.zeros((3, 65, 4, 16)))
+    refused("a multiple of the second, above 0", query=query[:, :, :0])
     refused("query has dtype bfloat16 and key_cache float32", query=query.astype("bfloat16"))
     refused("query has 3 heads .* key_cache 2", query=query[:, :, :3])
     refused("equal head dims", query=query[..., :8])
@@ -425,6 +478,24 @@ def test_an_export_gives_the_same(backend):
     made = jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)(**arrays)
     loaded = jax.export.deserialize(made.serialize())
     equal(loaded.call(**arrays), decode({"backend": backend}, arrays))
+
+
+def test_an_export_takes_any_number_of_rows_and_tokens(backend):
+    arrays = small(backend, rows=2, T=1, N=16, K=1)
+    rows, count = jax.export.symbolic_shape("b, t", constraints=["t >= 1", "t <= 64"])
+    shapes = {
+        name: jax.ShapeDtypeStruct(
+            (rows, count, *x.shape[2:]) if name in ("query", "new_key", "new_value")
+            else (rows, *x.shape[1:]),
+            x.dtype,
+        )
+        for name, x in arrays.items()
+    }  # fmt: skip
+    call = jax.jit(functools.partial(jax_flash.decode_attention, backend=backend))
+    made = jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)(**shapes)
+    for rows, count in ((2, 1), (3, 40)):
+        arrays = small(backend, rows=rows, T=count, N=16, K=1)
+        alike(made.call(**arrays), decode({"backend": backend}, arrays), backend, atol=2e-6)
 
 
 @pytest.mark.parametrize("pages", [None, 16])

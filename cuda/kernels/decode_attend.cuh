@@ -111,6 +111,9 @@ struct Attend {
       }
     }
     score_function<kPreScale>(p, scores);
+    // Rounded here, not within a fused product: the largest weight is 1 however large scores are.
+#pragma unroll
+    for (float& x : scores) x = __fmul_rn(x, p.scale_log2);
     if (is_partial) {
 #pragma unroll
       for (int i = 0; i < kPartKeys / 2; ++i) {
@@ -125,7 +128,7 @@ struct Attend {
     if constexpr (kSplitsColumns) {
       add_weights_of_all(scores, correction);
     } else {
-      state.extend(scores, p.scale_log2, /*searches=*/true, correction, Alone{});
+      state.extend(scores, 1.0f, /*searches=*/true, correction, Alone{});
     }
     if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
@@ -173,10 +176,10 @@ struct Attend {
         const int at = lane / 4 + row * fragment::kRowStep;
         largest = fmaxf(largest, exchange->largest[tile * kKeyParts + other][at]);
       }
-      state.rise(row, fmaxf(largest * p.scale_log2, state.base[row]), correction[row]);
+      state.rise(row, fmaxf(largest, state.base[row]), correction[row]);
     }
     float added[2][2];
-    state.exponentials<kCount>(scores, p.scale_log2, added, Alone{});
+    state.exponentials<kCount>(scores, 1.0f, added, Alone{});
 #pragma unroll
     for (int row = 0; row < 2; ++row) state.sum[row] += added[row][0] + added[row][1];
   }

@@ -21,6 +21,7 @@ from jax_flash._problem import Problem, Shapes
 
 _MOST_ROTATED = 256  # features, kMostFrequencies in cuda/runtime/families/decode_params.h
 _WARPS = 4  # that compute, kWarps in cuda/kernels/decode_schedule.cuh
+_MOST_QUERIES = 64  # MOST_QUERIES in _validate_decode.py
 
 
 class Decode90(Family):
@@ -195,6 +196,8 @@ def make(
         block_kv = 128 if narrow else 64  # a warp has 64 keys at most, or it spills
     size = shapes.page_size if call.paged else None
     shares = max(known(shapes.kv_heads, 1), 1) // heads * -(-_rows(shapes) // (16 * row_tiles))
+    # Where jax.export left T open there is a CTA for each row group of all T.
+    least = 1 if isinstance(shapes.q_len, int) else _MOST_QUERIES
     tiling = DecodeTiling(
         shapes.head_dim,
         shapes.value_dim,
@@ -204,7 +207,7 @@ def make(
         block_kv=block_kv,
         stages=0,
         box_rows=math.gcd(size or 0, box_rows or block_kv),
-        parts=max(1, (gpu.sms or _MULTIPROCESSORS) * resident * rounds // shares),
+        parts=max(least, (gpu.sms or _MULTIPROCESSORS) * resident * rounds // shares),
         shares=shares,
         resident=resident,
     )
@@ -216,5 +219,6 @@ def make(
 
 
 def _rows(shapes: Shapes) -> int:
-    """Counts the query rows of a kv head."""
-    return known(shapes.q_len, 1) * known(shapes.q_heads // max(shapes.kv_heads, 1), 1)
+    """Counts the query rows of a kv head; one where there are no heads."""
+    group = shapes.q_heads // max(shapes.kv_heads, 1)
+    return max(known(shapes.q_len, 1) * known(group, 1), 1)

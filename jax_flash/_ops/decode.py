@@ -163,7 +163,10 @@ def _in_one_pool(
 def _blockwise(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
     call, operands = call.rotated(*operands)
     named = call.name_operands(operands)
-    caches = {x: named[x].reshape(-1, *named[x].shape[-3:]) for x in _CACHES if x in named}
+    caches = {}
+    for name in (x for x in _CACHES if x in named):
+        *pages, size, heads, dim = named[name].shape
+        caches[name] = named[name].reshape(math.prod(pages), size, heads, dim)
     results = blockwise_decode.decode(
         call.problem,
         named["q"],

@@ -59,6 +59,7 @@ inline int abs(int a) { return a < 0 ? -a : a; }
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float fabsf(float a) { return __builtin_fabsf(a); }
 inline float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }

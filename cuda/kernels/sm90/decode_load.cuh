@@ -70,6 +70,9 @@ struct Loader {
     lacks = __any_sync(0xffffffffu, lacks);
     const uint32 here = full + ring.barrier_offset();
     ptx::barrier_wait(empty + ring.barrier_offset(), ring.parity() ^ 1);
+    // Without a page nothing has to come: the stage may be filled and free again before a lane that
+    // is behind has seen it free.
+    __syncwarp();
     if (lane == 0) {
       spoiled[ring.stage()] = lacks;
       ptx::barrier_arrive_expect(here, count * (kStageBytes / kPieces));
