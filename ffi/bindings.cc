@@ -20,6 +20,7 @@
 #endif
 #ifdef JAX_FLASH_CUDA
 #include "cuda/runtime/families/decode.h"
+#include "cuda/runtime/families/sm80.h"
 #include "cuda/runtime/families/sm90.h"
 #include "cuda/runtime/jit.h"
 #include "cuda/runtime/launch.h"
@@ -49,6 +50,7 @@ nb::dict Targets() {
   nb::dict cuda;
   cuda["jax_flash_cuda_forward"] = Capsule(JaxFlashCudaForward);
   cuda["jax_flash_cuda_backward"] = Capsule(JaxFlashCudaBackward);
+  cuda["jax_flash_cuda_sm80_forward"] = Capsule(JaxFlashCudaSm80Forward);
   cuda["jax_flash_cuda_decode"] = Capsule(JaxFlashCudaDecode);
   targets["CUDA"] = cuda;
 #endif
@@ -59,6 +61,7 @@ nb::dict Targets() {
 // {header of parameters: what to compile with it, to tell that it is this module's}
 std::map<std::string, std::string> CudaParamsAssertions() {
   return {{"cuda/runtime/families/decode_params.h", jax_flash::DecodeParamsAssertions()},
+          {"cuda/runtime/families/sm80_params.h", jax_flash::Sm80ParamsAssertions()},
           {"cuda/runtime/families/sm90_params.h", jax_flash::Sm90ParamsAssertions()}};
 }
 

@@ -19,8 +19,13 @@ from jax_flash._terms import TERMS
 BEGIN = "<!-- python -m jax_flash._support_table README.md -->\n"
 END = "<!-- end of the table -->\n"
 
-_GPU = _gpu.spec.GPUS["H200"]  # the columns' GPU: the one that kernels were measured on
-_COLUMNS = {"cuda": "`cuda`: H100, H200", "cpu": "`cpu`", "xla": "`xla`: any platform"}
+# Backend and GPU -> the column's head.
+_COLUMNS = {
+    ("cuda", "H200"): "`cuda`: H100, H200",
+    ("cuda", "A100"): "`cuda`: others since Ampere",
+    ("cpu", "H200"): "`cpu`",
+    ("xla", "H200"): "`xla`: any platform",
+}
 _PLAIN = Problem("bfloat16", 1.0)
 _SHAPES = Shapes(2, 512, 512, 8, 8, 64, 64)
 _DIMS = (1, 8, 33, 64, 128, 256, 512, 1024, 1 << 20)
@@ -60,12 +65,12 @@ def table() -> str:
     cells["float32 lse, with its gradient"] = [
         _cell(b, [(_PLAIN, _SHAPES)], with_dlse=True) for b in _COLUMNS
     ]
-    cells["head dim, value dim (may differ)"] = [_dims(backend) for backend in _COLUMNS]
+    cells["head dim, value dim (may differ)"] = [_dims(column) for column in _COLUMNS]
     for name, changes in _SHAPE_ROWS.items():
         shapes = [(_PLAIN, dataclasses.replace(_SHAPES, **change)) for change in changes]
-        cells[name] = [_cell(backend, shapes) for backend in _COLUMNS]
+        cells[name] = [_cell(column, shapes) for column in _COLUMNS]
     cells["`decode_attention`: caches, pages, new keys in place"] = [
-        _decodes(backend) for backend in _COLUMNS
+        _decodes(column) for column in _COLUMNS
     ]
     rows += [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()]
     return "\n".join(rows) + "\n"
@@ -75,13 +80,16 @@ def _changed(changes: tuple[dict[str, Any], ...]) -> list[tuple[Problem, Shapes]
     return [(dataclasses.replace(_PLAIN, **change), _SHAPES) for change in changes]
 
 
-def _cell(backend: str, cases: list[tuple[Problem, Shapes]], *, with_dlse: bool = False) -> str:
+def _cell(
+    column: tuple[str, str], cases: list[tuple[Problem, Shapes]], *, with_dlse: bool = False
+) -> str:
+    backend, gpu = column
     running = [
         name
         for name in ("forward", "backward")
         if not any(
             _backends.BACKENDS[backend].decline(
-                passes(problem, with_dlse=with_dlse)[name], shapes, _GPU
+                passes(problem, with_dlse=with_dlse)[name], shapes, _gpu.spec.GPUS[gpu]
             )
             for problem, shapes in cases
         )
@@ -89,20 +97,23 @@ def _cell(backend: str, cases: list[tuple[Problem, Shapes]], *, with_dlse: bool 
     return "yes" if len(running) == 2 else running[0] if running else "no"
 
 
-def _decodes(backend: str) -> str:
+def _decodes(column: tuple[str, str]) -> str:
+    backend, gpu = column
     call = Decode(_PLAIN, None, rotary_base=1e4, paged=True, appends=True)
     shapes = dataclasses.replace(_SHAPES, q_len=1)
-    return "no" if _backends.BACKENDS[backend].decline(call, shapes, _GPU) else "yes"
+    return "no" if _backends.BACKENDS[backend].decline(call, shapes, _gpu.spec.GPUS[gpu]) else "yes"
 
 
-def _dims(backend: str) -> str:
-    """Says up to which head dim both passes run."""
+def _dims(column: tuple[str, str]) -> str:
+    """Says up to which head dim the passes run that there are."""
+    own = _cell(column, [(_PLAIN, _SHAPES)])
     taken = []
     for dim in _DIMS:
         shapes = dataclasses.replace(_SHAPES, head_dim=dim, value_dim=dim)
-        if _cell(backend, [(_PLAIN, shapes)]) == "yes":
+        if _cell(column, [(_PLAIN, shapes)]) == own:
             taken.append(dim)
-    return "any" if taken == list(_DIMS) else f"up to {max(taken)}"
+    dims = "any" if taken == list(_DIMS) else f"up to {max(taken)}"
+    return dims if own == "yes" else f"{own}, {dims}"
 
 
 def write(readme: Path) -> None:

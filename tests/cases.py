@@ -266,13 +266,15 @@ class Arguments:
     def cotangent(self):
         return self.dout if self.dlse is None else (self.dout, self.dlse)
 
-    def run(self, backend: str | None) -> dict[str, Any]:
+    def run(self, backend: str | None, *, gradients: bool = True) -> dict[str, Any]:
         """out, lse (if asked for) and the gradient of each differentiable argument, in one jit."""
-        result, gradients = _jitted_step(self.case, backend)(
-            {n: jnp.asarray(x) for n, x in self.arrays.items()},
-            jax.tree.map(jnp.asarray, self.cotangent),
-        )
-        values = {f"d{name}": gradient for name, gradient in gradients.items()}
+        arrays = {n: jnp.asarray(x) for n, x in self.arrays.items()}
+        if gradients:
+            cotangent = jax.tree.map(jnp.asarray, self.cotangent)
+            result, pulled = _jitted_step(self.case, backend)(arrays, cotangent)
+        else:
+            result, pulled = jax.jit(self.function(backend))(arrays), {}
+        values = {f"d{name}": gradient for name, gradient in pulled.items()}
         if self.case.with_lse:
             values["out"], values["lse"] = result
         else:

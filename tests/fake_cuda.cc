@@ -65,7 +65,8 @@ const struct {
   std::string (*show)(const void*);
 } kHandlers[] = {{"forward", Show<ForwardParams>},
                  {"backward", Show<BackwardParams>},
-                 {"decode", Show<DecodeParams>}};
+                 {"decode", Show<DecodeParams>},
+                 {"sm80_forward", Show<Sm80ForwardParams>}};
 int running;  // which of them
 XLA_FFI_Handler* handlers[std::size(kHandlers)];
 
@@ -172,15 +173,18 @@ extern "C" {
 
 // ---- for the test ------------------------------------------------------------------------------
 
-void FakeSetHandlers(XLA_FFI_Handler* forward, XLA_FFI_Handler* backward, XLA_FFI_Handler* decode) {
+void FakeSetHandlers(XLA_FFI_Handler* forward, XLA_FFI_Handler* backward, XLA_FFI_Handler* decode,
+                     XLA_FFI_Handler* sm80_forward) {
   handlers[0] = forward;
   handlers[1] = backward;
   handlers[2] = decode;
+  handlers[3] = sm80_forward;
 }
 void FakeSetDevice(int device) { current_device = device; }
 XLA_FFI_Error* FakeForward(XLA_FFI_CallFrame* frame) { return Call(0, frame); }
 XLA_FFI_Error* FakeBackward(XLA_FFI_CallFrame* frame) { return Call(1, frame); }
 XLA_FFI_Error* FakeDecode(XLA_FFI_CallFrame* frame) { return Call(2, frame); }
+XLA_FFI_Error* FakeSm80Forward(XLA_FFI_CallFrame* frame) { return Call(3, frame); }
 const char* FakeTakeNotes() {
   static std::string taken;
   taken = std::move(notes);

@@ -53,6 +53,7 @@ class Direct:
     dq_row_bytes: int = 0  # backward
     device: int = 0
     pretended: int = 0  # multiprocessors
+    gpu: str = "H100"
 
     def run(self) -> dict[str, Any]:
         def array(*shape, dtype: Any = jnp.bfloat16):
@@ -64,7 +65,7 @@ class Direct:
         terms.append(array(self.N, dtype=jnp.float32))
         problem = Problem("bfloat16", 1.0, deterministic=True, terms=TERMS)
         shapes = Shapes(self.B, self.T, self.S, self.N, self.N, self.H, self.H)
-        some, gpu = Shapes(2, 200, 200, 2, 2, self.H, self.H), _gpu.spec.for_lowering()
+        some, gpu = Shapes(2, 200, 200, 2, 2, self.H, self.H), _gpu.spec.GPUS[self.gpu]
         if self.target == "forward":
             operands, results = [q, k, k, *terms], [q, lse]
         else:
@@ -180,8 +181,10 @@ def connect() -> ctypes.CDLL:
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     handlers = _native._cuda().targets()["CUDA"]
-    names = [f"jax_flash_cuda_{target}" for target in ("forward", "backward", "decode")]
-    own = (fake.FakeForward, fake.FakeBackward, fake.FakeDecode)
+    names = [
+        f"jax_flash_cuda_{target}" for target in ("forward", "backward", "decode", "sm80_forward")
+    ]
+    own = (fake.FakeForward, fake.FakeBackward, fake.FakeDecode, fake.FakeSm80Forward)
     fake.FakeSetHandlers(*(ctypes.c_void_p(pointer_of(handlers[name], None)) for name in names))
     for name, handler in zip(names, own, strict=True):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")

@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "cuda/runtime/families/decode_params.h"
+#include "cuda/runtime/families/sm80_params.h"
 #include "cuda/runtime/families/sm90_params.h"
 #include "tests/fake_cuda.h"
 
@@ -127,6 +128,15 @@ struct Named<BackwardParams> : BackwardParams {
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
               query_position_ranges)
+};
+template <>
+struct Named<Sm80ForwardParams> : Sm80ForwardParams {
+  JSON_FIELDS(query_data, key_data, value_data, out, lse, query_lengths, key_value_lengths,
+              query_segments, key_value_segments, query_positions, key_value_positions, bias, mask,
+              sinks, sinks_batch_stride, dropout_state, key_segment_ranges, key_position_ranges,
+              batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
+              window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
+              dropout_scale)
 };
 template <>
 struct Named<DecodeParams> : DecodeParams {

@@ -14,10 +14,11 @@ REFUSED = {
 }
 
 
-def compare(arguments: Arguments, got: dict[str, np.ndarray]) -> None:
+def compare(arguments: Arguments, got: dict[str, np.ndarray], *, gradients: bool = True) -> None:
     """Checks out, lse and all gradients in `got` by the tolerance of the case's precision."""
     case = arguments.case
-    truth, plain = arguments.truth(), arguments.truth(precision=case.dtype)
+    truth = arguments.truth(gradients=gradients)
+    plain = arguments.truth(precision=case.dtype, gradients=gradients)
     assert str(got["out"].dtype) == case.dtype
     check("out", got["out"], truth.out, plain.out, case.dtype, FORWARD_FACTOR)
     if "lse" in got:
@@ -28,7 +29,7 @@ def compare(arguments: Arguments, got: dict[str, np.ndarray]) -> None:
         base = 0 if case.dtype == "float32" else 80
         check("lse", got["lse"], truth.lse, plain_lse, "float32", FORWARD_FACTOR, base)
     fields = {"query": "dq", "key": "dk", "value": "dv", "bias": "dbias", "sinks": "dsinks"}
-    for name in arguments.differentiable:
+    for name in arguments.differentiable if gradients else ():
         gradient, field = got[f"d{name}"], fields[name]
         given = arguments.arrays[name]
         assert gradient.dtype == given.dtype, f"d{name} is {gradient.dtype}"

@@ -92,11 +92,16 @@ EMPTY = (
     Direct("forward", B=0),
     Direct("forward", T=0),
     Direct("forward", N=0),
+    Direct("forward", B=0, gpu="A100"),
+    Direct("forward", T=0, gpu="A100"),
     Direct("backward", B=0),
     Direct("backward", N=0),
 )
 REFUSED = {
     Direct("forward", S=0): "the CUDA kernels take no empty keys",
+    Direct("forward", S=0, gpu="A100"): "the CUDA kernels take no empty keys",
+    Direct("forward", planned=300, gpu="A100"): "workspaces for 5 blocks of 64 keys, of which",
+    Direct("forward", planned=100, gpu="A100"): "workspaces for 2 blocks of 64 keys, of which",
     Direct("backward", T=0): "the CUDA kernels take no empty sequences",
     Direct("backward", S=0): "the CUDA kernels take no empty sequences",
     Direct("forward", planned=300): "workspaces for 3 blocks of 128 keys, of which there are 200",
@@ -119,6 +124,7 @@ WORKSPACES = {
     ),
 }  # fmt: skip
 MANY_HEADS = [Direct(target, l2_heads=1 << 20) for target in WORKSPACES]
+MANY_HEADS.append(Direct("forward", l2_heads=1 << 20, gpu="A100"))
 SHORT = {
     target: [Direct(target, short=i) for i in range(len(names))]
     for target, names in WORKSPACES.items()

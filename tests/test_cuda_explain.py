@@ -1,5 +1,6 @@
 """`jax_flash.explain`: what would run and why, on a machine without a GPU too."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -127,11 +128,23 @@ def test_takes_arrays_and_checks_them_like_the_call():
         jax_flash.explain(q, q, q, gpu="abacus")
 
 
+@needs_module
 @pytest.mark.parametrize("gpu", [name for name, x in GPUS.items() if x.arch != "sm_90a"])
-def test_other_gpus_are_refused_by_name(gpu):
+def test_other_gpus_have_a_forward_pass(gpu):
     explanation = jax_flash.explain(Q, KV, KV, gpu=gpu)
+    assert (explanation.backend, explanation.backward.backend) == ("cuda", "xla")
+    text = str(explanation)
+    assert "sm80/forward.cuh" in text
+    assert "tilings were never measured" in text
+    assert f"{gpu} is {GPUS[gpu].arch}" in text  # why there is no backward pass
+
+
+@needs_module
+def test_gpus_before_ampere_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(GPUS, "T4", dataclasses.replace(GPUS["A100"], name="T4", arch="sm_75"))
+    explanation = jax_flash.explain(Q, KV, KV, gpu="T4")
     assert explanation.backend == explanation.backward.backend == "xla"
-    assert f"{gpu} is {GPUS[gpu].arch}" in str(explanation)
+    assert "sm_80 and later; T4 is sm_75" in str(explanation)
 
 
 def test_lists_all_reasons_of_all_backends():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash import EXPORT_CHECKS, _backends, _native, flash_attention
+from jax_flash import EXPORT_CHECKS, _backends, _gpu, _native, flash_attention
 from jax_flash._terms import TERMS
 
 pytestmark = pytest.mark.skipif(
@@ -209,3 +209,31 @@ def test_gradients_export_with_symbolic_heads(heads, kv_heads):
     step = jax.grad(lambda *x: flash_attention(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
     exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)
     assert calls(exported(*arguments).mlir_module()) == names
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_before_hopper_the_forward_is_a_custom_call(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_gpu.spec, "for_lowering", lambda: _gpu.spec.GPUS["A100"])
+    options, expected = SUPPORTED[name]
+    program = lower_options(options)
+    assert calls(program) == ["jax_flash_cuda_sm80_forward"]
+    for text in expected:
+        assert text in program
+
+
+def test_before_hopper_the_backward_runs_on_xla(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_gpu.spec, "for_lowering", lambda: _gpu.spec.GPUS["L4"])
+    _backends.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="without its CUDA kernels.* L4 is sm_89"):
+        assert calls(lower_gradient({"is_causal": True})) == ["jax_flash_cuda_sm80_forward"]
+
+
+def test_before_hopper_export_with_symbolic_shapes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_gpu.spec, "for_lowering", lambda: _gpu.spec.GPUS["RTX 4090"])
+    b, t, n = jax.export.symbolic_shape("b, t, n")
+    q = jax.ShapeDtypeStruct((b, t, 2 * n, H), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((b, t, n, H), jnp.bfloat16)
+    exported = jax.export.export(
+        jax.jit(flash_attention), platforms=["cuda"], disabled_checks=EXPORT_CHECKS
+    )(q, kv, kv)
+    assert calls(exported.mlir_module()) == ["jax_flash_cuda_sm80_forward"]

@@ -36,14 +36,6 @@ struct Exchange {
 // Of the warps that compute alone.
 __device__ __forceinline__ void meet() { ptx::named_barrier_sync(1, 32 * kWarps); }
 
-// The address of lane's row for load_matrix_x4, of a tile of kRows rows: `row` and `chunk` (of 8
-// columns) of the first matrix's first row are the lane's own already.
-template <int kRows>
-__device__ __forceinline__ uint32 chunk_address(uint32 tile, int row, int chunk) {
-  return tile + (chunk / 8 * kRows + row) * kBoxRowBytes +
-         swizzled(static_cast<uint32>(chunk % 8), static_cast<uint32>(row));
-}
-
 // Halves that are infinite or NaN become 0.
 __device__ __forceinline__ uint32 finite_halves(uint32 pair) {
   constexpr uint32 kExponent = kBFloat16 ? 0x7f80u : 0x7c00u;

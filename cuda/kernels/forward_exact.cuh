@@ -167,4 +167,88 @@ __device__ __forceinline__ void exact_row(const Params& p, int batch, int head, 
   }
 }
 
+// A row of the result as repeat_rows sees it.
+struct Row {
+  int query, head;
+  int64 first_key;  // row of its head's first key
+  Range keys;       // that it sees, mask, segments and positions aside
+  int64 lse;        // index
+  uint16* result;
+};
+
+// Computes rows of a batch row, a bit each, again where they are wrong: their results are stored,
+// and not finite. row_of(bit): one of them. Whole warps call.
+template <class Params, class RowOf>
+__device__ __forceinline__ void repeat_rows(const Params& p, int batch, uint32 rows, RowOf row_of) {
+  constexpr int kColumns = ceil_div(kValueDim, 32);
+  const auto fresh_lane = [] { return ptx::opaque(threadIdx.x) % 32; };
+  const auto load_result = [&](const Row& row, float (&out)[kColumns]) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int column = fresh_lane() + 32 * c;
+      out[c] = column < kValueDim ? Element::unpack(row.result[column]) : 0.0f;
+    }
+  };
+  const auto explain = [&](const float (&result)[kColumns], const Row& row, Range keys,
+                           float (&sum)[kColumns]) {
+    return explain_nan(p, batch, row.head, row.query, {p, row.first_key}, keys, result, sum);
+  };
+  // First the keys that all of these rows see, for the first of them.
+  const Row first = row_of(__ffs(rows) - 1);
+  Range common = first.keys;
+#pragma unroll 1
+  for (uint32 left = rows; left != 0; left &= left - 1) {
+    const Row other = row_of(__ffs(left) - 1);
+    common.begin = max(common.begin, other.keys.begin);
+    common.end = min(common.end, other.keys.end);
+    if (!see_alike(p, batch, first.query, other.query)) common.end = common.begin;
+  }
+  float common_sum[kColumns];  // of its values that are not finite
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) common_sum[c] = 0.0f;
+  {
+    float result[kColumns];
+    load_result(first, result);
+    explain(result, first, common, common_sum);
+  }
+#pragma unroll 1
+  for (uint32 left = rows; left != 0; left &= left - 1) {
+    const Row row = row_of(__ffs(left) - 1);
+    float out[kColumns], explained[kColumns];
+    load_result(row, out);
+    if (p.lse[row.lse] < kInfinity) {
+      bool open = false;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        explained[c] = common_sum[c];
+        open = open || is_open(out[c], explained[c]);
+      }
+      if (!__any_sync(0xffffffffu, open) || explain(out, row, row.keys, explained)) continue;
+    }
+    float largest = 0.0f, sum = 0.0f;
+    exact_row(p, batch, row.head, row.query, {p, row.first_key}, {p, row.first_key}, row.keys, out,
+              largest, sum);
+    if constexpr (kHasSinks) {
+      const float sink = p.sinks[batch * p.sinks_batch_stride + row.head] * kLog2E;
+      const float with_sink = fmaxf(largest, sink);
+      const float factor = ptx::exp2_approx(largest - with_sink);
+      sum = sum * factor + ptx::exp2_approx(sink - with_sink);
+      largest = with_sink;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) out[c] *= factor;
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int column = fresh_lane() + 32 * c;
+      if (column < kValueDim) {
+        const float result = out[c] / sum * dropout_scale(p);
+        row.result[column] = static_cast<uint16>(Element::pack(result, 0.0f));
+      }
+    }
+    if (fresh_lane() == 0) {
+      p.lse[row.lse] = (largest + ptx::log2_approx(sum)) * kLn2;
+    }
+  }
+}
+
 }  // namespace forward

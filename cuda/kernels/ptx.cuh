@@ -89,6 +89,16 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Ends a group of this thread's copies; there may be none in it.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits for all of this thread's groups but the last kCount.
+template <int kCount>
+__device__ __forceinline__ void copy_async_wait_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kCount) : "memory");
+}
+
 // ---- shared memory, plain -----------------------------------------------------------------------
 
 __device__ __forceinline__ void store_shared(uint32 address, uint32 value) {

@@ -24,6 +24,14 @@ __device__ __forceinline__ uint32 swizzled(uint32 chunk, Row row) {
   return (chunk ^ (row % 8)) * 16;
 }
 
+// The address of lane's row for ptx::load_matrix_x4, of a tile of kRows rows: `row` and `chunk` (of
+// 8 columns) of the first matrix's first row are the lane's own already.
+template <int kRows>
+__device__ __forceinline__ uint32 chunk_address(uint32 tile, int row, int chunk) {
+  return tile + (chunk / 8 * kRows + row) * kBoxRowBytes +
+         swizzled(static_cast<uint32>(chunk % 8), static_cast<uint32>(row));
+}
+
 // Moves kCount rows of a tile, one in kStep, down by `bits` of each: 16, or 0 for rows in place,
 // which are written back as they are because a branch would cost more registers. A warp holds a
 // row's 32-bit words, one per lane and box.
@@ -57,60 +65,79 @@ __device__ __forceinline__ void shift_rows(uint32 tile, uint32 first_row,
   }
 }
 
-// Fills a tile of kRows rows of kDim elements, each thread a part, and waits for its own. Called by
-// the first kWarps warps of the CTA. Row 0 starts at `source`, row r
-// r / kHeads * pitch + r % kHeads * kDim elements after it; rows from `count` on read as zero.
+// The rows of a tile that kWarps warps, the first of the CTA, fill by cp.async, each thread a part:
+// kRows rows of kDim elements. Row 0 starts at `source`, row r
+// r / kHeads * pitch + r % kHeads * kDim elements after it.
+template <int kDim, int kRows, int kWarps, int kHeads = 1>
+struct CopiedRows {
+  static constexpr bool kOdd = kRowAlignment<kDim> == 2;
+  static constexpr int kBytes = kOdd ? 4 : kRowAlignment<kDim>;
+  static constexpr int kLanes = kBoxRowBytes / kBytes;  // on a row of a box
+  static constexpr int kStep = kWarps * 32 / kLanes;    // rows at a time
+  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+  static_assert(kRows % kStep == 0);
+
+  uint32 tile;
+  const uint16* source;
+  int64 pitch;
+  // Opaque: addresses would be computed ahead of the caller's loop, for registers it does not have.
+  uint32 thread = ptx::opaque(threadIdx.x);
+
+  __device__ __forceinline__ const uint16* row_at(uint32 row) const {
+    return source + row / kHeads * pitch + row % kHeads * kDim;
+  }
+  // Starts the copies; rows from `count` on read as zero.
+  __device__ __forceinline__ void begin(int count) const {
+    const uint32 first_row = thread / kLanes;
+    const uint32 column = thread % kLanes * kBytes;  // in bytes
+    const uint16* from = row_at(first_row);
+#pragma unroll 2
+    for (int i = 0; i < kRows / kStep; ++i) {
+      const uint32 row = first_row + i * kStep;
+      const uint32 to = tile + row * kBoxRowBytes + swizzled(column / 16, row) + column % 16;
+      if constexpr (kHeads > 1) from = row_at(row);
+      const uint64 start = reinterpret_cast<uint64>(from);
+      const int bytes = static_cast<int>(row) < count ? 2 * kDim : 0;
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        const uint32 target = to + box * kRows * kBoxRowBytes;
+        const int at = box * kBoxRowBytes + static_cast<int>(column);
+        if (kOdd && box + 1 == kBoxes) {  // the row may end inside of a word
+          const int size = bytes == 0 ? 0 : bytes + static_cast<int>(start & 2) - at;
+          ptx::copy_async<kBytes>(target, (start & ~2ull) + at, min(max(size, 0), kBytes));
+        } else {
+          ptx::copy_async<kBytes>(target, (kOdd ? start & ~2ull : start) + at, at < bytes);
+        }
+      }
+      from += kStep * pitch;
+    }
+  }
+  // When this thread's copies are there.
+  __device__ __forceinline__ void finish() const {
+    if constexpr (kOdd) {  // each lane wrote the words that it reads here
+      // As many as registers allow; the backward's roles have 32.
+      constexpr int kCount = kWarps == 4 && kBoxes <= 2 ? 4 : kWarps == 4 || kBoxes <= 3 ? 2 : 1;
+      const uint32 first_row = thread / kLanes;
+#pragma unroll 1
+      for (int i = 0; i < kRows / kStep; i += kCount) {
+        uint32 bits[kCount];
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          const auto start = reinterpret_cast<uint64>(row_at(first_row + (i + j) * kStep));
+          bits[j] = static_cast<uint32>(start) % 4 * 8;
+        }
+        shift_rows<kBoxes, kRows, kCount, kStep>(tile, first_row + i * kStep, bits);
+      }
+    }
+  }
+};
+
+// Fills a tile so and waits for the thread's own part of it.
 template <int kDim, int kRows, int kWarps, int kHeads = 1>
 __device__ __forceinline__ void copy_rows(uint32 tile, const uint16* source, int64 pitch,
                                           int count) {
-  constexpr bool kOdd = kRowAlignment<kDim> == 2;
-  constexpr int kBytes = kOdd ? 4 : kRowAlignment<kDim>;
-  constexpr int kLanes = kBoxRowBytes / kBytes;  // on a row of a box
-  constexpr int kStep = kWarps * 32 / kLanes;    // rows at a time
-  constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
-  static_assert(kRows % kStep == 0);
-  // Opaque: addresses would be computed ahead of the caller's loop, for registers it does not have.
-  const uint32 thread = ptx::opaque(threadIdx.x);
-  const uint32 first_row = thread / kLanes;
-  const uint32 column = thread % kLanes * kBytes;  // in bytes
-  const auto row_at = [&](uint32 row) {
-    return source + row / kHeads * pitch + row % kHeads * kDim;
-  };
-  const uint16* from = row_at(first_row);
-#pragma unroll 2
-  for (int i = 0; i < kRows / kStep; ++i) {
-    const uint32 row = first_row + i * kStep;
-    const uint32 to = tile + row * kBoxRowBytes + swizzled(column / 16, row) + column % 16;
-    if constexpr (kHeads > 1) from = row_at(row);
-    const uint64 start = reinterpret_cast<uint64>(from);
-    const int bytes = static_cast<int>(row) < count ? 2 * kDim : 0;
-#pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      const uint32 target = to + box * kRows * kBoxRowBytes;
-      const int at = box * kBoxRowBytes + static_cast<int>(column);
-      if (kOdd && box + 1 == kBoxes) {  // the row may end inside of a word
-        const int size = bytes == 0 ? 0 : bytes + static_cast<int>(start & 2) - at;
-        ptx::copy_async<kBytes>(target, (start & ~2ull) + at, min(max(size, 0), kBytes));
-      } else {
-        ptx::copy_async<kBytes>(target, (kOdd ? start & ~2ull : start) + at, at < bytes);
-      }
-    }
-    from += kStep * pitch;
-  }
+  const CopiedRows<kDim, kRows, kWarps, kHeads> rows{tile, source, pitch};
+  rows.begin(count);
   ptx::copy_async_wait();
-  if constexpr (kOdd) {  // each lane wrote the words that it reads here
-    // As many as registers allow; the backward's roles have 32.
-    constexpr int kCount = kWarps == 4 && kBoxes <= 2 ? 4 : kWarps == 4 || kBoxes <= 3 ? 2 : 1;
-#pragma unroll 1
-    for (int i = 0; i < kRows / kStep; i += kCount) {
-      uint32 bits[kCount];
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        bits[j] =
-            static_cast<uint32>(reinterpret_cast<uint64>(row_at(first_row + (i + j) * kStep))) % 4 *
-            8;
-      }
-      shift_rows<kBoxes, kRows, kCount, kStep>(tile, first_row + i * kStep, bits);
-    }
-  }
+  rows.finish();
 }

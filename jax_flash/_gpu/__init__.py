@@ -5,20 +5,23 @@ Everything is pure: it runs at lowering, knows no arrays and needs no GPU.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from jax_flash._call import Call
-from jax_flash._gpu import decode, sm90, spec
+from jax_flash._gpu import decode, sm80, sm90, spec
 from jax_flash._gpu.family import Family, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
 
-__all__ = ["FAMILIES", "Family", "GpuSpec", "Plan", "choose", "plan", "refuse", "spec"]
+__all__ = ["FAMILIES", "Family", "GpuSpec", "Plan", "choose", "plan", "prefer", "refuse", "spec"]
 
 FAMILIES: tuple[Family, ...] = (
     sm90.Sm90(),
     decode.Decode90(),
+    sm80.Sm80(),
 )  # the first that runs a pass is taken
 
 
@@ -39,3 +42,20 @@ def choose(call: Call, shapes: Shapes, gpu: GpuSpec) -> Family:
 def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
     """Makes the plan of a pass which `refuse` lets through, by a tiling (None: the chosen)."""
     return choose(call, shapes, gpu).plan(call, shapes, gpu, tiling)
+
+
+@contextlib.contextmanager
+def prefer(name: str) -> Iterator[None]:
+    """Puts a family first, for tests and benchmarks: in calls that are traced and lowered within.
+
+    Raises: ValueError if there is none of this name.
+    """
+    global FAMILIES
+    before = FAMILIES
+    if name not in (family.name for family in before):
+        raise ValueError(f"family must be one of {', '.join(x.name for x in before)}, not {name!r}")
+    FAMILIES = tuple(sorted(before, key=lambda family: family.name != name))
+    try:
+        yield
+    finally:
+        FAMILIES = before

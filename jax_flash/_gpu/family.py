@@ -106,6 +106,8 @@ class Family(abc.ABC):
         """Says of a GPU on which the tilings were never measured that they were not."""
         if gpu.name in self.measured:
             return ()
+        if not self.measured:
+            return ("tilings were never measured",)
         return (f"tilings were measured on {', '.join(self.measured)}, never on {gpu.name}",)
 
 

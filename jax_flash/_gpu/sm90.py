@@ -9,15 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_flash._call import Call
 from jax_flash._gpu.constants import alignment, bytes_of_bias, is_one, known, problem_constants
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.workspaces import (
+    blocks,
+    boxes,
+    float32,
+    int32,
+    mask_by_query,
+    mask_words,
+    uint8,
+)
 from jax_flash._problem import Problem, Shapes, TermShape
 from jax_flash._terms import TERMS
 
@@ -124,7 +131,7 @@ class ForwardTiling:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: queries, the stages of keys and values, barriers."""
-        head_boxes, value_boxes = _boxes(self.head_dim), _boxes(self.value_dim)
+        head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
         queries = self.query_stages * self.consumers * 64 * head_boxes
         keys_values = self.stages * self.block_kv * (head_boxes + value_boxes)
         return 128 * (queries + keys_values) + 2048
@@ -153,20 +160,20 @@ class ForwardTiling:
         """Returns the scratch arrays that the handler takes as further results."""
         segments = "query_segments" in problem.terms
         positions = "query_positions" in problem.terms
-        key_blocks = _blocks(shapes.kv_len, self.block_kv)
-        query_blocks = _blocks(shapes.q_len * self.packed_heads, self.block_q)
+        key_blocks = blocks(shapes.kv_len, self.block_kv)
+        query_blocks = blocks(shapes.q_len * self.packed_heads, self.block_q)
         return {
-            "unit_counter": _int32(1),
+            "unit_counter": int32(1),
             # Smallest and largest id in each block of keys.
-            "segment_ranges": _int32(shapes.batch, key_blocks, 2 * segments),
+            "segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
             # The walk of each warpgroup.
-            "segment_plan": _int32(shapes.batch, query_blocks, self.block_q // 64, 4 * segments),
+            "segment_plan": int32(shapes.batch, query_blocks, self.block_q // 64, 4 * segments),
             # Smallest and largest position in each block of keys, and of each warpgroup.
-            "key_position_ranges": _int32(shapes.batch, key_blocks, 2 * positions),
-            "query_position_ranges": _int32(
+            "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
+            "query_position_ranges": int32(
                 shapes.batch, query_blocks, self.block_q // 64, 2 * positions
             ),
-            **_mask_by_query(shapes, 64, self.block_kv),
+            **mask_by_query(shapes, 64, self.block_kv),
         }
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
@@ -231,7 +238,7 @@ class BackwardTiling:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA of the main kernel."""
-        head_boxes, value_boxes = _boxes(self.head_dim), _boxes(self.value_dim)
+        head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
         both = 128 * (head_boxes + value_boxes)
         rows = -(-2 * self.stages * self.block_q * 4 // 1024) * 1024
         scores = self.score_stages * self.block_kv * self.block_q * 2
@@ -241,8 +248,8 @@ class BackwardTiling:
     @property
     def bias_shared_bytes(self) -> int:
         """The same of the kernel that sums the gradient of a bias."""
-        boxes = _boxes(self.head_dim) + _boxes(self.value_dim)
-        return 128 * boxes * (self.block_kv + self.block_q)
+        both = boxes(self.head_dim) + boxes(self.value_dim)
+        return 128 * both * (self.block_kv + self.block_q)
 
     def launch(self) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (BackwardLaunch in families/sm90.cc)."""
@@ -252,7 +259,7 @@ class BackwardTiling:
             "block_q": self.block_q,
             "block_kv": self.block_kv,
             "turn_parts": self.turn_parts,
-            "dq_boxes": _boxes(self.head_dim),
+            "dq_boxes": boxes(self.head_dim),
             "l2_heads": self.l2_heads,
             "tma_loads": self.tma_loads,
             "dq_row_bytes": self.dq_row_bytes,
@@ -265,24 +272,24 @@ class BackwardTiling:
         """Returns the scratch arrays that the handler takes as further results."""
         heads = shapes.batch * shapes.q_heads
         kv_heads = shapes.batch * shapes.kv_heads
-        columns = self.head_dim // 2 if self.dq_row_bytes else 64 * _boxes(self.head_dim)
-        query_blocks = _blocks(shapes.q_len, self.block_q)
-        key_blocks = _blocks(shapes.kv_len, self.block_kv)
+        columns = self.head_dim // 2 if self.dq_row_bytes else 64 * boxes(self.head_dim)
+        query_blocks = blocks(shapes.q_len, self.block_q)
+        key_blocks = blocks(shapes.kv_len, self.block_kv)
         segments = "query_segments" in problem.terms
         positions = "query_positions" in problem.terms
         turn_parts = self.turn_parts if problem.deterministic else 0
         return {
-            "lse_log2": _float32(heads, query_blocks, self.block_q),
-            "minus_delta": _float32(heads, query_blocks, self.block_q),  # dlse - rowsum(out * dout)
-            "dq_sum": _float32(heads, query_blocks, self.block_q, columns),
-            "next_unit": _int32(1),
-            "turns": _int32(heads, query_blocks, turn_parts),
-            "query_segment_ranges": _int32(shapes.batch, query_blocks, 2 * segments),
-            "key_segment_ranges": _int32(shapes.batch, key_blocks, 2 * segments),
-            "query_position_ranges": _int32(shapes.batch, query_blocks, 2 * positions),
-            "key_position_ranges": _int32(shapes.batch, key_blocks, 2 * positions),
+            "lse_log2": float32(heads, query_blocks, self.block_q),
+            "minus_delta": float32(heads, query_blocks, self.block_q),  # dlse - rowsum(out * dout)
+            "dq_sum": float32(heads, query_blocks, self.block_q, columns),
+            "next_unit": int32(1),
+            "turns": int32(heads, query_blocks, turn_parts),
+            "query_segment_ranges": int32(shapes.batch, query_blocks, 2 * segments),
+            "key_segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
+            "query_position_ranges": int32(shapes.batch, query_blocks, 2 * positions),
+            "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
             # Where rows of dk and dv are not finite.
-            "marks": _int32(kv_heads, key_blocks, self.block_kv // 16, 2),
+            "marks": int32(kv_heads, key_blocks, self.block_kv // 16, 2),
             **_mask_by_key(shapes, self.block_q, self.block_kv),
             "dbias_sum": self._dbias_sum(shapes),
         }
@@ -294,10 +301,10 @@ class BackwardTiling:
         """
         bias = shapes.bias
         if bias is None or self.stores_dbias:
-            return _float32(0, 0)
+            return float32(0, 0)
         sizes = (bias.batch, bias.heads, bias.queries, bias.keys)
-        query_blocks = _blocks(known(shapes.q_len, 1), self.block_q)
-        key_blocks = _blocks(known(shapes.kv_len, 1), self.block_kv)
+        query_blocks = blocks(known(shapes.q_len, 1), self.block_q)
+        key_blocks = blocks(known(shapes.kv_len, 1), self.block_kv)
         own = math.prod(
             1 if is_one(size) else count
             for size, count in zip(
@@ -309,7 +316,7 @@ class BackwardTiling:
         pairs = known(shapes.batch, 1) * known(shapes.q_heads, 1) * query_blocks * key_blocks
         # Two CTAs for each of 132 multiprocessors; of more blocks than half as many, one each.
         parts = 1 if 2 * own > _CTAS else max(1, min(pairs // own, -(-_CTAS // own)))
-        return _float32(parts, math.prod(sizes) if parts > 1 else 0)
+        return float32(parts, math.prod(sizes) if parts > 1 else 0)
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, but for kHasDlse."""
@@ -513,40 +520,17 @@ def _tma_loads(shapes: Shapes) -> bool:
     return shapes.head_dim % 8 == 0 and shapes.value_dim % 8 == 0
 
 
-def _boxes(dim: int) -> int:
-    """Counts the boxes of 64 columns, 128 bytes of shared memory, that hold a row."""
-    return -(-dim // 64)
-
-
-def _mask_by_query(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the scratch arrays of mask_plan in the forward pass (cuda/kernels/mask.cuh)."""
-    mask = shapes.mask
-    if mask is None:
-        return {"mask_words": _int32(0, 0, 0, 0), "mask_flags": _uint8(0, 0, 0)}
-    parts, words = mask.batch * mask.heads, _words(mask.keys, block_kv)
-    query_blocks, key_blocks = _blocks(mask.queries, block_q), _blocks(mask.keys, block_kv)
-    return {
-        "mask_words": _int32(parts, mask.queries, key_blocks, words),
-        "mask_flags": _uint8(parts, query_blocks, key_blocks),
-    }
-
-
 def _mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The same in the backward pass."""
+    """As mask_by_query, in the backward pass."""
     mask = shapes.mask
     if mask is None:
-        return {"mask_words": _int32(0, 0, 0, 0), "mask_flags": _uint8(0, 0, 0)}
-    parts, words = mask.batch * mask.heads, _words(mask.queries, block_q)
-    query_blocks, key_blocks = _blocks(mask.queries, block_q), _blocks(mask.keys, block_kv)
+        return {"mask_words": int32(0, 0, 0, 0), "mask_flags": uint8(0, 0, 0)}
+    parts, words = mask.batch * mask.heads, mask_words(mask.queries, block_q)
+    query_blocks, key_blocks = blocks(mask.queries, block_q), blocks(mask.keys, block_kv)
     return {
-        "mask_words": _int32(parts, mask.keys, query_blocks, words),
-        "mask_flags": _uint8(parts, key_blocks, query_blocks),
+        "mask_words": int32(parts, mask.keys, query_blocks, words),
+        "mask_flags": uint8(parts, key_blocks, query_blocks),
     }
-
-
-def _words(length: Any, block: int) -> int:
-    """Counts the 32-bit words for the columns of a block that one thread loads at once."""
-    return 1 if is_one(length) or block <= 32 else 2 if block <= 64 else 4
 
 
 def _is_own(problem: Problem, shapes: Shapes) -> bool:
@@ -564,20 +548,3 @@ def _is_own(problem: Problem, shapes: Shapes) -> bool:
 def _is_ragged(bias: TermShape | None) -> bool:
     """Tells whether four elements of a bias take more than one load: rows are not so aligned."""
     return bias is not None and alignment(bias.keys, bytes_of_bias(bias)) < 4 * bytes_of_bias(bias)
-
-
-def _blocks(length: Any, block: int) -> Any:
-    """Counts the blocks of some rows in a length, which may be symbolic."""
-    return -(-length // block)
-
-
-def _int32(*shape: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _uint8(*shape: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.uint8)
-
-
-def _float32(*shape: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)

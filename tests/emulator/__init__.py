@@ -123,11 +123,19 @@ class Emulator:
         )
 
     def run(
-        self, arguments: Arguments, *, seed: int = 0, sources: dict[str, str] | None = None
+        self,
+        arguments: Arguments,
+        *,
+        seed: int = 0,
+        sources: dict[str, str] | None = None,
+        gpu: str = "H100",
+        gradients: bool = True,
     ) -> dict[str, np.ndarray]:
         """`arguments.run("cuda")`, with kernels of the given text instead of the package's.
 
         Args:
+          gpu: whose kernels run.
+          gradients: as for `arguments.run`.
           seed: of the order of threads and asynchronous work; 0: in order and late, 1: backwards
             and early, others: drawn.
 
@@ -135,7 +143,7 @@ class Emulator:
           RuntimeError: the custom call failed, with its message.
         """
         assert self._process.stdin is not None
-        pickle.dump((arguments, seed, sources), self._process.stdin)
+        pickle.dump((arguments, seed, sources, gpu, gradients), self._process.stdin)
         return self._answer()
 
     def run_kernel(
@@ -177,14 +185,15 @@ def main() -> None:
         if isinstance(request[0], str):
             answer(run_kernel(fake, *request))
             continue
-        arguments, seed, sources = request
+        arguments, seed, sources, gpu, gradients = request
+        _gpu.spec.present = lambda gpu=gpu: _gpu.spec.GPUS[gpu]
         if (sources or text) != own:
             own = sources or text
             _native.configure_cuda(None, 0, own)
         fake.EmulatorSetSeed(seed)
         values, error = {}, ""
         try:
-            values = arguments.run("cuda")
+            values = arguments.run("cuda", gradients=gradients)
         except (jax.errors.JaxRuntimeError, ValueError) as failure:
             error = str(failure)
         answer((values, error))

@@ -1,0 +1,57 @@
+// FlashAttention forward by mma.sync, for every GPU since Ampere: out = softmax(mask(score(scale *
+// Q K^T))) V, and its lse.
+//
+// A CTA of four warps has 64 or 128 query rows of one head; keys and values come by cp.async.
+// cuda/README.md has the schedule. Dao 2023 (arXiv:2307.08691).
+//
+// Specialised by these constants, which the generated header defines in front of this text:
+//   bool kBFloat16            element type of q, k, v, out: bfloat16, else float16
+//   int kHeadDim, kValueDim   exact sizes, at most 256
+//   int kBlockKV              keys per step: 32 or 64
+//   int kRowTiles             of 16 query rows a warp has, 1 or 2
+//   int kStages               buffers each of keys and of values
+//   the terms: see terms.cuh
+//   bool kPreScale            scale before the maximum (scale <= 0)
+// Dynamic shared memory: 128 * (kRowTiles * 64 * ceil(kHeadDim / 64)
+//   + kStages * kBlockKV * (ceil(kHeadDim / 64) + ceil(kValueDim / 64))) bytes.
+#pragma once
+
+#include "sm80/forward_rows.cuh"
+
+extern "C" __global__ void __launch_bounds__(forward::kThreads, 2)
+    flash_forward_sm80(const __grid_constant__ Sm80ForwardParams p) {
+  using namespace forward;
+  extern __shared__ unsigned char dynamic_shared[];
+  const HeadBlock unit =
+      head_block(blockIdx.x, p.query_blocks, p.batch * p.query_heads, p.l2_heads);
+  // Those of the last queries see most under a causal mask: they go first.
+  const int query_block = kWindowRight ? p.query_blocks - 1 - unit.block : unit.block;
+  const int batch = unit.head / p.query_heads;
+  const Walk walk(p, batch, unit.head - batch * p.query_heads, query_block);
+  Rows rows{p, walk, *reinterpret_cast<Shared*>(dynamic_shared)};
+  rows.run();
+}
+
+// With a mask a kernel goes ahead, see mask.cuh.
+extern "C" __global__ void __launch_bounds__(mask::kThreads)
+    mask_plan(const __grid_constant__ Sm80ForwardParams p) {
+  if constexpr (kHasMask) mask::plan_by_query<forward::kUnitRows, kBlockKV>(p);
+}
+
+// With segments or positions a kernel goes ahead, 256 threads, a warp for each block of keys.
+extern "C" __global__ void key_ranges(const __grid_constant__ Sm80ForwardParams p) {
+  const int blocks = ceil_div(p.kv_len, kBlockKV);
+  const int index = blockIdx.x * 8 + threadIdx.x / 32;
+  if (index >= p.batch * blocks) return;
+  const int batch = index / blocks, first = (index - batch * blocks) * kBlockKV;
+  const int end = min(first + kBlockKV, visibility(p, batch).kv_length);
+  const auto write = [&](const int* numbers, int* ranges) {
+    const SegmentRange range =
+        segment_range(numbers + static_cast<int64>(batch) * p.kv_len, first, end);
+    if (threadIdx.x % 32 == 0) {
+      reinterpret_cast<int2*>(ranges)[index] = make_int2(range.low, range.high);
+    }
+  };
+  if constexpr (kHasSegments) write(p.key_value_segments, p.key_segment_ranges);
+  if constexpr (kHasPositions) write(p.key_value_positions, p.key_position_ranges);
+}

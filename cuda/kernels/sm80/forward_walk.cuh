@@ -1,0 +1,100 @@
+// Which blocks of keys a CTA walks, from the last to the first, and which of them need a test of
+// their elements: who copies and who computes ask here alone. Read forward_copy.cuh next.
+#pragma once
+
+#include "cuda/runtime/families/sm80_params.h"
+#include "rows.cuh"
+#include "terms.cuh"
+#include "walk.cuh"
+
+namespace forward {
+
+inline constexpr int kThreads = 128;
+inline constexpr int kUnitRows = 64 * kRowTiles;
+// There may be gaps between the blocks.
+inline constexpr bool kListsBlocks = kHasSegments || kHasPositions || kHasMask;
+
+static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 128);
+
+struct Walk {
+  const Sm80ForwardParams& p;
+  int batch, head, kv_head, query_block;
+  Visibility sight;
+  Range blocks;  // that window and lengths let any of the rows see
+  Range full;    // of these, the ones that all rows see all of, as far as these terms go
+  SegmentRange segments, positions;  // of the rows
+
+  // Whole warps call all of these.
+  __device__ __forceinline__ Walk(const Sm80ForwardParams& p, int batch, int head, int query_block)
+      : p(p),
+        batch(batch),
+        head(head),
+        kv_head(kv_head_of(p, head)),
+        query_block(query_block),
+        sight(visibility(p, batch)) {
+    const int first = first_query(), end = min(first + kUnitRows, sight.query_length);
+    blocks = blocks_of<kBlockKV>(visible_keys(sight, first, end - 1));
+    full = full_blocks<kBlockKV>(sight, first, end - 1);
+    const int64 row = static_cast<int64>(batch) * p.query_len;
+    if constexpr (kHasSegments) segments = segment_range(p.query_segments + row, first, end);
+    if constexpr (kHasPositions) positions = segment_range(p.query_positions + row, first, end);
+  }
+  __device__ __forceinline__ int first_query() const { return query_block * kUnitRows; }
+
+  __device__ __forceinline__ int first_block() const { return find(blocks.end - 1); }
+  __device__ __forceinline__ int block_after(int block) const { return find(block - 1); }
+  __device__ __forceinline__ bool is_over(int block) const { return block < blocks.begin; }
+
+  // Do all rows see all of a block?
+  __device__ __forceinline__ bool is_whole(int block) const {
+    bool whole = block >= full.begin && block < full.end && is_one_segment(block);
+    if constexpr (kHasPositions) {
+      whole = whole && positions_all_meet(p, pair_of(positions), key_range(block, position_ranges));
+    }
+    if constexpr (kHasMask) whole = whole && (mask_flag(block) & mask::kSeesAll) != 0;
+    return whole;
+  }
+  // Do all pairs share their segment?
+  __device__ __forceinline__ bool is_one_segment(int block) const {
+    if constexpr (!kHasSegments) return true;
+    return segments.is_one(key_range(block, segment_ranges));
+  }
+
+ private:
+  enum Ranges { segment_ranges, position_ranges };
+
+  static __device__ __forceinline__ int2 pair_of(const SegmentRange& range) {
+    return make_int2(range.low, range.high);
+  }
+  __device__ __forceinline__ int2 key_range(int block, Ranges of) const {
+    const int* ranges = of == segment_ranges ? p.key_segment_ranges : p.key_position_ranges;
+    const int64 first = static_cast<int64>(batch) * ceil_div(p.kv_len, kBlockKV);
+    return reinterpret_cast<const int2*>(ranges)[first + block];
+  }
+  __device__ __forceinline__ int mask_flag(int block) const {
+    return mask::flag_by_query<kUnitRows, kBlockKV>(p, batch, head, query_block, block);
+  }
+  // May any row see any key of the block?
+  __device__ __forceinline__ bool shows(int block) const {
+    bool shown = true;
+    if constexpr (kHasSegments) shown = segments.meets(key_range(block, segment_ranges));
+    if constexpr (kHasPositions) {
+      shown = shown && positions_meet(p, pair_of(positions), key_range(block, position_ranges));
+    }
+    if constexpr (kHasMask) shown = shown && (mask_flag(block) & mask::kSeesAny) != 0;
+    return shown;
+  }
+  // The first block from `block` down that is not hidden, or one below all blocks.
+  __device__ __forceinline__ int find(int block) const {
+    if constexpr (!kListsBlocks) return block;
+#pragma unroll 1
+    for (; block >= blocks.begin; block -= 32) {
+      const int mine = block - static_cast<int>(threadIdx.x) % 32;
+      const uint32 found = __ballot_sync(0xffffffffu, mine >= blocks.begin && shows(mine));
+      if (found != 0) return block + 1 - __ffs(found);
+    }
+    return blocks.begin - 1;
+  }
+};
+
+}  // namespace forward
