@@ -135,7 +135,7 @@ class Emulator:
 
         Args:
           gpu: whose kernels run.
-          gradients: as for `arguments.run`.
+          gradients: as for `arguments.run`, which need not know them if they are wanted.
           seed: of the order of threads and asynchronous work; 0: in order and late, 1: backwards
             and early, others: drawn.
 
@@ -186,14 +186,15 @@ def main() -> None:
             answer(run_kernel(fake, *request))
             continue
         arguments, seed, sources, gpu, gradients = request
-        _gpu.spec.present = lambda gpu=gpu: _gpu.spec.GPUS[gpu]
+        spec = dataclasses.replace(_gpu.spec.GPUS[gpu], sms=MULTIPROCESSORS)
+        _gpu.spec.present = lambda spec=spec: spec
         if (sources or text) != own:
             own = sources or text
             _native.configure_cuda(None, 0, own)
         fake.EmulatorSetSeed(seed)
         values, error = {}, ""
         try:
-            values = arguments.run("cuda", gradients=gradients)
+            values = arguments.run("cuda", **({} if gradients else {"gradients": False}))
         except (jax.errors.JaxRuntimeError, ValueError) as failure:
             error = str(failure)
         answer((values, error))
