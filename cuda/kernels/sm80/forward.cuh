@@ -2,7 +2,7 @@
 // Q K^T))) V, and its lse.
 //
 // A CTA of four warps has 64 or 128 query rows of one head; keys and values come by cp.async.
-// cuda/README.md has the schedule. Dao 2023 (arXiv:2307.08691).
+// cuda/ampere.md has the schedule. Dao 2023 (arXiv:2307.08691).
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out: bfloat16, else float16
