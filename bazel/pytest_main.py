@@ -1,7 +1,11 @@
 """Runs pytest on the files that a Bazel py_test names in its arguments."""
 
+import os
 import sys
 
 import pytest
 
-sys.exit(pytest.main(sys.argv[1:]))
+# Tests run side by side, each in the folder that Bazel gives it: pytest's own, which they would share, is
+# cleared by whoever ends first.
+folder = os.path.join(os.environ["TEST_TMPDIR"], "pytest")
+sys.exit(pytest.main([f"--basetemp={folder}", *sys.argv[1:]]))
