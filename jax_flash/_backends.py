@@ -87,9 +87,12 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
-    plan = _gpu.plan(call, shapes, _gpu.spec.for_lowering())
+    gpu = _gpu.spec.for_lowering()
+    plan = _gpu.plan(call, shapes, gpu)
     if _gpu.spec.present() is not None:
         # Compiling belongs to the compilation of the caller's program, not to its first step.
+        if call.next and not _gpu.refuse(call.next, shapes, gpu):
+            _native.compile_ahead(**_gpu.plan(call.next, shapes, gpu).program)
         for entry in plan.entries:
             _native.load_kernel(**plan.program, entry=entry)
 

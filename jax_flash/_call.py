@@ -75,6 +75,11 @@ class Call(abc.ABC):
         return self
 
     @property
+    def next(self) -> "Call | None":
+        """The pass that follows with the same sizes, if one does: both are compiled at once."""
+        return None
+
+    @property
     def cached(self) -> bool:
         """Whether k and v are a cache, of which no device may make a copy."""
         return False

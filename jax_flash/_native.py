@@ -5,6 +5,7 @@ unavailable, with a reason that says how to repair it; backend "xla" needs none 
 Read next: ffi/bindings.cc.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -13,6 +14,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
@@ -112,6 +114,20 @@ def compile_kernel(source: str, header: str, arch: str) -> CompiledKernel:
       RuntimeError: NVRTC is missing, or the program does not compile; the text holds the log.
     """
     return CompiledKernel(*_cuda().cuda_compile(source, header, arch))
+
+
+def compile_ahead(source: str, header: str, arch: str) -> None:
+    """Starts what `compile_kernel` does, and returns; who asks for the program later waits for it.
+
+    What fails is told to them. The process does not end before it is done: NVRTC would go on in
+    memory that is being torn down.
+    """
+
+    def compile_now() -> None:
+        with contextlib.suppress(RuntimeError):
+            compile_kernel(source, header, arch)
+
+    threading.Thread(target=compile_now, name="jax_flash compiles").start()
 
 
 def load_kernel(source: str, header: str, arch: str, entry: str) -> None:

@@ -1,6 +1,7 @@
 """Lowers every feature for CUDA on a machine without a GPU and reads the program."""
 
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,37 @@ def test_gradient_is_one_custom_call_more(name: str):
     assert calls(program) == ["jax_flash_cuda_forward", "jax_flash_cuda_backward"]
     assert f"with_dlse = {str('return_lse' in options).lower()}" in program
     assert f"x{T}x{S}x" not in program  # no array of the size of the scores
+
+
+def test_backward_compiles_beside_the_forward(monkeypatch: pytest.MonkeyPatch):
+    events, ahead = [], threading.Event()
+
+    def compile_kernel(source: str, header: str, arch: str) -> None:
+        events.append(("compile", (source, header, arch)))
+        ahead.set()
+        raise RuntimeError("whoever loads it is told so")
+
+    def load_kernel(source: str, header: str, arch: str, entry: str) -> None:
+        assert ahead.wait(60)  # the first one waits for the other's thread
+        events.append(("load", (source, header, arch)))
+
+    monkeypatch.setattr(_gpu.spec, "present", lambda: _gpu.spec.GPUS["H200"])
+    monkeypatch.setattr(_native, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(_native, "load_kernel", load_kernel)
+
+    def loss(q, k, v, sinks):
+        return flash_attention(q, k, v, sinks=sinks, is_causal=True).astype(jnp.float32).sum()
+
+    lower(jax.grad(loss, argnums=(0, 1, 2, 3)), *QKV, *SINKS.values())
+    (compiled,) = (program for kind, program in events if kind == "compile")
+    loaded = list(dict.fromkeys(program for kind, program in events if kind == "load"))
+    assert [program[0] for program in loaded] == ["sm90/forward.cuh", "sm90/backward.cuh"]
+    assert compiled == loaded[1]
+
+    ahead.set()
+    events.clear()
+    lower(lambda q, k, v: flash_attention(q, k, v, softcap=3.0), *QKV)
+    assert {kind for kind, _ in events} == {"load"}
 
 
 def test_refused_head_dim_runs_on_xla_and_says_so_once(recwarn: pytest.WarningsRecorder):

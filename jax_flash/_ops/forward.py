@@ -21,6 +21,7 @@ from jax_flash import _backends, _batching, blockwise
 from jax_flash._call import Call
 from jax_flash._ops import primitive, tangent
 from jax_flash._ops.arithmetic import with_auto_axes
+from jax_flash._ops.backward import Backward
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import DIFFERENTIABLE
 from jax_flash._varying import vary_over
@@ -29,6 +30,8 @@ from jax_flash._varying import vary_over
 @dataclasses.dataclass(frozen=True)
 class Forward(Call):
     """One flash_forward, operands aside."""
+
+    gradients: tuple[str, ...] = ()  # that a backward pass may ask for, in its order
 
     target = "forward"
 
@@ -41,6 +44,12 @@ class Forward(Call):
         return ("out", "lse")
 
     # ---- lowering --------------------------------------------------------------------------------
+
+    @property
+    def next(self) -> Backward | None:
+        if not self.gradients:
+            return None
+        return Backward(self.problem, self.backend, with_dlse=False, gradients=self.gradients)
 
     def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         return blockwise.forward(self.problem, *operands)
@@ -56,14 +65,15 @@ flash_forward_p = primitive.define("flash_forward")
 
 
 def _jvp(primals, tangents, *, call: Forward):
-    out, lse = flash_forward_p.bind(*primals, call=call)
-    out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
     tangents = call.name_operands(tangents)
     active = tuple(
         name
         for name in ("q", "k", "v", *DIFFERENTIABLE)
         if name in tangents and type(tangents[name]) is not ad.Zero
     )
+    expecting = dataclasses.replace(call, gradients=tangent.of_kernels(active))
+    out, lse = flash_forward_p.bind(*primals, call=expecting)
+    out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
     if not active:
         return (out, lse), [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (out, lse)]
     moving = [tangents[name] for name in active]

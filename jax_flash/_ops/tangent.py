@@ -54,6 +54,11 @@ def _jvp(primals, tangents, *, call: Call, active: tuple[str, ...]):
     return jvp_of(call, function, primals, dict(enumerate(tangents)))
 
 
+def of_kernels(active: tuple[str, ...]) -> tuple[str, ...]:
+    """Names those of the operands whose gradients are flash_backward's."""
+    return tuple(name for name in active if name != "sinks")
+
+
 def transpose(cotangents, *operands, call: Call, active: tuple[str, ...]):
     """Computes the gradients to the tangents by flash_backward; to the sinks by themselves."""
     dout, dlse = cotangents
@@ -64,7 +69,7 @@ def transpose(cotangents, *operands, call: Call, active: tuple[str, ...]):
     if type(dout) is ad.Zero and not with_dlse:
         return [*nothing, *(None for _ in active)]
     dout = ad.instantiate_zeros(dout)
-    wanted = tuple(name for name in active if name != "sinks")
+    wanted = of_kernels(active)
     q, k, v, *terms = primals
     by_name = {}
     if wanted:
