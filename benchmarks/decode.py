@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py                       # the cells of this machine: CPU or GPU
     python benchmarks/decode.py --cells long ragged   # those with these words in their name
+    python benchmarks/decode.py --set "heads=2 box_rows=8" --set rounds=4   # other tilings too
 
 Every peer of a cell has the same queries, keys and values, and takes turns with the others, round
 by round; a time is the best of the rounds. On a GPU a round is many calls in one compiled loop (or
@@ -32,6 +33,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jax_flash
+from jax_flash._gpu import decode as tilings
 
 cpu = importlib.import_module("cpu")  # cpu.py beside this file; the folder cpu/ has the name too
 Run = Callable[[], Any]  # some calls, to the end
@@ -125,10 +127,36 @@ class Arrays:
 # ---- peers ---------------------------------------------------------------------------------------
 
 
-def ours(backend: str) -> Callable[[Cell, Arrays], Run]:
-    """Makes decode_attention's runs."""
+def tiled(text: str) -> Callable[[Cell, Arrays], Run]:
+    """Makes decode_attention's runs with a tiling of its own: "heads=2 rounds=4".
+
+    The words are arguments of `make` in jax_flash/_gpu/decode.py.
+    """
+    options = {name: int(number) for name, number in (word.split("=") for word in text.split())}
 
     def make(cell: Cell, arrays: Arrays) -> Run:
+        def choose(call: Any, shapes: Any, gpu: Any) -> Any:
+            if shapes.kv_heads % options.get("heads", 1):
+                raise ValueError(f"{shapes.kv_heads} kv heads")
+            tiling = tilings.make(call, shapes, gpu, **options)
+            if tiling.stages < 1:
+                raise ValueError(f"{tiling.shared_bytes} bytes of shared memory and more")
+            return tiling
+
+        chosen, tilings.choose = tilings.choose, choose
+        try:
+            return ours("cuda")(cell, arrays)
+        finally:
+            tilings.choose = chosen
+
+    return make
+
+
+def ours(backend: str) -> Callable[[Cell, Arrays], Run]:
+    """Makes decode_attention's runs, once its result is right."""
+
+    def make(cell: Cell, arrays: Arrays) -> Run:
+        check(cell, arrays)
         rotary = 1e4 if cell.appends else None
 
         def step(carry: Any, lengths: Any, options: Any) -> Any:  # its caches are donated
@@ -311,8 +339,11 @@ def main() -> None:
     known = peers()
     parser.add_argument("--cells", nargs="+", default=[""], help="words in the name of a cell")
     parser.add_argument("--peers", nargs="+", choices=known, default=list(known))
+    parser.add_argument("--set", action="append", default=[], help="a tiling of ours on a GPU")
     parser.add_argument("--seconds", type=float, default=1.0, help="spent on a peer in a cell")
     options = parser.parse_args()
+    chosen = {name: known[name] for name in options.peers}
+    chosen |= {text: tiled(text) for text in options.set}
     on_gpu = jax.default_backend() == "gpu"
     cells = [
         cell
@@ -322,7 +353,7 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     for cell in (progress := tqdm(cells, disable=None)):
         progress.set_description(cell.name)
-        results[cell.name] = measure(cell, {name: known[name] for name in options.peers}, options)
+        results[cell.name] = measure(cell, chosen, options)
     device = jax.devices()[0].device_kind if on_gpu else cpu.processor_name()
     folder = Path(__file__).parent / "results"
     folder /= re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") if on_gpu else "cpu"
@@ -330,7 +361,7 @@ def main() -> None:
     path = folder / ("decode.json" if on_gpu else f"decode-{cpu.processor_slug()}.json")
     record = {"device": device, "jax": jax.__version__, "cells": results}
     path.write_text(json.dumps(record, indent=2) + "\n")
-    print(table(results, options.peers))
+    print(table(results, list(chosen)))
     print(device, path)
 
 
@@ -338,8 +369,6 @@ def measure(cell: Cell, chosen: dict[str, Any], options: argparse.Namespace) -> 
     """Times one cell: seconds of a call by peer, or why there are none."""
     arrays = Arrays.of(cell)
     times: dict[str, Any] = {"bytes": cell.bytes}
-    if "jax_flash" in chosen:
-        check(cell, arrays)
     runs: dict[str, Run] = {}
     for name, make in chosen.items():
         try:
@@ -363,7 +392,7 @@ def measure(cell: Cell, chosen: dict[str, Any], options: argparse.Namespace) -> 
 
 
 def check(cell: Cell, arrays: Arrays) -> None:
-    """Raises where the kernels' result is not that of backend "xla"; none is there to refuse."""
+    """Raises ValueError where the kernels' result is not that of backend "xla"."""
     rotary = 1e4 if cell.appends else None
 
     def out(backend: str | None) -> np.ndarray:
@@ -384,7 +413,7 @@ def check(cell: Cell, arrays: Arrays) -> None:
 
     error = np.abs(out(None).astype(np.float32) - out("xla").astype(np.float32)).max()
     if not error < (2e-2 if cell.dtype != "float32" else 1e-4):
-        raise SystemExit(f"{cell.name}: the result is off by {error}")
+        raise ValueError(f"the result is off by {error}")
 
 
 def table(results: dict[str, dict[str, Any]], chosen: list[str]) -> str:

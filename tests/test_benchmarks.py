@@ -1,5 +1,6 @@
 """What the GPU benchmark measures and shows; its numbers need a GPU."""
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -19,6 +20,7 @@ if not FOLDER.is_dir():
 sys.path.insert(0, str(FOLDER))
 
 import charts  # noqa: E402
+import decode  # noqa: E402
 import exact  # noqa: E402
 import feature_peers  # noqa: E402
 import features  # noqa: E402
@@ -332,3 +334,26 @@ def test_feature_table():
         "| 1.50 / 1.50 |"
     )
     assert charts.not_measured(records, labels) == "- C: refused (A plain, A sinks)"
+
+
+def test_decoding_is_checked_before_it_is_timed(monkeypatch: pytest.MonkeyPatch):
+    cell = decode.Cell("tiny", 2, 4, 2, 64, page=16, shortest=8, head_dim=16)
+    chosen = {
+        "right": decode.ours("xla"),
+        "tiled": decode.tiled("heads=2 rounds=2"),
+        "sum": decode.plain_sum,
+    }
+    options = argparse.Namespace(seconds=0.0)
+    times = decode.measure(cell, chosen, options)
+    assert times["right"] > 0
+    assert times["sum"] > 0
+    assert "backend 'cuda'" in times["tiled"]
+
+    attend = jax_flash.decode_attention
+
+    def shifted(*arguments, backend, **options):
+        decoded = attend(*arguments, backend="xla", **options)
+        return decoded if backend == "xla" else decoded._replace(out=decoded.out + 0.1)
+
+    monkeypatch.setattr(jax_flash, "decode_attention", shifted)
+    assert "off by 0.1" in decode.measure(cell, {"wrong": decode.ours("cpu")}, options)["wrong"]
