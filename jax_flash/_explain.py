@@ -134,7 +134,7 @@ def explain(
       TypeError, ValueError, NotImplementedError: as `flash_attention`; ValueError, with the names
         that are known, for a GPU of unknown name.
 
-    Example:
+    Examples:
       >>> import jax, jax_flash
       >>> q = jax.ShapeDtypeStruct((2, 4096, 16, 128), "bfloat16")
       >>> print(jax_flash.explain(q, q, q, is_causal=True, gpu="H200"))  # doctest: +SKIP

@@ -205,7 +205,7 @@ def flash_attention(
       TypeError, ValueError: a wrong argument, with its shape or value and what would be right.
       NotImplementedError: a named backend that cannot run the problem, with the reason.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import flash_attention
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64), jnp.bfloat16)
@@ -348,7 +348,7 @@ def dot_product_attention(
 
     Raises: as `flash_attention`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import dot_product_attention
       >>> q = jnp.ones((2, 16, 4, 32))

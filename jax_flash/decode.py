@@ -99,7 +99,7 @@ def decode_attention(
       TypeError, ValueError: a wrong argument, with its shape or value and what would be right.
       NotImplementedError: a named backend that cannot run the problem, with the reason.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import decode_attention
       >>> cache = jnp.zeros((2, 1024, 2, 64))
@@ -163,7 +163,7 @@ def fill_cache(
     Raises:
       TypeError, ValueError: a wrong argument, with its shape or value and what would be right.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jax_flash import fill_cache
       >>> cache, prompts = jnp.zeros((2, 1024, 2, 64)), jnp.ones((2, 100, 2, 64))

@@ -46,7 +46,7 @@ def attention(
 
     Raises: nothing of its own; wrong shapes fail where JAX meets them.
 
-    Example:
+    Examples:
       >>> import jax
       >>> from jax_flash import reference
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 32))

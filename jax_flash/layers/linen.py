@@ -86,14 +86,15 @@ def attention_fn(
       ValueError, TypeError: where flash_attention refuses the arguments; for a window in a decoding
         step of Flax's layers; for an einsum or dot_general together with `options`.
 
-    >>> import functools
-    >>> import jax, jax.numpy as jnp
-    >>> from flax import linen as nn
-    >>> from jax_flash.layers.linen import attention_fn
-    >>> windowed = functools.partial(attention_fn, local_window_size=(127, 0), softcap=50.0)
-    >>> layer = nn.MultiHeadAttention(num_heads=4, attention_fn=windowed)
-    >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)))[0].shape
-    (2, 10, 64)
+    Examples:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from jax_flash.layers.linen import attention_fn
+      >>> windowed = functools.partial(attention_fn, local_window_size=(127, 0), softcap=50.0)
+      >>> layer = nn.MultiHeadAttention(num_heads=4, attention_fn=windowed)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)))[0].shape
+      (2, 10, 64)
     """
     theirs = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
     if any(x is not None for x in theirs):
@@ -198,23 +199,24 @@ class FlashAttention(nn.Module):
       attention_fn: flash_attention, or a function with those of its arguments that this layer uses,
         functools.partial(flash_attention, backend="xla") for instance.
 
-    >>> import jax, jax.numpy as jnp
-    >>> from jax_flash.layers.linen import FlashAttention
-    >>> layer = FlashAttention(num_heads=4, num_kv_heads=2, is_causal=True)
-    >>> x = jnp.ones((2, 10, 64))
-    >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
-    (2, 10, 64)
-    >>> cross, memory = FlashAttention(num_heads=4, normalize_qk=True), jnp.ones((2, 7, 48))
-    >>> lengths = jnp.array([7, 3])
-    >>> variables = cross.init(jax.random.key(0), x, memory)
-    >>> cross.apply(variables, x, memory, memory_seq_lengths=lengths).shape
-    (2, 10, 64)
-    >>> paged = FlashAttention(num_heads=4, is_causal=True, decode=True, pages=(8, 16))
-    >>> variables = paged.init(jax.random.key(0), x)  # 8 pages of 16 positions, for 2 rows
-    >>> table = jnp.array([[3, 0, 5], [1, -1, -1]])  # up to 48 positions, and up to 16
-    >>> out, state = paged.apply(variables, x, page_table=table, mutable=["cache"])
-    >>> state["cache"]["cache_index"].tolist()
-    [10, 10]
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_flash.layers.linen import FlashAttention
+      >>> layer = FlashAttention(num_heads=4, num_kv_heads=2, is_causal=True)
+      >>> x = jnp.ones((2, 10, 64))
+      >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+      (2, 10, 64)
+      >>> cross, memory = FlashAttention(num_heads=4, normalize_qk=True), jnp.ones((2, 7, 48))
+      >>> lengths = jnp.array([7, 3])
+      >>> variables = cross.init(jax.random.key(0), x, memory)
+      >>> cross.apply(variables, x, memory, memory_seq_lengths=lengths).shape
+      (2, 10, 64)
+      >>> paged = FlashAttention(num_heads=4, is_causal=True, decode=True, pages=(8, 16))
+      >>> variables = paged.init(jax.random.key(0), x)  # 8 pages of 16 positions, for 2 rows
+      >>> table = jnp.array([[3, 0, 5], [1, -1, -1]])  # up to 48 positions, and up to 16
+      >>> out, state = paged.apply(variables, x, page_table=table, mutable=["cache"])
+      >>> state["cache"]["cache_index"].tolist()
+      [10, 10]
     """
 
     num_heads: int

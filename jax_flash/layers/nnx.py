@@ -78,15 +78,16 @@ def attention_fn(
       ValueError, TypeError: where flash_attention refuses the arguments; for `input_positions`, and
         for a window in a decoding step of Flax's layers.
 
-    >>> import functools
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from jax_flash.layers.nnx import attention_fn
-    >>> windowed = functools.partial(attention_fn, local_window_size=(127, 0), softcap=50.0)
-    >>> rngs = nnx.Rngs(0)
-    >>> layer = nnx.MultiHeadAttention(4, 64, attention_fn=windowed, decode=False, rngs=rngs)
-    >>> layer(jnp.ones((2, 10, 64))).shape
-    (2, 10, 64)
+    Examples:
+      >>> import functools
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_flash.layers.nnx import attention_fn
+      >>> windowed = functools.partial(attention_fn, local_window_size=(127, 0), softcap=50.0)
+      >>> rngs = nnx.Rngs(0)
+      >>> layer = nnx.MultiHeadAttention(4, 64, attention_fn=windowed, decode=False, rngs=rngs)
+      >>> layer(jnp.ones((2, 10, 64))).shape
+      (2, 10, 64)
     """
     if input_positions is not None:
         raise ValueError(
@@ -154,18 +155,19 @@ class FlashAttention(nnx.Module):
     Raises:
       ValueError: for head counts and sizes that do not fit together.
 
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from jax_flash.layers.nnx import FlashAttention
-    >>> layer = FlashAttention(4, 64, num_kv_heads=2, is_causal=True, rngs=nnx.Rngs(0))
-    >>> x = jnp.ones((2, 10, 64))
-    >>> layer(x).shape
-    (2, 10, 64)
-    >>> cross = FlashAttention(
-    ...     4, 64, in_kv_features=48, normalize_qk=nnx.RMSNorm, rngs=nnx.Rngs(0)
-    ... )
-    >>> cross(x, jnp.ones((2, 7, 48)), memory_seq_lengths=jnp.array([7, 3])).shape
-    (2, 10, 64)
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_flash.layers.nnx import FlashAttention
+      >>> layer = FlashAttention(4, 64, num_kv_heads=2, is_causal=True, rngs=nnx.Rngs(0))
+      >>> x = jnp.ones((2, 10, 64))
+      >>> layer(x).shape
+      (2, 10, 64)
+      >>> cross = FlashAttention(
+      ...     4, 64, in_kv_features=48, normalize_qk=nnx.RMSNorm, rngs=nnx.Rngs(0)
+      ... )
+      >>> cross(x, jnp.ones((2, 7, 48)), memory_seq_lengths=jnp.array([7, 3])).shape
+      (2, 10, 64)
     """
 
     def __init__(
@@ -370,17 +372,18 @@ class FlashAttention(nnx.Module):
           TypeError: a size is no int.
           ValueError: a size is negative, or both or neither of max_length and pages are given.
 
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from jax_flash.layers.nnx import FlashAttention
-        >>> layer = FlashAttention(4, 64, is_causal=True, rngs=nnx.Rngs(0))
-        >>> layer.init_cache(2, pages=(8, 16))
-        >>> table = jnp.array([[3, 0, 5], [1, -1, -1]])  # up to 48 positions, and up to 16
-        >>> prompts, lengths = jnp.ones((2, 40, 64)), jnp.array([40, 7])
-        >>> layer(prompts, seq_lengths=lengths, decode=True, page_table=table).shape
-        (2, 40, 64)
-        >>> layer(jnp.ones((2, 1, 64)), decode=True, page_table=table).shape
-        (2, 1, 64)
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> from flax import nnx
+          >>> from jax_flash.layers.nnx import FlashAttention
+          >>> layer = FlashAttention(4, 64, is_causal=True, rngs=nnx.Rngs(0))
+          >>> layer.init_cache(2, pages=(8, 16))
+          >>> table = jnp.array([[3, 0, 5], [1, -1, -1]])  # up to 48 positions, and up to 16
+          >>> prompts, lengths = jnp.ones((2, 40, 64)), jnp.array([40, 7])
+          >>> layer(prompts, seq_lengths=lengths, decode=True, page_table=table).shape
+          (2, 40, 64)
+          >>> layer(jnp.ones((2, 1, 64)), decode=True, page_table=table).shape
+          (2, 1, 64)
         """
         if (max_length is None) == (pages is None):
             raise ValueError(

@@ -1,0 +1,166 @@
+"""The documentation's Python examples run as they stand, and its recipes are the models' formulas."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text())
+
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.skipif(not PAGES, reason="needs the checkout's docs/"),
+]
+
+
+def examples(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_run(page: Path):
+    for example in examples(page):
+        exec(compile(example, str(page), "exec"), {})
+
+
+# ---- recipes -------------------------------------------------------------------------------------
+
+B, T, N, K, H = 2, 24, 4, 2, 16
+
+
+@pytest.fixture(scope="module")
+def recipes() -> dict[str, Any]:
+    defined: dict[str, Any] = {}
+    for example in examples(ROOT / "docs" / "recipes.md"):
+        exec(compile(example, "recipes.md", "exec"), defined)
+    return defined
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+QKV = (draw(B, T, N, H), draw(B, T, K, H, seed=1), draw(B, T, K, H, seed=2))
+AGE = np.arange(T)[:, None] - np.arange(T)  # of a key to a query
+CAUSAL = AGE >= 0
+
+
+def formula(
+    query: Any,
+    key: Any,
+    value: Any,
+    seen: Any,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    bias: Any = 0.0,
+    sinks: Any = None,
+) -> np.ndarray:
+    """Attention as the papers write it; seen `[T, S]` or `[B, T, S]`."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    group = query.shape[2] // key.shape[2]
+    key, value = (np.repeat(x, group, axis=2) for x in (key, value))
+    scores = np.einsum("btnh,bsnh->bnts", query, key)
+    scores = scores * (scale or 1 / math.sqrt(query.shape[-1])) + np.asarray(bias, np.float64)
+    if cap is not None:
+        scores = cap * np.tanh(scores / cap)
+    seen = np.asarray(seen)
+    scores = np.where(seen[:, None] if seen.ndim == 3 else seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True).clip(min=-1e30))
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        largest = scores.max(-1, keepdims=True)
+        total = total + np.exp(np.asarray(sinks, np.float64)[:, None, None] - largest)
+    return np.einsum("bnts,bsnh->btnh", weights / np.where(total == 0, 1, total), value)
+
+
+def agree(out: Any, exact: np.ndarray) -> None:
+    np.testing.assert_allclose(np.asarray(out), exact, rtol=0, atol=1e-5)
+
+
+def test_llama3(recipes: dict[str, Any]):
+    agree(recipes["llama3"](*QKV), formula(*QKV, CAUSAL))
+
+
+def test_mistral(recipes: dict[str, Any]):
+    agree(recipes["mistral"](*QKV, sliding_window=5), formula(*QKV, CAUSAL & (AGE < 5)))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_gemma2(recipes: dict[str, Any], layer: int):
+    query, key, value = QKV
+    query = 30 * query
+    out = recipes["gemma2"](query, key, value, layer, sliding_window=5, query_pre_attn_scalar=9)
+    seen = CAUSAL & (AGE < 5) if layer == 0 else CAUSAL
+    agree(out, formula(query, key, value, seen, scale=1 / 3, cap=50.0))
+
+
+@pytest.mark.parametrize("layer", [4, 5])
+def test_gemma3(recipes: dict[str, Any], layer: int):
+    out = recipes["gemma3"](*QKV, layer, sliding_window=5)
+    agree(out, formula(*QKV, CAUSAL & (AGE < 5) if layer == 4 else CAUSAL, scale=1 / 16))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_gpt_oss(recipes: dict[str, Any], layer: int):
+    sinks = draw(N, seed=3)
+    out = recipes["gpt_oss"](*QKV, sinks, layer, sliding_window=5)
+    agree(out, formula(*QKV, CAUSAL & (AGE < 5) if layer == 0 else CAUSAL, sinks=sinks))
+
+
+def test_t5(recipes: dict[str, Any]):
+    table = draw(32, N, seed=4)
+
+    def bucket(distance: int) -> int:  # of the paper's code: 8 exact ones a side, 8 logarithmic
+        side, far = (16 if distance > 0 else 0), abs(distance)
+        if far < 8:
+            return side + far
+        return side + min(15, 8 + int(math.log(far / 8) / math.log(128 / 8) * 8))
+
+    buckets = np.array([[bucket(s - t) for s in range(300)] for t in range(300)])
+    # The edge of a bucket is a power of 2^(1/2) times 8, whose logarithm may round either way.
+    differing = np.asarray(recipes["t5_buckets"](300, 300)) != buckets
+    assert np.isin(np.abs(AGE_OF_300[differing]), (16, 32, 64)).all()
+    query, key, value = QKV
+    key, value = (jnp.repeat(x, N // K, axis=2) for x in (key, value))
+    bias = np.asarray(table)[np.asarray(recipes["t5_buckets"](T, T))].transpose(2, 0, 1)
+    out = recipes["t5_encoder"](query, key, value, table)
+    agree(out, formula(query, key, value, np.ones((T, T), bool), scale=1.0, bias=bias))
+
+
+AGE_OF_300 = np.arange(300)[:, None] - np.arange(300)
+
+
+def test_bert(recipes: dict[str, Any]):
+    lengths = np.array([T, 7])
+    valid = np.arange(T) < lengths[:, None]
+    exact = formula(*QKV, valid[:, None, :] & valid[:, :, None])
+    agree(recipes["bert"](*QKV, lengths), exact)
+    dropped = recipes["bert"](*QKV, lengths, dropout_key=jax.random.key(0))
+    assert not np.allclose(dropped, exact, atol=1e-3)
+
+
+def test_vit(recipes: dict[str, Any]):
+    agree(recipes["vit"](*QKV), formula(*QKV, np.ones((T, T), bool)))
+
+
+def test_latent_attention(recipes: dict[str, Any]):
+    query, key, value = draw(B, T, N, 24), draw(B, T, N, 24, seed=1), draw(B, T, N, 16, seed=2)
+    agree(recipes["latent_attention"](query, key, value), formula(query, key, value, CAUSAL))
+    cache, new = draw(B, T, 1, 36, seed=5), draw(B, 1, 1, 36, seed=6)
+    lengths = jnp.array([T, 7])
+    step = recipes["latent_decoding"](
+        draw(B, 1, N, 36), cache, lengths, new, latent=32, head_dim=24
+    )
+    cache = np.array(cache)
+    cache[[0, 1], [T - 1, 6]] = new[:, 0]
+    seen = (np.arange(T) < np.asarray(lengths)[:, None])[:, None, :]
+    exact = formula(draw(B, 1, N, 36), cache, cache[..., :32], seen, scale=24**-0.5)
+    agree(step.out, exact)
+    np.testing.assert_array_equal(step.key_cache, cache)
