@@ -1,4 +1,4 @@
-"""The documentation's Python examples run as they stand, and its recipes are the models' formulas."""
+"""The documentation's Python examples run; its recipes are the formulas of the models."""
 
 import math
 import re
@@ -126,15 +126,13 @@ def test_t5(recipes: dict[str, Any]):
     buckets = np.array([[bucket(s - t) for s in range(300)] for t in range(300)])
     # The edge of a bucket is a power of 2^(1/2) times 8, whose logarithm may round either way.
     differing = np.asarray(recipes["t5_buckets"](300, 300)) != buckets
-    assert np.isin(np.abs(AGE_OF_300[differing]), (16, 32, 64)).all()
+    distances = np.abs(np.arange(300)[:, None] - np.arange(300))
+    assert np.isin(distances[differing], (16, 32, 64)).all()
     query, key, value = QKV
     key, value = (jnp.repeat(x, N // K, axis=2) for x in (key, value))
     bias = np.asarray(table)[np.asarray(recipes["t5_buckets"](T, T))].transpose(2, 0, 1)
     out = recipes["t5_encoder"](query, key, value, table)
     agree(out, formula(query, key, value, np.ones((T, T), bool), scale=1.0, bias=bias))
-
-
-AGE_OF_300 = np.arange(300)[:, None] - np.arange(300)
 
 
 def test_bert(recipes: dict[str, Any]):
