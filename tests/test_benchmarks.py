@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -24,6 +25,7 @@ import decode  # noqa: E402
 import exact  # noqa: E402
 import feature_peers  # noqa: E402
 import features  # noqa: E402
+import figures  # noqa: E402
 import peers  # noqa: E402
 import run  # noqa: E402
 import shapes  # noqa: E402
@@ -357,3 +359,16 @@ def test_decoding_is_checked_before_it_is_timed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(jax_flash, "decode_attention", shifted)
     assert "off by 0.1" in decode.measure(cell, {"wrong": decode.ours("cpu")}, options)["wrong"]
+
+
+def test_figures_are_drawn_from_the_results(tmp_path: Path):
+    record = figures.newest(figures.RESULTS)
+    found = figures.speeds(record, "training")
+    assert [length for length, _ in found["jax_flash"]] == [512, 1024, 2048, 4096, 8192, 16384]
+    for theme, color in figures.THEMES.items():
+        drawn = tmp_path / f"{theme}.svg"
+        figures.draw_speed(record, color, drawn)
+        kept = FOLDER.parent / "docs" / "figures" / drawn.name
+        texts = [re.findall(r">([^<>]+)</text>", x.read_text()) for x in (drawn, kept)]
+        assert "724" in texts[0]
+        assert texts[0] == texts[1]

@@ -370,7 +370,7 @@ def test_blockwise_copies_nothing_for_any_operand(name):
 
 @pytest.mark.parametrize("name", sorted(KERNELS_COPY))
 def test_what_a_kernel_knows_of_a_batch_row_alone_costs_the_copy(name):
-    """That `copies` sees one; and README says so."""
+    """That `copies` sees one; and docs/derivatives.md says so."""
     arrays, axes = arrays_of(name)
     compiled = jax.jit(ORDERS["forward"](call_of("cpu"), axes)).lower(arrays).compile()
     assert copies(compiled.as_text()) != []

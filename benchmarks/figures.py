@@ -1,0 +1,102 @@
+"""Draws the documentation's figures, light and dark, from what was measured: docs/figures/*.svg.
+
+python benchmarks/figures.py        # from the newest set in results/nvidia-h200
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import shapes
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+COMMAND = "python benchmarks/run.py"
+PASSES = {"forward": "forward", "training": "forward + backward"}
+THEMES = {"light": "#24292f", "dark": "#e6edf3"}  # text and axes; nothing is behind them
+# Peers with their names and colours, readable on white and on black; the widest line is ours.
+LOOKS = {
+    "jax_flash": ("jax_flash", "#e8590c", 3.0),
+    "torch_cudnn": ("cuDNN (PyTorch)", "#0c8599", 1.6),
+    "jax_cudnn": ("cuDNN (jax.nn)", "#1c7ed6", 1.6),
+    "torch_flash": ("FlashAttention-2", "#9c36b5", 1.6),
+    "jax_xla": ("XLA (jax.nn)", "#868e96", 1.6),
+}
+
+mpl.use("Agg")
+mpl.rcParams["svg.fonttype"] = "none"  # text stays text
+mpl.rcParams["svg.hashsalt"] = "jax_flash"  # the same bytes each time
+
+
+def main() -> None:
+    """Draws every figure."""
+    record = newest(RESULTS)
+    folder = ROOT / "docs" / "figures"
+    folder.mkdir(exist_ok=True)
+    for theme, color in THEMES.items():
+        draw_speed(record, color, folder / f"speed-{theme}.svg")
+
+
+def newest(folder: Path) -> dict[str, Any]:
+    """Reads the latest results of run.py in a folder, of all its cells."""
+    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return max((x for x in records if x.get("command") == COMMAND), key=lambda x: x["date"])
+
+
+def draw_speed(record: Mapping[str, Any], color: str, to: Path) -> None:
+    """Draws TFLOP/s over T, causal, head dim 128: a panel for each pass, a line for each peer."""
+    with plt.rc_context({"text.color": color, "axes.labelcolor": color, "axes.edgecolor": color}):
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+        for ax, (of, title) in zip(axes, PASSES.items(), strict=True):
+            ax.set_title(f"{title}, causal, head dim 128", fontsize=11, color=color)
+            _lines(ax, speeds(record, of), color)
+        axes[0].set_ylabel("TFLOP/s")
+        figure.legend(
+            *axes[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=len(LOOKS),
+            frameon=False,
+            labelcolor=color,
+        )
+        figure.savefig(to, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
+def speeds(record: Mapping[str, Any], of: str) -> dict[str, list[tuple[int, float]]]:
+    """Collects (T, TFLOP/s) by peer of the causal cells of head dim 128."""
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in LOOKS}
+    cells = {cell.name for cell in shapes.main_cells() if cell.causal and cell.head_dim == 128}
+    for x in record["cells"]:
+        cell = x["cell"]
+        if x["pass"] == of and cell["name"] in cells:
+            for name in LOOKS:
+                if name in x["tflops"]:
+                    found[name].append((cell["length"], x["tflops"][name]))
+    return {name: sorted(points) for name, points in found.items() if points}
+
+
+def _lines(ax: Any, found: Mapping[str, Sequence[tuple[int, float]]], color: str) -> None:
+    for name, points in found.items():
+        label, line, width = LOOKS[name]
+        lengths, rates = zip(*points, strict=True)
+        places = [math.log2(length) for length in lengths]
+        ax.plot(places, rates, color=line, linewidth=width, marker="o", markersize=4, label=label)
+        if name == "jax_flash":
+            for x, y in zip(places, rates, strict=True):
+                ax.annotate(f"{y:.0f}", (x, y), (0, 6), textcoords="offset points", ha="center")
+            ticks = [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths]
+            ax.set_xticks(places, ticks)
+    ax.set_xlabel("sequence length")
+    ax.set_ylim(bottom=0)
+    ax.margins(y=0.12)
+    ax.tick_params(colors=color)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="y", alpha=0.25, color=color)
+
+
+if __name__ == "__main__":
+    main()
