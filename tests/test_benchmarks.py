@@ -366,7 +366,7 @@ def test_figures_are_drawn_from_the_results(tmp_path: Path):
     found = figures.speeds(record, "training")
     assert [length for length, _ in found["jax_flash"]] == [512, 1024, 2048, 4096, 8192, 16384]
     for theme, color in figures.THEMES.items():
-        drawn = tmp_path / f"{theme}.svg"
+        drawn = tmp_path / f"speed-{theme}.svg"
         figures.draw_speed(record, color, drawn)
         kept = FOLDER.parent / "docs" / "figures" / drawn.name
         texts = [re.findall(r">([^<>]+)</text>", x.read_text()) for x in (drawn, kept)]
