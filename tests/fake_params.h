@@ -140,8 +140,9 @@ struct Named<Sm80ForwardParams> : Sm80ForwardParams {
 };
 template <>
 struct Named<DecodeParams> : DecodeParams {
-  JSON_FIELDS(key, value, query, lengths, page_table, new_key, new_value, sinks, key_cache,
-              value_cache, out, lse, partial_out, partial_rows, sinks_batch_stride, batch,
-              query_len, query_heads, kv_heads, pages, page_size, columns, row_groups, shares,
-              parts, window_left, scale, scale_log2, softcap_inner, frequencies)
+  JSON_FIELDS(key, value, key_data, value_data, query, lengths, page_table, new_key, new_value,
+              sinks, key_cache, value_cache, out, lse, partial_out, partial_rows,
+              sinks_batch_stride, batch, query_len, query_heads, kv_heads, pages, page_size,
+              columns, row_groups, shares, parts, window_left, scale_log2, softcap_inner,
+              frequencies)
 };

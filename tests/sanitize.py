@@ -12,7 +12,7 @@ reports anything or a result is wrong.
 A warp gives a buffer back by one lane's arrival at an mbarrier, after __syncwarp(), a shuffle or a
 wgmma wait has brought its lanes together, which orders the accesses of all 32. racecheck (2025.3)
 follows only the lane that arrives: it reports accesses of lanes 1 to 31, and never one of lane 0.
-So for racecheck alone every lane arrives for itself (cuda/kernels/sm90/arrivals.cuh); what is left
+So for racecheck alone every lane arrives for itself (cuda/kernels/arrivals.cuh); what is left
 to report is then a hazard. --as-shipped shows the reports without that change.
 
 compute-sanitizer 2025.3 itself ends with a segmentation fault, or stops, in about one of 100 cases
@@ -116,7 +116,7 @@ SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 def every_lane(sources: dict[str, str]) -> dict[str, str]:
     """The kernels with the arrivals that racecheck follows."""
-    name = "sm90/arrivals.cuh"
+    name = "arrivals.cuh"
     if name not in sources:
         raise ValueError(f"the kernels have no {name}, where kEveryLaneArrives would be")
     text = "namespace ptx {\ninline constexpr bool kEveryLaneArrives = true;\n}\n"

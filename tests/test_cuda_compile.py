@@ -241,6 +241,7 @@ SHARED = {
         "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
     },
     "sm90/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
+    "sm80/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
     "sm90/backward_wide.cuh": {
         "backward::WideShared": "kLaunchSharedBytes",
         "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
@@ -279,6 +280,11 @@ def test_backward_with_lse_gradient_compiles_without_spills():
 @pytest.mark.parametrize(
     ("dims", "heads", "change"),
     [
+        ((128, 128), (32, 8), {"gpu": "A100"}),
+        ((256, 256), (16, 4), {"gpu": "RTX 4090", "q_len": 16, "everything": True}),
+        ((576, 512), (128, 1), {"gpu": "A100", "latent": True}),
+        ((128, 128), (64, 1), {"gpu": "RTX 5090", "dtype": "float16"}),
+        ((128, 128), (32, 8), {"gpu": "B200", "q_len": 8, "everything": True}),
         ((64, 64), (32, 8), {}),
         ((64, 64), (16, 4), {"q_len": 16, "everything": True}),
         ((128, 128), (32, 8), {}),
@@ -292,6 +298,7 @@ def test_backward_with_lse_gradient_compiles_without_spills():
     ids=str,
 )
 def test_decode_compiles_without_spills(dims, heads, change):
+    gpu = _gpu.spec.GPUS[change.get("gpu", "H200")]
     page = 16 if change.get("everything") else None
     shapes = dataclasses.replace(
         SHAPES,
@@ -311,7 +318,7 @@ def test_decode_compiles_without_spills(dims, heads, change):
     flags = {"paged": True, "appends": True} if page else {}
     rotary_base = 1e4 if page and dims[0] <= 256 else None
     call = Decode(problem, None, value_dim=value_dim, rotary_base=rotary_base, **flags)
-    check(_gpu.plan(call, shapes, H200), seconds=5)
+    check(_gpu.plan(call, shapes, gpu), seconds=5, gpu=gpu)
 
 
 def plans_since_ampere() -> list[Any]:

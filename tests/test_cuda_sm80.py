@@ -1,4 +1,4 @@
-"""The kernels of mma.sync, for every GPU since Ampere.
+"""The kernels of mma.sync, for every GPU since Ampere; those of decoding on a GPU alone.
 
 Their text runs on the CPU (tests/emulator), and they themselves on any such GPU, Hopper's too.
 tests/test_cuda_compile.py compiles them for each architecture.
@@ -13,9 +13,11 @@ import pytest
 
 from jax_flash import _gpu, _native
 
-from . import fake_cuda
+from . import decode_cases, fake_cuda
 from .cases import BOTTOM_RIGHT, Case, fit
 from .cases import CASES as CONFORMANCE
+from .decode_cases import CASES as DECODING
+from .decode_cases import Case as DecodeCase
 from .emulator import Emulator
 from .test_conformance import compare, refuses
 from .test_cuda_emulated import BACKWARDS, IN_ORDER
@@ -181,3 +183,16 @@ def test_conformance(case: Case):
     with _gpu.prefer("sm80"):
         got = arguments.run("cuda", gradients=False)
     compare_forward(arguments, got)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    _GPU is None or _GPU.arch not in _gpu.sm80.Sm80.architectures,
+    reason="needs a GPU of sm_80 or later",
+)
+@pytest.mark.parametrize("case", DECODING, ids=lambda case: case.name.replace(" ", "-"))
+def test_decoding(case: DecodeCase):
+    arguments = decode_cases.fit(case, "cuda").draw()
+    with _gpu.prefer("decode_sm80"):
+        got = arguments.run("cuda")
+    decode_cases.compare(arguments, got)

@@ -56,6 +56,32 @@ OTHERS = [fit(case, "cuda") for case in CASES if case.name not in COVERED]
 RUN = [*TILED, *((case, {}) for case in OTHERS)]
 
 
+# Where blocks come by cp.async: in every way that a block can lie.
+SINCE_AMPERE = (
+    Case("rows", T=5, N=8, K=4, **SHORT),
+    Case("pages of 5", T=2, N=4, K=2, page=5, rotary=100.0, **SHORT),
+    Case("pages, wide", T=3, H=256, N=8, page=16, window=70, dtype="float16"),
+    Case("odd ends", T=2, H=72, Hv=40, N=4, K=2, sinks=True, dtype="bfloat16"),
+    Case("values wider than keys", T=2, H=72, Hv=320, dtype="bfloat16"),
+)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize(
+    "case", SINCE_AMPERE, ids=[case.name.replace(" ", "-") for case in SINCE_AMPERE]
+)
+def test_since_ampere(case: Case, seed: int, emulator: Emulator):
+    arguments = case.draw()
+    got = emulator.run(Tiled(arguments, {}), seed=seed, gpu="RTX 4090")  # type: ignore[arg-type]
+    compare(arguments, got)
+
+
+def test_since_ampere_four_heads_share_a_block(emulator: Emulator):
+    arguments = Case("four heads", N=16, K=4, page=8, **SHORT).draw()
+    tiled = Tiled(arguments, {"heads": 4, "block_kv": 32})
+    compare(arguments, emulator.run(tiled, gpu="A100"))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("case", "tiling"), RUN, ids=[case.name.replace(" ", "-") for case, _ in RUN]
 )

@@ -19,11 +19,10 @@ struct RunningMaximum {
   static constexpr float kSumLimit = kInfinity;
 };
 
-// Where results wait to be added up. Padding: the rows of a fragment lie in other banks.
+// Where results are added up. Padding: the rows of a fragment lie in other banks.
 inline constexpr int kSumsPitch = kValueColumns + 8;
-inline constexpr int kCopies = kSplitsColumns ? 1 : kKeyParts;  // of a row of values
 struct Sums {
-  float values[kHeads * kRowTiles * kCopies][16][kSumsPitch];
+  float values[kHeads * kRowTiles][16][kSumsPitch];  // relative to the largest base of the row
   float base[kWarps][16];
   float total[kWarps][16];
 };
@@ -102,7 +101,7 @@ struct Attend {
         ptx::multiply_add<kBFloat16>(scores, 8 * j + 4, a, b[2], b[3]);
       }
     }
-    score_function<kPreScale>(p, scores);
+    score_function(p, scores);
     // Rounded here, not within a fused product: the largest weight is 1 however large scores are.
 #pragma unroll
     for (float& x : scores) x = __fmul_rn(x, p.scale_log2);
@@ -266,56 +265,71 @@ struct Attend {
   // Every row gives NaN from here on.
   __device__ __forceinline__ void spoil() { state.sum[0] = state.sum[1] = kInfinity - kInfinity; }
 
-  // Writes what was found for `add_up`.
+  // Adds what was found to that of the warps with the same rows, one after the other, for `write`.
   __device__ __forceinline__ void leave(Sums& sums) {
-    const int lane = threadIdx.x % 32, warp = tile * kKeyParts + part;
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = lane / 4 + i * fragment::kRowStep;
+      const int row = lane / 4 + i * fragment::kRowStep, warp = tile * kKeyParts + part;
       const float total = fragment::quad_sum(state.sum[i]);
       if (lane % 4 == 0) {
         sums.base[warp][row] = state.base[i];
         sums.total[warp][row] = total;
       }
+    }
+    meet();
+#pragma unroll 1
+    for (int turn = 0; turn < (kSplitsColumns ? 1 : kKeyParts); ++turn) {
+      if (kSplitsColumns || part == turn) add_to(sums, turn > 0);
+      meet();
+    }
+  }
+  __device__ __forceinline__ void add_to(Sums& sums, bool adds) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4 + i * fragment::kRowStep;
+      const float weight = ptx::exp2_approx(state.base[i] - largest_base(sums, tile, row));
 #pragma unroll
       for (int j = 0; j < kOwnColumns / 8; ++j) {
         const int at = fragment::element(j, i, 0);
-        const int column = first_column() + 8 * j + fragment::first_column(lane);
-        *reinterpret_cast<float2*>(&sums.values[kSplitsColumns ? tile : warp][row][column]) =
-            make_float2(output[at], output[at + 1]);
+        float2& place = *reinterpret_cast<float2*>(
+            &sums.values[tile][row][first_column() + 8 * j + fragment::first_column(lane)]);
+        const float2 before = adds ? place : make_float2(0.0f, 0.0f);
+        place =
+            make_float2(fmaf(output[at], weight, before.x), fmaf(output[at + 1], weight, before.y));
       }
     }
   }
+  static __device__ __forceinline__ float largest_base(const Sums& sums, int tile, int row) {
+    float base = kNoBase;
+#pragma unroll
+    for (int part = 0; part < kKeyParts; ++part) {
+      base = fmaxf(base, sums.base[tile * kKeyParts + part][row]);
+    }
+    return base;
+  }
 };
 
-// Adds up the keys' parts and writes results, or a part of them for decode_merge.cuh. `thread` of
-// kWarps * 32; all have left their sums. `is_first`: the part that the CTA begins with.
-__device__ __forceinline__ void add_up(const DecodeParams& p, const Unit& unit, const Share& share,
-                                       const Sums& sums, int thread, bool is_whole, bool is_first) {
+// Writes results, or a part of them for decode_merge.cuh. `thread` of kWarps * 32; all have left
+// their sums. `is_first`: the part that the CTA begins with.
+__device__ __forceinline__ void write(const DecodeParams& p, const Unit& unit, const Share& share,
+                                      const Sums& sums, int thread, bool is_whole, bool is_first) {
   constexpr int kPieces = kValueColumns / 4;
   for (int i = thread; i < kShareRows * kPieces; i += kWarps * 32) {
     const int row = i / kPieces, column = (i - row * kPieces) * 4;
     const Place place(p, share, row);
     if (!place.exists(p)) continue;
-    const int warp = row / 16 * kKeyParts;
-    float base = kNoBase, total = 0.0f;
+    const int tile = row / 16;
+    const float base = Attend::largest_base(sums, tile, row % 16);
+    float total = 0.0f;
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part) {
-      base = fmaxf(base, sums.base[warp + part][row % 16]);
+      const int warp = tile * kKeyParts + part;
+      const float weight = ptx::exp2_approx(sums.base[warp][row % 16] - base);
+      total = fmaf(sums.total[warp][row % 16], weight, total);
     }
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int part = 0; part < kKeyParts; ++part) {
-      const float weight = ptx::exp2_approx(sums.base[warp + part][row % 16] - base);
-      total = fmaf(sums.total[warp + part][row % 16], weight, total);
-      if (part >= kCopies) continue;  // bases are the same then
-      const float4 values = *reinterpret_cast<const float4*>(
-          &sums.values[row / 16 * kCopies + part][row % 16][column]);
-      sum.x = fmaf(values.x, weight, sum.x);
-      sum.y = fmaf(values.y, weight, sum.y);
-      sum.z = fmaf(values.z, weight, sum.z);
-      sum.w = fmaf(values.w, weight, sum.w);
-    }
+    const float4 sum = *reinterpret_cast<const float4*>(&sums.values[tile][row % 16][column]);
     if (is_whole) {
       const Conclusion end = conclude(p, base, total, unit.batch, place.head);
       store_out(p, unit, place, column, sum, end.factor);

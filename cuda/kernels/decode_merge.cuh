@@ -109,7 +109,7 @@ __device__ __forceinline__ void merge(const DecodeParams& p) {
   const int at = line.begin_of(share.part);
   const bool divides = share.part > 0 && at < line.total;
   const Unit unit = divides ? line.find(at) : Unit{};
-  ptx::wait_for_the_kernel_ahead();
+  if constexpr (kOverlaps) ptx::wait_for_the_kernel_ahead();
   if (divides && unit.start < at && line.begin_of(share.part - 1) <= unit.start) {
     merge_unit(p, line, unit, share);
   }

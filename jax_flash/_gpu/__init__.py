@@ -22,6 +22,7 @@ FAMILIES: tuple[Family, ...] = (
     sm90.Sm90(),
     decode.Decode90(),
     sm80.Sm80(),
+    decode.Decode80(),
 )  # the first that runs a pass is taken
 
 

@@ -1,7 +1,7 @@
 """Owns how GPUs decode: what the kernels refuse, how work is shared out, plans.
 
-`choose` is the heuristic; docs/tuning.md tells how it was measured. Read next:
-cuda/kernels/sm90/decode.cuh, cuda/runtime/families/decode.cc.
+`choose` is the heuristic; docs/tuning.md tells how it was measured on Hopper; on other GPUs it was
+not. Read next: cuda/kernels/decode_cta.cuh, cuda/runtime/families/decode.cc.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash._call import Call
 from jax_flash._gpu.constants import known, problem_constants
 from jax_flash._gpu.family import Family, Number, Plan
+from jax_flash._gpu.sm80 import Sm80
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Problem, Shapes
 
@@ -24,18 +24,17 @@ _WARPS = 4  # that compute, kWarps in cuda/kernels/decode_schedule.cuh
 _MOST_QUERIES = 64  # MOST_QUERIES in _validate_decode.py
 
 
-class Decode90(Family):
-    """The kernels of cuda/kernels/sm90/decode.cuh."""
+class _Decode(Family):
+    """The kernels of cuda/kernels/decode_cta.cuh; `folder` has how blocks come to them."""
 
-    name = "decode"
-    architectures = ("sm_90a",)
     passes = ("decode",)
-    measured = ("H200",)
+    folder: str
+    tma: bool  # by it, and the two kernels overlap
 
-    def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
+    def refuse(self, call: Any, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
         reasons = []
         if gpu.arch not in self.architectures:
-            reasons.append(f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
+            reasons.append(f"the CUDA kernels run on sm_80 and later; {gpu.name} is {gpu.arch}")
         dtype = call.problem.dtype
         if dtype not in ("bfloat16", "float16"):
             reasons.append(f"the CUDA kernels take bfloat16 and float16, not {dtype}")
@@ -49,6 +48,11 @@ class Decode90(Family):
             reasons.append(
                 "the CUDA kernels of decoding take head dims up to 576 and value dims up to 256, "
                 f"320, 384, 448 and 512, not {head_dim} and {value_dim}"
+            )
+        if not reasons and choose(call, shapes, gpu).stages < 1:
+            reasons.append(
+                f"a block of keys {head_dim} and values {value_dim} wide is more than the "
+                f"{gpu.shared_bytes} bytes of shared memory of {gpu.name} hold"
             )
         return tuple(dict.fromkeys(reasons))
 
@@ -64,14 +68,30 @@ class Decode90(Family):
             family=self.name,
             arch=gpu.arch,
             target=f"jax_flash_cuda_{call.target}",
-            source="sm90/decode.cuh",
+            source=f"{self.folder}/decode.cuh",
             entries=("flash_decode", "flash_decode_merge"),
             tiling=tiling,
-            constants=tiling.constants(call, shapes),
-            launch=tiling.launch() | {"rotary_base": float(call.rotary_base or 0)},
+            constants=tiling.constants(call, shapes) | {"kOverlaps": self.tma},
+            launch=tiling.launch() | {"tma": self.tma, "rotary_base": float(call.rotary_base or 0)},
             workspaces=tiling.workspaces(),
             notes=self.untried(gpu),
         )
+
+
+class Decode90(_Decode):
+    """Blocks come by TMA (cuda/kernels/sm90/decode_load.cuh)."""
+
+    name, folder, tma = "decode", "sm90", True
+    architectures = ("sm_90a",)
+    measured = ("H200",)
+
+
+class Decode80(_Decode):
+    """Blocks come by cp.async (cuda/kernels/sm80/decode_load.cuh)."""
+
+    name, folder, tma = "decode_sm80", "sm80", False
+    architectures = Sm80.architectures
+    measured = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +120,7 @@ class DecodeTiling:
         boxes = head_boxes + (0 if self.values_in_keys else value_boxes)
         blocks = self.stages * self.block_kv * 128 * boxes * self.heads
         queries = self.heads * self.head_rows * 128 * head_boxes
-        copies = self.row_tiles if self._columns > 256 else _WARPS  # of 16 rows
-        sums = 16 * 4 * (copies * (self._columns + 8) + 2 * _WARPS)
+        sums = 16 * 4 * (self.heads * self.row_tiles * (self._columns + 8) + 2 * _WARPS)
         exchange = -(-self.block_kv // 64) * self.heads * self.head_rows * 128 + 16 * 4 * _WARPS
         barriers = 20 * self.stages + 4 * (self.stages % 2)
         return blocks + queries + sums + exchange + barriers
@@ -154,7 +173,6 @@ class DecodeTiling:
             "kBoxRows": self.box_rows,
             "kAppends": call.appends,
             "kRotates": call.rotary_base is not None,
-            "kPreScale": problem.scale <= 0,
         }
 
 
@@ -165,11 +183,12 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     """Chooses the tiling for a call that the family does not refuse."""
     rows = _rows(shapes)
     most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
+    # Elsewhere than on Hopper two CTAs of more than 16 rows have too few registers for all terms.
     tilings = [
         make(call, shapes, gpu, row_tiles=row_tiles, resident=resident)
         for row_tiles in (4, 2, 1)
         for resident in (2, 1)
-        if row_tiles <= most
+        if row_tiles <= most and (gpu.arch == "sm_90a" or 1 in (row_tiles, resident))
     ]
     # While a block is multiplied others have to be on their way.
     return next((x for x in tilings if x.stages >= 2), max(tilings, key=lambda x: x.stages))

@@ -88,6 +88,7 @@ struct Thread {
   std::unordered_map<float*, Accumulators> accumulators;
   uint64 products_issued = 0;
   Groups copies;                   // cp.async
+  uint32 tests = 0;                // of mbarriers
   Groups bulk;                     // cp.async.bulk to global memory
   std::vector<uint32> unfenced;    // chunks of shared memory that it wrote
   std::vector<std::string> trace;  // where it waits, in a report

@@ -424,6 +424,28 @@ void copy_async(Frame& f) {
   current->copies.open.push_back(std::move(action));
 }
 
+// [barrier]: an arrival when this thread's copies so far have taken place, which then do so by
+// themselves; no wait_group of the thread counts them any more.
+void arrive_after_copies(Frame& f) {
+  Thread* thread = current;
+  Groups& copies = thread->copies;
+  copies.commit();
+  const auto groups = std::move(copies.committed);
+  copies.committed.clear();
+  const uint32 barrier = f.get32(0);
+  thread->block->barrier(barrier, f.name());
+  const char* name = f.name();
+  start_copy([=] {
+    Thread* const other = current;
+    current = thread;
+    for (const auto& group : groups) {
+      for (const Action& action : group) action();
+    }
+    current = other;
+    thread->block->arrive(barrier, 1, name);
+  });
+}
+
 // ---- mbarriers ---------------------------------------------------------------------------------
 
 void init_barrier(Frame& f) {
@@ -450,7 +472,9 @@ void arrive_expect(Frame& f) {  // _, [barrier], bytes
 }
 void test_barrier(Frame& f) {  // done, [barrier], parity
   const MemoryBarrier& barrier = current->block->barrier(f.get32(1), f.name());
-  if (barrier.phase == (f.get32(2) & 1) && happens_early()) poll(f.name());
+  // Who asks again and again lets others go on.
+  const bool asks_again = ++current->tests % 8 == 0;
+  if (barrier.phase == (f.get32(2) & 1) && (asks_again || happens_early())) poll(f.name());
   f.set(0, barrier.phase != (f.get32(2) & 1));
 }
 void wait_until(Frame& f) {  // done, [barrier], parity
@@ -957,6 +981,7 @@ const std::map<std::string, void (*)(Frame&)> kInstructions = {
     // Barriers.
     {"bar.sync", [](Frame& f) { named_barrier(f, true); }},
     {"bar.arrive", [](Frame& f) { named_barrier(f, false); }},
+    {"cp.async.mbarrier.arrive.noinc.shared::cta.b64", arrive_after_copies},
     {"mbarrier.init.shared::cta.b64", init_barrier},
     {"mbarrier.arrive.shared::cta.b64", arrive},
     {"mbarrier.expect_tx.relaxed.cta.shared::cta.b64", expect},

@@ -4,9 +4,9 @@
 // hands units out; the other roles walk over their query blocks. Read backward_turns.cuh next.
 #pragma once
 
+#include "ring.cuh"
 #include "sm90/backward_walk.cuh"
 #include "sm90/ptx_sm90.cuh"
-#include "sm90/ring.cuh"
 
 namespace backward {
 

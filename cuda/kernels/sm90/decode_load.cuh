@@ -2,18 +2,11 @@
 // or from pages.
 #pragma once
 
-#include "decode_schedule.cuh"
-#include "sm90/key_blocks.cuh"
-#include "sm90/ring.cuh"
+#include "decode_pieces.cuh"
+#include "ring.cuh"
+#include "sm90/ptx_sm90.cuh"
 
 namespace decode {
-
-inline constexpr int kKeyBytes = kKeyBlockBytes<kHeadDim, kBlockKV>;  // of a head
-inline constexpr int kValueBytes = kValuesInKeys ? 0 : kKeyBlockBytes<kValueDim, kBlockKV>;
-inline constexpr int kStageBytes = kHeads * (kKeyBytes + kValueBytes);  // keys, then values
-inline constexpr int kPieces = kBlockKV / kBoxRows;  // of a block: boxes of positions
-inline constexpr int kPiecesOfLane = ceil_div(kPieces, 32);
-static_assert(kBlockKV % kBoxRows == 0 && kBoxRows <= 256);
 
 struct Loader {
   const DecodeParams& p;
@@ -22,52 +15,29 @@ struct Loader {
   int* spoiled;                // of each stage: a page that is needed is none
   Ring<kStages> ring{};
 
-  // The pages of this lane's pieces of a block, or -1 for one that is not needed, -2 for none.
-  struct Pages {
-    int of[kPiecesOfLane];
-  };
-  __device__ __forceinline__ Pages find_pages(const Unit& unit, int block) const {
-    const Range seen = positions_of(p, unit.length);
-    Pages pages;
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      const int piece = i * 32 + threadIdx.x % 32;
-      const int first = block * kBlockKV + piece * kBoxRows;
-      pages.of[i] = -1;
-      if (piece >= kPieces || first >= seen.end || first + kBoxRows <= seen.begin) continue;
-      if constexpr (kPaged) {
-        const int page =
-            p.page_table[static_cast<int64>(unit.batch) * p.columns + first / p.page_size];
-        pages.of[i] = page >= 0 && page < p.pages ? page : -2;
-      } else {
-        pages.of[i] = unit.batch;
-      }
-    }
-    return pages;
+  static __device__ __forceinline__ void begin(const DecodeParams& p) {
+    if (p.pages == 0 || p.page_size == 0) return;
+    ptx::prefetch_tensor_map(&p.key);
+    if constexpr (!kValuesInKeys) ptx::prefetch_tensor_map(&p.value);
   }
+  static __device__ __forceinline__ void init_full(uint32 barrier) {
+    ptx::barrier_init(barrier, 1);
+  }
+  static __device__ __forceinline__ void fence_barriers() { ptx::barrier_init_fence(); }
+  static __device__ __forceinline__ void wait(uint32 barrier, uint32 parity) {
+    ptx::barrier_wait(barrier, parity);
+  }
+  // Ahead of loads to where this thread wrote.
+  static __device__ __forceinline__ void fence_writes() { ptx::fence_async_proxy(); }
 
   __device__ __forceinline__ void run(const Line& line) {
-    line.walk(share.part, [&](const Unit& unit, const Range& blocks) {
-      Pages pages = find_pages(unit, blocks.begin);
-      for (int block = blocks.begin; block < blocks.end; ++block) {
-        load(unit, block, pages);
-        // Ahead of the wait for a free stage.
-        if (block + 1 < blocks.end) pages = find_pages(unit, block + 1);
-      }
-    });
+    for_blocks(p, line, share.part, [&](int block, const Pages& pages) { load(block, pages); });
   }
 
-  __device__ __forceinline__ void load(const Unit& unit, int block, const Pages& pages) {
+  __device__ __forceinline__ void load(int block, const Pages& pages) {
     const int lane = threadIdx.x % 32;
-    int count = 0;
-    bool lacks = false;
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      count += pages.of[i] >= 0 ? 1 : 0;
-      lacks = lacks || pages.of[i] == -2;
-    }
-    count = __reduce_add_sync(0xffffffffu, count);
-    lacks = __any_sync(0xffffffffu, lacks);
+    const int count = pages.count();
+    const bool lacks = pages.lack();
     const uint32 here = full + ring.barrier_offset();
     ptx::barrier_wait(empty + ring.barrier_offset(), ring.parity() ^ 1);
     // Without a page nothing has to come: the stage may be filled and free again before a lane that
@@ -81,10 +51,9 @@ struct Loader {
     const uint32 keys = stages + ring.stage() * kStageBytes;
 #pragma unroll
     for (int i = 0; i < kPiecesOfLane; ++i) {
-      fetch<kHeadDim>(keys, kKeyBytes, p.key, here, block, i, pages.of[i]);
+      fetch<kHeadDim>(keys, p.key, here, block, i, pages.of[i]);
       if constexpr (!kValuesInKeys) {
-        fetch<kValueDim>(keys + kHeads * kKeyBytes, kValueBytes, p.value, here, block, i,
-                         pages.of[i]);
+        fetch<kValueDim>(keys + kHeads * kKeyBytes, p.value, here, block, i, pages.of[i]);
       }
     }
     ring.advance();
@@ -93,23 +62,23 @@ struct Loader {
   // Round i of pieces. A lane has one box, of kBoxRows positions and 64 columns of a head; boxes of
   // the same positions, which lie side by side in memory, are those of neighbours.
   template <int kDim>
-  __device__ __forceinline__ void fetch(uint32 to, int head_bytes, const TensorMap& map,
-                                        uint32 barrier, int block, int i, int own_page) const {
+  __device__ __forceinline__ void fetch(uint32 to, const TensorMap& map, uint32 barrier, int block,
+                                        int i, int own_page) const {
     constexpr int kColumns = ceil_div(kDim, kBoxColumns);
-    constexpr int kRound = kPieces < 32 ? kPieces : 32;
     // What is read once leaves L2 first.
     const uint64 policy = p.row_groups > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
 #pragma unroll
-    for (int first = 0; first < kRound * kHeads * kColumns; first += 32) {
+    for (int first = 0; first < kPiecesOfRound * kHeads * kColumns; first += 32) {
       const int item = first + threadIdx.x % 32;
       const int box = item % kColumns, head = item / kColumns % kHeads;
       const int of_round = item / (kColumns * kHeads), piece = i * 32 + of_round;
       const int page = __shfl_sync(0xffffffffu, own_page, of_round);
-      if (of_round >= kRound || page < 0) continue;
+      if (of_round >= kPiecesOfRound || page < 0) continue;
       const int row = block * kBlockKV + piece * kBoxRows;
-      ptx::tma_load(to + head * head_bytes + (box * kBlockKV + piece * kBoxRows) * kBoxRowBytes,
-                    &map, barrier, policy, box * kBoxColumns, share.kv_head + head,
-                    kPaged ? row % p.page_size : row, page);
+      ptx::tma_load(
+          to + head * kTileBytes<kDim> + (box * kBlockKV + piece * kBoxRows) * kBoxRowBytes, &map,
+          barrier, policy, box * kBoxColumns, share.kv_head + head,
+          kPaged ? row % p.page_size : row, page);
     }
   }
 };

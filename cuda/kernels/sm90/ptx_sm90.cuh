@@ -1,11 +1,12 @@
-// The PTX of sm_90a beyond ptx.cuh: registers per role, mbarriers, TMA, wgmma, stmatrix, red.v4.
+// The PTX of sm_90a beyond ptx.cuh and ptx_barriers.cuh: registers per role, what mbarriers have
+// there, TMA, wgmma, stmatrix, red.v4.
 //
-// With ptx.cuh it owns every `asm` of the Hopper kernels, and no algorithm. Read tile.cuh next.
+// With these two it owns every `asm` of the Hopper kernels, and no algorithm. Read tile.cuh next.
 #pragma once
 
 #include "element.cuh"
 #include "ptx.cuh"
-#include "sm90/arrivals.cuh"
+#include "ptx_barriers.cuh"
 
 namespace ptx {
 
@@ -24,25 +25,9 @@ __device__ __forceinline__ void register_decrease() {
 
 // ---- mbarriers ----------------------------------------------------------------------------------
 
-__device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
-  if constexpr (kEveryLaneArrives) arrivals *= 32;
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
 // Makes initialised barriers visible to the async proxy.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-// The calling thread's own arrival.
-__device__ __forceinline__ void barrier_arrive(uint32 barrier) {
-  if constexpr (kEveryLaneArrives) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], 32;" ::"r"(barrier) : "memory");
-  } else {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-  }
-}
-// The same for its warp, whose lanes are together and done: lane 0, or all if kEveryLaneArrives.
-__device__ __forceinline__ void lane_arrive(uint32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Arrives and announces `bytes` that TMA will deliver in this phase.
 __device__ __forceinline__ void barrier_arrive_expect(uint32 barrier, uint32 bytes) {
@@ -55,17 +40,6 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32 barrier, uint32 byt
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
   }
-}
-// Whether the phase of this parity has completed. (try_wait would suspend the thread for a while.)
-__device__ __forceinline__ bool barrier_test(uint32 barrier, uint32 parity) {
-  uint32 done;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
 }
 // Waits until the phase of this parity has completed. A fresh barrier passes parity 1 at once.
 __device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {

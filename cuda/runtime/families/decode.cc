@@ -1,6 +1,6 @@
 // Reads the custom call of decoding, fills the kernels' parameters, launches. Decides nothing: what
 // depends on measurements arrives as attributes from jax_flash/_gpu/decode.py. Read next:
-// decode_params.h; cuda/kernels/sm90/decode.cuh for the device code.
+// decode_params.h; cuda/kernels/decode_cta.cuh for the device code.
 
 #include "cuda/runtime/families/decode.h"
 
@@ -29,6 +29,7 @@ struct DecodeLaunch {
   std::int64_t head_rows;  // and query rows of each
   std::int64_t block_kv;
   std::int64_t box_rows;
+  bool tma;            // loads by it; the second kernel starts before the first ends (sm_90)
   double rotary_base;  // 0: queries and new keys are not rotated here
 };
 
@@ -39,7 +40,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("merge_threads"), StructMember<std::int64_t>("shared_bytes"),
     StructMember<std::int64_t>("heads"), StructMember<std::int64_t>("head_rows"),
     StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("box_rows"),
-    StructMember<double>("rotary_base"));
+    StructMember<bool>("tma"), StructMember<double>("rotary_base"));
 
 namespace jax_flash {
 namespace {
@@ -117,6 +118,8 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
   if (params.parts < 1) return Invalid("the workspace partial_out has too few CTAs");
   ctas = params.parts * shares;
 
+  params.key_data = operands.k;
+  params.value_data = operands.values_in_keys ? nullptr : operands.v;
   params.query = operands.q;
   params.lengths = operands.lengths;
   params.page_table = operands.page_table;
@@ -144,12 +147,10 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
       static_cast<int>(paged ? s.kv_len / std::max<std::int64_t>(operands.page_size, 1) : 1);
   params.window_left =
       static_cast<int>(std::clamp<std::int64_t>(problem.window_left, 0, kMaxWindow));
-  params.scale = static_cast<float>(problem.scale);
   params.softcap_inner =
       problem.softcap > 0 ? static_cast<float>(problem.scale / problem.softcap) : 0;
-  params.scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0  ? problem.softcap
-                                                   : problem.scale <= 0 ? 1
-                                                                        : problem.scale));
+  params.scale_log2 =
+      static_cast<float>(kLog2E * (problem.softcap > 0 ? problem.softcap : problem.scale));
   if (launch.rotary_base > 0) {
     const std::int64_t half = s.head_dim / 2;
     if (s.head_dim % 16 != 0 || half > kMostFrequencies) {
@@ -167,12 +168,14 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
     session.Map(
         {type, data, operands.pages, operands.page_size, s.kv_heads, dim, launch.box_rows, 1}, to);
   };
-  if (operands.pages > 0 && operands.page_size > 0) {  // else all rows are refused or empty
+  if (launch.tma && operands.pages > 0 &&
+      operands.page_size > 0) {  // else all rows are refused or empty
     map(operands.k, s.head_dim, &params.key);
     if (!operands.values_in_keys) map(operands.v, s.value_dim, &params.value);
   }
   session.Launch("flash_decode", {ctas, launch.threads, launch.shared_bytes}, &params);
-  session.Launch("flash_decode_merge", {ctas, launch.merge_threads, 0, /*overlaps=*/true}, &params);
+  session.Launch("flash_decode_merge", {ctas, launch.merge_threads, 0, /*overlaps=*/launch.tma},
+                 &params);
   return session.error();
 }
 

@@ -1,0 +1,76 @@
+// Decoding: where the positions of a block lie. A block is kPieces pieces of kBoxRows positions,
+// each in one page for sure; a lane of the warp that loads has every 32nd.
+#pragma once
+
+#include "decode_schedule.cuh"
+#include "tile.cuh"
+
+namespace decode {
+
+inline constexpr int kPieces = kBlockKV / kBoxRows;
+inline constexpr int kPiecesOfLane = ceil_div(kPieces, 32);
+inline constexpr int kPiecesOfRound = kPieces < 32 ? kPieces : 32;  // one of each lane
+static_assert(kBlockKV % kBoxRows == 0 && kBoxRows <= 256);
+
+// Tiles of a block in shared memory: of each head keys, then of each values.
+template <int kDim>
+inline constexpr int kTileBytes = ceil_div(kDim, kBoxColumns) * kBlockKV * kBoxRowBytes;
+inline constexpr int kKeyBytes = kTileBytes<kHeadDim>;
+inline constexpr int kValueBytes = kValuesInKeys ? 0 : kTileBytes<kValueDim>;
+inline constexpr int kStageBytes = kHeads * (kKeyBytes + kValueBytes);
+
+inline constexpr int kNotNeeded = -1, kNone = -2;
+
+// The pages of this lane's pieces of a block, or kNotNeeded, or kNone for one that is needed and is
+// none.
+struct Pages {
+  int of[kPiecesOfLane];
+
+  __device__ __forceinline__ Pages(const DecodeParams& p, const Unit& unit, int block) {
+    const Range seen = positions_of(p, unit.length);
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) {
+      const int piece = i * 32 + threadIdx.x % 32;
+      const int first = block * kBlockKV + piece * kBoxRows;
+      of[i] = kNotNeeded;
+      if (piece >= kPieces || first >= seen.end || first + kBoxRows <= seen.begin) continue;
+      if constexpr (kPaged) {
+        const int page =
+            p.page_table[static_cast<int64>(unit.batch) * p.columns + first / p.page_size];
+        of[i] = page >= 0 && page < p.pages ? page : kNone;
+      } else {
+        of[i] = unit.batch;
+      }
+    }
+  }
+
+  // Of the whole warp: pieces to be loaded; whether one is none.
+  __device__ __forceinline__ int count() const {
+    int own = 0;
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) own += of[i] >= 0 ? 1 : 0;
+    return __reduce_add_sync(0xffffffffu, own);
+  }
+  __device__ __forceinline__ bool lack() const {
+    bool lacks = false;
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) lacks = lacks || of[i] == kNone;
+    return __any_sync(0xffffffffu, lacks);
+  }
+};
+
+// Calls load(block, pages) for the blocks of a part, in order.
+template <class Load>
+__device__ __forceinline__ void for_blocks(const DecodeParams& p, const Line& line, int part,
+                                           Load load) {
+  line.walk(part, [&](const Unit& unit, const Range& blocks) {
+    Pages pages(p, unit, blocks.begin);
+    for (int block = blocks.begin; block < blocks.end; ++block) {
+      load(block, pages);
+      // Ahead of the wait for a free stage.
+      if (block + 1 < blocks.end) pages = Pages(p, unit, block + 1);
+    }
+  });
+}
+
+}  // namespace decode

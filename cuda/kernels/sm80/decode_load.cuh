@@ -1,0 +1,85 @@
+// Decoding since Ampere: the warp that feeds blocks of keys and values by cp.async, from a
+// contiguous cache or from pages.
+#pragma once
+
+#include "decode_pieces.cuh"
+#include "ring.cuh"
+#include "sm80/ptx_sm80.cuh"
+
+namespace decode {
+
+struct Loader {
+  const DecodeParams& p;
+  const Share& share;
+  uint32 stages, full, empty;  // tiles, and barriers side by side
+  int* spoiled;                // of each stage: a page that is needed is none
+  Ring<kStages> ring{};
+
+  static __device__ __forceinline__ void begin(const DecodeParams&) {}
+  // 32 lanes when their copies are there, and the one that says whether a page is none.
+  static __device__ __forceinline__ void init_full(uint32 barrier) {
+    ptx::barrier_init_lanes(barrier, 33);
+  }
+  static __device__ __forceinline__ void fence_barriers() {}
+  static __device__ __forceinline__ void wait(uint32 barrier, uint32 parity) {
+    ptx::barrier_poll(barrier, parity);
+  }
+  static __device__ __forceinline__ void fence_writes() {}
+
+  __device__ __forceinline__ void run(const Line& line) {
+    for_blocks(p, line, share.part, [&](int block, const Pages& pages) { load(block, pages); });
+    ptx::copy_async_wait();
+  }
+
+  __device__ __forceinline__ void load(int block, const Pages& pages) {
+    const bool lacks = pages.lack();
+    const uint32 here = full + ring.barrier_offset();
+    ptx::barrier_poll(empty + ring.barrier_offset(), ring.parity() ^ 1);
+    // A stage may be filled and free again before a lane that is behind has seen it free.
+    __syncwarp();
+    const uint32 keys = stages + ring.stage() * kStageBytes;
+    fetch<kHeadDim>(keys, p.key_data, block, pages);
+    if constexpr (!kValuesInKeys) {
+      fetch<kValueDim>(keys + kHeads * kKeyBytes, p.value_data, block, pages);
+    }
+    ptx::copies_arrive(here);
+    if (threadIdx.x % 32 == 0) {
+      spoiled[ring.stage()] = lacks;
+      ptx::lane_arrive(here);
+    }
+    ring.advance();
+  }
+
+  // A lane copies 16 bytes at a time; neighbours have those beside them: of a row, of the heads of
+  // a position, of the next position.
+  template <int kDim>
+  __device__ __forceinline__ void fetch(uint32 to, const void* array, int block,
+                                        const Pages& pages) const {
+    constexpr int kChunks = ceil_div(kDim, kBoxColumns) * 8;  // of a row, zeros behind its end
+    constexpr int kRows = kPiecesOfRound * kBoxRows;
+    const uint4* const data = static_cast<const uint4*>(array);
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) {
+      const int own = block * kBlockKV + (i * 32 + threadIdx.x % 32) * kBoxRows;
+      const int own_slot = kPaged ? own % p.page_size : own;
+#pragma unroll 2
+      for (int first = 0; first < kRows * kHeads * kChunks; first += 32) {
+        const int item = first + threadIdx.x % 32;
+        const int chunk = item % kChunks, head = item / kChunks % kHeads;
+        const int of_round = item / (kChunks * kHeads), piece = of_round / kBoxRows;
+        const int page = __shfl_sync(0xffffffffu, pages.of[i], piece);
+        const int slot = __shfl_sync(0xffffffffu, own_slot, piece) + of_round % kBoxRows;
+        if (page < 0) continue;
+        const int row = i * 32 * kBoxRows + of_round;
+        const int64 at =
+            (static_cast<int64>(page) * p.page_size + slot) * p.kv_heads + share.kv_head + head;
+        const bool exists = chunk < kDim / 8 && slot < p.page_size;  // a cache ends within a block
+        const uint4* from = data + (exists ? at * (kDim / 8) + chunk : 0);
+        ptx::copy_async_once(chunk_address<kBlockKV>(to + head * kTileBytes<kDim>, row, chunk),
+                             reinterpret_cast<uint64>(from), exists);
+      }
+    }
+  }
+};
+
+}  // namespace decode

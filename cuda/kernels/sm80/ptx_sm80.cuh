@@ -1,0 +1,27 @@
+// The PTX by which mbarriers follow cp.async, and how a thread waits for one without the try_wait
+// of sm_90. Every architecture from sm_80 on has it.
+#pragma once
+
+#include "ptx_barriers.cuh"
+
+namespace ptx {
+
+// Waits until the phase of this parity has completed. A fresh barrier passes parity 1 at once.
+__device__ __forceinline__ void barrier_poll(uint32 barrier, uint32 parity) {
+  while (!barrier_test(barrier, parity)) {
+  }
+}
+
+// The calling thread's arrival, when all of its copies so far are in shared memory.
+__device__ __forceinline__ void copies_arrive(uint32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Copies 16 bytes that nobody reads again, past L1, or zeroes them.
+__device__ __forceinline__ void copy_async_once(uint32 destination, uint64 source, bool copies) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(copies ? 16 : 0)
+               : "memory");
+}
+
+}  // namespace ptx
