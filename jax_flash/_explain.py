@@ -244,6 +244,8 @@ def _describe(problem: Problem) -> str:
         parts.append(f"dropout {problem.dropout_rate:g}")
     if problem.deterministic:
         parts.append("deterministic")
+    if problem.precision != "default":
+        parts.append(f"precision {problem.precision}")
     return ", ".join([*parts, *problem.terms])
 
 

@@ -30,6 +30,9 @@ class Problem:
     softcap: float | None = None
     dropout_rate: float = 0.0
     deterministic: bool = False
+    # Of products of float32, as jax.lax.Precision has it: "default", "high" or "highest"; of other
+    # dtypes always the first, and without meaning.
+    precision: str = "default"
     terms: tuple[str, ...] = ()  # optional operands present, in the order of TERMS
 
     @property

@@ -52,6 +52,7 @@ def prepare(
     dropout_rate: Any,
     dropout_key: Any,
     deterministic: Any,
+    precision: Any,
 ) -> tuple[Problem, tuple[jax.Array, ...]]:
     """Checks the arguments of `flash_attention` and brings them to the form of the primitives.
 
@@ -100,6 +101,7 @@ def prepare(
         softcap=_softcap(softcap),
         dropout_rate=rate,
         deterministic=flag("deterministic", deterministic),
+        precision=_precision(precision, q.dtype),
         terms=tuple(terms),
     )
     return problem, (q, k, v, *terms.values())
@@ -447,6 +449,34 @@ def _softcap(softcap) -> float | None:
             "None for no cap"
         )
     return softcap
+
+
+# Algorithms of products, which jax_default_matmul_precision may name too: these are more exact than
+# TF32, the others at most as exact.
+_EXACT_ALGORITHMS = (
+    *("TF32_TF32_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9"),
+    *("F32_F32_F32", "F64_F64_F64"),
+)
+
+
+def _precision(precision, dtype) -> str:
+    """Returns what Problem has as precision; None is that of jax_default_matmul_precision."""
+    if precision is None:
+        asked = jax.config.jax_default_matmul_precision
+        try:
+            found = lax.Precision("default" if asked is None else asked)
+        except ValueError:
+            exact = asked in _EXACT_ALGORITHMS
+            found = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    else:
+        try:
+            found = lax.Precision(precision)
+        except ValueError as error:
+            raise ValueError(
+                f"precision is {precision!r}; expected None or one of jax.lax.Precision or its "
+                "names: 'default', 'high' or 'tensorfloat32', 'highest' or 'float32'"
+            ) from error
+    return found.name.lower() if dtype == "float32" else "default"
 
 
 def _number(name: str, x: Any) -> float:

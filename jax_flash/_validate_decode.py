@@ -151,6 +151,8 @@ def prepare(
         window=_validate._window(True, local_window_size, q_len + columns * k.shape[-3]),
         bottom_right=True,
         softcap=_validate._softcap(softcap),
+        # One query at a time waits for memory, not for products.
+        precision="highest" if q.dtype == "float32" else "default",
         terms=tuple(terms),
     )
     call = Decode(

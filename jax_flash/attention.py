@@ -57,6 +57,7 @@ class Options(LayerOptions[A], Generic[A], total=False):
     dropout_rate: float
     dropout_key: A | None
     deterministic: bool
+    precision: str | jax.lax.Precision | None
 
 
 class DotProductOptions(CommonOptions[ArrayLike], total=False):
@@ -122,6 +123,7 @@ def flash_attention(
     dropout_key: ArrayLike | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: str | jax.lax.Precision | None = None,
     backend: str | None = None,
 ) -> (
     Annotated[jax.Array, "*B T N Hv"]
@@ -195,6 +197,10 @@ def flash_attention(
         gradient.
       deterministic: gradients that are bit-identical from run to run; on "cpu" also with another
         number of threads, for which a batch of few heads computes its scores once more.
+      precision: of float32 products; others ignore it: a `jax.lax.Precision` or its name, such as
+        "default", "high" and "highest" or "float32"; None: what `jax_default_matmul_precision` says
+        when the call is traced. "xla" multiplies as JAX does: on a GPU in TF32 (11 bits) unless it
+        is "highest". "cpu" has float32's arithmetic whatever it is.
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
 
@@ -252,6 +258,7 @@ def flash_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         deterministic=deterministic,
+        precision=precision,
     )
     out, lse = _ops.attend(problem, backend, *operands)
     return (out, jnp.swapaxes(lse, -1, -2)) if with_lse else out

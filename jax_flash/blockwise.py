@@ -435,12 +435,13 @@ def _tile_starts(
 
 
 def product(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Multiplies in the problem's dtype and sums in its sum_dtype."""
+    """Multiplies in the problem's dtype and precision, and sums in its sum_dtype."""
+    exact = problem.dtype == "float64"
     return jnp.einsum(
         subscripts,
         x.astype(problem.dtype),
         y.astype(problem.dtype),
-        precision=lax.Precision.HIGHEST if problem.dtype == problem.sum_dtype else None,
+        precision=lax.Precision("highest" if exact else problem.precision),
         preferred_element_type=problem.sum_dtype,
     )
 

@@ -37,6 +37,7 @@ def flax_attention(
     dropout_rng: jax.Array | None,
     dropout_rate: float,
     deterministic: bool,
+    precision: str | jax.lax.Precision | None,
 ) -> jax.Array:
     """flash_attention from what Flax passes to an attention function.
 
@@ -52,6 +53,7 @@ def flax_attention(
       dropout_rng: key for dropout.
       dropout_rate: share of the weights that dropout removes.
       deterministic: no dropout.
+      precision: as in flash_attention.
 
     Returns:
       [*B, T, N, Hv].
@@ -80,6 +82,7 @@ def flax_attention(
         "bias": bias,
         "mask": mask,
         "is_causal": is_causal and (has_position or not decoding),
+        "precision": precision,
     }
     if sow is not None:
         # Attention to the unit vectors is the weights themselves.
@@ -337,6 +340,7 @@ def _decode_settings(
         attention_fn = attention_fn.func
     if settings.pop("is_causal", False) is not True or attention_fn is not flash_attention:
         return None
+    settings.pop("precision", None)  # products of float32 are exact there
     known = {"scale", "local_window_size", "softcap", "sinks", "backend"}
     return settings if settings.keys() <= known else None
 

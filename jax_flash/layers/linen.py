@@ -66,7 +66,7 @@ def attention_fn(
       dropout_rate: share of the weights that dropout removes.
       deterministic: no dropout.
       dtype: dtype of the computation; None takes the inputs' common dtype.
-      precision: for Flax's function.
+      precision: of float32 products, as in flash_attention.
       module: sows the attention weights.
       force_fp32_for_softmax: for Flax's function.
       einsum_dot_general: for Flax's function.
@@ -143,6 +143,7 @@ def attention_fn(
         dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
         deterministic=deterministic,
+        precision=precision,
     )
 
 

@@ -60,7 +60,7 @@ def attention_fn(
       dropout_rate: share of the weights that dropout removes.
       deterministic: no dropout.
       dtype: dtype of the computation; None takes the inputs' common dtype.
-      precision: for Flax's function.
+      precision: of float32 products, as in flash_attention.
       module: sows the attention weights.
       promote_dtype: brings query, key and value to one dtype.
       is_causal: query i sees keys 0..i. nnx.MultiHeadAttention passes its own, so ask for it there:
@@ -112,6 +112,7 @@ def attention_fn(
         dropout_rng=dropout_rng,
         dropout_rate=dropout_rate,
         deterministic=deterministic,
+        precision=precision,
     )
 
 
