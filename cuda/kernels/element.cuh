@@ -6,6 +6,7 @@
 #include "ptx.cuh"
 
 struct BFloat16 {
+  using Bits = uint16;  // in memory
   // The first block's largest exponential is 2^-kHeadroom, and a thread's sum over a block may not
   // pass kSumLimit. This type has the range of float32.
   static constexpr int kHeadroom = 80;
@@ -18,6 +19,9 @@ struct BFloat16 {
   // The same with zeros for what has a sign.
   static __device__ __forceinline__ uint32 pack_positive(float low, float high) {
     return ptx::pack_positive_bfloat16(low, high);
+  }
+  static __device__ __forceinline__ uint16 round(float value) {
+    return static_cast<uint16>(pack(value, 0.0f));
   }
   static __device__ __forceinline__ float unpack(uint16 bits) {
     return __uint_as_float(static_cast<uint32>(bits) << 16);
@@ -36,6 +40,7 @@ struct BFloat16 {
 };
 
 struct Float16 {
+  using Bits = uint16;
   static constexpr int kHeadroom = 0;  // weights have to stay below 65504
   static constexpr float kSumLimit = 0x1p15f;
 
@@ -44,6 +49,9 @@ struct Float16 {
   }
   static __device__ __forceinline__ uint32 pack_positive(float low, float high) {
     return ptx::pack_positive_float16(low, high);
+  }
+  static __device__ __forceinline__ uint16 round(float value) {
+    return static_cast<uint16>(pack(value, 0.0f));
   }
   static __device__ __forceinline__ float unpack(uint16 bits) { return ptx::unpack_float16(bits); }
   static __device__ __forceinline__ float unpack_low(uint32 pair) {
@@ -57,13 +65,24 @@ struct Float16 {
   }
 };
 
+// Tensor cores have no products of it: what splits it (sm80/split.cuh) knows of its halves.
+struct Float32 {
+  using Bits = float;
+  // Exponents near 0 have the smallest rounding errors, which are the weights' own.
+  static constexpr int kHeadroom = 0;
+  static constexpr float kSumLimit = 0x1p15f;
+
+  static __device__ __forceinline__ float round(float value) { return value; }
+  static __device__ __forceinline__ float unpack(float value) { return value; }
+};
+
 template <class A, class B>
 inline constexpr bool kSame = false;
 template <class A>
 inline constexpr bool kSame<A, A> = true;
 
-// That of this program: a constant of the generated header.
-template <bool kIsBFloat16>
+// That of this program: constants of the generated header.
+template <bool kIsBFloat16, bool kIsFloat32 = false>
 struct ElementType {
   using Type = Float16;
 };
@@ -71,4 +90,8 @@ template <>
 struct ElementType<true> {
   using Type = BFloat16;
 };
-using Element = ElementType<kBFloat16>::Type;
+template <>
+struct ElementType<false, true> {
+  using Type = Float32;
+};
+using Element = ElementType<kBFloat16, kFloat32>::Type;

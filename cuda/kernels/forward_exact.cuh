@@ -12,8 +12,8 @@
 
 namespace forward {
 
-// Values under way together: their latency is what takes time.
-inline constexpr int kKeysAtOnce = 8;
+// Values under way together: their latency is what takes time. Of wide rows fewer: registers.
+inline constexpr int kKeysAtOnce = kValueDim <= 256 ? 8 : 4;
 
 // The next keys of the set `left` (a bit each), lowest first; -1 where there are no more.
 __device__ __forceinline__ void take_keys(uint32& left, int (&taken)[kKeysAtOnce]) {
@@ -29,7 +29,7 @@ template <int kColumns, class Params>
 __device__ __forceinline__ void load_values(const Params& p, const KeyRows<kValueDim>& rows,
                                             int first_key, const int (&taken)[kKeysAtOnce],
                                             float (&values)[kKeysAtOnce][kColumns]) {
-  const uint16* first = static_cast<const uint16*>(p.value_data) + rows.at(first_key);
+  const auto* first = static_cast<const Element::Bits*>(p.value_data) + rows.at(first_key);
 #pragma unroll
   for (int i = 0; i < kKeysAtOnce; ++i) {
 #pragma unroll
@@ -82,22 +82,33 @@ __device__ __forceinline__ bool explain_nan(const Params& p, int batch, int head
   return false;
 }
 
+// dot + the product of two pieces of 16 bytes.
+template <class Of>
+__device__ __forceinline__ float add_products(const uint4& x, const uint4& y, float dot) {
+  const uint32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if constexpr (kSame<Of, Float32>) {
+      dot = fmaf(__uint_as_float(xs[j]), __uint_as_float(ys[j]), dot);
+    } else {
+      dot = fmaf(Of::unpack_low(xs[j]), Of::unpack_low(ys[j]), dot);
+      dot = fmaf(Of::unpack_high(xs[j]), Of::unpack_high(ys[j]), dot);
+    }
+  }
+  return dot;
+}
+
 // The product of two rows of the head dim.
 __device__ __forceinline__ float dot_rows(const void* a, int64 a_index, const void* b,
                                           int64 b_index) {
   float dot = 0.0f;
   if constexpr (kHeadDim % 8 == 0) {  // rows are aligned to 16 bytes
-    const auto* a_pieces = reinterpret_cast<const uint4*>(static_cast<const uint16*>(a) + a_index);
-    const auto* b_pieces = reinterpret_cast<const uint4*>(static_cast<const uint16*>(b) + b_index);
+    using Bits = Element::Bits;
+    const auto* a_pieces = reinterpret_cast<const uint4*>(static_cast<const Bits*>(a) + a_index);
+    const auto* b_pieces = reinterpret_cast<const uint4*>(static_cast<const Bits*>(b) + b_index);
 #pragma unroll 4
-    for (int i = 0; i < kHeadDim / 8; ++i) {
-      const uint4 x = a_pieces[i], y = b_pieces[i];
-      const uint32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        dot = fmaf(Element::unpack_low(xs[j]), Element::unpack_low(ys[j]), dot);
-        dot = fmaf(Element::unpack_high(xs[j]), Element::unpack_high(ys[j]), dot);
-      }
+    for (int i = 0; i < kHeadDim / (16 / static_cast<int>(sizeof(Bits))); ++i) {
+      dot = add_products<Element>(a_pieces[i], b_pieces[i], dot);
     }
   } else {
 #pragma unroll 4
@@ -173,7 +184,7 @@ struct Row {
   int64 first_key;  // row of its head's first key
   Range keys;       // that it sees, mask, segments and positions aside
   int64 lse;        // index
-  uint16* result;
+  Element::Bits* result;
 };
 
 // Computes rows of a batch row, a bit each, again where they are wrong: their results are stored,
@@ -242,7 +253,7 @@ __device__ __forceinline__ void repeat_rows(const Params& p, int batch, uint32 r
       const int column = fresh_lane() + 32 * c;
       if (column < kValueDim) {
         const float result = out[c] / sum * dropout_scale(p);
-        row.result[column] = static_cast<uint16>(Element::pack(result, 0.0f));
+        row.result[column] = Element::round(result);
       }
     }
     if (fresh_lane() == 0) {

@@ -39,7 +39,7 @@ __device__ __forceinline__ float quad_maximum(float x) {
 
 // Turns one row's accumulators into 16-byte pieces: after it, piece g of lane c of a quad holds
 // the eight elements of columns 8 * (4g + c). Two exchanges across the quad per four registers.
-template <int kCount, int kPieces>
+template <int kCount, int kPieces, class To = Element>
 __device__ __forceinline__ void gather_row(const float (&fragment)[kCount], int row, float factor,
                                            uint32 (&pieces)[kPieces]) {
   const int c = threadIdx.x % 4;
@@ -49,8 +49,8 @@ __device__ __forceinline__ void gather_row(const float (&fragment)[kCount], int 
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int i = element(4 * g + j, row, 0);
-      a[j] = i < kCount ? Element::pack(fragment[i < kCount ? i : 0] * factor,
-                                        fragment[i < kCount ? i + 1 : 0] * factor)
+      a[j] = i < kCount ? To::pack(fragment[i < kCount ? i : 0] * factor,
+                                   fragment[i < kCount ? i + 1 : 0] * factor)
                         : 0;
     }
 #pragma unroll

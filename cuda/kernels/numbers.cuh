@@ -13,6 +13,7 @@ inline constexpr float kNegativeInfinity = -kInfinity;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 inline constexpr int kLargest = 0x7fffffff, kSmallest = -kLargest - 1;  // of an int
 

@@ -47,10 +47,10 @@ __device__ __forceinline__ int kv_head_of(const Params& p, int head) {
 // ---- elements -----------------------------------------------------------------------------------
 
 __device__ __forceinline__ float load_element(const void* array, int64 index) {
-  return Element::unpack(static_cast<const uint16*>(array)[index]);
+  return Element::unpack(static_cast<const Element::Bits*>(array)[index]);
 }
 __device__ __forceinline__ void store_element(void* array, int64 index, float value) {
-  static_cast<uint16*>(array)[index] = static_cast<uint16>(Element::pack(value, 0.0f));
+  static_cast<Element::Bits*>(array)[index] = Element::round(value);
 }
 
 // ---- pieces of 16 bytes, whatever the rows' alignment -------------------------------------------

@@ -17,6 +17,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     bias_type = None if bias is None else bias.dtype
     return {
         "kBFloat16": problem.dtype == "bfloat16",
+        "kFloat32": problem.dtype == "float32",
         "kWindowLeft": left is not None and not positions,
         "kWindowRight": right is not None and not positions,
         "kHasPositions": positions,

@@ -40,10 +40,10 @@ class Sm80(Family):
         reasons = []
         if gpu.arch not in self.architectures:
             reasons.append(f"the CUDA kernels run on sm_80 and later; {gpu.name} is {gpu.arch}")
-        if call.problem.dtype not in ("bfloat16", "float16"):
-            reasons.append(f"the CUDA kernels take bfloat16 and float16, not {call.problem.dtype}")
-        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > 256]
-        reasons += [f"the CUDA kernels take head dims up to 256, not {dim}" for dim in wide]
+        if call.problem.dtype == "float64":
+            reasons.append("the CUDA kernels take float32, bfloat16 and float16, not float64")
+        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > 512]
+        reasons += [f"the CUDA kernels take head dims up to 512, not {dim}" for dim in wide]
         absent = [term for term in call.problem.terms if term not in _COMPUTED]
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
         return tuple(dict.fromkeys(reasons))
@@ -72,24 +72,35 @@ class ForwardTiling:
 
     head_dim: int
     value_dim: int
-    block_kv: int  # keys of one block: 32 or 64
+    block_kv: int  # keys of one block: 16, 32 or 64
+    parts: int = 1  # bfloat16 that a float32 is split into: 2 or 3
     row_tiles: int = 1  # of 16 query rows, of a warp
-    stages: int = 1  # buffers each of keys and of values
+    row_warps: int = 4  # that have rows of their own
+    value_warps: int = 1  # that share rows, each with its part of the head and the value dim
+    stages: int = 1  # buffers each of keys and of values; 0: one for both
     l2_heads: int = 1  # heads that the schedule walks together, so that their keys stay in L2
 
-    threads = 128
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: 128 or 256."""
+        return 32 * self.row_warps * self.value_warps
 
     @property
     def block_q(self) -> int:
         """Query rows of a CTA."""
-        return 64 * self.row_tiles
+        return 16 * self.row_warps * self.row_tiles
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: queries, the stages of keys and values."""
-        head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
-        keys_values = self.stages * self.block_kv * (head_boxes + value_boxes)
-        return 128 * (self.block_q * head_boxes + keys_values)
+        row_bytes, value_bytes = (
+            128 * self.parts * boxes(dim) for dim in (self.head_dim, self.value_dim)
+        )
+        # Warps that share rows exchange their scores where the keys were.
+        exchanged = 4 * self.block_q * self.value_warps if self.value_warps > 1 else 0
+        key_bytes = max(row_bytes, exchanged)
+        both = self.stages * (key_bytes + value_bytes) or max(key_bytes, value_bytes)
+        return self.block_q * row_bytes + self.block_kv * both
 
     def launch(self) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (Sm80ForwardLaunch in families/sm80.cc)."""
@@ -120,7 +131,10 @@ class ForwardTiling:
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kBlockKV": self.block_kv,
+            "kParts": self.parts,
             "kRowTiles": self.row_tiles,
+            "kRowWarps": self.row_warps,
+            "kValueWarps": self.value_warps,
             "kStages": self.stages,
             "kPreScale": problem.scale <= 0,
         }
@@ -128,37 +142,53 @@ class ForwardTiling:
 
 def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """Chooses the forward kernel's tiling for a problem that the family does not refuse."""
-    widest = max(shapes.head_dim, shapes.value_dim)
-    # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
-    # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
-    plain = not problem.terms and problem.softcap is None
-    doubles = plain and widest <= 128 and known(shapes.q_len, 4096) > 64
-    sizes = [(1, 64, 1), (1, 32, 1)]  # row_tiles, block_kv, stages
-    if doubles:
-        sizes = [(2, 64, 2) if widest <= 64 else (2, 32, 2), (2, 32, 1), *sizes]
-    tilings = [
-        ForwardTiling(
-            shapes.head_dim,
-            shapes.value_dim,
-            block_kv=block_kv,
-            row_tiles=row_tiles,
-            stages=stages,
-            l2_heads=_l2_heads(shapes, gpu),
-        )
-        for row_tiles, block_kv, stages in sizes
-    ]
     # A multiprocessor has 1 KB for each CTA beside what one may take: room for two of them.
     room = (gpu.shared_bytes - 1024) // 2
-    return next((x for x in tilings if x.shared_bytes <= room), tilings[-1])
+    tilings = forward_tilings(problem, shapes, gpu)
+    two = [x for x in tilings if x.threads == 128 and x.block_q >= 64 and x.shared_bytes <= room]
+    one = [x for x in tilings if x.shared_bytes <= gpu.shared_bytes]
+    return (two or one)[0]
+
+
+def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[ForwardTiling]:
+    """Lists the tilings for a problem, those that read keys and values less often first."""
+    widest = max(shapes.head_dim, shapes.value_dim)
+    parts = 1 if problem.dtype != "float32" else 3 if problem.precision == "highest" else 2
+    # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
+    # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
+    plain = not problem.terms and problem.softcap is None and parts == 1
+    sizes: list[dict[str, int]] = []
+    if plain and widest <= 128 and known(shapes.q_len, 4096) > 64:
+        sizes += [{"block_kv": 64 if widest <= 64 else 32, "row_tiles": 2, "stages": 2}]
+        sizes += [{"block_kv": 32, "row_tiles": 2}]
+    narrow = widest <= (128 if parts == 1 else 64)
+    most = 32 if parts == 3 else 64
+    if not (narrow or plain):
+        most = 32 if parts == 1 or (parts == 2 and (widest <= 128 or not problem.terms)) else 16
+    block_sizes = [size for size in (64, 32, 16) if size <= most]
+    # A warp has registers for the results of 16 rows and 256 columns; fewer if sums are in parts.
+    columns = 256 if parts == 1 else 128
+    least = -(-shapes.value_dim // columns)
+    sizes += [
+        {"block_kv": block_kv, "row_warps": row_warps, "value_warps": value_warps, "stages": stages}
+        for stages, row_warps in [(1, 4), (1, 2), (0, 2), (0, 1)]
+        for value_warps in [next(x for x in (1, 2, 4) if x >= least and x * row_warps >= 4)]
+        for block_kv in (block_sizes if stages else [16])
+        if row_warps * value_warps <= 8
+    ]
+    l2_heads = _l2_heads(problem.dtype, shapes, gpu)
+    dims = shapes.head_dim, shapes.value_dim
+    return [ForwardTiling(*dims, parts=parts, l2_heads=l2_heads, **size) for size in sizes]
 
 
 _ANY_L2_BYTES = 4 << 20  # of a GPU that is not known
 
 
-def _l2_heads(shapes: Shapes, gpu: GpuSpec) -> int:
+def _l2_heads(dtype: str, shapes: Shapes, gpu: GpuSpec) -> int:
     """Counts the query heads whose keys and values fit half of the L2 together."""
     share = (gpu.l2_bytes or _ANY_L2_BYTES) // 2
-    bytes_per_head = 2 * known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
+    element = 4 if dtype == "float32" else 2
+    bytes_per_head = element * known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
     fitting = max(1, share // max(bytes_per_head, 1))
     kv_heads = min(fitting, known(shapes.batch, fitting) * known(shapes.kv_heads, fitting))
     return max(1, kv_heads) * known(shapes.q_heads // shapes.kv_heads, 1)

@@ -1,24 +1,26 @@
 // FlashAttention forward by mma.sync, for every GPU since Ampere: out = softmax(mask(score(scale *
 // Q K^T))) V, and its lse.
 //
-// A CTA of four warps has 64 or 128 query rows of one head; keys and values come by cp.async.
+// A CTA of four or eight warps has 16 to 128 query rows of one head; keys and values come by
+// cp.async.
 // cuda/ampere.md has the schedule. Dao 2023 (arXiv:2307.08691).
 //
 // Specialised by these constants, which the generated header defines in front of this text:
-//   bool kBFloat16            element type of q, k, v, out: bfloat16, else float16
-//   int kHeadDim, kValueDim   exact sizes, at most 256
-//   int kBlockKV              keys per step: 32 or 64
+//   bool kBFloat16, kFloat32  element type of q, k, v, out: else float16
+//   int kParts                bfloat16 that a float32 is split into, 2 or 3; else 1
+//   int kHeadDim, kValueDim   exact sizes, at most 512
+//   int kBlockKV              keys per step: 16, 32 or 64
 //   int kRowTiles             of 16 query rows a warp has, 1 or 2
-//   int kStages               buffers each of keys and of values
+//   int kRowWarps, kValueWarps   warps beside each other: with rows of their own, and with the same
+//   int kStages               buffers each of keys and of values; 0: one for both
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)
-// Dynamic shared memory: 128 * (kRowTiles * 64 * ceil(kHeadDim / 64)
-//   + kStages * kBlockKV * (ceil(kHeadDim / 64) + ceil(kValueDim / 64))) bytes.
+// Dynamic shared memory: forward::Shared.
 #pragma once
 
 #include "sm80/forward_rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(forward::kThreads, 2)
+extern "C" __global__ void __launch_bounds__(forward::kThreads, 256 / forward::kThreads)
     flash_forward_sm80(const __grid_constant__ Sm80ForwardParams p) {
   using namespace forward;
   extern __shared__ unsigned char dynamic_shared[];

@@ -1,5 +1,8 @@
-// A warp's query rows, 16 in each of kRowTiles tiles that lie 64 rows apart: products, weights,
-// results.
+// A warp's query rows, 16 in each of kRowTiles tiles: products, weights, results.
+//
+// kValueWarps warps share their rows. Each multiplies its part of the head dim; the others' scores
+// come through shared memory, added in one order, so that all have the same weights. Then each
+// multiplies them with its columns of the values.
 #pragma once
 
 #include "forward_exact.cuh"
@@ -9,19 +12,122 @@
 
 namespace forward {
 
-inline constexpr int kValueColumns = round_up(kValueDim, 16);
+// Of a warp: of the head dim and of the values' columns.
+inline constexpr int kWarpSteps = ceil_div(ceil_div(kHeadDim, 16), kValueWarps);
+inline constexpr int kStepsAtOnce = kParts == 1 ? kWarpSteps : 2;  // more: spills
+inline constexpr int kWarpColumns = round_up(ceil_div(kValueDim, kValueWarps), 16);
+
+// A block's weights of 16 rows, between the scores and the products with values: elements, two and
+// two, or float32 to be split when they are used, which takes fewer registers.
+template <class Of>
+class Weights {
+ public:
+  __device__ __forceinline__ void set(int i, float low, float high,
+                                      const DroppedPairs<kBlockKV>& dropped) {
+    pairs_[i] = Of::pack(low, high);
+    if constexpr (kHasDropout) pairs_[i] = dropped.keep(i, pairs_[i]);
+  }
+  // Of the keys from 16 * j on, matrices: rows 0 and 8 on, then of the next 8 keys.
+  __device__ __forceinline__ void get(int j, uint32 (&a)[kParts][4]) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) a[0][k] = pairs_[4 * j + k];
+  }
+
+ private:
+  uint32 pairs_[kBlockKV / 4];
+};
+template <>
+class Weights<Float32> {
+ public:
+  __device__ __forceinline__ void set(int i, float low, float high,
+                                      const DroppedPairs<kBlockKV>& dropped) {
+    uint32 kept = 0xffffffffu;  // a half each
+    if constexpr (kHasDropout) kept = dropped.keep(i, kept);
+    numbers_[2 * i] = kept & 0xffffu ? low : 0.0f;
+    numbers_[2 * i + 1] = kept >> 16 ? high : 0.0f;
+  }
+  __device__ __forceinline__ void get(int j, uint32 (&a)[kParts][4]) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      uint32 parts[kParts];
+      split_pair(numbers_[8 * j + 2 * k], numbers_[8 * j + 2 * k + 1], parts);
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) a[i][k] = parts[i];
+    }
+  }
+
+ private:
+  float numbers_[kBlockKV / 2];
+};
+
+// Stores a warp's columns of one of its rows, `factor` times, and zeros where `empty`; not
+// `stored`: nothing. Returns what is not 0 if any is not finite. `out`: column 0; `first`: the
+// warp's.
+template <class To, int kCount>
+__device__ __forceinline__ uint32 store_columns(const float (&output)[kCount], int row,
+                                                float factor, bool stored, bool empty,
+                                                typename To::Bits* out, int first) {
+  const int c = threadIdx.x % 4;
+  if constexpr (kSame<To, Float32>) {
+    float flaw = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int column = first + 8 * j + 2 * c;
+      float pair[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        pair[i] = output[fragment::element(j, row, i)] * factor;
+        flaw = fmaf(pair[i], 0.0f, flaw);
+        if (empty) pair[i] = 0.0f;
+      }
+      if (!stored || column >= kValueDim) continue;
+      if constexpr (kValueDim % 2 == 0) {
+        *reinterpret_cast<float2*>(out + column) = make_float2(pair[0], pair[1]);
+      } else {
+        out[column] = pair[0];
+        if (column + 1 < kValueDim) out[column + 1] = pair[1];
+      }
+    }
+    return flaw != 0.0f;  // NaN
+  } else {
+    constexpr int kPieces = round_up(2 * kCount, 32) / 8;
+    uint32 pieces[kPieces];
+    fragment::gather_row(output, row, factor, pieces);
+    uint32 flaw = 0;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) flaw = To::accumulate_nonfinite(flaw, pieces[i]);
+    if (!stored) return flaw;
+#pragma unroll
+    for (int g = 0; g < kPieces / 4; ++g) {
+      const int local = 8 * (4 * g + c), column = first + local;
+      if ((2 * kCount % 32 == 0 || local < 2 * kCount) &&
+          (kValueDim % (32 * kValueWarps) == 0 || column < kValueDim)) {
+        store_piece<kValueDim>(out, column,
+                               empty ? make_uint4(0, 0, 0, 0)
+                                     : make_uint4(pieces[4 * g], pieces[4 * g + 1],
+                                                  pieces[4 * g + 2], pieces[4 * g + 3]));
+      }
+    }
+    return flaw;
+  }
+}
 
 struct Rows {
   const Sm80ForwardParams& p;
   const Walk& walk;
   Shared& shared;
   SoftmaxState<Element> softmax[kRowTiles];
-  float output[kRowTiles][kValueColumns / 2];
+  float output[kRowTiles][kWarpColumns / 2];
 
+  // Of its kind, the warp's number.
+  static __device__ __forceinline__ int row_warp() { return threadIdx.x / 32 % kRowWarps; }
+  static __device__ __forceinline__ int value_warp() {
+    return kValueWarps == 1 ? 0 : threadIdx.x / (32 * kRowWarps);
+  }
   // The thread's query, row = 0 or 1 of a tile.
   __device__ __forceinline__ int query_of(int tile, int row) const {
-    return walk.first_query() + 64 * tile + fragment::first_row(threadIdx.x) +
-           fragment::kRowStep * row;
+    return walk.first_query() + kTileRows * tile + 16 * row_warp() +
+           static_cast<int>(threadIdx.x) % 32 / 4 + fragment::kRowStep * row;
   }
 
   // Weights that overflow, which bases of earlier blocks let happen, make the sum infinite: then
@@ -47,7 +153,6 @@ struct Rows {
 
  private:
   using Scores = float[kBlockKV / 2];
-  using Weights = uint32[kBlockKV / 16][4];  // matrices: rows 0 and 8 on, then the next 8 keys
 
   __device__ __forceinline__ void attend(bool again) {
 #pragma unroll
@@ -66,8 +171,9 @@ struct Rows {
 #pragma unroll 1
     for (Place at{walk.first_block()}; !walk.is_over(at.block); at.advance(walk)) {
       float scores[kRowTiles][kBlockKV / 2];
-      Weights weights[kRowTiles];
+      Weights<Element> weights[kRowTiles];
       multiply_keys(copies.query_tile(), copies.take_keys(at, is_first), scores);
+      if constexpr (kValueWarps > 1) add_scores_of_others(shared.key(at.stage), scores);
       is_first = false;
       const bool whole = walk.is_whole(at.block);
 #pragma unroll
@@ -89,51 +195,104 @@ struct Rows {
     // Lanes in the order of matrices: A has rows first, B, which is transposed, columns.
     // Opaque: addresses would be computed ahead of the loop, for registers that are not there.
     const int thread = ptx::opaque(threadIdx.x), lane = thread % 32;
-    const int query = thread / 32 * 16 + lane % 16;
+    const int query = thread / 32 % kRowWarps * 16 + lane % 16;
     const int key = lane / 16 * 8 + lane % 8;
-#pragma unroll
-    for (int step = 0; step < ceil_div(kHeadDim, 16); ++step) {
-      uint32 a[kRowTiles][4];
+    // Past the head dim there are zeros, as far as a part may reach.
+    const int first = value_warp() * kWarpSteps;  // of 16 columns
+    queries += first / 4 * kUnitRows * kBoxRowBytes;
+    keys += first / 4 * kBlockKV * kBoxRowBytes;
+    const int skipped = kWarpSteps % 4 == 0 ? 0 : first % 4;
+#pragma unroll kStepsAtOnce
+    for (int step = 0; step < kWarpSteps; ++step) {
+      uint32 a[kRowTiles][kParts][4];
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-        ptx::load_matrix_x4(
-            chunk_address<kUnitRows>(queries, query + 64 * tile, 2 * step + lane / 16), a[tile]);
+        load_parts<kHeadDim, kUnitRows>(queries, query + kTileRows * tile,
+                                        2 * (skipped + step) + lane / 16, a[tile]);
       }
 #pragma unroll
       for (int j = 0; j < kBlockKV / 16; ++j) {
-        uint32 b[4];
-        ptx::load_matrix_x4(chunk_address<kBlockKV>(keys, key + 16 * j, 2 * step + lane / 8 % 2),
-                            b);
+        uint32 b[kParts][4];
+        load_parts<kHeadDim, kBlockKV>(keys, key + 16 * j, 2 * (skipped + step) + lane / 8 % 2, b);
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
-          ptx::multiply_add<kBFloat16>(scores[tile], 8 * j, a[tile], b[0], b[1]);
-          ptx::multiply_add<kBFloat16>(scores[tile], 8 * j + 4, a[tile], b[2], b[3]);
+          multiply_parts<Element>(scores[tile], 8 * j, a[tile], b);
         }
       }
     }
   }
   __device__ __forceinline__ void multiply_values(uint32 values,
-                                                  const Weights (&weights)[kRowTiles]) {
+                                                  const Weights<Element> (&weights)[kRowTiles]) {
     const int lane = threadIdx.x % 32, key = lane % 16, chunk = lane / 16;
+    const int first = value_warp() * (kWarpColumns / 16);
+    values += first / 4 * kBlockKV * kBoxRowBytes;
+    const int skipped = kWarpColumns % 64 == 0 ? 0 : first % 4;
 #pragma unroll
     for (int j = 0; j < kBlockKV / 16; ++j) {
+      uint32 a[kRowTiles][kParts][4];
 #pragma unroll
-      for (int column = 0; column < kValueColumns / 16; ++column) {
-        uint32 b[4];
-        ptx::load_transposed_x4(chunk_address<kBlockKV>(values, key + 16 * j, 2 * column + chunk),
-                                b);
+      for (int tile = 0; tile < kRowTiles; ++tile) weights[tile].get(j, a[tile]);
+#pragma unroll
+      for (int column = 0; column < kWarpColumns / 16; ++column) {
+        // Else loads and sums of many columns are under way, and numbers kept for the end spilled.
+        if (kParts > 1 && column % 4 == 0) __syncwarp();
+        uint32 b[kParts][4];
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+          ptx::load_transposed_x4(
+              chunk_address<kBlockKV>(values + i * kPlaneBytes<kValueDim, kBlockKV>, key + 16 * j,
+                                      2 * (skipped + column) + chunk),
+              b[i]);
+        }
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
-          ptx::multiply_add<kBFloat16>(output[tile], 8 * column, weights[tile][j], b[0], b[1]);
-          ptx::multiply_add<kBFloat16>(output[tile], 8 * column + 4, weights[tile][j], b[2], b[3]);
+          multiply_parts<Element>(output[tile], 8 * column, a[tile], b);
         }
       }
+    }
+  }
+  template <int kDim, int kRows>
+  static __device__ __forceinline__ void load_parts(uint32 tile, int row, int chunk,
+                                                    uint32 (&parts)[kParts][4]) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      ptx::load_matrix_x4(chunk_address<kRows>(tile + i * kPlaneBytes<kDim, kRows>, row, chunk),
+                          parts[i]);
+    }
+  }
+  // Each warp has the scores of its part of the head dim; the keys, whose place they take, are of
+  // no more use.
+  __device__ __forceinline__ void add_scores_of_others(
+      const unsigned char* place, float (&scores)[kRowTiles][kBlockKV / 2]) const {
+    constexpr int kWords = kRowTiles * kBlockKV / 8;  // of 16 bytes, of a thread
+    const uint32 lanes = ptx::shared_address(place) + threadIdx.x % 32 * 16;
+    const auto word_at = [&](int of, int word) {
+      return lanes + ((of * kRowWarps + row_warp()) * kWords + word) * 512;
+    };
+    __syncthreads();
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      const float* x = &scores[word / (kBlockKV / 8)][word % (kBlockKV / 8) * 4];
+      ptx::store_shared_x4(word_at(value_warp(), word), __float_as_uint(x[0]),
+                           __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+    }
+    __syncthreads();
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      float4 sum = ptx::load_shared_f4(word_at(0, word));
+#pragma unroll
+      for (int of = 1; of < kValueWarps; ++of) {
+        const float4 more = ptx::load_shared_f4(word_at(of, word));
+        sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+      }
+      float* x = &scores[word / (kBlockKV / 8)][word % (kBlockKV / 8) * 4];
+      x[0] = sum.x, x[1] = sum.y, x[2] = sum.z, x[3] = sum.w;
     }
   }
 
   // -- scores to weights --
   __device__ __forceinline__ void add_weights(int tile, int block, bool whole, bool again,
-                                              Scores& scores, Weights& weights) {
+                                              Scores& scores, Weights<Element>& weights) {
     const int first_key = block * kBlockKV;
     const auto query = [&](int row) { return query_of(tile, row); };
     if constexpr (kHasBias) {
@@ -157,7 +316,7 @@ struct Rows {
     float correction[2];
     if (state.extend(scores, p.scale_log2, again || !state.is_started(), correction, Alone{})) {
 #pragma unroll
-      for (int i = 0; i < kValueColumns / 2; ++i) output[tile][i] *= correction[fragment::row(i)];
+      for (int i = 0; i < kWarpColumns / 2; ++i) output[tile][i] *= correction[fragment::row(i)];
     }
     DroppedPairs<kBlockKV> dropped;
     if constexpr (kHasDropout) {
@@ -171,9 +330,7 @@ struct Rows {
     }
 #pragma unroll
     for (int i = 0; i < kBlockKV / 4; ++i) {
-      uint32& pair = weights[i / 4][i % 4];
-      pair = Element::pack(scores[2 * i], scores[2 * i + 1]);
-      if constexpr (kHasDropout) pair = dropped.keep(i, pair);
+      weights.set(i, scores[2 * i], scores[2 * i + 1], dropped);
     }
   }
 
@@ -198,49 +355,34 @@ struct Rows {
     }
     return ends;
   }
-  __device__ __forceinline__ uint16* out_of(int query) const {
-    return static_cast<uint16*>(p.out) + query_row(p, walk.batch, query, walk.head) * kValueDim;
+  __device__ __forceinline__ Element::Bits* out_of(int query) const {
+    return static_cast<Element::Bits*>(p.out) +
+           query_row(p, walk.batch, query, walk.head) * kValueDim;
   }
   __device__ __forceinline__ void store(int tile, const Ends& ends) const {
-    constexpr int kPieces = round_up(kValueColumns, 32) / 8;
-    const int c = threadIdx.x % 4;
     uint32 nonfinite = 0;  // rows of the warp with NaN or infinity, bit 4 * quad + row for each
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      uint32 pieces[kPieces];
-      fragment::gather_row(output[tile], row, ends.factor[row], pieces);
-      uint32 flaw = 0;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) flaw = Element::accumulate_nonfinite(flaw, pieces[i]);
       const int query = query_of(tile, row);
       const float lse = ends.lse[row];
       const bool stored = query < p.query_len, empty = ends.empty[row];
+      const uint32 flaw = store_columns<Element>(output[tile], row, ends.factor[row], stored, empty,
+                                                 out_of(query), value_warp() * kWarpColumns);
       // A NaN lse is right, and the row with it: masked scores never reach the sum of the weights.
       const bool flawed = (flaw != 0 || lse == kInfinity) && lse == lse;
       uint32 lanes = __ballot_sync(0xffffffffu, flawed && stored && !empty);
       lanes |= lanes >> 1;
       lanes |= lanes >> 2;
       nonfinite |= (lanes & 0x11111111u) << row;
-      if (!stored) continue;
-      uint16* out = out_of(query);
-#pragma unroll
-      for (int g = 0; g < kPieces / 4; ++g) {
-        const int column = 8 * (4 * g + c);
-        if (kValueDim % 32 == 0 || column < kValueDim) {
-          store_piece<kValueDim>(out, column,
-                                 empty ? make_uint4(0, 0, 0, 0)
-                                       : make_uint4(pieces[4 * g], pieces[4 * g + 1],
-                                                    pieces[4 * g + 2], pieces[4 * g + 3]));
-        }
-      }
-      if (c == 0) {
+      if (stored && threadIdx.x % 4 == 0 && value_warp() == 0) {
         const float of_empty = kHasSinks ? sink() : kNegativeInfinity;
         p.lse[lse_row(p, walk.batch, query, walk.head)] = empty ? of_empty : lse;
       }
     }
+    if constexpr (kValueWarps > 1) nonfinite = of_all_columns(nonfinite);
     if (nonfinite == 0) return;
     __syncwarp();  // these results are stored before others
-    const int first = walk.first_query() + 64 * tile + static_cast<int>(threadIdx.x) / 32 * 16;
+    const int first = walk.first_query() + kTileRows * tile + 16 * row_warp();
     repeat_rows(p, walk.batch, nonfinite, [&](int bit) -> Row {
       const int query = first + bit / 4 + fragment::kRowStep * (bit % 4);
       Range keys = row_columns(walk.sight, query, 0);
@@ -249,6 +391,18 @@ struct Rows {
       const int64 lse = lse_row(p, walk.batch, query, walk.head);
       return {query, walk.head, first_key, keys, lse, out_of(query)};
     });
+  }
+  // The rows of which any of the warps that share them found a result that is not finite: for the
+  // first of these warps, to the others there are none. All results are stored then.
+  __device__ __forceinline__ uint32 of_all_columns(uint32 rows) const {
+    const uint32 found = ptx::shared_address(shared.query) + 4 * row_warp();
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) ptx::store_shared(found + 16 * value_warp(), rows);
+    __syncthreads();
+    if (value_warp() != 0) return 0;
+#pragma unroll
+    for (int of = 1; of < kValueWarps; ++of) rows |= ptx::load_shared(found + 16 * of);
+    return rows;
   }
 };
 

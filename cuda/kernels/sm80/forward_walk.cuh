@@ -9,12 +9,13 @@
 
 namespace forward {
 
-inline constexpr int kThreads = 128;
-inline constexpr int kUnitRows = 64 * kRowTiles;
+inline constexpr int kThreads = 32 * kRowWarps * kValueWarps;
+inline constexpr int kTileRows = 16 * kRowWarps;  // of the queries that warps have in one tile each
+inline constexpr int kUnitRows = kTileRows * kRowTiles;
 // There may be gaps between the blocks.
 inline constexpr bool kListsBlocks = kHasSegments || kHasPositions || kHasMask;
 
-static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 128);
+static_assert(kBlockKV % 16 == 0 && kBlockKV <= 128);
 
 struct Walk {
   const Sm80ForwardParams& p;

@@ -39,16 +39,26 @@ inline int ClampDistance(std::int64_t window) {
       std::min<std::int64_t>(std::max<std::int64_t>(window, 0), 0xffffffff)));
 }
 
+// What a family's kernels take.
+struct Limits {
+  bool tma_loads = false;
+  bool float32 = false;
+  std::int64_t head_dim = 256;
+};
+
 // What all kernels refuse: dtypes, head dims, and sizes beyond TMA's limits and the kernels' 32-bit
 // indices (offsets into arrays are 64-bit).
-inline ffi::Error CheckOperands(const Operands& operands, bool tma_loads) {
+inline ffi::Error CheckOperands(const Operands& operands, const Limits& limits) {
   const Sizes& s = operands.sizes;
-  if (operands.dtype != ffi::BF16 && operands.dtype != ffi::F16) {
-    return Invalid("the CUDA kernels take bfloat16 and float16");
+  const auto [tma_loads, float32, head_dim] = limits;
+  if (operands.dtype != ffi::BF16 && operands.dtype != ffi::F16 &&
+      !(float32 && operands.dtype == ffi::F32)) {
+    return Invalid("the CUDA kernels take bfloat16 and float16" +
+                   std::string(float32 ? " and float32" : ""));
   }
   for (std::int64_t dim : {s.head_dim, s.value_dim}) {
-    if (dim < 1 || dim > 256 || (tma_loads && dim % 8 != 0)) {
-      return Invalid("the CUDA kernels take head dims up to 256" +
+    if (dim < 1 || dim > head_dim || (tma_loads && dim % 8 != 0)) {
+      return Invalid("the CUDA kernels take head dims up to " + std::to_string(head_dim) +
                      std::string(tma_loads ? " that 8 divides" : "") + ", not " +
                      std::to_string(dim));
     }

@@ -51,7 +51,8 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
-  if (auto error = CheckOperands(operands, /*tma_loads=*/false); error.failure()) return error;
+  const Limits limits{/*tma_loads=*/false, /*float32=*/true, /*head_dim=*/512};
+  if (auto error = CheckOperands(operands, limits); error.failure()) return error;
   if (auto error = CheckNumbers(
           {launch.threads, launch.shared_bytes, launch.block_q, launch.block_kv, launch.l2_heads});
       error.failure()) {

@@ -7,8 +7,8 @@
 
 #include "cuda/runtime/params.h"
 
-// flash_forward_sm80: grid = query_blocks * B * N, block = 128 threads, dynamic shared memory =
-// ForwardTiling.shared_bytes (jax_flash/_gpu/sm80.py).
+// flash_forward_sm80: grid = query_blocks * B * N, block and dynamic shared memory = threads and
+// shared_bytes of ForwardTiling (jax_flash/_gpu/sm80.py).
 struct Sm80ForwardParams {
   const void* query_data;  // [B, T, N, H]
   const void* key_data;    // [B, S, K, H]
@@ -38,7 +38,7 @@ struct Sm80ForwardParams {
   int kv_len;           // S
   int query_heads;      // N
   int kv_heads;         // K
-  int query_blocks;     // ceil(T / (64 * kRowTiles))
+  int query_blocks;     // ceil(T / rows of a CTA)
   int l2_heads;         // heads (of B * N) that the schedule walks together, >= 1
   int window_left;      // keys visible left of the aligned position, < 2^30; only with kWindowLeft
   int window_right;     // the same on the right; causal is 0; only with kWindowRight
