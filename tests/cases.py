@@ -53,6 +53,7 @@ class Case:
     Hv: int | None = None  # value dim, H unless given
     batch: tuple[int, ...] = (2,)
     dtype: str = "float32"
+    precision: str | None = None
     scale: float | None = None
     causal: bool = False
     align: str = "top_left"
@@ -244,6 +245,7 @@ class Arguments:
                 **options,
                 return_lse=case.with_lse,
                 deterministic=case.deterministic,
+                precision=case.precision,
                 backend=backend,
             )
 

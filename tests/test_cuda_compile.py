@@ -321,6 +321,25 @@ def test_decode_compiles_without_spills(dims, heads, change):
     check(_gpu.plan(call, shapes, gpu), seconds=5, gpu=gpu)
 
 
+def split() -> Configurations:
+    """float32 in two and three parts, and dims of which warps that share rows have their own."""
+    segments = FEATURES["causal segments"]
+    dropped = DROPOUT | {"terms": (*SEGMENTS, "dropout_state")}
+    for dim in (512, 128, 256, 64):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+        for dtype, precision in [
+            ("bfloat16", "default"),
+            ("float32", "default"),
+            ("float32", "highest"),
+        ]:
+            if dtype == "bfloat16" and dim < 512:
+                continue
+            problem = dataclasses.replace(PLAIN, dtype=dtype, precision=precision)
+            for name, change in {"causal": {"window": (None, 0)}, "dropout": dropped}.items():
+                of = dataclasses.replace(problem, **segments | change)
+                yield f"{dim} {dtype} {precision} {name}", of, shapes
+
+
 def plans_since_ampere() -> list[Any]:
     """Of each architecture the kernel with the fewest registers to spare; of one all terms."""
     everything = bool(os.environ.get("JAX_FLASH_COMPILE_ALL"))
@@ -330,7 +349,13 @@ def plans_since_ampere() -> list[Any]:
         gpu = dataclasses.replace(H200, name=arch, arch=arch)
         configurations = [("128 causal", causal, SHAPES)]
         if everything:
-            configurations += [*tuned(), *(others() if arch in ("sm_80", "sm_120") else ())]
+            configurations += [*tuned(), *split()]
+            configurations += others() if arch in ("sm_80", "sm_120") else ()
+        elif arch == "sm_90a":
+            configurations += (x for x in split() if x[0] == "128 float32 default causal")
+        elif arch == "sm_120":
+            names = ("512 bfloat16 default causal", "512 float32 highest dropout")
+            configurations += (x for x in split() if x[0] in names)
         elif arch == "sm_80":
             small = dataclasses.replace(SHAPES, head_dim=64, value_dim=64)
             many = next(x for x in masks() if x[0] == "128 mask and more")

@@ -6,6 +6,7 @@ tests/test_cuda_compile.py compiles them for each architecture.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from jax_flash import _gpu, _native
 
 from . import decode_cases, fake_cuda
-from .cases import BOTTOM_RIGHT, Case, fit
+from .cases import BOTTOM_RIGHT, Arguments, Case, fit
 from .cases import CASES as CONFORMANCE
 from .decode_cases import CASES as DECODING
 from .decode_cases import Case as DecodeCase
@@ -22,6 +23,7 @@ from .emulator import Emulator
 from .test_conformance import compare, refuses
 from .test_cuda_emulated import BACKWARDS, IN_ORDER
 from .test_hidden_values import poisoned
+from .tolerance import check, max_error
 
 EMULATED = pytest.mark.skipif(
     _native.available("cuda") is not None or _native._has_driver() or fake_cuda.COMPILER is None,
@@ -55,9 +57,43 @@ CASES = (
     C("everything", dropout=0.2, mask="b1ts", bias="11ts", sinks=True, segments="packed",
       positions="permuted", window=(90, 5), kv_lengths=(180,), N=4, K=2),
 )  # fmt: skip
+# float32 in parts, and warps that share their rows.
+F = functools.partial(C, dtype="float32", T=70, S=90)
+SPLIT_CASES = (
+    F("float32", causal=True),
+    F("float32 odd", H=33, Hv=7, precision="highest", dropout=0.2, mask="b1ts", bias="11ts",
+      sinks=True, segments="packed", positions="permuted", window=(90, 5), kv_lengths=(80,), N=4,
+      K=2),
+    F("float32 of 256", H=200, Hv=130, q_lengths=(66,), softcap=3.0, sinks=True, precision="high"),
+    C("head dim 512", H=512, T=70, S=100, N=1, causal=True),
+    C("head dim 300 value 20", H=300, Hv=20, T=70, S=90, dtype="float16", segments="packed"),
+)  # fmt: skip
+# Tilings of GPUs with less shared memory.
+SMALL_CASES = (
+    C("head dim 20 value 500", H=20, Hv=500, T=70, S=50, N=1, dropout=0.2, mask="11ts"),
+    F("float32 of 512", H=512, Hv=260, T=40, S=50, N=1, precision="highest", bias="11ts"),
+)
 
 
-compare_forward = functools.partial(compare, gradients=False)
+def compare_forward(arguments: Arguments, got: dict[str, np.ndarray]) -> None:
+    """As `compare`; products of float32 in two parts have to be much more exact than TF32's."""
+    case = arguments.case
+    if case.dtype != "float32" or case.precision == "highest":
+        compare(arguments, got, gradients=False)
+        return
+    arrays = arguments.arrays
+    rounded = {name: tf32(arrays[name]) for name in ("query", "key", "value")}
+    plain = dataclasses.replace(arguments, arrays=arrays | rounded).truth(gradients=False)
+    truth = arguments.truth(gradients=False)
+    assert max_error(plain.out, truth.out) > 2**-15 * np.abs(truth.out).max()
+    check("out", got["out"], truth.out, plain.out, "float32", 1 / 8)
+    check("lse", got["lse"], truth.lse, plain.lse, "float32", 1 / 8)
+
+
+def tf32(x: np.ndarray) -> np.ndarray:
+    """Rounds float32 to the 11 bits of TF32."""
+    bits = x.view(np.uint32)
+    return ((bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +102,40 @@ def a100(emulator: Emulator):
     return functools.partial(emulator.run, gpu="A100", gradients=False)
 
 
+@pytest.fixture(scope="module")
+def ada(emulator: Emulator):
+    """The same that an RTX 4090 would get, with 99 KB of shared memory."""
+    return functools.partial(emulator.run, gpu="RTX 4090", gradients=False)
+
+
 @EMULATED
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", CASES + SPLIT_CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_case(case: Case, a100):
+    check_case(case, a100)
+
+
+@EMULATED
+@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_case_in_little_shared_memory(case: Case, ada):
+    check_case(case, ada)
+
+
+def check_case(case: Case, run) -> None:
     arguments = case.draw()
-    got = a100(arguments, seed=IN_ORDER)
+    got = run(arguments, seed=IN_ORDER)
     compare_forward(arguments, got)
-    again = a100(arguments, seed=BACKWARDS)
+    again = run(arguments, seed=BACKWARDS)
     for name in got:
         np.testing.assert_array_equal(again[name], got[name], err_msg=name)
 
 
 @EMULATED
-@pytest.mark.parametrize(("dim", "dtype"), [(64, "bfloat16"), (128, "float16")])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, "bfloat16"), (128, "float16"), (264, "bfloat16"), (64, "float32")]
+)
 def test_weights_that_overflow(dim: int, dtype: str, a100):
     """Rows that are walked again: logits that differ by several hundred."""
-    arguments = C("overflow", H=dim, T=100, S=400, N=1, spread=150.0, dtype=dtype).draw()
+    arguments = C("overflow", H=dim, T=70, S=200, N=1, spread=150.0, dtype=dtype).draw()
     compare_forward(arguments, a100(arguments, seed=2))
 
 
@@ -92,18 +146,29 @@ def test_poison_reaches_no_result(poison: float, a100):
     for case in (
         C("segments", T=90, S=100, segments="shuffled", kv_lengths=(70,), sinks=True),
         C("lengths", T=90, S=100, H=128, N=4, K=2, q_lengths=(64,), kv_lengths=(29,), causal=True),
+        C("shared rows", T=40, S=50, H=20, Hv=264, N=1, kv_lengths=(29,), causal=True),
+        F("float32", T=40, S=50, N=1, segments="shuffled", kv_lengths=(29,), precision="highest"),
     ):
         clean = case.draw()
         compare_forward(clean, a100(poisoned(clean, poison)))
 
 
 @EMULATED
-def test_poison_stays_with_those_who_see_it(a100):
-    arguments = C("future", T=90, S=90, causal=True).draw()
+@pytest.mark.parametrize(
+    ("case", "column"),
+    [
+        (C("future", T=90, S=90, causal=True), slice(None)),
+        # Which the warp does not have that computes rows again.
+        (C("future wide", T=90, S=90, H=20, Hv=264, N=1, causal=True), slice(262, 263)),
+    ],
+    ids=lambda x: x.name if isinstance(x, Case) else "",
+)
+def test_poison_stays_with_those_who_see_it(case: Case, column: slice, a100):
+    arguments = case.draw()
     want = arguments.truth(gradients=False)
-    arguments.arrays["value"][:, 70] = np.nan
+    arguments.arrays["value"][:, 70, :, column] = np.nan
     out = a100(arguments)["out"].astype(np.float64)
-    assert np.isnan(out[:, 70:]).all()
+    assert np.isnan(out[:, 70:, :, column]).all()
     assert np.abs(out[:, :70] - want.out[:, :70]).max() < 2e-2
 
 
