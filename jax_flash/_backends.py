@@ -77,7 +77,12 @@ def _run_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     shapes = call.shapes(call.name_operands(operands))
-    if not _gpu.choose(call, shapes, _gpu.spec.for_lowering()).rotates(shapes):
+    gpu = _gpu.spec.for_lowering()
+    family = _gpu.choose(call, shapes, gpu)
+    if call.backend is None:
+        for text in family.outrun(call, gpu):
+            warn_once(f"jax_flash: {text}")
+    if not family.rotates(shapes):
         call, operands = call.rotated(*operands)
     named = call.name_operands(operands)
     batch = named["q"].shape[:-3]
@@ -87,7 +92,6 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
-    gpu = _gpu.spec.for_lowering()
     plan = _gpu.plan(call, shapes, gpu)
     if _gpu.spec.present() is not None:
         # Compiling belongs to the compilation of the caller's program, not to its first step.

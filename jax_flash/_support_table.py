@@ -105,15 +105,17 @@ def _decodes(column: tuple[str, str]) -> str:
 
 
 def _dims(column: tuple[str, str]) -> str:
-    """Says up to which head dim the passes run that there are."""
-    own = _cell(column, [(_PLAIN, _SHAPES)])
-    taken = []
+    """Says up to which head dim the passes run, both and then one alone."""
+    largest: dict[str, int] = {}
     for dim in _DIMS:
         shapes = dataclasses.replace(_SHAPES, head_dim=dim, value_dim=dim)
-        if _cell(column, [(_PLAIN, shapes)]) == own:
-            taken.append(dim)
-    dims = "any" if taken == list(_DIMS) else f"up to {max(taken)}"
-    return dims if own == "yes" else f"{own}, {dims}"
+        largest[_cell(column, [(_PLAIN, shapes)])] = dim
+    largest.pop("no", None)
+    parts = []
+    for running, dim in sorted(largest.items(), key=lambda item: item[1]):
+        dims = "any" if dim == _DIMS[-1] else f"up to {dim}"
+        parts.append(dims if running == "yes" else f"{running}, {dims}")
+    return "; ".join(parts)
 
 
 def write(readme: Path) -> None:

@@ -200,7 +200,8 @@ def flash_attention(
       precision: of float32 products; others ignore it: a `jax.lax.Precision` or its name, such as
         "default", "high" and "highest" or "float32"; None: what `jax_default_matmul_precision` says
         when the call is traced. "xla" multiplies as JAX does: on a GPU in TF32 (11 bits) unless it
-        is "highest". "cpu" has float32's arithmetic whatever it is.
+        is "highest". "cuda" splits each number into bfloat16: into three for "highest", as exact as
+        float32's own arithmetic, else into two, of 16 bits. "cpu" is as exact as float32 always.
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
 
@@ -336,7 +337,7 @@ def dot_product_attention(
     - Taken here as well: value dims other than H; more leading dims; lengths of any integer dtype;
       None on a side of a window; windows of NumPy integers; arrays without heads.
     - A wrong dtype is a TypeError (there: a ValueError). "cudnn" is our CUDA backend: what it
-      cannot run, float32, masks and biases among it, is a NotImplementedError with the reason.
+      cannot run, gradients of float32 among it, is a NotImplementedError with the reason.
     - A scale that is a jax.Array costs one more rounding of query: see `flash_attention`.
     - jax.export serialises it with `jax_flash.EXPORT_CHECKS`, and T and S that are symbolic only
       where a kernel runs it, not backend "xla".

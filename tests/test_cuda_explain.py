@@ -73,15 +73,32 @@ def test_says_who_loads_the_rows(head_dim):
     ("dtype", "head_dim", "reason"),
     [("float32", 64, "not float32"), ("bfloat16", 320, "up to 256, not 320")],
 )
-def test_says_why_not_cuda(dtype, head_dim, reason):
+def test_says_why_only_the_backward_pass_is_not_cuda(dtype, head_dim, reason):
     q = jax.ShapeDtypeStruct((2, 512, 8, head_dim), dtype)
     explanation = jax_flash.explain(q, q, q, gpu="H200")
+    assert (explanation.backend, explanation.backward.backend) == ("cuda", "xla")
+    (given,) = explanation.backward.refusals["cuda"]
+    assert given.startswith("the CUDA backward kernels take")
+    assert reason in given
+    assert f"not cuda: {given}" in str(explanation)
+    assert explanation.backward.kernel is None
+    assert "tilings were never measured" in str(explanation)
+
+
+@needs_module
+def test_says_why_not_cuda():
+    q = jax.ShapeDtypeStruct((2, 512, 8, 640), jnp.bfloat16)
+    explanation = jax_flash.explain(q, q, q, gpu="H200")
     assert explanation.backend == "xla"
-    for one in (explanation.forward, explanation.backward):
-        (given,) = one.refusals["cuda"]
-        assert reason in given
-        assert f"not cuda: {given}" in str(explanation)
-        assert one.kernel is None
+    (given,) = explanation.forward.refusals["cuda"]
+    assert given == "the CUDA forward kernels take head dims up to 512, not 640"
+
+
+@needs_module
+@pytest.mark.parametrize("gpu", ["B200", "GB200", "H200", "A100"])
+def test_says_what_is_faster_on_blackwell(gpu):
+    noted = "up to four times as fast" in str(jax_flash.explain(Q, KV, KV, gpu=gpu))
+    assert noted == (gpu in ("B200", "GB200"))
 
 
 @needs_module
@@ -144,16 +161,18 @@ def test_gpus_before_ampere_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(GPUS, "T4", dataclasses.replace(GPUS["A100"], name="T4", arch="sm_75"))
     explanation = jax_flash.explain(Q, KV, KV, gpu="T4")
     assert explanation.backend == explanation.backward.backend == "xla"
-    assert "sm_80 and later; T4 is sm_75" in str(explanation)
+    text = str(explanation)
+    assert "sm_80 and later, which have cp.async, bfloat16" in text
+    assert "T4 is sm_75" in text
 
 
 def test_lists_all_reasons_of_all_backends():
-    q = jax.ShapeDtypeStruct((2, 512, 8, 320), jnp.float32)
+    q = jax.ShapeDtypeStruct((2, 512, 8, 640), jnp.float32)
     text = str(jax_flash.explain(q, q, q, gpu="A100"))
-    for reason in ("A100 is sm_80", "not float32", "up to 256, not 320"):
+    for reason in ("up to 512, not 640", "not float32", "up to 256, not 640"):
         assert f"{reason}\n" in text
     assert "not cpu: the arrays are on platform 'cuda'" in text
-    with pytest.raises(NotImplementedError, match=r"not float32; .*not 320"):
+    with pytest.raises(NotImplementedError, match=r"up to 512, not 640"):
         jax_flash.explain(q, q, q, gpu="H200", backend="cuda")
 
 

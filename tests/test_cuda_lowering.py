@@ -146,9 +146,9 @@ def test_backward_compiles_beside_the_forward(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_refused_head_dim_runs_on_xla_and_says_so_once(recwarn: pytest.WarningsRecorder):
-    wide = (array(B, T, N, 320), array(B, S, K, 320), array(B, S, K, 320))
+    wide = (array(B, T, N, 640), array(B, S, K, 640), array(B, S, K, 640))
     _backends.warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="without its CUDA kernels.* up to 256, not 320"):
+    with pytest.warns(RuntimeWarning, match="without its CUDA kernels.* up to 512, not 640"):
         assert calls(lower(flash_attention, *wide)) == []
     jax.clear_caches()
     recwarn.clear()
@@ -156,10 +156,30 @@ def test_refused_head_dim_runs_on_xla_and_says_so_once(recwarn: pytest.WarningsR
     assert not recwarn.list
 
 
-def test_float32_runs_on_xla_and_says_so():
+def test_gradients_of_float32_run_on_xla_and_say_so():
+    def loss(q, k, v):
+        return jnp.sum(flash_attention(q, k, v))
+
+    operands = [array(*x.shape, dtype="float32") for x in QKV]
+    assert calls(lower(flash_attention, *operands)) == ["jax_flash_cuda_sm80_forward"]
     _backends.warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="float32"):
-        assert calls(lower(flash_attention, *[array(*x.shape, dtype="float32") for x in QKV])) == []
+    with pytest.warns(RuntimeWarning, match="CUDA backward kernels .* not float32"):
+        assert calls(lower(jax.grad(loss), *operands)) == ["jax_flash_cuda_sm80_forward"]
+
+
+@pytest.mark.parametrize(("precision", "parts"), [(None, 2), ("high", 2), ("float32", 3)])
+def test_precision_decides_into_how_many_parts_float32_is_split(precision, parts: int):
+    operands = [array(*x.shape, dtype="float32") for x in QKV]
+    assert f"kParts = {parts};" in lower(
+        lambda q, k, v: flash_attention(q, k, v, precision=precision), *operands
+    )
+
+
+def test_blackwell_is_told_what_is_faster(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_gpu.spec, "for_lowering", lambda: _gpu.spec.GPUS["B200"])
+    _backends.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="cuDNN, by jax.nn.* up to four times as fast"):
+        lower(flash_attention, *[array(*x.shape[:-1], 88) for x in QKV])  # of no other test
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 import pytest
 
 from jax_flash import _gpu, _native
+from jax_flash._gpu.workspaces import blocks, boxes
+from jax_flash._problem import Problem, Shapes
 
 from . import decode_cases, fake_cuda
 from .cases import BOTTOM_RIGHT, Arguments, Case, fit
@@ -20,7 +23,7 @@ from .cases import CASES as CONFORMANCE
 from .decode_cases import CASES as DECODING
 from .decode_cases import Case as DecodeCase
 from .emulator import Emulator
-from .test_conformance import compare, refuses
+from .test_conformance import compare
 from .test_cuda_emulated import BACKWARDS, IN_ORDER
 from .test_hidden_values import poisoned
 from .tolerance import check, max_error
@@ -219,6 +222,36 @@ def test_hidden_blocks_are_skipped(case: Case, a100):
     assert np.abs(out - want).max() < 2e-2
 
 
+@pytest.mark.parametrize("arch", _gpu.sm80.Sm80.architectures)
+def test_tilings_fit_every_gpu_and_cover_every_column(arch: str):
+    """What warps that share rows read and write, by the arithmetic of forward_rows.cuh."""
+    gpu = _gpu.GpuSpec(arch, arch)
+    problems = [
+        Problem(dtype, 1.0, precision=precision, terms=terms)
+        for dtype, precision in [
+            ("bfloat16", "default"),
+            ("float32", "default"),
+            ("float32", "highest"),
+        ]
+        for terms in [(), ("sinks",)]
+    ]
+    sizes = (1, 16, 20, 64, 65, 100, 128, 129, 192, 200, 256, 257, 300, 320, 400, 511, 512)
+    for problem, head_dim, value_dim in itertools.product(problems, sizes, sizes):
+        shapes = Shapes(1, 512, 512, 2, 2, head_dim, value_dim)
+        tiling = _gpu.sm80.choose_forward(problem, shapes, gpu)
+        assert tiling.shared_bytes <= gpu.shared_bytes
+        assert tiling.threads in (128, 256)
+        # Rows are copied by 128 threads with 16 bytes each, rows of boxes side by side.
+        assert tiling.block_kv % 16 == tiling.block_q % 16 == 0
+        warps = tiling.value_warps
+        steps = blocks(blocks(head_dim, 16), warps)
+        columns = 16 * blocks(blocks(value_dim, warps), 16)
+        for dim, covered in ((head_dim, 16 * steps * warps), (value_dim, columns * warps)):
+            assert dim <= covered <= 64 * boxes(dim)  # there are zeros between the two
+        # Registers: results and scores of a row tile, of 255 together.
+        assert tiling.row_tiles * (columns + tiling.block_kv) // 2 <= 160
+
+
 def test_a_family_may_be_preferred():
     before = _gpu.FAMILIES
     with _gpu.prefer("sm80"):
@@ -233,7 +266,6 @@ def test_a_family_may_be_preferred():
 
 _GPU = _gpu.spec.present()
 
-
 @pytest.mark.gpu
 @pytest.mark.skipif(
     _GPU is None or _GPU.arch not in _gpu.sm80.Sm80.architectures,
@@ -241,13 +273,26 @@ _GPU = _gpu.spec.present()
 )
 @pytest.mark.parametrize("case", CONFORMANCE, ids=lambda case: case.name.replace(" ", "-"))
 def test_conformance(case: Case):
-    case = fit(case, "cuda")
-    if refuses(case, "cuda"):
-        return
-    arguments = case.draw()
+    arguments = fit(case, "cuda").draw()
     with _gpu.prefer("sm80"):
         got = arguments.run("cuda", gradients=False)
     compare_forward(arguments, got)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    _GPU is None or _GPU.arch not in _gpu.sm80.Sm80.architectures,
+    reason="needs a GPU of sm_80 or later",
+)
+@pytest.mark.parametrize("precision", ["default", "highest"])
+@pytest.mark.parametrize(
+    "case",
+    [x for x in (*CONFORMANCE, *SPLIT_CASES, *SMALL_CASES) if x.dtype == "float32"],
+    ids=lambda case: case.name.replace(" ", "-"),
+)
+def test_conformance_of_float32(case: Case, precision: str):
+    arguments = dataclasses.replace(case, precision=precision).draw()
+    compare_forward(arguments, arguments.run("cuda", gradients=False))
 
 
 @pytest.mark.gpu

@@ -158,18 +158,18 @@ def test_plan_prints_what_was_chosen():
 
 
 def test_refusal_names_the_dtype():
-    assert all("float32" in only for (only,) in reasons(dtype="float32"))
+    assert all("float64" in only for (only,) in reasons(dtype="float64"))
 
 
-@pytest.mark.parametrize(("dims", "reason"), [((512, 64), "512"), ((64, 260), "260")])
+@pytest.mark.parametrize(("dims", "reason"), [((640, 64), "640"), ((64, 513), "513")])
 def test_refusal_names_the_head_dim(dims, reason):
     assert all(reason in only for (only,) in reasons(shapes=replace_dims(*dims)))
 
 
 def test_refusal_gives_all_reasons():
-    forward, backward = reasons(spec.GPUS["A100"], replace_dims(320, 64), dtype="float32")
-    for given, words in ((forward, ("float32", "320")), (backward, ("A100", "float32", "320"))):
-        assert len(given) == len(words)
+    for given in reasons(spec.GPUS["A100"], replace_dims(640, 64), dtype="float64"):
+        words = ("float64", "640")
+        assert len(given) >= len(words)
         for word in words:
             assert word in "; ".join(given)
 

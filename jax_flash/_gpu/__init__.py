@@ -6,7 +6,6 @@ Everything is pure: it runs at lowering, knows no arrays and needs no GPU.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,11 +26,14 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
-    """Lists all reasons why no family runs a pass on a GPU; empty if one does."""
+    """Lists why no family runs a pass on a GPU, all reasons of the one that is nearest to it.
+
+    Empty if one does. Of families as near, the last, which runs on most GPUs, is heard.
+    """
     having = [family for family in FAMILIES if call.target in family.passes]
     own = [family for family in having if gpu.arch in family.architectures]
     reasons = [family.refuse(call, shapes, gpu) for family in own or having]
-    return () if () in reasons else tuple(dict.fromkeys(itertools.chain(*reasons)))
+    return min(reversed(reasons), key=len)
 
 
 def choose(call: Call, shapes: Shapes, gpu: GpuSpec) -> Family:

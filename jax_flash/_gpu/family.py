@@ -102,6 +102,10 @@ class Family(abc.ABC):
         """Tells whether its kernels rotate queries and new keys themselves."""
         return False
 
+    def outrun(self, call: Call, gpu: GpuSpec) -> tuple[str, ...]:
+        """Names what is much faster than its kernels on a GPU that they were not made for."""
+        return ()
+
     def untried(self, gpu: GpuSpec) -> tuple[str, ...]:
         """Says of a GPU on which the tilings were never measured that they were not."""
         if gpu.name in self.measured:

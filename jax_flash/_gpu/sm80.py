@@ -25,6 +25,13 @@ _COMPUTED = (
 )
 
 
+# Elements and the largest head dim that the kernels of a pass take.
+_LIMITS = {
+    "forward": ("float32, bfloat16 and float16", 512),
+    "backward": ("bfloat16 and float16", 256),
+}
+
+
 class Sm80(Family):
     """The kernels of cuda/kernels/sm80."""
 
@@ -39,14 +46,28 @@ class Sm80(Family):
     def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
         reasons = []
         if gpu.arch not in self.architectures:
-            reasons.append(f"the CUDA kernels run on sm_80 and later; {gpu.name} is {gpu.arch}")
-        if call.problem.dtype == "float64":
-            reasons.append("the CUDA kernels take float32, bfloat16 and float16, not float64")
-        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > 512]
-        reasons += [f"the CUDA kernels take head dims up to 512, not {dim}" for dim in wide]
+            reasons.append(
+                "the CUDA kernels run on sm_80 and later, which have cp.async, bfloat16 and "
+                f"products of 16 columns; {gpu.name} is {gpu.arch}"
+            )
+        kernels = f"the CUDA {call.target} kernels"
+        dtype, (dtypes, widest) = call.problem.dtype, _LIMITS[call.target]
+        if dtype not in dtypes.replace(",", "").split():
+            reasons.append(f"{kernels} take {dtypes}, not {dtype}")
+        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > widest]
+        reasons += [f"{kernels} take head dims up to {widest}, not {dim}" for dim in wide]
         absent = [term for term in call.problem.terms if term not in _COMPUTED]
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
         return tuple(dict.fromkeys(reasons))
+
+    def outrun(self, call: Call, gpu: GpuSpec) -> tuple[str, ...]:
+        if call.problem.dtype == "float32" or gpu.arch not in ("sm_100", "sm_103"):
+            return ()
+        return (
+            f"mma.sync, by which these kernels multiply, has about a quarter of the speed of "
+            f"{gpu.name}'s tensor cores: cuDNN, by jax.nn.dot_product_attention(implementation="
+            "'cudnn'), is up to four times as fast where it takes the call",
+        )
 
     def plan(
         self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: ForwardTiling | None = None
@@ -62,7 +83,7 @@ class Sm80(Family):
             constants=tiling.constants(call.problem, shapes),
             launch=tiling.launch(),
             workspaces=tiling.workspaces(call.problem, shapes),
-            notes=self.untried(gpu),
+            notes=(*self.untried(gpu), *self.outrun(call, gpu)),
         )
 
 

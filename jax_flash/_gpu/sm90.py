@@ -59,12 +59,13 @@ class Sm90(Family):
     def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
         problem = call.problem
         reasons = []
+        kernels = f"the CUDA {call.target} kernels"
         if gpu.arch not in self.architectures:
             reasons.append(f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
         if problem.dtype not in ("bfloat16", "float16"):
-            reasons.append(f"the CUDA kernels take bfloat16 and float16, not {problem.dtype}")
+            reasons.append(f"{kernels} take bfloat16 and float16, not {problem.dtype}")
         wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > 256]
-        reasons += [f"the CUDA kernels take head dims up to 256, not {dim}" for dim in wide]
+        reasons += [f"{kernels} take head dims up to 256, not {dim}" for dim in wide]
         absent = [term for term in problem.terms if term not in _HELD]
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
         return tuple(dict.fromkeys(reasons))
