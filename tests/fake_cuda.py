@@ -181,12 +181,16 @@ def connect() -> ctypes.CDLL:
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     handlers = _native._cuda().targets()["CUDA"]
-    names = [
-        f"jax_flash_cuda_{target}" for target in ("forward", "backward", "decode", "sm80_forward")
-    ]
-    own = (fake.FakeForward, fake.FakeBackward, fake.FakeDecode, fake.FakeSm80Forward)
+    own = {
+        "forward": fake.FakeForward,
+        "backward": fake.FakeBackward,
+        "decode": fake.FakeDecode,
+        "sm80_forward": fake.FakeSm80Forward,
+        "sm80_backward": fake.FakeSm80Backward,
+    }
+    names = [f"jax_flash_cuda_{target}" for target in own]
     fake.FakeSetHandlers(*(ctypes.c_void_p(pointer_of(handlers[name], None)) for name in names))
-    for name, handler in zip(names, own, strict=True):
+    for name, handler in zip(names, own.values(), strict=True):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
     return fake
 

@@ -57,13 +57,13 @@ CASES = (
 )  # fmt: skip
 
 
-compare_forward = functools.partial(compare, gradients=False)
+compare_forward = compare
 
 
 @pytest.fixture(scope="module")
 def a100(emulator: Emulator):
     """The forward pass of some arguments by the kernels that an A100 would get."""
-    return functools.partial(emulator.run, gpu="A100", gradients=False)
+    return functools.partial(emulator.run, gpu="A100")
 
 
 @EMULATED
@@ -74,7 +74,8 @@ def test_case(case: Case, a100):
     compare_forward(arguments, got)
     again = a100(arguments, seed=BACKWARDS)
     for name in got:
-        np.testing.assert_array_equal(again[name], got[name], err_msg=name)
+        if name != "dquery" or case.deterministic:
+            np.testing.assert_array_equal(again[name], got[name], err_msg=name)
 
 
 @EMULATED
