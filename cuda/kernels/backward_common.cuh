@@ -48,6 +48,26 @@ __device__ __forceinline__ float score_gradient(float probability, float dp, flo
   return probability * (dp + minus_delta);
 }
 
+// With kStoresDbias: dS of a warp's 16 keys, from `first_key` on, is the gradient of a bias that
+// nothing shares. `gradient`: dS^T, packed as an operand of products by rows.
+template <class Params, int kCount>
+__device__ __forceinline__ void store_dbias(const Params& p, int batch, int head, int first_query,
+                                            int first_key, const uint32 (&gradient)[kCount]) {
+  const int lane = ptx::opaque(threadIdx.x) % 32;
+  const int key = first_key + bias::first_of_four(lane);
+  const int query = first_query + lane / 4;
+  const int64 row = (static_cast<int64>(batch) * p.query_heads + head) * p.query_len + query;
+  uint16* to = static_cast<uint16*>(p.dbias) + row * p.kv_len + key;
+#pragma unroll
+  for (int j = 0; j < kCount / 2; ++j) {
+    const uint2 four = bias::gather(ptx::transpose_matrix(gradient[2 * j]),
+                                    ptx::transpose_matrix(gradient[2 * j + 1]));
+    // Rows are of whole fours.
+    if (query + 8 * j < p.query_len && key < p.kv_len) *reinterpret_cast<uint2*>(to) = four;
+    to += 8 * static_cast<int64>(p.kv_len);
+  }
+}
+
 // The float32 sum of dq is kept in the order in which a warpgroup's threads hold 64 x 64 tiles, as
 // eight pieces of 16 bytes a thread. dq_sum has them as [B, N, query block, tile, 8, thread, 4],
 // the tiles of a block by rows, then columns. With kDqRowBytes, which needs whole tiles, dq_sum is

@@ -274,11 +274,13 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
 
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
     """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
-    wide = max(shapes.head_dim, shapes.value_dim) > 128
-    # Keys first: the sum of dq gets its additions from every block of them. Then what is under way
-    # beside a step, then its queries.
+    widest = max(shapes.head_dim, shapes.value_dim)
+    wide = widest > 128
+    # Keys first: every block of them adds to the sum of dq. Then what is under way beside a step.
     if wide:
-        sizes = [(64, 64, 2, 2), (64, 32, 2, 2), (64, 32, 2, 1), (64, 32, 1, 1), (32, 32, 2, 1)]
+        sizes = [(64, 32, 2, 2), (64, 32, 2, 1), (64, 32, 1, 1), (32, 32, 2, 1)]
+        if widest <= 192:  # beyond, 64 queries take up to 32 bytes more than the registers
+            sizes.insert(0, (64, 64, 2, 2))
     else:
         sizes = [(128, 64, 2, 2), (128, 64, 2, 1), (128, 32, 2, 2), (128, 32, 2, 1)]
     # Two warps of the wide kernel would exchange dS before it is stored; dropout's is scaled later.

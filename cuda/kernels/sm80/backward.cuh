@@ -8,7 +8,7 @@
 //   flash_backward_prepare   B * N * rows / 64                128            0
 //   flash_backward_sm80      B * K * key blocks               32 * kWarps    sizeof(Shared)
 //   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128            0
-// and those of backward_bias.cuh. cuda/ampere.md has the schedule.
+// and those of sm80/backward_bias.cuh. cuda/ampere.md has the schedule.
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
@@ -26,6 +26,7 @@
 
 #include "backward_finish.cuh"
 #include "backward_prepare.cuh"
+#include "sm80/backward_bias.cuh"
 #include "sm80/backward_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)

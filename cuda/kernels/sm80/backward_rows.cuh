@@ -9,17 +9,25 @@
 
 namespace backward {
 
-// dS^T or P^T in shared memory, rows of keys: the address of 8 queries' 16 bytes. Neither stores of
-// 8 rows nor ldmatrix meet in a bank.
-__device__ __forceinline__ uint32 score_address(uint32 tile, int key, int chunk) {
-  if constexpr (kStepQueries == 64) return chunk_address<kKeys>(tile, key, chunk);
-  return tile + key * (kStepQueries * 2) + (chunk ^ key / 2 % 4) * 16;
-}
+// dS^T or P^T in shared memory, rows of keys. Neither stores of 8 rows nor ldmatrix meet in a bank.
+struct LaneOfScores {
+  static constexpr uint32 kRowBytes = kStepQueries * 2;
+  uint32 first;  // address of 8 queries of a key, 0 or 8 queries on
+
+  __device__ __forceinline__ LaneOfScores(uint32 tile, uint32 key, uint32 chunk)
+      : first(tile + key * kRowBytes +
+              (chunk ^ (kStepQueries == 64 ? key % 8 : key / 2 % 4)) * 16) {}
+  // 16 queries on for each unit; `keys`: a multiple of 8.
+  __device__ __forceinline__ uint32 at(uint32 unit, uint32 keys) const {
+    return (first ^ unit * 32) + keys * kRowBytes;
+  }
+};
 
 struct Rows {
   static constexpr int kHeadUnits = kHead / 16, kValueUnits = kValue / 16;  // of 16 columns
   static constexpr int kOwnHead = ceil_div(kHeadUnits, kColumnWarps);       // of a warp
   static constexpr int kOwnValue = ceil_div(kValueUnits, kColumnWarps);
+  static constexpr uint32 kAll = 0xffffffffu;  // units: none is absent
 
   const Sm80BackwardParams& p;
   const Walk& walk;
@@ -75,6 +83,10 @@ struct Rows {
       multiply_rows<kValueDim, kKeys, kStepQueries>(dp, copies.value_tile(), first_key(), dout,
                                                     column);
       fragment.to_gradients(x, dp, gradient, copies.minus_delta(at));
+      if constexpr (kHasDbias && kStoresDbias) {
+        store_dbias(p, walk.unit.batch, walk.head(at), fragment.first_query, fragment.first_key,
+                    gradient);
+      }
       store_scores(gradient, 0, column);
       if constexpr (kColumnWarps == 1) add_own(dk, gradient, query, column);
     }
@@ -84,8 +96,8 @@ struct Rows {
     if constexpr (kIsRead) begin_late(copies, next, more);
     add_dq(copies, at, turn);
     if constexpr (!kIsRead) {
-      add_shared(dv, kColumnWarps - 1, dout, kValueUnits);
-      add_shared(dk, 0, query, kHeadUnits);
+      add_shared<kValueUnits>(dv, kColumnWarps - 1, dout);
+      add_shared<kHeadUnits>(dk, 0, query);
     }
     if constexpr (kDeterministic || (!kIsRead && kStages * kDoutStages < 4)) {
       __syncthreads();
@@ -105,80 +117,84 @@ struct Rows {
   __device__ __forceinline__ uint32 score_tile(int which) const {
     return ptx::shared_address(shared.scores[which]);
   }
-  __device__ __forceinline__ void store_scores(const Packed& scores, int which, int column) const {
-    const int lane = ptx::opaque(threadIdx.x) % 32;
+  // A fragment, from a query of the step on.
+  __device__ __forceinline__ void store_scores(const Packed& scores, int which, int query) const {
+    const uint32 lane = opaque_lane();
 #pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) {
-      const int key = first_key() + lane / 4 + fragment::kRowStep * (i % 2);
-      ptx::store_shared(
-          score_address(score_tile(which), key, column / 8 + i / 2) + lane % 4 * 4, scores[i]);
+    for (int half = 0; half < 2; ++half) {  // of 16 queries
+      const LaneOfScores to(score_tile(which), first_key() + lane / 4, half);
+#pragma unroll
+      for (int i = half * 2; i < kScores / 2; i += i % 2 == 0 ? 1 : 3) {
+        ptx::store_shared(
+            to.at(query / 16 + i / 4, i % 2 * fragment::kRowStep) + lane % 4 * 4, scores[i]);
+      }
     }
   }
 
   // dk or dv += dS^T or P^T times rows of Q or dO: of a fragment, all columns,
   template <int kCount>
   __device__ __forceinline__ void add_own(float (&sum)[kCount], const Packed& scores, uint32 rows,
-                                          int column) const {
+                                          int query) const {
     multiply_columns<kFragmentQueries / 16, kStepQueries>(
         sum,
         [&](int step, uint32 (&left)[4]) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) left[i] = scores[4 * step + i];
         },
-        rows, column, [](int i) { return i; }, kCount / 8);
+        rows, query, 0, kAll);
   }
   // and of a step, the warp's share of them.
-  template <int kCount>
-  __device__ __forceinline__ void add_shared(float (&sum)[kCount], int which, uint32 rows,
-                                             int units) const {
-    const int lane = ptx::opaque(threadIdx.x) % 32;
-    const int first = share() * (kCount / 8);
+  template <int kUnits, int kCount>
+  __device__ __forceinline__ void add_shared(float (&sum)[kCount], int which, uint32 rows) const {
+    constexpr int kOwn = kCount / 8;
+    const uint32 lane = opaque_lane();
+    const LaneOfScores from(score_tile(which), first_key() + lane % 16, lane / 16);
     multiply_columns<kStepQueries / 16, kStepQueries>(
-        sum,
-        [&](int step, uint32 (&left)[4]) {
-          ptx::load_matrix_x4(
-              score_address(score_tile(which), first_key() + lane % 16, 2 * step + lane / 16),
-              left);
-        },
-        rows, 0, [&](int i) { return first + i; }, units);
+        sum, [&](int step, uint32 (&left)[4]) { ptx::load_matrix_x4(from.at(step, 0), left); },
+        rows, 0, share() * kOwn, kOwn * kColumnWarps == kUnits ? kAll : kUnits);
   }
 
-  // Adds dQ = dS K: a warp has 16 queries, and every kGroups-th 16 columns.
+  // Adds dQ = dS K: a warp has 16 queries, and a share of the columns, four units at a time.
   __device__ __forceinline__ void add_dq(const Copies& copies, const Place& at, int turn) const {
     constexpr int kRowGroups = kStepQueries / 16, kGroups = kWarps / kRowGroups;
-    constexpr int kOwn = ceil_div(kHeadUnits, kGroups), kAtOnce = kOwn < 4 ? kOwn : 4;
+    constexpr int kOwn = ceil_div(kHeadUnits, kGroups);
     static_assert(kWarps % kRowGroups == 0);
-    const int lane = ptx::opaque(threadIdx.x) % 32;
-    const int row = warp % kRowGroups, group = warp / kRowGroups;
     const int index = sum_index(p, walk.unit.batch, walk.head(at), at.m * kQueries);
+    const uint32 first = warp / kRowGroups * kOwn;
+    add_dq_units<(kOwn < 4 ? kOwn : 4), kOwn * kGroups == kHeadUnits>(copies, at, index, turn,
+                                                                       first);
+    if constexpr (kOwn > 4) {
+      constexpr int kRest = kOwn - 4;
+      static_assert(kRest <= 4);
+      add_dq_units<kRest, kOwn * kGroups == kHeadUnits>(copies, at, index, turn, first + 4);
+    }
+  }
+  template <int kUnits, bool kAreThere>
+  __device__ __forceinline__ void add_dq_units(const Copies& copies, const Place& at, int index,
+                                               int turn, uint32 first) const {
+    constexpr uint32 kEnd = kAreThere ? kAll : kHeadUnits;
+    const uint32 lane = opaque_lane(), row = warp % (kStepQueries / 16);
+    const LaneOfScores from(score_tile(0), lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    float dq[8 * kUnits];
 #pragma unroll
-    for (int first = 0; first < kOwn; first += kAtOnce) {
-      const auto unit_at = [&](int i) { return (first + i) * kGroups + group; };
-      float dq[8 * kAtOnce];
+    for (float& x : dq) x = 0.f;
+    multiply_columns<kKeys / 16, kKeys>(
+        dq,
+        [&](int step, uint32 (&left)[4]) { ptx::load_transposed_x4(from.at(row, 16 * step), left); },
+        copies.key_tile(), 0, first, kEnd);
 #pragma unroll
-      for (float& x : dq) x = 0.f;
-      multiply_columns<kKeys / 16, kKeys>(
-          dq,
-          [&](int step, uint32 (&left)[4]) {
-            ptx::load_transposed_x4(score_address(score_tile(0), 16 * step + lane / 16 * 8 + lane % 8,
-                                                  2 * row + lane / 8 % 2),
-                                    left);
-          },
-          copies.key_tile(), 0, unit_at, kHeadUnits);
+    for (int i = 0; i < kUnits; ++i) {
+      const uint32 unit = first + i;
+      if (unit >= kEnd) continue;
+      const SumTile sum(p, index, unit / 4, at.part * (kStepQueries * 2) + row * 32 + lane);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int unit = unit_at(i);
-        if (unit >= kHeadUnits) continue;
-        const SumTile sum(p, index, unit / 4, (at.part * kRowGroups + row) * 32 + lane);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float* x = dq + 8 * i + 4 * half;
-          const float4 piece{x[0], x[1], x[2], x[3]};
-          if (kDeterministic && turn == 0) {
-            sum.store(unit % 4 * 2 + half, piece);
-          } else {
-            sum.add(unit % 4 * 2 + half, piece);
-          }
+      for (int half = 0; half < 2; ++half) {
+        const float* x = dq + 8 * i + 4 * half;
+        const float4 piece{x[0], x[1], x[2], x[3]};
+        if (kDeterministic && turn == 0) {
+          sum.store(unit % 4 * 2 + half, piece);
+        } else {
+          sum.add(unit % 4 * 2 + half, piece);
         }
       }
     }

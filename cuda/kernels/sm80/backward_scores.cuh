@@ -8,11 +8,10 @@
 
 namespace backward {
 
-// A warp takes its queries of a step in one or two parts: beside dk and dv of 128 columns each, 64
-// queries would leave too few registers (484 bytes spilled).
+// A warp takes its queries of a step in one or two parts: 64 queries leave too few registers (72
+// bytes spilled with 64 columns of dk and dv each, 88 with 128).
 inline constexpr int kWarpQueries = kStepQueries / kColumnWarps;
-inline constexpr int kFragmentQueries =
-    kHead + kValue > 192 && kWarpQueries > 32 ? 32 : kWarpQueries;
+inline constexpr int kFragmentQueries = kWarpQueries < 32 ? kWarpQueries : 32;
 inline constexpr int kScores = kFragmentQueries / 2;  // elements of S^T per thread
 using Scores = float[kScores];
 using Packed = uint32[kScores / 2];  // in pairs: an operand of products by rows
