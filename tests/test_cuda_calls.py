@@ -162,7 +162,16 @@ ON_A100 = [On("A100", case) for case in CASES if case.name in AMPERE]
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[Case | Direct | On, Recording]:
-    cases = [*CASES, *ON_A100, *EMPTY, *REFUSED, *MANY_HEADS, *GRIDS, *SHORT["forward"], *SHORT["backward"]]
+    cases = [
+        *CASES,
+        *ON_A100,
+        *EMPTY,
+        *REFUSED,
+        *MANY_HEADS,
+        *GRIDS,
+        *SHORT["forward"],
+        *SHORT["backward"],
+    ]
     recorded = fake_cuda.record(cases, tmp_path_factory.mktemp("fake_cuda"))
     return dict(zip(cases, recorded, strict=True))
 
