@@ -71,8 +71,8 @@ GRADIENTS = (
        deterministic=True)),
     ("L4", C("head dim 256, positions", H=256, T=130, S=100, N=1, positions="permuted",
        window=(90, 5), deterministic=True)),
-    ("RTX 5090", C("head dim 33 value 7", H=33, Hv=7, T=70, S=90, N=4, K=2, dropout=0.4, mask="b1t1",
-       dtype="float16", bias="1n11")),
+    ("RTX 5090", C("head dim 33 value 7", H=33, Hv=7, T=70, S=90, N=4, K=2, dropout=0.4,
+       mask="b1t1", dtype="float16", bias="1n11")),
 )  # fmt: skip
 
 

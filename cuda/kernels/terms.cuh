@@ -357,8 +357,8 @@ __device__ __forceinline__ void hide_scores(const Params& p, int batch, const Vi
 
 // ---- sees: a fragment of S^T, rows are keys -----------------------------------------------------
 
-// The thread's pairs among its warp's 16 keys and kQueries queries from first_query on; `key` is its
-// first. The bits of a mask are in blocks of kBlock queries, of which these may be a part.
+// The thread's pairs among its warp's 16 keys and kQueries queries from first_query on; `key` is
+// its first. The bits of a mask are in blocks of kBlock queries, of which these may be a part.
 template <int kQueries, int kBlock = kQueries>
 struct SeenPairs {
   int first_column;
@@ -397,7 +397,7 @@ struct SeenPairs {
         bits[row].load(p, batch, head, mine, first_query / kBlock);
         if constexpr (kBlock > kQueries && kMaskQueries) {
           static_assert(kQueries == 32 && kBlock == 64);
-          uint32 (&words)[2] = bits[row].words;
+          uint32(&words)[2] = bits[row].words;
           words[0] = (first_query % kBlock < 32 ? words[0] : words[1]) >> first_query % 32;
         }
       }

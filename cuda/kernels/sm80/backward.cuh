@@ -1,8 +1,8 @@
-// The backward pass of FlashAttention by mma.sync, for every GPU since Ampere: dq, dk and dv from q,
-// k, v, out, lse and dout. Dao 2023 (arXiv:2307.08691).
+// The backward pass of FlashAttention by mma.sync, for every GPU since Ampere: dq, dk and dv from
+// q, k, v, out, lse and dout. Dao 2023 (arXiv:2307.08691).
 //
-// Kernels in the order of their launch, on one stream with the same Sm80BackwardParams; rows are the
-// T queries padded to whole blocks of 64:
+// Kernels in the order of their launch, on one stream with the same Sm80BackwardParams; rows are
+// the T queries padded to whole blocks of 64:
 //   kernel                   grid                             block          dynamic shared memory
 //   mask_plan                blocks of pairs, with a mask     128            0
 //   flash_backward_prepare   B * N * rows / 64                128            0

@@ -85,11 +85,12 @@ struct Copies {
     return block_of<kValueDim>(p.value_data, value_tile());
   }
   template <int kDim>
-  __device__ __forceinline__ CopiedRows<kDim, kStepQueries, kWarps> rows_of(
-      const void* array, uint32 tile, const Place& at) const {
+  __device__ __forceinline__ CopiedRows<kDim, kStepQueries, kWarps> rows_of(const void* array,
+                                                                            uint32 tile,
+                                                                            const Place& at) const {
     // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
-    const int64 row = query_row(p, ptx::opaque(walk.unit.batch), walk.first_query(at),
-                                walk.head(at));
+    const int64 row =
+        query_row(p, ptx::opaque(walk.unit.batch), walk.first_query(at), walk.head(at));
     return {tile, static_cast<const uint16*>(array) + row * kDim,
             static_cast<int64>(p.query_heads) * kDim};
   }

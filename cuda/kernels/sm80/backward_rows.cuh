@@ -125,8 +125,8 @@ struct Rows {
       const LaneOfScores to(score_tile(which), first_key() + lane / 4, half);
 #pragma unroll
       for (int i = half * 2; i < kScores / 2; i += i % 2 == 0 ? 1 : 3) {
-        ptx::store_shared(
-            to.at(query / 16 + i / 4, i % 2 * fragment::kRowStep) + lane % 4 * 4, scores[i]);
+        ptx::store_shared(to.at(query / 16 + i / 4, i % 2 * fragment::kRowStep) + lane % 4 * 4,
+                          scores[i]);
       }
     }
   }
@@ -137,7 +137,7 @@ struct Rows {
                                           int query) const {
     multiply_columns<kFragmentQueries / 16, kStepQueries>(
         sum,
-        [&](int step, uint32 (&left)[4]) {
+        [&](int step, uint32(&left)[4]) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) left[i] = scores[4 * step + i];
         },
@@ -150,8 +150,8 @@ struct Rows {
     const uint32 lane = opaque_lane();
     const LaneOfScores from(score_tile(which), first_key() + lane % 16, lane / 16);
     multiply_columns<kStepQueries / 16, kStepQueries>(
-        sum, [&](int step, uint32 (&left)[4]) { ptx::load_matrix_x4(from.at(step, 0), left); },
-        rows, 0, share() * kOwn, kOwn * kColumnWarps == kUnits ? kAll : kUnits);
+        sum, [&](int step, uint32(&left)[4]) { ptx::load_matrix_x4(from.at(step, 0), left); }, rows,
+        0, share() * kOwn, kOwn * kColumnWarps == kUnits ? kAll : kUnits);
   }
 
   // Adds dQ = dS K: a warp has 16 queries, and a share of the columns, four units at a time.
@@ -162,7 +162,7 @@ struct Rows {
     const int index = sum_index(p, walk.unit.batch, walk.head(at), at.m * kQueries);
     const uint32 first = warp / kRowGroups * kOwn;
     add_dq_units<(kOwn < 4 ? kOwn : 4), kOwn * kGroups == kHeadUnits>(copies, at, index, turn,
-                                                                       first);
+                                                                      first);
     if constexpr (kOwn > 4) {
       constexpr int kRest = kOwn - 4;
       static_assert(kRest <= 4);
@@ -180,7 +180,7 @@ struct Rows {
     for (float& x : dq) x = 0.f;
     multiply_columns<kKeys / 16, kKeys>(
         dq,
-        [&](int step, uint32 (&left)[4]) { ptx::load_transposed_x4(from.at(row, 16 * step), left); },
+        [&](int step, uint32(&left)[4]) { ptx::load_transposed_x4(from.at(row, 16 * step), left); },
         copies.key_tile(), 0, first, kEnd);
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
@@ -235,7 +235,8 @@ struct Rows {
     __syncthreads();
     if (thread < 2 * kRowWarps) {
       const Unit& unit = walk.unit;
-      const int block = (unit.batch * p.kv_heads + unit.kv_head) * key_blocks(p) + unit.key0 / kKeys;
+      const int block =
+          (unit.batch * p.kv_heads + unit.kv_head) * key_blocks(p) + unit.key0 / kKeys;
       p.marks[block * (2 * kRowWarps) + thread] = flaws[thread];
     }
   }
@@ -250,15 +251,15 @@ struct Rows {
       fragment::gather_row(sum, row, factor, pieces);
       const int key = walk.unit.key0 + first_key() + lane / 4 + fragment::kRowStep * row;
       if (key >= p.kv_len) continue;
-      uint16* to = static_cast<uint16*>(array) +
-                   key_row(p, walk.unit.batch, key, walk.unit.kv_head) * kDim;
+      uint16* to =
+          static_cast<uint16*>(array) + key_row(p, walk.unit.batch, key, walk.unit.kv_head) * kDim;
 #pragma unroll
       for (int g = 0; g < kPieces / 4; ++g) {
         const int own = 8 * (4 * g + lane % 4), column = first_column + own;
         if (own < 2 * kCount && column < kDim) {
-          store_piece<kDim>(to, column,
-                            make_uint4(pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2],
-                                       pieces[4 * g + 3]));
+          store_piece<kDim>(
+              to, column,
+              make_uint4(pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]));
         }
       }
     }

@@ -99,8 +99,8 @@ struct Fragment {
         }
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-          packed[i / 2] = kHasDropout ? Element::pack_positive(x[i], x[i + 1])
-                                      : Element::pack(x[i], x[i + 1]);
+          packed[i / 2] =
+              kHasDropout ? Element::pack_positive(x[i], x[i + 1]) : Element::pack(x[i], x[i + 1]);
         }
         if constexpr (kSoftcap) {
 #pragma unroll
@@ -109,9 +109,9 @@ struct Fragment {
       }
     };
     if constexpr (kPartial) {
-      const SeenPairs<kCount, kQueries> pairs(
-          p, walk.unit.batch, walk.head(at), walk.unit.sight,
-          first_key + static_cast<int>(threadIdx.x) % 32 / 4, first_query);
+      const SeenPairs<kCount, kQueries> pairs(p, walk.unit.batch, walk.head(at), walk.unit.sight,
+                                              first_key + static_cast<int>(threadIdx.x) % 32 / 4,
+                                              first_query);
       run([&](int j, bool (&seen)[4]) { pairs.see(j, seen); });
     } else {
       run([](int, bool (&seen)[4]) {

@@ -9,9 +9,9 @@
 namespace backward {
 
 inline constexpr int kThreads = 32 * kWarps;
-inline constexpr int kRowWarps = kKeys / 16;               // with 16 keys each
-inline constexpr int kColumnWarps = kWarps / kRowWarps;    // that share 16 keys
-inline constexpr int kParts = kQueries / kStepQueries;     // steps of a block
+inline constexpr int kRowWarps = kKeys / 16;                        // with 16 keys each
+inline constexpr int kColumnWarps = kWarps / kRowWarps;             // that share 16 keys
+inline constexpr int kParts = kQueries / kStepQueries;              // steps of a block
 inline constexpr bool kListsBlocks = kHasSegments || kSkipsMasked;  // there may be gaps
 
 static_assert(kQueries == 64 && (kStepQueries == 32 || kStepQueries == 64));

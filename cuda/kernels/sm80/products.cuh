@@ -5,8 +5,8 @@
 #include "ptx.cuh"
 #include "tile.cuh"
 
-// The lane, anew at each use, as a number that the compiler knows to be small and not negative: kept
-// addresses take registers, and with a sign every chunk would take instructions.
+// The lane, anew at each use, as a number that the compiler knows to be small and not negative:
+// kept addresses take registers, and with a sign every chunk would take instructions.
 __device__ __forceinline__ uint32 opaque_lane() {
   return static_cast<uint32>(ptx::opaque(threadIdx.x)) % 32;
 }
@@ -49,8 +49,8 @@ __device__ __forceinline__ void multiply_rows(float (&d)[kCount], uint32 a, uint
   }
 }
 
-// d[16 x 2 kCount] += a[16 x 16 kSteps] b[16 kSteps x 2 kCount]: b are rows of a tile of kRows, from
-// row_b on; the columns are units of 16 from first_unit on, as far as there are `units`.
+// d[16 x 2 kCount] += a[16 x 16 kSteps] b[16 kSteps x 2 kCount]: b are rows of a tile of kRows,
+// from row_b on; the columns are units of 16 from first_unit on, as far as there are `units`.
 // left_of(step, registers) gives the operand of 16 columns of a.
 template <int kSteps, int kRows, int kCount, class LeftOf>
 __device__ __forceinline__ void multiply_columns(float (&d)[kCount], LeftOf left_of, uint32 b,

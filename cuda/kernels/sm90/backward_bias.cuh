@@ -1,5 +1,5 @@
-// The gradient of the bias by wgmma. Two kernels after the others (two CTAs on a multiprocessor; one
-// without TMA or with a mask: registers):
+// The gradient of the bias by wgmma. Two kernels after the others (two CTAs on a multiprocessor;
+// one without TMA or with a mask: registers):
 //   kernel                    grid                              block             dynamic shared
 //   flash_backward_bias       blocks of the bias * dbias_parts  bias_sum::kThreads   sizeof(Shared)
 //   flash_backward_bias_sum   elements of the bias / 256        256                  0
@@ -48,9 +48,9 @@ struct Tiles {
     const int key_count = p.kv_len - key0, query_count = p.query_len - m0;
     copy_key_block<kKeys, kWarps>(key_rows, p.key_data, at(&Shared::key), key_count);
     copy_key_block<kKeys, kWarps>(value_rows, p.value_data, at(&Shared::value), key_count);
-    fill_tile<kHeadDim, kQueries, kWarps>(at(&Shared::query),
-                                          static_cast<const uint16*>(p.query_data) + query * kHeadDim,
-                                          static_cast<int64>(p.query_heads) * kHeadDim, query_count);
+    fill_tile<kHeadDim, kQueries, kWarps>(
+        at(&Shared::query), static_cast<const uint16*>(p.query_data) + query * kHeadDim,
+        static_cast<int64>(p.query_heads) * kHeadDim, query_count);
     fill_tile<kValueDim, kQueries, kWarps>(
         at(&Shared::dout), static_cast<const uint16*>(p.dout_data) + query * kValueDim,
         static_cast<int64>(p.query_heads) * kValueDim, query_count);

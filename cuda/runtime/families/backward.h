@@ -1,9 +1,10 @@
 // What the handlers of the backward pass of every family make of a call: checks, the parameters and
 // workspaces that their kernels share by name, and the launches around the main kernel.
 //
-// `Launch` are the numbers of a family's BackwardTiling: block_q, block_kv, turn_parts, dq_boxes (of
-// 64 columns, in a row of dq), l2_heads, threads, shared_bytes, dq_row_bytes, bias_shared_bytes,
-// stores_dbias, clears_dbias. `Params` is as sm90_params.h has BackwardParams, but for the maps.
+// `Launch` are the numbers of a family's BackwardTiling: block_q, block_kv, turn_parts, dq_boxes
+// (of 64 columns, in a row of dq), l2_heads, threads, shared_bytes, dq_row_bytes,
+// bias_shared_bytes, stores_dbias, clears_dbias. `Params` is as sm90_params.h has BackwardParams,
+// but for the maps.
 
 #ifndef JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
 #define JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
@@ -23,7 +24,7 @@ struct BackwardBlocks {
   std::int64_t mask;          // CTAs of mask_plan
   std::int64_t query_pieces;  // of 64 rows, of all heads
   std::int64_t units;         // blocks of keys, of all key/value heads
-  std::int64_t bias;          // CTAs that sum the gradient of a bias, 0 without one or if it is stored
+  std::int64_t bias;  // CTAs that sum the gradient of a bias, 0 without one or if it is stored
 };
 
 template <class Launch, class Params>

@@ -1,6 +1,6 @@
-// Reads the custom calls of the mma.sync kernels, fills their parameters, launches. Decides nothing:
-// what depends on measurements arrives as attributes from jax_flash/_gpu/sm80.py. Read next:
-// sm80_params.h; cuda/kernels/sm80/forward.cuh and backward.cuh for the device code.
+// Reads the custom calls of the mma.sync kernels, fills their parameters, launches. Decides
+// nothing: what depends on measurements arrives as attributes from jax_flash/_gpu/sm80.py. Read
+// next: sm80_params.h; cuda/kernels/sm80/forward.cuh and backward.cuh for the device code.
 
 #include "cuda/runtime/families/sm80.h"
 
@@ -131,8 +131,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   if (operands.sizes.batch == 0 || operands.sizes.q_heads == 0) return ffi::Error::Success();
   Sm80BackwardParams params{};
   BackwardBlocks blocks;
-  if (auto error = SetBackward(operands, problem, rets, launch, /*tma_loads=*/false, &params,
-                               &blocks);
+  if (auto error =
+          SetBackward(operands, problem, rets, launch, /*tma_loads=*/false, &params, &blocks);
       error.failure()) {
     return error;
   }
@@ -180,5 +180,4 @@ std::string Sm80ParamsAssertions() {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaSm80Forward, jax_flash::Forward, jax_flash::BindForward(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaSm80Backward, jax_flash::Backward,
-                              jax_flash::BindBackward(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+                              jax_flash::BindBackward(), {xla::ffi::Traits::kCmdBufferCompatible});

@@ -76,7 +76,8 @@ struct Sm80BackwardParams {
   Mask mask;
   const unsigned* dropout_state;
 
-  // Workspaces, all but `marks` and `dbias_sum` written by flash_backward_prepare; Q = ceil(T / 64).
+  // Workspaces, all but `marks` and `dbias_sum` written by flash_backward_prepare; Q = ceil(T /
+  // 64).
   float* lse_log2;     // [B, N, Q * 64]: -lse * log2(e), -inf on rows that see nothing
   float* minus_delta;  // [B, N, Q * 64]: dlse - rowsum(out * dout)
   float* dq_sum;       // [B, N, Q * 64, 64 * ceil(H / 64)] in the order of fragments, or with
@@ -89,7 +90,8 @@ struct Sm80BackwardParams {
   int* query_position_ranges;  // the same of positions, only with kHasPositions
   int* key_position_ranges;
   float* dbias_sum;  // [dbias_parts, bias_elements], only with several parts
-  int* marks;  // [B, K, ceil(S / kBlockKV), kBlockKV / 16, 2]: are 16 rows of dk, dv not all finite?
+  int*
+      marks;  // [B, K, ceil(S / kBlockKV), kBlockKV / 16, 2]: are 16 rows of dk, dv not all finite?
 
   long long bias_elements;  // of the bias: batch rows * heads * queries * keys that it has
   int bias_batches;         // batch rows that it has: B or 1
