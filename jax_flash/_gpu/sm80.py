@@ -283,6 +283,9 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
             sizes.insert(0, (64, 64, 2, 2))
     else:
         sizes = [(128, 64, 2, 2), (128, 64, 2, 1), (128, 32, 2, 2), (128, 32, 2, 1)]
+        softly_drops = problem.softcap is not None and "dropout_state" in problem.terms
+        if widest > 96 and (shapes.mask is not None or softly_drops):  # up to 36 bytes, likewise
+            sizes = sizes[2:]
     # Two warps of the wide kernel would exchange dS before it is stored; dropout's is scaled later.
     stores_dbias = not wide and "dropout_state" not in problem.terms and is_own(problem, shapes)
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
