@@ -51,6 +51,7 @@ nb::dict Targets() {
   cuda["jax_flash_cuda_forward"] = Capsule(JaxFlashCudaForward);
   cuda["jax_flash_cuda_backward"] = Capsule(JaxFlashCudaBackward);
   cuda["jax_flash_cuda_sm80_forward"] = Capsule(JaxFlashCudaSm80Forward);
+  cuda["jax_flash_cuda_sm80_backward"] = Capsule(JaxFlashCudaSm80Backward);
   cuda["jax_flash_cuda_decode"] = Capsule(JaxFlashCudaDecode);
   targets["CUDA"] = cuda;
 #endif

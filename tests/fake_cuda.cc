@@ -66,7 +66,8 @@ const struct {
 } kHandlers[] = {{"forward", Show<ForwardParams>},
                  {"backward", Show<BackwardParams>},
                  {"decode", Show<DecodeParams>},
-                 {"sm80_forward", Show<Sm80ForwardParams>}};
+                 {"sm80_forward", Show<Sm80ForwardParams>},
+                 {"sm80_backward", Show<Sm80BackwardParams>}};
 int running;  // which of them
 XLA_FFI_Handler* handlers[std::size(kHandlers)];
 
@@ -174,17 +175,19 @@ extern "C" {
 // ---- for the test ------------------------------------------------------------------------------
 
 void FakeSetHandlers(XLA_FFI_Handler* forward, XLA_FFI_Handler* backward, XLA_FFI_Handler* decode,
-                     XLA_FFI_Handler* sm80_forward) {
+                     XLA_FFI_Handler* sm80_forward, XLA_FFI_Handler* sm80_backward) {
   handlers[0] = forward;
   handlers[1] = backward;
   handlers[2] = decode;
   handlers[3] = sm80_forward;
+  handlers[4] = sm80_backward;
 }
 void FakeSetDevice(int device) { current_device = device; }
 XLA_FFI_Error* FakeForward(XLA_FFI_CallFrame* frame) { return Call(0, frame); }
 XLA_FFI_Error* FakeBackward(XLA_FFI_CallFrame* frame) { return Call(1, frame); }
 XLA_FFI_Error* FakeDecode(XLA_FFI_CallFrame* frame) { return Call(2, frame); }
 XLA_FFI_Error* FakeSm80Forward(XLA_FFI_CallFrame* frame) { return Call(3, frame); }
+XLA_FFI_Error* FakeSm80Backward(XLA_FFI_CallFrame* frame) { return Call(4, frame); }
 const char* FakeTakeNotes() {
   static std::string taken;
   taken = std::move(notes);

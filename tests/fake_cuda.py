@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,15 @@ class Launch:
         return {name: json.loads(value) for name, value in found}
 
 
-def record(cases: list[Case | Direct], folder: Path) -> list[Recording]:
+@dataclasses.dataclass(frozen=True)
+class On:
+    """A case on another GPU than an H100."""
+
+    gpu: str
+    case: Case
+
+
+def record(cases: list[Case | Direct | On], folder: Path) -> list[Recording]:
     """Runs cases in a process of its own: those of the conformance suite with their gradients."""
     process = subprocess.run(
         [sys.executable, "-P", "-c", "from tests import fake_cuda; fake_cuda.main()"],
@@ -181,12 +189,16 @@ def connect() -> ctypes.CDLL:
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     handlers = _native._cuda().targets()["CUDA"]
-    names = [
-        f"jax_flash_cuda_{target}" for target in ("forward", "backward", "decode", "sm80_forward")
-    ]
-    own = (fake.FakeForward, fake.FakeBackward, fake.FakeDecode, fake.FakeSm80Forward)
+    own = {
+        "forward": fake.FakeForward,
+        "backward": fake.FakeBackward,
+        "decode": fake.FakeDecode,
+        "sm80_forward": fake.FakeSm80Forward,
+        "sm80_backward": fake.FakeSm80Backward,
+    }
+    names = [f"jax_flash_cuda_{target}" for target in own]
     fake.FakeSetHandlers(*(ctypes.c_void_p(pointer_of(handlers[name], None)) for name in names))
-    for name, handler in zip(names, own, strict=True):
+    for name, handler in zip(names, own.values(), strict=True):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
     return fake
 
@@ -200,6 +212,8 @@ def main() -> None:
         values, error = {}, ""
         try:
             direct = isinstance(case, Direct)
+            _gpu.spec.present = _present(case.gpu if isinstance(case, On) else None)
+            case = case.case if isinstance(case, On) else case
             fake.FakeSetDevice(case.device if direct else 0)
             _native.pretend_multiprocessors(case.pretended if direct else 0)
             values = case.run() if direct else case.draw().run(None)
@@ -208,6 +222,10 @@ def main() -> None:
             error = str(failure)
         recordings.append(Recording(values, error, read_notes(fake.FakeTakeNotes().decode())))
     pickle.dump(recordings, sys.stdout.buffer)
+
+
+def _present(gpu: str | None) -> Callable[[], _gpu.GpuSpec | None]:
+    return lambda: _gpu.spec.GPUS[gpu] if gpu else None
 
 
 # ---- notes of fake_cuda.cc ---------------------------------------------------------------------

@@ -139,6 +139,17 @@ struct Named<Sm80ForwardParams> : Sm80ForwardParams {
               dropout_scale)
 };
 template <>
+struct Named<Sm80BackwardParams> : Sm80BackwardParams {
+  JSON_FIELDS(query_data, key_data, value_data, out_data, dout_data, lse, dlse, dquery, dkey_data,
+              dvalue_data, dbias, query_lengths, key_value_lengths, query_segments,
+              key_value_segments, query_positions, key_value_positions, bias, mask, dropout_state,
+              lse_log2, minus_delta, dq_sum, next_unit, turns, query_segment_ranges,
+              key_segment_ranges, query_position_ranges, key_position_ranges, dbias_sum, marks,
+              bias_elements, bias_batches, bias_heads, dbias_parts, batch, query_len, kv_len,
+              query_heads, kv_heads, l2_heads, window_left, window_right, scale, scale_log2,
+              softcap_inner, softcap_bias, dropout_threshold, dropout_scale)
+};
+template <>
 struct Named<DecodeParams> : DecodeParams {
   JSON_FIELDS(key, value, key_data, value_data, query, lengths, page_table, new_key, new_value,
               sinks, key_cache, value_cache, out, lse, partial_out, partial_rows,

@@ -18,7 +18,7 @@ from jax_flash import _native
 
 from . import fake_cuda
 from .cases import BOTTOM_RIGHT, Case, dropout_words
-from .fake_cuda import Call, Direct, Launch, Pointer, Recording
+from .fake_cuda import Call, Direct, Launch, On, Pointer, Recording
 
 pytestmark = [
     pytest.mark.skipif(
@@ -88,6 +88,19 @@ CASES = (
     C("mask of queries and segments", mask="1nt1", segments="packed", S=320, deterministic=True),
     C("odd rows", H=33, Hv=7, segments="packed", q_lengths=(150, 200, 77), deterministic=True),
 )
+AMPERE = {  # of an A100 -> keys, warps
+    "plain": (128, 8),
+    "narrow": (128, 8),
+    "wide": (64, 8),
+    "causal": (128, 8),
+    "segments, wide": (64, 8),
+    "positions and segments": (128, 8),
+    "whole tiles": (128, 8),
+    "mask": (128, 8),
+    "bias of each score, causal": (128, 8),
+    "bias of heads and mask": (128, 8),
+    "odd rows": (128, 8),
+}
 EMPTY = (
     Direct("forward", B=0),
     Direct("forward", T=0),
@@ -96,6 +109,7 @@ EMPTY = (
     Direct("forward", T=0, gpu="A100"),
     Direct("backward", B=0),
     Direct("backward", N=0),
+    Direct("backward", B=0, gpu="A100"),
 )
 REFUSED = {
     Direct("forward", S=0): "the CUDA kernels take no empty keys",
@@ -104,6 +118,9 @@ REFUSED = {
     Direct("forward", planned=100, gpu="A100"): "workspaces for 2 blocks of 64 keys, of which",
     Direct("backward", T=0): "the CUDA kernels take no empty sequences",
     Direct("backward", S=0): "the CUDA kernels take no empty sequences",
+    Direct("backward", T=0, gpu="A100"): "the CUDA kernels take no empty sequences",
+    Direct("backward", planned=300, gpu="A100"): "workspaces for 5 blocks of 64 queries, of which",
+    Direct("backward", dq_row_bytes=256, gpu="A100"): "this tiling is for another shape of dq",
     Direct("forward", planned=300): "workspaces for 3 blocks of 128 keys, of which there are 200",
     Direct("forward", planned=100): "workspaces for 1 blocks of 128 keys, of which there are 200",
     Direct("backward", planned=300): "workspaces for 3 blocks of 128 queries, of which there are",
@@ -124,7 +141,7 @@ WORKSPACES = {
     ),
 }  # fmt: skip
 MANY_HEADS = [Direct(target, l2_heads=1 << 20) for target in WORKSPACES]
-MANY_HEADS.append(Direct("forward", l2_heads=1 << 20, gpu="A100"))
+MANY_HEADS += [Direct(target, l2_heads=1 << 20, gpu="A100") for target in WORKSPACES]
 SHORT = {
     target: [Direct(target, short=i) for i in range(len(names))]
     for target, names in WORKSPACES.items()
@@ -140,9 +157,21 @@ GRIDS = {  # 128 tiles, or blocks of keys: (device, multiprocessors pretended) -
 }  # fmt: skip
 
 
+ON_A100 = [On("A100", case) for case in CASES if case.name in AMPERE]
+
+
 @pytest.fixture(scope="module")
-def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[Case | Direct, Recording]:
-    cases = [*CASES, *EMPTY, *REFUSED, *MANY_HEADS, *GRIDS, *SHORT["forward"], *SHORT["backward"]]
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[Case | Direct | On, Recording]:
+    cases = [
+        *CASES,
+        *ON_A100,
+        *EMPTY,
+        *REFUSED,
+        *MANY_HEADS,
+        *GRIDS,
+        *SHORT["forward"],
+        *SHORT["backward"],
+    ]
     recorded = fake_cuda.record(cases, tmp_path_factory.mktemp("fake_cuda"))
     return dict(zip(cases, recorded, strict=True))
 
@@ -239,40 +268,44 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     assert finish.grid == [rows // 64 * boxes[0], 1, 1]
     assert (finish.block, finish.shared) == small
 
-    turns = batch * case.N * query_blocks * (1 if wide else 2)
-    expected = common_params(case, c) | {
+    expected = backward_params(case, call, c) | {
         "query": tensor_map(case, c, "query", c["kBlockQ"]),
         "key": tensor_map(case, c, "key", c["kBlockKV"]),
         "value": tensor_map(case, c, "value", c["kBlockKV"]),
         "dout": tensor_map(case, c, "dout", c["kBlockQ"]),
         "dkey": tensor_map(case, c, "dkey", 64),
         "dvalue": tensor_map(case, c, "dvalue", 64),
-        "out_data": "out",
-        "dout_data": "dout",
-        "lse": "lse",
-        "dlse": "dlse" if c["kHasDlse"] else None,
-        "dquery": "dquery",
-        "dkey_data": "dkey",
-        "dvalue_data": "dvalue",
-        "lse_log2": f"float32[{rows}]",
-        "minus_delta": f"float32[{rows}]",
-        "dq_sum": f"float32[{rows * (case.H // 2 if c['kDqRowBytes'] else 64 * boxes[0])}]",
-        "next_unit": "int32[1]",
-        "turns": f"int32[{turns}]" if c["kDeterministic"] else None,
-        "query_segment_ranges": f"int32[{batch * query_blocks * 2}]" if c["kHasSegments"] else None,
-        "key_segment_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasSegments"] else None,
-        "query_position_ranges": (
-            f"int32[{batch * query_blocks * 2}]" if c["kHasPositions"] else None
-        ),
-        "key_position_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasPositions"] else None,
-        "marks": f"int32[{batch * case.kv_heads * key_blocks * c['kBlockKV'] // 16 * 2}]",
     }
-    expected |= mask_params(case, c, c["kBlockQ"], by_key=True) | bias_params(case, c)
-    expected |= check_dbias(case, call, c)
     assert_launched_with(call, names_of_buffers(case, recordings[case])[1], expected)
     assert 1 <= main.params["l2_heads"] <= batch * case.kv_heads
     assert c["kDeterministic"] == case.deterministic
     assert c["kHasDlse"] == case.with_lse
+
+
+@pytest.mark.parametrize("on", ON_A100, ids=lambda on: on.case.name)
+def test_backward_since_ampere(on: On, recordings: dict[Case | Direct | On, Recording]):
+    case = on.case
+    assert recordings[on].error == ""
+    _, call = recordings[on].calls
+    of_bias = ("flash_backward_bias", "flash_backward_bias_sum")
+    *before, prepare, main, finish = (x for x in call.launches if x.entry not in of_bias)
+    c = main.constants()
+    assert c["kBlockQ"] == 64
+    check_clear(case, check_mask_plan(case, before, c, c["kBlockQ"]), main, c)
+    assert (c["kBlockKV"], c["kWarps"]) == AMPERE[case.name]
+    batch = math.prod(case.batch)
+    tiles = batch * case.N * ceil_div(case.T, 64)
+    assert (prepare.entry, prepare.grid) == ("flash_backward_prepare", [tiles, 1, 1])
+    assert main.entry == "flash_backward_sm80"
+    assert main.grid == [batch * case.kv_heads * ceil_div(case.S, c["kBlockKV"]), 1, 1]
+    assert main.block == [32 * c["kWarps"], 1, 1]
+    boxes = ceil_div(case.H, 64), ceil_div(case.value_dim, 64)
+    # test_cuda_compile.py compares the whole with what the kernel lays over it.
+    assert main.shared > 128 * sum(boxes) * (c["kBlockKV"] + c["kStepQueries"])
+    assert finish.entry == "flash_backward_finish"
+    assert finish.grid == [tiles * boxes[0], 1, 1]
+    expected = backward_params(case, call, c)
+    assert_launched_with(call, names_of_buffers(case, recordings[on])[1], expected)
 
 
 @by_name
@@ -378,6 +411,39 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
         "dropout_threshold": round(case.dropout * 2**15) * 0x10001,
         "dropout_scale": np.float32(1 / (1 - round(case.dropout * 2**15) / 2**15)),
     }
+
+
+def backward_params(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]:
+    """The parameters of a family's backward kernels, but for maps."""
+    batch = math.prod(case.batch)
+    query_blocks = ceil_div(case.T, c["kBlockQ"])
+    key_blocks = ceil_div(case.S, c["kBlockKV"])
+    rows = batch * case.N * query_blocks * c["kBlockQ"]
+    columns = case.H // 2 if c["kDqRowBytes"] else 64 * ceil_div(case.H, 64)
+    turns = batch * case.N * query_blocks * c["kTurnParts"]
+    expected = common_params(case, c) | {
+        "out_data": "out",
+        "dout_data": "dout",
+        "lse": "lse",
+        "dlse": "dlse" if c["kHasDlse"] else None,
+        "dquery": "dquery",
+        "dkey_data": "dkey",
+        "dvalue_data": "dvalue",
+        "lse_log2": f"float32[{rows}]",
+        "minus_delta": f"float32[{rows}]",
+        "dq_sum": f"float32[{rows * columns}]",
+        "next_unit": "int32[1]",
+        "turns": f"int32[{turns}]" if c["kDeterministic"] else None,
+        "query_segment_ranges": f"int32[{batch * query_blocks * 2}]" if c["kHasSegments"] else None,
+        "key_segment_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasSegments"] else None,
+        "query_position_ranges": (
+            f"int32[{batch * query_blocks * 2}]" if c["kHasPositions"] else None
+        ),
+        "key_position_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasPositions"] else None,
+        "marks": f"int32[{batch * case.kv_heads * key_blocks * c['kBlockKV'] // 16 * 2}]",
+    }
+    expected |= mask_params(case, c, c["kBlockQ"], by_key=True) | bias_params(case, c)
+    return expected | check_dbias(case, call, c)
 
 
 def term_sizes(case: Case, axes: str | None) -> tuple[int, int, int, int]:
@@ -542,8 +608,9 @@ def names_of_buffers(case: Case, recording: Recording) -> list[list[str | None]]
     assert len(known) == len(arrays)
     names = []
     for call in recording.calls:
-        results = RESULTS[call.target]
-        if call.target == "backward" and case.bias:
+        target = call.target.removeprefix("sm80_")
+        results = RESULTS[target]
+        if target == "backward" and case.bias:
             results = [*results, "dbias"]
         names.append([known[buffer["sum"]] for buffer in call.operands] + results)
         assert len(set(names[-1])) == len(names[-1])
@@ -576,6 +643,6 @@ def assert_launched_with(call: Call, names: list[str | None], expected: dict[str
     assert params == expected
     given = kernels[0].params
     given |= {f"mask_{name}": given["mask"][name] for name in ("words", "flags")}
-    pointers = [given[name] for name in WORKSPACES[call.target]]
+    pointers = [given[name] for name in WORKSPACES[call.target.removeprefix("sm80_")]]
     used = [pointer for pointer in pointers if name(pointer) is not None]
     assert len(set(used)) == len(used)

@@ -236,6 +236,10 @@ pytestmark = pytest.mark.skipif(
 SHARED = {
     "sm90/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
     "sm80/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
+    "sm80/backward.cuh": {
+        "backward::Shared": "kLaunchSharedBytes",
+        "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
+    },
     "sm90/backward.cuh": {
         "backward::NarrowShared": "kLaunchSharedBytes",
         "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
@@ -369,6 +373,34 @@ def plans_since_ampere() -> list[Any]:
 @pytest.mark.parametrize(("plan", "gpu"), plans_since_ampere())
 def test_forward_since_ampere_compiles_without_spills(plan: _gpu.Plan, gpu: _gpu.GpuSpec):
     check(plan, seconds=5, gpu=gpu)
+
+
+def backward_plans_since_ampere() -> list[Any]:
+    """Of each tiling the kernel with the fewest registers to spare; of one more terms."""
+    everything = bool(os.environ.get("JAX_FLASH_COMPILE_ALL"))
+    family, causal = _gpu.sm80.Sm80(), dataclasses.replace(PLAIN, window=(None, 0))
+    found: dict[tuple[str, str], Any] = {}
+    for arch in family.architectures:
+        gpu = dataclasses.replace(H200, name=arch, arch=arch)
+        dims = {"sm_80": (64, 128, 256), "sm_86": (128, 256), "sm_120": (128,), "sm_103": (192,)}
+        configurations = [
+            (f"{dim} causal", causal, dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim))
+            for dim in (dims.get(arch, ()) if not everything else (64, 128, 192, 256))
+        ]
+        if everything:
+            configurations += [*tuned(), *(others() if arch in ("sm_80", "sm_120") else ())]
+        elif arch == "sm_80":
+            configurations += [x for x in masks() if x[0] == "128 mask and more"]
+            configurations += [x for x in biases() if x[0] == "128 bias dropout"]
+        for name, problem, shapes in configurations:
+            plan = family.plan(passes(problem)["backward"], shapes, gpu)
+            found.setdefault((arch, plan.header), pytest.param(plan, gpu, id=f"{arch} {name}"))
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("plan", "gpu"), backward_plans_since_ampere())
+def test_backward_since_ampere_compiles_without_spills(plan: _gpu.Plan, gpu: _gpu.GpuSpec):
+    check(plan, seconds=15, gpu=gpu)
 
 
 def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:

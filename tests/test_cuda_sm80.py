@@ -78,6 +78,25 @@ SMALL_CASES = (
 )
 
 
+# The backward pass: every way through it, on GPUs with the tilings that take it.
+GRADIENTS = (
+    ("A100", C("head dim 64, sums in dq", T=128, S=140, K=1, causal=True)),
+    ("A100", C("head dim 128, lengths", H=128, T=70, batch=(2,), q_lengths=(70, 0), N=2, K=1,
+       kv_lengths=(150, 200), window=(90, 10), align=BOTTOM_RIGHT)),
+    ("A100", C("head dim 192, everything", H=192, Hv=136, dropout=0.2, mask="b1ts", bias="11ts",
+       T=90, S=100, N=1, sinks=True, segments="packed", softcap=3.0)),
+    ("A100", C("bias stored", bias="bnts", S=132, T=90, causal=True, bias_hides=True, K=1)),
+    ("A100", C("mask and bias of keys", mask="bnts", bias="1n1s", bias_dtype="float32", S=131,
+       T=70, batch=(2,), deterministic=True)),
+    ("L4", C("head dim 128, segments", H=128, S=300, N=1, segments="returning", softcap=5.0,
+       deterministic=True)),
+    ("L4", C("head dim 256, positions", H=256, T=130, S=100, N=1, positions="permuted",
+       window=(90, 5), deterministic=True)),
+    ("RTX 5090", C("head dim 33 value 7", H=33, Hv=7, T=70, S=90, N=4, K=2, dropout=0.4,
+       mask="b1t1", dtype="float16", bias="1n11")),
+)  # fmt: skip
+
+
 def compare_forward(arguments: Arguments, got: dict[str, np.ndarray]) -> None:
     """As `compare`; products of float32 in two parts have to be much more exact than TF32's."""
     case = arguments.case
@@ -173,6 +192,34 @@ def test_poison_stays_with_those_who_see_it(case: Case, column: slice, a100):
     out = a100(arguments)["out"].astype(np.float64)
     assert np.isnan(out[:, 70:, :, column]).all()
     assert np.abs(out[:, :70] - want.out[:, :70]).max() < 2e-2
+
+
+@EMULATED
+@pytest.mark.parametrize(
+    ("gpu", "case"),
+    GRADIENTS,
+    ids=[f"{gpu} {case.name}".replace(" ", "-") for gpu, case in GRADIENTS],
+)
+def test_gradients(gpu: str, case: Case, emulator: Emulator):
+    arguments = case.draw()
+    got = emulator.run(arguments, seed=IN_ORDER, gpu=gpu)
+    compare(arguments, got)
+    again = emulator.run(arguments, seed=BACKWARDS if case.deterministic else 2, gpu=gpu)
+    for name in got:
+        if name != "dquery" or case.deterministic:
+            np.testing.assert_array_equal(again[name], got[name], err_msg=name)
+        else:  # its sum is in the order of CTAs
+            first, second = (x[name].astype(np.float32) for x in (got, again))
+            np.testing.assert_allclose(second, first, atol=2**-6 * np.abs(first).max())
+
+
+@EMULATED
+def test_poison_reaches_no_gradient(emulator: Emulator):
+    """Rows of dq, dk and dv that share blocks with what they may not see are computed again."""
+    case = C("hidden", T=90, S=100, H=128, N=2, K=1, segments="shuffled", q_lengths=(80,),
+             kv_lengths=(70,), causal=True)  # fmt: skip
+    clean = case.draw()
+    compare(clean, emulator.run(poisoned(clean, np.nan), gpu="L4"))
 
 
 HIDDEN = slice(128, 256)  # two or more whole blocks of keys
@@ -276,8 +323,11 @@ _GPU = _gpu.spec.present()
 def test_conformance(case: Case):
     arguments = fit(case, "cuda").draw()
     with _gpu.prefer("sm80"):
-        got = arguments.run("cuda", gradients=False)
-    compare_forward(arguments, got)
+        got = arguments.run("cuda")
+        again = arguments.run("cuda") if case.deterministic else got
+    compare(arguments, got)
+    for name in got:
+        np.testing.assert_array_equal(again[name], got[name], err_msg=name)
 
 
 @pytest.mark.gpu

@@ -21,9 +21,9 @@ inline constexpr int kValue = round_up(kValueDim, 16);  // likewise
 inline constexpr int kHeadBoxes = ceil_div(kHead, kBoxColumns);
 inline constexpr int kValueBoxes = ceil_div(kValue, kBoxColumns);
 
-// Deterministic mode: parts of a query block's sum, each with turns of its own: what one of the
-// two score warpgroups adds, or all that the wide kernel's query role does.
-inline constexpr int kTurnParts = kKeys == 128 ? 2 : 1;
+// Do all rows start at multiples of 16 bytes?
+inline constexpr bool kWholePieces =
+    kRowAlignment<kHeadDim> == 16 && kRowAlignment<kValueDim> == 16;
 
 template <class Params>
 __device__ __forceinline__ int query_blocks(const Params& p) {
@@ -48,11 +48,35 @@ __device__ __forceinline__ float score_gradient(float probability, float dp, flo
   return probability * (dp + minus_delta);
 }
 
+// With kStoresDbias: dS of a warp's 16 keys, from `first_key` on, is the gradient of a bias that
+// nothing shares. `gradient`: dS^T, packed as an operand of products by rows.
+template <class Params, int kCount>
+__device__ __forceinline__ void store_dbias(const Params& p, int batch, int head, int first_query,
+                                            int first_key, const uint32 (&gradient)[kCount]) {
+  const int lane = ptx::opaque(threadIdx.x) % 32;
+  const int key = first_key + bias::first_of_four(lane);
+  const int query = first_query + lane / 4;
+  const int64 row = (static_cast<int64>(batch) * p.query_heads + head) * p.query_len + query;
+  uint16* to = static_cast<uint16*>(p.dbias) + row * p.kv_len + key;
+#pragma unroll
+  for (int j = 0; j < kCount / 2; ++j) {
+    const uint2 four = bias::gather(ptx::transpose_matrix(gradient[2 * j]),
+                                    ptx::transpose_matrix(gradient[2 * j + 1]));
+    // Rows are of whole fours.
+    if (query + 8 * j < p.query_len && key < p.kv_len) *reinterpret_cast<uint2*>(to) = four;
+    to += 8 * static_cast<int64>(p.kv_len);
+  }
+}
+
 // The float32 sum of dq is kept in the order in which a warpgroup's threads hold 64 x 64 tiles, as
 // eight pieces of 16 bytes a thread. dq_sum has them as [B, N, query block, tile, 8, thread, 4],
 // the tiles of a block by rows, then columns. With kDqRowBytes, which needs whole tiles, dq_sum is
 // half as large: the 128 bytes that each row of a tile will have in dq hold the even pieces until
 // flash_backward_finish has read them, and dq_sum, with the shape of dq, holds the odd ones.
+//
+// Where no instruction adds 16 bytes (kAddsFour = false), the 2 KB that the 128 threads have of a
+// piece hold its first elements, then the second ones: what a warp adds at once is one line of 128
+// bytes, not four bytes of every 16.
 inline constexpr bool kSumsInDq = kDqRowBytes > 0;
 
 // Where the sum of the query block from m0 on starts: an index of the rows of dq, or of blocks.
@@ -66,28 +90,59 @@ __device__ __forceinline__ int sum_index(const Params& p, int batch, int head, i
 class SumTile {
  public:
   template <class Params>
-  __device__ __forceinline__ SumTile(const Params& p, int index, int tile) {
-    const uint32 thread = threadIdx.x % 128;
+  __device__ __forceinline__ SumTile(const Params& p, int index, int tile,
+                                     uint32 thread = threadIdx.x % 128) {
     char* sum = reinterpret_cast<char*>(p.dq_sum);
     if constexpr (kSumsInDq) {
-      const uint32 row = static_cast<uint32>(tile) / kHeadBoxes * 64 + thread / 8;
-      const uint32 column = static_cast<uint32>(tile) % kHeadBoxes * 128 + thread % 8 * 16;
+      const uint32 row = static_cast<uint32>(tile) / kHeadBoxes * 64 + thread / kThreadsOnRow;
+      const uint32 column =
+          static_cast<uint32>(tile) % kHeadBoxes * 128 + thread % kThreadsOnRow * kBytes;
       const int64 at = static_cast<int64>(index) * (kHeadDim * 2) + (row * kDqRowBytes + column);
       even_ = static_cast<char*>(p.dquery) + at;
       odd_ = sum + at;
     } else {
       constexpr int64 kTileBytes = 64 * 64 * 4;
       even_ = sum + (static_cast<int64>(index) * (kQueries / 64 * kHeadBoxes) + tile) * kTileBytes +
-              thread * 16;
+              thread * kBytes;
       odd_ = even_ + 2048;
     }
   }
-  __device__ __forceinline__ float4* piece(int i) const {
-    constexpr int kStep = kSumsInDq ? 16 * kDqRowBytes : 4096;
-    return reinterpret_cast<float4*>((i % 2 == 0 ? even_ : odd_) + i / 2 * kStep);
+  __device__ __forceinline__ float4 load(int i) const {
+    if constexpr (kAddsFour) return __ldcs(reinterpret_cast<const float4*>(at(i)));
+    return {__ldcs(at(i, 0)), __ldcs(at(i, 1)), __ldcs(at(i, 2)), __ldcs(at(i, 3))};
+  }
+  __device__ __forceinline__ void store(int i, const float4& x) const {
+    if constexpr (kAddsFour) {
+      *reinterpret_cast<float4*>(at(i)) = x;
+    } else {
+      *at(i, 0) = x.x;
+      *at(i, 1) = x.y;
+      *at(i, 2) = x.z;
+      *at(i, 3) = x.w;
+    }
+  }
+  __device__ __forceinline__ void add(int i, const float4& x) const {
+    if constexpr (kAddsFour) {
+      ptx::reduce_add_x4(at(i), x.x, x.y, x.z, x.w);
+    } else {
+      ptx::reduce_add(at(i, 0), x.x);
+      ptx::reduce_add(at(i, 1), x.y);
+      ptx::reduce_add(at(i, 2), x.z);
+      ptx::reduce_add(at(i, 3), x.w);
+    }
   }
 
  private:
+  static constexpr int kBytes = kAddsFour ? 16 : 4;  // of a thread in a row of 128
+  static constexpr int kThreadsOnRow = 128 / kBytes;
+
+  // Element e of piece i.
+  __device__ __forceinline__ float* at(int i, int e = 0) const {
+    constexpr int kStep = kSumsInDq ? 16 * kDqRowBytes : 4096;
+    constexpr int kElementStep = kSumsInDq ? 4 * kDqRowBytes : 512;
+    return reinterpret_cast<float*>((i % 2 == 0 ? even_ : odd_) + i / 2 * kStep + e * kElementStep);
+  }
+
   char *even_, *odd_;
 };
 

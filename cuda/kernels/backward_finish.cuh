@@ -36,7 +36,7 @@ __device__ __forceinline__ void finish(const Params& p) {
   float4 values[8];
   if (is_summed(p, index)) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] = __ldcs(sum.piece(j));
+    for (int j = 0; j < 8; ++j) values[j] = sum.load(j);
   } else {
 #pragma unroll
     for (int j = 0; j < 8; ++j) values[j] = float4{0.f, 0.f, 0.f, 0.f};
@@ -66,7 +66,7 @@ __device__ __forceinline__ void finish(const Params& p) {
       const int64 at = query_row(p, batch, row0 + r, head) * kHeadDim + box * 64 + c;
       uint16* to = static_cast<uint16*>(p.dquery) + at;
       const uint4 piece = *reinterpret_cast<const uint4*>(tile + r * kPitch + c);
-      if constexpr (kTmaLoads) {
+      if constexpr (kWholePieces) {
         __stcs(reinterpret_cast<uint4*>(to), piece);
       } else {
         store_piece<kHeadDim>(to - box * 64 - c, box * 64 + c, piece);

@@ -63,7 +63,7 @@ __device__ __forceinline__ void prepare(const Params& p) {
     for (int box = 0; box < kHeadBoxes; ++box) {
       const SumTile sum = sum_tile(p, batch, head, row0, box);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) *sum.piece(j) = float4{0.f, 0.f, 0.f, 0.f};
+      for (int j = 0; j < 8; ++j) sum.store(j, float4{0.f, 0.f, 0.f, 0.f});
     }
   }
 
@@ -78,7 +78,7 @@ __device__ __forceinline__ void prepare(const Params& p) {
         const int64 at = query_row(p, batch, row, head) * kValueDim + lane * 8;
         const uint16* out = static_cast<const uint16*>(p.out_data) + at;
         const uint16* dout = static_cast<const uint16*>(p.dout_data) + at;
-        if constexpr (kTmaLoads) {
+        if constexpr (kWholePieces) {
           o[i] = __ldcs(reinterpret_cast<const uint4*>(out));
           d[i] = __ldg(reinterpret_cast<const uint4*>(dout));
         } else {

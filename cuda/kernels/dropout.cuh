@@ -111,7 +111,7 @@ class Dropped {
   }
 
  private:
-  uint32 bits_[kCount / 32];
+  uint32 bits_[ceil_div(kCount, 32)];
 };
 
 // Does dropout keep one pair's weight?

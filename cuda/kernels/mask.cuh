@@ -201,7 +201,7 @@ __device__ __forceinline__ void plan_by_key(const Params& p) {
   any = __syncthreads_or(any);
   int flag = any ? kSeesAny : 0;
 #pragma unroll
-  for (int slab = 0; slab < kKeys / 64; ++slab) {
+  for (int slab = 0; slab < ceil_div(kKeys, 64); ++slab) {
     // Without its own keys a mask is the same for all.
     const bool own = !kMaskKeys || static_cast<int>(threadIdx.x) / 64 == slab;
     if (__syncthreads_and(all || !own)) flag |= kSeesAll << slab;

@@ -147,6 +147,15 @@ __device__ __forceinline__ void add_relaxed(int* address, int value) {
 __device__ __forceinline__ void store_relaxed(int* address, int value) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+__device__ __forceinline__ void reduce_add(float* address, float value) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+// Four consecutive floats (16-byte aligned), of sm_90 and later.
+__device__ __forceinline__ void reduce_add_x4(float* address, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // ---- one kernel after another, of sm_90 and later -----------------------------------------------

@@ -357,12 +357,13 @@ __device__ __forceinline__ void hide_scores(const Params& p, int batch, const Vi
 
 // ---- sees: a fragment of S^T, rows are keys -----------------------------------------------------
 
-// The thread's pairs among 64 keys and kQueries queries from first_query on; `key` is its first.
-template <int kQueries>
+// The thread's pairs among its warp's 16 keys and kQueries queries from first_query on; `key` is
+// its first. The bits of a mask are in blocks of kBlock queries, of which these may be a part.
+template <int kQueries, int kBlock = kQueries>
 struct SeenPairs {
   int first_column;
   Range columns[2];  // of queries that its keys see, relative to its first query
-  mask::QueryBits<kQueries> bits[2];
+  mask::QueryBits<kBlock> bits[2];
   int key_segment[2];
   int segments[kQueries / 32];  // of query first_query + 32 i + lane
   Positions seeing[2];          // of the queries that see its keys
@@ -392,7 +393,14 @@ struct SeenPairs {
     for (int row = 0; row < 2; ++row) {
       const int mine = key + fragment::kRowStep * row;
       columns[row] = key_columns(sight, mine, first_query + first_column);
-      if constexpr (kHasMask) bits[row].load(p, batch, head, mine, first_query / kQueries);
+      if constexpr (kHasMask) {
+        bits[row].load(p, batch, head, mine, first_query / kBlock);
+        if constexpr (kBlock > kQueries && kMaskQueries) {
+          static_assert(kQueries == 32 && kBlock == 64);
+          uint32(&words)[2] = bits[row].words;
+          words[0] = (first_query % kBlock < 32 ? words[0] : words[1]) >> first_query % 32;
+        }
+      }
       if constexpr (kHasSegments) {
         key_segment[row] =
             p.key_value_segments[static_cast<int64>(batch) * p.kv_len + min(mine, p.kv_len - 1)];

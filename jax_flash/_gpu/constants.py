@@ -62,3 +62,20 @@ def is_one(size: Any) -> bool:
 def alignment(length: Any, size: int) -> int:
     """Returns the bytes, 16 at most, to which all rows of items of `size` bytes are aligned."""
     return math.gcd(length * size, 16) if isinstance(length, int) else size
+
+
+def is_own(problem: Problem, shapes: Shapes) -> bool:
+    """Tells whether each score has a bias of its own, as wide as it, in rows of whole fours."""
+    bias = shapes.bias
+    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
+    return (
+        bias is not None
+        and (bias.batch, bias.heads, bias.queries, bias.keys) == sizes
+        and bias.dtype == problem.dtype
+        and not is_ragged(bias)
+    )
+
+
+def is_ragged(bias: TermShape | None) -> bool:
+    """Tells whether four elements of a bias take more than one load: rows are not so aligned."""
+    return bias is not None and alignment(bias.keys, bytes_of_bias(bias)) < 4 * bytes_of_bias(bias)

@@ -1,7 +1,7 @@
 """Owns how the kernels of mma.sync, for GPUs since Ampere, run a problem: refusals, tilings, plans.
 
-`choose_forward` is the heuristic, by rules alone: nothing of it has been measured. Read next:
-cuda/kernels/sm80/forward.cuh, cuda/runtime/families/sm80.cc.
+`choose_forward` and `choose_backward` are the heuristics, by rules alone: nothing of them has been
+measured. Read next: cuda/kernels/sm80/forward.cuh and backward.cuh, cuda/runtime/families/sm80.cc.
 """
 
 from __future__ import annotations
@@ -11,10 +11,17 @@ import dataclasses
 import jax
 
 from jax_flash._call import Call
-from jax_flash._gpu.constants import known, problem_constants
+from jax_flash._gpu.constants import is_own, known, problem_constants
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.workspaces import blocks, boxes, int32, mask_by_query
+from jax_flash._gpu.workspaces import (
+    backward_arrays,
+    blocks,
+    boxes,
+    dq_row_bytes,
+    int32,
+    mask_by_query,
+)
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 
@@ -40,7 +47,7 @@ class Sm80(Family):
         *("sm_80", "sm_86", "sm_87", "sm_89", "sm_90a"),
         *("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
     )
-    passes = ("forward",)
+    passes = ("forward", "backward")
     measured = ()
 
     def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
@@ -69,18 +76,24 @@ class Sm80(Family):
             "'cudnn'), is up to four times as fast where it takes the call",
         )
 
-    def plan(
-        self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: ForwardTiling | None = None
-    ) -> Plan:
-        tiling = tiling or choose_forward(call.problem, shapes, gpu)
+    def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Tiling | None = None) -> Plan:
+        if "dout" in call.operands:
+            tiling = tiling or choose_backward(call.problem, shapes, gpu)
+            constants = tiling.constants(call.problem, shapes) | {
+                "kHasDlse": "dlse" in call.operands,
+                "kHasDbias": "dbias" in call.results,
+            }
+        else:
+            tiling = tiling or choose_forward(call.problem, shapes, gpu)
+            constants = tiling.constants(call.problem, shapes)
         return Plan(
             family=self.name,
             arch=gpu.arch,
             target=f"jax_flash_cuda_{self.name}_{call.target}",
-            source="sm80/forward.cuh",
-            entries=("flash_forward_sm80",),
+            source=tiling.source,
+            entries=tiling.entries,
             tiling=tiling,
-            constants=tiling.constants(call.problem, shapes),
+            constants=constants,
             launch=tiling.launch(),
             workspaces=tiling.workspaces(call.problem, shapes),
             notes=(*self.untried(gpu), *self.outrun(call, gpu)),
@@ -100,6 +113,9 @@ class ForwardTiling:
     value_warps: int = 1  # that share rows, each with its part of the head and the value dim
     stages: int = 1  # buffers each of keys and of values; 0: one for both
     l2_heads: int = 1  # heads that the schedule walks together, so that their keys stay in L2
+
+    source = "sm80/forward.cuh"
+    entries = ("flash_forward_sm80",)
 
     @property
     def threads(self) -> int:
@@ -161,6 +177,111 @@ class ForwardTiling:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class BackwardTiling:
+    """How the backward kernels run a problem: constants compiled into them, launches."""
+
+    head_dim: int
+    value_dim: int
+    block_kv: int  # keys of a CTA: 32, 64 or 128
+    step_queries: int = 64  # queries that it takes at a time: 32 or 64
+    stages: int = 2  # buffers of queries
+    dout_stages: int = 2  # buffers of output gradients
+    dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
+    adds_four: bool = False  # one instruction adds four elements to the sum of dq
+    l2_heads: int = 1  # kv heads that the schedule walks together
+    stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
+    clears_dbias: bool = False  # and it may leave blocks out
+
+    source = "sm80/backward.cuh"
+    entries = ("flash_backward_sm80", "flash_backward_prepare", "flash_backward_finish")
+    block_q = 64  # queries of a block, one or two steps
+    turn_parts = 1
+
+    @property
+    def wide(self) -> bool:
+        """Whether two warps share 16 keys: one has no registers for all columns of dk and dv."""
+        return max(self.head_dim, self.value_dim) > 128
+
+    @property
+    def warps(self) -> int:
+        return self.block_kv // 16 * (2 if self.wide else 1)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA of the main kernel."""
+        head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
+        rows = self.block_kv * (head_boxes + value_boxes) + self.step_queries * (
+            self.stages * head_boxes + self.dout_stages * value_boxes
+        )
+        scores = (2 if self.wide else 1) * self.block_kv * self.step_queries * 2
+        numbers = 4 * self.step_queries * (self.stages + self.dout_stages)
+        return 128 * rows + scores + numbers + 128  # flaws and the unit
+
+    @property
+    def bias_shared_bytes(self) -> int:
+        """The same of the kernel that sums the gradient of a bias."""
+        both = boxes(self.head_dim) + boxes(self.value_dim)
+        return 128 * both * (self.block_kv + self.block_q)
+
+    def launch(self) -> dict[str, bool | int]:
+        """Returns the numbers that the handler needs (Sm80BackwardLaunch in families/sm80.cc)."""
+        return {
+            "threads": self.threads,
+            "shared_bytes": self.shared_bytes,
+            "block_q": self.block_q,
+            "block_kv": self.block_kv,
+            "turn_parts": self.turn_parts,
+            "dq_boxes": boxes(self.head_dim),
+            "l2_heads": self.l2_heads,
+            "dq_row_bytes": self.dq_row_bytes,
+            "bias_shared_bytes": self.bias_shared_bytes,
+            "stores_dbias": self.stores_dbias,
+            "clears_dbias": self.clears_dbias,
+        }
+
+    def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the scratch arrays that the handler takes as further results."""
+        return backward_arrays(
+            problem,
+            shapes,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            turn_parts=self.turn_parts,
+            dq_row_bytes=self.dq_row_bytes,
+            sums_dbias=not self.stores_dbias,
+            ctas=_BIAS_CTAS,
+        )
+
+    def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
+        """Returns the constants that the kernels are compiled with, but for two of `plan`."""
+        return {
+            **problem_constants(problem, shapes),
+            "kHeadDim": self.head_dim,
+            "kValueDim": self.value_dim,
+            "kBlockQ": self.block_q,
+            "kStepQueries": self.step_queries,
+            "kBlockKV": self.block_kv,
+            "kWarps": self.warps,
+            "kStages": self.stages,
+            "kDoutStages": self.dout_stages,
+            "kDqRowBytes": self.dq_row_bytes,
+            "kAddsFour": self.adds_four,
+            "kStoresDbias": self.stores_dbias,
+            "kDeterministic": problem.deterministic,
+            "kTurnParts": self.turn_parts,
+        }
+
+
+_BIAS_CTAS = 256  # that sum a bias's gradient at once
+
+Tiling = ForwardTiling | BackwardTiling
+
+
 def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """Chooses the forward kernel's tiling for a problem that the family does not refuse."""
     # A multiprocessor has 1 KB for each CTA beside what one may take: room for two of them.
@@ -204,6 +325,63 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     return [ForwardTiling(*dims, parts=parts, l2_heads=l2_heads, **size) for size in sizes]
 
 
+def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
+    """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
+    widest = max(shapes.head_dim, shapes.value_dim)
+    wide = widest > 128
+    # Keys first: every block of them adds to the sum of dq. Then what is under way beside a step.
+    if wide:
+        sizes = [(64, 32, 2, 2), (64, 32, 2, 1), (64, 32, 1, 1), (32, 32, 2, 1)]
+        if widest <= 192:  # beyond, 64 queries take up to 32 bytes more than the registers
+            sizes.insert(0, (64, 64, 2, 2))
+    else:
+        sizes = [(128, 64, 2, 2), (128, 64, 2, 1), (128, 32, 2, 2), (128, 32, 2, 1)]
+        softly_drops = problem.softcap is not None and "dropout_state" in problem.terms
+        if widest > 96 and (shapes.mask is not None or softly_drops):  # up to 36 bytes, likewise
+            sizes = sizes[2:]
+    # Two warps of the wide kernel would exchange dS before it is stored; dropout's is scaled later.
+    stores_dbias = not wide and "dropout_state" not in problem.terms and is_own(problem, shapes)
+    hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
+    tilings = [
+        BackwardTiling(
+            shapes.head_dim,
+            shapes.value_dim,
+            block_kv=block_kv,
+            step_queries=step_queries,
+            stages=stages,
+            dout_stages=dout_stages,
+            dq_row_bytes=dq_row_bytes(shapes, BackwardTiling.block_q),
+            adds_four=gpu.arch not in _ADDS_ONE,
+            l2_heads=_backward_l2_heads(problem, shapes, gpu),
+            stores_dbias=stores_dbias,
+            clears_dbias=stores_dbias and bool(hides),
+        )
+        for block_kv, step_queries, stages, dout_stages in sizes
+    ]
+    return next((x for x in tilings if x.shared_bytes <= gpu.shared_bytes), tilings[-1])
+
+
+# Without red.global.add.v4.f32: PTX ISA, "red".
+_ADDS_ONE = ("sm_80", "sm_86", "sm_87", "sm_89")
+
+
+def _backward_l2_heads(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> int:
+    """Counts the kv heads that the backward kernel walks together.
+
+    As many as leave queries, output gradients and float32 sums of dq in half of the L2; in the
+    deterministic mode as many as there are CTAs, so that units of one head, which wait for each
+    other, do not run together.
+    """
+    group = known(shapes.q_heads // shapes.kv_heads, 1)
+    rows = known(shapes.q_len, 4096) * group
+    head_bytes = rows * (6 * shapes.head_dim + 2 * shapes.value_dim)
+    heads = max(1, (gpu.l2_bytes or _ANY_L2_BYTES) // 2 // max(head_bytes, 1))
+    if problem.deterministic:
+        heads = max(heads, gpu.sms or _ANY_SMS)
+    return max(1, min(heads, known(shapes.batch, heads) * known(shapes.kv_heads, heads)))
+
+
+_ANY_SMS = 64  # of a GPU that is not known
 _ANY_L2_BYTES = 4 << 20  # of a GPU that is not known
 
 

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 
 from jax_flash._call import Call
-from jax_flash._gpu.constants import alignment, bytes_of_bias, is_one, known, problem_constants
+from jax_flash._gpu.constants import bytes_of_bias, is_own, is_ragged, known, problem_constants
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.workspaces import (
+    backward_arrays,
     blocks,
     boxes,
-    float32,
+    dq_row_bytes,
     int32,
     mask_by_query,
-    mask_words,
-    uint8,
 )
-from jax_flash._problem import Problem, Shapes, TermShape
+from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 
 # The terms that the kernels compute -> how many 32-bit values of each a thread of the forward's
@@ -271,53 +269,16 @@ class BackwardTiling:
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the scratch arrays that the handler takes as further results."""
-        heads = shapes.batch * shapes.q_heads
-        kv_heads = shapes.batch * shapes.kv_heads
-        columns = self.head_dim // 2 if self.dq_row_bytes else 64 * boxes(self.head_dim)
-        query_blocks = blocks(shapes.q_len, self.block_q)
-        key_blocks = blocks(shapes.kv_len, self.block_kv)
-        segments = "query_segments" in problem.terms
-        positions = "query_positions" in problem.terms
-        turn_parts = self.turn_parts if problem.deterministic else 0
-        return {
-            "lse_log2": float32(heads, query_blocks, self.block_q),
-            "minus_delta": float32(heads, query_blocks, self.block_q),  # dlse - rowsum(out * dout)
-            "dq_sum": float32(heads, query_blocks, self.block_q, columns),
-            "next_unit": int32(1),
-            "turns": int32(heads, query_blocks, turn_parts),
-            "query_segment_ranges": int32(shapes.batch, query_blocks, 2 * segments),
-            "key_segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
-            "query_position_ranges": int32(shapes.batch, query_blocks, 2 * positions),
-            "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
-            # Where rows of dk and dv are not finite.
-            "marks": int32(kv_heads, key_blocks, self.block_kv // 16, 2),
-            **_mask_by_key(shapes, self.block_q, self.block_kv),
-            "dbias_sum": self._dbias_sum(shapes),
-        }
-
-    def _dbias_sum(self, shapes: Shapes) -> jax.ShapeDtypeStruct:
-        """Returns the parts of a bias's gradient, of CTAs that share one of its blocks.
-
-        The first dim counts them; with one there is nothing to keep.
-        """
-        bias = shapes.bias
-        if bias is None or self.stores_dbias:
-            return float32(0, 0)
-        sizes = (bias.batch, bias.heads, bias.queries, bias.keys)
-        query_blocks = blocks(known(shapes.q_len, 1), self.block_q)
-        key_blocks = blocks(known(shapes.kv_len, 1), self.block_kv)
-        own = math.prod(
-            1 if is_one(size) else count
-            for size, count in zip(
-                sizes,
-                (known(shapes.batch, 1), known(shapes.q_heads, 1), query_blocks, key_blocks),
-                strict=True,
-            )
+        return backward_arrays(
+            problem,
+            shapes,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            turn_parts=self.turn_parts,
+            dq_row_bytes=self.dq_row_bytes,
+            sums_dbias=not self.stores_dbias,
+            ctas=_CTAS,
         )
-        pairs = known(shapes.batch, 1) * known(shapes.q_heads, 1) * query_blocks * key_blocks
-        # Two CTAs for each of 132 multiprocessors; of more blocks than half as many, one each.
-        parts = 1 if 2 * own > _CTAS else max(1, min(pairs // own, -(-_CTAS // own)))
-        return float32(parts, math.prod(sizes) if parts > 1 else 0)
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, but for kHasDlse."""
@@ -334,10 +295,12 @@ class BackwardTiling:
             "kReadsAhead": self.reads_ahead,
             "kStoresDbias": self.stores_dbias,
             "kDeterministic": problem.deterministic,
+            "kTurnParts": self.turn_parts,
+            "kAddsFour": True,
         }
 
 
-_CTAS = 264  # that sum a bias's gradient at once
+_CTAS = 264  # that sum a bias's gradient at once: two for each of 132 multiprocessors
 
 Tiling = ForwardTiling | BackwardTiling
 
@@ -367,7 +330,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     placed = "query_positions" in problem.terms
     own_keys = bias_bytes > 0 or shapes.mask is not None or "query_segments" in problem.terms
     full = placed and own_keys and widest > 64
-    crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or beside or full
+    crowded = bias_bytes == 4 or is_ragged(shapes.bias) or beside or full
     widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
         by_element = all(x % 2 for x in dims)  # loads of 2 bytes: most addresses
@@ -437,7 +400,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and not ("query_positions" in problem.terms and len(problem.terms) > 2)
     )
     block_q = 128 if widest <= 64 and roomy else 64
-    stores_dbias = not wide and not drops and _is_own(problem, shapes)
+    stores_dbias = not wide and not drops and is_own(problem, shapes)
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
     return BackwardTiling(
         shapes.head_dim,
@@ -445,7 +408,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         block_q=block_q,
         wide=wide,
         tma_loads=tma_loads,
-        dq_row_bytes=_dq_row_bytes(shapes, block_q),
+        dq_row_bytes=dq_row_bytes(shapes, block_q),
         # 5 % at T >= 4096 without a mask, 1 to 4 % when causal, 2 to 7 % of the deterministic mode
         # when causal; elsewhere nothing or a loss.
         reads_ahead=plain
@@ -455,17 +418,6 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         stores_dbias=stores_dbias,
         clears_dbias=stores_dbias and bool(hides),
     )
-
-
-def _dq_row_bytes(shapes: Shapes, block_q: int) -> int:
-    """Returns what there is from row to row of dq where it can hold half of its sum, else 0."""
-    q_len, q_heads = shapes.q_len, shapes.q_heads
-    if not (isinstance(q_len, int) and isinstance(q_heads, int)):  # symbolic, under jax.export
-        return 0
-    row_bytes = 2 * q_heads * shapes.head_dim
-    # Whole blocks only; offsets within a block of 128 rows are of 32 bits.
-    whole = q_len % block_q == 0 and shapes.head_dim % 64 == 0 and row_bytes < 1 << 24
-    return row_bytes if whole else 0
 
 
 # Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved by its two
@@ -519,33 +471,3 @@ def _group(shapes: Shapes) -> int:
 def _tma_loads(shapes: Shapes) -> bool:
     """Tells whether TMA can load the rows: they are multiples of 16 bytes apart."""
     return shapes.head_dim % 8 == 0 and shapes.value_dim % 8 == 0
-
-
-def _mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """As mask_by_query, in the backward pass."""
-    mask = shapes.mask
-    if mask is None:
-        return {"mask_words": int32(0, 0, 0, 0), "mask_flags": uint8(0, 0, 0)}
-    parts, words = mask.batch * mask.heads, mask_words(mask.queries, block_q)
-    query_blocks, key_blocks = blocks(mask.queries, block_q), blocks(mask.keys, block_kv)
-    return {
-        "mask_words": int32(parts, mask.keys, query_blocks, words),
-        "mask_flags": uint8(parts, key_blocks, query_blocks),
-    }
-
-
-def _is_own(problem: Problem, shapes: Shapes) -> bool:
-    """Tells whether each score has a bias of its own, as wide as it, in rows of whole fours."""
-    bias = shapes.bias
-    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
-    return (
-        bias is not None
-        and (bias.batch, bias.heads, bias.queries, bias.keys) == sizes
-        and bias.dtype == problem.dtype
-        and not _is_ragged(bias)
-    )
-
-
-def _is_ragged(bias: TermShape | None) -> bool:
-    """Tells whether four elements of a bias take more than one load: rows are not so aligned."""
-    return bias is not None and alignment(bias.keys, bytes_of_bias(bias)) < 4 * bytes_of_bias(bias)

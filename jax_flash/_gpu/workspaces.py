@@ -1,12 +1,13 @@
 """The scratch arrays that families of kernels have in common, and counts of blocks."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash._gpu.constants import is_one
-from jax_flash._problem import Shapes
+from jax_flash._gpu.constants import is_one, known
+from jax_flash._problem import Problem, Shapes
 
 
 def boxes(dim: int) -> int:
@@ -24,6 +25,99 @@ def mask_by_query(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.
     return {
         "mask_words": int32(parts, mask.queries, key_blocks, words),
         "mask_flags": uint8(parts, query_blocks, key_blocks),
+    }
+
+
+def backward_arrays(
+    problem: Problem,
+    shapes: Shapes,
+    *,
+    block_q: int,
+    block_kv: int,
+    turn_parts: int,
+    dq_row_bytes: int,
+    sums_dbias: bool,
+    ctas: int,
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the scratch arrays of the backward pass (cuda/runtime/families/backward.h).
+
+    Args:
+      turn_parts: parts of a block of queries whose sums of dq have turns of their own, in the
+        deterministic mode.
+      dq_row_bytes: of the function of this name.
+      sums_dbias: a kernel of its own sums the gradient of a bias, if there is one,
+      ctas: in about so many CTAs.
+    """
+    heads = shapes.batch * shapes.q_heads
+    kv_heads = shapes.batch * shapes.kv_heads
+    columns = shapes.head_dim // 2 if dq_row_bytes else 64 * boxes(shapes.head_dim)
+    query_blocks = blocks(shapes.q_len, block_q)
+    key_blocks = blocks(shapes.kv_len, block_kv)
+    segments = "query_segments" in problem.terms
+    positions = "query_positions" in problem.terms
+    return {
+        "lse_log2": float32(heads, query_blocks, block_q),
+        "minus_delta": float32(heads, query_blocks, block_q),  # dlse - rowsum(out * dout)
+        "dq_sum": float32(heads, query_blocks, block_q, columns),
+        "next_unit": int32(1),
+        "turns": int32(heads, query_blocks, turn_parts if problem.deterministic else 0),
+        "query_segment_ranges": int32(shapes.batch, query_blocks, 2 * segments),
+        "key_segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
+        "query_position_ranges": int32(shapes.batch, query_blocks, 2 * positions),
+        "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
+        # Where rows of dk and dv are not finite.
+        "marks": int32(kv_heads, key_blocks, block_kv // 16, 2),
+        **mask_by_key(shapes, block_q, block_kv),
+        "dbias_sum": _dbias_sum(shapes, block_q, block_kv, ctas) if sums_dbias else float32(0, 0),
+    }
+
+
+def dq_row_bytes(shapes: Shapes, block_q: int) -> int:
+    """Returns what there is from row to row of dq where it can hold half of its sum, else 0."""
+    q_len, q_heads = shapes.q_len, shapes.q_heads
+    if not (isinstance(q_len, int) and isinstance(q_heads, int)):  # symbolic, under jax.export
+        return 0
+    row_bytes = 2 * q_heads * shapes.head_dim
+    # Whole blocks only; offsets within a block of 128 rows are of 32 bits.
+    whole = q_len % block_q == 0 and shapes.head_dim % 64 == 0 and row_bytes < 1 << 24
+    return row_bytes if whole else 0
+
+
+def _dbias_sum(shapes: Shapes, block_q: int, block_kv: int, ctas: int) -> jax.ShapeDtypeStruct:
+    """Returns the parts of a bias's gradient, of CTAs that share one of its blocks.
+
+    The first dim counts them; with one there is nothing to keep.
+    """
+    bias = shapes.bias
+    if bias is None:
+        return float32(0, 0)
+    sizes = (bias.batch, bias.heads, bias.queries, bias.keys)
+    query_blocks = blocks(known(shapes.q_len, 1), block_q)
+    key_blocks = blocks(known(shapes.kv_len, 1), block_kv)
+    own = math.prod(
+        1 if is_one(size) else count
+        for size, count in zip(
+            sizes,
+            (known(shapes.batch, 1), known(shapes.q_heads, 1), query_blocks, key_blocks),
+            strict=True,
+        )
+    )
+    pairs = known(shapes.batch, 1) * known(shapes.q_heads, 1) * query_blocks * key_blocks
+    # Of more blocks than half as many as there are CTAs, one each.
+    parts = 1 if 2 * own > ctas else max(1, min(pairs // own, -(-ctas // own)))
+    return float32(parts, math.prod(sizes) if parts > 1 else 0)
+
+
+def mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """As mask_by_query, in the backward pass."""
+    mask = shapes.mask
+    if mask is None:
+        return {"mask_words": int32(0, 0, 0, 0), "mask_flags": uint8(0, 0, 0)}
+    parts, words = mask.batch * mask.heads, mask_words(mask.queries, block_q)
+    query_blocks, key_blocks = blocks(mask.queries, block_q), blocks(mask.keys, block_kv)
+    return {
+        "mask_words": int32(parts, mask.keys, query_blocks, words),
+        "mask_flags": uint8(parts, key_blocks, query_blocks),
     }
 
 

@@ -24,6 +24,10 @@
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kDeterministic
+//   int kTurnParts            parts of a query block's sum with turns of their own: what one of the
+//                             two score warpgroups adds, or all that the wide kernel's query role
+//                             does
+//   bool kAddsFour            one instruction adds four elements of the sum of dq
 //   bool kHasDlse             lse has a gradient; kHasDbias: the bias has one
 //   bool kStoresDbias         such a gradient is dS: the main kernel stores it, heads up to 128
 //   the terms: see terms.cuh

@@ -266,7 +266,9 @@ struct Scorer {
       release(at(&Shared::gradient_empty, buffer_before));
       add_dq(dq, before, last);
     }
-    if constexpr (kHasDbias && kStoresDbias) store_dbias(p, u, gradient, known.head, m0, slab);
+    if constexpr (kHasDbias && kStoresDbias) {
+      store_dbias(p, u.batch, known.head, m0, u.key0 + slab + ptx::warp_index() % 4 * 16, gradient);
+    }
     draw_next(p, u, slab, walk, dropped);
     ptx::wgmma_wait<1>();
     // Without a next block, once more this one's: a branch here makes ptxas serialise.

@@ -233,26 +233,6 @@ __device__ __forceinline__ void store_gradient(const uint32 (&gradient)[kScores 
   ptx::fence_async_proxy();
 }
 
-// With kStoresDbias: dS of the keys [slab, slab + 64) is the gradient of a bias that nothing
-// shares.
-__device__ __forceinline__ void store_dbias(const BackwardParams& p, const volatile UnitRecord& u,
-                                            const uint32 (&gradient)[kScores / 2], int head, int m0,
-                                            int slab) {
-  const int lane = ptx::opaque(threadIdx.x) % 32;
-  const int key = u.key0 + slab + ptx::warp_index() % 4 * 16 + bias::first_of_four(lane);
-  const int query = m0 + lane / 4;
-  const int64 row = (static_cast<int64>(u.batch) * p.query_heads + head) * p.query_len + query;
-  uint16* to = static_cast<uint16*>(p.dbias) + row * p.kv_len + key;
-#pragma unroll
-  for (int j = 0; j < kQueries / 8; ++j) {
-    const uint2 four = bias::gather(ptx::transpose_matrix(gradient[2 * j]),
-                                    ptx::transpose_matrix(gradient[2 * j + 1]));
-    // Rows are of whole fours.
-    if (query + 8 * j < p.query_len && key < p.kv_len) *reinterpret_cast<uint2*>(to) = four;
-    to += 8 * static_cast<int64>(p.kv_len);
-  }
-}
-
 // Writes a warpgroup's 64 rows of accumulators, rounded, into boxes of 64 rows each.
 template <int kCount>
 __device__ __forceinline__ void stage_rows(const float (&values)[kCount], float scale, uint32 tile,

@@ -180,14 +180,14 @@ __device__ __forceinline__ void add_fragments(const SumTile& sum, int first,
   if (turn.stores()) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
-      *sum.piece(first + j) =
-          float4{values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]};
+      sum.store(first + j,
+                float4{values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]});
     }
   } else if (turn.takes_part()) {
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
-      ptx::reduce_add_x4(&sum.piece(first + j)->x, values[4 * j], values[4 * j + 1],
-                         values[4 * j + 2], values[4 * j + 3]);
+      sum.add(first + j,
+              float4{values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]});
     }
   }
 }

@@ -266,13 +266,4 @@ __device__ __forceinline__ void store_matrix_x4(uint32 address, uint32 r0, uint3
                : "memory");
 }
 
-// ---- global memory shared with other CTAs -------------------------------------------------------
-
-// Adds four consecutive floats in L2 (16-byte aligned).
-__device__ __forceinline__ void reduce_add_x4(float* address, float a, float b, float c, float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
-               "f"(b), "f"(c), "f"(d)
-               : "memory");
-}
-
 }  // namespace ptx

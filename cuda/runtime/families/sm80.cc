@@ -1,6 +1,6 @@
-// Reads the custom call of the mma.sync kernels, fills their parameters, launches. Decides nothing:
-// what depends on measurements arrives as attributes from jax_flash/_gpu/sm80.py. Read next:
-// sm80_params.h; cuda/kernels/sm80/forward.cuh for the device code.
+// Reads the custom calls of the mma.sync kernels, fills their parameters, launches. Decides
+// nothing: what depends on measurements arrives as attributes from jax_flash/_gpu/sm80.py. Read
+// next: sm80_params.h; cuda/kernels/sm80/forward.cuh and backward.cuh for the device code.
 
 #include "cuda/runtime/families/sm80.h"
 
@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cuda/runtime/driver.h"
+#include "cuda/runtime/families/backward.h"
 #include "cuda/runtime/families/operands.h"
 #include "cuda/runtime/families/sm80_params.h"
 #include "cuda/runtime/launch.h"
@@ -27,6 +28,21 @@ struct Sm80ForwardLaunch {
   std::int64_t l2_heads;
 };
 
+// The same of a sm80.BackwardTiling: see backward.h.
+struct Sm80BackwardLaunch {
+  std::int64_t threads;
+  std::int64_t shared_bytes;
+  std::int64_t block_q;
+  std::int64_t block_kv;
+  std::int64_t turn_parts;
+  std::int64_t dq_boxes;
+  std::int64_t l2_heads;
+  std::int64_t dq_row_bytes;
+  std::int64_t bias_shared_bytes;
+  bool stores_dbias;
+  bool clears_dbias;
+};
+
 }  // namespace jax_flash
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_flash::Sm80ForwardLaunch,
@@ -35,6 +51,13 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_flash::Sm80ForwardLaunch,
                                       StructMember<std::int64_t>("block_q"),
                                       StructMember<std::int64_t>("block_kv"),
                                       StructMember<std::int64_t>("l2_heads"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jax_flash::Sm80BackwardLaunch, StructMember<std::int64_t>("threads"),
+    StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("block_q"),
+    StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("turn_parts"),
+    StructMember<std::int64_t>("dq_boxes"), StructMember<std::int64_t>("l2_heads"),
+    StructMember<std::int64_t>("dq_row_bytes"), StructMember<std::int64_t>("bias_shared_bytes"),
+    StructMember<bool>("stores_dbias"), StructMember<bool>("clears_dbias"));
 
 namespace jax_flash {
 namespace {
@@ -98,6 +121,30 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   return session.error();
 }
 
+ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    ProblemAttribute problem, bool with_dlse, bool with_dbias,
+                    ProgramAttribute program, Sm80BackwardLaunch launch) {
+  BackwardOperands operands;
+  if (auto error = ReadBackward(args, rets, problem, with_dlse, with_dbias, &operands);
+      error.failure()) {
+    return error;
+  }
+  if (operands.sizes.batch == 0 || operands.sizes.q_heads == 0) return ffi::Error::Success();
+  Sm80BackwardParams params{};
+  BackwardBlocks blocks;
+  if (auto error =
+          SetBackward(operands, problem, rets, launch, /*tma_loads=*/false, &params, &blocks);
+      error.failure()) {
+    return error;
+  }
+  Session session(stream, program);
+  LaunchBackward(blocks, launch, params, &session, [&] {
+    session.Launch("flash_backward_sm80", {blocks.units, launch.threads, launch.shared_bytes},
+                   &params);
+  });
+  return session.error();
+}
+
 auto BindForward() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<CUstream>>()
@@ -108,14 +155,30 @@ auto BindForward() {
       .Attr<Sm80ForwardLaunch>("launch");
 }
 
+auto BindBackward() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<CUstream>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<ProblemAttribute>("problem")
+      .Attr<bool>("with_dlse")
+      .Attr<bool>("with_dbias")
+      .Attr<ProgramAttribute>("program")
+      .Attr<Sm80BackwardLaunch>("launch");
+}
+
 }  // namespace
 
 std::string Sm80ParamsAssertions() {
+  const std::string why = ", \"sm80_params.h differs from that of the compiled module\");\n";
   return "static_assert(sizeof(Sm80ForwardParams) == " + std::to_string(sizeof(Sm80ForwardParams)) +
-         ", \"sm80_params.h differs from that of the compiled module\");\n";
+         why + "static_assert(sizeof(Sm80BackwardParams) == " +
+         std::to_string(sizeof(Sm80BackwardParams)) + why;
 }
 
 }  // namespace jax_flash
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaSm80Forward, jax_flash::Forward, jax_flash::BindForward(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaSm80Backward, jax_flash::Backward,
+                              jax_flash::BindBackward(), {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,4 +1,4 @@
-// Owns the custom call of the mma.sync kernels: what XLA calls, in the C form that registration
+// Owns the custom calls of the mma.sync kernels: what XLA calls, in the C form that registration
 // takes.
 
 #ifndef JAX_FLASH_CUDA_RUNTIME_FAMILIES_SM80_H_
@@ -17,6 +17,7 @@ std::string Sm80ParamsAssertions();
 
 extern "C" {
 XLA_FFI_Error* JaxFlashCudaSm80Forward(XLA_FFI_CallFrame* call);
+XLA_FFI_Error* JaxFlashCudaSm80Backward(XLA_FFI_CallFrame* call);
 }
 
 #endif  // JAX_FLASH_CUDA_RUNTIME_FAMILIES_SM80_H_

@@ -49,3 +49,67 @@ struct Sm80ForwardParams {
   unsigned dropout_threshold;  // rate * 2^15, in both halves; below it a weight is dropped
   float dropout_scale;         // 1 / (1 - rate)
 };
+
+// The backward pass: the kernels of sm80/backward.cuh, which has their grids, in its order on one
+// stream, each with these parameters.
+struct Sm80BackwardParams {
+  const void* query_data;  // [B, T, N, H]
+  const void* key_data;    // [B, S, K, H]
+  const void* value_data;  // [B, S, K, Hv]
+  const void* out_data;    // [B, T, N, Hv]
+  const void* dout_data;   // [B, T, N, Hv]
+  const float* lse;        // [B, N, T] natural logarithm
+  const float* dlse;       // [B, N, T], only with kHasDlse
+  void* dquery;            // [B, T, N, H]
+  void* dkey_data;         // [B, S, K, H]
+  void* dvalue_data;       // [B, S, K, Hv]
+  void* dbias;             // of the bias's shape and type, only with kHasDbias
+
+  // As for the forward.
+  const int* query_lengths;
+  const int* key_value_lengths;
+  const int* query_segments;
+  const int* key_value_segments;
+  const int* query_positions;
+  const int* key_value_positions;
+  Broadcast bias;
+  Mask mask;
+  const unsigned* dropout_state;
+
+  // Workspaces, all but `marks` and `dbias_sum` written by flash_backward_prepare; Q = ceil(T /
+  // 64).
+  float* lse_log2;     // [B, N, Q * 64]: -lse * log2(e), -inf on rows that see nothing
+  float* minus_delta;  // [B, N, Q * 64]: dlse - rowsum(out * dout)
+  float* dq_sum;       // [B, N, Q * 64, 64 * ceil(H / 64)] in the order of fragments, or with
+                       // kDqRowBytes [B, T, N, H / 2], the other half in `dquery`; with
+                       // kDeterministic the first unit writes it
+  int* next_unit;      // [1], only with kDeterministic
+  int* turns;          // [B, N, Q], likewise: the last block of keys that added, plus one
+  int* query_segment_ranges;   // [B, Q, 2] smallest and largest id, only with kHasSegments
+  int* key_segment_ranges;     // [B, ceil(S / kBlockKV), 2], likewise
+  int* query_position_ranges;  // the same of positions, only with kHasPositions
+  int* key_position_ranges;
+  float* dbias_sum;  // [dbias_parts, bias_elements], only with several parts
+  int*
+      marks;  // [B, K, ceil(S / kBlockKV), kBlockKV / 16, 2]: are 16 rows of dk, dv not all finite?
+
+  long long bias_elements;  // of the bias: batch rows * heads * queries * keys that it has
+  int bias_batches;         // batch rows that it has: B or 1
+  int bias_heads;           // N or 1
+  int dbias_parts;          // CTAs that share the sums of one of its blocks
+
+  int batch;        // B
+  int query_len;    // T
+  int kv_len;       // S
+  int query_heads;  // N
+  int kv_heads;     // K
+  int l2_heads;     // heads (of B * K) that the schedule walks together, >= 1
+  int window_left;  // as for the forward
+  int window_right;
+  float scale;
+  float scale_log2;  // log2(e) * (scale, the cap with kSoftcap, or 1 with kHasBias)
+  float softcap_inner;
+  float softcap_bias;
+  unsigned dropout_threshold;
+  float dropout_scale;
+};

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cuda/runtime/driver.h"
+#include "cuda/runtime/families/backward.h"
 #include "cuda/runtime/families/operands.h"
 #include "cuda/runtime/families/sm90_params.h"
 #include "cuda/runtime/launch.h"
@@ -168,84 +169,12 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   }
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_heads == 0) return ffi::Error::Success();
-  if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
-  if (auto error = CheckOperands(operands, {launch.tma_loads}); error.failure()) return error;
-  if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv, launch.turn_parts,
-                                 launch.dq_boxes, launch.l2_heads, launch.shared_bytes});
+  BackwardParams params{};
+  BackwardBlocks blocks;
+  if (auto error = SetBackward(operands, problem, rets, launch, launch.tma_loads, &params, &blocks);
       error.failure()) {
     return error;
   }
-
-  const bool sums_in_dq = launch.dq_row_bytes != 0;
-  if (sums_in_dq && (launch.dq_row_bytes != s.q_heads * s.head_dim * 2 ||
-                     launch.dq_row_bytes >= kMaxInt / 128 || s.q_len % launch.block_q != 0 ||
-                     s.head_dim % 64 != 0 || s.batch * s.q_len * s.q_heads > kMaxInt)) {
-    return Invalid("this tiling is for another shape of dq");
-  }
-
-  BackwardParams params{};
-  SetCommon(operands, problem, &params);
-  const bool segments = problem.Has(kQuerySegments);
-  const std::int64_t heads = s.batch * s.q_heads;
-  const std::int64_t kv_heads = s.batch * s.kv_heads;
-  const std::int64_t columns = sums_in_dq ? s.head_dim / 2 : 64 * launch.dq_boxes;
-  std::int64_t query_blocks = 0, key_blocks = 0;
-  Workspaces workspaces(rets, with_dbias ? 4 : 3);
-  workspaces.Take("lse_log2", {heads, &query_blocks, launch.block_q}, &params.lse_log2);
-  workspaces.Take("minus_delta", {heads, query_blocks, launch.block_q}, &params.minus_delta);
-  workspaces.Take("dq_sum", {heads, query_blocks, launch.block_q, columns}, &params.dq_sum);
-  workspaces.Take("next_unit", {1}, &params.next_unit);
-  workspaces.Take("turns", {heads, query_blocks, problem.deterministic ? launch.turn_parts : 0},
-                  &params.turns);
-  workspaces.Take("query_segment_ranges", {s.batch, query_blocks, segments ? 2 : 0},
-                  &params.query_segment_ranges);
-  workspaces.Take("key_segment_ranges", {s.batch, &key_blocks, segments ? 2 : 0},
-                  &params.key_segment_ranges);
-  const bool positions = problem.Has(kQueryPositions);
-  workspaces.Take("query_position_ranges", {s.batch, query_blocks, positions ? 2 : 0},
-                  &params.query_position_ranges);
-  workspaces.Take("key_position_ranges", {s.batch, key_blocks, positions ? 2 : 0},
-                  &params.key_position_ranges);
-  workspaces.Take("marks", {kv_heads, key_blocks, launch.block_kv / 16, 2}, &params.marks);
-  TermSizes mask;
-  if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
-  const std::int64_t mask_blocks = SetMask(operands, mask, launch.block_q, launch.block_kv,
-                                           /*by_key=*/true, &workspaces, &params.mask);
-  TermSizes bias;
-  if (auto error = SetBias(operands, problem, &bias, &params); error.failure()) return error;
-  std::int64_t dbias_parts = 0, dbias_kept = 0;
-  workspaces.Take("dbias_sum", {&dbias_parts, &dbias_kept}, &params.dbias_sum);
-  workspaces.CheckBlocks("queries", query_blocks, launch.block_q, s.q_len);
-  workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
-  workspaces.CheckBlocks("columns of dq", launch.dq_boxes, 64, s.head_dim);
-  if (workspaces.error().failure()) return workspaces.error();
-  params.query_data = operands.q;
-  params.key_data = operands.k;
-  params.value_data = operands.v;
-  params.out_data = operands.out;
-  params.dout_data = operands.dout;
-  params.lse = operands.lse;
-  params.dlse = operands.dlse;
-  params.dquery = operands.dq;
-  params.dkey_data = operands.dk;
-  params.dvalue_data = operands.dv;
-  params.l2_heads = ClampHeads(launch.l2_heads, kv_heads);
-  if (with_dbias) {
-    const std::int64_t pairs = s.batch * s.q_heads * s.q_len * s.kv_len;
-    if (launch.stores_dbias
-            ? bias.elements() != pairs || s.kv_len % 4 != 0
-            : dbias_parts < 1 || dbias_kept != (dbias_parts > 1 ? bias.elements() : 0)) {
-      return Invalid("the workspace dbias_sum or the tiling does not fit the bias");
-    }
-    params.dbias = operands.dbias->untyped_data();
-    params.bias_elements = bias.elements();
-    params.bias_batches = static_cast<int>(bias.batch);
-    params.bias_heads = static_cast<int>(bias.heads);
-    params.dbias_parts = static_cast<int>(dbias_parts);
-  }
-  params.scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0  ? problem.softcap
-                                                   : problem.Has(kBias) ? 1
-                                                                        : problem.scale));
 
   Session session(stream, program);
   const auto type = MapType(operands.dtype);
@@ -259,24 +188,10 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   map(operands.dout, s.q_len, s.q_heads, s.value_dim, launch.block_q, &params.dout);
   map(operands.dk, s.kv_len, s.kv_heads, s.head_dim, 64, &params.dkey);
   map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
-  const std::int64_t pieces = heads * query_blocks * launch.block_q / 64;  // of 64 rows
-  const std::int64_t units = kv_heads * key_blocks;
-  if (mask_blocks > 0) session.Launch("mask_plan", {mask_blocks, kMaskThreads, 0}, &params);
-  if (with_dbias && launch.clears_dbias) {  // two elements a word
-    session.Zero(static_cast<std::int32_t*>(params.dbias), bias.elements() / 2);
-  }
-  session.Launch("flash_backward_prepare", {pieces, 128, 0}, &params);
-  session.LaunchPersistent("flash_backward", units, launch.threads, launch.shared_bytes, &params);
-  session.Launch("flash_backward_finish", {pieces * launch.dq_boxes, 128, 0}, &params);
-  if (with_dbias && !launch.stores_dbias && bias.elements() > 0) {
-    const std::int64_t blocks =
-        bias.parts() * (bias.queries == 1 ? 1 : query_blocks) * (bias.keys == 1 ? 1 : key_blocks);
-    session.Launch("flash_backward_bias",
-                   {blocks * dbias_parts, 2 * launch.block_kv, launch.bias_shared_bytes}, &params);
-    if (dbias_parts > 1) {
-      session.Launch("flash_backward_bias_sum", {CeilDiv(bias.elements(), 256), 256, 0}, &params);
-    }
-  }
+  LaunchBackward(blocks, launch, params, &session, [&] {
+    session.LaunchPersistent("flash_backward", blocks.units, launch.threads, launch.shared_bytes,
+                             &params);
+  });
   return session.error();
 }
 

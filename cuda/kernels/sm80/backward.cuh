@@ -1,0 +1,64 @@
+// The backward pass of FlashAttention by mma.sync, for every GPU since Ampere: dq, dk and dv from
+// q, k, v, out, lse and dout. Dao 2023 (arXiv:2307.08691).
+//
+// Kernels in the order of their launch, on one stream with the same Sm80BackwardParams; rows are
+// the T queries padded to whole blocks of 64:
+//   kernel                   grid                             block          dynamic shared memory
+//   mask_plan                blocks of pairs, with a mask     128            0
+//   flash_backward_prepare   B * N * rows / 64                128            0
+//   flash_backward_sm80      B * K * key blocks               32 * kWarps    sizeof(Shared)
+//   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128            0
+// and those of sm80/backward_bias.cuh. cuda/ampere.md has the schedule.
+//
+// Specialised by these constants, which the generated header defines in front of this text:
+//   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
+//   int kHeadDim, kValueDim   exact sizes, at most 256
+//   int kBlockQ               queries of a block: 64
+//   int kStepQueries          of a step, 32 or 64
+//   int kBlockKV              keys of a CTA: 32, 64 or 128
+//   int kWarps                of a CTA: one for every 16 keys, twice as many above 128 columns
+//   int kStages, kDoutStages  buffers of queries, of output gradients: 1 or 2
+//   int kDqRowBytes           as in sm90/backward.cuh
+//   bool kAddsFour            one instruction adds four elements of the sum of dq (sm_90 and later)
+//   bool kDeterministic, kHasDlse, kHasDbias, kStoresDbias; int kTurnParts = 1
+//   the terms: see terms.cuh
+#pragma once
+
+#include "backward_finish.cuh"
+#include "backward_prepare.cuh"
+#include "sm80/backward_bias.cuh"
+#include "sm80/backward_rows.cuh"
+
+extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
+    flash_backward_sm80(const __grid_constant__ Sm80BackwardParams p) {
+  using namespace backward;
+  extern __shared__ unsigned char dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  int index = blockIdx.x;
+  if constexpr (kDeterministic) {  // units wait for units that were taken before
+    if (threadIdx.x == 0) shared.unit = atomicAdd(p.next_unit, 1);
+    __syncthreads();
+    index = shared.unit;
+  }
+  const Walk walk(p, index);
+  Rows rows{p, walk, shared};
+  rows.run();
+}
+
+extern "C" __global__ void __launch_bounds__(mask::kThreads)
+    mask_plan(const __grid_constant__ Sm80BackwardParams p) {
+  if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
+}
+
+// Eight blocks on a multiprocessor: left to itself ptxas takes 48 registers, and spills 32 bytes for
+// rows of odd dims.
+extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads, 8)
+    flash_backward_prepare(const __grid_constant__ Sm80BackwardParams p) {
+  backward::prepare(p);
+}
+
+// Six blocks on a multiprocessor: 80 registers, which the recomputation needs.
+extern "C" __global__ void __launch_bounds__(backward::kFinishThreads, 6)
+    flash_backward_finish(const __grid_constant__ Sm80BackwardParams p) {
+  backward::finish(p);
+}

@@ -1,0 +1,142 @@
+// Tiles of keys, values, queries and output gradients on their way to shared memory. Read
+// backward_scores.cuh next.
+#pragma once
+
+#include "sm80/backward_walk.cuh"
+#include "tile.cuh"
+
+namespace backward {
+
+struct alignas(128) Shared {
+  unsigned char key[kHeadBoxes * kKeys * kBoxRowBytes];
+  unsigned char value[kValueBoxes * kKeys * kBoxRowBytes];
+  unsigned char query[kStages][kHeadBoxes * kStepQueries * kBoxRowBytes];
+  unsigned char dout[kDoutStages][kValueBoxes * kStepQueries * kBoxRowBytes];
+  unsigned char scores[kColumnWarps][kKeys * kStepQueries * 2];  // dS^T, and P^T if warps share it
+  float minus_lse[kStages][kStepQueries];
+  float minus_delta[kDoutStages][kStepQueries];
+  int flaws[kRowWarps][2];  // are 16 rows of dk, dv not all finite?
+  int unit;                 // deterministic mode: that of this CTA
+};
+
+// Keys and values are copied once, queries and output gradients for each step, each with a number
+// for each row. Those with two stages are under way for a step; what has one stage is copied when
+// all are done with what it replaces.
+struct Copies {
+  const Sm80BackwardParams& p;
+  const Walk& walk;
+  Shared& shared;
+
+  __device__ __forceinline__ void begin(const Place& at) const {
+    const int count = walk.seen_keys().end - walk.unit.key0;
+    keys().begin(count);
+    values().begin(count);
+    begin_queries(at);
+    begin_dout(at);
+  }
+  __device__ __forceinline__ void begin_queries(const Place& at) const {
+    queries(at).begin(rows_left(at));
+    begin_numbers(minus_lse(at), p.lse_log2, at);
+  }
+  __device__ __forceinline__ void begin_dout(const Place& at) const {
+    douts(at).begin(rows_left(at));
+    begin_numbers(minus_delta(at), p.minus_delta, at);
+  }
+  // Waits for all that is under way, which is of this step; past a barrier all are done with the
+  // step before, too.
+  __device__ __forceinline__ void take(const Place& at) const {
+    ptx::copy_async_wait();
+    if (at.number == 0) {
+      keys().finish();
+      values().finish();
+    }
+    queries(at).finish();
+    douts(at).finish();
+    __syncthreads();
+    if constexpr (kWindowLeft || kWindowRight) hide_unseen(at);
+  }
+
+  __device__ __forceinline__ uint32 key_tile() const { return ptx::shared_address(shared.key); }
+  __device__ __forceinline__ uint32 value_tile() const { return ptx::shared_address(shared.value); }
+  __device__ __forceinline__ uint32 query_tile(const Place& at) const {
+    return ptx::shared_address(shared.query[at.number % kStages]);
+  }
+  __device__ __forceinline__ uint32 dout_tile(const Place& at) const {
+    return ptx::shared_address(shared.dout[at.number % kDoutStages]);
+  }
+  __device__ __forceinline__ uint32 minus_lse(const Place& at) const {
+    return ptx::shared_address(shared.minus_lse[at.number % kStages]);
+  }
+  __device__ __forceinline__ uint32 minus_delta(const Place& at) const {
+    return ptx::shared_address(shared.minus_delta[at.number % kDoutStages]);
+  }
+
+ private:
+  template <int kDim>
+  __device__ __forceinline__ CopiedRows<kDim, kKeys, kWarps> block_of(const void* array,
+                                                                      uint32 tile) const {
+    const KeyRows<kDim> rows(p, key_row(p, walk.unit.batch, walk.unit.key0, walk.unit.kv_head));
+    return {tile, static_cast<const uint16*>(array) + rows.first, rows.step};
+  }
+  __device__ __forceinline__ CopiedRows<kHeadDim, kKeys, kWarps> keys() const {
+    return block_of<kHeadDim>(p.key_data, key_tile());
+  }
+  __device__ __forceinline__ CopiedRows<kValueDim, kKeys, kWarps> values() const {
+    return block_of<kValueDim>(p.value_data, value_tile());
+  }
+  template <int kDim>
+  __device__ __forceinline__ CopiedRows<kDim, kStepQueries, kWarps> rows_of(const void* array,
+                                                                            uint32 tile,
+                                                                            const Place& at) const {
+    // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
+    const int64 row =
+        query_row(p, ptx::opaque(walk.unit.batch), walk.first_query(at), walk.head(at));
+    return {tile, static_cast<const uint16*>(array) + row * kDim,
+            static_cast<int64>(p.query_heads) * kDim};
+  }
+  __device__ __forceinline__ CopiedRows<kHeadDim, kStepQueries, kWarps> queries(
+      const Place& at) const {
+    return rows_of<kHeadDim>(p.query_data, query_tile(at), at);
+  }
+  __device__ __forceinline__ CopiedRows<kValueDim, kStepQueries, kWarps> douts(
+      const Place& at) const {
+    return rows_of<kValueDim>(p.dout_data, dout_tile(at), at);
+  }
+  // Rows that see no key read as zero, as keys do that no query sees: they may hold anything, and
+  // must not meet a zero in a product.
+  __device__ __forceinline__ int rows_left(const Place& at) const {
+    return walk.seeing_queries().end - walk.first_query(at);
+  }
+  __device__ __forceinline__ void begin_numbers(uint32 to, const float* from,
+                                                const Place& at) const {
+    const int thread = threadIdx.x;
+    if (thread < kStepQueries / 4) {
+      const int64 first = padded_row(p, walk.unit.batch, walk.head(at), walk.first_query(at));
+      ptx::copy_async<16>(to + 16 * thread, reinterpret_cast<uint64>(from + first + 4 * thread),
+                          true);
+    }
+  }
+
+  // The same of rows in front of those: few blocks have any.
+  __device__ __forceinline__ void hide_unseen(const Place& at) const {
+    const int keys = at.number == 0 ? walk.seen_keys().begin - walk.unit.key0 : 0;
+    const int queries = walk.seeing_queries().begin - walk.first_query(at);
+    if (keys <= 0 && queries <= 0) return;
+    zero_rows<kHeadBoxes, kKeys>(key_tile(), keys);
+    zero_rows<kValueBoxes, kKeys>(value_tile(), keys);
+    zero_rows<kHeadBoxes, kStepQueries>(query_tile(at), queries);
+    zero_rows<kValueBoxes, kStepQueries>(dout_tile(at), queries);
+    __syncthreads();
+  }
+  // The first `count` rows of a tile.
+  template <int kBoxes, int kRows>
+  static __device__ __forceinline__ void zero_rows(uint32 tile, int count) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kBoxes * kRows * 8; i += kThreads) {
+      const int row = i / 8 % kRows;
+      if (row < count) ptx::store_shared_x4(tile + i * 16, 0, 0, 0, 0);
+    }
+  }
+};
+
+}  // namespace backward

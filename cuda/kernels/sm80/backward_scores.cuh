@@ -1,0 +1,124 @@
+// From S^T and dP^T to P^T and dS^T: fragments of a warp's 16 keys. Read backward_rows.cuh next.
+#pragma once
+
+#include "fragment.cuh"
+#include "sm80/backward_copy.cuh"
+#include "sm80/products.cuh"
+#include "terms.cuh"
+
+namespace backward {
+
+// A warp takes its queries of a step in one or two parts: 64 queries leave too few registers (72
+// bytes spilled with 64 columns of dk and dv each, 88 with 128).
+inline constexpr int kWarpQueries = kStepQueries / kColumnWarps;
+inline constexpr int kFragmentQueries = kWarpQueries < 32 ? kWarpQueries : 32;
+inline constexpr int kScores = kFragmentQueries / 2;  // elements of S^T per thread
+using Scores = float[kScores];
+using Packed = uint32[kScores / 2];  // in pairs: an operand of products by rows
+
+struct Fragment {
+  const Sm80BackwardParams& p;
+  const Walk& walk;
+  const Place& at;
+  int first_key, first_query;
+
+  // From S^T to P^T, which is packed as well. With dropout what is dropped gets a sign, and is zero
+  // in `packed`; with a softcap x becomes P times the cap's slope.
+  __device__ __forceinline__ void to_probabilities(Scores& x, Packed& packed,
+                                                   uint32 minus_lse) const {
+    if constexpr (kHasBias) add_bias(x);
+    score_function(p, x);
+    if (walk.is_whole<kFragmentQueries>(at, first_key, first_query)) {
+      exponentials<false>(x, packed, minus_lse);
+    } else {
+      exponentials<true>(x, packed, minus_lse);
+    }
+  }
+
+  // dS^T of P^T and dP^T.
+  __device__ __forceinline__ void to_gradients(const Scores& x, const Scores& dp, Packed& gradient,
+                                               uint32 minus_delta) const {
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      const float2 delta = numbers(minus_delta, j);
+#pragma unroll
+      for (int i = 4 * j; i < 4 * j + 4; i += 2) {
+        float low = score_gradient(x[i], dp[i], delta.x);
+        float high = score_gradient(x[i + 1], dp[i + 1], delta.y);
+        if constexpr (kHasDbias && kStoresDbias) {  // what is hidden may hold NaN
+          low = x[i] == 0.f ? 0.f : low;
+          high = x[i + 1] == 0.f ? 0.f : high;
+        }
+        gradient[i / 2] = Element::pack(low, high);
+      }
+    }
+  }
+
+ private:
+  // -lse or -delta of the two queries to which elements 4j to 4j + 3 belong.
+  __device__ __forceinline__ float2 numbers(uint32 of_step, int j) const {
+    const int column = first_query % kStepQueries + 8 * j + fragment::first_column(threadIdx.x);
+    return ptx::load_shared_f2(of_step + column * 4);
+  }
+
+  __device__ __forceinline__ void add_bias(Scores& x) const {
+    constexpr int kColumns = kFragmentQueries < 32 ? kFragmentQueries : 32;  // as registers allow
+#pragma unroll
+    for (int part = 0; part < kFragmentQueries / kColumns; ++part) {
+      bias::ColumnTile<kColumns> tile;
+      tile.load(p, walk.unit.batch, walk.head(at), first_query + part * kColumns, first_key);
+      tile.visit([&](int i, float bias) {
+        float& score = x[part * (kColumns / 2) + i];
+        score = with_bias(p, score, bias);
+      });
+    }
+  }
+
+  template <bool kPartial>
+  __device__ __forceinline__ void exponentials(Scores& x, Packed& packed, uint32 minus_lse) const {
+    Dropped<kScores> dropped;
+    if constexpr (kHasDropout) {
+      const Draws draws(p, walk.unit.batch, walk.head(at));
+      dropped.draw(p, draws, first_query, first_key);
+    }
+    constexpr int kCount = kFragmentQueries < 32 ? 32 : kFragmentQueries;
+    const auto run = [&](const auto& see) {
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j) {
+        const float2 shifts = numbers(minus_lse, j);
+        bool seen[4];
+        see(j, seen);
+        float slopes[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& score = x[4 * j + i];
+          slopes[i] = score_slope(score);
+          score = ptx::exp2_approx(fmaf(score, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
+          score = seen[i] ? score : 0.f;
+          if constexpr (kHasDropout) score = dropped.mark(4 * j + i, score);
+        }
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i += 2) {
+          packed[i / 2] =
+              kHasDropout ? Element::pack_positive(x[i], x[i + 1]) : Element::pack(x[i], x[i + 1]);
+        }
+        if constexpr (kSoftcap) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[4 * j + i] *= slopes[i];
+        }
+      }
+    };
+    if constexpr (kPartial) {
+      const SeenPairs<kCount, kQueries> pairs(p, walk.unit.batch, walk.head(at), walk.unit.sight,
+                                              first_key + static_cast<int>(threadIdx.x) % 32 / 4,
+                                              first_query);
+      run([&](int j, bool (&seen)[4]) { pairs.see(j, seen); });
+    } else {
+      run([](int, bool (&seen)[4]) {
+        for (bool& one : seen) one = true;
+      });
+    }
+  }
+};
+
+}  // namespace backward

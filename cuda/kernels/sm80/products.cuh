@@ -1,0 +1,73 @@
+// Products of tiles by mma.sync, of a warp's 16 rows.
+#pragma once
+
+#include "element.cuh"
+#include "ptx.cuh"
+#include "tile.cuh"
+
+// The lane, anew at each use, as a number that the compiler knows to be small and not negative:
+// kept addresses take registers, and with a sign every chunk would take instructions.
+__device__ __forceinline__ uint32 opaque_lane() {
+  return static_cast<uint32>(ptx::opaque(threadIdx.x)) % 32;
+}
+
+// Where a lane reads matrices of a tile of kRows rows: the address of its row and chunk (0 or 1) of
+// the first ones. Columns in units of 16: two chunks, whose swizzle is an exclusive or.
+template <int kRows>
+struct LaneOfTile {
+  uint32 first;
+
+  __device__ __forceinline__ LaneOfTile(uint32 tile, uint32 row, uint32 chunk)
+      : first(tile + row * kBoxRowBytes + swizzled(chunk, row)) {}
+  // `rows` on, a multiple of 8.
+  __device__ __forceinline__ uint32 at(uint32 unit, uint32 rows) const {
+    return (first ^ unit % 4 * 32) + (unit / 4 * kRows + rows) * kBoxRowBytes;
+  }
+};
+
+// d[16 x 2 kCount] = a[16 x kDim] b[2 kCount x kDim]^T: rows of two tiles of kRowsA and kRowsB
+// rows, from row_a and row_b on, multiples of 16.
+template <int kDim, int kRowsA, int kRowsB, int kCount>
+__device__ __forceinline__ void multiply_rows(float (&d)[kCount], uint32 a, uint32 row_a, uint32 b,
+                                              uint32 row_b) {
+#pragma unroll
+  for (float& x : d) x = 0.f;
+  const uint32 lane = opaque_lane();  // in the order of matrices
+  const LaneOfTile<kRowsA> left_at(a, row_a + lane % 16, lane / 16);
+  const LaneOfTile<kRowsB> right_at(b, row_b + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+  for (int step = 0; step < ceil_div(kDim, 16); ++step) {
+    uint32 left[4];
+    ptx::load_matrix_x4(left_at.at(step, 0), left);
+#pragma unroll
+    for (int j = 0; j < kCount / 8; ++j) {
+      uint32 right[4];
+      ptx::load_matrix_x4(right_at.at(step, 16 * j), right);
+      ptx::multiply_add<kBFloat16>(d, 8 * j, left, right[0], right[1]);
+      ptx::multiply_add<kBFloat16>(d, 8 * j + 4, left, right[2], right[3]);
+    }
+  }
+}
+
+// d[16 x 2 kCount] += a[16 x 16 kSteps] b[16 kSteps x 2 kCount]: b are rows of a tile of kRows,
+// from row_b on; the columns are units of 16 from first_unit on, as far as there are `units`.
+// left_of(step, registers) gives the operand of 16 columns of a.
+template <int kSteps, int kRows, int kCount, class LeftOf>
+__device__ __forceinline__ void multiply_columns(float (&d)[kCount], LeftOf left_of, uint32 b,
+                                                 uint32 row_b, uint32 first_unit, uint32 units) {
+  const uint32 lane = opaque_lane();
+  const LaneOfTile<kRows> right_at(b, row_b + lane % 16, lane / 16);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32 left[4];
+    left_of(step, left);
+#pragma unroll
+    for (int i = 0; i < kCount / 8; ++i) {
+      if (first_unit + i >= units) continue;
+      uint32 right[4];
+      ptx::load_transposed_x4(right_at.at(first_unit + i, 16 * step), right);
+      ptx::multiply_add<kBFloat16>(d, 8 * i, left, right[0], right[1]);
+      ptx::multiply_add<kBFloat16>(d, 8 * i + 4, left, right[2], right[3]);
+    }
+  }
+}

@@ -1,0 +1,147 @@
+// What the handlers of the backward pass of every family make of a call: checks, the parameters and
+// workspaces that their kernels share by name, and the launches around the main kernel.
+//
+// `Launch` are the numbers of a family's BackwardTiling: block_q, block_kv, turn_parts, dq_boxes
+// (of 64 columns, in a row of dq), l2_heads, threads, shared_bytes, dq_row_bytes,
+// bias_shared_bytes, stores_dbias, clears_dbias. `Params` is as sm90_params.h has BackwardParams,
+// but for the maps.
+
+#ifndef JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
+#define JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
+
+#include <cstdint>
+
+#include "cuda/runtime/families/operands.h"
+#include "cuda/runtime/session.h"
+#include "cuda/runtime/workspaces.h"
+#include "ffi/operands.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_flash::attention {
+
+// What is launched how often.
+struct BackwardBlocks {
+  std::int64_t mask;          // CTAs of mask_plan
+  std::int64_t query_pieces;  // of 64 rows, of all heads
+  std::int64_t units;         // blocks of keys, of all key/value heads
+  std::int64_t bias;  // CTAs that sum the gradient of a bias, 0 without one or if it is stored
+};
+
+template <class Launch, class Params>
+ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute& problem,
+                       ffi::RemainingRets rets, const Launch& launch, bool tma_loads,
+                       Params* params, BackwardBlocks* blocks) {
+  const Sizes& s = operands.sizes;
+  const bool with_dbias = operands.dbias.has_value();
+  if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
+  if (auto error = CheckOperands(operands, {tma_loads}); error.failure()) return error;
+  if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv, launch.turn_parts,
+                                 launch.dq_boxes, launch.l2_heads, launch.shared_bytes});
+      error.failure()) {
+    return error;
+  }
+
+  const bool sums_in_dq = launch.dq_row_bytes != 0;
+  if (sums_in_dq && (launch.dq_row_bytes != s.q_heads * s.head_dim * 2 ||
+                     launch.dq_row_bytes >= kMaxInt / 128 || s.q_len % launch.block_q != 0 ||
+                     s.head_dim % 64 != 0 || s.batch * s.q_len * s.q_heads > kMaxInt)) {
+    return Invalid("this tiling is for another shape of dq");
+  }
+
+  SetCommon(operands, problem, params);
+  const bool segments = problem.Has(kQuerySegments);
+  const std::int64_t heads = s.batch * s.q_heads;
+  const std::int64_t kv_heads = s.batch * s.kv_heads;
+  const std::int64_t columns = sums_in_dq ? s.head_dim / 2 : 64 * launch.dq_boxes;
+  std::int64_t query_blocks = 0, key_blocks = 0;
+  Workspaces workspaces(rets, with_dbias ? 4 : 3);
+  workspaces.Take("lse_log2", {heads, &query_blocks, launch.block_q}, &params->lse_log2);
+  workspaces.Take("minus_delta", {heads, query_blocks, launch.block_q}, &params->minus_delta);
+  workspaces.Take("dq_sum", {heads, query_blocks, launch.block_q, columns}, &params->dq_sum);
+  workspaces.Take("next_unit", {1}, &params->next_unit);
+  workspaces.Take("turns", {heads, query_blocks, problem.deterministic ? launch.turn_parts : 0},
+                  &params->turns);
+  workspaces.Take("query_segment_ranges", {s.batch, query_blocks, segments ? 2 : 0},
+                  &params->query_segment_ranges);
+  workspaces.Take("key_segment_ranges", {s.batch, &key_blocks, segments ? 2 : 0},
+                  &params->key_segment_ranges);
+  const bool positions = problem.Has(kQueryPositions);
+  workspaces.Take("query_position_ranges", {s.batch, query_blocks, positions ? 2 : 0},
+                  &params->query_position_ranges);
+  workspaces.Take("key_position_ranges", {s.batch, key_blocks, positions ? 2 : 0},
+                  &params->key_position_ranges);
+  workspaces.Take("marks", {kv_heads, key_blocks, launch.block_kv / 16, 2}, &params->marks);
+  TermSizes mask;
+  if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
+  blocks->mask = SetMask(operands, mask, launch.block_q, launch.block_kv, /*by_key=*/true,
+                         &workspaces, &params->mask);
+  TermSizes bias;
+  if (auto error = SetBias(operands, problem, &bias, params); error.failure()) return error;
+  std::int64_t dbias_parts = 0, dbias_kept = 0;
+  workspaces.Take("dbias_sum", {&dbias_parts, &dbias_kept}, &params->dbias_sum);
+  workspaces.CheckBlocks("queries", query_blocks, launch.block_q, s.q_len);
+  workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
+  workspaces.CheckBlocks("columns of dq", launch.dq_boxes, 64, s.head_dim);
+  if (workspaces.error().failure()) return workspaces.error();
+  params->query_data = operands.q;
+  params->key_data = operands.k;
+  params->value_data = operands.v;
+  params->out_data = operands.out;
+  params->dout_data = operands.dout;
+  params->lse = operands.lse;
+  params->dlse = operands.dlse;
+  params->dquery = operands.dq;
+  params->dkey_data = operands.dk;
+  params->dvalue_data = operands.dv;
+  params->l2_heads = ClampHeads(launch.l2_heads, kv_heads);
+  blocks->bias = 0;
+  if (with_dbias) {
+    const std::int64_t pairs = s.batch * s.q_heads * s.q_len * s.kv_len;
+    if (launch.stores_dbias
+            ? bias.elements() != pairs || s.kv_len % 4 != 0
+            : dbias_parts < 1 || dbias_kept != (dbias_parts > 1 ? bias.elements() : 0)) {
+      return Invalid("the workspace dbias_sum or the tiling does not fit the bias");
+    }
+    params->dbias = operands.dbias->untyped_data();
+    params->bias_elements = bias.elements();
+    params->bias_batches = static_cast<int>(bias.batch);
+    params->bias_heads = static_cast<int>(bias.heads);
+    params->dbias_parts = static_cast<int>(dbias_parts);
+    if (!launch.stores_dbias && bias.elements() > 0) {
+      blocks->bias = bias.parts() * (bias.queries == 1 ? 1 : query_blocks) *
+                     (bias.keys == 1 ? 1 : key_blocks) * dbias_parts;
+    }
+  }
+  params->scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0  ? problem.softcap
+                                                    : problem.Has(kBias) ? 1
+                                                                         : problem.scale));
+  blocks->query_pieces = heads * query_blocks * launch.block_q / 64;
+  blocks->units = kv_heads * key_blocks;
+  return ffi::Error::Success();
+}
+
+// Launches all kernels, the main one by `launch_main`. Its errors are the session's.
+template <class Launch, class Params, class LaunchMain>
+void LaunchBackward(const BackwardBlocks& blocks, const Launch& launch, const Params& params,
+                    Session* session, LaunchMain launch_main) {
+  if (blocks.mask > 0) session->Launch("mask_plan", {blocks.mask, kMaskThreads, 0}, &params);
+  if (params.dbias != nullptr && launch.clears_dbias) {  // two elements a word
+    session->Zero(static_cast<std::int32_t*>(params.dbias), params.bias_elements / 2);
+  }
+  session->Launch("flash_backward_prepare", {blocks.query_pieces, 128, 0}, &params);
+  launch_main();
+  session->Launch("flash_backward_finish", {blocks.query_pieces * launch.dq_boxes, 128, 0},
+                  &params);
+  if (blocks.bias > 0) {
+    session->Launch("flash_backward_bias",
+                    {blocks.bias, 2 * launch.block_kv, launch.bias_shared_bytes}, &params);
+    if (params.dbias_parts > 1) {
+      session->Launch("flash_backward_bias_sum", {CeilDiv(params.bias_elements, 256), 256, 0},
+                      &params);
+    }
+  }
+}
+
+}  // namespace jax_flash::attention
+
+#endif  // JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
