@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_flash._terms import TERMS
+from jax_flash._function import Function
+from jax_flash._terms import TERMS, capture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +32,22 @@ class Problem:
     dropout_rate: float = 0.0
     deterministic: bool = False
     terms: tuple[str, ...] = ()  # optional operands present, in the order of TERMS
+    score: Function | None = None  # of (score, batch, head, query, key), where softcap would be
 
     @property
     def sum_dtype(self) -> str:
         """The dtype of sums, of the softmax, and of lse and sinks."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """The names of the arrays that `score` reads, operands behind the terms."""
+        return () if self.score is None else tuple(map(capture, range(len(self.score.captures))))
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The names of all operands that a call may have or not."""
+        return (*self.terms, *self.captures)
 
     def attribute(self) -> dict[str, bool | int | float]:
         """Returns the attribute `problem` of a custom call, as ffi/operands.h reads it."""
@@ -49,11 +61,12 @@ class Problem:
             "dropout_rate": self.dropout_rate,
             "deterministic": self.deterministic,
             "terms": sum(1 << list(TERMS).index(name) for name in self.terms),
+            "captures": -1 if self.score is None else len(self.score.captures),
         }
 
     def name_terms(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Returns the optional operands by name."""
-        return dict(zip(self.terms, operands, strict=True))
+        return dict(zip(self.optional, operands, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,8 @@ struct Sm80ForwardParams {
   const float* sinks;              // [B or 1, N]
   long long sinks_batch_stride;    // elements from one batch row to the next: N, or 0 when shared
   const unsigned* dropout_state;   // [B, N, 4] key word 0, key word 1, head id, batch id
+  const int* score_ids;            // [B, N, 2] batch row, head as a function of the scores has them
+  Capture captures[kMaxCaptures];  // arrays that it reads
 
   // Workspaces, smallest and largest of each block of keys, written by key_ranges: [B, ceil(S /
   // kBlockKV), 2], only with kHasSegments and kHasPositions.

@@ -89,8 +89,8 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
       error.failure()) {
     return error;
   }
-  if (operands.terms[kDropoutState] && launch.packed_heads != 1) {
-    return Invalid("`launch` packs heads, which dropout does not take");
+  if ((operands.terms[kDropoutState] || problem.HasFunction()) && launch.packed_heads != 1) {
+    return Invalid("`launch` packs heads, which dropout and functions of scores do not take");
   }
   if (64 % launch.packed_heads != 0 || (s.q_heads / s.kv_heads) % launch.packed_heads != 0) {
     return Invalid("`launch` does not fit the heads");
@@ -129,6 +129,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.l2_heads = ClampHeads(launch.l2_heads, s.batch * s.q_heads / launch.packed_heads);
   TermSizes bias;
   if (auto error = SetBias(operands, problem, &bias, &params); error.failure()) return error;
+  if (auto error = SetCaptures(operands, problem, &params); error.failure()) return error;
   params.scale_log2 = ForwardScaleLog2(problem);
 
   Session session(stream, program);
@@ -213,6 +214,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
                                            /*by_key=*/true, &workspaces, &params.mask);
   TermSizes bias;
   if (auto error = SetBias(operands, problem, &bias, &params); error.failure()) return error;
+  if (auto error = SetCaptures(operands, problem, &params); error.failure()) return error;
   std::int64_t dbias_parts = 0, dbias_kept = 0;
   workspaces.Take("dbias_sum", {&dbias_parts, &dbias_kept}, &params.dbias_sum);
   workspaces.CheckBlocks("queries", query_blocks, launch.block_q, s.q_len);
@@ -243,9 +245,10 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
     params.bias_heads = static_cast<int>(bias.heads);
     params.dbias_parts = static_cast<int>(dbias_parts);
   }
-  params.scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0  ? problem.softcap
-                                                   : problem.Has(kBias) ? 1
-                                                                        : problem.scale));
+  params.scale_log2 =
+      static_cast<float>(kLog2E * (problem.softcap > 0                           ? problem.softcap
+                                   : problem.Has(kBias) || problem.HasFunction() ? 1
+                                                                                 : problem.scale));
 
   Session session(stream, program);
   const auto type = MapType(operands.dtype);

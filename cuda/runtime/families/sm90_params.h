@@ -25,15 +25,17 @@ struct ForwardParams {
   void* out;               // [B, T, N, Hv] element type of the query
   float* lse;              // [B, N, T] natural logarithm
 
-  const int* query_lengths;       // [B]
-  const int* key_value_lengths;   // [B]
-  const int* query_segments;      // [B, T]
-  const int* key_value_segments;  // [B, S]
-  Broadcast bias;                 // only with kHasBias
-  Mask mask;                      // only with kHasMask
-  const float* sinks;             // [B or 1, N]
-  long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
-  const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
+  const int* query_lengths;        // [B]
+  const int* key_value_lengths;    // [B]
+  const int* query_segments;       // [B, T]
+  const int* key_value_segments;   // [B, S]
+  Broadcast bias;                  // only with kHasBias
+  Mask mask;                       // only with kHasMask
+  const float* sinks;              // [B or 1, N]
+  long long sinks_batch_stride;    // elements from one batch row to the next: N, or 0 when shared
+  const unsigned* dropout_state;   // [B, N, 4] key word 0, key word 1, head id, batch id
+  const int* score_ids;            // [B, N, 2] batch row, head as a function of the scores has them
+  Capture captures[kMaxCaptures];  // arrays that it reads
 
   // Workspace. unit_counter: one int, zero at launch, only with kDynamic (with kHasSegments
   // segment_ranges zeroes it). Only with kHasSegments, written by the kernels segment_ranges and
@@ -92,13 +94,15 @@ struct BackwardParams {
   void* dvalue_data;       // [B, S, K, Hv]
   void* dbias;             // of the bias's shape and type, only with kHasDbias
 
-  const int* query_lengths;       // [B]
-  const int* key_value_lengths;   // [B]
-  const int* query_segments;      // [B, T]
-  const int* key_value_segments;  // [B, S]
-  Broadcast bias;                 // only with kHasBias
-  Mask mask;                      // only with kHasMask
-  const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
+  const int* query_lengths;        // [B]
+  const int* key_value_lengths;    // [B]
+  const int* query_segments;       // [B, T]
+  const int* key_value_segments;   // [B, S]
+  Broadcast bias;                  // only with kHasBias
+  Mask mask;                       // only with kHasMask
+  const unsigned* dropout_state;   // [B, N, 4] key word 0, key word 1, head id, batch id
+  const int* score_ids;            // [B, N, 2] batch row, head as a function of the scores has them
+  Capture captures[kMaxCaptures];  // arrays that it reads
 
   // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kBlockQ) query
   // blocks.
