@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_flash._function import Function
-from jax_flash._terms import TERMS, capture
+from jax_flash._terms import TERMS, capture, is_capture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Shapes:
     bias: TermShape | None = None
     mask: TermShape | None = None
     page_size: int | None = None  # positions in a page of the cache; None: there are no pages
+    own_captures: tuple[bool, ...] = ()  # which captured arrays differ between batch rows
 
     @property
     def empty(self) -> bool:
@@ -119,6 +120,7 @@ class Shapes:
                     queries=queries,
                     keys=keys,
                 )
+        captured = [x for name, x in (terms or {}).items() if is_capture(name)]
         return cls(
             batch=math.prod(batch),
             q_len=q_len,
@@ -127,6 +129,7 @@ class Shapes:
             kv_heads=k.shape[-2],
             head_dim=head_dim,
             value_dim=v.shape[-1],
+            own_captures=tuple(any(n != 1 for n in x.shape[:-1]) for x in captured),
             **broadcast,
         )
 

@@ -11,7 +11,7 @@ import dataclasses
 import jax
 
 from jax_flash._call import Call
-from jax_flash._gpu.constants import known, problem_constants
+from jax_flash._gpu.constants import functions, known, problem_constants, refuse_functions
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.workspaces import blocks, boxes, int32, mask_by_query
@@ -22,6 +22,7 @@ from jax_flash._terms import TERMS
 _COMPUTED = (
     *("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"),
     *("query_positions", "key_value_positions", "sinks", "mask", "bias", "dropout_state"),
+    "score_ids",
 )
 
 
@@ -46,6 +47,7 @@ class Sm80(Family):
         reasons += [f"the CUDA kernels take head dims up to 256, not {dim}" for dim in wide]
         absent = [term for term in call.problem.terms if term not in _COMPUTED]
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
+        reasons += refuse_functions(call)
         return tuple(dict.fromkeys(reasons))
 
     def plan(
@@ -63,6 +65,7 @@ class Sm80(Family):
             launch=tiling.launch(),
             workspaces=tiling.workspaces(call.problem, shapes),
             notes=self.untried(gpu),
+            functions=functions(call, shapes),
         )
 
 
@@ -131,7 +134,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     widest = max(shapes.head_dim, shapes.value_dim)
     # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
     # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
-    plain = not problem.terms and problem.softcap is None
+    plain = not problem.terms and problem.softcap is None and problem.score is None
     doubles = plain and widest <= 128 and known(shapes.q_len, 4096) > 64
     sizes = [(1, 64, 1), (1, 32, 1)]  # row_tiles, block_kv, stages
     if doubles:
