@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
-from jax.sharding import AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
-from jax_flash._varying import varies, vary_over
+from jax_flash._varying import vary_over
+
+_NO_MESH = AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +85,10 @@ class Program:
         )
         return self.inputs, steps, _keys(self.results)
 
-    @property
-    def has_custom_derivatives(self) -> bool:
-        return any(step.primitive.name.startswith("custom_") for step in self.steps)
+    @functools.cached_property
+    def custom(self) -> set[str]:
+        """The primitives of its steps that have derivatives of a user's."""
+        return {x.primitive.name for x in self.steps if x.primitive.name.startswith("custom_")}
 
     def evaluate(self, inputs: Sequence[Any], visible: Any = True) -> list[Any]:
         """Computes the results in JAX.
@@ -99,8 +102,12 @@ class Program:
                 _guard(x, visible) if aval.is_float and not aval.shape else x
                 for x, aval in zip(inputs, self.inputs, strict=True)
             ]
-        if self.has_custom_derivatives and varies(inputs):
+        if self.custom == {"custom_jvp_call"}:
             return _evaluate_by_rule(self, inputs, visible)
+        return self.apply(inputs, visible)
+
+    def apply(self, inputs: Sequence[Any], visible: Any = True) -> list[Any]:
+        """Does the steps one by one, those with derivatives of a user's as they were traced."""
         values: dict[int, Any] = dict(enumerate(inputs))
 
         def read(x: Value) -> Any:
@@ -118,7 +125,7 @@ class Program:
     @functools.cached_property
     def opened(self) -> Program:
         """The same with custom derivatives left out."""
-        return self._retrace(self.evaluate, self.inputs, opens_custom=True)
+        return self._retrace(self.apply, self.inputs, opens_custom=True)
 
     @functools.cached_property
     def moved(self) -> Program:
@@ -130,7 +137,7 @@ class Program:
                 moving.pop(0) if aval.is_float else np.zeros(aval.shape, jax.dtypes.float0)
                 for aval in self.inputs
             ]
-            results = jax.jvp(lambda *x: self.evaluate(x), tuple(inputs), tuple(tangents))
+            results = jax.jvp(lambda *x: self.apply(x), tuple(inputs), tuple(tangents))
             return [*results[0], *results[1]]
 
         floats = [aval for aval in self.inputs if aval.is_float]
@@ -142,7 +149,7 @@ class Program:
 
         def both(inputs):
             first, *rest = inputs
-            y, pull = jax.vjp(lambda first: self.evaluate([first, *rest])[0], first)
+            y, pull = jax.vjp(lambda first: self.apply([first, *rest])[0], first)
             return [y, *pull(jnp.ones_like(y))]
 
         return self._retrace(both, self.inputs, opens_custom=True)
@@ -150,7 +157,7 @@ class Program:
     def _retrace(
         self, function: Callable[..., Any], inputs: Sequence[Aval], opens_custom: bool = False
     ) -> Program:
-        with use_abstract_mesh(AbstractMesh((), ())):  # nothing of the caller's matters
+        with use_abstract_mesh(_NO_MESH):  # nothing of the caller's matters
             structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in inputs]
             closed = jax.make_jaxpr(lambda *x: function(x))(*structs)
         return _Builder(inputs, opens_custom).build(closed, closed.consts)[0]
@@ -162,9 +169,10 @@ def _guard(x: Any, visible: Any) -> Any:
 
 
 def _evaluate_by_rule(program: Program, inputs: Sequence[Any], visible: Any) -> list[Any]:
-    """Evaluates a program of custom derivatives on what varies over the axes of a shard_map.
+    """Evaluates a program with custom_jvp by programs of its derivatives, to any order.
 
-    Their own jaxprs, made outside of it, say of all results that they do not.
+    The jaxprs of custom_jvp say of their results how they vary over devices, from where they were
+    traced, and a tile is elsewhere. With custom_vjp there is no such program.
     """
 
     @jax.custom_jvp
@@ -294,7 +302,9 @@ def trace(
 
     try:
         structs = [jax.ShapeDtypeStruct((), dtype) for dtype in arguments.values()]
-        closed = jax.make_jaxpr(converted)(*structs)
+        mesh = get_abstract_mesh()
+        with use_abstract_mesh(mesh if mesh.manual_axes else _NO_MESH):
+            closed = jax.make_jaxpr(converted)(*structs)
     except jax.errors.TracerArrayConversionError as error:
         raise TypeError(
             f"{name} indexes a NumPy array by a traced scalar; expected a jax.Array: "
@@ -312,13 +322,13 @@ def trace(
 
 def _derivative_keys(program: Program, depth: int = 2) -> Hashable:
     """Returns the key of a program and, where it has custom ones, those of its derivatives."""
-    if depth == 0 or not program.has_custom_derivatives:
+    if depth == 0 or not program.custom:
         return program.key
     rules = [
         _Identity(x)
         for step in program.steps
         for x in step.params.values()
-        if step.primitive.name.startswith("custom_vjp") and callable(x)
+        if step.primitive.name.startswith("custom_vjp") and _is_rule(x)
     ]
     if rules:  # there is no forward mode: the rules are compared as the objects that they are
         return program.key, tuple(rules)
@@ -462,7 +472,11 @@ class _Builder:
             for x in eqn.outvars
         ]
         inputs = tuple(map(_root, operands))
-        self.steps.append(_Pending(eqn.primitive, eqn.params, inputs, tuple(outputs)))
+        # Where the tile is, no mesh applies.
+        params = {
+            k: None if k in ("sharding", "out_sharding") else x for k, x in eqn.params.items()
+        }
+        self.steps.append(_Pending(eqn.primitive, params, inputs, tuple(outputs)))
         return outputs
 
     def _widened(self, x: Any) -> Any:
@@ -527,8 +541,13 @@ def _freeze_params(step: Step) -> Hashable:
     return tuple(
         (name, _freeze(x))
         for name, x in sorted(step.params.items())
-        if not (custom and callable(x) and not isinstance(x, ClosedJaxpr | Jaxpr))
+        if not (custom and _is_rule(x))
     )
+
+
+def _is_rule(x: Any) -> bool:
+    """Tells a function among the parameters of a custom derivative from what it is applied to."""
+    return not isinstance(x, ClosedJaxpr | Jaxpr | bool | int | str | tuple)
 
 
 def _freeze(x: Any) -> Hashable:

@@ -24,11 +24,6 @@ def vary_over(tree: Any, like: Any) -> Any:
     return jax.tree.map(cast, tree) if axes else tree
 
 
-def varies(tree: Any) -> bool:
-    """Tells whether any array of a tree varies over an axis."""
-    return any(_varying_axes(x) for x in jax.tree.leaves(tree))
-
-
 def _varying_axes(x: Any) -> frozenset:
     aval = jax.typeof(x)
     # jax before 0.10 keeps the axes in `vma`, later ones in `manual_axis_type`.

@@ -113,14 +113,6 @@ class Dropped {
     const uint32 sign = bits_[i / 32] << (31 - i / 2 % 16 - i % 2 * 16) & 0x80000000u;
     return __uint_as_float(__float_as_uint(weight) | sign);
   }
-  // Of elements 2 * i and 2 * i + 1, marked before: a mask of the dropped ones as they are packed.
-  static __device__ __forceinline__ uint32 halves(float low, float high) {
-    if constexpr (kHasScoreFunction) {
-      return (__float_as_uint(low) & 1 ? 0xffffu : 0u) |
-             (__float_as_uint(high) & 1 ? 0xffff0000u : 0u);
-    }
-    return ptx::sign_halves(low, high);
-  }
   // Is the weight of element i dropped?
   __device__ __forceinline__ bool drops(int i) const {
     return bits_[i / 32] >> (i / 2 % 16 + i % 2 * 16) & 1;

@@ -61,7 +61,7 @@ def functions(call: Call, shapes: Shapes) -> str:
         # Blocks reach beyond the lengths.
         small=all(isinstance(n, int) and n <= emit.SMALL - 1024 for n in lengths),
     )
-    text = define("score_value")
+    text = emit.PRELUDE + define("score_value")
     if _has_slope(call):
         text += define("score_value_and_slope", with_slope=True)
     return text

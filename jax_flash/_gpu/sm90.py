@@ -374,7 +374,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if causal else 1
     # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
     bias_bytes = bytes_of_bias(shapes.bias)
-    beside = bias_bytes > 0 and (shapes.mask or drops)
+    beside = bias_bytes > 0 and (shapes.mask or drops or mapped)
     # The ends of what a row sees by positions, beside the ids of a block or its bits.
     placed = "query_positions" in problem.terms
     own_keys = bias_bytes > 0 or shapes.mask is not None or "query_segments" in problem.terms

@@ -88,6 +88,9 @@ EMULATOR_MATH(floorf)
 EMULATOR_MATH(ceilf)
 EMULATOR_MATH(roundf)
 EMULATOR_MATH(rintf)
+inline float __expf(float x) { return __builtin_expf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float copysignf(float x, float sign) { return __builtin_copysignf(x, sign); }
 inline float powf(float x, float y) { return __builtin_powf(x, y); }
 inline float fmodf(float x, float y) { return __builtin_fmodf(x, y); }
 inline float atan2f(float y, float x) { return __builtin_atan2f(y, x); }

@@ -204,7 +204,16 @@ __device__ __forceinline__ void draw_next(const BackwardParams& p, const volatil
   }
 }
 
-// From S^T to P, as `probabilities` has it. With dropout the dropped elements get a sign, and zero
+// Of two weights that are marked: a mask of the dropped ones as they are packed.
+__device__ __forceinline__ uint32 dropped_halves(float low, float high) {
+  if constexpr (kHasScoreFunction) {
+    return (__float_as_uint(low) & 1 ? 0xffffu : 0u) |
+           (__float_as_uint(high) & 1 ? 0xffff0000u : 0u);
+  }
+  return ptx::sign_halves(low, high);
+}
+
+// From S^T to P, as `probabilities` has it. With dropout the dropped elements get a mark, and zero
 // is what they are in `probability`.
 __device__ __forceinline__ void score_to_probability(
     const BackwardParams& p, const volatile UnitRecord& u, float (&x)[kScores],
@@ -224,7 +233,7 @@ __device__ __forceinline__ void score_to_probability(
     if constexpr (kHasSlope) {
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i)
-        probability[i] &= ~Dropped<kScores>::halves(x[2 * i], x[2 * i + 1]);
+        probability[i] &= ~dropped_halves(x[2 * i], x[2 * i + 1]);
     }
   }
 }
