@@ -332,6 +332,8 @@ class _Writer:
             return [_arrange(name, params, arrays, aval)]
         if name in _REDUCTIONS:
             return [self.reduce(_REDUCTIONS[name], arrays[0], params["axes"])]
+        if any(x.shape not in ((), aval.shape) for x in arrays) or len(step.avals) > 1:
+            raise _unknown(name)
         result = np.empty(aval.shape, object)
         for at in np.ndindex(aval.shape):
             scalars = [x[at] if x.shape else x[()] for x in arrays]
