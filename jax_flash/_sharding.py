@@ -7,8 +7,8 @@ no collective, with three exceptions that the arithmetic asks for:
 - Fewer kv heads than devices that share the query heads (K not divisible): each of these devices
   reads the kv heads its query heads need from whole keys and values, and the gradients of key and
   value are summed over them, one all-reduce each. The forward pass still needs none.
-- The gradient of a bias, of an array that a score function reads, and of keys and values that the members of a vmap share, is summed over
-  the devices along its dims of size 1.
+- The gradient of a bias, of an array that a score function reads, and of keys and values that the
+  members of a vmap share, is summed over the devices along its dims of size 1.
 - Arguments that arrive in another sharding are brought to this one first; a query, key or value
   that arrives split along its sequence is gathered whole on every device, with a warning.
 
@@ -205,8 +205,9 @@ class _Plan:
     def sum_gradient(self, name: str, x, shape: Sequence[int]):
         """Sums the gradient of k, v, bias or a captured array over the devices that share it.
 
-        They share it along its dims of size 1, an array without heads along these; kv_shared share kv heads, and their gradients
-        `[*B, S, heads read, H]` are added up to `[*B, S, K, H]`.
+        They share it along its dims of size 1, a captured array along the heads too; kv_shared
+        share kv heads, and their gradients `[*B, S, heads read, H]` are added up to
+        `[*B, S, K, H]`.
         """
         axes = zip(self._full_axes(name, shape), self.axes(name, shape), strict=True)
         shared = [a for full, own in axes for a in full if a not in own]

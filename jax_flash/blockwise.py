@@ -32,8 +32,8 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
 
     Arguments:
       problem: what to compute.
-      operands: q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, and problem.optional; any of
-        *B may be 1 but in q.
+      operands: q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, and problem.optional; any
+        of *B may be 1 but in q.
 
     Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse `[*B, N, T]` in problem.sum_dtype.
     """

@@ -219,8 +219,8 @@ def attention(
     """The public call in numpy; `precision` names the type every intermediate is rounded to.
 
     Args are those of flash_attention; `dropout_words` are the two words of the dropout key, `dout`
-    [*B, T, N, Hv] and `dlse` [*B, T, N] the cotangents (gradients are None without dout). `score` is
-    ScoreCase.plain of score_functions.py, which reads `table`.
+    [*B, T, N, Hv] and `dlse` [*B, T, N] the cotangents (gradients are None without dout). `score`
+    is ScoreCase.plain of score_functions.py, which reads `table`.
     """
     work = np.float64 if precision == "float64" else np.float32
     low = DTYPES[precision]

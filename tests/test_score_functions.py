@@ -348,7 +348,7 @@ def test_ready_made_functions_are_their_formulas(qkv):
 
 
 def test_buckets_are_those_of_t5():
-    """Distances 0 to 7 alone, then by logarithms, 128 and beyond together; later keys from 16 on."""
+    """Distances below 8 alone, then by logarithms up to 128; later keys have 16 to 31."""
     f = scores.relative_position_buckets(jnp.arange(32.0)[None])
 
     def bucket(distance):

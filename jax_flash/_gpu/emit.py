@@ -3,8 +3,8 @@
 `define` writes one; `cannot` says why there is no text. Integers wrap as JAX's do. Where their
 bounds are known, nothing that the bounds decide is written, and float32 of an integer below 2^24 is
 computed from the arguments as floats, which kernels have at hand: a conversion takes as long as an
-exponential. Functions are CUDA's own, of one or two ulp, but tanh; none is fast and inexact. The texts need
-`PRELUDE` in front of them.
+exponential. Functions are CUDA's own, of one or two ulp, but tanh; none is fast and inexact. The
+texts need `PRELUDE` in front of them.
 """
 
 from __future__ import annotations
