@@ -289,7 +289,7 @@ def trace(
         raise TypeError(f"{name} is {type(function).__name__}; expected a function {signature}")
 
     def converted(*scalars):
-        x = function(*scalars)
+        x: Any = function(*scalars)
         shape, dtype = jnp.shape(x), getattr(x, "dtype", type(x))
         kind = jnp.bool_ if result == "bool" else jnp.floating
         if shape != () or not jnp.issubdtype(dtype, kind):
@@ -433,7 +433,7 @@ class _Builder:
 
         def read(x: Any) -> _Known | _Computed:
             if isinstance(x, Literal):
-                return _Known(np.asarray(x.val, x.aval.dtype))
+                return _Known(_literal(x))
             return values[x]
 
         for eqn in jaxpr.eqns:
@@ -449,8 +449,10 @@ class _Builder:
                 results = self._run(getattr(inner, "jaxpr", inner), inner_consts, operands)
             elif name in _CASTS:
                 results = operands
-            elif all(isinstance(x, _Known) for x in operands):
-                results = [_Known(x) for x in _compute(eqn, [x.value for x in operands])]
+            elif len(known := [x.value for x in operands if isinstance(x, _Known)]) == len(
+                operands
+            ):
+                results = [_Known(x) for x in _compute(eqn, known)]
             else:
                 results = self._record(eqn, operands)
             values.update(zip(eqn.outvars, results, strict=True))
@@ -504,6 +506,10 @@ def _root(x: _Known | _Computed) -> _Known | _Computed:
     while isinstance(x, _Computed) and x.same is not None:
         x = x.same
     return x
+
+
+def _literal(x: Any) -> np.ndarray:
+    return np.asarray(x.val, x.aval.dtype)
 
 
 def _is_number(x: Any) -> bool:
@@ -585,7 +591,7 @@ def _freeze_jaxpr(jaxpr: Jaxpr) -> Hashable:
 
     def read(x: Any) -> Hashable:
         if isinstance(x, Literal):
-            return Constant(np.asarray(x.val, x.aval.dtype)).key
+            return Constant(_literal(x)).key
         return index.setdefault(x, len(index)), Aval.of(x.aval)
 
     inputs = tuple(map(read, (*jaxpr.constvars, *jaxpr.invars)))

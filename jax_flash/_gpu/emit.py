@@ -194,6 +194,11 @@ def _single(x: _Scalar) -> np.ndarray:
     return array
 
 
+def _only(x: Any) -> _Scalar:
+    """Returns the element of an array of one, or what is one already."""
+    return x.item() if isinstance(x, np.ndarray) else x
+
+
 def _of_constant(x: Constant) -> np.ndarray:
     array = np.empty(x.value.shape, object)
     for at in np.ndindex(array.shape):
@@ -310,7 +315,7 @@ class _Writer:
         return array
 
     def scalar(self, x: _Operand) -> _Scalar:
-        return self.elements(x).reshape(())[()]
+        return _only(self.elements(x))
 
     def write(self, step: Step, operands: list[_Operand]) -> list[_Operand]:
         name, params = step.primitive.name, step.params
@@ -336,7 +341,7 @@ class _Writer:
             raise _unknown(name)
         result = np.empty(aval.shape, object)
         for at in np.ndindex(aval.shape):
-            scalars = [x[at] if x.shape else x[()] for x in arrays]
+            scalars = [_only(x[at]) if x.shape else _only(x) for x in arrays]
             result[at] = self.compute(name, params, scalars, aval.dtype)
         return [result]
 
@@ -390,7 +395,7 @@ class _Writer:
             part = self.elements(part)
             filled = np.empty(part.shape, object)
             for i in np.ndindex(part.shape):
-                filled[i] = self.select(inside, [fill, part[i]], aval.dtype)
+                filled[i] = self.select(inside, [fill, _only(part[i])], aval.dtype)
             return filled
 
         if indices.ndim == 1:
@@ -439,7 +444,7 @@ class _Writer:
                 return self.extreme(name, *x)
             case "add" | "add_any" | "sub" | "mul" if kinds == {"int"}:
                 op = _SUMS[name]
-                return self.multiply(*x) if op == "*" else self.add(*x, op)
+                return self.multiply(x[0], x[1]) if op == "*" else self.add(x[0], x[1], op)
             case "mul" if dtype == "float32" and any(_is_one(one) for one in x):
                 return x[1] if _is_one(x[0]) else x[0]
             case "add" | "add_any" | "sub" | "mul" if "bool" not in kinds:
