@@ -115,32 +115,32 @@ template <>
 struct Named<ForwardParams> : ForwardParams {
   JSON_FIELDS(query, key, value, query_data, key_data, value_data, out, lse, query_lengths,
               key_value_lengths, query_segments, key_value_segments, bias, mask, sinks,
-              sinks_batch_stride, dropout_state, score_ids, captures, unit_counter, segment_ranges,
-              segment_plan, batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads,
-              window_left, window_right, scale, scale_log2, softcap_inner, softcap_bias,
-              dropout_threshold, dropout_scale, query_positions, key_value_positions,
-              key_position_ranges, query_position_ranges)
+              sinks_batch_stride, dropout_state, unit_counter, segment_ranges, segment_plan, batch,
+              query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
+              window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
+              dropout_scale, query_positions, key_value_positions, key_position_ranges,
+              query_position_ranges, score_ids, captures)
 };
 template <>
 struct Named<BackwardParams> : BackwardParams {
   JSON_FIELDS(query, key, value, dout, dkey, dvalue, query_data, key_data, value_data, out_data,
               dout_data, lse, dlse, dquery, dkey_data, dvalue_data, dbias, query_lengths,
               key_value_lengths, query_segments, key_value_segments, bias, mask, dropout_state,
-              score_ids, captures, lse_log2, minus_delta, dq_sum, next_unit, turns,
-              query_segment_ranges, key_segment_ranges, dbias_sum, marks, bias_elements,
-              bias_batches, bias_heads, dbias_parts, batch, query_len, kv_len, query_heads,
-              kv_heads, l2_heads, window_left, window_right, scale, scale_log2, softcap_inner,
-              softcap_bias, dropout_threshold, dropout_scale, query_positions, key_value_positions,
-              key_position_ranges, query_position_ranges)
+              lse_log2, minus_delta, dq_sum, next_unit, turns, query_segment_ranges,
+              key_segment_ranges, dbias_sum, marks, bias_elements, bias_batches, bias_heads,
+              dbias_parts, batch, query_len, kv_len, query_heads, kv_heads, l2_heads, window_left,
+              window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
+              dropout_scale, query_positions, key_value_positions, key_position_ranges,
+              query_position_ranges, score_ids, captures)
 };
 template <>
 struct Named<Sm80ForwardParams> : Sm80ForwardParams {
   JSON_FIELDS(query_data, key_data, value_data, out, lse, query_lengths, key_value_lengths,
               query_segments, key_value_segments, query_positions, key_value_positions, bias, mask,
-              sinks, sinks_batch_stride, dropout_state, score_ids, captures, key_segment_ranges,
-              key_position_ranges, batch, query_len, kv_len, query_heads, kv_heads, query_blocks,
-              l2_heads, window_left, window_right, scale, scale_log2, softcap_inner, softcap_bias,
-              dropout_threshold, dropout_scale)
+              sinks, sinks_batch_stride, dropout_state, key_segment_ranges, key_position_ranges,
+              batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
+              window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
+              dropout_scale, score_ids, captures)
 };
 template <>
 struct Named<DecodeParams> : DecodeParams {

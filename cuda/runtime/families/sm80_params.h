@@ -27,8 +27,6 @@ struct Sm80ForwardParams {
   const float* sinks;              // [B or 1, N]
   long long sinks_batch_stride;    // elements from one batch row to the next: N, or 0 when shared
   const unsigned* dropout_state;   // [B, N, 4] key word 0, key word 1, head id, batch id
-  const int* score_ids;            // [B, N, 2] batch row, head as a function of the scores has them
-  Capture captures[kMaxCaptures];  // arrays that it reads
 
   // Workspaces, smallest and largest of each block of keys, written by key_ranges: [B, ceil(S /
   // kBlockKV), 2], only with kHasSegments and kHasPositions.
@@ -50,4 +48,8 @@ struct Sm80ForwardParams {
   float softcap_bias;   // 1 / cap, only with kSoftcap and kHasBias
   unsigned dropout_threshold;  // rate * 2^15, in both halves; below it a weight is dropped
   float dropout_scale;         // 1 / (1 - rate)
+
+  // Only with kHasScoreFunction; score_ids with kHasScoreIds.
+  const int* score_ids;  // [B, N, 2] batch row, head, as a function of the scores has them
+  Capture captures[kMaxCaptures];  // arrays that it reads
 };

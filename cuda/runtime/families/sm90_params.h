@@ -25,17 +25,15 @@ struct ForwardParams {
   void* out;               // [B, T, N, Hv] element type of the query
   float* lse;              // [B, N, T] natural logarithm
 
-  const int* query_lengths;        // [B]
-  const int* key_value_lengths;    // [B]
-  const int* query_segments;       // [B, T]
-  const int* key_value_segments;   // [B, S]
-  Broadcast bias;                  // only with kHasBias
-  Mask mask;                       // only with kHasMask
-  const float* sinks;              // [B or 1, N]
-  long long sinks_batch_stride;    // elements from one batch row to the next: N, or 0 when shared
-  const unsigned* dropout_state;   // [B, N, 4] key word 0, key word 1, head id, batch id
-  const int* score_ids;            // [B, N, 2] batch row, head as a function of the scores has them
-  Capture captures[kMaxCaptures];  // arrays that it reads
+  const int* query_lengths;       // [B]
+  const int* key_value_lengths;   // [B]
+  const int* query_segments;      // [B, T]
+  const int* key_value_segments;  // [B, S]
+  Broadcast bias;                 // only with kHasBias
+  Mask mask;                      // only with kHasMask
+  const float* sinks;             // [B or 1, N]
+  long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
+  const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
 
   // Workspace. unit_counter: one int, zero at launch, only with kDynamic (with kHasSegments
   // segment_ranges zeroes it). Only with kHasSegments, written by the kernels segment_ranges and
@@ -67,6 +65,10 @@ struct ForwardParams {
   const int* key_value_positions;  // [B, S]
   int* key_position_ranges;        // [B, ceil(S / kBlockKV), 2]
   int* query_position_ranges;      // [B, query_blocks * kConsumers, 2]
+
+  // Only with kHasScoreFunction; score_ids with kHasScoreIds.
+  const int* score_ids;  // [B, N, 2] batch row, head, as a function of the scores has them
+  Capture captures[kMaxCaptures];  // arrays that it reads
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
@@ -94,15 +96,13 @@ struct BackwardParams {
   void* dvalue_data;       // [B, S, K, Hv]
   void* dbias;             // of the bias's shape and type, only with kHasDbias
 
-  const int* query_lengths;        // [B]
-  const int* key_value_lengths;    // [B]
-  const int* query_segments;       // [B, T]
-  const int* key_value_segments;   // [B, S]
-  Broadcast bias;                  // only with kHasBias
-  Mask mask;                       // only with kHasMask
-  const unsigned* dropout_state;   // [B, N, 4] key word 0, key word 1, head id, batch id
-  const int* score_ids;            // [B, N, 2] batch row, head as a function of the scores has them
-  Capture captures[kMaxCaptures];  // arrays that it reads
+  const int* query_lengths;       // [B]
+  const int* key_value_lengths;   // [B]
+  const int* query_segments;      // [B, T]
+  const int* key_value_segments;  // [B, S]
+  Broadcast bias;                 // only with kHasBias
+  Mask mask;                      // only with kHasMask
+  const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
 
   // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kBlockQ) query
   // blocks.
@@ -143,4 +143,8 @@ struct BackwardParams {
   const int* key_value_positions;
   int* key_position_ranges;    // [B, ceil(S / kBlockKV), 2]
   int* query_position_ranges;  // [B, Q, 2]
+
+  // Only with kHasScoreFunction; score_ids with kHasScoreIds.
+  const int* score_ids;  // [B, N, 2] batch row, head, as a function of the scores has them
+  Capture captures[kMaxCaptures];  // arrays that it reads
 };
