@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from shapes import Case, Cell
 
+import jax_flash
+
 CHUNK = 1024  # queries at a time: [CHUNK, T] in float64 is 128 MB at T = 16384
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -92,6 +94,15 @@ def _attention(cell: Cell, q: Any, k: Any, v: Any, dout: Any) -> tuple[jax.Array
 LIMIT = 4.0  # times the error of plain attention in the same precision
 NOISE = 1.25  # the same, either way, where dropout's noise is the error: of the median row
 PATTERN = 0.05  # of two norms that differ by 0.3 where the passes drop different weights
+
+
+REACH = 128  # of a table of relative positions
+
+
+def relative_table(heads: int) -> np.ndarray:
+    """Returns a table of relative positions, float32 `[heads, 2 REACH + 1]`."""
+    columns = np.arange(2 * REACH + 1)
+    return np.cos(columns * (1 + np.arange(heads)[:, None]) / 10).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +248,12 @@ def _plain(case: Case, given: Mapping[str, Any], dtype: Any, dropout: float) -> 
         logits *= 1 / math.sqrt(case.head_dim)
         if bias is not None:
             logits += bias
+        if case.score == "alibi":
+            slopes = jax_flash.scores.alibi_slopes(case.heads)[: logits.shape[1]]
+            logits -= slopes[:, None, None] * abs(keys - queries)
+        if case.score == "table":
+            columns = jnp.clip(keys - queries, -REACH, REACH) + REACH
+            logits += jnp.asarray(relative_table(case.heads))[: logits.shape[1], columns]
         if case.softcap is not None:
             logits = case.softcap * jnp.tanh(logits / case.softcap)
         logits = jnp.where(seen, logits, -1e30)  # finite: a row may see nothing

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from exact import REACH, relative_table
 from peers import XLA_SCORES, Call, Peer, Program, compile_jax
 from shapes import Case, Pass
 
@@ -73,9 +74,22 @@ def flash_options(case: Case, given: Mapping[str, Any]) -> dict[str, Any]:
     return arrays | {
         "is_causal": case.causal,
         "local_window_size": None if case.window is None else (case.window, 0),
-        "softcap": case.softcap,
+        "softcap": case.softcap if case.score is None else None,
+        "score_mod": score_function(case),
         "dropout_rate": case.dropout,
     }
+
+
+def score_function(case: Case) -> Any:
+    """Returns the case's function of the scores."""
+    match case.score:
+        case "alibi":
+            return jax_flash.scores.alibi(jax_flash.scores.alibi_slopes(case.heads))
+        case "table":
+            return jax_flash.scores.relative_position_table(relative_table(case.heads))
+        case "softcap":
+            return jax_flash.scores.softcap(case.softcap or 1.0)
+    return None
 
 
 def _jax_peer(name: str, label: str, color: str, attend: Callable[..., Any]) -> Peer:
@@ -91,7 +105,7 @@ def _attend_flash(case: Case, given: Mapping[str, Any]) -> Any:
 
 
 def _attend_xla(case: Case, given: Mapping[str, Any]) -> Any:
-    _refuse(case, "softcap", "sinks", "dropout", "segment")
+    _refuse(case, "softcap", "score", "sinks", "dropout", "segment")
     scores = 4 * case.batch * case.heads * case.length**2
     if scores > XLA_SCORES:
         raise NotImplementedError(f"scores of {scores >> 30} GB")
@@ -99,7 +113,7 @@ def _attend_xla(case: Case, given: Mapping[str, Any]) -> Any:
 
 
 def _attend_cudnn(case: Case, given: Mapping[str, Any]) -> Any:
-    _refuse(case, "softcap", "sinks")
+    _refuse(case, "softcap", "score", "sinks")
     bias = given.get("bias")
     if bias is not None:  # it broadcasts over sequences and heads alone
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], case.length, case.length))
@@ -195,7 +209,7 @@ def _sdpa(kind: str) -> Callable[..., Any]:
     attention = importlib.import_module("torch.nn.attention")
 
     def prepare(case: Case, tensors: Mapping[str, Any]) -> Callable[[], Any]:
-        _refuse(case, "softcap", "sinks", "lengths", "segment", "window")
+        _refuse(case, "softcap", "score", "sinks", "lengths", "segment", "window")
         scores = (case.batch, case.heads, case.length, case.length)
 
         def attend() -> Any:
@@ -224,10 +238,17 @@ def _flex(case: Case, tensors: Mapping[str, Any]) -> Callable[[], Any]:
         tensors.get(name) for name in ("bias", "mask", "segments", "lengths", "sinks")
     )
 
+    slopes = torch.from_numpy(jax_flash.scores.alibi_slopes(case.heads)).to(tensors["q"].device)
+    table = torch.from_numpy(relative_table(case.heads)).to(tensors["q"].device)
+
     def score(logit: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         if bias is not None:
             at = zip((b, h, q, k), bias.shape, strict=True)
             logit = logit + bias[tuple(i if size > 1 else i * 0 for i, size in at)]
+        if case.score == "alibi":
+            logit = logit - slopes[h] * (q - k).abs()
+        if case.score == "table":
+            logit = logit + table[h, (k - q).clamp(-REACH, REACH) + REACH]
         if case.softcap is not None:
             logit = case.softcap * torch.tanh(logit / case.softcap)
         return logit
@@ -249,7 +270,7 @@ def _flex(case: Case, tensors: Mapping[str, Any]) -> Callable[[], Any]:
         per_row = any(x is not None for x in (mask, segments, lengths))
         rows = case.batch if per_row else None
         blocks = flex.create_block_mask(sees, rows, None, case.length, case.length, device="cuda")
-    changes = bias is not None or case.softcap is not None
+    changes = bias is not None or case.softcap is not None or case.score is not None
     torch._dynamo.reset()  # else the compiler gives up after some cases
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     attend = functools.partial(

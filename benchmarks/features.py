@@ -12,6 +12,7 @@ Writes results/<gpu>/features-<commit>.json and .md, after each problem.
 """
 
 import argparse
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -29,41 +30,62 @@ from shapes import Case, Pass
 from tqdm import tqdm
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """What a script measures: features.py, or another with cases of its own."""
+
+    name: str
+    about: str
+    features: dict[str, dict[str, Any]]
+    cases: Callable[..., list[Case]]
+    problems: tuple[str, ...]
+    peers: tuple[str, ...]
+
+
+def main(script: Script | None = None) -> None:
     """Measures the chosen cases and prints one table."""
-    options = parse()
+    script = script or Script(
+        name="features",
+        about=__doc__ or "",
+        features=shapes.FEATURES,
+        cases=shapes.cases,
+        problems=tuple(shapes.PROBLEMS),
+        peers=tuple(peer.name for peer in feature_peers.all_peers()),
+    )
+    options = parse(script)
     chosen = [peer for peer in feature_peers.all_peers() if peer.name in options.peers]
     ceiling = [run.measure_product()]
     records: list[dict[str, Any]] = []
     text = ""
     for problem in options.problems:
-        cases = shapes.cases(problem, options.cases)
+        cases = script.cases(problem, options.cases)
         ahead = dict.fromkeys(options.passes[:1], prepare)  # once for all passes
         programs = {of: run.build_all(of, cases, chosen, ahead.get(of)) for of in options.passes}
         for case in (progress := tqdm(cases)):
             progress.set_description(case.name)
             records += measure(case, programs, chosen)
         ceiling.append(run.measure_product())
-        text = write(options, chosen, records, ceiling)  # a later problem may be cut off
+        text = write(script, options, chosen, records, ceiling)  # a later problem may be cut off
     print(text)
 
 
-def parse() -> argparse.Namespace:
+def parse(script: Script) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=script.about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [peer.name for peer in feature_peers.all_peers()]
-    problems = list(shapes.PROBLEMS)
+    there = [peer.name for peer in feature_peers.all_peers()]
+    names = [name for name in script.peers if name in there]
+    problems = list(script.problems)
     parser.add_argument("--problems", nargs="+", choices=problems, default=problems)
-    parser.add_argument("--cases", nargs="+", choices=shapes.FEATURES, default=None)
+    parser.add_argument("--cases", nargs="+", choices=script.features, default=None)
     parser.add_argument("--peers", nargs="+", choices=names, default=names)
     parser.add_argument("--passes", nargs="+", choices=shapes.PASSES, default=list(shapes.PASSES))
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
     folder = Path(__file__).resolve().parent / "results"
     parser.add_argument("--output", type=Path, default=folder)
     options = parser.parse_args()
-    if not any(shapes.cases(problem, options.cases) for problem in options.problems):
+    if not any(script.cases(problem, options.cases) for problem in options.problems):
         parser.error(f"no such case in {', '.join(options.problems)}")
     return options
 
@@ -132,14 +154,15 @@ def draw(case: Case) -> dict[str, jax.Array]:
 
 
 def write(
+    script: Script,
     options: argparse.Namespace,
     chosen: list[peers.Peer],
     records: list[dict[str, Any]],
     ceiling: list[float],
 ) -> str:
     """Writes the numbers and the tables; returns the first table, and where they are."""
-    about, folder = run.describe(options, "benchmarks/features.py", ceiling)
-    path = folder / f"features-{about['commit']}.json"
+    about, folder = run.describe(options, f"benchmarks/{script.name}.py", ceiling)
+    path = folder / f"{script.name}-{about['commit']}.json"
     path.write_text(run.in_lines(about, "cases", records))
     labels = {peer.name: peer.label for peer in chosen}
     table = charts.features(records, labels, "jax_flash", "jax_cudnn")

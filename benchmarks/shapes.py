@@ -139,6 +139,9 @@ class Case(Cell):
     mask: str | None = None  # [B, 1, T, S]: "half" of the pairs at random, or "documents" of T / 8
     dropout: float = 0.0
     softcap: float | None = None
+    score: str | None = (
+        None  # a function of the scores: "alibi", "table", or "softcap" of `softcap`
+    )
     sinks: bool = False  # float32 [N]
     lengths: bool = False  # of queries and keys: T and T / 2 by turns
     positions: bool = False  # in the order of the index, which peers without them count by
@@ -227,10 +230,37 @@ PROBLEMS: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
     **{f"D{dim}": (2, 8192, MODEL_DIM // dim, dim, _CAUSAL) for dim in HEAD_DIMS},
 }
 
+# Of programmable.py: each function beside what is built in, or nothing.
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+} | {
+    f"{name}{'_causal' * causal}": change | {"causal": causal}
+    for causal in (False, True)
+    for name, change in {
+        "alibi": {"score": "alibi"},
+        "table": {"score": "table"},
+        "softcap_built_in": {"softcap": 30.0},
+        "softcap": {"softcap": 30.0, "score": "softcap"},
+    }.items()
+}
+
 
 def cases(problem: str, chosen: Sequence[str] | None = None) -> list[Case]:
     """Lists the cases of a problem: of all its features, or of the chosen ones among them."""
-    batch, length, heads, head_dim, features = PROBLEMS[problem]
+    features = {name: FEATURES[name] for name in PROBLEMS[problem][-1]}
+    return _cases(problem, features, chosen)
+
+
+def function_cases(problem: str, chosen: Sequence[str] | None = None) -> list[Case]:
+    """Lists the cases of FUNCTIONS with a problem's sizes, or the chosen ones among them."""
+    return _cases(problem, FUNCTIONS, chosen)
+
+
+def _cases(
+    problem: str, features: dict[str, dict[str, Any]], chosen: Sequence[str] | None
+) -> list[Case]:
+    batch, length, heads, head_dim, _ = PROBLEMS[problem]
     return [
         Case(
             **{
@@ -243,8 +273,8 @@ def cases(problem: str, chosen: Sequence[str] | None = None) -> list[Case]:
                 "problem": problem,
                 "feature": feature,
             }
-            | FEATURES[feature]
+            | change
         )
-        for feature in features
+        for feature, change in features.items()
         if chosen is None or feature in chosen
     ]

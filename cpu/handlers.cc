@@ -95,12 +95,17 @@ ffi::Error OutOfMemory() {
                     "jax_flash: no memory for the working set of the CPU kernel");
 }
 
+ffi::Error HasFunction() {
+  return ffi::Error::InvalidArgument("jax_flash: the CPU kernels have no function of the scores");
+}
+
 ffi::Error ForwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                           ProblemAttribute problem) {
   ForwardOperands operands;
   if (ffi::Error error = ReadForward(args, rets, problem, &operands); error.failure()) {
     return error;
   }
+  if (problem.HasFunction()) return HasFunction();
   const BoundInputs inputs(operands, problem);
   const ForwardCall call{inputs.get(), operands.out, operands.lse};
   PoolWorkers<ffi::ThreadPool> workers(pool, pool.num_threads());
@@ -114,6 +119,7 @@ ffi::Error BackwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
       error.failure()) {
     return error;
   }
+  if (problem.HasFunction()) return HasFunction();
   const BoundInputs inputs(operands, problem);
   BackwardCall call;
   call.in = inputs.get();

@@ -118,6 +118,11 @@ void CheckProblem(const ProblemAttribute& p, Reader* reader) {
   if (p.terms < 0 || p.terms >> kTermCount != 0) {
     reader->Fail("terms = " + std::to_string(p.terms) + " has unknown bits");
   }
+  if (p.captures < -1 || p.captures > kMaxCaptures) {
+    reader->Fail("captures = " + std::to_string(p.captures) + " is not in [-1, " +
+                 std::to_string(kMaxCaptures) + "]");
+  }
+  if (p.HasFunction() && p.softcap > 0) reader->Fail("softcap beside a function of the scores");
 }
 
 // Reads q, k and v, from which all other shapes follow.
@@ -175,6 +180,8 @@ std::int64_t TermDim(char letter, const Sizes& s) {
       return s.kv_len;
     case 'N':
       return s.q_heads;
+    case 'I':
+      return 2;  // batch row and head
     default:
       return 4;  // W: words of the state of dropout
   }
@@ -199,6 +206,19 @@ void ReadTerms(const ProblemAttribute& problem, Reader* reader, Operands* to) {
     }
     reader->Check(row.name, buffer, dtype, shape, std::string(to->batch.size(), 'B') + row.dims,
                   row.ones);
+  }
+  for (int i = 0; i < problem.captures && reader->ok(); ++i) {
+    const auto buffer = reader->Operand("capture");
+    if (!reader->ok()) return;
+    to->captures[i] = buffer;
+    const ffi::DataType dtype = buffer->element_type();
+    if (dtype != ffi::F32 && dtype != ffi::S32 && dtype != ffi::U32 && dtype != ffi::PRED) {
+      return reader->Fail("a captured array is neither float32 nor int32 nor uint32 nor bool");
+    }
+    const auto dims = buffer->dimensions();
+    Dims shape(to->batch.begin(), to->batch.end());
+    shape.push_back(dims.size() == shape.size() + 1 ? dims.back() : 0);
+    reader->Check("capture", buffer, dtype, shape, std::string(to->batch.size(), 'B') + "E", "B");
   }
 }
 
@@ -286,8 +306,9 @@ ffi::Error ReadDecode(ffi::RemainingArgs args, ffi::RemainingRets rets,
                       DecodeOperands* operands) {
   Reader reader(args, rets);
   CheckProblem(problem, &reader);
-  if (problem.dropout_rate > 0 || problem.terms & ~(std::int64_t{1} << kSinks)) {
-    reader.Fail("decoding has no term but sinks");
+  if (problem.dropout_rate > 0 || problem.HasFunction() ||
+      problem.terms & ~(std::int64_t{1} << kSinks)) {
+    reader.Fail("decoding has no term but sinks, and no function of the scores");
   }
   const bool with_v = attributes.value_dim == 0;
   const auto q = reader.Operand("q");

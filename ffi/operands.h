@@ -29,6 +29,7 @@ enum Term : int {
   kKeyValuePositions,
   kSinks,
   kDropoutState,
+  kScoreIds,
   kTermCount,
 };
 
@@ -47,6 +48,7 @@ inline constexpr TermRow kTerms[kTermCount] = {
     {"key_value_positions", "int32", "S", ""},
     {"sinks", "sum", "N", "B"},
     {"dropout_state", "uint32", "NW", ""},
+    {"score_ids", "int32", "NI", ""},
 };
 
 std::string TermName(Term term);
@@ -63,24 +65,27 @@ struct ProblemAttribute {
   double softcap;  // 0: none
   double dropout_rate;
   bool deterministic;
-  std::int64_t terms;  // bit i: Term i is present
+  std::int64_t terms;     // bit i: Term i is present
+  std::int64_t captures;  // arrays that a function of the scores reads; -1: there is none
 
   bool Has(Term term) const { return terms >> term & 1; }
+  bool HasFunction() const { return captures >= 0; }
 };
 
 }  // namespace jax_flash
 
 // In the order of the fields.
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_flash::ProblemAttribute, StructMember<double>("scale"),
-                                      StructMember<std::int64_t>("window_left"),
-                                      StructMember<std::int64_t>("window_right"),
-                                      StructMember<bool>("bottom_right"),
-                                      StructMember<double>("softcap"),
-                                      StructMember<double>("dropout_rate"),
-                                      StructMember<bool>("deterministic"),
-                                      StructMember<std::int64_t>("terms"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jax_flash::ProblemAttribute, StructMember<double>("scale"),
+    StructMember<std::int64_t>("window_left"), StructMember<std::int64_t>("window_right"),
+    StructMember<bool>("bottom_right"), StructMember<double>("softcap"),
+    StructMember<double>("dropout_rate"), StructMember<bool>("deterministic"),
+    StructMember<std::int64_t>("terms"), StructMember<std::int64_t>("captures"));
 
 namespace jax_flash {
+
+// Arrays that a function of the scores may read.
+inline constexpr int kMaxCaptures = 8;
 
 struct Sizes {
   std::int64_t batch;  // product of the leading dims
@@ -98,6 +103,7 @@ struct Operands {
   const void* k;                             // [*B, S, K, H]
   const void* v;                             // [*B, S, K, Hv]
   std::array<std::optional<xla::ffi::AnyBuffer>, kTermCount> terms;
+  std::array<std::optional<xla::ffi::AnyBuffer>, kMaxCaptures> captures;  // [*B or 1s, elements]
 
   template <class T>
   const T* Data(Term term) const {  // null when the term is absent

@@ -1,6 +1,6 @@
 """FlashAttention for JAX: exact attention whose memory grows linearly with sequence length."""
 
-from jax_flash import reference
+from jax_flash import reference, scores
 from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
 from jax_flash._version import __version__
@@ -18,4 +18,5 @@ __all__ = [
     "fill_cache",
     "flash_attention",
     "reference",
+    "scores",
 ]

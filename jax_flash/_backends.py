@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_flash import _gpu, _native
 from jax_flash._call import Call
 from jax_flash._problem import Shapes
-from jax_flash._terms import BROADCAST
+from jax_flash._terms import shares_rows
 
 Decline = Callable[[Call, Shapes, _gpu.GpuSpec], tuple[str, ...]]
 Run = Callable[..., tuple[jax.Array, ...]]
@@ -60,6 +60,8 @@ def _absent_cpu(gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
 def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
     if call.problem.dtype == "float64":
         return ("the CPU kernels take float32, bfloat16 and float16, not float64",)
+    if call.problem.score is not None:
+        return ("the CPU kernels have no score functions",)
     return ()
 
 
@@ -86,8 +88,8 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
         call, operands = call.rotated(*operands)
     named = call.name_operands(operands)
     batch = named["q"].shape[:-3]
-    for name in BROADCAST:
-        if name in named and named[name].shape[: len(batch)] not in (batch, (1,) * len(batch)):
+    for name in filter(shares_rows, named):
+        if named[name].shape[: len(batch)] not in (batch, (1,) * len(batch)):
             # The kernels read a term of one batch row, or of every one.
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))

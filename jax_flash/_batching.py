@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jax_flash._call import Call, dims
-from jax_flash._terms import BROADCAST, BROADCAST_HEADS
+from jax_flash._terms import BROADCAST_HEADS, shares_rows
 
 _OF_QUERIES = ("q", "out", "lse", "dout", "dlse")  # in full, always
 
@@ -111,7 +111,7 @@ class _Members:
         """Brings an operand to the form without shared keys."""
         shape = list(x.shape)
         for axis, size in enumerate(self.leading):
-            if axis not in self.axes and name not in BROADCAST:
+            if axis not in self.axes and not shares_rows(name):
                 shape[axis] = size
         if not self.axes or self._alike(name, x):
             return jnp.squeeze(jnp.broadcast_to(x, shape), self.axes)

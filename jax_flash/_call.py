@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_flash._problem import Problem, Shapes
-from jax_flash._terms import TERMS
+from jax_flash._terms import TERMS, is_capture
 
 # Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
-# heads, H and V features, W words, P pages, M pages of a row.
+# heads, H and V features, W words, I ids, P pages, M pages of a row, E elements of an array that a
+# function of the scores reads.
 _DIMS = {
     "q": "TNH",
     "k": "SKH",
@@ -34,7 +35,8 @@ _DIMS = {
 
 def dims(name: str) -> str:
     """Returns the letters of an operand's or result's dims after the leading ones."""
-    return _DIMS[name] if name in _DIMS else _DIMS[name.removeprefix("d")]
+    name = name if name in _DIMS else name.removeprefix("d")
+    return "E" if is_capture(name) else _DIMS[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Call(abc.ABC):
     @property
     @abc.abstractmethod
     def operands(self) -> tuple[str, ...]:
-        """The names of what goes in, the problem's terms last."""
+        """The names of what goes in, the problem's optional ones last."""
 
     @property
     @abc.abstractmethod

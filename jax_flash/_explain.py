@@ -240,6 +240,8 @@ def _describe(problem: Problem) -> str:
         parts.append("aligned bottom-right")
     if problem.softcap is not None:
         parts.append(f"softcap {problem.softcap:g}")
+    if problem.score is not None:
+        parts.append(f"score_mod {problem.score}")
     if problem.dropout_rate:
         parts.append(f"dropout {problem.dropout_rate:g}")
     if problem.deterministic:
@@ -251,6 +253,7 @@ def _describe(problem: Problem) -> str:
 
 def _describe_kernel(name: str, kernel: KernelReport) -> list[str]:
     lines = f"{name}: {kernel.plan}".splitlines()
+    lines += [f"  {line}" for line in kernel.plan.functions.splitlines()]
     if kernel.error is not None:
         return [*lines, f"  not compiled: {kernel.error}"]
     for entry in kernel.entries:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_flash._terms import TERMS
+from jax_flash._function import Function
+from jax_flash._terms import TERMS, capture, is_capture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +35,22 @@ class Problem:
     # dtypes always the first, and without meaning.
     precision: str = "default"
     terms: tuple[str, ...] = ()  # optional operands present, in the order of TERMS
+    score: Function | None = None  # of (score, batch, head, query, key), where softcap would be
 
     @property
     def sum_dtype(self) -> str:
         """The dtype of sums, of the softmax, and of lse and sinks."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """The names of the arrays that `score` reads, operands behind the terms."""
+        return () if self.score is None else tuple(map(capture, range(len(self.score.captures))))
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The names of all operands that a call may have or not."""
+        return (*self.terms, *self.captures)
 
     def attribute(self) -> dict[str, bool | int | float]:
         """Returns the attribute `problem` of a custom call, as ffi/operands.h reads it."""
@@ -52,11 +64,12 @@ class Problem:
             "dropout_rate": self.dropout_rate,
             "deterministic": self.deterministic,
             "terms": sum(1 << list(TERMS).index(name) for name in self.terms),
+            "captures": -1 if self.score is None else len(self.score.captures),
         }
 
     def name_terms(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Returns the optional operands by name."""
-        return dict(zip(self.terms, operands, strict=True))
+        return dict(zip(self.optional, operands, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +100,7 @@ class Shapes:
     bias: TermShape | None = None
     mask: TermShape | None = None
     page_size: int | None = None  # positions in a page of the cache; None: there are no pages
+    own_captures: tuple[bool, ...] = ()  # which captured arrays differ between batch rows
 
     @property
     def empty(self) -> bool:
@@ -109,6 +123,7 @@ class Shapes:
                     queries=queries,
                     keys=keys,
                 )
+        captured = [x for name, x in (terms or {}).items() if is_capture(name)]
         return cls(
             batch=math.prod(batch),
             q_len=q_len,
@@ -117,6 +132,7 @@ class Shapes:
             kv_heads=k.shape[-2],
             head_dim=head_dim,
             value_dim=v.shape[-1],
+            own_captures=tuple(any(n != 1 for n in x.shape[:-1]) for x in captured),
             **broadcast,
         )
 

@@ -7,8 +7,8 @@ no collective, with three exceptions that the arithmetic asks for:
 - Fewer kv heads than devices that share the query heads (K not divisible): each of these devices
   reads the kv heads its query heads need from whole keys and values, and the gradients of key and
   value are summed over them, one all-reduce each. The forward pass still needs none.
-- The gradient of a bias, and of keys and values that the members of a vmap share, is summed over
-  the devices along its dims of size 1.
+- The gradient of a bias, of an array that a score function reads, and of keys and values that the
+  members of a vmap share, is summed over the devices along its dims of size 1.
 - Arguments that arrive in another sharding are brought to this one first; a query, key or value
   that arrives split along its sequence is gathered whole on every device, with a warning.
 
@@ -29,8 +29,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_a
 
 from jax_flash._backends import warn_once
 from jax_flash._call import Call
+from jax_flash._terms import is_capture
 
-_WHOLE = ("T", "S", "H", "V", "W", "P", "M")  # dims of `_call.dims` that are not split
+_WHOLE = ("T", "S", "H", "V", "W", "I", "P", "M")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
 
 
@@ -70,14 +71,16 @@ def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[s
             letter = f"b{axis}" if axis < leading else call.dims(name)[axis - leading].lower()
             if letter == "k" and k[-2] == q[-2]:
                 letter = "n"
-            # A dim of size 1 may be broadcast: it corresponds to nothing.
-            yield f"{name}{axis}" if size == 1 else letter
+            # A dim of size 1 may be broadcast: it corresponds to nothing. Nor do the elements of a
+            # captured array, but to those of its gradient.
+            alone = f"{name}{axis}" if size == 1 else letter
+            yield f"{name.removeprefix('d')}e" if letter == "e" else alone
 
     mappings = [" ".join(factors(*item)) for item in zip(names, shapes, strict=True)]
     count = len(call.operands)
     rule = ", ".join(mappings[:count]) + " -> " + ", ".join(mappings[count:])
     letters = dict.fromkeys(" ".join(mappings).split())  # in order of first appearance
-    whole = tuple(letter for letter in letters if letter.upper() in _WHOLE)
+    whole = tuple(x for x in letters if x.upper() in _WHOLE or (is_capture(x) and x[-1] == "e"))
     return rule, {"need_replication_factors": whole}
 
 
@@ -106,7 +109,7 @@ def _partition(run, call, mesh: Mesh, operands, results):
         outputs = dict(zip(call.results, run(call, *local.values()), strict=True))
         # In this order on every process: these are collectives.
         for name in call.results:
-            if name in ("dk", "dv", "dbias"):
+            if name in ("dk", "dv", "dbias") or is_capture(name[1:]):
                 outputs[name] = plan.sum_gradient(name, outputs[name], infos[name[1:]].shape)
         return tuple(outputs.values())
 
@@ -200,13 +203,16 @@ class _Plan:
         return jnp.take(x, self._kv_heads_read(), axis=-2)
 
     def sum_gradient(self, name: str, x, shape: Sequence[int]):
-        """Sums the gradient of k, v or bias over the devices that share it.
+        """Sums the gradient of k, v, bias or a captured array over the devices that share it.
 
-        They share it along its dims of size 1; kv_shared share kv heads, and their gradients
-        `[*B, S, heads read, H]` are added up to `[*B, S, K, H]`.
+        They share it along its dims of size 1, a captured array along the heads too; kv_shared
+        share kv heads, and their gradients `[*B, S, heads read, H]` are added up to
+        `[*B, S, K, H]`.
         """
         axes = zip(self._full_axes(name, shape), self.axes(name, shape), strict=True)
         shared = [a for full, own in axes for a in full if a not in own]
+        if is_capture(name[1:]):
+            shared += self.heads
         total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.kv_shared and name in ("dk", "dv"):
             kv_heads = self.kv_heads // self._devices(self.kv_split)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jax_flash import _backends, _gpu
+from jax_flash import _backends, _function, _gpu, scores
 from jax_flash._ops import passes
 from jax_flash._ops.decode import Decode
 from jax_flash._problem import Problem, Shapes
@@ -28,6 +28,9 @@ _COLUMNS = {
 }
 _PLAIN = Problem("bfloat16", 1.0)
 _SHAPES = Shapes(2, 512, 512, 8, 8, 64, 64)
+_ARGUMENTS = {"score": "float32", **dict.fromkeys(("batch", "head", "query", "key"), "int32")}
+_ALIBI = scores.alibi(scores.alibi_slopes(_SHAPES.q_heads))
+_SCORE, _ = _function.trace("score_mod", _ALIBI, _ARGUMENTS, "float32")
 _DIMS = (1, 8, 33, 64, 128, 256, 512, 1024, 1 << 20)
 
 
@@ -50,6 +53,9 @@ _PROBLEMS: dict[str, tuple[dict[str, Any], ...]] = {
     "`deterministic=True`": ({"deterministic": True},),
     "boolean mask": (_terms("boolean mask"),),
     "bias, with its gradient in the bias's own shape": (_terms("bias"),),
+    "score functions (`score_mod`), with their gradients": (
+        _terms("score function") | {"score": _SCORE},
+    ),
     "dropout, the same pattern everywhere": (_terms("dropout") | {"dropout_rate": 0.1},),
 }
 # And to the shapes.

@@ -2,7 +2,8 @@
 
 A term's arithmetic stands once in each backend (reference.py, blockwise.py, cpu/terms-inl.h,
 cuda/kernels); all else about it stands here. The order is that in which terms follow q, k and v;
-ffi/operands.h has the same table, and `_native.py` compares the two when the module loads.
+ffi/operands.h has the same table, and `_native.py` compares the two when the module loads. Arrays
+that a user's function reads follow the terms.
 """
 
 import dataclasses
@@ -43,10 +44,30 @@ TERMS = {
     "key_value_positions": Term("positions", "S", "int32"),
     "sinks": Term("sinks", "N", "sum", ones="B", differentiable=True),
     "dropout_state": Term("dropout", "NW", "uint32"),
+    # Batch row and head, as a function of the scores counts them.
+    "score_ids": Term("score function", "NI", "int32"),
 }
 BROADCAST = tuple(name for name, term in TERMS.items() if "B" in term.ones)
 BROADCAST_HEADS = tuple(name for name, term in TERMS.items() if "N" in term.ones)
 DIFFERENTIABLE = tuple(name for name, term in TERMS.items() if term.differentiable)
+
+
+def capture(index: int) -> str:
+    """Names the index-th array that a function of the scores reads: `[*B or 1s, elements]`."""
+    return f"{_CAPTURE}{index}"
+
+
+def is_capture(name: str) -> bool:
+    """Tells whether a name is that of a captured array."""
+    return name.startswith(_CAPTURE)
+
+
+_CAPTURE = "capture"
+
+
+def shares_rows(name: str) -> bool:
+    """Tells whether kernels read an operand's one batch row for all."""
+    return is_capture(name) or name in BROADCAST
 
 
 def rows() -> list[str]:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_flash import _function
+from jax_flash._function import Function
 from jax_flash._philox import round_rate
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS, TERMS
@@ -48,6 +50,7 @@ def prepare(
     query_positions: Any,
     key_value_positions: Any,
     softcap: Any,
+    score_mod: Any,
     sinks: Any,
     dropout_rate: Any,
     dropout_key: Any,
@@ -63,7 +66,7 @@ def prepare(
     q, k, v = _arrays(query, key, value)
     *batch, q_len, q_heads, _ = q.shape
     batch, kv_len = tuple(batch), k.shape[-3]
-    sizes = {"T": q_len, "S": kv_len, "N": q_heads, "W": 4}
+    sizes = {"T": q_len, "S": kv_len, "N": q_heads, "W": 4, "I": 2}
     shapes = {name: (*batch, *(sizes[d] for d in x.dims)) for name, x in TERMS.items()}
     q, static_scale = _scale(scale, q)
 
@@ -75,6 +78,8 @@ def prepare(
     window = _window(flag("is_causal", is_causal), local_window_size, reach)
     if positions is None or window == (None, None):  # there positions mean nothing
         positions = None, None
+    score, captured = _score_function(score_mod, softcap, q.dtype)
+    has_ids = score is not None and not score.used.isdisjoint(("batch", "head"))
     terms = order_terms(
         {
             "bias": _bias(bias, shapes["bias"], q.dtype),
@@ -91,6 +96,7 @@ def prepare(
             "key_value_positions": positions[1],
             "sinks": _sinks(sinks, batch, q_heads, q.dtype),
             "dropout_state": _dropout_state(dropout_key, batch, q_heads) if rate > 0.0 else None,
+            "score_ids": jnp.stack(_ids(batch, q_heads, jnp.int32), axis=-1) if has_ids else None,
         }
     )
     problem = Problem(
@@ -103,8 +109,10 @@ def prepare(
         deterministic=flag("deterministic", deterministic),
         precision=_precision(precision, q.dtype),
         terms=tuple(terms),
+        score=score,
     )
-    return problem, (q, k, v, *terms.values())
+    captures = [_whole(x, len(batch)) for x in captured]
+    return problem, (q, k, v, *terms.values(), *captures)
 
 
 def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -371,9 +379,39 @@ def _dropout_state(key, batch: tuple[int, ...], q_heads: int) -> jax.Array:
             f"dropout_key is {_describe(key)}; expected one key, such as jax.random.key(0) or "
             "jax.random.PRNGKey(0)"
         ) from error
-    batch_ids = jnp.arange(math.prod(batch), dtype=jnp.uint32).reshape(*batch, 1)
-    head_ids = jnp.arange(q_heads, dtype=jnp.uint32)
+    batch_ids, head_ids = _ids(batch, q_heads, jnp.uint32)
     return jnp.stack(jnp.broadcast_arrays(words[0], words[1], head_ids, batch_ids), axis=-1)
+
+
+def _ids(batch: tuple[int, ...], q_heads: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Counts batch rows and heads over the whole call, however it is later sharded: `[*B, N]`."""
+    batch_ids = jnp.arange(math.prod(batch), dtype=dtype).reshape(*batch, 1)
+    batch_ids, head_ids = jnp.broadcast_arrays(batch_ids, jnp.arange(q_heads, dtype=dtype))
+    return batch_ids, head_ids
+
+
+def _score_function(
+    score_mod: Any, softcap: Any, query_dtype: Any
+) -> tuple[Function | None, list[jax.Array]]:
+    """Traces the function of the scores; returns also the arrays that it reads."""
+    if score_mod is None:
+        return None, []
+    if softcap is not None:
+        raise ValueError(
+            "score_mod and softcap are both given; expected one of them: let the function cap what "
+            f"it returns, as jax_flash.scores.compose(score_mod, jax_flash.scores.softcap({softcap}"
+            ")) does"
+        )
+    sums = str(jnp.promote_types(query_dtype, jnp.float32))
+    arguments = {"score": sums, **dict.fromkeys(("batch", "head", "query", "key"), "int32")}
+    return _function.trace("score_mod", score_mod, arguments, sums)
+
+
+def _whole(x: jax.Array, leading: int) -> jax.Array:
+    """Brings an array that a function reads to `[1s, elements]`, whole on every device."""
+    if any(axis is not None for axis in jax.typeof(x).sharding.spec):
+        x = jax.sharding.reshard(x, jax.sharding.PartitionSpec())
+    return jnp.reshape(x, (*[1] * leading, -1))
 
 
 def _window(

@@ -9,7 +9,7 @@ number of leading dims, and what begins with # may be 1 or absent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -21,6 +21,8 @@ from jax_flash import _ops, _validate
 
 Window = int | Sequence[int | None] | np.ndarray
 A = TypeVar("A")
+# (score, batch, head, query, key) -> score, all scalars
+ScoreFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], ArrayLike]
 
 
 class CommonOptions(TypedDict, Generic[A], total=False):
@@ -44,6 +46,7 @@ class LayerOptions(CommonOptions[A], Generic[A], total=False):
     query_positions: A | None
     key_value_positions: A | None
     softcap: float | None
+    score_mod: ScoreFunction | None
     sinks: A | None
     backend: str | None
 
@@ -118,6 +121,7 @@ def flash_attention(
     query_positions: Annotated[ArrayLike, "*B T"] | None = None,
     key_value_positions: Annotated[ArrayLike, "*B S"] | None = None,
     softcap: float | None = None,
+    score_mod: ScoreFunction | None = None,
     sinks: Annotated[ArrayLike, "N"] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
@@ -186,6 +190,19 @@ def flash_attention(
         With causal_align "top_left" only. Without is_causal and a window they mean nothing. Of a
         jax.Array of another dtype those beyond int32 count as the nearest that it holds.
       softcap: c in c * tanh(logits / c), above 0.
+      score_mod: f(score, batch, head, query, key) -> score, any JAX function of scalars, applied
+        to each score scale * query keyᵀ + bias in the place of softcap, which it excludes. score
+        is float32, or float64 if query is; the rest are int32 indices: batch of the row among the
+        leading dims as they are flattened, head of the query's. Masks come after it, so what it
+        gives for a hidden pair, NaN too, reaches nothing; −inf hides a key as in bias. Arrays that
+        it closes over, traced or not, may be indexed by its arguments, mapped by vmap and
+        differentiated; each device has them whole. GPU kernels are compiled with it, of scalar
+        arithmetic and comparisons, conversions, select, exp, tanh and their like, and up to 8
+        arrays of which it reads elements; the rest "xla" runs, as all of it on a CPU.
+        The gradients to the arrays, by the slope in every pair, are "xla"'s on a GPU too,
+        whichever backend is named, in linear memory; those to query, key, value and bias are the
+        kernels'. Under shard_map a device counts its own batch rows and heads.
+        `jax_flash.scores` has common ones.
       sinks: float `[N]`, one more logit for each head that joins the denominator and no value;
         read as float32, or as float64 if query is.
       dropout_rate: probability in [0, 1) of dropping a weight, rounded to a multiple of 2^-15;
@@ -255,6 +272,7 @@ def flash_attention(
         query_positions=query_positions,
         key_value_positions=key_value_positions,
         softcap=softcap,
+        score_mod=score_mod,
         sinks=sinks,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,

@@ -11,6 +11,7 @@ Rabe and Staats (arXiv:2112.05682); Dao, FlashAttention-2 (arXiv:2307.08691).
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,8 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
 
     Arguments:
       problem: what to compute.
-      operands: q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, and problem.terms; any of
-        *B may be 1 but in q.
+      operands: q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, and problem.optional; any
+        of *B may be 1 but in q.
 
     Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse `[*B, N, T]` in problem.sum_dtype.
     """
@@ -49,7 +50,8 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
         largest, total, weighted = (
             _read(x, tile.rows, axis) for x, axis in zip(state, _STATE_AXES, strict=True)
         )
-        logits, _, visible = tile.logits()
+        scores, visible = tile.scores()
+        logits, visible = tile.logits(scores, visible, sweep.captures)
         new_largest = jnp.maximum(largest, lax.stop_gradient(jnp.max(logits, axis=-1)))
         # A row that has seen no key yet has a maximum of -inf; exp(-inf - 0) is the 0 it needs.
         shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
@@ -84,18 +86,24 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def backward(
-    problem: Problem, *operands: jax.Array, with_dlse: bool, with_dbias: bool
+    problem: Problem,
+    *operands: jax.Array,
+    with_dlse: bool,
+    with_dbias: bool,
+    captures: tuple[str, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """Computes the gradients of `forward`.
 
     Arguments:
       problem: what was computed.
       operands: q, k, v, out, lse, dout `[*B, T, N, Hv]`, with_dlse also dlse `[*B, N, T]`,
-        and problem.terms.
+        and problem.optional.
       with_dlse: dlse is among the operands; otherwise it is zero.
       with_dbias: also compute the gradient of bias.
+      captures: the arrays of problem.score to which gradients are computed as well.
 
-    Returns: dq, dk, dv in the shapes and dtypes of q, k, v; with_dbias also dbias in those of bias.
+    Returns: dq, dk, dv in the shapes and dtypes of q, k, v; with_dbias also dbias in those of bias;
+      then those of `captures`.
       Where a dim is 1 because it is broadcast, the gradient is summed along it.
     """
     q, k, v, out, lse, dout, *rest = operands
@@ -110,15 +118,23 @@ def backward(
         None if x is None else jnp.zeros(x.shape, problem.sum_dtype)
         for x in (sweep.q, sweep.k, sweep.v, bias)
     )
+    moving = {name: problem.name_terms(rest)[name] for name in captures}
+    state = (*state, [jnp.zeros_like(x) for x in moving.values()])
 
     def step(state, start):
-        dq, dk, dv, dbias = state
+        dq, dk, dv, dbias, dcaptures = state
         tile = sweep.tile(start)
         (q, _), (k, _), (v, v_bad) = (split_bad(x) for x in (tile.q, tile.k, tile.v))
         do, do_bad = split_bad(_read(dout, tile.rows, -2))
         row_lse, row_delta = (_read(x, tile.rows, -1) for x in (lse, delta))
 
-        logits, slope, visible = tile.logits()
+        scores, visible = tile.scores()
+
+        def logits_of(scores, *moving_now):
+            arrays = {**sweep.captures, **dict(zip(moving, moving_now, strict=True))}
+            return tile.logits(scores, visible, arrays)
+
+        logits, pull, visible = jax.vjp(logits_of, scores, *moving.values(), has_aux=True)
         weights = jnp.exp(logits - row_lse[..., None])
         dropped = jnp.where(visible, tile.drop(weights) + do_bad[..., None], 0.0)
         dv = _add(dv, product(sweep.problem, "...kgts,...kgth->...ksh", dropped, do), tile.keys, -2)
@@ -128,16 +144,18 @@ def backward(
         dweights = jnp.where(visible, dweights, 0.0)
         # A row that met NaN has it in lse and delta.
         dlogits = jnp.where(visible, weights * (dweights - row_delta[..., None]), 0.0)
-        if slope is not None:
-            dlogits = dlogits * slope
+        dlogits, *of_captures = pull(dlogits)
+        # A logit of -inf has no gradient, whatever its slope.
+        dlogits = jnp.where(visible, dlogits, 0.0)
+        dcaptures = [x + y for x, y in zip(dcaptures, of_captures, strict=True)]
         if dbias is not None:
             dbias = tile.add_to_bias(dbias, dlogits)
         dlogits = problem.scale * dlogits
         dq = _add(dq, product(sweep.problem, "...kgts,...ksh->...kgth", dlogits, k), tile.rows, -2)
         dk = _add(dk, product(sweep.problem, "...kgts,...kgth->...ksh", dlogits, q), tile.keys, -2)
-        return (dq, dk, dv, dbias), None
+        return (dq, dk, dv, dbias, dcaptures), None
 
-    (dq, dk, dv, dbias), _ = lax.scan(step, vary_over(state, operands), sweep.starts)
+    (dq, dk, dv, dbias, dcaptures), _ = lax.scan(step, vary_over(state, operands), sweep.starts)
     gradients = [
         sweep.join_query_heads(dq),
         jnp.moveaxis(dk, -3, -2),
@@ -147,7 +165,7 @@ def backward(
     if dbias is not None:
         own = problem.name_terms(rest)["bias"]
         gradients.append(dbias.reshape(own.shape).astype(own.dtype))
-    return tuple(gradients)
+    return (*gradients, *dcaptures)
 
 
 def row_delta(out, lse, dout, dlse, sinks) -> jax.Array:
@@ -204,6 +222,8 @@ class _Sweep:
     key_value_positions: jax.Array | None  # [*B, 1, 1, 1, S]
     sinks: jax.Array | None  # [*B, K, G, 1], any of *B 1
     dropout_state: jax.Array | None  # [*B, K, G, 4]
+    score_ids: jax.Array | None  # [*B, K, G, 2]
+    captures: dict[str, jax.Array]  # [*B, elements], any of *B 1
     block_q: int
     block_kv: int
     starts: np.ndarray  # [tiles, 4]: start and first of the queries, start and first of the keys
@@ -248,6 +268,8 @@ class _Sweep:
             key_value_positions=optional("key_value_positions", by_key),
             sinks=optional("sinks", lambda x: split_heads(x, -1)[..., None]),
             dropout_state=optional("dropout_state", lambda x: split_heads(x, -2)),
+            score_ids=optional("score_ids", lambda x: split_heads(x, -2)),
+            captures={name: terms[name] for name in problem.captures},
             block_q=block_q,
             block_kv=block_kv,
             starts=_tile_starts(problem, q.shape[-3], k.shape[-3], block_q, block_kv),
@@ -295,27 +317,35 @@ class _Tile:
     k: jax.Array  # [*B, K, s, H]
     v: jax.Array  # [*B, K, s, Hv]
 
-    def logits(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        """Computes the logits `[*B, K, G, t, s]`, softcap's slope there, and what is visible.
-
-        Where not visible the logits are -inf; without softcap the slope is None.
-        """
+    def scores(self) -> tuple[jax.Array, jax.Array]:
+        """Computes the scaled scores with bias `[*B, K, G, t, s]`, and what is visible."""
         sweep = self.sweep
         (q, q_bad), (k, k_bad) = split_bad(self.q), split_bad(self.k)
         logits = sweep.problem.scale * product(sweep.problem, "...kgth,...ksh->...kgts", q, k)
         logits = logits + q_bad[..., None] + k_bad[..., None, None, :]
         if sweep.bias is not None:
             logits = logits + self._scores_of(sweep.bias).astype(sweep.problem.sum_dtype)
-        visible = self._visible()
-        slope = None
-        if sweep.problem.softcap is not None:
+        return logits, self._visible()
+
+    def logits(
+        self, scores: jax.Array, visible: jax.Array, captures: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Computes the logits of `scores`, -inf where not visible, and what is visible then."""
+        problem = self.sweep.problem
+        logits = scores
+        if problem.softcap is not None:
             # The slope of tanh at a hidden NaN would be NaN, and so would zero times it.
             logits = jnp.where(visible, logits, 0.0)
-            tanh = jnp.tanh(logits / sweep.problem.softcap)
-            logits, slope = sweep.problem.softcap * tanh, 1.0 - tanh * tanh
-        if sweep.bias is not None:
+            logits = problem.softcap * jnp.tanh(logits / problem.softcap)
+        if problem.score is not None:
+            ids = self.sweep.score_ids
+            ids = jnp.zeros((*[1] * (scores.ndim - 2), 2), jnp.int32) if ids is None else ids
+            batch, head = (ids[..., i, None, None] for i in range(2))
+            arguments = (scores, batch, head, *self._indices())
+            logits = problem.score.of_tile(visible, arguments, [*captures.values()])
+        if self.sweep.bias is not None or problem.score is not None:
             visible &= logits != -jnp.inf
-        return jnp.where(visible, logits, -jnp.inf), slope, visible
+        return jnp.where(visible, logits, -jnp.inf), visible
 
     def drop(self, weights: jax.Array) -> jax.Array:
         """Applies dropout, where the problem has any."""
@@ -335,9 +365,7 @@ class _Tile:
     def _visible(self) -> jax.Array:
         """Computes bool, broadcasting to `[*B, K, G, t, s]`."""
         sweep, rows, keys = self.sweep, self.rows, self.keys
-        lead = (1,) * (sweep.q.ndim - 2)  # all of one rank, for jax_numpy_rank_promotion
-        query = rows.start + jnp.arange(rows.size, dtype=jnp.int32).reshape(*lead, -1, 1)
-        key = keys.start + jnp.arange(keys.size, dtype=jnp.int32).reshape(*lead, 1, -1)
+        query, key = self._indices()
         visible = (query >= rows.first) & (key >= keys.first)
         if sweep.query_lengths is not None:
             visible &= query < sweep.query_lengths
@@ -358,6 +386,13 @@ class _Tile:
         if sweep.mask is not None:
             visible &= self._scores_of(sweep.mask)
         return visible
+
+    def _indices(self) -> tuple[jax.Array, jax.Array]:
+        """Computes the indices of queries and keys, each of rank and place as in the scores."""
+        lead = (1,) * (self.sweep.q.ndim - 2)  # all of one rank, for jax_numpy_rank_promotion
+        query = jnp.arange(self.rows.size, dtype=jnp.int32).reshape(*lead, -1, 1)
+        key = jnp.arange(self.keys.size, dtype=jnp.int32).reshape(*lead, 1, -1)
+        return self.rows.start + query, self.keys.start + key
 
     def _within_window(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """Tells which queries see which keys by where both stand, anywhere in int32."""

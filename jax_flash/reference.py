@@ -5,7 +5,7 @@ when the inputs are float64, and JAX differentiates it. Every backend is tested 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ def attention(
     query_positions: jax.Array | None = None,
     key_value_positions: jax.Array | None = None,
     softcap: float | None = None,
+    score_mod: Callable[..., jax.Array] | None = None,
     sinks: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -86,6 +87,9 @@ def attention(
         # The slope of tanh at a hidden NaN would be NaN, and so would zero times it.
         logits = jnp.where(visible, logits, 0.0)
         logits = softcap * jnp.tanh(logits / softcap)
+    if score_mod is not None:
+        # Likewise of a hidden score; what the function reads at hidden pairs is its own matter.
+        logits = _map_scores(score_mod, jnp.where(visible, logits, 0.0))
     visible &= logits != -jnp.inf
     logits = jnp.where(visible, logits, -jnp.inf)
 
@@ -173,6 +177,17 @@ def _split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     finite = jnp.isfinite(x)
     bad = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan).astype(x.dtype)
     return jnp.where(finite, x, 0.0), jnp.swapaxes(bad, -1, -2)
+
+
+def _map_scores(function, scores: jax.Array) -> jax.Array:
+    """Applies a function of (score, batch, head, query, key) to `[*B, N, T, S]`."""
+    *batch, heads, q_len, kv_len = scores.shape
+    rows = scores.reshape(math.prod(batch), heads, q_len, kv_len)
+    indices = [jnp.arange(size, dtype=jnp.int32) for size in rows.shape]
+    for axis in reversed(range(4)):
+        axes = [0, *(0 if other == axis else None for other in range(4))]
+        function = jax.vmap(function, in_axes=axes)
+    return function(rows, *indices).astype(scores.dtype).reshape(scores.shape)
 
 
 def _dropout_mask(key, rate: float, shape) -> jax.Array:

@@ -19,6 +19,7 @@ import jax_flash
 
 from . import numpy_oracle
 from .numpy_oracle import DTYPES
+from .score_functions import SCORES
 
 BOTTOM_RIGHT = "bottom_right"
 DROPOUT_SEED = 7
@@ -73,6 +74,7 @@ class Case:
     # "constant"; "queries" and "keys": these alone, 5 places after or before their index
     positions: str | None = None
     softcap: float | None = None
+    score: str | None = None  # of SCORES: a function of each score
     sinks: bool = False
     dropout: float = 0.0
     with_lse: bool = False  # lse is returned and has a cotangent
@@ -94,6 +96,7 @@ class Case:
         has |= {"mask"} if self.mask else set()
         has |= {"sinks"} if self.sinks else set()
         has |= {"dropout"} if self.dropout else set()
+        has |= {"score functions"} if self.score else set()
         dims = (self.H, self.value_dim)
         has |= {"head dim"} if max(dims) > 256 else set()
         return has
@@ -154,6 +157,10 @@ class Case:
             arrays |= self._draw_positions()
         if self.sinks:
             arrays["sinks"] = normal(self.N, like=np.float32)
+        if self.score:
+            shape = SCORES[self.score].shape(rows, self.N)
+            table = np.asarray(normal(*shape, like=np.float32))
+            arrays["table"] = np.abs(table) + 2 if self.score == "cap" else table
         options: dict[str, Any] = {
             "scale": self.scale,
             "is_causal": self.causal,
@@ -217,7 +224,9 @@ class Arguments:
     @property
     def differentiable(self) -> tuple[str, ...]:
         return tuple(
-            name for name in ("query", "key", "value", "bias", "sinks") if name in self.arrays
+            name
+            for name in ("query", "key", "value", "bias", "sinks", "table")
+            if name in self.arrays
         )
 
     def truth(self, precision: str = "float64", gradients: bool = True) -> numpy_oracle.Result:
@@ -226,6 +235,7 @@ class Arguments:
             return numpy_oracle.attention(
                 **self.arrays,
                 **self.options,
+                score=None if self.case.score is None else SCORES[self.case.score].plain,
                 dropout_words=dropout_words() if self.case.dropout else None,
                 dout=self.dout if gradients else None,
                 dlse=self.dlse if gradients else None,
@@ -240,6 +250,10 @@ class Arguments:
             options = dict(self.options)
             if case.dropout:
                 options["dropout_key"] = jax.random.key(DROPOUT_SEED)
+            if case.score:
+                table = arrays["table"]
+                arrays = {name: x for name, x in arrays.items() if name != "table"}
+                options["score_mod"] = SCORES[case.score].traced(table)
             return jax_flash.flash_attention(
                 **arrays,
                 **options,
@@ -538,6 +552,18 @@ CASES: tuple[Case, ...] = (
     C("float16 head dim 250 segments", dtype="float16", H=250, Hv=130, segments="shuffled", N=4,
       K=2, softcap=3.0, with_lse=True),
     C("float16 odd head dim", dtype="float16", H=5, Hv=19, T=37, S=41, mask="bnts"),
+    # A function of the scores, with the rest.
+    C("score alibi", score="alibi", N=4, K=2, T=70, S=90),
+    C("score relative segments", score="relative", T=130, S=150, segments="packed", causal=True,
+      with_lse=True),
+    C("score cap bias mask sinks", score="cap", bias="1nts", mask="b1ts", sinks=True, spread=3.0,
+      with_lse=True),
+    C("score gate lengths", score="gate", causal=True, N=4, K=2, T=90, S=90, q_lengths=(80, 20),
+      kv_lengths=(60, 90), with_lse=True),
+    C("score gate everything", score="gate", T=150, S=170, N=4, K=2, H=24, Hv=40, dtype=HALF,
+      scale=-0.2, causal=True, window=(90, None), bias="1n1s", mask="b1ts", batch=(2, 1),
+      q_lengths=(150, 70), kv_lengths=(160, 170), segments="packed", sinks=True, dropout=0.1,
+      with_lse=True, deterministic=True),
     # Everything at once.
     C("everything", T=150, S=170, N=4, K=2, H=24, Hv=40, scale=0.2, causal=True,
       align=BOTTOM_RIGHT, window=(90, None), bias="1nts", mask="b1ts", q_lengths=(150, 70),

@@ -104,6 +104,10 @@ struct Named<Broadcast> : Broadcast {
   JSON_FIELDS(data, batch, head, query, key)
 };
 template <>
+struct Named<Capture> : Capture {
+  JSON_FIELDS(data, batch)
+};
+template <>
 struct Named<Mask> : Mask {
   JSON_FIELDS(bytes, words, flags, batch, head)
 };
@@ -115,7 +119,7 @@ struct Named<ForwardParams> : ForwardParams {
               query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges)
+              query_position_ranges, score_ids, captures)
 };
 template <>
 struct Named<BackwardParams> : BackwardParams {
@@ -127,7 +131,7 @@ struct Named<BackwardParams> : BackwardParams {
               dbias_parts, batch, query_len, kv_len, query_heads, kv_heads, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges)
+              query_position_ranges, score_ids, captures)
 };
 template <>
 struct Named<Sm80ForwardParams> : Sm80ForwardParams {
@@ -136,7 +140,7 @@ struct Named<Sm80ForwardParams> : Sm80ForwardParams {
               sinks, sinks_batch_stride, dropout_state, key_segment_ranges, key_position_ranges,
               batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
-              dropout_scale)
+              dropout_scale, score_ids, captures)
 };
 template <>
 struct Named<Sm80BackwardParams> : Sm80BackwardParams {
@@ -147,7 +151,7 @@ struct Named<Sm80BackwardParams> : Sm80BackwardParams {
               key_segment_ranges, query_position_ranges, key_position_ranges, dbias_sum, marks,
               bias_elements, bias_batches, bias_heads, dbias_parts, batch, query_len, kv_len,
               query_heads, kv_heads, l2_heads, window_left, window_right, scale, scale_log2,
-              softcap_inner, softcap_bias, dropout_threshold, dropout_scale)
+              softcap_inner, softcap_bias, dropout_threshold, dropout_scale, score_ids, captures)
 };
 template <>
 struct Named<DecodeParams> : DecodeParams {

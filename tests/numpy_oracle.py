@@ -9,6 +9,7 @@ error sets the tolerance (see tolerance.py).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -39,6 +40,7 @@ class Result:
     dv: np.ndarray = dataclasses.field(default_factory=nothing)  # [*B, S, K, Hv]
     dbias: np.ndarray = dataclasses.field(default_factory=nothing)  # the bias's own shape
     dsinks: np.ndarray = dataclasses.field(default_factory=nothing)  # [N]
+    dtable: np.ndarray = dataclasses.field(default_factory=nothing)  # the table's own shape
     # By field name: the largest sum of magnitudes behind one value, before terms cancel.
     summed: dict[str, float] = dataclasses.field(default_factory=dict)
     seen: np.ndarray = dataclasses.field(default_factory=nothing)  # bool [rows, N, T, S], by masks
@@ -122,8 +124,11 @@ def visible(
     return seen
 
 
-def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, rate, round_, dout, dlse):
-    """One head: q [T, H], k [S, H], v [S, Hv], seen and keep [T, S], bias [T, S] or None."""
+def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, score, rate, round_, dout, dlse):
+    """One head: q [T, H], k [S, H], v [S, Hv], seen and keep [T, S], bias [T, S] or None.
+
+    score: of the scores [T, S] the value and the slope, or None.
+    """
     # What is not visible is replaced before any arithmetic, so that NaN there cannot spread.
     k_seen, v_seen = seen.any(0), (seen & keep).any(0)
     q = np.where(seen.any(1)[:, None], q, 0)
@@ -136,6 +141,9 @@ def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, rate, round_, 
     if softcap is not None:
         tanh = np.tanh(scores / softcap)
         scores, slope = round_(softcap * tanh), 1 - tanh * tanh
+    if score is not None:
+        scores, slope = score(np.where(seen, scores, 0))
+        scores, slope = round_(scores), np.where(seen, slope, 0)
     scores = np.where(seen, scores, -np.inf)
     # A logit of -inf hides a key as a mask does.
     hidden = scores == -np.inf
@@ -168,15 +176,16 @@ def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, rate, round_, 
         dsink = -terms.sum()
         magnitudes["dsinks"] = np.abs(terms).sum()
     apart = p * (np.abs(dp) + np.abs(dtotal)[:, None])
-    magnitudes["dq"] = abs(scale) * (apart @ np.abs(k)).max(initial=0)
-    magnitudes["dk"] = abs(scale) * (apart.T @ np.abs(q)).max(initial=0)
+    magnitudes["dq"] = abs(scale) * ((apart * np.abs(slope)) @ np.abs(k)).max(initial=0)
+    magnitudes["dk"] = abs(scale) * ((apart * np.abs(slope)).T @ np.abs(q)).max(initial=0)
     magnitudes["dv"] = (p_dropped.T @ np.abs(dout)).max(initial=0)
-    dbias = round_(p * round_(dp - dtotal[:, None]) * slope)
+    dlogits = p * round_(dp - dtotal[:, None])
+    dbias = round_(dlogits * slope)
     dscores = round_(dbias * scale)
     return (
         out,
         lse,
-        (round_(dscores @ k), round_(dscores.T @ q), dv, dbias, dsink, apart, magnitudes),
+        (round_(dscores @ k), round_(dscores.T @ q), dv, dbias, dsink, apart, magnitudes, dlogits),
     )
 
 
@@ -198,6 +207,8 @@ def attention(
     query_positions: np.ndarray | None = None,
     key_value_positions: np.ndarray | None = None,
     softcap: float | None = None,
+    score: Callable[..., tuple[np.ndarray, ...]] | None = None,
+    table: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
     dropout_rate: float = 0.0,
     dropout_words: tuple[int, int] | None = None,
@@ -208,7 +219,8 @@ def attention(
     """The public call in numpy; `precision` names the type every intermediate is rounded to.
 
     Args are those of flash_attention; `dropout_words` are the two words of the dropout key, `dout`
-    [*B, T, N, Hv] and `dlse` [*B, T, N] the cotangents (gradients are None without dout).
+    [*B, T, N, Hv] and `dlse` [*B, T, N] the cotangents (gradients are None without dout). `score`
+    is ScoreCase.plain of score_functions.py, which reads `table`.
     """
     work = np.float64 if precision == "float64" else np.float32
     low = DTYPES[precision]
@@ -258,6 +270,9 @@ def attention(
     dbias_full = np.zeros((rows, q_heads, q_len, kv_len), work) if bias is not None else None
     dsinks = np.zeros(q_heads, work) if sinks is not None else None
     apart_full = np.zeros((rows, q_heads, q_len, kv_len)) if bias is not None else None
+    dtable = None if table is None else np.zeros(table.size)
+    dtable_apart = 0.0 if table is None else np.zeros(table.size)
+    place = np.arange(q_len)[:, None], np.arange(kv_len)
     summed: dict[str, dict] = {}
     all_seen = np.zeros((rows, q_heads, q_len, kv_len), bool)
     for b in range(rows):
@@ -280,6 +295,13 @@ def attention(
             keep = np.ones((q_len, kv_len), bool)
             if dropout_words is not None:
                 keep = dropout_keep(dropout_words, dropout_rate, b, n, q_len, kv_len)
+            derivatives: list[tuple[np.ndarray, ...]] = []
+
+            def of_scores(x, b=b, n=n, derivatives=derivatives):
+                value, slope, *by_table = score(table.astype(work), x, b, n, *place)
+                derivatives.append((x, *by_table))
+                return value, slope
+
             out[b, :, n], lse[b, :, n], grads = _one_head(
                 q[b, :, n],
                 k[b, :, g],
@@ -290,6 +312,7 @@ def attention(
                 None if sinks is None else work(sinks[n]),
                 scale=scale,
                 softcap=softcap,
+                score=None if score is None else of_scores,
                 rate=dropout_rate,
                 round_=round_,
                 dout=None if do is None else do[b, :, n],
@@ -303,6 +326,11 @@ def attention(
                     dbias_full[b, n], apart_full[b, n] = grads[3], grads[5]
                 if dsinks is not None:
                     dsinks[n] += grads[4]
+                if dtable is not None:
+                    _, index, by_element = derivatives[0]
+                    by_element = np.where(seen, by_element, 0)
+                    np.add.at(dtable, index, grads[7] * by_element)
+                    np.add.at(dtable_apart, index, grads[5] * np.abs(by_element))
                 for field, magnitude in grads[6].items():
                     at = (b, g) if field in ("dk", "dv") else n if field == "dsinks" else (b, n)
                     summed[field] = summed.get(field, {})
@@ -325,6 +353,9 @@ def attention(
         result.summed["dbias"] = float(apart_full.sum(axes).max(initial=0.0))
     if dsinks is not None:
         result.dsinks = dsinks
+    if dtable is not None:
+        result.dtable = dtable.reshape(table.shape)
+        result.summed["dtable"] = float(np.max(dtable_apart))
     for field, magnitudes in summed.items():
         result.summed[field] = max(magnitudes.values())
     return result

@@ -27,6 +27,7 @@ import feature_peers  # noqa: E402
 import features  # noqa: E402
 import figures  # noqa: E402
 import peers  # noqa: E402
+import programmable  # noqa: E402
 import run  # noqa: E402
 import shapes  # noqa: E402
 import train_step  # noqa: E402
@@ -306,6 +307,25 @@ def test_features_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert any(line.startswith("| A bias_1NTS | ") for line in printed)
     text = path.with_suffix(".md").read_text()
     assert "- jax.nn, XLA: NotImplementedError: no softcap (A softcap)" in text
+
+
+@pytest.mark.filterwarnings("ignore:jax_flash runs a call without its CPU kernels")
+def test_functions_of_scores_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(run, "ROUNDS", 1)
+    monkeypatch.setattr(run, "ROUND_SECONDS", 0)
+    monkeypatch.setattr(shapes, "PROBLEMS", {"A": (*TINY, ())})
+    names = ["plain", "alibi_causal", "table", "softcap"]
+    arguments = ["--problems", "A", "--cases", *names, "--peers", "jax_flash"]
+    arguments += ["--commit", "abc", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["programmable.py", *arguments])
+    programmable.main()
+    (path,) = tmp_path.glob("*/programmable-abc.json")
+    found = json.loads(path.read_text())["cases"]
+    assert {(x["cell"]["name"], x["pass"]) for x in found} == {
+        (f"A {name}", of) for name in names for of in shapes.PASSES
+    }
+    assert all(set(x["ms"]) == {"jax_flash"} and not x["failed"] for x in found)
+    assert any(line.startswith("| A table | ") for line in capsys.readouterr().out.splitlines())
 
 
 def test_feature_table():

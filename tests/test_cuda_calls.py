@@ -86,6 +86,8 @@ CASES = (
     C("bias of keys, softcap", bias="b11s", softcap=5.0, batch=(2, 3), H=256),
     C("bias of heads and mask", bias="1n11", bias_dtype="float32", mask="b1t1", with_lse=True),
     C("mask of queries and segments", mask="1nt1", segments="packed", S=320, deterministic=True),
+    C("function of scores", score="alibi", N=8, K=4, scale=0.3),
+    C("function of scores, wide", score="cap", H=192, Hv=128, bias="1n1s", causal=True),
     C("odd rows", H=33, Hv=7, segments="packed", q_lengths=(150, 200, 77), deterministic=True),
 )
 AMPERE = {  # of an A100 -> keys, warps
@@ -387,6 +389,8 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
         assert c[f"kReach{name}"] == (side is not None and placed)
     assert c["kHasDropout"] == (case.dropout > 0)
     assert c["kDropsMost"] == (case.dropout > 31 / 32)
+    assert c["kHasScoreFunction"] == (case.score is not None)
+    assert c["kHasScoreIds"] == (case.score == "alibi")
     return {
         "query_data": "query",
         "key_data": "key",
@@ -405,9 +409,13 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
         "window_left": (left or 0) - (2**32 if left and left >= 2**31 else 0),  # uint32, bits of it
         "window_right": right or 0,
         "scale": np.float32(scale),
-        "scale_log2": np.float32((case.softcap or scale) / math.log(2)),
+        "scale_log2": np.float32((case.softcap or (1.0 if case.score else scale)) / math.log(2)),
         "softcap_inner": np.float32(scale / case.softcap) if case.softcap else 0.0,
         "dropout_state": "dropout_state" if c["kHasDropout"] else None,
+        "score_ids": "score_ids" if c["kHasScoreIds"] else None,
+        "captures": [
+            {"data": "table" if case.score and i == 0 else None, "batch": 0} for i in range(8)
+        ],
         "dropout_threshold": round(case.dropout * 2**15) * 0x10001,
         "dropout_scale": np.float32(1 / (1 - round(case.dropout * 2**15) / 2**15)),
     }
@@ -604,6 +612,9 @@ def names_of_buffers(case: Case, recording: Recording) -> list[list[str | None]]
             [*dropout_words(), n, b] for b in range(math.prod(case.batch)) for n in range(case.N)
         ]
         arrays["dropout_state"] = np.array(state, np.uint32)
+    if case.score == "alibi":
+        ids = [[b, n] for b in range(math.prod(case.batch)) for n in range(case.N)]
+        arrays["score_ids"] = np.array(ids, np.int32)
     known = {int(np.frombuffer(x.tobytes(), np.uint8).sum()): name for name, x in arrays.items()}
     assert len(known) == len(arrays)
     names = []
@@ -633,6 +644,8 @@ def assert_launched_with(call: Call, names: list[str | None], expected: dict[str
     def name(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: name(x) for key, x in value.items()}
+        if isinstance(value, list):
+            return [name(x) for x in value]
         if not isinstance(value, Pointer):
             return value
         index = call.find(value)

@@ -15,9 +15,10 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jax_flash import _explain, _gpu, _native
+from jax_flash import _explain, _function, _gpu, _native, scores
 from jax_flash._ops import passes
 from jax_flash._ops.decode import Decode
 from jax_flash._problem import Problem, Shapes, TermShape
@@ -65,6 +66,7 @@ def tuned() -> Configurations:
         yield f"64/64 {name}", dataclasses.replace(PLAIN, **FEATURES[name]), small
     for name in ("deterministic causal", "deterministic segments"):
         yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
+    yield from functions_of_scores(("alibi", 128), ("softcap", 256))
 
 
 def others() -> Configurations:
@@ -84,8 +86,27 @@ def others() -> Configurations:
     yield from dropouts()
     yield from biases()
     yield from positions()
+    yield from functions_of_scores(
+        *itertools.product(("alibi", "softcap", "table"), (64, 128, 256))
+    )
     everything = dataclasses.replace(PLAIN, **FEATURES["everything"])
     yield "100/36 everything", everything, dataclasses.replace(SHAPES, head_dim=100, value_dim=36)
+
+
+def functions_of_scores(*chosen: tuple[str, int]) -> Configurations:
+    made = {
+        "alibi": scores.alibi(np.ones(16, np.float32)),
+        "softcap": scores.softcap(30.0),
+        "table": scores.relative_position_table(np.ones((16, 65), np.float32)),
+    }
+    arguments = {"score": "float32", **dict.fromkeys(("batch", "head", "query", "key"), "int32")}
+    for name, dim in chosen:
+        function, arrays = _function.trace("score_mod", made[name], arguments, "float32")
+        terms = ("score_ids",) if "head" in function.used else ()
+        problem = dataclasses.replace(PLAIN, window=(None, 0), terms=terms, score=function)
+        own = (False,) * len(arrays)
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, own_captures=own)
+        yield f"{dim} {name} as a function", problem, shapes
 
 
 DROPOUT: dict[str, Any] = {"terms": ("dropout_state",), "dropout_rate": 0.1}

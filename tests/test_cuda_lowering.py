@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash import EXPORT_CHECKS, _backends, _gpu, _native, flash_attention
+from jax_flash import EXPORT_CHECKS, _backends, _gpu, _native, flash_attention, scores
 from jax_flash._terms import TERMS
 
 pytestmark = pytest.mark.skipif(
@@ -58,6 +58,10 @@ SUPPORTED: dict[str, tuple[dict, list[str]]] = {
     "dropout": (
         {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
         [terms("dropout_state"), "kHasDropout = true"],
+    ),
+    "function of scores": (
+        {"score_mod": scores.alibi(scores.alibi_slopes(N))},
+        [terms("score_ids"), "captures = 1", "kHasScoreFunction = true", "score_value"],
     ),
     "deterministic": ({"deterministic": True}, ["deterministic = true"]),
     "lse": ({"return_lse": True}, []),

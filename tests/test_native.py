@@ -161,6 +161,7 @@ OPERANDS = {
     "key_value_positions": ((2, 5), "int32"),
     "sinks": ((2, 4), "float32"),
     "dropout_state": ((2, 4, 4), "uint32"),
+    "score_ids": ((2, 4, 2), "int32"),
 }
 
 
@@ -208,6 +209,7 @@ def test_the_handler_takes_ones_where_the_table_says():
         ("sinks", (2, 4), "bfloat16", "sinks has XLA element type"),
         ("dropout_state", (2, 4, 2), "uint32", "dropout_state has shape"),
         ("dropout_state", (2, 1, 4), "uint32", "dropout_state has shape"),
+        ("score_ids", (2, 4, 4), "int32", "score_ids has shape"),
     ],
 )
 def test_the_handler_refuses_terms_that_are_not_those_of_the_table(name, shape, dtype, error):

@@ -98,14 +98,22 @@ __device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, 
       pairs.see(j, seen);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float y = x[4 * k + i], shift = i % 2 == 0 ? lse.x : lse.y;
+        float y = x[4 * k + i], slope = score_slope(y);
+        const float shift = i % 2 == 0 ? lse.x : lse.y;
+        if constexpr (kHasScoreFunction) {
+          const int at_query = m0 + fragment::first_column(thread) + fragment::column(4 * j + i);
+          const int at_key = key0 + slab + fragment::first_row(thread) +
+                             fragment::kRowStep * fragment::row(4 * j + i);
+          y = ScoreFunction(p, batch, head)
+                  .value_and_slope(p, y, at_query, at_key, at_query, at_key, slope);
+        }
         const float probability = ptx::exp2_approx(fmaf(y, p.scale_log2, shift));
         float given = dp[4 * k + i];
-        if constexpr (kHasDropout) given = dropped.mark(4 * j + i, 1.f) < 0.f ? 0.f : given;
+        if constexpr (kHasDropout) given = dropped.drops(4 * j + i) ? 0.f : given;
         const float gradient = probability * (given + (i % 2 == 0 ? delta.x : delta.y));
         // What is hidden may hold NaN: keys, also by a bias of -inf, and rows past the length.
         const bool counts = seen[i] && shift != kNegativeInfinity && probability != 0.f;
-        if (counts) sum[4 * j + i] += gradient * score_slope(y);
+        if (counts) sum[4 * j + i] += gradient * slope;
       }
     }
   }

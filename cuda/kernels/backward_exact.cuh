@@ -27,6 +27,7 @@ __device__ __forceinline__ int64 padded_row(const Params& p, int batch, int head
 // One element of P, dropout applied, and of dS.
 struct Weights {
   float probability, gradient;
+  bool seen;  // a function of the scores may hide what masks do not
 };
 template <class Params>
 __device__ __forceinline__ Weights weights(const Params& p, int batch, int head, int query, int key,
@@ -46,10 +47,12 @@ __device__ __forceinline__ Weights weights(const Params& p, int batch, int head,
   for (int c = 0; c < kValueDim; ++c) {
     dp = fmaf(load_element(p.dout_data, dout + c), load_element(p.value_data, v + c), dp);
   }
-  score = score_of_pair(p, batch, head, query, key, score);
+  float slope;
+  score = score_of_pair(p, batch, head, query, key, score, slope);
+  if (kHasScoreFunction && score == kNegativeInfinity) return {0.f, 0.f, false};
   const float probability = ptx::exp2_approx(fmaf(score, p.scale_log2, lse));
   if (!kept) dp = 0.f;
-  return {kept ? probability : 0.f, probability * (dp + minus_delta) * score_slope(score)};
+  return {kept ? probability : 0.f, probability * (dp + minus_delta) * slope, true};
 }
 
 // 64 columns of dq of one query.
@@ -65,9 +68,13 @@ __device__ __forceinline__ void exact_dq(const Params& p, int batch, int head, i
 #pragma unroll 1
   for (int first = keys.begin; lse > kNegativeInfinity && first < keys.end; first += 32) {
     const int mine = first + lane;
-    const bool seen = mine < keys.end && sees(p, batch, head, query, mine);
+    bool seen = mine < keys.end && sees(p, batch, head, query, mine);
     float gradient = 0.f;
-    if (seen) gradient = weights(p, batch, head, query, mine, lse, minus_delta).gradient;
+    if (seen) {
+      const Weights w = weights(p, batch, head, query, mine, lse, minus_delta);
+      gradient = w.gradient;
+      seen = w.seen;
+    }
     for (uint32 left = __ballot_sync(0xffffffffu, seen); left != 0; left &= left - 1) {
       const int owner = __ffs(left) - 1;
       const float ds = __shfl_sync(0xffffffffu, gradient, owner);
@@ -112,8 +119,9 @@ __device__ __forceinline__ void exact_dkdv(const Params& p, int batch, int kv_he
         seen = lse != kNegativeInfinity;
       }
       if (__any_sync(0xffffffffu, lse != lse)) return;  // both are NaN
-      Weights w{0.f, 0.f};
+      Weights w{0.f, 0.f, false};
       if (seen) w = weights(p, batch, head, mine, key, lse, minus_delta);
+      seen = w.seen;
       for (uint32 left = __ballot_sync(0xffffffffu, seen); left != 0; left &= left - 1) {
         const int owner = __ffs(left) - 1;
         const float probability = __shfl_sync(0xffffffffu, w.probability, owner);

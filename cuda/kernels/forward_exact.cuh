@@ -147,6 +147,10 @@ __device__ __forceinline__ void exact_row(const Params& p, int batch, int head, 
       const float score = dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine));
       logit = score_of_pair<kPreScale>(p, batch, head, query, mine, score) * p.scale_log2;
     }
+    if constexpr (kHasScoreFunction) {
+      left &= __ballot_sync(0xffffffffu, logit != kNegativeInfinity);
+      if (left == 0) continue;
+    }
     float now = logit;
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -217,7 +221,9 @@ __device__ __forceinline__ void repeat_rows(const Params& p, int batch, uint32 r
   float common_sum[kColumns];  // of its values that are not finite
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) common_sum[c] = 0.0f;
-  {
+  // Which keys a function of the scores hides is known by their products alone.
+  constexpr bool kExplains = !kHasScoreFunction;
+  if constexpr (kExplains) {
     float result[kColumns];
     load_result(first, result);
     explain(result, first, common, common_sum);
@@ -227,7 +233,7 @@ __device__ __forceinline__ void repeat_rows(const Params& p, int batch, uint32 r
     const Row row = row_of(__ffs(left) - 1);
     float out[kColumns], explained[kColumns];
     load_result(row, out);
-    if (p.lse[row.lse] < kInfinity) {
+    if (kExplains && p.lse[row.lse] < kInfinity) {
       bool open = false;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {

@@ -21,6 +21,9 @@
 //   int kBiasAlignment, kMaskAlignment   of their rows, bytes: 1 to 16
 //   bool kHasDropout          kDropsMost: the threshold as a float16 is above the infinity
 //   bool kSoftcap             tanh softcap
+//   bool kHasScoreFunction    a user's function in its place, whose text follows the constants:
+//                             score_value, and in the backward pass score_value_and_slope
+//   bool kHasScoreIds         it is told the batch row and the head
 #pragma once
 
 #include "bias.cuh"
@@ -32,6 +35,9 @@
 #include "ptx.cuh"
 
 // ---- logit --------------------------------------------------------------------------------------
+
+// A logit has a slope of its own, by the scaled score.
+inline constexpr bool kHasSlope = kSoftcap || kHasScoreFunction;
 
 // A score q.k with the bias of its pair: q.k * scale + bias, both by the cap if there is one.
 template <class Params>
@@ -69,6 +75,7 @@ __device__ __forceinline__ bool is_near(const float (&scores)[kCount], float inn
 //   plain    y = x,                        scale_log2 = log2(e) * scale
 //   softcap  y = tanh(x * scale / cap),    scale_log2 = log2(e) * cap
 //   bias     x of with_bias,               scale_log2 = log2(e), or of the softcap
+//   function apply_function has made y of x, scale_log2 = log2(e)
 template <bool kScaleFirst = false, class Params, int kCount>
 __device__ __forceinline__ void score_function(const Params& p, float (&scores)[kCount]) {
   if constexpr (kSoftcap) {
@@ -84,22 +91,85 @@ __device__ __forceinline__ void score_function(const Params& p, float (&scores)[
         scores[i] = 1.0f - 2.0f * ptx::reciprocal_approx(1.0f + e);
       }
     }
-  } else if constexpr (kScaleFirst && !kHasBias) {
+  } else if constexpr (kScaleFirst && !kHasBias && !kHasScoreFunction) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scores[i] *= p.scale;
   }
 }
-// The same of one pair by itself.
+// The softcap's slope, the derivative of the logit by the scaled score.
+__device__ __forceinline__ float score_slope(float y) { return kSoftcap ? 1.0f - y * y : 1.0f; }
+
+// A user's function of one batch row's and head's scores. Indices come as integers and as floats,
+// which of a fragment are sums with a constant; what the function does not read is not computed.
+struct ScoreFunction {
+  int row;          // batch row of this call
+  int batch, head;  // as the function is told
+  template <class Params>
+  __device__ __forceinline__ ScoreFunction(const Params& p, int batch_row, int own_head)
+      : row(batch_row), batch(0), head(0) {
+    if constexpr (kHasScoreIds) {
+      const int* ids = p.score_ids + 2 * (static_cast<int64>(row) * p.query_heads + own_head);
+      batch = __ldg(ids);
+      head = __ldg(ids + 1);
+    }
+  }
+  template <class Params>
+  __device__ __forceinline__ float value(const Params& p, float score, int query, int key,
+                                         float query_real, float key_real) const {
+    const float scaled = kHasBias ? score : score * p.scale;
+    return score_value(p, row, scaled, batch, head, query, key, query_real, key_real);
+  }
+  template <class Params>
+  __device__ __forceinline__ float value_and_slope(const Params& p, float score, int query, int key,
+                                                   float query_real, float key_real,
+                                                   float& slope) const {
+    const float scaled = kHasBias ? score : score * p.scale;
+    return score_value_and_slope(p, row, scaled, batch, head, query, key, query_real, key_real,
+                                 slope);
+  }
+};
+// Of a fragment whose rows are queries: x, with the bias if there is one, becomes y.
+template <class Params, class QueryOf, int kCount>
+__device__ __forceinline__ void apply_function(const Params& p, int batch, int head,
+                                               QueryOf query_of, int first_key,
+                                               float (&scores)[kCount]) {
+  const ScoreFunction function(p, batch, head);
+  const int key = first_key + fragment::first_column(threadIdx.x);
+  const int queries[2] = {query_of(0), query_of(1)};
+  const float key_real = key,
+              query_reals[2] = {static_cast<float>(queries[0]), static_cast<float>(queries[1])};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int row = fragment::row(i), column = fragment::column(i);
+    scores[i] = function.value(p, scores[i], queries[row], key + column, query_reals[row],
+                               key_real + static_cast<float>(column));
+  }
+}
+
+// A score of one pair by itself.
 template <bool kScaleFirst = false, class Params>
 __device__ __forceinline__ float score_of_pair(const Params& p, int batch, int head, int query,
                                                int key, float score) {
   float one[1] = {score};
   if constexpr (kHasBias) one[0] = with_bias(p, score, bias::at(p, batch, head, query, key));
+  if constexpr (kHasScoreFunction) {
+    one[0] = ScoreFunction(p, batch, head).value(p, one[0], query, key, query, key);
+  }
   score_function<kScaleFirst>(p, one);
   return one[0];
 }
-// The logit's derivative by the scaled score.
-__device__ __forceinline__ float score_slope(float y) { return kSoftcap ? 1.0f - y * y : 1.0f; }
+// With its slope.
+template <class Params>
+__device__ __forceinline__ float score_of_pair(const Params& p, int batch, int head, int query,
+                                               int key, float score, float& slope) {
+  if constexpr (kHasScoreFunction) {
+    if constexpr (kHasBias) score = with_bias(p, score, bias::at(p, batch, head, query, key));
+    return ScoreFunction(p, batch, head).value_and_slope(p, score, query, key, query, key, slope);
+  }
+  const float y = score_of_pair(p, batch, head, query, key, score);
+  slope = score_slope(y);
+  return y;
+}
 
 // ---- sees: one pair, one row --------------------------------------------------------------------
 //
@@ -172,7 +242,8 @@ __device__ __forceinline__ int key_position(const Params& p, int batch, int key)
   return p.key_value_positions[static_cast<int64>(batch) * p.kv_len + key];
 }
 
-// Does the query see the key, window and lengths aside? Those are a range of keys (walk.cuh).
+// Does the query see the key, window and lengths aside? Those are a range of keys (walk.cuh). Nor
+// does it know keys that a function of the scores hides by -inf.
 template <class Params>
 __device__ __forceinline__ bool sees(const Params& p, int batch, int head, int query, int key) {
   bool seen = true;
@@ -190,7 +261,7 @@ __device__ __forceinline__ bool sees(const Params& p, int batch, int head, int q
     const int64 at = broadcast_at(p.mask.bytes, batch, head, query, key);
     seen = seen && static_cast<const unsigned char*>(p.mask.bytes.data)[at] != 0;
   }
-  if constexpr (kHasBias && !kSoftcap) {  // a logit of -inf hides the key's value
+  if constexpr (kHasBias && !kHasSlope) {  // a logit of -inf hides the key's value
     seen = seen && bias::at(p, batch, head, query, key) != kNegativeInfinity;
   }
   return seen;

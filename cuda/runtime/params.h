@@ -14,6 +14,14 @@ struct Broadcast {
   long long batch, head, query, key;
 };
 
+// An array that a function of the scores reads: elements from one batch row to the next, 0 where
+// all share it.
+struct Capture {
+  const void* data;
+  long long batch;
+};
+inline constexpr int kMaxCaptures = 8;
+
 // A boolean mask, and what the kernel mask_plan makes of it for one pass (cuda/kernels/mask.cuh).
 struct Mask {
   Broadcast bytes;

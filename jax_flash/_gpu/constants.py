@@ -1,8 +1,11 @@
 """The constants of a problem that the kernels of every family are compiled with."""
 
+import functools
 import math
 from typing import Any
 
+from jax_flash._call import Call
+from jax_flash._gpu import emit
 from jax_flash._gpu.family import Number
 from jax_flash._problem import Problem, Shapes, TermShape
 
@@ -41,7 +44,39 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kHasDropout": "dropout_state" in problem.terms,
         "kDropsMost": problem.dropout_rate > _LARGEST_FLOAT16_RATE,
         "kSoftcap": problem.softcap is not None,
+        "kHasScoreFunction": problem.score is not None,
+        "kHasScoreIds": "score_ids" in problem.terms,
     }
+
+
+def functions(call: Call, shapes: Shapes) -> str:
+    """Returns the text of the user's functions that follows the constants of a pass."""
+    score = call.problem.score
+    if score is None:
+        return ""
+    lengths = (shapes.q_len, shapes.kv_len)
+    define = functools.partial(
+        emit.define,
+        score,
+        rows=shapes.own_captures,
+        # Blocks reach beyond the lengths.
+        small=all(isinstance(n, int) and n <= emit.SMALL - 1024 for n in lengths),
+    )
+    text = emit.PRELUDE + define("score_value")
+    if _has_slope(call):
+        text += define("score_value_and_slope", with_slope=True)
+    return text
+
+
+def refuse_functions(call: Call) -> list[str]:
+    """Lists why the kernels of a pass cannot be compiled with the user's functions."""
+    score = call.problem.score
+    reasons = () if score is None else emit.cannot(score, _has_slope(call))
+    return [f"score_mod has no CUDA text: {reason}" for reason in reasons]
+
+
+def _has_slope(call: Call) -> bool:
+    return "dout" in call.operands
 
 
 def known(size: Any, otherwise: int) -> int:

@@ -32,6 +32,7 @@ class Plan:
       entries: the program's entry points; the first is the main one.
       tiling: the sizes that were chosen, a frozen dataclass of the family's own.
       constants: what the program is specialised by, as constexpr definitions in front of it.
+      functions: CUDA text of the user's functions, behind them.
       launch: the numbers that the handler gets.
       workspaces: scratch arrays by name, in the order in which the handler takes them. It reads
         counts of blocks from their shapes, which stay true where jax.export leaves sizes symbolic.
@@ -48,6 +49,7 @@ class Plan:
     launch: Mapping[str, Number]
     workspaces: Mapping[str, jax.ShapeDtypeStruct]
     notes: tuple[str, ...] = ()
+    functions: str = ""
 
     @property
     def shared_bytes(self) -> int:
@@ -56,8 +58,9 @@ class Plan:
 
     @property
     def header(self) -> str:
-        """The constexpr definitions compiled in front of the source."""
-        return "".join(_definition(name, value) for name, value in self.constants.items())
+        """The constexpr definitions and functions compiled in front of the source."""
+        constants = "".join(_definition(name, value) for name, value in self.constants.items())
+        return constants + self.functions
 
     @property
     def program(self) -> dict[str, str]:

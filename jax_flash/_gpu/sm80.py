@@ -11,7 +11,13 @@ import dataclasses
 import jax
 
 from jax_flash._call import Call
-from jax_flash._gpu.constants import is_own, known, problem_constants
+from jax_flash._gpu.constants import (
+    functions,
+    is_own,
+    known,
+    problem_constants,
+    refuse_functions,
+)
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.workspaces import (
@@ -29,6 +35,7 @@ from jax_flash._terms import TERMS
 _COMPUTED = (
     *("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"),
     *("query_positions", "key_value_positions", "sinks", "mask", "bias", "dropout_state"),
+    "score_ids",
 )
 
 
@@ -65,6 +72,7 @@ class Sm80(Family):
         reasons += [f"{kernels} take head dims up to {widest}, not {dim}" for dim in wide]
         absent = [term for term in call.problem.terms if term not in _COMPUTED]
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
+        reasons += refuse_functions(call)
         return tuple(dict.fromkeys(reasons))
 
     def outrun(self, call: Call, gpu: GpuSpec) -> tuple[str, ...]:
@@ -97,6 +105,7 @@ class Sm80(Family):
             launch=tiling.launch(),
             workspaces=tiling.workspaces(call.problem, shapes),
             notes=(*self.untried(gpu), *self.outrun(call, gpu)),
+            functions=functions(call, shapes),
         )
 
 
@@ -298,7 +307,7 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     parts = 1 if problem.dtype != "float32" else 3 if problem.precision == "highest" else 2
     # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
     # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
-    plain = not problem.terms and problem.softcap is None and parts == 1
+    plain = not problem.terms and problem.softcap is None and problem.score is None and parts == 1
     sizes: list[dict[str, int]] = []
     if plain and widest <= 128 and known(shapes.q_len, 4096) > 64:
         sizes += [{"block_kv": 64 if widest <= 64 else 32, "row_tiles": 2, "stages": 2}]

@@ -12,7 +12,15 @@ import functools
 import jax
 
 from jax_flash._call import Call
-from jax_flash._gpu.constants import bytes_of_bias, is_own, is_ragged, known, problem_constants
+from jax_flash._gpu.constants import (
+    bytes_of_bias,
+    functions,
+    is_own,
+    is_ragged,
+    known,
+    problem_constants,
+    refuse_functions,
+)
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.workspaces import (
@@ -39,6 +47,7 @@ _HELD = {
     "mask": 8,
     "dropout_state": 3,  # and what its draws pass through
     "bias": 32,
+    "score_ids": 2,
 }
 # Beside them three warpgroups, of 160 registers a thread, have room for lengths alone or segments
 # alone, in the registers that the weights had before (`drains`); with more ptxas spills, and two
@@ -66,6 +75,7 @@ class Sm90(Family):
         reasons += [f"{kernels} take head dims up to 256, not {dim}" for dim in wide]
         absent = [term for term in problem.terms if term not in _HELD]
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
+        reasons += refuse_functions(call)
         return tuple(dict.fromkeys(reasons))
 
     def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Tiling | None = None) -> Plan:
@@ -91,6 +101,7 @@ class Sm90(Family):
             launch=tiling.launch(),
             workspaces=tiling.workspaces(problem, shapes),
             notes=(*loads, *self.untried(gpu)),
+            functions=functions(call, shapes),
         )
 
 
@@ -311,7 +322,9 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     widest = max(dims)
     length = known(shapes.q_len, 4096)
     causal = problem.window[1] is not None
-    plain = not problem.terms and problem.softcap is None and problem.window[0] is None
+    mapped = problem.score is not None
+    bare = not problem.terms and problem.softcap is None and not mapped
+    plain = bare and problem.window[0] is None
     # Units of one length need no counter: without its memset 4% faster at T 512; in long calls
     # the counter evens out multiprocessors of different speed, 3 to 6%.
     dynamic = causal or not plain or length > 2048
@@ -319,13 +332,13 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     # Each head has a mask and a bias of its own; what dropout keeps, a thread draws for two queries
     # that are 8 apart.
     drops = "dropout_state" in problem.terms
-    own_rows = drops or "mask" in problem.terms or "bias" in problem.terms
+    own_rows = drops or mapped or "mask" in problem.terms or "bias" in problem.terms
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 and not own_rows else 1
     # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
     l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if causal else 1
     # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
     bias_bytes = bytes_of_bias(shapes.bias)
-    beside = bias_bytes > 0 and (shapes.mask or drops)
+    beside = bias_bytes > 0 and (shapes.mask or drops or mapped)
     # The ends of what a row sees by positions, beside the ids of a block or its bits.
     placed = "query_positions" in problem.terms
     own_keys = bias_bytes > 0 or shapes.mask is not None or "query_segments" in problem.terms
@@ -366,7 +379,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     if widest <= 64:
         held = sum(_HELD[term] for term in problem.terms)
         # Heads that share a block are of few rows.
-        if held > _HELD_BY_THREE_WARPGROUPS or packed > 1:
+        if held > _HELD_BY_THREE_WARPGROUPS or packed > 1 or mapped:
             return tiling(block_kv=widest_block, consumers=2, stages=4, query_stages=2)
         # A window's left side and a softcap take registers in the walk too, a sink after it.
         walked = [term for term in problem.terms if term != "sinks"]
@@ -388,13 +401,15 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     widest = max(shapes.head_dim, shapes.value_dim)
     tma_loads = _tma_loads(shapes)
     causal = problem.window[1] is not None
-    plain = problem.window[0] is None and not (problem.terms or problem.softcap)
+    mapped = problem.score is not None
+    plain = problem.window[0] is None and not (problem.terms or problem.softcap or mapped)
     # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for 256.
     wide = widest > 128 or (not tma_loads and min(shapes.head_dim, shapes.value_dim) > 112)
     # Dropout beside another term or a left window takes registers that 128 queries leave to nobody.
     drops = "dropout_state" in problem.terms
     roomy = (
         problem.softcap is None
+        and not mapped
         and shapes.bias is None
         and not (drops and (len(problem.terms) > 1 or problem.window[0] is not None))
         and not ("query_positions" in problem.terms and len(problem.terms) > 2)

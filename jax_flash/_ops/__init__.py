@@ -1,7 +1,7 @@
 """The primitives, a file each; what they share is in `primitive.py` and `arithmetic.py`.
 
     forward.py    flash_forward:  q, k, v, *terms -> out, lse
-    backward.py   flash_backward: q, k, v, out, lse, dout, [dlse], *terms -> dq, dk, dv, dbias
+    backward.py   flash_backward: q, k, v, out, lse, dout, [dlse], *terms -> dq, dk, dv, dbias, ...
     tangent.py    flash_tangent:  the derivative of flash_forward, whose transpose is flash_backward
     decode.py     flash_decode:   q, k, v, lengths, ... -> out, lse, and k and v written in place
 

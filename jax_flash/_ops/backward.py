@@ -1,6 +1,8 @@
-"""flash_backward: q, k, v, out, lse, dout, [dlse], *terms -> those asked for of dq, dk, dv, dbias.
+"""flash_backward: q, k, v, out, lse, dout, [dlse], *terms -> those asked for of dq, dk, dv, dbias
+and of the gradients to the arrays that a function of the scores reads.
 
-Shapes and meaning are those of `blockwise.backward`.
+Shapes and meaning are those of `blockwise.backward`. Kernels leave the gradients to captured arrays
+to blockwise.py.
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ from jax_flash import _batching, blockwise
 from jax_flash._call import Call
 from jax_flash._ops import primitive
 from jax_flash._ops.arithmetic import jvp_of
+from jax_flash._terms import is_capture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +23,14 @@ class Backward(Call):
     """One flash_backward, operands aside."""
 
     with_dlse: bool
-    gradients: tuple[str, ...]  # to what they are, in the order of q, k, v, bias
+    gradients: tuple[str, ...]  # to what they are, in the order of q, k, v, bias, captured arrays
 
     target = "backward"
 
     @property
     def operands(self) -> tuple[str, ...]:
         dlse = ("dlse",) if self.with_dlse else ()
-        return ("q", "k", "v", "out", "lse", "dout", *dlse, *self.problem.terms)
+        return ("q", "k", "v", "out", "lse", "dout", *dlse, *self.problem.optional)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -50,19 +53,35 @@ class Backward(Call):
         bias = ("bias",) if self.with_dbias else ()
         return dataclasses.replace(self, gradients=("q", "k", "v", *bias))
 
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """The captured arrays to which there are gradients."""
+        return tuple(filter(is_capture, self.gradients))
+
     def attributes(self) -> dict[str, Any]:
         flags = {"with_dlse": self.with_dlse, "with_dbias": self.with_dbias}
         return super().attributes() | flags
 
     def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         results = blockwise.backward(
-            self.problem, *operands, with_dlse=self.with_dlse, with_dbias=self.with_dbias
+            self.problem,
+            *operands,
+            with_dlse=self.with_dlse,
+            with_dbias=self.with_dbias,
+            captures=self.captures,
         )
-        named = zip(self.whole.results, results, strict=True)
+        whole = (*self.whole.results, *(f"d{name}" for name in self.captures))
+        named = zip(whole, results, strict=True)
         return tuple(x for name, x in named if name in self.results)
 
     def run_kernel(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return _batching.run_kernel(kernel, self, *operands)
+        taken = tuple(name for name in self.gradients if name not in self.captures)
+        rest = dataclasses.replace(self, gradients=self.captures)
+        rest_results = rest.blockwise(*operands) if self.captures else ()
+        if not taken:
+            return rest_results
+        call = dataclasses.replace(self, gradients=taken)
+        return (*_batching.run_kernel(kernel, call, *operands), *rest_results)
 
 
 flash_backward_p = primitive.define("flash_backward")

@@ -37,7 +37,7 @@ class Forward(Call):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        return ("q", "k", "v", *self.problem.terms)
+        return ("q", "k", "v", *self.problem.optional)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def _jvp(primals, tangents, *, call: Forward):
     tangents = call.name_operands(tangents)
     active = tuple(
         name
-        for name in ("q", "k", "v", *DIFFERENTIABLE)
+        for name in ("q", "k", "v", *DIFFERENTIABLE, *call.problem.captures)
         if name in tangents and type(tangents[name]) is not ad.Zero
     )
     expecting = dataclasses.replace(call, gradients=tangent.of_kernels(active))
@@ -112,7 +112,7 @@ def attend(
     Arguments:
       problem: what to compute.
       backend: which backend runs it; None: the first that can.
-      operands: q, k, v, and problem.terms, as `_validate.prepare` makes them.
+      operands: q, k, v, and problem.optional, as `_validate.prepare` makes them.
 
     Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse `[*B, N, T]` in problem.sum_dtype.
 

@@ -61,6 +61,39 @@ inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float fabsf(float a) { return __builtin_fabsf(a); }
+#define EMULATOR_MATH(name) \
+  inline float name(float x) { return __builtin_##name(x); }
+EMULATOR_MATH(expf)
+EMULATOR_MATH(exp2f)
+EMULATOR_MATH(expm1f)
+EMULATOR_MATH(logf)
+EMULATOR_MATH(log1pf)
+EMULATOR_MATH(sqrtf)
+EMULATOR_MATH(cbrtf)
+EMULATOR_MATH(sinf)
+EMULATOR_MATH(cosf)
+EMULATOR_MATH(tanf)
+EMULATOR_MATH(asinf)
+EMULATOR_MATH(acosf)
+EMULATOR_MATH(atanf)
+EMULATOR_MATH(sinhf)
+EMULATOR_MATH(coshf)
+EMULATOR_MATH(tanhf)
+EMULATOR_MATH(asinhf)
+EMULATOR_MATH(acoshf)
+EMULATOR_MATH(atanhf)
+EMULATOR_MATH(erff)
+EMULATOR_MATH(erfcf)
+EMULATOR_MATH(floorf)
+EMULATOR_MATH(ceilf)
+EMULATOR_MATH(roundf)
+EMULATOR_MATH(rintf)
+inline float __expf(float x) { return __builtin_expf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float copysignf(float x, float sign) { return __builtin_copysignf(x, sign); }
+inline float powf(float x, float y) { return __builtin_powf(x, y); }
+inline float fmodf(float x, float y) { return __builtin_fmodf(x, y); }
+inline float atan2f(float y, float x) { return __builtin_atan2f(y, x); }
 inline float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }

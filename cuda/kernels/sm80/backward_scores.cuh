@@ -22,8 +22,8 @@ struct Fragment {
   const Place& at;
   int first_key, first_query;
 
-  // From S^T to P^T, which is packed as well. With dropout what is dropped gets a sign, and is zero
-  // in `packed`; with a softcap x becomes P times the cap's slope.
+  // From S^T to P^T, which is packed as well. With dropout what is dropped gets a mark, and is zero
+  // in `packed`; with a softcap x becomes P times the cap's slope, with a function times its own.
   __device__ __forceinline__ void to_probabilities(Scores& x, Packed& packed,
                                                    uint32 minus_lse) const {
     if constexpr (kHasBias) add_bias(x);
@@ -81,6 +81,11 @@ struct Fragment {
       const Draws draws(p, walk.unit.batch, walk.head(at));
       dropped.draw(p, draws, first_query, first_key);
     }
+    const ScoreFunction function(p, walk.unit.batch, walk.head(at));
+    const int query = first_query + fragment::first_column(threadIdx.x);
+    const int key = first_key + static_cast<int>(threadIdx.x) % 32 / 4;
+    const float query_real = query, key_reals[2] = {static_cast<float>(key),
+                                                    static_cast<float>(key + fragment::kRowStep)};
     constexpr int kCount = kFragmentQueries < 32 ? 32 : kFragmentQueries;
     const auto run = [&](const auto& see) {
 #pragma unroll
@@ -92,19 +97,35 @@ struct Fragment {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& score = x[4 * j + i];
-          slopes[i] = score_slope(score);
+          if constexpr (kHasScoreFunction) {
+            const int row = fragment::row(4 * j + i), column = fragment::column(4 * j + i);
+            score = function.value_and_slope(
+                p, score, query + column, key + fragment::kRowStep * row,
+                query_real + static_cast<float>(column), key_reals[row], slopes[i]);
+          } else {
+            slopes[i] = score_slope(score);
+          }
           score = ptx::exp2_approx(fmaf(score, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
           score = seen[i] ? score : 0.f;
-          if constexpr (kHasDropout) score = dropped.mark(4 * j + i, score);
+          if constexpr (kHasDropout && !kHasScoreFunction) score = dropped.mark(4 * j + i, score);
         }
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-          packed[i / 2] =
-              kHasDropout ? Element::pack_positive(x[i], x[i + 1]) : Element::pack(x[i], x[i + 1]);
+          packed[i / 2] = kHasDropout && !kHasScoreFunction ? Element::pack_positive(x[i], x[i + 1])
+                                                            : Element::pack(x[i], x[i + 1]);
+          if constexpr (kHasDropout && kHasScoreFunction) {
+            packed[i / 2] &=
+                (dropped.drops(i) ? 0u : 0xffffu) | (dropped.drops(i + 1) ? 0u : 0xffff0000u);
+          }
         }
-        if constexpr (kSoftcap) {
+        if constexpr (kHasSlope) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) x[4 * j + i] *= slopes[i];
+          for (int i = 0; i < 4; ++i) {
+            float& x_i = x[4 * j + i];
+            // What a function gives for hidden pairs may be NaN.
+            x_i = kHasScoreFunction && x_i == 0.f ? 0.f : x_i * slopes[i];
+            if constexpr (kHasDropout && kHasScoreFunction) x_i = dropped.mark(4 * j + i, x_i);
+          }
         }
       }
     };

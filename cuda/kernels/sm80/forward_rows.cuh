@@ -300,6 +300,9 @@ struct Rows {
       biases.load(p, walk.batch, walk.head, query, first_key);
       biases.visit([&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
     }
+    if constexpr (kHasScoreFunction) {
+      apply_function(p, walk.batch, walk.head, query, first_key, scores);
+    }
     score_function<kPreScale>(p, scores);
     if (!whole) {
       mask::RowBits<kBlockKV> bits;

@@ -225,7 +225,7 @@ struct Scorer {
       }
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        if constexpr (!kSoftcap) probability[i / 2] = pack_probability(x[i], x[i + 1]);
+        if constexpr (!kHasSlope) probability[i / 2] = pack_probability(x[i], x[i + 1]);
         if constexpr (kReadsAhead) {
           gradient[i / 2] = Element::pack(x[i] * dp[i], x[i + 1] * dp[i + 1]);
         } else {

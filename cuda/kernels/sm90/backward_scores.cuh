@@ -57,29 +57,44 @@ struct Step : MetBlock {
 
 // P = exp2(scale * S - lse) in place; `row` is the first of the thread's two keys. With a softcap S
 // is tanh(scale * S / cap): P goes to `probability`, rounded, and S becomes P times the cap's
-// slope.
+// slope. So it does with a function of the scores, which is applied here.
 template <bool kPartial>
 __device__ __forceinline__ void probabilities(const BackwardParams& p, const volatile UnitRecord& u,
                                               float (&score)[kScores],
                                               uint32 (&probability)[kScores / 2],
                                               const RowNumbers& minus_lse, int row,
                                               const Step& step) {
+  const ScoreFunction function(p, u.batch, step.head);
+  const int query = step.m0 + fragment::first_column(threadIdx.x), key = u.key0 + row;
+  const float query_real = query, key_reals[2] = {static_cast<float>(key),
+                                                  static_cast<float>(key + fragment::kRowStep)};
   const auto finish = [&](int j, const bool (&seen)[4]) {
     const float2 shifts = minus_lse.at(j);
     float slopes[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& x = score[4 * j + i];
-      slopes[i] = score_slope(x);
+      if constexpr (kHasScoreFunction) {
+        const int r = fragment::row(4 * j + i), column = fragment::column(4 * j + i);
+        x = function.value_and_slope(p, x, query + column, key + fragment::kRowStep * r,
+                                     query_real + static_cast<float>(column), key_reals[r],
+                                     slopes[i]);
+      } else {
+        slopes[i] = score_slope(x);
+      }
       x = ptx::exp2_approx(fmaf(x, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
       x = seen[i] ? x : 0.f;
     }
-    if constexpr (kSoftcap) {
+    if constexpr (kHasSlope) {
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         probability[2 * j + i / 2] = Element::pack(score[4 * j + i], score[4 * j + i + 1]);
-        score[4 * j + i] *= slopes[i];
-        score[4 * j + i + 1] *= slopes[i + 1];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = score[4 * j + i];
+        // What a function gives for hidden pairs may be NaN.
+        x = kHasScoreFunction && x == 0.f ? 0.f : x * slopes[i];
       }
     }
   };
@@ -189,7 +204,16 @@ __device__ __forceinline__ void draw_next(const BackwardParams& p, const volatil
   }
 }
 
-// From S^T to P, as `probabilities` has it. With dropout the dropped elements get a sign, and zero
+// Of two weights that are marked: a mask of the dropped ones as they are packed.
+__device__ __forceinline__ uint32 dropped_halves(float low, float high) {
+  if constexpr (kHasScoreFunction) {
+    return (__float_as_uint(low) & 1 ? 0xffffu : 0u) |
+           (__float_as_uint(high) & 1 ? 0xffff0000u : 0u);
+  }
+  return ptx::sign_halves(low, high);
+}
+
+// From S^T to P, as `probabilities` has it. With dropout the dropped elements get a mark, and zero
 // is what they are in `probability`.
 __device__ __forceinline__ void score_to_probability(
     const BackwardParams& p, const volatile UnitRecord& u, float (&x)[kScores],
@@ -206,10 +230,10 @@ __device__ __forceinline__ void score_to_probability(
   if constexpr (kHasDropout) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) x[i] = dropped.mark(i, x[i]);
-    if constexpr (kSoftcap) {
+    if constexpr (kHasSlope) {
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i)
-        probability[i] &= ~ptx::sign_halves(x[2 * i], x[2 * i + 1]);
+        probability[i] &= ~dropped_halves(x[2 * i], x[2 * i + 1]);
     }
   }
 }

@@ -117,7 +117,7 @@ struct Probability {
     uint32 probability[kScores / 2];
     const RowNumbers minus_lse(at(&Shared::minus_lse) + slot * kNumberBytes);
     score_to_probability(p, u, x, probability, minus_lse, 0, {}, known, dropped);
-    if constexpr (!kSoftcap) {
+    if constexpr (!kHasSlope) {
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         probability[i] = pack_probability(x[2 * i], x[2 * i + 1]);

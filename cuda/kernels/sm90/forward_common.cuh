@@ -52,7 +52,8 @@ static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
 static_assert(kConsumers == 2 || kConsumers == 3);
 static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
 static_assert(kWarpgroupRows % kPackedHeads == 0);
-static_assert((!kHasMask && !kHasBias) || kPackedHeads == 1, "a unit has one head's mask and bias");
+static_assert((!kHasMask && !kHasBias && !kHasScoreFunction) || kPackedHeads == 1,
+              "a unit has one head's mask, bias and function");
 static_assert(!kHasDropout || kPackedHeads == 1, "a thread's rows are queries 8 apart");
 
 // Units have numbers of the schedule. A unit that is walked a second time has its number with all

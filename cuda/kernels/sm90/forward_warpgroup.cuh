@@ -204,6 +204,11 @@ struct Warpgroup : RowWalk {
     if constexpr (kHasBias) {
       biases.visit([&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
     }
+    if constexpr (kHasScoreFunction) {
+      const UnitInfo& t = unit();
+      const auto query_of = [&](int row) { return packed_row(t, row); };
+      apply_function(p, t.batch, t.head, query_of, block * kBlockKV, scores);
+    }
     score_function<kPreScale>(p, scores);
   }
   // What is dropped of the block's 16 keys from 16 * i on.

@@ -77,6 +77,7 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
                          &workspaces, &params->mask);
   TermSizes bias;
   if (auto error = SetBias(operands, problem, &bias, params); error.failure()) return error;
+  if (auto error = SetCaptures(operands, problem, params); error.failure()) return error;
   std::int64_t dbias_parts = 0, dbias_kept = 0;
   workspaces.Take("dbias_sum", {&dbias_parts, &dbias_kept}, &params->dbias_sum);
   workspaces.CheckBlocks("queries", query_blocks, launch.block_q, s.q_len);
@@ -112,9 +113,10 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
                      (bias.keys == 1 ? 1 : key_blocks) * dbias_parts;
     }
   }
-  params->scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0  ? problem.softcap
-                                                    : problem.Has(kBias) ? 1
-                                                                         : problem.scale));
+  const bool scaled_first = problem.Has(kBias) || problem.HasFunction();
+  params->scale_log2 = static_cast<float>(kLog2E * (problem.softcap > 0 ? problem.softcap
+                                                    : scaled_first      ? 1
+                                                                        : problem.scale));
   blocks->query_pieces = heads * query_blocks * launch.block_q / 64;
   blocks->units = kv_heads * key_blocks;
   return ffi::Error::Success();

@@ -109,6 +109,22 @@ void SetCommon(const Operands& operands, const ProblemAttribute& problem, Params
   params->dropout_threshold =
       static_cast<unsigned>(std::lround(problem.dropout_rate * 0x8000)) * 0x10001u;
   params->dropout_scale = static_cast<float>(1 / (1 - problem.dropout_rate));
+  params->score_ids = operands.Data<int>(kScoreIds);
+}
+
+// Captured arrays are [*B or 1s, elements]; the lowering broadcasts what lies between.
+template <class Params>
+ffi::Error SetCaptures(const Operands& operands, const ProblemAttribute& problem, Params* params) {
+  for (std::int64_t i = 0; i < problem.captures; ++i) {
+    const ffi::AnyBuffer& buffer = *operands.captures[i];
+    const auto elements = static_cast<std::int64_t>(buffer.element_count());
+    const std::int64_t own = buffer.dimensions().back();
+    if (elements != own && elements != own * operands.sizes.batch) {
+      return Invalid("a captured array needs one batch row, or all");
+    }
+    params->captures[i] = {buffer.untyped_data(), elements == own ? 0 : own};
+  }
+  return ffi::Error::Success();
 }
 
 // Sinks are [*B, N] or [1s, N]; the lowering broadcasts what lies between.
@@ -201,7 +217,7 @@ inline constexpr std::int64_t kMaskThreads = 128;  // of a CTA of mask_plan
 
 // The unit of the forward's scores, `scale_log2` of its parameters.
 inline float ForwardScaleLog2(const ProblemAttribute& problem) {
-  const bool scaled_first = problem.scale <= 0 || problem.Has(kBias);
+  const bool scaled_first = problem.scale <= 0 || problem.Has(kBias) || problem.HasFunction();
   return static_cast<float>(kLog2E * (problem.softcap > 0 ? problem.softcap
                                       : scaled_first      ? 1
                                                           : problem.scale));

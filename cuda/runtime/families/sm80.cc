@@ -100,6 +100,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   if (auto error = SetSinks(operands, &params); error.failure()) return error;
   TermSizes bias;
   if (auto error = SetBias(operands, problem, &bias, &params); error.failure()) return error;
+  if (auto error = SetCaptures(operands, problem, &params); error.failure()) return error;
   params.query_data = operands.q;
   params.key_data = operands.k;
   params.value_data = operands.v;

@@ -48,6 +48,10 @@ struct Sm80ForwardParams {
   float softcap_bias;   // 1 / cap, only with kSoftcap and kHasBias
   unsigned dropout_threshold;  // rate * 2^15, in both halves; below it a weight is dropped
   float dropout_scale;         // 1 / (1 - rate)
+
+  // Only with kHasScoreFunction; score_ids with kHasScoreIds.
+  const int* score_ids;  // [B, N, 2] batch row, head, as a function of the scores has them
+  Capture captures[kMaxCaptures];  // arrays that it reads
 };
 
 // The backward pass: the kernels of sm80/backward.cuh, which has their grids, in its order on one
@@ -107,9 +111,13 @@ struct Sm80BackwardParams {
   int window_left;  // as for the forward
   int window_right;
   float scale;
-  float scale_log2;  // log2(e) * (scale, the cap with kSoftcap, or 1 with kHasBias)
+  float scale_log2;  // log2(e) * (scale, the cap with kSoftcap, or 1 with kHasBias or a function)
   float softcap_inner;
   float softcap_bias;
   unsigned dropout_threshold;
   float dropout_scale;
+
+  // As for the forward.
+  const int* score_ids;
+  Capture captures[kMaxCaptures];
 };

@@ -90,8 +90,8 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
       error.failure()) {
     return error;
   }
-  if (operands.terms[kDropoutState] && launch.packed_heads != 1) {
-    return Invalid("`launch` packs heads, which dropout does not take");
+  if ((operands.terms[kDropoutState] || problem.HasFunction()) && launch.packed_heads != 1) {
+    return Invalid("`launch` packs heads, which dropout and functions of scores do not take");
   }
   if (64 % launch.packed_heads != 0 || (s.q_heads / s.kv_heads) % launch.packed_heads != 0) {
     return Invalid("`launch` does not fit the heads");
@@ -130,6 +130,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.l2_heads = ClampHeads(launch.l2_heads, s.batch * s.q_heads / launch.packed_heads);
   TermSizes bias;
   if (auto error = SetBias(operands, problem, &bias, &params); error.failure()) return error;
+  if (auto error = SetCaptures(operands, problem, &params); error.failure()) return error;
   params.scale_log2 = ForwardScaleLog2(problem);
 
   Session session(stream, program);

@@ -65,6 +65,10 @@ struct ForwardParams {
   const int* key_value_positions;  // [B, S]
   int* key_position_ranges;        // [B, ceil(S / kBlockKV), 2]
   int* query_position_ranges;      // [B, query_blocks * kConsumers, 2]
+
+  // Only with kHasScoreFunction; score_ids with kHasScoreIds.
+  const int* score_ids;  // [B, N, 2] batch row, head, as a function of the scores has them
+  Capture captures[kMaxCaptures];  // arrays that it reads
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
@@ -139,4 +143,8 @@ struct BackwardParams {
   const int* key_value_positions;
   int* key_position_ranges;    // [B, ceil(S / kBlockKV), 2]
   int* query_position_ranges;  // [B, Q, 2]
+
+  // Only with kHasScoreFunction; score_ids with kHasScoreIds.
+  const int* score_ids;  // [B, N, 2] batch row, head, as a function of the scores has them
+  Capture captures[kMaxCaptures];  // arrays that it reads
 };

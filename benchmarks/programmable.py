@@ -1,0 +1,31 @@
+"""Measures functions of scores on a GPU, beside PyTorch's FlexAttention and what is built in.
+
+    python benchmarks/programmable.py
+    python benchmarks/programmable.py --problems B --cases causal alibi_causal
+
+ALiBi, a table of relative positions and softcap, each as a function that a user writes, full and
+causal, of the sizes of problems A and B; beside them attention without a function and the softcap
+that is built in. Times, checks and files are those of features.py: a result that is not
+that of float64 attention has no time. Writes results/<gpu>/programmable-<commit>.json and .md.
+"""
+
+import features
+import shapes
+
+
+def main() -> None:
+    """Measures the chosen cases and prints one table."""
+    features.main(
+        features.Script(
+            name="programmable",
+            about=__doc__ or "",
+            features=shapes.FUNCTIONS,
+            cases=shapes.function_cases,
+            problems=("A", "B"),
+            peers=("jax_flash", "torch_flex"),
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

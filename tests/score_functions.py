@@ -1,0 +1,89 @@
+"""Functions of scores for the table of cases: as a user writes them, and in numpy with derivatives.
+
+Each reads a table that is drawn for the case and has a gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+REACH = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreCase:
+    """One function.
+
+    Attributes:
+      shape: of the table, from the batch rows and the heads.
+      traced: from the table, the function of (score, batch, head, query, key).
+      plain: of (table, score [T, S], batch row, head, query [T, 1], key [1, S]): the value, the
+        slope, the index of the table's element that each pair reads and the derivative by it.
+    """
+
+    shape: Callable[[int, int], tuple[int, ...]]
+    traced: Callable[[Any], Callable[..., Any]]
+    plain: Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
+
+
+def _alibi(table):
+    return lambda score, batch, head, query, key: score + table[head] * (key - query)
+
+
+def _plain_alibi(table, score, batch, head, query, key):
+    distance = np.broadcast_to(key - query, score.shape)
+    return score + table[head] * distance, np.ones_like(score), np.full(score.shape, head), distance
+
+
+def _relative(table):
+    def function(score, batch, head, query, key):
+        return score + table[head, jnp.clip(key - query, -REACH, REACH) + REACH]
+
+    return function
+
+
+def _plain_relative(table, score, batch, head, query, key):
+    column = np.clip(key - query, -REACH, REACH) + REACH
+    index = np.broadcast_to(head * table.shape[1] + column, score.shape)
+    one = np.ones_like(score)
+    return score + table.reshape(-1)[index], one, index, one
+
+
+def _cap(cap):
+    return lambda score, batch, head, query, key: cap * jnp.tanh(score / cap)
+
+
+def _plain_cap(cap, score, batch, head, query, key):
+    tanh = np.tanh(score / cap)
+    slope = 1 - tanh * tanh
+    return cap * tanh, slope, np.zeros(score.shape, int), tanh - score / cap * slope
+
+
+def _gate(table):
+    """Slopes of both signs, keys hidden by -inf, and NaN for keys after the query."""
+
+    def function(score, batch, head, query, key):
+        gated = score * table[batch, head] * jnp.where(key > query, jnp.nan, 1.0)
+        return jnp.where((query + key) % 3 == 1, -jnp.inf, gated)
+
+    return function
+
+
+def _plain_gate(table, score, batch, head, query, key):
+    hides = (query + key) % 3 == 1
+    index = np.full(score.shape, batch * table.shape[1] + head)
+    slope = np.where(hides, 0, table[batch, head])
+    return np.where(hides, -np.inf, score * table[batch, head]), slope, index, score * ~hides
+
+
+SCORES = {
+    "alibi": ScoreCase(lambda rows, heads: (heads,), _alibi, _plain_alibi),
+    "relative": ScoreCase(lambda rows, heads: (heads, 2 * REACH + 1), _relative, _plain_relative),
+    "cap": ScoreCase(lambda rows, heads: (), _cap, _plain_cap),
+    "gate": ScoreCase(lambda rows, heads: (rows, heads), _gate, _plain_gate),
+}
