@@ -266,6 +266,7 @@ def test_a_family_may_be_preferred():
 
 _GPU = _gpu.spec.present()
 
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     _GPU is None or _GPU.arch not in _gpu.sm80.Sm80.architectures,

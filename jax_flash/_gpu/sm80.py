@@ -189,7 +189,9 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     block_sizes = [size for size in (64, 32, 16) if size <= most]
     # A warp has registers for the results of 16 rows and 256 columns; fewer if sums are in parts.
     columns = 256 if parts == 1 else 128
-    least = -(-shapes.value_dim // columns)
+    if parts == 3 and "dropout_state" in problem.terms:  # on sm_90 32 bytes were spilled
+        columns = 64
+    least = min(-(-shapes.value_dim // columns), 4)
     sizes += [
         {"block_kv": block_kv, "row_warps": row_warps, "value_warps": value_warps, "stages": stages}
         for stages, row_warps in [(1, 4), (1, 2), (0, 2), (0, 1)]
