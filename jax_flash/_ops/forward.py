@@ -23,7 +23,7 @@ from jax_flash._ops import primitive, tangent
 from jax_flash._ops.arithmetic import with_auto_axes
 from jax_flash._ops.backward import Backward
 from jax_flash._problem import Problem, Shapes
-from jax_flash._terms import DIFFERENTIABLE
+from jax_flash._terms import DIFFERENTIABLE, is_capture
 from jax_flash._varying import vary_over
 
 
@@ -71,7 +71,8 @@ def _jvp(primals, tangents, *, call: Forward):
         for name in ("q", "k", "v", *DIFFERENTIABLE, *call.problem.captures)
         if name in tangents and type(tangents[name]) is not ad.Zero
     )
-    expecting = dataclasses.replace(call, gradients=tangent.of_kernels(active))
+    of_kernels = tuple(name for name in tangent.of_kernels(active) if not is_capture(name))
+    expecting = dataclasses.replace(call, gradients=of_kernels)
     out, lse = flash_forward_p.bind(*primals, call=expecting)
     out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
     if not active:
