@@ -57,7 +57,9 @@ def exchange(shard: Shard, inner: Any, outer: Any) -> Shard:
             case "q" | "k" | "v":
                 x = lax.all_to_all(x, inner, x.ndim - 2, x.ndim - 3, tiled=True)
                 made[name] = layout.sort(x, -3)
-            case "query_segments" | "key_value_segments" | "query_positions" | "key_value_positions":
+            case (
+                "query_segments" | "key_value_segments" | "query_positions" | "key_value_positions"
+            ):
                 made[name] = layout.sort(gather(x, inner, -1), -1)
             case "bias" | "mask":
                 made[name] = sort_keys(_exchange_scores(x, inner, layout), layout, groups)

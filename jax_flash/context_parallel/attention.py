@@ -321,6 +321,3 @@ def _mesh(query: jax.Array):
     """Finds the mesh of an array, or that which is set."""
     around = jax.sharding.get_abstract_mesh()
     return jax.typeof(query).sharding.mesh if around.empty else around
-
-
-

@@ -63,7 +63,9 @@ def _permuted(name: str, x: Any, order: str, shards: int, axis: int, back: bool)
     x = _validate.array("x", x)
     check(order)
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis of {name} is {axis}; expected one of x's {x.ndim} (shape {x.shape})")
+        raise ValueError(
+            f"axis of {name} is {axis}; expected one of x's {x.ndim} (shape {x.shape})"
+        )
     axis %= x.ndim
     size = x.shape[axis]
     check_divides(order, shards, f"axis {axis} of x", size, x.shape)
@@ -128,9 +130,7 @@ class Layout:
             return restore(x, self.order, self.shards, axis)
         axis %= x.ndim
         rows = x.shape[axis] // (self.shards * self.block)
-        split = x.reshape(
-            *x.shape[:axis], self.shards, rows, self.block, *x.shape[axis + 1 :]
-        )
+        split = x.reshape(*x.shape[:axis], self.shards, rows, self.block, *x.shape[axis + 1 :])
         return jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
 
     def runs(self, rank: Any, length: int) -> list[tuple[Any, Any]]:

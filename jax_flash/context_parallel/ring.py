@@ -190,9 +190,7 @@ class _Step:
         if "query_lengths" in self.mine:
             terms["query_lengths"] = jnp.clip(self.mine["query_lengths"] - first, 0, size)
         if "key_value_lengths" in self.operands:
-            count = shard.layout.count(
-                self.operands["key_value_lengths"], source, shard.kv_len
-            )
+            count = shard.layout.count(self.operands["key_value_lengths"], source, shard.kv_len)
             first, size = keys.start or 0, _size(keys, shard.kv_len)
             terms["key_value_lengths"] = jnp.clip(count - first, 0, size)
         if "query_segments" in self.mine:
@@ -335,7 +333,9 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
     def added(rows, keys, state, held, source):
         staying, travelling = state
         parts = compute(held, source, rows=rows, keys=keys)
-        staying = {name: add(name, staying[name], parts[name], rows, keys, source) for name in staying}
+        staying = {
+            name: add(name, staying[name], parts[name], rows, keys, source) for name in staying
+        }
         travelling = {
             name: _put(x, _cut(x, keys, -3) + parts[name], keys, -3)
             for name, x in travelling.items()
