@@ -99,7 +99,7 @@ def reaches_neighbours(shard: Shard) -> bool:
 def _neighbours(shard: Shard) -> Operands:
     """Collects a shard's own keys, the last ones of the device before and the first of the next."""
     left, right = shard.problem.window
-    assert left is not None and right is not None  # reaches_neighbours
+    left, right = left or 0, right or 0  # `reaches_neighbours`: neither is None
     shards, kv_len, rank = shard.layout.shards, shard.kv_len, shard.rank
     first = rank * kv_len - left
     size = left + kv_len + right

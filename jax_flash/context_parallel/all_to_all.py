@@ -84,7 +84,7 @@ def give_back(layout: Layout, inner: Any, out: jax.Array, lse: jax.Array) -> Any
 
 
 def _exchange_scores(x: jax.Array, inner: Any, layout: Layout) -> jax.Array:
-    """Brings `[*B, N, T, S]`, of which any dim may be 1, to all queries and a share of the heads."""
+    """Brings `[*B, N, T, S]`, any dim of it 1, to all queries and a share of the heads."""
     heads, queries = x.shape[-3:-1]
     if queries == 1:
         return x if heads == 1 else _own_heads(x, inner, -3)

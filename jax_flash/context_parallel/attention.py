@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_flash import _validate
+from jax_flash._call import dims
+from jax_flash._problem import Problem
 from jax_flash._varying import varying_axes
 from jax_flash.attention import Options
 from jax_flash.context_parallel import all_gather, all_to_all, orders, ring
 from jax_flash.context_parallel.orders import Layout
-from jax_flash.context_parallel.shard import Shard
+from jax_flash.context_parallel.shard import Operands, Shard
 
 Strategy = Literal["ring", "all_to_all", "all_gather"]
 Order = Literal["contiguous", "zigzag", "striped"]
@@ -44,25 +46,6 @@ _DEFAULTS: dict[str, Any] = {
     "dropout_key": None,
     "deterministic": False,
 }
-# Which dim, from the last, is the sequence of an argument that is split with it.
-_SEQUENCE_DIMS = {
-    "query": -3,
-    "key": -3,
-    "value": -3,
-    "bias": -2,
-    "mask": -2,
-    "query_segment_ids": -1,
-    "key_value_segment_ids": -1,
-    "query_positions": -1,
-    "key_value_positions": -1,
-}
-_ARRAYS = (
-    *_SEQUENCE_DIMS,
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "sinks",
-    "dropout_key",
-)
 
 
 @overload
@@ -174,26 +157,31 @@ def attention(
     unknown = [name for name in options if name not in _DEFAULTS]
     if unknown:
         raise TypeError(f"attention got an unexpected keyword argument {unknown[0]!r}")
-    arguments = {"query": query, "key": key, "value": value, **options}
+    arguments: dict[str, Any] = {**_DEFAULTS, **options}
+    arguments |= {"query": query, "key": key, "value": value}
     for name in ("query", "key", "value"):
         arguments[name] = _validate.array(name, arguments[name])
+    mesh = _mesh(arguments["query"], axes)
+    split = set(axes) <= set(mesh.manual_axes)
+    if split:
+        _check_varying(arguments["query"], axes)
+    problem, operands = _prepare(arguments, mesh, axes, order, split)
 
-    def local(arguments):
-        shard = _shard(arguments, backend, axes, order)
+    def local(operands: Operands) -> tuple[jax.Array, jax.Array]:
+        axis: Any = axes[0] if len(axes) == 1 else axes
+        shard = Shard(problem, backend, operands, axis, Layout(order, _devices(mesh, axes)))
         out, lse = _attend(shard, axes, strategy)
-        return (out, jnp.swapaxes(lse, -1, -2)) if with_lse else out
+        return out, jnp.swapaxes(lse, -1, -2)
 
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if set(axes) <= set(manual):
-        return local(arguments)
-    return _mapped(local, arguments, axes, order, with_lse)
+    out, lse = _mapped(local, mesh, axes, split)(operands)
+    return (out, lse) if with_lse else out
 
 
-# ---- on one device -------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
 def _axes(axis_name: Any) -> tuple[str, ...]:
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    axes: tuple[str, ...] = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if len(set(axes)) != len(axes) or len(axes) not in (1, 2):
         raise ValueError(
             f"axis_name is {axis_name!r}; expected the name of a mesh axis, or two: (outer, inner)"
@@ -201,39 +189,172 @@ def _axes(axis_name: Any) -> tuple[str, ...]:
     return axes
 
 
-def _shard(arguments: dict[str, Any], backend: str | None, axes, order: str) -> Shard:
-    """Checks one device's arguments and brings them to the form of the primitives."""
-    shards = lax.axis_size(axes)
-    given = _DEFAULTS | arguments
-    query, key = given["query"], given["key"]
-    for name, x, letter in (("query", query, "T"), ("key", key, "S")):
-        if x.ndim >= 3 and order == "zigzag" and x.shape[-3] % 2:
+def _mesh(query: jax.Array, axes: tuple[str, ...]) -> AbstractMesh:
+    """Finds the mesh of the enclosing shard_map, or that which is set, or else of an array."""
+    around = jax.sharding.get_abstract_mesh()
+    mesh = jax.typeof(query).sharding.mesh if around.empty else around
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            names = f"mesh axes {mesh.axis_names}" if mesh.axis_names else "no mesh"
             raise ValueError(
-                f"{name} has {letter} = {x.shape[-3]} on each of {shards} devices (shape "
-                f"{x.shape}); expected an even number for the two chunks of order 'zigzag'"
+                f"axis_name names {axis!r}, and query has {names}; expected an axis of the mesh of "
+                "the enclosing shard_map, of jax.set_mesh(mesh), or that query is placed on"
             )
-    missing = [axis for axis in axes if axis not in varying_axes(query)]
-    if missing and varying_axes(lax.axis_index(axes)):  # where shard_map tells, check_vma
+    if len({axis in mesh.manual_axes for axis in axes}) > 1:
         raise ValueError(
-            f"query is the same on all devices of axis {missing[0]!r}; expected it split along T, "
-            f"dim {query.ndim - 3}, for example by in_specs of shard_map"
+            f"axis_name is {axes} inside of a shard_map over {mesh.manual_axes} alone; expected "
+            "both axes in it, or none"
         )
+    return mesh
+
+
+def _devices(mesh: AbstractMesh, axes: Sequence[str]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _check_varying(query: jax.Array, axes: tuple[str, ...]) -> None:
+    if not varying_axes(lax.axis_index(axes)):  # shard_map without check_vma does not tell
+        return
+    for axis in axes:
+        if axis not in varying_axes(query):
+            raise ValueError(
+                f"query is the same on all devices of axis {axis!r}; expected it split along T, "
+                f"dim {query.ndim - 3}, for example by in_specs of shard_map"
+            )
+
+
+def _prepare(
+    arguments: dict[str, Any], mesh: AbstractMesh, axes: tuple[str, ...], order: str, split: bool
+) -> tuple[Problem, Operands]:
+    """Checks the arguments and brings them to the form of the primitives, by name.
+
+    They are one device's where they are split already.
+    """
+    shards = _devices(mesh, axes)
     layout = Layout(order, shards)
-    names = ("query_positions", "key_value_positions")
-    if any(given[name] is not None for name in names) and query.ndim >= 3 and key.ndim >= 3:
-        for name, x in zip(names, (query, key), strict=True):
+    given = dict(arguments)
+    for name, letter in (("query", "T"), ("key", "S")):
+        x = arguments[name]
+        if x.ndim < 3:
+            continue  # for `prepare` to say
+        size = x.shape[-3]
+        orders.check_divides(
+            order, shards, f"{letter} of {name}", size * shards if split else size, x.shape
+        )
+    names = {"query_positions": "query", "key_value_positions": "key"}
+    if any(given[name] is not None for name in names):
+        for name, of in names.items():
             if given[name] is None:
-                indices = layout.indices(lax.axis_index(axes), x.shape[-3])
-                given[name] = jnp.broadcast_to(indices, (*x.shape[:-3], x.shape[-3]))
-    problem, operands = _validate.prepare(**given, shards=shards)
-    named = dict(zip(("q", "k", "v", *problem.terms), operands, strict=True))
-    return Shard(problem, backend, named, axes if len(axes) > 1 else axes[0], layout)
+                *batch, length = arguments[of].shape[:-2]
+                if split:
+                    indices = layout.indices(lax.axis_index(axes), length)
+                else:
+                    indices = orders.reorder(jnp.arange(length), order, shards, 0)
+                given[name] = jnp.broadcast_to(indices, (*batch, length))
+    problem, operands = _validate.prepare(**given, shards=shards if split else 1)
+    return problem, dict(zip(("q", "k", "v", *problem.terms), operands, strict=True))
+
+
+# ---- under jit -----------------------------------------------------------------------------------
+
+
+def _mapped(
+    local: Callable[..., Any], mesh: AbstractMesh, axes: tuple[str, ...], split: bool
+) -> Callable[..., Any]:
+    """Maps a function of operands over the axes, unless it is already, and over explicit ones.
+
+    The axes in Auto mode stay with XLA, which alone knows what is split over them.
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    names = explicit if split else explicit | set(axes)
+    if not names:
+        return local
+
+    def mapped(operands):
+        specs = _specs(operands, mesh, () if split else axes)
+        placed = {name: _reshard(x, specs[name], mesh, explicit) for name, x in operands.items()}
+        function = jax.shard_map(
+            local,
+            mesh=_concrete(operands["q"], mesh, names),
+            axis_names=names,
+            in_specs=(specs,),
+            out_specs=(specs["q"], PartitionSpec(*specs["q"][:-1])),
+        )
+        # Outside of jit shard_map takes no arrays that its other axes split.
+        return jax.jit(function)(placed)
+
+    return mapped
+
+
+def _concrete(query: jax.Array, mesh: AbstractMesh, names: set[str]) -> Mesh | AbstractMesh | None:
+    """Finds what shard_map takes for a mesh: None for the one around it."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return None
+    if not isinstance(query, jax.core.Tracer):
+        own = query.sharding.mesh if isinstance(query.sharding, NamedSharding) else mesh
+        if isinstance(own, Mesh):
+            return own
+    if names != set(mesh.axis_names):
+        raise ValueError(
+            f"attention under jit with the mesh axes {mesh.axis_names} needs to know their devices "
+            "to leave some to XLA; expected `with jax.set_mesh(mesh):` around the program"
+        )
+    return mesh
+
+
+def _specs(
+    operands: Operands, mesh: AbstractMesh, axes: tuple[str, ...]
+) -> dict[str, PartitionSpec]:
+    """Chooses how operands are split: sequences over `axes`, all else as query's type says."""
+    q = operands["q"]
+    own = [_names(x) for x in jax.typeof(q).sharding.spec]
+    own += [()] * (q.ndim - len(own))
+    *batch, sequence, heads, _ = own
+    if sequence not in ((), axes):
+        raise ValueError(
+            f"query is split over {sequence} along T, dim {q.ndim - 3}; expected axis_name, {axes}"
+        )
+    devices, kv_heads = _devices(mesh, heads), operands["k"].shape[-2]
+    if kv_heads % devices:
+        raise ValueError(
+            f"key has {kv_heads} heads, which the {devices} devices of {heads} that split query's "
+            f"do not divide; expected a multiple of {devices}"
+        )
+
+    def spec(name: str, x: jax.Array) -> PartitionSpec:
+        letters = dims(name)
+        leading = x.ndim - len(letters)
+        split = {"T": axes, "S": () if name in ("bias", "mask") else axes, "N": heads, "K": heads}
+        parts = [*batch[:leading], *(split.get(letter, ()) for letter in letters)]
+        parts = [() if size == 1 else part for size, part in zip(x.shape, parts, strict=True)]
+        return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in parts))
+
+    return {name: spec(name, x) for name, x in operands.items()}
+
+
+def _names(part: Any) -> tuple[str, ...]:
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
+def _reshard(
+    x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh, explicit: set[str]
+) -> jax.Array:
+    """Brings an array to a spec as far as its axes are explicit: shard_map takes none else."""
+    if not explicit:
+        return x
+    kept = ([name for name in _names(part) if name in explicit] for part in spec)
+    wanted = PartitionSpec(*(tuple(names) or None for names in kept))
+    return jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+
+
+# ---- on one device -------------------------------------------------------------------------------
 
 
 def _attend(shard: Shard, axes: tuple[str, ...], strategy: str | None):
     sizes = [lax.axis_size(axis) for axis in axes]
-    heads = [shard.operands[name].shape[-2] for name in ("q", "k")]
-    refused = all_to_all.refuse(*heads, math.prod(sizes))
+    q_heads, kv_heads = (shard.operands[name].shape[-2] for name in ("q", "k"))
+    refused = all_to_all.refuse(q_heads, kv_heads, math.prod(sizes))
     drops = "dropout_state" in shard.problem.terms
     if drops and strategy is None:
         strategy = "all_to_all"
@@ -249,75 +370,25 @@ def _attend(shard: Shard, axes: tuple[str, ...], strategy: str | None):
     if len(axes) == 1:
         return _STRATEGIES[strategy or _choose(shard, refused)].attend(shard)
     outer, inner = axes
-    refused_inside = all_to_all.refuse(*heads, sizes[1])
+    refused_inside = all_to_all.refuse(q_heads, kv_heads, sizes[1])
     if refused_inside:
         raise ValueError(f"{refused_inside}, which axis {inner!r}, the inner of two, always does")
     exchanged = all_to_all.exchange(shard, inner, outer)
-    # Heads are split already, so that no exchange is left to choose.
-    chosen = strategy or _choose(exchanged, "heads are split")
+    chosen = strategy or _choose(exchanged, "its heads are split already")
     results = _STRATEGIES[chosen].attend(exchanged)
     return all_to_all.give_back(shard.layout, inner, *results)
 
 
 def _choose(shard: Shard, refused: str | None) -> str:
-    """Chooses a strategy, as `attention` documents."""
-    if all_gather.reaches_neighbours(shard) or shard.kv_len < _SHORT:
+    """Chooses a strategy, as `attention` documents; `refused`: why it is not "all_to_all"."""
+    if all_gather.reaches_neighbours(shard):
+        return "all_gather"
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.axis_names) - set(mesh.manual_axes):
+        return "ring"  # XLA gathers over other axes for any collective but a permutation
+    if shard.kv_len < _SHORT:
         return "all_gather"
     causal = shard.problem.window[1] == 0
     if causal and shard.layout.order == "contiguous" and not refused:
         return "all_to_all"
     return "ring"
-
-
-# ---- under jit -----------------------------------------------------------------------------------
-
-
-def _mapped(local, arguments, axes, order, with_lse):
-    """Maps the call over the axes of the arrays' mesh."""
-    query, key = arguments["query"], arguments["key"]
-    mesh = _mesh(query)
-    missing = [axis for axis in axes if axis not in mesh.axis_names]
-    if missing:
-        names = f"axes {mesh.axis_names}" if mesh.axis_names else "no mesh"
-        raise ValueError(
-            f"axis_name names {missing[0]!r}, but query's arrays have {names}; expected an axis of "
-            "the enclosing shard_map, of jax.set_mesh(mesh), or of the mesh that query is placed on"
-        )
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-    for name, x, letter in (("query", query, "T"), ("key", key, "S")):
-        if x.ndim >= 3:
-            orders.check_divides(order, shards, f"{letter} of {name}", x.shape[-3], x.shape)
-    split = axes if len(axes) > 1 else axes[0]
-    names = [
-        name
-        for name, x in arguments.items()
-        if x is not None and (name in _ARRAYS or isinstance(x, jax.Array))
-    ]
-    arrays = {
-        name: x if name == "dropout_key" else _validate.array(name, x)
-        for name, x in arguments.items()
-        if name in names
-    }
-    static = {name: x for name, x in arguments.items() if name not in names}
-
-    def spec(name):
-        x, dim = arrays[name], _SEQUENCE_DIMS.get(name)
-        whole = dim is None or x.ndim < -dim or (name in ("bias", "mask") and x.shape[dim] == 1)
-        return PartitionSpec() if whole else PartitionSpec(*[None] * (x.ndim + dim), split)
-
-    out = PartitionSpec(*[None] * (query.ndim - 3), split)
-    mapped = jax.shard_map(
-        lambda arrays: local(static | arrays),
-        mesh=mesh,
-        axis_names=set(axes),
-        in_specs=({name: spec(name) for name in names},),
-        out_specs=(out, out) if with_lse else out,
-    )
-    # Outside of jit shard_map takes no arrays that its other axes split.
-    return jax.jit(mapped)(arrays)
-
-
-def _mesh(query: jax.Array):
-    """Finds the mesh of an array, or that which is set."""
-    around = jax.sharding.get_abstract_mesh()
-    return jax.typeof(query).sharding.mesh if around.empty else around

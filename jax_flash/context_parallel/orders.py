@@ -91,11 +91,10 @@ def check_divides(order: str, shards: int, what: str, size: int, shape: Any) -> 
     """Raises where a sequence cannot be split, with both numbers."""
     parts = 2 * shards if order == "zigzag" else shards
     if size % parts:
-        twice = f" 2 x {shards} = {parts}, the chunks of order 'zigzag'," if parts > shards else ""
+        what_for = f"two chunks for each of {shards} devices" if parts > shards else "the devices"
         raise ValueError(
-            f"{what} is {size} (shape {tuple(shape)}); expected a multiple of{twice or f' {parts},'} "
-            f"for {shards} devices to split it evenly: pad it, and hide the padding by lengths or "
-            "segment ids"
+            f"{what} is {size} (shape {tuple(shape)}); expected a multiple of {parts}, {what_for}: "
+            "pad it, and hide the padding by lengths or segment ids"
         )
 
 
@@ -111,7 +110,7 @@ class Layout:
     block: int = 1
 
     def indices(self, rank: Any, length: int) -> jax.Array:
-        """Computes the index in the whole sequence of each of a shard's tokens: int32 `[length]`."""
+        """Computes the indices in the whole sequence of a shard's tokens: int32 `[length]`."""
         j = jnp.arange(length, dtype=jnp.int32)
         match self.order:
             case "striped":
@@ -148,6 +147,6 @@ class Layout:
                 return [(rank * length, rank * length + length - 1)]
 
     def count(self, lengths: Any, rank: Any, length: int) -> jax.Array:
-        """Computes how many of a shard's tokens lie within lengths of the whole: int32, the same shape."""
+        """Computes how many of a shard's tokens lie within lengths of the whole, for each."""
         within = self.indices(rank, length) < lengths[..., None]
         return jnp.sum(within, axis=-1, dtype=jnp.int32)

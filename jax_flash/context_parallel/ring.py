@@ -64,7 +64,7 @@ class Reach:
     offset: int | None
 
     def visible(self, rank: Any, source: Any) -> list[list[Any]]:
-        """Says for each run of the rank's queries and each of the source's keys if some pair meets."""
+        """Says of each run of the rank's queries, and of the source's keys, if some pair meets."""
         queries = self.layout.runs(rank, self.q_len)
         keys = self.layout.runs(source, self.kv_len)
         if self.offset is None:
@@ -285,7 +285,7 @@ def _switch(chosen: Any, steps: list[Callable[..., Any]], state: Any, *operands:
 # ---- backward ------------------------------------------------------------------------------------
 
 
-def _attend_forward(ring: _Ring, floats: Operands, rest: Operands):
+def _attend_forward(ring: _Ring, floats: dict[str, Any], rest: dict[str, Any]):
     wanted = tuple(name for name in _FLOATS if name in floats and floats[name].perturbed)
     floats = {name: x.value for name, x in floats.items()}
     rest = {name: x.value for name, x in rest.items()}
@@ -301,7 +301,7 @@ def _attend_backward(ring: _Ring, residuals, cotangents):
         None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents
     )
     if dout is None and dlse is None:
-        return {name: None for name in floats}, None
+        return dict.fromkeys(floats), None
     dout = jnp.zeros_like(out) if dout is None else dout
     gradients = _backward(ring, floats | rest, out, lse, dout, dlse, tuple(wanted))
     return {name: gradients.get(name) for name in floats}, None
@@ -354,7 +354,9 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
             return lax.dynamic_update_slice_in_dim(total, strip, first, total.ndim - 1)
         return _put(total, _cut(total, rows, -2) + part, rows, -2)
 
+    # Else XLA takes what travelled in the forward pass, and all devices keep all keys until now.
     held = {name: operands[name] for name in _TRAVELLING if name in operands}
+    held, dout = lax.optimization_barrier((held, dout))
     zeros = {
         name: vary_over(jnp.zeros(operands[name].shape, wide(operands[name])), operands)
         for name in made
@@ -374,9 +376,9 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
         chosen = ring.reach.choose(step.rank, source)
         state = staying, travelling.get(way, home)
         staying, travelling[way] = _switch(chosen, steps, state, keys, source)
-    hops = dict(zip((1, -1), ring.reach.hops(), strict=True))
+    higher, lower = ring.reach.hops()
     for way, arrays in travelling.items():
-        back = send(arrays, ring.axis, n, -way * hops[way])
+        back = send(arrays, ring.axis, n, -higher if way > 0 else lower)
         home = {name: x + back[name] for name, x in home.items()}
     home = {name: x + own[name] for name, x in home.items()}
     totals = staying | home

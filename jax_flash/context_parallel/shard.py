@@ -77,11 +77,9 @@ class Shard:
         """Computes by how much queries stand behind their index: a number, or `[*B, 1]`."""
         if self.offset is not None:
             return self.offset
-        whole = {"query": self.q_len, "key_value": self.kv_len}
-        queries, keys = (
-            self.operands.get(f"{name}_lengths", jnp.int32(self.layout.shards * size))
-            for name, size in whole.items()
-        )
+        shards = self.layout.shards
+        queries: Any = self.operands.get("query_lengths", shards * self.q_len)
+        keys: Any = self.operands.get("key_value_lengths", shards * self.kv_len)
         return (keys - queries)[..., None]
 
     def call(self, **terms: jax.Array | None) -> tuple[Problem, Operands]:
@@ -94,7 +92,7 @@ class Shard:
         return dataclasses.replace(self, operands=self.operands | operands)
 
     def vary(self) -> "Shard":
-        """Lets all operands vary over the axes that any of them does: gradients are summed there."""
+        """Lets all operands vary over the axes that any does, where gradients are then summed."""
         return dataclasses.replace(self, operands=vary_over(self.operands, self.operands))
 
 
