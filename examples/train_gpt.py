@@ -306,7 +306,7 @@ def make_optimizer(model: GPT, config: Config) -> nnx.Optimizer:
 def make_mesh(text: str) -> jax.sharding.Mesh:
     """The mesh for "data=2,model=2,seq=2".
 
-    Rows are spread over `data`, heads and widths over `model`, and the bytes of each row over `seq`.
+    Rows are spread over `data`, heads and widths over `model`, the bytes of each row over `seq`.
     """
     sizes = {"data": 1, "model": 1, "seq": 1}
     for part in text.split(","):

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -330,15 +335,23 @@ COUNTS = {  # of a forward pass, and of it with its backward pass
 @pytest.mark.parametrize(("strategy", "order", "window"), COUNTS)
 def test_collectives_are_those_of_the_strategy(strategy, order, window):
     mesh = mesh_of(explicit=True, data=2, seq=SHARDS)
-    counts = compiled_counts(mesh, P("data", "seq"), strategy, order, window)
-    assert counts == COUNTS[strategy, order, window]
+    forward, both = COUNTS[strategy, order, window]
+    if strategy == "ring":
+        both = with_forward_again(forward, both)
+    assert compiled_counts(mesh, P("data", "seq"), strategy, order, window) == (forward, both)
+
+
+def with_forward_again(forward, both):
+    """On a CPU XLA drops barriers before jax 0.11: what arrived in the forward pass is kept."""
+    again = jax.__version_info__ >= (0, 11)
+    return both if again else {PERMUTE: both[PERMUTE] - forward[PERMUTE]}
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_a_ring_leaves_other_axes_alone(explicit):
     mesh = mesh_of(explicit, data=2, seq=2, model=2)
     counts = compiled_counts(mesh, P("data", "seq", "model"), "ring", "zigzag", None)
-    assert counts == ({PERMUTE: 2}, {PERMUTE: 6})
+    assert counts == ({PERMUTE: 2}, with_forward_again({PERMUTE: 2}, {PERMUTE: 6}))
 
 
 def compiled_counts(mesh, spec, strategy, order, window):
@@ -431,6 +444,92 @@ def test_outside_of_jit():
     out, lse = attention(**placed, axis_name="seq", is_causal=True, return_lse=True)
     assert out.sharding.is_equivalent_to(placed["query"].sharding, 4)
     close((out, lse), jax_flash.flash_attention(**arrays, is_causal=True, return_lse=True))
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+TRAIN = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jax_flash
+from jax_flash.context_parallel import attention, reorder
+
+
+def step(attend, weights, x, targets):
+    def loss(weights):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
+        out = attend(q, k, v, is_causal=True, backend="cpu")
+        return jnp.mean((out - targets) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = list(jax.random.normal(keys[0], (3, 8, 4, 8)))
+    x, targets = jax.random.normal(keys[1], (2, 32, 8)), jax.random.normal(keys[2], (2, 32, 4, 8))
+    return weights, x, targets
+
+
+def split(address, rank, path):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, 2, rank)
+    assert jax.process_count() == 2 and jax.device_count() == 4
+    mesh = jax.make_mesh((4,), ("seq",), (jax.sharding.AxisType.Auto,))
+    weights, *data = arrays()
+    data = [np.asarray(reorder(x, "zigzag", 4, 1)) for x in data]
+    place = NamedSharding(mesh, P(None, "seq"))
+    data = [jax.make_array_from_callback(x.shape, place, x.__getitem__) for x in data]
+
+    def attend(*qkv, **options):
+        return attention(*qkv, axis_name="seq", strategy="ring", order="zigzag", **options)
+
+    with jax.set_mesh(mesh):
+        value, weights = jax.jit(lambda *x: step(attend, *x))([*map(np.asarray, weights)], *data)
+    results = [np.asarray(x.addressable_data(0)) for x in (value, *weights)]
+    if rank == 0:
+        np.savez(path, *results)
+
+
+if __name__ == "__main__":
+    split(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_train_a_step_as_one_does(tmp_path):
+    program, path = tmp_path / "train.py", tmp_path / "results.npz"
+    program.write_text(TRAIN)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": str(Path(jax_flash.__file__).parents[1]),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(program), address, str(rank), str(path)],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], errors
+    names: dict[str, Any] = {"__name__": "train"}
+    exec(TRAIN, names)
+    value, weights = jax.jit(functools.partial(names["step"], jax_flash.flash_attention))(
+        *names["arrays"]()
+    )
+    with np.load(path) as results:
+        close([results[name] for name in results], [value, *weights])
 
 
 # ---- faults --------------------------------------------------------------------------------------
