@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +26,7 @@ from jax_flash.context_parallel.ring import Reach
 
 from . import numpy_oracle
 from .cases import dropout_words
+from .gpu import child_environment
 from .small import close
 from .test_sharding import collectives
 
@@ -448,15 +447,8 @@ def test_outside_of_jit():
 
 # ---- processes -----------------------------------------------------------------------------------
 
-TRAIN = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-import jax_flash
-from jax_flash.context_parallel import attention, reorder
 
-
-def step(attend, weights, x, targets):
+def train_step(attend, weights, x, targets):
     def loss(weights):
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
         out = attend(q, k, v, is_causal=True, backend="cpu")
@@ -466,70 +458,58 @@ def step(attend, weights, x, targets):
     return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
 
 
-def arrays():
-    keys = jax.random.split(jax.random.key(0), 3)
-    weights = list(jax.random.normal(keys[0], (3, 8, 4, 8)))
-    x, targets = jax.random.normal(keys[1], (2, 32, 8)), jax.random.normal(keys[2], (2, 32, 4, 8))
-    return weights, x, targets
+def train_arrays():
+    return list(normal(0, 3, H, N, H)), normal(1, B, T, H), normal(2, B, T, N, H)
 
 
-def split(address, rank, path):
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, 2, rank)
-    assert jax.process_count() == 2 and jax.device_count() == 4
-    mesh = jax.make_mesh((4,), ("seq",), (jax.sharding.AxisType.Auto,))
-    weights, *data = arrays()
-    data = [np.asarray(reorder(x, "zigzag", 4, 1)) for x in data]
-    place = NamedSharding(mesh, P(None, "seq"))
-    data = [jax.make_array_from_callback(x.shape, place, x.__getitem__) for x in data]
-
-    def attend(*qkv, **options):
-        return attention(*qkv, axis_name="seq", strategy="ring", order="zigzag", **options)
-
-    with jax.set_mesh(mesh):
-        value, weights = jax.jit(lambda *x: step(attend, *x))([*map(np.asarray, weights)], *data)
-    results = [np.asarray(x.addressable_data(0)) for x in (value, *weights)]
-    if rank == 0:
-        np.savez(path, *results)
-
-
-if __name__ == "__main__":
-    split(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+TWO_PROCESSES = """
+import functools, sys
+import jax
+address, rank = sys.argv[1], int(sys.argv[2])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, rank)
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tests import test_context_parallel as t
+assert (jax.process_count(), jax.local_device_count()) == (2, 2)
+mesh = jax.make_mesh((4,), ("seq",), (AxisType.Auto,))
+weights, *data = t.train_arrays()
+attend = functools.partial(t.attention, axis_name="seq", strategy="ring", order="zigzag")
+def place(x, spec):
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
+data = [place(t.reorder(x, "zigzag", 4, 1), t.SPLIT) for x in data]
+with jax.set_mesh(mesh):
+    step = jax.jit(functools.partial(t.train_step, attend), out_shardings=NamedSharding(mesh, P()))
+    value, weights = step([place(w, P()) for w in weights], *data)
+np.savez(f"rank{rank}.npz", *(x.addressable_data(0) for x in (value, *weights)))
 """
 
 
-@pytest.mark.timeout(300)
 def test_two_processes_train_a_step_as_one_does(tmp_path):
-    program, path = tmp_path / "train.py", tmp_path / "results.npz"
-    program.write_text(TRAIN)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": str(Path(jax_flash.__file__).parents[1]),
-    }
-    started = [
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    processes = [
         subprocess.Popen(
-            [sys.executable, str(program), address, str(rank), str(path)],
-            env=environment, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-P", "-c", TWO_PROCESSES, address, str(rank)],
+            env=child_environment(tmp_path, with_tests=True, **flags),
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], errors
-    names: dict[str, Any] = {"__name__": "train"}
-    exec(TRAIN, names)
-    value, weights = jax.jit(functools.partial(names["step"], jax_flash.flash_attention))(
-        *names["arrays"]()
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+    value, weights = jax.jit(functools.partial(train_step, jax_flash.flash_attention))(
+        *train_arrays()
     )
-    with np.load(path) as results:
-        close([results[name] for name in results], [value, *weights])
+    for rank in range(2):
+        with np.load(tmp_path / f"rank{rank}.npz") as results:
+            close([results[name] for name in results], [value, *weights])
 
 
 # ---- faults --------------------------------------------------------------------------------------
