@@ -270,8 +270,11 @@ def cross_entropy(model: GPT, features: jax.Array, targets: jax.Array) -> jax.Ar
     if not model.config.remat:
         return at(features, targets).mean()
     # GPT-2's scores take 0.2 MB a position: those of 8192 at a time, once more in the backward.
-    positions = features.swapaxes(0, 1), targets.swapaxes(0, 1)
-    together = max(1, 8192 // features.shape[0])
+    rows, shards = features.shape[0], 1 if model.split is None else model.split.mesh.shape["seq"]
+    positions = tuple(  # [T / shards, B, shards, ...]: all devices have some of those at a time
+        jnp.moveaxis(x.reshape(rows, shards, -1, *x.shape[2:]), 2, 0) for x in (features, targets)
+    )
+    together = max(1, 8192 // (rows * shards))
     return jax.lax.map(lambda x: jax.checkpoint(at)(*x), positions, batch_size=together).mean()
 
 
