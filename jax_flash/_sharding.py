@@ -12,6 +12,9 @@ no collective, with three exceptions that the arithmetic asks for:
 - Arguments that arrive in another sharding are brought to this one first; a query, key or value
   that arrives split along its sequence is gathered whole on every device, with a warning.
 
+Where all axes of a mesh are explicit, types say how operands are split, and the call is mapped over
+the mesh by the same plan when it is lowered. Otherwise XLA asks for the plan when it partitions.
+
 Inside of shard_map the operands are one device's own, and nothing here applies. Inside of one over
 some axes of a mesh, XLA splits a call over the others for each group of devices by itself, and does
 not say by which axes: there the query's split of leading dims and heads alone is followed, and
@@ -29,7 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
 from jax_flash._backends import warn_once
 from jax_flash._call import Call
@@ -39,14 +49,39 @@ NO_MESH = AbstractMesh((), ())
 
 
 def partitioned(run: Callable[..., tuple[Any, ...]], call: Call) -> Callable[..., tuple[Any, ...]]:
-    """Lets XLA split `run(call, *operands)`."""
+    """Splits `run(call, *operands)` as its operands' types say, or lets XLA where they do not."""
     # Not by static_argnums: custom_partitioning would hold on to tracers of the operands.
     wrapped = custom_partitioning(functools.partial(run, call))
     wrapped.def_partition(
         partition=functools.partial(_partition, run, call),
         sharding_rule=functools.partial(_sharding_rule, call),
     )
-    return wrapped
+
+    def split(*operands):
+        mesh = jax.typeof(operands[0]).sharding.mesh
+        if mesh.empty or set(mesh.axis_types) != {AxisType.Explicit}:
+            return wrapped(*operands)
+        return _mapped(run, call, mesh, operands)
+
+    return split
+
+
+def _mapped(run, call: Call, mesh: AbstractMesh, operands: Sequence[jax.Array]):
+    """Maps a call over a mesh of explicit axes, where nothing is left for XLA to find.
+
+    Unlike a partitioning by callback it can be exported, and kept in JAX's compilation cache.
+    """
+    avals = [jax.typeof(x) for x in operands]
+    _, compute, results, shardings = _partition(run, call, mesh, avals, None)
+    placed = [jax.sharding.reshard(x, s) for x, s in zip(operands, shardings, strict=True)]
+    mapped = jax.shard_map(
+        compute,
+        mesh=mesh,
+        in_specs=tuple(x.spec for x in shardings),
+        out_specs=tuple(x.spec for x in results),
+        check_vma=False,
+    )
+    return mapped(*placed)
 
 
 def x64_of(operands: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -85,7 +120,7 @@ def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[s
     return rule, {"need_replication_factors": whole}
 
 
-def _partition(run, call, mesh: Mesh, operands, results):
+def _partition(run, call, mesh: Mesh | AbstractMesh, operands, results):
     """Chooses the shardings of operands and results, and what each device computes."""
     del results
     infos = call.name_operands(operands)
@@ -121,7 +156,7 @@ def _partition(run, call, mesh: Mesh, operands, results):
     return mesh, compute, result_shardings, operand_shardings
 
 
-def _warn_of_split_sequences(mesh: Mesh, call: Call, infos: dict[str, Any]) -> None:
+def _warn_of_split_sequences(mesh: Mesh | AbstractMesh, call: Call, infos: dict[str, Any]) -> None:
     for name, argument, letter in (("q", "query", "T"), ("k", "key", "S"), ("v", "value", "S")):
         if name not in infos:
             continue

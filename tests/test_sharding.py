@@ -14,6 +14,7 @@ import subprocess
 import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -498,6 +499,56 @@ def test_mixed_leading_dims_under_vmap(backend):
     compiled = jax.jit(mapped).lower(*placed).compile()
     assert collectives(compiled) == []
     close(compiled(*placed), jax.jit(mapped)(*arguments))
+
+
+def test_programs_with_explicit_axes_are_exported(backend):
+    """With their gradients, for several devices; in Auto mode XLA asks a callback how to split."""
+    mesh = mesh_of((4, 2), explicit=True)
+    arrays = with_qkv(OPERANDS["lengths"], kv_heads=1)  # gradients of key and value are summed
+    arrays |= {name: (arrays[name][0], P("data")) for name in ("key", "value")}
+    step = jax.jit(step_of(backend, is_causal=True))
+    with jax.set_mesh(mesh):
+        placed = place(mesh, arrays)
+        dout = jax.device_put(normal(7, B, T, N, H), NamedSharding(mesh, SHARDED))
+        checks = jax_flash.EXPORT_CHECKS
+        exported = jax.export.export(step, disabled_checks=checks)(placed, dout)
+        again = jax.export.deserialize(exported.serialize())
+        assert again.nr_devices == 8
+        close(jax.jit(again.call)(placed, dout), step(placed, dout))
+
+
+CACHED = """
+import sys
+import jax
+import jax.export
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jax_flash
+
+hits = []
+jax.monitoring.register_event_listener(
+    lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None
+)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Explicit,) * 2)
+with jax.set_mesh(mesh):
+    split = NamedSharding(mesh, P("data", None, "model"))
+    x = jax.ShapeDtypeStruct((4, 16, 4, 8), "float32", sharding=split)
+    for count in range(2):
+        jax.jit(lambda x: jax_flash.flash_attention(x, x, x, backend="cpu")).lower(x).compile()
+        assert len(hits) == count, hits
+        jax.clear_caches()
+"""
+
+
+def test_programs_with_explicit_axes_hit_the_compilation_cache(tmp_path):
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, "-c", CACHED, str(tmp_path)],
+        env=os.environ | flags, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 SPLIT_SEQUENCE = """
