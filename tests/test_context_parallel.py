@@ -286,6 +286,17 @@ def test_orders_are_undone_and_say_where_tokens_stand(order):
                 assert (low, high) == (run[0], run[-1])
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_arrays_that_are_split_already_are_reordered(explicit):
+    mesh, x = mesh_of(explicit, seq=SHARDS), np.arange(64).reshape(2, 32)
+    placed = jax.device_put(x, NamedSharding(mesh, SPLIT))
+    there = reorder(placed, "zigzag", SHARDS, 1)
+    np.testing.assert_array_equal(there, reorder(x, "zigzag", SHARDS, 1))
+    back = jax.jit(lambda x: restore(x, "zigzag", SHARDS, 1))(there)
+    np.testing.assert_array_equal(back, x)
+    assert jax.typeof(back) == jax.typeof(placed)
+
+
 def computed(order, shards, length, rank, block=16):
     """Blocks of a causal ring's scores that a device computes, where kernels skip hidden ones."""
     reach = Reach(Layout(order, shards), length, length, (None, 0), 0)

@@ -15,6 +15,8 @@ Striped Attention (arXiv:2311.09431).
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _validate
+from jax_flash._ops.arithmetic import with_auto_axes
 
 ORDERS = ("contiguous", "zigzag", "striped")
 
@@ -71,6 +74,18 @@ def _permuted(name: str, x: Any, order: str, shards: int, axis: int, back: bool)
     check_divides(order, shards, f"axis {axis} of x", size, x.shape)
     if order == "contiguous" or shards == 1:
         return x
+    # On a mesh with explicit axes it stays split as it is.
+    own = jax.typeof(x).sharding
+    return with_auto_axes(_permutation(order, shards, axis, back), own.mesh, own.spec)(x)
+
+
+@functools.lru_cache(maxsize=256)  # one function is compiled once
+def _permutation(order: str, shards: int, axis: int, back: bool) -> Callable[..., jax.Array]:
+    return functools.partial(_permute, order, shards, axis, back)
+
+
+def _permute(order: str, shards: int, axis: int, back: bool, x: jax.Array) -> jax.Array:
+    size = x.shape[axis]
     before, after = x.shape[:axis], x.shape[axis + 1 :]
     if order == "striped":
         split = (shards, size // shards) if back else (size // shards, shards)
