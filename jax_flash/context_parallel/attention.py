@@ -77,6 +77,20 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@overload
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    axis_name: Axis,
+    strategy: Strategy | None = None,
+    order: Order = "contiguous",
+    return_lse: bool,
+    **options: Unpack[Options[ArrayLike]],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
 def attention(
     query: ArrayLike,
     key: ArrayLike,
