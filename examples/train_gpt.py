@@ -11,6 +11,7 @@ train_gpt.msgpack, with which generate.py writes on.
 
     python examples/train_gpt.py --attention xla              # the same with jax.nn's attention
     python examples/train_gpt.py --mesh data=4,model=2        # on eight devices
+    python examples/train_gpt.py --mesh data=2,model=2,seq=2  # each row over two of them too
     python examples/train_gpt.py --preset gpt2                # GPT-2 124M in bfloat16, for a GPU
     python examples/train_gpt.py --preset long --steps 100    # the same model, 16384 bytes at once
 """
@@ -34,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from jax_flash import flash_attention
+from jax_flash import context_parallel, flash_attention
 from jax_flash.layers.nnx import FlashAttention
 
 START = 0  # the byte that opens every document; Python source has none
@@ -156,10 +157,12 @@ class Block(nnx.Module):
         decode: bool,
         lengths: jax.Array | None = None,
         page_table: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         x = x + self.attention(
             self.norm1(x),
             segment_ids=segment_ids,
+            positions=positions,
             seq_lengths=lengths,
             decode=decode,
             page_table=page_table,
@@ -176,8 +179,11 @@ KEEP = jax.checkpoint_policies.save_only_these_names("flash_out", "flash_lse")
 class GPT(nnx.Module):
     """Blocks between one embedding table, which serves at both ends."""
 
-    def __init__(self, config: Config, attention_fn, rngs: nnx.Rngs, keep=KEEP):
+    def __init__(
+        self, config: Config, attention_fn, rngs: nnx.Rngs, keep=KEEP, split: "Split | None" = None
+    ):
         self.config = config
+        self.split = split  # how rows are split over devices, if they are
         self.keep = keep  # what a block that is recomputed keeps: a policy of jax.checkpoint
         self.embedding = nnx.Embed(
             config.vocabulary,
@@ -212,6 +218,7 @@ class GPT(nnx.Module):
         decode: bool = False,
         lengths: jax.Array | None = None,
         page_table: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         """What the scores are computed from: [B, T] -> [B, T, width]."""
         apply = Block.__call__
@@ -222,7 +229,7 @@ class GPT(nnx.Module):
         bytes_of_text = jax.nn.one_hot(tokens, 256, dtype=self.config.dtype)
         x = bytes_of_text @ self.embedding.embedding[:256].astype(self.config.dtype)
         for block in self.blocks:
-            x = apply(block, x, segment_ids, decode, lengths, page_table)
+            x = apply(block, x, segment_ids, decode, lengths, page_table, positions)
         return self.norm(x)
 
     def init_cache(
@@ -243,7 +250,14 @@ def loss_fn(model: GPT, rows: jax.Array) -> jax.Array:
     """Mean cross entropy, in nats per byte, over rows [B, T + 1] of packed documents."""
     inputs, targets = rows[:, :-1].astype(jnp.int32), rows[:, 1:].astype(jnp.int32)
     segment_ids = jnp.cumsum(inputs == START, axis=1, dtype=jnp.int32)  # documents stay apart
-    return cross_entropy(model, model.features(inputs, segment_ids), targets)
+    positions = None
+    if model.split is not None:
+        positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+        inputs, targets, segment_ids, positions = map(
+            model.split.place, (inputs, targets, segment_ids, positions)
+        )
+    features = model.features(inputs, segment_ids, positions=positions)
+    return cross_entropy(model, features, targets)
 
 
 def cross_entropy(model: GPT, features: jax.Array, targets: jax.Array) -> jax.Array:
@@ -256,8 +270,11 @@ def cross_entropy(model: GPT, features: jax.Array, targets: jax.Array) -> jax.Ar
     if not model.config.remat:
         return at(features, targets).mean()
     # GPT-2's scores take 0.2 MB a position: those of 8192 at a time, once more in the backward.
-    positions = features.swapaxes(0, 1), targets.swapaxes(0, 1)
-    together = max(1, 8192 // features.shape[0])
+    rows, shards = features.shape[0], 1 if model.split is None else model.split.mesh.shape["seq"]
+    positions = tuple(  # [T / shards, B, shards, ...]: all devices have some of those at a time
+        jnp.moveaxis(x.reshape(rows, shards, -1, *x.shape[2:]), 2, 0) for x in (features, targets)
+    )
+    together = max(1, 8192 // (rows * shards))
     return jax.lax.map(lambda x: jax.checkpoint(at)(*x), positions, batch_size=together).mean()
 
 
@@ -290,14 +307,48 @@ def make_optimizer(model: GPT, config: Config) -> nnx.Optimizer:
 
 
 def make_mesh(text: str) -> jax.sharding.Mesh:
-    """The mesh for "data=4,model=2": rows spread over `data`, heads and widths over `model`."""
-    sizes = {"data": 1, "model": 1}
+    """The mesh for "data=2,model=2,seq=2".
+
+    Rows are spread over `data`, heads and widths over `model`, the bytes of each row over `seq`.
+    """
+    sizes = {"data": 1, "model": 1, "seq": 1}
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in sizes or not size.isdecimal():
-            raise SystemExit(f"--mesh takes data=N,model=M, got {text!r}")
+            raise SystemExit(f"--mesh takes data=N,model=M,seq=L, got {text!r}")
         sizes[name] = int(size)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto, AxisType.Auto))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Rows whose bytes are split over `seq`, in an order that gives each device as much to do."""
+
+    mesh: jax.sharding.Mesh
+
+    def place(self, x: jax.Array) -> jax.Array:
+        """Brings the bytes of rows [B, T], or what belongs to them, to their devices."""
+        x = context_parallel.reorder(x, "zigzag", self.mesh.shape["seq"], axis=1)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data", "seq")))
+
+    def attend(self, query, key, value, *, query_segment_ids, **options):
+        """Attends across devices; positions, of the rotary embedding, are those of the order."""
+        spec, ids = P("data", "seq", "model"), P("data", "seq")
+
+        @jax.shard_map(mesh=self.mesh, in_specs=(spec, spec, spec, ids), out_specs=spec)
+        def on_each_device(query, key, value, segment_ids):
+            return context_parallel.attention(
+                query,
+                key,
+                value,
+                axis_name="seq",
+                order="zigzag",
+                is_causal=options["is_causal"],
+                query_segment_ids=segment_ids,
+                key_value_segment_ids=segment_ids,
+            )
+
+        return on_each_device(query, key, value, query_segment_ids)
 
 
 def shard(node: GPT | nnx.Optimizer, mesh: jax.sharding.Mesh) -> None:
@@ -412,7 +463,7 @@ def main() -> None:
     )
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--attention", choices=["flash", "xla"], default="flash")
-    parser.add_argument("--mesh", default="data=1,model=1", help="for instance data=4,model=2")
+    parser.add_argument("--mesh", default="data=1", help="for instance data=2,model=2,seq=2")
     parser.add_argument("--text", type=Path, default=sysconfig.get_path("stdlib"))
     parser.add_argument("--plot", type=Path, default="train_gpt.png")
     parser.add_argument("--checkpoint", type=Path, default="train_gpt.msgpack")
@@ -435,7 +486,12 @@ def main() -> None:
     bigram = bigram_loss(train, validation)
 
     attention_fn = {"flash": flash_attention, "xla": xla_attention}[args.attention]
-    model = GPT(config, attention_fn, nnx.Rngs(args.seed))
+    split = Split(mesh) if mesh.shape["seq"] > 1 else None
+    if split is not None:
+        if args.attention != "flash":
+            raise SystemExit("--mesh with seq=L is for --attention flash")
+        attention_fn = split.attend
+    model = GPT(config, attention_fn, nnx.Rngs(args.seed), split=split)
     shard(model, mesh)
     optimizer = make_optimizer(model, config)
     shard(optimizer, mesh)
@@ -491,6 +547,8 @@ def main() -> None:
     print(f"plot      {args.plot}")
     save(args.checkpoint, model)
     print(f"model     {args.checkpoint}")
+    if split is not None:
+        model = load(args.checkpoint)  # one device writes
     print(f"sample\n\n{generate(model, 'def ', min(400, config.length))}")
 
 

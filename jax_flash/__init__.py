@@ -1,6 +1,6 @@
 """FlashAttention for JAX: exact attention whose memory grows linearly with sequence length."""
 
-from jax_flash import reference, scores
+from jax_flash import context_parallel, reference, scores
 from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
 from jax_flash._version import __version__
@@ -12,6 +12,7 @@ __all__ = [
     "Decoded",
     "Explanation",
     "__version__",
+    "context_parallel",
     "decode_attention",
     "dot_product_attention",
     "explain",

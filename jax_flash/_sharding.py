@@ -12,7 +12,13 @@ no collective, with three exceptions that the arithmetic asks for:
 - Arguments that arrive in another sharding are brought to this one first; a query, key or value
   that arrives split along its sequence is gathered whole on every device, with a warning.
 
-Inside of shard_map the operands are one device's own, and nothing here applies.
+Where all axes of a mesh are explicit, types say how operands are split, and the call is mapped over
+the mesh by the same plan when it is lowered. Otherwise XLA asks for the plan when it partitions.
+
+Inside of shard_map the operands are one device's own, and nothing here applies. Inside of one over
+some axes of a mesh, XLA splits a call over the others for each group of devices by itself, and does
+not say by which axes: there the query's split of leading dims and heads alone is followed, and
+where that would need a sum over devices, or kv heads do not divide, the group computes the whole.
 """
 
 import contextlib
@@ -23,9 +29,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
 from jax_flash._backends import warn_once
 from jax_flash._call import Call
@@ -36,14 +50,39 @@ NO_MESH = AbstractMesh((), ())
 
 
 def partitioned(run: Callable[..., tuple[Any, ...]], call: Call) -> Callable[..., tuple[Any, ...]]:
-    """Lets XLA split `run(call, *operands)`."""
+    """Splits `run(call, *operands)` as its operands' types say, or lets XLA where they do not."""
     # Not by static_argnums: custom_partitioning would hold on to tracers of the operands.
     wrapped = custom_partitioning(functools.partial(run, call))
     wrapped.def_partition(
         partition=functools.partial(_partition, run, call),
         sharding_rule=functools.partial(_sharding_rule, call),
     )
-    return wrapped
+
+    def split(*operands):
+        mesh = jax.typeof(operands[0]).sharding.mesh
+        if mesh.empty or set(mesh.axis_types) != {AxisType.Explicit}:
+            return wrapped(*operands)
+        return _mapped(run, call, mesh, operands)
+
+    return split
+
+
+def _mapped(run, call: Call, mesh: AbstractMesh, operands: Sequence[jax.Array]):
+    """Maps a call over a mesh of explicit axes, where nothing is left for XLA to find.
+
+    Unlike a partitioning by callback it can be exported, and kept in JAX's compilation cache.
+    """
+    avals = [jax.typeof(x) for x in operands]
+    _, compute, results, shardings = _partition(run, call, mesh, avals, None)
+    placed = [jax.sharding.reshard(x, s) for x, s in zip(operands, shardings, strict=True)]
+    mapped = jax.shard_map(
+        compute,
+        mesh=mesh,
+        in_specs=tuple(x.spec for x in shardings),
+        out_specs=tuple(x.spec for x in results),
+        check_vma=False,
+    )
+    return mapped(*placed)
 
 
 def x64_of(operands: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -84,12 +123,16 @@ def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[s
     return rule, {"need_replication_factors": whole}
 
 
-def _partition(run, call, mesh: Mesh, operands, results):
+def _partition(run, call, mesh: Mesh | AbstractMesh, operands, results):
     """Chooses the shardings of operands and results, and what each device computes."""
     del results
     infos = call.name_operands(operands)
-    _warn_of_split_sequences(mesh, call, infos)
-    plan = _Plan(mesh, call, infos)
+    if mesh.empty:  # inside of a shard_map over other axes
+        group, infos = _group(infos)
+        plan = _Plan(group, call, infos, apart=True)
+    else:
+        _warn_of_split_sequences(mesh, call, infos)
+        plan = _Plan(mesh, call, infos)
     operand_shardings = tuple(plan.sharding(name, infos[name].shape) for name in call.operands)
     result_shardings = tuple(
         plan.sharding(name, shape)
@@ -116,7 +159,7 @@ def _partition(run, call, mesh: Mesh, operands, results):
     return mesh, compute, result_shardings, operand_shardings
 
 
-def _warn_of_split_sequences(mesh: Mesh, call: Call, infos: dict[str, Any]) -> None:
+def _warn_of_split_sequences(mesh: Mesh | AbstractMesh, call: Call, infos: dict[str, Any]) -> None:
     for name, argument, letter in (("q", "query", "T"), ("k", "key", "S"), ("v", "value", "S")):
         if name not in infos:
             continue
@@ -130,10 +173,48 @@ def _warn_of_split_sequences(mesh: Mesh, call: Call, infos: dict[str, Any]) -> N
             )
 
 
+def _group(infos: dict[str, Any]) -> tuple[AbstractMesh, dict[str, Any]]:
+    """Finds how the query is split within a group of devices: a mesh of its own, with its specs.
+
+    XLA names no axes there, but numbers the devices of the group and says which tile is whose.
+    """
+    q = infos["q"]
+    tiles = q.sharding._to_xla_hlo_sharding(q.ndim)
+    if tiles.is_replicated():
+        return _placed(AbstractMesh((), ()), infos, PartitionSpec())
+    sizes = dict(enumerate(tiles.tile_assignment_dimensions()))  # those that share a tile last
+    devices = np.reshape(tiles.tile_assignment_devices(), list(sizes.values()))
+    # A dim's distance is that from the device of a tile to that of the next along it.
+    distances = {
+        dim: int(np.take(devices, 1, dim).flat[0]) for dim, size in sizes.items() if size > 1
+    }
+    order = sorted(distances, key=lambda dim: -distances[dim])
+    mesh = AbstractMesh(tuple(sizes[dim] for dim in order), tuple(f"dim{dim}" for dim in order))
+    grid = np.arange(devices.size).reshape([sizes[dim] for dim in order])
+    spec = PartitionSpec()
+    if np.array_equal(grid.transpose(np.argsort(order)).ravel(), devices.ravel()):
+        spec = PartitionSpec(*(f"dim{dim}" if dim in distances else None for dim in range(q.ndim)))
+    return _placed(mesh, infos, spec)
+
+
+def _placed(mesh: AbstractMesh, infos: dict[str, Any], spec: PartitionSpec) -> Any:
+    """Says of a call's operands that the query is split over a mesh, and nothing else."""
+    shardings = {
+        name: NamedSharding(mesh, spec if name == "q" else PartitionSpec()) for name in infos
+    }
+    return mesh, {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
+        for name, x in infos.items()
+    }
+
+
 class _Plan:
     """Which mesh axes split the leading dims and the heads of one call."""
 
-    def __init__(self, mesh: Mesh, call: Call, infos: dict[str, Any]):
+    def __init__(
+        self, mesh: Mesh | AbstractMesh, call: Call, infos: dict[str, Any], apart: bool = False
+    ):
+        """Chooses them; `apart`: so that no device needs to know of another."""
         self.mesh, self.call = mesh, call
         q, k = infos["q"].shape, infos["k"].shape
         self.q_heads, self.kv_heads = q[-2], k[-2]
@@ -173,9 +254,15 @@ class _Plan:
         while self.kv_heads % self._devices(self.heads[:count]):
             count -= 1
         self.kv_split, self.kv_shared = self.heads[:count], self.heads[count:]
-        if call.cached and self.kv_heads != self._devices(self.kv_split):
+        if apart or (call.cached and self.kv_heads != self._devices(self.kv_split)):
             # Devices that share several kv heads would each copy those that they read.
             self.heads, self.kv_shared = self.kv_split, ()
+        if apart and any(
+            is_capture(name) or self._sharing(f"d{name}", x.shape)
+            for name, x in infos.items()
+            if f"d{name}" in call.results
+        ):
+            self.batch, self.heads, self.kv_split = [() for _ in self.batch], (), ()
 
     def _devices(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[a] for a in axes)
@@ -191,6 +278,11 @@ class _Plan:
         split = {"N": self.heads, "K": self.kv_split}
         rest = (split.get(letter, ()) for letter in self.call.dims(name))
         return [*self.batch[:leading], *rest]
+
+    def _sharing(self, name: str, shape: Sequence[int]) -> list[str]:
+        """Lists the mesh axes whose devices share an operand because a dim of it is 1."""
+        axes = zip(self._full_axes(name, shape), self.axes(name, shape), strict=True)
+        return [a for full, own in axes for a in full if a not in own]
 
     def sharding(self, name: str, shape: Sequence[int]) -> NamedSharding:
         spec = PartitionSpec(*(axes or None for axes in self.axes(name, shape)))
@@ -209,8 +301,7 @@ class _Plan:
         share kv heads, and their gradients `[*B, S, heads read, H]` are added up to
         `[*B, S, K, H]`.
         """
-        axes = zip(self._full_axes(name, shape), self.axes(name, shape), strict=True)
-        shared = [a for full, own in axes for a in full if a not in own]
+        shared = self._sharing(name, shape)
         if is_capture(name[1:]):
             shared += self.heads
         total = x.astype(jnp.promote_types(x.dtype, jnp.float32))

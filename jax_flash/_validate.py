@@ -56,8 +56,12 @@ def prepare(
     dropout_key: Any,
     deterministic: Any,
     precision: Any,
+    shards: int = 1,
 ) -> tuple[Problem, tuple[jax.Array, ...]]:
     """Checks the arguments of `flash_attention` and brings them to the form of the primitives.
+
+    Where the sequence is split over `shards` devices, the arguments are one device's, but for
+    lengths and windows, and the keys of bias and mask, which are of the whole sequence.
 
     Returns: the Problem, and the operands (q, k, v, *terms) it describes.
 
@@ -68,6 +72,8 @@ def prepare(
     batch, kv_len = tuple(batch), k.shape[-3]
     sizes = {"T": q_len, "S": kv_len, "N": q_heads, "W": 4, "I": 2}
     shapes = {name: (*batch, *(sizes[d] for d in x.dims)) for name, x in TERMS.items()}
+    q_len, kv_len = shards * q_len, shards * kv_len
+    scores = (*shapes["bias"][:-1], kv_len)
     q, static_scale = _scale(scale, q)
 
     align = _choice("causal_align", causal_align, _ALIGNMENTS)
@@ -82,8 +88,8 @@ def prepare(
     has_ids = score is not None and not score.used.isdisjoint(("batch", "head"))
     terms = order_terms(
         {
-            "bias": _bias(bias, shapes["bias"], q.dtype),
-            "mask": _mask(mask, shapes["mask"]),
+            "bias": _bias(bias, scores, q.dtype),
+            "mask": _mask(mask, scores),
             "query_lengths": _lengths(
                 "query_lengths", "query_seq_lengths", query_seq_lengths, batch, q_len
             ),

@@ -15,16 +15,16 @@ def vary_over(tree: Any, like: Any) -> Any:
     The transpose of the cast is the sum over those axes, which is the gradient that an operand
     shared by several devices needs. Outside of shard_map it does nothing.
     """
-    axes = frozenset().union(*(_varying_axes(x) for x in jax.tree.leaves(like)))
+    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(like)))
 
     def cast(x):
-        missing = tuple(sorted(axes - _varying_axes(x), key=str))
+        missing = tuple(sorted(axes - varying_axes(x), key=str))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree) if axes else tree
 
 
-def _varying_axes(x: Any) -> frozenset:
+def varying_axes(x: Any) -> frozenset:
     aval = jax.typeof(x)
     # jax before 0.10 keeps the axes in `vma`, later ones in `manual_axis_type`.
     kind = getattr(aval, "manual_axis_type", None)

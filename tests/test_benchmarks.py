@@ -29,6 +29,7 @@ import figures  # noqa: E402
 import peers  # noqa: E402
 import programmable  # noqa: E402
 import run  # noqa: E402
+import scaling  # noqa: E402
 import shapes  # noqa: E402
 import train_step  # noqa: E402
 import tune  # noqa: E402
@@ -392,3 +393,34 @@ def test_figures_are_drawn_from_the_results(tmp_path: Path):
         texts = [re.findall(r">([^<>]+)</text>", x.read_text()) for x in (drawn, kept)]
         assert "724" in texts[0]
         assert texts[0] == texts[1]
+
+
+def test_scaling_times_a_ring_its_kernels_and_its_link():
+    command = [sys.executable, str(FOLDER / "scaling.py"), "--platform=cpu", "--tokens=32"]
+    environment = os.environ | {"PYTHONPATH": str(Path(jax_flash.__file__).parents[1])}
+    environment["XLA_FLAGS"] = ""
+    done = subprocess.run(
+        [*command, "--heads=2:1", "--rounds=1"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {
+        row.split(" | ")[2]: row.split(" | ") for row in done.stdout.splitlines() if "| 32 |" in row
+    }
+    ring = rows["ring, zigzag"]
+    assert all(float(x.replace(",", "")) > 0 for x in (ring[3], ring[6], ring[7]))
+    assert "all_to_all, contiguous" not in rows  # one kv head, two devices
+    assert {"one device", "all_gather, zigzag", "model, 8 devices"} <= set(rows)
+
+
+def test_the_model_of_a_ring_takes_the_longer_of_compute_and_link():
+    cell = scaling.Cell(tokens=1000, heads=4, kv_heads=2, head_dim=10, item=2)
+    fast, slow = scaling.Model(1e9, 1e30, 0.0), scaling.Model(1e30, 1e9, 0.0)
+    for devices in (1, 2, 3, 8):
+        operations = 3.5 * 4 * 4 * 10 * (devices * 1000) ** 2 / 2 / devices
+        assert fast.seconds(cell, devices) == pytest.approx(operations / 1e9)
+        # Keys twice and float32 gradients once for each hop, keys and values of 2 heads of 10.
+        sent = (devices - 1) * (2 * 2 + 4) * 2 * 1000 * 2 * 10
+        assert slow.seconds(cell, devices) == pytest.approx(sent / 1e9)
+        assert slow.sent(cell, devices) == sent
+    both = scaling.Model(1e9, 1e9, 1.0).seconds(cell, 2)
+    assert both > max(fast.seconds(cell, 2), slow.seconds(cell, 2))

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_flash
+from jax_flash.context_parallel import attention, reorder, restore
 
 from .gpu import NEEDS_HOPPER, assert_same_bits, child_environment
 from .test_sharding import collectives
@@ -203,6 +204,50 @@ def test_training_step_under_shard_map():
     placed = jax.device_put(weights(), NamedSharding(mesh, P()))
     assert set(collectives(run.lower(placed, x).compile())) == {"all-reduce"}
     close(run(placed, x), single_step())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order"),
+    [
+        ("ring", "zigzag"),
+        ("ring", "striped"),
+        ("all_to_all", "zigzag"),
+        ("all_gather", "contiguous"),
+    ],
+)
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+def test_a_split_sequence(strategy, order, documents):
+    """Errors are at most twice those of one GPU, against float32."""
+    length, arrays = 512, [normal(i, 2, 512, n, H) for i, n in enumerate((N, K, K, N))]
+    ids = np.broadcast_to(np.arange(length) // 100, (2, length)).astype("i4")
+    segments = {f"{x}_segment_ids": ids for x in ("query", "key_value")} if documents else {}
+    split = NamedSharding(mesh_over("seq"), P(None, "seq"))
+
+    def gradients(attend, arrays, segments):
+        *qkv, dout = arrays
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, is_causal=True, **segments), *qkv)
+        return out, *pull(dout.astype(out.dtype))
+
+    def error(got, exact):
+        return [np.abs(np.asarray(a, "f4") - b).max() for a, b in zip(got, exact, strict=True)]
+
+    xla = functools.partial(jax_flash.flash_attention, backend="xla")
+    one = functools.partial(jax_flash.flash_attention, backend=BACKEND)
+    exact = jax.jit(functools.partial(gradients, xla))([x.astype("f4") for x in arrays], segments)
+    alone = jax.jit(functools.partial(gradients, one))(arrays, segments)
+    many = functools.partial(
+        attention, axis_name="seq", strategy=strategy, order=order, backend=BACKEND
+    )
+
+    def place(x):
+        return jax.device_put(reorder(x, order, 2, 1), split)
+
+    with jax.set_mesh(split.mesh):
+        placed = jax.tree.map(place, (arrays, segments))
+        got = jax.jit(functools.partial(gradients, many))(*placed)
+    got = [restore(np.asarray(x), order, 2, 1) for x in got]
+    for ours, theirs in zip(error(got, exact), error(alone, exact), strict=True):
+        assert ours <= 2 * theirs
 
 
 TWO_PROCESSES = """

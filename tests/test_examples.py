@@ -65,7 +65,7 @@ def test_quickstart():
 def test_gpt_trains_the_same_by_flash_on_a_mesh_and_by_xla(tmp_path):
     text = ["--text", str(Path(jax_flash.__file__).parent)]
     losses = []
-    for devices, arguments in [(8, ["--mesh=data=4,model=2"]), (1, ["--attention=xla"])]:
+    for devices, arguments in [(8, ["--mesh=data=2,model=2,seq=2"]), (1, ["--attention=xla"])]:
         picture = tmp_path / f"{devices}.png"
         files = [f"--plot={picture}", f"--checkpoint={tmp_path / 'model'}"]
         out = run("train_gpt.py", *SMALL, *text, *arguments, *files, devices=devices)

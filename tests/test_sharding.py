@@ -14,6 +14,7 @@ import subprocess
 import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -375,6 +376,49 @@ def test_shard_map_without_keys(jitted, backend):
         close((jax.jit(mapped) if jitted else mapped)(q, q[:keys, :0]), expected)
 
 
+OTHER_AXES = {  # how query is placed, kv heads, whether nothing moves
+    "heads": (P("data", None, "model"), K, True),
+    "batch": (P(("data", "model")), K, True),
+    "both": (P(("data", "other"), None, "model"), K, True),
+    "crossed": (P(("data", "model"), None, "other"), K, True),
+    "twice": (P(("data", "other", "model")), K, True),
+    "fewer kv heads": (P("data", None, "model"), 1, False),
+    "bias of all rows": (P(("data", "model")), K, False),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", OTHER_AXES)
+def test_shard_map_over_one_axis_leaves_the_others_split(name, explicit, backend):
+    """Inside, the call follows the query over the other axes of the mesh."""
+    spec, kv_heads, still = OTHER_AXES[name]
+    mesh_of((8, 1))  # skips without eight devices
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    names = ("data", "other", "model")
+    mesh = jax.make_mesh((2, 2, 2), names, (kind,) * 3, devices=jax.devices("cpu")[:8])
+    arrays = dict(zip(("query", "key", "value"), qkv(kv_heads), strict=True))
+    specs = {n: spec if n == "query" or kv_heads > 1 else P("data") for n in arrays}
+    if "bias" in name:
+        arrays["bias"], specs["bias"] = normal(3, 1, N, T, S), P()
+    inside = {n: P() if n == "bias" else P("data") for n in arrays}
+
+    def call(arrays):
+        return jax_flash.flash_attention(**arrays, is_causal=True, backend=backend)
+
+    def gradients(call, arrays):
+        return jax.grad(lambda arrays: jnp.sum(jnp.sin(call(arrays))))(arrays)
+
+    expected = jax.jit(functools.partial(gradients, call))(arrays)
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(call, axis_names={"data"}, in_specs=(inside,), out_specs=P("data"))
+        placed = place(mesh, {n: (x, specs[n]) for n, x in arrays.items()})
+        compiled = jax.jit(functools.partial(gradients, mapped)).lower(placed).compile()
+        close(compiled(placed), expected)
+    # Before 0.11 jax itself gathers explicit axes where shard_map begins.
+    if still and not (explicit and jax.__version_info__ < (0, 11)):
+        assert collectives(compiled) == []
+
+
 @pytest.mark.parametrize("kv_heads", [16, 8, 1])
 def test_shard_map(kv_heads, backend):
     """Inside shard_map, with one kv head replicated over the model axis: dk and dv are summed."""
@@ -455,6 +499,56 @@ def test_mixed_leading_dims_under_vmap(backend):
     compiled = jax.jit(mapped).lower(*placed).compile()
     assert collectives(compiled) == []
     close(compiled(*placed), jax.jit(mapped)(*arguments))
+
+
+def test_programs_with_explicit_axes_are_exported(backend):
+    """With their gradients, for several devices; in Auto mode XLA asks a callback how to split."""
+    mesh = mesh_of((4, 2), explicit=True)
+    arrays = with_qkv(OPERANDS["lengths"], kv_heads=1)  # gradients of key and value are summed
+    arrays |= {name: (arrays[name][0], P("data")) for name in ("key", "value")}
+    step = jax.jit(step_of(backend, is_causal=True))
+    with jax.set_mesh(mesh):
+        placed = place(mesh, arrays)
+        dout = jax.device_put(normal(7, B, T, N, H), NamedSharding(mesh, SHARDED))
+        checks = jax_flash.EXPORT_CHECKS
+        exported = jax.export.export(step, disabled_checks=checks)(placed, dout)
+        again = jax.export.deserialize(exported.serialize())
+        assert again.nr_devices == 8
+        close(jax.jit(again.call)(placed, dout), step(placed, dout))
+
+
+CACHED = """
+import sys
+import jax
+import jax.export
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jax_flash
+
+hits = []
+jax.monitoring.register_event_listener(
+    lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None
+)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Explicit,) * 2)
+with jax.set_mesh(mesh):
+    split = NamedSharding(mesh, P("data", None, "model"))
+    x = jax.ShapeDtypeStruct((4, 16, 4, 8), "float32", sharding=split)
+    for count in range(2):
+        jax.jit(lambda x: jax_flash.flash_attention(x, x, x, backend="cpu")).lower(x).compile()
+        assert len(hits) == count, hits
+        jax.clear_caches()
+"""
+
+
+def test_programs_with_explicit_axes_hit_the_compilation_cache(tmp_path):
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, "-c", CACHED, str(tmp_path)],
+        env=os.environ | flags, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 SPLIT_SEQUENCE = """

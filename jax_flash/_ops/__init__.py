@@ -11,11 +11,12 @@ files import one another in that order.
 """
 
 from jax_flash._call import Call
-from jax_flash._ops.backward import Backward
+from jax_flash._ops.backward import Backward, flash_backward_p
 from jax_flash._ops.forward import Forward, attend
+from jax_flash._ops.tangent import sinks_gradient
 from jax_flash._problem import Problem
 
-__all__ = ["Backward", "Forward", "attend", "passes"]
+__all__ = ["Backward", "Forward", "attend", "flash_backward_p", "passes", "sinks_gradient"]
 
 
 def passes(

@@ -80,12 +80,12 @@ def transpose(cotangents, *operands, call: Call, active: tuple[str, ...]):
     if "sinks" in active:
         sinks = call.problem.name_terms(terms)["sinks"]
         mesh, spec = jax.typeof(q).sharding.mesh, jax.typeof(sinks).sharding.spec
-        gradient = with_auto_axes(_sinks_gradient, mesh, spec)
+        gradient = with_auto_axes(sinks_gradient, mesh, spec)
         by_name["sinks"] = gradient(sinks, out, lse, dout, dlse if with_dlse else None)
     return [*nothing, *(by_name[name] for name in active)]
 
 
-def _sinks_gradient(sinks, out, lse, dout, dlse) -> jax.Array:
+def sinks_gradient(sinks, out, lse, dout, dlse) -> jax.Array:
     """Computes the gradient of sinks `[*B or 1, N]`: -sum over T of its weight times delta."""
     delta = blockwise.row_delta(out, lse, dout, dlse, sinks)  # [*B, N, T]
     # An lse of -inf: the sink is -inf too, and the row sees nothing.

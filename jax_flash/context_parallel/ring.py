@@ -1,0 +1,415 @@
+"""Strategy "ring": keys and values travel from device to device while each computes.
+
+A device attends to its own keys, then to those that arrive, and merges what it gets by lse. Keys
+travel both ways at once, so that the farthest makes half of the way around; with a window only as
+far as some query sees. Each hop is sent before the kernels of the hop before it run, and hops are
+unrolled, so that XLA overlaps the two. What a device cannot see of the keys that arrive, by where
+they stand, it does not compute: whole shards, or halves of them in order "zigzag".
+
+The derivative is a ring of its own: keys and values travel the same way, and their gradients, in
+float32, behind them, then home. Each step's kernels get out and lse over all keys, so that its
+weights are those of the whole softmax: no step keeps anything for the backward pass.
+
+Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_flash import _ops
+from jax_flash._merge import merge
+from jax_flash._problem import Problem
+from jax_flash._varying import vary_over
+from jax_flash.context_parallel.orders import Layout
+from jax_flash.context_parallel.shard import Operands, Shard
+
+_TRAVELLING = ("k", "v", "key_value_segments", "key_value_positions")
+_FLOATS = ("q", "k", "v", "bias", "sinks")
+_ALL = slice(None)
+
+
+def attend(shard: Shard) -> tuple[jax.Array, jax.Array]:
+    """Computes a shard's out `[*B, T, N, Hv]` and lse `[*B, N, T]`."""
+    shard = shard.vary()
+    floats = {name: x for name, x in shard.operands.items() if name in _FLOATS}
+    rest = {name: x for name, x in shard.operands.items() if name not in _FLOATS}
+    return _attend(_Ring.of(shard), floats, rest)
+
+
+# ---- which keys go where -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """Which keys queries can see, by where shards stand.
+
+    Attributes:
+      layout: of queries and keys.
+      q_len, kv_len: tokens of a shard.
+      window: (left, right), from a query's position to a key's.
+      offset: from a query's index to its position; None: it is not known, all may be visible.
+    """
+
+    layout: Layout
+    q_len: int
+    kv_len: int
+    window: tuple[int | None, int | None]
+    offset: int | None
+
+    def visible(self, rank: Any, source: Any) -> list[list[Any]]:
+        """Says of each run of the rank's queries, and of the source's keys, if some pair meets."""
+        queries = self.layout.runs(rank, self.q_len)
+        keys = self.layout.runs(source, self.kv_len)
+        if self.offset is None:
+            return [[True for _ in keys] for _ in queries]
+        return [
+            [self._meet((low + self.offset, high + self.offset), key) for key in keys]
+            for low, high in queries
+        ]
+
+    def _meet(self, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> Any:
+        left, right = self.window
+        met = True if right is None else keys[0] <= queries[1] + right
+        return met if left is None else met & (keys[1] >= queries[0] - left)
+
+    @property
+    def pieces(self) -> list[tuple[slice, slice]]:
+        """The parts of a shard's queries and of arriving keys that a step may compute."""
+        if self.layout.order != "zigzag":
+            return [(_ALL, _ALL)]
+        return [
+            (_ALL, _ALL),
+            (_ALL, slice(0, self.kv_len // 2)),
+            (slice(self.q_len // 2, self.q_len), _ALL),
+        ]
+
+    def choose(self, rank: Any, source: Any) -> Any:
+        """Computes which step is to be done: 0 none, else 1 + the index of one of `pieces`."""
+        seen = self.visible(rank, source)
+        if self.offset is None or self.window == (None, None):
+            return 1
+        if len(seen) == 1:
+            return jnp.where(seen[0][0], 1, 0)
+        (a, b), (c, d) = seen
+        rows_first, keys_second = a | b, b | d
+        some = rows_first | c | d
+        chosen = jnp.where(keys_second, jnp.where(rows_first, 1, 3), 2)
+        return jnp.where(some, chosen, 0)
+
+    def hops(self) -> tuple[int, int]:
+        """Computes how far keys travel: to higher ranks, and to lower ones."""
+        n = self.layout.shards
+
+        def needed(distance):
+            return any(
+                any(map(any, self.visible(rank, (rank - distance) % n))) for rank in range(n)
+            )
+
+        distances = [d for d in range(1, n) if needed(d)]
+        splits = [
+            (
+                max((d for d in distances if d <= cut), default=0),
+                max((n - d for d in distances if d > cut), default=0),
+            )
+            for cut in range(n - 1, -1, -1)
+        ]
+        return min(splits, key=lambda split: (max(split), sum(split)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """What is known of a ring when it is traced: a shard without its arrays.
+
+    Attributes:
+      own_by_index: a shard's own keys stand to its queries as their indices do.
+      rest_whole: of what arrives, the pieces to compute are visible as a whole.
+    """
+
+    problem: Problem
+    backend: str | None
+    axis: Any
+    layout: Layout
+    reach: Reach
+    own_by_index: bool
+    rest_whole: bool
+
+    @classmethod
+    def of(cls, shard: Shard) -> "_Ring":
+        layout, window = shard.layout, shard.problem.window
+        offset = None if shard.positioned else shard.offset
+        same = offset == 0 and shard.q_len == shard.kv_len
+        causal = window == (None, 0)
+        return cls(
+            shard.problem,
+            shard.backend,
+            shard.axis,
+            layout,
+            Reach(layout, shard.q_len, shard.kv_len, window, offset),
+            own_by_index=same and (causal or layout.order == "contiguous"),
+            rest_whole=same and causal and layout.order != "striped",
+        )
+
+    def shard(self, operands: Operands) -> Shard:
+        return Shard(self.problem, self.backend, operands, self.axis, self.layout)
+
+
+class _Step:
+    """One device's queries, rows of them, and keys of one source: the operands of one call."""
+
+    def __init__(self, ring: _Ring, operands: Operands):
+        self.ring = ring
+        self.shard = ring.shard(operands)
+        self.operands, self.mine = operands, self.shard.query_terms()
+        self.rank = self.shard.rank
+
+    def call(
+        self,
+        held: Operands,
+        source: Any,
+        own: bool,
+        rows: slice,
+        keys: slice,
+        **terms: jax.Array,
+    ) -> tuple[Problem, list[jax.Array], Operands]:
+        """Returns the problem of a step, its q, k and v, and its terms, these among them."""
+        ring, shard = self.ring, self.shard
+        for name in ("bias", "mask"):
+            if name in self.operands:
+                x = _cut(self.operands[name], rows, -2)
+                if x.shape[-1] > 1:
+                    x = lax.dynamic_slice_in_dim(x, source * shard.kv_len, shard.kv_len, x.ndim - 1)
+                terms[name] = _cut(x, keys, -1)
+        first, size = rows.start or 0, _size(rows, shard.q_len)
+        if "query_lengths" in self.mine:
+            terms["query_lengths"] = jnp.clip(self.mine["query_lengths"] - first, 0, size)
+        if "key_value_lengths" in self.operands:
+            count = shard.layout.count(self.operands["key_value_lengths"], source, shard.kv_len)
+            first, size = keys.start or 0, _size(keys, shard.kv_len)
+            terms["key_value_lengths"] = jnp.clip(count - first, 0, size)
+        if "query_segments" in self.mine:
+            terms["query_segments"] = _cut(self.mine["query_segments"], rows, -1)
+            terms["key_value_segments"] = _cut(held["key_value_segments"], keys, -1)
+        by_index, whole = own and ring.own_by_index, not own and ring.rest_whole
+        if "query_positions" in self.mine and not by_index and not whole:
+            terms["query_positions"] = _cut(self.mine["query_positions"], rows, -1)
+            if shard.positioned:
+                standing = held["key_value_positions"]
+            else:
+                indices = shard.layout.indices(source, shard.kv_len)
+                standing = jnp.broadcast_to(indices, (*held["k"].shape[:-3], shard.kv_len))
+            terms["key_value_positions"] = _cut(standing, keys, -1)
+        problem, terms = shard.call(**terms)
+        if whole:
+            problem = dataclasses.replace(problem, window=(None, None))
+        q = _cut(self.operands["q"], rows, -3)
+        return problem, [q, *(_cut(held[name], keys, -3) for name in ("k", "v"))], terms
+
+
+def _travel(
+    ring: _Ring, held: Operands, behind: Callable[[int], None] = lambda way: None
+) -> Iterator[tuple[int, Operands, Any]]:
+    """Sends keys around: yields the way they came, what arrived, and whose it is.
+
+    `behind(way)` sends what follows them, before the device computes with what arrived.
+    """
+    rank, n = lax.axis_index(ring.axis), ring.layout.shards
+    ways = {way: hops for way, hops in zip((1, -1), ring.reach.hops(), strict=True) if hops}
+    arriving = {way: send(held, ring.axis, n, way) for way in ways}
+    for hop in range(1, max(ways.values(), default=0) + 1):
+        arrived = {way: arriving[way] for way, hops in ways.items() if hop <= hops}
+        for way in arrived:
+            if hop < ways[way]:
+                arriving[way] = send(arrived[way], ring.axis, n, way)
+            if hop > 1:
+                behind(way)
+        for way, keys in arrived.items():
+            yield way, keys, (rank - way * hop) % n
+
+
+def send(tree: Any, axis: Any, shards: int, by: int) -> Any:
+    """Sends arrays to the device `by` ranks on, around."""
+    pairs = [(i, (i + by) % shards) for i in range(shards)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), tree)
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, floats: Operands, rest: Operands):
+    return _forward(ring, floats | rest)
+
+
+def _forward(ring: _Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    step = _Step(ring, operands)
+    dtype = jnp.dtype(ring.problem.sum_dtype)
+    held = {name: operands[name] for name in _TRAVELLING if name in operands}
+
+    def compute(held, source, own=False, rows=_ALL, keys=_ALL):
+        problem, qkv, terms = step.call(held, source, own, rows, keys)
+        out, lse = _ops.attend(problem, ring.backend, *qkv, *terms.values())
+        return out.astype(dtype), jnp.swapaxes(lse, -1, -2)
+
+    def merged(rows, keys, result, held, source):
+        part = compute(held, source, rows=rows, keys=keys)
+        out, lse = result
+        new = merge((_cut(out, rows, -3), _cut(lse, rows, -2)), part)
+        return _put(out, new[0], rows, -3), _put(lse, new[1], rows, -2)
+
+    steps = [functools.partial(merged, *piece) for piece in ring.reach.pieces]
+    result = compute(held, step.rank, own=True)
+    for _, keys, source in _travel(ring, held):
+        chosen = ring.reach.choose(step.rank, source)
+        result = _switch(chosen, steps, result, keys, source)
+    out, lse = result
+    if "sinks" in operands:
+        sink = jnp.broadcast_to(operands["sinks"][..., None, :], lse.shape)
+        out, lse = merge((out, lse), (jnp.zeros_like(out), sink))
+    return out.astype(ring.problem.dtype), jnp.swapaxes(lse, -1, -2)
+
+
+def _switch(chosen: Any, steps: list[Callable[..., Any]], state: Any, *operands: Any) -> Any:
+    """Does one of the steps, or none of them, to the state."""
+    if isinstance(chosen, int):
+        return steps[chosen - 1](state, *operands)
+    return lax.switch(chosen, [lambda state, *_: state, *steps], state, *operands)
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def _attend_forward(ring: _Ring, floats: dict[str, Any], rest: dict[str, Any]):
+    wanted = tuple(name for name in _FLOATS if name in floats and floats[name].perturbed)
+    floats = {name: x.value for name, x in floats.items()}
+    rest = {name: x.value for name, x in rest.items()}
+    out, lse = _forward(ring, floats | rest)
+    out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
+    # The names are kept as the structure of a tree: residuals are arrays.
+    return (out, lse), (floats, rest, out, lse, dict.fromkeys(wanted))
+
+
+def _attend_backward(ring: _Ring, residuals, cotangents):
+    floats, rest, out, lse, wanted = residuals
+    dout, dlse = (
+        None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents
+    )
+    if dout is None and dlse is None:
+        return dict.fromkeys(floats), None
+    dout = jnp.zeros_like(out) if dout is None else dout
+    gradients = _backward(ring, floats | rest, out, lse, dout, dlse, tuple(wanted))
+    return {name: gradients.get(name) for name in floats}, None
+
+
+def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> Operands:
+    step = _Step(ring, operands)
+    made = tuple(name for name in ("q", "k", "v", "bias") if name in wanted)
+    gradients = {}
+    if "sinks" in wanted:
+        gradients["sinks"] = _ops.sinks_gradient(operands["sinks"], out, lse, dout, dlse)
+    if not made:
+        return gradients
+
+    def compute(held, source, own=False, rows=_ALL, keys=_ALL):
+        # A sink is no part of what a step sees, but its row may see nothing else.
+        sinks = {name: x for name, x in operands.items() if name == "sinks"}
+        problem, qkv, terms = step.call(held, source, own, rows, keys, **sinks)
+        call = _ops.Backward(problem, ring.backend, dlse is not None, made)
+        given = [_cut(out, rows, -3), _cut(lse, rows, -1), _cut(dout, rows, -3)]
+        given += [] if dlse is None else [_cut(dlse, rows, -1)]
+        inputs = (*qkv, *given, *terms.values())
+        results = _ops.flash_backward_p.bind(*vary_over(inputs, inputs), call=call)
+        return {name: x.astype(wide(x)) for name, x in zip(made, results, strict=True)}
+
+    def wide(x):
+        return jnp.promote_types(x.dtype, jnp.float32)
+
+    def added(rows, keys, state, held, source):
+        staying, travelling = state
+        parts = compute(held, source, rows=rows, keys=keys)
+        staying = {
+            name: add(name, staying[name], parts[name], rows, keys, source) for name in staying
+        }
+        travelling = {
+            name: _put(x, _cut(x, keys, -3) + parts[name], keys, -3)
+            for name, x in travelling.items()
+        }
+        return staying, travelling
+
+    def add(name, total, part, rows, keys, source):
+        if name == "q":
+            return _put(total, _cut(total, rows, -3) + part, rows, -3)
+        # Of bias all queries' rows, and the keys of the source.
+        if total.shape[-1] > 1:
+            first = source * step.shard.kv_len + (keys.start or 0)
+            size = _size(keys, step.shard.kv_len)
+            strip = lax.dynamic_slice_in_dim(total, first, size, total.ndim - 1)
+            strip = _put(strip, _cut(strip, rows, -2) + part, rows, -2)
+            return lax.dynamic_update_slice_in_dim(total, strip, first, total.ndim - 1)
+        return _put(total, _cut(total, rows, -2) + part, rows, -2)
+
+    # Else XLA takes what travelled in the forward pass, and all devices keep all keys until now.
+    held = {name: operands[name] for name in _TRAVELLING if name in operands}
+    held, dout = lax.optimization_barrier((held, dout))
+    zeros = {
+        name: vary_over(jnp.zeros(operands[name].shape, wide(operands[name])), operands)
+        for name in made
+    }
+    travelling: dict[int, Operands] = {}
+    n = ring.layout.shards
+
+    def send_behind(way):
+        travelling[way] = send(travelling[way], ring.axis, n, way)
+
+    home = {name: x for name, x in zeros.items() if name in ("k", "v")}
+    staying = {name: x for name, x in zeros.items() if name not in home}
+    steps = [functools.partial(added, *piece) for piece in ring.reach.pieces]
+    own = compute(held, step.rank, own=True)
+    staying = {name: add(name, x, own[name], _ALL, _ALL, step.rank) for name, x in staying.items()}
+    for way, keys, source in _travel(ring, held, send_behind):
+        chosen = ring.reach.choose(step.rank, source)
+        state = staying, travelling.get(way, home)
+        staying, travelling[way] = _switch(chosen, steps, state, keys, source)
+    higher, lower = ring.reach.hops()
+    for way, arrays in travelling.items():
+        back = send(arrays, ring.axis, n, -higher if way > 0 else lower)
+        home = {name: x + back[name] for name, x in home.items()}
+    home = {name: x + own[name] for name, x in home.items()}
+    totals = staying | home
+    return gradients | {name: x.astype(operands[name].dtype) for name, x in totals.items()}
+
+
+_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+# ---- rows of arrays ------------------------------------------------------------------------------
+
+
+def _size(part: slice, length: int) -> int:
+    return length if part == _ALL else part.stop - part.start
+
+
+def _cut(x: jax.Array, part: slice, axis: int) -> jax.Array:
+    """Takes a part of an axis; one of size 1 is the same for all."""
+    axis %= x.ndim
+    if part == _ALL or x.shape[axis] == 1:
+        return x
+    return lax.slice_in_dim(x, part.start, part.stop, axis=axis)
+
+
+def _put(x: jax.Array, new: jax.Array, part: slice, axis: int) -> jax.Array:
+    """Replaces what `_cut` takes."""
+    axis %= x.ndim
+    if part == _ALL or x.shape[axis] == 1:
+        return new
+    parts = [lax.slice_in_dim(x, 0, part.start, axis=axis)] if part.start else []
+    parts.append(new)
+    if part.stop < x.shape[axis]:
+        parts.append(lax.slice_in_dim(x, part.stop, x.shape[axis], axis=axis))
+    return jnp.concatenate(parts, axis=axis)
