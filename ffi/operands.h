@@ -21,6 +21,8 @@ namespace jax_flash {
 enum Term : int {
   kBias,
   kMask,
+  kBlockNumbers,
+  kBlockBits,
   kQueryLengths,
   kKeyValueLengths,
   kQuerySegments,
@@ -39,6 +41,8 @@ struct TermRow {
 inline constexpr TermRow kTerms[kTermCount] = {
     {"bias", "float", "NTS", "BNTS"},
     {"mask", "bool", "NTS", "BNTS"},
+    {"block_numbers", "int32", "NIJ", "BN"},
+    {"block_bits", "uint16", "CDE", "B"},
     {"query_lengths", "int32", "", ""},
     {"key_value_lengths", "int32", "", ""},
     {"query_segments", "int32", "T", ""},

@@ -17,7 +17,7 @@ from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 
 # Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
-# heads, H and V features, W words, P pages, M pages of a row.
+# heads, H and V features, W words, P pages, M pages of a row; I, J, C, D, E: see _terms.py.
 _DIMS = {
     "q": "TNH",
     "k": "SKH",

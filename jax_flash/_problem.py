@@ -37,6 +37,11 @@ class Problem:
         """The dtype of sums, of the softmax, and of lse and sinks."""
         return "float64" if self.dtype == "float64" else "float32"
 
+    @property
+    def masked(self) -> bool:
+        """Whether single pairs may be hidden by a mask of either kind."""
+        return "mask" in self.terms or "block_numbers" in self.terms
+
     def attribute(self) -> dict[str, bool | int | float]:
         """Returns the attribute `problem` of a custom call, as ffi/operands.h reads it."""
         left, right = self.window
@@ -83,6 +88,7 @@ class Shapes:
     value_dim: int
     bias: TermShape | None = None
     mask: TermShape | None = None
+    mask_block: int | None = None  # queries and keys of a block of the block mask; None: no such
     page_size: int | None = None  # positions in a page of the cache; None: there are no pages
 
     @property
@@ -94,7 +100,9 @@ class Shapes:
     def of(cls, q: Any, k: Any, v: Any, terms: Mapping[str, Any] | None = None) -> "Shapes":
         """Reads the sizes from q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, terms."""
         *batch, q_len, q_heads, head_dim = q.shape
-        broadcast = {}
+        broadcast: dict[str, Any] = {}
+        if terms and "block_bits" in terms:
+            broadcast["mask_block"] = terms["block_bits"].shape[-2]
         for name in ("bias", "mask"):
             if terms and name in terms:
                 *leading, heads, queries, keys = terms[name].shape

@@ -108,6 +108,10 @@ struct Named<Mask> : Mask {
   JSON_FIELDS(bytes, words, flags, batch, head)
 };
 template <>
+struct Named<BlockMask> : BlockMask {
+  JSON_FIELDS(numbers, bits, batch, head, bits_batch, stored)
+};
+template <>
 struct Named<ForwardParams> : ForwardParams {
   JSON_FIELDS(query, key, value, query_data, key_data, value_data, out, lse, query_lengths,
               key_value_lengths, query_segments, key_value_segments, bias, mask, sinks,
@@ -115,7 +119,7 @@ struct Named<ForwardParams> : ForwardParams {
               query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges)
+              query_position_ranges, block_mask)
 };
 template <>
 struct Named<BackwardParams> : BackwardParams {
@@ -127,7 +131,7 @@ struct Named<BackwardParams> : BackwardParams {
               dbias_parts, batch, query_len, kv_len, query_heads, kv_heads, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges)
+              query_position_ranges, block_mask)
 };
 template <>
 struct Named<Sm80ForwardParams> : Sm80ForwardParams {
@@ -136,7 +140,7 @@ struct Named<Sm80ForwardParams> : Sm80ForwardParams {
               sinks, sinks_batch_stride, dropout_state, key_segment_ranges, key_position_ranges,
               batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
-              dropout_scale)
+              dropout_scale, block_mask)
 };
 template <>
 struct Named<DecodeParams> : DecodeParams {

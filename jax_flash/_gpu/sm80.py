@@ -22,6 +22,7 @@ from jax_flash._terms import TERMS
 _COMPUTED = (
     *("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"),
     *("query_positions", "key_value_positions", "sinks", "mask", "bias", "dropout_state"),
+    *("block_numbers", "block_bits"),
 )
 
 

@@ -39,6 +39,8 @@ _HELD = {
     "key_value_positions": 1,
     "sinks": 1,
     "mask": 8,
+    "block_numbers": 8,
+    "block_bits": 0,  # the same 8
     "dropout_state": 3,  # and what its draws pass through
     "bias": 32,
 }
@@ -355,16 +357,16 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     # Each head has a mask and a bias of its own; what dropout keeps, a thread draws for two queries
     # that are 8 apart.
     drops = "dropout_state" in problem.terms
-    own_rows = drops or "mask" in problem.terms or "bias" in problem.terms
+    own_rows = drops or problem.masked or "bias" in problem.terms
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 and not own_rows else 1
     # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
     l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if causal else 1
     # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
     bias_bytes = bytes_of_bias(shapes.bias)
-    beside = bias_bytes > 0 and (shapes.mask or drops)
+    beside = bias_bytes > 0 and (problem.masked or drops)
     # The ends of what a row sees by positions, beside the ids of a block or its bits.
     placed = "query_positions" in problem.terms
-    own_keys = bias_bytes > 0 or shapes.mask is not None or "query_segments" in problem.terms
+    own_keys = bias_bytes > 0 or problem.masked or "query_segments" in problem.terms
     full = placed and own_keys and widest > 64
     crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or beside or full
     widest_block = 64 if crowded else 128

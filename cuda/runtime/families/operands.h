@@ -189,6 +189,23 @@ inline std::int64_t SetMask(const Operands& operands, const TermSizes& s, std::i
 }
 inline constexpr std::int64_t kMaskThreads = 128;  // of a CTA of mask_plan
 
+inline ffi::Error SetBlockMask(const Operands& operands, BlockMask* mask) {
+  *mask = {};
+  if (!operands.terms[kBlockBits]) return ffi::Error::Success();
+  TermSizes numbers, bits;  // bits: stored blocks, queries, words
+  if (auto error = ReadTerm(operands, kBlockNumbers, &numbers); error.failure()) return error;
+  if (auto error = ReadTerm(operands, kBlockBits, &bits); error.failure()) return error;
+  if (bits.heads > kMaxInt) return Invalid("a block mask of 2^31 partial blocks");
+  const Broadcast steps = BroadcastOf(operands, kBlockNumbers, numbers);
+  *mask = {operands.Data<int>(kBlockNumbers),
+           operands.Data<unsigned short>(kBlockBits),
+           steps.batch,
+           steps.head,
+           BroadcastOf(operands, kBlockBits, bits).batch,
+           static_cast<int>(bits.heads)};
+  return ffi::Error::Success();
+}
+
 // The unit of the forward's scores, `scale_log2` of its parameters.
 inline float ForwardScaleLog2(const ProblemAttribute& problem) {
   const bool scaled_first = problem.scale <= 0 || problem.Has(kBias);

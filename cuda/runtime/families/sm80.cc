@@ -67,6 +67,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
                   &params.key_segment_ranges);
   workspaces.Take("key_position_ranges", {s.batch, key_blocks, positions ? 2 : 0},
                   &params.key_position_ranges);
+  if (auto error = SetBlockMask(operands, &params.block_mask); error.failure()) return error;
   TermSizes mask;
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
   const std::int64_t mask_blocks = SetMask(operands, mask, launch.block_q, launch.block_kv,

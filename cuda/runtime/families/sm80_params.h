@@ -23,7 +23,7 @@ struct Sm80ForwardParams {
   const int* query_positions;      // [B, T], with them the sides of the window are uint32
   const int* key_value_positions;  // [B, S]
   Broadcast bias;                  // only with kHasBias
-  Mask mask;                       // only with kHasMask
+  Mask mask;                       // only with kHasMaskBytes
   const float* sinks;              // [B or 1, N]
   long long sinks_batch_stride;    // elements from one batch row to the next: N, or 0 when shared
   const unsigned* dropout_state;   // [B, N, 4] key word 0, key word 1, head id, batch id
@@ -48,4 +48,6 @@ struct Sm80ForwardParams {
   float softcap_bias;   // 1 / cap, only with kSoftcap and kHasBias
   unsigned dropout_threshold;  // rate * 2^15, in both halves; below it a weight is dropped
   float dropout_scale;         // 1 / (1 - rate)
+
+  BlockMask block_mask;  // only with kMaskBlock
 };

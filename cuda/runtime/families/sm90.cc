@@ -112,6 +112,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
                   &params.key_position_ranges);
   workspaces.Take("query_position_ranges", {s.batch, query_blocks, warpgroups, positions ? 2 : 0},
                   &params.query_position_ranges);
+  if (auto error = SetBlockMask(operands, &params.block_mask); error.failure()) return error;
   TermSizes mask;
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
   const std::int64_t mask_blocks =
@@ -207,6 +208,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   workspaces.Take("key_position_ranges", {s.batch, key_blocks, positions ? 2 : 0},
                   &params.key_position_ranges);
   workspaces.Take("marks", {kv_heads, key_blocks, launch.block_kv / 16, 2}, &params.marks);
+  if (auto error = SetBlockMask(operands, &params.block_mask); error.failure()) return error;
   TermSizes mask;
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
   const std::int64_t mask_blocks = SetMask(operands, mask, launch.block_q, launch.block_kv,

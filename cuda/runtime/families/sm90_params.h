@@ -30,7 +30,7 @@ struct ForwardParams {
   const int* query_segments;      // [B, T]
   const int* key_value_segments;  // [B, S]
   Broadcast bias;                 // only with kHasBias
-  Mask mask;                      // only with kHasMask
+  Mask mask;                      // only with kHasMaskBytes
   const float* sinks;             // [B or 1, N]
   long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
   const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
@@ -65,6 +65,8 @@ struct ForwardParams {
   const int* key_value_positions;  // [B, S]
   int* key_position_ranges;        // [B, ceil(S / kBlockKV), 2]
   int* query_position_ranges;      // [B, query_blocks * kConsumers, 2]
+
+  BlockMask block_mask;  // only with kMaskBlock
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
@@ -97,7 +99,7 @@ struct BackwardParams {
   const int* query_segments;      // [B, T]
   const int* key_value_segments;  // [B, S]
   Broadcast bias;                 // only with kHasBias
-  Mask mask;                      // only with kHasMask
+  Mask mask;                      // only with kHasMaskBytes
   const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
 
   // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kBlockQ) query
@@ -139,4 +141,6 @@ struct BackwardParams {
   const int* key_value_positions;
   int* key_position_ranges;    // [B, ceil(S / kBlockKV), 2]
   int* query_position_ranges;  // [B, Q, 2]
+
+  BlockMask block_mask;  // only with kMaskBlock
 };
