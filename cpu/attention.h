@@ -81,7 +81,7 @@ struct Inputs {
   const void* v = nullptr;
   Broadcast bias;  // data null: absent
   DType bias_dtype = DType::kFloat32;
-  Broadcast mask;                           // bytes, nonzero: visible; data null: absent
+  Broadcast mask;  // bytes, nonzero: visible; data null: absent
   BlockMask blocks;
   const int32_t* q_lengths = nullptr;       // [B]
   const int32_t* kv_lengths = nullptr;      // [B]

@@ -64,8 +64,8 @@ class Forward {
         head_dim_(in_.shapes.head_dim),
         value_dim_(in_.shapes.value_dim),
         out_ld_(RoundUp(value_dim_, kLanes)),
-        keys_(KeysWithin(call.in, Least(BlockKeys(head_dim_ + value_dim_),
-                                        RoundUp(in_.shapes.kv_len, 64)))),
+        keys_(KeysWithin(call.in,
+                         Least(BlockKeys(head_dim_ + value_dim_), RoundUp(in_.shapes.kv_len, 64)))),
         score_ld_(keys_ + kLanes) {}
 
   bool Allocate() {

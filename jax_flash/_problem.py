@@ -76,6 +76,15 @@ class TermShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockMaskShape:
+    """The sizes of a block mask: its batch as in TermShape, heads or 1, queries of a block."""
+
+    batch: int
+    heads: int
+    block: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Shapes:
     """The sizes of one attention call; `batch` is the product of the leading dims."""
 
@@ -88,7 +97,7 @@ class Shapes:
     value_dim: int
     bias: TermShape | None = None
     mask: TermShape | None = None
-    mask_block: int | None = None  # queries and keys of a block of the block mask; None: no such
+    block_mask: BlockMaskShape | None = None
     page_size: int | None = None  # positions in a page of the cache; None: there are no pages
 
     @property
@@ -102,14 +111,16 @@ class Shapes:
         *batch, q_len, q_heads, head_dim = q.shape
         broadcast: dict[str, Any] = {}
         if terms and "block_bits" in terms:
-            broadcast["mask_block"] = terms["block_bits"].shape[-2]
+            *leading, heads, _, _ = terms["block_numbers"].shape
+            broadcast["block_mask"] = BlockMaskShape(
+                batch=_rows(leading, batch), heads=heads, block=terms["block_bits"].shape[-2]
+            )
         for name in ("bias", "mask"):
             if terms and name in terms:
                 *leading, heads, queries, keys = terms[name].shape
-                shared = all(isinstance(size, int) and size == 1 for size in leading)
                 broadcast[name] = TermShape(
                     dtype=str(terms[name].dtype),
-                    batch=1 if shared else math.prod(batch),
+                    batch=_rows(leading, batch),
                     heads=heads,
                     queries=queries,
                     keys=keys,
@@ -124,6 +135,12 @@ class Shapes:
             value_dim=v.shape[-1],
             **broadcast,
         )
+
+
+def _rows(leading: Sequence[Any], batch: Sequence[Any]) -> Any:
+    """Counts the batch rows of a term with these leading dims: one, or those of the call."""
+    shared = all(isinstance(size, int) and size == 1 for size in leading)
+    return 1 if shared else math.prod(batch)
 
 
 def order_terms(terms: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_a
 from jax_flash._backends import warn_once
 from jax_flash._call import Call
 
-_WHOLE = ("T", "S", "H", "V", "W", "P", "M", "I", "J", "C", "D", "E")  # dims of `_call.dims` that are not split
+_WHOLE = tuple("TSHVWPMIJCDE")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
 
 

@@ -130,9 +130,7 @@ def dilated(window: int, dilation: int) -> Mask:
       >>> [k for k in range(10) if mask(0, 0, 5, k)]
       [2, 5, 8]
     """
-    return Mask(
-        lambda b, h, q, k: (abs(q - k) <= window * dilation) & ((q - k) % dilation == 0)
-    )
+    return Mask(lambda b, h, q, k: (abs(q - k) <= window * dilation) & ((q - k) % dilation == 0))
 
 
 def strided(stride: int) -> Mask:

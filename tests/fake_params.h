@@ -109,7 +109,7 @@ struct Named<Mask> : Mask {
 };
 template <>
 struct Named<BlockMask> : BlockMask {
-  JSON_FIELDS(numbers, bits, batch, head, bits_batch, stored)
+  JSON_FIELDS(numbers, bits, flags, bits_batch, batch, head, stored, flag_count)
 };
 template <>
 struct Named<ForwardParams> : ForwardParams {

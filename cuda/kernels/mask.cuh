@@ -11,8 +11,8 @@
 //   forward   [parts, query, key block, words]    [parts, query block, key block]
 //   backward  [parts, key, query block, words]    [parts, key block, query block]
 //
-// The block mask has blocks of its own, kMaskBlock x kMaskBlock pairs: flags are found of those that
-// a block of the kernel meets, bits are read where they are, 16 keys of a query a word.
+// The block mask has blocks of its own, kMaskBlock x kMaskBlock pairs: mask_plan makes flags of
+// those that a block of the kernel meets; bits are read where they are, 16 keys of a query a word.
 //
 // A flag is kSeesAny and, for the n-th rows of the block that one warpgroup takes, kSeesAll << n.
 #pragma once
@@ -56,13 +56,17 @@ struct Bits {
 
 inline constexpr int kEmptyBlock = -2, kFullBlock = -1;  // of p.block_mask.numbers; else partial
 inline constexpr int kSide = kMaskBlock != 0 ? kMaskBlock : 16;  // no division by 0 without one
-inline constexpr int kBlockWords = kSide / 16;  // of a query in a partial block
+inline constexpr int kBlockWords = kSide / 16;                   // of a query in a partial block
 
 // The numbers of the blocks of a query, by block of keys.
 template <class Params>
-__device__ __forceinline__ const int* numbers_of(const Params& p, int batch, int head, int query) {
-  return p.block_mask.numbers + batch * p.block_mask.batch + head * p.block_mask.head +
-         static_cast<int64>(query / kSide) * ceil_div(p.kv_len, kSide);
+__device__ __forceinline__ const int* numbers_of(const Params& p, int64 part, int query) {
+  const int64 row = part * ceil_div(p.query_len, kSide) + query / kSide;
+  return p.block_mask.numbers + row * ceil_div(p.kv_len, kSide);
+}
+template <class Params>
+__device__ __forceinline__ int64 block_part_of(const Params& p, int batch, int head) {
+  return static_cast<int64>(batch) * p.block_mask.batch + head * p.block_mask.head;
 }
 // The words of a query in block `number`; of one that is not partial, any.
 template <class Params>
@@ -80,22 +84,21 @@ __device__ __forceinline__ uint32 in_block(int number, uint32 bits) {
 template <class Params>
 __device__ __forceinline__ bool block_shows(const Params& p, int batch, int head, int query,
                                             int key) {
-  const int number = numbers_of(p, batch, head, query)[key / kSide];
+  const int number = numbers_of(p, block_part_of(p, batch, head), query)[key / kSide];
   const uint32 word = words_of(p, batch, query, number)[key % kSide / 16];
   return in_block(number, word) >> key % 16 & 1;
 }
 
 // kSeesAny and kSeesAll of the pairs of kQueries queries and kKeys keys.
 template <int kQueries, int kKeys, class Params>
-__device__ __forceinline__ int seen_in_blocks(const Params& p, int batch, int head, int first_query,
+__device__ __forceinline__ int seen_in_blocks(const Params& p, int64 part, int first_query,
                                               int first_key) {
   const int last_query = min(first_query + kQueries, p.query_len) - 1;
   const int last = (min(first_key + kKeys, p.kv_len) - 1) / kSide;
   bool any = false, all = true;
 #pragma unroll 1
-  for (int query = first_query; query <= last_query;
-       query = (query / kSide + 1) * kSide) {
-    const int* numbers = numbers_of(p, batch, head, query);
+  for (int query = first_query; query <= last_query; query = (query / kSide + 1) * kSide) {
+    const int* numbers = numbers_of(p, part, query);
 #pragma unroll 1
     for (int i = first_key / kSide; i <= last; ++i) {
       const int number = __ldg(numbers + i);
@@ -114,10 +117,10 @@ __device__ __forceinline__ void load_blocks(const Params& p, int batch, int head
   constexpr int kLoad = kKeys % 128 == 0 && kSide % 128 == 0 ? 128
                         : kKeys % 64 == 0 && kSide % 64 == 0 ? 64
                         : kKeys % 32 == 0 && kSide % 32 == 0 ? 32
-                                                                  : 16;
+                                                             : 16;
   using Part = typename Word<kLoad / 8>::Type;
   query = min(query, p.query_len - 1);
-  const int* numbers = numbers_of(p, batch, head, query);
+  const int* numbers = numbers_of(p, block_part_of(p, batch, head), query);
 #pragma unroll
   for (int i = 0; i < kKeys / kLoad; ++i) {
     const int key = min(first_key + i * kLoad, (p.kv_len - 1) / kLoad * kLoad);
@@ -207,7 +210,8 @@ __device__ __forceinline__ void keep_blocks(const Params& p, int batch, int head
 #pragma unroll
   for (int w = 0; w < kQueries / 32; ++w) {
     const int query = min(first_query + 32 * w + lane, p.query_len - 1);
-    const int number = __ldg(numbers_of(p, batch, head, query) + first_key / kSide);
+    const int number =
+        __ldg(numbers_of(p, block_part_of(p, batch, head), query) + first_key / kSide);
     const uint16* from = words_of(p, batch, query, number) + first_key % kSide / 16;
     const uint32 mine = in_block(number, __ldg(from));
     uint32 seen[2] = {0, 0};
@@ -243,15 +247,16 @@ __device__ __forceinline__ int flag_by_query(const Params& p, int batch, int hea
     flag = p.mask.flags[at];
   }
   if constexpr (kMaskBlock != 0) {
-    flag &= seen_in_blocks<kQueries, kKeys>(p, batch, head, query_block * kQueries,
-                                            key_block * kKeys);
+    int64 at = block_part_of(p, batch, head);
+    at = at * ceil_div(p.query_len, kQueries) + query_block;
+    flag &= p.block_mask.flags[at * ceil_div(p.kv_len, kKeys) + key_block];
   }
   return flag;
 }
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ int flag_by_key(const Params& p, int batch, int head, int query_block,
                                            int key_block) {
-  int flag = 0xff;
+  int flag = kSeesAny | kSeesAll << 0 | kSeesAll << 1;
   if constexpr (kHasMaskBytes) {
     int64 at = part_of(p, batch, head);
     if constexpr (kByteKeys) at = at * ceil_div(p.kv_len, kKeys) + key_block;
@@ -259,14 +264,9 @@ __device__ __forceinline__ int flag_by_key(const Params& p, int batch, int head,
     flag = p.mask.flags[at];
   }
   if constexpr (kMaskBlock != 0) {
-    int shown = 0;
-#pragma unroll 1
-    for (int slab = 0; slab < kKeys / 64; ++slab) {
-      const int seen = seen_in_blocks<kQueries, 64>(p, batch, head, query_block * kQueries,
-                                                    key_block * kKeys + 64 * slab);
-      shown |= (seen & kSeesAny) | (seen & kSeesAll) << slab;
-    }
-    flag &= shown;
+    int64 at = block_part_of(p, batch, head);
+    at = at * ceil_div(p.kv_len, kKeys) + key_block;
+    flag &= p.block_mask.flags[at * ceil_div(p.query_len, kQueries) + query_block];
   }
   return flag;
 }
@@ -294,15 +294,59 @@ __device__ __forceinline__ uint32 load_bits(const unsigned char* from, int count
   return bits;
 }
 
-// For the forward. Grid parts * query blocks * key blocks, kThreads threads.
+// Of the block mask, a thread for each flag.
+template <int kQueries, int kKeys, bool kByKey, class Params>
+__device__ __forceinline__ void plan_blocks(const Params& p, uint32 cta) {
+  const uint32 index = cta * kThreads + threadIdx.x;
+  if (index >= static_cast<uint32>(p.block_mask.flag_count)) return;
+  const uint32 query_blocks = ceil_div(p.query_len, kQueries);
+  const uint32 key_blocks = ceil_div(p.kv_len, kKeys);
+  const uint32 columns = kByKey ? query_blocks : key_blocks;
+  const uint32 rows = kByKey ? key_blocks : query_blocks;
+  const uint32 column = index % columns, row = index / columns % rows;
+  const int first_query = (kByKey ? column : row) * kQueries;
+  const int first_key = (kByKey ? row : column) * kKeys;
+  const int64 part = index / columns / rows;
+  int flag = 0;
+  if constexpr (kByKey) {  // warpgroups take 64 keys each
+#pragma unroll 1
+    for (int slab = 0; slab < kKeys / 64; ++slab) {
+      const int seen = seen_in_blocks<kQueries, 64>(p, part, first_query, first_key + 64 * slab);
+      flag |= (seen & kSeesAny) | (seen & kSeesAll) << slab;
+    }
+  } else {
+    flag = seen_in_blocks<kQueries, kKeys>(p, part, first_query, first_key);
+  }
+  p.block_mask.flags[index] = static_cast<unsigned char>(flag);
+}
+
+// The CTA's number among those of the boolean mask, behind those that have made flags of the other.
+template <int kQueries, int kKeys, bool kByKey, class Params>
+__device__ __forceinline__ bool plans_bytes(const Params& p, uint32* cta) {
+  *cta = blockIdx.x;
+  if constexpr (kMaskBlock != 0) {
+    const uint32 ctas = ceil_div(p.block_mask.flag_count, kThreads);
+    if (*cta < ctas) {
+      plan_blocks<kQueries, kKeys, kByKey>(p, *cta);
+      return false;
+    }
+    *cta -= ctas;
+  }
+  return kHasMaskBytes;
+}
+
+// For the forward. Grid: a thread for each flag of the block mask, in whole CTAs, then parts *
+// query blocks * key blocks of the boolean mask; kThreads threads.
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ void plan_by_query(const Params& p) {
+  uint32 cta;
+  if (!plans_bytes<kQueries, kKeys, false>(p, &cta)) return;
   constexpr int kPieces = kByteKeys ? kKeys / 16 : 1;  // of 16 keys
   constexpr int kHalves = 2 * Bits<kKeys, kByteKeys>::kWords;
   const int key_blocks = kByteKeys ? ceil_div(p.kv_len, kKeys) : 1;
   const int query_blocks = kByteQueries ? ceil_div(p.query_len, kQueries) : 1;
   const int queries = kByteQueries ? p.query_len : 1;
-  const int key_block = blockIdx.x % key_blocks, row_block = blockIdx.x / key_blocks;
+  const int key_block = cta % key_blocks, row_block = cta / key_blocks;
   const int query_block = row_block % query_blocks;
   const int64 part = row_block / query_blocks;
   const int rows = min(kQueries, queries - query_block * kQueries);
@@ -329,20 +373,21 @@ __device__ __forceinline__ void plan_by_query(const Params& p) {
   any = __syncthreads_or(any);
   all = __syncthreads_and(all);
   if (threadIdx.x == 0) {
-    p.mask.flags[blockIdx.x] =
-        static_cast<unsigned char>((any ? kSeesAny : 0) | (all ? kSeesAll : 0));
+    p.mask.flags[cta] = static_cast<unsigned char>((any ? kSeesAny : 0) | (all ? kSeesAll : 0));
   }
 }
 
-// For the backward, whose warpgroups take 64 keys each of a block. Grid parts * key blocks * query
-// blocks, kThreads threads, one for each key.
+// For the backward, whose warpgroups take 64 keys each of a block. Grid as for the forward, with
+// key blocks before query blocks; a thread for each key.
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ void plan_by_key(const Params& p) {
+  uint32 cta;
+  if (!plans_bytes<kQueries, kKeys, true>(p, &cta)) return;
   constexpr int kWords = Bits<kQueries, kByteQueries>::kWords;
   const int key_blocks = kByteKeys ? ceil_div(p.kv_len, kKeys) : 1;
   const int query_blocks = kByteQueries ? ceil_div(p.query_len, kQueries) : 1;
   const int queries = kByteQueries ? p.query_len : 1, keys = kByteKeys ? p.kv_len : 1;
-  const int query_block = blockIdx.x % query_blocks, row_block = blockIdx.x / query_blocks;
+  const int query_block = cta % query_blocks, row_block = cta / query_blocks;
   const int key_block = row_block % key_blocks;
   const int64 part = row_block / key_blocks;
   const int key = key_block * kKeys + threadIdx.x;
@@ -378,7 +423,7 @@ __device__ __forceinline__ void plan_by_key(const Params& p) {
     const bool own = !kByteKeys || static_cast<int>(threadIdx.x) / 64 == slab;
     if (__syncthreads_and(all || !own)) flag |= kSeesAll << slab;
   }
-  if (threadIdx.x == 0) p.mask.flags[blockIdx.x] = static_cast<unsigned char>(flag);
+  if (threadIdx.x == 0) p.mask.flags[cta] = static_cast<unsigned char>(flag);
 }
 
 }  // namespace mask

@@ -13,7 +13,7 @@ _LARGEST_FLOAT16_RATE = 0x7C00 / 2**15
 def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     left, right = problem.window
     positions = "query_positions" in problem.terms
-    mask, bias, block = shapes.mask, shapes.bias, shapes.mask_block
+    mask, bias, block = shapes.mask, shapes.bias, shapes.block_mask
     bias_type = None if bias is None else bias.dtype
     return {
         "kBFloat16": problem.dtype == "bfloat16",
@@ -40,7 +40,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kByteQueries": mask is not None and not is_one(mask.queries),
         "kByteKeys": mask is not None and not is_one(mask.keys),
         "kMaskAlignment": 1 if mask is None else alignment(mask.keys, 1),
-        "kMaskBlock": block or 0,
+        "kMaskBlock": 0 if block is None else block.block,
         "kHasDropout": "dropout_state" in problem.terms,
         "kDropsMost": problem.dropout_rate > _LARGEST_FLOAT16_RATE,
         "kSoftcap": problem.softcap is not None,

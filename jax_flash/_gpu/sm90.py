@@ -368,6 +368,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     placed = "query_positions" in problem.terms
     own_keys = bias_bytes > 0 or problem.masked or "query_segments" in problem.terms
     full = placed and own_keys and widest > 64
+    blocks_apart = "block_numbers" in problem.terms and "query_segments" in problem.terms
     crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or beside or full
     widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
@@ -417,7 +418,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     block_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
     # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
     if not plain or known(shapes.kv_len, 4096) <= 512:
-        block_kv = min(block_kv, {0: 48 if full else 64, 2: 48, 4: 32}[bias_bytes])
+        block_kv = min(block_kv, {0: 48 if full or blocks_apart else 64, 2: 48, 4: 32}[bias_bytes])
     return tiling(block_kv=block_kv, consumers=2, dynamic=dynamic)
 
 
@@ -435,7 +436,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         problem.softcap is None
         and shapes.bias is None
         and not (drops and (len(problem.terms) > 1 or problem.window[0] is not None))
-        and not ("query_positions" in problem.terms and len(problem.terms) > 2)
+        and not ({"query_positions", "block_numbers"} & {*problem.terms} and len(problem.terms) > 2)
     )
     block_q = 128 if widest <= 64 and roomy else 64
     stores_dbias = not wide and not drops and _is_own(problem, shapes)
@@ -524,15 +525,17 @@ def _tma_loads(shapes: Shapes) -> bool:
 
 def _mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
     """As mask_by_query, in the backward pass."""
-    mask = shapes.mask
-    if mask is None:
-        return {"mask_words": int32(0, 0, 0, 0), "mask_flags": uint8(0, 0, 0)}
-    parts, words = mask.batch * mask.heads, mask_words(mask.queries, block_q)
-    query_blocks, key_blocks = blocks(mask.queries, block_q), blocks(mask.keys, block_kv)
-    return {
-        "mask_words": int32(parts, mask.keys, query_blocks, words),
-        "mask_flags": uint8(parts, key_blocks, query_blocks),
+    mask, by_query = shapes.mask, mask_by_query(shapes, block_q, block_kv)
+    flags = {
+        name: uint8(parts, key_blocks, query_blocks)
+        for name in ("mask_flags", "block_flags")
+        for parts, query_blocks, key_blocks in [by_query[name].shape]
     }
+    words = int32(0, 0, 0, 0)
+    if mask is not None:
+        parts, key_words = mask.batch * mask.heads, mask_words(mask.queries, block_q)
+        words = int32(parts, mask.keys, blocks(mask.queries, block_q), key_words)
+    return {"mask_words": words, **flags}
 
 
 def _is_own(problem: Problem, shapes: Shapes) -> bool:

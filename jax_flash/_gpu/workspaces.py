@@ -16,14 +16,22 @@ def boxes(dim: int) -> int:
 
 def mask_by_query(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the scratch arrays of mask_plan in the forward pass (cuda/kernels/mask.cuh)."""
-    mask = shapes.mask
+    mask, flags = shapes.mask, uint8(0, 0, 0)
+    if shapes.block_mask is not None:
+        parts = shapes.block_mask.batch * shapes.block_mask.heads
+        flags = uint8(parts, blocks(shapes.q_len, block_q), blocks(shapes.kv_len, block_kv))
     if mask is None:
-        return {"mask_words": int32(0, 0, 0, 0), "mask_flags": uint8(0, 0, 0)}
+        return {
+            "mask_words": int32(0, 0, 0, 0),
+            "mask_flags": uint8(0, 0, 0),
+            "block_flags": flags,
+        }
     parts, words = mask.batch * mask.heads, mask_words(mask.keys, block_kv)
     query_blocks, key_blocks = blocks(mask.queries, block_q), blocks(mask.keys, block_kv)
     return {
         "mask_words": int32(parts, mask.queries, key_blocks, words),
         "mask_flags": uint8(parts, query_blocks, key_blocks),
+        "block_flags": flags,
     }
 
 

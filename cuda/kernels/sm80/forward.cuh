@@ -32,10 +32,10 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 2)
   rows.run();
 }
 
-// With a boolean mask a kernel goes ahead, see mask.cuh.
+// With a mask a kernel goes ahead, see mask.cuh.
 extern "C" __global__ void __launch_bounds__(mask::kThreads)
     mask_plan(const __grid_constant__ Sm80ForwardParams p) {
-  if constexpr (kHasMaskBytes) mask::plan_by_query<forward::kUnitRows, kBlockKV>(p);
+  if constexpr (kHasMask) mask::plan_by_query<forward::kUnitRows, kBlockKV>(p);
 }
 
 // With segments or positions a kernel goes ahead, 256 threads, a warp for each block of keys.

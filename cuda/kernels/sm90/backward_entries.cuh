@@ -6,10 +6,10 @@
 #include "backward_prepare.cuh"
 #include "cuda/runtime/families/sm90_params.h"
 
-// With a boolean mask a kernel goes ahead of all, see mask.cuh.
+// With a mask a kernel goes ahead of all, see mask.cuh.
 extern "C" __global__ void __launch_bounds__(mask::kThreads)
     mask_plan(const __grid_constant__ BackwardParams p) {
-  if constexpr (kHasMaskBytes) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
+  if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads)

@@ -73,10 +73,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
   }
 }
 
-// With a boolean mask a kernel goes ahead, see mask.cuh.
+// With a mask a kernel goes ahead, see mask.cuh.
 extern "C" __global__ void __launch_bounds__(mask::kThreads)
     mask_plan(const __grid_constant__ ForwardParams p) {
-  if constexpr (kHasMaskBytes) mask::plan_by_query<forward::kWarpgroupRows, kBlockKV>(p);
+  if constexpr (kHasMask) mask::plan_by_query<forward::kWarpgroupRows, kBlockKV>(p);
 }
 
 // With positions a kernel goes ahead, 256 threads, a warp for each block of keys and then for each

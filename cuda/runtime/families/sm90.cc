@@ -112,11 +112,15 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
                   &params.key_position_ranges);
   workspaces.Take("query_position_ranges", {s.batch, query_blocks, warpgroups, positions ? 2 : 0},
                   &params.query_position_ranges);
-  if (auto error = SetBlockMask(operands, &params.block_mask); error.failure()) return error;
   TermSizes mask;
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
-  const std::int64_t mask_blocks =
+  std::int64_t mask_blocks =
       SetMask(operands, mask, 64, launch.block_kv, /*by_key=*/false, &workspaces, &params.mask);
+  if (auto error = SetBlockMask(operands, 64, launch.block_kv, /*by_key=*/false, &workspaces,
+                                &mask_blocks, &params.block_mask);
+      error.failure()) {
+    return error;
+  }
   workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
   workspaces.CheckBlocks("query rows", query_blocks, launch.block_q, s.q_len * launch.packed_heads);
   if (workspaces.error().failure()) return workspaces.error();
@@ -208,11 +212,15 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   workspaces.Take("key_position_ranges", {s.batch, key_blocks, positions ? 2 : 0},
                   &params.key_position_ranges);
   workspaces.Take("marks", {kv_heads, key_blocks, launch.block_kv / 16, 2}, &params.marks);
-  if (auto error = SetBlockMask(operands, &params.block_mask); error.failure()) return error;
   TermSizes mask;
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
-  const std::int64_t mask_blocks = SetMask(operands, mask, launch.block_q, launch.block_kv,
-                                           /*by_key=*/true, &workspaces, &params.mask);
+  std::int64_t mask_blocks = SetMask(operands, mask, launch.block_q, launch.block_kv,
+                                     /*by_key=*/true, &workspaces, &params.mask);
+  if (auto error = SetBlockMask(operands, launch.block_q, launch.block_kv, /*by_key=*/true,
+                                &workspaces, &mask_blocks, &params.block_mask);
+      error.failure()) {
+    return error;
+  }
   TermSizes bias;
   if (auto error = SetBias(operands, problem, &bias, &params); error.failure()) return error;
   std::int64_t dbias_parts = 0, dbias_kept = 0;
