@@ -113,8 +113,8 @@ def block_mask(
 
     Arguments:
       mask_mod: `mask_mod(batch, head, query, key) -> bool` of int32 scalars, True where the query
-        sees the key; any JAX function, which may close over arrays, traced or not. `jax_flash.masks`
-        has common ones.
+        sees the key; any JAX function, which may close over arrays, traced or not.
+        `jax_flash.masks` has common ones.
       q_len, kv_len: T and S.
       batch: batch rows B, if the mask differs between them; None: mask_mod gets batch 0 for all.
       heads: query heads N, if it differs between those; None: mask_mod gets head 0 for all.
