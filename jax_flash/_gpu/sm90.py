@@ -368,7 +368,6 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     placed = "query_positions" in problem.terms
     own_keys = bias_bytes > 0 or problem.masked or "query_segments" in problem.terms
     full = placed and own_keys and widest > 64
-    blocks_apart = "block_numbers" in problem.terms and "query_segments" in problem.terms
     crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or beside or full
     widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
@@ -394,7 +393,9 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     # consumers.
     producer = 24
     if not plain or 256 < sum(dims) <= 320:
-        producer = 40 if widest > 128 or drops or placed else 56
+        # Beside segments a block mask takes 44 bytes more than 40 registers.
+        apart = {"block_numbers", "query_segments"} <= {*problem.terms}
+        producer = 40 if (widest > 128 and not apart) or drops or placed else 56
     tiling = functools.partial(
         ForwardTiling,
         *dims,
@@ -418,7 +419,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     block_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
     # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
     if not plain or known(shapes.kv_len, 4096) <= 512:
-        block_kv = min(block_kv, {0: 48 if full or blocks_apart else 64, 2: 48, 4: 32}[bias_bytes])
+        block_kv = min(block_kv, {0: 48 if full else 64, 2: 48, 4: 32}[bias_bytes])
     return tiling(block_kv=block_kv, consumers=2, dynamic=dynamic)
 
 
