@@ -113,7 +113,7 @@ def attend(mask: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def step(mask: Any, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
     """Computes out and the gradients of query, key and value."""
     out, pull = jax.vjp(functools.partial(attend, mask), q, k, v)
-    return out, *pull(dout)
+    return (out, *pull(dout))
 
 
 def check(head_dim: int) -> None:
@@ -124,7 +124,7 @@ def check(head_dim: int) -> None:
     got = jax.jit(step)(m, q, k, v, dout)
     dense = jnp.kron(layout, jnp.ones((BLOCK, BLOCK), bool))
 
-    def plain(q, k, v):
+    def plain(q, k, v) -> Any:
         return jax_flash.reference.attention(q, k, v, mask=dense)
 
     out, pull = jax.vjp(plain, q, k, v)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -84,14 +85,14 @@ class BlockMask:
         return jnp.where(number < 0, number == FULL, (word >> bit) & 1 == 1)
 
     def __repr__(self) -> str:
-        shape = getattr(self.numbers, "shape", None)
         text = f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block={self.block}"
         if isinstance(self.numbers, jax.core.Tracer) or not isinstance(
             self.numbers, jax.Array | np.ndarray
         ):
             return f"{text}, numbers={self.numbers!r})"
-        text += f", blocks={list(shape or ())}, density={self.density:.3g})"
-        return f"{text}\n{_picture(np.asarray(self.numbers))}" if 0 not in shape else text
+        shape = list(self.numbers.shape)
+        text += f", blocks={shape}, density={self.density:.3g})"
+        return text if 0 in shape else f"{text}\n{_picture(np.asarray(self.numbers))}"
 
 
 def block_mask(
@@ -254,8 +255,8 @@ class _Grid:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        counts = (-(-size // self.block) for size in (self.q_len, self.kv_len))
-        return (self.batch, self.heads, *counts)
+        rows, columns = (-(-size // self.block) for size in (self.q_len, self.kv_len))
+        return self.batch, self.heads, rows, columns
 
     def check(self) -> None:
         """Checks what the function returns."""
@@ -286,7 +287,8 @@ class _Grid:
     def row(self, at) -> tuple[jax.Array, jax.Array]:
         """Evaluates a row of blocks: whether they are empty, full or else 0, and their bits."""
         *_, count = self.shape
-        seen, there = self.seen(*at, jnp.int32(0), count * self.block)
+        batch, head, query_block = at
+        seen, there = self.seen(batch, head, query_block, jnp.int32(0), count * self.block)
 
         def by_block(x):
             return x.reshape(self.block, count, self.block)
