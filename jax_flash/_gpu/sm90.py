@@ -371,10 +371,11 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     crowded = bias_bytes == 4 or _is_ragged(shapes.bias) or beside or full
     widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
+        blocked = "block_numbers" in problem.terms  # whose words have addresses, too
         by_element = all(x % 2 for x in dims)  # loads of 2 bytes: most addresses
         return ForwardTiling(
             *dims,
-            block_kv=widest_block
+            block_kv=min(widest_block, 64 if blocked else 128)
             if widest <= 128
             else 64
             if plain and not any(x % 2 for x in dims)
@@ -386,7 +387,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
             query_stages=2 if widest <= 128 else 1,
             packed_heads=packed,
             dynamic=False,
-            producer_registers=40 if widest <= 128 and not by_element else 56,
+            producer_registers=40 if widest <= 128 and not (by_element or blocked) else 56,
             l2_heads=l2_heads,
         )
     # Lengths and segments take registers of the producer; wide heads, dropout and positions of the
