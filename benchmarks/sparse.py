@@ -8,7 +8,7 @@
 blocks with the same number of blocks; "banded", the nearest ones; "butterfly", the flat butterfly,
 whose density follows from T, and with as many of its nearest diagonals more or less as reach the
 others. Dense is the same call without a block mask. Density d is the part of the blocks that are
-not empty; a time is beside d x dense. Before anything is timed, out and gradients of a random layout
+not empty; a time is beside d x dense. Before all, out and gradients of a random layout
 are compared with those of the layout as a boolean mask, at T 1024: a wrong kernel has no time.
 
 Writes results/<device>/sparse-<commit>.json, .md and a chart as Figure 2 (right) of
