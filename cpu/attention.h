@@ -51,6 +51,28 @@ struct Broadcast {
   }
 };
 
+// A block mask: of each block of `size` queries and keys kEmptyBlock, kFullBlock, or which of the
+// stored ones has its bits.
+inline constexpr int32_t kEmptyBlock = -2, kFullBlock = -1;
+struct BlockMask {
+  Broadcast numbers;                    // int32; rows and keys are those of blocks; null: absent
+  const uint16_t* bits = nullptr;       // [bits_batch's, stored, size, size / 16]
+  const int64_t* bits_batch = nullptr;  // [B], as Broadcast::batch
+  int64_t stored = 0;
+  int64_t size = 0;
+
+  // The numbers of the blocks that query t of head n is in, by block of keys.
+  __attribute__((always_inline)) const int32_t* RowAt(int64_t b, int64_t n, int64_t t) const {
+    return static_cast<const int32_t*>(numbers.data) + numbers.Offset(b, n, t / size);
+  }
+  // The bits of query t in a stored block.
+  __attribute__((always_inline)) const uint16_t* WordsAt(int64_t b, int64_t t,
+                                                         int32_t number) const {
+    const int64_t block = bits_batch[b] * stored + (number < stored ? number : stored - 1);
+    return bits + (block * size + t % size) * (size / 16);
+  }
+};
+
 struct Inputs {
   Problem problem;
   Shapes shapes;
@@ -59,7 +81,8 @@ struct Inputs {
   const void* v = nullptr;
   Broadcast bias;  // data null: absent
   DType bias_dtype = DType::kFloat32;
-  Broadcast mask;                           // bytes, nonzero: visible; data null: absent
+  Broadcast mask;  // bytes, nonzero: visible; data null: absent
+  BlockMask blocks;
   const int32_t* q_lengths = nullptr;       // [B]
   const int32_t* kv_lengths = nullptr;      // [B]
   const int32_t* q_segments = nullptr;      // [B, T], with kv_segments or neither

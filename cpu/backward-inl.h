@@ -27,7 +27,7 @@ class Backward {
         group_(s_.kv_heads ? s_.q_heads / s_.kv_heads : 0),
         rows_(s_.q_len * group_),
         head_ld_(RoundUp(s_.head_dim, kLanes)),
-        keys_(Step::BlockKeys(s_)) {}
+        keys_(Step::BlockKeys(call.in)) {}
 
   bool Run() {
     const Memory delta(s_.batch * s_.q_heads * s_.q_len * 4);

@@ -64,7 +64,8 @@ class Forward {
         head_dim_(in_.shapes.head_dim),
         value_dim_(in_.shapes.value_dim),
         out_ld_(RoundUp(value_dim_, kLanes)),
-        keys_(Least(BlockKeys(head_dim_ + value_dim_), RoundUp(in_.shapes.kv_len, 64))),
+        keys_(KeysWithin(call.in,
+                         Least(BlockKeys(head_dim_ + value_dim_), RoundUp(in_.shapes.kv_len, 64)))),
         score_ld_(keys_ + kLanes) {}
 
   bool Allocate() {
@@ -105,7 +106,7 @@ class Forward {
     for (int64_t key = lo / keys_ * keys_; key < hi; key += keys_) {
       const int64_t valid = Least(keys_, hi - key);
       block_ = BlockAt(head_, key, valid, keys_, segments_, positions_);
-      if (!AnySees(row_, rows_, block_)) continue;
+      if (!AnySees(head_, row_, rows_, block_)) continue;
       PackKeys(key, valid);
       for (int64_t r = 0; r < rows_; r += kTileRows) Tile(r, Least(kTileRows, rows_ - r));
     }

@@ -46,6 +46,15 @@ class BoundInputs {
       inputs_.bias_dtype = TypeOf(operands.terms[kBias]->element_type());
     }
     if (operands.terms[kMask]) inputs_.mask = Bind(operands, kMask, 3, &mask_batch_);
+    if (operands.terms[kBlockBits]) {
+      BlockMask& blocks = inputs_.blocks;
+      blocks.numbers = Bind(operands, kBlockNumbers, 3, &numbers_batch_);
+      const Broadcast bits = Bind(operands, kBlockBits, 3, &bits_batch_);  // C, D, E
+      blocks.bits = static_cast<const uint16_t*>(bits.data);
+      blocks.bits_batch = bits.batch;
+      blocks.stored = bits.heads;
+      blocks.size = bits.rows;
+    }
     if (operands.terms[kSinks]) inputs_.sinks = Bind(operands, kSinks, 1, &sinks_batch_);
     inputs_.q_lengths = operands.Data<int32_t>(kQueryLengths);
     inputs_.kv_lengths = operands.Data<int32_t>(kKeyValueLengths);
@@ -87,7 +96,7 @@ class BoundInputs {
   }
 
   Inputs inputs_;
-  std::vector<int64_t> bias_batch_, mask_batch_, sinks_batch_;
+  std::vector<int64_t> bias_batch_, mask_batch_, numbers_batch_, bits_batch_, sinks_batch_;
 };
 
 ffi::Error OutOfMemory() {

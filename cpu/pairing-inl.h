@@ -92,7 +92,9 @@ class Pairing {
   static constexpr int64_t kMostRows = 16 * kTileRows;
 
   // Keys in a block: whole tiles of rows of dk and dv, and whole panels.
-  static int64_t BlockKeys(const Shapes& s) { return s.head_dim + s.value_dim <= 512 ? 192 : 64; }
+  static int64_t BlockKeys(const Inputs& in) {
+    return KeysWithin(in, in.shapes.head_dim + in.shapes.value_dim <= 512 ? 192 : 64);
+  }
 
   // rows: of this head, see RowAt. delta: laid out as lse.
   Pairing(const BackwardCall& call, const Head& head, const float* delta)
@@ -106,7 +108,7 @@ class Pairing {
         value_dim_(in_.shapes.value_dim),
         head_ld_(RoundUp(head_dim_, kLanes)),
         value_ld_(RoundUp(value_dim_, kLanes)),
-        keys_(BlockKeys(in_.shapes)),
+        keys_(BlockKeys(call.in)),
         score_ld_(keys_ + kLanes) {}
 
   bool Allocate() {
@@ -136,7 +138,7 @@ class Pairing {
 
   // Packs rows. False where none of them can see a key of the current block.
   bool SetRows(const Row* rows, int64_t count) {
-    if (!AnySees(rows, count, block_)) return false;
+    if (!AnySees(head_, rows, count, block_)) return false;
     own_.Fill(call_, head_, delta_, rows, count);
     Use(own_, rows, count, 0);
     return true;
@@ -144,7 +146,7 @@ class Pairing {
 
   // The same for `count` rows from `first` among those that `packed` holds.
   bool SetRows(const PackedRows<T, Op>& packed, const Row* rows, int64_t first, int64_t count) {
-    if (!AnySees(rows + first, count, block_)) return false;
+    if (!AnySees(head_, rows + first, count, block_)) return false;
     Use(packed.From(first, in_.shapes), rows + first, count, first);
     return true;
   }

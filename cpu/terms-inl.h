@@ -120,14 +120,39 @@ inline KeyBlock BlockAt(const Head& head, int64_t first, int64_t valid, int64_t 
   return block;
 }
 
-// Whether some row may see a key of the block, by ranges of indices and positions.
-inline bool AnySees(const Row* rows, int64_t count, const KeyBlock& block) {
+// Keys in a block of at most `most`: no more than in one of the block mask's, which may be empty.
+inline int64_t KeysWithin(const Inputs& in, int64_t most) {
+  return in.blocks.numbers.data ? Least(most, RoundUp(in.blocks.size, 64)) : most;
+}
+
+// Calls visit(numbers) for the rows in turn, those next to each other with the same numbers once.
+template <class Visit>
+void ForBlockRows(const Head& head, const Row* rows, int64_t count, Visit visit) {
+  const int32_t* last = nullptr;
+  for (int64_t r = 0; r < count; ++r) {
+    if (rows[r].lo >= rows[r].hi) continue;
+    const int32_t* numbers = head.in->blocks.RowAt(head.b, rows[r].n, rows[r].t);
+    if (numbers != last) visit(numbers);
+    last = numbers;
+  }
+}
+
+// Whether some row may see a key of the block, by ranges of indices and positions and by blocks.
+inline bool AnySees(const Head& head, const Row* rows, int64_t count, const KeyBlock& block) {
   bool any = false;
   for (int64_t r = 0; r < count; ++r) {
     any |= rows[r].lo < block.first + block.valid && rows[r].hi > block.first &&
            rows[r].first <= block.positions.max && rows[r].last >= block.positions.min;
   }
-  return any;
+  const BlockMask& blocks = head.in->blocks;
+  if (!any || !blocks.numbers.data) return any;
+  const int64_t first = block.first / blocks.size;
+  const int64_t last = (block.first + block.valid - 1) / blocks.size;
+  bool shown = false;
+  ForBlockRows(head, rows, count, [&](const int32_t* numbers) {
+    for (int64_t i = first; i <= last && !shown; ++i) shown = numbers[i] != kEmptyBlock;
+  });
+  return shown;
 }
 
 // Keys [begin, end) of a block, for the rows of a tile.
@@ -140,6 +165,29 @@ struct Span {
 inline const uint8_t* MaskRow(const Head& head, const Row& row) {
   const Broadcast& mask = head.in->mask;
   return static_cast<const uint8_t*>(mask.data) + mask.Offset(head.b, row.n, row.t);
+}
+
+// The part of a span that the block mask shows to some row.
+inline Span ShownSpan(const Head& head, const Row* rows, int64_t count, const KeyBlock& block,
+                      int64_t granule, Span span) {
+  const int64_t size = head.in->blocks.size;
+  const int64_t first = (block.first + span.begin) / size;
+  const int64_t last = (block.first + Least(span.end, block.valid) - 1) / size;
+  int64_t low = last + 1, high = first;
+  bool full = true;
+  ForBlockRows(head, rows, count, [&](const int32_t* numbers) {
+    for (int64_t i = first; i <= last; ++i) {
+      full &= numbers[i] == kFullBlock;
+      if (numbers[i] == kEmptyBlock) continue;
+      low = Least(low, i);
+      high = Most(high, i + 1);
+    }
+  });
+  if (low >= high) return Span();
+  span.begin = Most(span.begin, (low * size - block.first) / granule * granule);
+  span.end = Least(span.end, RoundUp(high * size - block.first, granule));
+  span.partial |= !full;
+  return span;
 }
 
 inline Span VisibleSpan(const Head& head, const Row* rows, int64_t count, const KeyBlock& block,
@@ -183,6 +231,11 @@ inline Span VisibleSpan(const Head& head, const Row* rows, int64_t count, const 
     }
     if (most < block.segments.min || least > block.segments.max) return Span();
     span.partial |= least != most || block.segments.min != least || block.segments.max != most;
+  }
+
+  if (in.blocks.numbers.data) {
+    span = ShownSpan(head, rows, count, block, granule, span);
+    if (span.empty()) return span;
   }
 
   if (in.mask.data) {
@@ -247,6 +300,29 @@ inline void HideScores(const Head& head, const Row& row, const KeyBlock& block, 
     const int32_t id = in.q_segments[head.b * in.shapes.q_len + row.t];
     for (int64_t j = span.begin; j < span.end; j += kLanes) {
       Store(s + j, Select(Equal(block.segments.values + j, id), Load(s + j), hidden));
+    }
+  }
+  if (in.blocks.numbers.data) {
+    static_assert(16 % kLanes == 0, "lanes have their bits in one word");
+    const int64_t size = in.blocks.size;
+    const int32_t* numbers = in.blocks.RowAt(head.b, row.n, row.t);
+    for (int64_t j = span.begin; j < span.end; j += kLanes) {
+      const int64_t key = block.first + j;
+      if (key >= in.shapes.kv_len) break;  // hidden above
+      const int32_t number = numbers[key / size];
+      if (number == kFullBlock) continue;
+      uint64_t bits = 0;
+      if (number >= 0) {
+        const uint16_t* words = in.blocks.WordsAt(head.b, row.t, number);
+        bits = static_cast<uint64_t>(words[key % size / 16]) >> key % 16;
+      }
+      uint8_t bytes[16];  // byte i holds bit i
+      for (int half = 0; half < 2; ++half) {
+        const uint64_t spread =
+            (bits >> 8 * half & 0xff) * 0x0101010101010101u & 0x8040201008040201u;
+        std::memcpy(bytes + 8 * half, &spread, 8);
+      }
+      Store(s + j, Select(NonZero(bytes), Load(s + j), hidden));
     }
   }
   if (in.mask.data) {

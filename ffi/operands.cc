@@ -108,6 +108,9 @@ void CheckProblem(const ProblemAttribute& p, Reader* reader) {
   if (!(p.softcap >= 0 && std::isfinite(p.softcap))) reader->Fail("softcap is not in [0, inf)");
   if (!(p.dropout_rate >= 0 && p.dropout_rate < 1)) reader->Fail("dropout_rate is not in [0, 1)");
   if (p.dropout_rate > 0 && !p.Has(kDropoutState)) reader->Fail("dropout_rate without its state");
+  if (p.Has(kBlockNumbers) != p.Has(kBlockBits)) {
+    reader->Fail("block_numbers and block_bits come together");
+  }
   if (p.Has(kQuerySegments) != p.Has(kKeyValueSegments)) {
     reader->Fail("query_segments and key_value_segments come together");
   }
@@ -168,22 +171,47 @@ ffi::DataType TermType(const TermRow& row, const ffi::AnyBuffer& buffer) {
     return IsFloat(buffer.element_type()) ? buffer.element_type() : ffi::DataType::INVALID;
   if (dtype == "sum") return ffi::F32;
   if (dtype == "bool") return ffi::PRED;
+  if (dtype == "uint16") return ffi::U16;
   if (dtype == "uint32") return ffi::U32;
   return ffi::S32;
 }
 
-std::int64_t TermDim(char letter, const Sizes& s) {
+// `own`: the dim as it is, of which only CheckBlockMask knows what it has to be.
+std::int64_t TermDim(char letter, const Sizes& s, std::int64_t own) {
   switch (letter) {
+    case 'I':
+    case 'J':
+    case 'C':
+    case 'D':
+    case 'E':
+      return own;
     case 'T':
       return s.q_len;
     case 'S':
       return s.kv_len;
     case 'N':
       return s.q_heads;
-    case 'I':
+    case 'U':
       return 2;  // batch row and head
     default:
       return 4;  // W: words of the state of dropout
+  }
+}
+
+// Blocks of D queries and D keys, E words of 16 keys for each query.
+void CheckBlockMask(Reader* reader, const Operands& operands) {
+  if (!reader->ok() || !operands.terms[kBlockBits]) return;
+  const auto numbers = operands.terms[kBlockNumbers]->dimensions();
+  const auto bits = operands.terms[kBlockBits]->dimensions();
+  const std::size_t rank = operands.batch.size() + 3;
+  const std::int64_t block = bits[rank - 2];
+  const auto count = [&](std::int64_t length) { return (length + block - 1) / block; };
+  if (block < 1 || block % 16 != 0 || bits[rank - 1] != block / 16 || bits[rank - 3] < 1 ||
+      numbers[rank - 2] != count(operands.sizes.q_len) ||
+      numbers[rank - 1] != count(operands.sizes.kv_len)) {
+    reader->Fail("block_numbers " + Show(numbers) + " and block_bits " + Show(bits) +
+                 " do not fit each other and " + std::to_string(operands.sizes.q_len) +
+                 " queries, " + std::to_string(operands.sizes.kv_len) + " keys");
   }
 }
 
@@ -201,11 +229,13 @@ void ReadTerms(const ProblemAttribute& problem, Reader* reader, Operands* to) {
       return reader->Fail(std::string(row.name) + " is not floating point");
     }
     Dims shape(to->batch.begin(), to->batch.end());
+    const std::size_t leading = to->batch.size();
     for (const char* letter = row.dims; *letter != 0; ++letter) {
-      shape.push_back(TermDim(*letter, s));
+      const std::size_t i = shape.size();
+      const bool there = i < static_cast<std::size_t>(buffer->dimensions().size());
+      shape.push_back(TermDim(*letter, s, there ? buffer->dimensions()[i] : 0));
     }
-    reader->Check(row.name, buffer, dtype, shape, std::string(to->batch.size(), 'B') + row.dims,
-                  row.ones);
+    reader->Check(row.name, buffer, dtype, shape, std::string(leading, 'B') + row.dims, row.ones);
   }
   for (int i = 0; i < problem.captures && reader->ok(); ++i) {
     const auto buffer = reader->Operand("capture");
@@ -218,8 +248,9 @@ void ReadTerms(const ProblemAttribute& problem, Reader* reader, Operands* to) {
     const auto dims = buffer->dimensions();
     Dims shape(to->batch.begin(), to->batch.end());
     shape.push_back(dims.size() == shape.size() + 1 ? dims.back() : 0);
-    reader->Check("capture", buffer, dtype, shape, std::string(to->batch.size(), 'B') + "E", "B");
+    reader->Check("capture", buffer, dtype, shape, std::string(to->batch.size(), 'B') + "A", "B");
   }
+  CheckBlockMask(reader, *to);
 }
 
 }  // namespace

@@ -21,6 +21,8 @@ namespace jax_flash {
 enum Term : int {
   kBias,
   kMask,
+  kBlockNumbers,
+  kBlockBits,
   kQueryLengths,
   kKeyValueLengths,
   kQuerySegments,
@@ -40,6 +42,8 @@ struct TermRow {
 inline constexpr TermRow kTerms[kTermCount] = {
     {"bias", "float", "NTS", "BNTS"},
     {"mask", "bool", "NTS", "BNTS"},
+    {"block_numbers", "int32", "NIJ", "BN"},
+    {"block_bits", "uint16", "CDE", "B"},
     {"query_lengths", "int32", "", ""},
     {"key_value_lengths", "int32", "", ""},
     {"query_segments", "int32", "T", ""},
@@ -48,7 +52,7 @@ inline constexpr TermRow kTerms[kTermCount] = {
     {"key_value_positions", "int32", "S", ""},
     {"sinks", "sum", "N", "B"},
     {"dropout_state", "uint32", "NW", ""},
-    {"score_ids", "int32", "NI", ""},
+    {"score_ids", "int32", "NU", ""},
 };
 
 std::string TermName(Term term);

@@ -1,23 +1,28 @@
 """FlashAttention for JAX: exact attention whose memory grows linearly with sequence length."""
 
-from jax_flash import context_parallel, reference, scores
+from jax_flash import context_parallel, masks, reference, scores
 from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
 from jax_flash._version import __version__
 from jax_flash.attention import dot_product_attention, flash_attention
+from jax_flash.block_masks import BlockMask, block_mask, block_mask_of
 from jax_flash.decode import Decoded, decode_attention, fill_cache
 
 __all__ = [
     "EXPORT_CHECKS",
+    "BlockMask",
     "Decoded",
     "Explanation",
     "__version__",
+    "block_mask",
+    "block_mask_of",
     "context_parallel",
     "decode_attention",
     "dot_product_attention",
     "explain",
     "fill_cache",
     "flash_attention",
+    "masks",
     "reference",
     "scores",
 ]

@@ -17,8 +17,8 @@ from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS, is_capture
 
 # Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
-# heads, H and V features, W words, I ids, P pages, M pages of a row, E elements of an array that a
-# function of the scores reads.
+# heads, H and V features, W words, U ids, P pages, M pages of a row, A elements of an array that a
+# function of the scores reads; I, J, C, D, E: see _terms.py.
 _DIMS = {
     "q": "TNH",
     "k": "SKH",
@@ -36,7 +36,7 @@ _DIMS = {
 def dims(name: str) -> str:
     """Returns the letters of an operand's or result's dims after the leading ones."""
     name = name if name in _DIMS else name.removeprefix("d")
-    return "E" if is_capture(name) else _DIMS[name]
+    return "A" if is_capture(name) else _DIMS[name]
 
 
 @dataclasses.dataclass(frozen=True)

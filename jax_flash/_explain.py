@@ -18,6 +18,7 @@ from jax_flash._call import Call
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 from jax_flash.attention import A, Options, flash_attention
+from jax_flash.block_masks import BlockMask
 
 Array = ArrayLike | jax.ShapeDtypeStruct
 
@@ -214,6 +215,7 @@ def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     arguments = {k: v for k, v in call.arguments.items() if k not in ("return_lse", "backend")}
     _validate.flag("return_lse", call.arguments["return_lse"])
     arrays = {k: v for k, v in arguments.items() if k in _ARRAYS and hasattr(v, "dtype")}
+    arrays |= {k: v for k, v in arguments.items() if isinstance(v, BlockMask)}
     if not isinstance(arrays.get("scale"), jax.ShapeDtypeStruct | jax.Array):
         arrays.pop("scale", None)  # a number
     arrays = {k: np.asarray(v) if isinstance(v, np.generic) else v for k, v in arrays.items()}
@@ -248,7 +250,8 @@ def _describe(problem: Problem) -> str:
         parts.append("deterministic")
     if problem.precision != "default":
         parts.append(f"precision {problem.precision}")
-    return ", ".join([*parts, *problem.terms])
+    terms = ("block mask" if x == "block_numbers" else x for x in problem.terms)
+    return ", ".join([*parts, *(x for x in terms if x != "block_bits")])
 
 
 def _describe_kernel(name: str, kernel: KernelReport) -> list[str]:

@@ -52,6 +52,11 @@ class Problem:
         """The names of all operands that a call may have or not."""
         return (*self.terms, *self.captures)
 
+    @property
+    def masked(self) -> bool:
+        """Whether single pairs may be hidden by a mask of either kind."""
+        return "mask" in self.terms or "block_numbers" in self.terms
+
     def attribute(self) -> dict[str, bool | int | float]:
         """Returns the attribute `problem` of a custom call, as ffi/operands.h reads it."""
         left, right = self.window
@@ -87,6 +92,15 @@ class TermShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockMaskShape:
+    """The sizes of a block mask: its batch as in TermShape, heads or 1, queries of a block."""
+
+    batch: int
+    heads: int
+    block: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Shapes:
     """The sizes of one attention call; `batch` is the product of the leading dims."""
 
@@ -99,6 +113,7 @@ class Shapes:
     value_dim: int
     bias: TermShape | None = None
     mask: TermShape | None = None
+    block_mask: BlockMaskShape | None = None
     page_size: int | None = None  # positions in a page of the cache; None: there are no pages
     own_captures: tuple[bool, ...] = ()  # which captured arrays differ between batch rows
 
@@ -111,14 +126,18 @@ class Shapes:
     def of(cls, q: Any, k: Any, v: Any, terms: Mapping[str, Any] | None = None) -> "Shapes":
         """Reads the sizes from q `[*B, T, N, H]`, k `[*B, S, K, H]`, v `[*B, S, K, Hv]`, terms."""
         *batch, q_len, q_heads, head_dim = q.shape
-        broadcast = {}
+        broadcast: dict[str, Any] = {}
+        if terms and "block_bits" in terms:
+            *leading, heads, _, _ = terms["block_numbers"].shape
+            broadcast["block_mask"] = BlockMaskShape(
+                batch=_rows(leading, batch), heads=heads, block=terms["block_bits"].shape[-2]
+            )
         for name in ("bias", "mask"):
             if terms and name in terms:
                 *leading, heads, queries, keys = terms[name].shape
-                shared = all(isinstance(size, int) and size == 1 for size in leading)
                 broadcast[name] = TermShape(
                     dtype=str(terms[name].dtype),
-                    batch=1 if shared else math.prod(batch),
+                    batch=_rows(leading, batch),
                     heads=heads,
                     queries=queries,
                     keys=keys,
@@ -135,6 +154,12 @@ class Shapes:
             own_captures=tuple(any(n != 1 for n in x.shape[:-1]) for x in captured),
             **broadcast,
         )
+
+
+def _rows(leading: Sequence[Any], batch: Sequence[Any]) -> Any:
+    """Counts the batch rows of a term with these leading dims: one, or those of the call."""
+    shared = all(isinstance(size, int) and size == 1 for size in leading)
+    return 1 if shared else math.prod(batch)
 
 
 def order_terms(terms: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from jax_flash._backends import warn_once
 from jax_flash._call import Call
 from jax_flash._terms import is_capture
 
-_WHOLE = ("T", "S", "H", "V", "W", "I", "P", "M")  # dims of `_call.dims` that are not split
+_WHOLE = tuple("TSHVWUPMIJCDEA")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
 
 

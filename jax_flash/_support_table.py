@@ -52,6 +52,7 @@ _PROBLEMS: dict[str, tuple[dict[str, Any], ...]] = {
     "softcap, sinks, with their gradients": ({"softcap": 30.0}, _terms("sinks")),
     "`deterministic=True`": ({"deterministic": True},),
     "boolean mask": (_terms("boolean mask"),),
+    "block masks, of functions or layouts": (_terms("block masks"),),
     "bias, with its gradient in the bias's own shape": (_terms("bias"),),
     "score functions (`score_mod`), with their gradients": (
         _terms("score function") | {"score": _SCORE},

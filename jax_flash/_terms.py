@@ -18,9 +18,11 @@ class Term:
 
     Attributes:
       feature: what a user knows it as.
-      dims: after the leading ones, a letter each: T queries, S keys, N query heads, W words.
+      dims: after the leading ones, a letter each: T queries, S keys, N query heads, W words; I and
+        J blocks of queries and of keys, C partial blocks, D queries and E words of one of these.
       dtype: what backends get. "float": one of FLOATS, as the user gave it; "sum": the problem's
-        sum_dtype, from any of FLOATS; "int32": from integers of any kind; "bool", "uint32".
+        sum_dtype, from any of FLOATS; "int32": from integers of any kind; "bool", "uint16",
+        "uint32".
       ones: those of its dims that may be 1 for all, which kernels read without a copy. B is each
         leading one; without it the batch rows that share the term get copies of it.
       differentiable: it has a gradient.
@@ -28,7 +30,7 @@ class Term:
 
     feature: str
     dims: str
-    dtype: Literal["float", "sum", "int32", "bool", "uint32"]
+    dtype: Literal["float", "sum", "int32", "bool", "uint16", "uint32"]
     ones: str = ""
     differentiable: bool = False
 
@@ -36,6 +38,8 @@ class Term:
 TERMS = {
     "bias": Term("bias", "NTS", "float", ones="BNTS", differentiable=True),
     "mask": Term("boolean mask", "NTS", "bool", ones="BNTS"),
+    "block_numbers": Term("block masks", "NIJ", "int32", ones="BN"),
+    "block_bits": Term("block masks", "CDE", "uint16", ones="B"),
     "query_lengths": Term("lengths", "", "int32"),
     "key_value_lengths": Term("lengths", "", "int32"),
     "query_segments": Term("segment ids", "T", "int32"),
@@ -45,7 +49,7 @@ TERMS = {
     "sinks": Term("sinks", "N", "sum", ones="B", differentiable=True),
     "dropout_state": Term("dropout", "NW", "uint32"),
     # Batch row and head, as a function of the scores counts them.
-    "score_ids": Term("score function", "NI", "int32"),
+    "score_ids": Term("score function", "NU", "int32"),
 }
 BROADCAST = tuple(name for name, term in TERMS.items() if "B" in term.ones)
 BROADCAST_HEADS = tuple(name for name, term in TERMS.items() if "N" in term.ones)

@@ -20,6 +20,7 @@ from jax_flash._function import Function
 from jax_flash._philox import round_rate
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS, TERMS
+from jax_flash.block_masks import BlockMask
 
 _FLOATS_TEXT = ", ".join(FLOATS)
 _WIDE_INTEGERS = ("uint32", "int64", "uint64")
@@ -40,6 +41,7 @@ def prepare(
     scale: Any,
     bias: Any,
     mask: Any,
+    block_mask: Any,
     is_causal: Any,
     causal_align: Any,
     local_window_size: Any,
@@ -70,8 +72,12 @@ def prepare(
     q, k, v = _arrays(query, key, value)
     *batch, q_len, q_heads, _ = q.shape
     batch, kv_len = tuple(batch), k.shape[-3]
-    sizes = {"T": q_len, "S": kv_len, "N": q_heads, "W": 4, "I": 2}
-    shapes = {name: (*batch, *(sizes[d] for d in x.dims)) for name, x in TERMS.items()}
+    sizes = {"T": q_len, "S": kv_len, "N": q_heads, "W": 4, "U": 2}
+    shapes = {
+        name: (*batch, *(sizes[d] for d in x.dims))
+        for name, x in TERMS.items()
+        if set(x.dims) <= set(sizes)
+    }
     q_len, kv_len = shards * q_len, shards * kv_len
     scores = (*shapes["bias"][:-1], kv_len)
     q, static_scale = _scale(scale, q)
@@ -80,6 +86,7 @@ def prepare(
     rate = _dropout_rate(dropout_rate, dropout_key)
     query_segments, key_value_segments = _segments(query_segment_ids, key_value_segment_ids, shapes)
     positions = _positions(query_positions, key_value_positions, align, shapes)
+    block_numbers, block_bits = _block_mask(block_mask, batch, q_heads, q_len, kv_len)
     reach = q_len + kv_len if positions is None else _POSITIONS
     window = _window(flag("is_causal", is_causal), local_window_size, reach)
     if positions is None or window == (None, None):  # there positions mean nothing
@@ -90,6 +97,8 @@ def prepare(
         {
             "bias": _bias(bias, scores, q.dtype),
             "mask": _mask(mask, scores),
+            "block_numbers": block_numbers,
+            "block_bits": block_bits,
             "query_lengths": _lengths(
                 "query_lengths", "query_seq_lengths", query_seq_lengths, batch, q_len
             ),
@@ -253,6 +262,42 @@ def _mask(mask, scores) -> jax.Array | None:
         return None
     hint = ", True where a key is visible: mask != 0, or pass an additive mask as bias"
     return _broadcastable("mask", _typed("mask", "mask", array("mask", mask), hint=hint), scores)
+
+
+def _block_mask(
+    mask: Any, batch: tuple[int, ...], q_heads: int, q_len: int, kv_len: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Gives the arrays of a block mask their leading dims, or says why they do not fit."""
+    if mask is None:
+        return None, None
+    if not isinstance(mask, BlockMask):
+        raise TypeError(
+            f"block_mask is {type(mask).__name__}; expected what jax_flash.block_mask makes of a "
+            "function, or jax_flash.block_mask_of of a layout"
+        )
+    counts = tuple(-(-size // mask.block) for size in (q_len, kv_len))
+    lengths = ((mask.q_len, q_len), (mask.kv_len, kv_len))
+    if mask.numbers.shape[-2:] != counts or any(x not in (None, size) for x, size in lengths):
+        raise ValueError(
+            f"block_mask has q_len {mask.q_len}, kv_len {mask.kv_len} and "
+            f"{mask.numbers.shape[-2]} x {mask.numbers.shape[-1]} blocks of {mask.block}; expected "
+            f"one for T = {q_len} and S = {kv_len}: {counts[0]} x {counts[1]} blocks"
+        )
+    for x, want in ((mask.numbers, (*batch, q_heads, *counts)), (mask.bits, batch)):
+        own = x.shape if x is mask.numbers else x.shape[:-3]
+        full = (1,) * (len(want) - len(own)) + own
+        if len(full) != len(want) or any(
+            have not in (1, size) for have, size in zip(full, want, strict=True)
+        ):
+            raise ValueError(
+                f"block_mask has numbers {mask.numbers.shape} and bits {mask.bits.shape}; expected "
+                f"[*B, N, blocks, blocks] that broadcasts to {(*batch, q_heads, *counts)}, and "
+                f"[*B, C, {mask.block}, {mask.block // 16}] to the batch {batch}"
+            )
+    pad = (1,) * (len(batch) + 3 - mask.numbers.ndim)
+    numbers = jnp.reshape(mask.numbers, pad + mask.numbers.shape)
+    pad = (1,) * (len(batch) + 3 - mask.bits.ndim)
+    return numbers, jnp.reshape(mask.bits, pad + mask.bits.shape)
 
 
 def _integers(term: str, name: str, x: Any, shape: tuple[int, ...], hint: str = "") -> jax.Array:

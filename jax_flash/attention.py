@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _ops, _validate
+from jax_flash.block_masks import BlockMask
 
 Window = int | Sequence[int | None] | np.ndarray
 A = TypeVar("A")
@@ -48,6 +49,7 @@ class LayerOptions(CommonOptions[A], Generic[A], total=False):
     softcap: float | None
     score_mod: ScoreFunction | None
     sinks: A | None
+    block_mask: BlockMask | None
     backend: str | None
 
 
@@ -111,6 +113,7 @@ def flash_attention(
     scale: Annotated[ArrayLike, ""] | None = None,
     bias: Annotated[ArrayLike, "*#B #N #T #S"] | None = None,
     mask: Annotated[ArrayLike, "*#B #N #T #S"] | None = None,
+    block_mask: BlockMask | None = None,
     is_causal: bool = False,
     causal_align: Literal["top_left", "bottom_right"] = "top_left",
     local_window_size: Window | None = None,
@@ -171,6 +174,9 @@ def flash_attention(
         −inf hides a key's value as mask does, not NaN or inf in the key: a bias of −inf is a mask
         where these are finite, unless softcap makes it −softcap.
       mask: bool, broadcasts to `[*B, N, T, S]`; True where a query attends to a key.
+      block_mask: what `jax_flash.block_mask` or `block_mask_of` made for this T and S: a mask in
+        memory and time that grow with the blocks that see something. Its batch and heads are 1,
+        missing, or those of query. It counts by index, as mask does.
       is_causal: hide the keys after a query's own position.
       causal_align: which key stands at a query's own position, for is_causal and
         local_window_size: "top_left" puts query 0 at key 0, "bottom_right" the last query at the
@@ -262,6 +268,7 @@ def flash_attention(
         scale=scale,
         bias=bias,
         mask=mask,
+        block_mask=block_mask,
         is_causal=is_causal,
         causal_align=causal_align,
         local_window_size=local_window_size,

@@ -21,6 +21,7 @@ from jax import lax
 from jax_flash._philox import keep_mask
 from jax_flash._problem import Problem
 from jax_flash._varying import vary_over
+from jax_flash.block_masks import EMPTY, FULL, WORD, words_at
 
 _BLOCK = 512  # queries and keys of one tile, less when there are many heads
 _MIN_BLOCK = 128
@@ -69,7 +70,8 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
             for x, y, axis in zip(state, new, _STATE_AXES, strict=True)
         ), None
 
-    (largest, total, weighted), _ = lax.scan(step, vary_over(state, operands), sweep.starts)
+    state = vary_over(state, operands)
+    (largest, total, weighted), _ = lax.scan(sweep.where_shown(step), state, sweep.starts)
 
     if sweep.sinks is not None:
         joined = jnp.maximum(largest, lax.stop_gradient(sweep.sinks))
@@ -155,7 +157,8 @@ def backward(
         dk = _add(dk, product(sweep.problem, "...kgts,...kgth->...ksh", dlogits, q), tile.keys, -2)
         return (dq, dk, dv, dbias, dcaptures), None
 
-    (dq, dk, dv, dbias, dcaptures), _ = lax.scan(step, vary_over(state, operands), sweep.starts)
+    state = vary_over(state, operands)
+    (dq, dk, dv, dbias, dcaptures), _ = lax.scan(sweep.where_shown(step), state, sweep.starts)
     gradients = [
         sweep.join_query_heads(dq),
         jnp.moveaxis(dk, -3, -2),
@@ -214,6 +217,8 @@ class _Sweep:
     v: jax.Array  # [*B, K, S, Hv]
     bias: jax.Array | None  # [*B, K, G, T, S], any of them 1
     mask: jax.Array | None  # [*B, K, G, T, S], any of them 1
+    block_numbers: jax.Array | None  # [*B, K, G, blocks, blocks], any of *B, and of K and G, 1
+    block_bits: jax.Array | None  # [*B, C, block, words], any of *B 1
     query_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
     key_value_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
     query_segments: jax.Array | None  # [*B, 1, 1, T, 1]
@@ -258,6 +263,8 @@ class _Sweep:
             v=jnp.moveaxis(v, -2, -3),
             bias=optional("bias", lambda x: split_heads(x, -3)),
             mask=optional("mask", lambda x: split_heads(x, -3)),
+            block_numbers=optional("block_numbers", lambda x: split_heads(x, -3)),
+            block_bits=terms.get("block_bits"),
             query_lengths=optional("query_lengths", lambda x: x[..., None, None, None, None]),
             key_value_lengths=optional(
                 "key_value_lengths", lambda x: x[..., None, None, None, None]
@@ -292,6 +299,17 @@ class _Sweep:
     def join_query_heads(self, x: jax.Array) -> jax.Array:
         """Brings `[*B, K, G, T, H]` to `[*B, T, N, H]`."""
         return jnp.moveaxis(x.reshape(*self.lse_shape, x.shape[-1]), -3, -2)
+
+    def where_shown(self, step):
+        """Leaves a step of a scan out where the block mask hides its whole tile."""
+        if self.block_numbers is None:
+            return step
+
+        def either(state, start):
+            shown = self.tile(start).shown()
+            return lax.cond(shown, lambda: step(state, start)[0], lambda: state), None
+
+        return either
 
     def tile(self, start: jax.Array) -> "_Tile":
         rows = _Span(start[0], start[1], self.block_q)
@@ -385,6 +403,8 @@ class _Tile:
             )
         if sweep.mask is not None:
             visible &= self._scores_of(sweep.mask)
+        if sweep.block_numbers is not None:
+            visible &= self._within_blocks()
         return visible
 
     def _indices(self) -> tuple[jax.Array, jax.Array]:
@@ -393,6 +413,40 @@ class _Tile:
         query = jnp.arange(self.rows.size, dtype=jnp.int32).reshape(*lead, -1, 1)
         key = jnp.arange(self.keys.size, dtype=jnp.int32).reshape(*lead, 1, -1)
         return self.rows.start + query, self.keys.start + key
+
+    def _within_blocks(self) -> jax.Array:
+        """Reads what the block mask lets see: bool, broadcasting to `[*B, K, G, t, s]`."""
+        rows, keys, bits = self.rows, self.keys, self.sweep.block_bits
+        assert bits is not None
+        *_, block, words = bits.shape
+        query = rows.start + jnp.arange(rows.size, dtype=jnp.int32)[:, None]
+        first = keys.start // WORD
+        word = first + jnp.arange(keys.size // WORD + 2, dtype=jnp.int32)[None, :]
+        number = self._numbers(query // block, word // words)
+        read = words_at(bits, number, query % block, word % words)
+        read = jnp.where(number == FULL, -1, jnp.where(number == EMPTY, 0, read))
+        places = jnp.arange(WORD, dtype=jnp.int32).reshape(*(1 for _ in read.shape), WORD)
+        seen = ((read[..., None] >> places) & 1) == 1
+        seen = seen.reshape(*read.shape[:-1], -1)
+        return lax.dynamic_slice_in_dim(seen, keys.start - first * WORD, keys.size, -1)
+
+    def shown(self) -> jax.Array:
+        """Tells whether the block mask shows any of the tile."""
+        bits = self.sweep.block_bits
+        assert bits is not None
+        block = bits.shape[-2]
+        at = [
+            span.start // block + jnp.arange((span.size - 2) // block + 2, dtype=jnp.int32)
+            for span in (self.rows, self.keys)
+        ]
+        return jnp.any(self._numbers(at[0][:, None], at[1][None, :]) != EMPTY)
+
+    def _numbers(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Reads numbers of blocks; of those past the end, the last ones."""
+        numbers = self.sweep.block_numbers
+        assert numbers is not None
+        i, j = (jnp.minimum(x, n - 1) for x, n in zip((i, j), numbers.shape[-2:], strict=True))
+        return numbers[..., i, j]
 
     def _within_window(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """Tells which queries see which keys by where both stand, anywhere in int32."""

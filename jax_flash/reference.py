@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash._philox import keep_mask, round_rate
+from jax_flash.block_masks import BlockMask
 
 
 def attention(
@@ -22,6 +23,7 @@ def attention(
     scale: float | jax.Array | None = None,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
+    block_mask: BlockMask | None = None,
     is_causal: bool = False,
     causal_align: str = "top_left",
     local_window_size: int | Sequence[int | None] | None = None,
@@ -66,6 +68,7 @@ def attention(
     visible = _visible(
         (*batch, q_heads, q_len, kv_len),
         mask=mask,
+        block_mask=block_mask,
         window=_window(is_causal, local_window_size),
         bottom_right=causal_align == "bottom_right",
         query_lengths=query_seq_lengths,
@@ -130,6 +133,7 @@ def _visible(
     shape,
     *,
     mask,
+    block_mask,
     window,
     bottom_right,
     query_lengths,
@@ -166,6 +170,8 @@ def _visible(
         visible &= query_segments[..., None, :, None] == key_value_segments[..., None, None, :]
     if mask is not None:
         visible &= mask
+    if block_mask is not None:
+        visible &= block_mask.dense()[..., :q_len, :kv_len]
     return jnp.broadcast_to(visible, shape)
 
 

@@ -64,6 +64,9 @@ class Case:
     bias_hides: bool = False  # a third of the bias is -inf
     mask: str | None = None
     mask_density: float = 0.7
+    # A block mask: the axes that it keeps of [b, n], and its block. A third of its blocks are
+    # empty, full and partial each.
+    blocks: tuple[str, int] | None = None
     q_lengths: tuple[int, ...] | None = None  # repeated over the batch
     kv_lengths: tuple[int, ...] | None = None
     # "packed" (sorted), "shuffled", "apart" (no pair is equal), "returning" (97 tokens each, in
@@ -173,6 +176,54 @@ class Case:
         dlse = normal(*lead, self.T, self.N, like=np.float32) if self.with_lse else None
         return Arguments(self, arrays, options, dout, dlse)
 
+    @functools.cached_property
+    def block_mask(self) -> jax_flash.BlockMask | None:
+        """The block mask, from a function of indices."""
+        if self.blocks is None:
+            return None
+        axes, block = self.blocks
+        kinds = jnp.asarray(self._kinds())
+
+        def mask_mod(batch, head, query, key):
+            kind = kinds[batch, head, query // block, key // block]
+            lattice = (7 * query + 3 * key + head + 2 * batch) % 5 < 2
+            return (kind == 2) | ((kind == 1) & lattice)
+
+        m = jax_flash.block_mask(
+            mask_mod,
+            q_len=self.T,
+            kv_len=self.S,
+            batch=kinds.shape[0] if axes[0] == "b" else None,
+            heads=self.N if axes[1] == "n" else None,
+            block=block,
+        )
+        if axes[0] != "b":
+            return m
+        numbers, bits = (x.reshape(*self.batch, *x.shape[1:]) for x in (m.numbers, m.bits))
+        return dataclasses.replace(m, numbers=numbers, bits=bits)
+
+    @property
+    def blocks_seen(self) -> np.ndarray | None:
+        """What the block mask lets see: bool [*B or 1s, N or 1, T, S]."""
+        if self.blocks is None:
+            return None
+        _, block = self.blocks
+        kinds = self._kinds()
+        kinds = np.repeat(np.repeat(kinds, block, 2), block, 3)[:, :, : self.T, : self.S]
+        batch, head, query, key = np.indices(kinds.shape)
+        seen = (kinds == 2) | ((kinds == 1) & ((7 * query + 3 * key + head + 2 * batch) % 5 < 2))
+        lead = self.batch if self.blocks[0][0] == "b" else (1,) * len(self.batch)
+        return seen.reshape(*lead, *seen.shape[1:])
+
+    def _kinds(self) -> np.ndarray:
+        """[B or 1, N or 1, blocks of queries, blocks of keys]: 0 empty, 1 partial, 2 full."""
+        assert self.blocks is not None
+        axes, block = self.blocks
+        rows = int(np.prod(self.batch)) if axes[0] == "b" else 1
+        counts = (-(-size // block) for size in (self.T, self.S))
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        return rng.integers(0, 3, (rows, self.N if axes[1] == "n" else 1, *counts))
+
     def _draw_positions(self) -> dict[str, np.ndarray]:
         # Of a generator of its own, so that all else is drawn as without positions.
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
@@ -231,9 +282,12 @@ class Arguments:
 
     def truth(self, precision: str = "float64", gradients: bool = True) -> numpy_oracle.Result:
         """The same call by the numpy attention, every intermediate rounded to `precision`."""
+        arrays, seen = self.arrays, self.case.blocks_seen
+        if seen is not None:
+            arrays = {**arrays, "mask": seen & arrays.get("mask", True)}
         with np.errstate(over="ignore", invalid="ignore"):
             return numpy_oracle.attention(
-                **self.arrays,
+                **arrays,
                 **self.options,
                 score=None if self.case.score is None else SCORES[self.case.score].plain,
                 dropout_words=dropout_words() if self.case.dropout else None,
@@ -245,9 +299,12 @@ class Arguments:
     def function(self, backend: str | None):
         """A function of the arrays that returns out, or (out, lse) when the case asks for lse."""
         case = self.case
+        block_mask = case.block_mask
 
         def call(arrays):
             options = dict(self.options)
+            if block_mask is not None:
+                options["block_mask"] = block_mask
             if case.dropout:
                 options["dropout_key"] = jax.random.key(DROPOUT_SEED)
             if case.score:
@@ -461,6 +518,16 @@ CASES: tuple[Case, ...] = (
     C("mask 1ts", mask="1ts", batch=(2, 2)),
     C("mask 1n11", mask="1n11", mask_density=0.5, N=4),
     C("mask causal bottom right", mask="b1ts", causal=True, align=BOTTOM_RIGHT, T=70, S=40),
+    # Block masks.
+    C("blocks", T=300, S=290, blocks=("bn", 128)),
+    C("blocks of 64 gqa", T=200, S=330, N=4, K=2, causal=True, align=BOTTOM_RIGHT,
+      blocks=("1n", 64), with_lse=True),
+    C("blocks two batch dims", batch=(2, 2), T=40, S=70, blocks=("b1", 16), mask="1n1s"),
+    C("blocks with the rest", T=150, S=170, N=4, K=2, H=24, blocks=("11", 48), window=(90, 20),
+      bias="1nts", mask="b1ts", q_lengths=(150, 70), kv_lengths=(160, 170), segments="packed",
+      softcap=5.0, sinks=True, dropout=0.1, with_lse=True, deterministic=True),
+    C("blocks empty rows", T=130, S=64, blocks=("bn", 64), sinks=True, with_lse=True,
+      positions="offset", causal=True),
     # Segments with the rest.
     C("segments cross", segments="shuffled", T=90, S=50, with_lse=True),
     C("segments causal", segments="packed", causal=True, T=300, S=300, N=1),

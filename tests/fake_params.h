@@ -112,6 +112,10 @@ struct Named<Mask> : Mask {
   JSON_FIELDS(bytes, words, flags, batch, head)
 };
 template <>
+struct Named<BlockMask> : BlockMask {
+  JSON_FIELDS(numbers, bits, flags, bits_batch, batch, head, stored, flag_count)
+};
+template <>
 struct Named<ForwardParams> : ForwardParams {
   JSON_FIELDS(query, key, value, query_data, key_data, value_data, out, lse, query_lengths,
               key_value_lengths, query_segments, key_value_segments, bias, mask, sinks,
@@ -119,7 +123,7 @@ struct Named<ForwardParams> : ForwardParams {
               query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges, score_ids, captures)
+              query_position_ranges, score_ids, captures, block_mask)
 };
 template <>
 struct Named<BackwardParams> : BackwardParams {
@@ -131,7 +135,7 @@ struct Named<BackwardParams> : BackwardParams {
               dbias_parts, batch, query_len, kv_len, query_heads, kv_heads, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges, score_ids, captures)
+              query_position_ranges, score_ids, captures, block_mask)
 };
 template <>
 struct Named<Sm80ForwardParams> : Sm80ForwardParams {
@@ -140,7 +144,7 @@ struct Named<Sm80ForwardParams> : Sm80ForwardParams {
               sinks, sinks_batch_stride, dropout_state, key_segment_ranges, key_position_ranges,
               batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
-              dropout_scale, score_ids, captures)
+              dropout_scale, score_ids, captures, block_mask)
 };
 template <>
 struct Named<Sm80BackwardParams> : Sm80BackwardParams {
@@ -151,7 +155,8 @@ struct Named<Sm80BackwardParams> : Sm80BackwardParams {
               key_segment_ranges, query_position_ranges, key_position_ranges, dbias_sum, marks,
               bias_elements, bias_batches, bias_heads, dbias_parts, batch, query_len, kv_len,
               query_heads, kv_heads, l2_heads, window_left, window_right, scale, scale_log2,
-              softcap_inner, softcap_bias, dropout_threshold, dropout_scale, score_ids, captures)
+              softcap_inner, softcap_bias, dropout_threshold, dropout_scale, score_ids, captures,
+              block_mask)
 };
 template <>
 struct Named<DecodeParams> : DecodeParams {

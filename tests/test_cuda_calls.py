@@ -79,6 +79,8 @@ CASES = (
     C("mask", mask="b1ts"),
     C("mask of one batch row, causal", mask="1nts", H=64, causal=True, N=16, T=9),
     C("mask of keys", mask="b11s", batch=(2, 3), H=256),
+    C("block mask", blocks=("b1", 64), H=64, causal=True),
+    C("block mask of heads, mask of keys", blocks=("1n", 48), mask="b11s", S=320),
     C("bias", bias="bnts", scale=-0.3),
     C("bias of each score", bias="bnts", H=64, T=200, S=132),
     C("bias of each score, causal", bias="bnts", H=128, T=200, S=132, causal=True, softcap=5.0),
@@ -134,12 +136,12 @@ REFUSED = {
 WORKSPACES = {
     "forward": (
         "unit_counter", "segment_ranges", "segment_plan", "key_position_ranges",
-        "query_position_ranges", "mask_words", "mask_flags",
+        "query_position_ranges", "mask_words", "mask_flags", "block_flags",
     ),
     "backward": (
         "lse_log2", "minus_delta", "dq_sum", "next_unit", "turns",
         "query_segment_ranges", "key_segment_ranges", "query_position_ranges",
-        "key_position_ranges", "marks", "mask_words", "mask_flags", "dbias_sum",
+        "key_position_ranges", "marks", "mask_words", "mask_flags", "block_flags", "dbias_sum",
     ),
 }  # fmt: skip
 MANY_HEADS = [Direct(target, l2_heads=1 << 20) for target in WORKSPACES]
@@ -464,24 +466,64 @@ def term_sizes(case: Case, axes: str | None) -> tuple[int, int, int, int]:
 
 
 def check_mask_plan(case: Case, before: list[Launch], c: dict[str, int], rows: int) -> list[Launch]:
-    """Checks the launch that plans the mask, a CTA for each block of pairs; returns the others."""
+    """Checks the launch that plans the masks; returns the others.
+
+    A CTA is for 128 blocks of pairs of a block mask, or for one of a boolean mask.
+    """
     batch, heads, queries, keys = term_sizes(case, case.mask)
-    assert c["kHasMask"] == (batch > 0)
-    if batch == 0:
+    assert c["kHasMask"] == (batch > 0 or case.blocks is not None)
+    assert c["kHasMaskBytes"] == (batch > 0)
+    assert c["kMaskBlock"] == (0 if case.blocks is None else case.blocks[1])
+    if not c["kHasMask"]:
         return before
     plan, *others = before
     blocks = batch * heads * ceil_div(queries, rows) * ceil_div(keys, c["kBlockKV"])
+    blocks += ceil_div(flags_of_blocks(case, c, rows), 128)
     assert (plan.entry, plan.grid, plan.block) == ("mask_plan", [blocks, 1, 1], [128, 1, 1])
-    assert (c["kMaskQueries"], c["kMaskKeys"]) == (queries > 1, keys > 1)
+    assert (c["kByteQueries"], c["kByteKeys"]) == (queries > 1, keys > 1)
+    if case.blocks is None:
+        assert (c["kMaskQueries"], c["kMaskKeys"]) == (queries > 1, keys > 1)
+    else:
+        assert c["kMaskQueries"]
+        assert c["kMaskKeys"]
     return others
+
+
+def flags_of_blocks(case: Case, c: dict[str, int], rows: int) -> int:
+    if case.block_mask is None:
+        return 0
+    parts = math.prod(case.block_mask.numbers.shape[:-2])
+    return parts * ceil_div(case.T, rows) * ceil_div(case.S, c["kBlockKV"])
+
+
+def block_mask_params(case: Case, c: dict[str, int], rows: int) -> dict[str, Any]:
+    m = case.block_mask
+    if m is None:
+        nothing = {"numbers": None, "bits": None, "flags": None, "bits_batch": 0}
+        return nothing | {"batch": 0, "head": 0, "stored": 0, "flag_count": 0}
+    axes, block = case.blocks or ("", 0)
+    *_, stored, _, _ = m.bits.shape
+    heads = case.N if axes[1] == "n" else 1
+    flags = flags_of_blocks(case, c, rows)
+    return {
+        "numbers": "block_numbers",
+        "bits": "block_bits",
+        "flags": f"uint8[{flags}]",
+        "bits_batch": stored * block * block // 16 if axes[0] == "b" else 0,
+        "batch": heads if axes[0] == "b" else 0,
+        "head": int(heads > 1),
+        "stored": stored,
+        "flag_count": flags,
+    }
 
 
 def mask_params(case: Case, c: dict[str, int], rows: int, *, by_key: bool) -> dict[str, Any]:
     batch, heads, queries, keys = term_sizes(case, case.mask)
     nothing = {"data": None, "batch": 0, "head": 0, "query": 0, "key": 0}
+    blocks = {"block_mask": block_mask_params(case, c, rows)}
     if batch == 0:
         mask = {"bytes": nothing, "words": None, "flags": None, "batch": 0, "head": 0}
-        return {"mask": mask}
+        return {"mask": mask} | blocks
     # A row of bits is one of queries (forward) or keys; its words those of a block of the others.
     lines, columns, block = (queries, keys, c["kBlockKV"])
     if by_key:
@@ -502,7 +544,7 @@ def mask_params(case: Case, c: dict[str, int], rows: int, *, by_key: bool) -> di
             "batch": heads if batch > 1 else 0,
             "head": int(heads > 1),
         },
-    }
+    } | blocks
 
 
 def bias_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
@@ -615,6 +657,9 @@ def names_of_buffers(case: Case, recording: Recording) -> list[list[str | None]]
     if case.score == "alibi":
         ids = [[b, n] for b in range(math.prod(case.batch)) for n in range(case.N)]
         arrays["score_ids"] = np.array(ids, np.int32)
+    if case.block_mask is not None:
+        arrays["block_numbers"] = np.asarray(case.block_mask.numbers)
+        arrays["block_bits"] = np.asarray(case.block_mask.bits)
     known = {int(np.frombuffer(x.tobytes(), np.uint8).sum()): name for name, x in arrays.items()}
     assert len(known) == len(arrays)
     names = []
@@ -656,6 +701,7 @@ def assert_launched_with(call: Call, names: list[str | None], expected: dict[str
     assert params == expected
     given = kernels[0].params
     given |= {f"mask_{name}": given["mask"][name] for name in ("words", "flags")}
+    given |= {"block_flags": given["block_mask"]["flags"]}
     pointers = [given[name] for name in WORKSPACES[call.target.removeprefix("sm80_")]]
     used = [pointer for pointer in pointers if name(pointer) is not None]
     assert len(set(used)) == len(used)

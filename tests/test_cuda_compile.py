@@ -21,7 +21,7 @@ import pytest
 from jax_flash import _explain, _function, _gpu, _native, scores
 from jax_flash._ops import passes
 from jax_flash._ops.decode import Decode
-from jax_flash._problem import Problem, Shapes, TermShape
+from jax_flash._problem import BlockMaskShape, Problem, Shapes, TermShape
 
 H200 = _gpu.spec.GPUS["H200"]
 PLAIN = Problem(dtype="bfloat16", scale=0.125)
@@ -145,6 +145,29 @@ def masks() -> Configurations:
         if dim > 64:  # beside segments and a softcap up to 80 bytes are spilled
             many |= {"terms": ("mask", *LENGTHS, "sinks"), "softcap": None}
         yield f"{dim} mask and more", dataclasses.replace(PLAIN, **many), shapes
+    blocks = ("block_numbers", "block_bits")
+    for dim, block in [(64, 64), (128, 128), (256, 128), (100, 48)]:
+        own = BlockMaskShape(batch=1, heads=16, block=block)
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, block_mask=own)
+        for window in [(None, None), (None, 0)]:
+            problem = dataclasses.replace(PLAIN, terms=blocks, window=window)
+            yield f"{dim} block mask, window {window}", problem, shapes
+        for name, terms in {
+            "segments": SEGMENTS,
+            "lengths": (*LENGTHS, "sinks"),
+            "positions": POSITIONS,
+        }.items():
+            if (dim, name) == (256, "lengths"):  # 44 bytes are spilled by flash_backward_finish
+                continue
+            problem = dataclasses.replace(PLAIN, terms=(*blocks, *terms), window=(None, 0))
+            yield f"{dim} block mask, {name}", problem, shapes
+        drops = DROPOUT | {"terms": (*blocks, "dropout_state")}
+        yield f"{dim} block mask, dropout", dataclasses.replace(PLAIN, **drops), shapes
+        if dim == 256:  # 16 bytes likewise
+            continue
+        bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
+        shapes = dataclasses.replace(shapes, bias=bias)
+        yield f"{dim} block mask, bias", dataclasses.replace(PLAIN, terms=("bias", *blocks)), shapes
     changes = {"queries": {"keys": 1}, "keys": {"queries": 1}, "odd": {"keys": 333}}
     for name, change in changes.items():
         mask = dataclasses.replace(full, **change)

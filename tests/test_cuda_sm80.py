@@ -55,6 +55,7 @@ CASES = (
     # Masks, biases, dropout.
     C("mask", mask="bnts", T=130, S=260),
     C("mask of keys", mask="b11s", mask_density=0.4, causal=True),
+    C("blocks", T=130, S=260, N=4, K=2, blocks=("1n", 48), causal=True),
     C("bias", bias="bnts", H=128, batch=(2,), T=130),
     C("bias odd float32", bias="1n1s", bias_dtype="float32", batch=(2,), T=70, S=131, softcap=2.0),
     C("everything", dropout=0.2, mask="b1ts", bias="11ts", sinks=True, segments="packed",

@@ -225,7 +225,7 @@ __device__ __forceinline__ uint32 shown_blocks(const Params& p, int batch, int k
   const int m = base + static_cast<int>(threadIdx.x) % 32;
   int shown = m < query_blocks(p);
   if constexpr (kHasMask) {
-    const int first = kv_head * group_size(p), heads = p.mask.head == 0 ? 1 : group_size(p);
+    const int first = kv_head * group_size(p), heads = mask::varies_by_head(p) ? group_size(p) : 1;
     shown = 0;
 #pragma unroll 1
     for (int i = 0; m < query_blocks(p) && i < heads; ++i) {

@@ -1,15 +1,18 @@
-// The boolean mask: a kernel ahead of either pass, mask_plan, turns its bytes into bits and notes
-// for each block of pairs what there is to see. Blocks that the mask hides are never loaded, those
-// that it leaves whole never tested.
+// Masks, a boolean one and one of blocks: what there is to see in each block of pairs, and the bits
+// of the pairs. Blocks that a mask hides are never loaded, those that it leaves whole never tested.
 //
-// A mask has parts [queries, keys], one for each batch row and head, or fewer: p.mask.batch and
+// Of the boolean mask a kernel ahead of either pass, mask_plan, makes bits and flags of blocks. It
+// has parts [queries, keys], one for each batch row and head, or fewer: p.mask.batch and
 // p.mask.head are the parts from one row and head to the next. Where it does not vary with the
-// query or the key (kMaskQueries, kMaskKeys), there is one of them. The words of a row of bits are
+// query or the key (kByteQueries, kByteKeys), there is one of them. The words of a row of bits are
 // those of one block, padded: wherever a block starts, a thread loads its words at once.
 //
 //   pass      words                               flags
 //   forward   [parts, query, key block, words]    [parts, query block, key block]
 //   backward  [parts, key, query block, words]    [parts, key block, query block]
+//
+// The block mask has blocks of its own, kMaskBlock x kMaskBlock pairs: mask_plan makes flags of
+// those that a block of the kernel meets; bits are read where they are, 16 keys of a query a word.
 //
 // A flag is kSeesAny and, for the n-th rows of the block that one warpgroup takes, kSeesAll << n.
 #pragma once
@@ -49,15 +52,118 @@ struct Bits {
   __device__ __forceinline__ uint32 word(int w) const { return words[kVaries ? w : 0]; }
 };
 
+// ---- the block mask -----------------------------------------------------------------------------
+
+inline constexpr int kEmptyBlock = -2, kFullBlock = -1;  // of p.block_mask.numbers; else partial
+inline constexpr int kSide = kMaskBlock != 0 ? kMaskBlock : 16;  // no division by 0 without one
+inline constexpr int kBlockWords = kSide / 16;                   // of a query in a partial block
+
+// The numbers of the blocks of a query, by block of keys.
+template <class Params>
+__device__ __forceinline__ const int* numbers_of(const Params& p, int64 part, int query) {
+  const int64 row = part * ceil_div(p.query_len, kSide) + query / kSide;
+  return p.block_mask.numbers + row * ceil_div(p.kv_len, kSide);
+}
+template <class Params>
+__device__ __forceinline__ int64 block_part_of(const Params& p, int batch, int head) {
+  return static_cast<int64>(batch) * p.block_mask.batch + head * p.block_mask.head;
+}
+// The words of a query in block `number`; of one that is not partial, any.
+template <class Params>
+__device__ __forceinline__ const uint16* words_of(const Params& p, int batch, int query,
+                                                  int number) {
+  const int stored = max(min(number, p.block_mask.stored - 1), 0);
+  return p.block_mask.bits + batch * p.block_mask.bits_batch +
+         (static_cast<int64>(stored) * kSide + query % kSide) * kBlockWords;
+}
+__device__ __forceinline__ uint32 in_block(int number, uint32 bits) {
+  return number >= 0 ? bits : number == kFullBlock ? 0xffffffffu : 0;
+}
+
+// Does the query see the key?
+template <class Params>
+__device__ __forceinline__ bool block_shows(const Params& p, int batch, int head, int query,
+                                            int key) {
+  const int number = numbers_of(p, block_part_of(p, batch, head), query)[key / kSide];
+  const uint32 word = words_of(p, batch, query, number)[key % kSide / 16];
+  return in_block(number, word) >> key % 16 & 1;
+}
+
+// kSeesAny and kSeesAll of the pairs of kQueries queries and kKeys keys.
+template <int kQueries, int kKeys, class Params>
+__device__ __forceinline__ int seen_in_blocks(const Params& p, int64 part, int first_query,
+                                              int first_key) {
+  const int last_query = min(first_query + kQueries, p.query_len) - 1;
+  const int last = (min(first_key + kKeys, p.kv_len) - 1) / kSide;
+  bool any = false, all = true;
+#pragma unroll 1
+  for (int query = first_query; query <= last_query; query = (query / kSide + 1) * kSide) {
+    const int* numbers = numbers_of(p, part, query);
+#pragma unroll 1
+    for (int i = first_key / kSide; i <= last; ++i) {
+      const int number = __ldg(numbers + i);
+      any = any || number != kEmptyBlock;
+      all = all && number == kFullBlock;
+    }
+  }
+  return !any ? 0 : all ? kSeesAny | kSeesAll : kSeesAny;
+}
+
+// The bits of a query for the kWords words of keys from first_key on, a block of the kernel.
+template <int kKeys, int kWords, class Params>
+__device__ __forceinline__ void load_blocks(const Params& p, int batch, int head, int query,
+                                            int first_key, uint32 (&words)[kWords]) {
+  // Keys of a load: they lie in one block, and begin at a multiple of it there.
+  constexpr int kLoad = kKeys % 128 == 0 && kSide % 128 == 0 ? 128
+                        : kKeys % 64 == 0 && kSide % 64 == 0 ? 64
+                        : kKeys % 32 == 0 && kSide % 32 == 0 ? 32
+                                                             : 16;
+  using Part = typename Word<kLoad / 8>::Type;
+  query = min(query, p.query_len - 1);
+  const int* numbers = numbers_of(p, block_part_of(p, batch, head), query);
+#pragma unroll
+  for (int i = 0; i < kKeys / kLoad; ++i) {
+    const int key = min(first_key + i * kLoad, (p.kv_len - 1) / kLoad * kLoad);
+    const int number = __ldg(numbers + key / kSide);
+    const uint16* from = words_of(p, batch, query, number) + key % kSide / 16;
+    const Part part = __ldg(reinterpret_cast<const Part*>(from));  // no branch beside wgmma
+    if constexpr (kLoad == 16) {
+      const uint32 piece = in_block(number, part) & 0xffff;
+      words[i / 2] = i % 2 == 0 ? piece : words[i / 2] | piece << 16;
+    } else {
+      const auto* pieces = reinterpret_cast<const uint32*>(&part);
+#pragma unroll
+      for (int w = 0; w < kLoad / 32; ++w) {
+        words[i * (kLoad / 32) + w] = in_block(number, pieces[w]);
+      }
+    }
+  }
+}
+
+// ---- bits of fragments --------------------------------------------------------------------------
+
 // The forward's: bits of the keys of a block, rows are queries.
 template <int kKeys>
 struct KeyBits : Bits<kKeys, kMaskKeys> {
+  using Bits<kKeys, kMaskKeys>::words;
+  static constexpr int kWords = Bits<kKeys, kMaskKeys>::kWords;
+
   template <class Params>
   __device__ __forceinline__ void load(const Params& p, int batch, int head, int query, int block) {
-    int64 row = part_of(p, batch, head);
-    if constexpr (kMaskQueries) row = row * p.query_len + min(query, p.query_len - 1);
-    if constexpr (kMaskKeys) row = row * ceil_div(p.kv_len, kKeys) + block;
-    Bits<kKeys, kMaskKeys>::load(p.mask.words, row);
+    if constexpr (kMaskBlock != 0) {
+      load_blocks<kKeys>(p, batch, head, query, block * kKeys, words);
+    }
+    if constexpr (kHasMaskBytes) {
+      int64 row = part_of(p, batch, head);
+      if constexpr (kByteQueries) row = row * p.query_len + min(query, p.query_len - 1);
+      if constexpr (kByteKeys) row = row * ceil_div(p.kv_len, kKeys) + block;
+      Bits<kKeys, kByteKeys> bytes;
+      bytes.load(p.mask.words, row);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        words[w] = kMaskBlock != 0 ? words[w] & bytes.word(w) : bytes.word(w);
+      }
+    }
   }
 };
 // Those of a thread's two queries.
@@ -69,34 +175,100 @@ struct RowBits {
     return rows[kMaskQueries ? row : 0].word(w);
   }
 };
-// The backward's: bits of the queries of a block, rows are keys.
+// The backward's: bits of the queries of a block, rows are keys. Those of a block mask are added by
+// keep_blocks.
 template <int kQueries>
 struct QueryBits : Bits<kQueries, kMaskQueries> {
+  using Bits<kQueries, kMaskQueries>::words;
+  static constexpr int kWords = Bits<kQueries, kMaskQueries>::kWords;
+
   template <class Params>
   __device__ __forceinline__ void load(const Params& p, int batch, int head, int key, int block) {
-    int64 row = part_of(p, batch, head);
-    if constexpr (kMaskKeys) row = row * p.kv_len + min(key, p.kv_len - 1);
-    if constexpr (kMaskQueries) row = row * ceil_div(p.query_len, kQueries) + block;
-    Bits<kQueries, kMaskQueries>::load(p.mask.words, row);
+    if constexpr (kHasMaskBytes) {
+      int64 row = part_of(p, batch, head);
+      if constexpr (kByteKeys) row = row * p.kv_len + min(key, p.kv_len - 1);
+      if constexpr (kByteQueries) row = row * ceil_div(p.query_len, kQueries) + block;
+      Bits<kQueries, kByteQueries> bytes;
+      bytes.load(p.mask.words, row);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) words[w] = bytes.word(w);
+    } else {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) words[w] = 0xffffffffu;
+    }
   }
 };
 
-// The flag of a block, queries first or keys first.
+// Hides what the block mask does, of the queries from first_query on and the thread's two keys, of
+// which `key` is the first: the 16 of a warp lie in one word. A lane reads that of a query in 32,
+// and votes turn it. Whole warps call.
+template <int kQueries, int kBlock, class Params>
+__device__ __forceinline__ void keep_blocks(const Params& p, int batch, int head, int key,
+                                            int first_query, QueryBits<kBlock> (&bits)[2]) {
+  const int lane = threadIdx.x % 32, row = lane / 4;
+  const int first_key = min(key - row, (p.kv_len - 1) / 16 * 16);
+#pragma unroll
+  for (int w = 0; w < kQueries / 32; ++w) {
+    const int query = min(first_query + 32 * w + lane, p.query_len - 1);
+    const int number =
+        __ldg(numbers_of(p, block_part_of(p, batch, head), query) + first_key / kSide);
+    const uint16* from = words_of(p, batch, query, number) + first_key % kSide / 16;
+    const uint32 mine = in_block(number, __ldg(from));
+    uint32 seen[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const uint32 turned = __ballot_sync(0xffffffffu, mine >> i & 1);
+      if (i % 8 == row) seen[i / 8] = turned;
+    }
+    bits[0].words[w] &= seen[0];
+    bits[1].words[w] &= seen[1];
+  }
+}
+
+// ---- flags of blocks ----------------------------------------------------------------------------
+
+template <class Params>
+__device__ __forceinline__ bool varies_by_head(const Params& p) {
+  bool varies = false;
+  if constexpr (kHasMaskBytes) varies = p.mask.head != 0;
+  if constexpr (kMaskBlock != 0) varies = varies || p.block_mask.head != 0;
+  return varies;
+}
+
+// The flag of a block, queries first or keys first: what both masks may show.
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ int flag_by_query(const Params& p, int batch, int head, int query_block,
                                              int key_block) {
-  int64 at = part_of(p, batch, head);
-  if constexpr (kMaskQueries) at = at * ceil_div(p.query_len, kQueries) + query_block;
-  if constexpr (kMaskKeys) at = at * ceil_div(p.kv_len, kKeys) + key_block;
-  return p.mask.flags[at];
+  int flag = kSeesAny | kSeesAll;
+  if constexpr (kHasMaskBytes) {
+    int64 at = part_of(p, batch, head);
+    if constexpr (kByteQueries) at = at * ceil_div(p.query_len, kQueries) + query_block;
+    if constexpr (kByteKeys) at = at * ceil_div(p.kv_len, kKeys) + key_block;
+    flag = p.mask.flags[at];
+  }
+  if constexpr (kMaskBlock != 0) {
+    int64 at = block_part_of(p, batch, head);
+    at = at * ceil_div(p.query_len, kQueries) + query_block;
+    flag &= p.block_mask.flags[at * ceil_div(p.kv_len, kKeys) + key_block];
+  }
+  return flag;
 }
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ int flag_by_key(const Params& p, int batch, int head, int query_block,
                                            int key_block) {
-  int64 at = part_of(p, batch, head);
-  if constexpr (kMaskKeys) at = at * ceil_div(p.kv_len, kKeys) + key_block;
-  if constexpr (kMaskQueries) at = at * ceil_div(p.query_len, kQueries) + query_block;
-  return p.mask.flags[at];
+  int flag = kSeesAny | kSeesAll << 0 | kSeesAll << 1;
+  if constexpr (kHasMaskBytes) {
+    int64 at = part_of(p, batch, head);
+    if constexpr (kByteKeys) at = at * ceil_div(p.kv_len, kKeys) + key_block;
+    if constexpr (kByteQueries) at = at * ceil_div(p.query_len, kQueries) + query_block;
+    flag = p.mask.flags[at];
+  }
+  if constexpr (kMaskBlock != 0) {
+    int64 at = block_part_of(p, batch, head);
+    at = at * ceil_div(p.kv_len, kKeys) + key_block;
+    flag &= p.block_mask.flags[at * ceil_div(p.query_len, kQueries) + query_block];
+  }
+  return flag;
 }
 
 // ---- the kernels ahead --------------------------------------------------------------------------
@@ -122,15 +294,60 @@ __device__ __forceinline__ uint32 load_bits(const unsigned char* from, int count
   return bits;
 }
 
-// For the forward. Grid parts * query blocks * key blocks, kThreads threads.
+// Of the block mask, a thread for each flag.
+template <int kQueries, int kKeys, bool kByKey, class Params>
+__device__ __forceinline__ void plan_blocks(const Params& p, uint32 cta) {
+  const uint32 index = cta * kThreads + threadIdx.x;
+  if (index >= static_cast<uint32>(p.block_mask.flag_count)) return;
+  const uint32 query_blocks = ceil_div(p.query_len, kQueries);
+  const uint32 key_blocks = ceil_div(p.kv_len, kKeys);
+  const uint32 columns = kByKey ? query_blocks : key_blocks;
+  const uint32 rows = kByKey ? key_blocks : query_blocks;
+  const uint32 column = index % columns, row = index / columns % rows;
+  const int first_query = (kByKey ? column : row) * kQueries;
+  const int first_key = (kByKey ? row : column) * kKeys;
+  const int64 part = index / columns / rows;
+  int flag = 0;
+  if constexpr (kByKey) {  // warpgroups take 64 keys each
+    constexpr int kSlab = kKeys < 64 ? kKeys : 64;
+#pragma unroll 1
+    for (int slab = 0; slab < ceil_div(kKeys, 64); ++slab) {
+      const int seen = seen_in_blocks<kQueries, kSlab>(p, part, first_query, first_key + 64 * slab);
+      flag |= (seen & kSeesAny) | (seen & kSeesAll) << slab;
+    }
+  } else {
+    flag = seen_in_blocks<kQueries, kKeys>(p, part, first_query, first_key);
+  }
+  p.block_mask.flags[index] = static_cast<unsigned char>(flag);
+}
+
+// The CTA's number among those of the boolean mask, behind those that have made flags of the other.
+template <int kQueries, int kKeys, bool kByKey, class Params>
+__device__ __forceinline__ bool plans_bytes(const Params& p, uint32* cta) {
+  *cta = blockIdx.x;
+  if constexpr (kMaskBlock != 0) {
+    const uint32 ctas = ceil_div(p.block_mask.flag_count, kThreads);
+    if (*cta < ctas) {
+      plan_blocks<kQueries, kKeys, kByKey>(p, *cta);
+      return false;
+    }
+    *cta -= ctas;
+  }
+  return kHasMaskBytes;
+}
+
+// For the forward. Grid: a thread for each flag of the block mask, in whole CTAs, then parts *
+// query blocks * key blocks of the boolean mask; kThreads threads.
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ void plan_by_query(const Params& p) {
-  constexpr int kPieces = kMaskKeys ? kKeys / 16 : 1;  // of 16 keys
-  constexpr int kHalves = 2 * Bits<kKeys, kMaskKeys>::kWords;
-  const int key_blocks = kMaskKeys ? ceil_div(p.kv_len, kKeys) : 1;
-  const int query_blocks = kMaskQueries ? ceil_div(p.query_len, kQueries) : 1;
-  const int queries = kMaskQueries ? p.query_len : 1;
-  const int key_block = blockIdx.x % key_blocks, row_block = blockIdx.x / key_blocks;
+  uint32 cta;
+  if (!plans_bytes<kQueries, kKeys, false>(p, &cta)) return;
+  constexpr int kPieces = kByteKeys ? kKeys / 16 : 1;  // of 16 keys
+  constexpr int kHalves = 2 * Bits<kKeys, kByteKeys>::kWords;
+  const int key_blocks = kByteKeys ? ceil_div(p.kv_len, kKeys) : 1;
+  const int query_blocks = kByteQueries ? ceil_div(p.query_len, kQueries) : 1;
+  const int queries = kByteQueries ? p.query_len : 1;
+  const int key_block = cta % key_blocks, row_block = cta / key_blocks;
   const int query_block = row_block % query_blocks;
   const int64 part = row_block / query_blocks;
   const int rows = min(kQueries, queries - query_block * kQueries);
@@ -138,7 +355,7 @@ __device__ __forceinline__ void plan_by_query(const Params& p) {
   bool any = false, all = true;
   for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
     const int64 row = part * queries + query_block * kQueries + i / kPieces;
-    if constexpr (kMaskKeys) {
+    if constexpr (kByteKeys) {
       const int key = key_block * kKeys + i % kPieces * 16;
       const int count = min(p.kv_len - key, 16);
       const uint32 bits = load_bits(bytes + row * p.kv_len + key, count);
@@ -157,20 +374,21 @@ __device__ __forceinline__ void plan_by_query(const Params& p) {
   any = __syncthreads_or(any);
   all = __syncthreads_and(all);
   if (threadIdx.x == 0) {
-    p.mask.flags[blockIdx.x] =
-        static_cast<unsigned char>((any ? kSeesAny : 0) | (all ? kSeesAll : 0));
+    p.mask.flags[cta] = static_cast<unsigned char>((any ? kSeesAny : 0) | (all ? kSeesAll : 0));
   }
 }
 
-// For the backward, whose warpgroups take 64 keys each of a block. Grid parts * key blocks * query
-// blocks, kThreads threads, one for each key.
+// For the backward, whose warpgroups take 64 keys each of a block. Grid as for the forward, with
+// key blocks before query blocks; a thread for each key.
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ void plan_by_key(const Params& p) {
-  constexpr int kWords = Bits<kQueries, kMaskQueries>::kWords;
-  const int key_blocks = kMaskKeys ? ceil_div(p.kv_len, kKeys) : 1;
-  const int query_blocks = kMaskQueries ? ceil_div(p.query_len, kQueries) : 1;
-  const int queries = kMaskQueries ? p.query_len : 1, keys = kMaskKeys ? p.kv_len : 1;
-  const int query_block = blockIdx.x % query_blocks, row_block = blockIdx.x / query_blocks;
+  uint32 cta;
+  if (!plans_bytes<kQueries, kKeys, true>(p, &cta)) return;
+  constexpr int kWords = Bits<kQueries, kByteQueries>::kWords;
+  const int key_blocks = kByteKeys ? ceil_div(p.kv_len, kKeys) : 1;
+  const int query_blocks = kByteQueries ? ceil_div(p.query_len, kQueries) : 1;
+  const int queries = kByteQueries ? p.query_len : 1, keys = kByteKeys ? p.kv_len : 1;
+  const int query_block = cta % query_blocks, row_block = cta / query_blocks;
   const int key_block = row_block % key_blocks;
   const int64 part = row_block / key_blocks;
   const int key = key_block * kKeys + threadIdx.x;
@@ -183,7 +401,7 @@ __device__ __forceinline__ void plan_by_key(const Params& p) {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       uint32 bits = 0;
-      if constexpr (kMaskQueries) {
+      if constexpr (kByteQueries) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
           const int query = 32 * w + i;
@@ -203,10 +421,10 @@ __device__ __forceinline__ void plan_by_key(const Params& p) {
 #pragma unroll
   for (int slab = 0; slab < ceil_div(kKeys, 64); ++slab) {
     // Without its own keys a mask is the same for all.
-    const bool own = !kMaskKeys || static_cast<int>(threadIdx.x) / 64 == slab;
+    const bool own = !kByteKeys || static_cast<int>(threadIdx.x) / 64 == slab;
     if (__syncthreads_and(all || !own)) flag |= kSeesAll << slab;
   }
-  if (threadIdx.x == 0) p.mask.flags[blockIdx.x] = static_cast<unsigned char>(flag);
+  if (threadIdx.x == 0) p.mask.flags[cta] = static_cast<unsigned char>(flag);
 }
 
 }  // namespace mask

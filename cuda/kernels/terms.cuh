@@ -16,8 +16,10 @@
 //                             sides of the window then, where kWindowLeft and kWindowRight are off
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks
 //   bool kHasBias, kBiasFloat32, kBiasBFloat16   its type: float32, else bfloat16, else float16
-//   bool kHasMask
-//   bool kBiasQueries, kBiasKeys, kMaskQueries, kMaskKeys   they vary with the query, the key
+//   bool kHasMask             of either kind: a boolean one, kHasMaskBytes, or
+//   int kMaskBlock            one of blocks of so many queries and keys; 0: there is none
+//   bool kBiasQueries, kBiasKeys, kMaskQueries, kMaskKeys   they vary with the query, the key;
+//                             kByteQueries, kByteKeys: the boolean mask alone does
 //   int kBiasAlignment, kMaskAlignment   of their rows, bytes: 1 to 16
 //   bool kHasDropout          kDropsMost: the threshold as a float16 is above the infinity
 //   bool kSoftcap             tanh softcap
@@ -257,9 +259,12 @@ __device__ __forceinline__ bool sees(const Params& p, int batch, int head, int q
     const Positions reach = positions_seen(p, query_position(p, row, query));
     seen = seen && reach.hold(key_position(p, row, key));
   }
-  if constexpr (kHasMask) {
+  if constexpr (kHasMaskBytes) {
     const int64 at = broadcast_at(p.mask.bytes, batch, head, query, key);
     seen = seen && static_cast<const unsigned char*>(p.mask.bytes.data)[at] != 0;
+  }
+  if constexpr (kMaskBlock != 0) {
+    seen = seen && mask::block_shows(p, batch, head, query, key);
   }
   if constexpr (kHasBias && !kHasSlope) {  // a logit of -inf hides the key's value
     seen = seen && bias::at(p, batch, head, query, key) != kNegativeInfinity;
@@ -480,6 +485,8 @@ struct SeenPairs {
         seeing[row] = positions_seeing(p, key_position(p, batch, min(mine, p.kv_len - 1)));
       }
     }
+    if constexpr (kMaskBlock != 0)
+      mask::keep_blocks<kQueries>(p, batch, head, key, first_query, bits);
   }
   // Of elements 4j to 4j + 3. Whole warps call.
   __device__ __forceinline__ void see(int j, bool (&seen)[4]) const {

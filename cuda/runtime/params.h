@@ -29,3 +29,15 @@ struct Mask {
   unsigned char* flags;  // workspace: what there is to see in each block of pairs
   int batch, head;       // [queries, keys] parts from one batch row, or one head, to the next
 };
+
+// A block mask (jax_flash/block_masks.py): of each block of kMaskBlock queries and keys whether it
+// is empty, full, or else which of the stored ones has its bits.
+struct BlockMask {
+  const int* numbers;          // [B or 1, N or 1, query blocks, key blocks]
+  const unsigned short* bits;  // [B or 1, stored, kMaskBlock, kMaskBlock / 16]
+  unsigned char* flags;        // workspace, as of Mask
+  long long bits_batch;        // words from one batch row to the next
+  int batch, head;             // parts from one batch row, or one head, to the next
+  int stored;
+  int flag_count;
+};

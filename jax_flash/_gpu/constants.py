@@ -16,7 +16,7 @@ _LARGEST_FLOAT16_RATE = 0x7C00 / 2**15
 def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     left, right = problem.window
     positions = "query_positions" in problem.terms
-    mask, bias = shapes.mask, shapes.bias
+    mask, bias, block = shapes.mask, shapes.bias, shapes.block_mask
     bias_type = None if bias is None else bias.dtype
     return {
         "kBFloat16": problem.dtype == "bfloat16",
@@ -37,10 +37,14 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kBiasQueries": bias is not None and not is_one(bias.queries),
         "kBiasKeys": bias is not None and not is_one(bias.keys),
         "kBiasAlignment": 2 if bias is None else alignment(bias.keys, bytes_of_bias(bias)),
-        "kHasMask": mask is not None,
-        "kMaskQueries": mask is not None and not is_one(mask.queries),
-        "kMaskKeys": mask is not None and not is_one(mask.keys),
+        "kHasMask": mask is not None or block is not None,
+        "kMaskQueries": block is not None or (mask is not None and not is_one(mask.queries)),
+        "kMaskKeys": block is not None or (mask is not None and not is_one(mask.keys)),
+        "kHasMaskBytes": mask is not None,
+        "kByteQueries": mask is not None and not is_one(mask.queries),
+        "kByteKeys": mask is not None and not is_one(mask.keys),
         "kMaskAlignment": 1 if mask is None else alignment(mask.keys, 1),
+        "kMaskBlock": 0 if block is None else block.block,
         "kHasDropout": "dropout_state" in problem.terms,
         "kDropsMost": problem.dropout_rate > _LARGEST_FLOAT16_RATE,
         "kSoftcap": problem.softcap is not None,

@@ -36,6 +36,7 @@ _COMPUTED = (
     *("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"),
     *("query_positions", "key_value_positions", "sinks", "mask", "bias", "dropout_state"),
     "score_ids",
+    *("block_numbers", "block_bits"),
 )
 
 

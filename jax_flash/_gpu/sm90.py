@@ -45,6 +45,8 @@ _HELD = {
     "key_value_positions": 1,
     "sinks": 1,
     "mask": 8,
+    "block_numbers": 8,
+    "block_bits": 0,  # the same 8
     "dropout_state": 3,  # and what its draws pass through
     "bias": 32,
     "score_ids": 2,
@@ -332,24 +334,25 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     # Each head has a mask and a bias of its own; what dropout keeps, a thread draws for two queries
     # that are 8 apart.
     drops = "dropout_state" in problem.terms
-    own_rows = drops or mapped or "mask" in problem.terms or "bias" in problem.terms
+    own_rows = drops or mapped or problem.masked or "bias" in problem.terms
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 and not own_rows else 1
     # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
     l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if causal else 1
     # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
     bias_bytes = bytes_of_bias(shapes.bias)
-    beside = bias_bytes > 0 and (shapes.mask or drops or mapped)
+    beside = bias_bytes > 0 and (problem.masked or drops or mapped)
     # The ends of what a row sees by positions, beside the ids of a block or its bits.
     placed = "query_positions" in problem.terms
-    own_keys = bias_bytes > 0 or shapes.mask is not None or "query_segments" in problem.terms
+    own_keys = bias_bytes > 0 or problem.masked or "query_segments" in problem.terms
     full = placed and own_keys and widest > 64
     crowded = bias_bytes == 4 or is_ragged(shapes.bias) or beside or full
     widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
+        blocked = "block_numbers" in problem.terms  # whose words have addresses, too
         by_element = all(x % 2 for x in dims)  # loads of 2 bytes: most addresses
         return ForwardTiling(
             *dims,
-            block_kv=widest_block
+            block_kv=min(widest_block, 64 if blocked else 128)
             if widest <= 128
             else 64
             if plain and not any(x % 2 for x in dims)
@@ -361,14 +364,16 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
             query_stages=2 if widest <= 128 else 1,
             packed_heads=packed,
             dynamic=False,
-            producer_registers=40 if widest <= 128 and not by_element else 56,
+            producer_registers=40 if widest <= 128 and not (by_element or blocked) else 56,
             l2_heads=l2_heads,
         )
     # Lengths and segments take registers of the producer; wide heads, dropout and positions of the
     # consumers.
     producer = 24
     if not plain or 256 < sum(dims) <= 320:
-        producer = 40 if widest > 128 or drops or placed else 56
+        # Beside segments a block mask takes 44 bytes more than 40 registers.
+        apart = {"block_numbers", "query_segments"} <= {*problem.terms}
+        producer = 40 if (widest > 128 and not apart) or drops or placed else 56
     tiling = functools.partial(
         ForwardTiling,
         *dims,
@@ -412,7 +417,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and not mapped
         and shapes.bias is None
         and not (drops and (len(problem.terms) > 1 or problem.window[0] is not None))
-        and not ("query_positions" in problem.terms and len(problem.terms) > 2)
+        and not ({"query_positions", "block_numbers"} & {*problem.terms} and len(problem.terms) > 2)
     )
     block_q = 128 if widest <= 64 and roomy else 64
     stores_dbias = not wide and not drops and is_own(problem, shapes)

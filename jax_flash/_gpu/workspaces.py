@@ -17,14 +17,22 @@ def boxes(dim: int) -> int:
 
 def mask_by_query(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the scratch arrays of mask_plan in the forward pass (cuda/kernels/mask.cuh)."""
-    mask = shapes.mask
+    mask, flags = shapes.mask, uint8(0, 0, 0)
+    if shapes.block_mask is not None:
+        parts = shapes.block_mask.batch * shapes.block_mask.heads
+        flags = uint8(parts, blocks(shapes.q_len, block_q), blocks(shapes.kv_len, block_kv))
     if mask is None:
-        return {"mask_words": int32(0, 0, 0, 0), "mask_flags": uint8(0, 0, 0)}
+        return {
+            "mask_words": int32(0, 0, 0, 0),
+            "mask_flags": uint8(0, 0, 0),
+            "block_flags": flags,
+        }
     parts, words = mask.batch * mask.heads, mask_words(mask.keys, block_kv)
     query_blocks, key_blocks = blocks(mask.queries, block_q), blocks(mask.keys, block_kv)
     return {
         "mask_words": int32(parts, mask.queries, key_blocks, words),
         "mask_flags": uint8(parts, query_blocks, key_blocks),
+        "block_flags": flags,
     }
 
 
@@ -110,15 +118,17 @@ def _dbias_sum(shapes: Shapes, block_q: int, block_kv: int, ctas: int) -> jax.Sh
 
 def mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
     """As mask_by_query, in the backward pass."""
-    mask = shapes.mask
-    if mask is None:
-        return {"mask_words": int32(0, 0, 0, 0), "mask_flags": uint8(0, 0, 0)}
-    parts, words = mask.batch * mask.heads, mask_words(mask.queries, block_q)
-    query_blocks, key_blocks = blocks(mask.queries, block_q), blocks(mask.keys, block_kv)
-    return {
-        "mask_words": int32(parts, mask.keys, query_blocks, words),
-        "mask_flags": uint8(parts, key_blocks, query_blocks),
+    mask, by_query = shapes.mask, mask_by_query(shapes, block_q, block_kv)
+    flags = {
+        name: uint8(parts, key_blocks, query_blocks)
+        for name in ("mask_flags", "block_flags")
+        for parts, query_blocks, key_blocks in [by_query[name].shape]
     }
+    words = int32(0, 0, 0, 0)
+    if mask is not None:
+        parts, key_words = mask.batch * mask.heads, mask_words(mask.queries, block_q)
+        words = int32(parts, mask.keys, blocks(mask.queries, block_q), key_words)
+    return {"mask_words": words, **flags}
 
 
 def mask_words(length: Any, block: int) -> int:

@@ -43,13 +43,17 @@ _DEFAULTS: dict[str, Any] = {
     "key_value_positions": None,
     "softcap": None,
     "score_mod": None,
+    "block_mask": None,
     "sinks": None,
     "dropout_rate": 0.0,
     "dropout_key": None,
     "deterministic": False,
     "precision": None,
 }
-_WHOLE_ALONE = ("score_mod",)  # options that know tokens by their index in the whole sequence
+_WHOLE_ALONE = (
+    "score_mod",
+    "block_mask",
+)  # options that know tokens by their index in the whole sequence
 
 
 @overload
@@ -149,7 +153,8 @@ def attention(
     Raises:
       TypeError, ValueError: as `flash_attention`; an axis that does not exist, or does not divide
         T, S or heads, with both numbers; another strategy or order; a query that is not split.
-      NotImplementedError: as `flash_attention`; dropout with another strategy; score_mod.
+      NotImplementedError: as `flash_attention`; dropout with another strategy; score_mod and
+        block_mask.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -179,7 +184,7 @@ def attention(
         if options.get(name) is not None:
             raise NotImplementedError(
                 f"{name} is not taken where the sequence is split over devices: it would count "
-                "each device's tokens by themselves; expected a bias, a mask, segment ids or a window"
+                "each device's tokens by themselves; expected a bias, a mask, segment ids, a window"
             )
     arguments: dict[str, Any] = {**_DEFAULTS, **options}
     arguments |= {"query": query, "key": key, "value": value}

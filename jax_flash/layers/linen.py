@@ -77,7 +77,7 @@ def attention_fn(
         query_positions tell where it stands.
       **options: scale, causal_align, local_window_size, query_seq_lengths, key_value_seq_lengths,
         query_segment_ids, key_value_segment_ids, query_positions, key_value_positions, softcap,
-        score_mod, sinks and backend, as in flash_attention.
+        score_mod, sinks, block_mask and backend, as in flash_attention.
 
     Returns:
       [*B, T, N, Hv].

@@ -75,6 +75,11 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
   blocks->mask = SetMask(operands, mask, launch.block_q, launch.block_kv, /*by_key=*/true,
                          &workspaces, &params->mask);
+  if (auto error = SetBlockMask(operands, launch.block_q, launch.block_kv, /*by_key=*/true,
+                                &workspaces, &blocks->mask, &params->block_mask);
+      error.failure()) {
+    return error;
+  }
   TermSizes bias;
   if (auto error = SetBias(operands, problem, &bias, params); error.failure()) return error;
   if (auto error = SetCaptures(operands, problem, params); error.failure()) return error;

@@ -215,6 +215,33 @@ inline std::int64_t SetMask(const Operands& operands, const TermSizes& s, std::i
 }
 inline constexpr std::int64_t kMaskThreads = 128;  // of a CTA of mask_plan
 
+// Fills `mask` and takes its workspace; as SetMask, whose kernel this one's flags are made by.
+inline ffi::Error SetBlockMask(const Operands& operands, std::int64_t block_q,
+                               std::int64_t block_kv, bool by_key, Workspaces* workspaces,
+                               std::int64_t* mask_blocks, BlockMask* mask) {
+  TermSizes numbers, bits;  // bits: stored blocks, queries, words
+  if (auto error = ReadTerm(operands, kBlockNumbers, &numbers); error.failure()) return error;
+  if (auto error = ReadTerm(operands, kBlockBits, &bits); error.failure()) return error;
+  const Sizes& s = operands.sizes;
+  const std::int64_t parts = numbers.parts();
+  const std::int64_t query_blocks = parts == 0 ? 0 : CeilDiv(s.q_len, block_q);
+  const std::int64_t key_blocks = parts == 0 ? 0 : CeilDiv(s.kv_len, block_kv);
+  const std::int64_t flags = parts * query_blocks * key_blocks;
+  if (bits.heads > kMaxInt || flags > kMaxInt) return Invalid("the block mask is too large");
+  workspaces->Take("block_flags",
+                   {parts, by_key ? key_blocks : query_blocks, by_key ? query_blocks : key_blocks},
+                   &mask->flags);
+  mask->numbers = operands.Data<int>(kBlockNumbers);
+  mask->bits = operands.Data<unsigned short>(kBlockBits);
+  mask->bits_batch = BroadcastOf(operands, kBlockBits, bits).batch;
+  mask->batch = static_cast<int>(numbers.batch > 1 ? numbers.heads : 0);
+  mask->head = numbers.heads > 1 ? 1 : 0;
+  mask->stored = static_cast<int>(bits.heads);
+  mask->flag_count = static_cast<int>(flags);
+  *mask_blocks += CeilDiv(flags, kMaskThreads);
+  return ffi::Error::Success();
+}
+
 // The unit of the forward's scores, `scale_log2` of its parameters.
 inline float ForwardScaleLog2(const ProblemAttribute& problem) {
   const bool scaled_first = problem.scale <= 0 || problem.Has(kBias) || problem.HasFunction();

@@ -93,8 +93,13 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
                   &params.key_position_ranges);
   TermSizes mask;
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
-  const std::int64_t mask_blocks = SetMask(operands, mask, launch.block_q, launch.block_kv,
-                                           /*by_key=*/false, &workspaces, &params.mask);
+  std::int64_t mask_blocks = SetMask(operands, mask, launch.block_q, launch.block_kv,
+                                     /*by_key=*/false, &workspaces, &params.mask);
+  if (auto error = SetBlockMask(operands, launch.block_q, launch.block_kv, /*by_key=*/false,
+                                &workspaces, &mask_blocks, &params.block_mask);
+      error.failure()) {
+    return error;
+  }
   workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
   if (workspaces.error().failure()) return workspaces.error();
   if (auto error = SetSinks(operands, &params); error.failure()) return error;

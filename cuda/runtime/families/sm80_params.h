@@ -23,7 +23,7 @@ struct Sm80ForwardParams {
   const int* query_positions;      // [B, T], with them the sides of the window are uint32
   const int* key_value_positions;  // [B, S]
   Broadcast bias;                  // only with kHasBias
-  Mask mask;                       // only with kHasMask
+  Mask mask;                       // only with kHasMaskBytes
   const float* sinks;              // [B or 1, N]
   long long sinks_batch_stride;    // elements from one batch row to the next: N, or 0 when shared
   const unsigned* dropout_state;   // [B, N, 4] key word 0, key word 1, head id, batch id
@@ -52,6 +52,8 @@ struct Sm80ForwardParams {
   // Only with kHasScoreFunction; score_ids with kHasScoreIds.
   const int* score_ids;  // [B, N, 2] batch row, head, as a function of the scores has them
   Capture captures[kMaxCaptures];  // arrays that it reads
+
+  BlockMask block_mask;  // only with kMaskBlock
 };
 
 // The backward pass: the kernels of sm80/backward.cuh, which has their grids, in its order on one
@@ -120,4 +122,6 @@ struct Sm80BackwardParams {
   // As for the forward.
   const int* score_ids;
   Capture captures[kMaxCaptures];
+
+  BlockMask block_mask;  // only with kMaskBlock
 };

@@ -115,8 +115,13 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
                   &params.query_position_ranges);
   TermSizes mask;
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
-  const std::int64_t mask_blocks =
+  std::int64_t mask_blocks =
       SetMask(operands, mask, 64, launch.block_kv, /*by_key=*/false, &workspaces, &params.mask);
+  if (auto error = SetBlockMask(operands, 64, launch.block_kv, /*by_key=*/false, &workspaces,
+                                &mask_blocks, &params.block_mask);
+      error.failure()) {
+    return error;
+  }
   workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
   workspaces.CheckBlocks("query rows", query_blocks, launch.block_q, s.q_len * launch.packed_heads);
   if (workspaces.error().failure()) return workspaces.error();

@@ -30,7 +30,7 @@ struct ForwardParams {
   const int* query_segments;      // [B, T]
   const int* key_value_segments;  // [B, S]
   Broadcast bias;                 // only with kHasBias
-  Mask mask;                      // only with kHasMask
+  Mask mask;                      // only with kHasMaskBytes
   const float* sinks;             // [B or 1, N]
   long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
   const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
@@ -69,6 +69,8 @@ struct ForwardParams {
   // Only with kHasScoreFunction; score_ids with kHasScoreIds.
   const int* score_ids;  // [B, N, 2] batch row, head, as a function of the scores has them
   Capture captures[kMaxCaptures];  // arrays that it reads
+
+  BlockMask block_mask;  // only with kMaskBlock
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
@@ -101,7 +103,7 @@ struct BackwardParams {
   const int* query_segments;      // [B, T]
   const int* key_value_segments;  // [B, S]
   Broadcast bias;                 // only with kHasBias
-  Mask mask;                      // only with kHasMask
+  Mask mask;                      // only with kHasMaskBytes
   const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
 
   // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kBlockQ) query
@@ -147,4 +149,6 @@ struct BackwardParams {
   // Only with kHasScoreFunction; score_ids with kHasScoreIds.
   const int* score_ids;  // [B, N, 2] batch row, head, as a function of the scores has them
   Capture captures[kMaxCaptures];  // arrays that it reads
+
+  BlockMask block_mask;  // only with kMaskBlock
 };

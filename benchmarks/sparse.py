@@ -1,0 +1,222 @@
+"""Measures attention with block masks: time against density, and the butterfly beside dense.
+
+    python benchmarks/sparse.py                               # a GPU: T 16384, then 65536
+    python benchmarks/sparse.py --lengths 4096 --long         # a CPU: minutes on two cores
+    python benchmarks/sparse.py --layouts butterfly --lengths # the long sequences alone
+
+16 heads, batch 1, bfloat16, blocks of 128, one layout for all heads. Layouts: "random", each row of
+blocks with the same number of blocks; "banded", the nearest ones; "butterfly", the flat butterfly,
+whose density follows from T, and with as many of its nearest diagonals more or less as reach the
+others. Dense is the same call without a block mask. Density d is the part of the blocks that are
+not empty; a time is beside d x dense. Before all, out and gradients of a random layout
+are compared with those of the layout as a boolean mask, at T 1024: a wrong kernel has no time.
+
+Writes results/<device>/sparse-<commit>.json, .md and a chart as Figure 2 (right) of
+FlashAttention (arXiv:2205.14135), whose Table 21 has butterfly beside dense.
+"""
+
+import argparse
+import functools
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import charts
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import run
+from tqdm import tqdm
+
+import jax_flash
+from jax_flash import masks
+
+HEADS, BLOCK = 16, 128
+DENSITIES = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+LAYOUTS = ("random", "banded", "butterfly")
+PASSES = ("forward", "training")
+COLORS = {"random": "tab:blue", "banded": "tab:orange", "butterfly": "tab:green"}
+
+
+def main() -> None:
+    """Measures the chosen lengths and prints a table of each."""
+    options = parse()
+    ceiling = [run.measure_product()]
+    records = []
+    for length in options.lengths:
+        for head_dim in options.head_dims:
+            check(head_dim)
+            densities = options.densities
+            records += measure(length, head_dim, options.layouts, densities, options.passes)
+    for length in options.long:
+        for head_dim in options.head_dims:
+            records += measure(length, head_dim, ("butterfly",), (), options.passes)
+    ceiling.append(run.measure_product())
+    about, folder = run.describe(options, "benchmarks/sparse.py", ceiling)
+    path = folder / f"sparse-{about['commit']}"
+    path.with_suffix(".json").write_text(run.in_lines(about, "cells", records))
+    draw(records, about["gpu"], path.with_suffix(".png"))
+    text = "\n\n".join([run.introduce(about), table(records)]) + "\n"
+    path.with_suffix(".md").write_text(text)
+    print(text)
+
+
+def parse() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", nargs="*", type=int, default=[16384])
+    parser.add_argument("--long", nargs="*", type=int, default=[65536], help="butterfly and dense")
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--densities", nargs="+", type=float, default=list(DENSITIES))
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--commit", default=None, help="name of the results; default: git's")
+    folder = Path(__file__).resolve().parent / "results"
+    parser.add_argument("--output", type=Path, default=folder)
+    return parser.parse_args()
+
+
+def layout_of(name: str, blocks: int, density: float | None) -> np.ndarray:
+    """Makes a layout, bool [blocks, blocks], with the part `density` of each row's blocks.
+
+    None: a butterfly's own.
+    """
+    if density is None:
+        return masks.butterfly(blocks)
+    kept = max(1, round(density * blocks))
+    apart = np.abs(np.arange(blocks)[:, None] - np.arange(blocks))
+    if name == "random":
+        order = np.random.default_rng(0).random((blocks, blocks))
+        order[apart == 0] = -1.0  # each row sees something of its own
+    elif name == "banded":
+        order = apart.astype(float)
+    else:  # those of the butterfly first, near ones before far ones
+        order = apart + np.where(masks.butterfly(blocks), 0.0, 2.0 * blocks)
+    rank = np.argsort(np.argsort(order, axis=1, kind="stable"), axis=1)
+    return rank < kept
+
+
+def arrays(length: int, head_dim: int) -> tuple[jax.Array, ...]:
+    """Draws query, key, value and the gradient of out."""
+    shape = (4, 1, length, HEADS, head_dim)
+    return tuple(jax.jit(lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16))())
+
+
+def attend(mask: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax_flash.flash_attention(q, k, v, block_mask=mask)
+
+
+def step(mask: Any, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+    """Computes out and the gradients of query, key and value."""
+    out, pull = jax.vjp(functools.partial(attend, mask), q, k, v)
+    return (out, *pull(dout))
+
+
+def check(head_dim: int) -> None:
+    """Compares a random layout with the same as a boolean mask: a wrong kernel has no time."""
+    q, k, v, dout = arrays(1024, head_dim)
+    layout = layout_of("random", 1024 // BLOCK, 0.3)
+    m = jax_flash.block_mask_of(layout, block=BLOCK)
+    got = jax.jit(step)(m, q, k, v, dout)
+    dense = jnp.asarray(np.kron(layout, np.ones((BLOCK, BLOCK), bool)))
+
+    def plain(q, k, v) -> Any:
+        return jax_flash.reference.attention(q, k, v, mask=dense)
+
+    out, pull = jax.vjp(plain, q, k, v)
+    for own, want in zip(got, (out, *pull(dout.astype(out.dtype))), strict=True):
+        error = jnp.abs(own.astype(jnp.float32) - want.astype(jnp.float32)).max()
+        if not error < 0.03 * jnp.abs(want.astype(jnp.float32)).max():
+            raise RuntimeError(f"head dim {head_dim}: an error of {error} beside the plain formula")
+
+
+def measure(
+    length: int,
+    head_dim: int,
+    layouts: tuple[str, ...],
+    densities: tuple[float, ...],
+    passes: tuple[str, ...],
+) -> list[dict[str, Any]]:
+    """Times dense attention and each layout, in turns: a record for each."""
+    q, k, v, dout = arrays(length, head_dim)
+    blocks = math.ceil(length / BLOCK)
+    chosen: dict[str, jax_flash.BlockMask | None] = {"dense": None}
+    for name in layouts:
+        for density in densities:
+            m = jax_flash.block_mask_of(layout_of(name, blocks, density), block=BLOCK)
+            chosen[f"{name} {density:g}"] = m
+    if "butterfly" in layouts:
+        m = jax_flash.block_mask_of(layout_of("butterfly", blocks, None), block=BLOCK)
+        chosen["butterfly own"] = m
+    records = []
+    for of in passes:
+        operands = (q, k, v) if of == "forward" else (q, k, v, dout)
+        program = jax.jit(attend if of == "forward" else step)
+        calls = {
+            name: (functools.partial(program, m, *operands), jax.block_until_ready)
+            for name, m in tqdm(chosen.items(), desc=f"{length} {head_dim} {of}", disable=None)
+        }
+        seconds = {n: statistics.median(x) for n, x in run.time_in_turns(calls).items()}
+        for name, m in chosen.items():
+            density = 1.0 if m is None else m.density
+            records.append(
+                {
+                    "length": length,
+                    "head_dim": head_dim,
+                    "pass": of,
+                    "layout": name.split()[0],
+                    "density": round(density, 5),
+                    "milliseconds": round(seconds[name] * 1e3, 4),
+                    "of_dense": round(seconds[name] / (density * seconds["dense"]), 3),
+                }
+            )
+    return records
+
+
+def draw(records: list[dict[str, Any]], device: str, to: Path) -> None:
+    """Draws time over density, a panel for each length, head dim and pass."""
+    panels = list(dict.fromkeys((x["length"], x["head_dim"], x["pass"]) for x in records))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False, layout="constrained"
+    )
+    for ax, panel in zip(axes[0], panels, strict=True):
+        found = [x for x in records if (x["length"], x["head_dim"], x["pass"]) == panel]
+        dense = next(x["milliseconds"] for x in found if x["layout"] == "dense")
+        for name in LAYOUTS:
+            points = sorted((x["density"], x["milliseconds"]) for x in found if x["layout"] == name)
+            if points:
+                ax.plot(*zip(*points, strict=True), "o-", color=COLORS[name], label=name)
+        ax.axhline(dense, color="gray", linestyle="--", label="dense")
+        ax.plot([0, 1], [0, dense], color="gray", linestyle=":", label="density x dense")
+        length, head_dim, of = panel
+        ax.set_title(f"T {length}, head dim {head_dim}\n{charts.TITLES[of]}", fontsize=9)
+        ax.set_xlabel("blocks that are not empty")
+        ax.set_xlim(0, 1)
+        ax.set_ylim(0)
+    axes[0][0].set_ylabel("milliseconds")
+    axes[0][0].legend(fontsize=7)
+    figure.suptitle(f"Block masks, {HEADS} heads, bfloat16, {device}")
+    figure.savefig(to, dpi=120)
+    plt.close(figure)
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Writes a row for each record."""
+    rows = [
+        "| T | head dim | pass | layout | density | ms | / (density x dense) |",
+        "|---:|---:|---|---|---:|---:|---:|",
+    ]
+    rows += [
+        f"| {x['length']} | {x['head_dim']} | {x['pass']} | {x['layout']} | {x['density']:.3f} | "
+        f"{x['milliseconds']:.3f} | {x['of_dense']:.2f} |"
+        for x in records
+    ]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+"""Block masks: which keys each query sees, as blocks that are empty, partial or full.
+
+A `BlockMask` goes to `flash_attention(..., block_mask=m)`. Kernels never load its empty blocks,
+test no score of its full ones, and read one bit for each score of its partial ones, whose number
+is all that its memory grows with. `masks.py` has functions to make them of.
+
+Dao et al., FlashAttention (arXiv:2205.14135), section 3.3: "Block-Sparse FlashAttention".
+"""
+
+import dataclasses
+import functools
+import numbers as abstract
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+# What `BlockMask.numbers` has of a block that is not partial; 0 and more number partial ones.
+EMPTY, FULL = -2, -1
+WORD = 16  # keys of a word of bits: tiles of kernels start at any multiple of it
+_MOST_ROWS = 2**20  # pairs that are evaluated at once where partial blocks are
+_PICTURE = 64  # rows and columns of the largest picture
+
+MaskMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Any]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("numbers", "bits"),
+    meta_fields=("q_len", "kv_len", "block"),
+)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class BlockMask:
+    """Which keys each query sees, by blocks; `block_mask` and `block_mask_of` make it.
+
+    A pytree: it passes through jit, vmap, scan, remat and shard_map, and may be an argument or a
+    constant. Blocks count by index, from query 0 and key 0. A head or batch dim of 1, or none,
+    means that all share it. For shard_map `dataclasses.replace(m, numbers=spec, bits=spec)` is a
+    tree of specs: the batch splits both arrays, the heads `numbers` alone.
+
+    Attributes:
+      numbers: int32 `[*B, N or 1, ceil(T / block), ceil(S / block)]`: of an empty block -2, of a
+        full one -1, else where its bits are.
+      bits: uint16 `[*B, C, block, block / 16]`: of partial blocks, bit i of word w of a query is
+        the key 16 w + i of the block. C is their number, 1 at least.
+      q_len, kv_len: T and S; None: any of so many blocks.
+      block: queries and keys of a block.
+    """
+
+    numbers: jax.Array
+    bits: jax.Array
+    q_len: int | None
+    kv_len: int | None
+    block: int
+
+    @property
+    def density(self) -> Any:
+        """The part of the blocks that are not empty, and of dense attention's time: a float.
+
+        Under jit a jax.Array.
+        """
+        density = jnp.mean(self.numbers != EMPTY, dtype=jnp.float32)
+        return density if isinstance(density, jax.core.Tracer) else float(density)
+
+    def dense(self) -> jax.Array:
+        """Writes the mask out: bool `[*B, N or 1, T, S]`, whose memory grows with T x S.
+
+        Example:
+          >>> import jax_flash
+          >>> m = jax_flash.block_mask(jax_flash.masks.causal(), q_len=64, kv_len=64, block=32)
+          >>> int(m.dense().sum())
+          2080
+        """
+        rows, columns = (n * self.block for n in self.numbers.shape[-2:])
+        query = jnp.arange(rows if self.q_len is None else self.q_len)[:, None]
+        key = jnp.arange(columns if self.kv_len is None else self.kv_len)[None, :]
+        number = self.numbers[..., query // self.block, key // self.block]
+        word = words_at(self.bits, number, query % self.block, key % self.block // WORD)
+        bit = (key % WORD).reshape(*(1 for _ in word.shape[:-1]), -1)
+        return jnp.where(number < 0, number == FULL, (word >> bit) & 1 == 1)
+
+    def __repr__(self) -> str:
+        text = f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block={self.block}"
+        if isinstance(self.numbers, jax.core.Tracer) or not isinstance(
+            self.numbers, jax.Array | np.ndarray
+        ):
+            return f"{text}, numbers={self.numbers!r})"
+        shape = list(self.numbers.shape)
+        text += f", blocks={shape}, density={self.density:.3g})"
+        return text if 0 in shape else f"{text}\n{_picture(np.asarray(self.numbers))}"
+
+
+def block_mask(
+    mask_mod: MaskMod,
+    *,
+    q_len: int,
+    kv_len: int,
+    batch: int | None = None,
+    heads: int | None = None,
+    block: int = 128,
+) -> BlockMask:
+    """Makes a block mask of a function of indices.
+
+    Made on the device, a row of blocks at a time, in time that grows with q_len x kv_len; make it
+    once and use it for all layers and steps. Outside of jit and vmap its memory is 2 KB for each
+    partial block of 128 x 128, of equal ones one alone (4 bytes for all others). Where it is
+    traced, the number of partial blocks is not known and there is room for all of them: batch x
+    heads x q_len x kv_len / 8 bytes.
+
+    Arguments:
+      mask_mod: `mask_mod(batch, head, query, key) -> bool` of int32 scalars, True where the query
+        sees the key; any JAX function, which may close over arrays, traced or not.
+        `jax_flash.masks` has common ones.
+      q_len, kv_len: T and S.
+      batch: batch rows B, if the mask differs between them; None: mask_mod gets batch 0 for all.
+      heads: query heads N, if it differs between those; None: mask_mod gets head 0 for all.
+      block: queries and keys of a block, a multiple of 16; 128 and 64 fit the kernels best.
+
+    Returns: a BlockMask of numbers `[B, N or 1, ceil(T / block), ceil(S / block)]`, without batch
+      `[N or 1, ...]`.
+
+    Raises:
+      TypeError, ValueError: a wrong argument, with what would be right.
+
+    Example:
+      >>> import jax, jax_flash
+      >>> from jax_flash import masks
+      >>> m = jax_flash.block_mask(
+      ...     masks.causal() & masks.sliding_window(200), q_len=1024, kv_len=1024
+      ... )
+      >>> round(m.density, 3)
+      0.328
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1024, 4, 64))
+      >>> jax_flash.flash_attention(q, k, v, block_mask=m).shape
+      (2, 1024, 4, 64)
+    """
+    if not callable(mask_mod):
+        raise TypeError(
+            f"mask_mod is {type(mask_mod).__name__}; expected a function of (batch, head, query, "
+            "key); jax_flash.block_mask_of takes a layout of blocks"
+        )
+    q_len, kv_len = _size("q_len", q_len), _size("kv_len", kv_len)
+    rows = 1 if batch is None else _size("batch", batch)
+    planes = 1 if heads is None else _size("heads", heads)
+    grid = _Grid(mask_mod, q_len, kv_len, _block(block), rows, planes)
+    grid.check()
+    states = grid.states()
+    if isinstance(states, jax.core.Tracer):
+        numbers, bits = grid.with_all_bits()
+    else:
+        numbers, bits = grid.with_bits(np.array(states))
+    if batch is None:
+        numbers, bits = numbers[0], bits[0]
+    return BlockMask(numbers, bits, q_len, kv_len, block)
+
+
+def block_mask_of(
+    layout: ArrayLike, *, block: int = 128, q_len: int | None = None, kv_len: int | None = None
+) -> BlockMask:
+    """Makes a block mask of which blocks are full, as the FlashAttention paper has them.
+
+    Arguments:
+      layout: bool `[*B or 1, N or 1, ceil(T / block), ceil(S / block)]`, True where the block's
+        queries see its keys; the dims in front of the last two may be missing. It may be traced.
+      block: queries and keys of a block, a multiple of 16.
+      q_len, kv_len: T and S; None: any of so many blocks.
+
+    Returns: a BlockMask without partial blocks.
+
+    Raises:
+      TypeError, ValueError: a wrong argument, with what would be right.
+
+    Example:
+      >>> import jax_flash
+      >>> m = jax_flash.block_mask_of(jax_flash.masks.butterfly(8), q_len=1024, kv_len=1024)
+      >>> m
+      BlockMask(q_len=1024, kv_len=1024, block=128, blocks=[1, 8, 8], density=0.5)
+      ███·█···
+      ██·█·█··
+      █·██··█·
+      ·███···█
+      █···███·
+      ·█··██·█
+      ··█·█·██
+      ···█·███
+    """
+    try:
+        layout = jnp.asarray(layout)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"layout is {type(layout).__name__}; expected an array of bool") from error
+    if layout.dtype != jnp.bool_:
+        raise TypeError(f"layout has dtype {layout.dtype} (shape {layout.shape}); expected bool")
+    if layout.ndim < 2 or 0 in layout.shape[-2:]:
+        raise ValueError(
+            f"layout has shape {layout.shape}; expected [*B or 1, N or 1, ceil(T / block), "
+            "ceil(S / block)]"
+        )
+    block = _block(block)
+    if layout.ndim == 2:
+        layout = layout[None]
+    for name, size, count in zip(
+        ("q_len", "kv_len"), (q_len, kv_len), layout.shape[-2:], strict=True
+    ):
+        if size is not None and -(-_size(name, size) // block) != count:
+            raise ValueError(
+                f"layout has shape {layout.shape}; expected {-(-size // block)} blocks of {block} "
+                f"for {name} {size}, not {count}"
+            )
+    numbers = jnp.where(layout, FULL, EMPTY).astype(jnp.int32)
+    bits = jnp.zeros((*(1 for _ in layout.shape[:-3]), 1, block, block // WORD), jnp.uint16)
+    return BlockMask(numbers, bits, q_len, kv_len, block)
+
+
+def words_at(bits: jax.Array, number: jax.Array, row: jax.Array, word: jax.Array) -> jax.Array:
+    """Reads words of bits.
+
+    Arguments:
+      bits: uint16 `[*B, C, block, words]`, any of *B 1.
+      number: int32 `[*B, ..., t, w]`, any of *B 1; below 0: any word.
+      row, word: int32, which broadcast to `[t, w]`.
+
+    Returns: int32 of number's shape, its *B those of both.
+    """
+    *leading, _, _, _ = bits.shape
+    rank = number.ndim
+    own = [
+        jnp.arange(size, dtype=jnp.int32).reshape(
+            *(size if axis == i else 1 for i in range(len(leading))),
+            *(1 for _ in range(rank - len(leading))),
+        )
+        for axis, size in enumerate(leading)
+    ]
+    ones = (1,) * (rank - 2)
+    row, word = (x.astype(jnp.int32).reshape(*ones, *x.shape) for x in (row, word))
+    index = (*own, jnp.maximum(number, 0), row, word)
+    # A leading dim that is 1 in bits is 0 in the index of all: broadcast by indexing.
+    return bits[index].astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """The blocks of a mask that is to be made, and how to evaluate them."""
+
+    mask_mod: MaskMod
+    q_len: int
+    kv_len: int
+    block: int
+    batch: int
+    heads: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        rows, columns = (-(-size // self.block) for size in (self.q_len, self.kv_len))
+        return self.batch, self.heads, rows, columns
+
+    def check(self) -> None:
+        """Checks what the function returns."""
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        seen = jax.eval_shape(self.mask_mod, scalar, scalar, scalar, scalar)
+        if not hasattr(seen, "shape") or seen.shape != ():
+            raise ValueError(
+                f"mask_mod returns {jax.tree.map(lambda x: x.shape, seen)} of four scalars; "
+                "expected one bool of shape ()"
+            )
+        if seen.dtype != jnp.bool_:
+            raise TypeError(f"mask_mod returns {seen.dtype}; expected bool")
+
+    def seen(self, batch, head, query_block, first_key, keys: int) -> tuple[jax.Array, jax.Array]:
+        """Evaluates the queries of a block with `keys` keys.
+
+        Returns: bool [block, keys]: what they see, and which pairs there are.
+        """
+        query = query_block * self.block + jnp.arange(self.block, dtype=jnp.int32)
+        key = first_key + jnp.arange(keys, dtype=jnp.int32)
+        there = (query < self.q_len)[:, None] & (key < self.kv_len)[None, :]
+        query, key = jnp.minimum(query, self.q_len - 1), jnp.minimum(key, self.kv_len - 1)
+        by_key = jax.vmap(self.mask_mod, in_axes=(None, None, None, 0))
+        by_pair = jax.vmap(by_key, in_axes=(None, None, 0, None))
+        seen = jnp.broadcast_to(by_pair(batch, head, query, key), there.shape)
+        return seen, there
+
+    def row(self, at) -> tuple[jax.Array, jax.Array]:
+        """Evaluates a row of blocks: whether they are empty, full or else 0, and their bits."""
+        *_, count = self.shape
+        batch, head, query_block = at
+        seen, there = self.seen(batch, head, query_block, jnp.int32(0), count * self.block)
+
+        def by_block(x):
+            return x.reshape(self.block, count, self.block)
+
+        shown = jnp.any(by_block(seen & there), axis=(0, 2))
+        whole = jnp.all(by_block(seen | ~there), axis=(0, 2))
+        states = jnp.where(whole, FULL, jnp.where(shown, 0, EMPTY)).astype(jnp.int32)
+        return states, jnp.moveaxis(_pack(by_block(seen & there)), 1, 0)
+
+    def rows(self) -> tuple[jax.Array, ...]:
+        """Lists the rows of blocks: batch row, head, block of queries."""
+        numbers = np.indices(self.shape[:3]).reshape(3, -1).astype(np.int32)
+        return tuple(jnp.asarray(x) for x in numbers)
+
+    def states(self) -> jax.Array:
+        return lax.map(lambda at: self.row(at)[0], self.rows()).reshape(self.shape)
+
+    def with_all_bits(self) -> tuple[jax.Array, jax.Array]:
+        """Computes numbers and bits with room for all blocks."""
+        states, bits = lax.map(self.row, self.rows())
+        batch, *counts = self.shape
+        own = jnp.arange(np.prod(counts), dtype=jnp.int32).reshape(1, *counts)
+        states = states.reshape(self.shape)
+        numbers = jnp.where(states < 0, states, jnp.broadcast_to(own, self.shape))
+        return numbers, bits.reshape(batch, -1, *bits.shape[-2:])
+
+    def with_bits(self, states: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Computes numbers and bits of the partial blocks, those of a batch row that differ."""
+        partial = np.argwhere(states == 0).astype(np.int32)
+        bits = np.zeros((len(partial), self.block, self.block // WORD), np.uint16)
+        if len(partial):
+
+            def evaluate(at):
+                batch, head, query_block, key_block = at
+                seen, there = self.seen(
+                    batch, head, query_block, key_block * self.block, self.block
+                )
+                return _pack(seen & there)
+
+            at_once = max(1, _MOST_ROWS // self.block**2)
+            columns = tuple(jnp.asarray(x) for x in partial.T)
+            bits = np.asarray(lax.map(evaluate, columns, batch_size=at_once))
+        numbers, kept = states.copy(), [[] for _ in range(self.batch)]
+        known: dict[tuple[int, bytes], int] = {}
+        for at, own in zip(map(tuple, partial), bits, strict=True):
+            found = known.setdefault((at[0], own.tobytes()), len(kept[at[0]]))
+            if found == len(kept[at[0]]):
+                kept[at[0]].append(own)
+            numbers[at] = found
+        most = max(1, *map(len, kept))
+        stored = np.zeros((self.batch, most, *bits.shape[1:]), np.uint16)
+        for row, blocks in enumerate(kept):
+            stored[row, : len(blocks)] = np.reshape(blocks, (-1, *bits.shape[1:]))
+        return jnp.asarray(numbers), jnp.asarray(stored)
+
+
+def _pack(seen: jax.Array) -> jax.Array:
+    """Packs bool `[..., keys]` into uint16 `[..., keys / 16]`."""
+    parts = seen.reshape(*seen.shape[:-1], -1, WORD).astype(jnp.uint16)
+    return jnp.sum(parts << jnp.arange(WORD, dtype=jnp.uint16), axis=-1, dtype=jnp.uint16)
+
+
+def _size(name: str, x: Any) -> int:
+    if isinstance(x, bool) or not isinstance(x, abstract.Integral):
+        raise TypeError(f"{name} is {x!r}; expected an int")
+    if x < 1:
+        raise ValueError(f"{name} is {x}; expected 1 or more")
+    return int(x)
+
+
+def _block(block: Any) -> int:
+    block = _size("block", block)
+    if block % WORD:
+        raise ValueError(f"block is {block}; expected a multiple of {WORD}, such as 128 or 64")
+    return block
+
+
+def _picture(numbers: np.ndarray) -> str:
+    """Draws the blocks of the first batch row and head, several as one where there are many."""
+    *leading, rows, columns = numbers.shape
+    plane = numbers.reshape(-1, rows, columns)[0]
+    step = -(-max(rows, columns) // _PICTURE)
+    lines = []
+    for i in range(0, rows, step):
+        line = ""
+        for j in range(0, columns, step):
+            part = plane[i : i + step, j : j + step]
+            line += "█" if (part == FULL).all() else "·" if (part == EMPTY).all() else "▒"
+        lines.append(line)
+    notes = [f"one sign for {step} x {step} blocks"] if step > 1 else []
+    count = int(np.prod(leading))
+    notes += [f"the first of {count} planes of blocks"] if count > 1 else []
+    return "\n".join([*lines, *(f"({note})" for note in notes)])

@@ -1,0 +1,175 @@
+"""Common masks for `jax_flash.block_mask`, and how to combine them.
+
+A `Mask` is a function of (batch, head, query, key), int32 scalars, that tells whether the query
+sees the key. `a & b`, `a | b` and `~a` are masks; so is `Mask(f)` of any such function, and b may
+be the function itself.
+
+    >>> import jax_flash
+    >>> from jax_flash import masks
+    >>> local = masks.causal() & (masks.sliding_window(128) | (lambda b, h, q, k: k < 4))
+    >>> jax_flash.block_mask(local, q_len=512, kv_len=512, block=64)
+    BlockMask(q_len=512, kv_len=512, block=64, blocks=[1, 8, 8], density=0.406)
+    ▒·······
+    █▒······
+    ▒█▒·····
+    ▒▒█▒····
+    ▒·▒█▒···
+    ▒··▒█▒··
+    ▒···▒█▒·
+    ▒····▒█▒
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A function of (batch, head, query, key) that `&`, `|` and `~` combine."""
+
+    function: Callable[[Any, Any, Any, Any], Any]
+
+    def __call__(self, batch, head, query, key):
+        return self.function(batch, head, query, key)
+
+    def __and__(self, other: Callable[..., Any]) -> Mask:
+        return Mask(lambda *at: self(*at) & other(*at))
+
+    def __or__(self, other: Callable[..., Any]) -> Mask:
+        return Mask(lambda *at: self(*at) | other(*at))
+
+    def __invert__(self) -> Mask:
+        return Mask(lambda *at: ~jnp.asarray(self(*at)))
+
+    __rand__, __ror__ = __and__, __or__
+
+
+def causal(offset: int = 0) -> Mask:
+    """Keys up to a query's own index plus `offset`: S - T aligns the last query and key.
+
+    Vaswani et al. (arXiv:1706.03762). `is_causal=True` alone stores nothing and is as fast.
+
+    Example:
+      >>> from jax_flash import masks
+      >>> bool(masks.causal()(0, 0, 5, 5)), bool(masks.causal()(0, 0, 5, 6))
+      (True, False)
+    """
+    return Mask(lambda b, h, q, k: k <= q + offset)
+
+
+def sliding_window(left: int, right: int | None = None) -> Mask:
+    """Keys at most `left` before and `right` after a query's own index; None: as `left`.
+
+    Longformer, Beltagy et al. (arXiv:2004.05150); Mistral 7B (arXiv:2310.06825).
+
+    Example:
+      >>> from jax_flash import masks
+      >>> window = masks.sliding_window(2, 0)
+      >>> [bool(window(0, 0, 5, k)) for k in range(2, 8)]
+      [False, True, True, True, False, False]
+    """
+    right = left if right is None else right
+    return Mask(lambda b, h, q, k: (k >= q - left) & (k <= q + right))
+
+
+def prefix_lm(prefix: ArrayLike) -> Mask:
+    """A prefix that all queries see, causal behind it; `prefix`: its length, int or int32 `[B]`.
+
+    Raffel et al., T5 (arXiv:1910.10683), section 3.2.1.
+
+    Example:
+      >>> from jax_flash import masks
+      >>> mask = masks.prefix_lm(3)
+      >>> [bool(mask(0, 0, 0, k)) for k in range(5)]
+      [True, True, True, False, False]
+    """
+    lengths = jnp.asarray(prefix)
+    return Mask(lambda b, h, q, k: (k <= q) | (k < (lengths[b] if lengths.ndim else lengths)))
+
+
+def documents(query_ids: ArrayLike, key_value_ids: ArrayLike | None = None) -> Mask:
+    """Queries see keys of their own document.
+
+    Krell et al., packing without cross-contamination (arXiv:2107.02027).
+
+    Arguments:
+      query_ids: int `[T]`, or `[B, T]` with `batch=B`.
+      key_value_ids: int `[S]` or `[B, S]`; None: those of the queries.
+
+    Example:
+      >>> import numpy as np
+      >>> from jax_flash import masks
+      >>> mask = masks.documents(np.array([0, 0, 1, 1, 1]))
+      >>> [bool(mask(0, 0, 3, k)) for k in range(5)]
+      [False, False, True, True, True]
+    """
+    queries = jnp.asarray(query_ids)
+    keys = queries if key_value_ids is None else jnp.asarray(key_value_ids)
+
+    def of(ids, b, i):
+        return ids[b, i] if ids.ndim == 2 else ids[i]
+
+    return Mask(lambda b, h, q, k: of(queries, b, q) == of(keys, b, k))
+
+
+def dilated(window: int, dilation: int) -> Mask:
+    """Every `dilation`-th key to both sides of a query, `window` of them on each, and its own.
+
+    Longformer's dilated sliding window, Beltagy et al. (arXiv:2004.05150), section 3.1.
+
+    Example:
+      >>> from jax_flash import masks
+      >>> mask = masks.dilated(1, 3)
+      >>> [k for k in range(10) if mask(0, 0, 5, k)]
+      [2, 5, 8]
+    """
+    return Mask(lambda b, h, q, k: (abs(q - k) <= window * dilation) & ((q - k) % dilation == 0))
+
+
+def strided(stride: int) -> Mask:
+    """The last `stride` keys, and before them every `stride`-th, counted back from a query.
+
+    Sparse Transformers' strided attention, both heads in one, Child et al. (arXiv:1904.10509).
+
+    Example:
+      >>> from jax_flash import masks
+      >>> mask = masks.strided(4)
+      >>> [k for k in range(13) if mask(0, 0, 11, k)]
+      [3, 7, 8, 9, 10, 11]
+    """
+    return Mask(lambda b, h, q, k: (k <= q) & ((q - k < stride) | ((q - k) % stride == 0)))
+
+
+def butterfly(q_blocks: int, kv_blocks: int | None = None) -> np.ndarray:
+    """The flat butterfly as a layout: blocks i and j meet if their numbers differ in one bit.
+
+    Each block also meets itself: 1 + log2(n) of n blocks a row. Where there are more blocks of
+    keys than of queries or fewer, the square of the larger number is squeezed.
+
+    Dao et al., Pixelated Butterfly (arXiv:2112.00029): the layout of the FlashAttention paper.
+
+    Arguments:
+      q_blocks, kv_blocks: ceil(T / block) and ceil(S / block); None: as many of keys.
+
+    Returns: bool `[q_blocks, kv_blocks]`, for `jax_flash.block_mask_of`.
+
+    Example:
+      >>> from jax_flash import masks
+      >>> masks.butterfly(4).astype(int)
+      array([[1, 1, 1, 0],
+             [1, 1, 0, 1],
+             [1, 0, 1, 1],
+             [0, 1, 1, 1]])
+    """
+    kv_blocks = q_blocks if kv_blocks is None else kv_blocks
+    size = max(q_blocks, kv_blocks)
+    i, j = (np.arange(n) * size // max(n, 1) for n in (q_blocks, kv_blocks))
+    apart = i[:, None] ^ j
+    return (apart & (apart - 1)) == 0

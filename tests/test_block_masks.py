@@ -1,0 +1,289 @@
+"""Block masks: what they are made of, and what becomes of them under JAX's transformations.
+
+That every backend computes with them what it should is in tests/cases.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_flash
+from jax_flash import block_masks, masks, reference
+
+from .small import close, normal
+from .test_sharding import collectives, mesh_of
+
+P = PartitionSpec
+T, S, N, K, H = 40, 50, 4, 2, 8
+DOCUMENTS = np.sort(np.random.default_rng(0).integers(0, 4, (2, T)), axis=1)
+
+
+def lattice(batch, head, query, key):
+    return (7 * query + 3 * key + head + 2 * batch) % 5 < 2
+
+
+def qkv(batch: int = 2, kv_len: int = S):
+    shapes = ((batch, T, N, H), (batch, kv_len, K, H), (batch, kv_len, K, H))
+    return tuple(normal(seed, *shape) for seed, shape in enumerate(shapes))
+
+
+def gradients(attention, q, k, v, **options):
+    """out, and the gradients of a loss of it."""
+
+    def loss(q, k, v):
+        out = attention(q, k, v, **options)
+        return jnp.sum(jnp.sin(out)), out
+
+    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+
+
+# ---- what they are made of -----------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("batch", [None, 2])
+@pytest.mark.parametrize("heads", [None, 3])
+def test_a_function_is_evaluated_everywhere(batch, heads):
+    def mask_mod(b, h, q, k):
+        return lattice(b, h, q, k) & (q < 20) | (k >= 33)
+
+    make = functools.partial(
+        jax_flash.block_mask, mask_mod, q_len=T, kv_len=S, batch=batch, heads=heads, block=16
+    )
+    m, traced = make(), jax.jit(make)()
+    b, h, q, k = np.indices((batch or 1, heads or 1, T, S))
+    want = mask_mod(b, h, q, k)
+    want = want if batch else want[0]
+    np.testing.assert_array_equal(m.dense(), want)
+    np.testing.assert_array_equal(traced.dense(), want)
+    assert m.numbers.shape == (*((batch,) if batch else ()), heads or 1, 3, 4)
+    assert traced.numbers.shape == m.numbers.shape
+    # The last column is full, what is before it in the last row empty.
+    assert (np.asarray(m.numbers[..., 3]) == block_masks.FULL).all()
+    assert (np.asarray(m.numbers[..., 2, :2]) == block_masks.EMPTY).all()
+    assert m.density == pytest.approx(float(jax.jit(lambda m: m.density)(m)))
+    assert m.density == pytest.approx(np.mean(np.asarray(m.numbers) != block_masks.EMPTY))
+
+
+@pytest.mark.quick
+def test_bits_are_kept_of_partial_blocks_that_differ():
+    causal = jax_flash.block_mask(masks.causal(), q_len=512, kv_len=512, block=64)
+    assert causal.bits.shape == (1, 64, 4)  # eight diagonal blocks, all the same
+    assert causal.density == (8 * 9 / 2) / 64
+    own = jax_flash.block_mask(lattice, q_len=160, kv_len=32, block=32)
+    assert own.bits.shape == (5, 32, 2)  # the lattice has a period of 5 blocks of 32
+    layout = jax_flash.block_mask_of(masks.butterfly(8), block=64)
+    assert layout.bits.shape == (1, 64, 4)
+
+
+@pytest.mark.quick
+def test_a_mask_is_never_written_out():
+    length = 4096
+    make = functools.partial(jax_flash.block_mask, masks.causal(), q_len=length, kv_len=length)
+    states = jax.jit(lambda: make().numbers).lower().compile()
+    row = 128 * length * 4  # int32 of a row of blocks
+    assert states.memory_analysis().temp_size_in_bytes < 2 * row + length**2 // 8
+
+
+@pytest.mark.quick
+def test_the_picture():
+    m = jax_flash.block_mask(
+        masks.causal() & masks.sliding_window(20), q_len=40, kv_len=64, block=16
+    )
+    assert str(m) == (
+        "BlockMask(q_len=40, kv_len=64, block=16, blocks=[1, 3, 4], density=0.5)\n▒···\n▒▒··\n▒▒▒·"
+    )
+    large = jax_flash.block_mask_of(np.ones((2, 100, 100), bool), block=16)
+    assert "one sign for 2 x 2 blocks" in repr(large)
+    assert "the first of 2 planes" in repr(large)
+    traced = []
+    jax.jit(lambda m: traced.append(repr(m)))(m)
+    assert traced[0].startswith("BlockMask(q_len=40, kv_len=64, block=16, numbers=")
+
+
+@pytest.mark.quick
+def test_documented_masks_are_what_their_examples_say():
+    for module in (masks, block_masks):
+        failed, tried = doctest.testmod(module)
+        assert tried > 5
+        assert failed == 0
+
+
+@pytest.mark.quick
+def test_masks_combine():
+    q, k = np.indices((30, 30))
+    ids = np.repeat([0, 1, 2], 10)
+    both = masks.documents(ids) & (masks.causal() | (lambda b, h, q, k: k < 3)) & ~masks.causal(-5)
+    want = (ids[q] == ids[k]) & ((k <= q) | (k < 3)) & ~(k <= q - 5)
+    m = jax_flash.block_mask(both, q_len=30, kv_len=30, block=16)
+    np.testing.assert_array_equal(m.dense()[0], want)
+    other = (lambda b, h, q, k: q == 0) | masks.strided(7)
+    m = jax_flash.block_mask(other, q_len=30, kv_len=30, block=16)
+    want = (q == 0) | (k <= q) & ((q - k < 7) | ((q - k) % 7 == 0))
+    np.testing.assert_array_equal(m.dense()[0], want)
+    assert masks.butterfly(6, 12).shape == (6, 12)
+    assert masks.butterfly(6, 12).any(0).all()
+    assert masks.butterfly(6, 12).any(1).all()
+
+
+@pytest.mark.quick
+def test_wrong_arguments_are_named():
+    make = functools.partial(jax_flash.block_mask, q_len=64, kv_len=64)
+    cases = [
+        (lambda: make(np.ones((64, 64), bool)), TypeError, "mask_mod is ndarray.*block_mask_of"),
+        (lambda: make(lambda b, h, q, k: q + k), TypeError, "mask_mod returns int32.*bool"),
+        (lambda: make(lambda b, h, q, k: jnp.ones(3, bool)), ValueError, "shape \\(\\)"),
+        (lambda: make(lattice, block=24), ValueError, "block is 24.*multiple of 16"),
+        (lambda: make(lattice, heads=0), ValueError, "heads is 0"),
+        (lambda: make(lattice, batch=True), TypeError, "batch is True"),
+        (lambda: jax_flash.block_mask_of(np.ones((3, 3))), TypeError, "layout has dtype"),
+        (lambda: jax_flash.block_mask_of(np.ones(3, bool)), ValueError, "layout has shape"),
+        (
+            lambda: jax_flash.block_mask_of(np.ones((3, 3), bool), q_len=500),
+            ValueError,
+            "expected 4 blocks of 128 for q_len 500",
+        ),
+    ]
+    q, k, v = qkv()
+    attend = functools.partial(jax_flash.flash_attention, q, k, v)
+    m = functools.partial(jax_flash.block_mask, lattice, block=16)
+    cases += [
+        (lambda: attend(block_mask=lattice), TypeError, "block_mask is function"),
+        (lambda: attend(block_mask=m(q_len=T, kv_len=T)), ValueError, f"T = {T} and S = {S}"),
+        (lambda: attend(block_mask=m(q_len=T - 1, kv_len=S)), ValueError, "q_len 39"),
+        (lambda: attend(block_mask=m(q_len=T, kv_len=S, heads=3)), ValueError, "broadcasts to"),
+        (lambda: attend(block_mask=m(q_len=T, kv_len=S, batch=3)), ValueError, "broadcasts to"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+
+
+# ---- transformations -----------------------------------------------------------------------------
+
+
+def test_vmap_over_what_the_mask_closes_over(host_backend):
+    """Members have masks of their own, made under vmap and under jit."""
+    q, k, v = qkv(kv_len=T)
+
+    def attend(ids, q, k, v):
+        m = jax_flash.block_mask(masks.causal() & masks.documents(ids), q_len=T, kv_len=T, block=16)
+        return jax_flash.flash_attention(q, k, v, block_mask=m, backend=host_backend)
+
+    ids = jnp.asarray(DOCUMENTS)
+    together = jax.jit(jax.vmap(lambda ids, *x: gradients(functools.partial(attend, ids), *x)))
+    mask = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & np.tri(T, dtype=bool)
+    want = gradients(reference.attention, q, k, v, mask=jnp.asarray(mask)[:, None])
+    close(together(ids, q, k, v), want)
+
+
+def test_vmap_over_the_query_alone(host_backend):
+    """Key, value and mask are shared by the members."""
+    q, k, v = qkv()
+    q = jnp.stack([q, q + 1, q * 2])
+    for batch, heads in ((None, None), (2, N)):
+        m = jax_flash.block_mask(lattice, q_len=T, kv_len=S, batch=batch, heads=heads, block=32)
+        attend = functools.partial(
+            jax_flash.flash_attention, key=k, value=v, block_mask=m, backend=host_backend
+        )
+        want = [reference.attention(one, k, v, block_mask=m) for one in q]
+        close(jax.jit(jax.vmap(attend))(q), jnp.stack(want))
+
+
+def test_scan_and_remat(host_backend):
+    """One mask, an argument of the program, for all layers; made once."""
+    q, k, v = qkv()
+    m = jax_flash.block_mask(lattice, q_len=T, kv_len=S, heads=N, block=16)
+
+    def layers(q, k, v, m, attention, wrap):
+        @wrap
+        def layer(x, m):
+            return x + attention(x, k, v, block_mask=m)
+
+        return jax.lax.scan(lambda x, _: (layer(x, m), None), q, length=2)[0]
+
+    ours = functools.partial(jax_flash.flash_attention, backend=host_backend)
+    got = jax.jit(
+        lambda q, k, v, m: gradients(
+            functools.partial(layers, m=m, attention=ours, wrap=jax.checkpoint), q, k, v
+        )
+    )(q, k, v, m)
+    plain = functools.partial(layers, m=m, attention=reference.attention, wrap=lambda layer: layer)
+    close(got, gradients(plain, q, k, v), rtol=1e-4)
+
+
+def test_second_derivatives():
+    q, k, v = qkv(1)
+    m = jax_flash.block_mask(lattice, q_len=T, kv_len=S, block=16)
+
+    def curvature(attention):
+        def along(t):
+            return jnp.sum(jnp.sin(attention(q * t, k, v * t, block_mask=m)))
+
+        return jax.jit(jax.grad(jax.grad(along)))(1.0)
+
+    ours = functools.partial(jax_flash.flash_attention, backend="xla")
+    np.testing.assert_allclose(curvature(ours), curvature(reference.attention), rtol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["jit", "shard_map"])
+def test_sharded_over_batch_and_heads(how):
+    mesh = mesh_of((2, 4))
+    q, k, v = (jnp.concatenate([x, x + 1], axis=-2) for x in qkv(4))
+    m = jax_flash.block_mask(lattice, q_len=T, kv_len=S, batch=4, heads=2 * N, block=16)
+    heads = P("data", None, "model", None)
+    split = dataclasses.replace(m, numbers=P("data", "model"), bits=P("data"))
+    specs = (heads, heads, heads, split)
+
+    def step(q, k, v, m):
+        return gradients(jax_flash.flash_attention, q, k, v, block_mask=m, backend="cpu")
+
+    if how == "shard_map":
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=specs, out_specs=((heads,) * 3, heads), check_vma=False
+        )
+    want = gradients(reference.attention, q, k, v, block_mask=m)
+    placed = jax.tree.map(
+        lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
+        specs,
+        (q, k, v, m),
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    compiled = jax.jit(step).lower(*placed).compile()
+    assert collectives(compiled) == []
+    close(compiled(*placed), want)
+
+
+def test_what_is_hidden_reaches_nothing(host_backend):
+    """NaN in keys and queries of empty blocks, and in hidden pairs of partial ones."""
+    q, k, v = qkv()
+    m = jax_flash.block_mask(
+        lambda b, h, q, k: (k < 37) & (k != 5) & (q >= 20), q_len=T, kv_len=S, block=16
+    )
+    got, want = (
+        jax.jit(
+            lambda k, v: gradients(
+                jax_flash.flash_attention, q, k, v, block_mask=m, backend=host_backend
+            )
+        )(k.at[:, hidden].set(x), v.at[:, hidden].set(x))
+        for hidden in [np.r_[5, 37:S]]
+        for x in (jnp.nan, 0.0)
+    )
+    close(got, want)
+    assert not np.any(np.asarray(got[1][:, :20]))
+
+
+@pytest.mark.quick
+def test_explain_says_what_runs_it():
+    q = jax.ShapeDtypeStruct((2, 256, 4, 64), "bfloat16")
+    m = jax.eval_shape(lambda: jax_flash.block_mask(masks.causal(), q_len=256, kv_len=256))
+    explanation = jax_flash.explain(q, q, q, block_mask=m, backend="xla")
+    assert "block mask" in str(explanation)
