@@ -61,8 +61,8 @@ struct FunctionOfKeys {
   int query, key;
   float query_real = query,
         key_reals[2] = {static_cast<float>(key), static_cast<float>(key + fragment::kRowStep)};
-  __device__ __forceinline__ float apply(const BackwardParams& p, float score, int i,
-                                         float& slope) const {
+  template <class Params>  // only where there is a function
+  __device__ __forceinline__ float apply(const Params& p, float score, int i, float& slope) const {
     const int r = fragment::row(i), column = fragment::column(i);
     return function.value_and_slope(p, score, query + column, key + fragment::kRowStep * r,
                                     query_real + static_cast<float>(column), key_reals[r], slope);
