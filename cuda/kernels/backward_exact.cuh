@@ -73,7 +73,7 @@ __device__ __forceinline__ void exact_dq(const Params& p, int batch, int head, i
     if (seen) {
       const Weights w = weights(p, batch, head, query, mine, lse, minus_delta);
       gradient = w.gradient;
-      seen = w.seen;
+      if constexpr (kHasScoreFunction) seen = w.seen;
     }
     for (uint32 left = __ballot_sync(0xffffffffu, seen); left != 0; left &= left - 1) {
       const int owner = __ffs(left) - 1;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void exact_dkdv(const Params& p, int batch, int kv_he
       if (__any_sync(0xffffffffu, lse != lse)) return;  // both are NaN
       Weights w{0.f, 0.f, false};
       if (seen) w = weights(p, batch, head, mine, key, lse, minus_delta);
-      seen = w.seen;
+      if constexpr (kHasScoreFunction) seen = w.seen;
       for (uint32 left = __ballot_sync(0xffffffffu, seen); left != 0; left &= left - 1) {
         const int owner = __ffs(left) - 1;
         const float probability = __shfl_sync(0xffffffffu, w.probability, owner);

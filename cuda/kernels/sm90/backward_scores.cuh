@@ -55,6 +55,20 @@ struct Step : MetBlock {
   }
 };
 
+// A function of the scores of a thread's elements of S^T; `query` and `key` are those of the first.
+struct FunctionOfKeys {
+  ScoreFunction function;
+  int query, key;
+  float query_real = query,
+        key_reals[2] = {static_cast<float>(key), static_cast<float>(key + fragment::kRowStep)};
+  template <class Params>  // only where there is a function
+  __device__ __forceinline__ float apply(const Params& p, float score, int i, float& slope) const {
+    const int r = fragment::row(i), column = fragment::column(i);
+    return function.value_and_slope(p, score, query + column, key + fragment::kRowStep * r,
+                                    query_real + static_cast<float>(column), key_reals[r], slope);
+  }
+};
+
 // P = exp2(scale * S - lse) in place; `row` is the first of the thread's two keys. With a softcap S
 // is tanh(scale * S / cap): P goes to `probability`, rounded, and S becomes P times the cap's
 // slope. So it does with a function of the scores, which is applied here.
@@ -64,10 +78,15 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
                                               uint32 (&probability)[kScores / 2],
                                               const RowNumbers& minus_lse, int row,
                                               const Step& step) {
-  const ScoreFunction function(p, u.batch, step.head);
-  const int query = step.m0 + fragment::first_column(threadIdx.x), key = u.key0 + row;
-  const float query_real = query, key_reals[2] = {static_cast<float>(key),
-                                                  static_cast<float>(key + fragment::kRowStep)};
+  // The record is volatile: it is read for a function alone.
+  const auto function = [&] {
+    if constexpr (kHasScoreFunction) {
+      return FunctionOfKeys{ScoreFunction(p, u.batch, step.head),
+                            step.m0 + fragment::first_column(threadIdx.x), u.key0 + row};
+    } else {
+      return 0;
+    }
+  }();
   const auto finish = [&](int j, const bool (&seen)[4]) {
     const float2 shifts = minus_lse.at(j);
     float slopes[4];
@@ -75,10 +94,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
     for (int i = 0; i < 4; ++i) {
       float& x = score[4 * j + i];
       if constexpr (kHasScoreFunction) {
-        const int r = fragment::row(4 * j + i), column = fragment::column(4 * j + i);
-        x = function.value_and_slope(p, x, query + column, key + fragment::kRowStep * r,
-                                     query_real + static_cast<float>(column), key_reals[r],
-                                     slopes[i]);
+        x = function.apply(p, x, 4 * j + i, slopes[i]);
       } else {
         slopes[i] = score_slope(x);
       }
