@@ -50,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(mask::kThreads)
   if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
 }
 
-// Eight blocks on a multiprocessor: left to itself ptxas takes 48 registers, and spills 32 bytes for
-// rows of odd dims.
+// Eight blocks on a multiprocessor: left to itself ptxas takes 48 registers, and spills 32 bytes
+// for rows of odd dims.
 extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads, 8)
     flash_backward_prepare(const __grid_constant__ Sm80BackwardParams p) {
   backward::prepare(p);
