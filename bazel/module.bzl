@@ -1,4 +1,4 @@
-"""Gives MODULE.bazel the repository that WORKSPACE names itself."""
+"""Gives MODULE.bazel the repository of python.bzl."""
 
 load("//bazel:python.bzl", repository = "python_environment")
 

@@ -6,14 +6,40 @@
 
 #include "cpu/attention.h"
 
+#if defined(JAX_FLASH_NEONBF16)
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#else
+#include <sys/auxv.h>
+#endif
+#endif
+
 namespace jax_flash::cpu {
 
+// The build defines JAX_FLASH_<ISA> for each kernels_<isa>.cc that is in it.
 extern const Kernels kPortable;
-#if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Bf16;
+extern const Kernels kNeon;
+extern const Kernels kNeonBf16;
+
+namespace {
+
+#if defined(JAX_FLASH_NEONBF16)
+bool HasNeonBf16() {
+#if defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16 of Linux, which old headers lack
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
 #endif
+}
+#endif
+
+}  // namespace
 
 int SupportedKernels(const Kernels** list, int capacity) {
   int count = 0;
@@ -22,18 +48,33 @@ int SupportedKernels(const Kernels** list, int capacity) {
   };
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
+  [[maybe_unused]] const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  [[maybe_unused]] const bool avx512 =
+      avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#if defined(JAX_FLASH_AVX512BF16)
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   // A bfloat16 dot product takes 2.2 cycles on Intel's Sapphire Rapids, where two float32 vectors
   // are multiplied and added in each; on AMD's Zen 4 it takes one.
   const bool prefers_float32 = __builtin_cpu_is("intel");
   if (bf16 && !prefers_float32) add(kAvx512Bf16);
+#endif
+#if defined(JAX_FLASH_AVX512)
   if (avx512) add(kAvx512);
+#endif
+#if defined(JAX_FLASH_AVX512BF16)
   if (bf16 && prefers_float32) add(kAvx512Bf16);
+#endif
+#if defined(JAX_FLASH_AVX2)
   if (avx2) add(kAvx2);
+#endif
+#endif
+#if defined(JAX_FLASH_NEONBF16)
+  if (HasNeonBf16()) add(kNeonBf16);
+#endif
+#if defined(JAX_FLASH_NEON)
+  add(kNeon);
 #endif
   add(kPortable);
   return count;

@@ -13,12 +13,18 @@ constexpr int64_t kPanel = kTileVectors * kLanes;  // columns of one packed pane
 
 struct Float32Dot {
   static constexpr int kPair = 1;  // elements in a word
-  static F Dot(F a, F b, F c) { return Fma(a, b, c); }
+  template <class A>
+  static F Dot(A a, F b, F c) {
+    return Fma(a, b, c);
+  }
 };
 #if defined(JAX_FLASH_BF16_DOT)
 struct BFloat16Dot {
   static constexpr int kPair = 2;
-  static F Dot(F a, F b, F c) { return DotPairs(a, b, c); }
+  template <class A>
+  static F Dot(A a, F b, F c) {
+    return DotPairs(a, b, c);
+  }
 };
 #endif
 
@@ -63,7 +69,7 @@ void Micro(const Product& p) {
     for (int v = 0; v < kVectors; ++v) bk[v] = Load(b + v * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const F ar = Set1(a[r][offset]);
+      const auto ar = LoadFactor(a[r] + offset);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) acc[r][v] = Op::Dot(ar, bk[v], acc[r][v]);
     }

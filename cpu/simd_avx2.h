@@ -25,6 +25,8 @@ inline F Sub(F a, F b) { return _mm256_sub_ps(a, b); }
 inline F Mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F Div(F a, F b) { return _mm256_div_ps(a, b); }
 inline F Fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+// The first factor of many Fma or DotPairs.
+inline F LoadFactor(const float* p) { return Set1(*p); }
 inline F Max(F a, F b) { return _mm256_max_ps(a, b); }  // b where either is nan
 inline F Min(F a, F b) { return _mm256_min_ps(a, b); }  // b where either is nan
 inline F Round(F x) { return _mm256_round_ps(x, 8); }

@@ -31,6 +31,8 @@ inline F Sub(F a, F b) { return _mm512_sub_ps(a, b); }
 inline F Mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F Div(F a, F b) { return _mm512_div_ps(a, b); }
 inline F Fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+// The first factor of many Fma or DotPairs.
+inline F LoadFactor(const float* p) { return Set1(*p); }
 inline F Max(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is nan
 inline F Min(F a, F b) { return _mm512_min_ps(a, b); }  // b where either is nan
 inline F Round(F x) { return _mm512_roundscale_ps(x, 8); }

@@ -29,6 +29,8 @@ inline F Sub(F a, F b) { return a - b; }
 inline F Mul(F a, F b) { return a * b; }
 inline F Div(F a, F b) { return a / b; }
 inline F Fma(F a, F b, F c) { return a * b + c; }
+// The first factor of many Fma or DotPairs.
+inline F LoadFactor(const float* p) { return Set1(*p); }
 inline F Select(M m, F a, F b) { return (F)((m & (M)a) | (~m & (M)b)); }
 inline F Max(F a, F b) { return Select(a > b, a, b); }  // b where either is nan
 inline F Min(F a, F b) { return Select(a < b, a, b); }  // b where either is nan

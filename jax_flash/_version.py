@@ -1,3 +1,3 @@
-"""The one place that states the version; the build reads it and compiles it into `_ext`."""
+"""The version of a checkout. A build with pip installs the git tag's in this file's place."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.0"

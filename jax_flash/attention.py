@@ -147,10 +147,10 @@ def flash_attention(
     Products are of query's dtype, summed in float32, or float64 if query is, in which the softmax
     is. On "cuda" and "xla" weights and their gradients are rounded to query's dtype before they
     meet key and value: in float16 those below 3e-8 become 0, unless the loss is scaled. On "cpu"
-    they are not in float16; in bfloat16 they are on AMD's processors with AVX-512 BF16, whose
-    products also take numbers below 1.2e-38 as 0. The gradient of logits is that of the output as
-    it was rounded (a peaked softmax's bias: errors to 1e-2 in bfloat16); on "cpu" it is not where
-    bias has a gradient.
+    they are not in float16; in bfloat16 they are on AMD's processors with AVX-512 BF16 and Arm's
+    with BF16, whose products also take numbers below 1.2e-38 as 0. The gradient of logits is that
+    of the output as it was rounded (a peaked softmax's bias: errors to 1e-2 in bfloat16); on "cpu"
+    it is not where bias has a gradient.
 
     It is differentiable in query, key, value, bias and sinks, in forward and reverse mode, to any
     order; where a derivative is itself differentiated in reverse mode, memory grows with T S.

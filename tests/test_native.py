@@ -1,5 +1,6 @@
 """The compiled module: it fits what is installed, and without it the xla backend still works."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import jaxlib.version
 import pytest
 
 import jax_flash
-from jax_flash import _native, _terms
+from jax_flash import _native, _terms, _version
 from jax_flash._problem import Problem
 
 pytestmark = pytest.mark.quick
@@ -70,6 +71,13 @@ def test_kernels_of_this_build_are_available():
     assert _native.available("cpu") is None
     if sys.platform == "linux":
         assert _native.available("cuda") is None
+
+
+def test_the_version_is_that_of_the_build():
+    place = str(Path(_version.__file__).parents[1])
+    built = [d.version for d in importlib.metadata.distributions(name="jax_flash", path=[place])]
+    assert built in ([], [jax_flash.__version__])
+    assert built or jax_flash.__version__ == "0.0"  # of a checkout
 
 
 def test_a_missing_module_leaves_xla(tmp_path: Path):
