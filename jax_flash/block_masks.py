@@ -70,7 +70,7 @@ class BlockMask:
     def dense(self) -> jax.Array:
         """Writes the mask out: bool `[*B, N or 1, T, S]`, whose memory grows with T x S.
 
-        Example:
+        Examples:
           >>> import jax_flash
           >>> m = jax_flash.block_mask(jax_flash.masks.causal(), q_len=64, kv_len=64, block=32)
           >>> int(m.dense().sum())
@@ -127,7 +127,7 @@ def block_mask(
     Raises:
       TypeError, ValueError: a wrong argument, with what would be right.
 
-    Example:
+    Examples:
       >>> import jax, jax_flash
       >>> from jax_flash import masks
       >>> m = jax_flash.block_mask(
@@ -175,7 +175,7 @@ def block_mask_of(
     Raises:
       TypeError, ValueError: a wrong argument, with what would be right.
 
-    Example:
+    Examples:
       >>> import jax_flash
       >>> m = jax_flash.block_mask_of(jax_flash.masks.butterfly(8), q_len=1024, kv_len=1024)
       >>> m

@@ -56,7 +56,7 @@ def causal(offset: int = 0) -> Mask:
 
     Vaswani et al. (arXiv:1706.03762). `is_causal=True` alone stores nothing and is as fast.
 
-    Example:
+    Examples:
       >>> from jax_flash import masks
       >>> bool(masks.causal()(0, 0, 5, 5)), bool(masks.causal()(0, 0, 5, 6))
       (True, False)
@@ -69,7 +69,7 @@ def sliding_window(left: int, right: int | None = None) -> Mask:
 
     Longformer, Beltagy et al. (arXiv:2004.05150); Mistral 7B (arXiv:2310.06825).
 
-    Example:
+    Examples:
       >>> from jax_flash import masks
       >>> window = masks.sliding_window(2, 0)
       >>> [bool(window(0, 0, 5, k)) for k in range(2, 8)]
@@ -84,7 +84,7 @@ def prefix_lm(prefix: ArrayLike) -> Mask:
 
     Raffel et al., T5 (arXiv:1910.10683), section 3.2.1.
 
-    Example:
+    Examples:
       >>> from jax_flash import masks
       >>> mask = masks.prefix_lm(3)
       >>> [bool(mask(0, 0, 0, k)) for k in range(5)]
@@ -103,7 +103,7 @@ def documents(query_ids: ArrayLike, key_value_ids: ArrayLike | None = None) -> M
       query_ids: int `[T]`, or `[B, T]` with `batch=B`.
       key_value_ids: int `[S]` or `[B, S]`; None: those of the queries.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> from jax_flash import masks
       >>> mask = masks.documents(np.array([0, 0, 1, 1, 1]))
@@ -124,7 +124,7 @@ def dilated(window: int, dilation: int) -> Mask:
 
     Longformer's dilated sliding window, Beltagy et al. (arXiv:2004.05150), section 3.1.
 
-    Example:
+    Examples:
       >>> from jax_flash import masks
       >>> mask = masks.dilated(1, 3)
       >>> [k for k in range(10) if mask(0, 0, 5, k)]
@@ -138,7 +138,7 @@ def strided(stride: int) -> Mask:
 
     Sparse Transformers' strided attention, both heads in one, Child et al. (arXiv:1904.10509).
 
-    Example:
+    Examples:
       >>> from jax_flash import masks
       >>> mask = masks.strided(4)
       >>> [k for k in range(13) if mask(0, 0, 11, k)]
@@ -160,7 +160,7 @@ def butterfly(q_blocks: int, kv_blocks: int | None = None) -> np.ndarray:
 
     Returns: bool `[q_blocks, kv_blocks]`, for `jax_flash.block_mask_of`.
 
-    Example:
+    Examples:
       >>> from jax_flash import masks
       >>> masks.butterfly(4).astype(int)
       array([[1, 1, 1, 0],

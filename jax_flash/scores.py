@@ -40,7 +40,7 @@ def alibi(slopes: Annotated[ArrayLike, "N"]) -> ScoreFunction:
 
     Raises: TypeError, ValueError for another shape or dtype.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import flash_attention, scores
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 8, 16))
@@ -66,7 +66,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
     Raises: ValueError if num_heads is less than 1.
 
-    Example:
+    Examples:
       >>> from jax_flash import scores
       >>> scores.alibi_slopes(4).tolist()
       [0.25, 0.0625, 0.015625, 0.00390625]
@@ -88,7 +88,7 @@ def relative_position_table(table: Annotated[ArrayLike, "N D"]) -> ScoreFunction
 
     Raises: TypeError, ValueError for another shape or dtype.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import flash_attention, scores
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 16))
@@ -128,7 +128,7 @@ def relative_position_buckets(
 
     Raises: TypeError, ValueError for another shape or dtype, or distances that do not fit.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import flash_attention, scores
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 16))
@@ -164,7 +164,7 @@ def softcap(cap: ArrayLike) -> ScoreFunction:
 
     Raises: TypeError, ValueError for another shape or dtype, or a number that is not above 0.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import flash_attention, scores
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 16))
@@ -186,7 +186,7 @@ def tanh(clip: ArrayLike) -> ScoreFunction:
 
     Arguments and errors are those of `softcap`, whose slope at 0 is 1 where this one's is `clip`.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import flash_attention, scores
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 16))
@@ -215,7 +215,7 @@ def distance_decay(
 
     Raises: TypeError, ValueError for another shape or dtype.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import flash_attention, scores
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 16))
@@ -236,7 +236,7 @@ def distance_decay(
 def compose(*functions: ScoreFunction) -> ScoreFunction:
     """Makes one function of several, each of which gets the score that the one before gave.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import flash_attention, scores
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 16))

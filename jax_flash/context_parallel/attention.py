@@ -156,7 +156,7 @@ def attention(
       NotImplementedError: as `flash_attention`; dropout with another strategy; score_mod and
         block_mask.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import NamedSharding, PartitionSpec
       >>> from jax_flash.context_parallel import attention, reorder

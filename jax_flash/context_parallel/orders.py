@@ -43,7 +43,7 @@ def reorder(x: ArrayLike, order: str, shards: int, axis: int) -> jax.Array:
 
     Raises: ValueError: another order; an axis that does not divide, with both numbers.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jax_flash.context_parallel import reorder
       >>> reorder(jnp.arange(8), "zigzag", 2, axis=0).tolist()
