@@ -332,9 +332,17 @@ POSITIONS = {
     "query_positions": np.array([np.arange(LENGTH), LENGTH - np.arange(LENGTH)]),
     "key_value_positions": np.array([np.arange(LENGTH) + 3, LENGTH - np.arange(LENGTH)]),
 }
+# These instead of a softcap.
+FUNCTIONS = {
+    "score_mod": lambda score, batch, head, query, key: score * (1 + head),
+    "block_mask": jax_flash.block_mask_of(np.arange(HEADS).reshape(-1, 1, 1) % 2 == 0, block=16),
+    "backend": "xla",
+}
 
 
-@pytest.mark.parametrize("options", [OPTIONS, POSITIONS], ids=["all", "positions"])
+@pytest.mark.parametrize(
+    "options", [OPTIONS, POSITIONS, FUNCTIONS], ids=["all", "positions", "functions"]
+)
 def test_options_of_flash_attention_are_set_by_partial(api, options):
     seen = {}
 
@@ -348,10 +356,10 @@ def test_options_of_flash_attention_are_set_by_partial(api, options):
     np.testing.assert_array_equal(ours, expected)
 
 
-@pytest.mark.parametrize("name", sorted({*OPTIONS, *POSITIONS} - {"backend"}))
+@pytest.mark.parametrize("name", sorted({*OPTIONS, *POSITIONS, *FUNCTIONS} - {"backend"}))
 def test_every_option_has_an_effect(api, name):
     query = normal(1, BATCH, LENGTH, HEADS, 8)
-    given = OPTIONS if name in OPTIONS else POSITIONS
+    given = next(options for options in (OPTIONS, POSITIONS, FUNCTIONS) if name in options)
     without = dict(given)
     del without[name]
     if name.endswith("segment_ids"):
@@ -371,7 +379,7 @@ def test_options_are_those_of_flash_attention(api):
     # Flax's own words say dropout_rng, and by deterministic that there is no dropout.
     refused = {"dropout_key", "return_lse"}
     query = normal(1, BATCH, LENGTH, HEADS, 8)
-    taken = inspect.signature(FLASH[api]).parameters.keys() | OPTIONS.keys() | POSITIONS.keys()
+    taken = {*inspect.signature(FLASH[api]).parameters, *OPTIONS, *POSITIONS, *FUNCTIONS}
     assert everything - refused <= taken
     for name in (*refused, "softcaps"):
         with pytest.raises(TypeError, match=f"'{name}'.*softcap"):

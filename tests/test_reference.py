@@ -21,7 +21,7 @@ from .score_functions import SCORES
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_case(case):
     arguments = case.draw()
-    options = dict(arguments.options)
+    options = dict(arguments.options, block_mask=case.block_mask)
     fixed, moving = {}, {}
     for name, array in arguments.arrays.items():
         if name in arguments.differentiable:
