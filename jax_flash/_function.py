@@ -559,7 +559,8 @@ def _is_rule(x: Any) -> bool:
 def _freeze(x: Any) -> Hashable:
     if isinstance(x, ClosedJaxpr | Jaxpr):  # one class in later jax
         consts = tuple(_freeze(const) for const in getattr(x, "consts", ()))
-        return _freeze_jaxpr(getattr(x, "jaxpr", x)), consts
+        inner: Any = getattr(x, "jaxpr", x)
+        return _freeze_jaxpr(inner), consts
     if isinstance(x, dict):
         return tuple((key, _freeze(value)) for key, value in sorted(x.items()))
     if isinstance(x, list | tuple):

@@ -551,7 +551,7 @@ _EXACT_ALGORITHMS = (
 def _precision(precision, dtype) -> str:
     """Returns what Problem has as precision; None is that of jax_default_matmul_precision."""
     if precision is None:
-        asked = jax.config.jax_default_matmul_precision
+        asked = jax.default_matmul_precision.value
         try:
             found = lax.Precision("default" if asked is None else asked)
         except ValueError:
