@@ -15,6 +15,7 @@
 #include <cstring>
 #include <iterator>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -51,8 +52,9 @@ CUcontext current_context = nullptr;
 CUdevice current_device = 0;
 constexpr int kMultiprocessors[] = {20, 50};  // of the two devices
 std::string notes;
-std::string trouble;  // of the machine
-std::string kernels;  // the text of all files that NVRTC was given
+std::string trouble;       // of the machine
+std::mutex kernels_mutex;  // programs are compiled side by side
+std::string kernels;       // the text of all files that NVRTC was given
 std::uint64_t calls = 0;
 
 template <class Params>
@@ -254,6 +256,7 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void* code, void*, void**, 
 }
 CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {
   const std::string declaration = std::string(" ") + name + "(const __grid_constant__ ";
+  const std::lock_guard<std::mutex> lock(kernels_mutex);
   const bool found = fake_machine != nullptr ? fake_machine->Has(library->loaded, name)
                                              : kernels.find(declaration) != std::string::npos;
   if (!found) return kNotFound;
@@ -339,6 +342,7 @@ const char* nvrtcGetErrorString(nvrtcResult) { return ""; }
 nvrtcResult nvrtcCreateProgram(nvrtcProgram* program, const char* source, const char*, int count,
                                const char* const* files, const char* const* names) {
   *program = new _nvrtcProgram{source};
+  const std::lock_guard<std::mutex> lock(kernels_mutex);
   kernels.clear();
   for (int i = 0; i < count; ++i) {
     kernels += files[i];
