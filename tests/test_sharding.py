@@ -545,7 +545,7 @@ with jax.set_mesh(mesh):
 def test_programs_with_explicit_axes_hit_the_compilation_cache(tmp_path):
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
-        [sys.executable, "-c", CACHED, str(tmp_path)],
+        [sys.executable, "-P", "-c", CACHED, str(tmp_path)],
         env=os.environ | flags, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -429,6 +429,14 @@ class _Writer:
         match name:
             case "convert_element_type":
                 return self.convert(x[0], dtype)
+            case "stop_gradient":  # of jax 0.12, as the next; earlier ones leave nothing of it
+                return x[0]
+            case "polynomial":  # of x, then coefficients from the constant one on
+                variable, *lower, total = x
+                for one in reversed(lower):
+                    product = self.compute("mul", {}, [total, variable], dtype)
+                    total = self.compute("add", {}, [product, one], dtype)
+                return total
             case "bitcast_convert_type":
                 return self.value(dtype, f"__builtin_bit_cast({_type(dtype)}, {texts[0]})")
             case "div" if kinds == {"float"} and _has_reciprocal(x[1]):
