@@ -15,8 +15,8 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import jax
+import numpy as np
 import pytest
 
 from jax_flash import _explain, _function, _gpu, _native, scores
