@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, get_args, overload
@@ -17,7 +18,7 @@ from jax_flash import _validate
 from jax_flash._call import dims
 from jax_flash._problem import Problem
 from jax_flash._varying import varying_axes
-from jax_flash.attention import Options
+from jax_flash.attention import Options, flash_attention
 from jax_flash.context_parallel import all_gather, all_to_all, orders, ring
 from jax_flash.context_parallel.orders import Layout
 from jax_flash.context_parallel.shard import Operands, Shard
@@ -29,31 +30,12 @@ Axis = str | Sequence[str]
 _STRATEGIES = {"ring": ring, "all_to_all": all_to_all, "all_gather": all_gather}
 _SHORT = 1024  # keys of a device, for which a hop of a ring takes longer than it computes
 _DEFAULTS: dict[str, Any] = {
-    "scale": None,
-    "bias": None,
-    "mask": None,
-    "is_causal": False,
-    "causal_align": "top_left",
-    "local_window_size": None,
-    "query_seq_lengths": None,
-    "key_value_seq_lengths": None,
-    "query_segment_ids": None,
-    "key_value_segment_ids": None,
-    "query_positions": None,
-    "key_value_positions": None,
-    "softcap": None,
-    "score_mod": None,
-    "block_mask": None,
-    "sinks": None,
-    "dropout_rate": 0.0,
-    "dropout_key": None,
-    "deterministic": False,
-    "precision": None,
+    name: parameter.default
+    for name, parameter in inspect.signature(flash_attention).parameters.items()
+    if parameter.kind == parameter.KEYWORD_ONLY and name not in ("return_lse", "backend")
 }
-_WHOLE_ALONE = (
-    "score_mod",
-    "block_mask",
-)  # options that know tokens by their index in the whole sequence
+# Options that know tokens by their index in the whole sequence.
+_WHOLE_ALONE = ("score_mod", "block_mask")
 
 
 @overload
