@@ -76,6 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=shapes.TOKENS)
     parser.add_argument("--model-dim", type=int, default=shapes.MODEL_DIM)
     parser.add_argument("--segment", type=int, help="length of packed documents")
+    parser.add_argument("--window", type=int, help="keys to the left; causal alone")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of one turn")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -90,7 +91,16 @@ def parse() -> argparse.Namespace:
 def read_cell(options: argparse.Namespace, head_dim: int, mask: str, length: int) -> shapes.Cell:
     heads = options.model_dim // head_dim
     batch = max(1, options.tokens // length)
-    return shapes.Cell(batch, length, heads, heads, head_dim, MASKS[mask], segment=options.segment)
+    return shapes.Cell(
+        batch,
+        length,
+        heads,
+        heads,
+        head_dim,
+        MASKS[mask],
+        window=options.window,
+        segment=options.segment,
+    )
 
 
 class Version:

@@ -51,6 +51,7 @@ def all_peers() -> list[Peer]:
     peers = [
         _jax_peer("jax_flash", "jax_flash", "#c0392b", attend_flash),
         _deterministic_peer(),
+        _family_peer("sm80", "jax_flash, mma.sync", "#f1948a"),
         _jax_peer("jax_cudnn", "jax.nn, cuDNN", "#4c72b0", _attend_cudnn),
         _jax_peer("jax_xla", "jax.nn, XLA", "#8c8c8c", _attend_xla),
     ]
@@ -121,6 +122,19 @@ def _deterministic_peer() -> Peer:
         if of == "forward":
             raise NotImplementedError("the forward is deterministic in every mode")
         return peer.compile(cell, of)
+
+    return dataclasses.replace(peer, compile=compile_call)
+
+
+def _family_peer(family: str, label: str, color: str) -> Peer:
+    """Ours by a family of kernels that is not the first here."""
+    peer = _jax_peer(f"jax_flash_{family}", label, color, attend_flash)
+
+    def compile_call(cell: Cell, of: Pass) -> Program:
+        from jax_flash import _gpu  # which compare.py's older versions lack
+
+        with _gpu.prefer(family):
+            return peer.compile(cell, of)
 
     return dataclasses.replace(peer, compile=compile_call)
 

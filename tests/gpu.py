@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _gpu, _native, _ops, flash_attention
+from jax_flash import _gpu, _native, flash_attention
 
 _GPU = _gpu.spec.present()
 NEEDS_HOPPER = [
@@ -116,13 +116,14 @@ class Spy:
         return {stream for stream, _ in self.calls}
 
 
-def spy_on(monkeypatch: pytest.MonkeyPatch, target: str, platform: str = "CUDA") -> Spy:
-    """Programs lowered from here on call the handler `target` ("forward") through a spy."""
-    capsule = _native._cuda().targets()[platform][f"jax_flash_{platform.lower()}_{target}"]
+def spy_on(monkeypatch: pytest.MonkeyPatch, target: str) -> Spy:
+    """Programs lowered from here on call Hopper's handler `target` ("forward") through a spy."""
+    target = f"jax_flash_cuda_{target}"
+    capsule = _native._cuda().targets()["CUDA"][target]
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     handler = _HANDLER(pointer_of(capsule, None))
-    driver = ctypes.CDLL("libcuda.so.1") if platform == "CUDA" else None
+    driver = ctypes.CDLL("libcuda.so.1")
     spy = Spy()
 
     def call(address):
@@ -132,8 +133,6 @@ def spy_on(monkeypatch: pytest.MonkeyPatch, target: str, platform: str = "CUDA")
         return handler(address)
 
     def look(frame: _CallFrame) -> tuple[int, bool]:
-        if driver is None:
-            return 0, False
         stream = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.context, None)
         stream_get = ctypes.c_void_p.from_address(frame.api + _STREAM_GET_AT).value
         _HANDLER(stream_get)(ctypes.addressof(stream))
@@ -144,11 +143,14 @@ def spy_on(monkeypatch: pytest.MonkeyPatch, target: str, platform: str = "CUDA")
     entry = _HANDLER(call)
     _registered.append(entry)
     name = f"{target}_spy{next(_numbers)}"
-    jax.ffi.register_ffi_target(
-        f"jax_flash_{platform.lower()}_{name}", jax.ffi.pycapsule(entry), platform=platform
-    )
-    call_type = {"forward": _ops.Forward, "backward": _ops.Backward}[target]
-    monkeypatch.setattr(call_type, "target", name)
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(entry), platform="CUDA")
+    plan = _gpu.plan
+
+    def spied(*args):
+        found = plan(*args)
+        return dataclasses.replace(found, target=name) if found.target == target else found
+
+    monkeypatch.setattr(_gpu, "plan", spied)
     return spy
 
 

@@ -462,11 +462,6 @@ def test_x64_mode_and_donation():
 
 
 def test_without_a_kernel_the_reason_is_named():
-    q, k, v = draw(0)
-    for change, reason in (
-        (dict(zip("qkv", (x.astype(jnp.float32) for x in (q, k, v)), strict=True)), "float32"),
-        ({"q": jnp.zeros((1, 4, 2, 320), HALF), "k": jnp.zeros((1, 4, 2, 320), HALF)}, "320"),
-    ):
-        arrays = {"q": q, "k": k, "v": jnp.zeros((1, 4, 2, 320), HALF)} | change
-        with pytest.raises(NotImplementedError, match=f"'cuda' cannot run this call.*{reason}"):
-            attend(**arrays)
+    q = jnp.zeros((1, 4, 2, 520), HALF)
+    with pytest.raises(NotImplementedError, match=r"'cuda' cannot run this call.*512, not 520"):
+        attend(q, q, q)

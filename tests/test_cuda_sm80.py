@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from .cases import CASES as CONFORMANCE
 from .decode_cases import CASES as DECODING
 from .decode_cases import Case as DecodeCase
 from .emulator import Emulator
-from .test_conformance import compare
+from .test_conformance import compare, refuses
 from .test_cuda_emulated import BACKWARDS, IN_ORDER
 from .test_hidden_values import poisoned
 from .tolerance import check, max_error
@@ -112,9 +113,11 @@ def compare_forward(arguments: Arguments, got: dict[str, np.ndarray]) -> None:
     rounded = {name: tf32(arrays[name]) for name in ("query", "key", "value")}
     plain = dataclasses.replace(arguments, arrays=arrays | rounded).truth(gradients=False)
     truth = arguments.truth(gradients=False)
-    assert max_error(plain.out, truth.out) > 2**-15 * np.abs(truth.out).max()
+    # Else the case could not tell (one where nothing is seen is all zeros).
+    assert max_error(plain.out, truth.out) >= 2**-15 * np.abs(truth.out).max()
     check("out", got["out"], truth.out, plain.out, "float32", 1 / 8)
-    check("lse", got["lse"], truth.lse, plain.lse, "float32", 1 / 8)
+    if case.with_lse:
+        check("lse", got["lse"], truth.lse, plain.lse, "float32", 1 / 8)
 
 
 def tf32(x: np.ndarray) -> np.ndarray:
@@ -302,10 +305,12 @@ def test_tilings_fit_every_gpu_and_cover_every_column(arch: str):
 
 
 def test_a_family_may_be_preferred():
-    before = _gpu.FAMILIES
+    before = _gpu.families()
     with _gpu.prefer("sm80"):
-        assert next(family.name for family in _gpu.FAMILIES) == "sm80"
-    assert before == _gpu.FAMILIES
+        assert _gpu.families()[0].name == "sm80"
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(_gpu.families).result() == before
+    assert before == _gpu.families()
     unknown = pytest.raises(ValueError, match=r"family must be one of sm90, .*, not 'sm70'")
     with unknown, _gpu.prefer("sm70"):
         pass
@@ -323,8 +328,11 @@ _GPU = _gpu.spec.present()
 )
 @pytest.mark.parametrize("case", CONFORMANCE, ids=lambda case: case.name.replace(" ", "-"))
 def test_conformance(case: Case):
-    arguments = fit(case, "cuda").draw()
+    case = fit(case, "cuda")
     with _gpu.prefer("sm80"):
+        if refuses(case, "cuda"):
+            return
+        arguments = case.draw()
         got = arguments.run("cuda")
         again = arguments.run("cuda") if case.deterministic else got
     compare(arguments, got)

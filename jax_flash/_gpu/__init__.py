@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from jax_flash._call import Call
@@ -15,14 +16,20 @@ from jax_flash._gpu.family import Family, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
 
-__all__ = ["FAMILIES", "Family", "GpuSpec", "Plan", "choose", "plan", "prefer", "refuse", "spec"]
+__all__ = ["Family", "GpuSpec", "Plan", "choose", "families", "plan", "prefer", "refuse", "spec"]
 
-FAMILIES: tuple[Family, ...] = (
+_FAMILIES: tuple[Family, ...] = (
     sm90.Sm90(),
     decode.Decode90(),
     sm80.Sm80(),
     decode.Decode80(),
-)  # the first that runs a pass is taken
+)
+_first: ContextVar[str | None] = ContextVar("first", default=None)  # of a thread: see `prefer`
+
+
+def families() -> tuple[Family, ...]:
+    """Returns the families in their order: the first that runs a pass is taken."""
+    return tuple(sorted(_FAMILIES, key=lambda family: family.name != _first.get()))
 
 
 def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
@@ -30,7 +37,7 @@ def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
 
     Empty if one does. Of families as near, the last, which runs on most GPUs, is heard.
     """
-    having = [family for family in FAMILIES if call.target in family.passes]
+    having = [family for family in families() if call.target in family.passes]
     own = [family for family in having if gpu.arch in family.architectures]
     reasons = [family.refuse(call, shapes, gpu) for family in own or having]
     return min(reversed(reasons), key=len)
@@ -38,7 +45,7 @@ def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
 
 def choose(call: Call, shapes: Shapes, gpu: GpuSpec) -> Family:
     """Returns the family that runs a pass which `refuse` lets through."""
-    having = (family for family in FAMILIES if call.target in family.passes)
+    having = (family for family in families() if call.target in family.passes)
     return next(family for family in having if not family.refuse(call, shapes, gpu))
 
 
@@ -51,14 +58,13 @@ def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
 def prefer(name: str) -> Iterator[None]:
     """Puts a family first, for tests and benchmarks: in calls that are traced and lowered within.
 
-    Raises: ValueError if there is none of this name.
+    Other threads keep their order. Raises: ValueError if there is none of this name.
     """
-    global FAMILIES
-    before = FAMILIES
-    if name not in (family.name for family in before):
-        raise ValueError(f"family must be one of {', '.join(x.name for x in before)}, not {name!r}")
-    FAMILIES = tuple(sorted(before, key=lambda family: family.name != name))
+    names = [family.name for family in _FAMILIES]
+    if name not in names:
+        raise ValueError(f"family must be one of {', '.join(names)}, not {name!r}")
+    token = _first.set(name)
     try:
         yield
     finally:
-        FAMILIES = before
+        _first.reset(token)
