@@ -39,6 +39,7 @@ struct CUkern_st {
   CUlib_st* library;
   std::string name;
   int shared_bytes = 48 << 10;  // dynamic, that a block may have
+  unsigned most_of_cluster = 8;
 };
 }  // namespace jax_flash
 
@@ -264,6 +265,10 @@ CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* nam
   return 0;
 }
 CUresult cuKernelSetAttribute(CUfunctionAttribute attribute, int value, CUkernel kernel, CUdevice) {
+  if (attribute == kNonPortableClusterSizeAllowed) {
+    kernel->most_of_cluster = value != 0 ? 16 : 8;
+    return 0;
+  }
   if (attribute != kMaxDynamicSharedSizeBytes || value > 227 << 10) return kInvalidValue;
   kernel->shared_bytes = value;
   return 0;
@@ -277,12 +282,19 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
   if (c.stream != kStream) return kInvalidHandle;
   if (c.grid_x < 1 || c.grid_x > 0x7fffffff || c.grid_y < 1 || c.grid_y > 65535 || c.grid_z < 1 ||
       c.grid_z > 65535 || threads < 1 || threads > 1024 || extra != nullptr ||
-      c.attribute_count > 1 || static_cast<int>(c.shared_bytes) > kernel->shared_bytes) {
+      static_cast<int>(c.shared_bytes) > kernel->shared_bytes) {
+    return kInvalidValue;
+  }
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < c.attribute_count; ++i) {
+    if (c.attributes[i].id == kClusterDimension) cluster = c.attributes[i].value.dimensions[0];
+  }
+  if (cluster < 1 || cluster > kernel->most_of_cluster || c.grid_x % cluster != 0) {
     return kInvalidValue;
   }
   if (fake_machine != nullptr) {
-    trouble = fake_machine->Launch(kernel->library->loaded, kernel->name, c.grid_x, threads,
-                                   c.shared_bytes, params[0]);
+    trouble = fake_machine->Launch(kernel->library->loaded, kernel->name, c.grid_x, cluster,
+                                   threads, c.shared_bytes, params[0]);
     return trouble.empty() ? 0 : kLaunchFailed;
   }
   const std::string& program = kernel->library->program;
@@ -291,6 +303,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
            "\", \"grid\": " + List({c.grid_x, c.grid_y, c.grid_z}) +
            ", \"block\": " + List({c.block_x, c.block_y, c.block_z}) +
            ", \"shared\": " + std::to_string(c.shared_bytes) +
+           ", \"cluster\": " + std::to_string(cluster) +
            ", \"params\": " + kHandlers[running].show(params[0]) + "}\n";
   return 0;
 }

@@ -36,7 +36,8 @@ class FakeMachine {
   virtual std::string Load(const std::string& image, void** program) = 0;
   virtual bool Has(void* program, const std::string& kernel) = 0;
   virtual std::string Launch(void* program, const std::string& kernel, unsigned grid,
-                             unsigned threads, unsigned shared_bytes, const void* params) = 0;
+                             unsigned cluster, unsigned threads, unsigned shared_bytes,
+                             const void* params) = 0;
   virtual void SetBuffers(std::vector<FakeBuffer> buffers) = 0;
 };
 inline FakeMachine* fake_machine = nullptr;

@@ -133,6 +133,7 @@ class Launch:
     grid: list[int] = dataclasses.field(default_factory=list)
     block: list[int] = dataclasses.field(default_factory=list)
     shared: int = 0
+    cluster: int = 1
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def constants(self) -> dict[str, int]:

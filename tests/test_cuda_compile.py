@@ -339,6 +339,7 @@ def test_backward_with_lse_gradient_compiles_without_spills():
         ((64, 64), (32, 8), {}),
         ((64, 64), (16, 4), {"q_len": 16, "everything": True}),
         ((128, 128), (32, 8), {}),
+        ((128, 128), (32, 8), {"batch": 1}),
         ((128, 128), (64, 1), {"dtype": "float16"}),
         ((128, 128), (32, 8), {"q_len": 8, "everything": True}),
         ((256, 256), (8, 8), {}),
@@ -353,6 +354,7 @@ def test_decode_compiles_without_spills(dims, heads, change):
     page = 16 if change.get("everything") else None
     shapes = dataclasses.replace(
         SHAPES,
+        batch=change.get("batch", 64),
         q_len=change.get("q_len", 1),
         q_heads=heads[0],
         kv_heads=heads[1],

@@ -12,8 +12,10 @@ import pytest
 
 import jax_flash
 from jax_flash import _backends
+from jax_flash._gpu import decode as tilings
 
 from .decode_cases import CASES, check_newest_values, compare, decode, fit, rotated
+from .gpu import NEEDS_HOPPER
 from .test_sharding import collectives, mesh_of
 
 P = jax.sharding.PartitionSpec
@@ -23,6 +25,17 @@ P = jax.sharding.PartitionSpec
 def test_case(case, backend):
     arguments = fit(case, backend).draw()
     compare(arguments, arguments.run(backend))
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=NEEDS_HOPPER, id=x.name.replace(" ", "-")) for x in CASES]
+)
+def test_case_by_parts_of_a_line(case, monkeypatch):
+    """As for long caches: rows as short as these have a cluster of CTAs each."""
+    monkeypatch.setattr(tilings, "_LONGEST_IN_CLUSTER", 0)
+    jax.clear_caches()
+    arguments = fit(case, "cuda").draw()
+    compare(arguments, arguments.run("cuda"))
 
 
 def test_values_reach_the_queries_that_see_them_alone(backend):

@@ -24,6 +24,10 @@ TILED = (
     # Query rows that CTAs share the keys of, and more parts than a row has blocks.
     (Case("groups of rows", T=7, N=16, K=2, softcap=3.0, **SHORT), {"rounds": 9}),
     (Case("wide", T=3, H=256, N=8, sinks=True, dtype="float16"), {}),
+    # CTAs of a cluster share a row; one more and it would have no block.
+    (Case("cluster", T=3, N=8, K=4, **SHORT), {"cluster": 2}),
+    (Case("cluster of three", T=2, N=4, K=1, sinks=True, page=16, **SHORT), {"cluster": 3}),
+    (Case("cluster rotates", T=5, N=4, page=5, rotary=100.0, dtype="float16"), {"cluster": 2}),
     (Case("rotated ahead", T=3, H=24, rotary=100.0, dtype="bfloat16"), {}),
     (Case("values wider than keys", T=2, H=72, Hv=320, dtype="bfloat16"), {}),
 )

@@ -311,6 +311,19 @@ struct Attend {
   }
 };
 
+// What the warps with a row have, together: its base and sum.
+__device__ __forceinline__ float2 total_of(const Sums& sums, int row) {
+  const float base = Attend::largest_base(sums, row / 16, row % 16);
+  float total = 0.0f;
+#pragma unroll
+  for (int part = 0; part < kKeyParts; ++part) {
+    const int warp = row / 16 * kKeyParts + part;
+    const float weight = ptx::exp2_approx(sums.base[warp][row % 16] - base);
+    total = fmaf(sums.total[warp][row % 16], weight, total);
+  }
+  return make_float2(base, total);
+}
+
 // Writes results, or a part of them for decode_merge.cuh. `thread` of kWarps * 32; all have left
 // their sums. `is_first`: the part that the CTA begins with.
 __device__ __forceinline__ void write(const DecodeParams& p, const Unit& unit, const Share& share,
@@ -320,28 +333,50 @@ __device__ __forceinline__ void write(const DecodeParams& p, const Unit& unit, c
     const int row = i / kPieces, column = (i - row * kPieces) * 4;
     const Place place(p, share, row);
     if (!place.exists(p)) continue;
-    const int tile = row / 16;
-    const float base = Attend::largest_base(sums, tile, row % 16);
-    float total = 0.0f;
-#pragma unroll
-    for (int part = 0; part < kKeyParts; ++part) {
-      const int warp = tile * kKeyParts + part;
-      const float weight = ptx::exp2_approx(sums.base[warp][row % 16] - base);
-      total = fmaf(sums.total[warp][row % 16], weight, total);
-    }
-    const float4 sum = *reinterpret_cast<const float4*>(&sums.values[tile][row % 16][column]);
+    const float2 of = total_of(sums, row);
+    const float4 sum = *reinterpret_cast<const float4*>(&sums.values[row / 16][row % 16][column]);
     if (is_whole) {
-      const Conclusion end = conclude(p, base, total, unit.batch, place.head);
+      const Conclusion end = conclude(p, of.x, of.y, unit.batch, place.head);
       store_out(p, unit, place, column, sum, end.factor);
       if (column == 0) store_lse(p, unit, place, end.lse);
     } else {
       const int64 at = partial_row(blockIdx.x, is_first, row);
       *reinterpret_cast<float4*>(p.partial_out + at * kValueColumns + column) = sum;
       if (column == 0) {
-        reinterpret_cast<float2*>(p.partial_rows)[at] = make_float2(base, total);
+        reinterpret_cast<float2*>(p.partial_rows)[at] = of;
       }
     }
   }
+}
+
+// Merges what the CTAs of a cluster found of a unit and writes it, each a part of the columns. All
+// threads of kWarps * 32 call, after all have left their sums.
+__device__ __forceinline__ void write_together(const DecodeParams& p, const Unit& unit,
+                                               const Share& share, Sums& sums, int thread) {
+  constexpr int kPieces = kValueColumns / 4, kThreads = kWarps * 32;
+  if (thread < kShareRows) {  // in the place of the row's first warp
+    const float2 of = total_of(sums, thread);
+    sums.base[thread / 16 * kKeyParts][thread % 16] = of.x;
+    sums.total[thread / 16 * kKeyParts][thread % 16] = of.y;
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  for (int i = share.part * kThreads + thread; i < kShareRows * kPieces; i += kCluster * kThreads) {
+    const int row = i / kPieces, column = (i - row * kPieces) * 4;
+    const Place place(p, share, row);
+    if (!place.exists(p)) continue;
+    const int tile = row / 16;
+    const uint32 base = ptx::shared_address(&sums.base[tile * kKeyParts][row % 16]);
+    const uint32 total = ptx::shared_address(&sums.total[tile * kKeyParts][row % 16]);
+    const uint32 first = ptx::shared_address(&sums.values[tile][row % 16][column]);
+    write_merged(p, unit, place, column, kCluster, [&](int cta, float2& of, float4& values) {
+      of.x = ptx::load_of_cluster(ptx::address_in_cluster(base, cta));
+      of.y = ptx::load_of_cluster(ptx::address_in_cluster(total, cta));
+      values = ptx::load_of_cluster_x4(ptx::address_in_cluster(first, cta));
+    });
+  }
+  ptx::cluster_arrive();  // nobody leaves while others read its sums
+  ptx::cluster_wait();
 }
 
 }  // namespace decode

@@ -11,6 +11,7 @@
 //   int kBlockKV              positions of a block, a multiple of 64 / (kHeads * kRowTiles)
 //   int kStages               blocks in flight
 //   int kResident             CTAs of a multiprocessor
+//   int kCluster              CTAs that share a unit in a cluster (sm_90); 1: parts of the line
 //   bool kPaged               there is a page table
 //   int kBoxRows              positions that lie in one page for sure, a divisor of kBlockKV
 //   bool kAppends             there are new keys and values
@@ -46,9 +47,9 @@ struct Consumer {
   Shared& shared;
   Ring<kStages> ring{};
 
-  __device__ __forceinline__ void run(const Line& line, int warp) {
-    const int begin = line.begin_of(share.part);
-    line.walk(share.part, [&](const Unit& unit, const Range& blocks) {
+  template <class AnyLine>
+  __device__ __forceinline__ void run(const AnyLine& line, int warp) {
+    line.walk(share, [&](const Unit& unit, const Range& blocks) {
       load_queries(unit);
       meet();
       Attend attend{p,
@@ -60,10 +61,15 @@ struct Consumer {
                     warp % kKeyParts};
       attend.start();
       for (int block = blocks.begin; block < blocks.end; ++block) add(attend, block);
+      if (kCluster > 1 && is_refused(p, unit.length)) attend.spoil();
       attend.leave(shared.sums);
-      const bool is_whole = blocks.begin == unit.blocks.begin && blocks.end == unit.blocks.end;
-      const bool is_first = unit.start + blocks.begin - unit.blocks.begin == begin;
-      write(p, unit, share, shared.sums, threadIdx.x, is_whole, is_first);
+      if constexpr (kCluster > 1) {
+        write_together(p, unit, share, shared.sums, threadIdx.x);
+      } else {
+        const bool is_whole = blocks.begin == unit.blocks.begin && blocks.end == unit.blocks.end;
+        const int at = unit.start + blocks.begin - unit.blocks.begin;
+        write(p, unit, share, shared.sums, threadIdx.x, is_whole, at == line.begin_of(share.part));
+      }
     });
   }
 
@@ -114,8 +120,9 @@ struct Consumer {
     ring.advance();
   }
 
-  // New keys and values in the places of what the cache had there: flash_decode_merge writes them
-  // to the cache. Warps of other rows write the same.
+  // New keys and values in the places of what the cache had there. flash_decode_merge writes them
+  // to the cache, or in a cluster, where no other CTA reads them, this. Warps of other rows write
+  // the same.
   __device__ __forceinline__ void patch(const Attend& attend, uint32 keys, uint32 values,
                                         int block) {
     const int first = block * kBlockKV + attend.part * kPartKeys;
@@ -130,17 +137,25 @@ struct Consumer {
               p.kv_heads +
           kv_head;
       const int slot = position - block * kBlockKV;
-      copy_new<kHeadDim, kRotates>(p.new_key, row, keys, slot, position);
-      if constexpr (!kValuesInKeys) copy_new<kValueDim, false>(p.new_value, row, values, slot, 0);
+      const int batch = attend.unit.batch;
+      copy_new<kHeadDim, kRotates>(p.new_key, row, keys, slot, position, p.key_cache,
+                                   place_of<kHeadDim>(p, batch, position, kv_head));
+      if constexpr (!kValuesInKeys) {
+        copy_new<kValueDim, false>(p.new_value, row, values, slot, 0, p.value_cache,
+                                   place_of<kValueDim>(p, batch, position, kv_head));
+      }
     }
     Loader::fence_writes();  // before it writes here again
     __syncwarp();
   }
   template <int kDim, bool kTurns>
   __device__ __forceinline__ void copy_new(const void* from, int64 row, uint32 tile, int slot,
-                                           int position) {
+                                           int position, void* cache, int64 place) {
     for_pieces<kDim, kTurns>(p, static_cast<const uint4*>(from) + row * (kDim / 8), position,
                              threadIdx.x % 32, 32, [&](int chunk, const uint4& piece) {
+                               if (kCluster > 1 && place >= 0) {
+                                 static_cast<uint4*>(cache)[place + chunk] = piece;
+                               }
                                ptx::store_shared_x4(chunk_address<kBlockKV>(tile, slot, chunk),
                                                     piece.x, piece.y, piece.z, piece.w);
                              });
@@ -161,7 +176,7 @@ __device__ __forceinline__ void attend(const DecodeParams& p) {
     Loader::fence_barriers();
   }
   __syncthreads();
-  const Line line(p);
+  const OwnLine line(p);
   const Share share(p);
   if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
   if (warp == kWarps) {

@@ -2,12 +2,11 @@
 // to the cache, and the results of rows that see nothing or have no place.
 #pragma once
 
-#include "decode_schedule.cuh"
+#include "decode_pieces.cuh"
 
 namespace decode {
 
 inline constexpr int kMergeThreads = 128;
-inline constexpr int kMergeAtOnce = 8;  // parts whose loads are under way
 
 // The parts of a unit in their order. All threads of the CTA call.
 __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& line,
@@ -21,48 +20,12 @@ __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& li
     const int row = i / kPieces, column = (i - row * kPieces) * 4;
     const Place place(p, share, row);
     if (!place.exists(p)) continue;
-    float base = kNoBase, total = 0.0f;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int at = 0; at < count; at += kMergeAtOnce) {
-      float2 of[kMergeAtOnce];
-      float4 values[kMergeAtOnce];
-#pragma unroll
-      for (int j = 0; j < kMergeAtOnce; ++j) {
-        of[j] = make_float2(kNoBase, 0.0f);
-        values[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (at + j >= count) continue;
-        const int64 from = partial_row(first_cta + (at + j) * p.shares, begins || at + j > 0, row);
-        of[j] = reinterpret_cast<const float2*>(p.partial_rows)[from];
-        values[j] = *reinterpret_cast<const float4*>(p.partial_out + from * kValueColumns + column);
-      }
-      float now = base;
-#pragma unroll
-      for (int j = 0; j < kMergeAtOnce; ++j) now = fmaxf(now, of[j].x);
-      const float kept = ptx::exp2_approx(base - now);
-      base = now;
-      total *= kept;
-      sum = make_float4(sum.x * kept, sum.y * kept, sum.z * kept, sum.w * kept);
-#pragma unroll
-      for (int j = 0; j < kMergeAtOnce; ++j) {
-        const float weight = ptx::exp2_approx(of[j].x - now);
-        total = fmaf(of[j].y, weight, total);
-        sum.x = fmaf(values[j].x, weight, sum.x);
-        sum.y = fmaf(values[j].y, weight, sum.y);
-        sum.z = fmaf(values[j].z, weight, sum.z);
-        sum.w = fmaf(values[j].w, weight, sum.w);
-      }
-    }
-    const Conclusion end = conclude(p, base, total, unit.batch, place.head);
-    store_out(p, unit, place, column, sum, end.factor);
-    if (column == 0) store_lse(p, unit, place, end.lse);
+    write_merged(p, unit, place, column, count, [&](int i, float2& of, float4& values) {
+      const int64 from = partial_row(first_cta + i * p.shares, begins || i > 0, row);
+      of = reinterpret_cast<const float2*>(p.partial_rows)[from];
+      values = *reinterpret_cast<const float4*>(p.partial_out + from * kValueColumns + column);
+    });
   }
-}
-
-// The page of a position of a batch row, or -1.
-__device__ __forceinline__ int page_of(const DecodeParams& p, int batch, int position) {
-  if constexpr (!kPaged) return batch;
-  const int page = p.page_table[static_cast<int64>(batch) * p.columns + position / p.page_size];
-  return page < p.pages ? max(page, -1) : -1;
 }
 
 // Copies the new keys (kDim = kHeadDim) or values of a batch row to their places, a warp for each.
@@ -73,12 +36,11 @@ __device__ __forceinline__ void append(const DecodeParams& p, int batch, int len
   for (int i = warp; i < p.query_len * p.kv_heads; i += kMergeThreads / 32) {
     const int query = i / p.kv_heads, kv_head = i - query * p.kv_heads;
     const int position = length - p.query_len + query;
-    if (position < 0 || is_refused(p, position + 1)) continue;
-    const int page = page_of(p, batch, position);
-    if (page < 0) continue;
-    const int64 slot = static_cast<int64>(page) * p.page_size + position % p.page_size;
+    if (position < 0) continue;
+    const int64 place = place_of<kDim>(p, batch, position, kv_head);
+    if (place < 0) continue;
     const int64 source = static_cast<int64>(batch) * p.query_len * p.kv_heads + i;
-    uint4* target = static_cast<uint4*>(to) + (slot * p.kv_heads + kv_head) * (kDim / 8);
+    uint4* target = static_cast<uint4*>(to) + place;
     for_pieces<kDim, kTurns>(p, static_cast<const uint4*>(from) + source * (kDim / 8), position,
                              threadIdx.x % 32, 32,
                              [&](int at, const uint4& piece) { target[at] = piece; });

@@ -59,11 +59,27 @@ struct Pages {
   }
 };
 
+// The page of a position of a batch row, or -1.
+__device__ __forceinline__ int page_of(const DecodeParams& p, int batch, int position) {
+  if constexpr (!kPaged) return batch;
+  const int page = p.page_table[static_cast<int64>(batch) * p.columns + position / p.page_size];
+  return page < p.pages ? max(page, -1) : -1;
+}
+// The place of a row of the cache in pieces of 16 bytes, or -1.
+template <int kDim>
+__device__ __forceinline__ int64 place_of(const DecodeParams& p, int batch, int position,
+                                          int kv_head) {
+  const int page = is_refused(p, position + 1) ? -1 : page_of(p, batch, position);
+  if (page < 0) return -1;
+  const int64 slot = static_cast<int64>(page) * p.page_size + position % p.page_size;
+  return (slot * p.kv_heads + kv_head) * (kDim / 8);
+}
+
 // Calls load(block, pages) for the blocks of a part, in order.
-template <class Load>
-__device__ __forceinline__ void for_blocks(const DecodeParams& p, const Line& line, int part,
-                                           Load load) {
-  line.walk(part, [&](const Unit& unit, const Range& blocks) {
+template <class AnyLine, class Load>
+__device__ __forceinline__ void for_blocks(const DecodeParams& p, const AnyLine& line,
+                                           const Share& share, Load load) {
+  line.walk(share, [&](const Unit& unit, const Range& blocks) {
     Pages pages(p, unit, blocks.begin);
     for (int block = blocks.begin; block < blocks.end; ++block) {
       load(block, pages);

@@ -51,15 +51,23 @@ __device__ __forceinline__ Range blocks_of(const DecodeParams& p, int length) {
   return {seen.begin / kBlockKV, ceil_div(seen.end, kBlockKV)};
 }
 
-// What a CTA has of every batch row, by its number: CTAs of one part stand side by side.
+// What a CTA has of every batch row, by its number: CTAs of one part stand side by side. With
+// kCluster the CTAs of a cluster do, which have the parts of one batch row.
 struct Share {
   int kv_head;  // the first of its kHeads
   int row_group;
-  int part;  // of the line
+  int part;   // of the line, or of the batch row
+  int batch;  // only with kCluster
   __device__ __forceinline__ explicit Share(const DecodeParams& p) {
-    const int cta = blockIdx.x;
-    part = cta / p.shares;
-    const int index = cta - part * p.shares, heads = index / p.row_groups;
+    int cta = blockIdx.x;
+    if constexpr (kCluster > 1) {
+      part = cta % kCluster;
+      cta /= kCluster;
+      batch = cta / p.shares;
+    } else {
+      part = cta / p.shares;
+    }
+    const int index = cta % p.shares, heads = index / p.row_groups;
     kv_head = heads * kHeads;
     row_group = index - heads * p.row_groups;
   }
@@ -129,9 +137,9 @@ struct Line {
 
   // Calls visit(unit, blocks) for a part's blocks of every unit, in order.
   template <class Visit>
-  __device__ __forceinline__ void walk(int part, Visit visit) const {
-    const int end = begin_of(part + 1);
-    int at = begin_of(part), from = 0, before = 0;
+  __device__ __forceinline__ void walk(const Share& share, Visit visit) const {
+    const int end = begin_of(share.part + 1);
+    int at = begin_of(share.part), from = 0, before = 0;
     while (at < end) {
       const Unit unit = find(at, from, before);
       const int stop = min(end, unit.end());
@@ -143,6 +151,34 @@ struct Line {
     }
   }
 };
+
+// The blocks of one batch row, cut into equal parts for the CTAs of a cluster.
+struct ClusterLine {
+  const DecodeParams& p;
+  __device__ __forceinline__ explicit ClusterLine(const DecodeParams& p) : p(p) {}
+
+  template <class Visit>
+  __device__ __forceinline__ void walk(const Share& share, Visit visit) const {
+    Unit unit;
+    unit.batch = share.batch;
+    unit.length = p.lengths[unit.batch];
+    unit.start = 0;
+    unit.blocks = blocks_of(p, unit.length);
+    const int count = unit.blocks.end - unit.blocks.begin;
+    const auto begin_of = [&](int part) { return unit.blocks.begin + count * part / kCluster; };
+    visit(unit, Range{begin_of(share.part), begin_of(share.part + 1)});
+  }
+};
+
+template <bool kInCluster>
+struct ChosenLine {
+  using Type = Line;
+};
+template <>
+struct ChosenLine<true> {
+  using Type = ClusterLine;
+};
+using OwnLine = ChosenLine<(kCluster > 1)>::Type;
 
 // Row `row` of kShareRows: those of a kv head are its group's heads at query 0, then at query 1.
 struct Place {
@@ -218,6 +254,46 @@ __device__ __forceinline__ void store_lse(const DecodeParams& p, const Unit& uni
                                           const Place& place, float lse) {
   p.lse[(static_cast<int64>(unit.batch) * p.query_heads + place.head) * p.query_len + place.query] =
       lse;
+}
+
+// Merges `count` parts of a unit in their order, and writes four values of a row. load(i, of,
+// values) reads part i: base and sum of the row, and its weighted values from `column` on.
+template <class LoadPart>
+__device__ __forceinline__ void write_merged(const DecodeParams& p, const Unit& unit,
+                                             const Place& place, int column, int count,
+                                             LoadPart load) {
+  constexpr int kAtOnce = 8;  // loads under way
+  float base = kNoBase, total = 0.0f;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int at = 0; at < count; at += kAtOnce) {
+    float2 of[kAtOnce];
+    float4 values[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      of[j] = make_float2(kNoBase, 0.0f);
+      values[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (at + j < count) load(at + j, of[j], values[j]);
+    }
+    float now = base;
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) now = fmaxf(now, of[j].x);
+    const float kept = ptx::exp2_approx(base - now);
+    base = now;
+    total *= kept;
+    sum = make_float4(sum.x * kept, sum.y * kept, sum.z * kept, sum.w * kept);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const float weight = ptx::exp2_approx(of[j].x - now);
+      total = fmaf(of[j].y, weight, total);
+      sum.x = fmaf(values[j].x, weight, sum.x);
+      sum.y = fmaf(values[j].y, weight, sum.y);
+      sum.z = fmaf(values[j].z, weight, sum.z);
+      sum.w = fmaf(values[j].w, weight, sum.w);
+    }
+  }
+  const Conclusion end = conclude(p, base, total, unit.batch, place.head);
+  store_out(p, unit, place, column, sum, end.factor);
+  if (column == 0) store_lse(p, unit, place, end.lse);
 }
 
 }  // namespace decode

@@ -162,6 +162,35 @@ __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" 
 // A kernel that is launched so (cuda/runtime/launch.h) starts when every CTA of the one ahead has
 // let it, and may read what that one wrote, and write what it reads, after its wait.
 
+// ---- clusters (sm_90) ---------------------------------------------------------------------------
+
+// Of all threads of the cluster that have not ended; writes before arrival are seen after the wait.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+// The same place of shared memory in another CTA.
+__device__ __forceinline__ uint32 address_in_cluster(uint32 address, int cta) {
+  uint32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cta));
+  return there;
+}
+__device__ __forceinline__ float load_of_cluster(uint32 address) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 load_of_cluster_x4(uint32 address) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 __device__ __forceinline__ void let_the_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

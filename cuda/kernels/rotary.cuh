@@ -7,18 +7,54 @@
 
 namespace rotary {
 
+// Positions whose angles `sine_and_cosine` takes, as frequencies are at most 1.
+inline constexpr int kLargest = 1 << 20;
+
+// Of an angle from 0 to kLargest, to 1.2e-7; sincosf beyond some 1e5 has a branch for each angle,
+// which keeps the others of a thread waiting.
+__device__ __forceinline__ void sine_and_cosine(float angle, float& sine, float& cosine) {
+  const float quarters = rintf(angle * 0.636619772f);
+  // Less the quarter turns, in three parts: the first product leaves no rounding.
+  float r = fmaf(-quarters, 1.57079637f, angle);
+  r = fmaf(-quarters, -4.37113883e-8f, r);
+  r = fmaf(-quarters, -1.71512451e-15f, r);
+  const float s = r * r;
+  const float of_sine = fmaf(s, fmaf(s, -1.9515296e-4f, 8.3321609e-3f), -1.6666655e-1f);
+  const float small = fmaf(r * s, of_sine, r);
+  const float of_cosine =
+      fmaf(s, fmaf(s, fmaf(s, 2.4433157e-5f, -1.3887316e-3f), 4.1666646e-2f), -0.5f);
+  const float large = fmaf(s, of_cosine, 1.0f);
+  const int quarter = static_cast<int>(quarters);
+  sine = quarter & 1 ? large : small;
+  cosine = quarter & 1 ? small : large;
+  if (quarter & 2) sine = -sine;
+  if ((quarter + 1) & 2) cosine = -cosine;
+}
+
 // Turns features 8 * piece on and those H / 2 further on; rounded to the element type.
 __device__ __forceinline__ void turn(const float* frequencies, int piece, int position,
                                      uint4& first, uint4& second) {
   uint32* low = reinterpret_cast<uint32*>(&first);
   uint32* high = reinterpret_cast<uint32*>(&second);
+  float sines[8], cosines[8];
+  if (position <= kLargest) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float angle = static_cast<float>(position) * frequencies[8 * piece + i];
+      sine_and_cosine(angle, sines[i], cosines[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sincosf(static_cast<float>(position) * frequencies[8 * piece + i], &sines[i], &cosines[i]);
+    }
+  }
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
     float a[2], b[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float sine, cosine;
-      sincosf(static_cast<float>(position) * frequencies[8 * piece + 2 * word + i], &sine, &cosine);
+      const float sine = sines[2 * word + i], cosine = cosines[2 * word + i];
       const float x = i == 0 ? Element::unpack_low(low[word]) : Element::unpack_high(low[word]);
       const float y = i == 0 ? Element::unpack_low(high[word]) : Element::unpack_high(high[word]);
       a[i] = x * cosine - y * sine;

@@ -22,20 +22,24 @@ using CUkernel = struct CUkern_st*;
 using CUfunction = struct CUfunc_st*;  // a CUkernel is launched as one
 
 enum CUdevice_attribute : int { kMultiprocessorCount = 16 };
-enum CUfunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
+enum CUfunctionAttribute : int {
+  kMaxDynamicSharedSizeBytes = 8,
+  kNonPortableClusterSizeAllowed = 14
+};
 enum CUtensorMapDataType : int { kTensorFloat16 = 6, kTensorBfloat16 = 9 };
 enum CUtensorMapInterleave : int { kInterleaveNone = 0 };
 enum CUtensorMapSwizzle : int { kSwizzle128B = 3 };
-enum CUtensorMapL2Promotion : int { kL2Promotion256B = 3 };
+enum CUtensorMapL2Promotion : int { kL2Promotion128B = 2 };
 enum CUtensorMapOutOfBounds : int { kFillZero = 0 };
 
-enum CUlaunchAttributeID : int { kProgrammaticStreamSerialization = 6 };
+enum CUlaunchAttributeID : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
 struct CUlaunchAttribute {
   CUlaunchAttributeID id;
   char padding[4];
   union {
     char bytes[64];
     int allowed;
+    unsigned dimensions[3];
   } value;
 };
 

@@ -7,7 +7,8 @@
 namespace jax_flash {
 namespace {
 
-constexpr int kDevices = 64;  // beyond that the driver is asked on each call
+constexpr int kDevices = 64;                  // beyond that the driver is asked on each call
+constexpr std::int64_t kPortableCluster = 8;  // blocks that any GPU with clusters allows
 std::array<std::atomic<int>, kDevices> multiprocessors{};
 std::atomic<int> pretended{0};
 
@@ -59,6 +60,11 @@ Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& 
   if (Status allowed = kernel.AllowShared(scope.driver(), scope.device(), shared); !allowed.ok()) {
     return allowed;
   }
+  if (size.cluster > kPortableCluster) {
+    if (Status allowed = kernel.AllowWideClusters(scope.driver(), scope.device()); !allowed.ok()) {
+      return allowed;
+    }
+  }
   CUlaunchConfig config{};
   config.grid_x = static_cast<unsigned>(size.blocks);
   config.grid_y = config.grid_z = 1;
@@ -66,11 +72,18 @@ Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& 
   config.block_y = config.block_z = 1;
   config.shared_bytes = static_cast<unsigned>(size.shared_bytes);
   config.stream = scope.stream();
-  CUlaunchAttribute overlap{kProgrammaticStreamSerialization, {}, {}};
-  overlap.value.allowed = 1;
+  CUlaunchAttribute attributes[2]{};
+  config.attributes = attributes;
   if (size.overlaps) {
-    config.attributes = &overlap;
-    config.attribute_count = 1;
+    CUlaunchAttribute& overlap = attributes[config.attribute_count++];
+    overlap.id = kProgrammaticStreamSerialization;
+    overlap.value.allowed = 1;
+  }
+  if (size.cluster > 1) {
+    CUlaunchAttribute& cluster = attributes[config.attribute_count++];
+    cluster.id = kClusterDimension;
+    cluster.value.dimensions[0] = static_cast<unsigned>(size.cluster);
+    cluster.value.dimensions[1] = cluster.value.dimensions[2] = 1;
   }
   void* arguments[] = {const_cast<void*>(params)};
   const CUresult code =
@@ -102,7 +115,7 @@ Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map) 
   const unsigned steps[] = {1, 1, 1, 1};
   const CUresult code = driver.cuTensorMapEncodeTiled(
       map, view.type, 4, const_cast<void*>(view.data), dims, strides, box, steps, kInterleaveNone,
-      kSwizzle128B, kL2Promotion256B, kFillZero);
+      kSwizzle128B, kL2Promotion128B, kFillZero);
   if (code == 0) return Done{};
   return Failure{driver.Explain("cuTensorMapEncodeTiled", code) + ": array [" +
                  std::to_string(view.batch) + ", " + std::to_string(view.rows) + ", " +

@@ -64,14 +64,15 @@ class _Decode(Family):
         self, call: Any, shapes: Shapes, gpu: GpuSpec, tiling: DecodeTiling | None = None
     ) -> Plan:
         tiling = tiling or choose(call, shapes, gpu)
+        merges = tiling.cluster == 1
         return Plan(
             family=self.name,
             arch=gpu.arch,
             target=f"jax_flash_cuda_{call.target}",
             source=f"{self.folder}/decode.cuh",
-            entries=("flash_decode", "flash_decode_merge"),
+            entries=("flash_decode", *(("flash_decode_merge",) if merges else ())),
             tiling=tiling,
-            constants=tiling.constants(call, shapes) | {"kOverlaps": self.tma},
+            constants=tiling.constants(call, shapes) | {"kOverlaps": self.tma and merges},
             launch=tiling.launch() | {"tma": self.tma, "rotary_base": float(call.rotary_base or 0)},
             workspaces=tiling.workspaces(),
             notes=self.untried(gpu),
@@ -109,6 +110,7 @@ class DecodeTiling:
     parts: int  # equal ones, that all blocks of the batch are cut into
     shares: int  # CTAs of a part: kv heads, times groups of query rows
     resident: int  # CTAs of a multiprocessor
+    cluster: int = 1  # CTAs that share a batch row's keys in a cluster; 1: parts of all blocks
 
     threads = 32 * (_WARPS + 1)
     merge_threads = 128
@@ -144,10 +146,13 @@ class DecodeTiling:
             "head_rows": self.head_rows,
             "block_kv": self.block_kv,
             "box_rows": self.box_rows,
+            "cluster": self.cluster,
         }
 
     def workspaces(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the scratch arrays that the handler takes as further results."""
+        if self.cluster > 1:
+            return {}
         parts = (self.parts * self.shares, 2, self.heads * self.head_rows)  # see partial_row
         return {
             "partial_out": jax.ShapeDtypeStruct((*parts, self._columns), jnp.float32),
@@ -169,6 +174,7 @@ class DecodeTiling:
             "kBlockKV": self.block_kv,
             "kStages": self.stages,
             "kResident": self.resident,
+            "kCluster": self.cluster,
             "kPaged": call.paged,
             "kBoxRows": self.box_rows,
             "kAppends": call.appends,
@@ -177,21 +183,41 @@ class DecodeTiling:
 
 
 _MULTIPROCESSORS = 132  # where the GPU is not known
+_LONGEST_IN_CLUSTER = 32768  # positions of a cache
 
 
 def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     """Chooses the tiling for a call that the family does not refuse."""
     rows = _rows(shapes)
+    cluster = _cluster(shapes, gpu)
+    if cluster > 1 and rows <= 16 and shapes.value_dim <= 256:
+        return make(call, shapes, gpu, resident=2, cluster=cluster)
     most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
     # Elsewhere than on Hopper two CTAs of more than 16 rows have too few registers for all terms.
     tilings = [
         make(call, shapes, gpu, row_tiles=row_tiles, resident=resident)
         for row_tiles in (4, 2, 1)
-        for resident in (2, 1)
+        # Pages want two warps that load; a row alone is merged from half as many parts by one.
+        for resident in ((1, 2) if row_tiles == 1 and not call.paged else (2, 1))
         if row_tiles <= most and (gpu.arch == "sm_90a" or 1 in (row_tiles, resident))
     ]
     # While a block is multiplied others have to be on their way.
     return next((x for x in tilings if x.stages >= 2), max(tilings, key=lambda x: x.stages))
+
+
+def _cluster(shapes: Shapes, gpu: GpuSpec) -> int:
+    """Chooses the CTAs that share a batch row's keys in a cluster, 1 where none do.
+
+    They merge what they found in one launch, which saves 3 us beside two launches. But what a CTA
+    does depends on one row's length, and most multiprocessors have to have a CTA.
+    """
+    sizes = (shapes.batch, shapes.kv_len, shapes.kv_heads)
+    if gpu.arch != "sm_90a" or not all(isinstance(size, int) for size in sizes):
+        return 1
+    if shapes.kv_len > _LONGEST_IN_CLUSTER:
+        return 1
+    units = max(shapes.batch * shapes.kv_heads, 1)
+    return next((x for x in (8, 4) if x * units <= (gpu.sms or _MULTIPROCESSORS)), 1)
 
 
 def make(
@@ -205,6 +231,7 @@ def make(
     block_kv: int | None = None,
     box_rows: int | None = None,
     rounds: int = 1,
+    cluster: int = 1,
 ) -> DecodeTiling:
     """Makes a tiling with as many stages as there is room for, or none.
 
@@ -229,6 +256,7 @@ def make(
         parts=max(least, (gpu.sms or _MULTIPROCESSORS) * resident * rounds // shares),
         shares=shares,
         resident=resident,
+        cluster=cluster,
     )
     # Each CTA takes 1 KB beside its own.
     room = ((gpu.shared_bytes + 1024) // resident) - 1024

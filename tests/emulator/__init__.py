@@ -24,7 +24,7 @@ To add an instruction: a row in `kInstructions` of ptx.cc. A built-in function: 
 Not modelled: registers and their number; the memory model (all but fence.proxy.async is in order,
 as if every operation were followed by its fence); register operands that are written while a
 product reads them; lanes of a warp that run apart at an mbarrier, where a GPU brings them together
-without a promise to; clusters and multicast; the last bits of approximate functions and products;
+without a promise to; multicast; the last bits of approximate functions and products;
 time.
 """
 

@@ -99,6 +99,10 @@ void begin() {
   }
   thread.done = true;
   --block.running;
+  Cluster& cluster = *block.cluster;
+  --cluster.running;
+  if (thread.arrived && thread.arrived_phase == cluster.phase) --cluster.arrived;
+  cluster.settle();
   rest(*thread.warp);
   note_progress();
   _longjmp(scheduler, 1);
@@ -469,6 +473,16 @@ void Block::complete_bytes(uint32 address, std::int64_t bytes, const char* what)
   settle(b);
 }
 
+void Cluster::settle() {
+  if (arrived == 0 || arrived < running) return;
+  phase ^= 1;
+  arrived = 0;
+  note_progress();
+  std::vector<Thread*> woken;
+  woken.swap(waiting);
+  for (Thread* thread : woken) wake(thread);
+}
+
 Count Block::named_barrier(int id, int threads, bool waits, bool yes) {
   if (id < 0 || id > 15) fail("bar: there is no barrier %d", id);
   NamedBarrier& barrier = named[id];
@@ -736,8 +750,8 @@ class Machine : public FakeMachine {
 
   void SetBuffers(std::vector<FakeBuffer> given) override { buffers = std::move(given); }
 
-  std::string Launch(void* program, const std::string& kernel, unsigned grid, unsigned threads,
-                     unsigned shared_bytes, const void* params) override {
+  std::string Launch(void* program, const std::string& kernel, unsigned grid, unsigned cluster,
+                     unsigned threads, unsigned shared_bytes, const void* params) override {
     const std::lock_guard<std::mutex> lock(one_at_a_time_);
     std::vector<Library>& libraries = static_cast<Program*>(program)->libraries;
     const int which = Find(*static_cast<Program*>(program), kernel);
@@ -746,25 +760,41 @@ class Machine : public FakeMachine {
       return kernel + ": " + std::to_string(threads) + " threads are more than its " +
              "__launch_bounds__ of " + std::to_string(first.max_threads);
     }
+    if (cluster > kResident) {
+      return kernel + ": clusters of " + std::to_string(cluster) + ", of which the emulator runs " +
+             std::to_string(kResident) + " CTAs at a time";
+    }
     failure.clear();
     polls = 0;
     std::vector<std::unique_ptr<Block>> blocks;
     unsigned next = 0;
-    for (Library& library : libraries) {
-      if (next == grid) break;
-      blocks.push_back(std::make_unique<Block>());
-      Block& block = *blocks.back();
-      block.library = &library;
-      block.shared_bytes = shared_bytes;
-      block.kernel = &library.kernels[which];
-      block.params = params;
-      start_block(block, next++, grid, threads);
+    const auto start_cluster = [&](const std::vector<Block*>& members) {
+      auto made = std::make_shared<Cluster>();
+      made->blocks = members;
+      for (Block* block : members) {
+        block->cluster = made;
+        start_block(*block, next++, grid, threads);
+        made->running += block->running;
+      }
+    };
+    for (std::size_t i = 0; i + cluster <= libraries.size() && next < grid; i += cluster) {
+      std::vector<Block*> members;
+      for (std::size_t j = i; j < i + cluster; ++j) {
+        blocks.push_back(std::make_unique<Block>());
+        Block& block = *blocks.back();
+        block.library = &libraries[j];
+        block.shared_bytes = shared_bytes;
+        block.kernel = &libraries[j].kernels[which];
+        block.params = params;
+        members.push_back(&block);
+      }
+      start_cluster(members);
     }
     std::size_t at = 0, stuck = 0;
     while (!blocks.empty() && failure.empty()) {
       at = policy.order == Order::kRandom ? draw(blocks.size()) : (at + 1) % blocks.size();
       Block& block = *blocks[at];
-      if (run_block(block)) {
+      if (block.running > 0 && run_block(block)) {
         stuck = 0;
       } else if (++stuck > 64 * blocks.size()) {
         report_deadlock(blocks);
@@ -773,12 +803,20 @@ class Machine : public FakeMachine {
       if (block.running > 0 || !failure.empty()) continue;
       if (!block.in_flight.empty()) {
         failure = "a CTA ends with copies in flight";
-      } else if (next < grid) {
-        start_block(block, next++, grid, threads);
-      } else {
-        end_block(block);
-        blocks.erase(blocks.begin() + static_cast<std::ptrdiff_t>(at));
+        continue;
       }
+      if (block.cluster->running > 0) continue;
+      const std::vector<Block*> members = block.cluster->blocks;
+      if (next < grid) {
+        start_cluster(members);
+        continue;
+      }
+      for (Block* member : members) {
+        end_block(*member);
+        blocks.erase(std::find_if(blocks.begin(), blocks.end(),
+                                  [&](const auto& one) { return one.get() == member; }));
+      }
+      at = 0;
     }
     for (auto& block : blocks) end_block(*block);
     current = nullptr;
@@ -847,6 +885,6 @@ extern "C" const char* EmulatorRunKernel(const char* text, unsigned threads, uns
   if (!trouble.empty()) return trouble.c_str();
   fake_machine->SetBuffers({{memory, bytes, "memory"}});
   const char* name = static_cast<emulator::Program*>(program)->libraries[0].kernels[0].name;
-  trouble = fake_machine->Launch(program, name, 1, threads, shared_bytes, &memory);
+  trouble = fake_machine->Launch(program, name, 1, 1, threads, shared_bytes, &memory);
   return trouble.c_str();
 }

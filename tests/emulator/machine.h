@@ -82,6 +82,8 @@ struct Thread {
   std::jmp_buf state;
   ucontext_t start;
   unsigned char* stack;
+  bool arrived = false;      // at the cluster's barrier, and has not waited since
+  uint32 arrived_phase = 0;  // of that barrier
 
   std::vector<Product> open_products;  // issued, not yet committed
   std::deque<ProductGroup> groups;     // in flight
@@ -115,6 +117,15 @@ struct MemoryBarrier {
   uint32 phase = 0;
   std::vector<Thread*> waiting;
 };
+// CTAs that see each other's shared memory, and meet.
+struct Cluster {
+  std::vector<Block*> blocks;
+  int running = 0, arrived = 0;  // threads: that have not ended, that wait or may go on
+  uint32 phase = 0;
+  std::vector<Thread*> waiting;
+
+  void settle();
+};
 struct NamedBarrier {
   int expected = 0, arrived = 0, yes = 0;
   std::vector<Thread*> waiting;
@@ -133,7 +144,8 @@ inline constexpr uint32 kDynamicAt = 1024, kStaticAt = 1 << 20, kChunk = 16;
 
 struct Block {
   Library* library;
-  unsigned shared_bytes;  // dynamic
+  std::shared_ptr<Cluster> cluster;  // its own, if there are no clusters
+  unsigned shared_bytes;             // dynamic
   const Kernel* kernel;
   const void* params;
   std::vector<Thread> threads;

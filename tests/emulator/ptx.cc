@@ -365,6 +365,36 @@ void store_shared(Frame& f) {
   current->block->shared(f.get32(0), all, all, f.name());
   store_to(f, current->block->written(f.get32(0), all, f.name()), bytes);
 }
+// Addresses of a cluster have the CTA's number in it, from 1 on, in the bits above these.
+constexpr int kCtaShift = 24;
+void map_to_cluster(Frame& f) {
+  const uint32 cta = f.get32(2);
+  if (cta >= current->block->cluster->blocks.size()) fail("%s: there is no CTA %u", f.name(), cta);
+  f.set(0, f.get32(1) | (cta + 1) << kCtaShift);
+}
+void load_cluster(Frame& f) {
+  const uint32 bytes = element_bytes(f), all = bytes * static_cast<uint32>(f.list(0).size());
+  const uint32 address = f.get32(1), cta = address >> kCtaShift;
+  Block* block = cta == 0 ? current->block : current->block->cluster->blocks[cta - 1];
+  if (block->running == 0) fail("%s: CTA %u of the cluster has ended", f.name(), cta - 1);
+  load_from(f, block->shared(address & ((1u << kCtaShift) - 1), all, all, f.name()), bytes);
+}
+void arrive_in_cluster(Frame& f) {
+  Cluster& cluster = *current->block->cluster;
+  if (current->arrived) fail("%s: a second time without a wait", f.name());
+  current->arrived = true;
+  current->arrived_phase = cluster.phase;
+  ++cluster.arrived;
+  cluster.settle();
+}
+void wait_for_cluster(Frame& f) {
+  Cluster& cluster = *current->block->cluster;
+  if (!current->arrived) fail("%s: without an arrival", f.name());
+  current->arrived = false;
+  if (cluster.phase != current->arrived_phase) return;
+  cluster.waiting.push_back(current);
+  wait("barrier.cluster");
+}
 unsigned char* global(const Frame& f, int i, uint32 bytes, uint32 alignment) {
   auto* memory = reinterpret_cast<unsigned char*>(f.get(i));
   check_global(memory, bytes, alignment, f.name());
@@ -951,6 +981,8 @@ const std::map<std::string, void (*)(Frame&)> kInstructions = {
     {"setp.gtu.f16x2", [](Frame& f) { compare_halves(f, greater_or_unordered, false); }},
     // Memory.
     {"ld.shared.*", load_shared},
+    {"ld.shared::cluster.*", load_cluster},
+    {"mapa.shared::cluster.u32", map_to_cluster},
     {"st.shared.*", store_shared},
     {"ld.global.*", load_global},
     {"ld.acquire.gpu.global.*", poll_global},
@@ -989,6 +1021,8 @@ const std::map<std::string, void (*)(Frame&)> kInstructions = {
     {"mbarrier.test_wait.parity.shared::cta.b64", test_barrier},
     {"mbarrier.try_wait.parity.shared::cta.b64", wait_until},
     {"fence.mbarrier_init.release.cluster", nothing},
+    {"barrier.cluster.arrive.release", arrive_in_cluster},
+    {"barrier.cluster.wait.acquire", wait_for_cluster},
     {"fence.proxy.async.shared::cta", [](Frame&) { current->fence(); }},
     // TMA and bulk copies.
     {"cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"

@@ -26,8 +26,9 @@ struct Loader {
   }
   static __device__ __forceinline__ void fence_writes() {}
 
-  __device__ __forceinline__ void run(const Line& line) {
-    for_blocks(p, line, share.part, [&](int block, const Pages& pages) { load(block, pages); });
+  template <class AnyLine>
+  __device__ __forceinline__ void run(const AnyLine& line) {
+    for_blocks(p, line, share, [&](int block, const Pages& pages) { load(block, pages); });
     ptx::copy_async_wait();
   }
 

@@ -30,8 +30,9 @@ struct Loader {
   // Ahead of loads to where this thread wrote.
   static __device__ __forceinline__ void fence_writes() { ptx::fence_async_proxy(); }
 
-  __device__ __forceinline__ void run(const Line& line) {
-    for_blocks(p, line, share.part, [&](int block, const Pages& pages) { load(block, pages); });
+  template <class AnyLine>
+  __device__ __forceinline__ void run(const AnyLine& line) {
+    for_blocks(p, line, share, [&](int block, const Pages& pages) { load(block, pages); });
   }
 
   __device__ __forceinline__ void load(int block, const Pages& pages) {

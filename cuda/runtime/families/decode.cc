@@ -29,8 +29,9 @@ struct DecodeLaunch {
   std::int64_t head_rows;  // and query rows of each
   std::int64_t block_kv;
   std::int64_t box_rows;
-  bool tma;            // loads by it; the second kernel starts before the first ends (sm_90)
-  double rotary_base;  // 0: queries and new keys are not rotated here
+  std::int64_t cluster;  // CTAs that share a unit and no others do; 1: parts of a line
+  bool tma;              // loads by it; the second kernel starts before the first ends (sm_90)
+  double rotary_base;    // 0: queries and new keys are not rotated here
 };
 
 }  // namespace jax_flash
@@ -40,7 +41,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("merge_threads"), StructMember<std::int64_t>("shared_bytes"),
     StructMember<std::int64_t>("heads"), StructMember<std::int64_t>("head_rows"),
     StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("box_rows"),
-    StructMember<bool>("tma"), StructMember<double>("rotary_base"));
+    StructMember<std::int64_t>("cluster"), StructMember<bool>("tma"),
+    StructMember<double>("rotary_base"));
 
 namespace jax_flash {
 namespace {
@@ -65,8 +67,9 @@ ffi::Error Check(const DecodeOperands& operands, const DecodeLaunch& launch) {
     return Invalid("the CUDA kernels of decoding take dims that 8 divides, not " +
                    std::to_string(s.head_dim) + " and " + std::to_string(s.value_dim));
   }
-  for (std::int64_t number : {launch.threads, launch.merge_threads, launch.shared_bytes,
-                              launch.heads, launch.head_rows, launch.block_kv, launch.box_rows}) {
+  for (std::int64_t number :
+       {launch.threads, launch.merge_threads, launch.shared_bytes, launch.heads, launch.head_rows,
+        launch.block_kv, launch.box_rows, launch.cluster}) {
     if (number < 1 || number > kMaxInt) return Invalid("a number of `launch` is out of range");
   }
   if (launch.box_rows > 256 || launch.block_kv % launch.box_rows != 0 ||
@@ -107,16 +110,22 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
   std::int64_t ctas = 0;
   const std::int64_t columns = (s.value_dim + 15) / 16 * 16;
   Workspaces workspaces(rets, !appends ? 2 : operands.values_in_keys ? 3 : 4);
-  workspaces.Take("partial_out", {&ctas, 2, launch.heads * launch.head_rows, columns},
-                  &params.partial_out);
-  workspaces.Take("partial_rows", {ctas, 2, launch.heads * launch.head_rows, 2},
-                  &params.partial_rows);
-  if (workspaces.error().failure()) return workspaces.error();
   const std::int64_t shares = s.kv_heads / launch.heads * params.row_groups;
   params.shares = static_cast<int>(shares);
-  params.parts = static_cast<int>(std::min(ctas / shares, kMaxInt / shares));
-  if (params.parts < 1) return Invalid("the workspace partial_out has too few CTAs");
-  ctas = params.parts * shares;
+  const bool in_clusters = launch.cluster > 1;
+  if (in_clusters) {
+    if (s.batch > kMaxInt / (shares * launch.cluster)) return Invalid("too many clusters");
+    ctas = s.batch * shares * launch.cluster;
+  } else {
+    workspaces.Take("partial_out", {&ctas, 2, launch.heads * launch.head_rows, columns},
+                    &params.partial_out);
+    workspaces.Take("partial_rows", {ctas, 2, launch.heads * launch.head_rows, 2},
+                    &params.partial_rows);
+    if (workspaces.error().failure()) return workspaces.error();
+    params.parts = static_cast<int>(std::min(ctas / shares, kMaxInt / shares));
+    if (params.parts < 1) return Invalid("the workspace partial_out has too few CTAs");
+    ctas = params.parts * shares;
+  }
 
   params.key_data = operands.k;
   params.value_data = operands.values_in_keys ? nullptr : operands.v;
@@ -173,9 +182,13 @@ ffi::Error Decode(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets r
     map(operands.k, s.head_dim, &params.key);
     if (!operands.values_in_keys) map(operands.v, s.value_dim, &params.value);
   }
-  session.Launch("flash_decode", {ctas, launch.threads, launch.shared_bytes}, &params);
-  session.Launch("flash_decode_merge", {ctas, launch.merge_threads, 0, /*overlaps=*/launch.tma},
+  session.Launch("flash_decode",
+                 {ctas, launch.threads, launch.shared_bytes, /*overlaps=*/false, launch.cluster},
                  &params);
+  if (!in_clusters) {
+    session.Launch("flash_decode_merge", {ctas, launch.merge_threads, 0, /*overlaps=*/launch.tma},
+                   &params);
+  }
   return session.error();
 }
 

@@ -11,7 +11,7 @@
 // memory = ForwardTiling.shared_bytes (jax_flash/_gpu/sm90.py).
 struct ForwardParams {
   // Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B), strides
-  // in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 256 B, zero fill.
+  // in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 128 B, zero fill.
   // Empty without kTmaLoads.
   TensorMap query;  // [B, T, N, H]  box (64, kPackedHeads, 64 / kPackedHeads, 1)
   TensorMap key;    // [B, S, K, H]  box (64, 1, kBlockKV, 1)
