@@ -8,6 +8,7 @@
 #include "forward_exact.cuh"
 #include "fragment.cuh"
 #include "sm80/forward_copy.cuh"
+#include "sm80/products.cuh"
 #include "softmax.cuh"
 
 namespace forward {
@@ -193,27 +194,25 @@ struct Rows {
       for (float& x : tile) x = 0.0f;
     }
     // Lanes in the order of matrices: A has rows first, B, which is transposed, columns.
-    // Opaque: addresses would be computed ahead of the loop, for registers that are not there.
-    const int thread = ptx::opaque(threadIdx.x), lane = thread % 32;
-    const int query = thread / 32 % kRowWarps * 16 + lane % 16;
-    const int key = lane / 16 * 8 + lane % 8;
+    const uint32 lane = opaque_lane();
     // Past the head dim there are zeros, as far as a part may reach.
     const int first = value_warp() * kWarpSteps;  // of 16 columns
     queries += first / 4 * kUnitRows * kBoxRowBytes;
     keys += first / 4 * kBlockKV * kBoxRowBytes;
-    const int skipped = kWarpSteps % 4 == 0 ? 0 : first % 4;
+    const uint32 skipped = kWarpSteps % 4 == 0 ? 0 : first % 4;
+    const LaneOfTile<kUnitRows> query_at(queries, row_warp() * 16 + lane % 16, lane / 16);
+    const LaneOfTile<kBlockKV> key_at(keys, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll kStepsAtOnce
     for (int step = 0; step < kWarpSteps; ++step) {
       uint32 a[kRowTiles][kParts][4];
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-        load_parts<kHeadDim, kUnitRows>(queries, query + kTileRows * tile,
-                                        2 * (skipped + step) + lane / 16, a[tile]);
+        load_parts<kHeadDim, kUnitRows>(query_at.at(skipped + step, kTileRows * tile), a[tile]);
       }
 #pragma unroll
       for (int j = 0; j < kBlockKV / 16; ++j) {
         uint32 b[kParts][4];
-        load_parts<kHeadDim, kBlockKV>(keys, key + 16 * j, 2 * (skipped + step) + lane / 8 % 2, b);
+        load_parts<kHeadDim, kBlockKV>(key_at.at(skipped + step, 16 * j), b);
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
           multiply_parts<Element>(scores[tile], 8 * j, a[tile], b);
@@ -223,10 +222,11 @@ struct Rows {
   }
   __device__ __forceinline__ void multiply_values(uint32 values,
                                                   const Weights<Element> (&weights)[kRowTiles]) {
-    const int lane = threadIdx.x % 32, key = lane % 16, chunk = lane / 16;
+    const uint32 lane = opaque_lane();
     const int first = value_warp() * (kWarpColumns / 16);
     values += first / 4 * kBlockKV * kBoxRowBytes;
-    const int skipped = kWarpColumns % 64 == 0 ? 0 : first % 4;
+    const uint32 skipped = kWarpColumns % 64 == 0 ? 0 : first % 4;
+    const LaneOfTile<kBlockKV> value_at(values, lane % 16, lane / 16);
 #pragma unroll
     for (int j = 0; j < kBlockKV / 16; ++j) {
       uint32 a[kRowTiles][kParts][4];
@@ -240,9 +240,7 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {
           ptx::load_transposed_x4(
-              chunk_address<kBlockKV>(values + i * kPlaneBytes<kValueDim, kBlockKV>, key + 16 * j,
-                                      2 * (skipped + column) + chunk),
-              b[i]);
+              value_at.at(skipped + column, 16 * j) + i * kPlaneBytes<kValueDim, kBlockKV>, b[i]);
         }
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
@@ -252,12 +250,10 @@ struct Rows {
     }
   }
   template <int kDim, int kRows>
-  static __device__ __forceinline__ void load_parts(uint32 tile, int row, int chunk,
-                                                    uint32 (&parts)[kParts][4]) {
+  static __device__ __forceinline__ void load_parts(uint32 from, uint32 (&parts)[kParts][4]) {
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      ptx::load_matrix_x4(chunk_address<kRows>(tile + i * kPlaneBytes<kDim, kRows>, row, chunk),
-                          parts[i]);
+      ptx::load_matrix_x4(from + i * kPlaneBytes<kDim, kRows>, parts[i]);
     }
   }
   // Each warp has the scores of its part of the head dim; the keys, whose place they take, are of
