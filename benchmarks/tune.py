@@ -7,10 +7,12 @@ a clock that drifts hits all variants alike. The table comes last.
     python benchmarks/tune.py --head-dim 128 --length 512 1024 --causal \\
         --set block_kv=112 --set "stages=3 query_stages=1" --set dynamic=False
     python benchmarks/tune.py --pass backward --set reads_ahead=False --set l2_heads=2
+    python benchmarks/tune.py --family sm80 --set "block_kv=64 row_tiles=1"
     python benchmarks/tune.py --pass backward --deterministic --segment 1024 --set l2_heads=8
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import statistics
@@ -58,7 +60,8 @@ def main() -> None:
             _gpu.plan = functools.partial(plan_changed, plan, options.which, changes)
             try:
                 name = text or "as chosen"
-                calls[name] = build(options.which, cell, inputs, deterministic=deterministic)
+                with _gpu.prefer(options.family) if options.family else contextlib.nullcontext():
+                    calls[name] = build(options.which, cell, inputs, deterministic=deterministic)
             except ValueError as error:
                 rows.append(f"{cell.name:24s} {text:40s} {error}")
         _gpu.plan = plan
@@ -85,6 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--segment", type=int, help="length of packed documents")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--family", help="of kernels: sm80 on a Hopper GPU")
     parser.add_argument("--set", action="append", default=[], help="fields of the pass's tiling")
     return parser.parse_args()
 
