@@ -1,6 +1,8 @@
-"""Draws the documentation's figures, light and dark, from what was measured: docs/figures/*.svg.
+"""Draws the documentation's figures, light and dark: docs/figures/*.svg.
 
-python benchmarks/figures.py        # from the newest set in results/nvidia-h200
+python benchmarks/figures.py
+
+Charts are of the newest set in results/nvidia-h200; `drawings` has what is not measured.
 """
 
 import json
@@ -9,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import drawings
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import shapes
@@ -39,6 +42,8 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     for theme, color in THEMES.items():
         draw_speed(record, color, folder / f"speed-{theme}.svg")
+        for name in drawings.DRAWINGS:
+            (folder / f"{name}-{theme}.svg").write_text(drawings.draw(name, theme))
 
 
 def newest(folder: Path) -> dict[str, Any]:

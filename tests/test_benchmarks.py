@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ sys.path.insert(0, str(FOLDER))
 
 import charts  # noqa: E402
 import decode  # noqa: E402
+import drawings  # noqa: E402
 import exact  # noqa: E402
 import feature_peers  # noqa: E402
 import features  # noqa: E402
@@ -393,6 +395,39 @@ def test_figures_are_drawn_from_the_results(tmp_path: Path):
         texts = [re.findall(r">([^<>]+)</text>", x.read_text()) for x in (drawn, kept)]
         assert "724" in texts[0]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
+def test_drawings_are_of_todays_plans(name: str):
+    """If not: python benchmarks/figures.py."""
+    for theme in drawings.THEMES:
+        kept = FOLDER.parent / "docs" / "figures" / f"{name}-{theme}.svg"
+        assert drawings.draw(name, theme) == kept.read_text()
+
+
+def test_drawn_softmax_is_the_rows():
+    scores = np.array(drawings._SCORES)
+    base, _, total = drawings.online_softmax(drawings._SCORES, 4)[-1]
+    assert base + np.log(total) == pytest.approx(np.log(np.exp(scores).sum()))
+
+
+@pytest.mark.parametrize("of", ["forward", "backward"])
+def test_drawn_products_follow_each_other(of: str):
+    tile = drawings._plan(of, head_dim=128).tiling
+    spans = getattr(drawings, f"{of}_schedule")(tile, 4)
+    tensor = sorted((x.begin, x.end) for x in spans if x.lane in drawings.PRODUCTS)
+    assert all(one[1] <= two[0] for one, two in itertools.pairwise(tensor))
+    # docs/how-it-works.md: never idle.
+    assert sum(end - begin for begin, end in tensor) == tensor[-1][1] - tensor[0][0]
+
+
+def test_drawn_ring_computes_what_causality_leaves():
+    steps = drawings.ring_steps(4, "zigzag")
+    work = [0.0] * 4
+    for _, devices in steps:
+        for rank, (_, halves) in enumerate(devices):
+            work[rank] += sum({"own": 0.5, "whole": 1, "none": 0}[x] for row in halves for x in row)
+    assert work == [8 * 8 / 2 / 4] * 4
 
 
 def test_scaling_times_a_ring_its_kernels_and_its_link():
