@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -288,6 +289,7 @@ def trace(
     signature = f"f({', '.join(arguments)}) -> a scalar"
     if not callable(function):
         raise TypeError(f"{name} is {type(function).__name__}; expected a function {signature}")
+    check_takes(name, function, arguments)
 
     def converted(*scalars):
         x: Any = function(*scalars)
@@ -319,6 +321,20 @@ def trace(
     traced = Function(tuple(arguments), program, key=())
     key = (tuple(arguments), _derivative_keys(program))
     return dataclasses.replace(traced, key=key), [jnp.asarray(x) for x in captured]
+
+
+def check_takes(name: str, function: Callable[..., Any], arguments: Iterable[str]) -> None:
+    """Raises TypeError where a user's function does not take these arguments, by position."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin nothing is known ahead
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} takes {signature}; expected a function f({', '.join(arguments)}): {error}"
+        ) from None
 
 
 def _derivative_keys(program: Program, depth: int = 2) -> Hashable:

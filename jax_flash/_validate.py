@@ -290,9 +290,9 @@ def _block_mask(
             have not in (1, size) for have, size in zip(full, want, strict=True)
         ):
             raise ValueError(
-                f"block_mask has numbers {mask.numbers.shape} and bits {mask.bits.shape}; expected "
-                f"[*B, N, blocks, blocks] that broadcasts to {(*batch, q_heads, *counts)}, and "
-                f"[*B, C, {mask.block}, {mask.block // 16}] to the batch {batch}"
+                f"block_mask has {mask.numbers.shape[-3]} heads, batch {mask.numbers.shape[:-3]} "
+                f"and bits of batch {mask.bits.shape[:-3]}; expected what broadcasts to query's "
+                f"{q_heads} heads and batch {batch}: heads=None and batch=None make one for all"
             )
     pad = (1,) * (len(batch) + 3 - mask.numbers.ndim)
     numbers = jnp.reshape(mask.numbers, pad + mask.numbers.shape)
@@ -332,10 +332,10 @@ def _lengths(term: str, name: str, lengths, batch: tuple[int, ...], limit: int) 
     lengths = _in_full(lengths)
     if isinstance(lengths, jax.Array | np.ndarray) and lengths.dtype.name in _WIDE_INTEGERS:
         lengths = lengths.clip(0, _MAX_INT32)  # else 2**32 would come out as 0
-    hint = ""
+    hint = ", one length for each batch row"
     if getattr(lengths, "ndim", 0) == 1:
-        hint = (
-            ", one length for each batch row. If these are the cumulative lengths (cu_seqlens) of "
+        hint += (
+            ". If these are the cumulative lengths (cu_seqlens) of "
             f"packed sequences, pass {name.replace('lengths', 'ids').replace('seq', 'segment')} "
             f"instead: jnp.searchsorted(cu_seqlens, jnp.arange({limit}), side='right'), with the "
             "leading dims of query"

@@ -117,6 +117,7 @@ def prepare(
         )
     *batch, q_len, q_heads, head_dim = q.shape
     batch = tuple(batch)
+    lengths = row_lengths("lengths", lengths, batch, "query", q.shape)
     caches = Caches.of(key_cache, value_cache, page_table, batch)
     k = caches.key
     if q.dtype != k.dtype:
@@ -133,7 +134,8 @@ def prepare(
     if q_heads % kv_heads or not q_heads if kv_heads else q_heads:
         raise ValueError(
             f"query has {q_heads} heads (shape {q.shape}) and key_cache {kv_heads} (shape "
-            f"{k.shape}); expected the first to be a multiple of the second, above 0 if that is"
+            f"{k.shape}); expected a multiple of key_cache's heads, and 0 only of 0: query "
+            "[*B, T, N, H], key_cache [*B, L, K, H]"
         )
     appends = new_key is not None
     if not appends and new_value is not None:
@@ -168,7 +170,7 @@ def prepare(
         "q": q,
         "k": k,
         "v": caches.value,
-        "lengths": row_lengths("lengths", lengths, batch),
+        "lengths": lengths,
         "page_table": caches.page_table,
         **dict(zip(("new_k", "new_v"), new, strict=False)),
         **terms,
@@ -176,11 +178,21 @@ def prepare(
     return call, tuple(operands[name] for name in call.operands)
 
 
-def row_lengths(name: str, lengths: Any, batch: tuple[int, ...]) -> jax.Array:
-    """Checks int32 `[*B]` of any integer type; below 0 counts as 0."""
+def row_lengths(
+    name: str, lengths: Any, batch: tuple[int, ...], of: str, shape: tuple[int, ...]
+) -> jax.Array:
+    """Checks int32 `[*B]` of any integer type, *B that `of` has; below 0 counts as 0."""
+    if lengths is None:
+        raise TypeError(f"{name} is None; expected int32 [*B] = {batch}, one for each batch row")
     lengths = _integers(name, lengths, 0)
     if lengths.shape != batch:
-        raise ValueError(f"{name} has shape {lengths.shape}; expected [*B] = {batch}")
+        hint = ""
+        if lengths.ndim == len(batch) + 1:
+            hint = f". If {of} is one position [*B, N, H], pass {of}[..., None, :, :]"
+        raise ValueError(
+            f"{name} has shape {lengths.shape}; expected [*B] = {batch}, one for each batch row of "
+            f"{of} {shape}{hint}"
+        )
     return lengths
 
 

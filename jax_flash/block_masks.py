@@ -20,6 +20,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jax_flash._function import check_takes
+
 # What `BlockMask.numbers` has of a block that is not partial; 0 and more number partial ones.
 EMPTY, FULL = -2, -1
 WORD = 16  # keys of a word of bits: tiles of kernels start at any multiple of it
@@ -144,6 +146,7 @@ def block_mask(
             f"mask_mod is {type(mask_mod).__name__}; expected a function of (batch, head, query, "
             "key); jax_flash.block_mask_of takes a layout of blocks"
         )
+    check_takes("mask_mod", mask_mod, ("batch", "head", "query", "key"))
     q_len, kv_len = _size("q_len", q_len), _size("kv_len", kv_len)
     rows = 1 if batch is None else _size("batch", batch)
     planes = 1 if heads is None else _size("heads", heads)

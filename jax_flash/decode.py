@@ -175,10 +175,10 @@ def fill_cache(
     batch = new.shape[:-3]
     caches = _validate_decode.Caches.of(key_cache, value_cache, page_table, batch)
     arrays = caches.check_new(("key", "value"), key, value, new.shape[:-2])
-    stop = _validate_decode.row_lengths("lengths", lengths, batch)[..., None]
+    stop = _validate_decode.row_lengths("lengths", lengths, batch, "key", new.shape)[..., None]
     positions = jnp.arange(new.shape[-3], dtype=jnp.int32).reshape(*(1,) * len(batch), -1)
     if start is not None:
-        first = _validate_decode.row_lengths("start", start, batch)
+        first = _validate_decode.row_lengths("start", start, batch, "key", new.shape)
         positions = first[..., None] + positions
     positions = jnp.where(positions < stop, positions, -1)
     filled = [

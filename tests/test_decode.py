@@ -423,7 +423,9 @@ def test_wrong_arguments_are_named():
 
     cache, query, new = plain["key_cache"], plain["query"], plain["new_key"]
     refused("query has shape .*T from 1 to 64", query=jnp.zeros((3, 65, 4, 16)))
-    refused("a multiple of the second, above 0", query=query[:, :, :0])
+    refused("a multiple of key_cache's heads, and 0 only of 0", query=query[:, :, :0])
+    refused(r"lengths has shape \(3,\).*pass query\[..., None, :, :\]", query=query[:, 0])
+    refused(r"lengths is None; expected int32 \[\*B\] = \(3,\)", lengths=None)
     refused("query has dtype bfloat16 and key_cache float32", query=query.astype("bfloat16"))
     refused("query has 3 heads .* key_cache 2", query=query[:, :, :3])
     refused("equal head dims", query=query[..., :8])

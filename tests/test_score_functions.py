@@ -276,6 +276,11 @@ def test_under_remat_and_scan(qkv):
     ("options", "kind", "error"),
     [
         ({"score_mod": 3.0}, TypeError, "score_mod is float; expected a function f.score, batch"),
+        (
+            {"score_mod": scores.alibi},
+            TypeError,
+            r"score_mod takes \(slopes.*expected .*f.score, batch",
+        ),
         ({"score_mod": lambda s, b, h, i, j: i}, TypeError, "score_mod returns int32 of shape"),
         (
             {"score_mod": lambda s, b, h, i, j: s * jnp.ones(3)},
