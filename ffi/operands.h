@@ -1,7 +1,7 @@
 // Owns the reading of a custom call: attributes and operands as XLA hands them over, checked once
 // more (ranks, shapes, dtypes, ranges), into a plain struct. Shared by the CPU and CUDA handlers.
 // The operands' order and the attributes are those of jax_flash/_problem.py. Read next:
-// cpu/handlers.cc, cuda/runtime/handlers.cc.
+// cpu/handlers.cc, cuda/runtime/families/operands.h.
 
 #ifndef JAX_FLASH_FFI_OPERANDS_H_
 #define JAX_FLASH_FFI_OPERANDS_H_
