@@ -405,6 +405,16 @@ def test_drawings_are_of_todays_plans(name: str):
         assert drawings.draw(name, theme) == kept.read_text()
 
 
+@pytest.mark.parametrize("of", ["forward", "backward"])
+def test_documented_explanation_is_of_todays_plan(of: str):
+    page = (FOLDER.parent / "docs" / "performance.md").read_text()
+    shown = re.search(rf"^{of}: (\S+)\n(.*), \.\.\.$", page, re.MULTILINE)
+    assert shown is not None
+    source, tiling, *_ = str(drawings._plan(of, head_dim=128, is_causal=True)).splitlines()
+    assert shown[1] == source
+    assert tiling.startswith(shown[2] + ",")
+
+
 def test_drawn_softmax_is_the_rows():
     scores = np.array(drawings._SCORES)
     base, _, total = drawings.online_softmax(drawings._SCORES, 4)[-1]
