@@ -514,6 +514,7 @@ def decode(theme: str) -> Canvas:
     gpu = _gpu.spec.named("H200")
     assert gpu is not None
     tile = _gpu.plan(Decode(problem, None), Shapes.of(x, cache, cache, {}), gpu).tiling
+    assert tile.cluster == 1  # its rows and heads are too many for clusters
     lengths, parts = (900, 3000, 130, 1700, 520), 8
     found = line_of_blocks(lengths, tile.block_kv, parts)
     cell = 7
