@@ -21,6 +21,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash._function import check_takes
+from jax_flash.masks import Mask
 
 # What `BlockMask.numbers` has of a block that is not partial; 0 and more number partial ones.
 EMPTY, FULL = -2, -1
@@ -148,6 +149,13 @@ def block_mask(
         )
     check_takes("mask_mod", mask_mod, ("batch", "head", "query", "key"))
     q_len, kv_len = _size("q_len", q_len), _size("kv_len", kv_len)
+    for name, size in mask_mod.sizes.items() if isinstance(mask_mod, Mask) else ():
+        given = {"q_len": q_len, "kv_len": kv_len, "batch": batch}[name]
+        if given != size:
+            raise ValueError(
+                f"{name} is {given} and mask_mod reads arrays whose {name} is {size}; expected "
+                f"{name}={size}"
+            )
     rows = 1 if batch is None else _size("batch", batch)
     planes = 1 if heads is None else _size("heads", heads)
     grid = _Grid(mask_mod, q_len, kv_len, _block(block), rows, planes)

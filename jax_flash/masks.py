@@ -22,7 +22,7 @@ be the function itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,23 +32,41 @@ from jax.typing import ArrayLike
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A function of (batch, head, query, key) that `&`, `|` and `~` combine."""
+    """A function of (batch, head, query, key) that `&`, `|` and `~` combine.
+
+    Attributes:
+      function: it.
+      sizes: "q_len", "kv_len" and "batch" where it reads arrays that have such a dim; `block_mask`
+        takes it for these alone.
+    """
 
     function: Callable[[Any, Any, Any, Any], Any]
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict, compare=False)
 
     def __call__(self, batch, head, query, key):
         return self.function(batch, head, query, key)
 
     def __and__(self, other: Callable[..., Any]) -> Mask:
-        return Mask(lambda *at: self(*at) & other(*at))
+        return Mask(lambda *at: self(*at) & other(*at), _common_sizes(self, other))
 
     def __or__(self, other: Callable[..., Any]) -> Mask:
-        return Mask(lambda *at: self(*at) | other(*at))
+        return Mask(lambda *at: self(*at) | other(*at), _common_sizes(self, other))
 
     def __invert__(self) -> Mask:
-        return Mask(lambda *at: ~jnp.asarray(self(*at)))
+        return Mask(lambda *at: ~jnp.asarray(self(*at)), self.sizes)
 
     __rand__, __ror__ = __and__, __or__
+
+
+def _common_sizes(*functions: Callable[..., Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for function in functions:
+        for name, size in function.sizes.items() if isinstance(function, Mask) else ():
+            if found.setdefault(name, size) != size:
+                raise ValueError(
+                    f"masks of {name} {found[name]} and {size} are combined; expected one {name}"
+                )
+    return found
 
 
 def causal(offset: int = 0) -> Mask:
@@ -91,7 +109,10 @@ def prefix_lm(prefix: ArrayLike) -> Mask:
       [True, True, True, False, False]
     """
     lengths = jnp.asarray(prefix)
-    return Mask(lambda b, h, q, k: (k <= q) | (k < (lengths[b] if lengths.ndim else lengths)))
+    return Mask(
+        lambda b, h, q, k: (k <= q) | (k < (lengths[b] if lengths.ndim else lengths)),
+        dict(zip(("batch",), lengths.shape, strict=False)),
+    )
 
 
 def documents(query_ids: ArrayLike, key_value_ids: ArrayLike | None = None) -> Mask:
@@ -116,7 +137,13 @@ def documents(query_ids: ArrayLike, key_value_ids: ArrayLike | None = None) -> M
     def of(ids, b, i):
         return ids[b, i] if ids.ndim == 2 else ids[i]
 
-    return Mask(lambda b, h, q, k: of(queries, b, q) == of(keys, b, k))
+    sizes = {"q_len": queries.shape[-1], "kv_len": keys.shape[-1]}
+    for name, ids in (("query_ids", queries), ("key_value_ids", keys)):
+        if ids.ndim not in (1, 2):
+            raise ValueError(f"{name} has shape {ids.shape}; expected one or two dims: [B, length]")
+        if ids.ndim == 2:
+            sizes["batch"] = ids.shape[0]
+    return Mask(lambda b, h, q, k: of(queries, b, q) == of(keys, b, k), sizes)
 
 
 def dilated(window: int, dilation: int) -> Mask:

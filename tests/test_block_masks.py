@@ -140,6 +140,22 @@ def test_wrong_arguments_are_named():
     cases = [
         (lambda: make(np.ones((64, 64), bool)), TypeError, "mask_mod is ndarray.*block_mask_of"),
         (
+            lambda: make(masks.documents(np.zeros((2, 64), int))),
+            ValueError,
+            "batch is None and mask_mod reads arrays whose batch is 2; expected batch=2",
+        ),
+        (
+            lambda: make(masks.causal() & masks.documents(np.zeros(7, int), np.zeros(64, int))),
+            ValueError,
+            "expected q_len=7",
+        ),
+        (lambda: make(~masks.prefix_lm(np.ones(3, int)), batch=2), ValueError, "expected batch=3"),
+        (
+            lambda: masks.documents(np.zeros(7, int)) | masks.documents(np.zeros(8, int)),
+            ValueError,
+            "masks of q_len 7 and 8 are combined",
+        ),
+        (
             lambda: make(lambda q, k: q >= k),
             TypeError,
             r"mask_mod takes \(q, k\); expected .*batch",
