@@ -19,7 +19,13 @@ from jax_flash.attention import Window
 
 
 class Decoded(NamedTuple):
-    """What `decode_attention` returns."""
+    """What `decode_attention` returns.
+
+    Attributes:
+      out: `[*B, T, N, Hv]`, in query's dtype.
+      lse: `[*B, T, N]`, float32, or float64 if query is.
+      key_cache, value_cache: as they are then; value_cache is None where there is none.
+    """
 
     out: Annotated[jax.Array, "*B T N Hv"]
     lse: Annotated[jax.Array, "*B T N"]

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_flash
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text())
 
@@ -28,6 +30,12 @@ def examples(page: Path) -> list[str]:
 def test_the_examples_run(page: Path):
     for example in examples(page):
         exec(compile(example, str(page), "exec"), {})
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "reference.md").read_text()
+    named = set(re.findall(r"^::: jax_flash\.(\w+)$", page, re.MULTILINE))
+    assert named == {*jax_flash.__all__} - {"__version__"}
 
 
 # ---- recipes -------------------------------------------------------------------------------------
