@@ -1,8 +1,9 @@
 """Compiles the tuned CUDA kernels for their architecture and reads the compiler's report: no GPU.
 
 Compiled are the plain kernels, those with the fewest registers to spare, and of all others so many
-that any two flags that meet in one of them meet in one that is compiled. After a change of kernels
-or tilings JAX_FLASH_COMPILE_ALL=1 compiles all: three hundred, 2 to 3 s each.
+that any two features that meet in one of them meet in one that is compiled, and each meets each
+head dim. After a change of kernels or tilings JAX_FLASH_COMPILE_ALL=1 compiles all: three hundred,
+2 to 3 s each.
 
 The cache of compiled kernels holds the reports too: what it has, by the text of all sources, the
 constants and the compiler's version, is not compiled again, on another jax or Python say.
@@ -71,6 +72,7 @@ def tuned() -> Configurations:
 
 
 def others() -> Configurations:
+    yield from together()
     for name, change in FEATURES.items():
         yield name, dataclasses.replace(PLAIN, **change), SHAPES
     odd = dataclasses.replace(SHAPES, q_len=4095)  # dq does not hold half of its own sum
@@ -92,6 +94,63 @@ def others() -> Configurations:
     )
     everything = dataclasses.replace(PLAIN, **FEATURES["everything"])
     yield "100/36 everything", everything, dataclasses.replace(SHAPES, head_dim=100, value_dim=36)
+
+
+def together() -> Configurations:
+    """Many features in one program, chosen so that none is spilled."""
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
+    packed = {"q_len": 16, "kv_heads": 4}
+    window: dict[str, Any] = {"window": (1024, 100)}
+    causal: dict[str, Any] = {"window": (None, 0)}
+    many = (*LENGTHS, *SEGMENTS, *POSITIONS)
+    # Terms of each, and the head and value dims.
+    chosen: list[tuple[dict, dict, tuple[tuple[int, int], ...]]] = [
+        (window | {"terms": many}, {}, ((64, 64), (128, 128), (255, 255))),
+        (
+            causal | {"terms": (*many, "sinks"), "deterministic": True},
+            {},
+            ((64, 64), (128, 128), (256, 256)),
+        ),
+        (
+            causal | DROPOUT | {"terms": (*POSITIONS, "dropout_state"), "softcap": 30.0},
+            {},
+            ((64, 64), (128, 128), (256, 256)),
+        ),
+        (window | {"terms": POSITIONS, "softcap": 30.0}, packed, ((256, 256),)),
+        (window | {"terms": POSITIONS, "dtype": "float16"}, packed, ((33, 7),)),
+        (
+            causal | {"terms": ("bias", *LENGTHS, *POSITIONS, "sinks")},
+            {"bias": bias},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            {"window": (1024, 0), "terms": ("bias", *POSITIONS, "sinks"), "dtype": "float16"},
+            {"bias": bias},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            DROPOUT | {"window": (1024, None), "terms": ("mask", *POSITIONS, "dropout_state")},
+            {"mask": mask},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            DROPOUT | {"terms": ("bias", "mask", "dropout_state")},
+            {"bias": bias, "mask": mask},
+            ((64, 64), (128, 128)),
+        ),
+    ]
+    for change, of, dims in chosen:
+        problem = dataclasses.replace(PLAIN, **change)
+        for head_dim, value_dim in dims:
+            shapes = dataclasses.replace(SHAPES, head_dim=head_dim, value_dim=value_dim, **of)
+            yield f"{head_dim}/{value_dim} {' '.join(problem.terms)}", problem, shapes
+    of_keys = dataclasses.replace(bias, queries=1)
+    for dim, dtype in [(64, "bfloat16"), (256, "float32")]:
+        for _, problem, shapes in functions_of_scores(("alibi", dim)):
+            problem = dataclasses.replace(problem, terms=("bias", *problem.terms), window=(None, 0))
+            shapes = dataclasses.replace(shapes, bias=dataclasses.replace(of_keys, dtype=dtype))
+            yield f"{dim} alibi as a function and bias of keys", problem, shapes
 
 
 def functions_of_scores(*chosen: tuple[str, int]) -> Configurations:
@@ -240,10 +299,15 @@ def biases() -> Configurations:
     yield "100/36 bias mask", dataclasses.replace(PLAIN, terms=("bias", "mask")), shapes
 
 
-def flags(plan: _gpu.Plan) -> set:
-    """What is compiled into a program, but for the numbers that follow from it."""
+def features(plan: _gpu.Plan) -> set:
+    """What a program is compiled with beside the plain one's, and its head dim."""
     names = {"kBiasAlignment", "kMaskAlignment", "kPackedHeads"}
-    chosen = {(k, v) for k, v in plan.constants.items() if isinstance(v, bool) or k in names}
+    plain = {"kBFloat16": True, "kTmaLoads": True}
+    chosen = {
+        (name, value)
+        for name, value in plan.constants.items()
+        if (isinstance(value, bool) and value != plain.get(name, False)) or name in names
+    }
     return chosen | {("head dim", -(-plan.constants["kHeadDim"] // 64))}
 
 
@@ -259,7 +323,11 @@ def plans(name: str) -> list[Any]:
         return found
 
     def pairs(plan: _gpu.Plan) -> set:
-        return set(itertools.combinations(sorted(flags(plan)), 2))
+        return set(itertools.combinations(sorted(features(plan)), 2))
+
+    def gain(program: Any) -> float:
+        wide = rest[program][1].constants["kHeadDim"] > 128  # takes twice as long
+        return len(pairs_of[program] & missing) / (1 + wide)
 
     chosen, rest = programs(tuned()), programs(others())
     if os.environ.get("JAX_FLASH_COMPILE_ALL"):
@@ -268,7 +336,7 @@ def plans(name: str) -> list[Any]:
     missing = set().union(*pairs_of.values())
     missing -= set().union(*(pairs(plan) for _, plan in chosen.values()))
     while missing:
-        program = max(pairs_of, key=lambda x: len(pairs_of[x] & missing))  # the first of several
+        program = max(pairs_of, key=gain)  # the first of several
         chosen[program] = rest[program]
         missing -= pairs_of[program]
     return [pytest.param(plan, id=configuration) for configuration, plan in chosen.values()]
