@@ -83,14 +83,15 @@ struct Inputs {
   DType bias_dtype = DType::kFloat32;
   Broadcast mask;  // bytes, nonzero: visible; data null: absent
   BlockMask blocks;
-  const int32_t* q_lengths = nullptr;       // [B]
-  const int32_t* kv_lengths = nullptr;      // [B]
-  const int32_t* q_segments = nullptr;      // [B, T], with kv_segments or neither
-  const int32_t* kv_segments = nullptr;     // [B, S]
-  const int32_t* q_positions = nullptr;     // [B, T], with kv_positions or neither
-  const int32_t* kv_positions = nullptr;    // [B, S]
-  Broadcast sinks;                          // float32; heads = N, rows = keys = 1
-  const uint32_t* dropout_state = nullptr;  // [B, N, 4]: key0, key1, head id, batch id
+  const int32_t* q_lengths = nullptr;     // [B]
+  const int32_t* kv_lengths = nullptr;    // [B]
+  const int32_t* q_segments = nullptr;    // [B, T], with kv_segments or neither
+  const int32_t* kv_segments = nullptr;   // [B, S]
+  const int32_t* q_positions = nullptr;   // [B, T], with kv_positions or neither
+  const int32_t* kv_positions = nullptr;  // [B, S]
+  Broadcast sinks;                        // float32; heads = N, rows = keys = 1
+  // [B, N, 6]: key0, key1, head id, batch id; the indices of query 0 and key 0, multiples of 16
+  const uint32_t* dropout_state = nullptr;
 };
 
 struct ForwardCall {

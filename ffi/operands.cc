@@ -194,7 +194,7 @@ std::int64_t TermDim(char letter, const Sizes& s, std::int64_t own) {
     case 'U':
       return 2;  // batch row and head
     default:
-      return 4;  // W: words of the state of dropout
+      return 6;  // W: words of the state of dropout
   }
 }
 

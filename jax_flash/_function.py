@@ -233,6 +233,23 @@ class Function:
         read |= {x for x in self.program.results if isinstance(x, int)}
         return frozenset(name for i, name in enumerate(self.arguments) if i in read)
 
+    def after(self, change: Callable[..., Mapping[str, Any]], reads: Sequence[Aval]) -> Function:
+        """Composes it with a change of its scalars.
+
+        Arguments:
+          change: gets the scalars by name and arrays of `reads`; returns those that change.
+          reads: what follows the arrays of this function.
+        """
+        count, arrays = len(self.arguments), len(self.program.inputs)
+
+        def changed(inputs):
+            scalars = dict(zip(self.arguments, inputs[:count], strict=True))
+            scalars |= change(scalars, *inputs[arrays:])
+            return self.program.apply([*scalars.values(), *inputs[count:arrays]])
+
+        program = self.program._retrace(changed, [*self.program.inputs, *reads])
+        return Function(self.arguments, program, key=(self.arguments, _derivative_keys(program)))
+
     def of_tile(
         self, visible: jax.Array, arguments: Sequence[jax.Array], captures: Sequence[jax.Array]
     ) -> jax.Array:
@@ -492,10 +509,9 @@ class _Builder:
         ]
         inputs = tuple(map(_root, operands))
         # Where the tile is, no mesh applies.
-        params = {
-            k: None if k in ("sharding", "out_sharding") else x for k, x in eqn.params.items()
-        }
-        self.steps.append(_Pending(eqn.primitive, params, inputs, tuple(outputs)))
+        self.steps.append(
+            _Pending(eqn.primitive, _without_mesh(eqn.params), inputs, tuple(outputs))
+        )
         return outputs
 
     def _widened(self, x: Any) -> Any:
@@ -533,11 +549,16 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic) and x.shape == ()
 
 
+def _without_mesh(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if "sharding" in name else x for name, x in params.items()}
+
+
 def _compute(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Evaluates what does not depend on scalars; of numbers alone now, at any place."""
     if all(_is_number(x) for x in operands):
-        with jax.ensure_compile_time_eval():
-            results = _bind(eqn.primitive, [*map(jnp.asarray, operands)], eqn.params)
+        with jax.ensure_compile_time_eval(), use_abstract_mesh(_NO_MESH):
+            arrays = [jnp.asarray(x) for x in operands]
+            results = _bind(eqn.primitive, arrays, _without_mesh(eqn.params))
             return [np.asarray(x) for x in results]
     arrays = [jnp.asarray(x) for x in operands]
     return _bind(eqn.primitive, vary_over(arrays, arrays), eqn.params)

@@ -71,14 +71,15 @@ def keep_mask(
     """Computes which weights dropout keeps in one tile.
 
     Arguments:
-      state: uint32 `[..., 4]`: key word 0, key word 1, head id, batch id.
+      state: uint32 `[..., 6]`: key word 0, key word 1, head id, batch id, and what the whole
+        sequence counts query 0 and key 0 as: multiples of 16, by which whole counters are left out.
       rate: probability of dropping, of `round_rate`.
       query_start, key_start: indices of the tile's first query and key.
       q_len, kv_len: size of the tile.
 
     Returns: bool `[..., q_len, kv_len]`.
     """
-    k0, k1, head, batch = (state[..., i, None, None] for i in range(4))
+    k0, k1, head, batch, query, key = (state[..., i, None, None] for i in range(6))
     lead = (1,) * (state.ndim - 1)  # all of one rank, for jax_numpy_rank_promotion
 
     def counters(start: Any, length: int, each: int) -> tuple[int, jax.Array]:
@@ -90,7 +91,13 @@ def keep_mask(
     q_groups, rows = counters(query_start, q_len, 8)
     k_groups, columns = counters(key_start, kv_len, 4)
     words = philox(
-        (k0, k1), (columns.reshape(*lead, 1, -1), rows.reshape(*lead, -1, 1), head, batch)
+        (k0, k1),
+        (
+            columns.reshape(*lead, 1, -1) + key // 16 * 4,
+            rows.reshape(*lead, -1, 1) + query // 16 * 8,
+            head,
+            batch,
+        ),
     )
     halves = [(word >> shift) % _STEPS for word in words for shift in (0, 16)]
     draws = jnp.stack(halves, axis=-1)  # [..., q // 16 and q % 8, k // 16 and k % 8 // 2, 8]

@@ -70,6 +70,9 @@ inline float fminf(float a, float b) { return std::fmin(a, b); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+struct uint2 {
+  unsigned x, y;
+};
 struct uint4 {
   unsigned x, y, z, w;
 };
@@ -246,7 +249,7 @@ struct Drop {
     const int row = this_lane / 4, column = this_lane % 4 * 2;
     DroppedPairs<64> pairs;
     for (int i = 0; i < 4; ++i) {
-      pairs.draw(p, draws, Draws::of_query(query + row), Draws::of_key(key + column), i);
+      pairs.draw(p, draws, draws.of_query(query + row), draws.of_key(key + column), i);
     }
     for (int i = 0; i < 32; ++i) {
       by_query[(row + 8 * fragment::row(i)) * 64 + column + fragment::column(i)] =

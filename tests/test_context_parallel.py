@@ -223,7 +223,7 @@ def test_results_of_half_precision_are_merged_in_float32():
     one = functools.partial(gradients, jax_flash.flash_attention)
     truth, alone = jax.jit(one)(wide), jax.jit(one)(arrays)
     with jax.set_mesh(mesh_of(seq=SHARDS)):
-        ring = functools.partial(attention, axis_name="seq", strategy="ring")
+        ring = functools.partial(attention, axis_name="seq", strategy="ring", backend="xla")
         got = jax.jit(functools.partial(gradients, ring))(arrays)
 
     def error(x, exact):
@@ -258,6 +258,116 @@ def test_dropout_has_one_devices_pattern(inside):
         for b in range(B)
     ]
     np.testing.assert_array_equal(kept, expected)
+
+
+# ---- what counts tokens of the whole sequence ----------------------------------------------------
+
+LONG = 128  # halves of a device's tokens are whole blocks of 16
+FEATURES = ("score", "blocks", "dropout")
+
+
+@functools.cache
+def blocks():
+    def sees(batch, head, query, key):
+        shown = (query // 16 + 2 * (key // 16) + head) % 3 > 0
+        return shown & ((query + 5 * key + batch) % 7 > 1)
+
+    with jax.ensure_compile_time_eval():
+        return jax_flash.block_mask(sees, q_len=LONG, kv_len=LONG, batch=B, heads=N, block=16)
+
+
+def programmed(attend, features):
+    """Attention with these features; "table" `[N, 9]` belongs to the function of the scores."""
+
+    def attend_with(*, table, **arguments):
+        def score_mod(score, batch, head, query, key):
+            at = table[head, jnp.clip(key - query + 4, 0, 8)]
+            return score * (1 + 0.5 * jnp.cos(query - 2.0 * key + batch)) + at
+
+        options = {
+            "score": {"score_mod": score_mod},
+            "blocks": {"block_mask": blocks()},
+            "dropout": {"dropout_rate": 0.4, "dropout_key": jax.random.key(3)},
+        }
+        chosen = [options[name] for name in features]
+        return attend(**arguments, **{k: x for each in chosen for k, x in each.items()})
+
+    return attend_with
+
+
+def programmed_arrays():
+    shapes = {"query": N, "key": K, "value": K}
+    floats = {n: normal(i, B, LONG, x, H) for i, (n, x) in enumerate(shapes.items())}
+    return floats | {"table": normal(6, N, 9)}, [normal(7, B, LONG, N, H), normal(8, B, LONG, N)]
+
+
+@functools.cache
+def programmed_on_one_device(features, backend, window):
+    floats, cotangents = programmed_arrays()
+    attend = functools.partial(jax_flash.flash_attention, backend=backend, **dict(window))
+    return step_of(programmed(attend, features), {})(floats, {}, *cotangents)
+
+
+CAUSAL, NEAR = (("is_causal", True),), (("local_window_size", (9, 20)),)
+TWO = ("outer", "inner")
+PROGRAMMED = [
+    ("ring", "contiguous", FEATURES[1:], "cpu", NEAR, "seq"),
+    ("ring", "zigzag", FEATURES[:1], "xla", CAUSAL, "seq"),
+    ("ring", "zigzag", FEATURES[1:], "cpu", (), "seq"),
+    ("ring", "striped", FEATURES[:1], "xla", CAUSAL, "seq"),
+    ("ring", "zigzag", FEATURES[1:], "cpu", CAUSAL, TWO),
+    ("ring", "striped", FEATURES[:1], "xla", (), TWO),
+    ("all_gather", "contiguous", FEATURES[:2], "xla", NEAR, "seq"),
+    ("all_gather", "zigzag", FEATURES[1:], "cpu", CAUSAL, "seq"),
+    ("all_to_all", "striped", FEATURES[:1], "xla", CAUSAL, "seq"),
+    (None, "striped", FEATURES[1:], "cpu", CAUSAL, "seq"),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order", "features", "backend", "window", "axis_name"), PROGRAMMED
+)
+def test_tokens_count_in_the_whole_sequence(strategy, order, features, backend, window, axis_name):
+    mesh = mesh_of(outer=2, inner=2) if axis_name == TWO else mesh_of(seq=SHARDS)
+    floats, cotangents = programmed_arrays()
+    attend = functools.partial(
+        attention,
+        axis_name=axis_name,
+        strategy=strategy,
+        order=order,
+        backend=backend,
+        **dict(window),
+    )
+    with jax.set_mesh(mesh):
+        step = step_of(programmed(attend, features), {})
+        got, results = step(
+            {n: along(reorder, n, x, order) for n, x in floats.items()},
+            {},
+            *(reorder(x, order, SHARDS, 1) for x in cotangents),
+        )
+    got = {n: along(restore, n, np.asarray(x), order) for n, x in got.items()}
+    results = tuple(restore(np.asarray(x), order, SHARDS, 1) for x in results)
+    close((got, results), programmed_on_one_device(features, backend, window))
+
+
+def test_score_functions_inside_shard_map():
+    """An array that all devices share gets one gradient, the sum of theirs."""
+    mesh = mesh_of(seq=SHARDS)
+    floats, _ = programmed_arrays()
+
+    def local(floats):
+        ring = functools.partial(attention, axis_name="seq", strategy="ring", backend="xla")
+        return programmed(ring, FEATURES[:1])(**floats)
+
+    specs = {name: P() if name == "table" else SPLIT for name in floats}
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=SPLIT)
+
+    def gradients(attend):
+        return jax.jit(jax.grad(lambda floats: jnp.sum(jnp.sin(attend(floats)))))(floats)
+
+    one = functools.partial(jax_flash.flash_attention, backend="xla")
+    one = programmed(one, FEATURES[:1])
+    close(gradients(mapped), gradients(lambda floats: one(**floats)))
 
 
 # ---- orders --------------------------------------------------------------------------------------
@@ -527,6 +637,7 @@ def long(length=T, heads=N, kv_heads=K):
     return [jnp.ones((1, length, n, H)) for n in (heads, kv_heads, kv_heads)]
 
 
+DROPS = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
 FAULTS = {
     "T": (long(66), {}, ValueError, r"T of query is 66 \(shape .*multiple of 4, the devices"),
     "S": ([long()[0], *long(65)[1:]], {}, ValueError, "S of key is 65 .*multiple of 4"),
@@ -549,9 +660,21 @@ FAULTS = {
     "axes": (long(), {"axis_name": ("seq", "seq")}, ValueError, "expected the name of a mesh axis"),
     "dropout": (
         long(),
-        {"strategy": "ring", "dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+        {"strategy": "ring", "order": "zigzag", **DROPS},
         NotImplementedError,
-        "expected strategy='all_to_all'",
+        "dropout's pattern is made of squares of 16 .* runs of 8 tokens, no multiple;.*all_to_all",
+    ),
+    "striped dropout": (
+        long(heads=6, kv_heads=6),
+        {"order": "striped", **DROPS},
+        NotImplementedError,
+        "which order 'striped' spreads over .*'all_to_all': query has 6 heads",
+    ),
+    "blocks": (
+        long(192),
+        {"strategy": "all_gather", "block_mask": jax_flash.block_mask_of(jnp.ones((2, 2), bool))},
+        NotImplementedError,
+        "block_mask is made of squares of 128 .* runs of 48 tokens",
     ),
     "bias": (
         long(),

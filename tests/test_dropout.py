@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import jax_flash
+from jax_flash import _ops
+from jax_flash._problem import Problem
 
 from . import fake_warp, numpy_oracle
 from .cases import dropout_words
@@ -91,6 +93,35 @@ def test_pattern_and_gradient_s_pattern_in_16_bits(rate, dims, backend):
         np.testing.assert_allclose(
             np.asarray(dv[:, :, 0, : want.shape[-1]], np.float64), want, rtol=2**-7
         )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_part_of_a_sequence_has_its_part_of_the_pattern(dtype, backend):
+    """As strategies of context parallelism ask for: the state says where queries and keys stand."""
+    key, rate, N, T, S, query, key_from = jax.random.key(4), 0.4, 3, 70, 64, 48, 80
+    keep = expected(key, rate=rate, batch=(2,), T=query + T, S=key_from + S, N=N)
+    keep = keep[:, :, query:, key_from:]
+    ids = np.indices((2, N)).astype(np.uint32)
+    words = np.broadcast_to(np.array(dropout_words(key), np.uint32)[:, None, None], (2, 2, N))
+    first = np.broadcast_to(np.array([query, key_from], np.uint32)[:, None, None], (2, 2, N))
+    state = jnp.asarray(np.stack([*words, ids[1], ids[0], *first], axis=-1))
+    zeros = jnp.zeros((2, T, N, 64), dtype), jnp.zeros((2, S, N, 64), dtype)
+    problem = Problem(
+        dtype=jnp.dtype(dtype).name, scale=1.0, dropout_rate=rate, terms=("dropout_state",)
+    )
+
+    def out(v):
+        return _ops.attend(problem, backend, *zeros, v, state)[0]
+
+    v = jnp.broadcast_to(jnp.eye(S, dtype=dtype)[:, None], (2, S, N, 64))
+    if backend == "cuda" and dtype == jnp.float32:  # which has no gradient there
+        got = jax.jit(out)(v)
+    else:
+        got, pull = jax.vjp(jax.jit(out), v)
+        dout = jnp.broadcast_to(jnp.eye(T, 64, dtype=dtype)[:, None], (2, T, N, 64))
+        dv = np.swapaxes(np.asarray(pull(dout)[0]) > 0, 1, 2)  # [B, N, S, queries]
+        np.testing.assert_array_equal(dv, keep[:, :, :64].swapaxes(2, 3))
+    np.testing.assert_array_equal(np.swapaxes(np.asarray(got) > 0, 1, 2), keep)
 
 
 def test_raw_key_gives_the_typed_key_s_pattern(host_backend):
@@ -187,7 +218,7 @@ def test_rate_is_rounded_to_what_is_drawn(host_backend):
 def test_cuda_kernels_draw_the_pattern(rate, tmp_path):
     """Their text, run on the host: rows that are queries, rows that are keys, single pairs."""
     library = fake_warp.build(tmp_path, drops_most=rate > 31 / 32)
-    state = np.array([[[5, 6, n, b] for n in range(3)] for b in range(2)], np.uint32)
+    state = np.array([[[5, 6, n, b, 32, 64] for n in range(3)] for b in range(2)], np.uint32)
     batch, head, query, key = 1, 2, 16 * 3, 16 * 5
     got = np.ones((3, 64, 64), np.float32)
     pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (state, *got)]
@@ -195,6 +226,7 @@ def test_cuda_kernels_draw_the_pattern(rate, tmp_path):
     library.RunDropout(
         pointers[0], 3, ctypes.c_uint32(threshold), batch, head, query, key, *pointers[1:]
     )
+    query, key = 32 + query, 64 + key
     keep = numpy_oracle.dropout_keep((5, 6), rate, batch, head, query + 64, key + 64)
     keep = keep[query:, key:]
     by_query, by_key, by_pair = got

@@ -30,14 +30,20 @@ def normal(seed, *shape) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def make(api, x, memory=None, **settings) -> Any:
-    """A layer with seeded parameters as (forward(params, x, ...), params: dict)."""
+def make(api, x, memory=None, bound=None, **settings) -> Any:
+    """A layer with seeded parameters as (forward(params, x, ...), params: dict).
+
+    `bound`: arguments of every call that jit does not take.
+    """
+    bound = bound or {}
     if api == "linen":
         layer = flash_linen.FlashAttention(HEADS, **settings)
         params = layer.init(jax.random.key(0), x, memory)["params"]
         return (
             jax.jit(
-                lambda params, x, *args, **call: layer.apply({"params": params}, x, *args, **call)
+                lambda params, x, *args, **call: layer.apply(
+                    {"params": params}, x, *args, **call, **bound
+                )
             ),
             params,
         )
@@ -47,7 +53,9 @@ def make(api, x, memory=None, **settings) -> Any:
     graph, params = nnx.split(layer)
     return (
         jax.jit(
-            lambda params, x, *args, **call: nnx.merge(graph, nnx.State(params))(x, *args, **call)
+            lambda params, x, *args, **call: nnx.merge(graph, nnx.State(params))(
+                x, *args, **call, **bound
+            )
         ),
         nnx.to_pure_dict(params),
     )
@@ -423,6 +431,25 @@ def test_bias_is_added_to_the_scores(api):
     np.testing.assert_allclose(forward(params, x, bias=bias), causal(params, x), atol=2e-6)
 
 
+def test_score_functions_and_block_masks(api):
+    """Beside the bias and the mask that they stand for; a block mask is also an argument of jit."""
+    x, memory, slopes = normal(1, BATCH, LENGTH, FEATURES), normal(2, BATCH, 9, FEATURES), 0.3
+    query, key = np.arange(LENGTH)[:, None], np.arange(9)
+    mask, bias = (query + 2 * key) % 5 != 0, -slopes * np.abs(query - key)
+    blocks = jax_flash.block_mask(
+        lambda b, h, q, k: (q + 2 * k) % 5 != 0, q_len=LENGTH, kv_len=9, block=16
+    )
+    xla = functools.partial(jax_flash.flash_attention, backend="xla")
+    bound = {"score_mod": lambda score, b, h, q, k: score - slopes * jnp.abs(q - k)}
+    forward, params = make(api, x, memory, bound, attention_fn=xla)
+    spelt, _ = make(api, x, memory)
+    np.testing.assert_allclose(
+        forward(params, x, memory, block_mask=blocks),
+        spelt(params, x, memory, bias=bias, mask=mask),
+        atol=2e-6,
+    )
+
+
 def decode_nnx(layer, x, chunks, max_length):
     layer.init_cache(x.shape[:-2], max_length)
     step = nnx.jit(lambda layer, x: layer(x, decode=True))
@@ -673,6 +700,8 @@ def test_wrong_decoding_is_refused(api):
         ("segment_ids", jnp.zeros((BATCH, LENGTH), jnp.int32)),
         ("positions", jnp.zeros((BATCH, LENGTH), jnp.int32)),
         ("memory", x),
+        ("score_mod", lambda score, b, h, q, k: score),
+        ("block_mask", jax_flash.block_mask_of(np.ones((1, 1), bool))),
     ):
         with pytest.raises(ValueError, match=f"decoding takes no {name}"):
             layer(x, decode=True, **{name: given})

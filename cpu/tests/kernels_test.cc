@@ -126,10 +126,12 @@ struct Case {
   }
 
   bool Keep(int64_t b, int64_t n, int64_t t, int64_t j) const {
-    const uint32_t* state = &dropout[(b * s.q_heads + n) * 4];
+    const uint32_t* state = &dropout[(b * s.q_heads + n) * 6];
     uint32_t words[4][kPhilox];
-    Philox(static_cast<uint32_t>(j / 16 * 4 + j % 8 / 2), static_cast<uint32_t>(t / 16 * 8 + t % 8),
-           state[2], state[3], state[0], state[1], words);
+    const uint32_t query = static_cast<uint32_t>(t) + state[4];
+    const uint32_t key = static_cast<uint32_t>(j) + state[5];
+    Philox(key / 16 * 4 + key % 8 / 2, query / 16 * 8 + query % 8, state[2], state[3], state[0],
+           state[1], words);
     const uint32_t draw = words[2 * (j / 8 % 2) + t / 8 % 2][0] >> (j % 2 * 16) & 0x7fff;
     return draw >= std::round(p.dropout_rate * 32768.0);
   }
@@ -266,7 +268,8 @@ std::unique_ptr<Case> RandomCase(uint64_t seed) {
     p.dropout_rate = 9830 / 32768.0;
     for (int64_t b = 0; b < s.batch; ++b) {
       for (int64_t n = 0; n < s.q_heads; ++n) {
-        for (uint32_t x : {123u, 456u, static_cast<uint32_t>(n), static_cast<uint32_t>(b)})
+        for (uint32_t x :
+             {123u, 456u, static_cast<uint32_t>(n), static_cast<uint32_t>(b), 48u, 160u})
           c.dropout.push_back(x);
       }
     }

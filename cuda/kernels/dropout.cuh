@@ -33,22 +33,30 @@ __device__ __forceinline__ PhiloxWords philox(uint32 key0, uint32 key1, uint32 c
 class Draws {
  public:
   template <class Params>
-  __device__ __forceinline__ Draws(const Params& p, int batch, int head)
-      : state_(reinterpret_cast<const uint4*>(
-            p.dropout_state)[static_cast<int64>(batch) * p.query_heads + head]) {}
-  // The counters of a query and a key; 16 queries on it is larger by 8, 16 keys on by 4.
-  static __device__ __forceinline__ uint32 of_query(uint32 query) {
-    return query / 16 * 8 + query % 8;
+  __device__ __forceinline__ Draws(const Params& p, int batch, int head) {
+    const uint2* state = reinterpret_cast<const uint2*>(p.dropout_state) +
+                         3 * (static_cast<int64>(batch) * p.query_heads + head);
+    key_ = state[0];
+    ids_ = state[1];
+    first_ = state[2];
   }
-  static __device__ __forceinline__ uint32 of_key(uint32 key) { return key / 16 * 4 + key % 8 / 2; }
+  // The counters of a query and a key; 16 queries on it is larger by 8, 16 keys on by 4.
+  __device__ __forceinline__ uint32 of_query(uint32 query) const {
+    return (query + first_.x) / 16 * 8 + query % 8;
+  }
+  __device__ __forceinline__ uint32 of_key(uint32 key) const {
+    return (key + first_.y) / 16 * 4 + key % 8 / 2;
+  }
   // Word 2 * i + j is of query + 8 * j and of the keys key + 8 * i, in its low half, and the one
   // after it, where query % 16 < 8 and key % 16 is 0, 2, 4 or 6.
   __device__ __forceinline__ PhiloxWords words(uint32 query_counter, uint32 key_counter) const {
-    return philox(state_.x, state_.y, key_counter, query_counter, state_.z, state_.w);
+    return philox(key_.x, key_.y, key_counter, query_counter, ids_.x, ids_.y);
   }
 
  private:
-  uint4 state_;  // key words, head id, batch id
+  uint2 key_;
+  uint2 ids_;    // head, batch row
+  uint2 first_;  // what the whole sequence counts query 0 and key 0 as, multiples of 16
 };
 
 // What of a word's low and high half is dropped, as masks. A number of 15 bits is below the
@@ -91,8 +99,8 @@ class Dropped {
   __device__ __forceinline__ void draw(const Params& p, const Draws& draws, int first_query,
                                        int key) {
     const int lane = ptx::opaque(threadIdx.x) % 32;  // read again, not kept in a register
-    const uint32 columns = Draws::of_query(first_query + lane / 4);
-    const uint32 rows = Draws::of_key(key + fragment::first_column(lane));
+    const uint32 columns = draws.of_query(first_query + lane / 4);
+    const uint32 rows = draws.of_key(key + fragment::first_column(lane));
 #pragma unroll
     for (int i = 0; i < kCount / 2; i += 4) {
       const PhiloxWords words = draws.words(columns + 2 * i, rows);
@@ -126,7 +134,8 @@ class Dropped {
 template <class Params>
 __device__ __forceinline__ bool keeps(const Params& p, int batch, int head, int query, int key) {
   if constexpr (!kHasDropout) return true;
-  const PhiloxWords words = Draws(p, batch, head).words(Draws::of_query(query), Draws::of_key(key));
+  const Draws draws(p, batch, head);
+  const PhiloxWords words = draws.words(draws.of_query(query), draws.of_key(key));
   const int chosen = key / 8 % 2 * 2 + query / 8 % 2;
   uint32 word = 0;
 #pragma unroll

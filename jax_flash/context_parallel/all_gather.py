@@ -8,13 +8,15 @@ Llama 3 is trained so (arXiv:2407.21783, 3.3.2).
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_flash import _ops
-from jax_flash.context_parallel.shard import Operands, Shard, sort_keys
+from jax_flash.block_masks import EMPTY
+from jax_flash.context_parallel.shard import ALL, Operands, Shard, Tokens, cut, sort_keys
 
 _HIDDEN = -(2**31)  # where no window that has a left side reaches
 
@@ -22,20 +24,29 @@ _HIDDEN = -(2**31)  # where no window that has a left side reaches
 def attend(shard: Shard) -> tuple[jax.Array, jax.Array]:
     """Computes a shard's out `[*B, T, N, Hv]` and lse `[*B, N, T]`."""
     shard = shard.vary()
-    keys = _neighbours(shard) if reaches_neighbours(shard) else _all(shard)
+    first, keys = _neighbours(shard) if reaches_neighbours(shard) else _all(shard)
     names = ("k", "v")
-    own = {name: x for name, x in shard.operands.items() if name in ("sinks", "dropout_state")}
-    terms = {name: x for name, x in keys.items() if name not in names}
-    problem, terms = shard.call(**own, **terms, **shard.query_terms())
-    operands = (shard.operands["q"], *(keys[name] for name in names), *terms.values())
-    return _ops.attend(problem, shard.backend, *operands)
+    terms = {name: x for name, x in shard.operands.items() if name == "sinks"}
+    terms |= shard.query_terms() | {name: x for name, x in keys.items() if name not in names}
+    if shard.block:
+        terms["block_numbers"] = _columns(terms["block_numbers"], first, keys["k"], shard.block)
+    parts = []
+    for rows in shard.runs(ALL, shard.q_len):
+        tokens = shard.tokens(shard.rank, shard.q_len, rows)
+        problem, given = shard.call(tokens, Tokens.run(first), **shard.cut_terms(terms, rows))
+        operands = (cut(shard.operands["q"], rows, -3), *(keys[name] for name in names))
+        parts.append(_ops.attend(problem, shard.backend, *operands, *given.values()))
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = zip(*parts, strict=True)
+    return jnp.concatenate(out, axis=-3), jnp.concatenate(lse, axis=-1)
 
 
 # ---- all keys ------------------------------------------------------------------------------------
 
 
-def _all(shard: Shard) -> Operands:
-    """Collects the keys of all shards, and what belongs to them, sorted by index."""
+def _all(shard: Shard) -> tuple[int, Operands]:
+    """Collects the keys of all shards, and what belongs to them, sorted by index from 0 on."""
     layout = shard.layout
 
     def whole(name, axis):
@@ -54,7 +65,7 @@ def _all(shard: Shard) -> Operands:
         kv_len = keys["k"].shape[-3]
         shape = (*keys["k"].shape[:-3], kv_len)
         keys["key_value_positions"] = jnp.broadcast_to(jnp.arange(kv_len, dtype=jnp.int32), shape)
-    return keys
+    return 0, keys
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -82,11 +93,15 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 
 def reaches_neighbours(shard: Shard) -> bool:
-    """Whether the window of a shard's queries lies within its own and its neighbours' keys."""
+    """Whether the window of a shard's queries lies within its own and its neighbours' keys.
+
+    Not with dropout, which counts no keys before the first.
+    """
     left, right = shard.problem.window
     return (
         shard.layout.order == "contiguous"
         and shard.layout.shards > 1
+        and not shard.by_runs
         and not shard.positioned
         and shard.offset == 0
         and shard.q_len == shard.kv_len
@@ -96,10 +111,14 @@ def reaches_neighbours(shard: Shard) -> bool:
     )
 
 
-def _neighbours(shard: Shard) -> Operands:
-    """Collects a shard's own keys, the last ones of the device before and the first of the next."""
-    left, right = shard.problem.window
-    left, right = left or 0, right or 0  # `reaches_neighbours`: neither is None
+def _neighbours(shard: Shard) -> tuple[jax.Array, Operands]:
+    """Collects a shard's own keys, the last ones of the device before and the first of the next.
+
+    Returns: the index of the first, and the keys with what belongs to them.
+    """
+    block = shard.block or 1
+    # `reaches_neighbours`: neither is None. Whole blocks.
+    left, right = (-(-(side or 0) // block) * block for side in shard.problem.window)
     shards, kv_len, rank = shard.layout.shards, shard.kv_len, shard.rank
     first = rank * kv_len - left
     size = left + kv_len + right
@@ -132,7 +151,17 @@ def _neighbours(shard: Shard) -> Operands:
                 x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(left, right)])
                 x = lax.dynamic_slice_in_dim(x, rank * kv_len, size, axis=-1)
             keys[name] = x
-    return keys
+    return first, keys
+
+
+def _columns(numbers: jax.Array, first: Any, k: jax.Array, block: int) -> jax.Array:
+    """Takes the columns of keys from `first` on of a block mask, nothing outside of it."""
+    count = -(-k.shape[-3] // block)
+    if count == numbers.shape[-1]:
+        return numbers
+    around = [(0, 0)] * (numbers.ndim - 1) + [(count, count)]
+    numbers = jnp.pad(numbers, around, constant_values=EMPTY)
+    return lax.dynamic_slice_in_dim(numbers, first // block + count, count, axis=-1)
 
 
 def _shift(x: jax.Array, axis: str, shards: int, by: int) -> jax.Array:

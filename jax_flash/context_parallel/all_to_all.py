@@ -23,7 +23,7 @@ from jax_flash.context_parallel.shard import Shard, sort_keys
 def attend(shard: Shard) -> tuple[jax.Array, jax.Array]:
     """Computes a shard's out `[*B, T, N, Hv]` and lse `[*B, N, T]`."""
     whole = exchange(shard, shard.axis, None)
-    operands = (whole.operands[name] for name in ("q", "k", "v", *whole.problem.terms))
+    operands = (whole.operands[name] for name in ("q", "k", "v", *whole.problem.optional))
     out, lse = _ops.attend(whole.problem, whole.backend, *operands)
     return give_back(shard.layout, shard.axis, out, lse)
 
@@ -65,8 +65,10 @@ def exchange(shard: Shard, inner: Any, outer: Any) -> Shard:
                 made[name] = sort_keys(_exchange_scores(x, inner, layout), layout, groups)
             case "sinks":
                 made[name] = _own_heads(x, inner, -1)
-            case "dropout_state":
+            case "dropout_state" | "score_ids":
                 made[name] = _own_heads(x, inner, -2)
+            case "block_numbers" if x.shape[-3] > 1:
+                made[name] = _own_heads(x, inner, -3)
             case _:
                 made[name] = x
     return dataclasses.replace(

@@ -34,8 +34,6 @@ _DEFAULTS: dict[str, Any] = {
     for name, parameter in inspect.signature(flash_attention).parameters.items()
     if parameter.kind == parameter.KEYWORD_ONLY and name not in ("return_lse", "backend")
 }
-# Options that know tokens by their index in the whole sequence.
-_WHOLE_ALONE = ("score_mod", "block_mask")
 
 
 @overload
@@ -108,9 +106,10 @@ def attention(
     - "all_to_all": the sequence whole and the heads split, in between; n divides N and K.
     - "all_gather": keys and values of all devices on each; where a window (both sides) in order
       "contiguous" reaches no further than the neighbours, only the keys that it reaches.
-    - None: "all_to_all" with dropout; "all_gather" where a window reaches neighbours alone, or a
-      device has fewer than 1024 keys; "all_to_all" where is_causal meets order "contiguous", of
-      which a ring's last device has all to do, and n divides N and K; else "ring".
+    - None: "all_to_all" for dropout or a block mask that the order takes apart; "all_gather" where
+      a window reaches neighbours alone, or a device has fewer than 1024 keys; "all_to_all" where
+      is_causal meets order "contiguous", of which a ring's last device has all to do, and n divides
+      N and K; else "ring".
 
     Arguments:
       query, key, value: `[*B, T, N, H]`, `[*B, S, K, H]`, `[*B, S, K, Hv]`, split along T and S.
@@ -127,16 +126,19 @@ def attention(
         index in the sequence before `reorder`, unless positions say otherwise. Segment ids and
         positions are split as tokens are. bias and mask, which broadcast to `[*B, N, T, S]`, are
         split along T; S is whole on every device, in the order of the keys. Lengths, of the whole,
-        and sinks are the same on all devices of the axis. dropout needs strategy "all_to_all":
-        the pattern is that of one device over the tokens before `reorder`.
+        and sinks are the same on all devices of the axis, and so is block_mask, of the whole
+        sequence before `reorder`. score_mod gets the indices of that sequence, and dropout has one
+        device's pattern over it. But with "all_to_all", the tokens of dropout (of a block mask)
+        stand in runs of a multiple of 16 (of its block): T / n in order "contiguous", half of it in
+        "zigzag", none in "striped".
 
     Returns: out `[*B, T, N, Hv]`, split as query is; with return_lse also lse `[*B, T, N]`.
 
     Raises:
       TypeError, ValueError: as `flash_attention`; an axis that does not exist, or does not divide
         T, S or heads, with both numbers; another strategy or order; a query that is not split.
-      NotImplementedError: as `flash_attention`; dropout with another strategy; score_mod and
-        block_mask.
+      NotImplementedError: as `flash_attention`; dropout or a block mask that another strategy than
+        "all_to_all" cannot split.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -162,12 +164,6 @@ def attention(
     unknown = [name for name in options if name not in _DEFAULTS]
     if unknown:
         raise TypeError(f"attention got an unexpected keyword argument {unknown[0]!r}")
-    for name in _WHOLE_ALONE:
-        if options.get(name) is not None:
-            raise NotImplementedError(
-                f"{name} is not taken where the sequence is split over devices: it would count "
-                "each device's tokens by themselves; expected a bias, a mask, segment ids, a window"
-            )
     arguments: dict[str, Any] = {**_DEFAULTS, **options}
     arguments |= {"query": query, "key": key, "value": value}
     for name in ("query", "key", "value"):
@@ -263,7 +259,7 @@ def _prepare(
                     indices = orders.reorder(jnp.arange(length), order, shards, 0)
                 given[name] = jnp.broadcast_to(indices, (*batch, length))
     problem, operands = _validate.prepare(**given, shards=shards if split else 1)
-    return problem, dict(zip(("q", "k", "v", *problem.terms), operands, strict=True))
+    return problem, dict(zip(("q", "k", "v", *problem.optional), operands, strict=True))
 
 
 # ---- under jit -----------------------------------------------------------------------------------
@@ -366,15 +362,13 @@ def _attend(shard: Shard, axes: tuple[str, ...], strategy: str | None):
     sizes = [lax.axis_size(axis) for axis in axes]
     q_heads, kv_heads = (shard.operands[name].shape[-2] for name in ("q", "k"))
     refused = all_to_all.refuse(q_heads, kv_heads, math.prod(sizes))
-    drops = "dropout_state" in shard.problem.terms
-    if drops and strategy is None:
-        strategy = "all_to_all"
-    if drops and strategy != "all_to_all":
+    indivisible = shard.refuse(together=1 if len(axes) == 1 else sizes[1])
+    if indivisible and strategy != "all_to_all" and (strategy or refused):
         raise NotImplementedError(
-            f"strategy {strategy!r} has no dropout, whose pattern counts queries and keys of the "
-            "whole sequence; expected strategy='all_to_all'"
+            f"{indivisible}; expected another order, longer or padded sequences, or strategy "
+            f"'all_to_all'{f': {refused}' if refused else ''}"
         )
-    if strategy == "all_to_all":
+    if strategy == "all_to_all" or indivisible:
         if refused:
             raise ValueError(f"{refused}; 'ring' and 'all_gather' take any number of heads")
         return all_to_all.attend(shard)

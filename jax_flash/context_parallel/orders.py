@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from jax_flash import _validate
@@ -124,19 +125,46 @@ class Layout:
     shards: int
     block: int = 1
 
-    def indices(self, rank: Any, length: int) -> jax.Array:
-        """Computes the indices in the whole sequence of a shard's tokens: int32 `[length]`."""
-        j = jnp.arange(length, dtype=jnp.int32)
+    def place(self, rank: Any, length: int) -> jax.Array:
+        """Computes where a shard of `length` tokens stands, as `index` reads it: int32 `[3]`."""
+        start, half, jump = rank * length, length, 0
+        if self.order == "striped":
+            start = rank * self.block
+        elif self.order == "zigzag":
+            half = length // 2
+            start = rank * half
+            jump = (2 * self.shards - 2 - 2 * rank) * half  # from the front chunk to the back
+        return jnp.stack([jnp.asarray(x, jnp.int32) for x in (start, half, jump)])
+
+    def index(self, place: jax.Array, j: Any) -> Any:
+        """Computes the index in the whole sequence of the j-th token of a shard at `place`."""
         match self.order:
             case "striped":
+                if self.block == 1:
+                    return place[0] + j * self.shards
                 step = self.shards * self.block
-                return j // self.block * step + rank * self.block + j % self.block
+                return place[0] + j // self.block * step + j % self.block
             case "zigzag":
-                half = length // 2
-                behind = (2 * self.shards - 2 - 2 * rank) * half  # from the front chunk to the back
-                return rank * half + j + jnp.where(j < half, 0, behind)
+                return place[0] + j + jnp.where(j < place[1], 0, place[2])
             case _:
-                return rank * length + j
+                return place[0] + j
+
+    def indices(self, rank: Any, length: int) -> jax.Array:
+        """Computes the indices in the whole sequence of a shard's tokens: int32 `[length]`."""
+        return self.index(self.place(rank, length), jnp.arange(length, dtype=jnp.int32))
+
+    def part(self, x: jax.Array, rank: Any, axis: int) -> jax.Array:
+        """Takes a shard's part of an axis on which the whole sequence, or its blocks, stand.
+
+        In order "striped" there is none.
+        """
+        if self.shards == 1:
+            return x
+        parts = 2 * self.shards if self.order == "zigzag" else self.shards
+        size, axis = x.shape[axis] // parts, axis % x.ndim
+        chunks = (rank, parts - 1 - rank) if self.order == "zigzag" else (rank,)
+        taken = [lax.dynamic_slice_in_dim(x, i * size, size, axis) for i in chunks]
+        return taken[0] if len(taken) == 1 else jnp.concatenate(taken, axis=axis)
 
     def sort(self, x: jax.Array, axis: int) -> jax.Array:
         """Sorts an axis on which the tokens of all shards stand end to end by their index."""

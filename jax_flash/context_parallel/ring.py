@@ -26,21 +26,26 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_flash import _ops
 from jax_flash._merge import merge
 from jax_flash._problem import Problem
+from jax_flash._terms import is_capture
 from jax_flash._varying import vary_over
 from jax_flash.context_parallel.orders import Layout
-from jax_flash.context_parallel.shard import Operands, Shard
+from jax_flash.context_parallel.shard import ALL, Operands, Shard, cut
 
 _TRAVELLING = ("k", "v", "key_value_segments", "key_value_positions")
 _FLOATS = ("q", "k", "v", "bias", "sinks")
-_ALL = slice(None)
 
 
 def attend(shard: Shard) -> tuple[jax.Array, jax.Array]:
     """Computes a shard's out `[*B, T, N, Hv]` and lse `[*B, N, T]`."""
     shard = shard.vary()
-    floats = {name: x for name, x in shard.operands.items() if name in _FLOATS}
-    rest = {name: x for name, x in shard.operands.items() if name not in _FLOATS}
+    floats = {name: x for name, x in shard.operands.items() if _is_float(name, x)}
+    rest = {name: x for name, x in shard.operands.items() if name not in floats}
     return _attend(_Ring.of(shard), floats, rest)
+
+
+def _is_float(name: str, x: jax.Array) -> bool:
+    """Tells what may have a gradient."""
+    return name in _FLOATS or (is_capture(name) and jnp.issubdtype(x.dtype, jnp.floating))
 
 
 # ---- which keys go where -------------------------------------------------------------------------
@@ -83,12 +88,19 @@ class Reach:
     def pieces(self) -> list[tuple[slice, slice]]:
         """The parts of a shard's queries and of arriving keys that a step may compute."""
         if self.layout.order != "zigzag":
-            return [(_ALL, _ALL)]
+            return [(ALL, ALL)]
         return [
-            (_ALL, _ALL),
-            (_ALL, slice(0, self.kv_len // 2)),
-            (slice(self.q_len // 2, self.q_len), _ALL),
+            (ALL, ALL),
+            (ALL, slice(0, self.kv_len // 2)),
+            (slice(self.q_len // 2, self.q_len), ALL),
         ]
+
+    def own(self, rows: slice, keys: slice) -> bool:
+        """Says if some device's own keys are visible to its queries, of halves of either or all."""
+        if ALL in (rows, keys):
+            return True
+        at = bool(rows.start), bool(keys.start)
+        return any(self.visible(rank, rank)[at[0]][at[1]] for rank in range(self.layout.shards))
 
     def choose(self, rank: Any, source: Any) -> Any:
         """Computes which step is to be done: 0 none, else 1 + the index of one of `pieces`."""
@@ -169,6 +181,16 @@ class _Step:
         self.operands, self.mine = operands, self.shard.query_terms()
         self.rank = self.shard.rank
 
+    def calls(self, rows: slice, keys: slice, own: bool = False) -> list[tuple[slice, slice]]:
+        """Lists the calls, of rows and keys, that a piece takes; own: of the device's own keys."""
+        shard = self.shard
+        return [
+            (row, key)
+            for row in shard.runs(rows, shard.q_len)
+            for key in shard.runs(keys, shard.kv_len)
+            if not own or self.ring.reach.own(row, key)
+        ]
+
     def call(
         self,
         held: Operands,
@@ -178,38 +200,42 @@ class _Step:
         keys: slice,
         **terms: jax.Array,
     ) -> tuple[Problem, list[jax.Array], Operands]:
-        """Returns the problem of a step, its q, k and v, and its terms, these among them."""
+        """Returns the problem of a step, its q, k and v, and what else it reads, these among it."""
         ring, shard = self.ring, self.shard
+        by_index = own and ring.own_by_index and rows == keys
+        whole = not own and ring.rest_whole
+        terms |= self.mine
         for name in ("bias", "mask"):
             if name in self.operands:
-                x = _cut(self.operands[name], rows, -2)
+                x = self.operands[name]
                 if x.shape[-1] > 1:
                     x = lax.dynamic_slice_in_dim(x, source * shard.kv_len, shard.kv_len, x.ndim - 1)
-                terms[name] = _cut(x, keys, -1)
-        first, size = rows.start or 0, _size(rows, shard.q_len)
-        if "query_lengths" in self.mine:
-            terms["query_lengths"] = jnp.clip(self.mine["query_lengths"] - first, 0, size)
+                terms[name] = x
+        if "block_numbers" in terms:
+            terms["block_numbers"] = shard.layout.part(terms["block_numbers"], source, -1)
         if "key_value_lengths" in self.operands:
-            count = shard.layout.count(self.operands["key_value_lengths"], source, shard.kv_len)
-            first, size = keys.start or 0, _size(keys, shard.kv_len)
-            terms["key_value_lengths"] = jnp.clip(count - first, 0, size)
-        if "query_segments" in self.mine:
-            terms["query_segments"] = _cut(self.mine["query_segments"], rows, -1)
-            terms["key_value_segments"] = _cut(held["key_value_segments"], keys, -1)
-        by_index, whole = own and ring.own_by_index, not own and ring.rest_whole
-        if "query_positions" in self.mine and not by_index and not whole:
-            terms["query_positions"] = _cut(self.mine["query_positions"], rows, -1)
+            lengths = self.operands["key_value_lengths"]
+            terms["key_value_lengths"] = shard.layout.count(lengths, source, shard.kv_len)
+        if "key_value_segments" in held:
+            terms["key_value_segments"] = held["key_value_segments"]
+        if by_index or whole:
+            terms.pop("query_positions", None)
+        elif "query_positions" in terms:
             if shard.positioned:
                 standing = held["key_value_positions"]
             else:
                 indices = shard.layout.indices(source, shard.kv_len)
                 standing = jnp.broadcast_to(indices, (*held["k"].shape[:-3], shard.kv_len))
-            terms["key_value_positions"] = _cut(standing, keys, -1)
-        problem, terms = shard.call(**terms)
+            terms["key_value_positions"] = standing
+        problem, given = shard.call(
+            shard.tokens(self.rank, shard.q_len, rows),
+            shard.tokens(source, shard.kv_len, keys),
+            **shard.cut_terms(terms, rows, keys),
+        )
         if whole:
             problem = dataclasses.replace(problem, window=(None, None))
-        q = _cut(self.operands["q"], rows, -3)
-        return problem, [q, *(_cut(held[name], keys, -3) for name in ("k", "v"))], terms
+        q = cut(self.operands["q"], rows, -3)
+        return problem, [q, *(cut(held[name], keys, -3) for name in ("k", "v"))], given
 
 
 def _travel(
@@ -252,19 +278,28 @@ def _forward(ring: _Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     dtype = jnp.dtype(ring.problem.sum_dtype)
     held = {name: operands[name] for name in _TRAVELLING if name in operands}
 
-    def compute(held, source, own=False, rows=_ALL, keys=_ALL):
+    def compute(held, source, own, rows, keys):
         problem, qkv, terms = step.call(held, source, own, rows, keys)
         out, lse = _ops.attend(problem, ring.backend, *qkv, *terms.values())
         return out.astype(dtype), jnp.swapaxes(lse, -1, -2)
 
-    def merged(rows, keys, result, held, source):
-        part = compute(held, source, rows=rows, keys=keys)
-        out, lse = result
-        new = merge((_cut(out, rows, -3), _cut(lse, rows, -2)), part)
-        return _put(out, new[0], rows, -3), _put(lse, new[1], rows, -2)
+    def merged(calls, own, result, held, source):
+        for rows, keys in calls:
+            part = compute(held, source, own, rows, keys)
+            out, lse = result
+            new = merge((cut(out, rows, -3), cut(lse, rows, -2)), part)
+            result = _put(out, new[0], rows, -3), _put(lse, new[1], rows, -2)
+        return result
 
-    steps = [functools.partial(merged, *piece) for piece in ring.reach.pieces]
-    result = compute(held, step.rank, own=True)
+    pieces = (step.calls(*piece) for piece in ring.reach.pieces)
+    steps = [functools.partial(merged, calls, False) for calls in pieces]
+    if step.shard.by_runs:
+        *lead, heads, _ = operands["q"].shape
+        out = jnp.zeros((*lead, heads, operands["v"].shape[-1]), dtype)
+        nothing = vary_over((out, jnp.full(out.shape[:-1], -jnp.inf, dtype)), operands)
+        result = merged(step.calls(ALL, ALL, own=True), True, nothing, held, step.rank)
+    else:
+        result = compute(held, step.rank, True, ALL, ALL)
     for _, keys, source in _travel(ring, held):
         chosen = ring.reach.choose(step.rank, source)
         result = _switch(chosen, steps, result, keys, source)
@@ -286,7 +321,7 @@ def _switch(chosen: Any, steps: list[Callable[..., Any]], state: Any, *operands:
 
 
 def _attend_forward(ring: _Ring, floats: dict[str, Any], rest: dict[str, Any]):
-    wanted = tuple(name for name in _FLOATS if name in floats and floats[name].perturbed)
+    wanted = tuple(name for name, x in floats.items() if x.perturbed)
     floats = {name: x.value for name, x in floats.items()}
     rest = {name: x.value for name, x in rest.items()}
     out, lse = _forward(ring, floats | rest)
@@ -309,20 +344,21 @@ def _attend_backward(ring: _Ring, residuals, cotangents):
 
 def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> Operands:
     step = _Step(ring, operands)
-    made = tuple(name for name in ("q", "k", "v", "bias") if name in wanted)
+    made = ("q", "k", "v", "bias", *ring.problem.captures)
+    made = tuple(name for name in made if name in wanted)
     gradients = {}
     if "sinks" in wanted:
         gradients["sinks"] = _ops.sinks_gradient(operands["sinks"], out, lse, dout, dlse)
     if not made:
         return gradients
 
-    def compute(held, source, own=False, rows=_ALL, keys=_ALL):
+    def compute(held, source, own, rows, keys):
         # A sink is no part of what a step sees, but its row may see nothing else.
         sinks = {name: x for name, x in operands.items() if name == "sinks"}
         problem, qkv, terms = step.call(held, source, own, rows, keys, **sinks)
         call = _ops.Backward(problem, ring.backend, dlse is not None, made)
-        given = [_cut(out, rows, -3), _cut(lse, rows, -1), _cut(dout, rows, -3)]
-        given += [] if dlse is None else [_cut(dlse, rows, -1)]
+        given = [cut(out, rows, -3), cut(lse, rows, -1), cut(dout, rows, -3)]
+        given += [] if dlse is None else [cut(dlse, rows, -1)]
         inputs = (*qkv, *given, *terms.values())
         results = _ops.flash_backward_p.bind(*vary_over(inputs, inputs), call=call)
         return {name: x.astype(wide(x)) for name, x in zip(made, results, strict=True)}
@@ -330,29 +366,32 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
     def wide(x):
         return jnp.promote_types(x.dtype, jnp.float32)
 
-    def added(rows, keys, state, held, source):
+    def added(calls, own, state, held, source):
         staying, travelling = state
-        parts = compute(held, source, rows=rows, keys=keys)
-        staying = {
-            name: add(name, staying[name], parts[name], rows, keys, source) for name in staying
-        }
-        travelling = {
-            name: _put(x, _cut(x, keys, -3) + parts[name], keys, -3)
-            for name, x in travelling.items()
-        }
+        for rows, keys in calls:
+            parts = compute(held, source, own, rows, keys)
+            staying = {
+                name: add(name, x, parts[name], rows, keys, source) for name, x in staying.items()
+            }
+            travelling = {
+                name: _put(x, cut(x, keys, -3) + parts[name], keys, -3)
+                for name, x in travelling.items()
+            }
         return staying, travelling
 
     def add(name, total, part, rows, keys, source):
+        if is_capture(name):
+            return total + part
         if name == "q":
-            return _put(total, _cut(total, rows, -3) + part, rows, -3)
+            return _put(total, cut(total, rows, -3) + part, rows, -3)
         # Of bias all queries' rows, and the keys of the source.
         if total.shape[-1] > 1:
             first = source * step.shard.kv_len + (keys.start or 0)
             size = _size(keys, step.shard.kv_len)
             strip = lax.dynamic_slice_in_dim(total, first, size, total.ndim - 1)
-            strip = _put(strip, _cut(strip, rows, -2) + part, rows, -2)
+            strip = _put(strip, cut(strip, rows, -2) + part, rows, -2)
             return lax.dynamic_update_slice_in_dim(total, strip, first, total.ndim - 1)
-        return _put(total, _cut(total, rows, -2) + part, rows, -2)
+        return _put(total, cut(total, rows, -2) + part, rows, -2)
 
     # Else XLA takes what travelled in the forward pass, and all devices keep all keys until now.
     held = {name: operands[name] for name in _TRAVELLING if name in operands}
@@ -369,9 +408,10 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
 
     home = {name: x for name, x in zeros.items() if name in ("k", "v")}
     staying = {name: x for name, x in zeros.items() if name not in home}
-    steps = [functools.partial(added, *piece) for piece in ring.reach.pieces]
-    own = compute(held, step.rank, own=True)
-    staying = {name: add(name, x, own[name], _ALL, _ALL, step.rank) for name, x in staying.items()}
+    pieces = (step.calls(*piece) for piece in ring.reach.pieces)
+    steps = [functools.partial(added, calls, False) for calls in pieces]
+    calls = step.calls(ALL, ALL, own=True)
+    staying, own = added(calls, True, (staying, home), held, step.rank)
     for way, keys, source in _travel(ring, held, send_behind):
         chosen = ring.reach.choose(step.rank, source)
         state = staying, travelling.get(way, home)
@@ -392,21 +432,13 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _size(part: slice, length: int) -> int:
-    return length if part == _ALL else part.stop - part.start
-
-
-def _cut(x: jax.Array, part: slice, axis: int) -> jax.Array:
-    """Takes a part of an axis; one of size 1 is the same for all."""
-    axis %= x.ndim
-    if part == _ALL or x.shape[axis] == 1:
-        return x
-    return lax.slice_in_dim(x, part.start, part.stop, axis=axis)
+    return length if part == ALL else part.stop - part.start
 
 
 def _put(x: jax.Array, new: jax.Array, part: slice, axis: int) -> jax.Array:
-    """Replaces what `_cut` takes."""
+    """Replaces what `cut` takes."""
     axis %= x.ndim
-    if part == _ALL or x.shape[axis] == 1:
+    if part == ALL or x.shape[axis] == 1:
         return new
     parts = [lax.slice_in_dim(x, 0, part.start, axis=axis)] if part.start else []
     parts.append(new)

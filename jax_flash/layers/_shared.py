@@ -477,4 +477,7 @@ def check_decode(is_causal: bool, **given: Any) -> None:
         raise ValueError("decoding needs a layer with is_causal=True")
     for name, x in given.items():
         if x is not None:
-            raise ValueError(f"decoding takes no {name}: the cache holds one sequence of x per row")
+            raise ValueError(
+                f"decoding takes no {name}: the cache holds one sequence of x per row, whose new "
+                "positions follow those that are there"
+            )

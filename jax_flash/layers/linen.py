@@ -15,7 +15,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
-from jax_flash import flash_attention
+from jax_flash import BlockMask, flash_attention
 from jax_flash.layers import _shared
 
 
@@ -256,6 +256,8 @@ class FlashAttention(nn.Module):
         memory_positions: ArrayLike | None = None,
         bias: ArrayLike | None = None,
         mask: ArrayLike | None = None,
+        score_mod: Callable[..., Any] | None = None,
+        block_mask: BlockMask | None = None,
         deterministic: bool | None = None,
         page_table: ArrayLike | None = None,
     ) -> jax.Array:
@@ -276,6 +278,9 @@ class FlashAttention(nn.Module):
           bias: float, added to the scores, broadcastable to [*B, num_heads, T, S].
           mask: bool or numbers (nonzero means True), broadcastable to [*B, num_heads, T, S]; S is
             the cache's length in decoding, with pages that of the pages in a row of the table.
+          score_mod: `score_mod(score, batch, head, query, key) -> score`, as in flash_attention, in
+            place of softcap. It counts queries and keys by their index in x and memory.
+          block_mask: of `jax_flash.block_mask` or `block_mask_of`, for T queries and S keys.
           deterministic: no dropout.
           page_table: int32 [*B, M], in decoding with a cache of pages: position p of a row is in
             slot p % S of page page_table[p // S]. A row needs the pages of what its newest T
@@ -287,8 +292,8 @@ class FlashAttention(nn.Module):
 
         Raises:
           TypeError, ValueError: for settings and shapes that do not fit together, and for
-            decode=True without is_causal or with a memory, segment ids or positions; for a
-            page_table without a cache of pages, or none with one.
+            decode=True without is_causal or with a memory, segment ids, positions, a score_mod or
+            a block_mask; for a page_table without a cache of pages, or none with one.
         """
         features = x.shape[-1]
         num_kv_heads, head_dim = _shared.head_sizes(
@@ -336,7 +341,12 @@ class FlashAttention(nn.Module):
             raise ValueError("page_table is given without decode=True")
         if self.decode:
             _shared.check_decode(
-                self.is_causal, memory=memory, segment_ids=segment_ids, positions=positions
+                self.is_causal,
+                memory=memory,
+                segment_ids=segment_ids,
+                positions=positions,
+                score_mod=score_mod,
+                block_mask=block_mask,
             )
             is_initialized = self.has_variable("cache", "cached_key")
             shape = _shared.cache_shape(x.shape[:-2], x.shape[-2], self.pages)
@@ -364,6 +374,8 @@ class FlashAttention(nn.Module):
             sinks=sinks,
             bias=bias,
             mask=mask,
+            score_mod=score_mod,
+            block_mask=block_mask,
             **terms,
             **dropout,
         )

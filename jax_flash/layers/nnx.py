@@ -15,7 +15,7 @@ from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
-from jax_flash import flash_attention
+from jax_flash import BlockMask, flash_attention
 from jax_flash.layers import _shared
 
 
@@ -257,6 +257,8 @@ class FlashAttention(nnx.Module):
         memory_positions: ArrayLike | None = None,
         bias: ArrayLike | None = None,
         mask: ArrayLike | None = None,
+        score_mod: Callable[..., Any] | None = None,
+        block_mask: BlockMask | None = None,
         decode: bool = False,
         page_table: ArrayLike | None = None,
     ) -> jax.Array:
@@ -276,6 +278,9 @@ class FlashAttention(nnx.Module):
           memory_positions: int [*B, S], of the memory; None for 0 to S - 1.
           bias: float, added to the scores, broadcastable to [*B, num_heads, T, S].
           mask: bool or numbers (nonzero means True), broadcastable to [*B, num_heads, T, S].
+          score_mod: `score_mod(score, batch, head, query, key) -> score`, as in flash_attention, in
+            place of softcap. It counts queries and keys by their index in x and memory.
+          block_mask: of `jax_flash.block_mask` or `block_mask_of`, for T queries and S keys.
           decode: x continues the sequences in the cache, by any T; S is then the cache's length, or
             with pages that of the pages in a row of the table. Up to 64 positions are one call of
             `decode_attention`, which copies none of the cache, unless there is a bias, mask or
@@ -290,8 +295,8 @@ class FlashAttention(nnx.Module):
 
         Raises:
           ValueError: for shapes that do not fit together, and for decode=True without a cache,
-            without is_causal, or with a memory, segment ids or positions; for a page_table without
-            a cache of pages, or none with one.
+            without is_causal, or with a memory, segment ids, positions, a score_mod or a
+            block_mask; for a page_table without a cache of pages, or none with one.
         """
         terms = _shared.rows(
             x,
@@ -314,7 +319,12 @@ class FlashAttention(nnx.Module):
             raise ValueError("page_table is given without decode=True")
         if decode:
             _shared.check_decode(
-                self.is_causal, memory=memory, segment_ids=segment_ids, positions=positions
+                self.is_causal,
+                memory=memory,
+                segment_ids=segment_ids,
+                positions=positions,
+                score_mod=score_mod,
+                block_mask=block_mask,
             )
             stored = self.cached_key, self.cached_value, self.cache_index
             if stored[0] is None:
@@ -340,6 +350,8 @@ class FlashAttention(nnx.Module):
             sinks=None if self.sinks is None else self.sinks[...],
             bias=bias,
             mask=mask,
+            score_mod=score_mod,
+            block_mask=block_mask,
             **terms,
             **dropout,
         )

@@ -320,11 +320,11 @@ struct Rows {
     DroppedPairs<kBlockKV> dropped;
     if constexpr (kHasDropout) {
       const Draws draws(p, walk.batch, walk.head);
-      const uint32 counter = Draws::of_query(query(0));
+      const uint32 counter = draws.of_query(query(0));
       const int key = first_key + fragment::first_column(threadIdx.x);
 #pragma unroll
       for (int i = 0; i < kBlockKV / 16; ++i) {
-        dropped.draw(p, draws, counter, Draws::of_key(key), i);
+        dropped.draw(p, draws, counter, draws.of_key(key), i);
       }
     }
 #pragma unroll

@@ -215,9 +215,9 @@ struct Warpgroup : RowWalk {
   __device__ __forceinline__ auto drawing() {
     const UnitInfo& t = unit();
     const Draws draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
-    const uint32 query = Draws::of_query(packed_row(t, 0));
+    const uint32 query = draws.of_query(packed_row(t, 0));
     const int column = fragment::first_column(ptx::opaque(threadIdx.x));
-    const uint32 key = Draws::of_key(block * kBlockKV + column);
+    const uint32 key = draws.of_key(block * kBlockKV + column);
     return [=](int i) { dropped.draw(p, draws, query, key, i); };
   }
   // What goes among the exponentials of a block: draws. Where there are no registers for that, of

@@ -33,7 +33,8 @@ struct ForwardParams {
   Mask mask;                      // only with kHasMaskBytes
   const float* sinks;             // [B or 1, N]
   long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
-  const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
+  // [B, N, 6] key word 0, key word 1, head id, batch id, first query, first key
+  const unsigned* dropout_state;
 
   // Workspace. unit_counter: one int, zero at launch, only with kDynamic (with kHasSegments
   // segment_ranges zeroes it). Only with kHasSegments, written by the kernels segment_ranges and
@@ -104,7 +105,8 @@ struct BackwardParams {
   const int* key_value_segments;  // [B, S]
   Broadcast bias;                 // only with kHasBias
   Mask mask;                      // only with kHasMaskBytes
-  const unsigned* dropout_state;  // [B, N, 4] key word 0, key word 1, head id, batch id
+  // [B, N, 6] key word 0, key word 1, head id, batch id, first query, first key
+  const unsigned* dropout_state;
 
   // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kBlockQ) query
   // blocks.
