@@ -565,8 +565,8 @@ def ring_steps(n: int, order: str) -> list[tuple[str, list[tuple[int, list[list[
     up, down = reach.hops()
     arrivals = [("device r's own keys", 0)]
     for hop in range(1, max(up, down) + 1):
-        arrivals += [(f"of device r − {hop}", hop)] if hop <= up else []
-        arrivals += [(f"of device r + {hop}", -hop)] if hop <= down else []
+        arrivals += [(f"keys of device r − {hop}", hop)] if hop <= up else []
+        arrivals += [(f"keys of device r + {hop}", -hop)] if hop <= down else []
     steps = []
     for words, distance in arrivals:
         devices = []
@@ -620,7 +620,7 @@ def ring(theme: str) -> Canvas:
                     fill = {"own": PALE, "whole": BLUE, "none": "none"}[halves[q][k]]
                     c.rect(x + cell * k, y + 22 * q, cell - 2, 20, fill)
             held = [str(first) for first, _ in layout.runs(source, 2)]
-            c.text(x + 2 * cell + 8, y + 18, "keys of", fill="weak", size=11)
+            c.text(x + 2 * cell + 8, y + 18, "chunks", fill="weak", size=11)
             c.text(x + 2 * cell + 8, y + 33, " and ".join(held), size=11)
     c.legend(
         20,
