@@ -141,8 +141,8 @@ def flash_attention(
     A query with nothing to attend to, or past its length, gives out 0, lse −inf and zero
     gradients; with a sink its lse is the sink, with gradient 1 to it. NaN or inf in positions that
     a query does not attend to never reaches its result. A NaN that it does attend
-    to makes its row NaN, one in value that column at least; inf gives what arithmetic with it
-    gives, or NaN.
+    to makes its row NaN, one in value that column at least (on "cpu" if its weight is not 0); inf
+    gives what arithmetic with it gives, or NaN.
 
     Products are of query's dtype, summed in float32, or float64 if query is, in which the softmax
     is. On "cuda" and "xla" weights and their gradients are rounded to query's dtype before they
