@@ -90,8 +90,9 @@ struct Inputs {
   const int32_t* q_positions = nullptr;   // [B, T], with kv_positions or neither
   const int32_t* kv_positions = nullptr;  // [B, S]
   Broadcast sinks;                        // float32; heads = N, rows = keys = 1
-  // [B, N, 6]: key0, key1, head id, batch id; the indices of query 0 and key 0, multiples of 16
+  // [B, N, words]: key0, key1, head id, batch id; of 6 words also the counters of query 0 and key 0
   const uint32_t* dropout_state = nullptr;
+  int64_t dropout_words = 4;
 };
 
 struct ForwardCall {

@@ -64,6 +64,7 @@ class BoundInputs {
     inputs_.kv_positions = operands.Data<int32_t>(kKeyValuePositions);
     if (problem.dropout_rate > 0) {
       inputs_.dropout_state = operands.Data<uint32_t>(kDropoutState);
+      inputs_.dropout_words = operands.terms[kDropoutState]->dimensions().back();
     }
   }
   BoundInputs(const BoundInputs&) = delete;

@@ -385,14 +385,17 @@ inline void ModifyScores(const Head& head, const Row& row, const KeyBlock& block
 [[gnu::noinline]] inline void DropoutFactors(const Head& head, const Row& row,
                                              const KeyBlock& block, const Span& span, float* keep) {
   const Inputs& in = *head.in;
-  const uint32_t* state = in.dropout_state + (head.b * in.shapes.q_heads + row.n) * 6;
+  const int64_t words_of = in.dropout_words;
+  const uint32_t* state = in.dropout_state + (head.b * in.shapes.q_heads + row.n) * words_of;
+  const uint32_t first_query = words_of == 6 ? state[4] : 0,
+                 first_key = words_of == 6 ? state[5] : 0;
   const uint32_t threshold = DropoutThreshold(in.problem.dropout_rate);
   const float kept = static_cast<float>(1.0 / (1.0 - in.problem.dropout_rate));
-  const uint32_t t = static_cast<uint32_t>(row.t), query = (t + state[4]) / 16 * 8 + t % 8;
+  const uint32_t t = static_cast<uint32_t>(row.t), query = first_query + t / 16 * 8 + t % 8;
   constexpr int64_t kKeys = 4 * kPhilox;
   for (int64_t j = span.begin / kKeys * kKeys; j < span.end; j += kKeys) {
     uint32_t words[4][kPhilox];
-    Philox((static_cast<uint32_t>(block.first + j) + state[5]) / 4, query, state[2], state[3],
+    Philox(first_key + static_cast<uint32_t>((block.first + j) / 4), query, state[2], state[3],
            state[0], state[1], words);
     for (int64_t half = 0; half < 2; ++half) {  // keys 0 to 7 and 8 to 15 of each 16
       const uint32_t* word = words[2 * half + row.t / 8 % 2];

@@ -176,7 +176,7 @@ ffi::DataType TermType(const TermRow& row, const ffi::AnyBuffer& buffer) {
   return ffi::S32;
 }
 
-// `own`: the dim as it is, of which only CheckBlockMask knows what it has to be.
+// `own`: the dim as it is, where more than one would do.
 std::int64_t TermDim(char letter, const Sizes& s, std::int64_t own) {
   switch (letter) {
     case 'I':
@@ -194,7 +194,7 @@ std::int64_t TermDim(char letter, const Sizes& s, std::int64_t own) {
     case 'U':
       return 2;  // batch row and head
     default:
-      return 6;  // W: words of the state of dropout
+      return own == 6 ? 6 : 4;  // W: words of the state of dropout
   }
 }
 

@@ -28,6 +28,7 @@ _WEYL_0 = 0x9E3779B9  # golden ratio
 _WEYL_1 = 0xBB67AE85  # sqrt(3) - 1
 _ROUNDS = 7
 _STEPS = 2**15  # values of one draw
+WORDS_OF_PART = 6  # of the state of a part of a sequence
 
 
 def _multiply_wide(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -65,21 +66,36 @@ def round_rate(rate: float) -> float:
     return min(round(rate * _STEPS), _STEPS - 1) / _STEPS
 
 
+def of_part(state: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+    """Computes the state of a part of the queries and keys that a pattern counts.
+
+    Arguments:
+      state: uint32 `[..., 4]`, of all.
+      query, key: int32, the indices of the first ones, multiples of 16.
+
+    Returns: uint32 `[..., 6]`: also the counters of query 0 and key 0.
+    """
+    first = jnp.stack([query // 16 * 8, key // 16 * 4]).astype(jnp.uint32)
+    first = jnp.broadcast_to(first, (*state.shape[:-1], 2))
+    return jnp.concatenate([state, first], axis=-1)
+
+
 def keep_mask(
     state: jax.Array, rate: float, query_start: Any, key_start: Any, q_len: int, kv_len: int
 ) -> jax.Array:
     """Computes which weights dropout keeps in one tile.
 
     Arguments:
-      state: uint32 `[..., 6]`: key word 0, key word 1, head id, batch id, and what the whole
-        sequence counts query 0 and key 0 as: multiples of 16, by which whole counters are left out.
+      state: uint32 `[..., 4]`: key word 0, key word 1, head id, batch id; or `[..., 6]`, as
+        `of_part` makes it.
       rate: probability of dropping, of `round_rate`.
       query_start, key_start: indices of the tile's first query and key.
       q_len, kv_len: size of the tile.
 
     Returns: bool `[..., q_len, kv_len]`.
     """
-    k0, k1, head, batch, query, key = (state[..., i, None, None] for i in range(6))
+    k0, k1, head, batch, *first = (state[..., i, None, None] for i in range(state.shape[-1]))
+    first_row, first_column = first or (jnp.uint32(0),) * 2
     lead = (1,) * (state.ndim - 1)  # all of one rank, for jax_numpy_rank_promotion
 
     def counters(start: Any, length: int, each: int) -> tuple[int, jax.Array]:
@@ -93,8 +109,8 @@ def keep_mask(
     words = philox(
         (k0, k1),
         (
-            columns.reshape(*lead, 1, -1) + key // 16 * 4,
-            rows.reshape(*lead, -1, 1) + query // 16 * 8,
+            columns.reshape(*lead, 1, -1) + first_column,
+            rows.reshape(*lead, -1, 1) + first_row,
             head,
             batch,
         ),

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_flash._function import Function
+from jax_flash._philox import WORDS_OF_PART
 from jax_flash._terms import TERMS, capture, is_capture
 
 
@@ -116,6 +117,7 @@ class Shapes:
     block_mask: BlockMaskShape | None = None
     page_size: int | None = None  # positions in a page of the cache; None: there are no pages
     own_captures: tuple[bool, ...] = ()  # which captured arrays differ between batch rows
+    drops_part: bool = False  # the state of dropout says which part of a sequence this is
 
     @property
     def empty(self) -> bool:
@@ -142,6 +144,7 @@ class Shapes:
                     queries=queries,
                     keys=keys,
                 )
+        state = (terms or {}).get("dropout_state")
         captured = [x for name, x in (terms or {}).items() if is_capture(name)]
         return cls(
             batch=math.prod(batch),
@@ -151,6 +154,7 @@ class Shapes:
             kv_heads=k.shape[-2],
             head_dim=head_dim,
             value_dim=v.shape[-1],
+            drops_part=state is not None and state.shape[-1] == WORDS_OF_PART,
             own_captures=tuple(any(n != 1 for n in x.shape[:-1]) for x in captured),
             **broadcast,
         )

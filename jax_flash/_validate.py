@@ -72,7 +72,7 @@ def prepare(
     q, k, v = _arrays(query, key, value)
     *batch, q_len, q_heads, _ = q.shape
     batch, kv_len = tuple(batch), k.shape[-3]
-    sizes = {"T": q_len, "S": kv_len, "N": q_heads, "W": 6, "U": 2}
+    sizes = {"T": q_len, "S": kv_len, "N": q_heads, "W": 4, "U": 2}
     shapes = {
         name: (*batch, *(sizes[d] for d in x.dims))
         for name, x in TERMS.items()
@@ -419,7 +419,7 @@ def _dropout_rate(rate, key) -> float:
 
 
 def _dropout_state(key, batch: tuple[int, ...], q_heads: int) -> jax.Array:
-    """Computes uint32 `[*B, N, 6]`: as `_philox.keep_mask` has it, queries and keys from 0.
+    """Computes uint32 `[*B, N, 4]`: (key word 0, key word 1, head id, batch id).
 
     The ids count heads and batch rows over the whole call, however it is later sharded.
     """
@@ -431,9 +431,7 @@ def _dropout_state(key, batch: tuple[int, ...], q_heads: int) -> jax.Array:
             "jax.random.PRNGKey(0)"
         ) from error
     batch_ids, head_ids = _ids(batch, q_heads, jnp.uint32)
-    first = jnp.uint32(0)
-    state = jnp.broadcast_arrays(words[0], words[1], head_ids, batch_ids, first, first)
-    return jnp.stack(state, axis=-1)
+    return jnp.stack(jnp.broadcast_arrays(words[0], words[1], head_ids, batch_ids), axis=-1)
 
 
 def _ids(batch: tuple[int, ...], q_heads: int, dtype: Any) -> tuple[jax.Array, jax.Array]:

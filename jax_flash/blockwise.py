@@ -226,7 +226,7 @@ class _Sweep:
     query_positions: jax.Array | None  # [*B, 1, 1, T, 1]
     key_value_positions: jax.Array | None  # [*B, 1, 1, 1, S]
     sinks: jax.Array | None  # [*B, K, G, 1], any of *B 1
-    dropout_state: jax.Array | None  # [*B, K, G, 6]
+    dropout_state: jax.Array | None  # [*B, K, G, 4 or 6]
     score_ids: jax.Array | None  # [*B, K, G, 2]
     captures: dict[str, jax.Array]  # [*B, elements], any of *B 1
     block_q: int

@@ -202,6 +202,5 @@ def _dropout_mask(key, rate: float, shape) -> jax.Array:
     word = jax.random.bits(key, (2,), jnp.uint32)
     batch_id = jnp.arange(math.prod(batch), dtype=jnp.uint32).reshape(*batch, 1)
     head_id = jnp.arange(heads, dtype=jnp.uint32)
-    state = jnp.broadcast_arrays(word[0], word[1], head_id, batch_id, *jnp.zeros(2, jnp.uint32))
-    state = jnp.stack(state, axis=-1)
+    state = jnp.stack(jnp.broadcast_arrays(word[0], word[1], head_id, batch_id), axis=-1)
     return keep_mask(state, rate, 0, 0, q_len, kv_len)

@@ -318,6 +318,7 @@ PROGRAMMED = [
     ("ring", "zigzag", FEATURES[1:], "cpu", CAUSAL, TWO),
     ("ring", "striped", FEATURES[:1], "xla", (), TWO),
     ("all_gather", "contiguous", FEATURES[:2], "xla", NEAR, "seq"),
+    ("all_gather", "contiguous", FEATURES[1:], "cpu", NEAR, "seq"),
     ("all_gather", "zigzag", FEATURES[1:], "cpu", CAUSAL, "seq"),
     ("all_to_all", "striped", FEATURES[:1], "xla", CAUSAL, "seq"),
     (None, "striped", FEATURES[1:], "cpu", CAUSAL, "seq"),

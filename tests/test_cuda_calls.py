@@ -651,9 +651,7 @@ def names_of_buffers(case: Case, recording: Recording) -> list[list[str | None]]
         arrays["dlse"] = arguments.dlse
     if case.dropout:
         state = [
-            [*dropout_words(), n, b, 0, 0]
-            for b in range(math.prod(case.batch))
-            for n in range(case.N)
+            [*dropout_words(), n, b] for b in range(math.prod(case.batch)) for n in range(case.N)
         ]
         arrays["dropout_state"] = np.array(state, np.uint32)
     if case.score == "alibi":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _ops
+from jax_flash import _ops, _philox
 from jax_flash._problem import Problem
 
 from . import fake_warp, numpy_oracle
@@ -103,8 +103,8 @@ def test_a_part_of_a_sequence_has_its_part_of_the_pattern(dtype, backend):
     keep = keep[:, :, query:, key_from:]
     ids = np.indices((2, N)).astype(np.uint32)
     words = np.broadcast_to(np.array(dropout_words(key), np.uint32)[:, None, None], (2, 2, N))
-    first = np.broadcast_to(np.array([query, key_from], np.uint32)[:, None, None], (2, 2, N))
-    state = jnp.asarray(np.stack([*words, ids[1], ids[0], *first], axis=-1))
+    state = jnp.asarray(np.stack([*words, ids[1], ids[0]], axis=-1))
+    state = _philox.of_part(state, jnp.int32(query), jnp.int32(key_from))
     zeros = jnp.zeros((2, T, N, 64), dtype), jnp.zeros((2, S, N, 64), dtype)
     problem = Problem(
         dtype=jnp.dtype(dtype).name, scale=1.0, dropout_rate=rate, terms=("dropout_state",)
@@ -218,7 +218,7 @@ def test_rate_is_rounded_to_what_is_drawn(host_backend):
 def test_cuda_kernels_draw_the_pattern(rate, tmp_path):
     """Their text, run on the host: rows that are queries, rows that are keys, single pairs."""
     library = fake_warp.build(tmp_path, drops_most=rate > 31 / 32)
-    state = np.array([[[5, 6, n, b, 32, 64] for n in range(3)] for b in range(2)], np.uint32)
+    state = np.array([[[5, 6, n, b, 16, 16] for n in range(3)] for b in range(2)], np.uint32)
     batch, head, query, key = 1, 2, 16 * 3, 16 * 5
     got = np.ones((3, 64, 64), np.float32)
     pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (state, *got)]

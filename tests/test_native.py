@@ -168,7 +168,7 @@ OPERANDS = {
     "query_positions": ((2, 3), "int32"),
     "key_value_positions": ((2, 5), "int32"),
     "sinks": ((2, 4), "float32"),
-    "dropout_state": ((2, 4, 6), "uint32"),
+    "dropout_state": ((2, 4, 4), "uint32"),
     "score_ids": ((2, 4, 2), "int32"),
 }
 
@@ -215,8 +215,8 @@ def test_the_handler_takes_ones_where_the_table_says():
         ("key_value_positions", (2, 5), "float32", "key_value_positions has XLA element type"),
         ("sinks", (2, 1), "float32", r"sinks has shape \[2, 1\].*BN, 1 in place of any of B"),
         ("sinks", (2, 4), "bfloat16", "sinks has XLA element type"),
-        ("dropout_state", (2, 4, 4), "uint32", "dropout_state has shape"),
-        ("dropout_state", (2, 1, 6), "uint32", "dropout_state has shape"),
+        ("dropout_state", (2, 4, 5), "uint32", "dropout_state has shape"),
+        ("dropout_state", (2, 1, 4), "uint32", "dropout_state has shape"),
         ("score_ids", (2, 4, 4), "int32", "score_ids has shape"),
     ],
 )

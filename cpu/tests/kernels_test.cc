@@ -128,10 +128,9 @@ struct Case {
   bool Keep(int64_t b, int64_t n, int64_t t, int64_t j) const {
     const uint32_t* state = &dropout[(b * s.q_heads + n) * 6];
     uint32_t words[4][kPhilox];
-    const uint32_t query = static_cast<uint32_t>(t) + state[4];
-    const uint32_t key = static_cast<uint32_t>(j) + state[5];
-    Philox(key / 16 * 4 + key % 8 / 2, query / 16 * 8 + query % 8, state[2], state[3], state[0],
-           state[1], words);
+    const uint32_t query = state[4] + static_cast<uint32_t>(t / 16 * 8 + t % 8);
+    const uint32_t key = state[5] + static_cast<uint32_t>(j / 16 * 4 + j % 8 / 2);
+    Philox(key, query, state[2], state[3], state[0], state[1], words);
     const uint32_t draw = words[2 * (j / 8 % 2) + t / 8 % 2][0] >> (j % 2 * 16) & 0x7fff;
     return draw >= std::round(p.dropout_rate * 32768.0);
   }
@@ -155,6 +154,7 @@ struct Case {
     in.q_positions = data(q_positions);
     in.kv_positions = data(kv_positions);
     in.dropout_state = data(dropout);
+    in.dropout_words = 6;
     return in;
   }
 };

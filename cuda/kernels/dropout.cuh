@@ -34,29 +34,31 @@ class Draws {
  public:
   template <class Params>
   __device__ __forceinline__ Draws(const Params& p, int batch, int head) {
-    const uint2* state = reinterpret_cast<const uint2*>(p.dropout_state) +
-                         3 * (static_cast<int64>(batch) * p.query_heads + head);
-    key_ = state[0];
-    ids_ = state[1];
-    first_ = state[2];
+    const int64 row = static_cast<int64>(batch) * p.query_heads + head;
+    if constexpr (kDropsPart) {
+      const uint2* words = reinterpret_cast<const uint2*>(p.dropout_state) + 3 * row;
+      state_ = {words[0].x, words[0].y, words[1].x, words[1].y};
+      first_ = words[2];
+    } else {
+      state_ = reinterpret_cast<const uint4*>(p.dropout_state)[row];
+    }
   }
   // The counters of a query and a key; 16 queries on it is larger by 8, 16 keys on by 4.
   __device__ __forceinline__ uint32 of_query(uint32 query) const {
-    return (query + first_.x) / 16 * 8 + query % 8;
+    return query / 16 * 8 + query % 8 + (kDropsPart ? first_.x : 0);
   }
   __device__ __forceinline__ uint32 of_key(uint32 key) const {
-    return (key + first_.y) / 16 * 4 + key % 8 / 2;
+    return key / 16 * 4 + key % 8 / 2 + (kDropsPart ? first_.y : 0);
   }
   // Word 2 * i + j is of query + 8 * j and of the keys key + 8 * i, in its low half, and the one
   // after it, where query % 16 < 8 and key % 16 is 0, 2, 4 or 6.
   __device__ __forceinline__ PhiloxWords words(uint32 query_counter, uint32 key_counter) const {
-    return philox(key_.x, key_.y, key_counter, query_counter, ids_.x, ids_.y);
+    return philox(state_.x, state_.y, key_counter, query_counter, state_.z, state_.w);
   }
 
  private:
-  uint2 key_;
-  uint2 ids_;    // head, batch row
-  uint2 first_;  // what the whole sequence counts query 0 and key 0 as, multiples of 16
+  uint4 state_;  // key words, head id, batch id
+  uint2 first_;  // the counters of query 0 and key 0
 };
 
 // What of a word's low and high half is dropped, as masks. A number of 15 bits is below the

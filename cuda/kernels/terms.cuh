@@ -22,6 +22,7 @@
 //                             kByteQueries, kByteKeys: the boolean mask alone does
 //   int kBiasAlignment, kMaskAlignment   of their rows, bytes: 1 to 16
 //   bool kHasDropout          kDropsMost: the threshold as a float16 is above the infinity
+//   bool kDropsPart           queries and keys are a part of those that the pattern counts
 //   bool kSoftcap             tanh softcap
 //   bool kHasScoreFunction    a user's function in its place, whose text follows the constants:
 //                             score_value, and in the backward pass score_value_and_slope

@@ -46,6 +46,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kMaskAlignment": 1 if mask is None else alignment(mask.keys, 1),
         "kMaskBlock": 0 if block is None else block.block,
         "kHasDropout": "dropout_state" in problem.terms,
+        "kDropsPart": shapes.drops_part,
         "kDropsMost": problem.dropout_rate > _LARGEST_FLOAT16_RATE,
         "kSoftcap": problem.softcap is not None,
         "kHasScoreFunction": problem.score is not None,

@@ -93,15 +93,11 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 
 def reaches_neighbours(shard: Shard) -> bool:
-    """Whether the window of a shard's queries lies within its own and its neighbours' keys.
-
-    Not with dropout, which counts no keys before the first.
-    """
+    """Whether the window of a shard's queries lies within its own and its neighbours' keys."""
     left, right = shard.problem.window
     return (
         shard.layout.order == "contiguous"
         and shard.layout.shards > 1
-        and not shard.by_runs
         and not shard.positioned
         and shard.offset == 0
         and shard.q_len == shard.kv_len
@@ -116,9 +112,9 @@ def _neighbours(shard: Shard) -> tuple[jax.Array, Operands]:
 
     Returns: the index of the first, and the keys with what belongs to them.
     """
-    block = shard.block or 1
-    # `reaches_neighbours`: neither is None. Whole blocks.
-    left, right = (-(-(side or 0) // block) * block for side in shard.problem.window)
+    unit = max(shard.units().values(), default=1)
+    # `reaches_neighbours`: neither is None. In whole blocks, and as dropout counts.
+    left, right = (-(-(side or 0) // unit) * unit for side in shard.problem.window)
     shards, kv_len, rank = shard.layout.shards, shard.kv_len, shard.rank
     first = rank * kv_len - left
     size = left + kv_len + right

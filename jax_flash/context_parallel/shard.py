@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_flash import _philox
 from jax_flash._function import Aval, Function
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import TERMS
@@ -91,6 +92,11 @@ class Shard:
         """Queries of a block of the block mask; None without one."""
         return self.operands["block_bits"].shape[-2] if "block_bits" in self.operands else None
 
+    def units(self) -> dict[str, int]:
+        """Lists how many neighbouring tokens dropout and a block mask take together, if there."""
+        units = {"dropout's pattern": _CELL} if "dropout_state" in self.operands else {}
+        return units if self.block is None else units | {"block_mask": self.block}
+
     @property
     def by_runs(self) -> bool:
         """Whether the tokens of a call have to stand one after another, as dropout counts them."""
@@ -101,11 +107,9 @@ class Shard:
 
         together: how many shards are exchanged for one first.
         """
-        units = {"dropout's pattern": _CELL} if "dropout_state" in self.operands else {}
-        units |= {} if self.block is None else {"block_mask": self.block}
         if self.layout.shards == together:
             return None
-        for name, unit in units.items():
+        for name, unit in self.units().items():
             squares = f"{name} is made of squares of {unit} neighbouring queries and keys"
             if self.layout.order == "striped":
                 return f"{squares}, which order 'striped' spreads over the devices"
@@ -168,10 +172,8 @@ class Shard:
           terms: cut to them.
         """
         if "dropout_state" in terms:
-            *lead, _ = terms["dropout_state"].shape
-            first = jnp.stack([queries.first, keys.first]).astype(jnp.uint32)
-            parts = [terms["dropout_state"][..., :4], jnp.broadcast_to(first, (*lead, 2))]
-            terms["dropout_state"] = jnp.concatenate(parts, axis=-1)
+            state = terms["dropout_state"]
+            terms["dropout_state"] = _philox.of_part(state, queries.first, keys.first)
         terms = order_terms(terms)
         score = self.problem.score
         captured = [self.operands[name] for name in self.problem.captures]

@@ -26,7 +26,7 @@ struct Sm80ForwardParams {
   Mask mask;                       // only with kHasMaskBytes
   const float* sinks;              // [B or 1, N]
   long long sinks_batch_stride;    // elements from one batch row to the next: N, or 0 when shared
-  // [B, N, 6] key word 0, key word 1, head id, batch id, first query, first key
+  // [B, N, 4] key word 0, key word 1, head id, batch id; [B, N, 6] and the first counters
   const unsigned* dropout_state;
 
   // Workspaces, smallest and largest of each block of keys, written by key_ranges: [B, ceil(S /

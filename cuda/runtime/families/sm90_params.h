@@ -33,7 +33,7 @@ struct ForwardParams {
   Mask mask;                      // only with kHasMaskBytes
   const float* sinks;             // [B or 1, N]
   long long sinks_batch_stride;   // elements from one batch row to the next: N, or 0 when shared
-  // [B, N, 6] key word 0, key word 1, head id, batch id, first query, first key
+  // [B, N, 4] key word 0, key word 1, head id, batch id; [B, N, 6] and the first counters
   const unsigned* dropout_state;
 
   // Workspace. unit_counter: one int, zero at launch, only with kDynamic (with kHasSegments
@@ -105,7 +105,7 @@ struct BackwardParams {
   const int* key_value_segments;  // [B, S]
   Broadcast bias;                 // only with kHasBias
   Mask mask;                      // only with kHasMaskBytes
-  // [B, N, 6] key word 0, key word 1, head id, batch id, first query, first key
+  // [B, N, 4] key word 0, key word 1, head id, batch id; [B, N, 6] and the first counters
   const unsigned* dropout_state;
 
   // Workspaces, all but `marks` written by flash_backward_prepare; Q = ceil(T / kBlockQ) query
