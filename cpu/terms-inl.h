@@ -11,6 +11,7 @@ namespace {
 struct Row {
   int64_t t, n, lo, hi;
   int32_t first = INT32_MIN, last = INT32_MAX;
+  const int32_t* blocks = nullptr;  // numbers of the block mask's, by block of keys
 };
 
 // One (batch row, kv head) of a call.
@@ -33,6 +34,7 @@ struct Head {
   Row RowAt(int64_t t, int64_t n) const {
     const Problem& p = in->problem;
     Row row{t, n, 0, kv_len};
+    if (in->blocks.numbers.data) row.blocks = in->blocks.RowAt(b, n, t);
     if (in->q_positions) {
       const int64_t at = in->q_positions[b * in->shapes.q_len + t];
       if (p.window_left >= 0) row.first = Narrow(at - p.window_left);
@@ -125,34 +127,41 @@ inline int64_t KeysWithin(const Inputs& in, int64_t most) {
   return in.blocks.numbers.data ? Least(most, RoundUp(in.blocks.size, 64)) : most;
 }
 
-// Calls visit(numbers) for the rows in turn, those next to each other with the same numbers once.
+// Calls visit(numbers) for the rows in turn, those next to each other with the same numbers once,
+// until it returns true; returns whether it did.
 template <class Visit>
-void ForBlockRows(const Head& head, const Row* rows, int64_t count, Visit visit) {
+bool ForBlockRows(const Row* rows, int64_t count, Visit visit) {
   const int32_t* last = nullptr;
   for (int64_t r = 0; r < count; ++r) {
-    if (rows[r].lo >= rows[r].hi) continue;
-    const int32_t* numbers = head.in->blocks.RowAt(head.b, rows[r].n, rows[r].t);
-    if (numbers != last) visit(numbers);
-    last = numbers;
+    if (rows[r].blocks == last || rows[r].lo >= rows[r].hi) continue;
+    last = rows[r].blocks;
+    if (visit(last)) return true;
   }
+  return false;
+}
+
+// Whether the block mask shows a key of the block to some row.
+inline bool AnyShown(const Head& head, const Row* rows, int64_t count, const KeyBlock& block) {
+  const int64_t size = head.in->blocks.size;
+  const int64_t first = block.first / size, last = (block.first + block.valid - 1) / size;
+  return ForBlockRows(rows, count, [&](const int32_t* numbers) {
+    for (int64_t i = first; i <= last; ++i) {
+      if (numbers[i] != kEmptyBlock) return true;
+    }
+    return false;
+  });
 }
 
 // Whether some row may see a key of the block, by ranges of indices and positions and by blocks.
 inline bool AnySees(const Head& head, const Row* rows, int64_t count, const KeyBlock& block) {
-  bool any = false;
+  if (head.in->blocks.numbers.data && !AnyShown(head, rows, count, block)) return false;
   for (int64_t r = 0; r < count; ++r) {
-    any |= rows[r].lo < block.first + block.valid && rows[r].hi > block.first &&
-           rows[r].first <= block.positions.max && rows[r].last >= block.positions.min;
+    if (rows[r].lo < block.first + block.valid && rows[r].hi > block.first &&
+        rows[r].first <= block.positions.max && rows[r].last >= block.positions.min) {
+      return true;
+    }
   }
-  const BlockMask& blocks = head.in->blocks;
-  if (!any || !blocks.numbers.data) return any;
-  const int64_t first = block.first / blocks.size;
-  const int64_t last = (block.first + block.valid - 1) / blocks.size;
-  bool shown = false;
-  ForBlockRows(head, rows, count, [&](const int32_t* numbers) {
-    for (int64_t i = first; i <= last && !shown; ++i) shown = numbers[i] != kEmptyBlock;
-  });
-  return shown;
+  return false;
 }
 
 // Keys [begin, end) of a block, for the rows of a tile.
@@ -175,13 +184,14 @@ inline Span ShownSpan(const Head& head, const Row* rows, int64_t count, const Ke
   const int64_t last = (block.first + Least(span.end, block.valid) - 1) / size;
   int64_t low = last + 1, high = first;
   bool full = true;
-  ForBlockRows(head, rows, count, [&](const int32_t* numbers) {
+  ForBlockRows(rows, count, [&](const int32_t* numbers) {
     for (int64_t i = first; i <= last; ++i) {
       full &= numbers[i] == kFullBlock;
       if (numbers[i] == kEmptyBlock) continue;
       low = Least(low, i);
       high = Most(high, i + 1);
     }
+    return false;
   });
   if (low >= high) return Span();
   span.begin = Most(span.begin, (low * size - block.first) / granule * granule);
@@ -193,6 +203,7 @@ inline Span ShownSpan(const Head& head, const Row* rows, int64_t count, const Ke
 inline Span VisibleSpan(const Head& head, const Row* rows, int64_t count, const KeyBlock& block,
                         int64_t granule) {
   const Inputs& in = *head.in;
+  if (in.blocks.numbers.data && !AnyShown(head, rows, count, block)) return Span();
   int64_t lo = block.valid, hi = 0;            // of the union of the rows
   int64_t full_lo = 0, full_hi = block.valid;  // of their intersection
   for (int64_t r = 0; r < count; ++r) {
@@ -305,7 +316,7 @@ inline void HideScores(const Head& head, const Row& row, const KeyBlock& block, 
   if (in.blocks.numbers.data) {
     static_assert(16 % kLanes == 0, "lanes have their bits in one word");
     const int64_t size = in.blocks.size;
-    const int32_t* numbers = in.blocks.RowAt(head.b, row.n, row.t);
+    const int32_t* numbers = row.blocks;
     for (int64_t j = span.begin; j < span.end; j += kLanes) {
       const int64_t key = block.first + j;
       if (key >= in.shapes.kv_len) break;  // hidden above
