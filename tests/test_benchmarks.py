@@ -442,10 +442,14 @@ def test_drawn_ring_computes_what_causality_leaves():
 
 def test_scaling_times_a_ring_its_kernels_and_its_link():
     command = [sys.executable, str(FOLDER / "scaling.py"), "--platform=cpu", "--tokens=32"]
+    ways = ("ring:zigzag", "all_to_all:contiguous", "all_gather:zigzag")
     environment = os.environ | {"PYTHONPATH": str(Path(jax_flash.__file__).parents[1])}
     environment["XLA_FLAGS"] = ""
     done = subprocess.run(
-        [*command, "--heads=2:1", "--rounds=1"], env=environment, capture_output=True, text=True
+        [*command, "--heads=2:1", "--rounds=1", "--ways", *ways],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     rows = {
@@ -455,6 +459,7 @@ def test_scaling_times_a_ring_its_kernels_and_its_link():
     assert all(float(x.replace(",", "")) > 0 for x in (ring[3], ring[6], ring[7]))
     assert "all_to_all, contiguous" not in rows  # one kv head, two devices
     assert {"one device", "all_gather, zigzag", "model, 8 devices"} <= set(rows)
+    assert "ring, striped" not in rows  # not asked for
 
 
 def test_the_model_of_a_ring_takes_the_longer_of_compute_and_link():

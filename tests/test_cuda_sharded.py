@@ -132,21 +132,22 @@ def test_one_kv_head_for_both_devices_sums_its_gradients():
 WIDTH = N * H
 
 
-def layer(weights, x):
+def layer(attend, weights, x):
     """A residual attention layer, x [B, T, WIDTH] bfloat16."""
     q, k, v = (
         jnp.einsum("btd,dnh->btnh", x, weights[name].astype(x.dtype)) for name in ("q", "k", "v")
     )
-    out = jax_flash.flash_attention(q, k, v, is_causal=True, deterministic=True, backend=BACKEND)
+    out = attend(q, k, v, is_causal=True, deterministic=True, backend=BACKEND)
     return x + jnp.einsum("btnh,nhd->btd", out, weights["out"].astype(x.dtype))
 
 
-def loss(weights, x):
-    return jnp.mean(jnp.square(jax.checkpoint(layer)(weights, x).astype(jnp.float32) - 1.0))
+def loss(weights, x, attend=jax_flash.flash_attention):
+    out = jax.checkpoint(functools.partial(layer, attend))(weights, x)
+    return jnp.mean(jnp.square(out.astype(jnp.float32) - 1.0))
 
 
-def train_step(weights, x):
-    value, slope = jax.value_and_grad(loss)(weights, x)
+def train_step(weights, x, attend=jax_flash.flash_attention):
+    value, slope = jax.value_and_grad(loss)(weights, x, attend)
     return value, jax.tree.map(lambda w, g: w - g, weights, slope)
 
 
@@ -170,8 +171,9 @@ def close(got, want):
         np.testing.assert_allclose(change, wanted, atol=2e-2 * np.abs(wanted).max())
 
 
-def single_step():
-    return jax.jit(train_step)(*jax.device_put((weights(), normal(9, B, T, WIDTH)), devices()[0]))
+def single_step(length=T):
+    x = normal(9, B, length, WIDTH)
+    return jax.jit(train_step)(*jax.device_put((weights(), x), devices()[0]))
 
 
 @pytest.mark.parametrize("axis", ["data", "model"])
@@ -251,24 +253,32 @@ def test_a_split_sequence(strategy, order, documents):
 
 
 TWO_PROCESSES = """
-import sys
+import functools, sys
 import jax
-port, rank = int(sys.argv[1]), int(sys.argv[2])
+port, rank, axis = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 jax.distributed.initialize(f"localhost:{port}", 2, rank, local_device_ids=[rank])
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from tests import test_cuda_sharded as t
-mesh = jax.make_mesh((2,), ("data",))
+mesh = jax.make_mesh((2,), (axis,), (AxisType.Auto,))
 def place(x, spec):
+    x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
-x = place(t.normal(9, t.B, t.T, t.WIDTH), P("data"))
+x, step = t.normal(9, t.B, t.LENGTHS[axis], t.WIDTH), t.train_step
+if axis == "seq":
+    ring = functools.partial(t.attention, axis_name=axis, strategy="ring", order="zigzag")
+    x, step = t.reorder(x, "zigzag", 2, 1), functools.partial(step, attend=ring)
+x = place(x, P(None, axis) if axis == "seq" else P(axis))
 weights = {n: place(w, P()) for n, w in t.weights().items()}
-value, new = jax.jit(t.train_step)(weights, x)
+with jax.set_mesh(mesh):
+    value, new = jax.jit(step, out_shardings=NamedSharding(mesh, P()))(weights, x)
 np.savez(f"rank{rank}.npz", value=value, **{n: w.addressable_data(0) for n, w in new.items()})
 """
+LENGTHS = {"data": T, "seq": 512}
 
 
-def test_two_processes(tmp_path):
+@pytest.mark.parametrize("axis", ["data", "seq"])
+def test_two_processes(tmp_path, axis):
     """One GPU each, an empty cache of kernels that both fill, one training step together."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -276,7 +286,7 @@ def test_two_processes(tmp_path):
     environment = child_environment(tmp_path, with_tests=True)
     processes = [
         subprocess.Popen(
-            [sys.executable, "-P", "-c", TWO_PROCESSES, str(port), str(rank)],
+            [sys.executable, "-P", "-c", TWO_PROCESSES, str(port), str(rank), axis],
             env=environment,
             cwd=tmp_path,
             stderr=subprocess.PIPE,
@@ -290,5 +300,5 @@ def test_two_processes(tmp_path):
     results = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(2)]
     for result in results:
         new = {name: result[name] for name in weights()}
-        close((result["value"], new), single_step())
+        close((result["value"], new), single_step(LENGTHS[axis]))
     assert_same_bits(dict(results[0]), dict(results[1]))
