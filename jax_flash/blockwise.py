@@ -208,6 +208,43 @@ class _Span:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """A block mask."""
+
+    numbers: jax.Array  # [*B, K, G, blocks, blocks], any of *B, and of K and G, 1
+    bits: jax.Array  # [*B, C, block, words], any of *B 1
+
+    def seen(self, rows: _Span, keys: _Span) -> jax.Array:
+        """Reads what it lets see: bool, broadcasting to `[*B, K, G, t, s]`."""
+        *_, block, words = self.bits.shape
+        query = rows.start + jnp.arange(rows.size, dtype=jnp.int32)[:, None]
+        first = keys.start // WORD
+        word = first + jnp.arange(keys.size // WORD + 2, dtype=jnp.int32)[None, :]
+        number = self._numbers(query // block, word // words)
+        read = words_at(self.bits, number, query % block, word % words)
+        read = jnp.where(number == FULL, -1, jnp.where(number == EMPTY, 0, read))
+        places = jnp.arange(WORD, dtype=jnp.int32).reshape(*(1 for _ in read.shape), WORD)
+        seen = ((read[..., None] >> places) & 1) == 1
+        seen = seen.reshape(*read.shape[:-1], -1)
+        return lax.dynamic_slice_in_dim(seen, keys.start - first * WORD, keys.size, -1)
+
+    def shown(self, rows: _Span, keys: _Span) -> jax.Array:
+        """Tells whether it shows any of a tile."""
+        block = self.bits.shape[-2]
+        at = [
+            span.start // block + jnp.arange((span.size - 2) // block + 2, dtype=jnp.int32)
+            for span in (rows, keys)
+        ]
+        return jnp.any(self._numbers(at[0][:, None], at[1][None, :]) != EMPTY)
+
+    def _numbers(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Reads numbers of blocks; of those past the end, the last ones."""
+        sizes = self.numbers.shape[-2:]
+        i, j = (jnp.minimum(x, n - 1) for x, n in zip((i, j), sizes, strict=True))
+        return self.numbers[..., i, j]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Sweep:
     """The operands in the layout of the tiles (G = N // K query heads read one kv head)."""
 
@@ -217,8 +254,7 @@ class _Sweep:
     v: jax.Array  # [*B, K, S, Hv]
     bias: jax.Array | None  # [*B, K, G, T, S], any of them 1
     mask: jax.Array | None  # [*B, K, G, T, S], any of them 1
-    block_numbers: jax.Array | None  # [*B, K, G, blocks, blocks], any of *B, and of K and G, 1
-    block_bits: jax.Array | None  # [*B, C, block, words], any of *B 1
+    blocks: _Blocks | None
     query_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
     key_value_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
     query_segments: jax.Array | None  # [*B, 1, 1, T, 1]
@@ -263,8 +299,9 @@ class _Sweep:
             v=jnp.moveaxis(v, -2, -3),
             bias=optional("bias", lambda x: split_heads(x, -3)),
             mask=optional("mask", lambda x: split_heads(x, -3)),
-            block_numbers=optional("block_numbers", lambda x: split_heads(x, -3)),
-            block_bits=terms.get("block_bits"),
+            blocks=optional(
+                "block_numbers", lambda x: _Blocks(split_heads(x, -3), terms["block_bits"])
+            ),
             query_lengths=optional("query_lengths", lambda x: x[..., None, None, None, None]),
             key_value_lengths=optional(
                 "key_value_lengths", lambda x: x[..., None, None, None, None]
@@ -302,18 +339,25 @@ class _Sweep:
 
     def where_shown(self, step):
         """Leaves a step of a scan out where the block mask hides its whole tile."""
-        if self.block_numbers is None:
+        blocks = self.blocks
+        if blocks is None:
             return step
 
         def either(state, start):
-            shown = self.tile(start).shown()
+            shown = blocks.shown(*self.spans(start))
             return lax.cond(shown, lambda: step(state, start)[0], lambda: state), None
 
         return either
 
+    def spans(self, start: jax.Array) -> tuple[_Span, _Span]:
+        """The queries and the keys of a tile."""
+        return (
+            _Span(start[0], start[1], self.block_q),
+            _Span(start[2], start[3], self.block_kv),
+        )
+
     def tile(self, start: jax.Array) -> "_Tile":
-        rows = _Span(start[0], start[1], self.block_q)
-        keys = _Span(start[2], start[3], self.block_kv)
+        rows, keys = self.spans(start)
         return _Tile(
             sweep=self,
             rows=rows,
@@ -403,8 +447,8 @@ class _Tile:
             )
         if sweep.mask is not None:
             visible &= self._scores_of(sweep.mask)
-        if sweep.block_numbers is not None:
-            visible &= self._within_blocks()
+        if sweep.blocks is not None:
+            visible &= sweep.blocks.seen(rows, keys)
         return visible
 
     def _indices(self) -> tuple[jax.Array, jax.Array]:
@@ -413,40 +457,6 @@ class _Tile:
         query = jnp.arange(self.rows.size, dtype=jnp.int32).reshape(*lead, -1, 1)
         key = jnp.arange(self.keys.size, dtype=jnp.int32).reshape(*lead, 1, -1)
         return self.rows.start + query, self.keys.start + key
-
-    def _within_blocks(self) -> jax.Array:
-        """Reads what the block mask lets see: bool, broadcasting to `[*B, K, G, t, s]`."""
-        rows, keys, bits = self.rows, self.keys, self.sweep.block_bits
-        assert bits is not None
-        *_, block, words = bits.shape
-        query = rows.start + jnp.arange(rows.size, dtype=jnp.int32)[:, None]
-        first = keys.start // WORD
-        word = first + jnp.arange(keys.size // WORD + 2, dtype=jnp.int32)[None, :]
-        number = self._numbers(query // block, word // words)
-        read = words_at(bits, number, query % block, word % words)
-        read = jnp.where(number == FULL, -1, jnp.where(number == EMPTY, 0, read))
-        places = jnp.arange(WORD, dtype=jnp.int32).reshape(*(1 for _ in read.shape), WORD)
-        seen = ((read[..., None] >> places) & 1) == 1
-        seen = seen.reshape(*read.shape[:-1], -1)
-        return lax.dynamic_slice_in_dim(seen, keys.start - first * WORD, keys.size, -1)
-
-    def shown(self) -> jax.Array:
-        """Tells whether the block mask shows any of the tile."""
-        bits = self.sweep.block_bits
-        assert bits is not None
-        block = bits.shape[-2]
-        at = [
-            span.start // block + jnp.arange((span.size - 2) // block + 2, dtype=jnp.int32)
-            for span in (self.rows, self.keys)
-        ]
-        return jnp.any(self._numbers(at[0][:, None], at[1][None, :]) != EMPTY)
-
-    def _numbers(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Reads numbers of blocks; of those past the end, the last ones."""
-        numbers = self.sweep.block_numbers
-        assert numbers is not None
-        i, j = (jnp.minimum(x, n - 1) for x, n in zip((i, j), numbers.shape[-2:], strict=True))
-        return numbers[..., i, j]
 
     def _within_window(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """Tells which queries see which keys by where both stand, anywhere in int32."""

@@ -135,6 +135,16 @@ def _placed(request: pytest.FixtureRequest):
             yield
 
 
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch):
+    """For what `explain` says of plans: compiling takes 2 s for each."""
+
+    def fail(**_: str) -> None:
+        raise RuntimeError("libnvrtc was not found")
+
+    monkeypatch.setattr(_native, "compile_kernel", fail)
+
+
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory: pytest.TempPathFactory):
     """A process in which the CUDA kernels run on the host: see tests/emulator."""

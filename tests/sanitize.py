@@ -3,7 +3,9 @@
     python -m tests.sanitize memcheck racecheck synccheck     # --jobs 4 --case SUBSTRING
 
 One process of the sanitizer for each tool and share of the cases. Every case is a forward pass
-and all gradients, or a call of decode_attention, compared with float64 as elsewhere. Every array
+and all gradients (a forward pass where there are no kernels for those), or a call of
+decode_attention, compared with float64 as elsewhere; `mma.sync` cases take the kernels of GPUs
+other than Hopper's. Every array
 is an allocation of its own, so that memcheck sees a step beyond its end; graphs are off, so that
 each launch is seen; the kernels are told of a GPU with two multiprocessors, so that each takes many
 tiles. racecheck and synccheck look at the kernels of this project alone. Exits with 1 if a tool
@@ -37,7 +39,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
-from jax_flash import _native
+import jax
+
+from jax_flash import _gpu, _native
 
 from . import decode_cases
 from .cases import BOTTOM_RIGHT, Case
@@ -96,9 +100,68 @@ CASES = (
     C("mask", H=128, mask="b1ts", mask_density=0.01),
     C("mask wide causal", H=256, mask="bn1s", causal=True),
     C("mask deterministic segments", mask="1nts", segments="packed", deterministic=True),
+    C("blocks causal", blocks=("bn", 64), H=64, causal=True),
+    C("blocks wide mask of keys", blocks=("11", 48), H=256, mask="b11s", deterministic=True),
+    C("score relative segments", score="relative", H=128, segments="packed", N=4, K=2),
+    C("score gate wide", score="gate", H=256, causal=True, dropout=0.3),
+)
+# By the kernels of mma.sync, which have no backward for these.
+FORWARD = (
+    C("float32", dtype="float32", H=64, causal=True, N=4, K=2),
+    C("float32 highest", dtype="float32", precision="highest", H=33, Hv=7, T=70, S=90, dropout=0.2,
+      mask="b1ts", bias="11ts", sinks=True, segments="packed", kv_lengths=(80,)),
+    C("head dim 512", H=512, T=70, S=100, N=1, causal=True),
+)  # fmt: skip
+MMA_SYNC = (
+    C("64 causal", H=64, causal=True, T=200, S=200),
+    C("128 segments lengths", H=128, **SEGMENTS_AND_LENGTHS),
+    C("256 positions deterministic", H=256, positions="permuted", window=(90, 5),
+      deterministic=True),
+    C("unaligned 33 7 everything", H=33, Hv=7, T=70, S=90, dropout=0.2, mask="b1ts", bias="11ts",
+      sinks=True, segments="packed", softcap=3.0),
+    C("score gate blocks", score="gate", H=128, T=70, blocks=("1n", 48), causal=True),
+)  # fmt: skip
+DECODING = {case.name: decode_cases.fit(case, "cuda") for case in decode_cases.CASES}
+MMA_SYNC_DECODING = (
+    "group of 3, odd dims",
+    "64 tokens of 16 heads, window, 16 bits",
+    "pages of 128 and all",
+    "latent, several tokens",
 )
 
-DECODING = {f"decode {case.name}": decode_cases.fit(case, "cuda") for case in decode_cases.CASES}
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One case, by the kernels that are taken for it or by a family that is put first."""
+
+    case: Case | decode_cases.Case
+    family: str | None = None
+    gradients: bool = True
+
+    def run(self) -> None:
+        """Raises AssertionError if a result is wrong."""
+        from .test_conformance import compare
+        from .test_cuda_sm80 import compare_forward
+
+        jax.clear_caches()  # of the same case by another family
+        first = contextlib.nullcontext() if self.family is None else _gpu.prefer(self.family)
+        arguments = self.case.draw()
+        with first:
+            if isinstance(arguments, decode_cases.Arguments):
+                decode_cases.compare(arguments, arguments.run("cuda"))
+            elif self.gradients:
+                compare(arguments, arguments.run("cuda"))
+            else:
+                compare_forward(arguments, arguments.run("cuda", gradients=False))
+
+
+CHECKS = {
+    **{case.name: Check(case) for case in CASES},
+    **{case.name: Check(case, gradients=False) for case in FORWARD},
+    **{f"mma.sync {case.name}": Check(case, "sm80") for case in MMA_SYNC},
+    **{f"decode {name}": Check(case) for name, case in DECODING.items()},
+    **{f"mma.sync decode {x}": Check(DECODING[x], "decode_sm80") for x in MMA_SYNC_DECODING},
+}
 
 OWN_KERNELS = tuple(
     word for name in ("flash_", "segment_", "mask_") for word in ("--kernel-name", f"kns={name}")
@@ -125,19 +188,13 @@ def every_lane(sources: dict[str, str]) -> dict[str, str]:
 
 def run_cases(names: list[str], with_every_lane: bool) -> None:
     """Runs cases in this process."""
-    from .test_conformance import compare
-
     _native.pretend_multiprocessors(2)  # small cases: blocks take several tiles
     sources = _native.kernel_sources()
     sources = every_lane(sources) if with_every_lane else sources
     _native.configure_cuda(_native.cache_folder(), _native.CACHE_BYTES, sources)
-    checked = {case.name: (case, compare) for case in CASES}
-    checked |= {name: (case, decode_cases.compare) for name, case in DECODING.items()}
     for name in names:
-        case, compare_with_truth = checked[name]
         begin = time.perf_counter()
-        arguments = case.draw()
-        compare_with_truth(arguments, arguments.run("cuda"))
+        CHECKS[name].run()
         print(f"right: {name} ({time.perf_counter() - begin:.1f} s)", flush=True)
 
 
@@ -268,7 +325,7 @@ def main() -> int:
         parser.error("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end_all)
-    names = [name for name in (*(x.name for x in CASES), *DECODING) if arguments.case in name]
+    names = [name for name in CHECKS if arguments.case in name]
     tools = arguments.tools or ("memcheck", "racecheck")
     rest = names, arguments.jobs, arguments.as_shipped
     results = [check(sanitizer, tool, *rest) for tool in tools]

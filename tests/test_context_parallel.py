@@ -27,7 +27,7 @@ from jax_flash.context_parallel.ring import Reach
 from . import numpy_oracle
 from .cases import dropout_words
 from .gpu import child_environment
-from .small import close
+from .small import close, normal
 from .test_sharding import collectives
 
 B, T, N, K, H = 2, 64, 8, 4, 8
@@ -44,10 +44,6 @@ def mesh_of(explicit=False, **axes):
     return jax.make_mesh(
         tuple(axes.values()), tuple(axes), (kind,) * len(axes), devices=devices[:count]
     )
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def qkv(dtype=jnp.float32):

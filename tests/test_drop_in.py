@@ -13,16 +13,17 @@ import pytest
 
 import jax_flash
 
+from .small import normal
+
 B, T, S, N, K, H = 2, 24, 40, 4, 2, 16
 
 
 def arrays(dtype=jnp.float32, *, kv_heads=N, batch=(B,)):
-    keys = jax.random.split(jax.random.key(0), 4)
     return (
-        jax.random.normal(keys[0], (*batch, T, N, H), dtype),
-        jax.random.normal(keys[1], (*batch, S, kv_heads, H), dtype),
-        jax.random.normal(keys[2], (*batch, S, kv_heads, H), dtype),
-        jax.random.normal(keys[3], (B, N, T, S), jnp.float32),
+        normal(0, *batch, T, N, H, dtype=dtype),
+        normal(1, *batch, S, kv_heads, H, dtype=dtype),
+        normal(2, *batch, S, kv_heads, H, dtype=dtype),
+        normal(3, B, N, T, S),
     )
 
 
@@ -40,7 +41,7 @@ def test_signature_is_jax_nn_s():
 def compare(q, k, v, bias=None, mask=None, *, rtol=2e-5, **options):
     """Both functions on the same call: out and the gradients of q, k, v and bias."""
     wrt = (q, k, v) if bias is None else (q, k, v, bias)
-    cotangent = jax.random.normal(jax.random.key(9), q.shape[:-1] + v.shape[-1:], q.dtype)
+    cotangent = normal(9, *q.shape[:-1], v.shape[-1], dtype=q.dtype)
 
     def run(function, wrt, cotangent):
         def call(*wrt):
@@ -107,7 +108,7 @@ SCORE_SHAPES = (
 @pytest.mark.parametrize("shape", SCORE_SHAPES, ids=str)
 def test_bias_and_mask_shapes(shape):
     q, k, v, _ = arrays()
-    bias = jax.random.normal(jax.random.key(2), shape)
+    bias = normal(2, *shape)
     compare(q, k, v, bias)
     compare(q, k, v, None, some_mask(*shape))
     compare(q, k, v, bias, some_mask(*shape), is_causal=True)
@@ -122,7 +123,7 @@ def test_grouped_heads(kv_heads):
 def test_no_batch_dim():
     q, k, v, _ = arrays(batch=())
     compare(q, k, v, is_causal=True)
-    compare(q, k, v, jax.random.normal(jax.random.key(2), (N, T, S)))
+    compare(q, k, v, normal(2, N, T, S))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
@@ -215,7 +216,7 @@ LENGTH = 128
 
 
 def halves(seed, *shape, dtype=jnp.bfloat16):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return normal(seed, *shape, dtype=dtype)
 
 
 def both_ways(call, wrt, cotangent, rtol):
@@ -306,7 +307,7 @@ def test_upstream_scale_is_an_argument_of_jit():
         return function(q, k, v, scale=scale)
 
     wrt = q, k, v, jnp.float32(0.3)
-    both_ways(call, wrt, jax.random.normal(jax.random.key(9), q.shape), rtol=2e-5)
+    both_ways(call, wrt, normal(9, *q.shape), rtol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])

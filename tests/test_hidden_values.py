@@ -15,6 +15,7 @@ from jax_flash import reference
 
 from .cases import BOTTOM_RIGHT, Arguments, Case, fit, widest_dtype
 from .numpy_oracle import DTYPES
+from .small import normal
 from .test_conformance import compare, refuses
 
 POISONS = (np.nan, np.inf, -np.inf)
@@ -219,7 +220,7 @@ def test_poison_reaches_no_second_derivative(name, backend):
 
 
 def test_poison_reaches_no_gradient_of_the_reference():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 8))
+    q, k, v = normal(0, 3, 1, 9, 2, 8)
     poisoned = k.at[:, 5:].set(jnp.nan)
 
     def loss(q, k):
@@ -300,7 +301,7 @@ def test_rows_that_see_a_sink_alone(case, backend):
 def test_partial_results_merge_with_a_sink(keys, backend):
     """Softmax over two sets of keys, by out and lse of each: also where one set is empty."""
     dtype = widest_dtype(backend)
-    q, k, v = (normal(i, (1, 5, 2, 16)).astype(dtype) for i in range(3))
+    q, k, v = (normal(i, 1, 5, 2, 16).astype(dtype) for i in range(3))
     sinks = jnp.array([0.3, -2.0])
 
     def merged(sinks, k):
@@ -328,10 +329,6 @@ def test_partial_results_merge_with_a_sink(keys, backend):
         np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=limit, atol=limit
         )
-
-
-def normal(seed, shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def test_no_leak_between_packed_documents(backend):

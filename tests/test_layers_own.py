@@ -577,7 +577,8 @@ def test_pages_give_the_bits_of_rows(api, backend):
     caches, steps = {}, {}
     for kind, settings["pages"] in (("rows", None), ("pages", (36, size))):
         length = room if kind == "rows" else None
-        forward, steps[kind], cache = cached(api, 3, length, **settings)
+        forward, step, cache = cached(api, 3, length, **settings)
+        steps[kind] = jax.jit(step)
         # What nobody has written may hold anything.
         caches[kind] = jax.tree.map(lambda a: a if a.ndim == 1 else a * jnp.nan, cache)
 
@@ -589,7 +590,7 @@ def test_pages_give_the_bits_of_rows(api, backend):
         outs = []
         for kind in caches:
             given = needed if kind == "pages" else None
-            out, caches[kind] = jax.jit(steps[kind])(caches[kind], chunk, lengths, given)
+            out, caches[kind] = steps[kind](caches[kind], chunk, lengths, given)
             outs.append(np.asarray(out, np.float32))
         seen[:] = ends
         return outs
@@ -613,9 +614,11 @@ def test_pages_give_the_bits_of_rows(api, backend):
     for cache in caches.values():
         cache["cache_index"] = cache["cache_index"].at[1].set(0)
     seen[1] = 0
-    in_rows, in_pages = run([0, 9, 0], 9, other[:, ::-1])
+    in_rows, in_pages = run([0, 9, 0], 70, other[:, ::-1])
     np.testing.assert_array_equal(in_pages, in_rows)
-    np.testing.assert_allclose(in_pages[1], full[1, :9], atol=0.03 if backend == "cuda" else 5e-6)
+    np.testing.assert_allclose(
+        in_pages[1, :9], full[1, :9], atol=0.03 if backend == "cuda" else 5e-6
+    )
 
 
 @pytest.mark.parametrize("pages", [None, (512, 16)])

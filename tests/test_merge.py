@@ -14,12 +14,10 @@ import pytest
 from jax_flash import flash_attention
 from jax_flash._merge import merge
 
+from .small import normal
+
 B, T, S, N, K, H = 2, 9, 30, 4, 2, 8
 EPS = np.finfo(np.float32).eps
-
-
-def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def parts(seed: int, empty: float = 0.0) -> tuple[jax.Array, jax.Array]:

@@ -10,12 +10,10 @@ import pytest
 import jax_flash
 from jax_flash import reference
 
+from .small import normal
+
 B, T, S, N, K, H = 2, 70, 90, 4, 2, 16
 LEAST, MOST = -(2**31), 2**31 - 1
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def qkv(q_len=T, kv_len=S):
@@ -216,7 +214,7 @@ def test_scan_remat_and_second_derivatives(host_backend):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
 
-def test_the_cuda_kernels_take_them():
+def test_the_cuda_kernels_take_them(uncompiled):
     q = jax.ShapeDtypeStruct((B, T, N, 64), "bfloat16")
     positions = jax.ShapeDtypeStruct((B, T), "int32")
     told = jax_flash.explain(q, q, q, is_causal=True, query_positions=positions, gpu="H200")

@@ -283,7 +283,7 @@ def test_what_has_no_text_runs_on_xla_and_is_named():
     )
 
 
-def test_explain_prints_the_text():
+def test_explain_prints_the_text(uncompiled):
     if _native.available("cuda"):
         pytest.skip(str(_native.available("cuda")))
     q = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)

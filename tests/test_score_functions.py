@@ -16,13 +16,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_flash import _backends, explain, flash_attention, reference, scores
 
+from .small import normal
+
 P = PartitionSpec
 B, T, S, N, K, H = 2, 13, 19, 4, 2, 8
 attend = functools.partial(flash_attention, backend="xla")
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from .small import (
     S,
     T,
     close,
+    integers,
     loss_of,
     normal,
     ours_and_plain,
@@ -46,12 +47,12 @@ def optional_operands(names: tuple[str, ...]) -> dict[str, Any]:
     every = {
         "bias": normal(3, M, 1, N, T, S),
         "mask": jax.random.bernoulli(KEY(4), 0.7, (M, B, 1, T, S)),
-        "query_seq_lengths": jax.random.randint(KEY(5), (M, B), 0, T + 1),
-        "key_value_seq_lengths": jax.random.randint(KEY(6), (M, B), 0, S + 1),
-        "query_segment_ids": jax.random.randint(KEY(7), (M, B, T), 0, 2),
-        "key_value_segment_ids": jax.random.randint(KEY(8), (M, B, S), 0, 2),
-        "query_positions": jax.random.randint(KEY(11), (M, B, T), -3, S),
-        "key_value_positions": jax.random.randint(KEY(12), (M, B, S), -3, S),
+        "query_seq_lengths": integers(5, (M, B), 0, T + 1),
+        "key_value_seq_lengths": integers(6, (M, B), 0, S + 1),
+        "query_segment_ids": integers(7, (M, B, T), 0, 2),
+        "key_value_segment_ids": integers(8, (M, B, S), 0, 2),
+        "query_positions": integers(11, (M, B, T), -3, S),
+        "key_value_positions": integers(12, (M, B, S), -3, S),
         "sinks": normal(9, M, N),
         "dropout_key": jax.random.split(KEY(10), M),
     }
@@ -462,7 +463,7 @@ def test_export_with_a_symbolic_length(window):
         pytest.skip("the CPU kernels are not built")
     jitted, exported = export("cpu")
     for length in (2, 40):
-        x = jax.random.normal(jax.random.key(length), (2, length, N, H))
+        x = normal(length, 2, length, N, H)
         close(exported.call(x), jitted(x), rtol=1e-6)
 
 

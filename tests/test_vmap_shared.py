@@ -15,16 +15,12 @@ import jax_flash
 from jax_flash import _native
 
 from .cases import BOTTOM_RIGHT
-from .small import close
+from .small import close, integers, normal
 
 P = PartitionSpec
 # M and S appear in no other size of a program: an array with both is a copy for every member.
 M, B, T, S, N, K, H = 7, 2, 5, 22, 4, 2, 8
 ARRAYS = ("query", "key", "value")
-
-
-def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def qkv(dtype=jnp.float32, heads=(N, K)) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -36,7 +32,7 @@ def qkv(dtype=jnp.float32, heads=(N, K)) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def segments(seed: int, *shape: int) -> jax.Array:
-    return jax.random.randint(jax.random.key(seed), shape, 0, 2)
+    return integers(seed, shape, 0, 2)
 
 
 # Optional operands, and which of them every member has for itself.
@@ -113,7 +109,11 @@ def moving_of(arrays) -> list[str]:
 
 
 def member(arrays, axes, i: int):
-    return {name: x if axes[name] is None else x[i] for name, x in arrays.items()}
+    def of(x):  # by NumPy, where it can: jax.Array's index compiles programs
+        own = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return x[i] if own else jax.device_put(np.asarray(x)[i])
+
+    return {name: x if axes[name] is None else of(x) for name, x in arrays.items()}
 
 
 def gradients_of(call, wrt):
