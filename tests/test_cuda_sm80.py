@@ -100,24 +100,62 @@ GRADIENTS = (
         mask="b1ts", bias="11ts", sinks=True, dtype="float16")),
     ("RTX 5090", C("head dim 33 value 7", H=33, Hv=7, T=70, S=90, N=4, K=2, dropout=0.4,
        mask="b1t1", dtype="float16", bias="1n11")),
+    # float32 in parts.
+    ("H100", F("float32", causal=True, K=1, S=140)),
+    ("H100", F("float32 highest, bias stored", bias="bnts", S=92, causal=True, bias_hides=True,
+       precision="highest")),
+    ("H100", F("float32 of 128, everything", H=100, Hv=128, dropout=0.2, mask="b1ts", bias="11ts",
+       sinks=True, segments="packed", softcap=3.0, N=1)),
+    ("A100", F("float32 of 256", H=256, Hv=136, q_lengths=(66,), T=90, N=1, kv_lengths=(80,),
+       window=(60, 5), deterministic=True)),
+    ("L4", F("float32 odd, highest", H=33, Hv=130, precision="highest", positions="permuted",
+       window=(60, 5), T=40, S=50, K=1, bias="1n11", blocks=("1n", 16))),
+    ("L4", F("float32 score gate", score="gate", H=72, T=40, dropout=0.3, bias="1nt1",
+       causal=True)),
+    ("H100", F("float32 of 512", H=512, Hv=20, T=40, S=50, N=1, causal=True)),
+    ("H100", F("float32 of 500, highest", H=500, Hv=260, T=40, S=30, N=1, precision="highest",
+       bias="1n1s", deterministic=True)),
+    # Four warps that share keys.
+    ("H100", C("head dim 512", H=512, T=140, S=70, N=2, K=1, causal=True)),
+    ("H100", C("head dim 300, both in two stages", H=300, Hv=20, T=70, S=70, N=1, dropout=0.2,
+       mask="b1ts", bias="11ts", sinks=True, segments="packed", softcap=3.0, dtype="float16")),
+    ("A100", C("head dim 511 value 264", H=511, Hv=264, T=70, S=50, N=1, window=(40, 10),
+       positions="permuted", deterministic=True)),
+    ("L4", C("value dim 512", H=20, Hv=512, T=70, S=50, N=1, score="gate", dropout=0.2,
+       bias="11ts")),
+    ("L4", C("head dim 512, little room", H=512, Hv=512, T=70, S=50, N=1, segments="returning",
+       deterministic=True)),
 )  # fmt: skip
 
 
-def compare_forward(arguments: Arguments, got: dict[str, np.ndarray]) -> None:
+def compare_parts(
+    arguments: Arguments, got: dict[str, np.ndarray], *, gradients: bool = True
+) -> None:
     """As `compare`; products of float32 in two parts have to be much more exact than TF32's."""
     case = arguments.case
     if case.dtype != "float32" or case.precision == "highest":
-        compare(arguments, got, gradients=False)
+        compare(arguments, got, gradients=gradients)
         return
     arrays = arguments.arrays
-    rounded = {name: tf32(arrays[name]) for name in ("query", "key", "value")}
-    plain = dataclasses.replace(arguments, arrays=arrays | rounded).truth(gradients=False)
-    truth = arguments.truth(gradients=False)
+    rounded = dataclasses.replace(
+        arguments,
+        arrays=arrays | {name: tf32(arrays[name]) for name in ("query", "key", "value")},
+        dout=tf32(arguments.dout),
+    )
+    plain, truth = (x.truth(gradients=gradients) for x in (rounded, arguments))
     # Else the case could not tell (one where nothing is seen is all zeros).
     assert max_error(plain.out, truth.out) >= 2**-15 * np.abs(truth.out).max()
-    check("out", got["out"], truth.out, plain.out, "float32", 1 / 8)
-    if case.with_lse:
-        check("lse", got["lse"], truth.lse, plain.lse, "float32", 1 / 8)
+    fields = {"out": "out"} | ({"lse": "lse"} if case.with_lse else {})
+    if gradients:
+        names = arguments.differentiable
+        fields |= {f"d{x}": {"query": "dq", "key": "dk", "value": "dv"}.get(x, f"d{x}") for x in names}
+    for name, field in fields.items():
+        summed = truth.summed.get(field, 0.0) if gradients else 0.0
+        want, coarse = getattr(truth, field), getattr(plain, field)
+        check(name, got[name], want, coarse, "float32", 1 / 8, summed)
+
+
+compare_forward = functools.partial(compare_parts, gradients=False)
 
 
 def tf32(x: np.ndarray) -> np.ndarray:
@@ -211,7 +249,7 @@ def test_poison_stays_with_those_who_see_it(case: Case, column: slice, a100):
 def test_gradients(gpu: str, case: Case, emulator: Emulator):
     arguments = case.draw()
     got = emulator.run(arguments, seed=2, gpu=gpu)
-    compare(arguments, got)
+    compare_parts(arguments, got)
     if case.deterministic:
         again = emulator.run(arguments, seed=BACKWARDS, gpu=gpu)
         for name in got:
