@@ -110,7 +110,7 @@ GRADIENTS = (
        window=(60, 5), deterministic=True)),
     ("L4", F("float32 odd, highest", H=33, Hv=130, precision="highest", positions="permuted",
        window=(60, 5), T=40, S=50, K=1, bias="1n11", blocks=("1n", 16))),
-    ("L4", F("float32 score gate", score="gate", H=72, T=40, dropout=0.3, bias="1nt1",
+    ("L4", F("float32 score gate", score="gate", H=72, T=40, dropout=0.3, bias="1n1s",
        causal=True)),
     ("H100", F("float32 of 512", H=512, Hv=20, T=40, S=50, N=1, causal=True)),
     ("H100", F("float32 of 500, highest", H=500, Hv=260, T=40, S=30, N=1, precision="highest",
@@ -122,7 +122,7 @@ GRADIENTS = (
     ("A100", C("head dim 511 value 264", H=511, Hv=264, T=70, S=50, N=1, window=(40, 10),
        positions="permuted", deterministic=True)),
     ("L4", C("value dim 512", H=20, Hv=512, T=70, S=50, N=1, score="gate", dropout=0.2,
-       bias="11ts")),
+       bias="11ts", causal=True)),
     ("L4", C("head dim 512, little room", H=512, Hv=512, T=70, S=50, N=1, segments="returning",
        deterministic=True)),
 )  # fmt: skip

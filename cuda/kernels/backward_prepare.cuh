@@ -72,7 +72,7 @@ template <class Params>
 __device__ __forceinline__ void prepare(const Params& p) {
   constexpr int kLanes = kValue <= 64 ? 8 : kValue <= 128 ? 16 : 32;  // threads on one row
   constexpr int kRows = kPrepareThreads / kLanes;                     // rows at a time
-  constexpr int kUnroll = kFloat32 ? 2 : 4;                           // registers
+  constexpr int kUnroll = kFloat32 || kValue > 256 ? 2 : 4;           // registers
   constexpr int kColumns = 8 * kLanes;                                // of a row at a time
   const int tiles = query_blocks(p) * (kQueries / 64);
   // The heads that the main kernel takes first come last, so that it finds them in L2.

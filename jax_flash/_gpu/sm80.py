@@ -347,19 +347,14 @@ def backward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Bac
     widest = max(shapes.head_dim, shapes.value_dim)
     parts = _parts(problem)
     columns = next(x for x in (64, 128, 256, 512) if widest <= x)
-    # A warp has registers for dk and dv of 16 keys and 128 columns each, 64 in three parts.
-    column_warps = max(1, columns // (128 if parts < 3 else 64))
-    column_warps = min(column_warps, 4)
     sizes = list(_SIZES[parts, columns])
     if parts == 1 and 128 < widest <= 192:  # beyond, 64 queries take 32 bytes more than there are
-        sizes.insert(0, (64, 64, 2, 2))
+        sizes.insert(0, (64, 64, 2, 2, 2))
     softly_drops = problem.softcap is not None and "dropout_state" in problem.terms
     if parts == 1 and 96 < widest <= 128 and (shapes.mask is not None or softly_drops):
         sizes = sizes[2:]  # up to 36 bytes, likewise
-    # Warps that share keys would exchange dS before it is stored; dropout's is scaled later.
-    stores_dbias = (
-        column_warps == 1 and "dropout_state" not in problem.terms and is_own(problem, shapes)
-    )
+    # Dropout's dS is scaled later.
+    stores_dbias = "dropout_state" not in problem.terms and is_own(problem, shapes)
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
     return [
         BackwardTiling(
@@ -374,29 +369,32 @@ def backward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Bac
             dq_row_bytes=dq_row_bytes(shapes, BackwardTiling.block_q) if parts == 1 else 0,
             adds_four=gpu.arch not in _ADDS_ONE,
             l2_heads=_backward_l2_heads(problem, shapes, gpu),
-            stores_dbias=stores_dbias,
-            clears_dbias=stores_dbias and bool(hides),
+            # Warps that share keys would exchange dS before it is stored.
+            stores_dbias=stores_dbias and column_warps == 1,
+            clears_dbias=stores_dbias and column_warps == 1 and bool(hides),
         )
-        for block_kv, step_queries, stages, dout_stages in sizes
+        for block_kv, step_queries, stages, dout_stages, column_warps in sizes
     ]
 
 
-# Keys of a CTA, queries of a step, buffers of queries and of output gradients, by the parts of an
-# element and the columns that the wider dim does not pass. Keys first: every block of them adds to
-# the sum of dq. Then what is under way beside a step.
+# Keys of a CTA, queries of a step, buffers of queries and of output gradients, warps that share
+# keys, by the parts of an element and the columns that the wider dim does not pass. Keys first:
+# every block of them adds to the sum of dq. Then what is under way beside a step. A warp has
+# registers for dk and dv of 16 keys and 128 columns each; of elements in parts for 64, more where
+# no other way leaves as many keys.
 _SIZES = {
-    (1, 64): [(128, 64, 2, 2), (128, 64, 2, 1), (128, 32, 2, 2), (128, 32, 2, 1)],
-    (1, 128): [(128, 64, 2, 2), (128, 64, 2, 1), (128, 32, 2, 2), (128, 32, 2, 1)],
-    (1, 256): [(64, 32, 2, 2), (64, 32, 2, 1), (64, 32, 1, 1), (32, 32, 2, 1)],
-    (1, 512): [(32, 64, 2, 2), (32, 64, 1, 1), (32, 32, 2, 1), (32, 32, 1, 1), (16, 32, 1, 1)],
-    (2, 64): [(128, 64, 2, 2), (128, 32, 2, 2), (128, 32, 1, 1)],
-    (2, 128): [(128, 32, 2, 2), (64, 32, 2, 2), (32, 32, 2, 1)],
-    (2, 256): [(64, 32, 1, 1), (32, 32, 1, 1), (16, 16, 1, 1)],
-    (2, 512): [(32, 16, 1, 1), (16, 16, 1, 1)],
-    (3, 64): [(128, 32, 2, 2), (128, 32, 2, 1), (64, 32, 1, 1)],
-    (3, 128): [(64, 32, 2, 2), (32, 32, 2, 1), (32, 16, 1, 1)],
-    (3, 256): [(32, 32, 1, 1), (32, 16, 1, 1), (16, 16, 1, 1)],
-    (3, 512): [(16, 16, 1, 1)],
+    (1, 64): [(128, 64, 2, 2, 1), (128, 64, 2, 1, 1), (128, 32, 2, 2, 1), (128, 32, 2, 1, 1)],
+    (1, 128): [(128, 64, 2, 2, 1), (128, 64, 2, 1, 1), (128, 32, 2, 2, 1), (128, 32, 2, 1, 1)],
+    (1, 256): [(64, 32, 2, 2, 2), (64, 32, 2, 1, 2), (64, 32, 1, 1, 2), (32, 32, 2, 1, 2)],
+    (1, 512): [(32, 64, 2, 2, 4), (32, 64, 1, 1, 4), (32, 32, 1, 1, 4), (16, 32, 1, 1, 4)],
+    (2, 64): [(128, 64, 2, 2, 1), (128, 32, 2, 2, 1), (128, 32, 1, 1, 1)],
+    (2, 128): [(64, 32, 2, 2, 2), (32, 32, 2, 1, 2)],
+    (2, 256): [(64, 32, 1, 1, 2), (32, 32, 1, 1, 4), (16, 16, 1, 1, 4)],
+    (2, 512): [(32, 16, 1, 1, 4), (16, 16, 1, 1, 4)],
+    (3, 64): [(128, 32, 2, 2, 1), (128, 32, 2, 1, 1), (64, 32, 1, 1, 1)],
+    (3, 128): [(64, 32, 2, 2, 2), (32, 32, 2, 1, 2), (32, 16, 1, 1, 2)],
+    (3, 256): [(32, 32, 1, 1, 4), (32, 16, 1, 1, 4), (16, 16, 1, 1, 4)],
+    (3, 512): [(16, 16, 1, 1, 4)],
 }
 
 
