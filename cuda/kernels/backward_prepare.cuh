@@ -18,15 +18,15 @@ template <class Of>
 struct Piece {
   uint4 bits = {0, 0, 0, 0};
 
-  // Of out, which nobody reads again (kStreamed), or dout, from `column` of a row on.
+  // Of out, which nobody reads again (kStreamed), or dout, from index `at`, a column of a row, on.
   template <bool kStreamed>
-  __device__ __forceinline__ void load(const void* array, int64 row, int column) {
-    const uint16* from = static_cast<const uint16*>(array) + row;
+  __device__ __forceinline__ void load(const void* array, int64 at, int column) {
+    const uint16* from = static_cast<const uint16*>(array) + at;
     if constexpr (kWholePieces) {
-      const auto* whole = reinterpret_cast<const uint4*>(from + column);
+      const auto* whole = reinterpret_cast<const uint4*>(from);
       bits = kStreamed ? __ldcs(whole) : __ldg(whole);
     } else {
-      bits = load_piece<kValueDim>(from, column);
+      bits = load_piece<kValueDim>(from - column, column);
     }
   }
   __device__ __forceinline__ float dot(const Piece& other) const {
@@ -46,8 +46,8 @@ struct Piece<Float32> {
   Eight numbers = {};
 
   template <bool kStreamed>
-  __device__ __forceinline__ void load(const void* array, int64 row, int column) {
-    numbers = load_piece<kValueDim>(static_cast<const float*>(array) + row, column);
+  __device__ __forceinline__ void load(const void* array, int64 at, int column) {
+    numbers = load_piece<kValueDim>(static_cast<const float*>(array) + at - column, column);
   }
   __device__ __forceinline__ float dot(const Piece& other) const {
     float sum = 0.f;
@@ -102,26 +102,27 @@ __device__ __forceinline__ void prepare(const Params& p) {
 
 #pragma unroll
   for (int base = 0; base < 64; base += kRows * kUnroll) {
-    float totals[kUnroll] = {};
-#pragma unroll
-    for (int first = 0; first < kValueDim; first += kColumns) {
-      Piece<Element> o[kUnroll], d[kUnroll];
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
-        const int column = first + lane * 8;
-        if (row < queries && column < kValueDim) {
-          const int64 at = query_row(p, batch, row, head) * kValueDim;
-          o[i].template load<true>(p.out_data, at, column);
-          d[i].template load<false>(p.dout_data, at, column);
-        }
+    Piece<Element> o[kUnroll], d[kUnroll];
+    // Of all columns, or the first kColumns.
+    const auto load = [&](int i, int first) {
+      const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
+      o[i] = d[i] = {};
+      if (row < queries && first + lane * 8 < kValueDim) {
+        const int64 at = query_row(p, batch, row, head) * kValueDim + first + lane * 8;
+        o[i].template load<true>(p.out_data, at, first + lane * 8);
+        d[i].template load<false>(p.dout_data, at, first + lane * 8);
       }
+    };
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) totals[i] += o[i].dot(d[i]);
-    }
+    for (int i = 0; i < kUnroll; ++i) load(i, 0);
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      float total = totals[i];
+      float total = o[i].dot(d[i]);
+#pragma unroll
+      for (int first = kColumns; first < kValueDim; first += kColumns) {
+        load(i, first);
+        total += o[i].dot(d[i]);
+      }
 #pragma unroll
       for (int mask = kLanes / 2; mask > 0; mask /= 2) {
         total += __shfl_xor_sync(0xffffffffu, total, mask);
