@@ -69,7 +69,7 @@ class Sm80(Family):
         wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > _WIDEST]
         reasons += [f"{kernels} take head dims up to {_WIDEST}, not {dim}" for dim in wide]
         if not reasons and call.target == "backward":
-            reasons += _refuse_room(call.problem, shapes, gpu)
+            reasons += _refuse_size(call.problem, shapes, gpu)
         absent = [term for term in call.problem.terms if term not in _COMPUTED]
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
         reasons += refuse_functions(call)
@@ -338,12 +338,26 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
 
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
     """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
-    tilings = backward_tilings(problem, shapes, gpu)
-    return next(tiling for tiling in tilings if _fits(tiling, shapes, gpu))
+    tiling = next(x for x in _backward_sizes(problem, shapes) if _fits(x, shapes, gpu))
+    # Warps that share keys would exchange dS before it is stored; dropout's is scaled later.
+    stores_dbias = (
+        tiling.column_warps == 1
+        and "dropout_state" not in problem.terms
+        and is_own(problem, shapes)
+    )
+    hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
+    return dataclasses.replace(
+        tiling,
+        dq_row_bytes=dq_row_bytes(shapes, tiling.block_q) if tiling.parts == 1 else 0,
+        adds_four=gpu.arch not in _ADDS_ONE,
+        l2_heads=_backward_l2_heads(problem, shapes, gpu),
+        stores_dbias=stores_dbias,
+        clears_dbias=stores_dbias and bool(hides),
+    )
 
 
-def backward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[BackwardTiling]:
-    """Lists the tilings for a problem, the first best."""
+def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
+    """Lists what a CTA may have for a problem, the first best; tilings but for the rest."""
     widest = max(shapes.head_dim, shapes.value_dim)
     parts = _parts(problem)
     columns = next(x for x in (64, 128, 256, 512) if widest <= x)
@@ -353,25 +367,16 @@ def backward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Bac
     softly_drops = problem.softcap is not None and "dropout_state" in problem.terms
     if parts == 1 and 96 < widest <= 128 and (shapes.mask is not None or softly_drops):
         sizes = sizes[2:]  # up to 36 bytes, likewise
-    # Dropout's dS is scaled later.
-    stores_dbias = "dropout_state" not in problem.terms and is_own(problem, shapes)
-    hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
+    dims = shapes.head_dim, shapes.value_dim
     return [
         BackwardTiling(
-            shapes.head_dim,
-            shapes.value_dim,
+            *dims,
             block_kv=block_kv,
             parts=parts,
             column_warps=column_warps,
             step_queries=step_queries,
             stages=stages,
             dout_stages=dout_stages,
-            dq_row_bytes=dq_row_bytes(shapes, BackwardTiling.block_q) if parts == 1 else 0,
-            adds_four=gpu.arch not in _ADDS_ONE,
-            l2_heads=_backward_l2_heads(problem, shapes, gpu),
-            # Warps that share keys would exchange dS before it is stored.
-            stores_dbias=stores_dbias and column_warps == 1,
-            clears_dbias=stores_dbias and column_warps == 1 and bool(hides),
         )
         for block_kv, step_queries, stages, dout_stages, column_warps in sizes
     ]
@@ -408,14 +413,14 @@ def _fits(tiling: BackwardTiling, shapes: Shapes, gpu: GpuSpec) -> bool:
     return max(tiling.shared_bytes, of_bias) <= gpu.shared_bytes
 
 
-def _refuse_room(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[str]:
-    tilings = backward_tilings(problem, shapes, gpu)
+def _refuse_size(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[str]:
+    tilings = _backward_sizes(problem, shapes)
     if any(_fits(tiling, shapes, gpu) for tiling in tilings):
         return []
-    least = min(tiling.shared_bytes for tiling in tilings) / 1024
+    least = -(-min(tiling.shared_bytes for tiling in tilings) // 1024)
     exactly = " at precision 'highest'" if problem.precision == "highest" else ""
     return [
-        f"the CUDA backward kernels take {least:.0f} KB of shared memory for head dim "
+        f"the CUDA backward kernels take {least} KB of shared memory for head dim "
         f"{shapes.head_dim} and value dim {shapes.value_dim} in {problem.dtype}{exactly}; "
         f"{gpu.name} has {gpu.shared_bytes // 1024}"
     ]
@@ -434,7 +439,8 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> int:
     """
     group = known(shapes.q_heads // shapes.kv_heads, 1)
     rows = known(shapes.q_len, 4096) * group
-    head_bytes = rows * (6 * shapes.head_dim + 2 * shapes.value_dim)
+    element = 4 if problem.dtype == "float32" else 2
+    head_bytes = rows * ((element + 4) * shapes.head_dim + element * shapes.value_dim)
     heads = max(1, (gpu.l2_bytes or _ANY_L2_BYTES) // 2 // max(head_bytes, 1))
     if problem.deterministic:
         heads = max(heads, gpu.sms or _ANY_SMS)
