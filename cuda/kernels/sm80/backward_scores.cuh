@@ -12,10 +12,11 @@ namespace backward {
 // others without.
 inline constexpr int kScoreWarps =
     kColumnWarps < kStepQueries / 16 ? kColumnWarps : kStepQueries / 16;
-// A warp takes its queries of a step in one or two parts: 64 queries leave too few registers (72
-// bytes spilled with 64 columns of dk and dv each, 88 with 128).
+// A warp takes its queries of a step in parts: 64 leave too few registers (72 bytes spilled with 64
+// columns of dk and dv each, 88 with 128), 32 of elements in three parts likewise (184 bytes).
 inline constexpr int kWarpQueries = kStepQueries / kScoreWarps;
-inline constexpr int kFragmentQueries = kWarpQueries < 32 ? kWarpQueries : 32;
+inline constexpr int kMostQueries = kParts == 3 ? 16 : 32;
+inline constexpr int kFragmentQueries = kWarpQueries < kMostQueries ? kWarpQueries : kMostQueries;
 inline constexpr int kScores = kFragmentQueries / 2;  // elements of S^T per thread
 using Scores = float[kScores];
 
