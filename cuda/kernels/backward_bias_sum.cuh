@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, 
           y = ScoreFunction(p, batch, head)
                   .value_and_slope(p, y, at_query, at_key, at_query, at_key, slope);
         }
-        const float probability = ptx::exp2_approx(fmaf(y, p.scale_log2, shift));
+        const float probability = probability_of(fmaf(y, p.scale_log2, shift));
         float given = dp[4 * k + i];
         if constexpr (kHasDropout) given = dropped.drops(4 * j + i) ? 0.f : given;
         const float gradient = probability * (given + (i % 2 == 0 ? delta.x : delta.y));

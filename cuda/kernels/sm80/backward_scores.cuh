@@ -172,7 +172,7 @@ struct Fragment {
           } else {
             slopes[i] = score_slope(score);
           }
-          score = ptx::exp2_approx(fmaf(score, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
+          score = probability_of(fmaf(score, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
           score = seen[i] ? score : 0.f;
           if constexpr (kHasDropout && !kHasScoreFunction) score = dropped.mark(4 * j + i, score);
         }
