@@ -28,12 +28,12 @@ Window = int | tuple[int | None, int | None]
 
 
 def widest_dtype(backend: str) -> str:
-    """The widest type that a backend takes: the CUDA kernels are for tensor cores of 16 bits."""
+    """A backend's type of cases that ask for none: float32 on "cuda" has tests of its own."""
     return "bfloat16" if backend == "cuda" else "float32"
 
 
 def fit(case: Case, backend: str) -> Case:
-    """The case, in the widest type that the backend takes where it asks for float32."""
+    """The case, in `widest_dtype` where it asks for float32."""
     if case.dtype != "float32":
         return case
     return dataclasses.replace(case, dtype=widest_dtype(backend))
@@ -101,8 +101,6 @@ class Case:
         has |= {"sinks"} if self.sinks else set()
         has |= {"dropout"} if self.dropout else set()
         has |= {"score functions"} if self.score else set()
-        dims = (self.H, self.value_dim)
-        has |= {"head dim"} if max(dims) > 256 else set()
         return has
 
     def draw(self, seed: int = 0) -> Arguments:

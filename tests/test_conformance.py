@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,6 @@ from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
 
 # Features that a backend's documentation refuses, by the word its refusal must contain.
 REFUSED = {
-    "cuda": {"float32", "head dim"},
     "cpu": {"score functions"},
 }
 
@@ -69,7 +70,6 @@ def test_case(case, backend):
     compare(arguments, arguments.run(backend))
 
 
-def test_float32_is_refused_or_right(backend):
-    case = BY_NAME["plain"]
-    if not refuses(case, backend):
-        compare(case.draw(), case.draw().run(backend))
+def test_float32(backend):
+    case = dataclasses.replace(BY_NAME["plain"], precision="highest")
+    compare(case.draw(), case.draw().run(backend))

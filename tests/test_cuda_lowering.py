@@ -160,15 +160,19 @@ def test_refused_head_dim_runs_on_xla_and_says_so_once(recwarn: pytest.WarningsR
     assert not recwarn.list
 
 
-def test_gradients_of_float32_run_on_xla_and_say_so():
+def test_gradients_that_do_not_fit_run_on_xla_and_say_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_gpu.spec, "for_lowering", lambda: _gpu.spec.GPUS["L4"])
+
     def loss(q, k, v):
         return jnp.sum(flash_attention(q, k, v))
 
+    forward, backward = (f"jax_flash_cuda_sm80_{which}" for which in ("forward", "backward"))
     operands = [array(*x.shape, dtype="float32") for x in QKV]
-    assert calls(lower(flash_attention, *operands)) == ["jax_flash_cuda_sm80_forward"]
+    assert calls(lower(jax.grad(loss), *operands)) == [forward, backward]
+    wide = [array(*x.shape[:-1], 512, dtype="float32") for x in QKV]
     _backends.warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="CUDA backward kernels .* not float32"):
-        assert calls(lower(jax.grad(loss), *operands)) == ["jax_flash_cuda_sm80_forward"]
+    with pytest.warns(RuntimeWarning, match="CUDA backward kernels .* KB of shared memory"):
+        assert calls(lower(jax.grad(loss), *wide)) == [forward]
 
 
 @pytest.mark.parametrize(("precision", "parts"), [(None, 2), ("high", 2), ("float32", 3)])

@@ -1,6 +1,7 @@
 """How one GPU runs a problem: pure choices, tested without a GPU."""
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -153,17 +154,33 @@ def test_a_tiling_can_be_given(which):
 @pytest.mark.parametrize("arch", _gpu.sm80.Sm80.architectures)
 def test_backward_tilings_since_ampere_fit(arch: str):
     gpu = dataclasses.replace(H200, name=arch, arch=arch)
+    family = _gpu.sm80.Sm80()
     bias = TermShape("float32", batch=1, heads=1, queries=4096, keys=4096)
-    for head_dim in DIMS:
-        for value_dim in DIMS:
-            shapes = replace_dims(head_dim, value_dim)
-            tiling = _gpu.sm80.choose_backward(PLAIN, shapes, gpu)
-            assert tiling.shared_bytes <= gpu.shared_bytes
-            biased = dataclasses.replace(PLAIN, terms=("bias",))
-            of_bias = _gpu.sm80.choose_backward(biased, dataclasses.replace(shapes, bias=bias), gpu)
-            assert max(of_bias.shared_bytes, of_bias.bias_shared_bytes) <= gpu.shared_bytes
-            assert tiling.threads <= 256  # of 255 registers each
-            assert tiling.threads // 32 * 16 == tiling.block_kv * (2 if tiling.wide else 1)
+    problems = [PLAIN] + [
+        dataclasses.replace(PLAIN, dtype="float32", precision=precision)
+        for precision in ("default", "highest")
+    ]
+    dims = (*DIMS[::4], 64, 128, 256, 257, 320, 511, 512)
+    for problem, head_dim, value_dim in itertools.product(problems, dims, dims):
+        shapes = replace_dims(head_dim, value_dim)
+        if family.refuse(passes(problem)["backward"], shapes, gpu):
+            # 16 rows each of queries, keys, values and output gradients do not fit.
+            parts = 3 if problem.precision == "highest" else 2
+            columns = 64 * (-(-head_dim // 64) + -(-value_dim // 64))
+            assert problem.dtype == "float32"
+            assert 2 * 16 * columns * 2 * parts > gpu.shared_bytes - 4096
+            continue
+        tiling = _gpu.sm80.choose_backward(problem, shapes, gpu)
+        assert tiling.shared_bytes <= gpu.shared_bytes
+        biased = dataclasses.replace(problem, terms=("bias",))
+        of_bias = _gpu.sm80.choose_backward(biased, dataclasses.replace(shapes, bias=bias), gpu)
+        assert max(of_bias.shared_bytes, of_bias.bias_shared_bytes) <= gpu.shared_bytes
+        assert tiling.threads <= 256  # of 255 registers each
+        # 16 keys by a warp's columns of dk and dv, 32 threads.
+        columns = sum(-(-dim // (16 * tiling.column_warps)) * 16 for dim in (head_dim, value_dim))
+        assert columns // 2 <= 128
+        # All warps have rows of dq, in blocks of 16 queries.
+        assert tiling.warps % (tiling.step_queries // 16) == 0
 
 
 def test_backward_tilings_take_the_keys_that_fit():

@@ -53,8 +53,8 @@ struct Block {
 };
 
 // Adds the dS of one pair of blocks to the sum; all threads call. `Tiles` are a family's, of its
-// products: load(batch, head, m0, key0) has a barrier on either side of the copies, and
-// multiply(part, x, dp) gives S^T and dP^T of one of kParts parts of the queries.
+// products: of load(batch, head, m0, key0), which all threads call as well, multiply(part, x, dp)
+// gives S^T and dP^T of one of kParts parts of the queries.
 template <class Tiles, class Params>
 __device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, int batch, int head,
                                            int m0, int key0, float (&sum)[kSums]) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, 
       return;
     }
   }
-  tiles.load(batch, head, m0, key0);
+  const auto& loaded = tiles.load(batch, head, m0, key0);
 
   const int slab = threadIdx.x / 128 * 64;
   Dropped<kSums> dropped;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, 
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     float x[kSums / kParts], dp[kSums / kParts];
-    tiles.multiply(part, x, dp);
+    loaded.multiply(part, x, dp);
     Tile tile;
     tile.load(p, batch, head, ptx::opaque(m0) + part * (kQueries / kParts),
               key0 + slab + ptx::warp_index() % 4 * 16);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, 
           y = ScoreFunction(p, batch, head)
                   .value_and_slope(p, y, at_query, at_key, at_query, at_key, slope);
         }
-        const float probability = ptx::exp2_approx(fmaf(y, p.scale_log2, shift));
+        const float probability = probability_of(fmaf(y, p.scale_log2, shift));
         float given = dp[4 * k + i];
         if constexpr (kHasDropout) given = dropped.drops(4 * j + i) ? 0.f : given;
         const float gradient = probability * (given + (i % 2 == 0 ? delta.x : delta.y));
@@ -177,17 +177,17 @@ __device__ __forceinline__ void sum(const Params& p, const Tiles& tiles, void* m
       store(p, own * p.kv_len + key0 + thread, block.part, total);
     }
   } else {
-    float total = 0.f;
-    if (thread < kQueries) {
-      for (int key = 0; key < kKeys; ++key) total += tile[thread * kPitch + key];
-      if (kBiasQueries && m0 + thread < p.query_len) {
-        store(p, own * p.query_len + m0 + thread, block.part, total);
+    for (int row = thread; row < kQueries; row += kThreads) {
+      float total = 0.f;
+      for (int key = 0; key < kKeys; ++key) total += tile[row * kPitch + key];
+      if (kBiasQueries && m0 + row < p.query_len) {
+        store(p, own * p.query_len + m0 + row, block.part, total);
       }
-      tile[thread * kPitch + kKeys] = total;
+      tile[row * kPitch + kKeys] = total;
     }
     __syncthreads();
     if (!kBiasQueries && thread == 0) {
-      total = 0.f;
+      float total = 0.f;
       for (int query = 0; query < kQueries; ++query) total += tile[query * kPitch + kKeys];
       store(p, own, block.part, total);
     }

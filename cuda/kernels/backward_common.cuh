@@ -40,6 +40,12 @@ template <class Params>
 __device__ __forceinline__ float query_key_scale(const Params& p) {
   return p.scale * dropout_scale(p);
 }
+// P of a logit less lse, in units of log2. In a row whose lse has no bits left for its weights'
+// sum, beyond 2^24, float32 has no weight above 1 either.
+__device__ __forceinline__ float probability_of(float exponent) {
+  if constexpr (kFloat32) exponent = exponent > 0.f ? 0.f : exponent;  // NaN stays
+  return ptx::exp2_approx(exponent);
+}
 // dS of one pair, the slope of the logit aside. Dropped ones have a P with a sign (terms.cuh).
 __device__ __forceinline__ float score_gradient(float probability, float dp, float minus_delta) {
   if constexpr (kHasDropout && kHasScoreFunction) {

@@ -50,7 +50,7 @@ __device__ __forceinline__ Weights weights(const Params& p, int batch, int head,
   float slope;
   score = score_of_pair(p, batch, head, query, key, score, slope);
   if (kHasScoreFunction && score == kNegativeInfinity) return {0.f, 0.f, false};
-  const float probability = ptx::exp2_approx(fmaf(score, p.scale_log2, lse));
+  const float probability = probability_of(fmaf(score, p.scale_log2, lse));
   if (!kept) dp = 0.f;
   return {kept ? probability : 0.f, probability * (dp + minus_delta) * slope, true};
 }

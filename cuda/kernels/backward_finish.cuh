@@ -11,6 +11,38 @@ namespace backward {
 
 inline constexpr int kFinishThreads = 128;
 
+// 64 columns of dq of 64 rows on their way from the order of fragments to that of rows.
+template <class Of>
+struct FinishTile {
+  static constexpr int kPitch = 64 + 8;  // elements; 16 bytes of padding spread the rows over banks
+  alignas(16) uint16 elements[64 * kPitch];
+
+  __device__ __forceinline__ void set(int row, int column, float low, float high) {
+    *reinterpret_cast<uint32*>(elements + row * kPitch + column) = Of::pack(low, high);
+  }
+  // Eight elements of a row, to columns of `to`, a row of dq.
+  __device__ __forceinline__ void store(int row, int column, uint16* to, int to_column) const {
+    const uint4 piece = *reinterpret_cast<const uint4*>(elements + row * kPitch + column);
+    if constexpr (kWholePieces) {
+      __stcs(reinterpret_cast<uint4*>(to + to_column), piece);
+    } else {
+      store_piece<kHeadDim>(to, to_column, piece);
+    }
+  }
+};
+template <>
+struct FinishTile<Float32> {
+  static constexpr int kPitch = 64 + 4;
+  alignas(16) float elements[64 * kPitch];
+
+  __device__ __forceinline__ void set(int row, int column, float low, float high) {
+    *reinterpret_cast<float2*>(elements + row * kPitch + column) = float2{low, high};
+  }
+  __device__ __forceinline__ void store(int row, int column, float* to, int to_column) const {
+    store_piece<kHeadDim>(to, to_column, load_piece<kPitch>(elements + row * kPitch, column));
+  }
+};
+
 // Has any unit added to this tile of the sum? Only in deterministic mode may there be none: there
 // the first unit stores, and nothing else writes the sum before.
 template <class Params>
@@ -21,8 +53,7 @@ __device__ __forceinline__ bool is_summed(const Params& p, int tile) {
 
 template <class Params>
 __device__ __forceinline__ void finish(const Params& p) {
-  constexpr int kPitch = 64 + 8;  // elements; 16 bytes of padding spread the rows over the banks
-  __shared__ alignas(16) uint16 tile[64 * kPitch];
+  __shared__ FinishTile<Element> tile;
   const int tiles = query_blocks(p) * (kQueries / 64);
   // The heads that the main kernel took last are still in L2 and come first.
   const int index = gridDim.x - 1 - blockIdx.x;
@@ -52,32 +83,23 @@ __device__ __forceinline__ void finish(const Params& p) {
   const float scale = query_key_scale(p);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    uint32* low = reinterpret_cast<uint32*>(tile + row * kPitch + 8 * j + column);
-    uint32* high =
-        reinterpret_cast<uint32*>(tile + (row + fragment::kRowStep) * kPitch + 8 * j + column);
-    *low = Element::pack(values[j].x * scale, values[j].y * scale);
-    *high = Element::pack(values[j].z * scale, values[j].w * scale);
+    tile.set(row, 8 * j + column, values[j].x * scale, values[j].y * scale);
+    tile.set(row + fragment::kRowStep, 8 * j + column, values[j].z * scale, values[j].w * scale);
   }
   const bool repair = __syncthreads_or(!finite);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int r = i * 16 + threadIdx.x / 8, c = threadIdx.x % 8 * 8;
     if (row0 + r < p.query_len && box * 64 + c < kHeadDim) {
-      const int64 at = query_row(p, batch, row0 + r, head) * kHeadDim + box * 64 + c;
-      uint16* to = static_cast<uint16*>(p.dquery) + at;
-      const uint4 piece = *reinterpret_cast<const uint4*>(tile + r * kPitch + c);
-      if constexpr (kWholePieces) {
-        __stcs(reinterpret_cast<uint4*>(to), piece);
-      } else {
-        store_piece<kHeadDim>(to - box * 64 - c, box * 64 + c, piece);
-      }
+      const int64 at = query_row(p, batch, row0 + r, head) * kHeadDim;
+      tile.store(r, c, static_cast<Element::Bits*>(p.dquery) + at, box * 64 + c);
     }
   }
   if (!repair) return;
   __syncthreads();  // the rows are written
 #pragma unroll 1
   for (int r = warp; r < 64 && row0 + r < p.query_len; r += 4) {
-    if (!row_is_finite(tile, r * kPitch, min(64, kHeadDim - box * 64))) {
+    if (!row_is_finite(tile.elements, r * tile.kPitch, min(64, kHeadDim - box * 64))) {
       exact_dq(p, batch, head, row0 + r, box * 64);
     }
   }

@@ -13,16 +13,49 @@ namespace backward {
 
 inline constexpr int kPrepareThreads = 128;
 
-__device__ __forceinline__ float dot(uint4 a, uint4 b) {
-  const uint32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum += Element::unpack_low(x[i]) * Element::unpack_low(y[i]) +
-           Element::unpack_high(x[i]) * Element::unpack_high(y[i]);
+// Eight elements of a row of out or dout.
+template <class Of>
+struct Piece {
+  uint4 bits = {0, 0, 0, 0};
+
+  // Of out, which nobody reads again (kStreamed), or dout, from index `at`, a column of a row, on.
+  template <bool kStreamed>
+  __device__ __forceinline__ void load(const void* array, int64 at, int column) {
+    const uint16* from = static_cast<const uint16*>(array) + at;
+    if constexpr (kWholePieces) {
+      const auto* whole = reinterpret_cast<const uint4*>(from);
+      bits = kStreamed ? __ldcs(whole) : __ldg(whole);
+    } else {
+      bits = load_piece<kValueDim>(from - column, column);
+    }
   }
-  return sum;
-}
+  __device__ __forceinline__ float dot(const Piece& other) const {
+    const uint4 &a = bits, &b = other.bits;
+    const uint32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum += Of::unpack_low(x[i]) * Of::unpack_low(y[i]) +
+             Of::unpack_high(x[i]) * Of::unpack_high(y[i]);
+    }
+    return sum;
+  }
+};
+template <>
+struct Piece<Float32> {
+  Eight numbers = {};
+
+  template <bool kStreamed>
+  __device__ __forceinline__ void load(const void* array, int64 at, int column) {
+    numbers = load_piece<kValueDim>(static_cast<const float*>(array) + at - column, column);
+  }
+  __device__ __forceinline__ float dot(const Piece& other) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(numbers.x[i], other.numbers.x[i], sum);
+    return sum;
+  }
+};
 
 // Does the query see any key? One thread finds out, slowly.
 template <class Params>
@@ -39,7 +72,8 @@ template <class Params>
 __device__ __forceinline__ void prepare(const Params& p) {
   constexpr int kLanes = kValue <= 64 ? 8 : kValue <= 128 ? 16 : 32;  // threads on one row
   constexpr int kRows = kPrepareThreads / kLanes;                     // rows at a time
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = kFloat32 || kValue > 256 ? 2 : 4;           // registers
+  constexpr int kColumns = 8 * kLanes;                                // of a row at a time
   const int tiles = query_blocks(p) * (kQueries / 64);
   // The heads that the main kernel takes first come last, so that it finds them in L2.
   const int index = gridDim.x - 1 - blockIdx.x;
@@ -48,7 +82,6 @@ __device__ __forceinline__ void prepare(const Params& p) {
   const int batch = head_index / p.query_heads, head = head_index - batch * p.query_heads;
   const int queries = visibility(p, batch).query_length;
   const int lane = threadIdx.x % kLanes;
-  const bool in_row = lane * 8 < kValueDim;
   const int64 padded = static_cast<int64>(head_index) * tiles * 64 + row0;
   // Once: a division for each row, whose rare cases are a call, spilled 36 bytes.
   const float keep_rate = kHasDropout ? 1.f / p.dropout_scale : 1.f;
@@ -69,27 +102,27 @@ __device__ __forceinline__ void prepare(const Params& p) {
 
 #pragma unroll
   for (int base = 0; base < 64; base += kRows * kUnroll) {
-    uint4 o[kUnroll], d[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
+    Piece<Element> o[kUnroll], d[kUnroll];
+    // Of all columns, or the first kColumns.
+    const auto load = [&](int i, int first) {
       const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
-      o[i] = d[i] = uint4{0, 0, 0, 0};
-      if (row < queries && in_row) {
-        const int64 at = query_row(p, batch, row, head) * kValueDim + lane * 8;
-        const uint16* out = static_cast<const uint16*>(p.out_data) + at;
-        const uint16* dout = static_cast<const uint16*>(p.dout_data) + at;
-        if constexpr (kWholePieces) {
-          o[i] = __ldcs(reinterpret_cast<const uint4*>(out));
-          d[i] = __ldg(reinterpret_cast<const uint4*>(dout));
-        } else {
-          o[i] = load_piece<kValueDim>(out - lane * 8, lane * 8);
-          d[i] = load_piece<kValueDim>(dout - lane * 8, lane * 8);
-        }
+      o[i] = d[i] = {};
+      if (row < queries && first + lane * 8 < kValueDim) {
+        const int64 at = query_row(p, batch, row, head) * kValueDim + first + lane * 8;
+        o[i].template load<true>(p.out_data, at, first + lane * 8);
+        d[i].template load<false>(p.dout_data, at, first + lane * 8);
       }
-    }
+    };
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) load(i, 0);
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
-      float total = dot(o[i], d[i]);
+      float total = o[i].dot(d[i]);
+#pragma unroll
+      for (int first = kColumns; first < kValueDim; first += kColumns) {
+        load(i, first);
+        total += o[i].dot(d[i]);
+      }
 #pragma unroll
       for (int mask = kLanes / 2; mask > 0; mask /= 2) {
         total += __shfl_xor_sync(0xffffffffu, total, mask);

@@ -102,6 +102,31 @@ __device__ __forceinline__ uint4 load_piece(const uint16* row, int column) {
   return piece.whole;
 }
 
+// The same of float32.
+struct Eight {
+  float x[8];
+};
+template <int kDim>
+inline constexpr int kFloatRowAlignment = kDim % 4 == 0   ? 16
+                                          : kDim % 2 == 0 ? 8
+                                                          : 4;  // bytes
+
+template <int kDim>
+__device__ __forceinline__ Eight load_piece(const float* row, int column) {
+  constexpr int kBytes = kFloatRowAlignment<kDim>;
+  using Part = typename Word<kBytes>::Type;
+  union {
+    Part parts[32 / kBytes];
+    Eight whole;
+  } piece;
+#pragma unroll
+  for (int i = 0; i < 32 / kBytes; ++i) {
+    const int at = column + i * kBytes / 4;
+    piece.parts[i] = at < kDim ? *reinterpret_cast<const Part*>(row + at) : Part{};
+  }
+  return piece.whole;
+}
+
 // Stores them, `column` below kDim; what lies past the row's end is dropped.
 template <int kDim>
 __device__ __forceinline__ void store_piece(uint16* row, int column, const uint4& whole) {
@@ -115,5 +140,19 @@ __device__ __forceinline__ void store_piece(uint16* row, int column, const uint4
   for (int i = 0; i < 16 / kBytes; ++i) {
     const int at = column + i * kBytes / 2;
     if (kBytes == 16 || at < kDim) *reinterpret_cast<Part*>(row + at) = piece.parts[i];
+  }
+}
+template <int kDim>
+__device__ __forceinline__ void store_piece(float* row, int column, const Eight& whole) {
+  constexpr int kBytes = kFloatRowAlignment<kDim>;
+  using Part = typename Word<kBytes>::Type;
+  union {
+    Eight whole;
+    Part parts[32 / kBytes];
+  } piece{whole};
+#pragma unroll
+  for (int i = 0; i < 32 / kBytes; ++i) {
+    const int at = column + i * kBytes / 4;
+    if (at < kDim) *reinterpret_cast<Part*>(row + at) = piece.parts[i];
   }
 }

@@ -40,11 +40,8 @@ _COMPUTED = (
 )
 
 
-# Elements and the largest head dim that the kernels of a pass take.
-_LIMITS = {
-    "forward": ("float32, bfloat16 and float16", 512),
-    "backward": ("bfloat16 and float16", 256),
-}
+_DTYPES = ("float32", "bfloat16", "float16")
+_WIDEST = 512  # head dim
 
 
 class Sm80(Family):
@@ -66,11 +63,13 @@ class Sm80(Family):
                 f"products of 16 columns; {gpu.name} is {gpu.arch}"
             )
         kernels = f"the CUDA {call.target} kernels"
-        dtype, (dtypes, widest) = call.problem.dtype, _LIMITS[call.target]
-        if dtype not in dtypes.replace(",", "").split():
-            reasons.append(f"{kernels} take {dtypes}, not {dtype}")
-        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > widest]
-        reasons += [f"{kernels} take head dims up to {widest}, not {dim}" for dim in wide]
+        dtype = call.problem.dtype
+        if dtype not in _DTYPES:
+            reasons.append(f"{kernels} take float32, bfloat16 and float16, not {dtype}")
+        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > _WIDEST]
+        reasons += [f"{kernels} take head dims up to {_WIDEST}, not {dim}" for dim in wide]
+        if not reasons and call.target == "backward":
+            reasons += _refuse_size(call.problem, shapes, gpu)
         absent = [term for term in call.problem.terms if term not in _COMPUTED]
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
         reasons += refuse_functions(call)
@@ -193,8 +192,10 @@ class BackwardTiling:
 
     head_dim: int
     value_dim: int
-    block_kv: int  # keys of a CTA: 32, 64 or 128
-    step_queries: int = 64  # queries that it takes at a time: 32 or 64
+    block_kv: int  # keys of a CTA: 16, 32, 64 or 128
+    parts: int = 1  # bfloat16 that a float32 is split into: 2 or 3
+    column_warps: int = 1  # that share 16 keys, each with its part of the columns: 1, 2 or 4
+    step_queries: int = 64  # queries that it takes at a time: 16, 32 or 64
     stages: int = 2  # buffers of queries
     dout_stages: int = 2  # buffers of output gradients
     dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
@@ -209,13 +210,8 @@ class BackwardTiling:
     turn_parts = 1
 
     @property
-    def wide(self) -> bool:
-        """Whether two warps share 16 keys: one has no registers for all columns of dk and dv."""
-        return max(self.head_dim, self.value_dim) > 128
-
-    @property
     def warps(self) -> int:
-        return self.block_kv // 16 * (2 if self.wide else 1)
+        return self.block_kv // 16 * self.column_warps
 
     @property
     def threads(self) -> int:
@@ -228,15 +224,19 @@ class BackwardTiling:
         rows = self.block_kv * (head_boxes + value_boxes) + self.step_queries * (
             self.stages * head_boxes + self.dout_stages * value_boxes
         )
-        scores = (2 if self.wide else 1) * self.block_kv * self.step_queries * 2
+        scores = (2 if self.column_warps > 1 else 1) * self.block_kv * self.step_queries * 2
         numbers = 4 * self.step_queries * (self.stages + self.dout_stages)
-        return 128 * rows + scores + numbers + 128  # flaws and the unit
+        numbers += 4 * (self.block_kv // 16 * 2 + 1)  # flaws and the unit
+        return self.parts * (128 * rows + scores) + -(-numbers // 128) * 128
 
     @property
     def bias_shared_bytes(self) -> int:
         """The same of the kernel that sums the gradient of a bias."""
         both = boxes(self.head_dim) + boxes(self.value_dim)
-        return 128 * both * (self.block_kv + self.block_q)
+        if self.parts == 1 and max(self.head_dim, self.value_dim) <= 256:
+            return 128 * both * (self.block_kv + self.block_q)
+        # 64 columns at a time, of 32 queries; then the sum.
+        return max(128 * self.parts * (self.block_kv + 32), 4 * self.block_q * (self.block_kv + 1))
 
     def launch(self) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (Sm80BackwardLaunch in families/sm80.cc)."""
@@ -276,6 +276,7 @@ class BackwardTiling:
             "kBlockQ": self.block_q,
             "kStepQueries": self.step_queries,
             "kBlockKV": self.block_kv,
+            "kParts": self.parts,
             "kWarps": self.warps,
             "kStages": self.stages,
             "kDoutStages": self.dout_stages,
@@ -305,7 +306,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
 def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[ForwardTiling]:
     """Lists the tilings for a problem, those that read keys and values less often first."""
     widest = max(shapes.head_dim, shapes.value_dim)
-    parts = 1 if problem.dtype != "float32" else 3 if problem.precision == "highest" else 2
+    parts = _parts(problem)
     # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
     # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
     plain = not problem.terms and problem.softcap is None and problem.score is None and parts == 1
@@ -337,43 +338,92 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
 
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
     """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
-    widest = max(shapes.head_dim, shapes.value_dim)
-    wide = widest > 128
-    # Keys first: every block of them adds to the sum of dq. Then what is under way beside a step.
-    if wide:
-        sizes = [(64, 32, 2, 2), (64, 32, 2, 1), (64, 32, 1, 1), (32, 32, 2, 1)]
-        if widest <= 192:  # beyond, 64 queries take up to 32 bytes more than the registers
-            sizes.insert(0, (64, 64, 2, 2))
-    else:
-        sizes = [(128, 64, 2, 2), (128, 64, 2, 1), (128, 32, 2, 2), (128, 32, 2, 1)]
-        softly_drops = problem.softcap is not None and "dropout_state" in problem.terms
-        if widest > 96 and (shapes.mask is not None or softly_drops):  # up to 36 bytes, likewise
-            sizes = sizes[2:]
-    # Two warps of the wide kernel would exchange dS before it is stored; dropout's is scaled later.
-    stores_dbias = not wide and "dropout_state" not in problem.terms and is_own(problem, shapes)
+    tiling = next(x for x in _backward_sizes(problem, shapes) if _fits(x, shapes, gpu))
+    # Warps that share keys would exchange dS before it is stored; dropout's is scaled later.
+    stores_dbias = (
+        tiling.column_warps == 1
+        and "dropout_state" not in problem.terms
+        and is_own(problem, shapes)
+    )
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
-    tilings = [
+    return dataclasses.replace(
+        tiling,
+        dq_row_bytes=dq_row_bytes(shapes, tiling.block_q) if tiling.parts == 1 else 0,
+        adds_four=gpu.arch not in _ADDS_ONE,
+        l2_heads=_backward_l2_heads(problem, shapes, gpu),
+        stores_dbias=stores_dbias,
+        clears_dbias=stores_dbias and bool(hides),
+    )
+
+
+def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
+    """Lists what a CTA may have for a problem, the first best; tilings but for the rest."""
+    widest = max(shapes.head_dim, shapes.value_dim)
+    parts = _parts(problem)
+    columns = next(x for x in (64, 128, 256, 512) if widest <= x)
+    sizes = list(_SIZES[parts, columns])
+    if parts == 1 and 128 < widest <= 192:  # beyond, 64 queries take 32 bytes more than there are
+        sizes.insert(0, (64, 64, 2, 2, 2))
+    softly_drops = problem.softcap is not None and "dropout_state" in problem.terms
+    if parts == 1 and 96 < widest <= 128 and (shapes.mask is not None or softly_drops):
+        sizes = sizes[2:]  # up to 36 bytes, likewise
+    dims = shapes.head_dim, shapes.value_dim
+    return [
         BackwardTiling(
-            shapes.head_dim,
-            shapes.value_dim,
+            *dims,
             block_kv=block_kv,
+            parts=parts,
+            column_warps=column_warps,
             step_queries=step_queries,
             stages=stages,
             dout_stages=dout_stages,
-            dq_row_bytes=dq_row_bytes(shapes, BackwardTiling.block_q),
-            adds_four=gpu.arch not in _ADDS_ONE,
-            l2_heads=_backward_l2_heads(problem, shapes, gpu),
-            stores_dbias=stores_dbias,
-            clears_dbias=stores_dbias and bool(hides),
         )
-        for block_kv, step_queries, stages, dout_stages in sizes
+        for block_kv, step_queries, stages, dout_stages, column_warps in sizes
     ]
 
-    def fits(tiling: BackwardTiling) -> bool:
-        of_bias = 0 if shapes.bias is None else tiling.bias_shared_bytes
-        return max(tiling.shared_bytes, of_bias) <= gpu.shared_bytes
 
-    return next((tiling for tiling in tilings if fits(tiling)), tilings[-1])
+# Keys of a CTA, queries of a step, buffers of queries and of output gradients, warps that share
+# keys, by the parts of an element and the columns that the wider dim does not pass. Keys first:
+# every block of them adds to the sum of dq. Then what is under way beside a step. A warp has
+# registers for dk and dv of 16 keys and 128 columns each; of elements in parts for 64, with 128
+# other terms spilled up to 300 bytes, but for 512 columns, where four warps share keys.
+_SIZES = {
+    (1, 64): [(128, 64, 2, 2, 1), (128, 64, 2, 1, 1), (128, 32, 2, 2, 1), (128, 32, 2, 1, 1)],
+    (1, 128): [(128, 64, 2, 2, 1), (128, 64, 2, 1, 1), (128, 32, 2, 2, 1), (128, 32, 2, 1, 1)],
+    (1, 256): [(64, 32, 2, 2, 2), (64, 32, 2, 1, 2), (64, 32, 1, 1, 2), (32, 32, 2, 1, 2)],
+    (1, 512): [(32, 64, 2, 2, 4), (32, 64, 1, 1, 4), (32, 32, 1, 1, 4), (16, 32, 1, 1, 4)],
+    (2, 64): [(128, 64, 2, 2, 1), (128, 32, 2, 2, 1), (128, 32, 1, 1, 1)],
+    (2, 128): [(64, 32, 2, 2, 2), (32, 32, 2, 1, 2)],
+    (2, 256): [(32, 64, 1, 1, 4), (32, 32, 1, 1, 4), (16, 16, 1, 1, 4)],
+    (2, 512): [(32, 16, 1, 1, 4), (16, 16, 1, 1, 4)],
+    (3, 64): [(128, 32, 2, 2, 1), (128, 32, 2, 1, 1), (64, 32, 1, 1, 1)],
+    (3, 128): [(64, 32, 2, 2, 2), (32, 32, 2, 1, 2), (32, 16, 1, 1, 2)],
+    (3, 256): [(32, 32, 1, 1, 4), (32, 16, 1, 1, 4), (16, 16, 1, 1, 4)],
+    (3, 512): [(16, 16, 1, 1, 4)],
+}
+
+
+def _parts(problem: Problem) -> int:
+    """Returns how many bfloat16 a float32 is split into; 1 of 16 bits."""
+    return 1 if problem.dtype != "float32" else 3 if problem.precision == "highest" else 2
+
+
+def _fits(tiling: BackwardTiling, shapes: Shapes, gpu: GpuSpec) -> bool:
+    of_bias = 0 if shapes.bias is None else tiling.bias_shared_bytes
+    return max(tiling.shared_bytes, of_bias) <= gpu.shared_bytes
+
+
+def _refuse_size(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[str]:
+    tilings = _backward_sizes(problem, shapes)
+    if any(_fits(tiling, shapes, gpu) for tiling in tilings):
+        return []
+    least = -(-min(tiling.shared_bytes for tiling in tilings) // 1024)
+    exactly = " at precision 'highest'" if problem.precision == "highest" else ""
+    return [
+        f"the CUDA backward kernels take {least} KB of shared memory for head dim "
+        f"{shapes.head_dim} and value dim {shapes.value_dim} in {problem.dtype}{exactly}; "
+        f"{gpu.name} has {gpu.shared_bytes // 1024}"
+    ]
 
 
 # Without red.global.add.v4.f32: PTX ISA, "red".
@@ -389,7 +439,8 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> int:
     """
     group = known(shapes.q_heads // shapes.kv_heads, 1)
     rows = known(shapes.q_len, 4096) * group
-    head_bytes = rows * (6 * shapes.head_dim + 2 * shapes.value_dim)
+    element = 4 if problem.dtype == "float32" else 2
+    head_bytes = rows * ((element + 4) * shapes.head_dim + element * shapes.value_dim)
     heads = max(1, (gpu.l2_bytes or _ANY_L2_BYTES) // 2 // max(head_bytes, 1))
     if problem.deterministic:
         heads = max(heads, gpu.sms or _ANY_SMS)

@@ -12,11 +12,12 @@
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
-//   int kHeadDim, kValueDim   exact sizes, at most 256
+//   bool kFloat32             it is float32, in kParts parts: 2 or 3 (sm80/split.cuh), else 1
+//   int kHeadDim, kValueDim   exact sizes, at most 512
 //   int kBlockQ               queries of a block: 64
-//   int kStepQueries          of a step, 32 or 64
-//   int kBlockKV              keys of a CTA: 32, 64 or 128
-//   int kWarps                of a CTA: one for every 16 keys, twice as many above 128 columns
+//   int kStepQueries          of a step: 16, 32 or 64
+//   int kBlockKV              keys of a CTA: 16, 32, 64 or 128
+//   int kWarps                of a CTA: one for every 16 keys, or two or four that share them
 //   int kStages, kDoutStages  buffers of queries, of output gradients: 1 or 2
 //   int kDqRowBytes           as in sm90/backward.cuh
 //   bool kAddsFour            one instruction adds four elements of the sum of dq (sm_90 and later)
@@ -57,8 +58,9 @@ extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads, 8)
   backward::prepare(p);
 }
 
-// Six blocks on a multiprocessor: 80 registers, which the recomputation needs.
-extern "C" __global__ void __launch_bounds__(backward::kFinishThreads, 6)
+// Six blocks on a multiprocessor: 80 registers, which the recomputation needs; of wide rows 128.
+extern "C" __global__ void __launch_bounds__(backward::kFinishThreads,
+                                             kHeadDim > 256 || kValueDim > 256 ? 4 : 6)
     flash_backward_finish(const __grid_constant__ Sm80BackwardParams p) {
   backward::finish(p);
 }

@@ -11,21 +11,20 @@
 
 namespace backward::bias_sum {
 
-// When all is summed, a SharedSum.
-struct alignas(128) Shared {
+// All columns of a block of keys and one of queries at once; when all is summed, a SharedSum.
+struct alignas(128) WholeShared {
   unsigned char key[kHeadBoxes * kKeys * kBoxRowBytes];
   unsigned char value[kValueBoxes * kKeys * kBoxRowBytes];
   unsigned char query[kHeadBoxes * kQueries * kBoxRowBytes];
   unsigned char dout[kValueBoxes * kQueries * kBoxRowBytes];
 };
-static_assert(!kHasDbias || sizeof(SharedSum) <= sizeof(Shared));
 
-struct Tiles {
+struct WholeTiles {
   static constexpr int kParts = 2;  // of the queries of a block
   const Sm80BackwardParams& p;
-  Shared& shared;
+  WholeShared& shared;
 
-  __device__ __forceinline__ void load(int batch, int head, int m0, int key0) const {
+  __device__ __forceinline__ const auto& load(int batch, int head, int m0, int key0) const {
     const int64 key = key_row(p, batch, key0, kv_head_of(p, head));
     const int64 query = query_row(p, batch, m0, head);
     const KeyRows<kHeadDim> keys(p, key);
@@ -40,6 +39,7 @@ struct Tiles {
     copy<kValueDim, kQueries>(shared.dout, p.dout_data, query * kValueDim, heads * kValueDim,
                               query_count);
     __syncthreads();
+    return *this;
   }
   __device__ __forceinline__ void multiply(int part, float (&x)[kSums / kParts],
                                            float (&dp)[kSums / kParts]) const {
@@ -58,6 +58,98 @@ struct Tiles {
         ptx::shared_address(tile), static_cast<const uint16*>(array) + first, step, count);
   }
 };
+
+// Where not all columns fit (more than 256, or float32): 64 of them at a time, of a part of the
+// queries.
+inline constexpr int kBoxQueries = 32;
+union alignas(128) BoxShared {
+  struct {
+    unsigned char keys[::kParts * kPlaneBytes<kBoxColumns, kKeys>];
+    unsigned char queries[::kParts * kPlaneBytes<kBoxColumns, kBoxQueries>];
+  } box;
+  SharedSum sum;
+};
+
+// 64 columns of kRows rows of kDim elements, from `first` on, those from `count` on zero.
+template <int kDim, int kRows>
+__device__ __forceinline__ void copy_box(uint32 tile, const Element::Bits* first, int64 step,
+                                         int count, int box) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kRows * 8; i += kThreads) {
+    const int row = i / 8, column = box * kBoxColumns + i % 8 * 8;
+    const uint32 to = chunk_address<kRows>(tile, row, i % 8);
+    decltype(load_piece<kDim>(first, 0)) piece{};
+    if (row < count && column < kDim) piece = load_piece<kDim>(first + row * step, column);
+    store_parts<kPlaneBytes<kBoxColumns, kRows>>(to, piece);
+  }
+}
+
+struct BoxTiles {
+  static constexpr int kParts = kQueries / kBoxQueries;
+
+  struct Loaded {
+    const Sm80BackwardParams& p;
+    BoxShared& shared;
+    int64 key, query;  // rows
+    int key_count, query_count;
+
+    __device__ __forceinline__ void multiply(int part, float (&x)[kSums / kParts],
+                                             float (&dp)[kSums / kParts]) const {
+      add_boxes<kHeadDim>(x, p.key_data, p.query_data, part);
+      add_boxes<kValueDim>(dp, p.value_data, p.dout_data, part);
+    }
+
+   private:
+    template <int kDim>
+    __device__ __forceinline__ void add_boxes(float (&sum)[kSums / kParts], const void* keys,
+                                              const void* queries, int part) const {
+      const KeyRows<kDim> rows(p, key);
+      const int64 step = static_cast<int64>(p.query_heads) * kDim;
+      const auto* of_keys = static_cast<const Element::Bits*>(keys) + rows.first;
+      const auto* of_queries =
+          static_cast<const Element::Bits*>(queries) + query * kDim + part * kBoxQueries * step;
+      const uint32 a = ptx::shared_address(shared.box.keys);
+      const uint32 b = ptx::shared_address(shared.box.queries);
+#pragma unroll
+      for (float& one : sum) one = 0.f;
+#pragma unroll 1
+      for (int box = 0; box < ceil_div(kDim, kBoxColumns); ++box) {
+        __syncthreads();
+        copy_box<kDim, kKeys>(a, of_keys, rows.step, key_count, box);
+        copy_box<kDim, kBoxQueries>(b, of_queries, step, query_count - part * kBoxQueries, box);
+        __syncthreads();
+        add_rows<kBoxColumns, kKeys, kBoxQueries>(sum, a, ptx::warp_index() * 16, b, 0);
+      }
+    }
+  };
+
+  const Sm80BackwardParams& p;
+  BoxShared& shared;
+
+  __device__ __forceinline__ Loaded load(int batch, int head, int m0, int key0) const {
+    return {p,
+            shared,
+            key_row(p, batch, key0, kv_head_of(p, head)),
+            query_row(p, batch, m0, head),
+            p.kv_len - key0,
+            p.query_len - m0};
+  }
+};
+
+template <bool kIsWhole>
+struct TilesOf {
+  using Type = WholeTiles;
+  using Memory = WholeShared;
+};
+template <>
+struct TilesOf<false> {
+  using Type = BoxTiles;
+  using Memory = BoxShared;
+};
+inline constexpr bool kIsWhole = ::kParts == 1 && kHead <= 256 && kValue <= 256;
+using Tiles = TilesOf<kIsWhole>::Type;
+using Shared = TilesOf<kIsWhole>::Memory;
+static_assert(!kHasDbias || sizeof(SharedSum) <= sizeof(Shared));
 
 }  // namespace backward::bias_sum
 

@@ -3,21 +3,40 @@
 #pragma once
 
 #include "sm80/backward_walk.cuh"
+#include "sm80/split.cuh"
 #include "tile.cuh"
 
 namespace backward {
 
+// Of tiles of kRows rows in kParts parts, bytes.
+template <int kDim, int kRows>
+inline constexpr int kTileBytes = kParts * kPlaneBytes<kDim, kRows>;
+inline constexpr int kScoreBytes = kKeys * kStepQueries * 2;  // of a part
+
 struct alignas(128) Shared {
-  unsigned char key[kHeadBoxes * kKeys * kBoxRowBytes];
-  unsigned char value[kValueBoxes * kKeys * kBoxRowBytes];
-  unsigned char query[kStages][kHeadBoxes * kStepQueries * kBoxRowBytes];
-  unsigned char dout[kDoutStages][kValueBoxes * kStepQueries * kBoxRowBytes];
-  unsigned char scores[kColumnWarps][kKeys * kStepQueries * 2];  // dS^T, and P^T if warps share it
+  unsigned char key[kTileBytes<kHeadDim, kKeys>];
+  unsigned char value[kTileBytes<kValueDim, kKeys>];
+  unsigned char query[kStages][kTileBytes<kHeadDim, kStepQueries>];
+  unsigned char dout[kDoutStages][kTileBytes<kValueDim, kStepQueries>];
+  // dS^T, and P^T if warps share it.
+  unsigned char scores[kColumnWarps == 1 ? 1 : 2][kParts * kScoreBytes];
   float minus_lse[kStages][kStepQueries];
   float minus_delta[kDoutStages][kStepQueries];
   int flaws[kRowWarps][2];  // are 16 rows of dk, dv not all finite?
   int unit;                 // deterministic mode: that of this CTA
 };
+
+// Rows of a tile that all warps fill.
+template <class Of, int kDim, int kRows>
+struct RowsOf {
+  using Type = CopiedRows<kDim, kRows, kWarps>;
+};
+template <int kDim, int kRows>
+struct RowsOf<Float32, kDim, kRows> {
+  using Type = SplitRows<kDim, kRows, kParts, kThreads>;
+};
+template <int kDim, int kRows>
+using TileRows = typename RowsOf<Element, kDim, kRows>::Type;
 
 // Keys and values are copied once, queries and output gradients for each step, each with a number
 // for each row. Those with two stages are under way for a step; what has one stage is copied when
@@ -73,33 +92,29 @@ struct Copies {
 
  private:
   template <int kDim>
-  __device__ __forceinline__ CopiedRows<kDim, kKeys, kWarps> block_of(const void* array,
-                                                                      uint32 tile) const {
+  __device__ __forceinline__ TileRows<kDim, kKeys> block_of(const void* array, uint32 tile) const {
     const KeyRows<kDim> rows(p, key_row(p, walk.unit.batch, walk.unit.key0, walk.unit.kv_head));
-    return {tile, static_cast<const uint16*>(array) + rows.first, rows.step};
+    return {tile, static_cast<const Element::Bits*>(array) + rows.first, rows.step};
   }
-  __device__ __forceinline__ CopiedRows<kHeadDim, kKeys, kWarps> keys() const {
+  __device__ __forceinline__ TileRows<kHeadDim, kKeys> keys() const {
     return block_of<kHeadDim>(p.key_data, key_tile());
   }
-  __device__ __forceinline__ CopiedRows<kValueDim, kKeys, kWarps> values() const {
+  __device__ __forceinline__ TileRows<kValueDim, kKeys> values() const {
     return block_of<kValueDim>(p.value_data, value_tile());
   }
   template <int kDim>
-  __device__ __forceinline__ CopiedRows<kDim, kStepQueries, kWarps> rows_of(const void* array,
-                                                                            uint32 tile,
-                                                                            const Place& at) const {
+  __device__ __forceinline__ TileRows<kDim, kStepQueries> rows_of(const void* array, uint32 tile,
+                                                                  const Place& at) const {
     // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
     const int64 row =
         query_row(p, ptx::opaque(walk.unit.batch), walk.first_query(at), walk.head(at));
-    return {tile, static_cast<const uint16*>(array) + row * kDim,
+    return {tile, static_cast<const Element::Bits*>(array) + row * kDim,
             static_cast<int64>(p.query_heads) * kDim};
   }
-  __device__ __forceinline__ CopiedRows<kHeadDim, kStepQueries, kWarps> queries(
-      const Place& at) const {
+  __device__ __forceinline__ TileRows<kHeadDim, kStepQueries> queries(const Place& at) const {
     return rows_of<kHeadDim>(p.query_data, query_tile(at), at);
   }
-  __device__ __forceinline__ CopiedRows<kValueDim, kStepQueries, kWarps> douts(
-      const Place& at) const {
+  __device__ __forceinline__ TileRows<kValueDim, kStepQueries> douts(const Place& at) const {
     return rows_of<kValueDim>(p.dout_data, dout_tile(at), at);
   }
   // Rows that see no key read as zero, as keys do that no query sees: they may hold anything, and
@@ -128,11 +143,11 @@ struct Copies {
     zero_rows<kValueBoxes, kStepQueries>(dout_tile(at), queries);
     __syncthreads();
   }
-  // The first `count` rows of a tile.
+  // The first `count` rows of a tile, of all its boxes and parts.
   template <int kBoxes, int kRows>
   static __device__ __forceinline__ void zero_rows(uint32 tile, int count) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kBoxes * kRows * 8; i += kThreads) {
+    for (int i = threadIdx.x; i < kParts * kBoxes * kRows * 8; i += kThreads) {
       const int row = i / 8 % kRows;
       if (row < count) ptx::store_shared_x4(tile + i * 16, 0, 0, 0, 0);
     }

@@ -1,8 +1,8 @@
 // A CTA's unit: the products, dk and dv of its keys, and what it adds to the sums of dq.
 //
 // A warp has 16 keys. Up to 128 columns of dk and dv it has all, and P and dS are register operands
-// of their products; beyond, two warps share 16 keys (kColumnWarps = 2), each with half of a step's
-// queries until P and dS are in shared memory, and with half of the columns after it.
+// of their products; beyond, kColumnWarps = 2 or 4 warps share 16 keys, each with a part of a
+// step's queries until P and dS are in shared memory, and with a part of the columns after it.
 #pragma once
 
 #include "sm80/backward_scores.cuh"
@@ -16,12 +16,49 @@ struct LaneOfScores {
 
   __device__ __forceinline__ LaneOfScores(uint32 tile, uint32 key, uint32 chunk)
       : first(tile + key * kRowBytes +
-              (chunk ^ (kStepQueries == 64 ? key % 8 : key / 2 % 4)) * 16) {}
+              (chunk ^ (key / (64 / kStepQueries) % (kStepQueries / 8))) * 16) {}
   // 16 queries on for each unit; `keys`: a multiple of 8.
   __device__ __forceinline__ uint32 at(uint32 unit, uint32 keys) const {
     return (first ^ unit * 32) + keys * kRowBytes;
   }
 };
+
+// A warp's columns of one of its rows, from `first_column` on; not `stored`: whole warps call.
+template <int kDim, class Of, int kCount>
+__device__ __forceinline__ void store_row(typename Of::Bits* to, bool stored, int first_column,
+                                          const float (&sum)[kCount], int row, float factor) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (kSame<Of, Float32>) {
+    if (!stored) return;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int column = first_column + 8 * j + fragment::first_column(lane);
+      const float low = sum[fragment::element(j, row, 0)] * factor;
+      const float high = sum[fragment::element(j, row, 1)] * factor;
+      if (column >= kDim) continue;
+      if constexpr (kDim % 2 == 0) {
+        *reinterpret_cast<float2*>(to + column) = make_float2(low, high);
+      } else {
+        to[column] = low;
+        if (column + 1 < kDim) to[column + 1] = high;
+      }
+    }
+  } else {
+    constexpr int kPieces = round_up(2 * kCount, 32) / 8;
+    uint32 pieces[kPieces];
+    fragment::gather_row<kCount, kPieces, Of>(sum, row, factor, pieces);
+    if (!stored) return;
+#pragma unroll
+    for (int g = 0; g < kPieces / 4; ++g) {
+      const int own = 8 * (4 * g + lane % 4), column = first_column + own;
+      if (own < 2 * kCount && column < kDim) {
+        store_piece<kDim>(
+            to, column,
+            make_uint4(pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]));
+      }
+    }
+  }
+}
 
 struct Rows {
   static constexpr int kHeadUnits = kHead / 16, kValueUnits = kValue / 16;  // of 16 columns
@@ -65,8 +102,10 @@ struct Rows {
       if constexpr (kDoutStages == 2) copies.begin_dout(next);
     }
     const uint32 query = copies.query_tile(at), dout = copies.dout_tile(at);
+    // Of few queries not all warps have scores.
+    const int end = kScoreWarps == kColumnWarps || share() < kScoreWarps ? kWarpQueries : 0;
 #pragma unroll 1
-    for (int part = 0; part < kWarpQueries; part += kFragmentQueries) {
+    for (int part = 0; part < end; part += kFragmentQueries) {
       const int column = share() * kWarpQueries + part;
       const Fragment fragment{p, walk, at, walk.unit.key0 + first_key(),
                               walk.first_query(at) + column};
@@ -76,41 +115,48 @@ struct Rows {
                                                    column);
       fragment.to_probabilities(x, probability, copies.minus_lse(at));
       if constexpr (kColumnWarps == 1) {
-        add_own(dv, probability, dout, column);
+        add_own<kValueDim>(dv, probability, dout, column);
       } else {
-        store_scores(probability, kColumnWarps - 1, column);
+        store_scores(probability, 1, column);
       }
       multiply_rows<kValueDim, kKeys, kStepQueries>(dp, copies.value_tile(), first_key(), dout,
                                                     column);
       fragment.to_gradients(x, dp, gradient, copies.minus_delta(at));
       if constexpr (kHasDbias && kStoresDbias) {
-        store_dbias(p, walk.unit.batch, walk.head(at), fragment.first_query, fragment.first_key,
-                    gradient);
+        gradient.store_dbias(p, walk.unit.batch, walk.head(at), fragment.first_query,
+                             fragment.first_key);
       }
       store_scores(gradient, 0, column);
-      if constexpr (kColumnWarps == 1) add_own(dk, gradient, query, column);
+      if constexpr (kColumnWarps == 1) add_own<kHeadDim>(dk, gradient, query, column);
     }
     const int turn = take_turn(at);
     __syncthreads();
-    constexpr bool kIsRead = kColumnWarps == 1;  // are all done with these queries?
-    if constexpr (kIsRead) begin_late(copies, next, more);
-    add_dq(copies, at, turn);
-    if constexpr (!kIsRead) {
-      add_shared<kValueUnits>(dv, kColumnWarps - 1, dout);
-      add_shared<kHeadUnits>(dk, 0, query);
+    // What has one stage is copied when all are done with what it replaces, beside what is left.
+    if constexpr (kColumnWarps == 1) {
+      if (kStages == 1 && more) copies.begin_queries(next);
+      if (kDoutStages == 1 && more) copies.begin_dout(next);
+      add_dq(copies, at, turn);
+    } else if constexpr (kStages == 2 && kDoutStages == 2) {
+      add_dq(copies, at, turn);
+      add_shared<kValueDim>(dv, 1, dout);
+      add_shared<kHeadDim>(dk, 0, query);
+    } else {
+      add_shared<kValueDim>(dv, 1, dout);
+      if constexpr (kDoutStages == 1) {
+        __syncthreads();
+        if (more) copies.begin_dout(next);
+      }
+      add_shared<kHeadDim>(dk, 0, query);
+      if constexpr (kStages == 1) {
+        __syncthreads();
+        if (more) copies.begin_queries(next);
+      }
+      add_dq(copies, at, turn);
     }
-    if constexpr (kDeterministic || (!kIsRead && kStages * kDoutStages < 4)) {
+    if constexpr (kDeterministic) {
       __syncthreads();
       end_turn(at);
-      if constexpr (!kIsRead) begin_late(copies, next, more);
     }
-  }
-  // What takes the place of what this step has read.
-  __device__ __forceinline__ void begin_late(const Copies& copies, const Place& next,
-                                             bool more) const {
-    if (!more) return;
-    if constexpr (kStages == 1) copies.begin_queries(next);
-    if constexpr (kDoutStages == 1) copies.begin_dout(next);
   }
 
   // -- products --
@@ -125,33 +171,50 @@ struct Rows {
       const LaneOfScores to(score_tile(which), first_key() + lane / 4, half);
 #pragma unroll
       for (int i = half * 2; i < kScores / 2; i += i % 2 == 0 ? 1 : 3) {
-        ptx::store_shared(to.at(query / 16 + i / 4, i % 2 * fragment::kRowStep) + lane % 4 * 4,
-                          scores[i]);
+        uint32 parts[kParts];
+        scores.get(i, parts);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          ptx::store_shared(to.at(query / 16 + i / 4, i % 2 * fragment::kRowStep) + lane % 4 * 4 +
+                                part * kScoreBytes,
+                            parts[part]);
+        }
       }
     }
   }
 
   // dk or dv += dS^T or P^T times rows of Q or dO: of a fragment, all columns,
-  template <int kCount>
+  template <int kDim, int kCount>
   __device__ __forceinline__ void add_own(float (&sum)[kCount], const Packed& scores, uint32 rows,
                                           int query) const {
-    multiply_columns<kFragmentQueries / 16, kStepQueries>(
+    multiply_columns<kFragmentQueries / 16, kDim, kStepQueries>(
         sum,
-        [&](int step, uint32(&left)[4]) {
+        [&](int step, uint32(&left)[kParts][4]) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) left[i] = scores[4 * step + i];
+          for (int i = 0; i < 4; ++i) {
+            uint32 parts[kParts];
+            scores.get(4 * step + i, parts);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) left[part][i] = parts[part];
+          }
         },
         rows, query, 0, kAll);
   }
   // and of a step, the warp's share of them.
-  template <int kUnits, int kCount>
+  template <int kDim, int kCount>
   __device__ __forceinline__ void add_shared(float (&sum)[kCount], int which, uint32 rows) const {
-    constexpr int kOwn = kCount / 8;
+    constexpr int kOwn = kCount / 8, kUnits = ceil_div(kDim, 16);
     const uint32 lane = opaque_lane();
     const LaneOfScores from(score_tile(which), first_key() + lane % 16, lane / 16);
-    multiply_columns<kStepQueries / 16, kStepQueries>(
-        sum, [&](int step, uint32(&left)[4]) { ptx::load_matrix_x4(from.at(step, 0), left); }, rows,
-        0, share() * kOwn, kOwn * kColumnWarps == kUnits ? kAll : kUnits);
+    multiply_columns<kStepQueries / 16, kDim, kStepQueries>(
+        sum,
+        [&](int step, uint32(&left)[kParts][4]) {
+#pragma unroll
+          for (int i = 0; i < kParts; ++i) {
+            ptx::load_matrix_x4(from.at(step, 0) + i * kScoreBytes, left[i]);
+          }
+        },
+        rows, 0, share() * kOwn, kOwn * kColumnWarps == kUnits ? kAll : kUnits);
   }
 
   // Adds dQ = dS K: a warp has 16 queries, and a share of the columns, four units at a time.
@@ -161,12 +224,14 @@ struct Rows {
     static_assert(kWarps % kRowGroups == 0);
     const int index = sum_index(p, walk.unit.batch, walk.head(at), at.m * kQueries);
     const uint32 first = warp / kRowGroups * kOwn;
-    add_dq_units<(kOwn < 4 ? kOwn : 4), kOwn * kGroups == kHeadUnits>(copies, at, index, turn,
-                                                                      first);
-    if constexpr (kOwn > 4) {
-      constexpr int kRest = kOwn - 4;
-      static_assert(kRest <= 4);
-      add_dq_units<kRest, kOwn * kGroups == kHeadUnits>(copies, at, index, turn, first + 4);
+    constexpr bool kAreThere = kOwn * kGroups == kHeadUnits;
+    constexpr int kWhole = kOwn / 4, kRest = kOwn % 4;
+#pragma unroll(kWhole <= 2 ? 2 : 1)
+    for (int i = 0; i < kWhole; ++i) {
+      add_dq_units<4, kAreThere>(copies, at, index, turn, first + 4 * i);
+    }
+    if constexpr (kRest > 0) {
+      add_dq_units<kRest, kAreThere>(copies, at, index, turn, first + 4 * kWhole);
     }
   }
   template <int kUnits, bool kAreThere>
@@ -178,9 +243,14 @@ struct Rows {
     float dq[8 * kUnits];
 #pragma unroll
     for (float& x : dq) x = 0.f;
-    multiply_columns<kKeys / 16, kKeys>(
+    multiply_columns<kKeys / 16, kHeadDim, kKeys>(
         dq,
-        [&](int step, uint32(&left)[4]) { ptx::load_transposed_x4(from.at(row, 16 * step), left); },
+        [&](int step, uint32(&left)[kParts][4]) {
+#pragma unroll
+          for (int i = 0; i < kParts; ++i) {
+            ptx::load_transposed_x4(from.at(row, 16 * step) + i * kScoreBytes, left[i]);
+          }
+        },
         copies.key_tile(), 0, first, kEnd);
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
@@ -214,7 +284,7 @@ struct Rows {
   // Past a barrier: all have added.
   __device__ __forceinline__ void end_turn(const Place& at) const {
     if constexpr (kDeterministic) {
-      if (at.part + 1 == kParts && threadIdx.x == 0) {
+      if (at.part + 1 == kBlockSteps && threadIdx.x == 0) {
         ptx::fence_gpu();
         ptx::store_relaxed(walk.counter(at), walk.unit.key0 / kKeys + 1);
       }
@@ -243,25 +313,14 @@ struct Rows {
   template <int kDim, int kCount>
   __device__ __forceinline__ void store(void* array, const float (&sum)[kCount],
                                         float factor) const {
-    constexpr int kPieces = round_up(2 * kCount, 32) / 8;
-    const int lane = threadIdx.x % 32, first_column = share() * (2 * kCount);
+    const int first_column = share() * (2 * kCount);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      uint32 pieces[kPieces];
-      fragment::gather_row(sum, row, factor, pieces);
-      const int key = walk.unit.key0 + first_key() + lane / 4 + fragment::kRowStep * row;
-      if (key >= p.kv_len) continue;
-      uint16* to =
-          static_cast<uint16*>(array) + key_row(p, walk.unit.batch, key, walk.unit.kv_head) * kDim;
-#pragma unroll
-      for (int g = 0; g < kPieces / 4; ++g) {
-        const int own = 8 * (4 * g + lane % 4), column = first_column + own;
-        if (own < 2 * kCount && column < kDim) {
-          store_piece<kDim>(
-              to, column,
-              make_uint4(pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]));
-        }
-      }
+      const int key = walk.unit.key0 + first_key() + static_cast<int>(threadIdx.x) % 32 / 4 +
+                      fragment::kRowStep * row;
+      const int64 at = key_row(p, walk.unit.batch, key, walk.unit.kv_head) * kDim;
+      store_row<kDim, Element>(static_cast<Element::Bits*>(array) + at, key < p.kv_len,
+                               first_column, sum, row, factor);
     }
   }
 };

@@ -8,13 +8,80 @@
 
 namespace backward {
 
-// A warp takes its queries of a step in one or two parts: 64 queries leave too few registers (72
-// bytes spilled with 64 columns of dk and dv each, 88 with 128).
-inline constexpr int kWarpQueries = kStepQueries / kColumnWarps;
-inline constexpr int kFragmentQueries = kWarpQueries < 32 ? kWarpQueries : 32;
+// Warps that share 16 keys and compute scores, of 16 queries or more each: few queries leave the
+// others without.
+inline constexpr int kScoreWarps =
+    kColumnWarps < kStepQueries / 16 ? kColumnWarps : kStepQueries / 16;
+// A warp takes its queries of a step in parts: 64 leave too few registers (72 bytes spilled with 64
+// columns of dk and dv each, 88 with 128), 32 of elements in three parts likewise (184 bytes).
+inline constexpr int kWarpQueries = kStepQueries / kScoreWarps;
+inline constexpr int kMostQueries = kParts == 3 ? 16 : 32;
+inline constexpr int kFragmentQueries = kWarpQueries < kMostQueries ? kWarpQueries : kMostQueries;
 inline constexpr int kScores = kFragmentQueries / 2;  // elements of S^T per thread
 using Scores = float[kScores];
-using Packed = uint32[kScores / 2];  // in pairs: an operand of products by rows
+
+// P^T or dS^T of a fragment, an operand of products by rows: elements two and two, or float32 to be
+// split when they are used, which takes fewer registers.
+template <class Of>
+class Operand {
+ public:
+  // Elements 2i and 2i + 1.
+  __device__ __forceinline__ void set(int i, float low, float high) {
+    pairs_[i] = Of::pack(low, high);
+  }
+  // The same with zeros for what has a sign.
+  __device__ __forceinline__ void set_positive(int i, float low, float high) {
+    pairs_[i] = Of::pack_positive(low, high);
+  }
+  __device__ __forceinline__ void drop(int i, bool low, bool high) {
+    pairs_[i] &= (low ? 0u : 0xffffu) | (high ? 0u : 0xffff0000u);
+  }
+  __device__ __forceinline__ void get(int i, uint32 (&parts)[kParts]) const {
+    parts[0] = pairs_[i];
+  }
+  // As the gradient of a bias that nothing shares.
+  __device__ __forceinline__ void store_dbias(const Sm80BackwardParams& p, int batch, int head,
+                                              int first_query, int first_key) const {
+    backward::store_dbias(p, batch, head, first_query, first_key, pairs_);
+  }
+
+ private:
+  uint32 pairs_[kScores / 2];
+};
+template <>
+class Operand<Float32> {
+ public:
+  __device__ __forceinline__ void set(int i, float low, float high) {
+    numbers_[2 * i] = low;
+    numbers_[2 * i + 1] = high;
+  }
+  __device__ __forceinline__ void set_positive(int i, float low, float high) {
+    set(i, low < 0.f ? 0.f : low, high < 0.f ? 0.f : high);  // NaN stays
+  }
+  __device__ __forceinline__ void drop(int i, bool low, bool high) {
+    set(i, low ? 0.f : numbers_[2 * i], high ? 0.f : numbers_[2 * i + 1]);
+  }
+  __device__ __forceinline__ void get(int i, uint32 (&parts)[kParts]) const {
+    split_pair(numbers_[2 * i], numbers_[2 * i + 1], parts);
+  }
+  __device__ __forceinline__ void store_dbias(const Sm80BackwardParams& p, int batch, int head,
+                                              int first_query, int first_key) const {
+    const int lane = ptx::opaque(threadIdx.x) % 32;
+    const int64 row = static_cast<int64>(batch) * p.query_heads + head;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      const int query = first_query + fragment::first_column(lane) + fragment::column(i);
+      const int key = first_key + lane / 4 + fragment::kRowStep * fragment::row(i);
+      if (query < p.query_len && key < p.kv_len) {
+        static_cast<float*>(p.dbias)[(row * p.query_len + query) * p.kv_len + key] = numbers_[i];
+      }
+    }
+  }
+
+ private:
+  float numbers_[kScores];
+};
+using Packed = Operand<Element>;
 
 struct Fragment {
   const Sm80BackwardParams& p;
@@ -49,7 +116,7 @@ struct Fragment {
           low = x[i] == 0.f ? 0.f : low;
           high = x[i + 1] == 0.f ? 0.f : high;
         }
-        gradient[i / 2] = Element::pack(low, high);
+        gradient.set(i / 2, low, high);
       }
     }
   }
@@ -105,17 +172,19 @@ struct Fragment {
           } else {
             slopes[i] = score_slope(score);
           }
-          score = ptx::exp2_approx(fmaf(score, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
+          score = probability_of(fmaf(score, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
           score = seen[i] ? score : 0.f;
           if constexpr (kHasDropout && !kHasScoreFunction) score = dropped.mark(4 * j + i, score);
         }
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-          packed[i / 2] = kHasDropout && !kHasScoreFunction ? Element::pack_positive(x[i], x[i + 1])
-                                                            : Element::pack(x[i], x[i + 1]);
+          if constexpr (kHasDropout && !kHasScoreFunction) {
+            packed.set_positive(i / 2, x[i], x[i + 1]);
+          } else {
+            packed.set(i / 2, x[i], x[i + 1]);
+          }
           if constexpr (kHasDropout && kHasScoreFunction) {
-            packed[i / 2] &=
-                (dropped.drops(i) ? 0u : 0xffffu) | (dropped.drops(i + 1) ? 0u : 0xffff0000u);
+            packed.drop(i / 2, dropped.drops(i), dropped.drops(i + 1));
           }
         }
         if constexpr (kHasSlope) {

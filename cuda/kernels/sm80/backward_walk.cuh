@@ -11,11 +11,11 @@ namespace backward {
 inline constexpr int kThreads = 32 * kWarps;
 inline constexpr int kRowWarps = kKeys / 16;                        // with 16 keys each
 inline constexpr int kColumnWarps = kWarps / kRowWarps;             // that share 16 keys
-inline constexpr int kParts = kQueries / kStepQueries;              // steps of a block
+inline constexpr int kBlockSteps = kQueries / kStepQueries;         // of a block of queries
 inline constexpr bool kListsBlocks = kHasSegments || kSkipsMasked;  // there may be gaps
 
-static_assert(kQueries == 64 && (kStepQueries == 32 || kStepQueries == 64));
-static_assert(kWarps % kRowWarps == 0 && kColumnWarps <= 2);
+static_assert(kQueries == 64 && kStepQueries >= 16 && kQueries % kStepQueries == 0);
+static_assert(kWarps % kRowWarps == 0 && kColumnWarps <= 4);
 
 // A step: some queries of a block, of one head of the group.
 struct Place {
@@ -44,7 +44,7 @@ struct Walk {
   }
   __device__ __forceinline__ Place after(Place at) const {
     ++at.number;
-    if (++at.part < kParts) return at;
+    if (++at.part < kBlockSteps) return at;
     at.part = 0;
     if (++at.head < group_size(p)) return at;
     at.head = 0;

@@ -8,9 +8,6 @@
 
 namespace forward {
 
-// Of a plane of kRows rows, bytes.
-template <int kDim, int kRows>
-inline constexpr int kPlaneBytes = ceil_div(kDim, kBoxColumns) * kRows * kBoxRowBytes;
 // Scores that warps which share their rows tell each other, in place of the keys: bytes.
 inline constexpr int kExchangeBytes = kValueWarps == 1 ? 0 : kValueWarps * kUnitRows * kBlockKV * 4;
 inline constexpr int kKeyBytes = larger(kParts * kPlaneBytes<kHeadDim, kBlockKV>, kExchangeBytes);
@@ -47,7 +44,7 @@ struct RowsOf {
 };
 template <int kDim, int kRows>
 struct RowsOf<Float32, kDim, kRows> {
-  using Type = SplitRows<kDim, kRows, kParts>;
+  using Type = SplitRows<kDim, kRows, kParts, 128>;
 };
 template <int kDim, int kRows>
 using TileRows = typename RowsOf<Element, kDim, kRows>::Type;

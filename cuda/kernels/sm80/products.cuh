@@ -1,8 +1,9 @@
-// Products of tiles by mma.sync, of a warp's 16 rows.
+// Products of tiles by mma.sync, of a warp's 16 rows: of elements, or of their kParts parts.
 #pragma once
 
 #include "element.cuh"
 #include "ptx.cuh"
+#include "sm80/split.cuh"
 #include "tile.cuh"
 
 // The lane, anew at each use, as a number that the compiler knows to be small and not negative:
@@ -25,49 +26,67 @@ struct LaneOfTile {
   }
 };
 
-// d[16 x 2 kCount] = a[16 x kDim] b[2 kCount x kDim]^T: rows of two tiles of kRowsA and kRowsB
+// d[16 x 2 kCount] += a[16 x kDim] b[2 kCount x kDim]^T: rows of two tiles of kRowsA and kRowsB
 // rows, from row_a and row_b on, multiples of 16.
+template <int kDim, int kRowsA, int kRowsB, int kCount>
+__device__ __forceinline__ void add_rows(float (&d)[kCount], uint32 a, uint32 row_a, uint32 b,
+                                         uint32 row_b) {
+  const uint32 lane = opaque_lane();  // in the order of matrices
+  const LaneOfTile<kRowsA> left_at(a, row_a + lane % 16, lane / 16);
+  const LaneOfTile<kRowsB> right_at(b, row_b + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  constexpr int kSteps = ceil_div(kDim, 16);
+  constexpr int kStepsAtOnce = kParts == 1 ? kSteps : 2;  // more: spills
+#pragma unroll kStepsAtOnce
+  for (int step = 0; step < kSteps; ++step) {
+    uint32 left[kParts][4];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      ptx::load_matrix_x4(left_at.at(step, 0) + i * kPlaneBytes<kDim, kRowsA>, left[i]);
+    }
+#pragma unroll
+    for (int j = 0; j < kCount / 8; ++j) {
+      uint32 right[kParts][4];
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        ptx::load_matrix_x4(right_at.at(step, 16 * j) + i * kPlaneBytes<kDim, kRowsB>, right[i]);
+      }
+      multiply_parts<Element>(d, 8 * j, left, right);
+    }
+  }
+}
+// The same from zero.
 template <int kDim, int kRowsA, int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_rows(float (&d)[kCount], uint32 a, uint32 row_a, uint32 b,
                                               uint32 row_b) {
 #pragma unroll
   for (float& x : d) x = 0.f;
-  const uint32 lane = opaque_lane();  // in the order of matrices
-  const LaneOfTile<kRowsA> left_at(a, row_a + lane % 16, lane / 16);
-  const LaneOfTile<kRowsB> right_at(b, row_b + lane / 16 * 8 + lane % 8, lane / 8 % 2);
-#pragma unroll
-  for (int step = 0; step < ceil_div(kDim, 16); ++step) {
-    uint32 left[4];
-    ptx::load_matrix_x4(left_at.at(step, 0), left);
-#pragma unroll
-    for (int j = 0; j < kCount / 8; ++j) {
-      uint32 right[4];
-      ptx::load_matrix_x4(right_at.at(step, 16 * j), right);
-      ptx::multiply_add<kBFloat16>(d, 8 * j, left, right[0], right[1]);
-      ptx::multiply_add<kBFloat16>(d, 8 * j + 4, left, right[2], right[3]);
-    }
-  }
+  add_rows<kDim, kRowsA, kRowsB>(d, a, row_a, b, row_b);
 }
 
-// d[16 x 2 kCount] += a[16 x 16 kSteps] b[16 kSteps x 2 kCount]: b are rows of a tile of kRows,
-// from row_b on; the columns are units of 16 from first_unit on, as far as there are `units`.
-// left_of(step, registers) gives the operand of 16 columns of a.
-template <int kSteps, int kRows, int kCount, class LeftOf>
+// d[16 x 2 kCount] += a[16 x 16 kSteps] b[16 kSteps x 2 kCount]: b are rows of a tile of kRows
+// rows of kDim, from row_b on; the columns are units of 16 from first_unit on, as far as there are
+// `units`. left_of(step, registers) gives the parts of 16 columns of a.
+template <int kSteps, int kDim, int kRows, int kCount, class LeftOf>
 __device__ __forceinline__ void multiply_columns(float (&d)[kCount], LeftOf left_of, uint32 b,
                                                  uint32 row_b, uint32 first_unit, uint32 units) {
   const uint32 lane = opaque_lane();
   const LaneOfTile<kRows> right_at(b, row_b + lane % 16, lane / 16);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    uint32 left[4];
+    uint32 left[kParts][4];
     left_of(step, left);
 #pragma unroll
     for (int i = 0; i < kCount / 8; ++i) {
       if (first_unit + i >= units) continue;
-      uint32 right[4];
-      ptx::load_transposed_x4(right_at.at(first_unit + i, 16 * step), right);
-      ptx::multiply_add<kBFloat16>(d, 8 * i, left, right[0], right[1]);
-      ptx::multiply_add<kBFloat16>(d, 8 * i + 4, left, right[2], right[3]);
+      // Else loads and sums of many columns are under way, and numbers kept for the end spilled.
+      if (kParts > 1 && i % 4 == 0) __syncwarp();
+      uint32 right[kParts][4];
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        ptx::load_transposed_x4(
+            right_at.at(first_unit + i, 16 * step) + part * kPlaneBytes<kDim, kRows>, right[part]);
+      }
+      multiply_parts<Element>(d, 8 * i, left, right);
     }
   }
 }

@@ -12,6 +12,7 @@
 
 #include "element.cuh"
 #include "ptx.cuh"
+#include "rows.cuh"
 #include "tile.cuh"
 
 // The parts of two numbers, `low` in the low half: each is the nearest to what those before leave.
@@ -26,20 +27,40 @@ __device__ __forceinline__ void split_pair(float low, float high, uint32 (&parts
   }
 }
 
+// Eight numbers to shared memory, their parts kPlane bytes apart.
+template <int kPlane>
+__device__ __forceinline__ void store_parts(uint32 to, const Eight& numbers) {
+  uint32 parts[4][kParts];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) split_pair(numbers.x[2 * i], numbers.x[2 * i + 1], parts[i]);
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    ptx::store_shared_x4(to + i * kPlane, parts[0][i], parts[1][i], parts[2][i], parts[3][i]);
+  }
+}
+// Of elements of 16 bits, which are whole.
+template <int kPlane>
+__device__ __forceinline__ void store_parts(uint32 to, const uint4& elements) {
+  ptx::store_shared_x4(to, elements.x, elements.y, elements.z, elements.w);
+}
+
+// Of a plane of kRows rows, bytes.
+template <int kDim, int kRows>
+inline constexpr int kPlaneBytes = ceil_div(kDim, kBoxColumns) * kRows * kBoxRowBytes;
+
 // The rows of a tile that kThreads threads fill: kRows of kDim numbers, `pitch` numbers apart.
-template <int kDim, int kRows, int kParts>
+template <int kDim, int kRows, int kParts, int kThreads>
 struct SplitRows {
-  static constexpr int kThreads = 128;
   static constexpr int kBytes = kDim % 4 == 0 ? 16 : kDim % 2 == 0 ? 8 : 4;  // rows' alignment
   static constexpr int kSlots = ceil_div(kDim, kBoxColumns) * kRows;         // rows of boxes
-  static constexpr int kPlaneBytes = kSlots * kBoxRowBytes;
+  static constexpr int kPlane = kPlaneBytes<kDim, kRows>;
   static constexpr int kStep = kThreads / 8;  // slots at a time: a thread has 8 columns
-  static_assert(kSlots % kStep == 0 && kParts >= 2);
+  static_assert(kParts >= 2);
 
   uint32 tile;
   const float* source;
   int64 pitch;
-  uint32 thread;
+  uint32 thread = ptx::opaque(threadIdx.x);  // as CopiedRows has it
 
   __device__ __forceinline__ uint32 place(uint32 slot) const {
     return tile + slot * kBoxRowBytes + swizzled(thread % 8, slot % kRows);
@@ -54,7 +75,7 @@ struct SplitRows {
       const int columns = static_cast<int>(row) < count ? kDim - column : 0;
 #pragma unroll
       for (int at = 0; at < 8; at += kBytes / 4) {
-        ptx::copy_async<kBytes>(place(slot) + at / 4 * kPlaneBytes + at % 4 * 4, from + at * 4,
+        ptx::copy_async<kBytes>(place(slot) + at / 4 * kPlane + at % 4 * 4, from + at * 4,
                                 at < columns);
       }
     }
@@ -64,17 +85,8 @@ struct SplitRows {
 #pragma unroll 1
     for (uint32 slot = thread / 8; slot < kSlots; slot += kStep) {
       const uint32 to = place(slot);
-      const float4 x = ptx::load_shared_f4(to), y = ptx::load_shared_f4(to + kPlaneBytes);
-      uint32 parts[4][kParts];
-      split_pair(x.x, x.y, parts[0]);
-      split_pair(x.z, x.w, parts[1]);
-      split_pair(y.x, y.y, parts[2]);
-      split_pair(y.z, y.w, parts[3]);
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        ptx::store_shared_x4(to + i * kPlaneBytes, parts[0][i], parts[1][i], parts[2][i],
-                             parts[3][i]);
-      }
+      const float4 x = ptx::load_shared_f4(to), y = ptx::load_shared_f4(to + kPlane);
+      store_parts<kPlane>(to, Eight{x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w});
     }
   }
 };

@@ -39,7 +39,7 @@ struct Tiles {
   static constexpr int kParts = 4;
   const BackwardParams& p;
 
-  __device__ __forceinline__ void load(int batch, int head, int m0, int key0) const {
+  __device__ __forceinline__ const auto& load(int batch, int head, int m0, int key0) const {
     const int64 key = key_row(p, batch, key0, kv_head_of(p, head));
     const int64 query = query_row(p, batch, m0, head);
     const KeyRows<kHeadDim> key_rows(p, key);
@@ -55,6 +55,7 @@ struct Tiles {
         at(&Shared::dout), static_cast<const uint16*>(p.dout_data) + query * kValueDim,
         static_cast<int64>(p.query_heads) * kValueDim, query_count);
     __syncthreads();
+    return *this;
   }
   __device__ __forceinline__ void multiply(int part, float (&x)[kSums / kParts],
                                            float (&dp)[kSums / kParts]) const {

@@ -25,16 +25,17 @@ struct BackwardBlocks {
   std::int64_t query_pieces;  // of 64 rows, of all heads
   std::int64_t units;         // blocks of keys, of all key/value heads
   std::int64_t bias;  // CTAs that sum the gradient of a bias, 0 without one or if it is stored
+  std::int64_t dbias_words;  // of 32 bits, to zero ahead
 };
 
 template <class Launch, class Params>
 ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute& problem,
-                       ffi::RemainingRets rets, const Launch& launch, bool tma_loads,
+                       ffi::RemainingRets rets, const Launch& launch, const Limits& limits,
                        Params* params, BackwardBlocks* blocks) {
   const Sizes& s = operands.sizes;
   const bool with_dbias = operands.dbias.has_value();
   if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
-  if (auto error = CheckOperands(operands, {tma_loads}); error.failure()) return error;
+  if (auto error = CheckOperands(operands, limits); error.failure()) return error;
   if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv, launch.turn_parts,
                                  launch.dq_boxes, launch.l2_heads, launch.shared_bytes});
       error.failure()) {
@@ -42,9 +43,10 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   }
 
   const bool sums_in_dq = launch.dq_row_bytes != 0;
-  if (sums_in_dq && (launch.dq_row_bytes != s.q_heads * s.head_dim * 2 ||
-                     launch.dq_row_bytes >= kMaxInt / 128 || s.q_len % launch.block_q != 0 ||
-                     s.head_dim % 64 != 0 || s.batch * s.q_len * s.q_heads > kMaxInt)) {
+  if (sums_in_dq &&
+      (operands.dtype == ffi::F32 || launch.dq_row_bytes != s.q_heads * s.head_dim * 2 ||
+       launch.dq_row_bytes >= kMaxInt / 128 || s.q_len % launch.block_q != 0 ||
+       s.head_dim % 64 != 0 || s.batch * s.q_len * s.q_heads > kMaxInt)) {
     return Invalid("this tiling is for another shape of dq");
   }
 
@@ -100,7 +102,7 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   params->dkey_data = operands.dk;
   params->dvalue_data = operands.dv;
   params->l2_heads = ClampHeads(launch.l2_heads, kv_heads);
-  blocks->bias = 0;
+  blocks->bias = blocks->dbias_words = 0;
   if (with_dbias) {
     const std::int64_t pairs = s.batch * s.q_heads * s.q_len * s.kv_len;
     if (launch.stores_dbias
@@ -113,6 +115,9 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
     params->bias_batches = static_cast<int>(bias.batch);
     params->bias_heads = static_cast<int>(bias.heads);
     params->dbias_parts = static_cast<int>(dbias_parts);
+    if (launch.clears_dbias) {  // of the query's type
+      blocks->dbias_words = operands.dtype == ffi::F32 ? bias.elements() : bias.elements() / 2;
+    }
     if (!launch.stores_dbias && bias.elements() > 0) {
       blocks->bias = bias.parts() * (bias.queries == 1 ? 1 : query_blocks) *
                      (bias.keys == 1 ? 1 : key_blocks) * dbias_parts;
@@ -132,8 +137,8 @@ template <class Launch, class Params, class LaunchMain>
 void LaunchBackward(const BackwardBlocks& blocks, const Launch& launch, const Params& params,
                     Session* session, LaunchMain launch_main) {
   if (blocks.mask > 0) session->Launch("mask_plan", {blocks.mask, kMaskThreads, 0}, &params);
-  if (params.dbias != nullptr && launch.clears_dbias) {  // two elements a word
-    session->Zero(static_cast<std::int32_t*>(params.dbias), params.bias_elements / 2);
+  if (blocks.dbias_words > 0) {
+    session->Zero(static_cast<std::int32_t*>(params.dbias), blocks.dbias_words);
   }
   session->Launch("flash_backward_prepare", {blocks.query_pieces, 128, 0}, &params);
   launch_main();

@@ -66,6 +66,7 @@ namespace ffi = xla::ffi;
 using namespace attention;  // of operands.h
 
 constexpr std::int64_t kRangeWarps = 8;  // of a CTA of key_ranges
+constexpr Limits kLimits{/*tma_loads=*/false, /*float32=*/true, /*head_dim=*/512};
 
 ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ProblemAttribute problem, ProgramAttribute program, Sm80ForwardLaunch launch) {
@@ -74,8 +75,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
-  const Limits limits{/*tma_loads=*/false, /*float32=*/true, /*head_dim=*/512};
-  if (auto error = CheckOperands(operands, limits); error.failure()) return error;
+  if (auto error = CheckOperands(operands, kLimits); error.failure()) return error;
   if (auto error = CheckNumbers(
           {launch.threads, launch.shared_bytes, launch.block_q, launch.block_kv, launch.l2_heads});
       error.failure()) {
@@ -138,8 +138,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   if (operands.sizes.batch == 0 || operands.sizes.q_heads == 0) return ffi::Error::Success();
   Sm80BackwardParams params{};
   BackwardBlocks blocks;
-  if (auto error =
-          SetBackward(operands, problem, rets, launch, /*tma_loads=*/false, &params, &blocks);
+  if (auto error = SetBackward(operands, problem, rets, launch, kLimits, &params, &blocks);
       error.failure()) {
     return error;
   }
