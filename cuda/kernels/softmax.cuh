@@ -22,6 +22,19 @@ struct Alone {
   __device__ __forceinline__ void operator()(int) const {}
 };
 
+// Scores to logits in log2 units: score * by(score).
+struct OneFactor {
+  float factor;
+  __device__ __forceinline__ float by(float) const { return factor; }
+};
+// The same to the third power: factor + cubic * score^2.
+struct CubicFactor {
+  float factor, cubic;
+  __device__ __forceinline__ float by(float score) const {
+    return fmaf(cubic, score * score, factor);
+  }
+};
+
 // `Element` is the type of the weights.
 template <class Element>
 struct SoftmaxState {
@@ -30,11 +43,11 @@ struct SoftmaxState {
   float base[2];  // log2 units; exponentials are relative to it
   float sum[2];   // of this thread's exponentials
 
-  // Replaces raw scores by 2^(score * scale_log2 - base); `added`: a thread's part of the row sums,
+  // Replaces raw scores by 2^(score * factor - base); `added`: a thread's part of the row sums,
   // in even and odd columns. `beside(i)` is for the 16 columns from 16 * i on: its instructions go
   // among the exponentials, of which the special function units take one in eight cycles.
-  template <int kUsed, int kCount, class Beside>
-  __device__ __forceinline__ void exponentials(float (&scores)[kCount], float scale_log2,
+  template <int kUsed, int kCount, class Factor, class Beside>
+  __device__ __forceinline__ void exponentials(float (&scores)[kCount], const Factor& factor,
                                                float (&added)[2][2], const Beside& beside) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) added[i / 2][i % 2] = 0.0f;
@@ -49,7 +62,7 @@ struct SoftmaxState {
 #pragma unroll
           for (int column = 0; column < 2; ++column) {
             float& score = scores[fragment::element(j, row, column)];
-            score = ptx::exp2_approx(fmaf(score, scale_log2, -base[row]));
+            score = ptx::exp2_approx(fmaf(score, factor.by(score), -base[row]));
             added[row][column] += score;
           }
         }
@@ -83,7 +96,7 @@ struct SoftmaxState {
       base[row] = fmaxf(fmaf(row_maximum<kUsed>(scores, row), scale_log2, kHeadroom), kNoBase);
     }
     float added[2][2];
-    exponentials<kUsed>(scores, scale_log2, added, beside);
+    exponentials<kUsed>(scores, OneFactor{scale_log2}, added, beside);
 #pragma unroll
     for (int row = 0; row < 2; ++row) sum[row] = added[row][0] + added[row][1];
 #pragma unroll
@@ -101,8 +114,15 @@ struct SoftmaxState {
   // passes kSumLimit: then the bases of the warp's rows rise to their maxima, and the weights that
   // are largest by far are exact again. A score more than 128 above the base overflows, the sum
   // stays infinite, and the unit is walked again.
+  // With a factor that is not one number, scores that are searched have that of `scale_log2`.
   template <int kCount, class Beside>
   __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, bool searches,
+                                         float (&correction)[2], const Beside& beside) {
+    return extend(scores, scale_log2, OneFactor{scale_log2}, searches, correction, beside);
+  }
+  template <int kCount, class Factor, class Beside>
+  __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2,
+                                         const Factor& factor, bool searches,
                                          float (&correction)[2], const Beside& beside) {
     if (searches) {
 #pragma unroll
@@ -112,7 +132,7 @@ struct SoftmaxState {
       }
     }
     float added[2][2];
-    exponentials<kCount>(scores, scale_log2, added, beside);
+    exponentials<kCount>(scores, factor, added, beside);
     bool rises = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {

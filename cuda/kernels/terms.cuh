@@ -36,6 +36,7 @@
 #include "mask.cuh"
 #include "numbers.cuh"
 #include "ptx.cuh"
+#include "softmax.cuh"
 
 // ---- logit --------------------------------------------------------------------------------------
 
@@ -60,16 +61,25 @@ __device__ __forceinline__ float near_tanh(float x) {
   y = fmaf(y, square, 0.999999464f);
   return x * y;
 }
+// The same for |x| <= kNearest: kNearestFactor * x + kNearestCubic * x^3, relative error 3.8e-5. Of
+// logits up to kNearestLogit, log2 units (8), that is 3e-4: a sixth of a bfloat16 weight's
+// rounding.
+inline constexpr float kNearest = 0.22f, kNearestLogit = 11.5f;
+inline constexpr float kNearestFactor = 0.9999618f, kNearestCubic = -0.3269915f;
+// The largest of a thread's scores.
+template <int kCount>
+__device__ __forceinline__ float largest_of(const float (&scores)[kCount]) {
+  float largest[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) largest[i % 4] = fmaxf(largest[i % 4], fabsf(scores[i]));
+  return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+}
 // Are all of a warp's scores near? Of logits within half the cap, such as models have most of the
 // time. One element by itself, whose warp may be apart, is not asked.
 template <int kCount>
 __device__ __forceinline__ bool is_near(const float (&scores)[kCount], float inner) {
   if constexpr (kCount < 4) return false;
-  float largest[4] = {};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) largest[i % 4] = fmaxf(largest[i % 4], fabsf(scores[i]));
-  const float all = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-  return __all_sync(0xffffffffu, all * fabsf(inner) <= kNear);
+  return __all_sync(0xffffffffu, largest_of(scores) * fabsf(inner) <= kNear);
 }
 
 // Scores x = q.k become y in place; the logit, in log2 units, is y * scale_log2 of the parameters,
@@ -98,6 +108,25 @@ __device__ __forceinline__ void score_function(const Params& p, float (&scores)[
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scores[i] *= p.scale;
   }
+}
+// Of what score_function has made: one number, and of hidden elements an infinity, not 0 times it.
+template <class Params>
+__device__ __forceinline__ CubicFactor whole_factor(const Params& p) {
+  return {p.scale_log2, 0x1p-100f};
+}
+// The same for a forward fragment without hidden elements. Where all of a warp's scores are
+// nearest, the cubic is left to the exponentials: its last multiplication is theirs.
+inline constexpr bool kLeavesCap = kSoftcap && !kHasBias && !kHasScoreFunction;
+template <class Params, int kCount>
+__device__ __forceinline__ CubicFactor score_factor(const Params& p, float (&scores)[kCount]) {
+  const float inner = p.softcap_inner, largest = largest_of(scores) * fabsf(inner);
+  const bool nearest = largest <= kNearest && largest * p.scale_log2 <= kNearestLogit;
+  if (__all_sync(0xffffffffu, nearest)) {
+    const float scale = p.scale_log2 * inner;
+    return {kNearestFactor * scale, kNearestCubic * inner * inner * scale};
+  }
+  score_function(p, scores);
+  return whole_factor(p);
 }
 // The softcap's slope, the derivative of the logit by the scaled score.
 __device__ __forceinline__ float score_slope(float y) { return kSoftcap ? 1.0f - y * y : 1.0f; }

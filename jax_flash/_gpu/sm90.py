@@ -368,9 +368,11 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
             l2_heads=l2_heads,
         )
     # Lengths and segments take registers of the producer; wide heads, dropout and positions of the
-    # consumers.
+    # consumers, and so do a softcap and the bias of narrow heads.
     producer = 24
-    if not plain or 256 < sum(dims) <= 320:
+    light = () if widest > 64 else ("bias",)
+    capped = problem.terms in ((), light) and not mapped and problem.window[0] is None
+    if not (plain or capped) or 256 < sum(dims) <= 320:
         # Beside segments a block mask takes 44 bytes more than 40 registers.
         apart = {"block_numbers", "query_segments"} <= {*problem.terms}
         producer = 40 if (widest > 128 and not apart) or drops or placed else 56
@@ -396,7 +398,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
         return tiling(block_kv=widest_block, consumers=2, stages=3, dynamic=dynamic)
     block_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
     # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
-    if not plain or known(shapes.kv_len, 4096) <= 512:
+    if not (plain or capped) or known(shapes.kv_len, 4096) <= 512:
         block_kv = min(block_kv, {0: 48 if full else 64, 2: 48, 4: 32}[bias_bytes])
     return tiling(block_kv=block_kv, consumers=2, dynamic=dynamic)
 

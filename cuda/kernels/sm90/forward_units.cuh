@@ -178,7 +178,7 @@ struct Consumer : Warpgroup {
         skip_blocks(all.end - 1 - block);
         wait_key();
         begin_scores(scores);
-        fetch_terms(block);
+        fetch_terms(block, true);
         ptx::wgmma_wait<0>();
         return true;
       }
@@ -226,7 +226,7 @@ struct Consumer : Warpgroup {
         }
         begin_output(accumulate);
         pass_turn();
-        fetch_terms(block - 1);
+        fetch_terms(block - 1, false);
         accumulate = 1;
         ptx::wgmma_wait<kDrains ? 0 : 1>();
         if constexpr (kDrains) ptx::pin(output);
@@ -261,7 +261,7 @@ struct Consumer : Warpgroup {
         ptx::pin(output);
         release_value();
         nonfinite = finish_unit(finished, softmax);
-        fetch_terms(block);
+        fetch_terms(block, true);
         ptx::wgmma_wait<0>();
       } else {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);

@@ -148,24 +148,33 @@ struct Warpgroup : RowWalk {
     }
   }
   // Fetches what terms have for the block whose scores have been started, beside their product;
-  // `next`: its number, unless it is listed.
-  __device__ __forceinline__ void fetch_terms(int next) {
+  // `next`: its number, unless it is listed. Of a unit's first block `is_first`.
+  __device__ __forceinline__ void fetch_terms(int next, bool is_first) {
     if constexpr (kListsWhole) {
       const ListedBlock listed = listed_block();
       whole = listed.is_whole(warpgroup);
       if constexpr (kBitsAhead) fetch_bits(bits, listed.number());
     }
     if constexpr (kHasBias) {
-      const UnitInfo& t = unit();
       if constexpr (kListsBlocks) {
         next = listed_block().number();
       }
-      const int first_key = next * kBlockKV;
-      biases.load(p, t.batch, t.head, [&](int row) { return packed_row(t, row); }, first_key);
-      // Most likely the one after it.
-      bias::prefetch(p, t.batch, t.head, t.first_row + warpgroup * kWarpgroupRows,
-                     max(first_key - kBlockKV, 0));
+      if (!kBiasAhead || is_first) fetch_bias(next);
     }
+  }
+  // Narrow heads have registers to load a block's bias when that of the block before has been used,
+  // half a block before the block's own product starts, if its number is known. Not beside terms
+  // that hold some through the walk.
+  static constexpr bool kBiasAhead = kHasBias && !kListsBlocks && kValueColumns <= 64 &&
+                                     !kHasSlope && !kHasDropout && !kWindowLeft &&
+                                     !kHasQueryLengths && !kHasKeyValueLengths;
+  __device__ __forceinline__ void fetch_bias(int of_block) {
+    const UnitInfo& t = unit();
+    const int first_key = of_block * kBlockKV;
+    biases.load(p, t.batch, t.head, [&](int row) { return packed_row(t, row); }, first_key);
+    // Most likely the one after it.
+    bias::prefetch(p, t.batch, t.head, t.first_row + warpgroup * kWarpgroupRows,
+                   max(first_key - kBlockKV, 0));
   }
   __device__ __forceinline__ void fetch_bits(mask::RowBits<kBlockKV>& to, int of_block) const {
     const UnitInfo& t = unit();
@@ -200,16 +209,22 @@ struct Warpgroup : RowWalk {
     return __all_sync(0xffffffffu, columns.end <= kBlockKV / 2);
   }
   // Scores to logits, as score_function has them.
-  __device__ __forceinline__ void apply_terms(Scores& scores) const {
+  __device__ __forceinline__ void apply_terms(Scores& scores) {
+    add_terms(scores);
+    score_function<kPreScale>(p, scores);
+  }
+  // The same but for score_function.
+  __device__ __forceinline__ void add_terms(Scores& scores) {
     if constexpr (kHasBias) {
       biases.visit([&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
+      // Of the last block once more: a branch beside products would serialise them.
+      if constexpr (kBiasAhead) fetch_bias(max(block - 1, 0));
     }
     if constexpr (kHasScoreFunction) {
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
       apply_function(p, t.batch, t.head, query_of, block * kBlockKV, scores);
     }
-    score_function<kPreScale>(p, scores);
   }
   // What is dropped of the block's 16 keys from 16 * i on.
   __device__ __forceinline__ auto drawing() {
@@ -245,10 +260,22 @@ struct Warpgroup : RowWalk {
   }
   // Weights of a later block. True: `correction` has to be applied to the output.
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
-    apply_terms(scores);
-    if (!is_full(unit())) mask_scores<kBlockKV / 2, true>(scores);
-    const bool rescale =
-        softmax.extend(scores, p.scale_log2, searches, correction, among_exponentials());
+    bool rescale;
+    if constexpr (kLeavesCap) {
+      CubicFactor factor = whole_factor(p);
+      if (is_full(unit()) && !searches) {
+        factor = score_factor(p, scores);
+      } else {
+        apply_terms(scores);
+        if (!is_full(unit())) mask_scores<kBlockKV / 2, true>(scores);
+      }
+      rescale =
+          softmax.extend(scores, p.scale_log2, factor, searches, correction, among_exponentials());
+    } else {
+      apply_terms(scores);
+      if (!is_full(unit())) mask_scores<kBlockKV / 2, true>(scores);
+      rescale = softmax.extend(scores, p.scale_log2, searches, correction, among_exponentials());
+    }
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;
   }
