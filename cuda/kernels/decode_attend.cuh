@@ -170,7 +170,7 @@ struct Attend {
       state.rise(row, fmaxf(largest, state.base[row]), correction[row]);
     }
     float added[2][2];
-    state.exponentials<kCount>(scores, 1.0f, added, Alone{});
+    state.exponentials<kCount>(scores, OneFactor{1.0f}, added, Alone{});
 #pragma unroll
     for (int row = 0; row < 2; ++row) state.sum[row] += added[row][0] + added[row][1];
   }
