@@ -47,6 +47,12 @@ from jax_flash.context_parallel import ring
 from jax_flash.context_parallel.attention import Order, Strategy
 
 HEAD_DIM = 128
+# By default XLA runs collectives in between. Keys and values travel each by a collective of its
+# own, both ways; XLA keeps one under way unless it is told otherwise.
+OVERLAP = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
 Way = tuple[Strategy, Order]
 WAYS: tuple[Way, ...] = (
     ("ring", "zigzag"),
@@ -176,7 +182,8 @@ def compiled(step: Callable[..., Any], mesh: Mesh | None, cell: Cell, dtype: Any
         for key, shape in zip(keys, shapes, strict=True)
     ]
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        program = jax.jit(step).lower(*arrays).compile()
+        options = OVERLAP if device.platform == "gpu" else None
+        program = jax.jit(step, compiler_options=options).lower(*arrays).compile()
     return functools.partial(program, *arrays)
 
 
