@@ -137,7 +137,7 @@ def _by_name(results):
 @pytest.mark.parametrize("function", ["reference", "xla", "cpu"])
 def test_biases_that_are_not_finite_follow_arithmetic(function):
     """A NaN or +inf that a row sees is its own; a value of NaN behind -inf is nobody's."""
-    q, k, v = (normal(i, (1, 6, 1, 8)) for i in range(3))
+    q, k, v = (normal(i, 1, 6, 1, 8) for i in range(3))
     v = v.at[0, 2, 0, 3].set(jnp.nan)
     bias = jnp.zeros((1, 1, 6, 6)).at[..., 2].set(-jnp.inf).at[..., 2, 2].set(0.0)
     bias = bias.at[0, 0, 4, 1].set(jnp.inf).at[0, 0, 5, 1].set(jnp.nan)
@@ -159,7 +159,7 @@ def test_biases_that_are_not_finite_follow_arithmetic(function):
 
 
 def test_bias_of_minus_infinity_has_second_derivatives(host_backend):
-    q, k, v = (normal(i, (1, 7, 2, 8)) for i in range(3))
+    q, k, v = (normal(i, 1, 7, 2, 8) for i in range(3))
     bias = jnp.zeros((1, 2, 7, 7)).at[..., :2, :].set(-jnp.inf).at[..., 5].set(-jnp.inf)
     mask = bias == 0
 
