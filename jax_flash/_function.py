@@ -373,7 +373,7 @@ def _derivative_keys(program: Program, depth: int = 2) -> Hashable:
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-_CASTS = ("pvary", "pcast", "copy", "copy_p", "mesh_cast", "sharding_constraint")
+_CASTS = ("pvary", "pcast", "copy", "copy_p", "mesh_cast", "sharding_constraint", "reshard")
 # Those that move elements of their first input and compute nothing.
 _MOVES = ("dynamic_slice", "gather", "squeeze", "reshape", "slice", "broadcast_in_dim", "transpose")
 

@@ -151,7 +151,6 @@ def compare_parts(
     fields = {"out": "out"} | ({"lse": "lse"} if case.with_lse else {})
     for name in arguments.differentiable if gradients else ():
         fields[f"d{name}"] = {"query": "dq", "key": "dk", "value": "dv"}.get(name, f"d{name}")
-    fields.pop("dtable", None)  # XLA's, whose products are TF32's by default
     for name, field in fields.items():
         # Of a sum that cancels half a unit of two parts' 16 bits remains, not of float32's.
         summed = 2**5 * truth.summed.get(field, 0.0) if gradients else 0.0
