@@ -39,7 +39,6 @@ struct CUkern_st {
   CUlib_st* library;
   std::string name;
   int shared_bytes = 48 << 10;  // dynamic, that a block may have
-  unsigned most_of_cluster = 8;
 };
 }  // namespace jax_flash
 
@@ -265,10 +264,6 @@ CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* nam
   return 0;
 }
 CUresult cuKernelSetAttribute(CUfunctionAttribute attribute, int value, CUkernel kernel, CUdevice) {
-  if (attribute == kNonPortableClusterSizeAllowed) {
-    kernel->most_of_cluster = value != 0 ? 16 : 8;
-    return 0;
-  }
   if (attribute != kMaxDynamicSharedSizeBytes || value > 227 << 10) return kInvalidValue;
   kernel->shared_bytes = value;
   return 0;
@@ -289,7 +284,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
   for (unsigned i = 0; i < c.attribute_count; ++i) {
     if (c.attributes[i].id == kClusterDimension) cluster = c.attributes[i].value.dimensions[0];
   }
-  if (cluster < 1 || cluster > kernel->most_of_cluster || c.grid_x % cluster != 0) {
+  if (cluster < 1 || cluster > 8 || c.grid_x % cluster != 0) {
     return kInvalidValue;
   }
   if (fake_machine != nullptr) {

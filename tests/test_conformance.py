@@ -42,8 +42,8 @@ def compare(arguments: Arguments, got: dict[str, np.ndarray], *, gradients: bool
         if name == "bias" and precision == "float32":
             precision = str(given.dtype)
         summed = truth.summed.get(field, 0.0)
-        if name == "sinks" and case.dtype != "float32":
-            summed *= 8  # a single number: what out's rounding makes of it may be little by chance
+        if name == "sinks" and case.N == 1 and case.dtype != "float32":
+            summed *= 8  # of a single number plain attention's error may be little by chance
         check(
             f"d{name}",
             gradient,

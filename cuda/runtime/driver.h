@@ -22,10 +22,7 @@ using CUkernel = struct CUkern_st*;
 using CUfunction = struct CUfunc_st*;  // a CUkernel is launched as one
 
 enum CUdevice_attribute : int { kMultiprocessorCount = 16 };
-enum CUfunctionAttribute : int {
-  kMaxDynamicSharedSizeBytes = 8,
-  kNonPortableClusterSizeAllowed = 14
-};
+enum CUfunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
 enum CUtensorMapDataType : int { kTensorFloat16 = 6, kTensorBfloat16 = 9 };
 enum CUtensorMapInterleave : int { kInterleaveNone = 0 };
 enum CUtensorMapSwizzle : int { kSwizzle128B = 3 };

@@ -299,16 +299,6 @@ Status Kernel::AllowShared(const Driver& driver, CUdevice device, int bytes) con
   return Done{};
 }
 
-Status Kernel::AllowWideClusters(const Driver& driver, CUdevice device) const {
-  const bool remembered = device >= 0 && device < kDevices;
-  if (remembered && wide_[device].load(std::memory_order_acquire)) return Done{};
-  const CUresult code =
-      driver.cuKernelSetAttribute(kNonPortableClusterSizeAllowed, 1, handle_, device);
-  if (code != 0) return Failure{driver.Explain("cuKernelSetAttribute", code) + ": wide clusters"};
-  if (remembered) wide_[device].store(true, std::memory_order_release);
-  return Done{};
-}
-
 Result<const Kernel*> Load(const Program& program, const std::string& name) {
   Process& process = TheProcess();
   const std::string program_key = KeyOf(program);

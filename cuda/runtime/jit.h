@@ -58,15 +58,12 @@ class Kernel {
   // Lets blocks on `device` have `bytes` of dynamic shared memory, more than the 48 KB any kernel
   // may; remembered per device.
   Status AllowShared(const Driver& driver, CUdevice device, int bytes) const;
-  // Lets it be launched in clusters of more than 8 blocks, which not every GPU may have room for.
-  Status AllowWideClusters(const Driver& driver, CUdevice device) const;
 
  private:
   static constexpr int kDevices = 64;  // beyond that the attribute is set on each call
 
   CUkernel handle_;
   mutable std::array<std::atomic<int>, kDevices> allowed_{};
-  mutable std::array<std::atomic<bool>, kDevices> wide_{};
 };
 
 // The entry point `name` of the compiled program, loaded into the driver once per process. The

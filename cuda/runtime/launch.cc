@@ -7,8 +7,7 @@
 namespace jax_flash {
 namespace {
 
-constexpr int kDevices = 64;                  // beyond that the driver is asked on each call
-constexpr std::int64_t kPortableCluster = 8;  // blocks that any GPU with clusters allows
+constexpr int kDevices = 64;  // beyond that the driver is asked on each call
 std::array<std::atomic<int>, kDevices> multiprocessors{};
 std::atomic<int> pretended{0};
 
@@ -59,11 +58,6 @@ Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& 
   const int shared = static_cast<int>(size.shared_bytes);
   if (Status allowed = kernel.AllowShared(scope.driver(), scope.device(), shared); !allowed.ok()) {
     return allowed;
-  }
-  if (size.cluster > kPortableCluster) {
-    if (Status allowed = kernel.AllowWideClusters(scope.driver(), scope.device()); !allowed.ok()) {
-      return allowed;
-    }
   }
   CUlaunchConfig config{};
   config.grid_x = static_cast<unsigned>(size.blocks);

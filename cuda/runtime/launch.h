@@ -49,7 +49,7 @@ struct LaunchSize {
   std::int64_t threads;
   std::int64_t shared_bytes;  // dynamic shared memory of a block
   bool overlaps = false;      // it may start before the kernel ahead has ended, for which it waits
-  std::int64_t cluster = 1;   // blocks that see each other's shared memory: 1 to 16
+  std::int64_t cluster = 1;   // blocks that see each other's shared memory: 1 to 8
 };
 
 // Launches `kernel(params)`; `params` is the struct that the kernel takes by value.

@@ -191,7 +191,10 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     rows = _rows(shapes)
     cluster = _cluster(shapes, gpu)
     if cluster > 1 and rows <= 16 and shapes.value_dim <= 256:
-        return make(call, shapes, gpu, resident=2, cluster=cluster)
+        for resident in (2, 1):
+            tiling = make(call, shapes, gpu, resident=resident, cluster=cluster)
+            if tiling.stages >= 2:
+                return tiling
     most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
     # Elsewhere than on Hopper two CTAs of more than 16 rows have too few registers for all terms.
     tilings = [
@@ -208,7 +211,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
 def _cluster(shapes: Shapes, gpu: GpuSpec) -> int:
     """Chooses the CTAs that share a batch row's keys in a cluster, 1 where none do.
 
-    They merge what they found in one launch, which saves 3 us beside two launches. But what a CTA
+    They merge what they found in one launch, which saves 2 us beside two launches. But what a CTA
     does depends on one row's length, and most multiprocessors have to have a CTA.
     """
     sizes = (shapes.batch, shapes.kv_len, shapes.kv_heads)

@@ -72,6 +72,7 @@ ffi::Error Check(const DecodeOperands& operands, const DecodeLaunch& launch) {
         launch.block_kv, launch.box_rows, launch.cluster}) {
     if (number < 1 || number > kMaxInt) return Invalid("a number of `launch` is out of range");
   }
+  if (launch.cluster > 8) return Invalid("clusters have at most 8 CTAs");
   if (launch.box_rows > 256 || launch.block_kv % launch.box_rows != 0 ||
       (launch.box_rows != launch.block_kv && operands.page_size % launch.box_rows != 0)) {
     return Invalid("`launch` does not fit pages of " + std::to_string(operands.page_size));
