@@ -175,6 +175,8 @@ def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, score, rate, r
         terms = np.exp(sink - lse) * dtotal
         dsink = -terms.sum()
         magnitudes["dsinks"] = np.abs(terms).sum()
+        # Of independent roundings, their squares add up.
+        magnitudes["dsinks by rounding"] = ((np.exp(sink - lse)[:, None] * out * dout) ** 2).sum()
     apart = p * (np.abs(dp) + np.abs(dtotal)[:, None])
     magnitudes["dq"] = abs(scale) * ((apart * np.abs(slope)) @ np.abs(k)).max(initial=0)
     magnitudes["dk"] = abs(scale) * ((apart * np.abs(slope)).T @ np.abs(q)).max(initial=0)
@@ -332,7 +334,7 @@ def attention(
                     np.add.at(dtable, index, grads[7] * by_element)
                     np.add.at(dtable_apart, index, grads[5] * np.abs(by_element))
                 for field, magnitude in grads[6].items():
-                    at = (b, g) if field in ("dk", "dv") else n if field == "dsinks" else (b, n)
+                    at = (b, g) if field in ("dk", "dv") else n if "dsinks" in field else (b, n)
                     summed[field] = summed.get(field, {})
                     summed[field][at] = summed[field].get(at, 0.0) + float(magnitude)
     result = Result(

@@ -42,6 +42,7 @@ def check(
     dtype: str,
     factor: float,
     summed: float = 0.0,
+    rounded: float = 0.0,
 ) -> None:
     """Raises AssertionError when `got` is further from `truth` than the criterion allows.
 
@@ -54,12 +55,15 @@ def check(
         factor: FORWARD_FACTOR or GRADIENT_FACTOR.
         summed: the largest sum of magnitudes behind one value: sums are accumulated in float32,
             and where their terms cancel (a softmax over one key has no gradient) that remains.
+        rounded: the root of the sum of squares of terms that were rounded to `dtype`; four
+            standard deviations of that sum's error are granted.
     """
     got = np.asarray(got)
     assert got.shape == truth.shape, f"{name}: shape {got.shape}, expected {truth.shape}"
     finite = np.abs(truth[np.isfinite(truth)])
     largest = float(finite.max()) if finite.size else 0.0
     floor = FLOOR_ROUNDINGS[dtype] * epsilon(dtype) * largest + 2 * epsilon("float32") * summed
+    floor += 4 * epsilon(dtype) * rounded / 12**0.5
     allowed = factor * max_error(plain, truth) + floor
     error = max_error(got, truth)
     if error > allowed:
