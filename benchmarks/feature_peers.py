@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from exact import REACH, relative_table
 from peers import XLA_SCORES, Call, Peer, Program, compile_jax
 from shapes import Case, Pass
@@ -71,13 +72,32 @@ def flash_options(case: Case, given: Mapping[str, Any]) -> dict[str, Any]:
         "dropout_key": ("dropout_key",),
     }
     arrays = {to: given[name] for name, all_to in names.items() if name in given for to in all_to}
-    return arrays | {
+    visible: dict[str, Any] = {
         "is_causal": case.causal,
         "local_window_size": None if case.window is None else (case.window, 0),
+    }
+    if case.blocks:
+        visible = {"block_mask": block_mask(case)}
+        for name in names["segments"]:
+            arrays.pop(name, None)
+    changes = {
         "softcap": case.softcap if case.score is None else None,
         "score_mod": score_function(case),
         "dropout_rate": case.dropout,
     }
+    return arrays | visible | changes
+
+
+@functools.cache
+def block_mask(case: Case) -> jax_flash.BlockMask:
+    """Makes the block mask of a case's function, as a user does, once for all calls."""
+    sees = jax_flash.masks.causal()
+    if case.window is not None:
+        sees = jax_flash.masks.sliding_window(case.window, 0)
+    if case.segment is not None:
+        sees = jax_flash.masks.documents(np.arange(case.length) // case.segment)
+    with jax.ensure_compile_time_eval():
+        return jax_flash.block_mask(sees, q_len=case.length, kv_len=case.length)
 
 
 def score_function(case: Case) -> Any:

@@ -1,12 +1,14 @@
-"""Measures functions of scores on a GPU, beside PyTorch's FlexAttention and what is built in.
+"""Measures a user's functions on a GPU, beside PyTorch's FlexAttention and what is built in.
 
     python benchmarks/programmable.py
     python benchmarks/programmable.py --problems B --cases causal alibi_causal
 
-ALiBi, a table of relative positions and softcap, each as a function that a user writes, full and
-causal, of the sizes of problems A and B; beside them attention without a function and the softcap
-that is built in. Times, checks and files are those of features.py: a result that is not
-that of float64 attention has no time. Writes results/<gpu>/programmable-<commit>.json and .md.
+ALiBi, a table of relative positions and softcap as functions of the scores, full and causal;
+causal, documents of 512 and a window of 1024 as functions of the mask; of the sizes of problems A
+and B. Beside them attention without a function, and what is built in, where it is. Blocks of a
+mask are made before, as FlexAttention's are. Times, checks and files are those of features.py: a
+result that is not that of float64 attention has no time. Writes
+results/<gpu>/programmable-<commit>.json and .md.
 """
 
 import features

@@ -142,6 +142,7 @@ class Case(Cell):
     score: str | None = (
         None  # a function of the scores: "alibi", "table", or "softcap" of `softcap`
     )
+    blocks: bool = False  # causal, window and segment by a block mask made of a function
     sinks: bool = False  # float32 [N]
     lengths: bool = False  # of queries and keys: T and T / 2 by turns
     positions: bool = False  # in the order of the index, which peers without them count by
@@ -234,14 +235,19 @@ PROBLEMS: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
+    "causal_function": {"causal": True, "blocks": True},
+    "documents": {"segment": 512},
+    "documents_function": {"segment": 512, "blocks": True},
+    "window": {"causal": True, "window": 1024},
+    "window_function": {"causal": True, "window": 1024, "blocks": True},
 } | {
     f"{name}{'_causal' * causal}": change | {"causal": causal}
     for causal in (False, True)
     for name, change in {
         "alibi": {"score": "alibi"},
         "table": {"score": "table"},
-        "softcap_built_in": {"softcap": 30.0},
-        "softcap": {"softcap": 30.0, "score": "softcap"},
+        "softcap": {"softcap": 30.0},
+        "softcap_function": {"softcap": 30.0, "score": "softcap"},
     }.items()
 }
 
