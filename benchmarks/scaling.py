@@ -3,7 +3,7 @@
     python benchmarks/scaling.py                              # two GPUs, about 5 minutes
     python benchmarks/scaling.py --tokens 16384 65536 --rounds 4 --ways ring:zigzag \\
         all_to_all:contiguous all_gather:zigzag               # two GPUs, two minutes
-    python benchmarks/scaling.py --tokens 16384 --trace DIR   # with a profile of each cell in DIR
+    python benchmarks/scaling.py --tokens 16384 --trace DIR   # keeps the profiles in DIR
     python benchmarks/scaling.py --platform cpu --tokens 64 --heads 4:2 --rounds 2
 
 Causal, one sequence, bfloat16 (float32 on a CPU), head dim 128; tokens are those of one device. A
@@ -15,8 +15,8 @@ that all meet the same clocks:
     compute    a ring whose keys stay where they are: the same kernels on each device
     link       the same permutations, and no attention
 
-`hidden` is the part of the link's time that the whole does not take beside its computation. A GPT
-step over two GPUs:
+`hidden` is the part of the collectives' time in which the same GPU computes, of a profile of the
+whole. A GPT step over two GPUs:
 
     python examples/train_gpt.py --preset long --length 131072 --batch 1 --mesh seq=2 --steps 20
 
@@ -29,7 +29,11 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gzip
+import itertools
+import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -187,11 +191,41 @@ def compiled(step: Callable[..., Any], mesh: Mesh | None, cell: Cell, dtype: Any
     return functools.partial(program, *arrays)
 
 
+def hidden(folder: Path) -> float | None:
+    """The part of the collectives' time in which the GPU computes too, in a profile of a run."""
+    events = []
+    for path in folder.rglob("*.trace.json.gz"):
+        events += json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return hidden_of(events)
+
+
+def hidden_of(events: Sequence[dict[str, Any]]) -> float | None:
+    """As `hidden`, of a profile's events; None of a run without a GPU's collectives."""
+    gpus = {
+        event["pid"]
+        for event in events
+        if event.get("name") == "process_name" and "GPU" in event["args"]["name"]
+    }
+    total = covered = 0.0
+    for gpu in gpus:
+        ran = [event for event in events if event.get("ph") == "X" and event["pid"] == gpu]
+        spans = sorted((e["ts"], e["ts"] + e["dur"], "nccl" in e["name"]) for e in ran)
+        sent = [(begin, end) for begin, end, collective in spans if collective]
+        total += sum(end - begin for begin, end in sent)
+        reached = 0.0  # up to here computation is counted
+        for begin, end, collective in spans:
+            if not collective:
+                begin = max(begin, reached)
+                reached = max(reached, end)
+                covered += sum(max(0.0, min(end, b) - max(begin, a)) for a, b in sent)
+    return covered / total if total else None
+
+
 # ---- the run -------------------------------------------------------------------------------------
 
 
 def run_cell(
-    cell: Cell, mesh: Mesh, dtype: Any, ways: Sequence[Way], rounds: int, trace: Path | None
+    cell: Cell, mesh: Mesh, dtype: Any, ways: Sequence[Way], rounds: int, trace: Path
 ) -> tuple[list[list[str]], Model | None]:
     """Rows of the table, and the model that a ring gives."""
     device, devices = mesh.devices.flat[0], mesh.size
@@ -214,19 +248,17 @@ def run_cell(
             with keys_that_stay():
                 programs["compute"] = compiled(step_of(attend), mesh, cell, dtype, device)
             programs["link"] = link
-        if trace is not None:
-            jax.block_until_ready(programs["all"]())
-            folder = trace / f"{cell.tokens}-{cell.heads}-{cell.kv_heads}-{strategy}-{order}"
-            with jax.profiler.trace(str(folder)):
-                jax.block_until_ready(programs["all"]())
         seconds = measure(programs, rounds)
+        folder = trace / f"{cell.tokens}-{cell.heads}-{cell.kv_heads}-{strategy}-{order}"
+        with jax.profiler.trace(str(folder)):
+            jax.block_until_ready(programs["all"]())
+        share = hidden(folder)
+        part = "" if share is None else f"{share:.0%}"
         rate = cell.operations(devices) / seconds["all"]
         row = [name, f"{strategy}, {order}", us(seconds["all"]), f"{rate / 1e12:.0f}"]
         row.append(f"{rate / alone_rate:.3f}")
         if strategy == "ring":
-            hidden = seconds["compute"] + seconds["link"] - seconds["all"]
-            share = min(max(hidden / seconds["link"], 0.0), 1.0)
-            row += [us(seconds["compute"]), us(seconds["link"]), f"{share:.0%}"]
+            row += [us(seconds["compute"]), us(seconds["link"]), part]
             fitted = Model(
                 cell.operations(devices) / seconds["compute"],
                 Model(1, 1, 0).sent(cell, devices) / seconds["link"],
@@ -234,7 +266,7 @@ def run_cell(
             )
             model = model or fitted
         else:
-            row += ["", "", ""]
+            row += ["", "", part]
         rows.append(row)
     if model is None:
         return rows, None
@@ -268,7 +300,7 @@ def main() -> None:
     names = [f"{strategy}:{order}" for strategy, order in WAYS]
     parser.add_argument("--ways", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--trace", type=Path, help="folder for a profile of each cell")
+    parser.add_argument("--trace", type=Path, help="keeps a profile of each cell in this folder")
     args = parser.parse_args()
     ways = [way for way in WAYS if ":".join(way) in args.ways]
     if args.platform == "cpu":
@@ -288,10 +320,11 @@ def main() -> None:
     header += ["compute µs", "link µs", "hidden"]
     print("| " + " | ".join(header) + " |")
     print("|" + "---|" * len(header))
-    for tokens in args.tokens:
-        for heads, kv_heads in args.heads:
+    with tempfile.TemporaryDirectory() as scratch:
+        trace = args.trace or Path(scratch)
+        for tokens, (heads, kv_heads) in itertools.product(args.tokens, args.heads):
             cell = Cell(tokens, heads, kv_heads, HEAD_DIM, dtype.itemsize)
-            rows, model = run_cell(cell, mesh, dtype, ways, args.rounds, args.trace)
+            rows, model = run_cell(cell, mesh, dtype, ways, args.rounds, trace)
             for row in rows:
                 print("| " + " | ".join(row) + " |", flush=True)
             if model is not None:

@@ -412,14 +412,22 @@ def load(path: Path, attention_fn=flash_attention) -> GPT:
 # --- The run ------------------------------------------------------------------------------------
 
 
-def operations_per_token(model: GPT) -> int:
+def operations_per_token(model: GPT, seen: float | None = None) -> float:
     """Floating-point operations of one training step, by token; what remat repeats does not count.
 
-    6 per parameter, and 6 * layers * length * width for the half of the attention matrix below the
-    diagonal.
+    6 per parameter, and 12 * layers * width for each of the keys that a query sees: `seen` of them
+    in the mean; None: of a row that is one document, half of its length.
     """
     config = model.config
-    return 6 * count_parameters(model) + 6 * config.layers * config.length * config.width
+    seen = config.length / 2 if seen is None else seen
+    return 6 * count_parameters(model) + 12 * config.layers * config.width * seen
+
+
+def keys_seen(rows: np.ndarray) -> float:
+    """How many keys the queries of packed rows [rows, T + 1] see in the mean."""
+    at = np.arange(rows.shape[1] - 1)
+    starts = np.maximum.accumulate(np.where(rows[:, :-1] == START, at, 0), axis=1)
+    return float((at - starts + 1).mean())
 
 
 def peak_operations(device: Any) -> float | None:
@@ -428,12 +436,12 @@ def peak_operations(device: Any) -> float | None:
     return next((peaks[name] for name in peaks if device.device_kind.startswith(name)), None)
 
 
-def utilisation(model: GPT, tokens_per_second: float, devices: list) -> float | None:
+def utilisation(model: GPT, tokens_per_second: float, seen: float, devices: list) -> float | None:
     """Share of the GPUs' bfloat16 peak that goes into the model; None where it is not known."""
     peak = peak_operations(devices[0])
     if peak is None or model.config.dtype != "bfloat16":
         return None
-    return operations_per_token(model) * tokens_per_second / (peak * len(devices))
+    return operations_per_token(model, seen) * tokens_per_second / (peak * len(devices))
 
 
 def count_parameters(model: GPT) -> int:
@@ -537,7 +545,7 @@ def main() -> None:
     if step_times:
         step_time = float(np.median(step_times))
         speed = config.batch * config.length / step_time
-        share = utilisation(model, speed, devices)
+        share = utilisation(model, speed, keys_seen(train), devices)
         print(f"step      {step_time * 1e3:.1f} ms, {speed:,.0f} tokens/s", end="")
         print("" if share is None else f", {share:.1%} of the peak", "(compiling not counted)")
     print(f"loss      {validation_losses[config.steps]:.3f} nats per byte on unseen files")

@@ -462,6 +462,18 @@ def test_scaling_times_a_ring_its_kernels_and_its_link():
     assert "ring, striped" not in rows  # not asked for
 
 
+def test_a_profile_tells_how_much_of_the_link_is_hidden():
+    def event(name, begin, end, pid=1):
+        return {"ph": "X", "pid": pid, "name": name, "ts": begin, "dur": end - begin}
+
+    gpu = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}}
+    host = {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "/host:CPU"}}
+    computes = [event("flash_forward", 0, 10), event("convert", 8, 12), event("main", 0, 99, pid=2)]
+    sends = [event("ncclDevKernel_SendRecv", 5, 15), event("ncclDevKernel_SendRecv", 20, 30)]
+    assert scaling.hidden_of([gpu, host, *computes, *sends]) == 7 / 20
+    assert scaling.hidden_of([gpu, host, *computes]) is None
+
+
 def test_the_model_of_a_ring_takes_the_longer_of_compute_and_link():
     cell = scaling.Cell(tokens=1000, heads=4, kv_heads=2, head_dim=10, item=2)
     fast, slow = scaling.Model(1e9, 1e30, 0.0), scaling.Model(1e30, 1e9, 0.0)
