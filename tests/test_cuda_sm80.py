@@ -416,7 +416,7 @@ def test_conformance_of_float32(case: Case, precision: str):
 )
 @pytest.mark.parametrize("case", DECODING, ids=lambda case: case.name.replace(" ", "-"))
 def test_decoding(case: DecodeCase, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_gpu.decode, "_LONGEST_IN_CLUSTER", 0)  # clusters are Hopper's
+    monkeypatch.setattr(_gpu.decode, "_MOST_IN_CLUSTER", 0)  # clusters are Hopper's
     arguments = decode_cases.fit(case, "cuda").draw()
     with _gpu.prefer("decode_sm80"):
         got = arguments.run("cuda")

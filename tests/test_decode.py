@@ -32,7 +32,7 @@ def test_case(case, backend):
 )
 def test_case_by_parts_of_a_line(case, monkeypatch):
     """As for long caches: rows as short as these have a cluster of CTAs each."""
-    monkeypatch.setattr(tilings, "_LONGEST_IN_CLUSTER", 0)
+    monkeypatch.setattr(tilings, "_MOST_IN_CLUSTER", 0)
     jax.clear_caches()
     arguments = fit(case, "cuda").draw()
     compare(arguments, arguments.run("cuda"))
