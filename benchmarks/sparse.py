@@ -17,8 +17,10 @@ FlashAttention (arXiv:2205.14135), whose Table 21 has butterfly beside dense.
 
 import argparse
 import functools
+import itertools
 import math
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,15 @@ def main() -> None:
     options = parse()
     ceiling = [run.measure_product()]
     records = []
+    lengths = dict.fromkeys([*options.lengths, *options.long])
+    wanted = itertools.product(lengths, options.head_dims, options.passes, (False, True))
+    with ThreadPoolExecutor() as pool:  # kernels are compiled side by side
+        made = [pool.submit(check, head_dim) for head_dim in options.head_dims]
+        made += [pool.submit(program, *one) for one in wanted]
+        for one in made:
+            one.result()
     for length in options.lengths:
         for head_dim in options.head_dims:
-            check(head_dim)
             densities = options.densities
             records += measure(length, head_dim, options.layouts, densities, options.passes)
     for length in options.long:
@@ -116,6 +124,19 @@ def step(mask: Any, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -
     return (out, *pull(dout))
 
 
+@functools.cache
+def program(length: int, head_dim: int, of: str, masked: bool) -> Any:
+    """Compiles a pass with a block mask, or without."""
+    like = jax.ShapeDtypeStruct((1, length, HEADS, head_dim), jnp.bfloat16)
+    blocks = math.ceil(length / BLOCK)
+    layout = jax.ShapeDtypeStruct((blocks, blocks), bool)
+    make = functools.partial(jax_flash.block_mask_of, block=BLOCK)
+    mask = jax.eval_shape(make, layout) if masked else None
+    forward = of == "forward"
+    operands = [like] * (3 if forward else 4)
+    return jax.jit(attend if forward else step).lower(mask, *operands).compile()
+
+
 def check(head_dim: int) -> None:
     """Compares a random layout with the same as a boolean mask: a wrong kernel has no time."""
     q, k, v, dout = arrays(1024, head_dim)
@@ -155,11 +176,10 @@ def measure(
     records = []
     for of in passes:
         operands = (q, k, v) if of == "forward" else (q, k, v, dout)
-        program = jax.jit(attend if of == "forward" else step)
-        calls = {
-            name: (functools.partial(program, m, *operands), jax.block_until_ready)
-            for name, m in tqdm(chosen.items(), desc=f"{length} {head_dim} {of}", disable=None)
-        }
+        calls = {}
+        for name, m in tqdm(chosen.items(), desc=f"{length} {head_dim} {of}", disable=None):
+            compiled = program(length, head_dim, of, m is not None)
+            calls[name] = (functools.partial(compiled, m, *operands), jax.block_until_ready)
         seconds = {n: statistics.median(x) for n, x in run.time_in_turns(calls).items()}
         for name, m in chosen.items():
             density = 1.0 if m is None else m.density
