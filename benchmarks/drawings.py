@@ -509,7 +509,7 @@ def line_of_blocks(lengths: Sequence[int], block: int, parts: int) -> list[tuple
 def decode(theme: str) -> Canvas:
     """The blocks of all rows in one line, cut into equal parts."""
     x = jax.ShapeDtypeStruct((5, 1, 32, 128), "bfloat16")
-    cache = jax.ShapeDtypeStruct((5, 4096, 8, 128), "bfloat16")
+    cache = jax.ShapeDtypeStruct((5, 4096, 16, 128), "bfloat16")
     problem, _ = _explain._prepare(x, cache, cache, {})
     gpu = _gpu.spec.named("H200")
     assert gpu is not None
