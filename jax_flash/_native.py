@@ -85,8 +85,9 @@ def kernel_sources() -> dict[str, str]:
     }
     for path in (root / "runtime").glob("**/*params.h"):
         sources[f"cuda/{path.relative_to(root).as_posix()}"] = path.read_text()
-    ext, _ = _load()
-    if ext is not None:  # this text and the compiled module may come from different builds
+    ext, reasons = _load()
+    if ext is not None and "cuda" not in reasons:
+        # This text and the compiled module may come from different builds.
         for name, assertions in ext.cuda_params_assertions().items():
             sources[name] += assertions
     return sources

@@ -159,6 +159,12 @@ def test_the_kernels_travel_with_the_package():
     assert included <= set(sources)
 
 
+def test_a_build_without_cuda_reads_the_kernels_too(monkeypatch: pytest.MonkeyPatch):
+    built = (SimpleNamespace(), {"cuda": "this build of jax_flash has no cuda kernels"})
+    monkeypatch.setattr(_native, "_load", lambda: built)  # as on macOS
+    assert "sm90/forward.cuh" in _native.kernel_sources()
+
+
 OPERANDS = {
     "bias": ((2, 4, 3, 5), "float32"),
     "mask": ((2, 4, 3, 5), "bool"),
