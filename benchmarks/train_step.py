@@ -273,7 +273,7 @@ class Program:
     state: Any  # arrays on the host
     rows: jax.ShapeDtypeStruct
     needs_gb: float
-    operations: int  # in one step
+    operations: float  # in one step
     compile_s: float
 
     def start(self) -> Any:
