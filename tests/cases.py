@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import zlib
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -368,7 +370,7 @@ class Arguments:
             cotangent = jax.device_put(self.cotangent)
             result, pulled = _jitted_step(self.case, backend)(arrays, cotangent)
         else:
-            result, pulled = jax.jit(self.function(backend))(arrays), {}
+            result, pulled = _jitted_call(self.case, backend)(arrays), {}
         values = {f"d{name}": gradient for name, gradient in pulled.items()}
         if self.case.with_lse:
             values["out"], values["lse"] = result
@@ -380,6 +382,11 @@ class Arguments:
 @functools.lru_cache(maxsize=4)  # so that one test may run the same case on several values
 def _jitted_step(case: Case, backend: str | None):
     return jax.jit(case.draw().step(backend))
+
+
+@functools.lru_cache(maxsize=4)
+def _jitted_call(case: Case, backend: str | None):
+    return jax.jit(case.draw().function(backend))
 
 
 def dropout_words(key: jax.Array | None = None) -> tuple[int, int]:
@@ -664,5 +671,34 @@ CASES: tuple[Case, ...] = (
 )  # fmt: skip
 
 BY_NAME = {case.name: case for case in CASES}
+
+
+def covering(
+    cases: Sequence[Case], ignored: Collection[str], valued: Collection[str] = ()
+) -> list[Case]:
+    """So many that every feature, and any two that meet in a case, meet in one that is kept.
+
+    A feature is a field that is not at its default, for the fields in `valued` with its value;
+    and whether heads are grouped, and T is less or more than S.
+    """
+
+    def features(case: Case) -> set[tuple]:
+        found = {
+            (field.name, getattr(case, field.name)) if field.name in valued else (field.name,)
+            for field in dataclasses.fields(case)
+            if field.name not in {"name", "T", "S", "N", "K", *ignored}
+            and getattr(case, field.name) != field.default
+        }
+        found |= {("grouped heads",)} if case.kv_heads != case.N else set()
+        found |= {("cross", case.T < case.S)} if case.T != case.S else set()
+        return found | set(itertools.combinations(sorted({name for name, *_ in found}), 2))
+
+    of = {case: features(case) for case in cases}
+    missing, kept = set().union(*of.values()), set()
+    while missing:
+        case = max(cases, key=lambda case: len(of[case] & missing))  # the first of several
+        kept.add(case)
+        missing -= of[case]
+    return [case for case in cases if case in kept]
 if len(BY_NAME) != len(CASES):
     raise ValueError("two cases share a name")
