@@ -2,8 +2,8 @@
 
 Compiled are the plain kernels, those with the fewest registers to spare, and of all others so many
 that any two features that meet in one of them meet in one that is compiled, and each meets each
-head dim. After a change of kernels or tilings JAX_FLASH_COMPILE_ALL=1 compiles all: three hundred,
-2 to 3 s each.
+head dim; each alignment of a term's rows, which is a choice of its loads, is in one. After a change
+of kernels or tilings JAX_FLASH_COMPILE_ALL=1 compiles all: three hundred, 2 to 3 s each.
 
 The cache of compiled kernels holds the reports too: what it has, by the text of all sources, the
 constants and the compiler's version, is not compiled again, on another jax or Python say.
@@ -56,22 +56,30 @@ FEATURES: dict[str, dict] = {
 Configurations = Iterator[tuple[str, Problem, Shapes]]
 
 
-def tuned() -> Configurations:
-    """What is compiled always: plain kernels, and those that have spilled before."""
-    for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]:
+PLAIN_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+
+def tuned(name: str) -> Configurations:
+    """What is compiled always for a pass: plain kernels, and those that have spilled before."""
+    yield "128/128", PLAIN, SHAPES
+    for dims in PLAIN_DIMS:
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
-        yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
         yield f"{dims[0]}/{dims[1]} causal", dataclasses.replace(PLAIN, window=(None, 0)), shapes
-    # Three warpgroups, or two since three would spill.
     small = dataclasses.replace(SHAPES, head_dim=64, value_dim=64)
-    for name in ("causal segments", "softcap", "sinks", "lengths", "window", "everything"):
-        yield f"64/64 {name}", dataclasses.replace(PLAIN, **FEATURES[name]), small
+    chosen = ["causal segments", "everything"]
+    if name == "forward":  # three warpgroups, or two since three would spill
+        chosen += ["softcap", "sinks", "lengths", "window"]
+    for feature in chosen:
+        yield f"64/64 {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), small
     for name in ("deterministic causal", "deterministic segments"):
         yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
     yield from functions_of_scores(("alibi", 128), ("softcap", 256))
 
 
 def others() -> Configurations:
+    for dims in PLAIN_DIMS:  # whose causal kernels need more registers
+        shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
+        yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
     yield from together()
     for name, change in FEATURES.items():
         yield name, dataclasses.replace(PLAIN, **change), SHAPES
@@ -323,22 +331,30 @@ def plans(name: str) -> list[Any]:
         return found
 
     def pairs(plan: _gpu.Plan) -> set:
-        return set(itertools.combinations(sorted(features(plan)), 2))
+        found = features(plan)
+        alone = {(name, value) for name, value in found if name.endswith("Alignment")}
+        return alone | set(itertools.combinations(sorted(found - alone), 2))
 
     def gain(program: Any) -> float:
         wide = rest[program][1].constants["kHeadDim"] > 128  # takes twice as long
         return len(pairs_of[program] & missing) / (1 + wide)
 
-    chosen, rest = programs(tuned()), programs(others())
+    chosen, rest = programs(tuned(name)), programs(others())
     if os.environ.get("JAX_FLASH_COMPILE_ALL"):
         chosen = rest | chosen
     pairs_of = {program: pairs(plan) for program, (_, plan) in rest.items()}
     missing = set().union(*pairs_of.values())
     missing -= set().union(*(pairs(plan) for _, plan in chosen.values()))
+    added = []
     while missing:
-        program = max(pairs_of, key=gain)  # the first of several
-        chosen[program] = rest[program]
-        missing -= pairs_of[program]
+        added.append(max(pairs_of, key=gain))  # the first of several
+        missing -= pairs_of[added[-1]]
+    always = set().union(*(pairs(plan) for _, plan in chosen.values()))
+    for program in added.copy():  # those that later ones made superfluous
+        others_have = always.union(*(pairs_of[x] for x in added if x != program))
+        if pairs_of[program] <= others_have:
+            added.remove(program)
+    chosen |= {program: rest[program] for program in added}
     return [pytest.param(plan, id=configuration) for configuration, plan in chosen.values()]
 
 
@@ -471,7 +487,7 @@ def plans_since_ampere() -> list[Any]:
         gpu = dataclasses.replace(H200, name=arch, arch=arch)
         configurations = [("128 causal", causal, SHAPES)]
         if everything:
-            configurations += [*tuned(), *split()]
+            configurations += [*tuned("forward"), *split()]
             configurations += others() if arch in ("sm_80", "sm_120") else ()
         elif arch == "sm_90a":
             configurations += (x for x in split() if x[0] == "128 float32 default causal")
@@ -512,7 +528,7 @@ def backward_plans_since_ampere() -> list[Any]:
             for dim in (dims.get(arch, ()) if not everything else (64, 128, 192, 256))
         ]
         if everything:
-            configurations += [*tuned(), *(others() if arch in ("sm_80", "sm_120") else ())]
+            configurations += [*tuned("backward"), *(others() if arch in ("sm_80", "sm_120") else ())]
         elif arch == "sm_80":
             configurations += [x for x in masks() if x[0] == "128 mask and more"]
             configurations += [x for x in biases() if x[0] == "128 bias dropout"]
