@@ -26,6 +26,9 @@ namespace mask {
 
 inline constexpr int kSeesAny = 1, kSeesAll = 2;
 inline constexpr int kThreads = 128;
+// Blocks of the backward's on a multiprocessor, of both masks: left to itself (0) ptxas takes 32
+// registers there and spills 8 bytes.
+inline constexpr int kBackwardResident = kHasMaskBytes && kMaskBlock != 0 ? 4 : 0;
 
 // Number of the part of a batch row and head.
 template <class Params>

@@ -294,7 +294,7 @@ __device__ __forceinline__ bool sees(const Params& p, int batch, int head, int q
     seen = seen && static_cast<const unsigned char*>(p.mask.bytes.data)[at] != 0;
   }
   if constexpr (kMaskBlock != 0) {
-    seen = seen && mask::block_shows(p, batch, head, query, key);
+    seen = seen && mask::block_shows(p, ptx::opaque(batch), head, query, key);
   }
   if constexpr (kHasBias && !kHasSlope) {  // a logit of -inf hides the key's value
     seen = seen && bias::at(p, batch, head, query, key) != kNegativeInfinity;

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
   rows.run();
 }
 
-extern "C" __global__ void __launch_bounds__(mask::kThreads)
+extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResident)
     mask_plan(const __grid_constant__ Sm80BackwardParams p) {
   if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
 }

@@ -7,7 +7,7 @@
 #include "cuda/runtime/families/sm90_params.h"
 
 // With a mask a kernel goes ahead of all, see mask.cuh.
-extern "C" __global__ void __launch_bounds__(mask::kThreads)
+extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResident)
     mask_plan(const __grid_constant__ BackwardParams p) {
   if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
 }
