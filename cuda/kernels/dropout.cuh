@@ -105,6 +105,8 @@ class Dropped {
     const uint32 rows = draws.of_key(key + fragment::first_column(lane));
 #pragma unroll
     for (int i = 0; i < kCount / 2; i += 4) {
+      // Two at a time: with more the wide backward spilled 16 bytes.
+      if (kDropsPart && i % 8 == 0) __syncwarp();
       const PhiloxWords words = draws.words(columns + 2 * i, rows);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {  // elements 2 (i + k) and the one after it
@@ -122,6 +124,10 @@ class Dropped {
     }
     const uint32 sign = bits_[i / 32] << (31 - i / 2 % 16 - i % 2 * 16) & 0x80000000u;
     return __uint_as_float(__float_as_uint(weight) | sign);
+  }
+  // Elements 2 * i and 2 * i + 1 as they are packed: a mask of the dropped ones.
+  __device__ __forceinline__ uint32 halves(int i) const {
+    return (bits_[i / 16] >> i % 16 & 0x00010001u) * 0xffffu;
   }
   // Is the weight of element i dropped?
   __device__ __forceinline__ bool drops(int i) const {

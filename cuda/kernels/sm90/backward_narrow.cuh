@@ -215,6 +215,13 @@ struct Scorer {
       wait_for_empty();
       if constexpr (!kFirst) wait_for_before();
     }
+    const auto gradient_of = [&](int i, float minus_delta) {
+      if constexpr (kHasDropout && !kMarksDropped) {
+        return x[i] * ((dropped.drops(i) ? 0.f : dp[i]) + minus_delta);
+      } else {
+        return score_gradient(x[i], dp[i], minus_delta);
+      }
+    };
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
 #pragma unroll
@@ -229,8 +236,7 @@ struct Scorer {
         if constexpr (kReadsAhead) {
           gradient[i / 2] = Element::pack(x[i] * dp[i], x[i + 1] * dp[i + 1]);
         } else {
-          float low = score_gradient(x[i], dp[i], d.x);
-          float high = score_gradient(x[i + 1], dp[i + 1], d.y);
+          float low = gradient_of(i, d.x), high = gradient_of(i + 1, d.y);
           if constexpr (kHasDbias && kStoresDbias) {  // what is hidden may hold NaN
             low = x[i] == 0.f ? 0.f : low;
             high = x[i + 1] == 0.f ? 0.f : high;

@@ -229,8 +229,12 @@ __device__ __forceinline__ uint32 dropped_halves(float low, float high) {
   return ptx::sign_halves(low, high);
 }
 
-// From S^T to P, as `probabilities` has it. With dropout the dropped elements get a mark, and zero
-// is what they are in `probability`.
+// Do dropped weights get a mark? With a function of the scores, and P and dP in one warpgroup, they
+// need none, and with them up to five registers were spilled.
+inline constexpr bool kMarksDropped = !kHasScoreFunction || kKeys == 64;
+
+// From S^T to P, as `probabilities` has it. With dropout the dropped elements get a mark, with
+// kMarksDropped, and zero is what they are in `probability`.
 __device__ __forceinline__ void score_to_probability(
     const BackwardParams& p, const volatile UnitRecord& u, float (&x)[kScores],
     uint32 (&probability)[kScores / 2], const RowNumbers& minus_lse, int slab, const Range& full,
@@ -244,12 +248,16 @@ __device__ __forceinline__ void score_to_probability(
     probabilities<true>(p, u, x, probability, minus_lse, row, step);
   }
   if constexpr (kHasDropout) {
+    if constexpr (kMarksDropped) {
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) x[i] = dropped.mark(i, x[i]);
+      for (int i = 0; i < kScores; ++i) x[i] = dropped.mark(i, x[i]);
+    }
     if constexpr (kHasSlope) {
 #pragma unroll
-      for (int i = 0; i < kScores / 2; ++i)
-        probability[i] &= ~dropped_halves(x[2 * i], x[2 * i + 1]);
+      for (int i = 0; i < kScores / 2; ++i) {
+        probability[i] &=
+            ~(kMarksDropped ? dropped_halves(x[2 * i], x[2 * i + 1]) : dropped.halves(i));
+      }
     }
   }
 }
