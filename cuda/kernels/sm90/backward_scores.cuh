@@ -120,6 +120,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
     for (int j = 0; j < kQueries / 8; ++j) {
       bool seen[4];
       pairs.see(j, seen);
+      if constexpr (kSoftcap) __syncwarp();
       finish(j, seen);
     }
   } else {
