@@ -84,10 +84,10 @@ __device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, 
               key0 + slab + ptx::warp_index() % 4 * 16);
     tile.visit([&](int i, float bias) { x[i] = with_bias(p, x[i], bias); });
     score_function(p, x);
-    // Opaque: kept from part to part, it would be spilled.
-    const int thread = ptx::opaque(threadIdx.x);
+    // Opaque: kept from part to part, they would be spilled.
+    const int thread = ptx::opaque(threadIdx.x), query0 = kHasSegments ? ptx::opaque(m0) : m0;
     const SeenPairs<kQueries> pairs(p, batch, head, sight,
-                                    key0 + slab + fragment::first_row(thread), m0);
+                                    key0 + slab + fragment::first_row(thread), query0);
     const int64 row = padded_row(p, batch, head, m0) + fragment::first_column(thread);
 #pragma unroll
     for (int k = 0; k < kQueries / kParts / 8; ++k) {

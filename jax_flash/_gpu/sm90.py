@@ -343,8 +343,9 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     beside = bias_bytes > 0 and (problem.masked or drops or mapped)
     # The ends of what a row sees by positions, beside the ids of a block or its bits.
     placed = "query_positions" in problem.terms
-    own_keys = bias_bytes > 0 or problem.masked or "query_segments" in problem.terms
-    full = placed and own_keys and widest > 64
+    segmented = "query_segments" in problem.terms
+    own_keys = bias_bytes > 0 or problem.masked or segmented
+    full = widest > 64 and (placed and own_keys or bias_bytes > 0 and segmented)
     crowded = bias_bytes == 4 or is_ragged(shapes.bias) or beside or full
     widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
@@ -373,9 +374,15 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     light = () if widest > 64 else ("bias",)
     capped = problem.terms in ((), light) and not mapped and problem.window[0] is None
     if not (plain or capped) or 256 < sum(dims) <= 320:
-        # Beside segments a block mask takes 44 bytes more than 40 registers.
-        apart = {"block_numbers", "query_segments"} <= {*problem.terms}
-        producer = 40 if (widest > 128 and not apart) or drops or placed else 56
+        # Beside segments a mask takes 44 bytes more than 40 registers of the producer. At head dim
+        # 128 consumers take up to 92 more than 224: a softcap, or a bias beside another term.
+        wide = widest > 128 and not (problem.masked and segmented)
+        crowd = problem.softcap is not None or (bias_bytes > 0 and len(problem.terms) > 1)
+        tight = 64 < widest <= 128 and crowd and not segmented
+        producer = 40 if wide or drops or placed or tight else 56
+        # These two take none of the producer's, and with 40 consumers spill 8 to 144 bytes.
+        if tight and {*problem.terms} <= {"sinks", "dropout_state"}:
+            producer = 24
     tiling = functools.partial(
         ForwardTiling,
         *dims,
@@ -397,6 +404,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     if widest <= 128:
         return tiling(block_kv=widest_block, consumers=2, stages=3, dynamic=dynamic)
     block_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
+    full = full or (mapped and problem.masked)
     # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
     if not (plain or capped) or known(shapes.kv_len, 4096) <= 512:
         block_kv = min(block_kv, {0: 48 if full else 64, 2: 48, 4: 32}[bias_bytes])
@@ -419,6 +427,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and not mapped
         and shapes.bias is None
         and not (drops and (len(problem.terms) > 1 or problem.window[0] is not None))
+        and not (problem.masked and "query_segments" in problem.terms)
         and not ({"query_positions", "block_numbers"} & {*problem.terms} and len(problem.terms) > 2)
     )
     block_q = 128 if widest <= 64 and roomy else 64
