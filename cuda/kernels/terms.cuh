@@ -332,7 +332,13 @@ __device__ __forceinline__ Range key_columns(const Visibility& v, int key, int f
   const int aligned = key - v.offset - first_query;
   if constexpr (kWindowLeft) columns.end = aligned + v.left + 1;
   if constexpr (kWindowRight) columns.begin = aligned - v.right;
-  if (key >= v.kv_length) columns.end = columns.begin;
+  if (key >= v.kv_length) {
+    if constexpr (kSoftcap && !kWindowLeft) {  // the end is a constant: two registers fewer
+      columns.begin = columns.end;
+    } else {
+      columns.end = columns.begin;
+    }
+  }
   return columns;
 }
 

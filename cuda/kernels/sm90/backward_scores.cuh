@@ -13,7 +13,9 @@ inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
 
 // -lse or -delta of the two queries to which a thread's elements 4j..4j+3 of S^T belong.
 __device__ __forceinline__ float2 row_numbers(uint32 numbers, int j) {
-  return ptx::load_shared_f2(numbers + (8 * j + fragment::first_column(threadIdx.x)) * 4);
+  // Opaque beside a slope, which leaves no register for what it takes from step to step.
+  const int thread = kHasSlope ? ptx::opaque(threadIdx.x) : threadIdx.x;
+  return ptx::load_shared_f2(numbers + (8 * j + fragment::first_column(thread)) * 4);
 }
 // Those of a query block, with kReadsAhead read at once. While wgmma reads shared memory another
 // access to it takes 100 to 250 cycles: a sixth of a step, for -lse, -delta, barriers and the
@@ -88,6 +90,8 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
     }
   }();
   const auto finish = [&](int j, const bool (&seen)[4]) {
+    // Else the numbers of many queries are under way, and up to 36 bytes are spilled.
+    if (kHasScoreFunction ? j % 2 == 0 : kSoftcap && kPartial) __syncwarp();
     const float2 shifts = minus_lse.at(j);
     float slopes[4];
 #pragma unroll
@@ -120,7 +124,6 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
     for (int j = 0; j < kQueries / 8; ++j) {
       bool seen[4];
       pairs.see(j, seen);
-      if constexpr (kSoftcap) __syncwarp();
       finish(j, seen);
     }
   } else {
