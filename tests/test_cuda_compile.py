@@ -73,7 +73,21 @@ def tuned(name: str) -> Configurations:
         yield f"64/64 {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), small
     for name in ("deterministic causal", "deterministic segments"):
         yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
-    yield from functions_of_scores(("alibi", 128), ("softcap", 256))
+    yield from functions_of_scores(("softcap", 256))
+    for name, problem, shapes in functions_of_scores(("alibi", 128)):
+        terms = ("dropout_state", *problem.terms)
+        yield f"{name}, dropout", dataclasses.replace(problem, **DROPOUT | {"terms": terms}), shapes
+    blocks = BlockMaskShape(batch=1, heads=16, block=128)
+    part = dataclasses.replace(
+        SHAPES, head_dim=256, value_dim=256, block_mask=blocks, drops_part=True
+    )
+    terms = ("block_numbers", "block_bits", *LENGTHS, "dropout_state")
+    problem = dataclasses.replace(PLAIN, window=(None, 0), **DROPOUT | {"terms": terms})
+    yield "256 block mask, lengths, a part of dropout", problem, part
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    both = dataclasses.replace(small, mask=mask, block_mask=blocks)
+    terms = ("mask", "block_numbers", "block_bits")
+    yield "64/64 both masks", dataclasses.replace(PLAIN, terms=terms), both
 
 
 def others() -> Configurations:
@@ -227,14 +241,10 @@ def masks() -> Configurations:
             "lengths": (*LENGTHS, "sinks"),
             "positions": POSITIONS,
         }.items():
-            if (dim, name) == (256, "lengths"):  # 44 bytes are spilled by flash_backward_finish
-                continue
             problem = dataclasses.replace(PLAIN, terms=(*blocks, *terms), window=(None, 0))
             yield f"{dim} block mask, {name}", problem, shapes
         drops = DROPOUT | {"terms": (*blocks, "dropout_state")}
         yield f"{dim} block mask, dropout", dataclasses.replace(PLAIN, **drops), shapes
-        if dim == 256:  # 16 bytes likewise
-            continue
         bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
         shapes = dataclasses.replace(shapes, bias=bias)
         yield f"{dim} block mask, bias", dataclasses.replace(PLAIN, terms=("bias", *blocks)), shapes

@@ -345,7 +345,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     placed = "query_positions" in problem.terms
     segmented = "query_segments" in problem.terms
     own_keys = bias_bytes > 0 or problem.masked or segmented
-    full = widest > 64 and (placed and own_keys or bias_bytes > 0 and segmented)
+    full = widest > 64 and ((placed and own_keys) or (bias_bytes > 0 and segmented))
     crowded = bias_bytes == 4 or is_ragged(shapes.bias) or beside or full
     widest_block = 64 if crowded else 128
     if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
