@@ -700,5 +700,7 @@ def covering(
         kept.add(case)
         missing -= of[case]
     return [case for case in cases if case in kept]
+
+
 if len(BY_NAME) != len(CASES):
     raise ValueError("two cases share a name")

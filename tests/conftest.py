@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
 # Read when NumPy is imported: threads of one worker's small products (numpy_oracle.py) would wait
 # for the cores that others compile on.
@@ -102,6 +104,16 @@ BACKENDS = (
         ),
     ),
 )
+
+
+def with_backends(values: Sequence[Any], xla: Callable[[Any], bool]) -> list[Any]:
+    """For parametrize of "backend" and a value: XLA, which compiles each anew, gets some alone."""
+    return [
+        pytest.param(*backend.values, value, marks=backend.marks)
+        for backend in BACKENDS
+        for value in values
+        if backend.values != ("xla",) or xla(value)
+    ]
 
 
 @pytest.fixture(params=["xla", "cpu"])

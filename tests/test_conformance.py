@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
 from .cases import BY_NAME, CASES, Arguments, Case, covering, fit
-from .conftest import BACKENDS
+from .conftest import with_backends
 from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
 
 # Features that a backend's documentation refuses, by the word its refusal must contain.
@@ -67,21 +65,20 @@ def refuses(case: Case, backend: str) -> bool:
     return bool(refused)
 
 
-def cases_by_backend() -> Iterator[Any]:
-    """All for the kernels. XLA makes its own code for each, which is most of the suite's time: for
-    it those of several tiles, and of the others so many that they cover the features.
-    """
-    valued = {"align", "batch", "bias", "bias_dtype", "dtype", "mask", "positions", "score"}
-    kept = covering(CASES, ignored={"H", "mask_density"}, valued=valued | {"segments", "window"})
-    for backend in BACKENDS:
-        (name,) = backend.values
-        for case in CASES:
-            if name != "xla" or case in kept or max(case.T, case.S) > 128:
-                marks, of = backend.marks, case.name.replace(" ", "-")
-                yield pytest.param(case, name, marks=marks, id=f"{name}-{of}")
+# XLA makes its own code for each case, which is most of the suite's time. It gets those of several
+# tiles, and of the others so many that they cover the features.
+VALUED = {
+    "align", "batch", "bias", "bias_dtype", "dtype", "mask", "positions", "score", "segments",
+    "window",
+}  # fmt: skip
+COVERING = covering(CASES, ignored={"H", "mask_density"}, valued=VALUED)
 
 
-@pytest.mark.parametrize(("case", "backend"), list(cases_by_backend()))
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    with_backends(CASES, xla=lambda case: case in COVERING or max(case.T, case.S) > 128),
+    ids=lambda value: value if isinstance(value, str) else value.name.replace(" ", "-"),
+)
 def test_case(case, backend):
     case = fit(case, backend)
     if refuses(case, backend):

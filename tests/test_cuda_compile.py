@@ -538,7 +538,10 @@ def backward_plans_since_ampere() -> list[Any]:
             for dim in (dims.get(arch, ()) if not everything else (64, 128, 192, 256))
         ]
         if everything:
-            configurations += [*tuned("backward"), *(others() if arch in ("sm_80", "sm_120") else ())]
+            configurations += [
+                *tuned("backward"),
+                *(others() if arch in ("sm_80", "sm_120") else ()),
+            ]
         elif arch == "sm_80":
             configurations += [x for x in masks() if x[0] == "128 mask and more"]
             configurations += [x for x in biases() if x[0] == "128 bias dropout"]

@@ -30,7 +30,6 @@ CASES = (
     C("head dim 128", H=128, T=260, S=300),
     C("head dim 192 value 128", H=192, Hv=128, S=600, T=70, align=BOTTOM_RIGHT, causal=True),
     C("head dim 256", H=256, S=530, T=130, N=1),
-    C("head dim 33 value 7", H=33, Hv=7, N=4, K=2),
     C("head dim 100 value 36", H=100, Hv=36, causal=True, deterministic=True),
     C("head dim 250 value 130", H=250, Hv=130, T=130, S=140, N=1, segments="packed"),
     C("float16", dtype="float16", H=128, N=4, K=2, causal=True),
@@ -47,7 +46,6 @@ CASES = (
     C("segments deterministic", H=128, segments="returning", T=300, S=300, deterministic=True),
     C("segments returning", segments="returning", T=97, S=800, N=1),
     C("segments 256", H=256, segments="packed", T=100, softcap=3.0, sinks=True),
-    C("positions", positions="offset", causal=True, T=200, S=300),
     C("positions striped", positions="striped", H=128, T=300, S=520, N=1, causal=True),
     C("positions extreme", positions="extreme", H=128, window=(50, 2**31 - 3), T=140, S=260, N=1),
     C("positions deterministic", positions="permuted", window=(90, 5), segments="packed", N=4, K=2,
@@ -55,7 +53,7 @@ CASES = (
     C("positions 256", H=256, positions="ties", window=(4, 2), batch=(2,), N=1, sinks=True,
       q_lengths=(150, 77), kv_lengths=(200, 50)),
     C("positions, heads packed", positions="queries", N=8, K=2, T=40, q_lengths=(33,), causal=True),
-    C("positions 33", H=33, Hv=7, positions="left padding", causal=True, T=140, S=140),
+    C("positions 33", H=33, Hv=7, positions="left padding", causal=True, T=140, S=140, N=4, K=2),
     C("positions mask bias dropout", H=128, positions="striped", window=(200, 9), mask="b1ts",
       bias="11ts", dropout=0.2),
     # Masks, biases, dropout.
@@ -79,7 +77,6 @@ CASES = (
     C("bias of queries", bias="b1t1", batch=(2,), T=130, N=2, K=1, deterministic=True),
     C("bias of heads 256", bias="n11", H=256, batch=(2,), T=70, S=90, causal=True),
     C("bias odd float16", bias="1nts", dtype="float16", T=99, S=131, softcap=2.0, batch=(2,)),
-    C("dropout", dropout=0.3, T=130),
     C("dropout mask bias 128", H=128, dropout=0.2, mask="b1ts", bias="11ts", sinks=True),
     C("dropout segments 192", H=192, T=70, dropout=0.7, segments="packed", deterministic=True),
 )  # fmt: skip

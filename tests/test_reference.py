@@ -23,7 +23,9 @@ SIZES = {"H", "Hv", "dtype", "precision", "spread", "bias_dtype", "mask_density"
 VALUED = {"align", "batch", "bias", "mask", "positions", "score", "segments", "window"}
 
 
-@pytest.mark.parametrize("case", covering(CASES, SIZES, VALUED), ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "case", covering(CASES, SIZES, VALUED), ids=lambda case: case.name.replace(" ", "-")
+)
 def test_case(case):
     arguments = case.draw()
     options = dict(arguments.options, block_mask=case.block_mask)
