@@ -98,6 +98,22 @@ FEATURES: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
     },
     (255, 255): {"causal": CAUSAL},
 }
+# Of decoding, 32 heads: fields of Decode, Problem and Shapes.
+EVERYTHING = {"window": (1024, None), "softcap": 30.0, "terms": ("sinks",), "paged": True,
+              "appends": True, "q_len": 16, "page_size": 16}  # fmt: skip
+DECODING: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
+    (64, 64): {"plain": {}, "everything": EVERYTHING | {"rotary_base": 1e4}},
+    (128, 128): {
+        "plain": {},
+        "short": {"batch": 1, "appends": True},
+        "float16 everything": EVERYTHING | {"rotary_base": 1e4, "dtype": "float16"},
+        "by cp.async": {"family": "decode_sm80"},
+        "by cp.async everything": EVERYTHING | {"rotary_base": 1e4, "family": "decode_sm80"},
+    },
+    (72, 40): {"new": {"appends": True, "q_len": 8}},
+    (256, 256): {"plain": {}},
+    (576, 512): {"latent": {"value_dim": 512, "kv_heads": 1}},
+}
 FORWARD_ALONE = ("sinks", "scale 0", "heads packed")
 BACKWARD_ALONE = ("deterministic", "deterministic segments", "mask deterministic",
                   "dropout deterministic", "dlse", "odd length")  # fmt: skip
@@ -115,7 +131,10 @@ def main() -> None:
     if options.answer:
         from jax_flash import _native
 
-        answer = {"files": _native.kernel_sources(), "programs": list(programs(options.only))}
+        answer = {
+            "files": _native.kernel_sources(),
+            "programs": [*programs(options.only), *decoding(options.only)],
+        }
         json.dump(answer, sys.stdout)
         return
     if len(options.version) != 2:
@@ -182,6 +201,30 @@ def programs(only: str) -> Iterator[dict[str, str]]:
                     yield {
                         "name": f"{cell} {which}", "source": plan.source, "header": plan.header
                     }  # fmt: skip
+
+
+def decoding(only: str) -> Iterator[dict[str, str]]:
+    """The same of decoding."""
+    from jax_flash import _gpu
+    from jax_flash._ops.decode import Decode
+    from jax_flash._problem import Problem, Shapes
+
+    for (head_dim, value_dim), features in DECODING.items():
+        for name, change in features.items():
+            cell = f"decode {head_dim}/{value_dim} {name}"
+            if not re.search(only, cell):
+                continue
+            fields = {"dtype": "bfloat16", "scale": 0.125, "bottom_right": True} | change
+            shapes = Shapes(64, 1, 65536, 32, 8, head_dim, value_dim)
+            sizes, flags, of_problem = (
+                {field.name: fields[field.name] for field in dataclasses.fields(of)
+                 if field.name in fields and (field.name != "value_dim" or of is Decode)}
+                for of in (Shapes, Decode, Problem)
+            )  # fmt: skip
+            call = Decode(Problem(**of_problem), None, **flags)
+            with _gpu.prefer(fields.get("family", "decode")):
+                plan = _gpu.plan(call, dataclasses.replace(shapes, **sizes), _gpu.spec.GPUS["H200"])
+            yield {"name": cell, "source": plan.source, "header": plan.header}
 
 
 # ---- compiling ----------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ def prepare(
     local_window_size: Any,
     softcap: Any,
     sinks: Any,
+    precision: Any,
     backend: str | None,
 ) -> tuple[Decode, tuple[jax.Array, ...]]:
     """Checks the arguments of `decode_attention`, for the primitive.
@@ -153,8 +154,7 @@ def prepare(
         window=_validate._window(True, local_window_size, q_len + columns * k.shape[-3]),
         bottom_right=True,
         softcap=_validate._softcap(softcap),
-        # One query at a time waits for memory, not for products.
-        precision="highest" if q.dtype == "float32" else "default",
+        precision=_validate._precision(precision, q.dtype),
         terms=tuple(terms),
     )
     call = Decode(

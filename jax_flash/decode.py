@@ -51,6 +51,7 @@ def decode_attention(
     local_window_size: Window | None = None,
     softcap: float | None = None,
     sinks: Annotated[ArrayLike, "N"] | None = None,
+    precision: str | jax.lax.Precision | None = None,
     backend: str | None = None,
 ) -> Decoded:
     """Computes attention of the newest positions to a cache of all, appending them to it first.
@@ -95,6 +96,7 @@ def decode_attention(
         None: all; an int counts to the left.
       softcap: c in c * tanh(logits / c), above 0.
       sinks: float `[N]`, one more logit for each head that joins the denominator and no value.
+      precision: of float32 products, as in `flash_attention`.
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
 
@@ -132,6 +134,7 @@ def decode_attention(
         local_window_size=local_window_size,
         softcap=softcap,
         sinks=sinks,
+        precision=precision,
         backend=backend,
     )
     named = call.name_operands(operands) | _op.decode(call, *operands)

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "decode_schedule.cuh"
+#include "decode_split.cuh"
 #include "softmax.cuh"
 #include "terms.cuh"
 #include "tile.cuh"
@@ -43,7 +44,10 @@ __device__ __forceinline__ uint32 finite_halves(uint32 pair) {
   return pair & (low | high);
 }
 
-struct Attend {
+template <class Of>
+struct AttendOf {
+  static constexpr bool kSplits = kSame<Of, Float32>;  // then products are those of Split
+
   const DecodeParams& p;
   const Unit& unit;
   const Share& share;
@@ -53,7 +57,7 @@ struct Attend {
 
   SoftmaxState<RunningMaximum> state;
   float output[kOwnColumns / 2];
-  Range seen[2];      // positions that this thread's rows see
+  Seen seen;          // positions that this thread's rows see
   Range seen_by_all;  // by every row of the unit
 
   __device__ __forceinline__ void start() {
@@ -71,6 +75,7 @@ struct Attend {
     seen_by_all = {first_seen(p, unit.length - 1), first + 1};
   }
 
+  static constexpr int kWeightTiles = ceil_div(kPartKeys, 16);
   // Keys of a block and columns of its values that this warp multiplies by weights.
   static constexpr int kProductKeys = kSplitsColumns ? kBlockKV : kPartKeys;
   __device__ __forceinline__ int first_key() const { return kSplitsColumns ? 0 : part * kPartKeys; }
@@ -86,19 +91,23 @@ struct Attend {
     float scores[kPartKeys / 2];
 #pragma unroll
     for (float& x : scores) x = 0.0f;
-    // Lanes in the order of matrices: A has rows first, B, which is transposed, columns.
-    const int query = tile * 16 + lane % 16, key = part * kPartKeys + lane / 16 * 8 + lane % 8;
+    if constexpr (kSplits) {
+      Split{tile, part}.add_scores(queries, keys, scores);
+    } else {
+      // Lanes in the order of matrices: A has rows first, B, which is transposed, columns.
+      const int query = tile * 16 + lane % 16, key = part * kPartKeys + lane / 16 * 8 + lane % 8;
 #pragma unroll
-    for (int step = 0; step < ceil_div(kHeadDim, 16); ++step) {
-      uint32 a[4];
-      ptx::load_matrix_x4(chunk_address<kShareRows>(queries, query, 2 * step + lane / 16), a);
+      for (int step = 0; step < ceil_div(kHeadDim, 16); ++step) {
+        uint32 a[4];
+        ptx::load_matrix_x4(chunk_address<kShareRows>(queries, query, 2 * step + lane / 16), a);
 #pragma unroll
-      for (int j = 0; j < kPartKeys / 16; ++j) {
-        uint32 b[4];
-        ptx::load_matrix_x4(chunk_address<kBlockKV>(keys, key + 16 * j, 2 * step + lane / 8 % 2),
-                            b);
-        ptx::multiply_add<kBFloat16>(scores, 8 * j, a, b[0], b[1]);
-        ptx::multiply_add<kBFloat16>(scores, 8 * j + 4, a, b[2], b[3]);
+        for (int j = 0; j < kPartKeys / 16; ++j) {
+          uint32 b[4];
+          ptx::load_matrix_x4(chunk_address<kBlockKV>(keys, key + 16 * j, 2 * step + lane / 8 % 2),
+                              b);
+          ptx::multiply_add<kBFloat16>(scores, 8 * j, a, b[0], b[1]);
+          ptx::multiply_add<kBFloat16>(scores, 8 * j + 4, a, b[2], b[3]);
+        }
       }
     }
     score_function(p, scores);
@@ -125,25 +134,29 @@ struct Attend {
 #pragma unroll
       for (int i = 0; i < kOwnColumns / 2; ++i) output[i] *= correction[fragment::row(i)];
     }
-    uint32 weights[kPartKeys / 16][4];
-#pragma unroll
-    for (int j = 0; j < kPartKeys / 16; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // matrices: rows 0 and 8 on, then the next 8 keys
-        const int at = fragment::element(2 * j + i / 2, i % 2, 0);
-        weights[j][i] = Element::pack(scores[at], scores[at + 1]);
-      }
-    }
-    if constexpr (kSplitsColumns) {
-      store_weights(weights);
-      meet();
-    }
-    // Values that a row does not see may be anything where a block is seen in part.
-    if (is_partial && !values_are_finite(values)) {
-      add_what_is_not_finite(values, first);
-      add_values</*kFiniteAlone=*/true>(values, weights);
+    if constexpr (kSplits) {
+      Split{tile, part}.add_values(values, scores, first, seen, output);
     } else {
-      add_values</*kFiniteAlone=*/false>(values, weights);
+      uint32 weights[kWeightTiles][4];
+#pragma unroll
+      for (int j = 0; j < kPartKeys / 16; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // matrices: rows 0 and 8 on, then the next 8 keys
+          const int at = fragment::element(2 * j + i / 2, i % 2, 0);
+          weights[j][i] = Of::pack(scores[at], scores[at + 1]);
+        }
+      }
+      if constexpr (kSplitsColumns) {
+        store_weights(weights);
+        meet();
+      }
+      // Values that a row does not see may be anything where a block is seen in part.
+      if (is_partial && !values_are_finite(values)) {
+        add_what_is_not_finite(values, first);
+        add_values</*kFiniteAlone=*/true>(values, weights);
+      } else {
+        add_values</*kFiniteAlone=*/false>(values, weights);
+      }
     }
   }
 
@@ -174,7 +187,7 @@ struct Attend {
 #pragma unroll
     for (int row = 0; row < 2; ++row) state.sum[row] += added[row][0] + added[row][1];
   }
-  __device__ __forceinline__ void store_weights(const uint32 (&weights)[kPartKeys / 16][4]) {
+  __device__ __forceinline__ void store_weights(const uint32 (&weights)[kWeightTiles][4]) {
     const int lane = threadIdx.x % 32;
     const uint32 to = ptx::shared_address(exchange->weights);
 #pragma unroll
@@ -189,8 +202,7 @@ struct Attend {
   }
 
   template <bool kFiniteAlone>
-  __device__ __forceinline__ void add_values(uint32 values,
-                                             const uint32 (&own)[kPartKeys / 16][4]) {
+  __device__ __forceinline__ void add_values(uint32 values, const uint32 (&own)[kWeightTiles][4]) {
     const int lane = threadIdx.x % 32;
     const int key = first_key() + lane % 16, chunk = first_column() / 8 + lane / 16;
 #pragma unroll
@@ -230,7 +242,7 @@ struct Attend {
       const uint32 at = chunk_address<kBlockKV>(values, row, chunk);
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
-        found = Element::accumulate_nonfinite(found, ptx::load_shared(at + 4 * word));
+        found = Of::accumulate_nonfinite(found, ptx::load_shared(at + 4 * word));
       }
     }
     return __all_sync(0xffffffffu, found == 0);
@@ -255,8 +267,8 @@ struct Attend {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
           if (bad == 0 || !sees[row]) continue;
-          output[fragment::element(j, row, 0)] += Element::unpack_low(bad);
-          output[fragment::element(j, row, 1)] += Element::unpack_high(bad);
+          output[fragment::element(j, row, 0)] += Of::unpack_low(bad);
+          output[fragment::element(j, row, 1)] += Of::unpack_high(bad);
         }
       }
     }
@@ -310,6 +322,8 @@ struct Attend {
     return base;
   }
 };
+
+using Attend = AttendOf<Element>;
 
 // What the warps with a row have, together: its base and sum.
 __device__ __forceinline__ float2 total_of(const Sums& sums, int row) {

@@ -4,11 +4,14 @@
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type: bfloat16, else float16
-//   int kHeadDim, kValueDim   exact sizes, multiples of 8
+//   bool kFloat32             or float32, by cp.async alone
+//   int kParts                bfloat16 that a float32 is split into, 2 or 3; else 1
+//   int kHeadDim, kValueDim   exact sizes; for TMA multiples of 8
 //   bool kValuesInKeys        the values are the first kValueDim features of the keys
 //   int kHeads                kv heads of a CTA, a divisor of all
 //   int kRowTiles             16 query rows each, of a kv head; kHeads * kRowTiles: 1, 2 or 4
-//   int kBlockKV              positions of a block, a multiple of 64 / (kHeads * kRowTiles)
+//   int kBlockKV              positions of a block, a multiple of 64 / (kHeads * kRowTiles), or of
+//                             half as many in float32
 //   int kStages               blocks in flight
 //   int kResident             CTAs of a multiprocessor
 //   int kCluster              CTAs that share a unit in a cluster (sm_90); 1: parts of the line
@@ -28,16 +31,29 @@
 namespace decode {
 
 inline constexpr int kThreads = 32 * (kWarps + 1);
-inline constexpr int kQueryBoxes = ceil_div(kHeadDim, kBoxColumns);
 
-struct Shared {
+template <bool kIsFloat32>
+struct SharedOf {
   unsigned char stages[kStages][kStageBytes];  // at multiples of 1024 bytes
-  unsigned char queries[kQueryBoxes * kShareRows * kBoxRowBytes];
+  unsigned char queries[kQueryPlane];
   Sums sums;
   Exchange exchange;  // only with kSplitsColumns in use
   Barrier full[kStages], empty[kStages];
   int spoiled[kStages];
 };
+// Sums take the place of the queries, which are wide in parts.
+template <>
+struct SharedOf<true> {
+  unsigned char stages[kStages][kStageBytes];
+  union {
+    unsigned char queries[kParts * kQueryPlane];
+    Sums sums;
+    Exchange exchange;
+  };
+  Barrier full[kStages], empty[kStages];
+  int spoiled[kStages];
+};
+using Shared = SharedOf<kFloat32>;
 
 // The four warps that compute.
 template <class Loader>
@@ -50,6 +66,7 @@ struct Consumer {
   template <class AnyLine>
   __device__ __forceinline__ void run(const AnyLine& line, int warp) {
     line.walk(share, [&](const Unit& unit, const Range& blocks) {
+      if constexpr (kFloat32) meet();  // all have read the sums of the unit before
       load_queries(unit);
       meet();
       Attend attend{p,
@@ -62,6 +79,7 @@ struct Consumer {
       attend.start();
       for (int block = blocks.begin; block < blocks.end; ++block) add(attend, block);
       if (kCluster > 1 && is_refused(p, unit.length)) attend.spoil();
+      if constexpr (kFloat32) meet();  // and its queries
       attend.leave(shared.sums);
       if constexpr (kCluster > 1) {
         write_together(p, unit, share, shared.sums, threadIdx.x);
@@ -74,7 +92,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void load_queries(const Unit& unit) {
-    constexpr int kChunks = kQueryBoxes * 8;
+    constexpr int kChunks = ceil_div(kHeadDim, kBoxColumns) * 8;
     constexpr int kHalf = kRotates ? kHeadDim / 16 : 0;  // chunks whose pairs are as many further
     const uint32 tile = ptx::shared_address(shared.queries);
     for (int i = threadIdx.x; i < kShareRows * kChunks; i += 32 * kWarps) {
@@ -82,22 +100,21 @@ struct Consumer {
       if (chunk >= kHalf && chunk < 2 * kHalf) continue;
       const Place place(p, share, row);
       const bool exists = place.exists(p);
-      const uint4* query =
-          static_cast<const uint4*>(p.query) +
-          ((static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads +
-           place.head) *
-              (kHeadDim / 8);
+      const RowPieces<kHeadDim> query(
+          p.query, ((static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads +
+                    place.head) *
+                       RowPieces<kHeadDim>::kStride);
       const auto load = [&](int at) {
-        return exists && at * 8 < kHeadDim ? query[at] : make_uint4(0, 0, 0, 0);
+        return exists && at * 8 < kHeadDim ? query.load(at) : Piece{};
       };
-      const auto store = [&](int at, const uint4& piece) {
-        ptx::store_shared_x4(chunk_address<kShareRows>(tile, row, at), piece.x, piece.y, piece.z,
-                             piece.w);
+      const auto store = [&](int at, const Piece& piece) {
+        store_parts<kQueryPlane>(chunk_address<kShareRows>(tile, row, at), piece);
       };
-      uint4 piece = load(chunk);
+      Piece piece = load(chunk);
       if (chunk < kHalf) {
-        uint4 other = load(chunk + kHalf);
-        rotary::turn(p.frequencies, chunk, unit.length - p.query_len + place.query, piece, other);
+        Piece other = load(chunk + kHalf);
+        rotary::turn<Element>(p.frequencies, chunk, unit.length - p.query_len + place.query, piece,
+                              other);
         store(chunk + kHalf, other);
       }
       store(chunk, piece);
@@ -151,13 +168,12 @@ struct Consumer {
   template <int kDim, bool kTurns>
   __device__ __forceinline__ void copy_new(const void* from, int64 row, uint32 tile, int slot,
                                            int position, void* cache, int64 place) {
-    for_pieces<kDim, kTurns>(p, static_cast<const uint4*>(from) + row * (kDim / 8), position,
-                             threadIdx.x % 32, 32, [&](int chunk, const uint4& piece) {
+    for_pieces<kDim, kTurns>(p, RowPieces<kDim>(from, row * RowPieces<kDim>::kStride), position,
+                             threadIdx.x % 32, 32, [&](int i, const Piece& piece) {
                                if (kCluster > 1 && place >= 0) {
-                                 static_cast<uint4*>(cache)[place + chunk] = piece;
+                                 RowPieces<kDim>(cache, place).store(i, piece);
                                }
-                               ptx::store_shared_x4(chunk_address<kBlockKV>(tile, slot, chunk),
-                                                    piece.x, piece.y, piece.z, piece.w);
+                               store_in_tile(tile, slot, i, piece);
                              });
   }
 };

@@ -40,24 +40,23 @@ __device__ __forceinline__ void append(const DecodeParams& p, int batch, int len
     const int64 place = place_of<kDim>(p, batch, position, kv_head);
     if (place < 0) continue;
     const int64 source = static_cast<int64>(batch) * p.query_len * p.kv_heads + i;
-    uint4* target = static_cast<uint4*>(to) + place;
-    for_pieces<kDim, kTurns>(p, static_cast<const uint4*>(from) + source * (kDim / 8), position,
+    const RowPieces<kDim> target(to, place);
+    for_pieces<kDim, kTurns>(p, RowPieces<kDim>(from, source * RowPieces<kDim>::kStride), position,
                              threadIdx.x % 32, 32,
-                             [&](int at, const uint4& piece) { target[at] = piece; });
+                             [&](int at, const Piece& piece) { target.store(at, piece); });
   }
 }
 
 // Writes the results of a batch row of which no block is walked.
 __device__ __forceinline__ void write_empty(const DecodeParams& p, int batch, int length) {
-  constexpr int kPieces = kValueDim / 8;
+  constexpr int kPieces = ceil_div(kValueDim, 8);
   const bool refused = is_refused(p, length);
   const float value = refused ? __uint_as_float(0x7fffffffu) : 0.0f;
-  const uint32 pair = Element::pack(value, value);
+  const Piece piece = PieceOf<Element>::filled(value);
   const int heads = p.query_len * p.query_heads;
-  uint4* out = static_cast<uint4*>(p.out) + static_cast<int64>(batch) * heads * kPieces;
-  for (int i = threadIdx.x; i < heads * kPieces; i += kMergeThreads) {
-    out[i] = make_uint4(pair, pair, pair, pair);
-  }
+  const RowPieces<kValueDim> out(p.out,
+                                 static_cast<int64>(batch) * heads * RowPieces<kValueDim>::kStride);
+  for (int i = threadIdx.x; i < heads * kPieces; i += kMergeThreads) out.store_behind(i, piece);
   for (int i = threadIdx.x; i < heads; i += kMergeThreads) {
     const float lse = conclude(p, kNoBase, 0.0f, batch, i / p.query_len).lse;
     p.lse[static_cast<int64>(batch) * heads + i] = refused ? value : lse;

@@ -12,9 +12,13 @@ inline constexpr int kPiecesOfLane = ceil_div(kPieces, 32);
 inline constexpr int kPiecesOfRound = kPieces < 32 ? kPieces : 32;  // one of each lane
 static_assert(kBlockKV % kBoxRows == 0 && kBoxRows <= 256);
 
-// Tiles of a block in shared memory: of each head keys, then of each values.
+// Tiles of a block in shared memory: of each head keys, then of each values. float32 lies as it is,
+// in boxes of 32 columns.
+inline constexpr int kElementBytes = sizeof(Bits);
 template <int kDim>
-inline constexpr int kTileBytes = ceil_div(kDim, kBoxColumns) * kBlockKV * kBoxRowBytes;
+inline constexpr int kBoxes = ceil_div(kDim * kElementBytes, kBoxRowBytes);
+template <int kDim>
+inline constexpr int kTileBytes = kBoxes<kDim> * kBlockKV * kBoxRowBytes;
 inline constexpr int kKeyBytes = kTileBytes<kHeadDim>;
 inline constexpr int kValueBytes = kValuesInKeys ? 0 : kTileBytes<kValueDim>;
 inline constexpr int kStageBytes = kHeads * (kKeyBytes + kValueBytes);
@@ -65,14 +69,28 @@ __device__ __forceinline__ int page_of(const DecodeParams& p, int batch, int pos
   const int page = p.page_table[static_cast<int64>(batch) * p.columns + position / p.page_size];
   return page < p.pages ? max(page, -1) : -1;
 }
-// The place of a row of the cache in pieces of 16 bytes, or -1.
+// The eight elements of a row of a tile of kBlockKV rows from column 8 * index on.
+__device__ __forceinline__ void store_in_tile(uint32 tile, int row, int index, const uint4& piece) {
+  ptx::store_shared_x4(chunk_address<kBlockKV>(tile, row, index), piece.x, piece.y, piece.z,
+                       piece.w);
+}
+__device__ __forceinline__ void store_in_tile(uint32 tile, int row, int index, const Eight& piece) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float* x = piece.x + 4 * i;
+    ptx::store_shared_x4(chunk_address<kBlockKV>(tile, row, 2 * index + i), __float_as_uint(x[0]),
+                         __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+  }
+}
+
+// The place of a row of the cache, see RowPieces, or -1.
 template <int kDim>
 __device__ __forceinline__ int64 place_of(const DecodeParams& p, int batch, int position,
                                           int kv_head) {
   const int page = is_refused(p, position + 1) ? -1 : page_of(p, batch, position);
   if (page < 0) return -1;
   const int64 slot = static_cast<int64>(page) * p.page_size + position % p.page_size;
-  return (slot * p.kv_heads + kv_head) * (kDim / 8);
+  return (slot * p.kv_heads + kv_head) * RowPieces<kDim>::kStride;
 }
 
 // Calls load(block, pages) for the blocks of a part, in order.

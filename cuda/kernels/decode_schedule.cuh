@@ -13,6 +13,7 @@
 #include "element.cuh"
 #include "numbers.cuh"
 #include "rotary.cuh"
+#include "rows.cuh"
 #include "softmax.cuh"
 
 namespace decode {
@@ -29,7 +30,12 @@ inline constexpr int kValueColumns = round_up(kValueDim, 16);
 // block exchange their weights, and each has a part of the columns.
 inline constexpr bool kSplitsColumns = kValueColumns > 256;
 inline constexpr int kOwnColumns = kSplitsColumns ? kValueColumns / kKeyParts : kValueColumns;
-static_assert(kPartKeys % 16 == 0 && kOwnColumns % 16 == 0);
+// Keys that a product takes at once.
+static_assert(kPartKeys % (kFloat32 ? 8 : 16) == 0 && kOwnColumns % 16 == 0);
+static_assert(!kFloat32 || (!kSplitsColumns && kCluster == 1));
+
+using Bits = Element::Bits;
+using Piece = PieceOf<Element>::Type;  // eight elements
 
 // The positions that the queries of a batch row see, together; none where the row has no place for
 // its length, see is_refused.
@@ -193,17 +199,46 @@ struct Place {
   }
 };
 
-// Calls store(index, piece) for the pieces of 16 bytes of a new key's or value's row, rotated if
-// kTurns; `thread` of so many.
+// A row of a query, key or value, in pieces. Where 16 bytes divide it, these are read and written
+// whole, and places are counted in them: a row is kStride of its places long.
+template <int kDim, bool kWhole = (sizeof(Bits) == 2 && kDim % 8 == 0)>
+struct RowPieces {
+  static constexpr int kStride = kDim;
+  Bits* row;
+  __device__ __forceinline__ RowPieces(const void* array, int64 place)
+      : row(static_cast<Bits*>(const_cast<void*>(array)) + place) {}
+  __device__ __forceinline__ Piece load(int i) const { return load_piece<kDim>(row, 8 * i); }
+  __device__ __forceinline__ void store(int i, const Piece& piece) const {
+    store_piece<kDim>(row, 8 * i, piece);
+  }
+  // Of this row and those behind it.
+  __device__ __forceinline__ void store_behind(int i, const Piece& piece) const {
+    constexpr int kPieces = ceil_div(kDim, 8);
+    store_piece<kDim>(row + static_cast<int64>(i / kPieces) * kDim, i % kPieces * 8, piece);
+  }
+};
+template <int kDim>
+struct RowPieces<kDim, true> {
+  static constexpr int kStride = kDim / 8;
+  uint4* row;
+  __device__ __forceinline__ RowPieces(const void* array, int64 place)
+      : row(static_cast<uint4*>(const_cast<void*>(array)) + place) {}
+  __device__ __forceinline__ uint4 load(int i) const { return row[i]; }
+  __device__ __forceinline__ void store(int i, const uint4& piece) const { row[i] = piece; }
+  __device__ __forceinline__ void store_behind(int i, const uint4& piece) const { row[i] = piece; }
+};
+
+// Calls store(index, piece) for the pieces of eight elements of a new key's or value's row, rotated
+// if kTurns; `thread` of so many.
 template <int kDim, bool kTurns, class Store>
-__device__ __forceinline__ void for_pieces(const DecodeParams& p, const uint4* row, int position,
-                                           int thread, int threads, Store store) {
-  constexpr int kSteps = kTurns ? kDim / 16 : kDim / 8;
+__device__ __forceinline__ void for_pieces(const DecodeParams& p, const RowPieces<kDim>& row,
+                                           int position, int thread, int threads, Store store) {
+  constexpr int kSteps = kTurns ? kDim / 16 : ceil_div(kDim, 8);
   for (int i = thread; i < kSteps; i += threads) {
-    uint4 piece = row[i];
+    Piece piece = row.load(i);
     if constexpr (kTurns) {
-      uint4 other = row[i + kSteps];
-      rotary::turn(p.frequencies, i, position, piece, other);
+      Piece other = row.load(i + kSteps);
+      rotary::turn<Element>(p.frequencies, i, position, piece, other);
       store(i + kSteps, other);
     }
     store(i, piece);
@@ -238,17 +273,33 @@ __device__ __forceinline__ Conclusion conclude(const DecodeParams& p, float base
   return {ptx::reciprocal_approx(total), (base + ptx::log2_approx(total)) * kLn2};
 }
 
-// Four values of a row from `column` on, of which the row has more.
+// The first `count` of four values at a multiple of 4 in a row of kValueDim.
+template <class Of>
+__device__ __forceinline__ void store_four(typename Of::Bits* to, int count, const float4& values) {
+  if constexpr (kValueDim % 4 == 0 && !kSame<Of, Float32>) {
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(Of::pack(values.x, values.y), Of::pack(values.z, values.w));
+  } else if constexpr (kValueDim % 4 == 0) {
+    *reinterpret_cast<float4*>(to) = values;
+  } else {
+    const float all[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < count) to[i] = Of::round(all[i]);
+    }
+  }
+}
+// Four values of a row from `column` on, of which the row has one at least.
 __device__ __forceinline__ void store_out(const DecodeParams& p, const Unit& unit,
                                           const Place& place, int column, const float4& values,
                                           float factor) {
   if (column >= kValueDim) return;
   const int64 row =
       (static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads + place.head;
-  uint2 packed;
-  packed.x = Element::pack(values.x * factor, values.y * factor);
-  packed.y = Element::pack(values.z * factor, values.w * factor);
-  *reinterpret_cast<uint2*>(static_cast<uint16*>(p.out) + row * kValueDim + column) = packed;
+  Bits* const to = static_cast<Bits*>(p.out) + row * kValueDim + column;
+  store_four<Element>(
+      to, min(kValueDim - column, 4),
+      make_float4(values.x * factor, values.y * factor, values.z * factor, values.w * factor));
 }
 __device__ __forceinline__ void store_lse(const DecodeParams& p, const Unit& unit,
                                           const Place& place, float lse) {

@@ -353,5 +353,15 @@ __device__ __forceinline__ void multiply_add(float (&d)[kCount], int first, cons
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 }
+// The same of a[16 x 8] b[8 x 8], of bfloat16: matrices 0 and 1 of `a`, and the first of b.
+template <int kCount>
+__device__ __forceinline__ void multiply_add(float (&d)[kCount], int first, const uint32 (&a)[2],
+                                             uint32 b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[first]), "+f"(d[first + 1]), "+f"(d[first + 2]), "+f"(d[first + 3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
 
 }  // namespace ptx

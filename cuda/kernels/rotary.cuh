@@ -4,6 +4,7 @@
 
 #include "element.cuh"
 #include "numbers.cuh"
+#include "rows.cuh"
 
 namespace rotary {
 
@@ -31,12 +32,9 @@ __device__ __forceinline__ void sine_and_cosine(float angle, float& sine, float&
   if ((quarter + 1) & 2) cosine = -cosine;
 }
 
-// Turns features 8 * piece on and those H / 2 further on; rounded to the element type.
-__device__ __forceinline__ void turn(const float* frequencies, int piece, int position,
-                                     uint4& first, uint4& second) {
-  uint32* low = reinterpret_cast<uint32*>(&first);
-  uint32* high = reinterpret_cast<uint32*>(&second);
-  float sines[8], cosines[8];
+// Of features 8 * piece on, by which those turn, and those H / 2 further on.
+__device__ __forceinline__ void angles(const float* frequencies, int piece, int position,
+                                       float (&sines)[8], float (&cosines)[8]) {
   if (position <= kLargest) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -49,19 +47,41 @@ __device__ __forceinline__ void turn(const float* frequencies, int piece, int po
       sincosf(static_cast<float>(position) * frequencies[8 * piece + i], &sines[i], &cosines[i]);
     }
   }
+}
+
+// Turns them; rounded to the element type.
+template <class Of>
+__device__ __forceinline__ void turn(const float* frequencies, int piece, int position,
+                                     uint4& first, uint4& second) {
+  uint32* low = reinterpret_cast<uint32*>(&first);
+  uint32* high = reinterpret_cast<uint32*>(&second);
+  float sines[8], cosines[8];
+  angles(frequencies, piece, position, sines, cosines);
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
     float a[2], b[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sine = sines[2 * word + i], cosine = cosines[2 * word + i];
-      const float x = i == 0 ? Element::unpack_low(low[word]) : Element::unpack_high(low[word]);
-      const float y = i == 0 ? Element::unpack_low(high[word]) : Element::unpack_high(high[word]);
+      const float x = i == 0 ? Of::unpack_low(low[word]) : Of::unpack_high(low[word]);
+      const float y = i == 0 ? Of::unpack_low(high[word]) : Of::unpack_high(high[word]);
       a[i] = x * cosine - y * sine;
       b[i] = y * cosine + x * sine;
     }
-    low[word] = Element::pack(a[0], a[1]);
-    high[word] = Element::pack(b[0], b[1]);
+    low[word] = Of::pack(a[0], a[1]);
+    high[word] = Of::pack(b[0], b[1]);
+  }
+}
+template <class Of>
+__device__ __forceinline__ void turn(const float* frequencies, int piece, int position,
+                                     Eight& first, Eight& second) {
+  float sines[8], cosines[8];
+  angles(frequencies, piece, position, sines, cosines);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float x = first.x[i], y = second.x[i];
+    first.x[i] = x * cosines[i] - y * sines[i];
+    second.x[i] = y * cosines[i] + x * sines[i];
   }
 }
 

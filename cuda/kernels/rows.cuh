@@ -127,6 +127,23 @@ __device__ __forceinline__ Eight load_piece(const float* row, int column) {
   return piece.whole;
 }
 
+// What load_piece gives of an element type, and one number eight times.
+template <class Of>
+struct PieceOf {
+  using Type = uint4;
+  static __device__ __forceinline__ uint4 filled(float value) {
+    const uint32 pair = Of::pack(value, value);
+    return make_uint4(pair, pair, pair, pair);
+  }
+};
+template <>
+struct PieceOf<Float32> {
+  using Type = Eight;
+  static __device__ __forceinline__ Eight filled(float value) {
+    return {{value, value, value, value, value, value, value, value}};
+  }
+};
+
 // Stores them, `column` below kDim; what lies past the row's end is dropped.
 template <int kDim>
 __device__ __forceinline__ void store_piece(uint16* row, int column, const uint4& whole) {

@@ -76,7 +76,7 @@ struct SoftmaxState {
     // Four chains: one would wait for its own latency at every step.
     float m[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) m[i] = scores[fragment::element(i / 2, row, i % 2)];
+    for (int i = 0; i < 4; ++i) m[i] = scores[fragment::element(i / 2 % (kUsed / 4), row, i % 2)];
 #pragma unroll
     for (int j = 2; j < kUsed / 4; ++j) {
       const int chain = j % 2 * 2;

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 
 from jax_flash._gpu.constants import known, problem_constants
 from jax_flash._gpu.family import Family, Number, Plan
-from jax_flash._gpu.sm80 import Sm80
+from jax_flash._gpu.sm80 import Sm80, parts_of
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Problem, Shapes
 
 _MOST_ROTATED = 256  # features, kMostFrequencies in cuda/runtime/families/decode_params.h
 _WARPS = 4  # that compute, kWarps in cuda/kernels/decode_schedule.cuh
 _MOST_QUERIES = 64  # MOST_QUERIES in _validate_decode.py
+_MOST_SPLIT = 256  # features of float32: wider values are more than a warp's registers hold
 
 
 class _Decode(Family):
@@ -35,29 +36,33 @@ class _Decode(Family):
         reasons = []
         if gpu.arch not in self.architectures:
             reasons.append(f"the CUDA kernels run on sm_80 and later; {gpu.name} is {gpu.arch}")
-        dtype = call.problem.dtype
-        if dtype not in ("bfloat16", "float16"):
-            reasons.append(f"the CUDA kernels take bfloat16 and float16, not {dtype}")
-        head_dim, value_dim = shapes.head_dim, shapes.value_dim
-        reasons += [
-            f"the CUDA kernels of decoding take head dims that 8 divides, not {dim}"
-            for dim in (head_dim, value_dim)
-            if dim % 8
-        ]
-        if head_dim > 576 or value_dim > 512 or (value_dim > 256 and value_dim % 64):
+        dtype, dims = call.problem.dtype, (shapes.head_dim, shapes.value_dim)
+        if dtype not in ("float32", "bfloat16", "float16"):
+            reasons.append(f"the CUDA kernels take float32, bfloat16 and float16, not {dtype}")
+        if self.tma and not _fits_tma(call, shapes):
+            reasons.append(
+                "the CUDA kernels of decoding by TMA take bfloat16 and float16 and dims that 8 "
+                f"divides, not {dtype} of {dims[0]} and {dims[1]}"
+            )
+        elif dtype == "float32" and max(dims) > _MOST_SPLIT:
+            reasons.append(
+                f"the CUDA kernels of decoding take dims up to {_MOST_SPLIT} in float32, not "
+                f"{dims[0]} and {dims[1]}"
+            )
+        elif dims[0] > 576 or dims[1] > 512 or (dims[1] > 256 and dims[1] % 64):
             reasons.append(
                 "the CUDA kernels of decoding take head dims up to 576 and value dims up to 256, "
-                f"320, 384, 448 and 512, not {head_dim} and {value_dim}"
+                f"320, 384, 448 and 512, not {dims[0]} and {dims[1]}"
             )
         if not reasons and choose(call, shapes, gpu).stages < 1:
             reasons.append(
-                f"a block of keys {head_dim} and values {value_dim} wide is more than the "
+                f"a block of keys {dims[0]} and values {dims[1]} wide in {dtype} is more than the "
                 f"{gpu.shared_bytes} bytes of shared memory of {gpu.name} hold"
             )
         return tuple(dict.fromkeys(reasons))
 
     def rotates(self, shapes: Shapes) -> bool:
-        # The other half of a pair lies as many pieces of 16 bytes away.
+        # The other half of a pair lies as many pieces of eight features away.
         return shapes.head_dim % 16 == 0 and shapes.head_dim <= _MOST_ROTATED
 
     def plan(
@@ -80,7 +85,7 @@ class _Decode(Family):
 
 
 class Decode90(_Decode):
-    """Blocks come by TMA (cuda/kernels/sm90/decode_load.cuh)."""
+    """Blocks come by TMA (cuda/kernels/sm90/decode_load.cuh): 16 bits, dims that 8 divides."""
 
     name, folder, tma = "decode", "sm90", True
     architectures = ("sm_90a",)
@@ -88,7 +93,7 @@ class Decode90(_Decode):
 
 
 class Decode80(_Decode):
-    """Blocks come by cp.async (cuda/kernels/sm80/decode_load.cuh)."""
+    """Blocks come by cp.async (cuda/kernels/sm80/decode_load.cuh), of any dtype and dims."""
 
     name, folder, tma = "decode_sm80", "sm80", False
     architectures = Sm80.architectures
@@ -111,6 +116,7 @@ class DecodeTiling:
     shares: int  # CTAs of a part: kv heads, times groups of query rows
     resident: int  # CTAs of a multiprocessor
     cluster: int = 1  # CTAs that share a batch row's keys in a cluster; 1: parts of all blocks
+    parts_of_number: int = 1  # bfloat16 that a float32 is split into: 2 or 3
 
     threads = 32 * (_WARPS + 1)
     merge_threads = 128
@@ -118,13 +124,17 @@ class DecodeTiling:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: blocks, queries, the warps' sums, barriers."""
-        head_boxes, value_boxes = -(-self.head_dim // 64), -(-self.value_dim // 64)
-        boxes = head_boxes + (0 if self.values_in_keys else value_boxes)
+        columns = 64 if self.parts_of_number == 1 else 32  # of a box of 128 bytes
+        value_dim = 0 if self.values_in_keys else self.value_dim
+        boxes = -(-self.head_dim // columns) + -(-value_dim // columns)
         blocks = self.stages * self.block_kv * 128 * boxes * self.heads
-        queries = self.heads * self.head_rows * 128 * head_boxes
+        plane = self.heads * self.head_rows * 128 * -(-self.head_dim // 64)
+        queries = self.parts_of_number * plane
         sums = 16 * 4 * (self.heads * self.row_tiles * (self._columns + 8) + 2 * _WARPS)
         exchange = -(-self.block_kv // 64) * self.heads * self.head_rows * 128 + 16 * 4 * _WARPS
         barriers = 20 * self.stages + 4 * (self.stages % 2)
+        if self.parts_of_number > 1:  # in one place
+            return blocks + -(-max(queries, sums, exchange) // 8) * 8 + barriers
         return blocks + queries + sums + exchange + barriers
 
     @property
@@ -166,6 +176,7 @@ class DecodeTiling:
         one_sided = dataclasses.replace(problem, window=(problem.window[0], None))
         return {
             **problem_constants(one_sided, shapes),
+            "kParts": self.parts_of_number,
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kValuesInKeys": self.values_in_keys,
@@ -182,6 +193,11 @@ class DecodeTiling:
         }
 
 
+def _fits_tma(call: Any, shapes: Shapes) -> bool:
+    """Whether blocks may come by TMA: 16 bits, rows of which 16 bytes are a part."""
+    return call.problem.dtype != "float32" and not (shapes.head_dim % 8 or shapes.value_dim % 8)
+
+
 _MULTIPROCESSORS = 132  # where the GPU is not known
 _MOST_IN_CLUSTER = 4096  # positions of a CTA
 
@@ -189,26 +205,28 @@ _MOST_IN_CLUSTER = 4096  # positions of a CTA
 def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     """Chooses the tiling for a call that the family does not refuse."""
     rows = _rows(shapes)
-    cluster = _cluster(shapes, gpu)
+    cluster = _cluster(call, shapes, gpu)
     if cluster > 1 and rows <= 16 and shapes.value_dim <= 256:
         for resident in (2, 1):
             tiling = make(call, shapes, gpu, resident=resident, cluster=cluster)
             if tiling.stages >= 2:
                 return tiling
+    # Splitting numbers takes twice as many warps.
+    is_whole = call.problem.dtype != "float32"
     most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
     # Elsewhere than on Hopper two CTAs of more than 16 rows have too few registers for all terms.
     tilings = [
         make(call, shapes, gpu, row_tiles=row_tiles, resident=resident)
         for row_tiles in (4, 2, 1)
         # Pages want two warps that load; a row alone is merged from half as many parts by one.
-        for resident in ((1, 2) if row_tiles == 1 and not call.paged else (2, 1))
+        for resident in ((1, 2) if row_tiles == 1 and not call.paged and is_whole else (2, 1))
         if row_tiles <= most and (gpu.arch == "sm_90a" or 1 in (row_tiles, resident))
     ]
     # While a block is multiplied others have to be on their way.
     return next((x for x in tilings if x.stages >= 2), max(tilings, key=lambda x: x.stages))
 
 
-def _cluster(shapes: Shapes, gpu: GpuSpec) -> int:
+def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
     """Chooses the CTAs that share a batch row's keys in a cluster, 1 where none do.
 
     They merge what they found in one launch, which saves 2 us beside two launches: 4 of 42 with two
@@ -216,7 +234,7 @@ def _cluster(shapes: Shapes, gpu: GpuSpec) -> int:
     have to have a CTA.
     """
     sizes = (shapes.batch, shapes.kv_len, shapes.kv_heads)
-    if gpu.arch != "sm_90a" or not all(isinstance(size, int) for size in sizes):
+    if gpu.arch != "sm_90a" or not _fits_tma(call, shapes) or not all(isinstance(size, int) for size in sizes):
         return 1
     units = max(shapes.batch * shapes.kv_heads, 1)
     cluster = next((x for x in (8, 4, 2) if x * units <= (gpu.sms or _MULTIPROCESSORS)), 1)
@@ -243,6 +261,8 @@ def make(
     if block_kv is None:
         narrow = max(shapes.head_dim, shapes.value_dim) <= 64 and heads * row_tiles < 4
         block_kv = 128 if narrow else 64  # a warp has 64 keys at most, or it spills
+        if call.problem.dtype == "float32":
+            block_kv //= 2  # as many bytes
     size = shapes.page_size if call.paged else None
     shares = max(known(shapes.kv_heads, 1), 1) // heads * -(-_rows(shapes) // (16 * row_tiles))
     # Where jax.export left T open there is a CTA for each row group of all T.
@@ -260,6 +280,7 @@ def make(
         shares=shares,
         resident=resident,
         cluster=cluster,
+        parts_of_number=parts_of(call.problem),
     )
     # Each CTA takes 1 KB beside its own.
     room = ((gpu.shared_bytes + 1024) // resident) - 1024

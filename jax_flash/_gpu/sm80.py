@@ -306,7 +306,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
 def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[ForwardTiling]:
     """Lists the tilings for a problem, those that read keys and values less often first."""
     widest = max(shapes.head_dim, shapes.value_dim)
-    parts = _parts(problem)
+    parts = parts_of(problem)
     # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
     # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
     plain = not problem.terms and problem.softcap is None and problem.score is None and parts == 1
@@ -359,7 +359,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
 def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
     """Lists what a CTA may have for a problem, the first best; tilings but for the rest."""
     widest = max(shapes.head_dim, shapes.value_dim)
-    parts = _parts(problem)
+    parts = parts_of(problem)
     columns = next(x for x in (64, 128, 256, 512) if widest <= x)
     sizes = list(_SIZES[parts, columns])
     if parts == 1 and 128 < widest <= 192:  # beyond, 64 queries take 32 bytes more than there are
@@ -403,7 +403,7 @@ _SIZES = {
 }
 
 
-def _parts(problem: Problem) -> int:
+def parts_of(problem: Problem) -> int:
     """Returns how many bfloat16 a float32 is split into; 1 of 16 bits."""
     return 1 if problem.dtype != "float32" else 3 if problem.precision == "highest" else 2
 

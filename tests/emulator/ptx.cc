@@ -1042,6 +1042,7 @@ const std::map<std::string, void (*)(Frame&)> kInstructions = {
     {"stmatrix.sync.aligned.m8n8.*", [](Frame& f) { move_matrices(f, true); }},
     {"ldmatrix.sync.aligned.m8n8.*", [](Frame& f) { move_matrices(f, false); }},
     {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", multiply_in_warp<from_bfloat16>},
+    {"mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32", multiply_in_warp<from_bfloat16>},
     {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", multiply_in_warp<from_float16>},
 };
 

@@ -43,7 +43,11 @@ struct Loader {
     if constexpr (!kValuesInKeys) {
       fetch<kValueDim>(keys + kHeads * kKeyBytes, p.value_data, block, pages);
     }
-    ptx::copies_arrive(here);
+    if constexpr (kInPieces) {
+      ptx::lane_arrive(here);
+    } else {
+      ptx::copies_arrive(here);
+    }
     if (threadIdx.x % 32 == 0) {
       spoiled[ring.stage()] = lacks;
       ptx::lane_arrive(here);
@@ -51,33 +55,56 @@ struct Loader {
     ring.advance();
   }
 
-  // A lane copies 16 bytes at a time; neighbours have those beside them: of a row, of the heads of
-  // a position, of the next position.
+  // Every other row of an odd dim in 16 bits starts in the middle of 4 bytes, the least that
+  // cp.async copies: such rows come through registers.
+  static constexpr bool kInPieces = kElementBytes == 2 && (kHeadDim % 2 != 0 || kValueDim % 2 != 0);
+  // Bytes that a lane copies at a time, by the alignment of rows.
+  template <int kDim>
+  static constexpr int kWord = kInPieces  ? 16
+                               : kFloat32 ? kFloatRowAlignment<kDim>
+                                          : kRowAlignment<kDim>;
+
+  // Neighbours have what lies beside it: of a row, of the heads of a position, of the next
+  // position.
   template <int kDim>
   __device__ __forceinline__ void fetch(uint32 to, const void* array, int block,
                                         const Pages& pages) const {
-    constexpr int kChunks = ceil_div(kDim, kBoxColumns) * 8;  // of a row, zeros behind its end
+    constexpr int kWords =
+        kBoxes<kDim> * (kBoxRowBytes / kWord<kDim>);  // of a row, zeros behind its end
+    constexpr int kOfRow = ceil_div(kDim * kElementBytes, kWord<kDim>);
     constexpr int kRows = kPiecesOfRound * kBoxRows;
-    const uint4* const data = static_cast<const uint4*>(array);
+    const auto* const data = static_cast<const typename Word<kWord<kDim>>::Type*>(array);
 #pragma unroll
     for (int i = 0; i < kPiecesOfLane; ++i) {
       const int own = block * kBlockKV + (i * 32 + threadIdx.x % 32) * kBoxRows;
       const int own_slot = kPaged ? own % p.page_size : own;
 #pragma unroll 2
-      for (int first = 0; first < kRows * kHeads * kChunks; first += 32) {
+      for (int first = 0; first < kRows * kHeads * kWords; first += 32) {
         const int item = first + threadIdx.x % 32;
-        const int chunk = item % kChunks, head = item / kChunks % kHeads;
-        const int of_round = item / (kChunks * kHeads), piece = of_round / kBoxRows;
+        const int word = item % kWords, head = item / kWords % kHeads;
+        const int of_round = item / (kWords * kHeads), piece = of_round / kBoxRows;
         const int page = __shfl_sync(0xffffffffu, pages.of[i], piece);
         const int slot = __shfl_sync(0xffffffffu, own_slot, piece) + of_round % kBoxRows;
         if (page < 0) continue;
         const int row = i * 32 * kBoxRows + of_round;
         const int64 at =
             (static_cast<int64>(page) * p.page_size + slot) * p.kv_heads + share.kv_head + head;
-        const bool exists = chunk < kDim / 8 && slot < p.page_size;  // a cache ends within a block
-        const uint4* from = data + (exists ? at * (kDim / 8) + chunk : 0);
-        ptx::copy_async_once(chunk_address<kBlockKV>(to + head * kTileBytes<kDim>, row, chunk),
-                             reinterpret_cast<uint64>(from), exists);
+        const bool exists = word < kOfRow && slot < p.page_size;  // a cache ends within a block
+        const uint32 target =
+            chunk_address<kBlockKV>(to + head * kTileBytes<kDim>, row, word * kWord<kDim> / 16) +
+            word * kWord<kDim> % 16;
+        if constexpr (kInPieces) {
+          const uint16* from = static_cast<const uint16*>(array) + at * kDim;
+          const uint4 piece = exists ? load_piece<kDim>(from, 8 * word) : uint4{};
+          ptx::store_shared_x4(target, piece.x, piece.y, piece.z, piece.w);
+        } else {
+          const auto* from = data + (exists ? at * kOfRow + word : 0);
+          if constexpr (kWord<kDim> == 16) {
+            ptx::copy_async_once(target, reinterpret_cast<uint64>(from), exists);
+          } else {
+            ptx::copy_async<kWord<kDim>>(target, reinterpret_cast<uint64>(from), exists);
+          }
+        }
       }
     }
   }

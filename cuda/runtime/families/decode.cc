@@ -60,11 +60,12 @@ ffi::Error Invalid(const std::string& text) {
 // What the kernels cannot: their dtypes, TMA's limits and 32-bit indices.
 ffi::Error Check(const DecodeOperands& operands, const DecodeLaunch& launch) {
   const Sizes& s = operands.sizes;
-  if (operands.dtype != ffi::BF16 && operands.dtype != ffi::F16) {
-    return Invalid("the CUDA kernels take bfloat16 and float16");
+  const bool is_split = operands.dtype == ffi::F32;
+  if (operands.dtype != ffi::BF16 && operands.dtype != ffi::F16 && !is_split) {
+    return Invalid("the CUDA kernels take bfloat16, float16 and float32");
   }
-  if (s.head_dim % 8 != 0 || s.value_dim % 8 != 0) {
-    return Invalid("the CUDA kernels of decoding take dims that 8 divides, not " +
+  if (launch.tma && (is_split || s.head_dim % 8 != 0 || s.value_dim % 8 != 0)) {
+    return Invalid("by TMA kernels of decoding take 16 bits and dims that 8 divides, not " +
                    std::to_string(s.head_dim) + " and " + std::to_string(s.value_dim));
   }
   for (std::int64_t number :

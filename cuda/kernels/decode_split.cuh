@@ -1,0 +1,163 @@
+// Decoding: the products of a warp, for float32, whose keys and values lie in shared memory as they
+// are. A number is split into bfloat16 parts (sm80/split.cuh) where it becomes an operand: a block
+// is met by few warps, mostly by one, and what that takes is a third of the time that the bytes do.
+#pragma once
+
+#include "decode_pieces.cuh"
+#include "fragment.cuh"
+#include "sm80/split.cuh"
+
+namespace decode {
+
+// Of queries in shared memory, bytes: 16 bits, in as many planes as there are parts.
+inline constexpr int kQueryPlane = kPlaneBytes<kHeadDim, kShareRows>;
+
+using Seen = Range[2];  // of each of a thread's rows
+
+struct Split {
+  int tile, part;  // a warp's rows and keys, of kHeads * kRowTiles and kKeyParts
+
+  // sum[first] to sum[first + 3] += what multiply(part, i, j) adds up of parts i and j of the two
+  // operands: tensor cores cut sums off, so this one starts from 0.
+  template <int kCount, class Multiply>
+  static __device__ __forceinline__ void add_parts(float (&sum)[kCount], int first,
+                                                   Multiply multiply) {
+    float of_parts[4] = {};
+#pragma unroll
+    for (int order = kParts - 1; order >= 0; --order) {  // the smallest first
+#pragma unroll
+      for (int i = 0; i <= order; ++i) multiply(of_parts, i, order - i);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[first + i] += of_parts[i];
+  }
+
+  // The address of a column, in a tile of kBlockKV rows.
+  static __device__ __forceinline__ uint32 address(uint32 tile, int row, int column) {
+    return chunk_address<kBlockKV>(tile, row, column / 4) + column % 4 * 4;
+  }
+
+  __device__ __forceinline__ void add_scores(uint32 queries, uint32 keys,
+                                             float (&scores)[kPartKeys / 2]) const {
+    const int lane = threadIdx.x % 32;
+    const int query = tile * 16 + lane % 16, key = part * kPartKeys + lane / 4;
+#pragma unroll
+    for (int step = 0; step < ceil_div(kHeadDim, 16); ++step) {
+      uint32 a[kParts][4];
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const uint32 plane = queries + i * kQueryPlane;
+        ptx::load_matrix_x4(chunk_address<kShareRows>(plane, query, 2 * step + lane / 16), a[i]);
+      }
+#pragma unroll
+      for (int j = 0; j < kPartKeys / 8; ++j) {
+        uint32 b[2][kParts];  // of columns 0 to 7, and 8 to 15
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int column = 16 * step + 8 * half + fragment::first_column(lane);
+          const float2 x = ptx::load_shared_f2(address(keys, key + 8 * j, column));
+          split_pair(x.x, x.y, b[half]);
+        }
+        add_parts(scores, 4 * j, [&](float (&sum)[4], int i, int other) {
+          ptx::multiply_add<true>(sum, 0, a[i], b[0][other], b[1][other]);
+        });
+      }
+    }
+  }
+
+  // Weights times values. The parts of an infinity make NaN, and values that a row does not see may
+  // be anything: then products take the finite ones alone.
+  __device__ __forceinline__ void add_values(uint32 values, const float (&scores)[kPartKeys / 2],
+                                             int first, const Seen& seen,
+                                             float (&output)[kOwnColumns / 2]) const {
+    uint32 weights[kPartKeys / 8][kParts][2];
+#pragma unroll
+    for (int j = 0; j < kPartKeys / 8; ++j) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        uint32 parts[kParts];
+        split_pair(scores[fragment::element(j, row, 0)], scores[fragment::element(j, row, 1)],
+                   parts);
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) weights[j][i][row] = parts[i];
+      }
+    }
+    if (values_are_finite(values)) {
+      add_products</*kFiniteAlone=*/false>(values, weights, output);
+    } else {
+      add_what_is_not_finite(values, first, seen, output);
+      add_products</*kFiniteAlone=*/true>(values, weights, output);
+    }
+  }
+
+  template <bool kFiniteAlone>
+  __device__ __forceinline__ void add_products(uint32 values,
+                                               const uint32 (&weights)[kPartKeys / 8][kParts][2],
+                                               float (&output)[kOwnColumns / 2]) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kPartKeys / 8; ++j) {
+      const int key = part * kPartKeys + 8 * j + fragment::first_column(lane);
+#pragma unroll
+      for (int column = 0; column < kOwnColumns / 8; ++column) {
+        float x[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32 bits = ptx::load_shared(address(values, key + i, 8 * column + lane / 4));
+          x[i] = __uint_as_float(kFiniteAlone && !is_finite(bits) ? 0 : bits);
+        }
+        uint32 b[kParts];
+        split_pair(x[0], x[1], b);
+        add_parts(output, 4 * column, [&](float (&sum)[4], int i, int other) {
+          ptx::multiply_add(sum, 0, weights[j][i], b[other]);
+        });
+      }
+    }
+  }
+
+  static __device__ __forceinline__ bool is_finite(uint32 bits) {
+    return (bits & 0x7f800000u) != 0x7f800000u;
+  }
+
+  __device__ __forceinline__ bool values_are_finite(uint32 values) const {
+    const int lane = threadIdx.x % 32;
+    bool finite = true;
+#pragma unroll 4
+    for (int i = lane; i < kPartKeys * kOwnColumns / 4; i += 32) {
+      const int row = part * kPartKeys + i / (kOwnColumns / 4), column = i % (kOwnColumns / 4) * 4;
+      const float4 x = ptx::load_shared_f4(address(values, row, column));
+      // 0 if all are finite, NaN if not.
+      finite = finite && fmaf(x.x, 0.0f, fmaf(x.y, 0.0f, fmaf(x.z, 0.0f, x.w * 0.0f))) == 0.0f;
+    }
+    return __all_sync(0xffffffffu, finite);
+  }
+
+  __device__ __forceinline__ void add_what_is_not_finite(uint32 values, int first, const Seen& seen,
+                                                         float (&output)[kOwnColumns / 2]) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int i = 0; i < kPartKeys; ++i) {
+      const int key = part * kPartKeys + i;
+      bool sees[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        sees[row] = first + key >= seen[row].begin && first + key < seen[row].end;
+      }
+#pragma unroll
+      for (int j = 0; j < kOwnColumns / 8; ++j) {
+#pragma unroll
+        for (int column = 0; column < 2; ++column) {
+          const int at = 8 * j + fragment::first_column(lane) + column;
+          const uint32 bits = ptx::load_shared(address(values, key, at));
+          if (is_finite(bits)) continue;
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            if (sees[row]) output[fragment::element(j, row, column)] += __uint_as_float(bits);
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace decode
