@@ -22,12 +22,13 @@ from . import decode_cases, fake_cuda
 from .cases import BOTTOM_RIGHT, Arguments, Case, fit
 from .cases import CASES as CONFORMANCE
 from .decode_cases import CASES as DECODING
+from .decode_cases import UNALIGNED
 from .decode_cases import Case as DecodeCase
 from .emulator import Emulator
 from .test_conformance import compare
 from .test_cuda_emulated import BACKWARDS, IN_ORDER
 from .test_hidden_values import poisoned
-from .tolerance import check, max_error
+from .tolerance import check, max_error, tf32
 
 EMULATED = pytest.mark.skipif(
     _native.available("cuda") is not None or _native._has_driver() or fake_cuda.COMPILER is None,
@@ -160,12 +161,6 @@ def compare_parts(
 
 
 compare_forward = functools.partial(compare_parts, gradients=False)
-
-
-def tf32(x: np.ndarray) -> np.ndarray:
-    """Rounds float32 to the 11 bits of TF32."""
-    bits = x.view(np.uint32)
-    return ((bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -409,15 +404,26 @@ def test_conformance_of_float32(case: Case, precision: str):
     compare_parts(arguments, got, gradients=gradients)
 
 
+DECODING_IN_16_BITS = [
+    dataclasses.replace(fitted, name=f"{case.name}, in 16 bits")
+    for case in DECODING
+    if (fitted := decode_cases.fit(case, "cuda")) != case
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     _GPU is None or _GPU.arch not in _gpu.sm80.Sm80.architectures,
     reason="needs a GPU of sm_80 or later",
 )
-@pytest.mark.parametrize("case", DECODING, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "case",
+    [*DECODING, *UNALIGNED, *DECODING_IN_16_BITS],
+    ids=lambda case: case.name.replace(" ", "-"),
+)
 def test_decoding(case: DecodeCase, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_gpu.decode, "_MOST_IN_CLUSTER", 0)  # clusters are Hopper's
-    arguments = decode_cases.fit(case, "cuda").draw()
+    arguments = case.draw()
     with _gpu.prefer("decode_sm80"):
         got = arguments.run("cuda")
     decode_cases.compare(arguments, got)

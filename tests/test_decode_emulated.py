@@ -12,7 +12,7 @@ import pytest
 import jax_flash
 from jax_flash._gpu import decode as family
 
-from .decode_cases import CASES, Arguments, Case, check_newest_values, compare, fit
+from .decode_cases import CASES, UNALIGNED, Arguments, Case, check_newest_values, compare, fit
 from .emulator import Emulator
 
 SHORT = {"dtype": "bfloat16", "H": 64}  # of heads
@@ -67,12 +67,8 @@ SINCE_AMPERE = (
     Case("pages, wide", T=3, H=256, N=8, page=16, window=70, dtype="float16"),
     Case("odd ends", T=2, H=72, Hv=40, N=4, K=2, sinks=True, dtype="bfloat16"),
     Case("values wider than keys", T=2, H=72, Hv=320, dtype="bfloat16"),
-    # float32, and rows whose distances are no multiples of 16 bytes.
-    Case("float32", T=5, N=8, K=4, H=64, softcap=3.0, rotary=100.0),
-    Case("float32 of 36 and 20, pages of 5", T=3, N=4, K=2, H=36, Hv=20, page=5, sinks=True),
-    Case("float32 of odd dims", T=2, H=33, Hv=7, N=2, K=2, window=30),
-    Case("16 bits of even dims", T=2, H=36, Hv=18, page=16, dtype="bfloat16"),
-    Case("16 bits of odd dims", T=2, H=33, Hv=17, N=6, dtype="float16"),
+    *UNALIGNED,
+    next(case for case in CASES if case.name == "group of 3, odd dims"),
 )
 
 

@@ -23,6 +23,12 @@ def epsilon(dtype: str) -> float:
     ]
 
 
+def tf32(x: np.ndarray) -> np.ndarray:
+    """Rounds float32 to the 11 bits of TF32."""
+    bits = x.view(np.uint32)
+    return ((bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
 def max_error(got: np.ndarray, truth: np.ndarray) -> float:
     """The largest absolute difference; infinities must agree exactly, and NaN is infinitely far."""
     got, truth = np.asarray(got).astype(np.float64), np.asarray(truth).astype(np.float64)
@@ -77,4 +83,4 @@ def check(
         )
 
 
-__all__ = ["DTYPES", "FORWARD_FACTOR", "GRADIENT_FACTOR", "check", "epsilon", "max_error"]
+__all__ = ["DTYPES", "FORWARD_FACTOR", "GRADIENT_FACTOR", "check", "epsilon", "max_error", "tf32"]

@@ -234,7 +234,11 @@ def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
     have to have a CTA.
     """
     sizes = (shapes.batch, shapes.kv_len, shapes.kv_heads)
-    if gpu.arch != "sm_90a" or not _fits_tma(call, shapes) or not all(isinstance(size, int) for size in sizes):
+    if (
+        gpu.arch != "sm_90a"
+        or not _fits_tma(call, shapes)
+        or not all(isinstance(size, int) for size in sizes)
+    ):
         return 1
     units = max(shapes.batch * shapes.kv_heads, 1)
     cluster = next((x for x in (8, 4, 2) if x * units <= (gpu.sms or _MULTIPROCESSORS)), 1)
