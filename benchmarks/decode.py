@@ -81,6 +81,7 @@ CPU_CELLS = (
 )
 GPU_CELLS = (
     Cell("long 128k", 1, 32, 8, 131072),
+    Cell("long 128k float32", 1, 32, 8, 131072, dtype="float32"),
     Cell("long 64k, no groups", 1, 32, 32, 65536),
     Cell("8 rows of 32k", 8, 32, 8, 32768),
     Cell("64 rows of 8k", 64, 32, 8, 8192),

@@ -426,6 +426,10 @@ def test_backward_with_lse_gradient_compiles_without_spills():
     ("dims", "heads", "change"),
     [
         ((128, 128), (32, 8), {"gpu": "A100"}),
+        ((128, 128), (32, 8), {"dtype": "float32"}),
+        ((256, 256), (16, 4), {"dtype": "float32", "q_len": 16, "everything": True}),
+        ((128, 128), (32, 8), {"gpu": "RTX 4090", "dtype": "float32", "q_len": 4}),
+        ((36, 33), (32, 8), {"gpu": "B200", "dtype": "float16", "everything": True}),
         ((256, 256), (16, 4), {"gpu": "RTX 4090", "q_len": 16, "everything": True}),
         ((576, 512), (128, 1), {"gpu": "A100", "latent": True}),
         ((128, 128), (64, 1), {"gpu": "RTX 5090", "dtype": "float16"}),
@@ -457,14 +461,16 @@ def test_decode_compiles_without_spills(dims, heads, change):
         value_dim=dims[1],
         page_size=page,
     )
-    problem = dataclasses.replace(PLAIN, dtype=change.get("dtype", "bfloat16"))
+    dtype = change.get("dtype", "bfloat16")
+    precision = "highest" if dtype == "float32" else "default"
+    problem = dataclasses.replace(PLAIN, dtype=dtype, precision=precision)
     if page:
         problem = dataclasses.replace(
             problem, window=(1024, None), softcap=30.0, terms=("sinks",), scale=-1.0
         )
     value_dim = dims[1] if change.get("latent") else None
     flags = {"paged": True, "appends": True} if page else {}
-    rotary_base = 1e4 if page and dims[0] <= 256 else None
+    rotary_base = 1e4 if page and dims[0] <= 256 and dims[0] % 16 == 0 else None
     call = Decode(problem, None, value_dim=value_dim, rotary_base=rotary_base, **flags)
     check(_gpu.plan(call, shapes, gpu), seconds=5, gpu=gpu)
 

@@ -211,7 +211,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
             tiling = make(call, shapes, gpu, resident=resident, cluster=cluster)
             if tiling.stages >= 2:
                 return tiling
-    # Splitting numbers takes twice as many warps.
+    # float32 in parts asks more of the warps: two CTAs have twice as many.
     is_whole = call.problem.dtype != "float32"
     most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
     # Elsewhere than on Hopper two CTAs of more than 16 rows have too few registers for all terms.
@@ -220,7 +220,11 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
         for row_tiles in (4, 2, 1)
         # Pages want two warps that load; a row alone is merged from half as many parts by one.
         for resident in ((1, 2) if row_tiles == 1 and not call.paged and is_whole else (2, 1))
-        if row_tiles <= most and (gpu.arch == "sm_90a" or 1 in (row_tiles, resident))
+        if row_tiles <= most
+        and (gpu.arch == "sm_90a" or 1 in (row_tiles, resident))
+        # As for registers, too.
+        and (is_whole or shapes.value_dim <= 128 or resident == 1)
+        and (is_whole or shapes.value_dim <= 128 or gpu.arch == "sm_90a" or row_tiles < 4)
     ]
     # While a block is multiplied others have to be on their way.
     return next((x for x in tilings if x.stages >= 2), max(tilings, key=lambda x: x.stages))
@@ -234,11 +238,9 @@ def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
     have to have a CTA.
     """
     sizes = (shapes.batch, shapes.kv_len, shapes.kv_heads)
-    if (
-        gpu.arch != "sm_90a"
-        or not _fits_tma(call, shapes)
-        or not all(isinstance(size, int) for size in sizes)
-    ):
+    if gpu.arch != "sm_90a" or not _fits_tma(call, shapes):
+        return 1
+    if not all(isinstance(size, int) for size in sizes):
         return 1
     units = max(shapes.batch * shapes.kv_heads, 1)
     cluster = next((x for x in (8, 4, 2) if x * units <= (gpu.sms or _MULTIPROCESSORS)), 1)
@@ -266,7 +268,8 @@ def make(
         narrow = max(shapes.head_dim, shapes.value_dim) <= 64 and heads * row_tiles < 4
         block_kv = 128 if narrow else 64  # a warp has 64 keys at most, or it spills
         if call.problem.dtype == "float32":
-            block_kv //= 2  # as many bytes
+            # As many bytes; a warp has 16 keys at most, or with wide values it spills.
+            block_kv = 16 if heads * row_tiles == 4 else block_kv // 2
     size = shapes.page_size if call.paged else None
     shares = max(known(shapes.kv_heads, 1), 1) // heads * -(-_rows(shapes) // (16 * row_tiles))
     # Where jax.export left T open there is a CTA for each row group of all T.
