@@ -406,6 +406,7 @@ def check(cell: Cell, arrays: Arrays) -> None:
                     lengths,
                     **options,
                     rotary_base=rotary,
+                    precision=None if backend is None else "highest",
                     backend=backend,
                 ).out
             )

@@ -6,6 +6,7 @@ A cell says "yes" where both passes run, else the passes that do.
 """
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,16 @@ def _cell(
 
 def _decodes(column: tuple[str, str]) -> str:
     backend, gpu = column
-    call = Decode(_PLAIN, None, rotary_base=1e4, paged=True, appends=True)
-    shapes = dataclasses.replace(_SHAPES, q_len=1)
-    return "no" if _backends.BACKENDS[backend].decline(call, shapes, _gpu.spec.GPUS[gpu]) else "yes"
+    declined = False
+    for dtype, head_dim in itertools.product(
+        ("float32", "bfloat16", "float16"), (33, 64, 128, 256)
+    ):
+        problem = dataclasses.replace(_PLAIN, dtype=dtype)
+        call = Decode(problem, None, rotary_base=1e4, paged=True, appends=True)
+        shapes = dataclasses.replace(_SHAPES, q_len=1, head_dim=head_dim, value_dim=head_dim)
+        gpu_spec = _gpu.spec.GPUS[gpu]
+        declined |= bool(_backends.BACKENDS[backend].decline(call, shapes, gpu_spec))
+    return "no" if declined else "yes"
 
 
 def _dims(column: tuple[str, str]) -> str:

@@ -161,6 +161,7 @@ CHECKS = {
     **{f"mma.sync {case.name}": Check(case, "sm80") for case in MMA_SYNC},
     **{f"decode {name}": Check(case) for name, case in DECODING.items()},
     **{f"mma.sync decode {x}": Check(DECODING[x], "decode_sm80") for x in MMA_SYNC_DECODING},
+    **{f"decode {case.name}": Check(case) for case in decode_cases.UNALIGNED},
 }
 
 OWN_KERNELS = tuple(

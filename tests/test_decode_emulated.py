@@ -68,7 +68,11 @@ SINCE_AMPERE = (
     Case("odd ends", T=2, H=72, Hv=40, N=4, K=2, sinks=True, dtype="bfloat16"),
     Case("values wider than keys", T=2, H=72, Hv=320, dtype="bfloat16"),
     *UNALIGNED,
-    next(case for case in CASES if case.name == "group of 3, odd dims"),
+    *(
+        x
+        for x in CASES
+        if x.name in ("group of 3, odd dims", "64 tokens", "latent, several tokens")
+    ),
 )
 
 
@@ -97,5 +101,15 @@ def test_case(case: Case, tiling: dict[str, Any], emulator: Emulator):
     compare(arguments, got)
 
 
-def test_values_reach_the_queries_that_see_them_alone(emulator: Emulator):
-    check_newest_values(lambda arguments: emulator.run(Tiled(arguments, {})), "cuda")  # type: ignore
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_values_reach_the_queries_that_see_them_alone(dtype: str, emulator: Emulator):
+    like = "cuda" if dtype == "bfloat16" else "xla"
+    check_newest_values(lambda arguments: emulator.run(Tiled(arguments, {})), like)  # type: ignore
+
+
+def test_an_infinite_value_of_float32_gives_infinity(emulator: Emulator):
+    arguments = Case("infinite", appends=False, lengths=(200, 1)).draw()
+    arguments.cache["value"][0, 10, 0, 3] = np.inf  # in a block that is seen whole
+    got = emulator.run(Tiled(arguments, {}))  # type: ignore[arg-type]
+    assert np.all(got.out[0, :, :2, 3] == np.inf)
+    assert np.isfinite(got.out).sum() == got.out.size - 2

@@ -60,13 +60,14 @@ def test_only_float32_has_a_precision():
     assert asked("bfloat16", precision="highest") == DEFAULT
 
 
-def test_decoding_is_exact():
+@pytest.mark.parametrize(("precision", "want"), [(None, "DEFAULT"), ("float32", "HIGHEST")])
+def test_decoding_multiplies_as_asked(precision, want):
     cache = jax.ShapeDtypeStruct((1, 16, 2, 4), "float32")
     lengths = jax.ShapeDtypeStruct((1,), "int32")
-    step = functools.partial(decode_attention, backend="xla")
+    step = functools.partial(decode_attention, backend="xla", precision=precision)
     program = jax.jit(step).lower(Q, cache, cache, lengths).as_text()
-    assert "precision = [HIGHEST, HIGHEST]" in program
-    assert "precision = [DEFAULT, DEFAULT]" not in program
+    found = re.findall(r"stablehlo\.dot_general .*precision = \[(\w+), (\w+)\]", program)
+    assert set(found) == {(want, want)}
 
 
 @pytest.mark.parametrize("precision", ["exact", "TF32_TF32_F32_X3", 3, ("highest", "highest")])

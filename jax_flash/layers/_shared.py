@@ -340,8 +340,7 @@ def _decode_settings(
         attention_fn = attention_fn.func
     if settings.pop("is_causal", False) is not True or attention_fn is not flash_attention:
         return None
-    settings.pop("precision", None)  # products of float32 are exact there
-    known = {"scale", "local_window_size", "softcap", "sinks", "backend"}
+    known = {"scale", "local_window_size", "softcap", "sinks", "precision", "backend"}
     return settings if settings.keys() <= known else None
 
 
