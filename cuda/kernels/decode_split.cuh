@@ -1,6 +1,7 @@
 // Decoding: the products of a warp, for float32, whose keys and values lie in shared memory as they
-// are. A number is split into bfloat16 parts (sm80/split.cuh) where it becomes an operand: a block
-// is met by few warps, mostly by one, and what that takes is a third of the time that the bytes do.
+// are. A number is split into bfloat16 parts (sm80/split.cuh) where it becomes an operand: few
+// warps meet a block, mostly one, so that planes of parts would only take the room of blocks in
+// flight.
 #pragma once
 
 #include "decode_pieces.cuh"
