@@ -67,10 +67,11 @@ struct Split {
   }
 
   // Weights times values. The parts of an infinity make NaN, and values that a row does not see may
-  // be anything: then products take the finite ones alone.
+  // be anything: products take the finite ones alone.
   __device__ __forceinline__ void add_values(uint32 values, const float (&scores)[kPartKeys / 2],
                                              int first, const Seen& seen,
                                              float (&output)[kOwnColumns / 2]) const {
+    const int lane = threadIdx.x % 32;
     uint32 weights[kPartKeys / 8][kParts][2];
 #pragma unroll
     for (int j = 0; j < kPartKeys / 8; ++j) {
@@ -83,19 +84,7 @@ struct Split {
         for (int i = 0; i < kParts; ++i) weights[j][i][row] = parts[i];
       }
     }
-    if (values_are_finite(values)) {
-      add_products</*kFiniteAlone=*/false>(values, weights, output);
-    } else {
-      add_what_is_not_finite(values, first, seen, output);
-      add_products</*kFiniteAlone=*/true>(values, weights, output);
-    }
-  }
-
-  template <bool kFiniteAlone>
-  __device__ __forceinline__ void add_products(uint32 values,
-                                               const uint32 (&weights)[kPartKeys / 8][kParts][2],
-                                               float (&output)[kOwnColumns / 2]) const {
-    const int lane = threadIdx.x % 32;
+    bool finite = true;
 #pragma unroll
     for (int j = 0; j < kPartKeys / 8; ++j) {
       const int key = part * kPartKeys + 8 * j + fragment::first_column(lane);
@@ -105,7 +94,8 @@ struct Split {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const uint32 bits = ptx::load_shared(address(values, key + i, 8 * column + lane / 4));
-          x[i] = __uint_as_float(kFiniteAlone && !is_finite(bits) ? 0 : bits);
+          finite = finite && is_finite(bits);
+          x[i] = __uint_as_float(is_finite(bits) ? bits : 0);
         }
         uint32 b[kParts];
         split_pair(x[0], x[1], b);
@@ -114,25 +104,14 @@ struct Split {
         });
       }
     }
+    if (__any_sync(0xffffffffu, !finite)) add_what_is_not_finite(values, first, seen, output);
   }
 
   static __device__ __forceinline__ bool is_finite(uint32 bits) {
     return (bits & 0x7f800000u) != 0x7f800000u;
   }
 
-  __device__ __forceinline__ bool values_are_finite(uint32 values) const {
-    const int lane = threadIdx.x % 32;
-    bool finite = true;
-#pragma unroll 4
-    for (int i = lane; i < kPartKeys * kOwnColumns / 4; i += 32) {
-      const int row = part * kPartKeys + i / (kOwnColumns / 4), column = i % (kOwnColumns / 4) * 4;
-      const float4 x = ptx::load_shared_f4(address(values, row, column));
-      // 0 if all are finite, NaN if not.
-      finite = finite && fmaf(x.x, 0.0f, fmaf(x.y, 0.0f, fmaf(x.z, 0.0f, x.w * 0.0f))) == 0.0f;
-    }
-    return __all_sync(0xffffffffu, finite);
-  }
-
+  // Infinities and NaN to the rows that see their keys, whatever the weight.
   __device__ __forceinline__ void add_what_is_not_finite(uint32 values, int first, const Seen& seen,
                                                          float (&output)[kOwnColumns / 2]) const {
     const int lane = threadIdx.x % 32;
@@ -146,15 +125,14 @@ struct Split {
       }
 #pragma unroll
       for (int j = 0; j < kOwnColumns / 8; ++j) {
+        const uint32 at = address(values, key, 8 * j + fragment::first_column(lane));
+        const uint32 bits[2] = {ptx::load_shared(at), ptx::load_shared(at + 4)};
+        if (is_finite(bits[0]) && is_finite(bits[1])) continue;
 #pragma unroll
-        for (int column = 0; column < 2; ++column) {
-          const int at = 8 * j + fragment::first_column(lane) + column;
-          const uint32 bits = ptx::load_shared(address(values, key, at));
-          if (is_finite(bits)) continue;
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            if (sees[row]) output[fragment::element(j, row, column)] += __uint_as_float(bits);
-          }
+        for (int element = 0; element < 4; ++element) {
+          const uint32 x = bits[element % 2];
+          const bool counts = sees[element / 2] && !is_finite(x);
+          output[4 * j + element] += __uint_as_float(counts ? x : 0);
         }
       }
     }
