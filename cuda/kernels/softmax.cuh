@@ -124,13 +124,27 @@ struct SoftmaxState {
   __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2,
                                          const Factor& factor, bool searches,
                                          float (&correction)[2], const Beside& beside) {
-    if (searches) {
+    if (searches) search(scores, scale_log2, correction);
+    // After a search the bases are maxima, and `correction` is taken: beyond 2^27 their rounding
+    // alone may look like a rise.
+    const bool rises = __any_sync(0xffffffffu, weigh(scores, factor, beside) && !searches);
+    if (rises) raise(scores, correction);
+    return rises || searches;
+  }
+  // The parts of it. Bases rise to the maxima of the scores.
+  template <int kCount>
+  __device__ __forceinline__ void search(const float (&scores)[kCount], float scale_log2,
+                                         float (&correction)[2]) {
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        rise(row, fmaxf(fmaf(row_maximum<kCount>(scores, row), scale_log2, kHeadroom), base[row]),
-             correction[row]);
-      }
+    for (int row = 0; row < 2; ++row) {
+      rise(row, fmaxf(fmaf(row_maximum<kCount>(scores, row), scale_log2, kHeadroom), base[row]),
+           correction[row]);
     }
+  }
+  // Scores become weights. Has a base of the thread's rows to rise?
+  template <int kCount, class Factor, class Beside>
+  __device__ __forceinline__ bool weigh(float (&scores)[kCount], const Factor& factor,
+                                        const Beside& beside) {
     float added[2][2];
     exponentials<kCount>(scores, factor, added, beside);
     bool rises = false;
@@ -142,26 +156,25 @@ struct SoftmaxState {
       const float least = fmaf(kDecisive, sum[row], kDecisive * ptx::power_of_two(-kHeadroom));
       rises = rises || both > Element::kSumLimit || apart > least;
     }
-    // After a search the bases are maxima, and `correction` is taken: beyond 2^27 their rounding
-    // alone may look like a rise.
-    rises = __any_sync(0xffffffffu, rises && !searches);
-    if (rises) {
+    return rises;
+  }
+  // Bases rise to the maxima of the weights, which are of these then.
+  template <int kCount>
+  __device__ __forceinline__ void raise(float (&weights)[kCount], float (&correction)[2]) {
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        // What is infinite stays so, and what would have a correction below 2^-126: a base beyond
-        // 2^26 may round up.
-        const float largest = row_maximum<kCount>(scores, row);
-        const float lift = fminf(fmaxf(ptx::log2_approx(largest) + kHeadroom, 0.0f), 125.0f);
-        const float now = base[row] + lift;
-        const bool holds = largest < kInfinity && base[row] - now >= -126.0f;
-        rise(row, holds ? now : base[row], correction[row]);
+    for (int row = 0; row < 2; ++row) {
+      // What is infinite stays so, and what would have a correction below 2^-126: a base beyond
+      // 2^26 may round up.
+      const float largest = row_maximum<kCount>(weights, row);
+      const float lift = fminf(fmaxf(ptx::log2_approx(largest) + kHeadroom, 0.0f), 125.0f);
+      const float now = base[row] + lift;
+      const bool holds = largest < kInfinity && base[row] - now >= -126.0f;
+      rise(row, holds ? now : base[row], correction[row]);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          if (fragment::row(i) == row) scores[i] *= correction[row];
-        }
+      for (int i = 0; i < kCount; ++i) {
+        if (fragment::row(i) == row) weights[i] *= correction[row];
       }
     }
-    return rises || searches;
   }
   __device__ __forceinline__ void rise(int row, float now, float& correction) {
     correction = ptx::exp2_approx(base[row] - now);

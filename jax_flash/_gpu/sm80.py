@@ -312,7 +312,7 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     plain = not problem.terms and problem.softcap is None and problem.score is None and parts == 1
     sizes: list[dict[str, int]] = []
     if plain and widest <= 128 and known(shapes.q_len, 4096) > 64:
-        sizes += [{"block_kv": 64 if widest <= 64 else 32, "row_tiles": 2, "stages": 2}]
+        sizes += [{"block_kv": 64, "row_tiles": 2, "stages": 2 if widest <= 64 else 1}]
         sizes += [{"block_kv": 32, "row_tiles": 2}]
     narrow = widest <= (128 if parts == 1 else 64)
     most = 32 if parts == 3 else 64

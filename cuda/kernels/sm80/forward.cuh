@@ -24,13 +24,7 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 256 / forward::k
     flash_forward_sm80(const __grid_constant__ Sm80ForwardParams p) {
   using namespace forward;
   extern __shared__ unsigned char dynamic_shared[];
-  const HeadBlock unit =
-      head_block(blockIdx.x, p.query_blocks, p.batch * p.query_heads, p.l2_heads);
-  // Those of the last queries see most under a causal mask: they go first.
-  const int query_block = kWindowRight ? p.query_blocks - 1 - unit.block : unit.block;
-  const int batch = unit.head / p.query_heads;
-  const Walk walk(p, batch, unit.head - batch * p.query_heads, query_block);
-  Rows rows{p, walk, *reinterpret_cast<Shared*>(dynamic_shared)};
+  Rows rows{p, *reinterpret_cast<Shared*>(dynamic_shared)};
   rows.run();
 }
 

@@ -3,6 +3,7 @@
 
 #include "rows.cuh"
 #include "sm80/forward_walk.cuh"
+#include "sm80/ptx_sm80.cuh"
 #include "sm80/split.cuh"
 #include "tile.cuh"
 
@@ -49,6 +50,43 @@ struct RowsOf<Float32, kDim, kRows> {
 template <int kDim, int kRows>
 using TileRows = typename RowsOf<Element, kDim, kRows>::Type;
 
+// A thread's part of the blocks of keys or values where rows are pieces of 16 bytes: of every box a
+// piece, of every 16th row. What of its addresses is the same in all blocks stays in registers.
+template <int kDim>
+struct BlockPieces {
+  static constexpr bool kFits = kParts == 1 && kDim % 8 == 0;
+  static constexpr int kStep = 16;  // rows at a time
+  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+
+  uint64 from;  // of block 0, bytes
+  uint32 to;    // in a tile
+  int row, block_bytes;
+
+  __device__ __forceinline__ BlockPieces(const Sm80ForwardParams& p, const Walk& walk,
+                                         uint32 thread)
+      : row(thread / 8), block_bytes(kBlockKV * 2 * kDim * p.kv_heads) {
+    from = 2 * (KeyRows<kDim>(p, key_row(p, walk.batch, 0, walk.kv_head)).at(row) + thread % 8 * 8);
+    to = row * kBoxRowBytes + swizzled(thread % 8, static_cast<uint32>(row));
+  }
+  // Rows from `count` on read as zero.
+  __device__ __forceinline__ void begin(const void* array, uint32 tile, int block,
+                                        int count) const {
+    uint64 source =
+        reinterpret_cast<uint64>(array) + from + static_cast<int64>(block) * block_bytes;
+#pragma unroll
+    for (int i = 0; i < kBlockKV / kStep; ++i) {
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        const bool inside = box * kBoxColumns + kBoxColumns <= kDim ||
+                            static_cast<int>(threadIdx.x) % 8 * 8 < kDim - box * kBoxColumns;
+        ptx::copy_async_past_l1(tile + to + (box * kBlockKV + i * kStep) * kBoxRowBytes,
+                                source + box * kBoxRowBytes, inside && row < count - i * kStep);
+      }
+      source += block_bytes / (kBlockKV / kStep);
+    }
+  }
+};
+
 // Copies are under way in the order in which tiles are taken, keys and values in turn, each a group
 // of its own. A tile is taken when the thread's part of it is there and then, past a barrier, that
 // of all; which says too that all are done with the tile before, whose place the next copy takes.
@@ -59,9 +97,17 @@ struct Copies {
   const Walk& walk;
   Shared& shared;
   Place next;  // of which values, or keys and values, are not under way
+  BlockPieces<kHeadDim> key_pieces;
+  BlockPieces<kValueDim> value_pieces;
 
-  __device__ __forceinline__ Copies(const Sm80ForwardParams& p, const Walk& walk, Shared& shared)
-      : p(p), walk(walk), shared(shared), next{walk.first_block()} {
+  __device__ __forceinline__ Copies(const Sm80ForwardParams& p, const Walk& walk, Shared& shared,
+                                    const Place& first)
+      : p(p),
+        walk(walk),
+        shared(shared),
+        next(first),
+        key_pieces(p, walk, threadIdx.x % kCopying),
+        value_pieces(pieces_of<kValueDim>()) {
     if (copies_keys()) queries().begin(walk.sight.query_length - walk.first_query());
     if constexpr (kStages > 0) copy_keys();
 #pragma unroll
@@ -79,11 +125,11 @@ struct Copies {
     wait();
     if (copies_keys()) {
       if (is_first) queries().finish();
-      keys(place).finish();
+      if constexpr (!BlockPieces<kHeadDim>::kFits) keys(place).finish();
     }
     __syncthreads();
     if constexpr (kStages > 0) copy_values();
-    return keys(place).tile;
+    return ptx::shared_address(shared.key(place.stage));
   }
   __device__ __forceinline__ uint32 take_values(const Place& place) {
     if constexpr (kStages == 0) {
@@ -91,17 +137,34 @@ struct Copies {
       copy_values();
     }
     wait();
-    if (copies_values()) values(place).finish();
+    if constexpr (!BlockPieces<kValueDim>::kFits) {
+      if (copies_values()) values(place).finish();
+    }
     __syncthreads();
     if constexpr (kStages > 0) copy_keys();
-    return values(place).tile;
+    return ptx::shared_address(shared.value(place.stage));
   }
   __device__ __forceinline__ uint32 query_tile() const { return queries().tile; }
+  // What is taken after `place`, whose values have been.
+  __device__ __forceinline__ Place after(Place place) const {
+    if constexpr (kStages <= 1) return next;
+    place.advance(walk);
+    return place;
+  }
 
  private:
   static constexpr int kCopying = 128;  // threads, of each tile
   static_assert(kThreads == kCopying || kThreads == 2 * kCopying);
 
+  // One set of registers where dims are equal.
+  template <int kDim>
+  __device__ __forceinline__ BlockPieces<kDim> pieces_of() const {
+    if constexpr (kDim == kHeadDim) {
+      return key_pieces;
+    } else {
+      return {p, walk, threadIdx.x % kCopying};
+    }
+  }
   static __device__ __forceinline__ bool copies_keys() {
     return kThreads == kCopying || threadIdx.x < kCopying;
   }
@@ -142,12 +205,26 @@ struct Copies {
     return walk.sight.kv_length - next.block * kBlockKV;
   }
   __device__ __forceinline__ void copy_keys() {
-    if (copies_keys() && !walk.is_over(next.block)) keys(next).begin(rows_left());
+    if (copies_keys() && !walk.is_over(next.block)) {
+      if constexpr (BlockPieces<kHeadDim>::kFits) {
+        key_pieces.begin(p.key_data, ptx::shared_address(shared.key(next.stage)), next.block,
+                         rows_left());
+      } else {
+        keys(next).begin(rows_left());
+      }
+    }
     ptx::copy_async_commit();
   }
   __device__ __forceinline__ void copy_values() {
     if (!walk.is_over(next.block)) {
-      if (copies_values()) values(next).begin(rows_left());
+      if (copies_values()) {
+        if constexpr (BlockPieces<kValueDim>::kFits) {
+          value_pieces.begin(p.value_data, ptx::shared_address(shared.value(next.stage)),
+                             next.block, rows_left());
+        } else {
+          values(next).begin(rows_left());
+        }
+      }
       next.advance(walk);
     }
     ptx::copy_async_commit();

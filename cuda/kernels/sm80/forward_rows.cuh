@@ -115,7 +115,6 @@ __device__ __forceinline__ uint32 store_columns(const float (&output)[kCount], i
 
 struct Rows {
   const Sm80ForwardParams& p;
-  const Walk& walk;
   Shared& shared;
   SoftmaxState<Element> softmax[kRowTiles];
   float output[kRowTiles][kWarpColumns / 2];
@@ -125,37 +124,36 @@ struct Rows {
   static __device__ __forceinline__ int value_warp() {
     return kValueWarps == 1 ? 0 : threadIdx.x / (32 * kRowWarps);
   }
-  // The thread's query, row = 0 or 1 of a tile.
-  __device__ __forceinline__ int query_of(int tile, int row) const {
-    return walk.first_query() + kTileRows * tile + 16 * row_warp() +
-           static_cast<int>(threadIdx.x) % 32 / 4 + fragment::kRowStep * row;
-  }
-
   // Weights that overflow, which bases of earlier blocks let happen, make the sum infinite: then
   // all blocks are walked again, with a maximum in each.
   __device__ __forceinline__ void run() {
-    Ends ends[kRowTiles];
-    for (bool again = false;; again = true) {
-      attend(again);
+    for (Search search = kUntilStarted;; search = kAlways) {
+      // Opaque: a register would hold that it is kAlways beside the one that says what it is.
+      search = static_cast<Search>(ptx::opaque(attend(Walk(p), search)));
+      const Unit unit(p);
       bool overflowed = false;
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-        ends[tile] = end_of(tile);
+        const Ends ends = end_of(unit, tile);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-          overflowed = overflowed || (ends[tile].lse[row] == kInfinity && !ends[tile].empty[row]);
+          overflowed = overflowed || (ends.lse[row] == kInfinity && !ends.empty[row]);
         }
       }
-      if (!__syncthreads_or(overflowed) || again) break;
+      if (!__syncthreads_or(overflowed) || search == kAlways) break;
     }
+    const Unit unit(p);
 #pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile) store(tile, ends[tile]);
+    for (int tile = 0; tile < kRowTiles; ++tile) store(unit, tile, end_of(unit, tile));
   }
 
  private:
   using Scores = float[kBlockKV / 2];
+  // In which blocks the bases of the softmax rise to the maxima: till all rows of the warp have
+  // one.
+  enum Search { kNoMore, kUntilStarted, kAlways };
 
-  __device__ __forceinline__ void attend(bool again) {
+  __device__ __forceinline__ Search attend(const Walk& walk, Search search) {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
@@ -166,23 +164,29 @@ struct Rows {
         softmax[tile].sum[row] = 0.0f;
       }
     }
-    if (walk.is_over(walk.first_block())) return;
-    Copies copies(p, walk, shared);
+    const Place first{walk.first_block()};
+    if (walk.is_over(first.block)) return search;
+    Copies copies(p, walk, shared, first);
     bool is_first = true;
 #pragma unroll 1
-    for (Place at{walk.first_block()}; !walk.is_over(at.block); at.advance(walk)) {
+    for (Place at = first; !walk.is_over(at.block); at = copies.after(at)) {
       float scores[kRowTiles][kBlockKV / 2];
-      Weights<Element> weights[kRowTiles];
       multiply_keys(copies.query_tile(), copies.take_keys(at, is_first), scores);
       if constexpr (kValueWarps > 1) add_scores_of_others(shared.key(at.stage), scores);
       is_first = false;
-      const bool whole = walk.is_whole(at.block);
+      // Ahead of the softmax, which is then one piece with the products.
+      const uint32 values = copies.take_values(at);
+      apply_terms(walk, at.block, scores);
+      add_weights(search != kNoMore, scores);
+      if (search == kUntilStarted && is_started()) search = kNoMore;
+      Weights<Element> weights[kRowTiles];
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-        add_weights(tile, at.block, whole, again, scores[tile], weights[tile]);
+        pack_weights(walk, tile, at.block, scores[tile], weights[tile]);
       }
-      multiply_values(copies.take_values(at), weights);
+      multiply_values(values, weights);
     }
+    return search;
   }
 
   // -- products --
@@ -287,20 +291,28 @@ struct Rows {
   }
 
   // -- scores to weights --
-  __device__ __forceinline__ void add_weights(int tile, int block, bool whole, bool again,
-                                              Scores& scores, Weights<Element>& weights) {
+  __device__ __forceinline__ void apply_terms(const Walk& walk, int block,
+                                              Scores (&scores)[kRowTiles]) const {
     const int first_key = block * kBlockKV;
-    const auto query = [&](int row) { return query_of(tile, row); };
-    if constexpr (kHasBias) {
-      bias::RowTile<kBlockKV> biases;
-      biases.load(p, walk.batch, walk.head, query, first_key);
-      biases.visit([&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
+    const bool whole = walk.is_whole(block);
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      const auto query = [&](int row) { return walk.query(tile, row); };
+      if constexpr (kHasBias) {
+        bias::RowTile<kBlockKV> biases;
+        biases.load(p, walk.batch, walk.head, query, first_key);
+        biases.visit(
+            [&](int i, float bias) { scores[tile][i] = with_bias(p, scores[tile][i], bias); });
+      }
+      if constexpr (kHasScoreFunction) {
+        apply_function(p, walk.batch, walk.head, query, first_key, scores[tile]);
+      }
+      score_function<kPreScale>(p, scores[tile]);
     }
-    if constexpr (kHasScoreFunction) {
-      apply_function(p, walk.batch, walk.head, query, first_key, scores);
-    }
-    score_function<kPreScale>(p, scores);
-    if (!whole) {
+    if (whole) return;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      const auto query = [&](int row) { return walk.query(tile, row); };
       mask::RowBits<kBlockKV> bits;
       if constexpr (kHasMask) {
 #pragma unroll
@@ -309,19 +321,51 @@ struct Rows {
         }
       }
       hide_scores<kBlockKV / 2, /*kBranches=*/true>(p, walk.batch, walk.sight, query, first_key,
-                                                    walk.is_one_segment(block), bits, scores);
+                                                    walk.is_one_segment(block), bits, scores[tile]);
     }
-    SoftmaxState<Element>& state = softmax[tile];
-    float correction[2];
-    if (state.extend(scores, p.scale_log2, again || !state.is_started(), correction, Alone{})) {
+  }
+  __device__ __forceinline__ bool is_started() const {
+    bool started = true;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) started = started && softmax[tile].is_started();
+    return started;
+  }
+  // Scores become weights, of all tiles together: what is rare costs one branch.
+  __device__ __forceinline__ void add_weights(bool searches, Scores (&scores)[kRowTiles]) {
+    const auto multiply_output = [&](int tile, const float (&correction)[2]) {
 #pragma unroll
       for (int i = 0; i < kWarpColumns / 2; ++i) output[tile][i] *= correction[fragment::row(i)];
+    };
+    if (searches) {
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        float correction[2];
+        softmax[tile].search(scores[tile], p.scale_log2, correction);
+        multiply_output(tile, correction);
+      }
     }
+    bool rises = false;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      rises |= softmax[tile].weigh(scores[tile], OneFactor{p.scale_log2}, Alone{});
+    }
+    // After a search the bases are maxima: beyond 2^27 their rounding alone may look like a rise.
+    if (!__any_sync(0xffffffffu, rises && !searches)) return;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      float correction[2];
+      softmax[tile].raise(scores[tile], correction);
+      multiply_output(tile, correction);
+    }
+  }
+  __device__ __forceinline__ void pack_weights(const Walk& walk, int tile, int block,
+                                               const Scores& scores,
+                                               Weights<Element>& weights) const {
     DroppedPairs<kBlockKV> dropped;
     if constexpr (kHasDropout) {
       const Draws draws(p, walk.batch, walk.head);
-      const uint32 counter = draws.of_query(query(0));
-      const int key = first_key + fragment::first_column(threadIdx.x);
+      const uint32 counter = draws.of_query(walk.query(tile, 0));
+      const int key = block * kBlockKV + fragment::first_column(threadIdx.x);
 #pragma unroll
       for (int i = 0; i < kBlockKV / 16; ++i) {
         dropped.draw(p, draws, counter, draws.of_key(key), i);
@@ -339,34 +383,31 @@ struct Rows {
     float factor[2], lse[2];
     bool empty[2];  // they see nothing, or are past the length
   };
-  __device__ __forceinline__ float sink() const {
-    return kHasSinks ? p.sinks[walk.batch * p.sinks_batch_stride + walk.head] : 0.0f;
-  }
-  __device__ __forceinline__ Ends end_of(int tile) const {
+  __device__ __forceinline__ Ends end_of(const Unit& unit, int tile) const {
     Ends ends;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float factor =
-          softmax[tile].template finish<kHasSinks>(row, sink() * kLog2E, ends.lse[row]);
+          softmax[tile].template finish<kHasSinks>(row, unit.sink() * kLog2E, ends.lse[row]);
       ends.factor[row] = factor * dropout_scale(p);
       ends.empty[row] =
-          ends.lse[row] == kNegativeInfinity || query_of(tile, row) >= walk.sight.query_length;
+          ends.lse[row] == kNegativeInfinity || unit.query(tile, row) >= unit.sight.query_length;
     }
     return ends;
   }
-  __device__ __forceinline__ Element::Bits* out_of(int query) const {
+  __device__ __forceinline__ Element::Bits* out_of(const Unit& unit, int query) const {
     return static_cast<Element::Bits*>(p.out) +
-           query_row(p, walk.batch, query, walk.head) * kValueDim;
+           query_row(p, unit.batch, query, unit.head) * kValueDim;
   }
-  __device__ __forceinline__ void store(int tile, const Ends& ends) const {
+  __device__ __forceinline__ void store(const Unit& unit, int tile, const Ends& ends) const {
     uint32 nonfinite = 0;  // rows of the warp with NaN or infinity, bit 4 * quad + row for each
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int query = query_of(tile, row);
+      const int query = unit.query(tile, row);
       const float lse = ends.lse[row];
       const bool stored = query < p.query_len, empty = ends.empty[row];
       const uint32 flaw = store_columns<Element>(output[tile], row, ends.factor[row], stored, empty,
-                                                 out_of(query), value_warp() * kWarpColumns);
+                                                 out_of(unit, query), value_warp() * kWarpColumns);
       // A NaN lse is right, and the row with it: masked scores never reach the sum of the weights.
       const bool flawed = (flaw != 0 || lse == kInfinity) && lse == lse;
       uint32 lanes = __ballot_sync(0xffffffffu, flawed && stored && !empty);
@@ -374,21 +415,21 @@ struct Rows {
       lanes |= lanes >> 2;
       nonfinite |= (lanes & 0x11111111u) << row;
       if (stored && threadIdx.x % 4 == 0 && value_warp() == 0) {
-        const float of_empty = kHasSinks ? sink() : kNegativeInfinity;
-        p.lse[lse_row(p, walk.batch, query, walk.head)] = empty ? of_empty : lse;
+        const float of_empty = kHasSinks ? unit.sink() : kNegativeInfinity;
+        p.lse[lse_row(p, unit.batch, query, unit.head)] = empty ? of_empty : lse;
       }
     }
     if constexpr (kValueWarps > 1) nonfinite = of_all_columns(nonfinite);
     if (nonfinite == 0) return;
     __syncwarp();  // these results are stored before others
-    const int first = walk.first_query() + kTileRows * tile + 16 * row_warp();
-    repeat_rows(p, walk.batch, nonfinite, [&](int bit) -> Row {
+    const int first = unit.first_query() + kTileRows * tile + 16 * row_warp();
+    repeat_rows(p, unit.batch, nonfinite, [&](int bit) -> Row {
       const int query = first + bit / 4 + fragment::kRowStep * (bit % 4);
-      Range keys = row_columns(walk.sight, query, 0);
+      Range keys = row_columns(unit.sight, query, 0);
       keys.begin = max(keys.begin, 0);
-      const int64 first_key = key_row(p, walk.batch, 0, walk.kv_head);
-      const int64 lse = lse_row(p, walk.batch, query, walk.head);
-      return {query, walk.head, first_key, keys, lse, out_of(query)};
+      const int64 first_key = key_row(p, unit.batch, 0, kv_head_of(p, unit.head));
+      const int64 lse = lse_row(p, unit.batch, query, unit.head);
+      return {query, unit.head, first_key, keys, lse, out_of(unit, query)};
     });
   }
   // The rows of which any of the warps that share them found a result that is not finite: for the

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/runtime/families/sm80_params.h"
+#include "fragment.cuh"
 #include "rows.cuh"
 #include "terms.cuh"
 #include "walk.cuh"
@@ -17,22 +18,43 @@ inline constexpr bool kListsBlocks = kHasSegments || kHasPositions || kHasMask;
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV <= 128);
 
-struct Walk {
+// A CTA's block of queries of one head.
+struct Unit {
   const Sm80ForwardParams& p;
-  int batch, head, kv_head, query_block;
+  int batch, head, query_block;
   Visibility sight;
+
+  // Found anew at each use, since registers are few while it attends.
+  __device__ __forceinline__ explicit Unit(const Sm80ForwardParams& p) : p(p) {
+    const HeadBlock found = head_block(ptx::opaque(static_cast<int>(blockIdx.x)), p.query_blocks,
+                                       p.batch * p.query_heads, p.l2_heads);
+    // Those of the last queries see most under a causal mask: they go first.
+    query_block = kWindowRight ? p.query_blocks - 1 - found.block : found.block;
+    batch = found.head / p.query_heads;
+    head = found.head - batch * p.query_heads;
+    sight = visibility(p, batch);
+  }
+  __device__ __forceinline__ int first_query() const { return query_block * kUnitRows; }
+  // The thread's query, row = 0 or 1 of its warp's `tile`.
+  __device__ __forceinline__ int query(int tile, int row) const {
+    const auto thread = static_cast<uint32>(ptx::opaque(threadIdx.x));
+    return first_query() + kTileRows * tile + thread / 32 % kRowWarps * 16 + thread % 32 / 4 +
+           fragment::kRowStep * row;
+  }
+  __device__ __forceinline__ float sink() const {
+    return kHasSinks ? p.sinks[batch * p.sinks_batch_stride + head] : 0.0f;
+  }
+};
+
+struct Walk : Unit {
+  int kv_head;
   Range blocks;  // that window and lengths let any of the rows see
   Range full;    // of these, the ones that all rows see all of, as far as these terms go
   SegmentRange segments, positions;  // of the rows
 
   // Whole warps call all of these.
-  __device__ __forceinline__ Walk(const Sm80ForwardParams& p, int batch, int head, int query_block)
-      : p(p),
-        batch(batch),
-        head(head),
-        kv_head(kv_head_of(p, head)),
-        query_block(query_block),
-        sight(visibility(p, batch)) {
+  __device__ __forceinline__ explicit Walk(const Sm80ForwardParams& p)
+      : Unit(p), kv_head(kv_head_of(p, head)) {
     const int first = first_query(), end = min(first + kUnitRows, sight.query_length);
     blocks = blocks_of<kBlockKV>(visible_keys(sight, first, end - 1));
     full = full_blocks<kBlockKV>(sight, first, end - 1);
@@ -40,7 +62,6 @@ struct Walk {
     if constexpr (kHasSegments) segments = segment_range(p.query_segments + row, first, end);
     if constexpr (kHasPositions) positions = segment_range(p.query_positions + row, first, end);
   }
-  __device__ __forceinline__ int first_query() const { return query_block * kUnitRows; }
 
   __device__ __forceinline__ int first_block() const { return find(blocks.end - 1); }
   __device__ __forceinline__ int block_after(int block) const { return find(block - 1); }

@@ -24,4 +24,13 @@ __device__ __forceinline__ void copy_async_once(uint32 destination, uint64 sourc
                : "memory");
 }
 
+// Copies 16 bytes past L1, or zeroes them, without a register for the choice.
+__device__ __forceinline__ void copy_async_past_l1(uint32 destination, uint64 source, bool copies) {
+  asm volatile(
+      "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, ignored;\n}\n" ::"r"(destination),
+      "l"(source), "r"(static_cast<uint32>(copies))
+      : "memory");
+}
+
 }  // namespace ptx
