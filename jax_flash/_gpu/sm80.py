@@ -312,8 +312,12 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     plain = not problem.terms and problem.softcap is None and problem.score is None and parts == 1
     sizes: list[dict[str, int]] = []
     if plain and widest <= 128 and known(shapes.q_len, 4096) > 64:
-        sizes += [{"block_kv": 64, "row_tiles": 2, "stages": 2 if widest <= 64 else 1}]
-        sizes += [{"block_kv": 32, "row_tiles": 2}]
+        # Of 64 keys and 128 columns 192 registers are results and scores: what a left side of the
+        # window or rows that are not pieces of 16 bytes take beside them was spilled, 8 bytes.
+        spills = problem.window[0] is not None or shapes.head_dim % 8 or shapes.value_dim % 8
+        if widest <= 64 or not spills:
+            sizes += [{"block_kv": 64, "row_tiles": 2, "stages": 2 if widest <= 64 else 1}]
+        sizes += [{"block_kv": 32, "row_tiles": 2, "stages": stages} for stages in (2, 1)]
     narrow = widest <= (128 if parts == 1 else 64)
     most = 32 if parts == 3 else 64
     if not (narrow or plain):
