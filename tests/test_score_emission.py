@@ -34,15 +34,17 @@ template <class T> T __ldg(const T* x) { return *x; }
 inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 struct Params { struct { const void* data; long long batch; } captures[8]; };
+struct Indexed { int index; float real, offset; };
 """
 LOOP = """
 extern "C" void run_%(i)d(Params* p, long n, const float* s, const int* b, const int* h,
                           const int* q, const int* k, float* value, float* slope) {
   for (long i = 0; i < n; ++i) {
-    value[i] = value_%(i)d(*p, 0, s[i], b[i], h[i], q[i], k[i], float(q[i]), float(k[i]));
+    const Indexed query = {q[i], float(q[i] - 3), 3.0f}, key = {k[i], float(k[i] - 9), 9.0f};
+    value[i] = value_%(i)d(value_%(i)d_of_head(*p, 0, b[i], h[i]), s[i], query, key);
     slope[i] = 0.0f;
-    float same = value_%(i)d(*p, 0, s[i], b[i], h[i], q[i], k[i], float(q[i]), float(k[i]));
-    same = slope_%(i)d(*p, 0, s[i], b[i], h[i], q[i], k[i], float(q[i]), float(k[i]), slope[i]);
+    float same;
+    same = slope_%(i)d(slope_%(i)d_of_head(*p, 0, b[i], h[i]), s[i], query, key, slope[i]);
     if (!(same == value[i]) && (same == same || value[i] == value[i])) value[i] = 12345.0f;
   }
 }
@@ -240,13 +242,14 @@ def test_text_compiles():
     ]
     text, _ = texts(functions)
     calls = "".join(
-        f"  sum += value_{i}(p, 0, x, b, h, q, k, q, k);\n"
-        f"  sum += slope_{i}(p, 0, x, b, h, q, k, q, k, x);\n"
+        f"  sum += value_{i}(value_{i}_of_head(p, 0, b, h), x, q, k);\n"
+        f"  sum += slope_{i}(slope_{i}_of_head(p, 0, b, h), x, q, k, x);\n"
         for i in range(len(functions))
     )
     program = f"""{text}
 struct Params {{ struct {{ const void* data; long long batch; }} captures[8]; }};
-extern "C" __global__ void all(Params p, float x, int b, int h, int q, int k, float* to) {{
+struct Indexed {{ int index; float real, offset; }};
+extern "C" __global__ void all(Params p, float x, int b, int h, Indexed q, Indexed k, float* to) {{
   float sum = 0.0f;
 {calls}  *to = sum;
 }}
@@ -289,7 +292,7 @@ def test_explain_prints_the_text(uncompiled):
     q = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)
     made = jax_flash.explain(q, q, q, score_mod=scores.alibi(TABLE[:, 0]), gpu="H200")
     assert made.backend == "cuda"
-    assert "score_value(const Params& p, int row, float score, int batch" in str(made)
+    assert "score_value(const ScoreValueOfHead& of, float score, const Place& query" in str(made)
     assert "score_value_and_slope" in str(made)
     # A distance of positions takes no conversion.
     assert "float(" not in made.forward.kernel.plan.functions

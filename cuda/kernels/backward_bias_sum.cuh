@@ -70,6 +70,8 @@ __device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, 
   }
   const auto& loaded = tiles.load(batch, head, m0, key0);
 
+  ScoreFunctionAndSlope<Params> function;
+  function.read(p, batch, head);
   const int slab = threadIdx.x / 128 * 64;
   Dropped<kSums> dropped;
   if constexpr (kHasDropout) {
@@ -104,8 +106,7 @@ __device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, 
           const int at_query = m0 + fragment::first_column(thread) + fragment::column(4 * j + i);
           const int at_key = key0 + slab + fragment::first_row(thread) +
                              fragment::kRowStep * fragment::row(4 * j + i);
-          y = ScoreFunction(p, batch, head)
-                  .value_and_slope(p, y, at_query, at_key, at_query, at_key, slope);
+          y = function.value(p, y, place(at_query), place(at_key), slope);
         }
         const float probability = probability_of(fmaf(y, p.scale_log2, shift));
         float given = dp[4 * k + i];

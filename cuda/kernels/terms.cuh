@@ -25,7 +25,7 @@
 //   bool kDropsPart           queries and keys are a part of those that the pattern counts
 //   bool kSoftcap             tanh softcap
 //   bool kHasScoreFunction    a user's function in its place, whose text follows the constants:
-//                             score_value, and in the backward pass score_value_and_slope
+//                             score_value, in the backward pass score_value_and_slope
 //   bool kHasScoreIds         it is told the batch row and the head
 #pragma once
 
@@ -131,50 +131,85 @@ __device__ __forceinline__ CubicFactor score_factor(const Params& p, float (&sco
 // The softcap's slope, the derivative of the logit by the scaled score.
 __device__ __forceinline__ float score_slope(float y) { return kSoftcap ? 1.0f - y * y : 1.0f; }
 
-// A user's function of one batch row's and head's scores. Indices come as integers and as floats,
-// which of a fragment are sums with a constant; what the function does not read is not computed.
-struct ScoreFunction {
-  int row;          // batch row of this call
-  int batch, head;  // as the function is told
-  template <class Params>
-  __device__ __forceinline__ ScoreFunction(const Params& p, int batch_row, int own_head)
-      : row(batch_row), batch(0), head(0) {
-    if constexpr (kHasScoreIds) {
-      const int* ids = p.score_ids + 2 * (static_cast<int64>(row) * p.query_heads + own_head);
-      batch = __ldg(ids);
-      head = __ldg(ids + 1);
-    }
+// The index of a query or key; as a float it is real + offset, of which the offset is the constant
+// part of the elements of a fragment. What a function does not read is not computed.
+struct Place {
+  int index;
+  float real, offset;
+};
+__device__ __forceinline__ Place place(int index) {
+  return {index, static_cast<float>(index), 0.f};
+}
+// `offset` places after it.
+__device__ __forceinline__ Place place_after(const Place& first, int offset) {
+  return {first.index + offset, first.real, first.offset + static_cast<float>(offset)};
+}
+
+// A user's function of the scores of a batch row and head: what depends on these alone.
+template <class Params, bool kExists = kHasScoreFunction>
+struct ScoreFunction {  // none
+  __device__ __forceinline__ void read(const Params&, int, int) {}
+  __device__ __forceinline__ float value(const Params&, float score, const Place&,
+                                         const Place&) const {
+    return score;
   }
-  template <class Params>
-  __device__ __forceinline__ float value(const Params& p, float score, int query, int key,
-                                         float query_real, float key_real) const {
-    const float scaled = kHasBias ? score : score * p.scale;
-    return score_value(p, row, scaled, batch, head, query, key, query_real, key_real);
+};
+// The ids that the function is told.
+template <class Params>
+__device__ __forceinline__ int2 score_ids(const Params& p, int row, int head) {
+  if constexpr (!kHasScoreIds) return {0, 0};
+  const int* ids = p.score_ids + 2 * (static_cast<int64>(row) * p.query_heads + head);
+  return {__ldg(ids), __ldg(ids + 1)};
+}
+template <class Params>
+__device__ __forceinline__ float scaled_score(const Params& p, float score) {
+  return kHasBias ? score : score * p.scale;
+}
+template <class Params>
+struct ScoreFunction<Params, true> {
+  decltype(score_value_of_head(*static_cast<const Params*>(nullptr), 0, 0, 0)) of;
+  __device__ __forceinline__ void read(const Params& p, int row, int head) {
+    const int2 ids = score_ids(p, row, head);
+    of = score_value_of_head(p, row, ids.x, ids.y);
   }
-  template <class Params>
-  __device__ __forceinline__ float value_and_slope(const Params& p, float score, int query, int key,
-                                                   float query_real, float key_real,
-                                                   float& slope) const {
-    const float scaled = kHasBias ? score : score * p.scale;
-    return score_value_and_slope(p, row, scaled, batch, head, query, key, query_real, key_real,
-                                 slope);
+  __device__ __forceinline__ float value(const Params& p, float score, const Place& query,
+                                         const Place& key) const {
+    return score_value(of, scaled_score(p, score), query, key);
+  }
+};
+// With its slope.
+template <class Params, bool kExists = kHasScoreFunction>
+struct ScoreFunctionAndSlope {  // none
+  __device__ __forceinline__ void read(const Params&, int, int) {}
+  __device__ __forceinline__ float value(const Params&, float score, const Place&, const Place&,
+                                         float&) const {
+    return score;
+  }
+};
+template <class Params>
+struct ScoreFunctionAndSlope<Params, true> {
+  decltype(score_value_and_slope_of_head(*static_cast<const Params*>(nullptr), 0, 0, 0)) of;
+  __device__ __forceinline__ void read(const Params& p, int row, int head) {
+    const int2 ids = score_ids(p, row, head);
+    of = score_value_and_slope_of_head(p, row, ids.x, ids.y);
+  }
+  __device__ __forceinline__ float value(const Params& p, float score, const Place& query,
+                                         const Place& key, float& slope) const {
+    return score_value_and_slope(of, scaled_score(p, score), query, key, slope);
   }
 };
 // Of a fragment whose rows are queries: x, with the bias if there is one, becomes y.
 template <class Params, class QueryOf, int kCount>
-__device__ __forceinline__ void apply_function(const Params& p, int batch, int head,
+__device__ __forceinline__ void apply_function(const Params& p,
+                                               const ScoreFunction<Params>& function,
                                                QueryOf query_of, int first_key,
                                                float (&scores)[kCount]) {
-  const ScoreFunction function(p, batch, head);
-  const int key = first_key + fragment::first_column(threadIdx.x);
-  const int queries[2] = {query_of(0), query_of(1)};
-  const float key_real = key,
-              query_reals[2] = {static_cast<float>(queries[0]), static_cast<float>(queries[1])};
+  const Place key = place(first_key + fragment::first_column(threadIdx.x));
+  const Place queries[2] = {place(query_of(0)), place(query_of(1))};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int row = fragment::row(i), column = fragment::column(i);
-    scores[i] = function.value(p, scores[i], queries[row], key + column, query_reals[row],
-                               key_real + static_cast<float>(column));
+    scores[i] = function.value(p, scores[i], queries[fragment::row(i)],
+                               place_after(key, fragment::column(i)));
   }
 }
 
@@ -185,7 +220,9 @@ __device__ __forceinline__ float score_of_pair(const Params& p, int batch, int h
   float one[1] = {score};
   if constexpr (kHasBias) one[0] = with_bias(p, score, bias::at(p, batch, head, query, key));
   if constexpr (kHasScoreFunction) {
-    one[0] = ScoreFunction(p, batch, head).value(p, one[0], query, key, query, key);
+    ScoreFunction<Params> function;
+    function.read(p, batch, head);
+    one[0] = function.value(p, one[0], place(query), place(key));
   }
   score_function<kScaleFirst>(p, one);
   return one[0];
@@ -196,7 +233,9 @@ __device__ __forceinline__ float score_of_pair(const Params& p, int batch, int h
                                                int key, float score, float& slope) {
   if constexpr (kHasScoreFunction) {
     if constexpr (kHasBias) score = with_bias(p, score, bias::at(p, batch, head, query, key));
-    return ScoreFunction(p, batch, head).value_and_slope(p, score, query, key, query, key, slope);
+    ScoreFunctionAndSlope<Params> function;
+    function.read(p, batch, head);
+    return function.value(p, score, place(query), place(key), slope);
   }
   const float y = score_of_pair(p, batch, head, query, key, score);
   slope = score_slope(y);

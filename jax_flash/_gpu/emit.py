@@ -1,6 +1,7 @@
 """Owns what a user's function of scalars is as CUDA: text of float, int, unsigned and bool.
 
-`define` writes one; `cannot` says why there is no text. Integers wrap as JAX's do. Where their
+`define` writes one; `cannot` says why there is no text. What depends on the batch row and the head
+alone is apart from what is computed for each score. Integers wrap as JAX's do. Where their
 bounds are known, nothing that the bounds decide is written, and float32 of an integer below 2^24 is
 computed from the arguments as floats, which kernels have at hand: a conversion takes as long as an
 exponential. Functions are CUDA's own, of one or two ulp, but tanh; none is fast and inexact. The
@@ -15,7 +16,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ _MOST = 64  # elements of an array of scalars
 _TYPES = {"float32": "float", "int32": "int", "uint32": "unsigned", "bool": "bool"}
 _LOW, _HIGH = -(2**31), 2**31 - 1
 _EXACT = 2**24  # integers up to here are float32s
+_LIGHT = 16  # lines
 SMALL = 2**23  # lengths up to here keep positions, their sums and differences below _EXACT
 
 
@@ -60,6 +62,15 @@ def cannot(function: Function, with_slope: bool) -> tuple[str, ...]:
     return ()
 
 
+def is_light(function: Function) -> bool:
+    """Tells whether a score takes a few sums, products and comparisons alone."""
+    lines, _ = _body(function, False, (False,) * len(function.captures), True)
+    _, each = _split(lines)
+    text = " ".join(line.text for line in each)
+    called = set(re.findall(r"(\w+)\(", text)) - {"fabsf", "fminf", "fmaxf"}
+    return len(each) <= _LIGHT and not called and not re.search("[/%]", text)
+
+
 def define(
     function: Function,
     name: str,
@@ -69,10 +80,12 @@ def define(
     rows: Sequence[bool] | None = None,
     small: bool = False,
 ) -> str:
-    """Writes a function `name` of (p, row, *arguments, query_real, key_real).
+    """Writes a function `name` of (of, *arguments), and what makes `of`.
 
-    The parameters p have `captures`, of which each is read at the batch row `row`; query_real and
-    key_real are query and key as floats. With slope a last argument `float& slope` follows.
+    That is what depends on the batch row and the head alone: `<name>_of_head(p, row, batch, head)`
+    computes it, once for many scores. The parameters p have `captures`, of which each is read at
+    the batch row `row`. The other arguments follow; query and key are a Place. With slope a last
+    argument `float& slope` follows.
 
     Arguments:
       function: what to write.
@@ -85,17 +98,72 @@ def define(
     rows = (False,) * len(function.captures) if rows is None else tuple(rows)
     lines, value = _body(function, with_slope, rows, small)
     types = [_type(aval.dtype) for aval in function.program.inputs]
-    arguments = [f"{t} {x}" for t, x in zip(types, function.arguments, strict=False)]
-    arguments += ["float query_real", "float key_real", *(["float& slope"] if with_slope else [])]
-    head = f"__device__ __forceinline__ {result} {name}(const Params& p, int row, "
-    body = "".join(f"  {line}\n" for line in (*lines, f"return {value};"))
-    return f"template <class Params>\n{head}{', '.join(arguments)}) {{\n{body}}}\n"
+    arguments = [
+        f"const Place& {x}" if x in _PLACES else f"{t} {x}"
+        for t, x in zip(types, function.arguments, strict=False)
+        if x not in _OF_HEAD
+    ]
+    arguments += ["float& slope"] if with_slope else []
+    once, each = _split(lines)
+    used = _words(value, *each)
+    kept = [x for x in (*_IDS, *once) if x.name in used]
+    kind = "".join(part.capitalize() for part in (*name.split("_"), "of", "head"))
+    names = ", ".join(x.name for x in kept)
+    opened = [f"const auto& [{names}] = of;"] if kept else []
+    head = "__device__ __forceinline__"
+    return (
+        f"struct {kind} {{\n{_indented(f'{x.kind} {x.name};' for x in kept)}}};\n"
+        f"template <class Params>\n"
+        f"{head} {kind} {name}_of_head(const Params& p, int row, int batch, int head) {{\n"
+        f"{_indented([*map(str, once), f'return {{{names}}};'])}}}\n"
+        f"template <class Place>\n"
+        f"{head} {result} {name}(const {kind}& of, {', '.join(arguments)}) {{\n"
+        f"{_indented([*opened, *map(str, each), f'return {value};'])}}}\n"
+    )
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "".join(f"  {line}\n" for line in lines)
+
+
+def _words(*texts: object) -> set[str]:
+    return set(itertools.chain(*(re.findall(r"\w+", str(text)) for text in texts)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """A line of text that defines a name, or sets one of an argument."""
+
+    kind: str  # its type; "": of an argument
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} = {self.text};".lstrip()
+
+
+_PLACES = ("query", "key")
+_OF_HEAD = ("batch", "head")
+_IDS = tuple(_Line("int", name, "") for name in _OF_HEAD)
+
+
+def _split(lines: Sequence[_Line]) -> tuple[list[_Line], list[_Line]]:
+    """Parts lines that depend on the batch row and the head alone from the others."""
+    once, each = [], []
+    own = {"score", "slope", *_PLACES}
+    for line in lines:
+        if line.name in own or not own.isdisjoint(_words(line.text)):
+            own.add(line.name)
+            each.append(line)
+        else:
+            once.append(line)
+    return once, each
 
 
 @functools.lru_cache(maxsize=256)
 def _body(
     function: Function, with_slope: bool, rows: tuple[bool, ...], small: bool
-) -> tuple[tuple[str, ...], str]:
+) -> tuple[tuple[_Line, ...], str]:
     if len(function.captures) > MAX_CAPTURES:
         count = len(function.captures)
         raise UnsupportedError(f"it reads {count} arrays, and kernels take up to {MAX_CAPTURES}")
@@ -106,27 +174,23 @@ def _body(
     inputs: list[_Operand] = []
     for argument, aval in zip(function.arguments, value_program.inputs, strict=False):
         _type(aval.dtype)
-        bounds, real = None, None
+        text, bounds, real = argument, None, None
         if aval.dtype == "int32":
-            placed = argument in ("query", "key")
+            placed = argument in _PLACES
             bounds = (0, SMALL if placed and small else _HIGH)
-            real = _constant_text(f"{argument}_real") if placed else None
-        inputs.append(_single(_Scalar(argument, aval.dtype, bounds=bounds, real=real)))
+            if placed:
+                text, real = f"{argument}.index", _Real(f"{argument}.real", f"{argument}.offset")
+        inputs.append(_single(_Scalar(text, aval.dtype, bounds=bounds, real=real)))
     for i, aval in enumerate(function.captures):
         inputs.append(_View(i, aval.dtype, _integer(0), aval.shape, _strides(aval.shape)))
         if aval.size > _HIGH:
             raise UnsupportedError(
                 f"it reads an array of {aval.size} elements, more than int32 counts"
             )
-        pointer = "unsigned char" if aval.dtype == "bool" else _type(aval.dtype)
+        pointer = f"const {'unsigned char' if aval.dtype == 'bool' else _type(aval.dtype)}*"
         row = f" + row * p.captures[{i}].batch" if rows[i] else ""
-        writer.lines.append(
-            (
-                f"a{i}",
-                f"const {pointer}* const a{i} = "
-                f"static_cast<const {pointer}*>(p.captures[{i}].data){row};",
-            )
-        )
+        text = f"static_cast<{pointer}>(p.captures[{i}].data){row}"
+        writer.lines.append(_Line(pointer, f"a{i}", text))
     program = function.program.with_slope if with_slope else value_program
     results = [writer.scalar(x).text for x in _run(writer, program, inputs)]
     return writer.needed(results, with_slope), results[0]
@@ -148,6 +212,21 @@ def _run(writer: _Writer, program: Program, inputs: Sequence[_Operand]) -> list[
 
 
 @dataclasses.dataclass(frozen=True)
+class _Real:
+    """An integer as a float: base + offset, which is constant in an element of a fragment or "".
+
+    Sums keep the two apart, so that a fragment's elements share the base and have an immediate.
+    """
+
+    base: str
+    offset: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.base} + {self.offset}" if self.offset else self.base
+
+
+@dataclasses.dataclass(frozen=True)
 class _Scalar:
     """A name or a number in the text.
 
@@ -156,14 +235,14 @@ class _Scalar:
       dtype: JAX's.
       number: its value, where that is known.
       bounds: of an int32.
-      real: writes it as a float, where that is exact.
+      real: what it is as a float, where that is exact.
     """
 
     text: str
     dtype: str
     number: Any = None
     bounds: tuple[int, int] | None = None
-    real: Callable[[], str] | None = None
+    real: _Real | None = None
 
     @property
     def low(self) -> int:
@@ -214,12 +293,8 @@ def _number(x: Any) -> _Scalar:
 
 
 def _integer(x: int) -> _Scalar:
-    real = _constant_text(_literal(np.float32(x))) if abs(x) <= _EXACT else None
+    real = _Real(_literal(np.float32(x))) if abs(x) <= _EXACT else None
     return _Scalar(_literal(np.int32(x)), "int32", number=x, bounds=(x, x), real=real)
-
-
-def _constant_text(text: str) -> Callable[[], str]:
-    return lambda: text
 
 
 def _literal(x: Any) -> str:
@@ -270,18 +345,18 @@ class _Writer:
     """Lines of a function, each of which defines a name."""
 
     def __init__(self) -> None:
-        self.lines: list[tuple[str, str]] = []
+        self.lines: list[_Line] = []
         self.names: dict[str, str] = {}
 
-    def needed(self, results: Sequence[str], with_slope: bool) -> tuple[str, ...]:
+    def needed(self, results: Sequence[str], with_slope: bool) -> tuple[_Line, ...]:
         """Lists the lines on which the results depend, and what sets the slope."""
-        needed = set(itertools.chain(*(re.findall(r"\w+", text) for text in results)))
-        kept = []
-        for name, line in reversed(self.lines):
-            if name in needed:
-                needed.update(re.findall(r"\w+", line))
+        needed = _words(*results)
+        kept: list[_Line] = []
+        for line in reversed(self.lines):
+            if line.name in needed:
+                needed |= _words(line.text)
                 kept.insert(0, line)
-        return (*kept, *([f"slope = {results[1]};"] if with_slope else []))
+        return (*kept, *([_Line("", "slope", results[1])] if with_slope else []))
 
     def let(self, dtype: str, text: str) -> str:
         """Names a value; what was written before keeps its name."""
@@ -290,7 +365,7 @@ class _Writer:
         if key not in self.names:
             name = f"v{len(self.names)}"
             self.names[key] = name
-            self.lines.append((name, f"const {kind} {name} = {text};"))
+            self.lines.append(_Line(kind, name, text))
         return self.names[key]
 
     def value(self, dtype: str, text: str, **known: Any) -> _Scalar:
@@ -600,19 +675,29 @@ class _Writer:
         a, b = (one.text for one in x)
         if bounds[0] < _LOW or bounds[1] > _HIGH:
             return self.value("int32", f"int(unsigned({a}) {op} unsigned({b}))")
-        real = self.real(bounds, x, f"{{}} {op} {{}}")
+        real = self.real_sum(bounds, x, op) or self.real(bounds, x, f"{{}} {op} {{}}")
         return self.value("int32", f"{a} {op} {b}", bounds=bounds, real=real)
 
-    def real(
-        self, bounds: tuple[int, int], x: Sequence[_Scalar], form: str
-    ) -> Callable[[], str] | None:
-        """Returns what writes an integer as a float, of operands that are."""
+    def named(self, x: _Real) -> str:
+        return self.let("float32", x.text) if x.offset else x.base
+
+    def real_sum(self, bounds: tuple[int, int], x: Sequence[_Scalar], op: str) -> _Real | None:
+        """Writes a sum as a float whose offset stays apart: room is left to add it last."""
+        a, b = (one.real for one in x)
+        if op == "*" or max(-bounds[0], bounds[1]) > SMALL or not (a and b):
+            return None
+        base = self.let("float32", f"{a.base} {op} {b.base}")
+        if not b.offset:
+            return _Real(base, a.offset)
+        offset = f"{a.offset} {op} {b.offset}" if a.offset or op == "-" else b.offset
+        return _Real(base, f"({offset.strip()})")
+
+    def real(self, bounds: tuple[int, int], x: Sequence[_Scalar], form: str) -> _Real | None:
+        """Writes an integer as a float, of operands that are."""
         if max(-bounds[0], bounds[1]) > _EXACT:
             return None
-        reals = [one.real for one in x]
-        if not all(reals):
-            return None
-        return lambda: self.let("float32", form.format(*(write() for write in reals if write)))
+        texts = [self.named(one.real) for one in x if one.real]
+        return _Real(self.let("float32", form.format(*texts))) if len(texts) == len(x) else None
 
     def extreme(self, name: str, a: _Scalar, b: _Scalar) -> _Scalar:
         sign = ">" if name == "max" else "<"
@@ -696,7 +781,7 @@ class _Writer:
             return _number(np.asarray(number).astype(dtype)[()])
         match _type(x.dtype), _type(dtype):
             case "int", "float" if x.real is not None:
-                return _Scalar(x.real(), dtype)
+                return _Scalar(self.named(x.real), dtype)
             case "float", "bool":
                 text = f"{x.text} != 0.0f"
             case _, "bool":

@@ -12,6 +12,7 @@ import functools
 import jax
 
 from jax_flash._call import Call
+from jax_flash._gpu import emit
 from jax_flash._gpu.constants import (
     bytes_of_bias,
     functions,
@@ -49,7 +50,7 @@ _HELD = {
     "block_bits": 0,  # the same 8
     "dropout_state": 3,  # and what its draws pass through
     "bias": 32,
-    "score_ids": 2,
+    "score_ids": 0,  # read once a unit
 }
 # Beside them three warpgroups, of 160 registers a thread, have room for lengths alone or segments
 # alone, in the registers that the weights had before (`drains`); with more ptxas spills, and two
@@ -393,11 +394,13 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     if widest <= 64:
         held = sum(_HELD[term] for term in problem.terms)
         # Heads that share a block are of few rows.
-        if held > _HELD_BY_THREE_WARPGROUPS or packed > 1 or mapped:
+        if held > _HELD_BY_THREE_WARPGROUPS or packed > 1:
             return tiling(block_kv=widest_block, consumers=2, stages=4, query_stages=2)
-        # A window's left side and a softcap take registers in the walk too, a sink after it.
-        walked = [term for term in problem.terms if term != "sinks"]
+        # A window's left side, a softcap and a function with calls take registers in the walk too,
+        # a sink after it.
+        walked = [term for term in problem.terms if term not in ("sinks", "score_ids")]
         drains = bool(walked) or problem.window[0] is not None or problem.softcap is not None
+        drains |= problem.score is not None and not emit.is_light(problem.score)
         return tiling(
             block_kv=128, consumers=3, stages=4, query_stages=2, ping_pong=False, drains=drains
         )

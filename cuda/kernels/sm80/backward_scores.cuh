@@ -148,11 +148,11 @@ struct Fragment {
       const Draws draws(p, walk.unit.batch, walk.head(at));
       dropped.draw(p, draws, first_query, first_key);
     }
-    const ScoreFunction function(p, walk.unit.batch, walk.head(at));
-    const int query = first_query + fragment::first_column(threadIdx.x);
+    ScoreFunctionAndSlope<BackwardParams> function;
+    function.read(p, walk.unit.batch, walk.head(at));
+    const Place query = place(first_query + fragment::first_column(threadIdx.x));
     const int key = first_key + static_cast<int>(threadIdx.x) % 32 / 4;
-    const float query_real = query, key_reals[2] = {static_cast<float>(key),
-                                                    static_cast<float>(key + fragment::kRowStep)};
+    const Place keys[2] = {place(key), place(key + fragment::kRowStep)};
     constexpr int kCount = kFragmentQueries < 32 ? 32 : kFragmentQueries;
     const auto run = [&](const auto& see) {
 #pragma unroll
@@ -165,10 +165,8 @@ struct Fragment {
         for (int i = 0; i < 4; ++i) {
           float& score = x[4 * j + i];
           if constexpr (kHasScoreFunction) {
-            const int row = fragment::row(4 * j + i), column = fragment::column(4 * j + i);
-            score = function.value_and_slope(
-                p, score, query + column, key + fragment::kRowStep * row,
-                query_real + static_cast<float>(column), key_reals[row], slopes[i]);
+            score = function.value(p, score, place_after(query, fragment::column(4 * j + i)),
+                                   keys[fragment::row(4 * j + i)], slopes[i]);
           } else {
             slopes[i] = score_slope(score);
           }

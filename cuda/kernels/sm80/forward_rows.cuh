@@ -295,6 +295,8 @@ struct Rows {
                                               Scores (&scores)[kRowTiles]) const {
     const int first_key = block * kBlockKV;
     const bool whole = walk.is_whole(block);
+    [[maybe_unused]] ScoreFunction<ForwardParams> function;
+    if constexpr (kHasScoreFunction) function.read(p, walk.batch, walk.head);
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       const auto query = [&](int row) { return walk.query(tile, row); };
@@ -305,7 +307,7 @@ struct Rows {
             [&](int i, float bias) { scores[tile][i] = with_bias(p, scores[tile][i], bias); });
       }
       if constexpr (kHasScoreFunction) {
-        apply_function(p, walk.batch, walk.head, query, first_key, scores[tile]);
+        apply_function(p, function, query, first_key, scores[tile]);
       }
       score_function<kPreScale>(p, scores[tile]);
     }

@@ -57,17 +57,20 @@ struct Step : MetBlock {
   }
 };
 
-// A function of the scores of a thread's elements of S^T; `query` and `key` are those of the first.
+// A function of the scores of a thread's elements of S^T, of which the first is that of `query` and
+// keys[0].
 struct FunctionOfKeys {
-  ScoreFunction function;
-  int query, key;
-  float query_real = query,
-        key_reals[2] = {static_cast<float>(key), static_cast<float>(key + fragment::kRowStep)};
-  template <class Params>  // only where there is a function
-  __device__ __forceinline__ float apply(const Params& p, float score, int i, float& slope) const {
-    const int r = fragment::row(i), column = fragment::column(i);
-    return function.value_and_slope(p, score, query + column, key + fragment::kRowStep * r,
-                                    query_real + static_cast<float>(column), key_reals[r], slope);
+  ScoreFunctionAndSlope<BackwardParams> function;
+  Place query, keys[2];
+  __device__ __forceinline__ FunctionOfKeys(const BackwardParams& p, int batch, int head,
+                                            int first_query, int first_key)
+      : query(place(first_query)), keys{place(first_key), place(first_key + fragment::kRowStep)} {
+    function.read(p, batch, head);
+  }
+  __device__ __forceinline__ float apply(const BackwardParams& p, float score, int i,
+                                         float& slope) const {
+    return function.value(p, score, place_after(query, fragment::column(i)), keys[fragment::row(i)],
+                          slope);
   }
 };
 
@@ -83,8 +86,8 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
   // The record is volatile: it is read for a function alone.
   const auto function = [&] {
     if constexpr (kHasScoreFunction) {
-      return FunctionOfKeys{ScoreFunction(p, u.batch, step.head),
-                            step.m0 + fragment::first_column(threadIdx.x), u.key0 + row};
+      return FunctionOfKeys(p, u.batch, step.head, step.m0 + fragment::first_column(threadIdx.x),
+                            u.key0 + row);
     } else {
       return 0;
     }

@@ -22,6 +22,7 @@ struct Warpgroup : RowWalk {
   float output[kValueColumns / 2];
   float correction[2];
   Softmax softmax;
+  ScoreFunction<ForwardParams> function;  // of the unit
   mask::RowBits<kBlockKV> bits;    // of the block whose scores are on their way, unless it is whole
   bias::RowTile<kBlockKV> biases;  // likewise
   DroppedPairs<kBlockKV> dropped;
@@ -155,6 +156,9 @@ struct Warpgroup : RowWalk {
       whole = listed.is_whole(warpgroup);
       if constexpr (kBitsAhead) fetch_bits(bits, listed.number());
     }
+    if constexpr (kHasScoreFunction) {
+      if (is_first) function.read(p, unit().batch, unit().head);
+    }
     if constexpr (kHasBias) {
       if constexpr (kListsBlocks) {
         next = listed_block().number();
@@ -223,7 +227,7 @@ struct Warpgroup : RowWalk {
     if constexpr (kHasScoreFunction) {
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
-      apply_function(p, t.batch, t.head, query_of, block * kBlockKV, scores);
+      apply_function(p, function, query_of, block * kBlockKV, scores);
     }
   }
   // What is dropped of the block's 16 keys from 16 * i on.
