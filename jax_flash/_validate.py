@@ -92,6 +92,9 @@ def prepare(
     if positions is None or window == (None, None):  # there positions mean nothing
         positions = None, None
     score, captured = _score_function(score_mod, softcap, q.dtype)
+    cap = _softcap(softcap)
+    if score is not None and score.cap is not None and _SOFTCAPS[0] <= score.cap <= _SOFTCAPS[1]:
+        score, cap = None, score.cap  # kernels have a term for it
     has_ids = score is not None and not score.used.isdisjoint(("batch", "head"))
     terms = order_terms(
         {
@@ -119,7 +122,7 @@ def prepare(
         scale=static_scale,
         window=window,
         bottom_right=align == "bottom_right",
-        softcap=_softcap(softcap),
+        softcap=cap,
         dropout_rate=rate,
         deterministic=flag("deterministic", deterministic),
         precision=_precision(precision, q.dtype),
