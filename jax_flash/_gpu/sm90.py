@@ -338,7 +338,8 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     own_rows = drops or mapped or problem.masked or "bias" in problem.terms
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 and not own_rows else 1
     # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
-    l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if causal else 1
+    uneven = causal or "block_numbers" in problem.terms
+    l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if uneven else 1
     # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
     bias_bytes = bytes_of_bias(shapes.bias)
     beside = bias_bytes > 0 and (problem.masked or drops or mapped)
@@ -467,7 +468,7 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes) -> int:
     are the fastest of 0.125 to 8 on an H200, 16k tokens, model dim 2048 (docs/tuning.md).
     """
     queries = known(shapes.q_len, 4096)
-    causal = problem.window[1] is not None
+    uneven = problem.window[1] is not None or "block_numbers" in problem.terms
     widest = max(shapes.head_dim, shapes.value_dim)
     group = _group(shapes)
     # Of one query head: the units of a group walk its heads side by side.
@@ -476,12 +477,12 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes) -> int:
     if problem.deterministic:
         steps = queries // (64 if widest > 64 else 128)  # of the longest unit
         level = min(max(steps.bit_length() - 4, 0), 5)  # under 16, 32, 64, 128, 256 steps; more
-        if causal:
+        if uneven:
             factor = ((1, 2, 2, 3, 4, 8) if widest > 128 else (1, 2, 2, 4, 8, 8))[level]
             heads = fitting * factor // min(group, 2)
         else:
             heads = fitting * (1, 2, 2, 2, 4, 4)[level] // 2
-    elif causal:  # units of a group are as many times longer, and fewer: more of them to even out
+    elif uneven:  # units of a group are as many times longer, and fewer: more of them to even out
         heads = max(fitting * min(group, 2) // 2, 4 // group)
     else:
         heads = fitting // 4

@@ -181,8 +181,10 @@ struct Producer {
     if (index >= p.query_blocks * all_heads) return {0, 0, kNoUnit};
     const HeadBlock at = head_block(index, p.query_blocks, all_heads, p.l2_heads);
     const int batch = at.head / heads;
-    // With a bounded right window (causal) late queries see most keys: the longest units first.
-    const int unit = kWindowRight || kReachRight ? p.query_blocks - 1 - at.block : at.block;
+    // With a bounded right window (causal) late queries see most keys: the longest units first. So
+    // they do with most block masks.
+    constexpr bool kLateSeeMost = kWindowRight || kReachRight || kMaskBlock != 0;
+    const int unit = kLateSeeMost ? p.query_blocks - 1 - at.block : at.block;
     return {unit, at.head - batch * heads, batch};
   }
   __device__ __forceinline__ void run() {
