@@ -10,7 +10,10 @@ namespace forward {
 using Scores = float[kBlockKV / 2];
 using Softmax = SoftmaxState<Element>;
 
-struct Warpgroup : RowWalk {
+// A base, which takes no place where there is no function: other members would move, and plain
+// kernels be compiled to other registers.
+struct Warpgroup : RowWalk, ScoreFunction<ForwardParams> {
+  using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   const ForwardParams& p;
   Shared& shared;
   const int warpgroup;  // warpgroup among the consumers
@@ -22,7 +25,6 @@ struct Warpgroup : RowWalk {
   float output[kValueColumns / 2];
   float correction[2];
   Softmax softmax;
-  ScoreFunction<ForwardParams> function;  // of the unit
   mask::RowBits<kBlockKV> bits;    // of the block whose scores are on their way, unless it is whole
   bias::RowTile<kBlockKV> biases;  // likewise
   DroppedPairs<kBlockKV> dropped;
@@ -157,7 +159,7 @@ struct Warpgroup : RowWalk {
       if constexpr (kBitsAhead) fetch_bits(bits, listed.number());
     }
     if constexpr (kHasScoreFunction) {
-      if (is_first) function.read(p, unit().batch, unit().head);
+      if (is_first) UnitFunction::read(p, unit().batch, unit().head);
     }
     if constexpr (kHasBias) {
       if constexpr (kListsBlocks) {
@@ -227,7 +229,7 @@ struct Warpgroup : RowWalk {
     if constexpr (kHasScoreFunction) {
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
-      apply_function(p, function, query_of, block * kBlockKV, scores);
+      apply_function<ForwardParams>(p, *this, query_of, block * kBlockKV, scores);
     }
   }
   // What is dropped of the block's 16 keys from 16 * i on.
