@@ -64,11 +64,19 @@ def cannot(function: Function, with_slope: bool) -> tuple[str, ...]:
 
 def is_light(function: Function) -> bool:
     """Tells whether a score takes a few sums, products and comparisons alone."""
-    lines, _ = _body(function, False, (False,) * len(function.captures), True)
-    _, each = _split(lines)
-    text = " ".join(line.text for line in each)
+    text = _text_of_each(function)
     called = set(re.findall(r"(\w+)\(", text)) - {"fabsf", "fminf", "fmaxf"}
-    return len(each) <= _LIGHT and not called and not re.search("[/%]", text)
+    return text.count(";") <= _LIGHT and not called and not re.search("[/%]", text)
+
+
+def has_remainders(function: Function) -> bool:
+    """Tells whether a score takes remainders of integers."""
+    return "%" in _text_of_each(function)
+
+
+def _text_of_each(function: Function) -> str:
+    lines, _ = _body(function, False, (False,) * len(function.captures), True)
+    return " ".join(map(str, _split(lines)[1]))
 
 
 def define(

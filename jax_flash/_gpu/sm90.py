@@ -394,13 +394,14 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     )
     if widest <= 64:
         held = sum(_HELD[term] for term in problem.terms)
-        # Heads that share a block are of few rows.
-        if held > _HELD_BY_THREE_WARPGROUPS or packed > 1:
-            return tiling(block_kv=widest_block, consumers=2, stages=4, query_stages=2)
-        # A window's left side, a softcap and a function with calls take registers in the walk too,
-        # a sink after it.
+        # A window's left side and a softcap take registers in the walk too, a sink after it.
         walked = [term for term in problem.terms if term not in ("sinks", "score_ids")]
         drains = bool(walked) or problem.window[0] is not None or problem.softcap is not None
+        # Beside these a function of the scores spills up to 328 bytes; alone, with remainders, 64.
+        crammed = problem.score is not None and (drains or emit.has_remainders(problem.score))
+        # Heads that share a block are of few rows.
+        if held > _HELD_BY_THREE_WARPGROUPS or packed > 1 or crammed:
+            return tiling(block_kv=widest_block, consumers=2, stages=4, query_stages=2)
         drains |= problem.score is not None and not emit.is_light(problem.score)
         return tiling(
             block_kv=128, consumers=3, stages=4, query_stages=2, ping_pong=False, drains=drains
