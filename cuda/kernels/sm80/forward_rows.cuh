@@ -295,7 +295,7 @@ struct Rows {
                                               Scores (&scores)[kRowTiles]) const {
     const int first_key = block * kBlockKV;
     const bool whole = walk.is_whole(block);
-    [[maybe_unused]] ScoreFunction<ForwardParams> function;
+    [[maybe_unused]] ScoreFunction<Sm80ForwardParams> function;
     if constexpr (kHasScoreFunction) function.read(p, walk.batch, walk.head);
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
