@@ -148,11 +148,11 @@ struct Fragment {
       const Draws draws(p, walk.unit.batch, walk.head(at));
       dropped.draw(p, draws, first_query, first_key);
     }
-    ScoreFunctionAndSlope<BackwardParams> function;
+    ScoreFunctionAndSlope<Sm80BackwardParams> function;
     function.read(p, walk.unit.batch, walk.head(at));
-    const Place query = place(first_query + fragment::first_column(threadIdx.x));
+    const ::Place query = place(first_query + fragment::first_column(threadIdx.x));
     const int key = first_key + static_cast<int>(threadIdx.x) % 32 / 4;
-    const Place keys[2] = {place(key), place(key + fragment::kRowStep)};
+    const ::Place keys[2] = {place(key), place(key + fragment::kRowStep)};
     constexpr int kCount = kFragmentQueries < 32 ? 32 : kFragmentQueries;
     const auto run = [&](const auto& see) {
 #pragma unroll
