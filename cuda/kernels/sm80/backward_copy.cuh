@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm80/backward_walk.cuh"
+#include "sm80/ptx_sm80.cuh"
 #include "sm80/split.cuh"
 #include "tile.cuh"
 
@@ -38,6 +39,37 @@ struct RowsOf<Float32, kDim, kRows> {
 template <int kDim, int kRows>
 using TileRows = typename RowsOf<Element, kDim, kRows>::Type;
 
+// A thread's part of a step's queries or output gradients where rows are pieces of 16 bytes: of
+// every box a piece, of every kStep-th row. Of a step's place its first row alone is needed.
+template <int kDim>
+struct StepPieces {
+  static constexpr int kStep = kThreads / 8;  // rows at a time
+  static constexpr bool kFits = kParts == 1 && kDim % 8 == 0 && kStep <= kStepQueries;
+  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+
+  // Rows from `count` on read as zero.
+  static __device__ __forceinline__ void begin(const void* array, uint32 tile, int64 first_row,
+                                               int heads, int count) {
+    // Opaque: kept addresses take registers.
+    const uint32 thread = ptx::opaque(threadIdx.x), row = thread / 8, chunk = thread % 8;
+    const uint32 to = tile + row * kBoxRowBytes + swizzled(chunk, row);
+    uint64 source = reinterpret_cast<uint64>(array) + chunk * 16 +
+                    (first_row + row * static_cast<uint32>(heads)) * (2 * kDim);
+#pragma unroll
+    for (int i = 0; i < kStepQueries / kStep; ++i) {
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        const bool inside = box * kBoxColumns + kBoxColumns <= kDim ||
+                            static_cast<int>(chunk) * 8 < kDim - box * kBoxColumns;
+        ptx::copy_async_past_l1(to + (box * kStepQueries + i * kStep) * kBoxRowBytes,
+                                source + box * kBoxRowBytes,
+                                inside && static_cast<int>(row) < count - i * kStep);
+      }
+      source += static_cast<uint64>(static_cast<uint32>(heads)) * (kStep * 2 * kDim);
+    }
+  }
+};
+
 // Keys and values are copied once, queries and output gradients for each step, each with a number
 // for each row. Those with two stages are under way for a step; what has one stage is copied when
 // all are done with what it replaces.
@@ -54,11 +86,21 @@ struct Copies {
     begin_dout(at);
   }
   __device__ __forceinline__ void begin_queries(const Place& at) const {
-    queries(at).begin(rows_left(at));
+    if constexpr (StepPieces<kHeadDim>::kFits) {
+      StepPieces<kHeadDim>::begin(p.query_data, query_tile(at), first_row(at), p.query_heads,
+                                  rows_left(at));
+    } else {
+      queries(at).begin(rows_left(at));
+    }
     begin_numbers(minus_lse(at), p.lse_log2, at);
   }
   __device__ __forceinline__ void begin_dout(const Place& at) const {
-    douts(at).begin(rows_left(at));
+    if constexpr (StepPieces<kValueDim>::kFits) {
+      StepPieces<kValueDim>::begin(p.dout_data, dout_tile(at), first_row(at), p.query_heads,
+                                   rows_left(at));
+    } else {
+      douts(at).begin(rows_left(at));
+    }
     begin_numbers(minus_delta(at), p.minus_delta, at);
   }
   // Waits for all that is under way, which is of this step; past a barrier all are done with the
@@ -69,8 +111,8 @@ struct Copies {
       keys().finish();
       values().finish();
     }
-    queries(at).finish();
-    douts(at).finish();
+    if constexpr (!StepPieces<kHeadDim>::kFits) queries(at).finish();
+    if constexpr (!StepPieces<kValueDim>::kFits) douts(at).finish();
     __syncthreads();
     if constexpr (kWindowLeft || kWindowRight) hide_unseen(at);
   }
@@ -102,13 +144,15 @@ struct Copies {
   __device__ __forceinline__ TileRows<kValueDim, kKeys> values() const {
     return block_of<kValueDim>(p.value_data, value_tile());
   }
+  __device__ __forceinline__ int64 first_row(const Place& at) const {
+    // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
+    const int query = ptx::opaque(walk.unit.batch) * p.query_len + walk.first_query(at);
+    return static_cast<int64>(query) * p.query_heads + walk.head(at);
+  }
   template <int kDim>
   __device__ __forceinline__ TileRows<kDim, kStepQueries> rows_of(const void* array, uint32 tile,
                                                                   const Place& at) const {
-    // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
-    const int64 row =
-        query_row(p, ptx::opaque(walk.unit.batch), walk.first_query(at), walk.head(at));
-    return {tile, static_cast<const Element::Bits*>(array) + row * kDim,
+    return {tile, static_cast<const Element::Bits*>(array) + first_row(at) * kDim,
             static_cast<int64>(p.query_heads) * kDim};
   }
   __device__ __forceinline__ TileRows<kHeadDim, kStepQueries> queries(const Place& at) const {
@@ -126,8 +170,11 @@ struct Copies {
                                                 const Place& at) const {
     const int thread = threadIdx.x;
     if (thread < kStepQueries / 4) {
-      const int64 first = padded_row(p, walk.unit.batch, walk.head(at), walk.first_query(at));
-      ptx::copy_async<16>(to + 16 * thread, reinterpret_cast<uint64>(from + first + 4 * thread),
+      const int block =  // of all rows
+          (walk.unit.batch * p.query_heads + walk.head(at)) * query_blocks(p) + at.m;
+      const float* first = from + at.part * kStepQueries + 4 * thread;
+      ptx::copy_async<16>(to + 16 * thread,
+                          reinterpret_cast<uint64>(first + static_cast<int64>(block) * kQueries),
                           true);
     }
   }

@@ -64,7 +64,6 @@ struct Rows {
   static constexpr int kHeadUnits = kHead / 16, kValueUnits = kValue / 16;  // of 16 columns
   static constexpr int kOwnHead = ceil_div(kHeadUnits, kColumnWarps);       // of a warp
   static constexpr int kOwnValue = ceil_div(kValueUnits, kColumnWarps);
-  static constexpr uint32 kAll = 0xffffffffu;  // units: none is absent
 
   const Sm80BackwardParams& p;
   const Walk& walk;
@@ -198,7 +197,7 @@ struct Rows {
             for (int part = 0; part < kParts; ++part) left[part][i] = parts[part];
           }
         },
-        rows, query, 0, kAll);
+        rows, query, 0, kAllUnits);
   }
   // and of a step, the warp's share of them.
   template <int kDim, int kCount>
@@ -206,7 +205,7 @@ struct Rows {
     constexpr int kOwn = kCount / 8, kUnits = ceil_div(kDim, 16);
     const uint32 lane = opaque_lane();
     const LaneOfScores from(score_tile(which), first_key() + lane % 16, lane / 16);
-    multiply_columns<kStepQueries / 16, kDim, kStepQueries>(
+    multiply_columns<kStepQueries / 16, kDim, kStepQueries, kOwn % 4 == 0>(
         sum,
         [&](int step, uint32(&left)[kParts][4]) {
 #pragma unroll
@@ -214,7 +213,7 @@ struct Rows {
             ptx::load_matrix_x4(from.at(step, 0) + i * kScoreBytes, left[i]);
           }
         },
-        rows, 0, share() * kOwn, kOwn * kColumnWarps == kUnits ? kAll : kUnits);
+        rows, 0, share() * kOwn, kOwn * kColumnWarps == kUnits ? kAllUnits : kUnits);
   }
 
   // Adds dQ = dS K: a warp has 16 queries, and a share of the columns, four units at a time.
@@ -228,22 +227,22 @@ struct Rows {
     constexpr int kWhole = kOwn / 4, kRest = kOwn % 4;
 #pragma unroll(kWhole <= 2 ? 2 : 1)
     for (int i = 0; i < kWhole; ++i) {
-      add_dq_units<4, kAreThere>(copies, at, index, turn, first + 4 * i);
+      add_dq_units<4, kAreThere, kOwn % 4 == 0>(copies, at, index, turn, first + 4 * i);
     }
     if constexpr (kRest > 0) {
-      add_dq_units<kRest, kAreThere>(copies, at, index, turn, first + 4 * kWhole);
+      add_dq_units<kRest, kAreThere, kOwn <= 2>(copies, at, index, turn, first + 4 * kWhole);
     }
   }
-  template <int kUnits, bool kAreThere>
+  template <int kUnits, bool kAreThere, bool kAligned>
   __device__ __forceinline__ void add_dq_units(const Copies& copies, const Place& at, int index,
                                                int turn, uint32 first) const {
-    constexpr uint32 kEnd = kAreThere ? kAll : kHeadUnits;
+    constexpr uint32 kEnd = kAreThere ? kAllUnits : kHeadUnits;
     const uint32 lane = opaque_lane(), row = warp % (kStepQueries / 16);
     const LaneOfScores from(score_tile(0), lane / 16 * 8 + lane % 8, lane / 8 % 2);
     float dq[8 * kUnits];
 #pragma unroll
     for (float& x : dq) x = 0.f;
-    multiply_columns<kKeys / 16, kHeadDim, kKeys>(
+    multiply_columns<kKeys / 16, kHeadDim, kKeys, kAligned>(
         dq,
         [&](int step, uint32(&left)[kParts][4]) {
 #pragma unroll
@@ -255,7 +254,7 @@ struct Rows {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       const uint32 unit = first + i;
-      if (unit >= kEnd) continue;
+      if (!kAreThere && unit >= kEnd) continue;
       const SumTile sum(p, index, unit / 4, at.part * (kStepQueries * 2) + row * 32 + lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

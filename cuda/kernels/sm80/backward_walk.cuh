@@ -29,10 +29,11 @@ struct Place {
 struct Walk {
   const Sm80BackwardParams& p;
   Unit unit;
+  int group;         // query heads; a quotient, which is not computed again at each step
   SegmentRange ids;  // of the keys
 
   __device__ __forceinline__ Walk(const Sm80BackwardParams& p, int index)
-      : p(p), unit(unit_at(p, index)) {
+      : p(p), unit(unit_at(p, index)), group(group_size(p)) {
     if constexpr (kHasSegments) {
       const int2 range = key_segment_range(p, unit.batch, unit.key0 / kKeys);
       ids = {range.x, range.y};
@@ -46,7 +47,7 @@ struct Walk {
     ++at.number;
     if (++at.part < kBlockSteps) return at;
     at.part = 0;
-    if (++at.head < group_size(p)) return at;
+    if (++at.head < group) return at;
     at.head = 0;
     at.m = find(at.m + kDirection);
     return at;
@@ -55,7 +56,7 @@ struct Walk {
     return at.m < unit.blocks.begin || at.m >= unit.blocks.end;
   }
   __device__ __forceinline__ int head(const Place& at) const {
-    return unit.kv_head * group_size(p) + at.head;
+    return unit.kv_head * group + at.head;
   }
   static __device__ __forceinline__ int first_query(const Place& at) {
     return at.m * kQueries + at.part * kStepQueries;

@@ -65,26 +65,30 @@ __device__ __forceinline__ void multiply_rows(float (&d)[kCount], uint32 a, uint
 
 // d[16 x 2 kCount] += a[16 x 16 kSteps] b[16 kSteps x 2 kCount]: b are rows of a tile of kRows
 // rows of kDim, from row_b on; the columns are units of 16 from first_unit on, as far as there are
-// `units`. left_of(step, registers) gives the parts of 16 columns of a.
-template <int kSteps, int kDim, int kRows, int kCount, class LeftOf>
+// `units`. left_of(step, registers) gives the parts of 16 columns of a. With kAligned first_unit is
+// a multiple of 4, or of how many units there are: its part of addresses is then that of all.
+inline constexpr uint32 kAllUnits = 0xffffffffu;  // none is absent
+template <int kSteps, int kDim, int kRows, bool kAligned = false, int kCount, class LeftOf>
 __device__ __forceinline__ void multiply_columns(float (&d)[kCount], LeftOf left_of, uint32 b,
                                                  uint32 row_b, uint32 first_unit, uint32 units) {
   const uint32 lane = opaque_lane();
-  const LaneOfTile<kRows> right_at(b, row_b + lane % 16, lane / 16);
+  LaneOfTile<kRows> right_at(b, row_b + lane % 16, lane / 16);
+  const uint32 origin = kAligned ? 0 : first_unit;
+  if (kAligned) right_at.first = right_at.at(first_unit, 0);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     uint32 left[kParts][4];
     left_of(step, left);
 #pragma unroll
     for (int i = 0; i < kCount / 8; ++i) {
-      if (first_unit + i >= units) continue;
+      if (units != kAllUnits && first_unit + i >= units) continue;
       // Else loads and sums of many columns are under way, and numbers kept for the end spilled.
       if (kParts > 1 && i % 4 == 0) __syncwarp();
       uint32 right[kParts][4];
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         ptx::load_transposed_x4(
-            right_at.at(first_unit + i, 16 * step) + part * kPlaneBytes<kDim, kRows>, right[part]);
+            right_at.at(origin + i, 16 * step) + part * kPlaneBytes<kDim, kRows>, right[part]);
       }
       multiply_parts<Element>(d, 8 * i, left, right);
     }
