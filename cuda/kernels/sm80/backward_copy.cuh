@@ -44,7 +44,7 @@ using TileRows = typename RowsOf<Element, kDim, kRows>::Type;
 template <int kDim>
 struct StepPieces {
   static constexpr int kStep = kThreads / 8;  // rows at a time
-  static constexpr bool kFits = kParts == 1 && kDim % 8 == 0 && kStep <= kStepQueries;
+  static constexpr bool kFits = kIsPlain && kParts == 1 && kDim % 8 == 0 && kStep <= kStepQueries;
   static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
 
   // Rows from `count` on read as zero.
@@ -146,7 +146,9 @@ struct Copies {
   }
   __device__ __forceinline__ int64 first_row(const Place& at) const {
     // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
-    const int query = ptx::opaque(walk.unit.batch) * p.query_len + walk.first_query(at);
+    const int batch = ptx::opaque(walk.unit.batch);
+    if constexpr (!kIsPlain) return query_row(p, batch, walk.first_query(at), walk.head(at));
+    const int query = batch * p.query_len + walk.first_query(at);
     return static_cast<int64>(query) * p.query_heads + walk.head(at);
   }
   template <int kDim>
@@ -170,11 +172,8 @@ struct Copies {
                                                 const Place& at) const {
     const int thread = threadIdx.x;
     if (thread < kStepQueries / 4) {
-      const int block =  // of all rows
-          (walk.unit.batch * p.query_heads + walk.head(at)) * query_blocks(p) + at.m;
-      const float* first = from + at.part * kStepQueries + 4 * thread;
-      ptx::copy_async<16>(to + 16 * thread,
-                          reinterpret_cast<uint64>(first + static_cast<int64>(block) * kQueries),
+      const int64 first = padded_row(p, walk.unit.batch, walk.head(at), walk.first_query(at));
+      ptx::copy_async<16>(to + 16 * thread, reinterpret_cast<uint64>(from + first + 4 * thread),
                           true);
     }
   }

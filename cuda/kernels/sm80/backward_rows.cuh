@@ -60,6 +60,48 @@ __device__ __forceinline__ void store_row(typename Of::Bits* to, bool stored, in
   }
 }
 
+// A warp's 16 rows of keys or values, operands of all steps. Kept where few columns leave registers
+// for them and no term takes these: a quarter of what a fragment reads of shared memory.
+inline constexpr bool kKeepsRows =
+    kIsPlain && kParts == 1 && kColumnWarps == 1 && kHead <= 64 && kValue <= 64;
+template <int kDim, bool kKept>
+struct KeptRows {
+  __device__ __forceinline__ void load(uint32, uint32) {}
+  template <int kCount>
+  __device__ __forceinline__ void multiply(float (&d)[kCount], uint32 tile, uint32 row, uint32 b,
+                                           uint32 row_b) const {
+    multiply_rows<kDim, kKeys, kStepQueries>(d, tile, row, b, row_b);
+  }
+};
+template <int kDim>
+struct KeptRows<kDim, true> {
+  uint32 units[ceil_div(kDim, 16)][4];
+
+  __device__ __forceinline__ void load(uint32 tile, uint32 row) {
+    const LeftRows<kDim, kKeys> from(tile, row, opaque_lane());
+#pragma unroll
+    for (int i = 0; i < ceil_div(kDim, 16); ++i) {
+      uint32 unit[kParts][4];
+      from(i, unit);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) units[i][j] = unit[0][j];
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ void multiply(float (&d)[kCount], uint32, uint32, uint32 b,
+                                           uint32 row_b) const {
+#pragma unroll
+    for (float& x : d) x = 0.f;
+    add_rows_of<kDim, kStepQueries>(
+        d,
+        [&](int step, uint32(&left)[kParts][4]) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) left[0][j] = units[step][j];
+        },
+        b, row_b);
+  }
+};
+
 struct Rows {
   static constexpr int kHeadUnits = kHead / 16, kValueUnits = kValue / 16;  // of 16 columns
   static constexpr int kOwnHead = ceil_div(kHeadUnits, kColumnWarps);       // of a warp
@@ -70,6 +112,8 @@ struct Rows {
   Shared& shared;
   const int warp = ptx::warp_index();
   float dk[8 * kOwnHead], dv[8 * kOwnValue];
+  KeptRows<kHeadDim, kKeepsRows> keys;
+  KeptRows<kValueDim, kKeepsRows> values;
 
   __device__ __forceinline__ void run() {
 #pragma unroll
@@ -82,6 +126,10 @@ struct Rows {
 #pragma unroll 1
     while (!walk.is_over(at)) {
       copies.take(at);
+      if (at.number == 0) {
+        keys.load(copies.key_tile(), first_key());
+        values.load(copies.value_tile(), first_key());
+      }
       const Place next = walk.after(at);
       step(copies, at, next);
       at = next;
@@ -110,16 +158,14 @@ struct Rows {
                               walk.first_query(at) + column};
       Scores x, dp;
       Packed probability, gradient;
-      multiply_rows<kHeadDim, kKeys, kStepQueries>(x, copies.key_tile(), first_key(), query,
-                                                   column);
+      keys.multiply(x, copies.key_tile(), first_key(), query, column);
       fragment.to_probabilities(x, probability, copies.minus_lse(at));
       if constexpr (kColumnWarps == 1) {
         add_own<kValueDim>(dv, probability, dout, column);
       } else {
         store_scores(probability, 1, column);
       }
-      multiply_rows<kValueDim, kKeys, kStepQueries>(dp, copies.value_tile(), first_key(), dout,
-                                                    column);
+      values.multiply(dp, copies.value_tile(), first_key(), dout, column);
       fragment.to_gradients(x, dp, gradient, copies.minus_delta(at));
       if constexpr (kHasDbias && kStoresDbias) {
         gradient.store_dbias(p, walk.unit.batch, walk.head(at), fragment.first_query,
@@ -205,7 +251,7 @@ struct Rows {
     constexpr int kOwn = kCount / 8, kUnits = ceil_div(kDim, 16);
     const uint32 lane = opaque_lane();
     const LaneOfScores from(score_tile(which), first_key() + lane % 16, lane / 16);
-    multiply_columns<kStepQueries / 16, kDim, kStepQueries, kOwn % 4 == 0>(
+    multiply_columns<kStepQueries / 16, kDim, kStepQueries, kIsPlain && kOwn % 4 == 0>(
         sum,
         [&](int step, uint32(&left)[kParts][4]) {
 #pragma unroll
@@ -227,10 +273,11 @@ struct Rows {
     constexpr int kWhole = kOwn / 4, kRest = kOwn % 4;
 #pragma unroll(kWhole <= 2 ? 2 : 1)
     for (int i = 0; i < kWhole; ++i) {
-      add_dq_units<4, kAreThere, kOwn % 4 == 0>(copies, at, index, turn, first + 4 * i);
+      add_dq_units<4, kAreThere, kIsPlain && kOwn % 4 == 0>(copies, at, index, turn, first + 4 * i);
     }
     if constexpr (kRest > 0) {
-      add_dq_units<kRest, kAreThere, kOwn <= 2>(copies, at, index, turn, first + 4 * kWhole);
+      add_dq_units<kRest, kAreThere, kIsPlain && kOwn <= 2>(copies, at, index, turn,
+                                                            first + 4 * kWhole);
     }
   }
   template <int kUnits, bool kAreThere, bool kAligned>
@@ -254,7 +301,7 @@ struct Rows {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       const uint32 unit = first + i;
-      if (!kAreThere && unit >= kEnd) continue;
+      if (!(kAreThere && kIsPlain) && unit >= kEnd) continue;
       const SumTile sum(p, index, unit / 4, at.part * (kStepQueries * 2) + row * 32 + lane);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -14,6 +14,10 @@ inline constexpr int kColumnWarps = kWarps / kRowWarps;             // that shar
 inline constexpr int kBlockSteps = kQueries / kStepQueries;         // of a block of queries
 inline constexpr bool kListsBlocks = kHasSegments || kSkipsMasked;  // there may be gaps
 
+// No term takes registers that addresses need: beside some up to 48 bytes would be spilled.
+inline constexpr bool kIsPlain = !kHasSegments && !kHasPositions && !kHasMask && !kHasBias &&
+                                 !kHasDropout && !kHasSlope && !kDeterministic;
+
 static_assert(kQueries == 64 && kStepQueries >= 16 && kQueries % kStepQueries == 0);
 static_assert(kWarps % kRowWarps == 0 && kColumnWarps <= 4);
 
@@ -29,16 +33,18 @@ struct Place {
 struct Walk {
   const Sm80BackwardParams& p;
   Unit unit;
-  int group;         // query heads; a quotient, which is not computed again at each step
   SegmentRange ids;  // of the keys
 
   __device__ __forceinline__ Walk(const Sm80BackwardParams& p, int index)
-      : p(p), unit(unit_at(p, index)), group(group_size(p)) {
+      : p(p), unit(unit_at(p, index)) {
+    if constexpr (kKeepsGroup) group_ = group_size(p);
     if constexpr (kHasSegments) {
       const int2 range = key_segment_range(p, unit.batch, unit.key0 / kKeys);
       ids = {range.x, range.y};
     }
   }
+  // Query heads of the key/value head.
+  __device__ __forceinline__ int group() const { return kKeepsGroup ? group_ : group_size(p); }
   // Whole warps call these two.
   __device__ __forceinline__ Place first() const {
     return {find(backward::first_block(unit.blocks))};
@@ -47,7 +53,7 @@ struct Walk {
     ++at.number;
     if (++at.part < kBlockSteps) return at;
     at.part = 0;
-    if (++at.head < group) return at;
+    if (++at.head < group()) return at;
     at.head = 0;
     at.m = find(at.m + kDirection);
     return at;
@@ -56,7 +62,7 @@ struct Walk {
     return at.m < unit.blocks.begin || at.m >= unit.blocks.end;
   }
   __device__ __forceinline__ int head(const Place& at) const {
-    return unit.kv_head * group + at.head;
+    return unit.kv_head * group() + at.head;
   }
   static __device__ __forceinline__ int first_query(const Place& at) {
     return at.m * kQueries + at.part * kStepQueries;
@@ -119,6 +125,9 @@ struct Walk {
   }
 
  private:
+  static constexpr bool kKeepsGroup = kIsPlain;  // a quotient: 35 instructions of each step
+  int group_;
+
   // The next block from m on that is not hidden, or one past all blocks.
   __device__ __forceinline__ int find(int m) const {
     if constexpr (!kListsBlocks) return m;

@@ -26,23 +26,19 @@ struct LaneOfTile {
   }
 };
 
-// d[16 x 2 kCount] += a[16 x kDim] b[2 kCount x kDim]^T: rows of two tiles of kRowsA and kRowsB
-// rows, from row_a and row_b on, multiples of 16.
-template <int kDim, int kRowsA, int kRowsB, int kCount>
-__device__ __forceinline__ void add_rows(float (&d)[kCount], uint32 a, uint32 row_a, uint32 b,
-                                         uint32 row_b) {
+// d[16 x 2 kCount] += a[16 x kDim] b[2 kCount x kDim]^T: b are rows of a tile of kRowsB rows, from
+// row_b on, a multiple of 16. left_of(step, registers) gives the parts of 16 columns of a.
+template <int kDim, int kRowsB, int kCount, class LeftOf>
+__device__ __forceinline__ void add_rows_of(float (&d)[kCount], LeftOf left_of, uint32 b,
+                                            uint32 row_b) {
   const uint32 lane = opaque_lane();  // in the order of matrices
-  const LaneOfTile<kRowsA> left_at(a, row_a + lane % 16, lane / 16);
   const LaneOfTile<kRowsB> right_at(b, row_b + lane / 16 * 8 + lane % 8, lane / 8 % 2);
   constexpr int kSteps = ceil_div(kDim, 16);
   constexpr int kStepsAtOnce = kParts == 1 ? kSteps : 2;  // more: spills
 #pragma unroll kStepsAtOnce
   for (int step = 0; step < kSteps; ++step) {
     uint32 left[kParts][4];
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      ptx::load_matrix_x4(left_at.at(step, 0) + i * kPlaneBytes<kDim, kRowsA>, left[i]);
-    }
+    left_of(step, left);
 #pragma unroll
     for (int j = 0; j < kCount / 8; ++j) {
       uint32 right[kParts][4];
@@ -53,6 +49,26 @@ __device__ __forceinline__ void add_rows(float (&d)[kCount], uint32 a, uint32 ro
       multiply_parts<Element>(d, 8 * j, left, right);
     }
   }
+}
+// A warp's 16 rows of a tile of kRows, from `row` on, a multiple of 16, as left_of.
+template <int kDim, int kRows>
+struct LeftRows {
+  LaneOfTile<kRows> from;
+
+  __device__ __forceinline__ LeftRows(uint32 tile, uint32 row, uint32 lane)
+      : from(tile, row + lane % 16, lane / 16) {}
+  __device__ __forceinline__ void operator()(int step, uint32 (&left)[kParts][4]) const {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      ptx::load_matrix_x4(from.at(step, 0) + i * kPlaneBytes<kDim, kRows>, left[i]);
+    }
+  }
+};
+// The same with rows of two tiles.
+template <int kDim, int kRowsA, int kRowsB, int kCount>
+__device__ __forceinline__ void add_rows(float (&d)[kCount], uint32 a, uint32 row_a, uint32 b,
+                                         uint32 row_b) {
+  add_rows_of<kDim, kRowsB>(d, LeftRows<kDim, kRowsA>(a, row_a, opaque_lane()), b, row_b);
 }
 // The same from zero.
 template <int kDim, int kRowsA, int kRowsB, int kCount>
@@ -81,7 +97,7 @@ __device__ __forceinline__ void multiply_columns(float (&d)[kCount], LeftOf left
     left_of(step, left);
 #pragma unroll
     for (int i = 0; i < kCount / 8; ++i) {
-      if (units != kAllUnits && first_unit + i >= units) continue;
+      if (!(kAligned && units == kAllUnits) && first_unit + i >= units) continue;
       // Else loads and sums of many columns are under way, and numbers kept for the end spilled.
       if (kParts > 1 && i % 4 == 0) __syncwarp();
       uint32 right[kParts][4];
