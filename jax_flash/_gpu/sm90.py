@@ -46,8 +46,8 @@ _HELD = {
     "key_value_positions": 1,
     "sinks": 1,
     "mask": 8,
-    "block_numbers": 8,
-    "block_bits": 0,  # the same 8
+    "block_numbers": 2,  # bits are read where they are tested; no other term beside them
+    "block_bits": 0,
     "dropout_state": 3,  # and what its draws pass through
     "bias": 32,
     "score_ids": 0,  # read once a unit
@@ -399,6 +399,8 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
         drains = bool(walked) or problem.window[0] is not None or problem.softcap is not None
         # Beside these a function of the scores spills up to 328 bytes; alone, with remainders, 64.
         crammed = problem.score is not None and (drains or emit.has_remainders(problem.score))
+        if shapes.block_mask is not None:  # 8 bytes beside a softcap; 124 of pieces of 16 keys
+            crammed |= problem.softcap is not None or shapes.block_mask.block % 32 != 0
         # Heads that share a block are of few rows.
         if held > _HELD_BY_THREE_WARPGROUPS or packed > 1 or crammed:
             return tiling(block_kv=widest_block, consumers=2, stages=4, query_stages=2)

@@ -44,8 +44,9 @@ inline constexpr bool kListsWhole = kHasPositions || kHasMask;
 inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight
 // The mask's bits are fetched beside the product that they are for; with segments, positions or a
-// bias there is no register for that.
-inline constexpr bool kBitsAhead = kHasMask && !kHasSegments && !kHasPositions && !kHasBias;
+// bias, or if kDrains, there is no register for that.
+inline constexpr bool kBitsAhead =
+    kHasMask && !kHasSegments && !kHasPositions && !kHasBias && !kDrains;
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);

@@ -81,7 +81,8 @@ struct UnitWalk {
   // Does the mask let any row of the unit see any key of the block? Each lane has its own block.
   __device__ __forceinline__ bool mask_shows(const UnitInfo& unit, int block) const {
     int flags = 0;
-#pragma unroll
+    // Three warpgroups leave the producer 32 registers: unrolled, 56 bytes are spilled.
+#pragma unroll(kConsumers == 3 ? 1 : kConsumers)
     for (int i = 0; i < kConsumers; ++i) flags |= mask_flag(unit, i, block);
     return flags != 0;
   }
