@@ -79,6 +79,7 @@ struct uint4 {
 inline float __shfl_xor_sync(unsigned, float x, int mask) { return Exchange(x, this_lane ^ mask); }
 inline bool __any_sync(unsigned, bool x) { return Count(x) > 0; }
 inline bool __all_sync(unsigned, bool x) { return Count(x) == kLanes; }
+inline void __syncwarp() { Count(true); }
 // Constants of the generated header. Both types are run here.
 constexpr bool kBFloat16 = true, kFloat32 = false, kHasDropout = true, kDropsMost = DROPS_MOST;
 constexpr bool kDropsPart = true;
