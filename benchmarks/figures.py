@@ -19,6 +19,7 @@ import shapes
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 COMMAND = "python benchmarks/run.py"
+SPARSE_COMMAND = "python benchmarks/sparse.py"
 PASSES = {"forward": "forward", "training": "forward + backward"}
 THEMES = {"light": "#24292f", "dark": "#e6edf3"}  # text and axes; nothing is behind them
 # Peers with their names and colours, readable on white and on black; the widest line is ours.
@@ -29,6 +30,7 @@ LOOKS = {
     "torch_flash": ("FlashAttention-2", "#9c36b5", 1.6),
     "jax_xla": ("XLA (jax.nn)", "#868e96", 1.6),
 }
+LAYOUTS = {"random": "#1c7ed6", "banded": "#9c36b5", "butterfly": "#e8590c"}
 
 mpl.use("Agg")
 mpl.rcParams["svg.fonttype"] = "none"  # text stays text
@@ -42,14 +44,15 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     for theme, color in THEMES.items():
         draw_speed(record, color, folder / f"speed-{theme}.svg")
+        draw_sparse(newest(RESULTS, SPARSE_COMMAND), color, folder / f"sparse-{theme}.svg")
         for name in drawings.DRAWINGS:
             (folder / f"{name}-{theme}.svg").write_text(drawings.draw(name, theme))
 
 
-def newest(folder: Path) -> dict[str, Any]:
-    """Reads the latest results of run.py in a folder, of all its cells."""
+def newest(folder: Path, command: str = COMMAND) -> dict[str, Any]:
+    """Reads the latest results of a command in a folder; run.py's are of all its cells."""
     records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return max((x for x in records if x.get("command") == COMMAND), key=lambda x: x["date"])
+    return max((x for x in records if x.get("command") == command), key=lambda x: x["date"])
 
 
 def draw_speed(record: Mapping[str, Any], color: str, to: Path) -> None:
@@ -64,6 +67,37 @@ def draw_speed(record: Mapping[str, Any], color: str, to: Path) -> None:
             *axes[0].get_legend_handles_labels(),
             loc="outside lower center",
             ncols=len(LOOKS),
+            frameon=False,
+            labelcolor=color,
+        )
+        figure.savefig(to, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
+def draw_sparse(record: Mapping[str, Any], color: str, to: Path) -> None:
+    """Draws the time of forward + backward over density at T 16384: a panel for each head dim."""
+    cells = [x for x in record["cells"] if x["length"] == 16384 and x["pass"] == "training"]
+    with plt.rc_context({"text.color": color, "axes.labelcolor": color, "axes.edgecolor": color}):
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+        for ax, head_dim in zip(axes, (64, 128), strict=True):
+            found = [x for x in cells if x["head_dim"] == head_dim]
+            (dense,) = (x["milliseconds"] for x in found if x["layout"] == "dense")
+            ax.set_title(f"{PASSES['training']}, head dim {head_dim}", fontsize=11, color=color)
+            ax.axhline(dense, color=color, linewidth=1, linestyle="--", label="no block mask")
+            ax.plot([0, 1], [0, dense], color=color, linewidth=1, linestyle=":", label="its share")
+            for layout, line in LAYOUTS.items():
+                points = sorted(
+                    (x["density"], x["milliseconds"]) for x in found if x["layout"] == layout
+                )
+                ax.plot(*zip(*points, strict=True), "o-", color=line, markersize=4, label=layout)
+            ax.set_xlabel("share of blocks that are not empty")
+            ax.set_xlim(0, 1.02)
+            _plain_axes(ax, color)
+        axes[0].set_ylabel("milliseconds, T 16384, 16 heads")
+        figure.legend(
+            *axes[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=5,
             frameon=False,
             labelcolor=color,
         )
@@ -96,8 +130,12 @@ def _lines(ax: Any, found: Mapping[str, Sequence[tuple[int, float]]], color: str
             ticks = [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths]
             ax.set_xticks(places, ticks)
     ax.set_xlabel("sequence length")
-    ax.set_ylim(bottom=0)
+    _plain_axes(ax, color)
     ax.margins(y=0.12)
+
+
+def _plain_axes(ax: Any, color: str) -> None:
+    ax.set_ylim(bottom=0)
     ax.tick_params(colors=color)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", alpha=0.25, color=color)

@@ -174,18 +174,25 @@ def strided(stride: int) -> Mask:
     return Mask(lambda b, h, q, k: (k <= q) & ((q - k < stride) | ((q - k) % stride == 0)))
 
 
-def butterfly(q_blocks: int, kv_blocks: int | None = None) -> np.ndarray:
+def butterfly(
+    q_blocks: int, kv_blocks: int | None = None, *, max_stride: int | None = None
+) -> np.ndarray:
     """The flat butterfly as a layout: blocks i and j meet if their numbers differ in one bit.
 
-    Each block also meets itself: 1 + log2(n) of n blocks a row. Where there are more blocks of
-    keys than of queries or fewer, the square of the larger number is squeezed.
+    Each block also meets itself: 1 + log2(n) of n blocks a row, or 1 + log2(max_stride) with a
+    maximum stride: then time grows linearly with T. Where there are more blocks of keys than of
+    queries or fewer, the square of the larger number is squeezed.
 
     Dao et al., Pixelated Butterfly (arXiv:2112.00029): the layout of the FlashAttention paper.
 
     Arguments:
       q_blocks, kv_blocks: ceil(T / block) and ceil(S / block); None: as many of keys.
+      max_stride: a power of two; blocks of numbers max_stride / 2 apart meet, none further apart.
+        None: of any stride.
 
     Returns: bool `[q_blocks, kv_blocks]`, for `jax_flash.block_mask_of`.
+
+    Raises: ValueError if max_stride is not a power of two.
 
     Examples:
       >>> from jax_flash import masks
@@ -195,8 +202,11 @@ def butterfly(q_blocks: int, kv_blocks: int | None = None) -> np.ndarray:
              [1, 0, 1, 1],
              [0, 1, 1, 1]])
     """
+    if max_stride is not None and (max_stride < 1 or max_stride & (max_stride - 1)):
+        raise ValueError(f"max_stride must be a power of two or None, not {max_stride}")
     kv_blocks = q_blocks if kv_blocks is None else kv_blocks
     size = max(q_blocks, kv_blocks)
     i, j = (np.arange(n) * size // max(n, 1) for n in (q_blocks, kv_blocks))
     apart = i[:, None] ^ j
-    return (apart & (apart - 1)) == 0
+    meets = (apart & (apart - 1)) == 0
+    return meets if max_stride is None else meets & (apart < max_stride)

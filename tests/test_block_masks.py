@@ -132,6 +132,10 @@ def test_masks_combine():
     assert masks.butterfly(6, 12).shape == (6, 12)
     assert masks.butterfly(6, 12).any(0).all()
     assert masks.butterfly(6, 12).any(1).all()
+    assert (masks.butterfly(16, max_stride=4).sum(1) == 3).all()
+    assert (masks.butterfly(16, max_stride=16) == masks.butterfly(16)).all()
+    with pytest.raises(ValueError, match="max_stride must be a power of two"):
+        masks.butterfly(16, max_stride=3)
 
 
 @pytest.mark.quick
