@@ -64,48 +64,72 @@ struct Loader {
                                : kFloat32 ? kFloatRowAlignment<kDim>
                                           : kRowAlignment<kDim>;
 
-  // Neighbours have what lies beside it: of a row, of the heads of a position, of the next
-  // position.
+  // Lanes have the words of a position side by side, of its heads one after the other, and of as
+  // many positions as there are lanes for. What takes instructions, a lane finds once for kRun
+  // positions, which lie in one page: one warp copies what all of a multiprocessor read.
   template <int kDim>
   __device__ __forceinline__ void fetch(uint32 to, const void* array, int block,
                                         const Pages& pages) const {
-    constexpr int kWords =
-        kBoxes<kDim> * (kBoxRowBytes / kWord<kDim>);  // of a row, zeros behind its end
-    constexpr int kOfRow = ceil_div(kDim * kElementBytes, kWord<kDim>);
-    constexpr int kRows = kPiecesOfRound * kBoxRows;
-    const auto* const data = static_cast<const typename Word<kWord<kDim>>::Type*>(array);
+    constexpr int kBytes = kWord<kDim>;
+    constexpr int kWords = kBoxes<kDim> * (kBoxRowBytes / kBytes);  // zeros behind a row's end
+    constexpr int kOfRow = ceil_div(kDim * kElementBytes, kBytes);
+    constexpr int kColumns = kWords * kHeads;
+    constexpr int kAtOnce = kColumns < 32 ? 32 / kColumns : 1;
+    constexpr int kRun = kBoxRows > kAtOnce ? kBoxRows : kAtOnce;
+    constexpr int kRunsOfRound = kPiecesOfRound * kBoxRows / kRun;
+    static_assert(kBlockKV % kRun == 0 && kRunsOfRound > 0);
+    const int lane = threadIdx.x % 32;
+    const int64 pitch = static_cast<int64>(p.kv_heads) * kDim * kElementBytes;  // of a position
 #pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      const int own = block * kBlockKV + (i * 32 + threadIdx.x % 32) * kBoxRows;
-      const int own_slot = kPaged ? own % p.page_size : own;
-#pragma unroll 2
-      for (int first = 0; first < kRows * kHeads * kWords; first += 32) {
-        const int item = first + threadIdx.x % 32;
-        const int word = item % kWords, head = item / kWords % kHeads;
-        const int of_round = item / (kWords * kHeads), piece = of_round / kBoxRows;
-        const int page = __shfl_sync(0xffffffffu, pages.of[i], piece);
-        const int slot = __shfl_sync(0xffffffffu, own_slot, piece) + of_round % kBoxRows;
-        if (page < 0) continue;
-        const int row = i * 32 * kBoxRows + of_round;
-        const int64 at =
-            (static_cast<int64>(page) * p.page_size + slot) * p.kv_heads + share.kv_head + head;
-        const bool exists = word < kOfRow && slot < p.page_size;  // a cache ends within a block
-        const uint32 target =
-            chunk_address<kBlockKV>(to + head * kTileBytes<kDim>, row, word * kWord<kDim> / 16) +
-            word * kWord<kDim> % 16;
-        if constexpr (kInPieces) {
-          const uint16* from = static_cast<const uint16*>(array) + at * kDim;
-          const uint4 piece = exists ? load_piece<kDim>(from, 8 * word) : uint4{};
-          ptx::store_shared_x4(target, piece.x, piece.y, piece.z, piece.w);
-        } else {
-          const auto* from = data + (exists ? at * kOfRow + word : 0);
-          if constexpr (kWord<kDim> == 16) {
-            ptx::copy_async_once(target, reinterpret_cast<uint64>(from), exists);
-          } else {
-            ptx::copy_async<kWord<kDim>>(target, reinterpret_cast<uint64>(from), exists);
+    for (int first = 0; first < kColumns; first += 32) {
+      const int column = first + (kColumns < 32 ? lane % kColumns : lane);
+      const int own_row = kColumns < 32 ? lane / kColumns : 0;
+      const int head = column / kWords, word = column % kWords, chunk = word * kBytes / 16;
+      const uint32 tile = to + head * kTileBytes<kDim> + chunk / 8 * kBlockKV * kBoxRowBytes +
+                          word * kBytes % 16;
+      const uint64 data = reinterpret_cast<uint64>(array) +
+                          (share.kv_head + head) * (kDim * kElementBytes) + word * kBytes;
+#pragma unroll
+      for (int i = 0; i < kPiecesOfLane; ++i) {
+        const int own = block * kBlockKV + (i * 32 + lane) * kBoxRows;
+        const int own_slot = kPaged ? own % p.page_size : own;
+#pragma unroll 1
+        for (int run = 0; run < kRunsOfRound; ++run) {
+          const int of_round = run * kRun + own_row, piece = of_round / kBoxRows % 32;
+          const int page = __shfl_sync(0xffffffffu, pages.of[i], piece);
+          const int slot = __shfl_sync(0xffffffffu, own_slot, piece) + of_round % kBoxRows;
+          if (page < 0 || column >= kColumns || own_row >= kAtOnce) continue;
+          const int row = i * 32 * kBoxRows + of_round;
+          // A cache ends within a block.
+          const int count = word < kOfRow ? p.page_size - slot : 0;
+          uint64 from = data + (static_cast<int64>(page) * p.page_size + slot) * pitch;
+#pragma unroll 1
+          for (int eight = 0; eight < kRun; eight += 8) {
+#pragma unroll
+            for (int j = 0; j < kRun && j < 8; j += kAtOnce) {
+              // row and j have no bit in common.
+              const uint32 swizzle = swizzled(static_cast<uint32>(chunk % 8 ^ j), row);
+              copy<kDim>(tile + (row + eight) * kBoxRowBytes + swizzle + j * kBoxRowBytes, from,
+                         word, eight + j < count);
+              from += kAtOnce * pitch;
+            }
           }
         }
       }
+    }
+  }
+
+  // A word of a row, or zeros.
+  template <int kDim>
+  static __device__ __forceinline__ void copy(uint32 target, uint64 from, int word, bool exists) {
+    if constexpr (kInPieces) {
+      const auto* const row = reinterpret_cast<const uint16*>(from) - 8 * word;
+      const uint4 piece = exists ? load_piece<kDim>(row, 8 * word) : uint4{};
+      ptx::store_shared_x4(target, piece.x, piece.y, piece.z, piece.w);
+    } else if constexpr (kWord<kDim> == 16) {
+      ptx::copy_async_past_l1(target, from, exists);
+    } else {
+      ptx::copy_async<kWord<kDim>>(target, from, exists);
     }
   }
 };

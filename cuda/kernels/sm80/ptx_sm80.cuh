@@ -17,13 +17,6 @@ __device__ __forceinline__ void copies_arrive(uint32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Copies 16 bytes that nobody reads again, past L1, or zeroes them.
-__device__ __forceinline__ void copy_async_once(uint32 destination, uint64 source, bool copies) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
-               "r"(copies ? 16 : 0)
-               : "memory");
-}
-
 // Copies 16 bytes past L1, or zeroes them, without a register for the choice.
 __device__ __forceinline__ void copy_async_past_l1(uint32 destination, uint64 source, bool copies) {
   asm volatile(
