@@ -85,24 +85,24 @@ struct Loader {
       const int column = first + (kColumns < 32 ? lane % kColumns : lane);
       const int own_row = kColumns < 32 ? lane / kColumns : 0;
       const int head = column / kWords, word = column % kWords, chunk = word * kBytes / 16;
-      const uint32 tile = to + head * kTileBytes<kDim> + chunk / 8 * kBlockKV * kBoxRowBytes +
-                          word * kBytes % 16;
-      const uint64 data = reinterpret_cast<uint64>(array) +
+      const uint32 tile =
+          to + head * kTileBytes<kDim> + chunk / 8 * kBlockKV * kBoxRowBytes + word * kBytes % 16;
+      const int of_piece = own_row % kBoxRows;
+      const uint64 data = reinterpret_cast<uint64>(array) + of_piece * pitch +
                           (share.kv_head + head) * (kDim * kElementBytes) + word * kBytes;
 #pragma unroll
       for (int i = 0; i < kPiecesOfLane; ++i) {
-        const int own = block * kBlockKV + (i * 32 + lane) * kBoxRows;
-        const int own_slot = kPaged ? own % p.page_size : own;
-#pragma unroll 1
+        const int slot = own_slot(block, i);
+        const uint64 own_offset = (static_cast<int64>(pages.of[i]) * p.page_size + slot) * pitch;
+        const int own_count = pages.of[i] < 0 ? 0 : p.page_size - slot;
+#pragma unroll 2
         for (int run = 0; run < kRunsOfRound; ++run) {
           const int of_round = run * kRun + own_row, piece = of_round / kBoxRows % 32;
-          const int page = __shfl_sync(0xffffffffu, pages.of[i], piece);
-          const int slot = __shfl_sync(0xffffffffu, own_slot, piece) + of_round % kBoxRows;
-          if (page < 0 || column >= kColumns || own_row >= kAtOnce) continue;
+          uint64 from = data + shuffle(own_offset, piece);
+          int count = __shfl_sync(0xffffffffu, own_count, piece);
+          if (count <= 0 || column >= kColumns || own_row >= kAtOnce) continue;
           const int row = i * 32 * kBoxRows + of_round;
-          // A cache ends within a block.
-          const int count = word < kOfRow ? p.page_size - slot : 0;
-          uint64 from = data + (static_cast<int64>(page) * p.page_size + slot) * pitch;
+          count = word < kOfRow ? count - of_piece : 0;  // a cache ends within a block
 #pragma unroll 1
           for (int eight = 0; eight < kRun; eight += 8) {
 #pragma unroll
@@ -117,6 +117,17 @@ struct Loader {
         }
       }
     }
+  }
+
+  // Where piece 32 * i of a block, and the lane's further on, begins in its page.
+  __device__ __forceinline__ int own_slot(int block, int i) const {
+    const int first = block * kBlockKV + (i * 32 + threadIdx.x % 32) * kBoxRows;
+    return kPaged ? first % p.page_size : first;
+  }
+  static __device__ __forceinline__ uint64 shuffle(uint64 value, int lane) {
+    const uint32 low = __shfl_sync(0xffffffffu, static_cast<uint32>(value), lane);
+    const uint32 high = __shfl_sync(0xffffffffu, static_cast<uint32>(value >> 32), lane);
+    return static_cast<uint64>(high) << 32 | low;
   }
 
   // A word of a row, or zeros.
