@@ -95,8 +95,8 @@ template <int kCount>
 class Dropped {
  public:
   // `key`: the first of the warp's 16. Words are drawn by the thread that has their weights where
-  // rows are queries; they are 8 x 8 matrices of 16 bits, whose transposes are wanted here. Whole
-  // warps call.
+  // rows are queries. A bit each, they are 8 x 8 matrices of 16 bits, whose transposes are wanted
+  // here: one for sixteen words. Whole warps call.
   template <class Params>
   __device__ __forceinline__ void draw(const Params& p, const Draws& draws, int first_query,
                                        int key) {
@@ -110,11 +110,13 @@ class Dropped {
       const PhiloxWords words = draws.words(columns + 2 * i, rows);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {  // elements 2 (i + k) and the one after it
-        const uint32 word = ptx::transpose_matrix(words.word[k % 2 * 2 + k / 2]);
+        const uint32 halves = dropped_halves(p, words.word[k % 2 * 2 + k / 2]);
         uint32& set = bits_[i / 16];
-        set = (i % 16 + k == 0 ? 0 : set) | (dropped_halves(p, word) & 0x00010001u << (i + k) % 16);
+        set = (i % 16 + k == 0 ? 0 : set) | (halves & 0x00010001u << (i + k) % 16);
       }
     }
+#pragma unroll
+    for (uint32& set : bits_) set = ptx::transpose_matrix(set);
   }
   // The weight of element i, with a sign if it is dropped. A slope gives weights a sign of their
   // own: then the lowest bit tells.
