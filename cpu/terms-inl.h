@@ -402,18 +402,28 @@ inline void ModifyScores(const Head& head, const Row& row, const KeyBlock& block
                  first_key = words_of == 6 ? state[5] : 0;
   const uint32_t threshold = DropoutThreshold(in.problem.dropout_rate);
   const float kept = static_cast<float>(1.0 / (1.0 - in.problem.dropout_rate));
-  const uint32_t t = static_cast<uint32_t>(row.t), query = first_query + t / 16 * 8 + t % 8;
+  const uint32_t t = static_cast<uint32_t>(row.t), query = first_query + t / 16 * 4 + t % 4;
+  // Of the two words of a query in a counter, its own and the other one.
+  const uint32_t which = t / 8 % 2, factor = which == 0 ? 0x93D765DDu : 0xD2511F53u;
   constexpr int64_t kKeys = 4 * kPhilox;
   for (int64_t j = span.begin / kKeys * kKeys; j < span.end; j += kKeys) {
-    uint32_t words[4][kPhilox];
-    Philox(first_key + static_cast<uint32_t>((block.first + j) / 4), query, state[2], state[3],
-           state[0], state[1], words);
+    const uint32_t key = first_key + static_cast<uint32_t>((block.first + j) / 4);
+    uint32_t words[4][kPhilox], numbers[2][kPhilox];
+    Philox(key, query, state[2], state[3], state[0], state[1], words);
+    for (uint32_t i = 0; i < kPhilox; ++i) {
+      // Words 2 and 3 where cells of 16 queries and keys, four counters each, have it so.
+      const uint32_t last = 0 - ((query ^ (key + i) ^ t) / 4 % 2);
+      const uint32_t own = words[which][i] ^ ((words[which][i] ^ words[which + 2][i]) & last);
+      const uint32_t first = words[1 - which][i], third = words[3 - which][i];
+      numbers[0][i] = own;
+      numbers[1][i] = own * factor + (first ^ ((first ^ third) & last));
+    }
     for (int64_t half = 0; half < 2; ++half) {  // keys 0 to 7 and 8 to 15 of each 16
-      const uint32_t* word = words[2 * half + row.t / 8 % 2];
       for (int64_t i = 0; i < kPhilox; ++i) {
+        const uint32_t number = numbers[half][i];
         float* two = keep + j + i / 4 * 16 + half * 8 + i % 4 * 2;
-        two[0] = (word[i] & 0x7fff) >= threshold ? kept : 0.0f;
-        two[1] = (word[i] >> 16 & 0x7fff) >= threshold ? kept : 0.0f;
+        two[0] = (number & 0x7fff) >= threshold ? kept : 0.0f;
+        two[1] = (number >> 16 & 0x7fff) >= threshold ? kept : 0.0f;
       }
     }
   }

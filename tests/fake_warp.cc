@@ -77,6 +77,9 @@ struct uint4 {
   unsigned x, y, z, w;
 };
 inline float __shfl_xor_sync(unsigned, float x, int mask) { return Exchange(x, this_lane ^ mask); }
+inline unsigned __shfl_xor_sync(unsigned, unsigned x, int mask) {
+  return __float_as_uint(Exchange(__uint_as_float(x), this_lane ^ mask));
+}
 inline bool __any_sync(unsigned, bool x) { return Count(x) > 0; }
 inline bool __all_sync(unsigned, bool x) { return Count(x) == kLanes; }
 inline void __syncwarp() { Count(true); }
@@ -251,7 +254,7 @@ struct Drop {
     const int row = this_lane / 4, column = this_lane % 4 * 2;
     DroppedPairs<64> pairs;
     for (int i = 0; i < 4; ++i) {
-      pairs.draw(p, draws, draws.of_query(query + row), draws.of_key(key + column), i);
+      pairs.draw(p, draws, draws.at(query + row, key + column), i);
     }
     for (int i = 0; i < 32; ++i) {
       by_query[(row + 8 * fragment::row(i)) * 64 + column + fragment::column(i)] =

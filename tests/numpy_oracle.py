@@ -74,13 +74,16 @@ def dropout_keep(
     counter = np.stack(
         [
             column // 16 * 4 + column % 8 // 2,
-            row // 16 * 8 + row % 8,
+            row // 16 * 4 + row % 4,
             np.full_like(row, head),
             np.full_like(row, batch),
         ],
         axis=-1,
     )
     words = philox4x32(counter, key)  # [T, S, 4]
+    second = (column // 16 + row // 16 + row // 4) % 2 == 1
+    a, b = (np.where(second, words[..., 2 + i], words[..., i]) for i in range(2))
+    words = np.stack([a, b, a * np.uint32(0x93D765DD) + b, b * np.uint32(0xD2511F53) + a], -1)
     which = 2 * (column // 8 % 2) + row // 8 % 2
     word = np.take_along_axis(words, which[..., None], axis=-1)[..., 0]
     draw = word >> (column % 2 * 16).astype(np.uint32) & np.uint32(0x7FFF)

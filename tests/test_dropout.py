@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -206,6 +207,19 @@ def test_pattern_looks_independent(rate):
         assert abs(deviations) < 5 * (2**0.5 if name == "transposed" else 1), name
 
 
+def test_weights_of_one_counter_look_independent():
+    """Means, pairs and triples of the sixteen, over 98 304 counters."""
+    rate = round(0.2 * 2**15) / 2**15
+    keep = expected(jax.random.key(19), rate=rate, batch=(2,), T=512, S=512, N=3)
+    z = (keep - (1 - rate)) / np.sqrt(rate * (1 - rate))
+    # Heads, q // 16, q // 4 % 4, q % 4, k // 16, k // 8 % 2, k % 8 // 2, k % 2.
+    z = z.reshape(6, 32, 4, 4, 32, 2, 4, 2).transpose(2, 5, 7, 0, 1, 3, 4, 6).reshape(16, -1)
+    for count in (1, 2, 3):
+        for some in itertools.combinations(range(16), count):
+            deviations = z[list(some)].prod(axis=0).sum() / np.sqrt(z.shape[1])
+            assert abs(deviations) < 5.5, some
+
+
 def test_rate_is_rounded_to_what_is_drawn(host_backend):
     """The kept weights are scaled by the inverse of the chance that they really have."""
     key, rate = jax.random.key(4), 1.4 / 2**15
@@ -222,7 +236,7 @@ def test_rate_is_rounded_to_what_is_drawn(host_backend):
 def test_cuda_kernels_draw_the_pattern(rate, tmp_path):
     """Their text, run on the host: rows that are queries, rows that are keys, single pairs."""
     library = fake_warp.build(tmp_path, drops_most=rate > 31 / 32)
-    state = np.array([[[5, 6, n, b, 16, 16] for n in range(3)] for b in range(2)], np.uint32)
+    state = np.array([[[5, 6, n, b, 8, 16] for n in range(3)] for b in range(2)], np.uint32)
     batch, head, query, key = 1, 2, 16 * 3, 16 * 5
     got = np.ones((3, 64, 64), np.float32)
     pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (state, *got)]

@@ -128,10 +128,13 @@ struct Case {
   bool Keep(int64_t b, int64_t n, int64_t t, int64_t j) const {
     const uint32_t* state = &dropout[(b * s.q_heads + n) * 6];
     uint32_t words[4][kPhilox];
-    const uint32_t query = state[4] + static_cast<uint32_t>(t / 16 * 8 + t % 8);
+    const uint32_t query = state[4] + static_cast<uint32_t>(t / 16 * 4 + t % 4);
     const uint32_t key = state[5] + static_cast<uint32_t>(j / 16 * 4 + j % 8 / 2);
     Philox(key, query, state[2], state[3], state[0], state[1], words);
-    const uint32_t draw = words[2 * (j / 8 % 2) + t / 8 % 2][0] >> (j % 2 * 16) & 0x7fff;
+    const int64_t first = (query / 4 + key / 4 + t / 4) % 2 * 2;
+    const uint32_t a = words[first][0], b = words[first + 1][0];
+    const uint32_t own[] = {a, b, a * 0x93D765DDu + b, b * 0xD2511F53u + a};
+    const uint32_t draw = own[2 * (j / 8 % 2) + t / 8 % 2] >> (j % 2 * 16) & 0x7fff;
     return draw >= std::round(p.dropout_rate * 32768.0);
   }
 

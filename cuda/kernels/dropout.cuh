@@ -1,8 +1,10 @@
 // Dropout: which weights are kept, by the pattern of jax_flash/_philox.py.
 //
-// One counter serves the eight weights of the queries q, q + 8 and the keys k, k + 1, k + 8, k + 9,
-// 15 bits each. The sum of a row and its lse are of all weights; the kept ones count 1 / (1 - rate)
-// times, a factor that results get at their end. terms.cuh has what else there is to a weight.
+// One counter serves sixteen weights: of two threads, lanes l and l + 16, the eight each has in a
+// cell of 16 queries and 16 keys, where rows are queries. A warp draws for two cells side by side,
+// half of its lanes for one, half for the other, and the halves exchange what they have drawn. The
+// sum of a row and its lse are of all weights; the kept ones count 1 / (1 - rate) times, a factor
+// that results get at their end. terms.cuh has what else there is to a weight.
 #pragma once
 
 #include "fragment.cuh"
@@ -29,6 +31,24 @@ __device__ __forceinline__ PhiloxWords philox(uint32 key0, uint32 key1, uint32 c
   return {{c0, c1, c2, c3}};
 }
 
+// The words of a thread's eight weights in a cell, of the two that are drawn for them. Word 2 * i +
+// j is of the thread's query of row j and, low half first, of its two keys of column 8 * i on.
+__device__ __forceinline__ PhiloxWords widen(uint32 word0, uint32 word1) {
+  return {{word0, word1, word0 * 0x93D765DDu + word1, word1 * 0xD2511F53u + word0}};
+}
+
+// Which counters a thread draws: those of its first row and column in the first of two cells, and
+// `other` more keys' or queries' counters, 4, if it draws for the second cell.
+struct Counters {
+  uint32 query, key, other;
+  __device__ __forceinline__ bool draws_first() const { return other == 0; }
+  // Of what it has drawn and what it has been given, that of the first cell; of the second one, if
+  // they are exchanged.
+  __device__ __forceinline__ uint32 first(uint32 drawn, uint32 given) const {
+    return other == 0 ? drawn : given;
+  }
+};
+
 // The draws of one query head.
 class Draws {
  public:
@@ -43,15 +63,17 @@ class Draws {
       state_ = reinterpret_cast<const uint4*>(p.dropout_state)[row];
     }
   }
-  // The counters of a query and a key; 16 queries on it is larger by 8, 16 keys on by 4.
-  __device__ __forceinline__ uint32 of_query(uint32 query) const {
-    return query / 16 * 8 + query % 8 + (kDropsPart ? first_.x : 0);
+  // Of a thread's first query and first key. Queries q and q + 4 share counters; sixteen on, of
+  // queries or keys, they are 4 larger. In cells that alternate like a chessboard's those of q, or
+  // those of q + 4 draw and take words 0 and 1; the other ones get words 2 and 3.
+  __device__ __forceinline__ Counters at(uint32 query, uint32 key) const {
+    uint32 row = query / 16 * 4 + query % 4, column = key / 16 * 4 + key % 8 / 2;
+    if constexpr (kDropsPart) {
+      row += first_.x;
+      column += first_.y;
+    }
+    return {row, column, (row ^ column ^ query) & 4};
   }
-  __device__ __forceinline__ uint32 of_key(uint32 key) const {
-    return key / 16 * 4 + key % 8 / 2 + (kDropsPart ? first_.y : 0);
-  }
-  // Word 2 * i + j is of query + 8 * j and of the keys key + 8 * i, in its low half, and the one
-  // after it, where query % 16 < 8 and key % 16 is 0, 2, 4 or 6.
   __device__ __forceinline__ PhiloxWords words(uint32 query_counter, uint32 key_counter) const {
     return philox(state_.x, state_.y, key_counter, query_counter, state_.z, state_.w);
   }
@@ -75,13 +97,27 @@ __device__ __forceinline__ uint32 dropped_halves(const Params& p, uint32 word) {
 template <int kKeys>
 class DroppedPairs {
  public:
-  // Of the keys from 16 * i on. The counters: of the thread's first row and column.
+  // Of the 16 keys from 16 * i on, and of the 16 after them; nothing where i is odd. Whole warps
+  // call.
   template <class Params>
-  __device__ __forceinline__ void draw(const Params& p, const Draws& draws, uint32 query_counter,
-                                       uint32 key_counter, int i) {
-    const PhiloxWords words = draws.words(query_counter, key_counter + 4 * i);
+  __device__ __forceinline__ void draw(const Params& p, const Draws& draws,
+                                       const Counters& counters, int i) {
+    if (i % 2 == 1) return;
+    const PhiloxWords words = draws.words(counters.query, counters.key + counters.other + 4 * i);
+    const uint32 given[2] = {__shfl_xor_sync(0xffffffffu, words.word[2], 16),
+                             __shfl_xor_sync(0xffffffffu, words.word[3], 16)};
 #pragma unroll
-    for (int k = 0; k < 4; ++k) masks_[4 * i + k] = dropped_halves(p, words.word[k]);
+    for (int cell = i; cell < i + 2 && cell < kKeys / 16; ++cell) {
+      uint32 mine[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        mine[j] = cell == i ? counters.first(words.word[j], given[j])
+                            : counters.first(given[j], words.word[j]);
+      }
+      const PhiloxWords own = widen(mine[0], mine[1]);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) masks_[4 * cell + k] = dropped_halves(p, own.word[k]);
+    }
   }
   // Elements 2 * i and 2 * i + 1, with zeros for the dropped ones.
   __device__ __forceinline__ uint32 keep(int i, uint32 pair) const { return pair & ~masks_[i]; }
@@ -94,29 +130,29 @@ class DroppedPairs {
 template <int kCount>
 class Dropped {
  public:
-  // `key`: the first of the warp's 16. Words are drawn by the thread that has their weights where
-  // rows are queries. A bit each, they are 8 x 8 matrices of 16 bits, whose transposes are wanted
-  // here: one for sixteen words. Whole warps call.
+  // `key`: the first of the warp's 16. Words are drawn by the threads that have their weights where
+  // rows are queries. Of two cells, side by side now in queries, a thread has what it keeps and
+  // what it gives of one, a bit each, and gets its own of the other. The bits are 8 x 8 matrices of
+  // 16 bits, whose transposes are wanted here: one for sixteen words. Whole warps call.
   template <class Params>
   __device__ __forceinline__ void draw(const Params& p, const Draws& draws, int first_query,
                                        int key) {
     const int lane = ptx::opaque(threadIdx.x) % 32;  // read again, not kept in a register
-    const uint32 columns = draws.of_query(first_query + lane / 4);
-    const uint32 rows = draws.of_key(key + fragment::first_column(lane));
+    const Counters at = draws.at(first_query + lane / 4, key + fragment::first_column(lane));
+    uint32 kept[kWords], given[kWords];
 #pragma unroll
-    for (int i = 0; i < kCount / 2; i += 4) {
-      // Two at a time: with more the wide backward spilled 16 bytes.
-      if (kDropsPart && i % 8 == 0) __syncwarp();
-      const PhiloxWords words = draws.words(columns + 2 * i, rows);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {  // elements 2 (i + k) and the one after it
-        const uint32 halves = dropped_halves(p, words.word[k % 2 * 2 + k / 2]);
-        uint32& set = bits_[i / 16];
-        set = (i % 16 + k == 0 ? 0 : set) | (halves & 0x00010001u << (i + k) % 16);
-      }
+    for (int i = 0; i < kCount / 2; i += 8) {
+      // One at a time: with more the wide backward spilled 16 bytes.
+      if (kDropsPart) __syncwarp();
+      const PhiloxWords words = draws.words(at.query + at.other + i, at.key);
+      add(p, i, words.word[0], words.word[1], kept[i / 16]);
+      add(p, i, words.word[2], words.word[3], given[i / 16]);
     }
 #pragma unroll
-    for (uint32& set : bits_) set = ptx::transpose_matrix(set);
+    for (int i = 0; i < kWords; ++i) {
+      const uint32 got = __shfl_xor_sync(0xffffffffu, given[i], 16);
+      bits_[i] = ptx::transpose_matrix(at.first(kept[i], got) | at.first(got, kept[i]) << 4);
+    }
   }
   // The weight of element i, with a sign if it is dropped. A slope gives weights a sign of their
   // own: then the lowest bit tells.
@@ -137,7 +173,21 @@ class Dropped {
   }
 
  private:
-  uint32 bits_[ceil_div(kCount, 32)];
+  static constexpr int kWords = ceil_div(kCount, 32);
+
+  // The bits of a cell, from `i` on: k of the elements 2 (i + k) and the one after it.
+  template <class Params>
+  static __device__ __forceinline__ void add(const Params& p, int i, uint32 word0, uint32 word1,
+                                             uint32& set) {
+    const PhiloxWords words = widen(word0, word1);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint32 halves = dropped_halves(p, words.word[k % 2 * 2 + k / 2]);
+      set = (i % 16 + k == 0 ? 0 : set) | (halves & 0x00010001u << (i + k) % 16);
+    }
+  }
+
+  uint32 bits_[kWords];
 };
 
 // Does dropout keep one pair's weight?
@@ -145,11 +195,14 @@ template <class Params>
 __device__ __forceinline__ bool keeps(const Params& p, int batch, int head, int query, int key) {
   if constexpr (!kHasDropout) return true;
   const Draws draws(p, batch, head);
-  const PhiloxWords words = draws.words(draws.of_query(query), draws.of_key(key));
+  const Counters at = draws.at(query, key);
+  const PhiloxWords words = draws.words(at.query, at.key);
+  const PhiloxWords own =
+      at.draws_first() ? widen(words.word[0], words.word[1]) : widen(words.word[2], words.word[3]);
   const int chosen = key / 8 % 2 * 2 + query / 8 % 2;
   uint32 word = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) word = i == chosen ? words.word[i] : word;
+  for (int i = 0; i < 4; ++i) word = i == chosen ? own.word[i] : word;
   const int shift = key % 2 * 16;
   return (word >> shift & 0x7fffu) >= (p.dropout_threshold >> shift & 0x7fffu);
 }

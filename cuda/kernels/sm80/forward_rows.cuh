@@ -366,12 +366,10 @@ struct Rows {
     DroppedPairs<kBlockKV> dropped;
     if constexpr (kHasDropout) {
       const Draws draws(p, walk.batch, walk.head);
-      const uint32 counter = draws.of_query(walk.query(tile, 0));
       const int key = block * kBlockKV + fragment::first_column(threadIdx.x);
+      const Counters counters = draws.at(walk.query(tile, 0), key);
 #pragma unroll
-      for (int i = 0; i < kBlockKV / 16; ++i) {
-        dropped.draw(p, draws, counter, draws.of_key(key), i);
-      }
+      for (int i = 0; i < kBlockKV / 16; i += 2) dropped.draw(p, draws, counters, i);
     }
 #pragma unroll
     for (int i = 0; i < kBlockKV / 4; ++i) {

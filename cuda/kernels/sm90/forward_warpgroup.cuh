@@ -232,14 +232,13 @@ struct Warpgroup : RowWalk, ScoreFunction<ForwardParams> {
       apply_function<ForwardParams>(p, *this, query_of, block * kBlockKV, scores);
     }
   }
-  // What is dropped of the block's 16 keys from 16 * i on.
+  // What is dropped of the block's 16 keys from 16 * i on, as DroppedPairs draws them.
   __device__ __forceinline__ auto drawing() {
     const UnitInfo& t = unit();
     const Draws draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
-    const uint32 query = draws.of_query(packed_row(t, 0));
     const int column = fragment::first_column(ptx::opaque(threadIdx.x));
-    const uint32 key = draws.of_key(block * kBlockKV + column);
-    return [=](int i) { dropped.draw(p, draws, query, key, i); };
+    const Counters counters = draws.at(packed_row(t, 0), block * kBlockKV + column);
+    return [=](int i) { dropped.draw(p, draws, counters, i); };
   }
   // What goes among the exponentials of a block: draws. Where there are no registers for that, of
   // wide heads, and beyond 64 with terms fetched by blocks or loads without TMA, they come after.
