@@ -132,9 +132,9 @@ struct Case {
     const uint32_t key = state[5] + static_cast<uint32_t>(j / 16 * 4 + j % 8 / 2);
     Philox(key, query, state[2], state[3], state[0], state[1], words);
     const int64_t first = (query / 4 + key / 4 + t / 4) % 2 * 2;
-    const uint32_t a = words[first][0], b = words[first + 1][0];
-    const uint32_t own[] = {a, b, a * 0x93D765DDu + b, b * 0xD2511F53u + a};
-    const uint32_t draw = own[2 * (j / 8 % 2) + t / 8 % 2] >> (j % 2 * 16) & 0x7fff;
+    const uint32_t x = words[first][0], y = words[first + 1][0];
+    const uint32_t numbers[] = {x, y, x * 0x93D765DDu + y, y * 0xD2511F53u + x};
+    const uint32_t draw = numbers[2 * (j / 8 % 2) + t / 8 % 2] >> (j % 2 * 16) & 0x7fff;
     return draw >= std::round(p.dropout_rate * 32768.0);
   }
 
