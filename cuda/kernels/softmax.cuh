@@ -22,6 +22,20 @@ struct Alone {
   __device__ __forceinline__ void operator()(int) const {}
 };
 
+// What comes after all of them, part by part.
+template <class Draw>
+struct After {
+  Draw draw;
+  __device__ __forceinline__ void operator()(int) const {}
+};
+template <int kParts, class Beside>
+__device__ __forceinline__ void finish_beside(const Beside&) {}
+template <int kParts, class Draw>
+__device__ __forceinline__ void finish_beside(const After<Draw>& after) {
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) after.draw(i);
+}
+
 // Scores to logits in log2 units: score * by(score).
 struct OneFactor {
   float factor;
@@ -68,6 +82,7 @@ struct SoftmaxState {
         }
       }
     }
+    finish_beside<kUsed / 8>(beside);
   }
 
   // The largest of a row's first kUsed scores or weights, over its four threads.

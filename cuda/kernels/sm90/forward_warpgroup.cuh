@@ -241,12 +241,16 @@ struct Warpgroup : RowWalk, ScoreFunction<ForwardParams> {
     return [=](int i) { dropped.draw(p, draws, counters, i); };
   }
   // What goes among the exponentials of a block: draws. Where there are no registers for that, of
-  // wide heads, and beyond 64 with terms fetched by blocks or loads without TMA, they come after.
+  // wide heads, and beyond 64 with terms fetched by blocks or loads without TMA, they come when
+  // bases have risen. Otherwise, beyond 64, after the exponentials: the exchange of what is drawn
+  // keeps draws where they are written, and there the other warpgroup's products hide them.
   static constexpr bool kDrawsAmong =
       kHasDropout && kValueColumns <= (kTmaLoads && !kListsBlocks ? 128 : 64);
   __device__ __forceinline__ auto among_exponentials() {
-    if constexpr (kDrawsAmong) {
+    if constexpr (kDrawsAmong && kValueColumns <= 64) {
       return drawing();
+    } else if constexpr (kDrawsAmong) {
+      return After<decltype(drawing())>{drawing()};
     } else {
       return Alone{};
     }
