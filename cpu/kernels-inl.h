@@ -43,7 +43,7 @@ bool HasFewRows(const Inputs& in) {
   constexpr int64_t kFew = 16;
   const Shapes& s = in.shapes;
   return s.q_len * s.q_heads <= kFew * s.kv_heads && !in.bias.data && !in.mask.data &&
-         !in.kv_segments && !in.kv_positions && !in.dropout_state;
+         !in.blocks.numbers.data && !in.kv_segments && !in.kv_positions && !in.dropout_state;
 }
 
 bool RunForward(const ForwardCall& call, Workers& workers) {
