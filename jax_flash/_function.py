@@ -7,10 +7,11 @@ values of the arrays are not part of them. Read next: `_gpu/emit.py`, which writ
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ class Aval:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constant:
-    """A number in the program; equal bits are one constant, NaN too."""
+    """A number in the program, or an array of some; equal bits are one constant, NaN too."""
 
     value: np.ndarray
 
@@ -161,7 +162,7 @@ class Program:
         with use_abstract_mesh(_NO_MESH):  # nothing of the caller's matters
             structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in inputs]
             closed = jax.make_jaxpr(lambda *x: function(x))(*structs)
-        return _Builder(inputs, opens_custom).build(closed, closed.consts)[0]
+        return _Builder(inputs, opens_custom, inlines=True).build(closed, closed.consts)[0]
 
 
 def _guard(x: Any, visible: Any) -> Any:
@@ -315,6 +316,20 @@ def _factor(step: Step, of: int) -> Any:
     return number[()] if number.shape == () and number != 0 else None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class OfHeads:
+    """A function of scores with arrays that have an element, or a row, for each query head.
+
+    Reads beyond an array give its last element, as in JAX: only this tells that it is too short.
+    """
+
+    function: Callable[..., Any]
+    heads: int
+
+    def __call__(self, score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return self.function(score, batch, head, query, key)
+
+
 def trace(
     name: str, function: Any, arguments: Mapping[str, str], result: str
 ) -> tuple[Function, list[Any]]:
@@ -337,6 +352,8 @@ def trace(
 
     def converted(*scalars):
         x: Any = function(*scalars)
+        if isinstance(x, tuple | list | dict):
+            raise TypeError(f"{name} returns a {type(x).__name__}; expected a function {signature}")
         shape, dtype = jnp.shape(x), getattr(x, "dtype", type(x))
         kind = jnp.bool_ if result == "bool" else jnp.floating
         if shape != () or not jnp.issubdtype(dtype, kind):
@@ -347,16 +364,10 @@ def trace(
             )
         return jnp.asarray(x, result)
 
-    try:
-        structs = [jax.ShapeDtypeStruct((), dtype) for dtype in arguments.values()]
-        mesh = get_abstract_mesh()
-        with use_abstract_mesh(mesh if mesh.manual_axes else _NO_MESH):
-            closed = jax.make_jaxpr(converted)(*structs)
-    except jax.errors.TracerArrayConversionError as error:
-        raise TypeError(
-            f"{name} indexes a NumPy array by a traced scalar; expected a jax.Array: "
-            "x = jnp.asarray(x) outside of the function"
-        ) from error
+    structs = [jax.ShapeDtypeStruct((), dtype) for dtype in arguments.values()]
+    mesh = get_abstract_mesh()
+    with use_abstract_mesh(mesh if mesh.manual_axes else _NO_MESH), without_numpy(name):
+        closed = jax.make_jaxpr(converted)(*structs)
     builder = _Builder([Aval(dtype) for dtype in arguments.values()])
     program, captured = builder.build(closed, closed.consts)
     for x in captured:
@@ -365,6 +376,18 @@ def trace(
     traced = Function(tuple(arguments), program, key=())
     key = (tuple(arguments), _derivative_keys(program))
     return dataclasses.replace(traced, key=key), [jnp.asarray(x) for x in captured]
+
+
+@contextlib.contextmanager
+def without_numpy(name: str) -> Iterator[None]:
+    """Names a user's function in the error of one that gives NumPy its arguments."""
+    try:
+        yield
+    except jax.errors.TracerArrayConversionError as error:
+        raise TypeError(
+            f"{name} gives NumPy a traced scalar, to index an array or compute with; expected "
+            "jax.numpy, and of an array x = jnp.asarray(x) outside of the function"
+        ) from error
 
 
 def check_takes(name: str, function: Callable[..., Any], arguments: Iterable[str]) -> None:
@@ -434,10 +457,19 @@ class _Builder:
 
     Captured arrays of bfloat16 and float16 are read as float32, so that their gradients are summed
     in it; single elements are rounded back where more than a conversion reads them.
+
+    Arguments:
+      inputs: of the program.
+      opens_custom: leaves custom derivatives out.
+      inlines: arrays that are no inputs are constants of the program, not captured. They are those
+        that a derivative makes, ones for instance: whose values are known.
     """
 
-    def __init__(self, inputs: Sequence[Aval], opens_custom: bool = False):
+    def __init__(
+        self, inputs: Sequence[Aval], opens_custom: bool = False, inlines: bool = False
+    ) -> None:
         self.inputs = [_Computed(aval) for aval in inputs]
+        self.inlines = inlines
         self.opens = (*_CALLS, *_CUSTOM_CALLS) if opens_custom else _CALLS
         self.steps: list[_Pending] = []
         self.widened: dict[int, tuple[Any, _Computed]] = {}  # by id of an array, which is kept
@@ -467,7 +499,7 @@ class _Builder:
         for x in (*(x for step in steps for x in step.inputs), *results):
             if id(x) in wide:
                 index[id(x)] = capture(wide[id(x)])
-            elif isinstance(x, _Known) and not _is_number(x.value):
+            elif isinstance(x, _Known) and not _is_number(x.value) and not self.inlines:
                 index[id(x)] = capture(x.value)
 
         def value(x: _Known | _Computed) -> Value:
@@ -513,7 +545,7 @@ class _Builder:
             elif len(known := [x.value for x in operands if isinstance(x, _Known)]) == len(
                 operands
             ):
-                results = [_Known(x) for x in _compute(eqn, known)]
+                results = [_Known(x) for x in _compute(eqn, known, self.inlines)]
             else:
                 results = self._record(eqn, operands)
             values.update(zip(eqn.outvars, results, strict=True))
@@ -542,7 +574,7 @@ class _Builder:
         return outputs
 
     def _widened(self, x: Any) -> Any:
-        if not isinstance(x, _Known) or _is_number(x.value):
+        if not isinstance(x, _Known) or _is_number(x.value) or self.inlines:
             return x
         dtype = str(x.value.dtype)
         if dtype not in ("bfloat16", "float16"):
@@ -580,13 +612,14 @@ def _without_mesh(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if "sharding" in name else x for name, x in params.items()}
 
 
-def _compute(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def _compute(eqn: Any, operands: Sequence[Any], now: bool) -> list[Any]:
     """Evaluates what does not depend on scalars; of numbers alone now, at any place."""
-    if all(_is_number(x) for x in operands):
+    if now or all(_is_number(x) for x in operands):
         with jax.ensure_compile_time_eval(), use_abstract_mesh(_NO_MESH):
             arrays = [jnp.asarray(x) for x in operands]
             results = _bind(eqn.primitive, arrays, _without_mesh(eqn.params))
-            return [np.asarray(x) for x in results]
+            keys = jax.dtypes.extended
+            return [x if jnp.issubdtype(x.dtype, keys) else np.asarray(x) for x in results]
     arrays = [jnp.asarray(x) for x in operands]
     return _bind(eqn.primitive, vary_over(arrays, arrays), eqn.params)
 

@@ -91,7 +91,7 @@ def prepare(
     window = _window(flag("is_causal", is_causal), local_window_size, reach)
     if positions is None or window == (None, None):  # there positions mean nothing
         positions = None, None
-    score, captured = _score_function(score_mod, softcap, q.dtype)
+    score, captured = _score_function(score_mod, softcap, q_heads, q.dtype)
     cap = _softcap(softcap)
     if score is not None and score.cap is not None and _SOFTCAPS[0] <= score.cap <= _SOFTCAPS[1]:
         score, cap = None, score.cap  # kernels have a term for it
@@ -410,7 +410,7 @@ def _sinks(sinks, batch, q_heads: int, query_dtype) -> jax.Array | None:
 
 
 def _dropout_rate(rate, key) -> float:
-    rate = _number("dropout_rate", rate)
+    rate = real("dropout_rate", rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate is {rate}; expected 0 <= dropout_rate < 1")
     if rate > 0.0 and key is None:
@@ -445,7 +445,7 @@ def _ids(batch: tuple[int, ...], q_heads: int, dtype: Any) -> tuple[jax.Array, j
 
 
 def _score_function(
-    score_mod: Any, softcap: Any, query_dtype: Any
+    score_mod: Any, softcap: Any, q_heads: int, query_dtype: Any
 ) -> tuple[Function | None, list[jax.Array]]:
     """Traces the function of the scores; returns also the arrays that it reads."""
     if score_mod is None:
@@ -455,6 +455,11 @@ def _score_function(
             "score_mod and softcap are both given; expected one of them: let the function cap what "
             f"it returns, as jax_flash.scores.compose(score_mod, jax_flash.scores.softcap({softcap}"
             ")) does"
+        )
+    if isinstance(score_mod, _function.OfHeads) and score_mod.heads != q_heads:
+        raise ValueError(
+            f"score_mod reads an array of {score_mod.heads} heads; expected one of query's N = "
+            f"{q_heads}"
         )
     sums = str(jnp.promote_types(query_dtype, jnp.float32))
     arguments = {"score": sums, **dict.fromkeys(("batch", "head", "query", "key"), "int32")}
@@ -514,7 +519,7 @@ def _scale(scale, q: jax.Array) -> tuple[jax.Array, float]:
     if scale is None:
         return q, 1.0 / root
     if not (isinstance(scale, jax.Array) or hasattr(scale, "__jax_array__")):
-        return q, _number("scale", scale)
+        return q, real("scale", scale)
     scale = array("scale", scale)
     if scale.shape or not (
         jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
@@ -533,7 +538,7 @@ def _scale(scale, q: jax.Array) -> tuple[jax.Array, float]:
 def _softcap(softcap) -> float | None:
     if softcap is None:
         return None
-    softcap = _number("softcap", softcap)
+    softcap = real("softcap", softcap)
     smallest, largest = _SOFTCAPS
     if not smallest <= softcap <= largest:
         raise ValueError(
@@ -563,7 +568,7 @@ def _precision(precision, dtype) -> str:
     else:
         try:
             found = lax.Precision(precision)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # a traced value has no truth to compare by
             raise ValueError(
                 f"precision is {precision!r}; expected None or one of jax.lax.Precision or its "
                 "names: 'default', 'high' or 'tensorfloat32', 'highest' or 'float32'"
@@ -571,7 +576,8 @@ def _precision(precision, dtype) -> str:
     return found.name.lower() if dtype == "float32" else "default"
 
 
-def _number(name: str, x: Any) -> float:
+def real(name: str, x: Any) -> float:
+    """Checks a finite number that is known when the call is traced, or names it in an error."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
             f"{name} is a traced array; expected a Python number, known when the call is traced"

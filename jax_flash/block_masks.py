@@ -9,6 +9,7 @@ Dao et al., FlashAttention (arXiv:2205.14135), section 3.3: "Block-Sparse FlashA
 
 import dataclasses
 import functools
+import json
 import numbers as abstract
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +18,10 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.typing import ArrayLike
 
-from jax_flash._function import check_takes
+from jax_flash._function import check_takes, without_numpy
 from jax_flash.masks import Mask
 
 # What `BlockMask.numbers` has of a block that is not partial; 0 and more number partial ones.
@@ -96,6 +97,14 @@ class BlockMask:
         shape = list(self.numbers.shape)
         text += f", blocks={shape}, density={self.density:.3g})"
         return text if 0 in shape else f"{text}\n{_picture(np.asarray(self.numbers))}"
+
+
+export.register_pytree_node_serialization(
+    BlockMask,
+    serialized_name="jax_flash.BlockMask",
+    serialize_auxdata=lambda sizes: json.dumps(sizes).encode(),
+    deserialize_auxdata=lambda text: tuple(json.loads(bytes(text))),
+)
 
 
 def block_mask(
@@ -214,10 +223,14 @@ def block_mask_of(
     block = _block(block)
     if layout.ndim == 2:
         layout = layout[None]
+    q_len, kv_len = (
+        None if size is None else _size(name, size)
+        for name, size in (("q_len", q_len), ("kv_len", kv_len))
+    )
     for name, size, count in zip(
         ("q_len", "kv_len"), (q_len, kv_len), layout.shape[-2:], strict=True
     ):
-        if size is not None and -(-_size(name, size) // block) != count:
+        if size is not None and -(-size // block) != count:
             raise ValueError(
                 f"layout has shape {layout.shape}; expected {-(-size // block)} blocks of {block} "
                 f"for {name} {size}, not {count}"
@@ -272,7 +285,8 @@ class _Grid:
     def check(self) -> None:
         """Checks what the function returns."""
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        seen = jax.eval_shape(self.mask_mod, scalar, scalar, scalar, scalar)
+        with without_numpy("mask_mod"):
+            seen = jax.eval_shape(self.mask_mod, scalar, scalar, scalar, scalar)
         if not hasattr(seen, "shape") or seen.shape != ():
             raise ValueError(
                 f"mask_mod returns {jax.tree.map(lambda x: x.shape, seen)} of four scalars; "

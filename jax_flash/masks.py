@@ -25,6 +25,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -69,6 +71,12 @@ def _common_sizes(*functions: Callable[..., Any]) -> dict[str, int]:
     return found
 
 
+def _check_least(name: str, x: Any, least: int) -> None:
+    """Checks a number of keys; one that is traced is not known."""
+    if not isinstance(x, jax.core.Tracer) and x < least:
+        raise ValueError(f"{name} is {x}; expected {least} or more")
+
+
 def causal(offset: int = 0) -> Mask:
     """Keys up to a query's own index plus `offset`: S - T aligns the last query and key.
 
@@ -94,6 +102,8 @@ def sliding_window(left: int, right: int | None = None) -> Mask:
       [False, True, True, True, False, False]
     """
     right = left if right is None else right
+    _check_least("left", left, 0)
+    _check_least("right", right, 0)
     return Mask(lambda b, h, q, k: (k >= q - left) & (k <= q + right))
 
 
@@ -157,6 +167,8 @@ def dilated(window: int, dilation: int) -> Mask:
       >>> [k for k in range(10) if mask(0, 0, 5, k)]
       [2, 5, 8]
     """
+    _check_least("window", window, 0)
+    _check_least("dilation", dilation, 1)
     return Mask(lambda b, h, q, k: (abs(q - k) <= window * dilation) & ((q - k) % dilation == 0))
 
 
@@ -171,6 +183,7 @@ def strided(stride: int) -> Mask:
       >>> [k for k in range(13) if mask(0, 0, 11, k)]
       [3, 7, 8, 9, 10, 11]
     """
+    _check_least("stride", stride, 1)
     return Mask(lambda b, h, q, k: (k <= q) & ((q - k < stride) | ((q - k) % stride == 0)))
 
 

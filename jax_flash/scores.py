@@ -7,7 +7,7 @@ traced, mapped and differentiated; a number is compiled into the kernel.
 from __future__ import annotations
 
 import functools
-import math
+import numbers
 from collections.abc import Callable
 from typing import Annotated
 
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash._validate import array
+from jax_flash._function import OfHeads
+from jax_flash._validate import array, real
 
 ScoreFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -55,7 +56,7 @@ def alibi(slopes: Annotated[ArrayLike, "N"]) -> ScoreFunction:
     def function(score, batch, head, query, key):
         return score - slopes[head] * jnp.abs(key - query)
 
-    return function
+    return OfHeads(function, len(slopes))
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -71,6 +72,9 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
       >>> scores.alibi_slopes(4).tolist()
       [0.25, 0.0625, 0.015625, 0.00390625]
     """
+    if not isinstance(num_heads, numbers.Integral):
+        raise TypeError(f"num_heads is {num_heads!r}; expected an int")
+    num_heads = int(num_heads)
     if num_heads < 1:
         raise ValueError(f"num_heads is {num_heads}; expected 1 or more")
     whole = 1 << (num_heads.bit_length() - 1)
@@ -109,7 +113,7 @@ def relative_position_table(table: Annotated[ArrayLike, "N D"]) -> ScoreFunction
     def function(score, batch, head, query, key):
         return score + table[head, jnp.clip(key - query, -reach, reach) + reach]
 
-    return function
+    return OfHeads(function, len(table))
 
 
 def relative_position_buckets(
@@ -141,6 +145,8 @@ def relative_position_buckets(
     table = _floats("table", table, "[N, buckets]")
     count = table.shape[1] // 2 if bidirectional else table.shape[1]
     exact = count // 2
+    if not isinstance(max_distance, numbers.Integral):
+        raise TypeError(f"max_distance is {max_distance!r}; expected an int")
     if exact < 1 or max_distance <= exact:
         raise ValueError(
             f"table has shape {table.shape} and max_distance is {max_distance}; expected [N, "
@@ -226,11 +232,13 @@ def distance_decay(
     Paper: Chi et al., KERPLE (arXiv:2205.09921).
     """
     rates, scales = _floats("rates", rates, "[N]"), _floats("scales", scales, "[N]")
+    if rates.shape != scales.shape:
+        raise ValueError(f"rates has shape {rates.shape}, scales {scales.shape}; expected both [N]")
 
     def function(score, batch, head, query, key):
         return score - rates[head] * jnp.log1p(scales[head] * jnp.abs(key - query))
 
-    return function
+    return OfHeads(function, len(rates))
 
 
 def compose(*functions: ScoreFunction) -> ScoreFunction:
@@ -248,7 +256,13 @@ def compose(*functions: ScoreFunction) -> ScoreFunction:
     def function(score, batch, head, query, key):
         return functools.reduce(lambda x, f: f(x, batch, head, query, key), functions, score)
 
-    return function
+    heads = {f.heads for f in functions if isinstance(f, OfHeads)}
+    if len(heads) > 1:
+        raise ValueError(
+            f"functions of {' and '.join(map(str, sorted(heads)))} heads are composed; expected "
+            "arrays of one N"
+        )
+    return OfHeads(function, *heads) if heads else function
 
 
 def _floats(name: str, x: ArrayLike, letters: str) -> jax.Array:
@@ -266,7 +280,7 @@ def _scalar(name: str, x: ArrayLike) -> jax.Array | float:
         if x.shape or not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} has shape {x.shape} and dtype {x.dtype}; expected one float")
         return x
-    number = float(np.asarray(x))
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} is {number}; expected a finite number above 0")
-    return number
+    value = real(name, x)
+    if not value > 0:
+        raise ValueError(f"{name} is {value}; expected a finite number above 0")
+    return value

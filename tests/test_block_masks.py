@@ -165,6 +165,11 @@ def test_wrong_arguments_are_named():
             r"mask_mod takes \(q, k\); expected .*batch",
         ),
         (lambda: make(lambda b, h, q, k: q + k), TypeError, "mask_mod returns int32.*bool"),
+        (lambda: make(lambda b, h, q, k: DOCUMENTS[b, k] > 1), TypeError, "mask_mod gives NumPy"),
+        (lambda: masks.sliding_window(-1), ValueError, "left is -1; expected 0 or more"),
+        (lambda: masks.sliding_window(1, -2), ValueError, "right is -2"),
+        (lambda: masks.dilated(2, 0), ValueError, "dilation is 0; expected 1 or more"),
+        (lambda: masks.strided(0), ValueError, "stride is 0"),
         (lambda: make(lambda b, h, q, k: jnp.ones(3, bool)), ValueError, "shape \\(\\)"),
         (lambda: make(lattice, block=24), ValueError, "block is 24.*multiple of 16"),
         (lambda: make(lattice, heads=0), ValueError, "heads is 0"),
@@ -243,6 +248,19 @@ def test_scan_and_remat(host_backend):
     )(q, k, v, m)
     plain = functools.partial(layers, m=m, attention=reference.attention, wrap=lambda layer: layer)
     close(got, gradients(plain, q, k, v), rtol=1e-4)
+
+
+def test_an_export_takes_a_mask():
+    def attend(q, k, v, mask):
+        return jax_flash.flash_attention(q, k, v, block_mask=mask, backend="xla"), mask
+
+    of_function = jax_flash.block_mask(lattice, q_len=T, kv_len=np.int64(S), block=16)
+    layout = jax_flash.block_mask_of(np.eye(3, 4, dtype=bool), block=16, q_len=np.int64(T))
+    for mask in (of_function, layout):
+        made = jax.export.export(jax.jit(attend))(*qkv(), mask)
+        out, returned = jax.export.deserialize(made.serialize()).call(*qkv(), mask)
+        close(out, attend(*qkv(), mask)[0])
+        assert str(returned) == str(mask)
 
 
 @pytest.mark.parametrize("few", [1, 3])

@@ -161,6 +161,7 @@ READS = (
     lambda s, b, h, q, k: jnp.where(jnp.asarray(INTEGERS)[b, q] == INTEGERS[0, 0], s, -2 * s),
     lambda s, b, h, q, k: s + jnp.exp(jnp.asarray(TABLE))[h, 1] * jnp.float32(TABLE[0, 0]),
     lambda s, b, h, q, k: s + jnp.sum(jnp.asarray(TABLE)[h, :3] * jnp.arange(3.0)),
+    lambda s, b, h, q, k: jax.nn.silu(s) + jnp.sum(jnp.asarray(TABLE)[h, :3] * jnp.tanh(s)),
     lambda s, b, h, q, k: jnp.where((jnp.asarray(INTEGERS) > 0)[b, k], s, 0.5),
     lambda s, b, h, q, k: s + jnp.asarray(TABLE)[jnp.array([h, 1]), jnp.array([0, q])].sum(),
     scores.alibi(TABLE[:, 0]),

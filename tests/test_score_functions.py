@@ -64,6 +64,28 @@ def test_derivatives_of_both_modes_and_their_own(qkv):
     )
 
 
+def test_derivatives_of_sums_over_an_array(qkv):
+    """Whose derivative by the score reads arrays that it makes: of ones."""
+    q, k, v = qkv
+
+    def loss(attention, q, rates):
+        def polynomial(s, b, h, i, j):
+            return jax.nn.silu(s) + jnp.sum(rates * s ** jnp.arange(3))
+
+        return jnp.sum(attention(q, k, v, score_mod=polynomial) ** 2)
+
+    def plain(q, rates):
+        def polynomial(s, b, h, i, j):
+            return s / (1 + jnp.exp(-s)) + rates[0] + s * (rates[1] + s * rates[2])
+
+        return jnp.sum(reference.attention(q, k, v, score_mod=polynomial) ** 2)
+
+    def step(f):
+        return jax.value_and_grad(f, argnums=(0, 1))(q, jnp.array([1.0, -0.3, 0.1]))
+
+    close(jax.jit(lambda: step(functools.partial(loss, attend)))(), jax.jit(lambda: step(plain))())
+
+
 def test_members_of_vmap_have_queries_and_arrays_of_their_own(qkv):
     q, k, v = qkv
     tables, queries = normal(3, 3, N, 3), normal(4, 3, B, T, N, H)
@@ -270,6 +292,10 @@ def test_under_remat_and_scan(qkv):
 # ---- what is refused -----------------------------------------------------------------------------
 
 
+def folded(head):
+    return jax.random.fold_in(jax.random.key(0), head)
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "error"),
     [
@@ -288,7 +314,18 @@ def test_under_remat_and_scan(qkv):
         (
             {"score_mod": lambda s, b, h, i, j: s + np.ones(N, np.float32)[h]},
             TypeError,
-            "score_mod indexes a NumPy array by a traced scalar; expected a jax.Array",
+            "score_mod gives NumPy a traced scalar.*expected jax.numpy",
+        ),
+        ({"score_mod": lambda s, b, h, i, j: (s, s)}, TypeError, "score_mod returns a tuple"),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + jax.random.normal(folded(h))},
+            TypeError,
+            "score_mod reads an array of dtype key<fry>; expected numbers",
+        ),
+        (
+            {"score_mod": scores.alibi(np.ones(K, np.float32))},
+            ValueError,
+            f"score_mod reads an array of {K} heads; expected one of query's N = {N}",
         ),
         (
             {"score_mod": lambda s, b, h, i, j: s, "softcap": 3.0},
@@ -303,6 +340,7 @@ def test_wrong_functions_are_named(options, kind, error, qkv):
 
 
 def test_ready_made_functions_name_wrong_arguments():
+    t5 = functools.partial(scores.relative_position_buckets, np.ones((2, 32)))
     for make, kind, error in (
         (lambda: scores.alibi(np.ones((2, 3))), ValueError, r"slopes has shape \(2, 3\)"),
         (lambda: scores.alibi(np.ones(3, int)), TypeError, "slopes has dtype int"),
@@ -310,7 +348,17 @@ def test_ready_made_functions_name_wrong_arguments():
         (lambda: scores.relative_position_buckets(np.ones((2, 2))), ValueError, "4 buckets"),
         (lambda: scores.softcap(0.0), ValueError, "cap is 0.0; expected a finite number above 0"),
         (lambda: scores.tanh(jnp.ones(2)), TypeError, r"clip has shape \(2,\)"),
+        (lambda: scores.softcap("30"), TypeError, "cap is '30'; expected a Python number"),
+        (lambda: scores.tanh(np.ones(3)), TypeError, "clip is an array.*expected a Python number"),
         (lambda: scores.alibi_slopes(0), ValueError, "num_heads is 0"),
+        (lambda: scores.alibi_slopes(4.0), TypeError, "num_heads is 4.0; expected an int"),
+        (lambda: t5(max_distance=64.0), TypeError, "max_distance is 64.0; expected an int"),
+        (lambda: scores.distance_decay(np.ones(2), np.ones(3)), ValueError, "expected both"),
+        (
+            lambda: scores.compose(scores.alibi(np.ones(2)), scores.alibi(np.ones(3))),
+            ValueError,
+            "functions of 2 and 3 heads are composed",
+        ),
     ):
         with pytest.raises(kind, match=error):
             make()

@@ -287,6 +287,8 @@ def _only(x: Any) -> _Scalar:
 
 
 def _of_constant(x: Constant) -> np.ndarray:
+    if x.value.size > _MOST:
+        raise UnsupportedError(f"it computes with {x.value.size} elements of an array at once")
     array = np.empty(x.value.shape, object)
     for at in np.ndindex(array.shape):
         array[at] = _number(x.value[at])
