@@ -76,6 +76,7 @@ def cases(draw) -> Case:
 
 
 @hypothesis.given(case=cases())
+@hypothesis.settings(max_examples=-(-hypothesis.settings().max_examples // 2))  # each is compiled
 def test_any_case_on_xla(case):
     arguments = case.draw()
     compare(arguments, arguments.run("xla"))
