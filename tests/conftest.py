@@ -136,6 +136,12 @@ def _forgotten():
         jax.clear_caches()
 
 
+@pytest.fixture(params=["linen", "nnx"])
+def api(request: pytest.FixtureRequest) -> str:
+    """Flax's two APIs, for tests of the layers."""
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _placed(request: pytest.FixtureRequest):
     """Runs the test on the devices of its backend: the CPU unless the backend is "cuda"."""

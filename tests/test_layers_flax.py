@@ -23,11 +23,6 @@ FLASH = {"linen": flash_linen.attention_fn, "nnx": flash_nnx.attention_fn}
 STOCK = {"linen": nn.dot_product_attention, "nnx": nnx.dot_product_attention}
 
 
-@pytest.fixture(params=["linen", "nnx"])
-def api(request):
-    return request.param
-
-
 def normal(seed, *shape) -> Any:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
