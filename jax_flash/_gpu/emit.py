@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_flash._function import Aval, Constant, Function, Program, Step, Value
+from jax_flash._function import Function
+from jax_flash._program import Aval, Constant, Program, Step, Value
 
 MAX_CAPTURES = 8  # kMaxCaptures of ffi/operands.h
 _MOST = 64  # elements of an array of scalars

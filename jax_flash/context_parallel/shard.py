@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_flash import _philox
-from jax_flash._function import Aval, Function
+from jax_flash._function import Function
 from jax_flash._problem import Problem, order_terms
+from jax_flash._program import Aval
 from jax_flash._terms import TERMS
 from jax_flash._varying import vary_over
 from jax_flash.context_parallel.orders import Layout
