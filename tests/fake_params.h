@@ -123,7 +123,7 @@ struct Named<ForwardParams> : ForwardParams {
               query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges, score_ids, captures, block_mask)
+              query_position_ranges, score_ids, captures, block_mask, bias_map)
 };
 template <>
 struct Named<BackwardParams> : BackwardParams {
@@ -135,7 +135,7 @@ struct Named<BackwardParams> : BackwardParams {
               dbias_parts, batch, query_len, kv_len, query_heads, kv_heads, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges, score_ids, captures, block_mask)
+              query_position_ranges, score_ids, captures, block_mask, bias_map)
 };
 template <>
 struct Named<Sm80ForwardParams> : Sm80ForwardParams {

@@ -12,6 +12,7 @@
 #include "numbers.cuh"
 #include "ptx.cuh"
 #include "rows.cuh"
+#include "tile.cuh"
 
 namespace bias {
 
@@ -156,6 +157,83 @@ struct RowTile {
         apply(fragment::element(2 * g + 1, row, 0), high.x);
         apply(fragment::element(2 * g + 1, row, 1), high.y);
       }
+    }
+  }
+};
+
+// The same of a tile in shared memory as TMA writes it: kRows queries by kKeys, boxes of 128 bytes.
+// Of 32 keys at a time, so that who has no registers for all of them loads where it adds.
+template <int kKeys, int kRows>
+struct StagedRows {
+  static constexpr int kParts = kKeys / 32;
+  static constexpr int kPartPairs = 8;  // of four times 8 keys, two rows
+  Pair pairs[kParts * kPartPairs];
+
+  // `row`: the first of the 16 of the warp. Whole warps call.
+  __device__ __forceinline__ void load(uint32 tile, int row) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) load_part(tile, row, part, pairs + kPartPairs * part);
+  }
+  // apply(i, what belongs to element i).
+  template <class Apply>
+  __device__ __forceinline__ void visit(Apply apply) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) visit_part(part, pairs + kPartPairs * part, apply);
+  }
+  // Both at once.
+  template <class Apply>
+  static __device__ __forceinline__ void visit(uint32 tile, int row, Apply apply) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      Pair now[kPartPairs];
+      load_part(tile, row, part, now);
+      visit_part(part, now, apply);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void load_part(uint32 tile, int first_row, int part,
+                                                   Pair* to) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kBiasFloat32) {
+      // Of four rows one beside the other a quarter lies in the same banks: odd rows come another
+      // way round.
+      const bool odd = lane / 4 % 2 != 0;
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int mine = first_row + lane / 4 + fragment::kRowStep * row;
+        float2 two[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int chunk = 8 * part + ((2 * j) ^ (4 * odd)) + lane % 4 / 2;
+          two[j] = ptx::load_shared_f2(chunk_address<kRows>(tile, mine, chunk) + lane % 2 * 8);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 one = two[j], other = two[j ^ 2];
+          to[2 * j + row][0] = __float_as_uint(odd ? other.x : one.x);
+          to[2 * j + row][kPairWords - 1] = __float_as_uint(odd ? other.y : one.y);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32 words[4];
+        ptx::load_matrix_x4(
+            chunk_address<kRows>(tile, first_row + lane % 16, 4 * part + 2 * half + lane / 16),
+            words);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) to[4 * half + m][0] = words[m];
+      }
+    }
+  }
+  template <class Apply>
+  static __device__ __forceinline__ void visit_part(int part, const Pair* from, Apply apply) {
+#pragma unroll
+    for (int i = 0; i < kPartPairs; ++i) {
+      const float2 both = unpack(from[i]);
+      apply(fragment::element(4 * part + i / 2, i % 2, 0), both.x);
+      apply(fragment::element(4 * part + i / 2, i % 2, 1), both.y);
     }
   }
 };

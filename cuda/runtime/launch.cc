@@ -96,14 +96,14 @@ Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::si
 }
 
 Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map) {
-  constexpr std::uint64_t kBytes = 2;  // of an element
+  const std::uint64_t bytes = view.type == kTensorFloat32 ? 4 : 2;  // of an element
   const auto columns = static_cast<std::uint64_t>(view.columns);
   const auto heads = static_cast<std::uint64_t>(view.heads);
   const auto rows = static_cast<std::uint64_t>(view.rows);
   const std::uint64_t dims[] = {columns, heads, rows, static_cast<std::uint64_t>(view.batch)};
-  const std::uint64_t strides[] = {columns * kBytes, heads * columns * kBytes,
-                                   rows * heads * columns * kBytes};  // of all dims but the first
-  const unsigned box[] = {static_cast<unsigned>(128 / kBytes),
+  const std::uint64_t strides[] = {columns * bytes, heads * columns * bytes,
+                                   rows * heads * columns * bytes};  // of all dims but the first
+  const unsigned box[] = {static_cast<unsigned>(128 / bytes),
                           static_cast<unsigned>(view.box_heads),
                           static_cast<unsigned>(view.box_rows), 1};
   const unsigned steps[] = {1, 1, 1, 1};

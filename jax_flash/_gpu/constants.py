@@ -116,6 +116,19 @@ def is_own(problem: Problem, shapes: Shapes) -> bool:
     )
 
 
+def is_plane(shapes: Shapes) -> bool:
+    """Tells whether TMA can load a bias: of all queries and keys, rows multiples of 16 bytes."""
+    bias = shapes.bias
+    return (
+        bias is not None
+        and isinstance(bias.queries, int)
+        and (bias.queries, bias.keys) == (shapes.q_len, shapes.kv_len)
+        and bias.queries > 1
+        and bias.keys > 1
+        and alignment(bias.keys, bytes_of_bias(bias)) == 16
+    )
+
+
 def is_ragged(bias: TermShape | None) -> bool:
     """Tells whether four elements of a bias take more than one load: rows are not so aligned."""
     return bias is not None and alignment(bias.keys, bytes_of_bias(bias)) < 4 * bytes_of_bias(bias)

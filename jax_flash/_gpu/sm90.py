@@ -17,6 +17,7 @@ from jax_flash._gpu.constants import (
     bytes_of_bias,
     functions,
     is_own,
+    is_plane,
     is_ragged,
     known,
     problem_constants,
@@ -128,6 +129,8 @@ class ForwardTiling:
     drains: bool = False  # a softmax waits for the product with the values before, too
     producer_registers: int = 24  # of a thread, with two consumer warpgroups: 24, 40 or 56
     l2_heads: int = 8  # heads that the schedule walks together, so that their keys stay in L2
+    bias_bytes: int = 0  # of an element of a bias that TMA loads beside the keys; 0: it does not
+    batches_together: bool = False  # the schedule walks a head of all batch rows: they share a bias
 
     source = "sm90/forward.cuh"
     entries = ("flash_forward",)
@@ -147,7 +150,8 @@ class ForwardTiling:
         head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
         queries = self.query_stages * self.consumers * 64 * head_boxes
         keys_values = self.stages * self.block_kv * (head_boxes + value_boxes)
-        return 128 * (queries + keys_values) + 2048
+        biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
+        return 128 * (queries + keys_values) + biases + 2048
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -167,6 +171,7 @@ class ForwardTiling:
             "l2_heads": self.l2_heads,
             "dynamic": self.dynamic,
             "tma_loads": self.tma_loads,
+            "bias_tiles": self.bias_bytes > 0,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
@@ -203,9 +208,11 @@ class ForwardTiling:
             "kQueryStages": self.query_stages,
             "kPackedHeads": self.packed_heads,
             "kPreScale": problem.scale <= 0,
+            "kBatchesTogether": self.batches_together,
             "kDynamic": self.dynamic,
             "kPingPong": self.ping_pong,
             "kDrains": self.drains,
+            "kBiasTiles": self.bias_bytes > 0,
             "kProducerRegisters": producer_registers,
             "kConsumerRegisters": consumer_registers,
         }
@@ -227,6 +234,7 @@ class BackwardTiling:
     l2_heads: int = 1  # kv heads that the schedule walks together
     stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
     clears_dbias: bool = False  # and it may leave blocks out
+    bias_bytes: int = 0  # of an element of a bias that TMA loads beside the queries; 0: it does not
 
     entries = ("flash_backward", "flash_backward_prepare", "flash_backward_finish")
 
@@ -279,6 +287,7 @@ class BackwardTiling:
             "bias_shared_bytes": self.bias_shared_bytes,
             "stores_dbias": self.stores_dbias,
             "clears_dbias": self.clears_dbias,
+            "bias_tiles": self.bias_bytes > 0,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
@@ -308,6 +317,7 @@ class BackwardTiling:
             "kDqRowBytes": self.dq_row_bytes,
             "kReadsAhead": self.reads_ahead,
             "kStoresDbias": self.stores_dbias,
+            "kBiasTiles": self.bias_bytes > 0,
             "kDeterministic": problem.deterministic,
             "kTurnParts": self.turn_parts,
             "kAddsFour": True,
@@ -321,6 +331,20 @@ Tiling = ForwardTiling | BackwardTiling
 
 def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """Chooses the forward kernel's tiling for a problem that the family does not refuse."""
+    tiling = _choose_forward(problem, shapes)
+    bytes_ = bytes_of_bias(shapes.bias)
+    if not tiling.tma_loads or not is_plane(shapes) or tiling.block_kv * bytes_ % 128 != 0:
+        return tiling
+    # As many stages as there is room for.
+    for stages in range(tiling.stages, 1, -1):
+        tiled = dataclasses.replace(tiling, stages=stages, bias_bytes=bytes_)
+        if tiled.shared_bytes <= gpu.shared_bytes:
+            return tiled
+    return tiling
+
+
+def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
+    """The same, but for how a bias is loaded."""
     dims = (shapes.head_dim, shapes.value_dim)
     widest = max(dims)
     length = known(shapes.q_len, 4096)
@@ -414,7 +438,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     full = full or (mapped and problem.masked)
     # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
     if not (plain or capped) or known(shapes.kv_len, 4096) <= 512:
-        block_kv = min(block_kv, {0: 48 if full else 64, 2: 48, 4: 32}[bias_bytes])
+        block_kv = min(block_kv, {0: 48 if full else 64, 2: 64 if is_plane(shapes) else 48, 4: 32}[bias_bytes])
     return tiling(block_kv=block_kv, consumers=2, dynamic=dynamic)
 
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/runtime/driver.h"
 #include "machine.h"
 #include "tests/fake_cuda.h"
 
@@ -527,7 +528,8 @@ const FakeMap& tensor_map(const Frame& f, uint64 address) {
 struct Box {
   const FakeMap* map;
   int start[4];
-  uint32 bytes() const { return 2 * map->box[0] * map->box[1] * map->box[2] * map->box[3]; }
+  uint32 element() const { return map->type == jax_flash::kTensorFloat32 ? 4 : 2; }  // bytes
+  uint32 bytes() const { return element() * map->box[0] * map->box[1] * map->box[2] * map->box[3]; }
 };
 Box box_of(const Frame& f, const Argument& memory) {
   if (memory.parts.size() != 2 || memory.parts[1].parts.size() != 4) {
@@ -538,7 +540,7 @@ Box box_of(const Frame& f, const Argument& memory) {
   for (int i = 0; i < 4; ++i) {
     box.start[i] = static_cast<int>(f.get(memory.parts[1].parts[i]));
     inside = inside && box.start[i] > -static_cast<std::int64_t>(box.map->box[i]) &&
-             (i == 2 || box.start[i] < static_cast<std::int64_t>(box.map->dims[i]));
+             (i == 0 || i == 2 || box.start[i] < static_cast<std::int64_t>(box.map->dims[i]));
   }
   if (!inside) {
     fail(
@@ -555,21 +557,21 @@ Box box_of(const Frame& f, const Argument& memory) {
 template <class Visit>
 void visit_chunks(const Box& box, uint32 shared, const Visit& visit) {
   const FakeMap& map = *box.map;
-  const uint32 chunks = map.box[0] * 2 / kChunk;
+  const uint32 size = box.element(), each = kChunk / size, chunks = map.box[0] / each;
   for (uint32 row = 0; row < map.box[2]; ++row) {
     for (uint32 head = 0; head < map.box[1]; ++head) {
       for (uint32 chunk = 0; chunk < chunks; ++chunk) {
         uint32 at = shared + ((row * map.box[1] + head) * chunks + chunk) * kChunk;
         if (map.swizzle == 3) at ^= (at >> 7 & 7) << 4;
-        const std::int64_t c[4] = {box.start[0] + chunk * 8, box.start[1] + head,
+        const std::int64_t c[4] = {box.start[0] + chunk * each, box.start[1] + head,
                                    box.start[2] + row, box.start[3]};
         const auto dims = [&](int i) { return static_cast<std::int64_t>(map.dims[i]); };
         bool inside = true;
         for (int i = 0; i < 4; ++i) inside = inside && c[i] >= 0 && c[i] < dims(i);
-        const std::int64_t elements = inside ? std::min<std::int64_t>(dims(0) - c[0], 8) : 0;
-        auto* data = static_cast<unsigned char*>(map.address) + 2 * c[0] + c[1] * map.strides[0] +
+        const std::int64_t elements = inside ? std::min<std::int64_t>(dims(0) - c[0], each) : 0;
+        auto* data = static_cast<unsigned char*>(map.address) + size * c[0] + c[1] * map.strides[0] +
                      c[2] * map.strides[1] + c[3] * map.strides[2];
-        visit(at, data, static_cast<uint32>(2 * elements));
+        visit(at, data, static_cast<uint32>(size * elements));
       }
     }
   }

@@ -16,6 +16,7 @@
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)
+//   bool kBatchesTogether     units of a head in all batch rows follow each other, which share a bias
 //   bool kDynamic             units from an atomic counter, else static
 //   bool kPingPong            warpgroups take turns at the tensor cores
 //   bool kDrains              the registers of the weights are free before a softmax: the product
@@ -68,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     }
   } else {
     ptx::register_increase<kConsumerRegisters>();
-    Consumer consumer{{{}, {}, p, shared, warp / 4 - 1}};
+    Consumer consumer{{{}, {}, {}, p, shared, warp / 4 - 1}};
     consumer.run();
   }
 }

@@ -47,6 +47,12 @@ inline constexpr int kRepeatSlots = 4;  // units that may be in flight
 // bias, or if kDrains, there is no register for that.
 inline constexpr bool kBitsAhead =
     kHasMask && !kHasSegments && !kHasPositions && !kHasBias && !kDrains;
+// A bias that TMA loads comes with the keys, in their stages and at their barriers. Two warpgroups
+// have registers for a block's, which they read beside the product that it is for; three read it
+// where they add it.
+inline constexpr int kBiasBytes = kBiasTiles ? kUnitRows * kBlockKV * bias::kBytes : 0;
+inline constexpr int kBiasBoxColumns = kBoxRowBytes / bias::kBytes;
+inline constexpr bool kBiasBeside = kBiasTiles && kConsumers == 2 && kValueDim <= 128;
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
@@ -55,6 +61,7 @@ static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
 static_assert(kWarpgroupRows % kPackedHeads == 0);
 static_assert((!kHasMask && !kHasBias && !kHasScoreFunction) || kPackedHeads == 1,
               "a unit has one head's mask, bias and function");
+static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kBlockKV % kBiasBoxColumns == 0));
 static_assert(!kHasDropout || kPackedHeads == 1, "a thread's rows are queries 8 apart");
 
 // Units have numbers of the schedule. A unit that is walked a second time has its number with all
@@ -89,7 +96,18 @@ struct UnitInfo {
   int number;    // of the schedule, or again() of it
 };
 
-struct alignas(1024) Shared {
+// The tiles of a bias, in front of all else: a base, which takes no place where it is empty.
+template <int kBytes>
+struct alignas(1024) BiasTiles {
+  unsigned char tiles[kStages][kBytes];
+};
+template <>
+struct BiasTiles<0> {};
+__device__ __forceinline__ uint32 bias_tile(uint32 shared, int stage) {
+  return shared + kBiasBytes * stage;
+}
+
+struct alignas(1024) Shared : BiasTiles<kBiasBytes> {
   unsigned char query[kQueryStages][kConsumers][kQueryBytes];
   unsigned char key[kStages][kKeyBytes];
   unsigned char value[kStages][kValueBytes];

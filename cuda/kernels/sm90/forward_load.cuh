@@ -67,7 +67,8 @@ struct Producer {
   template <int kDim>
   __device__ __forceinline__ void load_block(const TensorMap& map, const void* data,
                                              unsigned char* buffer, unsigned long long* full,
-                                             int head, int block, int batch) {
+                                             int head, int block, int batch,
+                                             uint32 more_bytes = 0) {
     const uint32 barrier = ptx::shared_address(full);
     if constexpr (!kTmaLoads) {
       const int first_key = block * kBlockKV;
@@ -78,7 +79,7 @@ struct Producer {
                                            p.kv_len - first_key);
       arrive(barrier);
     } else {
-      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV>);
+      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV> + more_bytes);
       fetch_key_block<kDim, kBlockKV>(ptx::shared_address(buffer), map, barrier, ptx::kEvictLast,
                                       head, block * kBlockKV, batch);
     }
@@ -96,7 +97,22 @@ struct Producer {
         if (kTmaLoads || is_leader()) shared.block_list[stage] = listed.bits;
       }
       load_block<kHeadDim>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
-                           block, batch);
+                           block, batch, kBiasBytes);
+      if constexpr (kBiasTiles) load_bias(unit, stage, block);
+    }
+  }
+  // To the same barrier.
+  __device__ __forceinline__ void load_bias(const UnitInfo& unit, int stage, int block) {
+    const uint32 tile = bias_tile(ptx::shared_address(&shared), stage);
+    const uint32 barrier = ptx::shared_address(&shared.key_full[stage]);
+    // Of each score alone it is not read again.
+    const bool own = p.bias.batch != 0 && p.bias.head != 0;
+#pragma unroll
+    for (int box = 0; box < kBlockKV / kBiasBoxColumns; ++box) {
+      ptx::tma_load(tile + box * kUnitRows * kBoxRowBytes, &p.bias_map, barrier,
+                    own ? ptx::kEvictFirst : ptx::kEvictNormal,
+                    block * kBlockKV + box * kBiasBoxColumns, unit.first_row,
+                    p.bias.head != 0 ? unit.head : 0, p.bias.batch != 0 ? unit.batch : 0);
     }
   }
   __device__ __forceinline__ void load_value(int head, int block, int batch) {
@@ -185,6 +201,7 @@ struct Producer {
     // they do with most block masks.
     constexpr bool kLateSeeMost = kWindowRight || kReachRight || kMaskBlock != 0;
     const int unit = kLateSeeMost ? p.query_blocks - 1 - at.block : at.block;
+    if constexpr (kBatchesTogether) return {unit, at.head / p.batch, at.head % p.batch};
     return {unit, at.head - batch * heads, batch};
   }
   __device__ __forceinline__ void run() {

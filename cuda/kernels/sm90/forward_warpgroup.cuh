@@ -10,9 +10,29 @@ namespace forward {
 using Scores = float[kBlockKV / 2];
 using Softmax = SoftmaxState<Element>;
 
-// A base, which takes no place where there is no function: other members would move, and plain
+// The bias of the block whose scores are on their way, that TMA has loaded: read ahead, or not.
+using StagedBias = bias::StagedRows<kBlockKV, kUnitRows>;
+template <bool kAhead>
+struct BiasReader {
+  StagedBias held;
+  __device__ __forceinline__ void read_bias(uint32 tile, int row) { held.load(tile, row); }
+  template <class Apply>
+  __device__ __forceinline__ void visit_bias(uint32, int, Apply apply) const {
+    held.visit(apply);
+  }
+};
+template <>
+struct BiasReader<false> {
+  __device__ __forceinline__ void read_bias(uint32, int) {}
+  template <class Apply>
+  __device__ __forceinline__ void visit_bias(uint32 tile, int row, Apply apply) const {
+    StagedBias::visit(tile, row, apply);
+  }
+};
+
+// Bases, which take no place where there is no function and no bias: other members would move, and plain
 // kernels be compiled to other registers.
-struct Warpgroup : RowWalk, ScoreFunction<ForwardParams> {
+struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams> {
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   const ForwardParams& p;
   Shared& shared;
@@ -149,6 +169,17 @@ struct Warpgroup : RowWalk, ScoreFunction<ForwardParams> {
     if constexpr (kListsBlocks) {
       block = listed_block().number();
     }
+    if constexpr (kBiasTiles) {
+      visit_bias(staged_bias(), bias_row(),
+                 [&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
+    }
+  }
+  // Of the block in the current key buffer, and the warp's first row of it.
+  __device__ __forceinline__ uint32 staged_bias() const {
+    return bias_tile(start, key_ring.stage());
+  }
+  __device__ __forceinline__ int bias_row() const {
+    return warpgroup * kWarpgroupRows + ptx::opaque(threadIdx.x) % 128 / 32 * 16;
   }
   // Fetches what terms have for the block whose scores have been started, beside their product;
   // `next`: its number, unless it is listed. Of a unit's first block `is_first`.
@@ -161,7 +192,9 @@ struct Warpgroup : RowWalk, ScoreFunction<ForwardParams> {
     if constexpr (kHasScoreFunction) {
       if (is_first) UnitFunction::read(p, unit().batch, unit().head);
     }
-    if constexpr (kHasBias) {
+    if constexpr (kBiasTiles) {
+      read_bias(staged_bias(), bias_row());
+    } else if constexpr (kHasBias) {
       if constexpr (kListsBlocks) {
         next = listed_block().number();
       }
@@ -171,7 +204,7 @@ struct Warpgroup : RowWalk, ScoreFunction<ForwardParams> {
   // Narrow heads have registers to load a block's bias when that of the block before has been used,
   // half a block before the block's own product starts, if its number is known. Not beside terms
   // that hold some through the walk.
-  static constexpr bool kBiasAhead = kHasBias && !kListsBlocks && kValueColumns <= 64 &&
+  static constexpr bool kBiasAhead = kHasBias && !kBiasTiles && !kListsBlocks && kValueColumns <= 64 &&
                                      !kHasSlope && !kHasDropout && !kWindowLeft &&
                                      !kHasQueryLengths && !kHasKeyValueLengths;
   __device__ __forceinline__ void fetch_bias(int of_block) {
@@ -221,7 +254,7 @@ struct Warpgroup : RowWalk, ScoreFunction<ForwardParams> {
   }
   // The same but for score_function.
   __device__ __forceinline__ void add_terms(Scores& scores) {
-    if constexpr (kHasBias) {
+    if constexpr (kHasBias && !kBiasTiles) {
       biases.visit([&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
       // Of the last block once more: a branch beside products would serialise them.
       if constexpr (kBiasAhead) fetch_bias(max(block - 1, 0));

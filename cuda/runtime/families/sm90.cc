@@ -29,6 +29,7 @@ struct ForwardLaunch {
   std::int64_t l2_heads;
   bool dynamic;
   bool tma_loads;
+  bool bias_tiles;
 };
 
 // The same of a sm90.BackwardTiling.
@@ -45,6 +46,7 @@ struct BackwardLaunch {
   std::int64_t bias_shared_bytes;
   bool stores_dbias;
   bool clears_dbias;
+  bool bias_tiles;
 };
 
 }  // namespace jax_flash
@@ -54,7 +56,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("block_q"),
     StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("packed_heads"),
     StructMember<std::int64_t>("l2_heads"), StructMember<bool>("dynamic"),
-    StructMember<bool>("tma_loads"));
+    StructMember<bool>("tma_loads"), StructMember<bool>("bias_tiles"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_flash::BackwardLaunch, StructMember<std::int64_t>("threads"),
     StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("block_q"),
@@ -62,7 +64,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("dq_boxes"), StructMember<std::int64_t>("l2_heads"),
     StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"),
     StructMember<std::int64_t>("bias_shared_bytes"), StructMember<bool>("stores_dbias"),
-    StructMember<bool>("clears_dbias"));
+    StructMember<bool>("clears_dbias"),
+    StructMember<bool>("bias_tiles"));
 
 namespace jax_flash {
 namespace {
@@ -75,6 +78,22 @@ constexpr std::int64_t kRangeWarps = 8;
 
 CUtensorMapDataType MapType(ffi::DataType dtype) {
   return dtype == ffi::BF16 ? kTensorBfloat16 : kTensorFloat16;
+}
+
+// The map of a bias that TMA loads: of all queries and keys, in rows that are multiples of 16 bytes
+// apart.
+ffi::Error MapBias(const Operands& operands, const TermSizes& bias, std::int64_t block_q,
+                   Session* session, TensorMap* map) {
+  const Sizes& s = operands.sizes;
+  if (!operands.terms[kBias] || bias.queries != s.q_len || bias.keys != s.kv_len) {
+    return Invalid("this tiling is for a bias of all queries and keys");
+  }
+  const ffi::AnyBuffer& buffer = *operands.terms[kBias];
+  const auto type = buffer.element_type() == ffi::F32 ? kTensorFloat32
+                                                      : MapType(buffer.element_type());
+  session->Map({type, buffer.untyped_data(), bias.batch, bias.heads, s.q_len, s.kv_len, 1, block_q},
+               map);
+  return ffi::Error::Success();
 }
 
 ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -149,6 +168,10 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
     session.Map({type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, launch.block_kv, 1},
                 &params.value);
   }
+  if (launch.bias_tiles) {
+    auto error = MapBias(operands, bias, launch.block_q, &session, &params.bias_map);
+    if (error.failure()) return error;
+  }
   if (mask_blocks > 0) session.Launch("mask_plan", {mask_blocks, kMaskThreads, 0}, &params);
   const auto run = [&](const char* kernel, std::int64_t warps) {
     session.Launch(kernel, {CeilDiv(warps, kRangeWarps), 32 * kRangeWarps, 0}, &params);
@@ -195,6 +218,12 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   map(operands.dout, s.q_len, s.q_heads, s.value_dim, launch.block_q, &params.dout);
   map(operands.dk, s.kv_len, s.kv_heads, s.head_dim, 64, &params.dkey);
   map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
+  if (launch.bias_tiles) {
+    TermSizes bias;
+    if (auto error = ReadTerm(operands, kBias, &bias); error.failure()) return error;
+    auto error = MapBias(operands, bias, launch.block_q, &session, &params.bias_map);
+    if (error.failure()) return error;
+  }
   LaunchBackward(blocks, launch, params, &session, [&] {
     session.LaunchPersistent("flash_backward", blocks.units, launch.threads, launch.shared_bytes,
                              &params);

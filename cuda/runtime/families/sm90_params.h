@@ -72,6 +72,10 @@ struct ForwardParams {
   Capture captures[kMaxCaptures];  // arrays that it reads
 
   BlockMask block_mask;  // only with kMaskBlock
+
+  // Sizes (S, T, heads, batch rows) of the bias; box (128 bytes, 64 * kConsumers, 1, 1). Only with
+  // kBiasTiles. At the end, so that all other fields lie where they do without.
+  TensorMap bias_map;
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
@@ -153,4 +157,6 @@ struct BackwardParams {
   Capture captures[kMaxCaptures];  // arrays that it reads
 
   BlockMask block_mask;  // only with kMaskBlock
+
+  TensorMap bias_map;  // as for the forward; box (128 bytes, kBlockQ, 1, 1)
 };
