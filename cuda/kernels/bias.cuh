@@ -161,6 +161,20 @@ struct RowTile {
   }
 };
 
+// Tiles that TMA fills, in front of all other shared memory: a base, which takes no place where it is
+// empty. A tile is boxes of 128 bytes of each query's row side by side.
+inline constexpr int kBoxKeys = kBoxRowBytes / kBytes;
+template <int kStages, int kTileBytes>
+struct alignas(1024) Tiles {
+  unsigned char tiles[kStages][kTileBytes];
+  static __device__ __forceinline__ uint32 bias_tile(uint32 shared, uint32 stage) {
+    return shared + stage * kTileBytes;
+  }
+};
+template <int kStages>
+struct Tiles<kStages, 0> {
+  static __device__ __forceinline__ uint32 bias_tile(uint32, uint32) { return 0; }
+};
 // The same of a tile in shared memory as TMA writes it: kRows queries by kKeys, boxes of 128 bytes.
 // Of 32 keys at a time, so that who has no registers for all of them loads where it adds.
 template <int kKeys, int kRows>
@@ -302,6 +316,46 @@ struct ColumnTile {
         apply(fragment::element(j, row, 0), rows[row].x);
         apply(fragment::element(j, row, 1), rows[row].y);
       }
+    }
+  }
+};
+
+// The same of a tile in shared memory: kQueries by the block's keys.
+template <int kQueries>
+struct StagedColumns {
+  Pair pairs[kQueries / 4];
+
+  // `key`: of the block, the first of the 16 of the warp.
+  __device__ __forceinline__ void load(uint32 tile, int key) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kBiasFloat32) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 2; ++i) {
+        const int mine = key + lane / 4 + fragment::kRowStep * fragment::row(i);
+        const int query = fragment::first_column(lane) + fragment::column(i);
+        pairs[i / 2][i % 2 * (kPairWords - 1)] =
+            ptx::load_shared(chunk_address<kQueries>(tile, query, mine / 4) + mine % 4 * 4);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kQueries / 16; ++j) {
+        uint32 words[4];
+        ptx::load_transposed_x4(chunk_address<kQueries>(tile, 16 * j + lane / 16 * 8 + lane % 8,
+                                                        key / 8 + lane / 8 % 2),
+                                words);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) pairs[4 * j + m][0] = words[m];
+      }
+    }
+  }
+  // apply(i, what belongs to element i).
+  template <class Apply>
+  __device__ __forceinline__ void visit(Apply apply) const {
+#pragma unroll
+    for (int i = 0; i < kQueries / 4; ++i) {
+      const float2 both = unpack(pairs[i]);
+      apply(2 * i, both.x);
+      apply(2 * i + 1, both.y);
     }
   }
 };

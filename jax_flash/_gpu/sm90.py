@@ -264,7 +264,9 @@ class BackwardTiling:
         rows = -(-2 * self.stages * self.block_q * 4 // 1024) * 1024
         scores = self.score_stages * self.block_kv * self.block_q * 2
         sums = 16384 if self.wide else 16384 * max(head_boxes, value_boxes)
-        return 1024 + both * (self.block_kv + self.stages * self.block_q) + rows + scores + sums
+        biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
+        tiles = both * (self.block_kv + self.stages * self.block_q) + biases
+        return 1024 + tiles + rows + scores + sums
 
     @property
     def bias_shared_bytes(self) -> int:
@@ -464,7 +466,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     block_q = 128 if widest <= 64 and roomy else 64
     stores_dbias = not wide and not drops and is_own(problem, shapes)
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
-    return BackwardTiling(
+    tiling = BackwardTiling(
         shapes.head_dim,
         shapes.value_dim,
         block_q=block_q,
@@ -480,6 +482,9 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         stores_dbias=stores_dbias,
         clears_dbias=stores_dbias and bool(hides),
     )
+    tiled = dataclasses.replace(tiling, bias_bytes=bytes_of_bias(shapes.bias))
+    fits = tiled.shared_bytes <= gpu.shared_bytes
+    return tiled if tma_loads and not wide and is_plane(shapes) and fits else tiling
 
 
 # Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved by its two

@@ -41,10 +41,11 @@ struct Loader {
   template <int kDim>
   __device__ __forceinline__ void load_queries(uint32 tile, const TensorMap& map, const void* array,
                                                uint32 numbers, const float* source, uint32 full,
-                                               int head, int row, int batch) {
+                                               int head, int row, int batch,
+                                               uint32 more_bytes = 0) {
     constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
     if (threadIdx.x == 0) {
-      ptx::barrier_arrive_expect(full, (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4);
+      ptx::barrier_arrive_expect(full, (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4 + more_bytes);
       if constexpr (kTmaLoads) {
         load_tile<kBoxes, kBoxQ>(tile, map, full, ptx::kEvictLast, head, row, batch);
       }
@@ -56,6 +57,21 @@ struct Loader {
                                             static_cast<int64>(p.query_heads) * kDim,
                                             p.query_len - row);
       release(full);
+    }
+  }
+
+  // To the barrier of Q.
+  __device__ __forceinline__ void load_bias(const volatile UnitRecord& u, uint32 slot, int head,
+                                            int m0) {
+    if (threadIdx.x != 0) return;
+    const uint32 tile = Shared::bias_tile(ptx::shared_address(shared_memory), slot);
+    // Of each score alone it is not read again.
+    const bool own = p.bias.batch != 0 && p.bias.head != 0;
+#pragma unroll 1
+    for (int box = 0; box < kKeys / bias::kBoxKeys; ++box) {
+      ptx::tma_load(tile + box * kBoxQ, &p.bias_map, at(&Shared::query_full, slot),
+                    own ? ptx::kEvictFirst : ptx::kEvictNormal, u.key0 + box * bias::kBoxKeys, m0,
+                    p.bias.head != 0 ? head : 0, p.bias.batch != 0 ? u.batch : 0);
     }
   }
 
@@ -83,7 +99,8 @@ struct Loader {
         load_queries<kHeadDim>(at(&Shared::query) + slot * kQueryBytes, p.query, p.query_data,
                                at(&Shared::minus_lse) + slot * kNumberBytes,
                                p.lse_log2 + static_cast<int64>(block) * kQueries,
-                               at(&Shared::query_full, slot), head, m0, u.batch);
+                               at(&Shared::query_full, slot), head, m0, u.batch, kBiasBytes);
+        if constexpr (kBiasTiles) load_bias(u, slot, head, m0);
         // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
         if (first) {
           wait_together(at(&Shared::key_empty), free);

@@ -176,7 +176,7 @@ struct Scorer {
                                              float (&begun)[kScores], Dropped<kScores>& dropped,
                                              float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
     const int m0 = walk.m0;
-    const Step known(p, u, u.head + walk.head, m0, slab);
+    Step known(p, u, u.head + walk.head, m0, slab);
     const uint32 slot = stage_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
     const uint32 q = at(&Shared::query) + slot * kQueryBytes;
     const uint32 dout = at(&Shared::dout) + slot * kDoutBytes;
@@ -196,6 +196,7 @@ struct Scorer {
       keys_times_queries<kHead>(x, at(&Shared::key) + slab * kBoxRowBytes, q);
     }
     keys_times_queries<kValue>(dp, at(&Shared::value) + slab * kBoxRowBytes, dout, kReadsAhead);
+    known.bias.read(slot, slab);
     const RowNumbers minus_lse(at(&Shared::minus_lse) + slot * kNumberBytes);
     ptx::wgmma_wait<1>();
     ptx::pin(x);

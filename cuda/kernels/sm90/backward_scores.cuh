@@ -37,11 +37,55 @@ struct RowNumbers {
 
 // The wide kernel has four to eight registers for the bias.
 inline constexpr int kBiasParts = kKeys == 128 ? 1 : kBiasFloat32 ? 8 : 2;
-using BiasTile = bias::ColumnTile<kQueries / kBiasParts>;
+
+// The bias of a warp's 16 keys and a query block: loaded before its scores are computed, or in
+// parts where it is added.
+template <bool kFromTile>
+struct StepBias {
+  using Tile = bias::ColumnTile<kQueries / kBiasParts>;
+  Tile tile;
+  __device__ __forceinline__ void load(const BackwardParams& p, const volatile UnitRecord& u,
+                                       int head, int m0, int slab) {
+    if constexpr (kHasBias && kBiasParts == 1) {
+      tile.load(p, u.batch, head, m0, u.key0 + slab + ptx::warp_index() % 4 * 16);
+    }
+  }
+  __device__ __forceinline__ void read(uint32, int) {}
+  __device__ __forceinline__ void add(const BackwardParams& p, const volatile UnitRecord& u,
+                                      float (&x)[kScores], int slab, int head, int m0) const {
+#pragma unroll
+    for (int part = 0; part < kBiasParts; ++part) {
+      Tile now = tile;
+      if constexpr (kBiasParts > 1) {
+        now.load(p, u.batch, head, m0 + part * (kQueries / kBiasParts),
+                 u.key0 + slab + ptx::warp_index() % 4 * 16);
+      }
+      constexpr int kCount = kScores / kBiasParts;
+      now.visit([&](int i, float bias) {
+        x[part * kCount + i] = with_bias(p, x[part * kCount + i], bias);
+      });
+    }
+  }
+};
+// The same of what came with Q: read beside the products.
+template <>
+struct StepBias<true> {
+  bias::StagedColumns<kQueries> tile;
+  __device__ __forceinline__ void load(const BackwardParams&, const volatile UnitRecord&, int, int,
+                                       int) {}
+  __device__ __forceinline__ void read(uint32 slot, int slab) {
+    tile.load(Shared::bias_tile(ptx::shared_address(shared_memory), slot),
+              slab + ptx::warp_index() % 4 * 16);
+  }
+  __device__ __forceinline__ void add(const BackwardParams& p, const volatile UnitRecord&,
+                                      float (&x)[kScores], int, int, int) const {
+    tile.visit([&](int i, float bias) { x[i] = with_bias(p, x[i], bias); });
+  }
+};
 
 // What a step knows before its scores are there.
 struct Step : MetBlock {
-  BiasTile bias;  // unless it comes in parts
+  StepBias<kBiasTiles> bias;
 
   __device__ __forceinline__ Step(const BackwardParams& p, const volatile UnitRecord& u, int head,
                                   int m0, int slab)
@@ -51,9 +95,7 @@ struct Step : MetBlock {
           mask::flag_by_key<kQueries, kKeys>(p, u.batch, head, m0 / kQueries, u.key0 / kKeys);
       whole = (flag & mask::kSeesAll << slab / 64) != 0;
     }
-    if constexpr (kHasBias && kBiasParts == 1) {
-      bias.load(p, u.batch, head, m0, u.key0 + slab + ptx::warp_index() % 4 * 16);
-    }
+    bias.load(p, u, head, m0, slab);
   }
 };
 
@@ -184,27 +226,10 @@ __device__ __forceinline__ void hide_unseen_queries(const volatile UnitRecord& u
 // Most likely the bias of the step after that of the walk, for the keys [slab, slab + 64).
 __device__ __forceinline__ void prefetch_bias(const BackwardParams& p, const volatile UnitRecord& u,
                                               const Walk& walk, int slab) {
-  if constexpr (kHasBias) {
+  if constexpr (kHasBias && !kBiasTiles) {
     const bool same = walk.head + 1 < u.heads;  // query block
     const int m0 = max(walk.m0 + (same ? 0 : kDirection * kQueries), 0);
     bias::prefetch(p, u.batch, u.head + (same ? walk.head + 1 : 0), m0, u.key0 + slab);
-  }
-}
-
-// Adds the bias to S^T.
-__device__ __forceinline__ void add_bias(const BackwardParams& p, const volatile UnitRecord& u,
-                                         float (&x)[kScores], int slab, const Step& step) {
-#pragma unroll
-  for (int part = 0; part < kBiasParts; ++part) {
-    BiasTile tile = step.bias;
-    if constexpr (kBiasParts > 1) {
-      tile.load(p, u.batch, step.head, step.m0 + part * (kQueries / kBiasParts),
-                u.key0 + slab + ptx::warp_index() % 4 * 16);
-    }
-    constexpr int kCount = kScores / kBiasParts;
-    tile.visit([&](int i, float bias) {
-      x[part * kCount + i] = with_bias(p, x[part * kCount + i], bias);
-    });
   }
 }
 
@@ -246,7 +271,7 @@ __device__ __forceinline__ void score_to_probability(
     const BackwardParams& p, const volatile UnitRecord& u, float (&x)[kScores],
     uint32 (&probability)[kScores / 2], const RowNumbers& minus_lse, int slab, const Range& full,
     const Step& step, const Dropped<kScores>& dropped) {
-  if constexpr (kHasBias) add_bias(p, u, x, slab, step);
+  if constexpr (kHasBias) step.bias.add(p, u, x, slab, step.head, step.m0);
   score_function(p, x);
   const int row = slab + fragment::first_row(threadIdx.x);
   if (is_full(p, u, full, slab, step)) {

@@ -16,6 +16,9 @@ inline constexpr int kQueryBytes = kHeadBoxes * kBoxQ;  // of a tile of Q, and s
 inline constexpr int kDoutBytes = kValueBoxes * kBoxQ;
 inline constexpr int kNumberBytes = kQueries * 4;  // a number for each query
 inline constexpr int kGradientBytes = kKeys * kQueries * 2;
+// A bias that TMA loads comes with Q, in its stages and at its barriers.
+inline constexpr int kBiasBytes = kBiasTiles ? kKeys * kQueries * bias::kBytes : 0;
+static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kKeys == 128));
 
 // Without TMA two warps load; the turns of the deterministic mode leave one. Each arrives at the
 // barrier of a tile; the numbers that come with Q and dO take one arrival more.
@@ -32,7 +35,7 @@ inline constexpr int kTurns = 8;  // turns that may have come, deterministic mod
 static_assert(kTurnParts <= kTurns);
 
 // What all roles share; the main kernels add tiles of their own. Barriers are named by their event.
-struct alignas(1024) Shared {
+struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
   Barrier unit_full[kUnits], unit_empty[kUnits];
   Barrier unit_asked;
   Barrier key_full, key_empty;

@@ -51,7 +51,6 @@ inline constexpr bool kBitsAhead =
 // have registers for a block's, which they read beside the product that it is for; three read it
 // where they add it.
 inline constexpr int kBiasBytes = kBiasTiles ? kUnitRows * kBlockKV * bias::kBytes : 0;
-inline constexpr int kBiasBoxColumns = kBoxRowBytes / bias::kBytes;
 inline constexpr bool kBiasBeside = kBiasTiles && kConsumers == 2 && kValueDim <= 128;
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
@@ -61,7 +60,7 @@ static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
 static_assert(kWarpgroupRows % kPackedHeads == 0);
 static_assert((!kHasMask && !kHasBias && !kHasScoreFunction) || kPackedHeads == 1,
               "a unit has one head's mask, bias and function");
-static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kBlockKV % kBiasBoxColumns == 0));
+static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kBlockKV % bias::kBoxKeys == 0));
 static_assert(!kHasDropout || kPackedHeads == 1, "a thread's rows are queries 8 apart");
 
 // Units have numbers of the schedule. A unit that is walked a second time has its number with all
@@ -96,18 +95,7 @@ struct UnitInfo {
   int number;    // of the schedule, or again() of it
 };
 
-// The tiles of a bias, in front of all else: a base, which takes no place where it is empty.
-template <int kBytes>
-struct alignas(1024) BiasTiles {
-  unsigned char tiles[kStages][kBytes];
-};
-template <>
-struct BiasTiles<0> {};
-__device__ __forceinline__ uint32 bias_tile(uint32 shared, int stage) {
-  return shared + kBiasBytes * stage;
-}
-
-struct alignas(1024) Shared : BiasTiles<kBiasBytes> {
+struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
   unsigned char query[kQueryStages][kConsumers][kQueryBytes];
   unsigned char key[kStages][kKeyBytes];
   unsigned char value[kStages][kValueBytes];

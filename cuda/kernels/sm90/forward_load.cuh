@@ -103,15 +103,15 @@ struct Producer {
   }
   // To the same barrier.
   __device__ __forceinline__ void load_bias(const UnitInfo& unit, int stage, int block) {
-    const uint32 tile = bias_tile(ptx::shared_address(&shared), stage);
+    const uint32 tile = Shared::bias_tile(ptx::shared_address(&shared), stage);
     const uint32 barrier = ptx::shared_address(&shared.key_full[stage]);
     // Of each score alone it is not read again.
     const bool own = p.bias.batch != 0 && p.bias.head != 0;
 #pragma unroll
-    for (int box = 0; box < kBlockKV / kBiasBoxColumns; ++box) {
+    for (int box = 0; box < kBlockKV / bias::kBoxKeys; ++box) {
       ptx::tma_load(tile + box * kUnitRows * kBoxRowBytes, &p.bias_map, barrier,
                     own ? ptx::kEvictFirst : ptx::kEvictNormal,
-                    block * kBlockKV + box * kBiasBoxColumns, unit.first_row,
+                    block * kBlockKV + box * bias::kBoxKeys, unit.first_row,
                     p.bias.head != 0 ? unit.head : 0, p.bias.batch != 0 ? unit.batch : 0);
     }
   }

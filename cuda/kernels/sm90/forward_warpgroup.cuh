@@ -176,7 +176,7 @@ struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams
   }
   // Of the block in the current key buffer, and the warp's first row of it.
   __device__ __forceinline__ uint32 staged_bias() const {
-    return bias_tile(start, key_ring.stage());
+    return Shared::bias_tile(start, key_ring.stage());
   }
   __device__ __forceinline__ int bias_row() const {
     return warpgroup * kWarpgroupRows + ptx::opaque(threadIdx.x) % 128 / 32 * 16;
