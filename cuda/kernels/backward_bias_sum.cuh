@@ -52,24 +52,73 @@ struct Block {
   }
 };
 
-// Adds the dS of one pair of blocks to the sum; all threads call. `Tiles` are a family's, of its
-// products: of load(batch, head, m0, key0), which all threads call as well, multiply(part, x, dp)
-// gives S^T and dP^T of one of kParts parts of the queries.
-template <class Tiles, class Params>
-__device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, int batch, int head,
-                                           int m0, int key0, float (&sum)[kSums]) {
-  constexpr int kParts = Tiles::kParts;
-  using Tile = bias::ColumnTile<kQueries / kParts>;
-  const Visibility sight = visibility(p, batch);
-  const Range keys = visible_keys(sight, m0, m0 + kQueries - 1);
-  if (keys.empty() || keys.end <= key0 || keys.begin >= key0 + kKeys) return;
+// A block of queries and one of keys, of a batch row and head; number `index` of those to sum over.
+struct BlockPair {
+  int64 index;
+  int batch, head, m0, key0;
+};
+// Does any query of the pair see a key? All threads have the same pair.
+template <class Params>
+__device__ __forceinline__ bool meets(const Params& p, const BlockPair& at) {
+  const Visibility sight = visibility(p, at.batch);
+  const Range keys = visible_keys(sight, at.m0, at.m0 + kQueries - 1);
+  if (keys.empty() || keys.end <= at.key0 || keys.begin >= at.key0 + kKeys) return false;
   if constexpr (kHasMask) {
-    if (mask::flag_by_key<kQueries, kKeys>(p, batch, head, m0 / kQueries, key0 / kKeys) == 0) {
-      return;
+    return mask::flag_by_key<kQueries, kKeys>(p, at.batch, at.head, at.m0 / kQueries,
+                                              at.key0 / kKeys) != 0;
+  }
+  return true;
+}
+
+// The bias of the CTA's block. One of all queries and keys is the same for all that it sums: of 16
+// bits it stays in registers, in the order of fragments.
+template <int kParts>
+struct BlockBias {
+  static constexpr bool kStays = bias::kIsMatrix && !kBiasFloat32;
+  static constexpr int kCount = kQueries / kParts;
+  bias::StagedColumns<kCount> staged[kStays ? kParts : 1];
+
+  template <class Params>
+  __device__ __forceinline__ void load(const Params& p, const BlockPair& at) {
+    if constexpr (kStays) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        bias::ColumnTile<kCount> tile;
+        tile.load(p, at.batch, at.head, at.m0 + part * kCount, first_key(at));
+        staged[part].take(tile);
+      }
     }
   }
-  const auto& loaded = tiles.load(batch, head, m0, key0);
+  // apply(i, what belongs to element i of the part).
+  template <class Params, class Apply>
+  __device__ __forceinline__ void visit(const Params& p, const BlockPair& at, int part,
+                                        Apply apply) const {
+    if constexpr (kStays) {
+      staged[part].visit(apply);
+    } else {
+      bias::ColumnTile<kCount> tile;
+      tile.load(p, at.batch, at.head, ptx::opaque(at.m0) + part * kCount, first_key(at));
+      tile.visit(apply);
+    }
+  }
 
+ private:
+  // Of the warp's 16.
+  static __device__ __forceinline__ int first_key(const BlockPair& at) {
+    return at.key0 + threadIdx.x / 128 * 64 + ptx::warp_index() % 4 * 16;
+  }
+};
+
+// Adds the dS of one pair of blocks to the sum; all threads call. `loaded` are a family's tiles:
+// multiply(part, x, dp) gives S^T and dP^T of one of kParts parts of the queries. `numbers` are of
+// the queries: -lse, -delta.
+template <int kParts, class Loaded, class Params>
+__device__ __forceinline__ void add_scores(const Params& p, const Loaded& loaded,
+                                           const BlockPair& pair, const BlockBias<kParts>& biases,
+                                           const float (&numbers)[2][kQueries],
+                                           float (&sum)[kSums]) {
+  const int batch = pair.batch, head = pair.head, m0 = pair.m0, key0 = pair.key0;
+  const Visibility sight = visibility(p, batch);
   ScoreFunctionAndSlope<Params> function;
   function.read(p, batch, head);
   const int slab = threadIdx.x / 128 * 64;
@@ -81,21 +130,18 @@ __device__ __forceinline__ void add_scores(const Params& p, const Tiles& tiles, 
   for (int part = 0; part < kParts; ++part) {
     float x[kSums / kParts], dp[kSums / kParts];
     loaded.multiply(part, x, dp);
-    Tile tile;
-    tile.load(p, batch, head, ptx::opaque(m0) + part * (kQueries / kParts),
-              key0 + slab + ptx::warp_index() % 4 * 16);
-    tile.visit([&](int i, float bias) { x[i] = with_bias(p, x[i], bias); });
+    biases.visit(p, pair, part, [&](int i, float bias) { x[i] = with_bias(p, x[i], bias); });
     score_function(p, x);
     // Opaque: kept from part to part, they would be spilled.
     const int thread = ptx::opaque(threadIdx.x), query0 = kHasSegments ? ptx::opaque(m0) : m0;
     const SeenPairs<kQueries> pairs(p, batch, head, sight,
                                     key0 + slab + fragment::first_row(thread), query0);
-    const int64 row = padded_row(p, batch, head, m0) + fragment::first_column(thread);
+    const int column = fragment::first_column(thread);
 #pragma unroll
     for (int k = 0; k < kQueries / kParts / 8; ++k) {
       const int j = part * (kQueries / kParts / 8) + k;
-      const float2 lse = *reinterpret_cast<const float2*>(p.lse_log2 + row + 8 * j);
-      const float2 delta = *reinterpret_cast<const float2*>(p.minus_delta + row + 8 * j);
+      const float2 lse = *reinterpret_cast<const float2*>(numbers[0] + column + 8 * j);
+      const float2 delta = *reinterpret_cast<const float2*>(numbers[1] + column + 8 * j);
       bool seen[4];
       pairs.see(j, seen);
 #pragma unroll
@@ -129,9 +175,10 @@ __device__ __forceinline__ void store(const Params& p, int64 index, int part, fl
   }
 }
 
-// `memory`: of a SharedSum, free when `tiles` are.
+// `memory`: of a SharedSum, free when `tiles` are. `Tiles` are a family's: load(now, next) gives the
+// tiles of a pair of blocks; there may be no next one.
 template <class Tiles, class Params>
-__device__ __forceinline__ void sum(const Params& p, const Tiles& tiles, void* memory) {
+__device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) {
   const Block block(p);
   float sum[kSums];
 #pragma unroll
@@ -139,15 +186,40 @@ __device__ __forceinline__ void sum(const Params& p, const Tiles& tiles, void* m
   const int64 count = block.count();
   const int64 begin = count * block.part / p.dbias_parts;
   const int64 end = count * (block.part + 1) / p.dbias_parts;
-#pragma unroll 1
-  for (int64 i = begin; i < end; ++i) {
+  const auto pair_at = [&](int64 i) -> BlockPair {
     const int64 heads = i / (block.query_blocks * block.key_blocks);
     const int within = static_cast<int>(i - heads * (block.query_blocks * block.key_blocks));
-    const int batch = block.batch + static_cast<int>(heads / block.heads);
-    const int head = block.head + static_cast<int>(heads % block.heads);
-    const int m0 = (block.query_block + within / block.key_blocks) * kQueries;
-    const int key0 = (block.key_block + within % block.key_blocks) * kKeys;
-    add_scores(p, tiles, batch, head, m0, key0, sum);
+    return {i, block.batch + static_cast<int>(heads / block.heads),
+            block.head + static_cast<int>(heads % block.heads),
+            (block.query_block + within / block.key_blocks) * kQueries,
+            (block.key_block + within % block.key_blocks) * kKeys};
+  };
+  // The first pair from i on that counts; past the end there is none.
+  const auto pair_from = [&](int64 i) {
+    BlockPair pair = pair_at(i);
+#pragma unroll 1
+    while (pair.index < end && !meets(p, pair)) pair = pair_at(pair.index + 1);
+    return pair;
+  };
+  __shared__ float numbers[2][kQueries];
+  static_assert(2 * kQueries <= kThreads);
+  BlockBias<Tiles::kParts> biases;
+  BlockPair now = pair_from(begin);
+  if (now.index < end) biases.load(p, now);
+#pragma unroll 1
+  while (now.index < end) {
+    const BlockPair next = pair_from(now.index + 1);
+    const int thread = threadIdx.x;
+    const float* source = thread < kQueries ? p.lse_log2 : p.minus_delta;
+    float number = 0.f;
+    if (thread < 2 * kQueries) {
+      number = source[padded_row(p, now.batch, now.head, now.m0) + thread % kQueries];
+    }
+    const auto& loaded = tiles.load(now, next, next.index < end);
+    if (thread < 2 * kQueries) numbers[thread / kQueries][thread % kQueries] = number;
+    __syncthreads();
+    add_scores<Tiles::kParts>(p, loaded, now, biases, numbers, sum);
+    now = next;
   }
 
   __syncthreads();

@@ -290,6 +290,12 @@ struct ColumnTile {
       words[0] = __float_as_uint(at(p, batch, head, 0, 0));
     }
   }
+  // With kIsMatrix what belongs to elements 4j and 4j + 1, and to the two after them.
+  __device__ __forceinline__ void pairs_of(int j, Pair (&pairs)[2]) const {
+    exchange(words + 2 * kPairWords * j, pairs[0], pairs[1]);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) transpose(pairs[row]);
+  }
   // apply(i, what belongs to element i).
   template <class Apply>
   __device__ __forceinline__ void visit(Apply apply) const {
@@ -298,12 +304,9 @@ struct ColumnTile {
       float2 rows[2];
       if constexpr (kIsMatrix) {
         Pair pairs[2];
-        exchange(words + 2 * kPairWords * j, pairs[0], pairs[1]);
+        pairs_of(j, pairs);
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          transpose(pairs[row]);
-          rows[row] = unpack(pairs[row]);
-        }
+        for (int row = 0; row < 2; ++row) rows[row] = unpack(pairs[row]);
       } else {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -345,6 +348,18 @@ struct StagedColumns {
                                 words);
 #pragma unroll
         for (int m = 0; m < 4; ++m) pairs[4 * j + m][0] = words[m];
+      }
+    }
+  }
+  // Of all queries and keys, from global memory.
+  __device__ __forceinline__ void take(const ColumnTile<kQueries>& tile) {
+#pragma unroll
+    for (int j = 0; j < kQueries / 8; ++j) {
+      Pair two[2];
+      tile.pairs_of(j, two);
+#pragma unroll
+      for (int i = 0; i < 2 * kPairWords; ++i) {
+        pairs[2 * j + i / kPairWords][i % kPairWords] = two[i / kPairWords][i % kPairWords];
       }
     }
   }

@@ -269,10 +269,15 @@ class BackwardTiling:
         return 1024 + tiles + rows + scores + sums
 
     @property
+    def sum_stages(self) -> int:
+        """Pairs of blocks in flight where that gradient is summed: two CTAs share the memory."""
+        return 2 if self.tma_loads and max(self.head_dim, self.value_dim) <= 64 else 1
+
+    @property
     def bias_shared_bytes(self) -> int:
         """The same of the kernel that sums the gradient of a bias."""
         both = boxes(self.head_dim) + boxes(self.value_dim)
-        return 128 * both * (self.block_kv + self.block_q)
+        return self.sum_stages * 128 * both * (self.block_kv + self.block_q) + 1024
 
     def launch(self) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (BackwardLaunch in families/sm90.cc)."""
@@ -319,6 +324,7 @@ class BackwardTiling:
             "kDqRowBytes": self.dq_row_bytes,
             "kReadsAhead": self.reads_ahead,
             "kStoresDbias": self.stores_dbias,
+            "kSumStages": self.sum_stages,
             "kBiasTiles": self.bias_bytes > 0,
             "kDeterministic": problem.deterministic,
             "kTurnParts": self.turn_parts,

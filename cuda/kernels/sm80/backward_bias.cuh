@@ -24,13 +24,13 @@ struct WholeTiles {
   const Sm80BackwardParams& p;
   WholeShared& shared;
 
-  __device__ __forceinline__ const auto& load(int batch, int head, int m0, int key0) const {
-    const int64 key = key_row(p, batch, key0, kv_head_of(p, head));
-    const int64 query = query_row(p, batch, m0, head);
+  __device__ __forceinline__ const auto& load(const BlockPair& at, const BlockPair&, bool) const {
+    const int64 key = key_row(p, at.batch, at.key0, kv_head_of(p, at.head));
+    const int64 query = query_row(p, at.batch, at.m0, at.head);
     const KeyRows<kHeadDim> keys(p, key);
     const KeyRows<kValueDim> values(p, key);
     const int64 heads = p.query_heads;
-    const int key_count = p.kv_len - key0, query_count = p.query_len - m0;
+    const int key_count = p.kv_len - at.key0, query_count = p.query_len - at.m0;
     __syncthreads();  // the tiles are free
     copy<kHeadDim, kKeys>(shared.key, p.key_data, keys.first, keys.step, key_count);
     copy<kValueDim, kKeys>(shared.value, p.value_data, values.first, values.step, key_count);
@@ -126,13 +126,13 @@ struct BoxTiles {
   const Sm80BackwardParams& p;
   BoxShared& shared;
 
-  __device__ __forceinline__ Loaded load(int batch, int head, int m0, int key0) const {
+  __device__ __forceinline__ Loaded load(const BlockPair& at, const BlockPair&, bool) const {
     return {p,
             shared,
-            key_row(p, batch, key0, kv_head_of(p, head)),
-            query_row(p, batch, m0, head),
-            p.kv_len - key0,
-            p.query_len - m0};
+            key_row(p, at.batch, at.key0, kv_head_of(p, at.head)),
+            query_row(p, at.batch, at.m0, at.head),
+            p.kv_len - at.key0,
+            p.query_len - at.m0};
   }
 };
 
