@@ -16,6 +16,10 @@ inline constexpr int kWarps = kKeys / 16;
 inline constexpr int kThreads = 32 * kWarps;
 inline constexpr int kSums = kQueries / 2;  // elements of dS of a thread
 
+// The next part's products run beside the arithmetic of one where there are registers for both.
+inline constexpr bool kBeginsAhead = !kWindowLeft && !kWindowRight && !kHasSegments &&
+                                     !kHasPositions && !kHasDropout && !kHasScoreFunction;
+
 // When all is summed, the block in shared memory.
 inline constexpr int kPitch = kKeys + 1;
 using SharedSum = float[kQueries * kPitch];
@@ -71,10 +75,10 @@ __device__ __forceinline__ bool meets(const Params& p, const BlockPair& at) {
 }
 
 // The bias of the CTA's block. One of all queries and keys is the same for all that it sums: of 16
-// bits it stays in registers, in the order of fragments.
+// bits, and without what draws take, it stays in registers, in the order of fragments.
 template <int kParts>
 struct BlockBias {
-  static constexpr bool kStays = bias::kIsMatrix && !kBiasFloat32;
+  static constexpr bool kStays = bias::kIsMatrix && !kBiasFloat32 && !kHasDropout;
   static constexpr int kCount = kQueries / kParts;
   bias::StagedColumns<kCount> staged[kStays ? kParts : 1];
 
@@ -110,7 +114,8 @@ struct BlockBias {
 };
 
 // Adds the dS of one pair of blocks to the sum; all threads call. `loaded` are a family's tiles:
-// multiply(part, x, dp) gives S^T and dP^T of one of kParts parts of the queries. `numbers` are of
+// begin(part, x, dp) starts S^T and dP^T of one of kParts parts of the
+// queries, finish(part, others, x, dp) waits for them, others having begun after them or not. `numbers` are of
 // the queries: -lse, -delta.
 template <int kParts, class Loaded, class Params>
 __device__ __forceinline__ void add_scores(const Params& p, const Loaded& loaded,
@@ -126,10 +131,14 @@ __device__ __forceinline__ void add_scores(const Params& p, const Loaded& loaded
   if constexpr (kHasDropout) {
     dropped.draw(p, Draws(p, batch, head), m0, key0 + slab + ptx::warp_index() % 4 * 16);
   }
+  float xs[2][kSums / kParts], dps[2][kSums / kParts];  // a part's products, and the next one's
+  loaded.begin(0, xs[0], dps[0]);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    float x[kSums / kParts], dp[kSums / kParts];
-    loaded.multiply(part, x, dp);
+    const int begun = kBeginsAhead ? part + 1 : part;
+    if (begun > 0 && begun < kParts) loaded.begin(begun, xs[begun % 2], dps[begun % 2]);
+    float (&x)[kSums / kParts] = xs[part % 2], (&dp)[kSums / kParts] = dps[part % 2];
+    loaded.finish(part, begun > part && begun < kParts, x, dp);
     biases.visit(p, pair, part, [&](int i, float bias) { x[i] = with_bias(p, x[i], bias); });
     score_function(p, x);
     // Opaque: kept from part to part, they would be spilled.
@@ -175,8 +184,8 @@ __device__ __forceinline__ void store(const Params& p, int64 index, int part, fl
   }
 }
 
-// `memory`: of a SharedSum, free when `tiles` are. `Tiles` are a family's: load(now, next) gives the
-// tiles of a pair of blocks; there may be no next one.
+// `memory`: of a SharedSum, free when `tiles` are. `Tiles` are a family's: load(now, next, has_next)
+// gives the tiles of a pair of blocks, and with several kStages starts those of the next one.
 template <class Tiles, class Params>
 __device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) {
   const Block block(p);
@@ -208,18 +217,19 @@ __device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) 
   if (now.index < end) biases.load(p, now);
 #pragma unroll 1
   while (now.index < end) {
-    const BlockPair next = pair_from(now.index + 1);
+    BlockPair next = now;
+    if (Tiles::kStages > 1) next = pair_from(now.index + 1);
     const int thread = threadIdx.x;
     const float* source = thread < kQueries ? p.lse_log2 : p.minus_delta;
     float number = 0.f;
     if (thread < 2 * kQueries) {
       number = source[padded_row(p, now.batch, now.head, now.m0) + thread % kQueries];
     }
-    const auto& loaded = tiles.load(now, next, next.index < end);
+    const auto& loaded = tiles.load(now, next, Tiles::kStages > 1 && next.index < end);
     if (thread < 2 * kQueries) numbers[thread / kQueries][thread % kQueries] = number;
     __syncthreads();
     add_scores<Tiles::kParts>(p, loaded, now, biases, numbers, sum);
-    now = next;
+    now = Tiles::kStages > 1 ? next : pair_from(now.index + 1);
   }
 
   __syncthreads();

@@ -16,6 +16,7 @@ from jax_flash._gpu import emit
 from jax_flash._gpu.constants import (
     bytes_of_bias,
     functions,
+    is_one,
     is_own,
     is_plane,
     is_ragged,
@@ -130,6 +131,7 @@ class ForwardTiling:
     producer_registers: int = 24  # of a thread, with two consumer warpgroups: 24, 40 or 56
     l2_heads: int = 8  # heads that the schedule walks together, so that their keys stay in L2
     bias_bytes: int = 0  # of an element of a bias that TMA loads beside the keys; 0: it does not
+    bias_ahead: int = 2  # blocks between a bias's way to L2 and its load; 0: it has none of its own
     batches_together: bool = False  # the schedule walks a head of all batch rows: they share a bias
 
     source = "sm90/forward.cuh"
@@ -208,6 +210,7 @@ class ForwardTiling:
             "kQueryStages": self.query_stages,
             "kPackedHeads": self.packed_heads,
             "kPreScale": problem.scale <= 0,
+            "kBiasAheadInL2": self.bias_ahead if self.bias_bytes else 0,
             "kBatchesTogether": self.batches_together,
             "kDynamic": self.dynamic,
             "kPingPong": self.ping_pong,
@@ -424,6 +427,16 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
         l2_heads=l2_heads,
         producer_registers=producer,
     )
+    alone = problem.terms == ("bias",) and problem.softcap is None and not mapped
+    if widest <= 64 and alone and problem.window[0] is None and is_plane(shapes) and bias_bytes == 2:
+        # Read where it is added it takes no registers; one that the batch shares comes from L2.
+        return tiling(
+            block_kv=128,
+            consumers=3,
+            query_stages=2,
+            ping_pong=False,
+            batches_together=shapes.bias is not None and is_one(shapes.bias.batch),
+        )
     if widest <= 64:
         held = sum(_HELD[term] for term in problem.terms)
         # A window's left side and a softcap take registers in the walk too, a sink after it.

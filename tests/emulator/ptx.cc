@@ -1001,6 +1001,7 @@ const std::map<std::string, void (*)(Frame&)> kInstructions = {
     {"griddepcontrol.launch_dependents", nothing},
     {"griddepcontrol.wait", nothing},
     {"prefetch.global.L2", nothing},
+    {"cp.async.bulk.prefetch.tensor.4d.L2.global.tile", nothing},
     {"prefetch.tensormap", nothing},
     // cp.async.
     {"cp.async.ca.shared.global", copy_async},

@@ -21,6 +21,7 @@ struct alignas(128) WholeShared {
 
 struct WholeTiles {
   static constexpr int kParts = 2;  // of the queries of a block
+  static constexpr int kStages = 1;
   const Sm80BackwardParams& p;
   WholeShared& shared;
 
@@ -41,7 +42,7 @@ struct WholeTiles {
     __syncthreads();
     return *this;
   }
-  __device__ __forceinline__ void multiply(int part, float (&x)[kSums / kParts],
+  __device__ __forceinline__ void finish(int part, bool, float (&x)[kSums / kParts],
                                            float (&dp)[kSums / kParts]) const {
     const uint32 key = ptx::warp_index() * 16, query = part * (kQueries / kParts);
     multiply_rows<kHeadDim, kKeys, kQueries>(x, ptx::shared_address(shared.key), key,
@@ -49,6 +50,8 @@ struct WholeTiles {
     multiply_rows<kValueDim, kKeys, kQueries>(dp, ptx::shared_address(shared.value), key,
                                               ptx::shared_address(shared.dout), query);
   }
+  template <class Products>
+  __device__ __forceinline__ void begin(int, const Products&, const Products&) const {}
 
  private:
   template <int kDim, int kRows>
@@ -85,7 +88,7 @@ __device__ __forceinline__ void copy_box(uint32 tile, const Element::Bits* first
 }
 
 struct BoxTiles {
-  static constexpr int kParts = kQueries / kBoxQueries;
+  static constexpr int kParts = kQueries / kBoxQueries, kStages = 1;
 
   struct Loaded {
     const Sm80BackwardParams& p;
@@ -93,11 +96,13 @@ struct BoxTiles {
     int64 key, query;  // rows
     int key_count, query_count;
 
-    __device__ __forceinline__ void multiply(int part, float (&x)[kSums / kParts],
+    __device__ __forceinline__ void finish(int part, bool, float (&x)[kSums / kParts],
                                              float (&dp)[kSums / kParts]) const {
       add_boxes<kHeadDim>(x, p.key_data, p.query_data, part);
       add_boxes<kValueDim>(dp, p.value_data, p.dout_data, part);
     }
+    template <class Products>
+    __device__ __forceinline__ void begin(int, const Products&, const Products&) const {}
 
    private:
     template <int kDim>

@@ -41,7 +41,7 @@ __device__ __forceinline__ void keys_times_part(float (&d)[kCount], uint32 keys,
 
 struct Tiles {
   // Of the queries of a block, so that two CTAs have 128 registers each.
-  static constexpr int kParts = 4;
+  static constexpr int kParts = 4, kStages = kSumStages;
   const BackwardParams& p;
   uint32 loaded = 0;  // pairs
   uint32 tiles = ptx::shared_address(shared_memory);  // of the last one
@@ -101,7 +101,7 @@ struct Tiles {
     __syncthreads();
     return *this;
   }
-  __device__ __forceinline__ void multiply(int part, float (&x)[kSums / kParts],
+  __device__ __forceinline__ void begin(int part, float (&x)[kSums / kParts],
                                            float (&dp)[kSums / kParts]) const {
     const int slab = threadIdx.x / 128 * 64;
     const uint32 first_row = part * (kQueries / kParts) * kBoxRowBytes;
@@ -110,7 +110,14 @@ struct Tiles {
                            tiles + offset_of(&PairTiles::query) + first_row);
     keys_times_part<kValue>(dp, tiles + offset_of(&PairTiles::value) + slab * kBoxRowBytes,
                             tiles + offset_of(&PairTiles::dout) + first_row);
-    ptx::wgmma_wait<0>();
+  }
+  __device__ __forceinline__ void finish(int, bool others, float (&x)[kSums / kParts],
+                                         float (&dp)[kSums / kParts]) const {
+    if (others) {
+      ptx::wgmma_wait<2>();
+    } else {
+      ptx::wgmma_wait<0>();
+    }
     ptx::pin(x);
     ptx::pin(dp);
   }

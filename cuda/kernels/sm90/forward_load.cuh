@@ -107,12 +107,21 @@ struct Producer {
     const uint32 barrier = ptx::shared_address(&shared.key_full[stage]);
     // Of each score alone it is not read again.
     const bool own = p.bias.batch != 0 && p.bias.head != 0;
+    const int head = p.bias.head != 0 ? unit.head : 0, batch = p.bias.batch != 0 ? unit.batch : 0;
 #pragma unroll
     for (int box = 0; box < kBlockKV / bias::kBoxKeys; ++box) {
       ptx::tma_load(tile + box * kUnitRows * kBoxRowBytes, &p.bias_map, barrier,
                     own ? ptx::kEvictFirst : ptx::kEvictNormal,
-                    block * kBlockKV + box * bias::kBoxKeys, unit.first_row,
-                    p.bias.head != 0 ? unit.head : 0, p.bias.batch != 0 ? unit.batch : 0);
+                    block * kBlockKV + box * bias::kBoxKeys, unit.first_row, head, batch);
+    }
+    if constexpr (kBiasAheadInL2 > 0 && !kListsBlocks) {
+      const int ahead = block - kBiasAheadInL2;
+      if (ahead < unit.blocks.begin) return;
+#pragma unroll
+      for (int box = 0; box < kBlockKV / bias::kBoxKeys; ++box) {
+        ptx::tma_prefetch(&p.bias_map, ahead * kBlockKV + box * bias::kBoxKeys, unit.first_row, head,
+                          batch);
+      }
     }
   }
   __device__ __forceinline__ void load_value(int head, int block, int batch) {

@@ -79,6 +79,13 @@ __device__ __forceinline__ void tma_load(uint32 destination, const void* map, ui
       "l"(map), "r"(barrier), "l"(policy), "r"(column), "r"(head), "r"(row), "r"(batch)
       : "memory");
 }
+// Brings one box into L2.
+__device__ __forceinline__ void tma_prefetch(const void* map, int column, int head, int row,
+                                             int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(column), "r"(head), "r"(row), "r"(batch)
+               : "memory");
+}
 // Writes one box from shared memory; rows and columns outside the array are dropped.
 __device__ __forceinline__ void tma_store(const void* map, uint32 source, int column, int head,
                                           int row, int batch) {
