@@ -115,8 +115,8 @@ struct BlockBias {
 
 // Adds the dS of one pair of blocks to the sum; all threads call. `loaded` are a family's tiles:
 // begin(part, x, dp) starts S^T and dP^T of one of kParts parts of the
-// queries, finish(part, others, x, dp) waits for them, others having begun after them or not. `numbers` are of
-// the queries: -lse, -delta.
+// queries, finish(part, others, x, dp) waits for them, others having begun after them or not.
+// `numbers` are of the queries: -lse, -delta.
 template <int kParts, class Loaded, class Params>
 __device__ __forceinline__ void add_scores(const Params& p, const Loaded& loaded,
                                            const BlockPair& pair, const BlockBias<kParts>& biases,
@@ -184,8 +184,9 @@ __device__ __forceinline__ void store(const Params& p, int64 index, int part, fl
   }
 }
 
-// `memory`: of a SharedSum, free when `tiles` are. `Tiles` are a family's: load(now, next, has_next)
-// gives the tiles of a pair of blocks, and with several kStages starts those of the next one.
+// `memory`: of a SharedSum, free when `tiles` are. `Tiles` are a family's: load(now, next,
+// has_next) gives the tiles of a pair of blocks, and with several kStages starts those of the next
+// one.
 template <class Tiles, class Params>
 __device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) {
   const Block block(p);

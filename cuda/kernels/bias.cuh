@@ -161,8 +161,8 @@ struct RowTile {
   }
 };
 
-// Tiles that TMA fills, in front of all other shared memory: a base, which takes no place where it is
-// empty. A tile is boxes of 128 bytes of each query's row side by side.
+// Tiles that TMA fills, in front of all other shared memory: a base, which takes no place where it
+// is empty. A tile is boxes of 128 bytes of each query's row side by side.
 inline constexpr int kBoxKeys = kBoxRowBytes / kBytes;
 template <int kStages, int kTileBytes>
 struct alignas(1024) Tiles {
@@ -206,8 +206,7 @@ struct StagedRows {
   }
 
  private:
-  static __device__ __forceinline__ void load_part(uint32 tile, int first_row, int part,
-                                                   Pair* to) {
+  static __device__ __forceinline__ void load_part(uint32 tile, int first_row, int part, Pair* to) {
     const int lane = threadIdx.x % 32;
     if constexpr (kBiasFloat32) {
       // Of four rows one beside the other a quarter lies in the same banks: odd rows come another

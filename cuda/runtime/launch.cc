@@ -103,8 +103,7 @@ Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map) 
   const std::uint64_t dims[] = {columns, heads, rows, static_cast<std::uint64_t>(view.batch)};
   const std::uint64_t strides[] = {columns * bytes, heads * columns * bytes,
                                    rows * heads * columns * bytes};  // of all dims but the first
-  const unsigned box[] = {static_cast<unsigned>(128 / bytes),
-                          static_cast<unsigned>(view.box_heads),
+  const unsigned box[] = {static_cast<unsigned>(128 / bytes), static_cast<unsigned>(view.box_heads),
                           static_cast<unsigned>(view.box_rows), 1};
   const unsigned steps[] = {1, 1, 1, 1};
   const CUresult code = driver.cuTensorMapEncodeTiled(

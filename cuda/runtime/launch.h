@@ -60,8 +60,8 @@ Status Launch(const StreamScope& scope, const Kernel& kernel, const LaunchSize& 
 Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::size_t words);
 
 // A dense row-major array [B, T, N, H] seen by TMA: boxes of 128 bytes (64 columns of
-// 16 bits, 32 of float32) by `box_heads` by `box_rows`, in 128-byte swizzled shared memory. Reads beyond the array
-// give zero, writes there are dropped.
+// 16 bits, 32 of float32) by `box_heads` by `box_rows`, in 128-byte swizzled shared memory. Reads
+// beyond the array give zero, writes there are dropped.
 struct TensorView {
   CUtensorMapDataType type;
   const void* data;

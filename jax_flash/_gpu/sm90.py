@@ -428,7 +428,8 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
         producer_registers=producer,
     )
     alone = problem.terms == ("bias",) and problem.softcap is None and not mapped
-    if widest <= 64 and alone and problem.window[0] is None and is_plane(shapes) and bias_bytes == 2:
+    alone = alone and problem.window[0] is None and is_plane(shapes) and bias_bytes == 2
+    if widest <= 64 and alone:
         # Read where it is added it takes no registers; one that the batch shares comes from L2.
         return tiling(
             block_kv=128,
@@ -459,7 +460,9 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
     full = full or (mapped and problem.masked)
     # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
     if not (plain or capped) or known(shapes.kv_len, 4096) <= 512:
-        block_kv = min(block_kv, {0: 48 if full else 64, 2: 64 if is_plane(shapes) else 48, 4: 32}[bias_bytes])
+        staged = is_plane(shapes)  # by TMA: no registers
+        most = {0: 48 if full else 64, 2: 64 if staged else 48, 4: 32}[bias_bytes]
+        block_kv = min(block_kv, most)
     return tiling(block_kv=block_kv, consumers=2, dynamic=dynamic)
 
 

@@ -569,8 +569,8 @@ void visit_chunks(const Box& box, uint32 shared, const Visit& visit) {
         bool inside = true;
         for (int i = 0; i < 4; ++i) inside = inside && c[i] >= 0 && c[i] < dims(i);
         const std::int64_t elements = inside ? std::min<std::int64_t>(dims(0) - c[0], each) : 0;
-        auto* data = static_cast<unsigned char*>(map.address) + size * c[0] + c[1] * map.strides[0] +
-                     c[2] * map.strides[1] + c[3] * map.strides[2];
+        auto* data = static_cast<unsigned char*>(map.address) + size * c[0] +
+                     c[1] * map.strides[0] + c[2] * map.strides[1] + c[3] * map.strides[2];
         visit(at, data, static_cast<uint32>(size * elements));
       }
     }

@@ -43,7 +43,7 @@ struct WholeTiles {
     return *this;
   }
   __device__ __forceinline__ void finish(int part, bool, float (&x)[kSums / kParts],
-                                           float (&dp)[kSums / kParts]) const {
+                                         float (&dp)[kSums / kParts]) const {
     const uint32 key = ptx::warp_index() * 16, query = part * (kQueries / kParts);
     multiply_rows<kHeadDim, kKeys, kQueries>(x, ptx::shared_address(shared.key), key,
                                              ptx::shared_address(shared.query), query);
@@ -97,7 +97,7 @@ struct BoxTiles {
     int key_count, query_count;
 
     __device__ __forceinline__ void finish(int part, bool, float (&x)[kSums / kParts],
-                                             float (&dp)[kSums / kParts]) const {
+                                           float (&dp)[kSums / kParts]) const {
       add_boxes<kHeadDim>(x, p.key_data, p.query_data, part);
       add_boxes<kValueDim>(dp, p.value_data, p.dout_data, part);
     }

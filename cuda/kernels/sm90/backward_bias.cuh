@@ -43,7 +43,7 @@ struct Tiles {
   // Of the queries of a block, so that two CTAs have 128 registers each.
   static constexpr int kParts = 4, kStages = kSumStages;
   const BackwardParams& p;
-  uint32 loaded = 0;  // pairs
+  uint32 loaded = 0;                                  // pairs
   uint32 tiles = ptx::shared_address(shared_memory);  // of the last one
 
   __device__ __forceinline__ explicit Tiles(const BackwardParams& p) : p(p) {
@@ -90,19 +90,23 @@ struct Tiles {
     const KeyRows<kValueDim> value_rows(p, key);
     __syncthreads();  // the tiles are free
     const int key_count = p.kv_len - key0, query_count = p.query_len - m0;
-    copy_key_block<kKeys, kWarps>(key_rows, p.key_data, tiles + offset_of(&PairTiles::key), key_count);
-    copy_key_block<kKeys, kWarps>(value_rows, p.value_data, tiles + offset_of(&PairTiles::value), key_count);
+    copy_key_block<kKeys, kWarps>(key_rows, p.key_data, tiles + offset_of(&PairTiles::key),
+                                  key_count);
+    copy_key_block<kKeys, kWarps>(value_rows, p.value_data, tiles + offset_of(&PairTiles::value),
+                                  key_count);
     fill_tile<kHeadDim, kQueries, kWarps>(
-        tiles + offset_of(&PairTiles::query), static_cast<const uint16*>(p.query_data) + query * kHeadDim,
+        tiles + offset_of(&PairTiles::query),
+        static_cast<const uint16*>(p.query_data) + query * kHeadDim,
         static_cast<int64>(p.query_heads) * kHeadDim, query_count);
     fill_tile<kValueDim, kQueries, kWarps>(
-        tiles + offset_of(&PairTiles::dout), static_cast<const uint16*>(p.dout_data) + query * kValueDim,
+        tiles + offset_of(&PairTiles::dout),
+        static_cast<const uint16*>(p.dout_data) + query * kValueDim,
         static_cast<int64>(p.query_heads) * kValueDim, query_count);
     __syncthreads();
     return *this;
   }
   __device__ __forceinline__ void begin(int part, float (&x)[kSums / kParts],
-                                           float (&dp)[kSums / kParts]) const {
+                                        float (&dp)[kSums / kParts]) const {
     const int slab = threadIdx.x / 128 * 64;
     const uint32 first_row = part * (kQueries / kParts) * kBoxRowBytes;
     ptx::wgmma_fence();

@@ -45,7 +45,8 @@ struct Loader {
                                                uint32 more_bytes = 0) {
     constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
     if (threadIdx.x == 0) {
-      ptx::barrier_arrive_expect(full, (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4 + more_bytes);
+      ptx::barrier_arrive_expect(full,
+                                 (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4 + more_bytes);
       if constexpr (kTmaLoads) {
         load_tile<kBoxes, kBoxQ>(tile, map, full, ptx::kEvictLast, head, row, batch);
       }

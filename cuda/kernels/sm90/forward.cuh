@@ -16,10 +16,10 @@
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)
-//   bool kBatchesTogether     units of a head in all batch rows follow each other, which share a bias
-//   bool kDynamic             units from an atomic counter, else static
-//   bool kPingPong            warpgroups take turns at the tensor cores
-//   bool kDrains              the registers of the weights are free before a softmax: the product
+//   bool kBatchesTogether     units of a head in all batch rows follow each other, which share a
+//   bias bool kDynamic             units from an atomic counter, else static bool kPingPong
+//   warpgroups take turns at the tensor cores bool kDrains              the registers of the
+//   weights are free before a softmax: the product
 //                             with the values is waited for together with the scores
 //   int kProducerRegisters, kConsumerRegisters
 // Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)

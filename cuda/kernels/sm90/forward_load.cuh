@@ -119,8 +119,8 @@ struct Producer {
       if (ahead < unit.blocks.begin) return;
 #pragma unroll
       for (int box = 0; box < kBlockKV / bias::kBoxKeys; ++box) {
-        ptx::tma_prefetch(&p.bias_map, ahead * kBlockKV + box * bias::kBoxKeys, unit.first_row, head,
-                          batch);
+        ptx::tma_prefetch(&p.bias_map, ahead * kBlockKV + box * bias::kBoxKeys, unit.first_row,
+                          head, batch);
       }
     }
   }

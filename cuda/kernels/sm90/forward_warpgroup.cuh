@@ -30,8 +30,8 @@ struct BiasReader<false> {
   }
 };
 
-// Bases, which take no place where there is no function and no bias: other members would move, and plain
-// kernels be compiled to other registers.
+// Bases, which take no place where there is no function and no bias: other members would move, and
+// plain kernels be compiled to other registers.
 struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams> {
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   const ForwardParams& p;
@@ -204,9 +204,9 @@ struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams
   // Narrow heads have registers to load a block's bias when that of the block before has been used,
   // half a block before the block's own product starts, if its number is known. Not beside terms
   // that hold some through the walk.
-  static constexpr bool kBiasAhead = kHasBias && !kBiasTiles && !kListsBlocks && kValueColumns <= 64 &&
-                                     !kHasSlope && !kHasDropout && !kWindowLeft &&
-                                     !kHasQueryLengths && !kHasKeyValueLengths;
+  static constexpr bool kBiasAhead = kHasBias && !kBiasTiles && !kListsBlocks &&
+                                     kValueColumns <= 64 && !kHasSlope && !kHasDropout &&
+                                     !kWindowLeft && !kHasQueryLengths && !kHasKeyValueLengths;
   __device__ __forceinline__ void fetch_bias(int of_block) {
     const UnitInfo& t = unit();
     const int first_key = of_block * kBlockKV;

@@ -64,8 +64,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("dq_boxes"), StructMember<std::int64_t>("l2_heads"),
     StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"),
     StructMember<std::int64_t>("bias_shared_bytes"), StructMember<bool>("stores_dbias"),
-    StructMember<bool>("clears_dbias"),
-    StructMember<bool>("bias_tiles"));
+    StructMember<bool>("clears_dbias"), StructMember<bool>("bias_tiles"));
 
 namespace jax_flash {
 namespace {
@@ -89,8 +88,8 @@ ffi::Error MapBias(const Operands& operands, const TermSizes& bias, std::int64_t
     return Invalid("this tiling is for a bias of all queries and keys");
   }
   const ffi::AnyBuffer& buffer = *operands.terms[kBias];
-  const auto type = buffer.element_type() == ffi::F32 ? kTensorFloat32
-                                                      : MapType(buffer.element_type());
+  const auto type =
+      buffer.element_type() == ffi::F32 ? kTensorFloat32 : MapType(buffer.element_type());
   session->Map({type, buffer.untyped_data(), bias.batch, bias.heads, s.q_len, s.kv_len, 1, block_q},
                map);
   return ffi::Error::Success();
