@@ -30,6 +30,7 @@
 //   bool kAddsFour            one instruction adds four elements of the sum of dq
 //   bool kHasDlse             lse has a gradient; kHasDbias: the bias has one
 //   bool kStoresDbias         such a gradient is dS: the main kernel stores it, heads up to 128
+//   int kSumStages            pairs of blocks in flight where another one is summed
 //   the terms: see terms.cuh
 #pragma once
 

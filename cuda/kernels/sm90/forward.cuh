@@ -16,14 +16,16 @@
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)
-//   bool kBatchesTogether     units of a head in all batch rows follow each other, which share a
-//   bias bool kDynamic             units from an atomic counter, else static bool kPingPong
-//   warpgroups take turns at the tensor cores bool kDrains              the registers of the
-//   weights are free before a softmax: the product
+//   int kBiasAheadInL2        with kBiasTiles: blocks between its way to L2 and its load, or 0
+//   bool kBatchesTogether     units of a head follow each other through the batch rows
+//   bool kDynamic             units from an atomic counter, else static
+//   bool kPingPong            warpgroups take turns at the tensor cores
+//   bool kDrains              the registers of the weights are free before a softmax: the product
 //                             with the values is waited for together with the scores
 //   int kProducerRegisters, kConsumerRegisters
 // Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
-//   + kStages * kBlockKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 2048 bytes.
+//   + kStages * kBlockKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 2048 bytes,
+//   and with kBiasTiles kStages * kConsumers * 64 * kBlockKV elements of the bias.
 #pragma once
 
 #include "sm90/forward_load.cuh"
