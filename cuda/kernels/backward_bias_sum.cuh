@@ -75,10 +75,10 @@ __device__ __forceinline__ bool meets(const Params& p, const BlockPair& at) {
 }
 
 // The bias of the CTA's block. One of all queries and keys is the same for all that it sums: of 16
-// bits, and without what draws take, it stays in registers, in the order of fragments.
+// bits, without dropout and positions, it stays in registers, in the order of fragments.
 template <int kParts>
 struct BlockBias {
-  static constexpr bool kStays = bias::kIsMatrix && !kBiasFloat32 && !kHasDropout;
+  static constexpr bool kStays = bias::kIsMatrix && !kBiasFloat32 && !kHasDropout && !kHasPositions;
   static constexpr int kCount = kQueries / kParts;
   bias::StagedColumns<kCount> staged[kStays ? kParts : 1];
 

@@ -506,7 +506,10 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     )
     tiled = dataclasses.replace(tiling, bias_bytes=bytes_of_bias(shapes.bias))
     fits = tiled.shared_bytes <= gpu.shared_bytes
-    return tiled if tma_loads and not wide and is_plane(shapes) and fits else tiling
+    # Beside positions and lengths wide heads would spill 16 bytes.
+    crowded = widest > 64 and "query_positions" in problem.terms
+    staged = tma_loads and not wide and not crowded and is_plane(shapes) and fits
+    return tiled if staged else tiling
 
 
 # Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved by its two
