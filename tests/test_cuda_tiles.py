@@ -176,11 +176,11 @@ def test_backward_tilings_since_ampere_fit(arch: str):
         of_bias = _gpu.sm80.choose_backward(biased, dataclasses.replace(shapes, bias=bias), gpu)
         assert max(of_bias.shared_bytes, of_bias.bias_shared_bytes) <= gpu.shared_bytes
         assert tiling.threads <= 256  # of 255 registers each
-        # 16 keys by a warp's columns of dk and dv, 32 threads.
+        # A warp's keys by its columns of dk and dv, 32 threads.
         columns = sum(-(-dim // (16 * tiling.column_warps)) * 16 for dim in (head_dim, value_dim))
-        assert columns // 2 <= 128
-        # All warps have rows of dq, in blocks of 16 queries.
-        assert tiling.warps % (tiling.step_queries // 16) == 0
+        assert columns * tiling.row_tiles // 2 <= 128
+        # All warps have rows of dq, as many as of keys.
+        assert tiling.warps % (tiling.step_queries // (16 * tiling.row_tiles)) == 0
 
 
 def test_backward_tilings_take_the_keys_that_fit():
@@ -192,7 +192,7 @@ def test_backward_tilings_take_the_keys_that_fit():
         return tiling.block_kv, tiling.step_queries
 
     assert [keys("A100", dim) for dim in (64, 128, 192, 256)] == [
-        *((128, 64), (128, 64), (64, 64), (64, 32))
+        *((128, 64), (128, 64), (64, 64), (64, 64))
     ]
     assert [keys("L4", dim) for dim in (64, 128, 192, 256)] == [
         *((128, 64), (128, 32), (64, 32), (32, 32))

@@ -1,7 +1,7 @@
 """Owns how the kernels of mma.sync, for GPUs since Ampere, run a problem: refusals, tilings, plans.
 
-`choose_forward` and `choose_backward` are the heuristics, by rules alone: nothing of them has been
-measured. Read next: cuda/kernels/sm80/forward.cuh and backward.cuh, cuda/runtime/families/sm80.cc.
+`choose_forward` and `choose_backward` are the heuristics: rules, and what an H200 was measured with.
+Read next: cuda/kernels/sm80/forward.cuh and backward.cuh, cuda/runtime/families/sm80.cc.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class ForwardTiling:
     row_warps: int = 4  # that have rows of their own
     value_warps: int = 1  # that share rows, each with its part of the head and the value dim
     stages: int = 1  # buffers each of keys and of values; 0: one for both
+    query_steps: int = 0  # of 16 columns, that a warp keeps of its queries in registers
     l2_heads: int = 1  # heads that the schedule walks together, so that their keys stay in L2
 
     source = "sm80/forward.cuh"
@@ -182,6 +183,7 @@ class ForwardTiling:
             "kRowWarps": self.row_warps,
             "kValueWarps": self.value_warps,
             "kStages": self.stages,
+            "kQuerySteps": self.query_steps,
             "kPreScale": problem.scale <= 0,
         }
 
@@ -194,7 +196,9 @@ class BackwardTiling:
     value_dim: int
     block_kv: int  # keys of a CTA: 16, 32, 64 or 128
     parts: int = 1  # bfloat16 that a float32 is split into: 2 or 3
-    column_warps: int = 1  # that share 16 keys, each with its part of the columns: 1, 2 or 4
+    row_tiles: int = 1  # of 16 keys, of a warp
+    most_queries: int = 32  # of a step that a warp takes at once: 16 or 32
+    column_warps: int = 1  # that share them, each with its part of the columns: 1, 2 or 4
     step_queries: int = 64  # queries that it takes at a time: 16, 32 or 64
     stages: int = 2  # buffers of queries
     dout_stages: int = 2  # buffers of output gradients
@@ -211,7 +215,7 @@ class BackwardTiling:
 
     @property
     def warps(self) -> int:
-        return self.block_kv // 16 * self.column_warps
+        return self.block_kv // (16 * self.row_tiles) * self.column_warps
 
     @property
     def threads(self) -> int:
@@ -277,6 +281,8 @@ class BackwardTiling:
             "kStepQueries": self.step_queries,
             "kBlockKV": self.block_kv,
             "kParts": self.parts,
+            "kRowTiles": self.row_tiles,
+            "kMostQueries": self.most_queries,
             "kWarps": self.warps,
             "kStages": self.stages,
             "kDoutStages": self.dout_stages,
@@ -311,6 +317,7 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
     plain = not problem.terms and problem.softcap is None and problem.score is None and parts == 1
     sizes: list[dict[str, int]] = []
+    query_steps = min(8, -(-shapes.head_dim // 16))
     if plain and widest <= 128 and known(shapes.q_len, 4096) > 64:
         # Of 64 keys and 128 columns 192 registers are results and scores: what a left side of the
         # window or rows that are not pieces of 16 bytes take beside them was spilled, 8 bytes.
@@ -318,6 +325,8 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
         if widest <= 64 or not spills:
             sizes += [{"block_kv": 64, "row_tiles": 2, "stages": 2 if widest <= 64 else 1}]
         sizes += [{"block_kv": 32, "row_tiles": 2, "stages": stages} for stages in (2, 1)]
+        if widest <= 64:
+            sizes = [size | {"query_steps": query_steps} for size in sizes]
     narrow = widest <= (128 if parts == 1 else 64)
     most = 32 if parts == 3 else 64
     if not (narrow or plain):
@@ -335,6 +344,9 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
         for block_kv in (block_sizes if stages else [16])
         if row_warps * value_warps <= 8
     ]
+    if plain and 128 < widest <= 256:
+        keeps = {"query_steps": query_steps}
+        sizes = [size | keeps if size["value_warps"] == 1 else size for size in sizes]
     l2_heads = _l2_heads(problem.dtype, shapes, gpu)
     dims = shapes.head_dim, shapes.value_dim
     return [ForwardTiling(*dims, parts=parts, l2_heads=l2_heads, **size) for size in sizes]
@@ -343,20 +355,36 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
     """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
     tiling = next(x for x in _backward_sizes(problem, shapes) if _fits(x, shapes, gpu))
-    # Warps that share keys would exchange dS before it is stored; dropout's is scaled later.
+    # Warps that share 16 keys would exchange dS before it is stored; dropout's is scaled later.
     stores_dbias = (
-        tiling.column_warps == 1
+        (tiling.column_warps == 1 or tiling.row_tiles == 2)
         and "dropout_state" not in problem.terms
         and is_own(problem, shapes)
     )
+    # Two tiles of 16 keys with 128 columns of dk and dv leave few registers; before sm_90, where
+    # four additions to dq take four addresses, and beside other terms fewer yet: of 32 queries up
+    # to 100 bytes were spilled. Of elements in three parts likewise.
+    wide = max(shapes.head_dim, shapes.value_dim) * tiling.row_tiles // tiling.column_warps > 64
+    adds_four = gpu.arch not in _ADDS_ONE
+    odd = shapes.head_dim % 8 or shapes.value_dim % 8
+    few = tiling.row_tiles == 2 and wide and not (_is_plain(problem) and adds_four and not odd)
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
     return dataclasses.replace(
         tiling,
         dq_row_bytes=dq_row_bytes(shapes, tiling.block_q) if tiling.parts == 1 else 0,
-        adds_four=gpu.arch not in _ADDS_ONE,
+        most_queries=16 if few or tiling.parts == 3 else 32,
+        adds_four=adds_four,
         l2_heads=_backward_l2_heads(problem, shapes, gpu),
         stores_dbias=stores_dbias,
         clears_dbias=stores_dbias and bool(hides),
+    )
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Tells whether no term takes registers: kIsPlain of backward_walk.cuh."""
+    free = {"query_lengths", "key_value_lengths", "sinks"}
+    return not (
+        set(problem.terms) - free or problem.softcap or problem.score or problem.deterministic
     )
 
 
@@ -366,11 +394,12 @@ def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
     parts = parts_of(problem)
     columns = next(x for x in (64, 128, 256, 512) if widest <= x)
     sizes = list(_SIZES[parts, columns])
-    if parts == 1 and 128 < widest <= 192:  # beyond, 64 queries take 32 bytes more than there are
-        sizes.insert(0, (64, 64, 2, 2, 2))
     softly_drops = problem.softcap is not None and "dropout_state" in problem.terms
+    if parts == 1 and widest <= 128 and "block_bits" in problem.terms:
+        # Beside two tiles of keys and 128 columns up to 88 bytes were spilled.
+        sizes = [size for size in sizes if size[5] == 1 or widest // size[4] < 64]
     if parts == 1 and 96 < widest <= 128 and (shapes.mask is not None or softly_drops):
-        sizes = sizes[2:]  # up to 36 bytes, likewise
+        sizes = [size for size in sizes if size[1] < 64]  # up to 36 bytes, likewise
     dims = shapes.head_dim, shapes.value_dim
     return [
         BackwardTiling(
@@ -378,11 +407,12 @@ def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
             block_kv=block_kv,
             parts=parts,
             column_warps=column_warps,
+            row_tiles=row_tiles,
             step_queries=step_queries,
             stages=stages,
             dout_stages=dout_stages,
         )
-        for block_kv, step_queries, stages, dout_stages, column_warps in sizes
+        for block_kv, step_queries, stages, dout_stages, column_warps, row_tiles in sizes
     ]
 
 
@@ -392,18 +422,44 @@ def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
 # registers for dk and dv of 16 keys and 128 columns each; of elements in parts for 64, with 128
 # other terms spilled up to 300 bytes, but for 512 columns, where four warps share keys.
 _SIZES = {
-    (1, 64): [(128, 64, 2, 2, 1), (128, 64, 2, 1, 1), (128, 32, 2, 2, 1), (128, 32, 2, 1, 1)],
-    (1, 128): [(128, 64, 2, 2, 1), (128, 64, 2, 1, 1), (128, 32, 2, 2, 1), (128, 32, 2, 1, 1)],
-    (1, 256): [(64, 32, 2, 2, 2), (64, 32, 2, 1, 2), (64, 32, 1, 1, 2), (32, 32, 2, 1, 2)],
-    (1, 512): [(32, 64, 2, 2, 4), (32, 64, 1, 1, 4), (32, 32, 1, 1, 4), (16, 32, 1, 1, 4)],
-    (2, 64): [(128, 64, 2, 2, 1), (128, 32, 2, 2, 1), (128, 32, 1, 1, 1)],
-    (2, 128): [(64, 32, 2, 2, 2), (32, 32, 2, 1, 2)],
-    (2, 256): [(32, 64, 1, 1, 4), (32, 32, 1, 1, 4), (16, 16, 1, 1, 4)],
-    (2, 512): [(32, 16, 1, 1, 4), (16, 16, 1, 1, 4)],
-    (3, 64): [(128, 32, 2, 2, 1), (128, 32, 2, 1, 1), (64, 32, 1, 1, 1)],
-    (3, 128): [(64, 32, 2, 2, 2), (32, 32, 2, 1, 2), (32, 16, 1, 1, 2)],
-    (3, 256): [(32, 32, 1, 1, 4), (32, 16, 1, 1, 4), (16, 16, 1, 1, 4)],
-    (3, 512): [(16, 16, 1, 1, 4)],
+    (1, 64): [
+        (128, 64, 2, 2, 1, 2),
+        (128, 64, 2, 1, 1, 2),
+        (128, 64, 2, 2, 2, 2),
+        (128, 64, 2, 2, 1, 1),
+        (128, 64, 2, 1, 1, 1),
+        (128, 32, 2, 2, 1, 1),
+        (128, 32, 2, 1, 1, 1),
+    ],
+    (1, 128): [
+        (128, 64, 2, 2, 2, 2),
+        (128, 64, 2, 2, 1, 1),
+        (128, 64, 2, 1, 1, 1),
+        (128, 32, 2, 2, 1, 1),
+        (128, 32, 2, 1, 1, 1),
+    ],
+    (1, 256): [
+        (64, 64, 2, 2, 4, 2),
+        (64, 64, 1, 1, 4, 2),
+        (64, 32, 2, 2, 2, 1),
+        (64, 32, 2, 1, 2, 1),
+        (64, 32, 1, 1, 2, 1),
+        (32, 32, 2, 1, 2, 1),
+    ],
+    (1, 512): [
+        (32, 64, 2, 2, 4, 1),
+        (32, 64, 1, 1, 4, 1),
+        (32, 32, 1, 1, 4, 1),
+        (16, 32, 1, 1, 4, 1),
+    ],
+    (2, 64): [(128, 64, 2, 2, 1, 1), (128, 32, 2, 2, 1, 1), (128, 32, 1, 1, 1, 1)],
+    (2, 128): [(64, 32, 2, 2, 2, 1), (32, 32, 2, 1, 2, 1)],
+    (2, 256): [(32, 64, 1, 1, 4, 1), (32, 32, 1, 1, 4, 1), (16, 16, 1, 1, 4, 1)],
+    (2, 512): [(32, 16, 1, 1, 4, 1), (16, 16, 1, 1, 4, 1)],
+    (3, 64): [(128, 32, 2, 2, 1, 1), (128, 32, 2, 1, 1, 1), (64, 32, 1, 1, 1, 1)],
+    (3, 128): [(64, 32, 2, 2, 2, 1), (32, 32, 2, 1, 2, 1), (32, 16, 1, 1, 2, 1)],
+    (3, 256): [(32, 32, 1, 1, 4, 1), (32, 16, 1, 1, 4, 1), (16, 16, 1, 1, 4, 1)],
+    (3, 512): [(16, 16, 1, 1, 4, 1)],
 }
 
 
@@ -414,7 +470,10 @@ def parts_of(problem: Problem) -> int:
 
 def _fits(tiling: BackwardTiling, shapes: Shapes, gpu: GpuSpec) -> bool:
     of_bias = 0 if shapes.bias is None else tiling.bias_shared_bytes
-    return max(tiling.shared_bytes, of_bias) <= gpu.shared_bytes
+    # Four warps leave room for four of another CTA; a multiprocessor has 1 KB for each beside.
+    two = tiling.row_tiles == 2 and tiling.warps == 4
+    room = (gpu.shared_bytes - 1024) // 2 if two else gpu.shared_bytes
+    return tiling.shared_bytes <= room and of_bias <= gpu.shared_bytes
 
 
 def _refuse_size(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[str]:

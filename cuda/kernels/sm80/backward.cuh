@@ -16,8 +16,10 @@
 //   int kHeadDim, kValueDim   exact sizes, at most 512
 //   int kBlockQ               queries of a block: 64
 //   int kStepQueries          of a step: 16, 32 or 64
+//   int kMostQueries          that a warp takes at once: 16 or 32
 //   int kBlockKV              keys of a CTA: 16, 32, 64 or 128
-//   int kWarps                of a CTA: one for every 16 keys, or two or four that share them
+//   int kRowTiles             of 16 keys a warp has, 1 or 2
+//   int kWarps                of a CTA: one for the keys of a warp, or two or four that share them
 //   int kStages, kDoutStages  buffers of queries, of output gradients: 1 or 2
 //   int kDqRowBytes           as in sm90/backward.cuh
 //   bool kAddsFour            one instruction adds four elements of the sum of dq (sm_90 and later)

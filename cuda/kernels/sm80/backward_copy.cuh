@@ -23,8 +23,8 @@ struct alignas(128) Shared {
   unsigned char scores[kColumnWarps == 1 ? 1 : 2][kParts * kScoreBytes];
   float minus_lse[kStages][kStepQueries];
   float minus_delta[kDoutStages][kStepQueries];
-  int flaws[kRowWarps][2];  // are 16 rows of dk, dv not all finite?
-  int unit;                 // deterministic mode: that of this CTA
+  int flaws[kKeys / 16][2];  // are 16 rows of dk, dv not all finite?
+  int unit;                  // deterministic mode: that of this CTA
 };
 
 // Rows of a tile that all warps fill.
@@ -78,14 +78,14 @@ struct Copies {
   const Walk& walk;
   Shared& shared;
 
-  __device__ __forceinline__ void begin(const Place& at) const {
+  __device__ __forceinline__ void begin(const Step& at) const {
     const int count = walk.seen_keys().end - walk.unit.key0;
     keys().begin(count);
     values().begin(count);
     begin_queries(at);
     begin_dout(at);
   }
-  __device__ __forceinline__ void begin_queries(const Place& at) const {
+  __device__ __forceinline__ void begin_queries(const Step& at) const {
     if constexpr (StepPieces<kHeadDim>::kFits) {
       StepPieces<kHeadDim>::begin(p.query_data, query_tile(at), first_row(at), p.query_heads,
                                   rows_left(at));
@@ -94,7 +94,7 @@ struct Copies {
     }
     begin_numbers(minus_lse(at), p.lse_log2, at);
   }
-  __device__ __forceinline__ void begin_dout(const Place& at) const {
+  __device__ __forceinline__ void begin_dout(const Step& at) const {
     if constexpr (StepPieces<kValueDim>::kFits) {
       StepPieces<kValueDim>::begin(p.dout_data, dout_tile(at), first_row(at), p.query_heads,
                                    rows_left(at));
@@ -105,7 +105,7 @@ struct Copies {
   }
   // Waits for all that is under way, which is of this step; past a barrier all are done with the
   // step before, too.
-  __device__ __forceinline__ void take(const Place& at) const {
+  __device__ __forceinline__ void take(const Step& at) const {
     ptx::copy_async_wait();
     if (at.number == 0) {
       keys().finish();
@@ -119,16 +119,16 @@ struct Copies {
 
   __device__ __forceinline__ uint32 key_tile() const { return ptx::shared_address(shared.key); }
   __device__ __forceinline__ uint32 value_tile() const { return ptx::shared_address(shared.value); }
-  __device__ __forceinline__ uint32 query_tile(const Place& at) const {
+  __device__ __forceinline__ uint32 query_tile(const Step& at) const {
     return ptx::shared_address(shared.query[at.number % kStages]);
   }
-  __device__ __forceinline__ uint32 dout_tile(const Place& at) const {
+  __device__ __forceinline__ uint32 dout_tile(const Step& at) const {
     return ptx::shared_address(shared.dout[at.number % kDoutStages]);
   }
-  __device__ __forceinline__ uint32 minus_lse(const Place& at) const {
+  __device__ __forceinline__ uint32 minus_lse(const Step& at) const {
     return ptx::shared_address(shared.minus_lse[at.number % kStages]);
   }
-  __device__ __forceinline__ uint32 minus_delta(const Place& at) const {
+  __device__ __forceinline__ uint32 minus_delta(const Step& at) const {
     return ptx::shared_address(shared.minus_delta[at.number % kDoutStages]);
   }
 
@@ -144,7 +144,7 @@ struct Copies {
   __device__ __forceinline__ TileRows<kValueDim, kKeys> values() const {
     return block_of<kValueDim>(p.value_data, value_tile());
   }
-  __device__ __forceinline__ int64 first_row(const Place& at) const {
+  __device__ __forceinline__ int64 first_row(const Step& at) const {
     // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
     const int batch = ptx::opaque(walk.unit.batch);
     if constexpr (!kIsPlain) return query_row(p, batch, walk.first_query(at), walk.head(at));
@@ -153,23 +153,23 @@ struct Copies {
   }
   template <int kDim>
   __device__ __forceinline__ TileRows<kDim, kStepQueries> rows_of(const void* array, uint32 tile,
-                                                                  const Place& at) const {
+                                                                  const Step& at) const {
     return {tile, static_cast<const Element::Bits*>(array) + first_row(at) * kDim,
             static_cast<int64>(p.query_heads) * kDim};
   }
-  __device__ __forceinline__ TileRows<kHeadDim, kStepQueries> queries(const Place& at) const {
+  __device__ __forceinline__ TileRows<kHeadDim, kStepQueries> queries(const Step& at) const {
     return rows_of<kHeadDim>(p.query_data, query_tile(at), at);
   }
-  __device__ __forceinline__ TileRows<kValueDim, kStepQueries> douts(const Place& at) const {
+  __device__ __forceinline__ TileRows<kValueDim, kStepQueries> douts(const Step& at) const {
     return rows_of<kValueDim>(p.dout_data, dout_tile(at), at);
   }
   // Rows that see no key read as zero, as keys do that no query sees: they may hold anything, and
   // must not meet a zero in a product.
-  __device__ __forceinline__ int rows_left(const Place& at) const {
+  __device__ __forceinline__ int rows_left(const Step& at) const {
     return walk.seeing_queries().end - walk.first_query(at);
   }
   __device__ __forceinline__ void begin_numbers(uint32 to, const float* from,
-                                                const Place& at) const {
+                                                const Step& at) const {
     const int thread = threadIdx.x;
     if (thread < kStepQueries / 4) {
       const int64 first = padded_row(p, walk.unit.batch, walk.head(at), walk.first_query(at));
@@ -179,7 +179,7 @@ struct Copies {
   }
 
   // The same of rows in front of those: few blocks have any.
-  __device__ __forceinline__ void hide_unseen(const Place& at) const {
+  __device__ __forceinline__ void hide_unseen(const Step& at) const {
     const int keys = at.number == 0 ? walk.seen_keys().begin - walk.unit.key0 : 0;
     const int queries = walk.seeing_queries().begin - walk.first_query(at);
     if (keys <= 0 && queries <= 0) return;

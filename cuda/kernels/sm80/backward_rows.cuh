@@ -1,8 +1,8 @@
 // A CTA's unit: the products, dk and dv of its keys, and what it adds to the sums of dq.
 //
-// A warp has 16 keys. Up to 128 columns of dk and dv it has all, and P and dS are register operands
-// of their products; beyond, kColumnWarps = 2 or 4 warps share 16 keys, each with a part of a
-// step's queries until P and dS are in shared memory, and with a part of the columns after it.
+// A warp has kRowTiles tiles of 16 keys. With all columns of their dk and dv, P and dS are register
+// operands of its products; where kColumnWarps = 2 or 4 warps share keys, each has a part of a
+// step's queries until P and dS are in shared memory, and a part of the columns after it.
 #pragma once
 
 #include "sm80/backward_scores.cuh"
@@ -60,43 +60,60 @@ __device__ __forceinline__ void store_row(typename Of::Bits* to, bool stored, in
   }
 }
 
-// A warp's 16 rows of keys or values, operands of all steps. Kept where few columns leave registers
-// for them and no term takes these: a quarter of what a fragment reads of shared memory.
+// Of a warp's tiles.
+using TileScores = Scores[kRowTiles];
+
+template <int kCount>
+__device__ __forceinline__ void set_zero(float (&sum)[kRowTiles][kCount]) {
+#pragma unroll
+  for (auto& tile : sum) {
+#pragma unroll
+    for (float& x : tile) x = 0.f;
+  }
+}
+
+// A warp's rows of keys or values, operands of all steps. Kept where few columns leave registers
+// for them and no term takes these: of one tile a quarter of what a fragment reads of shared
+// memory, of two a half.
 inline constexpr bool kKeepsRows =
-    kIsPlain && kParts == 1 && kColumnWarps == 1 && kHead <= 64 && kValue <= 64;
+    kIsPlain && kParts == 1 && kHead <= 64 && kValue <= 64 && (kRowTiles == 1 || kColumnWarps > 1);
 template <int kDim, bool kKept>
 struct KeptRows {
   __device__ __forceinline__ void load(uint32, uint32) {}
-  template <int kCount>
-  __device__ __forceinline__ void multiply(float (&d)[kCount], uint32 tile, uint32 row, uint32 b,
+  __device__ __forceinline__ void multiply(TileScores& d, uint32 tile, uint32 row, uint32 b,
                                            uint32 row_b) const {
-    multiply_rows<kDim, kKeys, kStepQueries>(d, tile, row, b, row_b);
+    set_zero(d);
+    add_rows_of<kDim, kStepQueries>(d, LeftRows<kDim, kKeys>(tile, row, opaque_lane()), b, row_b);
   }
 };
 template <int kDim>
 struct KeptRows<kDim, true> {
-  uint32 units[ceil_div(kDim, 16)][4];
+  uint32 units[ceil_div(kDim, 16)][kRowTiles][4];
 
   __device__ __forceinline__ void load(uint32 tile, uint32 row) {
     const LeftRows<kDim, kKeys> from(tile, row, opaque_lane());
 #pragma unroll
     for (int i = 0; i < ceil_div(kDim, 16); ++i) {
-      uint32 unit[kParts][4];
+      uint32 unit[kRowTiles][kParts][4];
       from(i, unit);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) units[i][j] = unit[0][j];
+      for (int of = 0; of < kRowTiles; ++of) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) units[i][of][j] = unit[of][0][j];
+      }
     }
   }
-  template <int kCount>
-  __device__ __forceinline__ void multiply(float (&d)[kCount], uint32, uint32, uint32 b,
+  __device__ __forceinline__ void multiply(TileScores& d, uint32, uint32, uint32 b,
                                            uint32 row_b) const {
-#pragma unroll
-    for (float& x : d) x = 0.f;
+    set_zero(d);
     add_rows_of<kDim, kStepQueries>(
         d,
-        [&](int step, uint32(&left)[kParts][4]) {
+        [&](int step, uint32(&left)[kRowTiles][kParts][4]) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) left[0][j] = units[step][j];
+          for (int of = 0; of < kRowTiles; ++of) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) left[of][0][j] = units[step][of][j];
+          }
         },
         b, row_b);
   }
@@ -106,22 +123,21 @@ struct Rows {
   static constexpr int kHeadUnits = kHead / 16, kValueUnits = kValue / 16;  // of 16 columns
   static constexpr int kOwnHead = ceil_div(kHeadUnits, kColumnWarps);       // of a warp
   static constexpr int kOwnValue = ceil_div(kValueUnits, kColumnWarps);
+  static constexpr int kRowGroups = kStepQueries / kOwnKeys;  // of warps, as dq's rows are shared
 
   const Sm80BackwardParams& p;
   const Walk& walk;
   Shared& shared;
   const int warp = ptx::warp_index();
-  float dk[8 * kOwnHead], dv[8 * kOwnValue];
+  float dk[kRowTiles][8 * kOwnHead], dv[kRowTiles][8 * kOwnValue];
   KeptRows<kHeadDim, kKeepsRows> keys;
   KeptRows<kValueDim, kKeepsRows> values;
 
   __device__ __forceinline__ void run() {
-#pragma unroll
-    for (float& x : dk) x = 0.f;
-#pragma unroll
-    for (float& x : dv) x = 0.f;
+    set_zero(dk);
+    set_zero(dv);
     const Copies copies{p, walk, shared};
-    Place at = walk.first();
+    Step at = walk.first();
     if (!walk.is_over(at)) copies.begin(at);
 #pragma unroll 1
     while (!walk.is_over(at)) {
@@ -130,7 +146,7 @@ struct Rows {
         keys.load(copies.key_tile(), first_key());
         values.load(copies.value_tile(), first_key());
       }
-      const Place next = walk.after(at);
+      const Step next = walk.after(at);
       step(copies, at, next);
       at = next;
     }
@@ -139,10 +155,10 @@ struct Rows {
 
  private:
   // The warp's first key, of the block; which of the warps that share it.
-  __device__ __forceinline__ int first_key() const { return warp % kRowWarps * 16; }
+  __device__ __forceinline__ int first_key() const { return warp % kRowWarps * kOwnKeys; }
   __device__ __forceinline__ int share() const { return warp / kRowWarps; }
 
-  __device__ __forceinline__ void step(const Copies& copies, const Place& at, const Place& next) {
+  __device__ __forceinline__ void step(const Copies& copies, const Step& at, const Step& next) {
     const bool more = !walk.is_over(next);
     if (more) {
       if constexpr (kStages == 2) copies.begin_queries(next);
@@ -154,22 +170,31 @@ struct Rows {
 #pragma unroll 1
     for (int part = 0; part < end; part += kFragmentQueries) {
       const int column = share() * kWarpQueries + part;
-      const Fragment fragment{p, walk, at, walk.unit.key0 + first_key(),
-                              walk.first_query(at) + column};
-      Scores x, dp;
-      Packed probability, gradient;
+      const auto fragment = [&](int tile) -> Fragment {
+        return {p, walk, at, walk.unit.key0 + first_key() + 16 * tile,
+                walk.first_query(at) + column};
+      };
+      TileScores x, dp;
+      Packed probability[kRowTiles], gradient[kRowTiles];
       keys.multiply(x, copies.key_tile(), first_key(), query, column);
-      fragment.to_probabilities(x, probability, copies.minus_lse(at));
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        fragment(tile).to_probabilities(x[tile], probability[tile], copies.minus_lse(at));
+      }
       if constexpr (kColumnWarps == 1) {
         add_own<kValueDim>(dv, probability, dout, column);
       } else {
         store_scores(probability, 1, column);
       }
       values.multiply(dp, copies.value_tile(), first_key(), dout, column);
-      fragment.to_gradients(x, dp, gradient, copies.minus_delta(at));
-      if constexpr (kHasDbias && kStoresDbias) {
-        gradient.store_dbias(p, walk.unit.batch, walk.head(at), fragment.first_query,
-                             fragment.first_key);
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        const Fragment of = fragment(tile);
+        of.to_gradients(x[tile], dp[tile], gradient[tile], copies.minus_delta(at));
+        if constexpr (kHasDbias && kStoresDbias) {
+          gradient[tile].store_dbias(p, walk.unit.batch, walk.head(at), of.first_query,
+                                     of.first_key);
+        }
       }
       store_scores(gradient, 0, column);
       if constexpr (kColumnWarps == 1) add_own<kHeadDim>(dk, gradient, query, column);
@@ -209,20 +234,24 @@ struct Rows {
     return ptx::shared_address(shared.scores[which]);
   }
   // A fragment, from a query of the step on.
-  __device__ __forceinline__ void store_scores(const Packed& scores, int which, int query) const {
+  __device__ __forceinline__ void store_scores(const Packed (&scores)[kRowTiles], int which,
+                                               int query) const {
     const uint32 lane = opaque_lane();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // of 16 queries
       const LaneOfScores to(score_tile(which), first_key() + lane / 4, half);
 #pragma unroll
-      for (int i = half * 2; i < kScores / 2; i += i % 2 == 0 ? 1 : 3) {
-        uint32 parts[kParts];
-        scores.get(i, parts);
+      for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          ptx::store_shared(to.at(query / 16 + i / 4, i % 2 * fragment::kRowStep) + lane % 4 * 4 +
-                                part * kScoreBytes,
-                            parts[part]);
+        for (int i = half * 2; i < kScores / 2; i += i % 2 == 0 ? 1 : 3) {
+          uint32 parts[kParts];
+          scores[tile].get(i, parts);
+          const uint32 key = 16 * tile + i % 2 * fragment::kRowStep;
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            ptx::store_shared(to.at(query / 16 + i / 4, key) + lane % 4 * 4 + part * kScoreBytes,
+                              parts[part]);
+          }
         }
       }
     }
@@ -230,71 +259,84 @@ struct Rows {
 
   // dk or dv += dS^T or P^T times rows of Q or dO: of a fragment, all columns,
   template <int kDim, int kCount>
-  __device__ __forceinline__ void add_own(float (&sum)[kCount], const Packed& scores, uint32 rows,
+  __device__ __forceinline__ void add_own(float (&sum)[kRowTiles][kCount],
+                                          const Packed (&scores)[kRowTiles], uint32 rows,
                                           int query) const {
     multiply_columns<kFragmentQueries / 16, kDim, kStepQueries>(
         sum,
-        [&](int step, uint32(&left)[kParts][4]) {
+        [&](int step, uint32(&left)[kRowTiles][kParts][4]) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            uint32 parts[kParts];
-            scores.get(4 * step + i, parts);
+          for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
-            for (int part = 0; part < kParts; ++part) left[part][i] = parts[part];
+            for (int i = 0; i < 4; ++i) {
+              uint32 parts[kParts];
+              scores[tile].get(4 * step + i, parts);
+#pragma unroll
+              for (int part = 0; part < kParts; ++part) left[tile][part][i] = parts[part];
+            }
           }
         },
         rows, query, 0, kAllUnits);
   }
   // and of a step, the warp's share of them.
   template <int kDim, int kCount>
-  __device__ __forceinline__ void add_shared(float (&sum)[kCount], int which, uint32 rows) const {
+  __device__ __forceinline__ void add_shared(float (&sum)[kRowTiles][kCount], int which,
+                                             uint32 rows) const {
     constexpr int kOwn = kCount / 8, kUnits = ceil_div(kDim, 16);
     const uint32 lane = opaque_lane();
     const LaneOfScores from(score_tile(which), first_key() + lane % 16, lane / 16);
-    multiply_columns<kStepQueries / 16, kDim, kStepQueries, kIsPlain && kOwn % 4 == 0>(
+    multiply_columns<kStepQueries / 16, kDim, kStepQueries,
+                     kIsPlain && (kOwn % 4 == 0 || kOwn <= 2)>(
         sum,
-        [&](int step, uint32(&left)[kParts][4]) {
+        [&](int step, uint32(&left)[kRowTiles][kParts][4]) {
 #pragma unroll
-          for (int i = 0; i < kParts; ++i) {
-            ptx::load_matrix_x4(from.at(step, 0) + i * kScoreBytes, left[i]);
+          for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+            for (int i = 0; i < kParts; ++i) {
+              ptx::load_matrix_x4(from.at(step, 16 * tile) + i * kScoreBytes, left[tile][i]);
+            }
           }
         },
         rows, 0, share() * kOwn, kOwn * kColumnWarps == kUnits ? kAllUnits : kUnits);
   }
 
-  // Adds dQ = dS K: a warp has 16 queries, and a share of the columns, four units at a time.
-  __device__ __forceinline__ void add_dq(const Copies& copies, const Place& at, int turn) const {
-    constexpr int kRowGroups = kStepQueries / 16, kGroups = kWarps / kRowGroups;
-    constexpr int kOwn = ceil_div(kHeadUnits, kGroups);
-    static_assert(kWarps % kRowGroups == 0);
+  // Adds dQ = dS K: a warp has as many tiles of 16 queries as of keys, and a share of the columns,
+  // four units at a time.
+  __device__ __forceinline__ void add_dq(const Copies& copies, const Step& at, int turn) const {
+    constexpr int kGroups = kWarps / kRowGroups, kOwn = ceil_div(kHeadUnits, kGroups);
+    static_assert(kStepQueries % kOwnKeys == 0 && kWarps % kRowGroups == 0);
     const int index = sum_index(p, walk.unit.batch, walk.head(at), at.m * kQueries);
     const uint32 first = warp / kRowGroups * kOwn;
     constexpr bool kAreThere = kOwn * kGroups == kHeadUnits;
-    constexpr int kWhole = kOwn / 4, kRest = kOwn % 4;
-#pragma unroll(kWhole <= 2 ? 2 : 1)
+    constexpr int kAtOnce = 4 / kRowTiles, kWhole = kOwn / kAtOnce, kRest = kOwn % kAtOnce;
+#pragma unroll(kWhole <= 2 && kRowTiles == 1 ? 2 : 1)
     for (int i = 0; i < kWhole; ++i) {
-      add_dq_units<4, kAreThere, kIsPlain && kOwn % 4 == 0>(copies, at, index, turn, first + 4 * i);
+      add_dq_units<kAtOnce, kAreThere, kIsPlain && kOwn % kAtOnce == 0>(copies, at, index, turn,
+                                                                        first + kAtOnce * i);
     }
     if constexpr (kRest > 0) {
       add_dq_units<kRest, kAreThere, kIsPlain && kOwn <= 2>(copies, at, index, turn,
-                                                            first + 4 * kWhole);
+                                                            first + kAtOnce * kWhole);
     }
   }
   template <int kUnits, bool kAreThere, bool kAligned>
-  __device__ __forceinline__ void add_dq_units(const Copies& copies, const Place& at, int index,
+  __device__ __forceinline__ void add_dq_units(const Copies& copies, const Step& at, int index,
                                                int turn, uint32 first) const {
     constexpr uint32 kEnd = kAreThere ? kAllUnits : kHeadUnits;
-    const uint32 lane = opaque_lane(), row = warp % (kStepQueries / 16);
+    const uint32 lane = opaque_lane(), first_row = warp % kRowGroups * kRowTiles;
     const LaneOfScores from(score_tile(0), lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    float dq[8 * kUnits];
-#pragma unroll
-    for (float& x : dq) x = 0.f;
+    float dq[kRowTiles][8 * kUnits];
+    set_zero(dq);
     multiply_columns<kKeys / 16, kHeadDim, kKeys, kAligned>(
         dq,
-        [&](int step, uint32(&left)[kParts][4]) {
+        [&](int step, uint32(&left)[kRowTiles][kParts][4]) {
 #pragma unroll
-          for (int i = 0; i < kParts; ++i) {
-            ptx::load_transposed_x4(from.at(row, 16 * step) + i * kScoreBytes, left[i]);
+          for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+            for (int i = 0; i < kParts; ++i) {
+              ptx::load_transposed_x4(from.at(first_row + tile, 16 * step) + i * kScoreBytes,
+                                      left[tile][i]);
+            }
           }
         },
         copies.key_tile(), 0, first, kEnd);
@@ -302,15 +344,19 @@ struct Rows {
     for (int i = 0; i < kUnits; ++i) {
       const uint32 unit = first + i;
       if (!(kAreThere && kIsPlain) && unit >= kEnd) continue;
-      const SumTile sum(p, index, unit / 4, at.part * (kStepQueries * 2) + row * 32 + lane);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* x = dq + 8 * i + 4 * half;
-        const float4 piece{x[0], x[1], x[2], x[3]};
-        if (kDeterministic && turn == 0) {
-          sum.store(unit % 4 * 2 + half, piece);
-        } else {
-          sum.add(unit % 4 * 2 + half, piece);
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        const SumTile sum(p, index, unit / 4,
+                          at.part * (kStepQueries * 2) + (first_row + tile) * 32 + lane);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float* x = dq[tile] + 8 * i + 4 * half;
+          const float4 piece{x[0], x[1], x[2], x[3]};
+          if (kDeterministic && turn == 0) {
+            sum.store(unit % 4 * 2 + half, piece);
+          } else {
+            sum.add(unit % 4 * 2 + half, piece);
+          }
         }
       }
     }
@@ -318,7 +364,7 @@ struct Rows {
 
   // -- turns of the deterministic mode, of a block's steps together --
   // Waits for this unit's, before a barrier that all meet; returns what there was.
-  __device__ __forceinline__ int take_turn(const Place& at) const {
+  __device__ __forceinline__ int take_turn(const Step& at) const {
     if constexpr (!kDeterministic) return 1;
     const int turn = walk.turn(at.m);
     if (at.part == 0 && threadIdx.x == 0) {
@@ -328,7 +374,7 @@ struct Rows {
     return turn;
   }
   // Past a barrier: all have added.
-  __device__ __forceinline__ void end_turn(const Place& at) const {
+  __device__ __forceinline__ void end_turn(const Step& at) const {
     if constexpr (kDeterministic) {
       if (at.part + 1 == kBlockSteps && threadIdx.x == 0) {
         ptx::fence_gpu();
@@ -341,32 +387,39 @@ struct Rows {
   __device__ __forceinline__ void finish() {
     int* flaws = &shared.flaws[0][0];
     const int thread = threadIdx.x;
-    if (thread < 2 * kRowWarps) flaws[thread] = 0;
+    constexpr int kFlaws = kKeys / 16 * 2;
+    if (thread < kFlaws) flaws[thread] = 0;
     __syncthreads();
-    const int row = first_key() / 16;
-    if (!all_finite(dk)) shared.flaws[row][0] = 1;
-    if (!all_finite(dv)) shared.flaws[row][1] = 1;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      const int row = first_key() / 16 + tile;
+      if (!all_finite(dk[tile])) shared.flaws[row][0] = 1;
+      if (!all_finite(dv[tile])) shared.flaws[row][1] = 1;
+    }
     store<kHeadDim>(p.dkey_data, dk, query_key_scale(p));
     store<kValueDim>(p.dvalue_data, dv, dropout_scale(p));
     __syncthreads();
-    if (thread < 2 * kRowWarps) {
+    if (thread < kFlaws) {
       const Unit& unit = walk.unit;
       const int block =
           (unit.batch * p.kv_heads + unit.kv_head) * key_blocks(p) + unit.key0 / kKeys;
-      p.marks[block * (2 * kRowWarps) + thread] = flaws[thread];
+      p.marks[block * kFlaws + thread] = flaws[thread];
     }
   }
   template <int kDim, int kCount>
-  __device__ __forceinline__ void store(void* array, const float (&sum)[kCount],
+  __device__ __forceinline__ void store(void* array, const float (&sum)[kRowTiles][kCount],
                                         float factor) const {
-    const int first_column = share() * (2 * kCount);
+    const int first_column = kColumnWarps == 1 ? 0 : share() * (2 * kCount);
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int key = walk.unit.key0 + first_key() + static_cast<int>(threadIdx.x) % 32 / 4 +
-                      fragment::kRowStep * row;
-      const int64 at = key_row(p, walk.unit.batch, key, walk.unit.kv_head) * kDim;
-      store_row<kDim, Element>(static_cast<Element::Bits*>(array) + at, key < p.kv_len,
-                               first_column, sum, row, factor);
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int key = walk.unit.key0 + first_key() + static_cast<int>(threadIdx.x) % 32 / 4 +
+                        16 * tile + fragment::kRowStep * row;
+        const int64 at = key_row(p, walk.unit.batch, key, walk.unit.kv_head) * kDim;
+        store_row<kDim, Element>(static_cast<Element::Bits*>(array) + at, key < p.kv_len,
+                                 first_column, sum[tile], row, factor);
+      }
     }
   }
 };

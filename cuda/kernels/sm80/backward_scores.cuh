@@ -12,10 +12,8 @@ namespace backward {
 // others without.
 inline constexpr int kScoreWarps =
     kColumnWarps < kStepQueries / 16 ? kColumnWarps : kStepQueries / 16;
-// A warp takes its queries of a step in parts: 64 leave too few registers (72 bytes spilled with 64
-// columns of dk and dv each, 88 with 128), 32 of elements in three parts likewise (184 bytes).
+// A warp takes its queries of a step in parts, as registers allow.
 inline constexpr int kWarpQueries = kStepQueries / kScoreWarps;
-inline constexpr int kMostQueries = kParts == 3 ? 16 : 32;
 inline constexpr int kFragmentQueries = kWarpQueries < kMostQueries ? kWarpQueries : kMostQueries;
 inline constexpr int kScores = kFragmentQueries / 2;  // elements of S^T per thread
 using Scores = float[kScores];
@@ -86,7 +84,7 @@ using Packed = Operand<Element>;
 struct Fragment {
   const Sm80BackwardParams& p;
   const Walk& walk;
-  const Place& at;
+  const Step& at;
   int first_key, first_query;
 
   // From S^T to P^T, which is packed as well. With dropout what is dropped gets a mark, and is zero
@@ -150,9 +148,9 @@ struct Fragment {
     }
     ScoreFunctionAndSlope<Sm80BackwardParams> function;
     function.read(p, walk.unit.batch, walk.head(at));
-    const ::Place query = place(first_query + fragment::first_column(threadIdx.x));
+    const Place query = place(first_query + fragment::first_column(threadIdx.x));
     const int key = first_key + static_cast<int>(threadIdx.x) % 32 / 4;
-    const ::Place keys[2] = {place(key), place(key + fragment::kRowStep)};
+    const Place keys[2] = {place(key), place(key + fragment::kRowStep)};
     constexpr int kCount = kFragmentQueries < 32 ? 32 : kFragmentQueries;
     const auto run = [&](const auto& see) {
 #pragma unroll

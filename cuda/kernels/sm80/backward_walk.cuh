@@ -9,8 +9,9 @@
 namespace backward {
 
 inline constexpr int kThreads = 32 * kWarps;
-inline constexpr int kRowWarps = kKeys / 16;                        // with 16 keys each
-inline constexpr int kColumnWarps = kWarps / kRowWarps;             // that share 16 keys
+inline constexpr int kOwnKeys = 16 * kRowTiles;                     // of a warp
+inline constexpr int kRowWarps = kKeys / kOwnKeys;                  // with keys of their own
+inline constexpr int kColumnWarps = kWarps / kRowWarps;             // that share them
 inline constexpr int kBlockSteps = kQueries / kStepQueries;         // of a block of queries
 inline constexpr bool kListsBlocks = kHasSegments || kSkipsMasked;  // there may be gaps
 
@@ -19,10 +20,10 @@ inline constexpr bool kIsPlain = !kHasSegments && !kHasPositions && !kHasMask &&
                                  !kHasDropout && !kHasSlope && !kDeterministic;
 
 static_assert(kQueries == 64 && kStepQueries >= 16 && kQueries % kStepQueries == 0);
-static_assert(kWarps % kRowWarps == 0 && kColumnWarps <= 4);
+static_assert(kKeys % kOwnKeys == 0 && kWarps % kRowWarps == 0 && kColumnWarps <= 4);
 
 // A step: some queries of a block, of one head of the group.
-struct Place {
+struct Step {
   int m;  // the block
   int head = 0, part = 0;
   int number = 0;  // of steps before
@@ -46,10 +47,10 @@ struct Walk {
   // Query heads of the key/value head.
   __device__ __forceinline__ int group() const { return kKeepsGroup ? group_ : group_size(p); }
   // Whole warps call these two.
-  __device__ __forceinline__ Place first() const {
+  __device__ __forceinline__ Step first() const {
     return {find(backward::first_block(unit.blocks))};
   }
-  __device__ __forceinline__ Place after(Place at) const {
+  __device__ __forceinline__ Step after(Step at) const {
     ++at.number;
     if (++at.part < kBlockSteps) return at;
     at.part = 0;
@@ -58,13 +59,13 @@ struct Walk {
     at.m = find(at.m + kDirection);
     return at;
   }
-  __device__ __forceinline__ bool is_over(const Place& at) const {
+  __device__ __forceinline__ bool is_over(const Step& at) const {
     return at.m < unit.blocks.begin || at.m >= unit.blocks.end;
   }
-  __device__ __forceinline__ int head(const Place& at) const {
+  __device__ __forceinline__ int head(const Step& at) const {
     return unit.kv_head * group() + at.head;
   }
-  static __device__ __forceinline__ int first_query(const Place& at) {
+  static __device__ __forceinline__ int first_query(const Step& at) {
     return at.m * kQueries + at.part * kStepQueries;
   }
 
@@ -79,7 +80,7 @@ struct Walk {
   // Do 16 keys and kCount queries of the block all see each other? Those past the length need no
   // test: their lse makes P zero.
   template <int kCount>
-  __device__ __forceinline__ bool is_whole(const Place& at, int key, int query) const {
+  __device__ __forceinline__ bool is_whole(const Step& at, int key, int query) const {
     bool whole = all_visible(unit.sight, key, key + 15, query, query + kCount - 1);
     const int block = unit.key0 / kKeys;
     if constexpr (kHasSegments) {
@@ -102,7 +103,7 @@ struct Walk {
   //
   // A unit waits for units of smaller keys of its head alone, which CTAs that run took before it
   // (next_unit): of the units that are not done the one taken first never waits.
-  __device__ __forceinline__ int* counter(const Place& at) const {
+  __device__ __forceinline__ int* counter(const Step& at) const {
     const int64 row = static_cast<int64>(unit.batch) * p.query_heads + head(at);
     return p.turns + row * query_blocks(p) + at.m;
   }
@@ -125,7 +126,11 @@ struct Walk {
   }
 
  private:
-  static constexpr bool kKeepsGroup = kIsPlain;  // a quotient: 35 instructions of each step
+  // Not where a register more was spilled: four warps of all columns, with a window.
+  static constexpr bool kIsFull = kRowTiles == 2 && kColumnWarps == 1;
+  static constexpr bool kKeepsGroup =
+      kIsPlain &&
+      !(kIsFull && (kWindowLeft || kWindowRight));  // a quotient: 35 instructions of each step
   int group_;
 
   // The next block from m on that is not hidden, or one past all blocks.

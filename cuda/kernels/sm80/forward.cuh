@@ -12,6 +12,7 @@
 //   int kBlockKV              keys per step: 16, 32 or 64
 //   int kRowTiles             of 16 query rows a warp has, 1 or 2
 //   int kRowWarps, kValueWarps   warps beside each other: with rows of their own, and with the same
+//   int kQuerySteps           of 16 columns of its queries that a warp keeps in registers
 //   int kStages               buffers each of keys and of values; 0: one for both
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)

@@ -15,6 +15,7 @@ namespace forward {
 
 // Of a warp: of the head dim and of the values' columns.
 inline constexpr int kWarpSteps = ceil_div(ceil_div(kHeadDim, 16), kValueWarps);
+static_assert(kQuerySteps == 0 || (kParts == 1 && kValueWarps == 1 && kQuerySteps <= kWarpSteps));
 inline constexpr int kStepsAtOnce = kParts == 1 ? kWarpSteps : 2;  // more: spills
 inline constexpr int kWarpColumns = round_up(ceil_div(kValueDim, kValueWarps), 16);
 
@@ -118,6 +119,7 @@ struct Rows {
   Shared& shared;
   SoftmaxState<Element> softmax[kRowTiles];
   float output[kRowTiles][kWarpColumns / 2];
+  uint32 first_columns[larger(kQuerySteps, 1)][kRowTiles][4];  // of its queries
 
   // Of its kind, the warp's number.
   static __device__ __forceinline__ int row_warp() { return threadIdx.x / 32 % kRowWarps; }
@@ -167,16 +169,20 @@ struct Rows {
     const Place first{walk.first_block()};
     if (walk.is_over(first.block)) return search;
     Copies copies(p, walk, shared, first);
+    ScoreFunction<Sm80ForwardParams> function;
+    function.read(p, walk.batch, walk.head);
     bool is_first = true;
 #pragma unroll 1
     for (Place at = first; !walk.is_over(at.block); at = copies.after(at)) {
       float scores[kRowTiles][kBlockKV / 2];
-      multiply_keys(copies.query_tile(), copies.take_keys(at, is_first), scores);
+      const uint32 keys = copies.take_keys(at, is_first);
+      if (kQuerySteps > 0 && is_first) keep_queries(copies.query_tile());
+      multiply_keys(copies.query_tile(), keys, scores);
       if constexpr (kValueWarps > 1) add_scores_of_others(shared.key(at.stage), scores);
       is_first = false;
       // Ahead of the softmax, which is then one piece with the products.
       const uint32 values = copies.take_values(at);
-      apply_terms(walk, at.block, scores);
+      apply_terms(walk, function, at.block, scores);
       add_weights(search != kNoMore, scores);
       if (search == kUntilStarted && is_started()) search = kNoMore;
       Weights<Element> weights[kRowTiles];
@@ -190,6 +196,18 @@ struct Rows {
   }
 
   // -- products --
+  // A fifth of what a block's scores read of shared memory, of two tiles of rows a third.
+  __device__ __forceinline__ void keep_queries(uint32 from) {
+    const uint32 lane = opaque_lane();
+    const LaneOfTile<kUnitRows> query_at(from, row_warp() * 16 + lane % 16, lane / 16);
+#pragma unroll
+    for (int step = 0; step < kQuerySteps; ++step) {
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        ptx::load_matrix_x4(query_at.at(step, kTileRows * tile), first_columns[step][tile]);
+      }
+    }
+  }
   __device__ __forceinline__ void multiply_keys(uint32 queries, uint32 keys,
                                                 float (&scores)[kRowTiles][kBlockKV / 2]) const {
 #pragma unroll
@@ -211,7 +229,12 @@ struct Rows {
       uint32 a[kRowTiles][kParts][4];
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
-        load_parts<kHeadDim, kUnitRows>(query_at.at(skipped + step, kTileRows * tile), a[tile]);
+        if (step < kQuerySteps) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[tile][0][i] = first_columns[step][tile][i];
+        } else {
+          load_parts<kHeadDim, kUnitRows>(query_at.at(skipped + step, kTileRows * tile), a[tile]);
+        }
       }
 #pragma unroll
       for (int j = 0; j < kBlockKV / 16; ++j) {
@@ -291,12 +314,11 @@ struct Rows {
   }
 
   // -- scores to weights --
-  __device__ __forceinline__ void apply_terms(const Walk& walk, int block,
-                                              Scores (&scores)[kRowTiles]) const {
+  __device__ __forceinline__ void apply_terms(const Walk& walk,
+                                              const ScoreFunction<Sm80ForwardParams>& function,
+                                              int block, Scores (&scores)[kRowTiles]) const {
     const int first_key = block * kBlockKV;
     const bool whole = walk.is_whole(block);
-    [[maybe_unused]] ScoreFunction<Sm80ForwardParams> function;
-    if constexpr (kHasScoreFunction) function.read(p, walk.batch, walk.head);
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       const auto query = [&](int row) { return walk.query(tile, row); };

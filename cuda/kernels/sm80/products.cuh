@@ -1,4 +1,6 @@
-// Products of tiles by mma.sync, of a warp's 16 rows: of elements, or of their kParts parts.
+// Products of tiles by mma.sync, of a warp's rows: of elements, or of their kParts parts.
+//
+// A warp has kTiles tiles of 16 rows: what it reads of the other operand serves all of them.
 #pragma once
 
 #include "element.cuh"
@@ -26,18 +28,21 @@ struct LaneOfTile {
   }
 };
 
-// d[16 x 2 kCount] += a[16 x kDim] b[2 kCount x kDim]^T: b are rows of a tile of kRowsB rows, from
-// row_b on, a multiple of 16. left_of(step, registers) gives the parts of 16 columns of a.
-template <int kDim, int kRowsB, int kCount, class LeftOf>
-__device__ __forceinline__ void add_rows_of(float (&d)[kCount], LeftOf left_of, uint32 b,
+// Steps of 16 columns at once; of elements in parts more would be spilled.
+template <int kDim>
+inline constexpr int kAllSteps = kParts == 1 ? ceil_div(kDim, 16) : 2;
+
+// d[16 x 2 kCount] += a[16 x kDim] b[2 kCount x kDim]^T of each of the warp's tiles: b are rows of
+// a tile of kRowsB rows, from row_b on, a multiple of 16. left_of(step, registers) gives the parts
+// of 16 columns of a.
+template <int kDim, int kRowsB, int kAtOnce = kAllSteps<kDim>, int kTiles, int kCount, class LeftOf>
+__device__ __forceinline__ void add_rows_of(float (&d)[kTiles][kCount], LeftOf left_of, uint32 b,
                                             uint32 row_b) {
   const uint32 lane = opaque_lane();  // in the order of matrices
   const LaneOfTile<kRowsB> right_at(b, row_b + lane / 16 * 8 + lane % 8, lane / 8 % 2);
-  constexpr int kSteps = ceil_div(kDim, 16);
-  constexpr int kStepsAtOnce = kParts == 1 ? kSteps : 2;  // more: spills
-#pragma unroll kStepsAtOnce
-  for (int step = 0; step < kSteps; ++step) {
-    uint32 left[kParts][4];
+#pragma unroll kAtOnce
+  for (int step = 0; step < ceil_div(kDim, 16); ++step) {
+    uint32 left[kTiles][kParts][4];
     left_of(step, left);
 #pragma unroll
     for (int j = 0; j < kCount / 8; ++j) {
@@ -46,29 +51,39 @@ __device__ __forceinline__ void add_rows_of(float (&d)[kCount], LeftOf left_of, 
       for (int i = 0; i < kParts; ++i) {
         ptx::load_matrix_x4(right_at.at(step, 16 * j) + i * kPlaneBytes<kDim, kRowsB>, right[i]);
       }
-      multiply_parts<Element>(d, 8 * j, left, right);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        multiply_parts<Element>(d[tile], 8 * j, left[tile], right);
+      }
     }
   }
 }
-// A warp's 16 rows of a tile of kRows, from `row` on, a multiple of 16, as left_of.
+// A warp's rows of a tile of kRows, from `row` on, a multiple of 16, as left_of.
 template <int kDim, int kRows>
 struct LeftRows {
   LaneOfTile<kRows> from;
 
   __device__ __forceinline__ LeftRows(uint32 tile, uint32 row, uint32 lane)
       : from(tile, row + lane % 16, lane / 16) {}
-  __device__ __forceinline__ void operator()(int step, uint32 (&left)[kParts][4]) const {
+  template <int kTiles>
+  __device__ __forceinline__ void operator()(int step, uint32 (&left)[kTiles][kParts][4]) const {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      ptx::load_matrix_x4(from.at(step, 0) + i * kPlaneBytes<kDim, kRows>, left[i]);
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        ptx::load_matrix_x4(from.at(step, 16 * tile) + i * kPlaneBytes<kDim, kRows>, left[tile][i]);
+      }
     }
   }
 };
-// The same with rows of two tiles.
+// The same of 16 rows of `a`, from row_a on. Of 256 columns at once ptxas loads so many ahead that
+// the caller's sums are spilled, 928 bytes.
 template <int kDim, int kRowsA, int kRowsB, int kCount>
 __device__ __forceinline__ void add_rows(float (&d)[kCount], uint32 a, uint32 row_a, uint32 b,
                                          uint32 row_b) {
-  add_rows_of<kDim, kRowsB>(d, LeftRows<kDim, kRowsA>(a, row_a, opaque_lane()), b, row_b);
+  add_rows_of<kDim, kRowsB, kParts == 1 && kDim <= 128 ? kAllSteps<kDim> : 2>(
+      reinterpret_cast<float (&)[1][kCount]>(d), LeftRows<kDim, kRowsA>(a, row_a, opaque_lane()), b,
+      row_b);
 }
 // The same from zero.
 template <int kDim, int kRowsA, int kRowsB, int kCount>
@@ -79,21 +94,24 @@ __device__ __forceinline__ void multiply_rows(float (&d)[kCount], uint32 a, uint
   add_rows<kDim, kRowsA, kRowsB>(d, a, row_a, b, row_b);
 }
 
-// d[16 x 2 kCount] += a[16 x 16 kSteps] b[16 kSteps x 2 kCount]: b are rows of a tile of kRows
-// rows of kDim, from row_b on; the columns are units of 16 from first_unit on, as far as there are
-// `units`. left_of(step, registers) gives the parts of 16 columns of a. With kAligned first_unit is
-// a multiple of 4, or of how many units there are: its part of addresses is then that of all.
+// d[16 x 2 kCount] += a[16 x 16 kSteps] b[16 kSteps x 2 kCount] of each tile: b are rows of a tile
+// of kRows rows of kDim, from row_b on; the columns are units of 16 from first_unit on, as far as
+// there are `units`. left_of(step, registers) gives the parts of 16 columns of a. With kAligned
+// first_unit is a multiple of 4, or of how many units there are: its part of addresses is then that
+// of all.
 inline constexpr uint32 kAllUnits = 0xffffffffu;  // none is absent
-template <int kSteps, int kDim, int kRows, bool kAligned = false, int kCount, class LeftOf>
-__device__ __forceinline__ void multiply_columns(float (&d)[kCount], LeftOf left_of, uint32 b,
-                                                 uint32 row_b, uint32 first_unit, uint32 units) {
+template <int kSteps, int kDim, int kRows, bool kAligned = false, int kTiles, int kCount,
+          class LeftOf>
+__device__ __forceinline__ void multiply_columns(float (&d)[kTiles][kCount], LeftOf left_of,
+                                                 uint32 b, uint32 row_b, uint32 first_unit,
+                                                 uint32 units) {
   const uint32 lane = opaque_lane();
   LaneOfTile<kRows> right_at(b, row_b + lane % 16, lane / 16);
   const uint32 origin = kAligned ? 0 : first_unit;
   if (kAligned) right_at.first = right_at.at(first_unit, 0);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    uint32 left[kParts][4];
+    uint32 left[kTiles][kParts][4];
     left_of(step, left);
 #pragma unroll
     for (int i = 0; i < kCount / 8; ++i) {
@@ -106,7 +124,10 @@ __device__ __forceinline__ void multiply_columns(float (&d)[kCount], LeftOf left
         ptx::load_transposed_x4(
             right_at.at(origin + i, 16 * step) + part * kPlaneBytes<kDim, kRows>, right[part]);
       }
-      multiply_parts<Element>(d, 8 * i, left, right);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        multiply_parts<Element>(d[tile], 8 * i, left[tile], right);
+      }
     }
   }
 }
