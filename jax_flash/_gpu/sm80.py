@@ -1,6 +1,6 @@
 """Owns how the kernels of mma.sync, for GPUs since Ampere, run a problem: refusals, tilings, plans.
 
-`choose_forward` and `choose_backward` are the heuristics: rules, and what an H200 was measured with.
+`choose_forward` and `choose_backward` are the heuristics; what was measured, was on an H200.
 Read next: cuda/kernels/sm80/forward.cuh and backward.cuh, cuda/runtime/families/sm80.cc.
 """
 
@@ -417,9 +417,10 @@ def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
 
 
 # Keys of a CTA, queries of a step, buffers of queries and of output gradients, warps that share
-# keys, by the parts of an element and the columns that the wider dim does not pass. Keys first:
-# every block of them adds to the sum of dq. Then what is under way beside a step. A warp has
-# registers for dk and dv of 16 keys and 128 columns each; of elements in parts for 64, with 128
+# keys, tiles of 16 keys of a warp, by the parts of an element and the columns that the wider dim
+# does not pass. Two tiles first, which read shared memory less often, then keys: every block of
+# them adds to the sum of dq. Then what is under way beside a step. A warp has registers for dk and
+# dv of 16 keys and 128 columns each; of elements in parts for 64, with 128
 # other terms spilled up to 300 bytes, but for 512 columns, where four warps share keys.
 _SIZES = {
     (1, 64): [
