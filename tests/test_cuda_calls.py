@@ -94,16 +94,16 @@ CASES = (
 )
 AMPERE = {  # of an A100 -> keys, warps
     "plain": (128, 8),
-    "narrow": (128, 8),
+    "narrow": (128, 4),
     "wide": (64, 8),
     "causal": (128, 8),
     "segments, wide": (64, 8),
-    "positions and segments": (128, 8),
-    "whole tiles": (128, 8),
+    "positions and segments": (128, 4),
+    "whole tiles": (128, 4),
     "mask": (128, 8),
     "bias of each score, causal": (128, 8),
     "bias of heads and mask": (128, 8),
-    "odd rows": (128, 8),
+    "odd rows": (128, 4),
 }
 EMPTY = (
     Direct("forward", B=0),
