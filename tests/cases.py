@@ -650,6 +650,7 @@ CASES: tuple[Case, ...] = (
     C("float16 odd head dim", dtype="float16", H=5, Hv=19, T=37, S=41, mask="bnts"),
     # A function of the scores, with the rest.
     C("score alibi", score="alibi", N=4, K=2, T=70, S=90),
+    C("score distance", score="distance", dtype=HALF, H=64, T=300, S=420, N=3),
     C("score relative segments", score="relative", T=130, S=150, segments="packed", causal=True,
       with_lse=True),
     C("score cap bias mask sinks", score="cap", bias="1nts", mask="b1ts", sinks=True, spread=3.0,

@@ -86,7 +86,7 @@ inline void __syncwarp() { Count(true); }
 // Constants of the generated header. Both types are run here.
 constexpr bool kBFloat16 = true, kFloat32 = false, kHasDropout = true, kDropsMost = DROPS_MOST;
 constexpr bool kDropsPart = true;
-constexpr bool kHasScoreFunction = false;
+constexpr bool kScoreHasSlope = false;
 
 #include "numbers.cuh"
 

@@ -40,6 +40,21 @@ def _plain_alibi(table, score, batch, head, query, key):
     return score + table[head] * distance, np.ones_like(score), np.full(score.shape, head), distance
 
 
+def _distance(table):
+    """Slopes that differ on either side of the query, of both signs, and a constant."""
+
+    def function(score, batch, head, query, key):
+        return 0.5 + score - table[head] * jnp.abs(key - query) - (query - key) / 8
+
+    return function
+
+
+def _plain_distance(table, score, batch, head, query, key):
+    distance = np.broadcast_to(key - query, score.shape)
+    added = 0.5 - table[head] * np.abs(distance) + distance / 8
+    return score + added, np.ones_like(score), np.full(score.shape, head), -np.abs(distance)
+
+
 def _relative(table):
     def function(score, batch, head, query, key):
         return score + table[head, jnp.clip(key - query, -REACH, REACH) + REACH]
@@ -83,6 +98,7 @@ def _plain_gate(table, score, batch, head, query, key):
 
 SCORES = {
     "alibi": ScoreCase(lambda rows, heads: (heads,), _alibi, _plain_alibi),
+    "distance": ScoreCase(lambda rows, heads: (heads,), _distance, _plain_distance),
     "relative": ScoreCase(lambda rows, heads: (heads, 2 * REACH + 1), _relative, _plain_relative),
     "cap": ScoreCase(lambda rows, heads: (), _cap, _plain_cap),
     "gate": ScoreCase(lambda rows, heads: (rows, heads), _gate, _plain_gate),

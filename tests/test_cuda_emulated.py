@@ -67,6 +67,8 @@ CASES = (
       bias="11ts", deterministic=True),
     C("blocks segments dropout", H=128, T=130, N=2, blocks=("bn", 32), segments="packed",
       dropout=0.2),
+    C("score distance", score="distance", T=200, S=300),
+    C("score distance 128", score="distance", H=128, N=1, causal=True),
     C("bias", bias="bnts", H=128, batch=(2,), T=130),
     C("bias stored", bias="bnts", H=128, batch=(2,), T=130, S=136, N=2, K=1, softcap=3.0),
     C("bias stored causal", bias="bnts", T=200, S=136, causal=True, bias_hides=True,

@@ -297,3 +297,28 @@ def test_explain_prints_the_text(uncompiled):
     assert "score_value_and_slope" in str(made)
     # A distance of positions takes no conversion.
     assert "float(" not in made.forward.kernel.plan.functions
+
+
+def test_lines_of_the_distance_are_found(uncompiled):
+    if _native.available("cuda"):
+        pytest.skip(str(_native.available("cuda")))
+    slopes = jnp.asarray(TABLE[:, 0])
+    lines = (
+        scores.alibi(slopes),
+        lambda s, b, h, q, k: s + slopes[h] * (k - q),
+        lambda s, b, h, q, k: (
+            2.0 + s - jnp.abs((q - k).astype(jnp.float32)) / 8 - slopes[b] * (q - k)
+        ),
+    )
+    others = (
+        lambda s, b, h, q, k: s + slopes[h] * k,
+        lambda s, b, h, q, k: s + jnp.abs(q - k + 1),
+        lambda s, b, h, q, k: 2 * s + slopes[h] * (k - q),
+        lambda s, b, h, q, k: s + slopes[k % 2] * (k - q),
+        scores.relative_position_table(TABLE),
+    )
+    q = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)
+    for f in (*lines, *others):
+        made = jax_flash.explain(q, q, q, score_mod=f, gpu="H200")
+        assert made.backend == "cuda"
+        assert ("score_line_of_head" in str(made)) == (f in lines)

@@ -48,7 +48,7 @@ __device__ __forceinline__ float probability_of(float exponent) {
 }
 // dS of one pair, the slope of the logit aside. Dropped ones have a P with a sign (terms.cuh).
 __device__ __forceinline__ float score_gradient(float probability, float dp, float minus_delta) {
-  if constexpr (kHasDropout && kHasScoreFunction) {
+  if constexpr (kHasDropout && kScoreHasSlope) {
     return probability * ((__float_as_uint(probability) & 1 ? 0.f : dp) + minus_delta);
   } else if constexpr (kHasDropout) {
     return fmaf(fmaxf(probability, 0.f), dp, fabsf(probability) * minus_delta);

@@ -157,7 +157,7 @@ class Dropped {
   // The weight of element i, with a sign if it is dropped. A slope gives weights a sign of their
   // own: then the lowest bit tells.
   __device__ __forceinline__ float mark(int i, float weight) const {
-    if constexpr (kHasScoreFunction) {
+    if constexpr (kScoreHasSlope) {
       return __uint_as_float((__float_as_uint(weight) & ~1u) | drops(i));
     }
     const uint32 sign = bits_[i / 32] << (31 - i / 2 % 16 - i % 2 * 16) & 0x80000000u;

@@ -112,10 +112,11 @@ __device__ __forceinline__ int seen_in_blocks(const Params& p, int64 part, int f
   return !any ? 0 : all ? kSeesAny | kSeesAll : kSeesAny;
 }
 
-// The bits of a query for the kWords words of keys from first_key on, a block of the kernel.
+// The bits of a query for the kWords words of keys from first_key on, a block of the kernel; any if
+// none of them is tested. Loads depend on each other, and then there are none.
 template <int kKeys, int kWords, class Params>
 __device__ __forceinline__ void load_blocks(const Params& p, int batch, int head, int query,
-                                            int first_key, uint32 (&words)[kWords]) {
+                                            int first_key, bool tests, uint32 (&words)[kWords]) {
   // Keys of a load: they lie in one block, and begin at a multiple of it there.
   constexpr int kLoad = kKeys % 128 == 0 && kSide % 128 == 0 ? 128
                         : kKeys % 64 == 0 && kSide % 64 == 0 ? 64
@@ -127,9 +128,10 @@ __device__ __forceinline__ void load_blocks(const Params& p, int batch, int head
 #pragma unroll
   for (int i = 0; i < kKeys / kLoad; ++i) {
     const int key = min(first_key + i * kLoad, (p.kv_len - 1) / kLoad * kLoad);
-    const int number = __ldg(numbers + key / kSide);
+    const int number = tests ? __ldg(numbers + key / kSide) : kFullBlock;
     const uint16* from = words_of(p, batch, query, number) + key % kSide / 16;
-    const Part part = __ldg(reinterpret_cast<const Part*>(from));  // no branch beside wgmma
+    // No branch beside wgmma.
+    const Part part = tests ? __ldg(reinterpret_cast<const Part*>(from)) : Part{};
     if constexpr (kLoad == 16) {
       const uint32 piece = in_block(number, part) & 0xffff;
       words[i / 2] = i % 2 == 0 ? piece : words[i / 2] | piece << 16;
@@ -152,9 +154,10 @@ struct KeyBits : Bits<kKeys, kMaskKeys> {
   static constexpr int kWords = Bits<kKeys, kMaskKeys>::kWords;
 
   template <class Params>
-  __device__ __forceinline__ void load(const Params& p, int batch, int head, int query, int block) {
+  __device__ __forceinline__ void load(const Params& p, int batch, int head, int query, int block,
+                                       bool tests = true) {
     if constexpr (kMaskBlock != 0) {
-      load_blocks<kKeys>(p, batch, head, query, block * kKeys, words);
+      load_blocks<kKeys>(p, batch, head, query, block * kKeys, tests, words);
     }
     if constexpr (kHasMaskBytes) {
       int64 row = part_of(p, batch, head);

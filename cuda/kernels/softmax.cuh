@@ -36,16 +36,25 @@ __device__ __forceinline__ void finish_beside(const After<Draw>& after) {
   for (int i = 0; i < kParts; ++i) after.draw(i);
 }
 
-// Scores to logits in log2 units: score * by(score).
-struct OneFactor {
+// Scores to logits in log2 units less a base; row and column of a fragment.
+struct OneFactor {  // score * factor
   float factor;
-  __device__ __forceinline__ float by(float) const { return factor; }
+  __device__ __forceinline__ float exponent(float score, int, int, float base) const {
+    return fmaf(score, factor, -base);
+  }
 };
 // The same to the third power: factor + cubic * score^2.
 struct CubicFactor {
   float factor, cubic;
-  __device__ __forceinline__ float by(float score) const {
-    return fmaf(cubic, score * score, factor);
+  __device__ __forceinline__ float exponent(float score, int, int, float base) const {
+    return fmaf(score, fmaf(cubic, score * score, factor), -base);
+  }
+};
+// The same and a line along each row: score * factor + start + step * column.
+struct LineFactor {
+  float factor, step, start[2];
+  __device__ __forceinline__ float exponent(float score, int row, int column, float base) const {
+    return fmaf(score, factor, fmaf(step, static_cast<float>(column), start[row] - base));
   }
 };
 
@@ -75,8 +84,9 @@ struct SoftmaxState {
         for (int j = first; j < first + kPart && j < kUsed / 4; ++j) {
 #pragma unroll
           for (int column = 0; column < 2; ++column) {
-            float& score = scores[fragment::element(j, row, column)];
-            score = ptx::exp2_approx(fmaf(score, factor.by(score), -base[row]));
+            const int i = fragment::element(j, row, column);
+            float& score = scores[i];
+            score = ptx::exp2_approx(factor.exponent(score, row, fragment::column(i), base[row]));
             added[row][column] += score;
           }
         }

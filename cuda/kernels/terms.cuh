@@ -27,6 +27,10 @@
 //   bool kSoftcap             tanh softcap
 //   bool kHasScoreFunction    a user's function in its place, whose text follows the constants:
 //                             score_value, in the backward pass score_value_and_slope
+//   bool kScoreHasSlope       its derivative by the score is not 1
+//   bool kScoreIsLine         it is score + slope * d + bend * |d| + constant, d = key - query,
+//   with
+//                             numbers of the head, score_line_of_head; kScoreBends: bend is not 0
 //   bool kHasScoreIds         it is told the batch row and the head
 #pragma once
 
@@ -42,7 +46,7 @@
 // ---- logit --------------------------------------------------------------------------------------
 
 // A logit has a slope of its own, by the scaled score.
-inline constexpr bool kHasSlope = kSoftcap || kHasScoreFunction;
+inline constexpr bool kHasSlope = kSoftcap || kScoreHasSlope;
 
 // A score q.k with the bias of its pair: q.k * scale + bias, both by the cap if there is one.
 template <class Params>
@@ -199,6 +203,44 @@ struct ScoreFunctionAndSlope<Params, true> {
     return score_value_and_slope(of, scaled_score(p, score), query, key, slope);
   }
 };
+// What a function with kScoreIsLine adds, log2 units, where all keys stand on one side of the
+// queries: slope * (key - query) + constant.
+struct Line {
+  float slope, constant;
+  __device__ __forceinline__ float at(int distance) const {
+    return fmaf(slope, static_cast<float>(distance), constant);
+  }
+};
+template <class Params, bool kExists = kScoreIsLine>
+struct ScoreLine {  // none
+  __device__ __forceinline__ void read(const Params&, int, int) {}
+  static __device__ __forceinline__ bool is_straight(int, int, int, int) { return true; }
+  __device__ __forceinline__ Line of_side(bool) const { return {0.0f, 0.0f}; }
+};
+template <class Params>
+struct ScoreLine<Params, true> {
+  decltype(score_line_of_head(*static_cast<const Params*>(nullptr), 0, 0, 0)) line;
+  __device__ __forceinline__ void read(const Params& p, int row, int head) {
+    const int2 ids = score_ids(p, row, head);
+    line = score_line_of_head(p, row, ids.x, ids.y);
+  }
+  // Do the keys from first_key to last_key stand on one side of the queries?
+  static __device__ __forceinline__ bool is_straight(int first_key, int last_key, int first_query,
+                                                     int last_query) {
+    return !kScoreBends || first_key >= last_query || last_key <= first_query;
+  }
+  // Then: of keys that are `after` the queries, or before them.
+  __device__ __forceinline__ Line of_side(bool after) const {
+    const float bend = after ? line.bend : -line.bend;
+    return {kLog2E * (kScoreBends ? line.slope + bend : line.slope), kLog2E * line.constant};
+  }
+};
+// What a score is multiplied by beside the line, log2 units.
+template <class Params>
+__device__ __forceinline__ float line_factor(const Params& p) {
+  return kHasBias ? p.scale_log2 : p.scale * p.scale_log2;
+}
+
 // Of a fragment whose rows are queries: x, with the bias if there is one, becomes y.
 template <class Params, class QueryOf, int kCount>
 __device__ __forceinline__ void apply_function(const Params& p,
@@ -336,7 +378,8 @@ __device__ __forceinline__ bool sees(const Params& p, int batch, int head, int q
   if constexpr (kMaskBlock != 0) {
     seen = seen && mask::block_shows(p, ptx::opaque(batch), head, query, key);
   }
-  if constexpr (kHasBias && !kHasSlope) {  // a logit of -inf hides the key's value
+  // A logit of -inf hides the key's value.
+  if constexpr (kHasBias && !kSoftcap && !kHasScoreFunction) {
     seen = seen && bias::at(p, batch, head, query, key) != kNegativeInfinity;
   }
   return seen;

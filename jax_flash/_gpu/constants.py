@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from jax_flash._call import Call
-from jax_flash._gpu import emit
+from jax_flash._gpu import distances, emit
 from jax_flash._gpu.family import Number
 from jax_flash._problem import Problem, Shapes, TermShape
 
@@ -18,6 +18,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     positions = "query_positions" in problem.terms
     mask, bias, block = shapes.mask, shapes.bias, shapes.block_mask
     bias_type = None if bias is None else bias.dtype
+    line = _line(problem, shapes)
     return {
         "kBFloat16": problem.dtype == "bfloat16",
         "kFloat32": problem.dtype == "float32",
@@ -50,6 +51,9 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kDropsMost": problem.dropout_rate > _LARGEST_FLOAT16_RATE,
         "kSoftcap": problem.softcap is not None,
         "kHasScoreFunction": problem.score is not None,
+        "kScoreHasSlope": problem.score is not None and emit.has_slope(problem.score),
+        "kScoreIsLine": line is not None,
+        "kScoreBends": line is not None and line.bends,
         "kHasScoreIds": "score_ids" in problem.terms,
     }
 
@@ -59,18 +63,29 @@ def functions(call: Call, shapes: Shapes) -> str:
     score = call.problem.score
     if score is None:
         return ""
-    lengths = (shapes.q_len, shapes.kv_len)
     define = functools.partial(
-        emit.define,
-        score,
-        rows=shapes.own_captures,
-        # Blocks reach beyond the lengths.
-        small=all(isinstance(n, int) and n <= emit.SMALL - 1024 for n in lengths),
+        emit.define, score, rows=shapes.own_captures, small=_are_small(shapes)
     )
     text = emit.PRELUDE + define("score_value")
+    line = _line(call.problem, shapes)
+    if line is not None:
+        text += line.define("score_line_of_head")
     if _has_slope(call):
         text += define("score_value_and_slope", with_slope=True)
     return text
+
+
+def _are_small(shapes: Shapes) -> bool:
+    """Tells whether queries and keys are less than emit.SMALL; blocks reach beyond the lengths."""
+    lengths = (shapes.q_len, shapes.kv_len)
+    return all(isinstance(n, int) and n <= emit.SMALL - 1024 for n in lengths)
+
+
+def _line(problem: Problem, shapes: Shapes) -> distances.Line | None:
+    """Finds the line of the distance that the function of the scores adds, if that is all."""
+    if problem.score is None or not _are_small(shapes):
+        return None
+    return distances.line_of(problem.score, tuple(shapes.own_captures))
 
 
 def refuse_functions(call: Call) -> list[str]:

@@ -80,6 +80,21 @@ def _text_of_each(function: Function) -> str:
     return " ".join(map(str, _split(lines)[1]))
 
 
+def has_slope(function: Function) -> bool:
+    """Tells whether the derivative by the score is anything but 1, as far as its text says."""
+    try:
+        lines, _ = _body(function, True, (False,) * len(function.captures), True)
+    except UnsupportedError:
+        return True
+    return lines[-1].text != "1.0f"
+
+
+def run(writer: Writer, function: Function, rows: tuple[bool, ...]) -> Scalar:
+    """Writes all lines of a function of queries and keys less than SMALL; returns its value."""
+    inputs = _inputs(writer, function, rows, small=True)
+    return writer.scalar(_run(writer, function.program.opened, inputs)[0])
+
+
 def define(
     function: Function,
     name: str,
@@ -114,7 +129,7 @@ def define(
     ]
     arguments += ["float& slope"] if with_slope else []
     once, each = _split(lines)
-    used = _words(value, *each)
+    used = words(value, *each)
     kept = [x for x in (*_IDS, *once) if x.name in used]
     kind = "".join(part.capitalize() for part in (*name.split("_"), "of", "head"))
     names = ", ".join(x.name for x in kept)
@@ -135,7 +150,7 @@ def _indented(lines: Iterable[str]) -> str:
     return "".join(f"  {line}\n" for line in lines)
 
 
-def _words(*texts: object) -> set[str]:
+def words(*texts: object) -> set[str]:
     return set(itertools.chain(*(re.findall(r"\w+", str(text)) for text in texts)))
 
 
@@ -161,7 +176,7 @@ def _split(lines: Sequence[_Line]) -> tuple[list[_Line], list[_Line]]:
     once, each = [], []
     own = {"score", "slope", *_PLACES}
     for line in lines:
-        if line.name in own or not own.isdisjoint(_words(line.text)):
+        if line.name in own or not own.isdisjoint(words(line.text)):
             own.add(line.name)
             each.append(line)
         else:
@@ -179,9 +194,18 @@ def _body(
     value_program = function.program.opened
     if with_slope:  # says what has no text before it is differentiated
         _body(function, False, rows, small)
-    writer = _Writer()
+    writer = Writer()
+    inputs = _inputs(writer, function, rows, small)
+    program = function.program.with_slope if with_slope else value_program
+    results = [writer.scalar(x).text for x in _run(writer, program, inputs)]
+    return writer.needed(results, with_slope), results[0]
+
+
+def _inputs(
+    writer: Writer, function: Function, rows: tuple[bool, ...], small: bool
+) -> list[_Operand]:
     inputs: list[_Operand] = []
-    for argument, aval in zip(function.arguments, value_program.inputs, strict=False):
+    for argument, aval in zip(function.arguments, function.program.inputs, strict=False):
         _type(aval.dtype)
         text, bounds, real = argument, None, None
         if aval.dtype == "int32":
@@ -189,7 +213,7 @@ def _body(
             bounds = (0, SMALL if placed and small else _HIGH)
             if placed:
                 text, real = f"{argument}.index", _Real(f"{argument}.real", f"{argument}.offset")
-        inputs.append(_single(_Scalar(text, aval.dtype, bounds=bounds, real=real)))
+        inputs.append(_single(Scalar(text, aval.dtype, bounds=bounds, real=real)))
     for i, aval in enumerate(function.captures):
         inputs.append(_View(i, aval.dtype, _integer(0), aval.shape, _strides(aval.shape)))
         if aval.size > _HIGH:
@@ -200,12 +224,10 @@ def _body(
         row = f" + row * p.captures[{i}].batch" if rows[i] else ""
         text = f"static_cast<{pointer}>(p.captures[{i}].data){row}"
         writer.lines.append(_Line(pointer, f"a{i}", text))
-    program = function.program.with_slope if with_slope else value_program
-    results = [writer.scalar(x).text for x in _run(writer, program, inputs)]
-    return writer.needed(results, with_slope), results[0]
+    return inputs
 
 
-def _run(writer: _Writer, program: Program, inputs: Sequence[_Operand]) -> list[_Operand]:
+def _run(writer: Writer, program: Program, inputs: Sequence[_Operand]) -> list[_Operand]:
     values: dict[int, _Operand] = dict(enumerate(inputs))
 
     def read(x: Value) -> _Operand:
@@ -236,7 +258,7 @@ class _Real:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scalar:
+class Scalar:
     """A name or a number in the text.
 
     Attributes:
@@ -268,21 +290,21 @@ class _View:
 
     capture: int
     dtype: str
-    offset: _Scalar
+    offset: Scalar
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
-_Operand = np.ndarray | _View  # the first of _Scalar
+_Operand = np.ndarray | _View  # the first of Scalar
 
 
-def _single(x: _Scalar) -> np.ndarray:
+def _single(x: Scalar) -> np.ndarray:
     array = np.empty((), object)
     array[()] = x
     return array
 
 
-def _only(x: Any) -> _Scalar:
+def _only(x: Any) -> Scalar:
     """Returns the element of an array of one, or what is one already."""
     return x.item() if isinstance(x, np.ndarray) else x
 
@@ -292,20 +314,20 @@ def _of_constant(x: Constant) -> np.ndarray:
         raise UnsupportedError(f"it computes with {x.value.size} elements of an array at once")
     array = np.empty(x.value.shape, object)
     for at in np.ndindex(array.shape):
-        array[at] = _number(x.value[at])
+        array[at] = of_number(x.value[at])
     return array
 
 
-def _number(x: Any) -> _Scalar:
+def of_number(x: Any) -> Scalar:
     dtype = str(x.dtype)
     if dtype == "int32":
         return _integer(int(x))
-    return _Scalar(_literal(x), dtype, number=x)
+    return Scalar(_literal(x), dtype, number=x)
 
 
-def _integer(x: int) -> _Scalar:
+def _integer(x: int) -> Scalar:
     real = _Real(_literal(np.float32(x))) if abs(x) <= _EXACT else None
-    return _Scalar(_literal(np.int32(x)), "int32", number=x, bounds=(x, x), real=real)
+    return Scalar(_literal(np.int32(x)), "int32", number=x, bounds=(x, x), real=real)
 
 
 def _literal(x: Any) -> str:
@@ -352,7 +374,7 @@ _REDUCTIONS = {
 }
 
 
-class _Writer:
+class Writer:
     """Lines of a function, each of which defines a name."""
 
     def __init__(self) -> None:
@@ -361,11 +383,11 @@ class _Writer:
 
     def needed(self, results: Sequence[str], with_slope: bool) -> tuple[_Line, ...]:
         """Lists the lines on which the results depend, and what sets the slope."""
-        needed = _words(*results)
+        needed = words(*results)
         kept: list[_Line] = []
         for line in reversed(self.lines):
             if line.name in needed:
-                needed |= _words(line.text)
+                needed |= words(line.text)
                 kept.insert(0, line)
         return (*kept, *([_Line("", "slope", results[1])] if with_slope else []))
 
@@ -379,8 +401,8 @@ class _Writer:
             self.lines.append(_Line(kind, name, text))
         return self.names[key]
 
-    def value(self, dtype: str, text: str, **known: Any) -> _Scalar:
-        return _Scalar(self.let(dtype, text), dtype, **known)
+    def value(self, dtype: str, text: str, **known: Any) -> Scalar:
+        return Scalar(self.let(dtype, text), dtype, **known)
 
     # -- arrays --
 
@@ -400,7 +422,7 @@ class _Writer:
             array[at] = self.value(x.dtype, f"{element} != 0" if x.dtype == "bool" else element)
         return array
 
-    def scalar(self, x: _Operand) -> _Scalar:
+    def scalar(self, x: _Operand) -> Scalar:
         return _only(self.elements(x))
 
     def write(self, step: Step, operands: list[_Operand]) -> list[_Operand]:
@@ -431,7 +453,7 @@ class _Writer:
             result[at] = self.compute(name, params, scalars, aval.dtype)
         return [result]
 
-    def slice_at(self, x: _Operand, starts: Sequence[_Scalar], sizes: Sequence[int]) -> _Operand:
+    def slice_at(self, x: _Operand, starts: Sequence[Scalar], sizes: Sequence[int]) -> _Operand:
         """Takes elements from each start on, which is brought to where all of them exist."""
         if not isinstance(x, _View):
             if any(start.number is None for start in starts):
@@ -470,7 +492,7 @@ class _Writer:
                 part = part.reshape(shape)
             if params["mode"].name != "FILL_OR_DROP":  # else indices are clamped
                 return part
-            inside = _Scalar("true", "bool", number=True)
+            inside = Scalar("true", "bool", number=True)
             for start, dim, size in zip(starts, x.shape, sizes, strict=True):
                 for bound in (("ge", _integer(0)), ("le", _integer(dim - size))):
                     this = self.compare(bound[0], start, bound[1])
@@ -507,8 +529,8 @@ class _Writer:
     # -- scalars --
 
     def compute(
-        self, name: str, params: Mapping[str, Any], x: Sequence[_Scalar], dtype: str
-    ) -> _Scalar:
+        self, name: str, params: Mapping[str, Any], x: Sequence[Scalar], dtype: str
+    ) -> Scalar:
         """Writes an operation of scalars; `dtype` is the result's."""
         kinds = {_type(one.dtype) for one in x}
         texts = [one.text for one in x]
@@ -561,7 +583,7 @@ class _Writer:
 
     def compute_float(
         self, name: str, params: Mapping[str, Any], x: Sequence[str], dtype: str
-    ) -> _Scalar:
+    ) -> Scalar:
         match name:
             case _ if name in _CALLS:
                 return self.value(dtype, f"{_CALLS[name]}({', '.join(x)})")
@@ -593,7 +615,7 @@ class _Writer:
                 raise _unknown(name)
         return self.value(dtype, text)
 
-    def integer_power(self, x: str, y: int) -> _Scalar:
+    def integer_power(self, x: str, y: int) -> Scalar:
         power, square, left = None, x, abs(y)
         while left:
             if left & 1:
@@ -604,8 +626,8 @@ class _Writer:
         return self.value("float32", f"1.0f / {text}" if y < 0 else text)
 
     def compute_integer(
-        self, name: str, params: Mapping[str, Any], x: Sequence[_Scalar], dtype: str
-    ) -> _Scalar:
+        self, name: str, params: Mapping[str, Any], x: Sequence[Scalar], dtype: str
+    ) -> Scalar:
         a, b = x[0].text, x[-1].text
         signed = dtype == "int32"
         divisor = x[-1].number
@@ -630,7 +652,7 @@ class _Writer:
                 elif not plain:
                     text = f"{b} == 0u ? {a} : {text}"
             case "neg":
-                zero = _integer(0) if signed else _Scalar("0u", dtype)
+                zero = _integer(0) if signed else Scalar("0u", dtype)
                 return self.add(zero, x[0], "-") if signed else self.value(dtype, f"0u - {a}")
             case "abs" if signed:
                 if x[0].low >= 0:
@@ -661,7 +683,7 @@ class _Writer:
                 raise _unknown(name)
         return self.value(dtype, text)
 
-    def add(self, a: _Scalar, b: _Scalar, op: str) -> _Scalar:
+    def add(self, a: Scalar, b: Scalar, op: str) -> Scalar:
         if a.number is not None and b.number is not None:
             total = operator.add(a.number, b.number) if op == "+" else a.number - b.number
             return _integer((total - _LOW) % 2**32 + _LOW)
@@ -671,7 +693,7 @@ class _Writer:
         high = a.high + b.high if op == "+" else a.high - b.low
         return self.bounded((low, high), (a, b), op)
 
-    def multiply(self, a: _Scalar, b: _Scalar) -> _Scalar:
+    def multiply(self, a: Scalar, b: Scalar) -> Scalar:
         if a.number is not None and b.number is not None:
             return _integer((a.number * b.number - _LOW) % 2**32 + _LOW)
         if 1 in (a.number, b.number):
@@ -681,7 +703,7 @@ class _Writer:
         ends = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
         return self.bounded((min(ends), max(ends)), (a, b), "*")
 
-    def bounded(self, bounds: tuple[int, int], x: Sequence[_Scalar], op: str) -> _Scalar:
+    def bounded(self, bounds: tuple[int, int], x: Sequence[Scalar], op: str) -> Scalar:
         """Writes a sum or product of int32, as unsigned where it may wrap."""
         a, b = (one.text for one in x)
         if bounds[0] < _LOW or bounds[1] > _HIGH:
@@ -692,7 +714,7 @@ class _Writer:
     def named(self, x: _Real) -> str:
         return self.let("float32", x.text) if x.offset else x.base
 
-    def real_sum(self, bounds: tuple[int, int], x: Sequence[_Scalar], op: str) -> _Real | None:
+    def real_sum(self, bounds: tuple[int, int], x: Sequence[Scalar], op: str) -> _Real | None:
         """Writes a sum as a float whose offset stays apart: room is left to add it last."""
         a, b = (one.real for one in x)
         if op == "*" or max(-bounds[0], bounds[1]) > SMALL or not (a and b):
@@ -703,14 +725,14 @@ class _Writer:
         offset = f"{a.offset} {op} {b.offset}" if a.offset or op == "-" else b.offset
         return _Real(base, f"({offset.strip()})")
 
-    def real(self, bounds: tuple[int, int], x: Sequence[_Scalar], form: str) -> _Real | None:
+    def real(self, bounds: tuple[int, int], x: Sequence[Scalar], form: str) -> _Real | None:
         """Writes an integer as a float, of operands that are."""
         if max(-bounds[0], bounds[1]) > _EXACT:
             return None
         texts = [self.named(one.real) for one in x if one.real]
         return _Real(self.let("float32", form.format(*texts))) if len(texts) == len(x) else None
 
-    def extreme(self, name: str, a: _Scalar, b: _Scalar) -> _Scalar:
+    def extreme(self, name: str, a: Scalar, b: Scalar) -> Scalar:
         sign = ">" if name == "max" else "<"
         if a.dtype == "float32":  # NaN wins
             if b.number is not None and not np.isnan(b.number):
@@ -734,10 +756,10 @@ class _Writer:
         real = self.real(bounds, (a, b), f"f{name}f({{}}, {{}})")
         return self.value(a.dtype, text, bounds=bounds, real=real)
 
-    def clamp(self, x: _Scalar, low: int, high: int) -> _Scalar:
+    def clamp(self, x: Scalar, low: int, high: int) -> Scalar:
         return self.extreme("max", self.extreme("min", x, _integer(high)), _integer(low))
 
-    def signed(self, x: _Scalar) -> _Scalar:
+    def signed(self, x: Scalar) -> Scalar:
         """Brings an index to int32, large unsigned ones to its end."""
         if x.dtype == "int32":
             return x
@@ -745,7 +767,7 @@ class _Writer:
             raise UnsupportedError(f"it indexes an array by {x.dtype}")
         return self.value("int32", f"{x.text} > 2147483647u ? 2147483647 : int({x.text})")
 
-    def compare(self, name: str, a: _Scalar, b: _Scalar) -> _Scalar:
+    def compare(self, name: str, a: Scalar, b: Scalar) -> Scalar:
         if a.dtype == b.dtype == "int32":
             decided = {
                 "lt": (a.high < b.low, a.low >= b.high),
@@ -754,17 +776,17 @@ class _Writer:
                 "ge": (a.low >= b.high, a.high < b.low),
             }.get(name, (False, False))
             if any(decided):
-                return _number(np.bool_(decided[0]))
+                return of_number(np.bool_(decided[0]))
         return self.value("bool", f"{a.text} {_COMPARES[name]} {b.text}")
 
-    def logic(self, name: str, a: _Scalar, b: _Scalar) -> _Scalar:
+    def logic(self, name: str, a: Scalar, b: Scalar) -> Scalar:
         for one, other in ((a, b), (b, a)):
             if one.number is not None and name != "xor":
                 return other if bool(one.number) == (name == "and") else one
         op = {"and": "&&", "or": "||", "xor": "!="}[name]
         return self.value("bool", f"{a.text} {op} {b.text}")
 
-    def select(self, which: _Scalar, cases: Sequence[_Scalar], dtype: str) -> _Scalar:
+    def select(self, which: Scalar, cases: Sequence[Scalar], dtype: str) -> Scalar:
         if which.number is not None:
             return cases[min(max(int(which.number), 0), len(cases) - 1)]
         if all(case.text == cases[0].text for case in cases):
@@ -784,15 +806,15 @@ class _Writer:
             real = self.real(bounds, [cases[1], cases[0]], condition)
         return self.value(dtype, text, bounds=bounds, real=real)
 
-    def convert(self, x: _Scalar, dtype: str) -> _Scalar:
+    def convert(self, x: Scalar, dtype: str) -> Scalar:
         if x.dtype == dtype:
             return x
         number = x.number
         if number is not None and (dtype == "float32" or x.dtype != "float32"):
-            return _number(np.asarray(number).astype(dtype)[()])
+            return of_number(np.asarray(number).astype(dtype)[()])
         match _type(x.dtype), _type(dtype):
             case "int", "float" if x.real is not None:
-                return _Scalar(self.named(x.real), dtype)
+                return Scalar(self.named(x.real), dtype)
             case "float", "bool":
                 text = f"{x.text} != 0.0f"
             case _, "bool":
@@ -819,20 +841,20 @@ def _unknown(name: str) -> UnsupportedError:
     return UnsupportedError(f"kernels have nothing for its primitive '{name}'")
 
 
-def _is_one(x: _Scalar) -> bool:
+def _is_one(x: Scalar) -> bool:
     return x.number is not None and x.dtype == "float32" and float(x.number) == 1.0
 
 
-def _has_reciprocal(x: _Scalar) -> bool:
+def _has_reciprocal(x: Scalar) -> bool:
     return x.number is not None and 2.0**-100 < abs(float(x.number)) < 2.0**100
 
 
-def _fill(value: Any, dtype: str) -> _Scalar:
+def _fill(value: Any, dtype: str) -> Scalar:
     """Returns what a gather beyond an array gives."""
     if value is None:
         none = {"float32": np.nan, "int32": _LOW, "uint32": 2**32 - 1, "bool": True}
         value = none[dtype]
-    return _number(np.asarray(value).astype(dtype)[()])
+    return of_number(np.asarray(value).astype(dtype)[()])
 
 
 def _move(

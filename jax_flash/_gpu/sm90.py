@@ -472,6 +472,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     tma_loads = _tma_loads(shapes)
     causal = problem.window[1] is not None
     mapped = problem.score is not None
+    sloped = problem.score is not None and emit.has_slope(problem.score)
     plain = problem.window[0] is None and not (problem.terms or problem.softcap or mapped)
     # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for 256.
     wide = widest > 128 or (not tma_loads and min(shapes.head_dim, shapes.value_dim) > 112)
@@ -479,7 +480,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     drops = "dropout_state" in problem.terms
     roomy = (
         problem.softcap is None
-        and not mapped
+        and not sloped
         and shapes.bias is None
         and not (drops and (len(problem.terms) > 1 or problem.window[0] is not None))
         and not (problem.masked and "query_segments" in problem.terms)

@@ -170,16 +170,16 @@ struct Fragment {
           }
           score = probability_of(fmaf(score, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
           score = seen[i] ? score : 0.f;
-          if constexpr (kHasDropout && !kHasScoreFunction) score = dropped.mark(4 * j + i, score);
+          if constexpr (kHasDropout && !kScoreHasSlope) score = dropped.mark(4 * j + i, score);
         }
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-          if constexpr (kHasDropout && !kHasScoreFunction) {
+          if constexpr (kHasDropout && !kScoreHasSlope) {
             packed.set_positive(i / 2, x[i], x[i + 1]);
           } else {
             packed.set(i / 2, x[i], x[i + 1]);
           }
-          if constexpr (kHasDropout && kHasScoreFunction) {
+          if constexpr (kHasDropout && kScoreHasSlope) {
             packed.drop(i / 2, dropped.drops(i), dropped.drops(i + 1));
           }
         }
@@ -188,8 +188,8 @@ struct Fragment {
           for (int i = 0; i < 4; ++i) {
             float& x_i = x[4 * j + i];
             // What a function gives for hidden pairs may be NaN.
-            x_i = kHasScoreFunction && x_i == 0.f ? 0.f : x_i * slopes[i];
-            if constexpr (kHasDropout && kHasScoreFunction) x_i = dropped.mark(4 * j + i, x_i);
+            x_i = kScoreHasSlope && x_i == 0.f ? 0.f : x_i * slopes[i];
+            if constexpr (kHasDropout && kScoreHasSlope) x_i = dropped.mark(4 * j + i, x_i);
           }
         }
       }

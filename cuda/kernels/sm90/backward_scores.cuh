@@ -116,9 +116,37 @@ struct FunctionOfKeys {
   }
 };
 
+// With kScoreIsLine: the line along the queries, of which `first_query` and `first_key` are those
+// of the thread's first element of S^T.
+struct LineOfKeys {
+  float factor, step, start[2];  // score * factor + start + step * column, log2 units
+  __device__ __forceinline__ LineOfKeys(const BackwardParams& p, int batch, int head, bool after,
+                                        int first_query, int first_key)
+      : factor(line_factor(p)) {
+    ScoreLine<BackwardParams> of;
+    of.read(p, batch, head);
+    const Line line = of.of_side(after);
+    step = -line.slope;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      start[row] = line.at(first_key + fragment::kRowStep * row - first_query);
+    }
+  }
+  // Of an element with what is added to its column.
+  __device__ __forceinline__ float exponent(float score, int i, float shift) const {
+    const float column = static_cast<float>(fragment::column(i));
+    return fmaf(score, factor, start[fragment::row(i)] + fmaf(step, column, shift));
+  }
+};
+// Do all keys [key0, key0 + 64) stand on one side of all queries of the block?
+__device__ __forceinline__ bool is_straight(int key0, int m0) {
+  return ScoreLine<BackwardParams>::is_straight(key0, key0 + 63, m0, m0 + kQueries - 1);
+}
+
 // P = exp2(scale * S - lse) in place; `row` is the first of the thread's two keys. With a softcap S
 // is tanh(scale * S / cap): P goes to `probability`, rounded, and S becomes P times the cap's
-// slope. So it does with a function of the scores, which is applied here.
+// slope. So it does with a function of the scores that has a slope; each function is applied here.
+// With kScoreIsLine a block that is not partial has one line.
 template <bool kPartial>
 __device__ __forceinline__ void probabilities(const BackwardParams& p, const volatile UnitRecord& u,
                                               float (&score)[kScores],
@@ -126,8 +154,12 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
                                               const RowNumbers& minus_lse, int row,
                                               const Step& step) {
   // The record is volatile: it is read for a function alone.
+  constexpr bool kStraight = kScoreIsLine && !kPartial;
   const auto function = [&] {
-    if constexpr (kHasScoreFunction) {
+    if constexpr (kStraight) {
+      return LineOfKeys(p, u.batch, step.head, u.key0 + row / 64 * 64 > step.m0,
+                        step.m0 + fragment::first_column(threadIdx.x), u.key0 + row);
+    } else if constexpr (kHasScoreFunction) {
       return FunctionOfKeys(p, u.batch, step.head, step.m0 + fragment::first_column(threadIdx.x),
                             u.key0 + row);
     } else {
@@ -136,18 +168,23 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
   }();
   const auto finish = [&](int j, const bool (&seen)[4]) {
     // Else the numbers of many queries are under way, and up to 36 bytes are spilled.
-    if (kHasScoreFunction ? j % 2 == 0 : kSoftcap && kPartial) __syncwarp();
+    if (kHasScoreFunction && !kStraight ? j % 2 == 0 : kSoftcap && kPartial) __syncwarp();
     const float2 shifts = minus_lse.at(j);
     float slopes[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float& x = score[4 * j + i];
-      if constexpr (kHasScoreFunction) {
-        x = function.apply(p, x, 4 * j + i, slopes[i]);
+      const float shift = i % 2 == 0 ? shifts.x : shifts.y;
+      if constexpr (kStraight) {
+        x = ptx::exp2_approx(function.exponent(x, 4 * j + i, shift));
       } else {
-        slopes[i] = score_slope(x);
+        if constexpr (kHasScoreFunction) {
+          x = function.apply(p, x, 4 * j + i, slopes[i]);
+        } else {
+          slopes[i] = score_slope(x);
+        }
+        x = ptx::exp2_approx(fmaf(x, p.scale_log2, shift));
       }
-      x = ptx::exp2_approx(fmaf(x, p.scale_log2, i % 2 == 0 ? shifts.x : shifts.y));
       x = seen[i] ? x : 0.f;
     }
     if constexpr (kHasSlope) {
@@ -159,7 +196,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
       for (int i = 0; i < 4; ++i) {
         float& x = score[4 * j + i];
         // What a function gives for hidden pairs may be NaN.
-        x = kHasScoreFunction && x == 0.f ? 0.f : x * slopes[i];
+        x = kScoreHasSlope && x == 0.f ? 0.f : x * slopes[i];
       }
     }
   };
@@ -254,7 +291,7 @@ __device__ __forceinline__ void draw_next(const BackwardParams& p, const volatil
 
 // Of two weights that are marked: a mask of the dropped ones as they are packed.
 __device__ __forceinline__ uint32 dropped_halves(float low, float high) {
-  if constexpr (kHasScoreFunction) {
+  if constexpr (kScoreHasSlope) {
     return (__float_as_uint(low) & 1 ? 0xffffu : 0u) |
            (__float_as_uint(high) & 1 ? 0xffff0000u : 0u);
   }
@@ -263,7 +300,7 @@ __device__ __forceinline__ uint32 dropped_halves(float low, float high) {
 
 // Do dropped weights get a mark? With a function of the scores, and P and dP in one warpgroup, they
 // need none, and with them up to five registers were spilled.
-inline constexpr bool kMarksDropped = !kHasScoreFunction || kKeys == 64;
+inline constexpr bool kMarksDropped = !kScoreHasSlope || kKeys == 64;
 
 // From S^T to P, as `probabilities` has it. With dropout the dropped elements get a mark, with
 // kMarksDropped, and zero is what they are in `probability`.
@@ -274,7 +311,7 @@ __device__ __forceinline__ void score_to_probability(
   if constexpr (kHasBias) step.bias.add(p, u, x, slab, step.head, step.m0);
   score_function(p, x);
   const int row = slab + fragment::first_row(threadIdx.x);
-  if (is_full(p, u, full, slab, step)) {
+  if (is_full(p, u, full, slab, step) && (!kScoreIsLine || is_straight(u.key0 + slab, step.m0))) {
     probabilities<false>(p, u, x, probability, minus_lse, row, step);
   } else {
     probabilities<true>(p, u, x, probability, minus_lse, row, step);

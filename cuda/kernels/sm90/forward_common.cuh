@@ -39,14 +39,25 @@ inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments || kHasPositio
 inline constexpr bool kListsBlocks = kHasSegments || kHasPositions || kHasMask;
 // And of each, which warpgroups' rows see all of it as far as these terms go.
 inline constexpr bool kListsWhole = kHasPositions || kHasMask;
+// The line that a function adds goes into the exponent. Not beside dropout at wide heads: 156 bytes
+// would be spilled.
+inline constexpr bool kTakesLine = kScoreIsLine && (!kHasDropout || kValueDim <= 64);
+// A function that bends at the query has its largest and smallest values there: a unit's walk
+// begins with its last query's block. Towards it from the last block, maxima would rise block by
+// block.
+inline constexpr bool kBeginsNear =
+    kScoreBends && kTakesLine && !kWindowLeft && !kWindowRight && !kListsBlocks;
+// Then each warpgroup walks from the first to the last block that its own rows see. With segments
+// all walk what any of them sees, and beyond 128 columns, where 8 bytes would be spilled.
+inline constexpr bool kListsOwn = kListsWhole && !kHasSegments && kValueDim <= 128;
 // A unit with rows that overflow is walked again, with a maximum in every block. Not where four
 // warps load: they would have to agree on it.
 inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight
 // The mask's bits are fetched beside the product that they are for; with segments, positions or a
-// bias, or if kDrains, there is no register for that.
+// bias, or for three warpgroups, there is no register for that.
 inline constexpr bool kBitsAhead =
-    kHasMask && !kHasSegments && !kHasPositions && !kHasBias && !kDrains;
+    kHasMask && !kHasSegments && !kHasPositions && !kHasBias && kConsumers == 2;
 // A bias that TMA loads comes with the keys, in their stages and at their barriers. Two warpgroups
 // have registers for a block's, which they read beside the product that it is for; three read it
 // where they add it.
@@ -91,7 +102,8 @@ struct UnitInfo {
   Range blocks;  // that any of its warpgroups walks, from the last to the first
   Range own;     // of these, what the rows of this warpgroup see
   Range full;    // of these, the ones that need no element test
-  Range one;     // the ones that need no test of segments
+  Range one;     // the ones that need no test of segments; with kListsOwn .begin and .end are how
+                 // many of the unit's blocks come before and after its own
   int number;    // of the schedule, or again() of it
 };
 

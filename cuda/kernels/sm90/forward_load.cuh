@@ -87,10 +87,10 @@ struct Producer {
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
     ptx::barrier_wait(ptx::shared_address(barrier), parity ^ 1);
   }
-  __device__ __forceinline__ void load_key(const UnitInfo& unit, int head, int block, int batch) {
+  __device__ __forceinline__ void load_key(const UnitWalk& walk, int head, int block, int batch) {
     const int stage = ring.stage();
     ListedBlock listed{block};
-    if constexpr (kListsWhole) listed.add_whole(UnitWalk{p}.whole_rows(unit, block));
+    if constexpr (kListsWhole) listed.add_whole(walk.whole_rows(block));
     if (loads()) {
       wait_empty(&shared.key_empty[stage], ring.parity());
       if constexpr (kListsBlocks) {
@@ -138,7 +138,7 @@ struct Producer {
   __device__ __forceinline__ void hand_over(const UnitInfo& unit) {
     UnitInfo info = unit;
     if constexpr (!kHasSegments) UnitWalk{p}.describe_rows(info);
-    if constexpr (kListsWhole) info.own = info.blocks;  // all walk what any sees
+    if constexpr (kListsWhole) info.own = kListsOwn ? unit.own : info.blocks;
     // Word by word: a store of 16 bytes needs four consecutive registers, which are not free here.
     struct Words {
       int word[sizeof(UnitInfo) / 4];
@@ -173,8 +173,9 @@ struct Producer {
     }
   }
   // The same by TMA: a lane for each.
-  __device__ __forceinline__ void load_query(const UnitInfo& unit) {
+  __device__ __forceinline__ void load_query(UnitWalk& walk, UnitInfo& unit) {
     const int warpgroup = lane();
+    if constexpr (kListsOwn) walk.find_own(unit);
     if constexpr (!kTmaLoads) {
       copy_query(unit);
     } else if (warpgroup < kConsumers) {
@@ -220,8 +221,9 @@ struct Producer {
       if (!kAsksLate) request_number(number);
       UnitInfo unit{0, taken.head, taken.batch, 0, 0, 0, {0, 0}};
       unit.number = number;
+      UnitWalk walk{p};
       if (taken.batch == kNoUnit) {
-        load_query(unit);
+        load_query(walk, unit);
         if (!repeats_remain(number)) return;
         number = next_unit();
         continue;
@@ -232,27 +234,29 @@ struct Producer {
       unit.kv_length = seen.kv_length;
       unit.offset = seen.offset;
       const int kv_head = kPackedHeads > 1 ? taken.head : kv_head_of(p, taken.head);
-      UnitWalk walk{p};
       walk.plan(unit, taken, seen);
 
       if (unit.blocks.empty()) {
         if (kAsksLate) request_number(number);
-        load_query(unit);
+        load_query(walk, unit);
       } else {
-        int block = unit.blocks.end - 1;
-        load_key(unit, kv_head, block, unit.batch);
-        load_query(unit);
-        if (kAsksLate && block == unit.blocks.begin) request_number(number);
+        int block = first_of_walk(unit, unit.blocks);
+        // Without kBeginsNear unit.blocks.begin, but plain kernels would be other ones.
+        const int last = kBeginsNear ? last_of_walk(unit.blocks, block) : 0;
+        const auto is_last = [&] { return block == (kBeginsNear ? last : unit.blocks.begin); };
+        load_key(walk, kv_head, block, unit.batch);
+        load_query(walk, unit);
+        if (kAsksLate && is_last()) request_number(number);
         load_value(kv_head, block, unit.batch);
         if constexpr (kHasSegments) {  // the next unit's plan on its way into L1
           const UnitIndex next = decode(receive_number());
           if (next.batch != kNoUnit && lane() < kConsumers) ptx::prefetch(walk.plan_of(next));
         }
 #pragma unroll 1
-        while (block > unit.blocks.begin) {
+        while (kBeginsNear ? block != last : block > unit.blocks.begin) {
           block = walk.next(unit, block);
-          load_key(unit, kv_head, block, unit.batch);
-          if (kAsksLate && block == unit.blocks.begin) request_number(number);
+          load_key(walk, kv_head, block, unit.batch);
+          if (kAsksLate && is_last()) request_number(number);
           load_value(kv_head, block, unit.batch);
         }
       }

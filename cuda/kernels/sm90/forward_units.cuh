@@ -132,7 +132,7 @@ struct Consumer : Warpgroup {
   }
   // Of a unit that has just been read: is its first block the warpgroup's too?
   __device__ __forceinline__ bool starts_now() const {
-    return !sees_nothing() && block + 1 == walked().end;
+    return !sees_nothing() && (kBeginsNear || blocks_before() == 0);
   }
   // After the last unit: are there units to walk again? All consumers decide by the same slots,
   // when all have left their requests and before the producer takes from them.
@@ -175,7 +175,7 @@ struct Consumer : Warpgroup {
       next = kUnread;
       const Range all = walked();
       if (!sees_nothing()) {
-        skip_blocks(all.end - 1 - block);
+        if (!kBeginsNear) skip_blocks(kListsOwn ? blocks_before() : all.end - 1 - block);
         wait_key();
         begin_scores(scores);
         fetch_terms(block, true);
@@ -183,13 +183,22 @@ struct Consumer : Warpgroup {
         return true;
       }
       release_query();
-      skip_blocks(all.end - all.begin);
+      skip_blocks(kListsOwn ? blocks_before() : all.end - all.begin);
       store_empty();
     }
   }
   // Blocks of the current unit that any of its warpgroups walks.
   __device__ __forceinline__ Range walked() const {
     return {ptx::uniform(unit().blocks.begin), ptx::uniform(unit().blocks.end)};
+  }
+
+  // Of these, how many come before this warpgroup's first one, all if it has none, and after its
+  // last.
+  __device__ __forceinline__ int blocks_before() const {
+    return kListsOwn ? ptx::uniform(unit().one.begin) : walked().end - 1 - block;
+  }
+  __device__ __forceinline__ int blocks_after() const {
+    return kListsOwn ? ptx::uniform(unit().one.end) : last - walked().begin;
   }
 
   __device__ __forceinline__ void run() {
@@ -226,11 +235,11 @@ struct Consumer : Warpgroup {
         }
         begin_output(accumulate);
         pass_turn();
-        fetch_terms(block - 1, false);
+        fetch_terms(next_block(unit()), false);
         accumulate = 1;
         ptx::wgmma_wait<kDrains ? 0 : 1>();
         if constexpr (kDrains) ptx::pin(output);
-        --block;
+        if (!kListsWhole) block = next_block(unit());
         accept_scores();
         release_scores();
         const bool rescale = extend_softmax(scores);
@@ -248,7 +257,7 @@ struct Consumer : Warpgroup {
       sanitise_value(block);
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
       const UnitInfo& finished = unit();
-      const bool ends = !kBoundedBegin || first == walked().begin;  // no blocks to skip
+      const bool ends = !kBoundedBegin || blocks_after() == 0;
       Next next = kUnread;
       uint32 nonfinite;
       if (ends && query_and_key_are_ready()) {
@@ -275,7 +284,7 @@ struct Consumer : Warpgroup {
         clear_output();  // its registers were free meanwhile
       }
       if (next != kStarts) {
-        if (kBoundedBegin && next == kUnread) skip_blocks(first - walked().begin);
+        if (kBoundedBegin && next == kUnread) skip_blocks(blocks_after());
         if (!start_unit(next)) return;
       }
     }

@@ -22,10 +22,24 @@ struct ListedBlock {
   }
 };
 
+// Of `blocks`, which is not empty, the first and the last that the walk of a unit comes to.
+__device__ __forceinline__ int first_of_walk(const UnitInfo& unit, const Range& blocks) {
+  const int last = blocks.end - 1;
+  return kBeginsNear ? min((unit.first_row + kUnitRows - 1) / kBlockKV, last) : last;
+}
+__device__ __forceinline__ int last_of_walk(const Range& blocks, int first) {
+  return kBeginsNear && first + 1 < blocks.end ? first + 1 : blocks.begin;
+}
+
 // The producer's side: plans a unit and finds its next block. All lanes take part.
 struct UnitWalk {
   const ForwardParams& p;
   SegmentRange queries;  // ids of the rows, in a sparse unit; else empty
+  // With kListsWhole: what was read last, of 32 blocks.
+  int window = -1;  // the first of them
+  int seen;         // of this lane's block: a bit for each warpgroup that sees all of it by mask
+                    // and positions, and 8 bits higher one for each that sees any
+  static constexpr int kAny = 8, kAll = (1 << kConsumers) - 1;
 
   __device__ __forceinline__ int lane() const { return ptx::fresh_lane(); }
 
@@ -42,9 +56,11 @@ struct UnitWalk {
     if constexpr (kListsWhole) narrow(unit);
   }
   // The block after `block`, which is not the unit's last.
-  __device__ __forceinline__ int next(const UnitInfo& unit, int block) const {
+  __device__ __forceinline__ int next(const UnitInfo& unit, int block) {
+    if (kBeginsNear && block == unit.blocks.begin) return unit.blocks.end - 1;
     --block;
-    if (kListsWhole || (kHasSegments && !queries.empty())) block = find_block<-1>(unit, block);
+    if constexpr (kListsWhole) return find_listed<-1>(unit, block);
+    if (kHasSegments && !queries.empty()) block = find_block<-1>(unit, block);
     return block;
   }
 
@@ -66,30 +82,81 @@ struct UnitWalk {
     if (rows * kWarpgroupRows >= p.query_len) return 0;
     return mask::flag_by_query<kWarpgroupRows, kBlockKV>(p, unit.batch, unit.head, rows, block);
   }
-  // The warpgroups whose rows see all of a block, a bit each.
-  __device__ __forceinline__ int whole_rows(const UnitInfo& unit, int block) const {
-    bool whole = lane() < kConsumers;
-    if constexpr (kHasMask) {
-      whole = whole && (mask_flag(unit, lane(), block) & mask::kSeesAll) != 0;
-    }
-    if constexpr (kHasPositions) {
-      whole =
-          whole && positions_all_meet(p, query_positions(unit, lane()), key_positions(unit, block));
-    }
-    return __ballot_sync(0xffffffffu, whole);
+  // The warpgroups whose rows see all of the block that was found last, a bit each.
+  __device__ __forceinline__ int whole_rows(int block) const {
+    return __shfl_sync(0xffffffffu, seen, block % 32) & kAll;
   }
-  // Does the mask let any row of the unit see any key of the block? Each lane has its own block.
-  __device__ __forceinline__ bool mask_shows(const UnitInfo& unit, int block) const {
-    int flags = 0;
-    // Three warpgroups leave the producer 32 registers: unrolled, 56 bytes are spilled.
+  // Reads of 32 blocks, a lane for each, what the rows of each warpgroup see by mask and positions,
+  // and which of them share a segment with the unit, if it is sparse.
+  __device__ __forceinline__ void read_window(const UnitInfo& unit, int first) {
+    const int mine = first + lane();
+    bool met = mine >= unit.blocks.begin && mine < unit.blocks.end;
+    if constexpr (kHasSegments) {
+      met = met && (queries.empty() || queries.meets(segment_range_of(unit, mine)));
+    }
+    seen = 0;
+    if (met) {
+      // Three warpgroups leave the producer 32 registers: unrolled, 56 bytes are spilled.
 #pragma unroll(kConsumers == 3 ? 1 : kConsumers)
-    for (int i = 0; i < kConsumers; ++i) flags |= mask_flag(unit, i, block);
-    return flags != 0;
+      for (int i = 0; i < kConsumers; ++i) {
+        bool any = true, all = true;
+        if constexpr (kHasMask) {
+          const int flag = mask_flag(unit, i, mine);
+          any = flag != 0;
+          all = (flag & mask::kSeesAll) != 0;
+        }
+        if constexpr (kHasPositions) {
+          const int2 rows = query_positions(unit, i), keys = key_positions(unit, mine);
+          any = any && positions_meet(p, rows, keys);
+          all = all && positions_all_meet(p, rows, keys);
+        }
+        seen |= (any << kAny | all) << i;
+      }
+    }
+    window = first;
+  }
+  // As find_block.
+  template <int kStep>
+  __device__ __forceinline__ int find_listed(const UnitInfo& unit, int block) {
+#pragma unroll 1
+    while (block >= unit.blocks.begin && block < unit.blocks.end) {
+      const int first = block & ~31;
+      if (window != first) read_window(unit, first);
+      const uint32 ahead =
+          kStep < 0 ? 0xffffffffu >> (31 - (block - first)) : 0xffffffffu << (block - first);
+      const uint32 found = __ballot_sync(0xffffffffu, seen >> kAny != 0) & ahead;
+      if (found != 0) return first + (kStep < 0 ? 31 - __clz(found) : __ffs(found) - 1);
+      block = kStep < 0 ? first - 1 : first + 32;
+    }
+    return kStep > 0 ? unit.blocks.end : unit.blocks.begin - 1;
+  }
+  // With kListsOwn: finds the blocks of warpgroup `lane`, where the unit's are in one window; else
+  // all of them, since more windows take registers that are not there.
+  __device__ __forceinline__ void find_own(UnitInfo& unit) const {
+    unit.own = unit.blocks;
+    unit.one = {0, 0};
+    if (unit.blocks.empty() || window != (unit.blocks.begin & ~31)) return;
+    const uint32 listed = __ballot_sync(0xffffffffu, seen >> kAny != 0);
+#pragma unroll
+    for (int i = 0; i < kConsumers; ++i) {
+      const uint32 mine = __ballot_sync(0xffffffffu, seen >> (kAny + i) & 1);
+      if (lane() != i) continue;
+      const int low = __ffs(mine) - 1, end = 32 - __clz(mine);
+      unit.own = mine == 0 ? Range{0, 0} : Range{window + low, window + end};
+      unit.one = {mine == 0 ? __popc(listed) : __popc(listed & ~ptx::low_bits(end)),
+                  __popc(listed & ((mine & -mine) - 1))};
+    }
   }
   // Drops the blocks at both ends that mask or positions hide or that share no segment.
-  __device__ __forceinline__ void narrow(UnitInfo& unit) const {
-    unit.blocks.end = find_block<-1>(unit, unit.blocks.end - 1) + 1;
-    unit.blocks.begin = find_block<1>(unit, unit.blocks.begin);
+  __device__ __forceinline__ void narrow(UnitInfo& unit) {
+    if constexpr (kListsWhole) {
+      window = -1;  // read for other blocks or segments
+      unit.blocks.begin = find_listed<1>(unit, unit.blocks.begin);
+      unit.blocks.end = find_listed<-1>(unit, unit.blocks.end - 1) + 1;
+    } else {
+      unit.blocks.end = find_block<-1>(unit, unit.blocks.end - 1) + 1;
+      unit.blocks.begin = find_block<1>(unit, unit.blocks.begin);
+    }
   }
 
   // -- positions --
@@ -102,16 +169,6 @@ struct UnitWalk {
   __device__ __forceinline__ int2 key_positions(const UnitInfo& unit, int block) const {
     const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
     return reinterpret_cast<const int2*>(p.key_position_ranges)[first + block];
-  }
-  // Do positions let any row of the unit see any key of the block?
-  __device__ __forceinline__ bool positions_show(const UnitInfo& unit, int block) const {
-    const int2 keys = key_positions(unit, block);
-    bool shown = false;
-#pragma unroll
-    for (int i = 0; i < kConsumers; ++i) {
-      shown = shown || positions_meet(p, query_positions(unit, i), keys);
-    }
-    return shown;
   }
 
   // -- segments; all lanes take part --
@@ -147,9 +204,12 @@ struct UnitWalk {
     narrow(unit);
     unit.own = unit.blocks;
   }
+  __device__ __forceinline__ int2 segment_range_of(const UnitInfo& unit, int block) const {
+    const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
+    return reinterpret_cast<const int2*>(p.segment_ranges)[first + block];
+  }
   // The first block from `block` on, in steps of kStep, that shares a segment with the unit, if it
-  // is sparse, and that mask and positions do not hide; one past the unit's blocks if there is
-  // none.
+  // is sparse; one past the unit's blocks if there is none.
   template <int kStep>
   __device__ __forceinline__ int find_block(const UnitInfo& unit, int block) const {
     const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
@@ -160,8 +220,6 @@ struct UnitWalk {
       const bool inside = mine >= unit.blocks.begin && mine < unit.blocks.end;
       bool met = inside;
       if constexpr (kHasSegments) met = met && (queries.empty() || queries.meets(ranges[mine]));
-      if constexpr (kHasPositions) met = met && positions_show(unit, mine);
-      if constexpr (kHasMask) met = met && mask_shows(unit, mine);
       const uint32 found = __ballot_sync(0xffffffffu, met);
       if (found != 0) return block + kStep * (__ffs(found) - 1);
     }
@@ -171,19 +229,28 @@ struct UnitWalk {
 
 // A consumer warpgroup's side.
 struct RowWalk {
-  int first;      // the lowest block that its rows see, the last one it walks
+  int last;       // the last block it walks: the lowest that its rows see, but with kBeginsNear
   Range full;     // blocks that need no element test
   int block = 0;  // the one whose scores or weights it holds
-  bool whole;     // do mask and positions let the rows see all of it?
+  bool whole;     // do mask and positions let the rows see all of it? With kListsWhole: of the one
+                  // whose scores were started last
 
   // Begins a unit; `block` is the first of it.
   __device__ __forceinline__ void begin(const UnitInfo& t) {
-    first = kBoundedBegin ? ptx::uniform(t.own.begin) : 0;
+    last = kBoundedBegin ? ptx::uniform(t.own.begin) : 0;
     full = {kBoundedBegin ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
     block = ptx::uniform(t.own.end) - 1;
+    if (kBeginsNear && block >= 0) {
+      block = ptx::uniform(first_of_walk(t, t.own));
+      last = ptx::uniform(last_of_walk(t.own, block));
+    }
   }
-  __device__ __forceinline__ bool sees_nothing() const { return block < first; }
-  __device__ __forceinline__ bool is_last() const { return block == first; }
+  __device__ __forceinline__ bool sees_nothing() const { return block < (kBeginsNear ? 0 : last); }
+  __device__ __forceinline__ bool is_last() const { return block == last; }
+  // The block after this one, unless they are listed.
+  __device__ __forceinline__ int next_block(const UnitInfo& t) const {
+    return kBeginsNear && block == 0 ? ptx::uniform(t.own.end) - 1 : block - 1;
+  }
   // Does the block need no test of its elements?
   __device__ __forceinline__ bool is_full(const UnitInfo& t) const {
     // There is no register left to hold the range with segments at wide heads, or if kDrains.

@@ -30,10 +30,42 @@ struct BiasReader<false> {
   }
 };
 
+// Of the block whose scores are on their way: the line that a function adds, if it is one for all
+// rows of the warpgroup.
+template <bool kExists>
+struct BlockLine : ScoreLine<ForwardParams, kExists> {  // none
+  template <class QueryOf>
+  __device__ __forceinline__ void fetch(const ForwardParams&, int, int, QueryOf) {}
+  __device__ __forceinline__ bool is_one() const { return false; }
+  __device__ __forceinline__ LineFactor factor() const { return {}; }
+};
+template <>
+struct BlockLine<true> : ScoreLine<ForwardParams> {
+  bool one;
+  LineFactor line;
+  template <class QueryOf>
+  __device__ __forceinline__ void fetch(const ForwardParams& p, int first_key, int first_query,
+                                        QueryOf query_of) {
+    one = is_straight(first_key, first_key + kBlockKV - 1, first_query,
+                      first_query + kWarpgroupRows - 1);
+    const Line of = of_side(first_key > first_query);
+    line = {line_factor(p), of.slope};
+    const int key = first_key + fragment::first_column(threadIdx.x);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) line.start[row] = of.at(key - query_of(row));
+  }
+  __device__ __forceinline__ bool is_one() const { return one; }
+  __device__ __forceinline__ LineFactor factor() const { return line; }
+};
+
 // Bases, which take no place where there is no function and no bias: other members would move, and
 // plain kernels be compiled to other registers.
-struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams> {
+struct Warpgroup : RowWalk,
+                   BiasReader<kBiasBeside>,
+                   ScoreFunction<ForwardParams>,
+                   BlockLine<kTakesLine> {
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
+  using UnitLine = BlockLine<kTakesLine>;             // likewise, and what follows once a block
   const ForwardParams& p;
   Shared& shared;
   const int warpgroup;  // warpgroup among the consumers
@@ -166,7 +198,7 @@ struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams
   // After the wait for a block's scores.
   __device__ __forceinline__ void accept_scores() {
     ptx::pin(scores);
-    if constexpr (kListsBlocks) {
+    if constexpr (kListsBlocks && !kListsWhole) {
       block = listed_block().number();
     }
     if constexpr (kBiasTiles) {
@@ -182,15 +214,29 @@ struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams
     return warpgroup * kWarpgroupRows + ptx::opaque(threadIdx.x) % 128 / 32 * 16;
   }
   // Fetches what terms have for the block whose scores have been started, beside their product;
-  // `next`: its number, unless it is listed. Of a unit's first block `is_first`.
+  // `next`: its number, unless it is listed. Of a unit's first block `is_first`. With kListsWhole
+  // it is `block` from here on: what is read of shared memory after the product is waited for.
   __device__ __forceinline__ void fetch_terms(int next, bool is_first) {
     if constexpr (kListsWhole) {
       const ListedBlock listed = listed_block();
       whole = listed.is_whole(warpgroup);
-      if constexpr (kBitsAhead) fetch_bits(bits, listed.number());
+      block = listed.number();
+      if constexpr (kBitsAhead) fetch_bits(bits, block, !whole);
     }
     if constexpr (kHasScoreFunction) {
-      if (is_first) UnitFunction::read(p, unit().batch, unit().head);
+      if (is_first) {
+        UnitFunction::read(p, unit().batch, unit().head);
+        UnitLine::read(p, unit().batch, unit().head);
+      }
+      if constexpr (kTakesLine) {
+        if constexpr (kListsBlocks) {
+          next = listed_block().number();
+        }
+        const UnitInfo& t = unit();
+        const int first_query = t.first_row + warpgroup * kWarpgroupRows;
+        UnitLine::fetch(p, next * kBlockKV, first_query,
+                        [&](int row) { return packed_row(t, row); });
+      }
     }
     if constexpr (kBiasTiles) {
       read_bias(staged_bias(), bias_row());
@@ -205,8 +251,9 @@ struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams
   // half a block before the block's own product starts, if its number is known. Not beside terms
   // that hold some through the walk.
   static constexpr bool kBiasAhead = kHasBias && !kBiasTiles && !kListsBlocks &&
-                                     kValueColumns <= 64 && !kHasSlope && !kHasDropout &&
-                                     !kWindowLeft && !kHasQueryLengths && !kHasKeyValueLengths;
+                                     kValueColumns <= 64 && !kSoftcap && !kHasScoreFunction &&
+                                     !kHasDropout && !kWindowLeft && !kHasQueryLengths &&
+                                     !kHasKeyValueLengths;
   __device__ __forceinline__ void fetch_bias(int of_block) {
     const UnitInfo& t = unit();
     const int first_key = of_block * kBlockKV;
@@ -215,11 +262,12 @@ struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams
     bias::prefetch(p, t.batch, t.head, t.first_row + warpgroup * kWarpgroupRows,
                    max(first_key - kBlockKV, 0));
   }
-  __device__ __forceinline__ void fetch_bits(mask::RowBits<kBlockKV>& to, int of_block) const {
+  __device__ __forceinline__ void fetch_bits(mask::RowBits<kBlockKV>& to, int of_block,
+                                             bool tests) const {
     const UnitInfo& t = unit();
 #pragma unroll
     for (int row = 0; row < (kMaskQueries ? 2 : 1); ++row) {
-      to.rows[row].load(p, t.batch, t.head, packed_row(t, row), of_block);
+      to.rows[row].load(p, t.batch, t.head, packed_row(t, row), of_block, tests);
     }
   }
   // Gives the operands of the scores back.
@@ -236,7 +284,7 @@ struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams
     const bool one_segment = block >= t.one.begin && block < t.one.end;
     const auto query_of = [&](int row) { return packed_row(t, row) / kPackedHeads; };
     mask::RowBits<kBlockKV> now = bits;
-    if constexpr (kHasMask && !kBitsAhead) fetch_bits(now, block);
+    if constexpr (kHasMask && !kBitsAhead) fetch_bits(now, block, true);
     hide_scores<kCount, !kInFlight>(p, t.batch, seen(t), query_of, block * kBlockKV, one_segment,
                                     now, scores);
   }
@@ -254,15 +302,18 @@ struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams
   }
   // The same but for score_function.
   __device__ __forceinline__ void add_terms(Scores& scores) {
-    if constexpr (kHasBias && !kBiasTiles) {
-      biases.visit([&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
-      // Of the last block once more: a branch beside products would serialise them.
-      if constexpr (kBiasAhead) fetch_bias(max(block - 1, 0));
-    }
+    add_bias(scores);
     if constexpr (kHasScoreFunction) {
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
       apply_function<ForwardParams>(p, *this, query_of, block * kBlockKV, scores);
+    }
+  }
+  __device__ __forceinline__ void add_bias(Scores& scores) {
+    if constexpr (kHasBias && !kBiasTiles) {
+      biases.visit([&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
+      // Of the last block once more: a branch beside products would serialise them.
+      if constexpr (kBiasAhead) fetch_bias(max(block - 1, 0));
     }
   }
   // What is dropped of the block's 16 keys from 16 * i on, as DroppedPairs draws them.
@@ -307,6 +358,17 @@ struct Warpgroup : RowWalk, BiasReader<kBiasBeside>, ScoreFunction<ForwardParams
       CubicFactor factor = whole_factor(p);
       if (is_full(unit()) && !searches) {
         factor = score_factor(p, scores);
+      } else {
+        apply_terms(scores);
+        if (!is_full(unit())) mask_scores<kBlockKV / 2, true>(scores);
+      }
+      rescale =
+          softmax.extend(scores, p.scale_log2, factor, searches, correction, among_exponentials());
+    } else if constexpr (kTakesLine) {
+      LineFactor factor{p.scale_log2, 0.0f, {0.0f, 0.0f}};
+      if (is_full(unit()) && !searches && UnitLine::is_one()) {
+        add_bias(scores);
+        factor = UnitLine::factor();
       } else {
         apply_terms(scores);
         if (!is_full(unit())) mask_scores<kBlockKV / 2, true>(scores);
