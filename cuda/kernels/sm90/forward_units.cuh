@@ -132,7 +132,8 @@ struct Consumer : Warpgroup {
   }
   // Of a unit that has just been read: is its first block the warpgroup's too?
   __device__ __forceinline__ bool starts_now() const {
-    return !sees_nothing() && (kBeginsNear || blocks_before() == 0);
+    if (sees_nothing()) return false;
+    return kBeginsNear || (kListsOwn ? blocks_before() == 0 : block + 1 == walked().end);
   }
   // After the last unit: are there units to walk again? All consumers decide by the same slots,
   // when all have left their requests and before the producer takes from them.
