@@ -27,6 +27,12 @@ struct Sums {
   float base[kWarps][16];
   float total[kWarps][16];
 };
+// What the warps of a CTA of a cluster found, each by itself.
+struct Found {
+  float values[kWarps][16][kSumsPitch];
+  float base[kWarps][16];
+  float total[kWarps][16];
+};
 // What warps exchange for every block.
 struct Exchange {
   unsigned char weights[ceil_div(kBlockKV, kBoxColumns) * kShareRows * kBoxRowBytes];  // a tile
@@ -88,9 +94,11 @@ struct AttendOf {
     const int lane = threadIdx.x % 32;
     const bool is_partial = first < seen_by_all.begin || first + kBlockKV > seen_by_all.end;
 
-    float scores[kPartKeys / 2];
-#pragma unroll
-    for (float& x : scores) x = 0.0f;
+    // Of few keys, every other product goes to sums of its own: each waits for the one before. Wide
+    // values leave no registers for that.
+    constexpr int kSets = kTeams > 1 && kPartKeys == 16 && kValueColumns <= 128 ? 2 : 1;
+    float sums[kSets][kPartKeys / 2] = {};
+    float(&scores)[kPartKeys / 2] = sums[0];
     if constexpr (kSplits) {
       Split{tile, part}.add_scores(queries, keys, scores);
     } else {
@@ -105,10 +113,12 @@ struct AttendOf {
           uint32 b[4];
           ptx::load_matrix_x4(chunk_address<kBlockKV>(keys, key + 16 * j, 2 * step + lane / 8 % 2),
                               b);
-          ptx::multiply_add<kBFloat16>(scores, 8 * j, a, b[0], b[1]);
-          ptx::multiply_add<kBFloat16>(scores, 8 * j + 4, a, b[2], b[3]);
+          ptx::multiply_add<kBFloat16>(sums[step % kSets], 8 * j, a, b[0], b[1]);
+          ptx::multiply_add<kBFloat16>(sums[step % kSets], 8 * j + 4, a, b[2], b[3]);
         }
       }
+#pragma unroll
+      for (int i = 0; i < (kSets - 1) * kPartKeys / 2; ++i) scores[i] += sums[kSets - 1][i];
     }
     score_function(p, scores);
     // Rounded here, not within a fused product: the largest weight is 1 however large scores are.
@@ -313,6 +323,29 @@ struct AttendOf {
       }
     }
   }
+
+  // Leaves what was found of the first `rows`, for decode_cluster.cuh.
+  __device__ __forceinline__ void leave(Found& found, int warp, int rows) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4 + i * fragment::kRowStep;
+      const float total = fragment::quad_sum(state.sum[i]);
+      if (row >= rows) continue;
+      if (lane % 4 == 0) {
+        found.base[warp][row] = state.base[i];
+        found.total[warp][row] = total;
+      }
+#pragma unroll
+      for (int j = 0; j < kOwnColumns / 8; ++j) {
+        const int at = fragment::element(j, i, 0);
+        *reinterpret_cast<float2*>(
+            &found.values[warp][row][8 * j + fragment::first_column(lane)]) =
+            make_float2(output[at], output[at + 1]);
+      }
+    }
+  }
+
   static __device__ __forceinline__ float largest_base(const Sums& sums, int tile, int row) {
     float base = kNoBase;
 #pragma unroll
@@ -361,36 +394,6 @@ __device__ __forceinline__ void write(const DecodeParams& p, const Unit& unit, c
       }
     }
   }
-}
-
-// Merges what the CTAs of a cluster found of a unit and writes it, each a part of the columns. All
-// threads of kWarps * 32 call, after all have left their sums.
-__device__ __forceinline__ void write_together(const DecodeParams& p, const Unit& unit,
-                                               const Share& share, Sums& sums, int thread) {
-  constexpr int kPieces = kValueColumns / 4, kThreads = kWarps * 32;
-  if (thread < kShareRows) {  // in the place of the row's first warp
-    const float2 of = total_of(sums, thread);
-    sums.base[thread / 16 * kKeyParts][thread % 16] = of.x;
-    sums.total[thread / 16 * kKeyParts][thread % 16] = of.y;
-  }
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-  for (int i = share.part * kThreads + thread; i < kShareRows * kPieces; i += kCluster * kThreads) {
-    const int row = i / kPieces, column = (i - row * kPieces) * 4;
-    const Place place(p, share, row);
-    if (!place.exists(p)) continue;
-    const int tile = row / 16;
-    const uint32 base = ptx::shared_address(&sums.base[tile * kKeyParts][row % 16]);
-    const uint32 total = ptx::shared_address(&sums.total[tile * kKeyParts][row % 16]);
-    const uint32 first = ptx::shared_address(&sums.values[tile][row % 16][column]);
-    write_merged(p, unit, place, column, kCluster, [&](int cta, float2& of, float4& values) {
-      of.x = ptx::load_of_cluster(ptx::address_in_cluster(base, cta));
-      of.y = ptx::load_of_cluster(ptx::address_in_cluster(total, cta));
-      values = ptx::load_of_cluster_x4(ptx::address_in_cluster(first, cta));
-    });
-  }
-  ptx::cluster_arrive();  // nobody leaves while others read its sums
-  ptx::cluster_wait();
 }
 
 }  // namespace decode

@@ -15,6 +15,7 @@
 //   int kStages               blocks in flight
 //   int kResident             CTAs of a multiprocessor
 //   int kCluster              CTAs that share a unit in a cluster (sm_90); 1: parts of the line
+//   int kTeams                of four warps that take blocks in turn; 1 but in a cluster
 //   bool kPaged               there is a page table
 //   int kBoxRows              positions that lie in one page for sure, a divisor of kBlockKV
 //   bool kAppends             there are new keys and values
@@ -24,6 +25,7 @@
 #pragma once
 
 #include "decode_attend.cuh"
+#include "decode_cluster.cuh"
 #include "decode_pieces.cuh"
 #include "ptx_barriers.cuh"
 #include "ring.cuh"
@@ -32,7 +34,9 @@ namespace decode {
 
 inline constexpr int kThreads = 32 * (kWarps + 1);
 
-template <bool kIsFloat32>
+enum class Kind { kPlain, kFloat32, kCluster };
+
+template <Kind kKind>
 struct SharedOf {
   unsigned char stages[kStages][kStageBytes];  // at multiples of 1024 bytes
   unsigned char queries[kQueryPlane];
@@ -43,7 +47,7 @@ struct SharedOf {
 };
 // Sums take the place of the queries, which are wide in parts.
 template <>
-struct SharedOf<true> {
+struct SharedOf<Kind::kFloat32> {
   unsigned char stages[kStages][kStageBytes];
   union {
     unsigned char queries[kParts * kQueryPlane];
@@ -53,14 +57,28 @@ struct SharedOf<true> {
   Barrier full[kStages], empty[kStages];
   int spoiled[kStages];
 };
-using Shared = SharedOf<kFloat32>;
+// What warps find takes the place of the blocks, of which there are no more then.
+template <>
+struct SharedOf<Kind::kCluster> {
+  union {
+    unsigned char stages[kStages][kStageBytes];
+    Found found;
+  };
+  unsigned char queries[kQueryPlane];
+  Gathered gathered;
+  Exchange exchange;
+  Barrier full[kStages], empty[kStages];
+  int spoiled[kStages];
+};
+using Shared =
+    SharedOf<kFloat32 ? Kind::kFloat32 : (kCluster > 1) ? Kind::kCluster : Kind::kPlain>;
 
-// The four warps that compute.
-template <class Loader>
+// The warps that compute. `OwnShared` is Shared: kinds have other members.
+template <class Loader, class OwnShared>
 struct Consumer {
   const DecodeParams& p;
   const Share& share;
-  Shared& shared;
+  OwnShared& shared;
   Ring<kStages> ring{};
 
   template <class AnyLine>
@@ -74,16 +92,25 @@ struct Consumer {
                     share,
                     ptx::shared_address(shared.queries),
                     &shared.exchange,
-                    warp / kKeyParts,
+                    warp % kTeamWarps / kKeyParts,
                     warp % kKeyParts};
       attend.start();
-      for (int block = blocks.begin; block < blocks.end; ++block) add(attend, block);
-      if (kCluster > 1 && is_refused(p, unit.length)) attend.spoil();
+      const int team = warp / kTeamWarps;
+      if constexpr (kTeams > 1) ring.advance_by(team);
+      for (int block = blocks.begin + team; block < blocks.end; block += kTeams) {
+        add(attend, block);
+      }
       if constexpr (kFloat32) meet();  // and its queries
-      attend.leave(shared.sums);
       if constexpr (kCluster > 1) {
-        write_together(p, unit, share, shared.sums, threadIdx.x);
+        if (is_refused(p, unit.length)) attend.spoil();
+        const Together<Loader> together(p, share, shared.gathered);
+        meet();  // all have read the blocks
+        attend.leave(shared.found, warp, together.rows);
+        ptx::cluster_wait();
+        meet();
+        together.write(unit, shared.found, threadIdx.x);
       } else {
+        attend.leave(shared.sums);
         const bool is_whole = blocks.begin == unit.blocks.begin && blocks.end == unit.blocks.end;
         const int at = unit.start + blocks.begin - unit.blocks.begin;
         write(p, unit, share, shared.sums, threadIdx.x, is_whole, at == line.begin_of(share.part));
@@ -111,11 +138,15 @@ struct Consumer {
         store_parts<kQueryPlane>(chunk_address<kShareRows>(tile, row, at), piece);
       };
       Piece piece = load(chunk);
-      if (chunk < kHalf) {
-        Piece other = load(chunk + kHalf);
-        rotary::turn<Element>(p.frequencies, chunk, unit.length - p.query_len + place.query, piece,
-                              other);
-        store(chunk + kHalf, other);
+      if constexpr (kRotates) {
+        if (chunk < kHalf) {
+          Piece other = load(chunk + kHalf);
+          if (exists) {
+            const int position = unit.length - p.query_len + place.query;
+            rotary::turn<Element>(p.frequencies, chunk, position, piece, other);
+          }
+          store(chunk + kHalf, other);
+        }
       }
       store(chunk, piece);
     }
@@ -128,72 +159,79 @@ struct Consumer {
     const int head = attend.tile / kRowTiles;
     const uint32 keys = stage + head * kKeyBytes;
     const uint32 values = kValuesInKeys ? keys : stage + kHeads * kKeyBytes + head * kValueBytes;
-    Loader::wait(full, ring.parity());
+    const auto wait = [&] { Loader::wait(full, ring.parity()); };
+    if constexpr (kAppends) {
+      patch(attend, keys, values, block, wait);
+    } else {
+      wait();
+    }
     if (shared.spoiled[ring.stage()]) attend.spoil();
-    if constexpr (kAppends) patch(attend, keys, values, block);
     attend.add_block(keys, values, block * kBlockKV);
     __syncwarp();
     if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) ptx::lane_arrive(empty);
-    ring.advance();
+    ring.advance_by(kTeams);
   }
 
-  // New keys and values in the places of what the cache had there. flash_decode_merge writes them
-  // to the cache, or in a cluster, where no other CTA reads them, this. Warps of other rows write
-  // the same.
-  __device__ __forceinline__ void patch(const Attend& attend, uint32 keys, uint32 values,
-                                        int block) {
-    const int first = block * kBlockKV + attend.part * kPartKeys;
-    const int begin = max(attend.unit.length - p.query_len, max(first, 0));
-    const int end = min(attend.unit.length, first + kPartKeys);
-    if (begin >= end) return;
-    const int first_new = attend.unit.length - p.query_len;
+  // New keys and values in the places of what the cache had there, once wait() has it; they are
+  // loaded before. flash_decode_merge writes them to the cache, or in a cluster, where no other CTA
+  // reads them, this. Warps of other rows write the same.
+  template <class Wait>
+  __device__ __forceinline__ void patch(const Attend& attend, uint32 keys, uint32 values, int block,
+                                        Wait wait) {
+    const Unit& unit = attend.unit;
+    const int first = block * kBlockKV, first_of_part = first + attend.part * kPartKeys;
+    const Range positions = {max(unit.length - p.query_len, max(first_of_part, 0)),
+                             min(unit.length, first_of_part + kPartKeys)};
+    if (positions.empty()) return wait();
     const int kv_head = share.kv_head + attend.tile / kRowTiles;
-    for (int position = begin; position < end; ++position) {
-      const int64 row =
-          (static_cast<int64>(attend.unit.batch) * p.query_len + position - first_new) *
-              p.kv_heads +
-          kv_head;
-      const int slot = position - block * kBlockKV;
-      const int batch = attend.unit.batch;
-      copy_new<kHeadDim, kRotates>(p.new_key, row, keys, slot, position, p.key_cache,
-                                   place_of<kHeadDim>(p, batch, position, kv_head));
-      if constexpr (!kValuesInKeys) {
-        copy_new<kValueDim, false>(p.new_value, row, values, slot, 0, p.value_cache,
-                                   place_of<kValueDim>(p, batch, position, kv_head));
-      }
+    NewRows<kHeadDim, kRotates> new_keys(p, p.new_key, unit, kv_head, positions);
+    if constexpr (kValuesInKeys) {
+      wait();
+    } else {
+      NewRows<kValueDim, false> new_values(p, p.new_value, unit, kv_head, positions);
+      wait();
+      replace<kValueDim>(new_values, unit, kv_head, values, first, p.value_cache);
     }
+    replace<kHeadDim>(new_keys, unit, kv_head, keys, first, p.key_cache);
     Loader::fence_writes();  // before it writes here again
     __syncwarp();
   }
-  template <int kDim, bool kTurns>
-  __device__ __forceinline__ void copy_new(const void* from, int64 row, uint32 tile, int slot,
-                                           int position, void* cache, int64 place) {
-    for_pieces<kDim, kTurns>(p, RowPieces<kDim>(from, row * RowPieces<kDim>::kStride), position,
-                             threadIdx.x % 32, 32, [&](int i, const Piece& piece) {
-                               if (kCluster > 1 && place >= 0) {
-                                 RowPieces<kDim>(cache, place).store(i, piece);
-                               }
-                               store_in_tile(tile, slot, i, piece);
-                             });
+  template <int kDim, class Rows>
+  __device__ __forceinline__ void replace(Rows& rows, const Unit& unit, int kv_head, uint32 tile,
+                                          int first, void* cache) {
+    rows.store([&](int position, int i, const Piece& piece) {
+      store_in_tile(tile, position - first, i, piece);
+      if constexpr (kCluster > 1) {
+        const int64 place = place_of<kDim>(p, unit.batch, position, kv_head);
+        if (place >= 0) RowPieces<kDim>(cache, place).store(i, piece);
+      }
+    });
   }
 };
 
-template <class Loader>
+template <class Loader, class OwnShared = Shared>
 __device__ __forceinline__ void attend(const DecodeParams& p) {
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  OwnShared& shared = *reinterpret_cast<OwnShared*>(dynamic_shared);
   const int warp = ptx::warp_index();
+  if (threadIdx.x == 32 * kWarps) Loader::begin(p);
+  const Share share(p);
+  const OwnLine line(p, share);  // lengths come while barriers are made
   if (threadIdx.x == 0) {
-    Loader::begin(p);
     for (int stage = 0; stage < kStages; ++stage) {
       Loader::init_full(ptx::shared_address(&shared.full[stage]));
-      ptx::barrier_init(ptx::shared_address(&shared.empty[stage]), kWarps);
+      ptx::barrier_init(ptx::shared_address(&shared.empty[stage]), kTeamWarps);
     }
     Loader::fence_barriers();
   }
+  if constexpr (kCluster > 1) {
+    if (threadIdx.x == 32) {
+      Together<Loader>(p, share, shared.gathered).expect();
+      Loader::fence_barriers();
+    }
+  }
+  if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();
   __syncthreads();
-  const OwnLine line(p);
-  const Share share(p);
   if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
   if (warp == kWarps) {
     Loader loader{p,
@@ -203,8 +241,9 @@ __device__ __forceinline__ void attend(const DecodeParams& p) {
                   ptx::shared_address(shared.empty),
                   shared.spoiled};
     loader.run(line);
+    if constexpr (kCluster > 1) ptx::cluster_wait();
   } else {
-    Consumer<Loader> consumer{p, share, shared};
+    Consumer<Loader, OwnShared> consumer{p, share, shared};
     consumer.run(line, warp);
   }
 }

@@ -18,13 +18,14 @@
 
 namespace decode {
 
-inline constexpr int kWarps = 4;  // that compute
+inline constexpr int kTeamWarps = 4;  // that share a block
+inline constexpr int kWarps = kTeamWarps * kTeams;  // that compute
 // Warps that share a block for the same rows.
-inline constexpr int kKeyParts = kWarps / (kRowTiles * kHeads);
+inline constexpr int kKeyParts = kTeamWarps / (kRowTiles * kHeads);
 inline constexpr int kPartKeys = kBlockKV / kKeyParts;
 inline constexpr int kHeadRows = 16 * kRowTiles;  // of a kv head, of a CTA
 inline constexpr int kShareRows = kHeads * kHeadRows;
-static_assert(kKeyParts * kRowTiles * kHeads == kWarps);
+static_assert(kKeyParts * kRowTiles * kHeads == kTeamWarps);
 inline constexpr int kValueColumns = round_up(kValueDim, 16);
 // A row of weighted values that is more than a warp has registers for: then the warps that share a
 // block exchange their weights, and each has a part of the columns.
@@ -33,6 +34,8 @@ inline constexpr int kOwnColumns = kSplitsColumns ? kValueColumns / kKeyParts : 
 // Keys that a product takes at once.
 static_assert(kPartKeys % (kFloat32 ? 8 : 16) == 0 && kOwnColumns % 16 == 0);
 static_assert(!kFloat32 || (!kSplitsColumns && kCluster == 1));
+static_assert(kTeams <= kStages);
+static_assert(kCluster == 1 ? kTeams == 1 : kHeads * kRowTiles == 1 && !kSplitsColumns);
 
 using Bits = Element::Bits;
 using Piece = PieceOf<Element>::Type;  // eight elements
@@ -66,16 +69,19 @@ struct Share {
   int batch;  // only with kCluster
   __device__ __forceinline__ explicit Share(const DecodeParams& p) {
     int cta = blockIdx.x;
+    // A division is some 120 cycles, which all that is loaded waits for.
     if constexpr (kCluster > 1) {
       part = cta % kCluster;
       cta /= kCluster;
-      batch = cta / p.shares;
+      batch = p.batch > 1 ? cta / p.shares : 0;
+      cta -= batch * p.shares;
     } else {
       part = cta / p.shares;
+      cta -= part * p.shares;
     }
-    const int index = cta % p.shares, heads = index / p.row_groups;
+    const int heads = p.row_groups > 1 ? cta / p.row_groups : cta;
     kv_head = heads * kHeads;
-    row_group = index - heads * p.row_groups;
+    row_group = cta - heads * p.row_groups;
   }
   // The first of its query rows, among those of a kv head.
   __device__ __forceinline__ int first_row() const { return row_group * kHeadRows; }
@@ -95,6 +101,7 @@ struct Line {
   int total;  // blocks
   int parts;  // none is empty
 
+  __device__ __forceinline__ Line(const DecodeParams& p, const Share&) : Line(p) {}
   __device__ __forceinline__ explicit Line(const DecodeParams& p) : p(p) {
     int count = 0;
     for (int batch = threadIdx.x % 32; batch < p.batch; batch += 32) {
@@ -161,13 +168,15 @@ struct Line {
 // The blocks of one batch row, cut into equal parts for the CTAs of a cluster.
 struct ClusterLine {
   const DecodeParams& p;
-  __device__ __forceinline__ explicit ClusterLine(const DecodeParams& p) : p(p) {}
+  int length;
+  __device__ __forceinline__ ClusterLine(const DecodeParams& p, const Share& share)
+      : p(p), length(p.lengths[share.batch]) {}
 
   template <class Visit>
   __device__ __forceinline__ void walk(const Share& share, Visit visit) const {
     Unit unit;
     unit.batch = share.batch;
-    unit.length = p.lengths[unit.batch];
+    unit.length = length;
     unit.start = 0;
     unit.blocks = blocks_of(p, unit.length);
     const int count = unit.blocks.end - unit.blocks.begin;
@@ -191,7 +200,7 @@ struct Place {
   int query, head;  // among all query heads; query T and more are none
   __device__ __forceinline__ Place(const DecodeParams& p, const Share& share, int row) {
     const int group = p.query_heads / p.kv_heads, of_head = share.first_row() + row % kHeadRows;
-    query = of_head / group;
+    query = p.query_len > 1 ? of_head / group : of_head >= group;
     head = (share.kv_head + row / kHeadRows) * group + of_head - query * group;
   }
   __device__ __forceinline__ bool exists(const DecodeParams& p) const {
@@ -244,6 +253,53 @@ __device__ __forceinline__ void for_pieces(const DecodeParams& p, const RowPiece
     store(i, piece);
   }
 }
+
+// New rows of keys or values in their order, as a warp reads them and writes them elsewhere: an item
+// is a piece of eight elements, or with kTurns two that turn together. The first 32 items are loaded
+// by `begin`.
+template <int kDim, bool kTurns>
+struct NewRows {
+  static constexpr int kSteps = kTurns ? kDim / 16 : ceil_div(kDim, 8);  // items of a row
+  const DecodeParams& p;
+  const void* array;  // [B, T, K, dim]
+  int64 row;          // of the first position
+  Range positions;
+  Piece first, second;
+
+  __device__ __forceinline__ NewRows(const DecodeParams& p, const void* array, const Unit& unit,
+                                     int kv_head, const Range& positions)
+      : p(p), array(array), positions(positions) {
+    const int query = positions.begin - (unit.length - p.query_len);
+    row = (static_cast<int64>(unit.batch) * p.query_len + query) * p.kv_heads + kv_head;
+    load(threadIdx.x % 32);
+  }
+  // Calls store(position, index, piece).
+  template <class Store>
+  __device__ __forceinline__ void store(Store store) {
+    for (int item = threadIdx.x % 32; exists(item); item += 32) {
+      if (item >= 32) load(item);
+      const int position = positions.begin + item / kSteps, at = item % kSteps;
+      store(position, at, first);
+      if constexpr (kTurns) store(position, at + kSteps, second);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool exists(int item) const {
+    return item < (positions.end - positions.begin) * kSteps;
+  }
+  __device__ __forceinline__ void load(int item) {
+    if (!exists(item)) return;
+    const int query = item / kSteps, at = item % kSteps;
+    const RowPieces<kDim> from(
+        array, (row + static_cast<int64>(query) * p.kv_heads) * RowPieces<kDim>::kStride);
+    first = from.load(at);
+    if constexpr (kTurns) {
+      second = from.load(at + kSteps);
+      rotary::turn<Element>(p.frequencies, at, positions.begin + query, first, second);
+    }
+  }
+};
 
 // Where a CTA leaves what it found of a unit that it shares, in partial_rows and, times
 // kValueColumns, in partial_out. There are two such units at most, of three the second would be all

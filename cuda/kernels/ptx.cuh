@@ -164,9 +164,10 @@ __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" 
 
 // ---- clusters (sm_90) ---------------------------------------------------------------------------
 
-// Of all threads of the cluster that have not ended; writes before arrival are seen after the wait.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+// Of all threads of the cluster that have not ended. Of what was written before, only what a fence
+// released is seen after the wait.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
@@ -177,18 +178,20 @@ __device__ __forceinline__ uint32 address_in_cluster(uint32 address, int cta) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cta));
   return there;
 }
-__device__ __forceinline__ float load_of_cluster(uint32 address) {
-  float x;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-  return x;
+// Sends values there; their bytes count against `barrier`, which is of the same CTA.
+__device__ __forceinline__ void send(uint32 address, const float2& x, uint32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          address),
+      "f"(x.x), "f"(x.y), "r"(barrier)
+      : "memory");
 }
-__device__ __forceinline__ float4 load_of_cluster_x4(uint32 address) {
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
+__device__ __forceinline__ void send(uint32 address, const float4& x, uint32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+      : "memory");
 }
 
 __device__ __forceinline__ void let_the_next_kernel_start() {

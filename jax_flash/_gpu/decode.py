@@ -20,7 +20,7 @@ from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Problem, Shapes
 
 _MOST_ROTATED = 256  # features, kMostFrequencies in cuda/runtime/families/decode_params.h
-_WARPS = 4  # that compute, kWarps in cuda/kernels/decode_schedule.cuh
+_TEAM_WARPS = 4  # that share a block, kTeamWarps in cuda/kernels/decode_schedule.cuh
 _MOST_QUERIES = 64  # MOST_QUERIES in _validate_decode.py
 _MOST_SPLIT = 256  # features of float32: wider values are more than a warp's registers hold
 
@@ -116,10 +116,15 @@ class DecodeTiling:
     shares: int  # CTAs of a part: kv heads, times groups of query rows
     resident: int  # CTAs of a multiprocessor
     cluster: int = 1  # CTAs that share a batch row's keys in a cluster; 1: parts of all blocks
+    teams: int = 1  # of four warps that compute, which take blocks in turn
     parts_of_number: int = 1  # bfloat16 that a float32 is split into: 2 or 3
 
-    threads = 32 * (_WARPS + 1)
     merge_threads = 128
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the warps that compute, and the one that loads."""
+        return 32 * (self._warps + 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -130,12 +135,23 @@ class DecodeTiling:
         blocks = self.stages * self.block_kv * 128 * boxes * self.heads
         plane = self.heads * self.head_rows * 128 * -(-self.head_dim // 64)
         queries = self.parts_of_number * plane
-        sums = 16 * 4 * (self.heads * self.row_tiles * (self._columns + 8) + 2 * _WARPS)
-        exchange = -(-self.block_kv // 64) * self.heads * self.head_rows * 128 + 16 * 4 * _WARPS
+        row_sums = 16 * 4 * 2 * self._warps
+        sums = 16 * 4 * self.heads * self.row_tiles * (self._columns + 8) + row_sums
+        exchange = -(-self.block_kv // 64) * self.heads * self.head_rows * 128
+        exchange += 16 * 4 * self._warps
         barriers = 20 * self.stages + 4 * (self.stages % 2)
         if self.parts_of_number > 1:  # in one place
             return blocks + -(-max(queries, sums, exchange) // 8) * 8 + barriers
+        if self.cluster > 1:
+            found = 16 * 4 * self._warps * (self._columns + 8) + row_sums
+            runs = -(-self.head_rows * self._columns // (16 * self.cluster))
+            gathered = self.cluster * (64 * runs + 8 * self.head_rows) + 16
+            return max(blocks, found) + queries + gathered + exchange + -(-barriers // 16) * 16
         return blocks + queries + sums + exchange + barriers
+
+    @property
+    def _warps(self) -> int:
+        return _TEAM_WARPS * self.teams
 
     @property
     def head_rows(self) -> int:
@@ -186,6 +202,7 @@ class DecodeTiling:
             "kStages": self.stages,
             "kResident": self.resident,
             "kCluster": self.cluster,
+            "kTeams": self.teams,
             "kPaged": call.paged,
             "kBoxRows": self.box_rows,
             "kAppends": call.appends,
@@ -207,10 +224,9 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     rows = _rows(shapes)
     cluster = _cluster(call, shapes, gpu)
     if cluster > 1 and rows <= 16 and shapes.value_dim <= 256:
-        for resident in (2, 1):
-            tiling = make(call, shapes, gpu, resident=resident, cluster=cluster)
-            if tiling.stages >= 2:
-                return tiling
+        tiling = make(call, shapes, gpu, cluster=cluster)
+        if tiling.stages >= tiling.teams:
+            return tiling
     # float32 in parts asks more of the warps: two CTAs have twice as many.
     is_whole = call.problem.dtype != "float32"
     most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
@@ -259,6 +275,8 @@ def make(
     box_rows: int | None = None,
     rounds: int = 1,
     cluster: int = 1,
+    stages: int | None = None,
+    teams: int | None = None,
 ) -> DecodeTiling:
     """Makes a tiling with as many stages as there is room for, or none.
 
@@ -287,13 +305,25 @@ def make(
         shares=shares,
         resident=resident,
         cluster=cluster,
+        teams=teams or _teams(call, shapes, cluster),
         parts_of_number=parts_of(call.problem),
     )
     # Each CTA takes 1 KB beside its own.
     room = ((gpu.shared_bytes + 1024) // resident) - 1024
-    one = dataclasses.replace(tiling, stages=1).shared_bytes
-    two = dataclasses.replace(tiling, stages=3).shared_bytes
-    return dataclasses.replace(tiling, stages=max(0, 1 + 2 * (room - one) // (two - one)))
+    counts = range(1, (stages or room // tiling.block_kv) + 1)
+    sized = (dataclasses.replace(tiling, stages=count) for count in counts)
+    return max((x for x in sized if x.shared_bytes <= room), key=lambda x: x.stages, default=tiling)
+
+
+def _teams(call: Any, shapes: Shapes, cluster: int) -> int:
+    """Chooses the teams of warps that take a CTA's blocks in turn.
+
+    A block takes a team half a microsecond, one step after the other, while a CTA of a few dozen
+    could load two. Nine warps have 168 registers each: wide values and new keys together spill.
+    """
+    if cluster == 1 or (call.appends and shapes.value_dim > 128):
+        return 1
+    return 2
 
 
 def _rows(shapes: Shapes) -> int:

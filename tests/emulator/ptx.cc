@@ -373,12 +373,27 @@ void map_to_cluster(Frame& f) {
   if (cta >= current->block->cluster->blocks.size()) fail("%s: there is no CTA %u", f.name(), cta);
   f.set(0, f.get32(1) | (cta + 1) << kCtaShift);
 }
-void load_cluster(Frame& f) {
-  const uint32 bytes = element_bytes(f), all = bytes * static_cast<uint32>(f.list(0).size());
-  const uint32 address = f.get32(1), cta = address >> kCtaShift;
-  Block* block = cta == 0 ? current->block : current->block->cluster->blocks[cta - 1];
+// [destination], values, [barrier], both of one CTA of the cluster.
+void store_async(Frame& f) {
+  const uint32 bytes = element_bytes(f), all = bytes * static_cast<uint32>(f.list(1).size());
+  const uint32 address = f.get32(0), barrier = f.get32(2), cta = address >> kCtaShift;
+  if (cta == 0 || barrier >> kCtaShift != cta) {
+    fail("%s: the place and the mbarrier are not in one CTA of the cluster", f.name());
+  }
+  constexpr uint32 kOwn = (1u << kCtaShift) - 1;
+  Block* block = current->block->cluster->blocks[cta - 1];
   if (block->running == 0) fail("%s: CTA %u of the cluster has ended", f.name(), cta - 1);
-  load_from(f, block->shared(address & ((1u << kCtaShift) - 1), all, all, f.name()), bytes);
+  block->shared(address & kOwn, all, all, f.name());
+  block->barrier(barrier & kOwn, f.name());
+  std::vector<unsigned char> values(all);
+  store_to(f, values.data(), bytes);
+  const char* name = f.name();
+  const Action action = [=] {
+    std::memcpy(block->overwritten(address & kOwn, all, name), values.data(), all);
+    block->complete_bytes(barrier & kOwn, all, name);
+  };
+  if (may_happen_early() && happens_early()) return action();
+  block->in_flight.push_back(action);
 }
 void arrive_in_cluster(Frame& f) {
   Cluster& cluster = *current->block->cluster;
@@ -983,9 +998,9 @@ const std::map<std::string, void (*)(Frame&)> kInstructions = {
     {"setp.gtu.f16x2", [](Frame& f) { compare_halves(f, greater_or_unordered, false); }},
     // Memory.
     {"ld.shared.*", load_shared},
-    {"ld.shared::cluster.*", load_cluster},
     {"mapa.shared::cluster.u32", map_to_cluster},
     {"st.shared.*", store_shared},
+    {"st.async.shared::cluster.mbarrier::complete_tx::bytes.*", store_async},
     {"ld.global.*", load_global},
     {"ld.acquire.gpu.global.*", poll_global},
     {"ld.relaxed.gpu.global.*", poll_global},
@@ -1024,7 +1039,7 @@ const std::map<std::string, void (*)(Frame&)> kInstructions = {
     {"mbarrier.test_wait.parity.shared::cta.b64", test_barrier},
     {"mbarrier.try_wait.parity.shared::cta.b64", wait_until},
     {"fence.mbarrier_init.release.cluster", nothing},
-    {"barrier.cluster.arrive.release", arrive_in_cluster},
+    {"barrier.cluster.arrive.relaxed", arrive_in_cluster},
     {"barrier.cluster.wait.acquire", wait_for_cluster},
     {"fence.proxy.async.shared::cta", [](Frame&) { current->fence(); }},
     // TMA and bulk copies.

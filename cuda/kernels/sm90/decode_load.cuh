@@ -23,6 +23,11 @@ struct Loader {
   static __device__ __forceinline__ void init_full(uint32 barrier) {
     ptx::barrier_init(barrier, 1);
   }
+  // A barrier at which so many bytes come, once.
+  static __device__ __forceinline__ void expect(uint32 barrier, uint32 bytes) {
+    ptx::barrier_init(barrier, 1);
+    ptx::barrier_arrive_expect(barrier, bytes);
+  }
   static __device__ __forceinline__ void fence_barriers() { ptx::barrier_init_fence(); }
   static __device__ __forceinline__ void wait(uint32 barrier, uint32 parity) {
     ptx::barrier_wait(barrier, parity);
