@@ -447,6 +447,8 @@ def test_backward_with_lse_gradient_compiles_without_spills():
         ((64, 64), (16, 4), {"q_len": 16, "everything": True}),
         ((128, 128), (32, 8), {}),
         ((128, 128), (32, 8), {"batch": 1}),
+        ((128, 128), (32, 8), {"batch": 1, "everything": True}),
+        ((256, 256), (16, 8), {"batch": 1, "everything": True}),
         ((576, 256), (16, 1), {"batch": 1}),
         ((128, 128), (64, 1), {"dtype": "float16"}),
         ((128, 128), (32, 8), {"q_len": 8, "everything": True}),
