@@ -98,7 +98,7 @@ struct AttendOf {
     // values leave no registers for that.
     constexpr int kSets = kTeams > 1 && kPartKeys == 16 && kValueColumns <= 128 ? 2 : 1;
     float sums[kSets][kPartKeys / 2] = {};
-    float(&scores)[kPartKeys / 2] = sums[0];
+    float (&scores)[kPartKeys / 2] = sums[0];
     if constexpr (kSplits) {
       Split{tile, part}.add_scores(queries, keys, scores);
     } else {
@@ -339,8 +339,7 @@ struct AttendOf {
 #pragma unroll
       for (int j = 0; j < kOwnColumns / 8; ++j) {
         const int at = fragment::element(j, i, 0);
-        *reinterpret_cast<float2*>(
-            &found.values[warp][row][8 * j + fragment::first_column(lane)]) =
+        *reinterpret_cast<float2*>(&found.values[warp][row][8 * j + fragment::first_column(lane)]) =
             make_float2(output[at], output[at + 1]);
       }
     }

@@ -1,8 +1,8 @@
 // Decoding, where the CTAs of a cluster share a batch row: how they merge what they found.
 //
-// Each adds up what its warps found and sends it on, a part of every row's columns to each CTA, which
-// merges and writes that part. An mbarrier counts the bytes that come: nobody reads what is another's,
-// so nobody waits for others to end.
+// Each adds up what its warps found and sends it on, a part of every row's columns to each CTA,
+// which merges and writes that part. An mbarrier counts the bytes that come: nobody reads what is
+// another's, so nobody waits for others to end.
 #pragma once
 
 #include "decode_attend.cuh"
@@ -10,7 +10,8 @@
 
 namespace decode {
 
-// Pieces are four columns of a row. A CTA has runs of them, 32 bytes of a result in 16 bits, in turn.
+// Pieces are four columns of a row. A CTA has runs of them, 32 bytes of a result in 16 bits, in
+// turn.
 inline constexpr int kRowPieces = kValueColumns / 4, kRun = 4, kRowRuns = kRowPieces / kRun;
 inline constexpr int kMostRuns = ceil_div(kShareRows * kRowRuns, kCluster);  // of a CTA
 

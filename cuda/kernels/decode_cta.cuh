@@ -70,8 +70,7 @@ struct SharedOf<Kind::kCluster> {
   Barrier full[kStages], empty[kStages];
   int spoiled[kStages];
 };
-using Shared =
-    SharedOf<kFloat32 ? Kind::kFloat32 : (kCluster > 1) ? Kind::kCluster : Kind::kPlain>;
+using Shared = SharedOf<kFloat32 ? Kind::kFloat32 : (kCluster > 1) ? Kind::kCluster : Kind::kPlain>;
 
 // The warps that compute. `OwnShared` is Shared: kinds have other members.
 template <class Loader, class OwnShared>
@@ -184,17 +183,37 @@ struct Consumer {
                              min(unit.length, first_of_part + kPartKeys)};
     if (positions.empty()) return wait();
     const int kv_head = share.kv_head + attend.tile / kRowTiles;
-    NewRows<kHeadDim, kRotates> new_keys(p, p.new_key, unit, kv_head, positions);
-    if constexpr (kValuesInKeys) {
+    if constexpr (kFloat32) {  // whose wide heads leave no registers to load ahead
       wait();
+      for (int position = positions.begin; position < positions.end; ++position) {
+        const int query = position - (unit.length - p.query_len);
+        const int64 row =
+            (static_cast<int64>(unit.batch) * p.query_len + query) * p.kv_heads + kv_head;
+        copy<kHeadDim, kRotates>(p.new_key, row, keys, position - first, position);
+        if constexpr (!kValuesInKeys) {
+          copy<kValueDim, false>(p.new_value, row, values, position - first, position);
+        }
+      }
     } else {
-      NewRows<kValueDim, false> new_values(p, p.new_value, unit, kv_head, positions);
-      wait();
-      replace<kValueDim>(new_values, unit, kv_head, values, first, p.value_cache);
+      NewRows<kHeadDim, kRotates> new_keys(p, p.new_key, unit, kv_head, positions);
+      if constexpr (kValuesInKeys) {
+        wait();
+      } else {
+        NewRows<kValueDim, false> new_values(p, p.new_value, unit, kv_head, positions);
+        wait();
+        replace<kValueDim>(new_values, unit, kv_head, values, first, p.value_cache);
+      }
+      replace<kHeadDim>(new_keys, unit, kv_head, keys, first, p.key_cache);
     }
-    replace<kHeadDim>(new_keys, unit, kv_head, keys, first, p.key_cache);
     Loader::fence_writes();  // before it writes here again
     __syncwarp();
+  }
+  template <int kDim, bool kTurns>
+  __device__ __forceinline__ void copy(const void* from, int64 row, uint32 tile, int slot,
+                                       int position) {
+    for_pieces<kDim, kTurns>(
+        p, RowPieces<kDim>(from, row * RowPieces<kDim>::kStride), position, threadIdx.x % 32, 32,
+        [&](int i, const Piece& piece) { store_in_tile(tile, slot, i, piece); });
   }
   template <int kDim, class Rows>
   __device__ __forceinline__ void replace(Rows& rows, const Unit& unit, int kv_head, uint32 tile,

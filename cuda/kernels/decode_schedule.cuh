@@ -18,7 +18,7 @@
 
 namespace decode {
 
-inline constexpr int kTeamWarps = 4;  // that share a block
+inline constexpr int kTeamWarps = 4;                // that share a block
 inline constexpr int kWarps = kTeamWarps * kTeams;  // that compute
 // Warps that share a block for the same rows.
 inline constexpr int kKeyParts = kTeamWarps / (kRowTiles * kHeads);
@@ -254,13 +254,12 @@ __device__ __forceinline__ void for_pieces(const DecodeParams& p, const RowPiece
   }
 }
 
-// New rows of keys or values in their order, as a warp reads them and writes them elsewhere: an item
-// is a piece of eight elements, or with kTurns two that turn together. Of 16 bits the first 32 items
-// are loaded at once; wide heads of float32 have no registers for that.
+// New rows of keys or values in their order, as a warp reads them and writes them elsewhere: an
+// item is a piece of eight elements, or with kTurns two that turn together. Of 16 bits the first 32
+// items are loaded at once; wide heads of float32 have no registers for that.
 template <int kDim, bool kTurns>
 struct NewRows {
   static constexpr int kSteps = kTurns ? kDim / 16 : ceil_div(kDim, 8);  // items of a row
-  static constexpr bool kAhead = !kFloat32;
   const DecodeParams& p;
   const void* array;  // [B, T, K, dim]
   int64 row;          // of the first position
@@ -272,13 +271,13 @@ struct NewRows {
       : p(p), array(array), positions(positions) {
     const int query = positions.begin - (unit.length - p.query_len);
     row = (static_cast<int64>(unit.batch) * p.query_len + query) * p.kv_heads + kv_head;
-    if constexpr (kAhead) load(threadIdx.x % 32);
+    load(threadIdx.x % 32);
   }
   // Calls store(position, index, piece).
   template <class Store>
   __device__ __forceinline__ void store(Store store) {
     for (int item = threadIdx.x % 32; exists(item); item += 32) {
-      if (!kAhead || item >= 32) load(item);
+      if (item >= 32) load(item);
       const int position = positions.begin + item / kSteps, at = item % kSteps;
       store(position, at, first);
       if constexpr (kTurns) store(position, at + kSteps, second);

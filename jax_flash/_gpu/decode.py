@@ -7,6 +7,7 @@ not. Read next: cuda/kernels/decode_cta.cuh, cuda/runtime/families/decode.cc.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -286,7 +287,7 @@ def make(
 ) -> DecodeTiling:
     """Makes a tiling with as many stages as there is room for, or none.
 
-    `rounds`: parts that follow each other on a multiprocessor.
+    `rounds`: parts that follow each other on a multiprocessor. `stages`: at most.
     """
     if block_kv is None:
         narrow = max(shapes.head_dim, shapes.value_dim) <= 64 and heads * row_tiles < 4
@@ -316,9 +317,8 @@ def make(
     )
     # Each CTA takes 1 KB beside its own.
     room = ((gpu.shared_bytes + 1024) // resident) - 1024
-    counts = range(1, (stages or room // tiling.block_kv) + 1)
-    sized = (dataclasses.replace(tiling, stages=count) for count in counts)
-    return max((x for x in sized if x.shared_bytes <= room), key=lambda x: x.stages, default=tiling)
+    sized = (dataclasses.replace(tiling, stages=x + 1) for x in range(stages or room))
+    return [tiling, *itertools.takewhile(lambda x: x.shared_bytes <= room, sized)][-1]
 
 
 def _teams(call: Any, shapes: Shapes, cluster: int) -> int:
