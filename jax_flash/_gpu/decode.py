@@ -225,15 +225,12 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     rows = _rows(shapes)
     cluster = _cluster(call, shapes, gpu)
     if cluster > 1 and rows <= 16 and shapes.value_dim <= 256:
-        # Half as many turns of the ring in long caches: 16k keys 22.8 instead of 24.2 us. Of short
-        # ones stages for what there is: with all of shared memory 1k keys take 2 us more.
-        positions = -(-shapes.kv_len // cluster)
-        for block_kv in (128, None) if positions >= 1024 else (None,):
-            options: dict[str, Any] = {"cluster": cluster, "block_kv": block_kv}
-            tiling = make(call, shapes, gpu, **options)
-            blocks = max(-(-positions // tiling.block_kv), tiling.teams)
-            if tiling.stages >= (tiling.teams if block_kv is None else 3):
-                return make(call, shapes, gpu, **options, stages=min(tiling.stages, blocks))
+        # Of short caches stages for what there is: with all of shared memory 1k keys take 2 us more.
+        tiling = make(call, shapes, gpu, cluster=cluster)
+        if tiling.stages >= tiling.teams:
+            blocks = max(-(-shapes.kv_len // (cluster * tiling.block_kv)), tiling.teams)
+            stages = min(tiling.stages, blocks)
+            return make(call, shapes, gpu, cluster=cluster, stages=stages)
     # float32 in parts asks more of the warps: two CTAs have twice as many.
     is_whole = call.problem.dtype != "float32"
     most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
