@@ -225,7 +225,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     rows = _rows(shapes)
     cluster = _cluster(call, shapes, gpu)
     if cluster > 1 and rows <= 16 and shapes.value_dim <= 256:
-        # Of short caches stages for what there is: with all of shared memory 1k keys take 2 us more.
+        # Stages for what there is: with all of shared memory 1k keys take 2 us more.
         tiling = make(call, shapes, gpu, cluster=cluster)
         if tiling.stages >= tiling.teams:
             blocks = max(-(-shapes.kv_len // (cluster * tiling.block_kv)), tiling.teams)
