@@ -212,7 +212,7 @@ __device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) 
     return pair;
   };
   __shared__ float numbers[2][kQueries];
-  static_assert(2 * kQueries <= kThreads);
+  constexpr int kHeld = ceil_div(2 * kQueries, kThreads);  // by a thread
   BlockBias<Tiles::kParts> biases;
   BlockPair now = pair_from(begin);
   if (now.index < end) biases.load(p, now);
@@ -220,14 +220,20 @@ __device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) 
   while (now.index < end) {
     BlockPair next = now;
     if (Tiles::kStages > 1) next = pair_from(now.index + 1);
-    const int thread = threadIdx.x;
-    const float* source = thread < kQueries ? p.lse_log2 : p.minus_delta;
-    float number = 0.f;
-    if (thread < 2 * kQueries) {
-      number = source[padded_row(p, now.batch, now.head, now.m0) + thread % kQueries];
+    const int64 first = padded_row(p, now.batch, now.head, now.m0);
+    float held[kHeld] = {};
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int at = threadIdx.x + i * kThreads;
+      const float* source = at < kQueries ? p.lse_log2 : p.minus_delta;
+      if (at < 2 * kQueries) held[i] = source[first + at % kQueries];
     }
     const auto& loaded = tiles.load(now, next, Tiles::kStages > 1 && next.index < end);
-    if (thread < 2 * kQueries) numbers[thread / kQueries][thread % kQueries] = number;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int at = threadIdx.x + i * kThreads;
+      if (at < 2 * kQueries) numbers[at / kQueries][at % kQueries] = held[i];
+    }
     __syncthreads();
     add_scores<Tiles::kParts>(p, loaded, now, biases, numbers, sum);
     now = Tiles::kStages > 1 ? next : pair_from(now.index + 1);

@@ -228,8 +228,8 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
         # Stages for what there is: with all of shared memory 1k keys take 2 us more.
         tiling = make(call, shapes, gpu, cluster=cluster)
         if tiling.stages >= tiling.teams:
-            blocks = max(-(-shapes.kv_len // (cluster * tiling.block_kv)), tiling.teams)
-            stages = min(tiling.stages, blocks)
+            turns = max(-(-shapes.kv_len // (cluster * tiling.block_kv * tiling.teams)), 1)
+            stages = min(tiling.stages, turns * tiling.teams)
             return make(call, shapes, gpu, cluster=cluster, stages=stages)
     # float32 in parts asks more of the warps: two CTAs have twice as many.
     is_whole = call.problem.dtype != "float32"
@@ -314,7 +314,9 @@ def make(
     )
     # Each CTA takes 1 KB beside its own.
     room = ((gpu.shared_bytes + 1024) // resident) - 1024
-    sized = (dataclasses.replace(tiling, stages=x + 1) for x in range(stages or room))
+    # Each team has stages of its own: of another's it could take one use for the next.
+    counts = range(tiling.teams, (stages or room) + 1, tiling.teams)
+    sized = (dataclasses.replace(tiling, stages=count) for count in counts)
     return [tiling, *itertools.takewhile(lambda x: x.shared_bytes <= room, sized)][-1]
 
 

@@ -87,7 +87,8 @@ struct Producer {
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
     ptx::barrier_wait(ptx::shared_address(barrier), parity ^ 1);
   }
-  __device__ __forceinline__ void load_key(const UnitWalk& walk, int head, int block, int batch) {
+  __device__ __forceinline__ void load_key(const UnitWalk& walk, const UnitInfo& unit, int head,
+                                           int block) {
     const int stage = ring.stage();
     ListedBlock listed{block};
     if constexpr (kListsWhole) listed.add_whole(walk.whole_rows(block));
@@ -97,7 +98,7 @@ struct Producer {
         if (kTmaLoads || is_leader()) shared.block_list[stage] = listed.bits;
       }
       load_block<kHeadDim>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
-                           block, batch, kBiasBytes);
+                           block, unit.batch, kBiasBytes);
       if constexpr (kBiasTiles) load_bias(unit, stage, block);
     }
   }
@@ -244,7 +245,7 @@ struct Producer {
         // Without kBeginsNear unit.blocks.begin, but plain kernels would be other ones.
         const int last = kBeginsNear ? last_of_walk(unit.blocks, block) : 0;
         const auto is_last = [&] { return block == (kBeginsNear ? last : unit.blocks.begin); };
-        load_key(walk, kv_head, block, unit.batch);
+        load_key(walk, unit, kv_head, block);
         load_query(walk, unit);
         if (kAsksLate && is_last()) request_number(number);
         load_value(kv_head, block, unit.batch);
@@ -255,7 +256,7 @@ struct Producer {
 #pragma unroll 1
         while (kBeginsNear ? block != last : block > unit.blocks.begin) {
           block = walk.next(unit, block);
-          load_key(walk, kv_head, block, unit.batch);
+          load_key(walk, unit, kv_head, block);
           if (kAsksLate && is_last()) request_number(number);
           load_value(kv_head, block, unit.batch);
         }
