@@ -48,8 +48,8 @@ inline constexpr bool kTakesLine = kScoreIsLine && (!kHasDropout || kValueDim <=
 inline constexpr bool kBeginsNear =
     kScoreBends && kTakesLine && !kWindowLeft && !kWindowRight && !kListsBlocks;
 // Then each warpgroup walks from the first to the last block that its own rows see. With segments
-// all walk what any of them sees, and beyond 128 columns, where 8 bytes would be spilled.
-inline constexpr bool kListsOwn = kListsWhole && !kHasSegments && kValueDim <= 128;
+// all walk what any of them sees; beyond 128 columns 8 bytes would be spilled, without TMA 136.
+inline constexpr bool kListsOwn = kListsWhole && kTmaLoads && !kHasSegments && kValueDim <= 128;
 // A unit with rows that overflow is walked again, with a maximum in every block. Not where four
 // warps load: they would have to agree on it.
 inline constexpr bool kRepeats = kTmaLoads;
