@@ -398,6 +398,17 @@ def test_figures_are_drawn_from_the_results(tmp_path: Path):
         assert texts[0] == texts[1]
 
 
+def test_block_masks_are_drawn_from_the_results(tmp_path: Path):
+    record = figures.newest(figures.RESULTS, figures.SPARSE_COMMAND)
+    for theme, color in figures.THEMES.items():
+        drawn = tmp_path / f"sparse-{theme}.svg"
+        figures.draw_sparse(record, color, drawn)
+        kept = FOLDER.parent / "docs" / "figures" / drawn.name
+        texts = [re.findall(r">([^<>]+)</text>", x.read_text()) for x in (drawn, kept)]
+        assert "butterfly" in texts[0]
+        assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("name", drawings.DRAWINGS)
 def test_drawings_are_of_todays_plans(name: str):
     """If not: python benchmarks/figures.py."""

@@ -10,6 +10,7 @@ from jax_flash import _gpu
 from jax_flash._call import Call
 from jax_flash._gpu import spec
 from jax_flash._ops import passes
+from jax_flash._ops.decode import Decode
 from jax_flash._problem import TERMS, Problem, Shapes, TermShape
 
 pytestmark = pytest.mark.quick
@@ -197,6 +198,21 @@ def test_backward_tilings_take_the_keys_that_fit():
     assert [keys("L4", dim) for dim in (64, 128, 192, 256)] == [
         *((128, 64), (128, 32), (64, 32), (32, 32))
     ]
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_teams_of_decoding_have_stages_of_their_own(dim):
+    """A team that is ahead of the others would take the use of a stage that is not its own."""
+    call = Decode(PLAIN, None)
+    for batch, length in itertools.product((1, 4, 8), (64, 320, 1024, 3000, 4096, 16384, 1 << 17)):
+        shapes = dataclasses.replace(
+            SHAPES, batch=batch, q_len=1, kv_len=length, head_dim=dim, value_dim=dim
+        )
+        tiling = _gpu.plan(call, shapes, H200).tiling
+        assert tiling.stages >= tiling.teams
+        assert tiling.stages % tiling.teams == 0
+    assert tiling.cluster == 1
+    assert tiling.teams == 1
 
 
 def test_deterministic_units_of_a_head_are_apart():
