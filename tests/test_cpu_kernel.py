@@ -156,7 +156,7 @@ for batch, heads, kv_heads, window in [(1, 1, 1, None), (2, 3, 3, (100, 0)), (1,
 def test_deterministic_gradients_do_not_depend_on_the_number_of_threads(tmp_path):
     package = Path(jax_flash.__file__).parent.parent
     seen = set()
-    for threads in (1, 3, 8):  # of XLA's pool, by the variable that it reads
+    for threads in (1, 3):  # of XLA's pool, by the variable that it reads
         environment = dict(os.environ, PYTHONPATH=str(package), JAX_PLATFORMS="cpu")
         environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
         done = subprocess.run(

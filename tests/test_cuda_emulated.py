@@ -76,7 +76,7 @@ CASES = (
     C("bias stored lengths", bias="bnts", T=150, S=140, q_lengths=(150, 70), kv_lengths=(99, 140),
       sinks=True),
     C("bias float32 by TMA", bias="1nts", bias_dtype="float32", batch=(2,), T=100, S=132, N=1),
-    C("bias float32", bias="1n1s", bias_dtype="float32", batch=(2, 2), T=130, S=140),
+    C("bias float32", bias="1n1s", bias_dtype="float32", batch=(2,), T=130, S=140),
     C("bias of queries", bias="b1t1", batch=(2,), T=130, N=2, K=1, deterministic=True),
     C("bias of heads 256", bias="n11", H=256, batch=(2,), T=70, S=90, causal=True),
     C("bias odd float16", bias="1nts", dtype="float16", T=99, S=131, softcap=2.0, batch=(2,)),
