@@ -7,6 +7,7 @@ Read next: cuda/kernels/sm80/forward.cuh and backward.cuh, cuda/runtime/families
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 
@@ -397,70 +398,68 @@ def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
     softly_drops = problem.softcap is not None and "dropout_state" in problem.terms
     if parts == 1 and widest <= 128 and "block_bits" in problem.terms:
         # Beside two tiles of keys and 128 columns up to 88 bytes were spilled.
-        sizes = [size for size in sizes if size[5] == 1 or widest // size[4] < 64]
+        sizes = [size for size in sizes if size.row_tiles == 1 or widest // size.column_warps < 64]
     if parts == 1 and 96 < widest <= 128 and (shapes.mask is not None or softly_drops):
-        sizes = [size for size in sizes if size[1] < 64]  # up to 36 bytes, likewise
+        sizes = [size for size in sizes if size.step_queries < 64]  # up to 36 bytes, likewise
     dims = shapes.head_dim, shapes.value_dim
-    return [
-        BackwardTiling(
-            *dims,
-            block_kv=block_kv,
-            parts=parts,
-            column_warps=column_warps,
-            row_tiles=row_tiles,
-            step_queries=step_queries,
-            stages=stages,
-            dout_stages=dout_stages,
-        )
-        for block_kv, step_queries, stages, dout_stages, column_warps, row_tiles in sizes
-    ]
+    return [BackwardTiling(*dims, parts=parts, **size._asdict()) for size in sizes]
 
 
-# Keys of a CTA, queries of a step, buffers of queries and of output gradients, warps that share
-# keys, tiles of 16 keys of a warp, by the parts of an element and the columns that the wider dim
-# does not pass. Two tiles first, which read shared memory less often, then keys: every block of
-# them adds to the sum of dq. Then what is under way beside a step. A warp has registers for dk and
-# dv of 16 keys and 128 columns each; of elements in parts for 64, with 128
-# other terms spilled up to 300 bytes, but for 512 columns, where four warps share keys.
+class _Size(NamedTuple):
+    """Of a backward tiling what shared memory and registers have to hold; fields of that name."""
+
+    block_kv: int
+    step_queries: int
+    stages: int
+    dout_stages: int
+    column_warps: int
+    row_tiles: int = 1
+
+
+# By the parts of an element and the columns that the wider dim does not pass. Two tiles first,
+# which read shared memory less often, then keys: every block of them adds to the sum of dq. Then
+# what is under way beside a step. A warp has registers for dk and dv of 16 keys and 128 columns
+# each; of elements in parts for 64, with 128 other terms spilled up to 300 bytes, but for 512
+# columns, where four warps share keys.
 _SIZES = {
     (1, 64): [
-        (128, 64, 2, 2, 1, 2),
-        (128, 64, 2, 1, 1, 2),
-        (128, 64, 2, 2, 2, 2),
-        (128, 64, 2, 2, 1, 1),
-        (128, 64, 2, 1, 1, 1),
-        (128, 32, 2, 2, 1, 1),
-        (128, 32, 2, 1, 1, 1),
+        _Size(128, 64, 2, 2, 1, 2),
+        _Size(128, 64, 2, 1, 1, 2),
+        _Size(128, 64, 2, 2, 2, 2),
+        _Size(128, 64, 2, 2, 1),
+        _Size(128, 64, 2, 1, 1),
+        _Size(128, 32, 2, 2, 1),
+        _Size(128, 32, 2, 1, 1),
     ],
     (1, 128): [
-        (128, 64, 2, 2, 2, 2),
-        (128, 64, 2, 2, 1, 1),
-        (128, 64, 2, 1, 1, 1),
-        (128, 32, 2, 2, 1, 1),
-        (128, 32, 2, 1, 1, 1),
+        _Size(128, 64, 2, 2, 2, 2),
+        _Size(128, 64, 2, 2, 1),
+        _Size(128, 64, 2, 1, 1),
+        _Size(128, 32, 2, 2, 1),
+        _Size(128, 32, 2, 1, 1),
     ],
     (1, 256): [
-        (64, 64, 2, 2, 4, 2),
-        (64, 64, 1, 1, 4, 2),
-        (64, 32, 2, 2, 2, 1),
-        (64, 32, 2, 1, 2, 1),
-        (64, 32, 1, 1, 2, 1),
-        (32, 32, 2, 1, 2, 1),
+        _Size(64, 64, 2, 2, 4, 2),
+        _Size(64, 64, 1, 1, 4, 2),
+        _Size(64, 32, 2, 2, 2),
+        _Size(64, 32, 2, 1, 2),
+        _Size(64, 32, 1, 1, 2),
+        _Size(32, 32, 2, 1, 2),
     ],
     (1, 512): [
-        (32, 64, 2, 2, 4, 1),
-        (32, 64, 1, 1, 4, 1),
-        (32, 32, 1, 1, 4, 1),
-        (16, 32, 1, 1, 4, 1),
+        _Size(32, 64, 2, 2, 4),
+        _Size(32, 64, 1, 1, 4),
+        _Size(32, 32, 1, 1, 4),
+        _Size(16, 32, 1, 1, 4),
     ],
-    (2, 64): [(128, 64, 2, 2, 1, 1), (128, 32, 2, 2, 1, 1), (128, 32, 1, 1, 1, 1)],
-    (2, 128): [(64, 32, 2, 2, 2, 1), (32, 32, 2, 1, 2, 1)],
-    (2, 256): [(32, 64, 1, 1, 4, 1), (32, 32, 1, 1, 4, 1), (16, 16, 1, 1, 4, 1)],
-    (2, 512): [(32, 16, 1, 1, 4, 1), (16, 16, 1, 1, 4, 1)],
-    (3, 64): [(128, 32, 2, 2, 1, 1), (128, 32, 2, 1, 1, 1), (64, 32, 1, 1, 1, 1)],
-    (3, 128): [(64, 32, 2, 2, 2, 1), (32, 32, 2, 1, 2, 1), (32, 16, 1, 1, 2, 1)],
-    (3, 256): [(32, 32, 1, 1, 4, 1), (32, 16, 1, 1, 4, 1), (16, 16, 1, 1, 4, 1)],
-    (3, 512): [(16, 16, 1, 1, 4, 1)],
+    (2, 64): [_Size(128, 64, 2, 2, 1), _Size(128, 32, 2, 2, 1), _Size(128, 32, 1, 1, 1)],
+    (2, 128): [_Size(64, 32, 2, 2, 2), _Size(32, 32, 2, 1, 2)],
+    (2, 256): [_Size(32, 64, 1, 1, 4), _Size(32, 32, 1, 1, 4), _Size(16, 16, 1, 1, 4)],
+    (2, 512): [_Size(32, 16, 1, 1, 4), _Size(16, 16, 1, 1, 4)],
+    (3, 64): [_Size(128, 32, 2, 2, 1), _Size(128, 32, 2, 1, 1), _Size(64, 32, 1, 1, 1)],
+    (3, 128): [_Size(64, 32, 2, 2, 2), _Size(32, 32, 2, 1, 2), _Size(32, 16, 1, 1, 2)],
+    (3, 256): [_Size(32, 32, 1, 1, 4), _Size(32, 16, 1, 1, 4), _Size(16, 16, 1, 1, 4)],
+    (3, 512): [_Size(16, 16, 1, 1, 4)],
 }
 
 
