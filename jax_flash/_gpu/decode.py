@@ -229,8 +229,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
         tiling = make(call, shapes, gpu, cluster=cluster)
         if tiling.stages >= tiling.teams:
             turns = max(-(-shapes.kv_len // (cluster * tiling.block_kv * tiling.teams)), 1)
-            stages = min(tiling.stages, turns * tiling.teams)
-            return make(call, shapes, gpu, cluster=cluster, stages=stages)
+            return dataclasses.replace(tiling, stages=min(tiling.stages, turns * tiling.teams))
     # float32 in parts asks more of the warps: two CTAs have twice as many.
     is_whole = call.problem.dtype != "float32"
     most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
