@@ -3,7 +3,7 @@
 `trace` makes a `Function` of it and lists the arrays that it reads, which become operands of the
 primitives. Two Functions are equal where they compute the same and have the same derivatives; the
 values of the arrays are not part of them. Read next: `_program.py`, what it computes, and
-`_gpu/emit.py`, which writes one as CUDA.
+`_gpu/emit`, which writes one as CUDA.
 """
 
 from __future__ import annotations

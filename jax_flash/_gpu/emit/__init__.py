@@ -1,0 +1,244 @@
+"""Owns what a user's function of scalars is as CUDA: text of float, int, unsigned and bool.
+
+`define` writes one; `cannot` says why there is no text. What depends on the batch row and the head
+alone is apart from what is computed for each score. Integers wrap as JAX's do. Where their
+bounds are known, nothing that the bounds decide is written, and float32 of an integer below 2^24 is
+computed from the arguments as floats, which kernels have at hand: a conversion takes as long as an
+exponential. Functions are CUDA's own, of one or two ulp, but tanh; none is fast and inexact. The
+texts need `PRELUDE` in front of them.
+
+A traced function's steps on arrays are written by `arrays.py`, which knows where elements are; on
+each element by `scalars.py`; what is known of one is in `values.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+
+from jax_flash._function import Function
+from jax_flash._gpu.emit.arrays import Writer
+from jax_flash._gpu.emit.scalars import Line, words
+from jax_flash._gpu.emit.values import (
+    HIGH,
+    SMALL,
+    Operand,
+    Real,
+    Scalar,
+    UnsupportedError,
+    View,
+    integer,
+    of_constant,
+    of_number,
+    single,
+    strides_of,
+    type_of,
+)
+from jax_flash._program import Program, Value
+
+__all__ = [
+    "MAX_CAPTURES",
+    "PRELUDE",
+    "SMALL",
+    "Scalar",
+    "UnsupportedError",
+    "Writer",
+    "cannot",
+    "define",
+    "has_remainders",
+    "has_slope",
+    "is_light",
+    "of_number",
+    "run",
+    "words",
+]
+
+MAX_CAPTURES = 8  # kMaxCaptures of ffi/operands.h
+_LIGHT = 16  # lines
+
+
+# tanh within 4 ulp, without a branch, which would keep products in flight waiting, and in fewer
+# registers than CUDA's own: with that one the backward of head dim 256 spilled 52 bytes. The near
+# part is the polynomial of least largest relative error, 1e-7.
+PRELUDE = """\
+__device__ __forceinline__ float branchless_tanh(float x) {
+  const float square = x * x;
+  float y = fmaf(0.0164375398f, square, -0.0526717901f);
+  y = fmaf(y, square, 0.133207247f);
+  y = fmaf(y, square, -0.333329469f);
+  const float near = fmaf(x * square, y, x);
+  const float far = 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * fabsf(x)));
+  return fabsf(x) < 0.55f ? near : copysignf(far, x);
+}
+"""
+
+
+def cannot(function: Function, with_slope: bool) -> tuple[str, ...]:
+    """Lists why a function, and its slope, have no text; empty if they have."""
+    try:
+        rows = (False,) * len(function.captures)
+        _body(function, with_slope, rows, small=True)
+    except UnsupportedError as error:
+        return (str(error),)
+    return ()
+
+
+def is_light(function: Function) -> bool:
+    """Tells whether a score takes a few sums, products and comparisons alone."""
+    text = _text_of_each(function)
+    called = set(re.findall(r"(\w+)\(", text)) - {"fabsf", "fminf", "fmaxf"}
+    return text.count(";") <= _LIGHT and not called and not re.search("[/%]", text)
+
+
+def has_remainders(function: Function) -> bool:
+    """Tells whether a score takes remainders of integers."""
+    return "%" in _text_of_each(function)
+
+
+def _text_of_each(function: Function) -> str:
+    lines, _ = _body(function, False, (False,) * len(function.captures), True)
+    return " ".join(map(str, _split(lines)[1]))
+
+
+def has_slope(function: Function) -> bool:
+    """Tells whether the derivative by the score is anything but 1, as far as its text says."""
+    try:
+        lines, _ = _body(function, True, (False,) * len(function.captures), True)
+    except UnsupportedError:
+        return True
+    return lines[-1].text != "1.0f"
+
+
+def run(writer: Writer, function: Function, rows: tuple[bool, ...]) -> Scalar:
+    """Writes all lines of a function of queries and keys less than SMALL; returns its value."""
+    inputs = _inputs(writer, function, rows, small=True)
+    return writer.scalar(_run(writer, function.program.opened, inputs)[0])
+
+
+def define(
+    function: Function,
+    name: str,
+    *,
+    result: str = "float",
+    with_slope: bool = False,
+    rows: Sequence[bool] | None = None,
+    small: bool = False,
+) -> str:
+    """Writes a function `name` of (of, *arguments), and what makes `of`.
+
+    That is what depends on the batch row and the head alone: `<name>_of_head(p, row, batch, head)`
+    computes it, once for many scores. The parameters p have `captures`, of which each is read at
+    the batch row `row`. The other arguments follow; query and key are a Place. With slope a last
+    argument `float& slope` follows.
+
+    Arguments:
+      function: what to write.
+      name: of the function in CUDA.
+      result: its type.
+      with_slope: also give the derivative by the first argument.
+      rows: which captured arrays differ between batch rows.
+      small: queries and keys are less than SMALL.
+    """
+    rows = (False,) * len(function.captures) if rows is None else tuple(rows)
+    lines, value = _body(function, with_slope, rows, small)
+    types = [type_of(aval.dtype) for aval in function.program.inputs]
+    arguments = [
+        f"const Place& {x}" if x in _PLACES else f"{t} {x}"
+        for t, x in zip(types, function.arguments, strict=False)
+        if x not in _OF_HEAD
+    ]
+    arguments += ["float& slope"] if with_slope else []
+    once, each = _split(lines)
+    used = words(value, *each)
+    kept = [x for x in (*_IDS, *once) if x.name in used]
+    kind = "".join(part.capitalize() for part in (*name.split("_"), "of", "head"))
+    names = ", ".join(x.name for x in kept)
+    opened = [f"const auto& [{names}] = of;"] if kept else []
+    head = "__device__ __forceinline__"
+    return (
+        f"struct {kind} {{\n{_indented(f'{x.kind} {x.name};' for x in kept)}}};\n"
+        f"template <class Params>\n"
+        f"{head} {kind} {name}_of_head(const Params& p, int row, int batch, int head) {{\n"
+        f"{_indented([*map(str, once), f'return {{{names}}};'])}}}\n"
+        f"template <class Place>\n"
+        f"{head} {result} {name}(const {kind}& of, {', '.join(arguments)}) {{\n"
+        f"{_indented([*opened, *map(str, each), f'return {value};'])}}}\n"
+    )
+
+
+def _indented(lines: Iterable[str]) -> str:
+    return "".join(f"  {line}\n" for line in lines)
+
+
+_PLACES = ("query", "key")
+_OF_HEAD = ("batch", "head")
+_IDS = tuple(Line("int", name, "") for name in _OF_HEAD)
+
+
+def _split(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """Parts lines that depend on the batch row and the head alone from the others."""
+    once, each = [], []
+    own = {"score", "slope", *_PLACES}
+    for line in lines:
+        if line.name in own or not own.isdisjoint(words(line.text)):
+            own.add(line.name)
+            each.append(line)
+        else:
+            once.append(line)
+    return once, each
+
+
+@functools.lru_cache(maxsize=256)
+def _body(
+    function: Function, with_slope: bool, rows: tuple[bool, ...], small: bool
+) -> tuple[tuple[Line, ...], str]:
+    if len(function.captures) > MAX_CAPTURES:
+        count = len(function.captures)
+        raise UnsupportedError(f"it reads {count} arrays, and kernels take up to {MAX_CAPTURES}")
+    value_program = function.program.opened
+    if with_slope:  # says what has no text before it is differentiated
+        _body(function, False, rows, small)
+    writer = Writer()
+    inputs = _inputs(writer, function, rows, small)
+    program = function.program.with_slope if with_slope else value_program
+    results = [writer.scalar(x).text for x in _run(writer, program, inputs)]
+    return writer.needed(results, with_slope), results[0]
+
+
+def _inputs(
+    writer: Writer, function: Function, rows: tuple[bool, ...], small: bool
+) -> list[Operand]:
+    inputs: list[Operand] = []
+    for argument, aval in zip(function.arguments, function.program.inputs, strict=False):
+        type_of(aval.dtype)
+        text, bounds, real = argument, None, None
+        if aval.dtype == "int32":
+            placed = argument in _PLACES
+            bounds = (0, SMALL if placed and small else HIGH)
+            if placed:
+                text, real = f"{argument}.index", Real(f"{argument}.real", f"{argument}.offset")
+        inputs.append(single(Scalar(text, aval.dtype, bounds=bounds, real=real)))
+    for i, aval in enumerate(function.captures):
+        inputs.append(View(i, aval.dtype, integer(0), aval.shape, strides_of(aval.shape)))
+        if aval.size > HIGH:
+            raise UnsupportedError(
+                f"it reads an array of {aval.size} elements, more than int32 counts"
+            )
+        pointer = f"const {'unsigned char' if aval.dtype == 'bool' else type_of(aval.dtype)}*"
+        row = f" + row * p.captures[{i}].batch" if rows[i] else ""
+        text = f"static_cast<{pointer}>(p.captures[{i}].data){row}"
+        writer.lines.append(Line(pointer, f"a{i}", text))
+    return inputs
+
+
+def _run(writer: Writer, program: Program, inputs: Sequence[Operand]) -> list[Operand]:
+    values: dict[int, Operand] = dict(enumerate(inputs))
+
+    def read(x: Value) -> Operand:
+        return values[x] if isinstance(x, int) else of_constant(x)
+
+    for step in program.steps:
+        results = writer.write(step, [read(x) for x in step.inputs])
+        values.update(zip(step.outputs, results, strict=True))
+    return [read(x) for x in program.results]
