@@ -1,5 +1,5 @@
 // The machine that a kernel's text runs on: CTAs of threads, shared memory, barriers, copies and
-// products in flight. ptx.cc executes instructions on it. Read __init__.py first.
+// products in flight. ptx_*.cc execute instructions on it. Read __init__.py first.
 //
 // Threads are fibers, all of one host thread. They are switched where they wait for each other and
 // nowhere else, so each runs as far as it may before any other does a thing: what no barrier
