@@ -1,6 +1,6 @@
 """Block masks: what they are made of, and what becomes of them under JAX's transformations.
 
-That every backend computes with them what it should is in tests/cases.py.
+That every backend computes with them what it should is in tests/conformance_cases.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from .cases import BY_NAME, CASES, Arguments, Case, covering, fit
+from .cases import Arguments, Case, fit
+from .conformance_cases import BY_NAME, CASES, covering
 from .conftest import with_backends
 from .tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
 

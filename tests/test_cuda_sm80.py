@@ -20,7 +20,7 @@ from jax_flash._problem import Problem, Shapes
 
 from . import decode_cases, fake_cuda
 from .cases import BOTTOM_RIGHT, Arguments, Case, fit
-from .cases import CASES as CONFORMANCE
+from .conformance_cases import CASES as CONFORMANCE
 from .decode_cases import CASES as DECODING
 from .decode_cases import UNALIGNED
 from .decode_cases import Case as DecodeCase

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_flash
 from jax_flash import reference
 
-from .cases import BY_NAME, Case
+from .cases import Case
+from .conformance_cases import BY_NAME
 
 WIDE = [
     dataclasses.replace(case, dtype="float64")

@@ -13,7 +13,8 @@ import pytest
 import jax_flash
 from jax_flash import reference
 
-from .cases import BOTTOM_RIGHT, Arguments, Case, covering, fit, widest_dtype
+from .cases import BOTTOM_RIGHT, Arguments, Case, fit, widest_dtype
+from .conformance_cases import covering
 from .conftest import with_backends
 from .numpy_oracle import DTYPES
 from .small import normal

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from . import numpy_oracle
-from .cases import BY_NAME, Case
+from .cases import Case
+from .conformance_cases import BY_NAME
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,8 @@ import pytest
 
 from jax_flash import reference
 
-from .cases import CASES, DROPOUT_SEED, covering
+from .cases import DROPOUT_SEED
+from .conformance_cases import CASES, covering
 from .score_functions import SCORES
 
 # What float64 leaves without a meaning, or what one size shows as well as another; all cases run

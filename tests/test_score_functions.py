@@ -1,6 +1,6 @@
 """flash_attention(..., score_mod=f): what f may be, what it reads, its derivatives, where it runs.
 
-Conformance beside float64 is in the table of cases (cases.py); the CUDA text has
+Conformance beside float64 is in the table of cases (conformance_cases.py); the CUDA text has
 test_score_emission.py.
 """
 
