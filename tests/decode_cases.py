@@ -16,7 +16,7 @@ from . import numpy_oracle
 from .numpy_oracle import DTYPES
 from .tolerance import FORWARD_FACTOR, check, tf32
 
-L = 200  # positions that a row may have
+L = 200  # positions that a row may have, but where a case says otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Case:
     scale: float | None = None
     rotary: float | None = None
     precision: str = "highest"
+    most: int = L
 
     @property
     def value_dim(self) -> int:
@@ -48,7 +49,7 @@ class Case:
 
     @property
     def pages_of_a_row(self) -> int:
-        return -(-L // self.page) if self.page else 1
+        return -(-self.most // self.page) if self.page else 1
 
     def draw(self) -> Arguments:
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
@@ -61,7 +62,7 @@ class Case:
         # What each row holds once the call has returned, by position.
         keys = [normal(n, self.K, self.H) for n in self.lengths]
         values = [normal(n, self.K, self.value_dim) for n in self.lengths]
-        size, columns = self.page or L, self.pages_of_a_row
+        size, columns = self.page or self.most, self.pages_of_a_row
         table = None
         if self.page:
             count = rows * columns + 3  # three belong to nobody

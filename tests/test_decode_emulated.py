@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from jax_flash import _native
 from jax_flash._gpu import decode as family
 
 from .decode_cases import CASES, UNALIGNED, Arguments, Case, check_newest_values, compare, fit
@@ -99,6 +100,37 @@ def test_case(case: Case, tiling: dict[str, Any], emulator: Emulator):
     arguments = case.draw()
     got = emulator.run(Tiled(arguments, tiling), seed=2)  # type: ignore[arg-type]
     compare(arguments, got)
+
+
+# Teams take turns in rings that they do not divide, several times round.
+LONG = Case("long", T=2, N=4, K=1, H=64, window=900, lengths=(1000, 0, 650, 129), most=1000,
+            dtype="bfloat16")  # fmt: skip
+RINGS = (
+    (LONG, {"stages": 3}),
+    (dataclasses.replace(LONG, name="pages", page=16), {"stages": 5}),
+    (dataclasses.replace(LONG, name="wide blocks"), {"stages": 3, "block_kv": 128}),
+)
+LATE = 5  # a seed with which a block may be there before the one in front of it
+
+
+@pytest.mark.parametrize("seed", [2, LATE])
+@pytest.mark.parametrize(("case", "tiling"), RINGS, ids=[x.name for x, _ in RINGS])
+def test_teams_take_turns(case: Case, tiling: dict[str, int], seed: int, emulator: Emulator):
+    arguments = case.draw()
+    tiled = Tiled(arguments, tiling | {"cluster": 2})
+    compare(arguments, emulator.run(tiled, seed=seed))  # type: ignore[arg-type]
+
+
+def test_teams_see_the_blocks_of_others_come(emulator: Emulator):
+    sources = _native.kernel_sources()
+    wait = (
+        "    Loader::wait(ptx::shared_address(shared.full) + ring.barrier_offset(), ring.parity());"
+    )
+    assert sources["decode_cta.cuh"].count(wait) == 1
+    sources["decode_cta.cuh"] = sources["decode_cta.cuh"].replace(wait, "")
+    tiled = Tiled(LONG.draw(), {"cluster": 2, "stages": 3})
+    with pytest.raises(RuntimeError, match="where 0 of 1 are missing"):
+        emulator.run(tiled, seed=LATE, sources=sources)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -95,9 +95,12 @@ struct Consumer {
                     warp % kKeyParts};
       attend.start();
       const int team = warp / kTeamWarps;
-      if constexpr (kTeams > 1) ring.advance_by(team);
-      for (int block = blocks.begin + team; block < blocks.end; block += kTeams) {
-        add(attend, block);
+      for (int block = blocks.begin; block < blocks.end; ++block) {
+        if (kTeams == 1 || (block - blocks.begin) % kTeams == team) {
+          add(attend, block);
+        } else {
+          pass();
+        }
       }
       if constexpr (kFloat32) meet();  // and its queries
       if constexpr (kCluster > 1) {
@@ -166,9 +169,19 @@ struct Consumer {
     }
     if (shared.spoiled[ring.stage()]) attend.spoil();
     attend.add_block(keys, values, block * kBlockKV);
+    give_back(empty);
+  }
+
+  // Another team's block. Boxes may come out of order: a team that did not see it come could take
+  // it, by the parity, for the one behind it in the same stage.
+  __device__ __forceinline__ void pass() {
+    Loader::wait(ptx::shared_address(shared.full) + ring.barrier_offset(), ring.parity());
+    give_back(ptx::shared_address(shared.empty) + ring.barrier_offset());
+  }
+  __device__ __forceinline__ void give_back(uint32 empty) {
     __syncwarp();
     if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) ptx::lane_arrive(empty);
-    ring.advance_by(kTeams);
+    ring.advance();
   }
 
   // New keys and values in the places of what the cache had there, once wait() has it; they are
@@ -239,7 +252,7 @@ __device__ __forceinline__ void attend(const DecodeParams& p) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       Loader::init_full(ptx::shared_address(&shared.full[stage]));
-      ptx::barrier_init(ptx::shared_address(&shared.empty[stage]), kTeamWarps);
+      ptx::barrier_init(ptx::shared_address(&shared.empty[stage]), kWarps);
     }
     Loader::fence_barriers();
   }

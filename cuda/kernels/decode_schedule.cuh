@@ -34,8 +34,6 @@ inline constexpr int kOwnColumns = kSplitsColumns ? kValueColumns / kKeyParts : 
 // Keys that a product takes at once.
 static_assert(kPartKeys % (kFloat32 ? 8 : 16) == 0 && kOwnColumns % 16 == 0);
 static_assert(!kFloat32 || (!kSplitsColumns && kCluster == 1));
-// A team that is ahead would take a stage's use by another for its own: parities repeat.
-static_assert(kStages % kTeams == 0);
 static_assert(kCluster == 1 ? kTeams == 1 : kHeads * kRowTiles == 1 && !kSplitsColumns);
 
 using Bits = Element::Bits;

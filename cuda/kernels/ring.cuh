@@ -20,13 +20,6 @@ struct Ring {
       phase ^= 1;
     }
   }
-  __device__ __forceinline__ void advance_by(int count) {  // at most kStages
-    at += count;
-    if (at >= kStages) {
-      at -= kStages;
-      phase ^= 1;
-    }
-  }
 };
 template <int kStages>
 struct Ring<kStages, true> {  // one register
@@ -35,7 +28,6 @@ struct Ring<kStages, true> {  // one register
   __device__ __forceinline__ int barrier_offset() const { return passed % (8 * kStages); }
   __device__ __forceinline__ uint32 parity() const { return passed / (8 * kStages) & 1; }
   __device__ __forceinline__ void advance() { passed += 8; }
-  __device__ __forceinline__ void advance_by(int count) { passed += 8 * count; }
 };
 
 // The same of a ring's use number `use`, where one count serves rings of several lengths: one

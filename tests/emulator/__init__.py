@@ -149,7 +149,7 @@ class Emulator:
           gpu: whose kernels run.
           gradients: as for `arguments.run`, which need not know them if they are wanted.
           seed: of the order of threads and asynchronous work; 0: in order and late, 1: backwards
-            and early, others: drawn.
+            and early, others: drawn; of those 5, 9 and so on late.
 
         Raises:
           RuntimeError: the custom call failed, with its message.
