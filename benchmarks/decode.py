@@ -1,14 +1,16 @@
 """Measures decoding, one query token against a long cache, beside a plain sum of the same bytes.
 
-    python benchmarks/decode.py                       # the cells of this machine: CPU or GPU
+    python benchmarks/decode.py                       # the cells of this machine, 100 s on an H200
     python benchmarks/decode.py --cells long ragged   # those with these words in their name
     python benchmarks/decode.py --set "heads=2 box_rows=8" --set rounds=4   # other tilings too
 
 Every peer of a cell has the same queries, keys and values, and takes turns with the others, round
-by round; a time is the best of the rounds. On a GPU a round is many calls in one compiled loop (or
-between two CUDA events). Rates are bytes of the keys and values that the lengths make visible, over
-time. Before it is timed, a result is compared with backend "xla"; one that differs has no time.
-Peers that cannot run a cell say why. Writes results/<device>/decode.json.
+by round; a time is the best of the rounds. On a GPU a round is many calls in one compiled loop, or
+for PyTorch one after the other. Rates are bytes of the keys and values that the lengths make
+visible, over time. Before it is timed, a result is compared with backend "xla"; one that differs
+has no time. Peers that cannot run a cell say why. Programs are compiled side by side, ahead of all.
+
+Writes results/<device>/decode-<commit>.json and .md, for a CPU results/cpu/decode-<processor>.
 
 PyTorch's attention is measured where torch is importable: on a GPU through cuDNN and through
 FlashAttention-2, on a CPU by the kernel that it chooses.
@@ -16,13 +18,13 @@ FlashAttention-2, on a CPU by the kernel that it chooses.
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import importlib.util
-import json
+import math
 import os
-import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import run  # which asks JAX to leave memory to PyTorch
 from tqdm import tqdm
 
 import jax_flash
@@ -38,6 +41,8 @@ from jax_flash._gpu import decode as tilings
 cpu = importlib.import_module("cpu")  # cpu.py beside this file; the folder cpu/ has the name too
 Run = Callable[[], Any]  # some calls, to the end
 LOOP = 20e-3  # seconds that a round takes on a GPU, about
+RATE, LATENCY = 4e12, 5e-6  # bytes a second and seconds, of which the number of calls follows
+COMPILE_THREADS = 8
 UNROLL = 48  # calls in one turn of its loop, as many as a model has layers
 
 
@@ -79,24 +84,28 @@ CPU_CELLS = (
     Cell("8 rows of 2k bfloat16", 8, 32, 8, 2048),
     Cell("16 rows of 256 to 8k, ragged, bfloat16", 16, 32, 8, 8192, shortest=256),
 )
-GPU_CELLS = (
+SHAPES = (  # those of which there is a mean
     Cell("long 128k", 1, 32, 8, 131072),
-    Cell("long 128k float32", 1, 32, 8, 131072, dtype="float32"),
     Cell("long 64k, no groups", 1, 32, 32, 65536),
     Cell("8 rows of 32k", 8, 32, 8, 32768),
     Cell("64 rows of 8k", 64, 32, 8, 8192),
     Cell("128 rows of 2k", 128, 64, 8, 2048),
     Cell("4 rows of 8k", 4, 32, 8, 8192),
     Cell("long 512k", 1, 64, 8, 524288),
+)
+GPU_CELLS = (
+    *SHAPES,
     Cell("ragged 64 rows of 1k to 64k", 64, 32, 8, 65536, shortest=1024),
     *(Cell(f"64 rows of 8k, pages of {n}", 64, 32, 8, 8192, page=n) for n in (16, 64, 128)),
     Cell("short 1k", 1, 32, 8, 1024),
     Cell("short 16k", 1, 32, 8, 16384),
     Cell("short 8 rows of 4k", 8, 32, 8, 4096),
     Cell("short 1k with new keys, rotary", 1, 32, 8, 1024, appends=True),
+    Cell("long 128k float32", 1, 32, 8, 131072, dtype="float32"),
 )
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arrays:
     """A cell's arrays: those of decode_attention, and the rows' keys and values one by one."""
@@ -125,17 +134,20 @@ class Arrays:
         return cls(query, (caches[0], caches[1]), jnp.asarray(cell.lengths()), options)
 
 
+Start = Callable[[Arrays], Run]  # of a program that is compiled
+Make = Callable[[Cell], Start]
+
 # ---- peers ---------------------------------------------------------------------------------------
 
 
-def tiled(text: str) -> Callable[[Cell, Arrays], Run]:
+def tiled(text: str) -> Make:
     """Makes decode_attention's runs with a tiling of its own: "heads=2 rounds=4".
 
     The words are arguments of `make` in jax_flash/_gpu/decode.py.
     """
     options = {name: int(number) for name, number in (word.split("=") for word in text.split())}
 
-    def make(cell: Cell, arrays: Arrays) -> Run:
+    def make(cell: Cell) -> Start:
         def choose(call: Any, shapes: Any, gpu: Any) -> Any:
             if shapes.kv_heads % options.get("heads", 1):
                 raise ValueError(f"{shapes.kv_heads} kv heads")
@@ -146,36 +158,54 @@ def tiled(text: str) -> Callable[[Cell, Arrays], Run]:
 
         chosen, tilings.choose = tilings.choose, choose
         try:
-            return ours("cuda")(cell, arrays)
+            return ours("cuda")(cell)
         finally:
             tilings.choose = chosen
 
     return make
 
 
-def ours(backend: str) -> Callable[[Cell, Arrays], Run]:
+def ours(backend: str) -> Make:
     """Makes decode_attention's runs, once its result is right."""
 
-    def make(cell: Cell, arrays: Arrays) -> Run:
-        check(cell, arrays)
+    def make(cell: Cell) -> Start:
         rotary = 1e4 if cell.appends else None
+        decode = functools.partial(jax_flash.decode_attention, rotary_base=rotary)
 
         def step(carry: Any, lengths: Any, options: Any) -> Any:  # its caches are donated
             query, caches = carry
-            got = jax_flash.decode_attention(
-                query, caches[0], caches[1], lengths, **options, rotary_base=rotary, backend=backend
-            )
+            got = decode(query, *caches, lengths, **options, backend=backend)
             return got.out, (got.key_cache, got.value_cache)
 
-        return repeated(step, (arrays.query, arrays.caches), arrays.lengths, arrays.options)
+        def out(x: Arrays, backend: str | None) -> jax.Array:
+            precision = None if backend is None else "highest"
+            return decode(
+                x.query, *x.caches, x.lengths, **x.options, backend=backend, precision=precision
+            ).out
+
+        like = jax.eval_shape(lambda: Arrays.of(cell))
+        outs = [
+            jax.jit(functools.partial(out, backend=name)).lower(like).compile()
+            for name in (None, "xla")
+        ]
+        begin = repeated(cell, lambda x: ((x.query, x.caches), x.lengths, x.options), step)
+
+        def start(arrays: Arrays) -> Run:
+            found, expected = (np.asarray(one(arrays), np.float32) for one in outs)
+            error = np.abs(found - expected).max()
+            if not error < (2e-2 if cell.dtype != "float32" else 1e-4):
+                raise ValueError(f"the result is off by {error}")
+            return begin(arrays)
+
+        return start
 
     return make
 
 
-def jax_nn(implementation: Any) -> Callable[[Cell, Arrays], Run]:
+def jax_nn(implementation: Any) -> Make:
     """Makes jax.nn's runs."""
 
-    def make(cell: Cell, arrays: Arrays) -> Run:
+    def make(cell: Cell) -> Start:
         refuse_layouts(cell)
 
         def step(query: Any, caches: Any, lengths: Any) -> Any:
@@ -183,39 +213,42 @@ def jax_nn(implementation: Any) -> Callable[[Cell, Arrays], Run]:
                 query, *caches, key_value_seq_lengths=lengths, implementation=implementation
             )
 
-        return repeated(step, arrays.query, arrays.caches, arrays.lengths)
+        return repeated(cell, lambda x: (x.query, x.caches, x.lengths), step)
 
     return make
 
 
-def our_forward(cell: Cell, arrays: Arrays) -> Run:
+def our_forward(cell: Cell) -> Start:
     """Makes flash_attention's runs over the whole cache."""
     refuse_layouts(cell)
 
     def step(query: Any, caches: Any, lengths: Any) -> Any:
         return jax_flash.flash_attention(query, *caches, key_value_seq_lengths=lengths)
 
-    return repeated(step, arrays.query, arrays.caches, arrays.lengths)
+    return repeated(cell, lambda x: (x.query, x.caches, x.lengths), step)
 
 
-def torch_sdpa(kind: str | None) -> Callable[[Cell, Arrays], Run]:
+def torch_sdpa(kind: str | None) -> Make:
     """Makes PyTorch's runs."""
 
-    def make(cell: Cell, arrays: Arrays) -> Run:
+    def make(cell: Cell) -> Start:
         refuse_layouts(cell)
         if cell.shortest is not None:
             raise NotImplementedError("no lengths")
-        torch = importlib.import_module("torch")
-        attention = importlib.import_module("torch.nn.attention")
-        device = "cpu" if kind is None else "cuda"
+        return start_torch(cell, kind)
+
+    return make
+
+
+def start_torch(cell: Cell, kind: str | None) -> Start:
+    torch = importlib.import_module("torch")
+    attention = importlib.import_module("torch.nn.attention")
+
+    def start(arrays: Arrays) -> Run:
         # [B, N, T, H], dense: PyTorch's own layout.
-        dense = (arrays.query, *arrays.caches)
         query, key, value = (
-            torch.from_numpy(np.asarray(x, np.float32))
-            .to(device, getattr(torch, cell.dtype))
-            .transpose(1, 2)
-            .contiguous()
-            for x in dense
+            torch.from_dlpack(x).transpose(1, 2).contiguous()
+            for x in (arrays.query, *arrays.caches)
         )
         kinds = list(attention.SDPBackend.__members__.values())
         chosen = kinds if kind is None else attention.SDPBackend.__members__[kind]
@@ -229,47 +262,46 @@ def torch_sdpa(kind: str | None) -> Callable[[Cell, Arrays], Run]:
         if kind is None:
             return once
 
-        def run() -> Any:
-            for _ in range(calls):
+        def run_several() -> Any:
+            for _ in range(calls_of(cell)):
                 once()
             torch.cuda.synchronize()
 
-        calls = 1
-        run()
-        begin = time.perf_counter()
-        run()
-        calls = max(1, int(LOOP / (time.perf_counter() - begin)))
-        run.calls = calls  # type: ignore[attr-defined]
-        return run
+        return run_several
 
-    return make
+    return start
 
 
-def plain_sum(cell: Cell, arrays: Arrays) -> Run:
+def plain_sum(cell: Cell) -> Start:
     """Makes runs that add up as many bytes as the visible keys and values have."""
     count = cell.bytes // 2 // 4
     if jax.default_backend() == "gpu":
-        # As many float32 numbers, from the caches where they lie.
-        flat = [jax.lax.bitcast_convert_type(flat_pairs(x), jnp.float32) for x in arrays.caches]
-        flat = [x.reshape(-1)[:count] for x in flat]
 
         def step(total: Any, flat: Any) -> Any:
             # The factor keeps XLA from taking the sum out of the loop.
             return sum(jnp.sum(x * (1 + 0 * total)) for x in flat)
 
-        return repeated(step, jnp.zeros(()), flat)
-    halves = [
-        np.asarray(x).view(np.uint8).reshape(-1).view(np.float32)[:count] for x in arrays.caches
-    ]
-    cores = os.cpu_count() or 1
-    parts = [part for half in halves for part in np.array_split(half, max(1, cores // 2))]
-    pool = ThreadPoolExecutor(cores)
+        def pick(x: Arrays) -> Any:  # as many float32 numbers, from the caches where they lie
+            flat = [jax.lax.bitcast_convert_type(flat_pairs(y), jnp.float32) for y in x.caches]
+            return jnp.zeros(()), [y.reshape(-1)[:count] for y in flat]
 
-    def run() -> Any:
-        with np.errstate(all="ignore"):  # two bfloat16 as one float32 may be anything
-            return list(pool.map(np.sum, parts))
+        return repeated(cell, pick, step)
 
-    return run
+    def start(arrays: Arrays) -> Run:
+        halves = [
+            np.asarray(x).view(np.uint8).reshape(-1).view(np.float32)[:count] for x in arrays.caches
+        ]
+        cores = os.cpu_count() or 1
+        parts = [part for half in halves for part in np.array_split(half, max(1, cores // 2))]
+        pool = ThreadPoolExecutor(cores)
+
+        def run_sum() -> Any:
+            with np.errstate(all="ignore"):  # two bfloat16 as one float32 may be anything
+                return list(pool.map(np.sum, parts))
+
+        return run_sum
+
+    return start
 
 
 def flat_pairs(x: jax.Array) -> jax.Array:
@@ -283,43 +315,46 @@ def refuse_layouts(cell: Cell) -> None:
         raise NotImplementedError("no pages, nothing appended")
 
 
-def repeated(step: Callable[..., Any], carry: Any, *fixed: Any) -> Run:
-    """Compiles carry = step(carry, *fixed), in a loop on a GPU, which waits for each run."""
-    carry = jax.tree.map(jnp.copy, carry)
+def calls_of(cell: Cell) -> int:
+    """Counts the calls of a round: several turns of a loop on a GPU."""
     if jax.default_backend() != "gpu":
-        donated = jax.jit(step, donate_argnums=0).lower(carry, *fixed).compile()
+        return 1
+    return UNROLL * max(1, round(LOOP / (cell.bytes / RATE + LATENCY) / UNROLL))
 
-        def run() -> Any:
-            nonlocal carry
-            carry = jax.block_until_ready(donated(carry, *fixed))
 
-        return run
-    once = jax.jit(step, donate_argnums=0).lower(carry, *fixed).compile()
-    carry = jax.block_until_ready(once(carry, *fixed))
-    begin = time.perf_counter()
-    carry = jax.block_until_ready(once(carry, *fixed))
-    calls = UNROLL * max(1, int(LOOP / (time.perf_counter() - begin) / UNROLL))
+def repeated(cell: Cell, pick: Callable[[Arrays], Any], step: Callable[..., Any]) -> Start:
+    """Compiles carry = step(carry, *fixed), in a loop on a GPU, whose end a run waits for.
+
+    `pick` takes the carry and what is fixed from a cell's arrays.
+    """
+    like = jax.eval_shape(lambda: pick(Arrays.of(cell)))
+    calls = calls_of(cell)
 
     def several(carry: Any, *fixed: Any) -> Any:
         # Several calls a turn: a turn of the loop alone costs some 15 us, 0.3 a call.
         return jax.lax.fori_loop(0, calls, lambda _, x: step(x, *fixed), carry, unroll=UNROLL)
 
     # Donated: else the carry is copied once a run, caches and all.
-    compiled = jax.jit(several, donate_argnums=0).lower(carry, *fixed).compile()
+    program = jax.jit(step if calls == 1 else several, donate_argnums=0).lower(*like).compile()
 
-    def run_loop() -> Any:
-        nonlocal carry
-        carry = jax.block_until_ready(compiled(carry, *fixed))
+    def start(arrays: Arrays) -> Run:
+        carry, *fixed = pick(arrays)
+        carry = jax.tree.map(jnp.copy, carry)
 
-    run_loop.calls = calls  # type: ignore[attr-defined]
-    return run_loop
+        def run_program() -> Any:
+            nonlocal carry
+            carry = jax.block_until_ready(program(carry, *fixed))
+
+        return run_program
+
+    return start
 
 
-def peers() -> dict[str, Callable[[Cell, Arrays], Run]]:
+def peers() -> dict[str, Make]:
     """Lists what this machine can run, ours first."""
     has_torch = importlib.util.find_spec("torch") is not None
     if jax.default_backend() == "gpu":
-        known = {"jax_flash": ours("cuda"), "flash_attention": our_forward}
+        known: dict[str, Make] = {"jax_flash": ours("cuda"), "flash_attention": our_forward}
         known |= {"jax_cudnn": jax_nn("cudnn")}
         kinds = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION"}
         known |= {name: torch_sdpa(kind) for name, kind in kinds.items() if has_torch}
@@ -329,112 +364,133 @@ def peers() -> dict[str, Callable[[Cell, Arrays], Run]]:
     return known | {"sum": plain_sum}
 
 
+OTHERS = ("jax_cudnn", "torch_cudnn", "torch_flash", "jax_xla", "torch")  # of other projects
+
 # ---- the run -------------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Measures the chosen cells and prints them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    known = peers()
-    parser.add_argument("--cells", nargs="+", default=[""], help="words in the name of a cell")
-    parser.add_argument("--peers", nargs="+", choices=known, default=list(known))
-    parser.add_argument("--set", action="append", default=[], help="a tiling of ours on a GPU")
-    parser.add_argument("--seconds", type=float, default=1.0, help="spent on a peer in a cell")
-    options = parser.parse_args()
-    chosen = {name: known[name] for name in options.peers}
-    chosen |= {text: tiled(text) for text in options.set}
+    options = parse()
     on_gpu = jax.default_backend() == "gpu"
     cells = [
         cell
         for cell in (GPU_CELLS if on_gpu else CPU_CELLS)
         if any(word in cell.name for word in options.cells)
     ]
-    results: dict[str, dict[str, Any]] = {}
+    known = {name: make for name, make in peers().items() if name in options.peers}
+    jobs = [(cell, name) for cell in cells for name in known]
+    with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        built = pool.map(lambda job: build(job[0], known[job[1]]), jobs)
+        found = tqdm(built, desc="compiling", total=len(jobs), disable=None)
+        programs = dict(zip(jobs, found, strict=True))
+    for text in options.set:  # one after the other: each changes the choice of tilings
+        programs |= {(cell, text): build(cell, tiled(text)) for cell in cells}
+    chosen = [*known, *options.set]
+    records = []
     for cell in (progress := tqdm(cells, disable=None)):
         progress.set_description(cell.name)
-        results[cell.name] = measure(cell, chosen, options)
-    device = jax.devices()[0].device_kind if on_gpu else cpu.processor_name()
-    folder = Path(__file__).parent / "results"
-    folder /= re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") if on_gpu else "cpu"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ("decode.json" if on_gpu else f"decode-{cpu.processor_slug()}.json")
-    record = {"device": device, "jax": jax.__version__, "cells": results}
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    print(table(results, list(chosen)))
-    print(device, path)
+        records.append(measure(cell, {name: programs[cell, name] for name in chosen}, options))
+    about, folder = run.describe(options, "benchmarks/decode.py", [])
+    if not on_gpu:
+        about["processor"] = cpu.processor_name()
+    path = folder / f"decode-{about['commit'] if on_gpu else cpu.processor_slug()}"
+    path.with_suffix(".json").write_text(run.in_lines(about, "cells", records))
+    text = "\n\n".join([run.introduce(about), *table(records, chosen)]) + "\n"
+    path.with_suffix(".md").write_text(text)
+    print(text)
+    print(path)
 
 
-def measure(cell: Cell, chosen: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Times one cell: seconds of a call by peer, or why there are none."""
-    arrays = Arrays.of(cell)
-    times: dict[str, Any] = {"bytes": cell.bytes}
+def parse() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = list(peers())
+    parser.add_argument("--cells", nargs="+", default=[""], help="words in the name of a cell")
+    parser.add_argument("--peers", nargs="+", choices=names, default=names)
+    parser.add_argument("--set", action="append", default=[], help="a tiling of ours on a GPU")
+    parser.add_argument("--seconds", type=float, default=0.2, help="spent on a peer in a cell")
+    parser.add_argument("--commit", default=None, help="name of the results; default: git's")
+    folder = Path(__file__).resolve().parent / "results"
+    parser.add_argument("--output", type=Path, default=folder)
+    return parser.parse_args()
+
+
+def build(cell: Cell, make: Make) -> Start | str:
+    """Compiles a peer's program of a cell, or returns why there is none."""
+    try:
+        return make(cell)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0][:200]
+
+
+def measure(
+    cell: Cell, programs: Mapping[str, Start | str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Times one cell: microseconds of a call and TB/s by peer, or why there are none."""
+    arrays = jax.block_until_ready(Arrays.of(cell))
+    refused: dict[str, str] = {}
     runs: dict[str, Run] = {}
-    for name, make in chosen.items():
+    for name, start in programs.items():
         try:
-            runs[name] = make(cell, arrays)
-            runs[name]()
+            if isinstance(start, str):
+                raise NotImplementedError(start)
+            one = start(arrays)
+            one()
+            runs[name] = one
         except (NotImplementedError, RuntimeError, ValueError) as error:
-            times[name] = str(error).splitlines()[0][:200]
-            runs.pop(name, None)
+            refused[name] = str(error).splitlines()[0][:200]
     known: dict[str, list[float]] = {name: [] for name in runs}
     while unfinished := [
-        name for name, x in known.items() if len(x) < 5 or (sum(x) < options.seconds < 1e9)
+        name for name, x in known.items() if len(x) < 5 or sum(x) < options.seconds
     ]:
         for name in unfinished:
             begin = time.perf_counter()
             runs[name]()
-            seconds = time.perf_counter() - begin
-            known[name].append(seconds)
-    for name, x in known.items():
-        times[name] = min(x) / getattr(runs[name], "calls", 1)
-    return times
+            known[name].append(time.perf_counter() - begin)
+    seconds = {name: min(x) / calls_of(cell) for name, x in known.items()}
+    return {
+        "cell": dataclasses.asdict(cell),
+        "bytes": cell.bytes,
+        "us": {name: round(1e6 * x, 3) for name, x in seconds.items()},
+        "tb_s": {name: float(f"{cell.bytes / x / 1e12:.4g}") for name, x in seconds.items()},
+        "no": refused,
+    }
 
 
-def check(cell: Cell, arrays: Arrays) -> None:
-    """Raises ValueError where the kernels' result is not that of backend "xla"."""
-    rotary = 1e4 if cell.appends else None
-
-    def out(backend: str | None) -> np.ndarray:
-        call = jax.jit(
-            lambda query, caches, lengths, options: (
-                jax_flash.decode_attention(
-                    query,
-                    caches[0],
-                    caches[1],
-                    lengths,
-                    **options,
-                    rotary_base=rotary,
-                    precision=None if backend is None else "highest",
-                    backend=backend,
-                ).out
-            )
-        )
-        return np.asarray(call(arrays.query, arrays.caches, arrays.lengths, arrays.options))
-
-    error = np.abs(out(None).astype(np.float32) - out("xla").astype(np.float32)).max()
-    if not error < (2e-2 if cell.dtype != "float32" else 1e-4):
-        raise ValueError(f"the result is off by {error}")
-
-
-def table(results: dict[str, dict[str, Any]], chosen: list[str]) -> str:
-    """Writes microseconds and GB/s as Markdown, and ours over the others."""
-    lines = ["| cell | " + " | ".join(f"{name}: µs | GB/s" for name in chosen) + " |"]
-    lines.append("|---|" + "---:|" * (2 * len(chosen)))
-    for name, times in results.items():
+def table(records: Sequence[Mapping[str, Any]], chosen: Sequence[str]) -> list[str]:
+    """Writes microseconds and TB/s as Markdown, ours over the best of others and over a sum."""
+    heads = [f"{name}: µs (TB/s)" for name in chosen] + ["× the best other", "× a sum"]
+    lines = ["| cell | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    ratios: dict[str, float] = {}
+    for record in records:
+        us, name = record["us"], record["cell"]["name"]
         row = [name]
         for peer in chosen:
-            seconds = times[peer]
-            if isinstance(seconds, str):
-                row += ["", ""]
-            else:
-                row += [f"{seconds * 1e6:.0f}", f"{times['bytes'] / seconds / 1e9:.1f}"]
+            digits = 0 if us.get(peer, 0) >= 100 else 1
+            row.append(f"{us[peer]:.{digits}f} ({record['tb_s'][peer]:.2f})" if peer in us else "")
+        for group in (OTHERS, ("sum",)):
+            best = min((us[peer] for peer in group if peer in us), default=None)
+            both = best is not None and "jax_flash" in us
+            row.append(f"{best / us['jax_flash']:.2f}" if both else "")
+            if both and group is OTHERS and name in {cell.name for cell in SHAPES}:
+                ratios[name] = best / us["jax_flash"]
         lines.append("| " + " | ".join(row) + " |")
-    for name, times in results.items():
-        refused = [f"{peer}: {times[peer]}" for peer in chosen if isinstance(times[peer], str)]
-        lines += [f"{name}: {reason}" for reason in refused]
-    return "\n".join(lines)
+    parts = ["\n".join(lines)]
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+        parts.append(
+            f"Beside the best of the others, {len(ratios)} shapes of equal lengths: {mean:.3f} × "
+            f"in the geometric mean, from {min(ratios.values()):.2f} to {max(ratios.values()):.2f}."
+        )
+    reasons: dict[str, list[str]] = {}
+    for record in records:
+        for peer, reason in record["no"].items():
+            reasons.setdefault(f"{peer}: {reason}", []).append(record["cell"]["name"])
+    parts.append("\n".join(f"- {reason} ({'; '.join(names)})" for reason, names in reasons.items()))
+    return [part for part in parts if part]
 
 
 if __name__ == "__main__":

@@ -312,11 +312,12 @@ def describe(
 
 def introduce(about: dict[str, Any]) -> str:
     """Writes the sentence that opens a run's tables."""
-    return (
-        f"{about['gpu']}, driver {about['driver']}, {about['date']}, commit {about['commit']}, "
-        f"`{about['command']}`; {PRODUCT}³ bfloat16 product before, between and after: "
-        f"{', '.join(map(str, about['product_tflops']))} TFLOP/s."
-    )
+    text = f"{about['gpu']}, driver {about['driver']}, {about['date']}, commit {about['commit']}, "
+    text += f"`{about['command']}`"
+    if ceiling := about["product_tflops"]:
+        text += f"; {PRODUCT}³ bfloat16 product before, between and after: "
+        text += f"{', '.join(map(str, ceiling))} TFLOP/s"
+    return f"{text}."
 
 
 def command(script: str) -> str:
