@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import jax_flash
+from jax_flash._gpu import decode as family
 
 from . import numpy_oracle
 from .numpy_oracle import DTYPES
@@ -256,6 +257,38 @@ UNALIGNED = [
     Case("float32 of 33 and 7", T=2, N=2, H=33, Hv=7, window=30, precision="default"),
     Case("16 bits of 36 and 18", T=2, H=36, Hv=18, page=16, dtype="bfloat16"),
 ]  # fmt: skip
+
+
+# With their tilings: teams of a cluster take turns in rings that they do not divide, several times
+# round.
+_LONG = Case("long", T=2, N=4, K=1, H=64, window=900, lengths=(1000, 0, 650, 129), most=1000,
+             dtype="bfloat16")  # fmt: skip
+RINGS = (
+    (_LONG, {"cluster": 2, "stages": 3}),
+    (dataclasses.replace(_LONG, name="pages", page=16), {"cluster": 2, "stages": 5}),
+    (
+        dataclasses.replace(_LONG, name="wide blocks"),
+        {"cluster": 2, "stages": 3, "block_kv": 128},
+    ),
+)
+
+
+@dataclasses.dataclass
+class Tiled:
+    """A case by a tiling of its own: arguments of `make` in jax_flash/_gpu/decode.py."""
+
+    arguments: Arguments
+    tiling: dict[str, int]
+
+    def run(self, backend: str) -> jax_flash.Decoded:
+        chosen = family.choose
+        if self.tiling:
+            family.choose = lambda *call: family.make(*call, **self.tiling)
+        jax.clear_caches()
+        try:
+            return jax.tree.map(np.asarray, self.arguments.run(backend))
+        finally:
+            family.choose = chosen
 
 
 def compare(arguments: Arguments, got: jax_flash.Decoded) -> None:

@@ -122,6 +122,8 @@ MMA_SYNC = (
     C("score gate blocks", score="gate", H=128, T=70, blocks=("1n", 48), causal=True),
 )  # fmt: skip
 DECODING = {case.name: decode_cases.fit(case, "cuda") for case in decode_cases.CASES}
+# By parts of a line, as for long caches: rows as short as these have a cluster of CTAs each.
+LINES = ("softcap and sinks", "pages of 128 and all", "64 tokens of 16 heads, window, 16 bits")
 MMA_SYNC_DECODING = (
     "group of 3, odd dims",
     "64 tokens of 16 heads, window, 16 bits",
@@ -137,6 +139,7 @@ class Check:
     case: Case | decode_cases.Case
     family: str | None = None
     gradients: bool = True
+    tiling: dict[str, int] | None = None  # of decode_attention
 
     def run(self) -> None:
         """Raises AssertionError if a result is wrong."""
@@ -148,7 +151,10 @@ class Check:
         arguments = self.case.draw()
         with first:
             if isinstance(arguments, decode_cases.Arguments):
-                decode_cases.compare(arguments, arguments.run("cuda"))
+                call = (
+                    arguments if self.tiling is None else decode_cases.Tiled(arguments, self.tiling)
+                )
+                decode_cases.compare(arguments, call.run("cuda"))
             elif self.gradients:
                 compare(arguments, arguments.run("cuda"))
             else:
@@ -160,6 +166,8 @@ CHECKS = {
     **{case.name: Check(case, gradients=False) for case in FORWARD},
     **{f"mma.sync {case.name}": Check(case, "sm80") for case in MMA_SYNC},
     **{f"decode {name}": Check(case) for name, case in DECODING.items()},
+    **{f"decode line {x}": Check(DECODING[x], tiling={"cluster": 1}) for x in LINES},
+    **{f"decode ring {x.name}": Check(x, tiling=tiling) for x, tiling in decode_cases.RINGS},
     **{f"mma.sync decode {x}": Check(DECODING[x], "decode_sm80") for x in MMA_SYNC_DECODING},
     **{f"decode {case.name}": Check(case) for case in decode_cases.UNALIGNED},
 }

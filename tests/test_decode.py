@@ -14,7 +14,16 @@ import jax_flash
 from jax_flash import _backends
 from jax_flash._gpu import decode as tilings
 
-from .decode_cases import CASES, check_newest_values, compare, decode, fit, rotated
+from .decode_cases import (
+    CASES,
+    RINGS,
+    Tiled,
+    check_newest_values,
+    compare,
+    decode,
+    fit,
+    rotated,
+)
 from .gpu import NEEDS_HOPPER
 from .test_sharding import collectives, mesh_of
 
@@ -36,6 +45,15 @@ def test_case_by_parts_of_a_line(case, monkeypatch):
     jax.clear_caches()
     arguments = fit(case, "cuda").draw()
     compare(arguments, arguments.run("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("case", "tiling"), [pytest.param(*x, marks=NEEDS_HOPPER, id=x[0].name) for x in RINGS]
+)
+def test_teams_take_turns(case, tiling):
+    arguments = case.draw()
+    for _ in range(4):  # what comes first is chance
+        compare(arguments, Tiled(arguments, tiling).run("cuda"))
 
 
 def test_values_reach_the_queries_that_see_them_alone(backend):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
-import jax_flash
 from jax_flash import _native
-from jax_flash._gpu import decode as family
 
-from .decode_cases import CASES, UNALIGNED, Arguments, Case, check_newest_values, compare, fit
+from .decode_cases import (
+    CASES,
+    RINGS,
+    UNALIGNED,
+    Case,
+    Tiled,
+    check_newest_values,
+    compare,
+    fit,
+)
 from .emulator import Emulator
 
 SHORT = {"dtype": "bfloat16", "H": 64}  # of heads
@@ -32,24 +37,6 @@ TILED = (
     (Case("rotated ahead", T=3, H=24, rotary=100.0, dtype="bfloat16"), {}),
     (Case("values wider than keys", T=2, H=72, Hv=320, dtype="bfloat16"), {}),
 )
-
-
-@dataclasses.dataclass
-class Tiled:
-    """A case by another tiling."""
-
-    arguments: Arguments
-    tiling: dict[str, Any]
-
-    def run(self, backend: str) -> jax_flash.Decoded:
-        chosen = family.choose
-        if self.tiling:
-            family.choose = lambda *call: family.make(*call, **self.tiling)
-        jax.clear_caches()
-        try:
-            return jax.tree.map(np.asarray, self.arguments.run(backend))
-        finally:
-            family.choose = chosen
 
 
 # Of what others have too, as these do: the paths are the same.
@@ -102,22 +89,14 @@ def test_case(case: Case, tiling: dict[str, Any], emulator: Emulator):
     compare(arguments, got)
 
 
-# Teams take turns in rings that they do not divide, several times round.
-LONG = Case("long", T=2, N=4, K=1, H=64, window=900, lengths=(1000, 0, 650, 129), most=1000,
-            dtype="bfloat16")  # fmt: skip
-RINGS = (
-    (LONG, {"stages": 3}),
-    (dataclasses.replace(LONG, name="pages", page=16), {"stages": 5}),
-    (dataclasses.replace(LONG, name="wide blocks"), {"stages": 3, "block_kv": 128}),
-)
 LATE = 5  # a seed with which a block may be there before the one in front of it
 
 
 @pytest.mark.parametrize("seed", [2, LATE])
-@pytest.mark.parametrize(("case", "tiling"), RINGS, ids=[x.name for x, _ in RINGS])
+@pytest.mark.parametrize(("case", "tiling"), RINGS, ids=[case.name for case, _ in RINGS])
 def test_teams_take_turns(case: Case, tiling: dict[str, int], seed: int, emulator: Emulator):
     arguments = case.draw()
-    tiled = Tiled(arguments, tiling | {"cluster": 2})
+    tiled = Tiled(arguments, tiling)
     compare(arguments, emulator.run(tiled, seed=seed))  # type: ignore[arg-type]
 
 
@@ -128,7 +107,8 @@ def test_teams_see_the_blocks_of_others_come(emulator: Emulator):
     )
     assert sources["decode_cta.cuh"].count(wait) == 1
     sources["decode_cta.cuh"] = sources["decode_cta.cuh"].replace(wait, "")
-    tiled = Tiled(LONG.draw(), {"cluster": 2, "stages": 3})
+    case, tiling = RINGS[0]
+    tiled = Tiled(case.draw(), tiling)
     with pytest.raises(RuntimeError, match="where 0 of 1 are missing"):
         emulator.run(tiled, seed=LATE, sources=sources)  # type: ignore[arg-type]
 
