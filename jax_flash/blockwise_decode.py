@@ -96,7 +96,7 @@ class _Pass:
         block = min(_BLOCK, self._capacity)
         if block and batch and q_heads and self.k.shape[0]:  # without pages rows are refused
             start = jnp.min(jnp.where(seen, first, self._capacity)) // block
-            stop = (jnp.max(lengths) + block - 1) // block
+            stop = (jnp.max(lengths) - 1) // block + 1
             operands = (self.q, self.k, self.v, self.lengths, self.page_table)
 
             def step(i, state):
@@ -162,9 +162,10 @@ class _Pass:
 
     @property
     def _capacity(self) -> int:
-        """Positions that a row may have."""
+        """Positions that a row may have: its length is an int32, however many a table has."""
         columns = 1 if self.page_table is None else self.page_table.shape[1]
-        return columns * self.k.shape[1]
+        most = columns * self.k.shape[1]
+        return min(most, 2**31 - 1) if isinstance(most, int) else most
 
     def _first_seen(self) -> jax.Array:
         """Computes the first position `[B]` that a row's queries see or that is written."""
@@ -178,9 +179,10 @@ class _Pass:
         if self.page_table is None or self._capacity == 0:
             return refused
         page_size = self.k.shape[1]
-        begins = page_size * jnp.arange(self.page_table.shape[1], dtype=jnp.int32)[None]
+        table = self.page_table[:, : -(-self._capacity // page_size)]
+        begins = page_size * jnp.arange(table.shape[1], dtype=jnp.int32)[None]
         needed = (begins < self.lengths[:, None]) & (
-            begins + page_size > self._first_seen()[:, None]
+            begins > self._first_seen()[:, None] - page_size
         )
-        there = (self.page_table >= 0) & (self.page_table < self.k.shape[0])
+        there = (table >= 0) & (table < self.k.shape[0])
         return refused | jnp.any(needed & ~there, axis=1)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import jax_flash
 from jax_flash import reference
 
 from .gpu import NEEDS_HOPPER, assert_same_bits, attend, draw, gradients, spy_on
@@ -120,6 +121,42 @@ def test_gradients_replay_with_new_inputs():
     for _ in range(10):
         for arrays, want in zip(inputs, first, strict=True):
             assert_same_bits(step(*arrays), want)
+
+
+@pytest.mark.parametrize("rows", [2, 40], ids=["clusters", "parts"])
+def test_steps_of_decoding_replay(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Lengths and caches are read anew by each replay; caches are written in place."""
+    arrays = [draw(seed, batch=rows, q_len=1, kv_len=256, dim=64) for seed in range(LAYERS)]
+    spy = spy_on(monkeypatch, "decode")
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(caches, lengths):
+        outs, written = [], []
+        for (query, _, _), (keys, values) in zip(arrays, caches, strict=True):
+            new = jnp.full((rows, 1, *keys.shape[2:]), lengths[0], keys.dtype) / 256
+            got = jax_flash.decode_attention(
+                query, keys, values, lengths, new_key=new, new_value=new
+            )
+            outs.append(got.out)
+            written.append((got.key_cache, got.value_cache))
+        return written, outs
+
+    def run():
+        caches, seen = [tuple(jnp.copy(x) for x in kv) for _, *kv in arrays], []
+        for number in range(STEPS):
+            caches, outs = step(caches, jnp.arange(rows, dtype=jnp.int32) % 7 + 100 + number)
+            seen.append(outs)
+        return caches, seen
+
+    caches, seen = run()
+    assert spy.captured > 0
+    assert len(spy.calls) < LAYERS * STEPS / 2
+    assert_same_bits(run(), (caches, seen))
+    # The last step again, by what it left: its keys are in the cache.
+    lengths = jnp.arange(rows, dtype=jnp.int32) % 7 + 99 + STEPS
+    for (query, _, _), kv, out in zip(arrays, caches, seen[-1], strict=True):
+        plain = jax_flash.decode_attention(query, *kv, lengths, backend="xla").out
+        np.testing.assert_allclose(*(x.astype("float32") for x in (out, plain)), atol=2e-2)
 
 
 def on_stream(number: int, function):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +27,7 @@ from .decode_cases import (
     fit,
     rotated,
 )
-from .gpu import NEEDS_HOPPER
+from .gpu import NEEDS_HOPPER, child_environment
 from .test_sharding import collectives, mesh_of
 
 P = jax.sharding.PartitionSpec
@@ -171,6 +174,38 @@ def test_no_pages_no_slots_no_columns(shape, backend):
     equal(got.key_cache, arrays["key_cache"])
 
 
+@pytest.mark.parametrize("columns", [2**15, 2**15 + 5])
+def test_a_table_of_more_positions_than_a_length_can_have(columns, host_backend):
+    """The last position of an int32 length, in pages of 65536: sums of positions overflow."""
+    size, rng = 2**16, np.random.default_rng(0)
+    pages = jnp.asarray(rng.standard_normal((2, size, 1, 4)), "float32")
+    table = jnp.full((1, columns), -1, jnp.int32).at[0, 2**15 - 1].set(1)
+    query = jnp.asarray(rng.standard_normal((1, 2, 2, 4)), "float32")
+    options = {"local_window_size": 5, "backend": host_backend}
+    arrays = {"query": query, "lengths": jnp.array([2**31 - 1], jnp.int32), "page_table": table}
+    got = decode(options, arrays | {"key_cache": pages, "value_cache": pages})
+    near = pages[1:, size - 33 : size - 1]
+    rest = {"key_cache": near, "value_cache": near, "lengths": jnp.array([32], jnp.int32)}
+    expected = decode(options, {"query": query} | rest)
+    np.testing.assert_allclose(got.out, expected.out, atol=1e-6)
+    lacking = decode(options, arrays | {"page_table": jnp.full_like(table, -1),
+                                        "key_cache": pages, "value_cache": pages})  # fmt: skip
+    assert np.isnan(lacking.out).all()
+
+
+def test_lengths_of_any_integer_type(backend):
+    """Those below 0 count as 0, those beyond int32 are beyond the cache."""
+    arrays = small(backend)
+    options = {"backend": backend}
+    for lengths, alike_ in (
+        ([-1, 20, -(2**31)], [0, 20, 0]),
+        (np.array([20, 2**31, 2**32 - 1], np.uint32), [20, 99, 99]),
+        (np.array([2**40, -(2**40), 20]), [99, 0, 20]),
+    ):
+        got = jax_flash.decode_attention(**arrays | {"lengths": lengths}, **options)
+        equal(got, decode(options, arrays | {"lengths": jnp.array(alike_, jnp.int32)}))
+
+
 def test_far_positions_are_rotated_alike_by_all_backends(backend):
     """Frequencies that differ by their last bit are apart by a hundredth after 10^5 positions."""
     arrays = small(backend, rows=1, pages=16)
@@ -248,6 +283,66 @@ def test_two_hundred_tokens_are_the_full_forward(pages, backend):
     _, outs = jax.jit(lambda caches: jax.lax.scan(step, caches, jnp.arange(count)))(caches)
     for b, n in enumerate(lengths):
         alike(outs[:, b], full[b, n : n + count], backend, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [3, 40], ids=["few-rows", "many-rows"])
+@pytest.mark.parametrize("pages", [None, 16])
+def test_the_same_bits_from_run_to_run(rows, pages, backend):
+    """Of rows that have a cluster of CTAs each on Hopper, and of parts of a line."""
+    arrays = small(backend, rows=rows, N=8, K=2, pages=pages, length=1008)
+    first = decode({"backend": backend}, arrays)
+    for _ in range(20):
+        equal(decode({"backend": backend}, arrays), first)
+
+
+TWO_PROCESSES = """
+import sys
+import jax
+address, rank = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(address, 2, rank)
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from tests import test_decode as t
+assert (jax.process_count(), jax.local_device_count()) == (2, 2)
+mesh = jax.make_mesh((2, 2), ("data", "model"))
+arrays = t.small("cpu", rows=4, N=8, K=2)
+specs = t.specs_of(arrays, "data", "model")
+def place(x, spec):
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
+placed = {name: place(x, specs[name]) for name, x in arrays.items()}
+got = t.decode({"backend": "cpu"}, placed)
+np.savez(f"rank{rank}.npz", *(np.asarray(x.data) for x in got.out.addressable_shards))
+np.savez(f"keys{rank}.npz", *(np.asarray(x.data) for x in got.key_cache.addressable_shards))
+"""
+
+
+def test_two_processes_decode_as_one_does(tmp_path):
+    """Rows are split over the processes, heads over each one's devices."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", TWO_PROCESSES, address, str(rank)],
+            env=child_environment(tmp_path, with_tests=True, **flags),
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+    expected = decode({"backend": "cpu"}, small("cpu", rows=4, N=8, K=2))
+    for name, whole, heads in (("rank", expected.out, 4), ("keys", expected.key_cache, 1)):
+        for rank in range(2):
+            with np.load(tmp_path / f"{name}{rank}.npz") as shards:
+                for i, x in enumerate(shards.values()):
+                    own = whole[2 * rank : 2 * rank + 2, :, heads * i : heads * (i + 1)]
+                    np.testing.assert_allclose(x, own, atol=2e-6)
 
 
 def copies(text: str, shape: str) -> list[str]:

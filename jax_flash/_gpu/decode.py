@@ -23,6 +23,7 @@ from jax_flash._problem import Problem, Shapes
 _MOST_ROTATED = 256  # features, kMostFrequencies in cuda/runtime/families/decode_params.h
 _TEAM_WARPS = 4  # that share a block, kTeamWarps in cuda/kernels/decode_schedule.cuh
 _MOST_QUERIES = 64  # MOST_QUERIES in _validate_decode.py
+_MOST_POSITIONS = 2**30 - 1  # that a row has place for: as much again overflows
 _MOST_SPLIT = 256  # features of float32: wider values are more than a warp's registers hold
 
 
@@ -54,6 +55,11 @@ class _Decode(Family):
             reasons.append(
                 "the CUDA kernels of decoding take head dims up to 576 and value dims up to 256, "
                 f"320, 384, 448 and 512, not {dims[0]} and {dims[1]}"
+            )
+        if isinstance(shapes.kv_len, int) and shapes.kv_len > _MOST_POSITIONS:
+            reasons.append(
+                f"the CUDA kernels of decoding take rows of up to {_MOST_POSITIONS} positions, not "
+                f"{shapes.kv_len}"
             )
         if not reasons and choose(call, shapes, gpu).stages < 1:
             reasons.append(
