@@ -41,8 +41,8 @@ struct Split {
   static __device__ __forceinline__ uint32 address(uint32 tile, int row, int column) {
     return chunk_address<kBlockKV>(tile, row, column / 4) + column % 4 * 4;
   }
-  // The same `columns` further, a multiple of 8, from an address in the first 8 columns: tiles begin
-  // at multiples of 1024 bytes, so that the swizzle is one of the bits that change.
+  // The same `columns` further, a multiple of 8, from an address in the first 8 columns: tiles
+  // begin at multiples of 1024 bytes, so that the swizzle is one of the bits that change.
   static __device__ __forceinline__ uint32 further(uint32 address, int columns) {
     return (address ^ columns % 32 * 4) + columns / 32 * (kBlockKV * kBoxRowBytes);
   }
@@ -103,9 +103,9 @@ struct Split {
   }
 
   template <bool kFiniteAlone>
-  __device__ __forceinline__ void multiply_values(
-      uint32 values, const uint32 (&weights)[kPartKeys / 8][kParts][2],
-      float (&output)[kOwnColumns / 2]) const {
+  __device__ __forceinline__ void multiply_values(uint32 values,
+                                                  const uint32 (&weights)[kPartKeys / 8][kParts][2],
+                                                  float (&output)[kOwnColumns / 2]) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < kPartKeys / 8; ++j) {
