@@ -95,8 +95,11 @@ struct Consumer {
                     warp % kKeyParts};
       attend.start();
       const int team = warp / kTeamWarps;
-      for (int block = blocks.begin; block < blocks.end; ++block) {
-        if (kTeams == 1 || (block - blocks.begin) % kTeams == team) {
+      int next = 0;  // team
+      for (int block = blocks.begin; block < blocks.end; block += kBlockStep) {
+        const bool is_own = kTeams == 1 || team == next;
+        next = next + 1 == kTeams ? 0 : next + 1;
+        if (is_own) {
           add(attend, block);
         } else {
           pass();

@@ -222,10 +222,18 @@ def _fits_tma(call: Any, shapes: Shapes) -> bool:
     return call.problem.dtype != "float32" and not (shapes.head_dim % 8 or shapes.value_dim % 8)
 
 
+def _has_tma(call: Any, shapes: Shapes, gpu: GpuSpec) -> bool:
+    return gpu.arch == "sm_90a" and _fits_tma(call, shapes)
+
+
 _MULTIPROCESSORS = 132  # where the GPU is not known
 _MOST_IN_CLUSTER = 4096  # positions of a CTA
-# Of that many and more a CTA has blocks of 128: half as many steps, 6 % faster with 2048.
-_MANY_IN_CLUSTER, _WIDE_BLOCK = 1024, 128
+# Half as many steps as with 64 positions, 3 % faster; in a cluster where a CTA has as many.
+_WIDE_BLOCK = 128
+_MANY_IN_CLUSTER = 256
+# Clusters of 4 and 8 lie within a GPC, which not every multiprocessor is part of in full ones: of
+# 32 fours one had to wait for another to end, 42 us instead of 35 with as many pairs.
+_IN_LARGE_CLUSTERS = 0.9  # of the multiprocessors
 
 
 def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
@@ -242,6 +250,10 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
             # Stages for what there is: with all of shared memory 1k keys take 2 us more.
             blocks = max(-(-own // tiling.block_kv), tiling.teams)
             return dataclasses.replace(tiling, stages=min(tiling.stages, blocks))
+    if rows <= 16 and shapes.value_dim <= 256 and not call.paged and _has_tma(call, shapes, gpu):
+        wide = make(call, shapes, gpu, block_kv=_WIDE_BLOCK)
+        if wide.stages >= 3:
+            return wide
     # float32 in parts asks more of the warps: two CTAs have twice as many.
     is_whole = call.problem.dtype != "float32"
     most = 1 if rows <= 16 or shapes.value_dim > 256 else 2 if rows <= 32 else 4
@@ -269,12 +281,14 @@ def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
     have to have a CTA.
     """
     sizes = (shapes.batch, shapes.kv_len, shapes.kv_heads)
-    if gpu.arch != "sm_90a" or not _fits_tma(call, shapes):
+    if not _has_tma(call, shapes, gpu):
         return 1
     if not all(isinstance(size, int) for size in sizes):
         return 1
     units = max(shapes.batch * shapes.kv_heads, 1)
-    cluster = next((x for x in (8, 4, 2) if x * units <= (gpu.sms or _MULTIPROCESSORS)), 1)
+    sms = gpu.sms or _MULTIPROCESSORS
+    most = {8: _IN_LARGE_CLUSTERS * sms, 4: _IN_LARGE_CLUSTERS * sms, 2: sms}
+    cluster = next((x for x in most if x * units <= most[x]), 1)
     return cluster if shapes.kv_len <= cluster * _MOST_IN_CLUSTER else 1
 
 
