@@ -201,8 +201,7 @@ def test_backward_tilings_take_the_keys_that_fit():
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_teams_of_decoding_have_stages_of_their_own(dim):
-    """A team that is ahead of the others would take the use of a stage that is not its own."""
+def test_teams_of_decoding_have_a_stage_each(dim):
     call = Decode(PLAIN, None)
     for batch, length in itertools.product((1, 4, 8), (64, 320, 1024, 3000, 4096, 16384, 1 << 17)):
         shapes = dataclasses.replace(
@@ -210,9 +209,15 @@ def test_teams_of_decoding_have_stages_of_their_own(dim):
         )
         tiling = _gpu.plan(call, shapes, H200).tiling
         assert tiling.stages >= tiling.teams
-        assert tiling.stages % tiling.teams == 0
     assert tiling.cluster == 1
     assert tiling.teams == 1
+
+
+@pytest.mark.parametrize(("batch", "cluster"), [(1, 8), (2, 4), (3, 4), (4, 2), (8, 2), (9, 1)])
+def test_clusters_of_decoding_fit_beside_each_other(batch, cluster):
+    """Those of 4 and 8 within a GPC: not in all of the 132 multiprocessors."""
+    shapes = dataclasses.replace(SHAPES, batch=batch, q_len=1, kv_len=4096, kv_heads=8)
+    assert _gpu.plan(Decode(PLAIN, None), shapes, H200).tiling.cluster == cluster
 
 
 def test_deterministic_units_of_a_head_are_apart():

@@ -94,12 +94,14 @@ struct Split {
         for (int i = 0; i < kParts; ++i) weights[j][i][row] = parts[i];
       }
     }
-    if (are_finite(values)) {
+    constexpr bool kTwice = kOwnColumns <= 128;  // else it spills
+    const bool finite = are_finite(values);
+    if (kTwice && finite) {
       multiply_values</*kFiniteAlone=*/false>(values, weights, output);
     } else {
       multiply_values</*kFiniteAlone=*/true>(values, weights, output);
-      add_what_is_not_finite(values, first, seen, output);
     }
+    if (!finite) add_what_is_not_finite(values, first, seen, output);
   }
 
   template <bool kFiniteAlone>
@@ -133,7 +135,7 @@ struct Split {
   __device__ __forceinline__ bool are_finite(uint32 values) const {
     constexpr int kChunks = kOwnColumns / 4;
     float zero = 0.0f;
-#pragma unroll
+#pragma unroll 4  // more spill beside wide values
     for (int i = 0; i < kPartKeys * kChunks; i += 32) {
       const int at = i + threadIdx.x % 32, row = at / kChunks, chunk = at - row * kChunks;
       if (i + 32 > kPartKeys * kChunks && row >= kPartKeys) break;
