@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from jax_flash._call import Call
+from jax_flash._gpu import emit
 from jax_flash._gpu.constants import (
     functions,
     is_own,
@@ -289,6 +290,7 @@ class BackwardTiling:
             "kDoutStages": self.dout_stages,
             "kDqRowBytes": self.dq_row_bytes,
             "kAddsFour": self.adds_four,
+            "kIsPlain": _is_plain(problem),
             "kStoresDbias": self.stores_dbias,
             "kDeterministic": problem.deterministic,
             "kTurnParts": self.turn_parts,
@@ -368,7 +370,8 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     wide = max(shapes.head_dim, shapes.value_dim) * tiling.row_tiles // tiling.column_warps > 64
     adds_four = gpu.arch not in _ADDS_ONE
     odd = shapes.head_dim % 8 or shapes.value_dim % 8
-    few = tiling.row_tiles == 2 and wide and not (_is_plain(problem) and adds_four and not odd)
+    plain = _is_plain(problem) and problem.score is None
+    few = tiling.row_tiles == 2 and wide and not (plain and adds_four and not odd)
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
     return dataclasses.replace(
         tiling,
@@ -382,11 +385,10 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Tells whether no term takes registers: kIsPlain of backward_walk.cuh."""
-    free = {"query_lengths", "key_value_lengths", "sinks"}
-    return not (
-        set(problem.terms) - free or problem.softcap or problem.score or problem.deterministic
-    )
+    """Tells whether no term takes registers that addresses need: beside some 48 bytes spilled."""
+    free = {"query_lengths", "key_value_lengths", "sinks", "score_ids"}
+    slope = problem.score is not None and emit.has_slope(problem.score)
+    return not (set(problem.terms) - free or problem.softcap or slope or problem.deterministic)
 
 
 def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:

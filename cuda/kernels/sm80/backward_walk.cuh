@@ -15,10 +15,6 @@ inline constexpr int kColumnWarps = kWarps / kRowWarps;             // that shar
 inline constexpr int kBlockSteps = kQueries / kStepQueries;         // of a block of queries
 inline constexpr bool kListsBlocks = kHasSegments || kSkipsMasked;  // there may be gaps
 
-// No term takes registers that addresses need: beside some up to 48 bytes would be spilled.
-inline constexpr bool kIsPlain = !kHasSegments && !kHasPositions && !kHasMask && !kHasBias &&
-                                 !kHasDropout && !kHasSlope && !kDeterministic;
-
 static_assert(kQueries == 64 && kStepQueries >= 16 && kQueries % kStepQueries == 0);
 static_assert(kKeys % kOwnKeys == 0 && kWarps % kRowWarps == 0 && kColumnWarps <= 4);
 
