@@ -487,7 +487,7 @@ class _Tile:
         row = zero if x.shape[-2] == 1 else self.rows.start
         key = zero if x.shape[-1] == 1 else self.keys.start
         start = [*(zero for _ in x.shape[:-2]), row, key]
-        return lax.dynamic_update_slice(x, update, start)
+        return lax.dynamic_update_slice(x, update, start, allow_negative_indices=False)
 
 
 _STATE_AXES = (-1, -1, -2)  # of T, in the maximum, the sum and the weighted values
@@ -561,11 +561,16 @@ def _read(x: jax.Array, span: _Span, axis: int) -> jax.Array:
     """Reads the span along one axis; an axis of size 1 is read whole."""
     if x.shape[axis] == 1:
         return x
-    return lax.dynamic_slice_in_dim(x, span.start, span.size, axis % x.ndim)
+    # Starts count from the front: what else jax adds for negative ones takes a quarter of tracing.
+    return lax.dynamic_slice_in_dim(
+        x, span.start, span.size, axis % x.ndim, allow_negative_indices=False
+    )
 
 
 def _write(x: jax.Array, update: jax.Array, span: _Span, axis: int) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(x, update, span.start, axis % x.ndim)
+    return lax.dynamic_update_slice_in_dim(
+        x, update, span.start, axis % x.ndim, allow_negative_indices=False
+    )
 
 
 def _add(x: jax.Array, update: jax.Array, span: _Span, axis: int) -> jax.Array:
