@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,6 +94,11 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ and not _gpu_present():
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in the processes that tests start
     jax.config.update("jax_disable_most_optimizations", True)
 
+# Tracing makes many small objects that end by themselves: to look for cycles among them at Python's
+# thresholds takes a twentieth of the time. They are looked for when a module ends.
+gc.freeze()
+gc.set_threshold(100_000, 50, 50)
+
 BACKENDS = (
     pytest.param("xla"),
     pytest.param("cpu"),
@@ -134,6 +140,7 @@ def _forgotten():
     yield
     if not _gpu_present():
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(params=["linen", "nnx"])
