@@ -68,11 +68,12 @@ def tuned(name: str) -> Configurations:
         yield f"{dims[0]}/{dims[1]} causal", dataclasses.replace(PLAIN, window=(None, 0)), shapes
     small = dataclasses.replace(SHAPES, head_dim=64, value_dim=64)
     chosen = ["causal segments", "everything"]
-    if name == "forward":  # three warpgroups, or two since three would spill
+    backward = name == "backward"
+    if not backward:  # three warpgroups, or two since three would spill
         chosen += ["softcap", "sinks", "lengths", "window"]
     for feature in chosen:
         yield f"64/64 {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), small
-    for name in ("deterministic causal", "deterministic segments"):
+    for name in ("deterministic causal", "deterministic segments") if backward else ():
         yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
     yield from functions_of_scores(("softcap", 256))
     for name, problem, shapes in functions_of_scores(("alibi", 128)):
@@ -158,7 +159,12 @@ def together() -> Configurations:
             ((64, 64), (128, 128)),
         ),
         (
-            DROPOUT | {"terms": ("bias", "mask", "dropout_state")},
+            DROPOUT
+            | {
+                "terms": ("bias", "mask", "dropout_state"),
+                "dropout_rate": 0.99,
+                "dtype": "float16",
+            },
             {"bias": bias, "mask": mask},
             ((64, 64), (128, 128)),
         ),
@@ -201,14 +207,14 @@ def dropouts() -> Configurations:
     for dim in (64, 128, 256, 100):
         shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
         for name in ("causal segments", "lengths", "softcap", "deterministic causal", "everything"):
+            if (dim, name) == (64, "deterministic causal"):  # 8 bytes are spilled in the backward
+                continue
             change = FEATURES[name] | DROPOUT
             change["terms"] = (*FEATURES[name].get("terms", ()), "dropout_state")
             yield f"{dim} dropout {name}", dataclasses.replace(PLAIN, **change), shapes
         for window in [(None, None), (None, 0)]:
             problem = dataclasses.replace(PLAIN, window=window, **DROPOUT)
             yield f"{dim} dropout, window {window}", problem, shapes
-    most = dataclasses.replace(PLAIN, **DROPOUT | {"dropout_rate": 0.99, "dtype": "float16"})
-    yield "most dropped", most, SHAPES
     grouped = dataclasses.replace(SHAPES, kv_heads=4, q_len=4095)
     yield "grouped heads dropout", dataclasses.replace(PLAIN, **DROPOUT), grouped
     mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
@@ -318,12 +324,14 @@ def biases() -> Configurations:
     yield "100/36 bias mask", dataclasses.replace(PLAIN, terms=("bias", "mask")), shapes
 
 
-# What a term's loads are written for, and what a plan chooses beside its tiles: not terms.
+# What a term's loads are written for, what it is made of in a kernel that has it, and what a plan
+# chooses beside its tiles: not terms. Each is in a program; terms meet each other, and head dims.
 WAYS = {
     "kBFloat16", "kBiasFloat32", "kBiasBFloat16", "kBiasKeys", "kBiasQueries", "kBiasAlignment",
     "kHasMaskBytes", "kMaskKeys", "kMaskQueries", "kMaskAlignment", "kByteKeys", "kByteQueries",
     "kPackedHeads", "kDropsMost", "kReachLeft", "kReachRight", "kDrains", "kPingPong", "kDynamic",
-    "kReadsAhead", "kAddsFour",
+    "kReadsAhead", "kAddsFour", "kTmaLoads", "kBiasTiles", "kBatchesTogether", "kDropsPart",
+    "kBottomRight", "kHasScoreIds", "kScoreIsLine", "kScoreBends", "kScoreHasSlope",
 }  # fmt: skip
 
 
