@@ -201,6 +201,11 @@ def programs(only: str) -> Iterator[dict[str, str]]:
                     yield {
                         "name": f"{cell} {which}", "source": plan.source, "header": plan.header
                     }  # fmt: skip
+                    if getattr(plan, "beside", ""):
+                        yield {
+                            "name": f"{cell} {which}, beside", "source": plan.beside,
+                            "header": plan.header
+                        }  # fmt: skip
 
 
 def decoding(only: str) -> Iterator[dict[str, str]]:
@@ -346,6 +351,8 @@ def compare(old: list[Program], new: list[Program]) -> None:
     """Prints a line for each entry point that differs, and one for each program that does not."""
     others = {program.name: program for program in new}
     for program in old:
+        if program.name not in others:
+            continue
         other = others[program.name]
         same_ptx = compile_program(program, "PTX")[0] == compile_program(other, "PTX")[0]
         if same_ptx or disassembler() is None:

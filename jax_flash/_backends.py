@@ -98,9 +98,13 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     if _gpu.spec.present() is not None:
         # Compiling belongs to the compilation of the caller's program, not to its first step.
         if call.next and not _gpu.refuse(call.next, shapes, gpu):
-            _native.compile_ahead(**_gpu.plan(call.next, shapes, gpu).program)
-        for entry in plan.entries:
-            _native.load_kernel(**plan.program, entry=entry)
+            for program, _ in _gpu.plan(call.next, shapes, gpu).programs:
+                _native.compile_ahead(**program)
+        for program, _ in plan.programs[1:]:
+            _native.compile_ahead(**program)
+        for program, entries in plan.programs:
+            for entry in entries:
+                _native.load_kernel(**program, entry=entry)
 
     results = _results(call, [*named.values()])
     custom_call = jax.ffi.ffi_call(

@@ -160,13 +160,18 @@ def _report(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
 
 
 def compile_plan(plan: _gpu.Plan) -> KernelReport:
-    """Compiles a plan's program, or takes it from the cache, and reads the log."""
+    """Compiles a plan's programs, or takes them from the cache, and reads the logs."""
     try:
-        kernel = _native.compile_kernel(**plan.program)
+        kernels = [_native.compile_kernel(**program) for program, _ in plan.programs]
     except RuntimeError as error:
         return KernelReport(plan, (), (), 0.0, False, str(error))
+    log = "\n".join(kernel.log for kernel in kernels)
     return KernelReport(
-        plan, read_entries(kernel.log), read_warnings(kernel.log), kernel.seconds, kernel.from_disk
+        plan,
+        read_entries(log),
+        read_warnings(log),
+        seconds=max(kernel.seconds for kernel in kernels),
+        from_disk=all(kernel.from_disk for kernel in kernels),
     )
 
 

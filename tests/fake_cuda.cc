@@ -281,7 +281,11 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     return kInvalidValue;
   }
   unsigned cluster = 1;
+  bool overlaps = false;
   for (unsigned i = 0; i < c.attribute_count; ++i) {
+    if (c.attributes[i].id == kProgrammaticStreamSerialization) {
+      overlaps = c.attributes[i].value.allowed != 0;
+    }
     if (c.attributes[i].id == kClusterDimension) cluster = c.attributes[i].value.dimensions[0];
   }
   if (cluster < 1 || cluster > 8 || c.grid_x % cluster != 0) {
@@ -299,6 +303,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
            ", \"block\": " + List({c.block_x, c.block_y, c.block_z}) +
            ", \"shared\": " + std::to_string(c.shared_bytes) +
            ", \"cluster\": " + std::to_string(cluster) +
+           ", \"overlaps\": " + (overlaps ? "true" : "false") +
            ", \"params\": " + kHandlers[running].show(params[0]) + "}\n";
   return 0;
 }

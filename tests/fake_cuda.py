@@ -134,6 +134,7 @@ class Launch:
     block: list[int] = dataclasses.field(default_factory=list)
     shared: int = 0
     cluster: int = 1
+    overlaps: bool = False
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def constants(self) -> dict[str, int]:

@@ -119,8 +119,8 @@ template <>
 struct Named<ForwardParams> : ForwardParams {
   JSON_FIELDS(query, key, value, query_data, key_data, value_data, out, lse, query_lengths,
               key_value_lengths, query_segments, key_value_segments, bias, mask, sinks,
-              sinks_batch_stride, dropout_state, unit_counter, segment_ranges, segment_plan, batch,
-              query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
+              sinks_batch_stride, dropout_state, marks, unit_counter, segment_ranges, segment_plan,
+              batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
               query_position_ranges, score_ids, captures, block_mask, bias_map)

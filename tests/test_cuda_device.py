@@ -171,7 +171,7 @@ def test_handler_checks_again(change: str, message: str):
     problem = Problem(dtype="bfloat16", scale=0.1)
     forward = passes(problem)["forward"]
     plan = _gpu.plan(forward, Shapes.of(q, k, v), _gpu.spec.for_lowering())
-    launch, program = dict(plan.launch), plan.program
+    launch, program = dict(plan.launch), dict(plan.attributes["program"])
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     results.append(jax.ShapeDtypeStruct((2, 4, 300), jnp.float32))
     results += plan.workspaces.values()

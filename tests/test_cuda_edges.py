@@ -199,6 +199,26 @@ def test_visible_infinities_and_nan_spread_as_defined(dtype: str):
     assert np.isfinite(out).all()
 
 
+def test_hidden_nan_beside_all_rows_of_a_long_sequence():
+    """More rows than one turn of the kernel that computes them again: each is as without NaN."""
+    T, apart, window = 1 << 17, 64, 3
+    draws = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(x, (1, T, 10, 16), jnp.bfloat16) for x in draws)
+
+    @jax.jit
+    def run(q, k, v):
+        return jax_flash.flash_attention(
+            q, k, v, is_causal=True, local_window_size=(window, 0), backend="cuda"
+        )
+
+    rows = jnp.arange(T) % apart
+    sees = (rows <= window)[:, None, None]
+    want, got = run(q, k, v), run(q, k, jnp.where((rows == 0)[:, None, None], jnp.nan, v))
+    assert jnp.isnan(jnp.where(sees, got, jnp.nan)).all()
+    error = jnp.abs(jnp.where(sees, 0, got - want).astype(jnp.float32)).max()
+    assert error <= 2**-7 * jnp.abs(v).max()  # each rounds weights and the result
+
+
 # ---- sizes -------------------------------------------------------------------------------------
 
 

@@ -118,16 +118,19 @@ def test_gradient_is_one_custom_call_more(name: str):
     assert f"x{T}x{S}x" not in program  # no array of the size of the scores
 
 
-def test_backward_compiles_beside_the_forward(monkeypatch: pytest.MonkeyPatch):
-    events, ahead = [], threading.Event()
+def test_programs_compile_beside_each_other(monkeypatch: pytest.MonkeyPatch):
+    events, ahead = [], threading.Semaphore(0)
+    threads = ["forward_entries", "backward"]
 
     def compile_kernel(source: str, header: str, arch: str) -> None:
         events.append(("compile", (source, header, arch)))
-        ahead.set()
+        ahead.release()
         raise RuntimeError("whoever loads it is told so")
 
     def load_kernel(source: str, header: str, arch: str, entry: str) -> None:
-        assert ahead.wait(60)  # the first one waits for the other's thread
+        while threads:  # the first one waits for the others' threads
+            assert ahead.acquire(timeout=60)
+            threads.pop()
         events.append(("load", (source, header, arch)))
 
     monkeypatch.setattr(_gpu.spec, "present", lambda: _gpu.spec.GPUS["H200"])
@@ -138,15 +141,17 @@ def test_backward_compiles_beside_the_forward(monkeypatch: pytest.MonkeyPatch):
         return flash_attention(q, k, v, sinks=sinks, is_causal=True).astype(jnp.float32).sum()
 
     lower(jax.grad(loss, argnums=(0, 1, 2, 3)), *QKV, *SINKS.values())
-    (compiled,) = (program for kind, program in events if kind == "compile")
+    compiled = {program for kind, program in events if kind == "compile"}
     loaded = list(dict.fromkeys(program for kind, program in events if kind == "load"))
-    assert [program[0] for program in loaded] == ["sm90/forward.cuh", "sm90/backward.cuh"]
-    assert compiled == loaded[1]
+    forward = ["sm90/forward.cuh", "sm90/forward_entries.cuh"]
+    assert [program[0] for program in loaded] == [*forward, "sm90/backward.cuh"]
+    assert compiled == set(loaded[1:])
 
-    ahead.set()
     events.clear()
+    threads.append("forward_entries")
     lower(lambda q, k, v: flash_attention(q, k, v, softcap=3.0), *QKV)
-    assert {kind for kind, _ in events} == {"load"}
+    sources = [(kind, program[0]) for kind, program in events]
+    assert sorted(sources) == [("compile", forward[1]), ("load", forward[0]), ("load", forward[1])]
 
 
 def test_refused_head_dim_runs_on_xla_and_says_so_once(recwarn: pytest.WarningsRecorder):

@@ -182,7 +182,7 @@ __device__ __forceinline__ void exact_row(const Params& p, int batch, int head, 
   }
 }
 
-// A row of the result as repeat_rows sees it.
+// A row of the result.
 struct Row {
   int query, head;
   int64 first_key;  // row of its head's first key
@@ -191,10 +191,11 @@ struct Row {
   Element::Bits* result;
 };
 
-// Computes rows of a batch row, a bit each, again where they are wrong: their results are stored,
-// and not finite. row_of(bit): one of them. Whole warps call.
-template <class Params, class RowOf>
-__device__ __forceinline__ void repeat_rows(const Params& p, int batch, uint32 rows, RowOf row_of) {
+// Of rows of a batch row, a bit each, whose results are stored: calls wrong(bit, row) for those
+// that are not finite, if no visible value explains it. row_of(bit): one of them. Whole warps call.
+template <class Params, class RowOf, class Wrong>
+__device__ __forceinline__ void find_wrong(const Params& p, int batch, uint32 rows, RowOf row_of,
+                                           Wrong wrong) {
   constexpr int kColumns = ceil_div(kValueDim, 32);
   const auto fresh_lane = [] { return ptx::opaque(threadIdx.x) % 32; };
   const auto load_result = [&](const Row& row, float (&out)[kColumns]) {
@@ -223,48 +224,69 @@ __device__ __forceinline__ void repeat_rows(const Params& p, int batch, uint32 r
   for (int c = 0; c < kColumns; ++c) common_sum[c] = 0.0f;
   // Which keys a function of the scores hides is known by their products alone.
   constexpr bool kExplains = !kHasScoreFunction;
+  bool all_added = false;  // else what explains the first row was enough
   if constexpr (kExplains) {
     float result[kColumns];
     load_result(first, result);
-    explain(result, first, common, common_sum);
+    all_added = !common.empty() && !explain(result, first, common, common_sum);
   }
 #pragma unroll 1
   for (uint32 left = rows; left != 0; left &= left - 1) {
-    const Row row = row_of(__ffs(left) - 1);
-    float out[kColumns], explained[kColumns];
-    load_result(row, out);
+    const int bit = __ffs(left) - 1;
+    const Row row = row_of(bit);
     if (kExplains && p.lse[row.lse] < kInfinity) {
+      float out[kColumns], explained[kColumns];
+      load_result(row, out);
       bool open = false;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         explained[c] = common_sum[c];
         open = open || is_open(out[c], explained[c]);
       }
-      if (!__any_sync(0xffffffffu, open) || explain(out, row, row.keys, explained)) continue;
-    }
-    float largest = 0.0f, sum = 0.0f;
-    exact_row(p, batch, row.head, row.query, {p, row.first_key}, {p, row.first_key}, row.keys, out,
-              largest, sum);
-    if constexpr (kHasSinks) {
-      const float sink = p.sinks[batch * p.sinks_batch_stride + row.head] * kLog2E;
-      const float with_sink = fmaxf(largest, sink);
-      const float factor = ptx::exp2_approx(largest - with_sink);
-      sum = sum * factor + ptx::exp2_approx(sink - with_sink);
-      largest = with_sink;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) out[c] *= factor;
-    }
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const int column = fresh_lane() + 32 * c;
-      if (column < kValueDim) {
-        const float result = out[c] / sum * dropout_scale(p);
-        row.result[column] = Element::round(result);
+      open = __any_sync(0xffffffffu, open);
+      // Then the keys before the common ones, and those after them; or once more all.
+      Range rest = row.keys, last{row.keys.end, row.keys.end};
+      if (all_added) {
+        rest.end = common.begin;
+        last.begin = common.end;
       }
+#pragma unroll 1
+      for (int part = 0; open && part < 2; ++part) {
+        open = !explain(out, row, part == 0 ? rest : last, explained);
+      }
+      if (!open) continue;
     }
-    if (fresh_lane() == 0) {
-      p.lse[row.lse] = (largest + ptx::log2_approx(sum)) * kLn2;
+    wrong(bit, row);
+  }
+}
+
+// Computes a row of a batch row again. Whole warps call.
+template <class Params>
+__device__ __forceinline__ void repeat_row(const Params& p, int batch, const Row& row) {
+  constexpr int kColumns = ceil_div(kValueDim, 32);
+  const auto fresh_lane = [] { return ptx::opaque(threadIdx.x) % 32; };
+  float out[kColumns], largest = 0.0f, sum = 0.0f;
+  exact_row(p, batch, row.head, row.query, {p, row.first_key}, {p, row.first_key}, row.keys, out,
+            largest, sum);
+  if constexpr (kHasSinks) {
+    const float sink = p.sinks[batch * p.sinks_batch_stride + row.head] * kLog2E;
+    const float with_sink = fmaxf(largest, sink);
+    const float factor = ptx::exp2_approx(largest - with_sink);
+    sum = sum * factor + ptx::exp2_approx(sink - with_sink);
+    largest = with_sink;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) out[c] *= factor;
+  }
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const int column = fresh_lane() + 32 * c;
+    if (column < kValueDim) {
+      const float result = out[c] / sum * dropout_scale(p);
+      row.result[column] = Element::round(result);
     }
+  }
+  if (fresh_lane() == 0) {
+    p.lse[row.lse] = (largest + ptx::log2_approx(sum)) * kLn2;
   }
 }
 

@@ -29,7 +29,10 @@ class Plan:
       arch: what its program is compiled for.
       target: the custom call, "jax_flash_cuda_forward".
       source: the file of the kernels, relative to cuda/kernels.
-      entries: the program's entry points; the first is the main one.
+      entries: the program's entry points that every call launches; the first is the main one.
+      beside: the file of further kernels, compiled at the same time as a program of its own with
+        the same constants; "": there is none.
+      beside_entries: that every call launches of them.
       tiling: the sizes that were chosen, a frozen dataclass of the family's own.
       constants: what the program is specialised by, as constexpr definitions in front of it.
       functions: CUDA text of the user's functions, behind them.
@@ -50,6 +53,8 @@ class Plan:
     workspaces: Mapping[str, jax.ShapeDtypeStruct]
     notes: tuple[str, ...] = ()
     functions: str = ""
+    beside: str = ""
+    beside_entries: tuple[str, ...] = ()
 
     @property
     def shared_bytes(self) -> int:
@@ -68,9 +73,17 @@ class Plan:
         return {"source": self.source, "header": self.header, "arch": self.arch}
 
     @property
+    def programs(self) -> tuple[tuple[dict[str, str], tuple[str, ...]], ...]:
+        """That and what to compile beside it, with the entry points that every call launches."""
+        main = (self.program, self.entries)
+        if not self.beside:
+            return (main,)
+        return main, ({**self.program, "source": self.beside}, self.beside_entries)
+
+    @property
     def attributes(self) -> dict[str, Mapping[str, Any]]:
         """What the custom call gets beside the attributes of the call itself."""
-        return {"program": self.program, "launch": self.launch}
+        return {"program": {**self.program, "beside": self.beside}, "launch": self.launch}
 
     def __str__(self) -> str:
         sizes = dataclasses.asdict(self.tiling)

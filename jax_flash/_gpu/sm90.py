@@ -101,6 +101,8 @@ class Sm90(Family):
             target=f"jax_flash_cuda_{call.target}",
             source=tiling.source,
             entries=tiling.entries,
+            beside=tiling.beside,
+            beside_entries=tiling.beside_entries,
             tiling=tiling,
             constants=constants,
             launch=tiling.launch(),
@@ -136,6 +138,8 @@ class ForwardTiling:
 
     source = "sm90/forward.cuh"
     entries = ("flash_forward",)
+    beside = "sm90/forward_entries.cuh"
+    beside_entries = ("flash_forward_exact",)
 
     @property
     def block_q(self) -> int:
@@ -188,6 +192,13 @@ class ForwardTiling:
             "segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
             # The walk of each warpgroup.
             "segment_plan": int32(shapes.batch, query_blocks, self.block_q // 64, 4 * segments),
+            # Of 16 rows each, those that came out with NaN or infinity.
+            "marks": int32(
+                shapes.batch,
+                shapes.q_heads // self.packed_heads if self.packed_heads > 1 else shapes.q_heads,
+                query_blocks,
+                self.block_q // 16,
+            ),
             # Smallest and largest position in each block of keys, and of each warpgroup.
             "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
             "query_position_ranges": int32(
@@ -240,6 +251,8 @@ class BackwardTiling:
     bias_bytes: int = 0  # of an element of a bias that TMA loads beside the queries; 0: it does not
 
     entries = ("flash_backward", "flash_backward_prepare", "flash_backward_finish")
+    beside = ""
+    beside_entries = ()
 
     @property
     def block_kv(self) -> int:

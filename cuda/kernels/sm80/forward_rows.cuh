@@ -445,14 +445,16 @@ struct Rows {
     if (nonfinite == 0) return;
     __syncwarp();  // these results are stored before others
     const int first = unit.first_query() + kTileRows * tile + 16 * row_warp();
-    repeat_rows(p, unit.batch, nonfinite, [&](int bit) -> Row {
+    const auto row_of = [&](int bit) -> Row {
       const int query = first + bit / 4 + fragment::kRowStep * (bit % 4);
       Range keys = row_columns(unit.sight, query, 0);
       keys.begin = max(keys.begin, 0);
       const int64 first_key = key_row(p, unit.batch, 0, kv_head_of(p, unit.head));
       const int64 lse = lse_row(p, unit.batch, query, unit.head);
       return {query, unit.head, first_key, keys, lse, out_of(unit, query)};
-    });
+    };
+    find_wrong(p, unit.batch, nonfinite, row_of,
+               [&](int, const Row& row) { repeat_row(p, unit.batch, row); });
   }
   // The rows of which any of the warps that share them found a result that is not finite: for the
   // first of these warps, to the others there are none. All results are stored then.

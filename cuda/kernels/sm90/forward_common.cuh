@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cuda/runtime/families/sm90_params.h"
-#include "forward_exact.cuh"
 #include "fragment.cuh"
 #include "ring.cuh"
 #include "rows.cuh"
@@ -90,6 +89,21 @@ struct UnitIndex {
   int head;   // of N / kPackedHeads
   int batch;  // or kNoUnit
 };
+
+// That of a number, walked again or not.
+__device__ __forceinline__ UnitIndex unit_at(const ForwardParams& p, int number) {
+  const int index = in_schedule(number);
+  const int heads = p.query_heads / kPackedHeads, all_heads = heads * p.batch;
+  if (index >= p.query_blocks * all_heads) return {0, 0, kNoUnit};
+  const HeadBlock at = head_block(index, p.query_blocks, all_heads, p.l2_heads);
+  const int batch = at.head / heads;
+  // With a bounded right window (causal) late queries see most keys: the longest units first. So
+  // they do with most block masks.
+  constexpr bool kLateSeeMost = kWindowRight || kReachRight || kMaskBlock != 0;
+  const int unit = kLateSeeMost ? p.query_blocks - 1 - at.block : at.block;
+  if constexpr (kBatchesTogether) return {unit, at.head / p.batch, at.head % p.batch};
+  return {unit, at.head - batch * heads, batch};
+}
 
 // Description of a unit, written by the producer, read by the consumers.
 struct UnitInfo {

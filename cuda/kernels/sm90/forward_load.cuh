@@ -29,6 +29,7 @@ struct Producer {
     if constexpr (!kDynamic) {
       next_number = number + stride;
     } else if (is_leader()) {
+      if (number < stride) ptx::wait_for_the_kernel_ahead();  // which zeroes the counter
       next_number = stride + atomicAdd(p.unit_counter, 1);
     }
   }
@@ -202,23 +203,10 @@ struct Producer {
     ++units;
   }
 
-  __device__ __forceinline__ UnitIndex decode(int number) const {
-    const int index = in_schedule(number);
-    const int heads = p.query_heads / kPackedHeads, all_heads = heads * p.batch;
-    if (index >= p.query_blocks * all_heads) return {0, 0, kNoUnit};
-    const HeadBlock at = head_block(index, p.query_blocks, all_heads, p.l2_heads);
-    const int batch = at.head / heads;
-    // With a bounded right window (causal) late queries see most keys: the longest units first. So
-    // they do with most block masks.
-    constexpr bool kLateSeeMost = kWindowRight || kReachRight || kMaskBlock != 0;
-    const int unit = kLateSeeMost ? p.query_blocks - 1 - at.block : at.block;
-    if constexpr (kBatchesTogether) return {unit, at.head / p.batch, at.head % p.batch};
-    return {unit, at.head - batch * heads, batch};
-  }
   __device__ __forceinline__ void run() {
     int number = blockIdx.x;
     while (true) {
-      const UnitIndex taken = decode(number);
+      const UnitIndex taken = unit_at(p, number);
       if (!kAsksLate) request_number(number);
       UnitInfo unit{0, taken.head, taken.batch, 0, 0, 0, {0, 0}};
       unit.number = number;
@@ -250,7 +238,7 @@ struct Producer {
         if (kAsksLate && is_last()) request_number(number);
         load_value(kv_head, block, unit.batch);
         if constexpr (kHasSegments) {  // the next unit's plan on its way into L1
-          const UnitIndex next = decode(receive_number());
+          const UnitIndex next = unit_at(p, receive_number());
           if (next.batch != kNoUnit && lane() < kConsumers) ptx::prefetch(walk.plan_of(next));
         }
 #pragma unroll 1

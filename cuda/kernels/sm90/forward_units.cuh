@@ -7,9 +7,10 @@ namespace forward {
 
 struct Consumer : Warpgroup {
   // -- results --
+  static constexpr uint32 kQuads = 0x11111111;  // a bit for each
   // Stores the unit. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
-  // for each. A NaN lse is right, and the row with it: masked scores never reach the sum of the
-  // weights.
+  // for each, and bit 4 * quad + row + 2 if it overflowed. A NaN lse is right, and the row with it:
+  // masked scores never reach the sum of the weights.
   __device__ __forceinline__ uint32 finish_unit(const UnitInfo& t, const Softmax& softmax) const {
     uint32 nonfinite = 0;
 #pragma unroll
@@ -33,11 +34,16 @@ struct Consumer : Warpgroup {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) flaw = Element::accumulate_nonfinite(flaw, pieces[i]);
       const bool stored = query < p.query_len;
+      const bool counts = stored && !empty;
       const bool flawed = flaw != 0 || lse == kInfinity;
-      uint32 lanes = __ballot_sync(0xffffffffu, flawed && stored && !empty && lse == lse);
+      uint32 lanes = __ballot_sync(0xffffffffu, flawed && counts && lse == lse);
       lanes |= lanes >> 1;
       lanes |= lanes >> 2;
-      nonfinite |= (lanes & 0x11111111u) << row;
+      nonfinite |= (lanes & kQuads) << row;
+      if constexpr (kRepeats) {
+        const uint32 overflows = __ballot_sync(0xffffffffu, lse == kInfinity && counts);
+        nonfinite |= (overflows & kQuads) << (row + 2);
+      }
       if (!stored) continue;
       uint16* out = out_of(t, query, head);
       const int c = lane() % 4;
@@ -64,47 +70,25 @@ struct Consumer : Warpgroup {
   __device__ __forceinline__ uint16* out_of(const UnitInfo& t, int query, int head) const {
     return static_cast<uint16*>(p.out) + query_row(p, t.batch, query, head) * kValueDim;
   }
-  // bit = 4 * quad + row of the warp's fragment.
-  __device__ __forceinline__ Row row_of(const UnitInfo& t, int bit) const {
-    const int warp = ptx::opaque(threadIdx.x) % 128 / 32;
-    const int packed = t.first_row + warpgroup * kWarpgroupRows + 16 * warp + bit / 4 +
-                       fragment::kRowStep * (bit % 4);
-    const int query = packed / kPackedHeads;
-    const int head = t.head * kPackedHeads + packed % kPackedHeads;
-    Range keys = row_columns(seen(t), query, 0);
-    keys.begin = max(keys.begin, t.own.begin * kBlockKV);
-    keys.end = min(keys.end, t.own.end * kBlockKV);
-    const int64 first_key = key_row(p, t.batch, 0, kv_head_of(p, head));
-    return {query, head, first_key, keys, lse_row(p, t.batch, query, head), out_of(t, query, head)};
+  // Leaves rows of the warp, a bit each, to flash_forward_exact. The producer's warpgroup has no
+  // mark.
+  __device__ __forceinline__ void mark_rows(const UnitInfo& t, uint32 rows) const {
+    const int thread = ptx::opaque(threadIdx.x);
+    if (thread % 32 != 0) return;
+    p.marks[in_schedule(t.number) * kWarpsOfConsumers + thread / 32 - 4] = rows;
   }
-  // Asks for another walk of the unit if one of these rows overflowed in the first. False: not
-  // needed, or there is no slot.
-  __device__ __forceinline__ bool repeat_unit(const UnitInfo& t, uint32 rows) const {
-    if (!kRepeats || is_again(t.number)) return false;
-    const bool mine = rows >> fresh_lane() & 1;
-    if (!__any_sync(0xffffffffu, mine && p.lse[row_of(t, fresh_lane()).lse] == kInfinity)) {
-      return false;
+  // Asks for another walk of the unit, if this was its first and there is a slot; else its rows
+  // that overflowed stay marked.
+  __device__ __forceinline__ void repeat_unit(const UnitInfo& t) const {
+    if (is_again(t.number) || fresh_lane() != 0) return;
+    for (int& slot : shared.repeats) {
+      const int before = atomicCAS(&slot, 0, again(t.number));
+      if (before == 0 || before == again(t.number)) return;  // another warp may have asked
     }
-    int taken = 0;
-    if (fresh_lane() == 0) {
-      for (int slot = 0; slot < kRepeatSlots && taken == 0; ++slot) {
-        const int before = atomicCAS(&shared.repeats[slot], 0, again(t.number));
-        taken = before == 0 || before == again(t.number);  // another warp may have asked
-      }
-    }
-    return ptx::uniform(taken) != 0;
-  }
-  // Computes these rows (as from finish_unit) again where they are wrong, see forward_exact.cuh.
-  __device__ __forceinline__ void repeat_rows(const UnitInfo& t, uint32 rows) const {
-    __syncwarp();  // the first results are stored before these
-    if (repeat_unit(t, rows)) return;
-    forward::repeat_rows(p, t.batch, rows, [&](int bit) { return row_of(t, bit); });
-    // The last reads of `t`, whose buffer lane 0 may give back soon; and a second walk of the unit
-    // may store over these.
-    __syncwarp();
   }
   __device__ __forceinline__ void store_empty() {
     const UnitInfo& t = unit();
+    mark_rows(t, 0);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int packed = packed_row(t, row);
@@ -280,9 +264,10 @@ struct Consumer : Warpgroup {
         release_value();
         nonfinite = finish_unit(finished, softmax);
       }
-      if (nonfinite != 0) {
-        repeat_rows(finished, nonfinite);
-        clear_output();  // its registers were free meanwhile
+      mark_rows(finished, nonfinite & 3 * kQuads);
+      if (kRepeats && nonfinite & 12 * kQuads) {
+        repeat_unit(finished);
+        __syncwarp();  // the last reads of `finished`, whose buffer lane 0 may give back soon
       }
       if (next != kStarts) {
         if (kBoundedBegin && next == kUnread) skip_blocks(blocks_after());

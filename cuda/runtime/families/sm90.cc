@@ -74,6 +74,7 @@ using namespace attention;  // of operands.h
 
 // Of a CTA of segment_ranges, segment_plan and position_ranges.
 constexpr std::int64_t kRangeWarps = 8;
+constexpr std::int64_t kExactThreads = 384;  // of flash_forward_exact
 
 CUtensorMapDataType MapType(ffi::DataType dtype) {
   return dtype == ffi::BF16 ? kTensorBfloat16 : kTensorFloat16;
@@ -121,11 +122,13 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   std::int64_t query_blocks = 0, key_blocks = 0;
   const std::int64_t warpgroups = launch.block_q / 64;
   Workspaces workspaces(rets, 2);
+  const std::int64_t heads = s.q_heads / launch.packed_heads;
   workspaces.Take("unit_counter", {1}, &params.unit_counter);
   workspaces.Take("segment_ranges", {s.batch, &key_blocks, segments ? 2 : 0},
                   &params.segment_ranges);
   workspaces.Take("segment_plan", {s.batch, &query_blocks, warpgroups, segments ? 4 : 0},
                   &params.segment_plan);
+  workspaces.Take("marks", {s.batch, heads, query_blocks, 4 * warpgroups}, &params.marks);
   const bool positions = problem.Has(kQueryPositions);
   workspaces.Take("key_position_ranges", {s.batch, key_blocks, positions ? 2 : 0},
                   &params.key_position_ranges);
@@ -150,7 +153,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.value_data = operands.v;
   params.out = operands.out;
   params.lse = operands.lse;
-  params.l2_heads = ClampHeads(launch.l2_heads, s.batch * s.q_heads / launch.packed_heads);
+  params.l2_heads = ClampHeads(launch.l2_heads, s.batch * heads);
   TermSizes bias;
   if (auto error = SetBias(operands, problem, &bias, &params); error.failure()) return error;
   if (auto error = SetCaptures(operands, problem, &params); error.failure()) return error;
@@ -158,9 +161,9 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
 
   Session session(stream, program);
   const auto type = MapType(operands.dtype);
-  const std::int64_t heads = launch.packed_heads;
   if (launch.tma_loads) {
-    session.Map({type, operands.q, s.batch, s.q_len, s.q_heads, s.head_dim, 64 / heads, heads},
+    const std::int64_t packed = launch.packed_heads;
+    session.Map({type, operands.q, s.batch, s.q_len, s.q_heads, s.head_dim, 64 / packed, packed},
                 &params.query);
     session.Map({type, operands.k, s.batch, s.kv_len, s.kv_heads, s.head_dim, launch.block_kv, 1},
                 &params.key);
@@ -171,19 +174,23 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
     auto error = MapBias(operands, bias, launch.block_q, &session, &params.bias_map);
     if (error.failure()) return error;
   }
-  if (mask_blocks > 0) session.Launch("mask_plan", {mask_blocks, kMaskThreads, 0}, &params);
+  if (mask_blocks > 0) session.LaunchBeside("mask_plan", {mask_blocks, kMaskThreads, 0}, &params);
   const auto run = [&](const char* kernel, std::int64_t warps) {
-    session.Launch(kernel, {CeilDiv(warps, kRangeWarps), 32 * kRangeWarps, 0}, &params);
+    session.LaunchBeside(kernel, {CeilDiv(warps, kRangeWarps), 32 * kRangeWarps, 0}, &params);
   };
   if (positions) run("position_ranges", s.batch * (key_blocks + query_blocks * warpgroups));
   if (segments) {
     run("segment_ranges", s.batch * key_blocks);
     run("segment_plan", s.batch * query_blocks * warpgroups);
   } else if (launch.dynamic) {
-    session.Zero(params.unit_counter, 1);
+    session.LaunchBeside("flash_forward_begin", {1, 32, 0}, &params);
   }
-  const std::int64_t units = query_blocks * s.batch * (s.q_heads / heads);
-  session.LaunchPersistent("flash_forward", units, launch.threads, launch.shared_bytes, &params);
+  const std::int64_t units = query_blocks * s.batch * heads;
+  session.LaunchPersistent("flash_forward", units, launch.threads, launch.shared_bytes, &params,
+                           /*overlaps=*/launch.dynamic && !segments);
+  session.LaunchBeside(
+      "flash_forward_exact",
+      {session.AtOnce(units * 4 * warpgroups), kExactThreads, 0, /*overlaps=*/true}, &params);
   return session.error();
 }
 

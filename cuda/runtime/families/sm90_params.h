@@ -36,10 +36,13 @@ struct ForwardParams {
   // [B, N, 4] key word 0, key word 1, head id, batch id; [B, N, 6] and the first counters
   const unsigned* dropout_state;
 
-  // Workspace. unit_counter: one int, zero at launch, only with kDynamic (with kHasSegments
+  // Workspaces. marks, [units of the schedule, 4 * kConsumers]: of the 16 rows of each warp those
+  // that came out with NaN or infinity, for flash_forward_exact; bit 4 * r is row r, bit 4 * r + 1
+  // row r + 8. unit_counter: one int, zero at launch, only with kDynamic (with kHasSegments
   // segment_ranges zeroes it). Only with kHasSegments, written by the kernels segment_ranges and
   // segment_plan that run first on the same stream: segment_ranges, int2[B * ceil(S / kBlockKV)],
   // and segment_plan, int4[B * query_blocks * kConsumers].
+  unsigned* marks;
   int* unit_counter;
   int* segment_ranges;
   int* segment_plan;

@@ -1,0 +1,204 @@
+// The kernels beside the main one of the forward pass, a program of their own: NVRTC compiles both
+// at once. Its constants are those of forward.cuh.
+#pragma once
+
+#include "forward_exact.cuh"
+#include "sm90/forward_common.cuh"
+
+// With a mask a kernel goes ahead, see mask.cuh.
+extern "C" __global__ void __launch_bounds__(mask::kThreads)
+    mask_plan(const __grid_constant__ ForwardParams p) {
+  if constexpr (kHasMask) mask::plan_by_query<forward::kWarpgroupRows, kBlockKV>(p);
+}
+
+// With positions a kernel goes ahead, 256 threads, a warp for each block of keys and then for each
+// warpgroup: their smallest and largest position. Grid ceil(B * (blocks + warpgroups) / 8).
+extern "C" __global__ void position_ranges(const __grid_constant__ ForwardParams p) {
+  using namespace forward;
+  if constexpr (kHasPositions) {
+    constexpr int kQueries = kWarpgroupRows / kPackedHeads;
+    const int blocks = ceil_div(p.kv_len, kBlockKV), warpgroups = p.query_blocks * kConsumers;
+    int index = blockIdx.x * 8 + threadIdx.x / 32;
+    const bool of_keys = index < p.batch * blocks;
+    if (!of_keys) index -= p.batch * blocks;
+    const int count = of_keys ? blocks : warpgroups;
+    const int batch = index / count, part = index - batch * count;
+    if (batch >= p.batch) return;
+    const Visibility sight = visibility(p, batch);
+    const int size = of_keys ? kBlockKV : kQueries;
+    const int end = min((part + 1) * size, of_keys ? sight.kv_length : sight.query_length);
+    const int* positions = of_keys ? p.key_value_positions + static_cast<int64>(batch) * p.kv_len
+                                   : p.query_positions + static_cast<int64>(batch) * p.query_len;
+    const SegmentRange range = segment_range(positions, part * size, end);
+    int* ranges = of_keys ? p.key_position_ranges : p.query_position_ranges;
+    if (threadIdx.x % 32 == 0) {
+      reinterpret_cast<int2*>(ranges)[index] = make_int2(range.low, range.high);
+    }
+  }
+}
+
+// With segments, two kernels go ahead, 256 threads each, a warp for each block or warpgroup.
+//
+// Smallest and largest segment id of each block of kBlockKV keys, and a fresh unit counter.
+// Grid ceil(B * blocks / 8).
+extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams p) {
+  using namespace forward;
+  if constexpr (kHasSegments) {
+    const int blocks = ceil_div(p.kv_len, kBlockKV);
+    const int index = blockIdx.x * 8 + threadIdx.x / 32;
+    if (kDynamic && blockIdx.x == 0 && threadIdx.x == 0) *p.unit_counter = 0;
+    if (index >= p.batch * blocks) return;
+    const int batch = index / blocks, block = index - batch * blocks;
+    const int end = min((block + 1) * kBlockKV, visibility(p, batch).kv_length);
+    const int* ids = p.key_value_segments + static_cast<int64>(batch) * p.kv_len;
+    const SegmentRange range = segment_range(ids, block * kBlockKV, end);
+    if (threadIdx.x % 32 == 0) {
+      reinterpret_cast<int2*>(p.segment_ranges)[index] = make_int2(range.low, range.high);
+    }
+  }
+}
+
+// The plan of each warpgroup of each unit. Grid ceil(B * query_blocks * kConsumers / 8).
+extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p) {
+  using namespace forward;
+  if constexpr (kHasSegments) {
+    constexpr int kQueries = kWarpgroupRows / kPackedHeads;
+    const int lane = threadIdx.x % 32;
+    const int warpgroups = p.query_blocks * kConsumers;
+    const int index = blockIdx.x * 8 + threadIdx.x / 32;
+    if (index >= p.batch * warpgroups) return;
+    const int batch = index / warpgroups, warpgroup = index - batch * warpgroups;
+    const int end = min((warpgroup + 1) * kQueries, visibility(p, batch).query_length);
+    const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
+    const SegmentRange queries = segment_range(ids, warpgroup * kQueries, end);
+
+    const int blocks = ceil_div(p.kv_len, kBlockKV);
+    const int2* ranges =
+        reinterpret_cast<const int2*>(p.segment_ranges) + static_cast<int64>(batch) * blocks;
+    SegmentRange met, one;  // of block numbers
+    int met_count = 0, one_count = 0;
+#pragma unroll 4
+    for (int block = lane; block < blocks; block += 32) {
+      const int2 range = ranges[block];
+      if (queries.meets(range)) {
+        met.include(block);
+        ++met_count;
+      }
+      if (queries.is_one(range)) {
+        one.include(block);
+        ++one_count;
+      }
+    }
+    met.reduce_warp();
+    one.reduce_warp();
+    met_count = __reduce_add_sync(0xffffffffu, met_count);
+    one_count = __reduce_add_sync(0xffffffffu, one_count);
+    if (lane != 0) return;
+    SegmentPlan plan{{0, 0}, {0, 0}};
+    if (met_count > 0) {
+      plan.blocks = {met.low, met.high + 1};
+      if (met_count <= met.high - met.low) plan.blocks.begin |= SegmentPlan::kSparse;
+    }
+    if (one_count > 0 && one_count == one.high + 1 - one.low) plan.one = {one.low, one.high + 1};
+    reinterpret_cast<SegmentPlan*>(p.segment_plan)[index] = plan;
+  }
+}
+
+// Zeroes the counter of units while the main kernel is being launched. One warp.
+extern "C" __global__ void flash_forward_begin(const __grid_constant__ ForwardParams p) {
+  ptx::let_the_next_kernel_start();
+  if (threadIdx.x == 0) *p.unit_counter = 0;
+}
+
+// Last, rows that the main kernel has marked: 384 threads, as many CTAs as run at once. Their tiles
+// of 16 rows are dealt out in turns: first the rows that visible values explain are left out, a
+// warp for each tile, then a warp computes each row.
+namespace forward {
+
+inline constexpr int kExactThreads = 384, kExactWarps = kExactThreads / 32;
+
+// 16 packed rows of a head, as a warp of the main kernel has them.
+struct RowTile {
+  const ForwardParams& p;
+  int batch, head;  // of N / kPackedHeads
+  int first_row;
+
+  __device__ __forceinline__ RowTile(const ForwardParams& p, int mark) : p(p) {
+    const UnitIndex unit = unit_at(p, mark / kWarpsOfConsumers);
+    batch = unit.batch;
+    head = unit.head;
+    first_row = unit.query_block * kUnitRows + mark % kWarpsOfConsumers * 16;
+  }
+  // bit = 4 * quad + row of the fragment.
+  __device__ __forceinline__ Row row_of(int bit) const {
+    const int packed = first_row + bit / 4 + fragment::kRowStep * (bit % 4);
+    const int query = packed / kPackedHeads, of = head * kPackedHeads + packed % kPackedHeads;
+    Range keys = row_columns(visibility(p, batch), query, 0);
+    keys.begin = max(keys.begin, 0);
+    if constexpr (kHasSegments) {
+      const int warpgroup = (batch * p.query_blocks * kUnitRows + first_row) / kWarpgroupRows;
+      const Range blocks = reinterpret_cast<const SegmentPlan*>(p.segment_plan)[warpgroup].blocks;
+      keys.begin = max(keys.begin, (blocks.begin & ~SegmentPlan::kSparse) * kBlockKV);
+      keys.end = min(keys.end, blocks.end * kBlockKV);
+    }
+    auto* out = static_cast<Element::Bits*>(p.out) + query_row(p, batch, query, of) * kValueDim;
+    const int64 first_key = key_row(p, batch, 0, kv_head_of(p, of));
+    return {query, of, first_key, keys, lse_row(p, batch, query, of), out};
+  }
+};
+
+// The marks that a CTA has found.
+struct MarkedTiles {
+  int count;
+  int tiles[kExactThreads];
+  uint32 rows[kExactThreads];
+};
+
+}  // namespace forward
+
+extern "C" __global__ void __launch_bounds__(forward::kExactThreads, 1)
+    flash_forward_exact(const __grid_constant__ ForwardParams p) {
+  using namespace forward;
+  __shared__ MarkedTiles marked;
+  const int units = p.batch * (p.query_heads / kPackedHeads) * p.query_blocks;
+  const int marks = units * kWarpsOfConsumers;
+  const int warp = threadIdx.x / 32;
+  ptx::wait_for_the_kernel_ahead();
+#pragma unroll 1
+  for (int first = 0; first < marks; first += gridDim.x * kExactThreads) {
+    const int mine = first + gridDim.x * threadIdx.x + blockIdx.x;
+    const uint32 rows = mine < marks ? p.marks[mine] : 0;
+    if (!__syncthreads_or(rows != 0)) continue;
+    if (threadIdx.x == 0) marked.count = 0;
+    __syncthreads();
+    if (rows != 0) {
+      const int at = atomicAdd(&marked.count, 1);
+      marked.tiles[at] = mine;
+      marked.rows[at] = rows;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = warp; i < marked.count; i += kExactWarps) {
+      const RowTile tile(p, marked.tiles[i]);
+      uint32 wrong = 0;
+      find_wrong(
+          p, tile.batch, marked.rows[i], [&](int bit) { return tile.row_of(bit); },
+          [&](int bit, const Row&) { wrong |= 1u << bit; });
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) marked.rows[i] = wrong;
+    }
+    __syncthreads();
+    int others = warp;  // rows of other warps before this one's next
+#pragma unroll 1
+    for (int i = 0; i < marked.count; ++i) {
+#pragma unroll 1
+      for (uint32 left = marked.rows[i]; left != 0; left &= left - 1) {
+        if (others-- != 0) continue;
+        others = kExactWarps - 1;
+        const RowTile tile(p, marked.tiles[i]);
+        repeat_row(p, tile.batch, tile.row_of(__ffs(left) - 1));
+      }
+    }
+    __syncthreads();
+  }
+}
