@@ -60,6 +60,13 @@ std::string TermName(Term term);
 // The table of terms, a line each, which jax_flash/_native.py compares with that of _terms.py.
 std::vector<std::string> TermRows();
 
+// How a call of float32 is split between two custom calls, see jax_flash/_gpu/carrier.py.
+enum Split : std::int64_t {
+  kWhole,    // it is not
+  kCarried,  // q, k, v and dout are float16 copies, results float32; a scale follows the operands
+  kRest,     // results of the other call, which become this one's, and the scale follow them
+};
+
 // The attribute `problem` of every custom call: jax_flash/_problem.py's Problem, its scalars.
 struct ProblemAttribute {
   double scale;
@@ -71,6 +78,7 @@ struct ProblemAttribute {
   bool deterministic;
   std::int64_t terms;     // bit i: Term i is present
   std::int64_t captures;  // arrays that a function of the scores reads; -1: there is none
+  std::int64_t split;     // a Split
 
   bool Has(Term term) const { return terms >> term & 1; }
   bool HasFunction() const { return captures >= 0; }
@@ -84,7 +92,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("window_left"), StructMember<std::int64_t>("window_right"),
     StructMember<bool>("bottom_right"), StructMember<double>("softcap"),
     StructMember<double>("dropout_rate"), StructMember<bool>("deterministic"),
-    StructMember<std::int64_t>("terms"), StructMember<std::int64_t>("captures"));
+    StructMember<std::int64_t>("terms"), StructMember<std::int64_t>("captures"),
+    StructMember<std::int64_t>("split"));
 
 namespace jax_flash {
 
@@ -116,11 +125,15 @@ struct Operands {
 };
 
 struct ForwardOperands : Operands {
+  const float* result_scale = nullptr;  // [], of a call that is split
+
   void* out;   // [*B, T, N, Hv]
   float* lse;  // [*B, N, T]
 };
 
 struct BackwardOperands : Operands {
+  const float* result_scale = nullptr;  // [], of a call that is split
+
   const void* out;    // [*B, T, N, Hv]
   const float* lse;   // [*B, N, T]
   const void* dout;   // [*B, T, N, Hv]

@@ -94,27 +94,53 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
-    plan = _gpu.plan(call, shapes, gpu)
-    if _gpu.spec.present() is not None:
-        # Compiling belongs to the compilation of the caller's program, not to its first step.
-        if call.next and not _gpu.refuse(call.next, shapes, gpu):
-            for program, _ in _gpu.plan(call.next, shapes, gpu).programs:
-                _native.compile_ahead(**program)
-        for program, _ in plan.programs[1:]:
-            _native.compile_ahead(**program)
-        for program, entries in plan.programs:
-            for entry in entries:
-                _native.load_kernel(**program, entry=entry)
-
     results = _results(call, [*named.values()])
-    custom_call = jax.ffi.ffi_call(
-        plan.target,
-        [*results, *plan.workspaces.values()],
-        input_output_aliases=call.aliases,
-    )
-    outputs = custom_call(*named.values(), **call.attributes(), **plan.attributes)
+    parts = _gpu.parts(call, shapes, gpu)
+    plans = [_gpu.plan(part, shapes, gpu) for part in parts]
+    if _gpu.spec.present() is not None:
+        _compile(call, shapes, gpu, plans)
+    if len(parts) == 1:
+        outputs = _launch(call, plans[0], results, [*named.values()], call.aliases)
+    else:
+        copies, scale = _gpu.carrier.copies(call, shapes, named)
+        outputs = _launch(parts[0], plans[0], results, [*copies.values(), scale])
+        aliases = {len(named) + i: i for i in range(len(results))}
+        outputs = _launch(
+            parts[1], plans[1], results, [*named.values(), *outputs[: len(results)], scale], aliases
+        )
     wanted = _results(call, operands)  # of a bias that was broadcast here the gradient is summed
     return tuple(_sum_to(x, to.shape) for x, to in zip(outputs, wanted, strict=False))
+
+
+def _compile(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec, plans: Sequence[_gpu.Plan]) -> None:
+    """Compiles the programs of plans, and begins those of the next pass.
+
+    It belongs to the compilation of the caller's program, not to its first step.
+    """
+    following = []
+    if call.next and not _gpu.refuse(call.next, shapes, gpu):
+        following = [_gpu.plan(x, shapes, gpu) for x in _gpu.parts(call.next, shapes, gpu)]
+    programs = [program for plan in plans for program in plan.programs]
+    ahead = [program for plan in following for program in plan.programs]
+    for program, _ in (*programs[1:], *ahead):
+        _native.compile_ahead(**program)
+    for program, entries in programs:
+        for entry in entries:
+            _native.load_kernel(**program, entry=entry)
+
+
+def _launch(
+    call: Call,
+    plan: _gpu.Plan,
+    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[jax.Array],
+    aliases: dict[int, int] | None = None,
+) -> Sequence[jax.Array]:
+    """Calls the kernels of a plan: the results, and after them the scratch arrays."""
+    custom_call = jax.ffi.ffi_call(
+        plan.target, [*results, *plan.workspaces.values()], input_output_aliases=aliases
+    )
+    return custom_call(*operands, **call.attributes(), **plan.attributes)
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

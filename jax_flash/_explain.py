@@ -60,11 +60,13 @@ class PassReport:
       backend: the backend that runs it.
       refusals: of all backends that do not run it here, all reasons.
       kernel: the CUDA program; None unless backend is "cuda" and there is something to compute.
+      rest: where `kernel` runs float32 on float16 copies, the program for what they do not hold.
     """
 
     backend: str
     refusals: dict[str, tuple[str, ...]]
     kernel: KernelReport | None
+    rest: KernelReport | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -102,6 +104,8 @@ class Explanation:
         for name, one in (("forward", self.forward), ("backward", self.backward)):
             if one.kernel is not None:
                 lines += _describe_kernel(name, one.kernel)
+            if one.rest is not None:
+                lines += _describe_kernel(f"{name}, what copies do not hold", one.rest)
         return "\n".join(lines)
 
     def _describe_choice(self, one: PassReport) -> list[str]:
@@ -153,10 +157,12 @@ def explain(
 
 def _report(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
     backend, refusals = _backends.pick(call, shapes, gpu)
-    kernel = None
-    if backend == "cuda" and gpu is not None and not shapes.empty:
-        kernel = compile_plan(_gpu.plan(call, shapes, gpu))
-    return PassReport(backend, refusals, kernel)
+    if backend != "cuda" or gpu is None or shapes.empty:
+        return PassReport(backend, refusals, None)
+    parts = _gpu.parts(call, shapes, gpu)
+    return PassReport(
+        backend, refusals, *(compile_plan(_gpu.plan(part, shapes, gpu)) for part in parts)
+    )
 
 
 def compile_plan(plan: _gpu.Plan) -> KernelReport:

@@ -14,6 +14,11 @@ from jax_flash._function import Function
 from jax_flash._philox import WORDS_OF_PART
 from jax_flash._terms import TERMS, capture, is_capture
 
+# The parts of a call of float32 that two programs share, as ffi/operands.h has them. "carried": q,
+# k, v and dout are float16 copies (dtype is "float16"), results float32; "rest": what such copies
+# do not hold, else the results of the other are left as they are.
+SPLITS = ("", "carried", "rest")
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -25,7 +30,8 @@ class Problem:
     j and i + offset; their difference is exact, beyond int32 too.
     """
 
-    dtype: str  # of q, k, v and out: "float32", "bfloat16", "float16" or "float64"
+    # Of q, k, v and their gradients, and of out: "float32", "bfloat16", "float16" or "float64".
+    dtype: str
     scale: float
     window: tuple[int | None, int | None] = (None, None)  # (left, right); None: unbounded
     bottom_right: bool = False
@@ -37,6 +43,7 @@ class Problem:
     precision: str = "default"
     terms: tuple[str, ...] = ()  # optional operands present, in the order of TERMS
     score: Function | None = None  # of (score, batch, head, query, key), where softcap would be
+    split: str = ""  # of SPLITS: the part of a call that is split, as _gpu/carrier.py does
 
     @property
     def sum_dtype(self) -> str:
@@ -71,6 +78,7 @@ class Problem:
             "deterministic": self.deterministic,
             "terms": sum(1 << list(TERMS).index(name) for name in self.terms),
             "captures": -1 if self.score is None else len(self.score.captures),
+            "split": SPLITS.index(self.split),
         }
 
     def name_terms(self, operands: Sequence[Any]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ struct Named<ForwardParams> : ForwardParams {
               batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges, score_ids, captures, block_mask, bias_map)
+              query_position_ranges, score_ids, captures, block_mask, bias_map, result_scale)
 };
 template <>
 struct Named<BackwardParams> : BackwardParams {
@@ -135,7 +135,7 @@ struct Named<BackwardParams> : BackwardParams {
               dbias_parts, batch, query_len, kv_len, query_heads, kv_heads, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges, score_ids, captures, block_mask, bias_map)
+              query_position_ranges, score_ids, captures, block_mask, bias_map, result_scale)
 };
 template <>
 struct Named<Sm80ForwardParams> : Sm80ForwardParams {
@@ -144,7 +144,7 @@ struct Named<Sm80ForwardParams> : Sm80ForwardParams {
               sinks, sinks_batch_stride, dropout_state, key_segment_ranges, key_position_ranges,
               batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
-              dropout_scale, score_ids, captures, block_mask)
+              dropout_scale, score_ids, captures, block_mask, result_scale)
 };
 template <>
 struct Named<Sm80BackwardParams> : Sm80BackwardParams {
@@ -156,7 +156,7 @@ struct Named<Sm80BackwardParams> : Sm80BackwardParams {
               bias_elements, bias_batches, bias_heads, dbias_parts, batch, query_len, kv_len,
               query_heads, kv_heads, l2_heads, window_left, window_right, scale, scale_log2,
               softcap_inner, softcap_bias, dropout_threshold, dropout_scale, score_ids, captures,
-              block_mask)
+              block_mask, result_scale)
 };
 template <>
 struct Named<DecodeParams> : DecodeParams {

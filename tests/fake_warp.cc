@@ -84,7 +84,8 @@ inline bool __any_sync(unsigned, bool x) { return Count(x) > 0; }
 inline bool __all_sync(unsigned, bool x) { return Count(x) == kLanes; }
 inline void __syncwarp() { Count(true); }
 // Constants of the generated header. Both types are run here.
-constexpr bool kBFloat16 = true, kFloat32 = false, kHasDropout = true, kDropsMost = DROPS_MOST;
+constexpr bool kBFloat16 = true, kFloat32 = false, kCarried = false, kRest = false,
+               kHasDropout = true, kDropsMost = DROPS_MOST;
 constexpr bool kDropsPart = true;
 constexpr bool kScoreHasSlope = false;
 

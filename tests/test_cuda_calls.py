@@ -428,6 +428,7 @@ def common_params(case: Case, c: dict[str, int]) -> dict[str, Any]:
         ],
         "dropout_threshold": round(case.dropout * 2**15) * 0x10001,
         "dropout_scale": np.float32(1 / (1 - round(case.dropout * 2**15) / 2**15)),
+        "result_scale": None,
     }
 
 

@@ -435,6 +435,35 @@ def test_backward_compiles_without_spills(plan: _gpu.Plan):
     check(plan, seconds=15)
 
 
+def carried(name: str) -> Iterator[Any]:
+    """Programs of float32 by float16 copies."""
+    causal = {"window": (None, 0)}
+    terms = ("query_segments", "key_value_segments")
+    changes: dict[str, dict[str, Any]] = {
+        "causal": causal,
+        "window deterministic": {"window": (100, 20), "deterministic": True},
+        "segments softcap": {"terms": terms, "softcap": 30.0},
+        "dropout": {"terms": ("dropout_state",), "dropout_rate": 0.1},
+    }
+    dims = {64: ("causal", "dropout"), 100: ("causal",), 128: tuple(changes), 256: tuple(changes)}
+    for dim, names in dims.items():
+        for change in names:
+            problem = dataclasses.replace(PLAIN, dtype="float32", **changes[change])
+            shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+            call, _ = _gpu.parts(passes(problem)[name], shapes, H200)
+            yield pytest.param(_gpu.plan(call, shapes, H200), id=f"{dim} {change}")
+
+
+@pytest.mark.parametrize("plan", carried("forward"))
+def test_forward_by_float16_copies_compiles_without_spills(plan: _gpu.Plan):
+    check(plan, seconds=5)
+
+
+@pytest.mark.parametrize("plan", carried("backward"))
+def test_backward_by_float16_copies_compiles_without_spills(plan: _gpu.Plan):
+    check(plan, seconds=15)
+
+
 def test_backward_with_lse_gradient_compiles_without_spills():
     check(_gpu.plan(passes(PLAIN, with_dlse=True)["backward"], SHAPES, H200), seconds=15)
 

@@ -246,7 +246,7 @@ __device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) 
   for (int i = 0; i < kSums; ++i) {
     const int key = slab + fragment::first_row(threadIdx.x) + fragment::kRowStep * fragment::row(i);
     const int query = fragment::first_column(threadIdx.x) + fragment::column(i);
-    tile[query * kPitch + key] = sum[i] * dropout_scale(p);
+    tile[query * kPitch + key] = sum[i] * value_scale(p);
   }
   __syncthreads();
   const int64 own = static_cast<int64>(block.batch) * p.bias_heads + block.head;

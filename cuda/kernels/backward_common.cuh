@@ -35,10 +35,14 @@ __device__ __forceinline__ int key_blocks(const Params& p) {
 }
 
 // With dropout P^T dO, dS and the delta that enters it lack the factor 1 / (1 - rate), which dq, dk
-// and dv get when they are stored.
+// and dv get when they are stored; so they get, with kCarried, what P and dO were multiplied by.
+template <class Params>
+__device__ __forceinline__ float value_scale(const Params& p) {
+  return dropout_scale(p) * result_scale(p);
+}
 template <class Params>
 __device__ __forceinline__ float query_key_scale(const Params& p) {
-  return p.scale * dropout_scale(p);
+  return p.scale * value_scale(p);
 }
 // P of a logit less lse, in units of log2. In a row whose lse has no bits left for its weights'
 // sum, beyond 2^24, float32 has no weight above 1 either.

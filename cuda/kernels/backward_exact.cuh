@@ -14,7 +14,7 @@ __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < kInfinity
 __device__ __forceinline__ bool row_is_finite(const void* array, int64 at, int count) {
   bool finite = true;
   for (int c = threadIdx.x % 32; c < count; c += 32) {
-    finite = finite && is_finite(load_element(array, at + c));
+    finite = finite && is_finite(load_result(array, at + c));
   }
   return __all_sync(0xffffffffu, finite);
 }
@@ -90,7 +90,7 @@ __device__ __forceinline__ void exact_dq(const Params& p, int batch, int head, i
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int column = column0 + lane + 32 * i;
-    if (column < kHeadDim) store_element(p.dquery, at + column, sums[i] * query_key_scale(p));
+    if (column < kHeadDim) store_result(p.dquery, at + column, sums[i] * query_key_scale(p));
   }
 }
 
@@ -150,12 +150,12 @@ __device__ __forceinline__ void exact_dkdv(const Params& p, int batch, int kv_he
 #pragma unroll
   for (int c = 0; c < kSumsK; ++c) {
     if (lane + 32 * c < kHeadDim)
-      store_element(p.dkey_data, at_k + lane + 32 * c, dk[c] * query_key_scale(p));
+      store_result(p.dkey_data, at_k + lane + 32 * c, dk[c] * query_key_scale(p));
   }
 #pragma unroll
   for (int c = 0; c < kSumsV; ++c) {
     if (lane + 32 * c < kValueDim)
-      store_element(p.dvalue_data, at_v + lane + 32 * c, dv[c] * dropout_scale(p));
+      store_result(p.dvalue_data, at_v + lane + 32 * c, dv[c] * value_scale(p));
   }
 }
 

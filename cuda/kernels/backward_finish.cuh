@@ -53,7 +53,8 @@ __device__ __forceinline__ bool is_summed(const Params& p, int tile) {
 
 template <class Params>
 __device__ __forceinline__ void finish(const Params& p) {
-  __shared__ FinishTile<Element> tile;
+  if (is_left_to_other(p)) return;
+  __shared__ FinishTile<ResultElement> tile;
   const int tiles = query_blocks(p) * (kQueries / 64);
   // The heads that the main kernel took last are still in L2 and come first.
   const int index = gridDim.x - 1 - blockIdx.x;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void finish(const Params& p) {
     const int r = i * 16 + threadIdx.x / 8, c = threadIdx.x % 8 * 8;
     if (row0 + r < p.query_len && box * 64 + c < kHeadDim) {
       const int64 at = query_row(p, batch, row0 + r, head) * kHeadDim;
-      tile.store(r, c, static_cast<Element::Bits*>(p.dquery) + at, box * 64 + c);
+      tile.store(r, c, static_cast<ResultElement::Bits*>(p.dquery) + at, box * 64 + c);
     }
   }
   if (!repair) return;

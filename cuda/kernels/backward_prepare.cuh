@@ -49,6 +49,16 @@ struct Piece<Float32> {
   __device__ __forceinline__ void load(const void* array, int64 at, int column) {
     numbers = load_piece<kValueDim>(static_cast<const float*>(array) + at - column, column);
   }
+  __device__ __forceinline__ float dot(const Piece<Float16>& other) const {
+    const uint32 y[4] = {other.bits.x, other.bits.y, other.bits.z, other.bits.w};
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum = fmaf(numbers.x[2 * i], Float16::unpack_low(y[i]), sum);
+      sum = fmaf(numbers.x[2 * i + 1], Float16::unpack_high(y[i]), sum);
+    }
+    return sum;
+  }
   __device__ __forceinline__ float dot(const Piece& other) const {
     float sum = 0.f;
 #pragma unroll
@@ -70,10 +80,13 @@ __device__ __forceinline__ bool sees_any(const Params& p, int batch, int head, i
 
 template <class Params>
 __device__ __forceinline__ void prepare(const Params& p) {
-  constexpr int kLanes = kValue <= 64 ? 8 : kValue <= 128 ? 16 : 32;  // threads on one row
-  constexpr int kRows = kPrepareThreads / kLanes;                     // rows at a time
-  constexpr int kUnroll = kFloat32 || kValue > 256 ? 2 : 4;           // registers
-  constexpr int kColumns = 8 * kLanes;                                // of a row at a time
+  if constexpr (kRest) {
+    if (is_left_to_other(p)) return;
+  }
+  constexpr int kLanes = kValue <= 64 ? 8 : kValue <= 128 ? 16 : 32;     // threads on one row
+  constexpr int kRows = kPrepareThreads / kLanes;                        // rows at a time
+  constexpr int kUnroll = kFloat32 || kCarried || kValue > 256 ? 2 : 4;  // registers
+  constexpr int kColumns = 8 * kLanes;                                   // of a row at a time
   const int tiles = query_blocks(p) * (kQueries / 64);
   // The heads that the main kernel takes first come last, so that it finds them in L2.
   const int index = gridDim.x - 1 - blockIdx.x;
@@ -102,11 +115,13 @@ __device__ __forceinline__ void prepare(const Params& p) {
 
 #pragma unroll
   for (int base = 0; base < 64; base += kRows * kUnroll) {
-    Piece<Element> o[kUnroll], d[kUnroll];
+    Piece<ResultElement> o[kUnroll];
+    Piece<Element> d[kUnroll];
     // Of all columns, or the first kColumns.
     const auto load = [&](int i, int first) {
       const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
-      o[i] = d[i] = {};
+      o[i] = {};
+      d[i] = {};
       if (row < queries && first + lane * 8 < kValueDim) {
         const int64 at = query_row(p, batch, row, head) * kValueDim + first + lane * 8;
         o[i].template load<true>(p.out_data, at, first + lane * 8);

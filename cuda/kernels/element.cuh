@@ -95,3 +95,23 @@ struct ElementType<false, true> {
   using Type = Float32;
 };
 using Element = ElementType<kBFloat16, kFloat32>::Type;
+
+// Of a call of float32 that two programs share (jax_flash/_gpu/carrier.py) one has float16 copies
+// of queries, keys, values and output gradients, and float32 results (kCarried); the other one
+// (kRest) computes what such copies do not hold.
+using ResultElement = ElementType<kBFloat16, kFloat32 || kCarried>::Type;
+
+// Does the other program compute this call?
+template <class Params>
+__device__ __forceinline__ bool is_left_to_other(const Params& p) {
+  if constexpr (kCarried) return *p.result_scale == 0.0f;
+  if constexpr (kRest) return *p.result_scale != 0.0f;
+  return false;
+}
+// What copies were multiplied by is taken out of the gradients. Read where it is needed: kept from
+// the kernel's start it took a register, and 16 bytes were spilled.
+template <class Params>
+__device__ __forceinline__ float result_scale(const Params& p) {
+  if constexpr (kCarried) return *static_cast<const volatile float*>(p.result_scale);
+  return 1.0f;
+}

@@ -188,7 +188,7 @@ struct Row {
   int64 first_key;  // row of its head's first key
   Range keys;       // that it sees, mask, segments and positions aside
   int64 lse;        // index
-  Element::Bits* result;
+  ResultElement::Bits* result;
 };
 
 // Of rows of a batch row, a bit each, whose results are stored: calls wrong(bit, row) for those
@@ -202,7 +202,7 @@ __device__ __forceinline__ void find_wrong(const Params& p, int batch, uint32 ro
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int column = fresh_lane() + 32 * c;
-      out[c] = column < kValueDim ? Element::unpack(row.result[column]) : 0.0f;
+      out[c] = column < kValueDim ? ResultElement::unpack(row.result[column]) : 0.0f;
     }
   };
   const auto explain = [&](const float (&result)[kColumns], const Row& row, Range keys,
@@ -282,7 +282,7 @@ __device__ __forceinline__ void repeat_row(const Params& p, int batch, const Row
     const int column = fresh_lane() + 32 * c;
     if (column < kValueDim) {
       const float result = out[c] / sum * dropout_scale(p);
-      row.result[column] = Element::round(result);
+      row.result[column] = ResultElement::round(result);
     }
   }
   if (fresh_lane() == 0) {

@@ -346,6 +346,7 @@ __device__ __forceinline__ bool plans_bytes(const Params& p, uint32* cta) {
 // query blocks * key blocks of the boolean mask; kThreads threads.
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ void plan_by_query(const Params& p) {
+  if (is_left_to_other(p)) return;
   uint32 cta;
   if (!plans_bytes<kQueries, kKeys, false>(p, &cta)) return;
   constexpr int kPieces = kByteKeys ? kKeys / 16 : 1;  // of 16 keys
@@ -388,6 +389,7 @@ __device__ __forceinline__ void plan_by_query(const Params& p) {
 // key blocks before query blocks; a thread for each key.
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ void plan_by_key(const Params& p) {
+  if (is_left_to_other(p)) return;
   uint32 cta;
   if (!plans_bytes<kQueries, kKeys, true>(p, &cta)) return;
   constexpr int kWords = Bits<kQueries, kByteQueries>::kWords;

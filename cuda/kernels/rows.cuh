@@ -49,8 +49,11 @@ __device__ __forceinline__ int kv_head_of(const Params& p, int head) {
 __device__ __forceinline__ float load_element(const void* array, int64 index) {
   return Element::unpack(static_cast<const Element::Bits*>(array)[index]);
 }
-__device__ __forceinline__ void store_element(void* array, int64 index, float value) {
-  static_cast<Element::Bits*>(array)[index] = Element::round(value);
+__device__ __forceinline__ float load_result(const void* array, int64 index) {
+  return ResultElement::unpack(static_cast<const ResultElement::Bits*>(array)[index]);
+}
+__device__ __forceinline__ void store_result(void* array, int64 index, float value) {
+  static_cast<ResultElement::Bits*>(array)[index] = ResultElement::round(value);
 }
 
 // ---- pieces of 16 bytes, whatever the rows' alignment -------------------------------------------
@@ -171,5 +174,20 @@ __device__ __forceinline__ void store_piece(float* row, int column, const Eight&
   for (int i = 0; i < 32 / kBytes; ++i) {
     const int at = column + i * kBytes / 4;
     if (at < kDim) *reinterpret_cast<Part*>(row + at) = piece.parts[i];
+  }
+}
+
+// Two elements of a row of kDim from `column` on, which is even; what lies past its end is dropped.
+template <int kDim>
+__device__ __forceinline__ void store_pair(float* row, int column, float low, float high) {
+  if (kDim % 2 == 0 ? column < kDim : column + 1 < kDim) {
+    if constexpr (kDim % 2 == 0) {
+      *reinterpret_cast<float2*>(row + column) = make_float2(low, high);
+    } else {
+      row[column] = low;
+      row[column + 1] = high;
+    }
+  } else if (kDim % 2 != 0 && column < kDim) {
+    row[column] = low;
   }
 }

@@ -11,12 +11,24 @@ from contextvars import ContextVar
 from typing import Any
 
 from jax_flash._call import Call
-from jax_flash._gpu import decode, sm80, sm90, spec
+from jax_flash._gpu import carrier, decode, sm80, sm90, spec
 from jax_flash._gpu.family import Family, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
 
-__all__ = ["Family", "GpuSpec", "Plan", "choose", "families", "plan", "prefer", "refuse", "spec"]
+__all__ = [
+    "Family",
+    "GpuSpec",
+    "Plan",
+    "carrier",
+    "choose",
+    "families",
+    "parts",
+    "plan",
+    "prefer",
+    "refuse",
+    "spec",
+]
 
 _FAMILIES: tuple[Family, ...] = (
     sm90.Sm90(),
@@ -52,6 +64,18 @@ def choose(call: Call, shapes: Shapes, gpu: GpuSpec) -> Family:
 def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
     """Makes the plan of a pass which `refuse` lets through, by a tiling (None: the chosen)."""
     return choose(call, shapes, gpu).plan(call, shapes, gpu, tiling)
+
+
+def parts(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, ...]:
+    """Returns the calls that run a pass which `refuse` lets through, one after the other.
+
+    Of a float32 pass that carrier.py splits there are two, else it is the pass itself.
+    """
+    if call.target in ("forward", "backward") and carrier.takes(call.problem):
+        carried = carrier.carried(call)
+        if not refuse(carried, shapes, gpu) and choose(carried, shapes, gpu).carries:
+            return carried, carrier.rest(call)
+    return (call,)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     return {
         "kBFloat16": problem.dtype == "bfloat16",
         "kFloat32": problem.dtype == "float32",
+        "kCarried": problem.split == "carried",
+        "kRest": problem.split == "rest",
         "kWindowLeft": left is not None and not positions,
         "kWindowRight": right is not None and not positions,
         "kHasPositions": positions,

@@ -362,6 +362,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     stores_dbias = (
         (tiling.column_warps == 1 or tiling.row_tiles == 2)
         and "dropout_state" not in problem.terms
+        and not problem.split
         and is_own(problem, shapes)
     )
     # Two tiles of 16 keys with 128 columns of dk and dv leave few registers; before sm_90, where

@@ -67,6 +67,7 @@ class Sm90(Family):
     architectures = ("sm_90a",)
     passes = ("forward", "backward")
     measured = ("H200",)
+    carries = True
 
     def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
         problem = call.problem
@@ -95,6 +96,7 @@ class Sm90(Family):
             tiling = tiling or choose_forward(problem, shapes, gpu)
             constants = tiling.constants(problem, shapes)
         loads = () if tiling.tma_loads else (_LOADED_BY_WARPS,)
+        copied = (_COPIED,) if problem.split else ()
         return Plan(
             family=self.name,
             arch=gpu.arch,
@@ -107,11 +109,12 @@ class Sm90(Family):
             constants=constants,
             launch=tiling.launch(),
             workspaces=tiling.workspaces(problem, shapes),
-            notes=(*loads, *self.untried(gpu)),
+            notes=(*copied, *loads, *self.untried(gpu)),
             functions=functions(call, shapes),
         )
 
 
+_COPIED = "float32 by float16 copies of operands, results in float32"
 _LOADED_BY_WARPS = "rows loaded by warps: 8 does not divide both dims, as TMA needs"
 
 
@@ -500,7 +503,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and not ({"query_positions", "block_numbers"} & {*problem.terms} and len(problem.terms) > 2)
     )
     block_q = 128 if widest <= 64 and roomy else 64
-    stores_dbias = not wide and not drops and is_own(problem, shapes)
+    stores_dbias = not (wide or drops or problem.split) and is_own(problem, shapes)
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
     tiling = BackwardTiling(
         shapes.head_dim,
@@ -508,7 +511,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         block_q=block_q,
         wide=wide,
         tma_loads=tma_loads,
-        dq_row_bytes=dq_row_bytes(shapes, block_q),
+        dq_row_bytes=0 if problem.split else dq_row_bytes(shapes, block_q),
         # 5 % at T >= 4096 without a mask, 1 to 4 % when causal, 2 to 7 % of the deterministic mode
         # when causal; elsewhere nothing or a loss.
         reads_ahead=plain

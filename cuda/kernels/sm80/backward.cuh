@@ -13,6 +13,7 @@
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
 //   bool kFloat32             it is float32, in kParts parts: 2 or 3 (sm80/split.cuh), else 1
+//   bool kRest                of a call whose other part other kernels compute (element.cuh)
 //   int kHeadDim, kValueDim   exact sizes, at most 512
 //   int kBlockQ               queries of a block: 64
 //   int kStepQueries          of a step: 16, 32 or 64
@@ -35,6 +36,7 @@
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
     flash_backward_sm80(const __grid_constant__ Sm80BackwardParams p) {
   using namespace backward;
+  if (is_left_to_other(p)) return;
   extern __shared__ unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   int index = blockIdx.x;

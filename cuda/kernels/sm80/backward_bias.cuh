@@ -161,6 +161,7 @@ static_assert(!kHasDbias || sizeof(SharedSum) <= sizeof(Shared));
 extern "C" __global__ void __launch_bounds__(backward::bias_sum::kThreads, 1)
     flash_backward_bias(const __grid_constant__ Sm80BackwardParams p) {
   using namespace backward;
+  if (is_left_to_other(p)) return;
   extern __shared__ unsigned char dynamic_shared[];
   if constexpr (kHasDbias && !kStoresDbias) {
     auto& shared = *reinterpret_cast<bias_sum::Shared*>(dynamic_shared);
@@ -170,5 +171,6 @@ extern "C" __global__ void __launch_bounds__(backward::bias_sum::kThreads, 1)
 
 extern "C" __global__ void __launch_bounds__(256)
     flash_backward_bias_sum(const __grid_constant__ Sm80BackwardParams p) {
+  if (is_left_to_other(p)) return;
   if constexpr (kHasDbias) backward::bias_sum::sum_parts(p);
 }

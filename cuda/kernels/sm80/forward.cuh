@@ -7,6 +7,7 @@
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16, kFloat32  element type of q, k, v, out: else float16
+//   bool kRest                of a call whose other part other kernels compute (element.cuh)
 //   int kParts                bfloat16 that a float32 is split into, 2 or 3; else 1
 //   int kHeadDim, kValueDim   exact sizes, at most 512
 //   int kBlockKV              keys per step: 16, 32 or 64
@@ -24,6 +25,7 @@
 extern "C" __global__ void __launch_bounds__(forward::kThreads, 256 / forward::kThreads)
     flash_forward_sm80(const __grid_constant__ Sm80ForwardParams p) {
   using namespace forward;
+  if (is_left_to_other(p)) return;
   extern __shared__ unsigned char dynamic_shared[];
   Rows rows{p, *reinterpret_cast<Shared*>(dynamic_shared)};
   rows.run();

@@ -12,6 +12,8 @@
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
+//   bool kCarried             float16 copies of float32 operands, float32 out and gradients
+//                             (element.cuh)
 //   int kHeadDim, kValueDim   exact sizes
 //   bool kTmaLoads            TMA moves tiles (8 divides both dims), else warps do, see
 //                             tile.cuh
@@ -40,5 +42,6 @@
 
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
     flash_backward(const __grid_constant__ BackwardParams p) {
+  if (is_left_to_other(p)) return;
   backward::main_kernel(p);
 }

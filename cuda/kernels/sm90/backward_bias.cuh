@@ -133,10 +133,12 @@ extern "C" __global__ void __launch_bounds__(backward::bias_sum::kThreads,
                                              kTmaLoads && !kHasMask ? 2 : 1)
     flash_backward_bias(const __grid_constant__ BackwardParams p) {
   using namespace backward;
+  if (is_left_to_other(p)) return;
   if constexpr (kHasDbias && !kStoresDbias) bias_sum::sum(p, bias_sum::Tiles{p}, shared_memory);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
     flash_backward_bias_sum(const __grid_constant__ BackwardParams p) {
+  if (is_left_to_other(p)) return;
   if constexpr (kHasDbias) backward::bias_sum::sum_parts(p);
 }

@@ -374,11 +374,11 @@ struct Scorer {
       const int row = 64 * which + threadIdx.x % 128 / 32 * 16;
       mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
       mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));
-      if constexpr (kTmaLoads) {
+      if constexpr (kTmaLoads && !kCarried) {
         write_out<kValue>(p.dvalue, dv, dropout_scale(p), u);
         write_out<kHead>(p.dkey, dk, query_key_scale(p), u);
       } else {
-        store_columns<kValueDim>(p, p.dvalue_data, dv, 0, dropout_scale(p), u, 64 * which);
+        store_columns<kValueDim>(p, p.dvalue_data, dv, 0, value_scale(p), u, 64 * which);
         store_columns<kHeadDim>(p, p.dkey_data, dk, 0, query_key_scale(p), u, 64 * which);
       }
       return_unit(received);

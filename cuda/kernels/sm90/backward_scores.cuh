@@ -402,9 +402,16 @@ __device__ __forceinline__ void store_columns(const BackwardParams& p, void* arr
                                               float scale, const volatile UnitRecord& u, int slab) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    const int row = u.key0 + slab + fragment::first_row(threadIdx.x) + fragment::kRowStep * r;
+    if constexpr (kCarried) {
+      if (row < p.kv_len) {
+        float* to = static_cast<float*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
+        fragment::store_row<kDim>(values, r, scale, to, first_column);
+      }
+      continue;
+    }
     uint32 pieces[4 * ceil_div(2 * kCount, 32)];
     fragment::gather_row(values, r, scale, pieces);
-    const int row = u.key0 + slab + fragment::first_row(threadIdx.x) + fragment::kRowStep * r;
     if (row < p.kv_len) {
       uint16* to = static_cast<uint16*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
 #pragma unroll

@@ -185,7 +185,7 @@ struct Probability {
         release(at(&Shared::key_empty));
       }
       mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 1, dv.is_finite());
-      store_rows<kValueDim>(p, p.dvalue_data, dv, dropout_scale(p), u);
+      store_rows<kValueDim>(p, p.dvalue_data, dv, value_scale(p), u);
       return_unit(received);
       ++received;
     }
@@ -351,5 +351,6 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
 
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
     flash_backward(const __grid_constant__ BackwardParams p) {
+  if (is_left_to_other(p)) return;
   backward::main_kernel(p);
 }

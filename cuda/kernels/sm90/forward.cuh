@@ -14,6 +14,7 @@
 //   int kStages               K and V buffers each
 //   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
+//   bool kCarried             float16 copies of float32 operands, float32 results (element.cuh)
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)
 //   int kBiasAheadInL2        with kBiasTiles: blocks between its way to L2 and its load, or 0
@@ -34,6 +35,7 @@
 extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     flash_forward(const __grid_constant__ ForwardParams p) {
   using namespace forward;
+  if (is_left_to_other(p)) return;
   extern __shared__ unsigned char dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int warp = ptx::warp_index();

@@ -141,7 +141,8 @@ struct RowTile {
       keys.begin = max(keys.begin, (blocks.begin & ~SegmentPlan::kSparse) * kBlockKV);
       keys.end = min(keys.end, blocks.end * kBlockKV);
     }
-    auto* out = static_cast<Element::Bits*>(p.out) + query_row(p, batch, query, of) * kValueDim;
+    auto* out =
+        static_cast<ResultElement::Bits*>(p.out) + query_row(p, batch, query, of) * kValueDim;
     const int64 first_key = key_row(p, batch, 0, kv_head_of(p, of));
     return {query, of, first_key, keys, lse_row(p, batch, query, of), out};
   }

@@ -5,6 +5,64 @@
 
 namespace forward {
 
+// A row of the result on its way from the accumulators.
+template <class Of>
+struct OutputRow {
+  static constexpr int kPieces = round_up(kValueColumns, 32) / 8;
+  uint32 pieces[kPieces];
+
+  // Other than 0: it is not finite.
+  template <int kCount>
+  __device__ __forceinline__ uint32 take(const float (&output)[kCount], int row, float factor) {
+    fragment::gather_row(output, row, factor, pieces);
+    uint32 flaw = 0;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) flaw = Of::accumulate_nonfinite(flaw, pieces[i]);
+    return flaw;
+  }
+  // By lane c of a quad; zeros if it is empty.
+  template <int kCount>
+  __device__ __forceinline__ void store(uint16* out, int c, bool empty, const float (&)[kCount],
+                                        int, float) const {
+#pragma unroll
+    for (int g = 0; g < kPieces / 4; ++g) {
+      const int column = 8 * (4 * g + c);
+      if (kValueDim % 32 == 0 || column < kValueDim) {
+        store_piece<kValueDim>(out, column,
+                               empty ? make_uint4(0, 0, 0, 0)
+                                     : make_uint4(pieces[4 * g], pieces[4 * g + 1],
+                                                  pieces[4 * g + 2], pieces[4 * g + 3]));
+      }
+    }
+  }
+};
+template <>
+struct OutputRow<Float32> {
+  // No product is kept: at head dim 256 up to 660 bytes were spilled. A mean of finite values is
+  // finite.
+  template <int kCount>
+  __device__ __forceinline__ uint32 take(const float (&output)[kCount], int row, float factor) {
+    float sum = factor * 0.0f;  // stays zero as long as all are finite
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (fragment::row(i) == row) sum = fmaf(output[i], 0.0f, sum);
+    }
+    return sum != 0.0f;
+  }
+  // 32 bytes of a quad side by side.
+  template <int kCount>
+  __device__ __forceinline__ void store(float* out, int c, bool empty,
+                                        const float (&output)[kCount], int row,
+                                        float factor) const {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int i = fragment::element(j, row, 0);
+      store_pair<kValueDim>(out, 8 * j + 2 * c, empty ? 0.0f : output[i] * factor,
+                            empty ? 0.0f : output[i + 1] * factor);
+    }
+  }
+};
+
 struct Consumer : Warpgroup {
   // -- results --
   static constexpr uint32 kQuads = 0x11111111;  // a bit for each
@@ -27,12 +85,8 @@ struct Consumer : Warpgroup {
       bool empty = lse == kNegativeInfinity;
       if constexpr (kHasQueryLengths) empty = empty || query >= t.query_length;
 
-      constexpr int kPieces = round_up(kValueColumns, 32) / 8;
-      uint32 pieces[kPieces];
-      fragment::gather_row(output, row, factor, pieces);
-      uint32 flaw = 0;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) flaw = Element::accumulate_nonfinite(flaw, pieces[i]);
+      OutputRow<ResultElement> result;
+      const uint32 flaw = result.take(output, row, factor);
       const bool stored = query < p.query_len;
       const bool counts = stored && !empty;
       const bool flawed = flaw != 0 || lse == kInfinity;
@@ -45,18 +99,9 @@ struct Consumer : Warpgroup {
         nonfinite |= (overflows & kQuads) << (row + 2);
       }
       if (!stored) continue;
-      uint16* out = out_of(t, query, head);
+      ResultElement::Bits* out = out_of(t, query, head);
       const int c = lane() % 4;
-#pragma unroll
-      for (int g = 0; g < kPieces / 4; ++g) {
-        const int column = 8 * (4 * g + c);
-        if (kValueDim % 32 == 0 || column < kValueDim) {
-          store_piece<kValueDim>(out, column,
-                                 empty ? make_uint4(0, 0, 0, 0)
-                                       : make_uint4(pieces[4 * g], pieces[4 * g + 1],
-                                                    pieces[4 * g + 2], pieces[4 * g + 3]));
-        }
-      }
+      result.store(out, c, empty, output, row, factor);
       if (c == 0) p.lse[lse_row(p, t.batch, query, head)] = empty ? empty_lse(t, head) : lse;
     }
     return nonfinite;
@@ -66,9 +111,17 @@ struct Consumer : Warpgroup {
     if constexpr (kHasSinks) return p.sinks[t.batch * p.sinks_batch_stride + head];
     return kNegativeInfinity;
   }
+  // By the four threads of a quad.
+  __device__ __forceinline__ void store_zeros(ResultElement::Bits* out) const {
+    for (int column = 8 * (lane() % 4); column < kValueDim; column += 32) {
+      store_piece<kValueDim>(out, column, typename PieceOf<ResultElement>::Type{});
+    }
+  }
   // The first element of a row of the result.
-  __device__ __forceinline__ uint16* out_of(const UnitInfo& t, int query, int head) const {
-    return static_cast<uint16*>(p.out) + query_row(p, t.batch, query, head) * kValueDim;
+  __device__ __forceinline__ ResultElement::Bits* out_of(const UnitInfo& t, int query,
+                                                         int head) const {
+    return static_cast<ResultElement::Bits*>(p.out) +
+           query_row(p, t.batch, query, head) * kValueDim;
   }
   // Leaves rows of the warp, a bit each, to flash_forward_exact. The producer's warpgroup has no
   // mark.
@@ -95,10 +148,7 @@ struct Consumer : Warpgroup {
       const int query = packed / kPackedHeads;
       if (query >= p.query_len) continue;
       const int head = t.head * kPackedHeads + packed % kPackedHeads;
-      uint16* out = out_of(t, query, head);
-      for (int column = 8 * (lane() % 4); column < kValueDim; column += 32) {
-        store_piece<kValueDim>(out, column, make_uint4(0, 0, 0, 0));
-      }
+      store_zeros(out_of(t, query, head));
       if (lane() % 4 == 0) {
         p.lse[lse_row(p, t.batch, query, head)] = empty_lse(t, head);
       }

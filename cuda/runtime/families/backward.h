@@ -35,7 +35,7 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   const Sizes& s = operands.sizes;
   const bool with_dbias = operands.dbias.has_value();
   if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
-  if (auto error = CheckOperands(operands, limits); error.failure()) return error;
+  if (auto error = CheckOperands(operands, problem, limits); error.failure()) return error;
   if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv, launch.turn_parts,
                                  launch.dq_boxes, launch.l2_heads, launch.shared_bytes});
       error.failure()) {
@@ -43,10 +43,10 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   }
 
   const bool sums_in_dq = launch.dq_row_bytes != 0;
-  if (sums_in_dq &&
-      (operands.dtype == ffi::F32 || launch.dq_row_bytes != s.q_heads * s.head_dim * 2 ||
-       launch.dq_row_bytes >= kMaxInt / 128 || s.q_len % launch.block_q != 0 ||
-       s.head_dim % 64 != 0 || s.batch * s.q_len * s.q_heads > kMaxInt)) {
+  if (sums_in_dq && (operands.dtype == ffi::F32 || problem.split != kWhole ||
+                     launch.dq_row_bytes != s.q_heads * s.head_dim * 2 ||
+                     launch.dq_row_bytes >= kMaxInt / 128 || s.q_len % launch.block_q != 0 ||
+                     s.head_dim % 64 != 0 || s.batch * s.q_len * s.q_heads > kMaxInt)) {
     return Invalid("this tiling is for another shape of dq");
   }
 
@@ -101,10 +101,14 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   params->dquery = operands.dq;
   params->dkey_data = operands.dk;
   params->dvalue_data = operands.dv;
+  params->result_scale = operands.result_scale;
   params->l2_heads = ClampHeads(launch.l2_heads, kv_heads);
   blocks->bias = blocks->dbias_words = 0;
   if (with_dbias) {
     const std::int64_t pairs = s.batch * s.q_heads * s.q_len * s.kv_len;
+    if (launch.stores_dbias && problem.split != kWhole) {
+      return Invalid("a call that is split sums the gradient of a bias");
+    }
     if (launch.stores_dbias
             ? bias.elements() != pairs || s.kv_len % 4 != 0
             : dbias_parts < 1 || dbias_kept != (dbias_parts > 1 ? bias.elements() : 0)) {

@@ -55,6 +55,9 @@ struct Sm80ForwardParams {
   Capture captures[kMaxCaptures];  // arrays that it reads
 
   BlockMask block_mask;  // only with kMaskBlock
+
+  // Only with kRest: other than 0 where the kernels of float16 copies have computed the results.
+  const float* result_scale;  // []
 };
 
 // The backward pass: the kernels of sm80/backward.cuh, which has their grids, in its order on one
@@ -125,4 +128,7 @@ struct Sm80BackwardParams {
   Capture captures[kMaxCaptures];
 
   BlockMask block_mask;  // only with kMaskBlock
+
+  // Only with kRest: other than 0 where the kernels of float16 copies have computed the results.
+  const float* result_scale;  // []
 };

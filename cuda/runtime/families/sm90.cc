@@ -103,7 +103,8 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
-  if (auto error = CheckOperands(operands, {launch.tma_loads}); error.failure()) return error;
+  if (auto error = CheckOperands(operands, problem, {launch.tma_loads}); error.failure())
+    return error;
   if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv,
                                  launch.packed_heads, launch.l2_heads, launch.shared_bytes});
       error.failure()) {
@@ -153,6 +154,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   params.value_data = operands.v;
   params.out = operands.out;
   params.lse = operands.lse;
+  params.result_scale = operands.result_scale;
   params.l2_heads = ClampHeads(launch.l2_heads, s.batch * heads);
   TermSizes bias;
   if (auto error = SetBias(operands, problem, &bias, &params); error.failure()) return error;
@@ -222,8 +224,10 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   map(operands.k, s.kv_len, s.kv_heads, s.head_dim, launch.block_kv, &params.key);
   map(operands.v, s.kv_len, s.kv_heads, s.value_dim, launch.block_kv, &params.value);
   map(operands.dout, s.q_len, s.q_heads, s.value_dim, launch.block_q, &params.dout);
-  map(operands.dk, s.kv_len, s.kv_heads, s.head_dim, 64, &params.dkey);
-  map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
+  if (problem.split == kWhole) {
+    map(operands.dk, s.kv_len, s.kv_heads, s.head_dim, 64, &params.dkey);
+    map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
+  }
   if (launch.bias_tiles) {
     TermSizes bias;
     if (auto error = ReadTerm(operands, kBias, &bias); error.failure()) return error;

@@ -77,8 +77,12 @@ struct ForwardParams {
   BlockMask block_mask;  // only with kMaskBlock
 
   // Sizes (S, T, heads, batch rows) of the bias; box (128 bytes, 64 * kConsumers, 1, 1). Only with
-  // kBiasTiles. At the end, so that all other fields lie where they do without.
+  // kBiasTiles. At the end, so that other fields lie where they do without.
   TensorMap bias_map;
+
+  // Only with kCarried: what results are multiplied by, and 0 where float16 copies do not hold the
+  // operands and other kernels compute.
+  const float* result_scale;  // []
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
@@ -162,4 +166,8 @@ struct BackwardParams {
   BlockMask block_mask;  // only with kMaskBlock
 
   TensorMap bias_map;  // as for the forward; box (128 bytes, kBlockQ, 1, 1)
+
+  // Only with kCarried: what results are multiplied by, and 0 where float16 copies do not hold the
+  // operands and other kernels compute.
+  const float* result_scale;  // []
 };
