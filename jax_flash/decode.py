@@ -96,7 +96,7 @@ def decode_attention(
         None: all; an int counts to the left.
       softcap: c in c * tanh(logits / c), above 0.
       sinks: float `[N]`, one more logit for each head that joins the denominator and no value.
-      precision: of float32 products, as in `flash_attention`.
+      precision: of float32 products, as in `flash_attention`; "default" is "high" on "cuda".
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
 

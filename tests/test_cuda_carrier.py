@@ -1,4 +1,4 @@
-"""float32 at default precision on Hopper: float16 copies of operands, and what they do not hold.
+"""float32 at default precision on "cuda": float16 copies of operands, and what they do not hold.
 
 The copies' kernels and the others are run by tests/emulator; the same cases run on a GPU.
 """
@@ -82,6 +82,21 @@ def test_case(case: Case, emulator: Emulator):
     compare(arguments, got)
 
 
+SINCE_AMPERE = (
+    C("grouped", K=1, T=70, S=90, causal=True),
+    C("head dim 128", H=128, T=70, S=90, dropout=0.2, bias="11ts"),
+    C("head dim 33 value 130", H=33, Hv=130, T=40, S=50, N=1, segments="packed", sinks=True),
+    C("head dim 264", H=264, T=40, S=50, N=1, deterministic=True),
+)
+
+
+@EMULATED
+@pytest.mark.parametrize("case", SINCE_AMPERE, ids=lambda case: case.name.replace(" ", "-"))
+def test_case_since_ampere(case: Case, emulator: Emulator):
+    arguments = case.draw()
+    compare(arguments, emulator.run(arguments, gpu="A100"))
+
+
 def check_rest(arguments: Arguments, run) -> None:
     """Results of operands that float16 does not hold are far more exact than copies allow."""
     got, truth = run(arguments), arguments.truth()
@@ -146,12 +161,11 @@ def test_which_calls_are_split():
         carried, rest = _gpu.parts(call, shapes, H200)
         assert _gpu.choose(carried, shapes, H200).name == "sm90"
         assert _gpu.choose(rest, shapes, H200).name == "sm80"
-        for gpu in ("A100", "RTX 4090", "B200"):
-            assert _gpu.parts(call, shapes, _gpu.spec.GPUS[gpu]) == (call,)
-        with _gpu.prefer("sm80"):
-            assert _gpu.parts(call, shapes, H200) == (call,)
         wide = dataclasses.replace(shapes, head_dim=512)
-        assert _gpu.parts(call, wide, H200) == (call,)
+        for sizes, gpu in ((shapes, "A100"), (shapes, "RTX 4090"), (wide, "H200")):
+            carried, rest = _gpu.parts(call, sizes, _gpu.spec.GPUS[gpu])
+            for part in (carried, rest):
+                assert _gpu.choose(part, sizes, _gpu.spec.GPUS[gpu]).name == "sm80"
     for other in ({"precision": "highest"}, {"precision": "high"}, {"dtype": "bfloat16"}):
         call = passes(dataclasses.replace(problem, **other))["forward"]
         assert _gpu.parts(call, shapes, H200) == (call,)
@@ -196,15 +210,18 @@ _GPU = _gpu.spec.present()
 
 @pytest.mark.gpu
 @pytest.mark.skipif(_GPU is None or _GPU.arch != "sm_90a", reason="needs a Hopper GPU")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_case_on_a_gpu(case: Case):
+@pytest.mark.parametrize("family", ["sm90", "sm80"])
+@pytest.mark.parametrize(
+    "case", [*CASES, *SINCE_AMPERE], ids=lambda case: case.name.replace(" ", "-")
+)
+def test_case_on_a_gpu(case: Case, family: str):
     arguments = case.draw()
-    got = arguments.run("cuda")
+    with _gpu.prefer(family):
+        got = arguments.run("cuda")
+        again = arguments.run("cuda") if case.deterministic else got
     compare(arguments, got)
-    if case.deterministic:
-        again = arguments.run("cuda")
-        for name in got:
-            np.testing.assert_array_equal(again[name], got[name], err_msg=name)
+    for name in got:
+        np.testing.assert_array_equal(again[name], got[name], err_msg=name)
 
 
 @pytest.mark.gpu

@@ -173,11 +173,12 @@ def test_gradients_that_do_not_fit_run_on_xla_and_say_so(monkeypatch: pytest.Mon
 
     forward, backward = (f"jax_flash_cuda_sm80_{which}" for which in ("forward", "backward"))
     operands = [array(*x.shape, dtype="float32") for x in QKV]
-    assert calls(lower(jax.grad(loss), *operands)) == [forward, backward]
+    # By float16 copies, and what they do not hold.
+    assert calls(lower(jax.grad(loss), *operands)) == [forward, forward, backward, backward]
     wide = [array(*x.shape[:-1], 512, dtype="float32") for x in QKV]
     _backends.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="CUDA backward kernels .* KB of shared memory"):
-        assert calls(lower(jax.grad(loss), *wide)) == [forward]
+        assert calls(lower(jax.grad(loss), *wide)) == [forward, forward]
 
 
 @pytest.mark.parametrize(("precision", "parts"), [(None, 2), ("high", 2), ("float32", 3)])

@@ -73,7 +73,7 @@ def parts(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, ...]:
     """
     if call.target in ("forward", "backward") and carrier.takes(call.problem):
         carried = carrier.carried(call)
-        if not refuse(carried, shapes, gpu) and choose(carried, shapes, gpu).carries:
+        if not refuse(carried, shapes, gpu):
             return carried, carrier.rest(call)
     return (call,)
 

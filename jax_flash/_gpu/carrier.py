@@ -4,9 +4,9 @@ TF32, in which XLA multiplies float32 on a GPU, has 11 bits; so has float16, of 
 a call of float32 is split. One program, "carried", computes it from float16 copies of q, k, v and
 dout, and stores what its accumulators hold. dout is multiplied by a power of two, and through their
 lse so are the probabilities of the backward pass, which would be small: results get the inverse. A
-program of another family, "rest", computes it where copies do not hold the operands. Which of the
-two does is known to the device alone: a scalar, `result_scale`, is 0 for the rest, and the other
-program leaves at once. Both write the same buffers.
+program of mma.sync, "rest", computes it in parts where copies do not hold the operands. Which of
+the two does is known to the device alone: a scalar, `result_scale`, is 0 for the rest, and the
+other program leaves at once. Both write the same buffers.
 
 A copy holds a row if its largest element lies among float16's normal numbers, or is 0: rounding
 then moves no element by more than 2^-11 times the largest one, as TF32's does. NaN and infinity are
@@ -33,6 +33,8 @@ _LIMIT = 2.0**15
 # Logits that float32 has to within 2^-4: P of a row, from a base of its own, stays as small.
 _LARGEST_LOGIT = 2.0**20
 _COPIED = ("q", "k", "v", "dout")
+
+COPIED = "float32 by float16 copies of operands, results in float32"  # a plan's note
 
 
 def carried(call: Call) -> Call:

@@ -99,10 +99,8 @@ class Family(abc.ABC):
       architectures: those it runs on, as GpuSpec.arch has them.
       passes: those it has kernels for, as Call.target names them.
       measured: the models of GPUs on which its tilings were measured.
-      carries: whether it stores float32 results of float16 operands (carrier.py).
     """
 
-    carries = False
     name: str
     architectures: tuple[str, ...]
     passes: tuple[str, ...]

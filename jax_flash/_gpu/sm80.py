@@ -13,6 +13,7 @@ import jax
 
 from jax_flash._call import Call
 from jax_flash._gpu import emit
+from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import (
     functions,
     is_own,
@@ -78,7 +79,11 @@ class Sm80(Family):
         return tuple(dict.fromkeys(reasons))
 
     def outrun(self, call: Call, gpu: GpuSpec) -> tuple[str, ...]:
-        if call.problem.dtype == "float32" or gpu.arch not in ("sm_100", "sm_103"):
+        if (
+            call.problem.dtype == "float32"
+            or call.problem.split
+            or gpu.arch not in ("sm_100", "sm_103")
+        ):
             return ()
         return (
             f"mma.sync, by which these kernels multiply, has about a quarter of the speed of "
@@ -96,6 +101,7 @@ class Sm80(Family):
         else:
             tiling = tiling or choose_forward(call.problem, shapes, gpu)
             constants = tiling.constants(call.problem, shapes)
+        copied = (COPIED,) if call.problem.split == "carried" else ()
         return Plan(
             family=self.name,
             arch=gpu.arch,
@@ -106,7 +112,7 @@ class Sm80(Family):
             constants=constants,
             launch=tiling.launch(),
             workspaces=tiling.workspaces(call.problem, shapes),
-            notes=(*self.untried(gpu), *self.outrun(call, gpu)),
+            notes=(*copied, *self.untried(gpu), *self.outrun(call, gpu)),
             functions=functions(call, shapes),
         )
 
@@ -376,7 +382,9 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
     return dataclasses.replace(
         tiling,
-        dq_row_bytes=dq_row_bytes(shapes, tiling.block_q) if tiling.parts == 1 else 0,
+        dq_row_bytes=dq_row_bytes(shapes, tiling.block_q)
+        if tiling.parts == 1 and not problem.split
+        else 0,
         most_queries=16 if few or tiling.parts == 3 else 32,
         adds_four=adds_four,
         l2_heads=_backward_l2_heads(problem, shapes, gpu),

@@ -13,6 +13,7 @@ import jax
 
 from jax_flash._call import Call
 from jax_flash._gpu import emit
+from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import (
     bytes_of_bias,
     functions,
@@ -67,7 +68,6 @@ class Sm90(Family):
     architectures = ("sm_90a",)
     passes = ("forward", "backward")
     measured = ("H200",)
-    carries = True
 
     def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
         problem = call.problem
@@ -96,7 +96,7 @@ class Sm90(Family):
             tiling = tiling or choose_forward(problem, shapes, gpu)
             constants = tiling.constants(problem, shapes)
         loads = () if tiling.tma_loads else (_LOADED_BY_WARPS,)
-        copied = (_COPIED,) if problem.split else ()
+        copied = (COPIED,) if problem.split else ()
         return Plan(
             family=self.name,
             arch=gpu.arch,
@@ -114,7 +114,6 @@ class Sm90(Family):
         )
 
 
-_COPIED = "float32 by float16 copies of operands, results in float32"
 _LOADED_BY_WARPS = "rows loaded by warps: 8 does not divide both dims, as TMA needs"
 
 

@@ -397,7 +397,7 @@ struct Rows {
       if (!all_finite(dv[tile])) shared.flaws[row][1] = 1;
     }
     store<kHeadDim>(p.dkey_data, dk, query_key_scale(p));
-    store<kValueDim>(p.dvalue_data, dv, dropout_scale(p));
+    store<kValueDim>(p.dvalue_data, dv, value_scale(p));
     __syncthreads();
     if (thread < kFlaws) {
       const Unit& unit = walk.unit;
@@ -417,7 +417,7 @@ struct Rows {
         const int key = walk.unit.key0 + first_key() + static_cast<int>(threadIdx.x) % 32 / 4 +
                         16 * tile + fragment::kRowStep * row;
         const int64 at = key_row(p, walk.unit.batch, key, walk.unit.kv_head) * kDim;
-        store_row<kDim, Element>(static_cast<Element::Bits*>(array) + at, key < p.kv_len,
+        store_row<kDim, ResultElement>(static_cast<ResultElement::Bits*>(array) + at, key < p.kv_len,
                                  first_column, sum[tile], row, factor);
       }
     }

@@ -417,8 +417,8 @@ struct Rows {
     }
     return ends;
   }
-  __device__ __forceinline__ Element::Bits* out_of(const Unit& unit, int query) const {
-    return static_cast<Element::Bits*>(p.out) +
+  __device__ __forceinline__ ResultElement::Bits* out_of(const Unit& unit, int query) const {
+    return static_cast<ResultElement::Bits*>(p.out) +
            query_row(p, unit.batch, query, unit.head) * kValueDim;
   }
   __device__ __forceinline__ void store(const Unit& unit, int tile, const Ends& ends) const {
@@ -428,7 +428,8 @@ struct Rows {
       const int query = unit.query(tile, row);
       const float lse = ends.lse[row];
       const bool stored = query < p.query_len, empty = ends.empty[row];
-      const uint32 flaw = store_columns<Element>(output[tile], row, ends.factor[row], stored, empty,
+      const uint32 flaw =
+          store_columns<ResultElement>(output[tile], row, ends.factor[row], stored, empty,
                                                  out_of(unit, query), value_warp() * kWarpColumns);
       // A NaN lse is right, and the row with it: masked scores never reach the sum of the weights.
       const bool flawed = (flaw != 0 || lse == kInfinity) && lse == lse;

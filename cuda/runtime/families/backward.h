@@ -35,7 +35,7 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   const Sizes& s = operands.sizes;
   const bool with_dbias = operands.dbias.has_value();
   if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
-  if (auto error = CheckOperands(operands, problem, limits); error.failure()) return error;
+  if (auto error = CheckOperands(operands, limits); error.failure()) return error;
   if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv, launch.turn_parts,
                                  launch.dq_boxes, launch.l2_heads, launch.shared_bytes});
       error.failure()) {

@@ -44,18 +44,13 @@ struct Limits {
   bool tma_loads = false;
   bool float32 = false;
   std::int64_t head_dim = 256;
-  Split split = kCarried;  // that they may be a part of
 };
 
 // What all kernels refuse: dtypes, head dims, and sizes beyond TMA's limits and the kernels' 32-bit
 // indices (offsets into arrays are 64-bit).
-inline ffi::Error CheckOperands(const Operands& operands, const ProblemAttribute& problem,
-                                const Limits& limits) {
+inline ffi::Error CheckOperands(const Operands& operands, const Limits& limits) {
   const Sizes& s = operands.sizes;
-  const auto [tma_loads, float32, head_dim, split] = limits;
-  if (problem.split != kWhole && problem.split != split) {
-    return Invalid("the other kernels run this part of a call that is split");
-  }
+  const auto [tma_loads, float32, head_dim] = limits;
   if (operands.dtype != ffi::BF16 && operands.dtype != ffi::F16 &&
       !(float32 && operands.dtype == ffi::F32)) {
     return Invalid("the CUDA kernels take bfloat16 and float16" +

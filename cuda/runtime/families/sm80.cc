@@ -66,8 +66,7 @@ namespace ffi = xla::ffi;
 using namespace attention;  // of operands.h
 
 constexpr std::int64_t kRangeWarps = 8;  // of a CTA of key_ranges
-constexpr Limits kLimits{/*tma_loads=*/false, /*float32=*/true, /*head_dim=*/512,
-                         /*split=*/kRest};
+constexpr Limits kLimits{/*tma_loads=*/false, /*float32=*/true, /*head_dim=*/512};
 
 ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ProblemAttribute problem, ProgramAttribute program, Sm80ForwardLaunch launch) {
@@ -76,7 +75,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
-  if (auto error = CheckOperands(operands, problem, kLimits); error.failure()) return error;
+  if (auto error = CheckOperands(operands, kLimits); error.failure()) return error;
   if (auto error = CheckNumbers(
           {launch.threads, launch.shared_bytes, launch.block_q, launch.block_kv, launch.l2_heads});
       error.failure()) {
