@@ -135,7 +135,8 @@ struct Named<BackwardParams> : BackwardParams {
               dbias_parts, batch, query_len, kv_len, query_heads, kv_heads, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges, score_ids, captures, block_mask, bias_map, result_scale)
+              query_position_ranges, score_ids, captures, block_mask, bias_map, result_scale,
+              first_kv_head, launched_kv_heads)
 };
 template <>
 struct Named<Sm80ForwardParams> : Sm80ForwardParams {
@@ -156,7 +157,7 @@ struct Named<Sm80BackwardParams> : Sm80BackwardParams {
               bias_elements, bias_batches, bias_heads, dbias_parts, batch, query_len, kv_len,
               query_heads, kv_heads, l2_heads, window_left, window_right, scale, scale_log2,
               softcap_inner, softcap_bias, dropout_threshold, dropout_scale, score_ids, captures,
-              block_mask, result_scale)
+              block_mask, result_scale, first_kv_head, launched_kv_heads)
 };
 template <>
 struct Named<DecodeParams> : DecodeParams {

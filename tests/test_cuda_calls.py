@@ -85,6 +85,16 @@ CASES = (
     C("bias of each score", bias="bnts", H=64, T=200, S=136),
     C("bias of each score, causal", bias="bnts", H=128, T=200, S=136, causal=True, softcap=5.0),
     C("bias of one batch row", bias="1nts", bias_dtype="float32", H=64, causal=True),
+    C("bias that batch rows share", bias="1nts", T=130, S=140),
+    C(
+        "bias that batch rows share, two launches",
+        bias="1nts",
+        batch=(4,),
+        T=512,
+        S=4608,
+        H=16,
+        K=4,
+    ),
     C("bias of keys, softcap", bias="b11s", softcap=5.0, batch=(2, 3), H=256),
     C("bias of heads and mask", bias="1n11", bias_dtype="float32", mask="b1t1", with_lse=True),
     C("mask of queries and segments", mask="1nt1", segments="packed", S=320, deterministic=True),
@@ -102,6 +112,7 @@ AMPERE = {  # of an A100 -> keys, warps
     "whole tiles": (128, 4),
     "mask": (128, 8),
     "bias of each score, causal": (128, 8),
+    "bias that batch rows share, two launches": (128, 4),
     "bias of heads and mask": (128, 8),
     "odd rows": (128, 4),
 }
@@ -253,8 +264,7 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
 def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     assert recordings[case].error == ""
     _, call = recordings[case].calls
-    of_bias = ("flash_backward_bias", "flash_backward_bias_sum")
-    *before, prepare, main, finish = (x for x in call.launches if x.entry not in of_bias)
+    *before, prepare, main, finish = without_bias(call)
     c = main.constants()
     check_clear(case, check_mask_plan(case, before, c, c["kBlockQ"]), main, c)
     batch = math.prod(case.batch)
@@ -299,8 +309,7 @@ def test_backward_since_ampere(on: On, recordings: dict[Case | Direct | On, Reco
     case = on.case
     assert recordings[on].error == ""
     _, call = recordings[on].calls
-    of_bias = ("flash_backward_bias", "flash_backward_bias_sum")
-    *before, prepare, main, finish = (x for x in call.launches if x.entry not in of_bias)
+    *before, prepare, main, finish = without_bias(call)
     c = main.constants()
     assert c["kBlockQ"] == 64
     check_clear(case, check_mask_plan(case, before, c, c["kBlockQ"]), main, c)
@@ -309,7 +318,8 @@ def test_backward_since_ampere(on: On, recordings: dict[Case | Direct | On, Reco
     tiles = batch * case.N * ceil_div(case.T, 64)
     assert (prepare.entry, prepare.grid) == ("flash_backward_prepare", [tiles, 1, 1])
     assert main.entry == "flash_backward_sm80"
-    assert main.grid == [batch * case.kv_heads * ceil_div(case.S, c["kBlockKV"]), 1, 1]
+    heads = main.params["launched_kv_heads"] or case.kv_heads
+    assert main.grid == [batch * heads * ceil_div(case.S, c["kBlockKV"]), 1, 1]
     assert main.block == [32 * c["kWarps"], 1, 1]
     boxes = ceil_div(case.H, 64), ceil_div(case.value_dim, 64)
     # test_cuda_compile.py compares the whole with what the kernel lays over it.
@@ -590,21 +600,35 @@ def check_clear(case: Case, before: list[Launch], main: Launch, c: dict[str, int
     assert before == [Launch("fill", params=zeros)]
 
 
+def without_bias(call: Call) -> list[Launch]:
+    """The launches but for those that sum the gradient of a bias, of the main kernel the first."""
+    kept: list[Launch] = []
+    for launch in call.launches:
+        again = kept and launch.entry == kept[-1].entry
+        if not (again or launch.entry in ("flash_backward_bias", "flash_backward_bias_sum")):
+            kept.append(launch)
+    return kept
+
+
 def check_dbias(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]:
     """Checks the launches that sum the gradient of the bias; returns their parameters."""
     after = call.launches[[x.entry for x in call.launches].index("flash_backward_finish") + 1 :]
     batch, heads, queries, keys = term_sizes(case, case.bias)
     elements = batch * heads * queries * keys
+    found: dict[str, Any] = {"first_kv_head": 0, "launched_kv_heads": 0}
     if elements == 0:
         assert after == []
         names = ("bias_elements", "bias_batches", "bias_heads", "dbias_parts")
-        return dict.fromkeys(names, 0) | {"dbias": None, "dbias_sum": None}
-    found = {
+        return found | dict.fromkeys(names, 0) | {"dbias": None, "dbias_sum": None}
+    found |= {
         "dbias": "dbias",
         "bias_elements": elements,
         "bias_batches": batch,
         "bias_heads": heads,
     }
+    if c["kDbiasByHeads"]:
+        assert after == []
+        return found | {"dbias_parts": 0} | check_sums_of_batch(case, call, c)
     if c["kStoresDbias"]:  # the main kernel does
         assert after == []
         assert not case.dropout
@@ -630,6 +654,31 @@ def check_dbias(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]:
         assert rest == []
     sums = f"float32[{parts * elements}]" if parts > 1 else None
     return found | {"dbias_sum": sums, "dbias_parts": parts}
+
+
+def check_sums_of_batch(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]:
+    """Checks that dS of some heads at a time is stored and summed; returns parameters."""
+    batch, group = math.prod(case.batch), case.N // case.kv_heads
+    assert batch > 1
+    names = [launch.entry for launch in call.launches]
+    first, end = names.index("flash_backward_prepare") + 1, names.index("flash_backward_finish")
+    launches = call.launches[first:end]
+    taken = most = 0
+    for main, sums in zip(launches[::2], launches[1::2], strict=True):
+        assert main.entry in ("flash_backward", "flash_backward_sm80")
+        assert sums.entry == "flash_backward_bias"
+        assert sums.params == main.params
+        assert main.params["first_kv_head"] == taken
+        heads = main.params["launched_kv_heads"]
+        blocks = group * heads * ceil_div(case.T, c["kBlockQ"]) * ceil_div(case.S, 64)
+        assert (sums.grid, sums.block) == ([blocks, 1, 1], [2 * c["kBlockKV"], 1, 1])
+        assert sums.shared == 0
+        taken, most = taken + heads, max(most, heads)
+    assert taken == case.kv_heads
+    assert len(launches) == (4 if "two launches" in case.name else 2)
+    pairs = batch * group * case.T * case.S
+    assert most * pairs * 2 <= max(64 << 20, case.N * case.T * case.S * 2)
+    return {"launched_kv_heads": most, "dbias_sum": f"float32[{most * pairs // 2}]"}
 
 
 def tensor_map(case: Case, c: dict[str, int], name: str, box_rows: int, box_heads: int = 1) -> Any:
@@ -718,7 +767,8 @@ def name_workspace(buffer: dict[str, Any]) -> str | None:
 def assert_launched_with(call: Call, names: list[str | None], expected: dict[str, Any]) -> None:
     """Compares the parameters of all launches of a call, pointers by the names of buffers."""
     kernels = [launch for launch in call.launches if launch.entry != "fill"]
-    assert all(launch.params == kernels[0].params for launch in kernels)
+    own = {"first_kv_head": 0, "launched_kv_heads": 0}  # of each launch: check_sums_of_batch
+    assert all(launch.params | own == kernels[0].params | own for launch in kernels)
     assert len({launch.program.split("#include")[0] for launch in kernels}) == 1  # the constants
 
     def name(value: Any) -> Any:

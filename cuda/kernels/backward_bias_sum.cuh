@@ -6,6 +6,9 @@
 // five. Sums stay in registers, their order is fixed, and nothing of the size of the scores is
 // stored unless the bias is of that size. Where a bias has few blocks its sums are split over
 // dbias_parts CTAs, and a last kernel adds their results.
+//
+// With kDbiasByHeads, for a bias [1, N, T, S], nothing is computed again: each launch of the main
+// kernel stores dS of some heads, and `sum_batch` follows it.
 #pragma once
 
 #include "backward_exact.cuh"
@@ -280,6 +283,87 @@ __device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) 
       float total = 0.f;
       for (int query = 0; query < kQueries; ++query) total += tile[query * kPitch + kKeys];
       store(p, own, block.part, total);
+    }
+  }
+}
+
+// With kDbiasByHeads: CTAs for the heads of a launch of the main kernel, one for every block of
+// queries and 64 keys.
+inline constexpr int kBatchKeys = 64;
+
+// Has the main kernel stored dS of these keys and the block of queries? What it has left out is 0.
+template <class Params>
+__device__ __forceinline__ bool is_stored(const Params& p, int batch, int head, int m0, int key0) {
+  const Range queries = visible_queries(visibility(p, batch), key0, key0 + kBatchKeys - 1);
+  bool stored = !queries.empty() && m0 + kQueries > queries.begin && m0 < queries.end;
+  const int m = m0 / kQueries, n = key0 / kKeys;
+  if constexpr (kHasSegments) {
+    const int2 keys = key_segment_range(p, batch, n);
+    stored = stored && SegmentRange{keys.x, keys.y}.meets(query_segment_range(p, batch, m));
+  }
+  if constexpr (kHasPositions) {
+    stored = stored &&
+             positions_meet(p, query_position_range(p, batch, m), key_position_range(p, batch, n));
+  }
+  if constexpr (kHasMask) {
+    stored = stored && mask::flag_by_key<kQueries, kKeys>(p, batch, head, m, n) != 0;
+  }
+  return stored;
+}
+
+template <class Params>
+__device__ __forceinline__ void sum_batch(const Params& p) {
+  static_assert(!kDbiasByHeads || kKeys % kBatchKeys == 0, "keys of one block");
+  constexpr int kFours = kBatchKeys / 4;                 // of a row, one of a thread
+  constexpr int kPasses = kQueries * kFours / kThreads;  // rows of a thread
+  constexpr int kAtOnce = 4;                             // batch rows that are loaded together
+  const int key_parts = ceil_div(p.kv_len, kBatchKeys);
+  const int rows = blockIdx.x / key_parts;
+  const int key0 = (blockIdx.x - rows * key_parts) * kBatchKeys;
+  const int of_launch = rows / query_blocks(p);
+  const int m0 = (rows - of_launch * query_blocks(p)) * kQueries;
+  const int head = p.first_kv_head * group_size(p) + of_launch;
+  const int key = key0 + static_cast<int>(threadIdx.x) % kFours * 4;
+  const int first = m0 + static_cast<int>(threadIdx.x) / kFours;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.next_unit = 0;  // the next launch counts again
+
+  const auto query_of = [&](int pass) { return first + pass * (kThreads / kFours); };
+  float sum[kPasses][4] = {};
+#pragma unroll 1
+  for (int base = 0; base < p.batch; base += kAtOnce) {
+    uint2 four[kAtOnce][kPasses] = {};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int batch = base + i;
+      if (batch < p.batch && is_stored(p, batch, head, m0, key0)) {
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+          if (query_of(pass) < p.query_len && key < p.kv_len) {
+            four[i][pass] = __ldcs(reinterpret_cast<const uint2*>(
+                stored_scores(p, batch, head, query_of(pass)) + key));
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        sum[pass][0] += bias::Narrow::unpack_low(four[i][pass].x);
+        sum[pass][1] += bias::Narrow::unpack_high(four[i][pass].x);
+        sum[pass][2] += bias::Narrow::unpack_low(four[i][pass].y);
+        sum[pass][3] += bias::Narrow::unpack_high(four[i][pass].y);
+      }
+    }
+  }
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int query = query_of(pass);
+    if (query < p.query_len && key < p.kv_len) {
+      const int64 at = (static_cast<int64>(head) * p.query_len + query) * p.kv_len + key;
+      *reinterpret_cast<uint2*>(static_cast<uint16*>(p.dbias) + at) = {
+          bias::Narrow::pack(sum[pass][0], sum[pass][1]),
+          bias::Narrow::pack(sum[pass][2], sum[pass][3])};
     }
   }
 }

@@ -60,16 +60,36 @@ __device__ __forceinline__ float score_gradient(float probability, float dp, flo
   return probability * (dp + minus_delta);
 }
 
+// Query heads of one key/value head.
+template <class Params>
+__device__ __forceinline__ int group_size(const Params& p) {
+  return p.query_heads / p.kv_heads;
+}
+
+// With kDbiasByHeads: where dS of a query is kept, of a head that the launch takes.
+template <class Params>
+__device__ __forceinline__ uint16* stored_scores(const Params& p, int batch, int head, int query) {
+  const int heads = p.launched_kv_heads * group_size(p);
+  const int first = p.first_kv_head * group_size(p);
+  const int64 row = (static_cast<int64>(batch) * heads + head - first) * p.query_len + query;
+  return reinterpret_cast<uint16*>(p.dbias_sum) + row * p.kv_len;
+}
 // With kStoresDbias: dS of a warp's 16 keys, from `first_key` on, is the gradient of a bias that
-// nothing shares. `gradient`: dS^T, packed as an operand of products by rows.
+// nothing shares, or with kDbiasByHeads waits for its sum over the batch rows. `gradient`: dS^T,
+// packed as an operand of products by rows.
 template <class Params, int kCount>
 __device__ __forceinline__ void store_dbias(const Params& p, int batch, int head, int first_query,
                                             int first_key, const uint32 (&gradient)[kCount]) {
   const int lane = ptx::opaque(threadIdx.x) % 32;
   const int key = first_key + bias::first_of_four(lane);
   const int query = first_query + lane / 4;
-  const int64 row = (static_cast<int64>(batch) * p.query_heads + head) * p.query_len + query;
-  uint16* to = static_cast<uint16*>(p.dbias) + row * p.kv_len + key;
+  uint16* to;
+  if constexpr (kDbiasByHeads) {
+    to = stored_scores(p, batch, head, query) + key;
+  } else {
+    const int64 row = (static_cast<int64>(batch) * p.query_heads + head) * p.query_len + query;
+    to = static_cast<uint16*>(p.dbias) + row * p.kv_len + key;
+  }
 #pragma unroll
   for (int j = 0; j < kCount / 2; ++j) {
     const uint2 four = bias::gather(ptx::transpose_matrix(gradient[2 * j]),
@@ -170,10 +190,11 @@ template <class Params>
 __device__ __forceinline__ int unit_count(const Params& p) {
   return key_blocks(p) * p.batch * p.kv_heads;
 }
-// Query heads of one key/value head.
+// Of one launch of the main kernel: with kDbiasByHeads it takes some key/value heads alone.
 template <class Params>
-__device__ __forceinline__ int group_size(const Params& p) {
-  return p.query_heads / p.kv_heads;
+__device__ __forceinline__ int launched_units(const Params& p) {
+  if constexpr (kDbiasByHeads) return key_blocks(p) * p.batch * p.launched_kv_heads;
+  return unit_count(p);
 }
 
 // The smallest and largest segment id of a block.
@@ -258,10 +279,18 @@ inline constexpr int kDirection = kWindowRight || kReachRight ? -1 : 1;
 // blocks, in ascending order (longest first when causal), its heads innermost.
 template <class Params>
 __device__ __forceinline__ Unit unit_at(const Params& p, int index) {
-  const HeadBlock at = head_block(index, key_blocks(p), p.batch * p.kv_heads, p.l2_heads);
   Unit u;
-  u.batch = at.head / p.kv_heads;
-  u.kv_head = at.head - u.batch * p.kv_heads;
+  HeadBlock at;
+  if constexpr (kDbiasByHeads) {  // batch rows side by side: they share a bias
+    at = head_block(index, key_blocks(p), p.batch * p.launched_kv_heads, p.l2_heads);
+    u.kv_head = at.head / p.batch;
+    u.batch = at.head - u.kv_head * p.batch;
+    u.kv_head += p.first_kv_head;
+  } else {
+    at = head_block(index, key_blocks(p), p.batch * p.kv_heads, p.l2_heads);
+    u.batch = at.head / p.kv_heads;
+    u.kv_head = at.head - u.batch * p.kv_heads;
+  }
   u.key0 = at.block * kKeys;
   u.sight = visibility(p, u.batch);
   u.blocks = blocks_of<kQueries>(visible_queries(u.sight, u.key0, u.key0 + kKeys - 1));

@@ -27,6 +27,7 @@ from jax_flash._gpu.workspaces import (
     backward_arrays,
     blocks,
     boxes,
+    dbias_heads,
     dq_row_bytes,
     int32,
     mask_by_query,
@@ -215,6 +216,7 @@ class BackwardTiling:
     l2_heads: int = 1  # kv heads that the schedule walks together
     stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
     clears_dbias: bool = False  # and it may leave blocks out
+    dbias_heads: int = 0  # kv heads whose dS is stored at a time, as batch rows share their bias
 
     source = "sm80/backward.cuh"
     entries = ("flash_backward_sm80", "flash_backward_prepare", "flash_backward_finish")
@@ -276,6 +278,7 @@ class BackwardTiling:
             turn_parts=self.turn_parts,
             dq_row_bytes=self.dq_row_bytes,
             sums_dbias=not self.stores_dbias,
+            dbias_heads=self.dbias_heads,
             ctas=_BIAS_CTAS,
         )
 
@@ -298,6 +301,7 @@ class BackwardTiling:
             "kAddsFour": self.adds_four,
             "kIsPlain": _is_plain(problem),
             "kStoresDbias": self.stores_dbias,
+            "kDbiasByHeads": self.dbias_heads > 0,
             "kDeterministic": problem.deterministic,
             "kTurnParts": self.turn_parts,
         }
@@ -365,12 +369,15 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
     tiling = next(x for x in _backward_sizes(problem, shapes) if _fits(x, shapes, gpu))
     # Warps that share 16 keys would exchange dS before it is stored; dropout's is scaled later.
-    stores_dbias = (
+    stores = (
         (tiling.column_warps == 1 or tiling.row_tiles == 2)
         and "dropout_state" not in problem.terms
         and not problem.split
-        and is_own(problem, shapes)
     )
+    own = stores and is_own(problem, shapes)
+    by_heads = 0
+    if stores and tiling.parts == 1 and tiling.block_kv >= 64:
+        by_heads = dbias_heads(problem, shapes, tiling.block_kv, _BIAS_CTAS // 2)
     # Two tiles of 16 keys with 128 columns of dk and dv leave few registers; before sm_90, where
     # four additions to dq take four addresses, and beside other terms fewer yet: of 32 queries up
     # to 100 bytes were spilled. Of elements in three parts likewise.
@@ -388,8 +395,9 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         most_queries=16 if few or tiling.parts == 3 else 32,
         adds_four=adds_four,
         l2_heads=_backward_l2_heads(problem, shapes, gpu),
-        stores_dbias=stores_dbias,
-        clears_dbias=stores_dbias and bool(hides),
+        stores_dbias=own or by_heads > 0,
+        clears_dbias=own and bool(hides),
+        dbias_heads=by_heads,
     )
 
 

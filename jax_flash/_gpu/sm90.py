@@ -31,6 +31,7 @@ from jax_flash._gpu.workspaces import (
     backward_arrays,
     blocks,
     boxes,
+    dbias_heads,
     dq_row_bytes,
     int32,
     mask_by_query,
@@ -250,6 +251,7 @@ class BackwardTiling:
     l2_heads: int = 1  # kv heads that the schedule walks together
     stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
     clears_dbias: bool = False  # and it may leave blocks out
+    dbias_heads: int = 0  # kv heads whose dS is stored at a time, as batch rows share their bias
     bias_bytes: int = 0  # of an element of a bias that TMA loads beside the queries; 0: it does not
 
     entries = ("flash_backward", "flash_backward_prepare", "flash_backward_finish")
@@ -325,6 +327,7 @@ class BackwardTiling:
             turn_parts=self.turn_parts,
             dq_row_bytes=self.dq_row_bytes,
             sums_dbias=not self.stores_dbias,
+            dbias_heads=self.dbias_heads,
             ctas=_CTAS,
         )
 
@@ -342,6 +345,7 @@ class BackwardTiling:
             "kDqRowBytes": self.dq_row_bytes,
             "kReadsAhead": self.reads_ahead,
             "kStoresDbias": self.stores_dbias,
+            "kDbiasByHeads": self.dbias_heads > 0,
             "kSumStages": self.sum_stages,
             "kBiasTiles": self.bias_bytes > 0,
             "kDeterministic": problem.deterministic,
@@ -502,8 +506,9 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and not ({"query_positions", "block_numbers"} & {*problem.terms} and len(problem.terms) > 2)
     )
     block_q = 128 if widest <= 64 and roomy else 64
-    stores_dbias = not (wide or drops or problem.split) and is_own(problem, shapes)
+    own = not (wide or drops or problem.split) and is_own(problem, shapes)
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
+    by_heads = 0 if wide or drops or problem.split else dbias_heads(problem, shapes, 128, _CTAS // 2)
     tiling = BackwardTiling(
         shapes.head_dim,
         shapes.value_dim,
@@ -517,8 +522,9 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and shapes.head_dim == shapes.value_dim == 128
         and (causal or not problem.deterministic),
         l2_heads=_backward_l2_heads(problem, shapes),
-        stores_dbias=stores_dbias,
-        clears_dbias=stores_dbias and bool(hides),
+        stores_dbias=own or by_heads > 0,
+        clears_dbias=own and bool(hides),
+        dbias_heads=by_heads,
     )
     tiled = dataclasses.replace(tiling, bias_bytes=bytes_of_bias(shapes.bias))
     fits = tiled.shared_bytes <= gpu.shared_bytes

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash._gpu.constants import is_one, known
+from jax_flash._gpu.constants import is_one, is_ragged, known
 from jax_flash._problem import Problem, Shapes
 
 
@@ -45,6 +45,7 @@ def backward_arrays(
     turn_parts: int,
     dq_row_bytes: int,
     sums_dbias: bool,
+    dbias_heads: int,
     ctas: int,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the scratch arrays of the backward pass (cuda/runtime/families/backward.h).
@@ -55,6 +56,7 @@ def backward_arrays(
       dq_row_bytes: of the function of this name.
       sums_dbias: a kernel of its own sums the gradient of a bias, if there is one,
       ctas: in about so many CTAs.
+      dbias_heads: of the function of this name.
     """
     heads = shapes.batch * shapes.q_heads
     kv_heads = shapes.batch * shapes.kv_heads
@@ -76,8 +78,45 @@ def backward_arrays(
         # Where rows of dk and dv are not finite.
         "marks": int32(kv_heads, key_blocks, block_kv // 16, 2),
         **mask_by_key(shapes, block_q, block_kv),
-        "dbias_sum": _dbias_sum(shapes, block_q, block_kv, ctas) if sums_dbias else float32(0, 0),
+        "dbias_sum": (
+            # dS in 16 bits.
+            float32(dbias_heads, heads // shapes.kv_heads * shapes.q_len * shapes.kv_len // 2)
+            if dbias_heads
+            else _dbias_sum(shapes, block_q, block_kv, ctas)
+            if sums_dbias
+            else float32(0, 0)
+        ),
     }
+
+
+_MOST_SCORES = 64 << 20  # bytes of dS that are stored whatever the bias takes
+
+
+def dbias_heads(problem: Problem, shapes: Shapes, block_kv: int, ctas: int) -> int:
+    """Counts the kv heads whose dS is stored at a time, to be summed over the batch rows.
+
+    That is for a bias [1, N, T, S] as wide as the queries, in rows of whole fours: dS of these
+    heads takes no more than all of the bias, or 64 MB. 0: it is of another shape, or heads so few
+    would leave some of `ctas` idle, which have a block of `block_kv` keys each.
+    """
+    bias = shapes.bias
+    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
+    if bias is None or not all(isinstance(size, int) for size in sizes):
+        return 0
+    batch, q_heads, q_len, kv_len = sizes
+    if (bias.batch, bias.heads, bias.queries, bias.keys) != (1, *sizes[1:]) or batch == 1:
+        return 0
+    if bias.dtype != problem.dtype or problem.dtype == "float32" or is_ragged(bias):
+        return 0
+    kv_heads = shapes.kv_heads
+    of_bias = 2 * q_heads * q_len * kv_len
+    most = min(kv_heads, max(of_bias, _MOST_SCORES) * kv_heads // (batch * of_bias))
+    if most == 0:
+        return 0
+    launches = blocks(kv_heads, most)
+    heads = blocks(kv_heads, launches)
+    full = launches == 1 or batch * heads * blocks(kv_len, block_kv) >= ctas
+    return heads if full else 0
 
 
 def dq_row_bytes(shapes: Shapes, block_q: int) -> int:

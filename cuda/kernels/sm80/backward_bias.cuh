@@ -163,7 +163,9 @@ extern "C" __global__ void __launch_bounds__(backward::bias_sum::kThreads, 1)
   using namespace backward;
   if (is_left_to_other(p)) return;
   extern __shared__ unsigned char dynamic_shared[];
-  if constexpr (kHasDbias && !kStoresDbias) {
+  if constexpr (kHasDbias && kDbiasByHeads) {
+    bias_sum::sum_batch(p);
+  } else if constexpr (kHasDbias && !kStoresDbias) {
     auto& shared = *reinterpret_cast<bias_sum::Shared*>(dynamic_shared);
     bias_sum::sum(p, bias_sum::Tiles{p, shared}, &shared);
   }

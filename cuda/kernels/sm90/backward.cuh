@@ -31,7 +31,9 @@
 //                             does
 //   bool kAddsFour            one instruction adds four elements of the sum of dq
 //   bool kHasDlse             lse has a gradient; kHasDbias: the bias has one
-//   bool kStoresDbias         such a gradient is dS: the main kernel stores it, heads up to 128
+//   bool kStoresDbias         such a gradient is dS: the main kernel stores it, heads up to 128;
+//                             kDbiasByHeads: of some heads at a time, before the next kernel adds
+//                             the batch rows
 //   int kSumStages            pairs of blocks in flight where another one is summed
 //   the terms: see terms.cuh
 #pragma once

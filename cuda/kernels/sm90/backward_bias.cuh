@@ -2,6 +2,7 @@
 // one without TMA or with a mask: registers):
 //   kernel                    grid                              block             dynamic shared
 //   flash_backward_bias       blocks of the bias * dbias_parts  bias_sum::kThreads   sizeof(Shared)
+//     with kDbiasByHeads      bias_sum::batch_blocks            bias_sum::kThreads   0
 //   flash_backward_bias_sum   elements of the bias / 256        256                  0
 #pragma once
 
@@ -134,7 +135,11 @@ extern "C" __global__ void __launch_bounds__(backward::bias_sum::kThreads,
     flash_backward_bias(const __grid_constant__ BackwardParams p) {
   using namespace backward;
   if (is_left_to_other(p)) return;
-  if constexpr (kHasDbias && !kStoresDbias) bias_sum::sum(p, bias_sum::Tiles{p}, shared_memory);
+  if constexpr (kHasDbias && kDbiasByHeads) {
+    bias_sum::sum_batch(p);
+  } else if constexpr (kHasDbias && !kStoresDbias) {
+    bias_sum::sum(p, bias_sum::Tiles{p}, shared_memory);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(256)

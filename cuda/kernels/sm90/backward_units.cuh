@@ -136,7 +136,7 @@ struct Planner {
     const bool leader = threadIdx.x % 32 == 0;
     wait_together(at(&Shared::unit_empty, stage_of<kUnits>(sent)), parity_of<kUnits>(sent) ^ 1);
     volatile UnitRecord& r = unit_record(sent);
-    const bool stop = index >= unit_count(p);
+    const bool stop = index >= launched_units(p);
     const Unit u = unit_at(p, stop ? 0 : index);
     if (leader) {
       r.stop = stop;
@@ -176,7 +176,7 @@ struct Planner {
         index = __shfl_sync(0xffffffffu, index, 0);
       }
       send_unit(sent, index);
-      if (index >= unit_count(p)) break;
+      if (index >= launched_units(p)) break;
     }
   }
 };

@@ -9,6 +9,7 @@
 #ifndef JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
 #define JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/runtime/families/operands.h"
@@ -19,12 +20,20 @@
 
 namespace jax_flash::attention {
 
+// Of a CTA that sums over batch rows: cuda/kernels/backward_bias_sum.cuh.
+inline constexpr std::int64_t kBatchKeys = 64;
+
 // What is launched how often.
 struct BackwardBlocks {
   std::int64_t mask;          // CTAs of mask_plan
   std::int64_t query_pieces;  // of 64 rows, of all heads
-  std::int64_t units;         // blocks of keys, of all key/value heads
-  std::int64_t bias;  // CTAs that sum the gradient of a bias, 0 without one or if it is stored
+  std::int64_t units;         // blocks of keys, of all key/value heads; of one with `kv_heads`
+  // Key/value heads of each launch of the main kernel, whose dS is kept until it is summed over the
+  // batch rows; 0: one launch of all.
+  std::int64_t kv_heads;
+  // CTAs that sum the gradient of a bias, 0 without one or if it is stored; of one key/value head
+  // with `kv_heads`.
+  std::int64_t bias;
   std::int64_t dbias_words;  // of 32 bits, to zero ahead
 };
 
@@ -103,22 +112,34 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   params->dvalue_data = operands.dv;
   params->result_scale = operands.result_scale;
   params->l2_heads = ClampHeads(launch.l2_heads, kv_heads);
-  blocks->bias = blocks->dbias_words = 0;
+  blocks->kv_heads = blocks->bias = blocks->dbias_words = 0;
+  blocks->units = kv_heads * key_blocks;
   if (with_dbias) {
     const std::int64_t pairs = s.batch * s.q_heads * s.q_len * s.kv_len;
     if (launch.stores_dbias && problem.split != kWhole) {
       return Invalid("a call that is split sums the gradient of a bias");
     }
-    if (launch.stores_dbias
-            ? bias.elements() != pairs || s.kv_len % 4 != 0
+    const bool by_heads = launch.stores_dbias && dbias_parts > 0;
+    if (by_heads ? bias.batch != 1 || bias.elements() * s.batch != pairs ||
+                       dbias_parts > s.kv_heads || dbias_kept * s.kv_heads != pairs / 2
+        : launch.stores_dbias
+            ? bias.elements() != pairs
             : dbias_parts < 1 || dbias_kept != (dbias_parts > 1 ? bias.elements() : 0)) {
       return Invalid("the workspace dbias_sum or the tiling does not fit the bias");
+    }
+    if (launch.stores_dbias && s.kv_len % 4 != 0) {
+      return Invalid("dS is stored in rows of whole fours");
     }
     params->dbias = operands.dbias->untyped_data();
     params->bias_elements = bias.elements();
     params->bias_batches = static_cast<int>(bias.batch);
     params->bias_heads = static_cast<int>(bias.heads);
-    params->dbias_parts = static_cast<int>(dbias_parts);
+    params->dbias_parts = by_heads ? 0 : static_cast<int>(dbias_parts);
+    if (by_heads) {
+      blocks->kv_heads = params->launched_kv_heads = static_cast<int>(dbias_parts);
+      blocks->units = s.batch * key_blocks;
+      blocks->bias = s.q_heads / s.kv_heads * query_blocks * CeilDiv(s.kv_len, kBatchKeys);
+    }
     if (launch.clears_dbias) {  // of the query's type
       blocks->dbias_words = operands.dtype == ffi::F32 ? bias.elements() : bias.elements() / 2;
     }
@@ -132,23 +153,30 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
                                                     : scaled_first      ? 1
                                                                         : problem.scale));
   blocks->query_pieces = heads * query_blocks * launch.block_q / 64;
-  blocks->units = kv_heads * key_blocks;
   return ffi::Error::Success();
 }
 
-// Launches all kernels, the main one by `launch_main`. Its errors are the session's.
+// Launches all kernels, the main one by `launch_main(units)`. Its errors are the session's.
 template <class Launch, class Params, class LaunchMain>
-void LaunchBackward(const BackwardBlocks& blocks, const Launch& launch, const Params& params,
+void LaunchBackward(const BackwardBlocks& blocks, const Launch& launch, Params& params,
                     Session* session, LaunchMain launch_main) {
   if (blocks.mask > 0) session->Launch("mask_plan", {blocks.mask, kMaskThreads, 0}, &params);
   if (blocks.dbias_words > 0) {
     session->Zero(static_cast<std::int32_t*>(params.dbias), blocks.dbias_words);
   }
   session->Launch("flash_backward_prepare", {blocks.query_pieces, 128, 0}, &params);
-  launch_main();
+  if (blocks.kv_heads == 0) launch_main(blocks.units);
+  const int kv_heads = static_cast<int>(blocks.kv_heads);
+  for (int first = 0; kv_heads > 0 && first < params.kv_heads; first += kv_heads) {
+    const int count = std::min(kv_heads, params.kv_heads - first);
+    params.first_kv_head = first;
+    params.launched_kv_heads = count;
+    launch_main(blocks.units * count);
+    session->Launch("flash_backward_bias", {blocks.bias * count, 2 * launch.block_kv, 0}, &params);
+  }
   session->Launch("flash_backward_finish", {blocks.query_pieces * launch.dq_boxes, 128, 0},
                   &params);
-  if (blocks.bias > 0) {
+  if (blocks.bias > 0 && blocks.kv_heads == 0) {
     session->Launch("flash_backward_bias",
                     {blocks.bias, 2 * launch.block_kv, launch.bias_shared_bytes}, &params);
     if (params.dbias_parts > 1) {

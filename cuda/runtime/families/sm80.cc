@@ -144,9 +144,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
     return error;
   }
   Session session(stream, program);
-  LaunchBackward(blocks, launch, params, &session, [&] {
-    session.Launch("flash_backward_sm80", {blocks.units, launch.threads, launch.shared_bytes},
-                   &params);
+  LaunchBackward(blocks, launch, params, &session, [&](std::int64_t units) {
+    session.Launch("flash_backward_sm80", {units, launch.threads, launch.shared_bytes}, &params);
   });
   return session.error();
 }

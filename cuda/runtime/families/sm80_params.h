@@ -99,7 +99,8 @@ struct Sm80BackwardParams {
   int* key_segment_ranges;     // [B, ceil(S / kBlockKV), 2], likewise
   int* query_position_ranges;  // the same of positions, only with kHasPositions
   int* key_position_ranges;
-  float* dbias_sum;  // [dbias_parts, bias_elements], only with several parts
+  float* dbias_sum;  // [dbias_parts, bias_elements], only with several parts; or with kDbiasByHeads
+                     // dS [B, heads of a launch, T, S] in 16 bits
   int*
       marks;  // [B, K, ceil(S / kBlockKV), kBlockKV / 16, 2]: are 16 rows of dk, dv not all finite?
 
@@ -131,4 +132,8 @@ struct Sm80BackwardParams {
 
   // Only with kRest: other than 0 where the kernels of float16 copies have computed the results.
   const float* result_scale;  // []
+
+  // Only with kDbiasByHeads: the heads whose units this launch of the main kernel takes.
+  int first_kv_head;
+  int launched_kv_heads;
 };

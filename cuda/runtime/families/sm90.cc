@@ -234,9 +234,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
     auto error = MapBias(operands, bias, launch.block_q, &session, &params.bias_map);
     if (error.failure()) return error;
   }
-  LaunchBackward(blocks, launch, params, &session, [&] {
-    session.LaunchPersistent("flash_backward", blocks.units, launch.threads, launch.shared_bytes,
-                             &params);
+  LaunchBackward(blocks, launch, params, &session, [&](std::int64_t units) {
+    session.LaunchPersistent("flash_backward", units, launch.threads, launch.shared_bytes, &params);
   });
   return session.error();
 }

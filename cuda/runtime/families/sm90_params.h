@@ -126,11 +126,12 @@ struct BackwardParams {
   float* dq_sum;       // [B, N, Q * kBlockQ, 64 * ceil(H / 64)] in the order of fragments, or
                        // with kDqRowBytes [B, T, N, H / 2], the other half in `dquery`; with
                        // kDeterministic the first unit writes it
-  int* next_unit;      // [1]
+  int* next_unit;      // [1], zero at the start of each launch of the main kernel
   int* turns;          // [B, N, Q, kTurnParts], only with kDeterministic
   int* query_segment_ranges;  // [B, Q, 2] smallest and largest id, only with kHasSegments
   int* key_segment_ranges;    // [B, ceil(S / kBlockKV), 2], likewise
-  float* dbias_sum;           // [dbias_parts, bias_elements], only with several parts
+  float* dbias_sum;           // [dbias_parts, bias_elements], only with several parts; or with
+                              // kDbiasByHeads dS [B, heads of a launch, T, S] in 16 bits
   int* marks;  // [B, K, ceil(S / kBlockKV), kBlockKV / 16, 2]: are 16 rows of dk, dv not all finite
 
   long long bias_elements;  // of the bias: batch rows * heads * queries * keys that it has
@@ -170,4 +171,8 @@ struct BackwardParams {
   // Only with kCarried: what results are multiplied by, and 0 where float16 copies do not hold the
   // operands and other kernels compute.
   const float* result_scale;  // []
+
+  // Only with kDbiasByHeads: the heads whose units this launch of the main kernel takes.
+  int first_kv_head;
+  int launched_kv_heads;
 };
