@@ -89,6 +89,8 @@ GRADIENTS = (
     ("A100", C("head dim 192, everything", H=192, Hv=136, dropout=0.2, mask="b1ts", bias="11ts",
        T=90, S=100, N=1, sinks=True, segments="packed", softcap=3.0)),
     ("A100", C("bias stored", H=128, bias="bnts", S=132, T=90, causal=True, bias_hides=True, K=1)),
+    ("A100", C("bias shared", H=128, bias="1nts", batch=(2,), S=132, T=90, window=(50, 9), K=1,
+       deterministic=True)),
     ("A100", C("mask and bias of keys", mask="bnts", bias="1n1s", bias_dtype="float32", S=131,
        T=70, batch=(2,), deterministic=True)),
     ("L4", C("head dim 128, segments", H=128, S=300, N=1, segments="returning", softcap=5.0,

@@ -97,7 +97,8 @@ def dbias_heads(problem: Problem, shapes: Shapes, block_kv: int, ctas: int) -> i
 
     That is for a bias [1, N, T, S] as wide as the queries, in rows of whole fours: dS of these
     heads takes no more than all of the bias, or 64 MB. 0: it is of another shape, or heads so few
-    would leave some of `ctas` idle, which have a block of `block_kv` keys each.
+    would leave a third of `ctas` idle, which take a block of `block_kv` keys each at a time:
+    then computing dS again, two products of five, takes less.
     """
     bias = shapes.bias
     sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
@@ -115,8 +116,9 @@ def dbias_heads(problem: Problem, shapes: Shapes, block_kv: int, ctas: int) -> i
         return 0
     launches = blocks(kv_heads, most)
     heads = blocks(kv_heads, launches)
-    full = launches == 1 or batch * heads * blocks(kv_len, block_kv) >= ctas
-    return heads if full else 0
+    units = batch * heads * blocks(kv_len, block_kv)
+    busy = launches == 1 or 3 * units >= 2 * ctas * blocks(units, ctas)
+    return heads if busy else 0
 
 
 def dq_row_bytes(shapes: Shapes, block_q: int) -> int:
