@@ -52,6 +52,7 @@ struct Counters {
 // The draws of one query head.
 class Draws {
  public:
+  Draws() = default;
   template <class Params>
   __device__ __forceinline__ Draws(const Params& p, int batch, int head) {
     const int64 row = static_cast<int64>(batch) * p.query_heads + head;
@@ -73,6 +74,10 @@ class Draws {
       column += first_.y;
     }
     return {row, column, (row ^ column ^ query) & 4};
+  }
+  // Those of the same query, `keys` keys on, a multiple of 16.
+  static __device__ __forceinline__ Counters after(const Counters& at, uint32 keys) {
+    return {at.query, at.key + keys / 4, at.other ^ (keys / 4 & 4)};
   }
   __device__ __forceinline__ PhiloxWords words(uint32 query_counter, uint32 key_counter) const {
     return philox(state_.x, state_.y, key_counter, query_counter, state_.z, state_.w);
@@ -97,15 +102,42 @@ __device__ __forceinline__ uint32 dropped_halves(const Params& p, uint32 word) {
 template <int kKeys>
 class DroppedPairs {
  public:
-  // Of the 16 keys from 16 * i on, and of the 16 after them; nothing where i is odd. Whole warps
-  // call.
+  // Of all keys. The counters' words come first: they need no other lane, and go among the
+  // exponentials, which what is exchanged cannot. Whole warps call.
+  template <class Params>
+  __device__ __forceinline__ void draw_all(const Params& p, const Draws& draws,
+                                           const Counters& counters) {
+    constexpr int kPairs = ceil_div(kKeys, 32);
+    PhiloxWords words[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      words[i] = draws.words(counters.query, counters.key + counters.other + 8 * i);
+    }
+    uint32 given[kPairs][2];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      given[i][0] = __shfl_xor_sync(0xffffffffu, words[i].word[2], 16);
+      given[i][1] = __shfl_xor_sync(0xffffffffu, words[i].word[3], 16);
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) set(p, counters, 2 * i, words[i], given[i]);
+  }
+  // Of the 32 keys from 16 * i on. Whole warps call.
   template <class Params>
   __device__ __forceinline__ void draw(const Params& p, const Draws& draws,
                                        const Counters& counters, int i) {
-    if (i % 2 == 1) return;
     const PhiloxWords words = draws.words(counters.query, counters.key + counters.other + 4 * i);
     const uint32 given[2] = {__shfl_xor_sync(0xffffffffu, words.word[2], 16),
                              __shfl_xor_sync(0xffffffffu, words.word[3], 16)};
+    set(p, counters, i, words, given);
+  }
+  // Elements 2 * i and 2 * i + 1, with zeros for the dropped ones.
+  __device__ __forceinline__ uint32 keep(int i, uint32 pair) const { return pair & ~masks_[i]; }
+
+ private:
+  template <class Params>
+  __device__ __forceinline__ void set(const Params& p, const Counters& counters, int i,
+                                      const PhiloxWords& words, const uint32 (&given)[2]) {
 #pragma unroll
     for (int cell = i; cell < i + 2 && cell < kKeys / 16; ++cell) {
       uint32 mine[2];
@@ -119,10 +151,7 @@ class DroppedPairs {
       for (int k = 0; k < 4; ++k) masks_[4 * cell + k] = dropped_halves(p, own.word[k]);
     }
   }
-  // Elements 2 * i and 2 * i + 1, with zeros for the dropped ones.
-  __device__ __forceinline__ uint32 keep(int i, uint32 pair) const { return pair & ~masks_[i]; }
 
- private:
   uint32 masks_[kKeys / 4];
 };
 

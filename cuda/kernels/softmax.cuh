@@ -22,18 +22,17 @@ struct Alone {
   __device__ __forceinline__ void operator()(int) const {}
 };
 
-// What comes after all of them, part by part.
+// What comes after all of them; the compiler may begin it among them.
 template <class Draw>
 struct After {
   Draw draw;
   __device__ __forceinline__ void operator()(int) const {}
 };
-template <int kParts, class Beside>
+template <class Beside>
 __device__ __forceinline__ void finish_beside(const Beside&) {}
-template <int kParts, class Draw>
+template <class Draw>
 __device__ __forceinline__ void finish_beside(const After<Draw>& after) {
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) after.draw(i);
+  after.draw();
 }
 
 // Scores to logits in log2 units less a base; row and column of a fragment.
@@ -92,7 +91,7 @@ struct SoftmaxState {
         }
       }
     }
-    finish_beside<kUsed / 8>(beside);
+    finish_beside(beside);
   }
 
   // The largest of a row's first kUsed scores or weights, over its four threads.

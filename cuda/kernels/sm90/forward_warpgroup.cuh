@@ -58,14 +58,47 @@ struct BlockLine<true> : ScoreLine<ForwardParams> {
   __device__ __forceinline__ LineFactor factor() const { return line; }
 };
 
+// What a thread draws with, read once a unit: of a block's its draws would wait for shared and
+// global memory, which take hundreds of cycles beside wgmma.
+template <bool kExists>
+struct UnitDraws {  // none
+  template <class QueryOf>
+  __device__ __forceinline__ void read(const ForwardParams&, int, int, QueryOf) {}
+  __device__ __forceinline__ void draw(const ForwardParams&, DroppedPairs<kBlockKV>&, int) const {}
+};
+template <>
+struct UnitDraws<true> {
+  Draws draws;
+  Counters first;  // of the keys of block 0
+  template <class QueryOf>
+  __device__ __forceinline__ void read(const ForwardParams& p, int batch, int head,
+                                       QueryOf query_of) {
+    draws = Draws(p, ptx::uniform(batch), ptx::uniform(head));
+    first = draws.at(query_of(0), fragment::first_column(ptx::opaque(threadIdx.x)));
+  }
+  __device__ __forceinline__ void draw(const ForwardParams& p, DroppedPairs<kBlockKV>& dropped,
+                                       int first_key) const {
+    dropped.draw_all(p, draws, Draws::after(first, first_key));
+  }
+};
+
+// Draws go among the exponentials of a block. Where there are no registers for that, of wide heads,
+// and beyond 64 with terms fetched by blocks or loads without TMA, they come when bases have risen.
+inline constexpr bool kDrawsAmong =
+    kHasDropout && kValueColumns <= (kTmaLoads && !kListsBlocks ? 128 : 64);
+// Beside a function of the scores 120 bytes would be spilled.
+inline constexpr bool kHoldsDraws = kDrawsAmong && (kValueColumns <= 64 || !kHasScoreFunction);
+
 // Bases, which take no place where there is no function and no bias: other members would move, and
 // plain kernels be compiled to other registers.
 struct Warpgroup : RowWalk,
                    BiasReader<kBiasBeside>,
                    ScoreFunction<ForwardParams>,
-                   BlockLine<kTakesLine> {
+                   BlockLine<kTakesLine>,
+                   UnitDraws<kHoldsDraws> {
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   using UnitLine = BlockLine<kTakesLine>;             // likewise, and what follows once a block
+  using Drawing = UnitDraws<kHoldsDraws>;             // likewise
   const ForwardParams& p;
   Shared& shared;
   const int warpgroup;  // warpgroup among the consumers
@@ -223,6 +256,11 @@ struct Warpgroup : RowWalk,
       block = listed.number();
       if constexpr (kBitsAhead) fetch_bits(bits, block, !whole);
     }
+    if constexpr (kHoldsDraws) {
+      const UnitInfo& t = unit();
+      const auto query_of = [&](int row) { return packed_row(t, row); };
+      if (is_first) Drawing::read(p, t.batch, t.head, query_of);
+    }
     if constexpr (kHasScoreFunction) {
       if (is_first) {
         UnitFunction::read(p, unit().batch, unit().head);
@@ -316,25 +354,11 @@ struct Warpgroup : RowWalk,
       if constexpr (kBiasAhead) fetch_bias(max(block - 1, 0));
     }
   }
-  // What is dropped of the block's 16 keys from 16 * i on, as DroppedPairs draws them.
-  __device__ __forceinline__ auto drawing() {
-    const UnitInfo& t = unit();
-    const Draws draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
-    const int column = fragment::first_column(ptx::opaque(threadIdx.x));
-    const Counters counters = draws.at(packed_row(t, 0), block * kBlockKV + column);
-    return [=](int i) { dropped.draw(p, draws, counters, i); };
-  }
-  // What goes among the exponentials of a block: draws. Where there are no registers for that, of
-  // wide heads, and beyond 64 with terms fetched by blocks or loads without TMA, they come when
-  // bases have risen. Otherwise, beyond 64, after the exponentials: the exchange of what is drawn
-  // keeps draws where they are written, and there the other warpgroup's products hide them.
-  static constexpr bool kDrawsAmong =
-      kHasDropout && kValueColumns <= (kTmaLoads && !kListsBlocks ? 128 : 64);
+  // What goes among the exponentials of a block: what is dropped of it.
   __device__ __forceinline__ auto among_exponentials() {
-    if constexpr (kDrawsAmong && kValueColumns <= 64) {
-      return drawing();
-    } else if constexpr (kDrawsAmong) {
-      return After<decltype(drawing())>{drawing()};
+    if constexpr (kDrawsAmong) {
+      const auto draw = [this] { this->draw(); };
+      return After<decltype(draw)>{draw};
     } else {
       return Alone{};
     }
@@ -384,10 +408,19 @@ struct Warpgroup : RowWalk,
     return rescale;
   }
   __device__ __forceinline__ void draw_after() {
-    if constexpr (kHasDropout && !kDrawsAmong) {
-      const auto draw = drawing();
+    if constexpr (kHasDropout && !kDrawsAmong) draw();
+  }
+  // What is dropped of the block.
+  __device__ __forceinline__ void draw() {
+    if constexpr (kHoldsDraws) {
+      Drawing::draw(p, dropped, block * kBlockKV);
+    } else {
+      const UnitInfo& t = unit();
+      const Draws draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
+      const int column = fragment::first_column(ptx::opaque(threadIdx.x));
+      const Counters counters = draws.at(packed_row(t, 0), block * kBlockKV + column);
 #pragma unroll
-      for (int i = 0; i < kBlockKV / 16; ++i) draw(i);
+      for (int i = 0; i < kBlockKV / 16; i += 2) dropped.draw(p, draws, counters, i);
     }
   }
   __device__ __forceinline__ void pack_weights(const Scores& scores) {
