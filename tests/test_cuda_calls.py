@@ -86,6 +86,16 @@ CASES = (
     C("bias of each score, causal", bias="bnts", H=128, T=200, S=136, causal=True, softcap=5.0),
     C("bias of one batch row", bias="1nts", bias_dtype="float32", H=64, causal=True),
     C("bias that batch rows share", bias="1nts", T=130, S=140),
+    C("bias that batch rows share, added", bias="1nts", T=70, S=4200, H=16, N=6, K=3),
+    C(
+        "bias that batch rows share, added, causal",
+        bias="1nts",
+        T=70,
+        S=4200,
+        H=16,
+        K=4,
+        causal=True,
+    ),
     C(
         "bias that batch rows share, two launches",
         bias="1nts",
@@ -595,7 +605,7 @@ def check_clear(case: Case, before: list[Launch], main: Launch, c: dict[str, int
     if not (c["kStoresDbias"] and hides):
         assert before == []
         return
-    words = math.prod(case.batch) * case.N * case.T * case.S // 2
+    words = math.prod(term_sizes(case, case.bias)) // 2
     zeros = {"target": main.params["dbias"], "value": 0, "words": words}
     assert before == [Launch("fill", params=zeros)]
 
@@ -632,7 +642,9 @@ def check_dbias(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]:
     if c["kStoresDbias"]:  # the main kernel does
         assert after == []
         assert not case.dropout
-        assert elements == math.prod(case.batch) * case.N * case.T * case.S
+        assert c["kDbiasByRows"] == (", added" in case.name)
+        rows = batch if c["kDbiasByRows"] else math.prod(case.batch)
+        assert elements == rows * case.N * case.T * case.S
         return found | {"dbias_parts": 0, "dbias_sum": None}
     main, *rest = after
     parts = main.params["dbias_parts"]

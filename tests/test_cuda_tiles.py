@@ -187,33 +187,38 @@ def test_backward_tilings_since_ampere_fit(arch: str):
 
 @pytest.mark.parametrize("family", [_gpu.sm80, _gpu.sm90], ids=["sm80", "sm90"])
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "kv_heads", "at_once"),
+    ("batch", "length", "heads", "kv_heads", "rows", "at_once"),
     [
-        (4, 4096, 16, 16, 4),  # as much as the bias
-        (4, 4096, 12, 4, 1),
-        (16, 1024, 16, 16, 2),  # 64 MB
-        (8, 256, 16, 16, 16),  # likewise, of all
-        (3, 4096, 7, 7, 2),
-        (16, 4096, 8, 8, 0),  # one head takes twice as much
-        (4, 4096, 16, 1, 0),
-        (2, 4096, 6, 6, 3),
-        (2, 4096, 2, 2, 0),  # 64 blocks of keys
-        (1, 4096, 16, 16, 0),  # nothing is shared
+        (4, 4096, 16, 16, True, 4),  # as much as the bias
+        (4, 4096, 12, 4, True, 1),
+        (16, 1024, 16, 16, False, 2),  # 64 MB
+        (8, 256, 16, 16, False, 16),  # likewise, of all; 32 blocks of keys
+        (9, 4096, 15, 15, False, 1),
+        (3, 4096, 7, 7, True, 2),
+        (16, 4096, 8, 8, False, 0),  # one head takes twice as much
+        (4, 4096, 16, 1, False, 0),
+        (2, 4096, 2, 2, False, 0),  # 64 blocks of keys
+        (1, 4096, 16, 16, False, 0),  # nothing is shared
     ],
 )
-def test_scores_stored_for_a_shared_bias(family, batch, length, heads, kv_heads, at_once):
+def test_scores_stored_for_a_shared_bias(family, batch, length, heads, kv_heads, rows, at_once):
     bias = TermShape("bfloat16", batch=1, heads=heads, queries=length, keys=length)
     shapes = Shapes(batch, length, length, heads, kv_heads, 64, 64, bias=bias)
-    problem = dataclasses.replace(PLAIN, dtype="bfloat16", terms=("bias",), window=(None, 0))
+    problem = dataclasses.replace(PLAIN, terms=("bias",), window=(None, 0))
     tiling = family.choose_backward(problem, shapes, H200)
+    adds = rows and family is _gpu.sm90
+    at_once = 0 if adds else at_once
+    if family is _gpu.sm90:
+        assert tiling.dbias_rows == rows
     assert tiling.dbias_heads == at_once
-    assert tiling.stores_dbias == (at_once > 0 or batch == 1)
+    assert tiling.stores_dbias == (adds or at_once > 0 or batch == 1)
+    assert tiling.clears_dbias == (adds or batch == 1)
     kept = 4 * math.prod(tiling.workspaces(problem, shapes)["dbias_sum"].shape)
     assert kept <= max(64 << 20, 2 * heads * length**2)
     assert kept == at_once * batch * heads // kv_heads * length**2 * 2
     for change in ({"dtype": "float32"}, {"queries": 1}, {"heads": 1}):
         other = dataclasses.replace(shapes, bias=dataclasses.replace(bias, **change))
-        assert family.choose_backward(problem, other, H200).dbias_heads == 0
+        assert not family.choose_backward(problem, other, H200).stores_dbias
 
 
 def test_backward_tilings_take_the_keys_that_fit():

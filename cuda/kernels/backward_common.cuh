@@ -75,8 +75,8 @@ __device__ __forceinline__ uint16* stored_scores(const Params& p, int batch, int
   return reinterpret_cast<uint16*>(p.dbias_sum) + row * p.kv_len;
 }
 // With kStoresDbias: dS of a warp's 16 keys, from `first_key` on, is the gradient of a bias that
-// nothing shares, or with kDbiasByHeads waits for its sum over the batch rows. `gradient`: dS^T,
-// packed as an operand of products by rows.
+// nothing shares, or with kDbiasByHeads waits for its sum over the batch rows, or with kDbiasByRows
+// is added to that of the rows before. `gradient`: dS^T, packed as an operand of products by rows.
 template <class Params, int kCount>
 __device__ __forceinline__ void store_dbias(const Params& p, int batch, int head, int first_query,
                                             int first_key, const uint32 (&gradient)[kCount]) {
@@ -87,13 +87,27 @@ __device__ __forceinline__ void store_dbias(const Params& p, int batch, int head
   if constexpr (kDbiasByHeads) {
     to = stored_scores(p, batch, head, query) + key;
   } else {
-    const int64 row = (static_cast<int64>(batch) * p.query_heads + head) * p.query_len + query;
-    to = static_cast<uint16*>(p.dbias) + row * p.kv_len + key;
+    const int64 own = kDbiasByRows ? head : static_cast<int64>(batch) * p.query_heads + head;
+    to = static_cast<uint16*>(p.dbias) + (own * p.query_len + query) * p.kv_len + key;
+  }
+  // Of the batch rows before, stored by this thread.
+  uint2 before[kDbiasByRows ? kCount / 2 : 1] = {};
+  if constexpr (kDbiasByRows) {
+    const bool adds = kDbiasCleared || batch > 0;
+#pragma unroll
+    for (int j = 0; j < kCount / 2; ++j) {
+      if (adds && query + 8 * j < p.query_len && key < p.kv_len) {
+        before[j] = *reinterpret_cast<const uint2*>(to + 8 * j * static_cast<int64>(p.kv_len));
+      }
+    }
   }
 #pragma unroll
   for (int j = 0; j < kCount / 2; ++j) {
-    const uint2 four = bias::gather(ptx::transpose_matrix(gradient[2 * j]),
-                                    ptx::transpose_matrix(gradient[2 * j + 1]));
+    uint2 four = bias::gather(ptx::transpose_matrix(gradient[2 * j]),
+                              ptx::transpose_matrix(gradient[2 * j + 1]));
+    if constexpr (kDbiasByRows) {
+      four = {bias::add_pairs(four.x, before[j].x), bias::add_pairs(four.y, before[j].y)};
+    }
     // Rows are of whole fours.
     if (query + 8 * j < p.query_len && key < p.kv_len) *reinterpret_cast<uint2*>(to) = four;
     to += 8 * static_cast<int64>(p.kv_len);
@@ -281,7 +295,12 @@ template <class Params>
 __device__ __forceinline__ Unit unit_at(const Params& p, int index) {
   Unit u;
   HeadBlock at;
-  if constexpr (kDbiasByHeads) {  // batch rows side by side: they share a bias
+  if constexpr (kDbiasByRows) {  // one after the other, by one CTA
+    const int block = index / p.batch;
+    u.batch = index - block * p.batch;
+    at = head_block(block, key_blocks(p), p.kv_heads, p.l2_heads);
+    u.kv_head = at.head;
+  } else if constexpr (kDbiasByHeads) {  // side by side: they share a bias
     at = head_block(index, key_blocks(p), p.batch * p.launched_kv_heads, p.l2_heads);
     u.kv_head = at.head / p.batch;
     u.batch = at.head - u.kv_head * p.batch;

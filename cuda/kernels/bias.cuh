@@ -95,6 +95,10 @@ __device__ __forceinline__ uint2 gather(uint32 low, uint32 high) {
   const uint32 got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
   return {odd ? got : low, odd ? high : got};
 }
+// Of a gradient: two elements each.
+__device__ __forceinline__ uint32 add_pairs(uint32 a, uint32 b) {
+  return kBiasBFloat16 ? ptx::fma_bfloat16(a, 0x3f803f80u, b) : ptx::fma_float16(a, 0x3c003c00u, b);
+}
 // Two columns of a row, of 8 x 8 that the warp holds, become two rows of a column.
 __device__ __forceinline__ void transpose(Pair& pair) {
   if constexpr (kBiasFloat32) {

@@ -302,6 +302,8 @@ class BackwardTiling:
             "kIsPlain": _is_plain(problem),
             "kStoresDbias": self.stores_dbias,
             "kDbiasByHeads": self.dbias_heads > 0,
+            "kDbiasByRows": False,
+            "kDbiasCleared": self.clears_dbias,
             "kDeterministic": problem.deterministic,
             "kTurnParts": self.turn_parts,
         }

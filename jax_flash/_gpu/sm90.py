@@ -28,6 +28,7 @@ from jax_flash._gpu.constants import (
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.workspaces import (
+    adds_rows,
     backward_arrays,
     blocks,
     boxes,
@@ -251,6 +252,7 @@ class BackwardTiling:
     l2_heads: int = 1  # kv heads that the schedule walks together
     stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
     clears_dbias: bool = False  # and it may leave blocks out
+    dbias_rows: bool = False  # a CTA adds the dS of batch rows that share their bias
     dbias_heads: int = 0  # kv heads whose dS is stored at a time, as batch rows share their bias
     bias_bytes: int = 0  # of an element of a bias that TMA loads beside the queries; 0: it does not
 
@@ -346,6 +348,8 @@ class BackwardTiling:
             "kReadsAhead": self.reads_ahead,
             "kStoresDbias": self.stores_dbias,
             "kDbiasByHeads": self.dbias_heads > 0,
+            "kDbiasByRows": self.dbias_rows,
+            "kDbiasCleared": self.clears_dbias,
             "kSumStages": self.sum_stages,
             "kBiasTiles": self.bias_bytes > 0,
             "kDeterministic": problem.deterministic,
@@ -506,9 +510,13 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and not ({"query_positions", "block_numbers"} & {*problem.terms} and len(problem.terms) > 2)
     )
     block_q = 128 if widest <= 64 and roomy else 64
-    own = not (wide or drops or problem.split) and is_own(problem, shapes)
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
-    by_heads = 0 if wide or drops or problem.split else dbias_heads(problem, shapes, 128, _CTAS // 2)
+    stores = not (wide or drops or problem.split)
+    own = stores and is_own(problem, shapes)
+    by_rows = stores and adds_rows(problem, shapes, 128, _CTAS // 2)
+    by_heads = 0
+    if stores and not by_rows:
+        by_heads = dbias_heads(problem, shapes, 128, _CTAS // 2)
     tiling = BackwardTiling(
         shapes.head_dim,
         shapes.value_dim,
@@ -522,8 +530,9 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         and shapes.head_dim == shapes.value_dim == 128
         and (causal or not problem.deterministic),
         l2_heads=_backward_l2_heads(problem, shapes),
-        stores_dbias=own or by_heads > 0,
-        clears_dbias=own and bool(hides),
+        stores_dbias=own or by_rows or by_heads > 0,
+        clears_dbias=(own or by_rows) and bool(hides),
+        dbias_rows=by_rows,
         dbias_heads=by_heads,
     )
     tiled = dataclasses.replace(tiling, bias_bytes=bytes_of_bias(shapes.bias))

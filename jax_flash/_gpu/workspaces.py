@@ -90,35 +90,53 @@ def backward_arrays(
 
 
 _MOST_SCORES = 64 << 20  # bytes of dS that are stored whatever the bias takes
+_MOST_ROWS = 8  # batch rows that are added in 16 bits: twice the rounding of one
+
+
+def adds_rows(problem: Problem, shapes: Shapes, block_kv: int, ctas: int) -> bool:
+    """Tells whether a CTA adds the dS of the batch rows of a block of keys, one after the other.
+
+    That is for a bias [1, N, T, S] as wide as the queries, in rows of whole fours, of few batch
+    rows, if their blocks of keys keep two thirds of `ctas` busy.
+    """
+    if not _is_shared_by_rows(problem, shapes) or shapes.batch > _MOST_ROWS:
+        return False
+    return _is_busy(shapes.kv_heads * blocks(shapes.kv_len, block_kv), ctas)
 
 
 def dbias_heads(problem: Problem, shapes: Shapes, block_kv: int, ctas: int) -> int:
     """Counts the kv heads whose dS is stored at a time, to be summed over the batch rows.
 
-    That is for a bias [1, N, T, S] as wide as the queries, in rows of whole fours: dS of these
-    heads takes no more than all of the bias, or 64 MB. 0: it is of another shape, or heads so few
-    would leave a third of `ctas` idle, which take a block of `block_kv` keys each at a time:
+    That is for such a bias of any number of rows: dS of these heads takes no more than all of the
+    bias, or 64 MB. 0: it is of another shape, or heads so few would leave a third of `ctas` idle:
     then computing dS again, two products of five, takes less.
     """
-    bias = shapes.bias
-    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
-    if bias is None or not all(isinstance(size, int) for size in sizes):
+    if not _is_shared_by_rows(problem, shapes):
         return 0
-    batch, q_heads, q_len, kv_len = sizes
-    if (bias.batch, bias.heads, bias.queries, bias.keys) != (1, *sizes[1:]) or batch == 1:
-        return 0
-    if bias.dtype != problem.dtype or problem.dtype == "float32" or is_ragged(bias):
-        return 0
-    kv_heads = shapes.kv_heads
-    of_bias = 2 * q_heads * q_len * kv_len
-    most = min(kv_heads, max(of_bias, _MOST_SCORES) * kv_heads // (batch * of_bias))
+    of_bias = 2 * shapes.q_heads * shapes.q_len * shapes.kv_len
+    most = max(of_bias, _MOST_SCORES) * shapes.kv_heads // (shapes.batch * of_bias)
     if most == 0:
         return 0
-    launches = blocks(kv_heads, most)
-    heads = blocks(kv_heads, launches)
-    units = batch * heads * blocks(kv_len, block_kv)
-    busy = launches == 1 or 3 * units >= 2 * ctas * blocks(units, ctas)
-    return heads if busy else 0
+    launches = blocks(shapes.kv_heads, most)
+    heads = blocks(shapes.kv_heads, launches)
+    units = shapes.batch * heads * blocks(shapes.kv_len, block_kv)
+    return heads if launches == 1 or _is_busy(units, ctas) else 0
+
+
+def _is_busy(units: int, ctas: int) -> bool:
+    """Tells whether units of one length keep two thirds of `ctas` busy."""
+    return 3 * units >= 2 * ctas * blocks(units, ctas)
+
+
+def _is_shared_by_rows(problem: Problem, shapes: Shapes) -> bool:
+    """Tells whether batch rows share a 16-bit bias of all else, in rows of whole fours."""
+    bias = shapes.bias
+    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
+    if bias is None or not all(isinstance(size, int) for size in sizes) or shapes.batch == 1:
+        return False
+    shared = (bias.batch, bias.heads, bias.queries, bias.keys) == (1, *sizes[1:])
+    narrow = bias.dtype == problem.dtype != "float32"
+    return shared and narrow and not is_ragged(bias)
 
 
 def dq_row_bytes(shapes: Shapes, block_q: int) -> int:

@@ -33,7 +33,7 @@
 //   bool kHasDlse             lse has a gradient; kHasDbias: the bias has one
 //   bool kStoresDbias         such a gradient is dS: the main kernel stores it, heads up to 128;
 //                             kDbiasByHeads: of some heads at a time, before the next kernel adds
-//                             the batch rows
+//                             the batch rows; kDbiasByRows: a CTA adds them, one after the other
 //   int kSumStages            pairs of blocks in flight where another one is summed
 //   the terms: see terms.cuh
 #pragma once

@@ -169,14 +169,17 @@ struct Planner {
   __device__ __forceinline__ void run() {
     const int given = kDeterministic ? 0 : gridDim.x;  // without the counter
     int index = blockIdx.x;
+    int row = 0;  // with kDbiasByRows, of the batch rows of what has been taken
     for (uint32 sent = 0;; ++sent) {
       if (sent > 0) ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
-      if (kDeterministic || sent > 0) {
+      if ((kDeterministic || sent > 0) && (!kDbiasByRows || row == 0)) {
         if (threadIdx.x % 32 == 0) index = given + atomicAdd(p.next_unit, 1);
         index = __shfl_sync(0xffffffffu, index, 0);
       }
-      send_unit(sent, index);
-      if (index >= launched_units(p)) break;
+      const int unit = kDbiasByRows ? index * p.batch + row : index;
+      send_unit(sent, unit);
+      if (unit >= launched_units(p)) break;
+      if constexpr (kDbiasByRows) row = row + 1 == p.batch ? 0 : row + 1;
     }
   }
 };

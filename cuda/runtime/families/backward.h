@@ -123,7 +123,7 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
     if (by_heads ? bias.batch != 1 || bias.elements() * s.batch != pairs ||
                        dbias_parts > s.kv_heads || dbias_kept * s.kv_heads != pairs / 2
         : launch.stores_dbias
-            ? bias.elements() != pairs
+            ? bias.elements() * (bias.batch == 1 ? s.batch : 1) != pairs
             : dbias_parts < 1 || dbias_kept != (dbias_parts > 1 ? bias.elements() : 0)) {
       return Invalid("the workspace dbias_sum or the tiling does not fit the bias");
     }
