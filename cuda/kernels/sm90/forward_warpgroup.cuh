@@ -86,8 +86,11 @@ struct UnitDraws<true> {
 // and beyond 64 with terms fetched by blocks or loads without TMA, they come when bases have risen.
 inline constexpr bool kDrawsAmong =
     kHasDropout && kValueColumns <= (kTmaLoads && !kListsBlocks ? 128 : 64);
-// Beside a function of the scores 120 bytes would be spilled.
-inline constexpr bool kHoldsDraws = kDrawsAmong && (kValueColumns <= 64 || !kHasScoreFunction);
+// And all at once, with what was read once a unit, where no other term takes registers: beside a
+// function of the scores 120 bytes would be spilled.
+inline constexpr bool kHoldsDraws = kDrawsAmong && kTmaLoads && !kListsBlocks && !kWindowLeft &&
+                                    !kHasQueryLengths && !kHasKeyValueLengths && !kHasSinks &&
+                                    !kHasBias && !kSoftcap && !kHasScoreFunction;
 
 // Bases, which take no place where there is no function and no bias: other members would move, and
 // plain kernels be compiled to other registers.
@@ -354,10 +357,28 @@ struct Warpgroup : RowWalk,
       if constexpr (kBiasAhead) fetch_bias(max(block - 1, 0));
     }
   }
+  // What is dropped of the block's 32 keys from 16 * i on, for an even i.
+  __device__ __forceinline__ auto drawing() {
+    const UnitInfo& t = unit();
+    const Draws draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
+    const int column = fragment::first_column(ptx::opaque(threadIdx.x));
+    const Counters counters = draws.at(packed_row(t, 0), block * kBlockKV + column);
+    return [=](int i) {
+      if (i % 2 == 0) dropped.draw(p, draws, counters, i);
+    };
+  }
   // What goes among the exponentials of a block: what is dropped of it.
   __device__ __forceinline__ auto among_exponentials() {
-    if constexpr (kDrawsAmong) {
-      const auto draw = [this] { this->draw(); };
+    if constexpr (kHoldsDraws) {
+      const auto draw = [this] { Drawing::draw(p, dropped, block * kBlockKV); };
+      return After<decltype(draw)>{draw};
+    } else if constexpr (kDrawsAmong && kValueColumns <= 64) {
+      return drawing();
+    } else if constexpr (kDrawsAmong) {
+      const auto draw = [part = drawing()] {
+#pragma unroll
+        for (int i = 0; i < kBlockKV / 16; i += 2) part(i);
+      };
       return After<decltype(draw)>{draw};
     } else {
       return Alone{};
@@ -408,19 +429,10 @@ struct Warpgroup : RowWalk,
     return rescale;
   }
   __device__ __forceinline__ void draw_after() {
-    if constexpr (kHasDropout && !kDrawsAmong) draw();
-  }
-  // What is dropped of the block.
-  __device__ __forceinline__ void draw() {
-    if constexpr (kHoldsDraws) {
-      Drawing::draw(p, dropped, block * kBlockKV);
-    } else {
-      const UnitInfo& t = unit();
-      const Draws draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
-      const int column = fragment::first_column(ptx::opaque(threadIdx.x));
-      const Counters counters = draws.at(packed_row(t, 0), block * kBlockKV + column);
+    if constexpr (kHasDropout && !kDrawsAmong) {
+      const auto draw = drawing();
 #pragma unroll
-      for (int i = 0; i < kBlockKV / 16; i += 2) dropped.draw(p, draws, counters, i);
+      for (int i = 0; i < kBlockKV / 16; i += 2) draw(i);
     }
   }
   __device__ __forceinline__ void pack_weights(const Scores& scores) {
