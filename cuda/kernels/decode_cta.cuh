@@ -96,7 +96,7 @@ struct Consumer {
       attend.start();
       const int team = warp / kTeamWarps;
       int next = 0;  // team
-      for (int block = blocks.begin; block < blocks.end; block += kBlockStep) {
+      for (int block = blocks.begin; block < blocks.end; ++block) {
         const bool is_own = kTeams == 1 || team == next;
         next = next + 1 == kTeams ? 0 : next + 1;
         if (is_own) {

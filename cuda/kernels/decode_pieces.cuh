@@ -99,10 +99,10 @@ __device__ __forceinline__ void for_blocks(const DecodeParams& p, const AnyLine&
                                            const Share& share, Load load) {
   line.walk(share, [&](const Unit& unit, const Range& blocks) {
     Pages pages(p, unit, blocks.begin);
-    for (int block = blocks.begin; block < blocks.end; block += kBlockStep) {
+    for (int block = blocks.begin; block < blocks.end; ++block) {
       load(block, pages);
       // Ahead of the wait for a free stage.
-      if (block + kBlockStep < blocks.end) pages = Pages(p, unit, block + kBlockStep);
+      if (block + 1 < blocks.end) pages = Pages(p, unit, block + 1);
     }
   });
 }

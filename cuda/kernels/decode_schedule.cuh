@@ -23,7 +23,6 @@ inline constexpr int kWarps = kTeamWarps * kTeams;  // that compute
 // Warps that share a block for the same rows.
 inline constexpr int kKeyParts = kTeamWarps / (kRowTiles * kHeads);
 inline constexpr int kPartKeys = kBlockKV / kKeyParts;
-inline constexpr int kBlockStep = kCluster;       // from one block of a CTA to its next
 inline constexpr int kHeadRows = 16 * kRowTiles;  // of a kv head, of a CTA
 inline constexpr int kShareRows = kHeads * kHeadRows;
 static_assert(kKeyParts * kRowTiles * kHeads == kTeamWarps);
@@ -148,8 +147,7 @@ struct Line {
     }
   }
 
-  // Calls visit(unit, blocks) for a part's blocks of every unit, in order; of `blocks` every
-  // kBlockStep-th, from the first on.
+  // Calls visit(unit, blocks) for a part's blocks of every unit, in order.
   template <class Visit>
   __device__ __forceinline__ void walk(const Share& share, Visit visit) const {
     const int end = begin_of(share.part + 1);
@@ -166,7 +164,7 @@ struct Line {
   }
 };
 
-// The blocks of one batch row, which the CTAs of a cluster take in turn.
+// The blocks of one batch row, cut into equal parts for the CTAs of a cluster.
 struct ClusterLine {
   const DecodeParams& p;
   int length;
@@ -180,7 +178,9 @@ struct ClusterLine {
     unit.length = length;
     unit.start = 0;
     unit.blocks = blocks_of(p, unit.length);
-    visit(unit, Range{unit.blocks.begin + share.part, unit.blocks.end});
+    const int count = unit.blocks.end - unit.blocks.begin;
+    const auto begin_of = [&](int part) { return unit.blocks.begin + count * part / kCluster; };
+    visit(unit, Range{begin_of(share.part), begin_of(share.part + 1)});
   }
 };
 
