@@ -168,7 +168,10 @@ CHECKS = {
     **{f"decode {name}": Check(case) for name, case in DECODING.items()},
     **{f"decode line {x}": Check(DECODING[x], tiling={"cluster": 1}) for x in LINES},
     **{f"decode ring {x.name}": Check(x, tiling=tiling) for x, tiling in decode_cases.RINGS},
-    **{f"mma.sync decode {x}": Check(DECODING[x], "decode_sm80") for x in MMA_SYNC_DECODING},
+    **{
+        f"mma.sync decode {x}": Check(DECODING[x], "decode_sm80", tiling={"cluster": 1})
+        for x in MMA_SYNC_DECODING
+    },
     **{f"decode {case.name}": Check(case) for case in decode_cases.UNALIGNED},
 }
 
