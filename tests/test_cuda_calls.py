@@ -276,7 +276,7 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     _, call = recordings[case].calls
     *before, prepare, main, finish = without_bias(call)
     c = main.constants()
-    check_clear(case, check_mask_plan(case, before, c, c["kBlockQ"]), main, c)
+    check_clear(case, check_mask_plan(case, before, c, c["kBlockQ"], by_key=True), main, c)
     batch = math.prod(case.batch)
     query_blocks = ceil_div(case.T, c["kBlockQ"])
     key_blocks = ceil_div(case.S, c["kBlockKV"])
@@ -322,7 +322,7 @@ def test_backward_since_ampere(on: On, recordings: dict[Case | Direct | On, Reco
     *before, prepare, main, finish = without_bias(call)
     c = main.constants()
     assert c["kBlockQ"] == 64
-    check_clear(case, check_mask_plan(case, before, c, c["kBlockQ"]), main, c)
+    check_clear(case, check_mask_plan(case, before, c, c["kBlockQ"], by_key=True), main, c)
     assert (c["kBlockKV"], c["kWarps"]) == AMPERE[case.name]
     batch = math.prod(case.batch)
     tiles = batch * case.N * ceil_div(case.T, 64)
@@ -494,10 +494,12 @@ def term_sizes(case: Case, axes: str | None) -> tuple[int, int, int, int]:
     return batch, heads, queries, keys
 
 
-def check_mask_plan(case: Case, before: list[Launch], c: dict[str, int], rows: int) -> list[Launch]:
+def check_mask_plan(
+    case: Case, before: list[Launch], c: dict[str, int], rows: int, *, by_key: bool = False
+) -> list[Launch]:
     """Checks the launch that plans the masks; returns the others.
 
-    A CTA is for 128 blocks of pairs of a block mask, or for one of a boolean mask.
+    A CTA is for 128 blocks of pairs of a block mask, 32 in a row, or for one of a boolean mask.
     """
     batch, heads, queries, keys = term_sizes(case, case.mask)
     assert c["kHasMask"] == (batch > 0 or case.blocks is not None)
@@ -507,7 +509,7 @@ def check_mask_plan(case: Case, before: list[Launch], c: dict[str, int], rows: i
         return before
     plan, *others = before
     blocks = batch * heads * ceil_div(queries, rows) * ceil_div(keys, c["kBlockKV"])
-    blocks += ceil_div(flags_of_blocks(case, c, rows), 128)
+    blocks += ceil_div(flags_of_blocks(case, c, rows, by_key=by_key), 128)
     assert (plan.entry, plan.grid, plan.block) == ("mask_plan", [blocks, 1, 1], [128, 1, 1])
     assert (c["kByteQueries"], c["kByteKeys"]) == (queries > 1, keys > 1)
     if case.blocks is None:
@@ -518,14 +520,16 @@ def check_mask_plan(case: Case, before: list[Launch], c: dict[str, int], rows: i
     return others
 
 
-def flags_of_blocks(case: Case, c: dict[str, int], rows: int) -> int:
+def flags_of_blocks(case: Case, c: dict[str, int], rows: int, *, by_key: bool) -> int:
     if case.block_mask is None:
         return 0
     parts = math.prod(case.block_mask.numbers.shape[:-2])
-    return parts * ceil_div(case.T, rows) * ceil_div(case.S, c["kBlockKV"])
+    blocks = [ceil_div(case.T, rows), ceil_div(case.S, c["kBlockKV"])]
+    lines, columns = reversed(blocks) if by_key else blocks
+    return parts * lines * ceil_div(columns, 32) * 32
 
 
-def block_mask_params(case: Case, c: dict[str, int], rows: int) -> dict[str, Any]:
+def block_mask_params(case: Case, c: dict[str, int], rows: int, *, by_key: bool) -> dict[str, Any]:
     m = case.block_mask
     if m is None:
         nothing = {"numbers": None, "bits": None, "flags": None, "bits_batch": 0}
@@ -533,11 +537,11 @@ def block_mask_params(case: Case, c: dict[str, int], rows: int) -> dict[str, Any
     axes, block = case.blocks or ("", 0)
     *_, stored, _, _ = m.bits.shape
     heads = case.N if axes[1] == "n" else 1
-    flags = flags_of_blocks(case, c, rows)
+    flags = flags_of_blocks(case, c, rows, by_key=by_key)
     return {
         "numbers": "block_numbers",
         "bits": "block_bits",
-        "flags": f"uint8[{flags}]",
+        "flags": f"int32[{flags // 8}]",
         "bits_batch": stored * block * block // 16 if axes[0] == "b" else 0,
         "batch": heads if axes[0] == "b" else 0,
         "head": int(heads > 1),
@@ -549,7 +553,7 @@ def block_mask_params(case: Case, c: dict[str, int], rows: int) -> dict[str, Any
 def mask_params(case: Case, c: dict[str, int], rows: int, *, by_key: bool) -> dict[str, Any]:
     batch, heads, queries, keys = term_sizes(case, case.mask)
     nothing = {"data": None, "batch": 0, "head": 0, "query": 0, "key": 0}
-    blocks = {"block_mask": block_mask_params(case, c, rows)}
+    blocks = {"block_mask": block_mask_params(case, c, rows, by_key=by_key)}
     if batch == 0:
         mask = {"bytes": nothing, "words": None, "flags": None, "batch": 0, "head": 0}
         return {"mask": mask} | blocks

@@ -257,16 +257,58 @@ __device__ __forceinline__ Range narrow_by_segments(const Params& p, int batch, 
   return met.empty() ? Range{0, 0} : met;
 }
 
+// A block mask alone says of 32 query blocks in a word which of them a unit sees.
+inline constexpr bool kShowsWords = mask::kIsBlocks && !kHasPositions;
 // Query blocks that mask or positions hide from a unit are left out of its walk. In deterministic
-// mode they are not: whose turn it is follows from the blocks that window, lengths and segments
-// leave.
-inline constexpr bool kSkipsMasked = (kHasMask || kHasPositions) && !kDeterministic;
+// mode only where whose turn it is says so too: a block mask's words, beside what window and
+// lengths leave.
+inline constexpr bool kTurnsShown = kDeterministic && kShowsWords && !kHasSegments;
+inline constexpr bool kSkipsMasked =
+    (kHasMask || kHasPositions) && (!kDeterministic || kTurnsShown);
+
+// Of query blocks 32 * group and on, which does the block mask let any of the heads see?
+template <class Params>
+__device__ __forceinline__ uint32 shown_word(const Params& p, int batch, int head, int heads,
+                                             int key_block, int group) {
+  uint32 shown = 0;
+  const int end = mask::varies_by_head(p) ? head + heads : head + 1;
+#pragma unroll 1
+  for (; head < end; ++head) {
+    shown |=
+        p.block_mask.flags[mask::flags_by_key<kQueries, kKeys>(p, batch, head, key_block, group)];
+  }
+  return shown;
+}
+// With kTurnsShown: the last block of keys from `first` on and before `block` that sees query block
+// m, plus one; 0 if none does. Whole warps call.
+template <class Params>
+__device__ __forceinline__ int shown_before(const Params& p, int batch, int head, int heads,
+                                            int block, int first, int m) {
+#pragma unroll 1
+  for (int end = block - 1; end >= first; end -= 32) {
+    const int n = end - static_cast<int>(threadIdx.x) % 32;
+    uint32 word = 0;
+    if (n >= first) word = shown_word(p, batch, head, heads, n, m / 32);
+    const uint32 hits = __ballot_sync(0xffffffffu, word >> m % 32 & 1);
+    if (hits != 0) return end + 2 - __ffs(hits);
+  }
+  return 0;
+}
 
 // Of the query blocks base..base + 31, which do mask and positions let any head of the unit see, a
 // bit each? Whole warps call.
 template <class Params>
 __device__ __forceinline__ uint32 shown_blocks(const Params& p, int batch, int kv_head, int key0,
                                                int base) {
+  if constexpr (kShowsWords) {
+    // Of two words where `base` is no multiple of 32.
+    const int group = base / 32, last = ceil_div(query_blocks(p), 32) - 1;
+    const int heads = group_size(p), head = kv_head * heads, block = key0 / kKeys;
+    const uint32 low = shown_word(p, batch, head, heads, block, group);
+    const uint32 high =
+        base % 32 == 0 || group == last ? 0 : shown_word(p, batch, head, heads, block, group + 1);
+    return __funnelshift_r(low, high, base);
+  }
   const int m = base + static_cast<int>(threadIdx.x) % 32;
   int shown = m < query_blocks(p);
   if constexpr (kHasMask) {

@@ -14,7 +14,9 @@
 // The block mask has blocks of its own, kMaskBlock x kMaskBlock pairs: mask_plan makes flags of
 // those that a block of the kernel meets; bits are read where they are, 16 keys of a query a word.
 //
-// A flag is kSeesAny and, for the n-th rows of the block that one warpgroup takes, kSeesAll << n.
+// A flag is kSeesAny and, for the n-th rows of the block that one warpgroup takes, kSeesAll << n:
+// of the boolean mask a byte; of the block mask its bits are those of three words, for 32 blocks in
+// a row, so that a warp reads what 1024 blocks show at once.
 #pragma once
 
 #include "cuda/runtime/params.h"
@@ -60,6 +62,8 @@ struct Bits {
 inline constexpr int kEmptyBlock = -2, kFullBlock = -1;  // of p.block_mask.numbers; else partial
 inline constexpr int kSide = kMaskBlock != 0 ? kMaskBlock : 16;  // no division by 0 without one
 inline constexpr int kBlockWords = kSide / 16;                   // of a query in a partial block
+// No other mask beside it.
+inline constexpr bool kIsBlocks = kMaskBlock != 0 && !kHasMaskBytes;
 
 // The numbers of the blocks of a query, by block of keys.
 template <class Params>
@@ -233,6 +237,30 @@ __device__ __forceinline__ void keep_blocks(const Params& p, int batch, int head
 
 // ---- flags of blocks ----------------------------------------------------------------------------
 
+// Of the block mask: where the words of 32 blocks in a row are, kSeesAny first; the last is not
+// used.
+inline constexpr int kFlagWords = 3, kGroupWords = 4;
+template <int kQueries, int kKeys, class Params>
+__device__ __forceinline__ uint32 flags_by_query(const Params& p, int batch, int head,
+                                                 int query_block, int group) {
+  const int part = batch * p.block_mask.batch + head * p.block_mask.head;
+  const int row = part * ceil_div(p.query_len, kQueries) + query_block;
+  return (row * ceil_div(p.kv_len, 32 * kKeys) + group) * kGroupWords;
+}
+template <int kQueries, int kKeys, class Params>
+__device__ __forceinline__ uint32 flags_by_key(const Params& p, int batch, int head, int key_block,
+                                               int group) {
+  const int part = batch * p.block_mask.batch + head * p.block_mask.head;
+  const int row = part * ceil_div(p.kv_len, kKeys) + key_block;
+  return (row * ceil_div(p.query_len, 32 * kQueries) + group) * kGroupWords;
+}
+template <class Params>
+__device__ __forceinline__ int flag_of(const Params& p, uint32 group, int block) {
+  const uint4 words = *reinterpret_cast<const uint4*>(p.block_mask.flags + group);
+  const int bit = block % 32;
+  return (words.x >> bit & 1) | (words.y >> bit & 1) << 1 | (words.z >> bit & 1) << 2;
+}
+
 template <class Params>
 __device__ __forceinline__ bool varies_by_head(const Params& p) {
   bool varies = false;
@@ -253,9 +281,8 @@ __device__ __forceinline__ int flag_by_query(const Params& p, int batch, int hea
     flag = p.mask.flags[at];
   }
   if constexpr (kMaskBlock != 0) {
-    int64 at = block_part_of(p, batch, head);
-    at = at * ceil_div(p.query_len, kQueries) + query_block;
-    flag &= p.block_mask.flags[at * ceil_div(p.kv_len, kKeys) + key_block];
+    flag &= flag_of(p, flags_by_query<kQueries, kKeys>(p, batch, head, query_block, key_block / 32),
+                    key_block);
   }
   return flag;
 }
@@ -270,9 +297,8 @@ __device__ __forceinline__ int flag_by_key(const Params& p, int batch, int head,
     flag = p.mask.flags[at];
   }
   if constexpr (kMaskBlock != 0) {
-    int64 at = block_part_of(p, batch, head);
-    at = at * ceil_div(p.kv_len, kKeys) + key_block;
-    flag &= p.block_mask.flags[at * ceil_div(p.query_len, kQueries) + query_block];
+    flag &= flag_of(p, flags_by_key<kQueries, kKeys>(p, batch, head, key_block, query_block / 32),
+                    query_block);
   }
   return flag;
 }
@@ -300,7 +326,7 @@ __device__ __forceinline__ uint32 load_bits(const unsigned char* from, int count
   return bits;
 }
 
-// Of the block mask, a thread for each flag.
+// Of the block mask, a thread for each flag, whole warps for 32 in a row.
 template <int kQueries, int kKeys, bool kByKey, class Params>
 __device__ __forceinline__ void plan_blocks(const Params& p, uint32 cta) {
   const uint32 index = cta * kThreads + threadIdx.x;
@@ -309,12 +335,14 @@ __device__ __forceinline__ void plan_blocks(const Params& p, uint32 cta) {
   const uint32 key_blocks = ceil_div(p.kv_len, kKeys);
   const uint32 columns = kByKey ? query_blocks : key_blocks;
   const uint32 rows = kByKey ? key_blocks : query_blocks;
-  const uint32 column = index % columns, row = index / columns % rows;
+  const uint32 padded = ceil_div(static_cast<int>(columns), 32) * 32;
+  const uint32 column = index % padded, row = index / padded % rows;
   const int first_query = (kByKey ? column : row) * kQueries;
   const int first_key = (kByKey ? row : column) * kKeys;
-  const int64 part = index / columns / rows;
+  const int64 part = index / padded / rows;
   int flag = 0;
-  if constexpr (kByKey) {  // warpgroups take 64 keys each
+  if (column >= columns) {
+  } else if constexpr (kByKey) {  // warpgroups take 64 keys each
     constexpr int kSlab = kKeys < 64 ? kKeys : 64;
 #pragma unroll 1
     for (int slab = 0; slab < ceil_div(kKeys, 64); ++slab) {
@@ -323,8 +351,13 @@ __device__ __forceinline__ void plan_blocks(const Params& p, uint32 cta) {
     }
   } else {
     flag = seen_in_blocks<kQueries, kKeys>(p, part, first_query, first_key);
+    if (first_key + kKeys > p.kv_len) flag &= kSeesAny;  // the end of the keys needs a test
   }
-  p.block_mask.flags[index] = static_cast<unsigned char>(flag);
+#pragma unroll
+  for (int i = 0; i < kFlagWords; ++i) {
+    const uint32 word = __ballot_sync(0xffffffffu, flag >> i & 1);
+    if (index % 32 == 0) p.block_mask.flags[index / 32 * kGroupWords + i] = word;
+  }
 }
 
 // The CTA's number among those of the boolean mask, behind those that have made flags of the other.

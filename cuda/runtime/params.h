@@ -35,7 +35,7 @@ struct Mask {
 struct BlockMask {
   const int* numbers;          // [B or 1, N or 1, query blocks, key blocks]
   const unsigned short* bits;  // [B or 1, stored, kMaskBlock, kMaskBlock / 16]
-  unsigned char* flags;        // workspace, as of Mask
+  unsigned* flags;             // workspace: what there is to see in blocks of pairs, 32 in a row
   long long bits_batch;        // words from one batch row to the next
   int batch, head;             // parts from one batch row, or one head, to the next
   int stored;

@@ -17,10 +17,7 @@ def boxes(dim: int) -> int:
 
 def mask_by_query(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the scratch arrays of mask_plan in the forward pass (cuda/kernels/mask.cuh)."""
-    mask, flags = shapes.mask, uint8(0, 0, 0)
-    if shapes.block_mask is not None:
-        parts = shapes.block_mask.batch * shapes.block_mask.heads
-        flags = uint8(parts, blocks(shapes.q_len, block_q), blocks(shapes.kv_len, block_kv))
+    mask, flags = shapes.mask, block_flags(shapes, block_q, block_kv)
     if mask is None:
         return {
             "mask_words": int32(0, 0, 0, 0),
@@ -177,17 +174,30 @@ def _dbias_sum(shapes: Shapes, block_q: int, block_kv: int, ctas: int) -> jax.Sh
 
 def mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
     """As mask_by_query, in the backward pass."""
-    mask, by_query = shapes.mask, mask_by_query(shapes, block_q, block_kv)
-    flags = {
-        name: uint8(parts, key_blocks, query_blocks)
-        for name in ("mask_flags", "block_flags")
-        for parts, query_blocks, key_blocks in [by_query[name].shape]
-    }
+    mask = shapes.mask
+    parts, query_blocks, key_blocks = mask_by_query(shapes, block_q, block_kv)["mask_flags"].shape
     words = int32(0, 0, 0, 0)
     if mask is not None:
         parts, key_words = mask.batch * mask.heads, mask_words(mask.queries, block_q)
         words = int32(parts, mask.keys, blocks(mask.queries, block_q), key_words)
-    return {"mask_words": words, **flags}
+    return {
+        "mask_words": words,
+        "mask_flags": uint8(parts, key_blocks, query_blocks),
+        "block_flags": block_flags(shapes, block_q, block_kv, by_key=True),
+    }
+
+
+def block_flags(
+    shapes: Shapes, block_q: int, block_kv: int, *, by_key: bool = False
+) -> jax.ShapeDtypeStruct:
+    """Returns the scratch array of what a block mask shows: of 32 blocks in a row four words."""
+    if shapes.block_mask is None:
+        return int32(0, 0, 0, 4)
+    rows, columns = blocks(shapes.q_len, block_q), blocks(shapes.kv_len, block_kv)
+    if by_key:
+        rows, columns = columns, rows
+    parts = shapes.block_mask.batch * shapes.block_mask.heads
+    return int32(parts, rows, blocks(columns, 32), 4)
 
 
 def mask_words(length: Any, block: int) -> int:

@@ -108,6 +108,9 @@ struct Walk {
     const int block = unit.key0 / kKeys;
     const int seen = m * kQueries + unit.sight.offset - p.window_left;
     const int first = kWindowLeft ? max(seen, 0) / kKeys : 0;
+    if constexpr (kTurnsShown) {
+      return shown_before(p, unit.batch, unit.kv_head * group(), group(), block, first, m);
+    }
     if constexpr (!kHasSegments) return block > first ? block : 0;
     const int2 queries = query_segment_range(p, unit.batch, m);
 #pragma unroll 1

@@ -94,9 +94,12 @@ struct Loader {
       if (u.total < kAskAhead) ask_for_unit();
       for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
         if (walk.left == kAskAhead) ask_for_unit();
-        const int head = u.head + walk.head, m0 = walk.m0, block = walk.block;
+        const int head = u.head + walk.head, m0 = walk.m0, block = walk.query_block(p, u);
         const uint32 slot = stage_of<kStages>(iteration), parity = parity_of<kStages>(iteration);
         wait_together(at(&Shared::query_empty, slot), parity ^ 1);
+        if constexpr (kSkipsMasked) {
+          if (threadIdx.x == 0) items(&Shared::first_queries)[slot] = m0;
+        }
         load_queries<kHeadDim>(at(&Shared::query) + slot * kQueryBytes, p.query, p.query_data,
                                at(&Shared::minus_lse) + slot * kNumberBytes,
                                p.lse_log2 + static_cast<int64>(block) * kQueries,

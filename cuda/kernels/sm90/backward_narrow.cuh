@@ -39,7 +39,9 @@ struct NarrowShared : Shared {
   unsigned char output[2][kOutBytes];  // [score][box][64][64]
 };
 
-inline constexpr bool kSkipsHidden = (kWindowLeft || kWindowRight) && kQueries == 64;
+// Beside turns that are looked for it would spill 28 bytes.
+inline constexpr bool kSkipsHidden =
+    (kWindowLeft || kWindowRight) && kQueries == 64 && !kTurnsShown;
 
 // Named barriers.
 inline constexpr int kScoreBarrier = 1;  // and 2: one score warpgroup
@@ -115,6 +117,9 @@ struct Scorer {
   }
 
   __device__ __forceinline__ Last last_of(const volatile UnitRecord& u, const Walk& walk) {
+    if constexpr (kTurnsShown) {  // not kept: no register
+      return {sum_index(p, u.batch, u.head + walk.head, walk.m0), false};
+    }
     return {walk.sum(), adds_first(p, u, walk.m0)};
   }
 
@@ -139,6 +144,13 @@ struct Scorer {
     ptx::pin(dq);
     release(at(&Shared::gradient_empty, buffer));
     add_dq(dq, iteration, last);
+  }
+
+  // How far the `iteration`-th block of queries is from the one before, as the loader says.
+  __device__ __forceinline__ int shown_step(uint32 iteration, int before) const {
+    const uint32 slot = stage_of<kStages>(iteration);
+    ptx::barrier_wait(at(&Shared::query_full, slot), parity_of<kStages>(iteration));
+    return (ptx::uniform(items(&Shared::first_queries)[slot]) - before) / kQueries;
   }
 
   __device__ __forceinline__ UnitRanges ranges_of(const volatile UnitRecord& u) {
@@ -362,7 +374,11 @@ struct Scorer {
         ++iteration;
         while (walk.left > 1) {
           const Last last = last_of(u, walk);
-          walk.next(p, u);
+          if constexpr (kSkipsMasked && !kHasDropout) {  // whose draws look ahead
+            walk.follow(p, u, [&] { return shown_step(iteration, walk.m0); });
+          } else {
+            walk.next(p, u);
+          }
           prefetch_bias(p, u, walk, 64 * which);
           step<false>(u, ranges, iteration, walk, last, dp, dropped, dk, dv);
           ++iteration;

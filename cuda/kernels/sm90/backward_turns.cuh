@@ -6,14 +6,16 @@
 namespace backward {
 
 // Deterministic sums: the units of a head add to a query block in ascending order of keys, and the
-// first stores. Units whose segment ids cannot meet the query block's take no part. A counter per
-// block and part says who has added: how many, or with segments the last one's key block plus one.
+// first stores. Units whose segment ids cannot meet the query block's, or that a block mask hides
+// from it, take no part. A counter per block and part says who has added: how many, or where some
+// take no part (kTurnsLeft) the last one's key block plus one.
 //
 // A unit waits only for units of smaller keys of its head, which are handed out before it, to CTAs
 // that run (Planner), and walk over every block at which they are waited for (`narrow_by_segments`
 // drops none that they meet). So the unit handed out first, of those that are not done, never
 // waits, however few CTAs of the grid run.
 //
+inline constexpr bool kTurnsLeft = kHasSegments || kTurnsShown;
 // The turn of a unit at a query block: what the counter says when it may add.
 struct Turn {
   int count;
@@ -49,6 +51,9 @@ __device__ __forceinline__ void set_absent_ids(int smallest, int largest) {
 __device__ __forceinline__ Turn turn_of(const BackwardParams& p, const volatile UnitRecord& u,
                                         int m0) {
   const int first = first_keys(p, u, m0), block = u.key0 / kKeys;
+  if constexpr (kTurnsShown) {
+    return {shown_before(p, u.batch, u.head, u.heads, block, first, m0 / kQueries)};
+  }
   if constexpr (!kHasSegments) return {block - first};
   const int2 ids = query_segment_range(p, u.batch, m0 / kQueries);
 #pragma unroll 1
@@ -68,14 +73,14 @@ __device__ __forceinline__ Turn turn_of(const BackwardParams& p, const volatile 
   return Turn::first();
 }
 
-// Two warps keep the order beside the warpgroups that add. With segments they leave the turn here;
-// without, those that add know it ahead: reading it here too took 0 to 5 % of the speed.
+// Two warps keep the order beside the warpgroups that add. With kTurnsLeft they leave the turn
+// here; without, those that add know it ahead: reading it here too took 0 to 5 % of the speed.
 __device__ __forceinline__ volatile int& turn_in(uint32 slot) {
   return items(&Shared::turns)[slot];
 }
 __device__ __forceinline__ bool adds_first(const BackwardParams& p, const volatile UnitRecord& u,
                                            int m0) {
-  if constexpr (!kDeterministic || kHasSegments) return false;
+  if constexpr (!kDeterministic || kTurnsLeft) return false;
   return ptx::uniform(u.key0 / kKeys - first_keys(p, u, m0) == 0);
 }
 
@@ -83,6 +88,10 @@ __device__ __forceinline__ bool adds_first(const BackwardParams& p, const volati
 struct TurnWaiter {
   const BackwardParams& p;
 
+  __device__ __forceinline__ const int* counter_of(const Walk& walk,
+                                                   const volatile UnitRecord& u) const {
+    return p.turns + walk.query_block(p, u) * kTurnParts;
+  }
   __device__ __forceinline__ void run() {
     const int part = threadIdx.x % 32;
     uint32 received = 0, iteration = part;
@@ -96,11 +105,12 @@ struct TurnWaiter {
         bool waits = part < kTurnParts;
         if (waits) {
           ptx::barrier_wait(at(&Shared::turn_empty, slot), parity_of<kTurns>(iteration) ^ 1);
-          if constexpr (kHasSegments) turn_in(slot) = turn.count;
+          if constexpr (kTurnsLeft) turn_in(slot) = turn.count;
+          if constexpr (kTurnsShown) items(&Shared::turn_blocks)[slot] = walk.query_block(p, u);
         }
         while (__any_sync(0xffffffffu, waits)) {
-          if (waits && (!turn.takes_part() || ptx::load_acquire(p.turns + walk.block * kTurnParts +
-                                                                part) == turn.count)) {
+          if (waits &&
+              (!turn.takes_part() || ptx::load_acquire(counter_of(walk, u) + part) == turn.count)) {
             ptx::barrier_arrive(at(&Shared::turn_full, slot));
             waits = false;
           }
@@ -123,38 +133,49 @@ struct TurnPasser {
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
       if (u.stop) break;
-      for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
-        int* counters = p.turns + walk.block * kTurnParts;
-        for (int part = 0; part < kTurnParts;) {
-          const auto taken = [&](int i) {
-            return at(&Shared::turn_taken, stage_of<kTurns>(turn + i));
-          };
-          const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
-          wait_together(taken(part), parity(part));
-          int end = part + 1;  // of those that one fence serves
-          while (end < kTurnParts && ptx::uniform(ptx::barrier_test(taken(end), parity(end))))
-            ++end;
-          // All parts take part or none does. Only the lane that arrives looks.
-          const bool adds =
-              leader &&
-              Turn{kHasSegments ? turn_in(stage_of<kTurns>(turn + part)) : 0}.takes_part();
-          if (adds) ptx::fence_gpu();
-          for (; part < end; ++part) {
-            if (leader) {
-              if constexpr (!kHasSegments) {
-                ptx::add_relaxed(counters + part, 1);
-              } else if (adds) {
-                ptx::store_relaxed(counters + part, u.key0 / kKeys + 1);
-              }
-              ptx::barrier_arrive(at(&Shared::turn_empty, stage_of<kTurns>(turn + part)));
-            }
-          }
+      if constexpr (kTurnsShown) {  // to find the blocks once more there is no register
+        for (int left = u.total; left > 0; --left) {
+          pass_turns(u, turn, leader, [&](int part) {
+            return items(&Shared::turn_blocks)[stage_of<kTurns>(turn + part)];
+          });
         }
-        turn += kTurnParts;
+      } else {
+        for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
+          pass_turns(u, turn, leader, [&](int) { return walk.block; });
+        }
       }
       return_unit(received);
       ++received;
     }
+  }
+
+  // Those of a query block, which `block_of` knows of a part that has been added.
+  template <class BlockOf>
+  __device__ __forceinline__ void pass_turns(const volatile UnitRecord& u, uint32& turn,
+                                             bool leader, BlockOf block_of) {
+    for (int part = 0; part < kTurnParts;) {
+      const auto taken = [&](int i) { return at(&Shared::turn_taken, stage_of<kTurns>(turn + i)); };
+      const auto parity = [&](int i) { return parity_of<kTurns>(turn + i); };
+      wait_together(taken(part), parity(part));
+      int end = part + 1;  // of those that one fence serves
+      while (end < kTurnParts && ptx::uniform(ptx::barrier_test(taken(end), parity(end)))) ++end;
+      // All parts take part or none does. Only the lane that arrives looks.
+      const bool adds =
+          leader && Turn{kTurnsLeft ? turn_in(stage_of<kTurns>(turn + part)) : 0}.takes_part();
+      if (adds) ptx::fence_gpu();
+      for (; part < end; ++part) {
+        if (leader) {
+          int* counter = p.turns + block_of(part) * kTurnParts + part;
+          if constexpr (!kTurnsLeft) {
+            ptx::add_relaxed(counter, 1);
+          } else if (adds) {
+            ptx::store_relaxed(counter, u.key0 / kKeys + 1);
+          }
+          ptx::barrier_arrive(at(&Shared::turn_empty, stage_of<kTurns>(turn + part)));
+        }
+      }
+    }
+    turn += kTurnParts;
   }
 };
 
@@ -163,7 +184,7 @@ __device__ __forceinline__ Turn take_turn(uint32 iteration, int part, bool first
   if constexpr (!kDeterministic) return Turn::later();
   const uint32 turn = iteration * kTurnParts + part, slot = stage_of<kTurns>(turn);
   ptx::barrier_wait(at(&Shared::turn_full, slot), parity_of<kTurns>(turn));
-  if constexpr (kHasSegments) return {ptx::uniform(turn_in(slot))};
+  if constexpr (kTurnsLeft) return {ptx::uniform(turn_in(slot))};
   return {first ? Turn::first().count : Turn::later().count};
 }
 __device__ __forceinline__ void end_turn(uint32 iteration, int part) {

@@ -48,6 +48,9 @@ struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
   alignas(512) UnitRecord units[kUnits];
   alignas(64) int turns[kTurns];
   alignas(64) int absent_ids[2];
+  // With kSkipsMasked, in the padding of the line: the first queries of the blocks of Q, and the
+  // blocks of the turns.
+  int first_queries[kStages], turn_blocks[kTurns];
   alignas(1024) unsigned char key[kHeadBoxes * kBoxK];
   unsigned char value[kValueBoxes * kBoxK];
   unsigned char query[kStages][kQueryBytes];

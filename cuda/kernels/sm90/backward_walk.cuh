@@ -27,6 +27,14 @@ __device__ __forceinline__ Visibility sight_of(const BackwardParams& p,
   return {u.offset, p.window_left, p.window_right, u.query_length, u.kv_length};
 }
 
+// As of shown_blocks, of a unit; `base` is a multiple of 32.
+__device__ __forceinline__ uint32 shown_from(const BackwardParams& p, const volatile UnitRecord& u,
+                                             int base) {
+  if constexpr (kShowsWords)
+    return shown_word(p, u.batch, u.head, u.heads, u.key0 / kKeys, base / 32);
+  return shown_blocks(p, u.batch, u.kv_head, u.key0, base);
+}
+
 // The walk of a unit of query blocks: its first block, and how many there are.
 struct WalkPlan {
   int first, count;
@@ -44,9 +52,26 @@ __device__ __forceinline__ WalkPlan plan_walk(const BackwardParams& p, const vol
     __syncwarp();
     const int end = met.end;
     count = 0;
+    if constexpr (kShowsWords) {  // a word for each lane
+#pragma unroll 1
+      for (int base = met.begin & ~1023; base < end; base += 1024) {
+        const int mine = base + 32 * (static_cast<int>(threadIdx.x) % 32);
+        uint32 shown = 0;
+        if (mine < end) shown = shown_word(p, r.batch, r.head, r.heads, r.key0 / kKeys, mine / 32);
+        shown &= ptx::low_bits(end - mine) & ~ptx::low_bits(met.begin - mine);
+        const uint32 lanes = __ballot_sync(0xffffffffu, shown != 0);
+        if (lanes != 0 && (kDirection < 0 || count == 0)) {
+          const int lane = kDirection < 0 ? 31 - __clz(lanes) : __ffs(lanes) - 1;
+          const uint32 bits = __shfl_sync(0xffffffffu, shown, lane);
+          first = base + 32 * lane + (kDirection < 0 ? 31 - __clz(bits) : __ffs(bits) - 1);
+        }
+        count += __reduce_add_sync(0xffffffffu, __popc(shown));
+      }
+      return {count == 0 ? 0 : first, count};
+    }
 #pragma unroll 1
     for (int base = met.begin / 32 * 32; base < end; base += 32) {
-      uint32 shown = shown_blocks(p, r.batch, r.kv_head, r.key0, base);
+      uint32 shown = shown_from(p, r, base);
       shown &= ptx::low_bits(end - base) & ~ptx::low_bits(met.begin - base);
       if (shown != 0 && (kDirection < 0 || count == 0)) {
         first = base + (kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1);
@@ -64,19 +89,28 @@ struct Walk {
   int left, m0, block;
   int row;       // as of `sum_index`, only with kDqRowBytes
   int head = 0;  // of the group
-  uint32 shown;  // blocks of the same 32 that are still to come, only with kSkipsMasked
+  // Blocks of the same 32 that are still to come, with kSkipsMasked; beside turns that are looked
+  // for there is no register to keep them.
+  static constexpr bool kKeepsShown = kSkipsMasked && !kTurnsShown;
+  uint32 shown;
   __device__ __forceinline__ Walk(const BackwardParams& p, const volatile UnitRecord& u)
       : left(u.total),
         m0(u.m0),
         block(u.block),
         row(kSumsInDq ? sum_index(p, u.batch, u.head, u.m0) : 0) {
-    if constexpr (kSkipsMasked) {
+    if constexpr (kKeepsShown) {
       const int m = m0 / kQueries, bit = m % 32;
-      shown = shown_blocks(p, u.batch, u.kv_head, u.key0, m - bit);
+      shown = shown_from(p, u, m - bit);
       shown &= kDirection < 0 ? ptx::low_bits(bit) : ~ptx::low_bits(bit + 1);
     }
   }
   __device__ __forceinline__ int sum() const { return kSumsInDq ? row : block; }
+  // `block`; beside turns that are looked for there is no register to keep it.
+  __device__ __forceinline__ int query_block(const BackwardParams& p,
+                                             const volatile UnitRecord& u) const {
+    if constexpr (!kTurnsShown) return block;
+    return (u.batch * p.query_heads + u.head + head) * query_blocks(p) + m0 / kQueries;
+  }
   __device__ __forceinline__ int next_shown(const BackwardParams& p, const volatile UnitRecord& u);
   __device__ __forceinline__ void next(const BackwardParams& p, const volatile UnitRecord& u) {
     --left;
@@ -90,6 +124,20 @@ struct Walk {
       head = 0;
     }
   }
+  // The same where another role knows how far it is to the next block: `shown_step`, as next_shown.
+  template <class ShownStep>
+  __device__ __forceinline__ void follow(const BackwardParams& p, const volatile UnitRecord& u,
+                                         ShownStep shown_step) {
+    --left;
+    block += query_blocks(p);
+    ++row;
+    if (++head < u.heads) return;
+    const int step = shown_step();
+    block += step - head * query_blocks(p);
+    row += step * kQueries * p.query_heads - head;
+    m0 += step * kQueries;
+    head = 0;
+  }
 };
 
 // How far it is to the next block that mask and positions show; there is one unless the walk is
@@ -99,12 +147,19 @@ __device__ __forceinline__ int Walk::next_shown(const BackwardParams& p,
   if (left == 0) return 0;
   const int m = m0 / kQueries;
   int base = m / 32 * 32;
-  while (shown == 0) {
-    base += 32 * kDirection;
-    shown = shown_blocks(p, u.batch, u.kv_head, u.key0, base);
+  uint32 ahead;
+  if constexpr (kKeepsShown) {
+    ahead = shown;
+  } else {
+    ahead = shown_from(p, u, base) &
+            (kDirection < 0 ? ptx::low_bits(m - base) : ~ptx::low_bits(m - base + 1));
   }
-  const int bit = kDirection < 0 ? 31 - __clz(shown) : __ffs(shown) - 1;
-  shown ^= 1u << bit;
+  while (ahead == 0) {
+    base += 32 * kDirection;
+    ahead = shown_from(p, u, base);
+  }
+  const int bit = kDirection < 0 ? 31 - __clz(ahead) : __ffs(ahead) - 1;
+  if constexpr (kKeepsShown) shown = ahead ^ 1u << bit;
   return base + bit - m;
 }
 

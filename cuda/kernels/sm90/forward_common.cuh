@@ -38,6 +38,8 @@ inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments || kHasPositio
 inline constexpr bool kListsBlocks = kHasSegments || kHasPositions || kHasMask;
 // And of each, which warpgroups' rows see all of it as far as these terms go.
 inline constexpr bool kListsWhole = kHasPositions || kHasMask;
+// That is what a block mask says, alone: of 1024 blocks at once, a word of 32 for each lane.
+inline constexpr bool kListsWords = mask::kIsBlocks && kTmaLoads && !kHasPositions && !kHasSegments;
 // The line that a function adds goes into the exponent. Not beside dropout at wide heads: 156 bytes
 // would be spilled.
 inline constexpr bool kTakesLine = kScoreIsLine && (!kHasDropout || kValueDim <= 64);
@@ -54,9 +56,10 @@ inline constexpr bool kListsOwn = kListsWhole && kTmaLoads && !kHasSegments && k
 inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight
 // The mask's bits are fetched beside the product that they are for; with segments, positions or a
-// bias, or for three warpgroups, there is no register for that.
+// bias, or for three warpgroups, there is no register for that. Most blocks of a block mask need
+// none: of it alone they are fetched where they are tested.
 inline constexpr bool kBitsAhead =
-    kHasMask && !kHasSegments && !kHasPositions && !kHasBias && kConsumers == 2;
+    kHasMask && !kListsWords && !kHasSegments && !kHasPositions && !kHasBias && kConsumers == 2;
 // A bias that TMA loads comes with the keys, in their stages and at their barriers. Two warpgroups
 // have registers for a block's, which they read beside the product that it is for; three read it
 // where they add it.

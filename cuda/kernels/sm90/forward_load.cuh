@@ -92,7 +92,7 @@ struct Producer {
                                            int block) {
     const int stage = ring.stage();
     ListedBlock listed{block};
-    if constexpr (kListsWhole) listed.add_whole(walk.whole_rows(block));
+    if constexpr (kListsWhole) listed.add_whole(walk.whole_rows(unit, block));
     if (loads()) {
       wait_empty(&shared.key_empty[stage], ring.parity());
       if constexpr (kListsBlocks) {
@@ -180,7 +180,21 @@ struct Producer {
     if constexpr (kListsOwn) walk.find_own(unit);
     if constexpr (!kTmaLoads) {
       copy_query(unit);
-    } else if (warpgroup < kConsumers) {
+    } else if constexpr (kListsWords && kQueryStages == 1) {
+      // One lane after the other: together, the first would wait for the last one's buffer.
+#pragma unroll 1
+      for (int i = 0; i < kConsumers; ++i) {
+        send_query(unit, i == warpgroup ? i : kConsumers);
+        __syncwarp();
+      }
+    } else {
+      send_query(unit, warpgroup);
+    }
+    __syncwarp();
+    ++units;
+  }
+  __device__ __forceinline__ void send_query(const UnitInfo& unit, int warpgroup) {
+    if (warpgroup < kConsumers) {
       const int stage = units % kQueryStages;
       ptx::barrier_wait(ptx::shared_address(&shared.query_empty[stage][warpgroup]),
                         ~(units / kQueryStages) & 1);
@@ -199,8 +213,6 @@ struct Producer {
         }
       }
     }
-    __syncwarp();
-    ++units;
   }
 
   __device__ __forceinline__ void run() {

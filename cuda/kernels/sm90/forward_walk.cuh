@@ -38,8 +38,10 @@ struct UnitWalk {
   // With kListsWhole: what was read last, of 32 blocks.
   int window = -1;  // the first of them
   int seen;         // of this lane's block: a bit for each warpgroup that sees all of it by mask
-                    // and positions, and 8 bits higher one for each that sees any
+                    // and positions, and 8 bits higher one for each that sees any; with kListsWords
+                    // of this lane's 32 blocks of 1024 a bit for each that any warpgroup sees
   static constexpr int kAny = 8, kAll = (1 << kConsumers) - 1;
+  static constexpr int kWindow = kListsWords ? 1024 : 32;
 
   __device__ __forceinline__ int lane() const { return ptx::fresh_lane(); }
 
@@ -83,12 +85,48 @@ struct UnitWalk {
     return mask::flag_by_query<kWarpgroupRows, kBlockKV>(p, unit.batch, unit.head, rows, block);
   }
   // The warpgroups whose rows see all of the block that was found last, a bit each.
-  __device__ __forceinline__ int whole_rows(int block) const {
+  __device__ __forceinline__ int whole_rows(const UnitInfo& unit, int block) const {
+    if constexpr (kListsWords) {
+      uint32 whole = 0;
+      if (lane() < kConsumers) whole = flag_word(unit, lane(), block / 32, 1) >> block % 32 & 1;
+      return __ballot_sync(0xffffffffu, whole);
+    }
     return __shfl_sync(0xffffffffu, seen, block % 32) & kAll;
+  }
+  // Word `which` of 32 blocks, with kListsWords.
+  __device__ __forceinline__ uint32 flag_word(const UnitInfo& unit, int warpgroup, int group,
+                                              int which) const {
+    const int rows = unit.first_row / kWarpgroupRows + warpgroup;
+    if (rows * kWarpgroupRows >= p.query_len) return 0;
+    const uint32 at =
+        mask::flags_by_query<kWarpgroupRows, kBlockKV>(p, unit.batch, unit.head, rows, group);
+    return p.block_mask.flags[at + which];
+  }
+  // Of the window's blocks that are this lane's, the unit's that a warpgroup sees.
+  __device__ __forceinline__ uint32 seen_word(const UnitInfo& unit, int warpgroup) const {
+    const int mine = window + 32 * lane();
+    if (mine >= unit.blocks.end || mine + 32 <= unit.blocks.begin) return 0;
+    return flag_word(unit, warpgroup, mine / 32, 0) & ptx::low_bits(unit.blocks.end - mine) &
+           ~ptx::low_bits(unit.blocks.begin - mine);
+  }
+  // The first bit of the window that a lane has set, or the last; one has.
+  template <int kStep>
+  static __device__ __forceinline__ int end_of_bits(uint32 word, uint32 lanes) {
+    const int group = kStep < 0 ? 31 - __clz(lanes) : __ffs(lanes) - 1;
+    const uint32 bits = __shfl_sync(0xffffffffu, word, group);
+    return 32 * group + (kStep < 0 ? 31 - __clz(bits) : __ffs(bits) - 1);
   }
   // Reads of 32 blocks, a lane for each, what the rows of each warpgroup see by mask and positions,
   // and which of them share a segment with the unit, if it is sparse.
   __device__ __forceinline__ void read_window(const UnitInfo& unit, int first) {
+    window = first;
+    if constexpr (kListsWords) {
+      uint32 word = 0;
+#pragma unroll(kConsumers == 3 ? 1 : kConsumers)
+      for (int i = 0; i < kConsumers; ++i) word |= seen_word(unit, i);
+      seen = static_cast<int>(word);
+      return;
+    }
     const int mine = first + lane();
     bool met = mine >= unit.blocks.begin && mine < unit.blocks.end;
     if constexpr (kHasSegments) {
@@ -113,20 +151,26 @@ struct UnitWalk {
         seen |= (any << kAny | all) << i;
       }
     }
-    window = first;
   }
   // As find_block.
   template <int kStep>
   __device__ __forceinline__ int find_listed(const UnitInfo& unit, int block) {
 #pragma unroll 1
     while (block >= unit.blocks.begin && block < unit.blocks.end) {
-      const int first = block & ~31;
+      const int first = block & -kWindow;
       if (window != first) read_window(unit, first);
-      const uint32 ahead =
-          kStep < 0 ? 0xffffffffu >> (31 - (block - first)) : 0xffffffffu << (block - first);
-      const uint32 found = __ballot_sync(0xffffffffu, seen >> kAny != 0) & ahead;
-      if (found != 0) return first + (kStep < 0 ? 31 - __clz(found) : __ffs(found) - 1);
-      block = kStep < 0 ? first - 1 : first + 32;
+      if constexpr (kListsWords) {
+        const int from = block - first - 32 * lane();  // in this lane's word
+        const uint32 word = seen & (kStep < 0 ? ptx::low_bits(from + 1) : ~ptx::low_bits(from));
+        const uint32 lanes = __ballot_sync(0xffffffffu, word != 0);
+        if (lanes != 0) return first + end_of_bits<kStep>(word, lanes);
+      } else {
+        const uint32 ahead =
+            kStep < 0 ? 0xffffffffu >> (31 - (block - first)) : 0xffffffffu << (block - first);
+        const uint32 found = __ballot_sync(0xffffffffu, seen >> kAny != 0) & ahead;
+        if (found != 0) return first + (kStep < 0 ? 31 - __clz(found) : __ffs(found) - 1);
+      }
+      block = kStep < 0 ? first - 1 : first + kWindow;
     }
     return kStep > 0 ? unit.blocks.end : unit.blocks.begin - 1;
   }
@@ -135,7 +179,31 @@ struct UnitWalk {
   __device__ __forceinline__ void find_own(UnitInfo& unit) const {
     unit.own = unit.blocks;
     unit.one = {0, 0};
-    if (unit.blocks.empty() || window != (unit.blocks.begin & ~31)) return;
+    if (unit.blocks.empty() || window != (unit.blocks.begin & -kWindow)) return;
+    if constexpr (kListsWords) {
+      if (unit.blocks.end > window + kWindow) return;
+#pragma unroll 1
+      for (int i = 0; i < kConsumers; ++i) {
+        const uint32 word = seen_word(unit, i);
+        const uint32 lanes = __ballot_sync(0xffffffffu, word != 0);
+        Range own{0, 0};
+        int end = 0;  // of the window's
+        if (lanes != 0) {
+          const int low = end_of_bits<1>(word, lanes);
+          end = end_of_bits<-1>(word, lanes) + 1;
+          own = {window + low, window + end};
+        }
+        const int first = lanes == 0 ? 0 : own.begin - window;
+        const uint32 after = seen & ~ptx::low_bits(end - 32 * lane());
+        const uint32 before = seen & ptx::low_bits(first - 32 * lane());
+        const int above = __reduce_add_sync(0xffffffffu, __popc(after));
+        const int below = __reduce_add_sync(0xffffffffu, __popc(before));
+        if (lane() != i) continue;
+        unit.own = own;
+        unit.one = {above, below};
+      }
+      return;
+    }
     const uint32 listed = __ballot_sync(0xffffffffu, seen >> kAny != 0);
 #pragma unroll
     for (int i = 0; i < kConsumers; ++i) {
@@ -256,6 +324,7 @@ struct RowWalk {
     // There is no register left to hold the range with segments at wide heads, or if kDrains.
     const Range untested = kHasSegments || kHasPositions || kDrains ? t.full : full;
     if (kListsWhole && !whole) return false;
+    if (kListsWords && !kWindowLeft && !kWindowRight && !kHasKeyValueLengths) return true;
     return block < untested.end && (!kBoundedBegin || block >= untested.begin);
   }
 };

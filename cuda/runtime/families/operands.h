@@ -224,13 +224,13 @@ inline ffi::Error SetBlockMask(const Operands& operands, std::int64_t block_q,
   if (auto error = ReadTerm(operands, kBlockBits, &bits); error.failure()) return error;
   const Sizes& s = operands.sizes;
   const std::int64_t parts = numbers.parts();
-  const std::int64_t query_blocks = parts == 0 ? 0 : CeilDiv(s.q_len, block_q);
-  const std::int64_t key_blocks = parts == 0 ? 0 : CeilDiv(s.kv_len, block_kv);
-  const std::int64_t flags = parts * query_blocks * key_blocks;
+  const std::int64_t query_blocks = CeilDiv(s.q_len, block_q);
+  const std::int64_t key_blocks = CeilDiv(s.kv_len, block_kv);
+  const std::int64_t rows = parts == 0 ? 0 : by_key ? key_blocks : query_blocks;
+  const std::int64_t groups = parts == 0 ? 0 : CeilDiv(by_key ? query_blocks : key_blocks, 32);
+  const std::int64_t flags = parts * rows * groups * 32;  // threads that make one each
   if (bits.heads > kMaxInt || flags > kMaxInt) return Invalid("the block mask is too large");
-  workspaces->Take("block_flags",
-                   {parts, by_key ? key_blocks : query_blocks, by_key ? query_blocks : key_blocks},
-                   &mask->flags);
+  workspaces->Take("block_flags", {parts, rows, groups, 4}, &mask->flags);
   mask->numbers = operands.Data<int>(kBlockNumbers);
   mask->bits = operands.Data<unsigned short>(kBlockBits);
   mask->bits_batch = BroadcastOf(operands, kBlockBits, bits).batch;
