@@ -42,6 +42,7 @@ class Problem:
     # dtypes always the first, and without meaning.
     precision: str = "default"
     terms: tuple[str, ...] = ()  # optional operands present, in the order of TERMS
+    whole_blocks: bool = False  # the block mask has no partial blocks
     score: Function | None = None  # of (score, batch, head, query, key), where softcap would be
     split: str = ""  # of SPLITS: the part of a call that is split, as _gpu/carrier.py does
 

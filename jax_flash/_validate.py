@@ -127,6 +127,7 @@ def prepare(
         deterministic=flag("deterministic", deterministic),
         precision=_precision(precision, q.dtype),
         terms=tuple(terms),
+        whole_blocks=block_mask is not None and 0 in block_mask.bits.shape,
         score=score,
     )
     captures = [_whole(x, len(batch)) for x in captured]
@@ -299,6 +300,9 @@ def _block_mask(
             )
     pad = (1,) * (len(batch) + 3 - mask.numbers.ndim)
     numbers = jnp.reshape(mask.numbers, pad + mask.numbers.shape)
+    *_, stored, block, words = mask.bits.shape
+    if stored == 0:  # kernels read some word of every block
+        return numbers, jnp.zeros((1,) * len(batch) + (1, block, words), mask.bits.dtype)
     pad = (1,) * (len(batch) + 3 - mask.bits.ndim)
     return numbers, jnp.reshape(mask.bits, pad + mask.bits.shape)
 

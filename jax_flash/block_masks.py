@@ -51,7 +51,7 @@ class BlockMask:
       numbers: int32 `[*B, N or 1, ceil(T / block), ceil(S / block)]`: of an empty block -2, of a
         full one -1, else where its bits are.
       bits: uint16 `[*B, C, block, block / 16]`: of partial blocks, bit i of word w of a query is
-        the key 16 w + i of the block. C is their number, 1 at least.
+        the key 16 w + i of the block. C is their number: 0 of a layout, else 1 at least.
       q_len, kv_len: T and S; None: any of so many blocks.
       block: queries and keys of a block.
     """
@@ -236,7 +236,7 @@ def block_mask_of(
                 f"for {name} {size}, not {count}"
             )
     numbers = jnp.where(layout, FULL, EMPTY).astype(jnp.int32)
-    bits = jnp.zeros((*(1 for _ in layout.shape[:-3]), 1, block, block // WORD), jnp.uint16)
+    bits = jnp.zeros((*(1 for _ in layout.shape[:-3]), 0, block, block // WORD), jnp.uint16)
     return BlockMask(numbers, bits, q_len, kv_len, block)
 
 
@@ -250,7 +250,9 @@ def words_at(bits: jax.Array, number: jax.Array, row: jax.Array, word: jax.Array
 
     Returns: int32 of number's shape, its *B those of both.
     """
-    *leading, _, _, _ = bits.shape
+    *leading, stored, _, _ = bits.shape
+    if stored == 0:
+        return jnp.zeros(jnp.broadcast_shapes(number.shape, row.shape, word.shape), jnp.int32)
     rank = number.ndim
     own = [
         jnp.arange(size, dtype=jnp.int32).reshape(

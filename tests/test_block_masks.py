@@ -81,7 +81,9 @@ def test_bits_are_kept_of_partial_blocks_that_differ():
     own = jax_flash.block_mask(lattice, q_len=160, kv_len=32, block=32)
     assert own.bits.shape == (5, 32, 2)  # the lattice has a period of 5 blocks of 32
     layout = jax_flash.block_mask_of(masks.butterfly(8), block=64)
-    assert layout.bits.shape == (1, 64, 4)
+    assert layout.bits.shape == (0, 64, 4)
+    dense = np.kron(masks.butterfly(8), np.ones((64, 64), bool))
+    np.testing.assert_array_equal(layout.dense(), dense[None])
 
 
 @pytest.mark.quick

@@ -470,6 +470,13 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
         crammed = problem.score is not None and (drains or emit.has_remainders(problem.score))
         if shapes.block_mask is not None:  # 8 bytes beside a softcap; 124 of pieces of 16 keys
             crammed |= problem.softcap is not None or shapes.block_mask.block % 32 != 0
+        # A row of blocks of a layout is none of its neighbours': of three warpgroups' 192 rows most
+        # units would walk the blocks of two rows of 128.
+        alone = problem.terms == ("block_numbers", "block_bits")
+        if problem.whole_blocks and alone and problem.softcap is None and not mapped:
+            return tiling(
+                block_kv=128, consumers=2, stages=4, query_stages=2, producer_registers=40
+            )
         # Heads that share a block are of few rows.
         if held > _HELD_BY_THREE_WARPGROUPS or packed > 1 or crammed:
             return tiling(block_kv=widest_block, consumers=2, stages=4, query_stages=2)
