@@ -145,7 +145,8 @@ struct Named<Sm80ForwardParams> : Sm80ForwardParams {
               sinks, sinks_batch_stride, dropout_state, key_segment_ranges, key_position_ranges,
               batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
-              dropout_scale, score_ids, captures, block_mask, result_scale)
+              dropout_scale, score_ids, captures, block_mask, result_scale, query_halves,
+              key_halves, value_halves, query_factors, key_factors, value_factors)
 };
 template <>
 struct Named<Sm80BackwardParams> : Sm80BackwardParams {
@@ -157,7 +158,8 @@ struct Named<Sm80BackwardParams> : Sm80BackwardParams {
               bias_elements, bias_batches, bias_heads, dbias_parts, batch, query_len, kv_len,
               query_heads, kv_heads, l2_heads, window_left, window_right, scale, scale_log2,
               softcap_inner, softcap_bias, dropout_threshold, dropout_scale, score_ids, captures,
-              block_mask, result_scale, first_kv_head, launched_kv_heads)
+              block_mask, result_scale, first_kv_head, launched_kv_heads, query_halves, key_halves,
+              value_halves, dout_halves, query_factors, key_factors, value_factors, dout_factors)
 };
 template <>
 struct Named<DecodeParams> : DecodeParams {

@@ -337,6 +337,8 @@ def test_backward_since_ampere(on: On, recordings: dict[Case | Direct | On, Reco
     assert finish.entry == "flash_backward_finish"
     assert finish.grid == [tiles * boxes[0], 1, 1]
     expected = backward_params(case, call, c)
+    arrays = ("query", "key", "value", "dout")  # of float32 alone
+    expected |= {f"{array}_{of}": None for array in arrays for of in ("halves", "factors")}
     assert_launched_with(call, names_of_buffers(case, recordings[on])[1], expected)
 
 

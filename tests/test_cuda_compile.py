@@ -526,7 +526,7 @@ def test_decode_compiles_without_spills(dims, heads, change):
 
 
 def split() -> Configurations:
-    """float32 in two and three parts, and dims of which warps that share rows have their own."""
+    """float32 in two parts, and dims of which warps that share rows have their own."""
     segments = FEATURES["causal segments"]
     dropped = DROPOUT | {"terms": (*SEGMENTS, "dropout_state")}
     for dim in (512, 128, 256, 64):

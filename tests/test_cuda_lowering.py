@@ -181,12 +181,13 @@ def test_gradients_that_do_not_fit_run_on_xla_and_say_so(monkeypatch: pytest.Mon
         assert calls(lower(jax.grad(loss), *wide)) == [forward, forward]
 
 
-@pytest.mark.parametrize(("precision", "parts"), [(None, 2), ("high", 2), ("float32", 3)])
-def test_precision_decides_into_how_many_parts_float32_is_split(precision, parts: int):
+@pytest.mark.parametrize(
+    ("precision", "halves"), [(None, "false"), ("high", "false"), ("float32", "true")]
+)
+def test_precision_decides_into_which_parts_float32_is_split(precision, halves: str):
     operands = [array(*x.shape, dtype="float32") for x in QKV]
-    assert f"kParts = {parts};" in lower(
-        lambda q, k, v: flash_attention(q, k, v, precision=precision), *operands
-    )
+    program = lower(lambda q, k, v: flash_attention(q, k, v, precision=precision), *operands)
+    assert f"kHalves = {halves};" in program
 
 
 def test_blackwell_is_told_what_is_faster(monkeypatch: pytest.MonkeyPatch):

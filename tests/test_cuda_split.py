@@ -1,4 +1,4 @@
-"""float32 in products of bfloat16, on the host: the arithmetic of cuda/kernels/sm80/split.cuh.
+"""float32 in products of 16 bits, on the host: the arithmetic of cuda/kernels/sm80/split.cuh.
 
 The emulator adds products without error. Here the tensor cores are at their worst: of 8 products
 and the number that they are added to, all bits below the 24 of the largest are cut off. Fasi et
@@ -53,6 +53,31 @@ def product(a: np.ndarray, b: np.ndarray, parts: int) -> np.ndarray:
     return total
 
 
+def halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Two float16 of each number of a tile, and what brings them back, as split_tile makes them."""
+    largest = np.abs(x).max()
+    factor = np.exp2(14 - np.floor(np.log2(largest))) if largest > 0 else 1.0
+    x = (x * factor).astype(F32)
+    high = x.astype(np.float16).astype(F32)
+    return high, ((x - high) * F32(2048)).astype(np.float16).astype(F32), float(1 / factor)
+
+
+def product_of_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a [M, K] b [K, N] as HalvesSum adds it up, 32 columns of a at a time."""
+    total = np.zeros((a.shape[0], b.shape[1]), F32)
+    (a, a_low, a_factor), (b, b_low, b_factor) = halves(a), halves(b)
+    zero, factor = np.zeros(total.shape), F32(a_factor * b_factor)
+    for first in range(0, a.shape[1], 32):
+        large, small = zero, zero
+        for columns in (slice(first, first + 16), slice(first + 16, first + 32)):
+            small = accumulate(small, a[:, columns], b_low[columns])
+            small = accumulate(small, a_low[:, columns], b[columns])
+            large = accumulate(large, a[:, columns], b[columns])
+        total = total + (small * factor / 2048).astype(F32)
+        total = total + (large * factor).astype(F32)
+    return total
+
+
 def attention(q, k, v, multiply) -> np.ndarray:
     scores = multiply(q, k.T)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -74,6 +99,18 @@ def error(operands: tuple[np.ndarray, ...], multiply) -> float:
 
 def test_three_parts_are_as_exact_as_float32(operands):
     assert error(operands, lambda a, b: product(a, b, 3)) < 2 * error(operands, np.matmul)
+
+
+def test_halves_are_as_exact_as_float32(operands):
+    assert error(operands, product_of_halves) < 2 * error(operands, np.matmul)
+
+
+def test_halves_hold_22_bits_of_a_number_or_51_of_the_largest():
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal(1000) * np.exp2(rng.uniform(-60, 60, 1000))).astype(F32)
+    high, low, factor = halves(x)
+    left = np.abs(x - (high.astype(np.float64) + low / 2048.0) * factor)
+    assert (left <= np.maximum(2.0**-22 * np.abs(x), 2.0**-50 * np.abs(x).max())).all()
 
 
 def test_two_parts_are_much_more_exact_than_tf32(operands):

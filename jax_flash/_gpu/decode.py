@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_flash._gpu.constants import known, problem_constants
 from jax_flash._gpu.family import Family, Number, Plan
-from jax_flash._gpu.sm80 import Sm80, parts_of
+from jax_flash._gpu.sm80 import Sm80
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Problem, Shapes
 
@@ -200,6 +200,7 @@ class DecodeTiling:
         return {
             **problem_constants(one_sided, shapes),
             "kParts": self.parts_of_number,
+            "kHalves": False,
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kValuesInKeys": self.values_in_keys,
@@ -335,13 +336,18 @@ def make(
         resident=resident,
         cluster=cluster,
         teams=teams or _teams(call, shapes, cluster),
-        parts_of_number=parts_of(call.problem),
+        parts_of_number=_parts_of(call.problem),
     )
     # Each CTA takes 1 KB beside its own.
     room = ((gpu.shared_bytes + 1024) // resident) - 1024
     counts = range(1, (stages or room) + 1)
     sized = (dataclasses.replace(tiling, stages=count) for count in counts)
     return [tiling, *itertools.takewhile(lambda x: x.shared_bytes <= room, sized)][-1]
+
+
+def _parts_of(problem: Problem) -> int:
+    """Returns how many bfloat16 a float32 is split into; 1 of 16 bits."""
+    return 1 if problem.dtype != "float32" else 3 if problem.precision == "highest" else 2
 
 
 def _teams(call: Any, shapes: Shapes, cluster: int) -> int:

@@ -29,6 +29,7 @@ from jax_flash._gpu.workspaces import (
     boxes,
     dbias_heads,
     dq_row_bytes,
+    float32,
     int32,
     mask_by_query,
 )
@@ -125,7 +126,8 @@ class ForwardTiling:
     head_dim: int
     value_dim: int
     block_kv: int  # keys of one block: 16, 32 or 64
-    parts: int = 1  # bfloat16 that a float32 is split into: 2 or 3
+    parts: int = 1  # that a float32 is split into: 2
+    halves: bool = False  # they are float16, split ahead, else bfloat16
     row_tiles: int = 1  # of 16 query rows, of a warp
     row_warps: int = 4  # that have rows of their own
     value_warps: int = 1  # that share rows, each with its part of the head and the value dim
@@ -156,7 +158,9 @@ class ForwardTiling:
         exchanged = 4 * self.block_q * self.value_warps if self.value_warps > 1 else 0
         key_bytes = max(row_bytes, exchanged)
         both = self.stages * (key_bytes + value_bytes) or max(key_bytes, value_bytes)
-        return self.block_q * row_bytes + self.block_kv * both
+        parked = 16 * self.row_tiles * self.threads
+        parked *= self.halves and self.row_tiles == 2
+        return self.block_q * row_bytes + self.block_kv * both + parked
 
     def launch(self) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (Sm80ForwardLaunch in families/sm80.cc)."""
@@ -166,6 +170,7 @@ class ForwardTiling:
             "block_q": self.block_q,
             "block_kv": self.block_kv,
             "l2_heads": self.l2_heads,
+            "halves": self.halves,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
@@ -178,6 +183,7 @@ class ForwardTiling:
             "key_segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
             "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
             **mask_by_query(shapes, self.block_q, self.block_kv),
+            **_halves(shapes, self.halves),
         }
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
@@ -188,6 +194,7 @@ class ForwardTiling:
             "kValueDim": self.value_dim,
             "kBlockKV": self.block_kv,
             "kParts": self.parts,
+            "kHalves": self.halves,
             "kRowTiles": self.row_tiles,
             "kRowWarps": self.row_warps,
             "kValueWarps": self.value_warps,
@@ -204,7 +211,8 @@ class BackwardTiling:
     head_dim: int
     value_dim: int
     block_kv: int  # keys of a CTA: 16, 32, 64 or 128
-    parts: int = 1  # bfloat16 that a float32 is split into: 2 or 3
+    parts: int = 1  # that a float32 is split into: 2
+    halves: bool = False  # they are float16, split ahead, else bfloat16
     row_tiles: int = 1  # of 16 keys, of a warp
     most_queries: int = 32  # of a step that a warp takes at once: 16 or 32
     column_warps: int = 1  # that share them, each with its part of the columns: 1, 2 or 4
@@ -212,6 +220,7 @@ class BackwardTiling:
     stages: int = 2  # buffers of queries
     dout_stages: int = 2  # buffers of output gradients
     dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
+    defers_dq: bool = False  # that of a step is added in the next one
     adds_four: bool = False  # one instruction adds four elements to the sum of dq
     l2_heads: int = 1  # kv heads that the schedule walks together
     stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
@@ -238,10 +247,13 @@ class BackwardTiling:
         rows = self.block_kv * (head_boxes + value_boxes) + self.step_queries * (
             self.stages * head_boxes + self.dout_stages * value_boxes
         )
-        scores = (2 if self.column_warps > 1 else 1) * self.block_kv * self.step_queries * 2
+        scores = (2 if self.column_warps > 1 else 1) + self.defers_dq
+        scores *= self.block_kv * self.step_queries * 2
         numbers = 4 * self.step_queries * (self.stages + self.dout_stages)
         numbers += 4 * (self.block_kv // 16 * 2 + 1)  # flaws and the unit
-        return self.parts * (128 * rows + scores) + -(-numbers // 128) * 128
+        pairs = self.block_kv * self.step_queries // 256 if self.halves else 0
+        numbers = -(-numbers // 128) * 128 + -(-8 * pairs // 128) * 128  # factors of scores
+        return self.parts * (128 * rows + scores) + numbers
 
     @property
     def bias_shared_bytes(self) -> int:
@@ -266,11 +278,12 @@ class BackwardTiling:
             "bias_shared_bytes": self.bias_shared_bytes,
             "stores_dbias": self.stores_dbias,
             "clears_dbias": self.clears_dbias,
+            "halves": self.halves,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the scratch arrays that the handler takes as further results."""
-        return backward_arrays(
+        arrays = backward_arrays(
             problem,
             shapes,
             block_q=self.block_q,
@@ -281,6 +294,7 @@ class BackwardTiling:
             dbias_heads=self.dbias_heads,
             ctas=_BIAS_CTAS,
         )
+        return arrays | _halves(shapes, self.halves, of_dout=True)
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, but for two of `plan`."""
@@ -292,6 +306,7 @@ class BackwardTiling:
             "kStepQueries": self.step_queries,
             "kBlockKV": self.block_kv,
             "kParts": self.parts,
+            "kHalves": self.halves,
             "kRowTiles": self.row_tiles,
             "kMostQueries": self.most_queries,
             "kWarps": self.warps,
@@ -300,6 +315,7 @@ class BackwardTiling:
             "kDqRowBytes": self.dq_row_bytes,
             "kAddsFour": self.adds_four,
             "kIsPlain": _is_plain(problem),
+            "kDefersDq": self.defers_dq,
             "kStoresDbias": self.stores_dbias,
             "kDbiasByHeads": self.dbias_heads > 0,
             "kDbiasByRows": False,
@@ -307,6 +323,26 @@ class BackwardTiling:
             "kDeterministic": problem.deterministic,
             "kTurnParts": self.turn_parts,
         }
+
+
+def _halves(
+    shapes: Shapes, halves: bool, *, of_dout: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the scratch arrays of split_float32: two float16 for each number, factors."""
+    batch, queries = shapes.batch, (shapes.q_len, shapes.q_heads)
+    keys = shapes.kv_len, shapes.kv_heads
+    arrays = {
+        "query": (*queries, shapes.head_dim),
+        "key": (*keys, shapes.head_dim),
+        "value": (*keys, shapes.value_dim),
+    }
+    if of_dout:
+        arrays["dout"] = (*queries, shapes.value_dim)
+    taken = {}
+    for name, (length, heads, dim) in arrays.items():
+        taken[f"{name}_halves"] = int32(batch, length, heads, 64 * boxes(dim) * halves)
+        taken[f"{name}_factors"] = float32(batch * heads, blocks(length, 64) * halves)
+    return taken
 
 
 _BIAS_CTAS = 256  # that sum a bias's gradient at once
@@ -327,10 +363,12 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
 def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[ForwardTiling]:
     """Lists the tilings for a problem, those that read keys and values less often first."""
     widest = max(shapes.head_dim, shapes.value_dim)
-    parts = parts_of(problem)
+    parts = _parts_of(problem)
     # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
     # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
-    plain = not problem.terms and problem.softcap is None and problem.score is None and parts == 1
+    halves = _has_halves(problem)
+    bare = not problem.terms and problem.softcap is None and problem.score is None
+    plain = bare and parts == 1
     sizes: list[dict[str, int]] = []
     query_steps = min(8, -(-shapes.head_dim // 16))
     if plain and widest <= 128 and known(shapes.q_len, 4096) > 64:
@@ -342,15 +380,15 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
         sizes += [{"block_kv": 32, "row_tiles": 2, "stages": stages} for stages in (2, 1)]
         if widest <= 64:
             sizes = [size | {"query_steps": query_steps} for size in sizes]
+    if bare and halves and widest <= 128 and known(shapes.q_len, 4096) > 64:
+        sizes += [{"block_kv": 32, "row_tiles": 2}]
     narrow = widest <= (128 if parts == 1 else 64)
-    most = 32 if parts == 3 else 64
+    most = 64
     if not (narrow or plain):
         most = 32 if parts == 1 or (parts == 2 and (widest <= 128 or not problem.terms)) else 16
     block_sizes = [size for size in (64, 32, 16) if size <= most]
     # A warp has registers for the results of 16 rows and 256 columns; fewer if sums are in parts.
     columns = 256 if parts == 1 else 128
-    if parts == 3 and "dropout_state" in problem.terms:  # on sm_90 32 bytes were spilled
-        columns = 64
     least = min(-(-shapes.value_dim // columns), 4)
     sizes += [
         {"block_kv": block_kv, "row_warps": row_warps, "value_warps": value_warps, "stages": stages}
@@ -364,7 +402,8 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
         sizes = [size | keeps if size["value_warps"] == 1 else size for size in sizes]
     l2_heads = _l2_heads(problem.dtype, shapes, gpu)
     dims = shapes.head_dim, shapes.value_dim
-    return [ForwardTiling(*dims, parts=parts, l2_heads=l2_heads, **size) for size in sizes]
+    common = {"parts": parts, "halves": halves, "l2_heads": l2_heads}
+    return [ForwardTiling(*dims, **common, **size) for size in sizes]
 
 
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
@@ -375,6 +414,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         (tiling.column_warps == 1 or tiling.row_tiles == 2)
         and "dropout_state" not in problem.terms
         and not problem.split
+        and not tiling.halves  # of which what is NaN is computed again
     )
     own = stores and is_own(problem, shapes)
     by_heads = 0
@@ -382,7 +422,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         by_heads = dbias_heads(problem, shapes, tiling.block_kv, _BIAS_CTAS // 2)
     # Two tiles of 16 keys with 128 columns of dk and dv leave few registers; before sm_90, where
     # four additions to dq take four addresses, and beside other terms fewer yet: of 32 queries up
-    # to 100 bytes were spilled. Of elements in three parts likewise.
+    # to 100 bytes were spilled.
     wide = max(shapes.head_dim, shapes.value_dim) * tiling.row_tiles // tiling.column_warps > 64
     adds_four = gpu.arch not in _ADDS_ONE
     odd = shapes.head_dim % 8 or shapes.value_dim % 8
@@ -394,7 +434,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         dq_row_bytes=dq_row_bytes(shapes, tiling.block_q)
         if tiling.parts == 1 and not problem.split
         else 0,
-        most_queries=16 if few or tiling.parts == 3 else 32,
+        most_queries=16 if few or (tiling.halves and tiling.row_tiles == 2) else 32,
         adds_four=adds_four,
         l2_heads=_backward_l2_heads(problem, shapes, gpu),
         stores_dbias=own or by_heads > 0,
@@ -413,9 +453,21 @@ def _is_plain(problem: Problem) -> bool:
 def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
     """Lists what a CTA may have for a problem, the first best; tilings but for the rest."""
     widest = max(shapes.head_dim, shapes.value_dim)
-    parts = parts_of(problem)
+    parts = _parts_of(problem)
     columns = next(x for x in (64, 128, 256, 512) if widest <= x)
+    halves = _has_halves(problem)
     sizes = list(_SIZES[parts, columns])
+    odd = shapes.head_dim % 8 or shapes.value_dim % 8
+    if halves and columns == 512:  # of 32 keys 428 bytes were spilled before sm_90
+        sizes = sizes[-1:]
+    # At 128 columns what a window takes was spilled, 36 bytes.
+    if (
+        halves
+        and _is_plain(problem)
+        and not odd
+        and (columns == 64 or problem.window == (None, None))
+    ):
+        sizes = _HALVES_SIZES.get(columns, []) + sizes
     softly_drops = problem.softcap is not None and "dropout_state" in problem.terms
     if parts == 1 and widest <= 128 and "block_bits" in problem.terms:
         # Beside two tiles of keys and 128 columns up to 88 bytes were spilled.
@@ -423,7 +475,7 @@ def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
     if parts == 1 and 96 < widest <= 128 and (shapes.mask is not None or softly_drops):
         sizes = [size for size in sizes if size.step_queries < 64]  # up to 36 bytes, likewise
     dims = shapes.head_dim, shapes.value_dim
-    return [BackwardTiling(*dims, parts=parts, **size._asdict()) for size in sizes]
+    return [BackwardTiling(*dims, parts=parts, halves=halves, **size._asdict()) for size in sizes]
 
 
 class _Size(NamedTuple):
@@ -477,16 +529,21 @@ _SIZES = {
     (2, 128): [_Size(64, 32, 2, 2, 2), _Size(32, 32, 2, 1, 2)],
     (2, 256): [_Size(32, 64, 1, 1, 4), _Size(32, 32, 1, 1, 4), _Size(16, 16, 1, 1, 4)],
     (2, 512): [_Size(32, 16, 1, 1, 4), _Size(16, 16, 1, 1, 4)],
-    (3, 64): [_Size(128, 32, 2, 2, 1), _Size(128, 32, 2, 1, 1), _Size(64, 32, 1, 1, 1)],
-    (3, 128): [_Size(64, 32, 2, 2, 2), _Size(32, 32, 2, 1, 2), _Size(32, 16, 1, 1, 2)],
-    (3, 256): [_Size(32, 32, 1, 1, 4), _Size(32, 16, 1, 1, 4), _Size(16, 16, 1, 1, 4)],
-    (3, 512): [_Size(16, 16, 1, 1, 4)],
 }
 
 
-def parts_of(problem: Problem) -> int:
-    """Returns how many bfloat16 a float32 is split into; 1 of 16 bits."""
-    return 1 if problem.dtype != "float32" else 3 if problem.precision == "highest" else 2
+# Ahead of these, for halves without terms.
+_HALVES_SIZES = {64: [_Size(128, 32, 2, 2, 1, 2)], 128: [_Size(128, 32, 2, 2, 2, 2)]}
+
+
+def _parts_of(problem: Problem) -> int:
+    """Returns into how many parts numbers are split."""
+    return 2 if problem.dtype == "float32" else 1
+
+
+def _has_halves(problem: Problem) -> bool:
+    """Tells whether these are float16, which hold 22 bits, and not bfloat16."""
+    return problem.dtype == "float32" and problem.precision == "highest"
 
 
 def _fits(tiling: BackwardTiling, shapes: Shapes, gpu: GpuSpec) -> bool:

@@ -5,6 +5,7 @@
 // the T queries padded to whole blocks of 64:
 //   kernel                   grid                             block          dynamic shared memory
 //   mask_plan                blocks of pairs, with a mask     128            0
+//   split_float32            tiles, with kHalves              256            0
 //   flash_backward_prepare   B * N * rows / 64                128            0
 //   flash_backward_sm80      B * K * key blocks               32 * kWarps    sizeof(Shared)
 //   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128            0
@@ -12,7 +13,8 @@
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
-//   bool kFloat32             it is float32, in kParts parts: 2 or 3 (sm80/split.cuh), else 1
+//   bool kFloat32             it is float32, in kParts parts (sm80/split.cuh)
+//   bool kHalves              which are two float16 (sm80/halves.cuh), else bfloat16
 //   bool kRest                of a call whose other part other kernels compute (element.cuh)
 //   int kHeadDim, kValueDim   exact sizes, at most 512
 //   int kBlockQ               queries of a block: 64
@@ -53,6 +55,19 @@ extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
 extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResident)
     mask_plan(const __grid_constant__ Sm80BackwardParams p) {
   if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(halves::kThreads)
+    split_float32(const __grid_constant__ Sm80BackwardParams p) {
+  if constexpr (kHalves) {
+    __shared__ halves::Tile tile;
+    int index = blockIdx.x;
+    if (halves::split_inputs(p, index, tile)) return;
+    const halves::Source dout{p.dout_data, p.dout_halves, p.dout_factors, p.query_len,
+                              p.query_heads};
+    const auto of_queries = [&](int batch) { return visibility(p, batch).query_length; };
+    halves::split<kValueDim>(dout, p.batch, index, of_queries, tile);
+  }
 }
 
 // Eight blocks on a multiprocessor: left to itself ptxas takes 48 registers, and spills 32 bytes

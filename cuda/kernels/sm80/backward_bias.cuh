@@ -6,6 +6,7 @@
 
 #include "backward_bias_sum.cuh"
 #include "cuda/runtime/families/sm80_params.h"
+#include "sm80/halves.cuh"
 #include "sm80/products.cuh"
 #include "tile.cuh"
 
@@ -76,15 +77,31 @@ union alignas(128) BoxShared {
 // 64 columns of kRows rows of kDim elements, from `first` on, those from `count` on zero.
 template <int kDim, int kRows>
 __device__ __forceinline__ void copy_box(uint32 tile, const Element::Bits* first, int64 step,
-                                         int count, int box) {
+                                         int count, int box, float factor) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kRows * 8; i += kThreads) {
     const int row = i / 8, column = box * kBoxColumns + i % 8 * 8;
     const uint32 to = chunk_address<kRows>(tile, row, i % 8);
     decltype(load_piece<kDim>(first, 0)) piece{};
     if (row < count && column < kDim) piece = load_piece<kDim>(first + row * step, column);
+    if constexpr (kHalves) {
+#pragma unroll
+      for (float& x : piece.x) x *= factor;
+    }
     store_parts<kPlaneBytes<kBoxColumns, kRows>>(to, piece);
   }
+}
+
+// Of kRows rows from `first` on.
+template <int kRows>
+__device__ __forceinline__ float largest_factor(const float* factors, int64 row, int length,
+                                                int first) {
+  float largest = kHalves ? 0.f : 1.f;
+#pragma unroll
+  for (int i = 0; kHalves && i < kRows; i += halves::kRows) {
+    largest = fmaxf(largest, fabsf(halves::stored_factor(factors, row, length, first + i)));
+  }
+  return largest;
 }
 
 struct BoxTiles {
@@ -93,13 +110,14 @@ struct BoxTiles {
   struct Loaded {
     const Sm80BackwardParams& p;
     BoxShared& shared;
+    const BlockPair& at;
     int64 key, query;  // rows
     int key_count, query_count;
 
     __device__ __forceinline__ void finish(int part, bool, float (&x)[kSums / kParts],
                                            float (&dp)[kSums / kParts]) const {
-      add_boxes<kHeadDim>(x, p.key_data, p.query_data, part);
-      add_boxes<kValueDim>(dp, p.value_data, p.dout_data, part);
+      add_boxes<kHeadDim>(x, p.key_data, p.query_data, p.key_factors, p.query_factors, part);
+      add_boxes<kValueDim>(dp, p.value_data, p.dout_data, p.value_factors, p.dout_factors, part);
     }
     template <class Products>
     __device__ __forceinline__ void begin(int, const Products&, const Products&) const {}
@@ -107,7 +125,8 @@ struct BoxTiles {
    private:
     template <int kDim>
     __device__ __forceinline__ void add_boxes(float (&sum)[kSums / kParts], const void* keys,
-                                              const void* queries, int part) const {
+                                              const void* queries, const float* key_factors,
+                                              const float* query_factors, int part) const {
       const KeyRows<kDim> rows(p, key);
       const int64 step = static_cast<int64>(p.query_heads) * kDim;
       const auto* of_keys = static_cast<const Element::Bits*>(keys) + rows.first;
@@ -115,15 +134,22 @@ struct BoxTiles {
           static_cast<const Element::Bits*>(queries) + query * kDim + part * kBoxQueries * step;
       const uint32 a = ptx::shared_address(shared.box.keys);
       const uint32 b = ptx::shared_address(shared.box.queries);
+      // Magnitudes: nothing computes again what is NaN here.
+      const float key_factor = largest_factor<kKeys>(
+          key_factors, at.batch * p.kv_heads + kv_head_of(p, at.head), p.kv_len, at.key0);
+      const float query_factor = largest_factor<kQueries>(
+          query_factors, at.batch * p.query_heads + at.head, p.query_len, at.m0);
 #pragma unroll
       for (float& one : sum) one = 0.f;
 #pragma unroll 1
       for (int box = 0; box < ceil_div(kDim, kBoxColumns); ++box) {
         __syncthreads();
-        copy_box<kDim, kKeys>(a, of_keys, rows.step, key_count, box);
-        copy_box<kDim, kBoxQueries>(b, of_queries, step, query_count - part * kBoxQueries, box);
+        copy_box<kDim, kKeys>(a, of_keys, rows.step, key_count, box, 1 / key_factor);
+        copy_box<kDim, kBoxQueries>(b, of_queries, step, query_count - part * kBoxQueries, box,
+                                    1 / query_factor);
         __syncthreads();
-        add_rows<kBoxColumns, kKeys, kBoxQueries>(sum, a, ptx::warp_index() * 16, b, 0);
+        add_rows<kBoxColumns, kKeys, kBoxQueries>(sum, a, ptx::warp_index() * 16, b, 0,
+                                                  key_factor * query_factor);
       }
     }
   };
@@ -134,6 +160,7 @@ struct BoxTiles {
   __device__ __forceinline__ Loaded load(const BlockPair& at, const BlockPair&, bool) const {
     return {p,
             shared,
+            at,
             key_row(p, at.batch, at.key0, kv_head_of(p, at.head)),
             query_row(p, at.batch, at.m0, at.head),
             p.kv_len - at.key0,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm80/backward_walk.cuh"
+#include "sm80/halves.cuh"
 #include "sm80/ptx_sm80.cuh"
 #include "sm80/split.cuh"
 #include "tile.cuh"
@@ -14,37 +15,72 @@ template <int kDim, int kRows>
 inline constexpr int kTileBytes = kParts * kPlaneBytes<kDim, kRows>;
 inline constexpr int kScoreBytes = kKeys * kStepQueries * 2;  // of a part
 
-struct alignas(128) Shared {
+// Of dS^T of 16 keys and 16 queries: what its product with keys, and that with queries, is
+// multiplied with. Only with kHalves.
+template <bool kAreThere>
+struct alignas(128) ScoreFactors {
+  float2 factors[kKeys / 16][kStepQueries / 16];
+  __device__ __forceinline__ float2 score_factor(int key, int query) const {
+    return factors[key][query];
+  }
+  __device__ __forceinline__ void set_score_factor(int key, int query, float x, float y) {
+    factors[key][query] = make_float2(x, y);
+  }
+};
+template <>
+struct ScoreFactors<false> {
+  __device__ __forceinline__ float2 score_factor(int, int) const { return make_float2(1.f, 1.f); }
+  __device__ __forceinline__ void set_score_factor(int, int, float, float) {}
+};
+
+struct alignas(128) Shared : ScoreFactors<kHalves> {
   unsigned char key[kTileBytes<kHeadDim, kKeys>];
   unsigned char value[kTileBytes<kValueDim, kKeys>];
   unsigned char query[kStages][kTileBytes<kHeadDim, kStepQueries>];
   unsigned char dout[kDoutStages][kTileBytes<kValueDim, kStepQueries>];
   // dS^T, and P^T if warps share it.
-  unsigned char scores[kColumnWarps == 1 ? 1 : 2][kParts * kScoreBytes];
+  unsigned char scores[kColumnWarps == 1 ? 1 : kDefers ? 3 : 2][kParts * kScoreBytes];
   float minus_lse[kStages][kStepQueries];
   float minus_delta[kDoutStages][kStepQueries];
   int flaws[kKeys / 16][2];  // are 16 rows of dk, dv not all finite?
   int unit;                  // deterministic mode: that of this CTA
 };
 
-// Rows of a tile that all warps fill.
-template <class Of, int kDim, int kRows>
+using halves::Copied;
+inline constexpr int kCopiedHead = halves::kCopied<kHeadDim>;
+inline constexpr int kCopiedValue = halves::kCopied<kValueDim>;
+
+// Rows of a tile that all warps fill, or of few rows of halves the first of them.
+template <int kDim, int kRows>
+struct FewRows {
+  CopiedRows<kDim, kRows, kRows / 4> rows;
+  __device__ __forceinline__ void begin(int count) const {
+    if (threadIdx.x < kRows * 8) rows.begin(count);
+  }
+  __device__ __forceinline__ void finish() const {}
+};
+template <class Of, int kDim, int kRows, bool kAreFew = (kHalves && kRows < 4 * kWarps)>
 struct RowsOf {
   using Type = CopiedRows<kDim, kRows, kWarps>;
 };
+template <class Of, int kDim, int kRows>
+struct RowsOf<Of, kDim, kRows, true> {
+  using Type = FewRows<kDim, kRows>;
+};
 template <int kDim, int kRows>
-struct RowsOf<Float32, kDim, kRows> {
+struct RowsOf<Float32, kDim, kRows, false> {
   using Type = SplitRows<kDim, kRows, kParts, kThreads>;
 };
 template <int kDim, int kRows>
-using TileRows = typename RowsOf<Element, kDim, kRows>::Type;
+using TileRows = typename RowsOf<Copied, kDim, kRows>::Type;
 
 // A thread's part of a step's queries or output gradients where rows are pieces of 16 bytes: of
 // every box a piece, of every kStep-th row. Of a step's place its first row alone is needed.
 template <int kDim>
 struct StepPieces {
   static constexpr int kStep = kThreads / 8;  // rows at a time
-  static constexpr bool kFits = kIsPlain && kParts == 1 && kDim % 8 == 0 && kStep <= kStepQueries;
+  static constexpr bool kFits =
+      kIsPlain && (kParts == 1 || kHalves) && kDim % 8 == 0 && kStep <= kStepQueries;
   static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
 
   // Rows from `count` on read as zero.
@@ -86,18 +122,18 @@ struct Copies {
     begin_dout(at);
   }
   __device__ __forceinline__ void begin_queries(const Step& at) const {
-    if constexpr (StepPieces<kHeadDim>::kFits) {
-      StepPieces<kHeadDim>::begin(p.query_data, query_tile(at), first_row(at), p.query_heads,
-                                  rows_left(at));
+    if constexpr (StepPieces<kCopiedHead>::kFits) {
+      StepPieces<kCopiedHead>::begin(kHalves ? p.query_halves : p.query_data, query_tile(at),
+                                     first_row(at), p.query_heads, rows_left(at));
     } else {
       queries(at).begin(rows_left(at));
     }
     begin_numbers(minus_lse(at), p.lse_log2, at);
   }
   __device__ __forceinline__ void begin_dout(const Step& at) const {
-    if constexpr (StepPieces<kValueDim>::kFits) {
-      StepPieces<kValueDim>::begin(p.dout_data, dout_tile(at), first_row(at), p.query_heads,
-                                   rows_left(at));
+    if constexpr (StepPieces<kCopiedValue>::kFits) {
+      StepPieces<kCopiedValue>::begin(kHalves ? p.dout_halves : p.dout_data, dout_tile(at),
+                                      first_row(at), p.query_heads, rows_left(at));
     } else {
       douts(at).begin(rows_left(at));
     }
@@ -111,10 +147,21 @@ struct Copies {
       keys().finish();
       values().finish();
     }
-    if constexpr (!StepPieces<kHeadDim>::kFits) queries(at).finish();
-    if constexpr (!StepPieces<kValueDim>::kFits) douts(at).finish();
+    if constexpr (!StepPieces<kCopiedHead>::kFits) queries(at).finish();
+    if constexpr (!StepPieces<kCopiedValue>::kFits) douts(at).finish();
     __syncthreads();
     if constexpr (kWindowLeft || kWindowRight) hide_unseen(at);
+  }
+
+  // What brings back the numbers of the tile with row `first`, of keys or values, or of queries or
+  // output gradients.
+  __device__ __forceinline__ float factor_of_keys(const float* factors, int first) const {
+    const int64 row = static_cast<int64>(walk.unit.batch) * p.kv_heads + walk.unit.kv_head;
+    return halves::factor_of(factors, row, p.kv_len, first);
+  }
+  __device__ __forceinline__ float factor_of_queries(const float* factors, const Step& at) const {
+    const int64 row = static_cast<int64>(walk.unit.batch) * p.query_heads + walk.head(at);
+    return halves::factor_of(factors, row, p.query_len, walk.first_query(at));
   }
 
   __device__ __forceinline__ uint32 key_tile() const { return ptx::shared_address(shared.key); }
@@ -136,13 +183,13 @@ struct Copies {
   template <int kDim>
   __device__ __forceinline__ TileRows<kDim, kKeys> block_of(const void* array, uint32 tile) const {
     const KeyRows<kDim> rows(p, key_row(p, walk.unit.batch, walk.unit.key0, walk.unit.kv_head));
-    return {tile, static_cast<const Element::Bits*>(array) + rows.first, rows.step};
+    return {tile, static_cast<const Copied::Bits*>(array) + rows.first, rows.step};
   }
-  __device__ __forceinline__ TileRows<kHeadDim, kKeys> keys() const {
-    return block_of<kHeadDim>(p.key_data, key_tile());
+  __device__ __forceinline__ TileRows<kCopiedHead, kKeys> keys() const {
+    return block_of<kCopiedHead>(kHalves ? p.key_halves : p.key_data, key_tile());
   }
-  __device__ __forceinline__ TileRows<kValueDim, kKeys> values() const {
-    return block_of<kValueDim>(p.value_data, value_tile());
+  __device__ __forceinline__ TileRows<kCopiedValue, kKeys> values() const {
+    return block_of<kCopiedValue>(kHalves ? p.value_halves : p.value_data, value_tile());
   }
   __device__ __forceinline__ int64 first_row(const Step& at) const {
     // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
@@ -154,14 +201,14 @@ struct Copies {
   template <int kDim>
   __device__ __forceinline__ TileRows<kDim, kStepQueries> rows_of(const void* array, uint32 tile,
                                                                   const Step& at) const {
-    return {tile, static_cast<const Element::Bits*>(array) + first_row(at) * kDim,
+    return {tile, static_cast<const Copied::Bits*>(array) + first_row(at) * kDim,
             static_cast<int64>(p.query_heads) * kDim};
   }
-  __device__ __forceinline__ TileRows<kHeadDim, kStepQueries> queries(const Step& at) const {
-    return rows_of<kHeadDim>(p.query_data, query_tile(at), at);
+  __device__ __forceinline__ TileRows<kCopiedHead, kStepQueries> queries(const Step& at) const {
+    return rows_of<kCopiedHead>(kHalves ? p.query_halves : p.query_data, query_tile(at), at);
   }
-  __device__ __forceinline__ TileRows<kValueDim, kStepQueries> douts(const Step& at) const {
-    return rows_of<kValueDim>(p.dout_data, dout_tile(at), at);
+  __device__ __forceinline__ TileRows<kCopiedValue, kStepQueries> douts(const Step& at) const {
+    return rows_of<kCopiedValue>(kHalves ? p.dout_halves : p.dout_data, dout_tile(at), at);
   }
   // Rows that see no key read as zero, as keys do that no query sees: they may hold anything, and
   // must not meet a zero in a product.

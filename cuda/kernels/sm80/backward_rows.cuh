@@ -81,9 +81,10 @@ template <int kDim, bool kKept>
 struct KeptRows {
   __device__ __forceinline__ void load(uint32, uint32) {}
   __device__ __forceinline__ void multiply(TileScores& d, uint32 tile, uint32 row, uint32 b,
-                                           uint32 row_b) const {
+                                           uint32 row_b, float factor) const {
     set_zero(d);
-    add_rows_of<kDim, kStepQueries>(d, LeftRows<kDim, kKeys>(tile, row, opaque_lane()), b, row_b);
+    add_rows_of<kDim, kStepQueries>(d, LeftRows<kDim, kKeys>(tile, row, opaque_lane()), b, row_b,
+                                    factor);
   }
 };
 template <int kDim>
@@ -103,8 +104,8 @@ struct KeptRows<kDim, true> {
       }
     }
   }
-  __device__ __forceinline__ void multiply(TileScores& d, uint32, uint32, uint32 b,
-                                           uint32 row_b) const {
+  __device__ __forceinline__ void multiply(TileScores& d, uint32, uint32, uint32 b, uint32 row_b,
+                                           float) const {
     set_zero(d);
     add_rows_of<kDim, kStepQueries>(
         d,
@@ -132,23 +133,37 @@ struct Rows {
   float dk[kRowTiles][8 * kOwnHead], dv[kRowTiles][8 * kOwnValue];
   KeptRows<kHeadDim, kKeepsRows> keys;
   KeptRows<kValueDim, kKeepsRows> values;
+  float key_factor, value_factor;   // of the warp's rows,
+  float query_factor, dout_factor;  // of a step's
 
   __device__ __forceinline__ void run() {
     set_zero(dk);
     set_zero(dv);
     const Copies copies{p, walk, shared};
     Step at = walk.first();
+    Step before = at;
     if (!walk.is_over(at)) copies.begin(at);
+    key_factor = copies.factor_of_keys(p.key_factors, walk.unit.key0 + first_key());
+    value_factor = copies.factor_of_keys(p.value_factors, walk.unit.key0 + first_key());
 #pragma unroll 1
     while (!walk.is_over(at)) {
+      query_factor = copies.factor_of_queries(p.query_factors, at);
+      dout_factor = copies.factor_of_queries(p.dout_factors, at);
       copies.take(at);
       if (at.number == 0) {
         keys.load(copies.key_tile(), first_key());
         values.load(copies.value_tile(), first_key());
       }
       const Step next = walk.after(at);
-      step(copies, at, next);
+      step(copies, at, next, before);
+      if constexpr (kDefers) before = at;
       at = next;
+    }
+    if constexpr (kDefers) {
+      if (at.number > 0) {
+        __syncthreads();
+        add_dq(copies, before, 1);
+      }
     }
     finish();
   }
@@ -158,11 +173,15 @@ struct Rows {
   __device__ __forceinline__ int first_key() const { return warp % kRowWarps * kOwnKeys; }
   __device__ __forceinline__ int share() const { return warp / kRowWarps; }
 
-  __device__ __forceinline__ void step(const Copies& copies, const Step& at, const Step& next) {
+  __device__ __forceinline__ void step(const Copies& copies, const Step& at, const Step& next,
+                                       const Step& before) {
     const bool more = !walk.is_over(next);
     if (more) {
       if constexpr (kStages == 2) copies.begin_queries(next);
       if constexpr (kDoutStages == 2) copies.begin_dout(next);
+    }
+    if constexpr (kDefers) {
+      if (at.number > 0) add_dq(copies, before, 1);
     }
     const uint32 query = copies.query_tile(at), dout = copies.dout_tile(at);
     // Of few queries not all warps have scores.
@@ -176,17 +195,18 @@ struct Rows {
       };
       TileScores x, dp;
       Packed probability[kRowTiles], gradient[kRowTiles];
-      keys.multiply(x, copies.key_tile(), first_key(), query, column);
+      keys.multiply(x, copies.key_tile(), first_key(), query, column, key_factor * query_factor);
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
         fragment(tile).to_probabilities(x[tile], probability[tile], copies.minus_lse(at));
       }
       if constexpr (kColumnWarps == 1) {
-        add_own<kValueDim>(dv, probability, dout, column);
+        add_own<kValueDim>(dv, probability, dout, column, [&](int, int) { return dout_factor; });
       } else {
         store_scores(probability, 1, column);
       }
-      values.multiply(dp, copies.value_tile(), first_key(), dout, column);
+      values.multiply(dp, copies.value_tile(), first_key(), dout, column,
+                      value_factor * dout_factor);
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
         const Fragment of = fragment(tile);
@@ -196,11 +216,28 @@ struct Rows {
                                      of.first_key);
         }
       }
-      store_scores(gradient, 0, column);
-      if constexpr (kColumnWarps == 1) add_own<kHeadDim>(dk, gradient, query, column);
+      float factors[kRowTiles];
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) factors[tile] = gradient[tile].rescale();
+      store_factors(factors, column);
+      store_scores(gradient, 0, column, at.number);
+      if constexpr (kColumnWarps == 1) {
+        add_own<kHeadDim>(dk, gradient, query, column,
+                          [&](int, int tile) { return factors[tile] * query_factor; });
+      }
+    }
+    if constexpr (kDefers) {  // dS of all keys is wanted in the next step
+      ptx::named_barrier_sync(1 + warp % kRowWarps, 32 * kColumnWarps);
+      add_shared<kValueDim>(dv, 1, dout, [](int, int) { return 1.f; });
+      add_shared<kHeadDim>(dk, 0, query, [](int, int) { return 1.f; }, at.number);
+      return;
     }
     const int turn = take_turn(at);
     __syncthreads();
+    const auto of_dout = [&](int, int) { return dout_factor; };
+    const auto of_query = [&](int step, int tile) {
+      return shared.score_factor(first_key() / 16 + tile, step).y;
+    };
     // What has one stage is copied when all are done with what it replaces, beside what is left.
     if constexpr (kColumnWarps == 1) {
       if (kStages == 1 && more) copies.begin_queries(next);
@@ -208,15 +245,15 @@ struct Rows {
       add_dq(copies, at, turn);
     } else if constexpr (kStages == 2 && kDoutStages == 2) {
       add_dq(copies, at, turn);
-      add_shared<kValueDim>(dv, 1, dout);
-      add_shared<kHeadDim>(dk, 0, query);
+      add_shared<kValueDim>(dv, 1, dout, of_dout);
+      add_shared<kHeadDim>(dk, 0, query, of_query);
     } else {
-      add_shared<kValueDim>(dv, 1, dout);
+      add_shared<kValueDim>(dv, 1, dout, of_dout);
       if constexpr (kDoutStages == 1) {
         __syncthreads();
         if (more) copies.begin_dout(next);
       }
-      add_shared<kHeadDim>(dk, 0, query);
+      add_shared<kHeadDim>(dk, 0, query, of_query);
       if constexpr (kStages == 1) {
         __syncthreads();
         if (more) copies.begin_queries(next);
@@ -230,16 +267,18 @@ struct Rows {
   }
 
   // -- products --
-  __device__ __forceinline__ uint32 score_tile(int which) const {
+  // dS^T, which is kept till the step after, or P^T.
+  __device__ __forceinline__ uint32 score_tile(int which, int number = 0) const {
+    if (kDefers && which == 0) return ptx::shared_address(shared.scores[number % 2 * 2]);
     return ptx::shared_address(shared.scores[which]);
   }
   // A fragment, from a query of the step on.
   __device__ __forceinline__ void store_scores(const Packed (&scores)[kRowTiles], int which,
-                                               int query) const {
+                                               int query, int number = 0) const {
     const uint32 lane = opaque_lane();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // of 16 queries
-      const LaneOfScores to(score_tile(which), first_key() + lane / 4, half);
+      const LaneOfScores to(score_tile(which, number), first_key() + lane / 4, half);
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
@@ -257,11 +296,25 @@ struct Rows {
     }
   }
 
+  // Of dS^T, from a query of the step on.
+  __device__ __forceinline__ void store_factors(const float (&factors)[kRowTiles],
+                                                int query) const {
+    if (!kHalves || threadIdx.x % 32 != 0) return;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kFragmentQueries / 16; ++i) {
+        shared.set_score_factor(first_key() / 16 + tile, query / 16 + i, factors[tile] * key_factor,
+                                factors[tile] * query_factor);
+      }
+    }
+  }
+
   // dk or dv += dS^T or P^T times rows of Q or dO: of a fragment, all columns,
-  template <int kDim, int kCount>
+  template <int kDim, int kCount, class FactorOf>
   __device__ __forceinline__ void add_own(float (&sum)[kRowTiles][kCount],
-                                          const Packed (&scores)[kRowTiles], uint32 rows,
-                                          int query) const {
+                                          const Packed (&scores)[kRowTiles], uint32 rows, int query,
+                                          FactorOf factor_of) const {
     multiply_columns<kFragmentQueries / 16, kDim, kStepQueries>(
         sum,
         [&](int step, uint32(&left)[kRowTiles][kParts][4]) {
@@ -276,17 +329,18 @@ struct Rows {
             }
           }
         },
-        rows, query, 0, kAllUnits);
+        rows, query, 0, kAllUnits, factor_of);
   }
   // and of a step, the warp's share of them.
-  template <int kDim, int kCount>
+  template <int kDim, int kCount, class FactorOf>
   __device__ __forceinline__ void add_shared(float (&sum)[kRowTiles][kCount], int which,
-                                             uint32 rows) const {
+                                             uint32 rows, FactorOf factor_of,
+                                             int number = 0) const {
     constexpr int kOwn = kCount / 8, kUnits = ceil_div(kDim, 16);
     const uint32 lane = opaque_lane();
-    const LaneOfScores from(score_tile(which), first_key() + lane % 16, lane / 16);
+    const LaneOfScores from(score_tile(which, number), first_key() + lane % 16, lane / 16);
     multiply_columns<kStepQueries / 16, kDim, kStepQueries,
-                     kIsPlain && (kOwn % 4 == 0 || kOwn <= 2)>(
+                     kIsPlain && (kOwn % 4 == 0 || kOwn <= 2), kHalves ? 1 : kStepQueries / 16>(
         sum,
         [&](int step, uint32(&left)[kRowTiles][kParts][4]) {
 #pragma unroll
@@ -297,7 +351,7 @@ struct Rows {
             }
           }
         },
-        rows, 0, share() * kOwn, kOwn * kColumnWarps == kUnits ? kAllUnits : kUnits);
+        rows, 0, share() * kOwn, kOwn * kColumnWarps == kUnits ? kAllUnits : kUnits, factor_of);
   }
 
   // Adds dQ = dS K: a warp has as many tiles of 16 queries as of keys, and a share of the columns,
@@ -324,10 +378,10 @@ struct Rows {
                                                int turn, uint32 first) const {
     constexpr uint32 kEnd = kAreThere ? kAllUnits : kHeadUnits;
     const uint32 lane = opaque_lane(), first_row = warp % kRowGroups * kRowTiles;
-    const LaneOfScores from(score_tile(0), lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const LaneOfScores from(score_tile(0, at.number), lane / 16 * 8 + lane % 8, lane / 8 % 2);
     float dq[kRowTiles][8 * kUnits];
     set_zero(dq);
-    multiply_columns<kKeys / 16, kHeadDim, kKeys, kAligned>(
+    multiply_columns<kKeys / 16, kHeadDim, kKeys, kAligned, kHalves ? 1 : kKeys / 16>(
         dq,
         [&](int step, uint32(&left)[kRowTiles][kParts][4]) {
 #pragma unroll
@@ -339,7 +393,8 @@ struct Rows {
             }
           }
         },
-        copies.key_tile(), 0, first, kEnd);
+        copies.key_tile(), 0, first, kEnd,
+        [&](int step, int tile) { return shared.score_factor(step, first_row + tile).x; });
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       const uint32 unit = first + i;

@@ -37,6 +37,8 @@ class Operand {
   __device__ __forceinline__ void get(int i, uint32 (&parts)[kParts]) const {
     parts[0] = pairs_[i];
   }
+  // Nothing to do: the same range as float32, or rounded anyway.
+  __device__ __forceinline__ float rescale() { return 1.f; }
   // As the gradient of a bias that nothing shares.
   __device__ __forceinline__ void store_dbias(const Sm80BackwardParams& p, int batch, int head,
                                               int first_query, int first_key) const {
@@ -58,6 +60,19 @@ class Operand<Float32> {
   }
   __device__ __forceinline__ void drop(int i, bool low, bool high) {
     set(i, low ? 0.f : numbers_[2 * i], high ? 0.f : numbers_[2 * i + 1]);
+  }
+  // Brings a warp's numbers to float16's range; returns what brings them back.
+  __device__ __forceinline__ float rescale() {
+    if constexpr (!kHalves) return 1.f;
+    float largest = 0.f;
+#pragma unroll
+    for (float x : numbers_) largest = fmaxf(largest, fabsf(x));
+    const int bits = __reduce_max_sync(0xffffffffu, __float_as_int(largest));
+    // What is not finite stays so.
+    const int exponent = bits == 0 || bits >= 0x7f800000 ? 0 : min(14 + 127 - (bits >> 23), 126);
+#pragma unroll
+    for (float& x : numbers_) x *= ptx::power_of_two(exponent);
+    return ptx::power_of_two(-exponent);
   }
   __device__ __forceinline__ void get(int i, uint32 (&parts)[kParts]) const {
     split_pair(numbers_[2 * i], numbers_[2 * i + 1], parts);

@@ -15,6 +15,11 @@ inline constexpr int kColumnWarps = kWarps / kRowWarps;             // that shar
 inline constexpr int kBlockSteps = kQueries / kStepQueries;         // of a block of queries
 inline constexpr bool kListsBlocks = kHasSegments || kSkipsMasked;  // there may be gaps
 
+// dQ of a step comes in the next one, beside its scores: warps that share keys wait for each other
+// alone before dV and dK.
+inline constexpr bool kDefers =
+    kDefersDq && !kDeterministic && kColumnWarps > 1 && kStages == 2 && kDoutStages == 2;
+
 static_assert(kQueries == 64 && kStepQueries >= 16 && kQueries % kStepQueries == 0);
 static_assert(kKeys % kOwnKeys == 0 && kWarps % kRowWarps == 0 && kColumnWarps <= 4);
 

@@ -8,7 +8,8 @@
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16, kFloat32  element type of q, k, v, out: else float16
 //   bool kRest                of a call whose other part other kernels compute (element.cuh)
-//   int kParts                bfloat16 that a float32 is split into, 2 or 3; else 1
+//   int kParts                that a float32 is split into, 2 or 3; else 1
+//   bool kHalves              two float16 (sm80/halves.cuh), else bfloat16
 //   int kHeadDim, kValueDim   exact sizes, at most 512
 //   int kBlockKV              keys per step: 16, 32 or 64
 //   int kRowTiles             of 16 query rows a warp has, 1 or 2
@@ -29,6 +30,16 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 256 / forward::k
   extern __shared__ unsigned char dynamic_shared[];
   Rows rows{p, *reinterpret_cast<Shared*>(dynamic_shared)};
   rows.run();
+}
+
+// With kHalves a kernel goes ahead, a CTA for 64 rows of a head of queries, keys or values.
+extern "C" __global__ void __launch_bounds__(halves::kThreads)
+    split_float32(const __grid_constant__ Sm80ForwardParams p) {
+  if constexpr (kHalves) {
+    __shared__ halves::Tile tile;
+    int index = blockIdx.x;
+    halves::split_inputs(p, index, tile);
+  }
 }
 
 // With a mask a kernel goes ahead, see mask.cuh.

@@ -3,6 +3,7 @@
 
 #include "rows.cuh"
 #include "sm80/forward_walk.cuh"
+#include "sm80/halves.cuh"
 #include "sm80/ptx_sm80.cuh"
 #include "sm80/split.cuh"
 #include "tile.cuh"
@@ -14,8 +15,18 @@ inline constexpr int kExchangeBytes = kValueWarps == 1 ? 0 : kValueWarps * kUnit
 inline constexpr int kKeyBytes = larger(kParts * kPlaneBytes<kHeadDim, kBlockKV>, kExchangeBytes);
 inline constexpr int kValueBytes = kParts * kPlaneBytes<kValueDim, kBlockKV>;
 
+// Bases and sums of the softmax, four numbers of a thread's rows of each tile, where products of
+// halves leave no registers for them.
+template <bool kAreThere>
+struct alignas(128) ParkedSoftmax {
+  float4 softmax[kRowTiles][kThreads];
+};
+template <>
+struct ParkedSoftmax<false> {};
+inline constexpr bool kParksSoftmax = kHalves && kRowTiles == 2;
+
 // kStages = 0: values take the place of the keys.
-struct alignas(128) Shared {
+struct alignas(128) Shared : ParkedSoftmax<kParksSoftmax> {
   unsigned char query[kParts * kPlaneBytes<kHeadDim, kUnitRows>];
   unsigned char
       blocks[kStages == 0 ? larger(kKeyBytes, kValueBytes) : kStages * (kKeyBytes + kValueBytes)];
@@ -38,6 +49,11 @@ struct Place {
   }
 };
 
+// What is copied: elements, or halves of them, in rows that are longer.
+using halves::Copied;
+inline constexpr int kCopiedHead = halves::kCopied<kHeadDim>;
+inline constexpr int kCopiedValue = halves::kCopied<kValueDim>;
+
 // Rows of a tile that four warps fill.
 template <class Of, int kDim, int kRows>
 struct RowsOf {
@@ -48,13 +64,13 @@ struct RowsOf<Float32, kDim, kRows> {
   using Type = SplitRows<kDim, kRows, kParts, 128>;
 };
 template <int kDim, int kRows>
-using TileRows = typename RowsOf<Element, kDim, kRows>::Type;
+using TileRows = typename RowsOf<Copied, kDim, kRows>::Type;
 
 // A thread's part of the blocks of keys or values where rows are pieces of 16 bytes: of every box a
 // piece, of every 16th row. What of its addresses is the same in all blocks stays in registers.
 template <int kDim>
 struct BlockPieces {
-  static constexpr bool kFits = kParts == 1 && kDim % 8 == 0;
+  static constexpr bool kFits = (kParts == 1 || kHalves) && kDim % 8 == 0;
   static constexpr int kStep = 16;  // rows at a time
   static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
 
@@ -97,8 +113,8 @@ struct Copies {
   const Walk& walk;
   Shared& shared;
   Place next;  // of which values, or keys and values, are not under way
-  BlockPieces<kHeadDim> key_pieces;
-  BlockPieces<kValueDim> value_pieces;
+  BlockPieces<kCopiedHead> key_pieces;
+  BlockPieces<kCopiedValue> value_pieces;
 
   __device__ __forceinline__ Copies(const Sm80ForwardParams& p, const Walk& walk, Shared& shared,
                                     const Place& first)
@@ -107,7 +123,7 @@ struct Copies {
         shared(shared),
         next(first),
         key_pieces(p, walk, threadIdx.x % kCopying),
-        value_pieces(pieces_of<kValueDim>()) {
+        value_pieces(pieces_of<kCopiedValue>()) {
     if (copies_keys()) queries().begin(walk.sight.query_length - walk.first_query());
     if constexpr (kStages > 0) copy_keys();
 #pragma unroll
@@ -125,7 +141,7 @@ struct Copies {
     wait();
     if (copies_keys()) {
       if (is_first) queries().finish();
-      if constexpr (!BlockPieces<kHeadDim>::kFits) keys(place).finish();
+      if constexpr (!BlockPieces<kCopiedHead>::kFits) keys(place).finish();
     }
     __syncthreads();
     if constexpr (kStages > 0) copy_values();
@@ -137,7 +153,7 @@ struct Copies {
       copy_values();
     }
     wait();
-    if constexpr (!BlockPieces<kValueDim>::kFits) {
+    if constexpr (!BlockPieces<kCopiedValue>::kFits) {
       if (copies_values()) values(place).finish();
     }
     __syncthreads();
@@ -159,7 +175,7 @@ struct Copies {
   // One set of registers where dims are equal.
   template <int kDim>
   __device__ __forceinline__ BlockPieces<kDim> pieces_of() const {
-    if constexpr (kDim == kHeadDim) {
+    if constexpr (kDim == kCopiedHead) {
       return key_pieces;
     } else {
       return {p, walk, threadIdx.x % kCopying};
@@ -179,13 +195,14 @@ struct Copies {
                                                                   const void* array, int64 first,
                                                                   int64 pitch) {
     // Opaque: addresses would be computed ahead of the loop, for registers that are not there.
-    return {ptx::shared_address(tile), static_cast<const Element::Bits*>(array) + first, pitch,
+    return {ptx::shared_address(tile), static_cast<const Copied::Bits*>(array) + first, pitch,
             static_cast<uint32>(ptx::opaque(threadIdx.x)) % kCopying};
   }
-  __device__ __forceinline__ TileRows<kHeadDim, kUnitRows> queries() const {
+  __device__ __forceinline__ TileRows<kCopiedHead, kUnitRows> queries() const {
     const int64 row = query_row(p, walk.batch, walk.first_query(), walk.head);
-    return rows_of<kHeadDim, kUnitRows>(shared.query, p.query_data, row * kHeadDim,
-                                        static_cast<int64>(p.query_heads) * kHeadDim);
+    return rows_of<kCopiedHead, kUnitRows>(shared.query, kHalves ? p.query_halves : p.query_data,
+                                           row * kCopiedHead,
+                                           static_cast<int64>(p.query_heads) * kCopiedHead);
   }
   template <int kDim>
   __device__ __forceinline__ TileRows<kDim, kBlockKV> block_of(const void* array,
@@ -194,11 +211,17 @@ struct Copies {
     const KeyRows<kDim> rows(p, key_row(p, walk.batch, 0, ptx::opaque(walk.kv_head)));
     return rows_of<kDim, kBlockKV>(tile, array, rows.at(block * kBlockKV), rows.step);
   }
-  __device__ __forceinline__ TileRows<kHeadDim, kBlockKV> keys(const Place& place) const {
-    return block_of<kHeadDim>(p.key_data, shared.key(place.stage), place.block);
+  __device__ __forceinline__ TileRows<kCopiedHead, kBlockKV> keys(const Place& place) const {
+    return block_of<kCopiedHead>(key_data(), shared.key(place.stage), place.block);
   }
-  __device__ __forceinline__ TileRows<kValueDim, kBlockKV> values(const Place& place) const {
-    return block_of<kValueDim>(p.value_data, shared.value(place.stage), place.block);
+  __device__ __forceinline__ TileRows<kCopiedValue, kBlockKV> values(const Place& place) const {
+    return block_of<kCopiedValue>(value_data(), shared.value(place.stage), place.block);
+  }
+  __device__ __forceinline__ const void* key_data() const {
+    return kHalves ? p.key_halves : p.key_data;
+  }
+  __device__ __forceinline__ const void* value_data() const {
+    return kHalves ? p.value_halves : p.value_data;
   }
   // Rows past the length read as zero: what they hold may be NaN.
   __device__ __forceinline__ int rows_left() const {
@@ -206,8 +229,8 @@ struct Copies {
   }
   __device__ __forceinline__ void copy_keys() {
     if (copies_keys() && !walk.is_over(next.block)) {
-      if constexpr (BlockPieces<kHeadDim>::kFits) {
-        key_pieces.begin(p.key_data, ptx::shared_address(shared.key(next.stage)), next.block,
+      if constexpr (BlockPieces<kCopiedHead>::kFits) {
+        key_pieces.begin(key_data(), ptx::shared_address(shared.key(next.stage)), next.block,
                          rows_left());
       } else {
         keys(next).begin(rows_left());
@@ -218,8 +241,8 @@ struct Copies {
   __device__ __forceinline__ void copy_values() {
     if (!walk.is_over(next.block)) {
       if (copies_values()) {
-        if constexpr (BlockPieces<kValueDim>::kFits) {
-          value_pieces.begin(p.value_data, ptx::shared_address(shared.value(next.stage)),
+        if constexpr (BlockPieces<kCopiedValue>::kFits) {
+          value_pieces.begin(value_data(), ptx::shared_address(shared.value(next.stage)),
                              next.block, rows_left());
         } else {
           values(next).begin(rows_left());

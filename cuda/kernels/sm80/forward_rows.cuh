@@ -16,7 +16,12 @@ namespace forward {
 // Of a warp: of the head dim and of the values' columns.
 inline constexpr int kWarpSteps = ceil_div(ceil_div(kHeadDim, 16), kValueWarps);
 static_assert(kQuerySteps == 0 || (kParts == 1 && kValueWarps == 1 && kQuerySteps <= kWarpSteps));
-inline constexpr int kStepsAtOnce = kParts == 1 ? kWarpSteps : 2;  // more: spills
+inline constexpr int kStepsAtOnce = kParts == 1      ? kWarpSteps
+                                    : kRowTiles == 2 ? 1
+                                                     : 2;  // more: spills
+// Sums of tensor cores of 32 products, not 16: half of the additions, for more registers.
+inline constexpr bool kHasRegisters =
+    kRowTiles == 2 && (kValueDim <= 64 || !(kWindowLeft || kWindowRight));
 inline constexpr int kWarpColumns = round_up(ceil_div(kValueDim, kValueWarps), 16);
 
 // A block's weights of 16 rows, between the scores and the products with values: elements, two and
@@ -45,12 +50,21 @@ class Weights<Float32> {
                                       const DroppedPairs<kBlockKV>& dropped) {
     uint32 kept = 0xffffffffu;  // a half each
     if constexpr (kHasDropout) kept = dropped.keep(i, kept);
+    if constexpr (kHalves) {
+      split_pair(low, high, halves_[i]);
+      for (uint32& half : halves_[i]) half &= kept;
+      return;
+    }
     numbers_[2 * i] = kept & 0xffffu ? low : 0.0f;
     numbers_[2 * i + 1] = kept >> 16 ? high : 0.0f;
   }
   __device__ __forceinline__ void get(int j, uint32 (&a)[kParts][4]) const {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
+      if constexpr (kHalves) {
+        for (int i = 0; i < kParts; ++i) a[i][k] = halves_[4 * j + k][i];
+        continue;
+      }
       uint32 parts[kParts];
       split_pair(numbers_[8 * j + 2 * k], numbers_[8 * j + 2 * k + 1], parts);
 #pragma unroll
@@ -59,7 +73,8 @@ class Weights<Float32> {
   }
 
  private:
-  float numbers_[kBlockKV / 2];
+  float numbers_[kHalves ? 1 : kBlockKV / 2];
+  uint32 halves_[kBlockKV / 4][kParts];  // in as many registers
 };
 
 // Stores a warp's columns of one of its rows, `factor` times, and zeros where `empty`; not
@@ -166,6 +181,7 @@ struct Rows {
         softmax[tile].sum[row] = 0.0f;
       }
     }
+    park(shared);
     const Place first{walk.first_block()};
     if (walk.is_over(first.block)) return search;
     Copies copies(p, walk, shared, first);
@@ -175,27 +191,74 @@ struct Rows {
 #pragma unroll 1
     for (Place at = first; !walk.is_over(at.block); at = copies.after(at)) {
       float scores[kRowTiles][kBlockKV / 2];
+      // On their way beside the copies.
+      float score_factors[kRowTiles];
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        score_factors[tile] = factor_of_keys(walk, p.key_factors, at.block) *
+                              factor_of_queries(walk, kTileRows * tile);
+      }
+      const float value_factor = factor_of_keys(walk, p.value_factors, at.block);
       const uint32 keys = copies.take_keys(at, is_first);
       if (kQuerySteps > 0 && is_first) keep_queries(copies.query_tile());
-      multiply_keys(copies.query_tile(), keys, scores);
+      multiply_keys(copies.query_tile(), keys, score_factors, scores);
       if constexpr (kValueWarps > 1) add_scores_of_others(shared.key(at.stage), scores);
       is_first = false;
       // Ahead of the softmax, which is then one piece with the products.
       const uint32 values = copies.take_values(at);
       apply_terms(walk, function, at.block, scores);
+      unpark(shared);
       add_weights(search != kNoMore, scores);
       if (search == kUntilStarted && is_started()) search = kNoMore;
+      park(shared);
       Weights<Element> weights[kRowTiles];
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
         pack_weights(walk, tile, at.block, scores[tile], weights[tile]);
       }
-      multiply_values(values, weights);
+      multiply_values(values, value_factor, weights);
     }
+    unpark(shared);
     return search;
   }
 
+  template <class Of>
+  __device__ __forceinline__ void park(Of& shared) const {
+    if constexpr (kParksSoftmax) {
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        const auto& base = softmax[tile].base;
+        const auto& sum = softmax[tile].sum;
+        const uint32 to = ptx::shared_address(&shared.softmax[tile][threadIdx.x]);
+        ptx::store_shared_x4(to, __float_as_uint(base[0]), __float_as_uint(base[1]),
+                             __float_as_uint(sum[0]), __float_as_uint(sum[1]));
+      }
+    }
+  }
+  template <class Of>
+  __device__ __forceinline__ void unpark(const Of& shared) {
+    if constexpr (kParksSoftmax) {
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        const float4 x =
+            ptx::load_shared_f4(ptx::shared_address(&shared.softmax[tile][threadIdx.x]));
+        softmax[tile].base[0] = x.x, softmax[tile].base[1] = x.y;
+        softmax[tile].sum[0] = x.z, softmax[tile].sum[1] = x.w;
+      }
+    }
+  }
+
   // -- products --
+  __device__ __forceinline__ float factor_of_keys(const Walk& walk, const float* factors,
+                                                  int block) const {
+    return halves::factor_of(factors, static_cast<int64>(walk.batch) * p.kv_heads + walk.kv_head,
+                             p.kv_len, block * kBlockKV);
+  }
+  __device__ __forceinline__ float factor_of_queries(const Walk& walk, int row) const {
+    return halves::factor_of(p.query_factors,
+                             static_cast<int64>(walk.batch) * p.query_heads + walk.head,
+                             p.query_len, walk.first_query() + row);
+  }
   // A fifth of what a block's scores read of shared memory, of two tiles of rows a third.
   __device__ __forceinline__ void keep_queries(uint32 from) {
     const uint32 lane = opaque_lane();
@@ -209,6 +272,7 @@ struct Rows {
     }
   }
   __device__ __forceinline__ void multiply_keys(uint32 queries, uint32 keys,
+                                                const float (&factors)[kRowTiles],
                                                 float (&scores)[kRowTiles][kBlockKV / 2]) const {
 #pragma unroll
     for (auto& tile : scores) {
@@ -224,6 +288,34 @@ struct Rows {
     const uint32 skipped = kWarpSteps % 4 == 0 ? 0 : first % 4;
     const LaneOfTile<kUnitRows> query_at(queries, row_warp() * 16 + lane % 16, lane / 16);
     const LaneOfTile<kBlockKV> key_at(keys, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    if constexpr (kHalves && kHasRegisters && kWarpSteps % 2 == 0) {
+#pragma unroll 1
+      for (int step = 0; step < kWarpSteps; step += 2) {
+        uint32 a[kRowTiles][2][kParts][4];
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+          load_parts<kHeadDim, kUnitRows>(query_at.at(skipped + step + i % 2, kTileRows * (i / 2)),
+                                          a[i / 2][i % 2]);
+        }
+#pragma unroll
+        for (int j = 0; j < kBlockKV / 16; ++j) {
+          if (kRowTiles == 2) __syncwarp();
+          uint32 b[2][kParts][4];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            load_parts<kHeadDim, kBlockKV>(key_at.at(skipped + step + i, 16 * j), b[i]);
+          }
+#pragma unroll
+          for (int tile = 0; tile < kRowTiles; ++tile) {
+            HalvesSum sum;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) sum.multiply_add(a[tile][i], b[i]);
+            sum.add_to(scores[tile], 8 * j, factors[tile]);
+          }
+        }
+      }
+      return;
+    }
 #pragma unroll kStepsAtOnce
     for (int step = 0; step < kWarpSteps; ++step) {
       uint32 a[kRowTiles][kParts][4];
@@ -238,22 +330,53 @@ struct Rows {
       }
 #pragma unroll
       for (int j = 0; j < kBlockKV / 16; ++j) {
+        if (kParts > 1 && kRowTiles == 2) __syncwarp();
         uint32 b[kParts][4];
         load_parts<kHeadDim, kBlockKV>(key_at.at(skipped + step, 16 * j), b);
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
-          multiply_parts<Element>(scores[tile], 8 * j, a[tile], b);
+          multiply_parts<Element>(scores[tile], 8 * j, a[tile], b, factors[tile]);
         }
       }
     }
   }
-  __device__ __forceinline__ void multiply_values(uint32 values,
+  __device__ __forceinline__ void multiply_values(uint32 values, float value_factor,
                                                   const Weights<Element> (&weights)[kRowTiles]) {
     const uint32 lane = opaque_lane();
     const int first = value_warp() * (kWarpColumns / 16);
     values += first / 4 * kBlockKV * kBoxRowBytes;
     const uint32 skipped = kWarpColumns % 64 == 0 ? 0 : first % 4;
     const LaneOfTile<kBlockKV> value_at(values, lane % 16, lane / 16);
+    if constexpr (kHalves && kHasRegisters && kBlockKV % 32 == 0) {
+#pragma unroll
+      for (int j = 0; j < kBlockKV / 16; j += 2) {
+        uint32 a[kRowTiles][2][kParts][4];
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) weights[tile].get(j + i, a[tile][i]);
+        }
+#pragma unroll
+        for (int column = 0; column < kWarpColumns / 16; ++column) {
+          if (column % (kRowTiles == 2 ? 1 : 4) == 0) __syncwarp();
+          uint32 b[2][kParts][4];
+#pragma unroll
+          for (int i = 0; i < 2 * kParts; ++i) {
+            ptx::load_transposed_x4(value_at.at(skipped + column, 16 * (j + i / kParts)) +
+                                        i % kParts * kPlaneBytes<kValueDim, kBlockKV>,
+                                    b[i / kParts][i % kParts]);
+          }
+#pragma unroll
+          for (int tile = 0; tile < kRowTiles; ++tile) {
+            HalvesSum sum;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) sum.multiply_add(a[tile][i], b[i]);
+            sum.add_to(output[tile], 8 * column, value_factor);
+          }
+        }
+      }
+      return;
+    }
 #pragma unroll
     for (int j = 0; j < kBlockKV / 16; ++j) {
       uint32 a[kRowTiles][kParts][4];
@@ -262,7 +385,7 @@ struct Rows {
 #pragma unroll
       for (int column = 0; column < kWarpColumns / 16; ++column) {
         // Else loads and sums of many columns are under way, and numbers kept for the end spilled.
-        if (kParts > 1 && column % 4 == 0) __syncwarp();
+        if (kParts > 1 && column % (kRowTiles == 2 ? 1 : 4) == 0) __syncwarp();
         uint32 b[kParts][4];
 #pragma unroll
         for (int i = 0; i < kParts; ++i) {
@@ -271,7 +394,7 @@ struct Rows {
         }
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
-          multiply_parts<Element>(output[tile], 8 * column, a[tile], b);
+          multiply_parts<Element>(output[tile], 8 * column, a[tile], b, value_factor);
         }
       }
     }
@@ -432,7 +555,8 @@ struct Rows {
           store_columns<ResultElement>(output[tile], row, ends.factor[row], stored, empty,
                                                  out_of(unit, query), value_warp() * kWarpColumns);
       // A NaN lse is right, and the row with it: masked scores never reach the sum of the weights.
-      const bool flawed = (flaw != 0 || lse == kInfinity) && lse == lse;
+      // But of halves, whose numbers may be too far apart.
+      const bool flawed = (flaw != 0 || lse == kInfinity) && (kHalves || lse == lse);
       uint32 lanes = __ballot_sync(0xffffffffu, flawed && stored && !empty);
       lanes |= lanes >> 1;
       lanes |= lanes >> 2;

@@ -15,10 +15,18 @@
 #include "rows.cuh"
 #include "tile.cuh"
 
+inline constexpr float kSecondHalf = 0x1p11f;  // times what the first half leaves
+
 // The parts of two numbers, `low` in the low half: each is the nearest to what those before leave.
 // Infinity becomes infinity and NaN.
 template <int kParts>
 __device__ __forceinline__ void split_pair(float low, float high, uint32 (&parts)[kParts]) {
+  if constexpr (kHalves) {
+    parts[0] = Float16::pack(low, high);
+    parts[1] = Float16::pack((low - Float16::unpack_low(parts[0])) * kSecondHalf,
+                             (high - Float16::unpack_high(parts[0])) * kSecondHalf);
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < kParts; ++i) {
     parts[i] = BFloat16::pack(low, high);
@@ -91,15 +99,48 @@ struct SplitRows {
   }
 };
 
-// sum[first] to sum[first + 7] += a b, of 16 columns of `a` and 16 columns of b, in parts.
+// What tensor cores sum up of products of halves: the large ones, and 2^11 times the others but for
+// the smallest.
+struct HalvesSum {
+  float large[8] = {}, small[8] = {};
+
+  template <int kParts>
+  __device__ __forceinline__ void multiply_add(const uint32 (&a)[kParts][4],
+                                               const uint32 (&b)[kParts][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      ptx::multiply_add<false>(small, 0, a[i], b[1 - i][0], b[1 - i][1]);
+      ptx::multiply_add<false>(small, 4, a[i], b[1 - i][2], b[1 - i][3]);
+    }
+    ptx::multiply_add<false>(large, 0, a[0], b[0][0], b[0][1]);
+    ptx::multiply_add<false>(large, 4, a[0], b[0][2], b[0][3]);
+  }
+  // `factor` times.
+  template <int kCount>
+  __device__ __forceinline__ void add_to(float (&sum)[kCount], int first, float factor) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sum[first + i] = fmaf(small[i], factor * (1 / kSecondHalf), sum[first + i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[first + i] = fmaf(large[i], factor, sum[first + i]);
+  }
+};
+
+// sum[first] to sum[first + 7] += a b, of 16 columns of `a` and 16 columns of b, in parts; of
+// halves times `factor`.
 template <class Of, int kParts, int kCount>
 __device__ __forceinline__ void multiply_parts(float (&sum)[kCount], int first,
                                                const uint32 (&a)[kParts][4],
-                                               const uint32 (&b)[kParts][4]) {
+                                               const uint32 (&b)[kParts][4], float factor = 1.f) {
   if constexpr (kParts == 1) {
     constexpr bool kOfBFloat16 = kSame<Of, BFloat16>;
     ptx::multiply_add<kOfBFloat16>(sum, first, a[0], b[0][0], b[0][1]);
     ptx::multiply_add<kOfBFloat16>(sum, first + 4, a[0], b[0][2], b[0][3]);
+  } else if constexpr (kHalves) {
+    HalvesSum part;
+    part.multiply_add(a, b);
+    part.add_to(sum, first, factor);
   } else {
     float part[8] = {};
 #pragma unroll

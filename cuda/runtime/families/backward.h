@@ -37,10 +37,11 @@ struct BackwardBlocks {
   std::int64_t dbias_words;  // of 32 bits, to zero ahead
 };
 
-template <class Launch, class Params>
+// A family's own workspaces come last: take_own(workspaces).
+template <class Launch, class Params, class TakeOwn>
 ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute& problem,
                        ffi::RemainingRets rets, const Launch& launch, const Limits& limits,
-                       Params* params, BackwardBlocks* blocks) {
+                       Params* params, BackwardBlocks* blocks, TakeOwn take_own) {
   const Sizes& s = operands.sizes;
   const bool with_dbias = operands.dbias.has_value();
   if (s.q_len == 0 || s.kv_len == 0) return Invalid("the CUDA kernels take no empty sequences");
@@ -99,6 +100,7 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   workspaces.CheckBlocks("queries", query_blocks, launch.block_q, s.q_len);
   workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
   workspaces.CheckBlocks("columns of dq", launch.dq_boxes, 64, s.head_dim);
+  take_own(&workspaces);
   if (workspaces.error().failure()) return workspaces.error();
   params->query_data = operands.q;
   params->key_data = operands.k;

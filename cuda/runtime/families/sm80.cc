@@ -26,6 +26,7 @@ struct Sm80ForwardLaunch {
   std::int64_t block_q;
   std::int64_t block_kv;
   std::int64_t l2_heads;
+  bool halves;
 };
 
 // The same of a sm80.BackwardTiling: see backward.h.
@@ -41,6 +42,7 @@ struct Sm80BackwardLaunch {
   std::int64_t bias_shared_bytes;
   bool stores_dbias;
   bool clears_dbias;
+  bool halves;
 };
 
 }  // namespace jax_flash
@@ -50,14 +52,16 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_flash::Sm80ForwardLaunch,
                                       StructMember<std::int64_t>("shared_bytes"),
                                       StructMember<std::int64_t>("block_q"),
                                       StructMember<std::int64_t>("block_kv"),
-                                      StructMember<std::int64_t>("l2_heads"));
+                                      StructMember<std::int64_t>("l2_heads"),
+                                      StructMember<bool>("halves"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_flash::Sm80BackwardLaunch, StructMember<std::int64_t>("threads"),
     StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("block_q"),
     StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("turn_parts"),
     StructMember<std::int64_t>("dq_boxes"), StructMember<std::int64_t>("l2_heads"),
     StructMember<std::int64_t>("dq_row_bytes"), StructMember<std::int64_t>("bias_shared_bytes"),
-    StructMember<bool>("stores_dbias"), StructMember<bool>("clears_dbias"));
+    StructMember<bool>("stores_dbias"), StructMember<bool>("clears_dbias"),
+    StructMember<bool>("halves"));
 
 namespace jax_flash {
 namespace {
@@ -65,8 +69,40 @@ namespace {
 namespace ffi = xla::ffi;
 using namespace attention;  // of operands.h
 
-constexpr std::int64_t kRangeWarps = 8;  // of a CTA of key_ranges
+constexpr std::int64_t kRangeWarps = 8;                       // of a CTA of key_ranges
+constexpr std::int64_t kSplitThreads = 256, kSplitRows = 64;  // of a CTA of split_float32
 constexpr Limits kLimits{/*tma_loads=*/false, /*float32=*/true, /*head_dim=*/512};
+
+// Where split_float32 writes rows of `dim` numbers, and a factor for 64 of them.
+void TakeHalves(bool halves, std::int64_t batch, std::int64_t length, std::int64_t heads,
+                std::int64_t dim, const char* rows_name, const char* factors_name,
+                Workspaces* workspaces, void** rows, float** factors) {
+  int* data = nullptr;
+  workspaces->Take(rows_name, {batch, length, heads, halves ? 64 * CeilDiv(dim, 64) : 0}, &data);
+  *rows = data;
+  workspaces->Take(factors_name, {batch * heads, halves ? CeilDiv(length, kSplitRows) : 0},
+                   factors);
+}
+
+// Of queries, keys and values.
+template <class Params>
+void TakeHalves(bool halves, const Sizes& s, Workspaces* workspaces, Params* params) {
+  TakeHalves(halves, s.batch, s.q_len, s.q_heads, s.head_dim, "query_halves", "query_factors",
+             workspaces, &params->query_halves, &params->query_factors);
+  TakeHalves(halves, s.batch, s.kv_len, s.kv_heads, s.head_dim, "key_halves", "key_factors",
+             workspaces, &params->key_halves, &params->key_factors);
+  TakeHalves(halves, s.batch, s.kv_len, s.kv_heads, s.value_dim, "value_halves", "value_factors",
+             workspaces, &params->value_halves, &params->value_factors);
+}
+
+// Of so many arrays like the queries, and of keys and values.
+template <class Params>
+void LaunchSplit(const Sizes& s, std::int64_t like_queries, Params& params, Session* session) {
+  const std::int64_t queries = s.q_heads * CeilDiv(s.q_len, kSplitRows);
+  const std::int64_t keys = s.kv_heads * CeilDiv(s.kv_len, kSplitRows);
+  session->Launch("split_float32",
+                  {s.batch * (like_queries * queries + 2 * keys), kSplitThreads, 0}, &params);
+}
 
 ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ProblemAttribute problem, ProgramAttribute program, Sm80ForwardLaunch launch) {
@@ -101,6 +137,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
     return error;
   }
   workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
+  TakeHalves(launch.halves, s, &workspaces, &params);
   if (workspaces.error().failure()) return workspaces.error();
   if (auto error = SetSinks(operands, &params); error.failure()) return error;
   TermSizes bias;
@@ -122,6 +159,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
     session.Launch("key_ranges", {CeilDiv(s.batch * key_blocks, kRangeWarps), 32 * kRangeWarps, 0},
                    &params);
   }
+  if (launch.halves) LaunchSplit(s, 1, params, &session);
   session.Launch("flash_forward_sm80",
                  {params.query_blocks * s.batch * s.q_heads, launch.threads, launch.shared_bytes},
                  &params);
@@ -139,11 +177,19 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   if (operands.sizes.batch == 0 || operands.sizes.q_heads == 0) return ffi::Error::Success();
   Sm80BackwardParams params{};
   BackwardBlocks blocks;
-  if (auto error = SetBackward(operands, problem, rets, launch, kLimits, &params, &blocks);
+  const Sizes& s = operands.sizes;
+  const auto take_own = [&](Workspaces* workspaces) {
+    TakeHalves(launch.halves, s, workspaces, &params);
+    TakeHalves(launch.halves, s.batch, s.q_len, s.q_heads, s.value_dim, "dout_halves",
+               "dout_factors", workspaces, &params.dout_halves, &params.dout_factors);
+  };
+  if (auto error =
+          SetBackward(operands, problem, rets, launch, kLimits, &params, &blocks, take_own);
       error.failure()) {
     return error;
   }
   Session session(stream, program);
+  if (launch.halves) LaunchSplit(s, 2, params, &session);
   LaunchBackward(blocks, launch, params, &session, [&](std::int64_t units) {
     session.Launch("flash_backward_sm80", {units, launch.threads, launch.shared_bytes}, &params);
   });

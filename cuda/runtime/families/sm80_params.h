@@ -58,6 +58,14 @@ struct Sm80ForwardParams {
 
   // Only with kRest: other than 0 where the kernels of float16 copies have computed the results.
   const float* result_scale;  // []
+
+  // Only with kHalves, written by split_float32: see sm80/halves.cuh.
+  void* query_halves;
+  void* key_halves;
+  void* value_halves;
+  float* query_factors;  // [B, N, ceil(T / 64)]
+  float* key_factors;    // [B, K, ceil(S / 64)]
+  float* value_factors;
 };
 
 // The backward pass: the kernels of sm80/backward.cuh, which has their grids, in its order on one
@@ -136,4 +144,14 @@ struct Sm80BackwardParams {
   // Only with kDbiasByHeads: the heads whose units this launch of the main kernel takes.
   int first_kv_head;
   int launched_kv_heads;
+
+  // As for the forward, and of output gradients.
+  void* query_halves;
+  void* key_halves;
+  void* value_halves;
+  void* dout_halves;
+  float* query_factors;
+  float* key_factors;
+  float* value_factors;
+  float* dout_factors;
 };

@@ -208,8 +208,8 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   if (s.batch == 0 || s.q_heads == 0) return ffi::Error::Success();
   BackwardParams params{};
   BackwardBlocks blocks;
-  if (auto error =
-          SetBackward(operands, problem, rets, launch, {launch.tma_loads}, &params, &blocks);
+  if (auto error = SetBackward(operands, problem, rets, launch, {launch.tma_loads}, &params,
+                               &blocks, [](Workspaces*) {});
       error.failure()) {
     return error;
   }
