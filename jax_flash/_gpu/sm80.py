@@ -7,7 +7,7 @@ Read next: cuda/kernels/sm80/forward.cuh and backward.cuh, cuda/runtime/families
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -369,7 +369,7 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     halves = _has_halves(problem)
     bare = not problem.terms and problem.softcap is None and problem.score is None
     plain = bare and parts == 1
-    sizes: list[dict[str, int]] = []
+    sizes: list[dict[str, Any]] = []
     query_steps = min(8, -(-shapes.head_dim // 16))
     if plain and widest <= 128 and known(shapes.q_len, 4096) > 64:
         # Of 64 keys and 128 columns 192 registers are results and scores: what a left side of the
@@ -429,8 +429,13 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     plain = _is_plain(problem) and problem.score is None
     few = tiling.row_tiles == 2 and wide and not (plain and adds_four and not odd)
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
+    # Beside the scores of the next step, where shared memory holds dS of both; not of 128 columns.
+    defers_dq = tiling.parts == 1 and tiling.column_warps == 4 and tiling.row_tiles == 2
+    defers_dq = defers_dq and tiling.stages == 2 and plain and not odd
+    defers_dq = defers_dq and _fits(dataclasses.replace(tiling, defers_dq=True), shapes, gpu)
     return dataclasses.replace(
         tiling,
+        defers_dq=defers_dq,
         dq_row_bytes=dq_row_bytes(shapes, tiling.block_q)
         if tiling.parts == 1 and not problem.split
         else 0,

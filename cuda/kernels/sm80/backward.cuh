@@ -24,6 +24,7 @@
 //   int kRowTiles             of 16 keys a warp has, 1 or 2
 //   int kWarps                of a CTA: one for the keys of a warp, or two or four that share them
 //   int kStages, kDoutStages  buffers of queries, of output gradients: 1 or 2
+//   bool kDefersDq            dQ of a step comes in the next one
 //   int kDqRowBytes           as in sm90/backward.cuh
 //   bool kAddsFour            one instruction adds four elements of the sum of dq (sm_90 and later)
 //   bool kDeterministic, kHasDlse, kHasDbias, kStoresDbias; int kTurnParts = 1

@@ -23,7 +23,7 @@ struct alignas(128) ParkedSoftmax {
 };
 template <>
 struct ParkedSoftmax<false> {};
-inline constexpr bool kParksSoftmax = kHalves && kRowTiles == 2;
+inline constexpr bool kParksSoftmax = kHalves && kRowTiles == 2 && kValueDim <= 64;
 
 // kStages = 0: values take the place of the keys.
 struct alignas(128) Shared : ParkedSoftmax<kParksSoftmax> {

@@ -20,8 +20,7 @@ inline constexpr int kStepsAtOnce = kParts == 1      ? kWarpSteps
                                     : kRowTiles == 2 ? 1
                                                      : 2;  // more: spills
 // Sums of tensor cores of 32 products, not 16: half of the additions, for more registers.
-inline constexpr bool kHasRegisters =
-    kRowTiles == 2 && (kValueDim <= 64 || !(kWindowLeft || kWindowRight));
+inline constexpr bool kHasRegisters = kRowTiles == 2 && kValueDim <= 64;
 inline constexpr int kWarpColumns = round_up(ceil_div(kValueDim, kValueWarps), 16);
 
 // A block's weights of 16 rows, between the scores and the products with values: elements, two and
