@@ -435,14 +435,15 @@ def test_backward_compiles_without_spills(plan: _gpu.Plan):
     check(plan, seconds=15)
 
 
-def carried(name: str) -> Iterator[Any]:
-    """Programs of float32 by float16 copies."""
+def carried(name: str) -> list[Any]:
+    """Programs of float32 by float16 copies, and one of mma.sync."""
+    found = []
     causal = {"window": (None, 0)}
     terms = ("query_segments", "key_value_segments")
     changes: dict[str, dict[str, Any]] = {
         "causal": causal,
         "window deterministic": {"window": (100, 20), "deterministic": True},
-        "segments softcap": {"terms": terms, "softcap": 30.0},
+        "segments": causal | {"terms": terms},
         "dropout": {"terms": ("dropout_state",), "dropout_rate": 0.1},
     }
     dims = {64: ("causal", "dropout"), 100: ("causal",), 128: tuple(changes), 256: tuple(changes)}
@@ -451,17 +452,24 @@ def carried(name: str) -> Iterator[Any]:
             problem = dataclasses.replace(PLAIN, dtype="float32", **changes[change])
             shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
             call, _ = _gpu.parts(passes(problem)[name], shapes, H200)
-            yield pytest.param(_gpu.plan(call, shapes, H200), id=f"{dim} {change}")
+            found.append(pytest.param(_gpu.plan(call, shapes, H200), H200, id=f"{dim} {change}"))
+    a100 = _gpu.spec.GPUS["A100"]
+    problem = dataclasses.replace(PLAIN, dtype="float32", **causal)
+    for dim in (64, 128):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+        call, _ = _gpu.parts(passes(problem)[name], shapes, a100)
+        found.append(pytest.param(_gpu.plan(call, shapes, a100), a100, id=f"{dim} on an A100"))
+    return found
 
 
-@pytest.mark.parametrize("plan", carried("forward"))
-def test_forward_by_float16_copies_compiles_without_spills(plan: _gpu.Plan):
-    check(plan, seconds=5)
+@pytest.mark.parametrize(("plan", "gpu"), carried("forward"))
+def test_forward_by_float16_copies_compiles_without_spills(plan: _gpu.Plan, gpu: _gpu.GpuSpec):
+    check(plan, seconds=5, gpu=gpu)
 
 
-@pytest.mark.parametrize("plan", carried("backward"))
-def test_backward_by_float16_copies_compiles_without_spills(plan: _gpu.Plan):
-    check(plan, seconds=15)
+@pytest.mark.parametrize(("plan", "gpu"), carried("backward"))
+def test_backward_by_float16_copies_compiles_without_spills(plan: _gpu.Plan, gpu: _gpu.GpuSpec):
+    check(plan, seconds=15, gpu=gpu)
 
 
 def test_backward_with_lse_gradient_compiles_without_spills():

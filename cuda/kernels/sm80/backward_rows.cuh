@@ -472,8 +472,8 @@ struct Rows {
         const int key = walk.unit.key0 + first_key() + static_cast<int>(threadIdx.x) % 32 / 4 +
                         16 * tile + fragment::kRowStep * row;
         const int64 at = key_row(p, walk.unit.batch, key, walk.unit.kv_head) * kDim;
-        store_row<kDim, ResultElement>(static_cast<ResultElement::Bits*>(array) + at, key < p.kv_len,
-                                 first_column, sum[tile], row, factor);
+        store_row<kDim, ResultElement>(static_cast<ResultElement::Bits*>(array) + at,
+                                       key < p.kv_len, first_column, sum[tile], row, factor);
       }
     }
   }

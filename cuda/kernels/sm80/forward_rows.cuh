@@ -552,7 +552,7 @@ struct Rows {
       const bool stored = query < p.query_len, empty = ends.empty[row];
       const uint32 flaw =
           store_columns<ResultElement>(output[tile], row, ends.factor[row], stored, empty,
-                                                 out_of(unit, query), value_warp() * kWarpColumns);
+                                       out_of(unit, query), value_warp() * kWarpColumns);
       // A NaN lse is right, and the row with it: masked scores never reach the sum of the weights.
       // But of halves, whose numbers may be too far apart.
       const bool flawed = (flaw != 0 || lse == kInfinity) && (kHalves || lse == lse);
