@@ -165,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(forward::kExactThreads, 1)
   const int marks = units * kWarpsOfConsumers;
   const int warp = threadIdx.x / 32;
   ptx::wait_for_the_kernel_ahead();
+  if (is_left_to_other(p)) return;  // then there are no marks
 #pragma unroll 1
   for (int first = 0; first < marks; first += gridDim.x * kExactThreads) {
     const int mine = first + gridDim.x * threadIdx.x + blockIdx.x;
