@@ -173,14 +173,15 @@ def ours(backend: str) -> Make:
         decode = functools.partial(jax_flash.decode_attention, rotary_base=rotary)
 
         def step(carry: Any, lengths: Any, options: Any) -> Any:  # its caches are donated
-            query, caches = carry
-            got = decode(query, *caches, lengths, **options, backend=backend)
+            query, (key, value) = carry
+            got = decode(query, key, value, lengths, **options, backend=backend)
             return got.out, (got.key_cache, got.value_cache)
 
         def out(x: Arrays, backend: str | None) -> jax.Array:
             precision = None if backend is None else "highest"
+            key, value = x.caches
             return decode(
-                x.query, *x.caches, x.lengths, **x.options, backend=backend, precision=precision
+                x.query, key, value, x.lengths, **x.options, backend=backend, precision=precision
             ).out
 
         like = jax.eval_shape(lambda: Arrays.of(cell))

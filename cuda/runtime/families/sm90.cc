@@ -103,8 +103,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
-  if (auto error = CheckOperands(operands, {launch.tma_loads}); error.failure())
-    return error;
+  if (auto error = CheckOperands(operands, {launch.tma_loads}); error.failure()) return error;
   if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv,
                                  launch.packed_heads, launch.l2_heads, launch.shared_bytes});
       error.failure()) {
