@@ -237,7 +237,7 @@ def test_export_on_a_cpu_runs_here(tmp_path: Path):
 
 
 def test_next_process_finds_the_kernels(tmp_path: Path):
-    """Compiled when lowered: a file for each pass, one beside the forward's; and JAX's own cache."""
+    """Compiled when lowered: for each pass a file, one beside the forward's; JAX's own cache."""
     variables = {
         "PYTHONHASHSEED": "0",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
