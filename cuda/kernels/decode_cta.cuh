@@ -188,8 +188,9 @@ struct Consumer {
   }
 
   // New keys and values in the places of what the cache had there, once wait() has it; they are
-  // loaded before. flash_decode_merge writes them to the cache, or in a cluster, where no other CTA
-  // reads them, this. Warps of other rows write the same.
+  // loaded before. One of the warps with these keys writes, the others have other rows.
+  // flash_decode_merge writes them to the cache, or in a cluster, where no other CTA reads them,
+  // this.
   template <class Wait>
   __device__ __forceinline__ void patch(const Attend& attend, uint32 keys, uint32 values, int block,
                                         Wait wait) {
@@ -198,7 +199,23 @@ struct Consumer {
     const Range positions = {max(unit.length - p.query_len, max(first_of_part, 0)),
                              min(unit.length, first_of_part + kPartKeys)};
     if (positions.empty()) return wait();
-    const int kv_head = share.kv_head + attend.tile / kRowTiles;
+    const int head = attend.tile / kRowTiles;
+    if (attend.tile % kRowTiles == 0) {
+      write_new(unit, share.kv_head + head, positions, keys, values, first, wait);
+      Loader::fence_writes();  // before it writes here again
+    } else {
+      wait();
+    }
+    __syncwarp();
+    if constexpr (kRowTiles > 1) {
+      const int team = ptx::warp_index() / kTeamWarps;
+      const int id = 2 + (team * kHeads + head) * kKeyParts + attend.part;  // 1 is meet()'s
+      ptx::named_barrier_sync(id, 32 * kRowTiles);
+    }
+  }
+  template <class Wait>
+  __device__ __forceinline__ void write_new(const Unit& unit, int kv_head, const Range& positions,
+                                            uint32 keys, uint32 values, int first, Wait wait) {
     if constexpr (kFloat32) {  // whose wide heads leave no registers to load ahead
       wait();
       for (int position = positions.begin; position < positions.end; ++position) {
@@ -221,8 +238,6 @@ struct Consumer {
       }
       replace<kHeadDim>(new_keys, unit, kv_head, keys, first, p.key_cache);
     }
-    Loader::fence_writes();  // before it writes here again
-    __syncwarp();
   }
   template <int kDim, bool kTurns>
   __device__ __forceinline__ void copy(const void* from, int64 row, uint32 tile, int slot,
