@@ -8,7 +8,6 @@
 
 #include "element.cuh"
 #include "numbers.cuh"
-#include "rows.cuh"
 
 namespace fragment {
 
@@ -74,19 +73,6 @@ __device__ __forceinline__ void gather_row(const float (&fragment)[kCount], int 
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) pieces[4 * g + j] = a[j];
-  }
-}
-
-// Stores one row's accumulators, times a factor, to a row of kDim float32, from `first_column` on:
-// threads of a quad have 32 bytes side by side.
-template <int kDim, int kCount>
-__device__ __forceinline__ void store_row(const float (&fragment)[kCount], int row, float factor,
-                                          float* to, int first_column = 0) {
-  const int column = first_column + 2 * static_cast<int>(ptx::opaque(threadIdx.x) % 4);
-#pragma unroll
-  for (int j = 0; j < kCount / 4; ++j) {
-    const int i = element(j, row, 0);
-    store_pair<kDim>(to, column + 8 * j, fragment[i] * factor, fragment[i + 1] * factor);
   }
 }
 

@@ -9,6 +9,19 @@
 
 namespace backward {
 
+// Stores one row's accumulators, times a factor, to a row of kDim float32, from `first_column` on:
+// threads of a quad have 32 bytes side by side.
+template <int kDim, int kCount>
+__device__ __forceinline__ void store_row(const float (&values)[kCount], int row, float factor,
+                                          float* to, int first_column = 0) {
+  const int column = first_column + 2 * static_cast<int>(ptx::opaque(threadIdx.x) % 4);
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int i = fragment::element(j, row, 0);
+    store_pair<kDim>(to, column + 8 * j, values[i] * factor, values[i + 1] * factor);
+  }
+}
+
 inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
 
 // -lse or -delta of the two queries to which a thread's elements 4j..4j+3 of S^T belong.
@@ -406,7 +419,7 @@ __device__ __forceinline__ void store_columns(const BackwardParams& p, void* arr
     if constexpr (kCarried) {
       if (row < p.kv_len) {
         float* to = static_cast<float*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
-        fragment::store_row<kDim>(values, r, scale, to, first_column);
+        store_row<kDim>(values, r, scale, to, first_column);
       }
       continue;
     }
