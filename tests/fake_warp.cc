@@ -254,7 +254,7 @@ struct Drop {
     const Draws draws(p, batch, head);
     const int row = this_lane / 4, column = this_lane % 4 * 2;
     DroppedPairs<64> pairs;
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4; i += 2) {
       pairs.draw(p, draws, draws.at(query + row, key + column), i);
     }
     for (int i = 0; i < 32; ++i) {
