@@ -383,9 +383,9 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     if bare and halves and widest <= 128 and known(shapes.q_len, 4096) > 64:
         sizes += [{"block_kv": 32, "row_tiles": 2}]
     narrow = widest <= (128 if parts == 1 else 64)
-    most = 64
-    if not (narrow or plain):
-        most = 32 if parts == 1 or (parts == 2 and (widest <= 128 or not problem.terms)) else 16
+    most = 64 if narrow or plain else 32
+    if parts == 2 and widest > 128 and problem.terms:
+        most = 16
     block_sizes = [size for size in (64, 32, 16) if size <= most]
     # A warp has registers for the results of 16 rows and 256 columns; fewer if sums are in parts.
     columns = 256 if parts == 1 else 128
