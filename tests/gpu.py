@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import itertools
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,26 @@ def child_environment(folder: Path, *, with_tests: bool = False, **variables: st
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         **variables,
     }
+
+
+def run_two_processes(script: str, folder: Path, **variables: str) -> None:
+    """Runs a script in two processes, by a coordinator's address and the process's rank."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", script, address, str(rank)],
+            env=child_environment(folder, with_tests=True, **variables),
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
 
 
 def start_python(script: str, folder: Path, **variables: str) -> subprocess.Popen[str]:

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 from jax_flash.context_parallel import attention
 
-from .gpu import child_environment
+from .gpu import run_two_processes
 from .small import close, normal
 from .test_context_parallel import SHARDS, SPLIT, B, H, N, T, mesh_of, qkv
 from .test_sharding import collectives
@@ -203,23 +200,8 @@ np.savez(f"rank{rank}.npz", *(x.addressable_data(0) for x in (value, *weights)))
 
 
 def test_two_processes_train_a_step_as_one_does(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", TWO_PROCESSES, address, str(rank)],
-            env=child_environment(tmp_path, with_tests=True, **flags),
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, errors
+    run_two_processes(TWO_PROCESSES, tmp_path, **flags)
     value, weights = jax.jit(functools.partial(train_step, jax_flash.flash_attention))(
         *train_arrays()
     )

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +24,7 @@ from .decode_cases import (
     fit,
     rotated,
 )
-from .gpu import NEEDS_HOPPER, child_environment
+from .gpu import NEEDS_HOPPER, run_two_processes
 from .test_sharding import collectives, mesh_of
 
 P = jax.sharding.PartitionSpec
@@ -319,23 +316,8 @@ np.savez(f"keys{rank}.npz", *(np.asarray(x.data) for x in got.key_cache.addressa
 
 def test_two_processes_decode_as_one_does(tmp_path):
     """Rows are split over the processes, heads over each one's devices."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", TWO_PROCESSES, address, str(rank)],
-            env=child_environment(tmp_path, with_tests=True, **flags),
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, errors
+    run_two_processes(TWO_PROCESSES, tmp_path, **flags)
     expected = decode({"backend": "cpu"}, small("cpu", rows=4, N=8, K=2))
     for name, whole, heads in (("rank", expected.out, 4), ("keys", expected.key_cache, 1)):
         for rank in range(2):
