@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 # Read when NumPy is imported: threads of one worker's small products (numpy_oracle.py) would wait
@@ -186,6 +187,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory):
     shared = tmp_path_factory.getbasetemp()
     if shared.name.startswith("popen-"):  # pytest-xdist: one folder a worker
         shared = shared.parent
-    process = emulator.Emulator(folder, shared / "emulated")
+    kept = os.environ.get("JAX_FLASH_EMULATOR_CACHE")  # from run to run
+    process = emulator.Emulator(folder, Path(kept) if kept else shared / "emulated")
     yield process
     process.close()
