@@ -171,6 +171,7 @@ def test_which_calls_are_split():
         assert _gpu.parts(call, shapes, H200) == (call,)
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_explanation_names_both_programs():
     q = jax.ShapeDtypeStruct((1, 256, 2, 64), "float32")
     report = explain(q, q, q, gpu="H200")

@@ -100,7 +100,7 @@ def test_says_why_only_the_backward_pass_is_not_cuda(
         ("L4", "bfloat16", 512, None),
     ],
 )
-def test_float32_and_wide_dims_run_where_they_fit(gpu, dtype, head_dim, precision):
+def test_float32_and_wide_dims_run_where_they_fit(gpu, dtype, head_dim, precision, uncompiled):
     q = jax.ShapeDtypeStruct((2, 512, 8, head_dim), dtype)
     explanation = jax_flash.explain(q, q, q, gpu=gpu, precision=precision)
     assert (explanation.backend, explanation.backward.backend) == ("cuda", "cuda")
@@ -128,7 +128,7 @@ def test_says_why_a_kernel_was_not_compiled(uncompiled):
     assert "not compiled: libnvrtc was not found" in str(explanation)
 
 
-def test_a_scale_that_is_an_array_is_one_by_its_shape_too():
+def test_a_scale_that_is_an_array_is_one_by_its_shape_too(uncompiled):
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     of_shape = jax_flash.explain(Q, KV, KV, scale=scale, gpu="H200")
     of_array = jax_flash.explain(Q, KV, KV, scale=jnp.float32(0.3), gpu="H200")
