@@ -35,6 +35,7 @@ CHECKED = ["-fsanitize=kernel-address"]
 CHECKED += [f"--param=asan-{name}=0" for name in ("stack", "globals")]
 CHECKED += ["--param=asan-instrumentation-with-call-threshold=0"]
 OWN = ["-fno-gnu-unique", "-Wl,-Bsymbolic"]
+OWN += ["-nostdlib"]  # the machine has loaded what a kernel needs: a tenth of the time
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 
@@ -179,7 +180,7 @@ def main(folder: Path) -> int:
         shutil.copy(kept, built)
         return 0
     (folder / "program.cc").write_text(text)
-    command = [*flags, "-I", str(HERE), str(folder / "program.cc"), "-o", str(built)]
+    command = [*flags, "-I", str(HERE), str(folder / "program.cc"), "-lgcc", "-o", str(built)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     sys.stderr.write(result.stderr)
     if result.returncode == 0 and kept is not None:
