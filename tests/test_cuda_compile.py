@@ -446,7 +446,11 @@ def carried(name: str) -> list[Any]:
         "segments": causal | {"terms": terms},
         "dropout": {"terms": ("dropout_state",), "dropout_rate": 0.1},
     }
+    everything = bool(os.environ.get("JAX_FLASH_COMPILE_ALL"))
     dims = {64: ("causal", "dropout"), 100: ("causal",), 128: tuple(changes), 256: tuple(changes)}
+    if not everything:  # each change and each dim: what meets is compiled of 16 bits
+        dims |= {64: ("dropout",), 128: ("causal", "window deterministic")}
+        dims |= {256: ("segments", "dropout")}
     for dim, names in dims.items():
         for change in names:
             problem = dataclasses.replace(PLAIN, dtype="float32", **changes[change])
@@ -455,7 +459,7 @@ def carried(name: str) -> list[Any]:
             found.append(pytest.param(_gpu.plan(call, shapes, H200), H200, id=f"{dim} {change}"))
     a100 = _gpu.spec.GPUS["A100"]
     problem = dataclasses.replace(PLAIN, dtype="float32", **causal)
-    for dim in (64, 128):
+    for dim in (64, 128) if everything else (128,):
         shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
         call, _ = _gpu.parts(passes(problem)[name], shapes, a100)
         found.append(pytest.param(_gpu.plan(call, shapes, a100), a100, id=f"{dim} on an A100"))
