@@ -100,10 +100,11 @@ class Decode {
 
   void Append(int64_t b) {
     const Shapes& s = in_.shapes;
+    if (in_.kv_lengths[b] > s.kv_len) return;  // such a row is refused
     const int64_t key = s.kv_heads * head_dim_, value = s.kv_heads * value_dim_;
     for (int64_t t = 0; t < s.q_len; ++t) {
       const int64_t position = in_.kv_lengths[b] - s.q_len + t;
-      if (position < 0 || position >= s.kv_len || PageOf(b, position) < 0) continue;
+      if (position < 0 || PageOf(b, position) < 0) continue;
       const int64_t to = Slot(b, position), from = b * s.q_len + t;
       std::memcpy(static_cast<T*>(call_.k) + to * key,
                   static_cast<const T*>(call_.new_k) + from * key,

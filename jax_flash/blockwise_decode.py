@@ -49,15 +49,23 @@ def decode(
     Returns: out `[B, T, N, Hv]`, lse `[B, N, T]`, and k and v where there is a new_k, a new_v.
     """
     positions = query_positions(lengths, q.shape[1])
+    places = jnp.where((lengths > _capacity(k, page_table))[:, None], -1, positions)
     written = []
     if new_k is not None:
-        k = _cache.write(k, new_k, positions, page_table)
+        k = _cache.write(k, new_k, places, page_table)
         written.append(k)
     if new_v is not None and v is not None:
-        v = _cache.write(v, new_v, positions, page_table)
+        v = _cache.write(v, new_v, places, page_table)
         written.append(v)
     pass_ = _Pass(problem, q, k, v, lengths, positions, page_table, value_dim)
     return (*pass_.attend(sinks), *written)
+
+
+def _capacity(k: jax.Array, page_table: jax.Array | None) -> int:
+    """Positions that a row may have: its length is an int32, however many a table has."""
+    columns = 1 if page_table is None else page_table.shape[1]
+    most = columns * k.shape[1]
+    return min(most, 2**31 - 1) if isinstance(most, int) else most
 
 
 def query_positions(lengths: jax.Array, count: int) -> jax.Array:
@@ -162,10 +170,7 @@ class _Pass:
 
     @property
     def _capacity(self) -> int:
-        """Positions that a row may have: its length is an int32, however many a table has."""
-        columns = 1 if self.page_table is None else self.page_table.shape[1]
-        most = columns * self.k.shape[1]
-        return min(most, 2**31 - 1) if isinstance(most, int) else most
+        return _capacity(self.k, self.page_table)
 
     def _first_seen(self) -> jax.Array:
         """Computes the first position `[B]` that a row's queries see or that is written."""

@@ -66,9 +66,9 @@ def decode_attention(
     copies the caches first.
 
     A row that is longer than its cache, or whose table has no page of the pool for a position that
-    its queries see or that is written, gives NaN in out and lse; what has no place is not written.
-    No other row is touched. NaN or inf in slots past the length, behind the window or in pages that
-    a row does not have reaches nothing.
+    its queries see or that is written, gives NaN in out and lse. Of a row that is longer nothing is
+    written, nor what has no page. No other row is touched. NaN or inf in slots past the length,
+    behind the window or in pages that a row does not have reaches nothing.
 
     It has no derivative. Under vmap members that append have each a cache, others may share one.
     Under jit, leading dims and heads stay split over a mesh as query's are, without a collective;

@@ -36,7 +36,7 @@ __device__ __forceinline__ void append(const DecodeParams& p, int batch, int len
   for (int i = warp; i < p.query_len * p.kv_heads; i += kMergeThreads / 32) {
     const int query = i / p.kv_heads, kv_head = i - query * p.kv_heads;
     const int position = length - p.query_len + query;
-    if (position < 0) continue;
+    if (position < 0 || is_refused(p, length)) continue;
     const int64 place = place_of<kDim>(p, batch, position, kv_head);
     if (place < 0) continue;
     const int64 source = static_cast<int64>(batch) * p.query_len * p.kv_heads + i;

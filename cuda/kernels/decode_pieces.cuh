@@ -63,7 +63,7 @@ struct Pages {
   }
 };
 
-// The page of a position of a batch row, or -1.
+// The page of a position of a batch row that is not refused, or -1.
 __device__ __forceinline__ int page_of(const DecodeParams& p, int batch, int position) {
   if constexpr (!kPaged) return batch;
   const int page = p.page_table[static_cast<int64>(batch) * p.columns + position / p.page_size];
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_in_tile(uint32 tile, int row, int index, c
 template <int kDim>
 __device__ __forceinline__ int64 place_of(const DecodeParams& p, int batch, int position,
                                           int kv_head) {
-  const int page = is_refused(p, position + 1) ? -1 : page_of(p, batch, position);
+  const int page = page_of(p, batch, position);
   if (page < 0) return -1;
   const int64 slot = static_cast<int64>(page) * p.page_size + position % p.page_size;
   return (slot * p.kv_heads + kv_head) * RowPieces<kDim>::kStride;
