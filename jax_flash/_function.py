@@ -196,7 +196,7 @@ def trace(
 
     structs = [jax.ShapeDtypeStruct((), dtype) for dtype in arguments.values()]
     mesh = get_abstract_mesh()
-    with use_abstract_mesh(mesh if mesh.manual_axes else NO_MESH), without_numpy(name):
+    with use_abstract_mesh(mesh if mesh.manual_axes else NO_MESH), traced_by_jax(name):
         closed = jax.make_jaxpr(converted)(*structs)
     builder = Builder([Aval(dtype) for dtype in arguments.values()])
     program, captured = builder.build(closed, closed.consts)
@@ -209,10 +209,20 @@ def trace(
 
 
 @contextlib.contextmanager
-def without_numpy(name: str) -> Iterator[None]:
-    """Names a user's function in the error of one that gives NumPy its arguments."""
+def traced_by_jax(name: str) -> Iterator[None]:
+    """Names a user's function in the error of one that gives Python or NumPy its arguments."""
     try:
         yield
+    except jax.errors.TracerBoolConversionError as error:
+        raise TypeError(
+            f"{name} asks Python whether a traced scalar is true, by if, and, or, not or min; "
+            "expected jnp.where, &, |, ~ or jnp.minimum"
+        ) from error
+    except jax.errors.TracerIntegerConversionError as error:
+        raise TypeError(
+            f"{name} gives Python a traced scalar for an int, to index a list for instance; "
+            "expected an array, x = jnp.asarray(x) outside of the function"
+        ) from error
     except jax.errors.TracerArrayConversionError as error:
         raise TypeError(
             f"{name} gives NumPy a traced scalar, to index an array or compute with; expected "

@@ -21,7 +21,7 @@ import numpy as np
 from jax import export, lax
 from jax.typing import ArrayLike
 
-from jax_flash._function import check_takes, without_numpy
+from jax_flash._function import check_takes, traced_by_jax
 from jax_flash.masks import Mask
 
 # What `BlockMask.numbers` has of a block that is not partial; 0 and more number partial ones.
@@ -287,7 +287,7 @@ class _Grid:
     def check(self) -> None:
         """Checks what the function returns."""
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        with without_numpy("mask_mod"):
+        with traced_by_jax("mask_mod"):
             seen = jax.eval_shape(self.mask_mod, scalar, scalar, scalar, scalar)
         if not hasattr(seen, "shape") or seen.shape != ():
             raise ValueError(

@@ -63,6 +63,11 @@ class Mask:
 def _common_sizes(*functions: Callable[..., Any]) -> dict[str, int]:
     found: dict[str, int] = {}
     for function in functions:
+        if not callable(function):
+            raise TypeError(
+                f"a mask is combined with {type(function).__name__}; expected a mask, or a "
+                "function of (batch, head, query, key)"
+            )
         for name, size in function.sizes.items() if isinstance(function, Mask) else ():
             if found.setdefault(name, size) != size:
                 raise ValueError(

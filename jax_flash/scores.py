@@ -244,6 +244,8 @@ def distance_decay(
 def compose(*functions: ScoreFunction) -> ScoreFunction:
     """Makes one function of several, each of which gets the score that the one before gave.
 
+    Raises: TypeError for what is no function, ValueError for arrays of different numbers of heads.
+
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jax_flash import flash_attention, scores
@@ -256,6 +258,9 @@ def compose(*functions: ScoreFunction) -> ScoreFunction:
     def function(score, batch, head, query, key):
         return functools.reduce(lambda x, f: f(x, batch, head, query, key), functions, score)
 
+    for f in functions:
+        if not callable(f):
+            raise TypeError(f"{type(f).__name__} is composed; expected functions of scores")
     heads = {f.heads for f in functions if isinstance(f, OfHeads)}
     if len(heads) > 1:
         raise ValueError(

@@ -316,6 +316,16 @@ def folded(head):
             TypeError,
             "score_mod gives NumPy a traced scalar.*expected jax.numpy",
         ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s if i > j else 0.0},
+            TypeError,
+            "score_mod asks Python whether a traced scalar is true.*expected jnp.where",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + [1.0, 2.0, 3.0, 4.0][h]},
+            TypeError,
+            "score_mod gives Python a traced scalar.*expected an array",
+        ),
         ({"score_mod": lambda s, b, h, i, j: (s, s)}, TypeError, "score_mod returns a tuple"),
         (
             {"score_mod": lambda s, b, h, i, j: s + jax.random.normal(folded(h))},
@@ -354,6 +364,7 @@ def test_ready_made_functions_name_wrong_arguments():
         (lambda: scores.alibi_slopes(4.0), TypeError, "num_heads is 4.0; expected an int"),
         (lambda: t5(max_distance=64.0), TypeError, "max_distance is 64.0; expected an int"),
         (lambda: scores.distance_decay(np.ones(2), np.ones(3)), ValueError, "expected both"),
+        (lambda: scores.compose(3.0), TypeError, "float is composed; expected functions"),
         (
             lambda: scores.compose(scores.alibi(np.ones(2)), scores.alibi(np.ones(3))),
             ValueError,
