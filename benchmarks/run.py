@@ -210,14 +210,16 @@ def measure_peaked(cell: Cell, programs: dict[str, Any], flat: np.ndarray) -> di
     return found
 
 
-def time_in_turns(calls: dict[str, tuple[peers.Call, Callable[[Any], Any]]]) -> dict[str, list]:
-    """Returns seconds per call, a value for each round, by name."""
+def time_in_turns(
+    calls: dict[str, tuple[peers.Call, Callable[[Any], Any]]], rounds: int = ROUNDS, least: int = 3
+) -> dict[str, list]:
+    """Returns seconds per call, a value for each round of `least` calls or more, by name."""
     repeats = {}
     for name, (call, wait) in calls.items():
-        once = queue(call, wait, 3)
-        repeats[name] = max(3, math.ceil(ROUND_SECONDS / once))
+        once = queue(call, wait, least)
+        repeats[name] = max(least, math.ceil(ROUND_SECONDS / once))
     seconds = {name: [] for name in calls}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, (call, wait) in calls.items():
             seconds[name].append(queue(call, wait, repeats[name]))
     return seconds

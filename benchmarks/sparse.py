@@ -38,21 +38,24 @@ HEADS, BLOCK = 16, 128
 DENSITIES = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 LAYOUTS = ("random", "banded", "butterfly")
 PASSES = ("forward", "training")
+LONG = 16384  # beyond it calls take up to 0.2 s: fewer of them
 MAX_STRIDE = 4  # three blocks a row: at T 65536 as sparse as the paper's, 150 times faster there
 
 
 def main() -> None:
     """Measures the chosen lengths and prints a table of each."""
     options = parse()
-    ceiling = [run.measure_product()]
     records = []
     lengths = dict.fromkeys([*options.lengths, *options.long])
     wanted = itertools.product(lengths, options.head_dims, options.passes, (False, True))
-    with ThreadPoolExecutor() as pool:  # kernels are compiled side by side
-        made = [pool.submit(check, head_dim) for head_dim in options.head_dims]
+    with ThreadPoolExecutor() as pool:  # all is compiled side by side
+        made = [pool.submit(run.measure_product)]
+        made += [pool.submit(check, head_dim) for head_dim in options.head_dims]
         made += [pool.submit(program, *one) for one in wanted]
+        made += [pool.submit(arrays, *one) for one in itertools.product(lengths, options.head_dims)]
         for one in made:
             one.result()
+    ceiling = [run.measure_product()]
     for length in options.lengths:
         for head_dim in options.head_dims:
             densities = options.densities
@@ -101,6 +104,7 @@ def layout_of(name: str, blocks: int, density: float) -> np.ndarray:
     return rank < kept
 
 
+@functools.cache
 def arrays(length: int, head_dim: int) -> tuple[jax.Array, ...]:
     """Draws query, key, value and the gradient of out."""
     shape = (4, 1, length, HEADS, head_dim)
@@ -141,8 +145,12 @@ def check(head_dim: int) -> None:
     def plain(q, k, v) -> Any:
         return jax_flash.reference.attention(q, k, v, mask=dense)
 
-    out, pull = jax.vjp(plain, q, k, v)
-    for own, want in zip(got, (out, *pull(dout.astype(out.dtype))), strict=True):
+    @jax.jit
+    def plain_step(q, k, v, dout) -> Any:
+        out, pull = jax.vjp(plain, q, k, v)
+        return (out, *pull(dout.astype(out.dtype)))
+
+    for own, want in zip(got, plain_step(q, k, v, dout), strict=True):
         error = jnp.abs(own.astype(jnp.float32) - want.astype(jnp.float32)).max()
         if not error < 0.03 * jnp.abs(want.astype(jnp.float32)).max():
             raise RuntimeError(f"head dim {head_dim}: an error of {error} beside the plain formula")
@@ -158,32 +166,43 @@ def measure(
     """Times dense attention and each layout, in turns: a record for each."""
     q, k, v, dout = arrays(length, head_dim)
     blocks = math.ceil(length / BLOCK)
-    chosen: dict[str, jax_flash.BlockMask | None] = {"dense": None}
+    chosen: dict[str, np.ndarray | None] = {"dense": None}
     for name in layouts:
         for density in densities:
-            m = jax_flash.block_mask_of(layout_of(name, blocks, density), block=BLOCK)
-            chosen[f"{name} {density:g}"] = m
+            chosen[f"{name} {density:g}"] = layout_of(name, blocks, density)
     if "butterfly" in layouts:
-        chosen["butterfly own"] = jax_flash.block_mask_of(masks.butterfly(blocks), block=BLOCK)
-        layout = masks.butterfly(blocks, max_stride=MAX_STRIDE)
-        chosen[f"stride-{MAX_STRIDE} own"] = jax_flash.block_mask_of(layout, block=BLOCK)
+        chosen["butterfly own"] = np.asarray(masks.butterfly(blocks))
+        chosen[f"stride-{MAX_STRIDE} own"] = np.asarray(
+            masks.butterfly(blocks, max_stride=MAX_STRIDE)
+        )
+    # Equal layouts, those of density 1 say, are timed once, by the name of the first.
+    firsts: dict[bytes, str] = {}
+    same = {
+        name: firsts.setdefault(b"" if layout is None else layout.tobytes(), name)
+        for name, layout in chosen.items()
+    }
     records = []
     for of in passes:
         operands = (q, k, v) if of == "forward" else (q, k, v, dout)
         calls = {}
-        for name, m in tqdm(chosen.items(), desc=f"{length} {head_dim} {of}", disable=None):
+        for name in tqdm(chosen, desc=f"{length} {head_dim} {of}", disable=None):
+            layout = chosen[name]
+            m = None if layout is None else jax_flash.block_mask_of(layout, block=BLOCK)
             compiled = program(length, head_dim, of, m is not None)
-            calls[name] = (functools.partial(compiled, m, *operands), jax.block_until_ready)
-        seconds = {n: statistics.median(x) for n, x in run.time_in_turns(calls).items()}
-        for name, m in chosen.items():
-            density = 1.0 if m is None else m.density
+            call = functools.partial(compiled, m, *operands)
+            calls.setdefault(same[name], (call, jax.block_until_ready))
+        long = length > LONG
+        times = run.time_in_turns(calls, rounds=3 if long else run.ROUNDS, least=1 if long else 3)
+        seconds = {name: statistics.median(times[same[name]]) for name in chosen}
+        for name, layout in chosen.items():
+            density = 1.0 if layout is None else layout.mean()
             records.append(
                 {
                     "length": length,
                     "head_dim": head_dim,
                     "pass": of,
                     "layout": name.split()[0],
-                    "density": round(density, 5),
+                    "density": round(float(density), 5),
                     "milliseconds": round(seconds[name] * 1e3, 4),
                     "of_dense": round(seconds[name] / (density * seconds["dense"]), 3),
                 }

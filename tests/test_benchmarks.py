@@ -35,6 +35,7 @@ import programmable  # noqa: E402
 import run  # noqa: E402
 import scaling  # noqa: E402
 import shapes  # noqa: E402
+import sparse  # noqa: E402
 import train_step  # noqa: E402
 import tune  # noqa: E402
 from shapes import Cell  # noqa: E402
@@ -422,6 +423,24 @@ def test_table_of_decoding():
     assert rows[4].startswith("| short | 7.0 (0.01) | 70.0 (0.00) |")
     assert "2 shapes of equal lengths: 0.775 × in the geometric mean, from 0.50 to 1.20" in parts[1]
     assert parts[2] == "- torch: none (long 128k; long 64k, no groups; short)"
+
+
+def test_block_masks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sparse, "HEADS", 1)
+    monkeypatch.setattr(sparse, "LONG", 300)
+    monkeypatch.setattr(run, "ROUND_SECONDS", 0.0)
+    words = ["sparse.py", "--lengths", "256", "--long", "512", "--head-dims", "16"]
+    words += ["--layouts", "random", "banded", "--densities", "0.5", "1", "--passes", "forward"]
+    names = ["--output", str(tmp_path), "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", words + names)
+    sparse.main()
+    record = json.loads((tmp_path / "cpu" / "sparse-abc.json").read_text())
+    cells = {(x["length"], x["layout"], x["density"]): x for x in record["cells"]}
+    layouts = [("random", 0.5), ("random", 1.0), ("banded", 0.5), ("banded", 1.0), ("dense", 1.0)]
+    long = [("dense", 1.0), ("butterfly", 0.75), ("stride-4", 0.75)]
+    assert set(cells) == {(256, *x) for x in layouts} | {(512, *x) for x in long}
+    full = [cells[256, name, 1.0]["milliseconds"] for name in ("random", "banded")]
+    assert full[0] == full[1]  # equal layouts are timed once
 
 
 def test_figures_are_drawn_from_the_results(tmp_path: Path):
