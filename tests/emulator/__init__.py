@@ -78,7 +78,7 @@ def build(shared: Path) -> Path:
             made = Path(tempfile.mkdtemp(dir=shared))
             unit = made / "emulator.cc"  # one: half the time, since headers are read once
             unit.write_text("".join(f'#include "{path}"\n' for path in texts))
-            fake_cuda.build(made, unit, flags=["-O2", "-march=native"])
+            fake_cuda.build(made, unit, flags=["-O3", "-march=native"])
             made.rename(folder)
     return folder / "libcuda.so.1"
 

@@ -99,6 +99,8 @@ void check_global(const void* pointer, uint64 bytes, uint32 alignment, const cha
        static_cast<unsigned long long>(near->bytes));
 }
 
+namespace {
+
 // What plain loads and stores may touch besides the call's buffers.
 bool is_own(uint64 at, uint64 bytes) {
   const auto inside = [=](const void* first, uint64 size) {
@@ -114,7 +116,8 @@ bool is_own(uint64 at, uint64 bytes) {
          (inside(library.image, library.image_bytes) && !inside(library.dynamic, kSharedBytes));
 }
 
-void check_access(uint64 at, uint64 bytes, const char* what) {
+// Called at each load and store.
+inline void check_access(uint64 at, uint64 bytes, const char* what) {
   if (is_own(at, bytes)) return;
   const uint64 shared = at - reinterpret_cast<uint64>(current->block->library->dynamic);
   if (shared < kSharedBytes) {
@@ -124,6 +127,8 @@ void check_access(uint64 at, uint64 bytes, const char* what) {
   const bool vector = bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8 || bytes == 16;
   check_global(reinterpret_cast<const void*>(at), bytes, vector ? bytes : 1, what);
 }
+
+}  // namespace
 
 void touch(const void* pointer, unsigned bytes) {
   check_access(reinterpret_cast<uint64>(pointer), bytes, "an atomic operation");

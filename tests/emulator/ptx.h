@@ -57,6 +57,20 @@ class Instructions {
   void declare();
 };
 
+// Arguments beside each other.
+class List {
+ public:
+  List(const Argument* first, std::size_t size) : first_(first), size_(size) {}
+  std::size_t size() const { return size_; }
+  const Argument& operator[](std::size_t i) const { return first_[i]; }
+  const Argument* begin() const { return first_; }
+  const Argument* end() const { return first_ + size_; }
+
+ private:
+  const Argument* first_;
+  std::size_t size_;
+};
+
 class Frame {
  public:
   const Instruction* instruction;
@@ -103,12 +117,9 @@ class Frame {
   void set_float(int i, float value) { set(i, __builtin_bit_cast(uint32, value)); }
 
   // A list's parts, or the operand itself.
-  std::vector<const Argument*> list(int i) const {
-    std::vector<const Argument*> result;
+  List list(int i) const {
     const Argument& a = argument(i);
-    if (a.kind != Argument::kList) return {&a};
-    for (const Argument& part : a.parts) result.push_back(&part);
-    return result;
+    return a.kind == Argument::kList ? List{a.parts.data(), a.parts.size()} : List{&a, 1};
   }
 };
 

@@ -8,16 +8,16 @@ uint32 element_bytes(const Frame& f) {
   return static_cast<uint32>(std::stoi(opcode.substr(opcode.rfind('.') + 2))) / 8;
 }
 void load_from(Frame& f, const unsigned char* memory, uint32 bytes) {
-  for (const Argument* to : f.list(0)) {
+  for (const Argument& to : f.list(0)) {
     uint64 bits = 0;
     std::memcpy(&bits, memory, bytes);
     memory += bytes;
-    f.set(*to, bits);
+    f.set(to, bits);
   }
 }
 void store_to(Frame& f, unsigned char* memory, uint32 bytes) {
-  for (const Argument* from : f.list(1)) {
-    const uint64 bits = f.get(*from);
+  for (const Argument& from : f.list(1)) {
+    const uint64 bits = f.get(from);
     std::memcpy(memory, &bits, bytes);
     memory += bytes;
   }
@@ -61,8 +61,8 @@ void add_float_global(Frame& f) {
   const auto values = f.list(1);
   const auto bytes = static_cast<uint32>(4 * values.size());
   auto* target = reinterpret_cast<float*>(global(f, 0, bytes, bytes));
-  for (const Argument* value : values) {
-    *target++ += __builtin_bit_cast(float, static_cast<uint32>(f.get(*value)));
+  for (const Argument& value : values) {
+    *target++ += __builtin_bit_cast(float, static_cast<uint32>(f.get(value)));
   }
   note_progress();
 }

@@ -41,8 +41,8 @@ void compare_halves(Frame& f, const Compare& compare, bool as_mask) {
     f.set(0, (half(0) ? 0xffffu : 0) | (half(16) ? 0xffff0000u : 0));
   } else {
     const auto results = f.list(0);
-    f.set(*results[0], half(0));
-    f.set(*results[1], half(16));
+    f.set(results[0], half(0));
+    f.set(results[1], half(16));
   }
 }
 bool less(float x, float y) { return x < y; }
@@ -57,7 +57,7 @@ const Table kNumbers = {
     {"mov.b64",
      [](Frame& f) {
        const auto halves = f.list(1);
-       f.set(0, halves.size() == 2 ? f.get(*halves[0]) | f.get(*halves[1]) << 32 : f.get(1));
+       f.set(0, halves.size() == 2 ? f.get(halves[0]) | f.get(halves[1]) << 32 : f.get(1));
      }},
     {"setp.eq.u32", [](Frame& f) { f.set(0, f.get32(1) == f.get32(2)); }},
     {"setp.ne.b32", [](Frame& f) { f.set(0, f.get32(1) != f.get32(2)); }},

@@ -142,7 +142,7 @@ void issue_product(Frame& f) {
   if (product.a_in_registers) {
     const auto registers = f.list(1);
     if (registers.size() != 4) fail("ptx: %s: operand a has 4 registers", f.name());
-    for (int i = 0; i < 4; ++i) product.registers[i] = static_cast<uint32>(f.get(*registers[i]));
+    for (int i = 0; i < 4; ++i) product.registers[i] = static_cast<uint32>(f.get(registers[i]));
   } else {
     product.a = f.get(1);
     product.a_transposed = f.get(6) != 0;
@@ -151,9 +151,9 @@ void issue_product(Frame& f) {
   product.accumulates = f.get(3) != 0;
   product.b_transposed = f.get(product.a_in_registers ? 6 : 7) != 0;
   product.number = current->products_issued++;
-  product.accumulators = static_cast<float*>(f.operands[sums[0]->number].target);
+  product.accumulators = static_cast<float*>(f.operands[sums[0].number].target);
   for (std::size_t i = 0; i < sums.size(); ++i) {
-    if (f.operands[sums[i]->number].target != product.accumulators + i) {
+    if (f.operands[sums[i].number].target != product.accumulators + i) {
       fail("ptx: %s: the accumulators are not one array", f.name());
     }
   }
@@ -228,7 +228,7 @@ void move_matrices(Frame& f, bool stores) {
   const auto count = static_cast<int>(registers.size());
   Matrices given{f.get32(stores ? 0 : 1), {}};
   if (stores) {
-    for (int i = 0; i < count; ++i) given.registers[i] = static_cast<uint32>(f.get(*registers[i]));
+    for (int i = 0; i < count; ++i) given.registers[i] = static_cast<uint32>(f.get(registers[i]));
   }
   const char* name = f.name();
   meet(0xffffffffu, name, given, [=](Matrices*(&all)[32]) {
@@ -254,7 +254,7 @@ void move_matrices(Frame& f, bool stores) {
     }
   });
   if (!stores) {
-    for (int i = 0; i < count; ++i) f.set(*registers[i], given.registers[i]);
+    for (int i = 0; i < count; ++i) f.set(registers[i], given.registers[i]);
   }
 }
 
@@ -269,28 +269,39 @@ void multiply_in_warp(Frame& f) {
   if (a.size() != 2 * b.size() || a.size() > 4 || c.size() != 4 || d.size() != 4) {
     fail("ptx: %s: wrong number of operands", f.name());
   }
-  for (std::size_t i = 0; i < a.size(); ++i) given.a[i] = static_cast<uint32>(f.get(*a[i]));
-  for (std::size_t i = 0; i < b.size(); ++i) given.b[i] = static_cast<uint32>(f.get(*b[i]));
+  for (std::size_t i = 0; i < a.size(); ++i) given.a[i] = static_cast<uint32>(f.get(a[i]));
+  for (std::size_t i = 0; i < b.size(); ++i) given.b[i] = static_cast<uint32>(f.get(b[i]));
   for (int i = 0; i < 4; ++i) {
-    given.c[i] = __builtin_bit_cast(float, static_cast<uint32>(f.get(*c[i])));
+    given.c[i] = __builtin_bit_cast(float, static_cast<uint32>(f.get(c[i])));
   }
   const int depth = static_cast<int>(8 * b.size());
   meet(0xffffffffu, f.name(), given, [=](Given*(&all)[32]) {
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        float sum = all[lane]->c[i];
-        for (int k = 0; k < depth; ++k) {
-          const Given& of_a = *all[row % 8 * 4 + k % 8 / 2];
-          const Given& of_b = *all[column * 4 + k % 8 / 2];
-          sum += kFrom(of_a.a[row / 8 + k / 8 * 2] >> k % 2 * 16 & 0xffff) *
-                 kFrom(of_b.b[k / 8] >> k % 2 * 16 & 0xffff);
-        }
-        all[lane]->c[i] = sum;
+    float a[16][16], b[16][8], sums[16][8];
+    for (int k = 0; k < depth; ++k) {
+      const int lane = k % 8 / 2, shift = k % 2 * 16;
+      for (int row = 0; row < 16; ++row) {
+        a[row][k] = kFrom(all[row % 8 * 4 + lane]->a[row / 8 + k / 8 * 2] >> shift & 0xffff);
+      }
+      for (int column = 0; column < 8; ++column) {
+        b[k][column] = kFrom(all[column * 4 + lane]->b[k / 8] >> shift & 0xffff);
       }
     }
+    const auto element = [&](int lane, int i) -> float& {
+      return sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+    };
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) element(lane, i) = all[lane]->c[i];
+    }
+    for (int row = 0; row < 16; ++row) {
+      for (int k = 0; k < depth; ++k) {
+        for (int column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) all[lane]->c[i] = element(lane, i);
+    }
   });
-  for (int i = 0; i < 4; ++i) f.set(*d[i], __builtin_bit_cast(uint32, given.c[i]));
+  for (int i = 0; i < 4; ++i) f.set(d[i], __builtin_bit_cast(uint32, given.c[i]));
 }
 
 }  // namespace
