@@ -36,7 +36,7 @@ def _alibi(table):
 
 
 def _plain_alibi(table, score, batch, head, query, key):
-    distance = np.broadcast_to(key - query, score.shape)
+    distance = np.broadcast_to(key - query, score.shape).astype(score.dtype)
     return score + table[head] * distance, np.ones_like(score), np.full(score.shape, head), distance
 
 
@@ -50,7 +50,7 @@ def _distance(table):
 
 
 def _plain_distance(table, score, batch, head, query, key):
-    distance = np.broadcast_to(key - query, score.shape)
+    distance = np.broadcast_to(key - query, score.shape).astype(score.dtype)
     added = 0.5 - table[head] * np.abs(distance) + distance / 8
     return score + added, np.ones_like(score), np.full(score.shape, head), -np.abs(distance)
 
