@@ -398,16 +398,11 @@ SHARED = {
         "backward::Shared": "kLaunchSharedBytes",
         "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
     },
-    "sm90/backward.cuh": {
-        "backward::NarrowShared": "kLaunchSharedBytes",
-        "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
-    },
+    "sm90/backward.cuh": {"backward::NarrowShared": "kLaunchSharedBytes"},
+    "sm90/backward_wide.cuh": {"backward::WideShared": "kLaunchSharedBytes"},
+    "sm90/backward_entries.cuh": {"backward::bias_sum::Shared": "kLaunchBiasSharedBytes"},
     "sm90/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
     "sm80/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
-    "sm90/backward_wide.cuh": {
-        "backward::WideShared": "kLaunchSharedBytes",
-        "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
-    },
 }
 
 
@@ -643,7 +638,12 @@ def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
         "kLaunchBiasSharedBytes": plan.launch.get("bias_shared_bytes", 0),
     }
     constants = {**plan.constants, **given}
-    plan = dataclasses.replace(plan, source=f"check/{plan.source}", constants=constants)
+    sources = {
+        field: f"check/{source}"
+        for field, source in (("source", plan.source), ("beside", plan.beside))
+        if source in SHARED
+    }
+    plan = dataclasses.replace(plan, constants=constants, **sources)
     before = resource.getrusage(resource.RUSAGE_SELF)
     report = _explain.compile_plan(plan)
     after = resource.getrusage(resource.RUSAGE_SELF)

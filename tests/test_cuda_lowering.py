@@ -120,7 +120,7 @@ def test_gradient_is_one_custom_call_more(name: str):
 
 def test_programs_compile_beside_each_other(monkeypatch: pytest.MonkeyPatch):
     events, ahead = [], threading.Semaphore(0)
-    threads = ["forward_entries", "backward"]
+    threads = ["forward_entries", "backward", "backward_entries"]
 
     def compile_kernel(source: str, header: str, arch: str) -> None:
         events.append(("compile", (source, header, arch)))
@@ -144,7 +144,8 @@ def test_programs_compile_beside_each_other(monkeypatch: pytest.MonkeyPatch):
     compiled = {program for kind, program in events if kind == "compile"}
     loaded = list(dict.fromkeys(program for kind, program in events if kind == "load"))
     forward = ["sm90/forward.cuh", "sm90/forward_entries.cuh"]
-    assert [program[0] for program in loaded] == [*forward, "sm90/backward.cuh"]
+    backward = ["sm90/backward.cuh", "sm90/backward_entries.cuh"]
+    assert [program[0] for program in loaded] == [*forward, *backward]
     assert compiled == set(loaded[1:])
 
     events.clear()

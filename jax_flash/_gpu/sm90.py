@@ -256,9 +256,9 @@ class BackwardTiling:
     dbias_heads: int = 0  # kv heads whose dS is stored at a time, as batch rows share their bias
     bias_bytes: int = 0  # of an element of a bias that TMA loads beside the queries; 0: it does not
 
-    entries = ("flash_backward", "flash_backward_prepare", "flash_backward_finish")
-    beside = ""
-    beside_entries = ()
+    entries = ("flash_backward",)
+    beside = "sm90/backward_entries.cuh"
+    beside_entries = ("flash_backward_prepare", "flash_backward_finish")
 
     @property
     def block_kv(self) -> int:

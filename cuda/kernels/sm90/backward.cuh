@@ -1,9 +1,10 @@
 // The backward pass of FlashAttention on Hopper: dq, dk and dv from q, k, v, out, lse and dout.
 // Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
 //
-// This file is the program for head dims up to 128, backward_wide.cuh the one for wider heads: both
-// hold three kernels, launched in this order on one stream with the same BackwardParams; rows
-// are the T queries padded to whole query blocks:
+// This file is the program for head dims up to 128, backward_wide.cuh the one for wider heads.
+// backward_entries.cuh, compiled at the same time, holds the kernels beside the main one. Three are
+// launched in this order on one stream with the same BackwardParams; rows are the T queries padded
+// to whole query blocks:
 //   kernel                   grid                             block  dynamic shared memory
 //   flash_backward_prepare   B * N * rows / 64                128    0
 //   flash_backward           min(SMs, B * K * key blocks)     kThreads, sizeof(NarrowShared)
@@ -38,8 +39,6 @@
 //   the terms: see terms.cuh
 #pragma once
 
-#include "sm90/backward_bias.cuh"
-#include "sm90/backward_entries.cuh"
 #include "sm90/backward_narrow.cuh"
 
 extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)

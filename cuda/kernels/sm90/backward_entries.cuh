@@ -1,10 +1,12 @@
-// The kernels beside the main one of either program of the backward pass, but for those of the
-// gradient of a bias: what goes ahead, and what makes dq of its sum.
+// The kernels beside the main one of the backward pass, a program of their own: NVRTC compiles both
+// at once. What goes ahead, what makes dq of its sum, and the gradient of a bias. The constants are
+// those of backward.cuh.
 #pragma once
 
 #include "backward_finish.cuh"
 #include "backward_prepare.cuh"
 #include "cuda/runtime/families/sm90_params.h"
+#include "sm90/backward_bias.cuh"
 
 // With a mask a kernel goes ahead of all, see mask.cuh.
 extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResident)

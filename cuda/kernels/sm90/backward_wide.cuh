@@ -11,8 +11,6 @@
 #pragma once
 
 #include "backward_exact.cuh"
-#include "sm90/backward_bias.cuh"
-#include "sm90/backward_entries.cuh"
 #include "sm90/backward_load.cuh"
 #include "sm90/backward_scores.cuh"
 

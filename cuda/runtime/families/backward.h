@@ -162,11 +162,11 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
 template <class Launch, class Params, class LaunchMain>
 void LaunchBackward(const BackwardBlocks& blocks, const Launch& launch, Params& params,
                     Session* session, LaunchMain launch_main) {
-  if (blocks.mask > 0) session->Launch("mask_plan", {blocks.mask, kMaskThreads, 0}, &params);
+  if (blocks.mask > 0) session->LaunchBeside("mask_plan", {blocks.mask, kMaskThreads, 0}, &params);
   if (blocks.dbias_words > 0) {
     session->Zero(static_cast<std::int32_t*>(params.dbias), blocks.dbias_words);
   }
-  session->Launch("flash_backward_prepare", {blocks.query_pieces, 128, 0}, &params);
+  session->LaunchBeside("flash_backward_prepare", {blocks.query_pieces, 128, 0}, &params);
   if (blocks.kv_heads == 0) launch_main(blocks.units);
   const int kv_heads = static_cast<int>(blocks.kv_heads);
   for (int first = 0; kv_heads > 0 && first < params.kv_heads; first += kv_heads) {
@@ -174,16 +174,17 @@ void LaunchBackward(const BackwardBlocks& blocks, const Launch& launch, Params& 
     params.first_kv_head = first;
     params.launched_kv_heads = count;
     launch_main(blocks.units * count);
-    session->Launch("flash_backward_bias", {blocks.bias * count, 2 * launch.block_kv, 0}, &params);
+    session->LaunchBeside("flash_backward_bias", {blocks.bias * count, 2 * launch.block_kv, 0},
+                          &params);
   }
-  session->Launch("flash_backward_finish", {blocks.query_pieces * launch.dq_boxes, 128, 0},
-                  &params);
+  session->LaunchBeside("flash_backward_finish", {blocks.query_pieces * launch.dq_boxes, 128, 0},
+                        &params);
   if (blocks.bias > 0 && blocks.kv_heads == 0) {
-    session->Launch("flash_backward_bias",
-                    {blocks.bias, 2 * launch.block_kv, launch.bias_shared_bytes}, &params);
+    session->LaunchBeside("flash_backward_bias",
+                          {blocks.bias, 2 * launch.block_kv, launch.bias_shared_bytes}, &params);
     if (params.dbias_parts > 1) {
-      session->Launch("flash_backward_bias_sum", {CeilDiv(params.bias_elements, 256), 256, 0},
-                      &params);
+      session->LaunchBeside("flash_backward_bias_sum", {CeilDiv(params.bias_elements, 256), 256, 0},
+                            &params);
     }
   }
 }
