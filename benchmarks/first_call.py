@@ -5,8 +5,9 @@
 
 Each number is of a process of its own, which has imported everything and drawn the inputs before:
 seconds from the call of a jitted function to its result, so tracing, lowering, XLA and the kernels.
-`kernels` are NVRTC's seconds, or those of reading the disk cache, which is a temporary folder; the
-backward kernel's are taken beside the forward's. cuDNN, through jax.nn, keeps nothing on disk.
+`kernels` are NVRTC's seconds, or those of reading the disk cache, which is a temporary folder, as is
+that of the driver, where NVRTC finds what it compiled before; the backward kernel's are taken beside
+the forward's. cuDNN, through jax.nn, keeps nothing on disk.
 bfloat16, B 4, T 4096, model dim 2048. Prints a Markdown table; writes
 results/<gpu>/first-call-<commit>.json.
 """
@@ -91,7 +92,8 @@ def parse() -> argparse.Namespace:
 def ask(peer: str, case: Case, folder: str) -> dict[str, Any]:
     """Measures a case in a process of its own, whose kernels are kept in `folder`."""
     answer = json.dumps([peer, dataclasses.asdict(case)])
-    environment = os.environ | {"JAX_FLASH_CACHE_DIR": folder}
+    driver = str(Path(folder) / f"driver-{peer}")
+    environment = os.environ | {"JAX_FLASH_CACHE_DIR": folder, "CUDA_CACHE_PATH": driver}
     # JAX's own cache of programs would hide what a first call costs.
     environment = {k: v for k, v in environment.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), __file__]
