@@ -69,6 +69,7 @@ class Case:
     # A block mask: the axes that it keeps of [b, n], and its block. A third of its blocks are
     # empty, full and partial each.
     blocks: tuple[str, int] | None = None
+    is_layout: bool = False  # half of its blocks are empty and full each, as block_mask_of has them
     q_lengths: tuple[int, ...] | None = None  # repeated over the batch
     kv_lengths: tuple[int, ...] | None = None
     # "packed" (sorted), "shuffled", "apart" (no pair is equal), "returning" (97 tokens each, in
@@ -183,6 +184,10 @@ class Case:
             return None
         axes, block = self.blocks
         kinds = jnp.asarray(self._kinds())
+        if self.is_layout:
+            lead = self.batch if axes[0] == "b" else kinds.shape[:1]
+            layout = (kinds == 2).reshape(*lead, *kinds.shape[1:])
+            return jax_flash.block_mask_of(layout, q_len=self.T, kv_len=self.S, block=block)
 
         def mask_mod(batch, head, query, key):
             kind = kinds[batch, head, query // block, key // block]
@@ -226,7 +231,8 @@ class Case:
         rows = int(np.prod(self.batch)) if axes[0] == "b" else 1
         counts = (-(-size // block) for size in (self.T, self.S))
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
-        return rng.integers(0, 3, (rows, self.N if axes[1] == "n" else 1, *counts))
+        shape = (rows, self.N if axes[1] == "n" else 1, *counts)
+        return 2 * rng.integers(0, 2, shape) if self.is_layout else rng.integers(0, 3, shape)
 
     def _draw_positions(self) -> dict[str, np.ndarray]:
         # Of a generator of its own, so that all else is drawn as without positions.

@@ -255,6 +255,22 @@ def masks() -> Configurations:
         bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
         shapes = dataclasses.replace(shapes, bias=bias)
         yield f"{dim} block mask, bias", dataclasses.replace(PLAIN, terms=("bias", *blocks)), shapes
+    layout: dict[str, dict] = {
+        "alone": {},
+        "deterministic": {"deterministic": True},
+        "window lengths": {"window": (1024, 0), "terms": (*LENGTHS, "sinks")},
+        "dropout": DROPOUT,
+        "softcap": {"softcap": 30.0},
+        "segments": {"terms": SEGMENTS},
+        "positions": {"terms": POSITIONS, "window": (None, 0)},
+    }
+    for dim in (64, 128, 256):
+        own = BlockMaskShape(batch=1, heads=1, block=128)
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, block_mask=own)
+        for name, change in layout.items():
+            change = change | {"terms": (*blocks, *change.get("terms", ()))}
+            problem = dataclasses.replace(PLAIN, whole_blocks=True, **change)
+            yield f"{dim} layout {name}", problem, shapes
     changes = {"queries": {"keys": 1}, "keys": {"queries": 1}, "odd": {"keys": 333}}
     for name, change in changes.items():
         mask = dataclasses.replace(full, **change)

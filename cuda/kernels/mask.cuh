@@ -64,6 +64,10 @@ inline constexpr int kSide = kMaskBlock != 0 ? kMaskBlock : 16;  // no division 
 inline constexpr int kBlockWords = kSide / 16;                   // of a query in a partial block
 // No other mask beside it.
 inline constexpr bool kIsBlocks = kMaskBlock != 0 && !kHasMaskBytes;
+// Does the block mask show all of a tile, as far as there are keys, or nothing?
+template <int kQueries, int kKeys>
+inline constexpr bool kTilesAreWhole =
+    kMaskWhole && kIsBlocks && kSide % kQueries == 0 && kSide % kKeys == 0;
 
 // The numbers of the blocks of a query, by block of keys.
 template <class Params>
@@ -180,6 +184,14 @@ struct KeyBits : Bits<kKeys, kMaskKeys> {
 template <int kKeys>
 struct RowBits {
   KeyBits<kKeys> rows[kMaskQueries ? 2 : 1];
+
+  __device__ __forceinline__ void show_all() {
+#pragma unroll
+    for (KeyBits<kKeys>& row : rows) {
+#pragma unroll
+      for (uint32& word : row.words) word = 0xffffffffu;
+    }
+  }
 
   __device__ __forceinline__ uint32 word(int row, int w) const {
     return rows[kMaskQueries ? row : 0].word(w);

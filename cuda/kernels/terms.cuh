@@ -19,6 +19,7 @@
 //   bool kBiasTiles           TMA loads it, a family's choice
 //   bool kHasMask             of either kind: a boolean one, kHasMaskBytes, or
 //   int kMaskBlock            one of blocks of so many queries and keys; 0: there is none
+//   bool kMaskWhole           none of these blocks is partial
 //   bool kBiasQueries, kBiasKeys, kMaskQueries, kMaskKeys   they vary with the query, the key;
 //                             kByteQueries, kByteKeys: the boolean mask alone does
 //   int kBiasAlignment, kMaskAlignment   of their rows, bytes: 1 to 16

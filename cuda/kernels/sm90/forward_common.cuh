@@ -40,6 +40,12 @@ inline constexpr bool kListsBlocks = kHasSegments || kHasPositions || kHasMask;
 inline constexpr bool kListsWhole = kHasPositions || kHasMask;
 // That is what a block mask says, alone: of 1024 blocks at once, a word of 32 for each lane.
 inline constexpr bool kListsWords = mask::kIsBlocks && kTmaLoads && !kHasPositions && !kHasSegments;
+// And of a layout whose blocks hold a unit's rows: these see the same, and all of it but what is
+// past the last key.
+inline constexpr bool kListsLayout = kListsWords && mask::kTilesAreWhole<kUnitRows, kBlockKV>;
+// Q comes behind the second block's keys, where the unit before gives its buffer back last, and is
+// there when the unit before has its last output.
+inline constexpr bool kQueriesLate = kListsLayout && kQueryStages == 1;
 // The line that a function adds goes into the exponent. Not beside dropout at wide heads: 156 bytes
 // would be spilled.
 inline constexpr bool kTakesLine = kScoreIsLine && (!kHasDropout || kValueDim <= 64);

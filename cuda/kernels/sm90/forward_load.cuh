@@ -215,6 +215,46 @@ struct Producer {
     }
   }
 
+  // The blocks of a unit of a layout. The next unit's number is asked for when few are left.
+  __device__ __forceinline__ void load_layout(UnitWalk& walk, UnitInfo& unit, int kv_head) {
+    int block = unit.blocks.end - 1;
+    bool asks = true, sends = true, sends_now = !kQueriesLate;
+#pragma unroll 1
+    while (true) {
+      const bool is_last = block == unit.blocks.begin;
+      load_key(walk, unit, kv_head, block);
+      if (sends && (sends_now || is_last)) {
+        load_query(walk, unit);
+        sends = false;
+      }
+      if (asks && walk.nears_end(unit)) {
+        request_number(unit.number);
+        asks = false;
+      }
+      load_value(kv_head, block, unit.batch);
+      if (is_last) return;
+      sends_now = true;
+      block = walk.next(unit, block);
+      if (block == unit.blocks.begin) foresee(walk, unit.number);
+    }
+  }
+  // The next unit, whose number has been asked for: what is read of it first is on its way.
+  __device__ __forceinline__ void foresee(const UnitWalk& walk, int number) {
+    if (is_again(number)) return;
+    const UnitIndex next = unit_at(p, receive_number());
+    if (next.batch == kNoUnit) return;
+    walk.prefetch(next);
+    if (lane() < kConsumers) {
+#pragma unroll 1
+      for (int box = 0; box < kHeadBoxes; ++box) {
+        ptx::tma_prefetch(&p.query, box * kBoxColumns, next.head * kPackedHeads,
+                          (next.query_block * kUnitRows + lane() * kWarpgroupRows) / kPackedHeads,
+                          next.batch);
+      }
+    }
+    __syncwarp();
+  }
+
   __device__ __forceinline__ void run() {
     int number = blockIdx.x;
     while (true) {
@@ -240,6 +280,8 @@ struct Producer {
       if (unit.blocks.empty()) {
         if (kAsksLate) request_number(number);
         load_query(walk, unit);
+      } else if constexpr (kListsLayout) {
+        load_layout(walk, unit, kv_head);
       } else {
         int block = first_of_walk(unit, unit.blocks);
         // Without kBeginsNear unit.blocks.begin, but plain kernels would be other ones.

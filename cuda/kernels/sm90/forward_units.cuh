@@ -293,25 +293,35 @@ struct Consumer : Warpgroup {
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
       const UnitInfo& finished = unit();
       const bool ends = !kBoundedBegin || blocks_after() == 0;
+      if constexpr (kQueriesLate) {
+        if constexpr (!kEarlyOutput) begin_last_output(accumulate);
+        ptx::wgmma_wait<0>();
+        ptx::pin(output);
+        release_value();
+      }
       Next next = kUnread;
       uint32 nonfinite;
       if (ends && query_and_key_are_ready()) {
         next = !read_unit() ? kNone : starts_now() ? kStarts : kRead;
       }
       if (next == kStarts) {
-        if constexpr (!kEarlyOutput) begin_last_output(accumulate);
+        if constexpr (!kEarlyOutput && !kQueriesLate) begin_last_output(accumulate);
         begin_scores(scores);
-        ptx::wgmma_wait<1>();
-        ptx::pin(output);
-        release_value();
+        if constexpr (!kQueriesLate) {
+          ptx::wgmma_wait<1>();
+          ptx::pin(output);
+          release_value();
+        }
         nonfinite = finish_unit(finished, softmax);
         fetch_terms(block, true);
         ptx::wgmma_wait<0>();
       } else {
-        if constexpr (!kEarlyOutput) begin_last_output(accumulate);
-        ptx::wgmma_wait<0>();
-        ptx::pin(output);
-        release_value();
+        if constexpr (!kQueriesLate) {
+          if constexpr (!kEarlyOutput) begin_last_output(accumulate);
+          ptx::wgmma_wait<0>();
+          ptx::pin(output);
+          release_value();
+        }
         nonfinite = finish_unit(finished, softmax);
       }
       mark_rows(finished, nonfinite & 3 * kQuads);

@@ -42,6 +42,7 @@ struct UnitWalk {
                     // of this lane's 32 blocks of 1024 a bit for each that any warpgroup sees
   static constexpr int kAny = 8, kAll = (1 << kConsumers) - 1;
   static constexpr int kWindow = kListsWords ? 1024 : 32;
+  int left;  // with kListsLayout: blocks of the window that are still to come, and this one
 
   __device__ __forceinline__ int lane() const { return ptx::fresh_lane(); }
 
@@ -61,6 +62,7 @@ struct UnitWalk {
   __device__ __forceinline__ int next(const UnitInfo& unit, int block) {
     if (kBeginsNear && block == unit.blocks.begin) return unit.blocks.end - 1;
     --block;
+    if constexpr (kListsLayout) --left;
     if constexpr (kListsWhole) return find_listed<-1>(unit, block);
     if (kHasSegments && !queries.empty()) block = find_block<-1>(unit, block);
     return block;
@@ -86,6 +88,7 @@ struct UnitWalk {
   }
   // The warpgroups whose rows see all of the block that was found last, a bit each.
   __device__ __forceinline__ int whole_rows(const UnitInfo& unit, int block) const {
+    if constexpr (kListsLayout) return (block + 1) * kBlockKV <= p.kv_len ? kAll : 0;
     if constexpr (kListsWords) {
       uint32 whole = 0;
       if (lane() < kConsumers) whole = flag_word(unit, lane(), block / 32, 1) >> block % 32 & 1;
@@ -123,8 +126,9 @@ struct UnitWalk {
     if constexpr (kListsWords) {
       uint32 word = 0;
 #pragma unroll(kConsumers == 3 ? 1 : kConsumers)
-      for (int i = 0; i < kConsumers; ++i) word |= seen_word(unit, i);
+      for (int i = 0; i < (kListsLayout ? 1 : kConsumers); ++i) word |= seen_word(unit, i);
       seen = static_cast<int>(word);
+      if constexpr (kListsLayout) left = __reduce_add_sync(0xffffffffu, __popc(word));
       return;
     }
     const int mine = first + lane();
@@ -179,7 +183,7 @@ struct UnitWalk {
   __device__ __forceinline__ void find_own(UnitInfo& unit) const {
     unit.own = unit.blocks;
     unit.one = {0, 0};
-    if (unit.blocks.empty() || window != (unit.blocks.begin & -kWindow)) return;
+    if (kListsLayout || unit.blocks.empty() || window != (unit.blocks.begin & -kWindow)) return;
     if constexpr (kListsWords) {
       if (unit.blocks.end > window + kWindow) return;
 #pragma unroll 1
@@ -213,6 +217,19 @@ struct UnitWalk {
       unit.own = mine == 0 ? Range{0, 0} : Range{window + low, window + end};
       unit.one = {mine == 0 ? __popc(listed) : __popc(listed & ~ptx::low_bits(end)),
                   __popc(listed & ((mine & -mine) - 1))};
+    }
+  }
+  // With kListsLayout: are no more than kAskAhead blocks of the unit to come, with this one?
+  static constexpr int kAskAhead = 3;
+  __device__ __forceinline__ bool nears_end(const UnitInfo& unit) const {
+    return left <= kAskAhead && window <= unit.blocks.begin;
+  }
+  // What the producer reads first of a unit, on its way into L1.
+  __device__ __forceinline__ void prefetch(const UnitIndex& next) const {
+    const int rows = next.query_block * kConsumers;
+    if (lane() < ceil_div(p.kv_len, 32 * kBlockKV)) {
+      ptx::prefetch(p.block_mask.flags + mask::flags_by_query<kWarpgroupRows, kBlockKV>(
+                                             p, next.batch, next.head, rows, lane()));
     }
   }
   // Drops the blocks at both ends that mask or positions hide or that share no segment.
@@ -319,6 +336,9 @@ struct RowWalk {
   __device__ __forceinline__ int next_block(const UnitInfo& t) const {
     return kBeginsNear && block == 0 ? ptx::uniform(t.own.end) - 1 : block - 1;
   }
+  // Only the first block of a layout's units may reach past the last key.
+  static constexpr bool kLaterAreFull =
+      kListsLayout && !kWindowLeft && !kWindowRight && !kHasKeyValueLengths;
   // Does the block need no test of its elements?
   __device__ __forceinline__ bool is_full(const UnitInfo& t) const {
     // There is no register left to hold the range with segments at wide heads, or if kDrains.

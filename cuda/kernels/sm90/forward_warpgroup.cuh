@@ -325,7 +325,11 @@ struct Warpgroup : RowWalk,
     const bool one_segment = block >= t.one.begin && block < t.one.end;
     const auto query_of = [&](int row) { return packed_row(t, row) / kPackedHeads; };
     mask::RowBits<kBlockKV> now = bits;
-    if constexpr (kHasMask && !kBitsAhead) fetch_bits(now, block, true);
+    if constexpr (kListsLayout) {
+      now.show_all();
+    } else if constexpr (kHasMask && !kBitsAhead) {
+      fetch_bits(now, block, true);
+    }
     hide_scores<kCount, !kInFlight>(p, t.batch, seen(t), query_of, block * kBlockKV, one_segment,
                                     now, scores);
   }
@@ -384,6 +388,7 @@ struct Warpgroup : RowWalk,
       return Alone{};
     }
   }
+  __device__ __forceinline__ bool later_is_full() const { return kLaterAreFull || is_full(unit()); }
   // Weights of the unit's first block. Of a diagonal one, half of the warps see half.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
     apply_terms(scores);
@@ -401,28 +406,28 @@ struct Warpgroup : RowWalk,
     bool rescale;
     if constexpr (kLeavesCap) {
       CubicFactor factor = whole_factor(p);
-      if (is_full(unit()) && !searches) {
+      if (later_is_full() && !searches) {
         factor = score_factor(p, scores);
       } else {
         apply_terms(scores);
-        if (!is_full(unit())) mask_scores<kBlockKV / 2, true>(scores);
+        if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
       }
       rescale =
           softmax.extend(scores, p.scale_log2, factor, searches, correction, among_exponentials());
     } else if constexpr (kTakesLine) {
       LineFactor factor{p.scale_log2, 0.0f, {0.0f, 0.0f}};
-      if (is_full(unit()) && !searches && UnitLine::is_one()) {
+      if (later_is_full() && !searches && UnitLine::is_one()) {
         add_bias(scores);
         factor = UnitLine::factor();
       } else {
         apply_terms(scores);
-        if (!is_full(unit())) mask_scores<kBlockKV / 2, true>(scores);
+        if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
       }
       rescale =
           softmax.extend(scores, p.scale_log2, factor, searches, correction, among_exponentials());
     } else {
       apply_terms(scores);
-      if (!is_full(unit())) mask_scores<kBlockKV / 2, true>(scores);
+      if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
       rescale = softmax.extend(scores, p.scale_log2, searches, correction, among_exponentials());
     }
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
