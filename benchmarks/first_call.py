@@ -5,9 +5,9 @@
 
 Each number is of a process of its own, which has imported everything and drawn the inputs before:
 seconds from the call of a jitted function to its result, so tracing, lowering, XLA and the kernels.
-`kernels` are NVRTC's seconds, or those of reading the disk cache, which is a temporary folder, as is
-that of the driver, where NVRTC finds what it compiled before; the backward kernel's are taken beside
-the forward's. cuDNN, through jax.nn, keeps nothing on disk.
+`kernels` are NVRTC's seconds, or those of reading the disk cache, which is a temporary folder; the
+backward kernel's are taken beside the forward's. The driver's cache, where NVRTC would find what it
+compiled before, is another such folder. cuDNN, through jax.nn, keeps nothing on disk.
 bfloat16, B 4, T 4096, model dim 2048. Prints a Markdown table; writes
 results/<gpu>/first-call-<commit>.json.
 """
