@@ -259,6 +259,8 @@ __device__ __forceinline__ Range narrow_by_segments(const Params& p, int batch, 
 
 // A block mask alone says of 32 query blocks in a word which of them a unit sees.
 inline constexpr bool kShowsWords = mask::kIsBlocks && !kHasPositions;
+// Of a layout whose blocks hold these: a block that is seen is seen whole.
+inline constexpr bool kShowsLayout = kShowsWords && mask::kTilesAreWhole<kQueries, kKeys>;
 // Query blocks that mask or positions hide from a unit are left out of its walk. In deterministic
 // mode only where whose turn it is says so too: a block mask's words, beside what window and
 // lengths leave.

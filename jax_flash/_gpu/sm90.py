@@ -248,6 +248,7 @@ class BackwardTiling:
     stages: int = 2  # blocks of queries and of output gradients in flight
     score_stages: int = 2  # buffers of score gradients
     dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
+    outputs: int = 1  # buffers by which a warpgroup's dv and dk leave, narrow kernel: 1 or 2
     reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
     l2_heads: int = 1  # kv heads that the schedule walks together
     stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
@@ -286,6 +287,7 @@ class BackwardTiling:
         rows = -(-2 * self.stages * self.block_q * 4 // 1024) * 1024
         scores = self.score_stages * self.block_kv * self.block_q * 2
         sums = 16384 if self.wide else 16384 * max(head_boxes, value_boxes)
+        sums *= self.outputs
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
         tiles = both * (self.block_kv + self.stages * self.block_q) + biases
         return 1024 + tiles + rows + scores + sums
@@ -345,6 +347,7 @@ class BackwardTiling:
             "kStages": self.stages,
             "kScoreStages": self.score_stages,
             "kDqRowBytes": self.dq_row_bytes,
+            "kOutputs": self.outputs,
             "kReadsAhead": self.reads_ahead,
             "kStoresDbias": self.stores_dbias,
             "kDbiasByHeads": self.dbias_heads > 0,
@@ -450,8 +453,7 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
         l2_heads=l2_heads,
         producer_registers=producer,
     )
-    is_layout = problem.whole_blocks and problem.terms == ("block_numbers", "block_bits")
-    is_layout = is_layout and problem.softcap is None and not mapped
+    is_layout = _is_layout(problem)
     alone = problem.terms == ("bias",) and problem.softcap is None and not mapped
     alone = alone and problem.window[0] is None and is_plane(shapes) and bias_bytes == 2
     if widest <= 64 and alone:
@@ -531,12 +533,14 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     by_heads = 0
     if stores and not by_rows:
         by_heads = dbias_heads(problem, shapes, 128, _CTAS // 2)
+    is_layout = _is_layout(problem)
     tiling = BackwardTiling(
         shapes.head_dim,
         shapes.value_dim,
         block_q=block_q,
         wide=wide,
         tma_loads=tma_loads,
+        outputs=2 if is_layout and not wide and tma_loads else 1,
         dq_row_bytes=0 if problem.split else dq_row_bytes(shapes, block_q),
         # 5 % at T >= 4096 without a mask, 1 to 4 % when causal, 2 to 7 % of the deterministic mode
         # when causal; elsewhere nothing or a loss.
@@ -555,6 +559,12 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     crowded = widest > 64 and "query_positions" in problem.terms
     staged = tma_loads and not wide and not crowded and is_plane(shapes) and fits
     return tiled if staged else tiling
+
+
+def _is_layout(problem: Problem) -> bool:
+    """Tells whether there is a layout of whole blocks and no other term."""
+    alone = problem.whole_blocks and problem.terms == ("block_numbers", "block_bits")
+    return alone and problem.softcap is None and problem.score is None
 
 
 # Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved by its two
@@ -585,7 +595,8 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes) -> int:
         else:
             heads = fitting * (1, 2, 2, 2, 4, 4)[level] // 2
     elif uneven:  # units of a group are as many times longer, and fewer: more of them to even out
-        heads = max(fitting * min(group, 2) // 2, 4 // group)
+        # Of a layout units are of one length mostly.
+        heads = max(fitting * min(group, 2) // 2, 0 if _is_layout(problem) else 4 // group)
     else:
         heads = fitting // 4
     heads = max(1, heads)

@@ -25,6 +25,7 @@
 //   int kScoreStages          dS buffers
 //   int kDqRowBytes           from one row of dq to the next, if half of the float32 sum of dq lies
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
+//   int kOutputs              buffers by which a warpgroup's dV and dK leave, 1 or 2
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kDeterministic
 //   int kTurnParts            parts of a query block's sum with turns of their own: what one of the

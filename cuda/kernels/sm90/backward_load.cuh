@@ -106,7 +106,7 @@ struct Loader {
                                at(&Shared::query_full, slot), head, m0, u.batch, kBiasBytes);
         if constexpr (kBiasTiles) load_bias(u, slot, head, m0);
         // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
-        if (first) {
+        if (first && !kGivesBackEarly) {
           wait_together(at(&Shared::key_empty), free);
           load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
         }
@@ -120,6 +120,10 @@ struct Loader {
           wait_together(at(&Shared::value_empty), free);
           load_keys<kValueDim>(u, at(&Shared::value), p.value, p.value_data,
                                at(&Shared::value_full));
+          if (kGivesBackEarly) {
+            wait_together(at(&Shared::key_empty), free);
+            load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
+          }
         }
         ++iteration;
       }

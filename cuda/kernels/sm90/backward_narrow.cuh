@@ -36,7 +36,7 @@ inline constexpr int kDqValues = 16 * kDqTiles;
 inline constexpr int kOutBoxes = kHeadBoxes > kValueBoxes ? kHeadBoxes : kValueBoxes;
 inline constexpr int kOutBytes = kOutBoxes * 64 * kBoxRowBytes;
 struct NarrowShared : Shared {
-  unsigned char output[2][kOutBytes];  // [score][box][64][64]
+  unsigned char output[kOutputs][2][kOutBytes];  // [score][box][64][64]
 };
 
 // Beside turns that are looked for it would spill 28 bytes.
@@ -83,10 +83,10 @@ struct Scorer {
   template <int kColumns>
   __device__ __forceinline__ void write_out(const TensorMap& map,
                                             const float (&values)[kColumns / 2], float scale,
-                                            const volatile UnitRecord& u) {
-    const uint32 out = at(&NarrowShared::output) + which * kOutBytes;
+                                            const volatile UnitRecord& u, int buffer) {
+    const uint32 out = at(&NarrowShared::output) + (buffer % kOutputs * 2 + which) * kOutBytes;
     // The previous store has read its shared memory.
-    if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+    if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<kOutputs - 1>();
     ptx::named_barrier_sync(kScoreBarrier + which, 128);
     stage_rows(values, scale, out, 64 * kBoxRowBytes);
     ptx::named_barrier_sync(kScoreBarrier + which, 128);
@@ -134,7 +134,7 @@ struct Scorer {
   }
 
   // dQ of the `iteration`-th query block with nothing beside it.
-  __device__ __forceinline__ void finish_dq(uint32 iteration, Last last) {
+  __device__ __forceinline__ void finish_dq(uint32 iteration, Last last, bool ends_unit = false) {
     const uint32 buffer = stage_of<kScoreStages>(iteration);
     float dq[kDqValues];
     ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
@@ -142,6 +142,7 @@ struct Scorer {
     issue_dq(dq, buffer);
     ptx::wgmma_wait<0>();
     ptx::pin(dq);
+    if (kGivesBackEarly && ends_unit) release(at(&Shared::key_empty));
     release(at(&Shared::gradient_empty, buffer));
     add_dq(dq, iteration, last);
   }
@@ -383,16 +384,19 @@ struct Scorer {
           step<false>(u, ranges, iteration, walk, last, dp, dropped, dk, dv);
           ++iteration;
         }
-        finish_dq(iteration - 1, last_of(u, walk));
+        if (kGivesBackEarly) release(at(&Shared::value_empty));
+        finish_dq(iteration - 1, last_of(u, walk), true);
       }
-      release(at(&Shared::key_empty));
-      release(at(&Shared::value_empty));
+      if (!kGivesBackEarly || u.total == 0) {
+        release(at(&Shared::key_empty));
+        release(at(&Shared::value_empty));
+      }
       const int row = 64 * which + threadIdx.x % 128 / 32 * 16;
       mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
       mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));
       if constexpr (kTmaLoads && !kCarried) {
-        write_out<kValue>(p.dvalue, dv, dropout_scale(p), u);
-        write_out<kHead>(p.dkey, dk, query_key_scale(p), u);
+        write_out<kValue>(p.dvalue, dv, dropout_scale(p), u, 0);
+        write_out<kHead>(p.dkey, dk, query_key_scale(p), u, 1);
       } else {
         store_columns<kValueDim>(p, p.dvalue_data, dv, 0, value_scale(p), u, 64 * which);
         store_columns<kHeadDim>(p, p.dkey_data, dk, 0, query_key_scale(p), u, 64 * which);

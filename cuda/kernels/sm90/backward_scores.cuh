@@ -103,10 +103,13 @@ struct Step : MetBlock {
   __device__ __forceinline__ Step(const BackwardParams& p, const volatile UnitRecord& u, int head,
                                   int m0, int slab)
       : MetBlock{head, m0} {
+    // Of a group's heads others may see the block of a layout.
     if constexpr (kHasMask) {
-      const int flag =
-          mask::flag_by_key<kQueries, kKeys>(p, u.batch, head, m0 / kQueries, u.key0 / kKeys);
-      whole = (flag & mask::kSeesAll << slab / 64) != 0;
+      if (!kShowsLayout || (mask::varies_by_head(p) && u.heads > 1)) {
+        const int flag =
+            mask::flag_by_key<kQueries, kKeys>(p, u.batch, head, m0 / kQueries, u.key0 / kKeys);
+        whole = (flag & mask::kSeesAll << slab / 64) != 0;
+      }
     }
     bias.load(p, u, head, m0, slab);
   }

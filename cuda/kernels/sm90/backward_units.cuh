@@ -31,6 +31,10 @@ inline constexpr int kUnits = 2;  // records that may be in use
 // The next unit is taken when the loads of so many steps of this one are still to be issued.
 inline constexpr int kAskAhead = 2;
 
+// Units of a layout may be short: V and then K are given back where they have been read last, and
+// loaded in that order.
+inline constexpr bool kGivesBackEarly = kShowsLayout && kKeys == 128;
+
 inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
 static_assert(kTurnParts <= kTurns);
 
@@ -161,6 +165,16 @@ struct Planner {
     }
     const WalkPlan walk = plan_walk(p, r, u.blocks);
     if (leader) set_walk(r, walk.first, walk.count);
+    if constexpr (kGivesBackEarly && kTmaLoads) {  // K and V on their way to L2
+      if (leader && !stop && walk.count > 0) {
+        for (int box = 0; box < kHeadBoxes; ++box) {
+          ptx::tma_prefetch(&p.key, 64 * box, u.kv_head, u.key0, u.batch);
+        }
+        for (int box = 0; box < kValueBoxes; ++box) {
+          ptx::tma_prefetch(&p.value, 64 * box, u.kv_head, u.key0, u.batch);
+        }
+      }
+    }
     if (leader) ptx::barrier_arrive(at(&Shared::unit_full, stage_of<kUnits>(sent)));
   }
 
