@@ -4,7 +4,10 @@ import functools
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import jax
@@ -12,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from exact import REACH, relative_table
 from peers import XLA_SCORES, Call, Peer, Program, compile_jax
-from shapes import Case, Pass
+from shapes import ARRAYS, Case, Pass
 
 import jax_flash
 
 SEED = 7  # of the dropout of peers that take no key
+FLEX = "torch_flex"
+FLEX_PROCESSES = 12
 
 
 def all_peers() -> list[Peer]:
@@ -38,7 +43,7 @@ def all_peers() -> list[Peer]:
                 "#937860",
                 _sdpa("EFFICIENT_ATTENTION"),
             ),
-            _torch_peer("torch_flex", "PyTorch, FlexAttention", "#da8bc3", _flex),
+            _torch_peer(FLEX, "PyTorch, FlexAttention", "#da8bc3", _flex),
         ]
     return found
 
@@ -221,6 +226,45 @@ def _torch_peer(name: str, label: str, color: str, prepare: Callable[..., Any]) 
         return tuple(jnp.from_dlpack(x.contiguous()) for x in tensors)
 
     return Peer(name, label, color, compile_call, lambda _: torch.cuda.synchronize())
+
+
+def compile_flex(cases: Sequence[Case], passes: Sequence[Pass]) -> None:
+    """Compiles FlexAttention for cases into PyTorch's caches on disk, side by side.
+
+    In one process programs are compiled one after the other, ten seconds each; from the caches
+    they take about one.
+    """
+    jobs: list[tuple[Case, Pass]] = [(case, of) for case in cases for of in passes]
+    workers = min(len(jobs), FLEX_PROCESSES)
+    if workers < 2:
+        return
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(workers, spawn, initializer=_compile_alone) as pool:
+        for job in [pool.submit(_compile_flex, case, of) for case, of in jobs]:
+            job.exception()  # a case that cannot run says so where it is measured
+
+
+def _compile_alone() -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else each process starts as many again
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _compile_flex(case: Case, of: Pass) -> None:
+    """Runs a case once, on arrays of zeros."""
+    torch = importlib.import_module("torch")
+    torch.set_float32_matmul_precision(case.precision or "high")
+    tensors = {}
+    for name, (shape, dtype) in case.operands.items():
+        if name in ARRAYS:  # [B, N, T, H]
+            shape = (shape[0], shape[2], shape[1], shape[3])
+        tensors[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device="cuda")
+    needed = [tensors[name] for name in case.gradients] if of == "training" else []
+    for x in needed:
+        x.requires_grad_()
+    out = _flex(case, tensors)()
+    if needed:
+        torch.autograd.grad(out, needed, tensors["dout"])
+    torch.cuda.synchronize()
 
 
 def _sdpa(kind: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ Writes results/<gpu>/features-<commit>.json and .md, after each problem.
 import argparse
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Script:
     cases: Callable[..., list[Case]]
     problems: tuple[str, ...]
     peers: tuple[str, ...]
+    asks: Callable[[Case, str], bool] = lambda case, peer: True  # is the peer asked for the case?
 
 
 def main(script: Script | None = None) -> None:
@@ -57,16 +59,29 @@ def main(script: Script | None = None) -> None:
     ceiling = [run.measure_product()]
     records: list[dict[str, Any]] = []
     text = ""
+    flex = threading.Thread(target=compile_flex, args=(script, options, chosen))
+    flex.start()
     for problem in options.problems:
         cases = script.cases(problem, options.cases)
         ahead = dict.fromkeys(options.passes[:1], prepare)  # once for all passes
         programs = {of: run.build_all(of, cases, chosen, ahead.get(of)) for of in options.passes}
+        flex.join()
         for case in (progress := tqdm(cases)):
             progress.set_description(case.name)
-            records += measure(case, programs, chosen)
+            asked = [peer for peer in chosen if script.asks(case, peer.name)]
+            records += measure(case, programs, asked)
         ceiling.append(run.measure_product())
         text = write(script, options, chosen, records, ceiling)  # a later problem may be cut off
     print(text)
+
+
+def compile_flex(script: Script, options: argparse.Namespace, chosen: list[peers.Peer]) -> None:
+    """Compiles FlexAttention for all that it will be asked, if it will be."""
+    if not any(peer.name == feature_peers.FLEX for peer in chosen):
+        return
+    cases = [x for name in options.problems for x in script.cases(name, options.cases)]
+    cases = [case for case in cases if script.asks(case, feature_peers.FLEX)]
+    feature_peers.compile_flex(cases, options.passes)
 
 
 def parse(script: Script) -> argparse.Namespace:
