@@ -91,6 +91,10 @@ def prepare(
     window = _window(flag("is_causal", is_causal), local_window_size, reach)
     if positions is None or window == (None, None):  # there positions mean nothing
         positions = None, None
+        shown = None if block_mask is None else block_mask.window
+        if shown is not None and align == "top_left":  # no arrays are read, no bits tested
+            window = _narrower(window, shown, q_len + kv_len)
+            block_numbers = block_bits = None
     score, captured = _score_function(score_mod, softcap, q_heads, q.dtype)
     cap = _softcap(softcap)
     if score is not None and score.cap is not None and _SOFTCAPS[0] <= score.cap <= _SOFTCAPS[1]:
@@ -127,7 +131,9 @@ def prepare(
         deterministic=flag("deterministic", deterministic),
         precision=_precision(precision, q.dtype),
         terms=tuple(terms),
-        whole_blocks=block_mask is not None and 0 in block_mask.bits.shape,
+        whole_blocks=(
+            block_mask is not None and block_numbers is not None and 0 in block_mask.bits.shape
+        ),
         score=score,
     )
     captures = [_whole(x, len(batch)) for x in captured]
@@ -510,6 +516,15 @@ def _window(
     left = None if left is None or int(left) >= reach else int(left)
     right = None if right is None or int(right) >= reach else int(right)
     return left, 0 if is_causal else right
+
+
+def _narrower(
+    one: tuple[int | None, int | None], other: tuple[int | None, int | None], reach: Any
+) -> tuple[int | None, int | None]:
+    """Computes the window of what both show."""
+    sides = [[x for x in sides if x is not None] for sides in zip(one, other, strict=True)]
+    left, right = (min(sides) if sides else None for sides in sides)
+    return _window(False, (left, right), reach)
 
 
 def _scale(scale, q: jax.Array) -> tuple[jax.Array, float]:

@@ -19,9 +19,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
+from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike
 
 from jax_flash._function import check_takes, traced_by_jax
+from jax_flash._windows import window_of
 from jax_flash.masks import Mask
 
 # What `BlockMask.numbers` has of a block that is not partial; 0 and more number partial ones.
@@ -36,7 +38,7 @@ MaskMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Any]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("numbers", "bits"),
-    meta_fields=("q_len", "kv_len", "block"),
+    meta_fields=("q_len", "kv_len", "block", "window"),
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class BlockMask:
@@ -54,6 +56,9 @@ class BlockMask:
         the key 16 w + i of the block. C is their number: 0 of a layout, else 1 at least.
       q_len, kv_len: T and S; None: any of so many blocks.
       block: queries and keys of a block.
+      window: how many keys a query sees before and after its own index (None: all), where
+        `block_mask` found its function to be such a window, else None. Attention reads this in
+        place of the arrays: whoever changes them, or brings several masks to one tree, sets None.
     """
 
     numbers: jax.Array
@@ -61,6 +66,7 @@ class BlockMask:
     q_len: int | None
     kv_len: int | None
     block: int
+    window: tuple[int | None, int | None] | None = None
 
     @property
     def density(self) -> Any:
@@ -103,7 +109,7 @@ export.register_pytree_node_serialization(
     BlockMask,
     serialized_name="jax_flash.BlockMask",
     serialize_auxdata=lambda sizes: json.dumps(sizes).encode(),
-    deserialize_auxdata=lambda text: tuple(json.loads(bytes(text))),
+    deserialize_auxdata=lambda text: _hashable(json.loads(bytes(text))),
 )
 
 
@@ -168,7 +174,7 @@ def block_mask(
     rows = 1 if batch is None else _size("batch", batch)
     planes = 1 if heads is None else _size("heads", heads)
     grid = _Grid(mask_mod, q_len, kv_len, _block(block), rows, planes)
-    grid.check()
+    window = window_of(grid.trace(), q_len, kv_len)
     states = grid.states()
     if isinstance(states, jax.core.Tracer):
         numbers, bits = grid.with_all_bits()
@@ -176,7 +182,7 @@ def block_mask(
         numbers, bits = grid.with_bits(np.array(states))
     if batch is None:
         numbers, bits = numbers[0], bits[0]
-    return BlockMask(numbers, bits, q_len, kv_len, block)
+    return BlockMask(numbers, bits, q_len, kv_len, block, window)
 
 
 def block_mask_of(
@@ -284,11 +290,12 @@ class _Grid:
         rows, columns = (-(-size // self.block) for size in (self.q_len, self.kv_len))
         return self.batch, self.heads, rows, columns
 
-    def check(self) -> None:
-        """Checks what the function returns."""
+    def trace(self) -> ClosedJaxpr:
+        """Traces the function and checks what it returns."""
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         with traced_by_jax("mask_mod"):
-            seen = jax.eval_shape(self.mask_mod, scalar, scalar, scalar, scalar)
+            make = jax.make_jaxpr(self.mask_mod, return_shape=True)
+            traced, seen = make(scalar, scalar, scalar, scalar)
         if not hasattr(seen, "shape") or seen.shape != ():
             raise ValueError(
                 f"mask_mod returns {jax.tree.map(lambda x: x.shape, seen)} of four scalars; "
@@ -296,6 +303,7 @@ class _Grid:
             )
         if seen.dtype != jnp.bool_:
             raise TypeError(f"mask_mod returns {seen.dtype}; expected bool")
+        return traced
 
     def seen(self, batch, head, query_block, first_key, keys: int) -> tuple[jax.Array, jax.Array]:
         """Evaluates the queries of a block with `keys` keys.
@@ -376,6 +384,11 @@ def _pack(seen: jax.Array) -> jax.Array:
     """Packs bool `[..., keys]` into uint16 `[..., keys / 16]`."""
     parts = seen.reshape(*seen.shape[:-1], -1, WORD).astype(jnp.uint16)
     return jnp.sum(parts << jnp.arange(WORD, dtype=jnp.uint16), axis=-1, dtype=jnp.uint16)
+
+
+def _hashable(x: Any) -> Any:
+    """Turns lists, as JSON has them, into tuples."""
+    return tuple(map(_hashable, x)) if isinstance(x, list) else x
 
 
 def _size(name: str, x: Any) -> int:

@@ -85,7 +85,7 @@ def _check_least(name: str, x: Any, least: int) -> None:
 def causal(offset: int = 0) -> Mask:
     """Keys up to a query's own index plus `offset`: S - T aligns the last query and key.
 
-    Vaswani et al. (arXiv:1706.03762). `is_causal=True` alone stores nothing and is as fast.
+    Vaswani et al. (arXiv:1706.03762). `is_causal=True` alone is the same, and needs no mask.
 
     Examples:
       >>> from jax_flash import masks

@@ -86,6 +86,77 @@ def test_bits_are_kept_of_partial_blocks_that_differ():
     np.testing.assert_array_equal(layout.dense(), dense[None])
 
 
+WINDOWS = {
+    "causal": (masks.causal(), (None, 0)),
+    "causal behind": (masks.causal(5), (None, 5)),
+    "window": (masks.sliding_window(7, 3), (7, 3)),
+    "both": (masks.causal() & masks.sliding_window(9), (9, 0)),
+    "either": (masks.causal() | masks.sliding_window(9), (None, 9)),
+    "not": (~masks.causal(-1), (0, None)),
+    "wide": (lambda b, h, q, k: k <= q + 10**6, (None, 10**6)),
+    "magnitude": (lambda b, h, q, k: jnp.abs(k - q) < 4, (3, 3)),
+    "difference": (lambda b, h, q, k: jnp.logical_and(q - k >= 0, q - k < 5), (4, 0)),
+    "array": (lambda b, h, q, k: q > k - jnp.int32(3), (None, 2)),
+    "own": (masks.causal() & ~masks.causal(-1), (0, 0)),
+    # No windows, or without the query's own index.
+    "before": (masks.causal(-3), None),
+    "apart": (masks.causal(-5) | (lambda b, h, q, k: k >= q), None),
+    "prefix": (masks.prefix_lm(3), None),
+    "dilated": (masks.dilated(2, 3), None),
+    "strided": (masks.strided(4), None),
+    "of heads": (lambda b, h, q, k: q - k <= h, None),
+    "by index": (lambda b, h, q, k: q <= 30, None),
+    "sum": (lambda b, h, q, k: q + k <= 30, None),
+    "half": (lambda b, h, q, k: q >= 2 * k, None),
+    "wraps": (lambda b, h, q, k: k <= q + (2**31 - 1), None),
+    "unsigned": (lambda b, h, q, k: (q - k).astype(jnp.uint32) <= 5, None),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_found(name):
+    mask_mod, window = WINDOWS[name]
+    make = functools.partial(jax_flash.block_mask, mask_mod, q_len=T, kv_len=S, block=16)
+    m = make()
+    assert m.window == window
+    assert jax.jit(make)().window == window
+    if window is not None:
+        distance = np.arange(S) - np.arange(T)[:, None]
+        left, right = (np.inf if side is None else side for side in window)
+        np.testing.assert_array_equal(m.dense()[0], (-left <= distance) & (distance <= right))
+
+
+@pytest.mark.quick
+def test_a_window_is_read_in_place_of_the_arrays(host_backend):
+    q, k, v = qkv()
+    m = jax_flash.block_mask(masks.sliding_window(9, 4), q_len=T, kv_len=S, block=16)
+    arrays = dataclasses.replace(m, window=None)
+    for options in (
+        {},
+        {"is_causal": True},
+        {"local_window_size": (12, 2)},
+        {"local_window_size": (3, None)},
+        {"key_value_seq_lengths": np.array([50, 7])},
+        {"is_causal": True, "causal_align": "bottom_right"},
+        {"is_causal": True, "query_positions": 2 * DOCUMENTS},
+        {"query_positions": 2 * DOCUMENTS},  # without causality or a window they mean nothing
+    ):
+        attention = functools.partial(jax_flash.flash_attention, backend=host_backend, **options)
+        for one, other, want in zip(
+            gradients(attention, q, k, v, block_mask=m),
+            gradients(attention, q, k, v, block_mask=arrays),
+            gradients(reference.attention, q, k, v, block_mask=m, **options),
+            strict=True,
+        ):
+            close(one, want)
+            close(other, want)
+    text = str(jax.make_jaxpr(functools.partial(jax_flash.flash_attention, block_mask=m))(q, k, v))
+    assert "block_numbers" not in text
+    with pytest.raises(ValueError, match="block_mask has q_len 40"):
+        jax_flash.flash_attention(q[:, :30], k, v, block_mask=m)
+
+
 @pytest.mark.quick
 def test_a_mask_is_never_written_out():
     length = 4096
@@ -343,6 +414,8 @@ def test_what_is_hidden_reaches_nothing(host_backend):
 @pytest.mark.quick
 def test_explain_says_what_runs_it():
     q = jax.ShapeDtypeStruct((2, 256, 4, 64), "bfloat16")
-    m = jax.eval_shape(lambda: jax_flash.block_mask(masks.causal(), q_len=256, kv_len=256))
-    explanation = jax_flash.explain(q, q, q, block_mask=m, backend="xla")
-    assert "block mask" in str(explanation)
+    for mask_mod, text in ((masks.prefix_lm(9), "block mask"), (masks.causal(), ", causal")):
+        make = functools.partial(jax_flash.block_mask, mask_mod, q_len=256, kv_len=256)
+        m = jax.eval_shape(make)
+        explanation = jax_flash.explain(q, q, q, block_mask=m, backend="xla")
+        assert text in str(explanation)

@@ -1,0 +1,153 @@
+"""Owns how a function of indices is found to be a window: keys near a query by their distance.
+
+`window_of` follows the integers of a traced function. Kernels compare the ends of a window with
+each row's own, where bits of a mask are read from memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.core
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+Window = tuple[int | None, int | None]
+
+_LARGEST = 2**29  # lengths and numbers up to here: the sums below do not wrap
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """key * `key` + query * `query` + constant, or the magnitude of that."""
+
+    key: int = 0
+    query: int = 0
+    constant: int = 0
+    magnitude: bool = False
+
+    @property
+    def is_constant(self) -> bool:
+        return self.key == self.query == 0
+
+    def plus(self, other: _Sum, sign: int) -> _Sum | None:
+        key, query = self.key + sign * other.key, self.query + sign * other.query
+        constant = self.constant + sign * other.constant
+        if self.magnitude or other.magnitude or max(abs(key), abs(query)) > 1:
+            return None
+        return _Sum(key, query, constant) if abs(constant) <= _LARGEST else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Between:
+    """True where low <= key - query <= high."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def both(self, other: _Between) -> _Between:
+        return _Between(max(self.low, other.low), min(self.high, other.high))
+
+    def either(self, other: _Between) -> _Between | None:
+        first, last = sorted((self, other), key=lambda x: x.low)
+        if self.empty or other.empty or last.low > first.high + 1:
+            return None
+        return _Between(first.low, max(first.high, last.high))
+
+    @property
+    def empty(self) -> bool:
+        return self.low > self.high
+
+
+def window_of(traced: ClosedJaxpr, q_len: int, kv_len: int) -> Window | None:
+    """Finds the window that a function of (batch, head, query, key) is.
+
+    Returns: how many keys a query sees before and after its own index, None: all; or None if the
+      function is no window, or none that holds the query's own index.
+    """
+    if max(q_len, kv_len) > _LARGEST:
+        return None
+    inputs = [None, None, _Sum(query=1), _Sum(key=1)]
+    (found,) = _run(traced.jaxpr, [_constant(x) for x in traced.consts], inputs)
+    if not isinstance(found, _Between) or not found.low <= 0 <= found.high:
+        return None
+    left, right = (None if math.isinf(x) else int(x) for x in (-found.low, found.high))
+    return left, right
+
+
+def _run(jaxpr: Jaxpr, consts: list[Any], inputs: list[Any]) -> list[Any]:
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+
+    def read(x: Any) -> Any:
+        return _constant(x.val) if isinstance(x, Literal) else values[x]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(x) for x in eqn.invars]
+        inner = eqn.params.get("jaxpr")
+        if eqn.primitive.name in ("pjit", "jit", "closed_call") and isinstance(inner, ClosedJaxpr):
+            results = _run(inner.jaxpr, [_constant(x) for x in inner.consts], operands)
+        elif len(eqn.outvars) > 1 or any(x is None for x in operands):
+            results = [None] * len(eqn.outvars)
+        else:
+            results = [_compute(eqn.primitive.name, operands, eqn.outvars[0].aval)]
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _constant(x: Any) -> _Sum | None:
+    if isinstance(x, jax.core.Tracer) or np.shape(x) != ():
+        return None
+    value = np.asarray(x)
+    if not np.issubdtype(value.dtype, np.integer) or abs(int(value)) > _LARGEST:
+        return None
+    return _Sum(constant=int(value))
+
+
+def _compute(name: str, x: list[Any], aval: Any) -> _Sum | _Between | None:
+    if aval.shape != ():
+        return None
+    a, b = x[0], x[-1]
+    if isinstance(a, _Sum) and isinstance(b, _Sum):
+        match name:
+            case "add" | "sub":
+                return a.plus(b, 1 if name == "add" else -1)
+            case "neg":
+                return _Sum().plus(a, -1)
+            case "abs":
+                return dataclasses.replace(a, magnitude=True)
+            case "convert_element_type" if np.issubdtype(aval.dtype, np.signedinteger):
+                return a if np.iinfo(aval.dtype).bits >= 32 else None
+            case "le" | "lt":
+                return _at_most(a, b, int(name == "lt"))
+            case "ge" | "gt":
+                return _at_most(b, a, int(name == "gt"))
+    elif isinstance(a, _Between) and isinstance(b, _Between):
+        match name:
+            case "and":
+                return a.both(b)
+            case "or":
+                return a.either(b)
+            case "not" if math.isinf(a.low) and not math.isinf(a.high):
+                return _Between(low=a.high + 1)
+            case "not" if math.isinf(a.high) and not math.isinf(a.low):
+                return _Between(high=a.low - 1)
+            case "convert_element_type" if aval.dtype == np.bool_:
+                return a
+    return None
+
+
+def _at_most(a: _Sum, b: _Sum, gap: int) -> _Between | None:
+    """Where a + gap <= b."""
+    if a.magnitude and b.is_constant and not b.magnitude:
+        signed = dataclasses.replace(a, magnitude=False)
+        below = _at_most(signed, b, gap)
+        above = _at_most(dataclasses.replace(b, constant=-b.constant), signed, gap)
+        return below.both(above) if below and above else None
+    apart = a.plus(b, -1)
+    if apart is None or (apart.key, apart.query) not in ((1, -1), (-1, 1)):
+        return None
+    if apart.key > 0:  # d + constant + gap <= 0
+        return _Between(high=-apart.constant - gap)
+    return _Between(low=apart.constant + gap)
