@@ -347,7 +347,8 @@ WAYS = {
     "kHasMaskBytes", "kMaskKeys", "kMaskQueries", "kMaskAlignment", "kByteKeys", "kByteQueries",
     "kPackedHeads", "kDropsMost", "kReachLeft", "kReachRight", "kDrains", "kPingPong", "kDynamic",
     "kReadsAhead", "kAddsFour", "kTmaLoads", "kBiasTiles", "kBatchesTogether", "kDropsPart",
-    "kBottomRight", "kHasScoreIds", "kScoreIsLine", "kScoreBends", "kScoreHasSlope",
+    "kBottomRight", "kHasScoreIds", "kScoreIsLine", "kScoreReach", "kScoreBends", "kScoreIsLevel",
+    "kScoreHasSlope",
 }  # fmt: skip
 
 

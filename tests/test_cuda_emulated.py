@@ -74,6 +74,8 @@ CASES = (
       window=(200, 90), kv_lengths=(500,)),
     C("score distance", score="distance", T=200, S=300),
     C("score distance 128", score="distance", H=128, N=1, causal=True),
+    C("score relative", score="relative", T=200, S=300, N=1, K=1),
+    C("score relative 128", score="relative", H=128, N=2, K=1, T=270, S=200, window=(150, 30)),
     C("bias", bias="bnts", H=128, batch=(2,), T=130),
     C("bias stored", bias="bnts", H=128, batch=(2,), T=130, S=136, N=2, K=1, softcap=3.0),
     C("bias stored causal", bias="bnts", T=200, S=136, causal=True, bias_hides=True,

@@ -303,22 +303,36 @@ def test_lines_of_the_distance_are_found(uncompiled):
     if _native.available("cuda"):
         pytest.skip(str(_native.available("cuda")))
     slopes = jnp.asarray(TABLE[:, 0])
-    lines = (
-        scores.alibi(slopes),
-        lambda s, b, h, q, k: s + slopes[h] * (k - q),
+    buckets = scores.relative_position_buckets(jnp.zeros((4, 16)), max_distance=99)
+    reaches = {  # -1: one line for all distances
+        scores.alibi(slopes): 0,
+        lambda s, b, h, q, k: s + slopes[h] * (k - q): -1,
+        lambda s, b, h, q, k: s + slopes[h]: -1,
         lambda s, b, h, q, k: (
             2.0 + s - jnp.abs((q - k).astype(jnp.float32)) / 8 - slopes[b] * (q - k)
-        ),
-    )
+        ): 0,
+        lambda s, b, h, q, k: s + jnp.abs(q - k + 1): 1,
+        lambda s, b, h, q, k: jnp.where(k > q, s + slopes[h], s): 1,
+        lambda s, b, h, q, k: s - slopes[h] * jnp.minimum(jnp.abs(q - k), 50): 50,
+        lambda s, b, h, q, k: jnp.where((q - k < 7) & (k - q <= 9), 2 * s, s - (q - k)): 10,
+        lambda s, b, h, q, k: s + jnp.where(q == k, slopes[0], slopes[h]): 1,
+        scores.relative_position_table(TABLE): TABLE.shape[1] // 2,
+        scores.relative_position_table(jnp.zeros((4, 255))): 127,
+        buckets: 99,
+    }
     others = (
+        lambda s, b, h, q, k: s,
         lambda s, b, h, q, k: s + slopes[h] * k,
-        lambda s, b, h, q, k: s + jnp.abs(q - k + 1),
         lambda s, b, h, q, k: 2 * s + slopes[h] * (k - q),
         lambda s, b, h, q, k: s + slopes[k % 2] * (k - q),
-        scores.relative_position_table(TABLE),
+        lambda s, b, h, q, k: s + jnp.sin(jnp.float32(k - q)),
+        lambda s, b, h, q, k: jnp.where(k > q, s, -jnp.inf),
+        scores.distance_decay(slopes, slopes),
+        scores.relative_position_table(jnp.zeros((4, 257))),  # no key is so far away
     )
     q = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)
-    for f in (*lines, *others):
+    for f in (*reaches, *others):
         made = jax_flash.explain(q, q, q, score_mod=f, gpu="H200")
         assert made.backend == "cuda"
-        assert ("score_line_of_head" in str(made)) == (f in lines)
+        assert ("score_line_of_head" in str(made)) == (f in reaches)
+        assert made.forward.kernel.plan.constants["kScoreReach"] == reaches.get(f, -1)

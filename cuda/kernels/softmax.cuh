@@ -50,10 +50,23 @@ struct CubicFactor {
   }
 };
 // The same and a line along each row: score * factor + start + step * column.
+template <bool kIsLevel>
 struct LineFactor {
   float factor, step, start[2];
+  __device__ __forceinline__ void set_start(int row, float to) { start[row] = to; }
+  __device__ __forceinline__ float first_start() const { return start[0]; }
   __device__ __forceinline__ float exponent(float score, int row, int column, float base) const {
     return fmaf(score, factor, fmaf(step, static_cast<float>(column), start[row] - base));
+  }
+};
+// A line without a slope: of both rows it is the same.
+template <>
+struct LineFactor<true> {
+  float factor, step, start;
+  __device__ __forceinline__ void set_start(int, float to) { start = to; }
+  __device__ __forceinline__ float first_start() const { return start; }
+  __device__ __forceinline__ float exponent(float score, int, int, float base) const {
+    return fmaf(score, factor, start - base);
   }
 };
 

@@ -29,9 +29,12 @@
 //   bool kHasScoreFunction    a user's function in its place, whose text follows the constants:
 //                             score_value, in the backward pass score_value_and_slope
 //   bool kScoreHasSlope       its derivative by the score is not 1
-//   bool kScoreIsLine         it is score + slope * d + bend * |d| + constant, d = key - query,
-//   with
-//                             numbers of the head, score_line_of_head; kScoreBends: bend is not 0
+//   bool kScoreIsLine         it is score + slope * (key - query) + constant, by numbers of the
+//   head,
+//                             score_line_of_head, of keys that stand kScoreReach or more after the
+//                             query, and by others of those as much before it; kScoreReach < 0:
+//                             there is one line. kScoreBends: the slopes differ; kScoreIsLevel:
+//                             there are none
 //   bool kHasScoreIds         it is told the batch row and the head
 #pragma once
 
@@ -204,12 +207,12 @@ struct ScoreFunctionAndSlope<Params, true> {
     return score_value_and_slope(of, scaled_score(p, score), query, key, slope);
   }
 };
-// What a function with kScoreIsLine adds, log2 units, where all keys stand on one side of the
-// queries: slope * (key - query) + constant.
+// What a function with kScoreIsLine adds, log2 units, where all keys stand beyond its reach on one
+// side of the queries: slope * (key - query) + constant.
 struct Line {
   float slope, constant;
   __device__ __forceinline__ float at(int distance) const {
-    return fmaf(slope, static_cast<float>(distance), constant);
+    return kScoreIsLevel ? constant : fmaf(slope, static_cast<float>(distance), constant);
   }
 };
 template <class Params, bool kExists = kScoreIsLine>
@@ -220,20 +223,21 @@ struct ScoreLine {  // none
 };
 template <class Params>
 struct ScoreLine<Params, true> {
-  decltype(score_line_of_head(*static_cast<const Params*>(nullptr), 0, 0, 0)) line;
+  decltype(score_line_of_head(*static_cast<const Params*>(nullptr), 0, 0, 0)) lines;
   __device__ __forceinline__ void read(const Params& p, int row, int head) {
     const int2 ids = score_ids(p, row, head);
-    line = score_line_of_head(p, row, ids.x, ids.y);
+    lines = score_line_of_head(p, row, ids.x, ids.y);
   }
-  // Do the keys from first_key to last_key stand on one side of the queries?
+  // Do the keys from first_key to last_key stand beyond the reach on one side of the queries?
   static __device__ __forceinline__ bool is_straight(int first_key, int last_key, int first_query,
                                                      int last_query) {
-    return !kScoreBends || first_key >= last_query || last_key <= first_query;
+    return kScoreReach < 0 || first_key >= last_query + kScoreReach ||
+           last_key + kScoreReach <= first_query;
   }
   // Then: of keys that are `after` the queries, or before them.
   __device__ __forceinline__ Line of_side(bool after) const {
-    const float bend = after ? line.bend : -line.bend;
-    return {kLog2E * (kScoreBends ? line.slope + bend : line.slope), kLog2E * line.constant};
+    const auto& line = kScoreReach < 0 || after ? lines.after : lines.before;
+    return {kLog2E * line.slope, kLog2E * line.constant};
   }
 };
 // What a score is multiplied by beside the line, log2 units.
@@ -249,7 +253,12 @@ __device__ __forceinline__ void apply_function(const Params& p,
                                                QueryOf query_of, int first_key,
                                                float (&scores)[kCount]) {
   const Place key = place(first_key + fragment::first_column(threadIdx.x));
-  const Place queries[2] = {place(query_of(0)), place(query_of(1))};
+  const Place first = place(query_of(0));
+  // Of a function of the distance 30 of 64 elements have another one's, that of the second row and
+  // 8 columns on, if rows are seen to be 8 apart. Beside dropout 28 bytes would be spilled.
+  const Place queries[2] = {first, kScoreReach > 0 && !kHasDropout
+                                       ? place_after(first, fragment::kRowStep)
+                                       : place(query_of(1))};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     scores[i] = function.value(p, scores[i], queries[fragment::row(i)],

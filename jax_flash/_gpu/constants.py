@@ -18,7 +18,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     positions = "query_positions" in problem.terms
     mask, bias, block = shapes.mask, shapes.bias, shapes.block_mask
     bias_type = None if bias is None else bias.dtype
-    line = _line(problem, shapes)
+    lines = _lines(problem, shapes)
     return {
         "kBFloat16": problem.dtype == "bfloat16",
         "kFloat32": problem.dtype == "float32",
@@ -55,8 +55,10 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kSoftcap": problem.softcap is not None,
         "kHasScoreFunction": problem.score is not None,
         "kScoreHasSlope": problem.score is not None and emit.has_slope(problem.score),
-        "kScoreIsLine": line is not None,
-        "kScoreBends": line is not None and line.bends,
+        "kScoreIsLine": lines is not None,
+        "kScoreReach": -1 if lines is None or lines.is_one else lines.reach,
+        "kScoreBends": lines is not None and lines.bend,
+        "kScoreIsLevel": lines is not None and lines.are_level,
         "kHasScoreIds": "score_ids" in problem.terms,
     }
 
@@ -70,9 +72,9 @@ def functions(call: Call, shapes: Shapes) -> str:
         emit.define, score, rows=shapes.own_captures, small=_are_small(shapes)
     )
     text = emit.PRELUDE + define("score_value")
-    line = _line(call.problem, shapes)
-    if line is not None:
-        text += line.define("score_line_of_head")
+    lines = _lines(call.problem, shapes)
+    if lines is not None:
+        text += lines.define("score_line_of_head")
     if _has_slope(call):
         text += define("score_value_and_slope", with_slope=True)
     return text
@@ -84,11 +86,14 @@ def _are_small(shapes: Shapes) -> bool:
     return all(isinstance(n, int) and n <= emit.SMALL - 1024 for n in lengths)
 
 
-def _line(problem: Problem, shapes: Shapes) -> distances.Line | None:
-    """Finds the line of the distance that the function of the scores adds, if that is all."""
+def _lines(problem: Problem, shapes: Shapes) -> distances.Lines | None:
+    """Finds the lines of the distance that the function of the scores adds, if that is all."""
     if problem.score is None or not _are_small(shapes):
         return None
-    return distances.line_of(problem.score, tuple(shapes.own_captures))
+    lines = distances.lines_of(problem.score, tuple(shapes.own_captures))
+    if lines is not None and lines.reach >= max(shapes.q_len, shapes.kv_len):
+        return None  # no block stands beyond the reach
+    return lines
 
 
 def refuse_functions(call: Call) -> list[str]:

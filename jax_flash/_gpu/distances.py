@@ -1,8 +1,10 @@
-"""Owns how a function of scores is found to add a line of the distance from query to key, or two.
+"""Owns how a function of scores is found to add lines of the distance from query to key.
 
-A score + slope * (key - query) + bend * |key - query| + constant, of which the head decides slope,
-bend and constant: ALiBi and what resembles it. Kernels take such a line along a row of scores for
-one fused multiplication of each, where the function itself is three or more.
+A score + slope * (key - query) + constant, of which the head decides both, wherever the key stands
+`reach` or more after the query, and another such line where it stands as much before: ALiBi (reach
+0), tables of clipped distances, T5's buckets (reach: their largest distance). Kernels take such a
+line along a row of scores for one fused multiplication of each, or none where it has no slope; the
+function itself is three or more.
 """
 
 from __future__ import annotations
@@ -20,92 +22,160 @@ from jax_flash._gpu import emit
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What a score + slope * d + bend * |d| + constant has, d = key - query.
+    """What a score + slope * (key - query) + constant has.
 
     Attributes:
       lines: text that computes what follows, of p, row, batch and head.
-      slope, bend, constant: names or numbers in the text.
+      slope, constant: names or numbers in the text.
     """
 
     lines: tuple[str, ...]
     slope: str
-    bend: str
     constant: str
 
     @property
-    def bends(self) -> bool:
-        """Tells whether it is another line on either side of the query."""
-        return self.bend != _ZERO
+    def is_level(self) -> bool:
+        return self.slope == _ZERO
+
+    def compute(self, name: str) -> str:
+        """Writes what sets `name`."""
+        text = (*self.lines, f"{name} = {{{self.slope}, {self.constant}}};")
+        return "  {\n" + "".join(f"    {line}\n" for line in text) + "  }\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """The lines of keys that stand `reach` or more before and after a query."""
+
+    reach: int
+    before: Line
+    after: Line
+
+    @property
+    def is_one(self) -> bool:
+        """Tells whether there is one line, for all keys."""
+        return self.reach == 0 and self.before == self.after
+
+    @property
+    def add_nothing(self) -> bool:
+        return self.are_level and self.before.constant == self.after.constant == _ZERO
+
+    @property
+    def bend(self) -> bool:
+        """Tells whether the slopes differ."""
+        before, after = self.before, self.after
+        return before.slope != after.slope or (before.lines != after.lines and not self.are_level)
+
+    @property
+    def are_level(self) -> bool:
+        """Tells whether none has a slope."""
+        return self.before.is_level and self.after.is_level
 
     def define(self, name: str) -> str:
-        """Writes a function `name` of (p, row, batch, head) that returns the three."""
-        body = "".join(f"  {line}\n" for line in self.lines)
+        """Writes a function `name` of (p, row, batch, head) that returns both."""
         return (
-            f"struct LineOfHead {{\n  float slope, bend, constant;\n}};\n"
-            f"template <class Params>\n__device__ __forceinline__ LineOfHead "
-            f"{name}(const Params& p, int row, int batch, int head) {{\n"
-            f"{body}  return {{{self.slope}, {self.bend}, {self.constant}}};\n}}\n"
+            "struct LineOfHead {\n  float slope, constant;\n};\n"
+            "struct LinesOfHead {\n  LineOfHead before, after;\n};\n"
+            f"template <class Params>\n__device__ __forceinline__ LinesOfHead "
+            f"{name}(const Params& p, int row, int batch, int head) {{\n  LinesOfHead lines;\n"
+            f"{self.before.compute('lines.before')}{self.after.compute('lines.after')}"
+            "  return lines;\n}\n"
         )
 
 
 @functools.lru_cache(maxsize=256)
-def line_of(function: Function, rows: tuple[bool, ...]) -> Line | None:
-    """Finds the line that a function adds, if it does that and nothing else.
+def lines_of(function: Function, rows: tuple[bool, ...]) -> Lines | None:
+    """Finds the lines that a function adds, if it does that and nothing else from a reach on.
+
+    The reach is the first that will do of those distances where it compares one with a number.
 
     Arguments:
       function: of score, batch, head, query and key, whose indices are less than emit.SMALL.
       rows: which captured arrays differ between batch rows.
     """
-    finder = _Finder()
-    try:
-        result = emit.run(finder, function, rows)
-    except emit.UnsupportedError:
-        return None
-    found = finder.sum_of(result)
-    if found is None or not found.score or (found.slope is None and found.bend is None):
-        return None
-    texts = [_ZERO if x is None else x.text for x in (found.slope, found.bend, found.constant)]
-    return Line(tuple(map(str, finder.needed(texts, False))), *texts)
+    tried: set[int] = set()
+    reaches = {0}
+    while reaches - tried and len(tried) < _MOST_REACHES:
+        reach = min(reaches - tried)
+        tried.add(reach)
+        found = []
+        for side in (-1, 1):
+            finder = _Finder(side, reach)
+            found.append(finder.line_of(function, rows))
+            reaches |= finder.reaches
+        before, after = found
+        if before is not None and after is not None:
+            lines = Lines(reach, before, after)
+            return None if lines.add_nothing else lines
+    return None
 
 
 _ZERO = "0.0f"
+_MOST_REACHES = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sum:
-    """A float: score + slope * d + bend * |d| + constant, of which the head decides the factors."""
+    """A float: score + slope * d + constant, d = key - query, of which the head decides factors."""
 
     score: bool = False
     slope: emit.Scalar | None = None
-    bend: emit.Scalar | None = None
     constant: emit.Scalar | None = None
 
     @property
     def is_constant(self) -> bool:
-        return not self.score and self.slope is None and self.bend is None
+        return not self.score and self.slope is None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """An int32: key * `key` + query * `query` + constant, or |key - query| * `distance`."""
+    """An int32: key * `key` + query * `query` + constant."""
 
     key: int = 0
     query: int = 0
     constant: int = 0
-    distance: int = 0
+
+    @property
+    def is_distance(self) -> bool:
+        """Tells whether it is a multiple of key - query and a constant."""
+        return self.key == -self.query != 0
+
+    def plus(self, other: _Whole, sign: int) -> _Whole:
+        return _Whole(
+            self.key + sign * other.key,
+            self.query + sign * other.query,
+            self.constant + sign * other.constant,
+        )
 
 
 class _Finder(emit.Writer):
-    """Follows which scalars are such sums. What it cannot tell is none."""
+    """Follows which scalars are such sums. What it cannot tell is none.
 
-    def __init__(self) -> None:
+    Arguments:
+      side: 1: keys stand `reach` or more after the query; -1: before it.
+    """
+
+    def __init__(self, side: int, reach: int) -> None:
         super().__init__()
+        self.side, self.reach = side, reach
+        self.reaches: set[int] = set()  # from which on comparisons are decided
         self.sums: dict[str, _Sum] = {"score": _Sum(score=True)}
         self.wholes: dict[str, _Whole] = {
             "key.index": _Whole(key=1),
             "query.index": _Whole(query=1),
         }
         self.varying = {"score", "query", "key"}
+
+    def line_of(self, function: Function, rows: tuple[bool, ...]) -> Line | None:
+        try:
+            result = emit.run(self, function, rows)
+        except emit.UnsupportedError:
+            return None
+        found = self.sum_of(result)
+        if found is None or not found.score:
+            return None
+        texts = [_ZERO if x is None else x.text for x in (found.slope, found.constant)]
+        return Line(tuple(map(str, self.needed(texts, False))), *texts)
 
     def let(self, dtype: str, text: str) -> str:
         name = super().let(dtype, text)
@@ -123,6 +193,12 @@ class _Finder(emit.Writer):
             return self.wholes[x.text]
         return None if x.number is None else _Whole(constant=int(x.number))
 
+    def bounds_of(self, whole: _Whole) -> tuple[int, int]:
+        """Returns the ends of a multiple of the distance and a constant."""
+        factor = whole.key * self.side
+        ends = [factor * d + whole.constant for d in (self.reach, emit.SMALL)]
+        return min(ends), max(ends)
+
     def compute(
         self, name: str, params: Mapping[str, Any], x: Sequence[emit.Scalar], dtype: str
     ) -> emit.Scalar:
@@ -130,8 +206,12 @@ class _Finder(emit.Writer):
         kinds = {one.dtype for one in x}
         if kinds == {dtype} == {"int32"}:
             whole = self._whole(name, x)
-            if whole is not None and max(-result.low, result.high) <= emit.SMALL:
-                self.wholes.setdefault(result.text, whole)
+            if whole is not None and max(-result.low, result.high) <= 2 * emit.SMALL:  # float32s
+                whole = self.wholes.setdefault(result.text, whole)
+                if whole.is_distance:
+                    low, high = self.bounds_of(whole)
+                    bounds = max(low, result.low), min(high, result.high)
+                    result = dataclasses.replace(result, bounds=bounds)
         elif dtype == "float32":
             converts = name == "convert_element_type" and kinds == {"int32"}
             found = self._of_whole(x[0]) if converts else None
@@ -141,27 +221,56 @@ class _Finder(emit.Writer):
                 self.sums.setdefault(result.text, found)
         return result
 
+    def extreme(self, name: str, a: emit.Scalar, b: emit.Scalar) -> emit.Scalar:
+        self._apart(a, b)
+        return super().extreme(name, a, b)
+
+    def compare(self, name: str, a: emit.Scalar, b: emit.Scalar) -> emit.Scalar:
+        apart = self._apart(a, b)
+        if apart is not None:
+            low, high = self.bounds_of(apart)
+            if name in ("eq", "ne") and (low > 0 or high < 0):
+                return emit.of_number(np.bool_(name == "ne"))
+            a = dataclasses.replace(a, bounds=(low, high))
+            decided = super().compare(name, a, emit.of_number(np.int32(0)))
+            if decided.number is not None:
+                return decided
+        return super().compare(name, a, b)
+
+    def _apart(self, a: emit.Scalar, b: emit.Scalar) -> _Whole | None:
+        """Returns a - b if the distance decides it; notes where its sign changes."""
+        one, other = (self.whole_of(x) if x.dtype == "int32" else None for x in (a, b))
+        if one is None or other is None:
+            return None
+        apart = one.plus(other, -1)
+        if not apart.is_distance:
+            return None
+        change = abs(apart.constant) // abs(apart.key)
+        self.reaches |= {change, change + 1}
+        return apart
+
     def _whole(self, name: str, x: Sequence[emit.Scalar]) -> _Whole | None:
         a, b = self.whole_of(x[0]), self.whole_of(x[-1])
         if a is None or b is None:
             return None
-        pairs = zip(dataclasses.astuple(a), dataclasses.astuple(b), strict=True)
         match name:
             case "add":
-                return _Whole(*(one + other for one, other in pairs))
+                return a.plus(b, 1)
             case "sub":
-                return _Whole(*(one - other for one, other in pairs))
+                return a.plus(b, -1)
             case "neg":
-                return _Whole(*(-one for one in dataclasses.astuple(a)))
-            case "abs" if a in (_Whole(1, -1), _Whole(-1, 1)):
-                return _Whole(distance=1)
+                return _Whole().plus(a, -1)
+            case "abs" if a.is_distance:
+                self._apart(x[0], emit.of_number(np.int32(0)))
+                if x[0].high <= 0:
+                    return _Whole().plus(a, -1)
         return None
 
     def _of_whole(self, x: emit.Scalar) -> _Sum | None:
         whole = self.whole_of(x)
         if whole is None or whole.key != -whole.query:
             return None
-        parts = (whole.key, whole.distance, whole.constant)
+        parts = (whole.key, whole.constant)
         return _Sum(False, *(_number(one) if one else None for one in parts))
 
     def _sum(self, name: str, x: Sequence[emit.Scalar]) -> _Sum | None:
@@ -182,13 +291,13 @@ class _Finder(emit.Writer):
             case "div" if b.constant and b.constant.number and b.is_constant and not a.score:
                 return self._times(a, _number(1 / b.constant.number))
             case "abs" if a in (_Sum(slope=_number(1)), _Sum(slope=_number(-1))):
-                return _Sum(bend=_number(1))
+                return _Sum(slope=_number(self.side))
         return None
 
     def _added(self, a: _Sum, b: _Sum) -> _Sum | None:
         if a.score and b.score:
             return None
-        parts = ((a.slope, b.slope), (a.bend, b.bend), (a.constant, b.constant))
+        parts = ((a.slope, b.slope), (a.constant, b.constant))
         return _Sum(a.score or b.score, *(self._plus(*part) for part in parts))
 
     def _plus(self, a: emit.Scalar | None, b: emit.Scalar | None) -> emit.Scalar | None:
@@ -199,7 +308,7 @@ class _Finder(emit.Writer):
         return self.value("float32", f"{a.text} + {b.text}")
 
     def _times(self, a: _Sum, factor: emit.Scalar) -> _Sum:
-        return _Sum(False, *(self._product(x, factor) for x in (a.slope, a.bend, a.constant)))
+        return _Sum(False, *(self._product(x, factor) for x in (a.slope, a.constant)))
 
     def _product(self, a: emit.Scalar | None, b: emit.Scalar) -> emit.Scalar | None:
         if a is None:

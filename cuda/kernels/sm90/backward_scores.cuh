@@ -151,10 +151,11 @@ struct LineOfKeys {
   // Of an element with what is added to its column.
   __device__ __forceinline__ float exponent(float score, int i, float shift) const {
     const float column = static_cast<float>(fragment::column(i));
-    return fmaf(score, factor, start[fragment::row(i)] + fmaf(step, column, shift));
+    const float along = kScoreIsLevel ? shift : fmaf(step, column, shift);
+    return fmaf(score, factor, start[fragment::row(i)] + along);
   }
 };
-// Do all keys [key0, key0 + 64) stand on one side of all queries of the block?
+// Do all keys [key0, key0 + 64) stand beyond the reach on one side of all queries of the block?
 __device__ __forceinline__ bool is_straight(int key0, int m0) {
   return ScoreLine<BackwardParams>::is_straight(key0, key0 + 63, m0, m0 + kQueries - 1);
 }
@@ -193,6 +194,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
       const float shift = i % 2 == 0 ? shifts.x : shifts.y;
       if constexpr (kStraight) {
         x = ptx::exp2_approx(function.exponent(x, 4 * j + i, shift));
+        slopes[i] = 1.0f;  // of the score itself
       } else {
         if constexpr (kHasScoreFunction) {
           x = function.apply(p, x, 4 * j + i, slopes[i]);

@@ -37,12 +37,13 @@ struct BlockLine : ScoreLine<ForwardParams, kExists> {  // none
   template <class QueryOf>
   __device__ __forceinline__ void fetch(const ForwardParams&, int, int, QueryOf) {}
   __device__ __forceinline__ bool is_one() const { return false; }
-  __device__ __forceinline__ LineFactor factor() const { return {}; }
+  __device__ __forceinline__ void add_to(const ForwardParams&, Scores&) const {}  // not called
+  __device__ __forceinline__ LineFactor<kScoreIsLevel> factor() const { return {}; }
 };
 template <>
 struct BlockLine<true> : ScoreLine<ForwardParams> {
   bool one;
-  LineFactor line;
+  LineFactor<kScoreIsLevel> line;
   template <class QueryOf>
   __device__ __forceinline__ void fetch(const ForwardParams& p, int first_key, int first_query,
                                         QueryOf query_of) {
@@ -52,10 +53,16 @@ struct BlockLine<true> : ScoreLine<ForwardParams> {
     line = {line_factor(p), of.slope};
     const int key = first_key + fragment::first_column(threadIdx.x);
 #pragma unroll
-    for (int row = 0; row < 2; ++row) line.start[row] = of.at(key - query_of(row));
+    for (int row = 0; row < 2; ++row) line.set_start(row, of.at(key - query_of(row)));
   }
   __device__ __forceinline__ bool is_one() const { return one; }
-  __device__ __forceinline__ LineFactor factor() const { return line; }
+  // A level line, where a block is tested or looked through for maxima.
+  __device__ __forceinline__ void add_to(const ForwardParams& p, Scores& scores) const {
+    const float added = line.first_start() * kLn2;
+#pragma unroll
+    for (int i = 0; i < kBlockKV / 2; ++i) scores[i] = scaled_score(p, scores[i]) + added;
+  }
+  __device__ __forceinline__ LineFactor<kScoreIsLevel> factor() const { return line; }
 };
 
 // What a thread draws with, read once a unit: of a block's its draws would wait for shared and
@@ -349,6 +356,12 @@ struct Warpgroup : RowWalk,
   __device__ __forceinline__ void add_terms(Scores& scores) {
     add_bias(scores);
     if constexpr (kHasScoreFunction) {
+      if constexpr (kTakesLine && kScoreIsLevel) {
+        if (UnitLine::is_one()) {
+          UnitLine::add_to(p, scores);
+          return;
+        }
+      }
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
       apply_function<ForwardParams>(p, *this, query_of, block * kBlockKV, scores);
@@ -415,7 +428,7 @@ struct Warpgroup : RowWalk,
       rescale =
           softmax.extend(scores, p.scale_log2, factor, searches, correction, among_exponentials());
     } else if constexpr (kTakesLine) {
-      LineFactor factor{p.scale_log2, 0.0f, {0.0f, 0.0f}};
+      LineFactor<kScoreIsLevel> factor{p.scale_log2};
       if (later_is_full() && !searches && UnitLine::is_one()) {
         add_bias(scores);
         factor = UnitLine::factor();
