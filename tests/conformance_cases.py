@@ -245,6 +245,7 @@ CASES: tuple[Case, ...] = (
     C("bfloat16 113 x 203", dtype=HALF, T=113, S=203, H=64),
     C("bfloat16 window", dtype=HALF, T=200, S=200, window=(31, 17)),
     C("bfloat16 mask", dtype=HALF, mask="b1ts"),
+    C("bfloat16 mask blocks", dtype=HALF, T=200, S=300, H=64, mask="1nts", with_lse=True),
     C("bfloat16 softcap", dtype=HALF, softcap=2.0, spread=3.0),
     C("bfloat16 segments gqa", dtype=HALF, segments="packed", N=4, K=2, causal=True),
     C("bfloat16 lengths bottom right", dtype=HALF, T=70, S=90, causal=True, align=BOTTOM_RIGHT,

@@ -559,8 +559,9 @@ def mask_params(case: Case, c: dict[str, int], rows: int, *, by_key: bool) -> di
     if batch == 0:
         mask = {"bytes": nothing, "words": None, "flags": None, "batch": 0, "head": 0}
         return {"mask": mask} | blocks
-    # A row of bits is one of queries (forward) or keys; its words those of a block of the others.
-    lines, columns, block = (queries, keys, c["kBlockKV"])
+    # A row of bits is one of queries (forward; of whole blocks) or keys; its words those of a block
+    # of the others.
+    lines, columns, block = ceil_div(queries, rows) * rows, keys, c["kBlockKV"]
     if by_key:
         lines, columns, block = keys, queries, rows
     words = 1 if columns == 1 else {48: 2, 64: 2}.get(block, 4)

@@ -4,12 +4,13 @@
 // Of the boolean mask a kernel ahead of either pass, mask_plan, makes bits and flags of blocks. It
 // has parts [queries, keys], one for each batch row and head, or fewer: p.mask.batch and
 // p.mask.head are the parts from one row and head to the next. Where it does not vary with the
-// query or the key (kByteQueries, kByteKeys), there is one of them. The words of a row of bits are
-// those of one block, padded: wherever a block starts, a thread loads its words at once.
+// query or the key (kByteQueries, kByteKeys), there is one of them. A thread loads its bits of a
+// block at once: in the backward the padded words of a row, of one block; in the forward its part
+// of them, a ThreadWord, which lies with those of the block's other queries and threads.
 //
-//   pass      words                               flags
-//   forward   [parts, query, key block, words]    [parts, query block, key block]
-//   backward  [parts, key, query block, words]    [parts, key block, query block]
+//   pass      words                                           flags
+//   forward   [parts, query block, key block, query, thread]  [parts, query block, key block]
+//   backward  [parts, key, query block, words]                [parts, key block, query block]
 //
 // The block mask has blocks of its own, kMaskBlock x kMaskBlock pairs: mask_plan makes flags of
 // those that a block of the kernel meets; bits are read where they are, 16 keys of a query a word.
@@ -20,6 +21,7 @@
 #pragma once
 
 #include "cuda/runtime/params.h"
+#include "fragment.cuh"
 #include "numbers.cuh"
 #include "ptx.cuh"
 #include "rows.cuh"
@@ -155,47 +157,104 @@ __device__ __forceinline__ void load_blocks(const Params& p, int batch, int head
 
 // ---- bits of fragments --------------------------------------------------------------------------
 
-// The forward's: bits of the keys of a block, rows are queries.
+// The forward's, of the boolean mask: a thread's own, one word for each of its two queries. Bit
+// 2 j + i is of the column 8 j + i after its first; those past the keys are 0. Where the mask does
+// not vary with the key, all bits are set or none.
 template <int kKeys>
-struct KeyBits : Bits<kKeys, kMaskKeys> {
-  using Bits<kKeys, kMaskKeys>::words;
-  static constexpr int kWords = Bits<kKeys, kMaskKeys>::kWords;
-
-  template <class Params>
-  __device__ __forceinline__ void load(const Params& p, int batch, int head, int query, int block,
-                                       bool tests = true) {
-    if constexpr (kMaskBlock != 0) {
-      load_blocks<kKeys>(p, batch, head, query, block * kKeys, tests, words);
-    }
-    if constexpr (kHasMaskBytes) {
-      int64 row = part_of(p, batch, head);
-      if constexpr (kByteQueries) row = row * p.query_len + min(query, p.query_len - 1);
-      if constexpr (kByteKeys) row = row * ceil_div(p.kv_len, kKeys) + block;
-      Bits<kKeys, kByteKeys> bytes;
-      bytes.load(p.mask.words, row);
+using ThreadWord = typename Word<(!kByteKeys || kKeys > 64) ? 4
+                                 : (kKeys > 32)             ? 2
+                                                            : 1>::Type;
+// The bit of element i of a fragment in the word of its row.
+__host__ __device__ constexpr int thread_bit(int i) { return i / 4 * 2 + i % 2; }
+// A thread's bits among those of whole rows.
+template <int kWords>
+__device__ __forceinline__ uint32 thread_bits(const uint32 (&words)[kWords], int first_column) {
+  uint32 mine = 0;
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        words[w] = kMaskBlock != 0 ? words[w] & bytes.word(w) : bytes.word(w);
+  for (int w = 0; w < kWords; ++w) {
+    // The product has the pairs of bits at 24, 26, 28 and 30, and no two of its terms meet.
+    mine |= (words[w] >> first_column & 0x03030303u) * 0x01041040u >> 24 << 8 * w;
+  }
+  return mine;
+}
+// The bits of the columns below `end`, which counts from the thread's first one.
+__device__ __forceinline__ uint32 low_thread_bits(int end) {
+  return ptx::low_bits((end >> 3) * 2 + min(end & 7, 2));
+}
+
+// Those of a thread's two queries, from the words that plan_by_query<kQueries, kKeys> has made.
+template <int kQueries, int kKeys, bool kByThread = kHasMaskBytes>
+struct RowBits {
+  using Stored = ThreadWord<kKeys>;
+  static constexpr int kRows = kByteQueries ? kQueries : 1;  // of a block, of which each has
+  static constexpr int kRowWords = kByteKeys ? 4 : 1;        // so many words
+  uint32 rows[kMaskQueries ? 2 : 1];
+
+  // Number of the block of queries, of which `query` is one, and the first block of keys: as of its
+  // flag.
+  template <class Params>
+  static __device__ __forceinline__ int tile_of(const Params& p, int batch, int head, int query) {
+    int at = batch * p.mask.batch + head * p.mask.head;
+    if constexpr (kByteQueries) {
+      at = at * ceil_div(p.query_len, kQueries) + min(query, p.query_len - 1) / kQueries;
+    }
+    return kByteKeys ? at * ceil_div(p.kv_len, kKeys) : at;
+  }
+  template <class Params>
+  static __device__ __forceinline__ Stored* words_of(const Params& p, int tile) {
+    return reinterpret_cast<Stored*>(p.mask.words) + static_cast<int64>(tile) * (kRows * kRowWords);
+  }
+  // `tile`: that of tile_of; `query_of(row)`: the query of row 0 or 1.
+  template <class Params, class QueryOf>
+  __device__ __forceinline__ void load(const Params& p, int tile, int batch, int head,
+                                       QueryOf query_of, int block, bool tests = true) {
+    const Stored* words = words_of(p, kByteKeys ? tile + block : tile);
+    if constexpr (kByteQueries) words += query_of(0) % kQueries * kRowWords;
+    if constexpr (kByteKeys) words += threadIdx.x % 4;
+#pragma unroll
+    for (int row = 0; row < (kMaskQueries ? 2 : 1); ++row) {
+      rows[row] = __ldg(words + (kByteQueries ? fragment::kRowStep * row * kRowWords : 0));
+      if constexpr (kMaskBlock != 0) {
+        uint32 of_rows[ceil_div(kKeys, 32)];
+        load_blocks<kKeys>(p, batch, head, query_of(row), block * kKeys, tests, of_rows);
+        rows[row] &= thread_bits(of_rows, fragment::first_column(threadIdx.x));
       }
     }
   }
-};
-// Those of a thread's two queries.
-template <int kKeys>
-struct RowBits {
-  KeyBits<kKeys> rows[kMaskQueries ? 2 : 1];
-
+  template <class Params, class QueryOf>
+  __device__ __forceinline__ void load(const Params& p, int batch, int head, QueryOf query_of,
+                                       int block, bool tests = true) {
+    load(p, tile_of(p, batch, head, query_of(0)), batch, head, query_of, block, tests);
+  }
   __device__ __forceinline__ void show_all() {
 #pragma unroll
-    for (KeyBits<kKeys>& row : rows) {
+    for (uint32& row : rows) row = 0xffffffffu;
+  }
+  __device__ __forceinline__ uint32 of(int row) const { return rows[kMaskQueries ? row : 0]; }
+};
+// The same of a block mask by itself: bits of whole rows.
+template <int kQueries, int kKeys>
+struct RowBits<kQueries, kKeys, false> {
+  Bits<kKeys, true> rows[2];
+
+  template <class Params, class QueryOf>
+  __device__ __forceinline__ void load(const Params& p, int batch, int head, QueryOf query_of,
+                                       int block, bool tests = true) {
+    if constexpr (kMaskBlock != 0) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        load_blocks<kKeys>(p, batch, head, query_of(row), block * kKeys, tests, rows[row].words);
+      }
+    }
+  }
+  __device__ __forceinline__ void show_all() {
+#pragma unroll
+    for (Bits<kKeys, true>& row : rows) {
 #pragma unroll
       for (uint32& word : row.words) word = 0xffffffffu;
     }
   }
-
-  __device__ __forceinline__ uint32 word(int row, int w) const {
-    return rows[kMaskQueries ? row : 0].word(w);
-  }
+  __device__ __forceinline__ uint32 word(int row, int w) const { return rows[row].word(w); }
 };
 // The backward's: bits of the queries of a block, rows are keys. Those of a block mask are added by
 // keep_blocks.
@@ -287,7 +346,7 @@ __device__ __forceinline__ int flag_by_query(const Params& p, int batch, int hea
                                              int key_block) {
   int flag = kSeesAny | kSeesAll;
   if constexpr (kHasMaskBytes) {
-    int64 at = part_of(p, batch, head);
+    uint32 at = batch * p.mask.batch + head * p.mask.head;  // there is a CTA for each
     if constexpr (kByteQueries) at = at * ceil_div(p.query_len, kQueries) + query_block;
     if constexpr (kByteKeys) at = at * ceil_div(p.kv_len, kKeys) + key_block;
     flag = p.mask.flags[at];
@@ -394,32 +453,38 @@ __device__ __forceinline__ void plan_by_query(const Params& p) {
   if (is_left_to_other(p)) return;
   uint32 cta;
   if (!plans_bytes<kQueries, kKeys, false>(p, &cta)) return;
-  constexpr int kPieces = kByteKeys ? kKeys / 16 : 1;  // of 16 keys
-  constexpr int kHalves = 2 * Bits<kKeys, kByteKeys>::kWords;
+  constexpr int kWords = Bits<kKeys, kByteKeys>::kWords;
+  constexpr int kPieces = kByteKeys ? 2 * kWords : 1;  // of 16 keys
   const int key_blocks = kByteKeys ? ceil_div(p.kv_len, kKeys) : 1;
   const int query_blocks = kByteQueries ? ceil_div(p.query_len, kQueries) : 1;
   const int queries = kByteQueries ? p.query_len : 1;
   const int key_block = cta % key_blocks, row_block = cta / key_blocks;
   const int query_block = row_block % query_blocks;
   const int64 part = row_block / query_blocks;
+  const int64 first = part * queries + query_block * kQueries;  // of the mask's rows
   const int rows = min(kQueries, queries - query_block * kQueries);
   const auto* bytes = static_cast<const unsigned char*>(p.mask.bytes.data);
+  using Words = RowBits<kQueries, kKeys, true>;
+  constexpr int kRows = Words::kRows;
+  auto* words = Words::words_of(p, cta);
+  __shared__ uint32 bits_of_rows[kRows][kWords];
   bool any = false, all = true;
-  for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
-    const int64 row = part * queries + query_block * kQueries + i / kPieces;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
+    const int row = i / kPieces;
     if constexpr (kByteKeys) {
       const int key = key_block * kKeys + i % kPieces * 16;
-      const int count = min(p.kv_len - key, 16);
-      const uint32 bits = load_bits(bytes + row * p.kv_len + key, count);
-      reinterpret_cast<uint16*>(
-          p.mask.words)[(row * key_blocks + key_block) * kHalves + i % kPieces] =
-          static_cast<uint16>(bits);
+      const int last = min(p.kv_len, (key_block + 1) * kKeys);
+      const int count = row < rows ? min(last - key, 16) : 0;
+      const uint32 bits = load_bits(bytes + (first + row) * p.kv_len + key, count);
+      reinterpret_cast<uint16*>(bits_of_rows)[i] = static_cast<uint16>(bits);
       any = any || bits != 0;
       all = all && bits == ptx::low_bits(count);
     } else {
-      const bool seen = bytes[row] != 0;
-      p.mask.words[row] = seen ? 0xffffffffu : 0;
-      any = any || seen;
+      // Rows past the queries see all keys: their words are read, and always the same.
+      const bool seen = row >= rows || bytes[first + row] != 0;
+      words[row] = seen ? 0xffffffffu : 0;
+      any = any || (seen && row < rows);
       all = all && seen;
     }
   }
@@ -427,6 +492,13 @@ __device__ __forceinline__ void plan_by_query(const Params& p) {
   all = __syncthreads_and(all);
   if (threadIdx.x == 0) {
     p.mask.flags[cta] = static_cast<unsigned char>((any ? kSeesAny : 0) | (all ? kSeesAll : 0));
+  }
+  if constexpr (kByteKeys) {
+    for (int i = threadIdx.x; i < kRows * Words::kRowWords; i += kThreads) {
+      const int row = i / Words::kRowWords;
+      const uint32 seen = thread_bits(bits_of_rows[row], 2 * (i % Words::kRowWords));
+      words[i] = static_cast<typename Words::Stored>(row < rows ? seen : 0xffffffffu);
+    }
   }
 }
 

@@ -492,11 +492,10 @@ __device__ __forceinline__ void hide_positions(const Params& p, int batch, const
 // 1; `one_segment`: all pairs share theirs; `bits`: what the mask has for row 0 and 1, which are
 // one where it does not vary with the query. With kBranches halves that a warp sees whole are left
 // out, one of most diagonal blocks; wgmma in flight would be serialised by a branch here.
-template <int kCount, bool kBranches, class Params, class QueryOf, int kScores>
+template <int kCount, bool kBranches, class Params, class QueryOf, class RowBits, int kScores>
 __device__ __forceinline__ void hide_scores(const Params& p, int batch, const Visibility& sight,
                                             QueryOf query_of, int first_key, bool one_segment,
-                                            const mask::RowBits<2 * kScores>& bits,
-                                            float (&scores)[kScores]) {
+                                            const RowBits& bits, float (&scores)[kScores]) {
   if constexpr (kHasPositions) {
     hide_positions<kCount>(p, batch, sight, query_of, first_key, scores);
   }
@@ -517,7 +516,25 @@ __device__ __forceinline__ void hide_scores(const Params& p, int batch, const Vi
   for (int row = 0; row < 2; ++row) {
     const int query = query_of(row);
     Range columns = row_columns(sight, query, first_key);
-    if constexpr (kHasSegments || kHasMask) {
+    if constexpr (kHasMaskBytes) {
+      uint32 mine = bits.of(row);
+      if (kHasSegments && !one_segment) {
+        uint32 words[kWords];
+        const bool valid = query < sight.query_length;
+        match_segment(valid ? p.query_segments[static_cast<int64>(batch) * p.query_len + query] : 0,
+                      ids, words);
+        mine &= mask::thread_bits(words, first_column);
+      }
+      if constexpr (kHasKeyValueLengths || kWindowRight || !kByteKeys) {
+        mine &= mask::low_thread_bits(columns.end - first_column);
+      }
+      if constexpr (kWindowLeft) mine &= ~mask::low_thread_bits(columns.begin - first_column);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (fragment::row(i) != row) continue;
+        scores[i] = mine >> mask::thread_bit(i) & 1 ? scores[i] : kNegativeInfinity;
+      }
+    } else if constexpr (kHasSegments || kHasMask) {
       uint32 words[kWords];  // the columns that the row sees, a bit each
 #pragma unroll
       for (int w = 0; w < kWords; ++w) words[w] = 0xffffffffu;

@@ -50,16 +50,16 @@ _HELD = {
     "query_positions": 2,  # the ends of what a query sees
     "key_value_positions": 1,
     "sinks": 1,
-    "mask": 8,
+    "mask": 2,  # a word for each of its two queries
     "block_numbers": 2,  # bits are read where they are tested; no other term beside them
     "block_bits": 0,
     "dropout_state": 3,  # and what its draws pass through
     "bias": 32,
     "score_ids": 0,  # read once a unit
 }
-# Beside them three warpgroups, of 160 registers a thread, have room for lengths alone or segments
-# alone, in the registers that the weights had before (`drains`); with more ptxas spills, and two
-# warpgroups, of 240, are faster.
+# Beside them three warpgroups, of 160 registers a thread, have room for a mask alone, and in the
+# registers that the weights had before (`drains`) for lengths alone or segments alone; with more
+# ptxas spills, and two warpgroups, of 240, are faster.
 _HELD_BY_THREE_WARPGROUPS = 2
 
 
@@ -467,13 +467,15 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
         )
     if widest <= 64:
         held = sum(_HELD[term] for term in problem.terms)
-        # A window's left side and a softcap take registers in the walk too, a sink after it.
-        walked = [term for term in problem.terms if term not in ("sinks", "score_ids")]
+        # A window's left side and a softcap take registers in the walk too, a sink after it. A
+        # mask's words find some beside the weights.
+        walked = [term for term in problem.terms if term not in ("sinks", "score_ids", "mask")]
         drains = bool(walked) or problem.window[0] is not None or problem.softcap is not None
         # Beside these a function of the scores spills up to 328 bytes; alone, with remainders, 64.
         crammed = problem.score is not None and (drains or emit.has_remainders(problem.score))
         if shapes.block_mask is not None:  # 8 bytes beside a softcap; 124 of pieces of 16 keys
             crammed |= problem.softcap is not None or shapes.block_mask.block % 32 != 0
+        crammed |= "mask" in problem.terms and (mapped or problem.softcap is not None)  # 16 bytes
         # A row of blocks of a layout is none of its neighbours': of three warpgroups' 192 rows most
         # units would walk the blocks of two rows of 128.
         if is_layout:

@@ -27,7 +27,7 @@ def mask_by_query(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.
     parts, words = mask.batch * mask.heads, mask_words(mask.keys, block_kv)
     query_blocks, key_blocks = blocks(mask.queries, block_q), blocks(mask.keys, block_kv)
     return {
-        "mask_words": int32(parts, mask.queries, key_blocks, words),
+        "mask_words": int32(parts, query_blocks, key_blocks, block_q * words),
         "mask_flags": uint8(parts, query_blocks, key_blocks),
         "block_flags": flags,
     }

@@ -459,12 +459,9 @@ struct Rows {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       const auto query = [&](int row) { return walk.query(tile, row); };
-      mask::RowBits<kBlockKV> bits;
+      mask::RowBits<kUnitRows, kBlockKV> bits;
       if constexpr (kHasMask) {
-#pragma unroll
-        for (int row = 0; row < (kMaskQueries ? 2 : 1); ++row) {
-          bits.rows[row].load(p, walk.batch, walk.head, query(row), block);
-        }
+        bits.load(p, walk.batch, walk.head, query, block);
       }
       hide_scores<kBlockKV / 2, /*kBranches=*/true>(p, walk.batch, walk.sight, query, first_key,
                                                     walk.is_one_segment(block), bits, scores[tile]);

@@ -62,10 +62,11 @@ inline constexpr bool kListsOwn = kListsWhole && kTmaLoads && !kHasSegments && k
 inline constexpr bool kRepeats = kTmaLoads;
 inline constexpr int kRepeatSlots = 4;  // units that may be in flight
 // The mask's bits are fetched beside the product that they are for; with segments, positions or a
-// bias, or for three warpgroups, there is no register for that. Most blocks of a block mask need
-// none: of it alone they are fetched where they are tested.
-inline constexpr bool kBitsAhead =
-    kHasMask && !kListsWords && !kHasSegments && !kHasPositions && !kHasBias && kConsumers == 2;
+// bias, or a block mask for three warpgroups, there is no register for that. Most blocks of a block
+// mask need none: of it alone they are fetched where they are tested.
+inline constexpr bool kBitsAhead = kHasMask && !kListsWords && !kHasSegments && !kHasPositions &&
+                                   !kHasBias &&
+                                   (kConsumers == 2 || (kHasMaskBytes && kMaskBlock == 0));
 // A bias that TMA loads comes with the keys, in their stages and at their barriers. Two warpgroups
 // have registers for a block's, which they read beside the product that it is for; three read it
 // where they add it.

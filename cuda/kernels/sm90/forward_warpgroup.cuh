@@ -9,6 +9,7 @@ namespace forward {
 // Scores or exponentials of one block of keys, a warpgroup's fragment.
 using Scores = float[kBlockKV / 2];
 using Softmax = SoftmaxState<Element>;
+using RowBits = mask::RowBits<kWarpgroupRows, kBlockKV>;
 
 // The bias of the block whose scores are on their way, that TMA has loaded: read ahead, or not.
 using StagedBias = bias::StagedRows<kBlockKV, kUnitRows>;
@@ -89,6 +90,33 @@ struct UnitDraws<true> {
   }
 };
 
+// Loads a block's bits of the mask; those of the boolean one from where they begin for the rows of
+// the warpgroup, found once a unit.
+template <class Bits, bool kHeld>
+struct UnitBits {  // not held
+  __device__ __forceinline__ void find(const ForwardParams&, int, int, int) {}
+  template <class QueryOf>
+  __device__ __forceinline__ void load(const ForwardParams& p, int batch, int head,
+                                       QueryOf query_of, int block, bool tests, Bits& bits) const {
+    bits.load(p, batch, head, query_of, block, tests);
+  }
+};
+template <class Bits>
+struct UnitBits<Bits, true> {
+  int tile;
+  __device__ __forceinline__ void find(const ForwardParams& p, int batch, int head, int query) {
+    tile = ptx::uniform(Bits::tile_of(p, batch, head, query));
+  }
+  template <class QueryOf>
+  __device__ __forceinline__ void load(const ForwardParams& p, int batch, int head, QueryOf,
+                                       int block, bool tests, Bits& bits) const {
+    const auto row_of = [](int) { return fragment::first_row(ptx::opaque(threadIdx.x)); };
+    bits.load(p, tile, batch, head, row_of, block, tests);
+  }
+};
+inline constexpr bool kHoldsBits =
+    kBitsAhead && kHasMaskBytes && kMaskBlock == 0 && kValueDim <= 128;
+
 // Draws go among the exponentials of a block. Where there are no registers for that, of wide heads,
 // and beyond 64 with terms fetched by blocks or loads without TMA, they come when bases have risen.
 inline constexpr bool kDrawsAmong =
@@ -105,10 +133,12 @@ struct Warpgroup : RowWalk,
                    BiasReader<kBiasBeside>,
                    ScoreFunction<ForwardParams>,
                    BlockLine<kTakesLine>,
-                   UnitDraws<kHoldsDraws> {
+                   UnitDraws<kHoldsDraws>,
+                   UnitBits<RowBits, kHoldsBits> {
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   using UnitLine = BlockLine<kTakesLine>;             // likewise, and what follows once a block
   using Drawing = UnitDraws<kHoldsDraws>;             // likewise
+  using BitsOfMask = UnitBits<RowBits, kHoldsBits>;   // likewise
   const ForwardParams& p;
   Shared& shared;
   const int warpgroup;  // warpgroup among the consumers
@@ -120,7 +150,7 @@ struct Warpgroup : RowWalk,
   float output[kValueColumns / 2];
   float correction[2];
   Softmax softmax;
-  mask::RowBits<kBlockKV> bits;    // of the block whose scores are on their way, unless it is whole
+  RowBits bits;                    // of the block whose scores are on their way, unless it is whole
   bias::RowTile<kBlockKV> biases;  // likewise
   DroppedPairs<kBlockKV> dropped;
 
@@ -264,6 +294,11 @@ struct Warpgroup : RowWalk,
       const ListedBlock listed = listed_block();
       whole = listed.is_whole(warpgroup);
       block = listed.number();
+      if constexpr (kHoldsBits) {
+        const UnitInfo& t = unit();
+        const int first_query = t.first_row + warpgroup * kWarpgroupRows;
+        if (is_first) BitsOfMask::find(p, t.batch, t.head, first_query);
+      }
       if constexpr (kBitsAhead) fetch_bits(bits, block, !whole);
     }
     if constexpr (kHoldsDraws) {
@@ -310,13 +345,10 @@ struct Warpgroup : RowWalk,
     bias::prefetch(p, t.batch, t.head, t.first_row + warpgroup * kWarpgroupRows,
                    max(first_key - kBlockKV, 0));
   }
-  __device__ __forceinline__ void fetch_bits(mask::RowBits<kBlockKV>& to, int of_block,
-                                             bool tests) const {
+  __device__ __forceinline__ void fetch_bits(RowBits& to, int of_block, bool tests) const {
     const UnitInfo& t = unit();
-#pragma unroll
-    for (int row = 0; row < (kMaskQueries ? 2 : 1); ++row) {
-      to.rows[row].load(p, t.batch, t.head, packed_row(t, row), of_block, tests);
-    }
+    const auto query_of = [&](int row) { return packed_row(t, row); };
+    BitsOfMask::load(p, t.batch, t.head, query_of, of_block, tests, to);
   }
   // Gives the operands of the scores back.
   __device__ __forceinline__ void release_scores() {
@@ -331,7 +363,7 @@ struct Warpgroup : RowWalk,
     const UnitInfo& t = unit();
     const bool one_segment = block >= t.one.begin && block < t.one.end;
     const auto query_of = [&](int row) { return packed_row(t, row) / kPackedHeads; };
-    mask::RowBits<kBlockKV> now = bits;
+    RowBits now = bits;
     if constexpr (kListsLayout) {
       now.show_all();
     } else if constexpr (kHasMask && !kBitsAhead) {

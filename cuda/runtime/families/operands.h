@@ -201,11 +201,11 @@ inline std::int64_t SetMask(const Operands& operands, const TermSizes& s, std::i
   mask->head = s.heads > 1 ? 1 : 0;
   const std::int64_t query_blocks = CeilDiv(s.queries, block_q);
   const std::int64_t key_blocks = CeilDiv(s.keys, block_kv);
-  const std::int64_t rows = by_key ? s.keys : s.queries;
+  const std::int64_t rows = by_key ? s.keys : query_blocks;
   const std::int64_t blocks = by_key ? query_blocks : key_blocks;
   const std::int64_t words = s.parts() == 0 ? 0
                              : by_key       ? MaskWords(s.queries, block_q)
-                                            : MaskWords(s.keys, block_kv);
+                                            : block_q * MaskWords(s.keys, block_kv);
   workspaces->Take("mask_words", {s.parts(), rows, blocks, words}, &mask->words);
   workspaces->Take(
       "mask_flags",
