@@ -123,7 +123,8 @@ struct Named<ForwardParams> : ForwardParams {
               batch, query_len, kv_len, query_heads, kv_heads, query_blocks, l2_heads, window_left,
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
-              query_position_ranges, score_ids, captures, block_mask, bias_map, result_scale)
+              query_position_ranges, score_ids, captures, block_mask, bias_map, result_scale,
+              query_halves, key_halves, value_halves, query_factors, key_factors, value_factors)
 };
 template <>
 struct Named<BackwardParams> : BackwardParams {

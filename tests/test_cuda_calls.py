@@ -266,6 +266,8 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
     if c["kPreScale"]:
         expected["scale_log2"] = np.float32((case.softcap or 1.0) / math.log(2))
     expected |= mask_params(case, c, 64, by_key=False) | bias_params(case, c)
+    arrays = ("query", "key", "value")  # of float32 alone
+    expected |= {f"{array}_{of}": None for array in arrays for of in ("halves", "factors")}
     assert_launched_with(call, names_of_buffers(case, recordings[case])[0], expected)
     assert 1 <= main.params["l2_heads"] <= batch * case.N // packed
 

@@ -568,6 +568,30 @@ def split() -> Configurations:
                 yield f"{dim} {dtype} {precision} {name}", of, shapes
 
 
+def halves() -> list[Any]:
+    """float32 in two float16 on Hopper, the forward pass."""
+    windows = {"full": (None, None), "causal": (None, 0), "window": (100, 20)}
+    found = []
+    for dim, (name, window) in itertools.product((64, 128), windows.items()):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+        problem = dataclasses.replace(
+            PLAIN,
+            dtype="float32",
+            precision="highest",
+            window=window,
+            bottom_right=name == "window",
+        )
+        plan = _gpu.plan(passes(problem)["forward"], shapes, H200)
+        found.append(pytest.param(plan, id=f"{dim} {name}"))
+    return found
+
+
+@pytest.mark.parametrize("plan", halves())
+def test_float32_in_halves_compiles_without_spills(plan: _gpu.Plan):
+    assert plan.constants["kHalves"]
+    check(plan, seconds=5)
+
+
 def plans_since_ampere() -> list[Any]:
     """Of each generation the kernel with the fewest registers to spare; of one many terms."""
     everything = bool(os.environ.get("JAX_FLASH_COMPILE_ALL"))

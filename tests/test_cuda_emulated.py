@@ -139,6 +139,26 @@ def check_orders(arguments: Arguments, run: Callable[..., dict[str, np.ndarray]]
                 np.testing.assert_allclose(second, first, atol=2**-6 * np.abs(first).max())
 
 
+H = functools.partial(C, dtype="float32", precision="highest")
+# float32 in two float16, forward.
+HALVES = (
+    H("halves 64", T=260, S=330, causal=True),
+    H("halves 128", H=128, T=140, S=270, N=4, K=2, window=(90, 20)),
+    H("halves odd", H=33, Hv=7, T=70, S=200, batch=(2,)),
+    H("halves 100 value 72", H=100, Hv=72, T=130, S=140, N=1, scale=-0.3),
+)
+
+
+@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name.replace(" ", "-"))
+def test_float32_in_halves(case: Case, emulator: Emulator):
+    arguments = case.draw()
+    got = emulator.run(arguments, seed=IN_ORDER, gradients=False)
+    compare(arguments, got, gradients=False)
+    again = emulator.run(arguments, seed=BACKWARDS, gradients=False)
+    for name in got:
+        np.testing.assert_array_equal(again[name], got[name], err_msg=name)
+
+
 def test_mask_that_hides_whole_blocks(emulator: Emulator):
     arguments = C("blocks", mask="bnts", mask_density=0.9, H=128, T=300, S=500, N=1).draw()
     mask = arguments.arrays["mask"]
@@ -205,14 +225,25 @@ def test_poison_reaches_no_result(poison: float, emulator: Emulator):
         compare(clean, emulator.run(poisoned(clean, poison)))
 
 
-def test_poison_stays_with_those_who_see_it(emulator: Emulator):
-    arguments = C("future", T=90, S=90, causal=True).draw()
+@pytest.mark.parametrize(("of", "largest"), [(C, 2e-2), (H, 1e-6)], ids=["bfloat16", "halves"])
+def test_poison_stays_with_those_who_see_it(of, largest: float, emulator: Emulator):
+    arguments = of("future", T=90, S=90, causal=True).draw()
     want = arguments.truth(gradients=False)
     arguments.arrays["value"][:, 70] = np.nan
-    got = emulator.run(arguments)
+    got = emulator.run(arguments, gradients=False)
     assert np.isnan(got["out"][:, 70:].astype(np.float32)).all()
     before = got["out"][:, :70].astype(np.float64)
-    assert np.abs(before - want.out[:, :70]).max() < 2e-2
+    assert np.abs(before - want.out[:, :70]).max() < largest
+
+
+def test_numbers_that_halves_do_not_hold(emulator: Emulator):
+    """Of a column 2^-32 of the largest there are 7 bits: its rows are computed again."""
+    arguments = H("far apart", T=70, S=140, N=1).draw()
+    arguments.arrays["value"][..., 5] *= 2.0**-32
+    arguments.arrays["key"][:, 33] *= 2.0**-20
+    want = arguments.truth(gradients=False).out
+    error = np.abs(emulator.run(arguments, gradients=False)["out"] - want)
+    assert (error.max((0, 1, 2)) < 2e-6 * np.abs(want).max((0, 1, 2))).all()
 
 
 # ---- instructions that no kernel has yet ---------------------------------------------------------

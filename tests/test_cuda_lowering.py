@@ -191,6 +191,22 @@ def test_precision_decides_into_which_parts_float32_is_split(precision, halves: 
     assert f"kHalves = {halves};" in program
 
 
+@pytest.mark.parametrize(
+    ("dim", "options", "target"),
+    [
+        (64, {}, "jax_flash_cuda_forward"),
+        (128, {"is_causal": True}, "jax_flash_cuda_forward"),
+        (33, {"local_window_size": (5, 9)}, "jax_flash_cuda_forward"),
+        (136, {}, "jax_flash_cuda_sm80_forward"),
+        (64, {"softcap": 5.0}, "jax_flash_cuda_sm80_forward"),
+    ],
+)
+def test_hopper_computes_float32_at_highest_by_wgmma_without_terms(dim, options, target: str):
+    operands = [array(*x.shape[:-1], dim, dtype="float32") for x in QKV]
+    program = lower(lambda *x: flash_attention(*x, precision="highest", **options), *operands)
+    assert calls(program) == [target]
+
+
 def test_blackwell_is_told_what_is_faster(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_gpu.spec, "for_lowering", lambda: _gpu.spec.GPUS["B200"])
     _backends.warn_once.cache_clear()

@@ -236,7 +236,8 @@ struct SoftmaxState {
     // Before a sink, which could make it NaN. Beyond 2^125 the reciprocal goes. The largest weight
     // is 2^-kHeadroom or more, unless a base beyond 2^24 was rounded up: then weights may have
     // gone.
-    const bool lost = total > 0x1p125f || total < ptx::power_of_two(-kHeadroom - kHeadroom / 4 - 1);
+    constexpr int kRoundedUp = kHeadroom > 0 ? kHeadroom / 4 : 0;
+    const bool lost = total > 0x1p125f || total < ptx::power_of_two(-kHeadroom - kRoundedUp - 1);
     if constexpr (kHasSink) {
       const float with_sink = fmaxf(largest, sink);
       factor = ptx::exp2_approx(largest - with_sink);

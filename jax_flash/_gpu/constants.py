@@ -107,6 +107,11 @@ def _has_slope(call: Call) -> bool:
     return "dout" in call.operands
 
 
+def has_halves(problem: Problem) -> bool:
+    """Tells whether numbers are split into two float16, which hold 22 bits."""
+    return problem.dtype == "float32" and problem.precision == "highest"
+
+
 def known(size: Any, otherwise: int) -> int:
     """Returns a size, or a typical one in its place where jax.export left it symbolic."""
     return size if isinstance(size, int) else otherwise

@@ -16,6 +16,7 @@ from jax_flash._gpu import emit
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import (
     functions,
+    has_halves,
     is_own,
     known,
     problem_constants,
@@ -29,7 +30,7 @@ from jax_flash._gpu.workspaces import (
     boxes,
     dbias_heads,
     dq_row_bytes,
-    float32,
+    halves_of,
     int32,
     mask_by_query,
 )
@@ -183,7 +184,7 @@ class ForwardTiling:
             "key_segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
             "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
             **mask_by_query(shapes, self.block_q, self.block_kv),
-            **_halves(shapes, self.halves),
+            **halves_of(shapes, self.halves),
         }
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
@@ -294,7 +295,7 @@ class BackwardTiling:
             dbias_heads=self.dbias_heads,
             ctas=_BIAS_CTAS,
         )
-        return arrays | _halves(shapes, self.halves, of_dout=True)
+        return arrays | halves_of(shapes, self.halves, of_dout=True)
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, but for two of `plan`."""
@@ -325,26 +326,6 @@ class BackwardTiling:
         }
 
 
-def _halves(
-    shapes: Shapes, halves: bool, *, of_dout: bool = False
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the scratch arrays of split_float32: two float16 for each number, factors."""
-    batch, queries = shapes.batch, (shapes.q_len, shapes.q_heads)
-    keys = shapes.kv_len, shapes.kv_heads
-    arrays = {
-        "query": (*queries, shapes.head_dim),
-        "key": (*keys, shapes.head_dim),
-        "value": (*keys, shapes.value_dim),
-    }
-    if of_dout:
-        arrays["dout"] = (*queries, shapes.value_dim)
-    taken = {}
-    for name, (length, heads, dim) in arrays.items():
-        taken[f"{name}_halves"] = int32(batch, length, heads, 64 * boxes(dim) * halves)
-        taken[f"{name}_factors"] = float32(batch * heads, blocks(length, 64) * halves)
-    return taken
-
-
 _BIAS_CTAS = 256  # that sum a bias's gradient at once
 
 Tiling = ForwardTiling | BackwardTiling
@@ -366,7 +347,7 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     parts = _parts_of(problem)
     # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
     # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
-    halves = _has_halves(problem)
+    halves = has_halves(problem)
     bare = not problem.terms and problem.softcap is None and problem.score is None
     plain = bare and parts == 1
     sizes: list[dict[str, Any]] = []
@@ -460,7 +441,7 @@ def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
     widest = max(shapes.head_dim, shapes.value_dim)
     parts = _parts_of(problem)
     columns = next(x for x in (64, 128, 256, 512) if widest <= x)
-    halves = _has_halves(problem)
+    halves = has_halves(problem)
     sizes = list(_SIZES[parts, columns])
     odd = shapes.head_dim % 8 or shapes.value_dim % 8
     if halves and columns == 512:  # of other sizes up to 428 bytes are spilled, 163 KB hold no more
@@ -544,11 +525,6 @@ _HALVES_SIZES = {64: [_Size(128, 32, 2, 2, 1, 2)], 128: [_Size(128, 32, 2, 2, 2,
 def _parts_of(problem: Problem) -> int:
     """Returns into how many parts numbers are split."""
     return 2 if problem.dtype == "float32" else 1
-
-
-def _has_halves(problem: Problem) -> bool:
-    """Tells whether these are float16, which hold 22 bits, and not bfloat16."""
-    return problem.dtype == "float32" and problem.precision == "highest"
 
 
 def _fits(tiling: BackwardTiling, shapes: Shapes, gpu: GpuSpec) -> bool:

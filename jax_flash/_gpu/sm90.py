@@ -17,6 +17,7 @@ from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import (
     bytes_of_bias,
     functions,
+    has_halves,
     is_one,
     is_own,
     is_plane,
@@ -34,6 +35,7 @@ from jax_flash._gpu.workspaces import (
     boxes,
     dbias_heads,
     dq_row_bytes,
+    halves_of,
     int32,
     mask_by_query,
 )
@@ -77,10 +79,14 @@ class Sm90(Family):
         kernels = f"the CUDA {call.target} kernels"
         if gpu.arch not in self.architectures:
             reasons.append(f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
-        if problem.dtype not in ("bfloat16", "float16"):
+        halves = has_halves(problem) and call.target == "forward"
+        if problem.dtype not in ("bfloat16", "float16") and not halves:
             reasons.append(f"{kernels} take bfloat16 and float16, not {problem.dtype}")
-        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > 256]
-        reasons += [f"{kernels} take head dims up to 256, not {dim}" for dim in wide]
+        widest = 128 if halves else 256
+        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > widest]
+        reasons += [f"{kernels} take head dims up to {widest}, not {dim}" for dim in wide]
+        if halves and not _is_bare(problem):
+            reasons.append(f"{kernels} take float32 without terms, softcap or function of scores")
         absent = [term for term in problem.terms if term not in _HELD]
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
         reasons += refuse_functions(call)
@@ -139,6 +145,7 @@ class ForwardTiling:
     bias_bytes: int = 0  # of an element of a bias that TMA loads beside the keys; 0: it does not
     bias_ahead: int = 2  # blocks between a bias's way to L2 and its load; 0: it has none of its own
     batches_together: bool = False  # the schedule walks a head of all batch rows: they share a bias
+    halves: bool = False  # a float32 is two float16, split ahead, in planes of a tile
 
     source = "sm90/forward.cuh"
     entries = ("flash_forward",)
@@ -161,7 +168,12 @@ class ForwardTiling:
         queries = self.query_stages * self.consumers * 64 * head_boxes
         keys_values = self.stages * self.block_kv * (head_boxes + value_boxes)
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
-        return 128 * (queries + keys_values) + biases + 2048
+        return 128 * self.parts * (queries + keys_values) + biases + 2048
+
+    @property
+    def parts(self) -> int:
+        """Planes of a tile."""
+        return 2 if self.halves else 1
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -182,6 +194,7 @@ class ForwardTiling:
             "dynamic": self.dynamic,
             "tma_loads": self.tma_loads,
             "bias_tiles": self.bias_bytes > 0,
+            "halves": self.halves,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
@@ -209,6 +222,7 @@ class ForwardTiling:
                 shapes.batch, query_blocks, self.block_q // 64, 2 * positions
             ),
             **mask_by_query(shapes, 64, self.block_kv),
+            **halves_of(shapes, self.halves),
         }
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
@@ -219,6 +233,8 @@ class ForwardTiling:
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kTmaLoads": self.tma_loads,
+            "kHalves": self.halves,
+            "kParts": self.parts,
             "kBlockKV": self.block_kv,
             "kConsumers": self.consumers,
             "kStages": self.stages,
@@ -387,7 +403,7 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
     length = known(shapes.q_len, 4096)
     causal = problem.window[1] is not None
     mapped = problem.score is not None
-    bare = not problem.terms and problem.softcap is None and not mapped
+    bare = _is_bare(problem)
     plain = bare and problem.window[0] is None
     # Units of one length need no counter: without its memset 4% faster at T 512; in long calls
     # the counter evens out multiprocessors of different speed, 3 to 6%.
@@ -397,10 +413,25 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
     # that are 8 apart.
     drops = "dropout_state" in problem.terms
     own_rows = drops or mapped or problem.masked or "bias" in problem.terms
+    own_rows |= has_halves(problem)  # of which 64 of a head share a factor
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 and not own_rows else 1
     # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
     uneven = causal or "block_numbers" in problem.terms
-    l2_heads = max(1, min(_l2_heads(shapes), 64) // packed) if uneven else 1
+    l2_heads = max(1, min(_l2_heads(shapes, problem), 64) // packed) if uneven else 1
+    if has_halves(problem):
+        narrow = widest <= 64
+        return ForwardTiling(
+            *dims,
+            block_kv=64,
+            consumers=3 if narrow else 2,
+            stages=4 if narrow else 2,
+            producer_registers=24 if narrow else 40,  # a window beside 24: 8 bytes spilled
+            query_stages=2 if narrow else 1,
+            dynamic=dynamic,
+            ping_pong=not narrow,
+            l2_heads=l2_heads,
+            halves=True,
+        )
     # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
     bias_bytes = bytes_of_bias(shapes.bias)
     beside = bias_bytes > 0 and (problem.masked or drops or mapped)
@@ -605,9 +636,18 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes) -> int:
     return min(heads, known(shapes.batch, heads) * shapes.kv_heads)
 
 
-def _l2_heads(shapes: Shapes) -> int:
+def _is_bare(problem: Problem) -> bool:
+    """Tells whether there is nothing between scores and weights but a window."""
+    return not problem.terms and problem.softcap is None and problem.score is None
+
+
+def _l2_heads(shapes: Shapes, problem: Problem) -> int:
     """Counts the query heads whose keys and values fit in L2 together."""
-    bytes_per_head = 2 * known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
+    bytes_per_head = (
+        (4 if has_halves(problem) else 2)
+        * known(shapes.kv_len, 4096)
+        * (shapes.head_dim + shapes.value_dim)
+    )
     fitting = max(1, _L2_SHARE // bytes_per_head)
     kv_heads = min(fitting, known(shapes.batch, fitting) * shapes.kv_heads)
     return kv_heads * _group(shapes)

@@ -187,6 +187,26 @@ def mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.Sh
     }
 
 
+def halves_of(
+    shapes: Shapes, halves: bool, *, of_dout: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the scratch arrays of split_float32: two float16 for each number, factors."""
+    batch, queries = shapes.batch, (shapes.q_len, shapes.q_heads)
+    keys = shapes.kv_len, shapes.kv_heads
+    arrays = {
+        "query": (*queries, shapes.head_dim),
+        "key": (*keys, shapes.head_dim),
+        "value": (*keys, shapes.value_dim),
+    }
+    if of_dout:
+        arrays["dout"] = (*queries, shapes.value_dim)
+    taken = {}
+    for name, (length, heads, dim) in arrays.items():
+        taken[f"{name}_halves"] = int32(batch, length, heads, 64 * boxes(dim) * halves)
+        taken[f"{name}_factors"] = float32(batch * heads, blocks(length, 64) * halves)
+    return taken
+
+
 def block_flags(
     shapes: Shapes, block_q: int, block_kv: int, *, by_key: bool = False
 ) -> jax.ShapeDtypeStruct:

@@ -34,10 +34,16 @@ __device__ __forceinline__ float stored_factor(const float* factors, int64 row, 
   const int tile = static_cast<int>(row) * ceil_div(length, kRows) + min(first, length - 1) / kRows;
   return factors[ptx::opaque(tile)];
 }
+__device__ __forceinline__ float known_factor(float factor) {
+  return factor < 0.f ? __uint_as_float(0x7fffffffu) : factor;
+}
 __device__ __forceinline__ float factor_of(const float* factors, int64 row, int length, int first) {
   if constexpr (!kHalves) return 1.f;
-  const float factor = stored_factor(factors, row, length, first);
-  return factor < 0.f ? __uint_as_float(0x7fffffffu) : factor;
+  return known_factor(stored_factor(factors, row, length, first));
+}
+// Of all heads' tiles one, by its number.
+__device__ __forceinline__ float factor_of(const float* factors, int tile) {
+  return known_factor(factors[ptx::opaque(tile)]);
 }
 
 struct Tile {
@@ -51,6 +57,8 @@ struct Source {
   void* halves;       // [B, length, heads, kCopied<kDim>]
   float* factors;     // [B, heads, tiles]
   int length, heads;
+  float second = kSecondHalf;  // times what the first half leaves
+  float wide = kWide;
 
   __device__ __forceinline__ int tiles(int batch) const {
     return batch * heads * ceil_div(length, kRows);
@@ -114,7 +122,7 @@ __device__ __forceinline__ void split_tile(const Source& from, int batch, int he
     const unsigned x = __shfl_xor_sync(0xffffffffu, largest, distance);
     largest = largest > x ? largest : x;
   }
-  const float least = __uint_as_float(largest) * kWide;
+  const float least = __uint_as_float(largest) * from.wide;
   const auto is_small = [&](unsigned x) { return x != 0 && __uint_as_float(x) < least; };
   bool wide = false;
   for (int i = threadIdx.x; i < kRows; i += kThreads) wide = wide || is_small(tile.rows[i]);
@@ -136,7 +144,7 @@ __device__ __forceinline__ void split_tile(const Source& from, int batch, int he
       uint32 parts[4][2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        split_pair(piece.x[2 * i] * factor, piece.x[2 * i + 1] * factor, parts[i]);
+        split_pair(piece.x[2 * i] * factor, piece.x[2 * i + 1] * factor, parts[i], from.second);
       }
       auto* to = static_cast<uint16*>(from.halves) + row_at(row) * (2 * kColumns) + column;
 #pragma unroll
@@ -167,12 +175,16 @@ __device__ __forceinline__ bool split(const Source& from, int batch, int& index,
 
 // Queries, keys and values.
 template <class Params>
-__device__ __forceinline__ bool split_inputs(const Params& p, int& index, Tile& tile) {
+__device__ __forceinline__ bool split_inputs(const Params& p, int& index, Tile& tile,
+                                             float second = kSecondHalf,
+                                             float wide_values = kWide) {
   const auto of_queries = [&](int batch) { return visibility(p, batch).query_length; };
   const auto of_keys = [&](int batch) { return visibility(p, batch).kv_length; };
-  const Source query{p.query_data, p.query_halves, p.query_factors, p.query_len, p.query_heads};
-  const Source key{p.key_data, p.key_halves, p.key_factors, p.kv_len, p.kv_heads};
-  const Source value{p.value_data, p.value_halves, p.value_factors, p.kv_len, p.kv_heads};
+  const Source query{p.query_data, p.query_halves, p.query_factors,
+                     p.query_len,  p.query_heads,  second};
+  const Source key{p.key_data, p.key_halves, p.key_factors, p.kv_len, p.kv_heads, second};
+  const Source value{p.value_data, p.value_halves, p.value_factors, p.kv_len,
+                     p.kv_heads,   second,         wide_values};
   return split<kHeadDim>(query, p.batch, index, of_queries, tile) ||
          split<kHeadDim>(key, p.batch, index, of_keys, tile) ||
          split<kValueDim>(value, p.batch, index, of_keys, tile);

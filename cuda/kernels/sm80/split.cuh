@@ -17,14 +17,15 @@
 
 inline constexpr float kSecondHalf = 0x1p11f;  // times what the first half leaves
 
-// The parts of two numbers, `low` in the low half: each is the nearest to what those before leave.
-// Infinity becomes infinity and NaN.
+// The parts of two numbers, `low` in the low half: each is the nearest to what those before leave,
+// of halves `second` times. Infinity becomes infinity and NaN.
 template <int kParts>
-__device__ __forceinline__ void split_pair(float low, float high, uint32 (&parts)[kParts]) {
+__device__ __forceinline__ void split_pair(float low, float high, uint32 (&parts)[kParts],
+                                           float second = kSecondHalf) {
   if constexpr (kHalves) {
     parts[0] = Float16::pack(low, high);
-    parts[1] = Float16::pack((low - Float16::unpack_low(parts[0])) * kSecondHalf,
-                             (high - Float16::unpack_high(parts[0])) * kSecondHalf);
+    parts[1] = Float16::pack((low - Float16::unpack_low(parts[0])) * second,
+                             (high - Float16::unpack_high(parts[0])) * second);
     return;
   }
 #pragma unroll

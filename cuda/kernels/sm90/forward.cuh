@@ -15,6 +15,8 @@
 //   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   bool kCarried             float16 copies of float32 operands, float32 results (element.cuh)
+//   bool kHalves              float32 as two float16 (sm80/halves.cuh, cuda/ampere.md)
+//   int kParts                of an element, planes of a tile: 2 with kHalves, else 1
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)
 //   int kBiasAheadInL2        with kBiasTiles: blocks between its way to L2 and its load, or 0
@@ -24,7 +26,7 @@
 //   bool kDrains              the registers of the weights are free before a softmax: the product
 //                             with the values is waited for together with the scores
 //   int kProducerRegisters, kConsumerRegisters
-// Dynamic shared memory: kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
+// Dynamic shared memory: kParts times kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
 //   + kStages * kBlockKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 2048 bytes,
 //   and with kBiasTiles kStages * kConsumers * 64 * kBlockKV elements of the bias.
 #pragma once

@@ -7,6 +7,7 @@
 #include "fragment.cuh"
 #include "ring.cuh"
 #include "rows.cuh"
+#include "sm80/halves.cuh"
 #include "sm90/key_blocks.cuh"
 #include "sm90/products.cuh"
 #include "sm90/ptx_sm90.cuh"
@@ -19,8 +20,8 @@ namespace forward {
 
 inline constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup
 inline constexpr int kUnitRows = kWarpgroupRows * kConsumers;
-inline constexpr int kHeadBoxes = ceil_div(kHeadDim, kBoxColumns);
-inline constexpr int kValueBoxes = ceil_div(kValueDim, kBoxColumns);
+inline constexpr int kHeadBoxes = kParts * ceil_div(kHeadDim, kBoxColumns);
+inline constexpr int kValueBoxes = kParts * ceil_div(kValueDim, kBoxColumns);
 inline constexpr int kValueColumns = round_up(kValueDim, 16);
 inline constexpr int kQueryBytes = kHeadBoxes * kWarpgroupRows * kBoxRowBytes;  // of one warpgroup
 inline constexpr int kKeyBytes = kHeadBoxes * kBlockKV * kBoxRowBytes;
@@ -76,7 +77,9 @@ inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // n
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
 static_assert(kConsumers == 2 || kConsumers == 3);
-static_assert(kTmaLoads ? kHeadDim % 8 == 0 && kValueDim % 8 == 0 : !kDynamic);
+static_assert(kTmaLoads ? kHalves || (kHeadDim % 8 == 0 && kValueDim % 8 == 0) : !kDynamic);
+static_assert(!kHalves || (halves::kRows % kBlockKV == 0 && kPackedHeads == 1 && kTmaLoads),
+              "a factor is that of a head's 64 rows");
 static_assert(kWarpgroupRows % kPackedHeads == 0);
 static_assert((!kHasMask && !kHasBias && !kHasScoreFunction) || kPackedHeads == 1,
               "a unit has one head's mask, bias and function");

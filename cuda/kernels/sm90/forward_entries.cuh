@@ -5,6 +5,18 @@
 #include "forward_exact.cuh"
 #include "sm90/forward_common.cuh"
 
+// With kHalves a kernel goes ahead, a CTA for 64 rows of a head of queries, keys or values.
+extern "C" __global__ void __launch_bounds__(halves::kThreads)
+    split_float32(const __grid_constant__ ForwardParams p) {
+  if constexpr (kHalves) {
+    __shared__ halves::Tile tile;
+    int index = blockIdx.x;
+    // Products of wgmma have one sum. The second half of what is below 2^-16 of the largest has few
+    // bits: of queries and keys that is lost in their logits, of values it would be the result's.
+    halves::split_inputs(p, index, tile, /*second=*/1.0f, /*wide_values=*/0x1p-16f);
+  }
+}
+
 // With a mask a kernel goes ahead, see mask.cuh.
 extern "C" __global__ void __launch_bounds__(mask::kThreads)
     mask_plan(const __grid_constant__ ForwardParams p) {

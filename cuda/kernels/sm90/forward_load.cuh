@@ -98,8 +98,9 @@ struct Producer {
       if constexpr (kListsBlocks) {
         if (kTmaLoads || is_leader()) shared.block_list[stage] = listed.bits;
       }
-      load_block<kHeadDim>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
-                           block, unit.batch, kBiasBytes);
+      load_block<halves::kCopied<kHeadDim>>(p.key, p.key_data, shared.key[stage],
+                                            &shared.key_full[stage], head, block, unit.batch,
+                                            kBiasBytes);
       if constexpr (kBiasTiles) load_bias(unit, stage, block);
     }
   }
@@ -130,8 +131,8 @@ struct Producer {
     const int stage = ring.stage();
     if (loads()) {
       wait_empty(&shared.value_empty[stage], ring.parity());
-      load_block<kValueDim>(p.value, p.value_data, shared.value[stage], &shared.value_full[stage],
-                            head, block, batch);
+      load_block<halves::kCopied<kValueDim>>(p.value, p.value_data, shared.value[stage],
+                                             &shared.value_full[stage], head, block, batch);
     }
     ring.advance();
   }

@@ -68,7 +68,8 @@ struct Consumer : Warpgroup {
   static constexpr uint32 kQuads = 0x11111111;  // a bit for each
   // Stores the unit. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
   // for each, and bit 4 * quad + row + 2 if it overflowed. A NaN lse is right, and the row with it:
-  // masked scores never reach the sum of the weights.
+  // masked scores never reach the sum of the weights. But of halves, whose numbers may be too far
+  // apart.
   __device__ __forceinline__ uint32 finish_unit(const UnitInfo& t, const Softmax& softmax) const {
     uint32 nonfinite = 0;
 #pragma unroll
@@ -90,7 +91,7 @@ struct Consumer : Warpgroup {
       const bool stored = query < p.query_len;
       const bool counts = stored && !empty;
       const bool flawed = flaw != 0 || lse == kInfinity;
-      uint32 lanes = __ballot_sync(0xffffffffu, flawed && counts && lse == lse);
+      uint32 lanes = __ballot_sync(0xffffffffu, flawed && counts && (kHalves || lse == lse));
       lanes |= lanes >> 1;
       lanes |= lanes >> 2;
       nonfinite |= (lanes & kQuads) << row;
@@ -253,6 +254,7 @@ struct Consumer : Warpgroup {
       draw_after();
       pack_weights(scores);
       int accumulate = 0;
+      if constexpr (kHalves) clear_output();
 
       // Per block: the next block's scores start before this block's output, the exponentials
       // of the next block run beside it.
@@ -280,7 +282,7 @@ struct Consumer : Warpgroup {
         const bool rescale = extend_softmax(scores);
         draw_after();
         ptx::wgmma_wait<0>();
-        ptx::pin(output);
+        accept_output();
         release_value();
         if (rescale) rescale_output();
         pack_weights(scores);
@@ -296,7 +298,7 @@ struct Consumer : Warpgroup {
       if constexpr (kQueriesLate) {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
         ptx::wgmma_wait<0>();
-        ptx::pin(output);
+        accept_output();
         release_value();
       }
       Next next = kUnread;
@@ -309,7 +311,7 @@ struct Consumer : Warpgroup {
         begin_scores(scores);
         if constexpr (!kQueriesLate) {
           ptx::wgmma_wait<1>();
-          ptx::pin(output);
+          accept_output();
           release_value();
         }
         nonfinite = finish_unit(finished, softmax);
@@ -319,7 +321,7 @@ struct Consumer : Warpgroup {
         if constexpr (!kQueriesLate) {
           if constexpr (!kEarlyOutput) begin_last_output(accumulate);
           ptx::wgmma_wait<0>();
-          ptx::pin(output);
+          accept_output();
           release_value();
         }
         nonfinite = finish_unit(finished, softmax);

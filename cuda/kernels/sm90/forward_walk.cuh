@@ -342,7 +342,7 @@ struct RowWalk {
   // Does the block need no test of its elements?
   __device__ __forceinline__ bool is_full(const UnitInfo& t) const {
     // There is no register left to hold the range with segments at wide heads, or if kDrains.
-    const Range untested = kHasSegments || kHasPositions || kDrains ? t.full : full;
+    const Range untested = kHasSegments || kHasPositions || kDrains || kHalves ? t.full : full;
     if (kListsWhole && !whole) return false;
     if (kListsWords && !kWindowLeft && !kWindowRight && !kHasKeyValueLengths) return true;
     return block < untested.end && (!kBoundedBegin || block >= untested.begin);

@@ -8,7 +8,22 @@ namespace forward {
 
 // Scores or exponentials of one block of keys, a warpgroup's fragment.
 using Scores = float[kBlockKV / 2];
-using Softmax = SoftmaxState<Element>;
+
+// Weights in two halves. The second one of a weight of 2^-12 is no normal number: with the maxima
+// at 2^4 what is lost of any is 2^-29 of the largest; further above zero exponents are less exact.
+struct InTwoHalves : Float16 {
+  static constexpr int kHeadroom = -4;
+};
+template <class Of>
+struct WeightOf {
+  using Type = Of;
+};
+template <>
+struct WeightOf<Float32> {
+  using Type = InTwoHalves;
+};
+using WeightElement = WeightOf<Element>::Type;
+using Softmax = SoftmaxState<WeightElement>;
 using RowBits = mask::RowBits<kWarpgroupRows, kBlockKV>;
 
 // The bias of the block whose scores are on their way, that TMA has loaded: read ahead, or not.
@@ -127,6 +142,55 @@ inline constexpr bool kHoldsDraws = kDrawsAmong && kTmaLoads && !kListsBlocks &&
                                     !kHasQueryLengths && !kHasKeyValueLengths && !kHasSinks &&
                                     !kHasBias && !kSoftcap && !kHasScoreFunction;
 
+// What numbers in halves take. Tensor cores cut off the last bits of a sum: those of one block
+// start at zero, and are added to the others by `fma`, which rounds.
+template <bool kExists>
+struct InHalves {  // none
+  static __device__ __forceinline__ void split(int, float, float) {}
+  static __device__ __forceinline__ void issue(ptx::Descriptor, float) {}
+  static __device__ __forceinline__ void add_to(float (&)[kValueColumns / 2]) {}
+  static __device__ __forceinline__ void set_unit(float, int) {}
+  static __device__ __forceinline__ int tile_of(int) { return 0; }
+  static __device__ __forceinline__ void set_key(float) {}
+  static __device__ __forceinline__ float logit_scale() { return 1.0f; }
+};
+template <>
+struct InHalves<true> {
+  uint32 halves[2][kBlockKV / 4];  // of the weights
+  float block_output[kValueColumns / 2];
+  float value_factor;  // of block_output
+  float query_factor;  // times scale_log2
+  float logit_factor;  // the same of the block whose scores are on their way
+  int first_tile;      // of 64 keys, of the head
+
+  __device__ __forceinline__ void split(int i, float low, float high) {
+    uint32 parts[2];
+    split_pair(low, high, parts, 1.0f);
+    halves[0][i] = parts[0];
+    halves[1][i] = parts[1];
+  }
+  __device__ __forceinline__ void issue(ptx::Descriptor value, float factor) {
+    value_factor = factor;
+    issue_output_of_halves<kBlockKV, kValueDim>(block_output, halves, value);
+  }
+  __device__ __forceinline__ void add_to(float (&output)[kValueColumns / 2]) {
+    ptx::pin(block_output);
+#pragma unroll
+    for (int i = 0; i < kValueColumns / 2; ++i) {
+      output[i] = fmaf(block_output[i], value_factor, output[i]);
+    }
+  }
+  __device__ __forceinline__ void set_unit(float factor, int first_tile_of_keys) {
+    query_factor = factor;
+    first_tile = first_tile_of_keys;
+  }
+  __device__ __forceinline__ int tile_of(int block) const {
+    return first_tile + block / (halves::kRows / kBlockKV);
+  }
+  __device__ __forceinline__ void set_key(float factor) { logit_factor = query_factor * factor; }
+  __device__ __forceinline__ float logit_scale() const { return logit_factor; }
+};
+
 // Bases, which take no place where there is no function and no bias: other members would move, and
 // plain kernels be compiled to other registers.
 struct Warpgroup : RowWalk,
@@ -134,7 +198,9 @@ struct Warpgroup : RowWalk,
                    ScoreFunction<ForwardParams>,
                    BlockLine<kTakesLine>,
                    UnitDraws<kHoldsDraws>,
-                   UnitBits<RowBits, kHoldsBits> {
+                   UnitBits<RowBits, kHoldsBits>,
+                   InHalves<kHalves> {
+  using Halves = InHalves<kHalves>;
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   using UnitLine = BlockLine<kTakesLine>;             // likewise, and what follows once a block
   using Drawing = UnitDraws<kHoldsDraws>;             // likewise
@@ -231,14 +297,18 @@ struct Warpgroup : RowWalk,
   // that it skips.
   __device__ __forceinline__ void wait_turn() const {
     if constexpr (kPingPong) {
-      ptx::named_barrier_sync(kTurnBarrier + warpgroup, 256);
+      ptx::named_barrier_sync(kTurnBarrier + turn(), 256);
     }
   }
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (kPingPong) {
-      const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
+      const int next = turn() + 1 == kConsumers ? 0 : turn() + 1;
       ptx::named_barrier_arrive(kTurnBarrier + next, 256);
     }
+  }
+  // Of halves found again: numbers of barriers took registers.
+  __device__ __forceinline__ int turn() const {
+    return kHalves ? ptx::opaque(threadIdx.x) / 128 - 1 : warpgroup;
   }
 
   // -- products --
@@ -246,18 +316,31 @@ struct Warpgroup : RowWalk,
     const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + warpgroup);
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
-    issue_scores<kHeadDim, kWarpgroupRows, kBlockKV>(
+    issue_scores<kHeadDim, kWarpgroupRows, kBlockKV, kParts>(
         scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
         ptx::descriptor(key, JF_OFFSET(key), 0, 1024));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
     const uint32 value = start + kValueBytes / 8 * value_ring.barrier_offset();
+    float factor = 1.0f;
+    if constexpr (kHalves) factor = factor_of_keys(p.value_factors, block);
     ptx::wgmma_fence();
-    issue_output<kBlockKV>(output, weights,
-                           ptx::descriptor(value, JF_OFFSET(value), kBlockKV * kBoxRowBytes, 1024),
-                           accumulate);
+    const auto tile = ptx::descriptor(value, JF_OFFSET(value), kBlockKV * kBoxRowBytes, 1024);
+    if constexpr (kHalves) {
+      Halves::issue(tile, factor);
+    } else {
+      issue_output<kBlockKV>(output, weights, tile, accumulate);
+    }
     ptx::wgmma_commit();
+  }
+  // After the wait for it.
+  __device__ __forceinline__ void accept_output() {
+    if constexpr (kHalves) {
+      Halves::add_to(output);
+    } else {
+      ptx::pin(output);
+    }
   }
   __device__ __forceinline__ void begin_last_output(int accumulate) {
     wait_turn();
@@ -301,6 +384,10 @@ struct Warpgroup : RowWalk,
       }
       if constexpr (kBitsAhead) fetch_bits(bits, block, !whole);
     }
+    if constexpr (kHalves) {
+      if (is_first) begin_halves();
+      Halves::set_key(factor_of_keys(p.key_factors, next));
+    }
     if constexpr (kHoldsDraws) {
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
@@ -329,6 +416,21 @@ struct Warpgroup : RowWalk,
       }
       if (!kBiasAhead || is_first) fetch_bias(next);
     }
+  }
+  // What brings back the numbers of a block of keys or values, and of the unit's queries.
+  __device__ __forceinline__ float factor_of_keys(const float* factors, int of_block) const {
+    return halves::factor_of(factors, Halves::tile_of(of_block));
+  }
+  __device__ __forceinline__ void begin_halves() {
+    const UnitInfo& t = unit();
+    const float factor = halves::factor_of(p.query_factors, t.batch * p.query_heads + t.head,
+                                           p.query_len, t.first_row + warpgroup * kWarpgroupRows);
+    const int keys = t.batch * p.kv_heads + kv_head_of(p, t.head);
+    Halves::set_unit(p.scale_log2 * factor, keys * ceil_div(p.kv_len, halves::kRows));
+  }
+  // From scores to logits in log2 units.
+  __device__ __forceinline__ float logit_scale() const {
+    return kHalves ? Halves::logit_scale() : p.scale_log2;
   }
   // Narrow heads have registers to load a block's bias when that of the block before has been used,
   // half a block before the block's own product starts, if its number is known. Not beside terms
@@ -439,10 +541,10 @@ struct Warpgroup : RowWalk,
     apply_terms(scores);
     if (!is_full(unit()) && sees_first_half_only()) {
       mask_scores<kBlockKV / 4, false>(scores);
-      softmax.start<kBlockKV / 4>(scores, p.scale_log2, among_exponentials());
+      softmax.start<kBlockKV / 4>(scores, logit_scale(), among_exponentials());
     } else {
       if (!is_full(unit())) mask_scores<kBlockKV / 2, false>(scores);
-      softmax.start<kBlockKV / 2>(scores, p.scale_log2, among_exponentials());
+      softmax.start<kBlockKV / 2>(scores, logit_scale(), among_exponentials());
     }
     searches = !softmax.is_started() || is_again(unit().number);
   }
@@ -473,7 +575,7 @@ struct Warpgroup : RowWalk,
     } else {
       apply_terms(scores);
       if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
-      rescale = softmax.extend(scores, p.scale_log2, searches, correction, among_exponentials());
+      rescale = softmax.extend(scores, logit_scale(), searches, correction, among_exponentials());
     }
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;
@@ -488,7 +590,11 @@ struct Warpgroup : RowWalk,
   __device__ __forceinline__ void pack_weights(const Scores& scores) {
 #pragma unroll
     for (int i = 0; i < kBlockKV / 4; ++i) {
-      weights[i] = Element::pack(scores[2 * i], scores[2 * i + 1]);
+      if constexpr (kHalves) {
+        Halves::split(i, scores[2 * i], scores[2 * i + 1]);
+        continue;
+      }
+      weights[i] = WeightElement::pack(scores[2 * i], scores[2 * i + 1]);
       if constexpr (kHasDropout) weights[i] = dropped.keep(i, weights[i]);
     }
   }

@@ -12,15 +12,30 @@ __device__ __forceinline__ void fill_tile(uint32 tile, const uint16* source, int
   ptx::fence_async_proxy();
 }
 
+// Of numbers in two halves, a plane each, three products make one, the smallest first: low times
+// high, high times low, high times high. The operands' planes of one of them:
+struct Planes {
+  int left, right;
+};
+template <int kPlanes>
+inline constexpr int kProducts = kPlanes == 2 ? 3 : 1;
+template <int kPlanes>
+__device__ __forceinline__ constexpr Planes planes_of(int product) {
+  return kPlanes == 2 ? Planes{product == 0, product == 1} : Planes{0, 0};
+}
+
 // scores[64, N] = q[64, kDim] k[N, kDim]^T, both K-major; issues, does not wait.
-template <int kDim, int kQueryRows, int kKeyRows, int kCount>
+template <int kDim, int kQueryRows, int kKeyRows, int kPlanes = 1, int kCount>
 __device__ __forceinline__ void issue_scores(float (&scores)[kCount], ptx::Descriptor query,
                                              ptx::Descriptor key) {
+  constexpr int kSteps = ceil_div(kDim, 16), kBoxes = ceil_div(kDim, kBoxColumns);
 #pragma unroll
-  for (int step = 0; step < ceil_div(kDim, 16); ++step) {
-    const int box = step / 4, inner = step % 4 * 32;
-    ptx::wgmma_ss<Element, 0, 0>(scores, query.at(box * kQueryRows * kBoxRowBytes + inner),
-                                 key.at(box * kKeyRows * kBoxRowBytes + inner), step > 0);
+  for (int i = 0; i < kProducts<kPlanes> * kSteps; ++i) {
+    const Planes planes = planes_of<kPlanes>(i / kSteps);
+    const int box = i % kSteps / 4, inner = i % kSteps % 4 * 32;
+    ptx::wgmma_ss<Element, 0, 0>(
+        scores, query.at((planes.left * kBoxes + box) * kQueryRows * kBoxRowBytes + inner),
+        key.at((planes.right * kBoxes + box) * kKeyRows * kBoxRowBytes + inner), i > 0);
   }
 }
 
@@ -34,5 +49,18 @@ __device__ __forceinline__ void issue_output(float (&output)[kCount],
     ptx::wgmma_rs<Element, 1>(output, weights[4 * step], weights[4 * step + 1],
                               weights[4 * step + 2], weights[4 * step + 3],
                               value.at(step * 16 * kBoxRowBytes), step > 0 ? 1 : accumulate);
+  }
+}
+// The same of numbers in two halves, from zero; v has kDim columns.
+template <int kKeyRows, int kDim, int kCount, int kWeights>
+__device__ __forceinline__ void issue_output_of_halves(float (&output)[kCount],
+                                                       const uint32 (&weights)[2][kWeights],
+                                                       ptx::Descriptor value) {
+  constexpr int kPlane = ceil_div(kDim, kBoxColumns) * kKeyRows * kBoxRowBytes;
+#pragma unroll
+  for (int product = 0; product < kProducts<2>; ++product) {
+    const Planes planes = planes_of<2>(product);
+    issue_output<kKeyRows>(output, weights[planes.left],
+                           ptx::Descriptor{value.at(planes.right * kPlane)}, product > 0);
   }
 }

@@ -9,6 +9,7 @@
 
 #include "cuda/runtime/driver.h"
 #include "cuda/runtime/families/backward.h"
+#include "cuda/runtime/families/halves.h"
 #include "cuda/runtime/families/operands.h"
 #include "cuda/runtime/families/sm80_params.h"
 #include "cuda/runtime/launch.h"
@@ -69,40 +70,8 @@ namespace {
 namespace ffi = xla::ffi;
 using namespace attention;  // of operands.h
 
-constexpr std::int64_t kRangeWarps = 8;                       // of a CTA of key_ranges
-constexpr std::int64_t kSplitThreads = 256, kSplitRows = 64;  // of a CTA of split_float32
+constexpr std::int64_t kRangeWarps = 8;  // of a CTA of key_ranges
 constexpr Limits kLimits{/*tma_loads=*/false, /*float32=*/true, /*head_dim=*/512};
-
-// Where split_float32 writes rows of `dim` numbers, and a factor for 64 of them.
-void TakeHalves(bool halves, std::int64_t batch, std::int64_t length, std::int64_t heads,
-                std::int64_t dim, const char* rows_name, const char* factors_name,
-                Workspaces* workspaces, void** rows, float** factors) {
-  int* data = nullptr;
-  workspaces->Take(rows_name, {batch, length, heads, halves ? 64 * CeilDiv(dim, 64) : 0}, &data);
-  *rows = data;
-  workspaces->Take(factors_name, {batch * heads, halves ? CeilDiv(length, kSplitRows) : 0},
-                   factors);
-}
-
-// Of queries, keys and values.
-template <class Params>
-void TakeHalves(bool halves, const Sizes& s, Workspaces* workspaces, Params* params) {
-  TakeHalves(halves, s.batch, s.q_len, s.q_heads, s.head_dim, "query_halves", "query_factors",
-             workspaces, &params->query_halves, &params->query_factors);
-  TakeHalves(halves, s.batch, s.kv_len, s.kv_heads, s.head_dim, "key_halves", "key_factors",
-             workspaces, &params->key_halves, &params->key_factors);
-  TakeHalves(halves, s.batch, s.kv_len, s.kv_heads, s.value_dim, "value_halves", "value_factors",
-             workspaces, &params->value_halves, &params->value_factors);
-}
-
-// Of so many arrays like the queries, and of keys and values.
-template <class Params>
-void LaunchSplit(const Sizes& s, std::int64_t like_queries, Params& params, Session* session) {
-  const std::int64_t queries = s.q_heads * CeilDiv(s.q_len, kSplitRows);
-  const std::int64_t keys = s.kv_heads * CeilDiv(s.kv_len, kSplitRows);
-  session->Launch("split_float32",
-                  {s.batch * (like_queries * queries + 2 * keys), kSplitThreads, 0}, &params);
-}
 
 ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ProblemAttribute problem, ProgramAttribute program, Sm80ForwardLaunch launch) {

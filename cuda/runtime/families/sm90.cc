@@ -9,6 +9,7 @@
 
 #include "cuda/runtime/driver.h"
 #include "cuda/runtime/families/backward.h"
+#include "cuda/runtime/families/halves.h"
 #include "cuda/runtime/families/operands.h"
 #include "cuda/runtime/families/sm90_params.h"
 #include "cuda/runtime/launch.h"
@@ -30,6 +31,7 @@ struct ForwardLaunch {
   bool dynamic;
   bool tma_loads;
   bool bias_tiles;
+  bool halves;
 };
 
 // The same of a sm90.BackwardTiling.
@@ -56,7 +58,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("block_q"),
     StructMember<std::int64_t>("block_kv"), StructMember<std::int64_t>("packed_heads"),
     StructMember<std::int64_t>("l2_heads"), StructMember<bool>("dynamic"),
-    StructMember<bool>("tma_loads"), StructMember<bool>("bias_tiles"));
+    StructMember<bool>("tma_loads"), StructMember<bool>("bias_tiles"),
+    StructMember<bool>("halves"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jax_flash::BackwardLaunch, StructMember<std::int64_t>("threads"),
     StructMember<std::int64_t>("shared_bytes"), StructMember<std::int64_t>("block_q"),
@@ -103,7 +106,9 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
-  if (auto error = CheckOperands(operands, {launch.tma_loads}); error.failure()) return error;
+  // Rows of halves are whole boxes.
+  const Limits limits{launch.tma_loads && !launch.halves, launch.halves};
+  if (auto error = CheckOperands(operands, limits); error.failure()) return error;
   if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv,
                                  launch.packed_heads, launch.l2_heads, launch.shared_bytes});
       error.failure()) {
@@ -145,6 +150,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   }
   workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
   workspaces.CheckBlocks("query rows", query_blocks, launch.block_q, s.q_len * launch.packed_heads);
+  TakeHalves(launch.halves, s, &workspaces, &params);
   if (workspaces.error().failure()) return workspaces.error();
   if (auto error = SetSinks(operands, &params); error.failure()) return error;
   params.query_blocks = static_cast<int>(query_blocks);
@@ -164,17 +170,25 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const auto type = MapType(operands.dtype);
   if (launch.tma_loads) {
     const std::int64_t packed = launch.packed_heads;
-    session.Map({type, operands.q, s.batch, s.q_len, s.q_heads, s.head_dim, 64 / packed, packed},
-                &params.query);
-    session.Map({type, operands.k, s.batch, s.kv_len, s.kv_heads, s.head_dim, launch.block_kv, 1},
-                &params.key);
-    session.Map({type, operands.v, s.batch, s.kv_len, s.kv_heads, s.value_dim, launch.block_kv, 1},
-                &params.value);
+    const auto map = [&](const void* rows, const void* halves, std::int64_t length,
+                         std::int64_t heads, std::int64_t dim, std::int64_t box_rows,
+                         std::int64_t box_heads, TensorMap* to) {
+      const void* data = launch.halves ? halves : rows;
+      const std::int64_t columns = launch.halves ? 2 * 64 * CeilDiv(dim, 64) : dim;
+      session.Map({type, data, s.batch, length, heads, columns, box_rows, box_heads}, to);
+    };
+    map(operands.q, params.query_halves, s.q_len, s.q_heads, s.head_dim, 64 / packed, packed,
+        &params.query);
+    map(operands.k, params.key_halves, s.kv_len, s.kv_heads, s.head_dim, launch.block_kv, 1,
+        &params.key);
+    map(operands.v, params.value_halves, s.kv_len, s.kv_heads, s.value_dim, launch.block_kv, 1,
+        &params.value);
   }
   if (launch.bias_tiles) {
     auto error = MapBias(operands, bias, launch.block_q, &session, &params.bias_map);
     if (error.failure()) return error;
   }
+  if (launch.halves) LaunchSplit(s, 1, params, &session);
   if (mask_blocks > 0) session.LaunchBeside("mask_plan", {mask_blocks, kMaskThreads, 0}, &params);
   const auto run = [&](const char* kernel, std::int64_t warps) {
     session.LaunchBeside(kernel, {CeilDiv(warps, kRangeWarps), 32 * kRangeWarps, 0}, &params);

@@ -83,6 +83,14 @@ struct ForwardParams {
   // Only with kCarried: what results are multiplied by, and 0 where float16 copies do not hold the
   // operands and other kernels compute.
   const float* result_scale;  // []
+
+  // Only with kHalves, written by split_float32: see sm80/halves.cuh. Then the maps are of these.
+  void* query_halves;
+  void* key_halves;
+  void* value_halves;
+  float* query_factors;  // [B, N, ceil(T / 64)]
+  float* key_factors;    // [B, K, ceil(S / 64)]
+  float* value_factors;
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
