@@ -75,13 +75,23 @@ __device__ __forceinline__ float near_tanh(float x) {
 // rounding.
 inline constexpr float kNearest = 0.22f, kNearestLogit = 11.5f;
 inline constexpr float kNearestFactor = 0.9999618f, kNearestCubic = -0.3269915f;
-// The largest of a thread's scores.
+// The largest of a thread's scores, two at a time: numbers that are not negative are in the order
+// of their bits, of which Hopper's integer units take the maximum of three.
 template <int kCount>
 __device__ __forceinline__ float largest_of(const float (&scores)[kCount]) {
-  float largest[4] = {};
+  static_assert(kCount % 4 == 0 || kCount == 1);
+  if constexpr (kCount == 1) return fabsf(scores[0]);
+  int largest[2] = {};
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) largest[i % 4] = fmaxf(largest[i % 4], fabsf(scores[i]));
-  return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+  for (int i = 0; i < kCount; i += 4) {
+    int pairs[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      pairs[j] = __float_as_int(fmaxf(fabsf(scores[i + 2 * j]), fabsf(scores[i + 2 * j + 1])));
+    }
+    largest[i / 4 % 2] = max(max(pairs[0], pairs[1]), largest[i / 4 % 2]);
+  }
+  return __int_as_float(max(largest[0], largest[1]));
 }
 // Are all of a warp's scores near? Of logits within half the cap, such as models have most of the
 // time. One element by itself, whose warp may be apart, is not asked.
