@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     }
   } else {
     ptx::register_increase<kConsumerRegisters>();
-    Consumer consumer{{{}, {}, {}, {}, {}, {}, p, shared, warp / 4 - 1}};
+    Consumer consumer{{{}, {}, {}, {}, {}, {}, {}, p, shared, warp / 4 - 1}};
     consumer.run();
   }
 }
