@@ -106,6 +106,8 @@ GRADIENTS = (
     # float32 in parts; four warps that share keys.
     ("H100", F("float32 highest, bias stored", bias="bnts", S=92, causal=True, bias_hides=True,
        precision="highest", N=1)),
+    ("H100", F("float32 highest, softcap 30", softcap=30.0, spread=4.0, precision="highest", T=17,
+       S=33, N=3, K=3, H=7, bias="bnts", bias_dtype="bfloat16", kv_lengths=(19,))),
     ("H100", F("float32 of 128, everything", H=100, Hv=128, dropout=0.2, mask="b1ts", bias="11ts",
        sinks=True, segments="packed", softcap=3.0, N=1)),
     ("L4", F("float32 odd, highest", H=33, Hv=130, precision="highest", positions="permuted",

@@ -22,6 +22,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     return {
         "kBFloat16": problem.dtype == "bfloat16",
         "kFloat32": problem.dtype == "float32",
+        "kHighest": problem.dtype == "float32" and problem.precision == "highest",
         "kCarried": problem.split == "carried",
         "kRest": problem.split == "rest",
         "kWindowLeft": left is not None and not positions,
