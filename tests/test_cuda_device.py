@@ -237,15 +237,15 @@ def test_export_on_a_cpu_runs_here(tmp_path: Path):
 
 
 def test_next_process_finds_the_kernels(tmp_path: Path):
-    """Compiled when lowered: for each pass a file, one beside the forward's; JAX's own cache."""
+    """Compiled when lowered: for each pass two files; JAX's own cache."""
     variables = {
         "PYTHONHASHSEED": "0",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     cold, warm = (finish(start_python(FIRST_STEP, tmp_path, **variables)) for _ in range(2))
-    assert cold.splitlines()[0] == "3 False False"
-    assert warm.splitlines()[0] == "3 True True"
+    assert cold.splitlines()[0] == "4 False False"
+    assert warm.splitlines()[0] == "4 True True"
     assert cold.splitlines()[1] == warm.splitlines()[1]
 
 
@@ -288,5 +288,5 @@ def test_many_processes_start_at_once(tmp_path: Path):
     outputs = [finish(process).splitlines()[1] for process in processes]
     assert len(set(outputs)) == 1
     files = list((tmp_path / "cache").iterdir())
-    assert len(files) == 3  # of the forward pass two
+    assert len(files) == 4  # two of each pass
     assert all(file.suffix == ".kernel" for file in files)
