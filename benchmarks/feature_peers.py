@@ -96,12 +96,13 @@ def flash_options(case: Case, given: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def block_mask(case: Case) -> jax_flash.BlockMask:
     """Makes the block mask of a case's function, as a user does, once for all calls."""
-    sees = jax_flash.masks.causal()
-    if case.window is not None:
-        sees = jax_flash.masks.sliding_window(case.window, 0)
-    if case.segment is not None:
-        sees = jax_flash.masks.documents(np.arange(case.length) // case.segment)
+    # While a program is traced, too: arrays of a function made outside would be traced.
     with jax.ensure_compile_time_eval():
+        sees = jax_flash.masks.causal()
+        if case.window is not None:
+            sees = jax_flash.masks.sliding_window(case.window, 0)
+        if case.segment is not None:
+            sees = jax_flash.masks.documents(np.arange(case.length) // case.segment)
         return jax_flash.block_mask(sees, q_len=case.length, kv_len=case.length)
 
 
