@@ -16,13 +16,11 @@
 struct PhiloxWords {
   uint32 word[4];
 };
-inline constexpr uint32 kPhiloxRounds = 7;
 
 __device__ __forceinline__ PhiloxWords philox(uint32 key0, uint32 key1, uint32 c0, uint32 c1,
-                                              uint32 c2, uint32 c3, uint32 first = 0,
-                                              uint32 end = kPhiloxRounds) {
+                                              uint32 c2, uint32 c3) {
 #pragma unroll
-  for (uint32 round = first; round < end; ++round) {
+  for (uint32 round = 0; round < 7; ++round) {
     const uint64 a = static_cast<uint64>(0xD2511F53u) * c0;
     const uint64 b = static_cast<uint64>(0xCD9E8D57u) * c2;
     c0 = static_cast<uint32>(b >> 32) ^ c1 ^ (key0 + round * 0x9E3779B9u);
@@ -77,16 +75,12 @@ class Draws {
     }
     return {row, column, (row ^ column ^ query) & 4};
   }
+  // Those of the same query, `keys` keys on, a multiple of 16.
+  static __device__ __forceinline__ Counters after(const Counters& at, uint32 keys) {
+    return {at.query, at.key + keys / 4, at.other ^ (keys / 4 & 4)};
+  }
   __device__ __forceinline__ PhiloxWords words(uint32 query_counter, uint32 key_counter) const {
     return philox(state_.x, state_.y, key_counter, query_counter, state_.z, state_.w);
-  }
-  // The same in steps: what the rounds begin with, and one of them.
-  __device__ __forceinline__ PhiloxWords counter(uint32 query_counter, uint32 key_counter) const {
-    return {{key_counter, query_counter, state_.z, state_.w}};
-  }
-  __device__ __forceinline__ void round(uint32 i, PhiloxWords& words) const {
-    const uint32(&c)[4] = words.word;
-    words = philox(state_.x, state_.y, c[0], c[1], c[2], c[3], i, i + 1);
   }
 
  private:
@@ -108,43 +102,25 @@ __device__ __forceinline__ uint32 dropped_halves(const Params& p, uint32 word) {
 template <int kKeys>
 class DroppedPairs {
  public:
-  // Of all keys, in kSteps steps that go beside something else. Whole warps call.
-  static constexpr int kPairs = ceil_div(kKeys, 32);
-  static constexpr int kSteps = kPhiloxRounds + 1 + kPairs;
-  struct Steps {
-    Counters counters;
-    PhiloxWords words[kPairs];
-    uint32 given[kPairs][2];
-  };
-  __device__ __forceinline__ Steps begin(const Draws& draws, const Counters& counters) const {
-    Steps steps{counters, {}, {}};
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      steps.words[i] = draws.counter(counters.query, counters.key + counters.other + 8 * i);
-    }
-    return steps;
-  }
-  template <class Params>
-  __device__ __forceinline__ void step(const Params& p, const Draws& draws, Steps& steps,
-                                       uint32 step) {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      if (step < kPhiloxRounds) {
-        draws.round(step, steps.words[i]);
-      } else if (step == kPhiloxRounds) {
-        steps.given[i][0] = __shfl_xor_sync(0xffffffffu, steps.words[i].word[2], 16);
-        steps.given[i][1] = __shfl_xor_sync(0xffffffffu, steps.words[i].word[3], 16);
-      } else if (step == kPhiloxRounds + 1 + i) {
-        set(p, steps.counters, 2 * i, steps.words[i], steps.given[i]);
-      }
-    }
-  }
+  // Of all keys. The counters' words come first: they need no other lane, and go among the
+  // exponentials, which what is exchanged cannot. Whole warps call.
   template <class Params>
   __device__ __forceinline__ void draw_all(const Params& p, const Draws& draws,
                                            const Counters& counters) {
-    Steps steps = begin(draws, counters);
+    constexpr int kPairs = ceil_div(kKeys, 32);
+    PhiloxWords words[kPairs];
 #pragma unroll
-    for (uint32 i = 0; i < kSteps; ++i) step(p, draws, steps, i);
+    for (int i = 0; i < kPairs; ++i) {
+      words[i] = draws.words(counters.query, counters.key + counters.other + 8 * i);
+    }
+    uint32 given[kPairs][2];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      given[i][0] = __shfl_xor_sync(0xffffffffu, words[i].word[2], 16);
+      given[i][1] = __shfl_xor_sync(0xffffffffu, words[i].word[3], 16);
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) set(p, counters, 2 * i, words[i], given[i]);
   }
   // Of the 32 keys from 16 * i on. Whole warps call.
   template <class Params>
@@ -154,21 +130,6 @@ class DroppedPairs {
     const uint32 given[2] = {__shfl_xor_sync(0xffffffffu, words.word[2], 16),
                              __shfl_xor_sync(0xffffffffu, words.word[3], 16)};
     set(p, counters, i, words, given);
-  }
-  // What a step has made, as far as the next one needs it: take(where, word).
-  template <class Take>
-  __device__ __forceinline__ void visit_step(const Steps& steps, uint32 step,
-                                             const Take& take) const {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      if (step < kPhiloxRounds) {
-        take(2 * i, steps.words[i].word[0]);
-        take(2 * i + 1, steps.words[i].word[2]);
-      } else if (step == kPhiloxRounds + 1 + i) {
-#pragma unroll
-        for (int k = 8 * i; k < 8 * i + 8 && k < kKeys / 4; ++k) take(k, masks_[k]);
-      }
-    }
   }
   // Elements 2 * i and 2 * i + 1, with zeros for the dropped ones.
   __device__ __forceinline__ uint32 keep(int i, uint32 pair) const { return pair & ~masks_[i]; }

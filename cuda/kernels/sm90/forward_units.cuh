@@ -237,44 +237,6 @@ struct Consumer : Warpgroup {
     return kListsOwn ? ptx::uniform(unit().one.end) : last - walked().begin;
   }
 
-  // Starts the scores of the next block and this block's output.
-  __device__ __forceinline__ void begin_products(int accumulate) {
-    if constexpr (kDrawsBetween) {
-      begin_products_and_draw<Drawing>(*this, accumulate);
-    } else {
-      begin_scores(scores);
-      if constexpr (!kDrains) {
-        wait_value();
-        sanitise_value(block);
-      }
-      begin_output(accumulate);
-    }
-  }
-  // And draws what is dropped of the next block, a step behind an instruction.
-  template <class Of>
-  __device__ __forceinline__ void begin_products_and_draw(const Of& of, int accumulate) {
-    constexpr int kInstructions = ceil_div(kHeadDim, 16);
-    const Counters counters = of.counters(packed_row(unit(), 0), next_block(unit()) * kBlockKV);
-    auto steps = dropped.begin(of.draws, counters);
-    int issued = 0, group = 0;
-    begin_scores(scores, [&] {
-      const bool more = ++issued < kInstructions;
-      if (more) ptx::wgmma_commit();
-#pragma unroll
-      for (int i = 0; i < Of::kSteps; ++i) {
-        if (i * kInstructions / Of::kSteps + 1 == issued) of.step(p, dropped, steps, i, start);
-      }
-      if (more) ptx::wgmma_fence();
-    });
-    wait_value();
-    begin_output(accumulate, [&] {
-      if (group == Of::kGroups) return;
-      ptx::wgmma_commit();
-      of.step(p, dropped, steps, Of::kSteps + group++, start);
-      ptx::wgmma_fence();
-    });
-  }
-
   __device__ __forceinline__ void run() {
     if constexpr (kPingPong) {
       if (warpgroup == kConsumers - 1) pass_turn();
@@ -303,11 +265,16 @@ struct Consumer : Warpgroup {
         }
         wait_key();
         wait_turn();
-        begin_products(accumulate);
+        begin_scores(scores);
+        if constexpr (!kDrains) {
+          wait_value();
+          sanitise_value(block);
+        }
+        begin_output(accumulate);
         pass_turn();
         fetch_terms(next_block(unit()), false);
         accumulate = 1;
-        ptx::wgmma_wait<kDrains ? 0 : 1 + Drawing::kGroups>();
+        ptx::wgmma_wait<kDrains ? 0 : 1>();
         if constexpr (kDrains) ptx::pin(output);
         if (!kListsWhole) block = next_block(unit());
         accept_scores();

@@ -81,6 +81,30 @@ struct BlockLine<true> : ScoreLine<ForwardParams> {
   __device__ __forceinline__ LineFactor<kScoreIsLevel> factor() const { return line; }
 };
 
+// What a thread draws with, read once a unit: of a block's its draws would wait for shared and
+// global memory, which take hundreds of cycles beside wgmma.
+template <bool kExists>
+struct UnitDraws {  // none
+  template <class QueryOf>
+  __device__ __forceinline__ void read(const ForwardParams&, int, int, QueryOf) {}
+  __device__ __forceinline__ void draw(const ForwardParams&, DroppedPairs<kBlockKV>&, int) const {}
+};
+template <>
+struct UnitDraws<true> {
+  Draws draws;
+  Counters first;  // of the keys of block 0
+  template <class QueryOf>
+  __device__ __forceinline__ void read(const ForwardParams& p, int batch, int head,
+                                       QueryOf query_of) {
+    draws = Draws(p, ptx::uniform(batch), ptx::uniform(head));
+    first = draws.at(query_of(0), fragment::first_column(ptx::opaque(threadIdx.x)));
+  }
+  __device__ __forceinline__ void draw(const ForwardParams& p, DroppedPairs<kBlockKV>& dropped,
+                                       int first_key) const {
+    dropped.draw_all(p, draws, Draws::after(first, first_key));
+  }
+};
+
 // Loads a block's bits of the mask; those of the boolean one from where they begin for the rows of
 // the warpgroup, found once a unit.
 template <class Bits, bool kHeld>
@@ -112,46 +136,11 @@ inline constexpr bool kHoldsBits =
 // and beyond 64 with terms fetched by blocks or loads without TMA, they come when bases have risen.
 inline constexpr bool kDrawsAmong =
     kHasDropout && kValueColumns <= (kTmaLoads && !kListsBlocks ? 128 : 64);
-// And between the instructions of the products, of all but a unit's first block, where no other
-// term takes registers: beside a function of the scores 120 bytes would be spilled.
-inline constexpr bool kDrawsBetween = kDrawsAmong && kTmaLoads && !kListsBlocks && !kWindowLeft &&
-                                      !kHasQueryLengths && !kHasKeyValueLengths && !kHasSinks &&
-                                      !kHasBias && !kSoftcap && !kHasScoreFunction;
-
-// What a thread draws with between products, read once a unit: of a block's its draws would wait
-// for shared and global memory, which take hundreds of cycles beside wgmma.
-//
-// A warp waits to issue a wgmma until few are ahead of it, as times suggest. A step of the
-// draws goes into each of these waits, and stays there because a branch that is never taken would
-// store what it has made: without one ptxas moves all of them to one place.
-template <bool kExists>
-struct UnitDraws {  // none
-  static constexpr int kGroups = 0;
-  __device__ __forceinline__ void read(const ForwardParams&, const UnitInfo&) {}
-};
-template <>
-struct UnitDraws<true> {
-  using Dropped = DroppedPairs<kBlockKV>;
-  // Steps between the instructions of the product of the scores, and as many groups more that the
-  // product with the values is committed in, a step behind each.
-  static constexpr int kSteps = Dropped::kSteps - Dropped::kPairs, kGroups = Dropped::kPairs;
-  Draws draws;
-  __device__ __forceinline__ void read(const ForwardParams& p, const UnitInfo& t) {
-    draws = Draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
-  }
-  // Of a thread's first row and a block's first key.
-  __device__ __forceinline__ Counters counters(int query, int first_key) const {
-    return draws.at(query, first_key + fragment::first_column(ptx::opaque(threadIdx.x)));
-  }
-  __device__ __forceinline__ void step(const ForwardParams& p, Dropped& dropped,
-                                       Dropped::Steps& steps, int i, uint32 address) const {
-    dropped.step(p, draws, steps, i);
-    if (p.query_len < 0) {
-      dropped.visit_step(
-          steps, i, [&](int where, uint32 word) { ptx::store_shared(address + 4 * where, word); });
-    }
-  }
-};
+// And all at once, with what was read once a unit, where no other term takes registers: beside a
+// function of the scores 120 bytes would be spilled.
+inline constexpr bool kHoldsDraws = kDrawsAmong && kTmaLoads && !kListsBlocks && !kWindowLeft &&
+                                    !kHasQueryLengths && !kHasKeyValueLengths && !kHasSinks &&
+                                    !kHasBias && !kSoftcap && !kHasScoreFunction;
 
 // What numbers in halves take. Tensor cores cut off the last bits of a sum: those of one block
 // start at zero, and are added to the others by `fma`, which rounds.
@@ -208,13 +197,13 @@ struct Warpgroup : RowWalk,
                    BiasReader<kBiasBeside>,
                    ScoreFunction<ForwardParams>,
                    BlockLine<kTakesLine>,
-                   UnitDraws<kDrawsBetween>,
+                   UnitDraws<kHoldsDraws>,
                    UnitBits<RowBits, kHoldsBits>,
                    InHalves<kHalves> {
   using Halves = InHalves<kHalves>;
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   using UnitLine = BlockLine<kTakesLine>;             // likewise, and what follows once a block
-  using Drawing = UnitDraws<kDrawsBetween>;           // likewise
+  using Drawing = UnitDraws<kHoldsDraws>;             // likewise
   using BitsOfMask = UnitBits<RowBits, kHoldsBits>;   // likewise
   const ForwardParams& p;
   Shared& shared;
@@ -323,18 +312,16 @@ struct Warpgroup : RowWalk,
   }
 
   // -- products --
-  template <class Between = NothingBetween>
-  __device__ __forceinline__ void begin_scores(Scores& scores, Between&& between = {}) const {
+  __device__ __forceinline__ void begin_scores(Scores& scores) const {
     const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + warpgroup);
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
     issue_scores<kHeadDim, kWarpgroupRows, kBlockKV, kParts>(
         scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
-        ptx::descriptor(key, JF_OFFSET(key), 0, 1024), between);
+        ptx::descriptor(key, JF_OFFSET(key), 0, 1024));
     ptx::wgmma_commit();
   }
-  template <class Between = NothingBetween>
-  __device__ __forceinline__ void begin_output(int accumulate, Between&& between = {}) {
+  __device__ __forceinline__ void begin_output(int accumulate) {
     const uint32 value = start + kValueBytes / 8 * value_ring.barrier_offset();
     float factor = 1.0f;
     if constexpr (kHalves) factor = factor_of_keys(p.value_factors, block);
@@ -343,7 +330,7 @@ struct Warpgroup : RowWalk,
     if constexpr (kHalves) {
       Halves::issue(tile, factor);
     } else {
-      issue_output<kBlockKV>(output, weights, tile, accumulate, between);
+      issue_output<kBlockKV>(output, weights, tile, accumulate);
     }
     ptx::wgmma_commit();
   }
@@ -401,7 +388,11 @@ struct Warpgroup : RowWalk,
       if (is_first) begin_halves();
       Halves::set_key(factor_of_keys(p.key_factors, next));
     }
-    if (is_first) Drawing::read(p, unit());
+    if constexpr (kHoldsDraws) {
+      const UnitInfo& t = unit();
+      const auto query_of = [&](int row) { return packed_row(t, row); };
+      if (is_first) Drawing::read(p, t.batch, t.head, query_of);
+    }
     if constexpr (kHasScoreFunction) {
       if (is_first) {
         UnitFunction::read(p, unit().batch, unit().head);
@@ -527,17 +518,10 @@ struct Warpgroup : RowWalk,
       if (i % 2 == 0) dropped.draw(p, draws, counters, i);
     };
   }
-  template <class Of>  // Drawing
-  __device__ __forceinline__ void draw_all(const Of& of) {
-    dropped.draw_all(p, of.draws, of.counters(packed_row(unit(), 0), block * kBlockKV));
-  }
   // What goes among the exponentials of a block: what is dropped of it.
-  template <bool kFirst>
   __device__ __forceinline__ auto among_exponentials() {
-    if constexpr (kDrawsBetween && !kFirst) {
-      return Alone{};
-    } else if constexpr (kDrawsBetween) {
-      const auto draw = [this] { draw_all<Drawing>(*this); };
+    if constexpr (kHoldsDraws) {
+      const auto draw = [this] { Drawing::draw(p, dropped, block * kBlockKV); };
       return After<decltype(draw)>{draw};
     } else if constexpr (kDrawsAmong && kValueColumns <= 64) {
       return drawing();
@@ -557,10 +541,10 @@ struct Warpgroup : RowWalk,
     apply_terms(scores);
     if (!is_full(unit()) && sees_first_half_only()) {
       mask_scores<kBlockKV / 4, false>(scores);
-      softmax.start<kBlockKV / 4>(scores, logit_scale(), among_exponentials<true>());
+      softmax.start<kBlockKV / 4>(scores, logit_scale(), among_exponentials());
     } else {
       if (!is_full(unit())) mask_scores<kBlockKV / 2, false>(scores);
-      softmax.start<kBlockKV / 2>(scores, logit_scale(), among_exponentials<true>());
+      softmax.start<kBlockKV / 2>(scores, logit_scale(), among_exponentials());
     }
     searches = !softmax.is_started() || is_again(unit().number);
   }
@@ -575,8 +559,8 @@ struct Warpgroup : RowWalk,
         apply_terms(scores);
         if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
       }
-      rescale = softmax.extend(scores, p.scale_log2, factor, searches, correction,
-                               among_exponentials<false>());
+      rescale =
+          softmax.extend(scores, p.scale_log2, factor, searches, correction, among_exponentials());
     } else if constexpr (kTakesLine) {
       LineFactor<kScoreIsLevel> factor{p.scale_log2};
       if (later_is_full() && !searches && UnitLine::is_one()) {
@@ -586,13 +570,12 @@ struct Warpgroup : RowWalk,
         apply_terms(scores);
         if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
       }
-      rescale = softmax.extend(scores, p.scale_log2, factor, searches, correction,
-                               among_exponentials<false>());
+      rescale =
+          softmax.extend(scores, p.scale_log2, factor, searches, correction, among_exponentials());
     } else {
       apply_terms(scores);
       if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
-      rescale =
-          softmax.extend(scores, logit_scale(), searches, correction, among_exponentials<false>());
+      rescale = softmax.extend(scores, logit_scale(), searches, correction, among_exponentials());
     }
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;

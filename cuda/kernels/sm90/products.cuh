@@ -12,11 +12,6 @@ __device__ __forceinline__ void fill_tile(uint32 tile, const uint16* source, int
   ptx::fence_async_proxy();
 }
 
-// Nothing between the instructions of a product.
-struct NothingBetween {
-  __device__ __forceinline__ void operator()() const {}
-};
-
 // Of numbers in two halves, a plane each, three products make one, the smallest first: low times
 // high, high times low, high times high. The operands' planes of one of them:
 struct Planes {
@@ -30,10 +25,9 @@ __device__ __forceinline__ constexpr Planes planes_of(int product) {
 }
 
 // scores[64, N] = q[64, kDim] k[N, kDim]^T, both K-major; issues, does not wait.
-template <int kDim, int kQueryRows, int kKeyRows, int kPlanes = 1, int kCount,
-          class Between = NothingBetween>
+template <int kDim, int kQueryRows, int kKeyRows, int kPlanes = 1, int kCount>
 __device__ __forceinline__ void issue_scores(float (&scores)[kCount], ptx::Descriptor query,
-                                             ptx::Descriptor key, Between&& between = {}) {
+                                             ptx::Descriptor key) {
   constexpr int kSteps = ceil_div(kDim, 16), kBoxes = ceil_div(kDim, kBoxColumns);
 #pragma unroll
   for (int i = 0; i < kProducts<kPlanes> * kSteps; ++i) {
@@ -42,22 +36,19 @@ __device__ __forceinline__ void issue_scores(float (&scores)[kCount], ptx::Descr
     ptx::wgmma_ss<Element, 0, 0>(
         scores, query.at((planes.left * kBoxes + box) * kQueryRows * kBoxRowBytes + inner),
         key.at((planes.right * kBoxes + box) * kKeyRows * kBoxRowBytes + inner), i > 0);
-    between();
   }
 }
 
 // output[64, N] (+)= weights[64, kKeyRows] v[kKeyRows, N], weights in registers; does not wait.
-template <int kKeyRows, int kCount, int kWeights, class Between = NothingBetween>
+template <int kKeyRows, int kCount, int kWeights>
 __device__ __forceinline__ void issue_output(float (&output)[kCount],
                                              const uint32 (&weights)[kWeights],
-                                             ptx::Descriptor value, int accumulate,
-                                             Between&& between = {}) {
+                                             ptx::Descriptor value, int accumulate) {
 #pragma unroll
   for (int step = 0; step < kKeyRows / 16; ++step) {
     ptx::wgmma_rs<Element, 1>(output, weights[4 * step], weights[4 * step + 1],
                               weights[4 * step + 2], weights[4 * step + 3],
                               value.at(step * 16 * kBoxRowBytes), step > 0 ? 1 : accumulate);
-    between();
   }
 }
 // The same of numbers in two halves, from zero; v has kDim columns.
