@@ -291,11 +291,6 @@ class Decode {
     for (int r = 0; r < kRows; ++r) {
       rescale[r] = Weights(lo[r], hi[r], begin, end, scores + r * kScoreLd, state + r * state_ld_);
     }
-    if (ahead) {
-      for (int64_t j = begin; j < end && j < ahead->valid; ++j) {
-        Prefetch(ahead->values[j] + kv * value_ld_, value_dim_);
-      }
-    }
     // Keys that only some of the rows see, whose values may be nan: one by one.
     full_end = Most(full_begin, full_end);
     AddValues<kRows>(block, kv, full_begin, full_end, scores, rescale, state);
@@ -375,6 +370,7 @@ class Decode {
       if (ahead) {
         for (int i = 0; i < kKeys && j + i < ahead->valid; ++i) {
           Prefetch(ahead->keys[j + i] + kv * head_dim_, head_dim_);
+          Prefetch(ahead->values[j + i] + kv * value_ld_, value_dim_);
         }
       }
       float each[kLanes];
