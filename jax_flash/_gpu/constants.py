@@ -22,7 +22,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     return {
         "kBFloat16": problem.dtype == "bfloat16",
         "kFloat32": problem.dtype == "float32",
-        "kHighest": problem.dtype == "float32" and problem.precision == "highest",
+        "kHighest": is_highest(problem),
         "kCarried": problem.split == "carried",
         "kRest": problem.split == "rest",
         "kWindowLeft": left is not None and not positions,
@@ -108,8 +108,8 @@ def _has_slope(call: Call) -> bool:
     return "dout" in call.operands
 
 
-def has_halves(problem: Problem) -> bool:
-    """Tells whether numbers are split into two float16, which hold 22 bits."""
+def is_highest(problem: Problem) -> bool:
+    """Tells whether float32 is to be exact: of two float16, 22 bits; decoding has other parts."""
     return problem.dtype == "float32" and problem.precision == "highest"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash._gpu.constants import known, problem_constants
+from jax_flash._gpu.constants import is_highest, known, problem_constants
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.sm80 import Sm80
 from jax_flash._gpu.spec import GpuSpec
@@ -347,7 +347,7 @@ def make(
 
 def _parts_of(problem: Problem) -> int:
     """Returns how many bfloat16 a float32 is split into; 1 of 16 bits."""
-    return 1 if problem.dtype != "float32" else 3 if problem.precision == "highest" else 2
+    return 1 if problem.dtype != "float32" else 3 if is_highest(problem) else 2
 
 
 def _teams(call: Any, shapes: Shapes, cluster: int) -> int:

@@ -16,7 +16,7 @@ from jax_flash._gpu import emit
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import (
     functions,
-    has_halves,
+    is_highest,
     is_own,
     known,
     problem_constants,
@@ -347,7 +347,7 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     parts = _parts_of(problem)
     # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
     # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
-    halves = has_halves(problem)
+    halves = is_highest(problem)
     bare = not problem.terms and problem.softcap is None and problem.score is None
     plain = bare and parts == 1
     sizes: list[dict[str, Any]] = []
@@ -441,7 +441,7 @@ def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
     widest = max(shapes.head_dim, shapes.value_dim)
     parts = _parts_of(problem)
     columns = next(x for x in (64, 128, 256, 512) if widest <= x)
-    halves = has_halves(problem)
+    halves = is_highest(problem)
     sizes = list(_SIZES[parts, columns])
     odd = shapes.head_dim % 8 or shapes.value_dim % 8
     if halves and columns == 512:  # of other sizes up to 428 bytes are spilled, 163 KB hold no more

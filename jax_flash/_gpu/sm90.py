@@ -17,7 +17,7 @@ from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import (
     bytes_of_bias,
     functions,
-    has_halves,
+    is_highest,
     is_one,
     is_own,
     is_plane,
@@ -79,7 +79,7 @@ class Sm90(Family):
         kernels = f"the CUDA {call.target} kernels"
         if gpu.arch not in self.architectures:
             reasons.append(f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
-        halves = has_halves(problem) and call.target == "forward"
+        halves = is_highest(problem) and call.target == "forward"
         if problem.dtype not in ("bfloat16", "float16") and not halves:
             reasons.append(f"{kernels} take bfloat16 and float16, not {problem.dtype}")
         widest = 128 if halves else 256
@@ -413,12 +413,12 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
     # that are 8 apart.
     drops = "dropout_state" in problem.terms
     own_rows = drops or mapped or problem.masked or "bias" in problem.terms
-    own_rows |= has_halves(problem)  # of which 64 of a head share a factor
+    own_rows |= is_highest(problem)  # of which 64 of a head share a factor
     packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 and not own_rows else 1
     # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
     uneven = causal or "block_numbers" in problem.terms
     l2_heads = max(1, min(_l2_heads(shapes, problem), 64) // packed) if uneven else 1
-    if has_halves(problem):
+    if is_highest(problem):
         narrow = widest <= 64
         return ForwardTiling(
             *dims,
@@ -644,7 +644,7 @@ def _is_bare(problem: Problem) -> bool:
 def _l2_heads(shapes: Shapes, problem: Problem) -> int:
     """Counts the query heads whose keys and values fit in L2 together."""
     bytes_per_head = (
-        (4 if has_halves(problem) else 2)
+        (4 if is_highest(problem) else 2)
         * known(shapes.kv_len, 4096)
         * (shapes.head_dim + shapes.value_dim)
     )

@@ -185,7 +185,7 @@ struct InHalves<true> {
     first_tile = first_tile_of_keys;
   }
   __device__ __forceinline__ int tile_of(int block) const {
-    return first_tile + block / (halves::kRows / kBlockKV);
+    return first_tile + block * kBlockKV / halves::kRows;
   }
   __device__ __forceinline__ void set_key(float factor) { logit_factor = query_factor * factor; }
   __device__ __forceinline__ float logit_scale() const { return logit_factor; }
