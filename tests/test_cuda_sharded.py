@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_flash
 from jax_flash.context_parallel import attention, reorder, restore
 
-from .gpu import NEEDS_HOPPER, assert_same_bits, child_environment
+from .gpu import NEEDS_HOPPER, assert_same_bits, run_two_processes
 from .test_sharding import collectives
 
 P = PartitionSpec
@@ -253,10 +250,10 @@ def test_a_split_sequence(strategy, order, documents):
 
 
 TWO_PROCESSES = """
-import functools, sys
+import functools, os, sys
 import jax
-port, rank, axis = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-jax.distributed.initialize(f"localhost:{port}", 2, rank, local_device_ids=[rank])
+address, rank, axis = sys.argv[1], int(sys.argv[2]), os.environ["AXIS"]
+jax.distributed.initialize(address, 2, rank, local_device_ids=[rank])
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from tests import test_cuda_sharded as t
@@ -280,23 +277,7 @@ LENGTHS = {"data": T, "seq": 512}
 @pytest.mark.parametrize("axis", ["data", "seq"])
 def test_two_processes(tmp_path, axis):
     """One GPU each, an empty cache of kernels that both fill, one training step together."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environment = child_environment(tmp_path, with_tests=True)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", TWO_PROCESSES, str(port), str(rank), axis],
-            env=environment,
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, errors
+    run_two_processes(TWO_PROCESSES, tmp_path, AXIS=axis)
     results = [np.load(tmp_path / f"rank{rank}.npz") for rank in range(2)]
     for result in results:
         new = {name: result[name] for name in weights()}
