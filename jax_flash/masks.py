@@ -22,6 +22,7 @@ be the function itself.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,10 +77,31 @@ def _common_sizes(*functions: Callable[..., Any]) -> dict[str, int]:
     return found
 
 
-def _check_least(name: str, x: Any, least: int) -> None:
-    """Checks a number of keys; one that is traced is not known."""
-    if not isinstance(x, jax.core.Tracer) and x < least:
-        raise ValueError(f"{name} is {x}; expected {least} or more")
+def _index(name: str, x: Any, least: int | None = None) -> Any:
+    """Checks a number of keys or blocks; of a traced one the type alone."""
+    if isinstance(x, jax.core.Tracer):
+        if x.shape or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name} has shape {x.shape} and dtype {x.dtype}; expected one int")
+        return x
+    try:
+        number = None if isinstance(x, bool) else operator.index(x)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} is {x!r}; expected an int")
+    if least is not None and number < least:
+        raise ValueError(f"{name} is {number}; expected {least} or more")
+    return number
+
+
+def _integers(name: str, x: ArrayLike, letters: str) -> jax.Array:
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is {type(x).__name__}; expected int {letters}") from error
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {x.dtype} (shape {x.shape}); expected int {letters}")
+    return x
 
 
 def causal(offset: int = 0) -> Mask:
@@ -92,6 +114,7 @@ def causal(offset: int = 0) -> Mask:
       >>> bool(masks.causal()(0, 0, 5, 5)), bool(masks.causal()(0, 0, 5, 6))
       (True, False)
     """
+    offset = _index("offset", offset)
     return Mask(lambda b, h, q, k: k <= q + offset)
 
 
@@ -106,9 +129,8 @@ def sliding_window(left: int, right: int | None = None) -> Mask:
       >>> [bool(window(0, 0, 5, k)) for k in range(2, 8)]
       [False, True, True, True, False, False]
     """
-    right = left if right is None else right
-    _check_least("left", left, 0)
-    _check_least("right", right, 0)
+    left = _index("left", left, 0)
+    right = left if right is None else _index("right", right, 0)
     return Mask(lambda b, h, q, k: (k >= q - left) & (k <= q + right))
 
 
@@ -123,7 +145,9 @@ def prefix_lm(prefix: ArrayLike) -> Mask:
       >>> [bool(mask(0, 0, 0, k)) for k in range(5)]
       [True, True, True, False, False]
     """
-    lengths = jnp.asarray(prefix)
+    lengths = _integers("prefix", prefix, "or int [B]")
+    if lengths.ndim > 1:
+        raise ValueError(f"prefix has shape {lengths.shape}; expected () or [B]")
     return Mask(
         lambda b, h, q, k: (k <= q) | (k < (lengths[b] if lengths.ndim else lengths)),
         dict(zip(("batch",), lengths.shape, strict=False)),
@@ -146,18 +170,25 @@ def documents(query_ids: ArrayLike, key_value_ids: ArrayLike | None = None) -> M
       >>> [bool(mask(0, 0, 3, k)) for k in range(5)]
       [False, False, True, True, True]
     """
-    queries = jnp.asarray(query_ids)
-    keys = queries if key_value_ids is None else jnp.asarray(key_value_ids)
+    letters = "[length] or [B, length]"
+    queries = _integers("query_ids", query_ids, letters)
+    keys = queries if key_value_ids is None else _integers("key_value_ids", key_value_ids, letters)
 
     def of(ids, b, i):
         return ids[b, i] if ids.ndim == 2 else ids[i]
 
-    sizes = {"q_len": queries.shape[-1], "kv_len": keys.shape[-1]}
     for name, ids in (("query_ids", queries), ("key_value_ids", keys)):
         if ids.ndim not in (1, 2):
-            raise ValueError(f"{name} has shape {ids.shape}; expected one or two dims: [B, length]")
-        if ids.ndim == 2:
-            sizes["batch"] = ids.shape[0]
+            raise ValueError(f"{name} has shape {ids.shape}; expected {letters}")
+    sizes = {"q_len": queries.shape[-1], "kv_len": keys.shape[-1]}
+    batches = {ids.shape[0] for ids in (queries, keys) if ids.ndim == 2}
+    if len(batches) > 1:
+        raise ValueError(
+            f"query_ids has shape {queries.shape}, key_value_ids {keys.shape}; expected both [B, "
+            "length] of one B"
+        )
+    if batches:
+        sizes["batch"] = batches.pop()
     return Mask(lambda b, h, q, k: of(queries, b, q) == of(keys, b, k), sizes)
 
 
@@ -172,8 +203,8 @@ def dilated(window: int, dilation: int) -> Mask:
       >>> [k for k in range(10) if mask(0, 0, 5, k)]
       [2, 5, 8]
     """
-    _check_least("window", window, 0)
-    _check_least("dilation", dilation, 1)
+    window = _index("window", window, 0)
+    dilation = _index("dilation", dilation, 1)
     return Mask(lambda b, h, q, k: (abs(q - k) <= window * dilation) & ((q - k) % dilation == 0))
 
 
@@ -188,7 +219,7 @@ def strided(stride: int) -> Mask:
       >>> [k for k in range(13) if mask(0, 0, 11, k)]
       [3, 7, 8, 9, 10, 11]
     """
-    _check_least("stride", stride, 1)
+    stride = _index("stride", stride, 1)
     return Mask(lambda b, h, q, k: (k <= q) & ((q - k < stride) | ((q - k) % stride == 0)))
 
 
@@ -210,7 +241,7 @@ def butterfly(
 
     Returns: bool `[q_blocks, kv_blocks]`, for `jax_flash.block_mask_of`.
 
-    Raises: ValueError if max_stride is not a power of two.
+    Raises: TypeError for what is no int, ValueError if max_stride is not a power of two.
 
     Examples:
       >>> from jax_flash import masks
@@ -220,9 +251,10 @@ def butterfly(
              [1, 0, 1, 1],
              [0, 1, 1, 1]])
     """
-    if max_stride is not None and (max_stride < 1 or max_stride & (max_stride - 1)):
-        raise ValueError(f"max_stride must be a power of two or None, not {max_stride}")
-    kv_blocks = q_blocks if kv_blocks is None else kv_blocks
+    q_blocks = _index("q_blocks", q_blocks, 0)
+    kv_blocks = q_blocks if kv_blocks is None else _index("kv_blocks", kv_blocks, 0)
+    if max_stride is not None and _index("max_stride", max_stride, 1) & (max_stride - 1):
+        raise ValueError(f"max_stride is {max_stride}; expected a power of two, or None")
     size = max(q_blocks, kv_blocks)
     i, j = (np.arange(n) * size // max(n, 1) for n in (q_blocks, kv_blocks))
     apart = i[:, None] ^ j

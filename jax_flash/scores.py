@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash._function import OfHeads
-from jax_flash._validate import array, real
+from jax_flash._validate import array, flag, real
 
 ScoreFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -72,7 +72,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
       >>> scores.alibi_slopes(4).tolist()
       [0.25, 0.0625, 0.015625, 0.00390625]
     """
-    if not isinstance(num_heads, numbers.Integral):
+    if isinstance(num_heads, bool) or not isinstance(num_heads, numbers.Integral):
         raise TypeError(f"num_heads is {num_heads!r}; expected an int")
     num_heads = int(num_heads)
     if num_heads < 1:
@@ -143,9 +143,10 @@ def relative_position_buckets(
     Paper: Raffel et al., T5 (arXiv:1910.10683), in t5x's rounding.
     """
     table = _floats("table", table, "[N, buckets]")
+    bidirectional = flag("bidirectional", bidirectional)
     count = table.shape[1] // 2 if bidirectional else table.shape[1]
     exact = count // 2
-    if not isinstance(max_distance, numbers.Integral):
+    if isinstance(max_distance, bool) or not isinstance(max_distance, numbers.Integral):
         raise TypeError(f"max_distance is {max_distance!r}; expected an int")
     if exact < 1 or max_distance <= exact:
         raise ValueError(

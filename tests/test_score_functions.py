@@ -362,7 +362,9 @@ def test_ready_made_functions_name_wrong_arguments():
         (lambda: scores.tanh(np.ones(3)), TypeError, "clip is an array.*expected a Python number"),
         (lambda: scores.alibi_slopes(0), ValueError, "num_heads is 0"),
         (lambda: scores.alibi_slopes(4.0), TypeError, "num_heads is 4.0; expected an int"),
+        (lambda: scores.alibi_slopes(True), TypeError, "num_heads is True; expected an int"),
         (lambda: t5(max_distance=64.0), TypeError, "max_distance is 64.0; expected an int"),
+        (lambda: t5(bidirectional=None), TypeError, "bidirectional is None; expected True or "),
         (lambda: scores.distance_decay(np.ones(2), np.ones(3)), ValueError, "expected both"),
         (lambda: scores.compose(3.0), TypeError, "float is composed; expected functions"),
         (
