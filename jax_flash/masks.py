@@ -251,12 +251,12 @@ def butterfly(
              [1, 0, 1, 1],
              [0, 1, 1, 1]])
     """
-    q_blocks = _index("q_blocks", q_blocks, 0)
-    kv_blocks = q_blocks if kv_blocks is None else _index("kv_blocks", kv_blocks, 0)
+    rows = _index("q_blocks", q_blocks, 0)
+    columns = rows if kv_blocks is None else _index("kv_blocks", kv_blocks, 0)
     if max_stride is not None and _index("max_stride", max_stride, 1) & (max_stride - 1):
         raise ValueError(f"max_stride is {max_stride}; expected a power of two, or None")
-    size = max(q_blocks, kv_blocks)
-    i, j = (np.arange(n) * size // max(n, 1) for n in (q_blocks, kv_blocks))
+    size = max(rows, columns)
+    i, j = (np.arange(n) * size // max(n, 1) for n in (rows, columns))
     apart = i[:, None] ^ j
     meets = (apart & (apart - 1)) == 0
     return meets if max_stride is None else meets & (apart < max_stride)

@@ -195,6 +195,41 @@ def test_pages_give_the_bits_of_rows(api, backend):
     )
 
 
+@pytest.mark.parametrize("count", [6, 70])
+def test_rows_with_padding_need_the_pages_of_what_they_have_alone(api, backend, count):
+    """Six positions are decoded in one call, 70 read rows; pages behind the window are gone."""
+    settings = EVERYTHING | {
+        "local_window_size": 5,
+        "attention_fn": functools.partial(jax_flash.flash_attention, backend=backend),
+        "dtype": jnp.bfloat16 if backend == "cuda" else jnp.float32,
+    }
+    size, columns, seen = 4, 32, np.array([41, 14, 0])
+    x = normal(1, 3, 80, FEATURES)
+    table = np.random.default_rng(0).permutation(3 * columns).reshape(3, columns).astype(np.int32)
+    forward, step, cache = cached(api, 3, None, (3 * columns, size), **settings)
+    cache = jax.tree.map(lambda a: a if a.ndim == 1 else a * jnp.nan, cache)
+    step, full = jax.jit(step), np.asarray(forward(x), np.float32)
+    _, cache = step(cache, chunk_of(x, [0, 0, 0], seen, 41), jnp.array(seen), table)
+    new = np.array([2, 0, count])
+    # The window of a row's first new position begins in this column.
+    first = np.maximum(seen - 5, 0) // size
+    needed = (np.arange(columns) >= first[:, None]) & (
+        np.arange(columns) * size < (seen + new)[:, None]
+    )
+    chunk = chunk_of(x, seen, new, count)
+    out, _ = step(cache, chunk, jnp.array(new), np.where(needed, table, -1))
+    for b, n in enumerate(new):
+        want = full[b, seen[b] : seen[b] + n]
+        atol = 0.03 if backend == "cuda" else 5e-6
+        np.testing.assert_allclose(np.asarray(out[b, :n], np.float32), want, atol=atol)
+    assert np.isfinite(out).all()
+    assert (out[0, 2:] == out[1, 0]).all()  # padding
+    needed[0, first[0]] = False
+    out, _ = step(cache, chunk, jnp.array(new), np.where(needed, table, -1))
+    assert np.isnan(out[0, 0]).all()
+    assert not np.isnan(out[1:]).any()
+
+
 @pytest.mark.parametrize("pages", [None, (512, 16)])
 @pytest.mark.parametrize("lengths", [None, (3, 1)])
 def test_a_step_copies_no_cache(api, pages, lengths):

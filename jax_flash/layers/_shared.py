@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _cache
+from jax_flash import _cache, _validate
 from jax_flash._rotary import rotate
 from jax_flash._validate_decode import MOST_QUERIES
 from jax_flash.attention import LayerOptions, flash_attention
@@ -290,9 +290,10 @@ def _attend_to_cache(
     scores = {name: x for name, x in options.items() if not name.endswith("seq_lengths")}
     settings = _decode_settings(attention_fn, scores)
     one_dtype = query.dtype == key.dtype == value.dtype == cache.key.dtype
-    decode = None
+    decode = left = None
     if settings is not None and one_dtype and count <= MOST_QUERIES:
         decode = functools.partial(decode_attention, page_table=cache.page_table, **settings)
+        left = _validate._window(True, settings.get("local_window_size"), count + cache.room)[0]
     if decode is not None and valid is None:
         lengths = cache.index + count
         step = decode(
@@ -315,6 +316,10 @@ def _attend_to_cache(
     if decode is not None:
         # The queries of decode_attention are the newest positions: each row's own go to its end.
         padding = (count - valid)[..., None]
+        if left is not None and cache.page_table is not None:
+            # Before them is padding, whose window may reach to pages that the row has given back.
+            first = jnp.maximum(lengths - valid - left, 0) // cache.key.shape[-3]
+            decode = functools.partial(decode, page_table=_from_page(first, cache.page_table))
         out = decode(_roll(query, padding), cache.key, cache.value, lengths).out
         is_valid = jnp.arange(count) < valid[..., None]
         return jnp.where(is_valid[..., None, None], _roll(out, -padding), 0), cache
@@ -322,6 +327,12 @@ def _attend_to_cache(
     out = attention_fn(query, *(x.astype(query.dtype) for x in cache.rows()), **options)
     fits = (lengths <= cache.room)[..., None, None, None]
     return jnp.where(fits, out, jnp.nan), cache
+
+
+def _from_page(first: jax.Array, table: jax.Array) -> jax.Array:
+    """A page table [*B, M] with columns before `first` [*B] replaced by that column's page."""
+    columns = jnp.maximum(jnp.arange(table.shape[-1]), first[..., None])
+    return jnp.take_along_axis(table, columns, axis=-1, mode="clip")
 
 
 def _roll(x: jax.Array, by: jax.Array) -> jax.Array:

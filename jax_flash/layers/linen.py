@@ -283,8 +283,8 @@ class FlashAttention(nn.Module):
           block_mask: of `jax_flash.block_mask` or `block_mask_of`, for T queries and S keys.
           deterministic: no dropout.
           page_table: int32 [*B, M], in decoding with a cache of pages: position p of a row is in
-            slot p % S of page page_table[p // S]. A row needs the pages of what its newest T
-            positions see, and other columns may hold anything.
+            slot p % S of page page_table[p // S]. A row needs the pages of what its new
+            positions see, not its padding, and other columns may hold anything.
 
         Returns:
           [*B, T, features]; NaN in rows where decoding ran past the end of the cache or to a

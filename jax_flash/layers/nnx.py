@@ -286,8 +286,8 @@ class FlashAttention(nnx.Module):
             `decode_attention`, which copies none of the cache, unless there is a bias, mask or
             dropout, an attention_fn other than flash_attention or a cache of another dtype.
           page_table: int32 [*B, M], in decoding with a cache of pages: position p of a row is in
-            slot p % S of page page_table[p // S]. A row needs the pages of what its newest T
-            positions see, and other columns may hold anything.
+            slot p % S of page page_table[p // S]. A row needs the pages of what its new
+            positions see, not its padding, and other columns may hold anything.
 
         Returns:
           [*B, T, in_features]; NaN in rows where decoding ran past the end of the cache or to a
