@@ -338,7 +338,7 @@ MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
         ),
         pytest.param(
             "sm90/forward_units.cuh", "      if (!stored) continue;\n", "",
-            "a store: .* bytes at byte .* of result 0", id="rows past the end",
+            r"a store: \d+ bytes at byte \d+ of ", id="rows past the end",  # of the one below
         ),
         pytest.param(
             "sm90/forward_warpgroup.cuh", "kQueryBytes * (kConsumers * query_stage() + warpgroup)",

@@ -45,7 +45,6 @@ import fcntl
 import hashlib
 import os
 import pickle
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -59,8 +58,10 @@ from jax_flash import _backends, _gpu, _native
 
 from .. import fake_cuda
 from ..cases import Arguments
+from . import translate
 
 HERE = Path(__file__).parent
+_KEPT = "JAX_FLASH_EMULATOR_CACHE"  # the folder of libraries
 MULTIPROCESSORS = 3  # as many CTAs as machine.cc runs at a time
 
 
@@ -83,20 +84,16 @@ def build(shared: Path) -> Path:
     return folder / "libcuda.so.1"
 
 
-def settings(shared: Path) -> dict[str, str]:
-    """What a process needs in its environment besides that of fake_cuda.py."""
-    return {
-        "JAX_FLASH_EMULATOR_COMPILER": shlex.join(
-            [sys.executable, "-I", str(HERE / "translate.py")]
-        ),
-        "JAX_FLASH_EMULATOR_CACHE": str(shared),
-    }
+@ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p)
+def _compile(folder: bytes) -> bool:
+    return translate.compile_folder(Path(os.fsdecode(folder)))
 
 
 def connect(sources: dict[str, str] | None = None) -> ctypes.CDLL:
     """Emulates backend "cuda" in this process from here on: calls that name it, on CPU arrays."""
     fake = fake_cuda.connect()
     fake.EmulatorSetSeed.argtypes = (ctypes.c_uint64,)
+    fake.EmulatorSetCompiler(_compile)  # a name of the module: it stays alive
     _native.configure_cuda(None, 0, sources)
     _native.compile_ahead = lambda **_: None  # of what is guessed a third is not asked for
     _native.pretend_multiprocessors(MULTIPROCESSORS)
@@ -113,7 +110,7 @@ def install(seed: int) -> None:
     """Emulates backend "cuda" for all tests of this process; libraries are kept for the user."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     shared = cache / "jax_flash-emulated"
-    os.environ |= settings(shared) | {"JAX_FLASH_NVRTC": str(build(shared))}
+    os.environ |= {_KEPT: str(shared), "JAX_FLASH_NVRTC": str(build(shared))}
     connect().EmulatorSetSeed(seed)
 
 
@@ -126,7 +123,7 @@ class Emulator:
     """
 
     def __init__(self, folder: Path, shared: Path) -> None:
-        environment = fake_cuda.environment(folder, build(shared)) | settings(shared)
+        environment = fake_cuda.environment(folder, build(shared)) | {_KEPT: str(shared)}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", "from tests import emulator; emulator.main()"],
             stdin=subprocess.PIPE,

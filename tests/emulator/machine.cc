@@ -28,13 +28,15 @@ struct Program {
   std::vector<Library> libraries;  // one for each CTA that runs at a time
 };
 
+// Makes program.so of program.cu in a folder, or says in its file "log" why not: translate.py.
+bool (*compiler)(const char* folder) = nullptr;
+
 class Machine : public FakeMachine {
  public:
   std::string Compile(const std::string& source, const std::map<std::string, std::string>& files,
                       std::string* image) override {
     namespace fs = std::filesystem;
-    const char* command = std::getenv("JAX_FLASH_EMULATOR_COMPILER");
-    if (command == nullptr) return "JAX_FLASH_EMULATOR_COMPILER is not set";
+    if (compiler == nullptr) return "the emulator has no compiler";
     std::string folder = (fs::temp_directory_path() / "emulatorXXXXXX").string();
     if (mkdtemp(folder.data()) == nullptr) return "no temporary folder";
     const auto write = [&](const std::string& name, const std::string& text) {
@@ -44,15 +46,12 @@ class Machine : public FakeMachine {
     };
     write("program.cu", source);
     for (const auto& [name, text] : files) write(name, text);
-    const std::string log = folder + "/log";
-    const std::string line = std::string(command) + " " + folder + " > " + log + " 2>&1";
     const auto read = [](const std::string& path) {
       std::ifstream file(path, std::ios::binary);
       return std::string(std::istreambuf_iterator<char>(file), {});
     };
-    const int code = std::system(line.c_str());
     std::string trouble;
-    if (code != 0) trouble = line + " failed:\n" + read(log);
+    if (!compiler(folder.c_str())) trouble = "translate.py failed:\n" + read(folder + "/log");
     *image = read(folder + "/program.so");
     fs::remove_all(folder);
     return trouble;
@@ -207,6 +206,10 @@ extern "C" void EmulatorSetSeed(std::uint64_t seed) {
   policy.copies = seed == 0 ? Policy::kLate : seed == 1 ? Policy::kEarly : Policy::kAnyTime;
   if (seed > 1 && seed % 4 == 1) policy.copies = Policy::kLate;
   policy.random.seed(seed);
+}
+
+extern "C" void EmulatorSetCompiler(bool (*compile)(const char* folder)) {
+  emulator::compiler = compile;
 }
 
 // Runs one CTA of a program's only kernel, which takes a pointer to `memory`. Returns what went

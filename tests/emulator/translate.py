@@ -1,27 +1,26 @@
 """Makes a library for the host of a CUDA program: what NVRTC does for a GPU.
 
-    python translate.py FOLDER
-
-FOLDER holds program.cu and the files that it includes, as NVRTC would get them; program.so comes to
-lie beside them. The text stays what it is but for what a C++ compiler cannot know:
+A folder holds program.cu and the files that it includes, as NVRTC would get them; program.so comes
+to lie beside them. The text stays what it is but for what a C++ compiler cannot know:
 
 - an `asm` statement becomes a call of `emulator::run` with its PTX, which ptx.cc executes;
 - an `extern __shared__` array becomes a reference to the CTA's dynamic shared memory, a
   `__shared__` variable a static one in a section of its own;
 - a table of the kernels follows the text.
 
-Run as a program of its own, with the standard library alone: fake_cuda.cc starts it.
+machine.cc calls `compile_folder`, from several threads at once.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,17 +47,9 @@ def translate(text: str) -> str:
             continue
         end = _closing(text, match.end() - 1)
         statement = text[match.end() : end]
-        template, *lists = _sections(statement)
-        ptx = "".join(_unquoted(string) for string in re.findall(_STRING, template))
+        ptx, listed = _instruction(statement)
         pieces.append(text[at : match.start()])
         if ptx.strip():
-            operands = [
-                f"emulator::{'output' if '=' in constraint or '+' in constraint else 'input'}"
-                f"({expression})"
-                for operands in lists[:2]
-                for constraint, expression in _operands(operands)
-            ]
-            listed = ", ".join(operands) or "{}"
             pieces.append(f"emulator::run(emulator_codes[{len(codes)}], {{{listed}}})")
             codes.append(ptx)
         else:  # a hint to the GPU's compiler
@@ -90,6 +81,19 @@ def translate(text: str) -> str:
         'extern "C" const emulator::Kernel emulator_kernels[] = {\n'
         f"{kernels}    {{nullptr, nullptr, 0, 0}}}};\n"
     )
+
+
+@functools.cache  # programs have most of their text in common
+def _instruction(statement: str) -> tuple[str, str]:
+    """The PTX of an `asm` statement, and its operands as arguments of `emulator::run`."""
+    template, *lists = _sections(statement)
+    ptx = "".join(_unquoted(string) for string in re.findall(_STRING, template))
+    operands = [
+        f"emulator::{'output' if '=' in constraint or '+' in constraint else 'input'}({expression})"
+        for operands in lists[:2]
+        for constraint, expression in _operands(operands)
+    ]
+    return ptx, ", ".join(operands) or "{}"
 
 
 def _kernels(text: str) -> Iterator[tuple[str, str]]:
@@ -154,15 +158,20 @@ def _quoted(text: str) -> str:
     return f'{{"{escaped}"}}'
 
 
-def main(folder: Path) -> int:
+def compile_folder(folder: Path) -> bool:
+    """Makes program.so, or the file "log", which says why not."""
+    try:
+        _compile(folder)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        (folder / "log").write_text(f"{error}\n{getattr(error, 'stderr', '')}")
+        return False
+    return True
+
+
+def _compile(folder: Path) -> None:
     preprocess = [*COMPILER, "-E", "-std=c++17", "-x", "c++", "-I", str(folder), "-nostdinc"]
-    result = subprocess.run(
-        [*preprocess, str(folder / "program.cu")], capture_output=True, text=True, check=False
-    )
-    if result.returncode != 0:
-        sys.stderr.write(result.stderr)
-        return 1
-    text = translate(result.stdout.replace(f"{folder}/", ""))
+    preprocessed = _output([*preprocess, str(folder / "program.cu")])
+    text = translate(preprocessed.replace(f"{folder}/", ""))
     flags = [
         *COMPILER,
         *FLAGS,
@@ -178,18 +187,15 @@ def main(folder: Path) -> int:
     built = folder / "program.so"
     if kept is not None and kept.exists():
         shutil.copy(kept, built)
-        return 0
+        return
     (folder / "program.cc").write_text(text)
-    command = [*flags, "-I", str(HERE), str(folder / "program.cc"), "-lgcc", "-o", str(built)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    sys.stderr.write(result.stderr)
-    if result.returncode == 0 and kept is not None:
+    _output([*flags, "-I", str(HERE), str(folder / "program.cc"), "-lgcc", "-o", str(built)])
+    if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        own = kept.with_suffix(f".{os.getpid()}")
+        own = kept.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         shutil.copy(built, own)
         own.replace(kept)
-    return result.returncode
 
 
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
