@@ -171,8 +171,15 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_native, "compile_kernel", fail)
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all workers of this run."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if folder.name.startswith("popen-") else folder  # pytest-xdist's
+
+
 @pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory):
+def emulator(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path):
     """A process in which the CUDA kernels run on the host: see tests/emulator."""
     from . import emulator, fake_cuda  # where nothing is emulated, nothing of it is needed
 
@@ -184,10 +191,8 @@ def emulator(tmp_path_factory: pytest.TempPathFactory):
     if fake_cuda.COMPILER is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("emulator")
-    shared = tmp_path_factory.getbasetemp()
-    if shared.name.startswith("popen-"):  # pytest-xdist: one folder a worker
-        shared = shared.parent
     kept = os.environ.get("JAX_FLASH_EMULATOR_CACHE")  # from run to run
-    process = emulator.Emulator(folder, Path(kept) if kept else shared / "emulated")
+    shared = Path(kept) if kept else shared_folder / "emulated"
+    process = emulator.Emulator(folder, shared)
     yield process
     process.close()
