@@ -43,10 +43,10 @@ CASES = (
     C("mask bias dropout", mask="b1ts", bias="11ts", dropout=0.2),
     C("bias of each score", bias="bnts", S=136, H=128, causal=True),
     C("bias of 16 bits", bias="bnts", bias_dtype="float16", S=136, N=1),
-    C("bias of keys", bias="b11s", batch=(2,), T=100),
-    C("blocks", blocks=("1n", 64), N=2, K=1, kv_lengths=(190,)),
+    C("blocks, bias of keys", blocks=("1n", 64), bias="b11s", batch=(2,), N=2, K=1, T=100,
+      kv_lengths=(190, 200)),
     C("score gate", score="gate", causal=True),
-)
+)  # fmt: skip
 
 
 def compare(arguments: Arguments, got: dict[str, np.ndarray]) -> None:
