@@ -137,7 +137,8 @@ struct Named<BackwardParams> : BackwardParams {
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
               query_position_ranges, score_ids, captures, block_mask, bias_map, result_scale,
-              first_kv_head, launched_kv_heads)
+              first_kv_head, launched_kv_heads, query_halves, key_halves, value_halves, dout_halves,
+              query_factors, key_factors, value_factors, dout_factors)
 };
 template <>
 struct Named<Sm80ForwardParams> : Sm80ForwardParams {

@@ -104,6 +104,7 @@ CASES = (
     C("blocks wide mask of keys", blocks=("11", 48), H=256, mask="b11s", deterministic=True),
     C("score relative segments", score="relative", H=128, segments="packed", N=4, K=2),
     C("score gate wide", score="gate", H=256, causal=True, dropout=0.3),
+    C("float32 in halves", dtype="float32", precision="highest", H=72, causal=True, N=4, K=2),
 )
 # By the kernels of mma.sync, which have no backward for these.
 FORWARD = (

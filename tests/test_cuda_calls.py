@@ -325,6 +325,8 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
         "dvalue": tensor_map(case, c, "dvalue", 64),
         "bias_map": bias_map(case, c, c["kBlockQ"]),
     }
+    arrays = ("query", "key", "value", "dout")  # of float32 alone
+    expected |= {f"{array}_{of}": None for array in arrays for of in ("halves", "factors")}
     assert_launched_with(call, names_of_buffers(case, recordings[case])[1], expected)
     assert 1 <= main.params["l2_heads"] <= batch * case.kv_heads
     assert c["kDeterministic"] == case.deterministic

@@ -569,7 +569,7 @@ def split() -> Configurations:
 
 
 def halves() -> list[Any]:
-    """float32 in two float16 on Hopper, the forward pass."""
+    """float32 in two float16 on Hopper."""
     windows = {"full": (None, None), "causal": (None, 0), "window": (100, 20)}
     found = []
     for dim, (name, window) in itertools.product((64, 128), windows.items()):
@@ -581,8 +581,10 @@ def halves() -> list[Any]:
             window=window,
             bottom_right=name == "window",
         )
-        plan = _gpu.plan(passes(problem)["forward"], shapes, H200)
-        found.append(pytest.param(plan, id=f"{dim} {name}"))
+        found += [
+            pytest.param(_gpu.plan(call, shapes, H200), id=f"{target} {dim} {name}")
+            for target, call in passes(problem).items()
+        ]
     return found
 
 

@@ -1,5 +1,6 @@
 """Lowers every feature for CUDA on a machine without a GPU and reads the program."""
 
+import functools
 import re
 import threading
 
@@ -203,8 +204,10 @@ def test_precision_decides_into_which_parts_float32_is_split(precision, halves: 
 )
 def test_hopper_computes_float32_at_highest_by_wgmma_without_terms(dim, options, target: str):
     operands = [array(*x.shape[:-1], dim, dtype="float32") for x in QKV]
-    program = lower(lambda *x: flash_attention(*x, precision="highest", **options), *operands)
-    assert calls(program) == [target]
+    attention = functools.partial(flash_attention, precision="highest", **options)
+    assert calls(lower(attention, *operands)) == [target]
+    program = lower(lambda *x: jax.vjp(attention, *x)[1](x[0]), *operands)
+    assert calls(program) == [target, target.replace("forward", "backward")]
 
 
 def test_blackwell_is_told_what_is_faster(monkeypatch: pytest.MonkeyPatch):

@@ -79,7 +79,7 @@ class Sm90(Family):
         kernels = f"the CUDA {call.target} kernels"
         if gpu.arch not in self.architectures:
             reasons.append(f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
-        halves = is_highest(problem) and call.target == "forward"
+        halves = is_highest(problem)
         if problem.dtype not in ("bfloat16", "float16") and not halves:
             reasons.append(f"{kernels} take bfloat16 and float16, not {problem.dtype}")
         widest = 128 if halves else 256
@@ -272,6 +272,7 @@ class BackwardTiling:
     dbias_rows: bool = False  # a CTA adds the dS of batch rows that share their bias
     dbias_heads: int = 0  # kv heads whose dS is stored at a time, as batch rows share their bias
     bias_bytes: int = 0  # of an element of a bias that TMA loads beside the queries; 0: it does not
+    halves: bool = False  # as for the forward, wide kernel
 
     entries = ("flash_backward",)
     beside = "sm90/backward_entries.cuh"
@@ -301,12 +302,17 @@ class BackwardTiling:
         head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
         both = 128 * (head_boxes + value_boxes)
         rows = -(-2 * self.stages * self.block_q * 4 // 1024) * 1024
-        scores = self.score_stages * self.block_kv * self.block_q * 2
+        scores = self.parts * self.score_stages * self.block_kv * self.block_q * 2
         sums = 16384 if self.wide else 16384 * max(head_boxes, value_boxes)
         sums *= self.outputs
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
-        tiles = both * (self.block_kv + self.stages * self.block_q) + biases
+        tiles = self.parts * both * (self.block_kv + self.stages * self.block_q) + biases
         return 1024 + tiles + rows + scores + sums
+
+    @property
+    def parts(self) -> int:
+        """Planes of a tile."""
+        return 2 if self.halves else 1
 
     @property
     def sum_stages(self) -> int:
@@ -335,11 +341,12 @@ class BackwardTiling:
             "stores_dbias": self.stores_dbias,
             "clears_dbias": self.clears_dbias,
             "bias_tiles": self.bias_bytes > 0,
+            "halves": self.halves,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the scratch arrays that the handler takes as further results."""
-        return backward_arrays(
+        arrays = backward_arrays(
             problem,
             shapes,
             block_q=self.block_q,
@@ -350,6 +357,7 @@ class BackwardTiling:
             dbias_heads=self.dbias_heads,
             ctas=_CTAS,
         )
+        return arrays | halves_of(shapes, self.halves, of_dout=True)
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, but for kHasDlse."""
@@ -358,6 +366,8 @@ class BackwardTiling:
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
             "kTmaLoads": self.tma_loads,
+            "kHalves": self.halves,
+            "kParts": self.parts,
             "kBlockQ": self.block_q,
             "kBlockKV": self.block_kv,
             "kStages": self.stages,
@@ -566,6 +576,16 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     by_heads = 0
     if stores and not by_rows:
         by_heads = dbias_heads(problem, shapes, 128, _CTAS // 2)
+    if is_highest(problem):
+        return BackwardTiling(
+            shapes.head_dim,
+            shapes.value_dim,
+            block_q=64,
+            wide=True,
+            score_stages=1 if widest > 64 else 2,
+            l2_heads=_backward_l2_heads(problem, shapes),
+            halves=True,
+        )
     is_layout = _is_layout(problem)
     tiling = BackwardTiling(
         shapes.head_dim,
@@ -617,7 +637,8 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes) -> int:
     widest = max(shapes.head_dim, shapes.value_dim)
     group = _group(shapes)
     # Of one query head: the units of a group walk its heads side by side.
-    head_bytes = queries * (6 * shapes.head_dim + 2 * shapes.value_dim)
+    bytes_ = 4 if is_highest(problem) else 2
+    head_bytes = queries * ((bytes_ + 4) * shapes.head_dim + bytes_ * shapes.value_dim)
     fitting = max(1, _L2_SHARE // head_bytes)
     if problem.deterministic:
         steps = queries // (64 if widest > 64 else 128)  # of the longest unit

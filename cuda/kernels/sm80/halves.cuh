@@ -21,6 +21,9 @@ namespace halves {
 inline constexpr int kThreads = 256;
 inline constexpr int kRows = 64;  // of a tile
 inline constexpr float kWide = 0x1p-24f;
+// Of halves whose products have one sum, second ones as they are, a number below 2^-16 of the
+// largest has fewer than 22 bits, and at the second of these 20.
+inline constexpr float kOneSum = 1.0f, kWideOfOneSum = 0x1p-16f, kWideOfGradients = 0x1p-18f;
 
 // The elements of a row as kernels copy it.
 template <int kDim>
@@ -176,13 +179,13 @@ __device__ __forceinline__ bool split(const Source& from, int batch, int& index,
 // Queries, keys and values.
 template <class Params>
 __device__ __forceinline__ bool split_inputs(const Params& p, int& index, Tile& tile,
-                                             float second = kSecondHalf,
-                                             float wide_values = kWide) {
+                                             float second = kSecondHalf, float wide_values = kWide,
+                                             float wide = kWide) {
   const auto of_queries = [&](int batch) { return visibility(p, batch).query_length; };
   const auto of_keys = [&](int batch) { return visibility(p, batch).kv_length; };
-  const Source query{p.query_data, p.query_halves, p.query_factors,
-                     p.query_len,  p.query_heads,  second};
-  const Source key{p.key_data, p.key_halves, p.key_factors, p.kv_len, p.kv_heads, second};
+  const Source query{
+      p.query_data, p.query_halves, p.query_factors, p.query_len, p.query_heads, second, wide};
+  const Source key{p.key_data, p.key_halves, p.key_factors, p.kv_len, p.kv_heads, second, wide};
   const Source value{p.value_data, p.value_halves, p.value_factors, p.kv_len,
                      p.kv_heads,   second,         wide_values};
   return split<kHeadDim>(query, p.batch, index, of_queries, tile) ||

@@ -2,10 +2,11 @@
 // Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
 //
 // This file is the program for head dims up to 128, backward_wide.cuh the one for wider heads.
-// backward_entries.cuh, compiled at the same time, holds the kernels beside the main one. Three are
+// backward_entries.cuh, compiled at the same time, holds the kernels beside the main one. They are
 // launched in this order on one stream with the same BackwardParams; rows are the T queries padded
 // to whole query blocks:
 //   kernel                   grid                             block  dynamic shared memory
+//   split_float32            tiles, with kHalves              256    0
 //   flash_backward_prepare   B * N * rows / 64                128    0
 //   flash_backward           min(SMs, B * K * key blocks)     kThreads, sizeof(NarrowShared)
 //   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128    0
@@ -15,6 +16,8 @@
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
 //   bool kCarried             float16 copies of float32 operands, float32 out and gradients
 //                             (element.cuh)
+//   bool kHalves              float32 as two float16, backward_wide.cuh at all head dims up to 128
+//   int kParts                of an element, planes of a tile: 2 with kHalves, else 1
 //   int kHeadDim, kValueDim   exact sizes
 //   bool kTmaLoads            TMA moves tiles (8 divides both dims), else warps do, see
 //                             tile.cuh

@@ -100,29 +100,33 @@ struct Loader {
         if constexpr (kSkipsMasked) {
           if (threadIdx.x == 0) items(&Shared::first_queries)[slot] = m0;
         }
-        load_queries<kHeadDim>(at(&Shared::query) + slot * kQueryBytes, p.query, p.query_data,
-                               at(&Shared::minus_lse) + slot * kNumberBytes,
-                               p.lse_log2 + static_cast<int64>(block) * kQueries,
-                               at(&Shared::query_full, slot), head, m0, u.batch, kBiasBytes);
+        load_queries<halves::kCopied<kHeadDim>>(
+            at(&Shared::query) + slot * kQueryBytes, p.query, p.query_data,
+            at(&Shared::minus_lse) + slot * kNumberBytes,
+            p.lse_log2 + static_cast<int64>(block) * kQueries, at(&Shared::query_full, slot), head,
+            m0, u.batch, kBiasBytes);
         if constexpr (kBiasTiles) load_bias(u, slot, head, m0);
         // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
         if (first && !kGivesBackEarly) {
           wait_together(at(&Shared::key_empty), free);
-          load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
+          load_keys<halves::kCopied<kHeadDim>>(u, at(&Shared::key), p.key, p.key_data,
+                                               at(&Shared::key_full));
         }
         wait_together(at(&Shared::dout_empty, slot), parity ^ 1);
-        load_queries<kValueDim>(at(&Shared::dout) + slot * kDoutBytes, p.dout, p.dout_data,
-                                at(&Shared::minus_delta) + slot * kNumberBytes,
-                                p.minus_delta + static_cast<int64>(block) * kQueries,
-                                at(&Shared::dout_full, slot), head, m0, u.batch);
+        load_queries<halves::kCopied<kValueDim>>(
+            at(&Shared::dout) + slot * kDoutBytes, p.dout, p.dout_data,
+            at(&Shared::minus_delta) + slot * kNumberBytes,
+            p.minus_delta + static_cast<int64>(block) * kQueries, at(&Shared::dout_full, slot),
+            head, m0, u.batch);
         if (first) {
           first = false;
           wait_together(at(&Shared::value_empty), free);
-          load_keys<kValueDim>(u, at(&Shared::value), p.value, p.value_data,
-                               at(&Shared::value_full));
+          load_keys<halves::kCopied<kValueDim>>(u, at(&Shared::value), p.value, p.value_data,
+                                                at(&Shared::value_full));
           if (kGivesBackEarly) {
             wait_together(at(&Shared::key_empty), free);
-            load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
+            load_keys<halves::kCopied<kHeadDim>>(u, at(&Shared::key), p.key, p.key_data,
+                                                 at(&Shared::key_full));
           }
         }
         ++iteration;

@@ -15,7 +15,7 @@
 
 namespace backward {
 
-static_assert(kKeys == 128, "two score warpgroups of 64 keys");
+static_assert(kKeys == 128 && !kHalves, "two score warpgroups of 64 keys");
 static_assert(kHead <= 128 && kValue <= 128, "wider heads: backward_wide.cuh");
 static_assert(!kReadsAhead || kStages > 1, "the next block is loaded before this one is done");
 static_assert(!kReadsAhead || !kHasDropout, "what is dropped of dP is so before delta enters");
@@ -195,7 +195,7 @@ struct Scorer {
     const uint32 dout = at(&Shared::dout) + slot * kDoutBytes;
 
     if constexpr (!kReadsAhead) ptx::barrier_wait(at(&Shared::query_full, slot), parity);
-    hide_unseen_queries<kHeadBoxes>(u, ranges.seeing, q, m0, kScoreBarrier + which);
+    hide_unseen_queries<kHeadTile>(u, ranges.seeing, q, m0, kScoreBarrier + which);
     float x[kScores], fresh[kScores];
     float (&dp)[kScores] = kReadsAhead ? begun : fresh;
     if constexpr (!kReadsAhead) {
@@ -203,7 +203,7 @@ struct Scorer {
       keys_times_queries<kHead>(x, at(&Shared::key) + slab * kBoxRowBytes, q);
       ptx::barrier_wait(at(&Shared::dout_full, slot), parity);
     }
-    hide_unseen_queries<kValueBoxes>(u, ranges.seeing, dout, m0, kScoreBarrier + which);
+    hide_unseen_queries<kValueTile>(u, ranges.seeing, dout, m0, kScoreBarrier + which);
     ptx::wgmma_fence();
     if constexpr (kReadsAhead) {
       keys_times_queries<kHead>(x, at(&Shared::key) + slab * kBoxRowBytes, q);
@@ -359,8 +359,8 @@ struct Scorer {
       ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
       ptx::barrier_wait(at(&Shared::value_full), parity_of<1>(received));
       if (has_unseen_keys(u)) {
-        hide_unseen_keys<kHeadBoxes>(u, at(&Shared::key), 64 * which);
-        hide_unseen_keys<kValueBoxes>(u, at(&Shared::value), 64 * which);
+        hide_unseen_keys<kHeadTile>(u, at(&Shared::key), 64 * which);
+        hide_unseen_keys<kValueTile>(u, at(&Shared::value), 64 * which);
         ptx::named_barrier_sync(kScoreBarrier + which, 128);
       }
       if (u.total > 0) {

@@ -5,6 +5,7 @@
 #include "fragment.cuh"
 #include "rows.cuh"
 #include "sm90/backward_units.cuh"
+#include "sm90/products.cuh"
 #include "terms.cuh"
 
 namespace backward {
@@ -23,6 +24,7 @@ __device__ __forceinline__ void store_row(const float (&values)[kCount], int row
 }
 
 inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
+using Multiplied = halves::Copied;            // what tensor cores multiply
 
 // -lse or -delta of the two queries to which a thread's elements 4j..4j+3 of S^T belong.
 __device__ __forceinline__ float2 row_numbers(uint32 numbers, int j) {
@@ -96,8 +98,21 @@ struct StepBias<true> {
   }
 };
 
+// From scores to logits in log2 units; of halves by the factors of a step's queries and keys.
+template <bool kOfHalves>
+struct LogitScale {
+  __device__ __forceinline__ void set_scale(float) {}
+  __device__ __forceinline__ float scale_of(const BackwardParams& p) const { return p.scale_log2; }
+};
+template <>
+struct LogitScale<true> {
+  float scale;
+  __device__ __forceinline__ void set_scale(float x) { scale = x; }
+  __device__ __forceinline__ float scale_of(const BackwardParams&) const { return scale; }
+};
+
 // What a step knows before its scores are there.
-struct Step : MetBlock {
+struct Step : MetBlock, LogitScale<kHalves> {
   StepBias<kBiasTiles> bias;
 
   __device__ __forceinline__ Step(const BackwardParams& p, const volatile UnitRecord& u, int head,
@@ -201,14 +216,14 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
         } else {
           slopes[i] = score_slope(x);
         }
-        x = ptx::exp2_approx(fmaf(x, p.scale_log2, shift));
+        x = probability_of(fmaf(x, step.scale_of(p), shift));
       }
       x = seen[i] ? x : 0.f;
     }
     if constexpr (kHasSlope) {
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
-        probability[2 * j + i / 2] = Element::pack(score[4 * j + i], score[4 * j + i + 1]);
+        probability[2 * j + i / 2] = Multiplied::pack(score[4 * j + i], score[4 * j + i + 1]);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -351,7 +366,7 @@ __device__ __forceinline__ void score_to_probability(
 
 // What is dropped of P enters dV as zero.
 __device__ __forceinline__ uint32 pack_probability(float low, float high) {
-  return kHasDropout ? Element::pack_positive(low, high) : Element::pack(low, high);
+  return kHasDropout ? Multiplied::pack_positive(low, high) : Multiplied::pack(low, high);
 }
 
 // Stores dS^T of the keys [slab, slab + 64) for wgmma to read it as dS, MN-major.
@@ -379,23 +394,27 @@ __device__ __forceinline__ void stage_rows(const float (&values)[kCount], float 
     const int chunk = 2 * (j % 4) + threadIdx.x % 32 / 16;
     ptx::store_matrix_x4(
         tile + j / 4 * box_bytes + row * kBoxRowBytes + swizzled(chunk, row),
-        Element::pack(x[0] * scale, x[1] * scale), Element::pack(x[2] * scale, x[3] * scale),
-        Element::pack(x[4] * scale, x[5] * scale), Element::pack(x[6] * scale, x[7] * scale));
+        Multiplied::pack(x[0] * scale, x[1] * scale), Multiplied::pack(x[2] * scale, x[3] * scale),
+        Multiplied::pack(x[4] * scale, x[5] * scale), Multiplied::pack(x[6] * scale, x[7] * scale));
   }
   ptx::fence_async_proxy();
 }
 
-// d = (d if accumulate) + a[64 keys x k] b[kQueries x k]^T with both operands K-major. The fence
-// before it is the caller's.
+// d = (d if accumulate) + a[64 keys x k] b[kQueries x k]^T with both operands K-major, of halves
+// three products. The fence before it is the caller's.
 template <int kDepth>
 __device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys, uint32 queries,
                                                    bool accumulate = false) {
+  constexpr int kSteps = kDepth / 16, kBoxes = ceil_div(kDepth, kBoxColumns);
   const ptx::Descriptor a = ptx::descriptor(keys, 0, 0, 1024),
                         b = ptx::descriptor(queries, 0, 0, 1024);
 #pragma unroll
-  for (int i = 0; i < kDepth / 16; ++i) {
-    ptx::wgmma_ss<Element, 0, 0>(d, a.at(i / 4 * kBoxK + i % 4 * 32),
-                                 b.at(i / 4 * kBoxQ + i % 4 * 32), accumulate || i > 0);
+  for (int i = 0; i < kProducts<kParts> * kSteps; ++i) {
+    const Planes planes = planes_of<kParts>(i / kSteps);
+    const int box = i % kSteps / 4, inner = i % kSteps % 4 * 32;
+    ptx::wgmma_ss<Element, 0, 0>(d, a.at((planes.left * kBoxes + box) * kBoxK + inner),
+                                 b.at((planes.right * kBoxes + box) * kBoxQ + inner),
+                                 accumulate || i > 0);
   }
   ptx::wgmma_commit();
 }
@@ -412,6 +431,23 @@ __device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint3
   }
 }
 
+// d[64 keys x n] = a[64 keys x kQueries] b[kQueries x n] of halves, a's in registers, the second
+// ones of b `plane` bytes on; no commit.
+template <int kHalfN>
+__device__ __forceinline__ void issue_product(float (&d)[kHalfN], const uint32 (&a)[2][kScores / 2],
+                                              uint32 rows, uint32 plane) {
+  const ptx::Descriptor b = ptx::descriptor(rows, 0, kBoxQ, 1024);
+  constexpr int kSteps = kQueries / 16;
+#pragma unroll
+  for (int i = 0; i < kProducts<2> * kSteps; ++i) {
+    const Planes planes = planes_of<2>(i / kSteps);
+    const int step = i % kSteps;
+    const uint32(&left)[kScores / 2] = a[planes.left];
+    ptx::wgmma_rs<Element, 1>(d, left[4 * step], left[4 * step + 1], left[4 * step + 2],
+                              left[4 * step + 3], b.at(planes.right * plane + step * 2048), i > 0);
+  }
+}
+
 // Writes columns of the keys [slab, slab + 64) of dK or dV, rounded, straight from the accumulators
 // of a warpgroup: no shared memory is taken.
 template <int kDim, int kCount>
@@ -421,7 +457,7 @@ __device__ __forceinline__ void store_columns(const BackwardParams& p, void* arr
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = u.key0 + slab + fragment::first_row(threadIdx.x) + fragment::kRowStep * r;
-    if constexpr (kCarried) {
+    if constexpr (kSame<ResultElement, Float32>) {
       if (row < p.kv_len) {
         float* to = static_cast<float*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
         store_row<kDim>(values, r, scale, to, first_column);
@@ -429,7 +465,8 @@ __device__ __forceinline__ void store_columns(const BackwardParams& p, void* arr
       continue;
     }
     uint32 pieces[4 * ceil_div(2 * kCount, 32)];
-    fragment::gather_row(values, r, scale, pieces);
+    fragment::gather_row<kCount, 4 * ceil_div(2 * kCount, 32), Multiplied>(values, r, scale,
+                                                                           pieces);
     if (row < p.kv_len) {
       uint16* to = static_cast<uint16*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
 #pragma unroll

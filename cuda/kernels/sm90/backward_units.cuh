@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ring.cuh"
+#include "sm80/halves.cuh"
 #include "sm90/backward_walk.cuh"
 #include "sm90/ptx_sm90.cuh"
 
@@ -12,13 +13,16 @@ namespace backward {
 
 inline constexpr int kBoxK = kKeys * kBoxRowBytes;
 inline constexpr int kBoxQ = kQueries * kBoxRowBytes;
-inline constexpr int kQueryBytes = kHeadBoxes * kBoxQ;  // of a tile of Q, and so on
-inline constexpr int kDoutBytes = kValueBoxes * kBoxQ;
+// Boxes of a tile: with kHalves those of the first halves, then those of the second.
+inline constexpr int kHeadTile = kParts * kHeadBoxes, kValueTile = kParts * kValueBoxes;
+inline constexpr int kQueryBytes = kHeadTile * kBoxQ;  // of a tile of Q, and so on
+inline constexpr int kDoutBytes = kValueTile * kBoxQ;
 inline constexpr int kNumberBytes = kQueries * 4;  // a number for each query
-inline constexpr int kGradientBytes = kKeys * kQueries * 2;
+inline constexpr int kGradientPlane = kKeys * kQueries * 2;
+inline constexpr int kGradientBytes = kParts * kGradientPlane;
 // A bias that TMA loads comes with Q, in its stages and at its barriers.
 inline constexpr int kBiasBytes = kBiasTiles ? kKeys * kQueries * bias::kBytes : 0;
-static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kKeys == 128));
+static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kKeys == 128 && !kHalves));
 
 // Without TMA two warps load; the turns of the deterministic mode leave one. Each arrives at the
 // barrier of a tile; the numbers that come with Q and dO take one arrival more.
@@ -38,8 +42,18 @@ inline constexpr bool kGivesBackEarly = kShowsLayout && kKeys == 128;
 inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
 static_assert(kTurnParts <= kTurns);
 
+// With kHalves, at the start of shared memory: what brings dS of a buffer back, and of the warps
+// that compute it the largest, of this step and the one before.
+template <bool kExists>
+struct OfHalves {};
+template <>
+struct OfHalves<true> {
+  float gradient_factor[kScoreStages];
+  alignas(16) uint32 largest[2][4];
+};
+
 // What all roles share; the main kernels add tiles of their own. Barriers are named by their event.
-struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
+struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes>, OfHalves<kHalves> {
   Barrier unit_full[kUnits], unit_empty[kUnits];
   Barrier unit_asked;
   Barrier key_full, key_empty;
@@ -55,8 +69,8 @@ struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes> {
   // With kSkipsMasked, in the padding of the line: the first queries of the blocks of Q, and the
   // blocks of the turns.
   int first_queries[kStages], turn_blocks[kTurns];
-  alignas(1024) unsigned char key[kHeadBoxes * kBoxK];
-  unsigned char value[kValueBoxes * kBoxK];
+  alignas(1024) unsigned char key[kHeadTile * kBoxK];
+  unsigned char value[kValueTile * kBoxK];
   unsigned char query[kStages][kQueryBytes];
   unsigned char dout[kStages][kDoutBytes];
   float minus_lse[kStages][kQueries];

@@ -1,4 +1,5 @@
-// The main backward kernel for head or value dims above 128: dk, dv and the float32 sum of dq.
+// The main backward kernel for head or value dims above 128, and for float32 in halves up to there
+// (cuda/ampere.md): dk, dv and the float32 sum of dq.
 //
 // A persistent CTA takes blocks of 64 keys. One warpgroup cannot hold both dK and dV, so the work
 // is a pipeline of roles, one warpgroup each:
@@ -18,6 +19,7 @@ namespace backward {
 
 static_assert(kKeys == 64 && kQueries == 64 && !kReadsAhead);
 static_assert(kHead <= 256 && kValue <= 256);
+static_assert(!kHalves || (kHead <= 128 && kValue <= 128 && kTmaLoads), "registers");
 
 inline constexpr int kThreads = 512;
 // 128 * (32 + 64 + 208 + 208) = 512 * 128 registers: 128 accumulators of dV or dK, 32 of S or dP
@@ -49,11 +51,13 @@ __device__ __forceinline__ void set_up() {
 }
 
 // A warpgroup's 64 rows of dK or dV: wgmma of more than 128 columns would ask for more registers
-// than 512 threads start with, so the columns are split there.
+// than 512 threads start with, so the columns are split there. Of halves at 64: a step's sums start
+// at zero, in registers of their own.
 template <int kColumns>
 struct Rows {
-  static constexpr bool kSplit = kColumns > 128;
-  float low[kSplit ? 64 : kColumns / 2], high[kSplit ? (kColumns - 128) / 2 : 1];
+  static constexpr int kMost = kHalves ? 64 : 128;
+  static constexpr bool kSplit = kColumns > kMost;
+  float low[kSplit ? kMost / 2 : kColumns / 2], high[kSplit ? (kColumns - kMost) / 2 : 1];
 
   __device__ __forceinline__ void clear() {
     for (float& x : low) x = 0.f;
@@ -67,12 +71,115 @@ struct Rows {
     if constexpr (kSplit) issue_accumulate(high, a, b + 2 * kBoxQ);
     ptx::wgmma_commit();
   }
+  // += factor * a b of halves, with all done that has been issued; with kBeside `beside` issues
+  // another group behind the first columns'.
+  template <bool kBeside, class Beside>
+  __device__ __forceinline__ void accumulate(const uint32 (&a)[2][kScores / 2], uint32 b,
+                                             float factor, Beside beside) {
+    constexpr uint32 kPlane = ceil_div(kColumns, kBoxColumns) * kBoxQ;
+    add_product(low, a, b, kPlane, factor, [&] {
+      if constexpr (kBeside) beside();
+      ptx::wgmma_wait<kBeside ? 1 : 0>();
+    });
+    if constexpr (kSplit) {
+      add_product(high, a, b + kBoxQ, kPlane, factor, [] { ptx::wgmma_wait<0>(); });
+    } else if constexpr (kBeside) {
+      ptx::wgmma_wait<0>();
+    }
+  }
   __device__ __forceinline__ void pin() {
     ptx::pin(low);
     if constexpr (kSplit) ptx::pin(high);
   }
   __device__ __forceinline__ bool is_finite() const { return all_finite(low) && all_finite(high); }
+
+ private:
+  template <int kCount, class Wait>
+  static __device__ __forceinline__ void add_product(float (&to)[kCount],
+                                                     const uint32 (&a)[2][kScores / 2], uint32 b,
+                                                     uint32 plane, float factor, Wait wait) {
+    float sum[kCount];
+    ptx::wgmma_fence();
+    issue_product(sum, a, b, plane);
+    ptx::wgmma_commit();
+    wait();
+    ptx::pin(sum);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = fmaf(sum[i], factor, to[i]);
+  }
 };
+
+// With kHalves: what brings back the numbers of a unit's keys or values,
+__device__ __forceinline__ float factor_of_keys(const BackwardParams& p,
+                                                const volatile UnitRecord& u,
+                                                const float* factors) {
+  if constexpr (!kHalves) return 1.f;
+  return halves::factor_of(factors, u.batch * p.kv_heads + u.kv_head, p.kv_len, u.key0);
+}
+// and those of a step's queries and output gradients, read a step ahead.
+struct StepFactors {
+  float query, dout;
+  __device__ __forceinline__ StepFactors(const BackwardParams& p, const volatile UnitRecord& u,
+                                         const Walk& walk) {
+    if constexpr (kHalves) {
+      const int row = u.batch * p.query_heads + u.head + walk.head;
+      query = halves::factor_of(p.query_factors, row, p.query_len, walk.m0);
+      dout = halves::factor_of(p.dout_factors, row, p.query_len, walk.m0);
+    }
+  }
+};
+// P in halves, 1 at most.
+inline constexpr float kProbabilityRange = 0x1p15f;
+
+// How dS in halves gets float16's range, by the largest of a step; in shared memory, for the query
+// role, what brings it back.
+template <bool kExists>
+struct GradientRange {  // none
+  static __device__ __forceinline__ float fit(float (&)[kScores], uint32) { return 1.f; }
+  static __device__ __forceinline__ void store(uint32, float) {}
+  static __device__ __forceinline__ float load(uint32) { return 1.f; }
+};
+template <>
+struct GradientRange<true> {
+  static __device__ __forceinline__ float fit(float (&gradient)[kScores], uint32 iteration) {
+    float largest = 0.f;
+#pragma unroll
+    for (float x : gradient) largest = fmaxf(largest, fabsf(x));
+    const int of_warp = __reduce_max_sync(0xffffffffu, __float_as_int(largest));
+    // Who is a step ahead writes elsewhere.
+    const uint32 warps = at(&OfHalves<true>::largest, iteration % 2);
+    if (threadIdx.x % 32 == 0) ptx::store_shared(warps + threadIdx.x / 32 % 4 * 4, of_warp);
+    ptx::named_barrier_sync(kGradientBarrier, 128);
+    const float4 four = ptx::load_shared_f4(warps);
+    const int bits = __float_as_int(fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
+    // What is not finite stays so.
+    const int exponent = bits == 0 || bits >= 0x7f800000 ? 0 : min(14 + 127 - (bits >> 23), 126);
+#pragma unroll
+    for (float& x : gradient) x *= ptx::power_of_two(exponent);
+    return ptx::power_of_two(-exponent);
+  }
+  static __device__ __forceinline__ void store(uint32 buffer, float factor) {
+    if (threadIdx.x % 128 == 0) {
+      ptx::store_shared(at(&OfHalves<true>::gradient_factor, buffer), __float_as_uint(factor));
+    }
+  }
+  static __device__ __forceinline__ float load(uint32 buffer) {
+    return __uint_as_float(ptx::load_shared(at(&OfHalves<true>::gradient_factor, buffer)));
+  }
+};
+using StepRange = GradientRange<kHalves>;
+
+// Elements of a thread in halves.
+__device__ __forceinline__ void split_scores(const float (&x)[kScores], float factor,
+                                             uint32 (&parts)[2][kScores / 2]) {
+#pragma unroll
+  for (int i = 0; i < kScores / 2; ++i) {
+    uint32 pair[2];
+    split_pair(x[2 * i] * factor, x[2 * i + 1] * factor, pair, halves::kOneSum);
+    parts[0][i] = pair[0];
+    parts[1][i] = pair[1];
+  }
+}
 
 // Shared memory is free for the next unit's keys while dK and dV are written.
 template <int kDim, int kColumns>
@@ -81,7 +188,7 @@ __device__ __forceinline__ void store_rows(const BackwardParams& p, void* array,
                                            const volatile UnitRecord& u) {
   store_columns<kDim>(p, array, rows.low, 0, scale, u, 0);
   if constexpr (Rows<kColumns>::kSplit) {
-    store_columns<kDim>(p, array, rows.high, 128, scale, u, 0);
+    store_columns<kDim>(p, array, rows.high, rows.kMost, scale, u, 0);
   }
 }
 
@@ -100,7 +207,7 @@ struct Probability {
                                                uint32 iteration, int m0) {
     const uint32 slot = stage_of<kStages>(iteration);
     ptx::barrier_wait(at(&Shared::query_full, slot), parity_of<kStages>(iteration));
-    hide_unseen_queries<kHeadBoxes>(u, {}, q_tile(slot), m0, kProbabilityBarrier);
+    hide_unseen_queries<kHeadTile>(u, {}, q_tile(slot), m0, kProbabilityBarrier);
     ptx::wgmma_fence();
     keys_times_queries<kHead>(x, at(&Shared::key), q_tile(slot));
   }
@@ -108,14 +215,16 @@ struct Probability {
   // Takes S^T of this query block to dV and, unless it is the unit's last, computes the next S^T.
   template <bool kLast>
   __device__ __forceinline__ void step(const volatile UnitRecord& u, uint32 iteration,
-                                       const Walk& walk, int next, float (&x)[kScores],
+                                       const Walk& walk, const Walk& next, float key_factor,
+                                       StepFactors& factors, float (&x)[kScores],
                                        Dropped<kScores>& dropped, Rows<kValue>& dv) {
     const uint32 slot = stage_of<kStages>(iteration);
-    const Step known(p, u, u.head + walk.head, walk.m0, 0);
+    Step known(p, u, u.head + walk.head, walk.m0, 0);
+    if constexpr (kHalves) known.set_scale(p.scale_log2 * key_factor * factors.query);
     uint32 probability[kScores / 2];
     const RowNumbers minus_lse(at(&Shared::minus_lse) + slot * kNumberBytes);
     score_to_probability(p, u, x, probability, minus_lse, 0, {}, known, dropped);
-    if constexpr (!kHasSlope) {
+    if constexpr (!kHasSlope && !kHalves) {
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         probability[i] = pack_probability(x[2 * i], x[2 * i + 1]);
@@ -131,13 +240,28 @@ struct Probability {
     release(at(&Shared::probability_full));
 
     ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
-    hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), walk.m0, kProbabilityBarrier);
+    hide_unseen_queries<kValueTile>(u, {}, dout_tile(slot), walk.m0, kProbabilityBarrier);
+    if constexpr (kHalves) {
+      uint32 parts[2][kScores / 2];
+      split_scores(x, kProbabilityRange, parts);
+      const float factor = factors.dout * (1 / kProbabilityRange);
+      dv.template accumulate<!kLast>(parts, dout_tile(slot), factor, [&] {
+        issue_scores(u, x, iteration + 1, next.m0);
+        factors = {p, u, next};
+      });
+      release(at(&Shared::dout_empty, slot));
+      if constexpr (!kLast) {
+        release(at(&Shared::query_empty, stage_of<kStages>(iteration + 1)));
+        ptx::pin(x);
+      }
+      return;
+    }
     dv.accumulate(probability, dout_tile(slot));
     if constexpr (kLast) {
       ptx::wgmma_wait<0>();
       release(at(&Shared::dout_empty, slot));
     } else {
-      issue_scores(u, x, iteration + 1, next);
+      issue_scores(u, x, iteration + 1, next.m0);
       draw_next(p, u, 0, walk, dropped);
       ptx::wgmma_wait<1>();
       release(at(&Shared::dout_empty, slot));
@@ -158,12 +282,14 @@ struct Probability {
       ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
       if (u.total > 0) {
         if (has_unseen_keys(u)) {
-          hide_unseen_keys<kHeadBoxes>(u, at(&Shared::key), 0);
+          hide_unseen_keys<kHeadTile>(u, at(&Shared::key), 0);
           ptx::named_barrier_sync(kProbabilityBarrier, 128);
         }
         float x[kScores];
         Walk walk(p, u);
         Dropped<kScores> dropped;
+        const float key_factor = factor_of_keys(p, u, p.key_factors);
+        StepFactors factors(p, u, walk);
         issue_scores(u, x, iteration, walk.m0);
         draw_dropped(p, u, 0, walk, dropped);
         ptx::wgmma_wait<0>();
@@ -173,11 +299,11 @@ struct Probability {
           const Walk now = walk;
           walk.next(p, u);
           prefetch_bias(p, u, walk, 0);
-          step<false>(u, iteration, now, walk.m0, x, dropped, dv);
+          step<false>(u, iteration, now, walk, key_factor, factors, x, dropped, dv);
           ++iteration;
         }
         release(at(&Shared::key_empty));
-        step<true>(u, iteration, walk, 0, x, dropped, dv);
+        step<true>(u, iteration, walk, walk, key_factor, factors, x, dropped, dv);
         ++iteration;
       } else {
         release(at(&Shared::key_empty));
@@ -195,11 +321,15 @@ struct Probability {
 struct Gradient {
   const BackwardParams& p;
 
+  struct UnitFactors {
+    float key, value;
+  };
+
   __device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&dp)[kScores],
                                            uint32 iteration, int m0) {
     const uint32 slot = stage_of<kStages>(iteration);
     ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
-    hide_unseen_queries<kValueBoxes>(u, {}, dout_tile(slot), m0, kGradientBarrier);
+    hide_unseen_queries<kValueTile>(u, {}, dout_tile(slot), m0, kGradientBarrier);
     ptx::wgmma_fence();
     keys_times_queries<kValue>(dp, at(&Shared::value), dout_tile(slot));
   }
@@ -207,9 +337,12 @@ struct Gradient {
   // Takes dP^T of this query block to dK and, unless it is the unit's last, computes the next dP^T.
   template <bool kLast>
   __device__ __forceinline__ void step(const volatile UnitRecord& u, uint32 iteration, int m0,
-                                       int next, float (&dp)[kScores], Rows<kHead>& dk) {
+                                       const Walk& next, const UnitFactors& unit,
+                                       StepFactors& factors, float (&dp)[kScores],
+                                       Rows<kHead>& dk) {
     const uint32 slot = stage_of<kStages>(iteration);
     const uint32 minus_delta = at(&Shared::minus_delta) + slot * kNumberBytes + threadIdx.x % 4 * 8;
+    const float factor = unit.value * factors.dout;
     uint32 gradient[kScores / 2];
     ptx::barrier_wait(at(&Shared::probability_full), parity_of<1>(iteration));
 #pragma unroll
@@ -217,26 +350,53 @@ struct Gradient {
       const float4 x =
           ptx::load_shared_f4(at(&WideShared::probability) + (j * 128 + threadIdx.x % 128) * 16);
       const float2 d = ptx::load_shared_f2(minus_delta + 8 * j * 4);
-      gradient[2 * j] = Element::pack(score_gradient(x.x, dp[4 * j], d.x),
-                                      score_gradient(x.y, dp[4 * j + 1], d.y));
-      gradient[2 * j + 1] = Element::pack(score_gradient(x.z, dp[4 * j + 2], d.x),
-                                          score_gradient(x.w, dp[4 * j + 3], d.y));
+      if constexpr (kHalves) {
+        dp[4 * j] = x.x * fmaf(dp[4 * j], factor, d.x);
+        dp[4 * j + 1] = x.y * fmaf(dp[4 * j + 1], factor, d.y);
+        dp[4 * j + 2] = x.z * fmaf(dp[4 * j + 2], factor, d.x);
+        dp[4 * j + 3] = x.w * fmaf(dp[4 * j + 3], factor, d.y);
+        continue;
+      }
+      gradient[2 * j] = Multiplied::pack(score_gradient(x.x, dp[4 * j], d.x),
+                                         score_gradient(x.y, dp[4 * j + 1], d.y));
+      gradient[2 * j + 1] = Multiplied::pack(score_gradient(x.z, dp[4 * j + 2], d.x),
+                                             score_gradient(x.w, dp[4 * j + 3], d.y));
     }
     release(at(&Shared::probability_empty));
     release(at(&Shared::dout_empty, slot));
 
     const uint32 buffer = stage_of<kScoreStages>(iteration);
+    if constexpr (kHalves) {
+      const float back = StepRange::fit(dp, iteration);
+      uint32 parts[2][kScores / 2];
+      split_scores(dp, 1.f, parts);
+      ptx::barrier_wait(at(&Shared::gradient_empty, buffer),
+                        parity_of<kScoreStages>(iteration) ^ 1);
+      const uint32 to = at(&Shared::gradient) + buffer * kGradientBytes;
+      store_gradient(parts[0], to, 0);
+      store_gradient(parts[1], to + kGradientPlane, 0);
+      StepRange::store(buffer, back * unit.key);
+      release(at(&Shared::gradient_full, buffer));
+      hide_unseen_queries<kHeadTile>(u, {}, q_tile(slot), m0, kGradientBarrier);
+      dk.template accumulate<!kLast>(parts, q_tile(slot), back * factors.query, [&] {
+        issue_dp(u, dp, iteration + 1, next.m0);
+        factors = {p, u, next};
+      });
+      release(at(&Shared::query_empty, slot));
+      if constexpr (!kLast) ptx::pin(dp);
+      return;
+    }
     ptx::barrier_wait(at(&Shared::gradient_empty, buffer), parity_of<kScoreStages>(iteration) ^ 1);
     store_gradient(gradient, at(&Shared::gradient) + buffer * kGradientBytes, 0);
     release(at(&Shared::gradient_full, buffer));
 
-    hide_unseen_queries<kHeadBoxes>(u, {}, q_tile(slot), m0, kGradientBarrier);
+    hide_unseen_queries<kHeadTile>(u, {}, q_tile(slot), m0, kGradientBarrier);
     dk.accumulate(gradient, q_tile(slot));
     if constexpr (kLast) {
       ptx::wgmma_wait<0>();
       release(at(&Shared::query_empty, slot));
     } else {
-      issue_dp(u, dp, iteration + 1, next);
+      issue_dp(u, dp, iteration + 1, next.m0);
       ptx::wgmma_wait<1>();
       release(at(&Shared::query_empty, slot));
       ptx::wgmma_wait<0>();
@@ -255,22 +415,25 @@ struct Gradient {
       ptx::barrier_wait(at(&Shared::value_full), parity_of<1>(received));
       if (u.total > 0) {
         if (has_unseen_keys(u)) {
-          hide_unseen_keys<kValueBoxes>(u, at(&Shared::value), 0);
+          hide_unseen_keys<kValueTile>(u, at(&Shared::value), 0);
           ptx::named_barrier_sync(kGradientBarrier, 128);
         }
         float dp[kScores];
         Walk walk(p, u);
+        const UnitFactors unit{factor_of_keys(p, u, p.key_factors),
+                               factor_of_keys(p, u, p.value_factors)};
+        StepFactors factors(p, u, walk);
         issue_dp(u, dp, iteration, walk.m0);
         ptx::wgmma_wait<0>();
         ptx::pin(dp);
         while (walk.left > 1) {
           const int m0 = walk.m0;
           walk.next(p, u);
-          step<false>(u, iteration, m0, walk.m0, dp, dk);
+          step<false>(u, iteration, m0, walk, unit, factors, dp, dk);
           ++iteration;
         }
         release(at(&Shared::value_empty));
-        step<true>(u, iteration, walk.m0, 0, dp, dk);
+        step<true>(u, iteration, walk.m0, walk, unit, factors, dp, dk);
         ++iteration;
       } else {
         release(at(&Shared::value_empty));
@@ -295,6 +458,7 @@ struct Query {
       if (u.stop) break;
       ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
       for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
+        constexpr int kSteps = kKeys / 16;
         const uint32 buffer = stage_of<kScoreStages>(iteration);
         const ptx::Descriptor a = ptx::descriptor(at(&Shared::gradient) + buffer * kGradientBytes,
                                                   0, kGradientBytes, 1024);
@@ -302,17 +466,26 @@ struct Query {
         const bool first = adds_first(p, u, walk.m0);
         Turn turn = Turn::first();
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
+        const float factor = StepRange::load(buffer);
 #pragma unroll
         for (int box = 0; box < kHeadBoxes; ++box) {
           float dq[32];
           ptx::wgmma_fence();
 #pragma unroll
-          for (int i = 0; i < kKeys / 16; ++i) {
-            ptx::wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(box * kBoxK + i * 2048), i > 0);
+          for (int i = 0; i < kProducts<kParts> * kSteps; ++i) {
+            const Planes planes = planes_of<kParts>(i / kSteps);
+            const uint32 keys = i % kSteps * 2048;
+            ptx::wgmma_ss<Element, 1, 1>(dq, a.at(planes.left * kGradientPlane + keys),
+                                         b.at((planes.right * kHeadBoxes + box) * kBoxK + keys),
+                                         i > 0);
           }
           ptx::wgmma_commit();
           ptx::wgmma_wait<0>();
           ptx::pin(dq);
+          if constexpr (kHalves) {
+#pragma unroll
+            for (float& x : dq) x *= factor;
+          }
           if (box + 1 == kHeadBoxes) release(at(&Shared::gradient_empty, buffer));
           if (box == 0) turn = take_turn(iteration, 0, first);
           add_fragments(SumTile(p, walk.sum(), box), 0, dq, turn);

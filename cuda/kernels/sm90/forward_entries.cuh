@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(halves::kThreads)
     int index = blockIdx.x;
     // Products of wgmma have one sum. The second half of what is below 2^-16 of the largest has few
     // bits: of queries and keys that is lost in their logits, of values it would be the result's.
-    halves::split_inputs(p, index, tile, /*second=*/1.0f, /*wide_values=*/0x1p-16f);
+    halves::split_inputs(p, index, tile, halves::kOneSum, halves::kWideOfOneSum);
   }
 }
 

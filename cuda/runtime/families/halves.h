@@ -36,6 +36,14 @@ void TakeHalves(bool halves, const Sizes& s, Workspaces* workspaces, Params* par
              workspaces, &params->value_halves, &params->value_factors);
 }
 
+// And of the output's gradient.
+template <class Params>
+void TakeHalvesAndDout(bool halves, const Sizes& s, Workspaces* workspaces, Params* params) {
+  TakeHalves(halves, s, workspaces, params);
+  TakeHalves(halves, s.batch, s.q_len, s.q_heads, s.value_dim, "dout_halves", "dout_factors",
+             workspaces, &params->dout_halves, &params->dout_factors);
+}
+
 // Of so many arrays like the queries, and of keys and values.
 template <class Params>
 void LaunchSplit(const Sizes& s, std::int64_t like_queries, Params& params, Session* session) {

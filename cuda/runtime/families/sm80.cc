@@ -148,9 +148,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   BackwardBlocks blocks;
   const Sizes& s = operands.sizes;
   const auto take_own = [&](Workspaces* workspaces) {
-    TakeHalves(launch.halves, s, workspaces, &params);
-    TakeHalves(launch.halves, s.batch, s.q_len, s.q_heads, s.value_dim, "dout_halves",
-               "dout_factors", workspaces, &params.dout_halves, &params.dout_factors);
+    TakeHalvesAndDout(launch.halves, s, workspaces, &params);
   };
   if (auto error =
           SetBackward(operands, problem, rets, launch, kLimits, &params, &blocks, take_own);

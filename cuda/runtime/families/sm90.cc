@@ -49,6 +49,7 @@ struct BackwardLaunch {
   bool stores_dbias;
   bool clears_dbias;
   bool bias_tiles;
+  bool halves;
 };
 
 }  // namespace jax_flash
@@ -67,7 +68,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("dq_boxes"), StructMember<std::int64_t>("l2_heads"),
     StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"),
     StructMember<std::int64_t>("bias_shared_bytes"), StructMember<bool>("stores_dbias"),
-    StructMember<bool>("clears_dbias"), StructMember<bool>("bias_tiles"));
+    StructMember<bool>("clears_dbias"), StructMember<bool>("bias_tiles"),
+    StructMember<bool>("halves"));
 
 namespace jax_flash {
 namespace {
@@ -221,8 +223,12 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   if (s.batch == 0 || s.q_heads == 0) return ffi::Error::Success();
   BackwardParams params{};
   BackwardBlocks blocks;
-  if (auto error = SetBackward(operands, problem, rets, launch, {launch.tma_loads}, &params,
-                               &blocks, [](Workspaces*) {});
+  // Rows of halves are whole boxes.
+  const Limits limits{launch.tma_loads && !launch.halves, launch.halves};
+  const auto take_own = [&](Workspaces* workspaces) {
+    TakeHalvesAndDout(launch.halves, s, workspaces, &params);
+  };
+  if (auto error = SetBackward(operands, problem, rets, launch, limits, &params, &blocks, take_own);
       error.failure()) {
     return error;
   }
@@ -233,11 +239,21 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
                        std::int64_t box_rows, TensorMap* to) {
     if (launch.tma_loads) session.Map({type, data, s.batch, length, count, dim, box_rows, 1}, to);
   };
-  map(operands.q, s.q_len, s.q_heads, s.head_dim, launch.block_q, &params.query);
-  map(operands.k, s.kv_len, s.kv_heads, s.head_dim, launch.block_kv, &params.key);
-  map(operands.v, s.kv_len, s.kv_heads, s.value_dim, launch.block_kv, &params.value);
-  map(operands.dout, s.q_len, s.q_heads, s.value_dim, launch.block_q, &params.dout);
-  if (problem.split == kWhole) {
+  const auto map_read = [&](const void* rows, const void* halves, std::int64_t length,
+                            std::int64_t count, std::int64_t dim, std::int64_t box_rows,
+                            TensorMap* to) {
+    map(launch.halves ? halves : rows, length, count,
+        launch.halves ? 2 * 64 * CeilDiv(dim, 64) : dim, box_rows, to);
+  };
+  map_read(operands.q, params.query_halves, s.q_len, s.q_heads, s.head_dim, launch.block_q,
+           &params.query);
+  map_read(operands.k, params.key_halves, s.kv_len, s.kv_heads, s.head_dim, launch.block_kv,
+           &params.key);
+  map_read(operands.v, params.value_halves, s.kv_len, s.kv_heads, s.value_dim, launch.block_kv,
+           &params.value);
+  map_read(operands.dout, params.dout_halves, s.q_len, s.q_heads, s.value_dim, launch.block_q,
+           &params.dout);
+  if (problem.split == kWhole && !launch.halves) {
     map(operands.dk, s.kv_len, s.kv_heads, s.head_dim, 64, &params.dkey);
     map(operands.dv, s.kv_len, s.kv_heads, s.value_dim, 64, &params.dvalue);
   }
@@ -247,6 +263,7 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
     auto error = MapBias(operands, bias, launch.block_q, &session, &params.bias_map);
     if (error.failure()) return error;
   }
+  if (launch.halves) LaunchSplit(s, 2, params, &session);
   LaunchBackward(blocks, launch, params, &session, [&](std::int64_t units) {
     session.LaunchPersistent("flash_backward", units, launch.threads, launch.shared_bytes, &params);
   });

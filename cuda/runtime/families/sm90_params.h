@@ -183,4 +183,14 @@ struct BackwardParams {
   // Only with kDbiasByHeads: the heads whose units this launch of the main kernel takes.
   int first_kv_head;
   int launched_kv_heads;
+
+  // Only with kHalves, as for the forward.
+  void* query_halves;
+  void* key_halves;
+  void* value_halves;
+  void* dout_halves;
+  float* query_factors;  // [B, N, ceil(T / 64)]
+  float* key_factors;    // [B, K, ceil(S / 64)]
+  float* value_factors;
+  float* dout_factors;
 };
