@@ -109,6 +109,54 @@ struct Rows {
   }
 };
 
+// 64 keys or values of a unit, the left operand of its scores or dP. Of halves in registers: a
+// product of 64 by 64 from shared memory reads 128 bytes a cycle, which is all there is. Of more
+// than 64 columns the second halves, of one product in three, are left there.
+template <int kColumns, bool kHeld>
+struct LeftRows {
+  __device__ __forceinline__ void load(uint32) {}
+  __device__ __forceinline__ void times_queries(float (&d)[kScores], uint32 tile,
+                                                uint32 queries) const {
+    keys_times_queries<kColumns>(d, tile, queries);
+  }
+};
+template <int kColumns>
+struct LeftRows<kColumns, true> {
+  static constexpr int kSteps = kColumns / 16, kBoxes = ceil_div(kColumns, kBoxColumns);
+  static constexpr int kPlanes = kColumns > 64 ? 1 : 2;
+  uint32 rows[kPlanes][kSteps][4];
+
+  __device__ __forceinline__ void load(uint32 tile) {
+    const uint32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+#pragma unroll
+    for (int i = 0; i < kPlanes * kSteps; ++i) {
+      const int plane = i / kSteps, step = i % kSteps;
+      const uint32 box = tile + (plane * kBoxes + step / 4) * kBoxK + row * kBoxRowBytes;
+      ptx::load_matrix_x4(box + swizzled(step % 4 * 2 + threadIdx.x % 32 / 16, row),
+                          rows[plane][step]);
+    }
+  }
+  // As keys_times_queries.
+  __device__ __forceinline__ void times_queries(float (&d)[kScores], uint32 tile,
+                                                uint32 queries) const {
+    const ptx::Descriptor a = ptx::descriptor(tile, 0, 0, 1024),
+                          b = ptx::descriptor(queries, 0, 0, 1024);
+#pragma unroll
+    for (int i = 0; i < kProducts<2> * kSteps; ++i) {
+      const Planes planes = planes_of<2>(i / kSteps);
+      const int step = i % kSteps, inner = step % 4 * 32;
+      const uint64 right = b.at((planes.right * kBoxes + step / 4) * kBoxQ + inner);
+      if (planes.left < kPlanes) {
+        const uint32(&left)[4] = rows[planes.left < kPlanes ? planes.left : 0][step];
+        ptx::wgmma_rs<Element, 0>(d, left[0], left[1], left[2], left[3], right, i > 0);
+      } else {
+        ptx::wgmma_ss<Element, 0, 0>(d, a.at((kBoxes + step / 4) * kBoxK + inner), right, i > 0);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+};
+
 // With kHalves: what brings back the numbers of a unit's keys or values,
 __device__ __forceinline__ float factor_of_keys(const BackwardParams& p,
                                                 const volatile UnitRecord& u,
@@ -202,6 +250,7 @@ __device__ __forceinline__ uint32 dout_tile(uint32 slot) {
 
 struct Probability {
   const BackwardParams& p;
+  LeftRows<kHead, kHalves> keys;
 
   __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float (&x)[kScores],
                                                uint32 iteration, int m0) {
@@ -209,7 +258,7 @@ struct Probability {
     ptx::barrier_wait(at(&Shared::query_full, slot), parity_of<kStages>(iteration));
     hide_unseen_queries<kHeadTile>(u, {}, q_tile(slot), m0, kProbabilityBarrier);
     ptx::wgmma_fence();
-    keys_times_queries<kHead>(x, at(&Shared::key), q_tile(slot));
+    keys.times_queries(x, at(&Shared::key), q_tile(slot));
   }
 
   // Takes S^T of this query block to dV and, unless it is the unit's last, computes the next S^T.
@@ -285,6 +334,7 @@ struct Probability {
           hide_unseen_keys<kHeadTile>(u, at(&Shared::key), 0);
           ptx::named_barrier_sync(kProbabilityBarrier, 128);
         }
+        keys.load(at(&Shared::key));
         float x[kScores];
         Walk walk(p, u);
         Dropped<kScores> dropped;
@@ -320,6 +370,7 @@ struct Probability {
 
 struct Gradient {
   const BackwardParams& p;
+  LeftRows<kValue, kHalves> values;
 
   struct UnitFactors {
     float key, value;
@@ -331,7 +382,7 @@ struct Gradient {
     ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
     hide_unseen_queries<kValueTile>(u, {}, dout_tile(slot), m0, kGradientBarrier);
     ptx::wgmma_fence();
-    keys_times_queries<kValue>(dp, at(&Shared::value), dout_tile(slot));
+    values.times_queries(dp, at(&Shared::value), dout_tile(slot));
   }
 
   // Takes dP^T of this query block to dK and, unless it is the unit's last, computes the next dP^T.
@@ -418,6 +469,7 @@ struct Gradient {
           hide_unseen_keys<kValueTile>(u, at(&Shared::value), 0);
           ptx::named_barrier_sync(kGradientBarrier, 128);
         }
+        values.load(at(&Shared::value));
         float dp[kScores];
         Walk walk(p, u);
         const UnitFactors unit{factor_of_keys(p, u, p.key_factors),
@@ -511,10 +563,10 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
     Query{p}.run();
   } else if (role == 2) {
     ptx::register_increase<kScoreRegisters>();
-    Probability{p}.run();
+    Probability{p, {}}.run();
   } else {
     ptx::register_increase<kScoreRegisters>();
-    Gradient{p}.run();
+    Gradient{p, {}}.run();
   }
 }
 
