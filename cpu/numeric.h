@@ -64,28 +64,35 @@ static inline void FromFloat(float x, Float16* y) {
 }
 
 // Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on kPhilox
-// counters (first + i, c1, c2, c3) at once, so that the compiler vectorises over i.
-// words[w][i] is word w of counter i.
+// counters (c0, c1, c2, first + i) at once, so that the compiler vectorises over i; four of the
+// first three rounds' six products are the same for all. words[w][i] is word w of counter i.
 constexpr int kPhilox = 16;
-static inline void Philox(uint32_t first, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t key0,
+static inline void Philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t first, uint32_t key0,
                           uint32_t key1, uint32_t words[4][kPhilox]) {
+  const auto product0 = [](uint32_t word) { return uint64_t{0xD2511F53u} * word; };
+  const auto product1 = [](uint32_t word) { return uint64_t{0xCD9E8D57u} * word; };
+  const auto high = [](uint64_t product) { return static_cast<uint32_t>(product >> 32); };
+  const auto low = [](uint64_t product) { return static_cast<uint32_t>(product); };
+  constexpr uint32_t kStep0 = 0x9E3779B9u, kStep1 = 0xBB67AE85u;
+  const uint64_t a0 = product0(c0), b0 = product1(c2);
+  const uint64_t a1 = product0(high(b0) ^ c1 ^ key0);
+  const uint64_t b2 = product1(high(a1) ^ low(a0) ^ (key1 + kStep1));
   for (int i = 0; i < kPhilox; ++i) {
-    words[0][i] = first + static_cast<uint32_t>(i);
-    words[1][i] = c1;
-    words[2][i] = c2;
-    words[3][i] = c3;
+    const uint64_t b1 = product1(high(a0) ^ (first + static_cast<uint32_t>(i)) ^ key1);
+    const uint64_t a2 = product0(high(b1) ^ low(b0) ^ (key0 + kStep0));
+    words[0][i] = high(b2) ^ low(b1) ^ (key0 + 2 * kStep0);
+    words[1][i] = low(b2);
+    words[2][i] = high(a2) ^ low(a1) ^ (key1 + 2 * kStep1);
+    words[3][i] = low(a2);
   }
-  for (int round = 0; round < 7; ++round) {
+  for (uint32_t round = 3; round < 7; ++round) {
     for (int i = 0; i < kPhilox; ++i) {
-      const uint64_t a = uint64_t{0xD2511F53u} * words[0][i];
-      const uint64_t b = uint64_t{0xCD9E8D57u} * words[2][i];
-      words[0][i] = static_cast<uint32_t>(b >> 32) ^ words[1][i] ^ key0;
-      words[2][i] = static_cast<uint32_t>(a >> 32) ^ words[3][i] ^ key1;
-      words[1][i] = static_cast<uint32_t>(b);
-      words[3][i] = static_cast<uint32_t>(a);
+      const uint64_t a = product0(words[0][i]), b = product1(words[2][i]);
+      words[0][i] = high(b) ^ words[1][i] ^ (key0 + round * kStep0);
+      words[2][i] = high(a) ^ words[3][i] ^ (key1 + round * kStep1);
+      words[1][i] = low(b);
+      words[3][i] = low(a);
     }
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
   }
 }
 

@@ -409,7 +409,7 @@ inline void ModifyScores(const Head& head, const Row& row, const KeyBlock& block
   for (int64_t j = span.begin / kKeys * kKeys; j < span.end; j += kKeys) {
     const uint32_t key = first_key + static_cast<uint32_t>((block.first + j) / 4);
     uint32_t words[4][kPhilox], numbers[2][kPhilox];
-    Philox(key, query, state[2], state[3], state[0], state[1], words);
+    Philox(state[2], query, state[3], key, state[0], state[1], words);
     for (uint32_t i = 0; i < kPhilox; ++i) {
       // Words 2 and 3 where cells of 16 queries and keys, four counters each, have it so.
       const uint32_t last = 0 - ((query ^ (key + i) ^ t) / 4 % 2);

@@ -7,7 +7,7 @@ queries q, q + 4, q + 8, q + 12 and the keys k, k + 1, k + 8, k + 9, where q % 1
 warp's other threads those of the cell of 16 x 16 weights beside it: one draws for both, and they
 exchange. In the transposed scores of the backward pass they are the same 8 x 8 matrices transposed.
 
-    counter  (k // 16 * 4 + k % 8 // 2, q // 16 * 4 + q % 4, head id, batch id)
+    counter  (head id, q // 16 * 4 + q % 4, batch id, k // 16 * 4 + k % 8 // 2)
     words    a, b: 0 and 1 of the counter's where q // 16 + k // 16 + q // 4 is even, else 2 and 3
     number   a, b, a * 0x93D765DD + b or b * 0xD2511F53 + a, 32 bits: that of place
              2 * (k // 8 % 2) + q // 8 % 2
@@ -117,7 +117,7 @@ def keep_mask(
     k_groups, columns = counters(key_start, kv_len)
     rows = rows.reshape(*lead, -1, 1) + first_row
     columns = columns.reshape(*lead, 1, -1) + first_column
-    words = philox((k0, k1), (columns, rows, head, batch))
+    words = philox((k0, k1), (head, rows, batch, columns))
     crossed = (rows // 4 + columns // 4) % 2 == 1  # q // 4 % 2 is 1 where words 0 and 1 are drawn
     draws = []
     for other in (False, True):  # q // 4 % 2

@@ -254,9 +254,8 @@ struct Drop {
     const Draws draws(p, batch, head);
     const int row = this_lane / 4, column = this_lane % 4 * 2;
     DroppedPairs<64> pairs;
-    for (int i = 0; i < 4; i += 2) {
-      pairs.draw(p, draws, draws.at(query + row, key + column), i);
-    }
+    const RowDraws of_row(draws, query + row, key + column);
+    for (int i = 0; i < 4; i += 2) pairs.draw(p, of_row, i);
     for (int i = 0; i < 32; ++i) {
       by_query[(row + 8 * fragment::row(i)) * 64 + column + fragment::column(i)] =
           pairs.keep(i / 2, 0x10001) >> i % 2 * 16 & 1;

@@ -73,10 +73,10 @@ def dropout_keep(
     row, column = np.meshgrid(np.arange(q_len), np.arange(kv_len), indexing="ij")
     counter = np.stack(
         [
-            column // 16 * 4 + column % 8 // 2,
-            row // 16 * 4 + row % 4,
             np.full_like(row, head),
+            row // 16 * 4 + row % 4,
             np.full_like(row, batch),
+            column // 16 * 4 + column % 8 // 2,
         ],
         axis=-1,
     )

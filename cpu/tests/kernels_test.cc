@@ -130,7 +130,7 @@ struct Case {
     uint32_t words[4][kPhilox];
     const uint32_t query = state[4] + static_cast<uint32_t>(t / 16 * 4 + t % 4);
     const uint32_t key = state[5] + static_cast<uint32_t>(j / 16 * 4 + j % 8 / 2);
-    Philox(key, query, state[2], state[3], state[0], state[1], words);
+    Philox(state[2], query, state[3], key, state[0], state[1], words);
     const int64_t first = (query / 4 + key / 4 + t / 4) % 2 * 2;
     const uint32_t x = words[first][0], y = words[first + 1][0];
     const uint32_t numbers[] = {x, y, x * 0x93D765DDu + y, y * 0xD2511F53u + x};

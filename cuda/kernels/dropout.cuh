@@ -11,25 +11,76 @@
 #include "numbers.cuh"
 #include "ptx.cuh"
 
-// Philox4x32-7: four random words of a key's two words and a counter's four. Salmon et al.,
-// "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+// Four random words.
 struct PhiloxWords {
   uint32 word[4];
 };
 
-__device__ __forceinline__ PhiloxWords philox(uint32 key0, uint32 key1, uint32 c0, uint32 c1,
-                                              uint32 c2, uint32 c3) {
-#pragma unroll
-  for (uint32 round = 0; round < 7; ++round) {
-    const uint64 a = static_cast<uint64>(0xD2511F53u) * c0;
-    const uint64 b = static_cast<uint64>(0xCD9E8D57u) * c2;
-    c0 = static_cast<uint32>(b >> 32) ^ c1 ^ (key0 + round * 0x9E3779B9u);
-    c2 = static_cast<uint32>(a >> 32) ^ c3 ^ (key1 + round * 0xBB67AE85u);
-    c1 = static_cast<uint32>(b);
-    c3 = static_cast<uint32>(a);
+// Philox4x32-7 of a key's two words and a counter's four: head, query, batch row and key. Salmon et
+// al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A round multiplies words 0 and 2,
+// and has a word and one of the key to each product's high half: so queries and keys, in words 1
+// and 3, meet in the third round. What that takes of a query and of a key is here, each with what
+// the fourth round has to it of the key: two products of each and eight of both, of fourteen.
+struct QueryWords {
+  uint32 word0, word1, word2;  // none for word 3
+};
+struct KeyWords {
+  uint32 word0, word2, word3;  // none for word 1
+};
+class Philox {
+ public:
+  Philox() = default;
+  __device__ __forceinline__ Philox(uint32 key0, uint32 key1, uint32 head, uint32 batch)
+      : key0_(key0), key1_(key1) {
+    const uint64 a = product0(head), b = product1(batch);
+    query_ = {high(b) ^ key(0), low(a) ^ other_key(1)};
+    key_ = {high(a) ^ other_key(0), low(b) ^ key(1)};
   }
-  return {{c0, c1, c2, c3}};
-}
+  __device__ __forceinline__ QueryWords of_query(uint32 query) const {
+    const uint64 a = product0(query_.x ^ query);
+    const uint64 b = product1(query_.y ^ high(a));
+    return {high(b) ^ key(2), low(b) ^ key(3), low(a)};
+  }
+  __device__ __forceinline__ KeyWords of_key(uint32 key) const {
+    const uint64 b = product1(key_.x ^ key);
+    const uint64 a = product0(key_.y ^ high(b));
+    return {low(b), high(a) ^ other_key(2), low(a) ^ other_key(3)};
+  }
+  __device__ __forceinline__ PhiloxWords words(const QueryWords& query, const KeyWords& key) const {
+    uint64 a = product0(query.word0 ^ key.word0), b = product1(query.word2 ^ key.word2);
+    uint32 word0 = high(b) ^ query.word1, word2 = high(a) ^ key.word3;
+#pragma unroll
+    for (uint32 round = 4; round < 7; ++round) {
+      const uint32 word1 = low(b), word3 = low(a);
+      a = product0(word0), b = product1(word2);
+      word0 = high(b) ^ word1 ^ this->key(round);
+      word2 = high(a) ^ word3 ^ other_key(round);
+    }
+    return {{word0, low(b), word2, low(a)}};
+  }
+
+ private:
+  static __device__ __forceinline__ uint64 product0(uint32 word) {
+    return static_cast<uint64>(0xD2511F53u) * word;
+  }
+  static __device__ __forceinline__ uint64 product1(uint32 word) {
+    return static_cast<uint64>(0xCD9E8D57u) * word;
+  }
+  static __device__ __forceinline__ uint32 high(uint64 product) {
+    return static_cast<uint32>(product >> 32);
+  }
+  static __device__ __forceinline__ uint32 low(uint64 product) {
+    return static_cast<uint32>(product);
+  }
+  // The key's words in a round.
+  __device__ __forceinline__ uint32 key(uint32 round) const { return key0_ + round * 0x9E3779B9u; }
+  __device__ __forceinline__ uint32 other_key(uint32 round) const {
+    return key1_ + round * 0xBB67AE85u;
+  }
+
+  uint32 key0_, key1_;
+  uint2 query_, key_;  // what the first two rounds have to a query's words, and to a key's
+};
 
 // The words of a thread's eight weights in a cell, of the two that are drawn for them. Word 2 * i +
 // j is of the thread's query of row j and, low half first, of its two keys of column 8 * i on.
@@ -58,10 +109,11 @@ class Draws {
     const int64 row = static_cast<int64>(batch) * p.query_heads + head;
     if constexpr (kDropsPart) {
       const uint2* words = reinterpret_cast<const uint2*>(p.dropout_state) + 3 * row;
-      state_ = {words[0].x, words[0].y, words[1].x, words[1].y};
+      philox_ = {words[0].x, words[0].y, words[1].x, words[1].y};
       first_ = words[2];
     } else {
-      state_ = reinterpret_cast<const uint4*>(p.dropout_state)[row];
+      const uint4 words = reinterpret_cast<const uint4*>(p.dropout_state)[row];
+      philox_ = {words.x, words.y, words.z, words.w};
     }
   }
   // Of a thread's first query and first key. Queries q and q + 4 share counters; sixteen on, of
@@ -75,17 +127,34 @@ class Draws {
     }
     return {row, column, (row ^ column ^ query) & 4};
   }
-  // Those of the same query, `keys` keys on, a multiple of 16.
-  static __device__ __forceinline__ Counters after(const Counters& at, uint32 keys) {
-    return {at.query, at.key + keys / 4, at.other ^ (keys / 4 & 4)};
+  __device__ __forceinline__ const Philox& philox() const { return philox_; }
+
+ private:
+  Philox philox_;
+  uint2 first_;  // the counters of query 0 and key 0
+};
+
+// What a thread draws with whose rows are queries: of the first one, from its first key on.
+class RowDraws {
+ public:
+  RowDraws() = default;
+  __device__ __forceinline__ RowDraws(const Draws& draws, uint32 query, uint32 key)
+      : philox_(draws.philox()), at_(draws.at(query, key)) {
+    query_ = philox_.of_query(at_.query);
   }
-  __device__ __forceinline__ PhiloxWords words(uint32 query_counter, uint32 key_counter) const {
-    return philox(state_.x, state_.y, key_counter, query_counter, state_.z, state_.w);
+  // The counters `keys` keys on, a multiple of 16.
+  __device__ __forceinline__ Counters counters(uint32 keys) const {
+    return {at_.query, at_.key + keys / 4, at_.other ^ (keys / 4 & 4)};
+  }
+  // The words of two cells, `cells` cells on.
+  __device__ __forceinline__ PhiloxWords words(const Counters& at, uint32 cells) const {
+    return philox_.words(query_, philox_.of_key(at.key + at.other + 4 * cells));
   }
 
  private:
-  uint4 state_;  // key words, head id, batch id
-  uint2 first_;  // the counters of query 0 and key 0
+  Philox philox_;
+  QueryWords query_;
+  Counters at_;
 };
 
 // What of a word's low and high half is dropped, as masks. A number of 15 bits is below the
@@ -105,13 +174,13 @@ class DroppedPairs {
   // Of all keys. The counters' words come first: they need no other lane, and go among the
   // exponentials, which what is exchanged cannot. Whole warps call.
   template <class Params>
-  __device__ __forceinline__ void draw_all(const Params& p, const Draws& draws,
-                                           const Counters& counters) {
+  __device__ __forceinline__ void draw_all(const Params& p, const RowDraws& draws, uint32 key) {
     constexpr int kPairs = ceil_div(kKeys, 32);
+    const Counters counters = draws.counters(key);
     PhiloxWords words[kPairs];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      words[i] = draws.words(counters.query, counters.key + counters.other + 8 * i);
+      words[i] = draws.words(counters, 2 * i);
     }
     uint32 given[kPairs][2];
 #pragma unroll
@@ -124,9 +193,9 @@ class DroppedPairs {
   }
   // Of the 32 keys from 16 * i on. Whole warps call.
   template <class Params>
-  __device__ __forceinline__ void draw(const Params& p, const Draws& draws,
-                                       const Counters& counters, int i) {
-    const PhiloxWords words = draws.words(counters.query, counters.key + counters.other + 4 * i);
+  __device__ __forceinline__ void draw(const Params& p, const RowDraws& draws, int i) {
+    const Counters counters = draws.counters(0);
+    const PhiloxWords words = draws.words(counters, i);
     const uint32 given[2] = {__shfl_xor_sync(0xffffffffu, words.word[2], 16),
                              __shfl_xor_sync(0xffffffffu, words.word[3], 16)};
     set(p, counters, i, words, given);
@@ -168,12 +237,14 @@ class Dropped {
                                        int key) {
     const int lane = ptx::opaque(threadIdx.x) % 32;  // read again, not kept in a register
     const Counters at = draws.at(first_query + lane / 4, key + fragment::first_column(lane));
+    const Philox& philox = draws.philox();
+    const KeyWords of_key = philox.of_key(at.key);
     uint32 kept[kWords], given[kWords];
 #pragma unroll
     for (int i = 0; i < kCount / 2; i += 8) {
       // One at a time: with more the wide backward spilled 16 bytes.
       if (kDropsPart) __syncwarp();
-      const PhiloxWords words = draws.words(at.query + at.other + i, at.key);
+      const PhiloxWords words = philox.words(philox.of_query(at.query + at.other + i), of_key);
       add(p, i, words.word[0], words.word[1], kept[i / 16]);
       add(p, i, words.word[2], words.word[3], given[i / 16]);
     }
@@ -225,7 +296,8 @@ __device__ __forceinline__ bool keeps(const Params& p, int batch, int head, int 
   if constexpr (!kHasDropout) return true;
   const Draws draws(p, batch, head);
   const Counters at = draws.at(query, key);
-  const PhiloxWords words = draws.words(at.query, at.key);
+  const Philox& philox = draws.philox();
+  const PhiloxWords words = philox.words(philox.of_query(at.query), philox.of_key(at.key));
   const PhiloxWords own =
       at.draws_first() ? widen(words.word[0], words.word[1]) : widen(words.word[2], words.word[3]);
   const int chosen = key / 8 % 2 * 2 + query / 8 % 2;

@@ -506,11 +506,10 @@ struct Rows {
                                                Weights<Element>& weights) const {
     DroppedPairs<kBlockKV> dropped;
     if constexpr (kHasDropout) {
-      const Draws draws(p, walk.batch, walk.head);
       const int key = block * kBlockKV + fragment::first_column(threadIdx.x);
-      const Counters counters = draws.at(walk.query(tile, 0), key);
+      const RowDraws draws(Draws(p, walk.batch, walk.head), walk.query(tile, 0), key);
 #pragma unroll
-      for (int i = 0; i < kBlockKV / 16; i += 2) dropped.draw(p, draws, counters, i);
+      for (int i = 0; i < kBlockKV / 16; i += 2) dropped.draw(p, draws, i);
     }
 #pragma unroll
     for (int i = 0; i < kBlockKV / 4; ++i) {

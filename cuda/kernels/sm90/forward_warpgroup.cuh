@@ -91,17 +91,16 @@ struct UnitDraws {  // none
 };
 template <>
 struct UnitDraws<true> {
-  Draws draws;
-  Counters first;  // of the keys of block 0
+  RowDraws draws;  // from key 0 on
   template <class QueryOf>
   __device__ __forceinline__ void read(const ForwardParams& p, int batch, int head,
                                        QueryOf query_of) {
-    draws = Draws(p, ptx::uniform(batch), ptx::uniform(head));
-    first = draws.at(query_of(0), fragment::first_column(ptx::opaque(threadIdx.x)));
+    const Draws of(p, ptx::uniform(batch), ptx::uniform(head));
+    draws = RowDraws(of, query_of(0), fragment::first_column(ptx::opaque(threadIdx.x)));
   }
   __device__ __forceinline__ void draw(const ForwardParams& p, DroppedPairs<kBlockKV>& dropped,
                                        int first_key) const {
-    dropped.draw_all(p, draws, Draws::after(first, first_key));
+    dropped.draw_all(p, draws, first_key);
   }
 };
 
@@ -511,11 +510,11 @@ struct Warpgroup : RowWalk,
   // What is dropped of the block's 32 keys from 16 * i on, for an even i.
   __device__ __forceinline__ auto drawing() {
     const UnitInfo& t = unit();
-    const Draws draws(p, ptx::uniform(t.batch), ptx::uniform(t.head));
+    const Draws of(p, ptx::uniform(t.batch), ptx::uniform(t.head));
     const int column = fragment::first_column(ptx::opaque(threadIdx.x));
-    const Counters counters = draws.at(packed_row(t, 0), block * kBlockKV + column);
+    const RowDraws draws(of, packed_row(t, 0), block * kBlockKV + column);
     return [=](int i) {
-      if (i % 2 == 0) dropped.draw(p, draws, counters, i);
+      if (i % 2 == 0) dropped.draw(p, draws, i);
     };
   }
   // What goes among the exponentials of a block: what is dropped of it.
