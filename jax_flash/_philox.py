@@ -7,7 +7,9 @@ queries q, q + 4, q + 8, q + 12 and the keys k, k + 1, k + 8, k + 9, where q % 1
 warp's other threads those of the cell of 16 x 16 weights beside it: one draws for both, and they
 exchange. In the transposed scores of the backward pass they are the same 8 x 8 matrices transposed.
 
-    counter  (head id, q // 16 * 4 + q % 4, batch id, k // 16 * 4 + k % 8 // 2)
+    counter  (head id, q // 16 * 4 + q % 4, batch id, k // 16 * 4 + k % 8 // 2): a round multiplies
+             words 0 and 2, so that queries and keys meet in the third round, and what the first
+             three make of either serves all counters that have it
     words    a, b: 0 and 1 of the counter's where q // 16 + k // 16 + q // 4 is even, else 2 and 3
     number   a, b, a * 0x93D765DD + b or b * 0xD2511F53 + a, 32 bits: that of place
              2 * (k // 8 % 2) + q // 8 % 2

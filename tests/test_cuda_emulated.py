@@ -96,6 +96,9 @@ CASES = (
     C("bias of queries", bias="b1t1", batch=(2,), T=130, N=2, K=1, deterministic=True),
     C("bias of heads 256", bias="n11", H=256, batch=(2,), T=70, S=90, causal=True),
     C("bias odd float16", bias="1nts", dtype="float16", T=99, S=131, softcap=2.0, batch=(2,)),
+    C("dropout", T=150, S=700, N=2, K=1, dropout=0.1),
+    C("dropout causal 128", H=128, T=260, S=500, N=1, K=1, dropout=0.3, causal=True,
+      align=BOTTOM_RIGHT),
     C("dropout mask bias 128", H=128, dropout=0.2, mask="b1ts", bias="11ts", sinks=True),
     C("dropout segments 192", H=192, T=70, dropout=0.7, segments="packed", deterministic=True),
 )  # fmt: skip

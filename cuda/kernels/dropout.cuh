@@ -157,6 +157,24 @@ class RowDraws {
   Counters at_;
 };
 
+// The same of a thread whose rows are keys: of the first one, from its first query on.
+class ColumnDraws {
+ public:
+  ColumnDraws() = default;
+  __device__ __forceinline__ ColumnDraws(const Draws& draws, uint32 query, uint32 key)
+      : philox_(draws.philox()), at_(draws.at(query, key)), key_(philox_.of_key(at_.key)) {}
+  __device__ __forceinline__ const Counters& counters() const { return at_; }
+  // The words of two cells, `queries` on, a multiple of 32.
+  __device__ __forceinline__ PhiloxWords words(uint32 queries) const {
+    return philox_.words(philox_.of_query(at_.query + at_.other + queries / 4), key_);
+  }
+
+ private:
+  Philox philox_;
+  Counters at_;
+  KeyWords key_;
+};
+
 // What of a word's low and high half is dropped, as masks. A number of 15 bits is below the
 // threshold exactly if it is so as a float16, where NaN are the largest ones: below nothing. Above
 // the infinity, with kDropsMost, the complements are compared, as if NaN were above everything.
@@ -236,15 +254,19 @@ class Dropped {
   __device__ __forceinline__ void draw(const Params& p, const Draws& draws, int first_query,
                                        int key) {
     const int lane = ptx::opaque(threadIdx.x) % 32;  // read again, not kept in a register
-    const Counters at = draws.at(first_query + lane / 4, key + fragment::first_column(lane));
-    const Philox& philox = draws.philox();
-    const KeyWords of_key = philox.of_key(at.key);
+    const uint32 column = key + fragment::first_column(lane);
+    draw(p, ColumnDraws(draws, first_query + lane / 4, column), 0);
+  }
+  // The same `queries` on, a multiple of 32.
+  template <class Params>
+  __device__ __forceinline__ void draw(const Params& p, const ColumnDraws& draws, int queries) {
+    const Counters& at = draws.counters();
     uint32 kept[kWords], given[kWords];
 #pragma unroll
     for (int i = 0; i < kCount / 2; i += 8) {
       // One at a time: with more the wide backward spilled 16 bytes.
       if (kDropsPart) __syncwarp();
-      const PhiloxWords words = philox.words(philox.of_query(at.query + at.other + i), of_key);
+      const PhiloxWords words = draws.words(queries + 4 * i);
       add(p, i, words.word[0], words.word[1], kept[i / 16]);
       add(p, i, words.word[2], words.word[3], given[i / 16]);
     }

@@ -266,6 +266,7 @@ class BackwardTiling:
     dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
     outputs: int = 1  # buffers by which a warpgroup's dv and dk leave, narrow kernel: 1 or 2
     reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
+    holds_draws: bool = False  # what dropout draws takes of keys alone is found once a unit
     l2_heads: int = 1  # kv heads that the schedule walks together
     stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
     clears_dbias: bool = False  # and it may leave blocks out
@@ -375,6 +376,7 @@ class BackwardTiling:
             "kDqRowBytes": self.dq_row_bytes,
             "kOutputs": self.outputs,
             "kReadsAhead": self.reads_ahead,
+            "kHoldsDraws": self.holds_draws,
             "kStoresDbias": self.stores_dbias,
             "kDbiasByHeads": self.dbias_heads > 0,
             "kDbiasByRows": self.dbias_rows,
@@ -555,7 +557,8 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     causal = problem.window[1] is not None
     mapped = problem.score is not None
     sloped = problem.score is not None and emit.has_slope(problem.score)
-    plain = problem.window[0] is None and not (problem.terms or problem.softcap or mapped)
+    bare = problem.window[0] is None and not (problem.softcap or mapped)
+    bare = bare and {*problem.terms} <= {"dropout_state"}
     # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for 256.
     wide = widest > 128 or (not tma_loads and min(shapes.head_dim, shapes.value_dim) > 112)
     # Dropout beside another term or a left window takes registers that 128 queries leave to nobody.
@@ -587,6 +590,10 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
             halves=True,
         )
     is_layout = _is_layout(problem)
+    # 5 % at T >= 4096 without a mask, 1 to 4 % when causal, 2 to 7 % of the deterministic mode when
+    # causal; elsewhere nothing or a loss.
+    reads_ahead = bare and shapes.head_dim == shapes.value_dim == 128
+    reads_ahead = reads_ahead and (causal or not problem.deterministic)
     tiling = BackwardTiling(
         shapes.head_dim,
         shapes.value_dim,
@@ -595,11 +602,9 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         tma_loads=tma_loads,
         outputs=2 if is_layout and not wide and tma_loads else 1,
         dq_row_bytes=0 if problem.split else dq_row_bytes(shapes, block_q),
-        # 5 % at T >= 4096 without a mask, 1 to 4 % when causal, 2 to 7 % of the deterministic mode
-        # when causal; elsewhere nothing or a loss.
-        reads_ahead=plain
-        and shapes.head_dim == shapes.value_dim == 128
-        and (causal or not problem.deterministic),
+        reads_ahead=reads_ahead,
+        # 7 %; at head dim 64 +-2 %, and with copies of float32 8 bytes spilled.
+        holds_draws=drops and reads_ahead and _group(shapes) == 1,
         l2_heads=_backward_l2_heads(problem, shapes),
         stores_dbias=own or by_rows or by_heads > 0,
         clears_dbias=(own or by_rows) and bool(hides),

@@ -30,6 +30,8 @@
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
 //   int kOutputs              buffers by which a warpgroup's dV and dK leave, 1 or 2
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
+//   bool kHoldsDraws          what dropout draws takes of keys alone is found once a unit, of one
+//                             query head
 //   bool kDeterministic
 //   int kTurnParts            parts of a query block's sum with turns of their own: what one of the
 //                             two score warpgroups adds, or all that the wide kernel's query role

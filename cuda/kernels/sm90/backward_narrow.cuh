@@ -18,7 +18,6 @@ namespace backward {
 static_assert(kKeys == 128 && !kHalves, "two score warpgroups of 64 keys");
 static_assert(kHead <= 128 && kValue <= 128, "wider heads: backward_wide.cuh");
 static_assert(!kReadsAhead || kStages > 1, "the next block is loaded before this one is done");
-static_assert(!kReadsAhead || !kHasDropout, "what is dropped of dP is so before delta enters");
 
 inline constexpr int kThreads = 384;
 // 128 * (24 + 2 * 240) = 384 * 168 registers. The score role holds (kHead + kValue) / 2
@@ -186,7 +185,7 @@ struct Scorer {
   template <bool kFirst>
   __device__ __forceinline__ void score_step(const volatile UnitRecord& u, const UnitRanges& ranges,
                                              uint32 iteration, const Walk& walk, Last last,
-                                             float (&begun)[kScores], Dropped<kScores>& dropped,
+                                             float (&begun)[kScores], StepDropped& dropped,
                                              float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
     const int m0 = walk.m0;
     Step known(p, u, u.head + walk.head, m0, slab);
@@ -241,13 +240,22 @@ struct Scorer {
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
       float2 d{0.f, 0.f};
-      if constexpr (!kReadsAhead) {
+      if constexpr (!kReadsAhead || kHasDropout) {
         d = row_numbers(at(&Shared::minus_delta) + slot * kNumberBytes, j);
       }
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        if constexpr (!kHasSlope) probability[i / 2] = pack_probability(x[i], x[i + 1]);
-        if constexpr (kReadsAhead) {
+        if constexpr (!kHasSlope && kMarksDropped) {
+          probability[i / 2] = pack_probability(x[i], x[i + 1]);
+        }
+        if constexpr (kReadsAhead && kHasDropout) {
+          // Of what is dropped delta alone. Asked for each bit twice: a bool takes a shift more.
+          const float low = dropped.drops(i) ? d.x : dp[i];
+          const float high = dropped.drops(i + 1) ? d.y : dp[i + 1];
+          gradient[i / 2] = Element::pack(x[i] * low, x[i + 1] * high);
+          probability[i / 2] =
+              Element::pack(dropped.drops(i) ? 0.f : x[i], dropped.drops(i + 1) ? 0.f : x[i + 1]);
+        } else if constexpr (kReadsAhead) {
           gradient[i / 2] = Element::pack(x[i] * dp[i], x[i + 1] * dp[i + 1]);
         } else {
           float low = gradient_of(i, d.x), high = gradient_of(i + 1, d.y);
@@ -306,7 +314,7 @@ struct Scorer {
   template <bool kFirst>
   __device__ __forceinline__ void hidden_step(const volatile UnitRecord& u, uint32 iteration,
                                               const Walk& walk, Last last, float (&dp)[kScores],
-                                              Dropped<kScores>& dropped) {
+                                              StepDropped& dropped) {
     const uint32 slot = stage_of<kStages>(iteration), buffer = stage_of<kScoreStages>(iteration);
     ptx::barrier_wait(at(&Shared::gradient_empty, buffer), parity_of<kScoreStages>(iteration) ^ 1);
     const uint32 gradient[kScores / 2] = {};
@@ -327,7 +335,7 @@ struct Scorer {
   template <bool kFirst>
   __device__ __forceinline__ void step(const volatile UnitRecord& u, const UnitRanges& ranges,
                                        uint32 iteration, const Walk& walk, Last last,
-                                       float (&dp)[kScores], Dropped<kScores>& dropped,
+                                       float (&dp)[kScores], StepDropped& dropped,
                                        float (&dk)[kHead / 2], float (&dv)[kValue / 2]) {
     const int m0 = walk.m0;
     // Two branches: joined, ptxas spills (d128 causal, 16 bytes; deterministic, 60).
@@ -368,7 +376,8 @@ struct Scorer {
         Walk walk(p, u);
         prefetch_bias(p, u, walk, 64 * which);
         float dp[kScores];
-        Dropped<kScores> dropped;
+        StepDropped dropped;
+        dropped.begin_unit(p, u, 64 * which);
         begin_step(iteration, dp);
         draw_dropped(p, u, 64 * which, walk, dropped);
         step<true>(u, ranges, iteration, walk, {}, dp, dropped, dk, dv);

@@ -303,19 +303,49 @@ __device__ __forceinline__ void prefetch_bias(const BackwardParams& p, const vol
   }
 }
 
-// What dropout drops of the keys [slab, slab + 64) and a query block.
-__device__ __forceinline__ void draw_dropped(const BackwardParams& p, const volatile UnitRecord& u,
-                                             int slab, const Walk& walk,
-                                             Dropped<kScores>& dropped) {
-  if constexpr (kHasDropout) {
-    const Draws draws(p, ptx::uniform(u.batch), ptx::uniform(u.head + walk.head));
-    dropped.draw(p, draws, walk.m0, u.key0 + slab + threadIdx.x / 32 % 4 * 16);
+// What a thread draws with for a query head of the group and the keys [slab, slab + 64), from query
+// 0 on: found for each step, or with kHoldsDraws, where the group is one head, once a unit.
+__device__ __forceinline__ ColumnDraws find_draws(const BackwardParams& p,
+                                                  const volatile UnitRecord& u, int slab, int head,
+                                                  int lane) {
+  const Draws draws(p, ptx::uniform(u.batch), ptx::uniform(u.head + head));
+  const int key = u.key0 + slab + threadIdx.x / 32 % 4 * 16 + fragment::first_column(lane);
+  return {draws, static_cast<uint32>(lane / 4), static_cast<uint32>(key)};
+}
+template <bool kHeld>
+struct UnitDraws {  // not held
+  __device__ __forceinline__ void begin_unit(const BackwardParams&, const volatile UnitRecord&,
+                                             int) {}
+  __device__ __forceinline__ ColumnDraws draws(const BackwardParams& p,
+                                               const volatile UnitRecord& u, int slab,
+                                               int head) const {
+    const int lane = ptx::opaque(threadIdx.x) % 32;  // read again, not kept in a register
+    return find_draws(p, u, slab, head, lane);
   }
+};
+template <>
+struct UnitDraws<true> {
+  ColumnDraws held;
+  __device__ __forceinline__ void begin_unit(const BackwardParams& p, const volatile UnitRecord& u,
+                                             int slab) {
+    held = find_draws(p, u, slab, 0, threadIdx.x % 32);
+  }
+  __device__ __forceinline__ const ColumnDraws& draws(const BackwardParams&,
+                                                      const volatile UnitRecord&, int, int) const {
+    return held;
+  }
+};
+
+// What dropout drops of the keys [slab, slab + 64) and a query block.
+struct StepDropped : Dropped<kScores>, UnitDraws<kHoldsDraws> {};
+__device__ __forceinline__ void draw_dropped(const BackwardParams& p, const volatile UnitRecord& u,
+                                             int slab, const Walk& walk, StepDropped& dropped) {
+  if constexpr (kHasDropout) dropped.draw(p, dropped.draws(p, u, slab, walk.head), walk.m0);
 }
 
 // The same of the query block after this one, beside products of this one: there are registers.
 __device__ __forceinline__ void draw_next(const BackwardParams& p, const volatile UnitRecord& u,
-                                          int slab, Walk walk, Dropped<kScores>& dropped) {
+                                          int slab, Walk walk, StepDropped& dropped) {
   if constexpr (kHasDropout) {
     walk.next(p, u);
     draw_dropped(p, u, slab, walk, dropped);
@@ -332,15 +362,16 @@ __device__ __forceinline__ uint32 dropped_halves(float low, float high) {
 }
 
 // Do dropped weights get a mark? With a function of the scores, and P and dP in one warpgroup, they
-// need none, and with them up to five registers were spilled.
-inline constexpr bool kMarksDropped = !kScoreHasSlope || kKeys == 64;
+// need none, and with them up to five registers were spilled. Nor do they with kReadsAhead.
+inline constexpr bool kMarksDropped =
+    (!kScoreHasSlope || kKeys == 64) && !(kReadsAhead && kHasDropout);
 
 // From S^T to P, as `probabilities` has it. With dropout the dropped elements get a mark, with
 // kMarksDropped, and zero is what they are in `probability`.
 __device__ __forceinline__ void score_to_probability(
     const BackwardParams& p, const volatile UnitRecord& u, float (&x)[kScores],
     uint32 (&probability)[kScores / 2], const RowNumbers& minus_lse, int slab, const Range& full,
-    const Step& step, const Dropped<kScores>& dropped) {
+    const Step& step, const StepDropped& dropped) {
   if constexpr (kHasBias) step.bias.add(p, u, x, slab, step.head, step.m0);
   score_function(p, x);
   const int row = slab + fragment::first_row(threadIdx.x);

@@ -266,7 +266,7 @@ struct Probability {
   __device__ __forceinline__ void step(const volatile UnitRecord& u, uint32 iteration,
                                        const Walk& walk, const Walk& next, float key_factor,
                                        StepFactors& factors, float (&x)[kScores],
-                                       Dropped<kScores>& dropped, Rows<kValue>& dv) {
+                                       StepDropped& dropped, Rows<kValue>& dv) {
     const uint32 slot = stage_of<kStages>(iteration);
     Step known(p, u, u.head + walk.head, walk.m0, 0);
     if constexpr (kHalves) known.set_scale(p.scale_log2 * key_factor * factors.query);
@@ -337,7 +337,7 @@ struct Probability {
         keys.load(at(&Shared::key));
         float x[kScores];
         Walk walk(p, u);
-        Dropped<kScores> dropped;
+        StepDropped dropped;
         const float key_factor = factor_of_keys(p, u, p.key_factors);
         StepFactors factors(p, u, walk);
         issue_scores(u, x, iteration, walk.m0);
