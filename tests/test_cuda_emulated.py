@@ -211,6 +211,15 @@ def test_weights_that_overflow(dim: int, emulator: Emulator):
     compare(arguments, emulator.run(arguments, seed=2))
 
 
+@pytest.mark.parametrize(("dim", "spread"), [(64, 1.0), (128, 8.0)])
+def test_lines_of_any_slope(dim: int, spread: float, emulator: Emulator):
+    """Bases of rows that a line tells, from a level one to one too steep for that."""
+    case = C("slopes", score="distance", H=dim, T=140, S=650, N=6, K=1, spread=spread)
+    arguments = case.draw()
+    arguments.arrays["table"][:] = [0.125, 0.02, 0.7, -0.3, 8.0, 150.0]
+    compare(arguments, emulator.run(arguments, gradients=False), gradients=False)
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_poison_reaches_no_result(poison: float, emulator: Emulator):
     """Rows that share blocks with what they may not see are computed again."""

@@ -59,6 +59,13 @@ struct LineFactor {
     return fmaf(score, factor, fmaf(step, static_cast<float>(column), start[row] - base));
   }
 };
+// The same of two rows whose starts and bases are as far apart: start is less that base.
+struct CommonLine {
+  float factor, step, start;
+  __device__ __forceinline__ float exponent(float score, int, int column, float) const {
+    return fmaf(score, factor, fmaf(step, static_cast<float>(column), start));
+  }
+};
 // A line without a slope: of both rows it is the same.
 template <>
 struct LineFactor<true> {
@@ -86,7 +93,8 @@ struct SoftmaxState {
                                                float (&added)[2][2], const Beside& beside) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) added[i / 2][i % 2] = 0.0f;
-    constexpr int kPart = kSame<Beside, Alone> ? kUsed / 4 : 2;  // of 8 columns
+    // Of 8 columns. What rows have in common is not kept for more.
+    constexpr int kPart = kSame<Beside, Alone> && !kSame<Factor, CommonLine> ? kUsed / 4 : 2;
 #pragma unroll
     for (int first = 0; first < kUsed / 4; first += kPart) {
       beside(first / 2);
@@ -212,6 +220,27 @@ struct SoftmaxState {
         if (fragment::row(i) == row) weights[i] *= correction[row];
       }
     }
+  }
+  // Of a line with `step` by column: lowers a base, if it has to, so that those of the thread's two
+  // rows are as far apart as their starts; by `lowered` the first row's or by -lowered the second
+  // one's. A base that were raised instead could hide a weight that decides its row from weigh().
+  // False: a sum would pass kMostLowered, 2^32 times a first block's largest weight, or the
+  // rounding of bases, which is that of one row's weights beside those of blocks before, 2^-10.
+  static constexpr float kMostLowered = 0x1p-48f;
+  __device__ __forceinline__ bool lower_along(float step, float& lowered) {
+    constexpr float kRowStep = fragment::kRowStep;
+    const float apart = fmaf(-kRowStep, step, base[0]) - base[1];
+    if (!__any_sync(0xffffffffu, apart != 0.0f)) return true;
+    const float total = fragment::quad_sum(apart > 0.0f ? sum[0] : sum[1]);
+    const bool small =
+        total * ptx::exp2_approx(fabsf(apart)) < kMostLowered && fabsf(base[0]) < 0x1p14f;
+    if (!__all_sync(0xffffffffu, small)) return false;
+    lowered = apart;
+    sum[0] *= ptx::exp2_approx(fmaxf(apart, 0.0f));
+    sum[1] *= ptx::exp2_approx(fmaxf(-apart, 0.0f));
+    base[0] -= fmaxf(apart, 0.0f);
+    base[1] = fmaf(-kRowStep, step, base[0]);  // as the next call computes it
+    return true;
   }
   __device__ __forceinline__ void rise(int row, float now, float& correction) {
     correction = ptx::exp2_approx(base[row] - now);

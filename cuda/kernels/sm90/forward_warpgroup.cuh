@@ -24,6 +24,11 @@ struct WeightOf<Float32> {
 };
 using WeightElement = WeightOf<Element>::Type;
 using Softmax = SoftmaxState<WeightElement>;
+// Weights that may be large by far: a thread's rows may have bases whose distance a line decides,
+// and what it adds is the same of both then. Not by two warpgroups, whose exponentials lie under
+// each other's products: at head dim 128 it is no faster.
+inline constexpr bool kSharesLine =
+    kTakesLine && !kScoreIsLevel && kConsumers == 3 && WeightElement::kHeadroom > 64;
 using RowBits = mask::RowBits<kWarpgroupRows, kBlockKV>;
 
 // The bias of the block whose scores are on their way, that TMA has loaded: read ahead, or not.
@@ -47,29 +52,39 @@ struct BiasReader<false> {
 };
 
 // Of the block whose scores are on their way: the line that a function adds, if it is one for all
-// rows of the warpgroup.
+// rows of the warp.
 template <bool kExists>
 struct BlockLine : ScoreLine<ForwardParams, kExists> {  // none
-  template <class QueryOf>
-  __device__ __forceinline__ void fetch(const ForwardParams&, int, int, QueryOf) {}
+  __device__ __forceinline__ void begin_line(const ForwardParams&, int, int, int) {}
+  __device__ __forceinline__ void fetch(const ForwardParams&, int) {}
   __device__ __forceinline__ bool is_one() const { return false; }
   __device__ __forceinline__ void add_to(const ForwardParams&, Scores&) const {}  // not called
   __device__ __forceinline__ LineFactor<kScoreIsLevel> factor() const { return {}; }
 };
 template <>
 struct BlockLine<true> : ScoreLine<ForwardParams> {
+  int distance;  // of the thread's first element in block 0, key - query
   bool one;
   LineFactor<kScoreIsLevel> line;
-  template <class QueryOf>
-  __device__ __forceinline__ void fetch(const ForwardParams& p, int first_key, int first_query,
-                                        QueryOf query_of) {
-    one = is_straight(first_key, first_key + kBlockKV - 1, first_query,
-                      first_query + kWarpgroupRows - 1);
-    const Line of = of_side(first_key > first_query);
+  __device__ __forceinline__ void begin_line(const ForwardParams& p, int row, int head, int query) {
+    ScoreLine<ForwardParams>::read(p, row, head);
+    distance = fragment::first_column(threadIdx.x) - query;
+  }
+  __device__ __forceinline__ void fetch(const ForwardParams& p, int first_key) {
+    const int first = first_key + distance;
+    one = kScoreReach < 0 || !__any_sync(0xffffffffu, is_bent(first));
+    const Line of = of_side(first > 0);
     line = {line_factor(p), of.slope};
-    const int key = first_key + fragment::first_column(threadIdx.x);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) line.set_start(row, of.at(key - query_of(row)));
+    line.set_start(0, of.at(first));
+    line.set_start(1, of.at(first - fragment::kRowStep));
+  }
+  // Of the first element of one of the warp's threads: are these less than the reach away, or some
+  // before and some after it? First elements are from kRowStep - 1 before the warp's first query to
+  // 6 after it.
+  static __device__ __forceinline__ bool is_bent(int first) {
+    constexpr int kAfter = kScoreReach + fragment::kRowStep;
+    constexpr int kBefore = kScoreReach + kBlockKV - fragment::kRowStep + 1;
+    return first < kAfter && first > -kBefore;
   }
   __device__ __forceinline__ bool is_one() const { return one; }
   // A level line, where a block is tested or looked through for maxima.
@@ -395,16 +410,8 @@ struct Warpgroup : RowWalk,
     if constexpr (kHasScoreFunction) {
       if (is_first) {
         UnitFunction::read(p, unit().batch, unit().head);
-        UnitLine::read(p, unit().batch, unit().head);
-      }
-      if constexpr (kTakesLine) {
-        if constexpr (kListsBlocks) {
-          next = listed_block().number();
-        }
-        const UnitInfo& t = unit();
-        const int first_query = t.first_row + warpgroup * kWarpgroupRows;
-        UnitLine::fetch(p, next * kBlockKV, first_query,
-                        [&](int row) { return packed_row(t, row); });
+        UnitLine::begin_line(p, unit().batch, unit().head, packed_row(unit(), 0));
+        fetch_line(next);
       }
     }
     if constexpr (kBiasTiles) {
@@ -414,6 +421,16 @@ struct Warpgroup : RowWalk,
         next = listed_block().number();
       }
       if (!kBiasAhead || is_first) fetch_bias(next);
+    }
+  }
+  // The same of the line that a function adds. Written behind both products it comes, as ptxas has
+  // it, after the wait for the scores: 40 instructions and their latencies that nothing hides.
+  __device__ __forceinline__ void fetch_line(int next) {
+    if constexpr (kTakesLine) {
+      if constexpr (kListsBlocks) {
+        next = listed_block().number();
+      }
+      UnitLine::fetch(p, next * kBlockKV);
     }
   }
   // What brings back the numbers of a block of keys or values, and of the unit's queries.
@@ -560,6 +577,28 @@ struct Warpgroup : RowWalk,
       }
       rescale =
           softmax.extend(scores, p.scale_log2, factor, searches, correction, among_exponentials());
+    } else if constexpr (kSharesLine) {
+      const bool straight = later_is_full() && !searches && UnitLine::is_one();
+      const LineFactor<kScoreIsLevel> line = UnitLine::factor();
+      float lowered = 0.0f;
+      if (straight && softmax.lower_along(line.step, lowered)) {
+        add_bias(scores);
+        const CommonLine factor{line.factor, line.step, line.first_start() - softmax.base[0]};
+        rescale =
+            softmax.extend(scores, p.scale_log2, factor, false, correction, among_exponentials());
+      } else {
+        apply_terms(scores);
+        if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
+        rescale = softmax.extend(scores, p.scale_log2, searches, correction, among_exponentials());
+      }
+      if (__any_sync(0xffffffffu, lowered != 0.0f)) {  // kept as one number: two would be spilled
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const float grown = ptx::exp2_approx(fmaxf(row == 0 ? lowered : -lowered, 0.0f));
+          correction[row] = rescale ? grown * correction[row] : grown;
+        }
+        rescale = true;
+      }
     } else if constexpr (kTakesLine) {
       LineFactor<kScoreIsLevel> factor{p.scale_log2};
       if (later_is_full() && !searches && UnitLine::is_one()) {
