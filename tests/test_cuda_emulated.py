@@ -41,6 +41,7 @@ CASES = (
     C("window", window=(70, 20), T=300, S=300, softcap=5.0),
     C("softcap far", softcap=0.5, scale=-0.3),
     C("softcap near 128", softcap=30.0, H=128, N=1, causal=True, deterministic=True),
+    C("window alone", window=(150, 20), T=400, S=300),
     C("window causal 128", H=128, T=300, S=300, N=1, window=(100, 0), deterministic=True),
     C("lengths", batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0), sinks=True),
     C("segments", segments="documents", T=300, S=300, causal=True),

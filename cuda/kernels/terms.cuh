@@ -582,6 +582,11 @@ __device__ __forceinline__ void hide_scores(const Params& p, int batch, const Vi
     } else {
       columns.begin -= first_column;
       columns.end -= first_column;
+      uint32 mine = 0;  // of both ends at once: an element takes a selection, not two tests with it
+      if constexpr (kWindowLeft) {
+        static_assert(kKeys <= 128);
+        mine = mask::low_thread_bits(columns.end) & ~mask::low_thread_bits(columns.begin);
+      }
 #pragma unroll
       for (int half = 0; half < kCount; half += kScores / 2) {
         const int first = fragment::column(half);
@@ -591,8 +596,7 @@ __device__ __forceinline__ void hide_scores(const Params& p, int batch, const Vi
         for (int i = half; i < half + kScores / 2; ++i) {
           if (fragment::row(i) != row) continue;
           const int column = fragment::column(i);
-          bool visible = column < columns.end;
-          if constexpr (kWindowLeft) visible = visible && column >= columns.begin;
+          const bool visible = kWindowLeft ? mine >> mask::thread_bit(i) & 1 : column < columns.end;
           scores[i] = visible ? scores[i] : kNegativeInfinity;
         }
       }

@@ -510,10 +510,11 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
         )
     if widest <= 64:
         held = sum(_HELD[term] for term in problem.terms)
-        # A window's left side and a softcap take registers in the walk too, a sink after it. A
-        # mask's words find some beside the weights.
+        # A softcap and beside terms a window's left side take registers in the walk too, a sink
+        # after it. A mask's words find some beside the weights.
         walked = [term for term in problem.terms if term not in ("sinks", "score_ids", "mask")]
-        drains = bool(walked) or problem.window[0] is not None or problem.softcap is not None
+        drains = bool(walked) or problem.softcap is not None
+        drains |= problem.window[0] is not None and not bare
         # Beside these a function of the scores spills up to 328 bytes; alone, with remainders, 64.
         crammed = problem.score is not None and (drains or emit.has_remainders(problem.score))
         if shapes.block_mask is not None:  # 8 bytes beside a softcap; 124 of pieces of 16 keys
