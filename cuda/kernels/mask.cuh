@@ -123,10 +123,12 @@ __device__ __forceinline__ int seen_in_blocks(const Params& p, int64 part, int f
 }
 
 // The bits of a query for the kWords words of keys from first_key on, a block of the kernel; any if
-// none of them is tested. Loads depend on each other, and then there are none.
+// none of them is tested. Loads depend on each other, and then there are none. `beside`: a query of
+// the same 16, by which its row of blocks is found.
 template <int kKeys, int kWords, class Params>
 __device__ __forceinline__ void load_blocks(const Params& p, int batch, int head, int query,
-                                            int first_key, bool tests, uint32 (&words)[kWords]) {
+                                            int beside, int first_key, bool tests,
+                                            uint32 (&words)[kWords]) {
   // Keys of a load: they lie in one block, and begin at a multiple of it there.
   constexpr int kLoad = kKeys % 128 == 0 && kSide % 128 == 0 ? 128
                         : kKeys % 64 == 0 && kSide % 64 == 0 ? 64
@@ -134,7 +136,7 @@ __device__ __forceinline__ void load_blocks(const Params& p, int batch, int head
                                                              : 16;
   using Part = typename Word<kLoad / 8>::Type;
   query = min(query, p.query_len - 1);
-  const int* numbers = numbers_of(p, block_part_of(p, batch, head), query);
+  const int* numbers = numbers_of(p, block_part_of(p, batch, head), min(beside, p.query_len - 1));
 #pragma unroll
   for (int i = 0; i < kKeys / kLoad; ++i) {
     const int key = min(first_key + i * kLoad, (p.kv_len - 1) / kLoad * kLoad);
@@ -216,7 +218,8 @@ struct RowBits {
       rows[row] = __ldg(words + (kByteQueries ? fragment::kRowStep * row * kRowWords : 0));
       if constexpr (kMaskBlock != 0) {
         uint32 of_rows[ceil_div(kKeys, 32)];
-        load_blocks<kKeys>(p, batch, head, query_of(row), block * kKeys, tests, of_rows);
+        load_blocks<kKeys>(p, batch, head, query_of(row), query_of(row), block * kKeys, tests,
+                           of_rows);
         rows[row] &= thread_bits(of_rows, fragment::first_column(threadIdx.x));
       }
     }
@@ -241,9 +244,11 @@ struct RowBits<kQueries, kKeys, false> {
   __device__ __forceinline__ void load(const Params& p, int batch, int head, QueryOf query_of,
                                        int block, bool tests = true) {
     if constexpr (kMaskBlock != 0) {
+      const int first = query_of(0);
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        load_blocks<kKeys>(p, batch, head, query_of(row), block * kKeys, tests, rows[row].words);
+        load_blocks<kKeys>(p, batch, head, first + fragment::kRowStep * row, first, block * kKeys,
+                           tests, rows[row].words);
       }
     }
   }

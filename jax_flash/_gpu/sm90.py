@@ -515,6 +515,10 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
         walked = [term for term in problem.terms if term not in ("sinks", "score_ids", "mask")]
         drains = bool(walked) or problem.softcap is not None
         drains |= problem.window[0] is not None and not bare
+        listed = problem.terms == ("block_numbers", "block_bits") and not mapped
+        listed &= problem.window == (None, None) and problem.softcap is None
+        if listed and shapes.block_mask is not None:
+            drains = shapes.block_mask.block % 128 != 0  # more loads of bits
         # Beside these a function of the scores spills up to 328 bytes; alone, with remainders, 64.
         crammed = problem.score is not None and (drains or emit.has_remainders(problem.score))
         if shapes.block_mask is not None:  # 8 bytes beside a softcap; 124 of pieces of 16 keys
