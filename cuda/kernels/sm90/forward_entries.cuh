@@ -17,10 +17,15 @@ extern "C" __global__ void __launch_bounds__(halves::kThreads)
   }
 }
 
-// With a mask a kernel goes ahead, see mask.cuh.
+// With a mask a kernel goes ahead, see mask.cuh: the last one, unless there are segments or
+// positions, so it zeroes the counter of units.
 extern "C" __global__ void __launch_bounds__(mask::kThreads)
     mask_plan(const __grid_constant__ ForwardParams p) {
-  if constexpr (kHasMask) mask::plan_by_query<forward::kWarpgroupRows, kBlockKV>(p);
+  if constexpr (kHasMask) {
+    ptx::let_the_next_kernel_start();
+    if (kDynamic && blockIdx.x == 0 && threadIdx.x == 0) *p.unit_counter = 0;
+    mask::plan_by_query<forward::kWarpgroupRows, kBlockKV>(p);
+  }
 }
 
 // With positions a kernel goes ahead, 256 threads, a warp for each block of keys and then for each

@@ -257,6 +257,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ void run() {
+    if constexpr (kHasMask) ptx::wait_for_the_kernel_ahead();  // which makes flags and bits
     int number = blockIdx.x;
     while (true) {
       const UnitIndex taken = unit_at(p, number);

@@ -199,7 +199,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   if (segments) {
     run("segment_ranges", s.batch * key_blocks);
     run("segment_plan", s.batch * query_blocks * warpgroups);
-  } else if (launch.dynamic) {
+  } else if (launch.dynamic && (mask_blocks == 0 || positions)) {  // else mask_plan does it
     session.LaunchBeside("flash_forward_begin", {1, 32, 0}, &params);
   }
   const std::int64_t units = query_blocks * s.batch * heads;
