@@ -175,7 +175,7 @@ def block_mask_params(case: Case, c: dict[str, int], rows: int, *, by_key: bool)
         "bits_batch": stored * block * block // 16 if axes[0] == "b" else 0,
         "batch": heads if axes[0] == "b" else 0,
         "head": int(heads > 1),
-        "stored": stored,
+        "stored": max(stored, 1),  # a layout stores none
         "flag_count": flags,
     }
 

@@ -99,6 +99,7 @@ CASES = (
     C("mask of keys", mask="b11s", batch=(2, 3), H=256),
     C("block mask", blocks=("b1", 64), H=64, causal=True),
     C("block mask of heads, mask of keys", blocks=("1n", 48), mask="b11s", S=320),
+    C("layout", blocks=("11", 128), is_layout=True, H=64, T=400, S=500),
     C("bias", bias="bnts", scale=-0.3),
     C("bias of each score", bias="bnts", H=64, T=200, S=136),
     C("bias of each score, causal", bias="bnts", H=128, T=200, S=136, causal=True, softcap=5.0),
@@ -251,10 +252,10 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
         assert before == []
     assert main.entry == "flash_forward"
     assert main.grid == [min(SMS[0], query_tiles * batch * case.N // packed), 1, 1]
-    assert main.block == [128 * (c["kConsumers"] + 1), 1, 1]
+    assert main.block == [128 * (c["kTeams"] * c["kConsumers"] + 1), 1, 1]
     tiles = c["kQueryStages"] * rows * boxes[0] + c["kStages"] * c["kBlockKV"] * sum(boxes)
     biases = c["kStages"] * rows * c["kBlockKV"] * bias_bytes(case) * c["kBiasTiles"]
-    assert main.shared == 2048 + 128 * tiles + biases
+    assert main.shared == c["kTeams"] * (128 * tiles + biases) + 2048
     assert main.overlaps == (c["kDynamic"] and not c["kHasSegments"])
     warps = 4 * groups * batch * case.N // packed
     assert exact.entry == "flash_forward_exact"

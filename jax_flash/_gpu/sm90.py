@@ -146,6 +146,7 @@ class ForwardTiling:
     bias_ahead: int = 2  # blocks between a bias's way to L2 and its load; 0: it has none of its own
     batches_together: bool = False  # the schedule walks a head of all batch rows: they share a bias
     halves: bool = False  # a float32 is two float16, split ahead, in planes of a tile
+    teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
 
     source = "sm90/forward.cuh"
     entries = ("flash_forward",)
@@ -159,7 +160,7 @@ class ForwardTiling:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.consumers + 1)
+        return 128 * (self.teams * self.consumers + 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -168,7 +169,8 @@ class ForwardTiling:
         queries = self.query_stages * self.consumers * 64 * head_boxes
         keys_values = self.stages * self.block_kv * (head_boxes + value_boxes)
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
-        return 128 * self.parts * (queries + keys_values) + biases + 2048
+        tiles = 128 * self.parts * (queries + keys_values) + biases
+        return self.teams * tiles + 1024 * max(self.teams, 2)
 
     @property
     def parts(self) -> int:
@@ -178,6 +180,8 @@ class ForwardTiling:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer's and a consumer's thread; a CTA shares out 64k of them."""
+        if self.teams == 2:
+            return 32, 112
         if self.consumers == 3:
             return 32, 160
         return self.producer_registers, {24: 240, 40: 232, 56: 224}[self.producer_registers]
@@ -244,6 +248,7 @@ class ForwardTiling:
             "kBiasAheadInL2": self.bias_ahead if self.bias_bytes else 0,
             "kBatchesTogether": self.batches_together,
             "kDynamic": self.dynamic,
+            "kTeams": self.teams,
             "kPingPong": self.ping_pong,
             "kDrains": self.drains,
             "kBiasTiles": self.bias_bytes > 0,
@@ -528,7 +533,7 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
         # units would walk the blocks of two rows of 128.
         if is_layout:
             return tiling(
-                block_kv=128, consumers=2, stages=6, query_stages=2, producer_registers=40
+                block_kv=64, consumers=2, teams=2, stages=5, query_stages=2, ping_pong=False
             )
         # Heads that share a block are of few rows.
         if held > _HELD_BY_THREE_WARPGROUPS or packed > 1 or crammed:

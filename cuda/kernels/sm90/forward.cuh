@@ -22,6 +22,7 @@
 //   int kBiasAheadInL2        with kBiasTiles: blocks between its way to L2 and its load, or 0
 //   bool kBatchesTogether     units of a head follow each other through the batch rows
 //   bool kDynamic             units from an atomic counter, else static
+//   int kTeams                of a producer and its consumers, with units of their own
 //   bool kPingPong            warpgroups take turns at the tensor cores
 //   bool kDrains              the registers of the weights are free before a softmax: the product
 //                             with the values is waited for together with the scores
@@ -34,15 +35,16 @@
 #include "sm90/forward_load.cuh"
 #include "sm90/forward_units.cuh"
 
-extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
+extern "C" __global__ void __launch_bounds__(forward::kThreads, 1)
     flash_forward(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if (is_left_to_other(p)) return;
   extern __shared__ unsigned char dynamic_shared[];
-  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int warp = ptx::warp_index();
+  const int team = kTeams == 1 ? 0 : warp < 4 ? warp : (warp / 4 - 1) / kConsumers;
+  Shared& shared = reinterpret_cast<Shared*>(dynamic_shared)[team];
 
-  if (threadIdx.x == 0) {
+  if (kTeams == 1 ? threadIdx.x == 0 : warp < kTeams && threadIdx.x % 32 == 0) {
     if constexpr (kTmaLoads) {
       ptx::prefetch_tensor_map(&p.query);
       ptx::prefetch_tensor_map(&p.key);
@@ -69,13 +71,13 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
 
   if (warp < 4) {
     ptx::register_decrease<kProducerRegisters>();
-    if (warp < kLoadWarps) {
+    if (warp < (kTeams == 1 ? kLoadWarps : kTeams)) {
       Producer producer{p, shared};
       producer.run();
     }
   } else {
     ptx::register_increase<kConsumerRegisters>();
-    Consumer consumer{{{}, {}, {}, {}, {}, {}, {}, p, shared, warp / 4 - 1}};
+    Consumer consumer{{{}, {}, {}, {}, {}, {}, {}, p, shared, warp / 4 - 1 - kConsumers * team}};
     consumer.run();
   }
 }

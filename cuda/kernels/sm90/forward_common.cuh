@@ -28,6 +28,9 @@ inline constexpr int kKeyBytes = kHeadBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kValueBytes = kValueBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr int kLoadWarps = kTmaLoads ? 1 : 4;  // each arrives when its part is there
+// A team is a producer warp and kConsumers warpgroups with buffers and units of their own: a CTA is
+// one, or several that hide each other's latencies. Their warpgroups follow the producers' in turn.
+inline constexpr int kThreads = 128 * (kTeams * kConsumers + 1);
 // A unit's description outlives its Q buffer by the epilogue: a slot more, at least.
 inline constexpr int kInfoStages = 2 * kQueryStages;
 // The last output of a unit starts before the next unit is looked at: 4% at T 512 for narrow
@@ -77,6 +80,8 @@ inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // n
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
 static_assert(kConsumers == 2 || kConsumers == 3);
+static_assert(kTeams == 1 || (kTmaLoads && !kPingPong && !kHasKeyValueLengths),
+              "named barriers are a team's, and so are loads by four warps");
 static_assert(kTmaLoads ? kHalves || (kHeadDim % 8 == 0 && kValueDim % 8 == 0) : !kDynamic);
 static_assert(!kHalves || (halves::kRows % kBlockKV == 0 && kPackedHeads == 1 && kTmaLoads),
               "a factor is that of a head's 64 rows");

@@ -16,7 +16,9 @@ struct Producer {
   // Read at each use: what depends on it would be kept in registers that are not there.
   __device__ __forceinline__ int lane() const { return ptx::fresh_lane(); }
   // The lane that talks to barriers and TMA.
-  __device__ __forceinline__ bool is_leader() const { return threadIdx.x == 0; }
+  __device__ __forceinline__ bool is_leader() const {
+    return kTeams == 1 ? threadIdx.x == 0 : lane() == 0;
+  }
 
   // Asks the counter for the unit after this one. Where units differ in length, beside the load of
   // this unit's last block: the CTA that is done first then takes the next unit. Elsewhere beside
@@ -25,7 +27,7 @@ struct Producer {
   static constexpr bool kAsksLate = (kWindowRight || kListsWhole) && !kHasSegments;
   __device__ __forceinline__ void request_number(int number) {
     if (is_again(number)) return;  // the next number has been asked for
-    const int stride = gridDim.x;
+    const int stride = kTeams * gridDim.x;
     if constexpr (!kDynamic) {
       next_number = number + stride;
     } else if (is_leader()) {
@@ -259,6 +261,7 @@ struct Producer {
   __device__ __forceinline__ void run() {
     if constexpr (kHasMask) ptx::wait_for_the_kernel_ahead();  // which makes flags and bits
     int number = blockIdx.x;
+    if constexpr (kTeams > 1) number += ptx::warp_index() * gridDim.x;
     while (true) {
       const UnitIndex taken = unit_at(p, number);
       if (!kAsksLate) request_number(number);

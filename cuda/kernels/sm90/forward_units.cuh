@@ -129,7 +129,9 @@ struct Consumer : Warpgroup {
   __device__ __forceinline__ void mark_rows(const UnitInfo& t, uint32 rows) const {
     const int thread = ptx::opaque(threadIdx.x);
     if (thread % 32 != 0) return;
-    p.marks[in_schedule(t.number) * kWarpsOfConsumers + thread / 32 - 4] = rows;
+    const int warp = thread / 32 - 4;
+    const int of_team = kTeams == 1 ? warp : warp % kWarpsOfConsumers;
+    p.marks[in_schedule(t.number) * kWarpsOfConsumers + of_team] = rows;
   }
   // Asks for another walk of the unit, if this was its first and there is a slot; else its rows
   // that overflowed stay marked.
