@@ -6,7 +6,7 @@
 
 #include "backward_bias_sum.cuh"
 #include "cuda/runtime/families/sm80_params.h"
-#include "sm80/halves.cuh"
+#include "halves.cuh"
 #include "sm80/products.cuh"
 #include "tile.cuh"
 

@@ -2,8 +2,8 @@
 // backward_scores.cuh next.
 #pragma once
 
+#include "halves.cuh"
 #include "sm80/backward_walk.cuh"
-#include "sm80/halves.cuh"
 #include "sm80/ptx_sm80.cuh"
 #include "sm80/split.cuh"
 #include "tile.cuh"

@@ -9,7 +9,7 @@
 //   bool kBFloat16, kFloat32  element type of q, k, v, out: else float16
 //   bool kRest                of a call whose other part other kernels compute (element.cuh)
 //   int kParts                that a float32 is split into, 2 or 3; else 1
-//   bool kHalves              two float16 (sm80/halves.cuh), else bfloat16
+//   bool kHalves              two float16 (halves.cuh), else bfloat16
 //   int kHeadDim, kValueDim   exact sizes, at most 512
 //   int kBlockKV              keys per step: 16, 32 or 64
 //   int kRowTiles             of 16 query rows a warp has, 1 or 2

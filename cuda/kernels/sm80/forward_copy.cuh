@@ -1,9 +1,9 @@
 // Tiles of queries, keys and values on their way to shared memory. Read forward_rows.cuh next.
 #pragma once
 
+#include "halves.cuh"
 #include "rows.cuh"
 #include "sm80/forward_walk.cuh"
-#include "sm80/halves.cuh"
 #include "sm80/ptx_sm80.cuh"
 #include "sm80/split.cuh"
 #include "tile.cuh"

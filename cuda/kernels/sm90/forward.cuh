@@ -15,7 +15,7 @@
 //   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   bool kCarried             float16 copies of float32 operands, float32 results (element.cuh)
-//   bool kHalves              float32 as two float16 (sm80/halves.cuh, cuda/ampere.md)
+//   bool kHalves              float32 as two float16 (halves.cuh, cuda/ampere.md)
 //   int kParts                of an element, planes of a tile: 2 with kHalves, else 1
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)

@@ -5,9 +5,9 @@
 
 #include "cuda/runtime/families/sm90_params.h"
 #include "fragment.cuh"
+#include "halves.cuh"
 #include "ring.cuh"
 #include "rows.cuh"
-#include "sm80/halves.cuh"
 #include "sm90/key_blocks.cuh"
 #include "sm90/products.cuh"
 #include "sm90/ptx_sm90.cuh"

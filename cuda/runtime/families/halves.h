@@ -1,5 +1,5 @@
 // float32 as two float16, which the kernel split_float32 writes ahead of others: its workspaces and
-// launch. See cuda/kernels/sm80/halves.cuh.
+// launch. See cuda/kernels/halves.cuh.
 #pragma once
 
 #include <cstdint>

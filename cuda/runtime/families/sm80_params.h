@@ -59,7 +59,7 @@ struct Sm80ForwardParams {
   // Only with kRest: other than 0 where the kernels of float16 copies have computed the results.
   const float* result_scale;  // []
 
-  // Only with kHalves, written by split_float32: see sm80/halves.cuh.
+  // Only with kHalves, written by split_float32: see halves.cuh.
   void* query_halves;
   void* key_halves;
   void* value_halves;

@@ -84,7 +84,7 @@ struct ForwardParams {
   // operands and other kernels compute.
   const float* result_scale;  // []
 
-  // Only with kHalves, written by split_float32: see sm80/halves.cuh. Then the maps are of these.
+  // Only with kHalves, written by split_float32: see halves.cuh. Then the maps are of these.
   void* query_halves;
   void* key_halves;
   void* value_halves;
