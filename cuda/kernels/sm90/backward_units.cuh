@@ -5,7 +5,7 @@
 #pragma once
 
 #include "ring.cuh"
-#include "sm80/halves.cuh"
+#include "halves.cuh"
 #include "sm90/backward_walk.cuh"
 #include "sm90/ptx_sm90.cuh"
 
