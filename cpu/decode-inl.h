@@ -3,9 +3,9 @@
 // The keys that a row of the batch sees are cut into parts of equal length; a task is one part, of
 // all kv heads or some, so that pages are read from end to end. It goes through blocks of keys; for
 // each kv head up to four query rows at a time have the products with a block, their softmax and
-// the weighted sum of its values, straight from the cache and with the next block on its way. The
-// parts of a row are merged in their order. Neither the parts nor that order depend on the threads,
-// so no bit does.
+// the weighted sum of its values, straight from the cache and with those of the next kv head on
+// their way. The parts of a row are merged in their order. Neither the parts nor that order depend
+// on the threads, so no bit does.
 // Sanovar et al., LeanAttention (arXiv:2405.10480); Dao et al., Flash-Decoding (2023).
 
 #include <cmath>
@@ -65,12 +65,23 @@ class Decode {
     bool refused;
   };
 
-  // Where the next block's keys or values are, or the current one's.
+  // Where a block's keys and values are.
   struct Block {
     int64_t first = 0, valid = 0;
-    const T* keys[kBlock + kLanes];  // of kv head 0; those past `valid` repeat the last one
-    const T* values[kBlock];
+    const T* keys[kBlock + kLanes];  // of kv head 0; those past `valid` repeat the last
+    const T* values[kBlock];         // likewise
   };
+
+  // A kv head's share of a block.
+  struct Share {
+    const Block* block;
+    int64_t key, value;  // elements before the head's
+    const T* Key(int64_t j) const { return block->keys[j] + key; }
+    const T* Value(int64_t j) const { return block->values[j] + value; }
+  };
+  Share ShareOf(const Block& block, int64_t kv) const {
+    return {&block, kv * head_dim_, kv * value_ld_};
+  }
 
   Decode(const DecodeCall& call, RowPlan* plans)
       : call_(call),
@@ -200,22 +211,25 @@ class Decode {
     Locate(b, begin, end, block);
     for (int64_t at = begin; at < end; at += kBlock) {
       Locate(b, at + kBlock, end, next);
+      if (next->valid == 0) next = block;
       for (int64_t kv = first; kv < last; ++kv) {
+        const Share here = ShareOf(*block, kv);
+        const Share after = kv + 1 < last ? ShareOf(*block, kv + 1) : ShareOf(*next, first);
         for (int64_t r = 0; r < rows_; r += kTile) {
-          const Block* ahead = r == 0 ? next : nullptr;
+          const Share& ahead = r == 0 ? after : here;
           const float* q = task.Query(kv - first, rows_, head_dim_) + r * RowWords<Op>(head_dim_);
           float* state = State(part, kv) + r * state_ld_;
           const int64_t left = rows_ - r;
           if (left >= 4) {
-            Tile<4>(task.rows + r, q, *block, ahead, kv, state);
+            Tile<4>(task.rows + r, q, here, ahead, state);
           } else if (left == 3) {
-            Tile<2>(task.rows + r, q, *block, ahead, kv, state);
-            Tile<1>(task.rows + r + 2, q + 2 * RowWords<Op>(head_dim_), *block, nullptr, kv,
+            Tile<2>(task.rows + r, q, here, ahead, state);
+            Tile<1>(task.rows + r + 2, q + 2 * RowWords<Op>(head_dim_), here, here,
                     state + 2 * state_ld_);
           } else if (left == 2) {
-            Tile<2>(task.rows + r, q, *block, ahead, kv, state);
+            Tile<2>(task.rows + r, q, here, ahead, state);
           } else {
-            Tile<1>(task.rows + r, q, *block, ahead, kv, state);
+            Tile<1>(task.rows + r, q, here, ahead, state);
           }
         }
       }
@@ -245,18 +259,22 @@ class Decode {
       block->keys[j] = k + slot * s.kv_heads * head_dim_;
       block->values[j] = v + slot * s.kv_heads * value_ld_;
     }
-    for (int64_t j = block->valid; block->valid > 0 && j < block->valid + kLanes; ++j) {
+    if (block->valid == 0) return;
+    for (int64_t j = block->valid; j < kBlock + kLanes; ++j) {
       block->keys[j] = block->keys[block->valid - 1];
+      if (j < kBlock) block->values[j] = block->values[block->valid - 1];
     }
   }
 
-  // Brings the next block's share of a kv head nearer. Each address is far from the one before:
-  // hardware that watches for streams would not.
-  static void Prefetch(const T* row, int64_t elements) {
-    const char* at = reinterpret_cast<const char*>(row);
-    for (int64_t i = 0; i < elements * static_cast<int64_t>(sizeof(T)); i += 64) {
-      __builtin_prefetch(at + i, 0, 2);
-    }
+  // Brings elements of the next share nearer, a line of 64 bytes for each that is loaded: bursts
+  // fill what keeps track of misses and hold up the loads behind them (Zen 4: 5.9 ms for 16k keys
+  // on one core to 4.0, where arithmetic alone takes 2.6 and a plain sum 3.8).
+  template <int64_t kCount>
+  static void Prefetch(const T* row, int64_t d) {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    if (kCount < kLine && d % kLine != 0) return;
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < kCount; i += kLine) __builtin_prefetch(row + d + i, 0, 2);
   }
 
   static void LoadStep(const T* p, int64_t n, F (&x)[kStep]) {
@@ -269,8 +287,9 @@ class Decode {
 
   // kRows query rows of one kv head against a block.
   template <int kRows>
-  void Tile(const Row* rows, const float* q, const Block& block, const Block* ahead, int64_t kv,
+  void Tile(const Row* rows, const float* q, const Share& here, const Share& ahead,
             float* state) const {
+    const Block& block = *here.block;
     int64_t begin = block.valid, end = 0;            // of the union of the rows
     int64_t full_begin = 0, full_end = block.valid;  // of their intersection
     int64_t lo[kRows], hi[kRows];
@@ -287,20 +306,19 @@ class Decode {
     if (begin >= end) return;
     alignas(64) float scores[kRows * kScoreLd];
     float rescale[kRows];
-    Scores<kRows>(q, block, ahead, kv, begin, end, scores);
+    Scores<kRows>(q, here, ahead, begin, end, scores);
     for (int r = 0; r < kRows; ++r) {
       rescale[r] = Weights(lo[r], hi[r], begin, end, scores + r * kScoreLd, state + r * state_ld_);
     }
     // Keys that only some of the rows see, whose values may be nan: one by one.
     full_end = Most(full_begin, full_end);
-    AddValues<kRows>(block, kv, full_begin, full_end, scores, rescale, state);
+    AddValues<kRows>(here, ahead, full_begin, full_end, scores, rescale, state);
     for (int64_t j = begin; j < end; ++j) {
       if (j == full_begin) j = full_end;
       if (j >= end) break;
       for (int r = 0; r < kRows; ++r) {
         if (j >= lo[r] && j < hi[r]) {
-          AddValue(block.values[j] + kv * value_ld_, scores[r * kScoreLd + j],
-                   state + r * state_ld_);
+          AddValue(here.Value(j), scores[r * kScoreLd + j], state + r * state_ld_);
         }
       }
     }
@@ -322,16 +340,20 @@ class Decode {
 
   // scores[r][j] = the product of query row r and key j, for j from begin to end.
   template <int kRows>
-  void Scores(const float* q, const Block& block, const Block* ahead, int64_t kv, int64_t begin,
-              int64_t end, float* scores) const {
+  void Scores(const float* q, const Share& here, const Share& ahead, int64_t begin, int64_t end,
+              float* scores) const {
     constexpr int kKeys = kLanes / kRows;  // one vector of sums takes kRows x kKeys products
     const int64_t q_ld = RowWords<Op>(head_dim_);
     const int64_t whole = head_dim_ / kElements * kElements;
     for (int64_t j = begin; j < end; j += kKeys) {
       const T* keys[kKeys];
+      const T* next[kKeys];
       F sums[kLanes];
 #pragma GCC unroll 16
-      for (int i = 0; i < kKeys; ++i) keys[i] = block.keys[j + i] + kv * head_dim_;
+      for (int i = 0; i < kKeys; ++i) {
+        keys[i] = here.Key(j + i);
+        next[i] = ahead.Key(j + i);
+      }
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) sums[i] = Zero();
       for (int64_t d = 0; d < whole; d += kElements) {
@@ -347,6 +369,7 @@ class Decode {
         for (int i = 0; i < kKeys; ++i) {
           F k[kStep];
           LoadStep(keys[i] + d, kElements, k);
+          Prefetch<kElements>(next[i], d);
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -360,17 +383,12 @@ class Decode {
 #pragma GCC unroll 16
         for (int i = 0; i < kKeys; ++i) {
           const F k = LoadWords<Op>(keys[i] + d, head_dim_ - d);
+          Prefetch<kLanes * Op::kPair>(next[i], d);
 #pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
             const F x = Load(q + r * q_ld + d / Op::kPair);
             sums[r * kKeys + i] = Op::Dot(x, k, sums[r * kKeys + i]);
           }
-        }
-      }
-      if (ahead) {
-        for (int i = 0; i < kKeys && j + i < ahead->valid; ++i) {
-          Prefetch(ahead->keys[j + i] + kv * head_dim_, head_dim_);
-          Prefetch(ahead->values[j + i] + kv * value_ld_, value_dim_);
         }
       }
       float each[kLanes];
@@ -415,25 +433,25 @@ class Decode {
 
   // state = state * rescale + the weighted values of keys [begin, end), which all rows see.
   template <int kRows>
-  void AddValues(const Block& block, int64_t kv, int64_t begin, int64_t end, const float* weights,
-                 const float* rescale, float* state) const {
+  void AddValues(const Share& here, const Share& ahead, int64_t begin, int64_t end,
+                 const float* weights, const float* rescale, float* state) const {
     int64_t d = 0;
     for (; d + kPanel <= value_dim_; d += kPanel) {
-      AddPanel<kRows, kTileVectors>(block, kv, begin, end, weights, rescale, d, state);
+      AddPanel<kRows, kTileVectors>(here, ahead, begin, end, weights, rescale, d, state);
     }
     for (; d + kTwo <= value_dim_; d += kTwo) {
-      AddPanel<kRows, 2>(block, kv, begin, end, weights, rescale, d, state);
+      AddPanel<kRows, 2>(here, ahead, begin, end, weights, rescale, d, state);
     }
     for (; d < value_dim_; d += kLanes) {
-      AddPanel<kRows, 1>(block, kv, begin, end, weights, rescale, d, state);
+      AddPanel<kRows, 1>(here, ahead, begin, end, weights, rescale, d, state);
     }
   }
 
   // kVectors of the values, two at a time: the order of LoadTwo is also that of `state`. One vector
   // alone has fewer than kTwo elements left.
   template <int kRows, int kVectors>
-  void AddPanel(const Block& block, int64_t kv, int64_t begin, int64_t end, const float* weights,
-                const float* rescale, int64_t d, float* state) const {
+  void AddPanel(const Share& here, const Share& ahead, int64_t begin, int64_t end,
+                const float* weights, const float* rescale, int64_t d, float* state) const {
     F sum[kRows][kVectors];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
@@ -443,7 +461,8 @@ class Decode {
       }
     }
     for (int64_t j = begin; j < end; ++j) {
-      const T* value = block.values[j] + kv * value_ld_ + d;
+      const T* value = here.Value(j) + d;
+      Prefetch<kVectors * kLanes>(ahead.Value(j), d);
       F x[kVectors];
       if constexpr (kVectors == 1) {
         x[0] = LoadPartial(value, value_dim_ - d);
