@@ -54,6 +54,8 @@ class Decode {
   static constexpr int kStep = Op::kPair == 1 ? 2 : 1;              // vectors of a step of
   static constexpr int64_t kElements = kStep * kLanes * Op::kPair;  // so many of a row
   static constexpr int64_t kScoreLd = kBlock + kLanes;
+  static constexpr int64_t kPairLd = kBlock / 2;
+  static constexpr int64_t kWeightLd = Op::kPair == 1 ? kScoreLd : kPairLd;
   static constexpr int64_t kTwo = 2 * kLanes;
   static constexpr int64_t kLeastPart = 2 * kBlock;
   static constexpr int64_t kMostParts = 32;  // of one row of the batch
@@ -277,6 +279,18 @@ class Decode {
     for (int64_t i = 0; i < kCount; i += kLine) __builtin_prefetch(row + d + i, 0, 2);
   }
 
+  // Two vectors of a value in the order of the sums, of which element i is in place PlaceOf(i).
+  static void LoadValue(const T* p, F& first, F& second) {
+    if constexpr (Op::kPair == 1) {
+      LoadTwo(p, first, second);
+    } else {
+      InterleaveTwo(nullptr, p, first, second);  // bfloat16 in the upper half of a word: float32
+    }
+  }
+  static int64_t PlaceOf(int64_t i) {
+    return Op::kPair == 1 ? PlaceOfTwo(T{}, i) : PlaceOfPairs(i);
+  }
+
   static void LoadStep(const T* p, int64_t n, F (&x)[kStep]) {
     if constexpr (Op::kPair == 1) {
       LoadTwo(p, x[0], x[1]);
@@ -304,15 +318,19 @@ class Decode {
       }
     }
     if (begin >= end) return;
-    alignas(64) float scores[kRows * kScoreLd];
+    alignas(64) float scores[kRows * kScoreLd];  // in the end weights
+    alignas(64) float pairs[kRows * kPairLd];    // those of two keys in a word, where kPair is 2
     float rescale[kRows];
     Scores<kRows>(q, here, ahead, begin, end, scores);
     for (int r = 0; r < kRows; ++r) {
-      rescale[r] = Weights(lo[r], hi[r], begin, end, scores + r * kScoreLd, state + r * state_ld_);
+      rescale[r] = Weights(lo[r], hi[r], begin, end, scores + r * kScoreLd, pairs + r * kPairLd,
+                           state + r * state_ld_);
     }
-    // Keys that only some of the rows see, whose values may be nan: one by one.
-    full_end = Most(full_begin, full_end);
-    AddValues<kRows>(here, ahead, full_begin, full_end, scores, rescale, state);
+    // Keys that only some of the rows see, whose values may be nan: one by one, as is half a pair.
+    full_begin = RoundUp(full_begin, Op::kPair);
+    full_end = Most(full_begin, full_end / Op::kPair * Op::kPair);
+    AddValues<kRows>(here, ahead, full_begin, full_end, Op::kPair == 1 ? scores : pairs, rescale,
+                     state);
     for (int64_t j = begin; j < end; ++j) {
       if (j == full_begin) j = full_end;
       if (j >= end) break;
@@ -401,12 +419,15 @@ class Decode {
 
   // Scores of one row become weights relative to its largest score so far, 0 outside of [lo, hi).
   // Returns what brings its earlier sums to that scale.
-  float Weights(int64_t lo, int64_t hi, int64_t begin, int64_t end, float* s, float* state) const {
-    const int64_t first = begin / kLanes * kLanes;
+  float Weights(int64_t lo, int64_t hi, int64_t begin, int64_t end, float* s, float* pairs,
+                float* state) const {
+    constexpr int64_t kStride = kLanes * Op::kPair;
+    const int64_t first = begin / kStride * kStride;
+    const int64_t last = RoundUp(end, kStride);
     const F scale = Set1(in_.problem.scale), hidden = Set1(-kInfinity);
     const float cap = in_.problem.softcap;
     F most = hidden;
-    for (int64_t j = first; j < end; j += kLanes) {
+    for (int64_t j = first; j < last; j += kLanes) {
       F x = Load(s + j);
       if (scoring_.modified) x = Mul(x, scale);
       if (cap > 0.0f) x = Mul(Tanh(Mul(x, Set1(1.0f / cap))), Set1(cap));
@@ -420,10 +441,15 @@ class Decode {
     Largest(state) = now;
     const F base = Set1(now > -kInfinity ? now : 0.0f), factor = Set1(scoring_.to_log2);
     F sum = Zero();
-    for (int64_t j = first; j < end; j += kLanes) {
-      const F p = Exp2<T>(Mul(Sub(Load(s + j), base), factor));
-      sum = Add(sum, p);
-      Store(s + j, p);
+    for (int64_t j = first; j < last; j += kStride) {
+      F p[Op::kPair];
+#pragma GCC unroll 2
+      for (int i = 0; i < Op::kPair; ++i) {
+        p[i] = Exp2<T>(Mul(Sub(Load(s + j + i * kLanes), base), factor));
+        sum = Add(sum, p[i]);
+        Store(s + j + i * kLanes, p[i]);
+      }
+      if constexpr (Op::kPair == 2) Store(pairs + j / 2, PackPairs(p[0], p[1]));
     }
     float rescale[kLanes];
     Store(rescale, Exp2<float>(Mul(Sub(Set1(before), base), factor)));
@@ -447,8 +473,36 @@ class Decode {
     }
   }
 
-  // kVectors of the values, two at a time: the order of LoadTwo is also that of `state`. One vector
-  // alone has fewer than kTwo elements left.
+  // kVectors of the value of key j, or of the pair of keys j and j + 1, from element d on.
+  template <int kVectors>
+  void LoadValues(const Share& here, const Share& ahead, int64_t j, int64_t d,
+                  F (&x)[kVectors]) const {
+    const T* value = here.Value(j) + d;
+    Prefetch<kVectors * kLanes>(ahead.Value(j), d);
+    if constexpr (Op::kPair == 1) {
+      if constexpr (kVectors == 1) {
+        x[0] = LoadPartial(value, value_dim_ - d);
+      } else {
+#pragma GCC unroll 2
+        for (int i = 0; i < kVectors; i += 2) LoadTwo(value + i * kLanes, x[i], x[i + 1]);
+      }
+    } else {
+      const T* odd = here.Value(j + 1) + d;
+      Prefetch<kVectors * kLanes>(ahead.Value(j + 1), d);
+      if constexpr (kVectors == 1) {
+        auto bits = [](const T* p) { return reinterpret_cast<const uint16_t*>(p); };
+        x[0] = InterleavePairs(bits(value), bits(odd), value_dim_ - d);
+      } else {
+#pragma GCC unroll 2
+        for (int i = 0; i < kVectors; i += 2) {
+          InterleaveTwo(value + i * kLanes, odd + i * kLanes, x[i], x[i + 1]);
+        }
+      }
+    }
+  }
+
+  // kVectors of the sums, two at a time in the order of PlaceOf. One vector alone has fewer than
+  // kTwo elements left.
   template <int kRows, int kVectors>
   void AddPanel(const Share& here, const Share& ahead, int64_t begin, int64_t end,
                 const float* weights, const float* rescale, int64_t d, float* state) const {
@@ -460,21 +514,14 @@ class Decode {
         sum[r][i] = Mul(Load(state + r * state_ld_ + d + i * kLanes), Set1(rescale[r]));
       }
     }
-    for (int64_t j = begin; j < end; ++j) {
-      const T* value = here.Value(j) + d;
-      Prefetch<kVectors * kLanes>(ahead.Value(j), d);
+    for (int64_t j = begin; j < end; j += Op::kPair) {
       F x[kVectors];
-      if constexpr (kVectors == 1) {
-        x[0] = LoadPartial(value, value_dim_ - d);
-      } else {
-#pragma GCC unroll 2
-        for (int i = 0; i < kVectors; i += 2) LoadTwo(value + i * kLanes, x[i], x[i + 1]);
-      }
+      LoadValues<kVectors>(here, ahead, j, d, x);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        const F p = Set1(weights[r * kScoreLd + j]);
+        const F p = Set1(weights[r * kWeightLd + j / Op::kPair]);
 #pragma GCC unroll 4
-        for (int i = 0; i < kVectors; ++i) sum[r][i] = Fma(p, x[i], sum[r][i]);
+        for (int i = 0; i < kVectors; ++i) sum[r][i] = Op::Dot(p, x[i], sum[r][i]);
       }
     }
 #pragma GCC unroll 4
@@ -491,10 +538,10 @@ class Decode {
     auto add = [&](int64_t d, F x) { Store(state + d, Fma(p, x, Load(state + d))); };
     int64_t d = 0;
     for (; d + kTwo <= value_dim_; d += kTwo) {
-      F even, odd;
-      LoadTwo(value + d, even, odd);
-      add(d, even);
-      add(d + kLanes, odd);
+      F first, second;
+      LoadValue(value + d, first, second);
+      add(d, first);
+      add(d + kLanes, second);
     }
     for (; d < value_dim_; d += kLanes) add(d, LoadPartial(value + d, value_dim_ - d));
   }
@@ -545,7 +592,7 @@ class Decode {
         float two[kTwo], ordered[kTwo];
         Store(two, seen ? Mul(Load(total + d), factor) : Zero());
         Store(two + kLanes, seen ? Mul(Load(total + d + kLanes), factor) : Zero());
-        for (int64_t i = 0; i < kTwo; ++i) ordered[i] = two[PlaceOfTwo(T{}, i)];
+        for (int64_t i = 0; i < kTwo; ++i) ordered[i] = two[PlaceOf(i)];
         StorePartial(out + d, Load(ordered), kLanes);
         StorePartial(out + d + kLanes, Load(ordered + kLanes), kLanes);
       }

@@ -23,6 +23,9 @@ int64_t PlaceOfTwo(T, int64_t i) {
   return i;
 }
 
+// Where InterleaveTwo of a simd_*.h, which works on 128 bits at a time, leaves element i.
+inline int64_t PlaceOfPairs(int64_t i) { return i % 8 / 4 * kLanes + i / 8 * 4 + i % 4; }
+
 // 2^x for x <= 126; 0 for -inf; nan for nan. Exactly 1 at 0. T is the type in which the result ends
 // up: the polynomial's error is 8.2e-8 for float32 and 2.9e-6 for the 16-bit types.
 template <class T>
