@@ -216,6 +216,8 @@ CASES = [
     Case("one token"),
     Case("heads without groups, nothing new", N=2, appends=False, dtype="bfloat16"),
     Case("group of 16", N=16, K=1, H=64, dtype="bfloat16"),
+    Case("half a pair of keys at both ends", N=16, H=80, T=3, window=36, softcap=4.0,
+         lengths=(199, 3, 65, 78), dtype="bfloat16"),
     Case("group of 3, odd dims", N=6, H=33, Hv=17, dtype="float16"),
     Case("group of 7, several tokens", N=7, K=1, T=5, dtype="bfloat16", lengths=(L, 3, 0, 130)),
     Case("64 tokens", T=64, lengths=(L, 64, 0, 10)),
