@@ -4,8 +4,8 @@
 // hands units out; the other roles walk over their query blocks. Read backward_turns.cuh next.
 #pragma once
 
-#include "ring.cuh"
 #include "halves.cuh"
+#include "ring.cuh"
 #include "sm90/backward_walk.cuh"
 #include "sm90/ptx_sm90.cuh"
 
