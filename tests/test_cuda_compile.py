@@ -73,6 +73,14 @@ def tuned(name: str) -> Configurations:
         chosen += ["softcap", "sinks", "lengths", "window"]
     for feature in chosen:
         yield f"64/64 {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), small
+        terms = ("block_numbers", "block_bits")
+        for block, dim, window in ((128, 64, (None, 0)), (64, 64, (None, None)), (128, 8, None)):
+            own = BlockMaskShape(batch=1, heads=1, block=block)
+            shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, block_mask=own)
+            problem = dataclasses.replace(
+                PLAIN, whole_blocks=True, terms=terms, window=window or (None, None)
+            )
+            yield f"{dim} layout of {block}, window {window}", problem, shapes
     for name in ("deterministic causal", "deterministic segments") if backward else ():
         yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
     yield from functions_of_scores(("softcap", 256))
@@ -409,7 +417,7 @@ pytestmark = pytest.mark.skipif(
 
 # Dynamic shared memory by source: types that kernels lay over it, and the bytes they are given.
 SHARED = {
-    "sm90/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
+    "sm90/forward.cuh": {"forward::Shared[kTeams]": "kLaunchSharedBytes"},
     "sm80/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
     "sm80/backward.cuh": {
         "backward::Shared": "kLaunchSharedBytes",

@@ -532,8 +532,15 @@ def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
         # A row of blocks of a layout is none of its neighbours': of three warpgroups' 192 rows most
         # units would walk the blocks of two rows of 128.
         if is_layout:
+            # Two teams would spill 14 to 184 bytes with a window, smaller blocks, up to 16 values.
+            block = 0 if shapes.block_mask is None else shapes.block_mask.block
+            roomy = problem.window == (None, None) and block % 128 == 0 and shapes.value_dim > 16
+            if roomy:
+                return tiling(
+                    block_kv=64, consumers=2, teams=2, stages=5, query_stages=2, ping_pong=False
+                )
             return tiling(
-                block_kv=64, consumers=2, teams=2, stages=5, query_stages=2, ping_pong=False
+                block_kv=128, consumers=2, stages=6, query_stages=2, producer_registers=40
             )
         # Heads that share a block are of few rows.
         if held > _HELD_BY_THREE_WARPGROUPS or packed > 1 or crammed:
