@@ -580,7 +580,8 @@ def halves() -> list[Any]:
     """float32 in two float16 on Hopper."""
     windows = {"full": (None, None), "causal": (None, 0), "window": (100, 20)}
     found = []
-    for dim, (name, window) in itertools.product((64, 128), windows.items()):
+    cases = *itertools.product((64, 128), windows.items()), (112, ("full", windows["full"]))
+    for dim, (name, window) in cases:
         shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
         problem = dataclasses.replace(
             PLAIN,

@@ -109,6 +109,11 @@ struct Rows {
   }
 };
 
+// Columns of dK and dV: of halves with 48 behind the first 64, 232 to 324 bytes were spilled. Tiles
+// are whole boxes, zero behind the last column.
+template <int kColumns>
+using Sums = Rows<kHalves && kColumns == 112 ? 128 : kColumns>;
+
 // 64 keys or values of a unit, the left operand of its scores or dP. Of halves in registers: a
 // product of 64 by 64 from shared memory reads 128 bytes a cycle, which is all there is. Of more
 // than 64 columns the second halves, of one product in three, are left there.
@@ -266,7 +271,7 @@ struct Probability {
   __device__ __forceinline__ void step(const volatile UnitRecord& u, uint32 iteration,
                                        const Walk& walk, const Walk& next, float key_factor,
                                        StepFactors& factors, float (&x)[kScores],
-                                       StepDropped& dropped, Rows<kValue>& dv) {
+                                       StepDropped& dropped, Sums<kValue>& dv) {
     const uint32 slot = stage_of<kStages>(iteration);
     Step known(p, u, u.head + walk.head, walk.m0, 0);
     if constexpr (kHalves) known.set_scale(p.scale_log2 * key_factor * factors.query);
@@ -326,7 +331,7 @@ struct Probability {
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
       if (u.stop) break;
-      Rows<kValue> dv;
+      Sums<kValue> dv;
       dv.clear();
       ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
       if (u.total > 0) {
@@ -390,7 +395,7 @@ struct Gradient {
   __device__ __forceinline__ void step(const volatile UnitRecord& u, uint32 iteration, int m0,
                                        const Walk& next, const UnitFactors& unit,
                                        StepFactors& factors, float (&dp)[kScores],
-                                       Rows<kHead>& dk) {
+                                       Sums<kHead>& dk) {
     const uint32 slot = stage_of<kStages>(iteration);
     const uint32 minus_delta = at(&Shared::minus_delta) + slot * kNumberBytes + threadIdx.x % 4 * 8;
     const float factor = unit.value * factors.dout;
@@ -461,7 +466,7 @@ struct Gradient {
     while (true) {
       const volatile UnitRecord& u = receive_unit(received);
       if (u.stop) break;
-      Rows<kHead> dk;
+      Sums<kHead> dk;
       dk.clear();
       ptx::barrier_wait(at(&Shared::value_full), parity_of<1>(received));
       if (u.total > 0) {
