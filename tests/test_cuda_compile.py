@@ -466,10 +466,11 @@ def carried(name: str) -> list[Any]:
         "segments": causal | {"terms": terms},
         "dropout": {"terms": ("dropout_state",), "dropout_rate": 0.1},
     }
+    changes["dropout deterministic"] = causal | changes["dropout"] | {"deterministic": True}
     everything = bool(os.environ.get("JAX_FLASH_COMPILE_ALL"))
     dims = {64: ("causal", "dropout"), 100: ("causal",), 128: tuple(changes), 256: tuple(changes)}
     if not everything:  # each change and each dim: what meets is compiled of 16 bits
-        dims |= {64: ("dropout",), 128: ("causal", "window deterministic")}
+        dims |= {64: ("dropout",), 128: ("causal", "dropout deterministic")}
         dims |= {256: ("segments", "dropout")}
     for dim, names in dims.items():
         for change in names:
