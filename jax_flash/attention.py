@@ -224,8 +224,9 @@ def flash_attention(
         "default", "high" and "highest" or "float32"; None: what `jax_default_matmul_precision` says
         when the call is traced. "xla" multiplies as JAX does: on a GPU in TF32 (11 bits) unless it
         is "highest". "cuda" splits each number: into two float16 for "highest", as exact as
-        float32's own arithmetic, into two bfloat16, of 16 bits, for "high"; by default it takes
-        float16 copies, of 11 bits, where these hold all rows. "cpu" is as exact as float32 always.
+        float32's own arithmetic but for gradients of keys with weights below 2^-24, into two
+        bfloat16, of 16 bits, for "high"; by default it takes float16 copies, of 11 bits, where
+        these hold all rows. "cpu" is as exact as float32 always.
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
 
