@@ -136,13 +136,21 @@ def together() -> Configurations:
     window: dict[str, Any] = {"window": (1024, 100)}
     causal: dict[str, Any] = {"window": (None, 0)}
     many = (*LENGTHS, *SEGMENTS, *POSITIONS)
+    blocks = ("block_numbers", "block_bits")
+    layout: dict[str, Any] = DROPOUT | {"whole_blocks": True}
+    own = BlockMaskShape(batch=1, heads=1, block=128)
     # Terms of each, and the head and value dims.
     chosen: list[tuple[dict, dict, tuple[tuple[int, int], ...]]] = [
         (window | {"terms": many}, {}, ((64, 64), (128, 128), (255, 255))),
         (
             causal | {"terms": (*many, "sinks"), "deterministic": True},
             {},
-            ((64, 64), (128, 128), (256, 256)),
+            ((64, 64), (128, 128)),
+        ),
+        (
+            {"window": (1024, 0), "terms": (*many, "sinks"), "deterministic": True},
+            {},
+            ((256, 256),),
         ),
         (
             causal | DROPOUT | {"terms": (*POSITIONS, "dropout_state"), "softcap": 30.0},
@@ -175,6 +183,22 @@ def together() -> Configurations:
             },
             {"bias": bias, "mask": mask},
             ((64, 64), (128, 128)),
+        ),
+        (
+            causal | {"terms": ("bias", *blocks), "deterministic": True},
+            {"bias": bias, "block_mask": BlockMaskShape(batch=1, heads=16, block=128)},
+            ((64, 64),),
+        ),
+        (
+            causal | layout | {"terms": (*blocks, *SEGMENTS, *POSITIONS, "dropout_state")},
+            {"block_mask": own},
+            ((64, 64),),
+        ),
+        (
+            {"window": (1024, 0), "softcap": 30.0, "deterministic": True, "whole_blocks": True}
+            | {"terms": (*blocks, *LENGTHS, "sinks")},
+            {"block_mask": own},
+            ((256, 256),),
         ),
     ]
     for change, of, dims in chosen:
@@ -372,7 +396,7 @@ def features(plan: _gpu.Plan) -> set:
 
 
 def plans(name: str) -> list[Any]:
-    """The programs of a pass that are compiled, each once: the tuned ones, others for pairs."""
+    """What is compiled for a pass, each program once: the tuned ones, others for pairs."""
 
     def programs(configurations: Configurations) -> dict[Any, tuple[str, _gpu.Plan]]:
         found = {}
@@ -391,23 +415,35 @@ def plans(name: str) -> list[Any]:
         wide = rest[program][1].constants["kHeadDim"] > 128  # takes twice as long
         return len(pairs_of[program] & missing) / (1 + wide)
 
+    def trim(programs: list[Any], always: set) -> list[Any]:
+        """Leaves out those whose pairs others have."""
+        kept = programs.copy()
+        for program in programs:
+            if pairs_of[program] <= always.union(*(pairs_of[x] for x in kept if x != program)):
+                kept.remove(program)
+        return kept
+
     chosen, rest = programs(tuned(name)), programs(others())
-    if os.environ.get("JAX_FLASH_COMPILE_ALL"):
+    everything = bool(os.environ.get("JAX_FLASH_COMPILE_ALL"))
+    if everything:
         chosen = rest | chosen
-    pairs_of = {program: pairs(plan) for program, (_, plan) in rest.items()}
-    missing = set().union(*pairs_of.values())
-    missing -= set().union(*(pairs(plan) for _, plan in chosen.values()))
+    pairs_of = {program: pairs(plan) for program, (_, plan) in (rest | chosen).items()}
+    always = set().union(*(pairs_of[program] for program in chosen))
+    missing = set().union(*(pairs_of[program] for program in rest)) - always
     added = []
     while missing:
-        added.append(max(pairs_of, key=gain))  # the first of several
+        added.append(max(rest, key=gain))  # the first of several
         missing -= pairs_of[added[-1]]
-    always = set().union(*(pairs(plan) for _, plan in chosen.values()))
-    for program in added.copy():  # those that later ones made superfluous
-        others_have = always.union(*(pairs_of[x] for x in added if x != program))
-        if pairs_of[program] <= others_have:
-            added.remove(program)
-    chosen |= {program: rest[program] for program in added}
-    return [pytest.param(plan, id=configuration) for configuration, plan in chosen.values()]
+    chosen |= {program: rest[program] for program in trim(added, always)}
+    # The kernels beside do not know the tilings for which most of these were chosen.
+    beside = [*chosen] if everything else trim([*chosen], set())
+    alone = {"beside": "", "beside_entries": ()}
+    return [
+        pytest.param(
+            plan if program in beside else dataclasses.replace(plan, **alone), id=configuration
+        )
+        for program, (configuration, plan) in chosen.items()
+    ]
 
 
 pytestmark = pytest.mark.skipif(
@@ -581,8 +617,11 @@ def halves() -> list[Any]:
     """float32 in two float16 on Hopper."""
     windows = {"full": (None, None), "causal": (None, 0), "window": (100, 20)}
     found = []
-    cases = *itertools.product((64, 128), windows.items()), (112, ("full", windows["full"]))
-    for dim, (name, window) in cases:
+    cases = [(64, "causal"), (64, "window"), (128, "full"), (128, "window"), (112, "full")]
+    if os.environ.get("JAX_FLASH_COMPILE_ALL"):
+        cases = itertools.product((64, 112, 128), windows)
+    for dim, name in cases:
+        window = windows[name]
         shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
         problem = dataclasses.replace(
             PLAIN,
