@@ -7,7 +7,8 @@ docs/tuning.md tells how. Read next: cuda/kernels/sm90/forward.cuh, cuda/runtime
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -413,158 +414,314 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     return tiling
 
 
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """A forward problem, and what the table of tilings (below) asks of it, each with its reason."""
+
+    problem: Problem
+    shapes: Shapes
+
+    @property
+    def widest(self) -> int:
+        return max(self.shapes.head_dim, self.shapes.value_dim)
+
+    @property
+    def dims(self) -> int:
+        """Both dims: columns of a block of keys and values."""
+        return self.shapes.head_dim + self.shapes.value_dim
+
+    @property
+    def halves(self) -> bool:
+        return is_highest(self.problem)
+
+    @property
+    def tma_loads(self) -> bool:
+        return self.halves or _tma_loads(self.shapes)  # planes of halves are padded
+
+    @property
+    def bytes_of_bias(self) -> int:
+        return bytes_of_bias(self.shapes.bias)
+
+    def has(self, *terms: str) -> bool:
+        return any(term in self.problem.terms for term in terms)
+
+    @property
+    def is_mapped(self) -> bool:
+        return self.problem.score is not None
+
+    @property
+    def is_capped(self) -> bool:
+        return self.problem.softcap is not None
+
+    @property
+    def has_left(self) -> bool:
+        return self.problem.window[0] is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing between scores and weights but causality."""
+        return _is_bare(self.problem) and not self.has_left
+
+    @property
+    def is_uneven(self) -> bool:
+        """Units differ in length."""
+        return self.problem.window[1] is not None or self.has("block_numbers")
+
+    # The schedule.
+
+    @property
+    def dynamic(self) -> bool:
+        if not self.tma_loads or (self.widest <= 64 and not self.halves):
+            return self.tma_loads
+        # Units of one length need no counter: without its memset 4% faster at T 512; in long calls
+        # the counter evens out multiprocessors of different speed, 3 to 6%.
+        even = self.is_plain and self.problem.window[1] is None
+        return not even or known(self.shapes.q_len, 4096) > 2048
+
+    @property
+    def packed_heads(self) -> int:
+        # Each head has a mask and a bias of its own; what dropout keeps, a thread draws for two
+        # queries that are 8 apart; of float32 in halves 64 queries of a head share a factor.
+        own_rows = self.problem.masked or self.is_mapped or self.halves
+        own_rows = own_rows or self.has("bias", "dropout_state")
+        group = _group(self.shapes)
+        few = group in (2, 4, 8, 16, 32, 64) and known(self.shapes.q_len, 4096) < 128
+        return group if few and not own_rows else 1
+
+    @property
+    def l2_heads(self) -> int:
+        # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
+        if not self.is_uneven:
+            return 1
+        return max(1, min(_l2_heads(self.shapes, self.problem), 64) // self.packed_heads)
+
+    # Registers of the consumers.
+
+    @property
+    def ends_beside_keys(self) -> bool:
+        """Wide heads, and what a row keeps beside a block's ids, bits or bias."""
+        beside = self.bytes_of_bias > 0 or self.problem.masked or self.has("query_segments")
+        placed = self.has("query_positions") and beside
+        return self.widest > 64 and (
+            placed or (self.bytes_of_bias > 0 and self.has("query_segments"))
+        )
+
+    @property
+    def is_crowded(self) -> bool:
+        """A block's bias waits in registers for its scores: up to 32 of a thread."""
+        others = self.problem.masked or self.has("dropout_state") or self.is_mapped
+        beside = self.bytes_of_bias > 0 and others
+        ragged = self.bytes_of_bias == 4 or is_ragged(self.shapes.bias)
+        return ragged or beside or self.ends_beside_keys
+
+    @property
+    def has_bias_alone(self) -> bool:
+        """One of 16 bits that TMA loads: read where it is added it takes no registers."""
+        alone = self.problem.terms == ("bias",) and not (self.is_capped or self.is_mapped)
+        plane = is_plane(self.shapes) and self.bytes_of_bias == 2
+        return alone and plane and not self.has_left
+
+    @property
+    def shares_bias(self) -> bool:
+        """Batch rows have one bias."""
+        return self.shapes.bias is not None and is_one(self.shapes.bias.batch)
+
+    @property
+    def walk_drains(self) -> bool:
+        """Three warpgroups need the registers that the weights had before, for the walk."""
+        if self.lists_blocks and self.shapes.block_mask is not None:
+            return self.shapes.block_mask.block % 128 != 0  # more loads of bits
+        # A softcap, and beside terms a window's left side, take registers in the walk too, a sink
+        # after it. A mask's words find some beside the weights.
+        walked = {*self.problem.terms} - {"sinks", "score_ids", "mask"}
+        return bool(walked) or self.is_capped or (self.has_left and not _is_bare(self.problem))
+
+    @property
+    def drains(self) -> bool:
+        """The same, for the walk or for a function of scores."""
+        score = self.problem.score
+        return self.walk_drains or (score is not None and not emit.is_light(score))
+
+    @property
+    def is_crammed(self) -> bool:
+        """Three warpgroups would spill even so."""
+        score, blocks = self.problem.score, self.shapes.block_mask
+        held = sum(_HELD[term] for term in self.problem.terms)
+        return (
+            held > _HELD_BY_THREE_WARPGROUPS
+            # A function of scores beside these spills up to 328 bytes; alone, with remainders, 64.
+            or (score is not None and (self.walk_drains or emit.has_remainders(score)))
+            # 8 bytes beside a softcap; 124 of pieces of 16 keys.
+            or (blocks is not None and (self.is_capped or blocks.block % 32 != 0))
+            or (self.has("mask") and (self.is_mapped or self.is_capped))  # 16 bytes
+        )
+
+    # Block masks.
+
+    @property
+    def lists_blocks(self) -> bool:
+        """Nothing but a block mask."""
+        alone = self.problem.terms == ("block_numbers", "block_bits") and not self.is_mapped
+        return alone and self.problem.window == (None, None) and not self.is_capped
+
+    @property
+    def is_layout(self) -> bool:
+        return _is_layout(self.problem)
+
+    @property
+    def is_roomy_layout(self) -> bool:
+        """Two teams would spill 14 to 184 bytes with a window, smaller blocks, up to 16 values."""
+        block = 0 if self.shapes.block_mask is None else self.shapes.block_mask.block
+        whole = self.problem.window == (None, None) and block % 128 == 0
+        return self.is_layout and whole and self.shapes.value_dim > 16
+
+    # Registers of the producer.
+
+    @property
+    def is_light(self) -> bool:
+        """Takes no registers of the producer, and of wide heads' consumers few."""
+        terms = ((), () if self.widest > 64 else ("bias",))
+        capped = self.problem.terms in terms and not self.is_mapped and not self.has_left
+        return self.is_plain or capped
+
+    @property
+    def producer_registers(self) -> int:
+        if not self.tma_loads:
+            # Four warps that load keep addresses, most of them where they load 2 bytes at once or
+            # a block mask's words too.
+            by_element = self.shapes.head_dim % 2 == 1 and self.shapes.value_dim % 2 == 1
+            most = self.widest > 128 or by_element or self.has("block_numbers")
+            return 56 if most else 40
+        # Lengths and segments take registers of the producer; wide heads, dropout and positions of
+        # the consumers, and so do a softcap and the bias of narrow heads.
+        if self.is_light and not 256 < self.dims <= 320:
+            return 24
+        # At head dim 128 consumers take up to 92 bytes more than 224 registers: a softcap, or a
+        # bias beside another term. Sinks and dropout take none of the producer's, and with 40
+        # consumers spill 8 to 144 bytes.
+        crowd = self.is_capped or (self.bytes_of_bias > 0 and len(self.problem.terms) > 1)
+        tight = 64 < self.widest <= 128 and crowd and not self.has("query_segments")
+        if tight and {*self.problem.terms} <= {"sinks", "dropout_state"}:
+            return 24
+        # Beside segments a mask takes 44 bytes more than 40 registers of the producer.
+        wide = self.widest > 128 and not (self.problem.masked and self.has("query_segments"))
+        return 40 if wide or tight or self.has("dropout_state", "query_positions") else 56
+
+    @property
+    def block_kv(self) -> int:
+        if self.widest <= 128:
+            addresses = not self.tma_loads and self.has("block_numbers")
+            return 64 if self.is_crowded or addresses else 128
+        if not self.tma_loads:
+            even = self.shapes.head_dim % 2 == 0 and self.shapes.value_dim % 2 == 0
+            if self.is_plain and even:
+                return 64
+            return 32 if self.bytes_of_bias == 4 else 48
+        most = 112 if self.dims <= 320 else 96 if self.dims <= 384 else 80
+        # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
+        if self.is_light and known(self.shapes.kv_len, 4096) > 512:
+            return most
+        if self.bytes_of_bias == 4:
+            return 32
+        if self.bytes_of_bias == 2:
+            return 64 if is_plane(self.shapes) else 48  # by TMA: no registers
+        full = self.ends_beside_keys or (self.is_mapped and self.problem.masked)
+        return min(most, 48 if full else 64)
+
+
+def _row(when: Callable[[_Forward], bool], **tiling: Any) -> tuple[Any, dict[str, Any]]:
+    return when, tiling
+
+
+# The forward's tilings: of the first row that holds. What a row does not name is _Forward's answer
+# of that name (_COMMON), two consumers, or ForwardTiling's default.
+_COMMON = ("block_kv", "packed_heads", "dynamic", "l2_heads", "producer_registers")
+_COMMON += ("tma_loads", "halves")
+_FORWARD = (
+    # float32 in halves: a tile has two planes.
+    _row(
+        lambda x: x.halves and x.widest <= 64,
+        block_kv=64,
+        consumers=3,
+        stages=4,
+        query_stages=2,
+        ping_pong=False,
+        producer_registers=24,
+    ),
+    # A window beside 24: 8 bytes spilled.
+    _row(lambda x: x.halves, block_kv=64, producer_registers=40),
+    # Four warps load, since TMA cannot.
+    _row(lambda x: not x.tma_loads and x.widest <= 128, query_stages=2),
+    _row(lambda x: not x.tma_loads),
+    # Head dims up to 64.
+    _row(
+        lambda x: x.widest <= 64 and x.has_bias_alone and x.shares_bias,
+        block_kv=128,
+        consumers=3,
+        query_stages=2,
+        ping_pong=False,
+        batches_together=True,  # its blocks come from L2
+    ),
+    _row(
+        lambda x: x.widest <= 64 and x.has_bias_alone,
+        block_kv=128,
+        consumers=3,
+        query_stages=2,
+        ping_pong=False,
+    ),
+    # A row of blocks of a layout is none of its neighbours': of three warpgroups' 192 rows most
+    # units would walk the blocks of two rows of 128.
+    _row(
+        lambda x: x.widest <= 64 and x.is_roomy_layout,
+        block_kv=64,
+        teams=2,
+        stages=5,
+        query_stages=2,
+        ping_pong=False,
+    ),
+    _row(
+        lambda x: x.widest <= 64 and x.is_layout,
+        block_kv=128,
+        stages=6,
+        query_stages=2,
+        producer_registers=40,
+    ),
+    # Heads that share a block are of few rows.
+    _row(
+        lambda x: x.widest <= 64 and (x.is_crammed or x.packed_heads > 1),
+        stages=4,
+        query_stages=2,
+    ),
+    _row(
+        lambda x: x.widest <= 64 and x.drains,
+        block_kv=128,
+        consumers=3,
+        stages=4,
+        query_stages=2,
+        ping_pong=False,
+        drains=True,
+    ),
+    _row(
+        lambda x: x.widest <= 64,
+        block_kv=128,
+        consumers=3,
+        stages=4,
+        query_stages=2,
+        ping_pong=False,
+    ),
+    # 3 to 11 % by the producer's registers.
+    _row(lambda x: x.widest <= 128 and x.is_layout, stages=3, producer_registers=40),
+    _row(lambda x: x.widest <= 128, stages=3),
+    _row(lambda x: True),
+)
+
+
 def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
     """The same, but for how a bias is loaded."""
-    dims = (shapes.head_dim, shapes.value_dim)
-    widest = max(dims)
-    length = known(shapes.q_len, 4096)
-    causal = problem.window[1] is not None
-    mapped = problem.score is not None
-    bare = _is_bare(problem)
-    plain = bare and problem.window[0] is None
-    # Units of one length need no counter: without its memset 4% faster at T 512; in long calls
-    # the counter evens out multiprocessors of different speed, 3 to 6%.
-    dynamic = causal or not plain or length > 2048
-    group = _group(shapes)
-    # Each head has a mask and a bias of its own; what dropout keeps, a thread draws for two queries
-    # that are 8 apart.
-    drops = "dropout_state" in problem.terms
-    own_rows = drops or mapped or problem.masked or "bias" in problem.terms
-    own_rows |= is_highest(problem)  # of which 64 of a head share a factor
-    packed = group if group in (2, 4, 8, 16, 32, 64) and length < 128 and not own_rows else 1
-    # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
-    uneven = causal or "block_numbers" in problem.terms
-    l2_heads = max(1, min(_l2_heads(shapes, problem), 64) // packed) if uneven else 1
-    if is_highest(problem):
-        narrow = widest <= 64
-        return ForwardTiling(
-            *dims,
-            block_kv=64,
-            consumers=3 if narrow else 2,
-            stages=4 if narrow else 2,
-            producer_registers=24 if narrow else 40,  # a window beside 24: 8 bytes spilled
-            query_stages=2 if narrow else 1,
-            dynamic=dynamic,
-            ping_pong=not narrow,
-            l2_heads=l2_heads,
-            halves=True,
-        )
-    # A block's bias waits in registers for its scores: up to 32 of a thread, 16 with wide heads.
-    bias_bytes = bytes_of_bias(shapes.bias)
-    beside = bias_bytes > 0 and (problem.masked or drops or mapped)
-    # The ends of what a row sees by positions, beside the ids of a block or its bits.
-    placed = "query_positions" in problem.terms
-    segmented = "query_segments" in problem.terms
-    own_keys = bias_bytes > 0 or problem.masked or segmented
-    full = widest > 64 and ((placed and own_keys) or (bias_bytes > 0 and segmented))
-    crowded = bias_bytes == 4 or is_ragged(shapes.bias) or beside or full
-    widest_block = 64 if crowded else 128
-    if not _tma_loads(shapes):  # four warps that load: registers for addresses, no counter
-        blocked = "block_numbers" in problem.terms  # whose words have addresses, too
-        by_element = all(x % 2 for x in dims)  # loads of 2 bytes: most addresses
-        return ForwardTiling(
-            *dims,
-            block_kv=min(widest_block, 64 if blocked else 128)
-            if widest <= 128
-            else 64
-            if plain and not any(x % 2 for x in dims)
-            else 32
-            if bias_bytes == 4
-            else 48,
-            consumers=2,
-            tma_loads=False,
-            query_stages=2 if widest <= 128 else 1,
-            packed_heads=packed,
-            dynamic=False,
-            producer_registers=40 if widest <= 128 and not (by_element or blocked) else 56,
-            l2_heads=l2_heads,
-        )
-    # Lengths and segments take registers of the producer; wide heads, dropout and positions of the
-    # consumers, and so do a softcap and the bias of narrow heads.
-    producer = 24
-    light = () if widest > 64 else ("bias",)
-    capped = problem.terms in ((), light) and not mapped and problem.window[0] is None
-    if not (plain or capped) or 256 < sum(dims) <= 320:
-        # Beside segments a mask takes 44 bytes more than 40 registers of the producer. At head dim
-        # 128 consumers take up to 92 more than 224: a softcap, or a bias beside another term.
-        wide = widest > 128 and not (problem.masked and segmented)
-        crowd = problem.softcap is not None or (bias_bytes > 0 and len(problem.terms) > 1)
-        tight = 64 < widest <= 128 and crowd and not segmented
-        producer = 40 if wide or drops or placed or tight else 56
-        # These two take none of the producer's, and with 40 consumers spill 8 to 144 bytes.
-        if tight and {*problem.terms} <= {"sinks", "dropout_state"}:
-            producer = 24
-    tiling = functools.partial(
-        ForwardTiling,
-        *dims,
-        packed_heads=packed,
-        l2_heads=l2_heads,
-        producer_registers=producer,
-    )
-    is_layout = _is_layout(problem)
-    alone = problem.terms == ("bias",) and problem.softcap is None and not mapped
-    alone = alone and problem.window[0] is None and is_plane(shapes) and bias_bytes == 2
-    if widest <= 64 and alone:
-        # Read where it is added it takes no registers; one that the batch shares comes from L2.
-        return tiling(
-            block_kv=128,
-            consumers=3,
-            query_stages=2,
-            ping_pong=False,
-            batches_together=shapes.bias is not None and is_one(shapes.bias.batch),
-        )
-    if widest <= 64:
-        held = sum(_HELD[term] for term in problem.terms)
-        # A softcap and beside terms a window's left side take registers in the walk too, a sink
-        # after it. A mask's words find some beside the weights.
-        walked = [term for term in problem.terms if term not in ("sinks", "score_ids", "mask")]
-        drains = bool(walked) or problem.softcap is not None
-        drains |= problem.window[0] is not None and not bare
-        listed = problem.terms == ("block_numbers", "block_bits") and not mapped
-        listed &= problem.window == (None, None) and problem.softcap is None
-        if listed and shapes.block_mask is not None:
-            drains = shapes.block_mask.block % 128 != 0  # more loads of bits
-        # Beside these a function of the scores spills up to 328 bytes; alone, with remainders, 64.
-        crammed = problem.score is not None and (drains or emit.has_remainders(problem.score))
-        if shapes.block_mask is not None:  # 8 bytes beside a softcap; 124 of pieces of 16 keys
-            crammed |= problem.softcap is not None or shapes.block_mask.block % 32 != 0
-        crammed |= "mask" in problem.terms and (mapped or problem.softcap is not None)  # 16 bytes
-        # A row of blocks of a layout is none of its neighbours': of three warpgroups' 192 rows most
-        # units would walk the blocks of two rows of 128.
-        if is_layout:
-            # Two teams would spill 14 to 184 bytes with a window, smaller blocks, up to 16 values.
-            block = 0 if shapes.block_mask is None else shapes.block_mask.block
-            roomy = problem.window == (None, None) and block % 128 == 0 and shapes.value_dim > 16
-            if roomy:
-                return tiling(
-                    block_kv=64, consumers=2, teams=2, stages=5, query_stages=2, ping_pong=False
-                )
-            return tiling(
-                block_kv=128, consumers=2, stages=6, query_stages=2, producer_registers=40
-            )
-        # Heads that share a block are of few rows.
-        if held > _HELD_BY_THREE_WARPGROUPS or packed > 1 or crammed:
-            return tiling(block_kv=widest_block, consumers=2, stages=4, query_stages=2)
-        drains |= problem.score is not None and not emit.is_light(problem.score)
-        return tiling(
-            block_kv=128, consumers=3, stages=4, query_stages=2, ping_pong=False, drains=drains
-        )
-    if widest <= 128:
-        return tiling(
-            block_kv=widest_block,
-            consumers=2,
-            stages=3,
-            dynamic=dynamic,
-            producer_registers=40 if is_layout else producer,  # 3 to 11 %
-        )
-    block_kv = 112 if sum(dims) <= 320 else 96 if sum(dims) <= 384 else 80
-    full = full or (mapped and problem.masked)
-    # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
-    if not (plain or capped) or known(shapes.kv_len, 4096) <= 512:
-        staged = is_plane(shapes)  # by TMA: no registers
-        most = {0: 48 if full else 64, 2: 64 if staged else 48, 4: 32}[bias_bytes]
-        block_kv = min(block_kv, most)
-    return tiling(block_kv=block_kv, consumers=2, dynamic=dynamic)
+    asked = _Forward(problem, shapes)
+    chosen = next(tiling for holds, tiling in _FORWARD if holds(asked))
+    common: dict[str, Any] = {name: getattr(asked, name) for name in _COMMON}
+    return ForwardTiling(shapes.head_dim, shapes.value_dim, **{"consumers": 2, **common, **chosen})
 
 
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
