@@ -310,7 +310,7 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     assert main.entry == "flash_backward"
     assert main.grid == [min(SMS[0], batch * case.kv_heads * key_blocks), 1, 1]
     assert main.block == [512 if wide else 384, 1, 1]
-    # Keys and values, queries and output gradients, scores; test_cuda_compile.py has the rest.
+    # Keys and values, queries and output gradients, scores; test_cuda_compile*.py have the rest.
     tiles = 128 * sum(boxes) * (c["kBlockKV"] + c["kStages"] * c["kBlockQ"])
     assert main.shared > tiles + c["kScoreStages"] * c["kBlockKV"] * c["kBlockQ"] * 2
     assert finish.entry == "flash_backward_finish"
@@ -352,7 +352,7 @@ def test_backward_since_ampere(on: On, recordings: dict[Case | Direct | On, Reco
     assert main.grid == [batch * heads * ceil_div(case.S, c["kBlockKV"]), 1, 1]
     assert main.block == [32 * c["kWarps"], 1, 1]
     boxes = ceil_div(case.H, 64), ceil_div(case.value_dim, 64)
-    # test_cuda_compile.py compares the whole with what the kernel lays over it.
+    # compile_cases.py compares the whole with what the kernel lays over it.
     assert main.shared > 128 * sum(boxes) * (c["kBlockKV"] + c["kStepQueries"])
     assert finish.entry == "flash_backward_finish"
     assert finish.grid == [tiles * boxes[0], 1, 1]

@@ -1,7 +1,7 @@
 """The kernels of mma.sync, for every GPU since Ampere; those of decoding on a GPU alone.
 
 Their text runs on the CPU (tests/emulator), and they themselves on any such GPU, Hopper's too.
-tests/test_cuda_compile.py compiles them for each architecture.
+tests/test_cuda_compile_sm80.py compiles them for each architecture.
 """
 
 from __future__ import annotations

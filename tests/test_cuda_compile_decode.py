@@ -1,0 +1,69 @@
+"""Compiles the CUDA kernels of decoding: see test_cuda_compile.py."""
+
+import dataclasses
+
+import pytest
+
+from jax_flash import _gpu
+from jax_flash._ops.decode import Decode
+
+from .compile_cases import PLAIN, SHAPES, check
+
+pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
+
+
+@pytest.mark.parametrize(
+    ("dims", "heads", "change"),
+    [
+        ((128, 128), (32, 8), {"gpu": "A100"}),
+        ((128, 128), (32, 8), {"dtype": "float32"}),
+        ((256, 256), (16, 4), {"dtype": "float32", "q_len": 16, "everything": True}),
+        ((128, 128), (32, 8), {"gpu": "RTX 4090", "dtype": "float32", "q_len": 4}),
+        ((36, 33), (32, 8), {"gpu": "B200", "dtype": "float16", "everything": True}),
+        ((256, 256), (16, 4), {"gpu": "RTX 4090", "q_len": 16, "everything": True}),
+        ((576, 512), (128, 1), {"gpu": "A100", "latent": True}),
+        ((128, 128), (64, 1), {"gpu": "RTX 5090", "dtype": "float16"}),
+        ((128, 128), (32, 8), {"gpu": "B200", "q_len": 8, "everything": True}),
+        ((64, 64), (16, 4), {"q_len": 16, "everything": True}),
+        ((128, 128), (32, 8), {}),
+        ((128, 128), (32, 8), {"batch": 1}),
+        ((128, 128), (32, 8), {"batch": 1, "everything": True}),
+        ((128, 128), (32, 8), {"batch": 1, "kv_len": 16384}),
+        ((128, 128), (32, 8), {"batch": 1, "kv_len": 16384, "everything": True}),
+        ((256, 256), (16, 8), {"batch": 1, "everything": True}),
+        ((576, 256), (16, 1), {"batch": 1}),
+        ((128, 128), (64, 1), {"dtype": "float16"}),
+        ((128, 128), (32, 8), {"q_len": 8, "everything": True}),
+        ((256, 256), (8, 8), {}),
+        ((256, 256), (16, 4), {"q_len": 16, "everything": True}),
+        ((576, 512), (128, 1), {"latent": True}),
+        ((512, 512), (8, 8), {"q_len": 4, "everything": True}),
+    ],
+    ids=str,
+)
+def test_decode_compiles_without_spills(dims, heads, change):
+    gpu = _gpu.spec.GPUS[change.get("gpu", "H200")]
+    page = 16 if change.get("everything") else None
+    shapes = dataclasses.replace(
+        SHAPES,
+        batch=change.get("batch", 64),
+        q_len=change.get("q_len", 1),
+        kv_len=change.get("kv_len", 4096),
+        q_heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=dims[0],
+        value_dim=dims[1],
+        page_size=page,
+    )
+    dtype = change.get("dtype", "bfloat16")
+    precision = "highest" if dtype == "float32" else "default"
+    problem = dataclasses.replace(PLAIN, dtype=dtype, precision=precision)
+    if page:
+        problem = dataclasses.replace(
+            problem, window=(1024, None), softcap=30.0, terms=("sinks",), scale=-1.0
+        )
+    value_dim = dims[1] if change.get("latent") else None
+    flags = {"paged": True, "appends": True} if page else {}
+    rotary_base = 1e4 if page and dims[0] <= 256 and dims[0] % 16 == 0 else None
+    call = Decode(problem, None, value_dim=value_dim, rotary_base=rotary_base, **flags)
+    check(_gpu.plan(call, shapes, gpu), seconds=5, gpu=gpu)
