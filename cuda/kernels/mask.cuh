@@ -215,7 +215,8 @@ struct RowBits {
     if constexpr (kByteKeys) words += threadIdx.x % 4;
 #pragma unroll
     for (int row = 0; row < (kMaskQueries ? 2 : 1); ++row) {
-      rows[row] = __ldg(words + (kByteQueries ? fragment::kRowStep * row * kRowWords : 0));
+      // No load of what never changes: mask_plan may write beside this kernel's first warps.
+      rows[row] = __ldca(words + (kByteQueries ? fragment::kRowStep * row * kRowWords : 0));
       if constexpr (kMaskBlock != 0) {
         uint32 of_rows[ceil_div(kKeys, 32)];
         load_blocks<kKeys>(p, batch, head, query_of(row), query_of(row), block * kKeys, tests,

@@ -133,6 +133,10 @@ inline Value __ldcs(const Value* pointer) {
   return *pointer;
 }
 template <class Value>
+inline Value __ldca(const Value* pointer) {
+  return *pointer;
+}
+template <class Value>
 inline void __stcs(Value* pointer, Value value) {
   *pointer = value;
 }
