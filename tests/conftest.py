@@ -194,7 +194,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.parent if folder.name.startswith("popen-") else folder  # pytest-xdist's
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path):
     """A process in which the CUDA kernels run on the host: see tests/emulator."""
     from . import emulator, fake_cuda  # where nothing is emulated, nothing of it is needed

@@ -333,8 +333,7 @@ def test_compile_error_carries_the_log(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("tma_loads", [True, False])
-@pytest.mark.parametrize("kernel", ["forward", "backward"])
+@pytest.mark.parametrize(("kernel", "tma_loads"), [("forward", True), ("backward", False)])
 def test_kernels_compile_as_racecheck_runs_them(kernel: str, tma_loads: bool):
     problem = Problem(dtype="bfloat16", scale=0.125)
     dim = 64 if tma_loads else 63
