@@ -1,4 +1,4 @@
-"""float32 in products of 16 bits, on the host: the arithmetic of cuda/kernels/sm80/split.cuh.
+"""float32 in products of 16 bits, on the host: the arithmetic of cuda/kernels/split.cuh.
 
 The emulator adds products without error. Here the tensor cores are at their worst: of 8 products
 and the number that they are added to, all bits below the 24 of the largest are cut off. Fasi et

@@ -1,12 +1,12 @@
 // Decoding: the products of a warp, for float32, whose keys and values lie in shared memory as they
-// are. A number is split into bfloat16 parts (sm80/split.cuh) where it becomes an operand: few
+// are. A number is split into bfloat16 parts (split.cuh) where it becomes an operand: few
 // warps meet a block, mostly one, so that planes of parts would only take the room of blocks in
 // flight.
 #pragma once
 
 #include "decode_pieces.cuh"
 #include "fragment.cuh"
-#include "sm80/split.cuh"
+#include "split.cuh"
 
 namespace decode {
 

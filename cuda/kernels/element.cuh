@@ -65,7 +65,7 @@ struct Float16 {
   }
 };
 
-// Tensor cores have no products of it: what splits it (sm80/split.cuh) knows of its halves.
+// Tensor cores have no products of it: what splits it (split.cuh) knows of its halves.
 struct Float32 {
   using Bits = float;
   // Exponents near 0 have the smallest rounding errors, which are the weights' own.

@@ -12,7 +12,7 @@
 #pragma once
 
 #include "rows.cuh"
-#include "sm80/split.cuh"
+#include "split.cuh"
 #include "terms.cuh"
 #include "tile.cuh"
 

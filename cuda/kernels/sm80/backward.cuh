@@ -13,7 +13,7 @@
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
-//   bool kFloat32             it is float32, in kParts parts (sm80/split.cuh)
+//   bool kFloat32             it is float32, in kParts parts (split.cuh)
 //   bool kHalves              which are two float16 (halves.cuh), else bfloat16
 //   bool kRest                of a call whose other part other kernels compute (element.cuh)
 //   int kHeadDim, kValueDim   exact sizes, at most 512

@@ -5,7 +5,7 @@
 #include "halves.cuh"
 #include "sm80/backward_walk.cuh"
 #include "sm80/ptx_sm80.cuh"
-#include "sm80/split.cuh"
+#include "split.cuh"
 #include "tile.cuh"
 
 namespace backward {

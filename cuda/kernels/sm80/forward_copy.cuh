@@ -5,7 +5,7 @@
 #include "rows.cuh"
 #include "sm80/forward_walk.cuh"
 #include "sm80/ptx_sm80.cuh"
-#include "sm80/split.cuh"
+#include "split.cuh"
 #include "tile.cuh"
 
 namespace forward {

@@ -306,10 +306,7 @@ struct Rows {
           }
 #pragma unroll
           for (int tile = 0; tile < kRowTiles; ++tile) {
-            HalvesSum sum;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) sum.multiply_add(a[tile][i], b[i]);
-            sum.add_to(scores[tile], 8 * j, factors[tile]);
+            multiply_halves(scores[tile], 8 * j, a[tile][0], a[tile][1], b, factors[tile]);
           }
         }
       }
@@ -367,10 +364,7 @@ struct Rows {
           }
 #pragma unroll
           for (int tile = 0; tile < kRowTiles; ++tile) {
-            HalvesSum sum;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) sum.multiply_add(a[tile][i], b[i]);
-            sum.add_to(output[tile], 8 * column, value_factor);
+            multiply_halves(output[tile], 8 * column, a[tile][0], a[tile][1], b, value_factor);
           }
         }
       }

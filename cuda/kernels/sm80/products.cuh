@@ -5,7 +5,7 @@
 
 #include "element.cuh"
 #include "ptx.cuh"
-#include "sm80/split.cuh"
+#include "split.cuh"
 #include "tile.cuh"
 
 // The lane, anew at each use, as a number that the compiler knows to be small and not negative:
@@ -61,10 +61,7 @@ __device__ __forceinline__ void add_rows_of(float (&d)[kTiles][kCount], LeftOf l
         }
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          HalvesSum sum;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) sum.multiply_add(left[i][tile], right[i]);
-          sum.add_to(d[tile], 8 * j, factor);
+          multiply_halves(d[tile], 8 * j, left[0][tile], left[1][tile], right, factor);
         }
       }
     }

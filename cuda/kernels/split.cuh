@@ -128,6 +128,19 @@ struct HalvesSum {
   }
 };
 
+// sum[first] to sum[first + 7] += factor * a b, of halves, of 32 columns of `a` and 16 columns of
+// b, with half as many ordinary additions as for 16 columns at a time.
+template <int kParts, int kCount>
+__device__ __forceinline__ void multiply_halves(float (&sum)[kCount], int first,
+                                                const uint32 (&a0)[kParts][4],
+                                                const uint32 (&a1)[kParts][4],
+                                                const uint32 (&b)[2][kParts][4], float factor) {
+  HalvesSum part;
+  part.multiply_add(a0, b[0]);
+  part.multiply_add(a1, b[1]);
+  part.add_to(sum, first, factor);
+}
+
 // sum[first] to sum[first + 7] += a b, of 16 columns of `a` and 16 columns of b, in parts; of
 // halves times `factor`.
 template <class Of, int kParts, int kCount>
