@@ -12,6 +12,11 @@ the same call without a block mask. Density d is the part of the blocks that are
 is beside d x dense. Before all, out and gradients of a random layout are compared with those of the
 layout as a boolean mask, at T 1024: a wrong kernel has no time.
 
+On a GPU a program is ten calls, each of which takes as values what the one before made of them, out
+or dv, as the layers of a model follow each other; a time is a tenth of it, dense and sparse alike.
+One by one, the shortest calls would wait for the host, which takes 60 to 90 us for each. Longer
+sequences, and a CPU, have a program for each call.
+
 Writes results/<device>/sparse-<commit>.json and .md; figures.py draws Figure 2 (right) of
 FlashAttention (arXiv:2205.14135) from it, whose Table 20 has butterfly beside dense.
 """
@@ -39,6 +44,7 @@ DENSITIES = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 LAYOUTS = ("random", "banded", "butterfly")
 PASSES = ("forward", "training")
 LONG = 16384  # beyond it calls take up to 0.2 s: fewer of them
+CALLS = 10  # of a program on a GPU, up to that length
 MAX_STRIDE = 4  # three blocks a row: at T 65536 as sparse as the paper's, 150 times faster there
 
 
@@ -121,9 +127,14 @@ def step(mask: Any, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -
     return (out, *pull(dout))
 
 
+def calls_of(length: int) -> int:
+    """Counts the calls of a program."""
+    return CALLS if length <= LONG and jax.default_backend() == "gpu" else 1
+
+
 @functools.cache
 def program(length: int, head_dim: int, of: str, masked: bool) -> Any:
-    """Compiles a pass with a block mask, or without."""
+    """Compiles calls of a pass with a block mask, or without, one after the other."""
     like = jax.ShapeDtypeStruct((1, length, HEADS, head_dim), jnp.bfloat16)
     blocks = math.ceil(length / BLOCK)
     layout = jax.ShapeDtypeStruct((blocks, blocks), bool)
@@ -131,7 +142,17 @@ def program(length: int, head_dim: int, of: str, masked: bool) -> Any:
     mask = jax.eval_shape(make, layout) if masked else None
     forward = of == "forward"
     operands = [like] * (3 if forward else 4)
-    return jax.jit(attend if forward else step).lower(mask, *operands).compile()
+
+    def several(mask: Any, *operands: jax.Array) -> Any:
+        results: Any = ()
+        for _ in range(calls_of(length)):
+            results = (attend if forward else step)(mask, *operands)
+            # Not equal: of those, forward passes too, XLA would make one.
+            value = results if forward else results[-1]
+            operands = (*operands[:2], value, *operands[3:])
+        return results
+
+    return jax.jit(several).lower(mask, *operands).compile()
 
 
 def check(head_dim: int) -> None:
@@ -193,7 +214,7 @@ def measure(
             calls.setdefault(same[name], (call, jax.block_until_ready))
         long = length > LONG
         times = run.time_in_turns(calls, rounds=3 if long else run.ROUNDS, least=1 if long else 3)
-        seconds = {name: statistics.median(times[same[name]]) for name in chosen}
+        seconds = {name: statistics.median(times[same[name]]) / calls_of(length) for name in chosen}
         for name, layout in chosen.items():
             density = 1.0 if layout is None else layout.mean()
             records.append(
