@@ -8,10 +8,13 @@
 #pragma once
 
 #include "backward_exact.cuh"
+#include "halves.cuh"
 
 namespace backward {
 
-inline constexpr int kPrepareThreads = 128;
+// With kHalves a CTA of split_float32 goes on with it, for the rows of dout that it has split.
+inline constexpr int kPrepareThreads = kHalves ? halves::kThreads : 128;
+static_assert(!kHalves || kQueries == halves::kRows);
 
 // Eight elements of a row of out or dout.
 template <class Of>
@@ -78,8 +81,9 @@ __device__ __forceinline__ bool sees_any(const Params& p, int batch, int head, i
   return false;
 }
 
+// `index`: of the blocks, all of a head side by side.
 template <class Params>
-__device__ __forceinline__ void prepare(const Params& p) {
+__device__ __forceinline__ void prepare(const Params& p, int index) {
   if constexpr (kRest) {
     if (is_left_to_other(p)) return;
   }
@@ -88,8 +92,6 @@ __device__ __forceinline__ void prepare(const Params& p) {
   constexpr int kUnroll = kFloat32 || kCarried || kValue > 256 ? 2 : 4;  // registers
   constexpr int kColumns = 8 * kLanes;                                   // of a row at a time
   const int tiles = query_blocks(p) * (kQueries / 64);
-  // The heads that the main kernel takes first come last, so that it finds them in L2.
-  const int index = gridDim.x - 1 - blockIdx.x;
   const int head_index = index / tiles;  // batch * N + head
   const int row0 = (index - head_index * tiles) * 64;
   const int batch = head_index / p.query_heads, head = head_index - batch * p.query_heads;
@@ -109,7 +111,10 @@ __device__ __forceinline__ void prepare(const Params& p) {
     for (int box = 0; box < kHeadBoxes; ++box) {
       const SumTile sum = sum_tile(p, batch, head, row0, box);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sum.store(j, float4{0.f, 0.f, 0.f, 0.f});
+      for (int j = 0; j < 8; j += kPrepareThreads / 128) {
+        const int of_half = kPrepareThreads == 128 ? 0 : threadIdx.x / 128;
+        sum.store(j + of_half, float4{0.f, 0.f, 0.f, 0.f});
+      }
     }
   }
 
@@ -196,6 +201,27 @@ __device__ __forceinline__ void prepare(const Params& p) {
     find_ranges(&Params::query_positions, &Params::key_value_positions,
                 &Params::query_position_ranges, &Params::key_position_ranges);
   }
+}
+
+// split_float32, a CTA for 64 rows of a head of one of the four arrays: of dout it goes on with the
+// rest, while these rows are near.
+template <class Params>
+__device__ __forceinline__ void split_and_prepare(const Params& p, float second, float wide) {
+  __shared__ halves::Tile tile;
+  int index = blockIdx.x;
+  if (halves::split_inputs(p, index, tile, second, wide, wide)) return;
+  const halves::Source dout{p.dout_data,   p.dout_halves, p.dout_factors, p.query_len,
+                            p.query_heads, second,        wide};
+  const halves::Place at = dout.place(index);
+  halves::split_tile<kValueDim>(dout, at, visibility(p, at.batch).query_length, tile);
+  prepare(p, (at.batch * p.query_heads + at.head) * dout.tiles() + at.first / halves::kRows);
+}
+
+// One CTA for 64 rows of a query head, but with kHalves.
+template <class Params>
+__device__ __forceinline__ void prepare_alone(const Params& p) {
+  // The heads that the main kernel takes first come last, so that it finds them in L2.
+  if constexpr (!kHalves) prepare(p, gridDim.x - 1 - blockIdx.x);
 }
 
 }  // namespace backward

@@ -49,9 +49,22 @@ __device__ __forceinline__ float factor_of(const float* factors, int tile) {
   return known_factor(factors[ptx::opaque(tile)]);
 }
 
-struct Tile {
-  unsigned rows[kRows];  // the largest magnitudes, bits of float32
-  unsigned columns[round_up(larger(kHeadDim, kValueDim), kBoxColumns)];
+// A thread has four numbers side by side, kDown rows by kAcross times; a row is kLanes lanes'.
+template <int kDim>
+struct Spread {
+  static constexpr int kColumns = round_up(kDim, kBoxColumns);
+  static constexpr int kLanes = kColumns % 128 == 0 ? 32 : 16, kRowStep = kThreads / kLanes;
+  static constexpr int kDown = kRows / kRowStep, kAcross = kColumns / (4 * kLanes);
+  static constexpr bool kHeld = kDown * kAcross <= 16;  // in 64 registers, else they are read twice
+};
+
+struct alignas(16) Tile {
+  unsigned largest[kThreads / 32], least[kThreads / 32];  // rows of a warp, bits of float32
+  unsigned columns[kThreads / 32][round_up(larger(kHeadDim, kValueDim), kBoxColumns)];
+};
+
+struct Place {
+  int batch, head, first;  // row
 };
 
 // Where the rows of an array are.
@@ -63,8 +76,12 @@ struct Source {
   float second = kSecondHalf;  // times what the first half leaves
   float wide = kWide;
 
-  __device__ __forceinline__ int tiles(int batch) const {
-    return batch * heads * ceil_div(length, kRows);
+  __device__ __forceinline__ int tiles() const { return ceil_div(length, kRows); }  // of a head
+  // All heads' tiles of rows side by side in memory follow one another: who reads at once does so
+  // in the same places.
+  __device__ __forceinline__ Place place(int index) const {
+    const int row = index / heads, batch = row / tiles();
+    return {batch, index - row * heads, (row - batch * tiles()) * kRows};
   }
 };
 
@@ -72,107 +89,161 @@ __device__ __forceinline__ unsigned magnitude(float x) {
   const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
   return bits < 0x7f800000u ? bits : 0;  // what is not finite does not count
 }
+__device__ __forceinline__ unsigned larger_of(unsigned x, unsigned y) { return x > y ? x : y; }
+__device__ __forceinline__ unsigned smaller_of(unsigned x, unsigned y) { return x < y ? x : y; }
 
+struct Four {
+  float x[4];
+};
 template <int kDim>
-__device__ __forceinline__ void split_tile(const Source& from, int batch, int head, int first,
-                                           int count, Tile& tile) {
-  constexpr int kColumns = round_up(kDim, kBoxColumns);
-  const int chunk = threadIdx.x % 8, lane = threadIdx.x % 32;
+__device__ __forceinline__ Four load_four(const float* row, int column) {
+  constexpr int kBytes = kFloatRowAlignment<kDim>;
+  using Part = typename Word<kBytes>::Type;
+  union {
+    Part parts[16 / kBytes];
+    Four whole;
+  } piece;
+#pragma unroll
+  for (int i = 0; i < 16 / kBytes; ++i) {
+    const int at = column + i * kBytes / 4;
+    piece.parts[i] = at < kDim ? *reinterpret_cast<const Part*>(row + at) : Part{};
+  }
+  return piece.whole;
+}
+
+// Rows from the batch row's `length` on do not count.
+template <int kDim>
+__device__ __forceinline__ void split_tile(const Source& from, const Place& place, int length,
+                                           Tile& tile) {
+  using At = Spread<kDim>;
+  constexpr int kDown = At::kDown, kAcross = At::kAcross, kLanes = At::kLanes;
+  const int batch = place.batch, head = place.head, first = place.first;
+  const int count = min(length - first, kRows);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % kLanes;
   const auto row_at = [&](int row) {
     return (static_cast<int64>(batch) * from.length + first + row) * from.heads + head;
   };
-  // What is read twice, but for the first boxes, which stay in registers.
-  const auto load = [&](int row, int column) {
-    Eight piece{};
-    if (row < count && column < kDim) {
-      piece = load_piece<kDim>(static_cast<const float*>(from.array) + row_at(row) * kDim, column);
-    }
-    return piece;
+  const auto load = [&](int i, int j) {
+    const int row = threadIdx.x / kLanes + i * At::kRowStep, column = 4 * (lane + j * kLanes);
+    if (row >= count || column >= kDim) return Four{};
+    return load_four<kDim>(static_cast<const float*>(from.array) + row_at(row) * kDim, column);
   };
-  for (int i = threadIdx.x; i < kRows; i += kThreads) tile.rows[i] = 0;
-  for (int i = threadIdx.x; i < kColumns; i += kThreads) tile.columns[i] = 0;
-  __syncthreads();
-#pragma unroll 1
-  for (int column = 8 * chunk; column < kColumns; column += kBoxColumns) {
-    unsigned columns[8] = {};
+  Four held[At::kHeld ? kDown : 1][At::kHeld ? kAcross : 1];
+  if constexpr (At::kHeld) {
 #pragma unroll
-    for (int row = threadIdx.x / 8; row < kRows; row += kThreads / 8) {
-      const Eight piece = load(row, column);
-      unsigned largest = 0;
+    for (int i = 0; i < kDown; ++i) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const unsigned x = magnitude(piece.x[i]);
-        columns[i] = columns[i] > x ? columns[i] : x;
-        largest = largest > x ? largest : x;
-      }
-      atomicMax(&tile.rows[row], largest);
+      for (int j = 0; j < kAcross; ++j) held[i][j] = load(i, j);
     }
+  }
+  const auto numbers = [&](int i, int j) {
+    if constexpr (At::kHeld) return held[i][j];
+    return load(i, j);
+  };
+
+  unsigned columns[kAcross][4] = {}, largest = 0, least = ~0u;  // `least` of rows other than 0
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < kDown; ++i) {
+    unsigned row = 0;
 #pragma unroll
-      for (int distance = 8; distance < 32; distance *= 2) {
-        const unsigned x = __shfl_xor_sync(0xffffffffu, columns[i], distance);
-        columns[i] = columns[i] > x ? columns[i] : x;
+    for (int j = 0; j < kAcross; ++j) {
+      const Four four = numbers(i, j);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const unsigned x = magnitude(four.x[k]);
+        columns[j][k] = larger_of(columns[j][k], x);
+        row = larger_of(row, x);
       }
-      if (lane < 8) atomicMax(&tile.columns[column + i], columns[i]);
+    }
+    if constexpr (kLanes == 32) {
+      row = __reduce_max_sync(0xffffffffu, row);
+    } else {
+#pragma unroll
+      for (int distance = 1; distance < kLanes; distance *= 2) {
+        row = larger_of(row, __shfl_xor_sync(0xffffffffu, row, distance));
+      }
+    }
+    largest = larger_of(largest, row);
+    least = smaller_of(least, row - 1);  // what is 0 becomes the largest
+  }
+  if constexpr (kLanes == 16) {
+    largest = larger_of(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
+    least = smaller_of(least, __shfl_xor_sync(0xffffffffu, least, 16));
+#pragma unroll
+    for (int j = 0; j < kAcross; ++j) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        columns[j][k] =
+            larger_of(columns[j][k], __shfl_xor_sync(0xffffffffu, columns[j][k], 16));
+      }
+    }
+  }
+  if (threadIdx.x % 32 == 0) {
+    tile.largest[warp] = largest;
+    tile.least[warp] = least;
+  }
+  if (threadIdx.x % 32 < kLanes) {
+#pragma unroll
+    for (int j = 0; j < kAcross; ++j) {
+      *reinterpret_cast<uint4*>(&tile.columns[warp][4 * (lane + j * kLanes)]) =
+          make_uint4(columns[j][0], columns[j][1], columns[j][2], columns[j][3]);
     }
   }
   __syncthreads();
-  unsigned largest =
-      tile.rows[lane] > tile.rows[lane + 32] ? tile.rows[lane] : tile.rows[lane + 32];
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const unsigned x = __shfl_xor_sync(0xffffffffu, largest, distance);
-    largest = largest > x ? largest : x;
+  for (int i = 0; i < kThreads / 32; ++i) {
+    largest = larger_of(largest, tile.largest[i]);
+    least = smaller_of(least, tile.least[i]);
   }
-  const float least = __uint_as_float(largest) * from.wide;
-  const auto is_small = [&](unsigned x) { return x != 0 && __uint_as_float(x) < least; };
-  bool wide = false;
-  for (int i = threadIdx.x; i < kRows; i += kThreads) wide = wide || is_small(tile.rows[i]);
-  for (int i = threadIdx.x; i < kColumns; i += kThreads) wide = wide || is_small(tile.columns[i]);
-  wide = __syncthreads_or(wide);
   const int exponent = largest == 0 ? 0 : min(14 + 127 - static_cast<int>(largest >> 23), 126);
   const float factor = ptx::power_of_two(exponent);
-  if (threadIdx.x == 0) {
-    const int64 at = static_cast<int64>(batch) * from.heads + head;
-    from.factors[at * ceil_div(from.length, kRows) + first / kRows] =
-        (wide ? -1.f : 1.f) * ptx::power_of_two(-exponent);
-  }
-#pragma unroll 1
-  for (int column = 8 * chunk; column < kColumns; column += kBoxColumns) {
 #pragma unroll
-    for (int row = threadIdx.x / 8; row < kRows; row += kThreads / 8) {
-      if (row >= count) continue;
-      const Eight piece = load(row, column);
-      uint32 parts[4][2];
+  for (int i = 0; i < kDown; ++i) {
+    const int row = threadIdx.x / kLanes + i * At::kRowStep;
+    if (row >= count) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        split_pair(piece.x[2 * i] * factor, piece.x[2 * i + 1] * factor, parts[i], from.second);
-      }
-      auto* to = static_cast<uint16*>(from.halves) + row_at(row) * (2 * kColumns) + column;
+    for (int j = 0; j < kAcross; ++j) {
+      const Four four = numbers(i, j);
+      uint32 low[2], high[2];
+      split_pair(four.x[0] * factor, four.x[1] * factor, low, from.second);
+      split_pair(four.x[2] * factor, four.x[3] * factor, high, from.second);
+      auto* to = static_cast<uint16*>(from.halves) + row_at(row) * (2 * At::kColumns) +
+                 4 * (lane + j * kLanes);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        *reinterpret_cast<uint4*>(to + i * kColumns) =
-            make_uint4(parts[0][i], parts[1][i], parts[2][i], parts[3][i]);
+      for (int part = 0; part < 2; ++part) {
+        *reinterpret_cast<uint2*>(to + part * At::kColumns) = make_uint2(low[part], high[part]);
       }
     }
+  }
+
+  const float bound = __uint_as_float(largest) * from.wide;
+  bool wide = least != ~0u && __uint_as_float(least + 1) < bound;
+  for (int column = threadIdx.x; column < At::kColumns; column += kThreads) {
+    unsigned x = 0;
+#pragma unroll
+    for (int i = 0; i < kThreads / 32; ++i) x = larger_of(x, tile.columns[i][column]);
+    wide = wide || (x != 0 && __uint_as_float(x) < bound);
+  }
+  wide = __syncthreads_or(wide);
+  if (threadIdx.x == 0) {
+    const int64 at = static_cast<int64>(batch) * from.heads + head;
+    from.factors[at * from.tiles() + first / kRows] =
+        (wide ? -1.f : 1.f) * ptx::power_of_two(-exponent);
   }
 }
 
-// A CTA's tile, of those of all arrays; rows from the batch row's length on do not count. Returns
-// whether it was one of this array's, whose tiles come before those of the next.
+// A CTA's tile, of those of all arrays. Returns whether it was one of this array's, whose tiles come
+// before those of the next.
 template <int kDim, class LengthOf>
 __device__ __forceinline__ bool split(const Source& from, int batch, int& index, LengthOf length_of,
                                       Tile& tile) {
-  const int all = from.tiles(batch);
+  const int all = batch * from.heads * from.tiles();
   if (index >= all) {
     index -= all;
     return false;
   }
-  const int tiles = ceil_div(from.length, kRows), row = index / tiles;
-  const int of_batch = row / from.heads, first = (index - row * tiles) * kRows;
-  split_tile<kDim>(from, of_batch, row - of_batch * from.heads, first,
-                   min(length_of(of_batch) - first, kRows), tile);
+  const Place place = from.place(index);
+  split_tile<kDim>(from, place, length_of(place.batch), tile);
   return true;
 }
 

@@ -58,24 +58,17 @@ extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResi
   if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
 }
 
+// With kHalves in the place of the next one.
 extern "C" __global__ void __launch_bounds__(halves::kThreads)
     split_float32(const __grid_constant__ Sm80BackwardParams p) {
-  if constexpr (kHalves) {
-    __shared__ halves::Tile tile;
-    int index = blockIdx.x;
-    if (halves::split_inputs(p, index, tile)) return;
-    const halves::Source dout{p.dout_data, p.dout_halves, p.dout_factors, p.query_len,
-                              p.query_heads};
-    const auto of_queries = [&](int batch) { return visibility(p, batch).query_length; };
-    halves::split<kValueDim>(dout, p.batch, index, of_queries, tile);
-  }
+  if constexpr (kHalves) backward::split_and_prepare(p, kSecondHalf, halves::kWide);
 }
 
 // Eight blocks on a multiprocessor: left to itself ptxas takes 48 registers, and spills 32 bytes
 // for rows of odd dims.
 extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads, 8)
     flash_backward_prepare(const __grid_constant__ Sm80BackwardParams p) {
-  backward::prepare(p);
+  backward::prepare_alone(p);
 }
 
 // Six blocks on a multiprocessor: 80 registers, which the recomputation needs; of wide rows 128.

@@ -14,24 +14,17 @@ extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResi
   if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
 }
 
-// With kHalves a kernel goes ahead, a CTA for 64 rows of a head of one of the four arrays.
+// With kHalves in the place of the next one.
 extern "C" __global__ void __launch_bounds__(halves::kThreads)
     split_float32(const __grid_constant__ BackwardParams p) {
   if constexpr (kHalves) {
-    __shared__ halves::Tile tile;
-    int index = blockIdx.x;
-    const auto of_queries = [&](int batch) { return visibility(p, batch).query_length; };
-    constexpr float kSecond = halves::kOneSum, kWide = halves::kWideOfGradients;
-    if (halves::split_inputs(p, index, tile, kSecond, kWide, kWide)) return;
-    const halves::Source dout{p.dout_data,   p.dout_halves, p.dout_factors, p.query_len,
-                              p.query_heads, kSecond,       kWide};
-    halves::split<kValueDim>(dout, p.batch, index, of_queries, tile);
+    backward::split_and_prepare(p, halves::kOneSum, halves::kWideOfGradients);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads)
     flash_backward_prepare(const __grid_constant__ BackwardParams p) {
-  backward::prepare(p);
+  backward::prepare_alone(p);
 }
 
 // Six blocks on a multiprocessor: 80 registers, which the recomputation needs.

@@ -166,7 +166,9 @@ void LaunchBackward(const BackwardBlocks& blocks, const Launch& launch, Params& 
   if (blocks.dbias_words > 0) {
     session->Zero(static_cast<std::int32_t*>(params.dbias), blocks.dbias_words);
   }
-  session->LaunchBeside("flash_backward_prepare", {blocks.query_pieces, 128, 0}, &params);
+  if (!launch.halves) {  // else split_float32 does it
+    session->LaunchBeside("flash_backward_prepare", {blocks.query_pieces, 128, 0}, &params);
+  }
   if (blocks.kv_heads == 0) launch_main(blocks.units);
   const int kv_heads = static_cast<int>(blocks.kv_heads);
   for (int first = 0; kv_heads > 0 && first < params.kv_heads; first += kv_heads) {
