@@ -259,6 +259,38 @@ def test_numbers_that_halves_do_not_hold(emulator: Emulator):
         assert (error.max((0, 1, 2)) < 4e-6 * np.abs(want).max((0, 1, 2))).all(), name
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_output_gradients_far_apart_take_tensor_cores(dim: int, emulator: Emulator):
+    """Rows of the output's gradient may be as small as they like: nothing is computed again."""
+    sources = _native.kernel_sources()
+    repair = "  if (!repair) return;\n"
+    assert repair in sources["backward_finish.cuh"]
+    sources["backward_finish.cuh"] = sources["backward_finish.cuh"].replace(repair, "  return;\n")
+    for case in (
+        H("far apart", H=dim, T=140, S=140, N=2, K=1, causal=True),
+        H("far apart", H=dim, T=70, S=70, N=1, scale=-0.3, with_lse=True, deterministic=True),
+    ):
+        arguments = case.draw()
+        exponents = np.random.default_rng(0).integers(-60, 20, arguments.dout.shape[:-1])
+        for x in (arguments.dout, *([] if arguments.dlse is None else [arguments.dlse[..., None]])):
+            x *= (2.0**exponents)[..., None].astype(x.dtype)
+        arguments.dout[:, 5] = 0.0
+        largest = np.abs(arguments.dout).max((2, 3))
+        if arguments.dlse is not None:
+            largest = np.maximum(largest, np.abs(arguments.dlse).max(2))
+        seen = np.maximum.accumulate(largest[:, ::-1], 1)[:, ::-1]  # by later queries
+        seen = seen if case.causal else seen[:, :1]
+        got, truth = emulator.run(arguments, sources=sources, seed=2), arguments.truth()
+        of_rows = {
+            "dquery": (truth.dq, largest),
+            "dkey": (truth.dk, seen),
+            "dvalue": (truth.dv, seen),
+        }
+        for name, (want, scale) in of_rows.items():
+            error = np.abs(got[name] - want).max((2, 3))
+            assert (error <= 1e-5 * scale + 1e-30).all(), name
+
+
 # ---- instructions that no kernel has yet ---------------------------------------------------------
 
 PRODUCT = """

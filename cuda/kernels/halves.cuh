@@ -75,6 +75,7 @@ struct Source {
   int length, heads;
   float second = kSecondHalf;  // times what the first half leaves
   float wide = kWide;
+  float* rows = nullptr;  // [B, heads, tiles, kRows], of split_tile by rows
 
   __device__ __forceinline__ int tiles() const { return ceil_div(length, kRows); }  // of a head
   // All heads' tiles of rows side by side in memory follow one another: who reads at once does so
@@ -111,8 +112,14 @@ __device__ __forceinline__ Four load_four(const float* row, int column) {
   return piece.whole;
 }
 
-// Rows from the batch row's `length` on do not count.
-template <int kDim>
+// The exponent that brings a magnitude, bits of float32, to 2^14.
+__device__ __forceinline__ int exponent_of(unsigned largest) {
+  return largest == 0 ? 0 : min(14 + 127 - static_cast<int>(largest >> 23), 126);
+}
+
+// Rows from the batch row's `length` on do not count. With kByRows a tile of which a row is small
+// has no factor, which 0 says, but each row one of its own, 0 where it is 0.
+template <int kDim, bool kByRows = false>
 __device__ __forceinline__ void split_tile(const Source& from, const Place& place, int length,
                                            Tile& tile) {
   using At = Spread<kDim>;
@@ -120,13 +127,16 @@ __device__ __forceinline__ void split_tile(const Source& from, const Place& plac
   const int batch = place.batch, head = place.head, first = place.first;
   const int count = min(length - first, kRows);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % kLanes;
-  const auto row_at = [&](int row) {
-    return (static_cast<int64>(batch) * from.length + first + row) * from.heads + head;
+  const auto row_of = [&](int i) {
+    return static_cast<int>(threadIdx.x) / kLanes + i * At::kRowStep;
+  };
+  const auto row_at = [&](int i) {
+    return (static_cast<int64>(batch) * from.length + first + row_of(i)) * from.heads + head;
   };
   const auto load = [&](int i, int j) {
-    const int row = threadIdx.x / kLanes + i * At::kRowStep, column = 4 * (lane + j * kLanes);
-    if (row >= count || column >= kDim) return Four{};
-    return load_four<kDim>(static_cast<const float*>(from.array) + row_at(row) * kDim, column);
+    const int column = 4 * (lane + j * kLanes);
+    if (row_of(i) >= count || column >= kDim) return Four{};
+    return load_four<kDim>(static_cast<const float*>(from.array) + row_at(i) * kDim, column);
   };
   Four held[At::kHeld ? kDown : 1][At::kHeld ? kAcross : 1];
   if constexpr (At::kHeld) {
@@ -141,7 +151,7 @@ __device__ __forceinline__ void split_tile(const Source& from, const Place& plac
     return load(i, j);
   };
 
-  unsigned columns[kAcross][4] = {}, largest = 0, least = ~0u;  // `least` of rows other than 0
+  unsigned rows[kDown], largest = 0, least = ~0u;  // `least` of rows other than 0
 #pragma unroll
   for (int i = 0; i < kDown; ++i) {
     unsigned row = 0;
@@ -149,11 +159,7 @@ __device__ __forceinline__ void split_tile(const Source& from, const Place& plac
     for (int j = 0; j < kAcross; ++j) {
       const Four four = numbers(i, j);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const unsigned x = magnitude(four.x[k]);
-        columns[j][k] = larger_of(columns[j][k], x);
-        row = larger_of(row, x);
-      }
+      for (float x : four.x) row = larger_of(row, magnitude(x));
     }
     if constexpr (kLanes == 32) {
       row = __reduce_max_sync(0xffffffffu, row);
@@ -163,31 +169,17 @@ __device__ __forceinline__ void split_tile(const Source& from, const Place& plac
         row = larger_of(row, __shfl_xor_sync(0xffffffffu, row, distance));
       }
     }
+    rows[i] = row;
     largest = larger_of(largest, row);
     least = smaller_of(least, row - 1);  // what is 0 becomes the largest
   }
   if constexpr (kLanes == 16) {
     largest = larger_of(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
     least = smaller_of(least, __shfl_xor_sync(0xffffffffu, least, 16));
-#pragma unroll
-    for (int j = 0; j < kAcross; ++j) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        columns[j][k] =
-            larger_of(columns[j][k], __shfl_xor_sync(0xffffffffu, columns[j][k], 16));
-      }
-    }
   }
   if (threadIdx.x % 32 == 0) {
     tile.largest[warp] = largest;
     tile.least[warp] = least;
-  }
-  if (threadIdx.x % 32 < kLanes) {
-#pragma unroll
-    for (int j = 0; j < kAcross; ++j) {
-      *reinterpret_cast<uint4*>(&tile.columns[warp][4 * (lane + j * kLanes)]) =
-          make_uint4(columns[j][0], columns[j][1], columns[j][2], columns[j][3]);
-    }
   }
   __syncthreads();
 #pragma unroll
@@ -195,19 +187,34 @@ __device__ __forceinline__ void split_tile(const Source& from, const Place& plac
     largest = larger_of(largest, tile.largest[i]);
     least = smaller_of(least, tile.least[i]);
   }
-  const int exponent = largest == 0 ? 0 : min(14 + 127 - static_cast<int>(largest >> 23), 126);
-  const float factor = ptx::power_of_two(exponent);
+  const int exponent = exponent_of(largest);
+  const bool is_small =
+      least != ~0u && __uint_as_float(least + 1) < __uint_as_float(largest) * from.wide;
+  const bool by_rows = kByRows && is_small;
+  const int64 tile_at =
+      (static_cast<int64>(batch) * from.heads + head) * from.tiles() + first / kRows;
+
+  unsigned columns[kAcross][4] = {};
 #pragma unroll
   for (int i = 0; i < kDown; ++i) {
-    const int row = threadIdx.x / kLanes + i * At::kRowStep;
-    if (row >= count) continue;
+    const int own = by_rows ? exponent_of(rows[i]) : exponent;
+    const float factor = ptx::power_of_two(own);
+    if (by_rows && lane == 0) {
+      from.rows[tile_at * kRows + row_of(i)] = rows[i] == 0 ? 0.f : ptx::power_of_two(-own);
+    }
 #pragma unroll
     for (int j = 0; j < kAcross; ++j) {
-      const Four four = numbers(i, j);
+      Four four = numbers(i, j);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        four.x[k] *= factor;
+        columns[j][k] = larger_of(columns[j][k], magnitude(four.x[k]));
+      }
+      if (row_of(i) >= count) continue;
       uint32 low[2], high[2];
-      split_pair(four.x[0] * factor, four.x[1] * factor, low, from.second);
-      split_pair(four.x[2] * factor, four.x[3] * factor, high, from.second);
-      auto* to = static_cast<uint16*>(from.halves) + row_at(row) * (2 * At::kColumns) +
+      split_pair(four.x[0], four.x[1], low, from.second);
+      split_pair(four.x[2], four.x[3], high, from.second);
+      auto* to = static_cast<uint16*>(from.halves) + row_at(i) * (2 * At::kColumns) +
                  4 * (lane + j * kLanes);
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
@@ -216,24 +223,34 @@ __device__ __forceinline__ void split_tile(const Source& from, const Place& plac
     }
   }
 
-  const float bound = __uint_as_float(largest) * from.wide;
-  bool wide = least != ~0u && __uint_as_float(least + 1) < bound;
+#pragma unroll
+  for (int j = 0; j < kAcross; ++j) {
+    if constexpr (kLanes == 16) {
+#pragma unroll
+      for (unsigned& x : columns[j]) x = larger_of(x, __shfl_xor_sync(0xffffffffu, x, 16));
+    }
+    if (threadIdx.x % 32 < kLanes) {
+      *reinterpret_cast<uint4*>(&tile.columns[warp][4 * (lane + j * kLanes)]) =
+          make_uint4(columns[j][0], columns[j][1], columns[j][2], columns[j][3]);
+    }
+  }
+  __syncthreads();
+  const float most = by_rows ? 0x1p14f : __uint_as_float(largest) * ptx::power_of_two(exponent);
+  bool wide = is_small && !by_rows;
   for (int column = threadIdx.x; column < At::kColumns; column += kThreads) {
     unsigned x = 0;
 #pragma unroll
     for (int i = 0; i < kThreads / 32; ++i) x = larger_of(x, tile.columns[i][column]);
-    wide = wide || (x != 0 && __uint_as_float(x) < bound);
+    wide = wide || (x != 0 && __uint_as_float(x) < most * from.wide);
   }
   wide = __syncthreads_or(wide);
   if (threadIdx.x == 0) {
-    const int64 at = static_cast<int64>(batch) * from.heads + head;
-    from.factors[at * from.tiles() + first / kRows] =
-        (wide ? -1.f : 1.f) * ptx::power_of_two(-exponent);
+    from.factors[tile_at] = wide ? -1.f : by_rows ? 0.f : ptx::power_of_two(-exponent);
   }
 }
 
-// A CTA's tile, of those of all arrays. Returns whether it was one of this array's, whose tiles come
-// before those of the next.
+// A CTA's tile, of those of all arrays. Returns whether it was one of this array's, whose tiles
+// come before those of the next.
 template <int kDim, class LengthOf>
 __device__ __forceinline__ bool split(const Source& from, int batch, int& index, LengthOf length_of,
                                       Tile& tile) {

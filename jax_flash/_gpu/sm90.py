@@ -36,6 +36,7 @@ from jax_flash._gpu.workspaces import (
     boxes,
     dbias_heads,
     dq_row_bytes,
+    float32,
     halves_of,
     int32,
     mask_by_query,
@@ -314,7 +315,7 @@ class BackwardTiling:
         sums *= self.outputs
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
         tiles = self.parts * both * (self.block_kv + self.stages * self.block_q) + biases
-        return 1024 + tiles + rows + scores + sums
+        return (2048 if self.halves else 1024) + tiles + rows + scores + sums
 
     @property
     def parts(self) -> int:
@@ -364,7 +365,9 @@ class BackwardTiling:
             dbias_heads=self.dbias_heads,
             ctas=_CTAS,
         )
-        return arrays | halves_of(shapes, self.halves, of_dout=True)
+        rows = 64 * blocks(shapes.q_len, 64) * self.halves
+        arrays |= halves_of(shapes, self.halves, of_dout=True)
+        return arrays | {"dout_row_factors": float32(shapes.batch * shapes.q_heads, rows)}
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, but for kHasDlse."""

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResi
 // With kHalves in the place of the next one.
 extern "C" __global__ void __launch_bounds__(halves::kThreads)
     split_float32(const __grid_constant__ Sm80BackwardParams p) {
-  if constexpr (kHalves) backward::split_and_prepare(p, kSecondHalf, halves::kWide);
+  if constexpr (kHalves) backward::split_and_prepare<false>(p, kSecondHalf, halves::kWide);
 }
 
 // Eight blocks on a multiprocessor: left to itself ptxas takes 48 registers, and spills 32 bytes

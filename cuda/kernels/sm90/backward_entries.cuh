@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResi
 extern "C" __global__ void __launch_bounds__(halves::kThreads)
     split_float32(const __grid_constant__ BackwardParams p) {
   if constexpr (kHalves) {
-    backward::split_and_prepare(p, halves::kOneSum, halves::kWideOfGradients);
+    backward::split_and_prepare<true>(p, halves::kOneSum, halves::kWideOfGradients);
   }
 }
 

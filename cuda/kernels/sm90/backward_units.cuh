@@ -42,14 +42,15 @@ inline constexpr bool kGivesBackEarly = kShowsLayout && kKeys == 128;
 inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
 static_assert(kTurnParts <= kTurns);
 
-// With kHalves, at the start of shared memory: what brings dS of a buffer back, and of the warps
-// that compute it the largest, of this step and the one before.
+// With kHalves, at the start of shared memory: what brings dS of a buffer back, by rows if it is
+// negative, and of the warps that compute it the largest, of this step and the one before.
 template <bool kExists>
 struct OfHalves {};
 template <>
 struct OfHalves<true> {
   float gradient_factor[kScoreStages];
   alignas(16) uint32 largest[2][4];
+  alignas(16) float gradient_rows[kScoreStages][kQueries];
 };
 
 // What all roles share; the main kernels add tiles of their own. Barriers are named by their event.

@@ -71,11 +71,11 @@ struct Rows {
     if constexpr (kSplit) issue_accumulate(high, a, b + 2 * kBoxQ);
     ptx::wgmma_commit();
   }
-  // += factor * a b of halves, with all done that has been issued; with kBeside `beside` issues
-  // another group behind the first columns'.
+  // += a b of halves times the factors of a thread's two rows, with all done that has been issued;
+  // with kBeside `beside` issues another group behind the first columns'.
   template <bool kBeside, class Beside>
   __device__ __forceinline__ void accumulate(const uint32 (&a)[2][kScores / 2], uint32 b,
-                                             float factor, Beside beside) {
+                                             const float (&factor)[2], Beside beside) {
     constexpr uint32 kPlane = ceil_div(kColumns, kBoxColumns) * kBoxQ;
     add_product(low, a, b, kPlane, factor, [&] {
       if constexpr (kBeside) beside();
@@ -97,7 +97,8 @@ struct Rows {
   template <int kCount, class Wait>
   static __device__ __forceinline__ void add_product(float (&to)[kCount],
                                                      const uint32 (&a)[2][kScores / 2], uint32 b,
-                                                     uint32 plane, float factor, Wait wait) {
+                                                     uint32 plane, const float (&factor)[2],
+                                                     Wait wait) {
     float sum[kCount];
     ptx::wgmma_fence();
     issue_product(sum, a, b, plane);
@@ -105,7 +106,7 @@ struct Rows {
     wait();
     ptx::pin(sum);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) to[i] = fmaf(sum[i], factor, to[i]);
+    for (int i = 0; i < kCount; ++i) to[i] = fmaf(sum[i], factor[fragment::row(i)], to[i]);
   }
 };
 
@@ -184,13 +185,58 @@ struct StepFactors {
 // P in halves, 1 at most.
 inline constexpr float kProbabilityRange = 0x1p15f;
 
+// What brings a number, bits of float32, to 2^14. What is not finite stays so.
+__device__ __forceinline__ int exponent_of(int bits) {
+  return bits == 0 || bits >= 0x7f800000 ? 0 : min(14 + 127 - (bits >> 23), 126);
+}
+__device__ __forceinline__ float inverse(float power_of_two) {
+  return __int_as_float((254 << 23) - __float_as_int(power_of_two));
+}
+
+// Where output gradients are split by rows, their tile's factor is 0: elements of a thread, each
+// times what brings its query's row back.
+__device__ __forceinline__ bool is_by_rows(const StepFactors& factors) {
+  if constexpr (kHalves) return factors.dout == 0.f;
+  return false;
+}
+__device__ __forceinline__ void times_rows(const BackwardParams& p, const volatile UnitRecord& u,
+                                           int head, int m0, float (&x)[kScores]) {
+  const int64 row = u.batch * p.query_heads + u.head + head;
+  const float* rows = p.dout_row_factors + row * round_up(p.query_len, kQueries) + m0 +
+                      fragment::first_column(threadIdx.x);
+#pragma unroll
+  for (int j = 0; j < kScores / 4; ++j) {
+    const float2 factor = *reinterpret_cast<const float2*>(rows + 8 * j);
+    x[4 * j] *= factor.x;
+    x[4 * j + 1] *= factor.y;
+    x[4 * j + 2] *= factor.x;
+    x[4 * j + 3] *= factor.y;
+  }
+}
+// Then each key has a power of two of its own: `back` is the inverse of a thread's two.
+__device__ __forceinline__ void fit_keys(float (&x)[kScores], float (&back)[2]) {
+  float largest[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    largest[fragment::row(i)] = fmaxf(largest[fragment::row(i)], fabsf(x[i]));
+  }
+  float to[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    to[r] = ptx::power_of_two(exponent_of(__float_as_int(fragment::quad_maximum(largest[r]))));
+    back[r] = inverse(to[r]);
+  }
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) x[i] *= to[fragment::row(i)];
+}
+
 // How dS in halves gets float16's range, by the largest of a step; in shared memory, for the query
 // role, what brings it back.
 template <bool kExists>
 struct GradientRange {  // none
   static __device__ __forceinline__ float fit(float (&)[kScores], uint32) { return 1.f; }
   static __device__ __forceinline__ void store(uint32, float) {}
-  static __device__ __forceinline__ float load(uint32) { return 1.f; }
+  static __device__ __forceinline__ void load(uint32, float (&)[2]) {}
 };
 template <>
 struct GradientRange<true> {
@@ -204,9 +250,8 @@ struct GradientRange<true> {
     if (threadIdx.x % 32 == 0) ptx::store_shared(warps + threadIdx.x / 32 % 4 * 4, of_warp);
     ptx::named_barrier_sync(kGradientBarrier, 128);
     const float4 four = ptx::load_shared_f4(warps);
-    const int bits = __float_as_int(fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
-    // What is not finite stays so.
-    const int exponent = bits == 0 || bits >= 0x7f800000 ? 0 : min(14 + 127 - (bits >> 23), 126);
+    const int exponent =
+        exponent_of(__float_as_int(fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w))));
 #pragma unroll
     for (float& x : gradient) x *= ptx::power_of_two(exponent);
     return ptx::power_of_two(-exponent);
@@ -216,8 +261,65 @@ struct GradientRange<true> {
       ptx::store_shared(at(&OfHalves<true>::gradient_factor, buffer), __float_as_uint(factor));
     }
   }
-  static __device__ __forceinline__ float load(uint32 buffer) {
-    return __uint_as_float(ptx::load_shared(at(&OfHalves<true>::gradient_factor, buffer)));
+  // dS of a buffer that is free in halves, each query with a power of two of its own.
+  static __device__ __forceinline__ void split_by_rows(const float (&gradient)[kScores],
+                                                       uint32 buffer,
+                                                       uint32 (&parts)[2][kScores / 2]) {
+    const uint32 thread = threadIdx.x % 128, column = fragment::first_column(threadIdx.x) * 4;
+    const uint32 warps = at(&Shared::gradient) + buffer * kGradientBytes;  // [4][kQueries]
+    const uint32 rows = at(&OfHalves<true>::gradient_rows, buffer);
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = fmaxf(fabsf(gradient[4 * j + c]), fabsf(gradient[4 * j + 2 + c]));
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+        }
+        if (threadIdx.x % 32 < 4) {
+          ptx::store_shared(warps + thread / 32 * kNumberBytes + column + (8 * j + c) * 4,
+                            __float_as_uint(x));
+        }
+      }
+    }
+    ptx::named_barrier_sync(kGradientBarrier, 128);
+    if (thread < kQueries) {
+      uint32 largest = 0;
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) {
+        const uint32 x = ptx::load_shared(warps + warp * kNumberBytes + thread * 4);
+        largest = largest > x ? largest : x;
+      }
+      ptx::store_shared(rows + thread * 4,
+                        __float_as_uint(ptx::power_of_two(-exponent_of(largest))));
+    }
+    ptx::named_barrier_sync(kGradientBarrier, 128);
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j) {
+      const float2 back = ptx::load_shared_f2(rows + column + 8 * j * 4);
+      const float x = inverse(back.x), y = inverse(back.y);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32 pair[2];
+        split_pair(gradient[4 * j + 2 * r] * x, gradient[4 * j + 2 * r + 1] * y, pair,
+                   halves::kOneSum);
+        parts[0][2 * j + r] = pair[0];
+        parts[1][2 * j + r] = pair[1];
+      }
+    }
+  }
+  // Of the two queries whose dQ a thread has.
+  static __device__ __forceinline__ void load(uint32 buffer, float (&factor)[2]) {
+    const uint32 bits = ptx::load_shared(at(&OfHalves<true>::gradient_factor, buffer));
+    factor[0] = factor[1] = __uint_as_float(bits & 0x7fffffffu);
+    if (bits == (bits & 0x7fffffffu)) return;
+    const uint32 row =
+        at(&OfHalves<true>::gradient_rows, buffer) + fragment::first_row(threadIdx.x) * 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] *= __uint_as_float(ptx::load_shared(row + r * fragment::kRowStep * 4));
+    }
   }
 };
 using StepRange = GradientRange<kHalves>;
@@ -297,8 +399,14 @@ struct Probability {
     hide_unseen_queries<kValueTile>(u, {}, dout_tile(slot), walk.m0, kProbabilityBarrier);
     if constexpr (kHalves) {
       uint32 parts[2][kScores / 2];
-      split_scores(x, kProbabilityRange, parts);
-      const float factor = factors.dout * (1 / kProbabilityRange);
+      const float of_tile = factors.dout * (1 / kProbabilityRange);
+      float factor[2] = {of_tile, of_tile}, range = kProbabilityRange;
+      if (is_by_rows(factors)) {
+        times_rows(p, u, walk.head, walk.m0, x);
+        fit_keys(x, factor);
+        range = 1.f;
+      }
+      split_scores(x, range, parts);
       dv.template accumulate<!kLast>(parts, dout_tile(slot), factor, [&] {
         issue_scores(u, x, iteration + 1, next.m0);
         factors = {p, u, next};
@@ -393,12 +501,14 @@ struct Gradient {
   // Takes dP^T of this query block to dK and, unless it is the unit's last, computes the next dP^T.
   template <bool kLast>
   __device__ __forceinline__ void step(const volatile UnitRecord& u, uint32 iteration, int m0,
-                                       const Walk& next, const UnitFactors& unit,
+                                       int head, const Walk& next, const UnitFactors& unit,
                                        StepFactors& factors, float (&dp)[kScores],
                                        Sums<kHead>& dk) {
     const uint32 slot = stage_of<kStages>(iteration);
     const uint32 minus_delta = at(&Shared::minus_delta) + slot * kNumberBytes + threadIdx.x % 4 * 8;
-    const float factor = unit.value * factors.dout;
+    const bool by_rows = is_by_rows(factors);
+    const float factor = by_rows ? unit.value : unit.value * factors.dout;
+    if (by_rows) times_rows(p, u, head, m0, dp);
     uint32 gradient[kScores / 2];
     ptx::barrier_wait(at(&Shared::probability_full), parity_of<1>(iteration));
 #pragma unroll
@@ -423,18 +533,30 @@ struct Gradient {
 
     const uint32 buffer = stage_of<kScoreStages>(iteration);
     if constexpr (kHalves) {
-      const float back = StepRange::fit(dp, iteration);
+      const uint32 empty = at(&Shared::gradient_empty, buffer);
+      const uint32 parity = parity_of<kScoreStages>(iteration) ^ 1;
       uint32 parts[2][kScores / 2];
-      split_scores(dp, 1.f, parts);
-      ptx::barrier_wait(at(&Shared::gradient_empty, buffer),
-                        parity_of<kScoreStages>(iteration) ^ 1);
+      float back[2] = {1.f, 1.f};
+      if (by_rows) {
+        ptx::barrier_wait(empty, parity);
+        StepRange::split_by_rows(dp, buffer, parts);
+      } else {
+        back[0] = back[1] = StepRange::fit(dp, iteration);
+        split_scores(dp, 1.f, parts);
+        ptx::barrier_wait(empty, parity);
+      }
       const uint32 to = at(&Shared::gradient) + buffer * kGradientBytes;
       store_gradient(parts[0], to, 0);
       store_gradient(parts[1], to + kGradientPlane, 0);
-      StepRange::store(buffer, back * unit.key);
+      StepRange::store(buffer, by_rows ? -unit.key : back[0] * unit.key);
       release(at(&Shared::gradient_full, buffer));
+      if (by_rows) {
+        fit_keys(dp, back);
+        split_scores(dp, 1.f, parts);
+      }
+      for (float& x : back) x *= factors.query;
       hide_unseen_queries<kHeadTile>(u, {}, q_tile(slot), m0, kGradientBarrier);
-      dk.template accumulate<!kLast>(parts, q_tile(slot), back * factors.query, [&] {
+      dk.template accumulate<!kLast>(parts, q_tile(slot), back, [&] {
         issue_dp(u, dp, iteration + 1, next.m0);
         factors = {p, u, next};
       });
@@ -484,13 +606,13 @@ struct Gradient {
         ptx::wgmma_wait<0>();
         ptx::pin(dp);
         while (walk.left > 1) {
-          const int m0 = walk.m0;
+          const int m0 = walk.m0, head = walk.head;
           walk.next(p, u);
-          step<false>(u, iteration, m0, walk, unit, factors, dp, dk);
+          step<false>(u, iteration, m0, head, walk, unit, factors, dp, dk);
           ++iteration;
         }
         release(at(&Shared::value_empty));
-        step<true>(u, iteration, walk.m0, walk, unit, factors, dp, dk);
+        step<true>(u, iteration, walk.m0, walk.head, walk, unit, factors, dp, dk);
         ++iteration;
       } else {
         release(at(&Shared::value_empty));
@@ -523,7 +645,8 @@ struct Query {
         const bool first = adds_first(p, u, walk.m0);
         Turn turn = Turn::first();
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
-        const float factor = StepRange::load(buffer);
+        float factor[2];
+        StepRange::load(buffer, factor);
 #pragma unroll
         for (int box = 0; box < kHeadBoxes; ++box) {
           float dq[32];
@@ -541,7 +664,7 @@ struct Query {
           ptx::pin(dq);
           if constexpr (kHalves) {
 #pragma unroll
-            for (float& x : dq) x *= factor;
+            for (int i = 0; i < 32; ++i) dq[i] *= factor[fragment::row(i)];
           }
           if (box + 1 == kHeadBoxes) release(at(&Shared::gradient_empty, buffer));
           if (box == 0) turn = take_turn(iteration, 0, first);

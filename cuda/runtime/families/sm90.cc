@@ -227,6 +227,9 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   const Limits limits{launch.tma_loads && !launch.halves, launch.halves};
   const auto take_own = [&](Workspaces* workspaces) {
     TakeHalvesAndDout(launch.halves, s, workspaces, &params);
+    workspaces->Take("dout_row_factors",
+                     {s.batch * s.q_heads, launch.halves ? 64 * CeilDiv(s.q_len, 64) : 0},
+                     &params.dout_row_factors);
   };
   if (auto error = SetBackward(operands, problem, rets, launch, limits, &params, &blocks, take_own);
       error.failure()) {

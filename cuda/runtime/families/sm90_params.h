@@ -193,4 +193,5 @@ struct BackwardParams {
   float* key_factors;    // [B, K, ceil(S / 64)]
   float* value_factors;
   float* dout_factors;
+  float* dout_row_factors;  // [B, N, 64 * ceil(T / 64)]
 };
