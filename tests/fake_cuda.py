@@ -46,6 +46,7 @@ class Direct:
     T: int = 200
     S: int = 200
     N: int = 2
+    K: int | None = None  # kv heads, N unless given
     H: int = 64
     short: int | None = None  # the workspace that lacks an element, or has one too many
     planned: int | None = None  # T and S that the workspaces are for, if others
@@ -59,12 +60,13 @@ class Direct:
         def array(*shape, dtype: Any = jnp.bfloat16):
             return jax.ShapeDtypeStruct((self.B, *shape), dtype)
 
-        q, k = array(self.T, self.N, self.H), array(self.S, self.N, self.H)
+        kv_heads = self.N if self.K is None else self.K
+        q, k = array(self.T, self.N, self.H), array(self.S, kv_heads, self.H)
         lse = array(self.N, self.T, dtype=jnp.float32)
         terms = [array(length, dtype=jnp.int32) for length in (self.T, self.S)]
         terms.append(array(self.N, dtype=jnp.float32))
         problem = Problem("bfloat16", 1.0, deterministic=True, terms=TERMS)
-        shapes = Shapes(self.B, self.T, self.S, self.N, self.N, self.H, self.H)
+        shapes = Shapes(self.B, self.T, self.S, self.N, kv_heads, self.H, self.H)
         some, gpu = Shapes(2, 200, 200, 2, 2, self.H, self.H), _gpu.spec.GPUS[self.gpu]
         if self.target == "forward":
             operands, results = [q, k, k, *terms], [q, lse]

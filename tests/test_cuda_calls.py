@@ -172,6 +172,8 @@ REFUSED = {
     # Half of the sum of dq cannot lie in dq: tiles of other heads, or no whole ones.
     Direct("backward", T=256, dq_row_bytes=512): "this tiling is for another shape of dq",
     Direct("backward", dq_row_bytes=256): "this tiling is for another shape of dq",
+    # Beyond that marks of 16 rows would not have numbers of 32 bits.
+    Direct("forward", B=1, T=1, S=2**16, N=2**18, K=1, H=8): "batch x heads x (sequence length",
 }
 
 

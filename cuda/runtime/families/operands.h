@@ -66,9 +66,11 @@ inline ffi::Error CheckOperands(const Operands& operands, const Limits& limits) 
   for (std::int64_t size : {s.batch, s.q_len, s.kv_len, s.q_heads, s.kv_heads}) {
     if (size > kMaxInt / 2) return Invalid("a dim of " + std::to_string(size) + " is too large");
   }
-  const std::int64_t rows = CeilDiv(std::max(s.q_len, s.kv_len), 64);
-  if (s.batch * s.q_heads > kMaxInt / std::max<std::int64_t>(rows, 1) / 4) {
-    return Invalid("batch x heads x sequence length / 64 is beyond 2^29");
+  // Marks of 16 rows, in blocks of up to 192 of a head, have numbers of 32 bits: one row takes 12,
+  // in the backward 16.
+  const std::int64_t rows = CeilDiv(std::max(s.q_len, s.kv_len), 64) + 2;
+  if (s.batch * s.q_heads > kMaxInt / 8 / rows) {
+    return Invalid("batch x heads x (sequence length / 64 + 2) is beyond 2^28");
   }
   return ffi::Error::Success();
 }
