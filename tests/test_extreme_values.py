@@ -224,6 +224,41 @@ def test_large_finite_bias_is_no_mask(backend):
             np.testing.assert_allclose(got[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize(("by", "dtype"), [("bias", "float16"), ("score_mod", "bfloat16")])
+def test_row_hidden_by_large_numbers_harms_no_gradient(by, dtype, backend):
+    """A row without weights that its lse could tell, in 16 bits, beside rows of the same keys."""
+    if by == "score_mod" and backend == "cpu":
+        return  # has none
+    q, k, v, w = (normal(i, 1, 70, 2, 64).astype(dtype) for i in range(4))
+
+    @jax.jit
+    def gradients(large, w):
+        def score_mod(score, batch, head, query, key):
+            return score + jnp.where(query == 0, large[0], 0.0)
+
+        def loss(q, k, v):
+            if by == "bias":
+                bias = jnp.zeros((70, 70)).at[0].set(large)
+                out = jax_flash.flash_attention(q, k, v, bias=bias, backend=backend)
+            else:
+                out = jax_flash.flash_attention(q, k, v, score_mod=score_mod, backend=backend)
+            return jnp.vdot(out, w)
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    unseen = w.at[:, 0].set(0)
+    want = gradients(jnp.array([-jnp.inf]), unseen)
+    limit = 70 * max(np.abs(np.asarray(x, np.float32)).max() for x in want)
+    for large in LARGE_BIASES[1:]:
+        got = gradients(jnp.array([large]), unseen)
+        for name, x, y in zip("qkv", got, want, strict=True):
+            # How far a row's base is from its maximum depends on the rows beside it.
+            error = np.abs(np.asarray(x, np.float32) - np.asarray(y, np.float32)).max()
+            assert error < 4 * float(jnp.finfo(dtype).eps), f"d{name} with {large}"
+        for x in gradients(jnp.array([large]), w):
+            assert np.abs(np.asarray(x, np.float32)).max() < limit, large
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_large_scores_stay_finite(dtype, backend):
     """Scores far beyond the range of exp, and in float16 beyond the range of the type itself."""
