@@ -270,6 +270,11 @@ def _typed(term: str, name: str, x: jax.Array, query_dtype: Any = None, hint: st
 def _mask(mask, scores) -> jax.Array | None:
     if mask is None:
         return None
+    if isinstance(mask, BlockMask) or callable(mask):
+        raise TypeError(
+            f"mask is {type(mask).__name__}; expected an array of bool: what jax_flash.block_mask "
+            "makes of a function is block_mask="
+        )
     hint = ", True where a key is visible: mask != 0, or pass an additive mask as bias"
     return _broadcastable("mask", _typed("mask", "mask", array("mask", mask), hint=hint), scores)
 

@@ -227,8 +227,6 @@ def block_mask_of(
             "ceil(S / block)]"
         )
     block = _block(block)
-    if layout.ndim == 2:
-        layout = layout[None]
     q_len, kv_len = (
         None if size is None else _size(name, size)
         for name, size in (("q_len", q_len), ("kv_len", kv_len))
@@ -241,6 +239,8 @@ def block_mask_of(
                 f"layout has shape {layout.shape}; expected {-(-size // block)} blocks of {block} "
                 f"for {name} {size}, not {count}"
             )
+    if layout.ndim == 2:
+        layout = layout[None]
     numbers = jnp.where(layout, FULL, EMPTY).astype(jnp.int32)
     bits = jnp.zeros((*(1 for _ in layout.shape[:-3]), 0, block, block // WORD), jnp.uint16)
     return BlockMask(numbers, bits, q_len, kv_len, block)

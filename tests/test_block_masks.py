@@ -282,7 +282,7 @@ def test_wrong_arguments_are_named():
         (
             lambda: jax_flash.block_mask_of(np.ones((3, 3), bool), q_len=500),
             ValueError,
-            "expected 4 blocks of 128 for q_len 500",
+            r"layout has shape \(3, 3\); expected 4 blocks of 128 for q_len 500",
         ),
     ]
     q, k, v = qkv()
@@ -290,6 +290,9 @@ def test_wrong_arguments_are_named():
     m = functools.partial(jax_flash.block_mask, lattice, block=16)
     cases += [
         (lambda: attend(block_mask=lattice), TypeError, "block_mask is function"),
+        (lambda: attend(mask=lattice), TypeError, "mask is function; .* bool: .* block_mask="),
+        (lambda: attend(mask=masks.causal()), TypeError, "mask is Mask; .* block_mask="),
+        (lambda: attend(mask=m(q_len=T, kv_len=S)), TypeError, "mask is BlockMask; .* block_mask="),
         (lambda: attend(block_mask=m(q_len=T, kv_len=T)), ValueError, f"T = {T} and S = {S}"),
         (lambda: attend(block_mask=m(q_len=T - 1, kv_len=S)), ValueError, "q_len 39"),
         (lambda: attend(block_mask=m(q_len=T, kv_len=S, heads=3)), ValueError, "has 3 heads"),
