@@ -13,9 +13,16 @@
 inline constexpr float kNoBase = -0x1.fffffep127f;
 // A row's base rises to a block's maximum if one weight decides it, whose rounding would be the
 // result's. So it may be where, of a thread's part of the block, even and odd columns differ by
-// more than kDecisive of its sum with the block, and by kDecisive by the measure of the base: many
-// weights side by side do so seldom.
-inline constexpr float kDecisive = 0.5f;
+// more than `of_sum` of its sum with the block, and `of_base` by the measure of the base: many
+// weights side by side do so seldom. What is suspect is decisive if it is as much of the row's sum.
+struct Threshold {
+  float of_sum, of_base;
+  __device__ __forceinline__ float operator()(float sum, float base) const {
+    return fmaf(of_sum, sum, of_base * base);
+  }
+};
+inline constexpr Threshold kSuspect{0.4f, 0.1f}, kDecisive{0.2f, 0.2f};
+inline constexpr Threshold kDecisiveOfThread{0.5f, 0.5f};  // without asking the row's other threads
 
 // Nothing beside the exponentials.
 struct Alone {
@@ -169,39 +176,64 @@ struct SoftmaxState {
   __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2,
                                          const Factor& factor, bool searches,
                                          float (&correction)[2], const Beside& beside) {
-    if (searches) search(scores, scale_log2, correction);
+    if (searches) search<kSame<Element, Float16>>(scores, scale_log2, correction);
     // After a search the bases are maxima, and `correction` is taken: beyond 2^27 their rounding
     // alone may look like a rise.
-    const bool rises = __any_sync(0xffffffffu, weigh(scores, factor, beside) && !searches);
-    if (rises) raise(scores, correction);
-    return rises || searches;
+    float apart[2];
+    const bool suspect = weigh(scores, factor, kSuspect, apart, beside) && !searches;
+    if (!__any_sync(0xffffffffu, suspect) || !__any_sync(0xffffffffu, rises(apart))) {
+      return searches;
+    }
+    raise(scores, correction);
+    return true;
   }
-  // The parts of it. Bases rise to the maxima of the scores.
-  template <int kCount>
+  // The parts of it. Bases rise to the maxima of the scores. A base in the thousands is rounded by
+  // 2^-12, so the largest weight is not 1, but the product has it as 1: with kOneInSum the sum does
+  // too, by a quarter of the difference from each thread of the quad.
+  template <bool kOneInSum, int kCount>
   __device__ __forceinline__ void search(const float (&scores)[kCount], float scale_log2,
                                          float (&correction)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      rise(row, fmaxf(fmaf(row_maximum<kCount>(scores, row), scale_log2, kHeadroom), base[row]),
-           correction[row]);
+      const float largest = row_maximum<kCount>(scores, row);
+      const float before = base[row];
+      rise(row, fmaxf(fmaf(largest, scale_log2, kHeadroom), before), correction[row]);
+      if constexpr (kOneInSum) {
+        const float weight = ptx::exp2_approx(fmaf(largest, scale_log2, -base[row]));
+        const float added = Element::unpack(Element::round(weight)) - weight;
+        if (base[row] > before) sum[row] = fmaf(added, 0.25f, sum[row]);
+      }
     }
   }
-  // Scores become weights. Has a base of the thread's rows to rise?
+  // Scores become weights. Do even and odd columns differ by more than `threshold`? Then `apart`,
+  // by how much they do, is for rises().
   template <int kCount, class Factor, class Beside>
   __device__ __forceinline__ bool weigh(float (&scores)[kCount], const Factor& factor,
+                                        const Threshold& threshold, float (&apart)[2],
                                         const Beside& beside) {
     float added[2][2];
     exponentials<kCount>(scores, factor, added, beside);
-    bool rises = false;
+    bool differs = false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float both = added[row][0] + added[row][1];
-      const float apart = fabsf(added[row][0] - added[row][1]);
+      apart[row] = fabsf(added[row][0] - added[row][1]);
       sum[row] += both;
-      const float least = fmaf(kDecisive, sum[row], kDecisive * ptx::power_of_two(-kHeadroom));
-      rises = rises || both > Element::kSumLimit || apart > least;
+      const float least = threshold(sum[row], ptx::power_of_two(-kHeadroom));
+      differs = differs || both > Element::kSumLimit || apart[row] > least;
     }
-    return rises;
+    return differs;
+  }
+  // Has a base of the thread's rows to rise?
+  __device__ __forceinline__ bool rises(const float (&apart)[2]) const {
+    bool decisive = false;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float total = fragment::quad_sum(sum[row]);
+      const float least = kDecisive(total, ptx::power_of_two(-kHeadroom));
+      decisive = decisive || sum[row] > Element::kSumLimit || apart[row] > least;
+    }
+    return decisive;
   }
   // Bases rise to the maxima of the weights, which are of these then.
   template <int kCount>

@@ -477,14 +477,16 @@ struct Rows {
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
         float correction[2];
-        softmax[tile].search(scores[tile], p.scale_log2, correction);
+        softmax[tile].search<false>(scores[tile], p.scale_log2, correction);
         multiply_output(tile, correction);
       }
     }
     bool rises = false;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      rises |= softmax[tile].weigh(scores[tile], OneFactor{p.scale_log2}, Alone{});
+      float apart[2];  // two more registers a tile, if it were kept, are spilled at head dim 128
+      rises |= softmax[tile].weigh(scores[tile], OneFactor{p.scale_log2}, kDecisiveOfThread, apart,
+                                   Alone{});
     }
     // After a search the bases are maxima: beyond 2^27 their rounding alone may look like a rise.
     if (!__any_sync(0xffffffffu, rises && !searches)) return;
