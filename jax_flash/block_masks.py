@@ -53,7 +53,7 @@ class BlockMask:
       numbers: int32 `[*B, N or 1, ceil(T / block), ceil(S / block)]`: of an empty block -2, of a
         full one -1, else where its bits are.
       bits: uint16 `[*B, C, block, block / 16]`: of partial blocks, bit i of word w of a query is
-        the key 16 w + i of the block. C is their number: 0 of a layout, else 1 at least.
+        the key 16 w + i of the block. C is their number, 0 of a layout.
       q_len, kv_len: T and S; None: any of so many blocks.
       block: queries and keys of a block.
       window: how many keys a query sees before and after its own index (None: all), where
@@ -373,7 +373,7 @@ class _Grid:
             if found == len(kept[at[0]]):
                 kept[at[0]].append(own)
             numbers[at] = found
-        most = max(1, *map(len, kept))
+        most = max(map(len, kept))  # 0: a layout, which kernels have a walk of their own for
         stored = np.zeros((self.batch, most, *bits.shape[1:]), np.uint16)
         for row, blocks in enumerate(kept):
             stored[row, : len(blocks)] = np.reshape(blocks, (-1, *bits.shape[1:]))
