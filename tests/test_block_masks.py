@@ -80,6 +80,10 @@ def test_bits_are_kept_of_partial_blocks_that_differ():
     assert causal.density == (8 * 9 / 2) / 64
     own = jax_flash.block_mask(lattice, q_len=160, kv_len=32, block=32)
     assert own.bits.shape == (5, 32, 2)  # the lattice has a period of 5 blocks of 32
+    documents = masks.documents(np.arange(512) // 128)
+    whole = jax_flash.block_mask(documents, q_len=512, kv_len=512, block=64)
+    assert whole.bits.shape == (0, 64, 4)  # a layout
+    np.testing.assert_array_equal(whole.dense()[0], np.kron(np.eye(4), np.ones((128, 128))) > 0)
     layout = jax_flash.block_mask_of(masks.butterfly(8), block=64)
     assert layout.bits.shape == (0, 64, 4)
     dense = np.kron(masks.butterfly(8), np.ones((64, 64), bool))
