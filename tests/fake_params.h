@@ -124,7 +124,8 @@ struct Named<ForwardParams> : ForwardParams {
               window_right, scale, scale_log2, softcap_inner, softcap_bias, dropout_threshold,
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
               query_position_ranges, score_ids, captures, block_mask, bias_map, result_scale,
-              query_halves, key_halves, value_halves, query_factors, key_factors, value_factors)
+              query_halves, key_halves, value_halves, query_factors, key_factors, value_factors,
+              query_norms, key_norms)
 };
 template <>
 struct Named<BackwardParams> : BackwardParams {

@@ -128,6 +128,7 @@ CASES = (
     C("bias of heads and mask", bias="1n11", bias_dtype="float32", mask="b1t1", with_lse=True),
     C("mask of queries and segments", mask="1nt1", segments="packed", S=320, deterministic=True),
     C("function of scores", score="alibi", N=8, K=4, scale=0.3),
+    C("function of scores that falls", score="alibi", T=1030, S=2100, H=16, causal=True),
     C("function of scores, wide", score="cap", H=192, Hv=128, bias="1n1s", causal=True),
     C("odd rows", H=33, Hv=7, segments="packed", q_lengths=(150, 200, 77), deterministic=True),
 )
@@ -246,6 +247,12 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
         for launch, warps in zip(before, (key_blocks, groups), strict=True):
             assert launch.grid == [ceil_div(batch * warps, 8), 1, 1]
             assert (launch.block, launch.shared) == ([256, 1, 1], 0)
+    elif c["kFades"]:
+        (norms,) = before
+        assert norms.entry == "row_norms"
+        parts = case.N * ceil_div(case.T, 64), case.kv_heads * ceil_div(case.S, 64)
+        assert norms.grid == [ceil_div(batch * sum(parts), 8), 1, 1]
+        assert (norms.block, norms.shared) == ([256, 1, 1], 0)
     elif c["kDynamic"] and (c["kHasPositions"] or not c["kHasMask"]):  # else mask_plan
         (begin,) = before
         assert begin.entry == "flash_forward_begin"
@@ -281,6 +288,10 @@ def test_forward(case: Case, recordings: dict[Case | Direct, Recording]):
         "query_position_ranges": f"int32[{2 * batch * groups}]" if c["kHasPositions"] else None,
         "query_blocks": query_tiles,
     }
+    for of, length, heads in (("query", case.T, case.N), ("key", case.S, case.kv_heads)):
+        norms = f"int32[{batch * heads * ceil_div(length, 64)}]"
+        expected[f"{of}_norms"] = norms if c["kFades"] else None
+    assert c["kFades"] == (case.name == "function of scores that falls")
     if c["kPreScale"]:
         expected["scale_log2"] = np.float32((case.softcap or 1.0) / math.log(2))
     expected |= mask_params(case, c, 64, by_key=False) | bias_params(case, c)

@@ -33,7 +33,7 @@ WAYS = {
     "kPackedHeads", "kDropsMost", "kReachLeft", "kReachRight", "kDrains", "kPingPong", "kDynamic",
     "kReadsAhead", "kAddsFour", "kTmaLoads", "kBiasTiles", "kBatchesTogether", "kDropsPart",
     "kBottomRight", "kHasScoreIds", "kScoreIsLine", "kScoreReach", "kScoreBends", "kScoreIsLevel",
-    "kScoreHasSlope",
+    "kScoreHasSlope", "kFades",
 }  # fmt: skip
 
 

@@ -221,6 +221,25 @@ def test_lines_of_any_slope(dim: int, spread: float, emulator: Emulator):
     compare(arguments, emulator.run(arguments, gradients=False), gradients=False)
 
 
+@pytest.mark.parametrize(("dim", "causal"), [(64, False), (64, True)])
+def test_keys_that_a_line_hides_are_left_out(dim: int, causal: bool, emulator: Emulator):
+    """Of two heads, that fall from the diagonal on; no result shows it, but for finite values."""
+    case = C("fading", score="distance", H=dim, T=1030, S=2050, N=2, K=2, causal=causal)
+    arguments = case.draw()
+    arguments.arrays["table"][:] = [-0.08, 1.5] if causal else [0.17, 1.5]
+    arguments.arrays["value"][0, 3, 1, 5] = np.inf  # of the second head
+    got = emulator.run(arguments, gradients=False, seed=2)
+    compare(arguments, got, gradients=False)
+    sources = _native.kernel_sources()
+    reach = "spread * ptx::reciprocal_approx(slope) + 1.0f"
+    assert reach in sources["sm90/forward_fading.cuh"]
+    sources["sm90/forward_fading.cuh"] = sources["sm90/forward_fading.cuh"].replace(reach, "1.0f")
+    with pytest.raises(AssertionError, match="beyond it"):  # blocks that count are left out
+        compare(
+            arguments, emulator.run(arguments, gradients=False, sources=sources), gradients=False
+        )
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_poison_reaches_no_result(poison: float, emulator: Emulator):
     """Rows that share blocks with what they may not see are computed again."""

@@ -18,7 +18,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     positions = "query_positions" in problem.terms
     mask, bias, block = shapes.mask, shapes.bias, shapes.block_mask
     bias_type = None if bias is None else bias.dtype
-    lines = _lines(problem, shapes)
+    lines = score_lines(problem, shapes)
     return {
         "kBFloat16": problem.dtype == "bfloat16",
         "kFloat32": problem.dtype == "float32",
@@ -73,7 +73,7 @@ def functions(call: Call, shapes: Shapes) -> str:
         emit.define, score, rows=shapes.own_captures, small=_are_small(shapes)
     )
     text = emit.PRELUDE + define("score_value")
-    lines = _lines(call.problem, shapes)
+    lines = score_lines(call.problem, shapes)
     if lines is not None:
         text += lines.define("score_line_of_head")
     if _has_slope(call):
@@ -87,7 +87,7 @@ def _are_small(shapes: Shapes) -> bool:
     return all(isinstance(n, int) and n <= emit.SMALL - 1024 for n in lengths)
 
 
-def _lines(problem: Problem, shapes: Shapes) -> distances.Lines | None:
+def score_lines(problem: Problem, shapes: Shapes) -> distances.Lines | None:
     """Finds the lines of the distance that the function of the scores adds, if that is all."""
     if problem.score is None or not _are_small(shapes):
         return None

@@ -26,6 +26,7 @@ from jax_flash._gpu.constants import (
     known,
     problem_constants,
     refuse_functions,
+    score_lines,
 )
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
@@ -149,6 +150,7 @@ class ForwardTiling:
     batches_together: bool = False  # the schedule walks a head of all batch rows: they share a bias
     halves: bool = False  # a float32 is two float16, split ahead, in planes of a tile
     teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
+    fades: bool = False  # blocks of keys that a falling line hides are left out
 
     source = "sm90/forward.cuh"
     entries = ("flash_forward",)
@@ -229,6 +231,13 @@ class ForwardTiling:
             ),
             **mask_by_query(shapes, 64, self.block_kv),
             **halves_of(shapes, self.halves),
+            # Of 64 rows each, the largest norm.
+            "query_norms": int32(
+                shapes.batch * shapes.q_heads, blocks(shapes.q_len, 64) * self.fades
+            ),
+            "key_norms": int32(
+                shapes.batch * shapes.kv_heads, blocks(shapes.kv_len, 64) * self.fades
+            ),
         }
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
@@ -251,6 +260,7 @@ class ForwardTiling:
             "kBatchesTogether": self.batches_together,
             "kDynamic": self.dynamic,
             "kTeams": self.teams,
+            "kFades": self.fades,
             "kPingPong": self.ping_pong,
             "kDrains": self.drains,
             "kBiasTiles": self.bias_bytes > 0,
@@ -406,6 +416,9 @@ Tiling = ForwardTiling | BackwardTiling
 def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """Chooses the forward kernel's tiling for a problem that the family does not refuse."""
     tiling = _choose_forward(problem, shapes)
+    if tiling.tma_loads and _fades(problem, shapes):
+        # Units are of all lengths, as those of many heads are.
+        return dataclasses.replace(tiling, fades=True, l2_heads=min(_l2_heads(shapes, problem), 64))
     bytes_ = bytes_of_bias(shapes.bias)
     if not tiling.tma_loads or not is_plane(shapes) or tiling.block_kv * bytes_ % 128 != 0:
         return tiling
@@ -844,6 +857,25 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes) -> int:
 def _is_bare(problem: Problem) -> bool:
     """Tells whether there is nothing between scores and weights but a window."""
     return not problem.terms and problem.softcap is None and problem.score is None
+
+
+# From so many queries and keys on the norms of all rows, read ahead, take less than they save.
+_FADING_QUERIES, _FADING_KEYS = 1024, 2048
+
+
+def _fades(problem: Problem, shapes: Shapes) -> bool:
+    """Tells whether a function adds lines of the distance that may hide the keys far away.
+
+    There are keys of the queries' own indices, they are visible, and no line grows without end.
+    """
+    left, right = problem.window
+    lines = score_lines(problem, shapes)
+    if lines is None or lines.reach > 0 or lines.are_level or not {*problem.terms} <= {"score_ids"}:
+        return False
+    sees_own = left is None and not problem.bottom_right and shapes.q_len <= shapes.kv_len
+    both = lines.bend if right is None else right >= 0
+    long = shapes.q_len >= _FADING_QUERIES and shapes.kv_len >= _FADING_KEYS
+    return sees_own and both and long and not problem.split
 
 
 def _l2_heads(shapes: Shapes, problem: Problem) -> int:

@@ -23,6 +23,7 @@
 //   bool kBatchesTogether     units of a head follow each other through the batch rows
 //   bool kDynamic             units from an atomic counter, else static
 //   int kTeams                of a producer and its consumers, with units of their own
+//   bool kFades               blocks that a falling line hides are left out (forward_fading.cuh)
 //   bool kPingPong            warpgroups take turns at the tensor cores
 //   bool kDrains              the registers of the weights are free before a softmax: the product
 //                             with the values is waited for together with the scores

@@ -89,6 +89,7 @@ static_assert(kWarpgroupRows % kPackedHeads == 0);
 static_assert((!kHasMask && !kHasBias && !kHasScoreFunction) || kPackedHeads == 1,
               "a unit has one head's mask, bias and function");
 static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kBlockKV % bias::kBoxKeys == 0));
+static_assert(!kFades || (kTakesLine && kScoreReach <= 0 && kTmaLoads && !kListsBlocks));
 static_assert(!kHasDropout || kPackedHeads == 1, "a thread's rows are queries 8 apart");
 
 // Units have numbers of the schedule. A unit that is walked a second time has its number with all

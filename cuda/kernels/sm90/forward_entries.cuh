@@ -3,7 +3,7 @@
 #pragma once
 
 #include "forward_exact.cuh"
-#include "sm90/forward_common.cuh"
+#include "sm90/forward_fading.cuh"
 
 // With kHalves a kernel goes ahead, a CTA for 64 rows of a head of queries, keys or values.
 extern "C" __global__ void __launch_bounds__(halves::kThreads)
@@ -25,6 +25,17 @@ extern "C" __global__ void __launch_bounds__(mask::kThreads)
     ptx::let_the_next_kernel_start();
     if (kDynamic && blockIdx.x == 0 && threadIdx.x == 0) *p.unit_counter = 0;
     mask::plan_by_query<forward::kWarpgroupRows, kBlockKV>(p);
+  }
+}
+
+// With kFades a kernel goes ahead, a warp for 64 rows of queries, or of keys and values. It zeroes
+// the counter of units.
+extern "C" __global__ void __launch_bounds__(fading::kThreads)
+    row_norms(const __grid_constant__ ForwardParams p) {
+  if constexpr (kFades) {
+    ptx::let_the_next_kernel_start();
+    if (kDynamic && blockIdx.x == 0 && threadIdx.x == 0) *p.unit_counter = 0;
+    fading::measure(p);
   }
 }
 

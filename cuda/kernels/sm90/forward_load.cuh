@@ -24,7 +24,7 @@ struct Producer {
   // this unit's last block: the CTA that is done first then takes the next unit. Elsewhere beside
   // the first block, so that the answer is there when it is needed; with segments the next unit's
   // plan is fetched meanwhile.
-  static constexpr bool kAsksLate = (kWindowRight || kListsWhole) && !kHasSegments;
+  static constexpr bool kAsksLate = (kWindowRight || kListsWhole || kFades) && !kHasSegments;
   __device__ __forceinline__ void request_number(int number) {
     if (is_again(number)) return;  // the next number has been asked for
     const int stride = kTeams * gridDim.x;
@@ -259,7 +259,8 @@ struct Producer {
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (kHasMask) ptx::wait_for_the_kernel_ahead();  // which makes flags and bits
+    // Which makes flags and bits, or norms.
+    if constexpr (kHasMask || kFades) ptx::wait_for_the_kernel_ahead();
     int number = blockIdx.x;
     if constexpr (kTeams > 1) number += ptx::warp_index() * gridDim.x;
     while (true) {

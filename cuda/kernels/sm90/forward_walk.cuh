@@ -6,7 +6,7 @@
 // Read forward_load.cuh next.
 #pragma once
 
-#include "sm90/forward_common.cuh"
+#include "sm90/forward_fading.cuh"
 
 namespace forward {
 
@@ -56,6 +56,10 @@ struct UnitWalk {
       const int last = (unit.first_row + kUnitRows - 1) / kPackedHeads;
       unit.blocks = blocks_of<kBlockKV>(visible_keys(seen, first, last));
     }
+    if constexpr (kFades) {
+      unit.blocks =
+          fading::blocks_that_count(p, taken.batch, taken.head, unit.first_row, unit.blocks);
+    }
     if constexpr (kListsWhole) narrow(unit);
   }
   // The block after `block`, which is not the unit's last.
@@ -77,6 +81,10 @@ struct UnitWalk {
     const Visibility seen{unit.offset, p.window_left, p.window_right,
                           ptx::opaque(unit.query_length), ptx::opaque(unit.kv_length)};
     unit.own = blocks_of<kBlockKV>(visible_keys(seen, first_query, last_query));
+    if constexpr (kFades) {
+      unit.own.begin = max(unit.own.begin, unit.blocks.begin);
+      unit.own.end = min(unit.own.end, unit.blocks.end);
+    }
     unit.full = full_blocks<kBlockKV>(seen, first_query, min(last_query, seen.query_length - 1));
   }
   // -- mask; all lanes take part --
@@ -322,7 +330,7 @@ struct RowWalk {
 
   // Begins a unit; `block` is the first of it.
   __device__ __forceinline__ void begin(const UnitInfo& t) {
-    last = kBoundedBegin ? ptx::uniform(t.own.begin) : 0;
+    last = kBoundedBegin || kFades ? ptx::uniform(t.own.begin) : 0;
     full = {kBoundedBegin ? ptx::uniform(t.full.begin) : 0, ptx::uniform(t.full.end)};
     block = ptx::uniform(t.own.end) - 1;
     if (kBeginsNear && block >= 0) {
@@ -334,7 +342,8 @@ struct RowWalk {
   __device__ __forceinline__ bool is_last() const { return block == last; }
   // The block after this one, unless they are listed.
   __device__ __forceinline__ int next_block(const UnitInfo& t) const {
-    return kBeginsNear && block == 0 ? ptx::uniform(t.own.end) - 1 : block - 1;
+    const int begin = kFades ? ptx::uniform(t.own.begin) : 0;
+    return kBeginsNear && block == begin ? ptx::uniform(t.own.end) - 1 : block - 1;
   }
   // Only the first block of a layout's units may reach past the last key.
   static constexpr bool kLaterAreFull =

@@ -77,8 +77,9 @@ namespace {
 namespace ffi = xla::ffi;
 using namespace attention;  // of operands.h
 
-// Of a CTA of segment_ranges, segment_plan and position_ranges.
+// Of a CTA of segment_ranges, segment_plan, position_ranges and row_norms.
 constexpr std::int64_t kRangeWarps = 8;
+constexpr std::int64_t kNormRows = 64;       // of a warp of row_norms
 constexpr std::int64_t kExactThreads = 384;  // of flash_forward_exact
 
 CUtensorMapDataType MapType(ffi::DataType dtype) {
@@ -153,6 +154,14 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   workspaces.CheckBlocks("keys", key_blocks, launch.block_kv, s.kv_len);
   workspaces.CheckBlocks("query rows", query_blocks, launch.block_q, s.q_len * launch.packed_heads);
   TakeHalves(launch.halves, s, &workspaces, &params);
+  std::int64_t query_parts = 0, key_parts = 0;  // none, unless the kernel row_norms is to run
+  workspaces.Take("query_norms", {s.batch * s.q_heads, &query_parts}, &params.query_norms);
+  workspaces.Take("key_norms", {s.batch * s.kv_heads, &key_parts}, &params.key_norms);
+  const bool norms = query_parts > 0;
+  if (norms) {
+    workspaces.CheckBlocks("rows of queries", query_parts, kNormRows, s.q_len);
+    workspaces.CheckBlocks("rows of keys", key_parts, kNormRows, s.kv_len);
+  }
   if (workspaces.error().failure()) return workspaces.error();
   if (auto error = SetSinks(operands, &params); error.failure()) return error;
   params.query_blocks = static_cast<int>(query_blocks);
@@ -199,6 +208,8 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   if (segments) {
     run("segment_ranges", s.batch * key_blocks);
     run("segment_plan", s.batch * query_blocks * warpgroups);
+  } else if (norms) {
+    run("row_norms", s.batch * (s.q_heads * query_parts + s.kv_heads * key_parts));
   } else if (launch.dynamic && (mask_blocks == 0 || positions)) {  // else mask_plan does it
     session.LaunchBeside("flash_forward_begin", {1, 32, 0}, &params);
   }

@@ -91,6 +91,10 @@ struct ForwardParams {
   float* query_factors;  // [B, N, ceil(T / 64)]
   float* key_factors;    // [B, K, ceil(S / 64)]
   float* value_factors;
+
+  // Only with kFades, written by row_norms: of 64 rows each the largest norm, bits of float32.
+  int* query_norms;  // [B, N, ceil(T / 64)]
+  int* key_norms;    // [B, K, ceil(S / 64)]
 };
 
 // The backward pass: flash_backward_prepare, flash_backward, flash_backward_finish, in this order
