@@ -235,6 +235,7 @@ def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
 
     def prepare(arrays: dict[str, Any]) -> Any:
         problem, operands = _validate.prepare(**static, **arrays)
+        problem, operands = _validate.by_chunks(problem, operands, arrays.get("block_mask"))
         found.append(problem)
         return operands
 

@@ -4,6 +4,7 @@ Everything here runs at trace time and looks at ranks, shapes, dtypes and Python
 array contents.
 """
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
@@ -138,6 +139,21 @@ def prepare(
     )
     captures = [_whole(x, len(batch)) for x in captured]
     return problem, (q, k, v, *terms.values(), *captures)
+
+
+def by_chunks(
+    problem: Problem, operands: tuple[jax.Array, ...], block_mask: BlockMask | None
+) -> tuple[Problem, tuple[jax.Array, ...]]:
+    """Makes each chunk of a block mask of equal chunks a batch row, if there is no other term.
+
+    Windows and causality are of differences of indices, which stay the same.
+    """
+    alone = problem.terms == ("block_numbers", "block_bits") and problem.score is None
+    if block_mask is None or block_mask.chunk is None or not alone:
+        return problem, operands
+    chunk = block_mask.chunk
+    q, k, v = (x.reshape(*x.shape[:-3], -1, chunk, *x.shape[-2:]) for x in operands[:3])
+    return dataclasses.replace(problem, terms=(), whole_blocks=False), (q, k, v)
 
 
 def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:

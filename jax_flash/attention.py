@@ -288,8 +288,11 @@ def flash_attention(
         deterministic=deterministic,
         precision=precision,
     )
+    rows = operands[0].shape[:-1]
+    problem, operands = _validate.by_chunks(problem, operands, block_mask)
     out, lse = _ops.attend(problem, backend, *operands)
-    return (out, jnp.swapaxes(lse, -1, -2)) if with_lse else out
+    out = jnp.reshape(out, (*rows, out.shape[-1]))
+    return (out, jnp.reshape(jnp.swapaxes(lse, -1, -2), rows)) if with_lse else out
 
 
 @overload

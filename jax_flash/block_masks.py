@@ -38,7 +38,7 @@ MaskMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Any]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("numbers", "bits"),
-    meta_fields=("q_len", "kv_len", "block", "window"),
+    meta_fields=("q_len", "kv_len", "block", "window", "chunk"),
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class BlockMask:
@@ -59,6 +59,8 @@ class BlockMask:
       window: how many keys a query sees before and after its own index (None: all), where
         `block_mask` found its function to be such a window, else None. Attention reads this in
         place of the arrays: whoever changes them, or brings several masks to one tree, sets None.
+      chunk: where `block_mask` found that a query sees the keys of its own one of equal chunks (of
+        documents of one length), how many these are, else None. To be set to None likewise.
     """
 
     numbers: jax.Array
@@ -67,6 +69,7 @@ class BlockMask:
     kv_len: int | None
     block: int
     window: tuple[int | None, int | None] | None = None
+    chunk: int | None = None
 
     @property
     def density(self) -> Any:
@@ -176,13 +179,15 @@ def block_mask(
     grid = _Grid(mask_mod, q_len, kv_len, _block(block), rows, planes)
     window = window_of(grid.trace(), q_len, kv_len)
     states = grid.states()
+    chunk = None
     if isinstance(states, jax.core.Tracer):
         numbers, bits = grid.with_all_bits()
     else:
         numbers, bits = grid.with_bits(np.array(states))
+        chunk = _chunk_of(np.array(states), q_len, kv_len, grid.block)
     if batch is None:
         numbers, bits = numbers[0], bits[0]
-    return BlockMask(numbers, bits, q_len, kv_len, block, window)
+    return BlockMask(numbers, bits, q_len, kv_len, block, window, chunk)
 
 
 def block_mask_of(
@@ -378,6 +383,16 @@ class _Grid:
         for row, blocks in enumerate(kept):
             stored[row, : len(blocks)] = np.reshape(blocks, (-1, *bits.shape[1:]))
         return jnp.asarray(numbers), jnp.asarray(stored)
+
+
+def _chunk_of(states: np.ndarray, q_len: int, kv_len: int, block: int) -> int | None:
+    """Finds the length of equal chunks whose queries see their own keys: all, and no others."""
+    count = int(np.sum(states[0, 0, 0] == FULL))  # blocks of the first chunk
+    blocks = states.shape[-1]
+    if q_len != kv_len or count in (0, blocks) or q_len % (count * block):
+        return None
+    own = np.kron(np.eye(blocks // count, dtype=bool), np.ones((count, count), bool))
+    return count * block if (states == np.where(own, FULL, EMPTY)).all() else None
 
 
 def _pack(seen: jax.Array) -> jax.Array:

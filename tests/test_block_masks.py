@@ -90,6 +90,42 @@ def test_bits_are_kept_of_partial_blocks_that_differ():
     np.testing.assert_array_equal(layout.dense(), dense[None])
 
 
+def test_equal_chunks_are_batch_rows():
+    """Of a mask of equal chunks attention is that of the chunks, and what is causal stays so."""
+    ids = np.arange(256) // 64
+    m = jax_flash.block_mask(masks.documents(ids), q_len=256, kv_len=256, block=32)
+    assert m.chunk == 64
+    read = dataclasses.replace(m, chunk=None)
+    q, k, v, dout = np.random.default_rng(0).normal(size=(4, 2, 3, 256, 4, 16)).astype(np.float32)
+    for options in ({}, {"is_causal": True}, {"local_window_size": (20, 3), "softcap": 2.0}):
+
+        def both(mask, q, k, v, options=options):
+            attend = functools.partial(
+                jax_flash.flash_attention, block_mask=mask, return_lse=True, **options
+            )
+            results, pullback = jax.vjp(attend, q, k, v)
+            return results, pullback((jnp.asarray(dout), jnp.ones_like(results[1])))
+
+        got, truth = (jax.jit(both)(mask, q, k[..., :2, :], v[..., :2, :]) for mask in (m, read))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), got, truth)
+    texts = [str(jax_flash.explain(q, k, v, block_mask=x, gpu="H200")) for x in (m, read)]
+    assert ["block mask" in text for text in texts] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.arange(128) // 48,  # the last one is shorter
+        np.array([0] * 32 + [1] * 64 + [2] * 32),
+        np.arange(128) // 16,  # within a block
+        np.arange(128) // 64 % 1,  # one
+        np.array([0] * 32 + [1] * 32 + [0] * 64),
+    ],
+)
+def test_other_documents_are_no_chunks(ids: np.ndarray):
+    assert jax_flash.block_mask(masks.documents(ids), q_len=128, kv_len=128, block=32).chunk is None
+
+
 WINDOWS = {
     "causal": (masks.causal(), (None, 0)),
     "causal behind": (masks.causal(5), (None, 5)),
@@ -396,6 +432,21 @@ def test_second_derivatives():
 
     ours = functools.partial(jax_flash.flash_attention, backend="xla")
     np.testing.assert_allclose(curvature(ours), curvature(reference.attention), rtol=1e-4)
+
+
+def test_chunks_are_sharded_over_batch_and_heads():
+    mesh = mesh_of((2, 4))
+    m = jax_flash.block_mask(masks.documents(np.arange(64) // 32), q_len=64, kv_len=64, block=16)
+    assert m.chunk == 32
+    q, k, v = (normal(i, 4, 64, 8, 16) for i in range(3))
+
+    def step(q, k, v):
+        return gradients(jax_flash.flash_attention, q, k, v, block_mask=m, backend="cpu")
+
+    placed = jax.device_put((q, k, v), NamedSharding(mesh, P("data", None, "model", None)))
+    compiled = jax.jit(step).lower(*placed).compile()
+    assert collectives(compiled) == []
+    close(compiled(*placed), gradients(reference.attention, q, k, v, mask=m.dense()))
 
 
 @pytest.mark.parametrize("how", ["jit", "shard_map"])
