@@ -417,8 +417,9 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     """Chooses the forward kernel's tiling for a problem that the family does not refuse."""
     tiling = _choose_forward(problem, shapes)
     if tiling.tma_loads and _fades(problem, shapes):
-        # Units are of all lengths, as those of many heads are.
-        return dataclasses.replace(tiling, fades=True, l2_heads=min(_l2_heads(shapes, problem), 64))
+        # Heads differ in length: 4 to 10 % over 1, 12 or 32 together, where units of one do not.
+        l2_heads = 4 if problem.window[1] is None else tiling.l2_heads
+        return dataclasses.replace(tiling, fades=True, l2_heads=l2_heads)
     bytes_ = bytes_of_bias(shapes.bias)
     if not tiling.tma_loads or not is_plane(shapes) or tiling.block_kv * bytes_ % 128 != 0:
         return tiling
@@ -492,15 +493,15 @@ class _Forward:
         if self.widest <= 64 and not (self.halves or self.is_short):
             return True
         # Units of one length need no counter: without its memset 4% faster at T 512; in long calls
-        # the counter evens out multiprocessors of different speed, 3 to 6%.
+        # the counter evens out multiprocessors of different speed, 3 to 6% (of two teams 2% at 2048).
         even = self.is_plain and self.problem.window[1] is None
-        return not even or known(self.shapes.q_len, 4096) > 2048
+        return not even or known(self.shapes.q_len, 4096) > (1024 if self.is_short else 2048)
 
     @property
     def is_short(self) -> bool:
         """Units of few blocks: two teams hide each other's ends.
 
-        3 to 13 % at T 512, 1 to 3 % at T 2048.
+        3 to 13 % at T 512, 2 to 3 % at T 2048.
         """
         lengths = known(self.shapes.q_len, 4096), known(self.shapes.kv_len, 4096)
         # Beside a negative scale 20 bytes of float16 would be spilled.
