@@ -493,7 +493,8 @@ class _Forward:
         if self.widest <= 64 and not (self.halves or self.is_short):
             return True
         # Units of one length need no counter: without its memset 4% faster at T 512; in long calls
-        # the counter evens out multiprocessors of different speed, 3 to 6% (of two teams 2% at 2048).
+        # the counter evens out multiprocessors of different speed, 3 to 6%, of two
+        # teams 2% at T 2048.
         even = self.is_plain and self.problem.window[1] is None
         return not even or known(self.shapes.q_len, 4096) > (1024 if self.is_short else 2048)
 
