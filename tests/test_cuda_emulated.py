@@ -159,6 +159,16 @@ def test_float32_in_halves(case: Case, emulator: Emulator):
     check_orders(case.draw(), emulator.run)
 
 
+@pytest.mark.parametrize("dim", [64, 100])
+def test_last_units_that_ctas_share(dim: int, emulator: Emulator):
+    """Four units on three processors: they add to dk and dv of the last one, in any order."""
+    arguments = H("shared", H=dim, Hv=72, T=140, S=200, N=2, K=1).draw()
+    for seed in (IN_ORDER, 2):
+        compare(arguments, emulator.run(arguments, seed=seed))
+    arguments.arrays["key"][:, 195] *= 2.0**-20  # what meets the last block is computed again
+    compare(arguments, emulator.run(arguments))
+
+
 def test_mask_that_hides_whole_blocks(emulator: Emulator):
     arguments = C("blocks", mask="bnts", mask_density=0.9, H=128, T=300, S=500, N=1).draw()
     mask = arguments.arrays["mask"]

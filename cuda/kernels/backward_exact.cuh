@@ -176,13 +176,14 @@ __device__ __forceinline__ bool all_finite(const float (&values)[kCount]) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]) == 0.f;
 }
 
-// Marks the rows of this warp, `row` of the key block on, of dk (which = 0) or dv (1).
+// Marks the rows of this warp, `row` of the key block on, of dk (which = 0) or dv (1); of rows that
+// others add to those alone that are not finite.
 template <class Params>
 __device__ __forceinline__ void mark_rows(const Params& p, int batch, int kv_head, int key0,
-                                          int row, int which, bool finite) {
+                                          int row, int which, bool finite, bool shares = false) {
   const bool clean = __all_sync(0xffffffffu, finite);
   const int unit = (batch * p.kv_heads + kv_head) * key_blocks(p) + key0 / kKeys;
-  if (threadIdx.x % 32 == 0) {
+  if (threadIdx.x % 32 == 0 && !(shares && clean)) {
     p.marks[(unit * (kKeys / kMarkedRows) + row / kMarkedRows) * 2 + which] = clean ? 0 : 1;
   }
 }

@@ -210,17 +210,23 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
 }
 
 // split_float32, a CTA for 64 rows of a head of one of the four arrays: of dout it goes on with the
-// rest, while these rows are near. kByRows: dout may be split by rows.
-template <bool kByRows, class Params>
-__device__ __forceinline__ void split_and_prepare(const Params& p, float second, float wide) {
-  __shared__ halves::Tile tile;
-  int index = blockIdx.x;
-  if (halves::split_inputs(p, index, tile, second, wide, wide)) return;
+// rest, while these rows are near. kByRows: dout may be split by rows. CTAs after all: after(i).
+template <bool kByRows, class Params, class After>
+__device__ __forceinline__ void split_and_prepare(const Params& p, float second, float wide,
+                                                  After after) {
+  halves::Choice choice(blockIdx.x);
   halves::Source dout{p.dout_data, p.dout_halves, p.dout_factors, p.query_len, p.query_heads,
                       second,      wide};
   if constexpr (kByRows) dout.rows = p.dout_row_factors;
-  const halves::Place at = dout.place(index);
-  halves::split_tile<kValueDim, kByRows>(dout, at, visibility(p, at.batch).query_length, tile);
+  const auto of_queries = [&](int batch) { return visibility(p, batch).query_length; };
+  const bool goes_on = !halves::offer_inputs(p, choice, second, wide, wide);
+  if (goes_on && !choice.offer(dout, true, p.batch, of_queries)) {
+    after(choice.index);
+    return;
+  }
+  choice.template split<kByRows>();
+  if (!goes_on) return;
+  const halves::Place& at = choice.place;
   prepare(p, (at.batch * p.query_heads + at.head) * dout.tiles() + at.first / halves::kRows);
 }
 

@@ -117,8 +117,9 @@ __device__ __forceinline__ int exponent_of(unsigned largest) {
   return largest == 0 ? 0 : min(14 + 127 - static_cast<int>(largest >> 23), 126);
 }
 
-// Rows from the batch row's `length` on do not count. With kByRows a tile of which a row is small
-// has no factor, which 0 says, but each row one of its own, 0 where it is 0.
+// Rows from the batch row's `length` on do not count. With kByRows, if there is a place for them, a
+// tile of which a row is small has no factor, which 0 says, but each row one of its own, 0 where it
+// is 0.
 template <int kDim, bool kByRows = false>
 __device__ __forceinline__ void split_tile(const Source& from, const Place& place, int length,
                                            Tile& tile) {
@@ -190,7 +191,7 @@ __device__ __forceinline__ void split_tile(const Source& from, const Place& plac
   const int exponent = exponent_of(largest);
   const bool is_small =
       least != ~0u && __uint_as_float(least + 1) < __uint_as_float(largest) * from.wide;
-  const bool by_rows = kByRows && is_small;
+  const bool by_rows = kByRows && is_small && from.rows != nullptr;
   const int64 tile_at =
       (static_cast<int64>(batch) * from.heads + head) * from.tiles() + first / kRows;
 
@@ -249,24 +250,46 @@ __device__ __forceinline__ void split_tile(const Source& from, const Place& plac
   }
 }
 
-// A CTA's tile, of those of all arrays. Returns whether it was one of this array's, whose tiles
-// come before those of the next.
-template <int kDim, class LengthOf>
-__device__ __forceinline__ bool split(const Source& from, int batch, int& index, LengthOf length_of,
-                                      Tile& tile) {
-  const int all = batch * from.heads * from.tiles();
-  if (index >= all) {
-    index -= all;
-    return false;
-  }
-  const Place place = from.place(index);
-  split_tile<kDim>(from, place, length_of(place.batch), tile);
-  return true;
-}
+// The tile of a CTA, `index` of those of all arrays, which are offered one after the other. One
+// piece of code splits it whatever it is of: of four the compiler takes a second more.
+struct Choice {
+  int index;
+  Source from;
+  Place place;
+  int length;
+  bool of_values = false;  // rows of kValueDim numbers
 
-// Queries, keys and values.
+  __device__ __forceinline__ explicit Choice(int index) : index(index) {}
+
+  template <class LengthOf>
+  __device__ __forceinline__ bool offer(const Source& source, bool values, int batch,
+                                        LengthOf length_of) {
+    const int all = batch * source.heads * source.tiles();
+    if (index >= all) {
+      index -= all;
+      return false;
+    }
+    from = source;
+    place = source.place(index);
+    length = length_of(place.batch);
+    of_values = values;
+    return true;
+  }
+
+  template <bool kByRows = false>
+  __device__ __forceinline__ void split() const {
+    __shared__ Tile tile;
+    if (kHeadDim == kValueDim || !of_values) {
+      split_tile<kHeadDim, kByRows>(from, place, length, tile);
+    } else {
+      split_tile<kValueDim, kByRows>(from, place, length, tile);
+    }
+  }
+};
+
+// Offers queries, keys and values.
 template <class Params>
-__device__ __forceinline__ bool split_inputs(const Params& p, int& index, Tile& tile,
+__device__ __forceinline__ bool offer_inputs(const Params& p, Choice& choice,
                                              float second = kSecondHalf, float wide_values = kWide,
                                              float wide = kWide) {
   const auto of_queries = [&](int batch) { return visibility(p, batch).query_length; };
@@ -276,9 +299,8 @@ __device__ __forceinline__ bool split_inputs(const Params& p, int& index, Tile& 
   const Source key{p.key_data, p.key_halves, p.key_factors, p.kv_len, p.kv_heads, second, wide};
   const Source value{p.value_data, p.value_halves, p.value_factors, p.kv_len,
                      p.kv_heads,   second,         wide_values};
-  return split<kHeadDim>(query, p.batch, index, of_queries, tile) ||
-         split<kHeadDim>(key, p.batch, index, of_keys, tile) ||
-         split<kValueDim>(value, p.batch, index, of_keys, tile);
+  return choice.offer(query, false, p.batch, of_queries) ||
+         choice.offer(key, false, p.batch, of_keys) || choice.offer(value, true, p.batch, of_keys);
 }
 
 }  // namespace halves

@@ -5,8 +5,8 @@
 // the T queries padded to whole blocks of 64:
 //   kernel                   grid                             block          dynamic shared memory
 //   mask_plan                blocks of pairs, with a mask     128            0
-//   split_float32            tiles, with kHalves              256            0
-//   flash_backward_prepare   B * N * rows / 64                128            0
+//   split_float32            tiles, with kHalves alone        256            0
+//   flash_backward_prepare   B * N * rows / 64, else          128            0
 //   flash_backward_sm80      B * K * key blocks               32 * kWarps    sizeof(Shared)
 //   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128            0
 // and those of sm80/backward_bias.cuh. cuda/ampere.md has the schedule.
@@ -61,7 +61,8 @@ extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResi
 // With kHalves in the place of the next one.
 extern "C" __global__ void __launch_bounds__(halves::kThreads)
     split_float32(const __grid_constant__ Sm80BackwardParams p) {
-  if constexpr (kHalves) backward::split_and_prepare<false>(p, kSecondHalf, halves::kWide);
+  if constexpr (kHalves)
+    backward::split_and_prepare<false>(p, kSecondHalf, halves::kWide, [](int) {});
 }
 
 // Eight blocks on a multiprocessor: left to itself ptxas takes 48 registers, and spills 32 bytes

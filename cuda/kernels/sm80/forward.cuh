@@ -36,9 +36,9 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 256 / forward::k
 extern "C" __global__ void __launch_bounds__(halves::kThreads)
     split_float32(const __grid_constant__ Sm80ForwardParams p) {
   if constexpr (kHalves) {
-    __shared__ halves::Tile tile;
-    int index = blockIdx.x;
-    halves::split_inputs(p, index, tile);
+    halves::Choice choice(blockIdx.x);
+    halves::offer_inputs(p, choice);
+    choice.split();
   }
 }
 

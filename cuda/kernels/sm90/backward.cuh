@@ -6,8 +6,8 @@
 // launched in this order on one stream with the same BackwardParams; rows are the T queries padded
 // to whole query blocks:
 //   kernel                   grid                             block  dynamic shared memory
-//   split_float32            tiles, with kHalves              256    0
-//   flash_backward_prepare   B * N * rows / 64                128    0
+//   split_float32            tiles, with kHalves alone        256    0
+//   flash_backward_prepare   B * N * rows / 64, else          128    0
 //   flash_backward           min(SMs, B * K * key blocks)     kThreads, sizeof(NarrowShared)
 //   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128    0
 // Sinks are in lse: they matter here where a row sees nothing else, see prepare.

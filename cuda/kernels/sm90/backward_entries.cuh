@@ -7,6 +7,7 @@
 #include "backward_prepare.cuh"
 #include "cuda/runtime/families/sm90_params.h"
 #include "sm90/backward_bias.cuh"
+#include "sm90/backward_walk.cuh"
 
 // With a mask a kernel goes ahead of all, see mask.cuh.
 extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResident)
@@ -14,11 +15,35 @@ extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResi
   if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
 }
 
-// With kHalves in the place of the next one.
+namespace backward {
+
+// Zeros for the shares of a unit.
+__device__ __forceinline__ void clear_shared(const BackwardParams& p, int index) {
+  const Unit u = unit_at(p, index);
+  const int64 row = key_row(p, u.batch, u.key0, u.kv_head);
+  const int count = min(kKeys, p.kv_len - u.key0);
+  const auto clear = [&](void* array, int dim) {
+    for (int i = threadIdx.x; i < count * dim; i += kPrepareThreads) {
+      const int64 at = row + static_cast<int64>(i / dim) * p.kv_heads;
+      static_cast<float*>(array)[at * dim + i % dim] = 0.f;
+    }
+  };
+  clear(p.dkey_data, kHeadDim);
+  clear(p.dvalue_data, kValueDim);
+  constexpr int kMarks = kKeys / kMarkedRows * 2;
+  const int block = (u.batch * p.kv_heads + u.kv_head) * key_blocks(p) + u.key0 / kKeys;
+  if (threadIdx.x < kMarks) p.marks[block * kMarks + threadIdx.x] = 0;
+}
+
+}  // namespace backward
+
+// With kHalves in the place of the next one; the last CTAs clear a unit each that is shared.
 extern "C" __global__ void __launch_bounds__(halves::kThreads)
     split_float32(const __grid_constant__ BackwardParams p) {
   if constexpr (kHalves) {
-    backward::split_and_prepare<true>(p, halves::kOneSum, halves::kWideOfGradients);
+    backward::split_and_prepare<true>(p, halves::kOneSum, halves::kWideOfGradients, [&](int i) {
+      backward::clear_shared(p, backward::whole_units(p) + i);
+    });
   }
 }
 

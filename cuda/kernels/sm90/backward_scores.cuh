@@ -23,6 +23,18 @@ __device__ __forceinline__ void store_row(const float (&values)[kCount], int row
   }
 }
 
+// The same, added to what is there.
+template <int kDim, int kCount>
+__device__ __forceinline__ void add_row(const float (&values)[kCount], int row, float factor,
+                                        float* to, int first_column) {
+  const int column = first_column + fragment::first_column(threadIdx.x);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int at = column + fragment::column(i);
+    if (fragment::row(i) == row && at < kDim) ptx::reduce_add(to + at, values[i] * factor);
+  }
+}
+
 inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
 using Multiplied = halves::Copied;            // what tensor cores multiply
 
@@ -491,7 +503,11 @@ __device__ __forceinline__ void store_columns(const BackwardParams& p, void* arr
     if constexpr (kSame<ResultElement, Float32>) {
       if (row < p.kv_len) {
         float* to = static_cast<float*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
-        store_row<kDim>(values, r, scale, to, first_column);
+        if (is_share(p, u)) {
+          add_row<kDim>(values, r, scale, to, first_column);
+        } else {
+          store_row<kDim>(values, r, scale, to, first_column);
+        }
       }
       continue;
     }

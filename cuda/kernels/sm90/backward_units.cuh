@@ -158,8 +158,9 @@ struct Planner {
     const bool leader = threadIdx.x % 32 == 0;
     wait_together(at(&Shared::unit_empty, stage_of<kUnits>(sent)), parity_of<kUnits>(sent) ^ 1);
     volatile UnitRecord& r = unit_record(sent);
-    const bool stop = index >= launched_units(p);
-    const Unit u = unit_at(p, stop ? 0 : index);
+    const bool stop = index >= taken_units(p);
+    const Taken taken = taken_at(p, stop ? 0 : index);
+    const Unit u = unit_at(p, taken.unit);
     if (leader) {
       r.stop = stop;
       r.batch = u.batch;
@@ -178,7 +179,11 @@ struct Planner {
       r.seen_queries.begin = seeing.begin;
       r.seen_queries.end = seeing.end == p.query_len ? kLargest : seeing.end;
     }
-    const WalkPlan walk = plan_walk(p, r, u.blocks);
+    WalkPlan walk = plan_walk(p, r, u.blocks);
+    if (kSharesUnits && taken.share >= 0) {
+      const int begin = walk.count * taken.share / p.shares;
+      walk = {walk.first + begin, walk.count * (taken.share + 1) / p.shares - begin};
+    }
     if (leader) set_walk(r, walk.first, walk.count);
     if constexpr (kGivesBackEarly && kTmaLoads) {  // K and V on their way to L2
       if (leader && !stop && walk.count > 0) {
@@ -210,7 +215,7 @@ struct Planner {
       }
       const int unit = kDbiasByRows ? index * p.batch + row : index;
       send_unit(sent, unit);
-      if (unit >= launched_units(p)) break;
+      if (unit >= taken_units(p)) break;
       if constexpr (kDbiasByRows) row = row + 1 == p.batch ? 0 : row + 1;
     }
   }

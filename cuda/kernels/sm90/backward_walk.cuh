@@ -27,6 +27,34 @@ __device__ __forceinline__ Visibility sight_of(const BackwardParams& p,
   return {u.offset, p.window_left, p.window_right, u.query_length, u.kv_length};
 }
 
+// The last units may leave most CTAs without one. Of calls whose units are of one length they are
+// shared: a share is a part of the walk, whose dK and dV are added to zeros.
+inline constexpr bool kSharesUnits = kHalves && !kDeterministic && !kWindowLeft && !kWindowRight;
+
+// What the counter hands out: of a unit the share `share`, or -1 all.
+struct Taken {
+  int unit, share;
+};
+__device__ __forceinline__ int whole_units(const BackwardParams& p) {
+  if constexpr (kSharesUnits) return unit_count(p) - p.shared_units;
+  return launched_units(p);
+}
+__device__ __forceinline__ int taken_units(const BackwardParams& p) {
+  if constexpr (kSharesUnits) return whole_units(p) + p.shared_units * p.shares;
+  return launched_units(p);
+}
+__device__ __forceinline__ Taken taken_at(const BackwardParams& p, int index) {
+  if constexpr (kSharesUnits) {
+    const int after = index - whole_units(p);
+    if (after >= 0) return {whole_units(p) + after / p.shares, after % p.shares};
+  }
+  return {index, -1};
+}
+__device__ __forceinline__ bool is_share(const BackwardParams& p, const volatile UnitRecord& u) {
+  if constexpr (kSharesUnits) return u.total < query_blocks(p) * u.heads;
+  return false;
+}
+
 // As of shown_blocks, of a unit; `base` is a multiple of 32.
 __device__ __forceinline__ uint32 shown_from(const BackwardParams& p, const volatile UnitRecord& u,
                                              int base) {

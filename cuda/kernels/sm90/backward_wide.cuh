@@ -196,7 +196,7 @@ __device__ __forceinline__ float inverse(float power_of_two) {
 // Where output gradients are split by rows, their tile's factor is 0: elements of a thread, each
 // times what brings its query's row back.
 __device__ __forceinline__ bool is_by_rows(const StepFactors& factors) {
-  if constexpr (kHalves) return factors.dout == 0.f;
+  if constexpr (kHalves) return __builtin_expect(factors.dout == 0.f, 0);
   return false;
 }
 __device__ __forceinline__ void times_rows(const BackwardParams& p, const volatile UnitRecord& u,
@@ -234,13 +234,13 @@ __device__ __forceinline__ void fit_keys(float (&x)[kScores], float (&back)[2]) 
 // role, what brings it back.
 template <bool kExists>
 struct GradientRange {  // none
-  static __device__ __forceinline__ float fit(float (&)[kScores], uint32) { return 1.f; }
+  static __device__ __forceinline__ float fit(const float (&)[kScores], uint32) { return 1.f; }
   static __device__ __forceinline__ void store(uint32, float) {}
   static __device__ __forceinline__ void load(uint32, float (&)[2]) {}
 };
 template <>
 struct GradientRange<true> {
-  static __device__ __forceinline__ float fit(float (&gradient)[kScores], uint32 iteration) {
+  static __device__ __forceinline__ float fit(const float (&gradient)[kScores], uint32 iteration) {
     float largest = 0.f;
 #pragma unroll
     for (float x : gradient) largest = fmaxf(largest, fabsf(x));
@@ -252,9 +252,7 @@ struct GradientRange<true> {
     const float4 four = ptx::load_shared_f4(warps);
     const int exponent =
         exponent_of(__float_as_int(fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w))));
-#pragma unroll
-    for (float& x : gradient) x *= ptx::power_of_two(exponent);
-    return ptx::power_of_two(-exponent);
+    return ptx::power_of_two(exponent);
   }
   static __device__ __forceinline__ void store(uint32 buffer, float factor) {
     if (threadIdx.x % 128 == 0) {
@@ -400,13 +398,14 @@ struct Probability {
     if constexpr (kHalves) {
       uint32 parts[2][kScores / 2];
       const float of_tile = factors.dout * (1 / kProbabilityRange);
-      float factor[2] = {of_tile, of_tile}, range = kProbabilityRange;
+      float factor[2] = {of_tile, of_tile};
+      // Ahead of the branch, which what is behind it would have to wait for.
+      split_scores(x, kProbabilityRange, parts);
       if (is_by_rows(factors)) {
         times_rows(p, u, walk.head, walk.m0, x);
         fit_keys(x, factor);
-        range = 1.f;
+        split_scores(x, 1.f, parts);
       }
-      split_scores(x, range, parts);
       dv.template accumulate<!kLast>(parts, dout_tile(slot), factor, [&] {
         issue_scores(u, x, iteration + 1, next.m0);
         factors = {p, u, next};
@@ -471,7 +470,8 @@ struct Probability {
       } else {
         release(at(&Shared::key_empty));
       }
-      mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 1, dv.is_finite());
+      mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 1, dv.is_finite(),
+                is_share(p, u));
       store_rows<kValueDim>(p, p.dvalue_data, dv, value_scale(p), u);
       return_unit(received);
       ++received;
@@ -536,15 +536,11 @@ struct Gradient {
       const uint32 empty = at(&Shared::gradient_empty, buffer);
       const uint32 parity = parity_of<kScoreStages>(iteration) ^ 1;
       uint32 parts[2][kScores / 2];
-      float back[2] = {1.f, 1.f};
-      if (by_rows) {
-        ptx::barrier_wait(empty, parity);
-        StepRange::split_by_rows(dp, buffer, parts);
-      } else {
-        back[0] = back[1] = StepRange::fit(dp, iteration);
-        split_scores(dp, 1.f, parts);
-        ptx::barrier_wait(empty, parity);
-      }
+      const float range = StepRange::fit(dp, iteration), of_tile = inverse(range);
+      float back[2] = {of_tile, of_tile};
+      split_scores(dp, range, parts);
+      ptx::barrier_wait(empty, parity);
+      if (by_rows) StepRange::split_by_rows(dp, buffer, parts);
       const uint32 to = at(&Shared::gradient) + buffer * kGradientBytes;
       store_gradient(parts[0], to, 0);
       store_gradient(parts[1], to + kGradientPlane, 0);
@@ -617,7 +613,8 @@ struct Gradient {
       } else {
         release(at(&Shared::value_empty));
       }
-      mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 0, dk.is_finite());
+      mark_rows(p, u.batch, u.kv_head, u.key0, threadIdx.x % 128 / 32 * 16, 0, dk.is_finite(),
+                is_share(p, u));
       store_rows<kHeadDim>(p, p.dkey_data, dk, query_key_scale(p), u);
       return_unit(received);
       ++received;

@@ -9,11 +9,11 @@
 extern "C" __global__ void __launch_bounds__(halves::kThreads)
     split_float32(const __grid_constant__ ForwardParams p) {
   if constexpr (kHalves) {
-    __shared__ halves::Tile tile;
-    int index = blockIdx.x;
+    halves::Choice choice(blockIdx.x);
     // Products of wgmma have one sum. The second half of what is below 2^-16 of the largest has few
     // bits: of queries and keys that is lost in their logits, of values it would be the result's.
-    halves::split_inputs(p, index, tile, halves::kOneSum, halves::kWideOfOneSum);
+    halves::offer_inputs(p, choice, halves::kOneSum, halves::kWideOfOneSum);
+    choice.split();
   }
 }
 

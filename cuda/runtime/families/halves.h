@@ -44,13 +44,15 @@ void TakeHalvesAndDout(bool halves, const Sizes& s, Workspaces* workspaces, Para
              workspaces, &params->dout_halves, &params->dout_factors);
 }
 
-// Of so many arrays like the queries, and of keys and values.
+// Of so many arrays like the queries, and of keys and values; and CTAs besides.
 template <class Params>
-void LaunchSplit(const Sizes& s, std::int64_t like_queries, Params& params, Session* session) {
+void LaunchSplit(const Sizes& s, std::int64_t like_queries, Params& params, Session* session,
+                 std::int64_t besides = 0) {
   const std::int64_t queries = s.q_heads * CeilDiv(s.q_len, kSplitRows);
   const std::int64_t keys = s.kv_heads * CeilDiv(s.kv_len, kSplitRows);
   session->LaunchBeside("split_float32",
-                        {s.batch * (like_queries * queries + 2 * keys), kSplitThreads, 0}, &params);
+                        {s.batch * (like_queries * queries + 2 * keys) + besides, kSplitThreads, 0},
+                        &params);
 }
 
 }  // namespace jax_flash::attention

@@ -4,6 +4,7 @@
 
 #include "cuda/runtime/families/sm90.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -277,7 +278,19 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
     auto error = MapBias(operands, bias, launch.block_q, &session, &params.bias_map);
     if (error.failure()) return error;
   }
-  if (launch.halves) LaunchSplit(s, 2, params, &session);
+  const bool full = problem.window_left < 0 && problem.window_right < 0;
+  if (launch.halves && full && !problem.deterministic) {
+    // Units of one length: the last ones would be of few CTAs.
+    const std::int64_t ctas = session.AtOnce(kMaxInt), rest = ctas > 0 ? blocks.units % ctas : 0;
+    const std::int64_t shares =
+        rest == 0 ? 0 : std::min(ctas / rest, CeilDiv(s.q_len, launch.block_q));
+    if (shares > 1) {
+      params.shared_units = static_cast<int>(rest);
+      params.shares = static_cast<int>(shares);
+    }
+  }
+  if (launch.halves) LaunchSplit(s, 2, params, &session, params.shared_units);
+  if (params.shares > 1) blocks.units += params.shared_units * (params.shares - 1);
   LaunchBackward(blocks, launch, params, &session, [&](std::int64_t units) {
     session.LaunchPersistent("flash_backward", units, launch.threads, launch.shared_bytes, &params);
   });

@@ -198,4 +198,8 @@ struct BackwardParams {
   float* value_factors;
   float* dout_factors;
   float* dout_row_factors;  // [B, N, 64 * ceil(T / 64)]
+
+  // The last units, each of which so many CTAs share; 0: none. Not with kDeterministic or a window.
+  int shared_units;
+  int shares;
 };
