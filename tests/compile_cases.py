@@ -426,7 +426,7 @@ def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF)
     report = _explain.compile_plan(plan)
     after = resource.getrusage(resource.RUSAGE_SELF)
-    assert report.error is None
+    assert report.error is None, report.error
     assert {*plan.entries, *plan.beside_entries} <= {entry.name for entry in report.entries}
     for entry in report.entries:
         assert entry.spill_bytes == 0, entry

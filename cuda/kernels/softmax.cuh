@@ -23,6 +23,8 @@ struct Threshold {
 };
 inline constexpr Threshold kSuspect{0.4f, 0.1f}, kDecisive{0.2f, 0.2f};
 inline constexpr Threshold kDecisiveOfThread{0.5f, 0.5f};  // without asking the row's other threads
+// Functions at head dim 64 have no registers for it: 16 bytes would be spilled.
+inline constexpr bool kAsksRow = !kHasScoreFunction || larger(kHeadDim, kValueDim) > 64;
 
 // Nothing beside the exponentials.
 struct Alone {
@@ -180,10 +182,10 @@ struct SoftmaxState {
     // After a search the bases are maxima, and `correction` is taken: beyond 2^27 their rounding
     // alone may look like a rise.
     float apart[2];
-    const bool suspect = weigh(scores, factor, kSuspect, apart, beside) && !searches;
-    if (!__any_sync(0xffffffffu, suspect) || !__any_sync(0xffffffffu, rises(apart))) {
-      return searches;
-    }
+    const Threshold threshold = kAsksRow ? kSuspect : kDecisiveOfThread;
+    const bool suspect = weigh(scores, factor, threshold, apart, beside) && !searches;
+    if (!__any_sync(0xffffffffu, suspect)) return searches;
+    if (kAsksRow && !__any_sync(0xffffffffu, rises(apart))) return searches;
     raise(scores, correction);
     return true;
   }

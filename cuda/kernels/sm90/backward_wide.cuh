@@ -236,6 +236,8 @@ template <bool kExists>
 struct GradientRange {  // none
   static __device__ __forceinline__ float fit(const float (&)[kScores], uint32) { return 1.f; }
   static __device__ __forceinline__ void store(uint32, float) {}
+  static __device__ __forceinline__ void split_by_rows(const float (&)[kScores], uint32,
+                                                       uint32 (&)[2][kScores / 2]) {}
   static __device__ __forceinline__ void load(uint32, float (&)[2]) {}
 };
 template <>

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(fading::kThreads)
   if constexpr (kFades) {
     ptx::let_the_next_kernel_start();
     if (kDynamic && blockIdx.x == 0 && threadIdx.x == 0) *p.unit_counter = 0;
-    fading::measure(p);
+    fading::measure<Element>(p);
   }
 }
 

@@ -21,7 +21,7 @@ inline constexpr int kInfinityBits = 0x7f800000;
 
 // The largest norm of a head's `count` rows from `row` on, as the bits of a float32, which are in
 // their order; of rows that are not finite, or whose squares are not, those of infinity or NaN.
-template <int kDim>
+template <class Of, int kDim>
 __device__ __forceinline__ int largest_norm(const void* data, int64 row, int heads, int count) {
   constexpr int kLanes = 8;  // that share a row
   const int lane = threadIdx.x % 32;
@@ -39,8 +39,8 @@ __device__ __forceinline__ int largest_norm(const void* data, int64 row, int hea
       const uint32 pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {
-        const float low = Element::unpack_low(pairs[pair]);
-        const float high = Element::unpack_high(pairs[pair]);
+        const float low = Of::unpack_low(pairs[pair]);
+        const float high = Of::unpack_high(pairs[pair]);
         sum = fmaf(low, low, fmaf(high, high, sum));
       }
     }
@@ -54,7 +54,8 @@ __device__ __forceinline__ int largest_norm(const void* data, int64 row, int hea
   return __float_as_int(ptx::exp2_approx(0.5f * ptx::log2_approx(__int_as_float(largest))));
 }
 
-// A warp's 64 rows of queries, or of keys and values.
+// A warp's 64 rows of queries, or of keys and values, of 16 bits.
+template <class Of>
 __device__ __forceinline__ void measure(const ForwardParams& p) {
   const int query_parts = ceil_div(p.query_len, kRows), key_parts = ceil_div(p.kv_len, kRows);
   int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
@@ -67,13 +68,13 @@ __device__ __forceinline__ void measure(const ForwardParams& p) {
   const int first = part * kRows;
   if (of_keys) {
     const int64 row = key_row(p, batch, first, head);
-    const int key = largest_norm<kHeadDim>(p.key_data, row, heads, p.kv_len - first);
-    const int value = largest_norm<kValueDim>(p.value_data, row, heads, p.kv_len - first);
+    const int key = largest_norm<Of, kHeadDim>(p.key_data, row, heads, p.kv_len - first);
+    const int value = largest_norm<Of, kValueDim>(p.value_data, row, heads, p.kv_len - first);
     if (threadIdx.x % 32 != 0) return;
     p.key_norms[(batch * heads + head) * parts + part] = value < kInfinityBits ? key : value;
   } else {
     const int64 row = query_row(p, batch, first, head);
-    const int query = largest_norm<kHeadDim>(p.query_data, row, heads, p.query_len - first);
+    const int query = largest_norm<Of, kHeadDim>(p.query_data, row, heads, p.query_len - first);
     if (threadIdx.x % 32 != 0) return;
     p.query_norms[(batch * heads + head) * parts + part] = query;
   }
