@@ -138,7 +138,8 @@ struct AttendOf {
     if constexpr (kSplitsColumns) {
       add_weights_of_all(scores, correction);
     } else {
-      state.extend(scores, 1.0f, /*searches=*/true, correction, Alone{});
+      // Bases are maxima, which no weight decides.
+      state.extend<false>(scores, 1.0f, /*searches=*/true, correction, Alone{});
     }
     if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll

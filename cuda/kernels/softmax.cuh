@@ -23,8 +23,6 @@ struct Threshold {
 };
 inline constexpr Threshold kSuspect{0.4f, 0.1f}, kDecisive{0.2f, 0.2f};
 inline constexpr Threshold kDecisiveOfThread{0.5f, 0.5f};  // without asking the row's other threads
-// Functions at head dim 64 have no registers for it: 16 bytes would be spilled.
-inline constexpr bool kAsksRow = !kHasScoreFunction || larger(kHeadDim, kValueDim) > 64;
 
 // Nothing beside the exponentials.
 struct Alone {
@@ -169,12 +167,14 @@ struct SoftmaxState {
   // are largest by far are exact again. A score more than 128 above the base overflows, the sum
   // stays infinite, and the unit is walked again.
   // With a factor that is not one number, scores that are searched have that of `scale_log2`.
-  template <int kCount, class Beside>
+  // kAsksRow: whether a weight decides is asked of all threads of its row, which takes registers.
+  template <bool kAsksRow = true, int kCount, class Beside>
   __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2, bool searches,
                                          float (&correction)[2], const Beside& beside) {
-    return extend(scores, scale_log2, OneFactor{scale_log2}, searches, correction, beside);
+    return extend<kAsksRow>(scores, scale_log2, OneFactor{scale_log2}, searches, correction,
+                            beside);
   }
-  template <int kCount, class Factor, class Beside>
+  template <bool kAsksRow = true, int kCount, class Factor, class Beside>
   __device__ __forceinline__ bool extend(float (&scores)[kCount], float scale_log2,
                                          const Factor& factor, bool searches,
                                          float (&correction)[2], const Beside& beside) {

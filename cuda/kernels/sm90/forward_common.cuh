@@ -50,6 +50,8 @@ inline constexpr bool kListsLayout = kListsWords && mask::kTilesAreWhole<kUnitRo
 // Q comes behind the second block's keys, where the unit before gives its buffer back last, and is
 // there when the unit before has its last output.
 inline constexpr bool kQueriesLate = kListsLayout && kQueryStages == 1;
+// Of SoftmaxState. Functions at head dim 64 have no registers for it: 16 bytes would be spilled.
+inline constexpr bool kAsksRow = !kHasScoreFunction || larger(kHeadDim, kValueDim) > 64;
 // The line that a function adds goes into the exponent. Not beside dropout at wide heads: 156 bytes
 // would be spilled.
 inline constexpr bool kTakesLine = kScoreIsLine && (!kHasDropout || kValueDim <= 64);

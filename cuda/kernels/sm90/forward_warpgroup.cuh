@@ -575,8 +575,8 @@ struct Warpgroup : RowWalk,
         apply_terms(scores);
         if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
       }
-      rescale =
-          softmax.extend(scores, p.scale_log2, factor, searches, correction, among_exponentials());
+      rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, factor, searches, correction,
+                                         among_exponentials());
     } else if constexpr (kSharesLine) {
       const bool straight = later_is_full() && !searches && UnitLine::is_one();
       const LineFactor<kScoreIsLevel> line = UnitLine::factor();
@@ -584,12 +584,13 @@ struct Warpgroup : RowWalk,
       if (straight && softmax.lower_along(line.step, lowered)) {
         add_bias(scores);
         const CommonLine factor{line.factor, line.step, line.first_start() - softmax.base[0]};
-        rescale =
-            softmax.extend(scores, p.scale_log2, factor, false, correction, among_exponentials());
+        rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, factor, false, correction,
+                                           among_exponentials());
       } else {
         apply_terms(scores);
         if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
-        rescale = softmax.extend(scores, p.scale_log2, searches, correction, among_exponentials());
+        rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, searches, correction,
+                                           among_exponentials());
       }
       if (__any_sync(0xffffffffu, lowered != 0.0f)) {  // kept as one number: two would be spilled
 #pragma unroll
@@ -608,12 +609,13 @@ struct Warpgroup : RowWalk,
         apply_terms(scores);
         if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
       }
-      rescale =
-          softmax.extend(scores, p.scale_log2, factor, searches, correction, among_exponentials());
+      rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, factor, searches, correction,
+                                         among_exponentials());
     } else {
       apply_terms(scores);
       if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
-      rescale = softmax.extend(scores, logit_scale(), searches, correction, among_exponentials());
+      rescale = softmax.extend<kAsksRow>(scores, logit_scale(), searches, correction,
+                                         among_exponentials());
     }
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
     return rescale;
