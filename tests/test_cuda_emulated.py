@@ -240,6 +240,8 @@ def test_keys_that_a_line_hides_are_left_out(dim: int, causal: bool, emulator: E
     arguments.arrays["value"][0, 3, 1, 5] = np.inf  # of the second head
     got = emulator.run(arguments, gradients=False, seed=2)
     compare(arguments, got, gradients=False)
+    if not causal:  # takes long: once is enough
+        return
     sources = _native.kernel_sources()
     reach = "spread * ptx::reciprocal_approx(slope) + 1.0f"
     assert reach in sources["sm90/forward_fading.cuh"]
