@@ -59,8 +59,9 @@ class BlockMask:
       window: how many keys a query sees before and after its own index (None: all), where
         `block_mask` found its function to be such a window, else None. Attention reads this in
         place of the arrays: whoever changes them, or brings several masks to one tree, sets None.
-      chunk: where `block_mask` found that a query sees the keys of its own one of equal chunks (of
-        documents of one length), how many these are, else None. To be set to None likewise.
+      chunk: queries of a chunk, where `block_mask` found T = S to be equal chunks, as documents of
+        one length are, of which a query sees all keys of its own and no others; else None. It is
+        read in place of the arrays, too: to be set to None likewise.
     """
 
     numbers: jax.Array
