@@ -385,26 +385,43 @@ class Arguments:
 
 
 @dataclasses.dataclass
-class WhereRowsAreAdded:
-    """Arguments on a GPU so small that few heads keep it busy: see `adds_rows`."""
+class OnSmallGpu:
+    """Arguments on a GPU of three multiprocessors, so that few units keep it busy.
+
+    Args:
+      field: of a tiling that is chosen then,
+      value: and what it has to be.
+    """
 
     arguments: Arguments
+    field: str
+    value: Any
 
-    def run(self, backend: str) -> dict[str, Any]:
-        ctas, asked, answers = sm90._CTAS, sm90.adds_rows, []
+    @property
+    def case(self) -> Case:
+        return self.arguments.case
 
-        def adds_rows(*call) -> bool:
-            answers.append(asked(*call))
-            return answers[-1]
+    def run(self, backend: str, **options: Any) -> dict[str, Any]:
+        before = sm90._CTAS, sm90.choose_forward, sm90.choose_backward
+        found = []
 
-        sm90._CTAS, sm90.adds_rows = 6, adds_rows  # two for each of three multiprocessors
+        def noting(choose):
+            def chosen(*call):
+                tiling = choose(*call)
+                found.append(getattr(tiling, self.field, None))
+                return tiling
+
+            return chosen
+
+        sm90._CTAS = 6  # two for each
+        sm90.choose_forward, sm90.choose_backward = map(noting, before[1:])
         jax.clear_caches()
         try:
-            got = self.arguments.run(backend)
+            got = self.arguments.run(backend, **options)
         finally:
-            sm90._CTAS, sm90.adds_rows = ctas, asked
-        if not answers or not all(answers):
-            raise ValueError("the rows of the bias are not added")
+            sm90._CTAS, sm90.choose_forward, sm90.choose_backward = before
+        if self.value not in found:
+            raise ValueError(f"no tiling has {self.field} {self.value}, but {found}")
         return got
 
 

@@ -63,6 +63,9 @@ def tuned(name: str) -> Configurations:
     backward = name == "backward"
     if not backward:  # three warpgroups, or two since three would spill
         chosen += ["softcap", "sinks", "lengths", "window"]
+        short = dataclasses.replace(small, batch=32, q_len=512, kv_len=512)
+        for window in ((None, None), (None, 0)):  # four warpgroups; two teams
+            yield f"64/64 short {window}", dataclasses.replace(PLAIN, window=window), short
     for feature in chosen:
         yield f"64/64 {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), small
         terms = ("block_numbers", "block_bits")

@@ -15,7 +15,7 @@ import pytest
 
 from jax_flash import _native
 
-from .cases import BOTTOM_RIGHT, Arguments, Case, WhereRowsAreAdded, dropout_words
+from .cases import BOTTOM_RIGHT, Arguments, Case, OnSmallGpu, dropout_words
 from .emulator import Emulator
 from .numpy_oracle import DTYPES, dropout_keep
 from .test_conformance import compare
@@ -123,8 +123,17 @@ def test_bias_of_rows_whose_blocks_of_keys_keep_the_gpu_busy(case: Case, emulato
     """A CTA adds the gradients of all rows: for as many heads as the machine has processors."""
     check_orders(
         case.draw(),
-        lambda arguments, seed: emulator.run(WhereRowsAreAdded(arguments), seed=seed),  # type: ignore[arg-type]
+        lambda arguments, seed: emulator.run(OnSmallGpu(arguments, "dbias_rows", True), seed=seed),
     )
+
+
+def test_four_warpgroups_that_share_keys(emulator: Emulator):
+    """Units of 256 rows, more than there are processors."""
+    arguments = C("fours", T=256, S=90, N=4, K=2).draw()
+    for seed in (IN_ORDER, 2):
+        fours = OnSmallGpu(arguments, "consumers", 4)
+        got = emulator.run(fours, seed=seed, gradients=False)
+        compare(arguments, got, gradients=False)
 
 
 def check_orders(arguments: Arguments, run: Callable[..., dict[str, np.ndarray]]) -> None:

@@ -70,6 +70,18 @@ def test_backward_tilings_fit_the_gpu(head_dim, value_dim, softcap):
     assert made.shared_bytes <= H200.shared_bytes
 
 
+def test_short_plain_calls_share_keys_among_whole_units_that_fill_the_gpu():
+    """Else two teams of two warpgroups, and three warpgroups in long calls."""
+    narrow = dataclasses.replace(replace_dims(64, 64), batch=32, q_len=512, kv_len=512)
+    for change, of_problem, consumers, teams in [
+        ({}, {}, 4, 1), ({"batch": 4}, {}, 2, 2), ({"q_len": 520}, {}, 2, 2),
+        ({}, {"window": (None, 0)}, 2, 2), ({"kv_len": 4096}, {}, 3, 1),
+    ]:  # fmt: skip
+        shapes = dataclasses.replace(narrow, **change)
+        tiling = plan("forward", dataclasses.replace(PLAIN, **of_problem), shapes).tiling
+        assert (tiling.consumers, tiling.teams) == (consumers, teams), (change, of_problem)
+
+
 def test_terms_that_hold_registers_leave_two_warpgroups():
     """At head dim 64 three of them: with segments alone or lengths alone, not with both."""
     narrow = replace_dims(64, 64)

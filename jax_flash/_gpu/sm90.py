@@ -184,7 +184,7 @@ class ForwardTiling:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer's and a consumer's thread; a CTA shares out 64k of them."""
-        if self.teams == 2:
+        if self.teams * self.consumers == 4:
             return 32, 112
         if self.consumers == 3:
             return 32, 160
@@ -510,6 +510,13 @@ class _Forward:
         return self.is_plain and max(lengths) <= 2048 and fits and self.packed_heads == 1
 
     @property
+    def fills_fours(self) -> bool:
+        """Units of four warpgroups' rows are of one length, whole, and keep a GPU busy."""
+        q_len = known(self.shapes.q_len, 0)
+        units = known(self.shapes.batch, 1) * self.shapes.q_heads * q_len // 256
+        return not self.is_uneven and q_len % 256 == 0 and units >= _CTAS // 2
+
+    @property
     def packed_heads(self) -> int:
         # Each head has a mask and a bias of its own; what dropout keeps, a thread draws for two
         # queries that are 8 apart; of float32 in halves 64 queries of a head share a factor.
@@ -697,6 +704,15 @@ _FORWARD = (
         lambda x: x.widest <= 64 and x.has_bias_alone,
         block_kv=128,
         consumers=3,
+        query_stages=2,
+        ping_pong=False,
+    ),
+    # Four warpgroups that share keys and values: half the loads of two teams, 1 to 2 %.
+    _row(
+        lambda x: x.widest <= 64 and x.is_short and x.fills_fours,
+        block_kv=64,
+        consumers=4,
+        stages=10,
         query_stages=2,
         ping_pong=False,
     ),

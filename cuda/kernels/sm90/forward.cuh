@@ -10,7 +10,7 @@
 //   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
 //                             tile.cuh; then static units
 //   int kBlockKV               keys per step, a multiple of 16, 32 to 256
-//   int kConsumers            consumer warpgroups, 2 or 3
+//   int kConsumers            consumer warpgroups, 2 to 4
 //   int kStages               K and V buffers each
 //   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1

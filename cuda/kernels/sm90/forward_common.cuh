@@ -81,7 +81,7 @@ inline constexpr bool kBiasBeside = kBiasTiles && kConsumers == 2 && kValueDim <
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
-static_assert(kConsumers == 2 || kConsumers == 3);
+static_assert(kConsumers >= 2 && kConsumers <= 4);
 static_assert(kTeams == 1 || (kTmaLoads && !kPingPong && !kHasKeyValueLengths),
               "named barriers are a team's, and so are loads by four warps");
 static_assert(kTmaLoads ? kHalves || (kHeadDim % 8 == 0 && kValueDim % 8 == 0) : !kDynamic);
