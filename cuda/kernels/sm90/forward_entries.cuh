@@ -139,8 +139,8 @@ extern "C" __global__ void flash_forward_begin(const __grid_constant__ ForwardPa
 }
 
 // Last, rows that the main kernel has marked: 384 threads, as many CTAs as run at once. Their tiles
-// of 16 rows are dealt out in turns of eight (a sector of marks): first the rows that visible
-// values explain are left out, a warp for each tile, then a warp computes each row.
+// of 16 rows are dealt out in turns: first the rows that visible values explain are left out, a
+// warp for each tile, then a warp computes each row.
 namespace forward {
 
 inline constexpr int kExactThreads = 384, kExactWarps = kExactThreads / 32;
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(forward::kExactThreads, 1)
   if (is_left_to_other(p)) return;  // then there are no marks
 #pragma unroll 1
   for (int first = 0; first < marks; first += gridDim.x * kExactThreads) {
-    const int mine = first + (gridDim.x * (threadIdx.x / 8) + blockIdx.x) * 8 + threadIdx.x % 8;
+    const int mine = first + gridDim.x * threadIdx.x + blockIdx.x;
     const uint32 rows = mine < marks ? p.marks[mine] : 0;
     if (!__syncthreads_or(rows != 0)) continue;
     if (threadIdx.x == 0) marked.count = 0;
