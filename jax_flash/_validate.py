@@ -146,14 +146,26 @@ def by_chunks(
 ) -> tuple[Problem, tuple[jax.Array, ...]]:
     """Makes each chunk of a block mask of equal chunks a batch row, if there is no other term.
 
-    Windows and causality are of differences of indices, which stay the same.
+    Windows and causality are of differences of indices, which stay the same. Not where types split
+    the sequence into parts that are no whole chunks.
     """
     alone = problem.terms == ("block_numbers", "block_bits") and problem.score is None
     if block_mask is None or block_mask.chunk is None or not alone:
         return problem, operands
     chunk = block_mask.chunk
-    q, k, v = (x.reshape(*x.shape[:-3], -1, chunk, *x.shape[-2:]) for x in operands[:3])
+    count = operands[0].shape[-3] // chunk
+    if any(count % _parts(x, -3) for x in operands[:3]):
+        return problem, operands
+    q, k, v = (x.reshape(*x.shape[:-3], count, chunk, *x.shape[-2:]) for x in operands[:3])
     return dataclasses.replace(problem, terms=(), whole_blocks=False), (q, k, v)
+
+
+def _parts(x: jax.Array, axis: int) -> int:
+    """Counts the parts into which a type splits an axis, over explicit axes of a mesh."""
+    sharding = jax.typeof(x).sharding
+    names = sharding.spec[axis] or ()
+    names = (names,) if isinstance(names, str) else names
+    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:

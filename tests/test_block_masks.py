@@ -112,6 +112,14 @@ def test_equal_chunks_are_batch_rows():
     assert ["block mask" in text for text in texts] == [False, True]
 
 
+@pytest.mark.parametrize(("batch", "heads"), [(0, 2), (2, 0)])
+def test_equal_chunks_of_nothing(batch: int, heads: int):
+    m = jax_flash.block_mask(masks.documents(np.arange(64) // 32), q_len=64, kv_len=64, block=32)
+    x = jnp.zeros((batch, 64, heads, 16))
+    out, lse = jax_flash.flash_attention(x, x, x, block_mask=m, return_lse=True)
+    assert (out.shape, lse.shape) == (x.shape, x.shape[:-1])
+
+
 @pytest.mark.parametrize(
     "ids",
     [
@@ -447,6 +455,21 @@ def test_chunks_are_sharded_over_batch_and_heads():
     compiled = jax.jit(step).lower(*placed).compile()
     assert collectives(compiled) == []
     close(compiled(*placed), gradients(reference.attention, q, k, v, mask=m.dense()))
+
+
+@pytest.mark.filterwarnings("ignore:.*is gathered")
+@pytest.mark.parametrize("chunks", [3, 4])
+def test_sequences_split_by_type_may_part_chunks(chunks: int):
+    mesh, length = mesh_of((4, 2), explicit=True), 32 * chunks
+    m = jax_flash.block_mask(
+        masks.documents(np.arange(length) // 32), q_len=length, kv_len=length, block=16
+    )
+    assert m.chunk == 32
+    arrays = [normal(i, 2, length, 2, 16) for i in range(3)]
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arrays, NamedSharding(mesh, P(None, "data")))
+        out = jax.jit(functools.partial(jax_flash.flash_attention, block_mask=m))(*placed)
+    close(out, reference.attention(*arrays, mask=m.dense()))
 
 
 @pytest.mark.parametrize("how", ["jit", "shard_map"])
