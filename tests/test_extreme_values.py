@@ -224,6 +224,23 @@ def test_large_finite_bias_is_no_mask(backend):
             np.testing.assert_allclose(got[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_of_large_numbers_behind_blocks_that_they_do_not_see(dtype, backend):
+    """Their maxima come late, and are rounded by more than float32 has of a weight's range."""
+    q, k, v = (normal(i, 1, 150, 2, 64).astype(dtype) for i in range(3))
+    attend = functools.partial(
+        jax_flash.flash_attention, local_window_size=5, return_lse=True, backend=backend
+    )
+    for large in (-1e10, 1e12, -1e30):
+        bias = np.zeros((150, 1), np.float32)
+        bias[3::8] = large
+        out, lse = (np.asarray(x, np.float32) for x in jax.jit(attend)(q, k, v, bias=bias))
+        np.testing.assert_allclose(lse[:, 3::8], large, rtol=1e-6)
+        for row in range(3, 150, 8):  # a mean: the scores vanish beside the bias
+            mean = v[0, max(row - 5, 0) : row + 6].astype(np.float32).mean(0)
+            np.testing.assert_allclose(out[0, row], mean, atol=4 * float(jnp.finfo(dtype).eps))
+
+
 @pytest.mark.parametrize(("by", "dtype"), [("bias", "float16"), ("score_mod", "bfloat16")])
 def test_row_hidden_by_large_numbers_harms_no_gradient(by, dtype, backend):
     """A row without weights that its lse could tell, in 16 bits, beside rows of the same keys."""

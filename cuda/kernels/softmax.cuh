@@ -202,7 +202,8 @@ struct SoftmaxState {
       rise(row, fmaxf(fmaf(largest, scale_log2, kHeadroom), before), correction[row]);
       if constexpr (kOneInSum) {
         const float weight = ptx::exp2_approx(fmaf(largest, scale_log2, -base[row]));
-        const float added = Element::unpack(Element::round(weight)) - weight;
+        // No NaN, where a base beyond 2^31 is rounded by so much that the weight is infinite.
+        const float added = fminf(Element::unpack(Element::round(weight)) - weight, 1.0f);
         if (base[row] > before) sum[row] = fmaf(added, 0.25f, sum[row]);
       }
     }
