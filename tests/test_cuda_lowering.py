@@ -3,6 +3,7 @@
 import functools
 import re
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -295,6 +296,36 @@ def test_gradients_export_with_symbolic_heads(heads, kv_heads):
     names = ["jax_flash_cuda_forward", "jax_flash_cuda_backward"]
     step = jax.grad(lambda *x: flash_attention(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
     exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)
+    assert calls(exported(*arguments).mlir_module()) == names
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "heads", "options"),
+    [
+        (2, 512, 512, "n", {}),
+        (2, 512, 512, "n", {"is_causal": True}),
+        (2, 512, 512, "n", {"is_causal": True, "deterministic": True}),
+        ("b", 512, 512, 4, {}),
+        (2, 256, "s", 4, {"bias": True}),
+        (2, "t", 256, 4, {"bias": True}),
+    ],
+)
+def test_gradients_export_where_one_size_is_symbolic(batch, queries, keys, heads, options):
+    """What tilings are chosen by asks nothing of a size that is not known."""
+    symbols: dict[Any, Any] = dict(
+        zip("btsn", jax.export.symbolic_shape("b, t, s, n"), strict=True)
+    )
+    b, t, s, n = (symbols.get(x, x) for x in (batch, queries, keys, heads))
+    arguments = [array(b, length, n, 64) for length in (t, s, s)]
+    arguments += [array(n, t, s)] if "bias" in options else []
+
+    def loss(q, k, v, bias=None):
+        return flash_attention(q, k, v, **options | {"bias": bias}).astype(jnp.float32).sum()
+
+    exported = jax.export.export(
+        jax.jit(jax.grad(loss)), platforms=["cuda"], disabled_checks=EXPORT_CHECKS
+    )
+    names = ["jax_flash_cuda_forward", "jax_flash_cuda_backward"]
     assert calls(exported(*arguments).mlir_module()) == names
 
 

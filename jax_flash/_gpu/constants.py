@@ -151,6 +151,7 @@ def is_plane(shapes: Shapes) -> bool:
     return (
         bias is not None
         and isinstance(bias.queries, int)
+        and isinstance(bias.keys, int)
         and (bias.queries, bias.keys) == (shapes.q_len, shapes.kv_len)
         and bias.queries > 1
         and bias.keys > 1

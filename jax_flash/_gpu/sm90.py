@@ -513,7 +513,7 @@ class _Forward:
     def fills_fours(self) -> bool:
         """Units of four warpgroups' rows are of one length, whole, and keep a GPU busy."""
         q_len = known(self.shapes.q_len, 0)
-        units = known(self.shapes.batch, 1) * self.shapes.q_heads * q_len // 256
+        units = known(self.shapes.batch, 1) * known(self.shapes.q_heads, 1) * q_len // 256
         return not self.is_uneven and q_len % 256 == 0 and units >= _CTAS // 2
 
     @property
@@ -882,7 +882,7 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes) -> int:
     else:
         heads = fitting // 4
     heads = max(1, heads)
-    return min(heads, known(shapes.batch, heads) * shapes.kv_heads)
+    return min(heads, known(shapes.batch, heads) * known(shapes.kv_heads, heads))
 
 
 def _is_bare(problem: Problem) -> bool:
@@ -917,7 +917,7 @@ def _l2_heads(shapes: Shapes, problem: Problem) -> int:
         * (shapes.head_dim + shapes.value_dim)
     )
     fitting = max(1, _L2_SHARE // bytes_per_head)
-    kv_heads = min(fitting, known(shapes.batch, fitting) * shapes.kv_heads)
+    kv_heads = min(fitting, known(shapes.batch, fitting) * known(shapes.kv_heads, fitting))
     return kv_heads * _group(shapes)
 
 
