@@ -31,21 +31,47 @@ struct Program {
 // Makes program.so of program.cu in a folder, or says in its file "log" why not: translate.py.
 bool (*compiler)(const char* folder) = nullptr;
 
+namespace fs = std::filesystem;
+
+std::string MakeFolder() {
+  std::string folder = (fs::temp_directory_path() / "emulatorXXXXXX").string();
+  if (mkdtemp(folder.data()) == nullptr) std::abort();
+  return folder;
+}
+
+// A folder of files that programs include.
+struct Headers {
+  std::map<std::string, std::string> files;
+  std::string folder = MakeFolder();
+
+  explicit Headers(const std::map<std::string, std::string>& given) : files(given) {
+    for (const auto& [name, text] : files) {
+      const fs::path path = fs::path(folder) / name;
+      fs::create_directories(path.parent_path());
+      std::ofstream(path) << text;
+    }
+  }
+  ~Headers() { fs::remove_all(folder); }
+};
+
+// Written once for the programs that follow each other: most have the same files.
+std::shared_ptr<const Headers> WriteHeaders(const std::map<std::string, std::string>& files) {
+  static std::mutex mutex;
+  static std::shared_ptr<const Headers> last;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (last == nullptr || last->files != files) last = std::make_shared<Headers>(files);
+  return last;
+}
+
 class Machine : public FakeMachine {
  public:
   std::string Compile(const std::string& source, const std::map<std::string, std::string>& files,
                       std::string* image) override {
-    namespace fs = std::filesystem;
     if (compiler == nullptr) return "the emulator has no compiler";
-    std::string folder = (fs::temp_directory_path() / "emulatorXXXXXX").string();
-    if (mkdtemp(folder.data()) == nullptr) return "no temporary folder";
-    const auto write = [&](const std::string& name, const std::string& text) {
-      const fs::path path = fs::path(folder) / name;
-      fs::create_directories(path.parent_path());
-      std::ofstream(path) << text;
-    };
-    write("program.cu", source);
-    for (const auto& [name, text] : files) write(name, text);
+    const std::shared_ptr<const Headers> headers = WriteHeaders(files);
+    const std::string folder = MakeFolder();
+    std::ofstream(folder + "/program.cu") << source;
+    fs::create_directory_symlink(headers->folder, folder + "/headers");
     const auto read = [](const std::string& path) {
       std::ifstream file(path, std::ios::binary);
       return std::string(std::istreambuf_iterator<char>(file), {});

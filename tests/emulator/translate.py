@@ -1,7 +1,8 @@
 """Makes a library for the host of a CUDA program: what NVRTC does for a GPU.
 
-A folder holds program.cu and the files that it includes, as NVRTC would get them; program.so comes
-to lie beside them. The text stays what it is but for what a C++ compiler cannot know:
+A folder holds program.cu, and in its folder "headers" the files that it includes, as NVRTC would
+get them; program.so comes to lie beside it. The text stays what it is but for what a C++ compiler
+cannot know:
 
 - an `asm` statement becomes a call of `emulator::run` with its PTX, which ptx.cc executes;
 - an `extern __shared__` array becomes a reference to the CTA's dynamic shared memory, a
@@ -169,9 +170,10 @@ def compile_folder(folder: Path) -> bool:
 
 
 def _compile(folder: Path) -> None:
-    preprocess = [*COMPILER, "-E", "-std=c++17", "-x", "c++", "-I", str(folder), "-nostdinc"]
+    headers = folder / "headers"
+    preprocess = [*COMPILER, "-E", "-std=c++17", "-x", "c++", "-I", str(headers), "-nostdinc"]
     preprocessed = _output([*preprocess, str(folder / "program.cu")])
-    text = translate(preprocessed.replace(f"{folder}/", ""))
+    text = translate(preprocessed.replace(f"{headers}/", "").replace(f"{folder}/", ""))
     flags = [
         *COMPILER,
         *FLAGS,
