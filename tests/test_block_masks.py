@@ -90,6 +90,7 @@ def test_bits_are_kept_of_partial_blocks_that_differ():
     np.testing.assert_array_equal(layout.dense(), dense[None])
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_equal_chunks_are_batch_rows():
     """Of a mask of equal chunks attention is that of the chunks, and what is causal stays so."""
     ids = np.arange(256) // 64
