@@ -127,6 +127,7 @@ def together() -> Configurations:
     """Many features in one program, chosen so that none is spilled."""
     mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
     bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
+    of_queries = dataclasses.replace(bias, dtype="float32", keys=1)
     packed = {"q_len": 16, "kv_heads": 4}
     window: dict[str, Any] = {"window": (1024, 100)}
     causal: dict[str, Any] = {"window": (None, 0)}
@@ -152,7 +153,11 @@ def together() -> Configurations:
             {},
             ((64, 64), (128, 128), (256, 256)),
         ),
-        (window | {"terms": POSITIONS, "softcap": 30.0}, packed, ((256, 256),)),
+        (
+            {"window": (1024, 0), "terms": ("bias", *SEGMENTS, *POSITIONS), "softcap": 30.0},
+            {"bias": of_queries},
+            ((256, 256),),
+        ),
         (window | {"terms": POSITIONS, "dtype": "float16"}, packed, ((33, 7),)),
         (
             causal | {"terms": ("bias", *LENGTHS, *POSITIONS, "sinks")},
@@ -185,9 +190,16 @@ def together() -> Configurations:
             ((64, 64),),
         ),
         (
-            causal | layout | {"terms": (*blocks, *SEGMENTS, *POSITIONS, "dropout_state")},
+            causal
+            | layout
+            | {"terms": (*blocks, *SEGMENTS, *POSITIONS, "dropout_state"), "softcap": 30.0},
             {"block_mask": own},
             ((64, 64),),
+        ),
+        (
+            {"whole_blocks": True, "softcap": 30.0, "terms": ("bias", *blocks)},
+            {"bias": of_queries, "block_mask": own},
+            ((128, 128),),
         ),
         (
             {"window": (1024, 0), "softcap": 30.0, "deterministic": True, "whole_blocks": True}
@@ -207,6 +219,10 @@ def together() -> Configurations:
             problem = dataclasses.replace(problem, terms=("bias", *problem.terms), window=(None, 0))
             shapes = dataclasses.replace(shapes, bias=dataclasses.replace(of_keys, dtype=dtype))
             yield f"{dim} alibi as a function and bias of keys", problem, shapes
+    for _, problem, shapes in functions_of_scores(("table", 64)):
+        problem = dataclasses.replace(problem, terms=("bias", *problem.terms))
+        shapes = dataclasses.replace(shapes, bias=of_queries)
+        yield "64 table as a function and bias of queries", problem, shapes
 
 
 def functions_of_scores(*chosen: tuple[str, int]) -> Configurations:
