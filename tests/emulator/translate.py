@@ -21,8 +21,9 @@ import re
 import shlex
 import shutil
 import subprocess
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -174,13 +175,8 @@ def _compile(folder: Path) -> None:
     preprocess = [*COMPILER, "-E", "-std=c++17", "-x", "c++", "-I", str(headers), "-nostdinc"]
     preprocessed = _output([*preprocess, str(folder / "program.cu")])
     text = translate(preprocessed.replace(f"{headers}/", "").replace(f"{folder}/", ""))
-    flags = [
-        *COMPILER,
-        *FLAGS,
-        *OWN,
-        *CHECKED,
-        *os.environ.get("JAX_FLASH_EMULATOR_FLAGS", "").split(),
-    ]
+    given = os.environ.get("JAX_FLASH_EMULATOR_FLAGS", "").split()
+    flags = (*COMPILER, *FLAGS, *OWN, *CHECKED, *given)
     digest = hashlib.sha256(text.encode() + (HERE / "device.h").read_bytes())
     digest.update((HERE / "api.h").read_bytes())
     digest.update(" ".join(flags).encode())
@@ -191,7 +187,10 @@ def _compile(folder: Path) -> None:
         shutil.copy(kept, built)
         return
     (folder / "program.cc").write_text(text)
-    _output([*flags, "-I", str(HERE), str(folder / "program.cc"), "-lgcc", "-o", str(built)])
+    include = ["-I", str(HERE)]
+    if kept is not None:
+        include = ["-I", str(_precompiled(kept.parent, flags)), *include]
+    _output([*flags, *include, str(folder / "program.cc"), "-lgcc", "-o", str(built)])
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         own = kept.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
@@ -199,5 +198,23 @@ def _compile(folder: Path) -> None:
         own.replace(kept)
 
 
-def _output(command: list[str]) -> str:
+@functools.cache
+def _precompiled(cache: Path, flags: tuple[str, ...]) -> Path:
+    """A folder with device.h as the compiler has it after reading: a tenth of the time."""
+    digest = hashlib.sha256((HERE / "device.h").read_bytes() + (HERE / "api.h").read_bytes())
+    digest.update(" ".join(flags).encode() + os.fsencode(HERE))
+    folder = cache / f"device-{digest.hexdigest()[:16]}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=cache))
+        header = str(HERE / "device.h")
+        _output([*flags, "-c", "-x", "c++-header", header, "-o", str(made / "device.h.gch")])
+        try:
+            made.rename(folder)
+        except OSError:  # another was faster
+            shutil.rmtree(made)
+    return folder
+
+
+def _output(command: Sequence[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
