@@ -224,15 +224,15 @@ def run(length):
 
 run(256)
 before = peak()
-results = run(32768)
-size = 32768 * 64 * 4
+results = run(16384)
+size = 16384 * 64 * 4
 print(json.dumps({"extra": peak() - before - (4 + len(jax.tree.leaves(results))) * size}))
 """
 
 
 @pytest.mark.slow
 def test_memory_stays_linear(tmp_path):
-    # Peak of a fresh process over inputs and outputs, 8 MB each; [T, S] scores would take 4 GB.
+    # Peak of a fresh process over inputs and outputs, 4 MB each; [T, S] scores would take 1 GB.
     package = Path(jax_flash.__file__).parent.parent
     environment = dict(os.environ, PYTHONPATH=str(package), JAX_PLATFORMS="cpu")
     done = subprocess.run(
@@ -245,4 +245,4 @@ def test_memory_stays_linear(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["extra"] <= 100e6
+    assert json.loads(done.stdout)["extra"] <= 60e6
