@@ -66,6 +66,11 @@ def tuned(name: str) -> Configurations:
         short = dataclasses.replace(small, batch=32, q_len=512, kv_len=512)
         for window in ((None, None), (None, 0)):  # four warpgroups; two teams
             yield f"64/64 short {window}", dataclasses.replace(PLAIN, window=window), short
+        bias = TermShape("float16", batch=1, heads=16, queries=4096, keys=4096)
+        shapes = dataclasses.replace(SHAPES, bias=bias)
+        for window in ((None, None), (None, 0)):
+            problem = dataclasses.replace(PLAIN, dtype="float16", terms=("bias",), window=window)
+            yield f"128 float16 bias, window {window}", problem, shapes
     for feature in chosen:
         yield f"64/64 {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), small
         terms = ("block_numbers", "block_bits")

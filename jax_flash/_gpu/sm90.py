@@ -452,6 +452,10 @@ class _Forward:
         return is_highest(self.problem)
 
     @property
+    def is_float16(self) -> bool:
+        return self.problem.dtype == "float16"
+
+    @property
     def tma_loads(self) -> bool:
         return self.halves or _tma_loads(self.shapes)  # planes of halves are padded
 
@@ -635,9 +639,10 @@ class _Forward:
         if self.is_light and not 256 < self.dims <= 320:
             return 24
         # At head dim 128 consumers take up to 92 bytes more than 224 registers: a softcap, or a
-        # bias beside another term. Sinks and dropout take none of the producer's, and with 40
-        # consumers spill 8 to 144 bytes.
-        crowd = self.is_capped or (self.bytes_of_bias > 0 and len(self.problem.terms) > 1)
+        # bias beside another term; up to 158 one beside float16 queries. Sinks and dropout take
+        # none of the producer's, and with 40 consumers spill 8 to 144 bytes.
+        crowd = self.bytes_of_bias > 0 and (len(self.problem.terms) > 1 or self.is_float16)
+        crowd = crowd or self.is_capped
         tight = 64 < self.widest <= 128 and crowd and not self.has("query_segments")
         if tight and {*self.problem.terms} <= {"sinks", "dropout_state"}:
             return 24
