@@ -29,7 +29,7 @@ def carried(name: str) -> list[Any]:
     dims = {64: ("causal", "dropout"), 100: ("causal",), 128: tuple(changes), 256: tuple(changes)}
     if not EVERYTHING:  # each change and each dim: what meets is compiled of 16 bits
         dims |= {64: ("dropout",), 128: ("causal", "dropout deterministic")}
-        dims |= {256: ("segments",)}
+        dims |= {256: ("segments", "dropout")}
     for dim, names in dims.items():
         for change in names:
             problem = dataclasses.replace(PLAIN, dtype="float32", **changes[change])
