@@ -71,6 +71,8 @@ def tuned(name: str) -> Configurations:
         for window in ((None, None), (None, 0)):
             problem = dataclasses.replace(PLAIN, dtype="float16", terms=("bias",), window=window)
             yield f"128 float16 bias, window {window}", problem, shapes
+        problem = dataclasses.replace(PLAIN, dtype="float16", terms=("bias",))
+        yield "64 float16 bias", problem, dataclasses.replace(small, bias=bias)
     for feature in chosen:
         yield f"64/64 {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), small
         terms = ("block_numbers", "block_bits")

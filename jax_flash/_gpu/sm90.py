@@ -564,9 +564,10 @@ class _Forward:
         return alone and plane and not self.has_left
 
     @property
-    def shares_bias(self) -> bool:
-        """Batch rows have one bias."""
-        return self.shapes.bias is not None and is_one(self.shapes.bias.batch)
+    def batches_together(self) -> bool:
+        """Batch rows have one bias, whose blocks come from L2 if they follow each other."""
+        shared = self.shapes.bias is not None and is_one(self.shapes.bias.batch)
+        return shared and self.widest <= 64 and self.has_bias_alone
 
     @property
     def walk_drains(self) -> bool:
@@ -679,7 +680,7 @@ def _row(when: Callable[[_Forward], bool], **tiling: Any) -> tuple[Any, dict[str
 # The forward's tilings: of the first row that holds. What a row does not name is _Forward's answer
 # of that name (_COMMON), two consumers, or ForwardTiling's default.
 _COMMON = ("block_kv", "packed_heads", "dynamic", "l2_heads", "producer_registers")
-_COMMON += ("tma_loads", "halves")
+_COMMON += ("tma_loads", "halves", "batches_together")
 _FORWARD = (
     # float32 in halves: a tile has two planes.
     _row(
@@ -698,12 +699,12 @@ _FORWARD = (
     _row(lambda x: not x.tma_loads),
     # Head dims up to 64.
     _row(
-        lambda x: x.widest <= 64 and x.has_bias_alone and x.shares_bias,
+        lambda x: x.widest <= 64 and x.has_bias_alone and x.is_float16,
         block_kv=128,
         consumers=3,
         query_stages=2,
         ping_pong=False,
-        batches_together=True,  # its blocks come from L2
+        drains=True,  # 274 bytes would be spilled; causal 8 are
     ),
     _row(
         lambda x: x.widest <= 64 and x.has_bias_alone,
