@@ -385,8 +385,8 @@ class Arguments:
 
 
 # Of a GPU that few units keep busy, two CTAs for each of its three multiprocessors, and from how
-# many queries and keys on a line's blocks are left out.
-_SMALL = {"_CTAS": 6, "_FADING_QUERIES": 1, "_FADING_KEYS": 1}
+# many queries and keys on a line's blocks are left out, or sums of dq take turns.
+_SMALL = {"_CTAS": 6, "_FADING_QUERIES": 1, "_FADING_KEYS": 1, "_RING_SHORTEST": 1}
 
 
 @dataclasses.dataclass

@@ -85,6 +85,7 @@ def tuned(name: str) -> Configurations:
             yield f"{dim} layout of {block}, window {window}", problem, shapes
     for name in ("deterministic causal", "deterministic segments") if backward else ():
         yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
+    yield from rings() if backward else ()
     yield from functions_of_scores(("softcap", 256))
     for name, problem, shapes in functions_of_scores(("alibi", 128)):
         terms = ("dropout_state", *problem.terms)
@@ -100,6 +101,21 @@ def tuned(name: str) -> Configurations:
     both = dataclasses.replace(small, mask=mask, block_mask=blocks)
     terms = ("mask", "block_numbers", "block_bits")
     yield "64/64 both masks", dataclasses.replace(PLAIN, terms=terms), both
+
+
+def rings() -> Configurations:
+    """Backward kernels with the sum of dq in a ring."""
+    own = BlockMaskShape(batch=1, heads=1, block=128)
+    terms = ("block_numbers", "block_bits")
+    layout = dataclasses.replace(PLAIN, dtype="float16", whole_blocks=True, terms=terms)
+    for head_dim, value_dim in [(64, 64), (96, 72), (128, 128), (40, 128)]:
+        shapes = dataclasses.replace(SHAPES, batch=8, head_dim=head_dim, value_dim=value_dim)
+        of_layout = dataclasses.replace(shapes, block_mask=own)
+        short = dataclasses.replace(shapes, batch=24, q_len=1025, kv_len=1024)
+        name = f"ring {head_dim}/{value_dim}"
+        yield name, PLAIN, short
+        yield f"{name} causal", dataclasses.replace(PLAIN, window=(None, 0)), short
+        yield f"{name} layout", layout, of_layout
 
 
 def others() -> Configurations:

@@ -139,7 +139,9 @@ struct Named<BackwardParams> : BackwardParams {
               dropout_scale, query_positions, key_value_positions, key_position_ranges,
               query_position_ranges, score_ids, captures, block_mask, bias_map, result_scale,
               first_kv_head, launched_kv_heads, query_halves, key_halves, value_halves, dout_halves,
-              query_factors, key_factors, value_factors, dout_factors)
+              query_factors, key_factors, value_factors, dout_factors, dout_row_factors,
+              shared_units, shares, dquery_map, ring_counts, dq_marks, ring_heads, ring_sets,
+              ring_lag)
 };
 template <>
 struct Named<Sm80ForwardParams> : Sm80ForwardParams {

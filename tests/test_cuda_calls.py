@@ -20,7 +20,7 @@ from jax_flash import _native
 
 from . import fake_cuda
 from .cases import BOTTOM_RIGHT, Case
-from .fake_cuda import Direct, On, Recording
+from .fake_cuda import Direct, Launch, On, Recording
 from .launches import (
     WORKSPACES,
     assert_launched_with,
@@ -91,6 +91,8 @@ CASES = (
     C("dropout, most", dropout=0.99, H=64, causal=True, segments="packed"),
     C("deterministic", deterministic=True),
     C("deterministic, wide", H=256, deterministic=True, causal=True),
+    C("ring", H=16, T=512, S=600, N=24, K=12, batch=(22,)),
+    C("ring, causal", H=16, T=520, S=640, N=26, K=26, batch=(16,), causal=True),
     C("whole tiles", H=64, T=384, N=6),
     C("whole tiles, wide", H=192, Hv=128, T=192, causal=True, deterministic=True),
     C("rows that TMA cannot load", H=100, Hv=36, causal=True),
@@ -327,24 +329,56 @@ def test_backward(case: Case, recordings: dict[Case | Direct, Recording]):
     tiles = 128 * sum(boxes) * (c["kBlockKV"] + c["kStages"] * c["kBlockQ"])
     assert main.shared > tiles + c["kScoreStages"] * c["kBlockKV"] * c["kBlockQ"] * 2
     assert finish.entry == "flash_backward_finish"
-    assert finish.grid == [rows // 64 * boxes[0], 1, 1]
+    ring, left_heads = check_ring(case, main, c)
+    assert finish.grid == [left_heads * query_blocks * c["kBlockQ"] // 64 * boxes[0], 1, 1]
     assert (finish.block, finish.shared) == small
 
-    expected = backward_params(case, call, c) | {
-        "query": tensor_map(case, c, "query", c["kBlockQ"]),
-        "key": tensor_map(case, c, "key", c["kBlockKV"]),
-        "value": tensor_map(case, c, "value", c["kBlockKV"]),
-        "dout": tensor_map(case, c, "dout", c["kBlockQ"]),
-        "dkey": tensor_map(case, c, "dkey", 64),
-        "dvalue": tensor_map(case, c, "dvalue", 64),
-        "bias_map": bias_map(case, c, c["kBlockQ"]),
-    }
+    expected = (
+        backward_params(case, call, c)
+        | ring
+        | {
+            "query": tensor_map(case, c, "query", c["kBlockQ"]),
+            "key": tensor_map(case, c, "key", c["kBlockKV"]),
+            "value": tensor_map(case, c, "value", c["kBlockKV"]),
+            "dout": tensor_map(case, c, "dout", c["kBlockQ"]),
+            "dkey": tensor_map(case, c, "dkey", 64),
+            "dvalue": tensor_map(case, c, "dvalue", 64),
+            "bias_map": bias_map(case, c, c["kBlockQ"]),
+        }
+    )
     arrays = ("query", "key", "value", "dout")  # of float32 alone
     expected |= {f"{array}_{of}": None for array in arrays for of in ("halves", "factors")}
+    expected |= {"dout_row_factors": None, "shared_units": 0, "shares": 0}
     assert_launched_with(call, names_of_buffers(case, recordings[case])[1], expected)
     assert 1 <= main.params["l2_heads"] <= batch * case.kv_heads
     assert c["kDeterministic"] == case.deterministic
     assert c["kHasDlse"] == case.with_lse
+
+
+def check_ring(case: Case, main: Launch, c: dict[str, int]) -> tuple[dict[str, Any], int]:
+    """Checks the ring of sums of dq: its parameters, heads that the last kernel has to finish."""
+    heads = math.prod(case.batch) * case.N
+    names = ("ring_counts", "dq_marks", "ring_heads", "ring_sets", "ring_lag")
+    assert c["kRing"] == case.name.startswith("ring")
+    if not c["kRing"]:
+        none: dict[str, Any] = dict.fromkeys(("dquery_map", *names[:2]))
+        return none | dict.fromkeys(names[2:], 0), heads
+    sets, lag = main.params["ring_sets"], main.params["ring_lag"]
+    set_heads = main.params["l2_heads"] * case.N // case.kv_heads
+    assert 1 <= lag < sets <= ceil_div(heads, set_heads) / 2
+    blocks = ceil_div(case.T, c["kBlockQ"]) * c["kBlockQ"] // 64 * ceil_div(case.H, 64)
+    ring = sets * set_heads
+    assert ring * blocks * 16384 <= 40 << 20
+    found: dict[str, Any] = {
+        "ring_counts": f"int32[{math.prod(case.batch) * case.kv_heads * 2}]",
+        "dq_marks": f"int32[{heads * blocks}]",
+        "dq_sum": f"float32[{ring * blocks * 4096}]",
+        "ring_heads": ring,
+        "ring_sets": sets,
+        "ring_lag": lag,
+        "dquery_map": tensor_map(case, c, "query", 16) | {"address": "dquery"},
+    }
+    return found, heads - (ceil_div(heads, set_heads) - lag) * set_heads
 
 
 @pytest.mark.parametrize("on", ON_A100, ids=lambda on: on.case.name)

@@ -68,6 +68,8 @@ SHAPES = (
           (256, 256, 512, 512, {"window": (100, 0), "N": 4, "K": 1}),
       ]
       for turns in (False, True)),
+    # More sums of dq than have a place at a time.
+    C("sums in a ring", T=600, S=520, H=128, N=16, batch=(11,)),
     # Windows wider than the keys, and all else together.
     C("wide window", T=200, S=150, window=(1000, 1000), align=BOTTOM_RIGHT, H=128),
     C("left window", T=300, S=450, window=(70, None), H=128, with_lse=True),

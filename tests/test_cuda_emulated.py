@@ -136,6 +136,35 @@ def test_four_warpgroups_that_share_keys(emulator: Emulator):
         compare(arguments, got, gradients=False)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        C("ring", T=150, S=130, N=6, K=3, batch=(4,)),
+        C("ring 128", H=128, Hv=64, T=90, S=300, N=1, batch=(11,), scale=-0.3, dtype="float16"),
+        C("ring layout", T=140, S=260, N=4, K=2, batch=(5,), blocks=("11", 128), is_layout=True),
+        C("ring causal 128", H=128, T=130, S=100, N=4, batch=(4,), causal=True),
+    ],
+    ids=lambda case: case.name.replace(" ", "-"),
+)  # fmt: skip
+def test_sums_of_dq_in_a_ring(case: Case, emulator: Emulator):
+    """More sets of heads than have a place: sums are finished, cleared and used again."""
+    sets = 8 if case.causal else 5
+    check_orders(
+        case.draw(),
+        lambda arguments, seed: emulator.run(OnSmallGpu(arguments, "ring_sets", sets), seed=seed),
+    )
+
+
+def test_poison_in_a_ring(emulator: Emulator):
+    """Rows of dq that meet a NaN which they may not see are right, of all sets of heads."""
+    arguments = C("future", T=90, S=90, H=128, N=4, batch=(4,), causal=True).draw()
+    truth = arguments.truth()
+    arguments.arrays["value"][:, 70] = np.nan
+    got = emulator.run(OnSmallGpu(arguments, "ring_sets", 8))["dquery"]
+    assert np.isnan(got[:, 70:].astype(np.float32)).all()
+    assert np.abs(got[:, :70].astype(np.float64) - truth.dq[:, :70]).max() < 2e-2
+
+
 def check_orders(arguments: Arguments, run: Callable[..., dict[str, np.ndarray]]) -> None:
     """Checks the results of threads and copies in order, and that other orders give the same."""
     case = arguments.case

@@ -123,13 +123,19 @@ __device__ __forceinline__ void store_dbias(const Params& p, int batch, int head
 // Where no instruction adds 16 bytes (kAddsFour = false), the 2 KB that the 128 threads have of a
 // piece hold its first elements, then the second ones: what a warp adds at once is one line of 128
 // bytes, not four bytes of every 16.
+//
+// With kRing the sums of p.ring_heads heads take turns in dq_sum, and what a warp has of a tile
+// lies side by side: [tile, 4, 8, lane, 4]. See sm90/backward_ring.cuh.
 inline constexpr bool kSumsInDq = kDqRowBytes > 0;
+static_assert(!(kSumsInDq && kRing));
 
 // Where the sum of the query block from m0 on starts: an index of the rows of dq, or of blocks.
 template <class Params>
 __device__ __forceinline__ int sum_index(const Params& p, int batch, int head, int m0) {
   if constexpr (kSumsInDq) return (batch * p.query_len + m0) * p.query_heads + head;
-  return (batch * p.query_heads + head) * query_blocks(p) + m0 / kQueries;
+  int of = batch * p.query_heads + head;
+  if constexpr (kRing) of %= p.ring_heads;
+  return of * query_blocks(p) + m0 / kQueries;
 }
 
 // A thread's pieces of one tile of the block at `index`.
@@ -146,6 +152,10 @@ class SumTile {
       const int64 at = static_cast<int64>(index) * (kHeadDim * 2) + (row * kDqRowBytes + column);
       even_ = static_cast<char*>(p.dquery) + at;
       odd_ = sum + at;
+    } else if constexpr (kRing) {
+      even_ = odd_ = sum +
+                     (static_cast<int64>(index) * (kQueries / 64 * kHeadBoxes) + tile) * 16384 +
+                     thread / 32 * 4096 + thread % 32 * 16;
     } else {
       constexpr int64 kTileBytes = 64 * 64 * 4;
       even_ = sum + (static_cast<int64>(index) * (kQueries / 64 * kHeadBoxes) + tile) * kTileBytes +
@@ -185,6 +195,7 @@ class SumTile {
   // Element e of piece i.
   __device__ __forceinline__ float* at(int i, int e = 0) const {
     constexpr int kStep = kSumsInDq ? 16 * kDqRowBytes : 4096;
+    if constexpr (kRing) return reinterpret_cast<float*>(even_ + i * 512 + e * 4);
     constexpr int kElementStep = kSumsInDq ? 4 * kDqRowBytes : 512;
     return reinterpret_cast<float*>((i % 2 == 0 ? even_ : odd_) + i / 2 * kStep + e * kElementStep);
   }

@@ -51,13 +51,33 @@ __device__ __forceinline__ bool is_summed(const Params& p, int tile) {
   return p.turns[tile / (kQueries / 64 * kHeadBoxes) * kTurnParts] != 0;
 }
 
+// With kRing: the tiles that the main kernel finished whose marks this CTA looks after.
+template <class Params>
+__device__ __forceinline__ Range own_tiles(const Params& p, int tiles) {
+  if constexpr (!kRing) return {0, 0};
+  const int share = ceil_div(tiles, static_cast<int>(gridDim.x));
+  const int begin = min(tiles, static_cast<int>(blockIdx.x) * share);
+  return {begin, min(tiles, begin + share)};
+}
+template <class Params>
+__device__ __forceinline__ bool any_tile_marked(const Params& p, Range tiles) {
+  bool marked = false;
+  if constexpr (kRing) {
+    for (int i = tiles.begin + static_cast<int>(threadIdx.x); i < tiles.end; i += kFinishThreads) {
+      marked = marked || p.dq_marks[i] != 0;
+    }
+  }
+  return marked;
+}
+
 template <class Params>
 __device__ __forceinline__ void finish(const Params& p) {
   if (is_left_to_other(p)) return;
   __shared__ FinishTile<ResultElement> tile;
   const int tiles = query_blocks(p) * (kQueries / 64);
   // The heads that the main kernel took last are still in L2 and come first.
-  const int index = gridDim.x - 1 - blockIdx.x;
+  const int all = kRing ? p.batch * p.query_heads * tiles * kHeadBoxes : gridDim.x;
+  const int index = all - 1 - blockIdx.x;
   const int box = index % kHeadBoxes;
   const int head_index = index / kHeadBoxes / tiles;
   const int row0 = (index / kHeadBoxes - head_index * tiles) * 64;
@@ -74,7 +94,8 @@ __device__ __forceinline__ void finish(const Params& p) {
     for (int j = 0; j < 8; ++j) values[j] = float4{0.f, 0.f, 0.f, 0.f};
   }
   const Range marks = own_marks(p);
-  bool finite = !any_marked(p, marks);
+  const Range finished = own_tiles(p, all);
+  bool finite = !any_marked(p, marks) && !any_tile_marked(p, finished);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     finite = finite && is_finite((values[j].x * 0.f + values[j].y * 0.f) +
@@ -105,6 +126,22 @@ __device__ __forceinline__ void finish(const Params& p) {
     }
   }
   exact_marked(p, marks);
+  if constexpr (kRing) {
+#pragma unroll 1
+    for (int i = finished.begin; i < finished.end; ++i) {
+      if (p.dq_marks[i] == 0) continue;
+      const int of = i / kHeadBoxes / tiles, first = (i / kHeadBoxes - of * tiles) * 64;
+      const int column = i % kHeadBoxes * 64;
+      const int row = of / p.query_heads, its = of - row * p.query_heads;
+#pragma unroll 1
+      for (int r = first + warp; r < min(first + 64, p.query_len); r += 4) {
+        const int64 at = query_row(p, row, r, its) * kHeadDim + column;
+        if (!row_is_finite(p.dquery, at, min(64, kHeadDim - column))) {
+          exact_dq(p, row, its, r, column);
+        }
+      }
+    }
+  }
 }
 
 }  // namespace backward

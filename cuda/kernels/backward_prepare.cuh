@@ -82,6 +82,20 @@ __device__ __forceinline__ bool sees_any(const Params& p, int batch, int head, i
   return false;
 }
 
+// With kRing: clears the marks and counters of these rows; has the ring a place for them at first?
+template <class Params>
+__device__ __forceinline__ bool clears_ring(const Params& p, int head_index, int row0) {
+  if constexpr (kRing) {
+    const int tile = (head_index * (query_blocks(p) * (kQueries / 64)) + row0 / 64) * kHeadBoxes;
+    if (threadIdx.x < kHeadBoxes) p.dq_marks[tile + threadIdx.x] = 0;
+    if (row0 == 0 && head_index % group_size(p) == 0 && threadIdx.x < 2) {
+      p.ring_counts[head_index / group_size(p) * 2 + threadIdx.x] = 0;
+    }
+    return head_index < p.ring_heads;
+  }
+  return false;
+}
+
 // `index`: of the blocks, all of a head side by side.
 template <class Params>
 __device__ __forceinline__ void prepare(const Params& p, int index) {
@@ -107,7 +121,7 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
     if (row0 % kQueries == 0 && threadIdx.x < kTurnParts) {
       p.turns[padded / kQueries * kTurnParts + threadIdx.x] = 0;
     }
-  } else {
+  } else if (!kRing || clears_ring(p, head_index, row0)) {
 #pragma unroll
     for (int box = 0; box < kHeadBoxes; ++box) {
       const SumTile sum = sum_tile(p, batch, head, row0, box);

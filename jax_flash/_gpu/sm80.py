@@ -314,6 +314,7 @@ class BackwardTiling:
             "kStages": self.stages,
             "kDoutStages": self.dout_stages,
             "kDqRowBytes": self.dq_row_bytes,
+            "kRing": False,
             "kAddsFour": self.adds_four,
             "kIsPlain": _is_plain(problem),
             "kDefersDq": self.defers_dq,

@@ -44,6 +44,7 @@ def backward_arrays(
     sums_dbias: bool,
     dbias_heads: int,
     ctas: int,
+    sum_heads: int | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the scratch arrays of the backward pass (cuda/runtime/families/backward.h).
 
@@ -54,6 +55,7 @@ def backward_arrays(
       sums_dbias: a kernel of its own sums the gradient of a bias, if there is one,
       ctas: in about so many CTAs.
       dbias_heads: of the function of this name.
+      sum_heads: query heads that have a place in the sum of dq at a time; None: all.
     """
     heads = shapes.batch * shapes.q_heads
     kv_heads = shapes.batch * shapes.kv_heads
@@ -65,7 +67,9 @@ def backward_arrays(
     return {
         "lse_log2": float32(heads, query_blocks, block_q),
         "minus_delta": float32(heads, query_blocks, block_q),  # dlse - rowsum(out * dout)
-        "dq_sum": float32(heads, query_blocks, block_q, columns),
+        "dq_sum": float32(
+            heads if sum_heads is None else sum_heads, query_blocks, block_q, columns
+        ),
         "next_unit": int32(1),
         "turns": int32(heads, query_blocks, turn_parts if problem.deterministic else 0),
         "query_segment_ranges": int32(shapes.batch, query_blocks, 2 * segments),

@@ -243,6 +243,21 @@ void load_bulk(Frame& f) {
     block->complete_bytes(barrier, bytes, name);
   });
 }
+// [destination], [source], bytes
+void store_bulk(Frame& f) {
+  const uint32 source = f.get32(1), bytes = f.get32(2);
+  Block* block = current->block;
+  if (bytes % 16 != 0 || bytes == 0) fail("%s: %u bytes", f.name(), bytes);
+  block->shared(source, bytes, 16, f.name());
+  unsigned char* to = global(f, 0, bytes, 16);
+  const char* name = f.name();
+  Action action = [=] { std::memcpy(to, block->read_async(source, bytes, name), bytes); };
+  if (happens_early()) {
+    action();
+    action = [] {};
+  }
+  current->bulk.open.push_back(std::move(action));
+}
 // [map, {coordinates}], [source]
 void store_box(Frame& f) {
   const Box box = box_of(f, f.argument(0));
@@ -298,11 +313,13 @@ const Table kAsynchronous = {
     {"barrier.cluster.arrive.relaxed", arrive_in_cluster},
     {"barrier.cluster.wait.acquire", wait_for_cluster},
     {"fence.proxy.async.shared::cta", [](Frame&) { current->fence(); }},
+    {"fence.proxy.async.global", nothing},
     // TMA and bulk copies.
     {"cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
      ".L2::cache_hint",
      load_box},
     {"cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group", store_box},
+    {"cp.async.bulk.global.shared::cta.bulk_group", store_bulk},
     {"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", load_bulk},
     {"cp.async.bulk.commit_group", [](Frame&) { current->bulk.commit(); }},
     {"cp.async.bulk.wait_group.read", [](Frame& f) { current->bulk.wait(f.get32(0)); }},

@@ -11,6 +11,7 @@
 
 #include "backward_exact.cuh"
 #include "sm90/backward_load.cuh"
+#include "sm90/backward_ring.cuh"
 #include "sm90/backward_scores.cuh"
 
 namespace backward {
@@ -34,7 +35,7 @@ inline constexpr int kDqValues = 16 * kDqTiles;
 
 inline constexpr int kOutBoxes = kHeadBoxes > kValueBoxes ? kHeadBoxes : kValueBoxes;
 inline constexpr int kOutBytes = kOutBoxes * 64 * kBoxRowBytes;
-struct NarrowShared : Shared {
+struct NarrowShared : SharedWithRing {
   unsigned char output[kOutputs][2][kOutBytes];  // [score][box][64][64]
 };
 
@@ -46,8 +47,9 @@ inline constexpr bool kSkipsHidden =
 inline constexpr int kScoreBarrier = 1;  // and 2: one score warpgroup
 
 __device__ __forceinline__ void set_up() {
+  if constexpr (kRing) set_up_ring(8);
   if (threadIdx.x == 0) {
-    set_up_load(8, 8, 8);
+    set_up_load(kRing ? 10 : 8, 8, 8);
     for (int i = 0; i < kScoreStages; ++i) {
       ptx::barrier_init(at(&Shared::gradient_full, i), 8);
       ptx::barrier_init(at(&Shared::gradient_empty, i), 8);
@@ -400,6 +402,7 @@ struct Scorer {
         release(at(&Shared::key_empty));
         release(at(&Shared::value_empty));
       }
+      if constexpr (kRing) release(at(&Shared::sum_added, stage_of<kUnits>(received)));
       const int row = 64 * which + threadIdx.x % 128 / 32 * 16;
       mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
       mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));
@@ -422,7 +425,11 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   set_up();
   if (ptx::warp_index() / 4 == 0) {
     ptx::register_decrease<kLoadRegisters>();
-    feed(p);
+    if (kRing && (ptx::warp_index() == 1 || ptx::warp_index() == 2)) {
+      SumFinisher{p, ptx::warp_index() - 1}.run();
+    } else {
+      feed(p);
+    }
   } else {
     ptx::register_increase<kScoreRegisters>();
     Scorer{p, ptx::warp_index() / 4 - 1}.run();

@@ -39,6 +39,9 @@ inline constexpr int kAskAhead = 2;
 // loaded in that order.
 inline constexpr bool kGivesBackEarly = kShowsLayout && kKeys == 128;
 
+inline constexpr int kFinishers = 2;   // warps that make dq of its sum, with kRing
+inline constexpr int kSlabsAhead = 3;  // of the sum that are on their way to one
+
 inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
 static_assert(kTurnParts <= kTurns);
 
@@ -63,7 +66,8 @@ struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes>, OfHalves<kHalves
   Barrier dout_full[kStages], dout_empty[kStages];
   Barrier gradient_full[kScoreStages], gradient_empty[kScoreStages];
   Barrier turn_full[kTurns], turn_empty[kTurns], turn_taken[kTurns];
-  Barrier probability_full, probability_empty;  // backward_wide.cuh
+  Barrier probability_full, probability_empty;                     // backward_wide.cuh
+  Barrier sum_added[kUnits], slab_full[kFinishers * kSlabsAhead];  // backward_ring.cuh
   alignas(512) UnitRecord units[kUnits];
   alignas(64) int turns[kTurns];
   alignas(64) int absent_ids[2];
@@ -143,6 +147,17 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
   }
 }
 
+// With kRing: waits until the sum of dq of this unit's set has a place, see backward_ring.cuh.
+__device__ __forceinline__ void wait_for_sum(const BackwardParams& p, int index) {
+  if constexpr (kRing) {
+    const int units = p.l2_heads * key_blocks(p), before = index / units - p.ring_sets;
+    if (before < 0) return;
+    while (ptx::load_acquire(p.ring_counts + 2 * before + 1) != 2 * units) {
+    }
+    __syncwarp();
+  }
+}
+
 // The plan role.
 struct Planner {
   const BackwardParams& p;
@@ -159,6 +174,7 @@ struct Planner {
     wait_together(at(&Shared::unit_empty, stage_of<kUnits>(sent)), parity_of<kUnits>(sent) ^ 1);
     volatile UnitRecord& r = unit_record(sent);
     const bool stop = index >= taken_units(p);
+    if (kRing && !stop) wait_for_sum(p, index);
     const Taken taken = taken_at(p, stop ? 0 : index);
     const Unit u = unit_at(p, taken.unit);
     if (leader) {
@@ -200,16 +216,18 @@ struct Planner {
 
   // Hands out units until there are no more. A unit is taken when the one before nears its end, not
   // earlier: units of a head then start in the order of their keys, in which they add in
-  // deterministic mode. There the counter hands out the first ones too, so that units go to CTAs in
-  // the order in which these start: one that does not run has no unit that others wait for.
-  // Elsewhere nobody waits for another CTA, and the first unit comes without the counter's latency.
+  // deterministic mode. There, and with kRing, the counter hands out the first ones too, so that
+  // units go to CTAs in the order in which these start: one that does not run has no unit that
+  // others wait for. Elsewhere nobody waits for another CTA, and the first unit comes without the
+  // counter's latency.
   __device__ __forceinline__ void run() {
-    const int given = kDeterministic ? 0 : gridDim.x;  // without the counter
+    constexpr bool kInOrder = kDeterministic || kRing;
+    const int given = kInOrder ? 0 : gridDim.x;  // without the counter
     int index = blockIdx.x;
     int row = 0;  // with kDbiasByRows, of the batch rows of what has been taken
     for (uint32 sent = 0;; ++sent) {
       if (sent > 0) ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
-      if ((kDeterministic || sent > 0) && (!kDbiasByRows || row == 0)) {
+      if ((kInOrder || sent > 0) && (!kDbiasByRows || row == 0)) {
         if (threadIdx.x % 32 == 0) index = given + atomicAdd(p.next_unit, 1);
         index = __shfl_sync(0xffffffffu, index, 0);
       }

@@ -111,11 +111,14 @@ __device__ __forceinline__ WalkPlan plan_walk(const BackwardParams& p, const vol
   return {first, count};
 }
 
+// Where the sum of a block lies is not told by its number.
+inline constexpr bool kSumsApart = kSumsInDq || kRing;
+
 // A walk over the query blocks of a unit, each with all heads of the group: units of one group stay
 // together, whatever their lengths, and find what they load in L2.
 struct Walk {
   int left, m0, block;
-  int row;       // as of `sum_index`, only with kDqRowBytes
+  int row;       // as of `sum_index`, only with kDqRowBytes or kRing
   int head = 0;  // of the group
   // Blocks of the same 32 that are still to come, with kSkipsMasked; beside turns that are looked
   // for there is no register to keep them.
@@ -125,14 +128,21 @@ struct Walk {
       : left(u.total),
         m0(u.m0),
         block(u.block),
-        row(kSumsInDq ? sum_index(p, u.batch, u.head, u.m0) : 0) {
+        row(kSumsApart ? sum_index(p, u.batch, u.head, u.m0) : 0) {
     if constexpr (kKeepsShown) {
       const int m = m0 / kQueries, bit = m % 32;
       shown = shown_from(p, u, m - bit);
       shown &= kDirection < 0 ? ptx::low_bits(bit) : ~ptx::low_bits(bit + 1);
     }
   }
-  __device__ __forceinline__ int sum() const { return kSumsInDq ? row : block; }
+  __device__ __forceinline__ int sum() const { return kSumsApart ? row : block; }
+  // From the sum of a head to that of the next, or of the last one to that of the first, blocks on.
+  __device__ __forceinline__ void next_sum_of_head(const BackwardParams& p) {
+    row += kRing ? query_blocks(p) : 1;
+  }
+  __device__ __forceinline__ void next_sum_of_block(const BackwardParams& p, int step) {
+    row += kRing ? step - head * query_blocks(p) : step * kQueries * p.query_heads - head;
+  }
   // `block`; beside turns that are looked for there is no register to keep it.
   __device__ __forceinline__ int query_block(const BackwardParams& p,
                                              const volatile UnitRecord& u) const {
@@ -143,11 +153,11 @@ struct Walk {
   __device__ __forceinline__ void next(const BackwardParams& p, const volatile UnitRecord& u) {
     --left;
     block += query_blocks(p);
-    ++row;
+    next_sum_of_head(p);
     if (++head == u.heads) {
       const int step = kSkipsMasked ? next_shown(p, u) : kDirection;
       block += step - head * query_blocks(p);
-      row += step * kQueries * p.query_heads - head;
+      next_sum_of_block(p, step);
       m0 += step * kQueries;
       head = 0;
     }
@@ -158,11 +168,11 @@ struct Walk {
                                          ShownStep shown_step) {
     --left;
     block += query_blocks(p);
-    ++row;
+    next_sum_of_head(p);
     if (++head < u.heads) return;
     const int step = shown_step();
     block += step - head * query_blocks(p);
-    row += step * kQueries * p.query_heads - head;
+    next_sum_of_block(p, step);
     m0 += step * kQueries;
     head = 0;
   }

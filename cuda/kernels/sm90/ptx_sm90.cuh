@@ -57,6 +57,10 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// Orders what this thread knows to be written to global memory before later copies of it by TMA.
+__device__ __forceinline__ void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
 // ---- TMA: rank-4 tensor maps over [B, T, N, H], coordinates (column h, head n, row t, batch b)
 // ---
@@ -105,6 +109,11 @@ __device__ __forceinline__ void bulk_load(uint32 destination, const void* source
           "r"(destination),
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* destination, uint32 source, uint32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -2,9 +2,9 @@
 // workspaces that their kernels share by name, and the launches around the main kernel.
 //
 // `Launch` are the numbers of a family's BackwardTiling: block_q, block_kv, turn_parts, dq_boxes
-// (of 64 columns, in a row of dq), l2_heads, threads, shared_bytes, dq_row_bytes,
-// bias_shared_bytes, stores_dbias, clears_dbias. `Params` is as sm90_params.h has BackwardParams,
-// but for the maps.
+// (of 64 columns, in a row of dq), l2_heads, ring_sets, ring_lag, threads, shared_bytes,
+// dq_row_bytes, bias_shared_bytes, stores_dbias, clears_dbias. `Params` is as sm90_params.h has
+// BackwardParams, but for the maps.
 
 #ifndef JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
 #define JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
@@ -35,6 +35,7 @@ struct BackwardBlocks {
   // with `kv_heads`.
   std::int64_t bias;
   std::int64_t dbias_words;  // of 32 bits, to zero ahead
+  std::int64_t finish;       // tiles of dq that the main kernel leaves to the last one
 };
 
 // A family's own workspaces come last: take_own(workspaces).
@@ -66,10 +67,21 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   const std::int64_t kv_heads = s.batch * s.kv_heads;
   const std::int64_t columns = sums_in_dq ? s.head_dim / 2 : 64 * launch.dq_boxes;
   std::int64_t query_blocks = 0, key_blocks = 0;
+  params->l2_heads = ClampHeads(launch.l2_heads, kv_heads);
+  std::int64_t sum_heads = heads, left_heads = heads;
+  if (launch.ring_sets != 0) {
+    if (sums_in_dq || problem.deterministic || problem.split != kWhole || launch.ring_lag < 1 ||
+        launch.ring_lag >= launch.ring_sets) {
+      return Invalid("this tiling is for another sum of dq");
+    }
+    const std::int64_t set = params->l2_heads * (s.q_heads / s.kv_heads);
+    sum_heads = std::min(heads, launch.ring_sets * set);
+    left_heads = heads - std::max<std::int64_t>(CeilDiv(heads, set) - launch.ring_lag, 0) * set;
+  }
   Workspaces workspaces(rets, with_dbias ? 4 : 3);
   workspaces.Take("lse_log2", {heads, &query_blocks, launch.block_q}, &params->lse_log2);
   workspaces.Take("minus_delta", {heads, query_blocks, launch.block_q}, &params->minus_delta);
-  workspaces.Take("dq_sum", {heads, query_blocks, launch.block_q, columns}, &params->dq_sum);
+  workspaces.Take("dq_sum", {sum_heads, query_blocks, launch.block_q, columns}, &params->dq_sum);
   workspaces.Take("next_unit", {1}, &params->next_unit);
   workspaces.Take("turns", {heads, query_blocks, problem.deterministic ? launch.turn_parts : 0},
                   &params->turns);
@@ -113,7 +125,6 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   params->dkey_data = operands.dk;
   params->dvalue_data = operands.dv;
   params->result_scale = operands.result_scale;
-  params->l2_heads = ClampHeads(launch.l2_heads, kv_heads);
   blocks->kv_heads = blocks->bias = blocks->dbias_words = 0;
   blocks->units = kv_heads * key_blocks;
   if (with_dbias) {
@@ -155,6 +166,7 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
                                                     : scaled_first      ? 1
                                                                         : problem.scale));
   blocks->query_pieces = heads * query_blocks * launch.block_q / 64;
+  blocks->finish = blocks->query_pieces / heads * left_heads * launch.dq_boxes;
   return ffi::Error::Success();
 }
 
@@ -179,8 +191,7 @@ void LaunchBackward(const BackwardBlocks& blocks, const Launch& launch, Params& 
     session->LaunchBeside("flash_backward_bias", {blocks.bias * count, 2 * launch.block_kv, 0},
                           &params);
   }
-  session->LaunchBeside("flash_backward_finish", {blocks.query_pieces * launch.dq_boxes, 128, 0},
-                        &params);
+  session->LaunchBeside("flash_backward_finish", {blocks.finish, 128, 0}, &params);
   if (blocks.bias > 0 && blocks.kv_heads == 0) {
     session->LaunchBeside("flash_backward_bias",
                           {blocks.bias, 2 * launch.block_kv, launch.bias_shared_bytes}, &params);

@@ -44,6 +44,7 @@ struct Sm80BackwardLaunch {
   bool stores_dbias;
   bool clears_dbias;
   bool halves;
+  static constexpr std::int64_t ring_sets = 0, ring_lag = 0;  // none
 };
 
 }  // namespace jax_flash

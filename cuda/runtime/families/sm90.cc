@@ -51,6 +51,8 @@ struct BackwardLaunch {
   bool clears_dbias;
   bool bias_tiles;
   bool halves;
+  std::int64_t ring_sets;  // whose sums of dq have a place at a time; 0: all
+  std::int64_t ring_lag;
 };
 
 }  // namespace jax_flash
@@ -70,7 +72,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"),
     StructMember<std::int64_t>("bias_shared_bytes"), StructMember<bool>("stores_dbias"),
     StructMember<bool>("clears_dbias"), StructMember<bool>("bias_tiles"),
-    StructMember<bool>("halves"));
+    StructMember<bool>("halves"), StructMember<std::int64_t>("ring_sets"),
+    StructMember<std::int64_t>("ring_lag"));
 
 namespace jax_flash {
 namespace {
@@ -242,6 +245,15 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
     workspaces->Take("dout_row_factors",
                      {s.batch * s.q_heads, launch.halves ? 64 * CeilDiv(s.q_len, 64) : 0},
                      &params.dout_row_factors);
+    const std::int64_t rings = launch.ring_sets > 0 ? 1 : 0;
+    const std::int64_t tiles = CeilDiv(s.q_len, launch.block_q) * (launch.block_q / 64);
+    params.ring_sets = static_cast<int>(launch.ring_sets);
+    params.ring_lag = static_cast<int>(launch.ring_lag);
+    params.ring_heads =
+        params.ring_sets * params.l2_heads * static_cast<int>(s.q_heads / s.kv_heads);
+    workspaces->Take("ring_counts", {s.batch * s.kv_heads, 2 * rings}, &params.ring_counts);
+    workspaces->Take("dq_marks", {s.batch * s.q_heads, tiles, launch.dq_boxes * rings},
+                     &params.dq_marks);
   };
   if (auto error = SetBackward(operands, problem, rets, launch, limits, &params, &blocks, take_own);
       error.failure()) {
@@ -277,6 +289,9 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
     if (auto error = ReadTerm(operands, kBias, &bias); error.failure()) return error;
     auto error = MapBias(operands, bias, launch.block_q, &session, &params.bias_map);
     if (error.failure()) return error;
+  }
+  if (launch.ring_sets > 0) {
+    map(operands.dq, s.q_len, s.q_heads, s.head_dim, 16, &params.dquery_map);
   }
   const bool full = problem.window_left < 0 && problem.window_right < 0;
   if (launch.halves && full && !problem.deterministic) {

@@ -202,4 +202,12 @@ struct BackwardParams {
   // The last units, each of which so many CTAs share; 0: none. Not with kDeterministic or a window.
   int shared_units;
   int shares;
+
+  // Only with kRing: kernels/sm90/backward_ring.cuh.
+  TensorMap dquery_map;  // [B, T, N, H] box (64, 1, 16, 1), written
+  int* ring_counts;      // [B * K, 2] of each set of l2_heads heads: units added, pieces finished
+  int* dq_marks;         // [B, N, Q, kBlockQ / 64 * ceil(H / 64)]: is a tile of dq not all finite?
+  int ring_heads;        // query heads that have a place in dq_sum at a time: of ring_sets sets
+  int ring_sets;
+  int ring_lag;  // sets between a unit's and the one whose dq it finishes
 };
