@@ -110,7 +110,7 @@ def rings() -> Configurations:
     layout = dataclasses.replace(PLAIN, dtype="float16", whole_blocks=True, terms=terms)
     for head_dim, value_dim in [(64, 64), (96, 72), (128, 128), (40, 128)]:
         shapes = dataclasses.replace(SHAPES, batch=8, head_dim=head_dim, value_dim=value_dim)
-        of_layout = dataclasses.replace(shapes, block_mask=own)
+        of_layout = dataclasses.replace(shapes, q_len=16384, kv_len=16384, block_mask=own)
         short = dataclasses.replace(shapes, batch=24, q_len=1025, kv_len=1024)
         name = f"ring {head_dim}/{value_dim}"
         yield name, PLAIN, short

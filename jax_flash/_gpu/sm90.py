@@ -887,7 +887,7 @@ def _with_ring(
         shortest, longest = 32 * shortest, max(sizes)
     elif not _is_bare(problem) or problem.window not in ((None, None), (None, 0)):
         return tiling
-    elif causal and max(shapes.head_dim, shapes.value_dim) > 64:
+    elif causal or head_boxes == 1:
         shortest *= 2
     # Sets of half a round of units, or of a round where their sums take half as much. A sum has two
     # rounds and a half from its first unit until it is clear, or four if units are unequal.
