@@ -82,6 +82,16 @@ def test_short_plain_calls_share_keys_among_whole_units_that_fill_the_gpu():
         assert (tiling.consumers, tiling.teams) == (consumers, teams), (change, of_problem)
 
 
+@pytest.mark.parametrize("which", PASSES)
+def test_tilings_where_multiprocessors_are_not_known(which):
+    """As on an H200, which has most of what there is of them."""
+    unknown = dataclasses.replace(H200, sms=None)
+    for length in (512, 1024, 4096):
+        shapes = dataclasses.replace(SHAPES, batch=24, q_len=length, kv_len=length)
+        known, other = (_gpu.plan(call_of(which), shapes, gpu).tiling for gpu in (H200, unknown))
+        assert known == other
+
+
 def test_terms_that_hold_registers_leave_two_warpgroups():
     """At head dim 64 three of them: with segments alone or lengths alone, not with both."""
     narrow = replace_dims(64, 64)

@@ -891,7 +891,8 @@ def _with_ring(
         shortest *= 2
     # Sets of half a round of units, or of a round where their sums take half as much. A sum has two
     # rounds and a half from its first unit until it is clear, or four if units are unequal.
-    heads = max(1, gpu.sms // blocks(shapes.kv_len, tiling.block_kv) // head_boxes)
+    sms = gpu.sms or _CTAS // 2
+    heads = max(1, sms // blocks(shapes.kv_len, tiling.block_kv) // head_boxes)
     lag, sets = (5, 8) if causal else (3, 5)
     rows = blocks(shapes.q_len, tiling.block_q) * tiling.block_q
     fits = sets * heads * _group(shapes) * rows * 256 * head_boxes <= _RING_BYTES
