@@ -28,9 +28,8 @@
 //   int kScoreStages          dS buffers
 //   int kDqRowBytes           from one row of dq to the next, if half of the float32 sum of dq lies
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
-//   bool kRing                the sums of a part of the heads at a time, which the main kernel
-//   makes
-//                             dq of itself: backward_ring.cuh
+//   bool kRing                sums of some heads at a time, of which the main kernel makes dq:
+//                             backward_ring.cuh
 //   int kOutputs              buffers by which a warpgroup's dV and dK leave, 1 or 2
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kHoldsDraws          what dropout draws takes of keys alone is found once a unit, of one
