@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jax_flash
 from jax_flash._gpu import sm90
@@ -384,14 +385,17 @@ class Arguments:
         return {name: np.asarray(x) for name, x in values.items()}
 
 
-# Of a GPU that few units keep busy, two CTAs for each of its three multiprocessors, and from how
-# many queries and keys on a line's blocks are left out, or sums of dq take turns.
-_SMALL = {"_CTAS": 6, "_FADING_QUERIES": 1, "_FADING_KEYS": 1, "_RING_SHORTEST": 1}
+# From how many queries and keys on a line's blocks are left out, or sums of dq take turns.
+_SHORTEST = (
+    (sm90.forward, "_FADING_QUERIES"),
+    (sm90.forward, "_FADING_KEYS"),
+    (sm90.backward, "_RING_SHORTEST"),
+)
 
 
 @dataclasses.dataclass
-class OnSmallGpu:
-    """Arguments where few and short units have the kernels that many and long ones have elsewhere.
+class AsIfLong:
+    """Arguments whose few queries and keys have the kernels that many have elsewhere.
 
     Args:
       field: of a tiling that is chosen then,
@@ -407,8 +411,6 @@ class OnSmallGpu:
         return self.arguments.case
 
     def run(self, backend: str, **options: Any) -> dict[str, Any]:
-        names = (*_SMALL, "choose_forward", "choose_backward")
-        before = {name: getattr(sm90, name) for name in names}
         found = []
 
         def noting(choose):
@@ -419,16 +421,16 @@ class OnSmallGpu:
 
             return chosen
 
-        own = {name: noting(before[name]) for name in names[len(_SMALL) :]}
-        for name, value in {**_SMALL, **own}.items():
-            setattr(sm90, name, value)
-        jax.clear_caches()
-        try:
-            got = self.arguments.run(backend, **options)
-        finally:
-            for name, value in before.items():
-                setattr(sm90, name, value)
-            jax.clear_caches()  # the same call would find these kernels
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in _SHORTEST:
+                patch.setattr(module, name, 1)
+            for name in ("choose_forward", "choose_backward"):
+                patch.setattr(sm90, name, noting(getattr(sm90, name)))
+            jax.clear_caches()
+            try:
+                got = self.arguments.run(backend, **options)
+            finally:
+                jax.clear_caches()  # the same call would find these kernels
         if self.value not in found:
             raise ValueError(f"no tiling has {self.field} {self.value}, but {found}")
         return got

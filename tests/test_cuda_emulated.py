@@ -15,7 +15,7 @@ import pytest
 
 from jax_flash import _native
 
-from .cases import BOTTOM_RIGHT, Arguments, Case, OnSmallGpu, dropout_words
+from .cases import BOTTOM_RIGHT, Arguments, AsIfLong, Case, dropout_words
 from .emulator import Emulator
 from .numpy_oracle import DTYPES, dropout_keep
 from .test_conformance import compare
@@ -123,7 +123,7 @@ def test_bias_of_rows_whose_blocks_of_keys_keep_the_gpu_busy(case: Case, emulato
     """A CTA adds the gradients of all rows: for as many heads as the machine has processors."""
     check_orders(
         case.draw(),
-        lambda arguments, seed: emulator.run(OnSmallGpu(arguments, "dbias_rows", True), seed=seed),
+        lambda arguments, seed: emulator.run(AsIfLong(arguments, "dbias_rows", True), seed=seed),
     )
 
 
@@ -131,7 +131,7 @@ def test_four_warpgroups_that_share_keys(emulator: Emulator):
     """Units of 256 rows, more than there are processors."""
     arguments = C("fours", T=256, S=90, N=4, K=2).draw()
     for seed in (IN_ORDER, 2):
-        fours = OnSmallGpu(arguments, "consumers", 4)
+        fours = AsIfLong(arguments, "consumers", 4)
         got = emulator.run(fours, seed=seed, gradients=False)
         compare(arguments, got, gradients=False)
 
@@ -151,7 +151,7 @@ def test_sums_of_dq_in_a_ring(case: Case, emulator: Emulator):
     sets = 8 if case.causal else 5
     check_orders(
         case.draw(),
-        lambda arguments, seed: emulator.run(OnSmallGpu(arguments, "ring_sets", sets), seed=seed),
+        lambda arguments, seed: emulator.run(AsIfLong(arguments, "ring_sets", sets), seed=seed),
     )
 
 
@@ -160,7 +160,7 @@ def test_poison_in_a_ring(emulator: Emulator):
     arguments = C("future", T=90, S=90, H=128, N=4, batch=(4,), causal=True).draw()
     truth = arguments.truth()
     arguments.arrays["value"][:, 70] = np.nan
-    got = emulator.run(OnSmallGpu(arguments, "ring_sets", 8))["dquery"]
+    got = emulator.run(AsIfLong(arguments, "ring_sets", 8))["dquery"]
     assert np.isnan(got[:, 70:].astype(np.float32)).all()
     assert np.abs(got[:, :70].astype(np.float64) - truth.dq[:, :70]).max() < 2e-2
 
@@ -278,7 +278,7 @@ def test_keys_that_a_line_hides_are_left_out(dim: int, causal: bool, emulator: E
     arguments.arrays["value"][0, 3, 1, 5] = np.inf  # of the second head
 
     def run(sources: dict[str, str] | None = None) -> dict[str, np.ndarray]:
-        fading = OnSmallGpu(arguments, "fades", True)
+        fading = AsIfLong(arguments, "fades", True)
         return emulator.run(fading, gradients=False, sources=sources, seed=2)
 
     compare(arguments, run(), gradients=False)

@@ -1,4 +1,5 @@
-"""How a GPU runs a call: GPUs by name (`spec.py`), families of kernels (`family.py`), a file each.
+"""How a GPU runs a call: GPUs by name (`spec.py`), families of kernels (`family.py`), a file
+or a folder each.
 
 Everything is pure: it runs at lowering, knows no arrays and needs no GPU.
 """

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._call import Call
-from jax_flash._gpu.constants import known
+from jax_flash._gpu.traits import known
 from jax_flash._problem import Problem, Shapes
 
 _SMALLEST = 2.0**-14  # normal number of float16

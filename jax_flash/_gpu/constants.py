@@ -1,13 +1,12 @@
 """The constants of a problem that the kernels of every family are compiled with."""
 
 import functools
-import math
-from typing import Any
 
 from jax_flash._call import Call
 from jax_flash._gpu import distances, emit
 from jax_flash._gpu.family import Number
-from jax_flash._problem import Problem, Shapes, TermShape
+from jax_flash._gpu.traits import alignment, bytes_of_bias, is_highest, is_one
+from jax_flash._problem import Problem, Shapes
 
 # The kernels compare draws of 15 bits as float16, another way where the threshold would be NaN.
 _LARGEST_FLOAT16_RATE = 0x7C00 / 2**15
@@ -106,59 +105,3 @@ def refuse_functions(call: Call) -> list[str]:
 
 def _has_slope(call: Call) -> bool:
     return "dout" in call.operands
-
-
-def is_highest(problem: Problem) -> bool:
-    """Tells whether float32 is to be exact: of two float16, 22 bits; decoding has other parts."""
-    return problem.dtype == "float32" and problem.precision == "highest"
-
-
-def known(size: Any, otherwise: int) -> int:
-    """Returns a size, or a typical one in its place where jax.export left it symbolic."""
-    return size if isinstance(size, int) else otherwise
-
-
-def bytes_of_bias(bias: TermShape | None) -> int:
-    """Returns the bytes of an element, 0 without a bias."""
-    return 0 if bias is None else 4 if bias.dtype == "float32" else 2
-
-
-def is_one(size: Any) -> bool:
-    """Tells whether a term does not vary along a dim; a symbolic size may be any."""
-    return isinstance(size, int) and size == 1
-
-
-def alignment(length: Any, size: int) -> int:
-    """Returns the bytes, 16 at most, to which all rows of items of `size` bytes are aligned."""
-    return math.gcd(length * size, 16) if isinstance(length, int) else size
-
-
-def is_own(problem: Problem, shapes: Shapes) -> bool:
-    """Tells whether each score has a bias of its own, as wide as it, in rows of whole fours."""
-    bias = shapes.bias
-    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
-    return (
-        bias is not None
-        and (bias.batch, bias.heads, bias.queries, bias.keys) == sizes
-        and bias.dtype == problem.dtype
-        and not is_ragged(bias)
-    )
-
-
-def is_plane(shapes: Shapes) -> bool:
-    """Tells whether TMA can load a bias: of all queries and keys, rows multiples of 16 bytes."""
-    bias = shapes.bias
-    return (
-        bias is not None
-        and isinstance(bias.queries, int)
-        and isinstance(bias.keys, int)
-        and (bias.queries, bias.keys) == (shapes.q_len, shapes.kv_len)
-        and bias.queries > 1
-        and bias.keys > 1
-        and alignment(bias.keys, bytes_of_bias(bias)) == 16
-    )
-
-
-def is_ragged(bias: TermShape | None) -> bool:
-    """Tells whether four elements of a bias take more than one load: rows are not so aligned."""
-    return bias is not None and alignment(bias.keys, bytes_of_bias(bias)) < 4 * bytes_of_bias(bias)

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash._gpu.constants import is_highest, known, problem_constants
+from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.sm80 import Sm80
 from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.traits import is_highest, known
 from jax_flash._problem import Problem, Shapes
 
 _MOST_ROTATED = 256  # features, kMostFrequencies in cuda/runtime/families/decode_params.h

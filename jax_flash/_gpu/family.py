@@ -1,7 +1,7 @@
 """What a family of kernels is: what it refuses, and the plan by which it runs one pass of a call.
 
 A family owns its kernels' folder, this side's choices and the handlers of its custom calls:
-`_gpu/sm90.py`, `cuda/kernels/sm90/`, `cuda/runtime/families/sm90.cc`.
+`_gpu/sm90/`, `cuda/kernels/sm90/`, `cuda/runtime/families/sm90.cc`.
 """
 
 from __future__ import annotations

@@ -14,16 +14,10 @@ import jax
 from jax_flash._call import Call
 from jax_flash._gpu import emit
 from jax_flash._gpu.carrier import COPIED
-from jax_flash._gpu.constants import (
-    functions,
-    is_highest,
-    is_own,
-    known,
-    problem_constants,
-    refuse_functions,
-)
+from jax_flash._gpu.constants import functions, problem_constants, refuse_functions
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.traits import is_highest, is_own, known
 from jax_flash._gpu.workspaces import (
     backward_arrays,
     blocks,

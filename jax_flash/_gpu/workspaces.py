@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash._gpu.constants import is_one, is_ragged, known
+from jax_flash._gpu.traits import is_one, is_ragged, known
 from jax_flash._problem import Problem, Shapes
 
 

@@ -57,7 +57,7 @@ import numpy as np
 from jax_flash import _backends, _gpu, _native
 
 from .. import fake_cuda
-from ..cases import Arguments, OnSmallGpu
+from ..cases import Arguments, AsIfLong
 from . import translate
 
 HERE = Path(__file__).parent
@@ -134,7 +134,7 @@ class Emulator:
 
     def run(
         self,
-        arguments: Arguments | OnSmallGpu,
+        arguments: Arguments | AsIfLong,
         *,
         seed: int = 0,
         sources: dict[str, str] | None = None,

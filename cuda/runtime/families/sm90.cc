@@ -1,5 +1,5 @@
 // Reads a custom call, fills the kernel's parameters, launches. Decides nothing: what depends on
-// measurements arrives as attributes from jax_flash/_gpu/sm90.py. Read next: sm90_params.h; jit.h
+// measurements arrives as attributes from jax_flash/_gpu/sm90. Read next: sm90_params.h; jit.h
 // for the compiler, cuda/kernels/sm90/forward.cuh for the device code.
 
 #include "cuda/runtime/families/sm90.h"

@@ -8,7 +8,7 @@
 #include "cuda/runtime/params.h"
 
 // flash_forward: grid = (number of CTAs), block = 128 * (kConsumers + 1) threads, dynamic shared
-// memory = ForwardTiling.shared_bytes (jax_flash/_gpu/sm90.py).
+// memory = ForwardTiling.shared_bytes (jax_flash/_gpu/sm90/forward.py).
 struct ForwardParams {
   // Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B), strides
   // in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion 128 B, zero fill.

@@ -1,7 +1,6 @@
-"""Owns how the kernels for Hopper (wgmma, TMA) run a problem: what they refuse, tilings, plans.
+"""Owns how the forward kernel for Hopper runs a problem: its tilings, and which one is taken.
 
-`choose_forward` and `choose_backward` are the heuristics; their tables are measured, and
-docs/tuning.md tells how. Read next: cuda/kernels/sm90/forward.cuh, cuda/runtime/families/sm90.cc.
+The table is measured, and docs/tuning.md tells how. Read next: cuda/kernels/sm90/forward.cuh.
 """
 
 from __future__ import annotations
@@ -12,42 +11,28 @@ from typing import Any
 
 import jax
 
-from jax_flash._call import Call
 from jax_flash._gpu import emit
-from jax_flash._gpu.carrier import COPIED
-from jax_flash._gpu.constants import (
+from jax_flash._gpu.constants import problem_constants, score_lines
+from jax_flash._gpu.family import Number
+from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
+from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.traits import (
     bytes_of_bias,
-    functions,
+    group_size,
+    is_bare,
     is_highest,
+    is_layout,
     is_one,
-    is_own,
     is_plane,
     is_ragged,
     known,
-    problem_constants,
-    refuse_functions,
-    score_lines,
 )
-from jax_flash._gpu.family import Family, Number, Plan
-from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.workspaces import (
-    adds_rows,
-    backward_arrays,
-    blocks,
-    boxes,
-    dbias_heads,
-    dq_row_bytes,
-    float32,
-    halves_of,
-    int32,
-    mask_by_query,
-)
+from jax_flash._gpu.workspaces import blocks, boxes, halves_of, int32, mask_by_query
 from jax_flash._problem import Problem, Shapes
-from jax_flash._terms import TERMS
 
 # The terms that the kernels compute -> how many 32-bit values of each a thread of the forward's
 # consumers keeps through the walk over the keys.
-_HELD = {
+HELD = {
     "query_lengths": 1,
     "key_value_lengths": 1,
     "query_segments": 1,
@@ -66,66 +51,6 @@ _HELD = {
 # registers that the weights had before (`drains`) for lengths alone or segments alone; with more
 # ptxas spills, and two warpgroups, of 240, are faster.
 _HELD_BY_THREE_WARPGROUPS = 2
-
-
-class Sm90(Family):
-    """The kernels of cuda/kernels/sm90."""
-
-    name = "sm90"
-    architectures = ("sm_90a",)
-    passes = ("forward", "backward")
-    measured = ("H200",)
-
-    def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
-        problem = call.problem
-        reasons = []
-        kernels = f"the CUDA {call.target} kernels"
-        if gpu.arch not in self.architectures:
-            reasons.append(f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
-        halves = is_highest(problem)
-        if problem.dtype not in ("bfloat16", "float16") and not halves:
-            reasons.append(f"{kernels} take bfloat16 and float16, not {problem.dtype}")
-        widest = 128 if halves else 256
-        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > widest]
-        reasons += [f"{kernels} take head dims up to {widest}, not {dim}" for dim in wide]
-        if halves and not _is_bare(problem):
-            reasons.append(f"{kernels} take float32 without terms, softcap or function of scores")
-        absent = [term for term in problem.terms if term not in _HELD]
-        reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
-        reasons += refuse_functions(call)
-        return tuple(dict.fromkeys(reasons))
-
-    def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Tiling | None = None) -> Plan:
-        problem = call.problem
-        if "dout" in call.operands:
-            tiling = tiling or choose_backward(problem, shapes, gpu)
-            constants = tiling.constants(problem, shapes) | {
-                "kHasDlse": "dlse" in call.operands,
-                "kHasDbias": "dbias" in call.results,
-            }
-        else:
-            tiling = tiling or choose_forward(problem, shapes, gpu)
-            constants = tiling.constants(problem, shapes)
-        loads = () if tiling.tma_loads else (_LOADED_BY_WARPS,)
-        copied = (COPIED,) if problem.split else ()
-        return Plan(
-            family=self.name,
-            arch=gpu.arch,
-            target=f"jax_flash_cuda_{call.target}",
-            source=tiling.source,
-            entries=tiling.entries,
-            beside=tiling.beside,
-            beside_entries=tiling.beside_entries,
-            tiling=tiling,
-            constants=constants,
-            launch=tiling.launch(),
-            workspaces=tiling.workspaces(problem, shapes),
-            notes=(*copied, *loads, *self.untried(gpu)),
-            functions=functions(call, shapes),
-        )
-
-
-_LOADED_BY_WARPS = "rows loaded by warps: 8 does not divide both dims, as TMA needs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,168 +194,9 @@ class ForwardTiling:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class BackwardTiling:
-    """How the backward kernels run a problem: constants compiled into them, launches."""
-
-    head_dim: int
-    value_dim: int
-    block_q: int  # queries of one block, a step of the walk
-    wide: bool  # the kernel for head dims beyond 128: two warpgroups share a block's products
-    tma_loads: bool = True  # as for the forward
-    stages: int = 2  # blocks of queries and of output gradients in flight
-    score_stages: int = 2  # buffers of score gradients
-    dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
-    outputs: int = 1  # buffers by which a warpgroup's dv and dk leave, narrow kernel: 1 or 2
-    reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
-    holds_draws: bool = False  # what dropout draws takes of keys alone is found once a unit
-    l2_heads: int = 1  # kv heads that the schedule walks together
-    stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
-    clears_dbias: bool = False  # and it may leave blocks out
-    dbias_rows: bool = False  # a CTA adds the dS of batch rows that share their bias
-    dbias_heads: int = 0  # kv heads whose dS is stored at a time, as batch rows share their bias
-    bias_bytes: int = 0  # of an element of a bias that TMA loads beside the queries; 0: it does not
-    halves: bool = False  # as for the forward, wide kernel
-    ring_sets: int = 0  # sets of l2_heads whose sums of dq have a place at a time; 0: all at once
-    ring_lag: int = 0  # sets between the one that is added to and the one that is finished
-
-    entries = ("flash_backward",)
-    beside = "sm90/backward_entries.cuh"
-    beside_entries = ("flash_backward_prepare", "flash_backward_finish")
-
-    @property
-    def block_kv(self) -> int:
-        """Keys of one block."""
-        return 64 if self.wide else 128
-
-    @property
-    def source(self) -> str:
-        return "sm90/backward_wide.cuh" if self.wide else "sm90/backward.cuh"
-
-    @property
-    def turn_parts(self) -> int:
-        """Parts of a query block's sum of dq that take turns of their own, deterministic mode."""
-        return 1 if self.wide else 2
-
-    @property
-    def threads(self) -> int:
-        return 512 if self.wide else 384
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA of the main kernel."""
-        head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
-        both = 128 * (head_boxes + value_boxes)
-        rows = -(-2 * self.stages * self.block_q * 4 // 1024) * 1024
-        scores = self.parts * self.score_stages * self.block_kv * self.block_q * 2
-        sums = 16384 if self.wide else 16384 * max(head_boxes, value_boxes)
-        sums *= self.outputs
-        biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
-        tiles = self.parts * both * (self.block_kv + self.stages * self.block_q) + biases
-        ring = 33 * 1024 if self.ring_sets else 0
-        return (2048 if self.halves else 1024) + tiles + rows + scores + sums + ring
-
-    @property
-    def parts(self) -> int:
-        """Planes of a tile."""
-        return 2 if self.halves else 1
-
-    @property
-    def sum_stages(self) -> int:
-        """Pairs of blocks in flight where that gradient is summed: two CTAs share the memory."""
-        return 2 if self.tma_loads and max(self.head_dim, self.value_dim) <= 64 else 1
-
-    @property
-    def bias_shared_bytes(self) -> int:
-        """The same of the kernel that sums the gradient of a bias."""
-        both = boxes(self.head_dim) + boxes(self.value_dim)
-        return self.sum_stages * 128 * both * (self.block_kv + self.block_q) + 1024
-
-    def launch(self) -> dict[str, bool | int]:
-        """Returns the numbers that the handler needs (BackwardLaunch in families/sm90.cc)."""
-        return {
-            "threads": self.threads,
-            "shared_bytes": self.shared_bytes,
-            "block_q": self.block_q,
-            "block_kv": self.block_kv,
-            "turn_parts": self.turn_parts,
-            "dq_boxes": boxes(self.head_dim),
-            "l2_heads": self.l2_heads,
-            "tma_loads": self.tma_loads,
-            "dq_row_bytes": self.dq_row_bytes,
-            "bias_shared_bytes": self.bias_shared_bytes,
-            "stores_dbias": self.stores_dbias,
-            "clears_dbias": self.clears_dbias,
-            "bias_tiles": self.bias_bytes > 0,
-            "halves": self.halves,
-            "ring_sets": self.ring_sets,
-            "ring_lag": self.ring_lag,
-        }
-
-    def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the scratch arrays that the handler takes as further results."""
-        heads = shapes.batch * shapes.q_heads
-        tiles = blocks(shapes.q_len, self.block_q) * (self.block_q // 64)
-        rings = self.ring_sets > 0
-        ring_heads = min(heads, self.ring_sets * self.l2_heads * _group(shapes)) if rings else None
-        arrays = backward_arrays(
-            problem,
-            shapes,
-            block_q=self.block_q,
-            block_kv=self.block_kv,
-            turn_parts=self.turn_parts,
-            dq_row_bytes=self.dq_row_bytes,
-            sums_dbias=not self.stores_dbias,
-            dbias_heads=self.dbias_heads,
-            ctas=_CTAS,
-            sum_heads=ring_heads,
-        )
-        rows = 64 * blocks(shapes.q_len, 64) * self.halves
-        arrays |= halves_of(shapes, self.halves, of_dout=True)
-        return arrays | {
-            "dout_row_factors": float32(heads, rows),
-            "ring_counts": int32(shapes.batch * shapes.kv_heads, 2 * rings),
-            "dq_marks": int32(heads, tiles, boxes(self.head_dim) * rings),
-        }
-
-    def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
-        """Returns the constants that the kernels are compiled with, but for kHasDlse."""
-        return {
-            **problem_constants(problem, shapes),
-            "kHeadDim": self.head_dim,
-            "kValueDim": self.value_dim,
-            "kTmaLoads": self.tma_loads,
-            "kHalves": self.halves,
-            "kParts": self.parts,
-            "kBlockQ": self.block_q,
-            "kBlockKV": self.block_kv,
-            "kStages": self.stages,
-            "kScoreStages": self.score_stages,
-            "kDqRowBytes": self.dq_row_bytes,
-            "kRing": self.ring_sets > 0,
-            "kOutputs": self.outputs,
-            "kReadsAhead": self.reads_ahead,
-            "kHoldsDraws": self.holds_draws,
-            "kStoresDbias": self.stores_dbias,
-            "kDbiasByHeads": self.dbias_heads > 0,
-            "kDbiasByRows": self.dbias_rows,
-            "kDbiasCleared": self.clears_dbias,
-            "kSumStages": self.sum_stages,
-            "kBiasTiles": self.bias_bytes > 0,
-            "kDeterministic": problem.deterministic,
-            "kTurnParts": self.turn_parts,
-            "kAddsFour": True,
-        }
-
-
-_CTAS = 264  # that sum a bias's gradient at once: two for each of 132 multiprocessors
-
-Tiling = ForwardTiling | BackwardTiling
-
-
 def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """Chooses the forward kernel's tiling for a problem that the family does not refuse."""
-    tiling = _choose_forward(problem, shapes)
+    tiling = _choose_forward(problem, shapes, gpu)
     if tiling.tma_loads and _fades(problem, shapes):
         # Heads differ in length: 4 to 10 % over 1, 12 or 32 together, where units of one do not.
         l2_heads = 4 if problem.window[1] is None else tiling.l2_heads
@@ -452,6 +218,7 @@ class _Forward:
 
     problem: Problem
     shapes: Shapes
+    gpu: GpuSpec
 
     @property
     def widest(self) -> int:
@@ -472,7 +239,7 @@ class _Forward:
 
     @property
     def tma_loads(self) -> bool:
-        return self.halves or _tma_loads(self.shapes)  # planes of halves are padded
+        return self.halves or tma_loads_of(self.shapes)  # planes of halves are padded
 
     @property
     def bytes_of_bias(self) -> int:
@@ -496,7 +263,7 @@ class _Forward:
     @property
     def is_plain(self) -> bool:
         """Nothing between scores and weights but causality."""
-        return _is_bare(self.problem) and not self.has_left
+        return is_bare(self.problem) and not self.has_left
 
     @property
     def is_uneven(self) -> bool:
@@ -533,7 +300,7 @@ class _Forward:
         """Units of four warpgroups' rows are of one length, whole, and keep a GPU busy."""
         q_len = known(self.shapes.q_len, 0)
         units = known(self.shapes.batch, 1) * known(self.shapes.q_heads, 1) * q_len // 256
-        return not self.is_uneven and q_len % 256 == 0 and units >= _CTAS // 2
+        return not self.is_uneven and q_len % 256 == 0 and units >= multiprocessors(self.gpu)
 
     @property
     def packed_heads(self) -> int:
@@ -541,7 +308,7 @@ class _Forward:
         # queries that are 8 apart; of float32 in halves 64 queries of a head share a factor.
         own_rows = self.problem.masked or self.is_mapped or self.halves
         own_rows = own_rows or self.has("bias", "dropout_state")
-        group = _group(self.shapes)
+        group = group_size(self.shapes)
         few = group in (2, 4, 8, 16, 32, 64) and known(self.shapes.q_len, 4096) < 128
         return group if few and not own_rows else 1
 
@@ -592,7 +359,7 @@ class _Forward:
         # A softcap, and beside terms a window's left side, take registers in the walk too, a sink
         # after it. A mask's words find some beside the weights.
         walked = {*self.problem.terms} - {"sinks", "score_ids", "mask"}
-        return bool(walked) or self.is_capped or (self.has_left and not _is_bare(self.problem))
+        return bool(walked) or self.is_capped or (self.has_left and not is_bare(self.problem))
 
     @property
     def drains(self) -> bool:
@@ -604,7 +371,7 @@ class _Forward:
     def is_crammed(self) -> bool:
         """Three warpgroups would spill even so."""
         score, blocks = self.problem.score, self.shapes.block_mask
-        held = sum(_HELD[term] for term in self.problem.terms)
+        held = sum(HELD[term] for term in self.problem.terms)
         return (
             held > _HELD_BY_THREE_WARPGROUPS
             # A function of scores beside these spills up to 328 bytes; alone, with remainders, 64.
@@ -624,7 +391,7 @@ class _Forward:
 
     @property
     def is_layout(self) -> bool:
-        return _is_layout(self.problem)
+        return is_layout(self.problem)
 
     @property
     def is_roomy_layout(self) -> bool:
@@ -784,172 +551,12 @@ _FORWARD = (
 )
 
 
-def _choose_forward(problem: Problem, shapes: Shapes) -> ForwardTiling:
+def _choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """The same, but for how a bias is loaded."""
-    asked = _Forward(problem, shapes)
+    asked = _Forward(problem, shapes, gpu)
     chosen = next(tiling for holds, tiling in _FORWARD if holds(asked))
     common: dict[str, Any] = {name: getattr(asked, name) for name in _COMMON}
     return ForwardTiling(shapes.head_dim, shapes.value_dim, **{"consumers": 2, **common, **chosen})
-
-
-def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
-    """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
-    widest = max(shapes.head_dim, shapes.value_dim)
-    tma_loads = _tma_loads(shapes)
-    causal = problem.window[1] is not None
-    mapped = problem.score is not None
-    sloped = problem.score is not None and emit.has_slope(problem.score)
-    bare = problem.window[0] is None and not (problem.softcap or mapped)
-    bare = bare and {*problem.terms} <= {"dropout_state"}
-    # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for 256.
-    wide = widest > 128 or (not tma_loads and min(shapes.head_dim, shapes.value_dim) > 112)
-    # Dropout beside another term or a left window takes registers that 128 queries leave to nobody.
-    drops = "dropout_state" in problem.terms
-    roomy = (
-        problem.softcap is None
-        and not sloped
-        and shapes.bias is None
-        and not (drops and (len(problem.terms) > 1 or problem.window[0] is not None))
-        and not (problem.masked and "query_segments" in problem.terms)
-        and not ({"query_positions", "block_numbers"} & {*problem.terms} and len(problem.terms) > 2)
-    )
-    block_q = 128 if widest <= 64 and roomy else 64
-    hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
-    stores = not (wide or drops or problem.split)
-    own = stores and is_own(problem, shapes)
-    by_rows = stores and adds_rows(problem, shapes, 128, _CTAS // 2)
-    by_heads = 0
-    if stores and not by_rows:
-        by_heads = dbias_heads(problem, shapes, 128, _CTAS // 2)
-    if is_highest(problem):
-        return BackwardTiling(
-            shapes.head_dim,
-            shapes.value_dim,
-            block_q=64,
-            wide=True,
-            score_stages=1 if widest > 64 else 2,
-            l2_heads=_backward_l2_heads(problem, shapes),
-            halves=True,
-        )
-    is_layout = _is_layout(problem)
-    # 5 % at T >= 4096 without a mask, 1 to 4 % when causal, 2 to 7 % of the deterministic mode when
-    # causal; elsewhere nothing or a loss.
-    reads_ahead = bare and shapes.head_dim == shapes.value_dim == 128
-    reads_ahead = reads_ahead and (causal or not problem.deterministic)
-    # 84 to 172 bytes would be spilled.
-    reads_ahead = reads_ahead and not (drops and problem.deterministic and problem.split)
-    tiling = BackwardTiling(
-        shapes.head_dim,
-        shapes.value_dim,
-        block_q=block_q,
-        wide=wide,
-        tma_loads=tma_loads,
-        outputs=2 if is_layout and not wide and tma_loads else 1,
-        dq_row_bytes=0 if problem.split else dq_row_bytes(shapes, block_q),
-        reads_ahead=reads_ahead,
-        # 7 %; at head dim 64 +-2 %, and with copies of float32 8 bytes spilled.
-        holds_draws=drops and reads_ahead and _group(shapes) == 1,
-        l2_heads=_backward_l2_heads(problem, shapes),
-        stores_dbias=own or by_rows or by_heads > 0,
-        clears_dbias=(own or by_rows) and bool(hides),
-        dbias_rows=by_rows,
-        dbias_heads=by_heads,
-    )
-    tiled = dataclasses.replace(tiling, bias_bytes=bytes_of_bias(shapes.bias))
-    fits = tiled.shared_bytes <= gpu.shared_bytes
-    # Beside positions and lengths wide heads would spill 16 bytes.
-    crowded = widest > 64 and "query_positions" in problem.terms
-    staged = tma_loads and not wide and not crowded and is_plane(shapes) and fits
-    return _with_ring(problem, shapes, gpu, tiled if staged else tiling)
-
-
-_RING_BYTES = 40 << 20  # of an H200's L2 (60 MB)
-_RING_SHORTEST, _RING_LONGEST = 512, 2048  # queries, and keys
-
-
-def _with_ring(
-    problem: Problem, shapes: Shapes, gpu: GpuSpec, tiling: BackwardTiling
-) -> BackwardTiling:
-    """Returns the tiling with the sum of dq in a ring, where that was measured to be faster.
-
-    What it saves, zeroing the sum ahead and reading it at the end, takes the same time at all
-    lengths; what it takes is hidden beside units of 8 us or more.
-    """
-    sizes = (shapes.batch, shapes.q_heads, shapes.kv_heads, shapes.q_len, shapes.kv_len)
-    if not all(isinstance(size, int) for size in sizes) or problem.deterministic or problem.split:
-        return tiling
-    if tiling.wide or not tiling.tma_loads:
-        return tiling
-    head_boxes, causal = boxes(shapes.head_dim), problem.window == (None, 0)
-    shortest, longest = _RING_SHORTEST, _RING_LONGEST
-    if _is_layout(problem) and problem.window == (None, None):
-        # Of a thirtieth of the blocks a unit is as long.
-        shortest, longest = 32 * shortest, max(sizes)
-    elif not _is_bare(problem) or problem.window not in ((None, None), (None, 0)):
-        return tiling
-    elif causal or head_boxes == 1:
-        shortest *= 2
-    # Sets of half a round of units, or of a round where their sums take half as much. A sum has two
-    # rounds and a half from its first unit until it is clear, or four if units are unequal.
-    sms = gpu.sms or _CTAS // 2
-    heads = max(1, sms // blocks(shapes.kv_len, tiling.block_kv) // head_boxes)
-    lag, sets = (5, 8) if causal else (3, 5)
-    rows = blocks(shapes.q_len, tiling.block_q) * tiling.block_q
-    fits = sets * heads * _group(shapes) * rows * 256 * head_boxes <= _RING_BYTES
-    many = shapes.batch * shapes.kv_heads >= 2 * sets * heads
-    if not (fits and many and all(shortest <= length <= longest for length in sizes[3:])):
-        return tiling
-    return dataclasses.replace(
-        tiling, dq_row_bytes=0, outputs=1, l2_heads=heads, ring_sets=sets, ring_lag=lag
-    )
-
-
-def _is_layout(problem: Problem) -> bool:
-    """Tells whether there is a layout of whole blocks and no other term."""
-    alone = problem.whole_blocks and problem.terms == ("block_numbers", "block_bits")
-    return alone and problem.softcap is None and problem.score is None
-
-
-# Bytes of what the heads walked together share, that stay in an H200's L2 (60 MB, halved by its two
-# partitions). Taken on every GPU: shares of smaller caches were not measured.
-_L2_SHARE = 32 << 20
-
-
-def _backward_l2_heads(problem: Problem, shapes: Shapes) -> int:
-    """Counts the kv heads that the backward kernel walks together.
-
-    Few heads keep queries, output gradients and float32 sums of dq in L2. Many even out units of
-    unequal length (causal) and spread those that wait for each other (deterministic). The factors
-    are the fastest of 0.125 to 8 on an H200, 16k tokens, model dim 2048 (docs/tuning.md).
-    """
-    queries = known(shapes.q_len, 4096)
-    uneven = problem.window[1] is not None or "block_numbers" in problem.terms
-    widest = max(shapes.head_dim, shapes.value_dim)
-    group = _group(shapes)
-    # Of one query head: the units of a group walk its heads side by side.
-    bytes_ = 4 if is_highest(problem) else 2
-    head_bytes = queries * ((bytes_ + 4) * shapes.head_dim + bytes_ * shapes.value_dim)
-    fitting = max(1, _L2_SHARE // head_bytes)
-    if problem.deterministic:
-        steps = queries // (64 if widest > 64 else 128)  # of the longest unit
-        level = min(max(steps.bit_length() - 4, 0), 5)  # under 16, 32, 64, 128, 256 steps; more
-        if uneven:
-            factor = ((1, 2, 2, 3, 4, 8) if widest > 128 else (1, 2, 2, 4, 8, 8))[level]
-            heads = fitting * factor // min(group, 2)
-        else:
-            heads = fitting * (1, 2, 2, 2, 4, 4)[level] // 2
-    elif uneven:  # units of a group are as many times longer, and fewer: more of them to even out
-        # Of a layout units are of one length mostly.
-        heads = max(fitting * min(group, 2) // 2, 0 if _is_layout(problem) else 4 // group)
-    else:
-        heads = fitting // 4
-    heads = max(1, heads)
-    return min(heads, known(shapes.batch, heads) * known(shapes.kv_heads, heads))
-
-
-def _is_bare(problem: Problem) -> bool:
-    """Tells whether there is nothing between scores and weights but a window."""
-    return not problem.terms and problem.softcap is None and problem.score is None
 
 
 # From so many queries and keys on the norms of all rows, read ahead, take less than they save.
@@ -978,16 +585,6 @@ def _l2_heads(shapes: Shapes, problem: Problem) -> int:
         * known(shapes.kv_len, 4096)
         * (shapes.head_dim + shapes.value_dim)
     )
-    fitting = max(1, _L2_SHARE // bytes_per_head)
+    fitting = max(1, L2_SHARE // bytes_per_head)
     kv_heads = min(fitting, known(shapes.batch, fitting) * known(shapes.kv_heads, fitting))
-    return kv_heads * _group(shapes)
-
-
-def _group(shapes: Shapes) -> int:
-    """Counts the query heads that read one kv head."""
-    return known(shapes.q_heads // shapes.kv_heads, 1)
-
-
-def _tma_loads(shapes: Shapes) -> bool:
-    """Tells whether TMA can load the rows: they are multiples of 16 bytes apart."""
-    return shapes.head_dim % 8 == 0 and shapes.value_dim % 8 == 0
+    return kv_heads * group_size(shapes)

@@ -1,0 +1,83 @@
+"""The kernels for Hopper (wgmma, TMA): what they refuse, and their plans.
+
+A file for each pass chooses its tiling. Read next: cuda/runtime/families/sm90.cc.
+"""
+
+from __future__ import annotations
+
+from jax_flash._call import Call
+from jax_flash._gpu.carrier import COPIED
+from jax_flash._gpu.constants import functions, refuse_functions
+from jax_flash._gpu.family import Family, Plan
+from jax_flash._gpu.sm90.backward import BackwardTiling, choose_backward
+from jax_flash._gpu.sm90.forward import HELD, ForwardTiling, choose_forward
+from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.traits import is_bare, is_highest
+from jax_flash._problem import Shapes
+from jax_flash._terms import TERMS
+
+
+class Sm90(Family):
+    """The kernels of cuda/kernels/sm90."""
+
+    name = "sm90"
+    architectures = ("sm_90a",)
+    passes = ("forward", "backward")
+    measured = ("H200",)
+
+    def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
+        problem = call.problem
+        reasons = []
+        kernels = f"the CUDA {call.target} kernels"
+        if gpu.arch not in self.architectures:
+            reasons.append(f"the CUDA kernels run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
+        halves = is_highest(problem)
+        if problem.dtype not in ("bfloat16", "float16") and not halves:
+            reasons.append(f"{kernels} take bfloat16 and float16, not {problem.dtype}")
+        widest = 128 if halves else 256
+        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > widest]
+        reasons += [f"{kernels} take head dims up to {widest}, not {dim}" for dim in wide]
+        if halves and not is_bare(problem):
+            reasons.append(f"{kernels} take float32 without terms, softcap or function of scores")
+        absent = [term for term in problem.terms if term not in HELD]
+        reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
+        reasons += refuse_functions(call)
+        return tuple(dict.fromkeys(reasons))
+
+    def plan(
+        self,
+        call: Call,
+        shapes: Shapes,
+        gpu: GpuSpec,
+        tiling: ForwardTiling | BackwardTiling | None = None,
+    ) -> Plan:
+        problem = call.problem
+        if "dout" in call.operands:
+            tiling = tiling or choose_backward(problem, shapes, gpu)
+            constants = tiling.constants(problem, shapes) | {
+                "kHasDlse": "dlse" in call.operands,
+                "kHasDbias": "dbias" in call.results,
+            }
+        else:
+            tiling = tiling or choose_forward(problem, shapes, gpu)
+            constants = tiling.constants(problem, shapes)
+        loads = () if tiling.tma_loads else (_LOADED_BY_WARPS,)
+        copied = (COPIED,) if problem.split else ()
+        return Plan(
+            family=self.name,
+            arch=gpu.arch,
+            target=f"jax_flash_cuda_{call.target}",
+            source=tiling.source,
+            entries=tiling.entries,
+            beside=tiling.beside,
+            beside_entries=tiling.beside_entries,
+            tiling=tiling,
+            constants=constants,
+            launch=tiling.launch(),
+            workspaces=tiling.workspaces(problem, shapes),
+            notes=(*copied, *loads, *self.untried(gpu)),
+            functions=functions(call, shapes),
+        )
+
+
+_LOADED_BY_WARPS = "rows loaded by warps: 8 does not divide both dims, as TMA needs"

@@ -1,0 +1,410 @@
+"""Owns how the backward kernels for Hopper run a problem: their tilings, and which one is taken.
+
+Numbers without a reason are the fastest that were measured: docs/tuning.md tells how. Read next:
+cuda/kernels/sm90/backward.cuh, backward_wide.cuh for wide heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jax_flash._gpu import emit
+from jax_flash._gpu.constants import problem_constants
+from jax_flash._gpu.family import Number
+from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
+from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.traits import (
+    bytes_of_bias,
+    group_size,
+    is_bare,
+    is_highest,
+    is_layout,
+    is_own,
+    is_plane,
+    known,
+)
+from jax_flash._gpu.workspaces import (
+    adds_rows,
+    backward_arrays,
+    blocks,
+    boxes,
+    dbias_heads,
+    dq_row_bytes,
+    float32,
+    halves_of,
+    int32,
+)
+from jax_flash._problem import Problem, Shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiling:
+    """How the backward kernels run a problem: constants compiled into them, launches."""
+
+    head_dim: int
+    value_dim: int
+    block_q: int  # queries of one block, a step of the walk
+    wide: bool  # the kernel for head dims beyond 128: two warpgroups share a block's products
+    tma_loads: bool = True  # as for the forward
+    stages: int = 2  # blocks of queries and of output gradients in flight
+    score_stages: int = 2  # buffers of score gradients
+    dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
+    outputs: int = 1  # buffers by which a warpgroup's dv and dk leave, narrow kernel: 1 or 2
+    reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
+    holds_draws: bool = False  # what dropout draws takes of keys alone is found once a unit
+    l2_heads: int = 1  # kv heads that the schedule walks together
+    stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
+    clears_dbias: bool = False  # and it may leave blocks out
+    dbias_rows: bool = False  # a CTA adds the dS of batch rows that share their bias
+    sum_ctas: int = 0  # that sum the gradient of a bias, where dS is not stored
+    dbias_heads: int = 0  # kv heads whose dS is stored at a time, as batch rows share their bias
+    bias_bytes: int = 0  # of an element of a bias that TMA loads beside the queries; 0: it does not
+    halves: bool = False  # as for the forward, wide kernel
+    ring_sets: int = 0  # sets of l2_heads whose sums of dq have a place at a time; 0: all at once
+    ring_lag: int = 0  # sets between the one that is added to and the one that is finished
+
+    entries = ("flash_backward",)
+    beside = "sm90/backward_entries.cuh"
+    beside_entries = ("flash_backward_prepare", "flash_backward_finish")
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of one block."""
+        return 64 if self.wide else 128
+
+    @property
+    def source(self) -> str:
+        return "sm90/backward_wide.cuh" if self.wide else "sm90/backward.cuh"
+
+    @property
+    def turn_parts(self) -> int:
+        """Parts of a query block's sum of dq that take turns of their own, deterministic mode."""
+        return 1 if self.wide else 2
+
+    @property
+    def threads(self) -> int:
+        return 512 if self.wide else 384
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA of the main kernel."""
+        head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
+        both = 128 * (head_boxes + value_boxes)
+        rows = -(-2 * self.stages * self.block_q * 4 // 1024) * 1024
+        scores = self.parts * self.score_stages * self.block_kv * self.block_q * 2
+        sums = 16384 if self.wide else 16384 * max(head_boxes, value_boxes)
+        sums *= self.outputs
+        biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
+        tiles = self.parts * both * (self.block_kv + self.stages * self.block_q) + biases
+        ring = 33 * 1024 if self.ring_sets else 0
+        return (2048 if self.halves else 1024) + tiles + rows + scores + sums + ring
+
+    @property
+    def parts(self) -> int:
+        """Planes of a tile."""
+        return 2 if self.halves else 1
+
+    @property
+    def sum_stages(self) -> int:
+        """Pairs of blocks in flight where that gradient is summed: two CTAs share the memory."""
+        return 2 if self.tma_loads and max(self.head_dim, self.value_dim) <= 64 else 1
+
+    @property
+    def bias_shared_bytes(self) -> int:
+        """The same of the kernel that sums the gradient of a bias."""
+        both = boxes(self.head_dim) + boxes(self.value_dim)
+        return self.sum_stages * 128 * both * (self.block_kv + self.block_q) + 1024
+
+    def launch(self) -> dict[str, bool | int]:
+        """Returns the numbers that the handler needs (BackwardLaunch in families/sm90.cc)."""
+        return {
+            "threads": self.threads,
+            "shared_bytes": self.shared_bytes,
+            "block_q": self.block_q,
+            "block_kv": self.block_kv,
+            "turn_parts": self.turn_parts,
+            "dq_boxes": boxes(self.head_dim),
+            "l2_heads": self.l2_heads,
+            "tma_loads": self.tma_loads,
+            "dq_row_bytes": self.dq_row_bytes,
+            "bias_shared_bytes": self.bias_shared_bytes,
+            "stores_dbias": self.stores_dbias,
+            "clears_dbias": self.clears_dbias,
+            "bias_tiles": self.bias_bytes > 0,
+            "halves": self.halves,
+            "ring_sets": self.ring_sets,
+            "ring_lag": self.ring_lag,
+        }
+
+    def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the scratch arrays that the handler takes as further results."""
+        heads = shapes.batch * shapes.q_heads
+        tiles = blocks(shapes.q_len, self.block_q) * (self.block_q // 64)
+        rings = self.ring_sets > 0
+        ring_heads = (
+            min(heads, self.ring_sets * self.l2_heads * group_size(shapes)) if rings else None
+        )
+        arrays = backward_arrays(
+            problem,
+            shapes,
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            turn_parts=self.turn_parts,
+            dq_row_bytes=self.dq_row_bytes,
+            sums_dbias=not self.stores_dbias,
+            dbias_heads=self.dbias_heads,
+            ctas=self.sum_ctas,
+            sum_heads=ring_heads,
+        )
+        rows = 64 * blocks(shapes.q_len, 64) * self.halves
+        arrays |= halves_of(shapes, self.halves, of_dout=True)
+        return arrays | {
+            "dout_row_factors": float32(heads, rows),
+            "ring_counts": int32(shapes.batch * shapes.kv_heads, 2 * rings),
+            "dq_marks": int32(heads, tiles, boxes(self.head_dim) * rings),
+        }
+
+    def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
+        """Returns the constants that the kernels are compiled with, but for kHasDlse."""
+        return {
+            **problem_constants(problem, shapes),
+            "kHeadDim": self.head_dim,
+            "kValueDim": self.value_dim,
+            "kTmaLoads": self.tma_loads,
+            "kHalves": self.halves,
+            "kParts": self.parts,
+            "kBlockQ": self.block_q,
+            "kBlockKV": self.block_kv,
+            "kStages": self.stages,
+            "kScoreStages": self.score_stages,
+            "kDqRowBytes": self.dq_row_bytes,
+            "kRing": self.ring_sets > 0,
+            "kOutputs": self.outputs,
+            "kReadsAhead": self.reads_ahead,
+            "kHoldsDraws": self.holds_draws,
+            "kStoresDbias": self.stores_dbias,
+            "kDbiasByHeads": self.dbias_heads > 0,
+            "kDbiasByRows": self.dbias_rows,
+            "kDbiasCleared": self.clears_dbias,
+            "kSumStages": self.sum_stages,
+            "kBiasTiles": self.bias_bytes > 0,
+            "kDeterministic": problem.deterministic,
+            "kTurnParts": self.turn_parts,
+            "kAddsFour": True,
+        }
+
+
+def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
+    """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
+    asked = _Backward(problem, shapes, gpu)
+    if is_highest(problem):
+        return BackwardTiling(
+            shapes.head_dim,
+            shapes.value_dim,
+            block_q=64,
+            wide=True,
+            score_stages=1 if asked.widest > 64 else 2,
+            l2_heads=_l2_heads(problem, shapes),
+            halves=True,
+        )
+    block_q = asked.block_q
+    by_rows, by_heads = asked.adds_rows, asked.dbias_heads
+    tiling = BackwardTiling(
+        shapes.head_dim,
+        shapes.value_dim,
+        block_q=block_q,
+        wide=asked.wide,
+        tma_loads=asked.tma_loads,
+        outputs=2 if is_layout(problem) and not asked.wide and asked.tma_loads else 1,
+        dq_row_bytes=0 if problem.split else dq_row_bytes(shapes, block_q),
+        reads_ahead=asked.reads_ahead,
+        # 7 %; at head dim 64 +-2 %, and with copies of float32 8 bytes spilled.
+        holds_draws=asked.drops and asked.reads_ahead and group_size(shapes) == 1,
+        l2_heads=_l2_heads(problem, shapes),
+        stores_dbias=asked.is_own or by_rows or by_heads > 0,
+        clears_dbias=(asked.is_own or by_rows) and asked.hides,
+        dbias_rows=by_rows,
+        dbias_heads=by_heads,
+        sum_ctas=2 * multiprocessors(gpu),
+    )
+    tiled = dataclasses.replace(tiling, bias_bytes=bytes_of_bias(shapes.bias))
+    if asked.may_load_bias and tiled.shared_bytes <= gpu.shared_bytes:
+        return tiled
+    return _with_ring(problem, shapes, gpu, tiling)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """A backward problem, and what its tiling asks of it, each with its reason."""
+
+    problem: Problem
+    shapes: Shapes
+    gpu: GpuSpec
+
+    @property
+    def widest(self) -> int:
+        return max(self.shapes.head_dim, self.shapes.value_dim)
+
+    @property
+    def tma_loads(self) -> bool:
+        return tma_loads_of(self.shapes)
+
+    @property
+    def wide(self) -> bool:
+        # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for
+        # 256.
+        narrowest = min(self.shapes.head_dim, self.shapes.value_dim)
+        return self.widest > 128 or (not self.tma_loads and narrowest > 112)
+
+    @property
+    def drops(self) -> bool:
+        return "dropout_state" in self.problem.terms
+
+    @property
+    def has_left(self) -> bool:
+        return self.problem.window[0] is not None
+
+    # Registers.
+
+    @property
+    def is_roomy(self) -> bool:
+        """Beside its terms 128 queries leave registers for all else."""
+        problem, terms = self.problem, {*self.problem.terms}
+        sloped = problem.score is not None and emit.has_slope(problem.score)
+        if problem.softcap is not None or sloped or self.shapes.bias is not None:
+            return False
+        if self.drops and (len(terms) > 1 or self.has_left):
+            return False
+        if problem.masked and "query_segments" in terms:
+            return False
+        return not (terms & {"query_positions", "block_numbers"} and len(terms) > 2)
+
+    @property
+    def block_q(self) -> int:
+        return 128 if self.widest <= 64 and self.is_roomy else 64
+
+    @property
+    def reads_ahead(self) -> bool:
+        """5 % at T >= 4096 without a mask, 1 to 4 % when causal.
+
+        2 to 7 % of the deterministic mode when causal; elsewhere nothing or a loss.
+        """
+        problem = self.problem
+        if self.has_left or problem.softcap or problem.score is not None:
+            return False
+        if {*problem.terms} - {"dropout_state"}:
+            return False
+        if problem.deterministic and problem.window[1] is None:
+            return False
+        # 84 to 172 bytes would be spilled.
+        spills = self.drops and problem.deterministic and problem.split
+        return self.shapes.head_dim == self.shapes.value_dim == 128 and not spills
+
+    # The gradient of a bias, and the bias.
+
+    @property
+    def stores(self) -> bool:
+        """The main kernel has dS as it is to be stored."""
+        return not (self.wide or self.drops or self.problem.split)
+
+    @property
+    def is_own(self) -> bool:
+        return self.stores and is_own(self.problem, self.shapes)
+
+    @property
+    def adds_rows(self) -> bool:
+        sms = multiprocessors(self.gpu)
+        return self.stores and adds_rows(self.problem, self.shapes, 128, sms)
+
+    @property
+    def dbias_heads(self) -> int:
+        if not self.stores or self.adds_rows:
+            return 0
+        return dbias_heads(self.problem, self.shapes, 128, multiprocessors(self.gpu))
+
+    @property
+    def hides(self) -> bool:
+        """Blocks may be left out, of which dS is zero."""
+        others = {*self.problem.terms} - {"bias", "sinks"}
+        return self.problem.window != (None, None) or bool(others)
+
+    @property
+    def may_load_bias(self) -> bool:
+        """By TMA, beside the queries."""
+        # Beside positions and lengths wide heads would spill 16 bytes.
+        crowded = self.widest > 64 and "query_positions" in self.problem.terms
+        return self.tma_loads and not self.wide and not crowded and is_plane(self.shapes)
+
+
+_RING_BYTES = 40 << 20  # of an H200's L2 (60 MB)
+_RING_SHORTEST, _RING_LONGEST = 512, 2048  # queries, and keys
+
+
+def _with_ring(
+    problem: Problem, shapes: Shapes, gpu: GpuSpec, tiling: BackwardTiling
+) -> BackwardTiling:
+    """Returns the tiling with the sum of dq in a ring, where that was measured to be faster.
+
+    What it saves, zeroing the sum ahead and reading it at the end, takes the same time at all
+    lengths; what it takes is hidden beside units of 8 us or more.
+    """
+    sizes = (shapes.batch, shapes.q_heads, shapes.kv_heads, shapes.q_len, shapes.kv_len)
+    if not all(isinstance(size, int) for size in sizes) or problem.deterministic or problem.split:
+        return tiling
+    if tiling.wide or not tiling.tma_loads:
+        return tiling
+    head_boxes, causal = boxes(shapes.head_dim), problem.window == (None, 0)
+    shortest, longest = _RING_SHORTEST, _RING_LONGEST
+    if is_layout(problem) and problem.window == (None, None):
+        # Of a thirtieth of the blocks a unit is as long.
+        shortest, longest = 32 * shortest, max(sizes)
+    elif not is_bare(problem) or problem.window not in ((None, None), (None, 0)):
+        return tiling
+    elif causal or head_boxes == 1:
+        shortest *= 2
+    # Sets of half a round of units, or of a round where their sums take half as much. A sum has two
+    # rounds and a half from its first unit until it is clear, or four if units are unequal.
+    heads = max(1, multiprocessors(gpu) // blocks(shapes.kv_len, tiling.block_kv) // head_boxes)
+    lag, sets = (5, 8) if causal else (3, 5)
+    rows = blocks(shapes.q_len, tiling.block_q) * tiling.block_q
+    fits = sets * heads * group_size(shapes) * rows * 256 * head_boxes <= _RING_BYTES
+    many = shapes.batch * shapes.kv_heads >= 2 * sets * heads
+    if not (fits and many and all(shortest <= length <= longest for length in sizes[3:])):
+        return tiling
+    return dataclasses.replace(
+        tiling, dq_row_bytes=0, outputs=1, l2_heads=heads, ring_sets=sets, ring_lag=lag
+    )
+
+
+def _l2_heads(problem: Problem, shapes: Shapes) -> int:
+    """Counts the kv heads that the backward kernel walks together.
+
+    Few heads keep queries, output gradients and float32 sums of dq in L2. Many even out units of
+    unequal length (causal) and spread those that wait for each other (deterministic). The factors
+    are the fastest of 0.125 to 8 on an H200, 16k tokens, model dim 2048 (docs/tuning.md).
+    """
+    queries = known(shapes.q_len, 4096)
+    uneven = problem.window[1] is not None or "block_numbers" in problem.terms
+    widest = max(shapes.head_dim, shapes.value_dim)
+    group = group_size(shapes)
+    # Of one query head: the units of a group walk its heads side by side.
+    bytes_ = 4 if is_highest(problem) else 2
+    head_bytes = queries * ((bytes_ + 4) * shapes.head_dim + bytes_ * shapes.value_dim)
+    fitting = max(1, L2_SHARE // head_bytes)
+    if problem.deterministic:
+        steps = queries // (64 if widest > 64 else 128)  # of the longest unit
+        level = min(max(steps.bit_length() - 4, 0), 5)  # under 16, 32, 64, 128, 256 steps; more
+        if uneven:
+            factor = ((1, 2, 2, 3, 4, 8) if widest > 128 else (1, 2, 2, 4, 8, 8))[level]
+            heads = fitting * factor // min(group, 2)
+        else:
+            heads = fitting * (1, 2, 2, 2, 4, 4)[level] // 2
+    elif uneven:  # units of a group are as many times longer, and fewer: more of them to even out
+        # Of a layout units are of one length mostly.
+        heads = max(fitting * min(group, 2) // 2, 0 if is_layout(problem) else 4 // group)
+    else:
+        heads = fitting // 4
+    heads = max(1, heads)
+    return min(heads, known(shapes.batch, heads) * known(shapes.kv_heads, heads))

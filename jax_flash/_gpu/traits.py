@@ -1,0 +1,78 @@
+"""What the choices of tilings ask of a problem and its shapes."""
+
+import math
+from typing import Any
+
+from jax_flash._problem import Problem, Shapes, TermShape
+
+
+def is_highest(problem: Problem) -> bool:
+    """Tells whether float32 is to be exact: of two float16, 22 bits; decoding has other parts."""
+    return problem.dtype == "float32" and problem.precision == "highest"
+
+
+def is_bare(problem: Problem) -> bool:
+    """Tells whether there is nothing between scores and weights but a window."""
+    return not problem.terms and problem.softcap is None and problem.score is None
+
+
+def is_layout(problem: Problem) -> bool:
+    """Tells whether there is a layout of whole blocks and no other term."""
+    alone = problem.whole_blocks and problem.terms == ("block_numbers", "block_bits")
+    return alone and problem.softcap is None and problem.score is None
+
+
+def group_size(shapes: Shapes) -> int:
+    """Counts the query heads that read one kv head."""
+    return known(shapes.q_heads // shapes.kv_heads, 1)
+
+
+def known(size: Any, otherwise: int) -> int:
+    """Returns a size, or a typical one in its place where jax.export left it symbolic."""
+    return size if isinstance(size, int) else otherwise
+
+
+def bytes_of_bias(bias: TermShape | None) -> int:
+    """Returns the bytes of an element, 0 without a bias."""
+    return 0 if bias is None else 4 if bias.dtype == "float32" else 2
+
+
+def is_one(size: Any) -> bool:
+    """Tells whether a term does not vary along a dim; a symbolic size may be any."""
+    return isinstance(size, int) and size == 1
+
+
+def alignment(length: Any, size: int) -> int:
+    """Returns the bytes, 16 at most, to which all rows of items of `size` bytes are aligned."""
+    return math.gcd(length * size, 16) if isinstance(length, int) else size
+
+
+def is_own(problem: Problem, shapes: Shapes) -> bool:
+    """Tells whether each score has a bias of its own, as wide as it, in rows of whole fours."""
+    bias = shapes.bias
+    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
+    return (
+        bias is not None
+        and (bias.batch, bias.heads, bias.queries, bias.keys) == sizes
+        and bias.dtype == problem.dtype
+        and not is_ragged(bias)
+    )
+
+
+def is_plane(shapes: Shapes) -> bool:
+    """Tells whether TMA can load a bias: of all queries and keys, rows multiples of 16 bytes."""
+    bias = shapes.bias
+    return (
+        bias is not None
+        and isinstance(bias.queries, int)
+        and isinstance(bias.keys, int)
+        and (bias.queries, bias.keys) == (shapes.q_len, shapes.kv_len)
+        and bias.queries > 1
+        and bias.keys > 1
+        and alignment(bias.keys, bytes_of_bias(bias)) == 16
+    )
+
+
+def is_ragged(bias: TermShape | None) -> bool:
+    """Tells whether four elements of a bias take more than one load: rows are not so aligned."""
+    return bias is not None and alignment(bias.keys, bytes_of_bias(bias)) < 4 * bytes_of_bias(bias)
