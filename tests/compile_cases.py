@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -452,6 +452,10 @@ def asserting_sources() -> dict[str, str]:
     return sources
 
 
+# Processor seconds of a pass's first compilation: what users wait for.
+FORWARD_SECONDS, BACKWARD_SECONDS = 5, 15
+
+
 def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
     """Compiles a plan's programs with `asserting_sources`: no spill, no warning, in the time."""
     given = {
@@ -465,9 +469,7 @@ def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
         if source in SHARED
     }
     plan = dataclasses.replace(plan, constants=constants, **sources)
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    report = _explain.compile_plan(plan)
-    after = resource.getrusage(resource.RUSAGE_SELF)
+    report, taken = _timed(lambda: _explain.compile_plan(plan))
     assert report.error is None, report.error
     assert {*plan.entries, *plan.beside_entries} <= {entry.name for entry in report.entries}
     for entry in report.entries:
@@ -475,5 +477,22 @@ def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
         dynamic = plan.shared_bytes if entry.name == plan.entries[0] else 0
         assert entry.shared_bytes + dynamic <= gpu.shared_bytes, entry
     assert report.warnings == ()
-    # Of the processor, not the clock: other work on the machine does not count.
-    assert after.ru_utime - before.ru_utime < seconds
+    if taken > seconds:  # the machine, or its moment, may be slow
+        anew = dataclasses.replace(plan, functions=plan.functions + "// once more\n")
+        slow = max(1, _timed(_count)[1] / _COUNT_SECONDS)
+        _, again = _timed(lambda: _explain.compile_plan(anew))
+        assert again < seconds * slow, f"{taken:.1f} s, {again:.1f} s where all takes {slow:.2f}"
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What the work gives, and its seconds of the processor: other work does not count."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    result = work()
+    return result, resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
+
+
+_COUNT_SECONDS = 0.45  # of an EPYC 9B14, where no forward program takes 4 s, no backward one 6
+
+
+def _count() -> int:
+    return sum(i & 3 for i in range(10_000_000))
