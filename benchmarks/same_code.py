@@ -33,11 +33,14 @@ CAUSAL = {"window": (None, 0)}
 MASK = {"terms": ("mask",), "mask": ("bool", 2, 1, 4096, 4096)}
 BIAS = {"terms": ("bias",), "bias": ("bfloat16", 1, 16, 4096, 4096)}
 DROPOUT = {"terms": ("dropout_state",), "dropout_rate": 0.1}
+SHORT = {"batch": 32, "q_len": 1024, "kv_len": 1024}
 # Changes of a plain bfloat16 problem, by head dims; the fields of Problem, Shapes and TermShape.
 FEATURES: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
     (64, 64): {
         "full": {},
         "causal": CAUSAL,
+        "short": SHORT,
+        "short causal": SHORT | CAUSAL,
         "segments": CAUSAL | {"terms": SEGMENTS},
         "lengths": {"terms": LENGTHS},
         "window": {"window": (1024, 0)},
@@ -53,6 +56,8 @@ FEATURES: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
     (128, 128): {
         "full": {},
         "causal": CAUSAL,
+        "short": SHORT,
+        "short causal": SHORT | CAUSAL,
         "window": {"window": (1024, 0)},
         "segments": CAUSAL | {"terms": SEGMENTS},
         "lengths": {"terms": LENGTHS},
@@ -186,7 +191,8 @@ def programs(only: str) -> Iterator[dict[str, str]]:
         for name, change in features.items():
             change = dict(change)
             with_dlse = change.pop("with_dlse", False)
-            sizes = {field: change.pop(field) for field in ("q_len", "kv_heads") if field in change}
+            fields = ("batch", "q_len", "kv_len", "kv_heads")
+            sizes = {field: change.pop(field) for field in fields if field in change}
             shapes = Shapes(2, 4096, 4096, 16, 16, head_dim, value_dim)
             for term in ("mask", "bias"):
                 if term in change:

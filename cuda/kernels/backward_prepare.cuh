@@ -82,18 +82,21 @@ __device__ __forceinline__ bool sees_any(const Params& p, int batch, int head, i
   return false;
 }
 
-// With kRing: clears the marks and counters of these rows; has the ring a place for them at first?
+// Clears the marks and counters of these rows.
 template <class Params>
-__device__ __forceinline__ bool clears_ring(const Params& p, int head_index, int row0) {
-  if constexpr (kRing) {
-    const int tile = (head_index * (query_blocks(p) * (kQueries / 64)) + row0 / 64) * kHeadBoxes;
-    if (threadIdx.x < kHeadBoxes) p.dq_marks[tile + threadIdx.x] = 0;
-    if (row0 == 0 && head_index % group_size(p) == 0 && threadIdx.x < 2) {
-      p.ring_counts[head_index / group_size(p) * 2 + threadIdx.x] = 0;
-    }
-    return head_index < p.ring_heads;
+__device__ __forceinline__ void clear_ring(const Params& p, int head_index, int row0) {
+  const int tile = (head_index * (query_blocks(p) * (kQueries / 64)) + row0 / 64) * kHeadBoxes;
+  if (threadIdx.x < kHeadBoxes) p.dq_marks[tile + threadIdx.x] = 0;
+  if (row0 == 0 && head_index % group_size(p) == 0 && threadIdx.x < 2) {
+    p.ring_counts[head_index / group_size(p) * 2 + threadIdx.x] = 0;
   }
-  return false;
+}
+
+// Has dq_sum a place for a head at first?
+template <class Params>
+__device__ __forceinline__ bool has_place(const Params& p, int head_index) {
+  if constexpr (kRing) return head_index < p.ring_heads;
+  return true;
 }
 
 // `index`: of the blocks, all of a head side by side.
@@ -117,11 +120,12 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
   const float keep_rate = kHasDropout ? 1.f / p.dropout_scale : 1.f;
 
   if (index == 0 && threadIdx.x == 0) *p.next_unit = 0;
+  if constexpr (kRing) clear_ring(p, head_index, row0);
   if constexpr (kDeterministic) {  // the first unit stores
     if (row0 % kQueries == 0 && threadIdx.x < kTurnParts) {
       p.turns[padded / kQueries * kTurnParts + threadIdx.x] = 0;
     }
-  } else if (!kRing || clears_ring(p, head_index, row0)) {
+  } else if (has_place(p, head_index)) {
 #pragma unroll
     for (int box = 0; box < kHeadBoxes; ++box) {
       const SumTile sum = sum_tile(p, batch, head, row0, box);

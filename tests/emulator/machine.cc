@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -14,6 +15,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <system_error>
 
 #include "scheduler.h"
 #include "tests/fake_cuda.h"
@@ -35,7 +37,9 @@ namespace fs = std::filesystem;
 
 std::string MakeFolder() {
   std::string folder = (fs::temp_directory_path() / "emulatorXXXXXX").string();
-  if (mkdtemp(folder.data()) == nullptr) std::abort();
+  if (mkdtemp(folder.data()) == nullptr) {
+    throw fs::filesystem_error("mkdtemp", folder, std::error_code(errno, std::generic_category()));
+  }
   return folder;
 }
 
@@ -68,8 +72,17 @@ class Machine : public FakeMachine {
   std::string Compile(const std::string& source, const std::map<std::string, std::string>& files,
                       std::string* image) override {
     if (compiler == nullptr) return "the emulator has no compiler";
+    try {
+      return CompileIn(MakeFolder(), source, files, image);
+    } catch (const fs::filesystem_error& error) {
+      return error.what();
+    }
+  }
+
+  static std::string CompileIn(const std::string& folder, const std::string& source,
+                               const std::map<std::string, std::string>& files,
+                               std::string* image) {
     const std::shared_ptr<const Headers> headers = WriteHeaders(files);
-    const std::string folder = MakeFolder();
     std::ofstream(folder + "/program.cu") << source;
     fs::create_directory_symlink(headers->folder, folder + "/headers");
     const auto read = [](const std::string& path) {
