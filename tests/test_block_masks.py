@@ -42,7 +42,7 @@ def gradients(attention, q, k, v, **options):
         out = attention(q, k, v, **options)
         return jnp.sum(jnp.sin(out)), out
 
-    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
 
 
 # ---- what they are made of -----------------------------------------------------------------------
