@@ -24,8 +24,8 @@ pytest.register_assert_rewrite("tests.launches")  # its asserts say what they co
 # Read when jax first looks for devices: the sharding tests need several, and one CPU can play
 # them all. On a GPU, XLA's search for the fastest matrix products takes longer than the tests (40 s
 # for one small second derivative). For CPUs XLA's older emitter, with one module for LLVM, compiles
-# in a third of the time (jaxlib 0.12 no longer has it): as LLVM's optimisations (below), that is not
-# what tests are about.
+# in a third of the time (jaxlib 0.12 has none): as LLVM's optimisations (below), that is not what
+# tests are about.
 _SETTINGS = {"xla_force_host_platform_device_count": 8, "xla_gpu_autotune_level": 0}
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     _SETTINGS["xla_backend_extra_options"] = "xla_cpu_disable_new_fusion_emitters"
