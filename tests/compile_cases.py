@@ -452,10 +452,6 @@ def asserting_sources() -> dict[str, str]:
     return sources
 
 
-# Processor seconds of a pass's first compilation: what users wait for.
-FORWARD_SECONDS, BACKWARD_SECONDS = 5, 15
-
-
 def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
     """Compiles a plan's programs with `asserting_sources`: no spill, no warning, in the time."""
     given = {
@@ -477,11 +473,13 @@ def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
         dynamic = plan.shared_bytes if entry.name == plan.entries[0] else 0
         assert entry.shared_bytes + dynamic <= gpu.shared_bytes, entry
     assert report.warnings == ()
-    if taken > seconds:  # the machine, or its moment, may be slow
-        anew = dataclasses.replace(plan, functions=plan.functions + "// once more\n")
-        slow = max(1, _timed(_count)[1] / _COUNT_SECONDS)
-        _, again = _timed(lambda: _explain.compile_plan(anew))
-        assert again < seconds * slow, f"{taken:.1f} s, {again:.1f} s where all takes {slow:.2f}"
+    slow = 1.0
+    for again in ("// again\n", "// and again\n"):  # the machine, or its moment, may be slow
+        if taken >= seconds * slow:
+            anew = dataclasses.replace(plan, functions=plan.functions + again)
+            slow = max(1.0, _timed(_count)[1] / _COUNT_SECONDS)
+            taken = _timed(lambda anew=anew: _explain.compile_plan(anew))[1]
+    assert taken < seconds * slow, f"{taken:.1f} s, on a machine {slow:.2f} times as slow"
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -491,7 +489,7 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
 
 
-_COUNT_SECONDS = 0.45  # of an EPYC 9B14, where no forward program takes 4 s, no backward one 6
+_COUNT_SECONDS = 0.45  # of a Zen 4 EPYC, where no forward program takes 4 s, no backward one 6
 
 
 def _count() -> int:

@@ -20,18 +20,7 @@ import pytest
 from jax_flash import _gpu
 from jax_flash._ops import passes
 
-from .compile_cases import (
-    BACKWARD_SECONDS,
-    EVERYTHING,
-    FORWARD_SECONDS,
-    H200,
-    PLAIN,
-    SHAPES,
-    Configurations,
-    check,
-    others,
-    tuned,
-)
+from .compile_cases import EVERYTHING, H200, PLAIN, SHAPES, Configurations, check, others, tuned
 
 pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
 
@@ -111,13 +100,13 @@ def plans(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("plan", plans("forward"))
 def test_forward_compiles_without_spills(plan: _gpu.Plan):
-    check(plan, FORWARD_SECONDS)
+    check(plan, seconds=5)
 
 
 @pytest.mark.parametrize("plan", plans("backward"))
 def test_backward_compiles_without_spills(plan: _gpu.Plan):
-    check(plan, BACKWARD_SECONDS)
+    check(plan, seconds=15)
 
 
 def test_backward_with_lse_gradient_compiles_without_spills():
-    check(_gpu.plan(passes(PLAIN, with_dlse=True)["backward"], SHAPES, H200), BACKWARD_SECONDS)
+    check(_gpu.plan(passes(PLAIN, with_dlse=True)["backward"], SHAPES, H200), seconds=15)

@@ -17,7 +17,7 @@ from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, problem_constants, refuse_functions
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.traits import is_highest, is_own, known
+from jax_flash._gpu.traits import group_size, is_bare, is_highest, is_own, known
 from jax_flash._gpu.workspaces import (
     backward_arrays,
     blocks,
@@ -343,7 +343,7 @@ def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[Forw
     # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
     # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
     halves = is_highest(problem)
-    bare = not problem.terms and problem.softcap is None and problem.score is None
+    bare = is_bare(problem)
     plain = bare and parts == 1
     sizes: list[dict[str, Any]] = []
     query_steps = min(8, -(-shapes.head_dim // 16))
@@ -554,8 +554,7 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> int:
     deterministic mode as many as there are CTAs, so that units of one head, which wait for each
     other, do not run together.
     """
-    group = known(shapes.q_heads // shapes.kv_heads, 1)
-    rows = known(shapes.q_len, 4096) * group
+    rows = known(shapes.q_len, 4096) * group_size(shapes)
     element = 4 if problem.dtype == "float32" else 2
     head_bytes = rows * ((element + 4) * shapes.head_dim + element * shapes.value_dim)
     heads = max(1, (gpu.l2_bytes or _ANY_L2_BYTES) // 2 // max(head_bytes, 1))
@@ -575,4 +574,4 @@ def _l2_heads(dtype: str, shapes: Shapes, gpu: GpuSpec) -> int:
     bytes_per_head = element * known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
     fitting = max(1, share // max(bytes_per_head, 1))
     kv_heads = min(fitting, known(shapes.batch, fitting) * known(shapes.kv_heads, fitting))
-    return max(1, kv_heads) * known(shapes.q_heads // shapes.kv_heads, 1)
+    return max(1, kv_heads) * group_size(shapes)
