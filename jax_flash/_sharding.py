@@ -49,8 +49,13 @@ _WHOLE = tuple("TSHVWUPMIJCDEA")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
 
 
-def partitioned(run: Callable[..., tuple[Any, ...]], call: Call) -> Callable[..., tuple[Any, ...]]:
-    """Splits `run(call, *operands)` as its operands' types say, or lets XLA where they do not."""
+def partitioned(
+    run: Callable[..., tuple[Any, ...]], call: Call, devices: int
+) -> Callable[..., tuple[Any, ...]]:
+    """Splits `run(call, *operands)` as its operands' types say, or lets XLA where they do not.
+
+    The program that it is a part of is lowered for so many devices.
+    """
     # Not by static_argnums: custom_partitioning would hold on to tracers of the operands.
     wrapped = custom_partitioning(functools.partial(run, call))
     wrapped.def_partition(
@@ -60,11 +65,29 @@ def partitioned(run: Callable[..., tuple[Any, ...]], call: Call) -> Callable[...
 
     def split(*operands):
         mesh = jax.typeof(operands[0]).sharding.mesh
-        if mesh.empty or set(mesh.axis_types) != {AxisType.Explicit}:
-            return wrapped(*operands)
-        return _mapped(run, call, mesh, operands)
+        if mesh.manual_axes and not axes_of_xla(mesh):
+            return run(call, *operands)
+        if not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit}:
+            return _mapped(run, call, mesh, operands)
+        if devices > 1 and not jax.config.jax_use_shardy_partitioner:
+            # Before jax 0.11 the process would be aborted: GSPMD asks for rules that are not there.
+            raise NotImplementedError(
+                f"{call.function} is compiled for {devices} devices without XLA's partitioner "
+                "Shardy; expected jax_use_shardy_partitioner=True, JAX's default, or a mesh of "
+                "explicit axes alone, or the call inside of a jax.shard_map over all axes"
+            )
+        results = wrapped(*operands)
+        if AxisType.Explicit not in mesh.axis_types:
+            return results
+        # XLA leaves results as the plan has them; along explicit axes they are as their types say.
+        return tuple(jax.sharding.reshard(x, jax.typeof(x).sharding) for x in results)
 
     return split
+
+
+def axes_of_xla(mesh: AbstractMesh) -> list[str]:
+    """Lists the axes that a shard_map leaves to XLA, but for those of one device."""
+    return [x for x in mesh.axis_names if x not in mesh.manual_axes and mesh.shape[x] > 1]
 
 
 def _mapped(run, call: Call, mesh: AbstractMesh, operands: Sequence[jax.Array]):

@@ -192,6 +192,11 @@ def test_two_levels(name, strategy, order):
     check(name, strategy, order, mesh_of(outer=2, inner=2), axis_name=("outer", "inner"))
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
+def test_beside_axes_of_one_device(strategy):
+    check("causal", strategy, "contiguous", mesh_of(data=1, seq=SHARDS, model=1))
+
+
 def test_backend_xla():
     check("causal", "ring", "contiguous", mesh_of(seq=SHARDS), backend="xla")
 

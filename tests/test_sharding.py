@@ -336,6 +336,37 @@ def test_shard_map_over_one_axis_of_an_explicit_mesh(jitted, backend):
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("spec", "kv_spec"), [(P("data"), P()), (P(), P("data")), (P(None, None, "data"), P())], ids=str
+)
+def test_gradients_have_their_arguments_type_beside_auto_axes(spec, kv_spec, jitted, backend):
+    """Of an axis in explicit mode beside one in Auto mode, which XLA asks our plan about."""
+    names = ("query", "key", "value", "bias", "sinks")
+    arrays = dict(zip(names, (*qkv(), normal(3, 1, N, T, S), normal(5, N)), strict=True))
+
+    def call(arrays):
+        return jax_flash.flash_attention(**arrays, backend=backend)
+
+    def step(arrays):
+        out = call(arrays)
+        types.append((out, jax.grad(lambda arrays: jnp.sum(jnp.sin(call(arrays))))(arrays)))
+        return types[-1]
+
+    types = []
+    expected = jax.jit(step)(arrays)
+    mesh_of((4, 2))  # skips without eight devices
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), kinds, devices=jax.devices("cpu")[:8])
+    specs = {"query": spec, "key": kv_spec, "value": kv_spec}
+    with jax.set_mesh(mesh):
+        placed = place(mesh, {n: (x, specs.get(n, P())) for n, x in arrays.items()})
+        got = (jax.jit(step) if jitted else step)(placed)
+        types = jax.tree.map(jax.typeof, [types[-1], got, (placed["query"], placed)])
+    assert types[0] == types[1] == types[2]
+    close(got, expected)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 def test_explicit_mode_without_keys(jitted, backend):
     """The results of an empty problem have the types of those of any other."""
     mesh = mesh_of((4, 2), explicit=True)
@@ -417,6 +448,29 @@ def test_shard_map_over_one_axis_leaves_the_others_split(name, explicit, backend
     # Before 0.11 jax itself gathers explicit axes where shard_map begins.
     if still and not (explicit and jax.__version_info__ < (0, 11)):
         assert collectives(compiled) == []
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_shard_map_beside_an_axis_of_one_device(kind, backend):
+    mesh_of((8, 1))  # skips without eight devices
+    kinds = (AxisType.Auto, getattr(AxisType, kind))
+    mesh = jax.make_mesh((8, 1), ("data", "model"), kinds, devices=jax.devices("cpu")[:8])
+    q, k, _ = qkv()
+    lengths = np.arange(B, dtype=np.int32) + 3
+
+    def step(q, k, lengths):
+        def call(q):
+            return jax_flash.flash_attention(q, k, k, is_causal=True, backend=backend)
+
+        decoded = jax_flash.decode_attention(
+            q[:, :1], k, k, lengths, new_key=k[:, :1], new_value=k[:, :1], backend=backend
+        )
+        return jax.grad(lambda q: jnp.sum(jnp.sin(call(q))))(q), decoded
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(step, axis_names={"data"}, in_specs=P("data"), out_specs=P("data"))
+        got = jax.jit(mapped)(q, k, lengths)
+    close(got, jax.jit(step)(q, k, lengths))
 
 
 @pytest.mark.parametrize("kv_heads", [16, 8, 1])
@@ -515,6 +569,30 @@ def test_programs_with_explicit_axes_are_exported(backend):
         again = jax.export.deserialize(exported.serialize())
         assert again.nr_devices == 8
         close(jax.jit(again.call)(placed, dout), step(placed, dout))
+
+
+def test_without_shardy_an_error_says_what_to_do(backend):
+    """GSPMD would end the process; what it does not split it may compile."""
+    mesh, explicit = mesh_of((4, 2)), mesh_of((4, 2), explicit=True)
+    x = normal(0, B, T, N, H)
+
+    @jax.jit
+    def call(x):
+        return jax_flash.flash_attention(x, x, x, backend=backend)
+
+    kept = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        for function in (call, call.__wrapped__):
+            with pytest.raises(NotImplementedError, match="flash_attention is compiled for 8 devices"):
+                function(jax.device_put(x, NamedSharding(mesh, SHARDED)))
+        expected = call(x)
+        mapped = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED))
+        close(mapped(x), expected)
+        with jax.set_mesh(explicit):
+            close(call(jax.device_put(x, NamedSharding(explicit, SHARDED))), expected)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", kept)
 
 
 CACHED = """

@@ -34,13 +34,14 @@ def define(name: str) -> Primitive:
     def run_kernel(call, *operands):
         return tuple(kernel.bind(*operands, call=call))
 
-    def partitioned(*operands, call):
-        return _sharding.partitioned(run_kernel, call)(*operands)
+    def lower(ctx, *operands, call):
+        partitioned = _sharding.partitioned(run_kernel, call, _devices(ctx))
+        return mlir.lower_fun(partitioned, multiple_results=True)(ctx, *operands)
 
     outer = _primitive(name)
     outer.def_impl(functools.partial(_evaluate, outer))
     batching.primitive_batchers[outer] = functools.partial(_batch, outer)
-    mlir.register_lowering(outer, mlir.lower_fun(partitioned, multiple_results=True))
+    mlir.register_lowering(outer, lower)
     # custom_partitioning is inside of the lowering, where jit does not look for it.
     dispatch.prim_requires_devices_during_lowering.add(outer)
     return outer
@@ -79,6 +80,12 @@ def _evaluate(primitive: Primitive, *operands: Any, call: Call) -> Any:
     if jnp.isinf(results[call.results.index("out")]).any():
         raise FloatingPointError(f"invalid value (inf) encountered in {primitive.name}")
     return results
+
+
+def _devices(ctx: Any) -> int:
+    """Counts the devices that a program is lowered for; inside of shard_map those of its mesh."""
+    context = ctx.module_context.axis_context
+    return context.mesh.size if hasattr(context, "mesh") else getattr(context, "num_devices", 1)
 
 
 def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Call) -> Any:

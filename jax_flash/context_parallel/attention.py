@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jax_flash import _validate
 from jax_flash._call import dims
 from jax_flash._problem import Problem
+from jax_flash._sharding import axes_of_xla
 from jax_flash._varying import varying_axes
 from jax_flash.attention import Options, flash_attention
 from jax_flash.context_parallel import all_gather, all_to_all, orders, ring
@@ -388,8 +389,7 @@ def _choose(shard: Shard, refused: str | None) -> str:
     """Chooses a strategy, as `attention` documents; `refused`: why it is not "all_to_all"."""
     if all_gather.reaches_neighbours(shard):
         return "all_gather"
-    mesh = jax.sharding.get_abstract_mesh()
-    if set(mesh.axis_names) - set(mesh.manual_axes):
+    if axes_of_xla(jax.sharding.get_abstract_mesh()):
         return "ring"  # XLA gathers over other axes for any collective but a permutation
     if shard.kv_len < _SHORT:
         return "all_gather"
