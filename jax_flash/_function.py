@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
 from jax_flash._program import NO_MESH, Aval, Builder, Constant, Program, Step, derivative_keys
@@ -79,6 +80,11 @@ class Function:
             return None
         same = inside == outside if names[0] == "div" else inside == 1 / outside
         return float(outside) if names[0] in ("div", "mul") and same and outside > 0 else None
+
+    def with_numbers(self) -> tuple[Function, list[np.ndarray]]:
+        """Makes its numbers arrays that it reads: functions that differ in them alone are one."""
+        program, numbers = self.program.with_numbers()
+        return Function(self.arguments, program, key=(self.arguments, program.key)), numbers
 
     def after(self, change: Callable[..., Mapping[str, Any]], reads: Sequence[Aval]) -> Function:
         """Composes it with a change of its scalars.
@@ -161,15 +167,21 @@ class OfHeads:
 
 
 def trace(
-    name: str, function: Any, arguments: Mapping[str, str], result: str
+    name: str,
+    function: Any,
+    arguments: Mapping[str, str],
+    result: str,
+    differentiable: bool = True,
 ) -> tuple[Function, list[Any]]:
-    """Traces a user's function.
+    """Traces a user's function, anew in each call: what it reads may have changed.
 
     Arguments:
       name: of the argument of the public call, for errors.
       function: takes scalars, returns one.
       arguments: the names of the scalars and their dtypes.
       result: "bool", or the dtype of floats that the result is converted to.
+      differentiable: it may have derivatives of its own. If not, it may read random keys, and what
+        it computes of arrays alone is part of it.
 
     Returns: the Function, and the arrays that it reads, one for each of its captures.
 
@@ -198,9 +210,13 @@ def trace(
     mesh = get_abstract_mesh()
     with use_abstract_mesh(mesh if mesh.manual_axes else NO_MESH), traced_by_jax(name):
         closed = jax.make_jaxpr(converted)(*structs)
-    builder = Builder([Aval(dtype) for dtype in arguments.values()])
+    builder = Builder(
+        [Aval(dtype) for dtype in arguments.values()],
+        opens_custom=not differentiable,
+        computes_arrays=differentiable,
+    )
     program, captured = builder.build(closed, closed.consts)
-    for x in captured:
+    for x in captured if differentiable else ():
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise TypeError(f"{name} reads an array of dtype {x.dtype}; expected numbers or bools")
     traced = Function(tuple(arguments), program, key=())

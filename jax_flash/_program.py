@@ -122,6 +122,26 @@ class Program:
                 values[at] = _guard(x, visible) if guards else x
         return [read(x) for x in self.results]
 
+    def with_numbers(self) -> tuple[Program, list[np.ndarray]]:
+        """Makes its constants inputs behind the others, and lists what they were."""
+        first = len(self.inputs)
+        values = (*(x for step in self.steps for x in step.inputs), *self.results)
+        constants = [x for x in values if isinstance(x, Constant)]
+        places = iter(range(first, first + len(constants)))
+
+        def moved(values: Sequence[Value]) -> tuple[int, ...]:
+            return tuple(
+                next(places) if isinstance(x, Constant) else x + len(constants) * (x >= first)
+                for x in values
+            )
+
+        steps = tuple(
+            dataclasses.replace(step, inputs=moved(step.inputs), outputs=moved(step.outputs))
+            for step in self.steps
+        )
+        inputs = (*self.inputs, *(Aval.of(x.value) for x in constants))
+        return Program(inputs, steps, moved(self.results)), [x.value for x in constants]
+
     @functools.cached_property
     def opened(self) -> Program:
         """The same with custom derivatives left out."""
@@ -235,13 +255,19 @@ class Builder:
       opens_custom: leaves custom derivatives out.
       inlines: arrays that are no inputs are constants of the program, not captured. They are those
         that a derivative makes, ones for instance: whose values are known.
+      computes_arrays: evaluates what depends on captured arrays alone; else of numbers alone.
     """
 
     def __init__(
-        self, inputs: Sequence[Aval], opens_custom: bool = False, inlines: bool = False
+        self,
+        inputs: Sequence[Aval],
+        opens_custom: bool = False,
+        inlines: bool = False,
+        computes_arrays: bool = True,
     ) -> None:
         self.inputs = [_Computed(aval) for aval in inputs]
         self.inlines = inlines
+        self.computes_arrays = computes_arrays
         self.opens = (*_CALLS, *_CUSTOM_CALLS) if opens_custom else _CALLS
         self.steps: list[_Pending] = []
         self.widened: dict[int, tuple[Any, _Computed]] = {}  # by id of an array, which is kept
@@ -314,14 +340,18 @@ class Builder:
                 results = self._run(getattr(inner, "jaxpr", inner), inner_consts, operands)
             elif name in _CASTS:
                 results = operands
-            elif len(known := [x.value for x in operands if isinstance(x, _Known)]) == len(
-                operands
-            ):
+            elif (known := self._known(operands)) is not None:
                 results = [_Known(x) for x in _compute(eqn, known, self.inlines)]
             else:
                 results = self._record(eqn, operands)
             values.update(zip(eqn.outvars, results, strict=True))
         return [read(x) for x in jaxpr.outvars]
+
+    def _known(self, operands: Sequence[_Known | _Computed]) -> list[Any] | None:
+        """Returns the values of what is evaluated beforehand."""
+        values = [x.value for x in operands if isinstance(x, _Known)]
+        early = self.computes_arrays or all(map(_is_number, values))
+        return values if early and len(values) == len(operands) else None
 
     def _record(self, eqn: Any, operands: list[Any]) -> list[_Computed]:
         name = eqn.primitive.name
@@ -386,7 +416,8 @@ def _without_mesh(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def _compute(eqn: Any, operands: Sequence[Any], now: bool) -> list[Any]:
     """Evaluates what does not depend on scalars; of numbers alone now, at any place."""
-    if now or all(_is_number(x) for x in operands):
+    here = eqn.primitive.name == "axis_index"  # of a device, or a member of vmap
+    if now or (all(_is_number(x) for x in operands) and not here):
         with jax.ensure_compile_time_eval(), use_abstract_mesh(NO_MESH):
             arrays = [jnp.asarray(x) for x in operands]
             results = _bind(eqn.primitive, arrays, _without_mesh(eqn.params))

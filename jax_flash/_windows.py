@@ -10,9 +10,10 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.core
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from jax_flash._function import Function
+from jax_flash._program import Aval, Value
 
 Window = tuple[int | None, int | None]
 
@@ -61,7 +62,7 @@ class _Between:
         return self.low > self.high
 
 
-def window_of(traced: ClosedJaxpr, q_len: int, kv_len: int) -> Window | None:
+def window_of(function: Function, q_len: int, kv_len: int) -> Window | None:
     """Finds the window that a function of (batch, head, query, key) is.
 
     Returns: how many keys a query sees before and after its own index, None: all; or None if the
@@ -69,43 +70,32 @@ def window_of(traced: ClosedJaxpr, q_len: int, kv_len: int) -> Window | None:
     """
     if max(q_len, kv_len) > _LARGEST:
         return None
-    inputs = [None, None, _Sum(query=1), _Sum(key=1)]
-    (found,) = _run(traced.jaxpr, [_constant(x) for x in traced.consts], inputs)
+    arrays = [None] * len(function.captures)
+    values: dict[int, Any] = dict(enumerate([None, None, _Sum(query=1), _Sum(key=1), *arrays]))
+
+    def read(x: Value) -> Any:
+        return values[x] if isinstance(x, int) else _constant(x.value)
+
+    for step in function.program.steps:
+        operands = [read(x) for x in step.inputs]
+        known = len(step.outputs) == 1 and all(x is not None for x in operands)
+        found = _compute(step.primitive.name, operands, step.avals[0]) if known else None
+        values.update(dict.fromkeys(step.outputs, found))
+    (found,) = map(read, function.program.results)
     if not isinstance(found, _Between) or not found.low <= 0 <= found.high:
         return None
     left, right = (None if math.isinf(x) else int(x) for x in (-found.low, found.high))
     return left, right
 
 
-def _run(jaxpr: Jaxpr, consts: list[Any], inputs: list[Any]) -> list[Any]:
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-
-    def read(x: Any) -> Any:
-        return _constant(x.val) if isinstance(x, Literal) else values[x]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(x) for x in eqn.invars]
-        inner = eqn.params.get("jaxpr")
-        if eqn.primitive.name in ("pjit", "jit", "closed_call") and isinstance(inner, ClosedJaxpr):
-            results = _run(inner.jaxpr, [_constant(x) for x in inner.consts], operands)
-        elif len(eqn.outvars) > 1 or any(x is None for x in operands):
-            results = [None] * len(eqn.outvars)
-        else:
-            results = [_compute(eqn.primitive.name, operands, eqn.outvars[0].aval)]
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
-
-
-def _constant(x: Any) -> _Sum | None:
-    if isinstance(x, jax.core.Tracer) or np.shape(x) != ():
+def _constant(value: np.ndarray) -> _Sum | None:
+    if value.shape != () or not np.issubdtype(value.dtype, np.integer):
         return None
-    value = np.asarray(x)
-    if not np.issubdtype(value.dtype, np.integer) or abs(int(value)) > _LARGEST:
-        return None
-    return _Sum(constant=int(value))
+    number = int(value)
+    return _Sum(constant=number) if abs(number) <= _LARGEST else None
 
 
-def _compute(name: str, x: list[Any], aval: Any) -> _Sum | _Between | None:
+def _compute(name: str, x: list[Any], aval: Aval) -> _Sum | _Between | None:
     if aval.shape != ():
         return None
     a, b = x[0], x[-1]
@@ -133,7 +123,7 @@ def _compute(name: str, x: list[Any], aval: Any) -> _Sum | _Between | None:
                 return _Between(low=a.high + 1)
             case "not" if math.isinf(a.high) and not math.isinf(a.low):
                 return _Between(high=a.low - 1)
-            case "convert_element_type" if aval.dtype == np.bool_:
+            case "convert_element_type" if aval.dtype == "bool":
                 return a
     return None
 

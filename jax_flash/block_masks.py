@@ -10,6 +10,7 @@ Dao et al., FlashAttention (arXiv:2205.14135), section 3.3: "Block-Sparse FlashA
 import dataclasses
 import functools
 import json
+import math
 import numbers as abstract
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +20,19 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
-from jax.extend.core import ClosedJaxpr
 from jax.typing import ArrayLike
 
-from jax_flash._function import check_takes, traced_by_jax
-from jax_flash._windows import window_of
+from jax_flash._function import Function, trace
+from jax_flash._varying import vary_over
+from jax_flash._windows import Window, window_of
 from jax_flash.masks import Mask
 
 # What `BlockMask.numbers` has of a block that is not partial; 0 and more number partial ones.
 EMPTY, FULL = -2, -1
 WORD = 16  # keys of a word of bits: tiles of kernels start at any multiple of it
-_MOST_ROWS = 2**20  # pairs that are evaluated at once where partial blocks are
+_MOST_PAIRS = 2**20  # that are evaluated at once where partial blocks are
+_FAR = 2**30  # farther apart than any query and key of a window
+_ARGUMENTS = {"batch": "int32", "head": "int32", "query": "int32", "key": "int32"}
 _PICTURE = 64  # rows and columns of the largest picture
 
 MaskMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Any]
@@ -130,14 +133,15 @@ def block_mask(
 
     Made on the device, a row of blocks at a time, in time that grows with q_len x kv_len; make it
     once and use it for all layers and steps. Outside of jit and vmap its memory is 2 KB for each
-    partial block of 128 x 128, of equal ones one alone (4 bytes for all others). Where it is
+    partial block of 128 x 128, of equal ones one alone (4 bytes for all others); masks of one size
+    whose functions differ in numbers and arrays alone are made by one compiled program. Where it is
     traced, the number of partial blocks is not known and there is room for all of them: batch x
     heads x q_len x kv_len / 8 bytes.
 
     Arguments:
       mask_mod: `mask_mod(batch, head, query, key) -> bool` of int32 scalars, True where the query
-        sees the key; any JAX function, which may close over arrays, traced or not.
-        `jax_flash.masks` has common ones.
+        sees the key; any JAX function, which may close over arrays, traced or not, and is traced
+        anew in each call. `jax_flash.masks` has common ones.
       q_len, kv_len: T and S.
       batch: batch rows B, if the mask differs between them; None: mask_mod gets batch 0 for all.
       heads: query heads N, if it differs between those; None: mask_mod gets head 0 for all.
@@ -166,7 +170,6 @@ def block_mask(
             f"mask_mod is {type(mask_mod).__name__}; expected a function of (batch, head, query, "
             "key); jax_flash.block_mask_of takes a layout of blocks"
         )
-    check_takes("mask_mod", mask_mod, ("batch", "head", "query", "key"))
     q_len, kv_len = _size("q_len", q_len), _size("kv_len", kv_len)
     for name, size in mask_mod.sizes.items() if isinstance(mask_mod, Mask) else ():
         given = {"q_len": q_len, "kv_len": kv_len, "batch": batch}[name]
@@ -177,18 +180,23 @@ def block_mask(
             )
     rows = 1 if batch is None else _size("batch", batch)
     planes = 1 if heads is None else _size("heads", heads)
-    grid = _Grid(mask_mod, q_len, kv_len, _block(block), rows, planes)
-    window = window_of(grid.trace(), q_len, kv_len)
-    states = grid.states()
-    chunk = None
+    block = _block(block)
+    function, captured = trace("mask_mod", mask_mod, _ARGUMENTS, "bool", differentiable=False)
+    window = window_of(function, q_len, kv_len)
+    # Numbers are arrays, too: masks that differ in them alone are made by one program.
+    function, constants = function.with_numbers()
+    arrays = [lax.stop_gradient(x) for x in captured] + constants
+    grid = _Grid(function, q_len, kv_len, block, rows, planes)
+    states, is_window = _program(_Grid.states, grid)(_ends(window), *arrays)
+    whole = ... if batch is not None else 0
     if isinstance(states, jax.core.Tracer):
-        numbers, bits = grid.with_all_bits()
-    else:
-        numbers, bits = grid.with_bits(np.array(states))
-        chunk = _chunk_of(np.array(states), q_len, kv_len, grid.block)
-    if batch is None:
-        numbers, bits = numbers[0], bits[0]
-    return BlockMask(numbers, bits, q_len, kv_len, block, window, chunk)
+        numbers, bits = (x[whole] for x in grid.with_all_bits(*arrays))
+        return BlockMask(numbers, bits, q_len, kv_len, block, window)
+    states = np.array(states)
+    # To jnp.asarray each number of bits would be a program to compile.
+    numbers, bits = (jax.device_put(x[whole]) for x in grid.with_bits(states, arrays))
+    chunk = _chunk_of(states, q_len, kv_len, block)
+    return BlockMask(numbers, bits, q_len, kv_len, block, window if is_window else None, chunk)
 
 
 def block_mask_of(
@@ -282,9 +290,12 @@ def words_at(bits: jax.Array, number: jax.Array, row: jax.Array, word: jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class _Grid:
-    """The blocks of a mask that is to be made, and how to evaluate them."""
+    """The blocks of a mask that is to be made, and how to evaluate them.
 
-    mask_mod: MaskMod
+    Arrays are those that the function reads.
+    """
+
+    function: Function
     q_len: int
     kv_len: int
     block: int
@@ -296,40 +307,38 @@ class _Grid:
         rows, columns = (-(-size // self.block) for size in (self.q_len, self.kv_len))
         return self.batch, self.heads, rows, columns
 
-    def trace(self) -> ClosedJaxpr:
-        """Traces the function and checks what it returns."""
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        with traced_by_jax("mask_mod"):
-            make = jax.make_jaxpr(self.mask_mod, return_shape=True)
-            traced, seen = make(scalar, scalar, scalar, scalar)
-        if not hasattr(seen, "shape") or seen.shape != ():
-            raise ValueError(
-                f"mask_mod returns {jax.tree.map(lambda x: x.shape, seen)} of four scalars; "
-                "expected one bool of shape ()"
-            )
-        if seen.dtype != jnp.bool_:
-            raise TypeError(f"mask_mod returns {seen.dtype}; expected bool")
-        return traced
-
-    def seen(self, batch, head, query_block, first_key, keys: int) -> tuple[jax.Array, jax.Array]:
-        """Evaluates the queries of a block with `keys` keys.
-
-        Returns: bool [block, keys]: what they see, and which pairs there are.
-        """
+    def pairs(self, query_block, first_key, keys: int) -> tuple[jax.Array, jax.Array]:
+        """Lists the queries of a block, [block, 1], and `keys` keys, [1, keys]."""
         query = query_block * self.block + jnp.arange(self.block, dtype=jnp.int32)
         key = first_key + jnp.arange(keys, dtype=jnp.int32)
-        there = (query < self.q_len)[:, None] & (key < self.kv_len)[None, :]
-        query, key = jnp.minimum(query, self.q_len - 1), jnp.minimum(key, self.kv_len - 1)
-        by_key = jax.vmap(self.mask_mod, in_axes=(None, None, None, 0))
-        by_pair = jax.vmap(by_key, in_axes=(None, None, 0, None))
-        seen = jnp.broadcast_to(by_pair(batch, head, query, key), there.shape)
-        return seen, there
+        return query[:, None], key[None, :]
 
-    def row(self, at) -> tuple[jax.Array, jax.Array]:
-        """Evaluates a row of blocks: whether they are empty, full or else 0, and their bits."""
-        *_, count = self.shape
-        batch, head, query_block = at
-        seen, there = self.seen(batch, head, query_block, jnp.int32(0), count * self.block)
+    def there(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        return (query < self.q_len) & (key < self.kv_len)
+
+    def seen(self, batch, head, query: jax.Array, key: jax.Array, arrays) -> jax.Array:
+        """Evaluates all pairs of queries [block, 1] and keys [1, keys]."""
+        query, key = jnp.minimum(query, self.q_len - 1), jnp.minimum(key, self.kv_len - 1)
+
+        def of_pair(query, key):
+            scalars = vary_over([batch, head, query, key, *arrays], [batch, *arrays])
+            return self.function.program.apply(scalars)[0]
+
+        by_pair = jax.vmap(jax.vmap(of_pair, in_axes=(None, 0)), in_axes=(0, None))
+        return jnp.broadcast_to(by_pair(query[:, 0], key[0]), (query.size, key.size))
+
+    def row(self, number, ends, arrays) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Evaluates a row of blocks.
+
+        Returns: whether they are empty, full or else 0; whether they are the window of these ends;
+          their bits.
+        """
+        *outer, count = self.shape
+        batch, head, query_block = jnp.unravel_index(number, outer)
+        query, key = self.pairs(query_block, jnp.int32(0), count * self.block)
+        seen, there = self.seen(batch, head, query, key, arrays), self.there(query, key)
+        low, high = ends
+        near = (key - query >= low) & (key - query <= high)
 
         def by_block(x):
             return x.reshape(self.block, count, self.block)
@@ -337,53 +346,68 @@ class _Grid:
         shown = jnp.any(by_block(seen & there), axis=(0, 2))
         whole = jnp.all(by_block(seen | ~there), axis=(0, 2))
         states = jnp.where(whole, FULL, jnp.where(shown, 0, EMPTY)).astype(jnp.int32)
-        return states, jnp.moveaxis(_pack(by_block(seen & there)), 1, 0)
+        bits = jnp.moveaxis(_pack(by_block(seen & there)), 1, 0)
+        return states, jnp.all((seen == near) | ~there), bits
 
-    def rows(self) -> tuple[jax.Array, ...]:
-        """Lists the rows of blocks: batch row, head, block of queries."""
-        numbers = np.indices(self.shape[:3]).reshape(3, -1).astype(np.int32)
-        return tuple(jnp.asarray(x) for x in numbers)
+    def rows(self, function: Callable[[jax.Array], Any]) -> Any:
+        """Maps a function over the rows of blocks, one at a time."""
+        return lax.map(function, jnp.arange(math.prod(self.shape[:3]), dtype=jnp.int32))
 
-    def states(self) -> jax.Array:
-        return lax.map(lambda at: self.row(at)[0], self.rows()).reshape(self.shape)
+    def states(self, ends, *arrays) -> tuple[jax.Array, jax.Array]:
+        """Tells which blocks are empty, full or partial, and whether the mask is the window."""
+        states, is_window = self.rows(lambda i: self.row(i, ends, arrays)[:2])
+        return states.reshape(self.shape), jnp.all(is_window)
 
-    def with_all_bits(self) -> tuple[jax.Array, jax.Array]:
+    def with_all_bits(self, *arrays) -> tuple[jax.Array, jax.Array]:
         """Computes numbers and bits with room for all blocks."""
-        states, bits = lax.map(self.row, self.rows())
+        states, _, bits = self.rows(lambda i: self.row(i, _ends(None), arrays))
         batch, *counts = self.shape
-        own = jnp.arange(np.prod(counts), dtype=jnp.int32).reshape(1, *counts)
+        own = jnp.arange(math.prod(counts), dtype=jnp.int32).reshape(1, *counts)
         states = states.reshape(self.shape)
         numbers = jnp.where(states < 0, states, jnp.broadcast_to(own, self.shape))
         return numbers, bits.reshape(batch, -1, *bits.shape[-2:])
 
-    def with_bits(self, states: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    def some_bits(self, at: jax.Array, *arrays) -> jax.Array:
+        """Computes the bits of blocks at [number, 4]."""
+
+        def of_block(at):
+            batch, head, query_block, key_block = at
+            query, key = self.pairs(query_block, key_block * self.block, self.block)
+            seen = self.seen(batch, head, query, key, arrays)
+            return _pack(seen & self.there(query, key))
+
+        return jax.vmap(of_block)(at)
+
+    def with_bits(self, states: np.ndarray, arrays) -> tuple[np.ndarray, np.ndarray]:
         """Computes numbers and bits of the partial blocks, those of a batch row that differ."""
         partial = np.argwhere(states == 0).astype(np.int32)
-        bits = np.zeros((len(partial), self.block, self.block // WORD), np.uint16)
-        if len(partial):
-
-            def evaluate(at):
-                batch, head, query_block, key_block = at
-                seen, there = self.seen(
-                    batch, head, query_block, key_block * self.block, self.block
-                )
-                return _pack(seen & there)
-
-            at_once = max(1, _MOST_ROWS // self.block**2)
-            columns = tuple(jnp.asarray(x) for x in partial.T)
-            bits = np.asarray(lax.map(evaluate, columns, batch_size=at_once))
-        numbers, kept = states.copy(), [[] for _ in range(self.batch)]
-        known: dict[tuple[int, bytes], int] = {}
-        for at, own in zip(map(tuple, partial), bits, strict=True):
-            found = known.setdefault((at[0], own.tobytes()), len(kept[at[0]]))
-            if found == len(kept[at[0]]):
-                kept[at[0]].append(own)
-            numbers[at] = found
+        at_once = min(max(1, _MOST_PAIRS // self.block**2), states.size)
+        numbers, kept = states.copy(), [{} for _ in range(self.batch)]
+        for first in range(0, len(partial), at_once):
+            # As many blocks in each call, whatever their number: one program for all masks.
+            some = np.resize(partial[first : first + at_once], (at_once, 4))
+            bits = np.asarray(_program(_Grid.some_bits, self)(some, *arrays))
+            for at, own in zip(map(tuple, partial[first : first + at_once]), bits, strict=False):
+                numbers[at] = kept[at[0]].setdefault(own.tobytes(), len(kept[at[0]]))
         most = max(map(len, kept))  # 0: a layout, which kernels have a walk of their own for
-        stored = np.zeros((self.batch, most, *bits.shape[1:]), np.uint16)
+        size = self.block, self.block // WORD
+        stored = np.zeros((self.batch, most, *size), np.uint16)
         for row, blocks in enumerate(kept):
-            stored[row, : len(blocks)] = np.reshape(blocks, (-1, *bits.shape[1:]))
-        return jnp.asarray(numbers), jnp.asarray(stored)
+            for number, own in enumerate(blocks):
+                stored[row, number] = np.frombuffer(own, np.uint16).reshape(size)
+        return numbers, stored
+
+
+@functools.lru_cache(maxsize=16)  # of some 2 MB; JAX would keep thousands
+def _program(method: Callable[..., Any], grid: _Grid) -> Callable[..., Any]:
+    """Compiles a method of a grid. Grids are equal where their functions compute the same."""
+    return jax.jit(functools.partial(method, grid))
+
+
+def _ends(window: Window | None) -> np.ndarray:
+    """Returns the least and the largest distance that a window shows."""
+    left, right = window or (None, None)
+    return np.array([-_FAR if left is None else -left, _FAR if right is None else right], np.int32)
 
 
 def _chunk_of(states: np.ndarray, q_len: int, kv_len: int, block: int) -> int | None:
@@ -399,7 +423,8 @@ def _chunk_of(states: np.ndarray, q_len: int, kv_len: int, block: int) -> int | 
 def _pack(seen: jax.Array) -> jax.Array:
     """Packs bool `[..., keys]` into uint16 `[..., keys / 16]`."""
     parts = seen.reshape(*seen.shape[:-1], -1, WORD).astype(jnp.uint16)
-    return jnp.sum(parts << jnp.arange(WORD, dtype=jnp.uint16), axis=-1, dtype=jnp.uint16)
+    bit = lax.broadcasted_iota(jnp.uint16, parts.shape, parts.ndim - 1)
+    return jnp.sum(parts << bit, axis=-1, dtype=jnp.uint16)
 
 
 def _hashable(x: Any) -> Any:

@@ -176,6 +176,181 @@ def test_windows_are_found(name):
         np.testing.assert_array_equal(m.dense()[0], (-left <= distance) & (distance <= right))
 
 
+class Reach:
+    """How far back a query sees, which may change; all are equal, as jax's caches compare them."""
+
+    reach = 0
+
+    def __call__(self, b, h, q, k):
+        return (k <= q) & (q - k < self.reach)
+
+    def method(self, b, h, q, k):
+        return self(b, h, q, k)
+
+    def __eq__(self, other):
+        return isinstance(other, Reach)
+
+    def __hash__(self):
+        return 0
+
+
+def test_what_a_function_reads_may_change():
+    """Between calls, of one function: as windows, and as blocks."""
+    state, array = Reach(), np.zeros((), np.int32)
+
+    def closes_over(b, h, q, k):
+        return (k <= q) & (q - k < state.reach)
+
+    def has_default(b, h, q, k, state=state):
+        return closes_over(b, h, q, k)
+
+    functions = {
+        "closure": closes_over,
+        "default": has_default,
+        "method": state.method,
+        "object": state,
+        "partial": functools.partial(lambda s, *at: s(*at), state),
+        "mask": masks.Mask(closes_over),
+        "masks": masks.causal() & closes_over,
+        "number": lambda b, h, q, k: (k <= q) & (q - k < array),
+        "array": lambda b, h, q, k: (k <= q) & (q - k < jnp.arange(20)[state.reach]),
+        "table": lambda b, h, q, k: (k <= q) & jnp.asarray(np.arange(T) < state.reach)[q - k],
+        "constant": lambda b, h, q, k: state.reach > 3,
+    }
+    apart = np.arange(T)[:, None] - np.arange(T)
+    for name, function in functions.items():
+        make = functools.partial(jax_flash.block_mask, function, q_len=T, kv_len=T, block=16)
+        for state.reach in (3, 7):
+            array[...] = state.reach
+            near = (apart >= 0) & (apart < state.reach)
+            want = np.full_like(near, state.reach > 3) if name == "constant" else near
+            m = make()
+            traced = jax.eval_shape(lambda make=make: make())  # jax remembers make itself
+            assert traced.window == m.window, name
+            if name in ("array", "table", "constant"):
+                assert m.window is None
+            else:
+                assert m.window == (state.reach - 1, 0), name
+            np.testing.assert_array_equal(m.dense()[0], want, err_msg=name)
+            if name in ("method", "table"):
+                np.testing.assert_array_equal(jax.jit(lambda make=make: make().dense())()[0], want)
+
+
+def test_attention_sees_what_a_function_reads_now(host_backend):
+    q, k, v = qkv(1, T)
+    state = Reach()
+    for state.reach in (3, 12):
+        m = jax_flash.block_mask(state, q_len=T, kv_len=T, block=16)
+        out = jax_flash.flash_attention(q, k, v, block_mask=m, backend=host_backend)
+        apart = np.arange(T)[:, None] - np.arange(T)
+        near = jnp.asarray((apart >= 0) & (apart < state.reach))
+        close(out, reference.attention(q, k, v, mask=near))
+
+
+def test_masks_that_differ_in_numbers_and_arrays_are_of_one_program(request):
+    """Nothing is compiled for the others, and nothing kept."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        compiled.extend([event] if "backend_compile" in event else [])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    request.addfinalizer(
+        functools.partial(jax.monitoring.unregister_event_duration_listener, listen)
+    )
+
+    def make(seed: int):
+        ids = np.sort(np.random.default_rng(seed).integers(0, 4, 64))
+        mask = masks.documents(ids) & masks.dilated(9 + seed, 1 + seed) | masks.causal(-3 * seed)
+        m = jax_flash.block_mask(mask, q_len=64, kv_len=64, block=16)
+        window = jax_flash.block_mask(masks.sliding_window(seed), q_len=64, kv_len=64, block=16)
+        assert window.window == (seed, seed)
+        return m.numbers, window.numbers
+
+    client = jax.devices()[0].client
+    jax.block_until_ready(make(1))
+    assert compiled
+    kept = len(client.live_executables())
+    compiled.clear()
+    for seed in range(2, 8):
+        jax.block_until_ready(make(seed))
+    assert compiled == []
+    assert len(client.live_executables()) == kept
+
+
+def test_windows_that_are_found_are_what_is_evaluated(monkeypatch):
+    """Outside of jit what is found is compared with the evaluated mask, and left if it differs."""
+    rng = np.random.default_rng(0)
+
+    def tree(depth: int):
+        if depth == 0:
+            sign, offset, kind = rng.choice([-1, 1]), int(rng.integers(-6, 7)), rng.integers(4)
+            ends = {
+                0: lambda b, h, q, k: sign * (k - q) <= offset,
+                1: lambda b, h, q, k: q + offset > sign * k,
+                2: lambda b, h, q, k: jnp.abs(k - q + offset) < 5,
+                3: lambda b, h, q, k: k + 1 >= q - offset,
+            }
+            return masks.Mask(ends[int(kind)])
+        a, b = tree(depth - 1), tree(depth - 1)
+        return [a & b, a | b, ~a & b, ~(a | b)][rng.integers(4)]
+
+    def make(mask):
+        return jax_flash.block_mask(mask, q_len=T, kv_len=S, block=16)
+
+    trees = [tree(int(rng.integers(3))) for _ in range(60)]
+    found = [jax.eval_shape(functools.partial(make, mask)).window for mask in trees]
+    windows = [i for i, window in enumerate(found) if window is not None][:8]
+    assert len(windows) == 8
+    for i in windows:
+        assert make(trees[i]).window == found[i]
+
+    monkeypatch.setattr(block_masks, "window_of", lambda *_: (3, 0))  # as if it were wrong
+    m = make(masks.causal())
+    assert m.window is None
+    np.testing.assert_array_equal(m.dense()[0], np.tri(T, S))
+
+
+@pytest.mark.quick
+def test_ranks_are_not_promoted():
+    ids = jnp.asarray(DOCUMENTS)
+
+    def step(ids):
+        mask = masks.documents(ids) & masks.prefix_lm(jnp.array([3, 7])) & ~masks.causal(-9)
+        return jax_flash.block_mask(mask, q_len=T, kv_len=T, batch=2, block=16).dense()
+
+    with jax.numpy_rank_promotion("raise"):
+        np.testing.assert_array_equal(step(ids), jax.jit(step)(ids))
+
+
+def test_functions_may_draw_and_ask_where_they_run():
+    """Of random keys, old and new; of the member of a vmap; of the device of a shard_map."""
+    key = jax.random.key(0)
+
+    def draws(key):
+        def at(b, h, q, k):
+            return jax.random.bernoulli(jax.random.fold_in(key, q // 16 * 3 + k // 16))
+
+        return jax_flash.block_mask(at, q_len=48, kv_len=48, block=16).numbers[0]
+
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(9))
+    want = np.where(jax.vmap(jax.random.bernoulli)(keys).reshape(3, 3), -1, -2)
+    for one in (key, jax.random.PRNGKey(0)):
+        np.testing.assert_array_equal(draws(one), want)
+        np.testing.assert_array_equal(jax.jit(draws)(one), want)
+
+    def own(_):
+        causal = masks.Mask(lambda b, h, q, k: k + 16 * jax.lax.axis_index("data") <= q)
+        return jax_flash.block_mask(causal, q_len=48, kv_len=48, block=16).dense()
+
+    want = np.stack([np.tri(48, 48, -16 * i) for i in range(2)])
+    members = jax.vmap(own, axis_name="data")(jnp.arange(2))
+    np.testing.assert_array_equal(members[:, 0], want)
+    mesh = mesh_of((2, 4))
+    placed = jax.shard_map(own, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    np.testing.assert_array_equal(jax.jit(placed)(jnp.arange(2)), want)
+
+
 @pytest.mark.quick
 def test_a_window_is_read_in_place_of_the_arrays(host_backend):
     q, k, v = qkv()
@@ -322,7 +497,7 @@ def test_wrong_arguments_are_named():
             ValueError,
             r"key_value_ids \(3, 3\); expected both \[B, length\] of one B",
         ),
-        (lambda: make(lambda b, h, q, k: jnp.ones(3, bool)), ValueError, "shape \\(\\)"),
+        (lambda: make(lambda b, h, q, k: jnp.ones(3, bool)), TypeError, "shape \\(\\)"),
         (lambda: make(lattice, block=24), ValueError, "block is 24.*multiple of 16"),
         (lambda: make(lattice, heads=0), ValueError, "heads is 0"),
         (lambda: make(lattice, batch=True), TypeError, "batch is True"),
