@@ -6,7 +6,7 @@ from jax_flash._export import EXPORT_CHECKS
 from jax_flash._version import __version__
 from jax_flash.attention import dot_product_attention, flash_attention
 from jax_flash.block_masks import BlockMask, block_mask, block_mask_of
-from jax_flash.decode import Decoded, decode_attention, fill_cache
+from jax_flash.decode import Decoded, decode_attention, fill_cache, rotate
 
 __all__ = [
     "EXPORT_CHECKS",
@@ -24,5 +24,6 @@ __all__ = [
     "flash_attention",
     "masks",
     "reference",
+    "rotate",
     "scores",
 ]

@@ -63,6 +63,7 @@ def run_kernel(kernel: Callable[..., Any], call: Call, *operands: jax.Array) -> 
     """Runs a native kernel on operands of which members may share some.
 
     Keys and values are shared without a copy, unless
+
     - lengths, segment ids or positions differ among the members: a kernel has them for a batch row,
       or
     - a bias or mask would have to be copied for it, to more bytes than theirs: one of several heads

@@ -55,7 +55,7 @@ _PROBLEMS: dict[str, tuple[dict[str, Any], ...]] = {
     "boolean mask": (_terms("boolean mask"),),
     "block masks, of functions or layouts": (_terms("block masks"),),
     "bias, with its gradient in the bias's own shape": (_terms("bias"),),
-    "score functions (`score_mod`), with their gradients": (
+    "score functions (`score_mod`); gradients of arrays that they read run on `xla`": (
         _terms("score function") | {"score": _SCORE},
     ),
     "dropout, the same pattern everywhere": (_terms("dropout") | {"dropout_rate": 0.1},),

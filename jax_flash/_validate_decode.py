@@ -160,7 +160,7 @@ def prepare(
     call = Decode(
         problem,
         backend,
-        rotary_base=_rotary_base(rotary_base, value_cache, head_dim),
+        rotary_base=_rotary_base_of_call(rotary_base, value_cache, head_dim),
         value_dim=_value_dim(value_dim, value_cache, head_dim),
         paged=caches.page_table is not None,
         appends=appends,
@@ -218,16 +218,51 @@ def _integers(name: str, x: Any, least: int) -> jax.Array:
     return jnp.maximum(x.astype(jnp.int32), least)
 
 
-def _rotary_base(base: Any, value_cache: Any, head_dim: int) -> float | None:
-    if base is None:
-        return None
+def prepare_rotation(
+    x: Any, rotary_base: Any, positions: Any
+) -> tuple[jax.Array, jax.Array, float]:
+    """Checks the arguments of `rotate`.
+
+    Returns: x, its positions, int32 of any shape that broadcasts to `[*B, T]`, and the base.
+
+    Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
+    """
+    x = _validate.array("x", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x has dtype {x.dtype} (shape {x.shape}); expected a floating one")
+    if x.ndim < 3:
+        raise ValueError(f"x has shape {x.shape}; expected [*B, T, N, H]")
+    base = _rotary_base(rotary_base, x.shape[-1], "a number above 0")
+    rows = x.shape[:-2]
+    if positions is None:
+        return x, jnp.arange(rows[-1], dtype=jnp.int32), base
+    positions = _integers("positions", positions, -_MOST_INT32)
+    full = (1,) * (len(rows) - positions.ndim) + positions.shape
+    if len(full) != len(rows) or any(
+        have not in (1, want) for have, want in zip(full, rows, strict=True)
+    ):
+        raise ValueError(
+            f"positions has shape {positions.shape}; expected [*B, T] = {rows} or a shape that "
+            f"broadcasts to it, one for each of x {x.shape}"
+        )
+    return x, positions, base
+
+
+def _rotary_base(base: Any, head_dim: int, expected: str) -> float:
     if isinstance(base, bool) or not isinstance(base, numbers.Real):
-        raise TypeError(f"rotary_base is {base!r}; expected a number above 0, or None")
+        raise TypeError(f"rotary_base is {base!r}; expected {expected}")
     base = float(base)
     if not 0 < base < math.inf:
-        raise ValueError(f"rotary_base is {base!r}; expected a number above 0, or None")
+        raise ValueError(f"rotary_base is {base!r}; expected {expected}")
     if head_dim % 2:
         raise ValueError(f"rotary_base is given for head dim {head_dim}; expected an even one")
+    return base
+
+
+def _rotary_base_of_call(base: Any, value_cache: Any, head_dim: int) -> float | None:
+    if base is None:
+        return None
+    base = _rotary_base(base, head_dim, "a number above 0, or None")
     if value_cache is None:
         raise ValueError(
             "rotary_base is given without a value_cache, and would rotate the values too; expected "

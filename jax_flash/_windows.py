@@ -65,8 +65,9 @@ class _Between:
 def window_of(function: Function, q_len: int, kv_len: int) -> Window | None:
     """Finds the window that a function of (batch, head, query, key) is.
 
-    Returns: how many keys a query sees before and after its own index, None: all; or None if the
-      function is no window, or none that holds the query's own index.
+    Returns:
+      how many keys a query sees before and after its own index, None: all; or None if the function
+      is no window, or none that holds the query's own index.
     """
     if max(q_len, kv_len) > _LARGEST:
         return None

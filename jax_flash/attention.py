@@ -230,8 +230,9 @@ def flash_attention(
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
 
-    Returns: out `[*B, T, N, Hv]` in query's dtype; with return_lse also lse `[*B, T, N]`, float32,
-      or float64 if query is.
+    Returns:
+      out `[*B, T, N, Hv]` in query's dtype; with return_lse also lse `[*B, T, N]`, float32, or
+      float64 if query is.
 
     Raises:
       TypeError, ValueError: a wrong argument, with its shape or value and what would be right.
@@ -381,8 +382,9 @@ def dot_product_attention(
         backend "cuda".
       return_residual: also return the log-sum-exp.
 
-    Returns: out in query's dtype and shape, but for value's last dim; with return_residual also
-      the residual, `[B, T, N]` or `[T, N]`.
+    Returns:
+      out in query's dtype and shape, but for value's last dim; with return_residual also the
+      residual, `[B, T, N]` or `[T, N]`.
 
     Raises: as `flash_attention`.
 

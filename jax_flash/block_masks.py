@@ -147,7 +147,8 @@ def block_mask(
       heads: query heads N, if it differs between those; None: mask_mod gets head 0 for all.
       block: queries and keys of a block, a multiple of 16; 128 and 64 fit the kernels best.
 
-    Returns: a BlockMask of numbers `[B, N or 1, ceil(T / block), ceil(S / block)]`, without batch
+    Returns:
+      a BlockMask of numbers `[B, N or 1, ceil(T / block), ceil(S / block)]`, without batch
       `[N or 1, ...]`.
 
     Raises:
@@ -330,8 +331,9 @@ class _Grid:
     def row(self, number, ends, arrays) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Evaluates a row of blocks.
 
-        Returns: whether they are empty, full or else 0; whether they are the window of these ends;
-          their bits.
+        Returns:
+          whether they are empty, full or else 0; whether they are the window of these ends; their
+          bits.
         """
         *outer, count = self.shape
         batch, head, query_block = jnp.unravel_index(number, outer)

@@ -104,8 +104,9 @@ def backward(
       with_dbias: also compute the gradient of bias.
       captures: the arrays of problem.score to which gradients are computed as well.
 
-    Returns: dq, dk, dv in the shapes and dtypes of q, k, v; with_dbias also dbias in those of bias;
-      then those of `captures`.
+    Returns:
+      dq, dk, dv in the shapes and dtypes of q, k, v; with_dbias also dbias in those of bias; then
+      those of `captures`.
       Where a dim is 1 because it is broadcast, the gradient is summed along it.
     """
     q, k, v, out, lse, dout, *rest = operands

@@ -1,4 +1,4 @@
-"""The public calls of decoding: `decode_attention` to a cache, and `fill_cache` after a prompt.
+"""The public calls of decoding: `decode_attention` to a cache, `fill_cache` and `rotate` before it.
 
 Read next: `_validate_decode.py` for what the arguments may be, `_ops/decode.py` for how the call
 is batched, split over devices and lowered.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.typing import ArrayLike
 
-from jax_flash import _cache, _validate, _validate_decode
+from jax_flash import _cache, _rotary, _validate, _validate_decode
 from jax_flash._ops import decode as _op
 from jax_flash.attention import Window
 
@@ -100,7 +100,8 @@ def decode_attention(
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
 
-    Returns: `Decoded`: out `[*B, T, N, Hv]` in query's dtype; lse `[*B, T, N]`, float32, or float64
+    Returns:
+      `Decoded`, with out `[*B, T, N, Hv]` in query's dtype; lse `[*B, T, N]`, float32, or float64
       if query is; key_cache and value_cache as they are then.
 
     Raises:
@@ -196,3 +197,36 @@ def fill_cache(
         if cache is not None
     ]
     return filled[0], filled[1] if len(filled) > 1 else None
+
+
+def rotate(
+    x: Annotated[ArrayLike, "*B T N H"],
+    rotary_base: float,
+    positions: Annotated[ArrayLike, "*B T"] | None = None,
+) -> jax.Array:
+    """Rotates queries or keys by their positions, as `decode_attention` with `rotary_base` does.
+
+    (x[h], x[h + H/2]) is turned by the angle position · rotary_base^(−2h / H), in float32, or in
+    float64 if x is. A prompt's queries and keys are rotated before `flash_attention` and
+    `fill_cache`, which do not rotate.
+
+    Arguments:
+      x: `[*B, T, N, H]`, H even.
+      rotary_base: 10000.0 in RoFormer.
+      positions: int32 `[*B, T]`, or what broadcasts to it; None: 0 to T − 1.
+
+    Returns: `[*B, T, N, H]` in x's dtype.
+
+    Raises:
+      TypeError, ValueError: a wrong argument, with its shape or value and what would be right.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_flash import rotate
+      >>> rotate(jnp.ones((2, 100, 8, 64)), 1e4).shape
+      (2, 100, 8, 64)
+
+    Su et al., RoFormer (arXiv:2104.09864), paired by halves as in GPT-NeoX.
+    """
+    x, positions, base = _validate_decode.prepare_rotation(x, rotary_base, positions)
+    return _rotary.rotate(x, positions, base)

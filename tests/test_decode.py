@@ -613,6 +613,36 @@ def test_an_export_takes_any_number_of_rows_and_tokens(backend):
         alike(made.call(**arrays), decode({"backend": backend}, arrays), backend, atol=2e-6)
 
 
+@pytest.mark.parametrize("positions", [None, [[3, 0, 70000]], [[1, 5, 9], [0, 0, 2]]])
+def test_rotate_turns_pairs_by_their_positions(positions):
+    x = np.random.default_rng(0).standard_normal((2, 3, 2, 8), np.float32)
+    where = np.arange(3)[None] if positions is None else np.asarray(positions)
+    angles = where[..., None, None] * 100.0 ** (-np.arange(4) / 4)
+    exact = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
+    out = jax_flash.rotate(x, 100.0, None if positions is None else where)
+    # An angle of 70000 is rounded to 2^-8 in float32.
+    np.testing.assert_allclose(out[..., :4] + 1j * out[..., 4:], exact, atol=2.0**-7)
+    near = np.broadcast_to(where < 100, (2, 3))
+    np.testing.assert_allclose(out[near], np.concatenate([exact.real, exact.imag], -1)[near], 1e-5)
+    half = jax_flash.rotate(jnp.asarray(x, jnp.bfloat16), 100.0, where)
+    assert half.dtype == jnp.bfloat16
+
+
+def test_rotate_names_wrong_arguments():
+    x = jnp.ones((2, 3, 2, 8))
+    for message, *arguments in (
+        (r"positions has shape \(3, 2\); expected .*\(2, 3\)", x, 1e4, jnp.zeros((3, 2), int)),
+        ("positions has dtype float32", x, 1e4, jnp.zeros((2, 3))),
+        ("rotary_base is 0", x, 0),
+        ("rotary_base is None; expected a number above 0$", x, None),
+        ("head dim 7; expected an even one", x[..., :7], 1e4),
+        (r"x has shape \(2, 8\)", x[0, 0], 1e4),
+        ("x has dtype int32", x.astype(int), 1e4),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            jax_flash.rotate(*arguments)
+
+
 @pytest.mark.parametrize("pages", [None, 16])
 @pytest.mark.parametrize("start", [None, [0, 3, 40]])
 def test_fill_cache_writes_what_has_a_place(pages, start):

@@ -1,5 +1,7 @@
 """The documentation's Python examples run; its recipes are the formulas of the models."""
 
+import ast
+import itertools
 import math
 import re
 from pathlib import Path
@@ -36,6 +38,104 @@ def test_the_reference_has_every_public_name():
     page = (ROOT / "docs" / "reference.md").read_text()
     named = set(re.findall(r"^::: jax_flash\.(\w+)$", page, re.MULTILINE))
     assert named == {*jax_flash.__all__} - {"__version__"}
+
+
+def _markdown() -> list[tuple[str, list[str]]]:
+    """What Markdown is made of: pages without their code, and docstrings."""
+    texts = [
+        (page.name, re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL))
+        for page in sorted(ROOT.glob("docs/*.md"))
+    ]
+    for source in sorted((ROOT / "jax_flash").rglob("*.py")):
+        texts.extend(
+            (source.name, ast.get_docstring(node) or "")
+            for node in ast.walk(ast.parse(source.read_text()))
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        )
+    return [(name, text.splitlines()) for name, text in texts]
+
+
+def test_no_line_of_a_paragraph_begins_with_markup():
+    """ "512." where a line begins would be an item of a list, "- " after a sentence no item."""
+    wrong, number = [], 0
+    for name, lines in _markdown():
+        before = ""
+        for line in lines:
+            item = re.match(r"\s*(?:(\d+)[.)]|[-+*]|>|#+)(\s|$)", line)
+            if item and item[1]:
+                if int(item[1]) != (1 if not before.strip() else number + 1):
+                    wrong.append((name, line))
+                number = int(item[1])
+            elif item and before.strip() and not re.match(r"\s|[-+*] ", before):
+                wrong.append((name, before, line))
+            number = 0 if line and not line[0].isspace() and not item else number
+            before = line
+    assert not wrong
+
+
+def test_no_section_of_a_docstring_begins_beside_its_name():
+    """Text after "Returns:" is a heading's where the next line belongs to it."""
+    wrong = []
+    for name, lines in _markdown():
+        for line, after in itertools.pairwise(lines):
+            section = re.match(
+                r"(\s*)(Arguments|Args|Attributes|Returns|Raises|Examples): +\S", line
+            )
+            if section and re.match(rf"{section[1]}\s+\S", after):
+                wrong.append((name, line))
+    assert not wrong
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+def rotated(x: Any, positions: Any, base: float = 1e4) -> np.ndarray:
+    """The rotary embedding by complex numbers, x `[B, T, N, H]`."""
+    x = np.asarray(x, np.float64)
+    half = x.shape[-1] // 2
+    angles = np.asarray(positions)[..., None] * base ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[..., None, :]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+@pytest.fixture(scope="module")
+def decoding() -> list[dict[str, Any]]:
+    """What the examples of the page on decoding define."""
+    run = []
+    for example in examples(ROOT / "docs" / "decoding.md"):
+        run.append(defined := {})
+        exec(compile(example, "decoding.md", "exec"), defined)
+    return run
+
+
+def test_a_prompt_and_a_step_after_it(decoding: list[dict[str, Any]]):
+    found, lengths = decoding[0], np.array([100, 7])
+    draws = [jax.random.normal(jax.random.key(0), (2, 100, 8, 64))]
+    draws.extend(jax.random.normal(jax.random.key(1), (2, 2, 100, 2, 64)))
+    news = [found[f"new_{name}"] for name in ("query", "key", "value")]
+    for row, length in enumerate(lengths):
+        query, key, value = (
+            np.concatenate([np.asarray(x[row, :length]), np.asarray(new[row])])[None]
+            for x, new in zip(draws, news, strict=True)
+        )
+        query, key = (rotated(x, np.arange(length + 1)[None]) for x in (query, key))
+        exact = formula(query, key, value, np.tri(length + 1) > 0)[0]
+        agree(found["prompt"][row, :length], exact[:length])
+        agree(found["out"][row], exact[length:])
+
+
+def test_a_prompt_in_chunks(decoding: list[dict[str, Any]]):
+    x, out = decoding[1]["x"], decoding[1]["out"]
+    turned = rotated(x, np.arange(64)[None])
+    agree(out, formula(turned, turned, x, np.tri(64) > 0))
+
+
+def test_pages(decoding: list[dict[str, Any]]):
+    pages, table = np.asarray(decoding[2]["pages"]), np.asarray(decoding[2]["table"])
+    for row, length in enumerate((40, 30)):
+        keys = pages[table[row]].reshape(1, 48, 2, 64)[:, :length]
+        exact = formula(decoding[2]["query"][row : row + 1], keys, keys, np.ones((1, length), bool))
+        agree(decoding[2]["paged"].out[row : row + 1], exact)
 
 
 # ---- recipes -------------------------------------------------------------------------------------

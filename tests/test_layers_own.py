@@ -216,7 +216,7 @@ def test_cross_attention_is_the_formula(api):
     ids = np.array([[0] * 6 + [1] * 7, [5] * LENGTH])
     memory_ids = np.array([[1] * 4 + [0] * 5, [5] * SOURCE])
     mask = (np.random.default_rng(3).random((BATCH, 1, LENGTH, SOURCE)) < 0.8).astype(np.float32)
-    forward, params = make(api, x, memory, num_kv_heads=KV_HEADS, use_bias=True)
+    forward, params = make(api, x, memory, num_kv_heads=KV_HEADS)
     params = randomized(params)
     out = forward(
         params,
@@ -255,7 +255,7 @@ def test_norms_with_settings_of_their_own(api):
 @pytest.mark.parametrize("normalize_qk", [False, True])
 def test_parameters_are_those_of_flax(api, normalize_qk):
     x, memory = normal(1, BATCH, LENGTH, FEATURES), normal(2, BATCH, SOURCE, 24)
-    forward, params = make(api, x, memory, use_bias=True, normalize_qk=normalize_qk)
+    forward, params = make(api, x, memory, normalize_qk=normalize_qk)
     params = randomized(params)
     if api == "linen":
         stock = nn.MultiHeadDotProductAttention(HEADS, normalize_qk=normalize_qk)
@@ -272,6 +272,38 @@ def test_parameters_are_those_of_flax(api, normalize_qk):
         nnx.update(stock, nnx.State(params))
         expected = stock(x, memory)
     np.testing.assert_allclose(forward(params, x, memory), expected, atol=5e-6)
+
+
+@pytest.mark.parametrize("more", ["use_bias", "normalize_qk", "use_sinks"])
+def test_parameters_that_are_left_over_are_refused(api, more):
+    """Those of a layer with more parameters, as of a checkpoint with biases."""
+    x, less = normal(1, BATCH, LENGTH, FEATURES), {"use_bias": False}
+    _, params = make(api, x, **{**less, more: True})
+    if api == "linen":
+        layer = flash_linen.FlashAttention(HEADS, use_bias=False)
+        name = {"use_bias": "key/bias", "normalize_qk": "key_ln", "use_sinks": "sinks"}[more]
+        with pytest.raises(ValueError, match=f"parameters .*{name}.* given .*{more}=False"):
+            jax.eval_shape(layer.apply, {"params": params}, x)
+    else:
+        layer = flash_nnx.FlashAttention(HEADS, FEATURES, rngs=nnx.Rngs(0), use_bias=False)
+        with pytest.raises(ValueError, match=r"Expected a subgraph|Cannot set key"):
+            nnx.update(layer, nnx.State(params))
+
+
+def test_a_shared_scope_in_linen_has_parameters_of_others():
+    class Scaled(nn.Module):
+        def setup(self):
+            self.attention = flash_linen.FlashAttention(HEADS)
+            nn.share_scope(self, self.attention)
+
+        @nn.compact
+        def __call__(self, x):
+            return self.param("scale", nn.initializers.ones, ()) * self.attention(x)
+
+    x, layer = jnp.ones((BATCH, LENGTH, FEATURES)), Scaled()
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    assert {"query", "scale"} < variables["params"].keys()
+    jax.eval_shape(layer.apply, variables, x)
 
 
 def test_lengths_equal_shorter_inputs(api):

@@ -45,6 +45,7 @@ def attention_fn(
     flash_attention's own keywords are taken too, to be set with functools.partial.
 
     Where it differs from Flax's function:
+
     - Dropout draws every weight on its own, also with `broadcast_dropout=True`, where Flax repeats
       one [T, S] pattern over batch and heads. The chance to be kept is the same 1 - dropout_rate.
     - A query with nothing to attend to gives zeros; Flax gives the mean of all values.
@@ -184,7 +185,7 @@ class FlashAttention(nn.Module):
         `page_table` of each call says, in any order, and have no length of their own; None for a
         cache of rows. A row ends, and another begins in its place, by its entry of `cache_index`
         set to 0.
-      use_bias: adds a bias in the four projections.
+      use_bias: adds a bias in the four projections, as Flax's layers do.
       normalize_qk: norms each head of query and key, before the rotary embedding. True: LayerNorm
         without bias, as in Flax (ViT-22B); or a class such as nn.RMSNorm (Qwen 3, Gemma 3) or a
         functools.partial of one, called with dtype, param_dtype and name.
@@ -232,7 +233,7 @@ class FlashAttention(nn.Module):
     deterministic: bool | None = None
     decode: bool = False
     pages: tuple[int, int] | None = None
-    use_bias: bool = False
+    use_bias: bool = True
     normalize_qk: bool | Callable[..., nn.Module] = False
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
@@ -383,13 +384,39 @@ class FlashAttention(nn.Module):
             arrays = cache.key, cache.value, cache.index
             for variable, array in zip(stored, arrays, strict=True):
                 variable.value = array
-        return project(
+        out = project(
             features,
             axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
             name="out",
         )(out)
+        self._refuse_left_over()
+        return out
+
+    def _refuse_left_over(self) -> None:
+        """Raises ValueError for parameters that are given and not used, which Linen would drop."""
+        leaves = {"kernel", "bias"} if self.use_bias else {"kernel"}
+        used: dict[str, set[str] | None] = dict.fromkeys(("query", "key", "value", "out"), leaves)
+        if self.normalize_qk:
+            used |= dict.fromkeys(("query_ln", "key_ln"))  # a class of the user's has its own
+        if self.use_sinks:
+            used["sinks"] = None
+        # After nn.share_scope the parent's parameters are among these.
+        shares = getattr(self.parent, "scope", None) is self.scope
+        left = []
+        for name, given in self.variables.get("params", {}).items():
+            if name not in used:
+                left += [] if shares else [name]
+            elif (known := used[name]) is not None:
+                left += [f"{name}/{leaf}" for leaf in given if leaf not in known]
+        if left:
+            raise ValueError(
+                f"parameters {', '.join(sorted(left))} are given to a FlashAttention with "
+                f"use_bias={self.use_bias}, normalize_qk={self.normalize_qk} and "
+                f"use_sinks={self.use_sinks}, which has none of these names; expected settings "
+                "that use them, or parameters without them"
+            )
 
 
 _LayerNorm = functools.partial(nn.LayerNorm, use_bias=False)

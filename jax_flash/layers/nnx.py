@@ -42,6 +42,7 @@ def attention_fn(
     flash_attention's own keywords are taken too, to be set with functools.partial.
 
     Where it differs from Flax's function:
+
     - Dropout draws every weight on its own, also with `broadcast_dropout=True`, where Flax repeats
       one [T, S] pattern over batch and heads. The chance to be kept is the same 1 - dropout_rate.
     - A query with nothing to attend to gives zeros; Flax gives the mean of all values.
@@ -136,7 +137,7 @@ class FlashAttention(nnx.Module):
       use_sinks: learns one score per head that takes part in the softmax and has no value.
       dropout_rate: share of the attention weights that dropout removes.
       deterministic: no dropout; set by `eval()`, `train()` and nnx.view of any module above.
-      use_bias: adds a bias in the four projections.
+      use_bias: adds a bias in the four projections, as Flax's layers do.
       normalize_qk: norms each head of query and key, before the rotary embedding. True: LayerNorm
         without bias, as in Flax (ViT-22B); or a class such as nnx.RMSNorm (Qwen 3, Gemma 3) or a
         functools.partial of one, called with head_dim, dtype, param_dtype and rngs.
@@ -186,7 +187,7 @@ class FlashAttention(nnx.Module):
         use_sinks: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
-        use_bias: bool = False,
+        use_bias: bool = True,
         normalize_qk: bool | Callable[..., nnx.Module] = False,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
