@@ -8,6 +8,7 @@ Read next: ffi/bindings.cc.
 import contextlib
 import ctypes
 import dataclasses
+import filecmp
 import functools
 import importlib
 import logging
@@ -53,12 +54,14 @@ def kernel_root() -> Path:
     return installed if installed.is_dir() else package.parent / "cuda"
 
 
-def misfit(ext: Any, ffi_version: tuple[int, int] | None) -> str | None:
+def misfit(
+    ext: Any, ffi_version: tuple[int, int] | None, version: str = __version__
+) -> str | None:
     """Compares a compiled module with the package and jaxlib's FFI version; None if it fits."""
-    if ext.version != __version__:
+    if ext.version != version:
         return (
             f"the compiled module jax_flash._ext is version {ext.version}, but the Python files "
-            f"are version {__version__}. {_REPAIR}"
+            f"are version {version}. {_REPAIR}"
         )
     if ext.terms() != _terms.rows():
         return (
@@ -248,7 +251,7 @@ def _has_driver() -> bool:
 def _load() -> tuple[ModuleType | None, dict[str, str]]:
     """Imports `_ext` and registers its targets, once; returns it and {platform: why not}."""
     try:
-        ext = importlib.import_module("jax_flash._ext")
+        ext, version = _import()
     except ModuleNotFoundError as error:
         if error.name != "jax_flash._ext":
             raise
@@ -257,7 +260,7 @@ def _load() -> tuple[ModuleType | None, dict[str, str]]:
         return _unavailable(f"the compiled module jax_flash._ext does not load: {error}. {_REPAIR}")
     # An FFI version that jaxlib refuses would surface as "Unable to initialize backend" and take
     # all of JAX down, so it is checked before anything is registered.
-    reason = misfit(ext, _installed_ffi_version())
+    reason = misfit(ext, _installed_ffi_version(), version)
     if reason:
         return _unavailable(reason)
     targets = ext.targets()
@@ -272,13 +275,47 @@ def _load() -> tuple[ModuleType | None, dict[str, str]]:
     }
 
 
-def _missing() -> str:
-    """Says where the compiled module is missing and what to do.
+def _import() -> tuple[ModuleType, str]:
+    """Imports `_ext` from beside these files, or from an installed package of the same ones.
 
-    An installed package brings its module; source files have one only where it was built beside
-    them. `python -c` and `python -m` in a checkout find those files before what is installed.
+    Python that is started in a checkout takes its source files, which have no module unless one was
+    built there, before the installed ones.
+
+    Returns: the module, and the version that it should have: `_version.py` alone may differ.
     """
-    package = Path(__file__).resolve().parent
+    try:
+        return importlib.import_module("jax_flash._ext"), __version__
+    except ModuleNotFoundError as error:
+        package = _package()
+        installed = _installed_package(package)
+        if error.name != "jax_flash._ext" or not installed or _differing(package, installed):
+            raise
+        importlib.import_module("jax_flash").__path__.append(str(installed))
+        ext = importlib.import_module("jax_flash._ext")
+        return ext, ext.version
+
+
+def _differing(package: Path, installed: Path) -> str | None:
+    """Finds a Python file of which two packages have not the same text; None: there is none."""
+    names = {
+        path.relative_to(folder).as_posix()
+        for folder in (package, installed)
+        for path in folder.glob("**/*.py")
+    }
+    for name in sorted(names - {"_version.py"}):
+        paths = package / name, installed / name
+        if not all(path.is_file() for path in paths) or not filecmp.cmp(*paths, shallow=False):
+            return name
+    return None
+
+
+def _package() -> Path:
+    return Path(__file__).resolve().parent
+
+
+def _missing() -> str:
+    """Says where the compiled module is missing and what to do."""
+    package = _package()
     checkout = package.parent
     if not (checkout / "CMakeLists.txt").is_file():
         return f"the compiled module jax_flash._ext is missing from {package}. {_REPAIR}"
@@ -294,9 +331,10 @@ def _missing() -> str:
             f"or build the module in place: {build}"
         )
     return (
-        f"{found}. The installed package is {installed}. To use that one, run Python in another "
-        f"folder or as python -P (python -P -m pytest), without {checkout} in PYTHONPATH; to use "
-        f"the source folder, build the module in place: {build}"
+        f"{found}. The installed package, {installed}, has another {_differing(package, installed)}"
+        ". To use that package, run Python in another folder or as python -P (python -P -m pytest),"
+        f" without {checkout} in PYTHONPATH; to use the source folder, install it: pip install "
+        f"{checkout}; or build the module in place: {build}"
     )
 
 
