@@ -1,6 +1,7 @@
 """FlashAttention for JAX: exact attention whose memory grows linearly with sequence length."""
 
 from jax_flash import context_parallel, masks, reference, scores
+from jax_flash._debug import debug_values
 from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
 from jax_flash._version import __version__
@@ -17,6 +18,7 @@ __all__ = [
     "block_mask",
     "block_mask_of",
     "context_parallel",
+    "debug_values",
     "decode_attention",
     "dot_product_attention",
     "explain",

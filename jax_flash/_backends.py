@@ -222,7 +222,7 @@ def choose(platform: str, call: Call, shapes: Shapes) -> str:
             return "xla"
         raise NotImplementedError(
             f"backend {call.backend!r} cannot run this call: the arrays are on platform "
-            f"{platform!r}"
+            f"{platform!r}, or it is exported for that; expected backend 'xla' there, or None"
         )
     gpu = _gpu.spec.for_lowering() if platform == "cuda" else None
     name, refusals = pick(call, shapes, gpu)

@@ -54,9 +54,7 @@ def kernel_root() -> Path:
     return installed if installed.is_dir() else package.parent / "cuda"
 
 
-def misfit(
-    ext: Any, ffi_version: tuple[int, int] | None, version: str = __version__
-) -> str | None:
+def misfit(ext: Any, ffi_version: tuple[int, int] | None, version: str = __version__) -> str | None:
     """Compares a compiled module with the package and jaxlib's FFI version; None if it fits."""
     if ext.version != version:
         return (

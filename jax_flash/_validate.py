@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_flash import _function
+from jax_flash import _debug, _function
 from jax_flash._function import Function
 from jax_flash._philox import round_rate
 from jax_flash._problem import Problem, order_terms
@@ -184,6 +184,8 @@ def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
                 f"{_FLOATS_TEXT}, for example {name}.astype('float32')"
             )
     q, k, v = arrays["query"], arrays["key"], arrays["value"]
+    for name, x in arrays.items():
+        check_head_dim(name, x)
     for name, x in (("key", k), ("value", v)):
         if x.dtype != q.dtype:
             raise TypeError(
@@ -205,11 +207,6 @@ def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
             f"key has shape {k.shape} and query {q.shape}; expected equal head dims (the last), "
             f"got {k.shape[-1]} and {q.shape[-1]}"
         )
-    for name, x in arrays.items():
-        if x.shape[-1] == 0:
-            raise ValueError(
-                f"{name} has shape {x.shape}; expected a head dim (the last) of at least 1"
-            )
     q_heads, kv_heads = q.shape[-2], k.shape[-2]
     if q_heads % kv_heads if kv_heads else q_heads:
         hint, lengths = "", (q.shape[-3], k.shape[-3])
@@ -220,6 +217,19 @@ def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
             f"expected the first to be a multiple of the second{hint}"
         )
     return q, k, v
+
+
+def check_head_dim(name: str, x: jax.Array) -> None:
+    if not isinstance(x.shape[-1], int):
+        raise ValueError(
+            f"{name} has shape {x.shape}; expected a head dim (the last) that is known where the "
+            "call is exported: kernels are compiled for it. Batch, lengths and heads may be "
+            "symbolic"
+        )
+    if x.shape[-1] == 0:
+        raise ValueError(
+            f"{name} has shape {x.shape}; expected a head dim (the last) of at least 1"
+        )
 
 
 def array(name: str, x: Any) -> jax.Array:
@@ -375,7 +385,7 @@ def _in_full(x: Any) -> Any:
 def _lengths(term: str, name: str, lengths, batch: tuple[int, ...], limit: int) -> jax.Array | None:
     if lengths is None:
         return None
-    lengths = _in_full(lengths)
+    lengths = given = _in_full(lengths)
     if isinstance(lengths, jax.Array | np.ndarray) and lengths.dtype.name in _WIDE_INTEGERS:
         lengths = lengths.clip(0, _MAX_INT32)  # else 2**32 would come out as 0
     hint = ", one length for each batch row"
@@ -386,7 +396,9 @@ def _lengths(term: str, name: str, lengths, batch: tuple[int, ...], limit: int) 
             f"instead: jnp.searchsorted(cu_seqlens, jnp.arange({limit}), side='right'), with the "
             "leading dims of query"
         )
-    return jnp.clip(_integers(term, name, lengths, batch, hint), 0, limit)
+    lengths = _integers(term, name, lengths, batch, hint)
+    _debug.check_lengths(name, given, limit, "T = " if name.startswith("query") else "S = ")
+    return jnp.clip(lengths, 0, limit)
 
 
 def _segments(query_ids, key_value_ids, shapes: dict[str, tuple[int, ...]]):
@@ -405,10 +417,14 @@ def _segments(query_ids, key_value_ids, shapes: dict[str, tuple[int, ...]]):
             )
         if getattr(ids, "dtype", None) != "uint32":  # whose ids are as different in 32 bits
             _check_int32(name, "ids", ids)  # else 1 and 2**32 + 1 would be equal
-    return (
+    checked = (
         _integers("query_segments", "query_segment_ids", query_ids, query_shape),
         _integers("key_value_segments", "key_value_segment_ids", key_value_ids, key_value_shape),
     )
+    if {getattr(ids, "dtype", None) for ids in (query_ids, key_value_ids)} != {np.dtype("uint32")}:
+        _debug.check_int32("query_segment_ids", "ids", query_ids)
+        _debug.check_int32("key_value_segment_ids", "ids", key_value_ids)
+    return checked
 
 
 def _positions(
@@ -430,12 +446,15 @@ def _positions(
         if x is None:
             return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
         _check_int32(name, "positions", x)
+        told = x
         if isinstance(x, jax.Array) and x.dtype.name in _WIDE_INTEGERS:
             x = x.clip(max(jnp.iinfo(x.dtype).min, -_MAX_INT32 - 1), _MAX_INT32)
         own, hint = getattr(x, "shape", ()), ""
         if own and own[-1] == shape[-1] and all(size == 1 for size in own[:-1]):
             hint = f". If all batch rows share them, pass jnp.broadcast_to({name}, {shape})"
-        return _integers(name, name, x, shape, hint)
+        checked = _integers(name, name, x, shape, hint)
+        _debug.check_int32(name, "positions", told)
+        return checked
 
     return standing("query_positions"), standing("key_value_positions")
 

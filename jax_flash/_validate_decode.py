@@ -3,13 +3,14 @@
 import dataclasses
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _validate
+from jax_flash import _debug, _validate
 from jax_flash._ops.decode import Decode
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS
@@ -85,6 +86,22 @@ class Caches:
             arrays.append(x)
         return arrays
 
+    def look(self, lengths: Any, first: Callable[[], Any], stop: Callable[[], Any]) -> None:
+        """Has `debug_values` look at `[*B]` lengths, and at the pages of positions of each row.
+
+        Arguments:
+          lengths: as they were given.
+          first, stop: make `[*B]`, the first position that needs a page, and the end.
+        """
+        if not _debug.is_on():
+            return
+        lengths, size = _validate._in_full(lengths), self.key.shape[-3]
+        if self.page_table is None:
+            _debug.check_lengths("lengths", lengths, size, "L = ")
+            return
+        _debug.check_lengths("lengths", lengths, self.page_table.shape[-1] * size, "M * S = ")
+        _debug.check_pages(self.page_table, first(), stop(), *self.key.shape[:2])
+
 
 def prepare(
     query: Any,
@@ -118,7 +135,8 @@ def prepare(
         )
     *batch, q_len, q_heads, head_dim = q.shape
     batch = tuple(batch)
-    lengths = row_lengths("lengths", lengths, batch, "query", q.shape)
+    _validate.check_head_dim("query", q)
+    given, lengths = lengths, row_lengths("lengths", lengths, batch, "query", q.shape)
     caches = Caches.of(key_cache, value_cache, page_table, batch)
     k = caches.key
     if q.dtype != k.dtype:
@@ -157,6 +175,9 @@ def prepare(
         precision=_validate._precision(precision, q.dtype),
         terms=tuple(terms),
     )
+    left = problem.window[0]
+    reach = _MOST_INT32 if left is None else q_len + left
+    caches.look(given, lambda: jnp.maximum(lengths - reach, 0), lambda: lengths)
     call = Decode(
         problem,
         backend,
@@ -204,6 +225,7 @@ def _cache(name: str, x: Any) -> jax.Array:
         )
     if x.ndim < 3 or x.shape[-1] == 0:
         raise ValueError(f"{name} has shape {x.shape}; expected {_LETTERS}")
+    _validate.check_head_dim(name, x)
     return x
 
 

@@ -237,6 +237,7 @@ def flash_attention(
     Raises:
       TypeError, ValueError: a wrong argument, with its shape or value and what would be right.
       NotImplementedError: a named backend that cannot run the problem, with the reason.
+      Contents of lengths, ids and positions are checked under `jax_flash.debug_values()` alone.
 
     Examples:
       >>> import jax, jax.numpy as jnp

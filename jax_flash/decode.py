@@ -68,7 +68,8 @@ def decode_attention(
     A row that is longer than its cache, or whose table has no page of the pool for a position that
     its queries see or that is written, gives NaN in out and lse. Of a row that is longer nothing is
     written, nor what has no page. No other row is touched. NaN or inf in slots past the length,
-    behind the window or in pages that a row does not have reaches nothing.
+    behind the window or in pages that a row does not have reaches nothing. Under
+    `jax_flash.debug_values()` such lengths and pages are errors that name the row.
 
     It has no derivative. Under vmap members that append have each a cache, others may share one.
     Under jit, leading dims and heads stay split over a mesh as query's are, without a collective;
@@ -185,12 +186,14 @@ def fill_cache(
     batch = new.shape[:-3]
     caches = _validate_decode.Caches.of(key_cache, value_cache, page_table, batch)
     arrays = caches.check_new(("key", "value"), key, value, new.shape[:-2])
-    stop = _validate_decode.row_lengths("lengths", lengths, batch, "key", new.shape)[..., None]
+    stop = _validate_decode.row_lengths("lengths", lengths, batch, "key", new.shape)
+    first = jnp.int32(0)
     positions = jnp.arange(new.shape[-3], dtype=jnp.int32).reshape(*(1,) * len(batch), -1)
     if start is not None:
         first = _validate_decode.row_lengths("start", start, batch, "key", new.shape)
         positions = first[..., None] + positions
-    positions = jnp.where(positions < stop, positions, -1)
+    caches.look(lengths, lambda: first, lambda: jnp.minimum(stop, first + new.shape[-3]))
+    positions = jnp.where(positions < stop[..., None], positions, -1)
     filled = [
         _cache.write(cache, x, positions, caches.page_table)
         for cache, x in zip((caches.key, caches.value), arrays, strict=False)

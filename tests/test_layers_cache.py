@@ -230,6 +230,22 @@ def test_rows_with_padding_need_the_pages_of_what_they_have_alone(api, backend, 
     assert not np.isnan(out[1:]).any()
 
 
+@pytest.mark.parametrize("count", [3, 70])
+def test_debug_values_names_what_a_row_lacks(count):
+    """In a step that decode_attention takes, and in one of more positions than that."""
+    layer = flash_nnx.FlashAttention(1, 8, is_causal=True, rngs=nnx.Rngs(0))
+    layer.init_cache((2,), pages=(16, 8))
+    table = np.arange(16, dtype=np.int32)[None].repeat(2, 0)
+    x = jnp.ones((2, count, 8))
+    with jax_flash.debug_values():
+        layer(x, decode=True, seq_lengths=jnp.array([1, 3]), page_table=table)
+        with pytest.raises(ValueError, match=rf"seq_lengths\[0\] is 80; expected 0 to T = {count}"):
+            layer(x, decode=True, seq_lengths=jnp.array([80, 3]), page_table=table)
+        table[1, 0] = 16
+        with pytest.raises(ValueError, match=r"page_table\[1, 0\] is 16, .* needs [03] to 3"):
+            layer(x, decode=True, seq_lengths=jnp.array([1, 1]), page_table=table)
+
+
 @pytest.mark.parametrize("pages", [None, (512, 16)])
 @pytest.mark.parametrize("lengths", [None, (3, 1)])
 def test_a_step_copies_no_cache(api, pages, lengths):

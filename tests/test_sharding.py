@@ -584,7 +584,9 @@ def test_without_shardy_an_error_says_what_to_do(backend):
     jax.config.update("jax_use_shardy_partitioner", False)
     try:
         for function in (call, call.__wrapped__):
-            with pytest.raises(NotImplementedError, match="flash_attention is compiled for 8 devices"):
+            with pytest.raises(
+                NotImplementedError, match="flash_attention is compiled for 8 devices"
+            ):
                 function(jax.device_put(x, NamedSharding(mesh, SHARDED)))
         expected = call(x)
         mapped = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=SHARDED, out_specs=SHARDED))

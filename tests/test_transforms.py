@@ -425,6 +425,28 @@ def test_the_process_that_loads_an_export_imports_the_package(tmp_path):
     assert "jax_flash_cpu_forward" in without.stderr
 
 
+def test_an_export_with_a_symbolic_head_dim_says_what_may_be_symbolic():
+    (h,) = jax.export.symbolic_shape("h")
+    known, unknown = (jax.ShapeDtypeStruct((B, T, N, x), jnp.float32) for x in (H, h))
+    lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
+    attend, decode = jax.jit(jax_flash.flash_attention), jax.jit(jax_flash.decode_attention)
+    for name, call, shapes in (
+        ("query", attend, (unknown, unknown, known)),
+        ("value", attend, (known, known, unknown)),
+        ("query", decode, (unknown, unknown, known, lengths)),
+        ("value_cache", decode, (known, known, unknown, lengths)),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} has shape .*h\); expected a head dim"):
+            jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)(*shapes)
+
+
+def test_an_export_for_another_platform_than_the_backends_names_it():
+    call = jax.jit(functools.partial(jax_flash.flash_attention, backend="cpu"))
+    export = jax.export.export(call, platforms=["cpu", "tpu"])
+    with pytest.raises(NotImplementedError, match=r"'cpu' cannot run .* platform 'tpu'.*'xla'"):
+        export(*qkv())
+
+
 def test_export_with_a_symbolic_batch(host_backend):
     (b,) = jax.export.symbolic_shape("b")
 

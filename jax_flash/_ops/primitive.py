@@ -90,6 +90,8 @@ def _devices(ctx: Any) -> int:
 
 def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Call) -> Any:
     shapes = call.shapes(call.name_operands(ctx.avals_in))
+    if platform == "default":
+        platform = next(x for x in ctx.module_context.platforms if x not in ("cpu", "cuda"))
     backend = _backends.choose(platform, call, shapes)
     function = functools.partial(_backends.BACKENDS[backend].run, call)
     return _lower_function(function, ctx, *operands)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _cache, _validate
+from jax_flash import _cache, _debug, _validate
 from jax_flash._rotary import rotate
 from jax_flash._validate_decode import MOST_QUERIES
 from jax_flash.attention import LayerOptions, flash_attention
@@ -291,9 +291,10 @@ def _attend_to_cache(
     settings = _decode_settings(attention_fn, scores)
     one_dtype = query.dtype == key.dtype == value.dtype == cache.key.dtype
     decode = left = None
-    if settings is not None and one_dtype and count <= MOST_QUERIES:
-        decode = functools.partial(decode_attention, page_table=cache.page_table, **settings)
+    if settings is not None:
         left = _validate._window(True, settings.get("local_window_size"), count + cache.room)[0]
+        if one_dtype and count <= MOST_QUERIES:
+            decode = functools.partial(decode_attention, page_table=cache.page_table, **settings)
     if decode is not None and valid is None:
         lengths = cache.index + count
         step = decode(
@@ -310,6 +311,8 @@ def _attend_to_cache(
         ahead = jnp.arange(count, dtype=jnp.int32).reshape(*(1,) * cache.index.ndim, -1)
         positions = cache.index[..., None] + ahead
         query, key = (rotate(x, positions, rotary_base) for x in (query, key))
+    if valid is not None:
+        _debug.check_lengths("seq_lengths", valid, count, "T = ")
     valid = jnp.clip(jnp.asarray(count if valid is None else valid), 0, count).astype(jnp.int32)
     lengths = cache.index + valid
     cache = cache.append(key, value, lengths)
@@ -323,6 +326,9 @@ def _attend_to_cache(
         out = decode(_roll(query, padding), cache.key, cache.value, lengths).out
         is_valid = jnp.arange(count) < valid[..., None]
         return jnp.where(is_valid[..., None, None], _roll(out, -padding), 0), cache
+    if settings is not None and cache.page_table is not None and _debug.is_on():
+        first = 0 * lengths if left is None else jnp.maximum(lengths - valid - left, 0)
+        _debug.check_pages(cache.page_table, first, lengths, *cache.key.shape[:2])
     options |= {"key_value_seq_lengths": lengths, "causal_align": "bottom_right"}
     out = attention_fn(query, *(x.astype(query.dtype) for x in cache.rows()), **options)
     fits = (lengths <= cache.room)[..., None, None, None]
