@@ -135,13 +135,14 @@ def check_int32(name: str, what: str, x: Any) -> None:
 def check_pages(page_table: Any, first: Any, stop: Any, pages: int, page_size: int) -> None:
     """Checks that rows have a page for each of their positions from `first` to before `stop`.
 
-    page_table is `[*B, M]`, first and stop `[*B]`.
+    page_table is `[*B, M]`, first and stop `[*B]`; `check_lengths` says of rows beyond all columns.
     """
 
     def find(table: np.ndarray, first: np.ndarray, stop: np.ndarray) -> str | None:
         columns = np.arange(table.shape[-1]) * page_size
         needed = (columns < stop[..., None]) & (columns + page_size > first[..., None])
-        wrong = needed & (first < stop)[..., None] & ((table < 0) | (table >= pages))
+        looked_at = (first < stop) & (stop <= columns.size * page_size)
+        wrong = needed & looked_at[..., None] & ((table < 0) | (table >= pages))
         if not wrong.any():
             return None
         index, more = _first(wrong)
