@@ -6,7 +6,7 @@ from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
 from jax_flash._version import __version__
 from jax_flash.attention import dot_product_attention, flash_attention
-from jax_flash.block_masks import BlockMask, block_mask, block_mask_of
+from jax_flash.block_masks import BlockMask, block_mask, block_mask_of, stack_block_masks
 from jax_flash.decode import Decoded, decode_attention, fill_cache, rotate
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "reference",
     "rotate",
     "scores",
+    "stack_block_masks",
 ]

@@ -21,7 +21,7 @@ from jax_flash._function import Function
 from jax_flash._philox import round_rate
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS, TERMS
-from jax_flash.block_masks import BlockMask
+from jax_flash.block_masks import BlockMask, arrays_of
 
 _FLOATS_TEXT = ", ".join(FLOATS)
 _WIDE_INTEGERS = ("uint32", "int64", "uint64")
@@ -87,15 +87,19 @@ def prepare(
     rate = _dropout_rate(dropout_rate, dropout_key)
     query_segments, key_value_segments = _segments(query_segment_ids, key_value_segment_ids, shapes)
     positions = _positions(query_positions, key_value_positions, align, shapes)
-    block_numbers, block_bits = _block_mask(block_mask, batch, q_heads, q_len, kv_len)
+    _check_sizes(block_mask, q_len, kv_len)
     reach = q_len + kv_len if positions is None else _POSITIONS
     window = _window(flag("is_causal", is_causal), local_window_size, reach)
+    shown = None
     if positions is None or window == (None, None):  # there positions mean nothing
         positions = None, None
-        shown = None if block_mask is None else block_mask.window
-        if shown is not None and align == "top_left":  # no arrays are read, no bits tested
-            window = _narrower(window, shown, q_len + kv_len)
-            block_numbers = block_bits = None
+        if block_mask is not None and block_mask.is_form and align == "top_left":
+            shown = block_mask.window
+    if shown is not None:  # no arrays are read, no bits tested
+        window = _narrower(window, shown, q_len + kv_len)
+        block_numbers, block_bits, whole_blocks = None, None, False
+    else:
+        block_numbers, block_bits, whole_blocks = _blocks(block_mask, batch, q_heads)
     score, captured = _score_function(score_mod, softcap, q_heads, q.dtype)
     cap = _softcap(softcap)
     if score is not None and score.cap is not None and _SOFTCAPS[0] <= score.cap <= _SOFTCAPS[1]:
@@ -132,9 +136,7 @@ def prepare(
         deterministic=flag("deterministic", deterministic),
         precision=_precision(precision, q.dtype),
         terms=tuple(terms),
-        whole_blocks=(
-            block_mask is not None and block_numbers is not None and 0 in block_mask.bits.shape
-        ),
+        whole_blocks=whole_blocks,
         score=score,
     )
     captures = [_whole(x, len(batch)) for x in captured]
@@ -150,9 +152,9 @@ def by_chunks(
     the sequence into parts that are no whole chunks.
     """
     alone = problem.terms == ("block_numbers", "block_bits") and problem.score is None
-    if block_mask is None or block_mask.chunk is None or not alone:
+    chunk = block_mask.chunk if block_mask is not None and block_mask.is_form else None
+    if chunk is None or not alone:
         return problem, operands
-    chunk = block_mask.chunk
     count = operands[0].shape[-3] // chunk
     if any(count % _parts(x, -3) for x in operands[:3]):
         return problem, operands
@@ -317,43 +319,52 @@ def _mask(mask, scores) -> jax.Array | None:
     return _broadcastable("mask", _typed("mask", "mask", array("mask", mask), hint=hint), scores)
 
 
-def _block_mask(
-    mask: Any, batch: tuple[int, ...], q_heads: int, q_len: int, kv_len: int
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Gives the arrays of a block mask their leading dims, or says why they do not fit."""
+def _check_sizes(mask: Any, q_len: int, kv_len: int) -> None:
+    """Says why a block mask does not fit the lengths."""
     if mask is None:
-        return None, None
+        return
     if not isinstance(mask, BlockMask):
         raise TypeError(
             f"block_mask is {type(mask).__name__}; expected what jax_flash.block_mask makes of a "
             "function, or jax_flash.block_mask_of of a layout"
         )
     counts = tuple(-(-size // mask.block) for size in (q_len, kv_len))
+    own = counts if mask.numbers is None else mask.numbers.shape[-2:]
     lengths = ((mask.q_len, q_len), (mask.kv_len, kv_len))
-    if mask.numbers.shape[-2:] != counts or any(x not in (None, size) for x, size in lengths):
+    if own != counts or any(x not in (None, size) for x, size in lengths):
+        blocks = "" if mask.numbers is None else f" and {own[0]} x {own[1]} blocks of {mask.block}"
         raise ValueError(
-            f"block_mask has q_len {mask.q_len}, kv_len {mask.kv_len} and "
-            f"{mask.numbers.shape[-2]} x {mask.numbers.shape[-1]} blocks of {mask.block}; expected "
-            f"one for T = {q_len} and S = {kv_len}: {counts[0]} x {counts[1]} blocks"
+            f"block_mask has q_len {mask.q_len}, kv_len {mask.kv_len}{blocks}; expected one for T "
+            f"= {q_len} and S = {kv_len}: {counts[0]} x {counts[1]} blocks of {mask.block}"
         )
-    for x, want in ((mask.numbers, (*batch, q_heads, *counts)), (mask.bits, batch)):
-        own = x.shape if x is mask.numbers else x.shape[:-3]
+
+
+def _blocks(
+    mask: BlockMask | None, batch: tuple[int, ...], q_heads: int
+) -> tuple[jax.Array | None, jax.Array | None, bool]:
+    """Gives the arrays of a block mask their leading dims, or says why they do not fit.
+
+    Returns: numbers, bits, and whether all blocks are empty or full.
+    """
+    if mask is None:
+        return None, None, False
+    numbers, bits = arrays_of(mask)
+    for own, want in ((numbers.shape[:-2], (*batch, q_heads)), (bits.shape[:-3], batch)):
         full = (1,) * (len(want) - len(own)) + own
         if len(full) != len(want) or any(
             have not in (1, size) for have, size in zip(full, want, strict=True)
         ):
             raise ValueError(
-                f"block_mask has {mask.numbers.shape[-3]} heads, batch {mask.numbers.shape[:-3]} "
-                f"and bits of batch {mask.bits.shape[:-3]}; expected what broadcasts to query's "
-                f"{q_heads} heads and batch {batch}: heads=None and batch=None make one for all"
+                f"block_mask has {numbers.shape[-3]} heads, batch {numbers.shape[:-3]} and bits of "
+                f"batch {bits.shape[:-3]}; expected what broadcasts to query's {q_heads} heads and "
+                f"batch {batch}: heads=None and batch=None make one for all"
             )
-    pad = (1,) * (len(batch) + 3 - mask.numbers.ndim)
-    numbers = jnp.reshape(mask.numbers, pad + mask.numbers.shape)
-    *_, stored, block, words = mask.bits.shape
+    numbers = jnp.reshape(numbers, (1,) * (len(batch) + 3 - numbers.ndim) + numbers.shape)
+    *_, stored, block, words = bits.shape
     if stored == 0:  # kernels read some word of every block
-        return numbers, jnp.zeros((1,) * len(batch) + (1, block, words), mask.bits.dtype)
-    pad = (1,) * (len(batch) + 3 - mask.bits.ndim)
-    return numbers, jnp.reshape(mask.bits, pad + mask.bits.shape)
+        return numbers, jnp.zeros((1,) * len(batch) + (1, block, words), bits.dtype), True
+    bits = jnp.reshape(bits, (1,) * (len(batch) + 3 - bits.ndim) + bits.shape)
+    return numbers, bits, False
 
 
 def _integers(term: str, name: str, x: Any, shape: tuple[int, ...], hint: str = "") -> jax.Array:

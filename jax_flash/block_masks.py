@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import numbers as abstract
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax import export, lax
 from jax.typing import ArrayLike
 
 from jax_flash._function import Function, trace
+from jax_flash._keywords import hints
 from jax_flash._varying import vary_over
 from jax_flash._windows import Window, window_of
 from jax_flash.masks import Mask
@@ -52,37 +53,60 @@ class BlockMask:
     means that all share it. For shard_map `dataclasses.replace(m, numbers=spec, bits=spec)` is a
     tree of specs: the batch splits both arrays, the heads `numbers` alone.
 
+    It has either arrays or a form, `window` or `chunk`, which says the same: of a form nothing is
+    stored, and attention reads no blocks. `as_blocks` writes the arrays of a form;
+    `stack_block_masks` brings masks of several layers to one.
+
     Attributes:
       numbers: int32 `[*B, N or 1, ceil(T / block), ceil(S / block)]`: of an empty block -2, of a
-        full one -1, else where its bits are.
+        full one -1, else where its bits are. None of a form.
       bits: uint16 `[*B, C, block, block / 16]`: of partial blocks, bit i of word w of a query is
-        the key 16 w + i of the block. C is their number, 0 of a layout.
+        the key 16 w + i of the block. C is their number, 0 of a layout. None of a form.
       q_len, kv_len: T and S; None: any of so many blocks.
       block: queries and keys of a block.
       window: how many keys a query sees before and after its own index (None: all), where
-        `block_mask` found its function to be such a window, else None. Attention reads this in
-        place of the arrays: whoever changes them, or brings several masks to one tree, sets None.
+        `block_mask` found its function to be such a window, else None.
       chunk: queries of a chunk, where `block_mask` found T = S to be equal chunks, as documents of
-        one length are, of which a query sees all keys of its own and no others; else None. It is
-        read in place of the arrays, too: to be set to None likewise.
+        one length are, of which a query sees all keys of its own and no others; else None.
     """
 
-    numbers: jax.Array
-    bits: jax.Array
+    numbers: jax.Array | None
+    bits: jax.Array | None
     q_len: int | None
     kv_len: int | None
     block: int
-    window: tuple[int | None, int | None] | None = None
+    window: Window | None = None
     chunk: int | None = None
+
+    @property
+    def is_form(self) -> bool:
+        """Whether it has a window or a chunk, and no arrays."""
+        form = self.window is not None or self.chunk is not None
+        return form and self.numbers is None and self.bits is None
 
     @property
     def density(self) -> Any:
         """The part of the blocks that are not empty, and of dense attention's time: a float.
 
-        Under jit a jax.Array.
+        Under jit a jax.Array, but for a form.
         """
-        density = jnp.mean(self.numbers != EMPTY, dtype=jnp.float32)
+        if self.is_form:
+            return float(np.mean(_states_of(self) != EMPTY))
+        density = jnp.mean(arrays_of(self)[0] != EMPTY, dtype=jnp.float32)
         return density if isinstance(density, jax.core.Tracer) else float(density)
+
+    def as_blocks(self) -> "BlockMask":
+        """Writes a form out as arrays, whose memory is that of `block_mask`; the others stay.
+
+        Examples:
+          >>> import jax_flash
+          >>> m = jax_flash.block_mask(jax_flash.masks.causal(), q_len=64, kv_len=64, block=32)
+          >>> m.window, m.numbers
+          ((None, 0), None)
+          >>> m.as_blocks().numbers.tolist()
+          [[[0, -2], [-1, 0]]]
+        """
+        return BlockMask(*arrays_of(self), self.q_len, self.kv_len, self.block)
 
     def dense(self) -> jax.Array:
         """Writes the mask out: bool `[*B, N or 1, T, S]`, whose memory grows with T x S.
@@ -93,23 +117,23 @@ class BlockMask:
           >>> int(m.dense().sum())
           2080
         """
-        rows, columns = (n * self.block for n in self.numbers.shape[-2:])
-        query = jnp.arange(rows if self.q_len is None else self.q_len)[:, None]
-        key = jnp.arange(columns if self.kv_len is None else self.kv_len)[None, :]
-        number = self.numbers[..., query // self.block, key // self.block]
-        word = words_at(self.bits, number, query % self.block, key % self.block // WORD)
+        numbers, bits = arrays_of(self)
+        rows, columns = (n * self.block for n in numbers.shape[-2:])
+        query = jnp.arange(rows if self.q_len is None else self.q_len, dtype=jnp.int32)[:, None]
+        key = jnp.arange(columns if self.kv_len is None else self.kv_len, dtype=jnp.int32)[None, :]
+        number = numbers[..., query // self.block, key // self.block]
+        word = words_at(bits, number, query % self.block, key % self.block // WORD)
         bit = (key % WORD).reshape(*(1 for _ in word.shape[:-1]), -1)
         return jnp.where(number < 0, number == FULL, (word >> bit) & 1 == 1)
 
     def __repr__(self) -> str:
         text = f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block={self.block}"
-        if isinstance(self.numbers, jax.core.Tracer) or not isinstance(
-            self.numbers, jax.Array | np.ndarray
-        ):
-            return f"{text}, numbers={self.numbers!r})"
-        shape = list(self.numbers.shape)
+        numbers = _states_of(self) if self.is_form else self.numbers
+        if isinstance(numbers, jax.core.Tracer) or not isinstance(numbers, jax.Array | np.ndarray):
+            return f"{text}, numbers={numbers!r})"
+        shape = list(numbers.shape)
         text += f", blocks={shape}, density={self.density:.3g})"
-        return text if 0 in shape else f"{text}\n{_picture(np.asarray(self.numbers))}"
+        return text if 0 in shape else f"{text}\n{_picture(np.asarray(numbers))}"
 
 
 export.register_pytree_node_serialization(
@@ -120,6 +144,7 @@ export.register_pytree_node_serialization(
 )
 
 
+@hints(B="batch", H="heads", Q_LEN="q_len", KV_LEN="kv_len", BLOCK_SIZE="block")  # FlexAttention's
 def block_mask(
     mask_mod: MaskMod,
     *,
@@ -191,13 +216,18 @@ def block_mask(
     states, is_window = _program(_Grid.states, grid)(_ends(window), *arrays)
     whole = ... if batch is not None else 0
     if isinstance(states, jax.core.Tracer):
+        if window is not None:
+            return BlockMask(None, None, q_len, kv_len, block, window)
         numbers, bits = (x[whole] for x in grid.with_all_bits(*arrays))
-        return BlockMask(numbers, bits, q_len, kv_len, block, window)
+        return BlockMask(numbers, bits, q_len, kv_len, block)
     states = np.array(states)
+    chunk = _chunk_of(states, q_len, kv_len, block)
+    window = window if is_window else None
+    if window is not None or chunk is not None:
+        return BlockMask(None, None, q_len, kv_len, block, window, chunk)
     # To jnp.asarray each number of bits would be a program to compile.
     numbers, bits = (jax.device_put(x[whole]) for x in grid.with_bits(states, arrays))
-    chunk = _chunk_of(states, q_len, kv_len, block)
-    return BlockMask(numbers, bits, q_len, kv_len, block, window if is_window else None, chunk)
+    return BlockMask(numbers, bits, q_len, kv_len, block)
 
 
 def block_mask_of(
@@ -259,6 +289,77 @@ def block_mask_of(
     numbers = jnp.where(layout, FULL, EMPTY).astype(jnp.int32)
     bits = jnp.zeros((*(1 for _ in layout.shape[:-3]), 0, block, block // WORD), jnp.uint16)
     return BlockMask(numbers, bits, q_len, kv_len, block)
+
+
+def stack_block_masks(masks: Sequence[BlockMask]) -> BlockMask:
+    """Stacks masks of several layers, whatever each was made of, for a scan over the layers.
+
+    One of them, under jit too, is `jax.tree.map(lambda x: x[i], stacked)`, where lax.cond would
+    choose between two.
+
+    Arguments:
+      masks: of one q_len, kv_len and block; batch and head dims that broadcast.
+
+    Returns:
+      a BlockMask whose arrays have one more dim in front, and as many bits as the mask with the
+      most; of masks of one form that form, which has no arrays.
+
+    Raises:
+      TypeError, ValueError: a wrong argument, with what would be right.
+
+    Examples:
+      >>> import jax, jax_flash
+      >>> from jax_flash import masks
+      >>> m = jax_flash.stack_block_masks(
+      ...     [
+      ...         jax_flash.block_mask(f, q_len=64, kv_len=64, block=32)
+      ...         for f in (masks.causal(), masks.sliding_window(9), masks.prefix_lm(5))
+      ...     ]
+      ... )
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 64, 4, 16))
+      >>> def layer(x, mask):
+      ...     return x + jax_flash.flash_attention(x, k, v, block_mask=mask), None
+      >>> jax.lax.scan(layer, q, m)[0].shape
+      (2, 64, 4, 16)
+    """
+    masks = list(masks)
+    for i, mask in enumerate(masks):
+        if not isinstance(mask, BlockMask):
+            raise TypeError(f"masks[{i}] is {type(mask).__name__}; expected a BlockMask")
+        sizes, first = ((m.q_len, m.kv_len, m.block) for m in (mask, masks[0]))
+        if sizes != first:
+            raise ValueError(
+                f"masks[{i}] has q_len {sizes[0]}, kv_len {sizes[1]} and block {sizes[2]}; "
+                f"expected those of masks[0]: {first[0]}, {first[1]} and {first[2]}"
+            )
+    if not masks:
+        raise ValueError("masks is empty; expected one or more")
+    if all(m.is_form and (m.window, m.chunk) == (masks[0].window, masks[0].chunk) for m in masks):
+        return masks[0]
+    numbers, bits = zip(*map(arrays_of, masks), strict=True)
+    most = max(x.shape[-3] for x in bits)
+    none = np.zeros((), np.uint16)
+    bits = [
+        lax.pad(
+            x, none, [*[(0, 0, 0)] * (x.ndim - 3), (0, most - x.shape[-3], 0), *[(0, 0, 0)] * 2]
+        )
+        for x in bits
+    ]
+    numbers, bits = (jnp.stack(jnp.broadcast_arrays(*x)) for x in (numbers, bits))
+    return BlockMask(numbers, bits, masks[0].q_len, masks[0].kv_len, masks[0].block)
+
+
+def arrays_of(mask: BlockMask) -> tuple[jax.Array, jax.Array]:
+    """Returns a mask's numbers and bits; those of a form are written out."""
+    if mask.is_form:
+        numbers, bits = map(jnp.asarray, _write_out(mask))
+        return numbers, bits
+    if mask.numbers is None or mask.bits is None:
+        raise ValueError(
+            "the BlockMask lacks numbers or bits, and has no window or chunk in their place; "
+            "expected m.as_blocks(), which has both arrays, where m had some field replaced"
+        )
+    return mask.numbers, mask.bits
 
 
 def words_at(bits: jax.Array, number: jax.Array, row: jax.Array, word: jax.Array) -> jax.Array:
@@ -418,8 +519,38 @@ def _chunk_of(states: np.ndarray, q_len: int, kv_len: int, block: int) -> int | 
     blocks = states.shape[-1]
     if q_len != kv_len or count in (0, blocks) or q_len % (count * block):
         return None
-    own = np.kron(np.eye(blocks // count, dtype=bool), np.ones((count, count), bool))
-    return count * block if (states == np.where(own, FULL, EMPTY)).all() else None
+    mask = BlockMask(None, None, q_len, kv_len, block, chunk=count * block)
+    return mask.chunk if (states == _states_of(mask)).all() else None
+
+
+def _states_of(form: BlockMask) -> np.ndarray:
+    """Writes a form out: which blocks `[1, blocks, blocks]` are empty, full or else 0."""
+    first_query, first_key = (np.arange(0, n, form.block) for n in (form.q_len, form.kv_len))
+    last_query = np.minimum(first_query + form.block, form.q_len) - 1
+    last_key = np.minimum(first_key + form.block, form.kv_len) - 1
+    if form.chunk is not None:
+        own = first_query[:, None] // form.chunk == first_key // form.chunk
+        return np.where(own, FULL, EMPTY)[None]
+    low, high = _ends(form.window)
+    least, most = first_key - last_query[:, None], last_key - first_query[:, None]
+    shown, whole = (least <= high) & (most >= low), (least >= low) & (most <= high)
+    return np.where(whole, FULL, np.where(shown, 0, EMPTY))[None]
+
+
+def _write_out(form: BlockMask) -> tuple[np.ndarray, np.ndarray]:
+    """Writes a form out as numbers and bits."""
+    numbers, block = _states_of(form).astype(np.int32), form.block
+    low, high = _ends(form.window)
+    index = np.arange(block)
+    kept: dict[bytes, int] = {}
+    for at in map(tuple, np.argwhere(numbers == 0)):
+        query, key = at[1] * block + index[:, None], at[2] * block + index
+        seen = (key - query >= low) & (key - query <= high)
+        seen &= (query < form.q_len) & (key < form.kv_len)
+        packed = np.packbits(seen, axis=-1, bitorder="little").tobytes()
+        numbers[at] = kept.setdefault(packed, len(kept))
+    bits = np.frombuffer(b"".join(kept), np.dtype("<u2")).astype(np.uint16)
+    return numbers, bits.reshape(-1, block, block // WORD)
 
 
 def _pack(seen: jax.Array) -> jax.Array:

@@ -75,13 +75,13 @@ def test_a_function_is_evaluated_everywhere(batch, heads):
 
 @pytest.mark.quick
 def test_bits_are_kept_of_partial_blocks_that_differ():
-    causal = jax_flash.block_mask(masks.causal(), q_len=512, kv_len=512, block=64)
+    causal = jax_flash.block_mask(masks.causal(), q_len=512, kv_len=512, block=64).as_blocks()
     assert causal.bits.shape == (1, 64, 4)  # eight diagonal blocks, all the same
     assert causal.density == (8 * 9 / 2) / 64
     own = jax_flash.block_mask(lattice, q_len=160, kv_len=32, block=32)
     assert own.bits.shape == (5, 32, 2)  # the lattice has a period of 5 blocks of 32
     documents = masks.documents(np.arange(512) // 128)
-    whole = jax_flash.block_mask(documents, q_len=512, kv_len=512, block=64)
+    whole = jax_flash.block_mask(documents, q_len=512, kv_len=512, block=64).as_blocks()
     assert whole.bits.shape == (0, 64, 4)  # a layout
     np.testing.assert_array_equal(whole.dense()[0], np.kron(np.eye(4), np.ones((128, 128))) > 0)
     layout = jax_flash.block_mask_of(masks.butterfly(8), block=64)
@@ -96,7 +96,7 @@ def test_equal_chunks_are_batch_rows():
     ids = np.arange(256) // 64
     m = jax_flash.block_mask(masks.documents(ids), q_len=256, kv_len=256, block=32)
     assert m.chunk == 64
-    read = dataclasses.replace(m, chunk=None)
+    read = m.as_blocks()
     q, k, v, dout = np.random.default_rng(0).normal(size=(4, 2, 3, 256, 4, 16)).astype(np.float32)
     for options in ({}, {"is_causal": True}, {"local_window_size": (20, 3), "softcap": 2.0}):
 
@@ -265,7 +265,7 @@ def test_masks_that_differ_in_numbers_and_arrays_are_of_one_program(request):
         m = jax_flash.block_mask(mask, q_len=64, kv_len=64, block=16)
         window = jax_flash.block_mask(masks.sliding_window(seed), q_len=64, kv_len=64, block=16)
         assert window.window == (seed, seed)
-        return m.numbers, window.numbers
+        return m.numbers
 
     client = jax.devices()[0].client
     jax.block_until_ready(make(1))
@@ -355,7 +355,7 @@ def test_functions_may_draw_and_ask_where_they_run():
 def test_a_window_is_read_in_place_of_the_arrays(host_backend):
     q, k, v = qkv()
     m = jax_flash.block_mask(masks.sliding_window(9, 4), q_len=T, kv_len=S, block=16)
-    arrays = dataclasses.replace(m, window=None)
+    arrays = m.as_blocks()
     for options in (
         {},
         {"is_causal": True},
@@ -381,10 +381,96 @@ def test_a_window_is_read_in_place_of_the_arrays(host_backend):
         jax_flash.flash_attention(q[:, :30], k, v, block_mask=m)
 
 
+def edited(mask: jax_flash.BlockMask) -> jax_flash.BlockMask:
+    """Hides the first row of blocks."""
+    return jax.tree.map(lambda x: x.at[..., 0, :].set(-2) if x.dtype == jnp.int32 else x, mask)
+
+
+def test_arrays_that_are_edited_are_read(host_backend):
+    q, k, v = qkv(kv_len=T)
+    attend = functools.partial(jax_flash.flash_attention, q, k, v, backend=host_backend)
+    documents = masks.documents(np.arange(48) // 16)
+    for mask_mod, size in ((masks.causal(), T), (lattice, T), (documents, 48)):
+        m = jax_flash.block_mask(mask_mod, q_len=size, kv_len=size, block=16)
+        assert len(jax.tree.leaves(m)) == (2 if mask_mod is lattice else 0)
+        blocks = m.as_blocks()
+        want = np.asarray(m.dense()).copy()
+        np.testing.assert_array_equal(blocks.dense(), want)
+        want[:, :16] = False
+        # A form has no arrays; what is put in their place counts.
+        replaced = dataclasses.replace(m, numbers=edited(blocks).numbers, bits=blocks.bits)
+        for changed in (edited(blocks), jax.jit(edited)(blocks), replaced):
+            np.testing.assert_array_equal(changed.dense(), want)
+            if size == T:
+                close(
+                    attend(block_mask=changed), reference.attention(q, k, v, mask=changed.dense())
+                )
+        parts = (
+            {"numbers": blocks.numbers},
+            {"bits": blocks.bits},
+            {"window": None, "chunk": None},
+        )
+        for part in parts if mask_mod is not lattice else ():
+            with pytest.raises(ValueError, match=r"lacks numbers or bits.*m\.as_blocks\(\)"):
+                jax_flash.flash_attention(
+                    *(jnp.zeros((1, size, 1, 8)),) * 3, block_mask=dataclasses.replace(m, **part)
+                )
+
+
+LAYERS = {
+    "causal": (masks.causal(), {}),
+    "window": (masks.sliding_window(9), {}),
+    "prefix": (masks.prefix_lm(5), {}),
+    "documents": (masks.documents(DOCUMENTS), {"batch": 2}),
+    "heads": (lattice, {"heads": N}),
+}
+
+
+def test_masks_of_layers_are_stacked(host_backend):
+    """Whatever was found of each: for scan, and to choose one by a traced number."""
+    q, k, v = qkv(kv_len=T)
+    attend = functools.partial(jax_flash.flash_attention, backend=host_backend)
+    layers = [
+        jax_flash.block_mask(mask_mod, q_len=T, kv_len=T, block=16, **options)
+        for mask_mod, options in LAYERS.values()
+    ]
+    stacked = jax_flash.stack_block_masks(layers)
+
+    @jax.jit
+    def run(q, stacked):
+        return jax.lax.scan(lambda x, m: (x + attend(x, k, v, block_mask=m),) * 2, q, stacked)[1]
+
+    @jax.jit
+    def one(i, stacked):
+        return attend(q, k, v, block_mask=jax.tree.map(lambda x: x[i], stacked))
+
+    x = q
+    for i, (m, got) in enumerate(zip(layers, run(q, stacked), strict=True)):
+        x = x + reference.attention(x, k, v, mask=m.dense())
+        close(got, x)
+        close(one(i, stacked), reference.attention(q, k, v, mask=m.dense()))
+    same = jax_flash.stack_block_masks([layers[0]] * 3)
+    assert same.window == (None, 0)
+    with jax.numpy_rank_promotion("raise"):
+        traced = jax.jit(lambda: jax_flash.stack_block_masks(layers[1:4]))()
+    np.testing.assert_array_equal(traced.numbers, stacked.numbers[1:4, :, :1])
+    for wrong, error, message in (
+        ([], ValueError, "masks is empty"),
+        ([layers[0], masks.causal()], TypeError, r"masks\[1\] is Mask; expected a BlockMask"),
+        (
+            [layers[0], jax_flash.block_mask(lattice, q_len=T, kv_len=S, block=16)],
+            ValueError,
+            r"masks\[1\] has q_len 40, kv_len 50 and block 16; expected .*: 40, 40 and 16",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            jax_flash.stack_block_masks(wrong)
+
+
 @pytest.mark.quick
 def test_a_mask_is_never_written_out():
     length = 4096
-    make = functools.partial(jax_flash.block_mask, masks.causal(), q_len=length, kv_len=length)
+    make = functools.partial(jax_flash.block_mask, masks.prefix_lm(9), q_len=length, kv_len=length)
     states = jax.jit(lambda: make().numbers).lower().compile()
     row = 128 * length * 4  # int32 of a row of blocks
     assert states.memory_analysis().temp_size_in_bytes < 2 * row + length**2 // 8
@@ -402,7 +488,7 @@ def test_the_picture():
     assert "one sign for 2 x 2 blocks" in repr(large)
     assert "the first of 2 planes" in repr(large)
     traced = []
-    jax.jit(lambda m: traced.append(repr(m)))(m)
+    jax.jit(lambda m: traced.append(repr(m)))(m.as_blocks())
     assert traced[0].startswith("BlockMask(q_len=40, kv_len=64, block=16, numbers=")
 
 
@@ -500,6 +586,9 @@ def test_wrong_arguments_are_named():
         (lambda: make(lambda b, h, q, k: jnp.ones(3, bool)), TypeError, "shape \\(\\)"),
         (lambda: make(lattice, block=24), ValueError, "block is 24.*multiple of 16"),
         (lambda: make(lattice, heads=0), ValueError, "heads is 0"),
+        (lambda: make(lattice, B=2), TypeError, "unexpected keyword .*'B'; did you mean batch="),
+        (lambda: make(lattice, H=2), TypeError, "keyword argument 'H'; did you mean heads="),
+        (lambda: make(lattice, head=2), TypeError, "unexpected keyword argument 'head'"),
         (lambda: make(lattice, batch=True), TypeError, "batch is True"),
         (lambda: jax_flash.block_mask_of(np.ones((3, 3))), TypeError, "layout has dtype"),
         (lambda: jax_flash.block_mask_of(np.ones(3, bool)), ValueError, "layout has shape"),
@@ -664,6 +753,14 @@ def test_sharded_over_batch_and_heads(how):
         step = jax.shard_map(
             step, mesh=mesh, in_specs=specs, out_specs=((heads,) * 3, heads), check_vma=False
         )
+        form = jax_flash.block_mask(masks.causal(), q_len=T, kv_len=S, block=16)
+        of_form = dataclasses.replace(form, numbers=P("data", "model"), bits=P("data"))
+        call = functools.partial(jax_flash.flash_attention, backend="cpu")
+        mapped = jax.shard_map(
+            lambda q, k, v, m: call(q, k, v, block_mask=m),
+            mesh=mesh, in_specs=(*specs[:3], of_form), out_specs=heads,
+        )  # fmt: skip
+        assert jax.eval_shape(mapped, q, k, v, form).shape == q.shape
     want = gradients(reference.attention, q, k, v, block_mask=m)
     placed = jax.tree.map(
         lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
