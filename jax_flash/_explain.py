@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash import _backends, _gpu, _native, _validate
+from jax_flash import _backends, _gpu, _keywords, _native, _validate
 from jax_flash._call import Call
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
@@ -221,6 +221,7 @@ _ARRAYS |= {name for name, kind in get_type_hints(Options).items() if A in get_a
 def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Problem, Any]:
     """Validates as `flash_attention` does, on shapes alone."""
     signature = inspect.signature(flash_attention)
+    _keywords.check("explain", options, signature.parameters)
     call = signature.bind(query, key, value, **options)
     call.apply_defaults()
     arguments = {k: v for k, v in call.arguments.items() if k not in ("return_lse", "backend")}

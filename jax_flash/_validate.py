@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_flash import _debug, _function
+from jax_flash._backends import warn_once
 from jax_flash._function import Function
 from jax_flash._philox import round_rate
 from jax_flash._problem import Problem, order_terms
@@ -26,6 +27,7 @@ from jax_flash.block_masks import BlockMask, arrays_of
 _FLOATS_TEXT = ", ".join(FLOATS)
 _WIDE_INTEGERS = ("uint32", "int64", "uint64")
 _MAX_INT32 = 2**31 - 1
+_MOST_HEADS = 128  # of a model's layer
 _POSITIONS = 2**32  # no two are so far apart
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 # Beyond these, x / c would be 0 or infinite in float32 for common logits x.
@@ -210,15 +212,33 @@ def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
             f"got {k.shape[-1]} and {q.shape[-1]}"
         )
     q_heads, kv_heads = q.shape[-2], k.shape[-2]
+    order = _heads_before_positions(q, k)
     if q_heads % kv_heads if kv_heads else q_heads:
-        hint, lengths = "", (q.shape[-3], k.shape[-3])
-        if all(isinstance(n, int) and n > 0 for n in lengths) and lengths[0] % lengths[1] == 0:
-            hint = ". If these are [*B, N, T, H], pass each as jnp.swapaxes(x, -3, -2)"
         raise ValueError(
             f"query has {q_heads} heads (shape {q.shape}) and key {kv_heads} (shape {k.shape}); "
-            f"expected the first to be a multiple of the second{hint}"
+            f"expected the first to be a multiple of the second{order}"
+        )
+    if order:
+        warn_once(
+            f"query has {q_heads} heads of {q.shape[-3]} positions (shape {q.shape}) and key "
+            f"{kv_heads} of {k.shape[-3]} (shape {k.shape}){order}"
         )
     return q, k, v
+
+
+def _heads_before_positions(q: jax.Array, k: jax.Array) -> str:
+    """Says what to do if arrays are in another order than ours, where their shapes look like it.
+
+    Then a small number of positions is a multiple of the key's, as heads are, and of what counts as
+    heads the key has more than positions, and more than the query or the query more than models.
+    """
+    (q_len, q_heads), (kv_len, kv_heads) = q.shape[-3:-1], k.shape[-3:-1]
+    if not all(isinstance(n, int) and n > 0 for n in (q_len, q_heads, kv_len, kv_heads)):
+        return ""
+    many = kv_heads > q_heads or q_heads > _MOST_HEADS
+    if q_len > _MOST_HEADS or q_len % kv_len or kv_heads <= kv_len or not many:
+        return ""
+    return ". If these are [*B, N, T, H], pass each as jnp.swapaxes(x, -3, -2)"
 
 
 def check_head_dim(name: str, x: jax.Array) -> None:

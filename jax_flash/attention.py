@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _ops, _validate
+from jax_flash._keywords import hinted
 from jax_flash.block_masks import BlockMask
 
 Window = int | Sequence[int | None] | np.ndarray
@@ -105,6 +106,7 @@ def flash_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@hinted
 def flash_attention(
     query: Annotated[ArrayLike, "*B T N H"],
     key: Annotated[ArrayLike, "*B S K H"],
@@ -336,6 +338,7 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@hinted
 def dot_product_attention(
     query: Annotated[ArrayLike, "*B T N H"],
     key: Annotated[ArrayLike, "*B S K H"],

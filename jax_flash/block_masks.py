@@ -23,7 +23,7 @@ from jax import export, lax
 from jax.typing import ArrayLike
 
 from jax_flash._function import Function, trace
-from jax_flash._keywords import hints
+from jax_flash._keywords import hinted
 from jax_flash._varying import vary_over
 from jax_flash._windows import Window, window_of
 from jax_flash.masks import Mask
@@ -144,7 +144,7 @@ export.register_pytree_node_serialization(
 )
 
 
-@hints(B="batch", H="heads", Q_LEN="q_len", KV_LEN="kv_len", BLOCK_SIZE="block")  # FlexAttention's
+@hinted
 def block_mask(
     mask_mod: MaskMod,
     *,

@@ -14,6 +14,7 @@ from jax import export
 from jax.typing import ArrayLike
 
 from jax_flash import _cache, _rotary, _validate, _validate_decode
+from jax_flash._keywords import hinted
 from jax_flash._ops import decode as _op
 from jax_flash.attention import Window
 
@@ -36,6 +37,7 @@ class Decoded(NamedTuple):
 export.register_namedtuple_serialization(Decoded, serialized_name="jax_flash.Decoded")
 
 
+@hinted
 def decode_attention(
     query: Annotated[ArrayLike, "*B T N H"],
     key_cache: Annotated[ArrayLike, "*B L K H"],
@@ -145,6 +147,7 @@ def decode_attention(
     return Decoded(named["out"], lse, named["k"], named.get("v"))
 
 
+@hinted
 def fill_cache(
     key_cache: Annotated[ArrayLike, "*B L K H"],
     value_cache: Annotated[ArrayLike, "*B L K Hv"] | None,

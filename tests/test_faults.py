@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +80,9 @@ FAULTS = (
     F("heads before positions",
       lambda: {"query": f32(B, N, T, H), "key": f32(B, K, S, H), "value": f32(B, K, S, H)},
       ValueError, ("(2, 4, 6, 8)", "(2, 2, 10, 8)", "[*B, N, T, H]", "swapaxes(x, -3, -2)")),
+    F("heads before positions of queries that are no multiple",
+      lambda: {"query": f32(B, N, 300, H), "key": f32(B, N, 77, H), "value": f32(B, N, 77, H)},
+      ValueError, ("(2, 4, 300, 8)", "(2, 4, 77, 8)", "[*B, N, T, H]", "swapaxes(x, -3, -2)")),
     F("mask of keys", lambda: {"mask": jnp.ones((B, S), bool)}, ValueError,
       ("mask", "(2, 10)", "mask[..., None, None, :]", "key_value_seq_lengths")),
     F("mask of queries", lambda: {"mask": jnp.ones((B, T), bool)}, ValueError,
@@ -225,6 +230,67 @@ def test_fault(fault, jitted):
         (jax.jit(call) if jitted else call)(dynamic)
     for text in fault.says:
         assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
+
+
+@pytest.mark.parametrize("length", [6, 512])
+def test_heads_in_their_place_are_not_said_to_be_elsewhere(length):
+    shapes = (f32(B, length, 8, H), f32(B, length, 3, H), f32(B, length, 3, H))
+    with pytest.raises(ValueError, match=r"8 heads .* and key 3 .* multiple of the second$"):
+        jax_flash.flash_attention(*shapes)
+
+
+# Heads and positions of query, and of key, where the order is [*B, N, T, H].
+SWAPPED = {"all": (8, 300, 8, 300), "grouped": (8, 300, 2, 300), "one": (8, 300, 1, 300),
+           "cross": (8, 300, 8, 100)}  # fmt: skip
+# Positions and heads, in our order.
+ORDINARY = {"a token": (1, 8, 1, 8), "one kv head": (1, 32, 1, 1), "many": (8, 128, 8, 128),
+            "decoding": (1, 128, 1024, 8), "latent": (1, 512, 64, 1), "long": (300, 8, 300, 2),
+            "few": (2, 256, 512, 256)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*SWAPPED, *ORDINARY])
+def test_heads_before_positions_are_told_once(name):
+    """Where it is no error, and most likely a mistake."""
+    first, second, kv_first, kv_second = (SWAPPED | ORDINARY)[name]
+    shapes = [(3, first, second, 4)] + 2 * [(3, kv_first, kv_second, 4)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            jax.eval_shape(lambda *x: jax_flash.flash_attention(*x), *arrays)
+    messages = [str(w.message) for w in caught]
+    assert len(messages) == (name in SWAPPED)
+    for text in (str(shapes[0]), str(shapes[1]), "[*B, N, T, H]", "jnp.swapaxes(x, -3, -2)"):
+        assert all(text in message for message in messages)
+
+
+FOREIGN = (
+    (jax_flash.flash_attention, "causal", "did you mean is_causal?"),
+    (jax_flash.flash_attention, "softmax_scale", "did you mean scale?"),
+    (jax_flash.flash_attention, "segment_ids", "query_segment_ids and key_value_segment_ids?"),
+    (jax_flash.flash_attention, "window_size", "did you mean local_window_size, with None in"),
+    (jax_flash.flash_attention, "soft_caps", "did you mean softcap?"),
+    (jax_flash.flash_attention, "return_residual", "did you mean return_lse?"),
+    (jax_flash.flash_attention, "colour", "$"),
+    (jax_flash.dot_product_attention, "causal", "did you mean is_causal?"),
+    (jax_flash.dot_product_attention, "backend", "did you mean implementation?"),
+    (jax_flash.dot_product_attention, "soft_cap", "jax_flash.flash_attention takes softcap"),
+    (jax_flash.dot_product_attention, "sinks", "jax_flash.flash_attention takes sinks"),
+    (jax_flash.decode_attention, "cache_seqlens", "lengths, which count the new positions too"),
+    (jax_flash.decode_attention, "block_table", "did you mean page_table?"),
+    (jax_flash.decode_attention, "window", "did you mean local_window_size?"),
+    (jax_flash.fill_cache, "page_tables", "did you mean page_table?"),
+    (jax_flash.explain, "causal", "did you mean is_causal?"),
+    (functools.partial(jax_flash.context_parallel.attention, axis_name="seq"), "causal",
+     "did you mean is_causal?"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "keyword", "says"), FOREIGN)
+def test_keywords_of_other_libraries_are_told_ours(function, keyword, says):
+    query, key, value = right_call().values()
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{keyword}'(; .*)?{says}"):
+        function(query, key, value, **{keyword: None})
 
 
 def test_right_call_passes():

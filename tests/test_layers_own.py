@@ -1,6 +1,7 @@
 """The FlashAttention layers: every option against a plain formula; test_layers_cache.py goes on."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -359,9 +360,18 @@ def test_wrong_calls_are_refused(api, call, message):
 def test_features_of_the_memory_are_checked():
     x = normal(1, BATCH, LENGTH, FEATURES)
     layer = flash_nnx.FlashAttention(HEADS, FEATURES, in_kv_features=24, rngs=nnx.Rngs(0))
-    for inputs, name in (((x,), "x"), ((x, x), "memory")):
-        with pytest.raises(ValueError, match=f"{name} has shape .*in_kv_features = 24"):
-            layer(*inputs)
+    with pytest.raises(ValueError, match=r"memory has shape .*in_kv_features = 24"):
+        layer(x, x)
+    with pytest.raises(ValueError, match=r"memory is None; .* in_kv_features = 24"):
+        layer(x)
+
+
+def test_features_of_self_attention_are_those_of_the_layer():
+    layer = flash_nnx.FlashAttention(HEADS, FEATURES, rngs=nnx.Rngs(0))
+    wrong = normal(1, BATCH, LENGTH, FEATURES + 1)
+    says = rf"x has shape {re.escape(str(wrong.shape))}; expected in_features = {FEATURES} features"
+    with pytest.raises(ValueError, match=says):
+        layer(wrong)
 
 
 def constant(number):

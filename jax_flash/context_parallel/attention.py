@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_flash import _validate
+from jax_flash import _keywords, _validate
 from jax_flash._call import dims
 from jax_flash._problem import Problem
 from jax_flash._sharding import axes_of_xla
@@ -162,9 +162,7 @@ def attention(
     orders.check(order)
     with_lse = _validate.flag("return_lse", return_lse)
     backend = options.pop("backend", None)
-    unknown = [name for name in options if name not in _DEFAULTS]
-    if unknown:
-        raise TypeError(f"attention got an unexpected keyword argument {unknown[0]!r}")
+    _keywords.check("attention", options, _DEFAULTS)
     arguments: dict[str, Any] = {**_DEFAULTS, **options}
     arguments |= {"query": query, "key": key, "value": value}
     for name in ("query", "key", "value"):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _cache, _debug, _validate
+from jax_flash import _cache, _debug, _keywords, _validate
 from jax_flash._rotary import rotate
 from jax_flash._validate_decode import MOST_QUERIES
 from jax_flash.attention import LayerOptions, flash_attention
@@ -108,11 +108,13 @@ def is_decoding(mask: jax.Array | None, query: jax.Array, key: jax.Array) -> boo
 
 def check_options(options: Options) -> None:
     """Raises TypeError for a keyword that attention_fn does not take."""
+    taken = tuple(LayerOptions.__annotations__)
     for name in options:
-        if name not in LayerOptions.__annotations__:
+        if name not in taken:
+            hint = _keywords.hint(name, (*taken, "bias", "mask", "is_causal", "dropout_rate"))
             raise TypeError(
-                f"attention_fn got an unexpected keyword argument {name!r}; besides those of "
-                f"Flax's dot_product_attention it takes {', '.join(LayerOptions.__annotations__)}"
+                f"attention_fn got an unexpected keyword argument {name!r}{hint}; besides those of "
+                f"Flax's dot_product_attention it takes {', '.join(taken)}"
             )
 
 

@@ -203,6 +203,7 @@ class FlashAttention(nnx.Module):
             in_features, num_heads, num_kv_heads, head_dim, rotary_base
         )
         norm = _shared.norm_class(normalize_qk, _LayerNorm)
+        self.in_features = in_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.is_causal = is_causal
         self.local_window_size = local_window_size
@@ -309,12 +310,19 @@ class FlashAttention(nnx.Module):
             memory_segment_ids=memory_segment_ids,
             memory_positions=memory_positions,
         )
-        name, source = ("x", x) if memory is None else ("memory", memory)
-        if source.shape[-1] != self.in_kv_features:
+        sizes = [("x", x, "in_features", self.in_features)]
+        if memory is not None:
+            sizes.append(("memory", memory, "in_kv_features", self.in_kv_features))
+        elif self.in_kv_features != self.in_features:
             raise ValueError(
-                f"{name} has shape {source.shape}; expected in_kv_features = {self.in_kv_features} "
-                "features for keys and values"
+                f"memory is None; expected one: the layer has in_kv_features = "
+                f"{self.in_kv_features} for it, beside in_features = {self.in_features}"
             )
+        for name, given, what, size in sizes:
+            if given.shape[-1] != size:
+                raise ValueError(
+                    f"{name} has shape {given.shape}; expected {what} = {size} features, the last"
+                )
         stored, cache = (), None
         if page_table is not None and not decode:
             raise ValueError("page_table is given without decode=True")
@@ -335,6 +343,7 @@ class FlashAttention(nnx.Module):
         dropout: dict[str, Any] = {}
         if self.rngs is not None and not self.deterministic:
             dropout.update(dropout_rate=self.dropout_rate, dropout_key=self.rngs())
+        source = x if memory is None else memory
         query, key = self.query(x), self.key(source)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
