@@ -20,7 +20,7 @@ WORKSPACES = {
         "query_position_ranges", "mask_words", "mask_flags", "block_flags",
     ),
     "backward": (
-        "lse_log2", "minus_delta", "dq_sum", "next_unit", "turns",
+        "turns", "lse_log2", "minus_delta", "dq_sum", "next_unit",
         "query_segment_ranges", "key_segment_ranges", "query_position_ranges",
         "key_position_ranges", "marks", "mask_words", "mask_flags", "block_flags", "dbias_sum",
     ),
@@ -87,8 +87,12 @@ def backward_params(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]
     batch = math.prod(case.batch)
     query_blocks = ceil_div(case.T, c["kBlockQ"])
     key_blocks = ceil_div(case.S, c["kBlockKV"])
-    rows = batch * case.N * query_blocks * c["kBlockQ"]
+    compact, few = c["kCompact"], c["kCompact"] and query_blocks == 1
+    heads, blocked = batch * case.N, query_blocks * c["kBlockQ"]
+    numbers = heads * (4 * ceil_div(case.T, 4) if few else blocked)
     columns = case.H // 2 if c["kDqRowBytes"] else 64 * ceil_div(case.H, 64)
+    sums = heads * (case.T * case.H if compact else blocked * columns)
+    marks = ceil_div(case.S, 16) if compact else key_blocks * c["kBlockKV"] // 16
     turns = batch * case.N * query_blocks * c["kTurnParts"]
     expected = common_params(case, c) | {
         "out_data": "out",
@@ -98,9 +102,9 @@ def backward_params(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]
         "dquery": "dquery",
         "dkey_data": "dkey",
         "dvalue_data": "dvalue",
-        "lse_log2": f"float32[{rows}]",
-        "minus_delta": f"float32[{rows}]",
-        "dq_sum": f"float32[{rows * columns}]",
+        "lse_log2": f"float32[{numbers}]",
+        "minus_delta": f"float32[{numbers}]",
+        "dq_sum": f"float32[{sums}]",
         "next_unit": "int32[1]",
         "turns": f"int32[{turns}]" if c["kDeterministic"] else None,
         "query_segment_ranges": f"int32[{batch * query_blocks * 2}]" if c["kHasSegments"] else None,
@@ -109,7 +113,7 @@ def backward_params(case: Case, call: Call, c: dict[str, int]) -> dict[str, Any]
             f"int32[{batch * query_blocks * 2}]" if c["kHasPositions"] else None
         ),
         "key_position_ranges": f"int32[{batch * key_blocks * 2}]" if c["kHasPositions"] else None,
-        "marks": f"int32[{batch * case.kv_heads * key_blocks * c['kBlockKV'] // 16 * 2}]",
+        "marks": f"int32[{batch * case.kv_heads * marks * 2}]",
     }
     expected |= mask_params(case, c, c["kBlockQ"], by_key=True) | bias_params(case, c)
     return expected | check_dbias(case, call, c)

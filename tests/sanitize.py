@@ -3,13 +3,12 @@
     python -m tests.sanitize memcheck racecheck synccheck     # --jobs 4 --case SUBSTRING
 
 One process of the sanitizer for each tool and share of the cases. Every case is a forward pass
-and all gradients (a forward pass where there are no kernels for those), or a call of
-decode_attention, compared with float64 as elsewhere; `mma.sync` cases take the kernels of GPUs
-other than Hopper's. Every array
-is an allocation of its own, so that memcheck sees a step beyond its end; graphs are off, so that
-each launch is seen; the kernels are told of a GPU with two multiprocessors, so that each takes many
-tiles. racecheck and synccheck look at the kernels of this project alone. Exits with 1 if a tool
-reports anything or a result is wrong.
+and all gradients, or a call of decode_attention, compared with float64 as elsewhere; `mma.sync`
+cases take the kernels of GPUs other than Hopper's. Every array is an allocation of its own, so that
+memcheck sees a step beyond its end; graphs are off, so that each launch is seen; the kernels are
+told of a GPU with two multiprocessors, so that each takes many tiles. racecheck and synccheck look
+at the kernels of this project alone. Exits with 1 if a tool reports anything, a result is wrong or
+a case raises; the others run all the same, and what failed is printed last.
 
 A warp gives a buffer back by one lane's arrival at an mbarrier, after __syncwarp(), a shuffle or a
 wgmma wait has brought its lanes together, which orders the accesses of all 32. racecheck (2025.3)
@@ -19,7 +18,9 @@ to report is then a hazard. --as-shipped shows the reports without that change.
 
 compute-sanitizer 2025.3 itself ends with a segmentation fault, or stops, in about one of 100 cases
 while several run on one GPU. What it had to report of finished cases it has printed by then; the
-others run in a new process. RESTARTS bounds that, so a case that ends so each time fails.
+others run in a new process, and what ended the first is printed: its signal, or the silence after
+which it was killed, and its last lines, with Python's stack where the signal came to the program
+under the tool. RESTARTS bounds that, so a case that ends so each time fails.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -105,10 +107,19 @@ CASES = (
     C("score relative segments", score="relative", H=128, segments="packed", N=4, K=2),
     C("score gate wide", score="gate", H=256, causal=True, dropout=0.3),
     C("float32 in halves", dtype="float32", precision="highest", H=72, causal=True, N=4, K=2),
+    # Scratch arrays of the rows and columns that there are.
+    C("few rows", H=16, T=3, S=5, N=4, K=1),
+    C("few rows deterministic", H=200, T=70, S=5, N=4, K=1, deterministic=True),
+    C("few rows in halves", dtype="float32", precision="highest", H=24, T=3, S=5, N=4, K=1),
 )
-# By the kernels of mma.sync, which have no backward for these.
-FORWARD = (
+# float32 at default precision: float16 copies, and what they do not hold.
+CARRIED = (
     C("float32", dtype="float32", H=64, causal=True, N=4, K=2),
+    C("float32 few rows", dtype="float32", H=24, T=3, S=5, N=4, K=1),
+)
+# By the kernels of mma.sync everywhere.
+IN_PARTS = (
+    C("float32 high", dtype="float32", precision="high", H=64, causal=True, N=4, K=2),
     C("float32 highest", dtype="float32", precision="highest", H=33, Hv=7, T=70, S=90, dropout=0.2,
       mask="b1ts", bias="11ts", sinks=True, segments="packed", kv_lengths=(80,)),
     C("head dim 512", H=512, T=70, S=100, N=1, causal=True),
@@ -121,6 +132,7 @@ MMA_SYNC = (
     C("unaligned 33 7 everything", H=33, Hv=7, T=70, S=90, dropout=0.2, mask="b1ts", bias="11ts",
       sinks=True, segments="packed", softcap=3.0),
     C("score gate blocks", score="gate", H=128, T=70, blocks=("1n", 48), causal=True),
+    C("few rows", H=72, T=70, S=3, N=4, K=1),
 )  # fmt: skip
 DECODING = {case.name: decode_cases.fit(case, "cuda") for case in decode_cases.CASES}
 # By parts of a line, as for long caches: rows as short as these have a cluster of CTAs each.
@@ -139,13 +151,12 @@ class Check:
 
     case: Case | decode_cases.Case
     family: str | None = None
-    gradients: bool = True
     tiling: dict[str, int] | None = None  # of decode_attention
 
     def run(self) -> None:
         """Raises AssertionError if a result is wrong."""
-        from .test_conformance import compare
-        from .test_cuda_sm80 import compare_forward
+        from . import test_cuda_carrier
+        from .test_cuda_sm80 import compare_parts
 
         jax.clear_caches()  # of the same case by another family
         first = contextlib.nullcontext() if self.family is None else _gpu.prefer(self.family)
@@ -156,15 +167,14 @@ class Check:
                     arguments if self.tiling is None else decode_cases.Tiled(arguments, self.tiling)
                 )
                 decode_cases.compare(arguments, call.run("cuda"))
-            elif self.gradients:
-                compare(arguments, arguments.run("cuda"))
+            elif self.case in CARRIED:
+                test_cuda_carrier.compare(arguments, arguments.run("cuda"))
             else:
-                compare_forward(arguments, arguments.run("cuda", gradients=False))
+                compare_parts(arguments, arguments.run("cuda"))
 
 
 CHECKS = {
-    **{case.name: Check(case) for case in CASES},
-    **{case.name: Check(case, gradients=False) for case in FORWARD},
+    **{case.name: Check(case) for case in (*CASES, *CARRIED, *IN_PARTS)},
     **{f"mma.sync {case.name}": Check(case, "sm80") for case in MMA_SYNC},
     **{f"decode {name}": Check(case) for name, case in DECODING.items()},
     **{f"decode line {x}": Check(DECODING[x], tiling={"cluster": 1}) for x in LINES},
@@ -187,6 +197,8 @@ TOOLS = {
 REPORT = re.compile(r"^========= (?:Error|Warn|Invalid|Race|Out-of|Misaligned|Barrier)", re.M)
 SILENCE = 90  # seconds: the longest case takes 10
 RESTARTS = 2
+LAST_LINES = 30  # of a process that a signal ended
+OUTCOME = re.compile(r"^(right|wrong): (.*) \(\d", re.M)
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
@@ -199,23 +211,35 @@ def every_lane(sources: dict[str, str]) -> dict[str, str]:
     return sources | {name: text}
 
 
-def run_cases(names: list[str], with_every_lane: bool) -> None:
-    """Runs cases in this process."""
+def prepare(with_every_lane: bool) -> None:
+    """Tells the kernels of few processors, and which of them run."""
     _native.pretend_multiprocessors(2)  # small cases: blocks take several tiles
     sources = _native.kernel_sources()
     sources = every_lane(sources) if with_every_lane else sources
     _native.configure_cuda(_native.cache_folder(), _native.CACHE_BYTES, sources)
+
+
+def run_cases(names: list[str], with_every_lane: bool) -> bool:
+    """Runs cases in this process, all of them; tells whether they are right."""
+    prepare(with_every_lane)
+    right = True
     for name in names:
-        begin = time.perf_counter()
-        CHECKS[name].run()
-        print(f"right: {name} ({time.perf_counter() - begin:.1f} s)", flush=True)
+        begin, outcome = time.perf_counter(), "right"
+        try:
+            CHECKS[name].run()
+        except Exception:
+            traceback.print_exc(file=sys.stdout)
+            right, outcome = False, "wrong"
+        print(f"{outcome}: {name} ({time.perf_counter() - begin:.1f} s)", flush=True)
+    return right
 
 
 def start(
     sanitizer: str, tool: str, names: list[str], with_every_lane: bool
 ) -> subprocess.Popen[str]:
     command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9"]
-    command += ["--show-backtrace", "no", sys.executable, "-P", "-m", "tests.sanitize"]
+    command += ["--show-backtrace", "no", sys.executable, "-P"]
+    command += ["-X", "faulthandler", "-m", "tests.sanitize"]
     command += [*([] if with_every_lane else ["--as-shipped"]), "--run", *names]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -248,22 +272,30 @@ def end_all(number: int, _frame: object) -> NoReturn:
     os._exit(128 + number)
 
 
-def follow(tool: str, process: subprocess.Popen[str]) -> str:
-    """Returns what a process prints, and passes on what cases and tool report."""
-    output = ""
-    watchdog = threading.Timer(SILENCE, end, [process])
+def follow(tool: str, process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Returns what a process prints and what ended it; passes on what cases and tool report."""
+    output, silent = "", threading.Event()
+
+    def kill() -> None:
+        silent.set()
+        end(process)
+
+    watchdog = threading.Timer(SILENCE, kill)
     watchdog.start()
     for line in process.stdout or ():
         watchdog.cancel()
         output += line
-        if line.startswith("right: ") or REPORT.match(line):
+        if line.startswith(("right: ", "wrong: ")) or REPORT.match(line):
             print(f"{tool}: {line}", end="", flush=True)
-        watchdog = threading.Timer(SILENCE, end, [process])
+        watchdog = threading.Timer(SILENCE, kill)
         watchdog.start()
     watchdog.cancel()
     process.wait()
     end(process)
-    return output
+    if silent.is_set():
+        return output, f"killed after {SILENCE} seconds of silence"
+    code = process.returncode
+    return output, f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
 
 
 @dataclasses.dataclass
@@ -273,7 +305,7 @@ class Share:
     right: int = 0
     reports: int = 0
     restarts: int = 0
-    failed: bool = False
+    failures: list[str] = dataclasses.field(default_factory=list)  # texts to be printed last
 
 
 def run_share(sanitizer: str, tool: str, names: list[str], with_every_lane: bool) -> Share:
@@ -282,28 +314,33 @@ def run_share(sanitizer: str, tool: str, names: list[str], with_every_lane: bool
     while names:
         process = start(sanitizer, tool, names, with_every_lane)
         RUNNING.add(process)
-        output = follow(tool, process)
+        output, ending = follow(tool, process)
         RUNNING.discard(process)
-        done = [name for name in names if f"right: {name} (" in output]
+        outcomes = {name: outcome for outcome, name in OUTCOME.findall(output)}
+        wrong = [name for name in names if outcomes.get(name) == "wrong"]
         summary = [int(count) for count in SUMMARY.findall(output)]
-        share.right += len(done)
+        share.right += len(outcomes) - len(wrong)
         share.reports += sum(summary) or len(REPORT.findall(output))
-        names = [name for name in names if name not in done]
-        crashed = process.returncode < 0 and not summary and not REPORT.search(output)
-        if crashed and share.restarts < RESTARTS:
-            share.restarts += 1
-            left = f"in {names[0]}, which runs again" if names else "after its last case"
-            print(f"{tool}: ended by a signal {left}", flush=True)
-            continue
-        if process.returncode or not summary or names:
-            share.failed = True
-            print(f"==== {tool}, exit {process.returncode}: {', '.join(names)}\n{output}")
-        break
+        names = [name for name in names if name not in outcomes]
+        crashed = process.returncode < 0 and not summary
+        left = f"in {names[0]}, which runs again" if names else "after its last case"
+        if crashed:
+            last = "".join(output.splitlines(keepends=True)[-LAST_LINES:])
+            print(f"{tool}: {ending} {left}; its last lines:\n{last}", flush=True)
+        again = crashed and share.restarts < RESTARTS and not REPORT.search(output)
+        what = [f"{name} is wrong" for name in wrong]
+        if not again:
+            what += [f"{name} did not end" for name in names]
+        if what or (not again and (process.returncode or not summary)):
+            share.failures.append(f"{tool}, {ending}: {', '.join(what) or 'reports'}\n{output}")
+        if not again:
+            break
+        share.restarts += 1
     return share
 
 
-def check(sanitizer: str, tool: str, names: list[str], jobs: int, as_shipped: bool) -> bool:
-    """Runs cases under one tool, in several processes; tells whether all are right and clean."""
+def check(sanitizer: str, tool: str, names: list[str], jobs: int, as_shipped: bool) -> list[str]:
+    """Runs cases under one tool, in several processes; returns what failed."""
     begin = time.perf_counter()
     parts = [part for i in range(jobs) if (part := names[i::jobs])]
     with_every_lane = tool == "racecheck" and not as_shipped
@@ -319,7 +356,7 @@ def check(sanitizer: str, tool: str, names: list[str], jobs: int, as_shipped: bo
         f"{time.perf_counter() - begin:.0f} s",
         flush=True,
     )
-    return right == len(names) and reports == 0 and not any(share.failed for share in shares)
+    return [failure for share in shares for failure in share.failures]
 
 
 def main() -> int:
@@ -331,18 +368,20 @@ def main() -> int:
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        run_cases(arguments.run, with_every_lane=not arguments.as_shipped)
-        return 0
+        return not run_cases(arguments.run, with_every_lane=not arguments.as_shipped)
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         parser.error("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end_all)
     names = [name for name in CHECKS if arguments.case in name]
+    if not names:
+        parser.error(f"no case has {arguments.case!r} in its name")
     tools = arguments.tools or ("memcheck", "racecheck")
     rest = names, arguments.jobs, arguments.as_shipped
-    results = [check(sanitizer, tool, *rest) for tool in tools]
-    return 0 if all(results) else 1
+    failures = [failure for tool in tools for failure in check(sanitizer, tool, *rest)]
+    print(f"==== failures: {len(failures)}", *failures, sep="\n==== ", flush=True)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ CASES = (
     C("blocks, bias of keys", blocks=("1n", 64), bias="b11s", batch=(2,), N=2, K=1, T=100,
       kv_lengths=(190, 200)),
     C("score gate", score="gate", causal=True),
+    C("few rows", T=3, S=5, N=4, K=1, H=24),
 )  # fmt: skip
 
 
@@ -87,6 +88,7 @@ SINCE_AMPERE = (
     C("head dim 128", H=128, T=70, S=90, dropout=0.2, bias="11ts"),
     C("head dim 33 value 130", H=33, Hv=130, T=40, S=50, N=1, segments="packed", sinks=True),
     C("head dim 264", H=264, T=40, S=50, N=1, deterministic=True),
+    C("few rows", T=3, S=5, N=4, K=1, H=24),
 )
 
 

@@ -110,3 +110,36 @@ def test_backward_compiles_without_spills(plan: _gpu.Plan):
 
 def test_backward_with_lse_gradient_compiles_without_spills():
     check(_gpu.plan(passes(PLAIN, with_dlse=True)["backward"], SHAPES, H200), seconds=15)
+
+
+FEW_ROWS = {
+    "64": (64, {}),
+    "128 segments deterministic": (
+        128,
+        {"terms": ("query_segments", "key_value_segments"), "deterministic": True},
+    ),
+    "100/36 causal dropout": (
+        100,
+        {"window": (None, 0), "terms": ("dropout_state",), "dropout_rate": 0.1},
+    ),
+    "256 positions": (
+        256,
+        {"window": (90, 5), "terms": ("query_positions", "key_value_positions")},
+    ),
+    "128 highest": (128, {"dtype": "float32", "precision": "highest"}),
+}
+
+
+@pytest.mark.parametrize("name", FEW_ROWS)
+@pytest.mark.parametrize("gpu", ["H200", "A100"])
+def test_backward_of_few_rows_compiles_without_spills(name: str, gpu: str):
+    """Scratch arrays of the rows and columns that there are, not of whole blocks."""
+    dim, change = FEW_ROWS[name]
+    shapes = dataclasses.replace(
+        SHAPES, q_len=3, kv_len=8, kv_heads=1, head_dim=dim, value_dim=36 if dim == 100 else dim
+    )
+    call = passes(dataclasses.replace(PLAIN, **change))["backward"]
+    spec = _gpu.spec.GPUS[gpu]
+    plan = _gpu.plan(call, shapes, spec)
+    assert plan.tiling.compact
+    check(plan, seconds=15, gpu=spec)

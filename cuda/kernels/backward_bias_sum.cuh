@@ -229,7 +229,11 @@ __device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) 
     for (int i = 0; i < kHeld; ++i) {
       const int at = threadIdx.x + i * kThreads;
       const float* source = at < kQueries ? p.lse_log2 : p.minus_delta;
-      if (at < 2 * kQueries) held[i] = source[first + at % kQueries];
+      if (kCompact && now.m0 + at % kQueries >= stored_rows(p)) {
+        held[i] = at < kQueries ? kNegativeInfinity : 0.f;
+      } else if (at < 2 * kQueries) {
+        held[i] = source[first + at % kQueries];
+      }
     }
     const auto& loaded = tiles.load(now, next, Tiles::kStages > 1 && next.index < end);
 #pragma unroll

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "element.cuh"
+#include "fragment.cuh"
 #include "numbers.cuh"
 #include "ptx.cuh"
 #include "rows.cuh"
@@ -32,6 +33,17 @@ __device__ __forceinline__ int query_blocks(const Params& p) {
 template <class Params>
 __device__ __forceinline__ int key_blocks(const Params& p) {
   return ceil_div(p.kv_len, kKeys);
+}
+// Rows of lse_log2 and minus_delta, of a head, and where those of a query block start. With
+// kCompact a block that is the only one has no more of them than fill pieces of 16 bytes.
+template <class Params>
+__device__ __forceinline__ int stored_rows(const Params& p) {
+  if (kCompact && p.query_len <= kQueries) return round_up(p.query_len, 4);
+  return query_blocks(p) * kQueries;
+}
+template <class Params>
+__device__ __forceinline__ int64 numbers_of(const Params& p, int block) {
+  return static_cast<int64>(block) * (kCompact ? min(stored_rows(p), kQueries) : kQueries);
 }
 
 // With dropout P^T dO, dS and the delta that enters it lack the factor 1 / (1 - rate), which dq, dk
@@ -124,10 +136,15 @@ __device__ __forceinline__ void store_dbias(const Params& p, int batch, int head
 // piece hold its first elements, then the second ones: what a warp adds at once is one line of 128
 // bytes, not four bytes of every 16.
 //
+// A dq of float32 holds all of its sum: the odd pieces in the next 128 bytes of a row of a tile.
+//
 // With kRing the sums of p.ring_heads heads take turns in dq_sum, and what a warp has of a tile
 // lies side by side: [tile, 4, 8, lane, 4]. See sm90/backward_ring.cuh.
+//
+// With kCompact dq_sum is [B, N, T, H], or dq itself where that is float32: of few rows or columns
+// tiles would take many times the memory of the queries. Each element is added alone.
 inline constexpr bool kSumsInDq = kDqRowBytes > 0;
-static_assert(!(kSumsInDq && kRing));
+static_assert(kSumsInDq + kRing + kCompact <= 1);
 
 // Where the sum of the query block from m0 on starts: an index of the rows of dq, or of blocks.
 template <class Params>
@@ -139,19 +156,21 @@ __device__ __forceinline__ int sum_index(const Params& p, int batch, int head, i
 }
 
 // A thread's pieces of one tile of the block at `index`.
-class SumTile {
+class TiledSum {
  public:
   template <class Params>
-  __device__ __forceinline__ SumTile(const Params& p, int index, int tile,
-                                     uint32 thread = threadIdx.x % 128) {
+  __device__ __forceinline__ TiledSum(const Params& p, int index, int tile,
+                                      uint32 thread = threadIdx.x % 128) {
     char* sum = reinterpret_cast<char*>(p.dq_sum);
     if constexpr (kSumsInDq) {
+      constexpr int kElement = sizeof(ResultElement::Bits);
       const uint32 row = static_cast<uint32>(tile) / kHeadBoxes * 64 + thread / kThreadsOnRow;
-      const uint32 column =
-          static_cast<uint32>(tile) % kHeadBoxes * 128 + thread % kThreadsOnRow * kBytes;
-      const int64 at = static_cast<int64>(index) * (kHeadDim * 2) + (row * kDqRowBytes + column);
+      const uint32 column = static_cast<uint32>(tile) % kHeadBoxes * (64 * kElement) +
+                            thread % kThreadsOnRow * kBytes;
+      const int64 at =
+          static_cast<int64>(index) * (kHeadDim * kElement) + (row * kDqRowBytes + column);
       even_ = static_cast<char*>(p.dquery) + at;
-      odd_ = sum + at;
+      odd_ = kElement == 4 ? even_ + 128 : sum + at;
     } else if constexpr (kRing) {
       even_ = odd_ = sum +
                      (static_cast<int64>(index) * (kQueries / 64 * kHeadBoxes) + tile) * 16384 +
@@ -202,6 +221,72 @@ class SumTile {
 
   char *even_, *odd_;
 };
+
+// The same with kCompact: rows past the last query and columns past kHeadDim are not there.
+class CompactSum {
+ public:
+  template <class Params>
+  __device__ __forceinline__ CompactSum(const Params& p, int index, int tile,
+                                        uint32 thread = ptx::opaque(threadIdx.x) % 128) {
+    const int head_index = index / query_blocks(p);
+    const int row = (index - head_index * query_blocks(p)) * kQueries + tile / kHeadBoxes * 64 +
+                    fragment::first_row(thread);
+    rows_ = p.query_len - row;
+    column_ = tile % kHeadBoxes * 64 + fragment::first_column(thread);
+    int64 at;
+    if constexpr (kSumsAreDq) {
+      const int batch = head_index / p.query_heads;
+      at = query_row(p, batch, row, head_index - batch * p.query_heads);
+      pitch_ = p.query_heads * kHeadDim;
+    } else {
+      at = static_cast<int64>(head_index) * p.query_len + row;
+      pitch_ = kHeadDim;
+    }
+    first_ = p.dq_sum + at * kHeadDim + column_;
+  }
+  __device__ __forceinline__ float4 load(int i) const {
+    float x[4] = {0.f, 0.f, 0.f, 0.f};
+    for_each(i, [&](float* at, int e) { x[e] = __ldcs(at); });
+    return {x[0], x[1], x[2], x[3]};
+  }
+  __device__ __forceinline__ void store(int i, const float4& of) const {
+    const float x[4] = {of.x, of.y, of.z, of.w};
+    for_each(i, [&](float* at, int e) { *at = x[e]; });
+  }
+  __device__ __forceinline__ void add(int i, const float4& of) const {
+    const float x[4] = {of.x, of.y, of.z, of.w};
+    for_each(i, [&](float* at, int e) { ptx::reduce_add(at, x[e]); });
+  }
+
+ private:
+  // dq is float32, and its sum.
+  static constexpr bool kSumsAreDq = sizeof(ResultElement::Bits) == 4;
+
+  // What is there of the elements of piece i.
+  template <class Do>
+  __device__ __forceinline__ void for_each(int i, Do act) const {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int row = fragment::row(e) * fragment::kRowStep, column = 8 * i + fragment::column(e);
+      if (row < rows_ && (kHeadDim % 64 == 0 || column_ + column < kHeadDim)) {
+        act(first_ + (kSumsAreDq ? static_cast<int64>(row) * pitch_ : row * kHeadDim) + column, e);
+      }
+    }
+  }
+
+  float* first_;
+  int pitch_, rows_, column_;
+};
+
+template <bool kIsCompact>
+struct SumOf {
+  using Tile = TiledSum;
+};
+template <>
+struct SumOf<true> {
+  using Tile = CompactSum;
+};
+using SumTile = SumOf<kCompact>::Tile;
 
 // The same of the tile with row `row0`.
 template <class Params>

@@ -22,7 +22,9 @@ __device__ __forceinline__ bool row_is_finite(const void* array, int64 at, int c
 // Of lse_log2 and minus_delta.
 template <class Params>
 __device__ __forceinline__ int64 padded_row(const Params& p, int batch, int head, int query) {
-  return (static_cast<int64>(batch) * p.query_heads + head) * query_blocks(p) * kQueries + query;
+  const int64 row = static_cast<int64>(batch) * p.query_heads + head;
+  if constexpr (kCompact) return row * stored_rows(p) + query;
+  return row * query_blocks(p) * kQueries + query;
 }
 // One element of P, dropout applied, and of dS.
 struct Weights {
@@ -163,9 +165,23 @@ __device__ __forceinline__ void exact_dkdv(const Params& p, int batch, int kv_he
 
 // The main kernel leaves a mark for every 16 rows of dk and of dv, the rows of one warp.
 inline constexpr int kMarkedRows = 16;
+// Pairs of marks of a key/value head: with kCompact there is none past the last key.
+template <class Params>
+__device__ __forceinline__ int marked_rows(const Params& p) {
+  if constexpr (kCompact) return ceil_div(p.kv_len, kMarkedRows);
+  return key_blocks(p) * (kKeys / kMarkedRows);
+}
 template <class Params>
 __device__ __forceinline__ int mark_count(const Params& p) {
+  if constexpr (kCompact) return p.batch * p.kv_heads * marked_rows(p) * 2;
   return unit_count(p) * (kKeys / kMarkedRows) * 2;
+}
+// The first pair of a unit.
+template <class Params>
+__device__ __forceinline__ int first_mark(const Params& p, int batch, int kv_head, int key0) {
+  const int head = batch * p.kv_heads + kv_head;
+  if constexpr (kCompact) return head * marked_rows(p) + key0 / kMarkedRows;
+  return (head * key_blocks(p) + key0 / kKeys) * (kKeys / kMarkedRows);
 }
 
 template <int kCount>
@@ -182,9 +198,10 @@ template <class Params>
 __device__ __forceinline__ void mark_rows(const Params& p, int batch, int kv_head, int key0,
                                           int row, int which, bool finite, bool shares = false) {
   const bool clean = __all_sync(0xffffffffu, finite);
-  const int unit = (batch * p.kv_heads + kv_head) * key_blocks(p) + key0 / kKeys;
-  if (threadIdx.x % 32 == 0 && !(shares && clean)) {
-    p.marks[(unit * (kKeys / kMarkedRows) + row / kMarkedRows) * 2 + which] = clean ? 0 : 1;
+  const int first = first_mark(p, batch, kv_head, key0);
+  const bool is_there = !kCompact || key0 + row < p.kv_len;
+  if (threadIdx.x % 32 == 0 && is_there && !(shares && clean)) {
+    p.marks[(first + row / kMarkedRows) * 2 + which] = clean ? 0 : 1;
   }
 }
 
@@ -211,7 +228,7 @@ __device__ __forceinline__ void exact_marked(const Params& p, Range marks) {
 #pragma unroll 1
   for (int i = marks.begin; i < marks.end; i += 2) {
     if (p.marks[i] == 0 && p.marks[i + 1] == 0) continue;
-    const int blocks = key_blocks(p) * (kKeys / kMarkedRows);
+    const int blocks = marked_rows(p);
     const int head = i / 2 / blocks;
     const int key0 = (i / 2 - head * blocks) * kMarkedRows;
     const int batch = head / p.kv_heads, kv_head = head - batch * p.kv_heads;

@@ -115,7 +115,9 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
   const int batch = head_index / p.query_heads, head = head_index - batch * p.query_heads;
   const int queries = visibility(p, batch).query_length;
   const int lane = threadIdx.x % kLanes;
-  const int64 padded = static_cast<int64>(head_index) * tiles * 64 + row0;
+  const int64 padded = (kCompact ? static_cast<int64>(head_index) * stored_rows(p)
+                                 : static_cast<int64>(head_index) * tiles * 64) +
+                       row0;
   // Once: a division for each row, whose rare cases are a call, spilled 36 bytes.
   const float keep_rate = kHasDropout ? 1.f / p.dropout_scale : 1.f;
 
@@ -123,15 +125,16 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
   if constexpr (kRing) clear_ring(p, head_index, row0);
   if constexpr (kDeterministic) {  // the first unit stores
     if (row0 % kQueries == 0 && threadIdx.x < kTurnParts) {
-      p.turns[padded / kQueries * kTurnParts + threadIdx.x] = 0;
+      const int64 block = kCompact ? index / (kQueries / 64) : padded / kQueries;
+      p.turns[block * kTurnParts + threadIdx.x] = 0;
     }
   } else if (has_place(p, head_index)) {
 #pragma unroll
     for (int box = 0; box < kHeadBoxes; ++box) {
       const SumTile sum = sum_tile(p, batch, head, row0, box);
+      const int of_half = kPrepareThreads == 128 ? 0 : threadIdx.x / 128;
 #pragma unroll
       for (int j = 0; j < 8; j += kPrepareThreads / 128) {
-        const int of_half = kPrepareThreads == 128 ? 0 : threadIdx.x / 128;
         sum.store(j + of_half, float4{0.f, 0.f, 0.f, 0.f});
       }
     }
@@ -167,7 +170,7 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
         total += __shfl_xor_sync(0xffffffffu, total, mask);
       }
       const int local = base + i * kRows + threadIdx.x / kLanes;
-      if (lane == 0) {
+      if (lane == 0 && (!kCompact || row0 + local < stored_rows(p))) {
         float lse = kNegativeInfinity;
         const int row = row0 + local;
         if (row < queries) {
@@ -235,14 +238,17 @@ __device__ __forceinline__ void split_and_prepare(const Params& p, float second,
   halves::Choice choice(blockIdx.x);
   halves::Source dout{p.dout_data, p.dout_halves, p.dout_factors, p.query_len, p.query_heads,
                       second,      wide};
-  if constexpr (kByRows) dout.rows = p.dout_row_factors;
+  if constexpr (kByRows) {
+    dout.rows = p.dout_row_factors;
+    dout.stored = min(stored_rows(p), halves::kRows);
+  }
   const auto of_queries = [&](int batch) { return visibility(p, batch).query_length; };
   const bool goes_on = !halves::offer_inputs(p, choice, second, wide, wide);
   if (goes_on && !choice.offer(dout, true, p.batch, of_queries)) {
     after(choice.index);
     return;
   }
-  choice.template split<kByRows>();
+  choice.template split<kByRows, kByRows && kCompact>();
   if (!goes_on) return;
   const halves::Place& at = choice.place;
   prepare(p, (at.batch * p.query_heads + at.head) * dout.tiles() + at.first / halves::kRows);

@@ -2,8 +2,8 @@
 //
 // Of 64 rows of a head all numbers are multiplied by one power of two, which brings the largest to
 // 2^14; a number is then hi + 2^-11 lo, each the nearest float16, to 2^-22 of it or 2^-51 of the
-// largest. A row is that of the head dim padded to whole boxes, hi, then lo: copied as rows of 16
-// bits are, it is a tile of two planes (split.cuh).
+// largest. A row is two of the head dim padded to pieces of 16 bytes, hi, then lo: each is copied
+// as rows of 16 bits are, to a plane of a tile (split.cuh).
 //
 // Rows past the lengths do not count. Where a row or a column of a tile has only numbers below
 // 2^-24 of the largest, whose bits could be lost, the tile's factor is negative: what it meets
@@ -25,9 +25,10 @@ inline constexpr float kWide = 0x1p-24f;
 // largest has fewer than 22 bits, and at the second of these 20.
 inline constexpr float kOneSum = 1.0f, kWideOfOneSum = 0x1p-16f, kWideOfGradients = 0x1p-18f;
 
-// The elements of a row as kernels copy it.
+// A row as kernels copy it: of one plane or two, of so many elements each.
+inline constexpr int kPlanes = kHalves ? 2 : 1;
 template <int kDim>
-inline constexpr int kCopied = kHalves ? 2 * round_up(kDim, kBoxColumns) : kDim;
+inline constexpr int kCopied = kHalves ? round_up(kDim, 8) : kDim;
 using Copied = ElementType<kBFloat16, kFloat32 && !kHalves>::Type;
 
 // What brings the numbers back of the tile with row `first`, of a row of [B, heads].
@@ -70,12 +71,13 @@ struct Place {
 // Where the rows of an array are.
 struct Source {
   const void* array;  // [B, length, heads, kDim]
-  void* halves;       // [B, length, heads, kCopied<kDim>]
+  void* halves;       // [B, length, heads, kPlanes, kCopied<kDim>]
   float* factors;     // [B, heads, tiles]
   int length, heads;
   float second = kSecondHalf;  // times what the first half leaves
   float wide = kWide;
   float* rows = nullptr;  // [B, heads, tiles, kRows], of split_tile by rows
+  int stored = kRows;     // of these, where there is one tile: backward::stored_rows
 
   __device__ __forceinline__ int tiles() const { return ceil_div(length, kRows); }  // of a head
   // All heads' tiles of rows side by side in memory follow one another: who reads at once does so
@@ -119,8 +121,8 @@ __device__ __forceinline__ int exponent_of(unsigned largest) {
 
 // Rows from the batch row's `length` on do not count. With kByRows, if there is a place for them, a
 // tile of which a row is small has no factor, which 0 says, but each row one of its own, 0 where it
-// is 0.
-template <int kDim, bool kByRows = false>
+// is 0; with kFewRows there is a place for `stored` rows of a tile.
+template <int kDim, bool kByRows = false, bool kFewRows = false>
 __device__ __forceinline__ void split_tile(const Source& from, const Place& place, int length,
                                            Tile& tile) {
   using At = Spread<kDim>;
@@ -200,8 +202,9 @@ __device__ __forceinline__ void split_tile(const Source& from, const Place& plac
   for (int i = 0; i < kDown; ++i) {
     const int own = by_rows ? exponent_of(rows[i]) : exponent;
     const float factor = ptx::power_of_two(own);
-    if (by_rows && lane == 0) {
-      from.rows[tile_at * kRows + row_of(i)] = rows[i] == 0 ? 0.f : ptx::power_of_two(-own);
+    if (by_rows && lane == 0 && (!kFewRows || row_of(i) < from.stored)) {
+      from.rows[tile_at * (kFewRows ? from.stored : kRows) + row_of(i)] =
+          rows[i] == 0 ? 0.f : ptx::power_of_two(-own);
     }
 #pragma unroll
     for (int j = 0; j < kAcross; ++j) {
@@ -211,15 +214,15 @@ __device__ __forceinline__ void split_tile(const Source& from, const Place& plac
         four.x[k] *= factor;
         columns[j][k] = larger_of(columns[j][k], magnitude(four.x[k]));
       }
-      if (row_of(i) >= count) continue;
+      const int column = 4 * (lane + j * kLanes);
+      if (row_of(i) >= count || column >= kCopied<kDim>) continue;
       uint32 low[2], high[2];
       split_pair(four.x[0], four.x[1], low, from.second);
       split_pair(four.x[2], four.x[3], high, from.second);
-      auto* to = static_cast<uint16*>(from.halves) + row_at(i) * (2 * At::kColumns) +
-                 4 * (lane + j * kLanes);
+      auto* to = static_cast<uint16*>(from.halves) + row_at(i) * (2 * kCopied<kDim>)+column;
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        *reinterpret_cast<uint2*>(to + part * At::kColumns) = make_uint2(low[part], high[part]);
+        *reinterpret_cast<uint2*>(to + part * kCopied<kDim>) = make_uint2(low[part], high[part]);
       }
     }
   }
@@ -276,13 +279,13 @@ struct Choice {
     return true;
   }
 
-  template <bool kByRows = false>
+  template <bool kByRows = false, bool kFewRows = false>
   __device__ __forceinline__ void split() const {
     __shared__ Tile tile;
     if (kHeadDim == kValueDim || !of_values) {
-      split_tile<kHeadDim, kByRows>(from, place, length, tile);
+      split_tile<kHeadDim, kByRows, kFewRows>(from, place, length, tile);
     } else {
-      split_tile<kValueDim, kByRows>(from, place, length, tile);
+      split_tile<kValueDim, kByRows, kFewRows>(from, place, length, tile);
     }
   }
 };

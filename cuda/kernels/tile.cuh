@@ -67,15 +67,17 @@ __device__ __forceinline__ void shift_rows(uint32 tile, uint32 first_row,
 
 // The rows of a tile that kWarps warps, the first of the CTA, fill by cp.async, each thread a part:
 // kRows rows of kDim elements. Row 0 starts at `source`, row r
-// r / kHeads * pitch + r % kHeads * kDim elements after it.
-template <int kDim, int kRows, int kWarps, int kHeads = 1>
+// r / kHeads * pitch + r % kHeads * kDim elements after it. Of kPlanes = 2 each is followed by its
+// row of the tile's second plane.
+template <int kDim, int kRows, int kWarps, int kHeads = 1, int kPlanes = 1>
 struct CopiedRows {
   static constexpr bool kOdd = kRowAlignment<kDim> == 2;
   static constexpr int kBytes = kOdd ? 4 : kRowAlignment<kDim>;
-  static constexpr int kLanes = kBoxRowBytes / kBytes;  // on a row of a box
-  static constexpr int kStep = kWarps * 32 / kLanes;    // rows at a time
-  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+  static constexpr int kLanes = kBoxRowBytes / kBytes;        // on a row of a box
+  static constexpr int kStep = kWarps * 32 / kLanes;          // rows at a time
+  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);  // of a plane
   static_assert(kRows % kStep == 0);
+  static_assert(kPlanes == 1 || (kHeads == 1 && kBytes == 16));
 
   uint32 tile;
   const uint16* source;
@@ -99,14 +101,16 @@ struct CopiedRows {
       const uint64 start = reinterpret_cast<uint64>(from);
       const int bytes = static_cast<int>(row) < count ? 2 * kDim : 0;
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        const uint32 target = to + box * kRows * kBoxRowBytes;
+      for (int i = 0; i < kPlanes * kBoxes; ++i) {
+        const int box = i % kBoxes, plane = i / kBoxes;
+        const uint32 target = to + i * kRows * kBoxRowBytes;
         const int at = box * kBoxRowBytes + static_cast<int>(column);
         if (kOdd && box + 1 == kBoxes) {  // the row may end inside of a word
           const int size = bytes == 0 ? 0 : bytes + static_cast<int>(start & 2) - at;
           ptx::copy_async<kBytes>(target, (start & ~2ull) + at, min(max(size, 0), kBytes));
         } else {
-          ptx::copy_async<kBytes>(target, (kOdd ? start & ~2ull : start) + at, at < bytes);
+          ptx::copy_async<kBytes>(target, (kOdd ? start & ~2ull : start) + plane * (2 * kDim) + at,
+                                  at < bytes);
         }
       }
       from += kStep * pitch;

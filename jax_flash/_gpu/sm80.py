@@ -17,7 +17,7 @@ from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, problem_constants, refuse_functions
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.traits import group_size, is_bare, is_highest, is_own, known
+from jax_flash._gpu.traits import group_size, is_bare, is_highest, is_own, is_wide, known
 from jax_flash._gpu.workspaces import (
     backward_arrays,
     blocks,
@@ -27,6 +27,7 @@ from jax_flash._gpu.workspaces import (
     halves_of,
     int32,
     mask_by_query,
+    spare,
 )
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
@@ -215,6 +216,7 @@ class BackwardTiling:
     stages: int = 2  # buffers of queries
     dout_stages: int = 2  # buffers of output gradients
     dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
+    compact: bool = False  # scratch arrays have the rows and columns that there are, no padding
     defers_dq: bool = False  # that of a step is added in the next one
     adds_four: bool = False  # one instruction adds four elements to the sum of dq
     l2_heads: int = 1  # kv heads that the schedule walks together
@@ -270,6 +272,7 @@ class BackwardTiling:
             "dq_boxes": boxes(self.head_dim),
             "l2_heads": self.l2_heads,
             "dq_row_bytes": self.dq_row_bytes,
+            "compact": self.compact,
             "bias_shared_bytes": self.bias_shared_bytes,
             "stores_dbias": self.stores_dbias,
             "clears_dbias": self.clears_dbias,
@@ -288,6 +291,7 @@ class BackwardTiling:
             sums_dbias=not self.stores_dbias,
             dbias_heads=self.dbias_heads,
             ctas=_BIAS_CTAS,
+            compact=self.compact,
         )
         return arrays | halves_of(shapes, self.halves, of_dout=True)
 
@@ -308,6 +312,7 @@ class BackwardTiling:
             "kStages": self.stages,
             "kDoutStages": self.dout_stages,
             "kDqRowBytes": self.dq_row_bytes,
+            "kCompact": self.compact,
             "kRing": False,
             "kAddsFour": self.adds_four,
             "kIsPlain": _is_plain(problem),
@@ -409,12 +414,10 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     defers_dq = tiling.parts == 1 and tiling.column_warps == 4 and tiling.row_tiles == 2
     defers_dq = defers_dq and tiling.stages == 2 and plain and not odd
     defers_dq = defers_dq and _fits(dataclasses.replace(tiling, defers_dq=True), shapes, gpu)
-    return dataclasses.replace(
+    tiling = dataclasses.replace(
         tiling,
         defers_dq=defers_dq,
-        dq_row_bytes=dq_row_bytes(shapes, tiling.block_q)
-        if tiling.parts == 1 and not problem.split
-        else 0,
+        dq_row_bytes=0 if is_wide(problem) else dq_row_bytes(problem, shapes, tiling.block_q),
         most_queries=16 if few or (tiling.halves and tiling.row_tiles == 2) else 32,
         adds_four=adds_four,
         l2_heads=_backward_l2_heads(problem, shapes, gpu),
@@ -422,6 +425,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         clears_dbias=own and bool(hides),
         dbias_heads=by_heads,
     )
+    return spare(problem, shapes, tiling)
 
 
 def _is_plain(problem: Problem) -> bool:

@@ -11,6 +11,11 @@ def is_highest(problem: Problem) -> bool:
     return problem.dtype == "float32" and problem.precision == "highest"
 
 
+def is_wide(problem: Problem) -> bool:
+    """Tells whether results are float32."""
+    return problem.dtype == "float32" or bool(problem.split)
+
+
 def is_bare(problem: Problem) -> bool:
     """Tells whether there is nothing between scores and weights but a window."""
     return not problem.terms and problem.softcap is None and problem.score is None

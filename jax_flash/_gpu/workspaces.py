@@ -1,12 +1,14 @@
 """The scratch arrays that families of kernels have in common, and counts of blocks."""
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash._gpu.traits import is_one, is_ragged, known
+from jax_flash._gpu.traits import is_one, is_ragged, is_wide, known
 from jax_flash._problem import Problem, Shapes
 
 
@@ -44,6 +46,7 @@ def backward_arrays(
     sums_dbias: bool,
     dbias_heads: int,
     ctas: int,
+    compact: bool,
     sum_heads: int | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the scratch arrays of the backward pass (cuda/runtime/families/backward.h).
@@ -55,29 +58,35 @@ def backward_arrays(
       sums_dbias: a kernel of its own sums the gradient of a bias, if there is one,
       ctas: in about so many CTAs.
       dbias_heads: of the function of this name.
+      compact: rows and columns that there are, not those of whole blocks.
       sum_heads: query heads that have a place in the sum of dq at a time; None: all.
     """
     heads = shapes.batch * shapes.q_heads
     kv_heads = shapes.batch * shapes.kv_heads
-    columns = shapes.head_dim // 2 if dq_row_bytes else 64 * boxes(shapes.head_dim)
     query_blocks = blocks(shapes.q_len, block_q)
     key_blocks = blocks(shapes.kv_len, block_kv)
+    rows = shapes.q_len if compact else query_blocks * block_q
+    numbers = stored_rows(shapes, block_q, compact)
+    marks = blocks(shapes.kv_len, 16) if compact else key_blocks * (block_kv // 16)
+    columns = shapes.head_dim if compact else 64 * boxes(shapes.head_dim)
+    if is_wide(problem):
+        columns *= not (compact or dq_row_bytes)  # a dq of float32 holds its sum
+    elif dq_row_bytes:
+        columns = shapes.head_dim // 2
     segments = "query_segments" in problem.terms
     positions = "query_positions" in problem.terms
     return {
-        "lse_log2": float32(heads, query_blocks, block_q),
-        "minus_delta": float32(heads, query_blocks, block_q),  # dlse - rowsum(out * dout)
-        "dq_sum": float32(
-            heads if sum_heads is None else sum_heads, query_blocks, block_q, columns
-        ),
-        "next_unit": int32(1),
         "turns": int32(heads, query_blocks, turn_parts if problem.deterministic else 0),
+        "lse_log2": float32(heads, numbers),
+        "minus_delta": float32(heads, numbers),  # dlse - rowsum(out * dout)
+        "dq_sum": float32(heads if sum_heads is None else sum_heads, rows, columns),
+        "next_unit": int32(1),
         "query_segment_ranges": int32(shapes.batch, query_blocks, 2 * segments),
         "key_segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
         "query_position_ranges": int32(shapes.batch, query_blocks, 2 * positions),
         "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
         # Where rows of dk and dv are not finite.
-        "marks": int32(kv_heads, key_blocks, block_kv // 16, 2),
+        "marks": int32(kv_heads, marks, 2),
         **mask_by_key(shapes, block_q, block_kv),
         "dbias_sum": (
             # dS in 16 bits.
@@ -88,6 +97,77 @@ def backward_arrays(
             else float32(0, 0)
         ),
     }
+
+
+def stored_rows(shapes: Shapes, block_q: int, compact: bool) -> Any:
+    """Counts a head's rows in arrays of a number for each query: whole blocks.
+
+    Of a compact tiling's only block what fills pieces of 16 bytes.
+    """
+    if compact and shapes.q_len <= block_q:
+        return 4 * blocks(shapes.q_len, 4)
+    return block_q * blocks(shapes.q_len, block_q)
+
+
+_OF_TERMS = ("mask_words", "mask_flags", "block_flags", "dbias_sum")
+
+
+def most_scratch(problem: Problem, shapes: Shapes) -> int:
+    """Returns the bytes that scratch arrays may take, those of a mask or a bias aside.
+
+    That is twice what query, key and value would take in float32, less the float16 copies that
+    a split call makes (carrier.py).
+    """
+    shapes = sized(shapes)
+    queries = shapes.batch * shapes.q_len * shapes.q_heads
+    keys = shapes.batch * shapes.kv_len * shapes.kv_heads
+    dims = shapes.head_dim + shapes.value_dim
+    copied = 2 * (queries + keys) * dims if problem.split else 0
+    return 8 * (queries * shapes.head_dim + keys * dims) - copied
+
+
+def scratch_bytes(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    """Returns the bytes of scratch arrays, those of a mask or a bias aside."""
+    return sum(
+        math.prod(array.shape) * array.dtype.itemsize
+        for name, array in arrays.items()
+        if name not in _OF_TERMS
+    )
+
+
+def spare(problem: Problem, shapes: Shapes, tiling: Any) -> Any:
+    """Returns a backward tiling whose scratch arrays take no more than most_scratch.
+
+    Whole blocks of few rows or columns would take many times the memory of the arrays. Keeps what
+    it gets where that does: additions to dq move four numbers at once.
+    """
+    if not isinstance(shapes.q_len, int):  # symbolic, under jax.export
+        return tiling
+    known_shapes, most = sized(shapes), most_scratch(problem, shapes)
+
+    def fits(tiling: Any) -> bool:
+        return scratch_bytes(tiling.workspaces(problem, known_shapes)) <= most
+
+    if fits(tiling):
+        return tiling
+    if is_wide(problem):
+        in_dq = dq_row_bytes(problem, shapes, tiling.block_q)
+        whole = dataclasses.replace(tiling, dq_row_bytes=in_dq)
+        if in_dq and fits(whole):
+            return whole
+    return dataclasses.replace(tiling, dq_row_bytes=0, compact=True)
+
+
+def sized(shapes: Shapes) -> Shapes:
+    """Returns the shapes with a typical size where jax.export left one symbolic."""
+    return dataclasses.replace(
+        shapes,
+        batch=known(shapes.batch, 1),
+        q_len=known(shapes.q_len, 4096),
+        kv_len=known(shapes.kv_len, 4096),
+        q_heads=known(shapes.q_heads, 1),
+        kv_heads=known(shapes.kv_heads, 1),
+    )
 
 
 _MOST_SCORES = 64 << 20  # bytes of dS that are stored whatever the bias takes
@@ -140,12 +220,15 @@ def _is_shared_by_rows(problem: Problem, shapes: Shapes) -> bool:
     return shared and narrow and not is_ragged(bias)
 
 
-def dq_row_bytes(shapes: Shapes, block_q: int) -> int:
-    """Returns what there is from row to row of dq where it can hold half of its sum, else 0."""
+def dq_row_bytes(problem: Problem, shapes: Shapes, block_q: int) -> int:
+    """Returns what there is from row to row of dq where it can hold half of its sum, else 0.
+
+    That of float32 holds all of it.
+    """
     q_len, q_heads = shapes.q_len, shapes.q_heads
     if not (isinstance(q_len, int) and isinstance(q_heads, int)):  # symbolic, under jax.export
         return 0
-    row_bytes = 2 * q_heads * shapes.head_dim
+    row_bytes = (4 if is_wide(problem) else 2) * q_heads * shapes.head_dim
     # Whole blocks only; offsets within a block of 128 rows are of 32 bits.
     whole = q_len % block_q == 0 and shapes.head_dim % 64 == 0 and row_bytes < 1 << 24
     return row_bytes if whole else 0
@@ -206,7 +289,7 @@ def halves_of(
         arrays["dout"] = (*queries, shapes.value_dim)
     taken = {}
     for name, (length, heads, dim) in arrays.items():
-        taken[f"{name}_halves"] = int32(batch, length, heads, 64 * boxes(dim) * halves)
+        taken[f"{name}_halves"] = int32(batch, length, heads, 8 * blocks(dim, 8) * halves)
         taken[f"{name}_factors"] = float32(batch * heads, blocks(length, 64) * halves)
     return taken
 

@@ -53,7 +53,7 @@ inline constexpr int kCopiedValue = halves::kCopied<kValueDim>;
 // Rows of a tile that all warps fill, or of few rows of halves the first of them.
 template <int kDim, int kRows>
 struct FewRows {
-  CopiedRows<kDim, kRows, kRows / 4> rows;
+  CopiedRows<kDim, kRows, kRows / 4, 1, halves::kPlanes> rows;
   __device__ __forceinline__ void begin(int count) const {
     if (threadIdx.x < kRows * 8) rows.begin(count);
   }
@@ -61,7 +61,7 @@ struct FewRows {
 };
 template <class Of, int kDim, int kRows, bool kAreFew = (kHalves && kRows < 4 * kWarps)>
 struct RowsOf {
-  using Type = CopiedRows<kDim, kRows, kWarps>;
+  using Type = CopiedRows<kDim, kRows, kWarps, 1, halves::kPlanes>;
 };
 template <class Of, int kDim, int kRows>
 struct RowsOf<Of, kDim, kRows, true> {
@@ -81,7 +81,8 @@ struct StepPieces {
   static constexpr int kStep = kThreads / 8;  // rows at a time
   static constexpr bool kFits =
       kIsPlain && (kParts == 1 || kHalves) && kDim % 8 == 0 && kStep <= kStepQueries;
-  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);  // of a plane
+  static constexpr int kRowBytes = 2 * halves::kPlanes * kDim;
 
   // Rows from `count` on read as zero.
   static __device__ __forceinline__ void begin(const void* array, uint32 tile, int64 first_row,
@@ -90,18 +91,19 @@ struct StepPieces {
     const uint32 thread = ptx::opaque(threadIdx.x), row = thread / 8, chunk = thread % 8;
     const uint32 to = tile + row * kBoxRowBytes + swizzled(chunk, row);
     uint64 source = reinterpret_cast<uint64>(array) + chunk * 16 +
-                    (first_row + row * static_cast<uint32>(heads)) * (2 * kDim);
+                    (first_row + row * static_cast<uint32>(heads)) * kRowBytes;
 #pragma unroll
     for (int i = 0; i < kStepQueries / kStep; ++i) {
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
+      for (int j = 0; j < halves::kPlanes * kBoxes; ++j) {
+        const int box = j % kBoxes, plane = j / kBoxes;
         const bool inside = box * kBoxColumns + kBoxColumns <= kDim ||
                             static_cast<int>(chunk) * 8 < kDim - box * kBoxColumns;
-        ptx::copy_async_past_l1(to + (box * kStepQueries + i * kStep) * kBoxRowBytes,
-                                source + box * kBoxRowBytes,
+        ptx::copy_async_past_l1(to + (j * kStepQueries + i * kStep) * kBoxRowBytes,
+                                source + plane * (2 * kDim) + box * kBoxRowBytes,
                                 inside && static_cast<int>(row) < count - i * kStep);
       }
-      source += static_cast<uint64>(static_cast<uint32>(heads)) * (kStep * 2 * kDim);
+      source += static_cast<uint64>(static_cast<uint32>(heads)) * (kStep * kRowBytes);
     }
   }
 };
@@ -128,7 +130,7 @@ struct Copies {
     } else {
       queries(at).begin(rows_left(at));
     }
-    begin_numbers(minus_lse(at), p.lse_log2, at);
+    begin_numbers(minus_lse(at), p.lse_log2, kNegativeInfinity, at);
   }
   __device__ __forceinline__ void begin_dout(const Step& at) const {
     if constexpr (StepPieces<kCopiedValue>::kFits) {
@@ -137,7 +139,7 @@ struct Copies {
     } else {
       douts(at).begin(rows_left(at));
     }
-    begin_numbers(minus_delta(at), p.minus_delta, at);
+    begin_numbers(minus_delta(at), p.minus_delta, 0.f, at);
   }
   // Waits for all that is under way, which is of this step; past a barrier all are done with the
   // step before, too.
@@ -182,7 +184,8 @@ struct Copies {
  private:
   template <int kDim>
   __device__ __forceinline__ TileRows<kDim, kKeys> block_of(const void* array, uint32 tile) const {
-    const KeyRows<kDim> rows(p, key_row(p, walk.unit.batch, walk.unit.key0, walk.unit.kv_head));
+    const KeyRows<halves::kPlanes * kDim> rows(
+        p, key_row(p, walk.unit.batch, walk.unit.key0, walk.unit.kv_head));
     return {tile, static_cast<const Copied::Bits*>(array) + rows.first, rows.step};
   }
   __device__ __forceinline__ TileRows<kCopiedHead, kKeys> keys() const {
@@ -201,8 +204,9 @@ struct Copies {
   template <int kDim>
   __device__ __forceinline__ TileRows<kDim, kStepQueries> rows_of(const void* array, uint32 tile,
                                                                   const Step& at) const {
-    return {tile, static_cast<const Copied::Bits*>(array) + first_row(at) * kDim,
-            static_cast<int64>(p.query_heads) * kDim};
+    constexpr int kRow = halves::kPlanes * kDim;
+    return {tile, static_cast<const Copied::Bits*>(array) + first_row(at) * kRow,
+            static_cast<int64>(p.query_heads) * kRow};
   }
   __device__ __forceinline__ TileRows<kCopiedHead, kStepQueries> queries(const Step& at) const {
     return rows_of<kCopiedHead>(kHalves ? p.query_halves : p.query_data, query_tile(at), at);
@@ -215,10 +219,16 @@ struct Copies {
   __device__ __forceinline__ int rows_left(const Step& at) const {
     return walk.seeing_queries().end - walk.first_query(at);
   }
-  __device__ __forceinline__ void begin_numbers(uint32 to, const float* from,
+  // `past`: what there is past the stored rows.
+  __device__ __forceinline__ void begin_numbers(uint32 to, const float* from, float past,
                                                 const Step& at) const {
     const int thread = threadIdx.x;
     if (thread < kStepQueries / 4) {
+      if (kCompact && walk.first_query(at) + 4 * thread >= stored_rows(p)) {
+        const uint32 bits = __float_as_uint(past);
+        ptx::store_shared_x4(to + 16 * thread, bits, bits, bits, bits);
+        return;
+      }
       const int64 first = padded_row(p, walk.unit.batch, walk.head(at), walk.first_query(at));
       ptx::copy_async<16>(to + 16 * thread, reinterpret_cast<uint64>(from + first + 4 * thread),
                           true);

@@ -456,9 +456,9 @@ struct Rows {
     __syncthreads();
     if (thread < kFlaws) {
       const Unit& unit = walk.unit;
-      const int block =
-          (unit.batch * p.kv_heads + unit.kv_head) * key_blocks(p) + unit.key0 / kKeys;
-      p.marks[block * kFlaws + thread] = flaws[thread];
+      if (!kCompact || unit.key0 + thread / 2 * kMarkedRows < p.kv_len) {
+        p.marks[first_mark(p, unit.batch, unit.kv_head, unit.key0) * 2 + thread] = flaws[thread];
+      }
     }
   }
   template <int kDim, int kCount>

@@ -49,15 +49,16 @@ struct Place {
   }
 };
 
-// What is copied: elements, or halves of them, in rows that are longer.
+// What is copied: elements, or halves of them in planes.
 using halves::Copied;
+using halves::kPlanes;
 inline constexpr int kCopiedHead = halves::kCopied<kHeadDim>;
 inline constexpr int kCopiedValue = halves::kCopied<kValueDim>;
 
 // Rows of a tile that four warps fill.
 template <class Of, int kDim, int kRows>
 struct RowsOf {
-  using Type = CopiedRows<kDim, kRows, 4>;
+  using Type = CopiedRows<kDim, kRows, 4, 1, kPlanes>;
 };
 template <int kDim, int kRows>
 struct RowsOf<Float32, kDim, kRows> {
@@ -71,8 +72,9 @@ using TileRows = typename RowsOf<Copied, kDim, kRows>::Type;
 template <int kDim>
 struct BlockPieces {
   static constexpr bool kFits = (kParts == 1 || kHalves) && kDim % 8 == 0;
-  static constexpr int kStep = 16;  // rows at a time
-  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+  static constexpr int kStep = 16;                            // rows at a time
+  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);  // of a plane
+  static constexpr int kRow = kPlanes * kDim;                 // elements
 
   uint64 from;  // of block 0, bytes
   uint32 to;    // in a tile
@@ -80,8 +82,8 @@ struct BlockPieces {
 
   __device__ __forceinline__ BlockPieces(const Sm80ForwardParams& p, const Walk& walk,
                                          uint32 thread)
-      : row(thread / 8), block_bytes(kBlockKV * 2 * kDim * p.kv_heads) {
-    from = 2 * (KeyRows<kDim>(p, key_row(p, walk.batch, 0, walk.kv_head)).at(row) + thread % 8 * 8);
+      : row(thread / 8), block_bytes(kBlockKV * 2 * kRow * p.kv_heads) {
+    from = 2 * (KeyRows<kRow>(p, key_row(p, walk.batch, 0, walk.kv_head)).at(row) + thread % 8 * 8);
     to = row * kBoxRowBytes + swizzled(thread % 8, static_cast<uint32>(row));
   }
   // Rows from `count` on read as zero.
@@ -92,11 +94,13 @@ struct BlockPieces {
 #pragma unroll
     for (int i = 0; i < kBlockKV / kStep; ++i) {
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
+      for (int j = 0; j < kPlanes * kBoxes; ++j) {
+        const int box = j % kBoxes, plane = j / kBoxes;
         const bool inside = box * kBoxColumns + kBoxColumns <= kDim ||
                             static_cast<int>(threadIdx.x) % 8 * 8 < kDim - box * kBoxColumns;
-        ptx::copy_async_past_l1(tile + to + (box * kBlockKV + i * kStep) * kBoxRowBytes,
-                                source + box * kBoxRowBytes, inside && row < count - i * kStep);
+        ptx::copy_async_past_l1(tile + to + (j * kBlockKV + i * kStep) * kBoxRowBytes,
+                                source + plane * (2 * kDim) + box * kBoxRowBytes,
+                                inside && row < count - i * kStep);
       }
       source += block_bytes / (kBlockKV / kStep);
     }
@@ -200,15 +204,15 @@ struct Copies {
   }
   __device__ __forceinline__ TileRows<kCopiedHead, kUnitRows> queries() const {
     const int64 row = query_row(p, walk.batch, walk.first_query(), walk.head);
-    return rows_of<kCopiedHead, kUnitRows>(shared.query, kHalves ? p.query_halves : p.query_data,
-                                           row * kCopiedHead,
-                                           static_cast<int64>(p.query_heads) * kCopiedHead);
+    return rows_of<kCopiedHead, kUnitRows>(
+        shared.query, kHalves ? p.query_halves : p.query_data, row * (kPlanes * kCopiedHead),
+        static_cast<int64>(p.query_heads) * (kPlanes * kCopiedHead));
   }
   template <int kDim>
   __device__ __forceinline__ TileRows<kDim, kBlockKV> block_of(const void* array,
                                                                const unsigned char* tile,
                                                                int block) const {
-    const KeyRows<kDim> rows(p, key_row(p, walk.batch, 0, ptx::opaque(walk.kv_head)));
+    const KeyRows<kPlanes * kDim> rows(p, key_row(p, walk.batch, 0, ptx::opaque(walk.kv_head)));
     return rows_of<kDim, kBlockKV>(tile, array, rows.at(block * kBlockKV), rows.step);
   }
   __device__ __forceinline__ TileRows<kCopiedHead, kBlockKV> keys(const Place& place) const {

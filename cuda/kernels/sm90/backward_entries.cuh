@@ -31,8 +31,10 @@ __device__ __forceinline__ void clear_shared(const BackwardParams& p, int index)
   clear(p.dkey_data, kHeadDim);
   clear(p.dvalue_data, kValueDim);
   constexpr int kMarks = kKeys / kMarkedRows * 2;
-  const int block = (u.batch * p.kv_heads + u.kv_head) * key_blocks(p) + u.key0 / kKeys;
-  if (threadIdx.x < kMarks) p.marks[block * kMarks + threadIdx.x] = 0;
+  const int thread = threadIdx.x;
+  if (thread < kMarks && (!kCompact || u.key0 + thread / 2 * kMarkedRows < p.kv_len)) {
+    p.marks[first_mark(p, u.batch, u.kv_head, u.key0) * 2 + thread] = 0;
+  }
 }
 
 }  // namespace backward

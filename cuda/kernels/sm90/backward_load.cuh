@@ -9,13 +9,14 @@
 
 namespace backward {
 
-// One box of 64 columns after the other.
-template <int kBoxes, int kBoxBytes>
+// One box of 64 columns after the other; two planes are two heads side by side.
+template <int kBoxes, int kBoxBytes, int kPlanes = 1>
 __device__ __forceinline__ void load_tile(uint32 tile, const TensorMap& map, uint32 full,
                                           uint64 policy, int head, int row, int batch) {
 #pragma unroll
-  for (int i = 0; i < kBoxes; ++i) {
-    ptx::tma_load(tile + i * kBoxBytes, &map, full, policy, 64 * i, head, row, batch);
+  for (int i = 0; i < kPlanes * kBoxes; ++i) {
+    ptx::tma_load(tile + i * kBoxBytes, &map, full, policy, 64 * (i % kBoxes),
+                  kPlanes * head + i / kBoxes, row, batch);
   }
 }
 
@@ -32,8 +33,9 @@ struct Loader {
       copy_key_block<kKeys, kLoadWarps>(rows, array, tile, p.kv_len - u.key0);
       release(full);
     } else if (threadIdx.x == 0) {
-      ptx::barrier_arrive_expect(full, kKeyBlockBytes<kDim, kKeys>);
-      fetch_key_block<kDim, kKeys>(tile, map, full, ptx::kEvictNormal, u.kv_head, u.key0, u.batch);
+      ptx::barrier_arrive_expect(full, kKeyBlockBytes<kDim, kKeys, halves::kPlanes>);
+      fetch_key_block<kDim, kKeys, halves::kPlanes>(tile, map, full, ptx::kEvictNormal, u.kv_head,
+                                                    u.key0, u.batch);
     }
   }
 
@@ -43,14 +45,16 @@ struct Loader {
                                                uint32 numbers, const float* source, uint32 full,
                                                int head, int row, int batch,
                                                uint32 more_bytes = 0) {
-    constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+    constexpr int kBoxes = ceil_div(kDim, kBoxColumns);  // of a plane
     if (threadIdx.x == 0) {
-      ptx::barrier_arrive_expect(full,
-                                 (kTmaLoads ? kBoxes * kBoxQ : 0) + kQueries * 4 + more_bytes);
+      const uint32 number_bytes = kCompact ? min(stored_rows(p), kQueries) * 4 : kQueries * 4;
+      ptx::barrier_arrive_expect(
+          full, (kTmaLoads ? halves::kPlanes * kBoxes * kBoxQ : 0) + number_bytes + more_bytes);
       if constexpr (kTmaLoads) {
-        load_tile<kBoxes, kBoxQ>(tile, map, full, ptx::kEvictLast, head, row, batch);
+        load_tile<kBoxes, kBoxQ, halves::kPlanes>(tile, map, full, ptx::kEvictLast, head, row,
+                                                  batch);
       }
-      ptx::bulk_load(numbers, source, kQueries * 4, full);
+      ptx::bulk_load(numbers, source, number_bytes, full);
     }
     if constexpr (!kTmaLoads) {
       const int64 at = query_row(p, batch, row, head);
@@ -102,9 +106,8 @@ struct Loader {
         }
         load_queries<halves::kCopied<kHeadDim>>(
             at(&Shared::query) + slot * kQueryBytes, p.query, p.query_data,
-            at(&Shared::minus_lse) + slot * kNumberBytes,
-            p.lse_log2 + static_cast<int64>(block) * kQueries, at(&Shared::query_full, slot), head,
-            m0, u.batch, kBiasBytes);
+            at(&Shared::minus_lse) + slot * kNumberBytes, p.lse_log2 + numbers_of(p, block),
+            at(&Shared::query_full, slot), head, m0, u.batch, kBiasBytes);
         if constexpr (kBiasTiles) load_bias(u, slot, head, m0);
         // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
         if (first && !kGivesBackEarly) {
@@ -115,9 +118,8 @@ struct Loader {
         wait_together(at(&Shared::dout_empty, slot), parity ^ 1);
         load_queries<halves::kCopied<kValueDim>>(
             at(&Shared::dout) + slot * kDoutBytes, p.dout, p.dout_data,
-            at(&Shared::minus_delta) + slot * kNumberBytes,
-            p.minus_delta + static_cast<int64>(block) * kQueries, at(&Shared::dout_full, slot),
-            head, m0, u.batch);
+            at(&Shared::minus_delta) + slot * kNumberBytes, p.minus_delta + numbers_of(p, block),
+            at(&Shared::dout_full, slot), head, m0, u.batch);
         if (first) {
           first = false;
           wait_together(at(&Shared::value_empty), free);

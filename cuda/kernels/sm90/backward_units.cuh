@@ -121,6 +121,14 @@ __device__ __forceinline__ volatile UnitRecord& unit_record(uint32 i) {
   return items(&Shared::units)[i % kUnits];
 }
 
+// With kCompact: the numbers past those that are loaded of the only query block. Whole CTAs call.
+__device__ __forceinline__ void fill_numbers() {
+  for (int i = threadIdx.x; i < kStages * kQueries; i += blockDim.x) {
+    ptx::store_shared(at(&Shared::minus_lse) + 4 * i, __float_as_uint(kNegativeInfinity));
+    ptx::store_shared(at(&Shared::minus_delta) + 4 * i, 0);
+  }
+}
+
 // Barriers of the roles of warpgroup 0. The arguments count the arrivals that give a unit, K and V
 // back.
 __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, int value_readers) {

@@ -37,6 +37,7 @@ inline constexpr int kProbabilityBarrier = 1;
 inline constexpr int kGradientBarrier = 2;
 
 __device__ __forceinline__ void set_up() {
+  if constexpr (kCompact) fill_numbers();
   if (threadIdx.x == 0) {
     set_up_load(12, 8, 4);
     for (int i = 0; i < kScoreStages; ++i) {
@@ -202,11 +203,14 @@ __device__ __forceinline__ bool is_by_rows(const StepFactors& factors) {
 __device__ __forceinline__ void times_rows(const BackwardParams& p, const volatile UnitRecord& u,
                                            int head, int m0, float (&x)[kScores]) {
   const int64 row = u.batch * p.query_heads + u.head + head;
-  const float* rows = p.dout_row_factors + row * round_up(p.query_len, kQueries) + m0 +
-                      fragment::first_column(threadIdx.x);
+  const int first = m0 + fragment::first_column(threadIdx.x);
+  const float* rows = p.dout_row_factors + row * stored_rows(p) + first;
 #pragma unroll
   for (int j = 0; j < kScores / 4; ++j) {
-    const float2 factor = *reinterpret_cast<const float2*>(rows + 8 * j);
+    float2 factor{};
+    if (!kCompact || first + 8 * j < stored_rows(p)) {
+      factor = *reinterpret_cast<const float2*>(rows + 8 * j);
+    }
     x[4 * j] *= factor.x;
     x[4 * j + 1] *= factor.y;
     x[4 * j + 2] *= factor.x;

@@ -82,9 +82,10 @@ struct Producer {
                                            p.kv_len - first_key);
       arrive(barrier);
     } else {
-      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV> + more_bytes);
-      fetch_key_block<kDim, kBlockKV>(ptx::shared_address(buffer), map, barrier, ptx::kEvictLast,
-                                      head, block * kBlockKV, batch);
+      constexpr int kPlanes = halves::kPlanes;
+      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV, kPlanes> + more_bytes);
+      fetch_key_block<kDim, kBlockKV, kPlanes>(ptx::shared_address(buffer), map, barrier,
+                                               ptx::kEvictLast, head, block * kBlockKV, batch);
     }
   }
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
@@ -196,6 +197,14 @@ struct Producer {
     __syncwarp();
     ++units;
   }
+  // Where a box of queries lies: two planes are two heads side by side.
+  static constexpr int kPlaneBoxes = kHeadBoxes / halves::kPlanes;
+  static __device__ __forceinline__ int column_of(int box) {
+    return (kHalves ? box % kPlaneBoxes : box) * kBoxColumns;
+  }
+  static __device__ __forceinline__ int head_of(int head, int box) {
+    return kHalves ? 2 * head + box / kPlaneBoxes : head * kPackedHeads;
+  }
   __device__ __forceinline__ void send_query(const UnitInfo& unit, int warpgroup) {
     if (warpgroup < kConsumers) {
       const int stage = units % kQueryStages;
@@ -211,7 +220,7 @@ struct Producer {
 #pragma unroll 1
         for (int box = 0; box < kHeadBoxes; ++box) {
           ptx::tma_load(target + box * kWarpgroupRows * kBoxRowBytes, &p.query, barrier,
-                        ptx::kEvictFirst, box * kBoxColumns, unit.head * kPackedHeads,
+                        ptx::kEvictFirst, column_of(box), head_of(unit.head, box),
                         (unit.first_row + warpgroup * kWarpgroupRows) / kPackedHeads, unit.batch);
         }
       }
@@ -250,7 +259,7 @@ struct Producer {
     if (lane() < kConsumers) {
 #pragma unroll 1
       for (int box = 0; box < kHeadBoxes; ++box) {
-        ptx::tma_prefetch(&p.query, box * kBoxColumns, next.head * kPackedHeads,
+        ptx::tma_prefetch(&p.query, column_of(box), head_of(next.head, box),
                           (next.query_block * kUnitRows + lane() * kWarpgroupRows) / kPackedHeads,
                           next.batch);
       }

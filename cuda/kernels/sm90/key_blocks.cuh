@@ -6,18 +6,20 @@
 #include "sm90/products.cuh"
 
 // Bytes of a block of kRows keys or values in shared memory.
-template <int kDim, int kRows>
-inline constexpr int kKeyBlockBytes = ceil_div(kDim, kBoxColumns) * kRows * kBoxRowBytes;
+template <int kDim, int kRows, int kPlanes = 1>
+inline constexpr int kKeyBlockBytes = kPlanes * ceil_div(kDim, kBoxColumns) * kRows * kBoxRowBytes;
 
-// Loads the block by TMA; one thread calls, when the bytes are announced at the barrier `full`.
-template <int kDim, int kRows>
+// Loads the block by TMA; one thread calls, when the bytes are announced at the barrier `full`. Two
+// planes are two heads side by side.
+template <int kDim, int kRows, int kPlanes = 1>
 __device__ __forceinline__ void fetch_key_block(uint32 tile, const TensorMap& map, uint32 full,
                                                 uint64 policy, int kv_head, int first_key,
                                                 int batch) {
+  constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
 #pragma unroll
-  for (int box = 0; box < ceil_div(kDim, kBoxColumns); ++box) {
-    ptx::tma_load(tile + box * kRows * kBoxRowBytes, &map, full, policy, box * kBoxColumns, kv_head,
-                  first_key, batch);
+  for (int i = 0; i < kPlanes * kBoxes; ++i) {
+    ptx::tma_load(tile + i * kRows * kBoxRowBytes, &map, full, policy, i % kBoxes * kBoxColumns,
+                  kPlanes * kv_head + i / kBoxes, first_key, batch);
   }
 }
 // The same by kWarps warps, ready once their arrivals have been seen; `rows` from its first key on,

@@ -3,7 +3,8 @@
 //
 // `Launch` are the numbers of a family's BackwardTiling: block_q, block_kv, turn_parts, dq_boxes
 // (of 64 columns, in a row of dq), l2_heads, ring_sets, ring_lag, threads, shared_bytes,
-// dq_row_bytes, bias_shared_bytes, stores_dbias, clears_dbias. `Params` is as sm90_params.h has
+// dq_row_bytes, bias_shared_bytes, stores_dbias, clears_dbias, compact (scratch of the rows and
+// columns that there are, not of whole blocks). `Params` is as sm90_params.h has
 // BackwardParams, but for the maps.
 
 #ifndef JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
@@ -38,6 +39,11 @@ struct BackwardBlocks {
   std::int64_t finish;       // tiles of dq that the main kernel leaves to the last one
 };
 
+// Of a compact tiling, rows of the numbers that go with queries: as in backward_common.cuh.
+inline std::int64_t StoredRows(std::int64_t length, std::int64_t block) {
+  return length <= block ? 4 * CeilDiv(length, 4) : block * CeilDiv(length, block);
+}
+
 // A family's own workspaces come last: take_own(workspaces).
 template <class Launch, class Params, class TakeOwn>
 ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute& problem,
@@ -54,24 +60,33 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   }
 
   const bool sums_in_dq = launch.dq_row_bytes != 0;
-  if (sums_in_dq && (operands.dtype == ffi::F32 || problem.split != kWhole ||
-                     launch.dq_row_bytes != s.q_heads * s.head_dim * 2 ||
-                     launch.dq_row_bytes >= kMaxInt / 128 || s.q_len % launch.block_q != 0 ||
-                     s.head_dim % 64 != 0 || s.batch * s.q_len * s.q_heads > kMaxInt)) {
+  const bool wide_dq = operands.dtype == ffi::F32 || problem.split != kWhole;  // float32
+  if (sums_in_dq &&
+      (launch.compact || launch.dq_row_bytes != s.q_heads * s.head_dim * (wide_dq ? 4 : 2) ||
+       launch.dq_row_bytes >= kMaxInt / 128 || s.q_len % launch.block_q != 0 ||
+       s.head_dim % 64 != 0)) {
     return Invalid("this tiling is for another shape of dq");
+  }
+  if ((sums_in_dq || launch.compact) && s.batch * s.q_len * s.q_heads > kMaxInt) {
+    return Invalid("this tiling is for fewer rows of dq");
   }
 
   SetCommon(operands, problem, params);
   const bool segments = problem.Has(kQuerySegments);
   const std::int64_t heads = s.batch * s.q_heads;
   const std::int64_t kv_heads = s.batch * s.kv_heads;
-  const std::int64_t columns = sums_in_dq ? s.head_dim / 2 : 64 * launch.dq_boxes;
+  // A dq of float32 holds its sum.
+  const bool all_in_dq = wide_dq && (sums_in_dq || launch.compact);
+  const std::int64_t columns = all_in_dq        ? 0
+                               : launch.compact ? s.head_dim
+                               : sums_in_dq     ? s.head_dim / 2
+                                                : 64 * launch.dq_boxes;
   std::int64_t query_blocks = 0, key_blocks = 0;
   params->l2_heads = ClampHeads(launch.l2_heads, kv_heads);
   std::int64_t sum_heads = heads, left_heads = heads;
   if (launch.ring_sets != 0) {
-    if (sums_in_dq || problem.deterministic || problem.split != kWhole || launch.ring_lag < 1 ||
-        launch.ring_lag >= launch.ring_sets) {
+    if (sums_in_dq || launch.compact || problem.deterministic || problem.split != kWhole ||
+        launch.ring_lag < 1 || launch.ring_lag >= launch.ring_sets) {
       return Invalid("this tiling is for another sum of dq");
     }
     const std::int64_t set = params->l2_heads * (s.q_heads / s.kv_heads);
@@ -79,12 +94,15 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
     left_heads = heads - std::max<std::int64_t>(CeilDiv(heads, set) - launch.ring_lag, 0) * set;
   }
   Workspaces workspaces(rets, with_dbias ? 4 : 3);
-  workspaces.Take("lse_log2", {heads, &query_blocks, launch.block_q}, &params->lse_log2);
-  workspaces.Take("minus_delta", {heads, query_blocks, launch.block_q}, &params->minus_delta);
-  workspaces.Take("dq_sum", {sum_heads, query_blocks, launch.block_q, columns}, &params->dq_sum);
-  workspaces.Take("next_unit", {1}, &params->next_unit);
-  workspaces.Take("turns", {heads, query_blocks, problem.deterministic ? launch.turn_parts : 0},
+  workspaces.Take("turns", {heads, &query_blocks, problem.deterministic ? launch.turn_parts : 0},
                   &params->turns);
+  const std::int64_t blocked = query_blocks * launch.block_q;
+  const std::int64_t numbers = launch.compact ? StoredRows(s.q_len, launch.block_q) : blocked;
+  workspaces.Take("lse_log2", {heads, numbers}, &params->lse_log2);
+  workspaces.Take("minus_delta", {heads, numbers}, &params->minus_delta);
+  workspaces.Take("dq_sum", {sum_heads, launch.compact ? s.q_len : blocked, columns},
+                  &params->dq_sum);
+  workspaces.Take("next_unit", {1}, &params->next_unit);
   workspaces.Take("query_segment_ranges", {s.batch, query_blocks, segments ? 2 : 0},
                   &params->query_segment_ranges);
   workspaces.Take("key_segment_ranges", {s.batch, &key_blocks, segments ? 2 : 0},
@@ -94,7 +112,10 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
                   &params->query_position_ranges);
   workspaces.Take("key_position_ranges", {s.batch, key_blocks, positions ? 2 : 0},
                   &params->key_position_ranges);
-  workspaces.Take("marks", {kv_heads, key_blocks, launch.block_kv / 16, 2}, &params->marks);
+  workspaces.Take(
+      "marks",
+      {kv_heads, launch.compact ? CeilDiv(s.kv_len, 16) : key_blocks * launch.block_kv / 16, 2},
+      &params->marks);
   TermSizes mask;
   if (auto error = ReadTerm(operands, kMask, &mask); error.failure()) return error;
   blocks->mask = SetMask(operands, mask, launch.block_q, launch.block_kv, /*by_key=*/true,
@@ -122,6 +143,7 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   params->lse = operands.lse;
   params->dlse = operands.dlse;
   params->dquery = operands.dq;
+  if (all_in_dq) params->dq_sum = static_cast<float*>(operands.dq);
   params->dkey_data = operands.dk;
   params->dvalue_data = operands.dv;
   params->result_scale = operands.result_scale;

@@ -14,12 +14,15 @@ namespace jax_flash::attention {
 
 constexpr std::int64_t kSplitThreads = 256, kSplitRows = 64;  // of a CTA of split_float32
 
+// Columns of each of the two planes of a row: whole pieces of 16 bytes.
+inline std::int64_t HalfColumns(std::int64_t dim) { return 8 * CeilDiv(dim, 8); }
+
 // Where split_float32 writes rows of `dim` numbers, and a factor for 64 of them.
 inline void TakeHalves(bool halves, std::int64_t batch, std::int64_t length, std::int64_t heads,
                        std::int64_t dim, const char* rows_name, const char* factors_name,
                        Workspaces* workspaces, void** rows, float** factors) {
   int* data = nullptr;
-  workspaces->Take(rows_name, {batch, length, heads, halves ? 64 * CeilDiv(dim, 64) : 0}, &data);
+  workspaces->Take(rows_name, {batch, length, heads, halves ? HalfColumns(dim) : 0}, &data);
   *rows = data;
   workspaces->Take(factors_name, {batch * heads, halves ? CeilDiv(length, kSplitRows) : 0},
                    factors);

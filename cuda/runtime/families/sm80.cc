@@ -44,6 +44,7 @@ struct Sm80BackwardLaunch {
   bool stores_dbias;
   bool clears_dbias;
   bool halves;
+  bool compact;
   static constexpr std::int64_t ring_sets = 0, ring_lag = 0;  // none
 };
 
@@ -63,7 +64,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("dq_boxes"), StructMember<std::int64_t>("l2_heads"),
     StructMember<std::int64_t>("dq_row_bytes"), StructMember<std::int64_t>("bias_shared_bytes"),
     StructMember<bool>("stores_dbias"), StructMember<bool>("clears_dbias"),
-    StructMember<bool>("halves"));
+    StructMember<bool>("halves"), StructMember<bool>("compact"));
 
 namespace jax_flash {
 namespace {

@@ -51,6 +51,7 @@ struct BackwardLaunch {
   bool clears_dbias;
   bool bias_tiles;
   bool halves;
+  bool compact;
   std::int64_t ring_sets;  // whose sums of dq have a place at a time; 0: all
   std::int64_t ring_lag;
 };
@@ -72,8 +73,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<bool>("tma_loads"), StructMember<std::int64_t>("dq_row_bytes"),
     StructMember<std::int64_t>("bias_shared_bytes"), StructMember<bool>("stores_dbias"),
     StructMember<bool>("clears_dbias"), StructMember<bool>("bias_tiles"),
-    StructMember<bool>("halves"), StructMember<std::int64_t>("ring_sets"),
-    StructMember<std::int64_t>("ring_lag"));
+    StructMember<bool>("halves"), StructMember<bool>("compact"),
+    StructMember<std::int64_t>("ring_sets"), StructMember<std::int64_t>("ring_lag"));
 
 namespace jax_flash {
 namespace {
@@ -113,7 +114,7 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
   const Sizes& s = operands.sizes;
   if (s.batch == 0 || s.q_len == 0 || s.q_heads == 0) return ffi::Error::Success();
   if (s.kv_len == 0) return Invalid("the CUDA kernels take no empty keys");
-  // Rows of halves are whole boxes.
+  // Rows of halves are whole pieces of 16 bytes.
   const Limits limits{launch.tma_loads && !launch.halves, launch.halves};
   if (auto error = CheckOperands(operands, limits); error.failure()) return error;
   if (auto error = CheckNumbers({launch.threads, launch.block_q, launch.block_kv,
@@ -189,8 +190,10 @@ ffi::Error Forward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
                          std::int64_t heads, std::int64_t dim, std::int64_t box_rows,
                          std::int64_t box_heads, TensorMap* to) {
       const void* data = launch.halves ? halves : rows;
-      const std::int64_t columns = launch.halves ? 2 * 64 * CeilDiv(dim, 64) : dim;
-      session.Map({type, data, s.batch, length, heads, columns, box_rows, box_heads}, to);
+      const std::int64_t columns = launch.halves ? HalfColumns(dim) : dim;
+      const std::int64_t rows_of_head = launch.halves ? 2 : 1;
+      session.Map({type, data, s.batch, length, rows_of_head * heads, columns, box_rows, box_heads},
+                  to);
     };
     map(operands.q, params.query_halves, s.q_len, s.q_heads, s.head_dim, 64 / packed, packed,
         &params.query);
@@ -238,12 +241,14 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   if (s.batch == 0 || s.q_heads == 0) return ffi::Error::Success();
   BackwardParams params{};
   BackwardBlocks blocks;
-  // Rows of halves are whole boxes.
+  // Rows of halves are whole pieces of 16 bytes.
   const Limits limits{launch.tma_loads && !launch.halves, launch.halves};
   const auto take_own = [&](Workspaces* workspaces) {
     TakeHalvesAndDout(launch.halves, s, workspaces, &params);
     workspaces->Take("dout_row_factors",
-                     {s.batch * s.q_heads, launch.halves ? 64 * CeilDiv(s.q_len, 64) : 0},
+                     {s.batch * s.q_heads, !launch.halves   ? 0
+                                           : launch.compact ? StoredRows(s.q_len, launch.block_q)
+                                                            : 64 * CeilDiv(s.q_len, 64)},
                      &params.dout_row_factors);
     const std::int64_t rings = launch.ring_sets > 0 ? 1 : 0;
     const std::int64_t tiles = CeilDiv(s.q_len, launch.block_q) * (launch.block_q / 64);
@@ -269,8 +274,11 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
   const auto map_read = [&](const void* rows, const void* halves, std::int64_t length,
                             std::int64_t count, std::int64_t dim, std::int64_t box_rows,
                             TensorMap* to) {
-    map(launch.halves ? halves : rows, length, count,
-        launch.halves ? 2 * 64 * CeilDiv(dim, 64) : dim, box_rows, to);
+    if (launch.halves) {
+      map(halves, length, 2 * count, HalfColumns(dim), box_rows, to);
+    } else {
+      map(rows, length, count, dim, box_rows, to);
+    }
   };
   map_read(operands.q, params.query_halves, s.q_len, s.q_heads, s.head_dim, launch.block_q,
            &params.query);

@@ -23,6 +23,7 @@ from jax_flash._gpu.traits import (
     is_layout,
     is_own,
     is_plane,
+    is_wide,
     known,
 )
 from jax_flash._gpu.workspaces import (
@@ -35,6 +36,8 @@ from jax_flash._gpu.workspaces import (
     float32,
     halves_of,
     int32,
+    spare,
+    stored_rows,
 )
 from jax_flash._problem import Problem, Shapes
 
@@ -51,6 +54,7 @@ class BackwardTiling:
     stages: int = 2  # blocks of queries and of output gradients in flight
     score_stages: int = 2  # buffers of score gradients
     dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
+    compact: bool = False  # scratch arrays have the rows and columns that there are, no padding
     outputs: int = 1  # buffers by which a warpgroup's dv and dk leave, narrow kernel: 1 or 2
     reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
     holds_draws: bool = False  # what dropout draws takes of keys alone is found once a unit
@@ -129,6 +133,7 @@ class BackwardTiling:
             "l2_heads": self.l2_heads,
             "tma_loads": self.tma_loads,
             "dq_row_bytes": self.dq_row_bytes,
+            "compact": self.compact,
             "bias_shared_bytes": self.bias_shared_bytes,
             "stores_dbias": self.stores_dbias,
             "clears_dbias": self.clears_dbias,
@@ -156,12 +161,13 @@ class BackwardTiling:
             sums_dbias=not self.stores_dbias,
             dbias_heads=self.dbias_heads,
             ctas=self.sum_ctas,
+            compact=self.compact,
             sum_heads=ring_heads,
         )
-        rows = 64 * blocks(shapes.q_len, 64) * self.halves
+        rows = stored_rows(shapes, self.block_q, self.compact)
         arrays |= halves_of(shapes, self.halves, of_dout=True)
         return arrays | {
-            "dout_row_factors": float32(heads, rows),
+            "dout_row_factors": float32(heads, rows * self.halves),
             "ring_counts": int32(shapes.batch * shapes.kv_heads, 2 * rings),
             "dq_marks": int32(heads, tiles, boxes(self.head_dim) * rings),
         }
@@ -180,6 +186,7 @@ class BackwardTiling:
             "kStages": self.stages,
             "kScoreStages": self.score_stages,
             "kDqRowBytes": self.dq_row_bytes,
+            "kCompact": self.compact,
             "kRing": self.ring_sets > 0,
             "kOutputs": self.outputs,
             "kReadsAhead": self.reads_ahead,
@@ -200,7 +207,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
     asked = _Backward(problem, shapes, gpu)
     if is_highest(problem):
-        return BackwardTiling(
+        tiling = BackwardTiling(
             shapes.head_dim,
             shapes.value_dim,
             block_q=64,
@@ -209,7 +216,16 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
             l2_heads=_l2_heads(problem, shapes),
             halves=True,
         )
-    block_q = asked.block_q
+        return spare(problem, shapes, tiling)
+    tiling = _tiling(asked)
+    if tiling.compact and asked.widest > 64:
+        return _tiling(dataclasses.replace(asked, few=True))
+    return tiling
+
+
+def _tiling(asked: _Backward) -> BackwardTiling:
+    """Chooses the tiling of another problem than float32 at highest precision."""
+    problem, shapes, gpu, block_q = asked.problem, asked.shapes, asked.gpu, asked.block_q
     by_rows, by_heads = asked.adds_rows, asked.dbias_heads
     tiling = BackwardTiling(
         shapes.head_dim,
@@ -218,7 +234,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         wide=asked.wide,
         tma_loads=asked.tma_loads,
         outputs=2 if is_layout(problem) and not asked.wide and asked.tma_loads else 1,
-        dq_row_bytes=0 if problem.split else dq_row_bytes(shapes, block_q),
+        dq_row_bytes=0 if is_wide(problem) else dq_row_bytes(problem, shapes, block_q),
         reads_ahead=asked.reads_ahead,
         # 7 %; at head dim 64 +-2 %, and with copies of float32 8 bytes spilled.
         holds_draws=asked.drops and asked.reads_ahead and group_size(shapes) == 1,
@@ -231,8 +247,8 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     )
     tiled = dataclasses.replace(tiling, bias_bytes=bytes_of_bias(shapes.bias))
     if asked.may_load_bias and tiled.shared_bytes <= gpu.shared_bytes:
-        return tiled
-    return _with_ring(problem, shapes, gpu, tiling)
+        return spare(problem, shapes, tiled)
+    return spare(problem, shapes, _with_ring(problem, shapes, gpu, tiling))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +258,7 @@ class _Backward:
     problem: Problem
     shapes: Shapes
     gpu: GpuSpec
+    few: bool = False  # rows or columns: the narrow kernel's sums of them spilled up to 164 bytes
 
     @property
     def widest(self) -> int:
@@ -256,7 +273,7 @@ class _Backward:
         # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for
         # 256.
         narrowest = min(self.shapes.head_dim, self.shapes.value_dim)
-        return self.widest > 128 or (not self.tma_loads and narrowest > 112)
+        return self.few or self.widest > 128 or (not self.tma_loads and narrowest > 112)
 
     @property
     def drops(self) -> bool:
@@ -300,7 +317,8 @@ class _Backward:
             return False
         # 84 to 172 bytes would be spilled.
         spills = self.drops and problem.deterministic and problem.split
-        return self.shapes.head_dim == self.shapes.value_dim == 128 and not spills
+        plain = not spills and not self.few
+        return self.shapes.head_dim == self.shapes.value_dim == 128 and plain
 
     # The gradient of a bias, and the bias.
 
