@@ -12,7 +12,7 @@ from typing import Any
 
 from jax_flash._function import Function
 from jax_flash._philox import WORDS_OF_PART
-from jax_flash._terms import TERMS, capture, is_capture
+from jax_flash._terms import TERMS, capture, is_capture, sum_dtype
 
 # The parts of a call of float32 that two programs share, as ffi/operands.h has them. "carried": q,
 # k, v and dout are float16 copies (dtype is "float16"), results float32; "rest": what such copies
@@ -49,7 +49,7 @@ class Problem:
     @property
     def sum_dtype(self) -> str:
         """The dtype of sums, of the softmax, and of lse and sinks."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return sum_dtype(self.dtype)
 
     @property
     def captures(self) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_flash._terms import sum_dtype
+
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     """Turns (x[h], x[h + H/2]) by the angle position * base**(-2h / H).
@@ -22,7 +24,7 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
     Returns: `[*B, T, N, H]` in the dtype of x, computed in float32, or float64 if x is.
     """
     half = x.shape[-1] // 2
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = sum_dtype(x.dtype)
     # In float64, rounded once: all backends have the same bits.
     frequencies = jnp.asarray(base ** (-np.arange(half) / half), dtype)
     missing = x.ndim - 2 - positions.ndim  # all of one rank, for jax_numpy_rank_promotion

@@ -43,7 +43,7 @@ from jax.sharding import (
 
 from jax_flash._backends import warn_once
 from jax_flash._call import Call
-from jax_flash._terms import is_capture
+from jax_flash._terms import is_capture, sum_dtype
 
 _WHOLE = tuple("TSHVWUPMIJCDEA")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
@@ -327,7 +327,7 @@ class _Plan:
         shared = self._sharing(name, shape)
         if is_capture(name[1:]):
             shared += self.heads
-        total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        total = x.astype(sum_dtype(x.dtype))
         if self.kv_shared and name in ("dk", "dv"):
             kv_heads = self.kv_heads // self._devices(self.kv_split)
             whole = jnp.zeros((*x.shape[:-2], kv_heads, x.shape[-1]), total.dtype)
@@ -341,8 +341,8 @@ class _Plan:
         local = self.q_heads // self._devices(self.heads)
         first = lax.axis_index(self.kv_shared) * local
         if group % local == 0:  # all of its query heads read one kv head
-            return first // group + jnp.arange(1)
-        return (first + jnp.arange(local)) // group
+            return first // group + jnp.arange(1, dtype=jnp.int32)
+        return (first + jnp.arange(local, dtype=jnp.int32)) // group
 
 
 def _spec(info: Any) -> list[tuple[str, ...]]:

@@ -7,9 +7,14 @@ that a user's function reads follow the terms.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+def sum_dtype(dtype: Any) -> str:
+    """Names the dtype that numbers of a dtype are summed in, one of FLOATS both."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 @dataclasses.dataclass(frozen=True)

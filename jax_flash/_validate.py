@@ -21,7 +21,7 @@ from jax_flash._backends import warn_once
 from jax_flash._function import Function
 from jax_flash._philox import round_rate
 from jax_flash._problem import Problem, order_terms
-from jax_flash._terms import FLOATS, TERMS
+from jax_flash._terms import FLOATS, TERMS, sum_dtype
 from jax_flash.block_masks import BlockMask, arrays_of
 
 _FLOATS_TEXT = ", ".join(FLOATS)
@@ -322,7 +322,7 @@ def _typed(term: str, name: str, x: jax.Array, query_dtype: Any = None, hint: st
         case "float":
             return x.astype(jnp.float32) if x.dtype == "float64" != query_dtype else x
         case "sum":
-            return x.astype(jnp.promote_types(query_dtype, jnp.float32))
+            return x.astype(sum_dtype(query_dtype))
         case _:
             return x.astype(kind)
 
@@ -554,7 +554,7 @@ def _score_function(
             f"score_mod reads an array of {score_mod.heads} heads; expected one of query's N = "
             f"{q_heads}"
         )
-    sums = str(jnp.promote_types(query_dtype, jnp.float32))
+    sums = sum_dtype(query_dtype)
     arguments = {"score": sums, **dict.fromkeys(("batch", "head", "query", "key"), "int32")}
     return _function.trace("score_mod", score_mod, arguments, sums)
 
@@ -629,7 +629,7 @@ def _scale(scale, q: jax.Array) -> tuple[jax.Array, float]:
         raise TypeError(
             f"scale is {_describe(scale)}; expected a number, or an array of one of shape ()"
         )
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = sum_dtype(q.dtype)
     factor = scale.astype(wide) * root
     x, finite = q.astype(wide), jnp.isfinite(q)
     # The gradient of scale is the sum of dx * x: NaN in padding must not reach it.

@@ -20,6 +20,7 @@ from jax import lax
 
 from jax_flash._philox import keep_mask
 from jax_flash._problem import Problem
+from jax_flash._terms import sum_dtype
 from jax_flash._varying import vary_over
 from jax_flash.block_masks import EMPTY, FULL, WORD, words_at
 
@@ -535,15 +536,31 @@ def _tile_starts(
 
 
 def product(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Multiplies in the problem's dtype and precision, and sums in its sum_dtype."""
+    """Multiplies in the problem's dtype and precision, and sums in its sum_dtype.
+
+    Leading dims of x `[*B, K, G, ...]` that are 1 in y `[*B, K, ...]`, those of members that share
+    it, join G: to XLA's CPU batch dims [1, 2] of one operand and [0, 1] of the other are no product
+    of bfloat16.
+    """
+    leading = range(x.ndim - 4)
+    shared = [axis for axis in leading if y.shape[axis] == 1 != x.shape[axis]]
+    before_group = [x.ndim - 3 - len(shared) + i for i in range(len(shared))]
+    if shared:
+        x, y = jnp.moveaxis(x, shared, before_group), jnp.squeeze(y, shared)
+        group = x.shape[before_group[0] : -2]
+        x = x.reshape(*x.shape[: before_group[0]], math.prod(group), *x.shape[-2:])
     exact = problem.dtype == "float64"
-    return jnp.einsum(
+    made = jnp.einsum(
         subscripts,
         x.astype(problem.dtype),
         y.astype(problem.dtype),
         precision=lax.Precision("highest" if exact else problem.precision),
         preferred_element_type=problem.sum_dtype,
     )
+    if not shared:
+        return made
+    made = made.reshape(*made.shape[:-3], *group, *made.shape[-2:])
+    return jnp.moveaxis(made, before_group, shared)
 
 
 def split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -554,7 +571,7 @@ def split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     finite = jnp.isfinite(x)
     bad = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan)
-    bad = bad.astype(jnp.promote_types(x.dtype, jnp.float32))
+    bad = bad.astype(sum_dtype(x.dtype))
     return jnp.where(finite, x, 0), bad
 
 

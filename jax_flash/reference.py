@@ -58,12 +58,13 @@ def attention(
 
     Paper: Vaswani et al. (arXiv:1706.03762).
     """
-    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    wide = any(jnp.result_type(x) == jnp.float64 for x in (query, key, value))
+    dtype = jnp.float64 if wide else jnp.float32
     q, k, v = (jnp.asarray(x, dtype) for x in (query, key, value))
     *batch, q_len, q_heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[-3], k.shape[-2]
     k, v = (jnp.repeat(x, q_heads // kv_heads, axis=-2) for x in (k, v)) if kv_heads else (k, v)
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    scale = jnp.asarray(1.0 / math.sqrt(head_dim) if scale is None else scale, dtype)
 
     visible = _visible(
         (*batch, q_heads, q_len, kv_len),
@@ -85,7 +86,7 @@ def attention(
     logits = scale * jnp.einsum("...tnh,...snh->...nts", q, k, precision="highest")
     logits = logits + q_bad[..., :, None] + k_bad[..., None, :]
     if bias is not None:
-        logits = logits + bias.astype(dtype)
+        logits = logits + jnp.broadcast_to(jnp.asarray(bias, dtype), logits.shape)
     if softcap is not None:
         # The slope of tanh at a hidden NaN would be NaN, and so would zero times it.
         logits = jnp.where(visible, logits, 0.0)
@@ -98,7 +99,7 @@ def attention(
 
     largest = jnp.max(logits, axis=-1, initial=-jnp.inf)
     if sinks is not None:
-        sinks = jnp.asarray(sinks, dtype)[:, None]
+        sinks = jnp.asarray(sinks, dtype).reshape(*(1 for _ in batch), -1, 1)
         largest = jnp.maximum(largest, sinks)
     empty = largest == -jnp.inf
     largest = jax.lax.stop_gradient(jnp.where(empty, 0.0, largest))
@@ -145,21 +146,23 @@ def _visible(
 ) -> jax.Array:
     """Computes bool `[*B, N, T, S]`: which keys each query attends to."""
     *batch, _, q_len, kv_len = shape
-    query = jnp.arange(q_len)[:, None]
-    key = jnp.arange(kv_len)
-    # Per batch row, as [*B, 1, 1, 1].
-    q_lengths = jnp.full(batch, q_len) if query_lengths is None else query_lengths
-    kv_lengths = jnp.full(batch, kv_len) if key_value_lengths is None else key_value_lengths
-    q_lengths = jnp.clip(q_lengths, 0, q_len)[..., None, None, None]
-    kv_lengths = jnp.clip(kv_lengths, 0, kv_len)[..., None, None, None]
+    one = (1,) * len(batch)  # all of one rank, for jax_numpy_rank_promotion
+    query = jnp.arange(q_len, dtype=jnp.int32).reshape(*one, 1, -1, 1)
+    key = jnp.arange(kv_len, dtype=jnp.int32).reshape(*one, 1, 1, -1)
+
+    def of_rows(lengths, limit):  # [*B, 1, 1, 1]
+        lengths = jnp.full(batch, limit) if lengths is None else jnp.clip(lengths, 0, limit)
+        return lengths.astype(jnp.int32)[..., None, None, None]
+
+    q_lengths, kv_lengths = of_rows(query_lengths, q_len), of_rows(key_value_lengths, kv_len)
 
     visible = (query < q_lengths) & (key < kv_lengths)
     if bottom_right:
         query = query + kv_lengths - q_lengths
     if query_positions is not None:
-        query = query_positions[..., None, :, None]
+        query = jnp.asarray(query_positions, jnp.int32)[..., None, :, None]
     if key_value_positions is not None:
-        key = key_value_positions[..., None, None, :]
+        key = jnp.asarray(key_value_positions, jnp.int32)[..., None, None, :]
     # A difference of two int32, if not negative, is exact as uint32.
     before = jnp.where(key < query, (query - key).astype(jnp.uint32), 0)
     after = jnp.where(key > query, (key - query).astype(jnp.uint32), 0)
@@ -169,9 +172,9 @@ def _visible(
     if query_segments is not None:
         visible &= query_segments[..., None, :, None] == key_value_segments[..., None, None, :]
     if mask is not None:
-        visible &= mask
+        visible &= jnp.broadcast_to(mask, shape)
     if block_mask is not None:
-        visible &= block_mask.dense()[..., :q_len, :kv_len]
+        visible &= jnp.broadcast_to(block_mask.dense()[..., :q_len, :kv_len], shape)
     return jnp.broadcast_to(visible, shape)
 
 

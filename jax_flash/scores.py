@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash._function import OfHeads
+from jax_flash._terms import sum_dtype
 from jax_flash._validate import array, flag, real
 
 ScoreFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -54,7 +55,8 @@ def alibi(slopes: Annotated[ArrayLike, "N"]) -> ScoreFunction:
     slopes = _floats("slopes", slopes, "[N]")
 
     def function(score, batch, head, query, key):
-        return score - slopes[head] * jnp.abs(key - query)
+        slope, distance = _like(score, slopes[head], jnp.abs(key - query))
+        return score - slope * distance
 
     return OfHeads(function, len(slopes))
 
@@ -111,7 +113,8 @@ def relative_position_table(table: Annotated[ArrayLike, "N D"]) -> ScoreFunction
     reach = table.shape[1] // 2
 
     def function(score, batch, head, query, key):
-        return score + table[head, jnp.clip(key - query, -reach, reach) + reach]
+        (added,) = _like(score, table[head, jnp.clip(key - query, -reach, reach) + reach])
+        return score + added
 
     return OfHeads(function, len(table))
 
@@ -183,7 +186,8 @@ def softcap(cap: ArrayLike) -> ScoreFunction:
     cap = _scalar("cap", cap)
 
     def function(score, batch, head, query, key):
-        return cap * jnp.tanh(score / cap)
+        (own,) = _like(score, cap)
+        return own * jnp.tanh(score / own)
 
     return function
 
@@ -205,7 +209,8 @@ def tanh(clip: ArrayLike) -> ScoreFunction:
     clip = _scalar("clip", clip)
 
     def function(score, batch, head, query, key):
-        return clip * jnp.tanh(score)
+        (own,) = _like(score, clip)
+        return own * jnp.tanh(score)
 
     return function
 
@@ -237,7 +242,9 @@ def distance_decay(
         raise ValueError(f"rates has shape {rates.shape}, scales {scales.shape}; expected both [N]")
 
     def function(score, batch, head, query, key):
-        return score - rates[head] * jnp.log1p(scales[head] * jnp.abs(key - query))
+        distance = jnp.abs(key - query)
+        rate, scale, distance = _like(score, rates[head], scales[head], distance)
+        return score - rate * jnp.log1p(scale * distance)
 
     return OfHeads(function, len(rates))
 
@@ -269,6 +276,12 @@ def compose(*functions: ScoreFunction) -> ScoreFunction:
             "arrays of one N"
         )
     return OfHeads(function, *heads) if heads else function
+
+
+def _like(score: ArrayLike, *given: Any) -> list[Any]:
+    """Brings arrays of one number to the dtype that scores are computed in."""
+    dtype = sum_dtype(jnp.result_type(score))
+    return [x.astype(dtype) if isinstance(x, jax.Array) else x for x in given]
 
 
 def _floats(name: str, x: ArrayLike, letters: str) -> jax.Array:

@@ -1,4 +1,4 @@
-"""jax's modes: debugging, x64, strict promotion of dtypes and ranks."""
+"""jax's modes, debugging and x64; test_switches.py turns on all at once, in 16 bits."""
 
 from __future__ import annotations
 
@@ -20,34 +20,6 @@ from .test_conformance import compare
 @pytest.fixture
 def both(host_backend):
     return ours_and_plain(host_backend)
-
-
-def test_no_rank_is_promoted(host_backend):
-    """Under jax_numpy_rank_promotion = "raise", with every term, aligned and by positions."""
-    q, k, v = qkv()
-    batch = q.shape[:-3]
-    options = {
-        "bias": jnp.ones((N, T, S)), "mask": jnp.ones((T, S), bool), "sinks": jnp.ones(N),
-        "query_seq_lengths": jnp.full(batch, T - 1), "key_value_seq_lengths": jnp.full(batch, S),
-        "query_segment_ids": jnp.ones((*batch, T), int), "softcap": 3.0, "is_causal": True,
-        "key_value_segment_ids": jnp.ones((*batch, S), int), "causal_align": "bottom_right",
-        "local_window_size": (5, 5), "dropout_rate": 0.2, "dropout_key": jax.random.key(0),
-    }  # fmt: skip
-
-    placed = {"causal_align": "top_left", "query_positions": jnp.full((*batch, T), 3)}
-    arguments = q, k, v, options["sinks"], options["bias"]
-    for given in (options, options | placed):
-
-        def call(q, k, v, sinks, bias, given=given):
-            changed = given | {"sinks": sinks, "bias": bias}
-            return jax_flash.flash_attention(q, k, v, **changed, backend=host_backend)
-
-        def derivatives(*arguments, call=call):
-            out, pull = jax.vjp(call, *arguments)
-            return pull(out), jax.jvp(call, arguments, arguments)
-
-        with jax.numpy_rank_promotion("raise"):
-            jax.jit(derivatives).lower(*arguments)
 
 
 # ---- x64 ---------------------------------------------------------------------------------------
@@ -95,8 +67,6 @@ MODES = {
     "disable_jit": jax.disable_jit,
     "debug_nans": lambda: jax.debug_nans(True),
     "debug_infs": lambda: jax.debug_infs(True),
-    "checking_leaks": jax.checking_leaks,
-    "strict dtypes": lambda: jax.numpy_dtype_promotion("strict"),
 }
 
 
@@ -126,9 +96,6 @@ def expected(way):
         ("debug_nans", True),
         ("debug_infs", False),
         ("debug_infs", True),
-        # These look at what is traced.
-        ("checking_leaks", True),
-        ("strict dtypes", True),
     ],
 )
 def test_modes(mode, jitted, way, both, host_backend):

@@ -184,6 +184,26 @@ def test_gradients_of_the_sum_over_the_members(name, backend):
         close(got[name], x.sum(0) if axes[name] is None else x)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_members_of_16_bits(dtype, host_backend):
+    """Out, gradients of the sum and tangents, as those of float32 from the same numbers."""
+    arrays, axes = arrays_of("plain", dtype=dtype)
+
+    def every(backend, arrays):
+        call = call_of(backend, is_causal=True)
+
+        def attend(arrays):
+            return jax.vmap(call, in_axes=(axes,))(arrays)[1]
+
+        gradients, (out, _) = gradients_of(summed(call, axes), ARRAYS)(arrays)
+        return gradients, out, jax.jvp(attend, (arrays,), (arrays,))[1]
+
+    got = jax.jit(functools.partial(every, host_backend))(arrays)
+    wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    # Weights, out and dout are rounded: each by half a unit in the last place.
+    close(got, jax.jit(functools.partial(every, "cpu"))(wide), rtol=2 * jnp.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize(
     ("mapped", "backend"),
     [

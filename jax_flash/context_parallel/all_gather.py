@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_flash import _ops
+from jax_flash._terms import sum_dtype
 from jax_flash.block_masks import EMPTY
 from jax_flash.context_parallel.shard import ALL, Operands, Shard, Tokens, cut, sort_keys
 
@@ -81,7 +82,7 @@ def _gather_forward(x, axis, dim):
 def _gather_backward(axis, dim, _, cotangent):
     if not jnp.issubdtype(cotangent.dtype, jnp.floating):
         return (None,)
-    wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+    wide = cotangent.astype(sum_dtype(cotangent.dtype))
     total = lax.psum_scatter(wide, axis, scatter_dimension=dim % wide.ndim, tiled=True)
     return (total.astype(cotangent.dtype),)
 

@@ -255,7 +255,7 @@ def _prepare(
                 if split:
                     indices = layout.indices(lax.axis_index(axes), length)
                 else:
-                    indices = orders.reorder(jnp.arange(length), order, shards, 0)
+                    indices = orders.reorder(jnp.arange(length, dtype=jnp.int32), order, shards, 0)
                 given[name] = jnp.broadcast_to(indices, (*batch, length))
     problem, operands = _validate.prepare(**given, shards=shards if split else 1)
     return problem, dict(zip(("q", "k", "v", *problem.optional), operands, strict=True))

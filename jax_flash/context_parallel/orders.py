@@ -191,5 +191,6 @@ class Layout:
 
     def count(self, lengths: Any, rank: Any, length: int) -> jax.Array:
         """Computes how many of a shard's tokens lie within lengths of the whole, for each."""
-        within = self.indices(rank, length) < lengths[..., None]
+        indices = self.indices(rank, length).reshape(*(1,) * lengths.ndim, -1)
+        within = indices < lengths[..., None]
         return jnp.sum(within, axis=-1, dtype=jnp.int32)

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_flash import _ops
 from jax_flash._merge import merge
 from jax_flash._problem import Problem
-from jax_flash._terms import is_capture
+from jax_flash._terms import is_capture, sum_dtype
 from jax_flash._varying import vary_over
 from jax_flash.context_parallel.orders import Layout
 from jax_flash.context_parallel.shard import ALL, Operands, Shard, cut
@@ -361,10 +361,7 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
         given += [] if dlse is None else [cut(dlse, rows, -1)]
         inputs = (*qkv, *given, *terms.values())
         results = _ops.flash_backward_p.bind(*vary_over(inputs, inputs), call=call)
-        return {name: x.astype(wide(x)) for name, x in zip(made, results, strict=True)}
-
-    def wide(x):
-        return jnp.promote_types(x.dtype, jnp.float32)
+        return {name: x.astype(sum_dtype(x.dtype)) for name, x in zip(made, results, strict=True)}
 
     def added(calls, own, state, held, source):
         staying, travelling = state
@@ -397,7 +394,7 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
     held = {name: operands[name] for name in _TRAVELLING if name in operands}
     held, dout = lax.optimization_barrier((held, dout))
     zeros = {
-        name: vary_over(jnp.zeros(operands[name].shape, wide(operands[name])), operands)
+        name: vary_over(jnp.zeros(operands[name].shape, sum_dtype(operands[name].dtype)), operands)
         for name in made
     }
     travelling: dict[int, Operands] = {}

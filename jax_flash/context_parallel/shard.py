@@ -151,9 +151,9 @@ class Shard:
         if self.positioned:
             terms["query_positions"] = self.operands["query_positions"]
         elif self.problem.window != (None, None):
-            indices = self.layout.indices(self.rank, self.q_len) + self._offsets()
+            indices = self.layout.indices(self.rank, self.q_len)
             shape = (*self.operands["q"].shape[:-3], self.q_len)
-            terms["query_positions"] = jnp.broadcast_to(indices, shape)
+            terms["query_positions"] = jnp.broadcast_to(indices, shape) + self._offsets()
         return terms
 
     def _offsets(self) -> Any:

@@ -310,8 +310,7 @@ def _attend_to_cache(
         )
         return step.out, Cache(step.key_cache, step.value_cache, lengths, cache.page_table)
     if rotary_base is not None:
-        ahead = jnp.arange(count, dtype=jnp.int32).reshape(*(1,) * cache.index.ndim, -1)
-        positions = cache.index[..., None] + ahead
+        positions = cache.index[..., None] + _indices(count, cache.index)
         query, key = (rotate(x, positions, rotary_base) for x in (query, key))
     if valid is not None:
         _debug.check_lengths("seq_lengths", valid, count, "T = ")
@@ -326,7 +325,7 @@ def _attend_to_cache(
             first = jnp.maximum(lengths - valid - left, 0) // cache.key.shape[-3]
             decode = functools.partial(decode, page_table=_from_page(first, cache.page_table))
         out = decode(_roll(query, padding), cache.key, cache.value, lengths).out
-        is_valid = jnp.arange(count) < valid[..., None]
+        is_valid = _indices(count, valid) < valid[..., None]
         return jnp.where(is_valid[..., None, None], _roll(out, -padding), 0), cache
     if settings is not None and cache.page_table is not None and _debug.is_on():
         first = 0 * lengths if left is None else jnp.maximum(lengths - valid - left, 0)
@@ -337,15 +336,21 @@ def _attend_to_cache(
     return jnp.where(fits, out, jnp.nan), cache
 
 
+def _indices(count: int, rows: jax.Array) -> jax.Array:
+    """0 to before count, `[*1, count]`, of one rank with what else rows [*B] have."""
+    return jnp.arange(count, dtype=jnp.int32).reshape(*(1,) * rows.ndim, -1)
+
+
 def _from_page(first: jax.Array, table: jax.Array) -> jax.Array:
     """A page table [*B, M] with columns before `first` [*B] replaced by that column's page."""
-    columns = jnp.maximum(jnp.arange(table.shape[-1]), first[..., None])
+    columns = jnp.maximum(_indices(table.shape[-1], first), first[..., None])
     return jnp.take_along_axis(table, columns, axis=-1, mode="clip")
 
 
 def _roll(x: jax.Array, by: jax.Array) -> jax.Array:
     """Moves what each row has at t in x [*B, T, N, H] to t + by, modulo T; `by` is int [*B, 1]."""
-    from_where = jnp.remainder(jnp.arange(x.shape[-3]) - by, x.shape[-3])
+    count = x.shape[-3]
+    from_where = jnp.remainder(_indices(count, by[..., 0]) - by, count)
     return jnp.take_along_axis(x, from_where[..., None, None], axis=-3)
 
 
