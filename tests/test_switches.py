@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_flash
-from jax_flash import _native, context_parallel, reference, scores
+from jax_flash import _native, context_parallel, masks, reference, scores
 from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
@@ -118,6 +118,20 @@ def functions(backend):
     return derivatives(call), qkv() | {"rates": normal(3, N), "table": normal(4, N, 9)}
 
 
+def blocks(backend):
+    """Block masks of arrays, of which one is made outside of the call."""
+    ids = jnp.asarray(SEGMENTS["key_value_segment_ids"])
+    seen = masks.documents(ids[:, :T], ids) | masks.prefix_lm(ids[:, -1])
+    mask = jax_flash.block_mask(seen, q_len=T, kv_len=S, batch=B, block=16)
+
+    def call(moving):
+        own = jax_flash.block_mask(masks.dilated(9, 3), q_len=T, kv_len=S, heads=N, block=16)
+        attend = functools.partial(jax_flash.flash_attention, **moving, backend=backend)
+        return attend(block_mask=mask), attend(block_mask=own)
+
+    return derivatives(call), qkv()
+
+
 def decoding(backend):
     """Into rows and pages, new keys in place, and from a cache that is filled by a prompt."""
     lengths = np.array([9, 5], np.int32)
@@ -187,9 +201,10 @@ def of_layers(backend):
 
 
 PROGRAMS = {
-    f.__name__: f for f in (terms, positions, members, functions, decoding, plain, of_layers)
+    f.__name__: f
+    for f in (terms, positions, members, functions, blocks, decoding, plain, of_layers)
 }
-ON_XLA = ("functions", "plain", "of_layers")
+ON_XLA = ("functions", "blocks", "plain", "of_layers")
 # All at once: each of them refuses something, or should change nothing but dropout's words.
 SWITCHES = {
     "numpy_dtype_promotion": "strict",
@@ -253,11 +268,13 @@ def few_heads() -> dict[str, jax.Array]:
     """Arrays of 32 tokens, so that each of two devices has the 16 that dropout takes together."""
     shapes = {"query": (B, 32, N, H), "key": (B, 32, 1, H), "value": (B, 32, 1, H)}
     arrays = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
-    return arrays | {"bias": normal(3, N, 1, 1), "sinks": normal(4, N)}
+    return arrays | {"bias": normal(3, N, 1, 32), "sinks": normal(4, N)}
 
 
 ATTEND = functools.partial(jax_flash.flash_attention, backend="cpu")
-RING = functools.partial(context_parallel.attention, axis_name="seq", strategy="ring")
+RING = functools.partial(
+    context_parallel.attention, axis_name="seq", strategy="ring", backend="xla"
+)
 OF_HEADS = {"query": P(None, None, "heads"), "bias": P("heads"), "sinks": P("heads")}
 OF_TOKENS = dict.fromkeys(("query", "key", "value"), P(None, "seq"))
 WAYS = {
