@@ -55,6 +55,8 @@ def all_peers() -> list[Peer]:
         _jax_peer("jax_cudnn", "jax.nn, cuDNN", "#4c72b0", _attend_cudnn),
         _jax_peer("jax_xla", "jax.nn, XLA", "#8c8c8c", _attend_xla),
     ]
+    if importlib.util.find_spec("dew_flash_attn") is not None:
+        peers.append(_jax_peer("fa3", "FlashAttention-3", "#937860", _attend_fa3))
     if importlib.util.find_spec("torch") is not None:
         peers.append(_torch_peer("torch_flash", "PyTorch, FlashAttention-2", "#55a868"))
         peers.append(_torch_peer("torch_cudnn", "PyTorch, cuDNN", "#8172b3"))
@@ -194,6 +196,27 @@ def _attend_xla(cell: Cell, q: Any, k: Any, v: Any) -> Any:
         local_window_size=None if cell.window is None else (cell.window, 0),
         implementation="xla",
     )
+
+
+def _attend_fa3(cell: Cell, q: Any, k: Any, v: Any) -> Any:
+    """FlashAttention-3 of Dao-AILab as XLA FFI, from `pip install dew-flash-attn-cu13`.
+
+    Causality is aligned to the last key there: the same where T = S. Documents are sequences of its
+    packed call.
+    """
+    fa3 = importlib.import_module("dew_flash_attn")
+    if cell.head_dim > 256:
+        raise NotImplementedError("head dims up to 256")
+    options = {
+        "is_causal": cell.causal,
+        "window_size": (-1, -1) if cell.window is None else (cell.window, 0),
+    }
+    if cell.segment is None:
+        return fa3.flash_mha(q, k, v, **options)
+    tokens = cell.batch * cell.length
+    starts = jnp.arange(0, tokens + 1, cell.segment, dtype=jnp.int32)
+    packed = (x.reshape(tokens, *x.shape[2:]) for x in (q, k, v))
+    return fa3.flash_mha_varlen(*packed, starts, cell.segment, **options).reshape(q.shape)
 
 
 def _torch_peer(name: str, label: str, color: str) -> Peer:

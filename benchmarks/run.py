@@ -2,6 +2,8 @@
 
     python benchmarks/run.py            # every cell of shapes.py, forward and training
     python benchmarks/run.py --quick    # three lengths, jax_flash beside cuDNN
+    python benchmarks/run.py --grouped  # grouped heads, as nearly every model has them
+    python benchmarks/run.py --shape 8,2048,32,8,128    # a shape of yours: B,T,N,K,H
 
 Times are device times: calls are queued faster than the device runs them, and a round ends when the
 last result is there. The peers of a cell take turns, round by round; a time is the median of the
@@ -21,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,14 @@ def main() -> None:
     scale = (options.tokens, options.model_dim, tuple(options.lengths))
     main_cells = shapes.main_cells(*scale)
     cells = main_cells if options.quick else main_cells + shapes.feature_cells(*scale)
+    if options.grouped or options.shape:
+        cells = shapes.grouped_cells() if options.grouped else []
+        cells += [
+            Cell(batch, length, heads, kv_heads, head_dim, causal)
+            for batch, length, heads, kv_heads, head_dim in options.shape
+            for causal in (False, True)
+        ]
+        main_cells = []
     flat = draw_inputs(max(x.batch * x.length * x.heads * x.head_dim for x in cells))
     ceiling = [measure_product()]
     records = []
@@ -104,6 +114,10 @@ def parse() -> argparse.Namespace:
     )
     names = [peer.name for peer in peers.all_peers()]
     parser.add_argument("--quick", action="store_true", help="three lengths, us and cuDNN")
+    parser.add_argument("--grouped", action="store_true", help="grouped heads alone")
+    parser.add_argument(
+        "--shape", type=read_shape, action="append", default=[], help="B,T,N,K,H, full and causal"
+    )
     parser.add_argument("--peers", nargs="+", choices=names, default=None)
     parser.add_argument("--passes", nargs="+", choices=shapes.PASSES, default=list(shapes.PASSES))
     parser.add_argument("--lengths", nargs="+", type=int, default=None)
@@ -119,6 +133,14 @@ def parse() -> argparse.Namespace:
     if options.peers is None:
         options.peers = ["jax_flash", "jax_cudnn"] if options.quick else names
     return options
+
+
+def read_shape(text: str) -> tuple[int, ...]:
+    """Reads "B,T,N,K,H"."""
+    sizes = tuple(int(size) for size in text.split(","))
+    if len(sizes) != 5 or min(sizes) < 1 or sizes[2] % sizes[3]:
+        raise argparse.ArgumentTypeError("want B,T,N,K,H with N a multiple of K")
+    return sizes
 
 
 def draw_inputs(size: int) -> np.ndarray:
@@ -249,7 +271,7 @@ def write(
     chosen: list[peers.Peer],
     records: list[dict[str, Any]],
     ceiling: list[float],
-    main_cells: Iterable[Cell],
+    main_cells: Sequence[Cell],
     peaked: dict[str, dict[str, float]],
 ) -> None:
     """Writes the numbers, the charts and the table."""
@@ -271,14 +293,15 @@ def write(
         if in_blocks := charts.blocks(speeds, "jax_flash"):
             tables.append(in_blocks)
         main_speeds[of] = [(cell, found) for cell, found in speeds if cell in set(main_cells)]
-        charts.draw(main_speeds[of], of, looks, gpu, folder / f"{commit}-{of}.png")
+        if main_cells:
+            charts.draw(main_speeds[of], of, looks, gpu, folder / f"{commit}-{of}.png")
         if of == "training":
             labels = {name: label for name, (label, _) in looks.items()}
             tables.append(charts.scratch(records, of, labels))
-    if {"jax_flash", "jax_cudnn"} <= set(looks):
+    if main_cells and {"jax_flash", "jax_cudnn"} <= set(looks):
         tables.insert(0, charts.summary(main_speeds, looks, "jax_flash", "jax_cudnn"))
     both = "jax_flash_deterministic", "jax_flash"
-    if "training" in main_speeds and set(both) <= set(looks):
+    if main_cells and "training" in main_speeds and set(both) <= set(looks):
         tables.append(charts.compare(main_speeds["training"], looks, *both))
     if peaked:
         found = "; ".join(
@@ -336,7 +359,16 @@ def command(script: str) -> str:
 
 def versions() -> dict[str, str]:
     found = {}
-    for name in ("jax_flash", "jax", "jaxlib", "torch", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+    for name in (
+        "jax_flash",
+        "jax",
+        "jaxlib",
+        "torch",
+        "nvidia-cudnn-cu13",
+        "nvidia-cudnn-cu12",
+        "dew-flash-attn-cu13",
+        "dew-flash-attn-cu12",
+    ):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -127,6 +127,22 @@ def feature_cells(
     ]
 
 
+# Query and kv heads of models with grouped heads, and T beside B.
+GROUPS = ((32, 8), (16, 2), (64, 8), (128, 8), (32, 1))
+GROUPED_LENGTHS = ((2048, 8), (4096, 4), (8192, 2))
+
+
+def grouped_cells(head_dims: Sequence[int] = (64, 128)) -> list[Cell]:
+    """Lists cells of grouped heads: of 16k tokens, whatever the model dim."""
+    return [
+        Cell(batch, length, heads, kv_heads, head_dim, causal)
+        for head_dim in head_dims
+        for causal in (True, False)
+        for heads, kv_heads in GROUPS
+        for length, batch in GROUPED_LENGTHS
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Case(Cell):
     """A cell with a feature, of a problem; as many heads of keys and values as of queries."""

@@ -41,18 +41,22 @@ def main() -> None:
     plan = _gpu.plan
     rows = []
     for length in options.length:
+        own = shapes.MODEL_DIM // options.head_dim
+        heads, kv_heads = options.heads or (own, own)
         cell = shapes.Cell(
             max(1, shapes.TOKENS // length),
             length,
-            shapes.MODEL_DIM // options.head_dim,
-            shapes.MODEL_DIM // options.head_dim,
+            heads,
+            kv_heads,
             options.head_dim,
             options.causal,
             segment=options.segment,
         )
         rng = np.random.default_rng(length)
-        shape = (cell.batch, cell.length, cell.heads, cell.head_dim)
-        inputs = tuple(jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(4))
+        inputs = tuple(
+            jnp.asarray(rng.normal(size=(cell.batch, cell.length, n, cell.head_dim)), jnp.bfloat16)
+            for n in (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
+        )
         deterministic = options.deterministic
         calls = {}
         for text in ["", *options.set]:
@@ -85,6 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pass", choices=PASSES, default="forward", dest="which")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--length", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--heads", type=int, nargs=2, help="of queries, of keys and values")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--segment", type=int, help="length of packed documents")
     parser.add_argument("--deterministic", action="store_true")

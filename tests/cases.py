@@ -390,6 +390,7 @@ _SHORTEST = (
     (sm90.forward, "_FADING_QUERIES"),
     (sm90.forward, "_FADING_KEYS"),
     (sm90.backward, "_RING_SHORTEST"),
+    (sm90.backward, "_UNIT_STEPS"),
 )
 
 

@@ -86,6 +86,7 @@ def tuned(name: str) -> Configurations:
     for name in ("deterministic causal", "deterministic segments") if backward else ():
         yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
     yield from rings() if backward else ()
+    yield from groups() if backward else ()
     yield from functions_of_scores(("softcap", 256))
     for name, problem, shapes in functions_of_scores(("alibi", 128)):
         terms = ("dropout_state", *problem.terms)
@@ -116,6 +117,22 @@ def rings() -> Configurations:
         yield name, PLAIN, short
         yield f"{name} causal", dataclasses.replace(PLAIN, window=(None, 0)), short
         yield f"{name} layout", layout, of_layout
+
+
+def groups() -> Configurations:
+    """Backward kernels whose units are some query heads of a group."""
+    for head_dim, value_dim in [(64, 64), (96, 72), (128, 128), (40, 128)]:
+        shapes = dataclasses.replace(
+            SHAPES, q_heads=16, kv_heads=4, head_dim=head_dim, value_dim=value_dim
+        )
+        causal = dataclasses.replace(PLAIN, window=(None, 0))
+        in_turns = dataclasses.replace(causal, deterministic=True)
+        segments = dataclasses.replace(in_turns, dtype="float16", terms=SEGMENTS)
+        name = f"groups {head_dim}/{value_dim}"
+        yield f"{name} causal", causal, dataclasses.replace(shapes, batch=16, q_len=2048)
+        yield f"{name} window", dataclasses.replace(PLAIN, window=(1024, 0)), shapes
+        yield f"{name} deterministic", in_turns, shapes
+        yield f"{name} segments, deterministic", segments, shapes
 
 
 def others() -> Configurations:

@@ -141,7 +141,7 @@ struct Named<BackwardParams> : BackwardParams {
               first_kv_head, launched_kv_heads, query_halves, key_halves, value_halves, dout_halves,
               query_factors, key_factors, value_factors, dout_factors, dout_row_factors,
               shared_units, shares, dquery_map, ring_counts, dq_marks, ring_heads, ring_sets,
-              ring_lag)
+              ring_lag, key_sums, key_turns)
 };
 template <>
 struct Named<Sm80ForwardParams> : Sm80ForwardParams {

@@ -127,6 +127,39 @@ def test_bias_of_rows_whose_blocks_of_keys_keep_the_gpu_busy(case: Case, emulato
     )
 
 
+@pytest.mark.parametrize(
+    ("case", "heads"),
+    [
+        (C("plain", N=6, K=2, T=200, S=300, batch=(2,)), 1),
+        (C("causal 128", N=4, K=1, H=128, Hv=80, T=260, S=300, causal=True), 1),
+        (C("deterministic", N=4, K=1, H=128, T=256, S=300, causal=True, deterministic=True), 2),
+        (C("deterministic segments", N=4, K=1, H=80, segments="returning", T=300, S=300,
+           deterministic=True, dtype="float16"), 1),
+        (C("lengths", N=4, K=2, batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0)), 1),
+        (C("blocks", T=300, S=400, N=4, K=2, blocks=("1n", 128), dropout=0.2), 1),
+        (C("window", T=300, S=300, N=8, K=2, H=128, window=(70, 0)), 1),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)  # fmt: skip
+def test_units_of_some_heads_of_a_group(case: Case, heads: int, emulator: Emulator):
+    """Several units add to dk and dv of a block of keys."""
+    check_orders(
+        case.draw(),
+        lambda arguments, seed: emulator.run(AsIfLong(arguments, "unit_heads", heads), seed=seed),
+    )
+
+
+def test_poison_beside_units_of_some_heads(emulator: Emulator):
+    """Keys that do not see a query which is not finite have the right dk and dv."""
+    arguments = C("past", T=200, S=200, H=128, N=4, K=1, causal=True).draw()
+    truth = arguments.truth()
+    arguments.arrays["query"][:, 20, 1] = np.nan
+    got = emulator.run(AsIfLong(arguments, "unit_heads", 1))
+    for name, want in (("dkey", truth.dk), ("dvalue", truth.dv)):
+        assert np.isnan(got[name][:, :21].astype(np.float32)).all()
+        assert np.abs(got[name][:, 21:].astype(np.float64) - want[:, 21:]).max() < 4e-2
+
+
 def test_four_warpgroups_that_share_keys(emulator: Emulator):
     """Units of 256 rows, more than there are processors."""
     arguments = C("fours", T=256, S=90, N=4, K=2).draw()
@@ -170,11 +203,15 @@ def check_orders(arguments: Arguments, run: Callable[..., dict[str, np.ndarray]]
     case = arguments.case
     got = run(arguments, seed=IN_ORDER)
     compare(arguments, got)
-    # Nothing depends on the order of threads and copies, but sums of dq on that of units.
+    # Nothing depends on the order of threads and copies, but sums of dq on that of units, and of
+    # grouped heads those of dk and dv.
+    by_units = set() if case.deterministic else {"dquery"}
+    if by_units and case.kv_heads != case.N:
+        by_units |= {"dkey", "dvalue"}
     for seed in (BACKWARDS, 2) if case.deterministic else (2,):
         again = run(arguments, seed=seed)
         for name in got:
-            if name != "dquery" or case.deterministic:
+            if name not in by_units:
                 np.testing.assert_array_equal(again[name], got[name], err_msg=name)
             else:
                 first, second = (x[name].astype(np.float32) for x in (got, again))

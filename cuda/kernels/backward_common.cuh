@@ -78,6 +78,20 @@ __device__ __forceinline__ int group_size(const Params& p) {
   return p.query_heads / p.kv_heads;
 }
 
+// Query heads that a unit walks: all of its key/value head, or kUnitHeads, a part of them. Then the
+// units of a block of keys add to float32 sums of dk and dv, of which flash_backward_finish makes
+// the results.
+inline constexpr bool kSharesKeys = kUnitHeads > 0;
+template <class Params>
+__device__ __forceinline__ int unit_heads(const Params& p) {
+  return kSharesKeys ? kUnitHeads : group_size(p);
+}
+// Parts of the query heads of a batch row.
+template <class Params>
+__device__ __forceinline__ int head_parts(const Params& p) {
+  return kSharesKeys ? p.query_heads / max(kUnitHeads, 1) : p.kv_heads;
+}
+
 // With kDbiasByHeads: where dS of a query is kept, of a head that the launch takes.
 template <class Params>
 __device__ __forceinline__ uint16* stored_scores(const Params& p, int batch, int head, int query) {
@@ -296,9 +310,34 @@ __device__ __forceinline__ SumTile sum_tile(const Params& p, int batch, int head
   return {p, sum_index(p, batch, head, row0 - within), within / 64 * kHeadBoxes + box};
 }
 
+// A thread's pieces of one of the tiles that hold, with kSharesKeys, the sums of dk and then of dv
+// of 64 keys, as [B, K, key block, 64 keys, tile, 8, thread, 4].
+class KeySumTile {
+ public:
+  static constexpr int kTiles = kHeadBoxes + kValueBoxes;  // of 64 columns
+
+  // `slab`: of the 64 keys, of all key/value heads.
+  template <class Params>
+  __device__ __forceinline__ KeySumTile(const Params& p, int slab, int tile)
+      : sum_(p.key_sums + (static_cast<int64>(slab) * kTiles + tile) * (64 * 64) +
+             threadIdx.x % 128 * 4) {}
+  __device__ __forceinline__ float4 load(int i) const {
+    return __ldcs(reinterpret_cast<const float4*>(sum_ + i * 512));
+  }
+  __device__ __forceinline__ void store(int i, const float4& x) const {
+    *reinterpret_cast<float4*>(sum_ + i * 512) = x;
+  }
+  __device__ __forceinline__ void add(int i, const float4& x) const {
+    ptx::reduce_add_x4(sum_ + i * 512, x.x, x.y, x.z, x.w);
+  }
+
+ private:
+  float* sum_;
+};
+
 template <class Params>
 __device__ __forceinline__ int unit_count(const Params& p) {
-  return key_blocks(p) * p.batch * p.kv_heads;
+  return key_blocks(p) * p.batch * head_parts(p);
 }
 // Of one launch of the main kernel: with kDbiasByHeads it takes some key/value heads alone.
 template <class Params>
@@ -330,6 +369,7 @@ __device__ __forceinline__ int2 key_position_range(const Params& p, int batch, i
 // One block of keys of one key/value head, and the query blocks that see any of them.
 struct Unit {
   int batch, kv_head, key0;
+  int head;  // first query head
   Visibility sight;
   Range blocks;
 };
@@ -446,10 +486,20 @@ __device__ __forceinline__ Unit unit_at(const Params& p, int index) {
     u.batch = at.head - u.kv_head * p.batch;
     u.kv_head += p.first_kv_head;
   } else {
-    at = head_block(index, key_blocks(p), p.batch * p.kv_heads, p.l2_heads);
-    u.batch = at.head / p.kv_heads;
-    u.kv_head = at.head - u.batch * p.kv_heads;
+    at = head_block(index, key_blocks(p), p.batch * head_parts(p), p.l2_heads);
+    const int heads = kPartsApart ? p.kv_heads : head_parts(p);
+    const int part = kPartsApart ? at.head / (p.batch * heads) : 0;
+    if constexpr (kPartsApart) at.head -= part * p.batch * heads;
+    u.batch = at.head / heads;
+    u.kv_head = at.head - u.batch * heads;
+    if constexpr (kSharesKeys && !kPartsApart) {
+      u.head = u.kv_head * unit_heads(p);
+      u.kv_head = u.head / group_size(p);
+    } else {
+      u.head = u.kv_head * group_size(p) + part * unit_heads(p);
+    }
   }
+  if constexpr (kDbiasByRows || kDbiasByHeads) u.head = u.kv_head * group_size(p);
   u.key0 = at.block * kKeys;
   u.sight = visibility(p, u.batch);
   u.blocks = blocks_of<kQueries>(visible_queries(u.sight, u.key0, u.key0 + kKeys - 1));

@@ -173,6 +173,8 @@ __device__ __forceinline__ int marked_rows(const Params& p) {
 }
 template <class Params>
 __device__ __forceinline__ int mark_count(const Params& p) {
+  if constexpr (kSharesKeys)
+    return 0;  // the kernel that makes dk and dv of their sums looks itself
   if constexpr (kCompact) return p.batch * p.kv_heads * marked_rows(p) * 2;
   return unit_count(p) * (kKeys / kMarkedRows) * 2;
 }

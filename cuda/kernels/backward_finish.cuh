@@ -1,7 +1,7 @@
 // Last kernel of the backward pass: dq = scale * dq_sum, rounded, in the user's layout. One block
 // per 64-row tile and 64-column box; the tile turns through shared memory so that rows leave in
-// 128-byte pieces. Rows of dq, dk and dv that are not finite are computed again
-// (backward_exact.cuh).
+// 128-byte pieces. With kSharesKeys the last blocks do the same for dk and dv of 64 keys each. Rows
+// of dq, dk and dv that are not finite are computed again (backward_exact.cuh).
 #pragma once
 
 #include "backward_exact.cuh"
@@ -51,11 +51,77 @@ __device__ __forceinline__ bool is_summed(const Params& p, int tile) {
   return p.turns[tile / (kQueries / 64 * kHeadBoxes) * kTurnParts] != 0;
 }
 
+// With kSharesKeys: CTAs that make dk and dv, behind those for dq.
+template <class Params>
+__device__ __forceinline__ int key_ctas(const Params& p) {
+  if constexpr (!kSharesKeys) return 0;
+  return p.batch * p.kv_heads * key_blocks(p) * (kKeys / 64);
+}
+
+// A tile of sums of 64 columns to rows of an array, `at(row)` their first elements: rows beyond
+// `rows` and columns beyond `columns` are not there. Are the sums finite?
+template <class Tile, class At>
+__device__ __forceinline__ bool finish_tile(Tile& tile, const float4 (&values)[8], float scale,
+                                            int rows, int columns, void* array, At at) {
+  const int row = fragment::first_row(threadIdx.x), column = fragment::first_column(threadIdx.x);
+  bool finite = true;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    finite = finite && is_finite((values[j].x * 0.f + values[j].y * 0.f) +
+                                 (values[j].z * 0.f + values[j].w * 0.f));
+    tile.set(row, 8 * j + column, values[j].x * scale, values[j].y * scale);
+    tile.set(row + fragment::kRowStep, 8 * j + column, values[j].z * scale, values[j].w * scale);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int r = i * 16 + threadIdx.x / 8, c = threadIdx.x % 8 * 8;
+    if (r < rows && c < columns) {
+      tile.store(r, c, static_cast<ResultElement::Bits*>(array) + at(r), c);
+    }
+  }
+  __syncthreads();
+  return finite;
+}
+
+// With kSharesKeys: dk and dv of 64 keys, whose sums are tiles of `slab`.
+template <class Params, class Tile>
+__device__ __forceinline__ void finish_keys(const Params& p, int slab, Tile& tile) {
+  static_assert(!kSharesKeys || kWholePieces);
+  const int slabs = key_blocks(p) * (kKeys / 64), head_index = slab / slabs;
+  const int row0 = (slab - head_index * slabs) * 64, rows = p.kv_len - row0;
+  const int batch = head_index / p.kv_heads, kv_head = head_index - batch * p.kv_heads;
+  bool finite = true;
+#pragma unroll 1
+  for (int i = 0; i < KeySumTile::kTiles && rows > 0; ++i) {
+    const bool of_value = i >= kHeadBoxes;
+    const int first = (of_value ? i - kHeadBoxes : i) * 64, dim = of_value ? kValueDim : kHeadDim;
+    const KeySumTile sum(p, slab, i);
+    float4 values[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {  // what is beyond was not added
+      values[j] = first + 8 * j < dim ? sum.load(j) : float4{0.f, 0.f, 0.f, 0.f};
+    }
+    finite &= finish_tile(tile, values, of_value ? value_scale(p) : query_key_scale(p), rows,
+                          dim - first, of_value ? p.dvalue_data : p.dkey_data, [&](int r) {
+                            return key_row(p, batch, row0 + r, kv_head) * dim + first;
+                          });
+  }
+  if (!__syncthreads_or(!finite)) return;
+#pragma unroll 1
+  for (int key = row0 + threadIdx.x / 32; key < min(row0 + 64, p.kv_len); key += 4) {
+    if (!row_is_finite(p.dkey_data, key_row(p, batch, key, kv_head) * kHeadDim, kHeadDim) ||
+        !row_is_finite(p.dvalue_data, key_row(p, batch, key, kv_head) * kValueDim, kValueDim)) {
+      exact_dkdv(p, batch, kv_head, key);
+    }
+  }
+}
+
 // With kRing: the tiles that the main kernel finished whose marks this CTA looks after.
 template <class Params>
 __device__ __forceinline__ Range own_tiles(const Params& p, int tiles) {
   if constexpr (!kRing) return {0, 0};
-  const int share = ceil_div(tiles, static_cast<int>(gridDim.x));
+  const int share = ceil_div(tiles, static_cast<int>(gridDim.x) - key_ctas(p));
   const int begin = min(tiles, static_cast<int>(blockIdx.x) * share);
   return {begin, min(tiles, begin + share)};
 }
@@ -75,8 +141,12 @@ __device__ __forceinline__ void finish(const Params& p) {
   if (is_left_to_other(p)) return;
   __shared__ FinishTile<ResultElement> tile;
   const int tiles = query_blocks(p) * (kQueries / 64);
+  if constexpr (kSharesKeys) {
+    const int slab = blockIdx.x - (gridDim.x - key_ctas(p));
+    if (slab >= 0) return finish_keys(p, slab, tile);
+  }
   // The heads that the main kernel took last are still in L2 and come first.
-  const int all = kRing ? p.batch * p.query_heads * tiles * kHeadBoxes : gridDim.x;
+  const int all = kRing ? p.batch * p.query_heads * tiles * kHeadBoxes : gridDim.x - key_ctas(p);
   const int index = all - 1 - blockIdx.x;
   const int box = index % kHeadBoxes;
   const int head_index = index / kHeadBoxes / tiles;

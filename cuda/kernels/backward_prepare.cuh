@@ -87,8 +87,26 @@ template <class Params>
 __device__ __forceinline__ void clear_ring(const Params& p, int head_index, int row0) {
   const int tile = (head_index * (query_blocks(p) * (kQueries / 64)) + row0 / 64) * kHeadBoxes;
   if (threadIdx.x < kHeadBoxes) p.dq_marks[tile + threadIdx.x] = 0;
-  if (row0 == 0 && head_index % group_size(p) == 0 && threadIdx.x < 2) {
-    p.ring_counts[head_index / group_size(p) * 2 + threadIdx.x] = 0;
+  if (row0 == 0 && head_index % unit_heads(p) == 0 && threadIdx.x < 2) {
+    p.ring_counts[head_index / unit_heads(p) * 2 + threadIdx.x] = 0;
+  }
+}
+
+// With kSharesKeys: this CTA's share of the zeros that units add to, or, in deterministic mode, of
+// the turns in which they do.
+template <class Params>
+__device__ __forceinline__ void clear_keys(const Params& p, int index) {
+  const int slabs = p.batch * p.kv_heads * key_blocks(p) * (kKeys / 64);
+  const auto clear = [&](auto* array, int64 count, auto zero) {
+    const int64 share = (count + gridDim.x - 1) / gridDim.x, begin = index * share;
+    const int64 end = begin + share < count ? begin + share : count;
+    for (int64 i = begin + threadIdx.x; i < end; i += kPrepareThreads) array[i] = zero;
+  };
+  if constexpr (kDeterministic) {
+    clear(p.key_turns, slabs, 0);
+  } else {
+    clear(reinterpret_cast<float4*>(p.key_sums),
+          static_cast<int64>(slabs) * KeySumTile::kTiles * 1024, float4{0.f, 0.f, 0.f, 0.f});
   }
 }
 
@@ -123,6 +141,7 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
 
   if (index == 0 && threadIdx.x == 0) *p.next_unit = 0;
   if constexpr (kRing) clear_ring(p, head_index, row0);
+  if constexpr (kSharesKeys) clear_keys(p, index);
   if constexpr (kDeterministic) {  // the first unit stores
     if (row0 % kQueries == 0 && threadIdx.x < kTurnParts) {
       const int64 block = kCompact ? index / (kQueries / 64) : padded / kQueries;

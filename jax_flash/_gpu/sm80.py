@@ -314,6 +314,8 @@ class BackwardTiling:
             "kDqRowBytes": self.dq_row_bytes,
             "kCompact": self.compact,
             "kRing": False,
+            "kUnitHeads": 0,
+            "kPartsApart": False,
             "kAddsFour": self.adds_four,
             "kIsPlain": _is_plain(problem),
             "kDefersDq": self.defers_dq,

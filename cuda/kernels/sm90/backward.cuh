@@ -10,7 +10,9 @@
 //   flash_backward_prepare   B * N * rows / 64, else          128    0
 //   flash_backward           min(SMs, B * K * key blocks)     kThreads, sizeof(NarrowShared)
 //   flash_backward_finish    B * N * rows / 64 * ceil(H/64)   128    0
-// Sinks are in lse: they matter here where a row sees nothing else, see prepare.
+// With kUnitHeads units are N / (K * kUnitHeads) times as many, and a block of
+// flash_backward_finish comes for each 64 keys. Sinks are in lse: they matter here where a row sees
+// nothing else, see prepare.
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
@@ -30,6 +32,9 @@
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
 //   bool kRing                sums of some heads at a time, of which the main kernel makes dq:
 //                             backward_ring.cuh
+//   int kUnitHeads            query heads of a unit, where a key/value head has more: units add to
+//                             float32 sums of dk and dv; else 0
+//   bool kPartsApart          units of a block of keys come one after the other, not side by side
 //   int kOutputs              buffers by which a warpgroup's dV and dK leave, 1 or 2
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kHoldsDraws          what dropout draws takes of keys alone is found once a unit, of one

@@ -102,6 +102,50 @@ struct Scorer {
     }
   }
 
+  // With kSharesKeys: adds 64 rows of dK or dV to their sums, of which `first` is the first tile.
+  // In deterministic mode the units of a block of keys add in the order of their query heads; those
+  // before this one were handed out before it.
+  template <int kColumns>
+  __device__ __forceinline__ void add_to_sums(int slab_index, int first, bool stores,
+                                              const float (&values)[kColumns / 2]) {
+#pragma unroll
+    for (int box = 0; box < ceil_div(kColumns, 64); ++box) {
+      const KeySumTile sum(p, slab_index, first + box);
+#pragma unroll
+      for (int i = 0; i < min(8, kColumns / 8 - 8 * box); ++i) {
+        const int j = 4 * (8 * box + i);
+        const float4 piece{values[j], values[j + 1], values[j + 2], values[j + 3]};
+        if (kDeterministic && stores) {
+          sum.store(i, piece);
+        } else {
+          sum.add(i, piece);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void add_keys(const volatile UnitRecord& u,
+                                           const float (&dk)[kHead / 2],
+                                           const float (&dv)[kValue / 2]) {
+    const int block = (u.batch * p.kv_heads + u.kv_head) * key_blocks(p) + u.key0 / kKeys;
+    const int slab_index = block * 2 + which, leader = threadIdx.x % 128 == 0;
+    const int part = (u.head - u.kv_head * group_size(p)) / unit_heads(p);
+    int* turn = p.key_turns + slab_index;
+    if constexpr (kDeterministic) {
+      while (leader && ptx::load_acquire(turn) != part) {
+      }
+      ptx::named_barrier_sync(kScoreBarrier + which, 128);
+    }
+    add_to_sums<kValue>(slab_index, kHeadBoxes, part == 0, dv);
+    add_to_sums<kHead>(slab_index, 0, part == 0, dk);
+    if constexpr (kDeterministic) {
+      ptx::named_barrier_sync(kScoreBarrier + which, 128);
+      if (leader) {
+        ptx::fence_gpu();
+        ptx::store_relaxed(turn, part + 1);
+      }
+    }
+  }
+
   // This warpgroup's half of dQ = dS K, from the dS of both.
   __device__ __forceinline__ void issue_dq(float (&dq)[kDqValues], uint32 buffer) {
     const uint32 ds =
@@ -404,15 +448,19 @@ struct Scorer {
         release(at(&Shared::value_empty));
       }
       if constexpr (kRing) release(at(&Shared::sum_added, stage_of<kUnits>(received)));
-      const int row = 64 * which + threadIdx.x % 128 / 32 * 16;
-      mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
-      mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));
-      if constexpr (kTmaLoads && !kCarried) {
-        write_out<kValue>(p.dvalue, dv, dropout_scale(p), u, 0);
-        write_out<kHead>(p.dkey, dk, query_key_scale(p), u, 1);
+      if constexpr (kSharesKeys) {
+        add_keys(u, dk, dv);
       } else {
-        store_columns<kValueDim>(p, p.dvalue_data, dv, 0, value_scale(p), u, 64 * which);
-        store_columns<kHeadDim>(p, p.dkey_data, dk, 0, query_key_scale(p), u, 64 * which);
+        const int row = 64 * which + threadIdx.x % 128 / 32 * 16;
+        mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
+        mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));
+        if constexpr (kTmaLoads && !kCarried) {
+          write_out<kValue>(p.dvalue, dv, dropout_scale(p), u, 0);
+          write_out<kHead>(p.dkey, dk, query_key_scale(p), u, 1);
+        } else {
+          store_columns<kValueDim>(p, p.dvalue_data, dv, 0, value_scale(p), u, 64 * which);
+          store_columns<kHeadDim>(p, p.dkey_data, dk, 0, query_key_scale(p), u, 64 * which);
+        }
       }
       return_unit(received);
       ++received;

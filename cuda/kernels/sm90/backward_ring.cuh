@@ -64,6 +64,8 @@ struct SumFinisher {
 
   __device__ __forceinline__ int slabs_of_head() const { return query_blocks(p) * kSlabsOfBlock; }
   __device__ __forceinline__ int head_of(const volatile UnitRecord& u) const {
+    if constexpr (kSharesKeys)
+      return static_cast<uint32>(u.batch * p.query_heads + u.head) / kUnitHeads;
     return u.batch * p.kv_heads + u.kv_head;
   }
   __device__ __forceinline__ int set_of(const volatile UnitRecord& u) const {
@@ -92,7 +94,7 @@ struct SumFinisher {
     const uint32 to = box + row * kBoxRowBytes + swizzled(lane / 16, row);
     from += lane * 16;
     uint32 flaw = 0;
-#pragma unroll
+#pragma unroll kSharesKeys ? 2 : 4  // a register less
     for (int j = 0; j < 8; j += 2) {
       const float4 x = ptx::load_shared_f4(from + j * 512);
       const float4 y = ptx::load_shared_f4(from + j * 512 + 512);
@@ -112,12 +114,12 @@ struct SumFinisher {
     const bool leader = threadIdx.x % 32 == 0;
     int set = set_of(u);
     if (set < p.ring_lag) return;
-    const int slabs = p.l2_heads * group_size(p) * slabs_of_head();  // of a set
+    const int slabs = p.l2_heads * unit_heads(p) * slabs_of_head();  // of a set
     int slab, head, batch;  // the next one: of its head, its head, batch row,
     uint32 offset;          // bytes to its sum;
     int left;               // slabs to come
     {
-      const int first = set * p.l2_heads, heads = min(p.l2_heads, p.batch * p.kv_heads - first);
+      const int first = set * p.l2_heads, heads = min(p.l2_heads, p.batch * head_parts(p) - first);
       const int unit = u.key0 / kKeys * heads + head_of(u) - first, units = key_blocks(p) * heads;
       set -= p.ring_lag;
       slab = unit * slabs / units + which;
@@ -125,7 +127,7 @@ struct SumFinisher {
       offset = static_cast<uint32>(set % p.ring_sets * slabs + slab) * kSlabBytes;
       head = slab / slabs_of_head();
       slab -= head * slabs_of_head();
-      head += set * p.l2_heads * group_size(p);
+      head += set * p.l2_heads * unit_heads(p);
       batch = head / p.query_heads;
       head -= batch * p.query_heads;
     }

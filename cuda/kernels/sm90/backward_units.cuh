@@ -193,8 +193,8 @@ struct Planner {
       r.offset = u.sight.offset;
       r.query_length = u.sight.query_length;
       r.kv_length = u.sight.kv_length;
-      r.heads = group_size(p);
-      r.head = u.kv_head * r.heads;
+      r.heads = unit_heads(p);
+      r.head = u.head;
       const Range seen = visible_keys(u.sight, 0, p.query_len - 1);
       r.seen_keys.begin = seen.begin - u.key0;
       r.seen_keys.end = seen.end - u.key0;

@@ -22,6 +22,11 @@ struct UnitRecord {
 };
 static_assert(sizeof(UnitRecord) == 64);
 
+// u.heads, which may be known.
+__device__ __forceinline__ int heads_of(const volatile UnitRecord& u) {
+  return kSharesKeys ? kUnitHeads : u.heads;
+}
+
 __device__ __forceinline__ Visibility sight_of(const BackwardParams& p,
                                                const volatile UnitRecord& u) {
   return {u.offset, p.window_left, p.window_right, u.query_length, u.kv_length};
@@ -154,7 +159,7 @@ struct Walk {
     --left;
     block += query_blocks(p);
     next_sum_of_head(p);
-    if (++head == u.heads) {
+    if (++head == heads_of(u)) {
       const int step = kSkipsMasked ? next_shown(p, u) : kDirection;
       block += step - head * query_blocks(p);
       next_sum_of_block(p, step);
@@ -169,7 +174,7 @@ struct Walk {
     --left;
     block += query_blocks(p);
     next_sum_of_head(p);
-    if (++head < u.heads) return;
+    if (++head < heads_of(u)) return;
     const int step = shown_step();
     block += step - head * query_blocks(p);
     next_sum_of_block(p, step);

@@ -2,9 +2,9 @@
 // workspaces that their kernels share by name, and the launches around the main kernel.
 //
 // `Launch` are the numbers of a family's BackwardTiling: block_q, block_kv, turn_parts, dq_boxes
-// (of 64 columns, in a row of dq), l2_heads, ring_sets, ring_lag, threads, shared_bytes,
-// dq_row_bytes, bias_shared_bytes, stores_dbias, clears_dbias, compact (scratch of the rows and
-// columns that there are, not of whole blocks). `Params` is as sm90_params.h has
+// (of 64 columns, in a row of dq), l2_heads, unit_heads, ring_sets, ring_lag, threads,
+// shared_bytes, dq_row_bytes, bias_shared_bytes, stores_dbias, clears_dbias, compact (scratch of
+// the rows and columns that there are, not of whole blocks). `Params` is as sm90_params.h has
 // BackwardParams, but for the maps.
 
 #ifndef JAX_FLASH_CUDA_RUNTIME_FAMILIES_BACKWARD_H_
@@ -36,7 +36,7 @@ struct BackwardBlocks {
   // with `kv_heads`.
   std::int64_t bias;
   std::int64_t dbias_words;  // of 32 bits, to zero ahead
-  std::int64_t finish;       // tiles of dq that the main kernel leaves to the last one
+  std::int64_t finish;  // tiles of dq, slabs of keys that the main kernel leaves to the last one
 };
 
 // Of a compact tiling, rows of the numbers that go with queries: as in backward_common.cuh.
@@ -82,14 +82,20 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
                                : sums_in_dq     ? s.head_dim / 2
                                                 : 64 * launch.dq_boxes;
   std::int64_t query_blocks = 0, key_blocks = 0;
-  params->l2_heads = ClampHeads(launch.l2_heads, kv_heads);
+  // A unit walks all query heads of a key/value head, or so many of them: a part.
+  const std::int64_t group = s.q_heads / s.kv_heads;
+  const std::int64_t unit_heads = launch.unit_heads > 0 ? launch.unit_heads : group;
+  if (launch.unit_heads < 0 || group % unit_heads != 0)
+    return Invalid("`launch` does not fit the heads");
+  const std::int64_t parts = heads / unit_heads;
+  params->l2_heads = ClampHeads(launch.l2_heads, parts);
   std::int64_t sum_heads = heads, left_heads = heads;
   if (launch.ring_sets != 0) {
     if (sums_in_dq || launch.compact || problem.deterministic || problem.split != kWhole ||
         launch.ring_lag < 1 || launch.ring_lag >= launch.ring_sets) {
       return Invalid("this tiling is for another sum of dq");
     }
-    const std::int64_t set = params->l2_heads * (s.q_heads / s.kv_heads);
+    const std::int64_t set = params->l2_heads * unit_heads;
     sum_heads = std::min(heads, launch.ring_sets * set);
     left_heads = heads - std::max<std::int64_t>(CeilDiv(heads, set) - launch.ring_lag, 0) * set;
   }
@@ -148,13 +154,16 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
   params->dvalue_data = operands.dv;
   params->result_scale = operands.result_scale;
   blocks->kv_heads = blocks->bias = blocks->dbias_words = 0;
-  blocks->units = kv_heads * key_blocks;
+  blocks->units = parts * key_blocks;
   if (with_dbias) {
     const std::int64_t pairs = s.batch * s.q_heads * s.q_len * s.kv_len;
     if (launch.stores_dbias && problem.split != kWhole) {
       return Invalid("a call that is split sums the gradient of a bias");
     }
     const bool by_heads = launch.stores_dbias && dbias_parts > 0;
+    if (by_heads && launch.unit_heads > 0) {
+      return Invalid("heads whose dS is kept are whole groups");
+    }
     if (by_heads ? bias.batch != 1 || bias.elements() * s.batch != pairs ||
                        dbias_parts > s.kv_heads || dbias_kept * s.kv_heads != pairs / 2
         : launch.stores_dbias
@@ -189,6 +198,7 @@ ffi::Error SetBackward(const BackwardOperands& operands, const ProblemAttribute&
                                                                         : problem.scale));
   blocks->query_pieces = heads * query_blocks * launch.block_q / 64;
   blocks->finish = blocks->query_pieces / heads * left_heads * launch.dq_boxes;
+  if (launch.unit_heads > 0) blocks->finish += kv_heads * key_blocks * (launch.block_kv / 64);
   return ffi::Error::Success();
 }
 

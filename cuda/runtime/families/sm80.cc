@@ -45,7 +45,7 @@ struct Sm80BackwardLaunch {
   bool clears_dbias;
   bool halves;
   bool compact;
-  static constexpr std::int64_t ring_sets = 0, ring_lag = 0;  // none
+  static constexpr std::int64_t ring_sets = 0, ring_lag = 0, unit_heads = 0;  // none
 };
 
 }  // namespace jax_flash

@@ -54,6 +54,7 @@ struct BackwardLaunch {
   bool compact;
   std::int64_t ring_sets;  // whose sums of dq have a place at a time; 0: all
   std::int64_t ring_lag;
+  std::int64_t unit_heads;  // query heads of a unit, whose key/value head has others; 0: all
 };
 
 }  // namespace jax_flash
@@ -74,7 +75,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("bias_shared_bytes"), StructMember<bool>("stores_dbias"),
     StructMember<bool>("clears_dbias"), StructMember<bool>("bias_tiles"),
     StructMember<bool>("halves"), StructMember<bool>("compact"),
-    StructMember<std::int64_t>("ring_sets"), StructMember<std::int64_t>("ring_lag"));
+    StructMember<std::int64_t>("ring_sets"), StructMember<std::int64_t>("ring_lag"),
+    StructMember<std::int64_t>("unit_heads"));
 
 namespace jax_flash {
 namespace {
@@ -254,11 +256,18 @@ ffi::Error Backward(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets
     const std::int64_t tiles = CeilDiv(s.q_len, launch.block_q) * (launch.block_q / 64);
     params.ring_sets = static_cast<int>(launch.ring_sets);
     params.ring_lag = static_cast<int>(launch.ring_lag);
-    params.ring_heads =
-        params.ring_sets * params.l2_heads * static_cast<int>(s.q_heads / s.kv_heads);
-    workspaces->Take("ring_counts", {s.batch * s.kv_heads, 2 * rings}, &params.ring_counts);
+    const std::int64_t shared = launch.unit_heads > 0 ? 1 : 0;
+    const std::int64_t unit_heads = shared ? launch.unit_heads : s.q_heads / s.kv_heads;
+    params.ring_heads = params.ring_sets * params.l2_heads * static_cast<int>(unit_heads);
+    workspaces->Take("ring_counts", {s.batch * (s.q_heads / unit_heads), 2 * rings},
+                     &params.ring_counts);
     workspaces->Take("dq_marks", {s.batch * s.q_heads, tiles, launch.dq_boxes * rings},
                      &params.dq_marks);
+    const std::int64_t slabs =
+        s.batch * s.kv_heads * CeilDiv(s.kv_len, launch.block_kv) * (launch.block_kv / 64) * shared;
+    const std::int64_t boxes = CeilDiv(s.head_dim, 64) + CeilDiv(s.value_dim, 64);
+    workspaces->Take("key_sums", {slabs, boxes, 64 * 64}, &params.key_sums);
+    workspaces->Take("key_turns", {problem.deterministic ? slabs : 0}, &params.key_turns);
   };
   if (auto error = SetBackward(operands, problem, rets, launch, limits, &params, &blocks, take_own);
       error.failure()) {

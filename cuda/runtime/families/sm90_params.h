@@ -156,7 +156,7 @@ struct BackwardParams {
   int kv_len;       // S
   int query_heads;  // N
   int kv_heads;     // K
-  int l2_heads;     // heads (of B * K) that the schedule walks together, >= 1
+  int l2_heads;     // units of a block of keys that the schedule walks together, >= 1
   int window_left;  // as for the forward
   int window_right;
   float scale;                 // of the logits, before the softcap
@@ -205,9 +205,15 @@ struct BackwardParams {
 
   // Only with kRing: kernels/sm90/backward_ring.cuh.
   TensorMap dquery_map;  // [B, T, N, H] box (64, 1, 16, 1), written
-  int* ring_counts;      // [B * K, 2] of each set of l2_heads heads: units added, pieces finished
+  int* ring_counts;      // [B * N / unit's heads, 2] of each set of l2_heads: units added, finished
   int* dq_marks;         // [B, N, Q, kBlockQ / 64 * ceil(H / 64)]: is a tile of dq not all finite?
   int ring_heads;        // query heads that have a place in dq_sum at a time: of ring_sets sets
   int ring_sets;
   int ring_lag;  // sets between a unit's and the one whose dq it finishes
+
+  // Only with kUnitHeads: several units add to dk and dv of a block of keys.
+  float* key_sums;  // [B, K, ceil(S / kBlockKV), kBlockKV / 64, ceil(H / 64) + ceil(Hv / 64), 64,
+                    // 64] in the order of fragments; with kDeterministic the first unit writes it
+  int* key_turns;   // [B, K, ceil(S / kBlockKV), kBlockKV / 64] units that have added, only with
+                    // kDeterministic
 };

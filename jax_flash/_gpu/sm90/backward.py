@@ -7,6 +7,7 @@ cuda/kernels/sm90/backward.cuh, backward_wide.cuh for wide heads.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 
@@ -58,7 +59,9 @@ class BackwardTiling:
     outputs: int = 1  # buffers by which a warpgroup's dv and dk leave, narrow kernel: 1 or 2
     reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
     holds_draws: bool = False  # what dropout draws takes of keys alone is found once a unit
-    l2_heads: int = 1  # kv heads that the schedule walks together
+    l2_heads: int = 1  # units of a block of keys that the schedule walks together
+    unit_heads: int = 0  # query heads of a unit, where a kv head has more: dk and dv are sums of
+    # several units'; 0: all
     stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
     clears_dbias: bool = False  # and it may leave blocks out
     dbias_rows: bool = False  # a CTA adds the dS of batch rows that share their bias
@@ -141,6 +144,7 @@ class BackwardTiling:
             "halves": self.halves,
             "ring_sets": self.ring_sets,
             "ring_lag": self.ring_lag,
+            "unit_heads": self.unit_heads,
         }
 
     def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
@@ -148,9 +152,13 @@ class BackwardTiling:
         heads = shapes.batch * shapes.q_heads
         tiles = blocks(shapes.q_len, self.block_q) * (self.block_q // 64)
         rings = self.ring_sets > 0
-        ring_heads = (
-            min(heads, self.ring_sets * self.l2_heads * group_size(shapes)) if rings else None
-        )
+        ring_heads = None
+        if rings:
+            unit_heads = self.unit_heads or group_size(shapes)
+            ring_heads = min(heads, self.ring_sets * self.l2_heads * unit_heads)
+        parts = shapes.q_heads // self.unit_heads if self.unit_heads else shapes.kv_heads
+        slabs = shapes.batch * shapes.kv_heads * blocks(shapes.kv_len, self.block_kv)
+        slabs *= self.block_kv // 64 * (self.unit_heads > 0)
         arrays = backward_arrays(
             problem,
             shapes,
@@ -168,8 +176,10 @@ class BackwardTiling:
         arrays |= halves_of(shapes, self.halves, of_dout=True)
         return arrays | {
             "dout_row_factors": float32(heads, rows * self.halves),
-            "ring_counts": int32(shapes.batch * shapes.kv_heads, 2 * rings),
+            "ring_counts": int32(shapes.batch * parts, 2 * rings),
             "dq_marks": int32(heads, tiles, boxes(self.head_dim) * rings),
+            "key_sums": float32(slabs, boxes(self.head_dim) + boxes(self.value_dim), 64 * 64),
+            "key_turns": int32(slabs * problem.deterministic),
         }
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
@@ -188,6 +198,9 @@ class BackwardTiling:
             "kDqRowBytes": self.dq_row_bytes,
             "kCompact": self.compact,
             "kRing": self.ring_sets > 0,
+            "kUnitHeads": self.unit_heads,
+            # They add to a block of keys in turns: side by side each would wait for the others.
+            "kPartsApart": self.unit_heads > 0 and problem.deterministic,
             "kOutputs": self.outputs,
             "kReadsAhead": self.reads_ahead,
             "kHoldsDraws": self.holds_draws,
@@ -218,7 +231,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
         )
         return spare(problem, shapes, tiling)
     tiling = _tiling(asked)
-    if tiling.compact and asked.widest > 64:
+    if tiling.compact:
         return _tiling(dataclasses.replace(asked, few=True))
     return tiling
 
@@ -227,6 +240,7 @@ def _tiling(asked: _Backward) -> BackwardTiling:
     """Chooses the tiling of another problem than float32 at highest precision."""
     problem, shapes, gpu, block_q = asked.problem, asked.shapes, asked.gpu, asked.block_q
     by_rows, by_heads = asked.adds_rows, asked.dbias_heads
+    unit_heads = asked.unit_heads
     tiling = BackwardTiling(
         shapes.head_dim,
         shapes.value_dim,
@@ -237,8 +251,9 @@ def _tiling(asked: _Backward) -> BackwardTiling:
         dq_row_bytes=0 if is_wide(problem) else dq_row_bytes(problem, shapes, block_q),
         reads_ahead=asked.reads_ahead,
         # 7 %; at head dim 64 +-2 %, and with copies of float32 8 bytes spilled.
-        holds_draws=asked.drops and asked.reads_ahead and group_size(shapes) == 1,
-        l2_heads=_l2_heads(problem, shapes),
+        holds_draws=asked.drops and asked.reads_ahead and (unit_heads or group_size(shapes)) == 1,
+        l2_heads=_l2_heads(problem, shapes, unit_heads),
+        unit_heads=unit_heads,
         stores_dbias=asked.is_own or by_rows or by_heads > 0,
         clears_dbias=(asked.is_own or by_rows) and asked.hides,
         dbias_rows=by_rows,
@@ -248,7 +263,8 @@ def _tiling(asked: _Backward) -> BackwardTiling:
     tiled = dataclasses.replace(tiling, bias_bytes=bytes_of_bias(shapes.bias))
     if asked.may_load_bias and tiled.shared_bytes <= gpu.shared_bytes:
         return spare(problem, shapes, tiled)
-    return spare(problem, shapes, _with_ring(problem, shapes, gpu, tiling))
+    ring = tiling if asked.few else _with_ring(problem, shapes, gpu, tiling)
+    return spare(problem, shapes, ring)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +274,7 @@ class _Backward:
     problem: Problem
     shapes: Shapes
     gpu: GpuSpec
-    few: bool = False  # rows or columns: the narrow kernel's sums of them spilled up to 164 bytes
+    few: bool = False  # rows or columns: scratch is scarce
 
     @property
     def widest(self) -> int:
@@ -273,7 +289,9 @@ class _Backward:
         # Loads without TMA leave the narrow kernel registers for 240 columns of dk and dv, not for
         # 256.
         narrowest = min(self.shapes.head_dim, self.shapes.value_dim)
-        return self.few or self.widest > 128 or (not self.tma_loads and narrowest > 112)
+        # In the narrow one sums of few rows spill up to 164 bytes.
+        few = self.few and self.widest > 64
+        return few or self.widest > 128 or (not self.tma_loads and narrowest > 112)
 
     @property
     def drops(self) -> bool:
@@ -320,6 +338,59 @@ class _Backward:
         plain = not spills and not self.few
         return self.shapes.head_dim == self.shapes.value_dim == 128 and plain
 
+    @property
+    def unit_heads(self) -> int:
+        """Query heads of a unit, where a kv head has more; 0: all of them.
+
+        Units of few heads are many, and what they read and add to of these heads stays in L2:
+        64/8 heads of 128 at T 8192 take 0.65 of the time of units of all heads on an H100. Causal
+        units of two heads take 2 to 7 % less than those of one, where they leave ten rounds of
+        units; full ones take 1 % more, with a window of 1024 a fifth.
+        """
+        problem, group = self.problem, group_size(self.shapes)
+        if group * self._steps < _UNIT_STEPS or group == 1 or self.few:
+            return 0
+        if self.wide or not self.tma_loads or problem.split:
+            return 0
+        if not isinstance(self.shapes.batch, int) or self.adds_rows or self.dbias_heads:
+            return 0
+        if problem.deterministic and problem.window == (None, None):
+            # Their turns take what L2 gives: as few as keep the GPU busy.
+            busy = 4 * multiprocessors(self.gpu)
+            return self._grown(1, lambda heads: self._units(2 * heads) >= busy)
+        holds_draws = self.drops and self.reads_ahead  # of one head
+        many = problem.deterministic or self._units(2) >= 10 * multiprocessors(self.gpu)
+        pairs = problem.window == (None, 0) and group % 2 == 0 and many and not holds_draws
+        return self._grown(
+            2 if pairs else 1,
+            lambda heads: (
+                heads * self._steps < _UNIT_STEPS
+                and self._units(2 * heads) >= 2 * multiprocessors(self.gpu)
+            ),
+        )
+
+    def _grown(self, heads: int, grows: Callable[[int], bool]) -> int:
+        """Doubles heads while a condition holds and they divide the group; 0: all of it."""
+        group = group_size(self.shapes)
+        while heads < group and group % (2 * heads) == 0 and grows(heads):
+            heads *= 2
+        return 0 if heads == group else heads
+
+    def _units(self, heads: int) -> int:
+        shapes = self.shapes
+        return shapes.batch * shapes.q_heads // heads * blocks(known(shapes.kv_len, 4096), 128)
+
+    @property
+    def _steps(self) -> int:
+        """Steps that a unit takes of a head, about."""
+        left, right = self.problem.window
+        queries = known(self.shapes.q_len, 4096)
+        if left is not None and right is not None:
+            queries = min(queries, left + right + 128)
+        elif left is not None or right is not None:
+            queries //= 2
+        return queries // 64
+
     # The gradient of a bias, and the bias.
 
     @property
@@ -356,8 +427,10 @@ class _Backward:
         return self.tma_loads and not self.wide and not crowded and is_plane(self.shapes)
 
 
-_RING_BYTES = 40 << 20  # of an H200's L2 (60 MB)
-_RING_SHORTEST, _RING_LONGEST = 512, 2048  # queries, and keys
+_UNIT_STEPS = 16  # of 64 queries: shorter units spend a tenth on their sums of dk and dv
+_RING_BYTES = 40 << 20  # of a layout's, of an H200's L2 (60 MB)
+_RING_SHORTEST = 512  # queries, and keys
+_RING_WINDOW = 512
 
 
 def _with_ring(
@@ -365,8 +438,8 @@ def _with_ring(
 ) -> BackwardTiling:
     """Returns the tiling with the sum of dq in a ring, where that was measured to be faster.
 
-    What it saves, zeroing the sum ahead and reading it at the end, takes the same time at all
-    lengths; what it takes is hidden beside units of 8 us or more.
+    What it saves are the kernels that zero the sum ahead and read it at the end, 3 to 6 % of a
+    causal pass and 2 to 3 % of a full one; what it takes is hidden beside units of 8 us or more.
     """
     sizes = (shapes.batch, shapes.q_heads, shapes.kv_heads, shapes.q_len, shapes.kv_len)
     if not all(isinstance(size, int) for size in sizes) or problem.deterministic or problem.split:
@@ -374,30 +447,62 @@ def _with_ring(
     if tiling.wide or not tiling.tma_loads:
         return tiling
     head_boxes, causal = boxes(shapes.head_dim), problem.window == (None, 0)
-    shortest, longest = _RING_SHORTEST, _RING_LONGEST
+    left, right = problem.window
+    shortest = _RING_SHORTEST
     if is_layout(problem) and problem.window == (None, None):
-        # Of a thirtieth of the blocks a unit is as long.
-        shortest, longest = 32 * shortest, max(sizes)
-    elif not is_bare(problem) or problem.window not in ((None, None), (None, 0)):
+        shortest *= 32  # of a thirtieth of the blocks a unit is as long
+    elif not is_bare(problem):
+        return tiling
+    elif left is not None and right is not None:
+        if left + right < _RING_WINDOW:
+            return tiling
+    elif left is not None or right not in (None, 0):
         return tiling
     elif causal or head_boxes == 1:
         shortest *= 2
-    # Sets of half a round of units, or of a round where their sums take half as much. A sum has two
-    # rounds and a half from its first unit until it is clear, or four if units are unequal.
-    heads = max(1, multiprocessors(gpu) // blocks(shapes.kv_len, tiling.block_kv) // head_boxes)
-    lag, sets = (5, 8) if causal else (3, 5)
+    if min(sizes[3:]) < shortest:
+        return tiling
+    unit_heads = tiling.unit_heads or group_size(shapes)
+    heads, sets, lag = _ring_sets(problem, shapes, gpu, tiling)
     rows = blocks(shapes.q_len, tiling.block_q) * tiling.block_q
-    fits = sets * heads * group_size(shapes) * rows * 256 * head_boxes <= _RING_BYTES
-    many = shapes.batch * shapes.kv_heads >= 2 * sets * heads
-    if not (fits and many and all(shortest <= length <= longest for length in sizes[3:])):
+    ring = sets * heads * unit_heads * rows * 256 * head_boxes
+    if is_layout(problem) and ring > _RING_BYTES:
+        return tiling
+    if shapes.batch * shapes.q_heads // unit_heads < 2 * sets * heads:
         return tiling
     return dataclasses.replace(
         tiling, dq_row_bytes=0, outputs=1, l2_heads=heads, ring_sets=sets, ring_lag=lag
     )
 
 
-def _l2_heads(problem: Problem, shapes: Shapes) -> int:
-    """Counts the kv heads that the backward kernel walks together.
+def _ring_sets(
+    problem: Problem, shapes: Shapes, gpu: GpuSpec, tiling: BackwardTiling
+) -> tuple[int, int, int]:
+    """Returns heads of a set, sets with a place, and the lag between adding and finishing.
+
+    Sets are half a round of units, or a round where their sums take half as much or where units are
+    unequal and long. A sum has two rounds and a half from its first unit until it is clear, or four
+    if units are unequal.
+    """
+    causal = problem.window == (None, 0)
+    short = max(shapes.q_len, shapes.kv_len) <= 2048
+    round_ = max(1, multiprocessors(gpu) // blocks(shapes.kv_len, tiling.block_kv))
+    if is_layout(problem):
+        heads = round_ // boxes(shapes.head_dim)
+    elif not short:
+        heads = round_ if causal else round_ // 2
+        if tiling.unit_heads and problem.window[0] is not None:
+            heads = 4  # units side by side add to the same queries
+    elif tiling.unit_heads or boxes(shapes.head_dim) == 2:
+        heads = round_ // 2
+    else:
+        heads = round_
+    sets, lag = (8, 5) if causal and short else (5, 3)
+    return max(1, heads), sets, lag
+
+
+def _l2_heads(problem: Problem, shapes: Shapes, unit_heads: int = 0) -> int:
+    """Counts the heads that the backward kernel walks together: units of a block of keys.
 
     Few heads keep queries, output gradients and float32 sums of dq in L2. Many even out units of
     unequal length (causal) and spread those that wait for each other (deterministic). The factors
@@ -406,12 +511,14 @@ def _l2_heads(problem: Problem, shapes: Shapes) -> int:
     queries = known(shapes.q_len, 4096)
     uneven = problem.window[1] is not None or "block_numbers" in problem.terms
     widest = max(shapes.head_dim, shapes.value_dim)
-    group = group_size(shapes)
+    group = unit_heads or group_size(shapes)
     # Of one query head: the units of a group walk its heads side by side.
     bytes_ = 4 if is_highest(problem) else 2
     head_bytes = queries * ((bytes_ + 4) * shapes.head_dim + bytes_ * shapes.value_dim)
     fitting = max(1, L2_SHARE // head_bytes)
-    if problem.deterministic:
+    if problem.deterministic and unit_heads:
+        heads = fitting if uneven else fitting // 2
+    elif problem.deterministic:
         steps = queries // (64 if widest > 64 else 128)  # of the longest unit
         level = min(max(steps.bit_length() - 4, 0), 5)  # under 16, 32, 64, 128, 256 steps; more
         if uneven:
@@ -419,10 +526,13 @@ def _l2_heads(problem: Problem, shapes: Shapes) -> int:
             heads = fitting * factor // min(group, 2)
         else:
             heads = fitting * (1, 2, 2, 2, 4, 4)[level] // 2
+    elif unit_heads > 1:
+        heads = max(2, fitting // 2)
     elif uneven:  # units of a group are as many times longer, and fewer: more of them to even out
         # Of a layout units are of one length mostly.
         heads = max(fitting * min(group, 2) // 2, 0 if is_layout(problem) else 4 // group)
     else:
         heads = fitting // 4
     heads = max(1, heads)
-    return min(heads, known(shapes.batch, heads) * known(shapes.kv_heads, heads))
+    parts = shapes.q_heads // unit_heads if unit_heads else shapes.kv_heads
+    return min(heads, known(shapes.batch, heads) * known(parts, heads))
