@@ -22,7 +22,7 @@ from jax_flash._function import Function
 from jax_flash._philox import round_rate
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS, TERMS, sum_dtype
-from jax_flash.block_masks import BlockMask, arrays_of
+from jax_flash.block_masks import BlockMask
 
 _FLOATS_TEXT = ", ".join(FLOATS)
 _WIDE_INTEGERS = ("uint32", "int64", "uint64")
@@ -95,8 +95,7 @@ def prepare(
     shown = None
     if positions is None or window == (None, None):  # there positions mean nothing
         positions = None, None
-        if block_mask is not None and block_mask.is_form and align == "top_left":
-            shown = block_mask.window
+        shown = block_mask.window if block_mask is not None and align == "top_left" else None
     if shown is not None:  # no arrays are read, no bits tested
         window = _narrower(window, shown, q_len + kv_len)
         block_numbers, block_bits, whole_blocks = None, None, False
@@ -154,7 +153,7 @@ def by_chunks(
     the sequence into parts that are no whole chunks.
     """
     alone = problem.terms == ("block_numbers", "block_bits") and problem.score is None
-    chunk = block_mask.chunk if block_mask is not None and block_mask.is_form else None
+    chunk = None if block_mask is None else block_mask.chunk
     if chunk is None or not alone:
         return problem, operands
     count = operands[0].shape[-3] // chunk
@@ -349,10 +348,10 @@ def _check_sizes(mask: Any, q_len: int, kv_len: int) -> None:
             "function, or jax_flash.block_mask_of of a layout"
         )
     counts = tuple(-(-size // mask.block) for size in (q_len, kv_len))
-    own = counts if mask.numbers is None else mask.numbers.shape[-2:]
+    own = counts if mask.is_form else mask.numbers.shape[-2:]
     lengths = ((mask.q_len, q_len), (mask.kv_len, kv_len))
     if own != counts or any(x not in (None, size) for x, size in lengths):
-        blocks = "" if mask.numbers is None else f" and {own[0]} x {own[1]} blocks of {mask.block}"
+        blocks = "" if mask.is_form else f" and {own[0]} x {own[1]} blocks of {mask.block}"
         raise ValueError(
             f"block_mask has q_len {mask.q_len}, kv_len {mask.kv_len}{blocks}; expected one for T "
             f"= {q_len} and S = {kv_len}: {counts[0]} x {counts[1]} blocks of {mask.block}"
@@ -368,7 +367,8 @@ def _blocks(
     """
     if mask is None:
         return None, None, False
-    numbers, bits = arrays_of(mask)
+    mask = mask.as_blocks()
+    numbers, bits = mask.numbers, mask.bits
     for own, want in ((numbers.shape[:-2], (*batch, q_heads)), (bits.shape[:-3], batch)):
         full = (1,) * (len(want) - len(own)) + own
         if len(full) != len(want) or any(

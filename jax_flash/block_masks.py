@@ -39,11 +39,6 @@ _PICTURE = 64  # rows and columns of the largest picture
 MaskMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Any]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("numbers", "bits"),
-    meta_fields=("q_len", "kv_len", "block", "window", "chunk"),
-)
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class BlockMask:
     """Which keys each query sees, by blocks; `block_mask` and `block_mask_of` make it.
@@ -53,36 +48,41 @@ class BlockMask:
     means that all share it. For shard_map `dataclasses.replace(m, numbers=spec, bits=spec)` is a
     tree of specs: the batch splits both arrays, the heads `numbers` alone.
 
-    It has either arrays or a form, `window` or `chunk`, which says the same: of a form nothing is
-    stored, and attention reads no blocks. `as_blocks` writes the arrays of a form;
+    It stores either arrays or a form, `window` or `chunk`, which says the same: a form has no
+    leaves, and attention reads no blocks of it. `as_blocks` makes the arrays of a form leaves;
     `stack_block_masks` brings masks of several layers to one.
 
     Attributes:
       numbers: int32 `[*B, N or 1, ceil(T / block), ceil(S / block)]`: of an empty block -2, of a
-        full one -1, else where its bits are. None of a form.
+        full one -1, else where its bits are. Written out of a form.
       bits: uint16 `[*B, C, block, block / 16]`: of partial blocks, bit i of word w of a query is
-        the key 16 w + i of the block. C is their number, 0 of a layout. None of a form.
+        the key 16 w + i of the block. C is their number, 0 of a layout. Written out of a form.
       q_len, kv_len: T and S; None: any of so many blocks.
       block: queries and keys of a block.
       window: how many keys a query sees before and after its own index (None: all), where
-        `block_mask` found its function to be such a window, else None.
+        `block_mask` found its function to be such a window, else None; None beside arrays.
       chunk: queries of a chunk, where `block_mask` found T = S to be equal chunks, as documents of
-        one length are, of which a query sees all keys of its own and no others; else None.
+        one length are, of which a query sees all keys of its own and no others; else None; None
+        beside arrays.
     """
 
-    numbers: jax.Array | None
-    bits: jax.Array | None
+    numbers: jax.Array
+    bits: jax.Array
     q_len: int | None
     kv_len: int | None
     block: int
     window: Window | None = None
     chunk: int | None = None
 
+    def __post_init__(self) -> None:
+        numbers, bits = _stored(self)
+        if isinstance(numbers, jax.Array | np.ndarray) or isinstance(bits, jax.Array | np.ndarray):
+            self.__dict__.update(window=None, chunk=None)  # of what dataclasses.replace changed
+
     @property
     def is_form(self) -> bool:
-        """Whether it has a window or a chunk, and no arrays."""
-        form = self.window is not None or self.chunk is not None
-        return form and self.numbers is None and self.bits is None
+        """Whether it is a window or chunks, and stores no arrays."""
+        return self.window is not None or self.chunk is not None
 
     @property
     def density(self) -> Any:
@@ -92,21 +92,25 @@ class BlockMask:
         """
         if self.is_form:
             return float(np.mean(_states_of(self) != EMPTY))
-        density = jnp.mean(arrays_of(self)[0] != EMPTY, dtype=jnp.float32)
+        density = jnp.mean(self.numbers != EMPTY, dtype=jnp.float32)
         return density if isinstance(density, jax.core.Tracer) else float(density)
 
     def as_blocks(self) -> "BlockMask":
-        """Writes a form out as arrays, whose memory is that of `block_mask`; the others stay.
+        """Writes a form out as arrays, which may be changed; masks that have arrays stay.
 
         Examples:
-          >>> import jax_flash
+          >>> import jax, jax_flash
           >>> m = jax_flash.block_mask(jax_flash.masks.causal(), q_len=64, kv_len=64, block=32)
-          >>> m.window, m.numbers
-          ((None, 0), None)
-          >>> m.as_blocks().numbers.tolist()
-          [[[0, -2], [-1, 0]]]
+          >>> m.window, len(jax.tree.leaves(m))
+          ((None, 0), 0)
+          >>> blocks = m.as_blocks()
+          >>> blocks.window, len(jax.tree.leaves(blocks))
+          (None, 2)
         """
-        return BlockMask(*arrays_of(self), self.q_len, self.kv_len, self.block)
+        if not self.is_form:
+            return self
+        numbers, bits = map(jnp.asarray, _write_out(self))
+        return BlockMask(numbers, bits, self.q_len, self.kv_len, self.block)
 
     def dense(self) -> jax.Array:
         """Writes the mask out: bool `[*B, N or 1, T, S]`, whose memory grows with T x S.
@@ -117,7 +121,8 @@ class BlockMask:
           >>> int(m.dense().sum())
           2080
         """
-        numbers, bits = arrays_of(self)
+        blocks = self.as_blocks()
+        numbers, bits = blocks.numbers, blocks.bits
         rows, columns = (n * self.block for n in numbers.shape[-2:])
         query = jnp.arange(rows if self.q_len is None else self.q_len, dtype=jnp.int32)[:, None]
         key = jnp.arange(columns if self.kv_len is None else self.kv_len, dtype=jnp.int32)[None, :]
@@ -128,7 +133,7 @@ class BlockMask:
 
     def __repr__(self) -> str:
         text = f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block={self.block}"
-        numbers = _states_of(self) if self.is_form else self.numbers
+        numbers = _states_of(self) if self.is_form else _stored(self)[0]
         if isinstance(numbers, jax.core.Tracer) or not isinstance(numbers, jax.Array | np.ndarray):
             return f"{text}, numbers={numbers!r})"
         shape = list(numbers.shape)
@@ -136,6 +141,42 @@ class BlockMask:
         return text if 0 in shape else f"{text}\n{_picture(np.asarray(numbers))}"
 
 
+def _written(place: int, name: str) -> property:
+    """Makes a field that a form stores None in, and writes out for who reads it."""
+
+    def read(mask: BlockMask) -> jax.Array:
+        own = mask.__dict__[name]
+        return jnp.asarray(_write_out(mask)[place]) if own is None else own
+
+    return property(read, lambda mask, value: mask.__dict__.update({name: value}))
+
+
+for _place, _name in enumerate(("numbers", "bits")):
+    setattr(BlockMask, _name, _written(_place, _name))
+
+
+def _stored(mask: BlockMask) -> tuple[Any, Any]:
+    """Returns numbers and bits, None of a form."""
+    return mask.__dict__["numbers"], mask.__dict__["bits"]
+
+
+def _form(q_len: int, kv_len: int, block: int, **form: Any) -> BlockMask:
+    none: Any = None
+    return BlockMask(none, none, q_len, kv_len, block, **form)
+
+
+def _sizes(mask: BlockMask) -> tuple[Any, ...]:
+    return mask.q_len, mask.kv_len, mask.block, mask.window, mask.chunk
+
+
+_KEYS = tuple(map(jax.tree_util.GetAttrKey, ("numbers", "bits")))
+
+jax.tree_util.register_pytree_with_keys(
+    BlockMask,
+    lambda mask: (tuple(zip(_KEYS, _stored(mask), strict=True)), _sizes(mask)),
+    lambda sizes, arrays: BlockMask(*arrays, *sizes),
+    lambda mask: (_stored(mask), _sizes(mask)),
+)
 export.register_pytree_node_serialization(
     BlockMask,
     serialized_name="jax_flash.BlockMask",
@@ -217,14 +258,14 @@ def block_mask(
     whole = ... if batch is not None else 0
     if isinstance(states, jax.core.Tracer):
         if window is not None:
-            return BlockMask(None, None, q_len, kv_len, block, window)
+            return _form(q_len, kv_len, block, window=window)
         numbers, bits = (x[whole] for x in grid.with_all_bits(*arrays))
         return BlockMask(numbers, bits, q_len, kv_len, block)
     states = np.array(states)
     chunk = _chunk_of(states, q_len, kv_len, block)
     window = window if is_window else None
     if window is not None or chunk is not None:
-        return BlockMask(None, None, q_len, kv_len, block, window, chunk)
+        return _form(q_len, kv_len, block, window=window, chunk=chunk)
     # To jnp.asarray each number of bits would be a program to compile.
     numbers, bits = (jax.device_put(x[whole]) for x in grid.with_bits(states, arrays))
     return BlockMask(numbers, bits, q_len, kv_len, block)
@@ -336,7 +377,7 @@ def stack_block_masks(masks: Sequence[BlockMask]) -> BlockMask:
         raise ValueError("masks is empty; expected one or more")
     if all(m.is_form and (m.window, m.chunk) == (masks[0].window, masks[0].chunk) for m in masks):
         return masks[0]
-    numbers, bits = zip(*map(arrays_of, masks), strict=True)
+    numbers, bits = zip(*(_stored(m.as_blocks()) for m in masks), strict=True)
     most = max(x.shape[-3] for x in bits)
     none = np.zeros((), np.uint16)
     bits = [
@@ -347,19 +388,6 @@ def stack_block_masks(masks: Sequence[BlockMask]) -> BlockMask:
     ]
     numbers, bits = (jnp.stack(jnp.broadcast_arrays(*x)) for x in (numbers, bits))
     return BlockMask(numbers, bits, masks[0].q_len, masks[0].kv_len, masks[0].block)
-
-
-def arrays_of(mask: BlockMask) -> tuple[jax.Array, jax.Array]:
-    """Returns a mask's numbers and bits; those of a form are written out."""
-    if mask.is_form:
-        numbers, bits = map(jnp.asarray, _write_out(mask))
-        return numbers, bits
-    if mask.numbers is None or mask.bits is None:
-        raise ValueError(
-            "the BlockMask lacks numbers or bits, and has no window or chunk in their place; "
-            "expected m.as_blocks(), which has both arrays, where m had some field replaced"
-        )
-    return mask.numbers, mask.bits
 
 
 def words_at(bits: jax.Array, number: jax.Array, row: jax.Array, word: jax.Array) -> jax.Array:
@@ -519,7 +547,7 @@ def _chunk_of(states: np.ndarray, q_len: int, kv_len: int, block: int) -> int | 
     blocks = states.shape[-1]
     if q_len != kv_len or count in (0, blocks) or q_len % (count * block):
         return None
-    mask = BlockMask(None, None, q_len, kv_len, block, chunk=count * block)
+    mask = _form(q_len, kv_len, block, chunk=count * block)
     return mask.chunk if (states == _states_of(mask)).all() else None
 
 
@@ -539,6 +567,8 @@ def _states_of(form: BlockMask) -> np.ndarray:
 
 def _write_out(form: BlockMask) -> tuple[np.ndarray, np.ndarray]:
     """Writes a form out as numbers and bits."""
+    if not form.is_form:
+        raise ValueError("a BlockMask lacks numbers or bits; expected both, or a window or a chunk")
     numbers, block = _states_of(form).astype(np.int32), form.block
     low, high = _ends(form.window)
     index = np.arange(block)

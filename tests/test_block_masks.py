@@ -397,7 +397,7 @@ def test_arrays_that_are_edited_are_read(host_backend):
         want = np.asarray(m.dense()).copy()
         np.testing.assert_array_equal(blocks.dense(), want)
         want[:, :16] = False
-        # A form has no arrays; what is put in their place counts.
+        # A form has no leaves; arrays that are put in its place count.
         replaced = dataclasses.replace(m, numbers=edited(blocks).numbers, bits=blocks.bits)
         for changed in (edited(blocks), jax.jit(edited)(blocks), replaced):
             np.testing.assert_array_equal(changed.dense(), want)
@@ -405,16 +405,15 @@ def test_arrays_that_are_edited_are_read(host_backend):
                 close(
                     attend(block_mask=changed), reference.attention(q, k, v, mask=changed.dense())
                 )
-        parts = (
-            {"numbers": blocks.numbers},
-            {"bits": blocks.bits},
-            {"window": None, "chunk": None},
-        )
-        for part in parts if mask_mod is not lattice else ():
-            with pytest.raises(ValueError, match=r"lacks numbers or bits.*m\.as_blocks\(\)"):
-                jax_flash.flash_attention(
-                    *(jnp.zeros((1, size, 1, 8)),) * 3, block_mask=dataclasses.replace(m, **part)
-                )
+        np.testing.assert_array_equal(m.numbers, blocks.numbers)
+        np.testing.assert_array_equal(m.bits, blocks.bits)
+        for part in ({"window": None, "chunk": None}, {"numbers": edited(blocks).numbers}):
+            arrays = dataclasses.replace(m, **part)
+            assert arrays.window is None
+            assert arrays.chunk is None
+            np.testing.assert_array_equal(arrays.dense(), want if "numbers" in part else m.dense())
+    with pytest.raises(ValueError, match="lacks numbers or bits; expected both, or a window"):
+        dataclasses.replace(m, numbers=None, bits=None, window=None, chunk=None).dense()
 
 
 LAYERS = {
