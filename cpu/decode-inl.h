@@ -115,7 +115,7 @@ class Decode {
     return PageOf(b, position) * call_.page_size + position % call_.page_size;
   }
 
-  void Append(int64_t b) {
+  [[gnu::noinline]] void Append(int64_t b) {
     const Shapes& s = in_.shapes;
     if (in_.kv_lengths[b] > s.kv_len) return;  // such a row is refused
     const int64_t key = s.kv_heads * head_dim_, value = s.kv_heads * value_dim_;
@@ -134,7 +134,7 @@ class Decode {
   }
 
   // Cuts every row's keys into parts; returns how many there are.
-  int64_t PlanRows() {
+  [[gnu::noinline]] int64_t PlanRows() {
     const Shapes& s = in_.shapes;
     int64_t parts = 0;
     for (int64_t b = 0; b < s.batch; ++b) {
@@ -257,7 +257,7 @@ class Decode {
     }
   };
 
-  void Locate(int64_t b, int64_t first, int64_t end, Block* block) const {
+  [[gnu::noinline]] void Locate(int64_t b, int64_t first, int64_t end, Block* block) const {
     const Shapes& s = in_.shapes;
     block->first = first;
     block->valid = Most(0, Least(kBlock, end - first));
@@ -562,7 +562,7 @@ class Decode {
   }
 
   // The rows of one kv head of batch row b from its parts, in their order.
-  void Merge(int64_t b, int64_t kv) const {
+  [[gnu::noinline]] void Merge(int64_t b, int64_t kv) const {
     const RowPlan& plan = plans_[b];
     const Head head(in_, b, kv);
     const int64_t parts = Parts(plan);

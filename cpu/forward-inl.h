@@ -113,7 +113,7 @@ class Forward {
     for (int64_t r = 0; r < rows_; ++r) Finish(r);
   }
 
-  void PackKeys(int64_t first, int64_t valid) {
+  [[gnu::noinline]] void PackKeys(int64_t first, int64_t valid) {
     const T* k = static_cast<const T*>(in_.k) + head_.KeyOffset(first, head_dim_);
     PackColumns<Op>(k, in_.shapes.kv_heads * head_dim_, valid, RoundUp(valid, kGranule), head_dim_,
                     k_);
@@ -125,7 +125,7 @@ class Forward {
     return static_cast<const T*>(in_.v) + head_.KeyOffset(block_.first + j, value_dim_);
   }
 
-  void Tile(int64_t first, int64_t count) {
+  [[gnu::noinline]] void Tile(int64_t first, int64_t count) {
     const Span span = VisibleSpan(head_, row_ + first, count, block_, kGranule);
     if (span.empty()) return;
 
@@ -144,7 +144,8 @@ class Forward {
     values.c = out_ + first * out_ld_;
     values.c_row = out_ld_;
     values.factor = rescale;
-    Multiply<Op, Into::kScaleAdd>(values, count, out_ld_ / kLanes, kPanel);
+    values.into = Into::kScaleAdd;
+    Multiply<Op>(values, count, out_ld_ / kLanes, kPanel);
 
     for (int64_t i = 0; i < bad_count_; ++i) {
       const int64_t j = bad_values_[i];
@@ -159,7 +160,7 @@ class Forward {
   // Scores of a tile become weights, relative to each row's largest score so far, as words of the
   // product to come; rescale[r] brings earlier sums of row r to the new scale. Three loops over the
   // rows, so that the latencies of one row's reduction hide behind the others.
-  void Softmax(int64_t first, int64_t count, const Span& span, float* rescale) {
+  [[gnu::noinline]] void Softmax(int64_t first, int64_t count, const Span& span, float* rescale) {
     float most[kScratchLanes], base[kScratchLanes];
     for (int64_t r = 0; r < count; ++r) {
       float* s = scores_ + r * score_ld_;
@@ -226,7 +227,7 @@ class Forward {
     return static_cast<const float*>(in_.sinks.data)[in_.sinks.Offset(head_.b, row.n, 0)];
   }
 
-  void Finish(int64_t r) {
+  [[gnu::noinline]] void Finish(int64_t r) {
     float sum = ReduceAdd(Load(sum_ + r * kLanes));
     float most = max_[r] * scoring_.to_logit;
     float weight = 1.0f;

@@ -28,11 +28,13 @@ struct BFloat16Dot {
 };
 #endif
 
-// What becomes of C: replaced, added to, or multiplied by a factor per row and then added to.
+// What becomes of C: replaced, added to, or multiplied by a factor per row and then added to. No
+// template's argument: a product asks once, and there are a third of the micro-kernels.
 enum class Into { kStore, kAdd, kScaleAdd };
 
 // C[rows, vectors * kLanes] from A[rows, words] and B[words, vectors * kLanes].
 struct Product {
+  Into into;
   int64_t words;   // length of the summed dimension
   const float* a;  // element (r, k) at a[r * a_row + k * a_word]
   int64_t a_row, a_word;
@@ -43,18 +45,24 @@ struct Product {
   const float* factor;  // [rows], for kScaleAdd
 };
 
-template <class Op, Into kInto, int kRows, int kVectors>
+template <class Op, int kRows, int kVectors>
 void Micro(const Product& p) {
   F acc[kRows][kVectors];
+  if (p.into == Into::kStore) {
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    const float* c = p.c + r * p.c_row;
-    F factor = Zero();
-    if (kInto == Into::kScaleAdd) factor = Set1(p.factor[r]);
+    for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      acc[r][v] = kInto == Into::kStore ? Zero() : Load(c + v * kLanes);
-      if (kInto == Into::kScaleAdd) acc[r][v] = Mul(acc[r][v], factor);
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = Zero();
+    }
+  } else {
+    const bool scales = p.into == Into::kScaleAdd;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const F factor = Set1(scales ? p.factor[r] : 1.0f);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        acc[r][v] = Mul(Load(p.c + r * p.c_row + v * kLanes), factor);
+      }
     }
   }
   const float* a[kRows];
@@ -83,43 +91,43 @@ void Micro(const Product& p) {
   }
 }
 
-template <class Op, Into kInto, int kRows>
+template <class Op, int kRows>
 void MicroColumns(const Product& p, int64_t vectors) {
   static_assert(kTileVectors == 2 || kTileVectors == 4, "one case below per vector count");
   switch (vectors) {
     case 1:
-      return Micro<Op, kInto, kRows, 1>(p);
+      return Micro<Op, kRows, 1>(p);
     case 2:
-      return Micro<Op, kInto, kRows, 2>(p);
+      return Micro<Op, kRows, 2>(p);
     case 3:
-      return Micro<Op, kInto, kRows, kTileVectors == 4 ? 3 : 1>(p);
+      return Micro<Op, kRows, kTileVectors == 4 ? 3 : 1>(p);
     default:
-      return Micro<Op, kInto, kRows, kTileVectors>(p);
+      return Micro<Op, kRows, kTileVectors>(p);
   }
 }
 
 // At most kTileRows rows and kTileVectors vectors.
-template <class Op, Into kInto>
+template <class Op>
 void MicroProduct(const Product& p, int64_t rows, int64_t vectors) {
   static_assert(kTileRows == 6, "one case below per row count");
   switch (rows) {
     case 1:
-      return MicroColumns<Op, kInto, 1>(p, vectors);
+      return MicroColumns<Op, 1>(p, vectors);
     case 2:
-      return MicroColumns<Op, kInto, 2>(p, vectors);
+      return MicroColumns<Op, 2>(p, vectors);
     case 3:
-      return MicroColumns<Op, kInto, 3>(p, vectors);
+      return MicroColumns<Op, 3>(p, vectors);
     case 4:
-      return MicroColumns<Op, kInto, 4>(p, vectors);
+      return MicroColumns<Op, 4>(p, vectors);
     case 5:
-      return MicroColumns<Op, kInto, 5>(p, vectors);
+      return MicroColumns<Op, 5>(p, vectors);
     default:
-      return MicroColumns<Op, kInto, 6>(p, vectors);
+      return MicroColumns<Op, 6>(p, vectors);
   }
 }
 
 // Any number of rows and vectors; panel i of B starts at p.b + i * panel_stride.
-template <class Op, Into kInto>
+template <class Op>
 void Multiply(Product p, int64_t rows, int64_t vectors, int64_t panel_stride) {
   const Product first = p;
   for (int64_t panel = 0; panel * kTileVectors < vectors; ++panel) {
@@ -129,8 +137,8 @@ void Multiply(Product p, int64_t rows, int64_t vectors, int64_t panel_stride) {
       p.b = first.b + panel * panel_stride;
       p.c = first.c + r * first.c_row + panel * kPanel;
       p.factor = first.factor + r;
-      MicroProduct<Op, kInto>(p, rows - r < kTileRows ? rows - r : kTileRows,
-                              left < kTileVectors ? left : kTileVectors);
+      MicroProduct<Op>(p, rows - r < kTileRows ? rows - r : kTileRows,
+                       left < kTileVectors ? left : kTileVectors);
     }
   }
 }

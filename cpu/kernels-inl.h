@@ -1,6 +1,9 @@
 // Owns the order of the kernel sources and their entry points. A kernels_<isa>.cc includes this
 // after its vector operations; everything up to the Kernels it exports is private to that file, so
 // that no function compiled for one instruction set is linked into the path of another.
+//
+// What works on a whole tile or block is not inlined (gnu::noinline): gcc 12 takes 30 % less time,
+// and forwards are 1 to 4 % faster. But inlined weights of a step make decoding 5 % faster.
 
 #include "cpu/attention.h"
 // Order matters below.

@@ -36,8 +36,8 @@ struct PackedRows {
   }
 
   // deltas: laid out as lse.
-  void Fill(const BackwardCall& call, const Head& head, const float* deltas, const Row* rows,
-            int64_t count) {
+  [[gnu::noinline]] void Fill(const BackwardCall& call, const Head& head, const float* deltas,
+                              const Row* rows, int64_t count) {
     const Shapes& s = call.in.shapes;
     const T* q = static_cast<const T*>(call.in.q);
     const T* dout = static_cast<const T*>(call.dout);
@@ -122,7 +122,7 @@ class Pairing {
     return row;
   }
 
-  void SetKeys(int64_t first, int64_t valid, bool for_query) {
+  [[gnu::noinline]] void SetKeys(int64_t first, int64_t valid, bool for_query) {
     block_ = BlockAt(head_, first, valid, keys_, segments_, positions_);
     const int64_t count = RoundUp(valid, kGranule);
     const T* k = static_cast<const T*>(in_.k) + head_.KeyOffset(first, head_dim_);
@@ -152,7 +152,7 @@ class Pairing {
   }
 
   // p and ds of the current rows and keys, as words of the sums to come.
-  void Weights() {
+  [[gnu::noinline]] void Weights() {
     for (int64_t first = 0; first < count_; first += kTileRows) {
       const int64_t rows = Least(kTileRows, count_ - first);
       Span& span = span_[first / kTileRows];
@@ -196,7 +196,7 @@ class Pairing {
   }
 
   // dq[count][head_ld] += ds k.
-  void AddToQuery(float* dq) const {
+  [[gnu::noinline]] void AddToQuery(float* dq) const {
     for (int64_t first = 0; first < count_; first += kTileRows) {
       const Span& span = span_[first / kTileRows];
       if (span.empty()) continue;
@@ -209,7 +209,8 @@ class Pairing {
       sum.b_word = head_ld_;
       sum.c = dq + first * head_ld_;
       sum.c_row = head_ld_;
-      Multiply<Op, Into::kAdd>(sum, Least(kTileRows, count_ - first), head_ld_ / kLanes, kPanel);
+      sum.into = Into::kAdd;
+      Multiply<Op>(sum, Least(kTileRows, count_ - first), head_ld_ / kLanes, kPanel);
     }
   }
 
@@ -219,7 +220,7 @@ class Pairing {
   }
 
   // dk += ds^T q and dv += p^T dout.
-  void AddToKeys() {
+  [[gnu::noinline]] void AddToKeys() {
     const int64_t tiles = (count_ + kTileRows - 1) / kTileRows;
     for (int64_t key = 0; key < block_.valid; key += kTileRows) {
       const int64_t keys = Least(kTileRows, block_.valid - key);
@@ -241,13 +242,15 @@ class Pairing {
       sum.b_word = value_ld_;
       sum.c = dv_ + key * value_ld_;
       sum.c_row = value_ld_;
-      Multiply<Op, Into::kAdd>(sum, keys, value_ld_ / kLanes, kPanel);
+      sum.into = Into::kAdd;
+      Multiply<Op>(sum, keys, value_ld_ / kLanes, kPanel);
       sum.a = ds_ + word * score_ld_ + key;
       sum.b = packed_.q_lanes + word * head_ld_;
       sum.b_word = head_ld_;
       sum.c = dk_ + key * head_ld_;
       sum.c_row = head_ld_;
-      Multiply<Op, Into::kAdd>(sum, keys, head_ld_ / kLanes, kPanel);
+      sum.into = Into::kAdd;
+      Multiply<Op>(sum, keys, head_ld_ / kLanes, kPanel);
     }
     const T* dout = static_cast<const T*>(call_.dout);
     for (int64_t i = 0; i < packed_.bad_count; ++i) {
@@ -262,7 +265,7 @@ class Pairing {
     }
   }
 
-  void StoreKeySums() const {
+  [[gnu::noinline]] void StoreKeySums() const {
     const F scale = Set1(in_.problem.scale);
     for (int64_t j = 0; j < block_.valid; ++j) {
       T* dk = static_cast<T*>(call_.dk) + head_.KeyOffset(block_.first + j, head_dim_);
@@ -325,7 +328,7 @@ class Pairing {
   }
 
   // p and ds of at most kTileRows rows, within the span.
-  void Tile(int64_t first, int64_t rows, const Span& span, float* p, float* ds) {
+  [[gnu::noinline]] void Tile(int64_t first, int64_t rows, const Span& span, float* p, float* ds) {
     MultiplyKeys<Op>(packed_.q_rows + first * RowWords<Op>(head_dim_), k_columns_, head_dim_, rows,
                      span, p, score_ld_);
     MultiplyKeys<Op>(packed_.dout_rows + first * RowWords<Op>(value_dim_), v_columns_, value_dim_,
@@ -337,7 +340,7 @@ class Pairing {
   }
 
   // In: scores q k^T and dout v^T. Out: p (after dropout) and ds.
-  void RowWeights(int64_t r, const Span& span, float* p, float* ds) {
+  [[gnu::noinline]] void RowWeights(int64_t r, const Span& span, float* p, float* ds) {
     const Row& row = rows_[r];
     const bool capped = capped_;
     const bool dropout = in_.dropout_state != nullptr;

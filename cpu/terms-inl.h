@@ -110,8 +110,8 @@ struct KeyBlock {
 
 // The block of `valid` keys from `first`; their segments and positions, if any, are copied into
 // segments[keys] and positions[keys].
-inline KeyBlock BlockAt(const Head& head, int64_t first, int64_t valid, int64_t keys,
-                        int32_t* segments, int32_t* positions) {
+[[gnu::noinline]] inline KeyBlock BlockAt(const Head& head, int64_t first, int64_t valid,
+                                          int64_t keys, int32_t* segments, int32_t* positions) {
   const int64_t at = head.b * head.in->shapes.kv_len + first;
   KeyBlock block{first, valid, {}, {}};
   if (head.in->kv_segments)
@@ -153,7 +153,8 @@ inline bool AnyShown(const Head& head, const Row* rows, int64_t count, const Key
 }
 
 // Whether some row may see a key of the block, by ranges of indices and positions and by blocks.
-inline bool AnySees(const Head& head, const Row* rows, int64_t count, const KeyBlock& block) {
+[[gnu::noinline]] inline bool AnySees(const Head& head, const Row* rows, int64_t count,
+                                      const KeyBlock& block) {
   if (head.in->blocks.numbers.data && !AnyShown(head, rows, count, block)) return false;
   for (int64_t r = 0; r < count; ++r) {
     if (rows[r].lo < block.first + block.valid && rows[r].hi > block.first &&
@@ -200,8 +201,8 @@ inline Span ShownSpan(const Head& head, const Row* rows, int64_t count, const Ke
   return span;
 }
 
-inline Span VisibleSpan(const Head& head, const Row* rows, int64_t count, const KeyBlock& block,
-                        int64_t granule) {
+[[gnu::noinline]] inline Span VisibleSpan(const Head& head, const Row* rows, int64_t count,
+                                          const KeyBlock& block, int64_t granule) {
   const Inputs& in = *head.in;
   if (in.blocks.numbers.data && !AnyShown(head, rows, count, block)) return Span();
   int64_t lo = block.valid, hi = 0;            // of the union of the rows
@@ -273,8 +274,8 @@ inline Span VisibleSpan(const Head& head, const Row* rows, int64_t count, const 
 // c[r][j] = the product of packed row r and key j of the span, for at most kTileRows `rows`; the
 // keys are packed as columns of `dim` elements.
 template <class Op>
-void MultiplyKeys(const float* a, const float* columns, int64_t dim, int64_t rows, const Span& span,
-                  float* c, int64_t c_row) {
+[[gnu::noinline]] void MultiplyKeys(const float* a, const float* columns, int64_t dim, int64_t rows,
+                                    const Span& span, float* c, int64_t c_row) {
   Product product{};
   product.words = Words<Op>(dim);
   product.a = a;
@@ -286,14 +287,15 @@ void MultiplyKeys(const float* a, const float* columns, int64_t dim, int64_t row
     const int64_t stop = Least(span.end, (j / kPanel + 1) * kPanel);
     product.b = columns + j / kPanel * product.words * kPanel + j % kPanel;
     product.c = c + j;
-    MicroProduct<Op, Into::kStore>(product, rows, (stop - j) / kLanes);
+    product.into = Into::kStore;
+    MicroProduct<Op>(product, rows, (stop - j) / kLanes);
     j = stop;
   }
 }
 
 // Scores outside of what the row sees become -inf.
-inline void HideScores(const Head& head, const Row& row, const KeyBlock& block, const Span& span,
-                       float* s) {
+[[gnu::noinline]] inline void HideScores(const Head& head, const Row& row, const KeyBlock& block,
+                                         const Span& span, float* s) {
   const Inputs& in = *head.in;
   const F hidden = Set1(-kInfinity);
   const int64_t lo = row.lo - block.first, hi = row.hi - block.first;
@@ -363,8 +365,8 @@ inline F LoadBias(DType dtype, const void* data, int64_t at, int64_t n) {
 }
 
 // s = softcap(scale * s + bias). Where slope is not null, d(capped) / d(uncapped) goes there.
-inline void ModifyScores(const Head& head, const Row& row, const KeyBlock& block, const Span& span,
-                         float* s, float* slope) {
+[[gnu::noinline]] inline void ModifyScores(const Head& head, const Row& row, const KeyBlock& block,
+                                           const Span& span, float* s, float* slope) {
   const Inputs& in = *head.in;
   const F scale = Set1(in.problem.scale);
   const float cap = in.problem.softcap;

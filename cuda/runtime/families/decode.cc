@@ -45,6 +45,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<double>("rotary_base"));
 
 namespace jax_flash {
+namespace decode {
 namespace {
 
 namespace ffi = xla::ffi;
@@ -208,6 +209,7 @@ auto BindDecode() {
 }
 
 }  // namespace
+}  // namespace decode
 
 std::string DecodeParamsAssertions() {
   return "static_assert(sizeof(DecodeParams) == " + std::to_string(sizeof(DecodeParams)) +
@@ -216,5 +218,6 @@ std::string DecodeParamsAssertions() {
 
 }  // namespace jax_flash
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaDecode, jax_flash::Decode, jax_flash::BindDecode(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaDecode, jax_flash::decode::Decode,
+                              jax_flash::decode::BindDecode(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

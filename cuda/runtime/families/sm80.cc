@@ -67,6 +67,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<bool>("halves"), StructMember<bool>("compact"));
 
 namespace jax_flash {
+namespace sm80 {
 namespace {
 
 namespace ffi = xla::ffi;
@@ -188,6 +189,7 @@ auto BindBackward() {
 }
 
 }  // namespace
+}  // namespace sm80
 
 std::string Sm80ParamsAssertions() {
   const std::string why = ", \"sm80_params.h differs from that of the compiled module\");\n";
@@ -198,7 +200,9 @@ std::string Sm80ParamsAssertions() {
 
 }  // namespace jax_flash
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaSm80Forward, jax_flash::Forward, jax_flash::BindForward(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaSm80Forward, jax_flash::sm80::Forward,
+                              jax_flash::sm80::BindForward(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaSm80Backward, jax_flash::Backward,
-                              jax_flash::BindBackward(), {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaSm80Backward, jax_flash::sm80::Backward,
+                              jax_flash::sm80::BindBackward(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -79,6 +79,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("unit_heads"));
 
 namespace jax_flash {
+namespace sm90 {
 namespace {
 
 namespace ffi = xla::ffi;
@@ -351,6 +352,7 @@ auto BindBackward() {
 }
 
 }  // namespace
+}  // namespace sm90
 
 std::string Sm90ParamsAssertions() {
   const std::string why = ", \"sm90_params.h differs from that of the compiled module\");\n";
@@ -360,7 +362,9 @@ std::string Sm90ParamsAssertions() {
 
 }  // namespace jax_flash
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaForward, jax_flash::Forward, jax_flash::BindForward(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaForward, jax_flash::sm90::Forward,
+                              jax_flash::sm90::BindForward(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaBackward, jax_flash::Backward, jax_flash::BindBackward(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFlashCudaBackward, jax_flash::sm90::Backward,
+                              jax_flash::sm90::BindBackward(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
