@@ -46,6 +46,7 @@ LARGE = (
     large("causal", T=2048, S=2048, H=128, causal=True),
     large("causal odd", T=2047, S=2047, H=128, causal=True),
     large("gqa causal", H=128, K=2, causal=True, with_lse=True),
+    large("gqa causal long", H=128, N=16, K=2, T=2048, S=2048, causal=True),
     large("mqa", K=1, T=777, S=1291, H=96),
     large("segments causal", H=128, T=1501, S=1501, segments="packed", causal=True),
     large("segments documents", H=256, T=1501, S=1501, segments="documents", causal=True),
