@@ -74,7 +74,25 @@ def _nothing(*_: object) -> tuple[str, ...]:
 
 
 def _run_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    return call.run_kernel(_call_cuda, *operands)
+    try:
+        return call.run_kernel(_call_cuda, *operands)
+    except _native.CompileError as error:
+        reason = refused(call, error)
+    warn_once(f"jax_flash runs a call without its CUDA kernels: {reason}")
+    return _run_xla(call, *operands)
+
+
+def refused(call: Call, error: _native.CompileError) -> str:
+    """Says what of a user's function the compiler refused, so that "xla" runs the call.
+
+    Raises: the error, if the call has no function; NotImplementedError if it names its backend.
+    """
+    if call.problem.score is None:
+        raise error
+    reason = _gpu.emit.refused(call.problem.score, str(error))
+    if call.backend is not None:
+        raise NotImplementedError(f"backend 'cuda' cannot run this call: {reason}") from error
+    return reason
 
 
 def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:

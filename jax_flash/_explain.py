@@ -71,7 +71,7 @@ class PassReport:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """What a call of `flash_attention` would run; printing it shows all of it.
+    """What a call of `flash_attention` would run; printing it shows all of it but `source`.
 
     Attributes:
       problem, shapes: what is computed.
@@ -89,6 +89,13 @@ class Explanation:
     def backend(self) -> str:
         """The backend that runs the forward pass."""
         return self.forward.backend
+
+    @property
+    def source(self) -> str:
+        """The CUDA that `score_mod` is written as, for each pass that kernels run; else ""."""
+        passes = (("forward", self.forward.kernel), ("backward", self.backward.kernel))
+        texts = [(name, kernel.plan.functions) for name, kernel in passes if kernel is not None]
+        return "\n".join(f"// {name}\n{text}" for name, text in texts if text)
 
     def __repr__(self) -> str:
         s = self.shapes
@@ -133,7 +140,7 @@ def explain(
         reports; None takes the one present.
       options: of `flash_attention`.
 
-    Returns: the Explanation; print it.
+    Returns: the Explanation; print it. The CUDA of a `score_mod` is its `source`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `flash_attention`; ValueError, with the names
@@ -159,17 +166,24 @@ def _report(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
     backend, refusals = _backends.pick(call, shapes, gpu)
     if backend != "cuda" or gpu is None or shapes.empty:
         return PassReport(backend, refusals, None)
-    parts = _gpu.parts(call, shapes, gpu)
-    return PassReport(
-        backend, refusals, *(compile_plan(_gpu.plan(part, shapes, gpu)) for part in parts)
-    )
+    plans = [_gpu.plan(part, shapes, gpu) for part in _gpu.parts(call, shapes, gpu)]
+    try:
+        return PassReport(backend, refusals, *map(compile_plan, plans))
+    except _native.CompileError as error:
+        reason = _backends.refused(call, error)
+        return PassReport("xla", {**refusals, "cuda": (reason,)}, None)
 
 
 def compile_plan(plan: _gpu.Plan) -> KernelReport:
-    """Compiles a plan's programs, or takes them from the cache, and reads the logs."""
+    """Compiles a plan's programs, or takes them from the cache, and reads the logs.
+
+    Raises: CompileError where the compiler refuses a user's function.
+    """
     try:
         kernels = [_native.compile_kernel(**program) for program, _ in plan.programs]
     except RuntimeError as error:
+        if plan.functions and isinstance(error, _native.CompileError):
+            raise
         return KernelReport(plan, (), (), 0.0, False, str(error))
     log = "\n".join(kernel.log for kernel in kernels)
     return KernelReport(
@@ -269,7 +283,8 @@ def _describe(problem: Problem) -> str:
 
 def _describe_kernel(name: str, kernel: KernelReport) -> list[str]:
     lines = f"{name}: {kernel.plan}".splitlines()
-    lines += [f"  {line}" for line in kernel.plan.functions.splitlines()]
+    if count := len(kernel.plan.functions.splitlines()):
+        lines.append(f"  score_mod is {count} lines of CUDA: explanation.source")
     if kernel.error is not None:
         return [*lines, f"  not compiled: {kernel.error}"]
     for entry in kernel.entries:

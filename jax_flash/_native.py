@@ -5,6 +5,7 @@ unavailable, with a reason that says how to repair it; backend "xla" needs none 
 Read next: ffi/bindings.cc.
 """
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -14,8 +15,10 @@ import importlib
 import logging
 import os
 import re
+import signal
 import sys
-import threading
+import time
+from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
@@ -104,8 +107,14 @@ class CompiledKernel:
     from_disk: bool
 
 
+class CompileError(RuntimeError):
+    """NVRTC refused a program; the text holds its log."""
+
+
 def compile_kernel(source: str, header: str, arch: str) -> CompiledKernel:
     """Compiles a CUDA program, or finds it in the caches; needs NVRTC, but no GPU and no driver.
+
+    Ctrl-C interrupts the wait for it, though not NVRTC, which goes on on a thread of its own.
 
     Args:
       source: the file that holds the kernel, relative to `kernels/`.
@@ -113,32 +122,68 @@ def compile_kernel(source: str, header: str, arch: str) -> CompiledKernel:
       arch: what to compile for, such as "sm_90a".
 
     Raises:
-      RuntimeError: NVRTC is missing, or the program does not compile; the text holds the log.
+      CompileError: the program does not compile.
+      RuntimeError: NVRTC is missing, for instance.
     """
-    return CompiledKernel(*_cuda().cuda_compile(source, header, arch))
+    _wait(source, header, arch)
+    with _telling_compile_errors():
+        return CompiledKernel(*_cuda().cuda_compile(source, header, arch))
 
 
 def compile_ahead(source: str, header: str, arch: str) -> None:
     """Starts what `compile_kernel` does, and returns; who asks for the program later waits for it.
 
-    What fails is told to them. The process does not end before it is done: NVRTC would go on in
-    memory that is being torn down.
+    What fails is told to them.
     """
-
-    def compile_now() -> None:
-        with contextlib.suppress(RuntimeError):
-            compile_kernel(source, header, arch)
-
-    threading.Thread(target=compile_now, name="jax_flash compiles").start()
+    _cuda().cuda_start(source, header, arch)
 
 
 def load_kernel(source: str, header: str, arch: str, entry: str) -> None:
     """Compiles as `compile_kernel` does and loads the entry point into the driver.
 
     Raises:
-      RuntimeError: as `compile_kernel`, or there is no driver, or it refuses the program.
+      CompileError, RuntimeError: as `compile_kernel`, or there is no driver, or it refuses the
+        program.
     """
-    _cuda().cuda_load(source, header, arch, entry)
+    _wait(source, header, arch)
+    with _telling_compile_errors():
+        _cuda().cuda_load(source, header, arch, entry)
+
+
+_LONG = 3.0  # seconds, from which on a user is told what is going on
+
+
+def _wait(source: str, header: str, arch: str) -> None:
+    """Waits for a program in steps, between which Python sees a Ctrl-C."""
+    begun, told = time.monotonic(), False
+    while not _cuda().cuda_wait(source, header, arch, 0.1):
+        if not told and time.monotonic() - begun > _LONG:
+            told = True
+            function = ", with a function of scores," if "score_value(" in header else ""
+            print(f"jax_flash: {source}{function} is being compiled for {arch}.", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _telling_compile_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if re.match(r"NVRTC [\d.]+ failed on ", str(error)):  # of jit.cc
+            raise CompileError(str(error)) from None
+        raise
+
+
+@atexit.register
+def _finish_compiling() -> None:
+    """Waits for programs under way: NVRTC would go on in memory that is being torn down."""
+    last = getattr(sys, "last_value", None)
+    if isinstance(last, KeyboardInterrupt) and not hasattr(sys, "ps1"):
+        return  # of a script: Python ends it by the signal, without that
+    try:
+        while _cuda_is_configured and not _cuda().cuda_wait_for_all(0.1):
+            pass
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)
 
 
 def configure_cuda(

@@ -482,7 +482,7 @@ def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
         if source in SHARED
     }
     plan = dataclasses.replace(plan, constants=constants, **sources)
-    report, taken = _timed(lambda: _explain.compile_plan(plan))
+    report, taken = timed(lambda: _explain.compile_plan(plan))
     assert report.error is None, report.error
     assert {*plan.entries, *plan.beside_entries} <= {entry.name for entry in report.entries}
     for entry in report.entries:
@@ -494,12 +494,12 @@ def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
     for again in ("// again\n", "// and again\n"):  # the machine, or its moment, may be slow
         if taken >= seconds * slow:
             anew = dataclasses.replace(plan, functions=plan.functions + again)
-            slow = max(1.0, _timed(_count)[1] / _COUNT_SECONDS)
-            taken = _timed(lambda anew=anew: _explain.compile_plan(anew))[1]
+            slow = max(1.0, timed(_count)[1] / _COUNT_SECONDS)
+            taken = timed(lambda anew=anew: _explain.compile_plan(anew))[1]
     assert taken < seconds * slow, f"{taken:.1f} s, on a machine {slow:.2f} times as slow"
 
 
-def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     """What the work gives, and its seconds of the processor: other work does not count."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     result = work()

@@ -223,6 +223,8 @@ CASES: tuple[Case, ...] = (
     C("softcap causal lse", softcap=1.5, spread=4.0, causal=True, with_lse=True),
     C("lse empty rows", with_lse=True, mask="bnts", mask_density=0.04),
     C("lse bias softcap", with_lse=True, bias="1n1s", softcap=3.0),
+    # Scores of which the tanh is themselves, beside some of which it is -1.
+    C("softcap of 1e8", softcap=1e8, bias="11ts", bias_hides=True, with_lse=True),
     C("lse gqa bfloat16", with_lse=True, N=4, K=2, dtype=HALF, causal=True),
     C("dropout heavy", dropout=0.9),
     C("dropout causal window", dropout=0.2, causal=True, window=(33, None), T=100, S=130),

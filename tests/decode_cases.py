@@ -224,6 +224,7 @@ CASES = [
     Case("64 tokens of 16 heads, window, 16 bits", T=64, N=16, K=1, window=20, dtype="bfloat16"),
     Case("window", T=4, window=30, lengths=(L, 1, 0, 77)),
     Case("softcap and sinks", T=3, softcap=2.0, sinks=True, scale=0.5),
+    Case("softcap of 1e8", T=3, softcap=1e8),
     Case("sinks and a window of one", window=0, sinks=True, dtype="bfloat16"),
     Case("scores of 2^37, rounded by 2^14", T=2, H=64, scale=1e10, dtype="bfloat16"),
     Case("a scale below float32", T=2, H=64, scale=1e-50),

@@ -44,15 +44,16 @@ def _distance(table):
     """Slopes that differ on either side of the query, of both signs, and a constant."""
 
     def function(score, batch, head, query, key):
-        return 0.5 + score - table[head] * jnp.abs(key - query) - (query - key) / 8
+        slope = jnp.where(key > query, table[head], -0.125)
+        return 0.5 + score + slope * (key - query)
 
     return function
 
 
 def _plain_distance(table, score, batch, head, query, key):
     distance = np.broadcast_to(key - query, score.shape).astype(score.dtype)
-    added = 0.5 - table[head] * np.abs(distance) + distance / 8
-    return score + added, np.ones_like(score), np.full(score.shape, head), -np.abs(distance)
+    added = 0.5 + np.where(distance > 0, table[head], -0.125) * distance
+    return score + added, np.ones_like(score), np.full(score.shape, head), np.maximum(distance, 0)
 
 
 def _relative(table):

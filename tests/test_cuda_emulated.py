@@ -290,6 +290,20 @@ def test_pattern_of_dropout_is_philox(emulator: Emulator):
             np.testing.assert_array_equal(out[batch, :, head].astype(np.float32) > 0, kept)
 
 
+@pytest.mark.parametrize("gpu", ["H100", "A100"])
+@pytest.mark.parametrize("cap", [30.0, 1e30])
+def test_softcap_of_any_size(cap: float, gpu: str, emulator: Emulator):
+    """A tanh of scores beside one of -inf is as exact as by themselves, and so is a large cap's."""
+    case = C("softcap", softcap=cap, bias="11ts", bias_hides=True, T=70, S=130, N=1)
+    arguments = case.draw()
+    compare(arguments, emulator.run(arguments, gpu=gpu))
+    # One key, so that the lse is a logit, rounded beside a base of 80.
+    case = C("softcap", softcap=cap, T=130, S=1, N=1)
+    arguments = case.draw()
+    got = emulator.run(arguments, gpu=gpu, gradients=False)["lse"]
+    np.testing.assert_allclose(got, arguments.truth(gradients=False).lse, rtol=2e-6, atol=2**-17)
+
+
 @pytest.mark.parametrize("dim", [64, 256])
 def test_weights_that_overflow(dim: int, emulator: Emulator):
     """Units that are walked again: logits that differ by several hundred within a row."""

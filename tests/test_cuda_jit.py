@@ -1,10 +1,12 @@
 """The run-time compiler and its caches: needs NVRTC, no GPU."""
 
 import os
+import signal
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -425,6 +427,61 @@ extern "C" ssize_t read(int file, void* data, size_t size) {
   return next(file, data, size);
 }
 """
+
+
+# NVRTC that takes a minute.
+SLOW_NVRTC = """
+#include <unistd.h>
+extern "C" {
+int nvrtcVersion(int* major, int* minor) { *major = 13; *minor = 0; return 0; }
+const char* nvrtcGetErrorString(int) { return ""; }
+int nvrtcCreateProgram(void**, ...) { return 0; }
+int nvrtcDestroyProgram(void**) { return 0; }
+int nvrtcCompileProgram(void*, ...) { sleep(60); return 1; }
+int nvrtcGetProgramLogSize(void*, size_t*) { return 1; }
+int nvrtcGetProgramLog(void*, char*) { return 1; }
+int nvrtcGetCUBINSize(void*, size_t*) { return 1; }
+int nvrtcGetCUBIN(void*, char*) { return 1; }
+}
+"""
+INTERRUPTED = """
+import sys
+from jax_flash import _native
+_native.configure_cuda(None, 1 << 20, {"scale.cuh": ""})
+_native.compile_ahead("scale.cuh", "int beside;", "sm_90a")
+try:
+    _native.compile_kernel("scale.cuh", "", "sm_90a")
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    raise
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_long_compilation_says_so_once_and_is_interrupted(tmp_path: Path):
+    assert COMPILER is not None
+    library = tmp_path / "libnvrtc.so"
+    command = [COMPILER, "-shared", "-fPIC", "-x", "c++", "-", "-o", library]
+    subprocess.run(command, input=SLOW_NVRTC, text=True, check=True)
+    environment = child_environment(
+        tmp_path, JAX_PLATFORMS="cpu", JAX_FLASH_NVRTC=str(library), PYTHONUNBUFFERED="1"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", INTERRUPTED],
+        env=environment,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "jax_flash: scale.cuh is being compiled for sm_90a.\n"
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        assert process.stderr.readline() == "interrupted\n"
+        assert time.monotonic() - begun < 1
+        assert "KeyboardInterrupt" in process.stderr.read()
+        process.wait(timeout=20)  # a second where nothing else runs
+    assert process.returncode == -signal.SIGINT
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

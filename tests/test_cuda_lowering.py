@@ -2,14 +2,15 @@
 
 import functools
 import re
-import threading
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jax_flash
 from jax_flash import EXPORT_CHECKS, _backends, _gpu, _native, flash_attention, scores
+from jax_flash._gpu.emit import scalars
 from jax_flash._terms import TERMS
 
 pytestmark = pytest.mark.skipif(
@@ -121,40 +122,54 @@ def test_gradient_is_one_custom_call_more(name: str):
 
 
 def test_programs_compile_beside_each_other(monkeypatch: pytest.MonkeyPatch):
-    events, ahead = [], threading.Semaphore(0)
-    threads = ["forward_entries", "backward", "backward_entries"]
+    events = []
 
-    def compile_kernel(source: str, header: str, arch: str) -> None:
-        events.append(("compile", (source, header, arch)))
-        ahead.release()
-        raise RuntimeError("whoever loads it is told so")
+    def compile_ahead(source: str, header: str, arch: str) -> None:
+        events.append(("ahead", (source, header, arch)))
 
     def load_kernel(source: str, header: str, arch: str, entry: str) -> None:
-        while threads:  # the first one waits for the others' threads
-            assert ahead.acquire(timeout=60)
-            threads.pop()
         events.append(("load", (source, header, arch)))
 
     monkeypatch.setattr(_gpu.spec, "present", lambda: _gpu.spec.GPUS["H200"])
-    monkeypatch.setattr(_native, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(_native, "compile_ahead", compile_ahead)
     monkeypatch.setattr(_native, "load_kernel", load_kernel)
 
     def loss(q, k, v, sinks):
         return flash_attention(q, k, v, sinks=sinks, is_causal=True).astype(jnp.float32).sum()
 
     lower(jax.grad(loss, argnums=(0, 1, 2, 3)), *QKV, *SINKS.values())
-    compiled = {program for kind, program in events if kind == "compile"}
     loaded = list(dict.fromkeys(program for kind, program in events if kind == "load"))
     forward = ["sm90/forward.cuh", "sm90/forward_entries.cuh"]
     backward = ["sm90/backward.cuh", "sm90/backward_entries.cuh"]
     assert [program[0] for program in loaded] == [*forward, *backward]
-    assert compiled == set(loaded[1:])
+    # All but the first, before that one is waited for.
+    assert events[:4] == [*(("ahead", x) for x in loaded[1:]), ("load", loaded[0])]
 
     events.clear()
-    threads.append("forward_entries")
     lower(lambda q, k, v: flash_attention(q, k, v, softcap=3.0), *QKV)
-    sources = [(kind, program[0]) for kind, program in events]
-    assert sorted(sources) == [("compile", forward[1]), ("load", forward[0]), ("load", forward[1])]
+    sources = list(dict.fromkeys((kind, program[0]) for kind, program in events))
+    assert sources == [("ahead", forward[1]), ("load", forward[0]), ("load", forward[1])]
+
+
+def test_function_that_the_compiler_refuses_runs_on_xla(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(scalars._CALLS, "atan2", "no_such_function")
+    monkeypatch.setattr(_gpu.spec, "present", lambda: _gpu.spec.GPUS["H200"])
+    monkeypatch.setattr(_native, "compile_ahead", lambda **_: None)
+    monkeypatch.setattr(_native, "load_kernel", lambda entry, **x: _native.compile_kernel(**x))
+
+    def function(score, batch, head, query, key):
+        return score + jnp.arctan2(score, 2.75)
+
+    said = "refused score_mod's primitive atan2 .*no_such_function.* report it with the function"
+    attend = functools.partial(flash_attention, score_mod=function)
+    with pytest.warns(RuntimeWarning, match=said):
+        assert calls(lower(attend, *QKV)) == []
+    lower(attend, *QKV)  # which warns no more
+    with pytest.raises(NotImplementedError, match=said):
+        lower(functools.partial(attend, backend="cuda"), *QKV)
+    made = jax_flash.explain(*QKV, score_mod=function, gpu="H200")
+    assert made.backend == "xla"
+    assert "primitive atan2" in str(made)
 
 
 def test_refused_head_dim_runs_on_xla_and_says_so_once(recwarn: pytest.WarningsRecorder):

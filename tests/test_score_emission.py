@@ -6,6 +6,8 @@ The text is plain C++ but for a few names, so a C++ compiler's functions take th
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import functools
 import random
 import subprocess
 
@@ -16,9 +18,11 @@ import pytest
 from jax import lax
 
 import jax_flash
-from jax_flash import _function, _native, scores
-from jax_flash._gpu import emit
+from jax_flash import _explain, _function, _gpu, _native, scores
+from jax_flash._gpu import distances, emit
+from jax_flash._ops import passes
 
+from .compile_cases import H200, PLAIN, SHAPES, timed
 from .fake_cuda import COMPILER
 
 ARGUMENTS = {"score": "float32", **dict.fromkeys(("batch", "head", "query", "key"), "int32")}
@@ -30,9 +34,11 @@ HOST = """\
 #include <cmath>
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 template <class T> T __ldg(const T* x) { return *x; }
 inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
 struct Params { struct { const void* data; long long batch; } captures[8]; };
 struct Indexed { int index; float real, offset; };
 """
@@ -50,18 +56,34 @@ extern "C" void run_%(i)d(Params* p, long n, const float* s, const int* b, const
 }
 """
 
+LINE = """
+extern "C" void lines_%(i)d(Params* p, long n, const float* s, const int* b, const int* h,
+                            const int* q, const int* k, float* value, float* slope) {
+  for (long i = 0; i < n; ++i) {
+    const auto lines = of_%(i)d::lines_of_head(*p, 0, b[i], h[i]);
+    const auto& line = k[i] >= q[i] ? lines.after : lines.before;
+    value[i] = s[i] + (line.slope * float(k[i] - q[i]) + line.constant);
+    slope[i] = fmaxf(fabsf(line.slope * float(k[i] - q[i])), fabsf(line.constant));
+  }
+}
+"""
+
+
+def traced(f):
+    return _function.trace("score_mod", f, ARGUMENTS, "float32")
+
 
 def texts(functions) -> tuple[str, list]:
     """The CUDA of functions, value_i and slope_i, and of each the arrays that it reads."""
-    text, arrays = emit.PRELUDE, []
+    text, arrays = "", []
     for i, f in enumerate(functions):
-        function, captured = _function.trace("score_mod", f, ARGUMENTS, "float32")
+        function, captured = traced(f)
         assert emit.cannot(function, with_slope=True) == ()
         small = i % 2 == 0
         text += emit.define(function, f"value_{i}", small=small)
         text += emit.define(function, f"slope_{i}", small=small, with_slope=True)
         arrays.append([np.ascontiguousarray(x) for x in captured])
-    return text, arrays
+    return emit.with_helpers(text), arrays
 
 
 def draw(count: int = 400) -> list[np.ndarray]:
@@ -73,11 +95,9 @@ def draw(count: int = 400) -> list[np.ndarray]:
     return [score, *indices]
 
 
-def run(functions, folder) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Values and slopes of functions at drawn arguments, computed by their CUDA."""
-    text, captured = texts(functions)
-    loops = "".join(LOOP % {"i": i} for i in range(len(captured)))
-    (folder / "host.cc").write_text(HOST + text + loops)
+def run(text, name, captured, folder) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What the functions name_i of a text give at drawn arguments, of their arrays."""
+    (folder / "host.cc").write_text(HOST + text)
     command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
     subprocess.run([*command, folder / "host.cc", "-o", folder / "host.so"], check=True)
     library = ctypes.CDLL(str(folder / "host.so"))
@@ -89,7 +109,7 @@ def run(functions, folder) -> list[tuple[np.ndarray, np.ndarray]]:
         got = [np.empty_like(given[0]) for _ in range(2)]
         address = ctypes.c_void_p(params.ctypes.data)
         to = [ctypes.c_void_p(x.ctypes.data) for x in got]
-        getattr(library, f"run_{i}")(address, ctypes.c_long(len(given[0])), *pointers, *to)
+        getattr(library, f"{name}_{i}")(address, ctypes.c_long(len(given[0])), *pointers, *to)
         results.append((got[0], got[1]))
     return results
 
@@ -170,6 +190,60 @@ READS = (
     scores.compose(scores.alibi(TABLE[:, 0]), scores.softcap(3.0), scores.tanh(2.0)),
     scores.softcap(jnp.float32(3.0)),
 )
+# Operations that are rounded, which a fused product, a reciprocal or another order would not be;
+# of jax.numpy, and of numpy, which does one after the other (XLA multiplies by reciprocals).
+ROUNDED = (
+    lambda n, s, h, d: (s + 12582912.0) - 12582912.0 + n.float32(0.1) * d,
+    lambda n, s, h, d: s + ((n.float32(0.1) * d + 1e8) - 1e8),
+    lambda n, s, h, d: 4097.0 * s - (4097.0 * s - s),  # its first twelve bits
+    lambda n, s, h, d: s * s - abs(s) * abs(s),
+    lambda n, s, h, d: n.floor(41.0 * d / 41.0) + s / 3.0,
+    lambda n, s, h, d: n.floor(s / n.asarray(TABLE)[h, 0]) + n.floor(d / 0.3),
+    lambda n, s, h, d: s / n.asarray([0.0, n.inf, 3.0, -7.0], n.float32)[h],
+)
+
+
+def rounded(f):
+    return lambda s, b, h, q, k: f(jnp, s, h, jnp.float32(k - q))
+
+
+def step_by_step(f) -> np.ndarray:
+    score, _, head, query, key = draw()
+    with np.errstate(all="ignore"):
+        return f(np, score, np.minimum(head, N - 1), np.float32(key - query))
+
+
+# Which have numbers of both signs in what both sides of a query know.
+LITERALS = (
+    lambda s, b, h, q, k: s - jnp.where(k > q, -1.0, 0.5),
+    lambda s, b, h, q, k: s + jax.nn.sigmoid(jnp.where(k > q, -4.0, 4.0)),
+    lambda s, b, h, q, k: s + jax.nn.log_sigmoid(jnp.where(k > q, -4.0, 4.0)),
+    lambda s, b, h, q, k: s + jnp.exp(-jnp.where(k > q, -4.0, 4.0)),
+    lambda s, b, h, q, k: s + -(jnp.minimum(k, -1)).astype(jnp.float32),
+)
+
+
+def drawn_line(seed: int):
+    """A random function of numbers that the side of the query decides, or its head."""
+    near = (
+        jnp.negative, jnp.abs, jnp.sign, jax.nn.sigmoid, jax.nn.relu, jnp.tanh, jnp.floor,
+        lambda x: jnp.exp(-jnp.abs(x)), lambda x: 1.0 / (x * x + 1.0), lambda x: -x * 0.7,
+        lambda x: jnp.where(x < 0.0, -x, x), lambda x: lax.integer_pow(x, 2),
+    )  # fmt: skip
+    pairs = (jnp.add, jnp.subtract, jnp.maximum, jnp.minimum, lambda x, y: jnp.tanh(x * y))
+
+    def function(s, b, h, q, k):
+        choose = random.Random(seed)
+        numbers = [-2.5, -1.0, -0.0, 0.5, 3.0, -7e-9]
+        floats = [jnp.where(k > q, *choose.sample(numbers, 2)) for _ in range(3)]
+        floats.append(jnp.minimum(k, -1).astype(jnp.float32))
+        floats.append(jnp.asarray(TABLE)[h, 1])
+        for _ in range(6):
+            floats.append(choose.choice(near)(choose.choice(floats)))
+            floats.append(choose.choice(pairs)(choose.choice(floats), choose.choice(floats)))
+        return s + choose.choice((1.0, k - q)) * jnp.clip(floats[-1], -40.0, 40.0)
+
+    return function
 
 
 def drawn(seed: int):
@@ -192,7 +266,7 @@ def drawn(seed: int):
         choose = random.Random(seed)
         floats, ints = [jnp.where(jnp.isfinite(s), s, 1.0)], [b, h, q, k]
         for _ in range(12):
-            kind = choose.randrange(6)
+            kind = choose.randrange(7)
             if kind == 0:
                 ints.append(choose.choice(whole)(choose.choice(ints), choose.choice(ints)))
             elif kind == 1:
@@ -204,6 +278,9 @@ def drawn(seed: int):
                 one, other = choose.choice(floats), choose.choice(floats)
                 floats.append(jnp.where(choose.choice(ints) < choose.choice(ints), one, other))
             elif kind == 4:
+                ordered = choose.choice(ints) < choose.choice(ints)
+                floats.append(-jnp.where(ordered, -1.5, choose.choice((-0.0, 0.25, -3.0))))
+            elif kind == 5:
                 floats.append(choose.choice(near)(choose.choice(floats)))
             else:
                 floats.append(choose.choice(pairs)(choose.choice(floats), choose.choice(floats)))
@@ -221,14 +298,47 @@ def test_text_computes_what_jax_does(tmp_path):
         *((drawn(seed), 64) for seed in range(10)),
     )
     given = [f for f, _ in functions]
-    results = zip(functions, run(given, tmp_path), expected(given), strict=True)
+    text, captured = texts([*given, *map(rounded, ROUNDED)])
+    text += "".join(LOOP % {"i": i} for i in range(len(captured)))
+    results = run(text, "run", captured, tmp_path)
     wrong = []
-    for i, ((_, ulp), got, want) in enumerate(results):
+    cases = zip(functions, results[: len(given)], expected(given), strict=True)
+    for i, ((_, ulp), got, want) in enumerate(cases):
         try:
             check(got, want, ulp)
         except AssertionError as error:
             wrong.append(f"function {i}: {error}")
+    for i, f in enumerate(ROUNDED):
+        try:
+            np.testing.assert_array_equal(results[len(given) + i][0], step_by_step(f))
+        except AssertionError as error:
+            wrong.append(f"rounded function {i}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_lines_compute_what_their_functions_do(tmp_path):
+    """To a few units in the last place of the largest of their terms."""
+    functions = [(f, 4) for f in (*LITERALS, scores.alibi(TABLE[:, 0]))]
+    functions += [(drawn_line(seed), 64) for seed in range(60)]
+    text, captured, having = "", [], []
+    for f, ulp in functions:
+        function, arrays = traced(f)
+        lines = distances.lines_of(function, (False,) * len(arrays))
+        if lines is not None and lines.reach <= 1:
+            i = len(having)
+            text += f"namespace of_{i} {{\n{emit.with_helpers(lines.define('lines_of_head'))}}}\n"
+            text += LINE % {"i": i}
+            captured.append([np.ascontiguousarray(x) for x in arrays])
+            having.append((f, ulp))
+    assert len(having) > 30
+    score, _, _, query, key = draw()
+    beyond = np.isfinite(score) & (key != query)
+    wanted = [value for value, _ in expected([f for f, _ in having])]
+    results = zip(having, run(text, "lines", captured, tmp_path), wanted, strict=True)
+    for (f, ulp), (got, term), want in results:
+        largest = np.maximum(np.maximum(abs(score), term), abs(key - query) if ulp > 4 else 0)
+        right = abs(got[beyond] - want[beyond]) <= (ulp * 2.0**-23 * largest)[beyond]
+        assert right.all(), jax.make_jaxpr(f)(0.0, 0, 0, 0, 0)
 
 
 def test_text_compiles():
@@ -239,7 +349,10 @@ def test_text_compiles():
         *(of_floats(lambda x, f=f: jnp.asarray(f(x), jnp.float32)) for f in FLOATS),
         *(of_integers(f) for f in WHOLE),
         *READS,
+        *map(rounded, ROUNDED),
+        *LITERALS,
         *(drawn(seed) for seed in range(8)),
+        *(drawn_line(seed) for seed in range(8)),
     ]
     text, _ = texts(functions)
     calls = "".join(
@@ -247,6 +360,13 @@ def test_text_compiles():
         f"  sum += slope_{i}(slope_{i}_of_head(p, 0, b, h), x, q, k, x);\n"
         for i in range(len(functions))
     )
+    lines = [
+        distances.lines_of(one, (False,) * len(one.captures)) for one, _ in map(traced, functions)
+    ]
+    for i, line in enumerate(lines):
+        if line is not None:
+            text += f"namespace of_{i} {{\n{line.define('lines_of_head')}}}\n"
+            calls += f"  sum += of_{i}::lines_of_head(p, 0, b, h).after.constant;\n"
     program = f"""{text}
 struct Params {{ struct {{ const void* data; long long batch; }} captures[8]; }};
 struct Indexed {{ int index; float real, offset; }};
@@ -257,6 +377,38 @@ extern "C" __global__ void all(Params p, float x, int b, int h, Indexed q, Index
 """
     compiled = _native.compile_kernel("numbers.cuh", program, "sm_90a")
     assert compiled.cubin
+
+
+def sines(count: int):
+    return of_floats(lambda x: functools.reduce(lambda x, _: jnp.sin(x), range(count), x))
+
+
+LONG = (  # of 32 primitives at most: called; with what a head has; in a loop; written out
+    (sines(32), "forward"),
+    (sines(32), "backward"),
+    (lambda s, b, h, q, k: s + jnp.sum(jnp.sin(jnp.asarray(TABLE)[h] * s)), "forward"),
+    (of_floats(lambda x: jnp.cos(x) + 2 * x), "backward"),
+    (of_floats(jax.nn.silu), "forward"),
+)
+
+
+@pytest.mark.parametrize(("f", "name"), LONG)
+def test_functions_add_at_most_four_seconds_to_compiling(f, name):
+    if _native.available("cuda"):
+        pytest.skip(str(_native.available("cuda")))
+
+    def compile_with(function) -> float:
+        terms = ("score_ids",) if function and "head" in function.used else ()
+        problem = dataclasses.replace(PLAIN, score=function, terms=terms)
+        shapes = SHAPES
+        if function:
+            shapes = dataclasses.replace(SHAPES, own_captures=(False,) * len(function.captures))
+        plan = _gpu.plan(passes(problem)[name], shapes, H200)
+        report, seconds = timed(lambda: _explain.compile_plan(plan))
+        assert report.error is None
+        return seconds
+
+    assert compile_with(traced(f)[0]) < compile_with(None) + 4
 
 
 # ---- what has no text ----------------------------------------------------------------------------
@@ -282,19 +434,29 @@ def test_what_has_no_text_runs_on_xla_and_is_named():
     assert "computes in float16" in refusals(
         lambda s, b, h, q, k: (s.astype(jnp.float16) * 2).astype(jnp.float32)
     )
+    wide = jnp.ones((2, 60))
+    assert "instructions for each score, and kernels up to 8000" in refusals(
+        lambda s, b, h, q, k: (
+            s + jnp.sum(functools.reduce(lambda x, _: jnp.tan(x), range(12), wide[h] * s))
+        )
+    )
     assert "70 elements of an array at once" in refusals(
         lambda s, b, h, q, k: s + jnp.sum(jnp.ones((2, 70))[h])
     )
 
 
-def test_explain_prints_the_text(uncompiled):
+def test_explain_has_the_text_and_prints_what_matters(uncompiled):
     if _native.available("cuda"):
         pytest.skip(str(_native.available("cuda")))
     q = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)
     made = jax_flash.explain(q, q, q, score_mod=scores.alibi(TABLE[:, 0]), gpu="H200")
     assert made.backend == "cuda"
-    assert "score_value(const ScoreValueOfHead& of, float score, const Place& query" in str(made)
-    assert "score_value_and_slope" in str(made)
+    assert "score_value(const ScoreValueOfHead& of, float score, const Place& query" in made.source
+    assert "score_value_and_slope" in made.source
+    assert "lines of CUDA: explanation.source" in str(made)
+    assert "score_value(" not in str(made)
+    assert len(str(made).splitlines()) < 30
+    assert jax_flash.explain(q, q, q, gpu="H200").source == ""
     # A distance of positions takes no conversion.
     assert "float(" not in made.forward.kernel.plan.functions
 
@@ -308,9 +470,7 @@ def test_lines_of_the_distance_are_found(uncompiled):
         scores.alibi(slopes): 0,
         lambda s, b, h, q, k: s + slopes[h] * (k - q): -1,
         lambda s, b, h, q, k: s + slopes[h]: -1,
-        lambda s, b, h, q, k: (
-            2.0 + s - jnp.abs((q - k).astype(jnp.float32)) / 8 - slopes[b] * (q - k)
-        ): 0,
+        lambda s, b, h, q, k: 2.0 + s - jnp.abs((q - k).astype(jnp.float32)) / 7: 0,
         lambda s, b, h, q, k: s + jnp.abs(q - k + 1): 1,
         lambda s, b, h, q, k: jnp.where(k > q, s + slopes[h], s): 1,
         lambda s, b, h, q, k: s - slopes[h] * jnp.minimum(jnp.abs(q - k), 50): 50,
@@ -327,6 +487,14 @@ def test_lines_of_the_distance_are_found(uncompiled):
         lambda s, b, h, q, k: s + slopes[k % 2] * (k - q),
         lambda s, b, h, q, k: s + jnp.sin(jnp.float32(k - q)),
         lambda s, b, h, q, k: jnp.where(k > q, s, -jnp.inf),
+        # Sums that round the score, or may, which a line does not.
+        lambda s, b, h, q, k: (s + 12582912.0) - 12582912.0 + 0.1 * (k - q),
+        lambda s, b, h, q, k: s + ((0.1 * (k - q) + 1e8) - 1e8),
+        lambda s, b, h, q, k: s + 1e8,
+        lambda s, b, h, q, k: s + slopes[h] * (k - q) + slopes[b],
+        lambda s, b, h, q, k: s + slopes[h] - slopes[b],
+        lambda s, b, h, q, k: s - jnp.abs(q - k) / 8 - slopes[b] * (q - k),
+        lambda s, b, h, q, k: s + 1e30 * (slopes[h] * (k - q)),
         scores.distance_decay(slopes, slopes),
         scores.relative_position_table(jnp.zeros((4, 257))),  # no key is so far away
     )
@@ -334,5 +502,5 @@ def test_lines_of_the_distance_are_found(uncompiled):
     for f in (*reaches, *others):
         made = jax_flash.explain(q, q, q, score_mod=f, gpu="H200")
         assert made.backend == "cuda"
-        assert ("score_line_of_head" in str(made)) == (f in reaches)
+        assert ("score_line_of_head" in made.source) == (f in reaches)
         assert made.forward.kernel.plan.constants["kScoreReach"] == reaches.get(f, -1)

@@ -149,6 +149,16 @@ __device__ __forceinline__ void add_scores(const Params& p, const Loaded& loaded
     const SeenPairs<kQueries> pairs(p, batch, head, sight,
                                     key0 + slab + fragment::first_row(thread), query0);
     const int column = fragment::first_column(thread);
+    constexpr int kCount = kSums / kParts;
+    const auto apply = [&](float score, int i, float& slope) {
+      if constexpr (!kHasScoreFunction) return score;
+      const int at_query = m0 + column + fragment::column(part * kCount + i);
+      const int at_key =
+          key0 + slab + fragment::first_row(thread) + fragment::kRowStep * fragment::row(i);
+      return function.value(p, score, place(at_query), place(at_key), slope);
+    };
+    FunctionOfScores<decltype(function)::kTogether, kCount> made;
+    made.begin(x, apply);
 #pragma unroll
     for (int k = 0; k < kQueries / kParts / 8; ++k) {
       const int j = part * (kQueries / kParts / 8) + k;
@@ -160,12 +170,7 @@ __device__ __forceinline__ void add_scores(const Params& p, const Loaded& loaded
       for (int i = 0; i < 4; ++i) {
         float y = x[4 * k + i], slope = score_slope(y);
         const float shift = i % 2 == 0 ? lse.x : lse.y;
-        if constexpr (kHasScoreFunction) {
-          const int at_query = m0 + fragment::first_column(thread) + fragment::column(4 * j + i);
-          const int at_key = key0 + slab + fragment::first_row(thread) +
-                             fragment::kRowStep * fragment::row(4 * j + i);
-          y = function.value(p, y, place(at_query), place(at_key), slope);
-        }
+        if constexpr (kHasScoreFunction) y = made.value(y, 4 * k + i, slope, apply);
         const float probability = probability_of(fmaf(y, p.scale_log2, shift));
         float given = dp[4 * k + i];
         if constexpr (kHasDropout) given = dropped.drops(4 * j + i) ? 0.f : given;

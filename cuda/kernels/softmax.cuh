@@ -49,11 +49,12 @@ struct OneFactor {  // score * factor
     return fmaf(score, factor, -base);
   }
 };
-// The same to the third power: factor + cubic * score^2.
-struct CubicFactor {
-  float factor, cubic;
+// The same to the fifth power: factor + cubic * score^2 + quintic * score^4.
+struct OddFactor {
+  float factor, cubic, quintic;
   __device__ __forceinline__ float exponent(float score, int, int, float base) const {
-    return fmaf(score, fmaf(cubic, score * score, factor), -base);
+    const float square = score * score;
+    return fmaf(score, fmaf(square, fmaf(square, quintic, cubic), factor), -base);
   }
 };
 // The same and a line along each row: score * factor + start + step * column.

@@ -70,10 +70,20 @@ __device__ __forceinline__ float near_tanh(float x) {
   y = fmaf(y, square, 0.999999464f);
   return x * y;
 }
-// tanh(x * factor) = 1 - 2 / (1 + e^2x): absolute error 1e-7, where tanh.approx has 5e-4.
-__device__ __forceinline__ float far_tanh(float x, float factor) {
-  const float e = ptx::exp2_approx(x * (factor * 2.8853900817779268f));
+// tanh(x) = 1 - 2 / (1 + e^2x): absolute error 1e-7, where tanh.approx has 5e-4. Below
+// kNear that is no longer small beside the result, of which a large cap makes a logit.
+__device__ __forceinline__ float far_tanh(float x) {
+  const float e = ptx::exp2_approx(x * 2.8853900817779268f);
   return 1.0f - 2.0f * ptx::reciprocal_approx(1.0f + e);
+}
+// Either of them. The near one in other words: what both branches of a caller have in common would
+// be kept through them, and 32 bytes spilled.
+__device__ __forceinline__ float mixed_tanh(float x) {
+  const float far = far_tanh(x), square = x * x;
+  float y = -0.0444022268f * square;
+  y = fmaf(y + 0.131902963f, square, -0.333263189f);
+  y = fmaf(y, square, 0.999999464f);
+  return fabsf(x) <= kNear ? x * y : far;
 }
 // tanh(x) with a relative error of 3e-7 by that where it is large, else of 1.2e-7 by degree 9.
 __device__ __forceinline__ float highest_tanh(float x) {
@@ -82,13 +92,13 @@ __device__ __forceinline__ float highest_tanh(float x) {
   y = fmaf(y, square, 0.133237883f);
   y = fmaf(y, square, -0.333330274f);
   y = fmaf(y, square, 1.0f);
-  return fabsf(x) <= kNear ? x * y : far_tanh(x, 1.0f);
+  return fabsf(x) <= kNear ? x * y : far_tanh(x);
 }
-// For |x| <= kNearest: kNearestFactor * x + kNearestCubic * x^3, relative error 3.8e-5. Of
-// logits up to kNearestLogit, log2 units (8), that is 3e-4: a sixth of a bfloat16 weight's
-// rounding.
-inline constexpr float kNearest = 0.22f, kNearestLogit = 11.5f;
-inline constexpr float kNearestFactor = 0.9999618f, kNearestCubic = -0.3269915f;
+// For |x| <= kNearest: kNearestFactor * x + kNearestCubic * x^3 + kNearestQuintic * x^5, relative
+// error 1.9e-7. Scores below kNearestScore have squares.
+inline constexpr float kNearest = 0.22f, kNearestScore = 0x1p31f;
+inline constexpr float kNearestFactor = 0.99999981f, kNearestCubic = -0.33326425f;
+inline constexpr float kNearestQuintic = 0.1295011f;
 // The largest of a thread's scores, two at a time: numbers that are not negative are in the order
 // of their bits, of which Hopper's integer units take the maximum of three.
 template <int kCount>
@@ -134,7 +144,7 @@ __device__ __forceinline__ void score_function(const Params& p, float (&scores)[
       for (int i = 0; i < kCount; ++i) scores[i] = near_tanh(scores[i] * inner);
     } else {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) scores[i] = far_tanh(scores[i], inner);
+      for (int i = 0; i < kCount; ++i) scores[i] = mixed_tanh(scores[i] * inner);
     }
   } else if constexpr (kScaleFirst && !kHasBias && !kHasScoreFunction) {
 #pragma unroll
@@ -143,19 +153,20 @@ __device__ __forceinline__ void score_function(const Params& p, float (&scores)[
 }
 // Of what score_function has made: one number, and of hidden elements an infinity, not 0 times it.
 template <class Params>
-__device__ __forceinline__ CubicFactor whole_factor(const Params& p) {
-  return {p.scale_log2, 0x1p-100f};
+__device__ __forceinline__ OddFactor whole_factor(const Params& p) {
+  return {p.scale_log2, 0.0f, 0x1p-100f};
 }
 // The same for a forward fragment without hidden elements. Where all of a warp's scores are
-// nearest, the cubic is left to the exponentials: its last multiplication is theirs.
+// nearest, the polynomial is left to the exponentials: its last multiplication is theirs.
 inline constexpr bool kLeavesCap = kSoftcap && !kHasBias && !kHasScoreFunction;
 template <class Params, int kCount>
-__device__ __forceinline__ CubicFactor score_factor(const Params& p, float (&scores)[kCount]) {
-  const float inner = p.softcap_inner, largest = largest_of(scores) * fabsf(inner);
-  const bool nearest = largest <= kNearest && largest * p.scale_log2 <= kNearestLogit;
+__device__ __forceinline__ OddFactor score_factor(const Params& p, float (&scores)[kCount]) {
+  const float inner = p.softcap_inner, largest = largest_of(scores);
+  const bool nearest = largest * fabsf(inner) <= kNearest && largest < kNearestScore;
   if (__all_sync(0xffffffffu, nearest)) {
-    const float scale = p.scale_log2 * inner;
-    return {kNearestFactor * scale, kNearestCubic * inner * inner * scale};
+    const float scale = p.scale_log2 * inner, square = inner * inner;
+    const float cubic = square * scale;
+    return {kNearestFactor * scale, kNearestCubic * cubic, kNearestQuintic * square * cubic};
   }
   score_function(p, scores);
   return whole_factor(p);
@@ -200,6 +211,7 @@ __device__ __forceinline__ float scaled_score(const Params& p, float score) {
 template <class Params>
 struct ScoreFunction<Params, true> {
   decltype(score_value_of_head(*static_cast<const Params*>(nullptr), 0, 0, 0)) of;
+  static constexpr int kTogether = decltype(of)::kTogether;
   __device__ __forceinline__ void read(const Params& p, int row, int head) {
     const int2 ids = score_ids(p, row, head);
     of = score_value_of_head(p, row, ids.x, ids.y);
@@ -212,6 +224,7 @@ struct ScoreFunction<Params, true> {
 // With its slope.
 template <class Params, bool kExists = kHasScoreFunction>
 struct ScoreFunctionAndSlope {  // none
+  static constexpr int kTogether = 0;
   __device__ __forceinline__ void read(const Params&, int, int) {}
   __device__ __forceinline__ float value(const Params&, float score, const Place&, const Place&,
                                          float&) const {
@@ -221,6 +234,7 @@ struct ScoreFunctionAndSlope {  // none
 template <class Params>
 struct ScoreFunctionAndSlope<Params, true> {
   decltype(score_value_and_slope_of_head(*static_cast<const Params*>(nullptr), 0, 0, 0)) of;
+  static constexpr int kTogether = decltype(of)::kTogether;
   __device__ __forceinline__ void read(const Params& p, int row, int head) {
     const int2 ids = score_ids(p, row, head);
     of = score_value_and_slope_of_head(p, row, ids.x, ids.y);
@@ -269,10 +283,45 @@ __device__ __forceinline__ float line_factor(const Params& p) {
   return kHasBias ? p.scale_log2 : p.scale * p.scale_log2;
 }
 
-// Of a fragment whose rows are queries: x, with the bias if there is one, becomes y.
+// What a function makes of a fragment's scores: of a short one (kTogether 0) when asked; of a long
+// one, which written out for each element would be compiled for minutes, beforehand, by a loop over
+// kTogether elements at a time, so that they are in local memory.
+template <int kTogether, int kCount>
+struct FunctionOfScores {
+  float values[kCount], slopes[kCount];
+  static_assert(kCount % kTogether == 0);
+  // apply(score, i, slope) of element i.
+  template <class Apply>
+  __device__ __forceinline__ void begin(const float (&scores)[kCount], const Apply& apply) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = scores[i];
+#pragma unroll 1
+    for (int first = 0; first < kCount; first += kTogether) {
+#pragma unroll
+      for (int i = first; i < first + kTogether; ++i) values[i] = apply(values[i], i, slopes[i]);
+    }
+  }
+  template <class Apply>
+  __device__ __forceinline__ float value(float, int i, float& slope, const Apply&) const {
+    slope = slopes[i];
+    return values[i];
+  }
+};
+template <int kCount>
+struct FunctionOfScores<0, kCount> {
+  template <class Apply>
+  __device__ __forceinline__ void begin(const float (&)[kCount], const Apply&) {}
+  template <class Apply>
+  __device__ __forceinline__ float value(float score, int i, float& slope,
+                                         const Apply& apply) const {
+    return apply(score, i, slope);
+  }
+};
+
+// Of a fragment whose rows are queries: x, with the bias if there is one, becomes y. The function is
+// a copy: what one that is called is given lies in local memory, with all that it is a part of.
 template <class Params, class QueryOf, int kCount>
-__device__ __forceinline__ void apply_function(const Params& p,
-                                               const ScoreFunction<Params>& function,
+__device__ __forceinline__ void apply_function(const Params& p, ScoreFunction<Params> function,
                                                QueryOf query_of, int first_key,
                                                float (&scores)[kCount]) {
   const Place key = place(first_key + fragment::first_column(threadIdx.x));
@@ -282,11 +331,15 @@ __device__ __forceinline__ void apply_function(const Params& p,
   const Place queries[2] = {first, kScoreReach > 0 && !kHasDropout
                                        ? place_after(first, fragment::kRowStep)
                                        : place(query_of(1))};
+  const auto apply = [&](float score, int i, float&) {
+    return function.value(p, score, fragment::row(i) == 0 ? queries[0] : queries[1],
+                          place_after(key, fragment::column(i)));
+  };
+  FunctionOfScores<ScoreFunction<Params>::kTogether, kCount> made;
+  made.begin(scores, apply);
+  float slope;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    scores[i] = function.value(p, scores[i], queries[fragment::row(i)],
-                               place_after(key, fragment::column(i)));
-  }
+  for (int i = 0; i < kCount; ++i) scores[i] = made.value(scores[i], i, slope, apply);
 }
 
 // A score of one pair by itself.

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <exception>
 #include <filesystem>
 #include <functional>
@@ -207,6 +208,8 @@ struct Process {
   std::unordered_map<std::string, std::shared_future<ImageResult>> images;
   std::unordered_map<std::string, Result<CUlibrary>> libraries;
   std::unordered_map<std::string, Result<const Kernel*>> kernels;
+  int compiling = 0;  // programs
+  std::condition_variable compiled;
 };
 
 Process& TheProcess() {
@@ -216,6 +219,41 @@ Process& TheProcess() {
 
 std::string KeyOf(const Program& program) {
   return program.arch + '\n' + program.source + '\n' + program.header;
+}
+
+// The image of a program, whose compilation is started if nobody asked for it yet.
+std::shared_future<ImageResult> ImageOf(const Program& program) {
+  Process& process = TheProcess();
+  auto promise = std::make_shared<std::promise<ImageResult>>();
+  std::shared_future<ImageResult> image;
+  std::shared_ptr<Toolchain> toolchain;
+  {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    auto [entry, added] = process.images.try_emplace(KeyOf(program));
+    if (added) {
+      entry->second = promise->get_future().share();
+      toolchain = process.toolchain;
+      ++process.compiling;
+    }
+    image = entry->second;
+  }
+  if (toolchain == nullptr) return image;
+  const auto compile = [&process, promise, toolchain, program] {
+    try {
+      promise->set_value(FindOrCompile(*toolchain, program));
+    } catch (const std::exception& error) {
+      promise->set_value(Failure{std::string("compiling a kernel: ") + error.what()});
+    }
+    std::lock_guard<std::mutex> lock(process.mutex);
+    --process.compiling;
+    process.compiled.notify_all();
+  };
+  try {
+    std::thread(compile).detach();
+  } catch (const std::system_error&) {
+    compile();  // no thread to be had
+  }
+  return image;
 }
 
 Result<CUlibrary> LoadLibrary(const Driver& driver, const Image& image) {
@@ -255,35 +293,20 @@ void Configure(Settings settings) {
   process.kernels.clear();
 }
 
-ImageResult Compile(const Program& program) {
+ImageResult Compile(const Program& program) { return ImageOf(program).get(); }
+
+void StartCompiling(const Program& program) { ImageOf(program); }
+
+bool WaitFor(const Program& program, double seconds) {
+  const std::chrono::duration<double> time(seconds);
+  return ImageOf(program).wait_for(time) == std::future_status::ready;
+}
+
+bool WaitForAll(double seconds) {
   Process& process = TheProcess();
-  std::promise<ImageResult> promise;
-  std::shared_future<ImageResult> image;
-  std::shared_ptr<Toolchain> toolchain;
-  {
-    std::lock_guard<std::mutex> lock(process.mutex);
-    auto [entry, added] = process.images.try_emplace(KeyOf(program));
-    if (added) {
-      entry->second = promise.get_future().share();
-      toolchain = process.toolchain;
-    }
-    image = entry->second;
-  }
-  if (toolchain != nullptr) {
-    auto compile = [&] {
-      try {
-        promise.set_value(FindOrCompile(*toolchain, program));
-      } catch (const std::exception& error) {
-        promise.set_value(Failure{std::string("compiling a kernel: ") + error.what()});
-      }
-    };
-    try {
-      std::thread(compile).join();
-    } catch (const std::system_error&) {
-      compile();  // no thread to be had
-    }
-  }
-  return image.get();
+  std::unique_lock<std::mutex> lock(process.mutex);
+  return process.compiled.wait_for(lock, std::chrono::duration<double>(seconds),
+                                   [&] { return process.compiling == 0; });
 }
 
 Status Kernel::AllowShared(const Driver& driver, CUdevice device, int bytes) const {

@@ -49,6 +49,11 @@ struct Image {
 // from any thread; callers asking for one program at once share one compilation.
 Result<std::shared_ptr<const Image>> Compile(const Program& program);
 
+// The parts of it, for who wants to do something meanwhile. A compilation cannot be stopped.
+void StartCompiling(const Program& program);
+bool WaitFor(const Program& program, double seconds);  // starts it too; true if it is done
+bool WaitForAll(double seconds);                       // true if none is under way
+
 // An entry point in the driver. Serves every device of the process.
 class Kernel {
  public:

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from jax_flash._call import Call
-from jax_flash._gpu import carrier, decode, sm80, sm90, spec
+from jax_flash._gpu import carrier, decode, emit, sm80, sm90, spec
 from jax_flash._gpu.family import Family, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "carrier",
     "choose",
+    "emit",
     "families",
     "parts",
     "plan",

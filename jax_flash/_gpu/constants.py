@@ -71,13 +71,13 @@ def functions(call: Call, shapes: Shapes) -> str:
     define = functools.partial(
         emit.define, score, rows=shapes.own_captures, small=_are_small(shapes)
     )
-    text = emit.PRELUDE + define("score_value")
+    text = define("score_value")
     lines = score_lines(call.problem, shapes)
     if lines is not None:
         text += lines.define("score_line_of_head")
     if _has_slope(call):
         text += define("score_value_and_slope", with_slope=True)
-    return text
+    return emit.with_helpers(text)
 
 
 def _are_small(shapes: Shapes) -> bool:

@@ -5,6 +5,11 @@ A score + slope * (key - query) + constant, of which the head decides both, wher
 0), tables of clipped distances, T5's buckets (reach: their largest distance). Kernels take such a
 line along a row of scores for one fused multiplication of each, or none where it has no slope; the
 function itself is three or more.
+
+A line has the function's values to a few units in the last place of its largest term: it has the
+terms of the function, the score, one product of the distance and one constant, and no others. What
+would be left out where terms cancel, an addition that rounds the score say, is no line; nor is a
+number beyond _LARGEST, beside which the score is rounded to be seen.
 """
 
 from __future__ import annotations
@@ -25,11 +30,11 @@ class Line:
     """What a score + slope * (key - query) + constant has.
 
     Attributes:
-      lines: text that computes what follows, of p, row, batch and head.
+      lines: what computes what follows, of p, row, batch and head.
       slope, constant: names or numbers in the text.
     """
 
-    lines: tuple[str, ...]
+    lines: tuple[emit.Line, ...]
     slope: str
     constant: str
 
@@ -39,7 +44,8 @@ class Line:
 
     def compute(self, name: str) -> str:
         """Writes what sets `name`."""
-        text = (*self.lines, f"{name} = {{{self.slope}, {self.constant}}};")
+        text = [line.explained for line in self.lines]
+        text.append(f"{name} = {{{self.slope}, {self.constant}}};")
         return "  {\n" + "".join(f"    {line}\n" for line in text) + "  }\n"
 
 
@@ -73,10 +79,11 @@ class Lines:
 
     def define(self, name: str) -> str:
         """Writes a function `name` of (p, row, batch, head) that returns both."""
+        qualifiers = emit.inlined((*self.before.lines, *self.after.lines))
         return (
             "struct LineOfHead {\n  float slope, constant;\n};\n"
             "struct LinesOfHead {\n  LineOfHead before, after;\n};\n"
-            f"template <class Params>\n__device__ __forceinline__ LinesOfHead "
+            f"template <class Params>\n{qualifiers} LinesOfHead "
             f"{name}(const Params& p, int row, int batch, int head) {{\n  LinesOfHead lines;\n"
             f"{self.before.compute('lines.before')}{self.after.compute('lines.after')}"
             "  return lines;\n}\n"
@@ -111,6 +118,7 @@ def lines_of(function: Function, rows: tuple[bool, ...]) -> Lines | None:
 
 
 _ZERO = "0.0f"
+_LARGEST = 64.0  # of a constant: scores are rounded by 2^-19 beside it
 _MOST_REACHES = 16
 
 
@@ -125,6 +133,15 @@ class _Sum:
     @property
     def is_constant(self) -> bool:
         return not self.score and self.slope is None
+
+    @property
+    def is_small(self) -> bool:
+        """Tells whether the score is rounded no more than by one addition beside a slope."""
+        if self.constant is None:
+            return True
+        if self.constant.number is None:
+            return self.slope is None
+        return abs(float(self.constant.number)) <= _LARGEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +181,6 @@ class _Finder(emit.Writer):
             "key.index": _Whole(key=1),
             "query.index": _Whole(query=1),
         }
-        self.varying = {"score", "query", "key"}
 
     def line_of(self, function: Function, rows: tuple[bool, ...]) -> Line | None:
         try:
@@ -172,21 +188,15 @@ class _Finder(emit.Writer):
         except emit.UnsupportedError:
             return None
         found = self.sum_of(result)
-        if found is None or not found.score:
+        if found is None or not found.score or not found.is_small:
             return None
         texts = [_ZERO if x is None else x.text for x in (found.slope, found.constant)]
-        return Line(tuple(map(str, self.needed(texts, False))), *texts)
-
-    def let(self, dtype: str, text: str) -> str:
-        name = super().let(dtype, text)
-        if not self.varying.isdisjoint(emit.words(text)):
-            self.varying.add(name)
-        return name
+        return Line(self.needed(texts, False), *texts)
 
     def sum_of(self, x: emit.Scalar) -> _Sum | None:
         if x.text in self.sums:
             return self.sums[x.text]
-        return _Sum(constant=x) if self.varying.isdisjoint(emit.words(x.text)) else None
+        return _Sum(constant=x) if self.is_of_head(x.text) else None
 
     def whole_of(self, x: emit.Scalar) -> _Whole | None:
         if x.text in self.wholes:
@@ -281,44 +291,55 @@ class _Finder(emit.Writer):
             case "add" | "add_any":
                 return self._added(a, b)
             case "sub" if not b.score:
-                return self._added(a, self._times(b, _number(-1)))
+                negative = self._times(b, _number(-1))
+                return negative and self._added(a, negative)
             case "neg" if not a.score:
                 return self._times(a, _number(-1))
             case "mul" if a.is_constant and a.constant and not b.score:
                 return self._times(b, a.constant)
             case "mul" if b.is_constant and b.constant and not a.score:
                 return self._times(a, b.constant)
-            case "div" if b.constant and b.constant.number and b.is_constant and not a.score:
-                return self._times(a, _number(1 / b.constant.number))
+            case "div" if b.is_constant and b.constant and not a.score:
+                number = b.constant.number
+                return self._times(a, _number(1 / number)) if number else None
             case "abs" if a in (_Sum(slope=_number(1)), _Sum(slope=_number(-1))):
                 return _Sum(slope=_number(self.side))
         return None
 
     def _added(self, a: _Sum, b: _Sum) -> _Sum | None:
-        if a.score and b.score:
+        if (a.score and b.score) or not (a.is_small and b.is_small):
             return None
-        parts = ((a.slope, b.slope), (a.constant, b.constant))
-        return _Sum(a.score or b.score, *(self._plus(*part) for part in parts))
+        sums = []
+        for one, other in ((a.slope, b.slope), (a.constant, b.constant)):
+            if one is not None and other is not None:
+                numbers = one.number, other.number
+                if None in numbers or numbers[0] * numbers[1] < 0:
+                    return None  # they may cancel
+                sums.append(_number(numbers[0] + numbers[1]))
+            else:
+                sums.append(other if one is None else one)
+        return _Sum(a.score or b.score, *sums)
 
-    def _plus(self, a: emit.Scalar | None, b: emit.Scalar | None) -> emit.Scalar | None:
-        if a is None or b is None:
-            return a or b
+    def _times(self, a: _Sum, factor: emit.Scalar) -> _Sum | None:
+        exact = factor.number is not None and abs(np.frexp(factor.number)[0]) == 0.5
+        if a.slope is not None and a.constant is not None and not exact:
+            return None  # its product is rounded once, not by parts
+        parts = []
+        for x in (a.slope, a.constant):
+            made = None if x is None else self._product(x, factor)
+            if x is not None and made is None:
+                return None
+            parts.append(made)
+        return _Sum(False, *parts)
+
+    def _product(self, a: emit.Scalar, b: emit.Scalar) -> emit.Scalar | None:
         if a.number is not None and b.number is not None:
-            return _number(a.number + b.number)
-        return self.value("float32", f"{a.text} + {b.text}")
-
-    def _times(self, a: _Sum, factor: emit.Scalar) -> _Sum:
-        return _Sum(False, *(self._product(x, factor) for x in (a.slope, a.constant)))
-
-    def _product(self, a: emit.Scalar | None, b: emit.Scalar) -> emit.Scalar | None:
-        if a is None:
-            return None
-        if a.number is not None and b.number is not None:
-            return _number(a.number * b.number)
+            made = np.float32(a.number) * np.float32(b.number)
+            return _number(made) if 2.0**-100 < abs(made) < 2.0**100 else None
         for one, other in ((a, b), (b, a)):
             if one.number is not None and abs(one.number) == 1:
                 return other if one.number > 0 else self.value("float32", f"-{other.text}")
-        return self.value("float32", f"{a.text} * {b.text}")
+        return None
 
 
 def _number(x: float) -> emit.Scalar:

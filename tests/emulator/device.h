@@ -18,6 +18,7 @@ unsigned char* emulator_statics_end = __stop_emulator_static;
 #define __host__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)

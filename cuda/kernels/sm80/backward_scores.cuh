@@ -166,6 +166,13 @@ struct Fragment {
     const Place query = place(first_query + fragment::first_column(threadIdx.x));
     const int key = first_key + static_cast<int>(threadIdx.x) % 32 / 4;
     const Place keys[2] = {place(key), place(key + fragment::kRowStep)};
+    const auto apply = [&](float score, int i, float& slope) {
+      if constexpr (!kHasScoreFunction) return score;
+      return function.value(p, score, place_after(query, fragment::column(i)),
+                            fragment::row(i) == 0 ? keys[0] : keys[1], slope);
+    };
+    FunctionOfScores<decltype(function)::kTogether, kScores> made;
+    made.begin(x, apply);
     constexpr int kCount = kFragmentQueries < 32 ? 32 : kFragmentQueries;
     const auto run = [&](const auto& see) {
 #pragma unroll
@@ -178,8 +185,7 @@ struct Fragment {
         for (int i = 0; i < 4; ++i) {
           float& score = x[4 * j + i];
           if constexpr (kHasScoreFunction) {
-            score = function.value(p, score, place_after(query, fragment::column(4 * j + i)),
-                                   keys[fragment::row(4 * j + i)], slopes[i]);
+            score = made.value(score, 4 * j + i, slopes[i], apply);
           } else {
             slopes[i] = score_slope(score);
           }

@@ -154,8 +154,8 @@ struct FunctionOfKeys {
   }
   __device__ __forceinline__ float apply(const BackwardParams& p, float score, int i,
                                          float& slope) const {
-    return function.value(p, score, place_after(query, fragment::column(i)), keys[fragment::row(i)],
-                          slope);
+    return function.value(p, score, place_after(query, fragment::column(i)),
+                          fragment::row(i) == 0 ? keys[0] : keys[1], slope);
   }
 };
 
@@ -210,6 +210,13 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
       return 0;
     }
   }();
+  const auto apply = [&](float x, int i, float& slope) {
+    if constexpr (kHasScoreFunction && !kStraight) return function.apply(p, x, i, slope);
+    return x;
+  };
+  constexpr int kTogether = kStraight ? 0 : ScoreFunctionAndSlope<BackwardParams>::kTogether;
+  FunctionOfScores<kTogether, kScores> made;
+  made.begin(score, apply);
   const auto finish = [&](int j, const bool (&seen)[4]) {
     // Else the numbers of many queries are under way, and up to 36 bytes are spilled.
     if (kHasScoreFunction && !kStraight ? j % 2 == 0 : kSoftcap && kPartial) __syncwarp();
@@ -224,7 +231,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, const vol
         slopes[i] = 1.0f;  // of the score itself
       } else {
         if constexpr (kHasScoreFunction) {
-          x = function.apply(p, x, 4 * j + i, slopes[i]);
+          x = made.value(x, 4 * j + i, slopes[i], apply);
         } else {
           slopes[i] = score_slope(x);
         }

@@ -568,7 +568,7 @@ struct Warpgroup : RowWalk,
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
     bool rescale;
     if constexpr (kLeavesCap) {
-      CubicFactor factor = whole_factor(p);
+      OddFactor factor = whole_factor(p);
       if (later_is_full() && !searches) {
         factor = score_factor(p, scores);
       } else {

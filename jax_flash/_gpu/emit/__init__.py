@@ -5,7 +5,10 @@ alone is apart from what is computed for each score. Integers wrap as JAX's do. 
 bounds are known, nothing that the bounds decide is written, and float32 of an integer below 2^24 is
 computed from the arguments as floats, which kernels have at hand: a conversion takes as long as an
 exponential. Functions are CUDA's own, of one or two ulp, but tanh; none is fast and inexact. The
-texts need `PRELUDE` in front of them.
+texts go through `with_helpers`.
+
+Kernels write a short function out for each score. A longer one is written for four at a time, and
+what is longer still is a function that is called for each: `costs.py` counts.
 
 A traced function's steps on arrays are written by `arrays.py`, which knows where elements are; on
 each element by `scalars.py`; what is known of one is in `values.py`.
@@ -13,13 +16,15 @@ each element by `scalars.py`; what is known of one is in `values.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Sequence
 
 from jax_flash._function import Function
+from jax_flash._gpu.emit import costs
 from jax_flash._gpu.emit.arrays import Writer
-from jax_flash._gpu.emit.scalars import Line, words
+from jax_flash._gpu.emit.scalars import INEXACT, Line, words
 from jax_flash._gpu.emit.values import (
     HIGH,
     SMALL,
@@ -39,8 +44,8 @@ from jax_flash._program import Program, Value
 
 __all__ = [
     "MAX_CAPTURES",
-    "PRELUDE",
     "SMALL",
+    "Line",
     "Scalar",
     "UnsupportedError",
     "Writer",
@@ -48,20 +53,26 @@ __all__ = [
     "define",
     "has_remainders",
     "has_slope",
+    "inlined",
     "is_light",
     "of_number",
+    "refused",
     "run",
+    "with_helpers",
     "words",
 ]
 
 MAX_CAPTURES = 8  # kMaxCaptures of ffi/operands.h
 _LIGHT = 16  # lines
+_LIGHT_CALLS = {"fabsf", "fminf", "fmaxf", "__fmul_rn", "divided"}
 
 
-# tanh within 4 ulp, without a branch, which would keep products in flight waiting, and in fewer
-# registers than CUDA's own: with that one the backward of head dim 256 spilled 52 bytes. The near
-# part is the polynomial of least largest relative error, 1e-7.
-PRELUDE = """\
+# What a text calls beside CUDA's functions.
+_HELPERS = {
+    # tanh within 4 ulp, without a branch, which would keep products in flight waiting, and in fewer
+    # registers than CUDA's own: with that one the backward of head dim 256 spilled 52 bytes. The
+    # near part is the polynomial of least largest relative error, 1e-7.
+    "branchless_tanh": """\
 __device__ __forceinline__ float branchless_tanh(float x) {
   const float square = x * x;
   float y = fmaf(0.0164375398f, square, -0.0526717901f);
@@ -71,23 +82,63 @@ __device__ __forceinline__ float branchless_tanh(float x) {
   const float far = 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * fabsf(x)));
   return fabsf(x) < 0.55f ? near : copysignf(far, x);
 }
-"""
+""",
+    # x / by, rounded as a division is, by fused multiplications of the reciprocal and of the rest,
+    # which infinity and NaN have not.
+    "divided": """\
+__device__ __forceinline__ float divided(float x, float by, float reciprocal) {
+  const float near = x * reciprocal;
+  const float exact = fmaf(fmaf(-near, by, x), reciprocal, near);
+  return exact == exact ? exact : near;
+}
+""",
+}
+for _name in costs.HEAVY:
+    _takes = "float x, float y" if _name in ("powf", "fmodf", "atan2f") else "float x"
+    _HELPERS[f"called_{_name}"] = (
+        f"__device__ __noinline__ float called_{_name}({_takes}) "
+        f"{{ return {_name}({_takes.replace('float ', '')}); }}\n"
+    )
+
+
+def with_helpers(text: str) -> str:
+    """Puts the functions in front of a text that it calls."""
+    used = words(text)
+    return "".join(helper for name, helper in _HELPERS.items() if name in used) + text
 
 
 def cannot(function: Function, with_slope: bool) -> tuple[str, ...]:
     """Lists why a function, and its slope, have no text; empty if they have."""
     try:
         rows = (False,) * len(function.captures)
-        _body(function, with_slope, rows, small=True)
+        lines, _ = _body(function, with_slope, rows, small=True)
     except UnsupportedError as error:
         return (str(error),)
-    return ()
+    length = costs.count(lines, calls_heavy=True)
+    if length <= costs.MOST:
+        return ()
+    return (f"it takes some {length} instructions for each score, and kernels up to {costs.MOST}",)
+
+
+def refused(function: Function, log: str) -> str:
+    """Says which primitive of a function the compiler refused, as far as its log tells.
+
+    Lines of the texts end in the primitive that they are of, and the log shows those it means.
+    """
+    found = re.search(r"error.*\n.*//\s*(\w+)\s*\n", log)
+    names = [found[1]] if found else sorted({x.primitive.name for x in function.program.steps})
+    message = re.search(r"error:? *(.*)", log)
+    return (
+        f"the compiler refused score_mod's primitive{'s' * (len(names) > 1)} {', '.join(names)} "
+        f"({message[1] if message else log.strip()}), which is a fault of jax_flash: please report "
+        "it with the function"
+    )
 
 
 def is_light(function: Function) -> bool:
     """Tells whether a score takes a few sums, products and comparisons alone."""
     text = _text_of_each(function)
-    called = set(re.findall(r"(\w+)\(", text)) - {"fabsf", "fminf", "fmaxf"}
+    called = set(re.findall(r"(\w+)\(", text)) - _LIGHT_CALLS
     return text.count(";") <= _LIGHT and not called and not re.search("[/%]", text)
 
 
@@ -155,22 +206,39 @@ def define(
     kind = "".join(part.capitalize() for part in (*name.split("_"), "of", "head"))
     names = ", ".join(x.name for x in kept)
     opened = [f"const auto& [{names}] = of;"] if kept else []
-    head = "__device__ __forceinline__"
+    length = costs.count(each)
+    short = costs.WRITTEN_OUT_WITH_SLOPE if with_slope else costs.WRITTEN_OUT
+    together = 0 if length <= short else 4 if length <= costs.LOOPED else 1
+    qualifiers = _CALLED if together == 1 else _INLINED
+    if together == 1:
+        each = [dataclasses.replace(x, text=_call_heavy(x.text)) for x in each]
+    members = [f"static constexpr int kTogether = {together};"]
+    members += [f"{x.kind} {x.name};" for x in kept]
     return (
-        f"struct {kind} {{\n{_indented(f'{x.kind} {x.name};' for x in kept)}}};\n"
+        f"struct {kind} {{\n{_indented(members)}}};\n"
         f"template <class Params>\n"
-        f"{head} {kind} {name}_of_head(const Params& p, int row, int batch, int head) {{\n"
-        f"{_indented([*map(str, once), f'return {{{names}}};'])}}}\n"
+        f"{inlined(once)} {kind} {name}_of_head(const Params& p, int row, int batch, int head) {{\n"
+        f"{_indented([*(x.explained for x in once), f'return {{{names}}};'])}}}\n"
         f"template <class Place>\n"
-        f"{head} {result} {name}(const {kind}& of, {', '.join(arguments)}) {{\n"
-        f"{_indented([*opened, *map(str, each), f'return {value};'])}}}\n"
+        f"{qualifiers} {result} {name}(const {kind}& of, {', '.join(arguments)}) {{\n"
+        f"{_indented([*opened, *(x.explained for x in each), f'return {value};'])}}}\n"
     )
+
+
+def inlined(lines: Sequence[Line]) -> str:
+    """Says of a device function of such lines whether it is one that is called."""
+    return _CALLED if costs.count(lines) > costs.WRITTEN_OUT else _INLINED
+
+
+def _call_heavy(text: str) -> str:
+    return re.sub(rf"\b({'|'.join(costs.HEAVY)})\(", r"called_\1(", text)
 
 
 def _indented(lines: Iterable[str]) -> str:
     return "".join(f"  {line}\n" for line in lines)
 
 
+_INLINED, _CALLED = "__device__ __forceinline__", "__device__ __noinline__"
 _PLACES = ("query", "key")
 _OF_HEAD = ("batch", "head")
 _IDS = tuple(Line("int", name, "") for name in _OF_HEAD)
@@ -203,7 +271,25 @@ def _body(
     inputs = _inputs(writer, function, rows, small)
     program = function.program.with_slope if with_slope else value_program
     results = [writer.scalar(x).text for x in _run(writer, program, inputs)]
-    return writer.needed(results, with_slope), results[0]
+    lines = writer.needed(results, with_slope)
+    of_value = {line.name for line in writer.needed(results[:1], False)}
+    return tuple(_loosened(line, lines, of_value) for line in lines), results[0]
+
+
+def _loosened(line: Line, lines: Sequence[Line], of_value: set[str]) -> Line:
+    """Rounds a line less exactly where nobody sees it, for fewer instructions and registers.
+
+    That is in a slope; and of a quotient that goes nowhere but into a function which is not exact.
+    """
+    text = line.text
+    if line.name not in of_value:
+        text = re.sub(r"__fmul_rn\((.+), (.+)\)", r"\1 * \2", text)
+        text = re.sub(r"divided\((.+), .+, (.+)\)", r"\1 * \2", text)
+    elif text.startswith("divided("):
+        uses = [x.text for x in lines if x.name in of_value and line.name in words(x.text)]
+        if uses and all(use in (f"{f}({line.name})" for f in INEXACT) for use in uses):
+            text = re.sub(r"divided\((.+), .+, (.+)\)", r"__fmul_rn(\1, \2)", text)
+    return dataclasses.replace(line, text=text)
 
 
 def _inputs(

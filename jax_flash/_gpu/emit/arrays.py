@@ -55,6 +55,7 @@ class Writer(ScalarWriter):
 
     def write(self, step: Step, operands: list[Operand]) -> list[Operand]:
         name, params = step.primitive.name, step.params
+        self.primitive = name
         if name == "optimization_barrier":
             return operands
         aval = step.avals[0]

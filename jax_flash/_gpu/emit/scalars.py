@@ -32,8 +32,10 @@ _CALLS = {
     **{name: f"{name}f" for name in ("erf", "erfc", "floor", "ceil", "pow")},
     "tanh": "branchless_tanh",
 }
+INEXACT = {*_CALLS.values()} - {"floorf", "ceilf", "sqrtf"}  # functions, by some units
 _COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SUMS = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}
+_PLACES = ("query", "key")
 _BITS = {"and": "&", "or": "|", "xor": "^"}
 
 
@@ -48,17 +50,29 @@ class Line:
     kind: str  # its type; "": of an argument
     name: str
     text: str
+    primitive: str = ""  # JAX's, that it is of
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name} = {self.text};".lstrip()
 
+    @property
+    def explained(self) -> str:
+        """The line and what it is of, which the compiler's complaints are traced to."""
+        return f"{self}  // {self.primitive}" if self.primitive else str(self)
+
 
 class ScalarWriter:
-    """Lines of a function, each of which defines a name."""
+    """Lines of a function, each of which defines a name.
+
+    Each operation of float32 is rounded by itself, as JAX's are: a product that is added to is no
+    fused multiplication, which is why it is `__fmul_rn`.
+    """
 
     def __init__(self) -> None:
         self.lines: list[Line] = []
         self.names: dict[str, str] = {}
+        self.primitive = ""  # whose lines are being written
+        self.varying = {"score", *_PLACES}  # names that differ between scores of a head
 
     def needed(self, results: Sequence[str], with_slope: bool) -> tuple[Line, ...]:
         """Lists the lines on which the results depend, and what sets the slope."""
@@ -77,8 +91,14 @@ class ScalarWriter:
         if key not in self.names:
             name = f"v{len(self.names)}"
             self.names[key] = name
-            self.lines.append(Line(kind, name, text))
+            self.lines.append(Line(kind, name, text, self.primitive))
+            if not self.is_of_head(text):
+                self.varying.add(name)
         return self.names[key]
+
+    def is_of_head(self, text: str) -> bool:
+        """Tells whether a text is the same for all scores of a batch row and head."""
+        return self.varying.isdisjoint(words(text))
 
     def value(self, dtype: str, text: str, **known: Any) -> Scalar:
         return Scalar(self.let(dtype, text), dtype, **known)
@@ -102,10 +122,17 @@ class ScalarWriter:
                 return total
             case "bitcast_convert_type":
                 return self.value(dtype, f"__builtin_bit_cast({type_of(dtype)}, {texts[0]})")
-            case "div" if kinds == {"float"} and _has_reciprocal(x[1]):
+            case "div" if kinds == {"float"} and x[1].number is not None:
                 # A division takes a dozen instructions and a call for its rare cases.
-                reciprocal = literal(np.float32(1) / np.float32(x[1].number))
-                return self.value(dtype, f"{texts[0]} * {reciprocal}")
+                if _has_reciprocal(x[1]):
+                    reciprocal = literal(np.float32(1) / np.float32(x[1].number))
+                    if abs(np.frexp(x[1].number)[0]) == 0.5:  # a power of two
+                        return self.value(dtype, _product(texts[0], reciprocal))
+                    return self.value(dtype, f"divided({texts[0]}, {texts[1]}, {reciprocal})")
+            case "div" if kinds == {"float"} and self.is_of_head(texts[1]):
+                if not self.is_of_head(texts[0]):
+                    reciprocal = self.let(dtype, f"1.0f / {texts[1]}")
+                    return self.value(dtype, f"divided({texts[0]}, {texts[1]}, {reciprocal})")
             case "select_n":
                 return self.select(x[0], x[1:], dtype)
             case "clamp":
@@ -118,6 +145,8 @@ class ScalarWriter:
                 return self.multiply(x[0], x[1]) if op == "*" else self.add(x[0], x[1], op)
             case "mul" if dtype == "float32" and any(_is_one(one) for one in x):
                 return x[1] if _is_one(x[0]) else x[0]
+            case "mul" if kinds == {"float"}:
+                return self.value(dtype, _product(*texts))
             case "add" | "add_any" | "sub" | "mul" if "bool" not in kinds:
                 return self.value(dtype, f"{texts[0]} {_SUMS[name]} {texts[1]}")
             case _ if name in _COMPARES:
@@ -159,9 +188,9 @@ class ScalarWriter:
             case "logistic":
                 text = f"1.0f / (1.0f + {self.let('float32', f'expf(-{x[0]})')})"
             case "square":
-                text = f"{x[0]} * {x[0]}"
+                text = _product(x[0], x[0])
             case "one_minus_square":
-                text = f"1.0f - {self.let('float32', f'{x[0]} * {x[0]}')}"
+                text = f"1.0f - {self.let('float32', _product(x[0], x[0]))}"
             case "is_finite":
                 text = f"fabsf({x[0]}) < {literal(np.float32(np.inf))}"
             case "integer_pow":
@@ -174,9 +203,9 @@ class ScalarWriter:
         power, square, left = None, x, abs(y)
         while left:
             if left & 1:
-                power = square if power is None else self.let("float32", f"{power} * {square}")
+                power = square if power is None else self.let("float32", _product(power, square))
             left >>= 1
-            square = self.let("float32", f"{square} * {square}") if left else square
+            square = self.let("float32", _product(square, square)) if left else square
         text = "1.0f" if power is None else power
         return self.value("float32", f"1.0f / {text}" if y < 0 else text)
 
@@ -394,6 +423,10 @@ class ScalarWriter:
 
 def unknown(name: str) -> UnsupportedError:
     return UnsupportedError(f"kernels have nothing for its primitive '{name}'")
+
+
+def _product(a: str, b: str) -> str:
+    return f"__fmul_rn({a}, {b})"
 
 
 def _is_one(x: Scalar) -> bool:

@@ -112,18 +112,20 @@ def integer(x: int) -> Scalar:
 
 
 def literal(x: Any) -> str:
+    """Writes a number that any operator may stand in front of."""
     match type_of(str(x.dtype)):
         case "float":
             if not np.isfinite(x):
                 return f"__builtin_bit_cast(float, 0x{int(x.view(np.uint32)):08x}u)"
             text = str(x)
-            return f"{text}f" if re.search("[.e]", text) else f"{text}.0f"
+            text = f"{text}f" if re.search("[.e]", text) else f"{text}.0f"
         case "int":
-            return "(-2147483647 - 1)" if x == LOW else str(int(x))
+            text = "-2147483647 - 1" if x == LOW else str(int(x))
         case "unsigned":
             return f"{int(x)}u"
         case _:
             return "true" if x else "false"
+    return f"({text})" if text.startswith("-") else text  # after another minus there is no --
 
 
 def type_of(dtype: str) -> str:
