@@ -110,12 +110,10 @@ NB_MODULE(_ext, m) {
   m.def("cuda_start", [](std::string source, std::string header, std::string arch) {
     jax_flash::StartCompiling({std::move(source), std::move(header), std::move(arch)});
   });
-  m.def("cuda_wait",
-        [](std::string source, std::string header, std::string arch, double seconds) {
-          nb::gil_scoped_release release;
-          return jax_flash::WaitFor({std::move(source), std::move(header), std::move(arch)},
-                                    seconds);
-        });
+  m.def("cuda_wait", [](std::string source, std::string header, std::string arch, double seconds) {
+    nb::gil_scoped_release release;
+    return jax_flash::WaitFor({std::move(source), std::move(header), std::move(arch)}, seconds);
+  });
   m.def("cuda_wait_for_all", [](double seconds) {
     nb::gil_scoped_release release;
     return jax_flash::WaitForAll(seconds);

@@ -318,8 +318,8 @@ struct FunctionOfScores<0, kCount> {
   }
 };
 
-// Of a fragment whose rows are queries: x, with the bias if there is one, becomes y. The function is
-// a copy: what one that is called is given lies in local memory, with all that it is a part of.
+// Of a fragment whose rows are queries: x, with the bias if there is one, becomes y. The function
+// is a copy: what one that is called is given lies in local memory, with all that it is a part of.
 template <class Params, class QueryOf, int kCount>
 __device__ __forceinline__ void apply_function(const Params& p, ScoreFunction<Params> function,
                                                QueryOf query_of, int first_key,

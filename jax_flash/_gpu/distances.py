@@ -335,7 +335,7 @@ class _Finder(emit.Writer):
     def _product(self, a: emit.Scalar, b: emit.Scalar) -> emit.Scalar | None:
         if a.number is not None and b.number is not None:
             made = np.float32(a.number) * np.float32(b.number)
-            return _number(made) if 2.0**-100 < abs(made) < 2.0**100 else None
+            return _number(float(made)) if 2.0**-100 < abs(made) < 2.0**100 else None
         for one, other in ((a, b), (b, a)):
             if one.number is not None and abs(one.number) == 1:
                 return other if one.number > 0 else self.value("float32", f"-{other.text}")
