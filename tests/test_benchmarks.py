@@ -315,7 +315,6 @@ def test_features_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "- jax.nn, XLA: NotImplementedError: no softcap (A softcap)" in text
 
 
-@pytest.mark.filterwarnings("ignore:jax_flash runs a call without its CPU kernels")
 def test_functions_of_scores_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(run, "ROUNDS", 1)
     monkeypatch.setattr(run, "ROUND_SECONDS", 0)

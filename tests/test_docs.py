@@ -27,7 +27,6 @@ def examples(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.filterwarnings("ignore:jax_flash runs a call without its CPU kernels")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_examples_run(page: Path):
     for example in examples(page):

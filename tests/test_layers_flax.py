@@ -220,6 +220,29 @@ def test_sown_weights_are_those_of_flax(api):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["own dtype", "float32"])
+def test_linen_sows_the_dtype_that_flax_does(wide):
+    """Of bfloat16 arguments float32 weights where the softmax is to be float32, as exact."""
+    q, k, v = (normal(i, BATCH, LENGTH, HEADS, 8).astype(jnp.bfloat16) for i in range(3))
+
+    class Sowing(nn.Module):
+        attention_fn: Any
+
+        @nn.compact
+        def __call__(self, q, k, v):
+            return self.attention_fn(q, k, v, module=self, force_fp32_for_softmax=wide)
+
+    sown = {}
+    for name, function in (("ours", FLASH["linen"]), ("stock", STOCK["linen"])):
+        _, made = Sowing(function).apply({}, q, k, v, mutable=["intermediates"])
+        (sown[name],) = made["intermediates"]["attention_weights"]
+    assert sown["ours"].dtype == sown["stock"].dtype == (jnp.float32 if wide else jnp.bfloat16)
+    exact = np.einsum("btnh,bsnh->bnts", *(np.asarray(x, np.float64) for x in (q, k))) / 8**0.5
+    exact = np.exp(exact - exact.max(-1, keepdims=True))
+    exact /= exact.sum(-1, keepdims=True)
+    np.testing.assert_allclose(sown["ours"], exact, rtol=0, atol=1e-6 if wide else 2**-8)
+
+
 def test_sowing_leaves_the_output_as_it_is(api):
     x = normal(1, BATCH, LENGTH, FEATURES)
     mask = random_mask(BATCH, 1, LENGTH, LENGTH)

@@ -38,6 +38,7 @@ def flax_attention(
     dropout_rate: float,
     deterministic: bool,
     precision: str | jax.lax.Precision | None,
+    sown_dtype: Any = None,
 ) -> jax.Array:
     """flash_attention from what Flax passes to an attention function.
 
@@ -54,6 +55,7 @@ def flax_attention(
       dropout_rate: share of the weights that dropout removes.
       deterministic: no dropout.
       precision: as in flash_attention.
+      sown_dtype: of the weights that are sown, and what they are computed in; None: query's.
 
     Returns:
       [*B, T, N, Hv].
@@ -86,11 +88,10 @@ def flax_attention(
     }
     if sow is not None:
         # Attention to the unit vectors is the weights themselves.
-        length = key.shape[-3]
-        units = jnp.broadcast_to(
-            jnp.eye(length, dtype=key.dtype)[:, None], (*key.shape[:-1], length)
-        )
-        weights = flash_attention(query, key, units, **(scores | {"backend": "xla"}))
+        length, dtype = key.shape[-3], sown_dtype or query.dtype
+        units = jnp.broadcast_to(jnp.eye(length, dtype=dtype)[:, None], (*key.shape[:-1], length))
+        pair = (x.astype(dtype) for x in (query, key))
+        weights = flash_attention(*pair, units, **(scores | {"backend": "xla"}))
         sow(jnp.swapaxes(weights, -2, -3))
     if dropout_rate and not deterministic:
         scores |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}

@@ -69,7 +69,7 @@ def attention_fn(
       dtype: dtype of the computation; None takes the inputs' common dtype.
       precision: of float32 products, as in flash_attention.
       module: sows the attention weights.
-      force_fp32_for_softmax: for Flax's function.
+      force_fp32_for_softmax: the weights that are sown are float32.
       einsum_dot_general: for Flax's function.
       qk_attn_weights_einsum: for Flax's function.
       attn_weights_value_einsum: for Flax's function.
@@ -145,6 +145,7 @@ def attention_fn(
         dropout_rate=dropout_rate,
         deterministic=deterministic,
         precision=precision,
+        sown_dtype=jnp.float32 if force_fp32_for_softmax else None,
     )
 
 
