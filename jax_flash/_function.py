@@ -86,6 +86,16 @@ class Function:
         program, numbers = self.program.with_numbers()
         return Function(self.arguments, program, key=(self.arguments, program.key)), numbers
 
+    @functools.cached_property
+    def ruled(self) -> Function:
+        """What it is where it is differentiated: with values as its custom_jvp rules write them."""
+        if self.program.custom != {"custom_jvp_call"}:
+            return self
+        program = self.program.ruled
+        if program.key == self.program.key:  # the rules call what they are of
+            return self
+        return Function(self.arguments, program, key=(self.arguments, derivative_keys(program)))
+
     def after(self, change: Callable[..., Mapping[str, Any]], reads: Sequence[Aval]) -> Function:
         """Composes it with a change of its scalars.
 

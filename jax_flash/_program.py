@@ -164,6 +164,20 @@ class Program:
         return self.retrace(lambda x: moved(*x), [*self.inputs, *floats])
 
     @functools.cached_property
+    def ruled(self) -> Program:
+        """The results as the rules of custom derivatives write them, whose derivatives these have.
+
+        They are part of `moved`, but what is computed with tangents does not count as known to
+        jax 0.12.
+        """
+
+        def ruled(inputs):
+            tangents = [np.zeros(aval.shape, aval.dtype) for aval in self.inputs if aval.is_float]
+            return self.moved.apply([*inputs, *tangents])[: len(self.results)]
+
+        return self.retrace(ruled, self.inputs)
+
+    @functools.cached_property
     def with_slope(self) -> Program:
         """Of the inputs: the first result, and its derivative by the first input."""
 
@@ -205,8 +219,7 @@ def _evaluate_by_rule(program: Program, inputs: Sequence[Any], visible: Any) -> 
         moving = zip(program.inputs, tangents[1:], strict=True)
         moving = [x for aval, x in moving if aval.is_float]
         results = program.moved.evaluate([*inputs, *moving], visible)
-        # By themselves: what is computed with tangents does not count as known to jax 0.12.
-        return program.evaluate(inputs, visible), results[len(program.results) :]
+        return program.ruled.evaluate(inputs, visible), results[len(program.results) :]
 
     return value(visible, *inputs)
 

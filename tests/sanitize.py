@@ -77,8 +77,7 @@ CASES = (
     C("128 causal deterministic", H=128, causal=True, deterministic=True, T=333, S=333),
     # Units of four of eight query heads: several add to a block of keys.
     C("128 mqa causal", H=128, N=8, K=1, causal=True, T=384, S=401),
-    C("64 mqa causal deterministic", H=64, N=8, K=1, causal=True, T=384, S=401,
-      deterministic=True),
+    C("64 mqa causal deterministic", H=64, N=8, K=1, causal=True, T=384, S=401, deterministic=True),
     C("128 deterministic gqa segments", H=128, deterministic=True, **SEGMENTS_AND_LENGTHS),
     C("128 second walk segments", H=128, segments="returning", T=200, S=400, spread=150.0),
     C("192 128 causal", H=192, Hv=128, causal=True),

@@ -86,6 +86,36 @@ def test_derivatives_of_sums_over_an_array(qkv):
     close(jax.jit(lambda: step(functools.partial(loss, attend)))(), jax.jit(lambda: step(plain))())
 
 
+@pytest.mark.parametrize("written_out", [True, False])
+def test_second_derivatives_through_a_rule_of_the_users(written_out, qkv):
+    """What a rule says of the value has derivatives of its own, those of f if it calls f."""
+
+    @jax.custom_jvp
+    def f(x):
+        return jnp.sin(x)
+
+    @f.defjvp
+    def _(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return jnp.sin(x) if written_out else f(x), 2.0 * jnp.cos(x) * t
+
+    def hessian_product(attention, *arguments):
+        def loss(q, k, rate):
+            def score_mod(s, b, h, i, j):
+                return f(rate * s) + f(rate)
+
+            return jnp.sum(jnp.sin(attention(q, k, qkv[2], score_mod=score_mod)))
+
+        return jax.jvp(jax.grad(loss, argnums=(0, 1, 2)), arguments, arguments)
+
+    arguments = *qkv[:2], jnp.float32(0.7)
+    got, want = (
+        jax.jit(functools.partial(hessian_product, attention))(*arguments)
+        for attention in (attend, reference.attention)
+    )
+    close(got, want)
+
+
 def test_members_of_vmap_have_queries_and_arrays_of_their_own(qkv):
     q, k, v = qkv
     tables, queries = normal(3, 3, N, 3), normal(4, 3, B, T, N, H)

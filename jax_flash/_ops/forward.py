@@ -73,6 +73,10 @@ def _jvp(primals, tangents, *, call: Forward):
     )
     of_kernels = tuple(name for name in tangent.of_kernels(active) if not is_capture(name))
     expecting = dataclasses.replace(call, gradients=of_kernels)
+    score = call.problem.score
+    if score is not None and score.ruled is not score:
+        problem = dataclasses.replace(call.problem, score=score.ruled)
+        expecting = dataclasses.replace(call, problem=problem)  # the kernels of `next` are others
     out, lse = flash_forward_p.bind(*primals, call=expecting)
     out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
     if not active:

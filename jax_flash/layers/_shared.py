@@ -90,8 +90,8 @@ def flax_attention(
         # Attention to the unit vectors is the weights themselves.
         length, dtype = key.shape[-3], sown_dtype or query.dtype
         units = jnp.broadcast_to(jnp.eye(length, dtype=dtype)[:, None], (*key.shape[:-1], length))
-        pair = (x.astype(dtype) for x in (query, key))
-        weights = flash_attention(*pair, units, **(scores | {"backend": "xla"}))
+        wide_query, wide_key = query.astype(dtype), key.astype(dtype)
+        weights = flash_attention(wide_query, wide_key, units, **(scores | {"backend": "xla"}))
         sow(jnp.swapaxes(weights, -2, -3))
     if dropout_rate and not deterministic:
         scores |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
