@@ -18,6 +18,8 @@ class Backward {
 
  private:
   using Step = Pairing<T, Op>;
+  // A unit in the last place: out is rounded by at most half of it, and so are weights.
+  static constexpr float kRounding = std::is_same<T, Float16>::value ? 0x1p-10f : 0x1p-7f;
 
   Backward(const BackwardCall& call, Workers& workers)
       : call_(call),
@@ -34,9 +36,12 @@ class Backward {
     delta_ = delta.get<float>();
     if (!delta_) return false;
     if (sizeof(T) == 2 && call_.dbias) {
-      DeltasOfWeights();
+      const Memory sizes(s_.batch * s_.q_heads * s_.q_len * 4);
+      if (!sizes.get<float>()) return false;
+      DeltasOfWeights(sizes.get<float>());
+      Deltas(sizes.get<float>());
     } else {
-      Deltas();
+      Deltas(nullptr);
     }
 
     const int64_t blocks = (s_.kv_len + keys_ - 1) / keys_;
@@ -65,8 +70,10 @@ class Backward {
     return tasks * 10 >= (tasks + threads - 1) / threads * threads * 9;
   }
 
-  // delta = rowsum(out * dout) - dlse, laid out as lse.
-  void Deltas() {
+  // delta = rowsum(out * dout) - dlse, laid out as lse. With `sizes` delta_ has the sums of
+  // DeltasOfWeights, which stay where they differ by no more than rounding: else lse is of more
+  // keys than these, as in a ring, whose part of delta they are.
+  void Deltas(const float* sizes) {
     const T* out = static_cast<const T*>(call_.out);
     const T* dout = static_cast<const T*>(call_.dout);
     ForEach(workers_, s_.batch * s_.q_heads, [&](int64_t i) {
@@ -74,39 +81,53 @@ class Backward {
         const int64_t at = i * s_.q_len + t;
         const int64_t row =
             ((i / s_.q_heads * s_.q_len + t) * s_.q_heads + i % s_.q_heads) * s_.value_dim;
-        F sum = Zero();
+        F sum = Zero(), size = Zero();
         for (int64_t d = 0; d < s_.value_dim; d += kLanes) {
-          sum = Fma(LoadPartial(out + row + d, s_.value_dim - d),
-                    LoadPartial(dout + row + d, s_.value_dim - d), sum);
+          const F x = LoadPartial(out + row + d, s_.value_dim - d);
+          const F y = LoadPartial(dout + row + d, s_.value_dim - d);
+          sum = Fma(x, y, sum);
+          if (sizes) size = Add(size, Magnitude(Mul(x, y)));
         }
-        delta_[at] = ReduceAdd(sum) - (call_.dlse ? call_.dlse[at] : 0.0f);
+        float delta = ReduceAdd(sum);
+        if (sizes) {
+          const float rounding = kRounding * (sizes[at] + ReduceAdd(size));
+          const float off = delta_[at] - delta;
+          if (off <= rounding && -off <= rounding) delta = delta_[at];
+        }
+        delta_[at] = delta - (call_.dlse ? call_.dlse[at] : 0.0f);
       }
     });
   }
 
-  // The same as the sum of p * dout v^T over the keys, in float32: two products more, without the
-  // rounding of `out` to 16 bits, which a peaked softmax's gradient of the bias would show.
-  void DeltasOfWeights() {
+  // rowsum(out * dout) as the sum of p * dout v^T over the keys, in float32: two products more,
+  // without the rounding of `out` to 16 bits, which a peaked softmax's gradient of the bias would
+  // show. sizes: the sums of magnitudes.
+  void DeltasOfWeights(float* sizes) {
     Clear(delta_, s_.batch * s_.q_heads * s_.q_len);
     ForRowBlocks([&](const Head& head, int64_t first, int64_t count) {
-      float sums[Step::kMostRows] = {};
+      float sums[Step::kMostRows] = {}, magnitudes[Step::kMostRows] = {};
       Row rows[Step::kMostRows];
       Rows(head, rows, first, count);
       WalkRows(head, rows, count, false, [&](Step& step) {
         step.VisitWeightGradients([&](int64_t r, const Span& span, const float* products) {
-          F sum = Zero();
+          F sum = Zero(), size = Zero();
           for (int64_t j = span.begin; j < span.end; j += kLanes) {
             sum = Add(sum, Load(products + j));
+            size = Add(size, Magnitude(Load(products + j)));
           }
           sums[r] += ReduceAdd(sum);
+          magnitudes[r] += ReduceAdd(size);
         });
       });
       for (int64_t r = 0; r < count; ++r) {
         const int64_t at = head.LseOffset(rows[r]);
-        delta_[at] = sums[r] - (call_.dlse ? call_.dlse[at] : 0.0f);
+        delta_[at] = sums[r];
+        sizes[at] = magnitudes[r];
       }
     });
   }
+
+  static F Magnitude(F x) { return Max(x, Sub(Zero(), x)); }
 
   void Fail() { __atomic_store_n(&failed_, true, __ATOMIC_RELAXED); }
 

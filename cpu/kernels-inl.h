@@ -5,6 +5,8 @@
 // What works on a whole tile or block is not inlined (gnu::noinline): gcc 12 takes 30 % less time,
 // and forwards are 1 to 4 % faster. But inlined weights of a step make decoding 5 % faster.
 
+#include <type_traits>
+
 #include "cpu/attention.h"
 // Order matters below.
 #include "cpu/gemm-inl.h"

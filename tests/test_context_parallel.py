@@ -201,9 +201,13 @@ def test_backend_xla():
     check("causal", "ring", "contiguous", mesh_of(seq=SHARDS), backend="xla")
 
 
-def test_results_of_half_precision_are_merged_in_float32():
+# On one device the CPU kernels have delta in float32 beside the gradient of a bias.
+@pytest.mark.parametrize(("ring_backend", "has_bias", "times"), [("xla", 0, 2), ("cpu", 1, 4)])
+def test_results_of_half_precision_are_merged_in_float32(ring_backend, has_bias, times):
     """A ring's error is at most twice that of one device, against float32."""
     arrays = qkv(jnp.bfloat16)
+    if has_bias:
+        arrays["bias"] = normal(6, N, 1, T, dtype=jnp.bfloat16)
     wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
 
     def gradients(attend, arrays):
@@ -216,7 +220,7 @@ def test_results_of_half_precision_are_merged_in_float32():
     one = functools.partial(gradients, jax_flash.flash_attention)
     truth, alone = jax.jit(one)(wide), jax.jit(one)(arrays)
     with jax.set_mesh(mesh_of(seq=SHARDS)):
-        ring = functools.partial(attention, axis_name="seq", strategy="ring", backend="xla")
+        ring = functools.partial(attention, axis_name="seq", strategy="ring", backend=ring_backend)
         got = jax.jit(functools.partial(gradients, ring))(arrays)
 
     def error(x, exact):
@@ -224,7 +228,7 @@ def test_results_of_half_precision_are_merged_in_float32():
 
     for ours, theirs, exact in zip(*map(jax.tree.leaves, (got, alone, truth)), strict=True):
         assert ours.dtype == theirs.dtype
-        assert error(ours, exact) <= 2 * error(theirs, exact)
+        assert error(ours, exact) <= times * error(theirs, exact)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["jit", "shard_map"])

@@ -272,9 +272,7 @@ def few_heads() -> dict[str, jax.Array]:
 
 
 ATTEND = functools.partial(jax_flash.flash_attention, backend="cpu")
-RING = functools.partial(
-    context_parallel.attention, axis_name="seq", strategy="ring", backend="xla"
-)
+RING = functools.partial(context_parallel.attention, axis_name="seq", strategy="ring")
 OF_HEADS = {"query": P(None, None, "heads"), "bias": P("heads"), "sinks": P("heads")}
 OF_TOKENS = dict.fromkeys(("query", "key", "value"), P(None, "seq"))
 WAYS = {
