@@ -237,9 +237,9 @@ def flash_attention(
       float64 if query is.
 
     Raises:
-      TypeError, ValueError: a wrong argument, with its shape or value and what would be right.
+      TypeError, ValueError: a wrong argument, with its shape or value and what would be right;
+        contents of lengths, ids and positions under `jax_flash.debug_values()` alone.
       NotImplementedError: a named backend that cannot run the problem, with the reason.
-      Contents of lengths, ids and positions are checked under `jax_flash.debug_values()` alone.
 
     Examples:
       >>> import jax, jax.numpy as jnp

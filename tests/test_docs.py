@@ -54,6 +54,24 @@ def _markdown() -> list[tuple[str, list[str]]]:
     return [(name, text.splitlines()) for name, text in texts]
 
 
+def test_decisions_are_of_constants_that_there_are():
+    """A row of docs/decisions.md goes with its constant; the page stays short and unsearched."""
+    page = (ROOT / "docs" / "decisions.md").read_text()
+    assert page.startswith("---\nsearch:\n  exclude: true\n---\n")
+    assert len(page.encode()) <= 20_000
+    folders = [ROOT / "jax_flash" / "_gpu", ROOT / "cuda"]
+    sources = [x for folder in folders for x in sorted(folder.rglob("*")) if x.is_file()]
+    kinds = {".py", ".cuh", ".cc", ".h"}
+    known = {
+        word for x in sources if x.suffix in kinds for word in re.findall(r"\w+", x.read_text())
+    }
+    known |= {part for x in sources for part in (x.name, x.stem)}
+    rows = re.findall(r"^\| [^|]+ \| ([^|]*`[^|]*) \|", page, re.MULTILINE)
+    named = {name for where in rows for name in re.findall(r"`([^`]+)`", where)}
+    assert len(rows) > 60
+    assert {x for x in named if x.rstrip("*").split("/")[-1] not in known} == set()
+
+
 def test_no_line_of_a_paragraph_begins_with_markup():
     """ "512." where a line begins would be an item of a list, "- " after a sentence no item."""
     wrong, number = [], 0

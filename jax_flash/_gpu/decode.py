@@ -1,7 +1,7 @@
 """Owns how GPUs decode: what the kernels refuse, how work is shared out, plans.
 
-`choose` is the heuristic; docs/tuning.md tells how it was measured on Hopper; on other GPUs it was
-not. Read next: cuda/kernels/decode_cta.cuh, cuda/runtime/families/decode.cc.
+`choose` is the heuristic, measured on Hopper alone (docs/decisions.md). Read next:
+cuda/kernels/decode_cta.cuh, cuda/runtime/families/decode.cc.
 """
 
 from __future__ import annotations

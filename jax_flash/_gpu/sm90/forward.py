@@ -1,6 +1,6 @@
 """Owns how the forward kernel for Hopper runs a problem: its tilings, and which one is taken.
 
-The table is measured, and docs/tuning.md tells how. Read next: cuda/kernels/sm90/forward.cuh.
+The table is measured, and docs/decisions.md tells how. Read next: cuda/kernels/sm90/forward.cuh.
 """
 
 from __future__ import annotations
