@@ -278,6 +278,8 @@ CASES: tuple[Case, ...] = (
       with_lse=True),
     C("score cap bias mask sinks", score="cap", bias="1nts", mask="b1ts", sinks=True, spread=3.0,
       with_lse=True),
+    C("score in a loop", score="sine", T=70, S=90, N=2, dtype=HALF),
+    C("score called", score="sines", T=70, S=90, N=2, bias="1nts", with_lse=True),
     C("score gate lengths", score="gate", causal=True, N=4, K=2, T=90, S=90, q_lengths=(80, 20),
       kv_lengths=(60, 90), with_lse=True),
     C("score gate everything", score="gate", T=150, S=170, N=4, K=2, H=24, Hv=40, dtype=HALF,

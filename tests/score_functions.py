@@ -97,10 +97,34 @@ def _plain_gate(table, score, batch, head, query, key):
     return np.where(hides, -np.inf, score * table[batch, head]), slope, index, score * ~hides
 
 
+def _sines(count):
+    """As many sines, one of the other: kernels have one in a loop, several as a function."""
+
+    def made(table):
+        def function(score, batch, head, query, key):
+            x = score
+            for _ in range(count):
+                x = jnp.sin(x)
+            return score + table[head] * x + 0.01 * (key - 3 * query)
+
+        return function
+
+    def plain(table, score, batch, head, query, key):
+        x, slope = score, np.ones_like(score)
+        for _ in range(count):
+            x, slope = np.sin(x), slope * np.cos(x)
+        value = score + table[head] * x + 0.01 * (key - 3 * query)
+        return value, 1 + table[head] * slope, np.full(score.shape, head), x
+
+    return ScoreCase(lambda rows, heads: (heads,), made, plain)
+
+
 SCORES = {
     "alibi": ScoreCase(lambda rows, heads: (heads,), _alibi, _plain_alibi),
     "distance": ScoreCase(lambda rows, heads: (heads,), _distance, _plain_distance),
     "relative": ScoreCase(lambda rows, heads: (heads, 2 * REACH + 1), _relative, _plain_relative),
     "cap": ScoreCase(lambda rows, heads: (), _cap, _plain_cap),
+    "sine": _sines(1),
+    "sines": _sines(3),
     "gate": ScoreCase(lambda rows, heads: (rows, heads), _gate, _plain_gate),
 }

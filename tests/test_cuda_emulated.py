@@ -77,6 +77,9 @@ CASES = (
     C("score distance 128", score="distance", H=128, N=1, causal=True),
     C("score relative", score="relative", T=200, S=300, N=1, K=1),
     C("score relative 128", score="relative", H=128, N=2, K=1, T=270, S=200, window=(150, 30)),
+    C("score in a loop", score="sine", T=150, S=200, N=1, causal=True),
+    C("score called 128", score="sines", H=128, T=140, S=150, N=2, K=1),
+    C("score called, bias", score="sines", T=70, S=136, N=1, bias="1nts", batch=(2,)),
     C("bias", bias="bnts", H=128, batch=(2,), T=130),
     C("bias stored", bias="bnts", H=128, batch=(2,), T=130, S=136, N=2, K=1, softcap=3.0),
     C("bias stored causal", bias="bnts", T=200, S=136, causal=True, bias_hides=True,
@@ -288,6 +291,12 @@ def test_pattern_of_dropout_is_philox(emulator: Emulator):
         for head in range(case.N):
             kept = dropout_keep(dropout_words(), case.dropout, batch, head, case.T, case.S)
             np.testing.assert_array_equal(out[batch, :, head].astype(np.float32) > 0, kept)
+
+
+@pytest.mark.parametrize("score", ["sine", "sines"])
+def test_long_functions_of_mma_sync(score: str, emulator: Emulator):
+    arguments = C("long", score=score, T=70, S=90, N=1).draw()
+    compare(arguments, emulator.run(arguments, gpu="A100"))
 
 
 @pytest.mark.parametrize("gpu", ["H100", "A100"])
