@@ -8,8 +8,8 @@ libraries of a cell take turns, round by round, and a time is the best of the ro
 with other work every slower one measures that work. Rates count 4 B N T S H operations for the
 forward pass, half of that if causal, and 3.5 times as many with the backward pass.
 
-Prints a Markdown table; writes results/cpu/<processor>.json, where cells measured before by the
-same command stay unless they are measured again.
+Prints a Markdown table; writes build/benchmarks/cpu/<processor>.json, where cells measured before
+by the same command stay unless they are measured again. The extra `bench` brings PyTorch.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import machine
 import numpy as np
 from tqdm import tqdm
 
@@ -44,11 +45,12 @@ Run = Callable[[], Any]
 def main() -> None:
     """Measures the chosen cells and prints all that are known."""
     options = parse()
-    path = Path(__file__).parent / "results" / "cpu" / f"{processor_slug()}.json"
+    machine.say_what_is_missing()
+    path = options.output / "cpu" / f"{processor_slug()}.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    machine = describe_machine()
+    described = describe_machine()
     cells: dict[str, dict[str, float]] = results.get("seconds", {})
-    if results.get("machine") != machine:
+    if results.get("machine") != described:
         cells = {}
     chosen = [
         cell
@@ -65,13 +67,13 @@ def main() -> None:
         cells[name] = measure(length, causal, dtype, backward, options)
         path.parent.mkdir(parents=True, exist_ok=True)
         results = {
-            "machine": machine,
+            "machine": described,
             "command": "python benchmarks/cpu.py",
             "seconds": dict(sorted(cells.items())),
         }
         path.write_text(json.dumps(results, indent=2) + "\n")
     print(table(cells))
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    print(", ".join(f"{key} {value}" for key, value in described.items()))
 
 
 def parse() -> argparse.Namespace:
@@ -80,7 +82,9 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", help="words in the name of a cell")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    known = [peer for peer in PEERS if peer != "torch" or machine.has_torch()]
+    machine.add_peers(parser, known, known)
+    machine.add_output(parser)
     parser.add_argument("--seconds", type=float, default=0.8, help="spent on a library in a cell")
     return parser.parse_args()
 

@@ -10,7 +10,7 @@ for PyTorch one after the other. Rates are bytes of the keys and values that the
 visible, over time. Before it is timed, a result is compared with backend "xla"; one that differs
 has no time. Peers that cannot run a cell say why. Programs are compiled side by side, ahead of all.
 
-Writes results/<device>/decode-<commit>.json and .md, for a CPU results/cpu/decode-<processor>.
+Writes build/benchmarks/<device>/decode-<commit>.json and .md, for a CPU cpu/decode-<processor>.*
 
 PyTorch's attention is measured where torch is importable: on a GPU through cuDNN and through
 FlashAttention-2, on a CPU by the kernel that it chooses.
@@ -20,17 +20,16 @@ import argparse
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import machine
 import numpy as np
 import run  # which asks JAX to leave memory to PyTorch
 from tqdm import tqdm
@@ -353,7 +352,7 @@ def repeated(cell: Cell, pick: Callable[[Arrays], Any], step: Callable[..., Any]
 
 def peers() -> dict[str, Make]:
     """Lists what this machine can run, ours first."""
-    has_torch = importlib.util.find_spec("torch") is not None
+    has_torch = machine.has_torch()
     if jax.default_backend() == "gpu":
         known: dict[str, Make] = {"jax_flash": ours("cuda"), "flash_attention": our_forward}
         known |= {"jax_cudnn": jax_nn("cudnn")}
@@ -373,6 +372,7 @@ OTHERS = ("jax_cudnn", "torch_cudnn", "torch_flash", "jax_xla", "torch")  # of o
 def main() -> None:
     """Measures the chosen cells and prints them."""
     options = parse()
+    machine.say_what_is_missing()
     on_gpu = jax.default_backend() == "gpu"
     cells = [
         cell
@@ -397,7 +397,10 @@ def main() -> None:
         about["processor"] = cpu.processor_name()
     path = folder / f"decode-{about['commit'] if on_gpu else cpu.processor_slug()}"
     path.with_suffix(".json").write_text(run.in_lines(about, "cells", records))
-    text = "\n\n".join([run.introduce(about), *table(records, chosen)]) + "\n"
+    text = (
+        "\n\n".join([run.introduce(about), *table(records, chosen, "TB/s" if on_gpu else "GB/s")])
+        + "\n"
+    )
     path.with_suffix(".md").write_text(text)
     print(text)
     print(path)
@@ -410,12 +413,11 @@ def parse() -> argparse.Namespace:
     )
     names = list(peers())
     parser.add_argument("--cells", nargs="+", default=[""], help="words in the name of a cell")
-    parser.add_argument("--peers", nargs="+", choices=names, default=names)
+    machine.add_peers(parser, names, names)
     parser.add_argument("--set", action="append", default=[], help="a tiling of ours on a GPU")
     parser.add_argument("--seconds", type=float, default=0.2, help="spent on a peer in a cell")
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
-    folder = Path(__file__).resolve().parent / "results"
-    parser.add_argument("--output", type=Path, default=folder)
+    machine.add_output(parser)
     return parser.parse_args()
 
 
@@ -461,9 +463,12 @@ def measure(
     }
 
 
-def table(records: Sequence[Mapping[str, Any]], chosen: Sequence[str]) -> list[str]:
-    """Writes microseconds and TB/s as Markdown, ours over the best of others and over a sum."""
-    heads = [f"{name}: µs (TB/s)" for name in chosen] + ["× the best other", "× a sum"]
+def table(
+    records: Sequence[Mapping[str, Any]], chosen: Sequence[str], unit: str = "TB/s"
+) -> list[str]:
+    """Writes microseconds and TB/s or GB/s as Markdown, ours over the best of others and a sum."""
+    digits_of_rate, factor = {"TB/s": (2, 1), "GB/s": (1, 1000)}[unit]
+    heads = [f"{name}: µs ({unit})" for name in chosen] + ["× the best other", "× a sum"]
     lines = ["| cell | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     ratios: dict[str, float] = {}
     for record in records:
@@ -471,7 +476,9 @@ def table(records: Sequence[Mapping[str, Any]], chosen: Sequence[str]) -> list[s
         row = [name]
         for peer in chosen:
             digits = 0 if us.get(peer, 0) >= 100 else 1
-            row.append(f"{us[peer]:.{digits}f} ({record['tb_s'][peer]:.2f})" if peer in us else "")
+            rate = factor * record["tb_s"].get(peer, 0)
+            found = f"{us.get(peer, 0):.{digits}f} ({rate:.{digits_of_rate}f})"
+            row.append(found if peer in us else "")
         for group in (OTHERS, ("sum",)):
             best = min((us[peer] for peer in group if peer in us), default=None)
             both = best is not None and "jax_flash" in us

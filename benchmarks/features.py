@@ -8,7 +8,7 @@ Problems and cases are those of shapes.py; times are taken as run.py takes them:
 before, the peers of a case take turns, round by round, and nothing else runs between them. Forward
 and backward is with all gradients, those of a bias and of sinks included. Before it is timed, a
 result is compared with float64 attention (exact.py): a wrong one is a failure, with no time.
-Writes results/<gpu>/features-<commit>.json and .md, after each problem.
+Writes build/benchmarks/<gpu>/features-<commit>.json and .md, after each problem.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import charts
@@ -24,6 +23,7 @@ import exact
 import feature_peers
 import jax
 import jax.numpy as jnp
+import machine
 import peers
 import run
 import shapes
@@ -55,6 +55,7 @@ def main(script: Script | None = None) -> None:
         peers=tuple(peer.name for peer in feature_peers.all_peers()),
     )
     options = parse(script)
+    machine.say_what_is_missing()
     chosen = [peer for peer in feature_peers.all_peers() if peer.name in options.peers]
     ceiling = [run.measure_product()]
     records: list[dict[str, Any]] = []
@@ -94,11 +95,10 @@ def parse(script: Script) -> argparse.Namespace:
     problems = list(script.problems)
     parser.add_argument("--problems", nargs="+", choices=problems, default=problems)
     parser.add_argument("--cases", nargs="+", choices=script.features, default=None)
-    parser.add_argument("--peers", nargs="+", choices=names, default=names)
+    machine.add_peers(parser, names, names)
     parser.add_argument("--passes", nargs="+", choices=shapes.PASSES, default=list(shapes.PASSES))
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
-    folder = Path(__file__).resolve().parent / "results"
-    parser.add_argument("--output", type=Path, default=folder)
+    machine.add_output(parser)
     options = parser.parse_args()
     if not any(script.cases(problem, options.cases) for problem in options.problems):
         parser.error(f"no such case in {', '.join(options.problems)}")
@@ -188,4 +188,5 @@ def write(
 
 
 if __name__ == "__main__":
+    machine.require_gpu()
     main()

@@ -9,7 +9,7 @@ seconds from the call of a jitted function to its result, so tracing, lowering, 
 backward kernel's are taken beside the forward's. The driver's cache, where NVRTC would find what it
 compiled before, is another such folder. cuDNN, through jax.nn, keeps nothing on disk.
 bfloat16, B 4, T 4096, model dim 2048. Prints a Markdown table; writes
-results/<gpu>/first-call-<commit>.json.
+build/benchmarks/<gpu>/first-call-<commit>.json.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import machine
 import run
 
 import jax_flash
@@ -58,8 +59,6 @@ def main() -> None:
     options = parse()
     if options.answer is not None:
         peer, case = json.loads(options.answer)
-        if jax.default_backend() != "gpu":
-            raise SystemExit("first_call.py measures on a GPU, and there is none")
         print(json.dumps(measure(peer, Case(**case))))
         return
     records = []
@@ -83,8 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
-    folder = Path(__file__).resolve().parent / "results"
-    parser.add_argument("--output", type=Path, default=folder)
+    machine.add_output(parser)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -199,4 +197,6 @@ def write(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    if "--answer" not in sys.argv:
+        machine.require_gpu(apart=True)
     main()

@@ -8,11 +8,12 @@ causal, documents of 512 and a window of 1024 as functions of the mask; of the s
 and B. Beside them attention without a function, and what is built in, where it is. Blocks of a
 mask are made before, as FlexAttention's are. Times, checks and files are those of features.py: a
 result that is not that of float64 attention has no time. FlexAttention is compiled ahead, a
-process for each program. Writes results/<gpu>/programmable-<commit>.json and .md.
+process for each program. Writes build/benchmarks/<gpu>/programmable-<commit>.json and .md.
 """
 
 import feature_peers
 import features
+import machine
 import shapes
 from shapes import Case
 
@@ -38,4 +39,5 @@ def asks(case: Case, peer: str) -> bool:
 
 
 if __name__ == "__main__":
+    machine.require_gpu()
     main()

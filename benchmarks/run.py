@@ -7,8 +7,8 @@
 
 Times are device times: calls are queued faster than the device runs them, and a round ends when the
 last result is there. The peers of a cell take turns, round by round; a time is the median of the
-rounds. Writes results/<gpu>/<commit>.json with GPU, driver, versions and command, and beside it the
-charts (PNG) and a Markdown table, after each pass.
+rounds. Writes build/benchmarks/<gpu>/<commit>.json with GPU, driver, versions and command, and
+beside it the charts (PNG) and a Markdown table, after each pass. The extra `bench` brings PyTorch.
 """
 
 import argparse
@@ -35,6 +35,7 @@ import charts
 import exact
 import jax
 import jax.numpy as jnp
+import machine
 import ml_dtypes
 import numpy as np
 import peers
@@ -53,6 +54,7 @@ PEAKED_LENGTH = 4096
 
 def main() -> None:
     options = parse()
+    machine.say_what_is_missing()
     chosen = [peer for peer in peers.all_peers() if peer.name in options.peers]
     scale = (options.tokens, options.model_dim, tuple(options.lengths))
     main_cells = shapes.main_cells(*scale)
@@ -118,15 +120,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--shape", type=read_shape, action="append", default=[], help="B,T,N,K,H, full and causal"
     )
-    parser.add_argument("--peers", nargs="+", choices=names, default=None)
+    machine.add_peers(parser, names)
     parser.add_argument("--passes", nargs="+", choices=shapes.PASSES, default=list(shapes.PASSES))
     parser.add_argument("--lengths", nargs="+", type=int, default=None)
     parser.add_argument("--tokens", type=int, default=shapes.TOKENS)
     parser.add_argument("--model-dim", type=int, default=shapes.MODEL_DIM)
     parser.add_argument("--no-errors", dest="errors", action="store_false")
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
-    folder = Path(__file__).resolve().parent / "results"
-    parser.add_argument("--output", type=Path, default=folder)
+    machine.add_output(parser)
     options = parser.parse_args()
     if options.lengths is None:
         options.lengths = (1024, 4096, 16384) if options.quick else shapes.LENGTHS
@@ -394,4 +395,5 @@ def first_line(*command: str) -> str:
 
 
 if __name__ == "__main__":
+    machine.require_gpu()
     main()

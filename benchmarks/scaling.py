@@ -310,7 +310,10 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()
     if len(devices) < args.devices:
-        raise SystemExit(f"--devices is {args.devices}, and there are {len(devices)}")
+        raise SystemExit(
+            f"--devices is {args.devices}, and JAX has {len(devices)} of platform "
+            f"{devices[0].platform!r}; --platform cpu splits a CPU"
+        )
     mesh = jax.make_mesh(
         (args.devices,), ("seq",), (AxisType.Auto,), devices=devices[: args.devices]
     )

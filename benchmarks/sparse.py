@@ -17,7 +17,7 @@ or dv, as the layers of a model follow each other; a time is a tenth of it, dens
 One by one, the shortest calls would wait for the host, which takes 60 to 90 us for each. Longer
 sequences, and a CPU, have a program for each call.
 
-Writes results/<device>/sparse-<commit>.json and .md; figures.py draws Figure 2 (right) of
+Writes build/benchmarks/<device>/sparse-<commit>.json and .md; figures.py draws Figure 2 (right) of
 FlashAttention (arXiv:2205.14135) from it, whose Table 20 has butterfly beside dense.
 """
 
@@ -27,11 +27,11 @@ import itertools
 import math
 import statistics
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import machine
 import numpy as np
 import run
 from tqdm import tqdm
@@ -90,8 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--densities", nargs="+", type=float, default=list(DENSITIES))
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
-    folder = Path(__file__).resolve().parent / "results"
-    parser.add_argument("--output", type=Path, default=folder)
+    machine.add_output(parser)
     return parser.parse_args()
 
 

@@ -12,8 +12,8 @@ recomputed (remat), the results of the forward kernel are kept, cuDNN's as well 
 Every measurement has a process of its own, which alone uses the GPU while it runs: a peak of memory
 belongs to one program. The next ones compile meanwhile, which needs no GPU, because nothing is
 tuned: matrix products are cuBLAS's. --xla-defaults compiles as XLA does without a word from us, one
-after another. Writes results/<gpu>/train-<commit>.json, and beside it a Markdown table and a chart,
-after the steps and again after each longer part.
+after another. Writes build/benchmarks/<gpu>/train-<commit>.json, and beside it a Markdown table and
+a chart, after the steps and again after each longer part. Needs the extra `bench`, for Flax.
 
 What a program needs is XLA's plan, to the byte. The peak that was measured is up to 128 MB more:
 XLA's allocator hands out a free piece whole if it is no more than that larger than what was asked.
@@ -41,6 +41,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 import charts
 import jax
 import jax.numpy as jnp
+import machine
 import numpy as np
 import peers
 import run
@@ -135,8 +136,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--loss-steps", type=int, default=400)
     parser.add_argument("--xla-defaults", action="store_true", help="leave XLA's flags alone")
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
-    folder = Path(__file__).resolve().parent / "results"
-    parser.add_argument("--output", type=Path, default=folder)
+    machine.add_output(parser)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -595,4 +595,6 @@ def tables(records: list[dict[str, Any]]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if "--job" not in sys.argv:
+        machine.require_gpu(apart=True)
     main()

@@ -23,6 +23,7 @@ from typing import Any
 import exact
 import jax
 import jax.numpy as jnp
+import machine
 import numpy as np
 import peers
 import shapes
@@ -164,4 +165,5 @@ def seconds(call: Callable[[], Any], duration: float) -> float:
 
 
 if __name__ == "__main__":
+    machine.require_gpu()
     main()

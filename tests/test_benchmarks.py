@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -30,6 +31,7 @@ import feature_peers  # noqa: E402
 import features  # noqa: E402
 import figures  # noqa: E402
 import first_call  # noqa: E402
+import machine  # noqa: E402
 import peers  # noqa: E402
 import programmable  # noqa: E402
 import run  # noqa: E402
@@ -44,6 +46,41 @@ import jax_flash  # noqa: E402
 from jax_flash import _gpu  # noqa: E402
 from jax_flash._ops import passes  # noqa: E402
 from jax_flash._problem import Problem, Shapes  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "script", ["run", "features", "programmable", "tune", "first_call", "train_step", "peaked"]
+)
+def test_what_measures_a_gpu_says_so_elsewhere(script: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jax.default_backend", lambda: "cpu")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of processes that are asked
+    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
+    with pytest.raises(SystemExit, match=rf"{script}.py measures on an NVIDIA GPU.*'cpu'"):
+        runpy.run_path(str(FOLDER / f"{script}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("torch", [False, True])
+def test_a_cpu_is_measured_without_pytorch(
+    torch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setattr(machine, "has_torch", lambda: torch)
+    monkeypatch.setattr(decode.cpu, "LENGTHS", (16,))
+    peers = ["--peers", "jax_flash", "xla"] if torch else []
+    words = ["cpu.py", "--seconds", "0", "--only", "full float32", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*words, *peers])
+    decode.cpu.main()
+    printed = capsys.readouterr()
+    assert ("pip install '.[bench]'" in printed.err) != torch
+    assert "| 16 | full | float32 | forward+backward | " in printed.out
+    (path,) = tmp_path.glob("cpu/*.json")
+    cells = json.loads(path.read_text())["seconds"].values()
+    assert all(cell.keys() == {"jax_flash", "xla"} for cell in cells)
+
+
+def test_results_go_where_git_does_not_look():
+    root = FOLDER.parent
+    assert machine.RESULTS.parts[: len(root.parts) + 1] == (*root.parts, "build")
+    assert "/build/" in (root / ".gitignore").read_text().splitlines()
 
 
 def visible(cell: Cell) -> np.ndarray:
@@ -422,6 +459,9 @@ def test_table_of_decoding():
     assert rows[4].startswith("| short | 7.0 (0.01) | 70.0 (0.00) |")
     assert "2 shapes of equal lengths: 0.775 × in the geometric mean, from 0.50 to 1.20" in parts[1]
     assert parts[2] == "- torch: none (long 128k; long 64k, no groups; short)"
+    in_gb = decode.table(records[2:], ["jax_flash"], "GB/s")[0].splitlines()
+    assert in_gb[0] == "| cell | jax_flash: µs (GB/s) | × the best other | × a sum |"
+    assert in_gb[2].startswith("| short | 7.0 (9.4) |")
 
 
 def test_block_masks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
