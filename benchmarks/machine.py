@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_BENCH = "pip install '.[bench]' installs what all benchmarks need"
+_BENCH = "pip install 'jax_flash[bench]' installs what all benchmarks need"
 RESULTS = Path(__file__).resolve().parents[1] / "build" / "benchmarks"  # ignored by git
 
 if _missing := [x for x in ("matplotlib", "tqdm") if importlib.util.find_spec(x) is None]:

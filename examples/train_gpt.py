@@ -143,6 +143,7 @@ class Block(nnx.Module):
             num_kv_heads=config.kv_heads,
             is_causal=True,
             rotary_base=10_000.0,
+            use_bias=False,
             attention_fn=attention_fn,
             **settings,
         )
