@@ -350,6 +350,25 @@ def test_keys_that_a_line_hides_are_left_out(dim: int, causal: bool, emulator: E
         compare(arguments, run(sources), gradients=False)
 
 
+def test_values_whose_products_are_denormal(emulator: Emulator):
+    """Times weights of 2^-80, which GPUs keep and XLA's threads on a CPU do not."""
+    arguments = C("small", T=40, S=50, N=1).draw()
+    values = arguments.arrays["value"].astype(np.float32) * np.float32(1e-13)
+    arguments.arrays["value"] = values.astype(DTYPES["bfloat16"])
+    compare(arguments, emulator.run(arguments, gradients=False), gradients=False)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_that_leave_lse_no_bits(dtype: str, emulator: Emulator):
+    """The forward pass is right; rows whose lse passes 2^24 in powers of two have no gradient."""
+    arguments = C("large", T=40, S=50, N=1, dtype=dtype, scale=1e9).draw()
+    got, truth = emulator.run(arguments), arguments.truth()
+    assert np.abs(truth.lse).min() > 2**24
+    compare(arguments, {name: got[name] for name in ("out", "lse")}, gradients=False)
+    for name in ("dquery", "dkey", "dvalue"):
+        np.testing.assert_array_equal(got[name].astype(np.float32), 0.0, err_msg=name)
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_poison_reaches_no_result(poison: float, emulator: Emulator):
     """Rows that share blocks with what they may not see are computed again."""

@@ -4,7 +4,7 @@
 //   dq_sum   = 0 (unless deterministic), and the counters of the main kernel.
 // With sinks a row that sees nothing has the sink as its lse; the main kernel hides its scores.
 // Both numbers are those of a row past the length if out * dout or dlse is not finite there, and in
-// 16 bits in rows whose lse a bias or a function of the scores brings beyond 1e7.
+// 16 bits in rows whose lse is beyond 1e7.
 // Rows are padded to whole query blocks, so that the main kernel needs no test on queries.
 #pragma once
 
@@ -198,10 +198,12 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
           if (kHasDlse) total -= p.dlse[at];
         }
         bool empty = lse == kNegativeInfinity;
-        if constexpr ((kHasBias || kHasScoreFunction) && !kFloat32) {
-          // A bias of -1e10 for all keys leaves lse no bits for the weights: they would be 2^300 or
-          // 0. Of float32 none is above 1 (probability_of), which takes a comparison for each.
-          empty = empty || (fabsf(lse) >= 0x1p24f / kLog2E && is_finite(lse));
+        if constexpr (!kFloat32) {
+          // Logits of 1e10, or a bias of -1e10 for all keys, leave lse no bits for the weights:
+          // they would be 2^300 or 0. Of float32 none is above 1 (probability_of), which takes a
+          // comparison for each. Bits of magnitudes: infinity and NaN do not count.
+          constexpr uint32 kLeast = __builtin_bit_cast(uint32, 0x1p24f / kLog2E);
+          empty = empty || (__float_as_uint(lse) & 0x7fffffffu) - kLeast < 0x7f800000u - kLeast;
         }
         if constexpr (kHasSinks) {
           if (!empty && !is_finite(total)) empty = !sees_any(p, batch, head, row);

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cfenv>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -143,6 +144,22 @@ class Machine : public FakeMachine {
 
   void SetBuffers(std::vector<FakeBuffer> given) override { buffers = std::move(given); }
 
+  // XLA's threads make denormal numbers zero; a GPU's instructions without .ftz do not, and its
+  // products keep what a weight of 2^-80 and a value of 1e-14 leave.
+  class GpuArithmetic {
+   public:
+    GpuArithmetic() {
+      std::fegetenv(&callers_);
+      std::fesetenv(FE_DFL_ENV);
+    }
+    ~GpuArithmetic() { std::fesetenv(&callers_); }
+    GpuArithmetic(const GpuArithmetic&) = delete;
+    GpuArithmetic& operator=(const GpuArithmetic&) = delete;
+
+   private:
+    std::fenv_t callers_;
+  };
+
   std::string Launch(void* program, const std::string& kernel, unsigned grid, unsigned cluster,
                      unsigned threads, unsigned shared_bytes, const void* params) override {
     const std::lock_guard<std::mutex> lock(one_at_a_time_);
@@ -157,6 +174,7 @@ class Machine : public FakeMachine {
       return kernel + ": clusters of " + std::to_string(cluster) + ", of which the emulator runs " +
              std::to_string(kResident) + " CTAs at a time";
     }
+    const GpuArithmetic arithmetic;
     failure.clear();
     polls = 0;
     std::vector<std::unique_ptr<Block>> blocks;
