@@ -12,8 +12,6 @@ import pytest
 
 from .test_native import PACKAGE, run_python, run_without_kernels
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:

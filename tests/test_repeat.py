@@ -11,8 +11,6 @@ from .cases import Case, fit
 from .gpu import NEEDS_HOPPER
 from .test_conformance import refuses
 
-pytestmark = pytest.mark.quick
-
 REPEATED = (
     Case("plain", T=200, S=330, deterministic=True, with_lse=True),
     Case("gqa causal", T=300, S=300, N=8, K=2, causal=True, deterministic=True),

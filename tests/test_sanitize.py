@@ -12,8 +12,6 @@ import pytest
 
 from . import sanitize
 
-pytestmark = pytest.mark.quick
-
 # Stands for compute-sanitizer: says that it ran what `--run` names, as BEHAVIOUR has it by case.
 TOOL = """#!{python}
 import json, os, pathlib, signal, sys
