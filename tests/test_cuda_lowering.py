@@ -302,14 +302,26 @@ def test_export_with_symbolic_shapes():
     assert calls(exported.mlir_module()) == ["jax_flash_cuda_forward"]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [("n", "n"), ("2*n", "n")])
-def test_gradients_export_with_symbolic_heads(heads, kv_heads):
-    shapes = (f"b, 256, {heads}, {H}", f"b, 256, {kv_heads}, {H}", f"b, 256, {kv_heads}, {H}")
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "kv_heads", "options"),
+    [
+        ("b", "256", "n", "n", {}),
+        ("b", "256", "2*n", "n", {}),
+        ("1", "2048", "8*n", "n", {"is_causal": True}),  # units of some heads of a group
+        ("1", "2048", "8*n", "n", {"is_causal": True, "deterministic": True}),
+        ("1", "t", "8", "2", {"is_causal": True}),
+    ],
+)
+def test_gradients_export_with_symbolic_heads(batch, length, heads, kv_heads, options):
+    q, kv = (f"{batch}, {length}, {x}, {H}" for x in (heads, kv_heads))
+    size = 256 if length == "t" else int(length)
     arguments = jax.export.symbolic_args_specs(
-        tuple(jax.ShapeDtypeStruct((1, 256, 2, H), jnp.bfloat16) for _ in shapes), shapes
+        tuple(jax.ShapeDtypeStruct((1, size, x, H), jnp.bfloat16) for x in (8, 2, 2)), (q, kv, kv)
     )
     names = ["jax_flash_cuda_forward", "jax_flash_cuda_backward"]
-    step = jax.grad(lambda *x: flash_attention(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    step = jax.grad(
+        lambda *x: flash_attention(*x, **options).astype(jnp.float32).sum(), argnums=(0, 1, 2)
+    )
     exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)
     assert calls(exported(*arguments).mlir_module()) == names
 

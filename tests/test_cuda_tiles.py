@@ -10,6 +10,7 @@ import pytest
 from jax_flash import _gpu
 from jax_flash._call import Call
 from jax_flash._gpu import spec
+from jax_flash._gpu.sm90.hopper import multiprocessors
 from jax_flash._ops import passes
 from jax_flash._ops.decode import Decode
 from jax_flash._problem import TERMS, Problem, Shapes, TermShape
@@ -155,9 +156,32 @@ def test_units_of_grouped_heads_are_many(window, deterministic, heads, batch, le
     assert group % unit_heads == 0
     assert tiling.unit_heads < group
     units = batch * heads[0] // unit_heads * length // 128
-    assert unit_heads == 1 or units >= 4 * H200.sms
+    assert unit_heads == 1 or units >= 4 * multiprocessors(H200)
     if tiling.ring_sets:
         assert 2 * tiling.ring_sets * tiling.l2_heads * unit_heads <= batch * heads[0]
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (1024, 0)])
+@pytest.mark.parametrize("kv_heads", [5, 40])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rings_of_long_calls_have_numbers_of_32_bits(window, kv_heads, dim):
+    """Bytes of the ring have 32; a set's units x its pieces of 16 queries 31, with a sign."""
+    problem = dataclasses.replace(PLAIN, window=window)
+    rings = []
+    for length in (1 << n for n in range(16, 23)):
+        shapes = dataclasses.replace(
+            replace_dims(dim, dim), batch=1, q_len=length, kv_len=length, q_heads=40,
+            kv_heads=kv_heads,
+        )  # fmt: skip
+        tiling = plan("backward", problem, shapes).tiling
+        rings.append(tiling.ring_sets > 0)
+        heads = tiling.l2_heads * (tiling.unit_heads or 40 // kv_heads)
+        pieces = heads * length // 16 * (dim // 64)  # of 4 KB
+        if tiling.ring_sets:
+            assert tiling.ring_sets * pieces * 4096 <= 2**32
+            assert tiling.l2_heads * length // 128 * pieces < 2**31
+    assert rings[0]
+    assert not rings[-1]
 
 
 @pytest.mark.parametrize("which", PASSES)

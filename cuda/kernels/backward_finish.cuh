@@ -87,7 +87,6 @@ __device__ __forceinline__ bool finish_tile(Tile& tile, const float4 (&values)[8
 // With kSharesKeys: dk and dv of 64 keys, whose sums are tiles of `slab`.
 template <class Params, class Tile>
 __device__ __forceinline__ void finish_keys(const Params& p, int slab, Tile& tile) {
-  static_assert(!kSharesKeys || kWholePieces);
   const int slabs = key_blocks(p) * (kKeys / 64), head_index = slab / slabs;
   const int row0 = (slab - head_index * slabs) * 64, rows = p.kv_len - row0;
   const int batch = head_index / p.kv_heads, kv_head = head_index - batch * p.kv_heads;

@@ -1,7 +1,8 @@
 // Units of work and where the main kernels keep what: shared memory, barriers, records.
 //
-// A unit is a block of keys of one key/value head with all query blocks that see it. The plan role
-// hands units out; the other roles walk over their query blocks. Read backward_turns.cuh next.
+// A unit is a block of keys of one key/value head with all query blocks that see it, of all query
+// heads of the group or of kUnitHeads. The plan role hands units out; the other roles walk over
+// their query blocks. Read backward_turns.cuh next.
 #pragma once
 
 #include "halves.cuh"

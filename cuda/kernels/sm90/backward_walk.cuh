@@ -14,9 +14,9 @@ struct UnitRecord {
   int batch, kv_head, key0;
   int offset, query_length, kv_length;  // Visibility of the batch row
   int m0;                               // first query of the walk
-  int total;                            // its steps: query blocks of all heads of the group
+  int total;                            // its steps: query blocks of all of its heads
   int block;                            // its first query block, as an index of [B, N, query block]
-  int head, heads;                      // first query head of the group, their number
+  int head, heads;                      // first query head, their number
   Range seen_keys;                      // of the unit, that some query sees, relative to key0
   Range seen_queries;                   // that see some key
 };
@@ -119,12 +119,12 @@ __device__ __forceinline__ WalkPlan plan_walk(const BackwardParams& p, const vol
 // Where the sum of a block lies is not told by its number.
 inline constexpr bool kSumsApart = kSumsInDq || kRing;
 
-// A walk over the query blocks of a unit, each with all heads of the group: units of one group stay
+// A walk over the query blocks of a unit, each with all heads of the unit: units of one group stay
 // together, whatever their lengths, and find what they load in L2.
 struct Walk {
   int left, m0, block;
   int row;       // as of `sum_index`, only with kDqRowBytes or kRing
-  int head = 0;  // of the group
+  int head = 0;  // of the unit
   // Blocks of the same 32 that are still to come, with kSkipsMasked; beside turns that are looked
   // for there is no register to keep them.
   static constexpr bool kKeepsShown = kSkipsMasked && !kTurnsShown;

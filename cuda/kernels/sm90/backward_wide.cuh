@@ -17,7 +17,7 @@
 
 namespace backward {
 
-static_assert(kKeys == 64 && kQueries == 64 && !kReadsAhead);
+static_assert(kKeys == 64 && kQueries == 64 && !kReadsAhead && !kSharesKeys);
 static_assert(kHead <= 256 && kValue <= 256);
 static_assert(!kHalves || (kHead <= 128 && kValue <= 128 && kTmaLoads), "registers");
 

@@ -352,7 +352,8 @@ class _Backward:
             return 0
         if self.wide or not self.tma_loads or problem.split:
             return 0
-        if not isinstance(self.shapes.batch, int) or self.adds_rows or self.dbias_heads:
+        sizes = (self.shapes.batch, self.shapes.q_heads)
+        if not all(isinstance(size, int) for size in sizes) or self.adds_rows or self.dbias_heads:
             return 0
         if problem.deterministic and problem.window == (None, None):
             # Their turns take what L2 gives: as few as keep the GPU busy.
@@ -469,6 +470,11 @@ def _with_ring(
     if is_layout(problem) and ring > _RING_BYTES:
         return tiling
     if shapes.batch * shapes.q_heads // unit_heads < 2 * sets * heads:
+        return tiling
+    # The kernel has 32 bits for bytes of the ring, 31 for a set's units x pieces of 16 queries.
+    pieces = heads * unit_heads * rows // 16 * head_boxes
+    units = heads * blocks(shapes.kv_len, tiling.block_kv)
+    if ring > 1 << 32 or units * pieces >= 1 << 31:
         return tiling
     return dataclasses.replace(
         tiling, dq_row_bytes=0, outputs=1, l2_heads=heads, ring_sets=sets, ring_lag=lag
