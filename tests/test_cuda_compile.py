@@ -126,6 +126,14 @@ FEW_ROWS = {
         256,
         {"window": (90, 5), "terms": ("query_positions", "key_value_positions")},
     ),
+    "256 causal segments dropout": (
+        256,
+        {
+            "window": (None, 0),
+            "terms": ("query_segments", "key_value_segments", "dropout_state"),
+            "dropout_rate": 0.1,
+        },
+    ),
     "128 highest": (128, {"dtype": "float32", "precision": "highest"}),
 }
 

@@ -47,7 +47,7 @@ inline constexpr bool kSkipsHidden =
 inline constexpr int kScoreBarrier = 1;  // and 2: one score warpgroup
 
 __device__ __forceinline__ void set_up() {
-  if constexpr (kCompact) fill_numbers();
+  if constexpr (kCompact) fill_numbers(blockDim.x);
   if constexpr (kRing) set_up_ring(8);
   if (threadIdx.x == 0) {
     set_up_load(kRing ? 10 : 8, 8, 8);

@@ -122,9 +122,11 @@ __device__ __forceinline__ volatile UnitRecord& unit_record(uint32 i) {
   return items(&Shared::units)[i % kUnits];
 }
 
-// With kCompact: the numbers past those that are loaded of the only query block. Whole CTAs call.
-__device__ __forceinline__ void fill_numbers() {
-  for (int i = threadIdx.x; i < kStages * kQueries; i += blockDim.x) {
+// With kCompact: the numbers past those that are loaded of the only query block. The first
+// `threads` of a CTA call, ahead of all loads.
+__device__ __forceinline__ void fill_numbers(int threads) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kStages * kQueries; i += threads) {
     ptx::store_shared(at(&Shared::minus_lse) + 4 * i, __float_as_uint(kNegativeInfinity));
     ptx::store_shared(at(&Shared::minus_delta) + 4 * i, 0);
   }

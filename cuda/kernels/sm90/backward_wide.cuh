@@ -37,7 +37,9 @@ inline constexpr int kProbabilityBarrier = 1;
 inline constexpr int kGradientBarrier = 2;
 
 __device__ __forceinline__ void set_up() {
-  if constexpr (kCompact) fill_numbers();
+  // With TMA by the warp that loads, else by all: the other way round 16 and 156 bytes were
+  // spilled.
+  if constexpr (kCompact && !kTmaLoads) fill_numbers(blockDim.x);
   if (threadIdx.x == 0) {
     set_up_load(12, 8, 4);
     for (int i = 0; i < kScoreStages; ++i) {
@@ -688,6 +690,10 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   const int role = ptx::warp_index() / 4;
   if (role == 0) {
     ptx::register_decrease<kLoadRegisters>();
+    if (kCompact && kTmaLoads && threadIdx.x < 32) {
+      fill_numbers(32);
+      __syncwarp();
+    }
     feed(p);
   } else if (role == 1) {
     ptx::register_decrease<kQueryRegisters>();
