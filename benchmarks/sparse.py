@@ -245,4 +245,5 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
+    machine.require_gpu()
     main()

@@ -49,7 +49,8 @@ from jax_flash._problem import Problem, Shapes  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "script", ["run", "features", "programmable", "tune", "first_call", "train_step", "peaked"]
+    "script",
+    ["run", "features", "programmable", "tune", "first_call", "train_step", "peaked", "sparse"],
 )
 def test_what_measures_a_gpu_says_so_elsewhere(script: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
