@@ -90,36 +90,19 @@ class Program:
         """The primitives of its steps that have derivatives of a user's."""
         return {x.primitive.name for x in self.steps if x.primitive.name.startswith("custom_")}
 
-    def evaluate(self, inputs: Sequence[Any], visible: Any = True) -> list[Any]:
-        """Computes the results in JAX.
+    def apply(self, inputs: Sequence[Any]) -> list[Any]:
+        """Does the steps one by one in JAX; inputs: arrays of their shapes.
 
-        Arguments:
-          inputs: arrays of the inputs' shapes.
-          visible: a bool; where it is False the results mean nothing, and have no derivative.
+        Those with derivatives of a user's are done as they were traced.
         """
-        if visible is not True:
-            inputs = [
-                _guard(x, visible) if aval.is_float and not aval.shape else x
-                for x, aval in zip(inputs, self.inputs, strict=True)
-            ]
-        if self.custom == {"custom_jvp_call"}:
-            return _evaluate_by_rule(self, inputs, visible)
-        return self.apply(inputs, visible)
-
-    def apply(self, inputs: Sequence[Any], visible: Any = True) -> list[Any]:
-        """Does the steps one by one, those with derivatives of a user's as they were traced."""
         values: dict[int, Any] = dict(enumerate(inputs))
 
         def read(x: Value) -> Any:
             return values[x] if isinstance(x, int) else vary_over(x.value, inputs)
 
         for step in self.steps:
-            arrays = [read(x) for x in step.inputs]
-            results = _bind(step.primitive, arrays, step.params)
-            reads = any(jnp.ndim(x) for x in arrays)
-            for at, aval, x in zip(step.outputs, step.avals, results, strict=True):
-                guards = visible is not True and reads and aval.is_float and not aval.shape
-                values[at] = _guard(x, visible) if guards else x
+            results = bind(step.primitive, [read(x) for x in step.inputs], step.params)
+            values.update(zip(step.outputs, results, strict=True))
         return [read(x) for x in self.results]
 
     def with_numbers(self) -> tuple[Program, list[np.ndarray]]:
@@ -195,33 +178,6 @@ class Program:
             structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in inputs]
             closed = jax.make_jaxpr(lambda *x: function(x))(*structs)
         return Builder(inputs, opens_custom, inlines=True).build(closed, closed.consts)[0]
-
-
-def _guard(x: Any, visible: Any) -> Any:
-    """Keeps derivatives, NaN too, of what is not visible from x."""
-    return jnp.where(visible, x, jnp.zeros_like(x))
-
-
-def _evaluate_by_rule(program: Program, inputs: Sequence[Any], visible: Any) -> list[Any]:
-    """Evaluates a program with custom_jvp by programs of its derivatives, to any order.
-
-    The jaxprs of custom_jvp say of their results how they vary over devices, from where they were
-    traced, and a tile is elsewhere. With custom_vjp there is no such program.
-    """
-
-    @jax.custom_jvp
-    def value(visible, *inputs):
-        return program.opened.evaluate(inputs, visible)
-
-    @value.defjvp
-    def _(primals, tangents):
-        visible, *inputs = primals
-        moving = zip(program.inputs, tangents[1:], strict=True)
-        moving = [x for aval, x in moving if aval.is_float]
-        results = program.moved.evaluate([*inputs, *moving], visible)
-        return program.ruled.evaluate(inputs, visible), results[len(program.results) :]
-
-    return value(visible, *inputs)
 
 
 # ---- from a jaxpr to a program -------------------------------------------------------------------
@@ -433,14 +389,14 @@ def _compute(eqn: Any, operands: Sequence[Any], now: bool) -> list[Any]:
     if now or (all(_is_number(x) for x in operands) and not here):
         with jax.ensure_compile_time_eval(), use_abstract_mesh(NO_MESH):
             arrays = [jnp.asarray(x) for x in operands]
-            results = _bind(eqn.primitive, arrays, _without_mesh(eqn.params))
+            results = bind(eqn.primitive, arrays, _without_mesh(eqn.params))
             keys = jax.dtypes.extended
             return [x if jnp.issubdtype(x.dtype, keys) else np.asarray(x) for x in results]
     arrays = [jnp.asarray(x) for x in operands]
-    return _bind(eqn.primitive, vary_over(arrays, arrays), eqn.params)
+    return bind(eqn.primitive, vary_over(arrays, arrays), eqn.params)
 
 
-def _bind(primitive: Primitive, operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+def bind(primitive: Primitive, operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     made: Any = primitive.get_bind_params(dict(params))
     # jax before 0.10 returns the functions apart, later ones among the parameters.
     functions, params = made if isinstance(made, tuple) else ((), made)

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_flash import _backends, explain, flash_attention, reference, scores
 
+from . import small
 from .small import normal
 
 P = PartitionSpec
@@ -182,6 +183,38 @@ def test_nothing_hidden_reaches_a_gradient(qkv):
 
     got = jax.grad(with_function, argnums=(0, 1))(q, 0.7)
     close(got, jax.grad(with_bias, argnums=(0, 1))(q, 0.7))
+
+
+@pytest.mark.parametrize("hides", ["lengths", "causality"])
+def test_nothing_hidden_reaches_an_array_that_is_read_by_rows(hides, qkv):
+    """NaN in what keys have, and rows of zeros, whose logarithm and norm have no derivative."""
+    q, k, v = qkv
+    u, rows, own = normal(3, 5), normal(4, S, 5), 2.0 + 0.3 * normal(5, B, S, 5)
+    last = S - 3 if hides == "lengths" else T
+    options = {
+        "lengths": {"key_value_seq_lengths": jnp.full(B, last)},
+        "causality": {"is_causal": True},
+    }[hides]
+
+    def loss(attention, spoilt, u, rows, own, q):
+        rows = rows.at[last:].set(jnp.nan if spoilt else 1.0)
+        own = own.at[:, last:].set(0.0 if spoilt else 1.0)
+
+        def score_mod(s, b, h, i, j):
+            unit = own[b, j] / jnp.sqrt(jnp.sum(own[b, j] ** 2))
+            near = jnp.sum(jnp.log(own[b, j] ** 2) * u) + jnp.dot(unit, rows[i])
+            return s + jnp.dot(rows[j], u) + jnp.sum(rows[j] * u) + near + jnp.sum(u * s)
+
+        return jnp.sum(attention(q, k, v, score_mod=score_mod, **options) ** 2)
+
+    def derivatives(attention, spoilt):
+        arguments = u, rows, own, q
+        gradient = jax.grad(functools.partial(loss, attention, spoilt), argnums=(0, 1, 2, 3))
+        return gradient(*arguments), jax.jvp(gradient, arguments, arguments)[1]
+
+    got = jax.jit(lambda: derivatives(attend, True))()
+    want = jax.jit(lambda: derivatives(reference.attention, False))()
+    small.close(got, want, rtol=1e-4)
 
 
 def test_a_score_of_minus_infinity_hides_a_key_and_its_nan(qkv):

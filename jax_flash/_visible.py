@@ -1,0 +1,166 @@
+"""Evaluates a program at the pairs of a tile, of which some are hidden and have no derivative.
+
+The slope of a hidden pair may be NaN, and so is zero times it: `jnp.where` keeps each operand from
+it. Where a tile is evaluated, values vary along the dims of what they depend on, and no further: a
+row `table[key]` along the keys. A row is kept where all of its pairs are hidden, which leaves it
+that small; scalars are kept pair by pair. So a scalar may have two forms, of rows, for steps that
+read or give arrays, and of pairs. What is kept is 1 among rows, whose logarithm and inverse exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._program import Program, Value, bind
+from jax_flash._varying import vary_over
+
+Dims = frozenset[int]  # of a tile
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Visible:
+    """Which pairs count.
+
+    Attributes:
+      of_inputs: the dims along which each input of a program varies.
+      masks: bools by dims, those of the whole tile first: is any pair along the other dims visible?
+    """
+
+    of_inputs: tuple[Dims, ...]
+    masks: Mapping[Dims, Any]
+
+    @property
+    def pair(self) -> Any:
+        return next(iter(self.masks.values()))
+
+    def dims(self, inputs: Iterable[int]) -> Dims:
+        """Returns the dims along which a value varies that depends on these inputs."""
+        return frozenset().union(*(self.of_inputs[i] for i in inputs))
+
+    def row(self, inputs: Iterable[int]) -> Any:
+        """Tells it of such a value; as for pairs where `masks` do not."""
+        return self.masks.get(self.dims(inputs), self.pair)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is known of a program.
+
+    Attributes:
+      arrays: of each step, whether it reads or gives arrays.
+      two: of each value, whether it has two forms.
+      needed: values with the forms that are read: True for that of rows.
+      rows: what is kept as a row, with the inputs that it depends on.
+    """
+
+    arrays: tuple[bool, ...]
+    two: tuple[bool, ...]
+    needed: frozenset[tuple[int, bool]]
+    rows: Mapping[int, frozenset[int]]
+
+
+@functools.lru_cache(maxsize=256)  # programs are equal to themselves alone
+def _plan(program: Program) -> _Plan:
+    avals = list(program.inputs)
+    depends = [frozenset([i]) for i in range(len(avals))]
+    two = [aval.is_float and not aval.shape for aval in avals]
+    arrays, made = [], {i for i, aval in enumerate(avals) if not aval.shape}
+    for step in program.steps:
+        read = [x for x in step.inputs if isinstance(x, int)]
+        shapes = [avals[x].shape if isinstance(x, int) else x.value.shape for x in step.inputs]
+        arrays.append(any(shapes) or any(aval.shape for aval in step.avals))
+        avals += step.avals
+        for aval in step.avals:
+            depends.append(frozenset().union(*(depends[x] for x in read)))
+            scalar = aval.is_float and not aval.shape
+            two.append(scalar if arrays[-1] else any(two[x] for x in read))
+        if arrays[-1]:
+            made.update(step.outputs)
+    needed = {(x, False) for x in program.results if isinstance(x, int)}
+    for step, of_arrays in zip(reversed(program.steps), reversed(arrays), strict=True):
+        read = [x for x in step.inputs if isinstance(x, int)]
+        for form in {form for at, form in needed if at in step.outputs}:
+            needed |= {(x, two[x] and (form or of_arrays)) for x in read}
+    rows = {
+        at: depends[at]
+        for at in sorted(made)
+        if avals[at].is_float and (avals[at].shape or (at, True) in needed)
+    }
+    return _Plan(tuple(arrays), tuple(two), frozenset(needed), rows)
+
+
+def rows(program: Program) -> Iterable[frozenset[int]]:
+    """Lists what the rows depend on of which `evaluate` asks whether they are visible."""
+    by_rule = program.custom == {"custom_jvp_call"}
+    return _plan(program.opened if by_rule else program).rows.values()
+
+
+def evaluate(program: Program, inputs: Sequence[Any], visible: Visible) -> list[Any]:
+    """Computes the results of a pair; where it is hidden they mean nothing, and have no derivative.
+
+    Arguments:
+      inputs: arrays of the program's shapes.
+      visible: of this pair.
+    """
+    if program.custom == {"custom_jvp_call"}:
+        return _evaluate_by_rule(program, inputs, visible)
+    plan = _plan(program)
+    values: dict[tuple[int, bool], Any] = {}
+
+    def put(at: int, x: Any) -> None:
+        """Stores a value that has been read, or computed from arrays."""
+        if plan.two[at] and (at, False) in plan.needed:
+            values[at, False] = jnp.where(visible.pair, x, jnp.zeros_like(x))
+        if at in plan.rows:
+            x = jnp.where(visible.row(plan.rows[at]), x, jnp.ones_like(x))
+        values[at, plan.two[at]] = x
+
+    def read(x: Value, form: bool) -> Any:
+        return values[x, plan.two[x] and form] if isinstance(x, int) else vary_over(x.value, inputs)
+
+    for i, x in enumerate(inputs):
+        put(i, x)
+    for step, arrays in zip(program.steps, plan.arrays, strict=True):
+        forms = [x for x in (False, True) if any((at, x) in plan.needed for at in step.outputs)]
+        for form in forms[:1] if arrays else forms:
+            operands = [read(x, form or arrays) for x in step.inputs]
+            results = bind(step.primitive, operands, step.params)
+            for at, x in zip(step.outputs, results, strict=True):
+                if arrays:
+                    put(at, x)
+                else:
+                    values[at, form] = x
+    return [read(x, False) for x in program.results]
+
+
+def _evaluate_by_rule(program: Program, inputs: Sequence[Any], visible: Visible) -> list[Any]:
+    """Evaluates a program with custom_jvp by programs of its derivatives, to any order.
+
+    The jaxprs of custom_jvp say of their results how they vary over devices, from where they were
+    traced, and a tile is elsewhere. With custom_vjp there is no such program.
+    """
+    dims = visible.of_inputs
+    floats = [i for i, aval in enumerate(program.inputs) if aval.is_float]
+
+    def of(masks: Sequence[Any], *more: Dims) -> Visible:
+        return Visible((*dims, *more), dict(zip(visible.masks, masks, strict=True)))
+
+    @jax.custom_jvp
+    def value(masks, *inputs):
+        return evaluate(program.opened, inputs, of(masks))
+
+    @value.defjvp
+    def _(primals, tangents):
+        masks, *inputs = primals
+        moving = [tangents[1 + i] for i in floats]
+        both = of(masks, *(dims[i] for i in floats))
+        results = evaluate(program.moved, [*inputs, *moving], both)
+        return evaluate(program.ruled, inputs, of(masks)), results[len(program.results) :]
+
+    return value(tuple(visible.masks.values()), *inputs)
