@@ -36,10 +36,12 @@ struct WideShared : Shared {
 inline constexpr int kProbabilityBarrier = 1;
 inline constexpr int kGradientBarrier = 2;
 
+// With kCompact the warp that loads fills the numbers past those that it loads, or where it has few
+// registers left all threads do: the other way round 16 to 156 bytes were spilled.
+inline constexpr bool kFillsBeside = kTmaLoads && !kSkipsMasked;
+
 __device__ __forceinline__ void set_up() {
-  // With TMA by the warp that loads, else by all: the other way round 16 and 156 bytes were
-  // spilled.
-  if constexpr (kCompact && !kTmaLoads) fill_numbers(blockDim.x);
+  if constexpr (kCompact && !kFillsBeside) fill_numbers(blockDim.x);
   if (threadIdx.x == 0) {
     set_up_load(12, 8, 4);
     for (int i = 0; i < kScoreStages; ++i) {
@@ -690,7 +692,7 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   const int role = ptx::warp_index() / 4;
   if (role == 0) {
     ptx::register_decrease<kLoadRegisters>();
-    if (kCompact && kTmaLoads && threadIdx.x < 32) {
+    if (kCompact && kFillsBeside && threadIdx.x < 32) {
       fill_numbers(32);
       __syncwarp();
     }
