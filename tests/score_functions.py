@@ -56,6 +56,21 @@ def _plain_distance(table, score, batch, head, query, key):
     return score + added, np.ones_like(score), np.full(score.shape, head), np.maximum(distance, 0)
 
 
+def _fall(table):
+    """As much on either side of the query: a line from each, of no reach."""
+
+    def function(score, batch, head, query, key):
+        return 0.5 + score - table[head] * jnp.abs(key - query)
+
+    return function
+
+
+def _plain_fall(table, score, batch, head, query, key):
+    distance = np.broadcast_to(np.abs(key - query), score.shape).astype(score.dtype)
+    added = 0.5 - table[head] * distance
+    return score + added, np.ones_like(score), np.full(score.shape, head), -distance
+
+
 def _relative(table):
     def function(score, batch, head, query, key):
         return score + table[head, jnp.clip(key - query, -REACH, REACH) + REACH]
@@ -122,6 +137,7 @@ def _sines(count):
 SCORES = {
     "alibi": ScoreCase(lambda rows, heads: (heads,), _alibi, _plain_alibi),
     "distance": ScoreCase(lambda rows, heads: (heads,), _distance, _plain_distance),
+    "fall": ScoreCase(lambda rows, heads: (heads,), _fall, _plain_fall),
     "relative": ScoreCase(lambda rows, heads: (heads, 2 * REACH + 1), _relative, _plain_relative),
     "cap": ScoreCase(lambda rows, heads: (), _cap, _plain_cap),
     "sine": _sines(1),

@@ -332,9 +332,9 @@ def test_lines_of_any_slope(dim: int, spread: float, emulator: Emulator):
 @pytest.mark.parametrize(("dim", "causal"), [(64, False), (64, True)])
 def test_keys_that_a_line_hides_are_left_out(dim: int, causal: bool, emulator: Emulator):
     """Of two heads, that fall from the diagonal on; no result shows it, but for finite values."""
-    case = C("fading", score="distance", H=dim, T=390, S=770, N=2, K=2, causal=causal)
+    case = C("fading", score="fall", H=dim, T=390, S=770, N=2, K=2, causal=causal)
     arguments = case.draw()
-    arguments.arrays["table"][:] = [0.01, 1.5] if causal else [0.26, 1.5]
+    arguments.arrays["table"][:] = [0.01, 1.5] if causal else [0.05, 1.5]
     arguments.arrays["value"][0, 3, 1, 5] = np.inf  # of the second head
 
     def run(sources: dict[str, str] | None = None) -> dict[str, np.ndarray]:

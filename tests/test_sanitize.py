@@ -43,7 +43,8 @@ def run(folder: Path, **behaviour: str) -> tuple[int, str]:
     tool.chmod(0o755)
     environment = os.environ | {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(sys.path),
+        # The installed package in front of the checkout, which has the tests.
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parents[1])]),
         "FOLDER": str(folder),
         "BEHAVIOUR": str({k.replace("_", " "): v for k, v in behaviour.items()}).replace("'", '"'),
     }
