@@ -41,7 +41,9 @@ def run_layer(api, attention_fn, x, *, calls=({},), **settings) -> list[Any]:
 @functools.cache
 def linen_variables():
     """Seeded parameters for every Linen layer here: attention_fn and dtype have no say in them."""
-    return nn.MultiHeadDotProductAttention(HEADS).init(jax.random.key(0), normal(1, 1, 1, FEATURES))
+    with jax.ensure_compile_time_eval():  # the first call may be within a trace
+        layer = nn.MultiHeadDotProductAttention(HEADS)
+        return layer.init(jax.random.key(0), normal(1, 1, 1, FEATURES))
 
 
 def random_mask(*shape):
