@@ -180,7 +180,7 @@ def test_rings_of_long_calls_have_numbers_of_32_bits(window, kv_heads, dim):
         if tiling.ring_sets:
             assert tiling.ring_sets * pieces * 4096 <= 2**32
             assert tiling.l2_heads * length // 128 * pieces < 2**31
-    assert rings[0]
+    assert rings[0] == (window[0] is None or kv_heads == 40)  # not of grouped heads in a window
     assert not rings[-1]
 
 
