@@ -47,6 +47,7 @@ from jax_flash._terms import is_capture, sum_dtype
 
 _WHOLE = tuple("TSHVWUPMIJCDEA")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
+_SHARDY = "jax_use_shardy_partitioner"
 
 
 def partitioned(
@@ -69,11 +70,11 @@ def partitioned(
             return run(call, *operands)
         if not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit}:
             return _mapped(run, call, mesh, operands)
-        if devices > 1 and not jax.config.jax_use_shardy_partitioner:
+        if devices > 1 and not getattr(jax.config, _SHARDY):
             # Before jax 0.11 the process would be aborted: GSPMD asks for rules that are not there.
             raise NotImplementedError(
                 f"{call.function} is compiled for {devices} devices without XLA's partitioner "
-                "Shardy; expected jax_use_shardy_partitioner=True, JAX's default, or a mesh of "
+                f"Shardy; expected {_SHARDY}=True, JAX's default, or a mesh of "
                 "explicit axes alone, or the call inside of a jax.shard_map over all axes"
             )
         results = wrapped(*operands)

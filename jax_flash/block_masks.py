@@ -551,11 +551,19 @@ def _chunk_of(states: np.ndarray, q_len: int, kv_len: int, block: int) -> int | 
     return mask.chunk if (states == _states_of(mask)).all() else None
 
 
+def _lengths(form: BlockMask) -> tuple[int, int]:
+    """Returns T and S of a form, which has both."""
+    if form.q_len is None or form.kv_len is None:
+        raise ValueError("a BlockMask of a window or chunks lacks q_len or kv_len; expected both")
+    return form.q_len, form.kv_len
+
+
 def _states_of(form: BlockMask) -> np.ndarray:
     """Writes a form out: which blocks `[1, blocks, blocks]` are empty, full or else 0."""
-    first_query, first_key = (np.arange(0, n, form.block) for n in (form.q_len, form.kv_len))
-    last_query = np.minimum(first_query + form.block, form.q_len) - 1
-    last_key = np.minimum(first_key + form.block, form.kv_len) - 1
+    lengths = _lengths(form)
+    first_query, first_key = (np.arange(0, n, form.block) for n in lengths)
+    last_query = np.minimum(first_query + form.block, lengths[0]) - 1
+    last_key = np.minimum(first_key + form.block, lengths[1]) - 1
     if form.chunk is not None:
         own = first_query[:, None] // form.chunk == first_key // form.chunk
         return np.where(own, FULL, EMPTY)[None]
@@ -570,13 +578,14 @@ def _write_out(form: BlockMask) -> tuple[np.ndarray, np.ndarray]:
     if not form.is_form:
         raise ValueError("a BlockMask lacks numbers or bits; expected both, or a window or a chunk")
     numbers, block = _states_of(form).astype(np.int32), form.block
+    q_len, kv_len = _lengths(form)
     low, high = _ends(form.window)
     index = np.arange(block)
     kept: dict[bytes, int] = {}
     for at in map(tuple, np.argwhere(numbers == 0)):
         query, key = at[1] * block + index[:, None], at[2] * block + index
         seen = (key - query >= low) & (key - query <= high)
-        seen &= (query < form.q_len) & (key < form.kv_len)
+        seen &= (query < q_len) & (key < kv_len)
         packed = np.packbits(seen, axis=-1, bitorder="little").tobytes()
         numbers[at] = kept.setdefault(packed, len(kept))
     bits = np.frombuffer(b"".join(kept), np.dtype("<u2")).astype(np.uint16)

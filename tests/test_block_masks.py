@@ -414,6 +414,8 @@ def test_arrays_that_are_edited_are_read(host_backend):
             np.testing.assert_array_equal(arrays.dense(), want if "numbers" in part else m.dense())
     with pytest.raises(ValueError, match="lacks numbers or bits; expected both, or a window"):
         dataclasses.replace(m, numbers=None, bits=None, window=None, chunk=None).dense()
+    with pytest.raises(ValueError, match="lacks q_len or kv_len; expected both"):
+        dataclasses.replace(m, numbers=None, bits=None, q_len=None).dense()
 
 
 LAYERS = {
