@@ -19,18 +19,15 @@ import importlib.util
 import json
 import math
 import os
-import platform
-import re
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
+from common import machine
 from tqdm import tqdm
 
 import jax_flash
@@ -46,7 +43,7 @@ def main() -> None:
     """Measures the chosen cells and prints all that are known."""
     options = parse()
     machine.say_what_is_missing()
-    path = options.output / "cpu" / f"{processor_slug()}.json"
+    path = options.output / "cpu" / f"{machine.processor_slug()}.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     described = describe_machine()
     cells: dict[str, dict[str, float]] = results.get("seconds", {})
@@ -193,25 +190,6 @@ def table(cells: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def processor_name() -> str:
-    """Reads the processor's name, with what matters of its instruction set."""
-    try:
-        info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    model = re.search(r"model name\s*: (.*)", info)
-    name = model.group(1).strip() if model else platform.machine()
-    flags = re.search(r"flags\s*: (.*)", info)
-    known = flags.group(1).split() if flags else []
-    best = [flag for flag in ("avx512_bf16", "avx512f", "avx2") if flag in known][:1]
-    return " ".join([name, *best])
-
-
-def processor_slug() -> str:
-    """Names the result file."""
-    return re.sub(r"[^a-z0-9]+", "-", processor_name().lower()).strip("-")
-
-
 def describe_machine() -> dict[str, str]:
     """Collects the processor and the versions."""
     versions = {
@@ -220,7 +198,7 @@ def describe_machine() -> dict[str, str]:
         if importlib.util.find_spec(name)
     }
     return {
-        "processor": processor_name(),
+        "processor": machine.processor_name(),
         "cores": str(os.cpu_count()),
         "python": ".".join(map(str, sys.version_info[:2])),
         **versions,

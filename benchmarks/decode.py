@@ -29,15 +29,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
-import run  # which asks JAX to leave memory to PyTorch
+from common import machine, runs
 from tqdm import tqdm
 
 import jax_flash
 from jax_flash._gpu import decode as tilings
 
-cpu = importlib.import_module("cpu")  # cpu.py beside this file; the folder cpu/ has the name too
 Run = Callable[[], Any]  # some calls, to the end
 LOOP = 20e-3  # seconds that a round takes on a GPU, about
 RATE, LATENCY = 4e12, 5e-6  # bytes a second and seconds, of which the number of calls follows
@@ -392,13 +390,13 @@ def main() -> None:
     for cell in (progress := tqdm(cells, disable=None)):
         progress.set_description(cell.name)
         records.append(measure(cell, {name: programs[cell, name] for name in chosen}, options))
-    about, folder = run.describe(options, "benchmarks/decode.py", [])
+    about, folder = runs.describe(options, "benchmarks/decode.py", [])
     if not on_gpu:
-        about["processor"] = cpu.processor_name()
-    path = folder / f"decode-{about['commit'] if on_gpu else cpu.processor_slug()}"
-    path.with_suffix(".json").write_text(run.in_lines(about, "cells", records))
+        about["processor"] = machine.processor_name()
+    path = folder / f"decode-{about['commit'] if on_gpu else machine.processor_slug()}"
+    path.with_suffix(".json").write_text(runs.in_lines(about, "cells", records))
     text = (
-        "\n\n".join([run.introduce(about), *table(records, chosen, "TB/s" if on_gpu else "GB/s")])
+        "\n\n".join([runs.introduce(about), *table(records, chosen, "TB/s" if on_gpu else "GB/s")])
         + "\n"
     )
     path.with_suffix(".md").write_text(text)
@@ -435,23 +433,23 @@ def measure(
     """Times one cell: microseconds of a call and TB/s by peer, or why there are none."""
     arrays = jax.block_until_ready(Arrays.of(cell))
     refused: dict[str, str] = {}
-    runs: dict[str, Run] = {}
+    started: dict[str, Run] = {}
     for name, start in programs.items():
         try:
             if isinstance(start, str):
                 raise NotImplementedError(start)
             one = start(arrays)
             one()
-            runs[name] = one
+            started[name] = one
         except (NotImplementedError, RuntimeError, ValueError) as error:
             refused[name] = str(error).splitlines()[0][:200]
-    known: dict[str, list[float]] = {name: [] for name in runs}
+    known: dict[str, list[float]] = {name: [] for name in started}
     while unfinished := [
         name for name, x in known.items() if len(x) < 5 or sum(x) < options.seconds
     ]:
         for name in unfinished:
             begin = time.perf_counter()
-            runs[name]()
+            started[name]()
             known[name].append(time.perf_counter() - begin)
     seconds = {name: min(x) / calls_of(cell) for name, x in known.items()}
     return {

@@ -3,12 +3,20 @@
     python benchmarks/features.py                                  # every case, every peer
     python benchmarks/features.py --peers jax_flash jax_cudnn      # some four minutes
     python benchmarks/features.py --problems A B --cases plain bias_1NTS dropout
+    python benchmarks/features.py --functions                      # a user's functions
+    python benchmarks/features.py --functions --problems B --cases causal alibi_causal
 
-Problems and cases are those of shapes.py; times are taken as run.py takes them: all is compiled
-before, the peers of a case take turns, round by round, and nothing else runs between them. Forward
-and backward is with all gradients, those of a bias and of sinks included. Before it is timed, a
-result is compared with float64 attention (exact.py): a wrong one is a failure, with no time.
-Writes build/benchmarks/<gpu>/features-<commit>.json and .md, after each problem.
+Problems and cases are those of common/shapes.py; times are taken as run.py takes them: all is
+compiled before, the peers of a case take turns, round by round, and nothing else runs between them.
+Forward and backward is with all gradients, those of a bias and of sinks included. Before it is
+timed, a result is compared with float64 attention (common/exact.py): a wrong one is a failure, with
+no time. Writes build/benchmarks/<gpu>/features-<commit>.json and .md, after each problem.
+
+--functions: ALiBi, a table of relative positions and softcap as functions of the scores, full and
+causal; causal, documents of 512 and a window of 1024 as functions of the mask; of the sizes of
+problems A and B, beside PyTorch's FlexAttention, attention without a function, and what is built
+in, where it is. Blocks of a mask are made before, as FlexAttention's are; FlexAttention is compiled
+ahead, a process for each program. Writes functions-<commit>.json and .md.
 """
 
 import argparse
@@ -18,25 +26,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import charts
-import exact
-import feature_peers
 import jax
 import jax.numpy as jnp
-import machine
-import peers
-import run
-import shapes
-from shapes import Case, Pass
+from common import charts, exact, feature_peers, machine, peers, runs, shapes
+from common.shapes import Case, Pass
 from tqdm import tqdm
 
 
 @dataclasses.dataclass(frozen=True)
-class Script:
-    """What a script measures: features.py, or another with cases of its own."""
+class Kind:
+    """What is measured: features, or functions."""
 
     name: str
-    about: str
     features: dict[str, dict[str, Any]]
     cases: Callable[..., list[Case]]
     problems: tuple[str, ...]
@@ -44,65 +45,87 @@ class Script:
     asks: Callable[[Case, str], bool] = lambda case, peer: True  # is the peer asked for the case?
 
 
-def main(script: Script | None = None) -> None:
-    """Measures the chosen cases and prints one table."""
-    script = script or Script(
+def features_kind() -> Kind:
+    return Kind(
         name="features",
-        about=__doc__ or "",
         features=shapes.FEATURES,
         cases=shapes.cases,
         problems=tuple(shapes.PROBLEMS),
         peers=tuple(peer.name for peer in feature_peers.all_peers()),
     )
-    options = parse(script)
+
+
+def functions_kind() -> Kind:
+    def asks(case: Case, peer: str) -> bool:
+        """FlexAttention has functions alone: what is built in for us is one of these for it."""
+        return peer != feature_peers.FLEX or case.blocks or case.score is not None
+
+    return Kind(
+        name="functions",
+        features=shapes.FUNCTIONS,
+        cases=shapes.function_cases,
+        problems=("A", "B"),
+        peers=("jax_flash", feature_peers.FLEX),
+        asks=asks,
+    )
+
+
+def main() -> None:
+    """Measures the chosen cases and prints one table."""
+    kind, options = parse()
     machine.say_what_is_missing()
     chosen = [peer for peer in feature_peers.all_peers() if peer.name in options.peers]
-    ceiling = [run.measure_product()]
+    ceiling = [runs.measure_product()]
     records: list[dict[str, Any]] = []
     text = ""
-    flex = threading.Thread(target=compile_flex, args=(script, options, chosen))
+    flex = threading.Thread(target=compile_flex, args=(kind, options, chosen))
     flex.start()
     for problem in options.problems:
-        cases = script.cases(problem, options.cases)
+        cases = kind.cases(problem, options.cases)
         ahead = dict.fromkeys(options.passes[:1], prepare)  # once for all passes
-        programs = {of: run.build_all(of, cases, chosen, ahead.get(of)) for of in options.passes}
+        programs = {of: runs.build_all(of, cases, chosen, ahead.get(of)) for of in options.passes}
         flex.join()
         for case in (progress := tqdm(cases)):
             progress.set_description(case.name)
-            asked = [peer for peer in chosen if script.asks(case, peer.name)]
+            asked = [peer for peer in chosen if kind.asks(case, peer.name)]
             records += measure(case, programs, asked)
-        ceiling.append(run.measure_product())
-        text = write(script, options, chosen, records, ceiling)  # a later problem may be cut off
+        ceiling.append(runs.measure_product())
+        text = write(kind, options, chosen, records, ceiling)  # a later problem may be cut off
     print(text)
 
 
-def compile_flex(script: Script, options: argparse.Namespace, chosen: list[peers.Peer]) -> None:
+def compile_flex(kind: Kind, options: argparse.Namespace, chosen: list[peers.Peer]) -> None:
     """Compiles FlexAttention for all that it will be asked, if it will be."""
     if not any(peer.name == feature_peers.FLEX for peer in chosen):
         return
-    cases = [x for name in options.problems for x in script.cases(name, options.cases)]
-    cases = [case for case in cases if script.asks(case, feature_peers.FLEX)]
+    cases = [x for name in options.problems for x in kind.cases(name, options.cases)]
+    cases = [case for case in cases if kind.asks(case, feature_peers.FLEX)]
     feature_peers.compile_flex(cases, options.passes)
 
 
-def parse(script: Script) -> argparse.Namespace:
-    """Reads the command line."""
+def parse() -> tuple[Kind, argparse.Namespace]:
+    """Reads the command line, of which the kind decides what else may stand in it."""
+    ahead = argparse.ArgumentParser(add_help=False)
+    ahead.add_argument("--functions", action="store_true", help="a user's functions instead")
+    kind = functions_kind() if ahead.parse_known_args()[0].functions else features_kind()
     parser = argparse.ArgumentParser(
-        description=script.about, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[ahead],
     )
     there = [peer.name for peer in feature_peers.all_peers()]
-    names = [name for name in script.peers if name in there]
-    problems = list(script.problems)
+    names = [name for name in kind.peers if name in there]
+    problems = list(kind.problems)
     parser.add_argument("--problems", nargs="+", choices=problems, default=problems)
-    parser.add_argument("--cases", nargs="+", choices=script.features, default=None)
+    parser.add_argument("--cases", nargs="+", choices=kind.features, default=None)
     machine.add_peers(parser, names, names)
     parser.add_argument("--passes", nargs="+", choices=shapes.PASSES, default=list(shapes.PASSES))
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
     machine.add_output(parser)
     options = parser.parse_args()
-    if not any(script.cases(problem, options.cases) for problem in options.problems):
+    if not any(kind.cases(problem, options.cases) for problem in options.problems):
         parser.error(f"no such case in {', '.join(options.problems)}")
-    return options
+    return kind, options
 
 
 def measure(
@@ -121,7 +144,7 @@ def measure(
         found = {peer: built[case, peer.name] for peer in chosen}
         runnable = {peer: one for peer, one in found.items() if not isinstance(one, str)}
         refused = {peer.name: one for peer, one in found.items() if peer not in runnable}
-        record = run.measure_cell(case, of, runnable, inputs, check)
+        record = runs.measure_cell(case, of, runnable, inputs, check)
         records.append(record | {"no": refused, "ours": ours, "rounding": truth.rounded})
     return records
 
@@ -169,20 +192,20 @@ def draw(case: Case) -> dict[str, jax.Array]:
 
 
 def write(
-    script: Script,
+    kind: Kind,
     options: argparse.Namespace,
     chosen: list[peers.Peer],
     records: list[dict[str, Any]],
     ceiling: list[float],
 ) -> str:
     """Writes the numbers and the tables; returns the first table, and where they are."""
-    about, folder = run.describe(options, f"benchmarks/{script.name}.py", ceiling)
-    path = folder / f"{script.name}-{about['commit']}.json"
-    path.write_text(run.in_lines(about, "cases", records))
+    about, folder = runs.describe(options, "benchmarks/features.py", ceiling)
+    path = folder / f"{kind.name}-{about['commit']}.json"
+    path.write_text(runs.in_lines(about, "cases", records))
     labels = {peer.name: peer.label for peer in chosen}
     table = charts.features(records, labels, "jax_flash", "jax_cudnn")
     notes = charts.not_measured(records, labels)
-    text = "\n\n".join([run.introduce(about), table, notes]).rstrip() + "\n"
+    text = "\n\n".join([runs.introduce(about), table, notes]).rstrip() + "\n"
     path.with_suffix(".md").write_text(text)
     return f"{table}\n\n{path}"
 

@@ -28,8 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import machine
-import run
+from common import machine, runs
 
 import jax_flash
 
@@ -189,10 +188,10 @@ def table(records: Sequence[dict[str, Any]]) -> list[str]:
 
 def write(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
     """Writes the records and what they were measured with."""
-    about, folder = run.describe(options, "benchmarks/first_call.py", [])
+    about, folder = runs.describe(options, "benchmarks/first_call.py", [])
     about["cores"] = len(os.sched_getaffinity(0))
     path = folder / f"first-call-{about['commit']}.json"
-    path.write_text(run.in_lines(about, "records", records))
+    path.write_text(runs.in_lines(about, "records", records))
     print(path)
 
 

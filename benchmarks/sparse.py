@@ -1,7 +1,6 @@
 """Measures attention with block masks: time against density, and the butterfly beside dense.
 
-    python benchmarks/sparse.py                               # a GPU: T 16384, then 65536
-    python benchmarks/sparse.py --lengths 4096 --long         # a CPU: minutes on two cores
+    python benchmarks/sparse.py                               # T 16384, then 65536
     python benchmarks/sparse.py --layouts butterfly --lengths # the long sequences alone
 
 16 heads, batch 1, bfloat16, blocks of 128, one layout for all heads. Layouts: "random", each row of
@@ -17,7 +16,7 @@ or dv, as the layers of a model follow each other; a time is a tenth of it, dens
 One by one, the shortest calls would wait for the host, which takes 60 to 90 us for each. Longer
 sequences, and a CPU, have a program for each call.
 
-Writes build/benchmarks/<device>/sparse-<commit>.json and .md; figures.py draws Figure 2 (right) of
+Writes build/benchmarks/<device>/sparse-<commit>.json and .md; `figures` draws Figure 2 (right) of
 FlashAttention (arXiv:2205.14135) from it, whose Table 20 has butterfly beside dense.
 """
 
@@ -31,9 +30,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
-import run
+from common import machine, runs
 from tqdm import tqdm
 
 import jax_flash
@@ -55,13 +53,13 @@ def main() -> None:
     lengths = dict.fromkeys([*options.lengths, *options.long])
     wanted = itertools.product(lengths, options.head_dims, options.passes, (False, True))
     with ThreadPoolExecutor() as pool:  # all is compiled side by side
-        made = [pool.submit(run.measure_product)]
+        made = [pool.submit(runs.measure_product)]
         made += [pool.submit(check, head_dim) for head_dim in options.head_dims]
         made += [pool.submit(program, *one) for one in wanted]
         made += [pool.submit(arrays, *one) for one in itertools.product(lengths, options.head_dims)]
         for one in made:
             one.result()
-    ceiling = [run.measure_product()]
+    ceiling = [runs.measure_product()]
     for length in options.lengths:
         for head_dim in options.head_dims:
             densities = options.densities
@@ -69,11 +67,11 @@ def main() -> None:
     for length in options.long:
         for head_dim in options.head_dims:
             records += measure(length, head_dim, ("butterfly",), (), options.passes)
-    ceiling.append(run.measure_product())
-    about, folder = run.describe(options, "benchmarks/sparse.py", ceiling)
+    ceiling.append(runs.measure_product())
+    about, folder = runs.describe(options, "benchmarks/sparse.py", ceiling)
     path = folder / f"sparse-{about['commit']}"
-    path.with_suffix(".json").write_text(run.in_lines(about, "cells", records))
-    text = "\n\n".join([run.introduce(about), table(records)]) + "\n"
+    path.with_suffix(".json").write_text(runs.in_lines(about, "cells", records))
+    text = "\n\n".join([runs.introduce(about), table(records)]) + "\n"
     path.with_suffix(".md").write_text(text)
     print(text)
 
@@ -212,7 +210,7 @@ def measure(
             call = functools.partial(compiled, m, *operands)
             calls.setdefault(same[name], (call, jax.block_until_ready))
         long = length > LONG
-        times = run.time_in_turns(calls, rounds=3 if long else run.ROUNDS, least=1 if long else 3)
+        times = runs.time_in_turns(calls, rounds=3 if long else runs.ROUNDS, least=1 if long else 3)
         seconds = {name: statistics.median(times[same[name]]) / calls_of(length) for name in chosen}
         for name, layout in chosen.items():
             density = 1.0 if layout is None else layout.mean()

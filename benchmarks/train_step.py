@@ -38,14 +38,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
-import charts
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
-import peers
-import run
 import train_gpt
+from common import charts, machine, peers, runs
 from flax import nnx
 from tqdm import tqdm
 
@@ -211,7 +208,7 @@ def work(job: Job) -> None:
         if job.kind == "product":
             input()
             device = jax.devices()[0]
-            found = {"tflops": run.measure_product(), "gpu": device.device_kind}
+            found = {"tflops": runs.measure_product(), "gpu": device.device_kind}
         elif job.kind == "loss":
             found = loss_curve(job)
         elif job.kind == "longest":
@@ -493,26 +490,26 @@ def write(
 ) -> str:
     """Writes the numbers and the tables; returns the tables."""
     gpu = ceiling[0].get("gpu", "unknown")
-    commit = options.commit or run.first_line("git", "rev-parse", "--short=10", "HEAD")
+    commit = options.commit or runs.first_line("git", "rev-parse", "--short=10", "HEAD")
     folder = options.output / gpu.lower().replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     products = [found.get("tflops") for found in ceiling]
-    driver = run.first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = runs.first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     about = {
         "gpu": gpu,
         "driver": driver,
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": run.command("benchmarks/train_step.py"),
-        "versions": run.versions(),
+        "command": runs.command("benchmarks/train_step.py"),
+        "versions": runs.versions(),
         "product_tflops": products,
         "loss_curves": compare_curves(records),
     }
     path = folder / f"train-{commit}.json"
-    path.write_text(run.in_lines(about, "records", records))
+    path.write_text(runs.in_lines(about, "records", records))
     intro = (
         f"{gpu}, driver {driver}, {about['date']}, commit {commit}, `{about['command']}`; "
-        f"{run.PRODUCT}³ bfloat16 product before and after the steps: "
+        f"{runs.PRODUCT}³ bfloat16 product before and after the steps: "
         f"{', '.join(map(str, products))} TFLOP/s."
     )
     text = "\n\n".join([intro, *tables(records)]) + "\n"

@@ -20,13 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import exact
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
-import peers
-import shapes
+from common import exact, machine, peers, shapes
 
 ROUNDS = 5  # turns of every variant
 SECONDS = 0.02  # of one turn

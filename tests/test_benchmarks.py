@@ -23,39 +23,71 @@ if not FOLDER.is_dir():
     pytest.skip("needs the checkout's benchmarks/", allow_module_level=True)
 sys.path.insert(0, str(FOLDER))
 
-import charts  # noqa: E402
+import compare  # noqa: E402
 import decode  # noqa: E402
-import drawings  # noqa: E402
-import exact  # noqa: E402
-import feature_peers  # noqa: E402
 import features  # noqa: E402
-import figures  # noqa: E402
 import first_call  # noqa: E402
-import machine  # noqa: E402
-import peers  # noqa: E402
-import programmable  # noqa: E402
-import run  # noqa: E402
 import scaling  # noqa: E402
-import shapes  # noqa: E402
 import sparse  # noqa: E402
 import train_step  # noqa: E402
 import tune  # noqa: E402
-from shapes import Cell  # noqa: E402
+from common import charts, exact, feature_peers, machine, peers, runs, shapes  # noqa: E402
+from common.shapes import Cell  # noqa: E402
+from figures import canvas, drawings, measured  # noqa: E402
 
+import cpu  # noqa: E402
 import jax_flash  # noqa: E402
 from jax_flash import _gpu  # noqa: E402
 from jax_flash._ops import passes  # noqa: E402
 from jax_flash._problem import Problem, Shapes  # noqa: E402
 
 
+def test_the_front_door_says_what_there_is():
+    door = functools.partial(subprocess.run, capture_output=True, text=True, cwd=FOLDER.parent)
+    listed = door([sys.executable, "benchmarks"], check=True).stdout.splitlines()[2:]
+    names = [line.split()[0] for line in listed]
+    scripts = {x.stem for x in FOLDER.glob("*.py")}
+    assert len(scripts) <= 12
+    assert {*names} == scripts - {"__main__"} | {"figures"}
+    assert all(re.fullmatch(r"  \w+ +[A-Z][^.]+.*[.]", line) for line in listed)
+    for start in (["benchmarks"], ["-m", "benchmarks"]):
+        there = door([sys.executable, *start, "tune", "--help"], check=True).stdout
+        assert there.startswith("usage: tune.py ")
+    refused = door([sys.executable, "benchmarks", "tunes"], check=False)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("no benchmark is called 'tunes': there are compare, cpu, ")
+
+
+def test_documents_name_benchmarks_that_there_are():
+    """Scripts, and results; CHANGELOG.md may name older ones."""
+    root = FOLDER.parent
+    pages = [root / "README.md", root / "CONTRIBUTING.md", FOLDER / "README.md"]
+    pages += [*root.glob("docs/*.md"), *root.glob("cuda/*.md"), root / ".ci" / "gpu"]
+    texts = "\n".join(page.read_text() for page in pages if page.is_file())
+    named = {*re.findall(r"(?<!build/)benchmarks/[\w./*-]*\w", texts)}
+    assert len(named) > 15
+    assert {x for x in named if not [*root.glob(x)]} == set()
+    scripts = {x.stem for x in FOLDER.glob("*.py")} | {"figures"}
+    doors = {*re.findall(r"python benchmarks (\w+)", texts)}
+    assert "figures" in doors
+    assert doors <= scripts
+    decisions = (root / "docs" / "decisions.md").read_text()
+    tables = re.findall(r"\| Commit \| By \|\n\|[-|]+\|\n((?:\|.*\n)+)", decisions)
+    by = {*re.findall(r"\| *([^|]*?) *\|$", "".join(tables), re.MULTILINE)}
+    by = {name for several in by for name in several.split(", ") if name}
+    assert "functions" in by
+    assert by <= scripts | {"functions", "errors", "ncu", "spills"}
+
+
 @pytest.mark.parametrize(
     "script",
-    ["run", "features", "programmable", "tune", "first_call", "train_step", "peaked", "sparse"],
+    ["run", "features", "tune", "first_call", "train_step", "compare", "sparse"],
 )
 def test_what_measures_a_gpu_says_so_elsewhere(script: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of processes that are asked
-    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
+    errors = ["--errors", str(Path(jax_flash.__file__).parents[1])] * (script == "compare")
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *errors])
     with pytest.raises(SystemExit, match=rf"{script}.py measures on an NVIDIA GPU.*'cpu'"):
         runpy.run_path(str(FOLDER / f"{script}.py"), run_name="__main__")
 
@@ -65,11 +97,11 @@ def test_a_cpu_is_measured_without_pytorch(
     torch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     monkeypatch.setattr(machine, "has_torch", lambda: torch)
-    monkeypatch.setattr(decode.cpu, "LENGTHS", (16,))
+    monkeypatch.setattr(cpu, "LENGTHS", (16,))
     peers = ["--peers", "jax_flash", "xla"] if torch else []
     words = ["cpu.py", "--seconds", "0", "--only", "full float32", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*words, *peers])
-    decode.cpu.main()
+    cpu.main()
     printed = capsys.readouterr()
     assert ("pip install 'jax_flash[bench]'" in printed.err) != torch
     assert "| 16 | full | float32 | forward+backward | " in printed.out
@@ -236,6 +268,19 @@ def test_installed_versions_are_compared():
     assert "holds no installed jax_flash" in refused.stderr
 
 
+def test_errors_of_backends_are_shown(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(compare, "CELL", Cell(1, 64, 2, 2, 16, causal=True))
+    monkeypatch.setattr(compare, "DTYPES", ("float32",))
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--errors"])
+    compare.main()
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "| dtype | scale | | out | dq | dk | dv |"
+    assert [row.split(" | ")[1:3] for row in rows] == [
+        [scale, name] for scale in "14" for name in ("cpu", "xla", "jax.nn, xla")
+    ]
+    assert all(0 < float(x) < 1e-5 for row in rows for x in row.strip(" |").split(" | ")[3:])
+
+
 @pytest.mark.parametrize("which", tune.PASSES)
 def test_tuned_passes_are_checked(which: str, monkeypatch: pytest.MonkeyPatch, capsys):
     def attend(*arrays, backend, deterministic, **options):
@@ -325,8 +370,8 @@ def test_features_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
     broken = types.SimpleNamespace(flash_attention=attend, explain=jax_flash.explain)
     monkeypatch.setattr(feature_peers, "jax_flash", broken)
-    monkeypatch.setattr(run, "ROUNDS", 1)
-    monkeypatch.setattr(run, "ROUND_SECONDS", 0)
+    monkeypatch.setattr(runs, "ROUNDS", 1)
+    monkeypatch.setattr(runs, "ROUND_SECONDS", 0)
     sizes = dict.fromkeys(("A", "B"), (*TINY, ("plain", "bias_1NTS", "softcap", "sinks")))
     monkeypatch.setattr(shapes, "PROBLEMS", sizes)
     monkeypatch.setitem(shapes.FEATURES, "softcap", {"softcap": 1.0})
@@ -354,16 +399,18 @@ def test_features_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_functions_of_scores_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(run, "ROUNDS", 1)
-    monkeypatch.setattr(run, "ROUND_SECONDS", 0)
+    monkeypatch.setattr(runs, "ROUNDS", 1)
+    monkeypatch.setattr(runs, "ROUND_SECONDS", 0)
     monkeypatch.setattr(shapes, "PROBLEMS", {"A": (*TINY, ())})
     names = ["plain", "alibi_causal", "table", "softcap"]
     arguments = ["--problems", "A", "--cases", *names, "--peers", "jax_flash"]
     arguments += ["--commit", "abc", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["programmable.py", *arguments])
-    programmable.main()
-    (path,) = tmp_path.glob("*/programmable-abc.json")
-    found = json.loads(path.read_text())["cases"]
+    monkeypatch.setattr(sys, "argv", ["features.py", "--functions", *arguments])
+    features.main()
+    (path,) = tmp_path.glob("*/functions-abc.json")
+    record = json.loads(path.read_text())
+    assert record["command"].startswith("python benchmarks/features.py --functions --problems A")
+    found = record["cases"]
     assert {(x["cell"]["name"], x["pass"]) for x in found} == {
         (f"A {name}", of) for name in names for of in shapes.PASSES
     }
@@ -468,7 +515,7 @@ def test_table_of_decoding():
 def test_block_masks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sparse, "HEADS", 1)
     monkeypatch.setattr(sparse, "LONG", 300)
-    monkeypatch.setattr(run, "ROUND_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "ROUND_SECONDS", 0.0)
     words = ["sparse.py", "--lengths", "256", "--long", "512", "--head-dims", "16"]
     words += ["--layouts", "random", "banded", "--densities", "0.5", "1", "--passes", "forward"]
     names = ["--output", str(tmp_path), "--commit", "abc"]
@@ -484,12 +531,12 @@ def test_block_masks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_figures_are_drawn_from_the_results(tmp_path: Path):
-    record = figures.newest(figures.RESULTS)
-    found = figures.speeds(record, "training")
+    record = measured.newest(measured.RESULTS)
+    found = measured.speeds(record, "training")
     assert [length for length, _ in found["jax_flash"]] == [512, 1024, 2048, 4096, 8192, 16384]
-    for theme, color in figures.THEMES.items():
+    for theme, color in measured.THEMES.items():
         drawn = tmp_path / f"speed-{theme}.svg"
-        figures.draw_speed(record, color, drawn)
+        measured.draw_speed(record, color, drawn)
         kept = FOLDER.parent / "docs" / "figures" / drawn.name
         texts = [re.findall(r">([^<>]+)</text>", x.read_text()) for x in (drawn, kept)]
         assert "724" in texts[0]
@@ -497,10 +544,10 @@ def test_figures_are_drawn_from_the_results(tmp_path: Path):
 
 
 def test_block_masks_are_drawn_from_the_results(tmp_path: Path):
-    record = figures.newest(figures.RESULTS, figures.SPARSE_COMMAND)
-    for theme, color in figures.THEMES.items():
+    record = measured.newest(measured.RESULTS, measured.SPARSE_COMMAND)
+    for theme, color in measured.THEMES.items():
         drawn = tmp_path / f"sparse-{theme}.svg"
-        figures.draw_sparse(record, color, drawn)
+        measured.draw_sparse(record, color, drawn)
         kept = FOLDER.parent / "docs" / "figures" / drawn.name
         texts = [re.findall(r">([^<>]+)</text>", x.read_text()) for x in (drawn, kept)]
         assert "butterfly" in texts[0]
@@ -509,8 +556,8 @@ def test_block_masks_are_drawn_from_the_results(tmp_path: Path):
 
 @pytest.mark.parametrize("name", drawings.DRAWINGS)
 def test_drawings_are_of_todays_plans(name: str):
-    """If not: python benchmarks/figures.py."""
-    for theme in drawings.THEMES:
+    """If not: python benchmarks measured."""
+    for theme in canvas.THEMES:
         kept = FOLDER.parent / "docs" / "figures" / f"{name}-{theme}.svg"
         assert drawings.draw(name, theme) == kept.read_text()
 

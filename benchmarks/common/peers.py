@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from shapes import ARRAYS, Cell, Pass
 
 import jax_flash
+
+from .shapes import ARRAYS, Cell, Pass
 
 Call = Callable[[], Any]  # queues one run, returns its results without waiting for them
 XLA_SCORES = 8 << 30  # bytes of [B, N, T, T] in float32 beyond which XLA's attention is not asked

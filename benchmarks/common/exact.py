@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from shapes import Case, Cell
 
 import jax_flash
+
+from .shapes import Case, Cell
 
 CHUNK = 1024  # queries at a time: [CHUNK, T] in float64 is 128 MB at T = 16384
 NAMES = ("out", "dq", "dk", "dv")

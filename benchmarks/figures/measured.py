@@ -1,9 +1,4 @@
-"""Draws the documentation's figures, light and dark: docs/figures/*.svg.
-
-python benchmarks/figures.py
-
-Charts are of the newest set in results/nvidia-h200; `drawings` has what is not measured.
-"""
+"""Draws what was measured: charts of the newest set in results/nvidia-h200."""
 
 import json
 import math
@@ -11,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import drawings
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import shapes
+from common import shapes
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 COMMAND = "python benchmarks/run.py"
 SPARSE_COMMAND = "python benchmarks/sparse.py"
@@ -35,18 +29,6 @@ LAYOUTS = {"random": "#1c7ed6", "banded": "#9c36b5", "butterfly": "#e8590c"}
 mpl.use("Agg")
 mpl.rcParams["svg.fonttype"] = "none"  # text stays text
 mpl.rcParams["svg.hashsalt"] = "jax_flash"  # the same bytes each time
-
-
-def main() -> None:
-    """Draws every figure."""
-    record = newest(RESULTS)
-    folder = ROOT / "docs" / "figures"
-    folder.mkdir(exist_ok=True)
-    for theme, color in THEMES.items():
-        draw_speed(record, color, folder / f"speed-{theme}.svg")
-        draw_sparse(newest(RESULTS, SPARSE_COMMAND), color, folder / f"sparse-{theme}.svg")
-        for name in drawings.DRAWINGS:
-            (folder / f"{name}-{theme}.svg").write_text(drawings.draw(name, theme))
 
 
 def newest(folder: Path, command: str = COMMAND) -> dict[str, Any]:
@@ -139,7 +121,3 @@ def _plain_axes(ax: Any, color: str) -> None:
     ax.tick_params(colors=color)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", alpha=0.25, color=color)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,8 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
-from shapes import BLOCK, Cell, Pass
+
+from .shapes import BLOCK, Cell, Pass
 
 Results = Sequence[tuple[Cell, Mapping[str, float]]]  # TFLOP/s of each peer in each cell
 TITLES: dict[Pass, str] = {"forward": "Forward", "training": "Forward + backward"}

@@ -247,7 +247,7 @@ PROBLEMS: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
     **{f"D{dim}": (2, 8192, MODEL_DIM // dim, dim, _CAUSAL) for dim in HEAD_DIMS},
 }
 
-# Of programmable.py: each function beside what is built in, or nothing.
+# Of features.py --functions: each function beside what is built in, or nothing.
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},

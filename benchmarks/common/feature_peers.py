@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exact import REACH, relative_table
-from peers import XLA_SCORES, Call, Peer, Program, compile_jax
-from shapes import ARRAYS, Case, Pass
 
 import jax_flash
+
+from .exact import REACH, relative_table
+from .peers import XLA_SCORES, Call, Peer, Program, compile_jax
+from .shapes import ARRAYS, Case, Pass
 
 SEED = 7  # of the dropout of peers that take no key
 FLEX = "torch_flex"

@@ -1,0 +1,1 @@
+"""Draws the documentation's figures, light and dark: docs/figures/*.svg."""

@@ -1,0 +1,25 @@
+"""Draws the documentation's figures, light and dark: docs/figures/*.svg.
+
+    python benchmarks figures
+
+Charts are of what was measured (`measured`), drawings of plans and rules (`drawings`).
+"""
+
+from . import drawings, measured
+
+
+def main() -> None:
+    """Draws every figure."""
+    record = measured.newest(measured.RESULTS)
+    sparse = measured.newest(measured.RESULTS, measured.SPARSE_COMMAND)
+    folder = measured.ROOT / "docs" / "figures"
+    folder.mkdir(exist_ok=True)
+    for theme, color in measured.THEMES.items():
+        measured.draw_speed(record, color, folder / f"speed-{theme}.svg")
+        measured.draw_sparse(sparse, color, folder / f"sparse-{theme}.svg")
+        for name in drawings.DRAWINGS:
+            (folder / f"{name}-{theme}.svg").write_text(drawings.draw(name, theme))
+
+
+if __name__ == "__main__":
+    main()
