@@ -1,6 +1,7 @@
 """What the GPU benchmark measures and shows; its numbers need a GPU."""
 
 import argparse
+import collections
 import dataclasses
 import functools
 import itertools
@@ -77,6 +78,15 @@ def test_documents_name_benchmarks_that_there_are():
     by = {name for several in by for name in several.split(", ") if name}
     assert "functions" in by
     assert by <= scripts | {"functions", "errors", "ncu", "spills"}
+
+
+def test_results_have_one_set_of_each_kind():
+    kinds = collections.Counter(
+        (path.parent.name, re.sub(r"-?[0-9a-f]{7}", "", path.name))
+        for path in (FOLDER / "results").glob("*/*")
+    )
+    assert kinds["nvidia-h200", "features.json"] == kinds["nvidia-h200", ".json"] == 1
+    assert {kind for kind, count in kinds.items() if count > 1} == set()
 
 
 @pytest.mark.parametrize(
