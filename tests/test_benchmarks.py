@@ -82,7 +82,7 @@ def test_documents_name_benchmarks_that_there_are():
 
 def test_results_have_one_set_of_each_kind():
     kinds = collections.Counter(
-        (path.parent.name, re.sub(r"-?[0-9a-f]{7}", "", path.name))
+        (path.parent.name, re.sub(r"-?[0-9a-f]{7,10}", "", path.name))
         for path in (FOLDER / "results").glob("*/*")
     )
     assert kinds["nvidia-h200", "features.json"] == kinds["nvidia-h200", ".json"] == 1
