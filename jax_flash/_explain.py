@@ -76,12 +76,16 @@ class Explanation:
     Attributes:
       problem, shapes: what is computed.
       gpu: the GPU it was explained for, or None.
+      rewrites: what was taken for another thing that means the same: "softcap", a score_mod that is
+        one; "window", a block_mask that is one; "chunks", those of a block_mask, as batch rows;
+        "layout", a block_mask of whole blocks; "lines" of the distance, which score_mod adds.
       forward, backward: the two passes: each one's backend, why not the others, its CUDA program.
     """
 
     problem: Problem
     shapes: Shapes
     gpu: _gpu.GpuSpec | None
+    rewrites: tuple[str, ...]
     forward: PassReport
     backward: PassReport
 
@@ -104,6 +108,7 @@ class Explanation:
             f"key {s.kv_len} x {s.kv_heads} heads, head dim {s.head_dim}, value dim {s.value_dim}",
             f"  {_describe(self.problem)}",
         ]
+        lines += [f"  rewritten: {', '.join(self.rewrites)}"] if self.rewrites else []
         choice, other = self._describe_choice(self.forward), self._describe_choice(self.backward)
         lines += choice if choice == other else ["forward", *choice, "backward", *other]
         if s.empty:
@@ -152,14 +157,17 @@ def explain(
       >>> print(jax_flash.explain(q, q, q, is_causal=True, gpu="H200"))  # doctest: +SKIP
     """
     spec = _gpu.spec.present() if gpu is None else _gpu.spec.named(gpu)
-    problem, operands = _prepare(query, key, value, dict(options))
+    problem, operands, _, rewrites = _prepare(query, key, value, dict(options))
     q, k, v, *terms = operands
     shapes = Shapes.of(q, k, v, problem.name_terms(terms))
     reports = {
         name: _report(call, shapes, spec)
         for name, call in passes(problem, options.get("backend")).items()
     }
-    return Explanation(problem, shapes, spec, **reports)
+    plans = [report.kernel.plan for report in reports.values() if report.kernel is not None]
+    if any(plan.constants["kScoreIsLine"] for plan in plans):
+        rewrites = (*rewrites, "lines")
+    return Explanation(problem, shapes, spec, rewrites, **reports)
 
 
 def _report(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
@@ -232,7 +240,7 @@ _ARRAYS = {"query", "key", "value"}
 _ARRAYS |= {name for name, kind in get_type_hints(Options).items() if A in get_args(kind)}
 
 
-def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Problem, Any]:
+def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> _validate.Prepared:
     """Validates as `flash_attention` does, on shapes alone."""
     signature = inspect.signature(flash_attention)
     _keywords.check("explain", options, signature.parameters)
@@ -246,21 +254,21 @@ def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
         arrays.pop("scale", None)  # a number
     arrays = {k: np.asarray(v) if isinstance(v, np.generic) else v for k, v in arrays.items()}
     static = {k: v for k, v in arguments.items() if k not in arrays}
-    found: list[Problem] = []
+    found: list[_validate.Prepared] = []
 
     def prepare(arrays: dict[str, Any]) -> Any:
-        problem, operands = _validate.prepare(**static, **arrays)
-        problem, operands = _validate.by_chunks(problem, operands, arrays.get("block_mask"))
-        found.append(problem)
-        return operands
+        found.append(_validate.prepare(**static, **arrays))
+        return found[0].operands
 
     operands = jax.eval_shape(prepare, arrays)
-    return found[0], operands
+    return found[0]._replace(operands=operands)
 
 
 def _describe(problem: Problem) -> str:
     left, right = problem.window
     parts = [f"scale {problem.scale:.6g}"]
+    if problem.as_written:
+        parts.append("as written")
     if right == 0:
         parts.append("causal")
     if left is not None or right not in (None, 0):

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
 from jax_flash import _visible
-from jax_flash._program import NO_MESH, Aval, Builder, Constant, Program, Step, derivative_keys
+from jax_flash._program import NO_MESH, Aval, Builder, Program, derivative_keys
 from jax_flash._varying import vary_over
 
 
@@ -65,22 +65,6 @@ class Function:
         read = {x for step in self.program.steps for x in step.inputs if isinstance(x, int)}
         read |= {x for x in self.program.results if isinstance(x, int)}
         return frozenset(name for i, name in enumerate(self.arguments) if i in read)
-
-    @functools.cached_property
-    def cap(self) -> float | None:
-        """The number c above 0 where it is c * tanh(score / c), or c * tanh(score * (1 / c))."""
-        steps = self.program.steps
-        if len(steps) != 3 or self.program.results != steps[2].outputs:
-            return None
-        names = [step.primitive.name for step in steps]
-        inside = _factor(steps[0], 0)
-        outside = _factor(steps[2], steps[1].outputs[0])
-        if names[1:] != ["tanh", "mul"] or steps[1].inputs != steps[0].outputs:
-            return None
-        if inside is None or outside is None or steps[1].params.get("accuracy") is not None:
-            return None
-        same = inside == outside if names[0] == "div" else inside == 1 / outside
-        return float(outside) if names[0] in ("div", "mul") and same and outside > 0 else None
 
     def with_numbers(self) -> tuple[Function, list[np.ndarray]]:
         """Makes its numbers arrays that it reads: functions that differ in them alone are one."""
@@ -162,17 +146,6 @@ class Function:
             if any(x is not None for x in axes):
                 function = jax.vmap(function, in_axes=axes)
         return jnp.broadcast_to(function(*reduced), [n for n in tile if n != 1]).reshape(tile)
-
-
-def _factor(step: Step, of: int) -> Any:
-    """Returns the number by which a step multiplies or divides a value, if it does."""
-    first, *others = step.inputs
-    if step.primitive.name == "mul" and isinstance(first, Constant):
-        first, others = others[0], [first]
-    if first != of or len(others) != 1 or not isinstance(others[0], Constant):
-        return None
-    number = others[0].value
-    return number[()] if number.shape == () and number != 0 else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

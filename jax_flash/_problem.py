@@ -1,23 +1,29 @@
 """What to compute, as two frozen values that every backend reads.
 
-`Problem` holds the meaning of one attention call and knows neither shapes nor backends; `Shapes`
-holds the sizes. Both are hashable, hold Python scalars only, and can serve as parameters of a
-primitive. `_validate.py` makes them from a user's arguments.
+`Problem` holds the meaning of one attention call and knows neither shapes nor backends, but for
+what plans of kernels add (`split`, `lines`); `Shapes` holds the sizes. Both are hashable, hold
+Python scalars only, and can serve as parameters of a primitive. `_validate.py` makes them from a
+user's arguments.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax_flash._function import Function
 from jax_flash._philox import WORDS_OF_PART
 from jax_flash._terms import TERMS, capture, is_capture, sum_dtype
 
+if TYPE_CHECKING:
+    from jax_flash._gpu.distances import Lines
+
 # The parts of a call of float32 that two programs share, as ffi/operands.h has them. "carried": q,
 # k, v and dout are float16 copies (dtype is "float16"), results float32; "rest": what such copies
 # do not hold, else the results of the other are left as they are.
 SPLITS = ("", "carried", "rest")
+# Of softcap: beyond these, x / c would be 0 or infinite in float32 for common logits x.
+SOFTCAPS = (1e-30, 1e30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +48,11 @@ class Problem:
     # dtypes always the first, and without meaning.
     precision: str = "default"
     terms: tuple[str, ...] = ()  # optional operands present, in the order of TERMS
-    whole_blocks: bool = False  # the block mask has no partial blocks
+    whole_blocks: bool = False  # the block mask is known to have no partial blocks
     score: Function | None = None  # of (score, batch, head, query, key), where softcap would be
     split: str = ""  # of SPLITS: the part of a call that is split, as _gpu/carrier.py does
+    as_written: bool = False  # _simplify.py rewrites nothing of it
+    lines: "Lines | None" = None  # of the distance, that score adds: where a kernel is planned
 
     @property
     def sum_dtype(self) -> str:

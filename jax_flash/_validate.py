@@ -4,11 +4,10 @@ Everything here runs at trace time and looks at ranks, shapes, dtypes and Python
 array contents.
 """
 
-import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -16,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_flash import _debug, _function
+from jax_flash import _debug, _function, _simplify, _windows
 from jax_flash._backends import warn_once
 from jax_flash._function import Function
 from jax_flash._philox import round_rate
-from jax_flash._problem import Problem, order_terms
-from jax_flash._terms import FLOATS, TERMS, sum_dtype
+from jax_flash._problem import SOFTCAPS, Problem, order_terms
+from jax_flash._terms import FLOATS, TERMS, capture, sum_dtype
 from jax_flash.block_masks import BlockMask
 
 _FLOATS_TEXT = ", ".join(FLOATS)
@@ -30,10 +29,24 @@ _MAX_INT32 = 2**31 - 1
 _MOST_HEADS = 128  # of a model's layer
 _POSITIONS = 2**32  # no two are so far apart
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
-# Beyond these, x / c would be 0 or infinite in float32 for common logits x.
-_SOFTCAPS = (1e-30, 1e30)
 _ALIGNMENTS = ("top_left", "bottom_right")
 _LETTERS = "query [*B, T, N, H], key [*B, S, K, H] and value [*B, S, K, Hv]"
+
+
+class Prepared(NamedTuple):
+    """A call in the form of the primitives.
+
+    Attributes:
+      problem: what to compute.
+      operands: (q, k, v, *problem.optional), of which the results may have other rows than query.
+      rows: query's shape but for the head dim.
+      rewrites: the names of those of `_simplify.py` that were taken.
+    """
+
+    problem: Problem
+    operands: tuple[jax.Array, ...]
+    rows: tuple[int, ...]
+    rewrites: tuple[str, ...]
 
 
 def prepare(
@@ -61,14 +74,13 @@ def prepare(
     dropout_key: Any,
     deterministic: Any,
     precision: Any,
-    shards: int = 1,
-) -> tuple[Problem, tuple[jax.Array, ...]]:
+    shards: int | None = None,
+) -> Prepared:
     """Checks the arguments of `flash_attention` and brings them to the form of the primitives.
 
-    Where the sequence is split over `shards` devices, the arguments are one device's, but for
-    lengths and windows, and the keys of bias and mask, which are of the whole sequence.
-
-    Returns: the Problem, and the operands (q, k, v, *terms) it describes.
+    Where the sequence is split over devices, `shards` says over how many the arguments are already:
+    then they are one device's, but for lengths and windows, and the keys of bias and mask, which
+    are of the whole sequence.
 
     Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
     """
@@ -81,7 +93,7 @@ def prepare(
         for name, x in TERMS.items()
         if set(x.dims) <= set(sizes)
     }
-    q_len, kv_len = shards * q_len, shards * kv_len
+    q_len, kv_len = (shards or 1) * q_len, (shards or 1) * kv_len
     scores = (*shapes["bias"][:-1], kv_len)
     q, static_scale = _scale(scale, q)
 
@@ -92,26 +104,16 @@ def prepare(
     _check_sizes(block_mask, q_len, kv_len)
     reach = q_len + kv_len if positions is None else _POSITIONS
     window = _window(flag("is_causal", is_causal), local_window_size, reach)
-    shown = None
     if positions is None or window == (None, None):  # there positions mean nothing
         positions = None, None
-        shown = block_mask.window if block_mask is not None and align == "top_left" else None
-    if shown is not None:  # no arrays are read, no bits tested
-        window = _narrower(window, shown, q_len + kv_len)
-        block_numbers, block_bits, whole_blocks = None, None, False
-    else:
-        block_numbers, block_bits, whole_blocks = _blocks(block_mask, batch, q_heads)
     score, captured = _score_function(score_mod, softcap, q_heads, q.dtype)
-    cap = _softcap(softcap)
-    if score is not None and score.cap is not None and _SOFTCAPS[0] <= score.cap <= _SOFTCAPS[1]:
-        score, cap = None, score.cap  # kernels have a term for it
     has_ids = score is not None and not score.used.isdisjoint(("batch", "head"))
     terms = order_terms(
         {
             "bias": _bias(bias, scores, q.dtype),
             "mask": _mask(mask, scores),
-            "block_numbers": block_numbers,
-            "block_bits": block_bits,
+            "block_numbers": block_mask,  # for `_blocks` to replace
+            "block_bits": block_mask,
             "query_lengths": _lengths(
                 "query_lengths", "query_seq_lengths", query_seq_lengths, batch, q_len
             ),
@@ -132,43 +134,22 @@ def prepare(
         scale=static_scale,
         window=window,
         bottom_right=align == "bottom_right",
-        softcap=cap,
+        softcap=_softcap(softcap),
         dropout_rate=rate,
         deterministic=flag("deterministic", deterministic),
         precision=_precision(precision, q.dtype),
         terms=tuple(terms),
-        whole_blocks=whole_blocks,
         score=score,
+        as_written=_simplify.is_as_written(),
     )
-    captures = [_whole(x, len(batch)) for x in captured]
-    return problem, (q, k, v, *terms.values(), *captures)
-
-
-def by_chunks(
-    problem: Problem, operands: tuple[jax.Array, ...], block_mask: BlockMask | None
-) -> tuple[Problem, tuple[jax.Array, ...]]:
-    """Makes each chunk of a block mask of equal chunks a batch row, if there is no other term.
-
-    Windows and causality are of differences of indices, which stay the same. Not where types split
-    the sequence into parts that are no whole chunks.
-    """
-    alone = problem.terms == ("block_numbers", "block_bits") and problem.score is None
-    chunk = None if block_mask is None else block_mask.chunk
-    if chunk is None or not alone:
-        return problem, operands
-    count = operands[0].shape[-3] // chunk
-    if any(count % _parts(x, -3) for x in operands[:3]):
-        return problem, operands
-    q, k, v = (x.reshape(*x.shape[:-3], count, chunk, *x.shape[-2:]) for x in operands[:3])
-    return dataclasses.replace(problem, terms=(), whole_blocks=False), (q, k, v)
-
-
-def _parts(x: jax.Array, axis: int) -> int:
-    """Counts the parts into which a type splits an axis, over explicit axes of a mesh."""
-    sharding = jax.typeof(x).sharding
-    names = sharding.spec[axis] or ()
-    names = (names,) if isinstance(names, str) else names
-    return math.prod(sharding.mesh.shape[name] for name in names)
+    given = _simplify.Arguments(problem, q, k, v, block_mask, q_len, kv_len, whole=shards is None)
+    made, rewrites = _simplify.simplify(given)
+    if made.block_mask is not None:
+        terms |= _blocks(made.block_mask, batch, q_heads)
+    named = terms | {capture(i): _whole(x, len(batch)) for i, x in enumerate(captured)}
+    optional = (named[name] for name in made.problem.optional)
+    operands = (made.query, made.key, made.value, *optional)
+    return Prepared(made.problem, operands, q.shape[:-1], rewrites)
 
 
 def _arrays(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -358,15 +339,8 @@ def _check_sizes(mask: Any, q_len: int, kv_len: int) -> None:
         )
 
 
-def _blocks(
-    mask: BlockMask | None, batch: tuple[int, ...], q_heads: int
-) -> tuple[jax.Array | None, jax.Array | None, bool]:
-    """Gives the arrays of a block mask their leading dims, or says why they do not fit.
-
-    Returns: numbers, bits, and whether all blocks are empty or full.
-    """
-    if mask is None:
-        return None, None, False
+def _blocks(mask: BlockMask, batch: tuple[int, ...], q_heads: int) -> dict[str, jax.Array]:
+    """Gives the arrays of a block mask their leading dims, or says why they do not fit."""
     mask = mask.as_blocks()
     numbers, bits = mask.numbers, mask.bits
     for own, want in ((numbers.shape[:-2], (*batch, q_heads)), (bits.shape[:-3], batch)):
@@ -382,9 +356,9 @@ def _blocks(
     numbers = jnp.reshape(numbers, (1,) * (len(batch) + 3 - numbers.ndim) + numbers.shape)
     *_, stored, block, words = bits.shape
     if stored == 0:  # kernels read some word of every block
-        return numbers, jnp.zeros((1,) * len(batch) + (1, block, words), bits.dtype), True
+        bits = jnp.zeros((1, block, words), bits.dtype)
     bits = jnp.reshape(bits, (1,) * (len(batch) + 3 - bits.ndim) + bits.shape)
-    return numbers, bits, False
+    return {"block_numbers": numbers, "block_bits": bits}
 
 
 def _integers(term: str, name: str, x: Any, shape: tuple[int, ...], hint: str = "") -> jax.Array:
@@ -572,8 +546,7 @@ def _window(
     """Computes how many keys to the left and right of its own position a query sees (None: all).
 
     No key is as far as `reach` from a query, so a side that wide is None: T + S, whose others are
-    small enough for the backends' int32, or with positions 2^32. Where jax.export left T or S
-    symbolic, a side of 2^30 counts as that wide.
+    small enough for the backends' int32, or with positions 2^32.
     """
     if isinstance(size, np.ndarray):
         size = size.tolist()
@@ -595,19 +568,9 @@ def _window(
                 f"local_window_size is {size!r}; expected 0 or more on each side, or None for no "
                 "limit"
             )
-    reach = reach if isinstance(reach, int) else 1 << 30
-    left = None if left is None or int(left) >= reach else int(left)
-    right = None if right is None or int(right) >= reach else int(right)
+    sides = (None if left is None else int(left)), (None if right is None else int(right))
+    left, right = _windows.within(sides, reach)
     return left, 0 if is_causal else right
-
-
-def _narrower(
-    one: tuple[int | None, int | None], other: tuple[int | None, int | None], reach: Any
-) -> tuple[int | None, int | None]:
-    """Computes the window of what both show."""
-    sides = [[x for x in sides if x is not None] for sides in zip(one, other, strict=True)]
-    left, right = (min(sides) if sides else None for sides in sides)
-    return _window(False, (left, right), reach)
 
 
 def _scale(scale, q: jax.Array) -> tuple[jax.Array, float]:
@@ -641,7 +604,7 @@ def _softcap(softcap) -> float | None:
     if softcap is None:
         return None
     softcap = real("softcap", softcap)
-    smallest, largest = _SOFTCAPS
+    smallest, largest = SOFTCAPS
     if not smallest <= softcap <= largest:
         raise ValueError(
             f"softcap is {softcap}; expected a number above 0, from {smallest} to {largest}, or "

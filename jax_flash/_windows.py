@@ -1,4 +1,4 @@
-"""Owns how a function of indices is found to be a window: keys near a query by their distance.
+"""Windows, keys near a query by their distance: how a function of indices is found to be one.
 
 `window_of` follows the integers of a traced function. Kernels compare the ends of a window with
 each row's own, where bits of a mask are read from memory.
@@ -86,6 +86,23 @@ def window_of(function: Function, q_len: int, kv_len: int) -> Window | None:
     if not isinstance(found, _Between) or not found.low <= 0 <= found.high:
         return None
     left, right = (None if math.isinf(x) else int(x) for x in (-found.low, found.high))
+    return left, right
+
+
+def within(window: Window, reach: Any) -> Window:
+    """Returns a window whose sides are None from `reach` on, where no key is.
+
+    Where jax.export left that symbolic, a side of 2^30 counts as that wide.
+    """
+    reach = reach if isinstance(reach, int) else 1 << 30
+    left, right = (None if side is None or side >= reach else side for side in window)
+    return left, right
+
+
+def narrower(one: Window, other: Window) -> Window:
+    """Computes the window of what both show."""
+    sides = [[x for x in sides if x is not None] for sides in zip(one, other, strict=True)]
+    left, right = (min(sides) if sides else None for sides in sides)
     return left, right
 
 

@@ -267,7 +267,7 @@ def flash_attention(
     (arXiv:2307.08691); Rabe and Staats (arXiv:2112.05682).
     """
     with_lse = _validate.flag("return_lse", return_lse)
-    problem, operands = _validate.prepare(
+    problem, operands, rows, _ = _validate.prepare(
         query,
         key,
         value,
@@ -292,8 +292,6 @@ def flash_attention(
         deterministic=deterministic,
         precision=precision,
     )
-    rows = operands[0].shape[:-1]
-    problem, operands = _validate.by_chunks(problem, operands, block_mask)
     out, lse = _ops.attend(problem, backend, *operands)
     out = jnp.reshape(out, (*rows, out.shape[-1]))
     return (out, jnp.reshape(jnp.swapaxes(lse, -1, -2), rows)) if with_lse else out

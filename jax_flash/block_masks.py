@@ -22,6 +22,7 @@ import numpy as np
 from jax import export, lax
 from jax.typing import ArrayLike
 
+from jax_flash import _simplify
 from jax_flash._function import Function, trace
 from jax_flash._keywords import hinted
 from jax_flash._varying import vary_over
@@ -83,6 +84,11 @@ class BlockMask:
     def is_form(self) -> bool:
         """Whether it is a window or chunks, and stores no arrays."""
         return self.window is not None or self.chunk is not None
+
+    @property
+    def is_layout(self) -> bool:
+        """Whether no block is partial."""
+        return 0 not in _states_of(self) if self.is_form else self.bits.shape[-3] == 0
 
     @property
     def density(self) -> Any:
@@ -249,7 +255,8 @@ def block_mask(
     planes = 1 if heads is None else _size("heads", heads)
     block = _block(block)
     function, captured = trace("mask_mod", mask_mod, _ARGUMENTS, "bool", differentiable=False)
-    window = window_of(function, q_len, kv_len)
+    rewrites = not _simplify.is_as_written()
+    window = window_of(function, q_len, kv_len) if rewrites else None
     # Numbers are arrays, too: masks that differ in them alone are made by one program.
     function, constants = function.with_numbers()
     arrays = [lax.stop_gradient(x) for x in captured] + constants
@@ -262,7 +269,7 @@ def block_mask(
         numbers, bits = (x[whole] for x in grid.with_all_bits(*arrays))
         return BlockMask(numbers, bits, q_len, kv_len, block)
     states = np.array(states)
-    chunk = _chunk_of(states, q_len, kv_len, block)
+    chunk = _chunk_of(states, q_len, kv_len, block) if rewrites else None
     window = window if is_window else None
     if window is not None or chunk is not None:
         return _form(q_len, kv_len, block, window=window, chunk=chunk)

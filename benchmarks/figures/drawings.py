@@ -154,7 +154,7 @@ def tiling(theme: str) -> Canvas:
 def _plan(name: str, head_dim: int, **options: Any) -> _gpu.Plan:
     """Plans a pass of bfloat16, T 16384, 16 heads, on an H200."""
     x = jax.ShapeDtypeStruct((1, 16384, 16, head_dim), "bfloat16")
-    problem, (q, k, v, *terms) = _explain._prepare(x, x, x, options)
+    problem, (q, k, v, *terms), *_ = _explain._prepare(x, x, x, options)
     shapes = Shapes.of(q, k, v, problem.name_terms(terms))
     gpu = _gpu.spec.named("H200")
     assert gpu is not None
@@ -426,7 +426,7 @@ def decode(theme: str) -> Canvas:
     """The blocks of all rows in one line, cut into equal parts."""
     x = jax.ShapeDtypeStruct((5, 1, 32, 128), "bfloat16")
     cache = jax.ShapeDtypeStruct((5, 4096, 16, 128), "bfloat16")
-    problem, _ = _explain._prepare(x, cache, cache, {})
+    problem, *_ = _explain._prepare(x, cache, cache, {})
     gpu = _gpu.spec.named("H200")
     assert gpu is not None
     tile = _gpu.plan(Decode(problem, None), Shapes.of(x, cache, cache, {}), gpu).tiling

@@ -7,12 +7,14 @@ Everything is pure: it runs at lowering, knows no arrays and needs no GPU.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from jax_flash import _simplify
 from jax_flash._call import Call
-from jax_flash._gpu import carrier, decode, emit, sm80, sm90, spec
+from jax_flash._gpu import carrier, decode, distances, emit, sm80, sm90, spec
 from jax_flash._gpu.family import Family, Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
@@ -65,6 +67,8 @@ def choose(call: Call, shapes: Shapes, gpu: GpuSpec) -> Family:
 
 def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
     """Makes the plan of a pass which `refuse` lets through, by a tiling (None: the chosen)."""
+    problem = _simplify.lines(call.problem, shapes, distances.find) or call.problem
+    call = dataclasses.replace(call, problem=problem)
     return choose(call, shapes, gpu).plan(call, shapes, gpu, tiling)
 
 

@@ -3,9 +3,9 @@
 import functools
 
 from jax_flash._call import Call
-from jax_flash._gpu import distances, emit
+from jax_flash._gpu import emit
 from jax_flash._gpu.family import Number
-from jax_flash._gpu.traits import alignment, bytes_of_bias, is_highest, is_one
+from jax_flash._gpu.traits import alignment, are_small, bytes_of_bias, is_highest, is_one
 from jax_flash._problem import Problem, Shapes
 
 # The kernels compare draws of 15 bits as float16, another way where the threshold would be NaN.
@@ -17,7 +17,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
     positions = "query_positions" in problem.terms
     mask, bias, block = shapes.mask, shapes.bias, shapes.block_mask
     bias_type = None if bias is None else bias.dtype
-    lines = score_lines(problem, shapes)
+    lines = problem.lines
     return {
         "kBFloat16": problem.dtype == "bfloat16",
         "kFloat32": problem.dtype == "float32",
@@ -69,31 +69,14 @@ def functions(call: Call, shapes: Shapes) -> str:
     if score is None:
         return ""
     define = functools.partial(
-        emit.define, score, rows=shapes.own_captures, small=_are_small(shapes)
+        emit.define, score, rows=shapes.own_captures, small=are_small(shapes)
     )
     text = define("score_value")
-    lines = score_lines(call.problem, shapes)
-    if lines is not None:
+    if (lines := call.problem.lines) is not None:
         text += lines.define("score_line_of_head")
     if _has_slope(call):
         text += define("score_value_and_slope", with_slope=True)
     return emit.with_helpers(text)
-
-
-def _are_small(shapes: Shapes) -> bool:
-    """Tells whether queries and keys are less than emit.SMALL; blocks reach beyond the lengths."""
-    lengths = (shapes.q_len, shapes.kv_len)
-    return all(isinstance(n, int) and n <= emit.SMALL - 1024 for n in lengths)
-
-
-def score_lines(problem: Problem, shapes: Shapes) -> distances.Lines | None:
-    """Finds the lines of the distance that the function of the scores adds, if that is all."""
-    if problem.score is None or not _are_small(shapes):
-        return None
-    lines = distances.lines_of(problem.score, tuple(shapes.own_captures))
-    if lines is not None and lines.reach >= max(shapes.q_len, shapes.kv_len):
-        return None  # no block stands beyond the reach
-    return lines
 
 
 def refuse_functions(call: Call) -> list[str]:

@@ -23,6 +23,8 @@ import numpy as np
 
 from jax_flash._function import Function
 from jax_flash._gpu import emit
+from jax_flash._gpu.traits import are_small
+from jax_flash._problem import Shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,14 @@ class Lines:
             f"{self.before.compute('lines.before')}{self.after.compute('lines.after')}"
             "  return lines;\n}\n"
         )
+
+
+def find(function: Function, shapes: Shapes) -> Lines | None:
+    """Finds the lines that a function adds in a call of these sizes, if some key is beyond them."""
+    if not are_small(shapes):
+        return None
+    lines = lines_of(function, tuple(shapes.own_captures))
+    return lines if lines and lines.reach < max(shapes.q_len, shapes.kv_len) else None
 
 
 @functools.lru_cache(maxsize=256)

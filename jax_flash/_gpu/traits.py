@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from jax_flash._gpu import emit
 from jax_flash._problem import Problem, Shapes, TermShape
 
 
@@ -30,6 +31,12 @@ def is_layout(problem: Problem) -> bool:
 def group_size(shapes: Shapes) -> int:
     """Counts the query heads that read one kv head."""
     return known(shapes.q_heads // shapes.kv_heads, 1)
+
+
+def are_small(shapes: Shapes) -> bool:
+    """Tells whether queries and keys are less than emit.SMALL; blocks reach beyond the lengths."""
+    lengths = (shapes.q_len, shapes.kv_len)
+    return all(isinstance(n, int) and n <= emit.SMALL - 1024 for n in lengths)
 
 
 def known(size: Any, otherwise: int) -> int:

@@ -257,7 +257,7 @@ def _prepare(
                 else:
                     indices = orders.reorder(jnp.arange(length, dtype=jnp.int32), order, shards, 0)
                 given[name] = jnp.broadcast_to(indices, (*batch, length))
-    problem, operands = _validate.prepare(**given, shards=shards if split else 1)
+    problem, operands, *_ = _validate.prepare(**given, shards=shards if split else 1)
     return problem, dict(zip(("q", "k", "v", *problem.optional), operands, strict=True))
 
 

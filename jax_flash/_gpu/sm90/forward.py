@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jax_flash._gpu import emit
-from jax_flash._gpu.constants import problem_constants, score_lines
+from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.family import Number
 from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
@@ -569,7 +569,7 @@ def _fades(problem: Problem, shapes: Shapes) -> bool:
     There are keys of the queries' own indices, they are visible, and no line grows without end.
     """
     left, right = problem.window
-    lines = score_lines(problem, shapes)
+    lines = problem.lines
     if lines is None or lines.reach > 0 or lines.are_level or not {*problem.terms} <= {"score_ids"}:
         return False
     sees_own = left is None and not problem.bottom_right and shapes.q_len <= shapes.kv_len
