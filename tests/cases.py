@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from jax_flash import _gpu, _simplify
 from jax_flash._gpu import sm90
 
 from . import numpy_oracle
@@ -434,6 +435,39 @@ class AsIfLong:
                 jax.clear_caches()  # the same call would find these kernels
         if self.value not in found:
             raise ValueError(f"no tiling has {self.field} {self.value}, but {found}")
+        return got
+
+
+@dataclasses.dataclass
+class AsWritten:
+    """Arguments of a call that is computed as it is written, or not.
+
+    Args:
+      on: it is.
+      constant: of kernels, that says it is not.
+    """
+
+    arguments: Arguments
+    on: bool
+    constant: str
+
+    @property
+    def case(self) -> Case:
+        return self.arguments.case
+
+    def run(self, backend: str, **options: Any) -> dict[str, Any]:
+        found, plan = set(), _gpu.plan
+
+        def planned(*call):
+            made = plan(*call)
+            found.add(made.constants[self.constant])
+            return made
+
+        with pytest.MonkeyPatch.context() as patch, _simplify.as_written(self.on):
+            patch.setattr(_gpu, "plan", planned)
+            got = self.arguments.run(backend, **options)
+        if found != {not self.on}:
+            raise ValueError(f"kernels are planned with {self.constant} {found}")
         return got
 
 

@@ -90,29 +90,6 @@ def test_bits_are_kept_of_partial_blocks_that_differ():
     np.testing.assert_array_equal(layout.dense(), dense[None])
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_equal_chunks_are_batch_rows():
-    """Of a mask of equal chunks attention is that of the chunks, and what is causal stays so."""
-    ids = np.arange(256) // 64
-    m = jax_flash.block_mask(masks.documents(ids), q_len=256, kv_len=256, block=32)
-    assert m.chunk == 64
-    read = m.as_blocks()
-    q, k, v, dout = np.random.default_rng(0).normal(size=(4, 2, 3, 256, 4, 16)).astype(np.float32)
-    for options in ({}, {"is_causal": True}, {"local_window_size": (20, 3), "softcap": 2.0}):
-
-        def both(mask, q, k, v, options=options):
-            attend = functools.partial(
-                jax_flash.flash_attention, block_mask=mask, return_lse=True, **options
-            )
-            results, pullback = jax.vjp(attend, q, k, v)
-            return results, pullback((jnp.asarray(dout), jnp.ones_like(results[1])))
-
-        got, truth = (jax.jit(both)(mask, q, k[..., :2, :], v[..., :2, :]) for mask in (m, read))
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), got, truth)
-    texts = [str(jax_flash.explain(q, k, v, block_mask=x, gpu="H200")) for x in (m, read)]
-    assert ["block mask" in text for text in texts] == [False, True]
-
-
 @pytest.mark.parametrize(("batch", "heads"), [(0, 2), (2, 0)])
 def test_equal_chunks_of_nothing(batch: int, heads: int):
     m = jax_flash.block_mask(masks.documents(np.arange(64) // 32), q_len=64, kv_len=64, block=32)

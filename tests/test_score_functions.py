@@ -448,28 +448,6 @@ def test_cpu_kernels_leave_functions_to_xla(qkv):
     close(flash_attention(*qkv, score_mod=f), attend(*qkv, score_mod=f))
 
 
-@pytest.mark.parametrize(
-    ("f", "cap"),
-    [
-        (scores.softcap(30.0), 30.0),
-        (lambda s, b, h, i, j: jnp.tanh(s * 0.25) * 4.0, 4.0),
-        (scores.compose(scores.softcap(30.0), lambda s, b, h, i, j: s), 30.0),
-        (scores.tanh(3.0), None),
-        (scores.softcap(jnp.float32(30.0)), None),
-        (lambda s, b, h, i, j: -4.0 * jnp.tanh(s / -4.0), None),
-        (lambda s, b, h, i, j: 4.0 * jnp.tanh(4.0 / s), None),
-        (lambda s, b, h, i, j: 4.0 * jnp.tanh(h / 4.0), None),
-        (lambda s, b, h, i, j: 4.0 * jnp.tanh(s / 4.0) + s, None),
-        (scores.compose(scores.softcap(30.0), scores.softcap(5.0)), None),
-    ],
-)
-def test_a_function_that_is_softcap_becomes_it(f, cap):
-    q = jax.ShapeDtypeStruct((1, 32, 4, 64), jnp.bfloat16)
-    text = str(explain(q, q, q, score_mod=f, backend="xla"))
-    assert (f"softcap {cap or 0:g}" in text) == (cap is not None)
-    assert ("score_mod" in text) == (cap is None)
-
-
 def test_ready_made_functions_are_their_formulas(qkv):
     q, k, v = qkv
     distance = jnp.arange(S) - jnp.arange(T)[:, None]
