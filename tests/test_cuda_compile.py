@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from jax_flash import _gpu
+from jax_flash._gpu.constants import problem_constants
 from jax_flash._ops import passes
 
 from .compile_cases import EVERYTHING, H200, PLAIN, SHAPES, Configurations, check, others, tuned
@@ -35,6 +36,12 @@ WAYS = {
     "kBottomRight", "kHasScoreIds", "kScoreIsLine", "kScoreReach", "kScoreBends", "kScoreIsLevel",
     "kScoreHasSlope", "kFades",
 }  # fmt: skip
+# Flags of a tiling or a call. Those of a schedule follow from these and from the terms.
+OF_PLAN = {
+    "kHalves", "kPreScale", "kCompact", "kRing", "kPartsApart", "kHoldsDraws", "kStoresDbias",
+    "kDbiasByHeads", "kDbiasByRows", "kDbiasCleared", "kDeterministic", "kHasDlse", "kHasDbias",
+}  # fmt: skip
+FLAGS = {*problem_constants(PLAIN, SHAPES), *OF_PLAN, *WAYS}
 
 
 def features(plan: _gpu.Plan) -> set:
@@ -43,7 +50,8 @@ def features(plan: _gpu.Plan) -> set:
     chosen = {
         (name, value)
         for name, value in plan.constants.items()
-        if (isinstance(value, bool) and value != plain.get(name, False)) or name in WAYS
+        if (name in FLAGS and isinstance(value, bool) and value != plain.get(name, False))
+        or name in WAYS
     }
     return chosen | {("head dim", -(-plan.constants["kHeadDim"] // 64))}
 

@@ -27,57 +27,14 @@ inline constexpr int kQueryBytes = kHeadBoxes * kWarpgroupRows * kBoxRowBytes;  
 inline constexpr int kKeyBytes = kHeadBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kValueBytes = kValueBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
-inline constexpr int kLoadWarps = kTmaLoads ? 1 : 4;  // each arrives when its part is there
 // A team is a producer warp and kConsumers warpgroups with buffers and units of their own: a CTA is
 // one, or several that hide each other's latencies. Their warpgroups follow the producers' in turn.
 inline constexpr int kThreads = 128 * (kTeams * kConsumers + 1);
 // A unit's description outlives its Q buffer by the epilogue: a slot more, at least.
 inline constexpr int kInfoStages = 2 * kQueryStages;
-// The last output of a unit starts before the next unit is looked at: 4% at T 512 for narrow
-// values; wide ones lack the registers for it (12% slower).
-inline constexpr bool kEarlyOutput = kValueDim <= 128;
-// A warpgroup's blocks may begin after the first one of its unit.
-inline constexpr bool kBoundedBegin = kWindowLeft || kHasSegments || kHasPositions || kHasMask;
-// The producer tells the consumers which block is in each buffer: there may be gaps.
-inline constexpr bool kListsBlocks = kHasSegments || kHasPositions || kHasMask;
-// And of each, which warpgroups' rows see all of it as far as these terms go.
-inline constexpr bool kListsWhole = kHasPositions || kHasMask;
-// That is what a block mask says, alone: of 1024 blocks at once, a word of 32 for each lane.
-inline constexpr bool kListsWords = mask::kIsBlocks && kTmaLoads && !kHasPositions && !kHasSegments;
-// And of a layout whose blocks hold a unit's rows: these see the same, and all of it but what is
-// past the last key.
-inline constexpr bool kListsLayout = kListsWords && mask::kTilesAreWhole<kUnitRows, kBlockKV>;
-// Q comes behind the second block's keys, where the unit before gives its buffer back last, and is
-// there when the unit before has its last output.
-inline constexpr bool kQueriesLate = kListsLayout && kQueryStages == 1;
-// Of SoftmaxState. Functions at head dim 64 have no registers for it: 16 bytes would be spilled.
-inline constexpr bool kAsksRow = !kHasScoreFunction || larger(kHeadDim, kValueDim) > 64;
-// The line that a function adds goes into the exponent. Not beside dropout at wide heads: 156 bytes
-// would be spilled.
-inline constexpr bool kTakesLine = kScoreIsLine && (!kHasDropout || kValueDim <= 64);
-// A function that bends at the query has its largest and smallest values there: a unit's walk
-// begins with its last query's block. Towards it from the last block, maxima would rise block by
-// block.
-inline constexpr bool kBeginsNear =
-    kScoreBends && kTakesLine && !kWindowLeft && !kWindowRight && !kListsBlocks;
-// Then each warpgroup walks from the first to the last block that its own rows see. With segments
-// all walk what any of them sees; beyond 128 columns 8 bytes would be spilled, without TMA 136.
-inline constexpr bool kListsOwn = kListsWhole && kTmaLoads && !kHasSegments && kValueDim <= 128;
-// A unit with rows that overflow is walked again, with a maximum in every block. Not where four
-// warps load: they would have to agree on it.
-inline constexpr bool kRepeats = kTmaLoads;
-inline constexpr int kRepeatSlots = 4;  // units that may be in flight
-// The mask's bits are fetched beside the product that they are for; with segments, positions or a
-// bias, or a block mask for three warpgroups, there is no register for that. Most blocks of a block
-// mask need none: of it alone they are fetched where they are tested.
-inline constexpr bool kBitsAhead = kHasMask && !kListsWords && !kHasSegments && !kHasPositions &&
-                                   !kHasBias &&
-                                   (kConsumers == 2 || (kHasMaskBytes && kMaskBlock == 0));
-// A bias that TMA loads comes with the keys, in their stages and at their barriers. Two warpgroups
-// have registers for a block's, which they read beside the product that it is for; three read it
-// where they add it.
+inline constexpr int kRepeatSlots = 4;  // units that may be in flight, with kRepeats
+// A bias that TMA loads comes with the keys, in their stages and at their barriers.
 inline constexpr int kBiasBytes = kBiasTiles ? kUnitRows * kBlockKV * bias::kBytes : 0;
-inline constexpr bool kBiasBeside = kBiasTiles && kConsumers == 2 && kValueDim <= 128;
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
@@ -118,9 +75,7 @@ __device__ __forceinline__ UnitIndex unit_at(const ForwardParams& p, int number)
   if (index >= p.query_blocks * all_heads) return {0, 0, kNoUnit};
   const HeadBlock at = head_block(index, p.query_blocks, all_heads, p.l2_heads);
   const int batch = at.head / heads;
-  // With a bounded right window (causal) late queries see most keys: the longest units first. So
-  // they do with most block masks.
-  constexpr bool kLateSeeMost = kWindowRight || kReachRight || kMaskBlock != 0;
+  // The longest units first.
   const int unit = kLateSeeMost ? p.query_blocks - 1 - at.block : at.block;
   if constexpr (kBatchesTogether) return {unit, at.head / p.batch, at.head % p.batch};
   return {unit, at.head - batch * heads, batch};

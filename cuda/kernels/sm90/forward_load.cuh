@@ -20,11 +20,7 @@ struct Producer {
     return kTeams == 1 ? threadIdx.x == 0 : lane() == 0;
   }
 
-  // Asks the counter for the unit after this one. Where units differ in length, beside the load of
-  // this unit's last block: the CTA that is done first then takes the next unit. Elsewhere beside
-  // the first block, so that the answer is there when it is needed; with segments the next unit's
-  // plan is fetched meanwhile.
-  static constexpr bool kAsksLate = (kWindowRight || kListsWhole || kFades) && !kHasSegments;
+  // Asks the counter for the unit after this one.
   __device__ __forceinline__ void request_number(int number) {
     if (is_again(number)) return;  // the next number has been asked for
     const int stride = kTeams * gridDim.x;
@@ -120,7 +116,7 @@ struct Producer {
                     own ? ptx::kEvictFirst : ptx::kEvictNormal,
                     block * kBlockKV + box * bias::kBoxKeys, unit.first_row, head, batch);
     }
-    if constexpr (kBiasAheadInL2 > 0 && !kListsBlocks) {
+    if constexpr (kBiasAheadInL2 > 0) {
       const int ahead = block - kBiasAheadInL2;
       if (ahead < unit.blocks.begin) return;
 #pragma unroll
@@ -184,8 +180,7 @@ struct Producer {
     if constexpr (kListsOwn) walk.find_own(unit);
     if constexpr (!kTmaLoads) {
       copy_query(unit);
-    } else if constexpr (kListsWords && kQueryStages == 1) {
-      // One lane after the other: together, the first would wait for the last one's buffer.
+    } else if constexpr (kQueriesInTurn) {
 #pragma unroll 1
       for (int i = 0; i < kConsumers; ++i) {
         send_query(unit, i == warpgroup ? i : kConsumers);

@@ -265,12 +265,11 @@ struct Consumer : Warpgroup {
           wait_value();
           sanitise_value(block);
         }
-        constexpr bool kAhead = kPingPong && !kListsBlocks;  // before the turn, or in it
-        if constexpr (kTakesLine && kAhead) fetch_line(next_block(unit()));
+        if constexpr (kTakesLine && kLineAhead) fetch_line(next_block(unit()));
         wait_key();
         wait_turn();
         begin_scores(scores);
-        if constexpr (kTakesLine && !kAhead) fetch_line(next_block(unit()));
+        if constexpr (kTakesLine && !kLineAhead) fetch_line(next_block(unit()));
         if constexpr (!kDrains) {
           wait_value();
           sanitise_value(block);

@@ -345,15 +345,11 @@ struct RowWalk {
     const int begin = kFades ? ptx::uniform(t.own.begin) : 0;
     return kBeginsNear && block == begin ? ptx::uniform(t.own.end) - 1 : block - 1;
   }
-  // Only the first block of a layout's units may reach past the last key.
-  static constexpr bool kLaterAreFull =
-      kListsLayout && !kWindowLeft && !kWindowRight && !kHasKeyValueLengths;
   // Does the block need no test of its elements?
   __device__ __forceinline__ bool is_full(const UnitInfo& t) const {
-    // There is no register left to hold the range with segments at wide heads, or if kDrains.
-    const Range untested = kHasSegments || kHasPositions || kDrains || kHalves ? t.full : full;
+    const Range untested = kHoldsFull ? full : t.full;
     if (kListsWhole && !whole) return false;
-    if (kListsWords && !kWindowLeft && !kWindowRight && !kHasKeyValueLengths) return true;
+    if (kWholeIsFull) return true;
     return block < untested.end && (!kBoundedBegin || block >= untested.begin);
   }
 };

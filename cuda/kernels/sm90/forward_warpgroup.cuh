@@ -24,11 +24,7 @@ struct WeightOf<Float32> {
 };
 using WeightElement = WeightOf<Element>::Type;
 using Softmax = SoftmaxState<WeightElement>;
-// Weights that may be large by far: a thread's rows may have bases whose distance a line decides,
-// and what it adds is the same of both then. Not by two warpgroups, whose exponentials lie under
-// each other's products: at head dim 128 it is no faster.
-inline constexpr bool kSharesLine =
-    kTakesLine && !kScoreIsLevel && kConsumers == 3 && WeightElement::kHeadroom > 64;
+static_assert(!kSharesLine || WeightElement::kHeadroom > 64, "weights are larger by the line");
 using RowBits = mask::RowBits<kWarpgroupRows, kBlockKV>;
 
 // The bias of the block whose scores are on their way, that TMA has loaded: read ahead, or not.
@@ -143,18 +139,6 @@ struct UnitBits<Bits, true> {
     bits.load(p, tile, batch, head, row_of, block, tests);
   }
 };
-inline constexpr bool kHoldsBits =
-    kBitsAhead && kHasMaskBytes && kMaskBlock == 0 && kValueDim <= 128;
-
-// Draws go among the exponentials of a block. Where there are no registers for that, of wide heads,
-// and beyond 64 with terms fetched by blocks or loads without TMA, they come when bases have risen.
-inline constexpr bool kDrawsAmong =
-    kHasDropout && kValueColumns <= (kTmaLoads && !kListsBlocks ? 128 : 64);
-// And all at once, with what was read once a unit, where no other term takes registers: beside a
-// function of the scores 120 bytes would be spilled.
-inline constexpr bool kHoldsDraws = kDrawsAmong && kTmaLoads && !kListsBlocks && !kWindowLeft &&
-                                    !kHasQueryLengths && !kHasKeyValueLengths && !kHasSinks &&
-                                    !kHasBias && !kSoftcap && !kHasScoreFunction;
 
 // What numbers in halves take. Tensor cores cut off the last bits of a sum: those of one block
 // start at zero, and are added to the others by `fma`, which rounds.
@@ -448,13 +432,6 @@ struct Warpgroup : RowWalk,
   __device__ __forceinline__ float logit_scale() const {
     return kHalves ? Halves::logit_scale() : p.scale_log2;
   }
-  // Narrow heads have registers to load a block's bias when that of the block before has been used,
-  // half a block before the block's own product starts, if its number is known. Not beside terms
-  // that hold some through the walk.
-  static constexpr bool kBiasAhead = kHasBias && !kBiasTiles && !kListsBlocks &&
-                                     kValueColumns <= 64 && !kSoftcap && !kHasScoreFunction &&
-                                     !kHasDropout && !kWindowLeft && !kHasQueryLengths &&
-                                     !kHasKeyValueLengths;
   __device__ __forceinline__ void fetch_bias(int of_block) {
     const UnitInfo& t = unit();
     const int first_key = of_block * kBlockKV;
@@ -539,7 +516,7 @@ struct Warpgroup : RowWalk,
     if constexpr (kHoldsDraws) {
       const auto draw = [this] { Drawing::draw(p, dropped, block * kBlockKV); };
       return After<decltype(draw)>{draw};
-    } else if constexpr (kDrawsAmong && kValueColumns <= 64) {
+    } else if constexpr (kDrawsByParts) {
       return drawing();
     } else if constexpr (kDrawsAmong) {
       const auto draw = [part = drawing()] {

@@ -8,12 +8,13 @@ from __future__ import annotations
 from jax_flash._call import Call
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, refuse_functions
-from jax_flash._gpu.family import Family, Plan
+from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.sm90.backward import BackwardTiling, choose_backward
 from jax_flash._gpu.sm90.forward import HELD, ForwardTiling, choose_forward
+from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import is_bare, is_highest
-from jax_flash._problem import Shapes
+from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 
 
@@ -54,13 +55,13 @@ class Sm90(Family):
         problem = call.problem
         if "dout" in call.operands:
             tiling = tiling or choose_backward(problem, shapes, gpu)
-            constants = tiling.constants(problem, shapes) | {
+            constants = _constants(tiling, problem, shapes) | {
                 "kHasDlse": "dlse" in call.operands,
                 "kHasDbias": "dbias" in call.results,
             }
         else:
             tiling = tiling or choose_forward(problem, shapes, gpu)
-            constants = tiling.constants(problem, shapes)
+            constants = _constants(tiling, problem, shapes)
         loads = () if tiling.tma_loads else (_LOADED_BY_WARPS,)
         copied = (COPIED,) if problem.split else ()
         return Plan(
@@ -78,6 +79,14 @@ class Sm90(Family):
             notes=(*copied, *loads, *self.untried(gpu)),
             functions=functions(call, shapes),
         )
+
+
+def _constants(
+    tiling: ForwardTiling | BackwardTiling, problem: Problem, shapes: Shapes
+) -> dict[str, Number]:
+    if isinstance(tiling, BackwardTiling):
+        return tiling.constants(problem, shapes)
+    return forward_constants(tiling, problem, shapes)
 
 
 _LOADED_BY_WARPS = "rows loaded by warps: 8 does not divide both dims, as TMA needs"

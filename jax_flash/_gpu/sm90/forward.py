@@ -12,8 +12,6 @@ from typing import Any
 import jax
 
 from jax_flash._gpu import emit
-from jax_flash._gpu.constants import problem_constants
-from jax_flash._gpu.family import Number
 from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import (
@@ -163,34 +161,6 @@ class ForwardTiling:
             "key_norms": int32(
                 shapes.batch * shapes.kv_heads, blocks(shapes.kv_len, 64) * self.fades
             ),
-        }
-
-    def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
-        """Returns the constants that the kernel is compiled with, by name."""
-        producer_registers, consumer_registers = self.registers
-        return {
-            **problem_constants(problem, shapes),
-            "kHeadDim": self.head_dim,
-            "kValueDim": self.value_dim,
-            "kTmaLoads": self.tma_loads,
-            "kHalves": self.halves,
-            "kParts": self.parts,
-            "kBlockKV": self.block_kv,
-            "kConsumers": self.consumers,
-            "kStages": self.stages,
-            "kQueryStages": self.query_stages,
-            "kPackedHeads": self.packed_heads,
-            "kPreScale": problem.scale <= 0,
-            "kBiasAheadInL2": self.bias_ahead if self.bias_bytes else 0,
-            "kBatchesTogether": self.batches_together,
-            "kDynamic": self.dynamic,
-            "kTeams": self.teams,
-            "kFades": self.fades,
-            "kPingPong": self.ping_pong,
-            "kDrains": self.drains,
-            "kBiasTiles": self.bias_bytes > 0,
-            "kProducerRegisters": producer_registers,
-            "kConsumerRegisters": consumer_registers,
         }
 
 
@@ -354,7 +324,7 @@ class _Forward:
     @property
     def walk_drains(self) -> bool:
         """Three warpgroups need the registers that the weights had before, for the walk."""
-        if self.lists_blocks and self.shapes.block_mask is not None:
+        if self.has_blocks_alone and self.shapes.block_mask is not None:
             return self.shapes.block_mask.block % 128 != 0  # more loads of bits
         # A softcap, and beside terms a window's left side, take registers in the walk too, a sink
         # after it. A mask's words find some beside the weights.
@@ -384,7 +354,7 @@ class _Forward:
     # Block masks.
 
     @property
-    def lists_blocks(self) -> bool:
+    def has_blocks_alone(self) -> bool:
         """Nothing but a block mask."""
         alone = self.problem.terms == ("block_numbers", "block_bits") and not self.is_mapped
         return alone and self.problem.window == (None, None) and not self.is_capped
