@@ -34,11 +34,11 @@ WAYS = {
     "kPackedHeads", "kDropsMost", "kReachLeft", "kReachRight", "kDrains", "kPingPong", "kDynamic",
     "kReadsAhead", "kAddsFour", "kTmaLoads", "kBiasTiles", "kBatchesTogether", "kDropsPart",
     "kBottomRight", "kHasScoreIds", "kScoreIsLine", "kScoreReach", "kScoreBends", "kScoreIsLevel",
-    "kScoreHasSlope", "kFades",
+    "kScoreHasSlope", "kFades", "kHoldsDraws", "kListsLayout", "kShowsLayout",
 }  # fmt: skip
 # Flags of a tiling or a call. Those of a schedule follow from these and from the terms.
 OF_PLAN = {
-    "kHalves", "kPreScale", "kCompact", "kRing", "kPartsApart", "kHoldsDraws", "kStoresDbias",
+    "kHalves", "kPreScale", "kCompact", "kRing", "kPartsApart", "kStoresDbias",
     "kDbiasByHeads", "kDbiasByRows", "kDbiasCleared", "kDeterministic", "kHasDlse", "kHasDbias",
 }  # fmt: skip
 FLAGS = {*problem_constants(PLAIN, SHAPES), *OF_PLAN, *WAYS}

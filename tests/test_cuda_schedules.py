@@ -8,17 +8,23 @@ import pytest
 
 from jax_flash import _function, _gpu, scores
 from jax_flash._ops import passes
+from jax_flash._ops.decode import Decode
 from jax_flash._problem import TERMS, BlockMaskShape, Problem, Shapes, TermShape
 
 pytestmark = pytest.mark.quick
 
-H200 = _gpu.spec.GPUS["H200"]
 # By name, fields of Problem and of Shapes.
 CHANGES: dict[str, dict[str, Any]] = {
     "causal": {"window": (None, 0)},
     "left": {"window": (100, None)},
     "softcap": {"softcap": 30.0},
     "float16": {"dtype": "float16"},
+    "float32": {"dtype": "float32"},
+    "highest": {"precision": "highest"},
+    "carried": {"dtype": "float16", "split": "carried"},
+    "deterministic": {"deterministic": True},
+    "grouped": {"kv_heads": 4, "window": (None, 0)},
+    "many": {"batch": 32},
     "segments": {"terms": ("query_segments", "key_value_segments")},
     "positions": {"terms": ("query_positions", "key_value_positions")},
     "lengths": {"terms": ("key_value_lengths",)},
@@ -36,12 +42,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 FUNCTIONS = {
     "alibi": scores.alibi(np.ones(16, np.float32)),
-    "table": scores.relative_position_table(np.ones((16, 65), np.float32)),
+    "sloped": scores.softcap(30.0),
 }
 
 
-def plan_of(which: str, words: str) -> _gpu.Plan:
-    """The plan of a plain call with these changes and a head dim, 128 if none is named."""
+def call_of(words: str) -> tuple[Problem, Shapes]:
+    """A plain call with these changes and dims, 128 if none are named."""
     problem = Problem(dtype="bfloat16", scale=0.125)
     shapes = Shapes(2, 4096, 4096, 16, 16, 128, 128)
     terms: set[str] = set()
@@ -54,17 +60,26 @@ def plan_of(which: str, words: str) -> _gpu.Plan:
             names = dict.fromkeys(("batch", "head", "query", "key"), "int32")
             arguments = {"score": "float32", **names}
             function, _ = _function.trace("score_mod", FUNCTIONS[word], arguments, "float32")
-            change = {"score": function, "terms": ("score_ids",), "own_captures": (False,)}
+            used = ("score_ids",) if "head" in function.used else ()
+            own = (False,) * len(function.captures)
+            change = {"score": function, "terms": used, "own_captures": own}
         terms |= {*change.pop("terms", ())}
         sizes = {x.name for x in dataclasses.fields(Shapes)} & {*change}
         shapes = dataclasses.replace(shapes, **{name: change.pop(name) for name in sizes})
         problem = dataclasses.replace(problem, **change)
-    problem = dataclasses.replace(problem, terms=tuple(x for x in TERMS if x in terms))
-    return _gpu.plan(passes(problem)[which], shapes, H200)
+    return dataclasses.replace(problem, terms=tuple(x for x in TERMS if x in terms)), shapes
+
+
+def plan_of(which: str, family: str, words: str) -> _gpu.Plan:
+    problem, shapes = call_of(words)
+    gpu = _gpu.spec.GPUS["L4" if "L4" in words else "H200"]
+    with _gpu.prefer(family):
+        return _gpu.plan(passes(problem)[which], shapes, gpu)
 
 
 # Of each flag: its value, calls in which it has that, another value, and calls with that.
-FORWARD: dict[str, tuple[int, list[str], int, list[str]]] = {
+Flags = dict[str, tuple[int, list[str], int, list[str]]]
+FORWARD: Flags = {
     "kLoadWarps": (1, ["128"], 4, ["100"]),
     "kRepeats": (True, ["128"], False, ["100"]),
     "kListsBlocks": (
@@ -105,9 +120,95 @@ FORWARD: dict[str, tuple[int, list[str], int, list[str]]] = {
     "kHoldsDraws": (True, ["dropout"], False, ["128", "dropout softcap", "dropout sinks"]),
 }
 
+# Of the families' backward passes.
+COMMON: Flags = {
+    "kShowsWords": (True, ["blocks"], False, ["128", "blocks mask", "blocks positions"]),
+    "kShowsLayout": (True, ["blocks whole"], False, ["blocks"]),
+    "kTurnsShown": (
+        *(True, ["blocks deterministic"]),
+        *(False, ["blocks", "mask deterministic", "blocks segments deterministic"]),
+    ),
+    "kSkipsMasked": (
+        *(True, ["mask", "positions", "blocks deterministic"]),
+        *(False, ["128", "segments", "mask deterministic"]),
+    ),
+    "kDirection": (-1, ["causal", "causal positions"], 1, ["128", "left"]),
+    "kPrepareUnroll": (2, ["float32"], 4, ["128", "256"]),
+    "kMaskResident": (4, ["mask blocks"], 0, ["mask", "blocks"]),
+    "kSumBeginsAhead": (True, ["bias"], False, ["bias causal", "bias dropout"]),
+    "kSumHoldsBias": (True, ["bias"], False, ["bias_of_keys", "bias dropout"]),
+}
+BACKWARD: Flags = {
+    "kLoadRegisters": (24, ["128"], 40, ["100"]),
+    "kQueryRegisters": (64, ["256"], 0, ["128"]),
+    "kScoreRegisters": (240, ["128"], 208, ["256"]),
+    "kRowColumns": (64, ["float32 highest"], 128, ["128"]),
+    "kLoadWarps": (2, ["100"], 1, ["128", "100 deterministic"]),
+    "kFillsBeside": (True, ["256"], False, ["256 mask", "100"]),
+    "kTmaStores": (True, ["128"], False, ["100", "carried"]),
+    "kInOrder": (True, ["deterministic", "many causal"], False, ["segments"]),
+    "kPartsApart": (True, ["grouped deterministic"], False, ["grouped", "deterministic"]),
+    "kSharesUnits": (True, ["float32 highest"], False, ["128", "float32 highest causal"]),
+    "kTurnsLeft": (True, ["segments", "blocks deterministic"], False, ["128", "blocks"]),
+    "kSkipsHidden": (True, ["causal"], False, ["128", "causal 64", "causal positions"]),
+    "kHoldsShown": (True, ["blocks"], False, ["128", "blocks deterministic"]),
+    "kHoldsBlock": (True, ["128", "blocks"], False, ["blocks deterministic"]),
+    "kFollowsShown": (True, ["mask"], False, ["128", "mask dropout"]),
+    "kGivesBackEarly": (True, ["blocks whole"], False, ["blocks", "blocks whole 256"]),
+    "kBiasParts": (1, ["bias"], 2, ["bias 256"]),
+    "kMarksDropped": (
+        *(True, ["dropout 64", "sloped 256"]),
+        *(False, ["dropout", "sloped"]),
+    ),
+    "kSumResident": (2, ["bias"], 1, ["bias mask", "100"]),
+}
+FORWARD_80: Flags = {
+    "kListsBlocks": (True, ["segments", "mask"], False, ["128", "lengths"]),
+    "kParksSoftmax": (True, ["float32 highest 64"], False, ["64", "float32 highest"]),
+    "kSumsOf32": (True, ["float32 highest 64"], False, ["64", "float32 highest"]),
+    "kStepsAtOnce": (8, ["128", "segments"], 2, ["float32", "float32 mask"]),
+}
+BACKWARD_80: Flags = {
+    "kListsBlocks": (True, ["segments", "mask"], False, ["128", "mask deterministic"]),
+    "kKeepsAddresses": (True, ["128", "lengths"], False, ["mask", "softcap"]),
+    "kKeepsGroup": (True, ["64", "causal"], False, ["mask", "causal 64"]),
+    "kKeepsRows": (True, ["64 L4"], False, ["64", "L4", "64 mask L4"]),
+    "kStepsInPieces": (True, ["128", "float32 highest"], False, ["mask", "float32"]),
+    "kSumsWholeTiles": (True, ["256"], False, ["512", "float32"]),
+    "kFinishResident": (6, ["256"], 4, ["512"]),
+}
 
-@pytest.mark.parametrize("name", FORWARD)
-def test_forward_flag(name):
-    value, holding, another, others = FORWARD[name]
-    found = {words: plan_of("forward", words).constants[name] for words in holding + others}
-    assert found == {**dict.fromkeys(holding, value), **dict.fromkeys(others, another)}
+
+def cases() -> list[Any]:
+    tables = [("forward", "sm90", FORWARD), ("backward", "sm90", COMMON | BACKWARD)]
+    tables += [("forward", "sm80", FORWARD_80), ("backward", "sm80", BACKWARD_80)]
+    return [
+        pytest.param(which, family, name, *row, id=f"{family} {which} {name}")
+        for which, family, table in tables
+        for name, row in table.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("kSplitsColumns", {(128, 128): False, (576, 512): True}),
+        ("kScoreSums", {(128, 128): 2, (256, 256): 1}),
+        ("kFiniteApart", {(128, 128): True, (256, 256): False}),
+    ],
+)
+def test_flag_of_decoding(name, values):
+    problem = Problem(dtype="bfloat16", scale=0.125, bottom_right=True)
+    for (head_dim, value_dim), value in values.items():
+        shapes = Shapes(8, 1, 4096, 8, 8, head_dim, value_dim)
+        plan = _gpu.plan(Decode(problem, None), shapes, _gpu.spec.GPUS["H200"])
+        assert plan.constants[name] == value, (head_dim, value_dim)
+
+
+@pytest.mark.parametrize(
+    ("which", "family", "name", "value", "holding", "other", "others"), cases()
+)
+def test_flag(which, family, name, value, holding, other, others):
+    calls = [*holding, *others]
+    found = {words: plan_of(which, family, words).constants[name] for words in calls}
+    assert found == {**dict.fromkeys(holding, value), **dict.fromkeys(others, other)}

@@ -19,10 +19,6 @@ inline constexpr int kWarps = kKeys / 16;
 inline constexpr int kThreads = 32 * kWarps;
 inline constexpr int kSums = kQueries / 2;  // elements of dS of a thread
 
-// The next part's products run beside the arithmetic of one where there are registers for both.
-inline constexpr bool kBeginsAhead = !kWindowLeft && !kWindowRight && !kHasSegments &&
-                                     !kHasPositions && !kHasDropout && !kHasScoreFunction;
-
 // When all is summed, the block in shared memory.
 inline constexpr int kPitch = kKeys + 1;
 using SharedSum = float[kQueries * kPitch];
@@ -77,17 +73,16 @@ __device__ __forceinline__ bool meets(const Params& p, const BlockPair& at) {
   return true;
 }
 
-// The bias of the CTA's block. One of all queries and keys is the same for all that it sums: of 16
-// bits, without dropout and positions, it stays in registers, in the order of fragments.
+// The bias of the CTA's block: with kSumHoldsBias the same for all that it sums, in registers, in
+// the order of fragments.
 template <int kParts>
 struct BlockBias {
-  static constexpr bool kStays = bias::kIsMatrix && !kBiasFloat32 && !kHasDropout && !kHasPositions;
   static constexpr int kCount = kQueries / kParts;
-  bias::StagedColumns<kCount> staged[kStays ? kParts : 1];
+  bias::StagedColumns<kCount> staged[kSumHoldsBias ? kParts : 1];
 
   template <class Params>
   __device__ __forceinline__ void load(const Params& p, const BlockPair& at) {
-    if constexpr (kStays) {
+    if constexpr (kSumHoldsBias) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         bias::ColumnTile<kCount> tile;
@@ -100,7 +95,7 @@ struct BlockBias {
   template <class Params, class Apply>
   __device__ __forceinline__ void visit(const Params& p, const BlockPair& at, int part,
                                         Apply apply) const {
-    if constexpr (kStays) {
+    if constexpr (kSumHoldsBias) {
       staged[part].visit(apply);
     } else {
       bias::ColumnTile<kCount> tile;
@@ -138,7 +133,7 @@ __device__ __forceinline__ void add_scores(const Params& p, const Loaded& loaded
   loaded.begin(0, xs[0], dps[0]);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    const int begun = kBeginsAhead ? part + 1 : part;
+    const int begun = kSumBeginsAhead ? part + 1 : part;
     if (begun > 0 && begun < kParts) loaded.begin(begun, xs[begun % 2], dps[begun % 2]);
     float (&x)[kSums / kParts] = xs[part % 2], (&dp)[kSums / kParts] = dps[part % 2];
     loaded.finish(part, begun > part && begun < kParts, x, dp);

@@ -1,7 +1,18 @@
 // What the kernels of the backward pass share: tile constants, geometry of one key block, layouts.
 //
 // Owns which query blocks a key block meets, in which order, and where the workspaces keep what.
-// Read backward.cuh for the kernels and the constants of the generated header.
+// Read a family's backward.cuh for the kernels and the constants of the generated header. Those
+// that jax_flash/_gpu/backward_schedule.py decides for all families, with the reasons:
+//   bool kShowsWords          a block mask alone says of 32 query blocks in a word which a unit
+//   sees;
+//                             kShowsLayout: a block that is seen is seen whole
+//   bool kTurnsShown          in the deterministic mode these words say whose turn it is
+//   bool kSkipsMasked         blocks that mask or positions hide are left out of a walk
+//   int kDirection            of a walk: -1 from the last block of queries to the first, else 1
+//   int kPrepareUnroll        rows that a thread of the preparing kernel reads at once
+//   int kMaskResident         CTAs of mask_plan on a multiprocessor; 0: as ptxas has it
+//   bool kSumBeginsAhead      of a bias's gradient the next part's products run beside the
+//                             arithmetic of one; kSumHoldsBias: the bias stays in registers
 #pragma once
 
 #include "element.cuh"
@@ -395,17 +406,6 @@ __device__ __forceinline__ Range narrow_by_segments(const Params& p, int batch, 
   return met.empty() ? Range{0, 0} : met;
 }
 
-// A block mask alone says of 32 query blocks in a word which of them a unit sees.
-inline constexpr bool kShowsWords = mask::kIsBlocks && !kHasPositions;
-// Of a layout whose blocks hold these: a block that is seen is seen whole.
-inline constexpr bool kShowsLayout = kShowsWords && mask::kTilesAreWhole<kQueries, kKeys>;
-// Query blocks that mask or positions hide from a unit are left out of its walk. In deterministic
-// mode only where whose turn it is says so too: a block mask's words, beside what window and
-// lengths leave.
-inline constexpr bool kTurnsShown = kDeterministic && kShowsWords && !kHasSegments;
-inline constexpr bool kSkipsMasked =
-    (kHasMask || kHasPositions) && (!kDeterministic || kTurnsShown);
-
 // Of query blocks 32 * group and on, which does the block mask let any of the heads see?
 template <class Params>
 __device__ __forceinline__ uint32 shown_word(const Params& p, int batch, int head, int heads,
@@ -465,11 +465,6 @@ __device__ __forceinline__ uint32 shown_blocks(const Params& p, int batch, int k
   }
   return __ballot_sync(0xffffffffu, shown != 0);
 }
-
-// Query blocks are met from the last to the first when a right window cuts the early ones off:
-// units of one head then start at the same block and share it in L2, and the partial blocks come
-// last.
-inline constexpr int kDirection = kWindowRight || kReachRight ? -1 : 1;
 
 // Units in the order of work: heads in groups whose queries stay in L2; within a group the key
 // blocks, in ascending order (longest first when causal), its heads innermost.

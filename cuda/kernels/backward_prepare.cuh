@@ -123,10 +123,9 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
   if constexpr (kRest) {
     if (is_left_to_other(p)) return;
   }
-  constexpr int kLanes = kValue <= 64 ? 8 : kValue <= 128 ? 16 : 32;     // threads on one row
-  constexpr int kRows = kPrepareThreads / kLanes;                        // rows at a time
-  constexpr int kUnroll = kFloat32 || kCarried || kValue > 256 ? 2 : 4;  // registers
-  constexpr int kColumns = 8 * kLanes;                                   // of a row at a time
+  constexpr int kLanes = kValue <= 64 ? 8 : kValue <= 128 ? 16 : 32;  // threads on one row
+  constexpr int kRows = kPrepareThreads / kLanes;                     // rows at a time
+  constexpr int kColumns = 8 * kLanes;                                // of a row at a time
   const int tiles = query_blocks(p) * (kQueries / 64);
   const int head_index = index / tiles;  // batch * N + head
   const int row0 = (index - head_index * tiles) * 64;
@@ -160,9 +159,9 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
   }
 
 #pragma unroll
-  for (int base = 0; base < 64; base += kRows * kUnroll) {
-    Piece<ResultElement> o[kUnroll];
-    Piece<Element> d[kUnroll];
+  for (int base = 0; base < 64; base += kRows * kPrepareUnroll) {
+    Piece<ResultElement> o[kPrepareUnroll];
+    Piece<Element> d[kPrepareUnroll];
     // Of all columns, or the first kColumns.
     const auto load = [&](int i, int first) {
       const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
@@ -175,9 +174,9 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
       }
     };
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) load(i, 0);
+    for (int i = 0; i < kPrepareUnroll; ++i) load(i, 0);
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
+    for (int i = 0; i < kPrepareUnroll; ++i) {
       float total = o[i].dot(d[i]);
 #pragma unroll
       for (int first = kColumns; first < kValueDim; first += kColumns) {

@@ -94,10 +94,7 @@ struct AttendOf {
     const int lane = threadIdx.x % 32;
     const bool is_partial = first < seen_by_all.begin || first + kBlockKV > seen_by_all.end;
 
-    // Of few keys, every other product goes to sums of its own: each waits for the one before. Wide
-    // values leave no registers for that.
-    constexpr int kSets = kTeams > 1 && kPartKeys == 16 && kValueColumns <= 128 ? 2 : 1;
-    float sums[kSets][kPartKeys / 2] = {};
+    float sums[kScoreSums][kPartKeys / 2] = {};
     float (&scores)[kPartKeys / 2] = sums[0];
     if constexpr (kSplits) {
       Split{tile, part}.add_scores(queries, keys, scores);
@@ -113,12 +110,13 @@ struct AttendOf {
           uint32 b[4];
           ptx::load_matrix_x4(chunk_address<kBlockKV>(keys, key + 16 * j, 2 * step + lane / 8 % 2),
                               b);
-          ptx::multiply_add<kBFloat16>(sums[step % kSets], 8 * j, a, b[0], b[1]);
-          ptx::multiply_add<kBFloat16>(sums[step % kSets], 8 * j + 4, a, b[2], b[3]);
+          ptx::multiply_add<kBFloat16>(sums[step % kScoreSums], 8 * j, a, b[0], b[1]);
+          ptx::multiply_add<kBFloat16>(sums[step % kScoreSums], 8 * j + 4, a, b[2], b[3]);
         }
       }
 #pragma unroll
-      for (int i = 0; i < (kSets - 1) * kPartKeys / 2; ++i) scores[i] += sums[kSets - 1][i];
+      for (int i = 0; i < (kScoreSums - 1) * kPartKeys / 2; ++i)
+        scores[i] += sums[kScoreSums - 1][i];
     }
     score_function(p, scores);
     // Rounded here, not within a fused product: the largest weight is 1 however large scores are.

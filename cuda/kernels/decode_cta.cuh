@@ -16,6 +16,9 @@
 //   int kResident             CTAs of a multiprocessor
 //   int kCluster              CTAs that share a unit in a cluster (sm_90); 1: parts of the line
 //   int kTeams                of four warps that take blocks in turn; 1 but in a cluster
+//   bool kSplitsColumns       warps that share a block have a part of the values' columns each
+//   int kScoreSums            sums of a warp's scores, to which products go in turn
+//   bool kFiniteApart         of float32, finite values have products of their own
 //   bool kPaged               there is a page table
 //   int kBoxRows              positions that lie in one page for sure, a divisor of kBlockKV
 //   bool kAppends             there are new keys and values

@@ -27,9 +27,6 @@ inline constexpr int kHeadRows = 16 * kRowTiles;  // of a kv head, of a CTA
 inline constexpr int kShareRows = kHeads * kHeadRows;
 static_assert(kKeyParts * kRowTiles * kHeads == kTeamWarps);
 inline constexpr int kValueColumns = round_up(kValueDim, 16);
-// A row of weighted values that is more than a warp has registers for: then the warps that share a
-// block exchange their weights, and each has a part of the columns.
-inline constexpr bool kSplitsColumns = kValueColumns > 256;
 inline constexpr int kOwnColumns = kSplitsColumns ? kValueColumns / kKeyParts : kValueColumns;
 // Keys that a product takes at once.
 static_assert(kPartKeys % (kFloat32 ? 8 : 16) == 0 && kOwnColumns % 16 == 0);

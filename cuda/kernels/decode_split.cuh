@@ -94,9 +94,8 @@ struct Split {
         for (int i = 0; i < kParts; ++i) weights[j][i][row] = parts[i];
       }
     }
-    constexpr bool kTwice = kOwnColumns <= 128;  // else it spills
     const bool finite = are_finite(values);
-    if (kTwice && finite) {
+    if (kFiniteApart && finite) {
       multiply_values</*kFiniteAlone=*/false>(values, weights, output);
     } else {
       multiply_values</*kFiniteAlone=*/true>(values, weights, output);

@@ -30,9 +30,6 @@ namespace mask {
 
 inline constexpr int kSeesAny = 1, kSeesAll = 2;
 inline constexpr int kThreads = 128;
-// Blocks of the backward's on a multiprocessor, of both masks: left to itself (0) ptxas takes 32
-// registers there and spills 8 bytes.
-inline constexpr int kBackwardResident = kHasMaskBytes && kMaskBlock != 0 ? 4 : 0;
 
 // Number of the part of a batch row and head.
 template <class Params>
@@ -64,12 +61,6 @@ struct Bits {
 inline constexpr int kEmptyBlock = -2, kFullBlock = -1;  // of p.block_mask.numbers; else partial
 inline constexpr int kSide = kMaskBlock != 0 ? kMaskBlock : 16;  // no division by 0 without one
 inline constexpr int kBlockWords = kSide / 16;                   // of a query in a partial block
-// No other mask beside it.
-inline constexpr bool kIsBlocks = kMaskBlock != 0 && !kHasMaskBytes;
-// Does the block mask show all of a tile, as far as there are keys, or nothing?
-template <int kQueries, int kKeys>
-inline constexpr bool kTilesAreWhole =
-    kMaskWhole && kIsBlocks && kSide % kQueries == 0 && kSide % kKeys == 0;
 
 // The numbers of the blocks of a query, by block of keys.
 template <class Params>

@@ -19,7 +19,6 @@
 //   bool kBiasTiles           TMA loads it, a family's choice
 //   bool kHasMask             of either kind: a boolean one, kHasMaskBytes, or
 //   int kMaskBlock            one of blocks of so many queries and keys; 0: there is none
-//   bool kMaskWhole           none of these blocks is partial
 //   bool kBiasQueries, kBiasKeys, kMaskQueries, kMaskKeys   they vary with the query, the key;
 //                             kByteQueries, kByteKeys: the boolean mask alone does
 //   int kBiasAlignment, kMaskAlignment   of their rows, bytes: 1 to 16
@@ -158,7 +157,6 @@ __device__ __forceinline__ OddFactor whole_factor(const Params& p) {
 }
 // The same for a forward fragment without hidden elements. Where all of a warp's scores are
 // nearest, the polynomial is left to the exponentials: its last multiplication is theirs.
-inline constexpr bool kLeavesCap = kSoftcap && !kHasBias && !kHasScoreFunction;
 template <class Params, int kCount>
 __device__ __forceinline__ OddFactor score_factor(const Params& p, float (&scores)[kCount]) {
   const float inner = p.softcap_inner, largest = largest_of(scores);

@@ -48,7 +48,6 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kByteKeys": mask is not None and not is_one(mask.keys),
         "kMaskAlignment": 1 if mask is None else alignment(mask.keys, 1),
         "kMaskBlock": 0 if block is None else block.block,
-        "kMaskWhole": block is not None and problem.whole_blocks,
         "kHasDropout": "dropout_state" in problem.terms,
         "kDropsPart": shapes.drops_part,
         "kDropsMost": problem.dropout_rate > _LARGEST_FLOAT16_RATE,

@@ -170,6 +170,34 @@ class DecodeTiling:
     def _columns(self) -> int:
         return -(-self.value_dim // 16) * 16
 
+    # What registers allow.
+
+    @property
+    def splits_columns(self) -> bool:
+        """Warps that share a block exchange their weights, and each has a part of the columns.
+
+        A row of weighted values is then more than a warp has registers for.
+        """
+        return self._columns > 256
+
+    @property
+    def score_sums(self) -> int:
+        """Sums of a warp's scores, to which products go in turn.
+
+        Of few keys each product would wait for the one before. Wide values leave no registers for
+        two.
+        """
+        part_keys = self.block_kv * self.heads * self.row_tiles // _TEAM_WARPS
+        return 2 if self.teams > 1 and part_keys == 16 and self._columns <= 128 else 1
+
+    @property
+    def finite_apart(self) -> bool:
+        """Of float32, blocks of values that are all finite have products of their own.
+
+        Of more than 128 columns twice the code spills.
+        """
+        return self._columns <= 128
+
     def launch(self) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (DecodeLaunch in families/decode.cc)."""
         return {
@@ -212,6 +240,9 @@ class DecodeTiling:
             "kResident": self.resident,
             "kCluster": self.cluster,
             "kTeams": self.teams,
+            "kSplitsColumns": self.splits_columns,
+            "kScoreSums": self.score_sums,
+            "kFiniteApart": self.finite_apart,
             "kPaged": call.paged,
             "kBoxRows": self.box_rows,
             "kAppends": call.appends,

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_flash._call import Call
-from jax_flash._gpu import emit
+from jax_flash._gpu import emit, walks
+from jax_flash._gpu.backward_schedule import CommonSchedule
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, problem_constants, refuse_functions
 from jax_flash._gpu.family import Family, Number, Plan
@@ -158,6 +159,31 @@ class ForwardTiling:
         parked *= self.halves and self.row_tiles == 2
         return self.block_q * row_bytes + self.block_kv * both + parked
 
+    # What registers allow.
+
+    @property
+    def parks_softmax(self) -> bool:
+        """A thread's bases and sums wait in shared memory beside products of halves.
+
+        Two tiles leave no registers for them.
+        """
+        return self.sums_of_32
+
+    @property
+    def sums_of_32(self) -> bool:
+        """A sum of tensor cores is of 32 products of halves, not 16: half as many additions.
+
+        For more registers: two tiles of narrow values have them.
+        """
+        return self.halves and self.row_tiles == 2 and self.value_dim <= 64
+
+    @property
+    def steps_at_once(self) -> int:
+        """Steps of 16 columns of the scores' products: all; of elements in parts more spill."""
+        if self.parts == 1:
+            return blocks(blocks(self.head_dim, 16), self.value_warps)
+        return 1 if self.row_tiles == 2 else 2
+
     def launch(self) -> dict[str, bool | int]:
         """Returns the numbers that the handler needs (Sm80ForwardLaunch in families/sm80.cc)."""
         return {
@@ -197,6 +223,10 @@ class ForwardTiling:
             "kStages": self.stages,
             "kQuerySteps": self.query_steps,
             "kPreScale": problem.scale <= 0,
+            "kListsBlocks": walks.leaves_gaps(problem),
+            "kParksSoftmax": self.parks_softmax,
+            "kSumsOf32": self.sums_of_32,
+            "kStepsAtOnce": self.steps_at_once,
         }
 
 
@@ -253,10 +283,15 @@ class BackwardTiling:
         return self.parts * (128 * rows + scores) + numbers
 
     @property
+    def sums_whole_tiles(self) -> bool:
+        """Shared memory holds whole rows where the gradient of a bias is summed."""
+        return self.parts == 1 and max(self.head_dim, self.value_dim) <= 256
+
+    @property
     def bias_shared_bytes(self) -> int:
         """The same of the kernel that sums the gradient of a bias."""
         both = boxes(self.head_dim) + boxes(self.value_dim)
-        if self.parts == 1 and max(self.head_dim, self.value_dim) <= 256:
+        if self.sums_whole_tiles:
             return 128 * both * (self.block_kv + self.block_q)
         # 64 columns at a time, of 32 queries; then the sum.
         return max(128 * self.parts * (self.block_kv + 32), 4 * self.block_q * (self.block_kv + 1))
@@ -317,7 +352,6 @@ class BackwardTiling:
             "kUnitHeads": 0,
             "kPartsApart": False,
             "kAddsFour": self.adds_four,
-            "kIsPlain": _is_plain(problem),
             "kDefersDq": self.defers_dq,
             "kStoresDbias": self.stores_dbias,
             "kDbiasByHeads": self.dbias_heads > 0,
@@ -325,6 +359,40 @@ class BackwardTiling:
             "kDbiasCleared": self.clears_dbias,
             "kDeterministic": problem.deterministic,
             "kTurnParts": self.turn_parts,
+            **self._flags(problem, shapes),
+        }
+
+    def _flags(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
+        """Returns what the kernels do with the tiling."""
+        common = CommonSchedule(problem, shapes, self.block_q, self.block_kv)
+        narrow = max(self.head_dim, self.value_dim) <= 64
+        few_rows = self.row_tiles == 1 or self.column_warps > 1
+        sides = any(walks.hides_sides(problem))
+        plain = _is_plain(problem)
+        return {
+            **common.flags(),
+            # There may be gaps between the blocks of a walk.
+            "kListsBlocks": common.skips_masked or "query_segments" in problem.terms,
+            # Parts of addresses are kept from step to step.
+            "kKeepsAddresses": plain,
+            # So is the size of a group, a quotient: 35 instructions of each step. Not where a
+            # register more was spilled: warps of all columns, with a window.
+            "kKeepsGroup": plain and not (self.row_tiles == 2 and self.column_warps == 1 and sides),
+            # So are a warp's rows of keys or values, operands of all steps, where few columns leave
+            # registers for them: of one tile a quarter of what a fragment reads of shared memory,
+            # of two a half.
+            "kKeepsRows": plain and self.parts == 1 and narrow and few_rows,
+            # A thread copies a step's rows by pieces of 16 bytes, where 8 divides the dim: every
+            # row that is as many on as there are eights of threads.
+            "kStepsInPieces": (
+                plain
+                and (self.parts == 1 or self.halves)
+                and self.threads // 8 <= self.step_queries
+            ),
+            "kSumsWholeTiles": self.sums_whole_tiles,
+            # CTAs on a multiprocessor: 80 registers of six, which the recomputation needs; of wide
+            # rows 128.
+            "kFinishResident": 4 if max(self.head_dim, self.value_dim) > 256 else 6,
         }
 
 
@@ -414,7 +482,7 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
     hides = problem.window != (None, None) or set(problem.terms) - {"bias", "sinks"}
     # Beside the scores of the next step, where shared memory holds dS of both; not of 128 columns.
     defers_dq = tiling.parts == 1 and tiling.column_warps == 4 and tiling.row_tiles == 2
-    defers_dq = defers_dq and tiling.stages == 2 and plain and not odd
+    defers_dq = defers_dq and tiling.stages == tiling.dout_stages == 2 and plain and not odd
     defers_dq = defers_dq and _fits(dataclasses.replace(tiling, defers_dq=True), shapes, gpu)
     tiling = dataclasses.replace(
         tiling,

@@ -28,6 +28,13 @@
 //   int kDqRowBytes           as in sm90/backward.cuh
 //   bool kAddsFour            one instruction adds four elements of the sum of dq (sm_90 and later)
 //   bool kDeterministic, kHasDlse, kHasDbias, kStoresDbias; int kTurnParts = 1
+//   bool kKeepsAddresses      from step to step; kKeepsGroup: so is the size of a group;
+//                             kKeepsRows: so are a warp's rows of keys and values
+//   bool kStepsInPieces       a thread copies a step's rows by 16 bytes, where 8 divides the dim
+//   bool kListsBlocks         there may be gaps between the blocks of a walk
+//   bool kSumsWholeTiles      shared memory holds whole rows where a bias's gradient is summed
+//   int kFinishResident       CTAs of flash_backward_finish on a multiprocessor
+//   what all families' schedules decide: see backward_common.cuh
 //   the terms: see terms.cuh
 #pragma once
 
@@ -53,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
   rows.run();
 }
 
-extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResident)
+extern "C" __global__ void __launch_bounds__(mask::kThreads, kMaskResident)
     mask_plan(const __grid_constant__ Sm80BackwardParams p) {
   if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
 }
@@ -72,9 +79,7 @@ extern "C" __global__ void __launch_bounds__(backward::kPrepareThreads, 8)
   backward::prepare_alone(p);
 }
 
-// Six blocks on a multiprocessor: 80 registers, which the recomputation needs; of wide rows 128.
-extern "C" __global__ void __launch_bounds__(backward::kFinishThreads,
-                                             kHeadDim > 256 || kValueDim > 256 ? 4 : 6)
+extern "C" __global__ void __launch_bounds__(backward::kFinishThreads, kFinishResident)
     flash_backward_finish(const __grid_constant__ Sm80BackwardParams p) {
   backward::finish(p);
 }

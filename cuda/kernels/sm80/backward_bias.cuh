@@ -178,9 +178,8 @@ struct TilesOf<false> {
   using Type = BoxTiles;
   using Memory = BoxShared;
 };
-inline constexpr bool kIsWhole = ::kParts == 1 && kHead <= 256 && kValue <= 256;
-using Tiles = TilesOf<kIsWhole>::Type;
-using Shared = TilesOf<kIsWhole>::Memory;
+using Tiles = TilesOf<kSumsWholeTiles>::Type;
+using Shared = TilesOf<kSumsWholeTiles>::Memory;
 static_assert(!kHasDbias || sizeof(SharedSum) <= sizeof(Shared));
 
 }  // namespace backward::bias_sum

@@ -39,7 +39,7 @@ struct alignas(128) Shared : ScoreFactors<kHalves> {
   unsigned char query[kStages][kTileBytes<kHeadDim, kStepQueries>];
   unsigned char dout[kDoutStages][kTileBytes<kValueDim, kStepQueries>];
   // dS^T, and P^T if warps share it.
-  unsigned char scores[kColumnWarps == 1 ? 1 : kDefers ? 3 : 2][kParts * kScoreBytes];
+  unsigned char scores[kColumnWarps == 1 ? 1 : kDefersDq ? 3 : 2][kParts * kScoreBytes];
   float minus_lse[kStages][kStepQueries];
   float minus_delta[kDoutStages][kStepQueries];
   int flaws[kKeys / 16][2];  // are 16 rows of dk, dv not all finite?
@@ -79,8 +79,7 @@ using TileRows = typename RowsOf<Copied, kDim, kRows>::Type;
 template <int kDim>
 struct StepPieces {
   static constexpr int kStep = kThreads / 8;  // rows at a time
-  static constexpr bool kFits =
-      kIsPlain && (kParts == 1 || kHalves) && kDim % 8 == 0 && kStep <= kStepQueries;
+  static constexpr bool kFits = kStepsInPieces && kDim % 8 == 0;
   static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);  // of a plane
   static constexpr int kRowBytes = 2 * halves::kPlanes * kDim;
 
@@ -197,7 +196,7 @@ struct Copies {
   __device__ __forceinline__ int64 first_row(const Step& at) const {
     // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
     const int batch = ptx::opaque(walk.unit.batch);
-    if constexpr (!kIsPlain) return query_row(p, batch, walk.first_query(at), walk.head(at));
+    if constexpr (!kKeepsAddresses) return query_row(p, batch, walk.first_query(at), walk.head(at));
     const int query = batch * p.query_len + walk.first_query(at);
     return static_cast<int64>(query) * p.query_heads + walk.head(at);
   }

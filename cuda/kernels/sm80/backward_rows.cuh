@@ -72,11 +72,7 @@ __device__ __forceinline__ void set_zero(float (&sum)[kRowTiles][kCount]) {
   }
 }
 
-// A warp's rows of keys or values, operands of all steps. Kept where few columns leave registers
-// for them and no term takes these: of one tile a quarter of what a fragment reads of shared
-// memory, of two a half.
-inline constexpr bool kKeepsRows =
-    kIsPlain && kParts == 1 && kHead <= 64 && kValue <= 64 && (kRowTiles == 1 || kColumnWarps > 1);
+// A warp's rows of keys or values, operands of all steps.
 template <int kDim, bool kKept>
 struct KeptRows {
   __device__ __forceinline__ void load(uint32, uint32) {}
@@ -156,10 +152,10 @@ struct Rows {
       }
       const Step next = walk.after(at);
       step(copies, at, next, before);
-      if constexpr (kDefers) before = at;
+      if constexpr (kDefersDq) before = at;
       at = next;
     }
-    if constexpr (kDefers) {
+    if constexpr (kDefersDq) {
       if (at.number > 0) {
         __syncthreads();
         add_dq(copies, before, 1);
@@ -180,7 +176,7 @@ struct Rows {
       if constexpr (kStages == 2) copies.begin_queries(next);
       if constexpr (kDoutStages == 2) copies.begin_dout(next);
     }
-    if constexpr (kDefers) {
+    if constexpr (kDefersDq) {
       if (at.number > 0) add_dq(copies, before, 1);
     }
     const uint32 query = copies.query_tile(at), dout = copies.dout_tile(at);
@@ -226,7 +222,7 @@ struct Rows {
                           [&](int, int tile) { return factors[tile] * query_factor; });
       }
     }
-    if constexpr (kDefers) {  // dS of all keys is wanted in the next step
+    if constexpr (kDefersDq) {  // dS of all keys is wanted in the next step
       ptx::named_barrier_sync(1 + warp % kRowWarps, 32 * kColumnWarps);
       add_shared<kValueDim>(dv, 1, dout, [](int, int) { return 1.f; });
       add_shared<kHeadDim>(dk, 0, query, [](int, int) { return 1.f; }, at.number);
@@ -269,7 +265,7 @@ struct Rows {
   // -- products --
   // dS^T, which is kept till the step after, or P^T.
   __device__ __forceinline__ uint32 score_tile(int which, int number = 0) const {
-    if (kDefers && which == 0) return ptx::shared_address(shared.scores[number % 2 * 2]);
+    if (kDefersDq && which == 0) return ptx::shared_address(shared.scores[number % 2 * 2]);
     return ptx::shared_address(shared.scores[which]);
   }
   // A fragment, from a query of the step on.
@@ -340,7 +336,8 @@ struct Rows {
     const uint32 lane = opaque_lane();
     const LaneOfScores from(score_tile(which, number), first_key() + lane % 16, lane / 16);
     multiply_columns<kStepQueries / 16, kDim, kStepQueries,
-                     kIsPlain && (kOwn % 4 == 0 || kOwn <= 2), kHalves ? 1 : kStepQueries / 16>(
+                     kKeepsAddresses && (kOwn % 4 == 0 || kOwn <= 2),
+                     kHalves ? 1 : kStepQueries / 16>(
         sum,
         [&](int step, uint32(&left)[kRowTiles][kParts][4]) {
 #pragma unroll
@@ -365,12 +362,12 @@ struct Rows {
     constexpr int kAtOnce = 4 / kRowTiles, kWhole = kOwn / kAtOnce, kRest = kOwn % kAtOnce;
 #pragma unroll(kWhole <= 2 && kRowTiles == 1 ? 2 : 1)
     for (int i = 0; i < kWhole; ++i) {
-      add_dq_units<kAtOnce, kAreThere, kIsPlain && kOwn % kAtOnce == 0>(copies, at, index, turn,
-                                                                        first + kAtOnce * i);
+      add_dq_units<kAtOnce, kAreThere, kKeepsAddresses && kOwn % kAtOnce == 0>(
+          copies, at, index, turn, first + kAtOnce * i);
     }
     if constexpr (kRest > 0) {
-      add_dq_units<kRest, kAreThere, kIsPlain && kOwn <= 2>(copies, at, index, turn,
-                                                            first + kAtOnce * kWhole);
+      add_dq_units<kRest, kAreThere, kKeepsAddresses && kOwn <= 2>(copies, at, index, turn,
+                                                                   first + kAtOnce * kWhole);
     }
   }
   template <int kUnits, bool kAreThere, bool kAligned>
@@ -398,7 +395,7 @@ struct Rows {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       const uint32 unit = first + i;
-      if (!(kAreThere && kIsPlain) && unit >= kEnd) continue;
+      if (!(kAreThere && kKeepsAddresses) && unit >= kEnd) continue;
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
         const SumTile sum(p, index, unit / 4,

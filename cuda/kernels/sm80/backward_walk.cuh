@@ -9,16 +9,14 @@
 namespace backward {
 
 inline constexpr int kThreads = 32 * kWarps;
-inline constexpr int kOwnKeys = 16 * kRowTiles;                     // of a warp
-inline constexpr int kRowWarps = kKeys / kOwnKeys;                  // with keys of their own
-inline constexpr int kColumnWarps = kWarps / kRowWarps;             // that share them
-inline constexpr int kBlockSteps = kQueries / kStepQueries;         // of a block of queries
-inline constexpr bool kListsBlocks = kHasSegments || kSkipsMasked;  // there may be gaps
+inline constexpr int kOwnKeys = 16 * kRowTiles;              // of a warp
+inline constexpr int kRowWarps = kKeys / kOwnKeys;           // with keys of their own
+inline constexpr int kColumnWarps = kWarps / kRowWarps;      // that share them
+inline constexpr int kBlockSteps = kQueries / kStepQueries;  // of a block of queries
 
-// dQ of a step comes in the next one, beside its scores: warps that share keys wait for each other
-// alone before dV and dK.
-inline constexpr bool kDefers =
-    kDefersDq && !kDeterministic && kColumnWarps > 1 && kStages == 2 && kDoutStages == 2;
+// With kDefersDq warps that share keys wait for each other alone before dV and dK.
+static_assert(!kDefersDq ||
+              (!kDeterministic && kColumnWarps > 1 && kStages == 2 && kDoutStages == 2));
 
 static_assert(kQueries == 64 && kStepQueries >= 16 && kQueries % kStepQueries == 0);
 static_assert(kKeys % kOwnKeys == 0 && kWarps % kRowWarps == 0 && kColumnWarps <= 4);
@@ -130,11 +128,6 @@ struct Walk {
   }
 
  private:
-  // Not where a register more was spilled: four warps of all columns, with a window.
-  static constexpr bool kIsFull = kRowTiles == 2 && kColumnWarps == 1;
-  static constexpr bool kKeepsGroup =
-      kIsPlain &&
-      !(kIsFull && (kWindowLeft || kWindowRight));  // a quotient: 35 instructions of each step
   int group_;
 
   // The next block from m on that is not hidden, or one past all blocks.

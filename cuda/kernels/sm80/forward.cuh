@@ -18,6 +18,10 @@
 //   int kStages               buffers each of keys and of values; 0: one for both
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)
+//   bool kListsBlocks         there may be gaps between the blocks of a walk
+//   bool kParksSoftmax        bases and sums of the softmax wait in shared memory
+//   bool kSumsOf32            a sum of tensor cores is of 32 products of halves, else of 16
+//   int kStepsAtOnce          steps of 16 columns of Q K^T that are under way together
 // Dynamic shared memory: forward::Shared.
 #pragma once
 

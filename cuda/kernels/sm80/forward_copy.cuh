@@ -15,15 +15,13 @@ inline constexpr int kExchangeBytes = kValueWarps == 1 ? 0 : kValueWarps * kUnit
 inline constexpr int kKeyBytes = larger(kParts * kPlaneBytes<kHeadDim, kBlockKV>, kExchangeBytes);
 inline constexpr int kValueBytes = kParts * kPlaneBytes<kValueDim, kBlockKV>;
 
-// Bases and sums of the softmax, four numbers of a thread's rows of each tile, where products of
-// halves leave no registers for them.
+// Bases and sums of the softmax, four numbers of a thread's rows of each tile, with kParksSoftmax.
 template <bool kAreThere>
 struct alignas(128) ParkedSoftmax {
   float4 softmax[kRowTiles][kThreads];
 };
 template <>
 struct ParkedSoftmax<false> {};
-inline constexpr bool kParksSoftmax = kHalves && kRowTiles == 2 && kValueDim <= 64;
 
 // kStages = 0: values take the place of the keys.
 struct alignas(128) Shared : ParkedSoftmax<kParksSoftmax> {

@@ -16,11 +16,7 @@ namespace forward {
 // Of a warp: of the head dim and of the values' columns.
 inline constexpr int kWarpSteps = ceil_div(ceil_div(kHeadDim, 16), kValueWarps);
 static_assert(kQuerySteps == 0 || (kParts == 1 && kValueWarps == 1 && kQuerySteps <= kWarpSteps));
-inline constexpr int kStepsAtOnce = kParts == 1      ? kWarpSteps
-                                    : kRowTiles == 2 ? 1
-                                                     : 2;  // more: spills
-// Sums of tensor cores of 32 products, not 16: half of the additions, for more registers.
-inline constexpr bool kHasRegisters = kRowTiles == 2 && kValueDim <= 64;
+static_assert(!kSumsOf32 || kHalves);
 inline constexpr int kWarpColumns = round_up(ceil_div(kValueDim, kValueWarps), 16);
 
 // A block's weights of 16 rows, between the scores and the products with values: elements, two and
@@ -287,7 +283,7 @@ struct Rows {
     const uint32 skipped = kWarpSteps % 4 == 0 ? 0 : first % 4;
     const LaneOfTile<kUnitRows> query_at(queries, row_warp() * 16 + lane % 16, lane / 16);
     const LaneOfTile<kBlockKV> key_at(keys, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    if constexpr (kHalves && kHasRegisters && kWarpSteps % 2 == 0) {
+    if constexpr (kSumsOf32 && kWarpSteps % 2 == 0) {
 #pragma unroll 1
       for (int step = 0; step < kWarpSteps; step += 2) {
         uint32 a[kRowTiles][2][kParts][4];
@@ -343,7 +339,7 @@ struct Rows {
     values += first / 4 * kBlockKV * kBoxRowBytes;
     const uint32 skipped = kWarpColumns % 64 == 0 ? 0 : first % 4;
     const LaneOfTile<kBlockKV> value_at(values, lane % 16, lane / 16);
-    if constexpr (kHalves && kHasRegisters && kBlockKV % 32 == 0) {
+    if constexpr (kSumsOf32 && kBlockKV % 32 == 0) {
 #pragma unroll
       for (int j = 0; j < kBlockKV / 16; j += 2) {
         uint32 a[kRowTiles][2][kParts][4];

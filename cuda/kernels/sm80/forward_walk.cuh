@@ -13,8 +13,6 @@ namespace forward {
 inline constexpr int kThreads = 32 * kRowWarps * kValueWarps;
 inline constexpr int kTileRows = 16 * kRowWarps;  // of the queries that warps have in one tile each
 inline constexpr int kUnitRows = kTileRows * kRowTiles;
-// There may be gaps between the blocks.
-inline constexpr bool kListsBlocks = kHasSegments || kHasPositions || kHasMask;
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV <= 128);
 

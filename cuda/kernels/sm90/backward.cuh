@@ -34,7 +34,6 @@
 //                             backward_ring.cuh
 //   int kUnitHeads            query heads of a unit, where a key/value head has more: units add to
 //                             float32 sums of dk and dv; else 0
-//   bool kPartsApart          units of a block of keys come one after the other, not side by side
 //   int kOutputs              buffers by which a warpgroup's dV and dK leave, 1 or 2
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kHoldsDraws          what dropout draws takes of keys alone is found once a unit, of one
@@ -50,6 +49,29 @@
 //                             the batch rows; kDbiasByRows: a CTA adds them, one after the other
 //   int kSumStages            pairs of blocks in flight where another one is summed
 //   the terms: see terms.cuh
+// and by what jax_flash/_gpu/sm90/backward_schedule.py makes of these, with the reasons:
+//   int kLoadRegisters, kQueryRegisters, kScoreRegisters   of a thread of these roles
+//   int kRowColumns           of dK or dV that a product of the wide kernel adds to at once
+//   int kLoadWarps            warps that load
+//   bool kFillsBeside         with kCompact: the warp that loads fills the numbers past those that
+//                             it loads, else all threads
+//   bool kTmaStores           dK and dV of the narrow kernel leave by TMA
+//   bool kInOrder             the counter hands out the first units too
+//   bool kPartsApart          units of a block of keys come one after the other, not side by side
+//   bool kSharesUnits         the last units may be shared: a share is a part of the walk, whose dK
+//                             and dV are added to zeros
+//   bool kTurnsLeft           units that take no part come between others: turns are looked for
+//   bool kSkipsHidden         a step that the window hides from a warpgroup is dQ's alone
+//   bool kHoldsShown          a walk holds which of 32 blocks are to come; kHoldsBlock: its block's
+//                             number
+//   bool kFollowsShown        with kSkipsMasked: the loader says how far the next block is
+//   bool kGivesBackEarly      V and then K are given back where they have been read last, and
+//   loaded
+//                             in that order
+//   int kBiasParts            parts of a step's queries whose bias is loaded at a time
+//   bool kMarksDropped        dropped weights get a mark
+//   int kSumResident          CTAs of flash_backward_bias on a multiprocessor
+//   what all families' schedules decide: see backward_common.cuh
 #pragma once
 
 #include "sm90/backward_narrow.cuh"

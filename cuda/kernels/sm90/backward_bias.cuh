@@ -130,8 +130,7 @@ struct Tiles {
 
 }  // namespace backward::bias_sum
 
-extern "C" __global__ void __launch_bounds__(backward::bias_sum::kThreads,
-                                             kTmaLoads && !kHasMask ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(backward::bias_sum::kThreads, kSumResident)
     flash_backward_bias(const __grid_constant__ BackwardParams p) {
   using namespace backward;
   if (is_left_to_other(p)) return;

@@ -10,7 +10,7 @@
 #include "sm90/backward_walk.cuh"
 
 // With a mask a kernel goes ahead of all, see mask.cuh.
-extern "C" __global__ void __launch_bounds__(mask::kThreads, mask::kBackwardResident)
+extern "C" __global__ void __launch_bounds__(mask::kThreads, kMaskResident)
     mask_plan(const __grid_constant__ BackwardParams p) {
   if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);
 }

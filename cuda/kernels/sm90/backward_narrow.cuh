@@ -21,11 +21,6 @@ static_assert(kHead <= 128 && kValue <= 128, "wider heads: backward_wide.cuh");
 static_assert(!kReadsAhead || kStages > 1, "the next block is loaded before this one is done");
 
 inline constexpr int kThreads = 384;
-// 128 * (24 + 2 * 240) = 384 * 168 registers. The score role holds (kHead + kValue) / 2
-// accumulators of dK and dV and kQueries / 2 each of S and dP; ptxas asks for 32 beside them. Loads
-// without TMA compute addresses.
-inline constexpr int kLoadRegisters = kTmaLoads ? 24 : 40;
-inline constexpr int kScoreRegisters = kTmaLoads ? 240 : 232;
 
 // dQ of a query block is one or two tiles of 64 queries by 64 columns: each score warpgroup takes
 // one, or 32 columns of the only one.
@@ -38,10 +33,6 @@ inline constexpr int kOutBytes = kOutBoxes * 64 * kBoxRowBytes;
 struct NarrowShared : SharedWithRing {
   unsigned char output[kOutputs][2][kOutBytes];  // [score][box][64][64]
 };
-
-// Beside turns that are looked for it would spill 28 bytes.
-inline constexpr bool kSkipsHidden =
-    (kWindowLeft || kWindowRight) && kQueries == 64 && !kTurnsShown;
 
 // Named barriers.
 inline constexpr int kScoreBarrier = 1;  // and 2: one score warpgroup
@@ -356,8 +347,7 @@ struct Scorer {
   }
 
   // The same for a block none of whose queries sees any of this warpgroup's keys, although some see
-  // the other warpgroup's: dS is zero, only dQ of the block before is left to do. Causal, it saves
-  // half of one step of each unit.
+  // the other warpgroup's: dS is zero, only dQ of the block before is left to do.
   template <bool kFirst>
   __device__ __forceinline__ void hidden_step(const volatile UnitRecord& u, uint32 iteration,
                                               const Walk& walk, Last last, float (&dp)[kScores],
@@ -431,7 +421,7 @@ struct Scorer {
         ++iteration;
         while (walk.left > 1) {
           const Last last = last_of(u, walk);
-          if constexpr (kSkipsMasked && !kHasDropout) {  // whose draws look ahead
+          if constexpr (kFollowsShown) {
             walk.follow(p, u, [&] { return shown_step(iteration, walk.m0); });
           } else {
             walk.next(p, u);
@@ -454,7 +444,7 @@ struct Scorer {
         const int row = 64 * which + threadIdx.x % 128 / 32 * 16;
         mark_rows(p, u.batch, u.kv_head, u.key0, row, 0, all_finite(dk));
         mark_rows(p, u.batch, u.kv_head, u.key0, row, 1, all_finite(dv));
-        if constexpr (kTmaLoads && !kCarried) {
+        if constexpr (kTmaStores) {
           write_out<kValue>(p.dvalue, dv, dropout_scale(p), u, 0);
           write_out<kHead>(p.dkey, dk, query_key_scale(p), u, 1);
         } else {

@@ -62,9 +62,6 @@ struct RowNumbers {
   }
 };
 
-// The wide kernel has four to eight registers for the bias.
-inline constexpr int kBiasParts = kKeys == 128 ? 1 : kBiasFloat32 ? 8 : 2;
-
 // The bias of a warp's 16 keys and a query block: loaded before its scores are computed, or in
 // parts where it is added.
 template <bool kFromTile>
@@ -379,11 +376,6 @@ __device__ __forceinline__ uint32 dropped_halves(float low, float high) {
   }
   return ptx::sign_halves(low, high);
 }
-
-// Do dropped weights get a mark? With a function of the scores, and P and dP in one warpgroup, they
-// need none, and with them up to five registers were spilled. Nor do they with kReadsAhead.
-inline constexpr bool kMarksDropped =
-    (!kScoreHasSlope || kKeys == 64) && !(kReadsAhead && kHasDropout);
 
 // From S^T to P, as `probabilities` has it. With dropout the dropped elements get a mark, with
 // kMarksDropped, and zero is what they are in `probability`.

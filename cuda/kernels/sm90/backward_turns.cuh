@@ -15,7 +15,6 @@ namespace backward {
 // drops none that they meet). So the unit handed out first, of those that are not done, never
 // waits, however few CTAs of the grid run.
 //
-inline constexpr bool kTurnsLeft = kHasSegments || kTurnsShown;
 // The turn of a unit at a query block: what the counter says when it may add.
 struct Turn {
   int count;

@@ -25,9 +25,8 @@ inline constexpr int kGradientBytes = kParts * kGradientPlane;
 inline constexpr int kBiasBytes = kBiasTiles ? kKeys * kQueries * bias::kBytes : 0;
 static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kKeys == 128 && !kHalves));
 
-// Without TMA two warps load; the turns of the deterministic mode leave one. Each arrives at the
-// barrier of a tile; the numbers that come with Q and dO take one arrival more.
-inline constexpr int kLoadWarps = kTmaLoads || kDeterministic ? 1 : 2;
+// Each warp that loads arrives at the barrier of a tile; the numbers that come with Q and dO take
+// one arrival more, unless they come by TMA.
 inline constexpr int kKeyArrivals = kLoadWarps;
 inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 
@@ -35,10 +34,6 @@ inline constexpr int kUnits = 2;  // records that may be in use
 
 // The next unit is taken when the loads of so many steps of this one are still to be issued.
 inline constexpr int kAskAhead = 2;
-
-// Units of a layout may be short: V and then K are given back where they have been read last, and
-// loaded in that order.
-inline constexpr bool kGivesBackEarly = kShowsLayout && kKeys == 128;
 
 inline constexpr int kFinishers = 2;   // warps that make dq of its sum, with kRing
 inline constexpr int kSlabsAhead = 3;  // of the sum that are on their way to one
@@ -227,12 +222,8 @@ struct Planner {
 
   // Hands out units until there are no more. A unit is taken when the one before nears its end, not
   // earlier: units of a head then start in the order of their keys, in which they add in
-  // deterministic mode. There, and with kRing, the counter hands out the first ones too, so that
-  // units go to CTAs in the order in which these start: one that does not run has no unit that
-  // others wait for. Elsewhere nobody waits for another CTA, and the first unit comes without the
-  // counter's latency.
+  // deterministic mode.
   __device__ __forceinline__ void run() {
-    constexpr bool kInOrder = kDeterministic || kRing;
     const int given = kInOrder ? 0 : gridDim.x;  // without the counter
     int index = blockIdx.x;
     int row = 0;  // with kDbiasByRows, of the batch rows of what has been taken

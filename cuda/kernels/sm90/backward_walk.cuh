@@ -32,10 +32,6 @@ __device__ __forceinline__ Visibility sight_of(const BackwardParams& p,
   return {u.offset, p.window_left, p.window_right, u.query_length, u.kv_length};
 }
 
-// The last units may leave most CTAs without one. Of calls whose units are of one length they are
-// shared: a share is a part of the walk, whose dK and dV are added to zeros.
-inline constexpr bool kSharesUnits = kHalves && !kDeterministic && !kWindowLeft && !kWindowRight;
-
 // What the counter hands out: of a unit the share `share`, or -1 all.
 struct Taken {
   int unit, share;
@@ -125,16 +121,13 @@ struct Walk {
   int left, m0, block;
   int row;       // as of `sum_index`, only with kDqRowBytes or kRing
   int head = 0;  // of the unit
-  // Blocks of the same 32 that are still to come, with kSkipsMasked; beside turns that are looked
-  // for there is no register to keep them.
-  static constexpr bool kKeepsShown = kSkipsMasked && !kTurnsShown;
-  uint32 shown;
+  uint32 shown;  // with kHoldsShown, blocks of the same 32 that are still to come
   __device__ __forceinline__ Walk(const BackwardParams& p, const volatile UnitRecord& u)
       : left(u.total),
         m0(u.m0),
         block(u.block),
         row(kSumsApart ? sum_index(p, u.batch, u.head, u.m0) : 0) {
-    if constexpr (kKeepsShown) {
+    if constexpr (kHoldsShown) {
       const int m = m0 / kQueries, bit = m % 32;
       shown = shown_from(p, u, m - bit);
       shown &= kDirection < 0 ? ptx::low_bits(bit) : ~ptx::low_bits(bit + 1);
@@ -148,10 +141,10 @@ struct Walk {
   __device__ __forceinline__ void next_sum_of_block(const BackwardParams& p, int step) {
     row += kRing ? step - head * query_blocks(p) : step * kQueries * p.query_heads - head;
   }
-  // `block`; beside turns that are looked for there is no register to keep it.
+  // `block`, or found anew.
   __device__ __forceinline__ int query_block(const BackwardParams& p,
                                              const volatile UnitRecord& u) const {
-    if constexpr (!kTurnsShown) return block;
+    if constexpr (kHoldsBlock) return block;
     return (u.batch * p.query_heads + u.head + head) * query_blocks(p) + m0 / kQueries;
   }
   __device__ __forceinline__ int next_shown(const BackwardParams& p, const volatile UnitRecord& u);
@@ -191,7 +184,7 @@ __device__ __forceinline__ int Walk::next_shown(const BackwardParams& p,
   const int m = m0 / kQueries;
   int base = m / 32 * 32;
   uint32 ahead;
-  if constexpr (kKeepsShown) {
+  if constexpr (kHoldsShown) {
     ahead = shown;
   } else {
     ahead = shown_from(p, u, base) &
@@ -202,7 +195,7 @@ __device__ __forceinline__ int Walk::next_shown(const BackwardParams& p,
     ahead = shown_from(p, u, base);
   }
   const int bit = kDirection < 0 ? 31 - __clz(ahead) : __ffs(ahead) - 1;
-  if constexpr (kKeepsShown) shown = ahead ^ 1u << bit;
+  if constexpr (kHoldsShown) shown = ahead ^ 1u << bit;
   return base + bit - m;
 }
 

@@ -22,11 +22,6 @@ static_assert(kHead <= 256 && kValue <= 256);
 static_assert(!kHalves || (kHead <= 128 && kValue <= 128 && kTmaLoads), "registers");
 
 inline constexpr int kThreads = 512;
-// 128 * (32 + 64 + 208 + 208) = 512 * 128 registers: 128 accumulators of dV or dK, 32 of S or dP
-// and 16 of P or dS; 32 of dQ; ptxas asks for 32 beside them.
-inline constexpr int kLoadRegisters = 32;
-inline constexpr int kQueryRegisters = 64;
-inline constexpr int kScoreRegisters = 208;
 
 struct WideShared : Shared {
   float4 probability[kScores / 4 * 128];  // in the order of fragments
@@ -35,10 +30,6 @@ struct WideShared : Shared {
 // Named barriers, one per role.
 inline constexpr int kProbabilityBarrier = 1;
 inline constexpr int kGradientBarrier = 2;
-
-// With kCompact the warp that loads fills the numbers past those that it loads, or where it has few
-// registers left all threads do: the other way round 16 to 156 bytes were spilled.
-inline constexpr bool kFillsBeside = kTmaLoads && !kSkipsMasked;
 
 __device__ __forceinline__ void set_up() {
   if constexpr (kCompact && !kFillsBeside) fill_numbers(blockDim.x);
@@ -55,14 +46,12 @@ __device__ __forceinline__ void set_up() {
   __syncthreads();
 }
 
-// A warpgroup's 64 rows of dK or dV: wgmma of more than 128 columns would ask for more registers
-// than 512 threads start with, so the columns are split there. Of halves at 64: a step's sums start
-// at zero, in registers of their own.
+// A warpgroup's 64 rows of dK or dV, in two parts if there are more than kRowColumns columns.
 template <int kColumns>
 struct Rows {
-  static constexpr int kMost = kHalves ? 64 : 128;
-  static constexpr bool kSplit = kColumns > kMost;
-  float low[kSplit ? kMost / 2 : kColumns / 2], high[kSplit ? (kColumns - kMost) / 2 : 1];
+  static constexpr bool kSplit = kColumns > kRowColumns;
+  float low[kSplit ? kRowColumns / 2 : kColumns / 2];
+  float high[kSplit ? (kColumns - kRowColumns) / 2 : 1];
 
   __device__ __forceinline__ void clear() {
     for (float& x : low) x = 0.f;
@@ -351,7 +340,7 @@ __device__ __forceinline__ void store_rows(const BackwardParams& p, void* array,
                                            const volatile UnitRecord& u) {
   store_columns<kDim>(p, array, rows.low, 0, scale, u, 0);
   if constexpr (Rows<kColumns>::kSplit) {
-    store_columns<kDim>(p, array, rows.high, rows.kMost, scale, u, 0);
+    store_columns<kDim>(p, array, rows.high, kRowColumns, scale, u, 0);
   }
 }
 

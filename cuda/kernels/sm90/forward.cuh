@@ -46,6 +46,7 @@
 //                             after the other
 //   bool kEarlyOutput         the last output of a unit starts before the next unit is looked at
 //   bool kAsksRow             of SoftmaxState
+//   bool kLeavesCap           the softcap's last multiplication is left to the exponentials
 //   bool kTakesLine           a function's line goes into the exponent; kSharesLine: what it adds
 //                             may be the same of a thread's two rows; kLineAhead: it is found
 //                             before the turn at the tensor cores

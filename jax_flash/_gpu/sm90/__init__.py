@@ -10,6 +10,7 @@ from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, refuse_functions
 from jax_flash._gpu.family import Family, Number, Plan
 from jax_flash._gpu.sm90.backward import BackwardTiling, choose_backward
+from jax_flash._gpu.sm90.backward_schedule import backward_constants
 from jax_flash._gpu.sm90.forward import HELD, ForwardTiling, choose_forward
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.spec import GpuSpec
@@ -85,7 +86,7 @@ def _constants(
     tiling: ForwardTiling | BackwardTiling, problem: Problem, shapes: Shapes
 ) -> dict[str, Number]:
     if isinstance(tiling, BackwardTiling):
-        return tiling.constants(problem, shapes)
+        return backward_constants(tiling, problem, shapes)
     return forward_constants(tiling, problem, shapes)
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 import jax
 
 from jax_flash._gpu import emit
-from jax_flash._gpu.constants import problem_constants
-from jax_flash._gpu.family import Number
 from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import (
@@ -180,39 +178,6 @@ class BackwardTiling:
             "dq_marks": int32(heads, tiles, boxes(self.head_dim) * rings),
             "key_sums": float32(slabs, boxes(self.head_dim) + boxes(self.value_dim), 64 * 64),
             "key_turns": int32(slabs * problem.deterministic),
-        }
-
-    def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
-        """Returns the constants that the kernels are compiled with, but for kHasDlse."""
-        return {
-            **problem_constants(problem, shapes),
-            "kHeadDim": self.head_dim,
-            "kValueDim": self.value_dim,
-            "kTmaLoads": self.tma_loads,
-            "kHalves": self.halves,
-            "kParts": self.parts,
-            "kBlockQ": self.block_q,
-            "kBlockKV": self.block_kv,
-            "kStages": self.stages,
-            "kScoreStages": self.score_stages,
-            "kDqRowBytes": self.dq_row_bytes,
-            "kCompact": self.compact,
-            "kRing": self.ring_sets > 0,
-            "kUnitHeads": self.unit_heads,
-            # They add to a block of keys in turns: side by side each would wait for the others.
-            "kPartsApart": self.unit_heads > 0 and problem.deterministic,
-            "kOutputs": self.outputs,
-            "kReadsAhead": self.reads_ahead,
-            "kHoldsDraws": self.holds_draws,
-            "kStoresDbias": self.stores_dbias,
-            "kDbiasByHeads": self.dbias_heads > 0,
-            "kDbiasByRows": self.dbias_rows,
-            "kDbiasCleared": self.clears_dbias,
-            "kSumStages": self.sum_stages,
-            "kBiasTiles": self.bias_bytes > 0,
-            "kDeterministic": problem.deterministic,
-            "kTurnParts": self.turn_parts,
-            "kAddsFour": True,
         }
 
 

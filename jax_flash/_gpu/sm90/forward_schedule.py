@@ -71,6 +71,7 @@ class ForwardSchedule:
             "kQueriesInTurn": self.queries_in_turn,
             "kEarlyOutput": self.early_output,
             "kAsksRow": self.asks_row,
+            "kLeavesCap": self.leaves_cap,
             "kTakesLine": self.takes_line,
             "kSharesLine": self.shares_line,
             "kLineAhead": self.line_ahead,
@@ -245,6 +246,14 @@ class ForwardSchedule:
         """
         widest = max(self.tiling.head_dim, self.tiling.value_dim)
         return not self._is_mapped or widest > 64
+
+    @property
+    def leaves_cap(self) -> bool:
+        """The softcap's last multiplication is left to the exponentials, where scores are small.
+
+        Where nothing comes behind the cap.
+        """
+        return self._is_capped and not self._is_mapped and not self._has("bias")
 
     @property
     def takes_line(self) -> bool:
