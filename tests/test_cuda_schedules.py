@@ -1,12 +1,13 @@
 """What kernels are told of their schedule: each flag where it holds and where it does not."""
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jax_flash import _function, _gpu, scores
+from jax_flash import _function, _gpu, _native, scores
 from jax_flash._ops import passes
 from jax_flash._ops.decode import Decode
 from jax_flash._problem import TERMS, BlockMaskShape, Problem, Shapes, TermShape
@@ -193,14 +194,14 @@ def cases() -> list[Any]:
     ("name", "values"),
     [
         ("kSplitsColumns", {(128, 128): False, (576, 512): True}),
-        ("kScoreSums", {(128, 128): 2, (256, 256): 1}),
+        ("kScoreSums", {(128, 128): 2, (64, 64): 1, (256, 256): 1}),
         ("kFiniteApart", {(128, 128): True, (256, 256): False}),
     ],
 )
 def test_flag_of_decoding(name, values):
     problem = Problem(dtype="bfloat16", scale=0.125, bottom_right=True)
     for (head_dim, value_dim), value in values.items():
-        shapes = Shapes(8, 1, 4096, 8, 8, head_dim, value_dim)
+        shapes = Shapes(1, 1, 512, 8, 8, head_dim, value_dim)
         plan = _gpu.plan(Decode(problem, None), shapes, _gpu.spec.GPUS["H200"])
         assert plan.constants[name] == value, (head_dim, value_dim)
 
@@ -212,3 +213,30 @@ def test_flag(which, family, name, value, holding, other, others):
     calls = [*holding, *others]
     found = {words: plan_of(which, family, words).constants[name] for words in calls}
     assert found == {**dict.fromkeys(holding, value), **dict.fromkeys(others, other)}
+
+
+# Constants of device text that join others all the same: no choice of a schedule.
+DERIVED = {
+    "kHasSlope": "a logit has a slope",
+    "kHidesQueries": "there may be queries that see no key",
+    "kIsMatrix": "a bias of all queries and keys",
+    "kWholePieces": "rows start at multiples of 16 bytes",
+    "kFits": "a dim that is copied by 16 bytes",
+    "kInPieces": "of decoding, rows that start inside 4 bytes",
+    "kSumsApart": "where sums of dq lie",
+    "kStraight": "of a template: elements without a test, along a line",
+    "kLoad": "elements of a tile of the mask that a thread loads",
+    "kCount": "rows of a tile that a thread loads at once",
+    "kPart": "columns between two calls of what goes beside exponentials",
+}
+
+
+def test_schedules_decide_and_device_text_does_not():
+    definition = r"constexpr (?:bool|int) (k\w+) =([^;]*);"
+    joined = {
+        name
+        for text in _native.kernel_sources().values()
+        for name, value in re.findall(definition, text)
+        if "&&" in value or "||" in value
+    }
+    assert joined == {*DERIVED}
