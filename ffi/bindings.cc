@@ -19,11 +19,9 @@
 #include "cpu/handlers.h"
 #endif
 #ifdef JAX_FLASH_CUDA
-#include "cuda/runtime/families/decode.h"
-#include "cuda/runtime/families/sm80.h"
-#include "cuda/runtime/families/sm90.h"
 #include "cuda/runtime/jit.h"
 #include "cuda/runtime/launch.h"
+#include "cuda/runtime/run_plan.h"
 #endif
 
 namespace nb = nanobind;
@@ -48,24 +46,16 @@ nb::dict Targets() {
 #endif
 #ifdef JAX_FLASH_CUDA
   nb::dict cuda;
-  cuda["jax_flash_cuda_forward"] = Capsule(JaxFlashCudaForward);
-  cuda["jax_flash_cuda_backward"] = Capsule(JaxFlashCudaBackward);
-  cuda["jax_flash_cuda_sm80_forward"] = Capsule(JaxFlashCudaSm80Forward);
-  cuda["jax_flash_cuda_sm80_backward"] = Capsule(JaxFlashCudaSm80Backward);
-  cuda["jax_flash_cuda_decode"] = Capsule(JaxFlashCudaDecode);
+  // One handler: the names are for a reader of a program.
+  for (const char* pass : {"forward", "backward", "decode"}) {
+    cuda[(std::string("jax_flash_cuda_") + pass).c_str()] = Capsule(JaxFlashCudaRunPlan);
+  }
   targets["CUDA"] = cuda;
 #endif
   return targets;
 }
 
 #ifdef JAX_FLASH_CUDA
-// {header of parameters: what to compile with it, to tell that it is this module's}
-std::map<std::string, std::string> CudaParamsAssertions() {
-  return {{"cuda/runtime/families/decode_params.h", jax_flash::DecodeParamsAssertions()},
-          {"cuda/runtime/families/sm80_params.h", jax_flash::Sm80ParamsAssertions()},
-          {"cuda/runtime/families/sm90_params.h", jax_flash::Sm90ParamsAssertions()}};
-}
-
 void CudaConfigure(std::string nvrtc, std::string nvrtc_error,
                    std::map<std::string, std::string> sources, std::string cache_folder,
                    std::uint64_t cache_bytes) {
@@ -102,7 +92,6 @@ NB_MODULE(_ext, m) {
   m.def("terms", &jax_flash::TermRows);
   m.def("targets", &Targets);
 #ifdef JAX_FLASH_CUDA
-  m.def("cuda_params_assertions", &CudaParamsAssertions);
   m.def("cuda_configure", &CudaConfigure);
   m.def("cuda_compile", [](std::string source, std::string header, std::string arch) {
     return CudaCompile({std::move(source), std::move(header), std::move(arch)});

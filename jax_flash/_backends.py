@@ -158,7 +158,7 @@ def _launch(
     custom_call = jax.ffi.ffi_call(
         plan.target, [*results, *plan.workspaces.values()], input_output_aliases=aliases
     )
-    return custom_call(*operands, **call.attributes(), **plan.attributes)
+    return custom_call(*operands, plan=plan.text)
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

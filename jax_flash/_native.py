@@ -51,7 +51,7 @@ def targets() -> tuple[str, ...]:
 
 
 def kernel_root() -> Path:
-    """Returns the folder with `kernels/` and `runtime/**/*params.h`, which NVRTC compiles."""
+    """Returns the folder with `kernels/`, which NVRTC compiles."""
     package = Path(__file__).parent
     installed = package / "_cuda"
     return installed if installed.is_dir() else package.parent / "cuda"
@@ -82,19 +82,10 @@ def misfit(ext: Any, ffi_version: tuple[int, int] | None, version: str = __versi
 
 def kernel_sources() -> dict[str, str]:
     """Reads the kernels' text, named as `#include` spells it."""
-    root = kernel_root()
-    kernels = root / "kernels"
-    sources = {
+    kernels = kernel_root() / "kernels"
+    return {
         path.relative_to(kernels).as_posix(): path.read_text() for path in kernels.glob("**/*.cuh")
     }
-    for path in (root / "runtime").glob("**/*params.h"):
-        sources[f"cuda/{path.relative_to(root).as_posix()}"] = path.read_text()
-    ext, reasons = _load()
-    if ext is not None and "cuda" not in reasons:
-        # This text and the compiled module may come from different builds.
-        for name, assertions in ext.cuda_params_assertions().items():
-            sources[name] += assertions
-    return sources
 
 
 @dataclasses.dataclass(frozen=True)

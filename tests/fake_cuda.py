@@ -65,18 +65,14 @@ class Direct:
         lse = array(self.N, self.T, dtype=jnp.float32)
         terms = [array(length, dtype=jnp.int32) for length in (self.T, self.S)]
         terms.append(array(self.N, dtype=jnp.float32))
-        problem = Problem("bfloat16", 1.0, deterministic=True, terms=TERMS)
-        shapes = Shapes(self.B, self.T, self.S, self.N, kv_heads, self.H, self.H)
-        some, gpu = Shapes(2, 200, 200, 2, 2, self.H, self.H), _gpu.spec.GPUS[self.gpu]
         if self.target == "forward":
             operands, results = [q, k, k, *terms], [q, lse]
         else:
             operands, results = [q, k, k, q, lse, q, *terms], [q, k, k]
-        call = passes(problem)[self.target]
-        tiling = _gpu.plan(call, some, gpu).tiling
-        of = dataclasses.replace(shapes, q_len=self.planned, kv_len=self.planned)
-        plan = _gpu.plan(call, shapes if self.planned is None else of, gpu, tiling)
+        plan = self.plan()
         workspaces = list(plan.workspaces.values())
+        if self.planned is not None:
+            workspaces = list(self.plan(self.planned).workspaces.values())
         if self.short is not None:
             of = workspaces[self.short]
             workspaces[self.short] = jax.ShapeDtypeStruct((abs(of.size - 1),), of.dtype)
@@ -85,12 +81,25 @@ class Direct:
             [*results, *workspaces],
             has_side_effect=True,  # else XLA drops what has empty results
         )
-        launch = dict(plan.launch) | {"l2_heads": self.l2_heads}
+        outputs = custom_call(*(jnp.zeros(x.shape, x.dtype) for x in operands), plan=plan.text)
+        return dict(zip(self.call.results, outputs, strict=False))
+
+    @property
+    def call(self) -> Any:
+        return passes(Problem("bfloat16", 1.0, deterministic=True, terms=TERMS))[self.target]
+
+    def plan(self, length: int | None = None) -> _gpu.Plan:
+        """The plan of the call, or of one with other lengths, by the tiling of a common one."""
+        gpu = _gpu.spec.GPUS[self.gpu]
+        heads = self.N, self.N if self.K is None else self.K
+        some = Shapes(2, 200, 200, 2, 2, self.H, self.H)
+        lengths = (self.T, self.S) if length is None else (length, length)
+        of = Shapes(self.B, *lengths, *heads, self.H, self.H)
+        changes = {"l2_heads": self.l2_heads}
         if self.target == "backward":
-            launch["dq_row_bytes"] = self.dq_row_bytes
-        attributes = call.attributes() | plan.attributes | {"launch": launch}
-        outputs = custom_call(*(jnp.zeros(x.shape, x.dtype) for x in operands), **attributes)
-        return dict(zip(call.results, outputs, strict=False))
+            changes["dq_row_bytes"] = self.dq_row_bytes
+        tiling = _gpu.plan(self.call, some, gpu).tiling
+        return _gpu.plan(self.call, of, gpu, dataclasses.replace(tiling, **changes))
 
 
 @dataclasses.dataclass
@@ -107,7 +116,6 @@ class Call:
     """A custom call: its buffers (dtype, dims, bytes, sum of the bytes) and what it launched."""
 
     number: int
-    target: str
     operands: list[dict[str, Any]]
     results: list[dict[str, Any]]
     launches: list[Launch] = dataclasses.field(default_factory=list)
@@ -137,7 +145,7 @@ class Launch:
     shared: int = 0
     cluster: int = 1
     overlaps: bool = False
-    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    params: bytes | dict[str, Any] = b""  # as they lie; of a memset by name
 
     def constants(self) -> dict[str, int]:
         """The integer and boolean constants that the kernel was compiled with."""
@@ -192,18 +200,9 @@ def connect() -> ctypes.CDLL:
     fake = ctypes.CDLL(os.environ["JAX_FLASH_NVRTC"], mode=ctypes.RTLD_GLOBAL)
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    handlers = _native._cuda().targets()["CUDA"]
-    own = {
-        "forward": fake.FakeForward,
-        "backward": fake.FakeBackward,
-        "decode": fake.FakeDecode,
-        "sm80_forward": fake.FakeSm80Forward,
-        "sm80_backward": fake.FakeSm80Backward,
-    }
-    names = [f"jax_flash_cuda_{target}" for target in own]
-    fake.FakeSetHandlers(*(ctypes.c_void_p(pointer_of(handlers[name], None)) for name in names))
-    for name, handler in zip(names, own.values(), strict=True):
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+    for name, handler in _native._cuda().targets()["CUDA"].items():  # one handler for all
+        fake.FakeSetHandler(ctypes.c_void_p(pointer_of(handler, None)))
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(fake.FakeCall), platform="cpu")
     return fake
 
 
@@ -247,6 +246,7 @@ def read_notes(notes: str) -> list[Call]:
                 calls[-1].launches.append(Launch("fill", params=note))
             case _:
                 note["program"] = bytes.fromhex(note["program"]).decode()
+                note["params"] = bytes.fromhex(note["params"])
                 calls[-1].launches.append(Launch(**note))
     return calls
 

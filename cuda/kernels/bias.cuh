@@ -6,7 +6,7 @@
 // each, 8 or 16 bytes, and exchange half of them; S^T takes them from there by transposing 8 x 8.
 #pragma once
 
-#include "cuda/runtime/params.h"
+#include "params.cuh"
 #include "element.cuh"
 #include "fragment.cuh"
 #include "numbers.cuh"

@@ -9,7 +9,6 @@
 // number alone. Sanovar et al., LeanAttention (arXiv:2405.10480).
 #pragma once
 
-#include "cuda/runtime/families/decode_params.h"
 #include "element.cuh"
 #include "numbers.cuh"
 #include "rotary.cuh"

@@ -20,7 +20,7 @@
 // a row, so that a warp reads what 1024 blocks show at once.
 #pragma once
 
-#include "cuda/runtime/params.h"
+#include "params.cuh"
 #include "fragment.cuh"
 #include "numbers.cuh"
 #include "ptx.cuh"

@@ -38,7 +38,7 @@
 #pragma once
 
 #include "bias.cuh"
-#include "cuda/runtime/params.h"
+#include "params.cuh"
 #include "dropout.cuh"
 #include "fragment.cuh"
 #include "mask.cuh"

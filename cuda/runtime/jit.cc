@@ -208,6 +208,7 @@ struct Process {
   std::unordered_map<std::string, std::shared_future<ImageResult>> images;
   std::unordered_map<std::string, Result<CUlibrary>> libraries;
   std::unordered_map<std::string, Result<const Kernel*>> kernels;
+  std::atomic<std::uint64_t> generation{0};
   int compiling = 0;  // programs
   std::condition_variable compiled;
 };
@@ -291,7 +292,10 @@ void Configure(Settings settings) {
   process.images.clear();
   process.libraries.clear();
   process.kernels.clear();
+  ++process.generation;
 }
+
+std::uint64_t Generation() { return TheProcess().generation.load(std::memory_order_acquire); }
 
 ImageResult Compile(const Program& program) { return ImageOf(program).get(); }
 

@@ -30,6 +30,9 @@ struct Settings {
 // loaded, since a running program may hold them.
 void Configure(Settings settings);
 
+// How often that was done: kernels loaded before the last time are of other settings.
+std::uint64_t Generation();
+
 // One compilation: `header` (generated constexpr definitions), then the file named `source`.
 struct Program {
   std::string source;  // "sm90/forward.cuh"

@@ -15,7 +15,8 @@ from typing import Any
 from jax_flash import _simplify
 from jax_flash._call import Call
 from jax_flash._gpu import carrier, decode, distances, emit, sm80, sm90, spec
-from jax_flash._gpu.family import Family, Plan
+from jax_flash._gpu.family import Family
+from jax_flash._gpu.plan import Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
 

@@ -7,7 +7,7 @@ and sm90/backward_schedule.py or sm80_schedule.py for what a family does of its 
 import dataclasses
 
 from jax_flash._gpu import walks
-from jax_flash._gpu.family import Number
+from jax_flash._gpu.plan import Number
 from jax_flash._gpu.traits import is_one, is_wide
 from jax_flash._problem import Problem, Shapes
 

@@ -4,7 +4,7 @@ import functools
 
 from jax_flash._call import Call
 from jax_flash._gpu import emit
-from jax_flash._gpu.family import Number
+from jax_flash._gpu.plan import Number
 from jax_flash._gpu.traits import alignment, are_small, bytes_of_bias, is_highest, is_one
 from jax_flash._problem import Problem, Shapes
 

@@ -1,7 +1,7 @@
 """Owns how GPUs decode: what the kernels refuse, how work is shared out, plans.
 
 `choose` is the heuristic, measured on Hopper alone (docs/decisions.md). Read next:
-cuda/kernels/decode_cta.cuh, cuda/runtime/families/decode.cc.
+decode_launch.py; cuda/kernels/decode_cta.cuh.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ import itertools
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
+from jax_flash._gpu.buffers import dims_of
 from jax_flash._gpu.constants import problem_constants
-from jax_flash._gpu.family import Family, Number, Plan
+from jax_flash._gpu.decode_launch import (
+    MOST_ROTATED,
+    decode_launch,
+    operands_of,
+    results_of,
+    same_of,
+)
+from jax_flash._gpu.family import Family
+from jax_flash._gpu.plan import Number, Plan
 from jax_flash._gpu.sm80 import Sm80
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import is_highest, known
 from jax_flash._problem import Problem, Shapes
 
-_MOST_ROTATED = 256  # features, kMostFrequencies in cuda/runtime/families/decode_params.h
 _TEAM_WARPS = 4  # that share a block, kTeamWarps in cuda/kernels/decode_schedule.cuh
 _MOST_QUERIES = 64  # MOST_QUERIES in _validate_decode.py
 _MOST_POSITIONS = 2**30 - 1  # that a row has place for: as much again overflows
@@ -71,23 +76,25 @@ class _Decode(Family):
 
     def rotates(self, shapes: Shapes) -> bool:
         # The other half of a pair lies as many pieces of eight features away.
-        return shapes.head_dim % 16 == 0 and shapes.head_dim <= _MOST_ROTATED
+        return shapes.head_dim % 16 == 0 and shapes.head_dim <= MOST_ROTATED
 
     def plan(
         self, call: Any, shapes: Shapes, gpu: GpuSpec, tiling: DecodeTiling | None = None
     ) -> Plan:
         tiling = tiling or choose(call, shapes, gpu)
-        merges = tiling.cluster == 1
         return Plan(
             family=self.name,
             arch=gpu.arch,
             target=f"jax_flash_cuda_{call.target}",
             source=f"{self.folder}/decode.cuh",
-            entries=("flash_decode", *(("flash_decode_merge",) if merges else ())),
             tiling=tiling,
-            constants=tiling.constants(call, shapes) | {"kOverlaps": self.tma and merges},
-            launch=tiling.launch() | {"tma": self.tma, "rotary_base": float(call.rotary_base or 0)},
-            workspaces=tiling.workspaces(),
+            constants=tiling.constants(call, shapes)
+            | {"kOverlaps": self.tma and tiling.cluster == 1},
+            operands=operands_of(call, shapes),
+            results=results_of(call, shapes),
+            same=same_of(call),
+            launch=decode_launch(call, shapes, tiling, tma=self.tma),
+            dims=dims_of(shapes),
             notes=self.untried(gpu),
         )
 
@@ -197,29 +204,6 @@ class DecodeTiling:
         Of more than 128 columns twice the code spills.
         """
         return self._columns <= 128
-
-    def launch(self) -> dict[str, bool | int]:
-        """Returns the numbers that the handler needs (DecodeLaunch in families/decode.cc)."""
-        return {
-            "threads": self.threads,
-            "merge_threads": self.merge_threads,
-            "shared_bytes": self.shared_bytes,
-            "heads": self.heads,
-            "head_rows": self.head_rows,
-            "block_kv": self.block_kv,
-            "box_rows": self.box_rows,
-            "cluster": self.cluster,
-        }
-
-    def workspaces(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the scratch arrays that the handler takes as further results."""
-        if self.cluster > 1:
-            return {}
-        parts = (self.parts * self.shares, 2, self.heads * self.head_rows)  # see partial_row
-        return {
-            "partial_out": jax.ShapeDtypeStruct((*parts, self._columns), jnp.float32),
-            "partial_rows": jax.ShapeDtypeStruct((*parts, 2), jnp.float32),
-        }
 
     def constants(self, call: Any, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, by name."""

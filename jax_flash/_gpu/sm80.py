@@ -1,7 +1,7 @@
 """Owns how the kernels of mma.sync, for GPUs since Ampere, run a problem: refusals, tilings, plans.
 
 `choose_forward` and `choose_backward` are the heuristics; what was measured, was on an H200.
-Read next: cuda/kernels/sm80/forward.cuh and backward.cuh, cuda/runtime/families/sm80.cc.
+Read next: cuda/kernels/sm80/forward.cuh and backward.cuh; sm80_launch.py.
 """
 
 from __future__ import annotations
@@ -9,25 +9,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
-
 from jax_flash._call import Call
 from jax_flash._gpu import emit, walks
 from jax_flash._gpu.backward_schedule import CommonSchedule
+from jax_flash._gpu.buffers import dims_of, operands_of, results_of, same_of
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, problem_constants, refuse_functions
-from jax_flash._gpu.family import Family, Number, Plan
+from jax_flash._gpu.family import Family
+from jax_flash._gpu.fields import Scratch
+from jax_flash._gpu.plan import Number, Plan
+from jax_flash._gpu.sm80_launch import backward_launch, backward_params, forward_launch
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import group_size, is_bare, is_highest, is_own, is_wide, known
 from jax_flash._gpu.workspaces import (
-    backward_arrays,
     blocks,
     boxes,
     dbias_heads,
     dq_row_bytes,
-    halves_of,
-    int32,
-    mask_by_query,
     spare,
 )
 from jax_flash._problem import Problem, Shapes
@@ -42,6 +40,7 @@ _COMPUTED = (
 )
 
 
+_BIAS_CTAS = 256  # that sum a bias's gradient at once
 _DTYPES = ("float32", "bfloat16", "float16")
 _WIDEST = 512  # head dim
 
@@ -97,20 +96,24 @@ class Sm80(Family):
                 "kHasDlse": "dlse" in call.operands,
                 "kHasDbias": "dbias" in call.results,
             }
+            launch = backward_launch(call, shapes, tiling)
         else:
             tiling = tiling or choose_forward(call.problem, shapes, gpu)
             constants = tiling.constants(call.problem, shapes)
+            launch = forward_launch(call, shapes, tiling)
         copied = (COPIED,) if call.problem.split == "carried" else ()
         return Plan(
             family=self.name,
             arch=gpu.arch,
-            target=f"jax_flash_cuda_{self.name}_{call.target}",
+            target=f"jax_flash_cuda_{call.target}",
             source=tiling.source,
-            entries=tiling.entries,
             tiling=tiling,
             constants=constants,
-            launch=tiling.launch(),
-            workspaces=tiling.workspaces(call.problem, shapes),
+            operands=operands_of(call, shapes),
+            results=results_of(call, shapes),
+            same=same_of(call),
+            launch=launch,
+            dims=dims_of(shapes),
             notes=(*copied, *self.untried(gpu), *self.outrun(call, gpu)),
             functions=functions(call, shapes),
         )
@@ -133,7 +136,6 @@ class ForwardTiling:
     l2_heads: int = 1  # heads that the schedule walks together, so that their keys stay in L2
 
     source = "sm80/forward.cuh"
-    entries = ("flash_forward_sm80",)
 
     @property
     def threads(self) -> int:
@@ -184,30 +186,6 @@ class ForwardTiling:
             return blocks(blocks(self.head_dim, 16), self.value_warps)
         return 1 if self.row_tiles == 2 else 2
 
-    def launch(self) -> dict[str, bool | int]:
-        """Returns the numbers that the handler needs (Sm80ForwardLaunch in families/sm80.cc)."""
-        return {
-            "threads": self.threads,
-            "shared_bytes": self.shared_bytes,
-            "block_q": self.block_q,
-            "block_kv": self.block_kv,
-            "l2_heads": self.l2_heads,
-            "halves": self.halves,
-        }
-
-    def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the scratch arrays that the handler takes as further results."""
-        segments = "query_segments" in problem.terms
-        positions = "query_positions" in problem.terms
-        key_blocks = blocks(shapes.kv_len, self.block_kv)
-        return {
-            # Smallest and largest id, or position, in each block of keys.
-            "key_segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
-            "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
-            **mask_by_query(shapes, self.block_q, self.block_kv),
-            **halves_of(shapes, self.halves),
-        }
-
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernel is compiled with, by name."""
         return {
@@ -255,9 +233,10 @@ class BackwardTiling:
     dbias_heads: int = 0  # kv heads whose dS is stored at a time, as batch rows share their bias
 
     source = "sm80/backward.cuh"
-    entries = ("flash_backward_sm80", "flash_backward_prepare", "flash_backward_finish")
     block_q = 64  # queries of a block, one or two steps
     turn_parts = 1
+    sum_ctas = _BIAS_CTAS
+    ring_sets = ring_lag = unit_heads = 0  # there is no ring, and units have all heads of a group
 
     @property
     def warps(self) -> int:
@@ -296,39 +275,9 @@ class BackwardTiling:
         # 64 columns at a time, of 32 queries; then the sum.
         return max(128 * self.parts * (self.block_kv + 32), 4 * self.block_q * (self.block_kv + 1))
 
-    def launch(self) -> dict[str, bool | int]:
-        """Returns the numbers that the handler needs (Sm80BackwardLaunch in families/sm80.cc)."""
-        return {
-            "threads": self.threads,
-            "shared_bytes": self.shared_bytes,
-            "block_q": self.block_q,
-            "block_kv": self.block_kv,
-            "turn_parts": self.turn_parts,
-            "dq_boxes": boxes(self.head_dim),
-            "l2_heads": self.l2_heads,
-            "dq_row_bytes": self.dq_row_bytes,
-            "compact": self.compact,
-            "bias_shared_bytes": self.bias_shared_bytes,
-            "stores_dbias": self.stores_dbias,
-            "clears_dbias": self.clears_dbias,
-            "halves": self.halves,
-        }
-
-    def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the scratch arrays that the handler takes as further results."""
-        arrays = backward_arrays(
-            problem,
-            shapes,
-            block_q=self.block_q,
-            block_kv=self.block_kv,
-            turn_parts=self.turn_parts,
-            dq_row_bytes=self.dq_row_bytes,
-            sums_dbias=not self.stores_dbias,
-            dbias_heads=self.dbias_heads,
-            ctas=_BIAS_CTAS,
-            compact=self.compact,
-        )
-        return arrays | halves_of(shapes, self.halves, of_dout=True)
+    def scratch(self, problem: Problem, shapes: Shapes) -> dict[str, Scratch]:
+        """Returns the scratch arrays of a pass without the gradient of a bias."""
+        return backward_params(problem, shapes, self).scratch()
 
     def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
         """Returns the constants that the kernels are compiled with, but for two of `plan`."""
@@ -395,8 +344,6 @@ class BackwardTiling:
             "kFinishResident": 4 if max(self.head_dim, self.value_dim) > 256 else 6,
         }
 
-
-_BIAS_CTAS = 256  # that sum a bias's gradient at once
 
 Tiling = ForwardTiling | BackwardTiling
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from jax_flash._gpu.buffers import dims_of
+from jax_flash._gpu.fields import array_of
 from jax_flash._gpu.traits import is_one, is_ragged, is_wide, known
 from jax_flash._problem import Problem, Shapes
 
@@ -17,99 +18,7 @@ def boxes(dim: int) -> int:
     return -(-dim // 64)
 
 
-def mask_by_query(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the scratch arrays of mask_plan in the forward pass (cuda/kernels/mask.cuh)."""
-    mask, flags = shapes.mask, block_flags(shapes, block_q, block_kv)
-    if mask is None:
-        return {
-            "mask_words": int32(0, 0, 0, 0),
-            "mask_flags": uint8(0, 0, 0),
-            "block_flags": flags,
-        }
-    parts, words = mask.batch * mask.heads, mask_words(mask.keys, block_kv)
-    query_blocks, key_blocks = blocks(mask.queries, block_q), blocks(mask.keys, block_kv)
-    return {
-        "mask_words": int32(parts, query_blocks, key_blocks, block_q * words),
-        "mask_flags": uint8(parts, query_blocks, key_blocks),
-        "block_flags": flags,
-    }
-
-
-def backward_arrays(
-    problem: Problem,
-    shapes: Shapes,
-    *,
-    block_q: int,
-    block_kv: int,
-    turn_parts: int,
-    dq_row_bytes: int,
-    sums_dbias: bool,
-    dbias_heads: int,
-    ctas: int,
-    compact: bool,
-    sum_heads: int | None = None,
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the scratch arrays of the backward pass (cuda/runtime/families/backward.h).
-
-    Args:
-      turn_parts: parts of a block of queries whose sums of dq have turns of their own, in the
-        deterministic mode.
-      dq_row_bytes: of the function of this name.
-      sums_dbias: a kernel of its own sums the gradient of a bias, if there is one,
-      ctas: in about so many CTAs.
-      dbias_heads: of the function of this name.
-      compact: rows and columns that there are, not those of whole blocks.
-      sum_heads: query heads that have a place in the sum of dq at a time; None: all.
-    """
-    heads = shapes.batch * shapes.q_heads
-    kv_heads = shapes.batch * shapes.kv_heads
-    query_blocks = blocks(shapes.q_len, block_q)
-    key_blocks = blocks(shapes.kv_len, block_kv)
-    rows = shapes.q_len if compact else query_blocks * block_q
-    numbers = stored_rows(shapes, block_q, compact)
-    marks = blocks(shapes.kv_len, 16) if compact else key_blocks * (block_kv // 16)
-    columns = shapes.head_dim if compact else 64 * boxes(shapes.head_dim)
-    if is_wide(problem):
-        columns *= not (compact or dq_row_bytes)  # a dq of float32 holds its sum
-    elif dq_row_bytes:
-        columns = shapes.head_dim // 2
-    segments = "query_segments" in problem.terms
-    positions = "query_positions" in problem.terms
-    return {
-        "turns": int32(heads, query_blocks, turn_parts if problem.deterministic else 0),
-        "lse_log2": float32(heads, numbers),
-        "minus_delta": float32(heads, numbers),  # dlse - rowsum(out * dout)
-        "dq_sum": float32(heads if sum_heads is None else sum_heads, rows, columns),
-        "next_unit": int32(1),
-        "query_segment_ranges": int32(shapes.batch, query_blocks, 2 * segments),
-        "key_segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
-        "query_position_ranges": int32(shapes.batch, query_blocks, 2 * positions),
-        "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
-        # Where rows of dk and dv are not finite.
-        "marks": int32(kv_heads, marks, 2),
-        **mask_by_key(shapes, block_q, block_kv),
-        "dbias_sum": (
-            # dS in 16 bits.
-            float32(dbias_heads, heads // shapes.kv_heads * shapes.q_len * shapes.kv_len // 2)
-            if dbias_heads
-            else _dbias_sum(shapes, block_q, block_kv, ctas)
-            if sums_dbias
-            else float32(0, 0)
-        ),
-    }
-
-
-def stored_rows(shapes: Shapes, block_q: int, compact: bool) -> Any:
-    """Counts a head's rows in arrays of a number for each query: whole blocks.
-
-    Of a compact tiling's only block what fills pieces of 16 bytes.
-    """
-    if compact and shapes.q_len <= block_q:
-        return 4 * blocks(shapes.q_len, 4)
-    return block_q * blocks(shapes.q_len, block_q)
-
-
-_OF_TERMS = ("mask_words", "mask_flags", "block_flags", "dbias_sum")
+_OF_TERMS = ("mask_words", "mask_flags", "block_mask_flags", "dbias_sum")
 
 
 def most_scratch(problem: Problem, shapes: Shapes) -> int:
@@ -146,7 +55,8 @@ def spare(problem: Problem, shapes: Shapes, tiling: Any) -> Any:
     known_shapes, most = sized(shapes), most_scratch(problem, shapes)
 
     def fits(tiling: Any) -> bool:
-        return scratch_bytes(tiling.workspaces(problem, known_shapes)) <= most
+        dims, own = dims_of(known_shapes), tiling.scratch(problem, known_shapes)
+        return scratch_bytes({name: array_of(x, dims) for name, x in own.items()}) <= most
 
     if fits(tiling):
         return tiling
@@ -234,79 +144,6 @@ def dq_row_bytes(problem: Problem, shapes: Shapes, block_q: int) -> int:
     return row_bytes if whole else 0
 
 
-def _dbias_sum(shapes: Shapes, block_q: int, block_kv: int, ctas: int) -> jax.ShapeDtypeStruct:
-    """Returns the parts of a bias's gradient, of CTAs that share one of its blocks.
-
-    The first dim counts them; with one there is nothing to keep.
-    """
-    bias = shapes.bias
-    if bias is None:
-        return float32(0, 0)
-    sizes = (bias.batch, bias.heads, bias.queries, bias.keys)
-    query_blocks = blocks(known(shapes.q_len, 1), block_q)
-    key_blocks = blocks(known(shapes.kv_len, 1), block_kv)
-    own = math.prod(
-        1 if is_one(size) else count
-        for size, count in zip(
-            sizes,
-            (known(shapes.batch, 1), known(shapes.q_heads, 1), query_blocks, key_blocks),
-            strict=True,
-        )
-    )
-    pairs = known(shapes.batch, 1) * known(shapes.q_heads, 1) * query_blocks * key_blocks
-    # Of more blocks than half as many as there are CTAs, one each.
-    parts = 1 if 2 * own > ctas else max(1, min(pairs // own, -(-ctas // own)))
-    return float32(parts, math.prod(sizes) if parts > 1 else 0)
-
-
-def mask_by_key(shapes: Shapes, block_q: int, block_kv: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """As mask_by_query, in the backward pass."""
-    mask = shapes.mask
-    parts, query_blocks, key_blocks = mask_by_query(shapes, block_q, block_kv)["mask_flags"].shape
-    words = int32(0, 0, 0, 0)
-    if mask is not None:
-        parts, key_words = mask.batch * mask.heads, mask_words(mask.queries, block_q)
-        words = int32(parts, mask.keys, blocks(mask.queries, block_q), key_words)
-    return {
-        "mask_words": words,
-        "mask_flags": uint8(parts, key_blocks, query_blocks),
-        "block_flags": block_flags(shapes, block_q, block_kv, by_key=True),
-    }
-
-
-def halves_of(
-    shapes: Shapes, halves: bool, *, of_dout: bool = False
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the scratch arrays of split_float32: two float16 for each number, factors."""
-    batch, queries = shapes.batch, (shapes.q_len, shapes.q_heads)
-    keys = shapes.kv_len, shapes.kv_heads
-    arrays = {
-        "query": (*queries, shapes.head_dim),
-        "key": (*keys, shapes.head_dim),
-        "value": (*keys, shapes.value_dim),
-    }
-    if of_dout:
-        arrays["dout"] = (*queries, shapes.value_dim)
-    taken = {}
-    for name, (length, heads, dim) in arrays.items():
-        taken[f"{name}_halves"] = int32(batch, length, heads, 8 * blocks(dim, 8) * halves)
-        taken[f"{name}_factors"] = float32(batch * heads, blocks(length, 64) * halves)
-    return taken
-
-
-def block_flags(
-    shapes: Shapes, block_q: int, block_kv: int, *, by_key: bool = False
-) -> jax.ShapeDtypeStruct:
-    """Returns the scratch array of what a block mask shows: of 32 blocks in a row four words."""
-    if shapes.block_mask is None:
-        return int32(0, 0, 0, 4)
-    rows, columns = blocks(shapes.q_len, block_q), blocks(shapes.kv_len, block_kv)
-    if by_key:
-        rows, columns = columns, rows
-    parts = shapes.block_mask.batch * shapes.block_mask.heads
-    return int32(parts, rows, blocks(columns, 32), 4)
-
-
 def mask_words(length: Any, block: int) -> int:
     """Counts the 32-bit words for the columns of a block that one thread loads at once."""
     return 1 if is_one(length) or block <= 32 else 2 if block <= 64 else 4
@@ -315,15 +152,3 @@ def mask_words(length: Any, block: int) -> int:
 def blocks(length: Any, block: int) -> Any:
     """Counts the blocks of some rows in a length, which may be symbolic."""
     return -(-length // block)
-
-
-def int32(*shape: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def uint8(*shape: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.uint8)
-
-
-def float32(*shape: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "backward_bias_sum.cuh"
-#include "cuda/runtime/families/sm80_params.h"
 #include "halves.cuh"
 #include "sm80/products.cuh"
 #include "tile.cuh"

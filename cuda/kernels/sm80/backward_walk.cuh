@@ -4,7 +4,6 @@
 #pragma once
 
 #include "backward_exact.cuh"
-#include "cuda/runtime/families/sm80_params.h"
 
 namespace backward {
 

@@ -2,7 +2,6 @@
 // their elements: who copies and who computes ask here alone. Read forward_copy.cuh next.
 #pragma once
 
-#include "cuda/runtime/families/sm80_params.h"
 #include "fragment.cuh"
 #include "rows.cuh"
 #include "terms.cuh"

@@ -5,7 +5,6 @@
 
 #include "backward_finish.cuh"
 #include "backward_prepare.cuh"
-#include "cuda/runtime/families/sm90_params.h"
 #include "sm90/backward_bias.cuh"
 #include "sm90/backward_walk.cuh"
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "backward_common.cuh"
-#include "cuda/runtime/families/sm90_params.h"
 
 namespace backward {
 

@@ -3,7 +3,6 @@
 // The constants it is specialised by are listed in forward.cuh. Read forward_walk.cuh next.
 #pragma once
 
-#include "cuda/runtime/families/sm90_params.h"
 #include "fragment.cuh"
 #include "halves.cuh"
 #include "ring.cuh"

@@ -1,17 +1,21 @@
 """The kernels for Hopper (wgmma, TMA): what they refuse, and their plans.
 
-A file for each pass chooses its tiling. Read next: cuda/runtime/families/sm90.cc.
+A file for each pass chooses its tiling. Read next: forward_launch.py.
 """
 
 from __future__ import annotations
 
 from jax_flash._call import Call
+from jax_flash._gpu.buffers import dims_of, operands_of, results_of, same_of
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, refuse_functions
-from jax_flash._gpu.family import Family, Number, Plan
+from jax_flash._gpu.family import Family
+from jax_flash._gpu.plan import Number, Plan
 from jax_flash._gpu.sm90.backward import BackwardTiling, choose_backward
+from jax_flash._gpu.sm90.backward_launch import backward_launch
 from jax_flash._gpu.sm90.backward_schedule import backward_constants
 from jax_flash._gpu.sm90.forward import HELD, ForwardTiling, choose_forward
+from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import is_bare, is_highest
@@ -60,9 +64,11 @@ class Sm90(Family):
                 "kHasDlse": "dlse" in call.operands,
                 "kHasDbias": "dbias" in call.results,
             }
+            launch = backward_launch(call, shapes, tiling)
         else:
             tiling = tiling or choose_forward(problem, shapes, gpu)
             constants = _constants(tiling, problem, shapes)
+            launch = forward_launch(call, shapes, tiling)
         loads = () if tiling.tma_loads else (_LOADED_BY_WARPS,)
         copied = (COPIED,) if problem.split else ()
         return Plan(
@@ -70,13 +76,14 @@ class Sm90(Family):
             arch=gpu.arch,
             target=f"jax_flash_cuda_{call.target}",
             source=tiling.source,
-            entries=tiling.entries,
             beside=tiling.beside,
-            beside_entries=tiling.beside_entries,
             tiling=tiling,
             constants=constants,
-            launch=tiling.launch(),
-            workspaces=tiling.workspaces(problem, shapes),
+            operands=operands_of(call, shapes),
+            results=results_of(call, shapes),
+            same=same_of(call),
+            launch=launch,
+            dims=dims_of(shapes),
             notes=(*copied, *loads, *self.untried(gpu)),
             functions=functions(call, shapes),
         )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import jax
-
 from jax_flash._gpu import emit
+from jax_flash._gpu.fields import Scratch
+from jax_flash._gpu.sm90.backward_launch import backward_params
 from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import (
@@ -27,16 +27,11 @@ from jax_flash._gpu.traits import (
 )
 from jax_flash._gpu.workspaces import (
     adds_rows,
-    backward_arrays,
     blocks,
     boxes,
     dbias_heads,
     dq_row_bytes,
-    float32,
-    halves_of,
-    int32,
     spare,
-    stored_rows,
 )
 from jax_flash._problem import Problem, Shapes
 
@@ -70,9 +65,7 @@ class BackwardTiling:
     ring_sets: int = 0  # sets of l2_heads whose sums of dq have a place at a time; 0: all at once
     ring_lag: int = 0  # sets between the one that is added to and the one that is finished
 
-    entries = ("flash_backward",)
     beside = "sm90/backward_entries.cuh"
-    beside_entries = ("flash_backward_prepare", "flash_backward_finish")
 
     @property
     def block_kv(self) -> int:
@@ -122,63 +115,9 @@ class BackwardTiling:
         both = boxes(self.head_dim) + boxes(self.value_dim)
         return self.sum_stages * 128 * both * (self.block_kv + self.block_q) + 1024
 
-    def launch(self) -> dict[str, bool | int]:
-        """Returns the numbers that the handler needs (BackwardLaunch in families/sm90.cc)."""
-        return {
-            "threads": self.threads,
-            "shared_bytes": self.shared_bytes,
-            "block_q": self.block_q,
-            "block_kv": self.block_kv,
-            "turn_parts": self.turn_parts,
-            "dq_boxes": boxes(self.head_dim),
-            "l2_heads": self.l2_heads,
-            "tma_loads": self.tma_loads,
-            "dq_row_bytes": self.dq_row_bytes,
-            "compact": self.compact,
-            "bias_shared_bytes": self.bias_shared_bytes,
-            "stores_dbias": self.stores_dbias,
-            "clears_dbias": self.clears_dbias,
-            "bias_tiles": self.bias_bytes > 0,
-            "halves": self.halves,
-            "ring_sets": self.ring_sets,
-            "ring_lag": self.ring_lag,
-            "unit_heads": self.unit_heads,
-        }
-
-    def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the scratch arrays that the handler takes as further results."""
-        heads = shapes.batch * shapes.q_heads
-        tiles = blocks(shapes.q_len, self.block_q) * (self.block_q // 64)
-        rings = self.ring_sets > 0
-        ring_heads = None
-        if rings:
-            unit_heads = self.unit_heads or group_size(shapes)
-            ring_heads = min(heads, self.ring_sets * self.l2_heads * unit_heads)
-        parts = shapes.q_heads // self.unit_heads if self.unit_heads else shapes.kv_heads
-        slabs = shapes.batch * shapes.kv_heads * blocks(shapes.kv_len, self.block_kv)
-        slabs *= self.block_kv // 64 * (self.unit_heads > 0)
-        arrays = backward_arrays(
-            problem,
-            shapes,
-            block_q=self.block_q,
-            block_kv=self.block_kv,
-            turn_parts=self.turn_parts,
-            dq_row_bytes=self.dq_row_bytes,
-            sums_dbias=not self.stores_dbias,
-            dbias_heads=self.dbias_heads,
-            ctas=self.sum_ctas,
-            compact=self.compact,
-            sum_heads=ring_heads,
-        )
-        rows = stored_rows(shapes, self.block_q, self.compact)
-        arrays |= halves_of(shapes, self.halves, of_dout=True)
-        return arrays | {
-            "dout_row_factors": float32(heads, rows * self.halves),
-            "ring_counts": int32(shapes.batch * parts, 2 * rings),
-            "dq_marks": int32(heads, tiles, boxes(self.head_dim) * rings),
-            "key_sums": float32(slabs, boxes(self.head_dim) + boxes(self.value_dim), 64 * 64),
-            "key_turns": int32(slabs * problem.deterministic),
-        }
+    def scratch(self, problem: Problem, shapes: Shapes) -> dict[str, Scratch]:
+        """Returns the scratch arrays of a pass without the gradient of a bias."""
+        return backward_params(problem, shapes, self).scratch()
 
 
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:

@@ -8,7 +8,7 @@ import dataclasses
 from jax_flash._gpu import emit, walks
 from jax_flash._gpu.backward_schedule import CommonSchedule
 from jax_flash._gpu.constants import problem_constants
-from jax_flash._gpu.family import Number
+from jax_flash._gpu.plan import Number
 from jax_flash._gpu.sm90.backward import BackwardTiling
 from jax_flash._problem import Problem, Shapes
 

@@ -9,8 +9,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from jax_flash._gpu import emit
 from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
@@ -25,7 +23,7 @@ from jax_flash._gpu.traits import (
     is_ragged,
     known,
 )
-from jax_flash._gpu.workspaces import blocks, boxes, halves_of, int32, mask_by_query
+from jax_flash._gpu.workspaces import boxes
 from jax_flash._problem import Problem, Shapes
 
 # The terms that the kernels compute -> how many 32-bit values of each a thread of the forward's
@@ -76,9 +74,7 @@ class ForwardTiling:
     fades: bool = False  # blocks of keys that a falling line hides are left out
 
     source = "sm90/forward.cuh"
-    entries = ("flash_forward",)
     beside = "sm90/forward_entries.cuh"
-    beside_entries = ("flash_forward_exact",)
 
     @property
     def block_q(self) -> int:
@@ -112,56 +108,6 @@ class ForwardTiling:
         if self.consumers == 3:
             return 32, 160
         return self.producer_registers, {24: 240, 40: 232, 56: 224}[self.producer_registers]
-
-    def launch(self) -> dict[str, bool | int]:
-        """Returns the numbers that the handler needs (ForwardLaunch in families/sm90.cc)."""
-        return {
-            "threads": self.threads,
-            "shared_bytes": self.shared_bytes,
-            "block_q": self.block_q,
-            "block_kv": self.block_kv,
-            "packed_heads": self.packed_heads,
-            "l2_heads": self.l2_heads,
-            "dynamic": self.dynamic,
-            "tma_loads": self.tma_loads,
-            "bias_tiles": self.bias_bytes > 0,
-            "halves": self.halves,
-        }
-
-    def workspaces(self, problem: Problem, shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the scratch arrays that the handler takes as further results."""
-        segments = "query_segments" in problem.terms
-        positions = "query_positions" in problem.terms
-        key_blocks = blocks(shapes.kv_len, self.block_kv)
-        query_blocks = blocks(shapes.q_len * self.packed_heads, self.block_q)
-        return {
-            "unit_counter": int32(1),
-            # Smallest and largest id in each block of keys.
-            "segment_ranges": int32(shapes.batch, key_blocks, 2 * segments),
-            # The walk of each warpgroup.
-            "segment_plan": int32(shapes.batch, query_blocks, self.block_q // 64, 4 * segments),
-            # Of 16 rows each, those that came out with NaN or infinity.
-            "marks": int32(
-                shapes.batch,
-                shapes.q_heads // self.packed_heads if self.packed_heads > 1 else shapes.q_heads,
-                query_blocks,
-                self.block_q // 16,
-            ),
-            # Smallest and largest position in each block of keys, and of each warpgroup.
-            "key_position_ranges": int32(shapes.batch, key_blocks, 2 * positions),
-            "query_position_ranges": int32(
-                shapes.batch, query_blocks, self.block_q // 64, 2 * positions
-            ),
-            **mask_by_query(shapes, 64, self.block_kv),
-            **halves_of(shapes, self.halves),
-            # Of 64 rows each, the largest norm.
-            "query_norms": int32(
-                shapes.batch * shapes.q_heads, blocks(shapes.q_len, 64) * self.fades
-            ),
-            "key_norms": int32(
-                shapes.batch * shapes.kv_heads, blocks(shapes.kv_len, 64) * self.fades
-            ),
-        }
 
 
 def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:

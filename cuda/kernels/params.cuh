@@ -1,5 +1,6 @@
-// What the arguments of all kernels are made of: plain structs passed by value, included by host
-// (C++17) and device (NVRTC). The structs themselves are a family's own: families/sm90_params.h.
+// What the structs of kernels' parameters are made of. The structs themselves are tables in Python, a
+// family's own (jax_flash/_gpu/sm90/forward_launch.py and its neighbours), from which their text is
+// made that follows the constants of the generated header.
 #pragma once
 
 // A CUtensorMap (cuTensorMapEncodeTiled): 128 opaque bytes.
@@ -20,9 +21,8 @@ struct Capture {
   const void* data;
   long long batch;
 };
-inline constexpr int kMaxCaptures = 8;
 
-// A boolean mask, and what the kernel mask_plan makes of it for one pass (cuda/kernels/mask.cuh).
+// A boolean mask, and what the kernel mask_plan makes of it for one pass (mask.cuh).
 struct Mask {
   Broadcast bytes;
   unsigned* words;       // workspace: a bit for each pair

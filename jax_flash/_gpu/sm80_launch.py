@@ -1,0 +1,151 @@
+"""What the kernels of mma.sync take, and how they are launched.
+
+Read next: cuda/kernels/sm80/forward.cuh and backward.cuh.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jax_flash._call import Call
+from jax_flash._gpu.backward_launch import Backward
+from jax_flash._gpu.fields import Field, Scratch, Struct
+from jax_flash._gpu.plan import Kernel, Launch, Step
+from jax_flash._gpu.shared_fields import (
+    Masks,
+    forward_scale_log2,
+    halves,
+    limits,
+    masks,
+    shared,
+    split,
+    take,
+)
+from jax_flash._gpu.sizes import B, N, S, T, at_most, ceil_div, minimum, product
+from jax_flash._problem import Problem, Shapes
+
+if TYPE_CHECKING:
+    from jax_flash._gpu.sm80 import BackwardTiling, ForwardTiling
+
+_RANGE_WARPS = 8  # of a CTA of key_ranges
+
+
+def forward_launch(call: Call, shapes: Shapes, tiling: ForwardTiling) -> Launch:
+    """Returns what the forward pass launches by a tiling."""
+    problem = call.problem
+    found = masks(problem, shapes, tiling.block_q, tiling.block_kv, by_key=False, beside=False)
+    steps: list[Step] = [*found.plan]
+    if {"query_segments", "query_positions"} & {*problem.terms}:
+        blocks = B * ceil_div(S, tiling.block_kv)
+        steps.append(Kernel("key_ranges", ceil_div(blocks, _RANGE_WARPS), 32 * _RANGE_WARPS))
+    if tiling.halves:
+        steps.append(split(1, beside=False))
+    grid = product(ceil_div(T, tiling.block_q), B, N)
+    steps.append(Kernel("flash_forward_sm80", grid, tiling.threads, tiling.shared_bytes))
+    return Launch(
+        forward_params(call, shapes, tiling, found),
+        tuple(steps),
+        names={},
+        checks=((at_most(1, S), "the CUDA kernels take no empty keys"), *limits(), *found.checks),
+        none=product(B, T, N),
+    )
+
+
+def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Masks) -> Struct:
+    """Returns the parameters of flash_forward_sm80 and of the kernels ahead of it."""
+    problem = call.problem
+    fields = shared(problem)
+
+    def ranges(of: str) -> Scratch | None:
+        shape = (B, ceil_div(S, tiling.block_kv), 2)
+        return Scratch("s32", shape) if f"query_{of}" in problem.terms else None
+
+    return Struct(
+        "Sm80ForwardParams",
+        (
+            Field("const void*", "query_data", "q", "[B, T, N, H]"),
+            Field("const void*", "key_data", "k", "[B, S, K, H]"),
+            Field("const void*", "value_data", "v", "[B, S, K, Hv]"),
+            Field("void*", "out", "out", "[B, T, N, Hv] element type of the query"),
+            Field("float*", "lse", "lse", "[B, N, T] natural logarithm"),
+            *take(fields, "query_lengths key_value_lengths query_segments key_value_segments"),
+            *take(fields, "query_positions key_value_positions bias"),
+            found.mask,
+            *take(fields, "sinks sinks_batch_stride dropout_state"),
+            Field(
+                "int*",
+                "key_segment_ranges",
+                ranges("segments"),
+                "[B, ceil(S / kBlockKV), 2] smallest and largest id of each block of keys, by "
+                "key_ranges, kHasSegments",
+            ),
+            Field("int*", "key_position_ranges", ranges("positions"), "likewise, kHasPositions"),
+            *take(fields, "batch query_len kv_len query_heads kv_heads"),
+            Field("int", "query_blocks", ceil_div(T, tiling.block_q), "ceil(T / rows of a CTA)"),
+            Field(
+                "int",
+                "l2_heads",
+                minimum(tiling.l2_heads, B * N),
+                "heads (of B * N) that the schedule walks together, >= 1",
+            ),
+            *take(fields, "window_left window_right scale"),
+            forward_scale_log2(problem),
+            *take(fields, "softcap_inner softcap_bias dropout_threshold dropout_scale"),
+            *take(fields, "score_ids captures"),
+            found.block_mask,
+            *take(fields, "result_scale"),
+            *halves(shapes, "query key value", present=tiling.halves),
+        ),
+    )
+
+
+def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launch:
+    """Returns what the backward pass launches by a tiling."""
+    problem = call.problem
+    pass_ = _backward(
+        problem,
+        shapes,
+        tiling,
+        with_dlse="dlse" in call.operands,
+        with_dbias="dbias" in call.results,
+    )
+    ahead = (split(2, beside=False),) if tiling.halves else ()
+    return Launch(
+        _backward_params(pass_),
+        pass_.steps(ahead),
+        names={},
+        checks=pass_.checks(),
+        none=product(B, N),
+    )
+
+
+def backward_params(problem: Problem, shapes: Shapes, tiling: BackwardTiling) -> Struct:
+    """Returns the parameters of the backward kernels, without the gradient of a bias."""
+    return _backward_params(_backward(problem, shapes, tiling))
+
+
+def _backward_params(pass_: Backward) -> Struct:
+    shapes, tiling, fields = pass_.shapes, pass_.tiling, pass_.fields()
+    return Struct(
+        "Sm80BackwardParams",
+        (
+            *take(fields, "query_data key_data value_data out_data dout_data lse dlse dquery"),
+            *take(fields, "dkey_data dvalue_data dbias"),
+            *take(fields, "query_lengths key_value_lengths query_segments key_value_segments"),
+            *take(fields, "query_positions key_value_positions bias mask dropout_state"),
+            *take(fields, "lse_log2 minus_delta dq_sum next_unit turns"),
+            *take(fields, "query_segment_ranges key_segment_ranges"),
+            *take(fields, "query_position_ranges key_position_ranges dbias_sum marks"),
+            *take(fields, "bias_elements bias_batches bias_heads dbias_parts"),
+            *take(fields, "batch query_len kv_len query_heads kv_heads l2_heads"),
+            *take(fields, "window_left window_right scale scale_log2 softcap_inner softcap_bias"),
+            *take(fields, "dropout_threshold dropout_scale score_ids captures block_mask"),
+            *take(fields, "result_scale first_kv_head launched_kv_heads"),
+            *halves(shapes, "query key value dout", present=tiling.halves),
+        ),
+    )
+
+
+def _backward(problem: Problem, shapes: Shapes, tiling: BackwardTiling, **with_: bool) -> Backward:
+    main = "flash_backward_sm80"
+    return Backward(problem, shapes, tiling, main, beside=False, persistent=False, **with_)

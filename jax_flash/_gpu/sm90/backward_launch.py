@@ -1,0 +1,224 @@
+"""What the backward kernels for Hopper take, and how they are launched.
+
+flash_backward_prepare, flash_backward and flash_backward_finish run in this order on one stream,
+each with these parameters. Read next: cuda/kernels/sm90/backward.cuh.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jax_flash._call import Call
+from jax_flash._gpu.backward_launch import Backward
+from jax_flash._gpu.fields import Field, Map, Scratch, Struct, name_of
+from jax_flash._gpu.plan import Launch
+from jax_flash._gpu.shared_fields import half_columns, halves, split, take
+from jax_flash._gpu.sizes import (
+    SMS,
+    AnySize,
+    B,
+    K,
+    N,
+    S,
+    Size,
+    T,
+    equal,
+    maximum,
+    minimum,
+    product,
+    where,
+)
+from jax_flash._gpu.sm90.forward_launch import bias_is_plane, bias_map
+from jax_flash._gpu.workspaces import boxes
+from jax_flash._problem import Problem, Shapes
+
+if TYPE_CHECKING:
+    from jax_flash._gpu.sm90.backward import BackwardTiling
+
+
+def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launch:
+    """Returns what the backward pass launches by a tiling."""
+    problem = call.problem
+    pass_ = _backward(
+        problem,
+        shapes,
+        tiling,
+        with_dlse="dlse" in call.operands,
+        with_dbias="dbias" in call.results,
+    )
+    names = {}
+    ahead, shared_units, more = (), 0, 0
+    if tiling.halves:
+        if _shares(problem):
+            # Units of one length: the last ones would be of few CTAs.
+            rest = pass_.parts * pass_.key_blocks % SMS
+            each = minimum(SMS // maximum(Size("rest_units"), 1), pass_.query_blocks)
+            names = {
+                "rest_units": rest,
+                "shares": where(equal(Size("rest_units"), 0), 0, each),
+                "shared_units": where(minimum(Size("shares") // 2, 1), Size("rest_units"), 0),
+            }
+            shared_units = Size("shared_units")
+            more = shared_units * (Size("shares") - 1)
+        ahead = (split(2, shared_units, beside=True),)
+    checks = pass_.checks()
+    if tiling.bias_bytes:
+        checks += bias_is_plane()
+    return Launch(
+        _params(pass_, shares=bool(names)),
+        pass_.steps(ahead, more),
+        names,
+        checks,
+        none=product(B, N),
+    )
+
+
+def backward_params(problem: Problem, shapes: Shapes, tiling: BackwardTiling) -> Struct:
+    """Returns the parameters of the backward kernels, without the gradient of a bias."""
+    shares = tiling.halves and _shares(problem)
+    return _params(_backward(problem, shapes, tiling), shares=shares)
+
+
+def _backward(problem: Problem, shapes: Shapes, tiling: BackwardTiling, **with_: bool) -> Backward:
+    return Backward(
+        problem, shapes, tiling, "flash_backward", beside=True, persistent=True, **with_
+    )
+
+
+def _shares(problem: Problem) -> bool:
+    """Tells whether several CTAs may share a unit: with float32 in halves, without a window."""
+    return problem.window == (None, None) and not problem.deterministic
+
+
+def _params(pass_: Backward, *, shares: bool) -> Struct:
+    problem, shapes, tiling = pass_.problem, pass_.shapes, pass_.tiling
+    fields = pass_.fields()
+    rings = tiling.ring_sets > 0
+    units = tiling.unit_heads > 0
+    dims = {"q": shapes.head_dim, "k": shapes.head_dim, "v": shapes.value_dim}
+    dims |= {"dout": shapes.value_dim, "dq": shapes.head_dim}
+    dims |= {"dk": shapes.head_dim, "dv": shapes.value_dim}
+
+    def array(buffer: str, box_rows: int) -> Map | None:
+        if not tiling.tma_loads:
+            return None
+        of_keys = buffer in ("k", "v", "dk", "dv")
+        length, heads = (S, K) if of_keys else (T, N)
+        dim, dtype = dims[buffer], name_of(problem.dtype)
+        if tiling.halves:
+            name = {"q": "query", "k": "key", "v": "value", "dout": "dout"}.get(buffer)
+            planes = (B, length, 2 * heads, half_columns(dim))
+            return Map(f"{name}_halves", "f16", planes, box_rows) if name else None
+        return Map(buffer, dtype, (B, length, heads, dim), box_rows)
+
+    # Results of a call that is split are float32: the kernels store them themselves.
+    written = not problem.split
+    tiles = pass_.query_blocks * (tiling.block_q // 64)
+    slabs = product(B * K, pass_.key_blocks, tiling.block_kv // 64)
+    both = boxes(shapes.head_dim) + boxes(shapes.value_dim)
+    counts = (B * N // (tiling.unit_heads or N // K), 2)
+
+    def only(condition: bool, dtype: str, *shape: AnySize) -> Scratch | None:
+        return Scratch(dtype, shape) if condition else None
+
+    return Struct(
+        "BackwardParams",
+        (
+            # Rank-4 maps as for the forward.
+            Field("TensorMap", "query", array("q", tiling.block_q), "box (64, 1, kBlockQ, 1)"),
+            Field("TensorMap", "key", array("k", tiling.block_kv), "box (64, 1, kBlockKV, 1)"),
+            Field("TensorMap", "value", array("v", tiling.block_kv), "box (64, 1, kBlockKV, 1)"),
+            Field("TensorMap", "dout", array("dout", tiling.block_q), "box (64, 1, kBlockQ, 1)"),
+            Field(
+                "TensorMap",
+                "dkey",
+                array("dk", 64) if written else None,
+                "box (64, 1, 64, 1), written by the kernel for heads up to 128",
+            ),
+            Field("TensorMap", "dvalue", array("dv", 64) if written else None, "likewise"),
+            *take(fields, "query_data key_data value_data out_data dout_data lse dlse dquery"),
+            *take(fields, "dkey_data dvalue_data dbias"),
+            *take(fields, "query_lengths key_value_lengths query_segments key_value_segments"),
+            *take(fields, "bias mask dropout_state"),
+            *take(fields, "lse_log2 minus_delta dq_sum next_unit turns"),
+            *take(fields, "query_segment_ranges key_segment_ranges dbias_sum marks"),
+            *take(fields, "bias_elements bias_batches bias_heads dbias_parts"),
+            *take(fields, "batch query_len kv_len query_heads kv_heads l2_heads"),
+            *take(fields, "window_left window_right scale scale_log2 softcap_inner softcap_bias"),
+            *take(fields, "dropout_threshold dropout_scale query_positions key_value_positions"),
+            *take(fields, "key_position_ranges query_position_ranges score_ids captures"),
+            *take(fields, "block_mask"),
+            Field(
+                "TensorMap",
+                "bias_map",
+                bias_map(shapes, tiling.block_q) if tiling.bias_bytes else None,
+                "as for the forward; box (128 bytes, kBlockQ, 1, 1)",
+            ),
+            *take(fields, "result_scale first_kv_head launched_kv_heads"),
+            *halves(shapes, "query key value dout", present=tiling.halves),
+            Field(
+                "float*",
+                "dout_row_factors",
+                only(tiling.halves, "f32", B * N, pass_.numbers),
+                "[B, N, 64 * ceil(T / 64)], kHalves",
+            ),
+            Field(
+                "int",
+                "shared_units",
+                Size("shared_units") if shares else 0,
+                "the last units, each of which so many CTAs share; 0: none",
+            ),
+            Field(
+                "int",
+                "shares",
+                where(Size("shared_units"), Size("shares"), 0) if shares else 0,
+                "so many; not with kDeterministic or a window",
+            ),
+            # Only with kRing: kernels/sm90/backward_ring.cuh.
+            Field(
+                "TensorMap",
+                "dquery_map",
+                array("dq", 16) if rings else None,
+                "[B, T, N, H] box (64, 1, 16, 1), written",
+            ),
+            Field(
+                "int*",
+                "ring_counts",
+                only(rings, "s32", *counts),
+                "[B * N / unit's heads, 2] of each set of l2_heads: units added, finished",
+            ),
+            Field(
+                "int*",
+                "dq_marks",
+                only(rings, "s32", B * N, tiles, boxes(shapes.head_dim)),
+                "[B, N, Q, kBlockQ / 64 * ceil(H / 64)]: is a tile of dq not all finite?",
+            ),
+            Field(
+                "int",
+                "ring_heads",
+                tiling.ring_sets * pass_.set_heads if rings else 0,
+                "query heads that have a place in dq_sum at a time: of ring_sets sets",
+            ),
+            Field("int", "ring_sets", tiling.ring_sets),
+            Field(
+                "int",
+                "ring_lag",
+                tiling.ring_lag,
+                "sets between a unit's and the one whose dq it finishes",
+            ),
+            # Only with kUnitHeads: several units add to dk and dv of a block of keys.
+            Field(
+                "float*",
+                "key_sums",
+                only(units, "f32", slabs, both, 64 * 64),
+                "[B, K, ceil(S / kBlockKV), kBlockKV / 64, ceil(H / 64) + ceil(Hv / 64), 64, 64] "
+                "in the order of fragments; with kDeterministic the first unit writes it",
+            ),
+            Field(
+                "int*",
+                "key_turns",
+                only(units and problem.deterministic, "s32", slabs),
+                "[B, K, ceil(S / kBlockKV), kBlockKV / 64] units that have added, kDeterministic",
+            ),
+        ),
+    )

@@ -1,0 +1,236 @@
+"""What the forward kernels for Hopper take, and how they are launched.
+
+`ForwardParams` is the struct of flash_forward and of the kernels beside it. Read next:
+cuda/kernels/sm90/forward.cuh.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jax_flash._call import Call
+from jax_flash._gpu.fields import Field, Map, Scratch, Struct, name_of
+from jax_flash._gpu.plan import Kernel, Launch, Step
+from jax_flash._gpu.shared_fields import (
+    Masks,
+    forward_scale_log2,
+    half_columns,
+    halves,
+    limits,
+    masks,
+    shared,
+    split,
+    take,
+    term_sizes,
+)
+from jax_flash._gpu.sizes import SMS, B, K, N, S, T, at_most, ceil_div, equal, minimum, product
+from jax_flash._problem import Shapes
+
+if TYPE_CHECKING:
+    from jax_flash._gpu.sm90.forward import ForwardTiling
+
+_RANGE_WARPS = 8  # of a CTA of segment_ranges, segment_plan, position_ranges and row_norms
+_NORM_ROWS = 64  # of a warp of row_norms
+_EXACT_THREADS = 384  # of flash_forward_exact
+
+
+def forward_launch(call: Call, shapes: Shapes, tiling: ForwardTiling) -> Launch:
+    """Returns what the forward pass launches by a tiling."""
+    found = masks(call.problem, shapes, 64, tiling.block_kv, by_key=False, beside=True)
+    checks = ((at_most(1, S), "the CUDA kernels take no empty keys"), *limits(), *found.checks)
+    if tiling.packed_heads > 1:
+        checks += ((equal(N // K % tiling.packed_heads, 0), "heads that share a block"),)
+    if tiling.bias_bytes:
+        checks += bias_is_plane()
+    return Launch(
+        forward_params(call, shapes, tiling, found),
+        _steps(call, tiling, found),
+        names={},
+        checks=checks,
+        none=product(B, T, N),
+    )
+
+
+def bias_is_plane() -> tuple:
+    """Returns the checks of a bias that TMA loads."""
+    _, _, queries, keys = term_sizes("bias")
+    text = "this tiling is for a bias of all queries and keys"
+    return ((equal(queries, T), text), (equal(keys, S), text))
+
+
+def bias_map(shapes: Shapes, rows: int) -> Map:
+    """Returns the map of a bias that TMA loads: of all queries and keys, boxes of 128 bytes."""
+    assert shapes.bias is not None
+    batch, heads, _, _ = term_sizes("bias")
+    return Map("bias", name_of(shapes.bias.dtype), (batch, heads, T, S), rows)
+
+
+def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Masks) -> Struct:
+    """Returns the parameters of the forward kernels."""
+    problem = call.problem
+    fields = shared(problem)
+    segments, positions = (f"query_{x}" in problem.terms for x in ("segments", "positions"))
+    packed, warpgroups = tiling.packed_heads, tiling.block_q // 64
+    heads = N // packed
+    query_blocks = ceil_div(T * packed, tiling.block_q)
+    key_blocks = ceil_div(S, tiling.block_kv)
+
+    def array(name: str, length, count, dim: int, box_rows: int, box_heads: int = 1) -> Map | None:
+        if not tiling.tma_loads:
+            return None
+        if tiling.halves:
+            planes = (B, length, 2 * count, half_columns(dim))
+            return Map(f"{name}_halves", "f16", planes, box_rows, box_heads)
+        dtype = name_of(problem.dtype)
+        return Map(name[0], dtype, (B, length, count, dim), box_rows, box_heads)
+
+    def norms(length, count) -> Scratch | None:
+        return Scratch("s32", (B * count, ceil_div(length, _NORM_ROWS))) if tiling.fades else None
+
+    def ranges(*shape) -> Scratch | None:
+        return Scratch("s32", (B, *shape, 2)) if positions else None
+
+    return Struct(
+        "ForwardParams",
+        (
+            # Rank-4 maps over row-major arrays [B, rows, heads, dim]; sizes (dim, heads, rows, B),
+            # strides in bytes (dim*2, heads*dim*2, rows*heads*dim*2), SWIZZLE_128B, L2 promotion
+            # 128 B, zero fill. Empty without kTmaLoads; with kHalves of the halves.
+            Field(
+                "TensorMap",
+                "query",
+                array("query", T, N, shapes.head_dim, 64 // packed, packed),
+                "[B, T, N, H], box (64, kPackedHeads, 64 / kPackedHeads, 1)",
+            ),
+            Field(
+                "TensorMap",
+                "key",
+                array("key", S, K, shapes.head_dim, tiling.block_kv),
+                "[B, S, K, H], box (64, 1, kBlockKV, 1)",
+            ),
+            Field(
+                "TensorMap",
+                "value",
+                array("value", S, K, shapes.value_dim, tiling.block_kv),
+                "[B, S, K, Hv], box (64, 1, kBlockKV, 1)",
+            ),
+            # The same arrays, for loads without TMA and for rows that are computed again without
+            # tensor cores, because values hidden from them are not finite.
+            Field("const void*", "query_data", "q", "[B, T, N, H]"),
+            Field("const void*", "key_data", "k", "[B, S, K, H]"),
+            Field("const void*", "value_data", "v", "[B, S, K, Hv]"),
+            Field("void*", "out", "out", "[B, T, N, Hv] element type of the query"),
+            Field("float*", "lse", "lse", "[B, N, T] natural logarithm"),
+            *take(fields, "query_lengths key_value_lengths query_segments key_value_segments"),
+            *take(fields, "bias"),
+            found.mask,
+            *take(fields, "sinks sinks_batch_stride dropout_state"),
+            Field(
+                "unsigned*",
+                "marks",
+                Scratch("s32", (B, heads, query_blocks, 4 * warpgroups)),
+                "of the 16 rows of each warp those that came out with NaN or infinity, for "
+                "flash_forward_exact; bit 4 * r is row r, bit 4 * r + 1 row r + 8",
+            ),
+            Field(
+                "int*",
+                "unit_counter",
+                Scratch("s32", (1,)),
+                "zero at launch, with kDynamic: with kHasSegments segment_ranges zeroes it",
+            ),
+            Field(
+                "int*",
+                "segment_ranges",
+                Scratch("s32", (B, key_blocks, 2)) if segments else None,
+                "smallest and largest id of a block of keys, by segment_ranges, kHasSegments",
+            ),
+            Field(
+                "int*",
+                "segment_plan",
+                Scratch("s32", (B, query_blocks, warpgroups, 4)) if segments else None,
+                "the walk of a warpgroup, by segment_plan, kHasSegments",
+            ),
+            *take(fields, "batch query_len kv_len query_heads kv_heads"),
+            Field(
+                "int", "query_blocks", query_blocks, "ceil(T * kPackedHeads / (64 * kConsumers))"
+            ),
+            Field(
+                "int",
+                "l2_heads",
+                minimum(tiling.l2_heads, B * heads),
+                "heads (of B * N / kPackedHeads) that the schedule walks together, >= 1",
+            ),
+            *take(fields, "window_left window_right scale"),
+            forward_scale_log2(problem),
+            *take(fields, "softcap_inner softcap_bias dropout_threshold dropout_scale"),
+            *take(fields, "query_positions key_value_positions"),
+            Field(
+                "int*",
+                "key_position_ranges",
+                ranges(key_blocks),
+                "smallest and largest position of a block of keys, by position_ranges, "
+                "kHasPositions",
+            ),
+            Field(
+                "int*",
+                "query_position_ranges",
+                ranges(query_blocks, warpgroups),
+                "the same of a warpgroup's rows",
+            ),
+            *take(fields, "score_ids captures"),
+            found.block_mask,
+            # At the end, so that other fields lie where they do without.
+            Field(
+                "TensorMap",
+                "bias_map",
+                bias_map(shapes, tiling.block_q) if tiling.bias_bytes else None,
+                "sizes (S, T, heads, batch rows) of the bias; box (128 bytes, 64 * kConsumers, 1, "
+                "1), kBiasTiles",
+            ),
+            *take(fields, "result_scale"),
+            *halves(shapes, "query key value", present=tiling.halves),
+            Field("int*", "query_norms", norms(T, N), "of 64 rows the largest norm, bits; kFades"),
+            Field("int*", "key_norms", norms(S, K), "the same, by row_norms"),
+        ),
+    )
+
+
+def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
+    segments, positions = (f"query_{x}" in call.problem.terms for x in ("segments", "positions"))
+    warpgroups = tiling.block_q // 64
+    query_blocks = ceil_div(T * tiling.packed_heads, tiling.block_q)
+    key_blocks = ceil_div(S, tiling.block_kv)
+    units = product(query_blocks, B, N // tiling.packed_heads)
+    steps: list[Step] = [split(1, beside=True)] if tiling.halves else []
+    steps += found.plan
+
+    def of_warps(entry: str, warps) -> Kernel:
+        grid = ceil_div(warps, _RANGE_WARPS)
+        return Kernel(entry, grid, 32 * _RANGE_WARPS, beside=True)
+
+    if positions:
+        warps = B * (key_blocks + query_blocks * warpgroups)
+        steps.append(of_warps("position_ranges", warps))
+    if segments:
+        steps.append(of_warps("segment_ranges", B * key_blocks))
+        steps.append(of_warps("segment_plan", product(B, query_blocks, warpgroups)))
+    elif tiling.fades:
+        parts = N * ceil_div(T, _NORM_ROWS) + K * ceil_div(S, _NORM_ROWS)
+        steps.append(of_warps("row_norms", B * parts))
+    elif tiling.dynamic and (not found.plan or positions):  # else mask_plan does it
+        steps.append(Kernel("flash_forward_begin", 1, 32, beside=True))
+    main = Kernel(
+        "flash_forward",
+        minimum(SMS, units),
+        tiling.threads,
+        tiling.shared_bytes,
+        overlaps=tiling.dynamic and not segments,
+    )
+    exact = Kernel(
+        "flash_forward_exact",
+        minimum(SMS, units * 4 * warpgroups),
+        _EXACT_THREADS,
+        beside=True,
+        overlaps=True,
+    )
+    return *steps, main, exact
