@@ -19,7 +19,6 @@ import pytest
 import jax_flash
 from jax_flash import _native
 
-
 # Read when jax first looks for devices: the sharding tests need several, and one CPU can play
 # them all. On a GPU, XLA's search for the fastest matrix products takes longer than the tests (40 s
 # for one small second derivative). For CPUs XLA's older emitter, with one module for LLVM, compiles

@@ -46,6 +46,9 @@ class Size:
     def __mod__(self, other: AnySize) -> Size:
         return _join(self, other, "%")
 
+    def __rmod__(self, other: int) -> Size:
+        return _join(other, self, "%")
+
     def __bool__(self) -> bool:
         raise TypeError(f"whether {self.text!r} is 0 is known when the program runs")
 

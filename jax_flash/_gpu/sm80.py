@@ -89,7 +89,7 @@ class Sm80(Family):
             "'cudnn'), is up to four times as fast where it takes the call",
         )
 
-    def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Tiling | None = None) -> Plan:
+    def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
         if "dout" in call.operands:
             tiling = tiling or choose_backward(call.problem, shapes, gpu)
             constants = tiling.constants(call.problem, shapes) | {

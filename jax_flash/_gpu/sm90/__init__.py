@@ -5,6 +5,8 @@ A file for each pass chooses its tiling. Read next: forward_launch.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax_flash._call import Call
 from jax_flash._gpu.buffers import dims_of, operands_of, results_of, same_of
 from jax_flash._gpu.carrier import COPIED
@@ -55,7 +57,7 @@ class Sm90(Family):
         call: Call,
         shapes: Shapes,
         gpu: GpuSpec,
-        tiling: ForwardTiling | BackwardTiling | None = None,
+        tiling: Any = None,
     ) -> Plan:
         problem = call.problem
         if "dout" in call.operands:
