@@ -46,8 +46,8 @@ nb::dict Targets() {
 #endif
 #ifdef JAX_FLASH_CUDA
   nb::dict cuda;
-  // One handler: the names are for a reader of a program.
-  for (const char* pass : {"forward", "backward", "decode"}) {
+  // One handler: the names tell a reader of a program what its plan is for.
+  for (const char* pass : {"forward", "backward", "sm80_forward", "sm80_backward", "decode"}) {
     cuda[(std::string("jax_flash_cuda_") + pass).c_str()] = Capsule(JaxFlashCudaRunPlan);
   }
   targets["CUDA"] = cuda;

@@ -473,7 +473,7 @@ def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
     """Compiles a plan's programs with `asserting_sources`: no spill, no warning, in the time."""
     given = {
         "kLaunchSharedBytes": plan.shared_bytes,
-        "kLaunchBiasSharedBytes": plan.launch.get("bias_shared_bytes", 0),
+        "kLaunchBiasSharedBytes": getattr(plan.tiling, "bias_shared_bytes", 0),
     }
     constants = {**plan.constants, **given}
     sources = {

@@ -160,8 +160,8 @@ def test_scan_and_donation():
     ("change", "message"),
     [
         ("key", r"k has shape \[2, 300, 4, 64\], expected \[2, 300, 4, 128\]"),
-        ("workspace", "the workspace unit_counter is missing"),
-        ("launch", "a number of `launch` is out of range"),
+        ("workspace", "2 results, expected 4"),
+        ("launch", "this plan is malformed: a number is missing or out of range in the line"),
         ("kernel", "failed on sm90/forward.cuh for sm_90a"),
     ],
 )
@@ -171,7 +171,7 @@ def test_handler_checks_again(change: str, message: str):
     problem = Problem(dtype="bfloat16", scale=0.1)
     forward = passes(problem)["forward"]
     plan = _gpu.plan(forward, Shapes.of(q, k, v), _gpu.spec.for_lowering())
-    launch, program = dict(plan.launch), dict(plan.attributes["program"])
+    text = plan.text
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     results.append(jax.ShapeDtypeStruct((2, 4, 300), jnp.float32))
     results += plan.workspaces.values()
@@ -181,13 +181,12 @@ def test_handler_checks_again(change: str, message: str):
         case "workspace":
             results = results[:2]
         case "launch":
-            launch["threads"] = 0
+            text = text.replace("launch flash_forward 0 ", "launch flash_forward 0 0 ")
         case "kernel":
-            program["header"] += "#error not this one\n"
+            text += "#error not this one\n"
     call = jax.ffi.ffi_call(plan.target, results)
-    attributes = forward.attributes()
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        jax.block_until_ready(call(q, k, v, **attributes, program=program, launch=launch))
+        jax.block_until_ready(call(q, k, v, plan=text))
 
 
 SHAPES = """

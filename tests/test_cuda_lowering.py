@@ -11,7 +11,6 @@ import pytest
 import jax_flash
 from jax_flash import EXPORT_CHECKS, _backends, _gpu, _native, flash_attention, scores
 from jax_flash._gpu.emit import scalars
-from jax_flash._terms import TERMS
 
 pytestmark = pytest.mark.skipif(
     _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
@@ -35,23 +34,35 @@ SINKS = {"sinks": array(N, dtype="float32")}
 
 
 def terms(*names: str) -> str:
-    """The attribute: the bit of a term is its place in the table."""
-    return f"terms = {sum(1 << list(TERMS).index(name) for name in names)} "
+    """The operands behind q, k and v in the plan, and the results that follow."""
+    rows = {
+        "bias": "f32 *{0}.B:B {0}.N:N {0}.T:T {0}.S:S",
+        "mask": "pred *{0}.B:B {0}.N:N {0}.T:T {0}.S:S",
+        "sinks": "f32 *sinks.B:B N",
+        "dropout_state": "u32 *B N 4",
+        "score_ids": "s32 *B N 2",
+    }
+    dims = {"lengths": "*B", "query_segments": "*B T", "key_value_segments": "*B S"}
+    told = [f"operand v bf16 *B S K {H}"]
+    for name in names:
+        row = rows.get(name) or f"s32 {dims[name if name in dims else 'lengths']}"
+        told.append(f"operand {name} {row.format(name)}")
+    return "\\0A".join([*told, ""])
 
 
 # Options, and what the custom call must say.
 SUPPORTED: dict[str, tuple[dict, list[str]]] = {
-    "plain": ({}, ["window_right = -1", terms()]),
-    "causal": ({"is_causal": True}, ["window_right = 0", "kWindowRight = true"]),
+    "plain": ({}, [terms() + "result", "kWindowRight = false"]),
+    "causal": ({"is_causal": True}, ["kWindowLeft = false", "kWindowRight = true"]),
     "bottom right": (
         {"is_causal": True, "causal_align": "bottom_right"},
-        ["bottom_right = true", "kBottomRight = true"],
+        ["kBottomRight = true"],
     ),
     "window": (
         {"local_window_size": (7, 9)},
-        ["window_left = 7", "window_right = 9", "kWindowLeft = true"],
+        ["kWindowLeft = true", "kWindowRight = true"],
     ),
-    "softcap": ({"softcap": 30.0}, ["softcap = 3.000000e+01", "kSoftcap = true"]),
+    "softcap": ({"softcap": 30.0}, ["kSoftcap = true"]),
     "query lengths": (LENGTHS, [terms("query_lengths"), "kHasQueryLengths = true"]),
     "key lengths": (KEY_LENGTHS, [terms("key_value_lengths"), "kHasKeyValueLengths = true"]),
     "segments": (SEGMENTS, [terms("query_segments", "key_value_segments"), "kHasSegments = true"]),
@@ -64,9 +75,9 @@ SUPPORTED: dict[str, tuple[dict, list[str]]] = {
     ),
     "function of scores": (
         {"score_mod": scores.alibi(scores.alibi_slopes(N))},
-        [terms("score_ids"), "captures = 1", "kHasScoreFunction = true", "score_value"],
+        [terms("score_ids") + "operand capture0", "kHasScoreFunction = true", "score_value"],
     ),
-    "deterministic": ({"deterministic": True}, ["deterministic = true"]),
+    "deterministic": ({"deterministic": True}, []),
     "lse": ({"return_lse": True}, []),
 }
 
@@ -117,7 +128,10 @@ def test_gradient_is_one_custom_call_more(name: str):
     options, _ = SUPPORTED[name]
     program = lower_gradient(options)
     assert calls(program) == ["jax_flash_cuda_forward", "jax_flash_cuda_backward"]
-    assert f"with_dlse = {str('return_lse' in options).lower()}" in program
+    assert ("operand dlse f32 *B N T" in program) == ("return_lse" in options)
+    assert f"kHasDlse = {str('return_lse' in options).lower()}" in program
+    if "deterministic" in options:
+        assert "kDeterministic = true" in program
     assert f"x{T}x{S}x" not in program  # no array of the size of the scores
 
 
@@ -244,9 +258,7 @@ def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: str):
     assert f"kHeadDim = {dims[0]};" in program
     assert f"kValueDim = {dims[1]};" in program
     assert f"kBFloat16 = {str(dtype == 'bfloat16').lower()};" in program
-    tma_loads = str(not any(dim % 8 for dim in dims)).lower()
-    assert f"kTmaLoads = {tma_loads};" in program
-    assert f"tma_loads = {tma_loads}" in program
+    assert f"kTmaLoads = {str(not any(dim % 8 for dim in dims)).lower()};" in program
 
 
 def test_leading_dims_are_kept():

@@ -105,7 +105,7 @@ class Sm80(Family):
         return Plan(
             family=self.name,
             arch=gpu.arch,
-            target=f"jax_flash_cuda_{call.target}",
+            target=f"jax_flash_cuda_{self.name}_{call.target}",
             source=tiling.source,
             tiling=tiling,
             constants=constants,
