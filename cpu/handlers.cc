@@ -105,24 +105,12 @@ ffi::Error OutOfMemory() {
                     "jax_flash: no memory for the working set of the CPU kernel");
 }
 
-// What the CPU kernels do not compute.
-ffi::Error Refuse(const ProblemAttribute& problem) {
-  if (problem.HasFunction()) {
-    return ffi::Error::InvalidArgument("jax_flash: the CPU kernels have no function of the scores");
-  }
-  if (problem.split != kWhole) {
-    return ffi::Error::InvalidArgument("jax_flash: the CPU kernels take no call that is split");
-  }
-  return ffi::Error::Success();
-}
-
 ffi::Error ForwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                           ProblemAttribute problem) {
   ForwardOperands operands;
   if (ffi::Error error = ReadForward(args, rets, problem, &operands); error.failure()) {
     return error;
   }
-  if (ffi::Error error = Refuse(problem); error.failure()) return error;
   const BoundInputs inputs(operands, problem);
   const ForwardCall call{inputs.get(), operands.out, operands.lse};
   PoolWorkers<ffi::ThreadPool> workers(pool, pool.num_threads());
@@ -136,7 +124,6 @@ ffi::Error BackwardHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
       error.failure()) {
     return error;
   }
-  if (ffi::Error error = Refuse(problem); error.failure()) return error;
   const BoundInputs inputs(operands, problem);
   BackwardCall call;
   call.in = inputs.get();

@@ -121,12 +121,7 @@ void CheckProblem(const ProblemAttribute& p, Reader* reader) {
   if (p.terms < 0 || p.terms >> kTermCount != 0) {
     reader->Fail("terms = " + std::to_string(p.terms) + " has unknown bits");
   }
-  if (p.captures < -1 || p.captures > kMaxCaptures) {
-    reader->Fail("captures = " + std::to_string(p.captures) + " is not in [-1, " +
-                 std::to_string(kMaxCaptures) + "]");
-  }
-  if (p.split < kWhole || p.split > kRest) reader->Fail("split is not in [0, 2]");
-  if (p.HasFunction() && p.softcap > 0) reader->Fail("softcap beside a function of the scores");
+  if (p.HasFunction()) reader->Fail("the CPU kernels have no function of the scores");
 }
 
 // Reads q, k and v, from which all other shapes follow.
@@ -238,53 +233,7 @@ void ReadTerms(const ProblemAttribute& problem, Reader* reader, Operands* to) {
     }
     reader->Check(row.name, buffer, dtype, shape, std::string(leading, 'B') + row.dims, row.ones);
   }
-  for (int i = 0; i < problem.captures && reader->ok(); ++i) {
-    const auto buffer = reader->Operand("capture");
-    if (!reader->ok()) return;
-    to->captures[i] = buffer;
-    const ffi::DataType dtype = buffer->element_type();
-    if (dtype != ffi::F32 && dtype != ffi::S32 && dtype != ffi::U32 && dtype != ffi::PRED) {
-      return reader->Fail("a captured array is neither float32 nor int32 nor uint32 nor bool");
-    }
-    const auto dims = buffer->dimensions();
-    Dims shape(to->batch.begin(), to->batch.end());
-    shape.push_back(dims.size() == shape.size() + 1 ? dims.back() : 0);
-    reader->Check("capture", buffer, dtype, shape, std::string(to->batch.size(), 'B') + "A", "B");
-  }
   CheckBlockMask(reader, *to);
-}
-
-// What follows the operands of a call that is split.
-struct SplitOperands {
-  std::vector<std::optional<ffi::AnyBuffer>> results;  // of the other call, with Split::kRest
-  const float* scale = nullptr;
-};
-SplitOperands ReadSplit(Reader* reader, const ProblemAttribute& problem, int results,
-                        const Operands& operands) {
-  SplitOperands read;
-  if (problem.split == kWhole || !reader->ok()) return read;
-  if (operands.dtype != (problem.split == kCarried ? ffi::F16 : ffi::F32)) {
-    reader->Fail("q has not the element type of a call that is split");
-  }
-  for (int i = 0; problem.split == kRest && i < results; ++i) {
-    read.results.push_back(reader->Operand("result"));
-  }
-  const auto scale = reader->Operand("result_scale");
-  reader->Check("result_scale", scale, ffi::F32, {});
-  if (reader->ok()) read.scale = static_cast<const float*>(scale->untyped_data());
-  return read;
-}
-// XLA was told that these are one: what the other call wrote stays where this one writes nothing.
-void CheckSame(Reader* reader, const SplitOperands& others,
-               const std::vector<std::optional<ffi::AnyBuffer>>& results) {
-  for (std::size_t i = 0; reader->ok() && i < others.results.size(); ++i) {
-    if (Data(others.results[i]) != Data(results[i])) {
-      reader->Fail("results of the two calls are not the same buffers");
-    }
-  }
-}
-ffi::DataType ResultType(const Operands& operands, const ProblemAttribute& problem) {
-  return problem.split == kCarried ? ffi::F32 : operands.dtype;
 }
 
 }  // namespace
@@ -305,18 +254,15 @@ ffi::Error ReadForward(ffi::RemainingArgs args, ffi::RemainingRets rets,
   CheckProblem(problem, &reader);
   ReadInputs(&reader, operands);
   ReadTerms(problem, &reader, operands);
-  const SplitOperands others = ReadSplit(&reader, problem, 2, *operands);
   reader.CheckAllRead();
   if (!reader.ok()) return reader.error();
   const Sizes& s = operands->sizes;
   const auto out = reader.Result("out");
   const auto lse = reader.Result("lse");
-  reader.Check("out", out, ResultType(*operands, problem),
+  reader.Check("out", out, operands->dtype,
                Join(operands->batch, {s.q_len, s.q_heads, s.value_dim}));
   reader.Check("lse", lse, ffi::F32, Join(operands->batch, {s.q_heads, s.q_len}));
-  CheckSame(&reader, others, {out, lse});
   if (!reader.ok()) return reader.error();
-  operands->result_scale = others.scale;
   operands->out = out->untyped_data();
   operands->lse = static_cast<float*>(lse->untyped_data());
   return ffi::Error::Success();
@@ -337,24 +283,22 @@ ffi::Error ReadBackward(ffi::RemainingArgs args, ffi::RemainingRets rets,
   const auto lse = reader.Operand("lse");
   const auto dout = reader.Operand("dout");
   const auto dlse = with_dlse ? reader.Operand("dlse") : std::nullopt;
-  const ffi::DataType result_type = ResultType(*operands, problem);
-  reader.Check("out", out, result_type, out_shape);
+  reader.Check("out", out, operands->dtype, out_shape);
   reader.Check("lse", lse, ffi::F32, lse_shape);
   reader.Check("dout", dout, operands->dtype, out_shape);
   if (with_dlse) reader.Check("dlse", dlse, ffi::F32, lse_shape);
   ReadTerms(problem, &reader, operands);
-  const SplitOperands others = ReadSplit(&reader, problem, with_dbias ? 4 : 3, *operands);
   reader.CheckAllRead();
   const auto dq = reader.Result("dq");
   const auto dk = reader.Result("dk");
   const auto dv = reader.Result("dv");
-  reader.Check("dq", dq, result_type, Join(operands->batch, {s.q_len, s.q_heads, s.head_dim}));
-  reader.Check("dk", dk, result_type, Join(operands->batch, {s.kv_len, s.kv_heads, s.head_dim}));
-  reader.Check("dv", dv, result_type, Join(operands->batch, {s.kv_len, s.kv_heads, s.value_dim}));
+  reader.Check("dq", dq, operands->dtype, Join(operands->batch, {s.q_len, s.q_heads, s.head_dim}));
+  reader.Check("dk", dk, operands->dtype,
+               Join(operands->batch, {s.kv_len, s.kv_heads, s.head_dim}));
+  reader.Check("dv", dv, operands->dtype,
+               Join(operands->batch, {s.kv_len, s.kv_heads, s.value_dim}));
   if (with_dbias) operands->dbias = reader.Result("dbias");
-  CheckSame(&reader, others, {dq, dk, dv, operands->dbias});
   if (!reader.ok()) return reader.error();
-  operands->result_scale = others.scale;
   if (with_dbias) {
     const auto& bias = *operands->terms[kBias];
     reader.Check("dbias", operands->dbias, bias.element_type(),
@@ -376,11 +320,9 @@ ffi::Error ReadDecode(ffi::RemainingArgs args, ffi::RemainingRets rets,
                       DecodeOperands* operands) {
   Reader reader(args, rets);
   CheckProblem(problem, &reader);
-  if (problem.dropout_rate > 0 || problem.HasFunction() ||
-      problem.terms & ~(std::int64_t{1} << kSinks)) {
-    reader.Fail("decoding has no term but sinks, and no function of the scores");
+  if (problem.dropout_rate > 0 || problem.terms & ~(std::int64_t{1} << kSinks)) {
+    reader.Fail("decoding has no term but sinks");
   }
-  if (problem.split != kWhole) reader.Fail("decoding is not split");
   const bool with_v = attributes.value_dim == 0;
   const auto q = reader.Operand("q");
   const auto k = reader.Operand("k");

@@ -1,7 +1,7 @@
-// Owns the reading of a custom call: attributes and operands as XLA hands them over, checked once
-// more (ranks, shapes, dtypes, ranges), into a plain struct. Shared by the CPU and CUDA handlers.
-// The operands' order and the attributes are those of jax_flash/_problem.py. Read next:
-// cpu/handlers.cc, cuda/runtime/families/operands.h.
+// Owns the reading of a custom call on CPUs: attributes and operands as XLA hands them over,
+// checked once more (ranks, shapes, dtypes, ranges), into a plain struct. The operands' order and
+// the attributes are those of jax_flash/_problem.py. Calls on GPUs bring a plan instead:
+// cuda/runtime/plan.h. Read next: cpu/handlers.cc.
 
 #ifndef JAX_FLASH_FFI_OPERANDS_H_
 #define JAX_FLASH_FFI_OPERANDS_H_
@@ -60,13 +60,6 @@ std::string TermName(Term term);
 // The table of terms, a line each, which jax_flash/_native.py compares with that of _terms.py.
 std::vector<std::string> TermRows();
 
-// How a call of float32 is split between two custom calls, see jax_flash/_gpu/carrier.py.
-enum Split : std::int64_t {
-  kWhole,    // it is not
-  kCarried,  // q, k, v and dout are float16 copies, results float32; a scale follows the operands
-  kRest,     // results of the other call, which become this one's, and the scale follow them
-};
-
 // The attribute `problem` of every custom call: jax_flash/_problem.py's Problem, its scalars.
 struct ProblemAttribute {
   double scale;
@@ -78,7 +71,6 @@ struct ProblemAttribute {
   bool deterministic;
   std::int64_t terms;     // bit i: Term i is present
   std::int64_t captures;  // arrays that a function of the scores reads; -1: there is none
-  std::int64_t split;     // a Split
 
   bool Has(Term term) const { return terms >> term & 1; }
   bool HasFunction() const { return captures >= 0; }
@@ -92,13 +84,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<std::int64_t>("window_left"), StructMember<std::int64_t>("window_right"),
     StructMember<bool>("bottom_right"), StructMember<double>("softcap"),
     StructMember<double>("dropout_rate"), StructMember<bool>("deterministic"),
-    StructMember<std::int64_t>("terms"), StructMember<std::int64_t>("captures"),
-    StructMember<std::int64_t>("split"));
+    StructMember<std::int64_t>("terms"), StructMember<std::int64_t>("captures"));
 
 namespace jax_flash {
-
-// Arrays that a function of the scores may read.
-inline constexpr int kMaxCaptures = 8;
 
 struct Sizes {
   std::int64_t batch;  // product of the leading dims
@@ -116,7 +104,6 @@ struct Operands {
   const void* k;                             // [*B, S, K, H]
   const void* v;                             // [*B, S, K, Hv]
   std::array<std::optional<xla::ffi::AnyBuffer>, kTermCount> terms;
-  std::array<std::optional<xla::ffi::AnyBuffer>, kMaxCaptures> captures;  // [*B or 1s, elements]
 
   template <class T>
   const T* Data(Term term) const {  // null when the term is absent
@@ -125,15 +112,11 @@ struct Operands {
 };
 
 struct ForwardOperands : Operands {
-  const float* result_scale = nullptr;  // [], of a call that is split
-
   void* out;   // [*B, T, N, Hv]
   float* lse;  // [*B, N, T]
 };
 
 struct BackwardOperands : Operands {
-  const float* result_scale = nullptr;  // [], of a call that is split
-
   const void* out;    // [*B, T, N, Hv]
   const float* lse;   // [*B, N, T]
   const void* dout;   // [*B, T, N, Hv]

@@ -18,7 +18,7 @@ from jax_flash._terms import TERMS, capture, is_capture, sum_dtype
 if TYPE_CHECKING:
     from jax_flash._gpu.distances import Lines
 
-# The parts of a call of float32 that two programs share, as ffi/operands.h has them. "carried": q,
+# The parts of a call of float32 that two programs share on GPUs. "carried": q,
 # k, v and dout are float16 copies (dtype is "float16"), results float32; "rest": what such copies
 # do not hold, else the results of the other are left as they are.
 SPLITS = ("", "carried", "rest")
@@ -87,7 +87,6 @@ class Problem:
             "deterministic": self.deterministic,
             "terms": sum(1 << list(TERMS).index(name) for name in self.terms),
             "captures": -1 if self.score is None else len(self.score.captures),
-            "split": SPLITS.index(self.split),
         }
 
     def name_terms(self, operands: Sequence[Any]) -> dict[str, Any]:

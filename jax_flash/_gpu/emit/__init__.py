@@ -62,7 +62,7 @@ __all__ = [
     "words",
 ]
 
-MAX_CAPTURES = 8  # kMaxCaptures of ffi/operands.h
+MAX_CAPTURES = 8  # for which kernels' parameters have room
 _LIGHT = 16  # lines
 _LIGHT_CALLS = {"fabsf", "fminf", "fmaxf", "__fmul_rn", "divided"}
 
