@@ -7,6 +7,7 @@ next: cuda/kernels/backward_common.cuh.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from jax_flash._gpu.fields import Field, Scratch
@@ -88,7 +89,7 @@ class Backward:
         """A head's rows in arrays of a number for each query."""
         return stored_rows(self.shapes, self.tiling)
 
-    @property
+    @functools.cached_property
     def masks(self) -> Masks:
         problem, tiling = self.problem, self.tiling
         blocks = tiling.block_q, tiling.block_kv

@@ -9,6 +9,7 @@ cuda/kernels/params.cuh, and NVRTC refuses a layout that differs from the one he
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -69,13 +70,14 @@ class Struct:
     name: str
     fields: tuple[Field, ...]
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
-        end, alignment = 0, 1
-        for field, offset in self._places():
-            size, own = _size(field)
-            end, alignment = offset + size, max(alignment, own)
-        return _round(end, alignment)
+        last, offset = self._places[-1]
+        return _round(offset + _size(last)[0], self.alignment)
+
+    @functools.cached_property
+    def alignment(self) -> int:
+        return max(_size(field)[1] for field in self.fields)
 
     @property
     def text(self) -> str:
@@ -87,9 +89,8 @@ class Struct:
         lines.append("};")
         nested = {x.name: x for field in self.fields for x in _structs(field.value)}
         for struct in (self, *nested.values()):
-            places = list(struct._places())
             # What is generated has the order of these fields, what is in params.cuh may not.
-            told = places[-1:] if struct is self else places
+            told = struct._places[-1:] if struct is self else struct._places
             holds = [f"__builtin_offsetof({struct.name}, {x.name}) == {at}" for x, at in told]
             holds.append(f"sizeof({struct.name}) == {struct.bytes}")
             lines.append(f"static_assert({' && '.join(holds)});")
@@ -100,17 +101,17 @@ class Struct:
 
         A field of a struct within has both names, "mask_words". A scratch array is its name.
         """
-        for field, offset in self._places():
+        for field, offset in self._places:
             name = f"{within}{field.name}"
             values = field.value if isinstance(field.value, list) else [field.value]
-            step = _size(dataclasses.replace(field, value=values[0]))[0]
+            step = _size(field)[0] // len(values)
             for i, value in enumerate(values):
                 at = start + offset + i * step
                 if isinstance(value, Struct):
                     yield from value.leaves(at, f"{name}_")
                 else:
                     own = name if isinstance(value, Scratch) else value
-                    yield at, name, dataclasses.replace(field, value=own)
+                    yield at, name, Field(field.type, field.name, own)
 
     def scratch(self, within: str = "") -> dict[str, Scratch]:
         """Lists the scratch arrays by name, in their order."""
@@ -122,13 +123,15 @@ class Struct:
                 found |= field.value.scratch(f"{within}{field.name}_")
         return found
 
-    def _places(self) -> Iterator[tuple[Field, int]]:
-        end = 0
+    @functools.cached_property
+    def _places(self) -> tuple[tuple[Field, int], ...]:
+        end, places = 0, []
         for field in self.fields:
             size, alignment = _size(field)
             end = _round(end, alignment)
-            yield field, end
+            places.append((field, end))
             end += size
+        return tuple(places)
 
 
 # XLA's element types by the names that plans have for them, and what JAX calls them.
@@ -166,16 +169,15 @@ _SIZES = {"int": 4, "unsigned": 4, "float": 4, "long long": 8}
 
 def _size(field: Field) -> tuple[int, int]:
     """Returns the bytes of a field and its alignment."""
-    if isinstance(field.value, list):
-        size, alignment = _size(dataclasses.replace(field, value=field.value[0]))
-        return len(field.value) * size, alignment
-    if isinstance(field.value, Struct):
-        alignments = [_size(own)[1] for own in field.value.fields]
-        return field.value.bytes, max(alignments)
+    count, value = 1, field.value
+    if isinstance(value, list):
+        count, value = len(value), value[0]
+    if isinstance(value, Struct):
+        return count * value.bytes, value.alignment
     if field.type == "TensorMap":
         return 128, 64
     size = 8 if field.type.endswith("*") else _SIZES[field.type]
-    return size, size
+    return count * size, size
 
 
 def _round(offset: int, alignment: int) -> int:

@@ -9,6 +9,7 @@ cuda/runtime/plan.cc reads it, cuda/runtime/run_plan.cc does it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -170,7 +171,7 @@ class Plan:
         """Dynamic shared memory of a CTA of the tiling's kernel."""
         return self.tiling.shared_bytes
 
-    @property
+    @functools.cached_property
     def header(self) -> str:
         """What is compiled in front of the source: constants, functions, the parameters' struct."""
         constants = "".join(_definition(name, value) for name, value in self.constants.items())
@@ -189,7 +190,7 @@ class Plan:
             return (main,)
         return main, ({**self.program, "source": self.beside}, self.beside_entries)
 
-    @property
+    @functools.cached_property
     def workspaces(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The scratch arrays by name, in the order in which they follow the results."""
         scratch = self.launch.params.scratch()
@@ -199,7 +200,7 @@ class Plan:
                 dims[name] = evaluate(size, dims)
         return {name: array_of(own, dims) for name, own in scratch.items()}
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """All that the handler is told."""
         launch, struct = self.launch, self.launch.params
