@@ -33,7 +33,7 @@ WAYS = {
     "kHasMaskBytes", "kMaskKeys", "kMaskQueries", "kMaskAlignment", "kByteKeys", "kByteQueries",
     "kPackedHeads", "kDropsMost", "kReachLeft", "kReachRight", "kDrains", "kPingPong", "kDynamic",
     "kReadsAhead", "kAddsFour", "kTmaLoads", "kBiasTiles", "kBatchesTogether", "kDropsPart",
-    "kBottomRight", "kHasScoreIds", "kScoreIsLine", "kScoreReach", "kScoreBends", "kScoreIsLevel",
+    "kBottomRight", "kHasScoreIds", "kScoreIsLine", "kScoreReach", "kBeginsNear", "kScoreIsLevel",
     "kScoreHasSlope", "kFades", "kHoldsDraws", "kListsLayout", "kShowsLayout",
 }  # fmt: skip
 # Flags of a tiling or a call. Those of a schedule follow from these and from the terms.

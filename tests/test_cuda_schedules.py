@@ -240,3 +240,20 @@ def test_schedules_decide_and_device_text_does_not():
         if "&&" in value or "||" in value
     }
     assert joined == {*DERIVED}
+
+
+LISTS = {
+    "sm90/forward.cuh": ["sm90/forward.cuh", "terms.cuh"],
+    "sm90/backward.cuh": ["sm90/backward.cuh", "backward_common.cuh", "terms.cuh"],
+    "sm80/forward.cuh": ["sm80/forward.cuh", "terms.cuh"],
+    "sm80/backward.cuh": ["sm80/backward.cuh", "backward_common.cuh", "terms.cuh"],
+}
+
+
+@pytest.mark.parametrize("source", LISTS)
+def test_the_lists_of_constants_have_each(source):
+    family, which = source.removesuffix(".cuh").split("/")
+    texts = _native.kernel_sources()
+    heads = "".join(texts[name].split("#pragma once")[0] for name in LISTS[source])
+    missing = {*plan_of(which, family, "128").constants} - {*re.findall(r"\bk\w+", heads)}
+    assert not missing

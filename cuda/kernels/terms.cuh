@@ -32,8 +32,7 @@
 //   bool kScoreIsLine         it is score + slope * (key - query) + constant, by numbers of
 //                             score_line_of_head, of keys that stand kScoreReach or more after the
 //                             query, and by others of those as much before it; kScoreReach < 0:
-//                             there is one line. kScoreBends: the slopes differ; kScoreIsLevel:
-//                             there are none
+//                             there is one line. kScoreIsLevel: it has none
 //   bool kHasScoreIds         it is told the batch row and the head
 #pragma once
 

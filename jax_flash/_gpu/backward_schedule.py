@@ -6,9 +6,8 @@ and sm90/backward_schedule.py or sm80_schedule.py for what a family does of its 
 
 import dataclasses
 
-from jax_flash._gpu import walks
 from jax_flash._gpu.plan import Number
-from jax_flash._gpu.traits import is_one, is_wide
+from jax_flash._gpu.traits import hides_sides, is_block_mask, is_one, is_wide, shows_whole_tiles
 from jax_flash._problem import Problem, Shapes
 
 
@@ -43,12 +42,12 @@ class CommonSchedule:
     @property
     def shows_words(self) -> bool:
         """A block mask alone says of 32 query blocks in a word which of them a unit sees."""
-        return walks.is_block_mask(self.shapes) and not self._has("query_positions")
+        return is_block_mask(self.shapes) and not self._has("query_positions")
 
     @property
     def shows_layout(self) -> bool:
         """Of a layout whose blocks hold the kernel's: a block that is seen is seen whole."""
-        whole = walks.shows_whole_tiles(self.problem, self.shapes, self.block_q, self.block_kv)
+        whole = shows_whole_tiles(self.problem, self.shapes, self.block_q, self.block_kv)
         return self.shows_words and whole
 
     @property
@@ -96,7 +95,7 @@ class CommonSchedule:
         Where there are registers for both.
         """
         held = self._has("query_segments", "query_positions", "dropout_state")
-        return not (held or any(walks.hides_sides(self.problem)) or self.problem.score is not None)
+        return not (held or any(hides_sides(self.problem)) or self.problem.score is not None)
 
     @property
     def sum_holds_bias(self) -> bool:

@@ -56,7 +56,6 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kScoreHasSlope": problem.score is not None and emit.has_slope(problem.score),
         "kScoreIsLine": lines is not None,
         "kScoreReach": -1 if lines is None or lines.is_one else lines.reach,
-        "kScoreBends": lines is not None and lines.bend,
         "kScoreIsLevel": lines is not None and lines.are_level,
         "kHasScoreIds": "score_ids" in problem.terms,
     }

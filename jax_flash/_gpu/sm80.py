@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from jax_flash._call import Call
-from jax_flash._gpu import emit, walks
+from jax_flash._gpu import emit
 from jax_flash._gpu.backward_schedule import CommonSchedule
 from jax_flash._gpu.buffers import dims_of, operands_of, results_of, same_of
 from jax_flash._gpu.carrier import COPIED
@@ -20,7 +20,16 @@ from jax_flash._gpu.fields import Scratch
 from jax_flash._gpu.plan import Number, Plan
 from jax_flash._gpu.sm80_launch import backward_launch, backward_params, forward_launch
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.traits import group_size, is_bare, is_highest, is_own, is_wide, known
+from jax_flash._gpu.traits import (
+    group_size,
+    hides_sides,
+    is_bare,
+    is_highest,
+    is_own,
+    is_wide,
+    known,
+    leaves_gaps,
+)
 from jax_flash._gpu.workspaces import (
     blocks,
     boxes,
@@ -201,7 +210,7 @@ class ForwardTiling:
             "kStages": self.stages,
             "kQuerySteps": self.query_steps,
             "kPreScale": problem.scale <= 0,
-            "kListsBlocks": walks.leaves_gaps(problem),
+            "kListsBlocks": leaves_gaps(problem),
             "kParksSoftmax": self.parks_softmax,
             "kSumsOf32": self.sums_of_32,
             "kStepsAtOnce": self.steps_at_once,
@@ -316,7 +325,7 @@ class BackwardTiling:
         common = CommonSchedule(problem, shapes, self.block_q, self.block_kv)
         narrow = max(self.head_dim, self.value_dim) <= 64
         few_rows = self.row_tiles == 1 or self.column_warps > 1
-        sides = any(walks.hides_sides(problem))
+        sides = any(hides_sides(problem))
         plain = _is_plain(problem)
         return {
             **common.flags(),
@@ -331,8 +340,8 @@ class BackwardTiling:
             # registers for them: of one tile a quarter of what a fragment reads of shared memory,
             # of two a half.
             "kKeepsRows": plain and self.parts == 1 and narrow and few_rows,
-            # A thread copies a step's rows by pieces of 16 bytes, where 8 divides the dim: every
-            # row that is as many on as there are eights of threads.
+            # A thread copies a piece of 16 bytes of each box, of every (threads / 8)-th row of a
+            # step, where 8 divides the dim.
             "kStepsInPieces": (
                 plain
                 and (self.parts == 1 or self.halves)

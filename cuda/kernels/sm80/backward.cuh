@@ -15,7 +15,7 @@
 //   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
 //   bool kFloat32             it is float32, in kParts parts (split.cuh)
 //   bool kHalves              which are two float16 (halves.cuh), else bfloat16
-//   bool kRest                of a call whose other part other kernels compute (element.cuh)
+//   bool kCarried, kRest      of a call that two programs share (element.cuh)
 //   int kHeadDim, kValueDim   exact sizes, at most 512
 //   int kBlockQ               queries of a block: 64
 //   int kStepQueries          of a step: 16, 32 or 64
@@ -25,7 +25,8 @@
 //   int kWarps                of a CTA: one for the keys of a warp, or two or four that share them
 //   int kStages, kDoutStages  buffers of queries, of output gradients: 1 or 2
 //   bool kDefersDq            dQ of a step comes in the next one
-//   int kDqRowBytes           as in sm90/backward.cuh
+//   int kDqRowBytes           as in sm90/backward.cuh; bool kCompact, kDbiasByHeads, kDbiasCleared
+//                             likewise; kRing, kPartsApart, kDbiasByRows, int kUnitHeads: off
 //   bool kAddsFour            one instruction adds four elements of the sum of dq (sm_90 and later)
 //   bool kDeterministic, kHasDlse, kHasDbias, kStoresDbias; int kTurnParts = 1
 //   bool kKeepsAddresses      from step to step; kKeepsGroup: so is the size of a group;

@@ -7,7 +7,7 @@
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16, kFloat32  element type of q, k, v, out: else float16
-//   bool kRest                of a call whose other part other kernels compute (element.cuh)
+//   bool kCarried, kRest      of a call that two programs share (element.cuh)
 //   int kParts                that a float32 is split into, 2 or 3; else 1
 //   bool kHalves              two float16 (halves.cuh), else bfloat16
 //   int kHeadDim, kValueDim   exact sizes, at most 512

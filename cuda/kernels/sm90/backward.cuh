@@ -15,9 +15,8 @@
 // nothing else, see prepare.
 //
 // Specialised by these constants, which the generated header defines in front of this text:
-//   bool kBFloat16            element type of q, k, v, out and the gradients, else float16
-//   bool kCarried             float16 copies of float32 operands, float32 out and gradients
-//                             (element.cuh)
+//   bool kBFloat16, kFloat32  element type of q, k, v, out and the gradients, else float16
+//   bool kCarried, kRest      of a call that two programs share (element.cuh)
 //   bool kHalves              float32 as two float16, backward_wide.cuh at all head dims up to 128
 //   int kParts                of an element, planes of a tile: 2 with kHalves, else 1
 //   int kHeadDim, kValueDim   exact sizes
@@ -46,7 +45,8 @@
 //   bool kHasDlse             lse has a gradient; kHasDbias: the bias has one
 //   bool kStoresDbias         such a gradient is dS: the main kernel stores it, heads up to 128;
 //                             kDbiasByHeads: of some heads at a time, before the next kernel adds
-//                             the batch rows; kDbiasByRows: a CTA adds them, one after the other
+//                             the batch rows; kDbiasByRows: a CTA adds them, one after the other;
+//                             kDbiasCleared: it is zeroed ahead
 //   int kSumStages            pairs of blocks in flight where another one is summed
 //   the terms: see terms.cuh
 // and by what jax_flash/_gpu/sm90/backward_schedule.py makes of these, with the reasons:

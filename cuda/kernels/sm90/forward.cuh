@@ -5,7 +5,7 @@
 // Shah et al. 2024 (arXiv:2407.08608).
 //
 // Specialised by these constants, which the generated header defines in front of this text:
-//   bool kBFloat16            element type of q, k, v, out: bfloat16, else float16
+//   bool kBFloat16, kFloat32  element type of q, k, v, out: else float16
 //   int kHeadDim, kValueDim   exact sizes, at most 256
 //   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
 //                             tile.cuh; then static units
@@ -14,7 +14,7 @@
 //   int kStages               K and V buffers each
 //   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
-//   bool kCarried             float16 copies of float32 operands, float32 results (element.cuh)
+//   bool kCarried, kRest      of a call that two programs share (element.cuh)
 //   bool kHalves              float32 as two float16 (halves.cuh, cuda/ampere.md)
 //   int kParts                of an element, planes of a tile: 2 with kHalves, else 1
 //   the terms: see terms.cuh

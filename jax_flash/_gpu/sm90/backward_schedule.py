@@ -5,11 +5,12 @@ A kernel reads the flag `skips_hidden` as kSkipsHidden. Read next: cuda/kernels/
 
 import dataclasses
 
-from jax_flash._gpu import emit, walks
+from jax_flash._gpu import emit
 from jax_flash._gpu.backward_schedule import CommonSchedule
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.plan import Number
 from jax_flash._gpu.sm90.backward import BackwardTiling
+from jax_flash._gpu.traits import hides_sides
 from jax_flash._problem import Problem, Shapes
 
 
@@ -88,7 +89,7 @@ class BackwardSchedule:
 
     @property
     def _has_sides(self) -> bool:
-        return any(walks.hides_sides(self.problem))
+        return any(hides_sides(self.problem))
 
     @property
     def _drops(self) -> bool:

@@ -5,10 +5,10 @@ A kernel reads the flag `lists_words` as kListsWords. Read next: cuda/kernels/sm
 
 import dataclasses
 
-from jax_flash._gpu import walks
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.plan import Number
 from jax_flash._gpu.sm90.forward import ForwardTiling
+from jax_flash._gpu.traits import hides_sides, is_block_mask, leaves_gaps, shows_whole_tiles
 from jax_flash._problem import Problem, Shapes
 
 
@@ -62,7 +62,7 @@ class ForwardSchedule:
             "kListsOwn": self.lists_own,
             "kBoundedBegin": self.bounded_begin,
             "kBeginsNear": self.begins_near,
-            "kLateSeeMost": walks.late_see_most(self.problem, self.shapes),
+            "kLateSeeMost": self.late_see_most,
             "kWholeIsFull": self.whole_is_full,
             "kLaterAreFull": self.later_are_full,
             "kHoldsFull": self.holds_full,
@@ -90,7 +90,7 @@ class ForwardSchedule:
 
     @property
     def _has_left(self) -> bool:
-        return walks.hides_sides(self.problem)[0]
+        return hides_sides(self.problem)[0]
 
     @property
     def _is_mapped(self) -> bool:
@@ -124,7 +124,7 @@ class ForwardSchedule:
     @property
     def lists_blocks(self) -> bool:
         """The producer tells the consumers which block is in each buffer: there may be gaps."""
-        return walks.leaves_gaps(self.problem)
+        return leaves_gaps(self.problem)
 
     @property
     def lists_whole(self) -> bool:
@@ -135,7 +135,7 @@ class ForwardSchedule:
     def lists_words(self) -> bool:
         """That is what a block mask says, alone: of 1024 blocks at once, a word of 32 a lane."""
         others = self._has("query_positions", "query_segments")
-        return walks.is_block_mask(self.shapes) and self.tiling.tma_loads and not others
+        return is_block_mask(self.shapes) and self.tiling.tma_loads and not others
 
     @property
     def lists_layout(self) -> bool:
@@ -144,7 +144,7 @@ class ForwardSchedule:
         All rows of a unit see the same of a block: all of it but what is past the last key.
         """
         rows, keys = self.tiling.block_q, self.tiling.block_kv
-        whole = walks.shows_whole_tiles(self.problem, self.shapes, rows, keys)
+        whole = shows_whole_tiles(self.problem, self.shapes, rows, keys)
         return self.lists_words and whole
 
     @property
@@ -169,13 +169,18 @@ class ForwardSchedule:
         from the last block, maxima would rise block by block.
         """
         bends = self.problem.lines is not None and self.problem.lines.bend
-        cut = self.lists_blocks or any(walks.hides_sides(self.problem))
+        cut = self.lists_blocks or any(hides_sides(self.problem))
         return bends and self.takes_line and not cut
+
+    @property
+    def late_see_most(self) -> bool:
+        """Late queries see most keys, causal and of most block masks: the longest units first."""
+        return self.problem.window[1] is not None or self.shapes.block_mask is not None
 
     @property
     def _list_is_all(self) -> bool:
         """Neither window nor lengths hide a part of what the words of a block mask show."""
-        others = any(walks.hides_sides(self.problem)) or self._has("key_value_lengths")
+        others = any(hides_sides(self.problem)) or self._has("key_value_lengths")
         return self.lists_words and not others
 
     @property
@@ -208,7 +213,7 @@ class ForwardSchedule:
         asked beside the first block, so that the answer is there when it is needed; with segments
         the next unit's plan is fetched meanwhile.
         """
-        uneven = walks.hides_sides(self.problem)[1] or self.lists_whole or self.tiling.fades
+        uneven = hides_sides(self.problem)[1] or self.lists_whole or self.tiling.fades
         return uneven and not self._has("query_segments")
 
     @property
