@@ -264,8 +264,8 @@ def test_ranges_of_positions_are_enough_for_whole_blocks(emulator: Emulator):
         "score = reach[row].hold(key) ? score : kNegativeInfinity;",
         "seen[i] = seen[i] && seeing[fragment::row(i)].hold(query_at[i % 2]);",
     ):
-        assert test in sources["terms.cuh"]
-        sources["terms.cuh"] = sources["terms.cuh"].replace(test, "")
+        assert test in sources["sees_fragments.cuh"]
+        sources["sees_fragments.cuh"] = sources["sees_fragments.cuh"].replace(test, "")
     arguments = C("blocks", positions="offset", H=128, T=256, S=640, N=1, window=(2, 0)).draw()
     aligned = dataclasses.replace(
         arguments,

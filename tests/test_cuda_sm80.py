@@ -311,9 +311,9 @@ def _hide(case: Case):
 def test_hidden_blocks_are_skipped(case: Case, a100):
     """NaN in them would reach every row, since none is computed again here."""
     sources = _native.kernel_sources()
-    rows = sources["sm80/forward_rows.cuh"]
-    assert "if (nonfinite == 0) return;" in rows
-    sources["sm80/forward_rows.cuh"] = rows.replace("if (nonfinite == 0) return;", "return;")
+    results = sources["sm80/forward_results.cuh"]
+    assert "if (nonfinite == 0) return;" in results
+    sources["sm80/forward_results.cuh"] = results.replace("if (nonfinite == 0) return;", "return;")
     arguments = _hide(case)
     hidden = slice(128, None) if case.name in ("causal", "window", "lengths") else HIDDEN
     want = arguments.truth(gradients=False).out
@@ -324,7 +324,7 @@ def test_hidden_blocks_are_skipped(case: Case, a100):
 
 @pytest.mark.parametrize("arch", _gpu.sm80.Sm80.architectures)
 def test_tilings_fit_every_gpu_and_cover_every_column(arch: str):
-    """What warps that share rows read and write, by the arithmetic of forward_rows.cuh."""
+    """What warps that share rows read and write, by the arithmetic of forward_products.cuh."""
     gpu = _gpu.GpuSpec(arch, arch)
     problems = [
         Problem(dtype, 1.0, precision=precision, terms=terms)

@@ -6,7 +6,7 @@
 // delta is not finite either.
 #pragma once
 
-#include "backward_common.cuh"
+#include "backward_blocks.cuh"
 
 namespace backward {
 

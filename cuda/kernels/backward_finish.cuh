@@ -5,6 +5,7 @@
 #pragma once
 
 #include "backward_exact.cuh"
+#include "backward_sums.cuh"
 #include "fragment.cuh"
 
 namespace backward {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "backward_exact.cuh"
+#include "backward_sums.cuh"
 #include "halves.cuh"
 
 namespace backward {

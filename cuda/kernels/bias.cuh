@@ -6,10 +6,10 @@
 // each, 8 or 16 bytes, and exchange half of them; S^T takes them from there by transposing 8 x 8.
 #pragma once
 
-#include "params.cuh"
 #include "element.cuh"
 #include "fragment.cuh"
 #include "numbers.cuh"
+#include "params.cuh"
 #include "ptx.cuh"
 #include "rows.cuh"
 #include "tile.cuh"

@@ -1,35 +1,37 @@
 // Masks, a boolean one and one of blocks: what there is to see in each block of pairs, and the bits
 // of the pairs. Blocks that a mask hides are never loaded, those that it leaves whole never tested.
 //
-// Of the boolean mask a kernel ahead of either pass, mask_plan, makes bits and flags of blocks. It
-// has parts [queries, keys], one for each batch row and head, or fewer: p.mask.batch and
-// p.mask.head are the parts from one row and head to the next. Where it does not vary with the
-// query or the key (kByteQueries, kByteKeys), there is one of them. A thread loads its bits of a
-// block at once: in the backward the padded words of a row, of one block; in the forward its part
-// of them, a ThreadWord, which lies with those of the block's other queries and threads.
+// A kernel ahead of either pass makes bits and flags of blocks from the boolean mask, see
+// mask_plan.cuh. The mask has parts [queries, keys], one for each batch row and head, or fewer:
+// p.mask.batch and p.mask.head are the parts from one row and head to the next. Where the mask does
+// not vary with the query or the key (kByteQueries, kByteKeys), a part has one of them. A thread
+// loads its bits of a block at once: in the backward the padded words of a row, of one block; in
+// the forward its part of a row, a ThreadWord, which lies with those of the block's other queries
+// and threads.
 //
 //   pass      words                                           flags
 //   forward   [parts, query block, key block, query, thread]  [parts, query block, key block]
 //   backward  [parts, key, query block, words]                [parts, key block, query block]
 //
-// The block mask has blocks of its own, kMaskBlock x kMaskBlock pairs: mask_plan makes flags of
-// those that a block of the kernel meets; bits are read where they are, 16 keys of a query a word.
+// The block mask has blocks of its own (block_mask.cuh): mask_plan makes a flag for each block of
+// the kernel from those that the block meets; bits are read where they are, 16 keys of a query a
+// word.
 //
 // A flag is kSeesAny and, for the n-th rows of the block that one warpgroup takes, kSeesAll << n:
 // of the boolean mask a byte; of the block mask its bits are those of three words, for 32 blocks in
 // a row, so that a warp reads what 1024 blocks show at once.
 #pragma once
 
-#include "params.cuh"
+#include "block_mask.cuh"
 #include "fragment.cuh"
 #include "numbers.cuh"
+#include "params.cuh"
 #include "ptx.cuh"
 #include "rows.cuh"
 
 namespace mask {
 
 inline constexpr int kSeesAny = 1, kSeesAll = 2;
-inline constexpr int kThreads = 128;
 
 // Number of the part of a batch row and head.
 template <class Params>
@@ -52,101 +54,9 @@ struct Bits {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = from[i];
   }
-  // Of the columns 32 w to 32 w + 31.
+  // The bits of the columns 32 w to 32 w + 31.
   __device__ __forceinline__ uint32 word(int w) const { return words[kVaries ? w : 0]; }
 };
-
-// ---- the block mask -----------------------------------------------------------------------------
-
-inline constexpr int kEmptyBlock = -2, kFullBlock = -1;  // of p.block_mask.numbers; else partial
-inline constexpr int kSide = kMaskBlock != 0 ? kMaskBlock : 16;  // no division by 0 without one
-inline constexpr int kBlockWords = kSide / 16;                   // of a query in a partial block
-
-// The numbers of the blocks of a query, by block of keys.
-template <class Params>
-__device__ __forceinline__ const int* numbers_of(const Params& p, int64 part, int query) {
-  const int64 row = part * ceil_div(p.query_len, kSide) + query / kSide;
-  return p.block_mask.numbers + row * ceil_div(p.kv_len, kSide);
-}
-template <class Params>
-__device__ __forceinline__ int64 block_part_of(const Params& p, int batch, int head) {
-  return static_cast<int64>(batch) * p.block_mask.batch + head * p.block_mask.head;
-}
-// The words of a query in block `number`; of one that is not partial, any.
-template <class Params>
-__device__ __forceinline__ const uint16* words_of(const Params& p, int batch, int query,
-                                                  int number) {
-  const int stored = max(min(number, p.block_mask.stored - 1), 0);
-  return p.block_mask.bits + batch * p.block_mask.bits_batch +
-         (static_cast<int64>(stored) * kSide + query % kSide) * kBlockWords;
-}
-__device__ __forceinline__ uint32 in_block(int number, uint32 bits) {
-  return number >= 0 ? bits : number == kFullBlock ? 0xffffffffu : 0;
-}
-
-// Does the query see the key?
-template <class Params>
-__device__ __forceinline__ bool block_shows(const Params& p, int batch, int head, int query,
-                                            int key) {
-  const int number = numbers_of(p, block_part_of(p, batch, head), query)[key / kSide];
-  const uint32 word = words_of(p, batch, query, number)[key % kSide / 16];
-  return in_block(number, word) >> key % 16 & 1;
-}
-
-// kSeesAny and kSeesAll of the pairs of kQueries queries and kKeys keys.
-template <int kQueries, int kKeys, class Params>
-__device__ __forceinline__ int seen_in_blocks(const Params& p, int64 part, int first_query,
-                                              int first_key) {
-  const int last_query = min(first_query + kQueries, p.query_len) - 1;
-  const int last = (min(first_key + kKeys, p.kv_len) - 1) / kSide;
-  bool any = false, all = true;
-#pragma unroll 1
-  for (int query = first_query; query <= last_query; query = (query / kSide + 1) * kSide) {
-    const int* numbers = numbers_of(p, part, query);
-#pragma unroll 1
-    for (int i = first_key / kSide; i <= last; ++i) {
-      const int number = __ldg(numbers + i);
-      any = any || number != kEmptyBlock;
-      all = all && number == kFullBlock;
-    }
-  }
-  return !any ? 0 : all ? kSeesAny | kSeesAll : kSeesAny;
-}
-
-// The bits of a query for the kWords words of keys from first_key on, a block of the kernel; any if
-// none of them is tested. Loads depend on each other, and then there are none. `beside`: a query of
-// the same 16, by which its row of blocks is found.
-template <int kKeys, int kWords, class Params>
-__device__ __forceinline__ void load_blocks(const Params& p, int batch, int head, int query,
-                                            int beside, int first_key, bool tests,
-                                            uint32 (&words)[kWords]) {
-  // Keys of a load: they lie in one block, and begin at a multiple of it there.
-  constexpr int kLoad = kKeys % 128 == 0 && kSide % 128 == 0 ? 128
-                        : kKeys % 64 == 0 && kSide % 64 == 0 ? 64
-                        : kKeys % 32 == 0 && kSide % 32 == 0 ? 32
-                                                             : 16;
-  using Part = typename Word<kLoad / 8>::Type;
-  query = min(query, p.query_len - 1);
-  const int* numbers = numbers_of(p, block_part_of(p, batch, head), min(beside, p.query_len - 1));
-#pragma unroll
-  for (int i = 0; i < kKeys / kLoad; ++i) {
-    const int key = min(first_key + i * kLoad, (p.kv_len - 1) / kLoad * kLoad);
-    const int number = tests ? __ldg(numbers + key / kSide) : kFullBlock;
-    const uint16* from = words_of(p, batch, query, number) + key % kSide / 16;
-    // No branch beside wgmma.
-    const Part part = tests ? __ldg(reinterpret_cast<const Part*>(from)) : Part{};
-    if constexpr (kLoad == 16) {
-      const uint32 piece = in_block(number, part) & 0xffff;
-      words[i / 2] = i % 2 == 0 ? piece : words[i / 2] | piece << 16;
-    } else {
-      const auto* pieces = reinterpret_cast<const uint32*>(&part);
-#pragma unroll
-      for (int w = 0; w < kLoad / 32; ++w) {
-        words[i * (kLoad / 32) + w] = in_block(number, pieces[w]);
-      }
-    }
-  }
-}
 
 // ---- bits of fragments --------------------------------------------------------------------------
 
@@ -175,7 +85,7 @@ __device__ __forceinline__ uint32 low_thread_bits(int end) {
   return ptx::low_bits((end >> 3) * 2 + min(end & 7, 2));
 }
 
-// Those of a thread's two queries, from the words that plan_by_query<kQueries, kKeys> has made.
+// The bits of a thread's two queries, from the words that plan_by_query<kQueries, kKeys> has made.
 template <int kQueries, int kKeys, bool kByThread = kHasMaskBytes>
 struct RowBits {
   using Stored = ThreadWord<kKeys>;
@@ -305,8 +215,7 @@ __device__ __forceinline__ void keep_blocks(const Params& p, int batch, int head
 
 // ---- flags of blocks ----------------------------------------------------------------------------
 
-// Of the block mask: where the words of 32 blocks in a row are, kSeesAny first; the last is not
-// used.
+// Where the block mask's words for 32 blocks in a row are, kSeesAny first; the last is not used.
 inline constexpr int kFlagWords = 3, kGroupWords = 4;
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ uint32 flags_by_query(const Params& p, int batch, int head,
@@ -369,184 +278,6 @@ __device__ __forceinline__ int flag_by_key(const Params& p, int batch, int head,
                     query_block);
   }
   return flag;
-}
-
-// ---- the kernels ahead --------------------------------------------------------------------------
-
-// 16 bytes of a row of the mask as bits; those from `count` on are not read and give 0.
-__device__ __forceinline__ uint32 load_bits(const unsigned char* from, int count) {
-  using Part = typename Word<kMaskAlignment>::Type;
-  union {
-    Part parts[16 / kMaskAlignment];
-    uint32 words[4];
-  } piece;
-#pragma unroll
-  for (int i = 0; i < 16 / kMaskAlignment; ++i) {
-    piece.parts[i] =
-        i * kMaskAlignment < count ? __ldg(reinterpret_cast<const Part*>(from) + i) : Part{};
-  }
-  uint32 bits = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    // Bytes are 0 or 1: the product has byte j at bit 28 + j, and no two of its terms meet.
-    bits |= piece.words[i] * 0x10204080u >> 28 << 4 * i;
-  }
-  return bits;
-}
-
-// Of the block mask, a thread for each flag, whole warps for 32 in a row.
-template <int kQueries, int kKeys, bool kByKey, class Params>
-__device__ __forceinline__ void plan_blocks(const Params& p, uint32 cta) {
-  const uint32 index = cta * kThreads + threadIdx.x;
-  if (index >= static_cast<uint32>(p.block_mask.flag_count)) return;
-  const uint32 query_blocks = ceil_div(p.query_len, kQueries);
-  const uint32 key_blocks = ceil_div(p.kv_len, kKeys);
-  const uint32 columns = kByKey ? query_blocks : key_blocks;
-  const uint32 rows = kByKey ? key_blocks : query_blocks;
-  const uint32 padded = ceil_div(static_cast<int>(columns), 32) * 32;
-  const uint32 column = index % padded, row = index / padded % rows;
-  const int first_query = (kByKey ? column : row) * kQueries;
-  const int first_key = (kByKey ? row : column) * kKeys;
-  const int64 part = index / padded / rows;
-  int flag = 0;
-  if (column >= columns) {
-  } else if constexpr (kByKey) {  // warpgroups take 64 keys each
-    constexpr int kSlab = kKeys < 64 ? kKeys : 64;
-#pragma unroll 1
-    for (int slab = 0; slab < ceil_div(kKeys, 64); ++slab) {
-      const int seen = seen_in_blocks<kQueries, kSlab>(p, part, first_query, first_key + 64 * slab);
-      flag |= (seen & kSeesAny) | (seen & kSeesAll) << slab;
-    }
-  } else {
-    flag = seen_in_blocks<kQueries, kKeys>(p, part, first_query, first_key);
-    if (first_key + kKeys > p.kv_len) flag &= kSeesAny;  // the end of the keys needs a test
-  }
-#pragma unroll
-  for (int i = 0; i < kFlagWords; ++i) {
-    const uint32 word = __ballot_sync(0xffffffffu, flag >> i & 1);
-    if (index % 32 == 0) p.block_mask.flags[index / 32 * kGroupWords + i] = word;
-  }
-}
-
-// The CTA's number among those of the boolean mask, behind those that have made flags of the other.
-template <int kQueries, int kKeys, bool kByKey, class Params>
-__device__ __forceinline__ bool plans_bytes(const Params& p, uint32* cta) {
-  *cta = blockIdx.x;
-  if constexpr (kMaskBlock != 0) {
-    const uint32 ctas = ceil_div(p.block_mask.flag_count, kThreads);
-    if (*cta < ctas) {
-      plan_blocks<kQueries, kKeys, kByKey>(p, *cta);
-      return false;
-    }
-    *cta -= ctas;
-  }
-  return kHasMaskBytes;
-}
-
-// For the forward. Grid: a thread for each flag of the block mask, in whole CTAs, then parts *
-// query blocks * key blocks of the boolean mask; kThreads threads.
-template <int kQueries, int kKeys, class Params>
-__device__ __forceinline__ void plan_by_query(const Params& p) {
-  if (is_left_to_other(p)) return;
-  uint32 cta;
-  if (!plans_bytes<kQueries, kKeys, false>(p, &cta)) return;
-  constexpr int kWords = Bits<kKeys, kByteKeys>::kWords;
-  constexpr int kPieces = kByteKeys ? 2 * kWords : 1;  // of 16 keys
-  const int key_blocks = kByteKeys ? ceil_div(p.kv_len, kKeys) : 1;
-  const int query_blocks = kByteQueries ? ceil_div(p.query_len, kQueries) : 1;
-  const int queries = kByteQueries ? p.query_len : 1;
-  const int key_block = cta % key_blocks, row_block = cta / key_blocks;
-  const int query_block = row_block % query_blocks;
-  const int64 part = row_block / query_blocks;
-  const int64 first = part * queries + query_block * kQueries;  // of the mask's rows
-  const int rows = min(kQueries, queries - query_block * kQueries);
-  const auto* bytes = static_cast<const unsigned char*>(p.mask.bytes.data);
-  using Words = RowBits<kQueries, kKeys, true>;
-  constexpr int kRows = Words::kRows;
-  auto* words = Words::words_of(p, cta);
-  __shared__ uint32 bits_of_rows[kRows][kWords];
-  bool any = false, all = true;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
-    const int row = i / kPieces;
-    if constexpr (kByteKeys) {
-      const int key = key_block * kKeys + i % kPieces * 16;
-      const int last = min(p.kv_len, (key_block + 1) * kKeys);
-      const int count = row < rows ? min(last - key, 16) : 0;
-      const uint32 bits = load_bits(bytes + (first + row) * p.kv_len + key, count);
-      reinterpret_cast<uint16*>(bits_of_rows)[i] = static_cast<uint16>(bits);
-      any = any || bits != 0;
-      all = all && bits == ptx::low_bits(count);
-    } else {
-      // Rows past the queries see all keys: their words are read, and always the same.
-      const bool seen = row >= rows || bytes[first + row] != 0;
-      words[row] = seen ? 0xffffffffu : 0;
-      any = any || (seen && row < rows);
-      all = all && seen;
-    }
-  }
-  any = __syncthreads_or(any);
-  all = __syncthreads_and(all);
-  if (threadIdx.x == 0) {
-    p.mask.flags[cta] = static_cast<unsigned char>((any ? kSeesAny : 0) | (all ? kSeesAll : 0));
-  }
-  if constexpr (kByteKeys) {
-    for (int i = threadIdx.x; i < kRows * Words::kRowWords; i += kThreads) {
-      const int row = i / Words::kRowWords;
-      const uint32 seen = thread_bits(bits_of_rows[row], 2 * (i % Words::kRowWords));
-      words[i] = static_cast<typename Words::Stored>(row < rows ? seen : 0xffffffffu);
-    }
-  }
-}
-
-// For the backward, whose warpgroups take 64 keys each of a block. Grid as for the forward, with
-// key blocks before query blocks; a thread for each key.
-template <int kQueries, int kKeys, class Params>
-__device__ __forceinline__ void plan_by_key(const Params& p) {
-  if (is_left_to_other(p)) return;
-  uint32 cta;
-  if (!plans_bytes<kQueries, kKeys, true>(p, &cta)) return;
-  constexpr int kWords = Bits<kQueries, kByteQueries>::kWords;
-  const int key_blocks = kByteKeys ? ceil_div(p.kv_len, kKeys) : 1;
-  const int query_blocks = kByteQueries ? ceil_div(p.query_len, kQueries) : 1;
-  const int queries = kByteQueries ? p.query_len : 1, keys = kByteKeys ? p.kv_len : 1;
-  const int query_block = cta % query_blocks, row_block = cta / query_blocks;
-  const int key_block = row_block % key_blocks;
-  const int64 part = row_block / key_blocks;
-  const int key = key_block * kKeys + threadIdx.x;
-  bool any = false, all = true;
-  if (static_cast<int>(threadIdx.x) < kKeys && key < keys) {
-    const int first = query_block * kQueries, count = min(kQueries, queries - first);
-    const auto* bytes = static_cast<const unsigned char*>(p.mask.bytes.data) +
-                        (part * queries + first) * keys + key;
-    uint32* words = p.mask.words + ((part * keys + key) * query_blocks + query_block) * kWords;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      uint32 bits = 0;
-      if constexpr (kByteQueries) {
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          const int query = 32 * w + i;
-          if (query < count && bytes[static_cast<int64>(query) * keys] != 0) bits |= 1u << i;
-        }
-        all = all && bits == ptx::low_bits(count - 32 * w);
-      } else {
-        bits = bytes[0] != 0 ? 0xffffffffu : 0;
-        all = bits != 0;
-      }
-      words[w] = bits;
-      any = any || bits != 0;
-    }
-  }
-  any = __syncthreads_or(any);
-  int flag = any ? kSeesAny : 0;
-#pragma unroll
-  for (int slab = 0; slab < ceil_div(kKeys, 64); ++slab) {
-    // Without its own keys a mask is the same for all.
-    const bool own = !kByteKeys || static_cast<int>(threadIdx.x) / 64 == slab;
-    if (__syncthreads_and(all || !own)) flag |= kSeesAll << slab;
-  }
-  if (threadIdx.x == 0) p.mask.flags[cta] = static_cast<unsigned char>(flag);
 }
 
 }  // namespace mask

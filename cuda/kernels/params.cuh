@@ -1,6 +1,6 @@
-// What the structs of kernels' parameters are made of. The structs themselves are tables in Python, a
-// family's own (jax_flash/_gpu/sm90/forward_launch.py and its neighbours), from which their text is
-// made that follows the constants of the generated header.
+// What the structs of kernels' parameters are made of. The structs themselves are tables in Python,
+// a family's own (jax_flash/_gpu/sm90/forward_launch.py and its neighbours), from which their text
+// is made that follows the constants of the generated header.
 #pragma once
 
 // A CUtensorMap (cuTensorMapEncodeTiled): 128 opaque bytes.

@@ -1,9 +1,9 @@
 // Walks: which blocks of queries and keys meet, which of them need a test of their elements, and in
 // what order CTAs take units of work.
 //
-// A block is skipped, full, or partial, and only partial blocks pay the tests of terms.cuh.
-// Segments narrow what window and lengths leave. Blocks come from here alone, for those who load
-// them as for those who compute.
+// A block is skipped, full, or partial, and only partial blocks pay the tests of
+// sees_fragments.cuh. Segments narrow what window and lengths leave. Blocks come from here alone,
+// for those who load them as for those who compute.
 #pragma once
 
 #include "numbers.cuh"

@@ -41,6 +41,7 @@
 
 #include "backward_finish.cuh"
 #include "backward_prepare.cuh"
+#include "mask_plan.cuh"
 #include "sm80/backward_bias.cuh"
 #include "sm80/backward_rows.cuh"
 

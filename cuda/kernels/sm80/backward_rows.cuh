@@ -5,6 +5,7 @@
 // step's queries until P and dS are in shared memory, and a part of the columns after it.
 #pragma once
 
+#include "backward_sums.cuh"
 #include "sm80/backward_scores.cuh"
 
 namespace backward {

@@ -25,6 +25,7 @@
 // Dynamic shared memory: forward::Shared.
 #pragma once
 
+#include "mask_plan.cuh"
 #include "sm80/forward_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(forward::kThreads, 256 / forward::kThreads)
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(halves::kThreads)
   }
 }
 
-// With a mask a kernel goes ahead, see mask.cuh.
+// With a mask a kernel goes ahead, see mask_plan.cuh.
 extern "C" __global__ void __launch_bounds__(mask::kThreads)
     mask_plan(const __grid_constant__ Sm80ForwardParams p) {
   if constexpr (kHasMask) mask::plan_by_query<forward::kUnitRows, kBlockKV>(p);

@@ -1,4 +1,4 @@
-// Tiles of queries, keys and values on their way to shared memory. Read forward_rows.cuh next.
+// Tiles of queries, keys and values on their way to shared memory. Read forward_products.cuh next.
 #pragma once
 
 #include "halves.cuh"

@@ -5,10 +5,11 @@
 
 #include "backward_finish.cuh"
 #include "backward_prepare.cuh"
+#include "mask_plan.cuh"
 #include "sm90/backward_bias.cuh"
 #include "sm90/backward_walk.cuh"
 
-// With a mask a kernel goes ahead of all, see mask.cuh.
+// With a mask a kernel goes ahead of all, see mask_plan.cuh.
 extern "C" __global__ void __launch_bounds__(mask::kThreads, kMaskResident)
     mask_plan(const __grid_constant__ BackwardParams p) {
   if constexpr (kHasMask) mask::plan_by_key<backward::kQueries, backward::kKeys>(p);

@@ -1,42 +1,13 @@
-// The arithmetic of the main kernels on S^T tiles, 64 keys by kQueries: masks, P, dS, products, and
-// how dK and dV leave the accumulators.
+// From scores to P in the main kernels, on S^T tiles of 64 keys by kQueries: bias, functions,
+// masks, dropout; which keys and queries of a tile nobody sees.
 #pragma once
 
 #include "fragment.cuh"
-#include "rows.cuh"
+#include "sm90/backward_products.cuh"
 #include "sm90/backward_units.cuh"
-#include "sm90/products.cuh"
 #include "terms.cuh"
 
 namespace backward {
-
-// Stores one row's accumulators, times a factor, to a row of kDim float32, from `first_column` on:
-// threads of a quad have 32 bytes side by side.
-template <int kDim, int kCount>
-__device__ __forceinline__ void store_row(const float (&values)[kCount], int row, float factor,
-                                          float* to, int first_column = 0) {
-  const int column = first_column + 2 * static_cast<int>(ptx::opaque(threadIdx.x) % 4);
-#pragma unroll
-  for (int j = 0; j < kCount / 4; ++j) {
-    const int i = fragment::element(j, row, 0);
-    store_pair<kDim>(to, column + 8 * j, values[i] * factor, values[i + 1] * factor);
-  }
-}
-
-// The same, added to what is there.
-template <int kDim, int kCount>
-__device__ __forceinline__ void add_row(const float (&values)[kCount], int row, float factor,
-                                        float* to, int first_column) {
-  const int column = first_column + fragment::first_column(threadIdx.x);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int at = column + fragment::column(i);
-    if (fragment::row(i) == row && at < kDim) ptx::reduce_add(to + at, values[i] * factor);
-  }
-}
-
-inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
-using Multiplied = halves::Copied;            // what tensor cores multiply
 
 // -lse or -delta of the two queries to which a thread's elements 4j..4j+3 of S^T belong.
 __device__ __forceinline__ float2 row_numbers(uint32 numbers, int j) {
@@ -44,9 +15,9 @@ __device__ __forceinline__ float2 row_numbers(uint32 numbers, int j) {
   const int thread = kHasSlope ? ptx::opaque(threadIdx.x) : threadIdx.x;
   return ptx::load_shared_f2(numbers + (8 * j + fragment::first_column(thread)) * 4);
 }
-// Those of a query block, with kReadsAhead read at once. While wgmma reads shared memory another
-// access to it takes 100 to 250 cycles: a sixth of a step, for -lse, -delta, barriers and the
-// record.
+// The numbers of a query block, with kReadsAhead read at once. While wgmma reads shared memory
+// another access to it takes 100 to 250 cycles: a sixth of a step, for -lse, -delta, barriers and
+// the record.
 struct RowNumbers {
   uint32 numbers;
   float2 ahead[kQueries / 8];
@@ -127,7 +98,7 @@ struct Step : MetBlock, LogitScale<kHalves> {
   __device__ __forceinline__ Step(const BackwardParams& p, const volatile UnitRecord& u, int head,
                                   int m0, int slab)
       : MetBlock{head, m0} {
-    // Of a group's heads others may see the block of a layout.
+    // The block of a layout may be seen by other heads of the group.
     if constexpr (kHasMask) {
       if (!kShowsLayout || (mask::varies_by_head(p) && u.heads > 1)) {
         const int flag =
@@ -172,7 +143,7 @@ struct LineOfKeys {
       start[row] = line.at(first_key + fragment::kRowStep * row - first_query);
     }
   }
-  // Of an element with what is added to its column.
+  // The exponent of an element; `shift` is what is added to its column.
   __device__ __forceinline__ float exponent(float score, int i, float shift) const {
     const float column = static_cast<float>(fragment::column(i));
     const float along = kScoreIsLevel ? shift : fmaf(step, column, shift);
@@ -368,7 +339,7 @@ __device__ __forceinline__ void draw_next(const BackwardParams& p, const volatil
   }
 }
 
-// Of two weights that are marked: a mask of the dropped ones as they are packed.
+// A mask of the dropped ones of two marked weights, as these are packed.
 __device__ __forceinline__ uint32 dropped_halves(float low, float high) {
   if constexpr (kScoreHasSlope) {
     return (__float_as_uint(low) & 1 ? 0xffffu : 0u) |
@@ -409,123 +380,6 @@ __device__ __forceinline__ void score_to_probability(
 // What is dropped of P enters dV as zero.
 __device__ __forceinline__ uint32 pack_probability(float low, float high) {
   return kHasDropout ? Multiplied::pack_positive(low, high) : Multiplied::pack(low, high);
-}
-
-// Stores dS^T of the keys [slab, slab + 64) for wgmma to read it as dS, MN-major.
-__device__ __forceinline__ void store_gradient(const uint32 (&gradient)[kScores / 2], uint32 tile,
-                                               int slab) {
-  // This thread's row of the 8x8 matrices, and the 16-byte chunk of its first one.
-  const int row = slab + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-  const uint32 at = tile + row * kBoxRowBytes + swizzled(threadIdx.x % 32 / 16, row);
-#pragma unroll
-  for (int j = 0; j < kQueries / 16; ++j) {
-    ptx::store_matrix_x4((at + j / 4 * kBoxK) ^ (j % 4 * 32), gradient[4 * j], gradient[4 * j + 1],
-                         gradient[4 * j + 2], gradient[4 * j + 3]);
-  }
-  ptx::fence_async_proxy();
-}
-
-// Writes a warpgroup's 64 rows of accumulators, rounded, into boxes of 64 rows each.
-template <int kCount>
-__device__ __forceinline__ void stage_rows(const float (&values)[kCount], float scale, uint32 tile,
-                                           int box_bytes) {
-  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-#pragma unroll
-  for (int j = 0; j < kCount / 8; ++j) {
-    const float* x = values + 8 * j;
-    const int chunk = 2 * (j % 4) + threadIdx.x % 32 / 16;
-    ptx::store_matrix_x4(
-        tile + j / 4 * box_bytes + row * kBoxRowBytes + swizzled(chunk, row),
-        Multiplied::pack(x[0] * scale, x[1] * scale), Multiplied::pack(x[2] * scale, x[3] * scale),
-        Multiplied::pack(x[4] * scale, x[5] * scale), Multiplied::pack(x[6] * scale, x[7] * scale));
-  }
-  ptx::fence_async_proxy();
-}
-
-// d = (d if accumulate) + a[64 keys x k] b[kQueries x k]^T with both operands K-major, of halves
-// three products. The fence before it is the caller's.
-template <int kDepth>
-__device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys, uint32 queries,
-                                                   bool accumulate = false) {
-  constexpr int kSteps = kDepth / 16, kBoxes = ceil_div(kDepth, kBoxColumns);
-  const ptx::Descriptor a = ptx::descriptor(keys, 0, 0, 1024),
-                        b = ptx::descriptor(queries, 0, 0, 1024);
-#pragma unroll
-  for (int i = 0; i < kProducts<kParts> * kSteps; ++i) {
-    const Planes planes = planes_of<kParts>(i / kSteps);
-    const int box = i % kSteps / 4, inner = i % kSteps % 4 * 32;
-    ptx::wgmma_ss<Element, 0, 0>(d, a.at((planes.left * kBoxes + box) * kBoxK + inner),
-                                 b.at((planes.right * kBoxes + box) * kBoxQ + inner),
-                                 accumulate || i > 0);
-  }
-  ptx::wgmma_commit();
-}
-
-// d[64 keys x n] += a[64 keys x kQueries] b[kQueries x n], a in registers; no commit.
-template <int kHalfN>
-__device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint32 (&a)[kScores / 2],
-                                                 uint32 rows) {
-  const ptx::Descriptor b = ptx::descriptor(rows, 0, kBoxQ, 1024);
-#pragma unroll
-  for (int i = 0; i < kQueries / 16; ++i) {
-    ptx::wgmma_rs<Element, 1>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b.at(i * 2048),
-                              1);
-  }
-}
-
-// d[64 keys x n] = a[64 keys x kQueries] b[kQueries x n] of halves, a's in registers, the second
-// ones of b `plane` bytes on; no commit.
-template <int kHalfN>
-__device__ __forceinline__ void issue_product(float (&d)[kHalfN], const uint32 (&a)[2][kScores / 2],
-                                              uint32 rows, uint32 plane) {
-  const ptx::Descriptor b = ptx::descriptor(rows, 0, kBoxQ, 1024);
-  constexpr int kSteps = kQueries / 16;
-#pragma unroll
-  for (int i = 0; i < kProducts<2> * kSteps; ++i) {
-    const Planes planes = planes_of<2>(i / kSteps);
-    const int step = i % kSteps;
-    const uint32(&left)[kScores / 2] = a[planes.left];
-    ptx::wgmma_rs<Element, 1>(d, left[4 * step], left[4 * step + 1], left[4 * step + 2],
-                              left[4 * step + 3], b.at(planes.right * plane + step * 2048), i > 0);
-  }
-}
-
-// Writes columns of the keys [slab, slab + 64) of dK or dV, rounded, straight from the accumulators
-// of a warpgroup: no shared memory is taken.
-template <int kDim, int kCount>
-__device__ __forceinline__ void store_columns(const BackwardParams& p, void* array,
-                                              const float (&values)[kCount], int first_column,
-                                              float scale, const volatile UnitRecord& u, int slab) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = u.key0 + slab + fragment::first_row(threadIdx.x) + fragment::kRowStep * r;
-    if constexpr (kSame<ResultElement, Float32>) {
-      if (row < p.kv_len) {
-        float* to = static_cast<float*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
-        if (is_share(p, u)) {
-          add_row<kDim>(values, r, scale, to, first_column);
-        } else {
-          store_row<kDim>(values, r, scale, to, first_column);
-        }
-      }
-      continue;
-    }
-    uint32 pieces[4 * ceil_div(2 * kCount, 32)];
-    fragment::gather_row<kCount, 4 * ceil_div(2 * kCount, 32), Multiplied>(values, r, scale,
-                                                                           pieces);
-    if (row < p.kv_len) {
-      uint16* to = static_cast<uint16*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
-#pragma unroll
-      for (int g = 0; g < ceil_div(2 * kCount, 32); ++g) {
-        const int column = first_column + 8 * (4 * g + static_cast<int>(threadIdx.x) % 4);
-        if (column < kDim) {
-          store_piece<kDim>(
-              to, column,
-              uint4{pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]});
-        }
-      }
-    }
-  }
 }
 
 }  // namespace backward

@@ -2,7 +2,8 @@
 // elements: all roles of the main kernels ask here alone. Read backward_units.cuh next.
 #pragma once
 
-#include "backward_common.cuh"
+#include "backward_blocks.cuh"
+#include "backward_sums.cuh"
 
 namespace backward {
 

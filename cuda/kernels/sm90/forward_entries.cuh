@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward_exact.cuh"
+#include "mask_plan.cuh"
 #include "sm90/forward_fading.cuh"
 
 // With kHalves a kernel goes ahead, a CTA for 64 rows of a head of queries, keys or values.
@@ -17,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(halves::kThreads)
   }
 }
 
-// With a mask a kernel goes ahead, see mask.cuh: the last one, unless there are segments or
+// With a mask a kernel goes ahead, see mask_plan.cuh: the last one, unless there are segments or
 // positions, so it zeroes the counter of units.
 extern "C" __global__ void __launch_bounds__(mask::kThreads)
     mask_plan(const __grid_constant__ ForwardParams p) {

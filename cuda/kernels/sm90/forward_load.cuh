@@ -1,5 +1,5 @@
 // The producer of the forward kernel: one warp that takes units and loads by TMA; four where TMA
-// does not load. Read forward_warpgroup.cuh next.
+// does not load. Read forward_terms.cuh next.
 #pragma once
 
 #include "sm90/forward_walk.cuh"

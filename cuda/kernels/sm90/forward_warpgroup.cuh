@@ -2,192 +2,10 @@
 // products, and the way from scores to weights. Read forward_units.cuh next.
 #pragma once
 
+#include "sm90/forward_terms.cuh"
 #include "sm90/forward_walk.cuh"
 
 namespace forward {
-
-// Scores or exponentials of one block of keys, a warpgroup's fragment.
-using Scores = float[kBlockKV / 2];
-
-// Weights in two halves. The second one of a weight of 2^-12 is no normal number: with the maxima
-// at 2^4 what is lost of any is 2^-29 of the largest; further above zero exponents are less exact.
-struct InTwoHalves : Float16 {
-  static constexpr int kHeadroom = -4;
-};
-template <class Of>
-struct WeightOf {
-  using Type = Of;
-};
-template <>
-struct WeightOf<Float32> {
-  using Type = InTwoHalves;
-};
-using WeightElement = WeightOf<Element>::Type;
-using Softmax = SoftmaxState<WeightElement>;
-static_assert(!kSharesLine || WeightElement::kHeadroom > 64, "weights are larger by the line");
-using RowBits = mask::RowBits<kWarpgroupRows, kBlockKV>;
-
-// The bias of the block whose scores are on their way, that TMA has loaded: read ahead, or not.
-using StagedBias = bias::StagedRows<kBlockKV, kUnitRows>;
-template <bool kAhead>
-struct BiasReader {
-  StagedBias held;
-  __device__ __forceinline__ void read_bias(uint32 tile, int row) { held.load(tile, row); }
-  template <class Apply>
-  __device__ __forceinline__ void visit_bias(uint32, int, Apply apply) const {
-    held.visit(apply);
-  }
-};
-template <>
-struct BiasReader<false> {
-  __device__ __forceinline__ void read_bias(uint32, int) {}
-  template <class Apply>
-  __device__ __forceinline__ void visit_bias(uint32 tile, int row, Apply apply) const {
-    StagedBias::visit(tile, row, apply);
-  }
-};
-
-// Of the block whose scores are on their way: the line that a function adds, if it is one for all
-// rows of the warp.
-template <bool kExists>
-struct BlockLine : ScoreLine<ForwardParams, kExists> {  // none
-  __device__ __forceinline__ void begin_line(const ForwardParams&, int, int, int) {}
-  __device__ __forceinline__ void fetch(const ForwardParams&, int) {}
-  __device__ __forceinline__ bool is_one() const { return false; }
-  __device__ __forceinline__ void add_to(const ForwardParams&, Scores&) const {}  // not called
-  __device__ __forceinline__ LineFactor<kScoreIsLevel> factor() const { return {}; }
-};
-template <>
-struct BlockLine<true> : ScoreLine<ForwardParams> {
-  int distance;  // of the thread's first element in block 0, key - query
-  bool one;
-  LineFactor<kScoreIsLevel> line;
-  __device__ __forceinline__ void begin_line(const ForwardParams& p, int row, int head, int query) {
-    ScoreLine<ForwardParams>::read(p, row, head);
-    distance = fragment::first_column(threadIdx.x) - query;
-  }
-  __device__ __forceinline__ void fetch(const ForwardParams& p, int first_key) {
-    const int first = first_key + distance;
-    one = kScoreReach < 0 || !__any_sync(0xffffffffu, is_bent(first));
-    const Line of = of_side(first > 0);
-    line = {line_factor(p), of.slope};
-    line.set_start(0, of.at(first));
-    line.set_start(1, of.at(first - fragment::kRowStep));
-  }
-  // Of the first element of one of the warp's threads: are these less than the reach away, or some
-  // before and some after it? First elements are from kRowStep - 1 before the warp's first query to
-  // 6 after it.
-  static __device__ __forceinline__ bool is_bent(int first) {
-    constexpr int kAfter = kScoreReach + fragment::kRowStep;
-    constexpr int kBefore = kScoreReach + kBlockKV - fragment::kRowStep + 1;
-    return first < kAfter && first > -kBefore;
-  }
-  __device__ __forceinline__ bool is_one() const { return one; }
-  // A level line, where a block is tested or looked through for maxima.
-  __device__ __forceinline__ void add_to(const ForwardParams& p, Scores& scores) const {
-    const float added = line.first_start() * kLn2;
-#pragma unroll
-    for (int i = 0; i < kBlockKV / 2; ++i) scores[i] = scaled_score(p, scores[i]) + added;
-  }
-  __device__ __forceinline__ LineFactor<kScoreIsLevel> factor() const { return line; }
-};
-
-// What a thread draws with, read once a unit: of a block's its draws would wait for shared and
-// global memory, which take hundreds of cycles beside wgmma.
-template <bool kExists>
-struct UnitDraws {  // none
-  template <class QueryOf>
-  __device__ __forceinline__ void read(const ForwardParams&, int, int, QueryOf) {}
-  __device__ __forceinline__ void draw(const ForwardParams&, DroppedPairs<kBlockKV>&, int) const {}
-};
-template <>
-struct UnitDraws<true> {
-  RowDraws draws;  // from key 0 on
-  template <class QueryOf>
-  __device__ __forceinline__ void read(const ForwardParams& p, int batch, int head,
-                                       QueryOf query_of) {
-    const Draws of(p, ptx::uniform(batch), ptx::uniform(head));
-    draws = RowDraws(of, query_of(0), fragment::first_column(ptx::opaque(threadIdx.x)));
-  }
-  __device__ __forceinline__ void draw(const ForwardParams& p, DroppedPairs<kBlockKV>& dropped,
-                                       int first_key) const {
-    dropped.draw_all(p, draws, first_key);
-  }
-};
-
-// Loads a block's bits of the mask; those of the boolean one from where they begin for the rows of
-// the warpgroup, found once a unit.
-template <class Bits, bool kHeld>
-struct UnitBits {  // not held
-  __device__ __forceinline__ void find(const ForwardParams&, int, int, int) {}
-  template <class QueryOf>
-  __device__ __forceinline__ void load(const ForwardParams& p, int batch, int head,
-                                       QueryOf query_of, int block, bool tests, Bits& bits) const {
-    bits.load(p, batch, head, query_of, block, tests);
-  }
-};
-template <class Bits>
-struct UnitBits<Bits, true> {
-  int tile;
-  __device__ __forceinline__ void find(const ForwardParams& p, int batch, int head, int query) {
-    tile = ptx::uniform(Bits::tile_of(p, batch, head, query));
-  }
-  template <class QueryOf>
-  __device__ __forceinline__ void load(const ForwardParams& p, int batch, int head, QueryOf,
-                                       int block, bool tests, Bits& bits) const {
-    const auto row_of = [](int) { return fragment::first_row(ptx::opaque(threadIdx.x)); };
-    bits.load(p, tile, batch, head, row_of, block, tests);
-  }
-};
-
-// What numbers in halves take. Tensor cores cut off the last bits of a sum: those of one block
-// start at zero, and are added to the others by `fma`, which rounds.
-template <bool kExists>
-struct InHalves {  // none
-  static __device__ __forceinline__ void split(int, float, float) {}
-  static __device__ __forceinline__ void issue(ptx::Descriptor, float) {}
-  static __device__ __forceinline__ void add_to(float (&)[kValueColumns / 2]) {}
-  static __device__ __forceinline__ void set_unit(float, int) {}
-  static __device__ __forceinline__ int tile_of(int) { return 0; }
-  static __device__ __forceinline__ void set_key(float) {}
-  static __device__ __forceinline__ float logit_scale() { return 1.0f; }
-};
-template <>
-struct InHalves<true> {
-  uint32 halves[2][kBlockKV / 4];  // of the weights
-  float block_output[kValueColumns / 2];
-  float value_factor;  // of block_output
-  float query_factor;  // times scale_log2
-  float logit_factor;  // the same of the block whose scores are on their way
-  int first_tile;      // of 64 keys, of the head
-
-  __device__ __forceinline__ void split(int i, float low, float high) {
-    uint32 parts[2];
-    split_pair(low, high, parts, 1.0f);
-    halves[0][i] = parts[0];
-    halves[1][i] = parts[1];
-  }
-  __device__ __forceinline__ void issue(ptx::Descriptor value, float factor) {
-    value_factor = factor;
-    issue_output_of_halves<kBlockKV, kValueDim>(block_output, halves, value);
-  }
-  __device__ __forceinline__ void add_to(float (&output)[kValueColumns / 2]) {
-    ptx::pin(block_output);
-#pragma unroll
-    for (int i = 0; i < kValueColumns / 2; ++i) {
-      output[i] = fmaf(block_output[i], value_factor, output[i]);
-    }
-  }
-  __device__ __forceinline__ void set_unit(float factor, int first_tile_of_keys) {
-    query_factor = factor;
-    first_tile = first_tile_of_keys;
-  }
-  __device__ __forceinline__ int tile_of(int block) const {
-    return first_tile + block * kBlockKV / halves::kRows;
-  }
-  __device__ __forceinline__ void set_key(float factor) { logit_factor = query_factor * factor; }
-  __device__ __forceinline__ float logit_scale() const { return logit_factor; }
-};
 
 // Bases, which take no place where there is no function and no bias: other members would move, and
 // plain kernels be compiled to other registers.
@@ -304,7 +122,7 @@ struct Warpgroup : RowWalk,
       ptx::named_barrier_arrive(kTurnBarrier + next, 256);
     }
   }
-  // Of halves found again: numbers of barriers took registers.
+  // With halves found again: numbers of barriers took registers.
   __device__ __forceinline__ int turn() const {
     return kHalves ? ptx::opaque(threadIdx.x) / 128 - 1 : warpgroup;
   }
@@ -360,7 +178,7 @@ struct Warpgroup : RowWalk,
                  [&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
     }
   }
-  // Of the block in the current key buffer, and the warp's first row of it.
+  // The bias of the block in the current key buffer, and the warp's first row of it.
   __device__ __forceinline__ uint32 staged_bias() const {
     return Shared::bias_tile(start, key_ring.stage());
   }
@@ -368,8 +186,9 @@ struct Warpgroup : RowWalk,
     return warpgroup * kWarpgroupRows + ptx::opaque(threadIdx.x) % 128 / 32 * 16;
   }
   // Fetches what terms have for the block whose scores have been started, beside their product;
-  // `next`: its number, unless it is listed. Of a unit's first block `is_first`. With kListsWhole
-  // it is `block` from here on: what is read of shared memory after the product is waited for.
+  // `next`: its number, unless it is listed; `is_first`: it is the unit's first block. With
+  // kListsWhole it is `block` from here on: what is read of shared memory after the product is
+  // waited for.
   __device__ __forceinline__ void fetch_terms(int next, bool is_first) {
     if constexpr (kListsWhole) {
       const ListedBlock listed = listed_block();
@@ -497,7 +316,7 @@ struct Warpgroup : RowWalk,
   __device__ __forceinline__ void add_bias(Scores& scores) {
     if constexpr (kHasBias && !kBiasTiles) {
       biases.visit([&](int i, float bias) { scores[i] = with_bias(p, scores[i], bias); });
-      // Of the last block once more: a branch beside products would serialise them.
+      // That of the last block once more: a branch beside products would serialise them.
       if constexpr (kBiasAhead) fetch_bias(max(block - 1, 0));
     }
   }
@@ -529,7 +348,7 @@ struct Warpgroup : RowWalk,
     }
   }
   __device__ __forceinline__ bool later_is_full() const { return kLaterAreFull || is_full(unit()); }
-  // Weights of the unit's first block. Of a diagonal one, half of the warps see half.
+  // Weights of the unit's first block. Half of the warps see half of a diagonal one.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
     apply_terms(scores);
     if (!is_full(unit()) && sees_first_half_only()) {
