@@ -39,7 +39,7 @@ struct Exchange {
   float largest[kWarps][16];
 };
 
-// Of the warps that compute alone.
+// The warps that compute meet, without the loader.
 __device__ __forceinline__ void meet() { ptx::named_barrier_sync(1, 32 * kWarps); }
 
 // Halves that are infinite or NaN become 0.
@@ -50,10 +50,8 @@ __device__ __forceinline__ uint32 finite_halves(uint32 pair) {
   return pair & (low | high);
 }
 
-template <class Of>
-struct AttendOf {
-  static constexpr bool kSplits = kSame<Of, Float32>;  // then products are those of Split
-
+// What a warp has found of its rows: the running softmax and the sums, and how it leaves them.
+struct Attended {
   const DecodeParams& p;
   const Unit& unit;
   const Share& share;
@@ -65,6 +63,86 @@ struct AttendOf {
   float output[kOwnColumns / 2];
   Seen seen;          // positions that this thread's rows see
   Range seen_by_all;  // by every row of the unit
+
+  __device__ __forceinline__ int first_key() const { return kSplitsColumns ? 0 : part * kPartKeys; }
+  __device__ __forceinline__ int first_column() const {
+    return kSplitsColumns ? part * kOwnColumns : 0;
+  }
+
+  // Every row gives NaN from here on.
+  __device__ __forceinline__ void spoil() { state.sum[0] = state.sum[1] = kInfinity - kInfinity; }
+
+  // Adds what was found to that of the warps with the same rows, one after the other, for `write`.
+  __device__ __forceinline__ void leave(Sums& sums) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4 + i * fragment::kRowStep, warp = tile * kKeyParts + part;
+      const float total = fragment::quad_sum(state.sum[i]);
+      if (lane % 4 == 0) {
+        sums.base[warp][row] = state.base[i];
+        sums.total[warp][row] = total;
+      }
+    }
+    meet();
+#pragma unroll 1
+    for (int turn = 0; turn < (kSplitsColumns ? 1 : kKeyParts); ++turn) {
+      if (kSplitsColumns || part == turn) add_to(sums, turn > 0);
+      meet();
+    }
+  }
+  __device__ __forceinline__ void add_to(Sums& sums, bool adds) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4 + i * fragment::kRowStep;
+      const float weight = ptx::exp2_approx(state.base[i] - largest_base(sums, tile, row));
+#pragma unroll
+      for (int j = 0; j < kOwnColumns / 8; ++j) {
+        const int at = fragment::element(j, i, 0);
+        float2& place = *reinterpret_cast<float2*>(
+            &sums.values[tile][row][first_column() + 8 * j + fragment::first_column(lane)]);
+        const float2 before = adds ? place : make_float2(0.0f, 0.0f);
+        place =
+            make_float2(fmaf(output[at], weight, before.x), fmaf(output[at + 1], weight, before.y));
+      }
+    }
+  }
+
+  // Leaves what was found of the first `rows`, for decode_cluster.cuh.
+  __device__ __forceinline__ void leave(Found& found, int warp, int rows) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4 + i * fragment::kRowStep;
+      const float total = fragment::quad_sum(state.sum[i]);
+      if (row >= rows) continue;
+      if (lane % 4 == 0) {
+        found.base[warp][row] = state.base[i];
+        found.total[warp][row] = total;
+      }
+#pragma unroll
+      for (int j = 0; j < kOwnColumns / 8; ++j) {
+        const int at = fragment::element(j, i, 0);
+        *reinterpret_cast<float2*>(&found.values[warp][row][8 * j + fragment::first_column(lane)]) =
+            make_float2(output[at], output[at + 1]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ float largest_base(const Sums& sums, int tile, int row) {
+    float base = kNoBase;
+#pragma unroll
+    for (int part = 0; part < kKeyParts; ++part) {
+      base = fmaxf(base, sums.base[tile * kKeyParts + part][row]);
+    }
+    return base;
+  }
+};
+
+template <class Of>
+struct AttendOf : Attended {
+  static constexpr bool kSplits = kSame<Of, Float32>;  // then products are those of Split
 
   __device__ __forceinline__ void start() {
 #pragma unroll
@@ -84,11 +162,6 @@ struct AttendOf {
   static constexpr int kWeightTiles = ceil_div(kPartKeys, 16);
   // Keys of a block and columns of its values that this warp multiplies by weights.
   static constexpr int kProductKeys = kSplitsColumns ? kBlockKV : kPartKeys;
-  __device__ __forceinline__ int first_key() const { return kSplitsColumns ? 0 : part * kPartKeys; }
-  __device__ __forceinline__ int first_column() const {
-    return kSplitsColumns ? part * kOwnColumns : 0;
-  }
-
   // A block of positions from `first` on; keys and values are tiles of kBlockKV rows of its head.
   __device__ __forceinline__ void add_block(uint32 keys, uint32 values, int first) {
     const int lane = threadIdx.x % 32;
@@ -240,7 +313,7 @@ struct AttendOf {
     }
   }
 
-  // Of what this warp multiplies.
+  // Are the values that this warp multiplies finite?
   __device__ __forceinline__ bool values_are_finite(uint32 values) {
     const int lane = threadIdx.x % 32;
     uint32 found = 0;
@@ -281,76 +354,6 @@ struct AttendOf {
         }
       }
     }
-  }
-
-  // Every row gives NaN from here on.
-  __device__ __forceinline__ void spoil() { state.sum[0] = state.sum[1] = kInfinity - kInfinity; }
-
-  // Adds what was found to that of the warps with the same rows, one after the other, for `write`.
-  __device__ __forceinline__ void leave(Sums& sums) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane / 4 + i * fragment::kRowStep, warp = tile * kKeyParts + part;
-      const float total = fragment::quad_sum(state.sum[i]);
-      if (lane % 4 == 0) {
-        sums.base[warp][row] = state.base[i];
-        sums.total[warp][row] = total;
-      }
-    }
-    meet();
-#pragma unroll 1
-    for (int turn = 0; turn < (kSplitsColumns ? 1 : kKeyParts); ++turn) {
-      if (kSplitsColumns || part == turn) add_to(sums, turn > 0);
-      meet();
-    }
-  }
-  __device__ __forceinline__ void add_to(Sums& sums, bool adds) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane / 4 + i * fragment::kRowStep;
-      const float weight = ptx::exp2_approx(state.base[i] - largest_base(sums, tile, row));
-#pragma unroll
-      for (int j = 0; j < kOwnColumns / 8; ++j) {
-        const int at = fragment::element(j, i, 0);
-        float2& place = *reinterpret_cast<float2*>(
-            &sums.values[tile][row][first_column() + 8 * j + fragment::first_column(lane)]);
-        const float2 before = adds ? place : make_float2(0.0f, 0.0f);
-        place =
-            make_float2(fmaf(output[at], weight, before.x), fmaf(output[at + 1], weight, before.y));
-      }
-    }
-  }
-
-  // Leaves what was found of the first `rows`, for decode_cluster.cuh.
-  __device__ __forceinline__ void leave(Found& found, int warp, int rows) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane / 4 + i * fragment::kRowStep;
-      const float total = fragment::quad_sum(state.sum[i]);
-      if (row >= rows) continue;
-      if (lane % 4 == 0) {
-        found.base[warp][row] = state.base[i];
-        found.total[warp][row] = total;
-      }
-#pragma unroll
-      for (int j = 0; j < kOwnColumns / 8; ++j) {
-        const int at = fragment::element(j, i, 0);
-        *reinterpret_cast<float2*>(&found.values[warp][row][8 * j + fragment::first_column(lane)]) =
-            make_float2(output[at], output[at + 1]);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ float largest_base(const Sums& sums, int tile, int row) {
-    float base = kNoBase;
-#pragma unroll
-    for (int part = 0; part < kKeyParts; ++part) {
-      base = fmaxf(base, sums.base[tile * kKeyParts + part][row]);
-    }
-    return base;
   }
 };
 

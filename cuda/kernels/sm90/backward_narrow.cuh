@@ -65,9 +65,10 @@ struct UnitRanges {
 __device__ __forceinline__ Range uniform_range(const Range& range) {
   return {ptx::uniform(range.begin), ptx::uniform(range.end)};
 }
-// A score warpgroup. What it accumulates is handed from function to function: with members in their
+// What a score warpgroup hands on, dk and dv of its keys and its half of dQ, and what a step needs
+// ahead. What the warpgroup accumulates is handed from function to function: with members in their
 // place the compiler computes the addresses and columns of a step in another order.
-struct Scorer {
+struct ScorerParts {
   const BackwardParams& p;
   const int which;
   const int slab = 64 * which;  // its first key of the block
@@ -217,7 +218,10 @@ struct Scorer {
       ptx::pin(dp);
     }
   }
+};
 
+// A score warpgroup.
+struct Scorer : ScorerParts {
   // One query block. dQ of the block before it is computed here too, unless this is the unit's
   // first.
   template <bool kFirst>
@@ -287,7 +291,7 @@ struct Scorer {
           probability[i / 2] = pack_probability(x[i], x[i + 1]);
         }
         if constexpr (kReadsAhead && kHasDropout) {
-          // Of what is dropped delta alone. Asked for each bit twice: a bool takes a shift more.
+          // A dropped pair has delta alone. Each bit is asked for twice: a bool takes a shift more.
           const float low = dropped.drops(i) ? d.x : dp[i];
           const float high = dropped.drops(i + 1) ? d.y : dp[i + 1];
           gradient[i / 2] = Element::pack(x[i] * low, x[i + 1] * high);

@@ -107,7 +107,9 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 1)
     }
   } else {
     ptx::register_increase<kConsumerRegisters>();
-    Consumer consumer{{{}, {}, {}, {}, {}, {}, {}, p, shared, warp / 4 - 1 - kConsumers * team}};
+    // A brace for each base down to WarpgroupState.
+    const int warpgroup = warp / 4 - 1 - kConsumers * team;
+    Consumer consumer{{{{{{}, {}, {}, {}, {}, {}, {}, p, shared, warpgroup}}}}};
     consumer.run();
   }
 }

@@ -6,7 +6,9 @@
 
 namespace forward {
 
-struct Producer {
+// What a unit loads: its queries, with which it is handed to consumers, and blocks of keys and
+// values.
+struct Loads {
   const ForwardParams& p;
   Shared& shared;
   Ring<kStages, false> ring;  // of K and V alike: each block takes one stage of both
@@ -20,42 +22,6 @@ struct Producer {
     return kTeams == 1 ? threadIdx.x == 0 : lane() == 0;
   }
 
-  // Asks the counter for the unit after this one.
-  __device__ __forceinline__ void request_number(int number) {
-    if (is_again(number)) return;  // the next number has been asked for
-    const int stride = kTeams * gridDim.x;
-    if constexpr (!kDynamic) {
-      next_number = number + stride;
-    } else if (is_leader()) {
-      if (number < stride) ptx::wait_for_the_kernel_ahead();  // which zeroes the counter
-      next_number = stride + atomicAdd(p.unit_counter, 1);
-    }
-  }
-  // The answer, in all lanes.
-  __device__ __forceinline__ int receive_number() const { return ptx::uniform(next_number); }
-
-  // The next unit: one to walk again, or the one that was asked for last.
-  __device__ __forceinline__ int next_unit() {
-    if constexpr (kRepeats) {
-      int mine;
-      const uint32 asked = shared.units_to_repeat(lane(), mine);
-      if (asked != 0) {
-        const int slot = __ffs(asked) - 1;
-        if (lane() == slot) shared.repeats[slot] = 0;
-        return __shfl_sync(0xffffffffu, mine, slot);
-      }
-    }
-    return receive_number();
-  }
-  // Whether units are to be walked again after the last one; if so, the next number is the end of
-  // these.
-  __device__ __forceinline__ bool repeats_remain(int number) {
-    if (!kRepeats || is_again(number)) return false;
-    next_number = again(number);
-    ptx::barrier_wait(ptx::shared_address(&shared.finished), 0);
-    int mine;
-    return shared.units_to_repeat(lane(), mine) != 0;
-  }
   // Who loads and waits for empty buffers.
   __device__ __forceinline__ bool loads() const { return !kTmaLoads || is_leader(); }
   // A warp's part has been copied.
@@ -107,7 +73,7 @@ struct Producer {
   __device__ __forceinline__ void load_bias(const UnitInfo& unit, int stage, int block) {
     const uint32 tile = Shared::bias_tile(ptx::shared_address(&shared), stage);
     const uint32 barrier = ptx::shared_address(&shared.key_full[stage]);
-    // Of each score alone it is not read again.
+    // A bias of each score alone is not read again.
     const bool own = p.bias.batch != 0 && p.bias.head != 0;
     const int head = p.bias.head != 0 ? unit.head : 0, batch = p.bias.batch != 0 ? unit.batch : 0;
 #pragma unroll
@@ -221,7 +187,46 @@ struct Producer {
       }
     }
   }
+};
 
+// Takes units and walks their blocks.
+struct Producer : Loads {
+  // Asks the counter for the unit after this one.
+  __device__ __forceinline__ void request_number(int number) {
+    if (is_again(number)) return;  // the next number has been asked for
+    const int stride = kTeams * gridDim.x;
+    if constexpr (!kDynamic) {
+      next_number = number + stride;
+    } else if (is_leader()) {
+      if (number < stride) ptx::wait_for_the_kernel_ahead();  // which zeroes the counter
+      next_number = stride + atomicAdd(p.unit_counter, 1);
+    }
+  }
+  // The answer, in all lanes.
+  __device__ __forceinline__ int receive_number() const { return ptx::uniform(next_number); }
+
+  // The next unit: one to walk again, or the one that was asked for last.
+  __device__ __forceinline__ int next_unit() {
+    if constexpr (kRepeats) {
+      int mine;
+      const uint32 asked = shared.units_to_repeat(lane(), mine);
+      if (asked != 0) {
+        const int slot = __ffs(asked) - 1;
+        if (lane() == slot) shared.repeats[slot] = 0;
+        return __shfl_sync(0xffffffffu, mine, slot);
+      }
+    }
+    return receive_number();
+  }
+  // Whether units are to be walked again after the last one; if so, the next number is the end of
+  // these.
+  __device__ __forceinline__ bool repeats_remain(int number) {
+    if (!kRepeats || is_again(number)) return false;
+    next_number = again(number);
+    ptx::barrier_wait(ptx::shared_address(&shared.finished), 0);
+    int mine;
+    return shared.units_to_repeat(lane(), mine) != 0;
+  }
   // The blocks of a unit of a layout. The next unit's number is asked for when few are left.
   __device__ __forceinline__ void load_layout(UnitWalk& walk, UnitInfo& unit, int kv_head) {
     int block = unit.blocks.end - 1;
@@ -263,7 +268,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ void run() {
-    // Which makes flags and bits, or norms.
+    // The kernel ahead makes flags and bits, or norms.
     if constexpr (kHasMask || kFades) ptx::wait_for_the_kernel_ahead();
     int number = blockIdx.x;
     if constexpr (kTeams > 1) number += ptx::warp_index() * gridDim.x;

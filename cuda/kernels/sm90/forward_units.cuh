@@ -63,13 +63,13 @@ struct OutputRow<Float32> {
   }
 };
 
-struct Consumer : Warpgroup {
-  // -- results --
+// The results of a unit.
+struct UnitResults : Warpgroup {
   static constexpr uint32 kQuads = 0x11111111;  // a bit for each
   // Stores the unit. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
   // for each, and bit 4 * quad + row + 2 if it overflowed. A NaN lse is right, and the row with it:
-  // masked scores never reach the sum of the weights. But of halves, whose numbers may be too far
-  // apart.
+  // masked scores never reach the sum of the weights. Not so with halves, whose numbers may be too
+  // far apart.
   __device__ __forceinline__ uint32 finish_unit(const UnitInfo& t, const Softmax& softmax) const {
     uint32 nonfinite = 0;
 #pragma unroll
@@ -107,12 +107,12 @@ struct Consumer : Warpgroup {
     }
     return nonfinite;
   }
-  // Of a row that sees nothing.
+  // The lse of a row that sees nothing.
   __device__ __forceinline__ float empty_lse(const UnitInfo& t, int head) const {
     if constexpr (kHasSinks) return p.sinks[t.batch * p.sinks_batch_stride + head];
     return kNegativeInfinity;
   }
-  // By the four threads of a quad.
+  // Zeros by the four threads of a quad.
   __device__ __forceinline__ void store_zeros(ResultElement::Bits* out) const {
     for (int column = 8 * (lane() % 4); column < kValueDim; column += 32) {
       store_piece<kValueDim>(out, column, typename PieceOf<ResultElement>::Type{});
@@ -157,8 +157,10 @@ struct Consumer : Warpgroup {
       }
     }
   }
+};
 
-  // -- units --
+// A consumer's units, one after the other.
+struct Consumer : UnitResults {
   // Reads the unit whose Q has arrived. False: there is none.
   __device__ __forceinline__ bool read_unit() {
     ++units;
@@ -167,7 +169,7 @@ struct Consumer : Warpgroup {
     begin(t);
     return true;
   }
-  // Of a unit that has just been read: is its first block the warpgroup's too?
+  // Is the first block of a unit that has just been read the warpgroup's too?
   __device__ __forceinline__ bool starts_now() const {
     if (sees_nothing()) return false;
     return kBeginsNear || (kListsOwn ? blocks_before() == 0 : block + 1 == walked().end);
@@ -230,8 +232,8 @@ struct Consumer : Warpgroup {
     return {ptx::uniform(unit().blocks.begin), ptx::uniform(unit().blocks.end)};
   }
 
-  // Of these, how many come before this warpgroup's first one, all if it has none, and after its
-  // last.
+  // How many of these blocks come before this warpgroup's first one, all if it has none, and after
+  // its last.
   __device__ __forceinline__ int blocks_before() const {
     return kListsOwn ? ptx::uniform(unit().one.begin) : walked().end - 1 - block;
   }

@@ -22,7 +22,7 @@ struct ListedBlock {
   }
 };
 
-// Of `blocks`, which is not empty, the first and the last that the walk of a unit comes to.
+// The first and the last of `blocks`, which is not empty, that the walk of a unit comes to.
 __device__ __forceinline__ int first_of_walk(const UnitInfo& unit, const Range& blocks) {
   const int last = blocks.end - 1;
   return kBeginsNear ? min((unit.first_row + kUnitRows - 1) / kBlockKV, last) : last;
@@ -31,8 +31,8 @@ __device__ __forceinline__ int last_of_walk(const Range& blocks, int first) {
   return kBeginsNear && first + 1 < blocks.end ? first + 1 : blocks.begin;
 }
 
-// The producer's side: plans a unit and finds its next block. All lanes take part.
-struct UnitWalk {
+// What masks, positions and segments let the rows of a unit see of its blocks. All lanes take part.
+struct SeenBlocks {
   const ForwardParams& p;
   SegmentRange queries;  // ids of the rows, in a sparse unit; else empty
   // With kListsWhole: what was read last, of 32 blocks.
@@ -46,48 +46,7 @@ struct UnitWalk {
 
   __device__ __forceinline__ int lane() const { return ptx::fresh_lane(); }
 
-  // Finds the blocks that the unit walks.
-  __device__ __forceinline__ void plan(UnitInfo& unit, const UnitIndex& taken,
-                                       const Visibility& seen) {
-    if constexpr (kHasSegments) {
-      plan_segments(unit, taken);
-    } else {
-      const int first = unit.first_row / kPackedHeads;
-      const int last = (unit.first_row + kUnitRows - 1) / kPackedHeads;
-      unit.blocks = blocks_of<kBlockKV>(visible_keys(seen, first, last));
-    }
-    if constexpr (kFades) {
-      unit.blocks =
-          fading::blocks_that_count(p, taken.batch, taken.head, unit.first_row, unit.blocks);
-    }
-    if constexpr (kListsWhole) narrow(unit);
-  }
-  // The block after `block`, which is not the unit's last.
-  __device__ __forceinline__ int next(const UnitInfo& unit, int block) {
-    if (kBeginsNear && block == unit.blocks.begin) return unit.blocks.end - 1;
-    --block;
-    if constexpr (kListsLayout) --left;
-    if constexpr (kListsWhole) return find_listed<-1>(unit, block);
-    if (kHasSegments && !queries.empty()) block = find_block<-1>(unit, block);
-    return block;
-  }
-
-  // The blocks that the rows of warpgroup `lane` see, and which of them need no test.
-  __device__ __forceinline__ void describe_rows(UnitInfo& unit) const {
-    const int first_row = unit.first_row + lane() * kWarpgroupRows;
-    const int first_query = first_row / kPackedHeads;
-    const int last_query = (first_row + kWarpgroupRows - 1) / kPackedHeads;
-    // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
-    const Visibility seen{unit.offset, p.window_left, p.window_right,
-                          ptx::opaque(unit.query_length), ptx::opaque(unit.kv_length)};
-    unit.own = blocks_of<kBlockKV>(visible_keys(seen, first_query, last_query));
-    if constexpr (kFades) {
-      unit.own.begin = max(unit.own.begin, unit.blocks.begin);
-      unit.own.end = min(unit.own.end, unit.blocks.end);
-    }
-    unit.full = full_blocks<kBlockKV>(seen, first_query, min(last_query, seen.query_length - 1));
-  }
-  // -- mask; all lanes take part --
+  // -- mask --
   // What there is to see in a block for the rows of a warpgroup.
   __device__ __forceinline__ int mask_flag(const UnitInfo& unit, int warpgroup, int block) const {
     const int rows = unit.first_row / kWarpgroupRows + warpgroup;
@@ -113,7 +72,7 @@ struct UnitWalk {
         mask::flags_by_query<kWarpgroupRows, kBlockKV>(p, unit.batch, unit.head, rows, group);
     return p.block_mask.flags[at + which];
   }
-  // Of the window's blocks that are this lane's, the unit's that a warpgroup sees.
+  // The blocks of the unit that a warpgroup sees, among the window's that are this lane's.
   __device__ __forceinline__ uint32 seen_word(const UnitInfo& unit, int warpgroup) const {
     const int mine = window + 32 * lane();
     if (mine >= unit.blocks.end || mine + 32 <= unit.blocks.begin) return 0;
@@ -163,6 +122,66 @@ struct UnitWalk {
         seen |= (any << kAny | all) << i;
       }
     }
+  }
+  // -- positions --
+  // The smallest and largest of the rows of a warpgroup, and of a block of keys.
+  __device__ __forceinline__ int2 query_positions(const UnitInfo& unit, int warpgroup) const {
+    const int64 rows = static_cast<int64>(unit.batch) * p.query_blocks * kConsumers +
+                       unit.first_row / kWarpgroupRows + warpgroup;
+    return reinterpret_cast<const int2*>(p.query_position_ranges)[rows];
+  }
+  __device__ __forceinline__ int2 key_positions(const UnitInfo& unit, int block) const {
+    const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
+    return reinterpret_cast<const int2*>(p.key_position_ranges)[first + block];
+  }
+  __device__ __forceinline__ int2 segment_range_of(const UnitInfo& unit, int block) const {
+    const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
+    return reinterpret_cast<const int2*>(p.segment_ranges)[first + block];
+  }
+};
+
+// The producer's side: plans a unit and finds its next block. All lanes take part.
+struct UnitWalk : SeenBlocks {
+  // Finds the blocks that the unit walks.
+  __device__ __forceinline__ void plan(UnitInfo& unit, const UnitIndex& taken,
+                                       const Visibility& seen) {
+    if constexpr (kHasSegments) {
+      plan_segments(unit, taken);
+    } else {
+      const int first = unit.first_row / kPackedHeads;
+      const int last = (unit.first_row + kUnitRows - 1) / kPackedHeads;
+      unit.blocks = blocks_of<kBlockKV>(visible_keys(seen, first, last));
+    }
+    if constexpr (kFades) {
+      unit.blocks =
+          fading::blocks_that_count(p, taken.batch, taken.head, unit.first_row, unit.blocks);
+    }
+    if constexpr (kListsWhole) narrow(unit);
+  }
+  // The block after `block`, which is not the unit's last.
+  __device__ __forceinline__ int next(const UnitInfo& unit, int block) {
+    if (kBeginsNear && block == unit.blocks.begin) return unit.blocks.end - 1;
+    --block;
+    if constexpr (kListsLayout) --left;
+    if constexpr (kListsWhole) return find_listed<-1>(unit, block);
+    if (kHasSegments && !queries.empty()) block = find_block<-1>(unit, block);
+    return block;
+  }
+
+  // The blocks that the rows of warpgroup `lane` see, and which of them need no test.
+  __device__ __forceinline__ void describe_rows(UnitInfo& unit) const {
+    const int first_row = unit.first_row + lane() * kWarpgroupRows;
+    const int first_query = first_row / kPackedHeads;
+    const int last_query = (first_row + kWarpgroupRows - 1) / kPackedHeads;
+    // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
+    const Visibility seen{unit.offset, p.window_left, p.window_right,
+                          ptx::opaque(unit.query_length), ptx::opaque(unit.kv_length)};
+    unit.own = blocks_of<kBlockKV>(visible_keys(seen, first_query, last_query));
+    if constexpr (kFades) {
+      unit.own.begin = max(unit.own.begin, unit.blocks.begin);
+      unit.own.end = min(unit.own.end, unit.blocks.end);
+    }
+    unit.full = full_blocks<kBlockKV>(seen, first_query, min(last_query, seen.query_length - 1));
   }
   // As find_block.
   template <int kStep>
@@ -252,18 +271,6 @@ struct UnitWalk {
     }
   }
 
-  // -- positions --
-  // The smallest and largest of the rows of a warpgroup, and of a block of keys.
-  __device__ __forceinline__ int2 query_positions(const UnitInfo& unit, int warpgroup) const {
-    const int64 rows = static_cast<int64>(unit.batch) * p.query_blocks * kConsumers +
-                       unit.first_row / kWarpgroupRows + warpgroup;
-    return reinterpret_cast<const int2*>(p.query_position_ranges)[rows];
-  }
-  __device__ __forceinline__ int2 key_positions(const UnitInfo& unit, int block) const {
-    const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
-    return reinterpret_cast<const int2*>(p.key_position_ranges)[first + block];
-  }
-
   // -- segments; all lanes take part --
   // The plan of the warpgroup that is this lane's number.
   __device__ __forceinline__ const SegmentPlan* plan_of(const UnitIndex& taken) const {
@@ -296,10 +303,6 @@ struct UnitWalk {
     queries.reduce_warp();
     narrow(unit);
     unit.own = unit.blocks;
-  }
-  __device__ __forceinline__ int2 segment_range_of(const UnitInfo& unit, int block) const {
-    const int64 first = static_cast<int64>(unit.batch) * ceil_div(p.kv_len, kBlockKV);
-    return reinterpret_cast<const int2*>(p.segment_ranges)[first + block];
   }
   // The first block from `block` on, in steps of kStep, that shares a segment with the unit, if it
   // is sparse; one past the unit's blocks if there is none.

@@ -7,15 +7,15 @@
 
 namespace forward {
 
-// Bases, which take no place where there is no function and no bias: other members would move, and
-// plain kernels be compiled to other registers.
-struct Warpgroup : RowWalk,
-                   BiasReader<kBiasBeside>,
-                   ScoreFunction<ForwardParams>,
-                   BlockLine<kTakesLine>,
-                   UnitDraws<kHoldsDraws>,
-                   UnitBits<RowBits, kHoldsBits>,
-                   InHalves<kHalves> {
+// Registers and barriers. Its bases take no place where there is no function and no bias: other
+// members would move, and plain kernels be compiled to other registers.
+struct WarpgroupState : RowWalk,
+                        BiasReader<kBiasBeside>,
+                        ScoreFunction<ForwardParams>,
+                        BlockLine<kTakesLine>,
+                        UnitDraws<kHoldsDraws>,
+                        UnitBits<RowBits, kHoldsBits>,
+                        InHalves<kHalves> {
   using Halves = InHalves<kHalves>;
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   using UnitLine = BlockLine<kTakesLine>;             // likewise, and what follows once a block
@@ -126,8 +126,10 @@ struct Warpgroup : RowWalk,
   __device__ __forceinline__ int turn() const {
     return kHalves ? ptx::opaque(threadIdx.x) / 128 - 1 : warpgroup;
   }
+};
 
-  // -- products --
+// Products, and what terms fetch beside them.
+struct WarpgroupProducts : WarpgroupState {
   __device__ __forceinline__ void begin_scores(Scores& scores) const {
     const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + warpgroup);
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
@@ -269,8 +271,10 @@ struct Warpgroup : RowWalk,
     release_key();
     if (is_last()) release_query();
   }
+};
 
-  // -- scores to weights --
+// Scores to weights.
+struct Warpgroup : WarpgroupProducts {
   // Masks the first kCount of `scores`; with kInFlight beside wgmma.
   template <int kCount, bool kInFlight>
   __device__ __forceinline__ void mask_scores(Scores& scores) const {
