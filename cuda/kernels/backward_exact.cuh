@@ -19,7 +19,7 @@ __device__ __forceinline__ bool row_is_finite(const void* array, int64 at, int c
   return __all_sync(0xffffffffu, finite);
 }
 
-// Of lse_log2 and minus_delta.
+// The index of a row of lse_log2 and minus_delta.
 template <class Params>
 __device__ __forceinline__ int64 padded_row(const Params& p, int batch, int head, int query) {
   const int64 row = static_cast<int64>(batch) * p.query_heads + head;

@@ -23,7 +23,8 @@ template <class Of>
 struct Piece {
   uint4 bits = {0, 0, 0, 0};
 
-  // Of out, which nobody reads again (kStreamed), or dout, from index `at`, a column of a row, on.
+  // Loads from out, which nobody reads again (kStreamed), or dout, from index `at`, a column of a
+  // row, on.
   template <bool kStreamed>
   __device__ __forceinline__ void load(const void* array, int64 at, int column) {
     const uint16* from = static_cast<const uint16*>(array) + at;
@@ -163,7 +164,7 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
   for (int base = 0; base < 64; base += kRows * kPrepareUnroll) {
     Piece<ResultElement> o[kPrepareUnroll];
     Piece<Element> d[kPrepareUnroll];
-    // Of all columns, or the first kColumns.
+    // Loads all columns, or the first kColumns.
     const auto load = [&](int i, int first) {
       const int row = row0 + base + i * kRows + threadIdx.x / kLanes;
       o[i] = {};
@@ -200,8 +201,8 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
         bool empty = lse == kNegativeInfinity;
         if constexpr (!kFloat32) {
           // Logits of 1e10, or a bias of -1e10 for all keys, leave lse no bits for the weights:
-          // they would be 2^300 or 0. Of float32 none is above 1 (probability_of), which takes a
-          // comparison for each. Bits of magnitudes: infinity and NaN do not count.
+          // they would be 2^300 or 0. No weight of float32 is above 1 (probability_of), which takes
+          // a comparison for each. Bits of magnitudes: infinity and NaN do not count.
           constexpr uint32 kLeast = __builtin_bit_cast(uint32, 0x1p24f / kLog2E);
           empty = empty || (__float_as_uint(lse) & 0x7fffffffu) - kLeast < 0x7f800000u - kLeast;
         }

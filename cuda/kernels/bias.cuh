@@ -1,9 +1,9 @@
 // The bias: its elements on the way to the fragments of S or S^T.
 //
-// It is read as given: float32, bfloat16 or float16 whatever the query's type (kBiasFloat32,
+// The bias is read as given: float32, bfloat16 or float16 whatever the query's type (kBiasFloat32,
 // kBiasBFloat16), and once along the dims that it does not have (kBiasQueries and kBiasKeys: it
-// varies with the query, the key). Of every 16 keys of a query the four threads of a quad load four
-// each, 8 or 16 bytes, and exchange half of them; S^T takes them from there by transposing 8 x 8.
+// varies with the query, the key). The four threads of a quad load four each of every 16 keys of a
+// query, 8 or 16 bytes, and exchange half of them; S^T takes them from there by transposing 8 x 8.
 #pragma once
 
 #include "element.cuh"
@@ -43,13 +43,13 @@ __device__ __forceinline__ float load(const char* from) {
   if constexpr (kBiasFloat32) return __ldg(reinterpret_cast<const float*>(from));
   return Narrow::unpack(__ldg(reinterpret_cast<const uint16*>(from)));
 }
-// Of one pair, which exists.
+// The bias of one pair, which exists.
 template <class Params>
 __device__ __forceinline__ float at(const Params& p, int batch, int head, int query, int key) {
   return load(place(p, batch, head, query, key));
 }
 
-// Of its gradient: element number `index`, rounded to the bias's type.
+// Stores element number `index` of the bias's gradient, rounded to the bias's type.
 __device__ __forceinline__ void store(void* array, int64 index, float value) {
   if constexpr (kBiasFloat32) {
     static_cast<float*>(array)[index] = value;
@@ -95,7 +95,7 @@ __device__ __forceinline__ uint2 gather(uint32 low, uint32 high) {
   const uint32 got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
   return {odd ? got : low, odd ? high : got};
 }
-// Of a gradient: two elements each.
+// Adds two elements of a gradient each.
 __device__ __forceinline__ uint32 add_pairs(uint32 a, uint32 b) {
   return kBiasBFloat16 ? ptx::fma_bfloat16(a, 0x3f803f80u, b) : ptx::fma_float16(a, 0x3c003c00u, b);
 }
@@ -180,7 +180,7 @@ struct Tiles<kStages, 0> {
   static __device__ __forceinline__ uint32 bias_tile(uint32, uint32) { return 0; }
 };
 // The same of a tile in shared memory as TMA writes it: kRows queries by kKeys, boxes of 128 bytes.
-// Of 32 keys at a time, so that who has no registers for all of them loads where it adds.
+// Loads 32 keys at a time, so that who has no registers for all of them loads where it adds.
 template <int kKeys, int kRows>
 struct StagedRows {
   static constexpr int kParts = kKeys / 32;
@@ -213,7 +213,7 @@ struct StagedRows {
   static __device__ __forceinline__ void load_part(uint32 tile, int first_row, int part, Pair* to) {
     const int lane = threadIdx.x % 32;
     if constexpr (kBiasFloat32) {
-      // Of four rows one beside the other a quarter lies in the same banks: odd rows come another
+      // A quarter of four rows one beside the other lies in the same banks: odd rows come another
       // way round.
       const bool odd = lane / 4 % 2 != 0;
 #pragma unroll
@@ -354,7 +354,7 @@ struct StagedColumns {
       }
     }
   }
-  // Of all queries and keys, from global memory.
+  // Takes the bias of all queries and keys, from global memory.
   __device__ __forceinline__ void take(const ColumnTile<kQueries>& tile) {
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {

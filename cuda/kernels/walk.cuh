@@ -102,8 +102,8 @@ __device__ __forceinline__ SegmentRange segment_range(const int* ids, int begin,
 
 // ---- positions ----------------------------------------------------------------------------------
 
-// Of a range of queries' positions and one of keys' (an int2 each, as segment_range finds them):
-// may any of them see each other,
+// May any of a range of queries' positions and one of keys' (an int2 each, as segment_range finds
+// them) see each other,
 template <class Params>
 __device__ __forceinline__ bool positions_meet(const Params& p, int2 queries, int2 keys) {
   if (queries.x > queries.y || keys.x > keys.y) return false;  // a block past the length

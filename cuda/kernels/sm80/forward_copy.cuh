@@ -108,7 +108,7 @@ struct BlockPieces {
 // Copies are under way in the order in which tiles are taken, keys and values in turn, each a group
 // of its own. A tile is taken when the thread's part of it is there and then, past a barrier, that
 // of all; which says too that all are done with the tile before, whose place the next copy takes.
-// kStages = 0: a tile is copied when it is wanted. Of eight warps four copy queries and keys, the
+// kStages = 0: a tile is copied when it is wanted. Four of eight warps copy queries and keys, the
 // others values.
 struct Copies {
   const Sm80ForwardParams& p;

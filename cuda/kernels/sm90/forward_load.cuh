@@ -69,7 +69,7 @@ struct Loads {
       if constexpr (kBiasTiles) load_bias(unit, stage, block);
     }
   }
-  // To the same barrier.
+  // The bias comes to the same barrier.
   __device__ __forceinline__ void load_bias(const UnitInfo& unit, int stage, int block) {
     const uint32 tile = Shared::bias_tile(ptx::shared_address(&shared), stage);
     const uint32 barrier = ptx::shared_address(&shared.key_full[stage]);
