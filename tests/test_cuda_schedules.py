@@ -257,3 +257,17 @@ def test_the_lists_of_constants_have_each(source):
     heads = "".join(texts[name].split("#pragma once")[0] for name in LISTS[source])
     missing = {*plan_of(which, family, "128").constants} - {*re.findall(r"\bk\w+", heads)}
     assert not missing
+
+
+def test_device_text_is_in_pieces():
+    """No file of more than 500 lines, no struct of more than 250."""
+    struct = re.compile(r"^(?:struct|class) (\w+)[^;{]*\{\n.*?^\};", re.M | re.S)
+    texts = _native.kernel_sources()
+    structs = [
+        (file, match[1], match[0].count("\n") + 1)
+        for file, text in texts.items()
+        for match in struct.finditer(text)
+    ]
+    assert len(structs) > 100
+    assert not [file for file, text in texts.items() if text.count("\n") > 500]
+    assert not [struct for struct in structs if struct[2] > 250]
