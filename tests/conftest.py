@@ -172,20 +172,6 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_native, "compile_kernel", fail)
 
 
-@pytest.fixture(scope="module")
-def asserted_shared_memory():
-    """Sources of the compiler that assert the shared memory which a launch gives."""
-    from . import compile_cases
-
-    reason = _native.available("cuda")
-    if reason is not None:
-        pytest.skip(reason)
-    folder = _native.cache_folder()
-    _native.configure_cuda(folder, _native.CACHE_BYTES, compile_cases.asserting_sources())
-    yield
-    _native.configure_cuda(folder, _native.CACHE_BYTES)
-
-
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of all workers of this run."""

@@ -1,5 +1,5 @@
 // A CUDA driver and an NVRTC that run nothing and write down what they are asked: one library with
-// the names of both, for test_cuda_calls.py. It refuses what a driver would refuse of this.
+// the names of both, for test_run_plan.py. It refuses what a driver would refuse of this.
 //
 // Also what XLA calls on its CPU platform in place of the CUDA handlers. It passes the calls on to
 // them with made-up addresses of the buffers, call << 40 | (index + 1) << 32 for operands and then

@@ -29,7 +29,7 @@ from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
 from .cases import Case
-from .gpu import child_environment
+from .processes import child_environment
 
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 

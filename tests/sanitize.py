@@ -158,8 +158,8 @@ class Check:
 
     def run(self) -> None:
         """Raises AssertionError if a result is wrong."""
-        from . import test_cuda_carrier
-        from .test_cuda_sm80 import compare_parts
+        from .emulated import test_cuda_carrier
+        from .emulated.test_cuda_sm80 import compare_parts
 
         jax.clear_caches()  # of the same case by another family
         first = contextlib.nullcontext() if self.family is None else _gpu.prefer(self.family)

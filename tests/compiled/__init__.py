@@ -1,0 +1,1 @@
+"""The CUDA kernels, compiled by NVRTC: what its reports say."""

@@ -1,0 +1,514 @@
+"""The problems whose CUDA kernels test_cuda_compile*.py compile, and how a program is checked.
+
+Under each name: the problem and its shapes. `tuned` and `others` are of 16 bits on Hopper, `split`
+of float32 and of head dims for which warps share rows.
+"""
+
+import dataclasses
+import itertools
+import os
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_flash import _explain, _function, _gpu, _native, scores
+from jax_flash._problem import BlockMaskShape, Problem, Shapes, TermShape
+
+EVERYTHING = bool(os.environ.get("JAX_FLASH_COMPILE_ALL"))
+H200 = _gpu.spec.GPUS["H200"]
+PLAIN = Problem(dtype="bfloat16", scale=0.125)
+SHAPES = Shapes(
+    batch=2, q_len=4096, kv_len=4096, q_heads=16, kv_heads=16, head_dim=128, value_dim=128
+)
+
+LENGTHS = ("query_lengths", "key_value_lengths")
+SEGMENTS = ("query_segments", "key_value_segments")
+POSITIONS = ("query_positions", "key_value_positions")
+FEATURES: dict[str, dict] = {
+    "float16": {"dtype": "float16"},
+    "causal segments": {"terms": SEGMENTS, "window": (None, 0)},
+    "lengths": {"terms": LENGTHS},
+    "window": {"window": (1024, 0)},
+    "softcap": {"softcap": 30.0},
+    "sinks": {"terms": ("sinks",)},
+    "deterministic": {"deterministic": True},
+    "deterministic causal": {"deterministic": True, "window": (None, 0)},
+    "deterministic segments": {"deterministic": True, "terms": SEGMENTS, "window": (None, 0)},
+    "everything": {
+        "window": (1024, 0),
+        "bottom_right": True,
+        "softcap": 30.0,
+        "terms": (*LENGTHS, *SEGMENTS, "sinks"),
+    },
+}
+
+
+Configurations = Iterator[tuple[str, Problem, Shapes]]
+
+
+PLAIN_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+
+def tuned(name: str) -> Configurations:
+    """What is compiled always for a pass: plain kernels, and those that have spilled before."""
+    yield "128/128", PLAIN, SHAPES
+    for dims in PLAIN_DIMS:
+        shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
+        yield f"{dims[0]}/{dims[1]} causal", dataclasses.replace(PLAIN, window=(None, 0)), shapes
+    small = dataclasses.replace(SHAPES, head_dim=64, value_dim=64)
+    chosen = ["causal segments", "everything"]
+    backward = name == "backward"
+    if not backward:  # three warpgroups, or two since three would spill
+        chosen += ["softcap", "sinks", "lengths", "window"]
+        short = dataclasses.replace(small, batch=32, q_len=512, kv_len=512)
+        for window in ((None, None), (None, 0)):  # four warpgroups; two teams
+            yield f"64/64 short {window}", dataclasses.replace(PLAIN, window=window), short
+        bias = TermShape("float16", batch=1, heads=16, queries=4096, keys=4096)
+        shapes = dataclasses.replace(SHAPES, bias=bias)
+        for window in ((None, None), (None, 0)):
+            problem = dataclasses.replace(PLAIN, dtype="float16", terms=("bias",), window=window)
+            yield f"128 float16 bias, window {window}", problem, shapes
+        problem = dataclasses.replace(PLAIN, dtype="float16", terms=("bias",))
+        yield "64 float16 bias", problem, dataclasses.replace(small, bias=bias)
+    for feature in chosen:
+        yield f"64/64 {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), small
+        terms = ("block_numbers", "block_bits")
+        for block, dim, window in ((128, 64, (None, 0)), (64, 64, (None, None)), (128, 8, None)):
+            own = BlockMaskShape(batch=1, heads=1, block=block)
+            shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, block_mask=own)
+            problem = dataclasses.replace(
+                PLAIN, whole_blocks=True, terms=terms, window=window or (None, None)
+            )
+            yield f"{dim} layout of {block}, window {window}", problem, shapes
+    for name in ("deterministic causal", "deterministic segments") if backward else ():
+        yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
+    yield from rings() if backward else ()
+    yield from groups() if backward else ()
+    yield from functions_of_scores(("softcap", 256))
+    for name, problem, shapes in functions_of_scores(("alibi", 128)):
+        terms = ("dropout_state", *problem.terms)
+        yield f"{name}, dropout", dataclasses.replace(problem, **DROPOUT | {"terms": terms}), shapes
+    blocks = BlockMaskShape(batch=1, heads=16, block=128)
+    part = dataclasses.replace(
+        SHAPES, head_dim=256, value_dim=256, block_mask=blocks, drops_part=True
+    )
+    terms = ("block_numbers", "block_bits", *LENGTHS, "dropout_state")
+    problem = dataclasses.replace(PLAIN, window=(None, 0), **DROPOUT | {"terms": terms})
+    yield "256 block mask, lengths, a part of dropout", problem, part
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    both = dataclasses.replace(small, mask=mask, block_mask=blocks)
+    terms = ("mask", "block_numbers", "block_bits")
+    yield "64/64 both masks", dataclasses.replace(PLAIN, terms=terms), both
+
+
+def rings() -> Configurations:
+    """Backward kernels with the sum of dq in a ring."""
+    own = BlockMaskShape(batch=1, heads=1, block=128)
+    terms = ("block_numbers", "block_bits")
+    layout = dataclasses.replace(PLAIN, dtype="float16", whole_blocks=True, terms=terms)
+    for head_dim, value_dim in [(64, 64), (96, 72), (128, 128), (40, 128)]:
+        shapes = dataclasses.replace(SHAPES, batch=8, head_dim=head_dim, value_dim=value_dim)
+        of_layout = dataclasses.replace(shapes, q_len=16384, kv_len=16384, block_mask=own)
+        short = dataclasses.replace(shapes, batch=24, q_len=1025, kv_len=1024)
+        name = f"ring {head_dim}/{value_dim}"
+        yield name, PLAIN, short
+        yield f"{name} causal", dataclasses.replace(PLAIN, window=(None, 0)), short
+        yield f"{name} layout", layout, of_layout
+
+
+def groups() -> Configurations:
+    """Backward kernels whose units are some query heads of a group."""
+    for head_dim, value_dim in [(64, 64), (96, 72), (128, 128), (40, 128)]:
+        shapes = dataclasses.replace(
+            SHAPES, q_heads=16, kv_heads=4, head_dim=head_dim, value_dim=value_dim
+        )
+        causal = dataclasses.replace(PLAIN, window=(None, 0))
+        in_turns = dataclasses.replace(causal, deterministic=True)
+        segments = dataclasses.replace(in_turns, dtype="float16", terms=SEGMENTS)
+        name = f"groups {head_dim}/{value_dim}"
+        yield f"{name} causal", causal, dataclasses.replace(shapes, batch=16, q_len=2048)
+        yield f"{name} window", dataclasses.replace(PLAIN, window=(1024, 0)), shapes
+        yield f"{name} deterministic", in_turns, shapes
+        yield f"{name} segments, deterministic", segments, shapes
+
+
+def others() -> Configurations:
+    for dims in PLAIN_DIMS:  # whose causal kernels need more registers
+        shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
+        yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
+    yield from together()
+    for name, change in FEATURES.items():
+        yield name, dataclasses.replace(PLAIN, **change), SHAPES
+    odd = dataclasses.replace(SHAPES, q_len=4095)  # dq does not hold half of its own sum
+    for dim in (64, 128, 256):
+        shapes = dataclasses.replace(odd, head_dim=dim, value_dim=dim)
+        for turns in (False, True):
+            problem = dataclasses.replace(PLAIN, window=(None, 0), deterministic=turns)
+            yield f"{dim} causal odd{' deterministic' * turns}", problem, shapes
+    yield "grouped heads", PLAIN, dataclasses.replace(SHAPES, kv_heads=4)
+    for dims in [(100, 100), (33, 7), (127, 120), (255, 255)]:
+        shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
+        yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
+    yield from masks()
+    yield from dropouts()
+    yield from biases()
+    yield from positions()
+    yield from functions_of_scores(
+        *itertools.product(("alibi", "softcap", "table"), (64, 128, 256))
+    )
+    everything = dataclasses.replace(PLAIN, **FEATURES["everything"])
+    yield "100/36 everything", everything, dataclasses.replace(SHAPES, head_dim=100, value_dim=36)
+
+
+def together() -> Configurations:
+    """Many features in one program, chosen so that none is spilled."""
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
+    of_queries = dataclasses.replace(bias, dtype="float32", keys=1)
+    packed = {"q_len": 16, "kv_heads": 4}
+    window: dict[str, Any] = {"window": (1024, 100)}
+    causal: dict[str, Any] = {"window": (None, 0)}
+    many = (*LENGTHS, *SEGMENTS, *POSITIONS)
+    blocks = ("block_numbers", "block_bits")
+    layout: dict[str, Any] = DROPOUT | {"whole_blocks": True}
+    own = BlockMaskShape(batch=1, heads=1, block=128)
+    # Terms of each, and the head and value dims.
+    chosen: list[tuple[dict, dict, tuple[tuple[int, int], ...]]] = [
+        (window | {"terms": many}, {}, ((64, 64), (128, 128), (255, 255))),
+        (
+            causal | {"terms": (*many, "sinks"), "deterministic": True},
+            {},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            {"window": (1024, 0), "terms": (*many, "sinks"), "deterministic": True},
+            {},
+            ((256, 256),),
+        ),
+        (
+            causal | DROPOUT | {"terms": (*POSITIONS, "dropout_state"), "softcap": 30.0},
+            {},
+            ((64, 64), (128, 128), (256, 256)),
+        ),
+        (
+            {"window": (1024, 0), "terms": ("bias", *SEGMENTS, *POSITIONS), "softcap": 30.0},
+            {"bias": of_queries},
+            ((256, 256),),
+        ),
+        (window | {"terms": POSITIONS, "dtype": "float16"}, packed, ((33, 7),)),
+        (
+            causal | {"terms": ("bias", *LENGTHS, *POSITIONS, "sinks")},
+            {"bias": bias},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            {"window": (1024, 0), "terms": ("bias", *POSITIONS, "sinks"), "dtype": "float16"},
+            {"bias": bias},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            DROPOUT | {"window": (1024, None), "terms": ("mask", *POSITIONS, "dropout_state")},
+            {"mask": mask},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            DROPOUT
+            | {
+                "terms": ("bias", "mask", "dropout_state"),
+                "dropout_rate": 0.99,
+                "dtype": "float16",
+            },
+            {"bias": bias, "mask": mask},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            causal | {"terms": ("bias", *blocks), "deterministic": True},
+            {"bias": bias, "block_mask": BlockMaskShape(batch=1, heads=16, block=128)},
+            ((64, 64),),
+        ),
+        (
+            causal
+            | layout
+            | {"terms": (*blocks, *SEGMENTS, *POSITIONS, "dropout_state"), "softcap": 30.0},
+            {"block_mask": own},
+            ((64, 64),),
+        ),
+        (
+            {"whole_blocks": True, "softcap": 30.0, "terms": ("bias", *blocks)},
+            {"bias": of_queries, "block_mask": own},
+            ((128, 128),),
+        ),
+        (
+            {"window": (1024, 0), "softcap": 30.0, "deterministic": True, "whole_blocks": True}
+            | {"terms": (*blocks, *LENGTHS, "sinks")},
+            {"block_mask": own},
+            ((256, 256),),
+        ),
+    ]
+    for change, of, dims in chosen:
+        problem = dataclasses.replace(PLAIN, **change)
+        for head_dim, value_dim in dims:
+            shapes = dataclasses.replace(SHAPES, head_dim=head_dim, value_dim=value_dim, **of)
+            yield f"{head_dim}/{value_dim} {' '.join(problem.terms)}", problem, shapes
+    of_keys = dataclasses.replace(bias, queries=1)
+    for dim, dtype in [(64, "bfloat16"), (256, "float32")]:
+        for _, problem, shapes in functions_of_scores(("alibi", dim)):
+            problem = dataclasses.replace(problem, terms=("bias", *problem.terms), window=(None, 0))
+            shapes = dataclasses.replace(shapes, bias=dataclasses.replace(of_keys, dtype=dtype))
+            yield f"{dim} alibi as a function and bias of keys", problem, shapes
+    for _, problem, shapes in functions_of_scores(("table", 64)):
+        problem = dataclasses.replace(problem, terms=("bias", *problem.terms))
+        shapes = dataclasses.replace(shapes, bias=of_queries)
+        yield "64 table as a function and bias of queries", problem, shapes
+
+
+def functions_of_scores(*chosen: tuple[str, int]) -> Configurations:
+    made = {
+        "alibi": scores.alibi(np.ones(16, np.float32)),
+        "softcap": scores.softcap(30.0),
+        "table": scores.relative_position_table(np.ones((16, 65), np.float32)),
+    }
+    arguments = {"score": "float32", **dict.fromkeys(("batch", "head", "query", "key"), "int32")}
+    for name, dim in chosen:
+        if (name, dim) == ("softcap", 256) and jax.__version_info__ < (0, 11):
+            continue  # tanh's slope takes two operations more there: 52 bytes are spilled
+        function, arrays = _function.trace("score_mod", made[name], arguments, "float32")
+        terms = ("score_ids",) if "head" in function.used else ()
+        problem = dataclasses.replace(PLAIN, window=(None, 0), terms=terms, score=function)
+        own = (False,) * len(arrays)
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, own_captures=own)
+        yield f"{dim} {name} as a function", problem, shapes
+
+
+DROPOUT: dict[str, Any] = {"terms": ("dropout_state",), "dropout_rate": 0.1}
+
+
+def dropouts() -> Configurations:
+    for dim in (64, 128, 256, 100):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+        for name in ("causal segments", "lengths", "softcap", "deterministic causal", "everything"):
+            if (dim, name) == (64, "deterministic causal"):  # 8 bytes are spilled in the backward
+                continue
+            change = FEATURES[name] | DROPOUT
+            change["terms"] = (*FEATURES[name].get("terms", ()), "dropout_state")
+            yield f"{dim} dropout {name}", dataclasses.replace(PLAIN, **change), shapes
+        for window in [(None, None), (None, 0)]:
+            problem = dataclasses.replace(PLAIN, window=window, **DROPOUT)
+            yield f"{dim} dropout, window {window}", problem, shapes
+    grouped = dataclasses.replace(SHAPES, kv_heads=4, q_len=4095)
+    yield "grouped heads dropout", dataclasses.replace(PLAIN, **DROPOUT), grouped
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    for dim in (64, 128, 256):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, mask=mask)
+        both = dataclasses.replace(PLAIN, **DROPOUT | {"terms": ("mask", "dropout_state")})
+        yield f"{dim} dropout mask", both, shapes
+
+
+def masks() -> Configurations:
+    full = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    for dim in (64, 128, 256):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, mask=full)
+        yield f"{dim} mask", dataclasses.replace(PLAIN, terms=("mask",)), shapes
+        heads = dataclasses.replace(full, heads=16)
+        shapes = dataclasses.replace(shapes, mask=heads, kv_heads=4)
+        many = FEATURES["everything"] | {"deterministic": dim == 128}
+        many["terms"] = ("mask", *many["terms"])
+        if dim > 64:  # beside segments and a softcap up to 80 bytes are spilled
+            many |= {"terms": ("mask", *LENGTHS, "sinks"), "softcap": None}
+        yield f"{dim} mask and more", dataclasses.replace(PLAIN, **many), shapes
+    blocks = ("block_numbers", "block_bits")
+    for dim, block in [(64, 64), (128, 128), (256, 128), (100, 48)]:
+        own = BlockMaskShape(batch=1, heads=16, block=block)
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, block_mask=own)
+        for window in [(None, None), (None, 0)]:
+            problem = dataclasses.replace(PLAIN, terms=blocks, window=window)
+            yield f"{dim} block mask, window {window}", problem, shapes
+        for name, terms in {
+            "segments": SEGMENTS,
+            "lengths": (*LENGTHS, "sinks"),
+            "positions": POSITIONS,
+        }.items():
+            problem = dataclasses.replace(PLAIN, terms=(*blocks, *terms), window=(None, 0))
+            yield f"{dim} block mask, {name}", problem, shapes
+        drops = DROPOUT | {"terms": (*blocks, "dropout_state")}
+        yield f"{dim} block mask, dropout", dataclasses.replace(PLAIN, **drops), shapes
+        bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
+        shapes = dataclasses.replace(shapes, bias=bias)
+        yield f"{dim} block mask, bias", dataclasses.replace(PLAIN, terms=("bias", *blocks)), shapes
+    layout: dict[str, dict] = {
+        "alone": {},
+        "deterministic": {"deterministic": True},
+        "window lengths": {"window": (1024, 0), "terms": (*LENGTHS, "sinks")},
+        "dropout": DROPOUT,
+        "softcap": {"softcap": 30.0},
+        "segments": {"terms": SEGMENTS},
+        "positions": {"terms": POSITIONS, "window": (None, 0)},
+    }
+    for dim in (64, 128, 256):
+        own = BlockMaskShape(batch=1, heads=1, block=128)
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, block_mask=own)
+        for name, change in layout.items():
+            change = change | {"terms": (*blocks, *change.get("terms", ()))}
+            problem = dataclasses.replace(PLAIN, whole_blocks=True, **change)
+            yield f"{dim} layout {name}", problem, shapes
+    changes = {"queries": {"keys": 1}, "keys": {"queries": 1}, "odd": {"keys": 333}}
+    for name, change in changes.items():
+        mask = dataclasses.replace(full, **change)
+        shapes = dataclasses.replace(SHAPES, kv_len=max(mask.keys, 333), mask=mask)
+        yield f"mask {name}", dataclasses.replace(PLAIN, terms=("mask",), window=(None, 0)), shapes
+    shapes = dataclasses.replace(SHAPES, head_dim=100, value_dim=36, mask=full)
+    yield "100/36 mask", dataclasses.replace(PLAIN, terms=("mask",)), shapes
+
+
+def positions() -> Configurations:
+    causal = dataclasses.replace(PLAIN, window=(None, 0), terms=POSITIONS)
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
+    changes: dict[str, dict] = {
+        "causal": {},
+        "window": {"window": (1024, 100)},
+        "left": {"window": (1024, None)},
+        "deterministic": {"deterministic": True},
+        "segments": {"terms": (*SEGMENTS, *POSITIONS)},
+        "lengths": {"terms": (*LENGTHS, *POSITIONS)},
+        "mask": {"terms": ("mask", *POSITIONS)},
+        "bias": {"terms": ("bias", *POSITIONS)},
+        "sinks": {"terms": (*POSITIONS, "sinks")},
+        "softcap": {"softcap": 30.0},
+        "dropout": DROPOUT | {"terms": (*POSITIONS, "dropout_state")},
+    }
+    for dim in (64, 128, 256, 100):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+        for name, change in changes.items():
+            if (dim, name) == (128, "softcap"):  # 52 bytes are spilled in the backward
+                continue
+            terms = {"mask": {"mask": mask}, "bias": {"bias": bias}}.get(name, {})
+            of = dataclasses.replace(shapes, **terms)
+            yield f"{dim} positions {name}", dataclasses.replace(causal, **change), of
+        packed = dataclasses.replace(shapes, q_len=16, kv_heads=4)
+        yield f"{dim} positions, heads packed", causal, packed
+
+
+def biases() -> Configurations:
+    problem = dataclasses.replace(PLAIN, terms=("bias",))
+    for dtype in ("bfloat16", "float16", "float32"):
+        full = TermShape(dtype, batch=1, heads=16, queries=4096, keys=4096)
+        for dim in (64, 128, 256) if dtype != "float16" else (128,):
+            shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, bias=full)
+            yield f"{dim} bias {dtype}", problem, shapes
+            yield (
+                f"{dim} causal bias {dtype}",
+                dataclasses.replace(problem, window=(None, 0)),
+                shapes,
+            )
+    changes = {"queries": {"keys": 1}, "keys": {"queries": 1}, "heads": {"keys": 1, "queries": 1}}
+    for name, change in changes.items():
+        shapes = dataclasses.replace(SHAPES, bias=dataclasses.replace(full, **change))
+        yield f"bias {name}", dataclasses.replace(problem, softcap=5.0), shapes
+    odd = dataclasses.replace(full, dtype="bfloat16", keys=333)
+    shapes = dataclasses.replace(SHAPES, kv_len=333, bias=odd, kv_heads=4)
+    yield "bias odd", problem, shapes
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    for dim in (64, 128):
+        bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, bias=bias, mask=mask)
+        yield f"{dim} bias mask", dataclasses.replace(PLAIN, terms=("bias", "mask")), shapes
+        drops = {"terms": ("bias", "dropout_state"), "dropout_rate": 0.1}
+        shapes = dataclasses.replace(shapes, mask=None)
+        yield f"{dim} bias dropout", dataclasses.replace(PLAIN, **drops), shapes
+    shapes = dataclasses.replace(shapes, head_dim=100, value_dim=36, mask=mask)
+    yield "100/36 bias mask", dataclasses.replace(PLAIN, terms=("bias", "mask")), shapes
+
+
+def split() -> Configurations:
+    """float32 in two parts, and dims of which warps that share rows have their own."""
+    segments = FEATURES["causal segments"]
+    dropped = DROPOUT | {"terms": (*SEGMENTS, "dropout_state")}
+    for dim in (512, 128, 256, 64):
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+        for dtype, precision in [
+            ("bfloat16", "default"),
+            ("float32", "default"),
+            ("float32", "highest"),
+        ]:
+            if dtype == "bfloat16" and dim < 512:
+                continue
+            problem = dataclasses.replace(PLAIN, dtype=dtype, precision=precision)
+            for name, change in {"causal": {"window": (None, 0)}, "dropout": dropped}.items():
+                of = dataclasses.replace(problem, **segments | change)
+                yield f"{dim} {dtype} {precision} {name}", of, shapes
+
+
+# Dynamic shared memory by source: types that kernels lay over it, and the bytes they are given.
+SHARED = {
+    "sm90/forward.cuh": {"forward::Shared[kTeams]": "kLaunchSharedBytes"},
+    "sm80/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
+    "sm80/backward.cuh": {
+        "backward::Shared": "kLaunchSharedBytes",
+        "backward::bias_sum::Shared": "kLaunchBiasSharedBytes",
+    },
+    "sm90/backward.cuh": {"backward::NarrowShared": "kLaunchSharedBytes"},
+    "sm90/backward_wide.cuh": {"backward::WideShared": "kLaunchSharedBytes"},
+    "sm90/backward_entries.cuh": {"backward::bias_sum::Shared": "kLaunchBiasSharedBytes"},
+    "sm90/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
+    "sm80/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
+}
+
+
+def asserting_sources() -> dict[str, str]:
+    """The kernels' sources, and some that assert the shared memory which the launch gives."""
+    sources = _native.kernel_sources()
+    for source, sizes in SHARED.items():
+        sources[f"check/{source}"] = f'#include "{source}"\n' + "".join(
+            f'static_assert(sizeof({shared}) <= {given}, "shared memory of the tiling");\n'
+            for shared, given in sizes.items()
+        )
+    return sources
+
+
+def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
+    """Compiles a plan's programs with `asserting_sources`: no spill, no warning, in the time."""
+    given = {
+        "kLaunchSharedBytes": plan.shared_bytes,
+        "kLaunchBiasSharedBytes": getattr(plan.tiling, "bias_shared_bytes", 0),
+    }
+    constants = {**plan.constants, **given}
+    sources = {
+        field: f"check/{source}"
+        for field, source in (("source", plan.source), ("beside", plan.beside))
+        if source in SHARED
+    }
+    plan = dataclasses.replace(plan, constants=constants, **sources)
+    report, taken = timed(lambda: _explain.compile_plan(plan))
+    assert report.error is None, report.error
+    entries = {entry for _, entries in plan.programs for entry in entries}
+    assert entries <= {entry.name for entry in report.entries}
+    for entry in report.entries:
+        assert entry.spill_bytes == 0, entry
+        dynamic = plan.shared_bytes if entry.name == plan.entries[0] else 0
+        assert entry.shared_bytes + dynamic <= gpu.shared_bytes, entry
+    assert report.warnings == ()
+    slow = 1.0
+    for again in ("// again\n", "// and again\n"):  # the machine, or its moment, may be slow
+        if taken >= seconds * slow:
+            anew = dataclasses.replace(plan, functions=plan.functions + again)
+            slow = max(1.0, timed(_count)[1] / _COUNT_SECONDS)
+            taken = timed(lambda anew=anew: _explain.compile_plan(anew))[1]
+    assert taken < seconds * slow, f"{taken:.1f} s, on a machine {slow:.2f} times as slow"
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What the work gives, and its seconds of the processor: other work does not count."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    result = work()
+    return result, resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
+
+
+_COUNT_SECONDS = 0.45  # of a Zen 4 EPYC, where no forward program takes 4 s, no backward one 6
+
+
+def _count() -> int:
+    return sum(i & 3 for i in range(10_000_000))

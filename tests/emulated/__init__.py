@@ -1,0 +1,1 @@
+"""The CUDA kernels' text, run on the host."""

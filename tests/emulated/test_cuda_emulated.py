@@ -1,0 +1,574 @@
+"""The CUDA kernels' own text, run by tests/emulator: needs a C++ compiler and no GPU.
+
+Each path through the kernels once, on small shapes, forward and gradients, beside float64. With
+JAX_FLASH_EMULATE=1 every test of backend "cuda" runs so: see CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from jax_flash import _native
+
+from ..cases import BOTTOM_RIGHT, Arguments, AsIfLong, Case, dropout_words
+from ..emulator import Emulator
+from ..meaning.test_conformance import compare
+from ..meaning.test_hidden_values import poisoned
+from ..numpy_oracle import DTYPES, dropout_keep
+
+IN_ORDER, BACKWARDS = 0, 1  # seeds
+
+C = functools.partial(Case, T=150, S=200, N=2, H=64, batch=(1,), dtype="bfloat16", with_lse=True)
+CASES = (
+    # Tilings.
+    C("head dim 64"),
+    C("head dim 72 value 16", H=72, Hv=16, causal=True),
+    C("head dim 128", H=128, T=260, S=300),
+    C("head dim 192 value 128", H=192, Hv=128, S=600, T=70, align=BOTTOM_RIGHT, causal=True),
+    C("head dim 256", H=256, S=530, T=130, N=1),
+    C("head dim 100 value 36", H=100, Hv=36, causal=True, deterministic=True),
+    C("head dim 250 value 130", H=250, Hv=130, T=130, S=140, N=1, segments="packed"),
+    C("float16", dtype="float16", H=128, N=4, K=2, causal=True),
+    C("heads packed", N=8, K=2, T=40, q_lengths=(33,), kv_lengths=(180,), causal=True,
+      align=BOTTOM_RIGHT),
+    C("sums in dq", T=256, H=128, K=1, causal=True),
+    # Which pairs there are.
+    C("window", window=(70, 20), T=300, S=300, softcap=5.0),
+    C("softcap far", softcap=0.5, scale=-0.3),
+    C("softcap near 128", softcap=30.0, H=128, N=1, causal=True, deterministic=True),
+    C("window alone", window=(150, 20), T=400, S=300),
+    C("window causal 128", H=128, T=300, S=300, N=1, window=(100, 0), deterministic=True),
+    C("lengths", batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0), sinks=True),
+    C("segments", segments="documents", T=300, S=300, causal=True),
+    C("segments deterministic", H=128, segments="returning", T=300, S=300, deterministic=True),
+    C("segments returning", segments="returning", T=97, S=800, N=1),
+    C("segments 256", H=256, segments="packed", T=100, softcap=3.0, sinks=True),
+    C("positions striped", positions="striped", H=128, T=300, S=520, N=1, causal=True),
+    C("positions extreme", positions="extreme", H=128, window=(50, 2**31 - 3), T=140, S=260, N=1),
+    C("positions deterministic", positions="permuted", window=(90, 5), segments="packed", N=4, K=2,
+      kv_lengths=(180,), deterministic=True),
+    C("positions 256", H=256, positions="ties", window=(4, 2), batch=(2,), N=1, sinks=True,
+      q_lengths=(150, 77), kv_lengths=(200, 50)),
+    C("positions, heads packed", positions="queries", N=8, K=2, T=40, q_lengths=(33,), causal=True),
+    C("positions 33", H=33, Hv=7, positions="left padding", causal=True, T=140, S=140, N=4, K=2),
+    C("positions mask bias dropout", H=128, positions="striped", window=(200, 9), mask="b1ts",
+      bias="11ts", dropout=0.2),
+    # Masks, biases, dropout.
+    C("mask", mask="bnts", T=260, S=400),
+    C("mask of keys", mask="b11s", mask_density=0.4, H=128, causal=True),
+    C("mask of queries", mask="1nt1", mask_density=0.5, segments="packed"),
+    C("blocks", T=300, S=400, N=2, K=1, blocks=("1n", 128)),
+    C("blocks of 64, 128, causal", H=128, T=200, S=260, N=1, causal=True, blocks=("11", 64),
+      kv_lengths=(250,)),
+    C("blocks of 48, 256, mask, bias", H=256, N=1, batch=(2,), blocks=("b1", 48), mask="b11s",
+      bias="11ts", deterministic=True),
+    C("blocks segments dropout", H=128, T=130, N=2, blocks=("bn", 32), segments="packed",
+      dropout=0.2),
+    C("layout", T=400, S=520, N=2, K=1, blocks=("1n", 128), is_layout=True),
+    C("layout 128", H=128, T=520, S=900, N=1, blocks=("11", 128), is_layout=True),
+    C("layout 256 window", H=256, T=300, S=520, N=1, blocks=("11", 128), is_layout=True,
+      window=(200, 90), kv_lengths=(500,)),
+    C("score distance", score="distance", T=200, S=300),
+    C("score distance 128", score="distance", H=128, N=1, causal=True),
+    C("score relative", score="relative", T=200, S=300, N=1, K=1),
+    C("score relative 128", score="relative", H=128, N=2, K=1, T=270, S=200, window=(150, 30)),
+    C("score in a loop", score="sine", T=150, S=200, N=1, causal=True),
+    C("score called 128", score="sines", H=128, T=140, S=150, N=2, K=1),
+    C("score called, bias", score="sines", T=70, S=136, N=1, bias="1nts", batch=(2,)),
+    C("bias", bias="bnts", H=128, batch=(2,), T=130),
+    C("bias stored", bias="bnts", H=128, batch=(2,), T=130, S=136, N=2, K=1, softcap=3.0),
+    C("bias stored causal", bias="bnts", T=200, S=136, causal=True, bias_hides=True,
+      dtype="float16", deterministic=True),
+    C("bias stored lengths", bias="bnts", T=150, S=140, q_lengths=(150, 70), kv_lengths=(99, 140),
+      sinks=True),
+    C("bias shared", bias="1nts", batch=(3,), T=130, S=136, K=1, softcap=3.0),
+    C("bias shared window", bias="1nts", batch=(5,), T=140, S=140, window=(70, 20), H=128, K=1,
+      deterministic=True, kv_lengths=(140, 0, 70, 100, 131), q_lengths=(140, 9, 80, 0, 110)),
+    C("bias shared segments", bias="1nts", batch=(2,), T=200, S=200, segments="returning", K=1,
+      dtype="float16"),
+    C("bias shared mask", bias="1nts", batch=(2,), T=140, S=264, mask="bnts", mask_density=0.9,
+      K=1),
+    C("bias shared positions", bias="1nts", batch=(2,), T=200, S=300, positions="striped", N=1,
+      causal=True),
+    C("bias float32 by TMA", bias="1nts", bias_dtype="float32", batch=(2,), T=100, S=132, N=1),
+    C("bias float32", bias="1n1s", bias_dtype="float32", batch=(2,), T=130, S=140),
+    C("bias of queries", bias="b1t1", batch=(2,), T=130, N=2, K=1, deterministic=True),
+    C("bias of heads 256", bias="n11", H=256, batch=(2,), T=70, S=90, causal=True),
+    C("bias odd float16", bias="1nts", dtype="float16", T=99, S=131, softcap=2.0, batch=(2,)),
+    C("dropout", T=150, S=700, N=2, K=1, dropout=0.1),
+    C("dropout causal 128", H=128, T=260, S=500, N=1, K=1, dropout=0.3, causal=True,
+      align=BOTTOM_RIGHT),
+    C("dropout mask bias 128", H=128, dropout=0.2, mask="b1ts", bias="11ts", sinks=True),
+    C("dropout segments 192", H=192, T=70, dropout=0.7, segments="packed", deterministic=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_case(case: Case, emulator: Emulator):
+    check_orders(case.draw(), emulator.run)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        C("added", bias="1nts", batch=(3,), T=30, S=132, N=3),
+        C("added, hidden", bias="1nts", batch=(2,), T=60, S=136, N=3, window=(20, 70),
+          q_lengths=(60, 40), kv_lengths=(70, 136), deterministic=True),
+    ],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_bias_of_rows_whose_blocks_of_keys_keep_the_gpu_busy(case: Case, emulator: Emulator):
+    """A CTA adds the gradients of all rows: for as many heads as the machine has processors."""
+    check_orders(
+        case.draw(),
+        lambda arguments, seed: emulator.run(AsIfLong(arguments, "dbias_rows", True), seed=seed),
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "heads"),
+    [
+        (C("plain", N=6, K=2, T=200, S=300, batch=(2,)), 1),
+        (C("causal 128", N=4, K=1, H=128, Hv=80, T=260, S=300, causal=True), 1),
+        (C("deterministic", N=4, K=1, H=128, T=256, S=300, causal=True, deterministic=True), 2),
+        (C("deterministic segments", N=4, K=1, H=80, segments="returning", T=300, S=300,
+           deterministic=True, dtype="float16"), 1),
+        (C("lengths", N=4, K=2, batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0)), 1),
+        (C("blocks", T=300, S=400, N=4, K=2, blocks=("1n", 128), dropout=0.2), 1),
+        (C("window", T=300, S=300, N=8, K=2, H=128, window=(70, 0)), 1),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)  # fmt: skip
+def test_units_of_some_heads_of_a_group(case: Case, heads: int, emulator: Emulator):
+    """Several units add to dk and dv of a block of keys."""
+    check_orders(
+        case.draw(),
+        lambda arguments, seed: emulator.run(AsIfLong(arguments, "unit_heads", heads), seed=seed),
+    )
+
+
+def test_poison_beside_units_of_some_heads(emulator: Emulator):
+    """Keys that do not see a query which is not finite have the right dk and dv."""
+    arguments = C("past", T=200, S=200, H=128, N=4, K=1, causal=True).draw()
+    truth = arguments.truth()
+    arguments.arrays["query"][:, 20, 1] = np.nan
+    got = emulator.run(AsIfLong(arguments, "unit_heads", 1))
+    for name, want in (("dkey", truth.dk), ("dvalue", truth.dv)):
+        assert np.isnan(got[name][:, :21].astype(np.float32)).all()
+        assert np.abs(got[name][:, 21:].astype(np.float64) - want[:, 21:]).max() < 4e-2
+
+
+def test_four_warpgroups_that_share_keys(emulator: Emulator):
+    """Units of 256 rows, more than there are processors."""
+    arguments = C("fours", T=256, S=90, N=4, K=2).draw()
+    for seed in (IN_ORDER, 2):
+        fours = AsIfLong(arguments, "consumers", 4)
+        got = emulator.run(fours, seed=seed, gradients=False)
+        compare(arguments, got, gradients=False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        C("ring", T=150, S=130, N=6, K=3, batch=(4,)),
+        C("ring 128", H=128, Hv=64, T=90, S=300, N=1, batch=(11,), scale=-0.3, dtype="float16"),
+        C("ring layout", T=140, S=260, N=4, K=2, batch=(5,), blocks=("11", 128), is_layout=True),
+        C("ring causal 128", H=128, T=130, S=100, N=4, batch=(4,), causal=True),
+    ],
+    ids=lambda case: case.name.replace(" ", "-"),
+)  # fmt: skip
+def test_sums_of_dq_in_a_ring(case: Case, emulator: Emulator):
+    """More sets of heads than have a place: sums are finished, cleared and used again."""
+    sets = 8 if case.causal else 5
+    check_orders(
+        case.draw(),
+        lambda arguments, seed: emulator.run(AsIfLong(arguments, "ring_sets", sets), seed=seed),
+    )
+
+
+def test_poison_in_a_ring(emulator: Emulator):
+    """Rows of dq that meet a NaN which they may not see are right, of all sets of heads."""
+    arguments = C("future", T=90, S=90, H=128, N=4, batch=(4,), causal=True).draw()
+    truth = arguments.truth()
+    arguments.arrays["value"][:, 70] = np.nan
+    got = emulator.run(AsIfLong(arguments, "ring_sets", 8))["dquery"]
+    assert np.isnan(got[:, 70:].astype(np.float32)).all()
+    assert np.abs(got[:, :70].astype(np.float64) - truth.dq[:, :70]).max() < 2e-2
+
+
+def check_orders(arguments: Arguments, run: Callable[..., dict[str, np.ndarray]]) -> None:
+    """Checks the results of threads and copies in order, and that other orders give the same."""
+    case = arguments.case
+    got = run(arguments, seed=IN_ORDER)
+    compare(arguments, got)
+    # Nothing depends on the order of threads and copies, but sums of dq on that of units, and of
+    # grouped heads those of dk and dv.
+    by_units = set() if case.deterministic else {"dquery"}
+    if by_units and case.kv_heads != case.N:
+        by_units |= {"dkey", "dvalue"}
+    for seed in (BACKWARDS, 2) if case.deterministic else (2,):
+        again = run(arguments, seed=seed)
+        for name in got:
+            if name not in by_units:
+                np.testing.assert_array_equal(again[name], got[name], err_msg=name)
+            else:
+                first, second = (x[name].astype(np.float32) for x in (got, again))
+                np.testing.assert_allclose(second, first, atol=2**-6 * np.abs(first).max())
+
+
+H = functools.partial(C, dtype="float32", precision="highest")
+# float32 in two float16.
+HALVES = (
+    H("halves 64", T=260, S=330, causal=True),
+    H("halves 128", H=128, T=140, S=270, N=4, K=2, window=(90, 20)),
+    H("halves odd", H=33, Hv=7, T=70, S=200, batch=(2,)),
+    H("halves 100 value 72", H=100, Hv=72, T=130, S=140, N=1, scale=-0.3),
+    H("halves deterministic", H=72, T=140, S=200, N=2, K=1, window=(70, 20), deterministic=True),
+)
+
+
+@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name.replace(" ", "-"))
+def test_float32_in_halves(case: Case, emulator: Emulator):
+    check_orders(case.draw(), emulator.run)
+
+
+@pytest.mark.parametrize("dim", [64, 100])
+def test_last_units_that_ctas_share(dim: int, emulator: Emulator):
+    """Four units on three processors: they add to dk and dv of the last one, in any order."""
+    arguments = H("shared", H=dim, Hv=72, T=140, S=200, N=2, K=1).draw()
+    for seed in (IN_ORDER, 2):
+        compare(arguments, emulator.run(arguments, seed=seed))
+    arguments.arrays["key"][:, 195] *= 2.0**-20  # what meets the last block is computed again
+    compare(arguments, emulator.run(arguments))
+
+
+def test_mask_that_hides_whole_blocks(emulator: Emulator):
+    arguments = C("blocks", mask="bnts", mask_density=0.9, H=128, T=300, S=500, N=1).draw()
+    mask = arguments.arrays["mask"]
+    mask[..., :128, 128:384] = False
+    mask[..., 128:, :128] = True
+    mask[..., 192:256, :] = False
+    for seed in (IN_ORDER, BACKWARDS):
+        compare(arguments, emulator.run(arguments, seed=seed))
+
+
+def test_ranges_of_positions_are_enough_for_whole_blocks(emulator: Emulator):
+    """Blocks that positions hide are skipped, in any order: nothing else hides them here."""
+    sources = _native.kernel_sources()
+    for test in (
+        "score = reach[row].hold(key) ? score : kNegativeInfinity;",
+        "seen[i] = seen[i] && seeing[fragment::row(i)].hold(query_at[i % 2]);",
+    ):
+        assert test in sources["sees_fragments.cuh"]
+        sources["sees_fragments.cuh"] = sources["sees_fragments.cuh"].replace(test, "")
+    arguments = C("blocks", positions="offset", H=128, T=256, S=640, N=1, window=(2, 0)).draw()
+    aligned = dataclasses.replace(
+        arguments,
+        arrays=arguments.arrays
+        | {
+            "query_positions": np.repeat(np.array([[4, 2]], np.int32), 128, axis=1),
+            "key_value_positions": np.repeat(np.array([[3, 0, 9, 2, 1]], np.int32), 128, axis=1),
+        },
+    )
+    compare(aligned, emulator.run(aligned, sources=sources))
+    with pytest.raises(AssertionError, match="beyond it"):
+        compare(arguments, emulator.run(arguments, sources=sources))
+
+
+def test_pattern_of_dropout_is_philox(emulator: Emulator):
+    """Equal scores make every probability 1 / S, and an identity as value lays them open."""
+    case = C("pattern", T=140, S=190, H=8, Hv=190, dropout=0.3, batch=(2,))
+    arguments = case.draw()
+    arguments.arrays["query"] *= 0
+    arguments.arrays["value"][...] = np.eye(190, dtype=DTYPES[case.dtype])[:, None]
+    out = emulator.run(arguments, seed=BACKWARDS)["out"]
+    for batch in range(2):
+        for head in range(case.N):
+            kept = dropout_keep(dropout_words(), case.dropout, batch, head, case.T, case.S)
+            np.testing.assert_array_equal(out[batch, :, head].astype(np.float32) > 0, kept)
+
+
+@pytest.mark.parametrize("score", ["sine", "sines"])
+def test_long_functions_of_mma_sync(score: str, emulator: Emulator):
+    arguments = C("long", score=score, T=70, S=90, N=1).draw()
+    compare(arguments, emulator.run(arguments, gpu="A100"))
+
+
+@pytest.mark.parametrize("gpu", ["H100", "A100"])
+@pytest.mark.parametrize("cap", [30.0, 1e30])
+def test_softcap_of_any_size(cap: float, gpu: str, emulator: Emulator):
+    """A tanh of scores beside one of -inf is as exact as by themselves, and so is a large cap's."""
+    case = C("softcap", softcap=cap, bias="11ts", bias_hides=True, T=70, S=130, N=1)
+    arguments = case.draw()
+    compare(arguments, emulator.run(arguments, gpu=gpu))
+    # One key, so that the lse is a logit, rounded beside a base of 80.
+    case = C("softcap", softcap=cap, T=130, S=1, N=1)
+    arguments = case.draw()
+    got = emulator.run(arguments, gpu=gpu, gradients=False)["lse"]
+    np.testing.assert_allclose(got, arguments.truth(gradients=False).lse, rtol=2e-6, atol=2**-17)
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_weights_that_overflow(dim: int, emulator: Emulator):
+    """Units that are walked again: logits that differ by several hundred within a row."""
+    arguments = C("overflow", H=dim, T=200, S=520, N=1, spread=150.0).draw()
+    compare(arguments, emulator.run(arguments, seed=2))
+
+
+@pytest.mark.parametrize(("dim", "spread"), [(64, 1.0), (128, 8.0)])
+def test_lines_of_any_slope(dim: int, spread: float, emulator: Emulator):
+    """Bases of rows that a line tells, from a level one to one too steep for that."""
+    case = C("slopes", score="distance", H=dim, T=140, S=650, N=6, K=1, spread=spread)
+    arguments = case.draw()
+    arguments.arrays["table"][:] = [0.125, 0.02, 0.7, -0.3, 8.0, 150.0]
+    compare(arguments, emulator.run(arguments, gradients=False), gradients=False)
+
+
+@pytest.mark.parametrize(("dim", "causal"), [(64, False), (64, True)])
+def test_keys_that_a_line_hides_are_left_out(dim: int, causal: bool, emulator: Emulator):
+    """Of two heads, that fall from the diagonal on; no result shows it, but for finite values."""
+    case = C("fading", score="fall", H=dim, T=390, S=770, N=2, K=2, causal=causal)
+    arguments = case.draw()
+    arguments.arrays["table"][:] = [0.01, 1.5] if causal else [0.05, 1.5]
+    arguments.arrays["value"][0, 3, 1, 5] = np.inf  # of the second head
+
+    def run(sources: dict[str, str] | None = None) -> dict[str, np.ndarray]:
+        fading = AsIfLong(arguments, "fades", True)
+        return emulator.run(fading, gradients=False, sources=sources, seed=2)
+
+    compare(arguments, run(), gradients=False)
+    sources = _native.kernel_sources()
+    reach = "spread * ptx::reciprocal_approx(slope) + 1.0f"
+    assert reach in sources["sm90/forward_fading.cuh"]
+    sources["sm90/forward_fading.cuh"] = sources["sm90/forward_fading.cuh"].replace(reach, "1.0f")
+    with pytest.raises(AssertionError, match="beyond it"):  # blocks that count are left out
+        compare(arguments, run(sources), gradients=False)
+
+
+def test_values_whose_products_are_denormal(emulator: Emulator):
+    """Times weights of 2^-80, which GPUs keep and XLA's threads on a CPU do not."""
+    arguments = C("small", T=40, S=50, N=1).draw()
+    values = arguments.arrays["value"].astype(np.float32) * np.float32(1e-13)
+    arguments.arrays["value"] = values.astype(DTYPES["bfloat16"])
+    compare(arguments, emulator.run(arguments, gradients=False), gradients=False)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_that_leave_lse_no_bits(dtype: str, emulator: Emulator):
+    """The forward pass is right; rows whose lse passes 2^24 in powers of two have no gradient."""
+    arguments = C("large", T=40, S=50, N=1, dtype=dtype, scale=1e9).draw()
+    got, truth = emulator.run(arguments), arguments.truth()
+    assert np.abs(truth.lse).min() > 2**24
+    compare(arguments, {name: got[name] for name in ("out", "lse")}, gradients=False)
+    for name in ("dquery", "dkey", "dvalue"):
+        np.testing.assert_array_equal(got[name].astype(np.float32), 0.0, err_msg=name)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_poison_reaches_no_result(poison: float, emulator: Emulator):
+    """Rows that share blocks with what they may not see are computed again."""
+    cases = (
+        C("segments", T=90, S=100, segments="shuffled", kv_lengths=(70,)),
+        C("positions", T=90, S=300, positions="offset", causal=True),
+        C("lengths", T=90, S=100, H=128, N=4, K=2, q_lengths=(64,), kv_lengths=(29,), causal=True),
+    )
+    for case in cases if np.isnan(poison) else cases[:1]:  # one test finds either
+        clean = case.draw()
+        compare(clean, emulator.run(poisoned(clean, poison)))
+
+
+@pytest.mark.parametrize(("of", "largest"), [(C, 2e-2), (H, 2e-6)], ids=["bfloat16", "halves"])
+def test_poison_stays_with_those_who_see_it(of, largest: float, emulator: Emulator):
+    arguments = of("future", T=90, S=90, causal=True).draw()
+    truth = arguments.truth()
+    arguments.arrays["value"][:, 70] = np.nan
+    got = emulator.run(arguments)
+    for name, want in (("out", truth.out), ("dquery", truth.dq)):
+        assert np.isnan(got[name][:, 70:].astype(np.float32)).all()
+        before = got[name][:, :70].astype(np.float64)
+        assert np.abs(before - want[:, :70]).max() < largest
+
+
+def test_numbers_that_halves_do_not_hold(emulator: Emulator):
+    """Of a column 2^-32 of the largest there are 7 bits: its rows are computed again."""
+    arguments = H("far apart", T=70, S=140, N=1).draw()
+    arguments.arrays["value"][..., 5] *= 2.0**-32
+    arguments.arrays["key"][:, 33] *= 2.0**-20
+    arguments.arrays["query"][:, 3] *= 2.0**-20
+    got, truth = emulator.run(arguments), arguments.truth()
+    wanted = {"out": truth.out, "dquery": truth.dq, "dkey": truth.dk, "dvalue": truth.dv}
+    for name, want in wanted.items():
+        error = np.abs(got[name] - want)
+        assert (error.max((0, 1, 2)) < 4e-6 * np.abs(want).max((0, 1, 2))).all(), name
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_output_gradients_far_apart_take_tensor_cores(dim: int, emulator: Emulator):
+    """Rows of the output's gradient may be as small as they like: nothing is computed again."""
+    sources = _native.kernel_sources()
+    repair = "  if (!repair) return;\n"
+    assert repair in sources["backward_finish.cuh"]
+    sources["backward_finish.cuh"] = sources["backward_finish.cuh"].replace(repair, "  return;\n")
+    for case in (
+        H("far apart", H=dim, T=140, S=140, N=2, K=1, causal=True),
+        H("far apart", H=dim, T=70, S=70, N=1, scale=-0.3, with_lse=True, deterministic=True),
+    ):
+        arguments = case.draw()
+        exponents = np.random.default_rng(0).integers(-60, 20, arguments.dout.shape[:-1])
+        for x in (arguments.dout, *([] if arguments.dlse is None else [arguments.dlse[..., None]])):
+            x *= (2.0**exponents)[..., None].astype(x.dtype)
+        arguments.dout[:, 5] = 0.0
+        largest = np.abs(arguments.dout).max((2, 3))
+        if arguments.dlse is not None:
+            largest = np.maximum(largest, np.abs(arguments.dlse).max(2))
+        seen = np.maximum.accumulate(largest[:, ::-1], 1)[:, ::-1]  # by later queries
+        seen = seen if case.causal else seen[:, :1]
+        got, truth = emulator.run(arguments, sources=sources, seed=2), arguments.truth()
+        of_rows = {
+            "dquery": (truth.dq, largest),
+            "dkey": (truth.dk, seen),
+            "dvalue": (truth.dv, seen),
+        }
+        for name, (want, scale) in of_rows.items():
+            error = np.abs(got[name] - want).max((2, 3))
+            assert (error <= 1e-5 * scale + 1e-30).all(), name
+
+
+# ---- instructions that no kernel has yet ---------------------------------------------------------
+
+PRODUCT = """
+extern "C" __global__ void product(unsigned short* memory) {  // a [16, 16], b [8, 16], d [16, 8]
+  __shared__ alignas(16) unsigned short tile[16 * 16 + 8 * 16];
+  const unsigned start = __cvta_generic_to_shared(tile), lane = threadIdx.x;
+  for (unsigned i = lane; i < 48; i += 32) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(start + 16 * i),
+                 "l"(memory + 8 * i));
+  }
+  asm volatile("cp.async.commit_group;");
+  asm volatile("cp.async.wait_group %0;" ::"n"(0) : "memory");
+  __syncwarp();
+  unsigned a[4], b[2];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(start + lane % 16 * 32 + lane / 16 * 16));
+  // B^T lies in memory by rows of 16: its columns are rows of an operand that is not transposed.
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2LAYOUT.shared.b16 {%0, %1}, [%2];"
+               : "=r"(b[0]), "=r"(b[1])
+               : "r"(start + 512 + ADDRESS));
+  float d[4] = {1, 1, 1, 1};
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  float* result = reinterpret_cast<float*>(memory + 384);
+  for (int i = 0; i < 4; ++i) {
+    result[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_a_warp(transposed: bool, emulator: Emulator):
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-8, 8, (rows, 16)).astype(DTYPES["bfloat16"]) for rows in (16, 8))
+    stored = np.ascontiguousarray(b.T) if transposed else b
+    memory = np.concatenate([a.ravel().view(np.uint16), stored.ravel().view(np.uint16)])
+    text = PRODUCT.replace("LAYOUT", ".trans" if transposed else "").replace(
+        "ADDRESS", "lane % 16 * 16" if transposed else "lane % 8 * 32 + lane / 8 % 2 * 16"
+    )
+    got = emulator.run_kernel(text, np.append(memory, np.zeros(256, np.uint16)))
+    want = 1 + a.astype(np.float32) @ b.astype(np.float32).T
+    np.testing.assert_array_equal(got[384:].view(np.float32).reshape(16, 8), want)
+
+
+def test_an_instruction_that_is_not_known_is_named(emulator: Emulator):
+    text = 'extern "C" __global__ void kernel(int*) { asm volatile("vote.sync.any.pred p, q;"); }'
+    with pytest.raises(RuntimeError, match=r"has no instruction vote\.sync\.any"):
+        emulator.run_kernel(text, np.zeros(1, np.int32))
+
+
+# ---- the emulator sees what is wrong -----------------------------------------------------------
+
+
+def broken(file: str, old: str, new: str) -> dict[str, str]:
+    """The kernels' text with a mistake."""
+    sources = _native.kernel_sources()
+    assert old in sources[file]
+    return sources | {file: sources[file].replace(old, new, 1)}
+
+
+MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "error"),
+    [
+        pytest.param(
+            "sm90/forward_warpgroup.cuh", "    release(key_empty());\n", "",
+            r"deadlock(.|\n)*threads 0: mbarrier .* 8 of 8 arrivals .*forward::Producer",
+            id="an arrival is missing",
+        ),
+        pytest.param(
+            "sm90/forward_warpgroup.cuh",
+            "ptx::barrier_wait(value_full(), value_ring.parity());", "",
+            "a CTA ends with copies in flight", id="values are not waited for",
+        ),
+        pytest.param(
+            "sm90/backward_scores.cuh", "  ptx::fence_async_proxy();\n", "",
+            "wgmma: byte .* was written by thread .* fence.proxy.async", id="no fence",
+        ),
+        pytest.param(
+            "sm90/forward_load.cuh", "head, block * kBlockKV, batch);",
+            "head + 1, block * kBlockKV, batch);",
+            "the box at column 0, head 1, row .* lies outside", id="another head",
+        ),
+        pytest.param(
+            "sm90/forward_units.cuh", "      if (!stored) continue;\n", "",
+            r"a store: \d+ bytes at byte \d+ of ", id="rows past the end",  # of the one below
+        ),
+        pytest.param(
+            "sm90/forward_warpgroup.cuh", "kQueryBytes * (kConsumers * query_stage() + warpgroup)",
+            "kQueryBytes * (kConsumers * query_stage() + warpgroup + 15)",
+            "wgmma: bytes .* of shared memory, which has", id="beyond shared memory",
+        ),
+        pytest.param(
+            "sm90/forward.cuh", "&shared.query_empty[stage][warpgroup]), 4)",
+            "&shared.query_empty[stage][warpgroup]), 5)", "deadlock", id="another count",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_errors(file: str, old: str, new: str, error: str, emulator: Emulator):
+    with pytest.raises(RuntimeError, match=error):
+        emulator.run(MANY_BLOCKS, sources=broken(file, old, new))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "seed"),
+    [
+        pytest.param(
+            "sm90/forward_units.cuh", "        ptx::wgmma_wait<0>();\n        return true;",
+            "        return true;", BACKWARDS, id="a product is not waited for",
+        ),
+        pytest.param(
+            "sm90/forward_warpgroup.cuh", "kValueBytes / 8 * value_ring.barrier_offset()",
+            "kValueBytes / 8 * key_ring.barrier_offset()", IN_ORDER, id="another stage",
+        ),
+        pytest.param(
+            "sm90/backward_narrow.cuh",
+            "    ptx::barrier_wait(at(&Shared::gradient_full, buffer), "
+            "parity_of<kScoreStages>(iteration));\n", "", BACKWARDS,
+            id="dS of the other warpgroup is not waited for",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_change_results(file: str, old: str, new: str, seed: int, emulator: Emulator):
+    got = emulator.run(MANY_BLOCKS, seed=seed, sources=broken(file, old, new))
+    with pytest.raises(AssertionError, match="beyond it"):
+        compare(MANY_BLOCKS, got)

@@ -1,0 +1,1 @@
+"""What public calls mean, on any backend: values, derivatives, errors."""

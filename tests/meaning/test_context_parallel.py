@@ -1,0 +1,510 @@
+"""A sequence split over devices: one device's results and gradients, by the collectives named.
+
+Eight virtual CPU devices (conftest.py). What is compared is restored to the sequence's own order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+from jax_flash.context_parallel import attention, reorder, restore
+from jax_flash.context_parallel.orders import ORDERS, Layout
+from jax_flash.context_parallel.ring import Reach
+
+from .. import numpy_oracle
+from ..cases import dropout_words
+from ..small import close, normal
+
+B, T, N, K, H = 2, 64, 8, 4, 8
+SHARDS = 4
+SPLIT = P(None, "seq")
+
+
+def mesh_of(explicit=False, **axes):
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    devices = jax.devices("cpu")
+    if len(devices) < 8:
+        pytest.skip("needs eight CPU devices (XLA_FLAGS was set without them)")
+    count = int(np.prod(list(axes.values())))
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), (kind,) * len(axes), devices=devices[:count]
+    )
+
+
+def qkv(dtype=jnp.float32):
+    shapes = {"query": (B, T, N, H), "key": (B, T, K, H), "value": (B, T, K, H)}
+    return {name: normal(i, *x, dtype=dtype) for i, (name, x) in enumerate(shapes.items())}
+
+
+# ---- one device's numbers ------------------------------------------------------------------------
+
+DOCUMENTS = np.cumsum(np.random.default_rng(0).random((B, T)) < 0.1, axis=1, dtype=np.int32)
+LENGTHS = {
+    "query_seq_lengths": np.array([50, 0], np.int32),
+    "key_value_seq_lengths": np.array([33, 64], np.int32),
+}
+TURNED = np.broadcast_to(np.arange(T, dtype=np.int32) % 40, (B, T))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True, "deterministic": True},
+    "window": {"local_window_size": (20, 7)},
+    "near": {"local_window_size": (9, 5), "softcap": 3.0, **LENGTHS},
+    "documents": {
+        "is_causal": True,
+        "query_segment_ids": DOCUMENTS,
+        "key_value_segment_ids": DOCUMENTS,
+        "sinks": normal(5, N),
+        "softcap": 3.0,
+    },
+    "near documents": {
+        "is_causal": True,
+        "local_window_size": (16, 0),
+        "query_segment_ids": DOCUMENTS,
+        "key_value_segment_ids": DOCUMENTS,
+        "bias": normal(6, B, N, T, T),
+    },
+    "lengths": {"is_causal": True, "sinks": normal(5, N), **LENGTHS},
+    "last at last": {"is_causal": True, "causal_align": "bottom_right", **LENGTHS},
+    "bias": {"is_causal": True, "bias": normal(6, B, N, T, T)},
+    "bias of heads": {"bias": normal(6, 1, N, 1, T)},
+    "bias of queries": {"bias": normal(6, B, 1, T, 1)},
+    "mask": {"mask": np.random.default_rng(1).random((B, 1, T, T)) < 0.3},
+    "positions": {
+        "is_causal": True,
+        "query_positions": TURNED,
+        "key_value_positions": TURNED,
+    },
+    "query positions": {"local_window_size": (10, 3), "query_positions": TURNED},
+    "scale": {"scale": jnp.float32(0.3)},
+}
+SEQUENCE_DIMS = {"query": (1,), "key": (1,), "value": (1,), "bias": (2, 3), "mask": (2, 3)}
+SEQUENCE_DIMS |= {
+    f"{side}_{what}": (1,)
+    for side in ("query", "key_value")
+    for what in ("segment_ids", "positions")
+}
+FLOATS = ("query", "key", "value", "bias", "sinks", "scale")
+
+
+def along(change, name, x, order):
+    """An array's sequences reordered, or restored."""
+    for axis in SEQUENCE_DIMS.get(name, ()):
+        x = change(x, order, SHARDS, axis) if x.shape[axis] > 1 else x
+    return x
+
+
+def step_of(attend, static):
+    """A function of arrays and cotangents: out, lse and the gradients of floats."""
+
+    def step(floats, rest, dout, dlse):
+        def loss(floats):
+            out, lse = attend(**floats, **rest, **static, return_lse=True)
+            seen = jnp.where(jnp.isfinite(lse), lse, 0.0)
+            return jnp.sum(out * dout) + jnp.sum(seen * dlse), (out, lse)
+
+        return jax.grad(loss, has_aux=True)(floats)
+
+    return jax.jit(step)
+
+
+def arrays_of(name):
+    arguments = qkv() | OPTIONS[name]
+    floats = {n: x for n, x in arguments.items() if n in FLOATS}
+    rest = {n: x for n, x in arguments.items() if isinstance(x, np.ndarray) and n not in floats}
+    static = {n: x for n, x in arguments.items() if n not in floats and n not in rest}
+    return floats, rest, static, (normal(7, B, T, N, H), normal(8, B, T, N))
+
+
+@functools.cache
+def on_one_device(name, backend):
+    floats, rest, static, cotangents = arrays_of(name)
+    attend = functools.partial(jax_flash.flash_attention, backend=backend)
+    return step_of(attend, static)(floats, rest, *cotangents)
+
+
+def check(name, strategy, order, mesh, axis_name="seq", backend="cpu"):
+    floats, rest, static, cotangents = arrays_of(name)
+    attend = functools.partial(
+        attention, axis_name=axis_name, strategy=strategy, order=order, backend=backend
+    )
+    with jax.set_mesh(mesh):
+        floats, rest = (
+            {n: along(reorder, n, x, order) for n, x in xs.items()} for xs in (floats, rest)
+        )
+        split = NamedSharding(mesh, P(None, axis_name))
+        floats |= {n: jax.device_put(floats[n], split) for n in ("query", "key", "value")}
+        cotangents = [jax.device_put(reorder(x, order, SHARDS, 1), split) for x in cotangents]
+        got, results = step_of(attend, static)(floats, rest, *cotangents)
+        assert all(x.sharding.is_equivalent_to(split, x.ndim) for x in results)
+    got = {n: along(restore, n, np.asarray(x), order) for n, x in got.items()}
+    results = tuple(restore(np.asarray(x), order, SHARDS, 1) for x in results)
+    close((got, results), on_one_device(name, backend))
+
+
+RUNS = [
+    ("plain", "ring", "contiguous"),
+    ("causal", "ring", "contiguous"),
+    ("causal", "ring", "zigzag"),
+    ("causal", "ring", "striped"),
+    ("causal", "all_to_all", "zigzag"),
+    ("window", "ring", "contiguous"),
+    ("window", "ring", "zigzag"),
+    ("near", "all_gather", "contiguous"),
+    ("documents", "ring", "zigzag"),
+    ("documents", "all_to_all", "striped"),
+    ("near documents", "all_gather", "contiguous"),
+    ("near documents", "ring", "contiguous"),
+    ("lengths", "ring", "striped"),
+    ("last at last", "ring", "zigzag"),
+    ("last at last", "all_gather", "striped"),
+    ("bias", "ring", "zigzag"),
+    ("bias", "all_to_all", "striped"),
+    ("bias of heads", "ring", "contiguous"),
+    ("bias of heads", "all_to_all", "zigzag"),
+    ("bias of queries", "ring", "zigzag"),
+    ("mask", "ring", "striped"),
+    ("positions", "ring", "striped"),
+    ("query positions", "ring", "contiguous"),
+    ("scale", "ring", "contiguous"),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "order"), RUNS)
+def test_results_and_gradients_are_one_devices(name, strategy, order):
+    check(name, strategy, order, mesh_of(seq=SHARDS))
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "order"),
+    [*(("documents", "ring", order) for order in ORDERS), ("bias", "all_gather", "striped")],
+)
+def test_two_levels(name, strategy, order):
+    """All-to-all over the inner axis, and a strategy over the outer one."""
+    check(name, strategy, order, mesh_of(outer=2, inner=2), axis_name=("outer", "inner"))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
+def test_beside_axes_of_one_device(strategy):
+    check("causal", strategy, "contiguous", mesh_of(data=1, seq=SHARDS, model=1))
+
+
+def test_backend_xla():
+    check("causal", "ring", "contiguous", mesh_of(seq=SHARDS), backend="xla")
+
+
+# On one device the CPU kernels have delta in float32 beside the gradient of a bias.
+@pytest.mark.parametrize(("ring_backend", "has_bias", "times"), [("xla", 0, 2), ("cpu", 1, 4)])
+def test_results_of_half_precision_are_merged_in_float32(ring_backend, has_bias, times):
+    """A ring's error is at most twice that of one device, against float32."""
+    arrays = qkv(jnp.bfloat16)
+    if has_bias:
+        arrays["bias"] = normal(6, N, 1, T, dtype=jnp.bfloat16)
+    wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+
+    def gradients(attend, arrays):
+        def loss(arrays):
+            out = attend(**arrays, is_causal=True).astype(jnp.float32)
+            return jnp.sum(out * normal(7, B, T, N, H)), out
+
+        return jax.grad(loss, has_aux=True)(arrays)
+
+    one = functools.partial(gradients, jax_flash.flash_attention)
+    truth, alone = jax.jit(one)(wide), jax.jit(one)(arrays)
+    with jax.set_mesh(mesh_of(seq=SHARDS)):
+        ring = functools.partial(attention, axis_name="seq", strategy="ring", backend=ring_backend)
+        got = jax.jit(functools.partial(gradients, ring))(arrays)
+
+    def error(x, exact):
+        return np.abs(np.asarray(x, np.float32) - exact).max()
+
+    for ours, theirs, exact in zip(*map(jax.tree.leaves, (got, alone, truth)), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert error(ours, exact) <= times * error(theirs, exact)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["jit", "shard_map"])
+def test_dropout_has_one_devices_pattern(inside):
+    """Also of tokens in another order, of which the pattern counts those of the sequence."""
+    mesh, order = mesh_of(data=2, seq=2, model=2), "zigzag"
+    key, rate, length = jax.random.key(3), 0.4, 16
+    zeros = np.zeros((B, length, N, H), np.float32)
+    identity = np.broadcast_to(np.eye(length, dtype=np.float32)[:, None], (B, length, N, length))
+    attend = functools.partial(
+        attention, axis_name="seq", order=order, dropout_rate=rate, dropout_key=key, backend="cpu"
+    )
+    spec = P(None, "seq")
+    if inside:
+        attend = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    with jax.set_mesh(mesh):
+        arrays = [reorder(x, order, 2, 1) for x in (zeros, zeros, identity)]
+        placed = [jax.device_put(x, NamedSharding(mesh, P("data", "seq", "model"))) for x in arrays]
+        out = jax.jit(attend)(*placed)
+    kept = restore(np.asarray(out), order, 2, 1).swapaxes(1, 2) > 0
+    words = dropout_words(key)
+    expected = [
+        [numpy_oracle.dropout_keep(words, rate, b, n, length, length) for n in range(N)]
+        for b in range(B)
+    ]
+    np.testing.assert_array_equal(kept, expected)
+
+
+# ---- what counts tokens of the whole sequence ----------------------------------------------------
+
+LONG = 128  # halves of a device's tokens are whole blocks of 16
+FEATURES = ("score", "blocks", "dropout")
+
+
+@functools.cache
+def blocks():
+    def sees(batch, head, query, key):
+        shown = (query // 16 + 2 * (key // 16) + head) % 3 > 0
+        return shown & ((query + 5 * key + batch) % 7 > 1)
+
+    with jax.ensure_compile_time_eval():
+        return jax_flash.block_mask(sees, q_len=LONG, kv_len=LONG, batch=B, heads=N, block=16)
+
+
+def programmed(attend, features):
+    """Attention with these features; "table" `[N, 9]` belongs to the function of the scores."""
+
+    def attend_with(*, table, **arguments):
+        def score_mod(score, batch, head, query, key):
+            at = table[head, jnp.clip(key - query + 4, 0, 8)]
+            return score * (1 + 0.5 * jnp.cos(query - 2.0 * key + batch)) + at
+
+        options = {
+            "score": {"score_mod": score_mod},
+            "blocks": {"block_mask": blocks()},
+            "dropout": {"dropout_rate": 0.4, "dropout_key": jax.random.key(3)},
+        }
+        chosen = [options[name] for name in features]
+        return attend(**arguments, **{k: x for each in chosen for k, x in each.items()})
+
+    return attend_with
+
+
+def programmed_arrays():
+    shapes = {"query": N, "key": K, "value": K}
+    floats = {n: normal(i, B, LONG, x, H) for i, (n, x) in enumerate(shapes.items())}
+    return floats | {"table": normal(6, N, 9)}, [normal(7, B, LONG, N, H), normal(8, B, LONG, N)]
+
+
+@functools.cache
+def programmed_on_one_device(features, backend, window):
+    floats, cotangents = programmed_arrays()
+    attend = functools.partial(jax_flash.flash_attention, backend=backend, **dict(window))
+    return step_of(programmed(attend, features), {})(floats, {}, *cotangents)
+
+
+CAUSAL, NEAR = (("is_causal", True),), (("local_window_size", (9, 20)),)
+TWO = ("outer", "inner")
+PROGRAMMED = [
+    ("ring", "contiguous", FEATURES[1:], "cpu", NEAR, "seq"),
+    ("ring", "zigzag", FEATURES[:1], "xla", CAUSAL, "seq"),
+    ("ring", "zigzag", FEATURES[1:], "cpu", (), "seq"),
+    ("ring", "zigzag", FEATURES[1:], "cpu", CAUSAL, TWO),
+    ("ring", "striped", FEATURES[:1], "xla", (), TWO),
+    ("all_gather", "contiguous", FEATURES[:2], "xla", NEAR, "seq"),
+    ("all_gather", "zigzag", FEATURES[1:], "cpu", CAUSAL, "seq"),
+    ("all_to_all", "striped", FEATURES[:1], "xla", CAUSAL, "seq"),
+    (None, "striped", FEATURES[1:], "cpu", CAUSAL, "seq"),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order", "features", "backend", "window", "axis_name"), PROGRAMMED
+)
+def test_tokens_count_in_the_whole_sequence(strategy, order, features, backend, window, axis_name):
+    mesh = mesh_of(outer=2, inner=2) if axis_name == TWO else mesh_of(seq=SHARDS)
+    floats, cotangents = programmed_arrays()
+    attend = functools.partial(
+        attention,
+        axis_name=axis_name,
+        strategy=strategy,
+        order=order,
+        backend=backend,
+        **dict(window),
+    )
+    with jax.set_mesh(mesh):
+        step = step_of(programmed(attend, features), {})
+        got, results = step(
+            {n: along(reorder, n, x, order) for n, x in floats.items()},
+            {},
+            *(reorder(x, order, SHARDS, 1) for x in cotangents),
+        )
+    got = {n: along(restore, n, np.asarray(x), order) for n, x in got.items()}
+    results = tuple(restore(np.asarray(x), order, SHARDS, 1) for x in results)
+    close((got, results), programmed_on_one_device(features, backend, window))
+
+
+def test_score_functions_inside_shard_map():
+    """An array that all devices share gets one gradient, the sum of theirs."""
+    mesh = mesh_of(seq=SHARDS)
+    floats, _ = programmed_arrays()
+
+    def local(floats):
+        ring = functools.partial(attention, axis_name="seq", strategy="ring", backend="xla")
+        return programmed(ring, FEATURES[:1])(**floats)
+
+    specs = {name: P() if name == "table" else SPLIT for name in floats}
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=SPLIT)
+
+    def gradients(attend):
+        return jax.jit(jax.grad(lambda floats: jnp.sum(jnp.sin(attend(floats)))))(floats)
+
+    one = functools.partial(jax_flash.flash_attention, backend="xla")
+    one = programmed(one, FEATURES[:1])
+    close(gradients(mapped), gradients(lambda floats: one(**floats)))
+
+
+# ---- orders --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_are_undone_and_say_where_tokens_stand(order):
+    x = np.arange(2 * 48 * 3).reshape(2, 48, 3)
+    there = reorder(x, order, 4, 1)
+    np.testing.assert_array_equal(restore(there, order, 4, -2), x)
+    tokens = np.asarray(reorder(np.arange(48), order, 4, 0)).reshape(4, 12)
+    for shards, block in ((4, 1), (2, 2), (1, 4)):
+        held = tokens.reshape(shards, -1)
+        for rank in range(shards):
+            layout = Layout(order, shards, block)
+            indices = layout.indices(rank, held.shape[1])
+            np.testing.assert_array_equal(indices, np.sort(held[rank]))
+            for (low, high), run in zip(
+                layout.runs(rank, held.shape[1]),
+                np.split(np.sort(held[rank]), 2 if order == "zigzag" else 1),
+                strict=True,
+            ):
+                assert (low, high) == (run[0], run[-1])
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_arrays_that_are_split_already_are_reordered(explicit):
+    mesh, x = mesh_of(explicit, seq=SHARDS), np.arange(64).reshape(2, 32)
+    placed = jax.device_put(x, NamedSharding(mesh, SPLIT))
+    there = reorder(placed, "zigzag", SHARDS, 1)
+    np.testing.assert_array_equal(there, reorder(x, "zigzag", SHARDS, 1))
+    back = jax.jit(lambda x: restore(x, "zigzag", SHARDS, 1))(there)
+    np.testing.assert_array_equal(back, x)
+    assert jax.typeof(back) == jax.typeof(placed)
+
+
+def computed(order, shards, length, rank, block=16):
+    """Blocks of a causal ring's scores that a device computes, where kernels skip hidden ones."""
+    reach = Reach(Layout(order, shards), length, length, (None, 0), 0)
+    own = np.asarray(reach.layout.indices(rank, length))
+    total = 0
+    for source in range(shards):
+        chosen = 1 if source == rank else int(reach.choose(rank, source))
+        if chosen:
+            rows, keys = reach.pieces[chosen - 1]
+            theirs = np.asarray(reach.layout.indices(source, length))[keys]
+            queries, keys = own[rows].reshape(-1, block), theirs.reshape(-1, block)
+            total += np.sum(queries.max(axis=1)[:, None] >= keys.min(axis=1))
+    return total
+
+
+def test_causal_work_is_balanced():
+    """No device has more than 1.1 times the mean to do; in order "contiguous" the last has."""
+    work = {order: [computed(order, 8, 512, rank) for rank in range(8)] for order in ORDERS}
+    for order in ("zigzag", "striped"):
+        assert max(work[order]) <= 1.1 * np.mean(work[order])
+    assert max(work["contiguous"]) > 1.7 * np.mean(work["contiguous"])
+    # What is computed is little more than the half of all blocks that causality leaves.
+    assert sum(work["zigzag"]) <= 1.01 * sum(work["contiguous"])
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def long(length=T, heads=N, kv_heads=K):
+    return [jnp.ones((1, length, n, H)) for n in (heads, kv_heads, kv_heads)]
+
+
+DROPS = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+FAULTS = {
+    "T": (long(66), {}, ValueError, r"T of query is 66 \(shape .*multiple of 4, the devices"),
+    "S": ([long()[0], *long(65)[1:]], {}, ValueError, "S of key is 65 .*multiple of 4"),
+    "chunks": (long(68), {"order": "zigzag"}, ValueError, "68 .*of 8, two chunks for each of 4"),
+    "heads": (
+        long(heads=6, kv_heads=6),
+        {"strategy": "all_to_all"},
+        ValueError,
+        "query has 6 heads, which 4 devices do not divide.*'ring'",
+    ),
+    "kv heads": (long(kv_heads=2), {"strategy": "all_to_all"}, ValueError, "key has 2 heads.* 4 "),
+    "order": (long(), {"order": "zig"}, ValueError, "order is 'zig'; expected one of 'contiguous'"),
+    "strategy": (long(), {"strategy": "best"}, ValueError, "strategy is 'best'; expected one of"),
+    "axis": (
+        long(),
+        {"axis_name": "sequence"},
+        ValueError,
+        r"'sequence', and query has .*\('seq',",
+    ),
+    "axes": (long(), {"axis_name": ("seq", "seq")}, ValueError, "expected the name of a mesh axis"),
+    "dropout": (
+        long(),
+        {"strategy": "ring", "order": "zigzag", **DROPS},
+        NotImplementedError,
+        "dropout's pattern is made of squares of 16 .* runs of 8 tokens, no multiple;.*all_to_all",
+    ),
+    "striped dropout": (
+        long(heads=6, kv_heads=6),
+        {"order": "striped", **DROPS},
+        NotImplementedError,
+        "which order 'striped' spreads over .*'all_to_all': query has 6 heads",
+    ),
+    "blocks": (
+        long(192),
+        {"strategy": "all_gather", "block_mask": jax_flash.block_mask_of(jnp.ones((2, 2), bool))},
+        NotImplementedError,
+        "block_mask is made of squares of 128 .* runs of 48 tokens",
+    ),
+    "bias": (
+        long(),
+        {"bias": jnp.ones((T, 16))},
+        ValueError,
+        r"bias has shape \(64, 16\); expected",
+    ),
+    "keyword": (long(), {"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults(name):
+    arrays, options, error, message = FAULTS[name]
+    with jax.set_mesh(mesh_of(seq=SHARDS)), pytest.raises(error, match=message):
+        attention(*arrays, **({"axis_name": "seq"} | options))
+
+
+def test_faults_of_how_arrays_are_split():
+    q, k, v = long()
+    with pytest.raises(ValueError, match="query has no mesh"):
+        attention(q, k, v, axis_name="seq")
+    mesh = mesh_of(data=2, seq=SHARDS)
+    whole = jax.shard_map(
+        functools.partial(attention, axis_name="seq"), mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    with pytest.raises(ValueError, match="query is the same on all devices of axis 'seq'"):
+        whole(q, k, v)
+    explicit = mesh_of(explicit=True, data=2, seq=SHARDS)
+    with jax.set_mesh(explicit):
+        placed = [jax.device_put(x, NamedSharding(explicit, P(None, "data"))) for x in (q, k, v)]
+        with pytest.raises(ValueError, match=r"query is split over \('data',\) along T"):
+            attention(*placed, axis_name="seq")
+    heads = mesh_of(explicit=True, seq=2, model=SHARDS)
+    with jax.set_mesh(heads):
+        q = jax.device_put(q, NamedSharding(heads, P(None, None, "model")))
+        with pytest.raises(ValueError, match="key has 2 heads, which the 4 devices of"):
+            attention(q, k[:, :, :2], v[:, :, :2], axis_name="seq")

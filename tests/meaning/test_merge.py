@@ -1,0 +1,183 @@
+"""Merging results over parts of the keys is attention over all of them, and its gradients."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash import flash_attention
+from jax_flash._merge import merge
+
+from ..small import normal
+
+B, T, S, N, K, H = 2, 9, 30, 4, 2, 8
+EPS = np.finfo(np.float32).eps
+
+
+def parts(seed: int, empty: float = 0.0) -> tuple[jax.Array, jax.Array]:
+    """A result of some rows, of which a share sees no key."""
+    out, lse = normal(seed, B, T, N, H), 3 * normal(seed + 100, B, T, N)
+    hidden = jax.random.bernoulli(jax.random.key(seed + 200), empty, lse.shape)
+    return jnp.where(hidden[..., None], 0, out), jnp.where(hidden, -jnp.inf, lse)
+
+
+def assert_close(got, expected, ulps: float):
+    """Equal to so many roundings of the largest value; -inf where it is."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape
+        np.testing.assert_array_equal(np.isneginf(a), np.isneginf(b))
+        a, b = (np.where(np.isneginf(x), 0, x) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=ulps * EPS * max(1, np.abs(b).max()))
+
+
+def in_float64(*results):
+    """The merge of all, as sums of weights and of weighted values."""
+    outs, lses = zip(*results, strict=True)
+    lse = np.logaddexp.reduce(np.asarray(lses, np.float64), axis=0)
+    weights = [np.exp(np.asarray(x, np.float64) - np.where(np.isneginf(lse), 0, lse)) for x in lses]
+    return sum(
+        w[..., None] * np.asarray(x, np.float64) for w, x in zip(weights, outs, strict=True)
+    ), lse
+
+
+@pytest.mark.parametrize("empty", [0.0, 0.5])
+def test_it_is_associative_and_commutative(empty: float):
+    a, b, c = parts(0, empty), parts(1, empty), parts(2, empty)
+    assert_close(merge(a, b), merge(b, a), 0)
+    left, right = merge(merge(a, b), c), merge(a, merge(b, c))
+    assert_close(left, right, 8)
+    assert_close(left, in_float64(a, b, c), 8)
+
+
+def test_an_empty_part_changes_nothing():
+    some = parts(0, 0.3)
+    garbage = jnp.full_like(some[0], jnp.nan), jnp.full_like(some[1], -jnp.inf)
+    for one, other in ((some, garbage), (garbage, some)):
+        out, lse = merge(one, other)
+        np.testing.assert_array_equal(out, some[0])
+        np.testing.assert_array_equal(lse, some[1])
+
+
+@pytest.mark.parametrize("distance", [0.0, 60.0, 200.0, 1e30])
+def test_lse_of_any_size(distance: float):
+    (a, x), (b, y) = parts(0), parts(1)
+    one, other = (a, x + distance), (b, y - distance)
+    assert_close(merge(one, other), in_float64(one, other), 8)
+
+
+@pytest.mark.parametrize("with_nan", [False, True])
+def test_gradients_of_rows_with_empty_parts_hold_no_nan(with_nan: bool):
+    a, b = parts(0, 0.5), parts(1, 0.5)
+    if with_nan:
+        b = jnp.where((b[1] == -jnp.inf)[..., None], jnp.nan, b[0]), b[1]
+
+    def loss(a, b):
+        out, lse = merge(a, b)
+        return jnp.sum(out**2) + jnp.sum(jnp.where(lse == -jnp.inf, 0.0, jnp.sin(lse)))
+
+    for (dout, dlse), (_, lse) in zip(jax.grad(loss, (0, 1))(a, b), (a, b), strict=True):
+        assert np.isfinite(dout).all()
+        assert np.isfinite(dlse).all()
+        hidden = lse == -jnp.inf
+        assert not dlse[hidden].any()
+        assert not dout[hidden].any()
+        assert dlse[~hidden].all()
+
+
+def split(q, k, v, cuts: tuple[int, ...], backend: str | None, first: dict[str, Any], **options):
+    """Attention in parts of the keys; the first of them has `first` among its options."""
+    edges = [0, *cuts, k.shape[-3]]
+    results = []
+    for i, (low, high) in enumerate(itertools.pairwise(edges)):
+        own = {
+            name: x[..., low:high] if name in ("mask", "bias", "key_value_segment_ids") else x
+            for name, x in options.items()
+        }
+        if "key_value_seq_lengths" in own:
+            own["key_value_seq_lengths"] = own["key_value_seq_lengths"] - low
+        own |= first if i == 0 else {}
+        keys, values = k[..., low:high, :, :], v[..., low:high, :, :]
+        results.append(flash_attention(q, keys, values, return_lse=True, backend=backend, **own))
+    out, lse = functools.reduce(merge, results)
+    return out.astype(q.dtype), lse
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "lengths": {"key_value_seq_lengths": np.array([30, 11]), "query_seq_lengths": np.array([9, 4])},
+    "no keys": {"key_value_seq_lengths": np.array([0, 12])},
+    "segments": {
+        "query_segment_ids": np.arange(B * T).reshape(B, T) % 3,
+        "key_value_segment_ids": np.sort(np.arange(B * S).reshape(B, S) % 4),
+    },
+    "sparse mask": {
+        "mask": np.random.default_rng(0).random((B, 1, T, S)) < 0.05,
+    },
+    "bias": {"bias": np.random.default_rng(1).standard_normal((B, N, T, S)).astype(np.float32)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "sink", "backend"),
+    [
+        *((name, (0, 10, 20), None, "cpu") for name in OPTIONS),
+        ("plain", (13,), None, "xla"),
+        ("plain", (13,), 0.5, "xla"),
+        ("no keys", (0, 10, 20), 0.5, "cpu"),  # rows that see the sink alone
+        ("sparse mask", (0, 10, 20), -np.inf, "cpu"),
+        ("bias", (10, 20), 0.5, "cpu"),
+    ],
+)
+def test_keys_in_parts_are_the_whole(
+    name: str, cuts: tuple[int, ...], sink: float | None, backend: str
+):
+    options = {option: jnp.asarray(x) for option, x in OPTIONS[name].items() if option != "softcap"}
+    static = {option: x for option, x in OPTIONS[name].items() if option == "softcap"}
+    floats = {"query": normal(0, B, T, N, H), "key": normal(1, B, S, K, H)}
+    floats["value"] = normal(2, B, S, K, H)
+    floats |= {"bias": options.pop("bias")} if "bias" in options else {}
+    floats |= {} if sink is None else {"sinks": jnp.full((N,), sink)}
+    dout, dlse = normal(3, B, T, N, H), normal(4, B, T, N)
+
+    def loss(attend, floats):
+        out, lse = attend(**floats)
+        finite = jnp.where(lse == -jnp.inf, 0.0, lse)
+        return jnp.sum(out * dout) + jnp.sum(finite * dlse), (out, lse)
+
+    def whole(query, key, value, **terms):
+        return flash_attention(
+            query, key, value, return_lse=True, backend=backend, **terms, **options, **static
+        )
+
+    def in_parts(query, key, value, sinks=None, **terms):
+        return split(
+            query, key, value, cuts, backend, {"sinks": sinks}, **terms, **options, **static
+        )
+
+    step = functools.partial(jax.grad, argnums=1, has_aux=True)
+    expected = jax.jit(functools.partial(step(loss), whole))(floats)
+    got = jax.jit(functools.partial(step(loss), in_parts))(floats)
+    assert_close(got, expected, 64)
+
+
+def test_results_of_half_precision_are_merged_in_float32():
+    q, k, v = (normal(i, B, n, N, H, dtype=jnp.bfloat16) for i, n in enumerate((T, S, S)))
+    out, lse = merge(
+        flash_attention(q, k[:, :10], v[:, :10], return_lse=True, backend="xla"),
+        flash_attention(q, k[:, 10:], v[:, 10:], return_lse=True, backend="xla"),
+    )
+    assert out.dtype == lse.dtype == jnp.float32
+    whole, whole_lse = flash_attention(
+        *(x.astype(jnp.float32) for x in (q, k, v)), return_lse=True, backend="xla"
+    )
+    # Weights and out are rounded to 8 bits in both parts.
+    np.testing.assert_allclose(out, whole, atol=4 * 2**-8 * float(jnp.abs(whole).max()))
+    np.testing.assert_allclose(lse, whole_lse, atol=1e-5)

@@ -1,0 +1,1 @@
+"""What is chosen and lowered before anything runs: plans, explain, programs."""

@@ -1,0 +1,1 @@
+"""The documentation, examples, benchmarks and tools of this checkout."""
