@@ -1,40 +1,8 @@
 """Runs the text of the CUDA kernels on the host, threads, barriers and tensor cores included.
 
 tests/fake_cuda.cc with a machine in it: NVRTC is the host's C++ compiler (translate.py), and a
-launch runs the kernel to its end (machine.cc) on the true buffers of XLA's CPU platform. Nothing of
-a kernel is written twice: headers are those of the package, and an `asm` statement is its PTX,
-which ptx.cc reads and executes.
-
-    machine.h        the machine: CTAs, threads, barriers, what is in flight
-    machine.cc       compiles, loads and launches
-    scheduler.cc     threads as fibers: who runs when
-    barriers.cc      where threads meet
-    memory.cc        what a thread may touch
-    reports.cc       what a failure says
-    ptx.h, ptx.cc    PTX's text, parsed and executed
-    ptx_*.cc         the instructions: on numbers, memory, products, and asynchronous ones
-
-What it adds to numbers, as errors of the custom call that name threads and device functions:
-
-- all threads wait: who waits for what, where; an mbarrier that gets an arrival too many;
-- any load or store outside of the call's buffers and the CTA's shared memory, those of TMA boxes
-  and wgmma descriptors included; misaligned addresses; boxes that lie outside of their array;
-- lanes or warps that issue different collective instructions;
-- products and TMA stores of shared memory that a thread wrote without fence.proxy.async;
-- copies and products that a thread or CTA leaves behind.
-
-What is undefined shows in numbers, in those of some seed at least: shared memory, results and
-workspaces start as garbage (finite, since rows of NaN would be computed again), so do accumulators
-while a product is in flight, asynchronous copies and products take place as late or as early as
-they may, and threads run in the order of the seed, switched only where they wait.
-
-To add an instruction: a row in the table at the end of its ptx_*.cc. A built-in function: device.h.
-
-Not modelled: registers and their number; the memory model (all but fence.proxy.async is in order,
-as if every operation were followed by its fence); register operands that are written while a
-product reads them; lanes of a warp that run apart at an mbarrier, where a GPU brings them together
-without a promise to; multicast; the last bits of approximate functions and products;
-time.
+launch runs the kernel to its end (machine.cc) on the true buffers of XLA's CPU platform.
+README.md says what is modelled, what is not, and how to add an instruction.
 """
 
 from __future__ import annotations
