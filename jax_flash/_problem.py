@@ -2,7 +2,7 @@
 
 `Problem` holds the meaning of one attention call and knows neither shapes nor backends, but for
 what plans of kernels add (`split`, `lines`); `Shapes` holds the sizes. Both are hashable, hold
-Python scalars only, and can serve as parameters of a primitive. `_validate.py` makes them from a
+Python scalars only, and can serve as parameters of a primitive. `_validate/` makes them from a
 user's arguments.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # k, v and dout are float16 copies (dtype is "float16"), results float32; "rest": what such copies
 # do not hold, else the results of the other are left as they are.
 SPLITS = ("", "carried", "rest")
-# Of softcap: beyond these, x / c would be 0 or infinite in float32 for common logits x.
+# A softcap c: beyond these, x / c would be 0 or infinite in float32 for common logits x.
 SOFTCAPS = (1e-30, 1e30)
 
 
@@ -36,7 +36,7 @@ class Problem:
     j and i + offset; their difference is exact, beyond int32 too.
     """
 
-    # Of q, k, v and their gradients, and of out: "float32", "bfloat16", "float16" or "float64".
+    # q, k, v, their gradients and out have it: "float32", "bfloat16", "float16" or "float64".
     dtype: str
     scale: float
     window: tuple[int | None, int | None] = (None, None)  # (left, right); None: unbounded
@@ -44,8 +44,8 @@ class Problem:
     softcap: float | None = None
     dropout_rate: float = 0.0
     deterministic: bool = False
-    # Of products of float32, as jax.lax.Precision has it: "default", "high" or "highest"; of other
-    # dtypes always the first, and without meaning.
+    # How products of float32 are made, as jax.lax.Precision has it: "default", "high" or "highest";
+    # for other dtypes always the first, and without meaning.
     precision: str = "default"
     terms: tuple[str, ...] = ()  # optional operands present, in the order of TERMS
     whole_blocks: bool = False  # the block mask is known to have no partial blocks

@@ -1,6 +1,6 @@
 """The table of terms: the optional operands of a call, and what each is like.
 
-A term's arithmetic stands once in each backend (reference.py, blockwise.py, cpu/terms-inl.h,
+A term's arithmetic stands once in each backend (reference.py, _tiles.py, cpu/terms-inl.h,
 cuda/kernels); all else about it stands here. The order is that in which terms follow q, k and v;
 ffi/operands.h has the same table, and `_native.py` compares the two when the module loads. Arrays
 that a user's function reads follow the terms.

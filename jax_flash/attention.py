@@ -1,7 +1,7 @@
 """The public calls: `flash_attention`, and `dot_product_attention` with jax.nn's own signature.
 
-Read next: `_validate.py` for what the arguments may be, `_ops/forward.py` for how the call
-is differentiated.
+Read next: `_validate/` for what the arguments may be, `_ops/forward.py` for how the call is
+differentiated.
 
 A shape in an annotation is the docstring's: a letter is one size wherever it stands, `*B` any
 number of leading dims, and what begins with # may be 1 or absent.
@@ -188,14 +188,14 @@ def flash_attention(
       query_seq_lengths, key_value_seq_lengths: int32 `[*B]`, valid positions of each batch row,
         clipped to [0, T] and [0, S]; later positions are padding.
       query_segment_ids, key_value_segment_ids: int32 `[*B, T]` and `[*B, S]`; a query attends to
-        keys of equal id, in any order. Of int64 ids that are a jax.Array the low 32 bits count.
+        keys of equal id, in any order. A jax.Array of int64 ids counts by their low 32 bits.
       query_positions, key_value_positions: int32 `[*B, T]` and `[*B, S]`, where queries and keys
         stand for is_causal and local_window_size, in any order, ties and negative ones included;
         a query sees itself and keys before it as they stand, not as they are stored. Without one
         of the two, these stand at their index (for self-attention give the same array twice).
         Distances do not overflow: a key at 2^31 − 1 is after every query elsewhere, which hides
         it where is_causal. Lengths, segment ids, masks and dropout count by index as ever.
-        With causal_align "top_left" only. Without is_causal and a window they mean nothing. Of a
+        With causal_align "top_left" only. Without is_causal and a window they mean nothing. In a
         jax.Array of another dtype those beyond int32 count as the nearest that it holds.
       softcap: c in c * tanh(logits / c), above 0.
       score_mod: f(score, batch, head, query, key) -> score, any JAX function of scalars, applied

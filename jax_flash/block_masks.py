@@ -4,13 +4,14 @@ A `BlockMask` goes to `flash_attention(..., block_mask=m)`. Kernels never load i
 test no score of its full ones, and read one bit for each score of its partial ones, whose number
 is all that its memory grows with. `masks.py` has functions to make them of.
 
+The value and its forms are here. Read next: `_block_grid.py` for how a function is evaluated,
+`_block_arrays.py` for what is stored.
+
 Dao et al., FlashAttention (arXiv:2205.14135), section 3.3: "Block-Sparse FlashAttention".
 """
 
 import dataclasses
-import functools
 import json
-import math
 import numbers as abstract
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,19 +24,23 @@ from jax import export, lax
 from jax.typing import ArrayLike
 
 from jax_flash import _simplify
-from jax_flash._function import Function, trace
+from jax_flash._block_arrays import (
+    EMPTY,
+    FULL,
+    WORD,
+    picture,
+    states_of,
+    window_ends,
+    words_at,
+    write_out,
+)
+from jax_flash._block_grid import Grid, program
+from jax_flash._function import trace
 from jax_flash._keywords import hinted
-from jax_flash._varying import vary_over
 from jax_flash._windows import Window, window_of
 from jax_flash.masks import Mask
 
-# What `BlockMask.numbers` has of a block that is not partial; 0 and more number partial ones.
-EMPTY, FULL = -2, -1
-WORD = 16  # keys of a word of bits: tiles of kernels start at any multiple of it
-_MOST_PAIRS = 2**20  # that are evaluated at once where partial blocks are
-_FAR = 2**30  # farther apart than any query and key of a window
 _ARGUMENTS = {"batch": "int32", "head": "int32", "query": "int32", "key": "int32"}
-_PICTURE = 64  # rows and columns of the largest picture
 
 MaskMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Any]
 
@@ -88,7 +93,7 @@ class BlockMask:
     @property
     def is_layout(self) -> bool:
         """Whether no block is partial."""
-        return 0 not in _states_of(self) if self.is_form else self.bits.shape[-3] == 0
+        return 0 not in states_of(self) if self.is_form else self.bits.shape[-3] == 0
 
     @property
     def density(self) -> Any:
@@ -97,7 +102,7 @@ class BlockMask:
         Under jit a jax.Array, but for a form.
         """
         if self.is_form:
-            return float(np.mean(_states_of(self) != EMPTY))
+            return float(np.mean(states_of(self) != EMPTY))
         density = jnp.mean(self.numbers != EMPTY, dtype=jnp.float32)
         return density if isinstance(density, jax.core.Tracer) else float(density)
 
@@ -115,7 +120,7 @@ class BlockMask:
         """
         if not self.is_form:
             return self
-        numbers, bits = map(jnp.asarray, _write_out(self))
+        numbers, bits = map(jnp.asarray, write_out(self))
         return BlockMask(numbers, bits, self.q_len, self.kv_len, self.block)
 
     def dense(self) -> jax.Array:
@@ -139,12 +144,12 @@ class BlockMask:
 
     def __repr__(self) -> str:
         text = f"BlockMask(q_len={self.q_len}, kv_len={self.kv_len}, block={self.block}"
-        numbers = _states_of(self) if self.is_form else _stored(self)[0]
+        numbers = states_of(self) if self.is_form else _stored(self)[0]
         if isinstance(numbers, jax.core.Tracer) or not isinstance(numbers, jax.Array | np.ndarray):
             return f"{text}, numbers={numbers!r})"
         shape = list(numbers.shape)
         text += f", blocks={shape}, density={self.density:.3g})"
-        return text if 0 in shape else f"{text}\n{_picture(np.asarray(numbers))}"
+        return text if 0 in shape else f"{text}\n{picture(np.asarray(numbers))}"
 
 
 def _written(place: int, name: str) -> property:
@@ -152,7 +157,7 @@ def _written(place: int, name: str) -> property:
 
     def read(mask: BlockMask) -> jax.Array:
         own = mask.__dict__[name]
-        return jnp.asarray(_write_out(mask)[place]) if own is None else own
+        return jnp.asarray(write_out(mask)[place]) if own is None else own
 
     return property(read, lambda mask, value: mask.__dict__.update({name: value}))
 
@@ -260,8 +265,8 @@ def block_mask(
     # Numbers are arrays, too: masks that differ in them alone are made by one program.
     function, constants = function.with_numbers()
     arrays = [lax.stop_gradient(x) for x in captured] + constants
-    grid = _Grid(function, q_len, kv_len, block, rows, planes)
-    states, is_window = _program(_Grid.states, grid)(_ends(window), *arrays)
+    grid = Grid(function, q_len, kv_len, block, rows, planes)
+    states, is_window = program(Grid.states, grid)(window_ends(window), *arrays)
     whole = ... if batch is not None else 0
     if isinstance(states, jax.core.Tracer):
         if window is not None:
@@ -397,157 +402,6 @@ def stack_block_masks(masks: Sequence[BlockMask]) -> BlockMask:
     return BlockMask(numbers, bits, masks[0].q_len, masks[0].kv_len, masks[0].block)
 
 
-def words_at(bits: jax.Array, number: jax.Array, row: jax.Array, word: jax.Array) -> jax.Array:
-    """Reads words of bits.
-
-    Arguments:
-      bits: uint16 `[*B, C, block, words]`, any of *B 1.
-      number: int32 `[*B, ..., t, w]`, any of *B 1; below 0: any word.
-      row, word: int32, which broadcast to `[t, w]`.
-
-    Returns: int32 of number's shape, its *B those of both.
-    """
-    *leading, stored, _, _ = bits.shape
-    if stored == 0:
-        return jnp.zeros(jnp.broadcast_shapes(number.shape, row.shape, word.shape), jnp.int32)
-    rank = number.ndim
-    own = [
-        jnp.arange(size, dtype=jnp.int32).reshape(
-            *(size if axis == i else 1 for i in range(len(leading))),
-            *(1 for _ in range(rank - len(leading))),
-        )
-        for axis, size in enumerate(leading)
-    ]
-    ones = (1,) * (rank - 2)
-    row, word = (x.astype(jnp.int32).reshape(*ones, *x.shape) for x in (row, word))
-    index = (*own, jnp.maximum(number, 0), row, word)
-    # A leading dim that is 1 in bits is 0 in the index of all: broadcast by indexing.
-    return bits[index].astype(jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Grid:
-    """The blocks of a mask that is to be made, and how to evaluate them.
-
-    Arrays are those that the function reads.
-    """
-
-    function: Function
-    q_len: int
-    kv_len: int
-    block: int
-    batch: int
-    heads: int
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        rows, columns = (-(-size // self.block) for size in (self.q_len, self.kv_len))
-        return self.batch, self.heads, rows, columns
-
-    def pairs(self, query_block, first_key, keys: int) -> tuple[jax.Array, jax.Array]:
-        """Lists the queries of a block, [block, 1], and `keys` keys, [1, keys]."""
-        query = query_block * self.block + jnp.arange(self.block, dtype=jnp.int32)
-        key = first_key + jnp.arange(keys, dtype=jnp.int32)
-        return query[:, None], key[None, :]
-
-    def there(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        return (query < self.q_len) & (key < self.kv_len)
-
-    def seen(self, batch, head, query: jax.Array, key: jax.Array, arrays) -> jax.Array:
-        """Evaluates all pairs of queries [block, 1] and keys [1, keys]."""
-        query, key = jnp.minimum(query, self.q_len - 1), jnp.minimum(key, self.kv_len - 1)
-
-        def of_pair(query, key):
-            scalars = vary_over([batch, head, query, key, *arrays], [batch, *arrays])
-            return self.function.program.apply(scalars)[0]
-
-        by_pair = jax.vmap(jax.vmap(of_pair, in_axes=(None, 0)), in_axes=(0, None))
-        return jnp.broadcast_to(by_pair(query[:, 0], key[0]), (query.size, key.size))
-
-    def row(self, number, ends, arrays) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Evaluates a row of blocks.
-
-        Returns:
-          whether they are empty, full or else 0; whether they are the window of these ends; their
-          bits.
-        """
-        *outer, count = self.shape
-        batch, head, query_block = jnp.unravel_index(number, outer)
-        query, key = self.pairs(query_block, jnp.int32(0), count * self.block)
-        seen, there = self.seen(batch, head, query, key, arrays), self.there(query, key)
-        low, high = ends
-        near = (key - query >= low) & (key - query <= high)
-
-        def by_block(x):
-            return x.reshape(self.block, count, self.block)
-
-        shown = jnp.any(by_block(seen & there), axis=(0, 2))
-        whole = jnp.all(by_block(seen | ~there), axis=(0, 2))
-        states = jnp.where(whole, FULL, jnp.where(shown, 0, EMPTY)).astype(jnp.int32)
-        bits = jnp.moveaxis(_pack(by_block(seen & there)), 1, 0)
-        return states, jnp.all((seen == near) | ~there), bits
-
-    def rows(self, function: Callable[[jax.Array], Any]) -> Any:
-        """Maps a function over the rows of blocks, one at a time."""
-        return lax.map(function, jnp.arange(math.prod(self.shape[:3]), dtype=jnp.int32))
-
-    def states(self, ends, *arrays) -> tuple[jax.Array, jax.Array]:
-        """Tells which blocks are empty, full or partial, and whether the mask is the window."""
-        states, is_window = self.rows(lambda i: self.row(i, ends, arrays)[:2])
-        return states.reshape(self.shape), jnp.all(is_window)
-
-    def with_all_bits(self, *arrays) -> tuple[jax.Array, jax.Array]:
-        """Computes numbers and bits with room for all blocks."""
-        states, _, bits = self.rows(lambda i: self.row(i, _ends(None), arrays))
-        batch, *counts = self.shape
-        own = jnp.arange(math.prod(counts), dtype=jnp.int32).reshape(1, *counts)
-        states = states.reshape(self.shape)
-        numbers = jnp.where(states < 0, states, jnp.broadcast_to(own, self.shape))
-        return numbers, bits.reshape(batch, -1, *bits.shape[-2:])
-
-    def some_bits(self, at: jax.Array, *arrays) -> jax.Array:
-        """Computes the bits of blocks at [number, 4]."""
-
-        def of_block(at):
-            batch, head, query_block, key_block = at
-            query, key = self.pairs(query_block, key_block * self.block, self.block)
-            seen = self.seen(batch, head, query, key, arrays)
-            return _pack(seen & self.there(query, key))
-
-        return jax.vmap(of_block)(at)
-
-    def with_bits(self, states: np.ndarray, arrays) -> tuple[np.ndarray, np.ndarray]:
-        """Computes numbers and bits of the partial blocks, those of a batch row that differ."""
-        partial = np.argwhere(states == 0).astype(np.int32)
-        at_once = min(max(1, _MOST_PAIRS // self.block**2), states.size)
-        numbers, kept = states.copy(), [{} for _ in range(self.batch)]
-        for first in range(0, len(partial), at_once):
-            # As many blocks in each call, whatever their number: one program for all masks.
-            some = np.resize(partial[first : first + at_once], (at_once, 4))
-            bits = np.asarray(_program(_Grid.some_bits, self)(some, *arrays))
-            for at, own in zip(map(tuple, partial[first : first + at_once]), bits, strict=False):
-                numbers[at] = kept[at[0]].setdefault(own.tobytes(), len(kept[at[0]]))
-        most = max(map(len, kept))  # 0: a layout, which kernels have a walk of their own for
-        size = self.block, self.block // WORD
-        stored = np.zeros((self.batch, most, *size), np.uint16)
-        for row, blocks in enumerate(kept):
-            for number, own in enumerate(blocks):
-                stored[row, number] = np.frombuffer(own, np.uint16).reshape(size)
-        return numbers, stored
-
-
-@functools.lru_cache(maxsize=16)  # of some 2 MB; JAX would keep thousands
-def _program(method: Callable[..., Any], grid: _Grid) -> Callable[..., Any]:
-    """Compiles a method of a grid. Grids are equal where their functions compute the same."""
-    return jax.jit(functools.partial(method, grid))
-
-
-def _ends(window: Window | None) -> np.ndarray:
-    """Returns the least and the largest distance that a window shows."""
-    left, right = window or (None, None)
-    return np.array([-_FAR if left is None else -left, _FAR if right is None else right], np.int32)
-
-
 def _chunk_of(states: np.ndarray, q_len: int, kv_len: int, block: int) -> int | None:
     """Finds the length of equal chunks whose queries see their own keys: all, and no others."""
     count = int(np.sum(states[0, 0, 0] == FULL))  # blocks of the first chunk
@@ -555,55 +409,7 @@ def _chunk_of(states: np.ndarray, q_len: int, kv_len: int, block: int) -> int | 
     if q_len != kv_len or count in (0, blocks) or q_len % (count * block):
         return None
     mask = _form(q_len, kv_len, block, chunk=count * block)
-    return mask.chunk if (states == _states_of(mask)).all() else None
-
-
-def _lengths(form: BlockMask) -> tuple[int, int]:
-    """Returns T and S of a form, which has both."""
-    if form.q_len is None or form.kv_len is None:
-        raise ValueError("a BlockMask of a window or chunks lacks q_len or kv_len; expected both")
-    return form.q_len, form.kv_len
-
-
-def _states_of(form: BlockMask) -> np.ndarray:
-    """Writes a form out: which blocks `[1, blocks, blocks]` are empty, full or else 0."""
-    lengths = _lengths(form)
-    first_query, first_key = (np.arange(0, n, form.block) for n in lengths)
-    last_query = np.minimum(first_query + form.block, lengths[0]) - 1
-    last_key = np.minimum(first_key + form.block, lengths[1]) - 1
-    if form.chunk is not None:
-        own = first_query[:, None] // form.chunk == first_key // form.chunk
-        return np.where(own, FULL, EMPTY)[None]
-    low, high = _ends(form.window)
-    least, most = first_key - last_query[:, None], last_key - first_query[:, None]
-    shown, whole = (least <= high) & (most >= low), (least >= low) & (most <= high)
-    return np.where(whole, FULL, np.where(shown, 0, EMPTY))[None]
-
-
-def _write_out(form: BlockMask) -> tuple[np.ndarray, np.ndarray]:
-    """Writes a form out as numbers and bits."""
-    if not form.is_form:
-        raise ValueError("a BlockMask lacks numbers or bits; expected both, or a window or a chunk")
-    numbers, block = _states_of(form).astype(np.int32), form.block
-    q_len, kv_len = _lengths(form)
-    low, high = _ends(form.window)
-    index = np.arange(block)
-    kept: dict[bytes, int] = {}
-    for at in map(tuple, np.argwhere(numbers == 0)):
-        query, key = at[1] * block + index[:, None], at[2] * block + index
-        seen = (key - query >= low) & (key - query <= high)
-        seen &= (query < q_len) & (key < kv_len)
-        packed = np.packbits(seen, axis=-1, bitorder="little").tobytes()
-        numbers[at] = kept.setdefault(packed, len(kept))
-    bits = np.frombuffer(b"".join(kept), np.dtype("<u2")).astype(np.uint16)
-    return numbers, bits.reshape(-1, block, block // WORD)
-
-
-def _pack(seen: jax.Array) -> jax.Array:
-    """Packs bool `[..., keys]` into uint16 `[..., keys / 16]`."""
-    parts = seen.reshape(*seen.shape[:-1], -1, WORD).astype(jnp.uint16)
-    bit = lax.broadcasted_iota(jnp.uint16, parts.shape, parts.ndim - 1)
-    return jnp.sum(parts << bit, axis=-1, dtype=jnp.uint16)
+    return mask.chunk if (states == states_of(mask)).all() else None
 
 
 def _hashable(x: Any) -> Any:
@@ -624,21 +430,3 @@ def _block(block: Any) -> int:
     if block % WORD:
         raise ValueError(f"block is {block}; expected a multiple of {WORD}, such as 128 or 64")
     return block
-
-
-def _picture(numbers: np.ndarray) -> str:
-    """Draws the blocks of the first batch row and head, several as one where there are many."""
-    *leading, rows, columns = numbers.shape
-    plane = numbers.reshape(-1, rows, columns)[0]
-    step = -(-max(rows, columns) // _PICTURE)
-    lines = []
-    for i in range(0, rows, step):
-        line = ""
-        for j in range(0, columns, step):
-            part = plane[i : i + step, j : j + step]
-            line += "█" if (part == FULL).all() else "·" if (part == EMPTY).all() else "▒"
-        lines.append(line)
-    notes = [f"one sign for {step} x {step} blocks"] if step > 1 else []
-    count = int(np.prod(leading))
-    notes += [f"the first of {count} planes of blocks"] if count > 1 else []
-    return "\n".join([*lines, *(f"({note})" for note in notes)])

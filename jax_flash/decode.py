@@ -1,6 +1,6 @@
 """The public calls of decoding: `decode_attention` to a cache, `fill_cache` and `rotate` before it.
 
-Read next: `_validate_decode.py` for what the arguments may be, `_ops/decode.py` for how the call
+Read next: `_validate/decode.py` for what the arguments may be, `_ops/decode.py` for how the call
 is batched, split over devices and lowered.
 """
 
@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import export
 from jax.typing import ArrayLike
 
-from jax_flash import _cache, _rotary, _validate, _validate_decode
+from jax_flash import _cache, _rotary, _validate
 from jax_flash._keywords import hinted
 from jax_flash._ops import decode as _op
+from jax_flash._validate import decode as _validate_decode
 from jax_flash.attention import Window
 
 
@@ -68,8 +69,8 @@ def decode_attention(
     copies the caches first.
 
     A row that is longer than its cache, or whose table has no page of the pool for a position that
-    its queries see or that is written, gives NaN in out and lse. Of a row that is longer nothing is
-    written, nor what has no page. No other row is touched. NaN or inf in slots past the length,
+    its queries see or that is written, gives NaN in out and lse. Nothing is written of a row that
+    is longer, nor what has no page. No other row is touched. NaN or inf in slots past the length,
     behind the window or in pages that a row does not have reaches nothing. Under
     `jax_flash.debug_values()` such lengths and pages are errors that name the row.
 

@@ -28,7 +28,7 @@ from jax_flash._gpu.traits import is_highest, known
 from jax_flash._problem import Problem, Shapes
 
 _TEAM_WARPS = 4  # that share a block, kTeamWarps in cuda/kernels/decode_schedule.cuh
-_MOST_QUERIES = 64  # MOST_QUERIES in _validate_decode.py
+_MOST_QUERIES = 64  # MOST_QUERIES in _validate/decode.py
 _MOST_POSITIONS = 2**30 - 1  # that a row has place for: as much again overflows
 _MOST_SPLIT = 256  # features of float32: wider values are more than a warp's registers hold
 
@@ -191,7 +191,7 @@ class DecodeTiling:
     def score_sums(self) -> int:
         """Sums of a warp's scores, to which products go in turn.
 
-        Of few keys each product would wait for the one before. Wide values leave no registers for
+        With few keys each product would wait for the one before. Wide values leave no registers for
         two.
         """
         part_keys = self.block_kv * self.heads * self.row_tiles // _TEAM_WARPS
@@ -199,9 +199,9 @@ class DecodeTiling:
 
     @property
     def finite_apart(self) -> bool:
-        """Of float32, blocks of values that are all finite have products of their own.
+        """Blocks of values that are all finite have products of their own, in float32.
 
-        Of more than 128 columns twice the code spills.
+        With more than 128 columns twice the code spills.
         """
         return self._columns <= 128
 

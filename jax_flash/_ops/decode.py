@@ -200,7 +200,7 @@ ad.primitive_jvps[flash_decode_p] = _jvp
 
 
 def decode(call: Decode, *operands: jax.Array) -> dict[str, jax.Array]:
-    """Computes a call's results by name, of operands as `_validate_decode.prepare` makes them.
+    """Computes a call's results by name, of operands as `_validate.decode.prepare` makes them.
 
     Raises: as `_backends.require`.
     """

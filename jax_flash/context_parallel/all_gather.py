@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_flash import _ops
+from jax_flash._block_arrays import EMPTY
 from jax_flash._terms import sum_dtype
-from jax_flash.block_masks import EMPTY
 from jax_flash.context_parallel.shard import ALL, Operands, Shard, Tokens, cut, sort_keys
 
 _HIDDEN = -(2**31)  # where no window that has a left side reaches

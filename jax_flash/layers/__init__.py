@@ -10,5 +10,6 @@ Each has the same two names:
 In both, a mask may be bool or numbers as Flax makes them, where nonzero means True. It takes memory
 and time of its own; causality, a window, lengths and segment ids do not.
 
-Nothing is imported here: each module loads its half of Flax. `_shared.py` holds what both use.
+Nothing is imported here: each module loads its half of Flax. `_shared.py` and `_decoding.py` hold
+what both use.
 """

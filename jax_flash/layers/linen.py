@@ -16,7 +16,7 @@ from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
 from jax_flash import BlockMask, flash_attention
-from jax_flash.layers import _shared
+from jax_flash.layers import _decoding, _shared
 
 
 def attention_fn(
@@ -342,7 +342,7 @@ class FlashAttention(nn.Module):
         if page_table is not None and not self.decode:
             raise ValueError("page_table is given without decode=True")
         if self.decode:
-            _shared.check_decode(
+            _decoding.check_decode(
                 self.is_causal,
                 memory=memory,
                 segment_ids=segment_ids,
@@ -351,7 +351,7 @@ class FlashAttention(nn.Module):
                 block_mask=block_mask,
             )
             is_initialized = self.has_variable("cache", "cached_key")
-            shape = _shared.cache_shape(x.shape[:-2], x.shape[-2], self.pages)
+            shape = _decoding.cache_shape(x.shape[:-2], x.shape[-2], self.pages)
             shape = (*shape, num_kv_heads, head_dim)
             stored = (
                 self.variable("cache", "cached_key", jnp.zeros, shape, key.dtype),
@@ -359,11 +359,11 @@ class FlashAttention(nn.Module):
                 self.variable("cache", "cache_index", jnp.zeros, x.shape[:-2], jnp.int32),
             )
             if is_initialized:
-                page_table = _shared.check_page_table(self.pages, page_table, x.shape[:-2])
-                cache = _shared.Cache(
+                page_table = _decoding.check_page_table(self.pages, page_table, x.shape[:-2])
+                cache = _decoding.Cache(
                     *(variable.value for variable in stored), page_table=page_table
                 )
-        out, cache = _shared.attend(
+        out, cache = _decoding.attend(
             self.attention_fn,
             query,
             key,

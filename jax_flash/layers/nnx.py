@@ -16,7 +16,7 @@ from flax.typing import Dtype, Initializer
 from jax.typing import ArrayLike
 
 from jax_flash import BlockMask, flash_attention
-from jax_flash.layers import _shared
+from jax_flash.layers import _decoding, _shared
 
 
 def attention_fn(
@@ -327,7 +327,7 @@ class FlashAttention(nnx.Module):
         if page_table is not None and not decode:
             raise ValueError("page_table is given without decode=True")
         if decode:
-            _shared.check_decode(
+            _decoding.check_decode(
                 self.is_causal,
                 memory=memory,
                 segment_ids=segment_ids,
@@ -338,8 +338,8 @@ class FlashAttention(nnx.Module):
             stored = self.cached_key, self.cached_value, self.cache_index
             if stored[0] is None:
                 raise ValueError("decode=True needs a cache: call init_cache(batch, max_length)")
-            page_table = _shared.check_page_table(self.pages, page_table, x.shape[:-2])
-            cache = _shared.Cache(*(variable[...] for variable in stored), page_table=page_table)
+            page_table = _decoding.check_page_table(self.pages, page_table, x.shape[:-2])
+            cache = _decoding.Cache(*(variable[...] for variable in stored), page_table=page_table)
         dropout: dict[str, Any] = {}
         if self.rngs is not None and not self.deterministic:
             dropout.update(dropout_rate=self.dropout_rate, dropout_key=self.rngs())
@@ -347,7 +347,7 @@ class FlashAttention(nnx.Module):
         query, key = self.query(x), self.key(source)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        out, cache = _shared.attend(
+        out, cache = _decoding.attend(
             self.attention_fn,
             query,
             key,
@@ -414,7 +414,7 @@ class FlashAttention(nnx.Module):
                 "for the other"
             )
         batch = tuple(batch) if isinstance(batch, Sequence) else (batch,)
-        shape = _shared.cache_shape(batch, max_length, pages)
+        shape = _decoding.cache_shape(batch, max_length, pages)
         dtype = self.cache_dtype if dtype is None else dtype
         shape = (*shape, self.num_kv_heads, self.head_dim)
         self.pages = pages

@@ -1,220 +1,27 @@
-"""Owns how the kernels of mma.sync, for GPUs since Ampere, run a problem: refusals, tilings, plans.
+"""Owns how the backward kernels of mma.sync run a problem: their tilings, and which one is taken.
 
-`choose_forward` and `choose_backward` are the heuristics; what was measured, was on an H200.
-Read next: cuda/kernels/sm80/forward.cuh and backward.cuh; sm80_launch.py.
+`choose_backward` is the heuristic; what was measured, was on an H200. Read next:
+cuda/kernels/sm80/backward.cuh.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax_flash._call import Call
 from jax_flash._gpu import emit
 from jax_flash._gpu.backward_schedule import CommonSchedule
-from jax_flash._gpu.buffers import dims_of, operands_of, results_of, same_of
-from jax_flash._gpu.carrier import COPIED
-from jax_flash._gpu.constants import functions, problem_constants, refuse_functions
-from jax_flash._gpu.family import Family
+from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.fields import Scratch
-from jax_flash._gpu.plan import Number, Plan
-from jax_flash._gpu.sm80_launch import backward_launch, backward_params, forward_launch
+from jax_flash._gpu.plan import Number
+from jax_flash._gpu.sm80.ampere import ANY_L2_BYTES, parts_of
+from jax_flash._gpu.sm80.backward_launch import backward_params
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.traits import (
-    group_size,
-    hides_sides,
-    is_bare,
-    is_highest,
-    is_own,
-    is_wide,
-    known,
-    leaves_gaps,
-)
-from jax_flash._gpu.workspaces import (
-    blocks,
-    boxes,
-    dbias_heads,
-    dq_row_bytes,
-    spare,
-)
+from jax_flash._gpu.traits import group_size, hides_sides, is_highest, is_own, is_wide, known
+from jax_flash._gpu.workspaces import boxes, dbias_heads, dq_row_bytes, spare
 from jax_flash._problem import Problem, Shapes
-from jax_flash._terms import TERMS
-
-# The terms that the kernels compute.
-_COMPUTED = (
-    *("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"),
-    *("query_positions", "key_value_positions", "sinks", "mask", "bias", "dropout_state"),
-    "score_ids",
-    *("block_numbers", "block_bits"),
-)
-
 
 _BIAS_CTAS = 256  # that sum a bias's gradient at once
-_DTYPES = ("float32", "bfloat16", "float16")
-_WIDEST = 512  # head dim
-
-
-class Sm80(Family):
-    """The kernels of cuda/kernels/sm80."""
-
-    name = "sm80"
-    architectures = (
-        *("sm_80", "sm_86", "sm_87", "sm_89", "sm_90a"),
-        *("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
-    )
-    passes = ("forward", "backward")
-    measured = ()
-
-    def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
-        reasons = []
-        if gpu.arch not in self.architectures:
-            reasons.append(
-                "the CUDA kernels run on sm_80 and later, which have cp.async, bfloat16 and "
-                f"products of 16 columns; {gpu.name} is {gpu.arch}"
-            )
-        kernels = f"the CUDA {call.target} kernels"
-        dtype = call.problem.dtype
-        if dtype not in _DTYPES:
-            reasons.append(f"{kernels} take float32, bfloat16 and float16, not {dtype}")
-        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > _WIDEST]
-        reasons += [f"{kernels} take head dims up to {_WIDEST}, not {dim}" for dim in wide]
-        if not reasons and call.target == "backward":
-            reasons += _refuse_size(call.problem, shapes, gpu)
-        absent = [term for term in call.problem.terms if term not in _COMPUTED]
-        reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
-        reasons += refuse_functions(call)
-        return tuple(dict.fromkeys(reasons))
-
-    def outrun(self, call: Call, gpu: GpuSpec) -> tuple[str, ...]:
-        if (
-            call.problem.dtype == "float32"
-            or call.problem.split
-            or gpu.arch not in ("sm_100", "sm_103")
-        ):
-            return ()
-        return (
-            f"mma.sync, by which these kernels multiply, has about a quarter of the speed of "
-            f"{gpu.name}'s tensor cores: cuDNN, by jax.nn.dot_product_attention(implementation="
-            "'cudnn'), is up to four times as fast where it takes the call",
-        )
-
-    def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
-        if "dout" in call.operands:
-            tiling = tiling or choose_backward(call.problem, shapes, gpu)
-            constants = tiling.constants(call.problem, shapes) | {
-                "kHasDlse": "dlse" in call.operands,
-                "kHasDbias": "dbias" in call.results,
-            }
-            launch = backward_launch(call, shapes, tiling)
-        else:
-            tiling = tiling or choose_forward(call.problem, shapes, gpu)
-            constants = tiling.constants(call.problem, shapes)
-            launch = forward_launch(call, shapes, tiling)
-        copied = (COPIED,) if call.problem.split == "carried" else ()
-        return Plan(
-            family=self.name,
-            arch=gpu.arch,
-            target=f"jax_flash_cuda_{self.name}_{call.target}",
-            source=tiling.source,
-            tiling=tiling,
-            constants=constants,
-            operands=operands_of(call, shapes),
-            results=results_of(call, shapes),
-            same=same_of(call),
-            launch=launch,
-            dims=dims_of(shapes),
-            notes=(*copied, *self.untried(gpu), *self.outrun(call, gpu)),
-            functions=functions(call, shapes),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardTiling:
-    """How the forward kernel runs a problem: constants compiled into it and its launch."""
-
-    head_dim: int
-    value_dim: int
-    block_kv: int  # keys of one block: 16, 32 or 64
-    parts: int = 1  # that a float32 is split into: 2
-    halves: bool = False  # they are float16, split ahead, else bfloat16
-    row_tiles: int = 1  # of 16 query rows, of a warp
-    row_warps: int = 4  # that have rows of their own
-    value_warps: int = 1  # that share rows, each with its part of the head and the value dim
-    stages: int = 1  # buffers each of keys and of values; 0: one for both
-    query_steps: int = 0  # of 16 columns, that a warp keeps of its queries in registers
-    l2_heads: int = 1  # heads that the schedule walks together, so that their keys stay in L2
-
-    source = "sm80/forward.cuh"
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA: 128 or 256."""
-        return 32 * self.row_warps * self.value_warps
-
-    @property
-    def block_q(self) -> int:
-        """Query rows of a CTA."""
-        return 16 * self.row_warps * self.row_tiles
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA: queries, the stages of keys and values."""
-        row_bytes, value_bytes = (
-            128 * self.parts * boxes(dim) for dim in (self.head_dim, self.value_dim)
-        )
-        # Warps that share rows exchange their scores where the keys were.
-        exchanged = 4 * self.block_q * self.value_warps if self.value_warps > 1 else 0
-        key_bytes = max(row_bytes, exchanged)
-        both = self.stages * (key_bytes + value_bytes) or max(key_bytes, value_bytes)
-        parked = 16 * self.row_tiles * self.threads
-        parked *= self.halves and self.row_tiles == 2
-        return self.block_q * row_bytes + self.block_kv * both + parked
-
-    # What registers allow.
-
-    @property
-    def parks_softmax(self) -> bool:
-        """A thread's bases and sums wait in shared memory beside products of halves.
-
-        Two tiles leave no registers for them.
-        """
-        return self.sums_of_32
-
-    @property
-    def sums_of_32(self) -> bool:
-        """A sum of tensor cores is of 32 products of halves, not 16: half as many additions.
-
-        For more registers: two tiles of narrow values have them.
-        """
-        return self.halves and self.row_tiles == 2 and self.value_dim <= 64
-
-    @property
-    def steps_at_once(self) -> int:
-        """Steps of 16 columns of the scores' products: all; of elements in parts more spill."""
-        if self.parts == 1:
-            return blocks(blocks(self.head_dim, 16), self.value_warps)
-        return 1 if self.row_tiles == 2 else 2
-
-    def constants(self, problem: Problem, shapes: Shapes) -> dict[str, Number]:
-        """Returns the constants that the kernel is compiled with, by name."""
-        return {
-            **problem_constants(problem, shapes),
-            "kHeadDim": self.head_dim,
-            "kValueDim": self.value_dim,
-            "kBlockKV": self.block_kv,
-            "kParts": self.parts,
-            "kHalves": self.halves,
-            "kRowTiles": self.row_tiles,
-            "kRowWarps": self.row_warps,
-            "kValueWarps": self.value_warps,
-            "kStages": self.stages,
-            "kQuerySteps": self.query_steps,
-            "kPreScale": problem.scale <= 0,
-            "kListsBlocks": leaves_gaps(problem),
-            "kParksSoftmax": self.parks_softmax,
-            "kSumsOf32": self.sums_of_32,
-            "kStepsAtOnce": self.steps_at_once,
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,65 +161,6 @@ class BackwardTiling:
         }
 
 
-Tiling = ForwardTiling | BackwardTiling
-
-
-def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
-    """Chooses the forward kernel's tiling for a problem that the family does not refuse."""
-    # A multiprocessor has 1 KB for each CTA beside what one may take: room for two of them.
-    room = (gpu.shared_bytes - 1024) // 2
-    tilings = forward_tilings(problem, shapes, gpu)
-    two = [x for x in tilings if x.threads == 128 and x.block_q >= 64 and x.shared_bytes <= room]
-    one = [x for x in tilings if x.shared_bytes <= gpu.shared_bytes]
-    return (two or one)[0]
-
-
-def forward_tilings(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[ForwardTiling]:
-    """Lists the tilings for a problem, those that read keys and values less often first."""
-    widest = max(shapes.head_dim, shapes.value_dim)
-    parts = _parts_of(problem)
-    # Two tiles of rows read keys and values from shared memory half as often; beside the terms of
-    # a score they leave too few registers, and so do blocks of 64 keys beside wide rows.
-    halves = is_highest(problem)
-    bare = is_bare(problem)
-    plain = bare and parts == 1
-    sizes: list[dict[str, Any]] = []
-    query_steps = min(8, -(-shapes.head_dim // 16))
-    if plain and widest <= 128 and known(shapes.q_len, 4096) > 64:
-        # Of 64 keys and 128 columns 192 registers are results and scores: what a left side of the
-        # window or rows that are not pieces of 16 bytes take beside them was spilled, 8 bytes.
-        spills = problem.window[0] is not None or shapes.head_dim % 8 or shapes.value_dim % 8
-        if widest <= 64 or not spills:
-            sizes += [{"block_kv": 64, "row_tiles": 2, "stages": 2 if widest <= 64 else 1}]
-        sizes += [{"block_kv": 32, "row_tiles": 2, "stages": stages} for stages in (2, 1)]
-        if widest <= 64:
-            sizes = [size | {"query_steps": query_steps} for size in sizes]
-    if bare and halves and widest <= 128 and known(shapes.q_len, 4096) > 64:
-        sizes += [{"block_kv": 32, "row_tiles": 2}]
-    narrow = widest <= (128 if parts == 1 else 64)
-    most = 64 if narrow or plain else 32
-    if parts == 2 and widest > 128 and problem.terms:
-        most = 16
-    block_sizes = [size for size in (64, 32, 16) if size <= most]
-    # A warp has registers for the results of 16 rows and 256 columns; fewer if sums are in parts.
-    columns = 256 if parts == 1 else 128
-    least = min(-(-shapes.value_dim // columns), 4)
-    sizes += [
-        {"block_kv": block_kv, "row_warps": row_warps, "value_warps": value_warps, "stages": stages}
-        for stages, row_warps in [(1, 4), (1, 2), (0, 2), (0, 1)]
-        for value_warps in [next(x for x in (1, 2, 4) if x >= least and x * row_warps >= 4)]
-        for block_kv in (block_sizes if stages else [16])
-        if row_warps * value_warps <= 8
-    ]
-    if plain and 128 < widest <= 256:
-        keeps = {"query_steps": query_steps}
-        sizes = [size | keeps if size["value_warps"] == 1 else size for size in sizes]
-    l2_heads = _l2_heads(problem.dtype, shapes, gpu)
-    dims = shapes.head_dim, shapes.value_dim
-    common = {"parts": parts, "halves": halves, "l2_heads": l2_heads}
-    return [ForwardTiling(*dims, **common, **size) for size in sizes]
-
-
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:
     """Chooses the backward kernels' tiling for a problem that the family does not refuse."""
     tiling = next(x for x in _backward_sizes(problem, shapes) if _fits(x, shapes, gpu))
@@ -464,7 +212,7 @@ def _is_plain(problem: Problem) -> bool:
 def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
     """Lists what a CTA may have for a problem, the first best; tilings but for the rest."""
     widest = max(shapes.head_dim, shapes.value_dim)
-    parts = _parts_of(problem)
+    parts = parts_of(problem)
     columns = next(x for x in (64, 128, 256, 512) if widest <= x)
     halves = is_highest(problem)
     sizes = list(_SIZES[parts, columns])
@@ -490,7 +238,7 @@ def _backward_sizes(problem: Problem, shapes: Shapes) -> list[BackwardTiling]:
 
 
 class _Size(NamedTuple):
-    """Of a backward tiling what shared memory and registers have to hold; fields of that name."""
+    """The fields of a backward tiling that shared memory and registers have to hold."""
 
     block_kv: int
     step_queries: int
@@ -541,15 +289,8 @@ _SIZES = {
     (2, 256): [_Size(32, 64, 1, 1, 4), _Size(32, 32, 1, 1, 4), _Size(16, 16, 1, 1, 4)],
     (2, 512): [_Size(32, 16, 1, 1, 4), _Size(16, 16, 1, 1, 4)],
 }
-
-
 # Ahead of these, for halves without terms.
 _HALVES_SIZES = {64: [_Size(128, 32, 2, 2, 1, 2)], 128: [_Size(128, 32, 2, 2, 2, 2)]}
-
-
-def _parts_of(problem: Problem) -> int:
-    """Returns into how many parts numbers are split."""
-    return 2 if problem.dtype == "float32" else 1
 
 
 def _fits(tiling: BackwardTiling, shapes: Shapes, gpu: GpuSpec) -> bool:
@@ -560,7 +301,7 @@ def _fits(tiling: BackwardTiling, shapes: Shapes, gpu: GpuSpec) -> bool:
     return tiling.shared_bytes <= room and of_bias <= gpu.shared_bytes
 
 
-def _refuse_size(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[str]:
+def refuse_size(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> list[str]:
     tilings = _backward_sizes(problem, shapes)
     if any(_fits(tiling, shapes, gpu) for tiling in tilings):
         return []
@@ -587,21 +328,10 @@ def _backward_l2_heads(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> int:
     rows = known(shapes.q_len, 4096) * group_size(shapes)
     element = 4 if problem.dtype == "float32" else 2
     head_bytes = rows * ((element + 4) * shapes.head_dim + element * shapes.value_dim)
-    heads = max(1, (gpu.l2_bytes or _ANY_L2_BYTES) // 2 // max(head_bytes, 1))
+    heads = max(1, (gpu.l2_bytes or ANY_L2_BYTES) // 2 // max(head_bytes, 1))
     if problem.deterministic:
         heads = max(heads, gpu.sms or _ANY_SMS)
     return max(1, min(heads, known(shapes.batch, heads) * known(shapes.kv_heads, heads)))
 
 
 _ANY_SMS = 64  # of a GPU that is not known
-_ANY_L2_BYTES = 4 << 20  # of a GPU that is not known
-
-
-def _l2_heads(dtype: str, shapes: Shapes, gpu: GpuSpec) -> int:
-    """Counts the query heads whose keys and values fit half of the L2 together."""
-    share = (gpu.l2_bytes or _ANY_L2_BYTES) // 2
-    element = 4 if dtype == "float32" else 2
-    bytes_per_head = element * known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
-    fitting = max(1, share // max(bytes_per_head, 1))
-    kv_heads = min(fitting, known(shapes.batch, fitting) * known(shapes.kv_heads, fitting))
-    return max(1, kv_heads) * group_size(shapes)

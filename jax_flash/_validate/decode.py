@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _debug, _validate
+from jax_flash import _debug
 from jax_flash._ops.decode import Decode
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS
+from jax_flash._validate.arrays import array, check_head_dim, in_full
+from jax_flash._validate.scalars import precision_of, scale_of, softcap_of, window_sides
+from jax_flash._validate.terms import sinks_of
 
 MOST_QUERIES = 64
 _MOST_INT32 = 2**31 - 1
@@ -71,7 +74,7 @@ class Caches:
         for name, x, cache in zip(names, (key, value), (self.key, self.value), strict=True):
             if cache is None:
                 continue
-            x = _validate.array(name, x)
+            x = array(name, x)
             expected = (*lead, *cache.shape[-2:])
             if x.shape != expected:
                 raise ValueError(
@@ -95,7 +98,7 @@ class Caches:
         """
         if not _debug.is_on():
             return
-        lengths, size = _validate._in_full(lengths), self.key.shape[-3]
+        lengths, size = in_full(lengths), self.key.shape[-3]
         if self.page_table is None:
             _debug.check_lengths("lengths", lengths, size, "L = ")
             return
@@ -127,7 +130,7 @@ def prepare(
 
     Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
     """
-    q = _validate.array("query", query)
+    q = array("query", query)
     if q.ndim < 3 or not 1 <= q.shape[-3] <= MOST_QUERIES or q.shape[-1] == 0:
         raise ValueError(
             f"query has shape {q.shape}; expected [*B, T, N, H] with T from 1 to {MOST_QUERIES}: "
@@ -135,7 +138,7 @@ def prepare(
         )
     *batch, q_len, q_heads, head_dim = q.shape
     batch = tuple(batch)
-    _validate.check_head_dim("query", q)
+    check_head_dim("query", q)
     given, lengths = lengths, row_lengths("lengths", lengths, batch, "query", q.shape)
     caches = Caches.of(key_cache, value_cache, page_table, batch)
     k = caches.key
@@ -163,16 +166,16 @@ def prepare(
     if appends:
         names = ("new_key", "new_value")
         new = caches.check_new(names, new_key, new_value, (*batch, q_len))
-    q, static_scale = _validate._scale(scale, q)
-    terms = order_terms({"sinks": _validate._sinks(sinks, batch, q_heads, q.dtype)})
+    q, static_scale = scale_of(scale, q)
+    terms = order_terms({"sinks": sinks_of(sinks, batch, q_heads, q.dtype)})
     columns = 1 if caches.page_table is None else caches.page_table.shape[-1]
     problem = Problem(
         dtype=q.dtype.name,
         scale=static_scale,
-        window=_validate._window(True, local_window_size, q_len + columns * k.shape[-3]),
+        window=window_sides(True, local_window_size, q_len + columns * k.shape[-3]),
         bottom_right=True,
-        softcap=_validate._softcap(softcap),
-        precision=_validate._precision(precision, q.dtype),
+        softcap=softcap_of(softcap),
+        precision=precision_of(precision, q.dtype),
         terms=tuple(terms),
     )
     left = problem.window[0]
@@ -218,23 +221,23 @@ def row_lengths(
 
 
 def _cache(name: str, x: Any) -> jax.Array:
-    x = _validate.array(name, x)
+    x = array(name, x)
     if x.dtype.name not in FLOATS:
         raise TypeError(
             f"{name} has dtype {x.dtype} (shape {x.shape}); expected one of {', '.join(FLOATS)}"
         )
     if x.ndim < 3 or x.shape[-1] == 0:
         raise ValueError(f"{name} has shape {x.shape}; expected {_LETTERS}")
-    _validate.check_head_dim(name, x)
+    check_head_dim(name, x)
     return x
 
 
 def _integers(name: str, x: Any, least: int) -> jax.Array:
     """Converts integers of any type to int32; what is too large for it stays large."""
-    x = _validate._in_full(x)
+    x = in_full(x)
     if isinstance(x, jax.Array | np.ndarray) and x.dtype.name in ("uint32", "int64", "uint64"):
         x = x.clip(None if x.dtype.kind == "u" else least, _MOST_INT32)
-    x = _validate.array(name, x)
+    x = array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype} (shape {x.shape}); expected int32")
     return jnp.maximum(x.astype(jnp.int32), least)
@@ -249,7 +252,7 @@ def prepare_rotation(
 
     Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
     """
-    x = _validate.array("x", x)
+    x = array("x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x has dtype {x.dtype} (shape {x.shape}); expected a floating one")
     if x.ndim < 3:

@@ -1,6 +1,6 @@
-"""What the kernels of mma.sync take, and how they are launched.
+"""What the forward kernel of mma.sync takes, and how it is launched.
 
-Read next: cuda/kernels/sm80/forward.cuh and backward.cuh.
+Read next: cuda/kernels/sm80/forward.cuh.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jax_flash._call import Call
-from jax_flash._gpu.backward_launch import Backward
 from jax_flash._gpu.fields import Field, Scratch, Struct
 from jax_flash._gpu.plan import Kernel, Launch, Step
 from jax_flash._gpu.shared_fields import (
@@ -22,10 +21,10 @@ from jax_flash._gpu.shared_fields import (
     take,
 )
 from jax_flash._gpu.sizes import B, N, S, T, at_most, ceil_div, minimum, product
-from jax_flash._problem import Problem, Shapes
+from jax_flash._problem import Shapes
 
 if TYPE_CHECKING:
-    from jax_flash._gpu.sm80 import BackwardTiling, ForwardTiling
+    from jax_flash._gpu.sm80.forward import ForwardTiling
 
 _RANGE_WARPS = 8  # of a CTA of key_ranges
 
@@ -97,55 +96,3 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             *halves(shapes, "query key value", present=tiling.halves),
         ),
     )
-
-
-def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launch:
-    """Returns what the backward pass launches by a tiling."""
-    problem = call.problem
-    pass_ = _backward(
-        problem,
-        shapes,
-        tiling,
-        with_dlse="dlse" in call.operands,
-        with_dbias="dbias" in call.results,
-    )
-    ahead = (split(2, beside=False),) if tiling.halves else ()
-    return Launch(
-        _backward_params(pass_),
-        pass_.steps(ahead),
-        names={},
-        checks=pass_.checks(),
-        none=product(B, N),
-    )
-
-
-def backward_params(problem: Problem, shapes: Shapes, tiling: BackwardTiling) -> Struct:
-    """Returns the parameters of the backward kernels, without the gradient of a bias."""
-    return _backward_params(_backward(problem, shapes, tiling))
-
-
-def _backward_params(pass_: Backward) -> Struct:
-    shapes, tiling, fields = pass_.shapes, pass_.tiling, pass_.fields()
-    return Struct(
-        "Sm80BackwardParams",
-        (
-            *take(fields, "query_data key_data value_data out_data dout_data lse dlse dquery"),
-            *take(fields, "dkey_data dvalue_data dbias"),
-            *take(fields, "query_lengths key_value_lengths query_segments key_value_segments"),
-            *take(fields, "query_positions key_value_positions bias mask dropout_state"),
-            *take(fields, "lse_log2 minus_delta dq_sum next_unit turns"),
-            *take(fields, "query_segment_ranges key_segment_ranges"),
-            *take(fields, "query_position_ranges key_position_ranges dbias_sum marks"),
-            *take(fields, "bias_elements bias_batches bias_heads dbias_parts"),
-            *take(fields, "batch query_len kv_len query_heads kv_heads l2_heads"),
-            *take(fields, "window_left window_right scale scale_log2 softcap_inner softcap_bias"),
-            *take(fields, "dropout_threshold dropout_scale score_ids captures block_mask"),
-            *take(fields, "result_scale first_kv_head launched_kv_heads"),
-            *halves(shapes, "query key value dout", present=tiling.halves),
-        ),
-    )
-
-
-def _backward(problem: Problem, shapes: Shapes, tiling: BackwardTiling, **with_: bool) -> Backward:
-    main = "flash_backward_sm80"
-    return Backward(problem, shapes, tiling, main, beside=False, persistent=False, **with_)

@@ -1,0 +1,427 @@
+"""Owns the tiles of backend "xla": which the window can reach, and the scores of one.
+
+`Sweep` has the operands in the layout of the tiles, `Tile` the scores of a stretch of queries
+against a stretch of keys: what is visible, the logits, dropout. Terms meet the scores here, once
+for both passes. Read next: `blockwise.py`, which walks over the tiles.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_flash._block_arrays import EMPTY, FULL, WORD, words_at
+from jax_flash._philox import keep_mask
+from jax_flash._problem import Problem
+from jax_flash._terms import sum_dtype
+
+_BLOCK = 512  # queries and keys of one tile, less when there are many heads
+_MIN_BLOCK = 128
+_TILE_ELEMENTS = 2**24  # scores of one tile over all batch rows and heads: 64 MiB in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One tile's stretch of queries or keys.
+
+    The last stretch is moved back to end with the sequence; positions before `first` were visited
+    by the stretch before it.
+    """
+
+    start: jax.Array
+    first: jax.Array
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A block mask."""
+
+    numbers: jax.Array  # [*B, K, G, blocks, blocks], any of *B, and of K and G, 1
+    bits: jax.Array  # [*B, C, block, words], any of *B 1
+
+    def seen(self, rows: Span, keys: Span) -> jax.Array:
+        """Reads what it lets see: bool, broadcasting to `[*B, K, G, t, s]`."""
+        *_, block, words = self.bits.shape
+        query = rows.start + jnp.arange(rows.size, dtype=jnp.int32)[:, None]
+        first = keys.start // WORD
+        word = first + jnp.arange(keys.size // WORD + 2, dtype=jnp.int32)[None, :]
+        number = self._numbers(query // block, word // words)
+        read = words_at(self.bits, number, query % block, word % words)
+        read = jnp.where(number == FULL, -1, jnp.where(number == EMPTY, 0, read))
+        places = jnp.arange(WORD, dtype=jnp.int32).reshape(*(1 for _ in read.shape), WORD)
+        seen = ((read[..., None] >> places) & 1) == 1
+        seen = seen.reshape(*read.shape[:-1], -1)
+        return lax.dynamic_slice_in_dim(seen, keys.start - first * WORD, keys.size, -1)
+
+    def shown(self, rows: Span, keys: Span) -> jax.Array:
+        """Tells whether it shows any of a tile."""
+        block = self.bits.shape[-2]
+        at = [
+            span.start // block + jnp.arange((span.size - 2) // block + 2, dtype=jnp.int32)
+            for span in (rows, keys)
+        ]
+        return jnp.any(self._numbers(at[0][:, None], at[1][None, :]) != EMPTY)
+
+    def _numbers(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Reads numbers of blocks; of those past the end, the last ones."""
+        sizes = self.numbers.shape[-2:]
+        i, j = (jnp.minimum(x, n - 1) for x, n in zip((i, j), sizes, strict=True))
+        return self.numbers[..., i, j]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """The operands in the layout of the tiles (G = N // K query heads read one kv head)."""
+
+    problem: Problem
+    q: jax.Array  # [*B, K, G, T, H]
+    k: jax.Array  # [*B, K, S, H], any of *B 1, as of v and of all below
+    v: jax.Array  # [*B, K, S, Hv]
+    bias: jax.Array | None  # [*B, K, G, T, S], any of them 1
+    mask: jax.Array | None  # [*B, K, G, T, S], any of them 1
+    blocks: Blocks | None
+    query_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
+    key_value_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
+    query_segments: jax.Array | None  # [*B, 1, 1, T, 1]
+    key_value_segments: jax.Array | None  # [*B, 1, 1, 1, S]
+    query_positions: jax.Array | None  # [*B, 1, 1, T, 1]
+    key_value_positions: jax.Array | None  # [*B, 1, 1, 1, S]
+    sinks: jax.Array | None  # [*B, K, G, 1], any of *B 1
+    dropout_state: jax.Array | None  # [*B, K, G, 4 or 6]
+    score_ids: jax.Array | None  # [*B, K, G, 2]
+    captures: dict[str, jax.Array]  # [*B, elements], any of *B 1
+    block_q: int
+    block_kv: int
+    starts: np.ndarray  # [tiles, 4]: start and first of the queries, start and first of the keys
+
+    @classmethod
+    def of(cls, problem: Problem, q, k, v, *rest) -> "Sweep":
+        terms = problem.name_terms(rest)
+        q_heads, kv_heads = q.shape[-2], k.shape[-2]
+
+        def split_heads(x, axis):
+            heads = x.shape[axis]
+            split = (1, 1) if heads == 1 else (kv_heads, q_heads // kv_heads)
+            axis = axis % x.ndim
+            return x.reshape(*x.shape[:axis], *split, *x.shape[axis + 1 :])
+
+        def by_query(x):
+            return x[..., None, None, :, None]
+
+        def by_key(x):
+            return x[..., None, None, None, :]
+
+        def optional(name, layout):
+            return layout(terms[name]) if name in terms else None
+
+        block_q, block_kv = _block_sizes(
+            math.prod(q.shape[:-3]) * q_heads, q.shape[-3], k.shape[-3]
+        )
+        return cls(
+            problem=problem,
+            q=split_heads(jnp.moveaxis(q, -2, -3), -3),
+            k=jnp.moveaxis(k, -2, -3),
+            v=jnp.moveaxis(v, -2, -3),
+            bias=optional("bias", lambda x: split_heads(x, -3)),
+            mask=optional("mask", lambda x: split_heads(x, -3)),
+            blocks=optional(
+                "block_numbers", lambda x: Blocks(split_heads(x, -3), terms["block_bits"])
+            ),
+            query_lengths=optional("query_lengths", lambda x: x[..., None, None, None, None]),
+            key_value_lengths=optional(
+                "key_value_lengths", lambda x: x[..., None, None, None, None]
+            ),
+            query_segments=optional("query_segments", by_query),
+            key_value_segments=optional("key_value_segments", by_key),
+            query_positions=optional("query_positions", by_query),
+            key_value_positions=optional("key_value_positions", by_key),
+            sinks=optional("sinks", lambda x: split_heads(x, -1)[..., None]),
+            dropout_state=optional("dropout_state", lambda x: split_heads(x, -2)),
+            score_ids=optional("score_ids", lambda x: split_heads(x, -2)),
+            captures={name: terms[name] for name in problem.captures},
+            block_q=block_q,
+            block_kv=block_kv,
+            starts=_tile_starts(problem, q.shape[-3], k.shape[-3], block_q, block_kv),
+        )
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.q.shape[:-1]
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        *batch, kv_heads, group, q_len = self.row_shape
+        return (*batch, kv_heads * group, q_len)
+
+    def split_query_heads(self, x: jax.Array) -> jax.Array:
+        """Brings `[*B, T, N, H]` to `[*B, K, G, T, H]`."""
+        *batch, kv_heads, group, q_len = self.row_shape
+        return jnp.moveaxis(x, -2, -3).reshape(*batch, kv_heads, group, q_len, x.shape[-1])
+
+    def join_query_heads(self, x: jax.Array) -> jax.Array:
+        """Brings `[*B, K, G, T, H]` to `[*B, T, N, H]`."""
+        return jnp.moveaxis(x.reshape(*self.lse_shape, x.shape[-1]), -3, -2)
+
+    def where_shown(self, step):
+        """Leaves a step of a scan out where the block mask hides its whole tile."""
+        blocks = self.blocks
+        if blocks is None:
+            return step
+
+        def either(state, start):
+            shown = blocks.shown(*self.spans(start))
+            return lax.cond(shown, lambda: step(state, start)[0], lambda: state), None
+
+        return either
+
+    def spans(self, start: jax.Array) -> tuple[Span, Span]:
+        """The queries and the keys of a tile."""
+        return (
+            Span(start[0], start[1], self.block_q),
+            Span(start[2], start[3], self.block_kv),
+        )
+
+    def tile(self, start: jax.Array) -> "Tile":
+        rows, keys = self.spans(start)
+        return Tile(
+            sweep=self,
+            rows=rows,
+            keys=keys,
+            q=read(self.q, rows, -2),
+            k=read(self.k, keys, -2),
+            v=read(self.v, keys, -2),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The scores of one stretch of queries against one stretch of keys."""
+
+    sweep: Sweep
+    rows: Span
+    keys: Span
+    q: jax.Array  # [*B, K, G, t, H]
+    k: jax.Array  # [*B, K, s, H]
+    v: jax.Array  # [*B, K, s, Hv]
+
+    def scores(self) -> tuple[jax.Array, jax.Array]:
+        """Computes the scaled scores with bias `[*B, K, G, t, s]`, and what is visible."""
+        sweep = self.sweep
+        (q, q_bad), (k, k_bad) = split_bad(self.q), split_bad(self.k)
+        logits = sweep.problem.scale * product(sweep.problem, "...kgth,...ksh->...kgts", q, k)
+        logits = logits + q_bad[..., None] + k_bad[..., None, None, :]
+        if sweep.bias is not None:
+            logits = logits + self._scores_of(sweep.bias).astype(sweep.problem.sum_dtype)
+        return logits, self._visible()
+
+    def logits(
+        self, scores: jax.Array, visible: jax.Array, captures: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Computes the logits of `scores`, -inf where not visible, and what is visible then."""
+        problem = self.sweep.problem
+        logits = scores
+        if problem.softcap is not None:
+            # The slope of tanh at a hidden NaN would be NaN, and so would zero times it.
+            logits = jnp.where(visible, logits, 0.0)
+            logits = problem.softcap * jnp.tanh(logits / problem.softcap)
+        if problem.score is not None:
+            ids = self.sweep.score_ids
+            ids = jnp.zeros((*[1] * (scores.ndim - 2), 2), jnp.int32) if ids is None else ids
+            batch, head = (ids[..., i, None, None] for i in range(2))
+            arguments = (scores, batch, head, *self._indices())
+            logits = problem.score.of_tile(visible, arguments, [*captures.values()])
+        if self.sweep.bias is not None or problem.score is not None:
+            visible &= logits != -jnp.inf
+        return jnp.where(visible, logits, -jnp.inf), visible
+
+    def drop(self, weights: jax.Array) -> jax.Array:
+        """Applies dropout, where the problem has any."""
+        state, rate = self.sweep.dropout_state, self.sweep.problem.dropout_rate
+        if state is None:
+            return weights
+        keep = keep_mask(
+            state, rate, self.rows.start, self.keys.start, self.rows.size, self.keys.size
+        )
+        return jnp.where(keep, weights * (1.0 / (1.0 - rate)), 0.0)
+
+    def add_to_bias(self, dbias: jax.Array, dlogits: jax.Array) -> jax.Array:
+        """Adds the tile's `[*B, K, G, t, s]` to dbias, summed over the dims that are 1 there."""
+        update = _sum_broadcast(dlogits, dbias)
+        return self._write_scores(dbias, self._scores_of(dbias) + update)
+
+    def _visible(self) -> jax.Array:
+        """Computes bool, broadcasting to `[*B, K, G, t, s]`."""
+        sweep, rows, keys = self.sweep, self.rows, self.keys
+        query, key = self._indices()
+        visible = (query >= rows.first) & (key >= keys.first)
+        if sweep.query_lengths is not None:
+            visible &= query < sweep.query_lengths
+        if sweep.key_value_lengths is not None:
+            visible &= key < sweep.key_value_lengths
+        if any(side is not None for side in sweep.problem.window):
+            if sweep.query_positions is None or sweep.key_value_positions is None:
+                visible &= self._within_window(query + self._offset(), key)
+            else:
+                visible &= self._within_window(
+                    read(sweep.query_positions, rows, -2),
+                    read(sweep.key_value_positions, keys, -1),
+                )
+        if sweep.query_segments is not None and sweep.key_value_segments is not None:
+            visible &= read(sweep.query_segments, rows, -2) == read(
+                sweep.key_value_segments, keys, -1
+            )
+        if sweep.mask is not None:
+            visible &= self._scores_of(sweep.mask)
+        if sweep.blocks is not None:
+            visible &= sweep.blocks.seen(rows, keys)
+        return visible
+
+    def _indices(self) -> tuple[jax.Array, jax.Array]:
+        """Computes the indices of queries and keys, each of rank and place as in the scores."""
+        lead = (1,) * (self.sweep.q.ndim - 2)  # all of one rank, for jax_numpy_rank_promotion
+        query = jnp.arange(self.rows.size, dtype=jnp.int32).reshape(*lead, -1, 1)
+        key = jnp.arange(self.keys.size, dtype=jnp.int32).reshape(*lead, 1, -1)
+        return self.rows.start + query, self.keys.start + key
+
+    def _within_window(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        """Tells which queries see which keys by where both stand, anywhere in int32."""
+        left, right = self.sweep.problem.window
+        # Differences wrap around; those that are not negative are exact as uint32.
+        seen = jnp.bool_(True)
+        if left is not None:
+            seen &= (key >= query) | ((query - key).astype(jnp.uint32) <= jnp.uint32(left))
+        if right is not None:
+            seen &= (key <= query) | ((key - query).astype(jnp.uint32) <= jnp.uint32(right))
+        return seen
+
+    def _offset(self) -> jax.Array | int:
+        """Computes the key index at which query 0 stands."""
+        sweep = self.sweep
+        if not sweep.problem.bottom_right:
+            return 0
+        q_len = sweep.q.shape[-2] if sweep.query_lengths is None else sweep.query_lengths
+        kv_len = sweep.k.shape[-2] if sweep.key_value_lengths is None else sweep.key_value_lengths
+        return kv_len - q_len
+
+    def _scores_of(self, x: jax.Array) -> jax.Array:
+        """Reads the tile's part of `[*B, K, G, T, S]`, any of them 1."""
+        return read(read(x, self.rows, -2), self.keys, -1)
+
+    def _write_scores(self, x: jax.Array, update: jax.Array) -> jax.Array:
+        zero = np.int32(0)  # as the other starts, in x64 mode too
+        row = zero if x.shape[-2] == 1 else self.rows.start
+        key = zero if x.shape[-1] == 1 else self.keys.start
+        start = [*(zero for _ in x.shape[:-2]), row, key]
+        return lax.dynamic_update_slice(x, update, start, allow_negative_indices=False)
+
+
+def _block_sizes(rows_at_once: int, q_len: int, kv_len: int) -> tuple[int, int]:
+    block = _BLOCK
+    if not isinstance(rows_at_once, int):  # a symbolic dim, under jax.export
+        rows_at_once = _TILE_ELEMENTS // block**2
+    while block > _MIN_BLOCK and rows_at_once * block * block > _TILE_ELEMENTS:
+        block //= 2
+    if not (isinstance(q_len, int) and isinstance(kv_len, int)):
+        raise NotImplementedError(
+            f"backend 'xla' needs known lengths; T is {q_len} and S is {kv_len} in this export"
+        )
+    return min(block, q_len), min(block, kv_len)
+
+
+def _tile_starts(
+    problem: Problem, q_len: int, kv_len: int, block_q: int, block_kv: int
+) -> np.ndarray:
+    """Lists the tiles that the window can reach, as rows of int32 (see `Sweep.starts`)."""
+    first_query = np.arange(0, q_len, block_q)[:, None]
+    first_key = np.arange(0, kv_len, block_kv)
+    reached = np.ones((first_query.size, first_key.size), bool)
+    lengths_move_it = {"query_lengths", "key_value_lengths"} & set(problem.terms)
+    by_index = "query_positions" not in problem.terms
+    if by_index and not (problem.bottom_right and lengths_move_it):
+        offset = kv_len - q_len if problem.bottom_right else 0
+        left, right = problem.window
+        if left is not None:
+            reached &= first_key + block_kv - 1 - first_query - offset >= -left
+        if right is not None:
+            reached &= first_key - (first_query + block_q - 1) - offset <= right
+    i, j = np.nonzero(reached)
+    first_query, first_key = i * block_q, j * block_kv
+    starts = (
+        np.minimum(first_query, q_len - block_q),
+        first_query,
+        np.minimum(first_key, kv_len - block_kv),
+        first_key,
+    )
+    return np.stack(starts, axis=-1).astype(np.int32)
+
+
+def product(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Multiplies in the problem's dtype and precision, and sums in its sum_dtype.
+
+    Leading dims of x `[*B, K, G, ...]` that are 1 in y `[*B, K, ...]`, those of members that share
+    it, join G: to XLA's CPU batch dims [1, 2] of one operand and [0, 1] of the other are no product
+    of bfloat16.
+    """
+    leading = range(x.ndim - 4)
+    shared = [axis for axis in leading if y.shape[axis] == 1 != x.shape[axis]]
+    before_group = [x.ndim - 3 - len(shared) + i for i in range(len(shared))]
+    if shared:
+        x, y = jnp.moveaxis(x, shared, before_group), jnp.squeeze(y, shared)
+        group = x.shape[before_group[0] : -2]
+        x = x.reshape(*x.shape[: before_group[0]], math.prod(group), *x.shape[-2:])
+    exact = problem.dtype == "float64"
+    made = jnp.einsum(
+        subscripts,
+        x.astype(problem.dtype),
+        y.astype(problem.dtype),
+        precision=lax.Precision("highest" if exact else problem.precision),
+        preferred_element_type=problem.sum_dtype,
+    )
+    if not shared:
+        return made
+    made = made.reshape(*made.shape[:-3], *group, *made.shape[-2:])
+    return jnp.moveaxis(made, before_group, shared)
+
+
+def split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits `[..., L, H]` into x with 0 for NaN and inf, and `[..., L]`: NaN where x had any.
+
+    Elsewhere the second, float32 or wider, is 0. A product then cannot spread NaN through a weight
+    of 0, and adding the second to the weights brings it back where it is seen.
+    """
+    finite = jnp.isfinite(x)
+    bad = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan)
+    bad = bad.astype(sum_dtype(x.dtype))
+    return jnp.where(finite, x, 0), bad
+
+
+def read(x: jax.Array, span: Span, axis: int) -> jax.Array:
+    """Reads the span along one axis; an axis of size 1 is read whole."""
+    if x.shape[axis] == 1:
+        return x
+    # Starts count from the front: what else jax adds for negative ones takes a quarter of tracing.
+    return lax.dynamic_slice_in_dim(
+        x, span.start, span.size, axis % x.ndim, allow_negative_indices=False
+    )
+
+
+def write(x: jax.Array, update: jax.Array, span: Span, axis: int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(
+        x, update, span.start, axis % x.ndim, allow_negative_indices=False
+    )
+
+
+def add(x: jax.Array, update: jax.Array, span: Span, axis: int) -> jax.Array:
+    return write(x, read(x, span, axis) + _sum_broadcast(update, x), span, axis)
+
+
+def _sum_broadcast(update: jax.Array, x: jax.Array) -> jax.Array:
+    """Sums an update over the dims that are 1 in what it is added to."""
+    sizes = zip(x.shape, update.shape, strict=True)
+    ones = [axis for axis, (own, full) in enumerate(sizes) if own == 1 and full != 1]
+    return jnp.sum(update, axis=ones, keepdims=True)
