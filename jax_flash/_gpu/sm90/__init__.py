@@ -16,9 +16,10 @@ from jax_flash._gpu.plan import Number, Plan
 from jax_flash._gpu.sm90.backward import BackwardTiling, choose_backward
 from jax_flash._gpu.sm90.backward_launch import backward_launch
 from jax_flash._gpu.sm90.backward_schedule import backward_constants
-from jax_flash._gpu.sm90.forward import HELD, ForwardTiling, choose_forward
+from jax_flash._gpu.sm90.forward import HELD, choose_forward
 from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
+from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import is_bare, is_highest
 from jax_flash._problem import Problem, Shapes

@@ -27,7 +27,7 @@ from jax_flash._gpu.sizes import SMS, B, K, N, S, T, at_most, ceil_div, equal, m
 from jax_flash._problem import Shapes
 
 if TYPE_CHECKING:
-    from jax_flash._gpu.sm90.forward import ForwardTiling
+    from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 
 _RANGE_WARPS = 8  # of a CTA of segment_ranges, segment_plan, position_ranges and row_norms
 _NORM_ROWS = 64  # of a warp of row_norms

@@ -7,7 +7,7 @@ import dataclasses
 
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.plan import Number
-from jax_flash._gpu.sm90.forward import ForwardTiling
+from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 from jax_flash._gpu.traits import hides_sides, is_block_mask, leaves_gaps, shows_whole_tiles
 from jax_flash._problem import Problem, Shapes
 

@@ -1,0 +1,71 @@
+"""Owns `ForwardTiling`: the sizes by which the forward kernel for Hopper runs a problem.
+
+Read next: forward_schedule.py; cuda/kernels/sm90/forward.cuh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax_flash._gpu.workspaces import boxes
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTiling:
+    """How the forward kernel runs a problem: constants compiled into it and its launch."""
+
+    head_dim: int
+    value_dim: int
+    block_kv: int  # keys of one block, a multiple of 16
+    consumers: int  # warpgroups of 64 query rows, besides the producer's
+    tma_loads: bool = True  # TMA loads; it cannot where 8 does not divide a dim
+    stages: int = 2  # blocks of keys and values in flight
+    query_stages: int = 1
+    packed_heads: int = 1  # query heads of one kv head that share a block of queries
+    dynamic: bool = True  # units from an atomic counter, else in turn
+    ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
+    drains: bool = False  # a softmax waits for the product with the values before, too
+    producer_registers: int = 24  # of a thread, with two consumer warpgroups: 24, 40 or 56
+    l2_heads: int = 8  # heads that the schedule walks together, so that their keys stay in L2
+    bias_bytes: int = 0  # of an element of a bias that TMA loads beside the keys; 0: it does not
+    bias_ahead: int = 2  # blocks between a bias's way to L2 and its load; 0: it has none of its own
+    batches_together: bool = False  # the schedule walks a head of all batch rows: they share a bias
+    halves: bool = False  # a float32 is two float16, split ahead, in planes of a tile
+    teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
+    fades: bool = False  # blocks of keys that a falling line hides are left out
+
+    source = "sm90/forward.cuh"
+    beside = "sm90/forward_entries.cuh"
+
+    @property
+    def block_q(self) -> int:
+        """Query rows (positions times packed heads) of one block."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.teams * self.consumers + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: queries, the stages of keys and values, barriers."""
+        head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
+        queries = self.query_stages * self.consumers * 64 * head_boxes
+        keys_values = self.stages * self.block_kv * (head_boxes + value_boxes)
+        biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
+        tiles = 128 * self.parts * (queries + keys_values) + biases
+        return self.teams * tiles + 1024 * max(self.teams, 2)
+
+    @property
+    def parts(self) -> int:
+        """Planes of a tile."""
+        return 2 if self.halves else 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a producer's and a consumer's thread; a CTA shares out 64k of them."""
+        if self.teams * self.consumers == 4:
+            return 32, 112
+        if self.consumers == 3:
+            return 32, 160
+        return self.producer_registers, {24: 240, 40: 232, 56: 224}[self.producer_registers]
