@@ -201,8 +201,8 @@ def test_backend_xla():
     check("causal", "ring", "contiguous", mesh_of(seq=SHARDS), backend="xla")
 
 
-# On one device the CPU kernels have delta in float32 beside the gradient of a bias, and on processors
-# without products of bfloat16 all else: there the ring's error is 5.2 times that.
+# On one device the CPU kernels have delta in float32 beside the gradient of a bias, and all else on
+# processors without products of bfloat16: there the ring's error is 5.2 times that.
 @pytest.mark.parametrize(("ring_backend", "has_bias", "times"), [("xla", 0, 2), ("cpu", 1, 8)])
 def test_results_of_half_precision_are_merged_in_float32(ring_backend, has_bias, times):
     """A ring's error is at most a few times that of one device, against float32."""
