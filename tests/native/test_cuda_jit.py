@@ -478,7 +478,7 @@ def test_long_compilation_says_so_once_and_is_interrupted(tmp_path: Path):
         process.send_signal(signal.SIGINT)
         begun = time.monotonic()
         assert process.stderr.readline() == "interrupted\n"
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 4  # a tenth where nothing else runs
         assert "KeyboardInterrupt" in process.stderr.read()
         process.wait(timeout=20)  # a second where nothing else runs
     assert process.returncode == -signal.SIGINT
