@@ -1,6 +1,6 @@
 // Owns what a handler does with the driver: tensor maps and launches on XLA's stream. Allocates
 // nothing, waits for nothing and asks a stream nothing, so that all of it can be captured in a
-// CUDA graph. Knows neither XLA nor attention. Read next: session.h.
+// CUDA graph. Knows neither XLA nor attention. Read next: run_plan.cc.
 
 #ifndef JAX_FLASH_CUDA_RUNTIME_LAUNCH_H_
 #define JAX_FLASH_CUDA_RUNTIME_LAUNCH_H_

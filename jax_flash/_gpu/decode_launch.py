@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_flash._gpu.fields import Field, Map, Scratch, Struct, name_of
 from jax_flash._gpu.plan import Buffer, Kernel, Launch
-from jax_flash._gpu.shared_fields import LOG2E, MAX_INT
+from jax_flash._gpu.shared_fields import LOG2E, MAX_INT, window_side
 from jax_flash._gpu.sizes import (
     AnySize,
     B,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from jax_flash._gpu.decode import DecodeTiling
 
 MOST_ROTATED = 256  # features that the kernels rotate
-_MOST_WINDOW = 2**30 - 1
 P, PAGE = Size("P"), Size("page")  # pages, or batch rows without a page table; positions in each
 
 
@@ -206,7 +205,7 @@ def decode_params(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool)
             Field(
                 "int",
                 "window_left",
-                min(problem.window[0] or 0, _MOST_WINDOW),
+                window_side(problem.window[0]),
                 "positions visible before a query's own, kWindowLeft",
             ),
             Field(

@@ -42,10 +42,6 @@ class Map:
     box_heads: int = 1
 
 
-# None: absent, 0 or null. str: the address of an operand, a result or a scratch array, by name.
-Value = "None | str | int | float | Size | Scratch | Map | Struct | Sequence[Any]"
-
-
 @dataclasses.dataclass(frozen=True)
 class Field:
     """A parameter of a kernel.
@@ -53,7 +49,10 @@ class Field:
     Attributes:
       type: in C++.
       name: of the struct's member, and of the scratch array if it is one.
-      value: what the handler writes there.
+      value: what the handler writes there. None: 0 or null. A str: the address of an operand, a
+        result or a scratch array, by name. A Size, an int or a float: itself. A Scratch: the
+        address of a scratch array of the field's name. A Map, a Struct, a list of Structs or
+        floats: those.
       meaning: for a reader of the kernel: the shape, the unit, when it is there.
     """
 

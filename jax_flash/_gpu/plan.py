@@ -162,11 +162,6 @@ class Plan:
         return tuple(dict.fromkeys(x.entry for x in kernels if x.beside == beside))
 
     @property
-    def kernels(self) -> dict[str, Kernel]:
-        """The launches by entry point, of several the last."""
-        return {x.entry: x for x in self.launch.steps if isinstance(x, Kernel)}
-
-    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA of the tiling's kernel."""
         return self.tiling.shared_bytes

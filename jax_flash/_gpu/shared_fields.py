@@ -46,7 +46,7 @@ def shared(problem: Problem) -> dict[str, Field]:
     def term(type_: str, name: str, shape: str) -> Field:
         return Field(f"const {type_}*", name, name if name in problem.terms else None, shape)
 
-    window = _distance if "query_positions" in problem.terms else _window
+    window = _distance if "query_positions" in problem.terms else window_side
     fields = (
         Field("int", "batch", B, "B"),
         Field("int", "query_len", T, "T"),
@@ -249,7 +249,8 @@ def _captures(problem: Problem) -> list[Struct]:
     return made
 
 
-def _window(side: int | None) -> int:
+def window_side(side: int | None) -> int:
+    """Returns how far a side of a window reaches, 0 where all is seen and no kernel asks."""
     return min(side or 0, _MOST_WINDOW)
 
 
