@@ -437,7 +437,7 @@ int nvrtcVersion(int* major, int* minor) { *major = 13; *minor = 0; return 0; }
 const char* nvrtcGetErrorString(int) { return ""; }
 int nvrtcCreateProgram(void**, ...) { return 0; }
 int nvrtcDestroyProgram(void**) { return 0; }
-int nvrtcCompileProgram(void*, ...) { sleep(60); return 1; }
+int nvrtcCompileProgram(void*, ...) { sleep(200); return 1; }
 int nvrtcGetProgramLogSize(void*, size_t*) { return 1; }
 int nvrtcGetProgramLog(void*, char*) { return 1; }
 int nvrtcGetCUBINSize(void*, size_t*) { return 1; }
@@ -478,9 +478,9 @@ def test_long_compilation_says_so_once_and_is_interrupted(tmp_path: Path):
         process.send_signal(signal.SIGINT)
         begun = time.monotonic()
         assert process.stderr.readline() == "interrupted\n"
-        assert time.monotonic() - begun < 4  # a tenth where nothing else runs
+        assert time.monotonic() - begun < 60  # 0.4 where nothing else runs
         assert "KeyboardInterrupt" in process.stderr.read()
-        process.wait(timeout=20)  # a second where nothing else runs
+        process.wait(timeout=60)  # a second where nothing else runs
     assert process.returncode == -signal.SIGINT
 
 
