@@ -18,7 +18,7 @@ import pytest
 from jax import lax
 
 import jax_flash
-from jax_flash import _explain, _function, _gpu, _native, scores
+from jax_flash import _function, _gpu, _native, scores
 from jax_flash._gpu import distances, emit
 from jax_flash._ops import passes
 
