@@ -34,11 +34,11 @@ ROUNDS = 6  # turns of every version: as often before the others as after them
 SECONDS = 0.25  # of one turn: long beside the time that the clock takes to settle
 MASKS = {"full": False, "causal": True}
 PASSES = ("forward", "backward", "deterministic")  # the last: the backward, deterministic
-# Of versions' errors: scale and offset of q and k.
+# Inputs for the errors of versions: scale and offset of q and k.
 SCALES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 8.0, 16.0, 32.0)
 INPUTS = (*((scale, 0.0) for scale in SCALES), (1.0, 4.0))
 PEAKED = (1, 2048, 8)  # batch, length, heads
-# The same of backends: scores have a deviation of 1 and 16.
+# Inputs for the errors of backends: scores have a deviation of 1 and 16.
 CELL = shapes.Cell(1, 1024, 4, 4, 64, causal=True)
 DTYPES = ("float32", "bfloat16", "float16")
 DEVIATIONS = (1.0, 4.0)

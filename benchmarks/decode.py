@@ -67,7 +67,7 @@ class Cell:
 
     @property
     def bytes(self) -> int:
-        """Of the keys and values that are visible."""
+        """Bytes of the keys and values that are visible."""
         size = self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
         return 2 * size * int(self.lengths().sum())
 

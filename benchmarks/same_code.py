@@ -103,7 +103,7 @@ FEATURES: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
     },
     (255, 255): {"causal": CAUSAL},
 }
-# Of decoding, 32 heads: fields of Decode, Problem and Shapes.
+# Calls of decoding with 32 heads: fields of Decode, Problem and Shapes.
 EVERYTHING = {"window": (1024, None), "softcap": 30.0, "terms": ("sinks",), "paged": True,
               "appends": True, "q_len": 16, "page_size": 16}  # fmt: skip
 DECODING: dict[tuple[int, int], dict[str, dict[str, Any]]] = {

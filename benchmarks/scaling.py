@@ -95,7 +95,7 @@ class Model:
     latency: float
 
     def seconds(self, cell: Cell, devices: int) -> float:
-        """Of a forward and a backward pass.
+        """Returns the time of a forward and a backward pass.
 
         A device has as much to do with its own keys as with those of each hop, and keys that travel
         both ways share its bandwidth. In the backward pass, with 2.5 times the operations,

@@ -110,7 +110,7 @@ class Decode {
     return page < call_.pages ? Most(page, -1) : -1;
   }
 
-  // Of a position that has a page.
+  // The place of a position among all pages; it has to have a page.
   int64_t Slot(int64_t b, int64_t position) const {
     return PageOf(b, position) * call_.page_size + position % call_.page_size;
   }

@@ -7,7 +7,7 @@ namespace {
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kInfinity = __builtin_huge_valf();
 
-// 2 * kLanes elements. Of float32 without the masks of a partial load, which AVX-512 would keep.
+// Loads 2 * kLanes elements. For float32 whole vectors: AVX-512 would keep a partial load's masks.
 inline void LoadTwo(const float* p, F& first, F& second) {
   first = Load(p);
   second = Load(p + kLanes);

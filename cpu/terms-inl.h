@@ -405,7 +405,7 @@ inline F LoadBias(DType dtype, const void* data, int64_t at, int64_t n) {
   const uint32_t threshold = DropoutThreshold(in.problem.dropout_rate);
   const float kept = static_cast<float>(1.0 / (1.0 - in.problem.dropout_rate));
   const uint32_t t = static_cast<uint32_t>(row.t), query = first_query + t / 16 * 4 + t % 4;
-  // Of the two words of a query in a counter, its own and the other one.
+  // Rows t and t + 8 share a counter: `which` of its two words is this row's.
   const uint32_t which = t / 8 % 2, factor = which == 0 ? 0x93D765DDu : 0xD2511F53u;
   constexpr int64_t kKeys = 4 * kPhilox;
   for (int64_t j = span.begin / kKeys * kKeys; j < span.end; j += kKeys) {

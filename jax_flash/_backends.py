@@ -245,7 +245,8 @@ def choose(platform: str, call: Call, shapes: Shapes) -> str:
     gpu = _gpu.spec.for_lowering() if platform == "cuda" else None
     name, refusals = pick(call, shapes, gpu)
     if call.backend is None and platform in refusals:
-        # Of CPU kernels only that there are none: what they decline runs as fast as it can there.
+        # On a CPU a warning tells that there are no kernels, not what they decline: such calls run
+        # as fast there as they can.
         reasons = refusals[platform] if platform == "cuda" else BACKENDS[platform].absent(None)
         if reasons:
             kernels = f"{platform.upper()} kernels"

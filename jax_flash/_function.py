@@ -125,7 +125,7 @@ class Function:
         operands = [*seen.values(), *arguments, *captures]
         operands = vary_over(operands, operands)
         masks, captured = len(seen), len(operands) - len(captures)
-        # Of each operand which dims of the tile it varies along; the others are dropped.
+        # The dims of the tile along which each operand varies; the others are dropped.
         mapped, reduced = [], []
         for i, x in enumerate(operands):
             dims = x.shape if i < captured else x.shape[:-1]

@@ -132,7 +132,7 @@ class Program:
 
     @functools.cached_property
     def moved(self) -> Program:
-        """Of inputs and the tangents of those that are floats: the results, and their tangents."""
+        """The results and their tangents, of the inputs and the tangents of floats among them."""
 
         def moved(*operands):
             inputs, moving = operands[: len(self.inputs)], list(operands[len(self.inputs) :])
@@ -162,7 +162,7 @@ class Program:
 
     @functools.cached_property
     def with_slope(self) -> Program:
-        """Of the inputs: the first result, and its derivative by the first input."""
+        """The first result, and its derivative by the first input."""
 
         def both(inputs):
             first, *rest = inputs

@@ -237,7 +237,7 @@ class Case:
         return 2 * rng.integers(0, 2, shape) if self.is_layout else rng.integers(0, 3, shape)
 
     def _draw_positions(self) -> dict[str, np.ndarray]:
-        # Of a generator of its own, so that all else is drawn as without positions.
+        # A generator of their own: all else is drawn as without positions.
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
         rows = int(np.prod(self.batch))
         least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max

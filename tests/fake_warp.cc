@@ -104,7 +104,7 @@ inline uint32 round_bfloat16(float x) {
 inline uint32 pack_bfloat16(float low, float high) {
   return round_bfloat16(high) << 16 | round_bfloat16(low);
 }
-// Of weights: 11 bits from 2^-24 on, no sign.
+// Rounds a weight to 11 bits, from 2^-24 on; it has no sign.
 inline uint32 round_float16(float x) {
   if (std::isnan(x)) return 0x7e00;
   if (x == 0) return 0;

@@ -178,7 +178,7 @@ def _one_head(q, k, v, seen, keep, bias, sink, *, scale, softcap, score, rate, r
         terms = np.exp(sink - lse) * dtotal
         dsink = -terms.sum()
         magnitudes["dsinks"] = np.abs(terms).sum()
-        # Of independent roundings, their squares add up.
+        # Roundings are independent: their squares add up.
         magnitudes["dsinks by rounding"] = ((np.exp(sink - lse)[:, None] * out * dout) ** 2).sum()
     apart = p * (np.abs(dp) + np.abs(dtotal)[:, None])
     magnitudes["dq"] = abs(scale) * ((apart * np.abs(slope)) @ np.abs(k)).max(initial=0)

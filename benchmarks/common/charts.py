@@ -165,7 +165,7 @@ def compare(results: Results, looks: Mapping[str, tuple[str, str]], a: str, b: s
 def scratch(records: Iterable[Mapping[str, Any]], of: Pass, labels: Mapping[str, str]) -> str:
     """Writes a Markdown table of what a pass needs beside arguments and results, as XLA plans it.
 
-    Of the cells without a mask or segments at their longest T; with a causal mask it is the same.
+    Rows are the cells without a mask or segments, at their longest T; a causal mask needs the same.
     """
     records = [
         x

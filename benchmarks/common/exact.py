@@ -1,7 +1,8 @@
 """Owns the float64 attention that results are compared with.
 
-Of a cell one group of heads, chunk by chunk; of a case the heads that `cut` takes, at once, and
-beside it plain attention in the case's own precision, whose error says what rounding costs.
+A cell is checked by one group of heads, chunk by chunk. A case is checked by the heads that `cut`
+takes, at once, beside plain attention in the case's own precision, whose error says what rounding
+costs.
 """
 
 import dataclasses
@@ -112,7 +113,7 @@ class Truth:
 
     Attributes:
       results: by name, out `[b, n, T, H]` and each gradient, of the slice that `cut` takes.
-      scales: by name, the size of what an error is a share of. Of a bias or sinks that is the norm
+      scales: by name, the size of what an error is a share of. For a bias or sinks it is the norm
         of the gradient before it is summed over what they are broadcast along: the sum may be 0.
       rounded: errors of plain attention in the case's precision, with the case's dropout.
     """
@@ -125,8 +126,9 @@ class Truth:
 def cut(case: Case, name: str, x: Any) -> Any:
     """Takes the first head of every sequence from an operand or its gradient.
 
-    Of a bias that the heads share all heads; of one that the sequences do not share the first. So a
-    gradient needs nothing beyond the slice. Heads come before positions: `[b, n, T, H]`.
+    Where the heads share a bias all heads are taken; where each sequence has a bias of its own, the
+    first sequence. So a gradient needs nothing beyond the slice. Heads come before positions:
+    `[b, n, T, H]`.
     """
     rows = slice(0, 1) if case.bias is not None and case.bias[0] == "B" else slice(None)
     heads = slice(None) if case.bias is not None and case.bias[1] == "1" else slice(0, 1)

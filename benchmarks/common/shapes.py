@@ -247,7 +247,8 @@ PROBLEMS: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
     **{f"D{dim}": (2, 8192, MODEL_DIM // dim, dim, _CAUSAL) for dim in HEAD_DIMS},
 }
 
-# Of features.py --functions: each function beside what is built in, or nothing.
+# Cells of features.py --functions: each function beside the built-in term that means the same, or
+# alone.
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},

@@ -603,7 +603,7 @@ int Check(const Kernels& kernels, uint64_t seed) {
   return failures;
 }
 
-// Of Random123's known answers for philox4x32-7.
+// The known answer is Random123's for philox4x32-7.
 int CheckPhilox() {
   uint32_t words[4][kPhilox];
   Philox(0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u, 0xa4093822u, 0x299f31d0u, words);

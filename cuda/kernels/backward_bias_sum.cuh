@@ -105,7 +105,7 @@ struct BlockBias {
   }
 
  private:
-  // Of the warp's 16.
+  // The first of the warp's 16 keys.
   static __device__ __forceinline__ int first_key(const BlockPair& at) {
     return at.key0 + threadIdx.x / 128 * 64 + ptx::warp_index() % 4 * 16;
   }

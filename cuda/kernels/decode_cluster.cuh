@@ -82,7 +82,7 @@ struct Together {
   }
 
  private:
-  // Of this CTA.
+  // The runs of columns that this CTA merges.
   __device__ __forceinline__ int runs() const {
     return max(rows * kRowRuns - share.part + kCluster - 1, 0) / kCluster;
   }

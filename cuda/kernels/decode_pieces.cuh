@@ -48,7 +48,7 @@ struct Pages {
     }
   }
 
-  // Of the whole warp: pieces to be loaded; whether one is none.
+  // The pieces that are to be loaded, and whether a needed one has no page. Whole warps call.
   __device__ __forceinline__ int count() const {
     int own = 0;
 #pragma unroll

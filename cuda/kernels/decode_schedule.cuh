@@ -215,7 +215,7 @@ struct RowPieces {
   __device__ __forceinline__ void store(int i, const Piece& piece) const {
     store_piece<kDim>(row, 8 * i, piece);
   }
-  // Of this row and those behind it.
+  // Piece i, counted on into the rows behind this one.
   __device__ __forceinline__ void store_behind(int i, const Piece& piece) const {
     constexpr int kPieces = ceil_div(kDim, 8);
     store_piece<kDim>(row + static_cast<int64>(i / kPieces) * kDim, i % kPieces * 8, piece);
@@ -308,7 +308,7 @@ struct Conclusion {
   float factor;  // of the weighted values
   float lse;     // natural logarithm
 };
-// Of sums relative to 2^base. A row that sees nothing gives 0 and -inf, or its sink.
+// `total` is relative to 2^base. A row that sees nothing gives 0 and -inf, or its sink.
 __device__ __forceinline__ Conclusion conclude(const DecodeParams& p, float base, float total,
                                                int batch, int head) {
   const bool sees_nothing = total == 0.0f;

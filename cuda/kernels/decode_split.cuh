@@ -10,7 +10,7 @@
 
 namespace decode {
 
-// Of queries in shared memory, bytes: 16 bits, in as many planes as there are parts.
+// Bytes of a plane of queries in shared memory: 16 bits a number, a plane for each part.
 inline constexpr int kQueryPlane = kPlaneBytes<kHeadDim, kShareRows>;
 
 using Seen = Range[2];  // of each of a thread's rows
@@ -129,8 +129,8 @@ struct Split {
     }
   }
 
-  // Of what this warp multiplies, a third of the instructions of looking at each where it is split:
-  // 0 times what is not finite is NaN.
+  // Looks at the numbers that this warp multiplies: 0 times what is not finite is NaN. Looking at
+  // each where it is split would take three times the instructions.
   __device__ __forceinline__ bool are_finite(uint32 values) const {
     constexpr int kChunks = kOwnColumns / 4;
     float zero = 0.0f;

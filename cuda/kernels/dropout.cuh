@@ -93,8 +93,8 @@ __device__ __forceinline__ PhiloxWords widen(uint32 word0, uint32 word1) {
 struct Counters {
   uint32 query, key, other;
   __device__ __forceinline__ bool draws_first() const { return other == 0; }
-  // Of what it has drawn and what it has been given, that of the first cell; of the second one, if
-  // they are exchanged.
+  // The first cell's word: what the thread has drawn or what it has been given. With the arguments
+  // exchanged it is the second cell's.
   __device__ __forceinline__ uint32 first(uint32 drawn, uint32 given) const {
     return other == 0 ? drawn : given;
   }
@@ -116,9 +116,10 @@ class Draws {
       philox_ = {words.x, words.y, words.z, words.w};
     }
   }
-  // Of a thread's first query and first key. Queries q and q + 4 share counters; sixteen on, of
-  // queries or keys, they are 4 larger. In cells that alternate like a chessboard's those of q, or
-  // those of q + 4 draw and take words 0 and 1; the other ones get words 2 and 3.
+  // The counters of a thread's first query and first key. Queries q and q + 4 share counters; 16
+  // queries or keys on, counters are 4 larger. Cells alternate like a chessboard's: the threads of
+  // q draw in one, those of q + 4 in the next. Who draws takes words 0 and 1, the others words 2
+  // and 3.
   __device__ __forceinline__ Counters at(uint32 query, uint32 key) const {
     uint32 row = query / 16 * 4 + query % 4, column = key / 16 * 4 + key % 8 / 2;
     if constexpr (kDropsPart) {
@@ -189,8 +190,8 @@ __device__ __forceinline__ uint32 dropped_halves(const Params& p, uint32 word) {
 template <int kKeys>
 class DroppedPairs {
  public:
-  // Of all keys. The counters' words come first: they need no other lane, and go among the
-  // exponentials, which what is exchanged cannot. Whole warps call.
+  // Draws for all keys. The counters' words come first: they need no other lane, so they go among
+  // the exponentials; words from another lane cannot. Whole warps call.
   template <class Params>
   __device__ __forceinline__ void draw_all(const Params& p, const RowDraws& draws, uint32 key) {
     constexpr int kPairs = ceil_div(kKeys, 32);
@@ -209,7 +210,7 @@ class DroppedPairs {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) set(p, counters, 2 * i, words[i], given[i]);
   }
-  // Of the 32 keys from 16 * i on. Whole warps call.
+  // Draws for the 32 keys from 16 * i on. Whole warps call.
   template <class Params>
   __device__ __forceinline__ void draw(const Params& p, const RowDraws& draws, int i) {
     const Counters counters = draws.counters(0);
@@ -246,10 +247,11 @@ class DroppedPairs {
 template <int kCount>
 class Dropped {
  public:
-  // `key`: the first of the warp's 16. Words are drawn by the threads that have their weights where
-  // rows are queries. Of two cells, side by side now in queries, a thread has what it keeps and
-  // what it gives of one, a bit each, and gets its own of the other. The bits are 8 x 8 matrices of
-  // 16 bits, whose transposes are wanted here: one for sixteen words. Whole warps call.
+  // `key`: the first of the warp's 16. Words are drawn by the threads that hold the weights where
+  // rows are queries. Two cells lie side by side in queries here: a thread draws for one of them,
+  // keeps half of the bits, gives the other half away and is given its own of the other cell. The
+  // bits are 8 x 8 matrices of 16 bits, whose transposes are wanted here: one for sixteen words.
+  // Whole warps call.
   template <class Params>
   __device__ __forceinline__ void draw(const Params& p, const Draws& draws, int first_query,
                                        int key) {

@@ -96,9 +96,9 @@ struct ElementType<false, true> {
 };
 using Element = ElementType<kBFloat16, kFloat32>::Type;
 
-// Of a call of float32 that two programs share (jax_flash/_gpu/carrier.py) one has float16 copies
-// of queries, keys, values and output gradients, and float32 results (kCarried); the other one
-// (kRest) computes what such copies do not hold.
+// Two programs may share a call of float32 (jax_flash/_gpu/carrier.py). One has float16 copies of
+// queries, keys, values and output gradients, and float32 results (kCarried); the other one (kRest)
+// computes what such copies do not hold.
 using ResultElement = ElementType<kBFloat16, kFloat32 || kCarried>::Type;
 
 // Does the other program compute this call?

@@ -12,7 +12,7 @@
 
 namespace forward {
 
-// Values under way together: their latency is what takes time. Of wide rows fewer: registers.
+// Values under way together: their latency is what takes time. Wide rows have registers for fewer.
 inline constexpr int kKeysAtOnce = kValueDim <= 256 ? 8 : 4;
 
 // The next keys of the set `left` (a bit each), lowest first; -1 where there are no more.
@@ -191,8 +191,9 @@ struct Row {
   ResultElement::Bits* result;
 };
 
-// Of rows of a batch row, a bit each, whose results are stored: calls wrong(bit, row) for those
-// that are not finite, if no visible value explains it. row_of(bit): one of them. Whole warps call.
+// Looks at rows of one batch row, a bit of `rows` each, whose results are stored: calls
+// wrong(bit, row_of(bit)) for each that is not finite, if no visible value explains it. Whole warps
+// call.
 template <class Params, class RowOf, class Wrong>
 __device__ __forceinline__ void find_wrong(const Params& p, int batch, uint32 rows, RowOf row_of,
                                            Wrong wrong) {

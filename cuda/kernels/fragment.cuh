@@ -1,9 +1,9 @@
 // Fragments: which element of a product a thread holds.
 //
-// Of every 8 columns, 16 rows of a warp: a thread has two rows, 8 apart, and two columns side by
-// side. mma.sync m16n8 and wgmma m64nN share this order; a warpgroup's four warps have 16 rows
-// each. Rows are queries in the forward pass (S = Q K^T) and keys in the backward pass (S^T = K
-// Q^T). The four threads of a quad share their rows.
+// A warp has 16 rows. In every 8 columns of them a thread has two rows, 8 apart, and two columns
+// side by side. mma.sync m16n8 and wgmma m64nN share this order; a warpgroup's four warps have 16
+// rows each. Rows are queries in the forward pass (S = Q K^T) and keys in the backward pass
+// (S^T = K Q^T). The four threads of a quad share their rows.
 #pragma once
 
 #include "element.cuh"

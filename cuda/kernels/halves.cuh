@@ -1,9 +1,9 @@
 // float32 as two float16: a kernel that goes ahead of either pass writes them to workspaces.
 //
-// Of 64 rows of a head all numbers are multiplied by one power of two, which brings the largest to
-// 2^14; a number is then hi + 2^-11 lo, each the nearest float16, to 2^-22 of it or 2^-51 of the
-// largest. A row is two of the head dim padded to pieces of 16 bytes, hi, then lo: each is copied
-// as rows of 16 bits are, to a plane of a tile (split.cuh).
+// All numbers of 64 rows of a head (a tile) are multiplied by one power of two, which brings the
+// largest to 2^14. A number is then hi + 2^-11 lo, each the nearest float16, to 2^-22 of the number
+// or 2^-51 of the largest. A row is written as two rows of 16 bits, hi, then lo, each of the head
+// dim padded to pieces of 16 bytes: kernels copy each to a plane of a tile (split.cuh).
 //
 // Rows past the lengths do not count. Where a row or a column of a tile has only numbers below
 // 2^-24 of the largest, whose bits could be lost, the tile's factor is negative: what it meets
@@ -21,8 +21,8 @@ namespace halves {
 inline constexpr int kThreads = 256;
 inline constexpr int kRows = 64;  // of a tile
 inline constexpr float kWide = 0x1p-24f;
-// Of halves whose products have one sum, second ones as they are, a number below 2^-16 of the
-// largest has fewer than 22 bits, and at the second of these 20.
+// Where the three products of halves have one sum, lo is not multiplied (kOneSum). Then a number
+// below 2^-16 of the largest has fewer than 22 bits, and one below 2^-18 fewer than 20.
 inline constexpr float kOneSum = 1.0f, kWideOfOneSum = 0x1p-16f, kWideOfGradients = 0x1p-18f;
 
 // A row as kernels copy it: of one plane or two, of so many elements each.
@@ -31,7 +31,8 @@ template <int kDim>
 inline constexpr int kCopied = kHalves ? round_up(kDim, 8) : kDim;
 using Copied = ElementType<kBFloat16, kFloat32 && !kHalves>::Type;
 
-// What brings the numbers back of the tile with row `first`, of a row of [B, heads].
+// What the numbers of a tile are multiplied with to be what they were: the tile that has row
+// `first` of the batch row and head `row`, of [B, heads].
 __device__ __forceinline__ float stored_factor(const float* factors, int64 row, int length,
                                                int first) {
   // Opaque: kept addresses take registers.
@@ -45,7 +46,7 @@ __device__ __forceinline__ float factor_of(const float* factors, int64 row, int 
   if constexpr (!kHalves) return 1.f;
   return known_factor(stored_factor(factors, row, length, first));
 }
-// Of all heads' tiles one, by its number.
+// The factor of a tile by its number among those of all heads.
 __device__ __forceinline__ float factor_of(const float* factors, int tile) {
   return known_factor(factors[ptx::opaque(tile)]);
 }

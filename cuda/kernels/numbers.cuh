@@ -21,6 +21,6 @@ inline constexpr int kLargest = 0x7fffffff, kSmallest = -kLargest - 1;  // of an
 struct Range {
   int begin, end;
   __device__ __forceinline__ bool empty() const { return begin >= end; }
-  // Of all queries or keys, on either side of zero.
+  // Holds every query or key, and as many numbers below zero.
   static __device__ __forceinline__ Range all() { return {-0x40000000, 0x40000000}; }
 };

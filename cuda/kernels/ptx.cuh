@@ -164,8 +164,8 @@ __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" 
 
 // ---- clusters (sm_90) ---------------------------------------------------------------------------
 
-// Of all threads of the cluster that have not ended. Of what was written before, only what a fence
-// released is seen after the wait.
+// The barrier of all threads of the cluster that have not ended. After the wait a thread sees what
+// others wrote before they arrived only if a fence released it.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }

@@ -7,11 +7,11 @@
 
 namespace ptx {
 
-// Of arrivals of single threads.
+// `arrivals` counts single threads.
 __device__ __forceinline__ void barrier_init_lanes(uint32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Of arrivals that stand for warps.
+// `arrivals` counts warps.
 __device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
   barrier_init_lanes(barrier, kEveryLaneArrives ? 32 * arrivals : arrivals);
 }

@@ -11,8 +11,8 @@ namespace rotary {
 // Positions whose angles `sine_and_cosine` takes, as frequencies are at most 1.
 inline constexpr int kLargest = 1 << 20;
 
-// Of an angle from 0 to kLargest, to 1.2e-7; sincosf beyond some 1e5 has a branch for each angle,
-// which keeps the others of a thread waiting.
+// For an angle from 0 to kLargest, to 1.2e-7. Beyond some 1e5 sincosf has a branch for each angle,
+// which keeps a thread's other angles waiting.
 __device__ __forceinline__ void sine_and_cosine(float angle, float& sine, float& cosine) {
   const float quarters = rintf(angle * 0.636619772f);
   // Less the quarter turns, in three parts: the first product leaves no rounding.
@@ -32,7 +32,7 @@ __device__ __forceinline__ void sine_and_cosine(float angle, float& sine, float&
   if ((quarter + 1) & 2) cosine = -cosine;
 }
 
-// Of features 8 * piece on, by which those turn, and those H / 2 further on.
+// The angles by which eight features turn, from 8 * piece on, and those H / 2 further on with them.
 __device__ __forceinline__ void angles(const float* frequencies, int piece, int position,
                                        float (&sines)[8], float (&cosines)[8]) {
   if (position <= kLargest) {

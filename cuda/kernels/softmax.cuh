@@ -9,12 +9,14 @@
 #include "numbers.cuh"
 #include "ptx.cuh"
 
-// Of a row that has seen no key: the lowest number, so that masked scores have the weight 0.
+// The base of a row that has seen no key: the lowest number, so masked scores have the weight 0.
 inline constexpr float kNoBase = -0x1.fffffep127f;
-// A row's base rises to a block's maximum if one weight decides it, whose rounding would be the
-// result's. So it may be where, of a thread's part of the block, even and odd columns differ by
-// more than `of_sum` of its sum with the block, and `of_base` by the measure of the base: many
-// weights side by side do so seldom. What is suspect is decisive if it is as much of the row's sum.
+// A row's base rises to a block's maximum if one weight decides the row: the rounding of that
+// weight would be the result's. A thread suspects such a weight where its sums over even and over
+// odd columns of the block differ by more than a threshold, which many weights side by side seldom
+// do. The threshold is `of_sum` of the thread's sum, this block's weights included, plus `of_base`
+// of the weight that a first block's maximum has, 2^-kHeadroom. The weight is decisive if the
+// difference passes the second threshold too, which takes the sum of the whole row.
 struct Threshold {
   float of_sum, of_base;
   __device__ __forceinline__ float operator()(float sum, float base) const {
@@ -101,7 +103,8 @@ struct SoftmaxState {
                                                float (&added)[2][2], const Beside& beside) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) added[i / 2][i % 2] = 0.0f;
-    // Of 8 columns. What rows have in common is not kept for more.
+    // In units of 8 columns: all columns at once, or 16 where something goes among them. A common
+    // line has 16 too: what its two rows share of more columns would stay in registers.
     constexpr int kPart = kSame<Beside, Alone> && !kSame<Factor, CommonLine> ? kUsed / 4 : 2;
 #pragma unroll
     for (int first = 0; first < kUsed / 4; first += kPart) {
@@ -257,11 +260,12 @@ struct SoftmaxState {
       }
     }
   }
-  // Of a line with `step` by column: lowers a base, if it has to, so that those of the thread's two
-  // rows are as far apart as their starts; by `lowered` the first row's or by -lowered the second
-  // one's. A base that were raised instead could hide a weight that decides its row from weigh().
-  // False: a sum would pass kMostLowered, 2^32 times a first block's largest weight, or the
-  // rounding of bases, which is that of one row's weights beside those of blocks before, 2^-10.
+  // For CommonLine, with `step` by column: lowers one base, so that the bases of the thread's two
+  // rows are as far apart as the line's starts. `lowered` says by how much: the first row's base
+  // where it is positive, the second one's where it is negative. Raising the other base instead
+  // could hide a weight that decides its row from weigh(). Returns false, and lowers nothing, where
+  // a sum would pass kMostLowered, 2^32 times a first block's largest weight, or a base 2^14, from
+  // where on its rounding, 2^-10, would change weights beside those of earlier blocks.
   static constexpr float kMostLowered = 0x1p-48f;
   __device__ __forceinline__ bool lower_along(float step, float& lowered) {
     constexpr float kRowStep = fragment::kRowStep;

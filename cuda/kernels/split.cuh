@@ -47,13 +47,13 @@ __device__ __forceinline__ void store_parts(uint32 to, const Eight& numbers) {
     ptx::store_shared_x4(to + i * kPlane, parts[0][i], parts[1][i], parts[2][i], parts[3][i]);
   }
 }
-// Of elements of 16 bits, which are whole.
+// Elements of 16 bits have one part.
 template <int kPlane>
 __device__ __forceinline__ void store_parts(uint32 to, const uint4& elements) {
   ptx::store_shared_x4(to, elements.x, elements.y, elements.z, elements.w);
 }
 
-// Of a plane of kRows rows, bytes.
+// Bytes of a plane of kRows rows.
 template <int kDim, int kRows>
 inline constexpr int kPlaneBytes = ceil_div(kDim, kBoxColumns) * kRows * kBoxRowBytes;
 

@@ -6,8 +6,8 @@
 //
 // Where 8 does not divide a head dim TMA cannot move rows, whose pitch must be a multiple of 16
 // bytes (kTmaLoads = false). Warps then fill the same tiles by cp.async, in words as wide as the
-// alignment of all rows allows: 16, 8 or 4 bytes. Of an odd head dim every other row starts in the
-// middle of a 4-byte word, and cp.async knows no smaller ones: such a row is copied from one
+// alignment of all rows allows: 16, 8 or 4 bytes. With an odd head dim every other row starts in
+// the middle of a 4-byte word, and cp.async copies no smaller ones: such a row is copied from one
 // element before it and shifted in shared memory.
 #pragma once
 
@@ -67,8 +67,8 @@ __device__ __forceinline__ void shift_rows(uint32 tile, uint32 first_row,
 
 // The rows of a tile that kWarps warps, the first of the CTA, fill by cp.async, each thread a part:
 // kRows rows of kDim elements. Row 0 starts at `source`, row r
-// r / kHeads * pitch + r % kHeads * kDim elements after it. Of kPlanes = 2 each is followed by its
-// row of the tile's second plane.
+// r / kHeads * pitch + r % kHeads * kDim elements after it. With kPlanes = 2 each row is followed
+// by its row of the tile's second plane.
 template <int kDim, int kRows, int kWarps, int kHeads = 1, int kPlanes = 1>
 struct CopiedRows {
   static constexpr bool kOdd = kRowAlignment<kDim> == 2;

@@ -134,7 +134,7 @@ std::optional<CachedImage> DiskCache::Read(const std::string& key) const {
   const Descriptor folder = OpenFolder();
   if (!folder) return std::nullopt;
   const std::string name = EntryName(key);
-  // Of another kind than a file it might wait for somebody (a FIFO) or never end (a device).
+  // What is no file might wait for somebody (a FIFO) or never end (a device).
   const Descriptor file(openat(folder.number(), name.c_str(),
                                O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_NOCTTY | O_CLOEXEC));
   struct stat status;

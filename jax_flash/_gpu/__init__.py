@@ -52,7 +52,7 @@ def families() -> tuple[Family, ...]:
 def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
     """Lists why no family runs a pass on a GPU, all reasons of the one that is nearest to it.
 
-    Empty if one does. Of families as near, the last, which runs on most GPUs, is heard.
+    Empty if one does. Among families as near the last is heard, which runs on most GPUs.
     """
     having = [family for family in families() if call.target in family.passes]
     own = [family for family in having if gpu.arch in family.architectures]
@@ -76,7 +76,7 @@ def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
 def parts(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, ...]:
     """Returns the calls that run a pass which `refuse` lets through, one after the other.
 
-    Of a float32 pass that carrier.py splits there are two, else it is the pass itself.
+    A float32 pass that carrier.py splits is two calls, any other one.
     """
     if call.target in ("forward", "backward") and carrier.takes(call.problem):
         carried = carrier.carried(call)

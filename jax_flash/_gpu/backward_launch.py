@@ -344,7 +344,7 @@ class Backward:
 def stored_rows(shapes: Shapes, tiling: Any) -> AnySize:
     """Counts a head's rows in arrays of a number for each query: whole blocks.
 
-    Of a compact tiling's only block what fills pieces of 16 bytes.
+    A compact tiling whose queries are one block has what fills pieces of 16 bytes.
     """
     if tiling.compact and shapes.q_len <= tiling.block_q:
         return 4 * ceil_div(T, 4)
@@ -363,5 +363,5 @@ def dbias_parts(shapes: Shapes, tiling: Any) -> int:
     for size, count in zip(sizes, of_call, strict=True):
         own *= 1 if is_one(size) else count
         pairs *= count
-    # Of more blocks than half as many as there are CTAs, one each.
+    # One CTA a block where blocks are more than half as many as CTAs.
     return 1 if 2 * own > tiling.sum_ctas else max(1, min(pairs // own, -(-tiling.sum_ctas // own)))

@@ -41,12 +41,12 @@ class CommonSchedule:
 
     @property
     def shows_words(self) -> bool:
-        """A block mask alone says of 32 query blocks in a word which of them a unit sees."""
+        """A block mask alone says in a word which of 32 query blocks a unit sees."""
         return is_block_mask(self.shapes) and not self._has("query_positions")
 
     @property
     def shows_layout(self) -> bool:
-        """Of a layout whose blocks hold the kernel's: a block that is seen is seen whole."""
+        """The blocks of a layout hold the kernel's: a block that is seen is seen whole."""
         whole = shows_whole_tiles(self.problem, self.shapes, self.block_q, self.block_kv)
         return self.shows_words and whole
 
@@ -90,9 +90,9 @@ class CommonSchedule:
 
     @property
     def sum_begins_ahead(self) -> bool:
-        """Of a bias's gradient the next part's products run beside the arithmetic of one.
+        """In the sum of a bias's gradient a part's products run beside the arithmetic before it.
 
-        Where there are registers for both.
+        Both need registers, which some terms do not leave.
         """
         held = self._has("query_segments", "query_positions", "dropout_state")
         return not (held or any(hides_sides(self.problem)) or self.problem.score is not None)

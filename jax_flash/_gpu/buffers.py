@@ -97,6 +97,6 @@ def _dtypes(call: Call, shapes: Shapes, of: str, name: str) -> tuple[str, ...]:
             assert shapes.bias is not None
             return (name_of(shapes.bias.dtype),)
         return (name_of("float32" if dtype == "sum" else dtype),)
-    # Of a call of float16 copies results are float32, and so is the forward's own.
+    # With float16 copies results are float32, and so is `out` where the backward pass reads it.
     wide = problem.split == "carried" and (name in call.results or name == "out")
     return (name_of("float32" if wide else problem.dtype),)

@@ -76,7 +76,7 @@ def copies(
         bound = 2 * dout.norm * v.norm
         if "dlse" in named:
             bound += jnp.max(_finite(named["dlse"]))
-        # Of dS, P being 2^shift at most; and of dout.
+        # The bounds of dS, as P is 2^shift at most, and of dout.
         power = _power_below(
             jnp.minimum(_LIMIT / 2.0**shift / bound, _LIMIT / jnp.maximum(dout.most, 2.0**-126))
         )

@@ -167,8 +167,8 @@ def decode_params(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool)
             Field("void*", "value_cache", written("v"), "[P, page, K, Hv]"),
             Field("void*", "out", "out", "[B, T, N, Hv] element type of the query"),
             Field("float*", "lse", "lse", "[B, N, T] natural logarithm"),
-            # Of units that several CTAs share, for flash_decode_merge: weighted values, and of each
-            # row its base and its sum.
+            # What CTAs that share a unit leave for flash_decode_merge: weighted values, and each
+            # row's base and sum.
             Field(
                 "float*",
                 "partial_out",

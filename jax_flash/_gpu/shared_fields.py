@@ -255,7 +255,7 @@ def window_side(side: int | None) -> int:
 
 
 def _distance(side: int | None) -> int:
-    """Of positions, in the bits of a uint32: no two are farther apart."""
+    """Returns a side in the bits of a uint32: no two positions are farther apart."""
     return min(side or 0, 2**32 - 1)
 
 

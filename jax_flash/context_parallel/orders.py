@@ -118,7 +118,7 @@ def check_divides(order: str, shards: int, what: str, size: int, shape: Any) -> 
 class Layout:
     """Where tokens stand: an order over shards x block devices, of which `block` stand together.
 
-    Of devices that stand together the tokens are on each of them, sorted: a shard.
+    Each device has the tokens of all that stand with it, sorted: a shard.
     """
 
     order: str

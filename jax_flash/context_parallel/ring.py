@@ -381,7 +381,7 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
             return total + part
         if name == "q":
             return _put(total, cut(total, rows, -3) + part, rows, -3)
-        # Of bias all queries' rows, and the keys of the source.
+        # A bias has rows of all queries, and the keys of the source.
         if total.shape[-1] > 1:
             first = source * step.shard.kv_len + (keys.start or 0)
             size = _size(keys, step.shard.kv_len)

@@ -8,7 +8,8 @@ kernels or tilings JAX_FLASH_COMPILE_ALL=1 compiles all: three hundred, 2 to 3 s
 The cache of compiled kernels holds the reports too: what it has, by the text of all sources, the
 constants and the compiler's version, is not compiled again, on another jax or Python say.
 
-Of float32: test_cuda_compile_float32.py; by mma.sync: _sm80.py; of decoding: _decode.py.
+Kernels of float32 are in test_cuda_compile_float32.py, those by mma.sync in _sm80.py, those of
+decoding in _decode.py.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
 
 
 def plans_since_ampere() -> list[Any]:
-    """Of each generation the kernel with the fewest registers to spare; of one many terms."""
+    """Returns each generation's kernel with the fewest registers to spare; one with many terms."""
     family, causal = _gpu.sm80.Sm80(), dataclasses.replace(PLAIN, window=(None, 0))
     found: dict[tuple[str, str], Any] = {}
     for arch in family.architectures:
@@ -65,7 +65,7 @@ def test_the_compiler_knows_each_architecture(arch: str):
 
 
 def backward_plans_since_ampere() -> list[Any]:
-    """Of each tiling the kernel with the fewest registers to spare; of one more terms."""
+    """Returns each tiling's kernel with the fewest registers to spare; some with more terms."""
     family, causal = _gpu.sm80.Sm80(), dataclasses.replace(PLAIN, window=(None, 0))
     found: dict[tuple[str, str], Any] = {}
     for arch in family.architectures:

@@ -331,7 +331,7 @@ def test_lines_of_any_slope(dim: int, spread: float, emulator: Emulator):
 
 @pytest.mark.parametrize(("dim", "causal"), [(64, False), (64, True)])
 def test_keys_that_a_line_hides_are_left_out(dim: int, causal: bool, emulator: Emulator):
-    """Of two heads, that fall from the diagonal on; no result shows it, but for finite values."""
+    """Two heads' lines fall from the diagonal on. Results show it by an infinite value alone."""
     case = C("fading", score="fall", H=dim, T=390, S=770, N=2, K=2, causal=causal)
     arguments = case.draw()
     arguments.arrays["table"][:] = [0.01, 1.5] if causal else [0.05, 1.5]
@@ -395,7 +395,7 @@ def test_poison_stays_with_those_who_see_it(of, largest: float, emulator: Emulat
 
 
 def test_numbers_that_halves_do_not_hold(emulator: Emulator):
-    """Of a column 2^-32 of the largest there are 7 bits: its rows are computed again."""
+    """A column of 2^-32 of the largest keeps 7 bits: its rows are computed again."""
     arguments = H("far apart", T=70, S=140, N=1).draw()
     arguments.arrays["value"][..., 5] *= 2.0**-32
     arguments.arrays["key"][:, 33] *= 2.0**-20

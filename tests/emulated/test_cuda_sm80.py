@@ -157,7 +157,7 @@ def compare_parts(
     for name in arguments.differentiable if gradients else ():
         fields[f"d{name}"] = {"query": "dq", "key": "dk", "value": "dv"}.get(name, f"d{name}")
     for name, field in fields.items():
-        # Of a sum that cancels half a unit of two parts' 16 bits remains, not of float32's.
+        # A sum that cancels keeps half a unit of two parts' 16 bits, not of float32's.
         summed = 2**5 * truth.summed.get(field, 0.0) if gradients else 0.0
         want, coarse = getattr(truth, field), getattr(plain, field)
         precision = str(arrays["bias"].dtype) if name == "dbias" else "float32"

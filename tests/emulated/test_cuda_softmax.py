@@ -205,7 +205,7 @@ def test_a_weight_that_decides_a_row_beside_others_of_its_thread(library: ctypes
 
 
 def test_the_largest_weight_is_one_in_the_sum_too(library: ctypes.CDLL):
-    """Of float16, whose base in the thousands is rounded: a single key's value is the result."""
+    """A base in the thousands is rounded; in float16 too a single key's value is the result."""
     scores = rows_of({3: 1.0}, {20: 1.0})
     scores[:, 0, 3] = 0
     scores[:, 1, 20] = np.random.default_rng(3).uniform(3000, 5600, ROWS)

@@ -39,7 +39,7 @@ TILED = (
 )
 
 
-# Of what others have too, as these do: the paths are the same.
+# Cases whose paths the tiled ones take.
 COVERED = {
     "one token", "heads without groups, nothing new", "group of 16", "group of 3, odd dims",
     "64 tokens", "window", "softcap and sinks", "rotary", "pages", "pages of one, nothing new",

@@ -132,7 +132,7 @@ def of_floats(f):
 
 
 def of_integers(f):
-    """Of integers of both signs, and the ends of int32; the score is added for a slope."""
+    """Calls f with integers of both signs and the ends of int32; adds the score for a slope."""
 
     def function(s, b, h, q, k):
         x, y = q - 11, k - 17

@@ -70,7 +70,7 @@ unsigned exchange(unsigned mask, unsigned mine, unsigned by, int width, Exchange
 enum class Reduction { kAdd, kMin, kMax, kMinSigned, kMaxSigned, kAnd, kOr, kXor };
 unsigned reduce(unsigned mask, unsigned mine, Reduction kind);
 void sync_warp(unsigned mask);
-// Of __syncthreads and its variants: how many threads gave true, and how many there are.
+// What __syncthreads and its variants count: the threads that gave true, and all.
 struct Count {
   int yes, all;
 };

@@ -157,7 +157,7 @@ struct Block {
   Count counts[16];              // of the barriers' last rounds
   int running;                   // threads that have not ended
   std::vector<Thread*> writers;  // of each chunk: who wrote it and has not fenced since
-  // Of each warpgroup: the products issued, which are the same for its warps.
+  // The products that each warpgroup has issued, which are the same for its warps.
   struct Issued {
     Product product;
     int warps;  // that have computed their part

@@ -22,7 +22,7 @@ class Matrix {
         transposed_(transposed) {
     if (bits >> 49 & 7) fail("wgmma: a descriptor with a base offset");
   }
-  // Of 16 bytes: elements k to k + 7 of i, or i to i + 7 of k if transposed.
+  // Where 16 bytes lie: elements k to k + 7 of i, or i to i + 7 of k if transposed.
   uint32 chunk(uint32 i, uint32 k) const {
     uint32 at = start_;
     if (!transposed_) {

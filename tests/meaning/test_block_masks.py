@@ -301,7 +301,7 @@ def test_ranks_are_not_promoted():
 
 
 def test_functions_may_draw_and_ask_where_they_run():
-    """Of random keys, old and new; of the member of a vmap; of the device of a shard_map."""
+    """By random keys, old and new; in a member of a vmap; on a device of a shard_map."""
     key = jax.random.key(0)
 
     def draws(key):

@@ -52,7 +52,7 @@ def compare(arguments: Arguments, got: dict[str, np.ndarray], *, gradients: bool
             precision,
             GRADIENT_FACTOR,
             summed,
-            # Of one number, as a head's sink is, plain attention's error may be little by chance.
+            # A head's sink is one number, of which plain attention's error may be little by chance.
             truth.summed["dsinks by rounding"] ** 0.5 if name == "sinks" else 0.0,
         )
 

@@ -288,7 +288,7 @@ def test_two_hundred_tokens_are_the_full_forward(pages, backend):
 @pytest.mark.parametrize("rows", [3, 40], ids=["few-rows", "many-rows"])
 @pytest.mark.parametrize("pages", [None, 16])
 def test_the_same_bits_from_run_to_run(rows, pages, backend):
-    """Of rows that have a cluster of CTAs each on Hopper, and of parts of a line."""
+    """Few rows have a cluster of CTAs each on Hopper, many are parts of a line."""
     arrays = small(backend, rows=rows, N=8, K=2, pages=pages, length=1008)
     first = decode({"backend": backend}, arrays)
     for _ in range(20):

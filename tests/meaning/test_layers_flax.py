@@ -224,7 +224,7 @@ def test_sown_weights_are_those_of_flax(api):
 
 @pytest.mark.parametrize("wide", [False, True], ids=["own dtype", "float32"])
 def test_linen_sows_the_dtype_that_flax_does(wide):
-    """Of bfloat16 arguments float32 weights where the softmax is to be float32, as exact."""
+    """With a softmax of float32, bfloat16 arguments give float32 weights, as exact as Flax's."""
     q, k, v = (normal(i, BATCH, LENGTH, HEADS, 8).astype(jnp.bfloat16) for i in range(3))
 
     class Sowing(nn.Module):

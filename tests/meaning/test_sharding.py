@@ -340,7 +340,7 @@ def test_shard_map_over_one_axis_of_an_explicit_mesh(jitted, backend):
     ("spec", "kv_spec"), [(P("data"), P()), (P(), P("data")), (P(None, None, "data"), P())], ids=str
 )
 def test_gradients_have_their_arguments_type_beside_auto_axes(spec, kv_spec, jitted, backend):
-    """Of an axis in explicit mode beside one in Auto mode, which XLA asks our plan about."""
+    """One axis of the mesh is Explicit, one is Auto, about which XLA asks our plan."""
     names = ("query", "key", "value", "bias", "sinks")
     arrays = dict(zip(names, (*qkv(), normal(3, 1, N, T, S), normal(5, N)), strict=True))
 

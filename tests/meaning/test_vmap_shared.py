@@ -164,8 +164,8 @@ def test_each_member_has_its_own_gradients(name):
     close(got, jax.tree.map(lambda *x: jnp.stack(x), *rows))
 
 
-# Members become heads for every backend alike. Of XLA's own, what each member has may stay beside
-# them, and what kernels would copy the keys for.
+# Members become heads for every backend alike. On backend "xla" what each member has of its own may
+# stay beside them, as may calls for which kernels would copy the keys.
 OWN_WITH_XLA = ("own bias of keys", "own mask", "own sinks", "own dropout", *sorted(KERNELS_COPY))
 
 
@@ -372,7 +372,7 @@ def along_members(call, axes):
     ("over_reverse", "backend"), [("forward", "cpu"), ("forward", "xla"), ("reverse", "cpu")]
 )
 def test_second_derivatives(over_reverse, backend):
-    """Of the key that all members share, along one direction: forward and reverse over reverse."""
+    """By the key that all members share, along one direction: forward and reverse over reverse."""
     arrays, axes = arrays_of("sinks")
     call = call_of(backend)
     direction = normal(11, B, S, K, H)
@@ -427,7 +427,7 @@ def test_what_a_kernel_knows_of_a_batch_row_alone_costs_the_copy(name):
 
 
 def test_a_large_bias_is_not_copied_either():
-    """Of several heads and one for all members it cannot join the heads without a copy."""
+    """A bias with several heads, one for all members, cannot join the heads without a copy."""
     q, k, _ = (x[..., :1, :, :, :] for x in qkv())
     bias = normal(3, N, T, S)  # 4 * 5 * 22 numbers; key and value have 2 * 22 * 2 * 8
 

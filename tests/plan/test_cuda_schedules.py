@@ -78,7 +78,7 @@ def plan_of(which: str, family: str, words: str) -> _gpu.Plan:
         return _gpu.plan(passes(problem)[which], shapes, gpu)
 
 
-# Of each flag: its value, calls in which it has that, another value, and calls with that.
+# For each flag: a value, calls in which it has that value, another value, and calls with that one.
 Flags = dict[str, tuple[int, list[str], int, list[str]]]
 FORWARD: Flags = {
     "kLoadWarps": (1, ["128"], 4, ["100"]),
@@ -121,7 +121,7 @@ FORWARD: Flags = {
     "kHoldsDraws": (True, ["dropout"], False, ["128", "dropout softcap", "dropout sinks"]),
 }
 
-# Of the families' backward passes.
+# Flags of every family's backward pass.
 COMMON: Flags = {
     "kShowsWords": (True, ["blocks"], False, ["128", "blocks mask", "blocks positions"]),
     "kShowsLayout": (True, ["blocks whole"], False, ["blocks"]),

@@ -91,7 +91,7 @@ __device__ __forceinline__ void copy_box(uint32 tile, const Element::Bits* first
   }
 }
 
-// Of kRows rows from `first` on.
+// The largest factor of the tiles that hold kRows rows from `first` on.
 template <int kRows>
 __device__ __forceinline__ float largest_factor(const float* factors, int64 row, int length,
                                                 int first) {

@@ -10,13 +10,13 @@
 
 namespace backward {
 
-// Of tiles of kRows rows in kParts parts, bytes.
+// Bytes of a tile of kRows rows, in kParts parts.
 template <int kDim, int kRows>
 inline constexpr int kTileBytes = kParts * kPlaneBytes<kDim, kRows>;
 inline constexpr int kScoreBytes = kKeys * kStepQueries * 2;  // of a part
 
-// Of dS^T of 16 keys and 16 queries: what its product with keys, and that with queries, is
-// multiplied with. Only with kHalves.
+// Two factors for each 16 keys and 16 queries of dS^T: its product with keys is multiplied with the
+// first, that with queries with the second. Only with kHalves.
 template <bool kAreThere>
 struct alignas(128) ScoreFactors {
   float2 factors[kKeys / 16][kStepQueries / 16];
@@ -74,8 +74,8 @@ struct RowsOf<Float32, kDim, kRows, false> {
 template <int kDim, int kRows>
 using TileRows = typename RowsOf<Copied, kDim, kRows>::Type;
 
-// A thread's part of a step's queries or output gradients where rows are pieces of 16 bytes: of
-// every box a piece, of every kStep-th row. Of a step's place its first row alone is needed.
+// What a thread copies of a step's queries or output gradients where rows are pieces of 16 bytes:
+// in every kStep-th row a piece of every box. All it needs of the step's place is the first row.
 template <int kDim>
 struct StepPieces {
   static constexpr int kStep = kThreads / 8;  // rows at a time

@@ -27,8 +27,8 @@ struct Step {
   int number = 0;  // of steps before
 };
 
-// The unit of a CTA: a block of keys of one key/value head. Of each block of queries it walks all
-// heads of the group, whose units find in L2 what they share.
+// The unit of a CTA: a block of keys of one key/value head. At each block of queries the walk takes
+// all heads of the group, so that CTAs side by side find Q and dO in L2.
 struct Walk {
   const Sm80BackwardParams& p;
   Unit unit;

@@ -41,7 +41,7 @@ __device__ __forceinline__ void keys_times_part(float (&d)[kCount], uint32 keys,
 }
 
 struct Tiles {
-  // Of the queries of a block, so that two CTAs have 128 registers each.
+  // Parts of a block's queries: with four, two CTAs have 128 registers a thread each.
   static constexpr int kParts = 4, kStages = kSumStages;
   const BackwardParams& p;
   uint32 loaded = 0;                                  // pairs

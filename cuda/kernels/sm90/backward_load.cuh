@@ -70,7 +70,7 @@ struct Loader {
                                             int m0) {
     if (threadIdx.x != 0) return;
     const uint32 tile = Shared::bias_tile(ptx::shared_address(shared_memory), slot);
-    // Of each score alone it is not read again.
+    // A bias with an element for each score is not read again.
     const bool own = p.bias.batch != 0 && p.bias.head != 0;
 #pragma unroll 1
     for (int box = 0; box < kKeys / bias::kBoxKeys; ++box) {

@@ -20,7 +20,7 @@ struct Turn {
   int count;
   static __device__ __forceinline__ Turn none() { return {-1}; }
   static __device__ __forceinline__ Turn first() { return {0}; }
-  // Of those that add without segments all after the first do the same.
+  // Without segments all units after the first do the same: they add.
   static __device__ __forceinline__ Turn later() { return {1}; }
   // Does the unit add? Without segments every unit does.
   __device__ __forceinline__ bool takes_part() const { return !kHasSegments || count != -1; }

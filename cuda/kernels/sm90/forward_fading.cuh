@@ -80,7 +80,7 @@ __device__ __forceinline__ void measure(const ForwardParams& p) {
   }
 }
 
-// Of `blocks`, which a unit's rows from first_row on see, those that may count. All lanes.
+// A unit's rows from first_row on see `blocks`: returns those that may count. All lanes call.
 __device__ __forceinline__ Range blocks_that_count(const ForwardParams& p, int batch, int head,
                                                    int first_row, const Range& blocks) {
   const int lane = ptx::fresh_lane();

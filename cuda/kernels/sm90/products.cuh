@@ -12,8 +12,8 @@ __device__ __forceinline__ void fill_tile(uint32 tile, const uint16* source, int
   ptx::fence_async_proxy();
 }
 
-// Of numbers in two halves, a plane each, three products make one, the smallest first: low times
-// high, high times low, high times high. The operands' planes of one of them:
+// Where numbers are two halves, a plane each, three products make one, the smallest first: low
+// times high, high times low, high times high. These are the planes of one product's operands:
 struct Planes {
   int left, right;
 };

@@ -153,11 +153,11 @@ __device__ __forceinline__ void wgmma_wait() {
 //   stride_bytes = 1024; the next 16 elements of the contraction are +2048 bytes.
 struct Descriptor {
   uint64 bits;
-  // The descriptor `bytes` further on. No carry: shared memory ends below 2^18 bytes. But a 64-bit
-  // sum stays in uniform registers, one instruction; of two halves each would take one.
+  // The descriptor `bytes` further on. Nothing carries, as shared memory ends below 2^18 bytes. But
+  // a 64-bit sum stays in uniform registers, one instruction; two words would take one each.
   __device__ __forceinline__ uint64 at(uint32 bytes) const { return bits + bytes / 16; }
 };
-// Of the operand `offset` bytes behind `address`; constants join into one addition.
+// Describes the operand `offset` bytes behind `address`. Constants join into one addition.
 __device__ __forceinline__ Descriptor descriptor(uint32 address, uint32 offset,
                                                  uint32 leading_bytes, uint32 stride_bytes) {
   const uint32 low = uniform(address / 16 + (offset / 16 | leading_bytes / 16 << 16));

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from jax_flash._gpu.emit.scalars import Line
 
-# Of these a function that is long calls one copy.
+# A long function of scores calls one copy of each of these.
 HEAVY = {
     **dict.fromkeys(("sinf", "cosf", "tanf"), 112),  # half of it for arguments beyond 2^17
     "powf": 80,
@@ -24,7 +24,7 @@ HEAVY = {
     "log1pf": 32,
     "atanhf": 32,
 }
-# Of floats they have a rare case, which costs a compiler more than its instructions.
+# Division of floats has a rare case, which costs a compiler more than its instructions.
 _BY_NUMBER, _RECIPROCAL, _DIVISION = 8, 32, 56
 _CALL, _LINE = 12, 2
 _OTHERS = {

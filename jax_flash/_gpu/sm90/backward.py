@@ -421,7 +421,7 @@ def _l2_heads(problem: Problem, shapes: Shapes, unit_heads: int = 0) -> int:
     uneven = problem.window[1] is not None or "block_numbers" in problem.terms
     widest = max(shapes.head_dim, shapes.value_dim)
     group = unit_heads or group_size(shapes)
-    # Of one query head: the units of a group walk its heads side by side.
+    # Bytes of one query head: the units of a group walk its heads side by side.
     bytes_ = 4 if is_highest(problem) else 2
     head_bytes = queries * ((bytes_ + 4) * shapes.head_dim + bytes_ * shapes.value_dim)
     fitting = max(1, L2_SHARE // head_bytes)
@@ -438,7 +438,7 @@ def _l2_heads(problem: Problem, shapes: Shapes, unit_heads: int = 0) -> int:
     elif unit_heads > 1:
         heads = max(2, fitting // 2)
     elif uneven:  # units of a group are as many times longer, and fewer: more of them to even out
-        # Of a layout units are of one length mostly.
+        # The units of a layout are mostly of one length.
         heads = max(fitting * min(group, 2) // 2, 0 if is_layout(problem) else 4 // group)
     else:
         heads = fitting // 4

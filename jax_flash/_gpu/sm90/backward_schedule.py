@@ -115,8 +115,8 @@ class BackwardSchedule:
     def row_columns(self) -> int:
         """Columns of dK or dV that a product of the wide kernel adds to at once.
 
-        Of more than 128 wgmma would ask for more registers than 512 threads start with. Of halves
-        64: a step's sums start at zero, in registers of their own.
+        With more than 128 wgmma would ask for more registers than 512 threads start with. Halves
+        have 64: a step's sums start at zero, in registers of their own.
         """
         return 64 if self.tiling.halves else 128
 
@@ -165,8 +165,8 @@ class BackwardSchedule:
     def shares_units(self) -> bool:
         """The last units may be shared, as they may leave most CTAs without one.
 
-        Of calls whose units are of one length; in halves, whose units are long. A share is a part
-        of the walk, whose dK and dV are added to zeros.
+        All units have one length, and those of halves are long. A share is a part of the walk,
+        whose dK and dV are added to zeros.
         """
         return self.tiling.halves and not self.problem.deterministic and not self._has_sides
 

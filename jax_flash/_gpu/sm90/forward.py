@@ -299,7 +299,7 @@ class _Forward:
                 return 64
             return 32 if self.bytes_of_bias == 4 else 48
         most = 112 if self.dims <= 320 else 96 if self.dims <= 384 else 80
-        # Of up to 512 keys blocks of 80 leave a ninth of the last ones' work to nobody: 3 to 5 %.
+        # With 512 keys the last block of 80 is more than half past the end: 3 to 5 %.
         if self.is_light and known(self.shapes.kv_len, 4096) > 512:
             return most
         if self.bytes_of_bias == 4:
