@@ -45,6 +45,7 @@ class Peer:
     color: str
     compile: Callable[[Any, Pass], Program]  # of a Cell, or of a Case
     wait: Callable[[Any], Any]  # until the results of a call are there
+    attend: Callable[..., Any] | None = None  # of a Cell, q, k, v: attention in JAX
 
 
 def all_peers() -> list[Peer]:
@@ -81,7 +82,7 @@ def _jax_peer(name: str, label: str, color: str, attend: Callable[..., Any]) -> 
             program, load=lambda inputs: program.load(dict(zip(ARRAYS, inputs, strict=True)))
         )
 
-    return Peer(name, label, color, compile_call, jax.block_until_ready)
+    return Peer(name, label, color, compile_call, jax.block_until_ready, attend)
 
 
 def compile_jax(

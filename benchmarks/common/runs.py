@@ -182,7 +182,7 @@ def command(script: str) -> str:
             next(words)
         else:
             kept.append(word)
-    return shlex.join(["python", script, *kept])
+    return shlex.join(["python", *script.split(), *kept])
 
 
 def versions() -> dict[str, str]:

@@ -27,7 +27,6 @@ sys.path.insert(0, str(FOLDER))
 import compare  # noqa: E402
 import decode  # noqa: E402
 import features  # noqa: E402
-import first_call  # noqa: E402
 import scaling  # noqa: E402
 import sparse  # noqa: E402
 import train_step  # noqa: E402
@@ -48,8 +47,8 @@ def test_the_front_door_says_what_there_is():
     listed = door([sys.executable, "benchmarks"], check=True).stdout.splitlines()[2:]
     names = [line.split()[0] for line in listed]
     scripts = {x.stem for x in FOLDER.glob("*.py")}
-    assert len(scripts) <= 12
-    assert {*names} == scripts - {"__main__"} | {"figures"}
+    assert len(names) <= 12
+    assert {*names} == scripts - {"__main__"} | {"figures", "host"}
     assert all(re.fullmatch(r"  \w+ +[A-Z][^.]+.*[.]", line) for line in listed)
     for start in (["benchmarks"], ["-m", "benchmarks"]):
         there = door([sys.executable, *start, "tune", "--help"], check=True).stdout
@@ -68,7 +67,7 @@ def test_documents_name_benchmarks_that_there_are():
     named = {*re.findall(r"(?<!build/)benchmarks/[\w./*-]*\w", texts)}
     assert len(named) > 15
     assert {x for x in named if not [*root.glob(x)]} == set()
-    scripts = {x.stem for x in FOLDER.glob("*.py")} | {"figures"}
+    scripts = {x.stem for x in FOLDER.glob("*.py")} | {"figures", "host"}
     doors = {*re.findall(r"python benchmarks (\w+)", texts)}
     assert "figures" in doors
     assert doors <= scripts
@@ -91,7 +90,7 @@ def test_results_have_one_set_of_each_kind():
 
 @pytest.mark.parametrize(
     "script",
-    ["run", "features", "tune", "first_call", "train_step", "compare", "sparse"],
+    ["run", "features", "tune", "train_step", "compare", "sparse"],
 )
 def test_what_measures_a_gpu_says_so_elsewhere(script: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
@@ -653,32 +652,3 @@ def test_the_model_of_a_ring_takes_the_longer_of_compute_and_link():
         assert slow.sent(cell, devices) == sent
     both = scaling.Model(1e9, 1e9, 1.0).seconds(cell, 2)
     assert both > max(fast.seconds(cell, 2), slow.seconds(cell, 2))
-
-
-# ---- first_call ----------------------------------------------------------------------------------
-
-
-def test_a_first_call_is_the_sum_of_its_parts():
-    case = first_call.Case(32, True, "training", batch=1, length=32, model_dim=32)
-    found = first_call.measure("cold", case)
-    assert found["call"] == pytest.approx(found["lower"] + found["compile"] + found["run"])
-    assert 0 < found["again"] < found["compile"]
-    assert {*found["kernels"]} == ({"forward", "backward"} if found["device"] != "cpu" else set())
-
-
-def test_the_table_of_first_calls_sets_both_processes_beside_cudnn():
-    def answer(call: float, **kernels: float) -> dict:
-        return {"call": call, "kernels": {name: {"seconds": x} for name, x in kernels.items()}}
-
-    record = {
-        "head_dim": 128,
-        "causal": True,
-        "of": "training",
-        "cold": answer(2.5, forward=2.25, backward=1.75),
-        "warm": answer(0.25, forward=0.001, backward=0.0005),
-        "cudnn": answer(1.5),
-    }
-    row = "| 128 | forward + backward, causal | 2.50 | 2.25 and 1.75 | 0.25 | 1.0 and 0.5 | 1.50 |"
-    head, rule, *rows = first_call.table([record])
-    assert rows == [row]
-    assert head.count("|") == rule.count("|") == row.count("|")

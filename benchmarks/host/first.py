@@ -1,7 +1,7 @@
 """Measures the first call of a program on a GPU: with no compiled kernel on disk, then with all.
 
-    python benchmarks/first_call.py
-    python benchmarks/first_call.py --head-dims 128 --passes training
+    python benchmarks host first
+    python benchmarks host first --head-dims 128 --passes training
 
 Each number is of a process of its own, which has imported everything and drawn the inputs before:
 seconds from the call of a jitted function to its result, so tracing, lowering, XLA and the kernels.
@@ -76,7 +76,9 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python benchmarks host first",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
@@ -93,7 +95,8 @@ def ask(peer: str, case: Case, folder: str) -> dict[str, Any]:
     environment = os.environ | {"JAX_FLASH_CACHE_DIR": folder, "CUDA_CACHE_PATH": driver}
     # JAX's own cache of programs would hide what a first call costs.
     environment = {k: v for k, v in environment.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), __file__]
+    safe = ["-P"] if sys.flags.safe_path else []
+    command = [sys.executable, *safe, str(Path(__file__).parents[1]), "host", "first"]
     process = subprocess.run(
         [*command, "--answer", answer], env=environment, stdout=subprocess.PIPE, text=True
     )
@@ -188,14 +191,8 @@ def table(records: Sequence[dict[str, Any]]) -> list[str]:
 
 def write(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
     """Writes the records and what they were measured with."""
-    about, folder = runs.describe(options, "benchmarks/first_call.py", [])
+    about, folder = runs.describe(options, "benchmarks host first", [])
     about["cores"] = len(os.sched_getaffinity(0))
     path = folder / f"first-call-{about['commit']}.json"
     path.write_text(runs.in_lines(about, "records", records))
     print(path)
-
-
-if __name__ == "__main__":
-    if "--answer" not in sys.argv:
-        machine.require_gpu(apart=True)
-    main()
