@@ -36,7 +36,7 @@ PASSES = ("forward", "training")
 def main() -> None:
     """Measures the peers in turns, prints the table and writes it."""
     options = parse()
-    attends = {peer.name: peer.attend for peer in peers.all_peers() if peer.name in options.peers}
+    attends = {name: attend for name, attend in in_jax().items() if name in options.peers}
     cell = Cell(1, options.length, options.heads, options.heads, options.head_dim, True)
     found = measure(cell, attends, options.rounds)
     about, folder = runs.describe(options, "benchmarks host each", [])
@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    machine.add_peers(parser, [peer.name for peer in peers.all_peers()], PEERS)
+    machine.add_peers(parser, [*in_jax()], PEERS)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -63,6 +63,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
     machine.add_output(parser)
     return parser.parse_args()
+
+
+def in_jax() -> dict[str, Callable[..., Any]]:
+    """Lists what is called within a jitted function: by name, attention of a Cell, q, k, v."""
+    return {peer.name: peer.attend for peer in peers.all_peers() if peer.attend is not None}
 
 
 def measure(

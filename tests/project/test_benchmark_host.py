@@ -15,7 +15,6 @@ if not FOLDER.is_dir():
     pytest.skip("needs the checkout's benchmarks/", allow_module_level=True)
 sys.path.insert(0, str(FOLDER))
 
-from common import peers  # noqa: E402
 from common.shapes import Cell  # noqa: E402
 from host import each, first  # noqa: E402
 
@@ -54,7 +53,7 @@ def test_the_table_of_first_calls_sets_both_processes_beside_cudnn():
 def test_each_measure_has_its_number_for_every_peer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(each, "FEW", 1)
     monkeypatch.setattr(each, "MANY", 2)
-    attends = {x.name: x.attend for x in peers.all_peers() if x.name in ("jax_flash", "jax_xla")}
+    attends = {name: each.in_jax()[name] for name in ("jax_flash", "jax_xla")}
     found = each.measure(Cell(1, 8, 1, 1, 8, True), attends, rounds=1)
     assert {*found} == {"jax_flash", "jax_xla"}
     wanted = [f"{of}, {x}" for x in each.MEASURES for of in ("forward", "backward")]
