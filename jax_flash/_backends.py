@@ -113,18 +113,18 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
     results = _results(call, [*named.values()])
-    parts = _gpu.parts(call, shapes, gpu)
-    plans = [_gpu.plan(part, shapes, gpu) for part in parts]
+    calls = _gpu.calls(call, shapes, gpu)
+    plans = [_gpu.plan(x, shapes, gpu) for x in calls]
     if _gpu.spec.present() is not None:
         _compile(call, shapes, gpu, plans)
-    if len(parts) == 1:
+    if len(calls) == 1:
         outputs = _launch(call, plans[0], results, [*named.values()], call.aliases)
     else:
         copies, scale = _gpu.carrier.copies(call, shapes, named)
-        outputs = _launch(parts[0], plans[0], results, [*copies.values(), scale])
+        outputs = _launch(calls[0], plans[0], results, [*copies.values(), scale])
         aliases = {len(named) + i: i for i in range(len(results))}
         outputs = _launch(
-            parts[1], plans[1], results, [*named.values(), *outputs[: len(results)], scale], aliases
+            calls[1], plans[1], results, [*named.values(), *outputs[: len(results)], scale], aliases
         )
     wanted = _results(call, operands)  # of a bias that was broadcast here the gradient is summed
     return tuple(_sum_to(x, to.shape) for x, to in zip(outputs, wanted, strict=False))
@@ -137,7 +137,7 @@ def _compile(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec, plans: Sequence[_gpu
     """
     following = []
     if call.next and not _gpu.refuse(call.next, shapes, gpu):
-        following = [_gpu.plan(x, shapes, gpu) for x in _gpu.parts(call.next, shapes, gpu)]
+        following = [_gpu.plan(x, shapes, gpu) for x in _gpu.calls(call.next, shapes, gpu)]
     programs = [program for plan in plans for program in plan.programs]
     ahead = [program for plan in following for program in plan.programs]
     for program, _ in (*programs[1:], *ahead):

@@ -5,7 +5,7 @@
 // dS of one pair of blocks, batch row and head after the other once more: S and dP, two products of
 // five. Sums stay in registers, their order is fixed, and nothing of the size of the scores is
 // stored unless the bias is of that size. Where a bias has few blocks its sums are split over
-// dbias_parts CTAs, and a last kernel adds their results.
+// dbias_ctas CTAs, and a last kernel adds their results.
 //
 // With kDbiasByHeads, for a bias [1, N, T, S], nothing is computed again: each launch of the main
 // kernel stores dS of some heads, and `sum_batch` follows it.
@@ -25,7 +25,7 @@ using SharedSum = float[kQueries * kPitch];
 
 // The part of the bias that a CTA sums, and along what.
 struct Block {
-  int part;         // of dbias_parts
+  int part;         // of dbias_ctas
   int batch, head;  // own, of those that the bias has
   int query_block, key_block;
   int batches, heads, query_blocks, key_blocks;  // to sum over
@@ -40,7 +40,7 @@ struct Block {
       index /= size;
       return digit;
     };
-    part = take(p.dbias_parts);
+    part = take(p.dbias_ctas);
     key_block = take(own_keys);
     query_block = take(own_queries);
     head = take(p.bias_heads);
@@ -180,7 +180,7 @@ __device__ __forceinline__ void add_scores(const Params& p, const Loaded& loaded
 
 template <class Params>
 __device__ __forceinline__ void store(const Params& p, int64 index, int part, float value) {
-  if (p.dbias_parts > 1) {
+  if (p.dbias_ctas > 1) {
     p.dbias_sum[part * p.bias_elements + index] = value;
   } else {
     bias::store(p.dbias, index, value);
@@ -197,8 +197,8 @@ __device__ __forceinline__ void sum(const Params& p, Tiles tiles, void* memory) 
 #pragma unroll
   for (float& x : sum) x = 0.f;
   const int64 count = block.count();
-  const int64 begin = count * block.part / p.dbias_parts;
-  const int64 end = count * (block.part + 1) / p.dbias_parts;
+  const int64 begin = count * block.part / p.dbias_ctas;
+  const int64 end = count * (block.part + 1) / p.dbias_ctas;
   const auto pair_at = [&](int64 i) -> BlockPair {
     const int64 heads = i / (block.query_blocks * block.key_blocks);
     const int within = static_cast<int>(i - heads * (block.query_blocks * block.key_blocks));
@@ -378,7 +378,7 @@ __device__ __forceinline__ void sum_parts(const Params& p) {
   const int64 index = static_cast<int64>(blockIdx.x) * 256 + threadIdx.x;
   if (index >= p.bias_elements) return;
   float total = 0.f;
-  for (int part = 0; part < p.dbias_parts; ++part) {
+  for (int part = 0; part < p.dbias_ctas; ++part) {
     total += p.dbias_sum[part * p.bias_elements + index];
   }
   bias::store(p.dbias, index, total);

@@ -180,7 +180,7 @@ class ColumnDraws {
 // threshold exactly if it is so as a float16, where NaN are the largest ones: below nothing. Above
 // the infinity, with kDropsMost, the complements are compared, as if NaN were above everything.
 template <class Params>
-__device__ __forceinline__ uint32 dropped_halves(const Params& p, uint32 word) {
+__device__ __forceinline__ uint32 dropped_pair(const Params& p, uint32 word) {
   return kDropsMost ? ptx::above(~word, ~p.dropout_threshold)
                     : ptx::below(word, p.dropout_threshold);
 }
@@ -236,7 +236,7 @@ class DroppedPairs {
       }
       const PhiloxWords own = widen(mine[0], mine[1]);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) masks_[4 * cell + k] = dropped_halves(p, own.word[k]);
+      for (int k = 0; k < 4; ++k) masks_[4 * cell + k] = dropped_pair(p, own.word[k]);
     }
   }
 
@@ -288,7 +288,7 @@ class Dropped {
     return __uint_as_float(__float_as_uint(weight) | sign);
   }
   // Elements 2 * i and 2 * i + 1 as they are packed: a mask of the dropped ones.
-  __device__ __forceinline__ uint32 halves(int i) const {
+  __device__ __forceinline__ uint32 pair_mask(int i) const {
     return (bits_[i / 16] >> i % 16 & 0x00010001u) * 0xffffu;
   }
   // Is the weight of element i dropped?
@@ -306,8 +306,8 @@ class Dropped {
     const PhiloxWords words = widen(word0, word1);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint32 halves = dropped_halves(p, words.word[k % 2 * 2 + k / 2]);
-      set = (i % 16 + k == 0 ? 0 : set) | (halves & 0x00010001u << (i + k) % 16);
+      const uint32 pair = dropped_pair(p, words.word[k % 2 * 2 + k / 2]);
+      set = (i % 16 + k == 0 ? 0 : set) | (pair & 0x00010001u << (i + k) % 16);
     }
   }
 

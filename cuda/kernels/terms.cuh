@@ -3,8 +3,7 @@
 //   logit  what happens to a score between Q.K^T and the softmax, and its slope: logit.cuh (scale,
 //          softcap), bias.cuh, score_functions.cuh (a user's function)
 //   sees   which pairs of query and key there are: sees.cuh and sees_fragments.cuh (window,
-//   lengths,
-//          segments, positions), mask.cuh
+//          lengths, segments, positions), mask.cuh
 //   keep   which weights dropout keeps: dropout.cuh
 //
 // Three evaluators ask: the forward's fragments, whose rows are queries; the backward's fragments

@@ -24,11 +24,11 @@ __all__ = [
     "Family",
     "GpuSpec",
     "Plan",
+    "calls",
     "carrier",
     "choose",
     "emit",
     "families",
-    "parts",
     "plan",
     "prefer",
     "refuse",
@@ -73,7 +73,7 @@ def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
     return choose(call, shapes, gpu).plan(call, shapes, gpu, tiling)
 
 
-def parts(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, ...]:
+def calls(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, ...]:
     """Returns the calls that run a pass which `refuse` lets through, one after the other.
 
     A float32 pass that carrier.py splits is two calls, any other one.

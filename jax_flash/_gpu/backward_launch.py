@@ -67,17 +67,18 @@ class Backward:
 
     @property
     def unit_heads(self) -> AnySize:
-        """Query heads that a unit walks, all of a key/value head or so many of them: a part."""
+        """Query heads that a unit walks: all of a key/value head, or so many of them."""
         return self.tiling.unit_heads or N // K
 
     @property
-    def parts(self) -> AnySize:
+    def block_units(self) -> AnySize:
+        """Units of a block of keys, of all batch rows and heads."""
         return B * N // self.tiling.unit_heads if self.tiling.unit_heads else B * K
 
     @property
     def l2_heads(self) -> AnySize:
         # Where the batch was symbolic a tiling may name more heads than there are.
-        return minimum(self.tiling.l2_heads, self.parts)
+        return minimum(self.tiling.l2_heads, self.block_units)
 
     @property
     def set_heads(self) -> AnySize:
@@ -214,21 +215,21 @@ class Backward:
     # The gradient of a bias.
 
     @property
-    def _dbias_parts(self) -> int:
+    def _dbias_ctas(self) -> int:
         """CTAs that share the sums of one of the bias's blocks; 0: dS is stored."""
         if not self.with_dbias or self.tiling.stores_dbias:
             return 0
-        return dbias_parts(self.shapes, self.tiling)
+        return dbias_ctas(self.shapes, self.tiling)
 
     def _of_dbias(self) -> tuple[Field, ...]:
         batch, heads, queries, keys = term_sizes("bias")
-        elements, parts, kept = product(batch, heads, queries, keys), self._dbias_parts, None
+        elements, ctas, kept = product(batch, heads, queries, keys), self._dbias_ctas, None
         if self.with_dbias and self.tiling.dbias_heads:
             kept = Scratch("f32", (self.tiling.dbias_heads, N // K * B * T * S // 2))
-        elif parts > 1:
-            kept = Scratch("f32", (parts, elements))
-        names = ("bias_elements", "bias_batches", "bias_heads", "dbias_parts")
-        values = (elements, batch, heads, parts) if self.with_dbias else (0, 0, 0, 0)
+        elif ctas > 1:
+            kept = Scratch("f32", (ctas, elements))
+        names = ("bias_elements", "bias_batches", "bias_heads", "dbias_ctas")
+        values = (elements, batch, heads, ctas) if self.with_dbias else (0, 0, 0, 0)
         meanings = (
             "of the bias: batch rows * heads * queries * keys that it has",
             "batch rows that it has: B or 1",
@@ -241,7 +242,7 @@ class Backward:
                 "float*",
                 "dbias_sum",
                 kept,
-                "[dbias_parts, bias_elements], of several parts; or with kDbiasByHeads dS in 16 "
+                "[dbias_ctas, bias_elements], of several CTAs; or with kDbiasByHeads dS in 16 "
                 "bits [B, heads of a launch, T, S]",
             ),
             *(
@@ -304,7 +305,7 @@ class Backward:
         if self.with_dbias and tiling.dbias_heads:
             steps += self._by_heads()
         else:
-            steps.append(self._main(self.parts * self.key_blocks + more_units))
+            steps.append(self._main(self.block_units * self.key_blocks + more_units))
         heads_left = B * N
         if tiling.ring_sets:
             done = maximum(ceil_div(B * N, self.set_heads) - tiling.ring_lag, 0)
@@ -314,17 +315,17 @@ class Backward:
         if tiling.unit_heads:
             finish = finish + product(B * K, self.key_blocks, tiling.block_kv // 64)
         steps.append(self.kernel("flash_backward_finish", finish, 128))
-        if self._dbias_parts:
+        if self._dbias_ctas:
             grid = product(
                 batch * heads,
                 where(equal(queries, 1), 1, self.query_blocks),
                 where(equal(keys, 1), 1, self.key_blocks),
-                self._dbias_parts,
+                self._dbias_ctas,
             )
             shared_bytes = tiling.bias_shared_bytes
             entry = "flash_backward_bias"
             steps.append(self.kernel(entry, grid, 2 * tiling.block_kv, shared_bytes))
-        if self._dbias_parts > 1:
+        if self._dbias_ctas > 1:
             elements = product(batch, heads, queries, keys)
             steps.append(self.kernel("flash_backward_bias_sum", ceil_div(elements, 256), 256))
         return tuple(steps)
@@ -351,7 +352,7 @@ def stored_rows(shapes: Shapes, tiling: Any) -> AnySize:
     return tiling.block_q * ceil_div(T, tiling.block_q)
 
 
-def dbias_parts(shapes: Shapes, tiling: Any) -> int:
+def dbias_ctas(shapes: Shapes, tiling: Any) -> int:
     """Counts the CTAs that share the gradient of one of a bias's blocks."""
     bias = shapes.bias
     assert bias is not None

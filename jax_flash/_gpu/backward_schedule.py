@@ -1,7 +1,7 @@
 """Owns what the backward kernels of every family do alike: each flag, and why it is set.
 
 A kernel reads the flag `skips_masked` as kSkipsMasked. Read next: cuda/kernels/backward_common.cuh,
-and sm90/backward_schedule.py or sm80_schedule.py for what a family does of its own.
+and sm90/backward_schedule.py or sm80/backward.py for what a family does of its own.
 """
 
 import dataclasses

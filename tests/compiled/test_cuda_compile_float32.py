@@ -34,13 +34,13 @@ def carried(name: str) -> list[Any]:
         for change in names:
             problem = dataclasses.replace(PLAIN, dtype="float32", **changes[change])
             shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
-            call, _ = _gpu.parts(passes(problem)[name], shapes, H200)
+            call, _ = _gpu.calls(passes(problem)[name], shapes, H200)
             found.append(pytest.param(_gpu.plan(call, shapes, H200), H200, id=f"{dim} {change}"))
     a100 = _gpu.spec.GPUS["A100"]
     problem = dataclasses.replace(PLAIN, dtype="float32", **causal)
     for dim in (64, 128) if EVERYTHING else (128,):
         shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
-        call, _ = _gpu.parts(passes(problem)[name], shapes, a100)
+        call, _ = _gpu.calls(passes(problem)[name], shapes, a100)
         found.append(pytest.param(_gpu.plan(call, shapes, a100), a100, id=f"{dim} on an A100"))
     return found
 

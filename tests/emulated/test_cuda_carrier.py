@@ -160,17 +160,17 @@ def test_which_calls_are_split():
     shapes = Shapes(1, 256, 256, 2, 2, 64, 64)
     problem = Problem("float32", 1.0)
     for call in passes(problem).values():
-        carried, rest = _gpu.parts(call, shapes, H200)
+        carried, rest = _gpu.calls(call, shapes, H200)
         assert _gpu.choose(carried, shapes, H200).name == "sm90"
         assert _gpu.choose(rest, shapes, H200).name == "sm80"
         wide = dataclasses.replace(shapes, head_dim=512)
         for sizes, gpu in ((shapes, "A100"), (shapes, "RTX 4090"), (wide, "H200")):
-            carried, rest = _gpu.parts(call, sizes, _gpu.spec.GPUS[gpu])
+            carried, rest = _gpu.calls(call, sizes, _gpu.spec.GPUS[gpu])
             for part in (carried, rest):
                 assert _gpu.choose(part, sizes, _gpu.spec.GPUS[gpu]).name == "sm80"
     for other in ({"precision": "highest"}, {"precision": "high"}, {"dtype": "bfloat16"}):
         call = passes(dataclasses.replace(problem, **other))["forward"]
-        assert _gpu.parts(call, shapes, H200) == (call,)
+        assert _gpu.calls(call, shapes, H200) == (call,)
 
 
 @pytest.mark.usefixtures("uncompiled")

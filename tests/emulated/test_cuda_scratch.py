@@ -56,7 +56,7 @@ def test_scratch_takes_twice_the_arrays_at_most(name: str, gpu: str):
         for which, call in passes(problem).items():
             if _gpu.refuse(call, shapes, spec):
                 continue
-            parts = _gpu.parts(call, shapes, spec)
+            parts = _gpu.calls(call, shapes, spec)
             taken = max(scratch_bytes(_gpu.plan(x, shapes, spec).workspaces) for x in parts)
             if len(parts) > 1:
                 of_queries = sum(dims) if which == "backward" else dims[0]

@@ -1,6 +1,6 @@
 // The gradient of the bias by mma.sync. Two kernels after the others:
 //   kernel                    grid                              block             dynamic shared
-//   flash_backward_bias       blocks of the bias * dbias_parts  bias_sum::kThreads   sizeof(Shared)
+//   flash_backward_bias       blocks of the bias * dbias_ctas   bias_sum::kThreads   sizeof(Shared)
 //   flash_backward_bias_sum   elements of the bias / 256        256                  0
 #pragma once
 

@@ -1,9 +1,8 @@
 // FlashAttention forward by mma.sync, for every GPU since Ampere: out = softmax(mask(score(scale *
 // Q K^T))) V, and its lse.
 //
-// A CTA of four or eight warps has 16 to 128 query rows of one head; keys and values come by
-// cp.async.
-// cuda/ampere.md has the schedule. Dao 2023 (arXiv:2307.08691).
+// A CTA of four or eight warps has 16 to 128 query rows of one head; cp.async brings keys and
+// values. cuda/ampere.md has the schedule. Dao 2023 (arXiv:2307.08691).
 //
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16, kFloat32  element type of q, k, v, out: else float16

@@ -65,9 +65,8 @@
 //   bool kHoldsShown          a walk holds which of 32 blocks are to come; kHoldsBlock: its block's
 //                             number
 //   bool kFollowsShown        with kSkipsMasked: the loader says how far the next block is
-//   bool kGivesBackEarly      V and then K are given back where they have been read last, and
-//   loaded
-//                             in that order
+//   bool kGivesBackEarly      V and then K are given back where they have been read last, and are
+//                             loaded in that order
 //   int kBiasParts            parts of a step's queries whose bias is loaded at a time
 //   bool kMarksDropped        dropped weights get a mark
 //   int kSumResident          CTAs of flash_backward_bias on a multiprocessor

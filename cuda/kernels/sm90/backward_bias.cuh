@@ -1,7 +1,7 @@
 // The gradient of the bias by wgmma. Two kernels after the others (two CTAs on a multiprocessor;
 // one without TMA or with a mask: registers):
 //   kernel                    grid                              block             dynamic shared
-//   flash_backward_bias       blocks of the bias * dbias_parts  bias_sum::kThreads   sizeof(Shared)
+//   flash_backward_bias       blocks of the bias * dbias_ctas   bias_sum::kThreads   sizeof(Shared)
 //     with kDbiasByHeads      bias_sum::batch_blocks            bias_sum::kThreads   0
 //   flash_backward_bias_sum   elements of the bias / 256        256                  0
 #pragma once

@@ -340,7 +340,7 @@ __device__ __forceinline__ void draw_next(const BackwardParams& p, const volatil
 }
 
 // A mask of the dropped ones of two marked weights, as these are packed.
-__device__ __forceinline__ uint32 dropped_halves(float low, float high) {
+__device__ __forceinline__ uint32 dropped_pair(float low, float high) {
   if constexpr (kScoreHasSlope) {
     return (__float_as_uint(low) & 1 ? 0xffffu : 0u) |
            (__float_as_uint(high) & 1 ? 0xffff0000u : 0u);
@@ -371,7 +371,7 @@ __device__ __forceinline__ void score_to_probability(
 #pragma unroll
       for (int i = 0; i < kScores / 2; ++i) {
         probability[i] &=
-            ~(kMarksDropped ? dropped_halves(x[2 * i], x[2 * i + 1]) : dropped.halves(i));
+            ~(kMarksDropped ? dropped_pair(x[2 * i], x[2 * i + 1]) : dropped.pair_mask(i));
       }
     }
   }

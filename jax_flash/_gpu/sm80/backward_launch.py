@@ -56,7 +56,7 @@ def _backward_params(pass_: Backward) -> Struct:
             *take(fields, "lse_log2 minus_delta dq_sum next_unit turns"),
             *take(fields, "query_segment_ranges key_segment_ranges"),
             *take(fields, "query_position_ranges key_position_ranges dbias_sum marks"),
-            *take(fields, "bias_elements bias_batches bias_heads dbias_parts"),
+            *take(fields, "bias_elements bias_batches bias_heads dbias_ctas"),
             *take(fields, "batch query_len kv_len query_heads kv_heads l2_heads"),
             *take(fields, "window_left window_right scale scale_log2 softcap_inner softcap_bias"),
             *take(fields, "dropout_threshold dropout_scale score_ids captures block_mask"),

@@ -51,7 +51,7 @@ def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launc
     if tiling.halves:
         if _shares(problem):
             # Units of one length: the last ones would be of few CTAs.
-            rest = pass_.parts * pass_.key_blocks % SMS
+            rest = pass_.block_units * pass_.key_blocks % SMS
             each = minimum(SMS // maximum(Size("rest_units"), 1), pass_.query_blocks)
             names = {
                 "rest_units": rest,
@@ -142,7 +142,7 @@ def _params(pass_: Backward, *, shares: bool) -> Struct:
             *take(fields, "bias mask dropout_state"),
             *take(fields, "lse_log2 minus_delta dq_sum next_unit turns"),
             *take(fields, "query_segment_ranges key_segment_ranges dbias_sum marks"),
-            *take(fields, "bias_elements bias_batches bias_heads dbias_parts"),
+            *take(fields, "bias_elements bias_batches bias_heads dbias_ctas"),
             *take(fields, "batch query_len kv_len query_heads kv_heads l2_heads"),
             *take(fields, "window_left window_right scale scale_log2 softcap_inner softcap_bias"),
             *take(fields, "dropout_threshold dropout_scale query_positions key_value_positions"),
