@@ -215,7 +215,7 @@ def programs(only: str) -> Iterator[dict[str, str]]:
 
 
 def decoding(only: str) -> Iterator[dict[str, str]]:
-    """The same of decoding."""
+    """The programs of decoding whose names match."""
     from jax_flash import _gpu
     from jax_flash._ops.decode import Decode
     from jax_flash._problem import Problem, Shapes

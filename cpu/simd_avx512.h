@@ -169,7 +169,7 @@ inline F InterleavePairs(const uint16_t* even, const uint16_t* odd, int64_t n) {
   const __m512i hi = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(odd ? m : 0, odd));
   return _mm512_castsi512_ps(_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
 }
-// The same of 2 * kLanes bfloat16 each, in the order of PlaceOfPairs (math-inl.h).
+// Interleaves 2 * kLanes bfloat16 each, in the order of PlaceOfPairs (math-inl.h).
 inline void InterleaveTwo(const BFloat16* even, const BFloat16* odd, F& first, F& second) {
   const __m512i lo = even ? _mm512_loadu_si512(even) : _mm512_setzero_si512();
   const __m512i hi = _mm512_loadu_si512(odd);

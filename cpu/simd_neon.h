@@ -174,7 +174,7 @@ inline F PairWords(uint16x4_t even, uint16x4_t odd) {
 inline F InterleavePairs(const uint16_t* even, const uint16_t* odd, int64_t n) {
   return PairWords(LoadHalvesPartial(even, even ? n : 0), LoadHalvesPartial(odd, odd ? n : 0));
 }
-// The same of 2 * kLanes bfloat16 each, in the order of PlaceOfPairs (math-inl.h).
+// Interleaves 2 * kLanes bfloat16 each, in the order of PlaceOfPairs (math-inl.h).
 inline void InterleaveTwo(const BFloat16* even, const BFloat16* odd, F& first, F& second) {
   auto load = [](const BFloat16* p) { return vld1q_u16(reinterpret_cast<const uint16_t*>(p)); };
   const uint16x8_t lo = even ? load(even) : vdupq_n_u16(0), hi = load(odd);

@@ -90,7 +90,7 @@ struct Labels {
   int32_t min = INT32_MIN, max = INT32_MAX;
 };
 
-// Those of `valid` keys, copied into to[keys].
+// Labels `valid` keys, copied into to[keys].
 inline Labels Label(const int32_t* from, int64_t valid, int64_t keys, int32_t* to) {
   Labels labels{to, INT32_MAX, INT32_MIN};
   for (int64_t j = 0; j < valid; ++j) {

@@ -92,7 +92,7 @@ def attention(
         logits = jnp.where(visible, logits, 0.0)
         logits = softcap * jnp.tanh(logits / softcap)
     if score_mod is not None:
-        # Likewise of a hidden score; what the function reads at hidden pairs is its own matter.
+        # So would the slope at a hidden score; what the function reads there is its own matter.
         logits = _map_scores(score_mod, jnp.where(visible, logits, 0.0))
     visible &= logits != -jnp.inf
     logits = jnp.where(visible, logits, -jnp.inf)

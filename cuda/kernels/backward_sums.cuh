@@ -172,7 +172,7 @@ struct SumOf<true> {
 };
 using SumTile = SumOf<kCompact>::Tile;
 
-// The same of the tile with row `row0`.
+// A thread's pieces of the tile that has row `row0` and the columns of `box`.
 template <class Params>
 __device__ __forceinline__ SumTile sum_tile(const Params& p, int batch, int head, int row0,
                                             int box) {

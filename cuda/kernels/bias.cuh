@@ -179,7 +179,7 @@ template <int kStages>
 struct Tiles<kStages, 0> {
   static __device__ __forceinline__ uint32 bias_tile(uint32, uint32) { return 0; }
 };
-// The same of a tile in shared memory as TMA writes it: kRows queries by kKeys, boxes of 128 bytes.
+// Rows of a bias in shared memory as TMA writes it: kRows queries by kKeys, boxes of 128 bytes.
 // Loads 32 keys at a time, so that who has no registers for all of them loads where it adds.
 template <int kKeys, int kRows>
 struct StagedRows {
@@ -326,7 +326,7 @@ struct ColumnTile {
   }
 };
 
-// The same of a tile in shared memory: kQueries by the block's keys.
+// Columns of a bias in shared memory: kQueries by the block's keys.
 template <int kQueries>
 struct StagedColumns {
   Pair pairs[kQueries / 4];

@@ -14,8 +14,8 @@ inline constexpr int kBlockWords = kSide / 16;                   // of a query i
 
 // The numbers of the blocks of a query, by block of keys.
 template <class Params>
-__device__ __forceinline__ const int* numbers_of(const Params& p, int64 part, int query) {
-  const int64 row = part * ceil_div(p.query_len, kSide) + query / kSide;
+__device__ __forceinline__ const int* numbers_of(const Params& p, int64 matrix, int query) {
+  const int64 row = matrix * ceil_div(p.query_len, kSide) + query / kSide;
   return p.block_mask.numbers + row * ceil_div(p.kv_len, kSide);
 }
 template <class Params>

@@ -81,7 +81,7 @@ inline constexpr bool kSame = false;
 template <class A>
 inline constexpr bool kSame<A, A> = true;
 
-// That of this program: constants of the generated header.
+// The element type by constants of the generated header.
 template <bool kIsBFloat16, bool kIsFloat32 = false>
 struct ElementType {
   using Type = Float16;

@@ -2,16 +2,16 @@
 // of the pairs. Blocks that a mask hides are never loaded, those that it leaves whole never tested.
 //
 // A kernel ahead of either pass makes bits and flags of blocks from the boolean mask, see
-// mask_plan.cuh. The mask has parts [queries, keys], one for each batch row and head, or fewer:
-// p.mask.batch and p.mask.head are the parts from one row and head to the next. Where the mask does
-// not vary with the query or the key (kByteQueries, kByteKeys), a part has one of them. A thread
+// mask_plan.cuh. The mask is matrices [queries, keys], one for each batch row and head, or fewer:
+// p.mask.batch and p.mask.head count them from one row and head to the next. Where the mask does
+// not vary with the query or the key (kByteQueries, kByteKeys), a matrix has one of them. A thread
 // loads its bits of a block at once: in the backward the padded words of a row, of one block; in
 // the forward its part of a row, a ThreadWord, which lies with those of the block's other queries
 // and threads.
 //
-//   pass      words                                           flags
-//   forward   [parts, query block, key block, query, thread]  [parts, query block, key block]
-//   backward  [parts, key, query block, words]                [parts, key block, query block]
+//   pass      words                                              flags
+//   forward   [matrices, query block, key block, query, thread]  [matrices, query block, key block]
+//   backward  [matrices, key, query block, words]                [matrices, key block, query block]
 //
 // The block mask has blocks of its own (block_mask.cuh): mask_plan makes a flag for each block of
 // the kernel from those that the block meets; bits are read where they are, 16 keys of a query a
@@ -33,9 +33,9 @@ namespace mask {
 
 inline constexpr int kSeesAny = 1, kSeesAll = 2;
 
-// Number of the part of a batch row and head.
+// Number of the matrix of a batch row and head.
 template <class Params>
-__device__ __forceinline__ int64 part_of(const Params& p, int batch, int head) {
+__device__ __forceinline__ int64 matrix_of(const Params& p, int batch, int head) {
   return static_cast<int64>(batch) * p.mask.batch + head * p.mask.head;
 }
 
@@ -137,7 +137,7 @@ struct RowBits {
   }
   __device__ __forceinline__ uint32 of(int row) const { return rows[kMaskQueries ? row : 0]; }
 };
-// The same of a block mask by itself: bits of whole rows.
+// A thread's bits of a block mask by itself: those of whole rows.
 template <int kQueries, int kKeys>
 struct RowBits<kQueries, kKeys, false> {
   Bits<kKeys, true> rows[2];
@@ -163,8 +163,8 @@ struct RowBits<kQueries, kKeys, false> {
   }
   __device__ __forceinline__ uint32 word(int row, int w) const { return rows[row].word(w); }
 };
-// The backward's: bits of the queries of a block, rows are keys. Those of a block mask are added by
-// keep_blocks.
+// The backward's bits of the queries of a block, where rows are keys. keep_blocks adds those of a
+// block mask.
 template <int kQueries>
 struct QueryBits : Bits<kQueries, kMaskQueries> {
   using Bits<kQueries, kMaskQueries>::words;
@@ -173,7 +173,7 @@ struct QueryBits : Bits<kQueries, kMaskQueries> {
   template <class Params>
   __device__ __forceinline__ void load(const Params& p, int batch, int head, int key, int block) {
     if constexpr (kHasMaskBytes) {
-      int64 row = part_of(p, batch, head);
+      int64 row = matrix_of(p, batch, head);
       if constexpr (kByteKeys) row = row * p.kv_len + min(key, p.kv_len - 1);
       if constexpr (kByteQueries) row = row * ceil_div(p.query_len, kQueries) + block;
       Bits<kQueries, kByteQueries> bytes;
@@ -220,15 +220,15 @@ inline constexpr int kFlagWords = 3, kGroupWords = 4;
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ uint32 flags_by_query(const Params& p, int batch, int head,
                                                  int query_block, int group) {
-  const int part = batch * p.block_mask.batch + head * p.block_mask.head;
-  const int row = part * ceil_div(p.query_len, kQueries) + query_block;
+  const int matrix = batch * p.block_mask.batch + head * p.block_mask.head;
+  const int row = matrix * ceil_div(p.query_len, kQueries) + query_block;
   return (row * ceil_div(p.kv_len, 32 * kKeys) + group) * kGroupWords;
 }
 template <int kQueries, int kKeys, class Params>
 __device__ __forceinline__ uint32 flags_by_key(const Params& p, int batch, int head, int key_block,
                                                int group) {
-  const int part = batch * p.block_mask.batch + head * p.block_mask.head;
-  const int row = part * ceil_div(p.kv_len, kKeys) + key_block;
+  const int matrix = batch * p.block_mask.batch + head * p.block_mask.head;
+  const int row = matrix * ceil_div(p.kv_len, kKeys) + key_block;
   return (row * ceil_div(p.query_len, 32 * kQueries) + group) * kGroupWords;
 }
 template <class Params>
@@ -268,7 +268,7 @@ __device__ __forceinline__ int flag_by_key(const Params& p, int batch, int head,
                                            int key_block) {
   int flag = kSeesAny | kSeesAll << 0 | kSeesAll << 1;
   if constexpr (kHasMaskBytes) {
-    int64 at = part_of(p, batch, head);
+    int64 at = matrix_of(p, batch, head);
     if constexpr (kByteKeys) at = at * ceil_div(p.kv_len, kKeys) + key_block;
     if constexpr (kByteQueries) at = at * ceil_div(p.query_len, kQueries) + query_block;
     flag = p.mask.flags[at];

@@ -35,14 +35,14 @@ __device__ __forceinline__ uint32 load_bits(const unsigned char* from, int count
 
 // kSeesAny and kSeesAll of the pairs of kQueries queries and kKeys keys.
 template <int kQueries, int kKeys, class Params>
-__device__ __forceinline__ int seen_in_blocks(const Params& p, int64 part, int first_query,
+__device__ __forceinline__ int seen_in_blocks(const Params& p, int64 matrix, int first_query,
                                               int first_key) {
   const int last_query = min(first_query + kQueries, p.query_len) - 1;
   const int last = (min(first_key + kKeys, p.kv_len) - 1) / kSide;
   bool any = false, all = true;
 #pragma unroll 1
   for (int query = first_query; query <= last_query; query = (query / kSide + 1) * kSide) {
-    const int* numbers = numbers_of(p, part, query);
+    const int* numbers = numbers_of(p, matrix, query);
 #pragma unroll 1
     for (int i = first_key / kSide; i <= last; ++i) {
       const int number = __ldg(numbers + i);
@@ -66,18 +66,19 @@ __device__ __forceinline__ void plan_blocks(const Params& p, uint32 cta) {
   const uint32 column = index % padded, row = index / padded % rows;
   const int first_query = (kByKey ? column : row) * kQueries;
   const int first_key = (kByKey ? row : column) * kKeys;
-  const int64 part = index / padded / rows;
+  const int64 matrix = index / padded / rows;
   int flag = 0;
   if (column >= columns) {
   } else if constexpr (kByKey) {  // warpgroups take 64 keys each
     constexpr int kSlab = kKeys < 64 ? kKeys : 64;
 #pragma unroll 1
     for (int slab = 0; slab < ceil_div(kKeys, 64); ++slab) {
-      const int seen = seen_in_blocks<kQueries, kSlab>(p, part, first_query, first_key + 64 * slab);
+      const int seen =
+          seen_in_blocks<kQueries, kSlab>(p, matrix, first_query, first_key + 64 * slab);
       flag |= (seen & kSeesAny) | (seen & kSeesAll) << slab;
     }
   } else {
-    flag = seen_in_blocks<kQueries, kKeys>(p, part, first_query, first_key);
+    flag = seen_in_blocks<kQueries, kKeys>(p, matrix, first_query, first_key);
     if (first_key + kKeys > p.kv_len) flag &= kSeesAny;  // the end of the keys needs a test
   }
 #pragma unroll
@@ -116,8 +117,8 @@ __device__ __forceinline__ void plan_by_query(const Params& p) {
   const int queries = kByteQueries ? p.query_len : 1;
   const int key_block = cta % key_blocks, row_block = cta / key_blocks;
   const int query_block = row_block % query_blocks;
-  const int64 part = row_block / query_blocks;
-  const int64 first = part * queries + query_block * kQueries;  // of the mask's rows
+  const int64 matrix = row_block / query_blocks;
+  const int64 first = matrix * queries + query_block * kQueries;  // of the mask's rows
   const int rows = min(kQueries, queries - query_block * kQueries);
   const auto* bytes = static_cast<const unsigned char*>(p.mask.bytes.data);
   using Words = RowBits<kQueries, kKeys, true>;
@@ -171,14 +172,14 @@ __device__ __forceinline__ void plan_by_key(const Params& p) {
   const int queries = kByteQueries ? p.query_len : 1, keys = kByteKeys ? p.kv_len : 1;
   const int query_block = cta % query_blocks, row_block = cta / query_blocks;
   const int key_block = row_block % key_blocks;
-  const int64 part = row_block / key_blocks;
+  const int64 matrix = row_block / key_blocks;
   const int key = key_block * kKeys + threadIdx.x;
   bool any = false, all = true;
   if (static_cast<int>(threadIdx.x) < kKeys && key < keys) {
     const int first = query_block * kQueries, count = min(kQueries, queries - first);
     const auto* bytes = static_cast<const unsigned char*>(p.mask.bytes.data) +
-                        (part * queries + first) * keys + key;
-    uint32* words = p.mask.words + ((part * keys + key) * query_blocks + query_block) * kWords;
+                        (matrix * queries + first) * keys + key;
+    uint32* words = p.mask.words + ((matrix * keys + key) * query_blocks + query_block) * kWords;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       uint32 bits = 0;

@@ -27,7 +27,7 @@ struct Mask {
   Broadcast bytes;
   unsigned* words;       // workspace: a bit for each pair
   unsigned char* flags;  // workspace: what there is to see in each block of pairs
-  int batch, head;       // [queries, keys] parts from one batch row, or one head, to the next
+  int batch, head;       // matrices [queries, keys] from one batch row, or head, to the next
 };
 
 // A block mask (jax_flash/block_masks.py): of each block of kMaskBlock queries and keys whether it
@@ -37,7 +37,7 @@ struct BlockMask {
   const unsigned short* bits;  // [B or 1, stored, kMaskBlock, kMaskBlock / 16]
   unsigned* flags;             // workspace: what there is to see in blocks of pairs, 32 in a row
   long long bits_batch;        // words from one batch row to the next
-  int batch, head;             // parts from one batch row, or one head, to the next
+  int batch, head;             // matrices from one batch row, or head, to the next
   int stored;
   int flag_count;
 };

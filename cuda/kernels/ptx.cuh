@@ -320,7 +320,7 @@ __device__ __forceinline__ void load_matrix_x4(uint32 address, uint32 (&matrices
                : "r"(address)
                : "memory");
 }
-// The same of their transposes.
+// Four such matrices, transposed.
 __device__ __forceinline__ void load_transposed_x4(uint32 address, uint32 (&matrices)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -356,7 +356,7 @@ __device__ __forceinline__ void multiply_add(float (&d)[kCount], int first, cons
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 }
-// The same of a[16 x 8] b[8 x 8], of bfloat16: matrices 0 and 1 of `a`, and the first of b.
+// d[16 x 8] += a[16 x 8] b[8 x 8] of bfloat16: matrices 0 and 1 of `a`, and the first of b.
 template <int kCount>
 __device__ __forceinline__ void multiply_add(float (&d)[kCount], int first, const uint32 (&a)[2],
                                              uint32 b) {

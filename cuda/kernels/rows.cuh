@@ -105,7 +105,7 @@ __device__ __forceinline__ uint4 load_piece(const uint16* row, int column) {
   return piece.whole;
 }
 
-// The same of float32.
+// Eight elements of float32, and how a row of them is aligned.
 struct Eight {
   float x[8];
 };

@@ -160,7 +160,7 @@ def test_positions_without_causality_or_a_window_mean_nothing(host_backend):
 
 @pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64", "int8", "uint16"])
 def test_integers_of_any_dtype(dtype):
-    """Those of a jax.Array that int32 cannot hold count as the nearest that it can."""
+    """A number of a jax.Array that int32 cannot hold counts as the nearest that it can."""
     arrays = qkv()
     numbers = np.linspace(0, min(np.iinfo(dtype).max, 2**40), S).astype(dtype)
     with jax.enable_x64(True):

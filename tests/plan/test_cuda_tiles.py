@@ -332,7 +332,7 @@ def test_teams_of_decoding_have_a_stage_each(dim):
 
 @pytest.mark.parametrize(("batch", "cluster"), [(1, 8), (2, 4), (3, 4), (4, 2), (8, 2), (9, 1)])
 def test_clusters_of_decoding_fit_beside_each_other(batch, cluster):
-    """Those of 4 and 8 within a GPC: not in all of the 132 multiprocessors."""
+    """Clusters of 4 and 8 lie within a GPC: not in all of the 132 multiprocessors."""
     shapes = dataclasses.replace(SHAPES, batch=batch, q_len=1, kv_len=4096, kv_heads=8)
     assert _gpu.plan(Decode(PLAIN, None), shapes, H200).tiling.cluster == cluster
 

@@ -234,7 +234,7 @@ struct Copies {
     }
   }
 
-  // The same of rows in front of those: few blocks have any.
+  // Zeroes rows in front of what is seen: few blocks have any.
   __device__ __forceinline__ void hide_unseen(const Step& at) const {
     const int keys = at.number == 0 ? walk.seen_keys().begin - walk.unit.key0 : 0;
     const int queries = walk.seeing_queries().begin - walk.first_query(at);

@@ -25,7 +25,7 @@ struct Unit {
   __device__ __forceinline__ explicit Unit(const Sm80ForwardParams& p) : p(p) {
     const HeadBlock found = head_block(ptx::opaque(static_cast<int>(blockIdx.x)), p.query_blocks,
                                        p.batch * p.query_heads, p.l2_heads);
-    // Those of the last queries see most under a causal mask: they go first.
+    // Under a causal mask the last queries see most: their units go first.
     query_block = kWindowRight ? p.query_blocks - 1 - found.block : found.block;
     batch = found.head / p.query_heads;
     head = found.head - batch * p.query_heads;

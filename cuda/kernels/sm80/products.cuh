@@ -105,8 +105,8 @@ struct LeftRows {
     }
   }
 };
-// The same of 16 rows of `a`, from row_a on. Of 256 columns at once ptxas loads so many ahead that
-// the caller's sums are spilled, 928 bytes.
+// Adds the products of 16 rows of `a`, from row_a on. With 256 columns at once ptxas loads so many
+// ahead that the caller's sums are spilled, 928 bytes.
 template <int kDim, int kRowsA, int kRowsB, int kCount>
 __device__ __forceinline__ void add_rows(float (&d)[kCount], uint32 a, uint32 row_a, uint32 b,
                                          uint32 row_b, float factor = 1.f) {

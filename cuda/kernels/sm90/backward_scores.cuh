@@ -62,7 +62,7 @@ struct StepBias {
     }
   }
 };
-// The same of what came with Q: read beside the products.
+// A step's bias that came with Q, read beside the products.
 template <>
 struct StepBias<true> {
   bias::StagedColumns<kQueries> tile;
@@ -330,7 +330,7 @@ __device__ __forceinline__ void draw_dropped(const BackwardParams& p, const vola
   if constexpr (kHasDropout) dropped.draw(p, dropped.draws(p, u, slab, walk.head), walk.m0);
 }
 
-// The same of the query block after this one, beside products of this one: there are registers.
+// Draws for the query block after this one beside products of this one: there are registers.
 __device__ __forceinline__ void draw_next(const BackwardParams& p, const volatile UnitRecord& u,
                                           int slab, Walk walk, StepDropped& dropped) {
   if constexpr (kHasDropout) {

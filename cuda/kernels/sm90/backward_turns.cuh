@@ -148,7 +148,7 @@ struct TurnPasser {
     }
   }
 
-  // Those of a query block, which `block_of` knows of a part that has been added.
+  // Passes the turns of a query block, whose number `block_of` knows once a part has been added.
   template <class BlockOf>
   __device__ __forceinline__ void pass_turns(const volatile UnitRecord& u, uint32& turn,
                                              bool leader, BlockOf block_of) {

@@ -67,7 +67,7 @@ struct UnitIndex {
   int batch;  // or kNoUnit
 };
 
-// That of a number, walked again or not.
+// The unit of a number, walked again or not.
 __device__ __forceinline__ UnitIndex unit_at(const ForwardParams& p, int number) {
   const int index = in_schedule(number);
   const int heads = p.query_heads / kPackedHeads, all_heads = heads * p.batch;

@@ -111,7 +111,7 @@ class BackwardTiling:
 
     @property
     def bias_shared_bytes(self) -> int:
-        """The same of the kernel that sums the gradient of a bias."""
+        """Dynamic shared memory of a CTA that sums the gradient of a bias."""
         both = boxes(self.head_dim) + boxes(self.value_dim)
         return self.sum_stages * 128 * both * (self.block_kv + self.block_q) + 1024
 

@@ -128,18 +128,18 @@ class ForwardSchedule:
 
     @property
     def lists_whole(self) -> bool:
-        """And of each, which warpgroups' rows see all of it by mask and positions."""
+        """It tells of each which warpgroups' rows see all of it by mask and positions."""
         return self.problem.masked or self._has("query_positions")
 
     @property
     def lists_words(self) -> bool:
-        """That is what a block mask says, alone: of 1024 blocks at once, a word of 32 a lane."""
+        """A block mask alone tells it, of 1024 blocks at once, a word of 32 a lane."""
         others = self._has("query_positions", "query_segments")
         return is_block_mask(self.shapes) and self.tiling.tma_loads and not others
 
     @property
     def lists_layout(self) -> bool:
-        """And of a layout whose blocks hold a unit's rows and the kernel's blocks of keys.
+        """The mask is a layout, whose blocks hold a unit's rows and the kernel's blocks of keys.
 
         All rows of a unit see the same of a block: all of it but what is past the last key.
         """
@@ -341,12 +341,12 @@ class ForwardSchedule:
 
     @property
     def draws_by_parts(self) -> bool:
-        """Those of 32 keys at a time, each among their own exponentials; else a block's at once."""
+        """Draws are of 32 keys at a time, among their own exponentials; else a block's at once."""
         return self.draws_among and self._value_columns <= 64
 
     @property
     def holds_draws(self) -> bool:
-        """All of a block's at once, with what was read once a unit.
+        """Draws are a block's at once, with what was read once a unit.
 
         Where no other term takes registers: beside a function of the scores 120 bytes.
         """
