@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jax_flash
 from jax_flash.context_parallel import attention, reorder, restore
 
+from ..devices import collectives
 from ..hopper import NEEDS_HOPPER, assert_same_bits
-from ..meaning.test_sharding import collectives
 from ..processes import run_two_processes
 
 P = PartitionSpec

@@ -1,6 +1,7 @@
-"""A sequence split over devices: one device's results and gradients, by the collectives named.
+"""A sequence split over devices: one device's results and gradients, by each strategy and order.
 
-Eight virtual CPU devices (conftest.py). What is compared is restored to the sequence's own order.
+What is compared is restored to the sequence's own order. Which collectives a program has is in
+test_context_parallel_programs.py.
 """
 
 from __future__ import annotations
@@ -12,38 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash.context_parallel import attention, reorder, restore
-from jax_flash.context_parallel.orders import ORDERS, Layout
-from jax_flash.context_parallel.ring import Reach
+from jax_flash.context_parallel.orders import ORDERS
 
 from .. import numpy_oracle
 from ..cases import dropout_words
+from ..devices import mesh_with
 from ..small import close, normal
-
-B, T, N, K, H = 2, 64, 8, 4, 8
-SHARDS = 4
-SPLIT = P(None, "seq")
-
-
-def mesh_of(explicit=False, **axes):
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    devices = jax.devices("cpu")
-    if len(devices) < 8:
-        pytest.skip("needs eight CPU devices (XLA_FLAGS was set without them)")
-    count = int(np.prod(list(axes.values())))
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), (kind,) * len(axes), devices=devices[:count]
-    )
-
-
-def qkv(dtype=jnp.float32):
-    shapes = {"query": (B, T, N, H), "key": (B, T, K, H), "value": (B, T, K, H)}
-    return {name: normal(i, *x, dtype=dtype) for i, (name, x) in enumerate(shapes.items())}
-
+from .split_sequences import SHARDS, SPLIT, B, H, K, N, T, qkv
 
 # ---- one device's numbers ------------------------------------------------------------------------
 
@@ -180,7 +161,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "strategy", "order"), RUNS)
 def test_results_and_gradients_are_one_devices(name, strategy, order):
-    check(name, strategy, order, mesh_of(seq=SHARDS))
+    check(name, strategy, order, mesh_with(seq=SHARDS))
 
 
 @pytest.mark.parametrize(
@@ -189,16 +170,16 @@ def test_results_and_gradients_are_one_devices(name, strategy, order):
 )
 def test_two_levels(name, strategy, order):
     """All-to-all over the inner axis, and a strategy over the outer one."""
-    check(name, strategy, order, mesh_of(outer=2, inner=2), axis_name=("outer", "inner"))
+    check(name, strategy, order, mesh_with(outer=2, inner=2), axis_name=("outer", "inner"))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all"])
 def test_beside_axes_of_one_device(strategy):
-    check("causal", strategy, "contiguous", mesh_of(data=1, seq=SHARDS, model=1))
+    check("causal", strategy, "contiguous", mesh_with(data=1, seq=SHARDS, model=1))
 
 
 def test_backend_xla():
-    check("causal", "ring", "contiguous", mesh_of(seq=SHARDS), backend="xla")
+    check("causal", "ring", "contiguous", mesh_with(seq=SHARDS), backend="xla")
 
 
 # On one device the CPU kernels have delta in float32 beside the gradient of a bias, and all else on
@@ -220,7 +201,7 @@ def test_results_of_half_precision_are_merged_in_float32(ring_backend, has_bias,
 
     one = functools.partial(gradients, jax_flash.flash_attention)
     truth, alone = jax.jit(one)(wide), jax.jit(one)(arrays)
-    with jax.set_mesh(mesh_of(seq=SHARDS)):
+    with jax.set_mesh(mesh_with(seq=SHARDS)):
         ring = functools.partial(attention, axis_name="seq", strategy="ring", backend=ring_backend)
         got = jax.jit(functools.partial(gradients, ring))(arrays)
 
@@ -234,8 +215,8 @@ def test_results_of_half_precision_are_merged_in_float32(ring_backend, has_bias,
 
 @pytest.mark.parametrize("inside", [False, True], ids=["jit", "shard_map"])
 def test_dropout_has_one_devices_pattern(inside):
-    """Tokens may be in another order: the pattern counts their places in the sequence."""
-    mesh, order = mesh_of(data=2, seq=2, model=2), "zigzag"
+    """Also of tokens in another order, of which the pattern counts those of the sequence."""
+    mesh, order = mesh_with(data=2, seq=2, model=2), "zigzag"
     key, rate, length = jax.random.key(3), 0.4, 16
     zeros = np.zeros((B, length, N, H), np.float32)
     identity = np.broadcast_to(np.eye(length, dtype=np.float32)[:, None], (B, length, N, length))
@@ -325,7 +306,7 @@ PROGRAMMED = [
     ("strategy", "order", "features", "backend", "window", "axis_name"), PROGRAMMED
 )
 def test_tokens_count_in_the_whole_sequence(strategy, order, features, backend, window, axis_name):
-    mesh = mesh_of(outer=2, inner=2) if axis_name == TWO else mesh_of(seq=SHARDS)
+    mesh = mesh_with(outer=2, inner=2) if axis_name == TWO else mesh_with(seq=SHARDS)
     floats, cotangents = programmed_arrays()
     attend = functools.partial(
         attention,
@@ -349,7 +330,7 @@ def test_tokens_count_in_the_whole_sequence(strategy, order, features, backend, 
 
 def test_score_functions_inside_shard_map():
     """An array that all devices share gets one gradient, the sum of theirs."""
-    mesh = mesh_of(seq=SHARDS)
+    mesh = mesh_with(seq=SHARDS)
     floats, _ = programmed_arrays()
 
     def local(floats):
@@ -365,147 +346,3 @@ def test_score_functions_inside_shard_map():
     one = functools.partial(jax_flash.flash_attention, backend="xla")
     one = programmed(one, FEATURES[:1])
     close(gradients(mapped), gradients(lambda floats: one(**floats)))
-
-
-# ---- orders --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_orders_are_undone_and_say_where_tokens_stand(order):
-    x = np.arange(2 * 48 * 3).reshape(2, 48, 3)
-    there = reorder(x, order, 4, 1)
-    np.testing.assert_array_equal(restore(there, order, 4, -2), x)
-    tokens = np.asarray(reorder(np.arange(48), order, 4, 0)).reshape(4, 12)
-    for shards, block in ((4, 1), (2, 2), (1, 4)):
-        held = tokens.reshape(shards, -1)
-        for rank in range(shards):
-            layout = Layout(order, shards, block)
-            indices = layout.indices(rank, held.shape[1])
-            np.testing.assert_array_equal(indices, np.sort(held[rank]))
-            for (low, high), run in zip(
-                layout.runs(rank, held.shape[1]),
-                np.split(np.sort(held[rank]), 2 if order == "zigzag" else 1),
-                strict=True,
-            ):
-                assert (low, high) == (run[0], run[-1])
-
-
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_arrays_that_are_split_already_are_reordered(explicit):
-    mesh, x = mesh_of(explicit, seq=SHARDS), np.arange(64).reshape(2, 32)
-    placed = jax.device_put(x, NamedSharding(mesh, SPLIT))
-    there = reorder(placed, "zigzag", SHARDS, 1)
-    np.testing.assert_array_equal(there, reorder(x, "zigzag", SHARDS, 1))
-    back = jax.jit(lambda x: restore(x, "zigzag", SHARDS, 1))(there)
-    np.testing.assert_array_equal(back, x)
-    assert jax.typeof(back) == jax.typeof(placed)
-
-
-def computed(order, shards, length, rank, block=16):
-    """Blocks of a causal ring's scores that a device computes, where kernels skip hidden ones."""
-    reach = Reach(Layout(order, shards), length, length, (None, 0), 0)
-    own = np.asarray(reach.layout.indices(rank, length))
-    total = 0
-    for source in range(shards):
-        chosen = 1 if source == rank else int(reach.choose(rank, source))
-        if chosen:
-            rows, keys = reach.pieces[chosen - 1]
-            theirs = np.asarray(reach.layout.indices(source, length))[keys]
-            queries, keys = own[rows].reshape(-1, block), theirs.reshape(-1, block)
-            total += np.sum(queries.max(axis=1)[:, None] >= keys.min(axis=1))
-    return total
-
-
-def test_causal_work_is_balanced():
-    """No device has more than 1.1 times the mean to do; in order "contiguous" the last has."""
-    work = {order: [computed(order, 8, 512, rank) for rank in range(8)] for order in ORDERS}
-    for order in ("zigzag", "striped"):
-        assert max(work[order]) <= 1.1 * np.mean(work[order])
-    assert max(work["contiguous"]) > 1.7 * np.mean(work["contiguous"])
-    # What is computed is little more than the half of all blocks that causality leaves.
-    assert sum(work["zigzag"]) <= 1.01 * sum(work["contiguous"])
-
-
-# ---- faults --------------------------------------------------------------------------------------
-
-
-def long(length=T, heads=N, kv_heads=K):
-    return [jnp.ones((1, length, n, H)) for n in (heads, kv_heads, kv_heads)]
-
-
-DROPS = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
-FAULTS = {
-    "T": (long(66), {}, ValueError, r"T of query is 66 \(shape .*multiple of 4, the devices"),
-    "S": ([long()[0], *long(65)[1:]], {}, ValueError, "S of key is 65 .*multiple of 4"),
-    "chunks": (long(68), {"order": "zigzag"}, ValueError, "68 .*of 8, two chunks for each of 4"),
-    "heads": (
-        long(heads=6, kv_heads=6),
-        {"strategy": "all_to_all"},
-        ValueError,
-        "query has 6 heads, which 4 devices do not divide.*'ring'",
-    ),
-    "kv heads": (long(kv_heads=2), {"strategy": "all_to_all"}, ValueError, "key has 2 heads.* 4 "),
-    "order": (long(), {"order": "zig"}, ValueError, "order is 'zig'; expected one of 'contiguous'"),
-    "strategy": (long(), {"strategy": "best"}, ValueError, "strategy is 'best'; expected one of"),
-    "axis": (
-        long(),
-        {"axis_name": "sequence"},
-        ValueError,
-        r"'sequence', and query has .*\('seq',",
-    ),
-    "axes": (long(), {"axis_name": ("seq", "seq")}, ValueError, "expected the name of a mesh axis"),
-    "dropout": (
-        long(),
-        {"strategy": "ring", "order": "zigzag", **DROPS},
-        NotImplementedError,
-        "dropout's pattern is made of squares of 16 .* runs of 8 tokens, no multiple;.*all_to_all",
-    ),
-    "striped dropout": (
-        long(heads=6, kv_heads=6),
-        {"order": "striped", **DROPS},
-        NotImplementedError,
-        "which order 'striped' spreads over .*'all_to_all': query has 6 heads",
-    ),
-    "blocks": (
-        long(192),
-        {"strategy": "all_gather", "block_mask": jax_flash.block_mask_of(jnp.ones((2, 2), bool))},
-        NotImplementedError,
-        "block_mask is made of squares of 128 .* runs of 48 tokens",
-    ),
-    "bias": (
-        long(),
-        {"bias": jnp.ones((T, 16))},
-        ValueError,
-        r"bias has shape \(64, 16\); expected",
-    ),
-    "keyword": (long(), {"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults(name):
-    arrays, options, error, message = FAULTS[name]
-    with jax.set_mesh(mesh_of(seq=SHARDS)), pytest.raises(error, match=message):
-        attention(*arrays, **({"axis_name": "seq"} | options))
-
-
-def test_faults_of_how_arrays_are_split():
-    q, k, v = long()
-    with pytest.raises(ValueError, match="query has no mesh"):
-        attention(q, k, v, axis_name="seq")
-    mesh = mesh_of(data=2, seq=SHARDS)
-    whole = jax.shard_map(
-        functools.partial(attention, axis_name="seq"), mesh=mesh, in_specs=P(), out_specs=P()
-    )
-    with pytest.raises(ValueError, match="query is the same on all devices of axis 'seq'"):
-        whole(q, k, v)
-    explicit = mesh_of(explicit=True, data=2, seq=SHARDS)
-    with jax.set_mesh(explicit):
-        placed = [jax.device_put(x, NamedSharding(explicit, P(None, "data"))) for x in (q, k, v)]
-        with pytest.raises(ValueError, match=r"query is split over \('data',\) along T"):
-            attention(*placed, axis_name="seq")
-    heads = mesh_of(explicit=True, seq=2, model=SHARDS)
-    with jax.set_mesh(heads):
-        q = jax.device_put(q, NamedSharding(heads, P(None, None, "model")))
-        with pytest.raises(ValueError, match="key has 2 heads, which the 4 devices of"):
-            attention(q, k[:, :, :2], v[:, :, :2], axis_name="seq")

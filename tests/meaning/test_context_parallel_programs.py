@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 from jax_flash.context_parallel import attention
 
+from ..devices import collectives, mesh_with
 from ..processes import run_two_processes
 from ..small import close, normal
-from .test_context_parallel import SHARDS, SPLIT, B, H, N, T, mesh_of, qkv
-from .test_sharding import collectives
+from .split_sequences import SHARDS, SPLIT, B, H, N, T, qkv
 
 # ---- collectives ---------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ COUNTS = {  # of a forward pass, and of it with its backward pass
 
 @pytest.mark.parametrize(("strategy", "order", "window"), COUNTS)
 def test_collectives_are_those_of_the_strategy(strategy, order, window):
-    mesh = mesh_of(explicit=True, data=2, seq=SHARDS)
+    mesh = mesh_with(explicit=True, data=2, seq=SHARDS)
     forward, both = COUNTS[strategy, order, window]
     if strategy == "ring":
         both = with_forward_again(forward, both)
@@ -60,7 +60,7 @@ def with_forward_again(forward, both):
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_a_ring_leaves_other_axes_alone(explicit):
-    mesh = mesh_of(explicit, data=2, seq=2, model=2)
+    mesh = mesh_with(explicit, data=2, seq=2, model=2)
     counts = compiled_counts(mesh, P("data", "seq", "model"), "ring", "zigzag", None)
     assert counts == ({PERMUTE: 2}, with_forward_again({PERMUTE: 2}, {PERMUTE: 6}))
 
@@ -98,7 +98,7 @@ def layers(attend, x, remat):
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 def test_scan_and_remat(strategy):
     """The forward pass runs once: no permutation of it is in what is recomputed."""
-    mesh, x = mesh_of(data=2, seq=SHARDS), normal(0, B, T, N, H)
+    mesh, x = mesh_with(data=2, seq=SHARDS), normal(0, B, T, N, H)
     ours = functools.partial(attention, axis_name="seq", strategy=strategy)
     expected = jax.jit(functools.partial(layers, jax_flash.flash_attention, remat=False))(x)
     counts = []
@@ -113,7 +113,7 @@ def test_scan_and_remat(strategy):
 
 
 def test_vmap():
-    mesh, arrays = mesh_of(seq=SHARDS), qkv()
+    mesh, arrays = mesh_with(seq=SHARDS), qkv()
     keys = jnp.stack([arrays["key"], -arrays["key"]])
 
     def values(attend):
@@ -131,7 +131,7 @@ def test_vmap():
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma):
     """With sinks and kv heads that all devices share; also where shard_map does not check."""
-    mesh, arrays = mesh_of(data=2, seq=SHARDS), qkv() | {"sinks": normal(5, N)}
+    mesh, arrays = mesh_with(data=2, seq=SHARDS), qkv() | {"sinks": normal(5, N)}
 
     def gradients(attend):
         return jax.jit(jax.grad(lambda arrays: jnp.sum(jnp.sin(attend(arrays)))))(arrays)
@@ -148,7 +148,7 @@ def test_inside_shard_map(check_vma):
 
 
 def test_outside_of_jit():
-    mesh, arrays = mesh_of(data=2, seq=SHARDS), qkv()
+    mesh, arrays = mesh_with(data=2, seq=SHARDS), qkv()
     placed = {
         n: jax.device_put(x, NamedSharding(mesh, P("data", "seq"))) for n, x in arrays.items()
     }

@@ -1,7 +1,7 @@
-"""flash_attention(..., score_mod=f): what f may be, what it reads, its derivatives, where it runs.
+"""flash_attention(..., score_mod=f): what f may read, its derivatives, which functions are one.
 
 Conformance beside float64 is in the table of cases (conformance_cases.py); the CUDA text has
-test_score_emission.py.
+test_score_emission.py, the ready-made functions test_scores.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_flash import _backends, explain, flash_attention, reference, scores
+from jax_flash import explain, flash_attention, reference, scores
 
 from .. import small
+from ..devices import mesh_of
 from ..small import normal
 
 P = PartitionSpec
@@ -272,13 +273,6 @@ def test_functions_that_differ_in_a_constant_share_no_program(qkv):
 # ---- transformations -----------------------------------------------------------------------------
 
 
-def mesh_of(shape, kind=AxisType.Auto):
-    devices = jax.devices("cpu")
-    if len(devices) < 8:
-        pytest.skip("needs eight CPU devices (XLA_FLAGS was set without them)")
-    return jax.make_mesh(shape, ("data", "model"), (kind,) * 2, devices=devices[:8])
-
-
 def step_of(q, k, v, table):
     def f(*x):
         return jnp.sum(attend(*x[:3], score_mod=gate(x[3]), is_causal=True) ** 2)
@@ -296,7 +290,7 @@ def of_one_device():
 @pytest.mark.parametrize("shape", [(8, 1), (2, 4)])
 def test_devices_see_their_own_rows_and_heads(shape, kind, of_one_device):
     given, want = of_one_device
-    mesh = mesh_of(shape, kind)
+    mesh = mesh_of(shape, kind is AxisType.Explicit)
     spec = P("data", None, "model", None)
     specs = (spec, *[P("data", None, "model" if shape[1] == 1 else None)] * 2, P())
     with jax.set_mesh(mesh):
@@ -350,141 +344,3 @@ def test_under_remat_and_scan(qkv):
     want = jax.jit(jax.grad(unrolled))(tables)
     for wrap in (jax.checkpoint, lambda x: x):
         close(jax.jit(jax.grad(functools.partial(loss, wrap)))(tables), want, atol=1e-4)
-
-
-# ---- what is refused -----------------------------------------------------------------------------
-
-
-def folded(head):
-    return jax.random.fold_in(jax.random.key(0), head)
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "error"),
-    [
-        ({"score_mod": 3.0}, TypeError, "score_mod is float; expected a function f.score, batch"),
-        (
-            {"score_mod": scores.alibi},
-            TypeError,
-            r"score_mod takes \(slopes.*expected .*f.score, batch",
-        ),
-        ({"score_mod": lambda s, b, h, i, j: i}, TypeError, "score_mod returns int32 of shape"),
-        (
-            {"score_mod": lambda s, b, h, i, j: s * jnp.ones(3)},
-            TypeError,
-            r"score_mod returns float32 of shape \(3,\); expected a function f\(score, batch",
-        ),
-        (
-            {"score_mod": lambda s, b, h, i, j: s + np.ones(N, np.float32)[h]},
-            TypeError,
-            "score_mod gives NumPy a traced scalar.*expected jax.numpy",
-        ),
-        (
-            {"score_mod": lambda s, b, h, i, j: s if i > j else 0.0},
-            TypeError,
-            "score_mod asks Python whether a traced scalar is true.*expected jnp.where",
-        ),
-        (
-            {"score_mod": lambda s, b, h, i, j: s + [1.0, 2.0, 3.0, 4.0][h]},
-            TypeError,
-            "score_mod gives Python a traced scalar.*expected an array",
-        ),
-        ({"score_mod": lambda s, b, h, i, j: (s, s)}, TypeError, "score_mod returns a tuple"),
-        (
-            {"score_mod": lambda s, b, h, i, j: s + jax.random.normal(folded(h))},
-            TypeError,
-            "score_mod reads an array of dtype key<fry>; expected numbers",
-        ),
-        (
-            {"score_mod": scores.alibi(np.ones(K, np.float32))},
-            ValueError,
-            f"score_mod reads an array of {K} heads; expected one of query's N = {N}",
-        ),
-        (
-            {"score_mod": lambda s, b, h, i, j: s, "softcap": 3.0},
-            ValueError,
-            "score_mod and softcap are both given; expected one of them",
-        ),
-    ],
-)
-def test_wrong_functions_are_named(options, kind, error, qkv):
-    with pytest.raises(kind, match=error):
-        attend(*qkv, **options)
-
-
-def test_ready_made_functions_name_wrong_arguments():
-    t5 = functools.partial(scores.relative_position_buckets, np.ones((2, 32)))
-    for make, kind, error in (
-        (lambda: scores.alibi(np.ones((2, 3))), ValueError, r"slopes has shape \(2, 3\)"),
-        (lambda: scores.alibi(np.ones(3, int)), TypeError, "slopes has dtype int"),
-        (lambda: scores.relative_position_table(np.ones((2, 4))), ValueError, "an odd last dim"),
-        (lambda: scores.relative_position_buckets(np.ones((2, 2))), ValueError, "4 buckets"),
-        (lambda: scores.softcap(0.0), ValueError, "cap is 0.0; expected a finite number above 0"),
-        (lambda: scores.tanh(jnp.ones(2)), TypeError, r"clip has shape \(2,\)"),
-        (lambda: scores.softcap("30"), TypeError, "cap is '30'; expected a Python number"),
-        (lambda: scores.tanh(np.ones(3)), TypeError, "clip is an array.*expected a Python number"),
-        (lambda: scores.alibi_slopes(0), ValueError, "num_heads is 0"),
-        (lambda: scores.alibi_slopes(4.0), TypeError, "num_heads is 4.0; expected an int"),
-        (lambda: scores.alibi_slopes(True), TypeError, "num_heads is True; expected an int"),
-        (lambda: t5(max_distance=64.0), TypeError, "max_distance is 64.0; expected an int"),
-        (lambda: t5(bidirectional=None), TypeError, "bidirectional is None; expected True or "),
-        (lambda: scores.distance_decay(np.ones(2), np.ones(3)), ValueError, "expected both"),
-        (lambda: scores.compose(3.0), TypeError, "float is composed; expected functions"),
-        (
-            lambda: scores.compose(scores.alibi(np.ones(2)), scores.alibi(np.ones(3))),
-            ValueError,
-            "functions of 2 and 3 heads are composed",
-        ),
-    ):
-        with pytest.raises(kind, match=error):
-            make()
-
-
-def test_cpu_kernels_leave_functions_to_xla(qkv):
-    f = scores.tanh(2.0)
-    with pytest.raises(NotImplementedError, match="the CPU kernels have no score functions"):
-        flash_attention(*qkv, score_mod=f, backend="cpu")
-    _backends.warn_once.cache_clear()  # there is no warning
-    close(flash_attention(*qkv, score_mod=f), attend(*qkv, score_mod=f))
-
-
-def test_ready_made_functions_are_their_formulas(qkv):
-    q, k, v = qkv
-    distance = jnp.arange(S) - jnp.arange(T)[:, None]
-    slopes, rates, table = scores.alibi_slopes(N), normal(3, N) ** 2, normal(4, N, 7)
-    near = table[:, jnp.clip(distance, -3, 3) + 3]
-
-    def by_head(x):
-        return jnp.asarray(x)[:, None, None]
-
-    for f, bias in (
-        (scores.alibi(slopes), -by_head(slopes) * abs(distance)),
-        (scores.relative_position_table(table), near),
-        (
-            scores.distance_decay(rates, 2 * rates),
-            -by_head(rates) * jnp.log1p(2 * by_head(rates) * abs(distance)),
-        ),
-    ):
-        close(attend(q, k, v, score_mod=f), reference.attention(q, k, v, bias=bias))
-    both = scores.compose(scores.relative_position_table(table), scores.softcap(1.5))
-    want = reference.attention(q, k, v, bias=near, softcap=1.5)
-    close(attend(q, k, v, score_mod=both), want)
-    want = reference.attention(q, k, v, score_mod=lambda s, b, h, i, j: 3 * jnp.tanh(s))
-    close(attend(q, k, v, score_mod=scores.tanh(jnp.float32(3))), want)
-
-
-def test_buckets_are_those_of_t5():
-    """Distances below 8 alone, then by logarithms up to 128; later keys have 16 to 31."""
-    f = scores.relative_position_buckets(jnp.arange(32.0)[None])
-
-    def bucket(distance):
-        return f(jnp.float32(0), 0, 0, jnp.int32(1000), jnp.int32(1000) + distance)
-
-    got = [int(bucket(d)) for d in (0, -1, -7, -8, -12, -16, -32, -64, -127, -128, -900, 1, 8, 900)]
-    assert got == [0, 1, 7, 8, 9, 10, 12, 14, 15, 15, 15, 17, 24, 31]
-    f = scores.relative_position_buckets(jnp.arange(32.0)[None], bidirectional=False)
-
-    def bucket(distance):
-        return f(jnp.float32(0), 0, 0, jnp.int32(1000), jnp.int32(1000) + distance)
-
-    assert [int(bucket(d)) for d in (5, 0, -15, -16, -127, -900)] == [0, 0, 15, 16, 31, 31]
