@@ -295,8 +295,18 @@ CASES: tuple[Case, ...] = (
       mask="b1ts", kv_lengths=(80, 55), segments="packed", softcap=5.0, sinks=True, dropout=0.1,
       with_lse=True),
 )  # fmt: skip
+# Fields whose values are features of their own for `covering`.
+VALUED = {
+    "align", "batch", "bias", "bias_dtype", "dtype", "mask", "positions", "score", "segments",
+    "window",
+}  # fmt: skip
 
 BY_NAME = {case.name: case for case in CASES}
+
+
+def case_id(value: Case | str) -> str:
+    """The id of a test of a case, or of a backend beside one."""
+    return value if isinstance(value, str) else value.name.replace(" ", "-")
 
 
 def covering(

@@ -47,6 +47,7 @@ from jax_flash import _gpu, _native
 
 from . import decode_cases
 from .cases import BOTTOM_RIGHT, Case
+from .compare import compare_copies, compare_parts
 
 C = functools.partial(Case, dtype="bfloat16", batch=(1,), N=2, T=150, S=210, with_lse=True)
 SEGMENTS_AND_LENGTHS = {
@@ -158,9 +159,6 @@ class Check:
 
     def run(self) -> None:
         """Raises AssertionError if a result is wrong."""
-        from .emulated import test_cuda_carrier
-        from .emulated.test_cuda_sm80 import compare_parts
-
         jax.clear_caches()  # of the same case by another family
         first = contextlib.nullcontext() if self.family is None else _gpu.prefer(self.family)
         arguments = self.case.draw()
@@ -171,7 +169,7 @@ class Check:
                 )
                 decode_cases.compare(arguments, call.run("cuda"))
             elif self.case in CARRIED:
-                test_cuda_carrier.compare(arguments, arguments.run("cuda"))
+                compare_copies(arguments, arguments.run("cuda"))
             else:
                 compare_parts(arguments, arguments.run("cuda"))
 

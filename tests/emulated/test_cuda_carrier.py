@@ -13,19 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import _gpu, _native, explain
+from jax_flash import _gpu, explain
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
-from .. import fake_cuda
 from ..cases import BOTTOM_RIGHT, Arguments, Case
+from ..compare import compare_copies
 from ..emulator import Emulator
-from ..tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check, max_error
+from ..tolerance import max_error
 
-EMULATED = pytest.mark.skipif(
-    _native.available("cuda") is not None or _native._has_driver() or fake_cuda.COMPILER is None,
-    reason="needs the CUDA half, a C++ compiler and no GPU",
-)
 H200 = _gpu.spec.GPUS["H200"]
 
 C = functools.partial(Case, T=150, S=200, N=2, H=64, batch=(1,), dtype="float32", with_lse=True)
@@ -50,23 +46,6 @@ CASES = (
 )  # fmt: skip
 
 
-def compare(arguments: Arguments, got: dict[str, np.ndarray]) -> None:
-    """As test_conformance.compare, results of float32 with the rounding of float16's products."""
-    case = arguments.case
-    truth, plain = arguments.truth(), arguments.truth(precision="float16")
-    fields = {"out": "out"} | ({"lse": "lse"} if case.with_lse else {})
-    names = {"query": "dq", "key": "dk", "value": "dv"}
-    for name in arguments.differentiable:
-        fields[f"d{name}"] = names.get(name, f"d{name}")
-    for name, field in fields.items():
-        factor = FORWARD_FACTOR if name in ("out", "lse") else GRADIENT_FACTOR
-        want, rounded = getattr(truth, field), getattr(plain, field)
-        assert got[name].dtype == (arguments.arrays["bias"].dtype if name == "dbias" else "float32")
-        summed = truth.summed.get(field, 0.0)
-        of_sinks = truth.summed["dsinks by rounding"] ** 0.5 if name == "dsinks" else 0.0
-        check(name, got[name], want, rounded, "float16", factor, summed, of_sinks)
-
-
 def scaled(arguments: Arguments, dout: float = 1.0, **factors: float) -> Arguments:
     """The same with arrays times factors."""
     arrays = dict(arguments.arrays)
@@ -75,12 +54,11 @@ def scaled(arguments: Arguments, dout: float = 1.0, **factors: float) -> Argumen
     return dataclasses.replace(arguments, arrays=arrays, dout=arguments.dout * np.float32(dout))
 
 
-@EMULATED
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_case(case: Case, emulator: Emulator):
     arguments = case.draw()
     got = emulator.run(arguments)
-    compare(arguments, got)
+    compare_copies(arguments, got)
 
 
 SINCE_AMPERE = (
@@ -92,11 +70,10 @@ SINCE_AMPERE = (
 )
 
 
-@EMULATED
 @pytest.mark.parametrize("case", SINCE_AMPERE, ids=lambda case: case.name.replace(" ", "-"))
 def test_case_since_ampere(case: Case, emulator: Emulator):
     arguments = case.draw()
-    compare(arguments, emulator.run(arguments, gpu="A100"))
+    compare_copies(arguments, emulator.run(arguments, gpu="A100"))
 
 
 def check_rest(arguments: Arguments, run) -> None:
@@ -114,32 +91,28 @@ RESTS = {
 }
 
 
-@EMULATED
 @pytest.mark.parametrize("factors", RESTS.values(), ids=RESTS)
 def test_what_float16_does_not_hold(factors: dict[str, float], emulator: Emulator):
     check_rest(scaled(C("grouped", K=1, T=70, S=90).draw(), **factors), emulator.run)
 
 
-@EMULATED
 def test_one_row_that_float16_does_not_hold(emulator: Emulator):
     arguments = C("grouped", K=1, T=70, S=90).draw()
     arguments.arrays["value"][:, 5] *= np.float32(1e-9)
     check_rest(arguments, emulator.run)
 
 
-@EMULATED
 @pytest.mark.parametrize("size", [1e-30, 1e-8, 1e8, 1e30])
 def test_gradients_of_any_size(size: float, emulator: Emulator):
     arguments = C("grouped", K=1, T=70, S=90, with_lse=False).draw()
     want = emulator.run(arguments)
     got = emulator.run(scaled(arguments, dout=size))
-    compare(arguments, want)
+    compare_copies(arguments, want)
     for name in ("dquery", "dkey", "dvalue"):
         largest = np.abs(want[name]).max()
         np.testing.assert_allclose(got[name] / size, want[name], atol=2**-9 * largest)
 
 
-@EMULATED
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30], ids=str)
 def test_hidden_values_reach_nothing(poison: float, emulator: Emulator):
     case = C("hidden", batch=(2,), T=70, S=90, kv_lengths=(40, 90), q_lengths=(33, 70))
@@ -222,7 +195,7 @@ def test_case_on_a_gpu(case: Case, family: str):
     with _gpu.prefer(family):
         got = arguments.run("cuda")
         again = arguments.run("cuda") if case.deterministic else got
-    compare(arguments, got)
+    compare_copies(arguments, got)
     for name in got:
         np.testing.assert_array_equal(again[name], got[name], err_msg=name)
 

@@ -7,23 +7,20 @@ JAX_FLASH_EMULATE=1 every test of backend "cuda" runs so: see CONTRIBUTING.md.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from jax_flash import _native
 
-from ..cases import BOTTOM_RIGHT, Arguments, AsIfLong, Case, dropout_words
+from ..cases import BOTTOM_RIGHT, Case, dropout_words
+from ..compare import compare
+from ..emulated_cases import BACKWARDS, IN_ORDER, C, H, check_orders
 from ..emulator import Emulator
-from ..meaning.test_conformance import compare
-from ..meaning.test_hidden_values import poisoned
 from ..numpy_oracle import DTYPES, dropout_keep
+from ..other_kernels import AsIfLong
+from ..poison import poisoned
 
-IN_ORDER, BACKWARDS = 0, 1  # seeds
-
-C = functools.partial(Case, T=150, S=200, N=2, H=64, batch=(1,), dtype="bfloat16", with_lse=True)
 CASES = (
     # Tilings.
     C("head dim 64"),
@@ -201,52 +198,6 @@ def test_poison_in_a_ring(emulator: Emulator):
     assert np.abs(got[:, :70].astype(np.float64) - truth.dq[:, :70]).max() < 2e-2
 
 
-def check_orders(arguments: Arguments, run: Callable[..., dict[str, np.ndarray]]) -> None:
-    """Checks the results of threads and copies in order, and that other orders give the same."""
-    case = arguments.case
-    got = run(arguments, seed=IN_ORDER)
-    compare(arguments, got)
-    # Nothing depends on the order of threads and copies, but sums of dq on that of units, and of
-    # grouped heads those of dk and dv.
-    by_units = set() if case.deterministic else {"dquery"}
-    if by_units and case.kv_heads != case.N:
-        by_units |= {"dkey", "dvalue"}
-    for seed in (BACKWARDS, 2) if case.deterministic else (2,):
-        again = run(arguments, seed=seed)
-        for name in got:
-            if name not in by_units:
-                np.testing.assert_array_equal(again[name], got[name], err_msg=name)
-            else:
-                first, second = (x[name].astype(np.float32) for x in (got, again))
-                np.testing.assert_allclose(second, first, atol=2**-6 * np.abs(first).max())
-
-
-H = functools.partial(C, dtype="float32", precision="highest")
-# float32 in two float16.
-HALVES = (
-    H("halves 64", T=260, S=330, causal=True),
-    H("halves 128", H=128, T=140, S=270, N=4, K=2, window=(90, 20)),
-    H("halves odd", H=33, Hv=7, T=70, S=200, batch=(2,)),
-    H("halves 100 value 72", H=100, Hv=72, T=130, S=140, N=1, scale=-0.3),
-    H("halves deterministic", H=72, T=140, S=200, N=2, K=1, window=(70, 20), deterministic=True),
-)
-
-
-@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name.replace(" ", "-"))
-def test_float32_in_halves(case: Case, emulator: Emulator):
-    check_orders(case.draw(), emulator.run)
-
-
-@pytest.mark.parametrize("dim", [64, 100])
-def test_last_units_that_ctas_share(dim: int, emulator: Emulator):
-    """Four units on three processors: they add to dk and dv of the last one, in any order."""
-    arguments = H("shared", H=dim, Hv=72, T=140, S=200, N=2, K=1).draw()
-    for seed in (IN_ORDER, 2):
-        compare(arguments, emulator.run(arguments, seed=seed))
-    arguments.arrays["key"][:, 195] *= 2.0**-20  # what meets the last block is computed again
-    compare(arguments, emulator.run(arguments))
-
-
 def test_mask_that_hides_whole_blocks(emulator: Emulator):
     arguments = C("blocks", mask="bnts", mask_density=0.9, H=128, T=300, S=500, N=1).draw()
     mask = arguments.arrays["mask"]
@@ -392,183 +343,3 @@ def test_poison_stays_with_those_who_see_it(of, largest: float, emulator: Emulat
         assert np.isnan(got[name][:, 70:].astype(np.float32)).all()
         before = got[name][:, :70].astype(np.float64)
         assert np.abs(before - want[:, :70]).max() < largest
-
-
-def test_numbers_that_halves_do_not_hold(emulator: Emulator):
-    """A column of 2^-32 of the largest keeps 7 bits: its rows are computed again."""
-    arguments = H("far apart", T=70, S=140, N=1).draw()
-    arguments.arrays["value"][..., 5] *= 2.0**-32
-    arguments.arrays["key"][:, 33] *= 2.0**-20
-    arguments.arrays["query"][:, 3] *= 2.0**-20
-    got, truth = emulator.run(arguments), arguments.truth()
-    wanted = {"out": truth.out, "dquery": truth.dq, "dkey": truth.dk, "dvalue": truth.dv}
-    for name, want in wanted.items():
-        error = np.abs(got[name] - want)
-        assert (error.max((0, 1, 2)) < 4e-6 * np.abs(want).max((0, 1, 2))).all(), name
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-def test_output_gradients_far_apart_take_tensor_cores(dim: int, emulator: Emulator):
-    """Rows of the output's gradient may be as small as they like: nothing is computed again."""
-    sources = _native.kernel_sources()
-    repair = "  if (!repair) return;\n"
-    assert repair in sources["backward_finish.cuh"]
-    sources["backward_finish.cuh"] = sources["backward_finish.cuh"].replace(repair, "  return;\n")
-    for case in (
-        H("far apart", H=dim, T=140, S=140, N=2, K=1, causal=True),
-        H("far apart", H=dim, T=70, S=70, N=1, scale=-0.3, with_lse=True, deterministic=True),
-    ):
-        arguments = case.draw()
-        exponents = np.random.default_rng(0).integers(-60, 20, arguments.dout.shape[:-1])
-        for x in (arguments.dout, *([] if arguments.dlse is None else [arguments.dlse[..., None]])):
-            x *= (2.0**exponents)[..., None].astype(x.dtype)
-        arguments.dout[:, 5] = 0.0
-        largest = np.abs(arguments.dout).max((2, 3))
-        if arguments.dlse is not None:
-            largest = np.maximum(largest, np.abs(arguments.dlse).max(2))
-        seen = np.maximum.accumulate(largest[:, ::-1], 1)[:, ::-1]  # by later queries
-        seen = seen if case.causal else seen[:, :1]
-        got, truth = emulator.run(arguments, sources=sources, seed=2), arguments.truth()
-        of_rows = {
-            "dquery": (truth.dq, largest),
-            "dkey": (truth.dk, seen),
-            "dvalue": (truth.dv, seen),
-        }
-        for name, (want, scale) in of_rows.items():
-            error = np.abs(got[name] - want).max((2, 3))
-            assert (error <= 1e-5 * scale + 1e-30).all(), name
-
-
-# ---- instructions that no kernel has yet ---------------------------------------------------------
-
-PRODUCT = """
-extern "C" __global__ void product(unsigned short* memory) {  // a [16, 16], b [8, 16], d [16, 8]
-  __shared__ alignas(16) unsigned short tile[16 * 16 + 8 * 16];
-  const unsigned start = __cvta_generic_to_shared(tile), lane = threadIdx.x;
-  for (unsigned i = lane; i < 48; i += 32) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(start + 16 * i),
-                 "l"(memory + 8 * i));
-  }
-  asm volatile("cp.async.commit_group;");
-  asm volatile("cp.async.wait_group %0;" ::"n"(0) : "memory");
-  __syncwarp();
-  unsigned a[4], b[2];
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(start + lane % 16 * 32 + lane / 16 * 16));
-  // B^T lies in memory by rows of 16: its columns are rows of an operand that is not transposed.
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2LAYOUT.shared.b16 {%0, %1}, [%2];"
-               : "=r"(b[0]), "=r"(b[1])
-               : "r"(start + 512 + ADDRESS));
-  float d[4] = {1, 1, 1, 1};
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  float* result = reinterpret_cast<float*>(memory + 384);
-  for (int i = 0; i < 4; ++i) {
-    result[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
-  }
-}
-"""
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_products_of_a_warp(transposed: bool, emulator: Emulator):
-    rng = np.random.default_rng(0)
-    a, b = (rng.integers(-8, 8, (rows, 16)).astype(DTYPES["bfloat16"]) for rows in (16, 8))
-    stored = np.ascontiguousarray(b.T) if transposed else b
-    memory = np.concatenate([a.ravel().view(np.uint16), stored.ravel().view(np.uint16)])
-    text = PRODUCT.replace("LAYOUT", ".trans" if transposed else "").replace(
-        "ADDRESS", "lane % 16 * 16" if transposed else "lane % 8 * 32 + lane / 8 % 2 * 16"
-    )
-    got = emulator.run_kernel(text, np.append(memory, np.zeros(256, np.uint16)))
-    want = 1 + a.astype(np.float32) @ b.astype(np.float32).T
-    np.testing.assert_array_equal(got[384:].view(np.float32).reshape(16, 8), want)
-
-
-def test_an_instruction_that_is_not_known_is_named(emulator: Emulator):
-    text = 'extern "C" __global__ void kernel(int*) { asm volatile("vote.sync.any.pred p, q;"); }'
-    with pytest.raises(RuntimeError, match=r"has no instruction vote\.sync\.any"):
-        emulator.run_kernel(text, np.zeros(1, np.int32))
-
-
-# ---- the emulator sees what is wrong -----------------------------------------------------------
-
-
-def broken(file: str, old: str, new: str) -> dict[str, str]:
-    """The kernels' text with a mistake."""
-    sources = _native.kernel_sources()
-    assert old in sources[file]
-    return sources | {file: sources[file].replace(old, new, 1)}
-
-
-MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "new", "error"),
-    [
-        pytest.param(
-            "sm90/forward_warpgroup.cuh", "    release(key_empty());\n", "",
-            r"deadlock(.|\n)*threads 0: mbarrier .* 8 of 8 arrivals .*forward::Producer",
-            id="an arrival is missing",
-        ),
-        pytest.param(
-            "sm90/forward_warpgroup.cuh",
-            "ptx::barrier_wait(value_full(), value_ring.parity());", "",
-            "a CTA ends with copies in flight", id="values are not waited for",
-        ),
-        pytest.param(
-            "sm90/backward_scores.cuh", "  ptx::fence_async_proxy();\n", "",
-            "wgmma: byte .* was written by thread .* fence.proxy.async", id="no fence",
-        ),
-        pytest.param(
-            "sm90/forward_load.cuh", "head, block * kBlockKV, batch);",
-            "head + 1, block * kBlockKV, batch);",
-            "the box at column 0, head 1, row .* lies outside", id="another head",
-        ),
-        pytest.param(
-            "sm90/forward_units.cuh", "      if (!stored) continue;\n", "",
-            r"a store: \d+ bytes at byte \d+ of ", id="rows past the end",  # of the one below
-        ),
-        pytest.param(
-            "sm90/forward_warpgroup.cuh", "kQueryBytes * (kConsumers * query_stage() + warpgroup)",
-            "kQueryBytes * (kConsumers * query_stage() + warpgroup + 15)",
-            "wgmma: bytes .* of shared memory, which has", id="beyond shared memory",
-        ),
-        pytest.param(
-            "sm90/forward.cuh", "&shared.query_empty[stage][warpgroup]), 4)",
-            "&shared.query_empty[stage][warpgroup]), 5)", "deadlock", id="another count",
-        ),
-    ],
-)  # fmt: skip
-def test_mistakes_are_errors(file: str, old: str, new: str, error: str, emulator: Emulator):
-    with pytest.raises(RuntimeError, match=error):
-        emulator.run(MANY_BLOCKS, sources=broken(file, old, new))
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "new", "seed"),
-    [
-        pytest.param(
-            "sm90/forward_units.cuh", "        ptx::wgmma_wait<0>();\n        return true;",
-            "        return true;", BACKWARDS, id="a product is not waited for",
-        ),
-        pytest.param(
-            "sm90/forward_warpgroup.cuh", "kValueBytes / 8 * value_ring.barrier_offset()",
-            "kValueBytes / 8 * key_ring.barrier_offset()", IN_ORDER, id="another stage",
-        ),
-        pytest.param(
-            "sm90/backward_narrow.cuh",
-            "    ptx::barrier_wait(at(&Shared::gradient_full, buffer), "
-            "parity_of<kScoreStages>(iteration));\n", "", BACKWARDS,
-            id="dS of the other warpgroup is not waited for",
-        ),
-    ],
-)  # fmt: skip
-def test_mistakes_change_results(file: str, old: str, new: str, seed: int, emulator: Emulator):
-    got = emulator.run(MANY_BLOCKS, seed=seed, sources=broken(file, old, new))
-    with pytest.raises(AssertionError, match="beyond it"):
-        compare(MANY_BLOCKS, got)

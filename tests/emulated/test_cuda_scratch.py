@@ -13,9 +13,9 @@ from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
 from ..cases import Case
+from ..compare import compare_parts
+from ..emulated_cases import BACKWARDS
 from ..emulator import Emulator
-from .test_cuda_emulated import BACKWARDS
-from .test_cuda_sm80 import compare_parts
 
 # Queries and keys, heads, head dims.
 LENGTHS = itertools.product((1, 5, 16, 65, 129, 4096), (1, 16, 4096))

@@ -12,8 +12,8 @@ import pytest
 import jax_flash
 
 from ..cases import Arguments, Case
+from ..compare import compare_parts
 from ..emulator import Emulator
-from .test_cuda_sm80 import compare_parts
 
 # Batch rows b, queries t, keys s, two query heads for each of k key/value heads.
 DIMS = {

@@ -25,7 +25,8 @@ import numpy as np
 from jax_flash import _backends, _gpu, _native
 
 from .. import fake_cuda
-from ..cases import Arguments, AsIfLong
+from ..cases import Arguments
+from ..other_kernels import AsIfLong
 from . import translate
 
 HERE = Path(__file__).parent

@@ -14,8 +14,9 @@ import jax_flash
 from jax_flash import reference
 
 from ..cases import Case, fit, widest_dtype
-from .test_conformance import compare, refuses
-from .test_hidden_values import POISONS, normal
+from ..compare import compare, refuses
+from ..poison import POISONS
+from ..small import normal
 
 SENTINELS = np.array([-1, 0, 1, -2, 2**31 - 1, -(2**31)], np.int32)
 

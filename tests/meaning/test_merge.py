@@ -14,6 +14,7 @@ import pytest
 from jax_flash import flash_attention
 from jax_flash._merge import merge
 
+from ..cases import widest_dtype
 from ..small import normal
 
 B, T, S, N, K, H = 2, 9, 30, 4, 2, 8
@@ -181,3 +182,37 @@ def test_results_of_half_precision_are_merged_in_float32():
     # Weights and out are rounded to 8 bits in both parts.
     np.testing.assert_allclose(out, whole, atol=4 * 2**-8 * float(jnp.abs(whole).max()))
     np.testing.assert_allclose(lse, whole_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("keys", [0, 3])
+def test_partial_results_merge_with_a_sink(keys, backend):
+    """Softmax over two sets of keys, by out and lse of each: also where one set is empty."""
+    dtype = widest_dtype(backend)
+    q, k, v = (normal(i, 1, 5, 2, 16).astype(dtype) for i in range(3))
+    sinks = jnp.array([0.3, -2.0])
+
+    def merged(sinks, k):
+        call = functools.partial(
+            flash_attention, return_lse=True, backend=backend if keys else None
+        )
+        out, lse = call(q, k[:, :keys], v[:, :keys], sinks=sinks)
+        other, other_lse = flash_attention(
+            q, k[:, keys:], v[:, keys:], return_lse=True, backend=backend
+        )
+        total = jnp.logaddexp(lse, other_lse)
+        out = out * jnp.exp(lse - total)[..., None] + other * jnp.exp(other_lse - total)[..., None]
+        return jnp.sum(jnp.sin(out)) + jnp.sum(total), out
+
+    def whole(sinks, k):
+        out, lse = flash_attention(q, k, v, sinks=sinks, return_lse=True, backend=backend)
+        out = out.astype(jnp.float32)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(lse), out
+
+    limit = 1e-5 if dtype == "float32" else 3e-2
+    got, want = (
+        jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(sinks, k) for f in (merged, whole)
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=limit, atol=limit
+        )

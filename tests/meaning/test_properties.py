@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 import jax_flash
 
 from ..cases import Arguments, Case
+from ..compare import compare
 from ..conftest import BACKENDS
 from ..score_functions import SCORES
-from .test_conformance import compare
 
 EXAMPLES = hypothesis.settings().max_examples
 LENGTHS = st.one_of(

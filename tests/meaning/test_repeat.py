@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ..cases import Case, fit
+from ..compare import refuses
 from ..hopper import NEEDS_HOPPER
-from .test_conformance import refuses
 
 REPEATED = (
     Case("plain", T=200, S=330, deterministic=True, with_lse=True),

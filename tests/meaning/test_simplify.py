@@ -20,12 +20,12 @@ from jax_flash._call import Call
 from jax_flash._ops import passes
 from jax_flash._problem import Shapes
 
-from ..cases import AsWritten
-from ..emulated.test_cuda_emulated import C
+from ..compare import compare
+from ..devices import mesh_with
+from ..emulated_cases import C
 from ..emulator import Emulator
+from ..other_kernels import AsWritten
 from ..small import close, integers, normal
-from .test_conformance import compare
-from .test_context_parallel import mesh_of
 
 needs_module = pytest.mark.skipif(
     _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
@@ -192,7 +192,7 @@ def test_chunks_of_a_split_sequence_stay(devices: int):
         context_parallel.attention, axis_name="sequence", block_mask=mask_of(CHUNKS)
     )
     want = jax_flash.flash_attention(q, k, v, block_mask=mask_of(CHUNKS))
-    with jax.set_mesh(mesh_of(sequence=devices)):
+    with jax.set_mesh(mesh_with(sequence=devices)):
         close(jax.jit(call)(q, k, v), want, rtol=2e-6)
 
 

@@ -1,4 +1,4 @@
-"""How one GPU runs a problem: pure choices, tested without a GPU."""
+"""How a Hopper GPU runs a problem, and what is refused: pure choices, tested without a GPU."""
 
 import dataclasses
 import itertools
@@ -15,14 +15,9 @@ from jax_flash._ops import passes
 from jax_flash._ops.decode import Decode
 from jax_flash._problem import TERMS, Problem, Shapes, TermShape
 
-pytestmark = pytest.mark.quick
+from .plain_calls import DIMS, H200, PLAIN, SHAPES, replace_dims
 
-H200 = spec.GPUS["H200"]
-PLAIN = Problem(dtype="bfloat16", scale=0.125)
-SHAPES = Shapes(
-    batch=2, q_len=4096, kv_len=4096, q_heads=16, kv_heads=16, head_dim=128, value_dim=128
-)
-DIMS = [1, 8, 36, 64, 72, 96, 127, 128, 160, 192, 255, 256]
+pytestmark = pytest.mark.quick
 PASSES = ("forward", "backward")
 
 
@@ -38,10 +33,6 @@ def reasons(gpu: _gpu.GpuSpec = H200, shapes: Shapes = SHAPES, **change) -> list
     """Why each pass of a changed plain problem is refused."""
     problem = dataclasses.replace(PLAIN, **change)
     return [_gpu.refuse(call_of(which, problem), shapes, gpu) for which in PASSES]
-
-
-def replace_dims(head_dim: int, value_dim: int) -> Shapes:
-    return dataclasses.replace(SHAPES, head_dim=head_dim, value_dim=value_dim)
 
 
 @pytest.mark.parametrize("head_dim", DIMS)
@@ -231,37 +222,6 @@ def test_a_tiling_can_be_given(which):
     assert made.shared_bytes < plan(which).shared_bytes
 
 
-@pytest.mark.parametrize("arch", _gpu.sm80.Sm80.architectures)
-def test_backward_tilings_since_ampere_fit(arch: str):
-    gpu = dataclasses.replace(H200, name=arch, arch=arch)
-    family = _gpu.sm80.Sm80()
-    bias = TermShape("float32", batch=1, heads=1, queries=4096, keys=4096)
-    problems = [PLAIN] + [
-        dataclasses.replace(PLAIN, dtype="float32", precision=precision)
-        for precision in ("default", "highest")
-    ]
-    dims = (*DIMS[::4], 64, 128, 256, 257, 320, 511, 512)
-    for problem, head_dim, value_dim in itertools.product(problems, dims, dims):
-        shapes = replace_dims(head_dim, value_dim)
-        if family.refuse(passes(problem)["backward"], shapes, gpu):
-            # 16 rows each of queries, keys, values and output gradients do not fit.
-            columns = 64 * (-(-head_dim // 64) + -(-value_dim // 64))
-            assert problem.dtype == "float32"
-            assert 2 * 16 * columns * 2 * 2 > gpu.shared_bytes - 4096
-            continue
-        tiling = _gpu.sm80.choose_backward(problem, shapes, gpu)
-        assert tiling.shared_bytes <= gpu.shared_bytes
-        biased = dataclasses.replace(problem, terms=("bias",))
-        of_bias = _gpu.sm80.choose_backward(biased, dataclasses.replace(shapes, bias=bias), gpu)
-        assert max(of_bias.shared_bytes, of_bias.bias_shared_bytes) <= gpu.shared_bytes
-        assert tiling.threads <= 256  # of 255 registers each
-        # A warp's keys by its columns of dk and dv, 32 threads.
-        columns = sum(-(-dim // (16 * tiling.column_warps)) * 16 for dim in (head_dim, value_dim))
-        assert columns * tiling.row_tiles // 2 <= 128
-        # All warps have rows of dq, as many as of keys.
-        assert tiling.warps % (tiling.step_queries // (16 * tiling.row_tiles)) == 0
-
-
 @pytest.mark.parametrize("family", [_gpu.sm80, _gpu.sm90], ids=["sm80", "sm90"])
 @pytest.mark.parametrize(
     ("batch", "length", "heads", "kv_heads", "rows", "at_once"),
@@ -301,22 +261,6 @@ def test_scores_stored_for_a_shared_bias(family, batch, length, heads, kv_heads,
         assert not family.choose_backward(problem, other, H200).stores_dbias
 
 
-def test_backward_tilings_take_the_keys_that_fit():
-    """Every block of keys adds to the sum of dq once."""
-
-    def keys(gpu: str, dim: int) -> tuple[int, int]:
-        shapes = replace_dims(dim, dim)
-        tiling = _gpu.sm80.choose_backward(PLAIN, shapes, spec.GPUS[gpu])
-        return tiling.block_kv, tiling.step_queries
-
-    assert [keys("A100", dim) for dim in (64, 128, 192, 256)] == [
-        *((128, 64), (128, 64), (64, 64), (64, 64))
-    ]
-    assert [keys("L4", dim) for dim in (64, 128, 192, 256)] == [
-        *((128, 64), (128, 32), (64, 32), (32, 32))
-    ]
-
-
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 def test_teams_of_decoding_have_a_stage_each(dim):
     call = Decode(PLAIN, None)
@@ -335,14 +279,6 @@ def test_clusters_of_decoding_fit_beside_each_other(batch, cluster):
     """Clusters of 4 and 8 lie within a GPC: not in all of the 132 multiprocessors."""
     shapes = dataclasses.replace(SHAPES, batch=batch, q_len=1, kv_len=4096, kv_heads=8)
     assert _gpu.plan(Decode(PLAIN, None), shapes, H200).tiling.cluster == cluster
-
-
-def test_deterministic_units_of_a_head_are_apart():
-    """As many heads are walked together as there are CTAs: units of one wait for each other."""
-    shapes = dataclasses.replace(SHAPES, batch=16)
-    problem = dataclasses.replace(PLAIN, deterministic=True)
-    tiling = _gpu.sm80.choose_backward(problem, shapes, spec.GPUS["A100"])
-    assert tiling.l2_heads >= 108
 
 
 def test_plan_prints_what_was_chosen():
@@ -376,63 +312,3 @@ def test_refuses_nothing_that_the_kernels_have():
     }  # fmt: skip
     assert reasons() == [(), ()]
     assert reasons(**everything) == [(), ()]
-
-
-# ---- GPUs ---------------------------------------------------------------------------------------
-
-
-def test_unknown_gpu_name():
-    with pytest.raises(ValueError, match=r"gpu must be one of A100, .*H200.*, not 'H300'"):
-        spec.named("H300")
-
-
-@pytest.mark.parametrize(
-    ("reported", "model"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100 80GB PCIe", "A100"),
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H20", "H20"),
-        ("NVIDIA GH200 480GB", "GH200"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA GB200", "GB200"),
-    ],
-)
-def test_gpus_by_what_their_driver_reports(reported, model):
-    assert spec.named(reported) is spec.named(model) is spec.GPUS[model]
-
-
-@dataclasses.dataclass
-class Device:
-    device_kind: str
-    compute_capability: str
-    core_count: int = 100
-
-
-@pytest.mark.parametrize("other", ["NVIDIA GeForce RTX 3090 Ti", "NVIDIA A10G", "NVIDIA L40"])
-def test_gpus_of_similar_names_are_others(other):
-    with pytest.raises(ValueError, match="gpu must be one of"):
-        spec.named(other)
-    assert spec.of_device(Device(other, "8.6")) == spec.GpuSpec(other, "sm_86", 100)
-
-
-@pytest.mark.parametrize(
-    ("capability", "arch", "shared_kb"),
-    [("8.0", "sm_80", 163), ("8.9", "sm_89", 99), ("9.0", "sm_90a", 227), ("10.0", "sm_100", 227),
-     ("7.5", "sm_75", 48)],
-)  # fmt: skip
-def test_spec_of_a_device(capability, arch, shared_kb):
-    found = spec.of_device(Device("NVIDIA X", capability))
-    assert (found.name, found.arch, found.shared_bytes) == ("NVIDIA X", arch, shared_kb << 10)
-
-
-def test_spec_of_a_known_device():
-    assert spec.of_device(Device("NVIDIA H200", "9.0", 132)) is H200

@@ -1,0 +1,98 @@
+"""Arguments of a case that other kernels compute: those of long calls, or of what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from jax_flash import _gpu, _simplify
+from jax_flash._gpu import sm90
+
+from .cases import Arguments, Case
+
+# From how many queries and keys on a line's blocks are left out, or sums of dq take turns.
+_SHORTEST = (
+    (sm90.forward, "_FADING_QUERIES"),
+    (sm90.forward, "_FADING_KEYS"),
+    (sm90.backward, "_RING_SHORTEST"),
+    (sm90.backward, "_UNIT_STEPS"),
+)
+
+
+@dataclasses.dataclass
+class AsIfLong:
+    """Arguments whose few queries and keys have the kernels that many have elsewhere.
+
+    Args:
+      field: of a tiling that is chosen then,
+      value: and what it has to be.
+    """
+
+    arguments: Arguments
+    field: str
+    value: Any
+
+    @property
+    def case(self) -> Case:
+        return self.arguments.case
+
+    def run(self, backend: str, **options: Any) -> dict[str, Any]:
+        found = []
+
+        def noting(choose):
+            def chosen(*call):
+                tiling = choose(*call)
+                found.append(getattr(tiling, self.field, None))
+                return tiling
+
+            return chosen
+
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in _SHORTEST:
+                patch.setattr(module, name, 1)
+            for name in ("choose_forward", "choose_backward"):
+                patch.setattr(sm90, name, noting(getattr(sm90, name)))
+            jax.clear_caches()
+            try:
+                got = self.arguments.run(backend, **options)
+            finally:
+                jax.clear_caches()  # the same call would find these kernels
+        if self.value not in found:
+            raise ValueError(f"no tiling has {self.field} {self.value}, but {found}")
+        return got
+
+
+@dataclasses.dataclass
+class AsWritten:
+    """Arguments of a call that is computed as it is written, or not.
+
+    Args:
+      on: it is.
+      constant: of kernels, that says it is not; or several of which one does.
+    """
+
+    arguments: Arguments
+    on: bool
+    constant: str
+
+    @property
+    def case(self) -> Case:
+        return self.arguments.case
+
+    def run(self, backend: str, **options: Any) -> dict[str, Any]:
+        found, plan = set(), _gpu.plan
+
+        def planned(*call):
+            made = plan(*call)
+            found.add(any(made.constants.get(name) for name in self.constant.split()))
+            return made
+
+        with pytest.MonkeyPatch.context() as patch, _simplify.as_written(self.on):
+            patch.setattr(_gpu, "plan", planned)
+            got = self.arguments.run(backend, **options)
+        if found != {not self.on}:
+            raise ValueError(f"kernels are planned with {self.constant} {found}")
+        return got
