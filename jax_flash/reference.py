@@ -1,7 +1,8 @@
-"""The oracle: attention written as plainly as possible, with the meaning of `flash_attention`.
+"""Attention written as plainly as possible, with the meaning of `flash_attention`.
 
 No tiles, no tuning, no native code; memory grows with T x S. It computes in float32, or in float64
-when the inputs are float64, and JAX differentiates it. Every backend is tested against it.
+when the inputs are float64, and JAX differentiates it. Tests hold it against plain NumPy, and what
+JAX makes of a backend against it.
 """
 
 import math

@@ -8,13 +8,14 @@ import zlib
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
 from jax_flash._gpu import decode as family
 
 from . import numpy_oracle
-from .numpy_oracle import DTYPES
+from .numpy_oracle import DTYPES, rotated
 from .tolerance import FORWARD_FACTOR, check, tf32
 
 L = 200  # positions that a row may have, but where a case says otherwise
@@ -191,14 +192,6 @@ class Arguments:
         return out, lse
 
 
-def rotated(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
-    """Rotary embedding of [T, N, H] in float64, rounded to the type of x."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None, None] * base ** (-np.arange(half) / half)
-    turned = np.exp(1j * angles) * (x[..., :half] + 1j * x[..., half:].astype(np.float64))
-    return np.concatenate([turned.real, turned.imag], axis=-1).astype(x.dtype)
-
-
 @functools.lru_cache
 def jitted(options):
     def call(arrays):
@@ -333,3 +326,44 @@ def check_newest_values(run: Callable[[Arguments], jax_flash.Decoded], backend: 
     np.testing.assert_array_equal(finite, ~seeing)
     np.testing.assert_array_equal(np.asarray(got.out)[finite], np.asarray(clean.out)[finite])
     np.testing.assert_array_equal(got.lse, clean.lse)
+
+
+# ---- calls of other things than arithmetic -------------------------------------------------------
+
+
+def small(backend, T=2, pages=None, rows=3, N=4, K=2, seed=0, length=48) -> dict:
+    """Arrays of a call with new keys and values, for tests of other things than arithmetic."""
+    dtype = "bfloat16" if backend == "cuda" else "float32"
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    cache = (rows, length) if pages is None else (rows * length // pages + 1, pages)
+    arrays = {
+        "query": normal(rows, T, N, 16),
+        "key_cache": normal(*cache, K, 16),
+        "value_cache": normal(*cache, K, 16),
+        "lengths": jnp.asarray(rng.integers(T, length + 1, rows), jnp.int32),
+        "new_key": normal(rows, T, K, 16),
+        "new_value": normal(rows, T, K, 16),
+    }
+    if pages is not None:
+        table = rng.permutation(rows * length // pages).reshape(rows, -1)
+        arrays["page_table"] = jnp.asarray(table, jnp.int32)
+    return arrays
+
+
+def equal(got, expected):
+    """Checks that two trees are the same to the bit."""
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def alike(got, expected, backend, atol=0.0):
+    """Checks that two trees are the same, on "cuda" but for rounding: work is cut elsewhere."""
+    atol = 0.02 if backend == "cuda" else atol
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(*(z.astype("float32") for z in (x, y)), 0, atol),
+        got,
+        expected,
+    )

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: where they run, inputs, the oracle, and a spy on the handlers."""
+"""What the tests on a GPU share: where they run, inputs, the truth, and a spy on the handlers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from jax_flash import _gpu, _native, flash_attention
+
+from . import numpy_oracle
 
 _GPU = _gpu.spec.present()
 NEEDS_HOPPER = [
@@ -37,19 +39,26 @@ def attend(q, k, v, **options):
     return flash_attention(q, k, v, is_causal=True, backend="cuda", **options)
 
 
-def exact(q, k, v) -> np.ndarray:
-    """Causal attention in NumPy."""
+def exact(q, k, v, **cotangents: np.ndarray) -> numpy_oracle.Result:
+    """Causal attention in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
-    scores = np.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
-    hidden = np.arange(k.shape[1]) > np.arange(q.shape[1])[:, None]
-    p = np.exp(np.where(hidden, -np.inf, scores))
-    return np.einsum("bnts,bsnh->btnh", p / p.sum(-1, keepdims=True), v)
+    return numpy_oracle.attention(q, k, v, is_causal=True, **cotangents)
 
 
 def assert_right(out, q, k, v) -> None:
-    np.testing.assert_allclose(np.asarray(out, np.float64), exact(q, k, v), atol=2e-2, rtol=2e-2)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), exact(q, k, v).out, atol=2e-2, rtol=2e-2
+    )
+
+
+def near(got, want, name: str):
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    error = np.abs(got - want).max()
+    assert error <= 2e-2 * np.abs(want).max(), f"{name}: {error}"
+
+
+def stacked(count: int, **sizes):
+    return tuple(jnp.stack(x) for x in zip(*(draw(i, **sizes) for i in range(count)), strict=True))
 
 
 def assert_same_bits(got: Any, want: Any) -> None:

@@ -1,9 +1,13 @@
-"""Attention in plain numpy, with its gradients written out by hand.
+"""The oracle: attention in plain numpy, with its gradients written out by hand.
 
 It shares no line with the package: one batch row and one head at a time, the whole score matrix in
 memory, the derivative of each step spelled out. In float64 it is the truth that every backend is
 measured against; with every intermediate rounded to a narrower type it is the plain attention whose
 error sets the tolerance (see tolerance.py).
+
+Tests of what JAX makes of a call (derivatives of any order, transformations) need attention that
+JAX transforms as well: jax_flash.reference, a function of the package that this file judges
+(meaning/test_reference.py).
 """
 
 from __future__ import annotations
@@ -88,6 +92,14 @@ def dropout_keep(
     word = np.take_along_axis(words, which[..., None], axis=-1)[..., 0]
     draw = word >> (column % 2 * 16).astype(np.uint32) & np.uint32(0x7FFF)
     return draw >= round(rate * 2**15)
+
+
+def rotated(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
+    """Rotary embedding of [*B, T, N, H] at positions [*B, T], rounded to the type of x."""
+    half = x.shape[-1] // 2
+    angles = np.asarray(positions)[..., None, None] * base ** (-np.arange(half) / half)
+    turned = np.exp(1j * angles) * (x[..., :half] + 1j * x[..., half:].astype(np.float64))
+    return np.concatenate([turned.real, turned.imag], axis=-1).astype(x.dtype)
 
 
 def visible(

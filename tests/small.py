@@ -1,14 +1,13 @@
-"""Small arrays, plain attention and a comparison, for the tests of JAX's transformations."""
+"""Small arrays, functions and a comparison, for the tests of JAX's transformations."""
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
+from jax_flash import reference
 
 B, T, S, N, K, H = 2, 10, 14, 4, 2, 8
 KEY = jax.random.key
@@ -33,16 +32,6 @@ def qkv(dtype=jnp.float32, batch=(B,)) -> tuple[jax.Array, jax.Array, jax.Array]
     )
 
 
-def plain(q, k, v, bias=None, *, causal=False):
-    """Attention in four lines, for derivatives of any order: [B, T, N, H]."""
-    k, v = (jnp.repeat(x, q.shape[-2] // k.shape[-2], axis=-2) for x in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
-    scores = scores if bias is None else scores + bias
-    if causal:
-        scores = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
-
-
 def close(got, expected, rtol=1e-5):
     """Same structure, and equal to rtol of the largest value."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
@@ -65,10 +54,10 @@ def small_arguments():
     return (*(x[:1, :5] for x in qkv()), normal(3, 1, N, 5, 5))
 
 
-def ours_and_plain(backend: str):
-    """Causal attention of q, k, v, bias, by the package and by the four lines."""
+def ours_and_reference(backend: str):
+    """Causal attention of q, k, v, bias, by the backend and as plainly as possible."""
 
-    def ours(q, k, v, bias):
-        return jax_flash.flash_attention(q, k, v, bias=bias, is_causal=True, backend=backend)
+    def of(attention, **options):
+        return lambda q, k, v, bias: attention(q, k, v, bias=bias, is_causal=True, **options)
 
-    return ours, functools.partial(plain, causal=True)
+    return of(jax_flash.flash_attention, backend=backend), of(reference.attention)

@@ -14,14 +14,7 @@ from jax_flash import _gpu
 from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
-from .test_layers_own import (
-    BATCH,
-    EVERYTHING,
-    FEATURES,
-    HEADS,
-    LENGTH,
-    normal,
-)
+from .own_layers import BATCH, EVERYTHING, FEATURES, HEADS, LENGTH, normal
 
 
 def decode_nnx(layer, x, chunks, max_length):

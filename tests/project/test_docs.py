@@ -14,6 +14,8 @@ import pytest
 
 import jax_flash
 
+from .. import numpy_oracle
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text())
 
@@ -106,13 +108,8 @@ def test_no_section_of_a_docstring_begins_beside_its_name():
 # ---- decoding ------------------------------------------------------------------------------------
 
 
-def rotated(x: Any, positions: Any, base: float = 1e4) -> np.ndarray:
-    """The rotary embedding by complex numbers, x `[B, T, N, H]`."""
-    x = np.asarray(x, np.float64)
-    half = x.shape[-1] // 2
-    angles = np.asarray(positions)[..., None] * base ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[..., None, :]
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+def rotated(x: Any, positions: np.ndarray) -> np.ndarray:
+    return numpy_oracle.rotated(np.asarray(x, np.float64), positions, base=1e4)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +132,7 @@ def test_a_prompt_and_a_step_after_it(decoding: list[dict[str, Any]]):
             np.concatenate([np.asarray(x[row, :length]), np.asarray(new[row])])[None]
             for x, new in zip(draws, news, strict=True)
         )
-        query, key = (rotated(x, np.arange(length + 1)[None]) for x in (query, key))
+        query, key = (rotated(x, np.arange(length + 1)) for x in (query, key))
         exact = formula(query, key, value, np.tri(length + 1) > 0)[0]
         agree(found["prompt"][row, :length], exact[:length])
         agree(found["out"][row], exact[length:])
@@ -143,7 +140,7 @@ def test_a_prompt_and_a_step_after_it(decoding: list[dict[str, Any]]):
 
 def test_a_prompt_in_chunks(decoding: list[dict[str, Any]]):
     x, out = decoding[1]["x"], decoding[1]["out"]
-    turned = rotated(x, np.arange(64)[None])
+    turned = rotated(x, np.arange(64))
     agree(out, formula(turned, turned, x, np.tri(64) > 0))
 
 
@@ -177,33 +174,12 @@ AGE = np.arange(T)[:, None] - np.arange(T)  # of a key to a query
 CAUSAL = AGE >= 0
 
 
-def formula(
-    query: Any,
-    key: Any,
-    value: Any,
-    seen: Any,
-    *,
-    scale: float | None = None,
-    cap: float | None = None,
-    bias: Any = 0.0,
-    sinks: Any = None,
-) -> np.ndarray:
-    """Attention as the papers write it; seen `[T, S]` or `[B, T, S]`."""
+def formula(query: Any, key: Any, value: Any, seen: Any, **options: Any) -> np.ndarray:
+    """Attention in float64; seen `[T, S]` or `[B, T, S]`."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    group = query.shape[2] // key.shape[2]
-    key, value = (np.repeat(x, group, axis=2) for x in (key, value))
-    scores = np.einsum("btnh,bsnh->bnts", query, key)
-    scores = scores * (scale or 1 / math.sqrt(query.shape[-1])) + np.asarray(bias, np.float64)
-    if cap is not None:
-        scores = cap * np.tanh(scores / cap)
     seen = np.asarray(seen)
-    scores = np.where(seen[:, None] if seen.ndim == 3 else seen, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True).clip(min=-1e30))
-    total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        largest = scores.max(-1, keepdims=True)
-        total = total + np.exp(np.asarray(sinks, np.float64)[:, None, None] - largest)
-    return np.einsum("bnts,bsnh->btnh", weights / np.where(total == 0, 1, total), value)
+    mask = seen[:, None] if seen.ndim == 3 else seen
+    return numpy_oracle.attention(query, key, value, mask=mask, **options).out
 
 
 def agree(out: Any, exact: np.ndarray) -> None:
@@ -224,7 +200,7 @@ def test_gemma2(recipes: dict[str, Any], layer: int):
     query = 30 * query
     out = recipes["gemma2"](query, key, value, layer, sliding_window=5, query_pre_attn_scalar=9)
     seen = CAUSAL & (AGE < 5) if layer == 0 else CAUSAL
-    agree(out, formula(query, key, value, seen, scale=1 / 3, cap=50.0))
+    agree(out, formula(query, key, value, seen, scale=1 / 3, softcap=50.0))
 
 
 @pytest.mark.parametrize("layer", [4, 5])
@@ -237,7 +213,7 @@ def test_gemma3(recipes: dict[str, Any], layer: int):
 def test_gpt_oss(recipes: dict[str, Any], layer: int):
     sinks = draw(N, seed=3)
     out = recipes["gpt_oss"](*QKV, sinks, layer, sliding_window=5)
-    agree(out, formula(*QKV, CAUSAL & (AGE < 5) if layer == 0 else CAUSAL, sinks=sinks))
+    agree(out, formula(*QKV, CAUSAL & (AGE < 5) if layer == 0 else CAUSAL, sinks=np.asarray(sinks)))
 
 
 def test_t5(recipes: dict[str, Any]):
