@@ -26,7 +26,7 @@ def refuses(case: Case, backend: str) -> bool:
 
 
 def gradient_fields(arguments: Arguments) -> dict[str, str]:
-    """Of each gradient in what `Arguments.run` returns, the field of the truth."""
+    """The field of the truth for each gradient in what `Arguments.run` returns."""
     short = {"query": "dq", "key": "dk", "value": "dv"}
     return {f"d{name}": short.get(name, f"d{name}") for name in arguments.differentiable}
 

@@ -7,16 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from common.shapes import Cell
+from host import each, first
 
 from ..processes import child_environment
-
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-if not FOLDER.is_dir():
-    pytest.skip("needs the checkout's benchmarks/", allow_module_level=True)
-sys.path.insert(0, str(FOLDER))
-
-from common.shapes import Cell  # noqa: E402
-from host import each, first  # noqa: E402
+from .conftest import FOLDER
 
 # ---- the first call ------------------------------------------------------------------------------
 

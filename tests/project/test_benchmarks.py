@@ -12,7 +12,6 @@ import types
 from pathlib import Path
 
 import compare
-import first_call
 import pytest
 import scaling
 import train_step
@@ -260,29 +259,3 @@ def test_the_model_of_a_ring_takes_the_longer_of_compute_and_link():
         assert slow.sent(cell, devices) == sent
     both = scaling.Model(1e9, 1e9, 1.0).seconds(cell, 2)
     assert both > max(fast.seconds(cell, 2), slow.seconds(cell, 2))
-
-
-def test_a_first_call_is_the_sum_of_its_parts():
-    case = first_call.Case(32, True, "training", batch=1, length=32, model_dim=32)
-    found = first_call.measure("cold", case)
-    assert found["call"] == pytest.approx(found["lower"] + found["compile"] + found["run"])
-    assert 0 < found["again"] < found["compile"]
-    assert {*found["kernels"]} == ({"forward", "backward"} if found["device"] != "cpu" else set())
-
-
-def test_the_table_of_first_calls_sets_both_processes_beside_cudnn():
-    def answer(call: float, **kernels: float) -> dict:
-        return {"call": call, "kernels": {name: {"seconds": x} for name, x in kernels.items()}}
-
-    record = {
-        "head_dim": 128,
-        "causal": True,
-        "of": "training",
-        "cold": answer(2.5, forward=2.25, backward=1.75),
-        "warm": answer(0.25, forward=0.001, backward=0.0005),
-        "cudnn": answer(1.5),
-    }
-    row = "| 128 | forward + backward, causal | 2.50 | 2.25 and 1.75 | 0.25 | 1.0 and 0.5 | 1.50 |"
-    head, rule, *rows = first_call.table([record])
-    assert rows == [row]
-    assert head.count("|") == rule.count("|") == row.count("|")
