@@ -13,10 +13,13 @@ B, T, S, N, K, H = 2, 10, 14, 4, 2, 8
 KEY = jax.random.key
 
 
+def numpy_normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
 def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
     """Random numbers, by NumPy: jax.random compiles a program for each shape, of 0.1 s."""
-    drawn = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return jax.device_put(drawn.astype(dtype))
+    return jax.device_put(numpy_normal(seed, *shape).astype(dtype))
 
 
 def integers(seed: int, shape: tuple[int, ...], low: int, high: int) -> jax.Array:

@@ -19,6 +19,7 @@ from jax_flash._problem import Problem, Shapes
 
 from ..cases import BOTTOM_RIGHT, Arguments, Case
 from ..compare import compare_copies
+from ..conformance_cases import case_id
 from ..emulator import Emulator
 from ..tolerance import max_error
 
@@ -54,7 +55,7 @@ def scaled(arguments: Arguments, dout: float = 1.0, **factors: float) -> Argumen
     return dataclasses.replace(arguments, arrays=arrays, dout=arguments.dout * np.float32(dout))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_case(case: Case, emulator: Emulator):
     arguments = case.draw()
     got = emulator.run(arguments)
@@ -70,7 +71,7 @@ SINCE_AMPERE = (
 )
 
 
-@pytest.mark.parametrize("case", SINCE_AMPERE, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", SINCE_AMPERE, ids=case_id)
 def test_case_since_ampere(case: Case, emulator: Emulator):
     arguments = case.draw()
     compare_copies(arguments, emulator.run(arguments, gpu="A100"))
@@ -187,9 +188,7 @@ _GPU = _gpu.spec.present()
 @pytest.mark.gpu
 @pytest.mark.skipif(_GPU is None or _GPU.arch != "sm_90a", reason="needs a Hopper GPU")
 @pytest.mark.parametrize("family", ["sm90", "sm80"])
-@pytest.mark.parametrize(
-    "case", [*CASES, *SINCE_AMPERE], ids=lambda case: case.name.replace(" ", "-")
-)
+@pytest.mark.parametrize("case", [*CASES, *SINCE_AMPERE], ids=case_id)
 def test_case_on_a_gpu(case: Case, family: str):
     arguments = case.draw()
     with _gpu.prefer(family):

@@ -15,6 +15,7 @@ from jax_flash import _native
 
 from ..cases import BOTTOM_RIGHT, Case, dropout_words
 from ..compare import compare
+from ..conformance_cases import case_id
 from ..emulated_cases import BACKWARDS, IN_ORDER, C, H, check_orders
 from ..emulator import Emulator
 from ..numpy_oracle import DTYPES, dropout_keep
@@ -105,7 +106,7 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_case(case: Case, emulator: Emulator):
     check_orders(case.draw(), emulator.run)
 
@@ -177,7 +178,7 @@ def test_four_warpgroups_that_share_keys(emulator: Emulator):
         C("ring layout", T=140, S=260, N=4, K=2, batch=(5,), blocks=("11", 128), is_layout=True),
         C("ring causal 128", H=128, T=130, S=100, N=4, batch=(4,), causal=True),
     ],
-    ids=lambda case: case.name.replace(" ", "-"),
+    ids=case_id,
 )  # fmt: skip
 def test_sums_of_dq_in_a_ring(case: Case, emulator: Emulator):
     """More sets of heads than have a place: sums are finished, cleared and used again."""

@@ -9,6 +9,7 @@ from jax_flash import _native
 
 from ..cases import Case
 from ..compare import compare
+from ..conformance_cases import case_id
 from ..emulated_cases import IN_ORDER, H, check_orders
 from ..emulator import Emulator
 
@@ -22,7 +23,7 @@ HALVES = (
 )
 
 
-@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", HALVES, ids=case_id)
 def test_float32_in_halves(case: Case, emulator: Emulator):
     check_orders(case.draw(), emulator.run)
 

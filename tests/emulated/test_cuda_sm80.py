@@ -15,6 +15,7 @@ from jax_flash import _native
 
 from ..cases import Case
 from ..compare import compare, compare_parts
+from ..conformance_cases import case_id
 from ..emulated_cases import BACKWARDS, IN_ORDER, C
 from ..emulator import Emulator
 from ..poison import poisoned
@@ -35,12 +36,12 @@ def ada(emulator: Emulator):
     return functools.partial(emulator.run, gpu="RTX 4090", gradients=False)
 
 
-@pytest.mark.parametrize("case", CASES + SPLIT_CASES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", CASES + SPLIT_CASES, ids=case_id)
 def test_case(case: Case, a100):
     check_case(case, a100)
 
 
-@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", SMALL_CASES, ids=case_id)
 def test_case_in_little_shared_memory(case: Case, ada):
     check_case(case, ada)
 

@@ -15,6 +15,7 @@ import jax_flash
 
 from ..cases import BOTTOM_RIGHT, Case
 from ..compare import compare
+from ..conformance_cases import case_id
 from ..hopper import NEEDS_HOPPER, assert_same_bits, attend, draw, gradients, near
 from ..numpy_oracle import DTYPES
 
@@ -106,7 +107,7 @@ SHAPES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", SHAPES, ids=case_id)
 def test_shape(case: Case):
     arguments = case.draw()
     compare(arguments, arguments.run("cuda"))
@@ -145,7 +146,7 @@ OVERFLOWING = (  # logits that differ by several hundred within a row: weights b
 )
 
 
-@pytest.mark.parametrize("case", OVERFLOWING, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", OVERFLOWING, ids=case_id)
 def test_tiles_with_rows_that_overflow(case: Case):
     arguments = dataclasses.replace(case, spread=150.0, with_lse=True).draw()
     compare(arguments, arguments.run("cuda"))

@@ -12,13 +12,11 @@ from flax import nnx
 from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
+from ..small import numpy_normal as normal
+
 BATCH, LENGTH, FEATURES, HEADS = 2, 13, 32, 4
 FLASH = {"linen": flash_linen.attention_fn, "nnx": flash_nnx.attention_fn}
 STOCK = {"linen": nn.dot_product_attention, "nnx": nnx.dot_product_attention}
-
-
-def normal(seed, *shape) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def run_layer(api, attention_fn, x, *, calls=({},), **settings) -> list[Any]:

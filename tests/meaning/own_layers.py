@@ -10,6 +10,7 @@ from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
 from .. import numpy_oracle
+from ..small import numpy_normal as normal
 
 BATCH, LENGTH, FEATURES, HEADS, KV_HEADS, HEAD_DIM = 2, 13, 32, 4, 2, 8
 SOURCE = 9  # positions of the memory
@@ -21,10 +22,6 @@ EVERYTHING = {
     "softcap": 2.0,
     "use_sinks": True,
 }
-
-
-def normal(seed, *shape) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def make(api, x, memory=None, bound=None, **settings) -> Any:

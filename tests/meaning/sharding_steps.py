@@ -10,15 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 import jax_flash
 
-from .. import small
+from ..small import numpy_normal as normal
 
 B, T, S, N, K, H = 8, 12, 20, 16, 8, 8
 MESHES = ((8, 1), (4, 2), (1, 8))
 SHARDED = P("data", None, "model", None)  # of query, key, value
-
-
-def normal(seed, *shape):
-    return np.asarray(small.normal(seed, *shape))
 
 
 def qkv(kv_heads=K, heads=N):

@@ -14,7 +14,8 @@ from jax_flash import _gpu
 from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
-from .own_layers import BATCH, EVERYTHING, FEATURES, HEADS, LENGTH, normal
+from ..small import numpy_normal as normal
+from .own_layers import BATCH, EVERYTHING, FEATURES, HEADS, LENGTH
 
 
 def decode_nnx(layer, x, chunks, max_length):

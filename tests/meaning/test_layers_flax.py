@@ -14,6 +14,7 @@ from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
 from .. import numpy_oracle
+from ..small import numpy_normal as normal
 from .flax_layers import (
     BATCH,
     FEATURES,
@@ -24,7 +25,6 @@ from .flax_layers import (
     decode_linen,
     decode_nnx,
     linen_variables,
-    normal,
     random_mask,
     run_layer,
 )

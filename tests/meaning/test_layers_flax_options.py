@@ -12,6 +12,7 @@ import jax_flash
 from jax_flash import _native
 from jax_flash.layers import nnx as flash_nnx
 
+from ..small import numpy_normal as normal
 from .flax_layers import (
     BATCH,
     FEATURES,
@@ -21,7 +22,6 @@ from .flax_layers import (
     STOCK,
     decode_linen,
     decode_nnx,
-    normal,
     random_mask,
     run_layer,
 )

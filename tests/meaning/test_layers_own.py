@@ -16,6 +16,7 @@ import jax_flash
 from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
+from ..small import numpy_normal as normal
 from .own_layers import (
     BATCH,
     EVERYTHING,
@@ -26,7 +27,6 @@ from .own_layers import (
     SOURCE,
     in_float64,
     make,
-    normal,
     randomized,
 )
 

@@ -12,7 +12,8 @@ from flax import nnx
 from jax_flash.layers import linen as flash_linen
 from jax_flash.layers import nnx as flash_nnx
 
-from .own_layers import BATCH, FEATURES, HEAD_DIM, HEADS, LENGTH, SOURCE, make, normal, randomized
+from ..small import numpy_normal as normal
+from .own_layers import BATCH, FEATURES, HEAD_DIM, HEADS, LENGTH, SOURCE, make, randomized
 
 
 @pytest.mark.parametrize("normalize_qk", [False, True])

@@ -9,6 +9,7 @@ import pytest
 
 from ..cases import Case, fit
 from ..compare import refuses
+from ..conformance_cases import case_id
 from ..hopper import NEEDS_HOPPER
 
 REPEATED = (
@@ -21,7 +22,7 @@ REPEATED = (
 )
 
 
-@pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case", REPEATED, ids=case_id)
 def test_bitwise_repeat(case, backend):
     case = fit(case, backend)
     if refuses(case, backend):

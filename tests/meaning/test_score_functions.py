@@ -151,7 +151,8 @@ def test_arrays_may_be_narrow_integers_or_computed_within(qkv):
     def plain(score, batch, head, query, key):
         return score * jnp.exp(table)[head, 1] + wide[head, rows[batch, key]]
 
-    close(attend(q, k, v, score_mod=narrow), reference.attention(q, k, v, score_mod=plain))
+    got = jax.jit(lambda: attend(q, k, v, score_mod=narrow))()
+    close(got, jax.jit(lambda: reference.attention(q, k, v, score_mod=plain))())
 
     # Many scores share an element: their gradients are summed in float32, then rounded once.
     def f(table):
@@ -159,7 +160,7 @@ def test_arrays_may_be_narrow_integers_or_computed_within(qkv):
             attend(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, rows[b, j]]) ** 2
         )
 
-    got, want = jax.grad(f)(table), jax.grad(f)(wide)
+    got, want = (jax.jit(jax.grad(f))(x) for x in (table, wide))
     np.testing.assert_array_equal(got, want.astype(jnp.bfloat16))
 
 
@@ -182,8 +183,8 @@ def test_nothing_hidden_reaches_a_gradient(qkv):
         distance = jnp.maximum(jnp.arange(T)[:, None] - key, 0)
         return loss(reference.attention, q, rate, -rate * jnp.log1p(distance))
 
-    got = jax.grad(with_function, argnums=(0, 1))(q, 0.7)
-    close(got, jax.grad(with_bias, argnums=(0, 1))(q, 0.7))
+    got, want = (jax.jit(jax.grad(f, argnums=(0, 1)))(q, 0.7) for f in (with_function, with_bias))
+    close(got, want)
 
 
 @pytest.mark.parametrize("hides", ["lengths", "causality"])
@@ -321,7 +322,7 @@ def test_devices_of_shard_map_count_their_own(of_one_device):
     got = jax.jit(jax.grad(loss), static_argnums=1)(
         table, lambda q, k, v, table: attend(q, k, v, score_mod=gate(table))
     )
-    want = jax.grad(lambda table: jnp.sum(by_rows(q, k, v, table) ** 2))(table)
+    want = jax.jit(jax.grad(lambda table: jnp.sum(by_rows(q, k, v, table) ** 2)))(table)
     close(got, want, atol=1e-4)
 
 

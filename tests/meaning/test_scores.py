@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,20 +52,17 @@ def test_ready_made_functions_are_their_formulas():
     def by_head(x):
         return jnp.asarray(x)[:, None, None]
 
-    for f, bias in (
-        (scores.alibi(slopes), -by_head(slopes) * abs(distance)),
-        (scores.relative_position_table(table), near),
-        (
-            scores.distance_decay(rates, 2 * rates),
-            -by_head(rates) * jnp.log1p(2 * by_head(rates) * abs(distance)),
-        ),
-    ):
-        close(attend(q, k, v, score_mod=f), reference.attention(q, k, v, bias=bias))
+    decay = -by_head(rates) * jnp.log1p(2 * by_head(rates) * abs(distance))
     both = scores.compose(scores.relative_position_table(table), scores.softcap(1.5))
-    want = reference.attention(q, k, v, bias=near, softcap=1.5)
-    close(attend(q, k, v, score_mod=both), want)
-    want = reference.attention(q, k, v, score_mod=lambda s, b, h, i, j: 3 * jnp.tanh(s))
-    close(attend(q, k, v, score_mod=scores.tanh(jnp.float32(3))), want)
+    formulas = (
+        (scores.alibi(slopes), {"bias": -by_head(slopes) * abs(distance)}),
+        (scores.relative_position_table(table), {"bias": near}),
+        (scores.distance_decay(rates, 2 * rates), {"bias": decay}),
+        (both, {"bias": near, "softcap": 1.5}),
+        (scores.tanh(jnp.float32(3)), {"score_mod": lambda s, b, h, i, j: 3 * jnp.tanh(s)}),
+    )
+    got = jax.jit(lambda: [attend(q, k, v, score_mod=f) for f, _ in formulas])()
+    close(got, jax.jit(lambda: [reference.attention(q, k, v, **x) for _, x in formulas])())
 
 
 def test_buckets_are_those_of_t5():

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 
 from ..devices import collectives, mesh_of, mesh_with
-from .sharding_steps import SHARDED, B, H, K, N, S, T, close, normal, place, qkv
+from ..small import numpy_normal as normal
+from .sharding_steps import SHARDED, B, H, K, N, S, T, close, place, qkv
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])

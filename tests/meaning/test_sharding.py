@@ -23,6 +23,7 @@ import jax_flash
 from .. import numpy_oracle
 from ..cases import dropout_words
 from ..devices import collectives, mesh_of
+from ..small import numpy_normal as normal
 from .sharding_steps import (
     MESHES,
     OPERANDS,
@@ -33,7 +34,6 @@ from .sharding_steps import (
     S,
     T,
     close,
-    normal,
     place,
     qkv,
     sharded_and_single,

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 
 from ..devices import collectives, mesh_of
+from ..small import numpy_normal as normal
 from .sharding_steps import (
     MESHES,
     OPERANDS,
@@ -27,7 +28,6 @@ from .sharding_steps import (
     S,
     T,
     close,
-    normal,
     place,
     qkv,
     sharded_and_single,

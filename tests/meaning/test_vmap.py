@@ -13,7 +13,7 @@ import pytest
 import jax_flash
 
 from ..cases import BOTTOM_RIGHT
-from ..small import KEY, B, H, N, S, T, close, integers, normal, qkv
+from ..small import KEY, B, N, S, T, close, integers, normal, qkv
 
 # Batching is the primitives' own, so "cpu" stands for all; "xla" joins where operands meet.
 M = 3  # size of the mapped axis
@@ -157,12 +157,3 @@ def test_vmap_of_grad_of_an_unmapped_bias(host_backend):
     got = jax.vmap(gradient)(q, k, v)
     assert got.shape == (3, N, T, 1)
     close(got, jnp.stack([gradient(q[i], k[i], v[i]) for i in range(3)]), rtol=1e-4)
-
-
-def test_vmap_over_an_axis_of_size_zero_and_one(host_backend):
-    q, k, v = qkv()
-    for size in (0, 1):
-        got = jax.vmap(lambda q: jax_flash.flash_attention(q, k, v, backend=host_backend))(
-            jnp.stack([q])[:size]
-        )
-        assert got.shape == (size, B, T, N, H)
