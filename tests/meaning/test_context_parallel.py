@@ -215,7 +215,7 @@ def test_results_of_half_precision_are_merged_in_float32(ring_backend, has_bias,
 
 @pytest.mark.parametrize("inside", [False, True], ids=["jit", "shard_map"])
 def test_dropout_has_one_devices_pattern(inside):
-    """Also of tokens in another order, of which the pattern counts those of the sequence."""
+    """Tokens may be in another order: the pattern counts their places in the sequence."""
     mesh, order = mesh_with(data=2, seq=2, model=2), "zigzag"
     key, rate, length = jax.random.key(3), 0.4, 16
     zeros = np.zeros((B, length, N, H), np.float32)

@@ -40,7 +40,7 @@ def test_parameters_are_those_of_flax(api, normalize_qk):
 
 @pytest.mark.parametrize("more", ["use_bias", "normalize_qk", "use_sinks"])
 def test_parameters_that_are_left_over_are_refused(api, more):
-    """Those of a layer with more parameters, as of a checkpoint with biases."""
+    """A checkpoint may be one of a layer with more parameters, such as biases."""
     x, less = normal(1, BATCH, LENGTH, FEATURES), {"use_bias": False}
     _, params = make(api, x, **{**less, more: True})
     if api == "linen":
