@@ -22,7 +22,8 @@ from jax_flash import _gpu
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._ops import passes
 
-from .compile_cases import EVERYTHING, H200, PLAIN, SHAPES, Configurations, check, others, tuned
+from .compile_cases import EVERYTHING, H200, PLAIN, SHAPES, Configurations, check
+from .compile_lists import others, tuned
 
 pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
 

@@ -9,18 +9,8 @@ import pytest
 from jax_flash import _gpu, _native
 from jax_flash._ops import passes
 
-from .compile_cases import (
-    EVERYTHING,
-    H200,
-    PLAIN,
-    SHAPES,
-    biases,
-    check,
-    masks,
-    others,
-    split,
-    tuned,
-)
+from .compile_cases import EVERYTHING, H200, PLAIN, SHAPES, biases, check, masks, split
+from .compile_lists import others, tuned
 
 pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
 

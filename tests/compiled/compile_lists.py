@@ -1,0 +1,240 @@
+"""Which problems of 16 bits are compiled for Hopper: `tuned` always, `others` when all are asked.
+
+Under each name: the problem and its shapes.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+from jax_flash._problem import BlockMaskShape, TermShape
+
+from .compile_cases import (
+    DROPOUT,
+    FEATURES,
+    LENGTHS,
+    PLAIN,
+    PLAIN_DIMS,
+    POSITIONS,
+    SEGMENTS,
+    SHAPES,
+    Configurations,
+    biases,
+    dropouts,
+    functions_of_scores,
+    masks,
+    positions,
+)
+
+
+def tuned(name: str) -> Configurations:
+    """What is compiled always for a pass: plain kernels, and those that have spilled before."""
+    yield "128/128", PLAIN, SHAPES
+    for dims in PLAIN_DIMS:
+        shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
+        yield f"{dims[0]}/{dims[1]} causal", dataclasses.replace(PLAIN, window=(None, 0)), shapes
+    small = dataclasses.replace(SHAPES, head_dim=64, value_dim=64)
+    chosen = ["causal segments", "everything"]
+    backward = name == "backward"
+    if not backward:  # three warpgroups, or two since three would spill
+        chosen += ["softcap", "sinks", "lengths", "window"]
+        short = dataclasses.replace(small, batch=32, q_len=512, kv_len=512)
+        for window in ((None, None), (None, 0)):  # four warpgroups; two teams
+            yield f"64/64 short {window}", dataclasses.replace(PLAIN, window=window), short
+        bias = TermShape("float16", batch=1, heads=16, queries=4096, keys=4096)
+        shapes = dataclasses.replace(SHAPES, bias=bias)
+        for window in ((None, None), (None, 0)):
+            problem = dataclasses.replace(PLAIN, dtype="float16", terms=("bias",), window=window)
+            yield f"128 float16 bias, window {window}", problem, shapes
+        problem = dataclasses.replace(PLAIN, dtype="float16", terms=("bias",))
+        yield "64 float16 bias", problem, dataclasses.replace(small, bias=bias)
+    for feature in chosen:
+        yield f"64/64 {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), small
+        terms = ("block_numbers", "block_bits")
+        for block, dim, window in ((128, 64, (None, 0)), (64, 64, (None, None)), (128, 8, None)):
+            own = BlockMaskShape(batch=1, heads=1, block=block)
+            shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, block_mask=own)
+            problem = dataclasses.replace(
+                PLAIN, whole_blocks=True, terms=terms, window=window or (None, None)
+            )
+            yield f"{dim} layout of {block}, window {window}", problem, shapes
+    for name in ("deterministic causal", "deterministic segments") if backward else ():
+        yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
+    yield from rings() if backward else ()
+    yield from groups() if backward else ()
+    yield from functions_of_scores(("softcap", 256))
+    for name, problem, shapes in functions_of_scores(("alibi", 128)):
+        terms = ("dropout_state", *problem.terms)
+        yield f"{name}, dropout", dataclasses.replace(problem, **DROPOUT | {"terms": terms}), shapes
+    blocks = BlockMaskShape(batch=1, heads=16, block=128)
+    part = dataclasses.replace(
+        SHAPES, head_dim=256, value_dim=256, block_mask=blocks, drops_part=True
+    )
+    terms = ("block_numbers", "block_bits", *LENGTHS, "dropout_state")
+    problem = dataclasses.replace(PLAIN, window=(None, 0), **DROPOUT | {"terms": terms})
+    yield "256 block mask, lengths, a part of dropout", problem, part
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    both = dataclasses.replace(small, mask=mask, block_mask=blocks)
+    terms = ("mask", "block_numbers", "block_bits")
+    yield "64/64 both masks", dataclasses.replace(PLAIN, terms=terms), both
+
+
+def rings() -> Configurations:
+    """Backward kernels with the sum of dq in a ring."""
+    own = BlockMaskShape(batch=1, heads=1, block=128)
+    terms = ("block_numbers", "block_bits")
+    layout = dataclasses.replace(PLAIN, dtype="float16", whole_blocks=True, terms=terms)
+    for head_dim, value_dim in [(64, 64), (96, 72), (128, 128), (40, 128)]:
+        shapes = dataclasses.replace(SHAPES, batch=8, head_dim=head_dim, value_dim=value_dim)
+        of_layout = dataclasses.replace(shapes, q_len=16384, kv_len=16384, block_mask=own)
+        short = dataclasses.replace(shapes, batch=24, q_len=1025, kv_len=1024)
+        name = f"ring {head_dim}/{value_dim}"
+        yield name, PLAIN, short
+        yield f"{name} causal", dataclasses.replace(PLAIN, window=(None, 0)), short
+        yield f"{name} layout", layout, of_layout
+
+
+def groups() -> Configurations:
+    """Backward kernels whose units are some query heads of a group."""
+    for head_dim, value_dim in [(64, 64), (96, 72), (128, 128), (40, 128)]:
+        shapes = dataclasses.replace(
+            SHAPES, q_heads=16, kv_heads=4, head_dim=head_dim, value_dim=value_dim
+        )
+        causal = dataclasses.replace(PLAIN, window=(None, 0))
+        in_turns = dataclasses.replace(causal, deterministic=True)
+        segments = dataclasses.replace(in_turns, dtype="float16", terms=SEGMENTS)
+        name = f"groups {head_dim}/{value_dim}"
+        yield f"{name} causal", causal, dataclasses.replace(shapes, batch=16, q_len=2048)
+        yield f"{name} window", dataclasses.replace(PLAIN, window=(1024, 0)), shapes
+        yield f"{name} deterministic", in_turns, shapes
+        yield f"{name} segments, deterministic", segments, shapes
+
+
+def others() -> Configurations:
+    for dims in PLAIN_DIMS:  # whose causal kernels need more registers
+        shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
+        yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
+    yield from together()
+    for name, change in FEATURES.items():
+        yield name, dataclasses.replace(PLAIN, **change), SHAPES
+    odd = dataclasses.replace(SHAPES, q_len=4095)  # dq does not hold half of its own sum
+    for dim in (64, 128, 256):
+        shapes = dataclasses.replace(odd, head_dim=dim, value_dim=dim)
+        for turns in (False, True):
+            problem = dataclasses.replace(PLAIN, window=(None, 0), deterministic=turns)
+            yield f"{dim} causal odd{' deterministic' * turns}", problem, shapes
+    yield "grouped heads", PLAIN, dataclasses.replace(SHAPES, kv_heads=4)
+    for dims in [(100, 100), (33, 7), (127, 120), (255, 255)]:
+        shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
+        yield f"{dims[0]}/{dims[1]}", PLAIN, shapes
+    yield from masks()
+    yield from dropouts()
+    yield from biases()
+    yield from positions()
+    yield from functions_of_scores(
+        *itertools.product(("alibi", "softcap", "table"), (64, 128, 256))
+    )
+    everything = dataclasses.replace(PLAIN, **FEATURES["everything"])
+    yield "100/36 everything", everything, dataclasses.replace(SHAPES, head_dim=100, value_dim=36)
+
+
+def together() -> Configurations:
+    """Many features in one program, chosen so that none is spilled."""
+    mask = TermShape("bool", batch=2, heads=1, queries=4096, keys=4096)
+    bias = TermShape("bfloat16", batch=1, heads=16, queries=4096, keys=4096)
+    of_queries = dataclasses.replace(bias, dtype="float32", keys=1)
+    packed = {"q_len": 16, "kv_heads": 4}
+    window: dict[str, Any] = {"window": (1024, 100)}
+    causal: dict[str, Any] = {"window": (None, 0)}
+    many = (*LENGTHS, *SEGMENTS, *POSITIONS)
+    blocks = ("block_numbers", "block_bits")
+    layout: dict[str, Any] = DROPOUT | {"whole_blocks": True}
+    own = BlockMaskShape(batch=1, heads=1, block=128)
+    # Terms of each, and the head and value dims.
+    chosen: list[tuple[dict, dict, tuple[tuple[int, int], ...]]] = [
+        (window | {"terms": many}, {}, ((64, 64), (128, 128), (255, 255))),
+        (
+            causal | {"terms": (*many, "sinks"), "deterministic": True},
+            {},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            {"window": (1024, 0), "terms": (*many, "sinks"), "deterministic": True},
+            {},
+            ((256, 256),),
+        ),
+        (
+            causal | DROPOUT | {"terms": (*POSITIONS, "dropout_state"), "softcap": 30.0},
+            {},
+            ((64, 64), (128, 128), (256, 256)),
+        ),
+        (
+            {"window": (1024, 0), "terms": ("bias", *SEGMENTS, *POSITIONS), "softcap": 30.0},
+            {"bias": of_queries},
+            ((256, 256),),
+        ),
+        (window | {"terms": POSITIONS, "dtype": "float16"}, packed, ((33, 7),)),
+        (
+            causal | {"terms": ("bias", *LENGTHS, *POSITIONS, "sinks")},
+            {"bias": bias},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            {"window": (1024, 0), "terms": ("bias", *POSITIONS, "sinks"), "dtype": "float16"},
+            {"bias": bias},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            DROPOUT | {"window": (1024, None), "terms": ("mask", *POSITIONS, "dropout_state")},
+            {"mask": mask},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            DROPOUT
+            | {
+                "terms": ("bias", "mask", "dropout_state"),
+                "dropout_rate": 0.99,
+                "dtype": "float16",
+            },
+            {"bias": bias, "mask": mask},
+            ((64, 64), (128, 128)),
+        ),
+        (
+            causal | {"terms": ("bias", *blocks), "deterministic": True},
+            {"bias": bias, "block_mask": BlockMaskShape(batch=1, heads=16, block=128)},
+            ((64, 64),),
+        ),
+        (
+            causal
+            | layout
+            | {"terms": (*blocks, *SEGMENTS, *POSITIONS, "dropout_state"), "softcap": 30.0},
+            {"block_mask": own},
+            ((64, 64),),
+        ),
+        (
+            {"whole_blocks": True, "softcap": 30.0, "terms": ("bias", *blocks)},
+            {"bias": of_queries, "block_mask": own},
+            ((128, 128),),
+        ),
+        (
+            {"window": (1024, 0), "softcap": 30.0, "deterministic": True, "whole_blocks": True}
+            | {"terms": (*blocks, *LENGTHS, "sinks")},
+            {"block_mask": own},
+            ((256, 256),),
+        ),
+    ]
+    for change, of, dims in chosen:
+        problem = dataclasses.replace(PLAIN, **change)
+        for head_dim, value_dim in dims:
+            shapes = dataclasses.replace(SHAPES, head_dim=head_dim, value_dim=value_dim, **of)
+            yield f"{head_dim}/{value_dim} {' '.join(problem.terms)}", problem, shapes
+    of_keys = dataclasses.replace(bias, queries=1)
+    for dim, dtype in [(64, "bfloat16"), (256, "float32")]:
+        for _, problem, shapes in functions_of_scores(("alibi", dim)):
+            problem = dataclasses.replace(problem, terms=("bias", *problem.terms), window=(None, 0))
+            shapes = dataclasses.replace(shapes, bias=dataclasses.replace(of_keys, dtype=dtype))
+            yield f"{dim} alibi as a function and bias of keys", problem, shapes
+    for _, problem, shapes in functions_of_scores(("table", 64)):
+        problem = dataclasses.replace(problem, terms=("bias", *problem.terms))
+        shapes = dataclasses.replace(shapes, bias=of_queries)
+        yield "64 table as a function and bias of queries", problem, shapes
