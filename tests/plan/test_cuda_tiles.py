@@ -85,29 +85,19 @@ def test_tilings_where_multiprocessors_are_not_known(which):
 
 
 def test_terms_that_hold_registers_leave_two_warpgroups():
-    """At head dim 64 three of them: with segments alone or lengths alone, not with both."""
-    narrow = replace_dims(64, 64)
-    lengths = ("query_lengths", "key_value_lengths")
-    segments = ("query_segments", "key_value_segments")
-    for terms, consumers, drains in [
-        ((), 3, False), (("sinks",), 3, False), (lengths, 3, True), (segments, 3, True),
-        ((*segments, "sinks"), 2, False), ((*lengths, *segments), 2, False),
+    """At head dim 64 three of them, that drain or not, where they do not spill."""
+    lengths = {"terms": ("key_value_lengths",)}
+    mask = {"terms": ("mask", "key_value_lengths")}
+    dropout = {"terms": ("dropout_state",), "dropout_rate": 0.1}  # not timed
+    for change, consumers, drains in [
+        ({}, 3, False), ({"window": (128, 0)}, 3, False), (lengths, 3, True), (mask, 2, False),
+        (dropout, 2, False),
     ]:  # fmt: skip
-        problem = dataclasses.replace(PLAIN, terms=terms)
-        made = plan("forward", problem, narrow)
-        assert made.tiling.consumers == consumers, terms
-        assert made.constants["kDrains"] == drains, terms
-
-
-@pytest.mark.parametrize(("head_dim", "drains"), [(64, True), (128, False)])
-def test_three_warpgroups_with_a_softcap_wait_for_the_weights_registers(head_dim, drains):
-    """So they do with a window beside a term, not with one by itself."""
-    dims = replace_dims(head_dim, head_dim)
-    window, sinks = {"window": (128, 0)}, {"terms": ("sinks",)}
-    assert not plan("forward", dataclasses.replace(PLAIN, **window), dims).constants["kDrains"]
-    for change in (window | sinks, {"softcap": 30.0}, {"softcap": 30.0} | sinks):
         problem = dataclasses.replace(PLAIN, **change)
-        assert plan("forward", problem, dims).constants["kDrains"] == drains, change
+        made = plan("forward", problem, replace_dims(64, 64))
+        assert made.tiling.consumers == consumers, change
+        assert made.constants["kDrains"] == drains, change
+        assert not plan("forward", problem).constants["kDrains"], change
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 128), (192, 128), (256, 256)])

@@ -16,7 +16,7 @@ from jax_flash._gpu.plan import Number, Plan
 from jax_flash._gpu.sm90.backward import BackwardTiling, choose_backward
 from jax_flash._gpu.sm90.backward_launch import backward_launch
 from jax_flash._gpu.sm90.backward_schedule import backward_constants
-from jax_flash._gpu.sm90.forward import HELD, choose_forward
+from jax_flash._gpu.sm90.forward import choose_forward
 from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
@@ -24,6 +24,14 @@ from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import is_bare, is_highest
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
+
+# The terms that the kernels compute.
+_COMPUTED = (
+    *("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"),
+    *("query_positions", "key_value_positions", "sinks", "mask", "bias", "dropout_state"),
+    "score_ids",
+    *("block_numbers", "block_bits"),
+)
 
 
 class Sm90(Family):
@@ -48,7 +56,7 @@ class Sm90(Family):
         reasons += [f"{kernels} take head dims up to {widest}, not {dim}" for dim in wide]
         if halves and not is_bare(problem):
             reasons.append(f"{kernels} take float32 without terms, softcap or function of scores")
-        absent = [term for term in problem.terms if term not in HELD]
+        absent = [term for term in problem.terms if term not in _COMPUTED]
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
         reasons += refuse_functions(call)
         return tuple(dict.fromkeys(reasons))

@@ -13,6 +13,7 @@ from jax_flash._gpu import emit
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.spills import spills
 from jax_flash._gpu.traits import (
     bytes_of_bias,
     group_size,
@@ -26,27 +27,11 @@ from jax_flash._gpu.traits import (
 )
 from jax_flash._problem import Problem, Shapes
 
-# The terms that the kernels compute -> how many 32-bit values of each a thread of the forward's
-# consumers keeps through the walk over the keys.
-HELD = {
-    "query_lengths": 1,
-    "key_value_lengths": 1,
-    "query_segments": 1,
-    "key_value_segments": 1,
-    "query_positions": 2,  # the ends of what a query sees
-    "key_value_positions": 1,
-    "sinks": 1,
-    "mask": 2,  # a word for each of its two queries
-    "block_numbers": 2,  # bits are read where they are tested; no other term beside them
-    "block_bits": 0,
-    "dropout_state": 3,  # and what its draws pass through
-    "bias": 32,
-    "score_ids": 0,  # read once a unit
-}
-# Beside them three warpgroups, of 160 registers a thread, have room for a mask alone, and in the
-# registers that the weights had before (`drains`) for lengths alone or segments alone; with more
-# ptxas spills, and two warpgroups, of 240, are faster.
-_HELD_BY_THREE_WARPGROUPS = 2
+# Candidates that some terms make spill, as spills_table.py has them.
+FOUR = "sm90 forward: four warpgroups"
+TWO_TEAMS = "sm90 forward: two teams"
+THREE = "sm90 forward: three warpgroups"
+THREE_DRAIN = "sm90 forward: three warpgroups that drain"
 
 
 def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
@@ -100,6 +85,9 @@ class _Forward:
     def bytes_of_bias(self) -> int:
         return bytes_of_bias(self.shapes.bias)
 
+    def spills(self, candidate: str) -> bool:
+        return spills(candidate, self.problem, self.shapes)
+
     def has(self, *terms: str) -> bool:
         return any(term in self.problem.terms for term in terms)
 
@@ -146,9 +134,9 @@ class _Forward:
         3 to 13 % at T 512, 2 to 3 % at T 2048.
         """
         lengths = known(self.shapes.q_len, 4096), known(self.shapes.kv_len, 4096)
-        # Beside a negative scale 20 bytes of float16 would be spilled.
-        fits = self.shapes.value_dim > 16 and self.problem.scale > 0 and not self.problem.split
-        return self.is_plain and max(lengths) <= 2048 and fits and self.packed_heads == 1
+        short = self.is_plain and max(lengths) <= 2048 and self.packed_heads == 1
+        # Copies of float32 were not timed.
+        return short and not self.problem.split and not self.spills(TWO_TEAMS)
 
     @property
     def fills_fours(self) -> bool:
@@ -207,42 +195,28 @@ class _Forward:
         return shared and self.widest <= 64 and self.has_bias_alone
 
     @property
-    def walk_drains(self) -> bool:
-        """Three warpgroups need the registers that the weights had before, for the walk."""
-        if self.has_blocks_alone and self.shapes.block_mask is not None:
-            return self.shapes.block_mask.block % 128 != 0  # more loads of bits
-        # A softcap, and beside terms a window's left side, take registers in the walk too, a sink
-        # after it. A mask's words find some beside the weights.
-        walked = {*self.problem.terms} - {"sinks", "score_ids", "mask"}
-        return bool(walked) or self.is_capped or (self.has_left and not is_bare(self.problem))
+    def may_be_three(self) -> bool:
+        """Three warpgroups are faster than two, but for heads that share a block: of few rows.
+
+        Not timed are positions, dropout, pieces of 16 keys of a block mask, and a bias that TMA
+        does not load or beside anything but causality. What a function of scores takes of their
+        registers no table knows: up to 328 bytes spilled beside terms, 64 alone with remainders.
+        """
+        score, block = self.problem.score, self.shapes.block_mask
+        timed = not self.has("query_positions", "dropout_state")
+        timed = timed and (block is None or block.block % 32 == 0)
+        timed = timed and (self.has_bias_alone or not self.has("bias"))
+        beside = {*self.problem.terms} - {"sinks", "score_ids"}
+        alone = not (beside or self.is_capped or self.has_left)
+        fits = score is None or (alone and not emit.has_remainders(score))
+        return self.widest <= 64 and self.packed_heads == 1 and timed and fits
 
     @property
-    def drains(self) -> bool:
-        """The same, for the walk or for a function of scores."""
+    def is_long_function(self) -> bool:
         score = self.problem.score
-        return self.walk_drains or (score is not None and not emit.is_light(score))
-
-    @property
-    def is_crammed(self) -> bool:
-        """Three warpgroups would spill even so."""
-        score, blocks = self.problem.score, self.shapes.block_mask
-        held = sum(HELD[term] for term in self.problem.terms)
-        return (
-            held > _HELD_BY_THREE_WARPGROUPS
-            # A function of scores beside these spills up to 328 bytes; alone, with remainders, 64.
-            or (score is not None and (self.walk_drains or emit.has_remainders(score)))
-            # 8 bytes beside a softcap; 124 of pieces of 16 keys.
-            or (blocks is not None and (self.is_capped or blocks.block % 32 != 0))
-            or (self.has("mask") and (self.is_mapped or self.is_capped))  # 16 bytes
-        )
+        return score is not None and not emit.is_light(score)
 
     # Block masks.
-
-    @property
-    def has_blocks_alone(self) -> bool:
-        """Nothing but a block mask."""
-        alone = self.problem.terms == ("block_numbers", "block_bits") and not self.is_mapped
-        return alone and self.problem.window == (None, None) and not self.is_capped
 
     @property
     def is_layout(self) -> bool:
@@ -250,10 +224,7 @@ class _Forward:
 
     @property
     def is_roomy_layout(self) -> bool:
-        """Two teams would spill 14 to 184 bytes with a window, smaller blocks, up to 16 values."""
-        block = 0 if self.shapes.block_mask is None else self.shapes.block_mask.block
-        whole = self.problem.window == (None, None) and block % 128 == 0
-        return self.is_layout and whole and self.shapes.value_dim > 16
+        return self.is_layout and not self.spills(TWO_TEAMS)
 
     # Registers of the producer.
 
@@ -310,14 +281,16 @@ class _Forward:
         return min(most, 48 if full else 64)
 
 
-def _row(when: Callable[[_Forward], bool], **tiling: Any) -> tuple[Any, dict[str, Any]]:
-    return when, tiling
+def _row(when: Callable[[_Forward], bool], spills: str = "", **tiling: Any) -> Any:
+    return when, spills, tiling
 
 
-# The forward's tilings: of the first row that holds. What a row does not name is _Forward's answer
-# of that name (_COMMON), two consumers, or ForwardTiling's default.
+# The forward's tilings: of the first row that holds and, where it is a candidate by name, does not
+# spill. What a row does not name is _Forward's answer of that name (_COMMON), two consumers, or
+# ForwardTiling's default.
 _COMMON = ("block_kv", "packed_heads", "dynamic", "l2_heads", "producer_registers")
 _COMMON += ("tma_loads", "halves", "batches_together")
+_OF_THREE = {"block_kv": 128, "consumers": 3, "stages": 4, "query_stages": 2, "ping_pong": False}
 _FORWARD = (
     # float32 in halves: a tile has two planes.
     _row(
@@ -335,24 +308,10 @@ _FORWARD = (
     _row(lambda x: not x.tma_loads and x.widest <= 128, query_stages=2),
     _row(lambda x: not x.tma_loads),
     # Head dims up to 64.
-    _row(
-        lambda x: x.widest <= 64 and x.has_bias_alone and x.is_float16,
-        block_kv=128,
-        consumers=3,
-        query_stages=2,
-        ping_pong=False,
-        drains=True,  # 274 bytes would be spilled; causal 8 are
-    ),
-    _row(
-        lambda x: x.widest <= 64 and x.has_bias_alone,
-        block_kv=128,
-        consumers=3,
-        query_stages=2,
-        ping_pong=False,
-    ),
     # Four warpgroups that share keys and values: half the loads of two teams, 1 to 2 %.
     _row(
         lambda x: x.widest <= 64 and x.is_short and x.fills_fours,
+        spills=FOUR,
         block_kv=64,
         consumers=4,
         stages=10,
@@ -376,29 +335,13 @@ _FORWARD = (
         query_stages=2,
         producer_registers=40,
     ),
-    # Heads that share a block are of few rows.
-    _row(
-        lambda x: x.widest <= 64 and (x.is_crammed or x.packed_heads > 1),
-        stages=4,
-        query_stages=2,
-    ),
-    _row(
-        lambda x: x.widest <= 64 and x.drains,
-        block_kv=128,
-        consumers=3,
-        stages=4,
-        query_stages=2,
-        ping_pong=False,
-        drains=True,
-    ),
-    _row(
-        lambda x: x.widest <= 64,
-        block_kv=128,
-        consumers=3,
-        stages=4,
-        query_stages=2,
-        ping_pong=False,
-    ),
+    # Three warpgroups, of 160 registers a thread, are 5 to 18 % faster than two, of 240. Where they
+    # drain, a softmax has the registers that the weights had before.
+    _row(lambda x: x.may_be_three and not x.is_long_function, spills=THREE, **_OF_THREE),
+    # 8 bytes are spilled of float16 when causal; two warpgroups take a fifth longer (bfloat16).
+    _row(lambda x: x.may_be_three and x.has_bias_alone, drains=True, **_OF_THREE),
+    _row(lambda x: x.may_be_three, spills=THREE_DRAIN, drains=True, **_OF_THREE),
+    _row(lambda x: x.widest <= 64, stages=4, query_stages=2),
     # 3 to 11 % by the producer's registers.
     _row(lambda x: x.widest <= 128 and x.is_layout, stages=3, producer_registers=40),
     _row(lambda x: x.widest <= 128, stages=3),
@@ -409,7 +352,11 @@ _FORWARD = (
 def _choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """The same, but for how a bias is loaded."""
     asked = _Forward(problem, shapes, gpu)
-    chosen = next(tiling for holds, tiling in _FORWARD if holds(asked))
+    chosen = next(
+        tiling
+        for holds, candidate, tiling in _FORWARD
+        if holds(asked) and not (candidate and asked.spills(candidate))
+    )
     common: dict[str, Any] = {name: getattr(asked, name) for name in _COMMON}
     return ForwardTiling(shapes.head_dim, shapes.value_dim, **{"consumers": 2, **common, **chosen})
 

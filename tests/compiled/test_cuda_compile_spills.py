@@ -1,0 +1,36 @@
+"""Compiles candidates that the table of spills has: with a set of its traits and with less."""
+
+import dataclasses
+
+import pytest
+
+from jax_flash import _explain, _gpu
+from jax_flash._gpu.sm90 import forward
+from jax_flash._ops import passes
+from tests.spills import CANDIDATES, H200, call_with, plan_of
+
+from .compile_cases import check
+
+pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
+
+# A set of each candidate, of those that spill most.
+SETS = {
+    forward.TWO_TEAMS: "blocks_of_128 left",
+    forward.THREE: "query_segments",
+    forward.THREE_DRAIN: "blocks_of_128 query_segments",
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_candidate_spills_where_the_table_says_so(name: str):
+    found = frozenset(SETS[name].split())
+    tried = plan_of(name, found)
+    assert tried is not None
+    report = _explain.compile_plan(tried)
+    assert sum(entry.spill_bytes for entry in report.entries) > 0
+    parts = [plan_of(name, found - {trait}) for trait in sorted(found)]
+    check(next(part for part in parts if part is not None), seconds=5)
+    candidate = CANDIDATES[name]
+    problem, shapes = call_with(found, candidate)
+    chosen = _gpu.plan(passes(problem)[candidate.which], shapes, H200)
+    check(dataclasses.replace(chosen, beside=""), seconds=5)
