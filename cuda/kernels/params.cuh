@@ -3,6 +3,14 @@
 // is made that follows the constants of the generated header.
 #pragma once
 
+// The offset of a member of a struct, bytes: NVRTC 12 has no __builtin_offsetof, C++ compilers, which
+// emulate the kernels, no __INTADDR__.
+#ifdef __CUDACC_RTC__
+#define JF_OFFSET_OF(type, member) __INTADDR__(&((type*)0)->member)
+#else
+#define JF_OFFSET_OF(type, member) __builtin_offsetof(type, member)
+#endif
+
 // A CUtensorMap (cuTensorMapEncodeTiled): 128 opaque bytes.
 struct alignas(64) TensorMap {
   unsigned char bytes[128];

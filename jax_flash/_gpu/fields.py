@@ -90,7 +90,7 @@ class Struct:
         for struct in (self, *nested.values()):
             # What is generated has the order of these fields, what is in params.cuh may not.
             told = struct._places[-1:] if struct is self else struct._places
-            holds = [f"__builtin_offsetof({struct.name}, {x.name}) == {at}" for x, at in told]
+            holds = [f"JF_OFFSET_OF({struct.name}, {x.name}) == {at}" for x, at in told]
             holds.append(f"sizeof({struct.name}) == {struct.bytes}")
             lines.append(f"static_assert({' && '.join(holds)});")
         return "\n".join(lines) + "\n"

@@ -9,7 +9,8 @@ from jax_flash._gpu import spills
 from jax_flash._gpu.spills_table import NVRTC, SPILLED
 from jax_flash._ops import passes
 from jax_flash._problem import TERMS
-from tests.spills import CANDIDATES, H200, TABLE, call_with, plan_of, text_of
+
+from ..spills import CANDIDATES, H200, TABLE, call_with, plan_of, text_of
 
 pytestmark = pytest.mark.quick
 
