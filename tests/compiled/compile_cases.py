@@ -230,6 +230,7 @@ def split() -> Configurations:
 # Dynamic shared memory by source: types that kernels lay over it, and the bytes they are given.
 SHARED = {
     "sm90/forward.cuh": {"forward::Shared[kTeams]": "kLaunchSharedBytes"},
+    "sm90_float32/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
     "sm80/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
     "sm80/backward.cuh": {
         "backward::Shared": "kLaunchSharedBytes",

@@ -15,7 +15,7 @@
 //   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   bool kCarried, kRest      of a call that two programs share (element.cuh)
-//   bool kHalves              float32 as two float16 (halves.cuh, cuda/ampere.md)
+//   bool kHalves              float32 as two float16: sm90_float32/forward.cuh
 //   int kParts                of an element, planes of a tile: 2 with kHalves, else 1
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)
@@ -62,54 +62,6 @@
 //   and with kBiasTiles kStages * kConsumers * 64 * kBlockKV elements of the bias.
 #pragma once
 
-#include "sm90/forward_load.cuh"
-#include "sm90/forward_units.cuh"
-
-extern "C" __global__ void __launch_bounds__(forward::kThreads, 1)
-    flash_forward(const __grid_constant__ ForwardParams p) {
-  using namespace forward;
-  if (is_left_to_other(p)) return;
-  extern __shared__ unsigned char dynamic_shared[];
-  const int warp = ptx::warp_index();
-  const int team = kTeams == 1 ? 0 : warp < 4 ? warp : (warp / 4 - 1) / kConsumers;
-  Shared& shared = reinterpret_cast<Shared*>(dynamic_shared)[team];
-
-  if (kTeams == 1 ? threadIdx.x == 0 : warp < kTeams && threadIdx.x % 32 == 0) {
-    if constexpr (kTmaLoads) {
-      ptx::prefetch_tensor_map(&p.query);
-      ptx::prefetch_tensor_map(&p.key);
-      ptx::prefetch_tensor_map(&p.value);
-    }
-    for (int stage = 0; stage < kQueryStages; ++stage) {
-      for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
-        ptx::barrier_init(ptx::shared_address(&shared.query_full[stage][warpgroup]), kLoadWarps);
-        ptx::barrier_init(ptx::shared_address(&shared.query_empty[stage][warpgroup]), 4);
-      }
-    }
-    ptx::barrier_init(ptx::shared_address(&shared.asked), kWarpsOfConsumers);
-    ptx::barrier_init(ptx::shared_address(&shared.finished), kWarpsOfConsumers);
-    for (int& slot : shared.repeats) slot = 0;
-    for (int stage = 0; stage < kStages; ++stage) {
-      ptx::barrier_init(ptx::shared_address(&shared.key_full[stage]), kLoadWarps);
-      ptx::barrier_init(ptx::shared_address(&shared.key_empty[stage]), kWarpsOfConsumers);
-      ptx::barrier_init(ptx::shared_address(&shared.value_full[stage]), kLoadWarps);
-      ptx::barrier_init(ptx::shared_address(&shared.value_empty[stage]), kWarpsOfConsumers);
-    }
-    ptx::barrier_init_fence();
-  }
-  __syncthreads();
-
-  if (warp < 4) {
-    ptx::register_decrease<kProducerRegisters>();
-    if (warp < (kTeams == 1 ? kLoadWarps : kTeams)) {
-      Producer producer{p, shared};
-      producer.run();
-    }
-  } else {
-    ptx::register_increase<kConsumerRegisters>();
-    // A brace for each base down to WarpgroupState.
-    const int warpgroup = warp / 4 - 1 - kConsumers * team;
-    Consumer consumer{{{{{{}, {}, {}, {}, {}, {}, {}, p, shared, warpgroup}}}}};
-    consumer.run();
-  }
-}
+#include "sm90/forward_operands.cuh"
+// What multiplies them.
+#include "sm90/forward_kernel.cuh"

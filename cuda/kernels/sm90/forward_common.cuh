@@ -4,7 +4,6 @@
 #pragma once
 
 #include "fragment.cuh"
-#include "halves.cuh"
 #include "ring.cuh"
 #include "rows.cuh"
 #include "sm90/key_blocks.cuh"
@@ -40,15 +39,18 @@ static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
 static_assert(kConsumers >= 2 && kConsumers <= 4);
 static_assert(kTeams == 1 || (kTmaLoads && !kPingPong && !kHasKeyValueLengths),
               "named barriers are a team's, and so are loads by four warps");
-static_assert(kTmaLoads ? kHalves || (kHeadDim % 8 == 0 && kValueDim % 8 == 0) : !kDynamic);
-static_assert(!kHalves || (halves::kRows % kBlockKV == 0 && kPackedHeads == 1 && kTmaLoads),
-              "a factor is that of a head's 64 rows");
+static_assert(kTmaLoads ? kParts > 1 || (kHeadDim % 8 == 0 && kValueDim % 8 == 0) : !kDynamic,
+              "planes are padded");
 static_assert(kWarpgroupRows % kPackedHeads == 0);
 static_assert((!kHasMask && !kHasBias && !kHasScoreFunction) || kPackedHeads == 1,
               "a unit has one head's mask, bias and function");
 static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kBlockKV % bias::kBoxKeys == 0));
 static_assert(!kFades || (kTakesLine && kScoreReach <= 0 && kTmaLoads && !kListsBlocks));
 static_assert(!kHasDropout || kPackedHeads == 1, "a thread's rows are queries 8 apart");
+
+// A thread's fragments: scores or exponentials of one block of keys, and the output.
+using Scores = float[kBlockKV / 2];
+using Output = float[kValueColumns / 2];
 
 // Units have numbers of the schedule. A unit that is walked a second time has its number with all
 // bits turned, and so has the end of second walks.

@@ -6,18 +6,6 @@
 #include "mask_plan.cuh"
 #include "sm90/forward_fading.cuh"
 
-// With kHalves a kernel goes ahead, a CTA for 64 rows of a head of queries, keys or values.
-extern "C" __global__ void __launch_bounds__(halves::kThreads)
-    split_float32(const __grid_constant__ ForwardParams p) {
-  if constexpr (kHalves) {
-    halves::Choice choice(blockIdx.x);
-    // Products of wgmma have one sum. The second half of what is below 2^-16 of the largest has few
-    // bits: of queries and keys that is lost in their logits, of values it would be the result's.
-    halves::offer_inputs(p, choice, halves::kOneSum, halves::kWideOfOneSum);
-    choice.split();
-  }
-}
-
 // With a mask a kernel goes ahead, see mask_plan.cuh: the last one, unless there are segments or
 // positions, so it zeroes the counter of units.
 extern "C" __global__ void __launch_bounds__(mask::kThreads)

@@ -44,10 +44,9 @@ struct Loads {
                                            p.kv_len - first_key);
       arrive(barrier);
     } else {
-      constexpr int kPlanes = halves::kPlanes;
-      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV, kPlanes> + more_bytes);
-      fetch_key_block<kDim, kBlockKV, kPlanes>(ptx::shared_address(buffer), map, barrier,
-                                               ptx::kEvictLast, head, block * kBlockKV, batch);
+      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV, kParts> + more_bytes);
+      fetch_key_block<kDim, kBlockKV, kParts>(ptx::shared_address(buffer), map, barrier,
+                                              ptx::kEvictLast, head, block * kBlockKV, batch);
     }
   }
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
@@ -63,9 +62,8 @@ struct Loads {
       if constexpr (kListsBlocks) {
         if (kTmaLoads || is_leader()) shared.block_list[stage] = listed.bits;
       }
-      load_block<halves::kCopied<kHeadDim>>(p.key, p.key_data, shared.key[stage],
-                                            &shared.key_full[stage], head, block, unit.batch,
-                                            kBiasBytes);
+      load_block<kHeadDim>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
+                           block, unit.batch, kBiasBytes);
       if constexpr (kBiasTiles) load_bias(unit, stage, block);
     }
   }
@@ -96,8 +94,8 @@ struct Loads {
     const int stage = ring.stage();
     if (loads()) {
       wait_empty(&shared.value_empty[stage], ring.parity());
-      load_block<halves::kCopied<kValueDim>>(p.value, p.value_data, shared.value[stage],
-                                             &shared.value_full[stage], head, block, batch);
+      load_block<kValueDim>(p.value, p.value_data, shared.value[stage], &shared.value_full[stage],
+                            head, block, batch);
     }
     ring.advance();
   }
@@ -159,12 +157,12 @@ struct Loads {
     ++units;
   }
   // Where a box of queries lies: two planes are two heads side by side.
-  static constexpr int kPlaneBoxes = kHeadBoxes / halves::kPlanes;
+  static constexpr int kPlaneBoxes = kHeadBoxes / kParts;
   static __device__ __forceinline__ int column_of(int box) {
-    return (kHalves ? box % kPlaneBoxes : box) * kBoxColumns;
+    return (kParts > 1 ? box % kPlaneBoxes : box) * kBoxColumns;
   }
   static __device__ __forceinline__ int head_of(int head, int box) {
-    return kHalves ? 2 * head + box / kPlaneBoxes : head * kPackedHeads;
+    return kParts > 1 ? kParts * head + box / kPlaneBoxes : head * kPackedHeads;
   }
   __device__ __forceinline__ void send_query(const UnitInfo& unit, int warpgroup) {
     if (warpgroup < kConsumers) {

@@ -1,31 +1,14 @@
 // What a consumer warpgroup holds of terms from block to block: a bias, the line of a function,
-// draws of dropout, bits of a mask, numbers in halves. Each is a struct, empty where a call lacks
-// its term. Read forward_warpgroup.cuh next.
+// draws of dropout, bits of a mask. Each is a struct, empty where a call lacks its term. Read
+// forward_warpgroup.cuh next.
 #pragma once
 
 #include "sm90/forward_common.cuh"
 
 namespace forward {
 
-// Scores or exponentials of one block of keys, a warpgroup's fragment.
-using Scores = float[kBlockKV / 2];
-
-// Weights in two halves. The second one of a weight of 2^-12 is no normal number: with the maxima
-// at 2^4 what is lost of any is 2^-29 of the largest; further above zero exponents are less exact.
-struct InTwoHalves : Float16 {
-  static constexpr int kHeadroom = -4;
-};
-template <class Of>
-struct WeightOf {
-  using Type = Of;
-};
-template <>
-struct WeightOf<Float32> {
-  using Type = InTwoHalves;
-};
-using WeightElement = WeightOf<Element>::Type;
-using Softmax = SoftmaxState<WeightElement>;
-static_assert(!kSharesLine || WeightElement::kHeadroom > 64, "weights are larger by the line");
+using Softmax = SoftmaxState<Operands::Weight>;
+static_assert(!kSharesLine || Operands::Weight::kHeadroom > 64, "weights are larger by the line");
 using RowBits = mask::RowBits<kWarpgroupRows, kBlockKV>;
 
 // The bias of the block whose scores are on their way, that TMA has loaded: read ahead, or not.
@@ -139,55 +122,6 @@ struct UnitBits<Bits, true> {
     const auto row_of = [](int) { return fragment::first_row(ptx::opaque(threadIdx.x)); };
     bits.load(p, tile, batch, head, row_of, block, tests);
   }
-};
-
-// What numbers in halves take. Tensor cores cut off the last bits of a sum: those of one block
-// start at zero, and are added to the others by `fma`, which rounds.
-template <bool kExists>
-struct InHalves {  // none
-  static __device__ __forceinline__ void split(int, float, float) {}
-  static __device__ __forceinline__ void issue(ptx::Descriptor, float) {}
-  static __device__ __forceinline__ void add_to(float (&)[kValueColumns / 2]) {}
-  static __device__ __forceinline__ void set_unit(float, int) {}
-  static __device__ __forceinline__ int tile_of(int) { return 0; }
-  static __device__ __forceinline__ void set_key(float) {}
-  static __device__ __forceinline__ float logit_scale() { return 1.0f; }
-};
-template <>
-struct InHalves<true> {
-  uint32 halves[2][kBlockKV / 4];  // of the weights
-  float block_output[kValueColumns / 2];
-  float value_factor;  // of block_output
-  float query_factor;  // times scale_log2
-  float logit_factor;  // the same of the block whose scores are on their way
-  int first_tile;      // of 64 keys, of the head
-
-  __device__ __forceinline__ void split(int i, float low, float high) {
-    uint32 parts[2];
-    split_pair(low, high, parts, 1.0f);
-    halves[0][i] = parts[0];
-    halves[1][i] = parts[1];
-  }
-  __device__ __forceinline__ void issue(ptx::Descriptor value, float factor) {
-    value_factor = factor;
-    issue_output_of_halves<kBlockKV, kValueDim>(block_output, halves, value);
-  }
-  __device__ __forceinline__ void add_to(float (&output)[kValueColumns / 2]) {
-    ptx::pin(block_output);
-#pragma unroll
-    for (int i = 0; i < kValueColumns / 2; ++i) {
-      output[i] = fmaf(block_output[i], value_factor, output[i]);
-    }
-  }
-  __device__ __forceinline__ void set_unit(float factor, int first_tile_of_keys) {
-    query_factor = factor;
-    first_tile = first_tile_of_keys;
-  }
-  __device__ __forceinline__ int tile_of(int block) const {
-    return first_tile + block * kBlockKV / halves::kRows;
-  }
-  __device__ __forceinline__ void set_key(float factor) { logit_factor = query_factor * factor; }
-  __device__ __forceinline__ float logit_scale() const { return logit_factor; }
 };
 
 }  // namespace forward

@@ -68,8 +68,7 @@ struct UnitResults : Warpgroup {
   static constexpr uint32 kQuads = 0x11111111;  // a bit for each
   // Stores the unit. Returns the warp's rows that came out with NaN or infinity, bit 4 * quad + row
   // for each, and bit 4 * quad + row + 2 if it overflowed. A NaN lse is right, and the row with it:
-  // masked scores never reach the sum of the weights. Not so with halves, whose numbers may be too
-  // far apart.
+  // masked scores never reach the sum of the weights.
   __device__ __forceinline__ uint32 finish_unit(const UnitInfo& t, const Softmax& softmax) const {
     uint32 nonfinite = 0;
 #pragma unroll
@@ -91,7 +90,8 @@ struct UnitResults : Warpgroup {
       const bool stored = query < p.query_len;
       const bool counts = stored && !empty;
       const bool flawed = flaw != 0 || lse == kInfinity;
-      uint32 lanes = __ballot_sync(0xffffffffu, flawed && counts && (kHalves || lse == lse));
+      uint32 lanes =
+          __ballot_sync(0xffffffffu, flawed && counts && (Operands::kNanMayBeWrong || lse == lse));
       lanes |= lanes >> 1;
       lanes |= lanes >> 2;
       nonfinite |= (lanes & kQuads) << row;
@@ -256,9 +256,9 @@ struct Consumer : UnitResults {
       release_scores();
       start_softmax(scores);
       draw_after();
-      pack_weights(scores);
+      operands.pack(scores, dropped);
       int accumulate = 0;
-      if constexpr (kHalves) clear_output();
+      if constexpr (Operands::kAddsBlocks) clear_output();
 
       // Per block: the next block's scores start before this block's output, the exponentials
       // of the next block run beside it.
@@ -288,10 +288,10 @@ struct Consumer : UnitResults {
         const bool rescale = extend_softmax(scores);
         draw_after();
         ptx::wgmma_wait<0>();
-        accept_output();
+        operands.accept_output(output);
         release_value();
         if (rescale) rescale_output();
-        pack_weights(scores);
+        operands.pack(scores, dropped);
       }
 
       // The last block's output. If the next unit's Q and K are here, its first scores run beside
@@ -304,7 +304,7 @@ struct Consumer : UnitResults {
       if constexpr (kQueriesLate) {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
         ptx::wgmma_wait<0>();
-        accept_output();
+        operands.accept_output(output);
         release_value();
       }
       Next next = kUnread;
@@ -317,7 +317,7 @@ struct Consumer : UnitResults {
         begin_scores(scores);
         if constexpr (!kQueriesLate) {
           ptx::wgmma_wait<1>();
-          accept_output();
+          operands.accept_output(output);
           release_value();
         }
         nonfinite = finish_unit(finished, softmax);
@@ -327,7 +327,7 @@ struct Consumer : UnitResults {
         if constexpr (!kQueriesLate) {
           if constexpr (!kEarlyOutput) begin_last_output(accumulate);
           ptx::wgmma_wait<0>();
-          accept_output();
+          operands.accept_output(output);
           release_value();
         }
         nonfinite = finish_unit(finished, softmax);

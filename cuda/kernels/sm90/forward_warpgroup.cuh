@@ -14,9 +14,7 @@ struct WarpgroupState : RowWalk,
                         ScoreFunction<ForwardParams>,
                         BlockLine<kTakesLine>,
                         UnitDraws<kHoldsDraws>,
-                        UnitBits<RowBits, kHoldsBits>,
-                        InHalves<kHalves> {
-  using Halves = InHalves<kHalves>;
+                        UnitBits<RowBits, kHoldsBits> {
   using UnitFunction = ScoreFunction<ForwardParams>;  // read once a unit
   using UnitLine = BlockLine<kTakesLine>;             // likewise, and what follows once a block
   using Drawing = UnitDraws<kHoldsDraws>;             // likewise
@@ -28,8 +26,8 @@ struct WarpgroupState : RowWalk,
   uint32 units = 0;  // read so far
   bool searches;     // a maximum in the next block: a row of the warp has no base, second walk
   Scores scores;
-  uint32 weights[kBlockKV / 4];
-  float output[kValueColumns / 2];
+  Operands operands;
+  Output output;
   float correction[2];
   Softmax softmax;
   RowBits bits;                    // of the block whose scores are on their way, unless it is whole
@@ -122,9 +120,8 @@ struct WarpgroupState : RowWalk,
       ptx::named_barrier_arrive(kTurnBarrier + next, 256);
     }
   }
-  // With halves found again: numbers of barriers took registers.
   __device__ __forceinline__ int turn() const {
-    return kHalves ? ptx::opaque(threadIdx.x) / 128 - 1 : warpgroup;
+    return Operands::kFindsTurn ? ptx::opaque(threadIdx.x) / 128 - 1 : warpgroup;
   }
 };
 
@@ -134,31 +131,17 @@ struct WarpgroupProducts : WarpgroupState {
     const uint32 query = start + kQueryBytes * (kConsumers * query_stage() + warpgroup);
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
-    issue_scores<kHeadDim, kWarpgroupRows, kBlockKV, kParts>(
-        scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
-        ptx::descriptor(key, JF_OFFSET(key), 0, 1024));
+    operands.issue_scores(scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
+                          ptx::descriptor(key, JF_OFFSET(key), 0, 1024));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
     const uint32 value = start + kValueBytes / 8 * value_ring.barrier_offset();
-    float factor = 1.0f;
-    if constexpr (kHalves) factor = factor_of_keys(p.value_factors, block);
+    operands.begin_output(p, block);
     ptx::wgmma_fence();
     const auto tile = ptx::descriptor(value, JF_OFFSET(value), kBlockKV * kBoxRowBytes, 1024);
-    if constexpr (kHalves) {
-      Halves::issue(tile, factor);
-    } else {
-      issue_output<kBlockKV>(output, weights, tile, accumulate);
-    }
+    operands.issue_output(output, tile, accumulate);
     ptx::wgmma_commit();
-  }
-  // After the wait for it.
-  __device__ __forceinline__ void accept_output() {
-    if constexpr (kHalves) {
-      Halves::add_to(output);
-    } else {
-      ptx::pin(output);
-    }
   }
   __device__ __forceinline__ void begin_last_output(int accumulate) {
     wait_turn();
@@ -203,10 +186,8 @@ struct WarpgroupProducts : WarpgroupState {
       }
       if constexpr (kBitsAhead) fetch_bits(bits, block, !whole);
     }
-    if constexpr (kHalves) {
-      if (is_first) begin_halves();
-      Halves::set_key(factor_of_keys(p.key_factors, next));
-    }
+    if (is_first) operands.begin_unit(p, unit(), warpgroup);
+    operands.begin_scores(p, next);
     if constexpr (kHoldsDraws) {
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
@@ -237,21 +218,6 @@ struct WarpgroupProducts : WarpgroupState {
       }
       UnitLine::fetch(p, next * kBlockKV);
     }
-  }
-  // What brings back the numbers of a block of keys or values, and of the unit's queries.
-  __device__ __forceinline__ float factor_of_keys(const float* factors, int of_block) const {
-    return halves::factor_of(factors, Halves::tile_of(of_block));
-  }
-  __device__ __forceinline__ void begin_halves() {
-    const UnitInfo& t = unit();
-    const float factor = halves::factor_of(p.query_factors, t.batch * p.query_heads + t.head,
-                                           p.query_len, t.first_row + warpgroup * kWarpgroupRows);
-    const int keys = t.batch * p.kv_heads + kv_head_of(p, t.head);
-    Halves::set_unit(p.scale_log2 * factor, keys * ceil_div(p.kv_len, halves::kRows));
-  }
-  // From scores to logits in log2 units.
-  __device__ __forceinline__ float logit_scale() const {
-    return kHalves ? Halves::logit_scale() : p.scale_log2;
   }
   __device__ __forceinline__ void fetch_bias(int of_block) {
     const UnitInfo& t = unit();
@@ -357,10 +323,10 @@ struct Warpgroup : WarpgroupProducts {
     apply_terms(scores);
     if (!is_full(unit()) && sees_first_half_only()) {
       mask_scores<kBlockKV / 4, false>(scores);
-      softmax.start<kBlockKV / 4>(scores, logit_scale(), among_exponentials());
+      softmax.start<kBlockKV / 4>(scores, operands.logit_scale(p), among_exponentials());
     } else {
       if (!is_full(unit())) mask_scores<kBlockKV / 2, false>(scores);
-      softmax.start<kBlockKV / 2>(scores, logit_scale(), among_exponentials());
+      softmax.start<kBlockKV / 2>(scores, operands.logit_scale(p), among_exponentials());
     }
     searches = !softmax.is_started() || is_again(unit().number);
   }
@@ -414,7 +380,7 @@ struct Warpgroup : WarpgroupProducts {
     } else {
       apply_terms(scores);
       if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
-      rescale = softmax.extend<kAsksRow>(scores, logit_scale(), searches, correction,
+      rescale = softmax.extend<kAsksRow>(scores, operands.logit_scale(p), searches, correction,
                                          among_exponentials());
     }
     if (searches) searches = !softmax.is_started() || is_again(unit().number);
@@ -425,17 +391,6 @@ struct Warpgroup : WarpgroupProducts {
       const auto draw = drawing();
 #pragma unroll
       for (int i = 0; i < kBlockKV / 16; i += 2) draw(i);
-    }
-  }
-  __device__ __forceinline__ void pack_weights(const Scores& scores) {
-#pragma unroll
-    for (int i = 0; i < kBlockKV / 4; ++i) {
-      if constexpr (kHalves) {
-        Halves::split(i, scores[2 * i], scores[2 * i + 1]);
-        continue;
-      }
-      weights[i] = WeightElement::pack(scores[2 * i], scores[2 * i + 1]);
-      if constexpr (kHasDropout) weights[i] = dropped.keep(i, weights[i]);
     }
   }
   __device__ __forceinline__ void clear_output() {

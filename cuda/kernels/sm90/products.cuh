@@ -1,4 +1,4 @@
-// What wgmma reads: tiles that threads fill, and the two products of the forward pass on tiles.
+// What wgmma reads: tiles that threads fill, and the product of rows in registers with one.
 #pragma once
 
 #include "sm90/ptx_sm90.cuh"
@@ -24,43 +24,15 @@ __device__ __forceinline__ constexpr Planes planes_of(int product) {
   return kPlanes == 2 ? Planes{product == 0, product == 1} : Planes{0, 0};
 }
 
-// scores[64, N] = q[64, kDim] k[N, kDim]^T, both K-major; issues, does not wait.
-template <int kDim, int kQueryRows, int kKeyRows, int kPlanes = 1, int kCount>
-__device__ __forceinline__ void issue_scores(float (&scores)[kCount], ptx::Descriptor query,
-                                             ptx::Descriptor key) {
-  constexpr int kSteps = ceil_div(kDim, 16), kBoxes = ceil_div(kDim, kBoxColumns);
-#pragma unroll
-  for (int i = 0; i < kProducts<kPlanes> * kSteps; ++i) {
-    const Planes planes = planes_of<kPlanes>(i / kSteps);
-    const int box = i % kSteps / 4, inner = i % kSteps % 4 * 32;
-    ptx::wgmma_ss<Element, 0, 0>(
-        scores, query.at((planes.left * kBoxes + box) * kQueryRows * kBoxRowBytes + inner),
-        key.at((planes.right * kBoxes + box) * kKeyRows * kBoxRowBytes + inner), i > 0);
-  }
-}
-
 // output[64, N] (+)= weights[64, kKeyRows] v[kKeyRows, N], weights in registers; does not wait.
 template <int kKeyRows, int kCount, int kWeights>
-__device__ __forceinline__ void issue_output(float (&output)[kCount],
-                                             const uint32 (&weights)[kWeights],
-                                             ptx::Descriptor value, int accumulate) {
+__device__ __forceinline__ void multiply_rows(float (&output)[kCount],
+                                              const uint32 (&weights)[kWeights],
+                                              ptx::Descriptor value, int accumulate) {
 #pragma unroll
   for (int step = 0; step < kKeyRows / 16; ++step) {
     ptx::wgmma_rs<Element, 1>(output, weights[4 * step], weights[4 * step + 1],
                               weights[4 * step + 2], weights[4 * step + 3],
                               value.at(step * 16 * kBoxRowBytes), step > 0 ? 1 : accumulate);
-  }
-}
-// The same of numbers in two halves, from zero; v has kDim columns.
-template <int kKeyRows, int kDim, int kCount, int kWeights>
-__device__ __forceinline__ void issue_output_of_halves(float (&output)[kCount],
-                                                       const uint32 (&weights)[2][kWeights],
-                                                       ptx::Descriptor value) {
-  constexpr int kPlane = ceil_div(kDim, kBoxColumns) * kKeyRows * kBoxRowBytes;
-#pragma unroll
-  for (int product = 0; product < kProducts<2>; ++product) {
-    const Planes planes = planes_of<2>(product);
-    issue_output<kKeyRows>(output, weights[planes.left],
-                           ptx::Descriptor{value.at(planes.right * kPlane)}, product > 0);
   }
 }

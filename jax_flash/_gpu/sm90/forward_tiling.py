@@ -34,8 +34,17 @@ class ForwardTiling:
     teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
     fades: bool = False  # blocks of keys that a falling line hides are left out
 
-    source = "sm90/forward.cuh"
-    beside = "sm90/forward_entries.cuh"
+    @property
+    def source(self) -> str:
+        return f"{self.folder}/forward.cuh"
+
+    @property
+    def beside(self) -> str:
+        return f"{self.folder}/forward_entries.cuh"
+
+    @property
+    def folder(self) -> str:
+        return "sm90_float32" if self.halves else "sm90"
 
     @property
     def block_q(self) -> int:

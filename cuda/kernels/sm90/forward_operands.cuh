@@ -1,0 +1,55 @@
+// What tensor cores multiply in the forward pass, and how: elements of 16 bits as they are.
+// sm90_float32/forward_operands.cuh has the same of float32. Read next: forward_terms.cuh.
+#pragma once
+
+#include "dropout.cuh"
+#include "sm90/forward_common.cuh"
+
+namespace forward {
+
+// The operands in a thread's registers, and how products of a block become scores and output. Of
+// two such structs a program includes one, ahead of who calls it.
+struct Operands {
+  using Weight = Element;                        // the range of the weights
+  static constexpr bool kAddsBlocks = false;     // outputs of blocks are sums of their own
+  static constexpr bool kFindsTurn = false;      // a warpgroup's number takes no register
+  static constexpr bool kNanMayBeWrong = false;  // in an lse
+  uint32 weights[kBlockKV / 4];
+
+  // What goes with the numbers of a unit's queries, of a block of keys, of a block of values: none.
+  __device__ __forceinline__ void begin_unit(const ForwardParams&, const UnitInfo&, int) {}
+  __device__ __forceinline__ void begin_scores(const ForwardParams&, int) {}
+  __device__ __forceinline__ void begin_output(const ForwardParams&, int) {}
+  // From scores to logits in log2 units.
+  __device__ __forceinline__ float logit_scale(const ForwardParams& p) const {
+    return p.scale_log2;
+  }
+  __device__ __forceinline__ void pack(const Scores& scores,
+                                       const DroppedPairs<kBlockKV>& dropped) {
+#pragma unroll
+    for (int i = 0; i < kBlockKV / 4; ++i) {
+      weights[i] = Weight::pack(scores[2 * i], scores[2 * i + 1]);
+      if constexpr (kHasDropout) weights[i] = dropped.keep(i, weights[i]);
+    }
+  }
+
+  // Issue, do not wait: scores[64, N] = q[64, H] k[N, H]^T, both K-major,
+  __device__ __forceinline__ void issue_scores(Scores& scores, ptx::Descriptor query,
+                                               ptx::Descriptor key) const {
+#pragma unroll
+    for (int i = 0; i < ceil_div(kHeadDim, 16); ++i) {
+      const int box = i / 4, inner = i % 4 * 32;
+      ptx::wgmma_ss<Element, 0, 0>(scores, query.at(box * kWarpgroupRows * kBoxRowBytes + inner),
+                                   key.at(box * kBlockKV * kBoxRowBytes + inner), i > 0);
+    }
+  }
+  // and the output of the block.
+  __device__ __forceinline__ void issue_output(Output& output, ptx::Descriptor value,
+                                               int accumulate) const {
+    multiply_rows<kBlockKV>(output, weights, value, accumulate);
+  }
+  // After the wait for it.
+  __device__ __forceinline__ void accept_output(Output& output) { ptx::pin(output); }
+};
+
+}  // namespace forward
