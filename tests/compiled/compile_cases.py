@@ -238,6 +238,7 @@ SHARED = {
     },
     "sm90/backward.cuh": {"backward::NarrowShared": "kLaunchSharedBytes"},
     "sm90/backward_wide.cuh": {"backward::WideShared": "kLaunchSharedBytes"},
+    "sm90_float32/backward.cuh": {"backward::WideShared": "kLaunchSharedBytes"},
     "sm90/backward_entries.cuh": {"backward::bias_sum::Shared": "kLaunchBiasSharedBytes"},
     "sm90/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
     "sm80/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},

@@ -1,7 +1,8 @@
 // The backward pass of FlashAttention on Hopper: dq, dk and dv from q, k, v, out, lse and dout.
 // Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
 //
-// This file is the program for head dims up to 128, backward_wide.cuh the one for wider heads.
+// This file is the program for head dims up to 128, backward_wide.cuh the one for wider heads,
+// sm90_float32/backward.cuh the one for float32.
 // backward_entries.cuh, compiled at the same time, holds the kernels beside the main one. They are
 // launched in this order on one stream with the same BackwardParams; rows are the T queries padded
 // to whole query blocks:
@@ -17,7 +18,7 @@
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16, kFloat32  element type of q, k, v, out and the gradients, else float16
 //   bool kCarried, kRest      of a call that two programs share (element.cuh)
-//   bool kHalves              float32 as two float16, backward_wide.cuh at all head dims up to 128
+//   bool kHalves              float32 as two float16: sm90_float32/backward.cuh
 //   int kParts                of an element, planes of a tile: 2 with kHalves, else 1
 //   int kHeadDim, kValueDim   exact sizes
 //   bool kTmaLoads            TMA moves tiles (8 divides both dims), else warps do, see

@@ -33,9 +33,9 @@ struct Loader {
       copy_key_block<kKeys, kLoadWarps>(rows, array, tile, p.kv_len - u.key0);
       release(full);
     } else if (threadIdx.x == 0) {
-      ptx::barrier_arrive_expect(full, kKeyBlockBytes<kDim, kKeys, halves::kPlanes>);
-      fetch_key_block<kDim, kKeys, halves::kPlanes>(tile, map, full, ptx::kEvictNormal, u.kv_head,
-                                                    u.key0, u.batch);
+      ptx::barrier_arrive_expect(full, kKeyBlockBytes<kDim, kKeys, kParts>);
+      fetch_key_block<kDim, kKeys, kParts>(tile, map, full, ptx::kEvictNormal, u.kv_head, u.key0,
+                                           u.batch);
     }
   }
 
@@ -49,10 +49,9 @@ struct Loader {
     if (threadIdx.x == 0) {
       const uint32 number_bytes = kCompact ? min(stored_rows(p), kQueries) * 4 : kQueries * 4;
       ptx::barrier_arrive_expect(
-          full, (kTmaLoads ? halves::kPlanes * kBoxes * kBoxQ : 0) + number_bytes + more_bytes);
+          full, (kTmaLoads ? kParts * kBoxes * kBoxQ : 0) + number_bytes + more_bytes);
       if constexpr (kTmaLoads) {
-        load_tile<kBoxes, kBoxQ, halves::kPlanes>(tile, map, full, ptx::kEvictLast, head, row,
-                                                  batch);
+        load_tile<kBoxes, kBoxQ, kParts>(tile, map, full, ptx::kEvictLast, head, row, batch);
       }
       ptx::bulk_load(numbers, source, number_bytes, full);
     }
@@ -104,31 +103,29 @@ struct Loader {
         if constexpr (kSkipsMasked) {
           if (threadIdx.x == 0) items(&Shared::first_queries)[slot] = m0;
         }
-        load_queries<halves::kCopied<kHeadDim>>(
-            at(&Shared::query) + slot * kQueryBytes, p.query, p.query_data,
-            at(&Shared::minus_lse) + slot * kNumberBytes, p.lse_log2 + numbers_of(p, block),
-            at(&Shared::query_full, slot), head, m0, u.batch, kBiasBytes);
+        load_queries<kHeadDim>(at(&Shared::query) + slot * kQueryBytes, p.query, p.query_data,
+                               at(&Shared::minus_lse) + slot * kNumberBytes,
+                               p.lse_log2 + numbers_of(p, block), at(&Shared::query_full, slot),
+                               head, m0, u.batch, kBiasBytes);
         if constexpr (kBiasTiles) load_bias(u, slot, head, m0);
         // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
         if (first && !kGivesBackEarly) {
           wait_together(at(&Shared::key_empty), free);
-          load_keys<halves::kCopied<kHeadDim>>(u, at(&Shared::key), p.key, p.key_data,
-                                               at(&Shared::key_full));
+          load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
         }
         wait_together(at(&Shared::dout_empty, slot), parity ^ 1);
-        load_queries<halves::kCopied<kValueDim>>(
-            at(&Shared::dout) + slot * kDoutBytes, p.dout, p.dout_data,
-            at(&Shared::minus_delta) + slot * kNumberBytes, p.minus_delta + numbers_of(p, block),
-            at(&Shared::dout_full, slot), head, m0, u.batch);
+        load_queries<kValueDim>(at(&Shared::dout) + slot * kDoutBytes, p.dout, p.dout_data,
+                                at(&Shared::minus_delta) + slot * kNumberBytes,
+                                p.minus_delta + numbers_of(p, block), at(&Shared::dout_full, slot),
+                                head, m0, u.batch);
         if (first) {
           first = false;
           wait_together(at(&Shared::value_empty), free);
-          load_keys<halves::kCopied<kValueDim>>(u, at(&Shared::value), p.value, p.value_data,
-                                                at(&Shared::value_full));
+          load_keys<kValueDim>(u, at(&Shared::value), p.value, p.value_data,
+                               at(&Shared::value_full));
           if (kGivesBackEarly) {
             wait_together(at(&Shared::key_empty), free);
-            load_keys<halves::kCopied<kHeadDim>>(u, at(&Shared::key), p.key, p.key_data,
-                                                 at(&Shared::key_full));
+            load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
           }
         }
         ++iteration;

@@ -16,7 +16,7 @@
 
 namespace backward {
 
-static_assert(kKeys == 128 && !kHalves, "two score warpgroups of 64 keys");
+static_assert(kKeys == 128 && kParts == 1, "two score warpgroups of 64 keys");
 static_assert(kHead <= 128 && kValue <= 128, "wider heads: backward_wide.cuh");
 static_assert(!kReadsAhead || kStages > 1, "the next block is loaded before this one is done");
 
@@ -165,8 +165,8 @@ struct ScorerParts {
   __device__ __forceinline__ void add_dq(const float (&dq)[kDqValues], uint32 iteration,
                                          Last last) {
     const Turn turn = take_turn(iteration, which, last.first);
-    const bool halves = kDqTiles == 1;
-    add_fragments(SumTile(p, last.sum, halves ? 0 : which), halves ? which * kDqValues / 4 : 0, dq,
+    const bool shares = kDqTiles == 1;
+    add_fragments(SumTile(p, last.sum, shares ? 0 : which), shares ? which * kDqValues / 4 : 0, dq,
                   turn);
     end_turn(iteration, which);
   }

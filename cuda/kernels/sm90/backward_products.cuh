@@ -3,15 +3,14 @@
 #pragma once
 
 #include "fragment.cuh"
-#include "halves.cuh"
 #include "rows.cuh"
 #include "sm90/backward_units.cuh"
 #include "sm90/products.cuh"
 
 namespace backward {
 
-inline constexpr int kScores = kQueries / 2;  // elements of S^T per thread
-using Multiplied = halves::Copied;            // what tensor cores multiply
+inline constexpr int kScores = kQueries / 2;      // elements of S^T per thread
+using Multiplied = ElementType<kBFloat16>::Type;  // what tensor cores multiply: 16 bits
 
 // Stores one row's accumulators, times a factor, to a row of kDim float32, from `first_column` on:
 // threads of a quad have 32 bytes side by side.
@@ -69,20 +68,17 @@ __device__ __forceinline__ void stage_rows(const float (&values)[kCount], float 
   ptx::fence_async_proxy();
 }
 
-// d = (d if accumulate) + a[64 keys x k] b[kQueries x k]^T with both operands K-major, of halves
-// three products. The fence before it is the caller's.
+// d = (d if accumulate) + a[64 keys x k] b[kQueries x k]^T with both operands K-major. The fence
+// before it is the caller's.
 template <int kDepth>
 __device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys, uint32 queries,
                                                    bool accumulate = false) {
-  constexpr int kSteps = kDepth / 16, kBoxes = ceil_div(kDepth, kBoxColumns);
   const ptx::Descriptor a = ptx::descriptor(keys, 0, 0, 1024),
                         b = ptx::descriptor(queries, 0, 0, 1024);
 #pragma unroll
-  for (int i = 0; i < kProducts<kParts> * kSteps; ++i) {
-    const Planes planes = planes_of<kParts>(i / kSteps);
-    const int box = i % kSteps / 4, inner = i % kSteps % 4 * 32;
-    ptx::wgmma_ss<Element, 0, 0>(d, a.at((planes.left * kBoxes + box) * kBoxK + inner),
-                                 b.at((planes.right * kBoxes + box) * kBoxQ + inner),
+  for (int i = 0; i < kDepth / 16; ++i) {
+    const int box = i / 4, inner = i % 4 * 32;
+    ptx::wgmma_ss<Element, 0, 0>(d, a.at(box * kBoxK + inner), b.at(box * kBoxQ + inner),
                                  accumulate || i > 0);
   }
   ptx::wgmma_commit();
@@ -97,23 +93,6 @@ __device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint3
   for (int i = 0; i < kQueries / 16; ++i) {
     ptx::wgmma_rs<Element, 1>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b.at(i * 2048),
                               1);
-  }
-}
-
-// d[64 keys x n] = a[64 keys x kQueries] b[kQueries x n] of halves, a's in registers, the second
-// ones of b `plane` bytes on; no commit.
-template <int kHalfN>
-__device__ __forceinline__ void issue_product(float (&d)[kHalfN], const uint32 (&a)[2][kScores / 2],
-                                              uint32 rows, uint32 plane) {
-  const ptx::Descriptor b = ptx::descriptor(rows, 0, kBoxQ, 1024);
-  constexpr int kSteps = kQueries / 16;
-#pragma unroll
-  for (int i = 0; i < kProducts<2> * kSteps; ++i) {
-    const Planes planes = planes_of<2>(i / kSteps);
-    const int step = i % kSteps;
-    const uint32(&left)[kScores / 2] = a[planes.left];
-    ptx::wgmma_rs<Element, 1>(d, left[4 * step], left[4 * step + 1], left[4 * step + 2],
-                              left[4 * step + 3], b.at(planes.right * plane + step * 2048), i > 0);
   }
 }
 

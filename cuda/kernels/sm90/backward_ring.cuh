@@ -18,7 +18,7 @@
 
 namespace backward {
 
-static_assert(!kRing || (kTmaLoads && !kDeterministic && !kCarried && !kHalves && !kDbiasByRows));
+static_assert(!kRing || (kTmaLoads && !kDeterministic && !kCarried && !kDbiasByRows));
 
 // 16 rows of a 64 x 64 tile of the sum, what a warp adds: 4 KB side by side (SumTile).
 inline constexpr int kSlabBytes = 16 * 64 * 4;

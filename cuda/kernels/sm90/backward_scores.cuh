@@ -78,21 +78,8 @@ struct StepBias<true> {
   }
 };
 
-// From scores to logits in log2 units; of halves by the factors of a step's queries and keys.
-template <bool kOfHalves>
-struct LogitScale {
-  __device__ __forceinline__ void set_scale(float) {}
-  __device__ __forceinline__ float scale_of(const BackwardParams& p) const { return p.scale_log2; }
-};
-template <>
-struct LogitScale<true> {
-  float scale;
-  __device__ __forceinline__ void set_scale(float x) { scale = x; }
-  __device__ __forceinline__ float scale_of(const BackwardParams&) const { return scale; }
-};
-
 // What a step knows before its scores are there.
-struct Step : MetBlock, LogitScale<kHalves> {
+struct Step : MetBlock {
   StepBias<kBiasTiles> bias;
 
   __device__ __forceinline__ Step(const BackwardParams& p, const volatile UnitRecord& u, int head,
@@ -108,6 +95,8 @@ struct Step : MetBlock, LogitScale<kHalves> {
     }
     bias.load(p, u, head, m0, slab);
   }
+  // From scores to logits in log2 units.
+  __device__ __forceinline__ float scale_of(const BackwardParams& p) const { return p.scale_log2; }
 };
 
 // A function of the scores of a thread's elements of S^T, of which the first is that of `query` and
@@ -158,13 +147,13 @@ __device__ __forceinline__ bool is_straight(int key0, int m0) {
 // P = exp2(scale * S - lse) in place; `row` is the first of the thread's two keys. With a softcap S
 // is tanh(scale * S / cap): P goes to `probability`, rounded, and S becomes P times the cap's
 // slope. So it does with a function of the scores that has a slope; each function is applied here.
-// With kScoreIsLine a block that is not partial has one line.
-template <bool kPartial>
+// With kScoreIsLine a block that is not partial has one line. `step` is a Step.
+template <bool kPartial, class StepOf>
 __device__ __forceinline__ void probabilities(const BackwardParams& p, const volatile UnitRecord& u,
                                               float (&score)[kScores],
                                               uint32 (&probability)[kScores / 2],
                                               const RowNumbers& minus_lse, int row,
-                                              const Step& step) {
+                                              const StepOf& step) {
   // The record is volatile: it is read for a function alone.
   constexpr bool kStraight = kScoreIsLine && !kPartial;
   const auto function = [&] {
@@ -350,10 +339,11 @@ __device__ __forceinline__ uint32 dropped_pair(float low, float high) {
 
 // From S^T to P, as `probabilities` has it. With dropout the dropped elements get a mark, with
 // kMarksDropped, and zero is what they are in `probability`.
+template <class StepOf>
 __device__ __forceinline__ void score_to_probability(
     const BackwardParams& p, const volatile UnitRecord& u, float (&x)[kScores],
     uint32 (&probability)[kScores / 2], const RowNumbers& minus_lse, int slab, const Range& full,
-    const Step& step, const StepDropped& dropped) {
+    const StepOf& step, const StepDropped& dropped) {
   if constexpr (kHasBias) step.bias.add(p, u, x, slab, step.head, step.m0);
   score_function(p, x);
   const int row = slab + fragment::first_row(threadIdx.x);

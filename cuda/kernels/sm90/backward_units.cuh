@@ -5,7 +5,6 @@
 // their query blocks. Read backward_turns.cuh next.
 #pragma once
 
-#include "halves.cuh"
 #include "ring.cuh"
 #include "sm90/backward_walk.cuh"
 #include "sm90/ptx_sm90.cuh"
@@ -14,7 +13,7 @@ namespace backward {
 
 inline constexpr int kBoxK = kKeys * kBoxRowBytes;
 inline constexpr int kBoxQ = kQueries * kBoxRowBytes;
-// Boxes of a tile: with kHalves those of the first halves, then those of the second.
+// Boxes of a tile, of one plane after the other.
 inline constexpr int kHeadTile = kParts * kHeadBoxes, kValueTile = kParts * kValueBoxes;
 inline constexpr int kQueryBytes = kHeadTile * kBoxQ;  // of a tile of Q, and so on
 inline constexpr int kDoutBytes = kValueTile * kBoxQ;
@@ -23,7 +22,7 @@ inline constexpr int kGradientPlane = kKeys * kQueries * 2;
 inline constexpr int kGradientBytes = kParts * kGradientPlane;
 // A bias that TMA loads comes with Q, in its stages and at its barriers.
 inline constexpr int kBiasBytes = kBiasTiles ? kKeys * kQueries * bias::kBytes : 0;
-static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kKeys == 128 && !kHalves));
+static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kKeys == 128));
 
 // Each warp that loads arrives at the barrier of a tile; the numbers that come with Q and dO take
 // one arrival more, unless they come by TMA.
@@ -41,19 +40,13 @@ inline constexpr int kSlabsAhead = 3;  // of the sum that are on their way to on
 inline constexpr int kTurns = 8;  // turns that may have come, deterministic mode
 static_assert(kTurnParts <= kTurns);
 
-// With kHalves, at the start of shared memory: what brings dS of a buffer back, by rows if it is
-// negative, and of the warps that compute it the largest, of this step and the one before.
-template <bool kExists>
-struct OfHalves {};
-template <>
-struct OfHalves<true> {
-  float gradient_factor[kScoreStages];
-  alignas(16) uint32 largest[2][4];
-  alignas(16) float gradient_rows[kScoreStages][kQueries];
-};
+// What roles have ahead of what all share: nothing, or where tiles have two planes what
+// sm90_float32/backward_shared.cuh says, which is included before this file.
+template <int kPlanes>
+struct OwnShared {};
 
 // What all roles share; the main kernels add tiles of their own. Barriers are named by their event.
-struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes>, OfHalves<kHalves> {
+struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes>, OwnShared<kParts> {
   Barrier unit_full[kUnits], unit_empty[kUnits];
   Barrier unit_asked;
   Barrier key_full, key_empty;

@@ -1,15 +1,16 @@
-// What the roles of backward_wide.cuh share: shared memory, barriers, the rows of dK and dV in
-// registers, the left operands of scores and dP.
+// What the roles of the wide kernel share: shared memory, barriers, the rows of dK and dV in
+// registers, how P crosses.
 #pragma once
 
+#include "backward_exact.cuh"
 #include "sm90/backward_load.cuh"
 #include "sm90/backward_products.cuh"
+#include "sm90/backward_scores.cuh"
 
 namespace backward {
 
 static_assert(kKeys == 64 && kQueries == 64 && !kReadsAhead && !kSharesKeys);
 static_assert(kHead <= 256 && kValue <= 256);
-static_assert(!kHalves || (kHead <= 128 && kValue <= 128 && kTmaLoads), "registers");
 
 inline constexpr int kThreads = 512;
 
@@ -55,96 +56,11 @@ struct Rows {
     if constexpr (kSplit) issue_accumulate(high, a, b + 2 * kBoxQ);
     ptx::wgmma_commit();
   }
-  // += a b of halves times the factors of a thread's two rows, with all done that has been issued;
-  // with kBeside `beside` issues another group behind the first columns'.
-  template <bool kBeside, class Beside>
-  __device__ __forceinline__ void accumulate(const uint32 (&a)[2][kScores / 2], uint32 b,
-                                             const float (&factor)[2], Beside beside) {
-    constexpr uint32 kPlane = ceil_div(kColumns, kBoxColumns) * kBoxQ;
-    add_product(low, a, b, kPlane, factor, [&] {
-      if constexpr (kBeside) beside();
-      ptx::wgmma_wait<kBeside ? 1 : 0>();
-    });
-    if constexpr (kSplit) {
-      add_product(high, a, b + kBoxQ, kPlane, factor, [] { ptx::wgmma_wait<0>(); });
-    } else if constexpr (kBeside) {
-      ptx::wgmma_wait<0>();
-    }
-  }
   __device__ __forceinline__ void pin() {
     ptx::pin(low);
     if constexpr (kSplit) ptx::pin(high);
   }
   __device__ __forceinline__ bool is_finite() const { return all_finite(low) && all_finite(high); }
-
- private:
-  template <int kCount, class Wait>
-  static __device__ __forceinline__ void add_product(float (&to)[kCount],
-                                                     const uint32 (&a)[2][kScores / 2], uint32 b,
-                                                     uint32 plane, const float (&factor)[2],
-                                                     Wait wait) {
-    float sum[kCount];
-    ptx::wgmma_fence();
-    issue_product(sum, a, b, plane);
-    ptx::wgmma_commit();
-    wait();
-    ptx::pin(sum);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) to[i] = fmaf(sum[i], factor[fragment::row(i)], to[i]);
-  }
-};
-
-// Columns of dK and dV: of halves with 48 behind the first 64, 232 to 324 bytes were spilled. Tiles
-// are whole boxes, zero behind the last column.
-template <int kColumns>
-using Sums = Rows<kHalves && kColumns == 112 ? 128 : kColumns>;
-
-// 64 keys or values of a unit, the left operand of its scores or dP. Halves are in registers: a
-// product of 64 by 64 from shared memory reads 128 bytes a cycle, which is all there is. With more
-// than 64 columns the second halves, of one product in three, stay in shared memory.
-template <int kColumns, bool kHeld>
-struct LeftRows {
-  __device__ __forceinline__ void load(uint32) {}
-  __device__ __forceinline__ void times_queries(float (&d)[kScores], uint32 tile,
-                                                uint32 queries) const {
-    keys_times_queries<kColumns>(d, tile, queries);
-  }
-};
-template <int kColumns>
-struct LeftRows<kColumns, true> {
-  static constexpr int kSteps = kColumns / 16, kBoxes = ceil_div(kColumns, kBoxColumns);
-  static constexpr int kPlanes = kColumns > 64 ? 1 : 2;
-  uint32 rows[kPlanes][kSteps][4];
-
-  __device__ __forceinline__ void load(uint32 tile) {
-    const uint32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-#pragma unroll
-    for (int i = 0; i < kPlanes * kSteps; ++i) {
-      const int plane = i / kSteps, step = i % kSteps;
-      const uint32 box = tile + (plane * kBoxes + step / 4) * kBoxK + row * kBoxRowBytes;
-      ptx::load_matrix_x4(box + swizzled(step % 4 * 2 + threadIdx.x % 32 / 16, row),
-                          rows[plane][step]);
-    }
-  }
-  // As keys_times_queries.
-  __device__ __forceinline__ void times_queries(float (&d)[kScores], uint32 tile,
-                                                uint32 queries) const {
-    const ptx::Descriptor a = ptx::descriptor(tile, 0, 0, 1024),
-                          b = ptx::descriptor(queries, 0, 0, 1024);
-#pragma unroll
-    for (int i = 0; i < kProducts<2> * kSteps; ++i) {
-      const Planes planes = planes_of<2>(i / kSteps);
-      const int step = i % kSteps, inner = step % 4 * 32;
-      const uint64 right = b.at((planes.right * kBoxes + step / 4) * kBoxQ + inner);
-      if (planes.left < kPlanes) {
-        const uint32(&left)[4] = rows[planes.left < kPlanes ? planes.left : 0][step];
-        ptx::wgmma_rs<Element, 0>(d, left[0], left[1], left[2], left[3], right, i > 0);
-      } else {
-        ptx::wgmma_ss<Element, 0, 0>(d, a.at((kBoxes + step / 4) * kBoxK + inner), right, i > 0);
-      }
-    }
-    ptx::wgmma_commit();
-  }
 };
 
 // Shared memory is free for the next unit's keys while dK and dV are written.
@@ -164,5 +80,26 @@ __device__ __forceinline__ uint32 q_tile(uint32 slot) {
 __device__ __forceinline__ uint32 dout_tile(uint32 slot) {
   return at(&Shared::dout) + slot * kDoutBytes;
 }
+
+// P goes to the gradient role.
+__device__ __forceinline__ void send_probability(const float (&x)[kScores], uint32 iteration) {
+  ptx::barrier_wait(at(&Shared::probability_empty), parity_of<1>(iteration) ^ 1);
+#pragma unroll
+  for (int j = 0; j < kScores / 4; ++j) {
+    ptx::store_shared_x4(at(&WideShared::probability) + (j * 128 + threadIdx.x % 128) * 16,
+                         __float_as_uint(x[4 * j]), __float_as_uint(x[4 * j + 1]),
+                         __float_as_uint(x[4 * j + 2]), __float_as_uint(x[4 * j + 3]));
+  }
+  release(at(&Shared::probability_full));
+}
+// P of a thread's elements 4j to 4j + 3, and -delta of their two queries.
+struct Received {
+  float4 probability;
+  float2 minus_delta;
+  __device__ __forceinline__ Received(int j, uint32 first_delta)
+      : probability(
+            ptx::load_shared_f4(at(&WideShared::probability) + (j * 128 + threadIdx.x % 128) * 16)),
+        minus_delta(ptx::load_shared_f2(first_delta + 8 * j * 4)) {}
+};
 
 }  // namespace backward

@@ -1,5 +1,6 @@
 // What tensor cores multiply in the forward pass, and how: elements of 16 bits as they are.
-// sm90_float32/forward_operands.cuh has the same of float32. Read next: forward_terms.cuh.
+// sm90_float32/forward_operands.cuh has it for float32. A program includes one of the two, ahead of
+// forward_kernel.cuh. Read next: forward_terms.cuh.
 #pragma once
 
 #include "dropout.cuh"
@@ -7,16 +8,15 @@
 
 namespace forward {
 
-// The operands in a thread's registers, and how products of a block become scores and output. Of
-// two such structs a program includes one, ahead of who calls it.
+// The operands in a thread's registers, and how products of a block become scores and output.
 struct Operands {
   using Weight = Element;                        // the range of the weights
-  static constexpr bool kAddsBlocks = false;     // outputs of blocks are sums of their own
-  static constexpr bool kFindsTurn = false;      // a warpgroup's number takes no register
-  static constexpr bool kNanMayBeWrong = false;  // in an lse
+  static constexpr bool kAddsBlocks = false;     // a block's output is a sum of its own
+  static constexpr bool kFindsTurn = false;      // a warpgroup's number is not kept for its turns
+  static constexpr bool kNanMayBeWrong = false;  // of a row whose lse is NaN
   uint32 weights[kBlockKV / 4];
 
-  // What goes with the numbers of a unit's queries, of a block of keys, of a block of values: none.
+  // Factors of a unit's queries, of a block of keys and of a block of values: there are none.
   __device__ __forceinline__ void begin_unit(const ForwardParams&, const UnitInfo&, int) {}
   __device__ __forceinline__ void begin_scores(const ForwardParams&, int) {}
   __device__ __forceinline__ void begin_output(const ForwardParams&, int) {}

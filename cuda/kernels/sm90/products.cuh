@@ -12,18 +12,6 @@ __device__ __forceinline__ void fill_tile(uint32 tile, const uint16* source, int
   ptx::fence_async_proxy();
 }
 
-// Where numbers are two halves, a plane each, three products make one, the smallest first: low
-// times high, high times low, high times high. These are the planes of one product's operands:
-struct Planes {
-  int left, right;
-};
-template <int kPlanes>
-inline constexpr int kProducts = kPlanes == 2 ? 3 : 1;
-template <int kPlanes>
-__device__ __forceinline__ constexpr Planes planes_of(int product) {
-  return kPlanes == 2 ? Planes{product == 0, product == 1} : Planes{0, 0};
-}
-
 // output[64, N] (+)= weights[64, kKeyRows] v[kKeyRows, N], weights in registers; does not wait.
 template <int kKeyRows, int kCount, int kWeights>
 __device__ __forceinline__ void multiply_rows(float (&output)[kCount],

@@ -1,9 +1,10 @@
 // What tensor cores multiply in the forward pass of float32, and how: numbers in two float16
-// (halves.cuh), a plane of a tile each. sm90/forward_operands.cuh has the same of 16 bits.
+// (halves.cuh), a plane of a tile each. sm90/forward_operands.cuh has it for 16 bits.
 #pragma once
 
 #include "halves.cuh"
 #include "sm90/forward_common.cuh"
+#include "sm90_float32/products.cuh"
 
 namespace forward {
 
@@ -20,7 +21,7 @@ struct Operands {
   };
   static constexpr bool kAddsBlocks = true;
   static constexpr bool kFindsTurn = true;      // numbers of barriers took registers
-  static constexpr bool kNanMayBeWrong = true;  // numbers may be too far apart
+  static constexpr bool kNanMayBeWrong = true;  // numbers of a tile may be too far apart
   uint32 weights[2][kBlockKV / 4];
   float block_output[kValueColumns / 2];
   float value_factor;  // of block_output
@@ -63,8 +64,8 @@ struct Operands {
                                                ptx::Descriptor key) const {
     constexpr int kSteps = ceil_div(kHeadDim, 16), kBoxes = ceil_div(kHeadDim, kBoxColumns);
 #pragma unroll
-    for (int i = 0; i < kProducts<2> * kSteps; ++i) {
-      const Planes planes = planes_of<2>(i / kSteps);
+    for (int i = 0; i < kProducts * kSteps; ++i) {
+      const Planes planes = planes_of(i / kSteps);
       const int box = i % kSteps / 4, inner = i % kSteps % 4 * 32;
       ptx::wgmma_ss<Float16, 0, 0>(
           scores, query.at((planes.left * kBoxes + box) * kWarpgroupRows * kBoxRowBytes + inner),
@@ -74,8 +75,8 @@ struct Operands {
   __device__ __forceinline__ void issue_output(Output&, ptx::Descriptor value, int) {
     constexpr int kPlane = ceil_div(kValueDim, kBoxColumns) * kBlockKV * kBoxRowBytes;
 #pragma unroll
-    for (int product = 0; product < kProducts<2>; ++product) {
-      const Planes planes = planes_of<2>(product);
+    for (int product = 0; product < kProducts; ++product) {
+      const Planes planes = planes_of(product);
       multiply_rows<kBlockKV>(block_output, weights[planes.left],
                               ptx::Descriptor{value.at(planes.right * kPlane)}, product > 0);
     }

@@ -65,8 +65,6 @@ class BackwardTiling:
     ring_sets: int = 0  # sets of l2_heads whose sums of dq have a place at a time; 0: all at once
     ring_lag: int = 0  # sets between the one that is added to and the one that is finished
 
-    beside = "sm90/backward_entries.cuh"
-
     @property
     def block_kv(self) -> int:
         """Keys of one block."""
@@ -74,7 +72,15 @@ class BackwardTiling:
 
     @property
     def source(self) -> str:
-        return "sm90/backward_wide.cuh" if self.wide else "sm90/backward.cuh"
+        return f"{self.folder}/backward{'_wide' if self.wide and not self.halves else ''}.cuh"
+
+    @property
+    def beside(self) -> str:
+        return f"{self.folder}/backward_entries.cuh"
+
+    @property
+    def folder(self) -> str:
+        return "sm90_float32" if self.halves else "sm90"
 
     @property
     def turn_parts(self) -> int:

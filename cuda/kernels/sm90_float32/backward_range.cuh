@@ -1,5 +1,5 @@
-// float32 in halves in the roles of backward_wide.cuh: the factors of tiles, rows and keys, and how
-// P and dS get float16's range.
+// How numbers get float16's range in the roles of sm90_float32/backward.cuh and come back: factors
+// of tiles, of rows and of keys, and those of P and dS.
 #pragma once
 
 #include "fragment.cuh"
@@ -10,11 +10,10 @@
 
 namespace backward {
 
-// With kHalves: what brings back the numbers of a unit's keys or values,
+// What brings back the numbers of a unit's keys or values,
 __device__ __forceinline__ float factor_of_keys(const BackwardParams& p,
                                                 const volatile UnitRecord& u,
                                                 const float* factors) {
-  if constexpr (!kHalves) return 1.f;
   return halves::factor_of(factors, u.batch * p.kv_heads + u.kv_head, p.kv_len, u.key0);
 }
 // and those of a step's queries and output gradients, read a step ahead.
@@ -22,11 +21,9 @@ struct StepFactors {
   float query, dout;
   __device__ __forceinline__ StepFactors(const BackwardParams& p, const volatile UnitRecord& u,
                                          const Walk& walk) {
-    if constexpr (kHalves) {
-      const int row = u.batch * p.query_heads + u.head + walk.head;
-      query = halves::factor_of(p.query_factors, row, p.query_len, walk.m0);
-      dout = halves::factor_of(p.dout_factors, row, p.query_len, walk.m0);
-    }
+    const int row = u.batch * p.query_heads + u.head + walk.head;
+    query = halves::factor_of(p.query_factors, row, p.query_len, walk.m0);
+    dout = halves::factor_of(p.dout_factors, row, p.query_len, walk.m0);
   }
 };
 // P in halves, 1 at most.
@@ -43,8 +40,7 @@ __device__ __forceinline__ float inverse(float power_of_two) {
 // Where output gradients are split by rows, their tile's factor is 0: elements of a thread, each
 // times what brings its query's row back.
 __device__ __forceinline__ bool is_by_rows(const StepFactors& factors) {
-  if constexpr (kHalves) return __builtin_expect(factors.dout == 0.f, 0);
-  return false;
+  return __builtin_expect(factors.dout == 0.f, 0);
 }
 __device__ __forceinline__ void times_rows(const BackwardParams& p, const volatile UnitRecord& u,
                                            int head, int m0, float (&x)[kScores]) {
@@ -82,23 +78,14 @@ __device__ __forceinline__ void fit_keys(float (&x)[kScores], float (&back)[2]) 
 
 // How dS in halves gets float16's range, by the largest of a step; in shared memory, for the query
 // role, what brings it back.
-template <bool kExists>
-struct GradientRange {  // none
-  static __device__ __forceinline__ float fit(const float (&)[kScores], uint32) { return 1.f; }
-  static __device__ __forceinline__ void store(uint32, float) {}
-  static __device__ __forceinline__ void split_by_rows(const float (&)[kScores], uint32,
-                                                       uint32 (&)[2][kScores / 2]) {}
-  static __device__ __forceinline__ void load(uint32, float (&)[2]) {}
-};
-template <>
-struct GradientRange<true> {
+struct GradientRange {
   static __device__ __forceinline__ float fit(const float (&gradient)[kScores], uint32 iteration) {
     float largest = 0.f;
 #pragma unroll
     for (float x : gradient) largest = fmaxf(largest, fabsf(x));
     const int of_warp = __reduce_max_sync(0xffffffffu, __float_as_int(largest));
     // Who is a step ahead writes elsewhere.
-    const uint32 warps = at(&OfHalves<true>::largest, iteration % 2);
+    const uint32 warps = at(&RangeShared::largest, iteration % 2);
     if (threadIdx.x % 32 == 0) ptx::store_shared(warps + threadIdx.x / 32 % 4 * 4, of_warp);
     ptx::named_barrier_sync(kGradientBarrier, 128);
     const float4 four = ptx::load_shared_f4(warps);
@@ -108,7 +95,7 @@ struct GradientRange<true> {
   }
   static __device__ __forceinline__ void store(uint32 buffer, float factor) {
     if (threadIdx.x % 128 == 0) {
-      ptx::store_shared(at(&OfHalves<true>::gradient_factor, buffer), __float_as_uint(factor));
+      ptx::store_shared(at(&RangeShared::gradient_factor, buffer), __float_as_uint(factor));
     }
   }
   // dS of a buffer that is free in halves, each query with a power of two of its own.
@@ -117,7 +104,7 @@ struct GradientRange<true> {
                                                        uint32 (&parts)[2][kScores / 2]) {
     const uint32 thread = threadIdx.x % 128, column = fragment::first_column(threadIdx.x) * 4;
     const uint32 warps = at(&Shared::gradient) + buffer * kGradientBytes;  // [4][kQueries]
-    const uint32 rows = at(&OfHalves<true>::gradient_rows, buffer);
+    const uint32 rows = at(&RangeShared::gradient_rows, buffer);
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
 #pragma unroll
@@ -161,18 +148,17 @@ struct GradientRange<true> {
   }
   // The factors of the two queries whose dQ a thread has.
   static __device__ __forceinline__ void load(uint32 buffer, float (&factor)[2]) {
-    const uint32 bits = ptx::load_shared(at(&OfHalves<true>::gradient_factor, buffer));
+    const uint32 bits = ptx::load_shared(at(&RangeShared::gradient_factor, buffer));
     factor[0] = factor[1] = __uint_as_float(bits & 0x7fffffffu);
     if (bits == (bits & 0x7fffffffu)) return;
     const uint32 row =
-        at(&OfHalves<true>::gradient_rows, buffer) + fragment::first_row(threadIdx.x) * 4;
+        at(&RangeShared::gradient_rows, buffer) + fragment::first_row(threadIdx.x) * 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       factor[r] *= __uint_as_float(ptx::load_shared(row + r * fragment::kRowStep * 4));
     }
   }
 };
-using StepRange = GradientRange<kHalves>;
 
 // Elements of a thread in halves.
 __device__ __forceinline__ void split_scores(const float (&x)[kScores], float factor,
