@@ -112,7 +112,7 @@ MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
             "wgmma: bytes .* of shared memory, which has", id="beyond shared memory",
         ),
         pytest.param(
-            "sm90/forward.cuh", "&shared.query_empty[stage][warpgroup]), 4)",
+            "sm90/forward_kernel.cuh", "&shared.query_empty[stage][warpgroup]), 4)",
             "&shared.query_empty[stage][warpgroup]), 5)", "deadlock", id="another count",
         ),
     ],

@@ -271,3 +271,16 @@ def test_device_text_is_in_pieces():
     assert len(structs) > 100
     assert not [file for file, text in texts.items() if text.count("\n") > 500]
     assert not [struct for struct in structs if struct[2] > 250]
+
+
+def test_float32_in_halves_is_another_kernel():
+    """Hopper's files for 16 bits name it nowhere but in their lists of constants."""
+    texts = _native.kernel_sources()
+    bodies = {name: texts[name].split("#pragma once")[1] for name in texts if "sm90/" in name}
+    assert len(bodies) > 30
+    assert not [name for name, body in bodies.items() if re.search(r"\b(kHalves|halves)\b", body)]
+    for which in ("forward", "backward"):
+        plan = plan_of(which, "sm90", "float32 highest")
+        assert {plan.source, plan.beside} == {
+            f"sm90_float32/{which}.cuh", f"sm90_float32/{which}_entries.cuh"
+        }  # fmt: skip

@@ -35,7 +35,7 @@ _COMPUTED = (
 
 
 class Sm90(Family):
-    """The kernels of cuda/kernels/sm90."""
+    """The kernels of cuda/kernels/sm90 and sm90_float32."""
 
     name = "sm90"
     architectures = ("sm_90a",)
