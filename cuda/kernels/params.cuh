@@ -3,8 +3,8 @@
 // is made that follows the constants of the generated header.
 #pragma once
 
-// The offset of a member of a struct, bytes: NVRTC 12 has no __builtin_offsetof, C++ compilers, which
-// emulate the kernels, no __INTADDR__.
+// The offset of a member of a struct, bytes: NVRTC 12 has no __builtin_offsetof, C++ compilers,
+// which emulate the kernels, no __INTADDR__.
 #ifdef __CUDACC_RTC__
 #define JF_OFFSET_OF(type, member) __INTADDR__(&((type*)0)->member)
 #else
