@@ -51,7 +51,7 @@ REFUSED = {
     Direct("backward", S=0): SEQUENCES,
     Direct("backward", T=0, gpu="A100"): SEQUENCES,
     # Scratch arrays for more queries and keys, or fewer.
-    Direct("forward", planned=300): SCRATCH.format("marks"),
+    Direct("forward", planned=500): SCRATCH.format("marks"),
     Direct("forward", planned=100): SCRATCH.format("marks"),
     Direct("forward", planned=300, gpu="A100"): SCRATCH.format("key_segment_ranges"),
     Direct("backward", planned=300): SCRATCH.format("lse_log2"),
