@@ -15,29 +15,28 @@ def test_figures_are_drawn_from_the_results(tmp_path: Path):
     record = measured.newest(measured.RESULTS)
     found = measured.speeds(record, "training")
     assert [length for length, _ in found["jax_flash"]] == [512, 1024, 2048, 4096, 8192, 16384]
-    for theme, color in measured.THEMES.items():
-        drawn = tmp_path / f"speed-{theme}.svg"
-        measured.draw_speed(record, color, drawn)
-        kept = FOLDER.parent / "docs" / "figures" / drawn.name
-        texts = [re.findall(r">([^<>]+)</text>", x.read_text()) for x in (drawn, kept)]
-        assert "724" in texts[0]
-        assert texts[0] == texts[1]
+    assert_words_are_kept(measured.draw_speed, record, "speed", "724", tmp_path)
 
 
 def test_block_masks_are_drawn_from_the_results(tmp_path: Path):
     record = measured.newest(measured.RESULTS, measured.SPARSE_COMMAND)
+    assert_words_are_kept(measured.draw_sparse, record, "sparse", "butterfly", tmp_path)
+
+
+def assert_words_are_kept(draw, record, name: str, word: str, folder: Path) -> None:
+    """A chart has the words of the one in docs/figures, one of which is named."""
     for theme, color in measured.THEMES.items():
-        drawn = tmp_path / f"sparse-{theme}.svg"
-        measured.draw_sparse(record, color, drawn)
+        drawn = folder / f"{name}-{theme}.svg"
+        draw(record, color, drawn)
         kept = FOLDER.parent / "docs" / "figures" / drawn.name
         texts = [re.findall(r">([^<>]+)</text>", x.read_text()) for x in (drawn, kept)]
-        assert "butterfly" in texts[0]
+        assert word in texts[0]
         assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("name", drawings.DRAWINGS)
 def test_drawings_are_of_todays_plans(name: str):
-    """If not: python benchmarks measured."""
+    """If not: python benchmarks figures."""
     for theme in canvas.THEMES:
         kept = FOLDER.parent / "docs" / "figures" / f"{name}-{theme}.svg"
         assert drawings.draw(name, theme) == kept.read_text()
