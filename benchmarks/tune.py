@@ -9,6 +9,9 @@ a clock that drifts hits all variants alike. The table comes last.
     python benchmarks/tune.py --pass backward --set reads_ahead=False --set l2_heads=2
     python benchmarks/tune.py --family sm80 --set "block_kv=64 row_tiles=1"
     python benchmarks/tune.py --pass backward --deterministic --segment 1024 --set l2_heads=8
+    python benchmarks/tune.py --head-dim 64 --terms softcap sinks --set drains=True
+
+With --terms the error is the difference from the result of the tiling as it was chosen.
 """
 
 import argparse
@@ -28,6 +31,36 @@ from common import exact, machine, peers, shapes
 ROUNDS = 5  # turns of every variant
 SECONDS = 0.02  # of one turn
 PASSES = ("forward", "backward")
+
+
+def _lengths(cell: shapes.Cell) -> jax.Array:
+    return jnp.where(jnp.arange(cell.batch) % 2 == 0, cell.length, cell.length // 2)
+
+
+def _by_blocks(cell: shapes.Cell, block: int) -> dict[str, Any]:
+    import jax_flash
+
+    def sees(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i // block + j // block) % 2 == 0  # every other block
+
+    return {"block_mask": jax_flash.block_mask(sees, q_len=cell.length, kv_len=cell.length)}
+
+
+# What --terms adds to a call, by name.
+TERMS: dict[str, Callable[[shapes.Cell], dict[str, Any]]] = {
+    "softcap": lambda cell: {"softcap": 30.0},
+    "sinks": lambda cell: {"sinks": jnp.zeros(cell.heads)},
+    "mask": lambda cell: {
+        "mask": jax.random.bernoulli(
+            jax.random.key(0), 0.5, (cell.batch, 1, cell.length, cell.length)
+        )
+    },
+    "query_lengths": lambda cell: {"query_seq_lengths": _lengths(cell)},
+    "key_lengths": lambda cell: {"key_value_seq_lengths": _lengths(cell)},
+    "left": lambda cell: {"local_window_size": (cell.length // 2, cell.length)},
+    "blocks_64": lambda cell: _by_blocks(cell, 64),
+    "blocks_128": lambda cell: _by_blocks(cell, 128),
+}
 
 
 def main() -> None:
@@ -55,7 +88,11 @@ def main() -> None:
             jnp.asarray(rng.normal(size=(cell.batch, cell.length, n, cell.head_dim)), jnp.bfloat16)
             for n in (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
         )
-        deterministic = options.deterministic
+        q, k, v, dout = (x.astype(options.dtype) for x in inputs)
+        inputs = (q, k, v, dout)
+        terms: dict[str, Any] = {"deterministic": True} if options.deterministic else {}
+        for name in options.terms:
+            terms |= TERMS[name](cell)
         calls = {}
         for text in ["", *options.set]:
             changes = dict(read(word) for word in text.split())
@@ -63,7 +100,7 @@ def main() -> None:
             try:
                 name = text or "as chosen"
                 with _gpu.prefer(options.family) if options.family else contextlib.nullcontext():
-                    calls[name] = build(options.which, cell, inputs, deterministic=deterministic)
+                    calls[name] = build(options.which, cell, inputs, **terms)
             except ValueError as error:
                 rows.append(f"{cell.name:24s} {text:40s} {error}")
         _gpu.plan = plan
@@ -73,7 +110,10 @@ def main() -> None:
                 times[name].append(seconds(call, SECONDS))
         for name, call in calls.items():
             median = statistics.median(times[name])
-            error = max(exact.errors(cell, inputs, call()).values())
+            if options.terms:
+                error = _difference(call(), calls["as chosen"]())
+            else:
+                error = max(exact.errors(cell, inputs, call()).values())
             rate = operations(options.which, cell) / median / 1e12
             rows.append(
                 f"{cell.name:24s} {name:40s} {1e3 * median:8.3f} ms {rate:5.0f} {error:.1e}"
@@ -91,6 +131,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--segment", type=int, help="length of packed documents")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--terms", nargs="+", choices=TERMS, default=[], help="more of the call")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--family", help="of kernels: sm80 on a Hopper GPU")
     parser.add_argument("--set", action="append", default=[], help="fields of the pass's tiling")
     return parser.parse_args()
@@ -101,21 +143,27 @@ def build(
     cell: shapes.Cell,
     inputs: Sequence[jax.Array],
     *,
-    deterministic: bool = False,
     backend: str | None = "cuda",
+    **terms: Any,
 ) -> Callable[[], tuple[jax.Array, ...]]:
     """Compiles one pass for the tiling that is chosen now: a call for out, and dq, dk and dv."""
     # A function of its own per variant: jit would take the first one's compilation.
     q, k, v, dout = inputs
-    attend = functools.partial(
-        peers.attend_flash, cell, deterministic=deterministic, backend=backend
-    )
+    attend = functools.partial(peers.attend_flash, cell, backend=backend, **terms)
     if which == "forward":
         forward = jax.jit(attend).lower(q, k, v).compile()
         return lambda: (forward(q, k, v),)
     out, pullback = jax.vjp(attend, q, k, v)
     backward = jax.jit(lambda pullback, dout: pullback(dout)).lower(pullback, dout).compile()
     return lambda: (out, *backward(pullback, dout))
+
+
+def _difference(got: Sequence[jax.Array], expected: Sequence[jax.Array]) -> float:
+    """Returns the largest of the results' differences, as norms over those of what is expected."""
+    pairs = (
+        (x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(got, expected, strict=True)
+    )
+    return max(float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)) for x, y in pairs)
 
 
 def operations(which: str, cell: shapes.Cell) -> float:

@@ -44,6 +44,7 @@ from typing import NoReturn
 import jax
 
 from jax_flash import _gpu, _native
+from jax_flash._gpu.sm90 import forward
 
 from . import decode_cases
 from .cases import BOTTOM_RIGHT, Case
@@ -196,7 +197,7 @@ TOOLS = {
     "synccheck": OWN_KERNELS,
 }
 REPORT = re.compile(r"^========= (?:Error|Warn|Invalid|Race|Out-of|Misaligned|Barrier)", re.M)
-SILENCE = 90  # seconds: the longest case takes 10
+SILENCE = 45  # seconds: the longest case takes 10
 RESTARTS = 2
 LAST_LINES = 30  # of a process that a signal ended
 OUTCOME = re.compile(r"^(right|wrong): (.*) \(\d", re.M)
@@ -215,6 +216,7 @@ def every_lane(sources: dict[str, str]) -> dict[str, str]:
 def prepare(with_every_lane: bool) -> None:
     """Tells the kernels of few processors, and which of them run."""
     _native.pretend_multiprocessors(2)  # small cases: blocks take several tiles
+    forward._Forward.is_one_round = property(lambda self: False)  # from the counter, too
     sources = _native.kernel_sources()
     sources = every_lane(sources) if with_every_lane else sources
     _native.configure_cuda(_native.cache_folder(), _native.CACHE_BYTES, sources)
@@ -275,7 +277,7 @@ def end_all(number: int, _frame: object) -> NoReturn:
 
 def follow(tool: str, process: subprocess.Popen[str]) -> tuple[str, str]:
     """Returns what a process prints and what ended it; passes on what cases and tool report."""
-    output, silent = "", threading.Event()
+    output, since, silent = "", "", threading.Event()  # since: behind the case before
 
     def kill() -> None:
         silent.set()
@@ -286,8 +288,10 @@ def follow(tool: str, process: subprocess.Popen[str]) -> tuple[str, str]:
     for line in process.stdout or ():
         watchdog.cancel()
         output += line
+        since += line
         if line.startswith(("right: ", "wrong: ")) or REPORT.match(line):
-            print(f"{tool}: {line}", end="", flush=True)
+            print(f"{tool}: {since if line.startswith('wrong: ') else line}", end="", flush=True)
+            since = ""
         watchdog = threading.Timer(SILENCE, kill)
         watchdog.start()
     watchdog.cancel()

@@ -151,23 +151,22 @@ def attend_flash(
     *,
     deterministic: bool = False,
     backend: str | None = None,
+    **terms: Any,
 ) -> Any:
-    """Returns our attention of a cell."""
+    """Returns our attention of a cell; `terms` are options of flash_attention beside its own."""
     segments = None
     if cell.segment is not None:
         segments = jnp.broadcast_to(
             jnp.arange(cell.length, dtype=jnp.int32) // cell.segment, (cell.batch, cell.length)
         )
+    own: dict[str, Any] = {
+        "is_causal": cell.causal,
+        "local_window_size": None if cell.window is None else (cell.window, 0),
+        "query_segment_ids": segments,
+        "key_value_segment_ids": segments,
+    }
     return jax_flash.flash_attention(
-        q,
-        k,
-        v,
-        is_causal=cell.causal,
-        local_window_size=None if cell.window is None else (cell.window, 0),
-        query_segment_ids=segments,
-        key_value_segment_ids=segments,
-        deterministic=deterministic,
-        backend=backend,
+        q, k, v, deterministic=deterministic, backend=backend, **(own | terms)
     )
 
 

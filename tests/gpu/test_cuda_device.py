@@ -137,7 +137,7 @@ def test_scan_and_donation():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("key", r"k has shape \[2, 300, 4, 64\], expected \[2, 300, 4, 128\]"),
+        ("key", r"k has shape \[2, 300, 4, 64\], expected \[\*2, S, K, 128\]"),
         ("workspace", "2 results, expected 4"),
         ("launch", "this plan is malformed: a number is missing or out of range in the line"),
         ("kernel", "failed on sm90/forward.cuh for sm_90a"),

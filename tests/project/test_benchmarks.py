@@ -213,6 +213,32 @@ def test_tuned_passes_are_checked(which: str, monkeypatch: pytest.MonkeyPatch, c
     assert all(0 < float(row.split()[-1]) < 1e-2 for row in rows)
 
 
+def test_tuned_terms(monkeypatch: pytest.MonkeyPatch, capsys):
+    """Each of them reaches the call, beside a cell's own options."""
+    asked = []
+
+    def attend(*arrays, backend, deterministic, **options):
+        asked.append(options)
+        return jax_flash.flash_attention(*arrays, backend="xla", **options)
+
+    monkeypatch.setattr(peers, "jax_flash", types.SimpleNamespace(flash_attention=attend))
+    monkeypatch.setattr(tune, "SECONDS", 0)
+    monkeypatch.setattr(shapes, "TOKENS", 256)
+    monkeypatch.setattr(shapes, "MODEL_DIM", 16)
+    for name in tune.TERMS:
+        arguments = ["--head-dim", "16", "--length", "128", "--segment", "64", "--terms", name]
+        monkeypatch.setattr(sys, "argv", ["tune.py", *arguments, "--set", "stages=3"])
+        tune.main()
+        rows = capsys.readouterr().out.splitlines()[1:]
+        assert [float(row.split()[-1]) for row in rows] == [0, 0]
+    own = {"is_causal", "local_window_size", "query_segment_ids", "key_value_segment_ids"}
+    new = {name for options in asked for name, value in options.items() if value is not None} - own
+    assert new == {
+        "softcap", "sinks", "mask", "query_seq_lengths", "key_value_seq_lengths", "block_mask",
+    }  # fmt: skip
+    assert (64, 128) in [options["local_window_size"] for options in asked]
+
+
 def test_scaling_times_a_ring_its_kernels_and_its_link():
     command = [sys.executable, str(FOLDER / "scaling.py"), "--platform=cpu", "--tokens=32"]
     ways = ("ring:zigzag", "all_to_all:contiguous", "all_gather:zigzag")

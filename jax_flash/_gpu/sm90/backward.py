@@ -211,6 +211,10 @@ class _Backward:
     def has_left(self) -> bool:
         return self.problem.window[0] is not None
 
+    @property
+    def is_plain_window(self) -> bool:
+        return self.problem.window in ((None, None), (None, 0))
+
     # Registers.
 
     @property
@@ -265,12 +269,16 @@ class _Backward:
         sizes = (self.shapes.batch, self.shapes.q_heads)
         if not all(isinstance(size, int) for size in sizes) or self.adds_rows or self.dbias_heads:
             return 0
-        if problem.deterministic and problem.window == (None, None):
-            # Their turns take what L2 gives: as few as keep the GPU busy.
-            busy = 4 * multiprocessors(self.gpu)
-            return self._grown(1, lambda heads: self._units(2 * heads) >= busy)
         holds_draws = self.drops and self.reads_ahead  # of one head
-        many = problem.deterministic or self._units(2) >= 10 * multiprocessors(self.gpu)
+        if problem.deterministic and self.is_plain_window and not holds_draws:
+            # Their turns take what L2 gives, and a unit of more heads trails the one before by less
+            # of its walk.
+            causal = problem.window[1] is not None
+            most = 4 if self.widest <= 64 else 2 if causal else group
+            divisors = (heads for heads in range(most, 1, -1) if group % heads == 0)
+            heads = next((heads for heads in divisors if self._fill_rounds(heads)), 1)
+            return 0 if heads == group else heads
+        many = self._units(2) >= 10 * multiprocessors(self.gpu)
         pairs = problem.window == (None, 0) and group % 2 == 0 and many and not holds_draws
         return self._grown(
             2 if pairs else 1,
@@ -290,6 +298,15 @@ class _Backward:
     def _units(self, heads: int) -> int:
         shapes = self.shapes
         return shapes.batch * shapes.q_heads // heads * blocks(known(shapes.kv_len, 4096), 128)
+
+    def _fill_rounds(self, heads: int) -> bool:
+        """Units of so many heads leave a tenth of the multiprocessors' time at most.
+
+        Unequal ones even out, if there are two rounds.
+        """
+        sms, units = multiprocessors(self.gpu), self._units(heads)
+        uneven = self.problem.window[1] is not None and units >= 2 * sms
+        return uneven or units >= 0.9 * sms * -(-units // sms)
 
     @property
     def _steps(self) -> int:
@@ -431,7 +448,11 @@ def _l2_heads(problem: Problem, shapes: Shapes, unit_heads: int = 0) -> int:
     bytes_ = 4 if is_highest(problem) else 2
     head_bytes = queries * ((bytes_ + 4) * shapes.head_dim + bytes_ * shapes.value_dim)
     fitting = max(1, L2_SHARE // head_bytes)
-    if problem.deterministic and unit_heads:
+    plain = problem.window in ((None, None), (None, 0))
+    if problem.deterministic and plain and group_size(shapes) > 1 and widest <= 128 and bytes_ == 2:
+        # Units that trail each other by a step share what they read: longer heads need no more L2.
+        heads = 8 if unit_heads or widest <= 64 else 4
+    elif problem.deterministic and unit_heads:
         heads = fitting if uneven else fitting // 2
     elif problem.deterministic:
         steps = queries // (64 if widest > 64 else 128)  # of the longest unit

@@ -117,7 +117,7 @@ class _Forward:
 
     @property
     def dynamic(self) -> bool:
-        if not self.tma_loads:
+        if not self.tma_loads or self.is_one_round:
             return False
         if self.widest <= 64 and not (self.halves or self.is_short):
             return True
@@ -126,6 +126,15 @@ class _Forward:
         # teams 2% at T 2048.
         even = self.is_plain and self.problem.window[1] is None
         return not even or known(self.shapes.q_len, 4096) > (1024 if self.is_short else 2048)
+
+    @property
+    def is_one_round(self) -> bool:
+        """A multiprocessor has one unit at most: there is no other to ask for."""
+        sizes = (self.shapes.batch, self.shapes.q_heads, self.shapes.q_len)
+        if not all(isinstance(size, int) for size in sizes):
+            return False
+        batch, heads, queries = sizes
+        return batch * heads * -(-queries // 64) <= multiprocessors(self.gpu)
 
     @property
     def is_short(self) -> bool:
