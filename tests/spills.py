@@ -68,11 +68,6 @@ _THREE = Candidate(
     most=4,
 )
 CANDIDATES = {
-    forward.FOUR: Candidate(
-        "forward",
-        "float16 narrow_values",
-        shapes={**_NARROW, "batch": 32, "q_len": 512, "kv_len": 512},
-    ),
     forward.TWO_TEAMS: Candidate(
         "forward",
         "left right float16 negative_scale narrow_values blocks_of_128 blocks_of_32 blocks_of_16",

@@ -5,7 +5,6 @@ NVRTC = ("13.5",)
 
 # Candidate -> sets of traits: it spills for a problem that has all traits of one.
 SPILLED: dict[str, tuple[str, ...]] = {
-    "sm90 forward: four warpgroups": (),
     "sm90 forward: two teams": (
         "blocks_of_16",
         "blocks_of_32",

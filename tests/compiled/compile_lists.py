@@ -39,7 +39,7 @@ def tuned(name: str) -> Configurations:
     if not backward:  # three warpgroups, or two since three would spill
         chosen += ["softcap", "sinks", "lengths", "window"]
         short = dataclasses.replace(small, batch=32, q_len=512, kv_len=512)
-        for window in ((None, None), (None, 0)):  # four warpgroups; two teams
+        for window in ((None, None), (None, 0)):  # two teams
             yield f"64/64 short {window}", dataclasses.replace(PLAIN, window=window), short
         bias = TermShape("float16", batch=1, heads=16, queries=4096, keys=4096)
         shapes = dataclasses.replace(SHAPES, bias=bias)

@@ -135,7 +135,8 @@ def test_bias_of_rows_whose_blocks_of_keys_keep_the_gpu_busy(case: Case, emulato
         (C("causal 128", N=4, K=1, H=128, Hv=80, T=260, S=300, causal=True), 1),
         (C("deterministic", N=4, K=1, H=128, T=256, S=300, causal=True, deterministic=True), 2),
         (C("deterministic segments", N=4, K=1, H=80, segments="returning", T=300, S=300,
-           deterministic=True, dtype="float16"), 1),
+           causal=True, deterministic=True, dtype="float16"), 2),
+        (C("deterministic full", N=8, K=1, H=64, T=300, S=300, deterministic=True), 4),
         (C("lengths", N=4, K=2, batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0)), 1),
         (C("blocks", T=300, S=400, N=4, K=2, blocks=("1n", 128), dropout=0.2), 1),
         (C("window", T=300, S=300, N=8, K=2, H=128, window=(70, 0)), 1),
@@ -159,15 +160,6 @@ def test_poison_beside_units_of_some_heads(emulator: Emulator):
     for name, want in (("dkey", truth.dk), ("dvalue", truth.dv)):
         assert np.isnan(got[name][:, :21].astype(np.float32)).all()
         assert np.abs(got[name][:, 21:].astype(np.float64) - want[:, 21:]).max() < 4e-2
-
-
-def test_four_warpgroups_that_share_keys(emulator: Emulator):
-    """Units of 256 rows, more than there are processors."""
-    arguments = C("fours", T=256, S=90, N=4, K=2).draw()
-    for seed in (IN_ORDER, 2):
-        fours = AsIfLong(arguments, "consumers", 4)
-        got = emulator.run(fours, seed=seed, gradients=False)
-        compare(arguments, got, gradients=False)
 
 
 @pytest.mark.parametrize(

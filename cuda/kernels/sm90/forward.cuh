@@ -10,7 +10,7 @@
 //   bool kTmaLoads            TMA loads (8 divides both dims), else four producer warps do, see
 //                             tile.cuh; then static units
 //   int kBlockKV               keys per step, a multiple of 16, 32 to 256
-//   int kConsumers            consumer warpgroups, 2 to 4
+//   int kConsumers            consumer warpgroups, 2 or 3
 //   int kStages               K and V buffers each
 //   int kQueryStages          Q buffers; 2 loads the next unit's Q during this unit
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
@@ -47,8 +47,7 @@
 //   bool kEarlyOutput         the last output of a unit starts before the next unit is looked at
 //   bool kAsksRow             of SoftmaxState
 //   bool kLeavesCap           the softcap's last multiplication is left to the exponentials
-//   bool kTakesLine           a function's line goes into the exponent; kSharesLine: what it adds
-//                             may be the same of a thread's two rows; kLineAhead: it is found
+//   bool kTakesLine           a function's line goes into the exponent; kLineAhead: it is found
 //                             before the turn at the tensor cores
 //   bool kBitsAhead           a mask's bits are fetched beside the product that they are for;
 //                             kHoldsBits: where they begin is found once a unit

@@ -36,7 +36,7 @@ inline constexpr int kBiasBytes = kBiasTiles ? kUnitRows * kBlockKV * bias::kByt
 inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // named barriers
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
-static_assert(kConsumers >= 2 && kConsumers <= 4);
+static_assert(kConsumers == 2 || kConsumers == 3);
 static_assert(kTeams == 1 || (kTmaLoads && !kPingPong && !kHasKeyValueLengths),
               "named barriers are a team's, and so are loads by four warps");
 static_assert(kTmaLoads ? kParts > 1 || (kHeadDim % 8 == 0 && kValueDim % 8 == 0) : !kDynamic,

@@ -28,7 +28,6 @@ from jax_flash._gpu.traits import (
 from jax_flash._problem import Problem, Shapes
 
 # Candidates that some terms make spill, as spills_table.py has them.
-FOUR = "sm90 forward: four warpgroups"
 TWO_TEAMS = "sm90 forward: two teams"
 THREE = "sm90 forward: three warpgroups"
 THREE_DRAIN = "sm90 forward: three warpgroups that drain"
@@ -146,13 +145,6 @@ class _Forward:
         short = self.is_plain and max(lengths) <= 2048 and self.packed_heads == 1
         # Copies of float32 were not timed.
         return short and not self.problem.split and not self.spills(TWO_TEAMS)
-
-    @property
-    def fills_fours(self) -> bool:
-        """Units of four warpgroups' rows are of one length, whole, and keep a GPU busy."""
-        q_len = known(self.shapes.q_len, 0)
-        units = known(self.shapes.batch, 1) * known(self.shapes.q_heads, 1) * q_len // 256
-        return not self.is_uneven and q_len % 256 == 0 and units >= multiprocessors(self.gpu)
 
     @property
     def packed_heads(self) -> int:
@@ -317,16 +309,6 @@ _FORWARD = (
     _row(lambda x: not x.tma_loads and x.widest <= 128, query_stages=2),
     _row(lambda x: not x.tma_loads),
     # Head dims up to 64.
-    # Four warpgroups that share keys and values: half the loads of two teams, 1 to 2 %.
-    _row(
-        lambda x: x.widest <= 64 and x.is_short and x.fills_fours,
-        spills=FOUR,
-        block_kv=64,
-        consumers=4,
-        stages=10,
-        query_stages=2,
-        ping_pong=False,
-    ),
     # A row of blocks of a layout is none of its neighbours': of three warpgroups' 192 rows most
     # units would walk the blocks of two rows of 128.
     _row(
