@@ -63,7 +63,7 @@ def test_backward_tilings_fit_the_gpu(head_dim, value_dim, softcap):
 
 
 def test_short_plain_calls_have_two_teams():
-    """Of two warpgroups, and long calls three warpgroups."""
+    """Each team has two warpgroups; long calls have three without teams."""
     narrow = dataclasses.replace(replace_dims(64, 64), batch=32, q_len=512, kv_len=512)
     for change, of_problem, consumers, teams in [
         ({}, {}, 2, 2), ({"batch": 4}, {}, 2, 2), ({"q_len": 520}, {}, 2, 2),
