@@ -1,4 +1,4 @@
-"""Which problems of 16 bits are compiled for Hopper: `tuned` always, `others` when all are asked.
+"""Which problems of 16 bits are compiled for Hopper: `tuned` always, `others` where they add pairs.
 
 Under each name: the problem and its shapes.
 """
@@ -28,40 +28,43 @@ from .compile_cases import (
 
 
 def tuned(name: str) -> Configurations:
-    """What is compiled always for a pass: plain kernels, and those that have spilled before."""
+    """What is compiled always for a pass: plain kernels, and each schedule of theirs."""
     yield "128/128", PLAIN, SHAPES
     for dims in PLAIN_DIMS:
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
         yield f"{dims[0]}/{dims[1]} causal", dataclasses.replace(PLAIN, window=(None, 0)), shapes
+    if name == "backward":
+        yield from each_once(rings())
+        yield from each_once(groups())
+        return
+    short = dataclasses.replace(SHAPES, batch=32, q_len=512, kv_len=512, head_dim=64, value_dim=64)
+    for window in ((None, None), (None, 0)):  # two teams
+        yield f"64/64 short {window}", dataclasses.replace(PLAIN, window=window), short
+
+
+def close() -> Configurations:
+    """Programs with few registers to spare, which have spilled before."""
     small = dataclasses.replace(SHAPES, head_dim=64, value_dim=64)
-    chosen = ["causal segments", "everything"]
-    backward = name == "backward"
-    if not backward:  # three warpgroups, or two since three would spill
-        chosen += ["softcap", "sinks", "lengths", "window"]
-        short = dataclasses.replace(small, batch=32, q_len=512, kv_len=512)
-        for window in ((None, None), (None, 0)):  # two teams
-            yield f"64/64 short {window}", dataclasses.replace(PLAIN, window=window), short
-        bias = TermShape("float16", batch=1, heads=16, queries=4096, keys=4096)
-        shapes = dataclasses.replace(SHAPES, bias=bias)
-        for window in ((None, None), (None, 0)):
-            problem = dataclasses.replace(PLAIN, dtype="float16", terms=("bias",), window=window)
-            yield f"128 float16 bias, window {window}", problem, shapes
-        problem = dataclasses.replace(PLAIN, dtype="float16", terms=("bias",))
-        yield "64 float16 bias", problem, dataclasses.replace(small, bias=bias)
-    for feature in chosen:
+    bias = TermShape("float16", batch=1, heads=16, queries=4096, keys=4096)
+    half = dataclasses.replace(PLAIN, dtype="float16", terms=("bias",))
+    shapes = dataclasses.replace(SHAPES, bias=bias)
+    for window in ((None, None), (None, 0)):
+        problem = dataclasses.replace(half, window=window)
+        yield f"128 float16 bias, window {window}", problem, shapes
+    yield "64 float16 bias", half, dataclasses.replace(small, bias=bias)
+    # Three warpgroups, or two since three would spill.
+    for feature in ("causal segments", "everything", "softcap", "sinks", "lengths", "window"):
         yield f"64/64 {feature}", dataclasses.replace(PLAIN, **FEATURES[feature]), small
-        terms = ("block_numbers", "block_bits")
-        for block, dim, window in ((128, 64, (None, 0)), (64, 64, (None, None)), (128, 8, None)):
-            own = BlockMaskShape(batch=1, heads=1, block=block)
-            shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, block_mask=own)
-            problem = dataclasses.replace(
-                PLAIN, whole_blocks=True, terms=terms, window=window or (None, None)
-            )
-            yield f"{dim} layout of {block}, window {window}", problem, shapes
-    for name in ("deterministic causal", "deterministic segments") if backward else ():
+    terms = ("block_numbers", "block_bits")
+    for block, dim, window in ((128, 64, (None, 0)), (64, 64, (None, None)), (128, 8, None)):
+        own = BlockMaskShape(batch=1, heads=1, block=block)
+        shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim, block_mask=own)
+        problem = dataclasses.replace(
+            PLAIN, whole_blocks=True, terms=terms, window=window or (None, None)
+        )
+        yield f"{dim} layout of {block}, window {window}", problem, shapes
+    for name in ("deterministic causal", "deterministic segments"):
         yield name, dataclasses.replace(PLAIN, **FEATURES[name]), SHAPES
-    yield from rings() if backward else ()
-    yield from groups() if backward else ()
     yield from functions_of_scores(("softcap", 256))
     for name, problem, shapes in functions_of_scores(("alibi", 128)):
         terms = ("dropout_state", *problem.terms)
@@ -79,12 +82,22 @@ def tuned(name: str) -> Configurations:
     yield "64/64 both masks", dataclasses.replace(PLAIN, terms=terms), both
 
 
+RING_DIMS = [(64, 64), (96, 72), (128, 128), (40, 128)]
+
+
+def each_once(found: Configurations) -> Configurations:
+    """Each of RING_DIMS once, with a call that the dims before it have not, while there is one."""
+    configurations = list(found)
+    calls = len(configurations) // len(RING_DIMS)
+    return (configurations[i * calls + i % calls] for i in range(len(RING_DIMS)))
+
+
 def rings() -> Configurations:
     """Backward kernels with the sum of dq in a ring."""
     own = BlockMaskShape(batch=1, heads=1, block=128)
     terms = ("block_numbers", "block_bits")
     layout = dataclasses.replace(PLAIN, dtype="float16", whole_blocks=True, terms=terms)
-    for head_dim, value_dim in [(64, 64), (96, 72), (128, 128), (40, 128)]:
+    for head_dim, value_dim in RING_DIMS:
         shapes = dataclasses.replace(SHAPES, batch=8, head_dim=head_dim, value_dim=value_dim)
         of_layout = dataclasses.replace(shapes, q_len=16384, kv_len=16384, block_mask=own)
         short = dataclasses.replace(shapes, batch=24, q_len=1025, kv_len=1024)
@@ -96,7 +109,7 @@ def rings() -> Configurations:
 
 def groups() -> Configurations:
     """Backward kernels whose units are some query heads of a group."""
-    for head_dim, value_dim in [(64, 64), (96, 72), (128, 128), (40, 128)]:
+    for head_dim, value_dim in RING_DIMS:
         shapes = dataclasses.replace(
             SHAPES, q_heads=16, kv_heads=4, head_dim=head_dim, value_dim=value_dim
         )
@@ -110,7 +123,11 @@ def groups() -> Configurations:
         yield f"{name} segments, deterministic", segments, shapes
 
 
-def others() -> Configurations:
+def others(name: str) -> Configurations:
+    """All others of a pass, in the order in which those that cover as much are taken."""
+    yield from close()
+    if name == "backward":
+        yield from (*rings(), *groups())
     for dims in PLAIN_DIMS:  # whose causal kernels need more registers
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
         yield f"{dims[0]}/{dims[1]}", PLAIN, shapes

@@ -28,8 +28,7 @@ def carried(name: str) -> list[Any]:
     changes["dropout deterministic"] = causal | changes["dropout"] | {"deterministic": True}
     dims = {64: ("causal", "dropout"), 100: ("causal",), 128: tuple(changes), 256: tuple(changes)}
     if not EVERYTHING:  # each change and each dim: what meets is compiled of 16 bits
-        dims |= {64: ("dropout",), 128: ("causal", "dropout deterministic")}
-        dims |= {256: ("segments", "dropout")}
+        dims |= {64: ("dropout",), 128: ("dropout deterministic",), 256: ("segments",)}
     for dim, names in dims.items():
         for change in names:
             problem = dataclasses.replace(PLAIN, dtype="float32", **changes[change])
@@ -59,7 +58,7 @@ def halves() -> list[Any]:
     """float32 in two float16 on Hopper."""
     windows = {"full": (None, None), "causal": (None, 0), "window": (100, 20)}
     found = []
-    cases = [(64, "causal"), (64, "window"), (128, "full"), (128, "window"), (112, "full")]
+    cases = [(64, "causal"), (112, "full"), (128, "window")]
     if EVERYTHING:
         cases = itertools.product((64, 112, 128), windows)
     for dim, name in cases:
@@ -82,4 +81,4 @@ def halves() -> list[Any]:
 @pytest.mark.parametrize("plan", halves())
 def test_float32_in_halves_compiles_without_spills(plan: _gpu.Plan):
     assert plan.constants["kHalves"]
-    check(plan, seconds=5)
+    check(plan, seconds=5 if "forward" in plan.target else 15)

@@ -10,7 +10,7 @@ from jax_flash import _gpu, _native
 from jax_flash._ops import passes
 
 from .compile_cases import EVERYTHING, H200, PLAIN, SHAPES, biases, check, masks, split
-from .compile_lists import others, tuned
+from .compile_lists import close, others, tuned
 
 pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
 
@@ -23,8 +23,8 @@ def plans_since_ampere() -> list[Any]:
         gpu = dataclasses.replace(H200, name=arch, arch=arch)
         configurations = [("128 causal", causal, SHAPES)]
         if EVERYTHING:
-            configurations += [*tuned("forward"), *split()]
-            configurations += others() if arch in ("sm_80", "sm_120") else ()
+            configurations += [*tuned("forward"), *close(), *split()]
+            configurations += others("forward") if arch in ("sm_80", "sm_120") else ()
         elif arch == "sm_90a":
             configurations += (x for x in split() if x[0] == "128 float32 default causal")
         elif arch == "sm_120":
@@ -74,7 +74,8 @@ def backward_plans_since_ampere() -> list[Any]:
         if EVERYTHING:
             configurations += [
                 *tuned("backward"),
-                *(others() if arch in ("sm_80", "sm_120") else ()),
+                *close(),
+                *(others("backward") if arch in ("sm_80", "sm_120") else ()),
             ]
         elif arch == "sm_80":
             configurations += [x for x in masks() if x[0] == "128 mask and more"]
