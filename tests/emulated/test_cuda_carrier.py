@@ -55,7 +55,11 @@ def scaled(arguments: Arguments, dout: float = 1.0, **factors: float) -> Argumen
     return dataclasses.replace(arguments, arrays=arrays, dout=arguments.dout * np.float32(dout))
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+# Kernels of 16 bits have the same text, and test_cuda_emulated.py takes their paths.
+OF_16_BITS = {"head dim 128", "head dim 192 value 128", "lengths", "positions"}
+
+
+@pytest.mark.parametrize("case", [x for x in CASES if x.name not in OF_16_BITS], ids=case_id)
 def test_case(case: Case, emulator: Emulator):
     arguments = case.draw()
     got = emulator.run(arguments)

@@ -68,8 +68,16 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("gpu", ["H100", "A100"])
-@pytest.mark.parametrize("case", CASES, ids=lambda x: x.name)
+# What of a launch follows from sizes is in the launches' tables: every family's is taken, and each
+# case by one of them.
+GPUS = {"causal": ("H100", "A100"), "terms": ("H100",), "bias and mask": ("A100",)}
+
+
+@pytest.mark.parametrize(
+    ("case", "gpu"),
+    [(case, gpu) for case in CASES for gpu in GPUS.get(case.name, ("H100",))],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
 def test_any_size(case: Case, gpu: str, emulator: Emulator):
     arguments = case.draw()
     compare_parts(arguments, emulator.run(Exported(arguments), gpu=gpu))
