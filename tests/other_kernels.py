@@ -13,10 +13,12 @@ from jax_flash._gpu import sm90
 
 from .cases import Arguments, Case
 
-# From how many queries and keys on a line's blocks are left out, or sums of dq take turns.
+# From how many queries and keys on a line's blocks are left out, wide heads have three warpgroups,
+# or sums of dq take turns.
 _SHORTEST = (
     (sm90.forward, "_FADING_QUERIES"),
     (sm90.forward, "_FADING_KEYS"),
+    (sm90.forward, "_LONG"),
     (sm90.backward, "_RING_SHORTEST"),
     (sm90.backward, "_UNIT_STEPS"),
 )
@@ -53,6 +55,8 @@ class AsIfLong:
         with pytest.MonkeyPatch.context() as patch:
             for module, name in _SHORTEST:
                 patch.setattr(module, name, 1)
+            for name, answer in (("is_one_round", False), ("fills_larger_units", True)):
+                patch.setattr(sm90.forward._Forward, name, answer)
             for name in ("choose_forward", "choose_backward"):
                 patch.setattr(sm90, name, noting(getattr(sm90, name)))
             jax.clear_caches()

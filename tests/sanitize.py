@@ -49,6 +49,7 @@ from jax_flash._gpu.sm90 import forward
 from . import decode_cases
 from .cases import BOTTOM_RIGHT, Case
 from .compare import compare_copies, compare_parts
+from .other_kernels import AsIfLong
 
 C = functools.partial(Case, dtype="bfloat16", batch=(1,), N=2, T=150, S=210, with_lse=True)
 SEGMENTS_AND_LENGTHS = {
@@ -117,6 +118,11 @@ CASES = (
     C("few rows deterministic", H=200, T=70, S=5, N=4, K=1, deterministic=True),
     C("few rows in halves", dtype="float32", precision="highest", H=24, T=3, S=5, N=4, K=1),
 )
+# As calls of many queries and keys: three warpgroups in the forward, sums of dq in a ring.
+LONG = (
+    C("three warpgroups 128", H=128, T=300, S=333, N=4, K=2, causal=True),
+    C("three warpgroups 72", H=72, T=390, S=250, sinks=True, kv_lengths=(201,)),
+)
 # float32 at default precision: float16 copies, and what they do not hold.
 CARRIED = (
     C("float32", dtype="float32", H=64, causal=True, N=4, K=2),
@@ -157,6 +163,7 @@ class Check:
     case: Case | decode_cases.Case
     family: str | None = None
     tiling: dict[str, int] | None = None  # of decode_attention
+    long: bool = False  # with the forward kernel of long calls at head dims above 64
 
     def run(self) -> None:
         """Raises AssertionError if a result is wrong."""
@@ -169,6 +176,8 @@ class Check:
                     arguments if self.tiling is None else decode_cases.Tiled(arguments, self.tiling)
                 )
                 decode_cases.compare(arguments, call.run("cuda"))
+            elif self.long:
+                compare_parts(arguments, AsIfLong(arguments, "consumers", 3).run("cuda"))
             elif self.case in CARRIED:
                 compare_copies(arguments, arguments.run("cuda"))
             else:
@@ -177,6 +186,7 @@ class Check:
 
 CHECKS = {
     **{case.name: Check(case) for case in (*CASES, *CARRIED, *IN_PARTS)},
+    **{case.name: Check(case, long=True) for case in LONG},
     **{f"mma.sync {case.name}": Check(case, "sm80") for case in MMA_SYNC},
     **{f"decode {name}": Check(case) for name, case in DECODING.items()},
     **{f"decode line {x}": Check(DECODING[x], tiling={"cluster": 1}) for x in LINES},
@@ -216,7 +226,7 @@ def every_lane(sources: dict[str, str]) -> dict[str, str]:
 def prepare(with_every_lane: bool) -> None:
     """Tells the kernels of few processors, and which of them run."""
     _native.pretend_multiprocessors(2)  # small cases: blocks take several tiles
-    forward._Forward.is_one_round = property(lambda self: False)  # from the counter, too
+    forward._Forward.is_one_round = False  # from the counter, too
     sources = _native.kernel_sources()
     sources = every_lane(sources) if with_every_lane else sources
     _native.configure_cuda(_native.cache_folder(), _native.CACHE_BYTES, sources)

@@ -76,6 +76,11 @@ CANDIDATES = {
     ),
     forward.THREE: _THREE,
     forward.THREE_DRAIN: _THREE,
+    forward.THREE_WIDE: Candidate(
+        "forward",
+        "query_lengths key_value_lengths sinks left right float16",
+        shapes={"batch": 4},
+    ),
 }
 
 # Traits that are more than a term of their name: changes of Problem and of Shapes.
@@ -216,7 +221,8 @@ def text_of(table: Table, versions: Collection[str]) -> str:
     ]
     for name, sets in table.items():
         row = [f"    {json.dumps(name)}: (", *(f"        {json.dumps(x)}," for x in sets), "    ),"]
-        lines += row if sets else [f"    {json.dumps(name)}: (),"]
+        one = ", ".join(f"{json.dumps(x)}," for x in sets)
+        lines += row if len(sets) > 1 else [f"    {json.dumps(name)}: ({one}),"]
     return "\n".join([*lines, "}", ""])
 
 

@@ -46,4 +46,5 @@ SPILLED: dict[str, tuple[str, ...]] = {
         "key_value_lengths query_segments softcap",
         "query_lengths query_segments softcap",
     ),
+    "sm90 forward: three warpgroups, heads above 64": ("key_value_lengths left",),
 }

@@ -162,6 +162,26 @@ def test_poison_beside_units_of_some_heads(emulator: Emulator):
         assert np.abs(got[name][:, 21:].astype(np.float64) - want[:, 21:]).max() < 4e-2
 
 
+# Blocks of 80, 96 and 112 keys by the width of the values.
+THREE_WIDE = (
+    C("three", T=200, S=330, N=4, K=2, H=128),
+    C("three 96", T=390, S=250, N=3, H=72, Hv=96, causal=True, align=BOTTOM_RIGHT),
+    C("three 72 lengths", T=300, S=300, N=2, H=72, causal=True, sinks=True, q_lengths=(290,),
+      kv_lengths=(170,)),
+    C("three window", T=410, S=410, N=2, K=1, H=112, window=(150, 0), dtype="float16"),
+    C("three second walk", T=200, S=400, N=2, H=128, causal=True, spread=150.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", THREE_WIDE, ids=lambda case: case.name)
+def test_three_warpgroups_at_wide_heads(case: Case, emulator: Emulator):
+    """Units of 192 rows, more than there are processors."""
+    arguments = case.draw()
+    for seed in (IN_ORDER, 2):
+        long = AsIfLong(arguments, "consumers", 3)
+        compare(arguments, emulator.run(long, seed=seed, gradients=False), gradients=False)
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -18,6 +18,7 @@ from ..compare import compare
 from ..conformance_cases import case_id
 from ..hopper import NEEDS_HOPPER, assert_same_bits, attend, draw, gradients, near
 from ..numpy_oracle import DTYPES
+from ..other_kernels import AsIfLong
 
 pytestmark = NEEDS_HOPPER
 
@@ -245,6 +246,19 @@ def windowed(q, k, v, **options):
 def result_and_gradients(q, k, v, dout):
     (out, lse), pull = jax.vjp(windowed, q, k, v)
     return out, lse, *pull((dout, jnp.ones_like(lse)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("T", "S"), [(200, 1), (385, 79), (191, 81), (700, 1000), (1000, 700)])
+@pytest.mark.parametrize(("H", "Hv"), [(128, 128), (72, 72), (96, 88), (128, 16), (64, 120)])
+def test_three_warpgroups_at_wide_heads(H: int, Hv: int, T: int, S: int, causal: bool):
+    """The forward kernel of long calls, beside the boundaries of its tiles."""
+    align = {"align": BOTTOM_RIGHT} if (T + S) % 2 else {}
+    case = C("three", H=H, Hv=Hv, T=T, S=S, N=6, K=2, causal=causal, with_lse=True, **align)
+    more = {"sinks": True, "kv_lengths": (max(S - 60, 1), S)} if S % 3 == 1 else {}
+    arguments = dataclasses.replace(case, **more).draw()
+    for _ in range(3):
+        compare(arguments, AsIfLong(arguments, "consumers", 3).run("cuda"))
 
 
 def test_more_than_two_to_the_31_elements():

@@ -31,6 +31,8 @@ from jax_flash._problem import Problem, Shapes
 TWO_TEAMS = "sm90 forward: two teams"
 THREE = "sm90 forward: three warpgroups"
 THREE_DRAIN = "sm90 forward: three warpgroups that drain"
+THREE_WIDE = "sm90 forward: three warpgroups, heads above 64"
+_LONG = 1536  # queries, and keys, from where they are faster
 
 
 def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
@@ -118,6 +120,8 @@ class _Forward:
     def dynamic(self) -> bool:
         if not self.tma_loads or self.is_one_round:
             return False
+        if self.is_three_wide:
+            return self.is_uneven or not self.is_plain  # without 3 to 11 %
         if self.widest <= 64 and not (self.halves or self.is_short):
             return True
         # Units of one length need no counter: without its memset 4% faster at T 512; in long calls
@@ -147,6 +151,33 @@ class _Forward:
         return short and not self.problem.split and not self.spills(TWO_TEAMS)
 
     @property
+    def is_three_wide(self) -> bool:
+        """Head dims above 64: three warpgroups and blocks of fewer keys.
+
+        2 to 20 % in long calls. A mask is no faster, a softcap 1 % slower, segments 3 to 15 %;
+        other terms were not timed.
+        """
+        timed = {*self.problem.terms} <= {"sinks", "query_lengths", "key_value_lengths"}
+        timed = timed and not (self.is_capped or self.is_mapped or self.problem.split)
+        long = known(self.shapes.q_len, 4096) >= _LONG and known(self.shapes.kv_len, 4096) >= _LONG
+        if not (timed and long and 64 < self.widest <= 128 and self.tma_loads and not self.halves):
+            return False
+        return self.fills_larger_units and not self.spills(THREE_WIDE)
+
+    @property
+    def fills_larger_units(self) -> bool:
+        """Units of 192 rows, 1.4 times as long as those of 128, take no more time in rounds."""
+        sizes = (self.shapes.batch, self.shapes.q_heads, self.shapes.q_len)
+        if not all(isinstance(size, int) for size in sizes):
+            return True
+        batch, heads, queries = sizes
+        sms = multiprocessors(self.gpu)
+        units, larger = (batch * heads * -(-queries // rows) for rows in (128, 192))
+        if self.is_uneven:  # those of two rounds even out
+            return larger >= 2 * sms
+        return 1.4 * -(-larger // sms) <= -(-units // sms)
+
+    @property
     def packed_heads(self) -> int:
         # Each head has a mask and a bias of its own; what dropout keeps, a thread draws for two
         # queries that are 8 apart; of float32 in halves 64 queries of a head share a factor.
@@ -158,10 +189,11 @@ class _Forward:
 
     @property
     def l2_heads(self) -> int:
-        # 64 heads even out units of unequal length; more, of short sequences, are 3 % slower.
+        # They even out units of unequal length; more, of short sequences, are 3 to 8 % slower.
         if not self.is_uneven:
             return 1
-        return max(1, min(_l2_heads(self.shapes, self.problem), 64) // self.packed_heads)
+        most = 64 if self.widest <= 64 else 16
+        return max(1, min(_l2_heads(self.shapes, self.problem), most) // self.packed_heads)
 
     # Registers of the consumers.
 
@@ -199,18 +231,21 @@ class _Forward:
     def may_be_three(self) -> bool:
         """Three warpgroups are faster than two, but for heads that share a block: of few rows.
 
-        Not timed are positions, dropout, pieces of 16 keys of a block mask, and a bias that TMA
-        does not load or beside anything but causality. What a function of scores takes of their
-        registers no table knows: up to 328 bytes spilled beside terms, 64 alone with remainders.
+        Rows of whole blocks of 128 are none of their neighbours': three would walk the blocks of
+        two, with sinks 1.9 times as long where every other block is seen. Not timed are positions,
+        dropout, pieces of 16 keys of a block mask, and a bias that TMA does not load or beside
+        anything but causality. What a function of scores takes of their registers no table knows:
+        up to 328 bytes spilled beside terms, 64 alone with remainders.
         """
         score, block = self.problem.score, self.shapes.block_mask
         timed = not self.has("query_positions", "dropout_state")
         timed = timed and (block is None or block.block % 32 == 0)
+        apart = block is not None and self.problem.whole_blocks and block.block % 128 == 0
         timed = timed and (self.has_bias_alone or not self.has("bias"))
         beside = {*self.problem.terms} - {"sinks", "score_ids"}
         alone = not (beside or self.is_capped or self.has_left)
         fits = score is None or (alone and not emit.has_remainders(score))
-        return self.widest <= 64 and self.packed_heads == 1 and timed and fits
+        return self.widest <= 64 and self.packed_heads == 1 and timed and fits and not apart
 
     @property
     def is_long_function(self) -> bool:
@@ -262,6 +297,9 @@ class _Forward:
 
     @property
     def block_kv(self) -> int:
+        if self.is_three_wide:  # with its columns of the result a row has registers for no more
+            columns = self.shapes.value_dim
+            return 112 if columns <= 80 else 96 if columns <= 96 else 80
         if self.widest <= 128:
             addresses = not self.tma_loads and self.has("block_numbers")
             return 64 if self.is_crowded or addresses else 128
@@ -333,6 +371,8 @@ _FORWARD = (
     _row(lambda x: x.may_be_three and x.has_bias_alone, drains=True, **_OF_THREE),
     _row(lambda x: x.may_be_three, spills=THREE_DRAIN, drains=True, **_OF_THREE),
     _row(lambda x: x.widest <= 64, stages=4, query_stages=2),
+    _row(lambda x: x.is_three_wide and x.block_kv == 80, consumers=3, stages=4, ping_pong=False),
+    _row(lambda x: x.is_three_wide, consumers=3, stages=3, ping_pong=False),
     # 3 to 11 % by the producer's registers.
     _row(lambda x: x.widest <= 128 and x.is_layout, stages=3, producer_registers=40),
     _row(lambda x: x.widest <= 128, stages=3),
