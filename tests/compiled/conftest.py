@@ -19,3 +19,8 @@ def asserted_shared_memory():
     _native.configure_cuda(folder, _native.CACHE_BYTES, compile_cases.asserting_sources())
     yield
     _native.configure_cuda(folder, _native.CACHE_BYTES)
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """None is among the quick ones, and to list the programs takes 3 s of each worker."""
+    return True if config.option.markexpr == "quick" else None

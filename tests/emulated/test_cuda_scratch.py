@@ -33,7 +33,6 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("gpu", ["H200", "A100"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_scratch_takes_twice_the_arrays_at_most(name: str, gpu: str):

@@ -327,7 +327,6 @@ def test_the_picture():
     assert traced[0].startswith("BlockMask(q_len=40, kv_len=64, block=16, numbers=")
 
 
-@pytest.mark.quick
 def test_documented_masks_are_what_their_examples_say():
     for module in (masks, block_masks):
         failed, tried = doctest.testmod(module)

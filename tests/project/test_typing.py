@@ -19,8 +19,6 @@ from jax.typing import ArrayLike
 import jax_flash
 from jax_flash import attention, dot_product_attention, flash_attention
 
-pytestmark = pytest.mark.quick
-
 PROGRAM = Path(__file__).with_name("user_program.py")
 SIZES = {"T": 3, "S": 5, "N": 4, "K": 2, "H": 8, "Hv": 16}
 
