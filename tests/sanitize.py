@@ -118,8 +118,7 @@ CASES = (
     C("few rows deterministic", H=200, T=70, S=5, N=4, K=1, deterministic=True),
     C("few rows in halves", dtype="float32", precision="highest", H=24, T=3, S=5, N=4, K=1),
 )
-# As calls of many queries and keys: three warpgroups in the forward, sums of dq in a ring.
-LONG = (
+LONG = (  # as calls of many queries and keys
     C("three warpgroups 128", H=128, T=300, S=333, N=4, K=2, causal=True),
     C("three warpgroups 72", H=72, T=390, S=250, sinks=True, kv_lengths=(201,)),
 )
@@ -163,7 +162,7 @@ class Check:
     case: Case | decode_cases.Case
     family: str | None = None
     tiling: dict[str, int] | None = None  # of decode_attention
-    long: bool = False  # with the forward kernel of long calls at head dims above 64
+    long: bool = False  # as of many queries and keys
 
     def run(self) -> None:
         """Raises AssertionError if a result is wrong."""
@@ -208,8 +207,7 @@ TOOLS = {
 }
 REPORT = re.compile(r"^========= (?:Error|Warn|Invalid|Race|Out-of|Misaligned|Barrier)", re.M)
 SILENCE = 45  # seconds: the longest case takes 10
-RESTARTS = 2
-LAST_LINES = 30  # of a process that a signal ended
+RESTARTS, LAST_LINES = 2, 30  # the lines of a process that a signal ended
 OUTCOME = re.compile(r"^(right|wrong): (.*) \(\d", re.M)
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
@@ -389,8 +387,7 @@ def main() -> int:
         parser.error("compute-sanitizer is not on the PATH (it comes with the CUDA toolkit)")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end_all)
-    names = [name for name in CHECKS if arguments.case in name]
-    if not names:
+    if not (names := [name for name in CHECKS if arguments.case in name]):
         parser.error(f"no case has {arguments.case!r} in its name")
     tools = arguments.tools or ("memcheck", "racecheck")
     rest = names, arguments.jobs, arguments.as_shipped

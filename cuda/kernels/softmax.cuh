@@ -69,6 +69,13 @@ struct LineFactor {
     return fmaf(score, factor, fmaf(step, static_cast<float>(column), start[row] - base));
   }
 };
+// The same of two rows whose starts and bases are as far apart: start is less that base.
+struct CommonLine {
+  float factor, step, start;
+  __device__ __forceinline__ float exponent(float score, int, int column, float) const {
+    return fmaf(score, factor, fmaf(step, static_cast<float>(column), start));
+  }
+};
 // A line without a slope: of both rows it is the same.
 template <>
 struct LineFactor<true> {
@@ -96,8 +103,9 @@ struct SoftmaxState {
                                                float (&added)[2][2], const Beside& beside) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) added[i / 2][i % 2] = 0.0f;
-    // In units of 8 columns: all columns at once, or 16 where something goes among them.
-    constexpr int kPart = kSame<Beside, Alone> ? kUsed / 4 : 2;
+    // In units of 8 columns: all columns at once, or 16 where something goes among them. A common
+    // line has 16 too: what its two rows share of more columns would stay in registers.
+    constexpr int kPart = kSame<Beside, Alone> && !kSame<Factor, CommonLine> ? kUsed / 4 : 2;
 #pragma unroll
     for (int first = 0; first < kUsed / 4; first += kPart) {
       beside(first / 2);
@@ -251,6 +259,28 @@ struct SoftmaxState {
         if (fragment::row(i) == row) weights[i] *= correction[row];
       }
     }
+  }
+  // For CommonLine, with `step` by column: lowers one base, so that the bases of the thread's two
+  // rows are as far apart as the line's starts. `lowered` says by how much: the first row's base
+  // where it is positive, the second one's where it is negative. Raising the other base instead
+  // could hide a weight that decides its row from weigh(). Returns false, and lowers nothing, where
+  // a sum would pass kMostLowered, 2^32 times a first block's largest weight, or a base 2^14, from
+  // where on its rounding, 2^-10, would change weights beside those of earlier blocks.
+  static constexpr float kMostLowered = 0x1p-48f;
+  __device__ __forceinline__ bool lower_along(float step, float& lowered) {
+    constexpr float kRowStep = fragment::kRowStep;
+    const float apart = fmaf(-kRowStep, step, base[0]) - base[1];
+    if (!__any_sync(0xffffffffu, apart != 0.0f)) return true;
+    const float total = fragment::quad_sum(apart > 0.0f ? sum[0] : sum[1]);
+    const bool small =
+        total * ptx::exp2_approx(fabsf(apart)) < kMostLowered && fabsf(base[0]) < 0x1p14f;
+    if (!__all_sync(0xffffffffu, small)) return false;
+    lowered = apart;
+    sum[0] *= ptx::exp2_approx(fmaxf(apart, 0.0f));
+    sum[1] *= ptx::exp2_approx(fmaxf(-apart, 0.0f));
+    base[0] -= fmaxf(apart, 0.0f);
+    base[1] = fmaf(-kRowStep, step, base[0]);  // as the next call computes it
+    return true;
   }
   __device__ __forceinline__ void rise(int row, float now, float& correction) {
     correction = ptx::exp2_approx(base[row] - now);

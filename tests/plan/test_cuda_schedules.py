@@ -103,6 +103,7 @@ FORWARD: Flags = {
     "kEarlyOutput": (True, ["128", "256/128"], False, ["128/256"]),
     "kAsksRow": (True, ["64", "alibi"], False, ["alibi 64"]),
     "kTakesLine": (True, ["alibi", "alibi dropout 64"], False, ["128", "alibi dropout"]),
+    "kSharesLine": (True, ["alibi 64"], False, ["alibi", "alibi 64 float16"]),
     "kLineAhead": (True, ["128"], False, ["64", "mask"]),
     "kBitsAhead": (True, ["mask", "blocks 100"], False, ["128", "blocks", "mask bias"]),
     "kHoldsBits": (True, ["mask"], False, ["128", "mask 256", "blocks 100"]),
@@ -226,6 +227,7 @@ DERIVED = {
     "kStraight": "of a template: elements without a test, along a line",
     "kLoad": "elements of a tile of the mask that a thread loads",
     "kCount": "rows of a tile that a thread loads at once",
+    "kPart": "columns between two calls of what goes beside exponentials",
 }
 
 

@@ -47,7 +47,8 @@
 //   bool kEarlyOutput         the last output of a unit starts before the next unit is looked at
 //   bool kAsksRow             of SoftmaxState
 //   bool kLeavesCap           the softcap's last multiplication is left to the exponentials
-//   bool kTakesLine           a function's line goes into the exponent; kLineAhead: it is found
+//   bool kTakesLine           a function's line goes into the exponent; kSharesLine: what it adds
+//                             may be the same of a thread's two rows; kLineAhead: it is found
 //                             before the turn at the tensor cores
 //   bool kBitsAhead           a mask's bits are fetched beside the product that they are for;
 //                             kHoldsBits: where they begin is found once a unit

@@ -8,6 +8,7 @@
 namespace forward {
 
 using Softmax = SoftmaxState<Operands::Weight>;
+static_assert(!kSharesLine || Operands::Weight::kHeadroom > 64, "weights are larger by the line");
 using RowBits = mask::RowBits<kWarpgroupRows, kBlockKV>;
 
 // The bias of the block whose scores are on their way, that TMA has loaded: read ahead, or not.

@@ -343,6 +343,29 @@ struct Warpgroup : WarpgroupProducts {
       }
       rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, factor, searches, correction,
                                          among_exponentials());
+    } else if constexpr (kSharesLine) {
+      const bool straight = later_is_full() && !searches && UnitLine::is_one();
+      const LineFactor<kScoreIsLevel> line = UnitLine::factor();
+      float lowered = 0.0f;
+      if (straight && softmax.lower_along(line.step, lowered)) {
+        add_bias(scores);
+        const CommonLine factor{line.factor, line.step, line.first_start() - softmax.base[0]};
+        rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, factor, false, correction,
+                                           among_exponentials());
+      } else {
+        apply_terms(scores);
+        if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
+        rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, searches, correction,
+                                           among_exponentials());
+      }
+      if (__any_sync(0xffffffffu, lowered != 0.0f)) {  // kept as one number: two would be spilled
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const float grown = ptx::exp2_approx(fmaxf(row == 0 ? lowered : -lowered, 0.0f));
+          correction[row] = rescale ? grown * correction[row] : grown;
+        }
+        rescale = true;
+      }
     } else if constexpr (kTakesLine) {
       LineFactor<kScoreIsLevel> factor{p.scale_log2};
       if (later_is_full() && !searches && UnitLine::is_one()) {

@@ -73,6 +73,7 @@ class ForwardSchedule:
             "kAsksRow": self.asks_row,
             "kLeavesCap": self.leaves_cap,
             "kTakesLine": self.takes_line,
+            "kSharesLine": self.shares_line,
             "kLineAhead": self.line_ahead,
             "kBitsAhead": self.bits_ahead,
             "kHoldsBits": self.holds_bits,
@@ -267,6 +268,17 @@ class ForwardSchedule:
         """
         room = not self._has("dropout_state") or self.tiling.value_dim <= 64
         return self.problem.lines is not None and room
+
+    @property
+    def shares_line(self) -> bool:
+        """A thread's two rows may have bases as far apart as the line: it adds the same to both.
+
+        Weights of bfloat16 may be large by far. Not by two warpgroups, whose exponentials lie under
+        each other's products: at head dim 128 it is no faster.
+        """
+        level = self.problem.lines is not None and self.problem.lines.are_level
+        large = self.problem.dtype == "bfloat16"
+        return self.takes_line and not level and self.tiling.consumers == 3 and large
 
     @property
     def line_ahead(self) -> bool:
