@@ -77,7 +77,7 @@ struct Split {
   }
 
   // Weights times values. The parts of an infinity make NaN, and values that a row does not see may
-  // be anything: products take the finite ones alone.
+  // be anything: products take the finite ones alone, and split large ones in another way.
   __device__ __forceinline__ void add_values(uint32 values, const float (&scores)[kPartKeys / 2],
                                              int first, const Seen& seen,
                                              float (&output)[kOwnColumns / 2]) const {
@@ -94,13 +94,13 @@ struct Split {
         for (int i = 0; i < kParts; ++i) weights[j][i][row] = parts[i];
       }
     }
-    const bool finite = are_finite(values);
-    if (kFiniteApart && finite) {
+    const bool plain = are_plain(values);
+    if (kFiniteApart && plain) {
       multiply_values</*kFiniteAlone=*/false>(values, weights, output);
     } else {
       multiply_values</*kFiniteAlone=*/true>(values, weights, output);
     }
-    if (!finite) add_what_is_not_finite(values, first, seen, output);
+    if (!plain) add_what_is_not_finite(values, first, seen, output);
   }
 
   template <bool kFiniteAlone>
@@ -121,7 +121,11 @@ struct Split {
           x[i] = __uint_as_float(!kFiniteAlone || is_finite(bits) ? bits : 0);
         }
         uint32 b[kParts];
-        split_pair(x[0], x[1], b);
+        if constexpr (kFiniteAlone) {
+          split_large(x[0], x[1], b);
+        } else {
+          split_pair(x[0], x[1], b);
+        }
         add_parts<true>(output, 4 * column, [&](float (&sum)[4], int i, int other) {
           ptx::multiply_add(sum, 0, weights[j][i], b[other]);
         });
@@ -129,23 +133,42 @@ struct Split {
     }
   }
 
-  // Looks at the numbers that this warp multiplies: 0 times what is not finite is NaN. Looking at
-  // each where it is split would take three times the instructions.
-  __device__ __forceinline__ bool are_finite(uint32 values) const {
+  // Finite numbers from here on round to an infinite bfloat16.
+  static constexpr uint32 kLarge = 0x7f7f8000u;
+
+  // As split_pair, of finite numbers that may be large: their first part is the largest bfloat16.
+  static __device__ __forceinline__ void split_large(float low, float high,
+                                                     uint32 (&parts)[kParts]) {
+    constexpr float kMost = 0x1.fep127f;
+    const auto first = [](float x) { return fminf(fmaxf(x, -kMost), kMost); };
+    parts[0] = BFloat16::pack(first(low), first(high));
+#pragma unroll
+    for (int i = 1; i < kParts; ++i) {
+      low -= BFloat16::unpack_low(parts[i - 1]);
+      high -= BFloat16::unpack_high(parts[i - 1]);
+      parts[i] = BFloat16::pack(low, high);
+    }
+  }
+
+  // Looks at the numbers that this warp multiplies: 0 times what is not finite, or has a part that
+  // is not, is NaN. Looking at each where it is split would take three times the instructions.
+  // Where no key is seen shared memory is as the CTA before left it.
+  __device__ __forceinline__ bool are_plain(uint32 values) const {
     constexpr int kChunks = kOwnColumns / 4;
-    float zero = 0.0f;
+    uint32 largest = 0;
 #pragma unroll 4  // more spill beside wide values
     for (int i = 0; i < kPartKeys * kChunks; i += 32) {
       const int at = i + threadIdx.x % 32, row = at / kChunks, chunk = at - row * kChunks;
       if (i + 32 > kPartKeys * kChunks && row >= kPartKeys) break;
       const uint32 from = chunk_address<kBlockKV>(values, part * kPartKeys + row, chunk);
       const float4 x = ptx::load_shared_f4(from);
-      zero = fmaf(x.x, 0.0f, zero);
-      zero = fmaf(x.y, 0.0f, zero);
-      zero = fmaf(x.z, 0.0f, zero);
-      zero = fmaf(x.w, 0.0f, zero);
+      const float numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (float number : numbers) {
+        largest = max(largest, __float_as_uint(number) & 0x7fffffffu);
+      }
     }
-    return __all_sync(0xffffffffu, zero == 0.0f);
+    return __all_sync(0xffffffffu, largest < kLarge);
   }
 
   static __device__ __forceinline__ bool is_finite(uint32 bits) {

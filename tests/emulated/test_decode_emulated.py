@@ -80,6 +80,32 @@ def test_since_ampere_four_heads_share_a_block(emulator: Emulator):
     compare(arguments, emulator.run(tiled, gpu="A100"))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("case", UNALIGNED, ids=[case.name for case in UNALIGNED])
+def test_what_others_left_in_shared_memory(case: Case, emulator: Emulator):
+    """Each block has a CTA of its own: behind a row's end is what another kernel left."""
+    arguments = case.draw()
+    compare(arguments, emulator.run(Tiled(arguments, {"rounds": 20})))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_the_largest_values_of_float32(precision: str, emulator: Emulator):
+    """They round to an infinite bfloat16; where they are seen they are part of a mean.
+
+    The very largest would be no sum of two parts.
+    """
+    case = Case("largest", N=4, K=2, H=32, Hv=20, lengths=(70, 9), precision=precision)
+    arguments = case.draw()
+    for b, n in enumerate(case.lengths):
+        for row, head, column, sign in ((-1, 0, 3, 1), (n // 2, 1, 5, -1), (0, 1, 6, 1)):
+            value = sign * np.uint32(0x7F7F9000).view(np.float32)
+            arguments.values[b][row, head, column] = value
+            to = arguments.new["value"][b] if row == -1 else arguments.cache["value"][b]
+            to[row, head, column] = value
+    got = emulator.run(arguments)
+    error = 1e-5 if precision == "highest" else 1e-3
+    np.testing.assert_allclose(got.out, arguments.truth()[0], rtol=error, atol=error)
+
+
 @pytest.mark.parametrize(
     ("case", "tiling"), RUN, ids=[case.name.replace(" ", "-") for case, _ in RUN]
 )
