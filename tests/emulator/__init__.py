@@ -32,6 +32,7 @@ from . import translate
 HERE = Path(__file__).parent
 _KEPT = "JAX_FLASH_EMULATOR_CACHE"  # the folder of libraries
 MULTIPROCESSORS = 3  # as many CTAs as machine.cc runs at a time
+GARBAGE = 0x44444444  # finite as a number of any type
 
 
 def build(shared: Path) -> Path:
@@ -62,6 +63,7 @@ def connect(sources: dict[str, str] | None = None) -> ctypes.CDLL:
     """Emulates backend "cuda" in this process from here on: calls that name it, on CPU arrays."""
     fake = fake_cuda.connect()
     fake.EmulatorSetSeed.argtypes = (ctypes.c_uint64,)
+    fake.EmulatorSetGarbage.argtypes = (ctypes.c_uint32,)
     fake.EmulatorSetCompiler(_compile)  # a name of the module: it stays alive
     _native.configure_cuda(None, 0, sources)
     _native.compile_ahead = lambda **_: None  # of what is guessed a third is not asked for
@@ -109,6 +111,7 @@ class Emulator:
         sources: dict[str, str] | None = None,
         gpu: str = "H100",
         gradients: bool = True,
+        garbage: int = GARBAGE,
     ) -> dict[str, np.ndarray]:
         """`arguments.run("cuda")`, with kernels of the given text instead of the package's.
 
@@ -117,12 +120,14 @@ class Emulator:
           gradients: as for `arguments.run`, which need not know them if they are wanted.
           seed: of the order of threads and asynchronous work; 0: in order and late, 1: backwards
             and early, others: drawn; of those 5, 9 and so on late.
+          garbage: the words of dynamic shared memory where a CTA starts.
 
         Raises:
           RuntimeError: the custom call failed, with its message.
         """
         assert self._process.stdin is not None
-        pickle.dump((arguments, seed, sources, gpu, gradients), self._process.stdin)
+        request = arguments, seed, sources, gpu, gradients, garbage
+        pickle.dump(request, self._process.stdin)
         return self._answer()
 
     def run_kernel(
@@ -165,7 +170,7 @@ def main() -> None:
         if isinstance(request[0], str):
             answer(run_kernel(fake, *request))
             continue
-        arguments, seed, sources, gpu, gradients = request
+        arguments, seed, sources, gpu, gradients, garbage = request
         if gpu != last:
             jax.clear_caches()  # a traced call has its kernels
             last, spec = gpu, dataclasses.replace(_gpu.spec.GPUS[gpu], sms=MULTIPROCESSORS)
@@ -174,6 +179,7 @@ def main() -> None:
             own = sources or text
             _native.configure_cuda(None, 0, own)
         fake.EmulatorSetSeed(seed)
+        fake.EmulatorSetGarbage(garbage)
         values, error = {}, ""
         try:
             values = arguments.run("cuda", **({} if gradients else {"gradients": False}))

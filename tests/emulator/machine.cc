@@ -254,6 +254,8 @@ const bool registered = [] {
 }  // namespace
 }  // namespace emulator
 
+extern "C" void EmulatorSetGarbage(std::uint32_t word) { emulator::policy.garbage = word; }
+
 // Threads in order and asynchronous work as late as possible (0); backwards and as early as
 // possible (1); as drawn from the seed, of which 5, 9, ... have that work late: what comes first is
 // used before the rest comes.

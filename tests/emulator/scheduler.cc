@@ -107,8 +107,7 @@ void end_block(Block& block) {
 
 void start_block(Block& block, unsigned index, unsigned grid, unsigned thread_count) {
   const Library& library = *block.library;
-  // As another CTA may have left it: the largest float, a NaN and the largest of 16 bits.
-  std::fill_n(reinterpret_cast<std::uint32_t*>(library.dynamic), kSharedBytes / 4, 0x7f7fffffu);
+  std::fill_n(reinterpret_cast<std::uint32_t*>(library.dynamic), kSharedBytes / 4, policy.garbage);
   if (library.statics != nullptr) {
     std::memset(library.statics, kFakeGarbage, library.statics_end - library.statics);
   }

@@ -24,6 +24,7 @@ struct Policy {
   Order order = Order::kForward;
   enum { kEarly, kLate, kAnyTime } copies = kLate;
   std::mt19937_64 random;
+  std::uint32_t garbage = 0x44444444;  // words of dynamic shared memory where a CTA starts
 };
 extern Policy policy;
 
