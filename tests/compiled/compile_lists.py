@@ -40,6 +40,11 @@ def tuned(name: str) -> Configurations:
     short = dataclasses.replace(SHAPES, batch=32, q_len=512, kv_len=512, head_dim=64, value_dim=64)
     for window in ((None, None), (None, 0)):  # two teams
         yield f"64/64 short {window}", dataclasses.replace(PLAIN, window=window), short
+    for dim in (72, 96, 128):  # three warpgroups, blocks of 112, 96 and 80 keys
+        many = dataclasses.replace(SHAPES, batch=4, head_dim=dim, value_dim=dim)
+        yield f"{dim}/{dim} many units", PLAIN, many
+        beside = dataclasses.replace(PLAIN, window=(None, 0), terms=(*LENGTHS, "sinks"))
+        yield f"{dim}/{dim} many units, lengths and sinks", beside, many
 
 
 def close() -> Configurations:
