@@ -151,9 +151,9 @@ def tiling(theme: str) -> Canvas:
 # ---- Hopper --------------------------------------------------------------------------------------
 
 
-def _plan(name: str, head_dim: int, **options: Any) -> _gpu.Plan:
-    """Plans a pass of bfloat16, T 16384, 16 heads, on an H200."""
-    x = jax.ShapeDtypeStruct((1, 16384, 16, head_dim), "bfloat16")
+def _plan(name: str, head_dim: int, length: int = 16384, **options: Any) -> _gpu.Plan:
+    """Plans a pass of bfloat16, 16384 tokens, 16 heads, on an H200."""
+    x = jax.ShapeDtypeStruct((16384 // length, length, 16, head_dim), "bfloat16")
     problem, (q, k, v, *terms), *_ = _explain._prepare(x, x, x, options)
     shapes = Shapes.of(q, k, v, problem.name_terms(terms))
     gpu = _gpu.spec.named("H200")
@@ -171,6 +171,7 @@ class Span(NamedTuple):
     words: str
 
 
+IN_TURNS = 1024  # positions of a call whose warpgroups take turns; three of longer ones do not
 PRODUCTS = ("warpgroup 0", "warpgroup 1", "score 0", "score 1")  # lanes of the tensor cores
 
 
@@ -243,7 +244,7 @@ def _lanes(
 
 def forward(theme: str) -> Canvas:
     """Two warpgroups take turns at the tensor cores."""
-    tile = _plan("forward", head_dim=128).tiling
+    tile = _plan("forward", head_dim=128, length=IN_TURNS).tiling
     spans = forward_schedule(tile, count=4)
     c = Canvas("Hopper's forward kernel: a producer and two warpgroups in turns", 780, 268, theme)
     x0 = 150

@@ -60,7 +60,7 @@ def test_drawn_softmax_is_the_rows():
 
 @pytest.mark.parametrize("of", ["forward", "backward"])
 def test_drawn_products_follow_each_other(of: str):
-    tile = drawings._plan(of, head_dim=128).tiling
+    tile = drawings._plan(of, head_dim=128, length=drawings.IN_TURNS).tiling
     spans = getattr(drawings, f"{of}_schedule")(tile, 4)
     tensor = sorted((x.begin, x.end) for x in spans if x.lane in drawings.PRODUCTS)
     assert all(one[1] <= two[0] for one, two in itertools.pairwise(tensor))
