@@ -92,7 +92,7 @@ def online_softmax(scores: Sequence[float], block: int) -> list[tuple[float, flo
 
 def tiling(theme: str) -> Canvas:
     """A block of queries walks over the keys; a row's softmax, block by block."""
-    tile = _plan("forward", head_dim=128, is_causal=True).tiling
+    tile = _plan("forward", head_dim=128, length=IN_TURNS, is_causal=True).tiling
     c = Canvas(
         "A block of queries on its way over the keys, and the softmax of one row", 780, 322, theme
     )
