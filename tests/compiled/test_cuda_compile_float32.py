@@ -81,4 +81,4 @@ def halves() -> list[Any]:
 @pytest.mark.parametrize("plan", halves())
 def test_float32_in_halves_compiles_without_spills(plan: _gpu.Plan):
     assert plan.constants["kHalves"]
-    check(plan, seconds=5 if "forward" in plan.target else 15)
+    check(plan, seconds=5)

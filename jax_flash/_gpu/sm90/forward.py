@@ -133,11 +133,16 @@ class _Forward:
     @property
     def is_one_round(self) -> bool:
         """A multiprocessor has one unit at most: there is no other to ask for."""
+        units = self.units_of(64)
+        return units is not None and units <= multiprocessors(self.gpu)
+
+    def units_of(self, rows: int) -> int | None:
+        """Counts units of so many rows; None where a size is known when the program runs."""
         sizes = (self.shapes.batch, self.shapes.q_heads, self.shapes.q_len)
         if not all(isinstance(size, int) for size in sizes):
-            return False
+            return None
         batch, heads, queries = sizes
-        return batch * heads * -(-queries // 64) <= multiprocessors(self.gpu)
+        return batch * heads * -(-queries // rows)
 
     @property
     def is_short(self) -> bool:
@@ -167,12 +172,10 @@ class _Forward:
     @property
     def fills_larger_units(self) -> bool:
         """Units of 192 rows, 1.4 times as long as those of 128, take no more time in rounds."""
-        sizes = (self.shapes.batch, self.shapes.q_heads, self.shapes.q_len)
-        if not all(isinstance(size, int) for size in sizes):
+        units, larger = self.units_of(128), self.units_of(192)
+        if units is None or larger is None:
             return True
-        batch, heads, queries = sizes
         sms = multiprocessors(self.gpu)
-        units, larger = (batch * heads * -(-queries // rows) for rows in (128, 192))
         if self.is_uneven:  # those of two rounds even out
             return larger >= 2 * sms
         return 1.4 * -(-larger // sms) <= -(-units // sms)
@@ -189,7 +192,7 @@ class _Forward:
 
     @property
     def l2_heads(self) -> int:
-        # They even out units of unequal length; more, of short sequences, are 3 to 8 % slower.
+        # Heads together even out units of unequal length; more of short sequences: 3 to 8 % slower.
         if not self.is_uneven:
             return 1
         most = 64 if self.widest <= 64 else 16
