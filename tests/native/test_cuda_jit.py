@@ -115,8 +115,9 @@ int nvrtcGetCUBIN(void*, char*) { return 1; }
 }
 """
 INTERRUPTED = """
-import sys
+import signal, sys
 from jax_flash import _native
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 _native.configure_cuda(None, 1 << 20, {"scale.cuh": ""})
 _native.compile_ahead("scale.cuh", "int beside;", "sm_90a")
 try:
