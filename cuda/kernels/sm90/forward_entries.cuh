@@ -54,13 +54,15 @@ extern "C" __global__ void position_ranges(const __grid_constant__ ForwardParams
   }
 }
 
-// With segments, two kernels go ahead, 256 threads each, a warp for each block or warpgroup.
+// With segments, two kernels go ahead, 256 threads each, a warp for each block or warpgroup. The
+// second one and the main kernel start while the one ahead of each runs.
 //
 // Smallest and largest segment id of each block of kBlockKV keys, and a fresh unit counter.
 // Grid ceil(B * blocks / 8).
 extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
+    ptx::let_the_next_kernel_start();
     const int blocks = ceil_div(p.kv_len, kBlockKV);
     const int index = blockIdx.x * 8 + threadIdx.x / 32;
     if (kDynamic && blockIdx.x == 0 && threadIdx.x == 0) *p.unit_counter = 0;
@@ -79,6 +81,7 @@ extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams 
 extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
+    ptx::let_the_next_kernel_start();
     constexpr int kQueries = kWarpgroupRows / kPackedHeads;
     const int lane = threadIdx.x % 32;
     const int warpgroups = p.query_blocks * kConsumers;
@@ -89,6 +92,7 @@ extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p)
     const int* ids = p.query_segments + static_cast<int64>(batch) * p.query_len;
     const SegmentRange queries = segment_range(ids, warpgroup * kQueries, end);
 
+    ptx::wait_for_the_kernel_ahead();  // which makes the ranges
     const int blocks = ceil_div(p.kv_len, kBlockKV);
     const int2* ranges =
         reinterpret_cast<const int2*>(p.segment_ranges) + static_cast<int64>(batch) * blocks;

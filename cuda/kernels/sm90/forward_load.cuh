@@ -266,8 +266,8 @@ struct Producer : Loads {
   }
 
   __device__ __forceinline__ void run() {
-    // The kernel ahead makes flags and bits, or norms.
-    if constexpr (kHasMask || kFades) ptx::wait_for_the_kernel_ahead();
+    // The kernel ahead makes flags and bits, norms, or the walks of segments.
+    if constexpr (kHasMask || kFades || kHasSegments) ptx::wait_for_the_kernel_ahead();
     int number = blockIdx.x;
     if constexpr (kTeams > 1) number += ptx::warp_index() * gridDim.x;
     while (true) {

@@ -196,7 +196,14 @@ class _Forward:
         if not self.is_uneven:
             return 1
         most = 64 if self.widest <= 64 else 16
-        return max(1, min(_l2_heads(self.shapes, self.problem), most) // self.packed_heads)
+        most = max(1, min(_l2_heads(self.shapes, self.problem), most) // self.packed_heads)
+        batch, kv_heads = self.shapes.batch, self.shapes.kv_heads
+        group = group_size(self.shapes) // self.packed_heads
+        if most < group or not (isinstance(batch, int) and isinstance(kv_heads, int)):
+            return most
+        # Sets of one size: the last of 10, 10, 10 and 2 heads has too few units to even out, 13 %.
+        sets = -(-batch * kv_heads // (most // group))
+        return -(-batch * kv_heads // sets) * group
 
     # Registers of the consumers.
 
@@ -311,7 +318,8 @@ class _Forward:
             if self.is_plain and even:
                 return 64
             return 32 if self.bytes_of_bias == 4 else 48
-        most = 112 if self.dims <= 320 else 96 if self.dims <= 384 else 80
+        narrow = self.dims <= 320 or self.widest <= 192
+        most = 112 if narrow else 96 if self.dims <= 384 else 80
         # With 512 keys the last block of 80 is more than half past the end: 3 to 5 %.
         if self.is_light and known(self.shapes.kv_len, 4096) > 512:
             return most

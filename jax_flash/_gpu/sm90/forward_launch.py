@@ -205,16 +205,17 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
     steps: list[Step] = [split(1, beside=True)] if tiling.halves else []
     steps += found.plan
 
-    def of_warps(entry: str, warps) -> Kernel:
+    def of_warps(entry: str, warps, *, overlaps: bool = False) -> Kernel:
         grid = ceil_div(warps, _RANGE_WARPS)
-        return Kernel(entry, grid, 32 * _RANGE_WARPS, beside=True)
+        return Kernel(entry, grid, 32 * _RANGE_WARPS, beside=True, overlaps=overlaps)
 
     if positions:
         warps = B * (key_blocks + query_blocks * warpgroups)
         steps.append(of_warps("position_ranges", warps))
     if segments:
         steps.append(of_warps("segment_ranges", B * key_blocks))
-        steps.append(of_warps("segment_plan", product(B, query_blocks, warpgroups)))
+        walks = product(B, query_blocks, warpgroups)
+        steps.append(of_warps("segment_plan", walks, overlaps=True))
     elif tiling.fades:
         parts = N * ceil_div(T, _NORM_ROWS) + K * ceil_div(S, _NORM_ROWS)
         steps.append(of_warps("row_norms", B * parts))
@@ -225,7 +226,7 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         minimum(SMS, units),
         tiling.threads,
         tiling.shared_bytes,
-        overlaps=tiling.dynamic and not segments,
+        overlaps=tiling.dynamic or segments,
     )
     exact = Kernel(
         "flash_forward_exact",
