@@ -22,7 +22,7 @@ from jax_flash._varying import varying_axes
 from jax_flash.attention import Options, flash_attention
 from jax_flash.context_parallel import all_gather, all_to_all, orders, ring
 from jax_flash.context_parallel.orders import Layout
-from jax_flash.context_parallel.shard import Operands, Shard
+from jax_flash.context_parallel.shard import Operands, Shard, check_terms
 
 Strategy = Literal["ring", "all_to_all", "all_gather"]
 Order = Literal["contiguous", "zigzag", "striped"]
@@ -258,6 +258,7 @@ def _prepare(
                     indices = orders.reorder(jnp.arange(length, dtype=jnp.int32), order, shards, 0)
                 given[name] = jnp.broadcast_to(indices, (*batch, length))
     problem, operands, *_ = _validate.prepare(**given, shards=shards if split else 1)
+    check_terms(problem)
     return problem, dict(zip(("q", "k", "v", *problem.optional), operands, strict=True))
 
 

@@ -18,6 +18,13 @@ from jax_flash.context_parallel.orders import Layout
 
 Operands = dict[str, jax.Array]
 ALL = slice(None)
+# The terms that strategies bring to a device's tokens. They take them by name, and would leave
+# another one out of their calls.
+_SPLIT = (
+    *("bias", "mask", "block_numbers", "block_bits", "query_lengths", "key_value_lengths"),
+    *("query_segments", "key_value_segments", "query_positions", "key_value_positions"),
+    *("sinks", "dropout_state", "score_ids"),
+)
 _CELL = 16  # neighbouring queries, and keys, that share counters of dropout (_philox.py)
 
 
@@ -213,6 +220,16 @@ class Shard:
     def vary(self) -> "Shard":
         """Lets all operands vary over the axes that any does, where gradients are then summed."""
         return dataclasses.replace(self, operands=vary_over(self.operands, self.operands))
+
+
+def check_terms(problem: Problem) -> None:
+    """Raises NotImplementedError for a term that no strategy knows."""
+    absent = [TERMS[name].feature for name in problem.terms if name not in _SPLIT]
+    if absent:
+        raise NotImplementedError(
+            f"attention over a split sequence has no {', '.join(absent)}; expected a call without, "
+            "or flash_attention of whole sequences"
+        )
 
 
 def cut(x: jax.Array, part: slice, axis: int) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash.context_parallel import attention
+from jax_flash.context_parallel import attention, shard
 
 from ..devices import mesh_with
 from .split_sequences import SHARDS, H, K, N, T
@@ -97,3 +97,13 @@ def test_faults_of_how_arrays_are_split():
         q = jax.device_put(q, NamedSharding(heads, P(None, None, "model")))
         with pytest.raises(ValueError, match="key has 2 heads, which the 4 devices of"):
             attention(q, k[:, :, :2], v[:, :, :2], axis_name="seq")
+
+
+def test_a_term_that_no_strategy_knows(monkeypatch):
+    known = tuple(name for name in shard._SPLIT if name != "sinks")
+    monkeypatch.setattr(shard, "_SPLIT", known)
+    with (
+        jax.set_mesh(mesh_with(seq=SHARDS)),
+        pytest.raises(NotImplementedError, match="over a split sequence has no sinks; expected"),
+    ):
+        attention(*long(), axis_name="seq", sinks=jnp.zeros(N))
