@@ -92,7 +92,7 @@ __device__ __forceinline__ bool is_near(const float (&scores)[kCount], float inn
 template <bool kScaleFirst = false, class Params, int kCount>
 __device__ __forceinline__ void score_function(const Params& p, float (&scores)[kCount]) {
   if constexpr (kSoftcap) {
-    const float inner = kHasBias ? 1.0f : p.softcap_inner;
+    const float inner = kAddsToScores ? 1.0f : p.softcap_inner;
     if constexpr (kHighest) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) scores[i] = highest_tanh(scores[i] * inner);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void score_function(const Params& p, float (&scores)[
 #pragma unroll
       for (int i = 0; i < kCount; ++i) scores[i] = mixed_tanh(scores[i] * inner);
     }
-  } else if constexpr (kScaleFirst && !kHasBias && !kHasScoreFunction) {
+  } else if constexpr (kScaleFirst && !kAddsToScores && !kHasScoreFunction) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scores[i] *= p.scale;
   }

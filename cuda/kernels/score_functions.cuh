@@ -40,7 +40,7 @@ __device__ __forceinline__ int2 score_ids(const Params& p, int row, int head) {
 }
 template <class Params>
 __device__ __forceinline__ float scaled_score(const Params& p, float score) {
-  return kHasBias ? score : score * p.scale;
+  return kAddsToScores ? score : score * p.scale;
 }
 template <class Params>
 struct ScoreFunction<Params, true> {
@@ -114,7 +114,7 @@ struct ScoreLine<Params, true> {
 // What a score is multiplied by beside the line, log2 units.
 template <class Params>
 __device__ __forceinline__ float line_factor(const Params& p) {
-  return kHasBias ? p.scale_log2 : p.scale * p.scale_log2;
+  return kAddsToScores ? p.scale_log2 : p.scale * p.scale_log2;
 }
 
 // What a function makes of a fragment's scores: of a short one (kTogether 0) when asked; of a long

@@ -18,6 +18,7 @@
 //   bool kHasQueryLengths, kHasKeyValueLengths, kHasSegments, kHasSinks
 //   bool kHasBias, kBiasFloat32, kBiasBFloat16   its type: float32, else bfloat16, else float16
 //   bool kBiasTiles           TMA loads it, a family's choice
+//   bool kAddsToScores        a bias, or what else with_bias adds: scores are scaled there
 //   bool kHasMask             of either kind: a boolean one, kHasMaskBytes, or
 //   int kMaskBlock            one of blocks of so many queries and keys; 0: there is none
 //   bool kBiasQueries, kBiasKeys, kMaskQueries, kMaskKeys   they vary with the query, the key;

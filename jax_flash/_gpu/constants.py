@@ -5,7 +5,14 @@ import functools
 from jax_flash._call import Call
 from jax_flash._gpu import emit
 from jax_flash._gpu.plan import Number
-from jax_flash._gpu.traits import alignment, are_small, bytes_of_bias, is_highest, is_one
+from jax_flash._gpu.traits import (
+    adds_to_scores,
+    alignment,
+    are_small,
+    bytes_of_bias,
+    is_highest,
+    is_one,
+)
 from jax_flash._problem import Problem, Shapes
 
 # The kernels compare draws of 15 bits as float16, another way where the threshold would be NaN.
@@ -35,6 +42,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kHasSegments": "query_segments" in problem.terms,
         "kHasSinks": "sinks" in problem.terms,
         "kHasBias": bias is not None,
+        "kAddsToScores": adds_to_scores(problem),
         "kBiasFloat32": bias_type == "float32",
         "kBiasBFloat16": bias_type == "bfloat16",
         "kBiasQueries": bias is not None and not is_one(bias.queries),

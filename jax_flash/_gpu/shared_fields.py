@@ -29,6 +29,7 @@ from jax_flash._gpu.sizes import (
     product,
     where,
 )
+from jax_flash._gpu.traits import adds_to_scores
 from jax_flash._gpu.workspaces import mask_words
 from jax_flash._problem import Problem, Shapes
 
@@ -79,8 +80,8 @@ def shared(problem: Problem) -> dict[str, Field]:
         Field(
             "float",
             "softcap_bias",
-            1 / cap if cap and "bias" in problem.terms else 0.0,
-            "1 / cap, with a bias",
+            1 / cap if cap and adds_to_scores(problem) else 0.0,
+            "1 / cap, kAddsToScores",
         ),
         Field(
             "unsigned",
@@ -110,16 +111,16 @@ def take(fields: dict[str, Field], names: str) -> tuple[Field, ...]:
 
 
 def forward_scale_log2(problem: Problem) -> Field:
-    first = problem.scale <= 0 or "bias" in problem.terms or problem.score is not None
-    return _scale_log2(problem, first=first)
+    return _scale_log2(problem, first=problem.scale <= 0)
 
 
 def backward_scale_log2(problem: Problem) -> Field:
-    return _scale_log2(problem, first="bias" in problem.terms or problem.score is not None)
+    return _scale_log2(problem)
 
 
-def _scale_log2(problem: Problem, *, first: bool) -> Field:
-    """`first`: scores are scaled ahead."""
+def _scale_log2(problem: Problem, *, first: bool = False) -> Field:
+    """`first`: scores are scaled ahead, as where something is added to them or made of them."""
+    first = first or adds_to_scores(problem) or problem.score is not None
     unit = problem.softcap or (1.0 if first else problem.scale)
     return Field(
         "float",

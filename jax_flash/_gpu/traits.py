@@ -22,6 +22,11 @@ def is_bare(problem: Problem) -> bool:
     return not problem.terms and problem.softcap is None and problem.score is None
 
 
+def adds_to_scores(problem: Problem) -> bool:
+    """Tells whether a term is added to scores, which with_bias (logit.cuh) scales for it."""
+    return "bias" in problem.terms
+
+
 def is_layout(problem: Problem) -> bool:
     """Tells whether there is a layout of whole blocks and no other term."""
     alone = problem.whole_blocks and problem.terms == ("block_numbers", "block_bits")

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jax_flash import _function, _gpu, _native, scores
+from jax_flash._gpu import constants, shared_fields
+from jax_flash._gpu.sm90 import forward_schedule
 from jax_flash._ops import passes
 from jax_flash._ops.decode import Decode
 from jax_flash._problem import TERMS, BlockMaskShape, Problem, Shapes, TermShape
@@ -102,6 +104,7 @@ FORWARD: Flags = {
     "kQueriesInTurn": (True, ["blocks"], False, ["mask", "blocks 64"]),
     "kEarlyOutput": (True, ["128", "256/128"], False, ["128/256"]),
     "kAsksRow": (True, ["64", "alibi"], False, ["alibi 64"]),
+    "kLeavesCap": (True, ["softcap"], False, ["128", "softcap bias"]),
     "kTakesLine": (True, ["alibi", "alibi dropout 64"], False, ["128", "alibi dropout"]),
     "kSharesLine": (True, ["alibi 64"], False, ["alibi", "alibi 64 float16"]),
     "kLineAhead": (True, ["128"], False, ["64", "mask"]),
@@ -213,6 +216,23 @@ def test_flag(which, family, name, value, holding, other, others):
     calls = [*holding, *others]
     found = {words: plan_of(which, family, words).constants[name] for words in calls}
     assert found == {**dict.fromkeys(holding, value), **dict.fromkeys(others, other)}
+
+
+def test_one_answer_says_that_scores_are_scaled_where_a_term_is_added(monkeypatch):
+    for module in (constants, forward_schedule, shared_fields):
+        monkeypatch.setattr(module, "adds_to_scores", lambda _: True)
+    capped = plan_of("forward", "sm90", "softcap")
+    values = {name: field.value for _, name, field in capped.launch.params.leaves()}
+    assert values["softcap_bias"] == 1 / 30.0
+    assert capped.constants["kAddsToScores"]
+    assert not capped.constants["kLeavesCap"]
+    for which in ("forward", "backward"):
+        made = plan_of(which, "sm90", "128").launch.params
+        values = {name: field.value for _, name, field in made.leaves()}
+        assert values["scale_log2"] == shared_fields.LOG2E
+    asks = re.compile(r"kHasBias[^;]*p\.(scale|softcap)")
+    texts = _native.kernel_sources()
+    assert not [name for name, text in texts.items() if asks.search(text)]
 
 
 # Constants of device text that join others all the same: no choice of a schedule.

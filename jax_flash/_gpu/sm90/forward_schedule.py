@@ -8,7 +8,13 @@ import dataclasses
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.plan import Number
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
-from jax_flash._gpu.traits import hides_sides, is_block_mask, leaves_gaps, shows_whole_tiles
+from jax_flash._gpu.traits import (
+    adds_to_scores,
+    hides_sides,
+    is_block_mask,
+    leaves_gaps,
+    shows_whole_tiles,
+)
 from jax_flash._problem import Problem, Shapes
 
 
@@ -258,7 +264,7 @@ class ForwardSchedule:
 
         Where nothing comes behind the cap.
         """
-        return self._is_capped and not self._is_mapped and not self._has("bias")
+        return self._is_capped and not self._is_mapped and not adds_to_scores(self.problem)
 
     @property
     def takes_line(self) -> bool:
