@@ -4,16 +4,7 @@
 // backward_blocks.cuh has which query blocks a key block meets, and in which order;
 // backward_sums.cuh where the sums of dq, dk and dv are kept. Read a family's backward.cuh for the
 // kernels and the constants of the generated header. jax_flash/_gpu/backward_schedule.py decides
-// these for all families, and has the reasons:
-//   bool kShowsWords          a block mask alone says of 32 query blocks in a word which ones a
-//                             unit sees; kShowsLayout: a block that is seen is seen whole
-//   bool kTurnsShown          in the deterministic mode these words say whose turn it is
-//   bool kSkipsMasked         blocks that mask or positions hide are left out of a walk
-//   int kDirection            of a walk: -1 from the last block of queries to the first, else 1
-//   int kPrepareUnroll        rows that a thread of the preparing kernel reads at once
-//   int kMaskResident         CTAs of mask_plan on a multiprocessor; 0: as ptxas has it
-//   bool kSumBeginsAhead      of a bias's gradient the next part's products run beside the
-//                             arithmetic of one; kSumHoldsBias: the bias stays in registers
+// the flags of all families, and says what each means and why it is set.
 #pragma once
 
 #include "element.cuh"

@@ -35,7 +35,7 @@
 //   bool kListsBlocks         there may be gaps between the blocks of a walk
 //   bool kSumsWholeTiles      shared memory holds whole rows where a bias's gradient is summed
 //   int kFinishResident       CTAs of flash_backward_finish on a multiprocessor
-//   what all families' schedules decide: see backward_common.cuh
+//   flags of all families, of which jax_flash/_gpu/backward_schedule.py has the meaning
 //   the terms: see terms.cuh
 #pragma once
 

@@ -30,6 +30,7 @@
 //   int kScoreStages          dS buffers
 //   int kDqRowBytes           from one row of dq to the next, if half of the float32 sum of dq lies
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
+//   bool kCompact             scratch arrays have the rows and columns that there are, no padding
 //   bool kRing                sums of some heads at a time, of which the main kernel makes dq:
 //                             backward_ring.cuh
 //   int kUnitHeads            query heads of a unit, where a key/value head has more: units add to
@@ -50,28 +51,9 @@
 //                             kDbiasCleared: it is zeroed ahead
 //   int kSumStages            pairs of blocks in flight where another one is summed
 //   the terms: see terms.cuh
-// and by what jax_flash/_gpu/sm90/backward_schedule.py makes of these, with the reasons:
 //   int kLoadRegisters, kQueryRegisters, kScoreRegisters   of a thread of these roles
-//   int kRowColumns           of dK or dV that a product of the wide kernel adds to at once
-//   int kLoadWarps            warps that load
-//   bool kFillsBeside         with kCompact: the warp that loads fills the numbers past those that
-//                             it loads, else all threads
-//   bool kTmaStores           dK and dV of the narrow kernel leave by TMA
-//   bool kInOrder             the counter hands out the first units too
-//   bool kPartsApart          units of a block of keys come one after the other, not side by side
-//   bool kSharesUnits         the last units may be shared: a share is a part of the walk, whose dK
-//                             and dV are added to zeros
-//   bool kTurnsLeft           units that take no part come between others: turns are looked for
-//   bool kSkipsHidden         a step that the window hides from a warpgroup is dQ's alone
-//   bool kHoldsShown          a walk holds which of 32 blocks are to come; kHoldsBlock: its block's
-//                             number
-//   bool kFollowsShown        with kSkipsMasked: the loader says how far the next block is
-//   bool kGivesBackEarly      V and then K are given back where they have been read last, and are
-//                             loaded in that order
-//   int kBiasParts            parts of a step's queries whose bias is loaded at a time
-//   bool kMarksDropped        dropped weights get a mark
-//   int kSumResident          CTAs of flash_backward_bias on a multiprocessor
-//   what all families' schedules decide: see backward_common.cuh
+// and by flags: jax_flash/_gpu/sm90/backward_schedule.py says what each means, and why it is set;
+// jax_flash/_gpu/backward_schedule.py those of all families.
 #pragma once
 
 #include "sm90/backward_narrow.cuh"

@@ -27,36 +27,7 @@
 //   bool kDrains              the registers of the weights are free before a softmax: the product
 //                             with the values is waited for together with the scores
 //   int kProducerRegisters, kConsumerRegisters
-// and by what jax_flash/_gpu/sm90/forward_schedule.py makes of these, with the reasons:
-//   int kLoadWarps            of the producer: each arrives when its part is there
-//   bool kRepeats             units with rows that overflow are walked again
-//   bool kListsBlocks         the producer tells the number of the block in each buffer;
-//                             kListsWhole: and which warpgroups' rows see all of it by mask and
-//                             positions; kListsWords: it finds these by words of 32 blocks;
-//                             kListsLayout: all rows of a unit see all of each
-//   bool kListsOwn            with kListsWhole: warpgroups have walks of their own
-//   bool kBoundedBegin        a warpgroup's blocks may begin after the first one of its unit
-//   bool kBeginsNear          a unit's walk begins with its last query's block
-//   bool kLateSeeMost         late queries see most keys
-//   bool kWholeIsFull         with kListsWhole: what is whole needs no test of its elements;
-//                             kLaterAreFull: no block of a unit but the first needs one
-//   bool kHoldsFull           consumers hold the range of blocks that need no test
-//   bool kAsksLate            the counter is asked with a unit's last block, else its first
-//   bool kQueriesLate         Q comes behind the second block's keys; kQueriesInTurn: by one lane
-//                             after the other
-//   bool kEarlyOutput         the last output of a unit starts before the next unit is looked at
-//   bool kAsksRow             of SoftmaxState
-//   bool kLeavesCap           the softcap's last multiplication is left to the exponentials
-//   bool kTakesLine           a function's line goes into the exponent; kSharesLine: what it adds
-//                             may be the same of a thread's two rows; kLineAhead: it is found
-//                             before the turn at the tensor cores
-//   bool kBitsAhead           a mask's bits are fetched beside the product that they are for;
-//                             kHoldsBits: where they begin is found once a unit
-//   int kBiasAheadInL2        with kBiasTiles: blocks between its way to L2 and its load, or 0
-//   bool kBiasBeside          with kBiasTiles: it is read beside the product that it is for
-//   bool kBiasAhead           without: it is loaded when that of the block before has been used
-//   bool kDrawsAmong          draws go among exponentials; kDrawsByParts: of 32 keys at a time;
-//                             kHoldsDraws: all at once, with what was read once a unit
+// and by flags: jax_flash/_gpu/sm90/forward_schedule.py says what each means, and why it is set.
 // Dynamic shared memory: kParts times kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)
 //   + kStages * kBlockKV * 128 * (ceil(kHeadDim / 64) + ceil(kValueDim / 64)) + 2048 bytes,
 //   and with kBiasTiles kStages * kConsumers * 64 * kBlockKV elements of the bias.
