@@ -96,7 +96,7 @@ Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::si
 }
 
 Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map) {
-  const std::uint64_t bytes = view.type == kTensorFloat32 ? 4 : 2;  // of an element
+  const auto bytes = static_cast<std::uint64_t>(view.bytes);
   const auto columns = static_cast<std::uint64_t>(view.columns);
   const auto heads = static_cast<std::uint64_t>(view.heads);
   const auto rows = static_cast<std::uint64_t>(view.rows);

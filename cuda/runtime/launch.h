@@ -64,6 +64,7 @@ Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::si
 // beyond the array give zero, writes there are dropped.
 struct TensorView {
   CUtensorMapDataType type;
+  std::int64_t bytes;  // of an element
   const void* data;
   std::int64_t batch, rows, heads, columns;
   std::int64_t box_rows;

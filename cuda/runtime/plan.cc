@@ -9,9 +9,23 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr std::pair<std::string_view, ffi::DataType> kTypes[] = {
-    {"f32", ffi::F32}, {"f16", ffi::F16}, {"bf16", ffi::BF16}, {"s32", ffi::S32},
-    {"u32", ffi::U32}, {"u16", ffi::U16}, {"u8", ffi::U8},     {"pred", ffi::PRED},
+// An element type, and what a tensor map has of it: its name in the driver, and bytes; 0: no map
+// has such elements.
+struct ElementType {
+  std::string_view name;
+  ffi::DataType type;
+  CUtensorMapDataType in_map = {};
+  std::int64_t bytes = 0;
+};
+constexpr ElementType kTypes[] = {
+    {"f32", ffi::F32, kTensorFloat32, 4},
+    {"f16", ffi::F16, kTensorFloat16, 2},
+    {"bf16", ffi::BF16, kTensorBfloat16, 2},
+    {"s32", ffi::S32},
+    {"u32", ffi::U32},
+    {"u16", ffi::U16},
+    {"u8", ffi::U8},
+    {"pred", ffi::PRED},
 };
 
 struct Operator {
@@ -237,10 +251,10 @@ class Reader {
   void ReadMap(Words& words, PlanField* field) {
     field->buffer = Buffer(words);
     PlanMap map;
-    const ffi::DataType type = Type(words.Next());
-    map.type = type == ffi::F32   ? kTensorFloat32
-               : type == ffi::F16 ? kTensorFloat16
-                                  : kTensorBfloat16;
+    const ElementType& type = Element(words.Next());
+    if (type.bytes == 0) Fail("no tensor map has such elements");
+    map.type = type.in_map;
+    map.bytes = type.bytes;
     map.box_rows = Number(words, 1);
     map.box_heads = Number(words, 1);
     for (Expression& size : map.shape) size = ReadExpression(words.Until(", "));
@@ -266,12 +280,13 @@ class Reader {
     return static_cast<int>(buffer);
   }
 
-  ffi::DataType Type(std::string_view name) {
-    for (const auto& [text, type] : kTypes) {
-      if (text == name) return type;
+  ffi::DataType Type(std::string_view name) { return Element(name).type; }
+  const ElementType& Element(std::string_view name) {
+    for (const ElementType& type : kTypes) {
+      if (type.name == name) return type;
     }
     Fail("there is no such element type");
-    return ffi::F32;
+    return kTypes[0];
   }
 
   int Find(std::string_view name) const {
@@ -371,8 +386,8 @@ Result<std::int64_t> Evaluate(const Expression& expression,
 }
 
 std::string_view NameOfType(ffi::DataType type) {
-  for (const auto& [text, known] : kTypes) {
-    if (known == type) return text;
+  for (const ElementType& known : kTypes) {
+    if (known.type == type) return known.name;
   }
   return "another type";
 }

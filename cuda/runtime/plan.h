@@ -90,6 +90,7 @@ struct PlanField {
 
 struct PlanMap {
   CUtensorMapDataType type;
+  std::int64_t bytes;  // of an element
   std::int64_t box_rows, box_heads;
   Expression shape[4];  // batch, rows, heads, columns
 };

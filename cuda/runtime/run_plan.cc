@@ -261,8 +261,8 @@ class Run {
       if (size == 0) return;
     }
     if (failed_) return;
-    const TensorView view{map.type, data_[field.buffer], sizes[0],     sizes[1], sizes[2],
-                          sizes[3], map.box_rows,        map.box_heads};
+    const TensorView view{map.type, map.bytes, data_[field.buffer], sizes[0],     sizes[1],
+                          sizes[2], sizes[3],  map.box_rows,        map.box_heads};
     Check(EncodeTensorMap(**driver_, view, params_ + field.offset));
   }
 

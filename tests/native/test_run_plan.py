@@ -88,6 +88,7 @@ REFUSED = {
     Direct("forward", edits=(("none B T *", "none * T *"),)): "an operand is missing",
     Direct("forward", edits=(("check N K %", "check N 0 %"),)): "a size is divided by 0",
     Direct("forward", edits=(("\nheader\n", "\n"),)): "this plan is malformed",
+    Direct("forward", edits=(("map 0 0 bf16", "map 0 0 s32"),)): "no tensor map has such elements",
 }
 MANY_HEADS = [Direct(target, l2_heads=1 << 20, gpu=gpu) for target in TARGETS for gpu in GPUS]
 SHORT = {
