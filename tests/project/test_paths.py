@@ -16,7 +16,8 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 TEXTS = (
     "*.md", "docs/*.md", "benchmarks/*.md", "cuda/**/*.md", "tests/**/*.md", "BUILD",
-    "pyproject.toml", ".ci/*", ".github/workflows/*", "cuda/kernels/**/*.cuh", "tests/**/*.[ch]*",
+    "pyproject.toml", ".ci/*", ".github/workflows/*", "cuda/kernels/**/*.cuh", "tests/**/*.cc",
+    "tests/**/*.h",
 )  # fmt: skip
 
 
