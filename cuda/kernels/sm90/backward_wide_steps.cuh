@@ -16,19 +16,54 @@ struct NoFactors {
                                        const Walk&) {}
 };
 
+// The left operand of scores or dP, 64 rows of the unit. Registers hold the first kHeld of its
+// pieces of 16 columns, which no product then reads from shared memory: its bandwidth is what
+// products of 64 x 64 lack.
+template <int kColumns, int kHeld>
+struct LeftRows {
+  uint32 pieces[kHeld > 0 ? kHeld : 1][4];
+
+  __device__ __forceinline__ void load(uint32 tile) {
+    const uint32 row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const uint32 box = tile + i / 4 * kBoxK + row * kBoxRowBytes;
+      ptx::load_matrix_x4(box + swizzled(i % 4 * 2 + threadIdx.x % 32 / 16, row), pieces[i]);
+    }
+  }
+  // As keys_times_queries.
+  __device__ __forceinline__ void times_queries(float (&d)[kScores], uint32 tile,
+                                                uint32 queries) const {
+    const ptx::Descriptor a = ptx::descriptor(tile, 0, 0, 1024),
+                          b = ptx::descriptor(queries, 0, 0, 1024);
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      const int box = i / 4, inner = i % 4 * 32;
+      const uint64 right = b.at(box * kBoxQ + inner);
+      if (i < kHeld) {
+        const uint32(&left)[4] = pieces[i < kHeld ? i : 0];
+        ptx::wgmma_rs<Element, 0>(d, left[0], left[1], left[2], left[3], right, i > 0);
+      } else {
+        ptx::wgmma_ss<Element, 0, 0>(d, a.at(box * kBoxK + inner), right, i > 0);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+};
+
 struct ProbabilitySteps {
   using Factors = NoFactors;
   const BackwardParams& p;
+  LeftRows<kHead, kKeysHeld> keys;
 
-  // The left operands of scores and dP stay in shared memory.
-  __device__ __forceinline__ void load_keys() {}
+  __device__ __forceinline__ void load_keys() { keys.load(at(&Shared::key)); }
   __device__ __forceinline__ void issue_scores(const volatile UnitRecord& u, float (&x)[kScores],
                                                uint32 iteration, int m0) {
     const uint32 slot = stage_of<kStages>(iteration);
     ptx::barrier_wait(at(&Shared::query_full, slot), parity_of<kStages>(iteration));
     hide_unseen_queries<kHeadTile>(u, {}, q_tile(slot), m0, kProbabilityBarrier);
     ptx::wgmma_fence();
-    keys_times_queries<kHead>(x, at(&Shared::key), q_tile(slot));
+    keys.times_queries(x, at(&Shared::key), q_tile(slot));
   }
 
   // Takes S^T of this query block to dV and, unless it is the unit's last, computes the next S^T.
@@ -71,15 +106,16 @@ struct ProbabilitySteps {
 struct GradientSteps {
   using Factors = NoFactors;
   const BackwardParams& p;
+  LeftRows<kValue, kValuesHeld> values;
 
-  __device__ __forceinline__ void load_values() {}
+  __device__ __forceinline__ void load_values() { values.load(at(&Shared::value)); }
   __device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&dp)[kScores],
                                            uint32 iteration, int m0) {
     const uint32 slot = stage_of<kStages>(iteration);
     ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
     hide_unseen_queries<kValueTile>(u, {}, dout_tile(slot), m0, kGradientBarrier);
     ptx::wgmma_fence();
-    keys_times_queries<kValue>(dp, at(&Shared::value), dout_tile(slot));
+    values.times_queries(dp, at(&Shared::value), dout_tile(slot));
   }
 
   // Takes dP^T of this query block to dK and, unless it is the unit's last, computes the next dP^T.
@@ -125,15 +161,30 @@ struct GradientSteps {
   }
 };
 
-// 64 columns of dQ, `box` times 64 on, of dS in a buffer and K.
+// 64 columns of dQ, `box` times 64 on, of dS in a buffer and K. A warp holds the dS of its 16
+// queries, transposed from the buffer, for all boxes.
 struct QuerySteps {
-  __device__ __forceinline__ void begin(uint32) {}
+  uint32 gradients[kGradientsHeld > 0 ? kGradientsHeld : 1][4];
+
+  __device__ __forceinline__ void begin(uint32 buffer) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int key = lane / 16 * 8 + lane % 8;
+    const uint32 from = at(&Shared::gradient) + buffer * kGradientBytes + key * kBoxRowBytes +
+                        swizzled(2 * warp + lane / 8 % 2, key);
+#pragma unroll
+    for (int i = 0; i < kGradientsHeld; ++i) ptx::load_transposed_x4(from + i * 2048, gradients[i]);
+  }
   __device__ __forceinline__ void issue(float (&dq)[32], ptx::Descriptor gradient,
                                         ptx::Descriptor key, int box) const {
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
-      const uint32 keys = i * 2048;
-      ptx::wgmma_ss<Element, 1, 1>(dq, gradient.at(keys), key.at(box * kBoxK + keys), i > 0);
+      const uint64 right = key.at(box * kBoxK + i * 2048);
+      if (i < kGradientsHeld) {
+        const uint32(&left)[4] = gradients[i < kGradientsHeld ? i : 0];
+        ptx::wgmma_rs<Element, 1>(dq, left[0], left[1], left[2], left[3], right, i > 0);
+      } else {
+        ptx::wgmma_ss<Element, 1, 1>(dq, gradient.at(i * 2048), right, i > 0);
+      }
     }
   }
   __device__ __forceinline__ void finish(float (&dq)[32]) const { ptx::pin(dq); }

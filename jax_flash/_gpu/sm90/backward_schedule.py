@@ -65,7 +65,10 @@ class BackwardSchedule:
             "kLoadRegisters": load,
             "kQueryRegisters": query,
             "kScoreRegisters": score,
+            "kGradientsHeld": 2 if self.tiling.wide and not self.tiling.halves else 0,
             "kRowColumns": self.row_columns,
+            "kKeysHeld": self.held(self.shapes.head_dim, self.shapes.value_dim),
+            "kValuesHeld": self.held(self.shapes.value_dim, self.shapes.head_dim),
             "kLoadWarps": self.load_warps,
             "kFillsBeside": self.fills_beside,
             "kTmaStores": self.tma_stores,
@@ -104,12 +107,22 @@ class BackwardSchedule:
         Narrow: 128 * (24 + 2 * 240) = 384 * 168. A score role holds half of both dims as
         accumulators of dK and dV, and half of a step's queries each for S and dP; ptxas asks for 32
         beside them. Loads without TMA compute addresses.
-        Wide: 128 * (32 + 64 + 208 + 208) = 512 * 128. 128 accumulators of dV or dK, 32 of S or dP
+        Wide: 128 * (24 + 72 + 208 + 208) = 512 * 128. 128 accumulators of dV or dK, 32 of S or dP
         and 16 of P or dS; 32 of dQ; and 32 beside them.
         """
         if self.tiling.wide:
-            return 32, 64, 208
+            return 24, 72, 208
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
+
+    def held(self, depth: int, columns: int) -> int:
+        """Pieces of 16 columns of a unit's keys or values that a score role holds in registers.
+
+        What its accumulators leave of 208: four of a thread for each.
+        """
+        if not self.tiling.wide or self.tiling.halves:
+            return 0
+        left = 208 - 16 - 48 - -(-columns // 16) * 8
+        return min(-(-depth // 16), left // 4)
 
     @property
     def row_columns(self) -> int:
