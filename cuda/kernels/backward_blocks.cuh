@@ -10,6 +10,8 @@
 
 namespace backward {
 
+inline constexpr int kPair = kPairs ? 2 : 1;  // units that walk the same query blocks
+
 template <class Params>
 __device__ __forceinline__ int unit_count(const Params& p) {
   return key_blocks(p) * p.batch * head_parts(p);
@@ -145,7 +147,9 @@ __device__ __forceinline__ Unit unit_at(const Params& p, int index) {
     u.batch = at.head - u.kv_head * p.batch;
     u.kv_head += p.first_kv_head;
   } else {
-    at = head_block(index, key_blocks(p), p.batch * head_parts(p), p.l2_heads);
+    // With kPairs units of neighbouring keys have numbers that follow each other.
+    at = head_block(index / kPair, key_blocks(p) / kPair, p.batch * head_parts(p), p.l2_heads);
+    at.block = at.block * kPair + index % kPair;
     const int heads = kPartsApart ? p.kv_heads : head_parts(p);
     const int part = kPartsApart ? at.head / (p.batch * heads) : 0;
     if constexpr (kPartsApart) at.head -= part * p.batch * heads;
@@ -161,7 +165,8 @@ __device__ __forceinline__ Unit unit_at(const Params& p, int index) {
   if constexpr (kDbiasByRows || kDbiasByHeads) u.head = u.kv_head * group_size(p);
   u.key0 = at.block * kKeys;
   u.sight = visibility(p, u.batch);
-  u.blocks = blocks_of<kQueries>(visible_queries(u.sight, u.key0, u.key0 + kKeys - 1));
+  const int first = u.key0 - at.block % kPair * kKeys;
+  u.blocks = blocks_of<kQueries>(visible_queries(u.sight, first, first + kPair * kKeys - 1));
   return u;
 }
 

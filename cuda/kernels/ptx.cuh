@@ -172,11 +172,19 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
 // The same place of shared memory in another CTA.
 __device__ __forceinline__ uint32 address_in_cluster(uint32 address, int cta) {
   uint32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cta));
   return there;
+}
+// The calling thread's arrival at an mbarrier there: who waits sees what it has read as read.
+__device__ __forceinline__ void arrive_in_cluster(uint32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
 }
 // Sends values there; their bytes count against `barrier`, which is of the same CTA.
 __device__ __forceinline__ void send(uint32 address, const float2& x, uint32 barrier) {

@@ -285,7 +285,12 @@ class Backward:
 
     def _main(self, units: AnySize) -> Kernel:
         grid = minimum(SMS, units) if self.persistent else units
-        return Kernel(self.main, grid, self.tiling.threads, self.tiling.shared_bytes)
+        if self.tiling.pairs:
+            grid = grid // 2 * 2
+        cluster = 2 if self.tiling.pairs else 1
+        return Kernel(
+            self.main, grid, self.tiling.threads, self.tiling.shared_bytes, cluster=cluster
+        )
 
     def steps(self, ahead: tuple[Step, ...] = (), more_units: AnySize = 0) -> tuple[Step, ...]:
         """Returns all launches.

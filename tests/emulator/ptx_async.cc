@@ -39,6 +39,14 @@ void store_async(Frame& f) {
   if (may_happen_early() && happens_early()) return action();
   block->in_flight.push_back(action);
 }
+// _, [barrier], of any CTA of the cluster.
+void arrive_elsewhere(Frame& f) {
+  const uint32 cta = f.get32(1) >> kCtaShift;
+  if (cta == 0) fail("%s: not an address of the cluster", f.name());
+  Block* block = current->block->cluster->blocks[cta - 1];
+  if (block->running == 0) fail("%s: CTA %u of the cluster has ended", f.name(), cta - 1);
+  block->arrive(f.get32(1) & ((1u << kCtaShift) - 1), 1, f.name());
+}
 void arrive_in_cluster(Frame& f) {
   Cluster& cluster = *current->block->cluster;
   if (current->arrived) fail("%s: a second time without a wait", f.name());
@@ -310,7 +318,9 @@ const Table kAsynchronous = {
     {"mbarrier.test_wait.parity.shared::cta.b64", test_barrier},
     {"mbarrier.try_wait.parity.shared::cta.b64", wait_until},
     {"fence.mbarrier_init.release.cluster", nothing},
+    {"mbarrier.arrive.release.cluster.shared::cluster.b64", arrive_elsewhere},
     {"barrier.cluster.arrive.relaxed", arrive_in_cluster},
+    {"barrier.cluster.arrive.release", arrive_in_cluster},
     {"barrier.cluster.wait.acquire", wait_for_cluster},
     {"fence.proxy.async.shared::cta", [](Frame&) { current->fence(); }},
     {"fence.proxy.async.global", nothing},

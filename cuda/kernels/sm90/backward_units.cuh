@@ -57,6 +57,7 @@ struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes>, OwnShared<kParts
   Barrier turn_full[kTurns], turn_empty[kTurns], turn_taken[kTurns];
   Barrier probability_full, probability_empty;                     // backward_wide.cuh
   Barrier sum_added[kUnits], slab_full[kFinishers * kSlabsAhead];  // backward_ring.cuh
+  Barrier pair_full[2], pair_empty[2];                             // backward_pairs.cuh
   alignas(512) UnitRecord units[kUnits];
   alignas(64) int turns[kTurns];
   alignas(64) int absent_ids[2];
@@ -217,6 +218,7 @@ struct Planner {
   // earlier: units of a head then start in the order of their keys, in which they add in
   // deterministic mode.
   __device__ __forceinline__ void run() {
+    if constexpr (kPairs) return run_pairs();
     const int given = kInOrder ? 0 : gridDim.x;  // without the counter
     int index = blockIdx.x;
     int row = 0;  // with kDbiasByRows, of the batch rows of what has been taken
@@ -230,6 +232,18 @@ struct Planner {
       send_unit(sent, unit);
       if (unit >= taken_units(p)) break;
       if constexpr (kDbiasByRows) row = row + 1 == p.batch ? 0 : row + 1;
+    }
+  }
+  // With kPairs: rounds of all clusters, each other one from the last cluster to the first, so that
+  // those with a longer unit in a round have a shorter one in the next.
+  __device__ __forceinline__ void run_pairs() {
+    const int clusters = gridDim.x / kPair, mine = blockIdx.x / kPair;
+    for (uint32 sent = 0;; ++sent) {
+      if (sent > 0) ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
+      const int of_round = sent % 2 == 0 ? mine : clusters - 1 - mine;
+      const int unit = (sent * clusters + of_round) * kPair + blockIdx.x % kPair;
+      send_unit(sent, unit);
+      if (unit >= taken_units(p)) break;
     }
   }
 };

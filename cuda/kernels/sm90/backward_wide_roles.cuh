@@ -2,7 +2,7 @@
 // is a program's ProbabilitySteps, GradientSteps and QuerySteps (backward_wide_steps.cuh).
 #pragma once
 
-#include "sm90/backward_wide_shared.cuh"
+#include "sm90/backward_pairs.cuh"
 
 namespace backward {
 
@@ -118,6 +118,7 @@ struct Query : QuerySteps {
         Turn turn = Turn::first();
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
         begin(buffer);
+        if constexpr (kHoldsGradient) release(at(&Shared::gradient_empty, buffer));
 #pragma unroll
         for (int box = 0; box < kHeadBoxes; ++box) {
           float dq[32];
@@ -126,9 +127,15 @@ struct Query : QuerySteps {
           ptx::wgmma_commit();
           ptx::wgmma_wait<0>();
           finish(dq);
-          if (box + 1 == kHeadBoxes) release(at(&Shared::gradient_empty, buffer));
-          if (box == 0) turn = take_turn(iteration, 0, first);
-          add_fragments(SumTile(p, walk.sum(), box), 0, dq, turn);
+          if (!kHoldsGradient && box + 1 == kHeadBoxes) {
+            release(at(&Shared::gradient_empty, buffer));
+          }
+          if constexpr (kPairs) {
+            PairSum().add(SumTile(p, walk.sum(), box), dq, iteration * kHeadBoxes + box);
+          } else {
+            if (box == 0) turn = take_turn(iteration, 0, first);
+            add_fragments(SumTile(p, walk.sum(), box), 0, dq, turn);
+          }
         }
         end_turn(iteration, 0);
         ++iteration;
@@ -137,6 +144,7 @@ struct Query : QuerySteps {
       return_unit(received);
       ++received;
     }
+    if constexpr (kPairs) PairSum::end();
   }
 };
 

@@ -14,8 +14,12 @@ static_assert(kHead <= 256 && kValue <= 256);
 
 inline constexpr int kThreads = 512;
 
+// Does the query role read dS from its buffer at once?
+inline constexpr bool kHoldsGradient = kGradientsHeld == kKeys / 16;
+
 struct WideShared : Shared {
   float4 probability[kScores / 4 * 128];  // in the order of fragments
+  float4 half_boxes[kPairs ? kPairSlots * 4 * 128 : 1];  // backward_pairs.cuh
 };
 
 // Named barriers, one per role.
@@ -32,9 +36,19 @@ __device__ __forceinline__ void set_up() {
     }
     ptx::barrier_init(at(&Shared::probability_full), 4);
     ptx::barrier_init(at(&Shared::probability_empty), 4);
+    if constexpr (kPairs) {
+      for (int i = 0; i < kPairSlots; ++i) {
+        ptx::barrier_init(at(&Shared::pair_full, i), 1);
+        ptx::barrier_init(at(&Shared::pair_empty, i), 4);
+      }
+    }
     ptx::barrier_init_fence();
   }
   __syncthreads();
+  if constexpr (kPairs) {
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
+  }
 }
 
 // A warpgroup's 64 rows of dK or dV, in two parts if there are more than kRowColumns columns.

@@ -52,6 +52,7 @@ class BackwardTiling:
     block_q = 64  # queries of a block, one or two steps
     turn_parts = 1
     sum_ctas = _BIAS_CTAS
+    pairs = False
     ring_sets = ring_lag = unit_heads = 0  # there is no ring, and units have all heads of a group
 
     @property
@@ -114,6 +115,7 @@ class BackwardTiling:
             "kDqRowBytes": self.dq_row_bytes,
             "kCompact": self.compact,
             "kRing": False,
+            "kPairs": False,
             "kUnitHeads": 0,
             "kPartsApart": False,
             "kAddsFour": self.adds_four,

@@ -64,6 +64,7 @@ class BackwardTiling:
     halves: bool = False  # as for the forward, wide kernel
     ring_sets: int = 0  # sets of l2_heads whose sums of dq have a place at a time; 0: all at once
     ring_lag: int = 0  # sets between the one that is added to and the one that is finished
+    pairs: bool = False  # two CTAs of a cluster add their parts of dq: backward_pairs.cuh
 
     @property
     def block_kv(self) -> int:
@@ -81,6 +82,11 @@ class BackwardTiling:
     @property
     def folder(self) -> str:
         return "sm90_float32" if self.halves else "sm90"
+
+    @property
+    def pair_slots(self) -> int:
+        """Halves of a box of dq that a CTA takes from the other of its pair at a time."""
+        return 1 if max(self.head_dim, self.value_dim) > 192 else 2
 
     @property
     def turn_parts(self) -> int:
@@ -103,7 +109,8 @@ class BackwardTiling:
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
         tiles = self.parts * both * (self.block_kv + self.stages * self.block_q) + biases
         ring = 33 * 1024 if self.ring_sets else 0
-        return (2048 if self.halves else 1024) + tiles + rows + scores + sums + ring
+        pairs = 8192 * self.pair_slots if self.pairs else 0
+        return (2048 if self.halves else 1024) + tiles + rows + scores + sums + ring + pairs
 
     @property
     def parts(self) -> int:
@@ -173,6 +180,9 @@ def _tiling(asked: _Backward) -> BackwardTiling:
     tiled = dataclasses.replace(tiling, bias_bytes=bytes_of_bias(shapes.bias))
     if asked.may_load_bias and tiled.shared_bytes <= gpu.shared_bytes:
         return spare(problem, shapes, tiled)
+    if asked.pairs:
+        stages = 1 if asked.widest > 192 else 2
+        tiling = dataclasses.replace(tiling, pairs=True, score_stages=stages)
     ring = tiling if asked.few else _with_ring(problem, shapes, gpu, tiling)
     return spare(problem, shapes, ring)
 
@@ -202,6 +212,15 @@ class _Backward:
         # In the narrow one sums of few rows spill up to 164 bytes.
         few = self.few and self.widest > 64
         return few or self.widest > 128 or (not self.tma_loads and narrowest > 112)
+
+    @property
+    def pairs(self) -> bool:
+        """Sums of dq limit wide heads: two CTAs that add their parts first send L2 half of them."""
+        if not (self.wide and self.tma_loads) or self.few or self.problem.split:
+            return False
+        plain = is_bare(self.problem) and self.is_plain_window and not self.problem.deterministic
+        keys = self.shapes.kv_len
+        return plain and isinstance(keys, int) and blocks(keys, 64) % 2 == 0
 
     @property
     def drops(self) -> bool:

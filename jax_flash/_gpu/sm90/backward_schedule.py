@@ -32,6 +32,8 @@ def backward_constants(
         "kDqRowBytes": tiling.dq_row_bytes,
         "kCompact": tiling.compact,
         "kRing": tiling.ring_sets > 0,
+        "kPairs": tiling.pairs,
+        "kPairSlots": tiling.pair_slots,
         "kUnitHeads": tiling.unit_heads,
         "kOutputs": tiling.outputs,
         "kReadsAhead": tiling.reads_ahead,
@@ -65,7 +67,7 @@ class BackwardSchedule:
             "kLoadRegisters": load,
             "kQueryRegisters": query,
             "kScoreRegisters": score,
-            "kGradientsHeld": 2 if self.tiling.wide and not self.tiling.halves else 0,
+            "kGradientsHeld": self.gradients_held,
             "kRowColumns": self.row_columns,
             "kKeysHeld": self.held(self.shapes.head_dim, self.shapes.value_dim),
             "kValuesHeld": self.held(self.shapes.value_dim, self.shapes.head_dim),
@@ -111,8 +113,15 @@ class BackwardSchedule:
         and 16 of P or dS; 32 of dQ; and 32 beside them.
         """
         if self.tiling.wide:
-            return 24, 72, 208
+            return (24, 88, 200) if self.tiling.pairs else (24, 72, 208)
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
+
+    @property
+    def gradients_held(self) -> int:
+        """Pieces of 16 keys of dS that the query role holds in registers, of four."""
+        if not self.tiling.wide or self.tiling.halves:
+            return 0
+        return 4 if self.tiling.pairs else 2
 
     def held(self, depth: int, columns: int) -> int:
         """Pieces of 16 columns of a unit's keys or values that a score role holds in registers.
@@ -121,7 +130,7 @@ class BackwardSchedule:
         """
         if not self.tiling.wide or self.tiling.halves:
             return 0
-        left = 208 - 16 - 48 - -(-columns // 16) * 8
+        left = self.registers[2] - 24 - 48 - -(-columns // 16) * 8
         return min(-(-depth // 16), left // 4)
 
     @property
