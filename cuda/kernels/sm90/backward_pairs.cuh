@@ -12,8 +12,6 @@ namespace backward {
 
 static_assert(!kPairs || (kTmaLoads && !kDeterministic && !kCompact && !kRing && kParts == 1));
 
-inline constexpr int kHalfBoxBytes = 128 * 16 * 4;  // 16 elements of a thread
-
 // The box of dq that both CTAs have computed, the `count`-th of this one. One warpgroup calls.
 struct PairSum {
   static __device__ __forceinline__ int rank() { return blockIdx.x % 2; }
@@ -26,7 +24,7 @@ struct PairSum {
     const uint32 place =
         at(&WideShared::half_boxes) + slot * kHalfBoxBytes + threadIdx.x % 128 * 16;
     const bool upper = rank() != 0;  // which half is kept
-    if (threadIdx.x % 128 == 0) ptx::barrier_arrive_expect(full, kHalfBoxBytes);
+    if (kPairOld && threadIdx.x % 128 == 0) ptx::barrier_arrive_expect(full, kHalfBoxBytes);
     ptx::barrier_wait(empty, parity ^ 1);  // the other CTA has read what the slot held
     const uint32 there = of_other(place), full_there = of_other(full);
 #pragma unroll
@@ -39,6 +37,8 @@ struct PairSum {
                 full_there);
     }
     ptx::barrier_wait(full, parity);
+    // The next use of the slot is expected before the other CTA hears that it is free.
+    if (!kPairOld && threadIdx.x % 128 == 0) ptx::barrier_arrive_expect(full, kHalfBoxBytes);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float* low = dq + 4 * j;

@@ -13,6 +13,7 @@ static_assert(kKeys == 64 && kQueries == 64 && !kReadsAhead && !kSharesKeys);
 static_assert(kHead <= 256 && kValue <= 256);
 
 inline constexpr int kThreads = 512;
+inline constexpr int kHalfBoxBytes = 128 * 16 * 4;  // of dq, 16 elements of a thread
 
 // Does the query role read dS from its buffer at once?
 inline constexpr bool kHoldsGradient = kGradientsHeld == kKeys / 16;
@@ -43,6 +44,11 @@ __device__ __forceinline__ void set_up() {
       }
     }
     ptx::barrier_init_fence();
+    if constexpr (kPairs && !kPairOld) {
+      for (int i = 0; i < kPairSlots; ++i) {
+        ptx::barrier_arrive_expect(at(&Shared::pair_full, i), kHalfBoxBytes);
+      }
+    }
   }
   __syncthreads();
   if constexpr (kPairs) {
