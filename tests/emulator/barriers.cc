@@ -9,8 +9,10 @@ namespace emulator {
 
 MemoryBarrier& Block::barrier(uint32 address, const char* what) {
   shared(address, 8, 8, what);
-  const auto found = barriers.find(address);
-  if (found == barriers.end()) fail("%s: there is no mbarrier at %u", what, address - kDynamicAt);
+  const auto found = barriers.find(address & kOwn);
+  if (found == barriers.end()) {
+    fail("%s: there is no mbarrier at %u", what, (address & kOwn) - kDynamicAt);
+  }
   return found->second;
 }
 
@@ -28,7 +30,7 @@ void Block::arrive(uint32 address, int count, const char* what) {
   MemoryBarrier& b = barrier(address, what);
   if (count < 1 || count > b.pending) {
     fail("%s: %d arrivals at the mbarrier at %u, where %d of %d are missing", what, count,
-         address - kDynamicAt, b.pending, b.expected);
+         (address & kOwn) - kDynamicAt, b.pending, b.expected);
   }
   b.pending -= count;
   settle(b);

@@ -182,8 +182,10 @@ class Machine : public FakeMachine {
     const auto start_cluster = [&](const std::vector<Block*>& members) {
       auto made = std::make_shared<Cluster>();
       made->blocks = members;
-      for (Block* block : members) {
+      for (uint32 rank = 0; rank < members.size(); ++rank) {
+        Block* block = members[rank];
         block->cluster = made;
+        block->rank = rank;
         start_block(*block, next++, grid, threads);
         made->running += block->running;
       }

@@ -141,10 +141,14 @@ struct Library {
 };
 
 inline constexpr uint32 kDynamicAt = 1024, kStaticAt = 1 << 20, kChunk = 16;
+// Addresses of shared memory have their CTA's number in its cluster in the bits above these, as on
+// a GPU (seen on an H100: what is made of an address, a descriptor of wgmma, must leave it out).
+inline constexpr uint32 kCtaShift = 24, kOwn = (1u << kCtaShift) - 1;
 
 struct Block {
   Library* library;
   std::shared_ptr<Cluster> cluster;  // its own, if there are no clusters
+  uint32 rank;                       // its number there
   unsigned shared_bytes;             // dynamic
   const Kernel* kernel;
   const void* params;
@@ -164,6 +168,7 @@ struct Block {
   };
   std::vector<std::unordered_map<uint64, Issued>> issued;
 
+  uint32 own(uint32 address, const char* what) const;
   // Shared memory that an instruction touches.
   unsigned char* shared(uint32 address, uint32 bytes, uint32 alignment, const char* what);
   // The same for a write of the thread that runs, and for a read by the asynchronous proxy.

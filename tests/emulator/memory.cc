@@ -5,7 +5,15 @@ namespace emulator {
 
 // ---- shared memory -----------------------------------------------------------------------------
 
+// Of a CTA's shared memory, without the number that its addresses have.
+uint32 Block::own(uint32 address, const char* what) const {
+  if (address >> kCtaShift == rank) return address & kOwn;
+  fail("%s: shared address %u is of CTA %u of the cluster, not of CTA %u", what, address & kOwn,
+       address >> kCtaShift, rank);
+}
+
 unsigned char* Block::shared(uint32 address, uint32 bytes, uint32 alignment, const char* what) {
+  address = own(address, what);
   if (address % alignment != 0) {
     fail("%s: shared address %u is not a multiple of %u", what, address, alignment);
   }
@@ -24,6 +32,7 @@ unsigned char* Block::shared(uint32 address, uint32 bytes, uint32 alignment, con
 
 unsigned char* Block::written(uint32 address, uint32 bytes, const char* what) {
   unsigned char* memory = shared(address, bytes, 1, what);
+  address &= kOwn;
   if (address < kStaticAt) {
     const uint32 first = (address - kDynamicAt) / kChunk;
     const uint32 last = (address - kDynamicAt + bytes - 1) / kChunk;
@@ -37,6 +46,7 @@ unsigned char* Block::written(uint32 address, uint32 bytes, const char* what) {
 
 unsigned char* Block::read_async(uint32 address, uint32 bytes, const char* what) {
   unsigned char* memory = shared(address, bytes, 1, what);
+  address &= kOwn;
   if (address < kStaticAt) {
     const uint32 first = (address - kDynamicAt) / kChunk;
     const uint32 last = (address - kDynamicAt + bytes - 1) / kChunk;
@@ -53,6 +63,7 @@ unsigned char* Block::read_async(uint32 address, uint32 bytes, const char* what)
 
 unsigned char* Block::overwritten(uint32 address, uint32 bytes, const char* what) {
   unsigned char* memory = shared(address, bytes, 1, what);
+  address &= kOwn;
   for (uint32 i = 0; i < bytes && address < kStaticAt; i += kChunk) {
     writers[(address - kDynamicAt + i) / kChunk] = nullptr;
   }
@@ -69,10 +80,13 @@ void Thread::fence() {
 std::size_t shared_address(const void* pointer) {
   const auto* at = static_cast<const unsigned char*>(pointer);
   const Library& library = *current->block->library;
+  const std::size_t number = std::size_t{current->block->rank} << kCtaShift;
   if (at >= library.dynamic && at <= library.dynamic + kSharedBytes) {
-    return kDynamicAt + (at - library.dynamic);
+    return number + kDynamicAt + (at - library.dynamic);
   }
-  if (at >= library.statics && at < library.statics_end) return kStaticAt + (at - library.statics);
+  if (at >= library.statics && at < library.statics_end) {
+    return number + kStaticAt + (at - library.statics);
+  }
   fail("__cvta_generic_to_shared of a pointer that is not into shared memory");
 }
 

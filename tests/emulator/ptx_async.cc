@@ -10,42 +10,41 @@ namespace {
 
 // ---- clusters ----------------------------------------------------------------------------------
 
-// Addresses of a cluster have the CTA's number in it, from 1 on, in the bits above these.
-constexpr int kCtaShift = 24;
 void map_to_cluster(Frame& f) {
   const uint32 cta = f.get32(2);
   if (cta >= current->block->cluster->blocks.size()) fail("%s: there is no CTA %u", f.name(), cta);
-  f.set(0, f.get32(1) | (cta + 1) << kCtaShift);
+  f.set(0, current->block->own(f.get32(1), f.name()) | cta << kCtaShift);
+}
+Block* cta_of(uint32 address, const char* name) {
+  const std::vector<Block*>& blocks = current->block->cluster->blocks;
+  const uint32 cta = address >> kCtaShift;
+  if (cta >= blocks.size()) fail("%s: there is no CTA %u", name, cta);
+  if (blocks[cta]->running == 0) fail("%s: CTA %u of the cluster has ended", name, cta);
+  return blocks[cta];
 }
 // [destination], values, [barrier], both of one CTA of the cluster.
 void store_async(Frame& f) {
   const uint32 bytes = element_bytes(f), all = bytes * static_cast<uint32>(f.list(1).size());
-  const uint32 address = f.get32(0), barrier = f.get32(2), cta = address >> kCtaShift;
-  if (cta == 0 || barrier >> kCtaShift != cta) {
+  const uint32 address = f.get32(0), barrier = f.get32(2);
+  if (barrier >> kCtaShift != address >> kCtaShift) {
     fail("%s: the place and the mbarrier are not in one CTA of the cluster", f.name());
   }
-  constexpr uint32 kOwn = (1u << kCtaShift) - 1;
-  Block* block = current->block->cluster->blocks[cta - 1];
-  if (block->running == 0) fail("%s: CTA %u of the cluster has ended", f.name(), cta - 1);
-  block->shared(address & kOwn, all, all, f.name());
-  block->barrier(barrier & kOwn, f.name());
+  Block* block = cta_of(address, f.name());
+  block->shared(address, all, all, f.name());
+  block->barrier(barrier, f.name());
   std::vector<unsigned char> values(all);
   store_to(f, values.data(), bytes);
   const char* name = f.name();
   const Action action = [=] {
-    std::memcpy(block->overwritten(address & kOwn, all, name), values.data(), all);
-    block->complete_bytes(barrier & kOwn, all, name);
+    std::memcpy(block->overwritten(address, all, name), values.data(), all);
+    block->complete_bytes(barrier, all, name);
   };
   if (may_happen_early() && happens_early()) return action();
   block->in_flight.push_back(action);
 }
 // _, [barrier], of any CTA of the cluster.
 void arrive_elsewhere(Frame& f) {
-  const uint32 cta = f.get32(1) >> kCtaShift;
-  if (cta == 0) fail("%s: not an address of the cluster", f.name());
-  Block* block = current->block->cluster->blocks[cta - 1];
-  if (block->running == 0) fail("%s: CTA %u of the cluster has ended", f.name(), cta - 1);
-  block->arrive(f.get32(1) & ((1u << kCtaShift) - 1), 1, f.name());
+  cta_of(f.get32(1), f.name())->arrive(f.get32(1), 1, f.name());
 }
 void arrive_in_cluster(Frame& f) {
   Cluster& cluster = *current->block->cluster;
@@ -119,11 +118,12 @@ void init_barrier(Frame& f) {
   block.shared(f.get32(0), 8, 8, f.name());
   const auto count = static_cast<int>(f.get32(1));
   if (count < 1) fail("%s: %d arrivals", f.name(), count);
-  const auto old = block.barriers.find(f.get32(0));
+  const uint32 at = f.get32(0) & kOwn;
+  const auto old = block.barriers.find(at);
   if (old != block.barriers.end() && !old->second.waiting.empty()) {
     fail("%s: threads wait at the mbarrier", f.name());
   }
-  block.barriers[f.get32(0)] = {count, count, 0, 0, {}};
+  block.barriers[at] = {count, count, 0, 0, {}};
 }
 void arrive(Frame& f) {  // _, [barrier] (, count)
   current->block->arrive(f.get32(1), f.arguments() > 2 ? static_cast<int>(f.get32(2)) : 1,
@@ -145,7 +145,7 @@ void test_barrier(Frame& f) {  // done, [barrier], parity
 }
 void wait_until(Frame& f) {  // done, [barrier], parity
   current->block->barrier(f.get32(1), f.name());
-  wait_barrier(f.get32(1), f.get32(2) & 1);
+  wait_barrier(f.get32(1) & kOwn, f.get32(2) & 1);
   f.set(0, 1);
 }
 void named_barrier(Frame& f, bool waits) {

@@ -44,7 +44,7 @@ class Matrix {
       for (uint32 b = 0; b < (transposed_ ? count : 16); b += 8) {
         const uint32 at = transposed_ ? chunk(first + b, a) : chunk(first + a, b);
         std::uint16_t bits[8];
-        std::memcpy(bits, block.read_async(at, 16, "wgmma"), 16);
+        std::memcpy(bits, block.read_async(at | block.rank << kCtaShift, 16, "wgmma"), 16);
         for (uint32 j = 0; j < 8; ++j) {
           const float x = kFrom(bits[j]);
           (transposed_ ? elements[a * pitch + b + j] : elements[(b + j) * pitch + a]) = x;

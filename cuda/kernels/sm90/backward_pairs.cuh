@@ -24,7 +24,6 @@ struct PairSum {
     const uint32 place =
         at(&WideShared::half_boxes) + slot * kHalfBoxBytes + threadIdx.x % 128 * 16;
     const bool upper = rank() != 0;  // which half is kept
-    if (kPairOld && threadIdx.x % 128 == 0) ptx::barrier_arrive_expect(full, kHalfBoxBytes);
     ptx::barrier_wait(empty, parity ^ 1);  // the other CTA has read what the slot held
     const uint32 there = of_other(place), full_there = of_other(full);
 #pragma unroll
@@ -38,7 +37,7 @@ struct PairSum {
     }
     ptx::barrier_wait(full, parity);
     // The next use of the slot is expected before the other CTA hears that it is free.
-    if (!kPairOld && threadIdx.x % 128 == 0) ptx::barrier_arrive_expect(full, kHalfBoxBytes);
+    if (threadIdx.x % 128 == 0) ptx::barrier_arrive_expect(full, kHalfBoxBytes);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float* low = dq + 4 * j;

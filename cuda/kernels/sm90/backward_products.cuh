@@ -73,8 +73,7 @@ __device__ __forceinline__ void stage_rows(const float (&values)[kCount], float 
 template <int kDepth>
 __device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 keys, uint32 queries,
                                                    bool accumulate = false) {
-  const ptx::Descriptor a = ptx::descriptor(keys, 0, 0, 1024),
-                        b = ptx::descriptor(queries, 0, 0, 1024);
+  const ptx::Descriptor a = descriptor(keys, 0), b = descriptor(queries, 0);
 #pragma unroll
   for (int i = 0; i < kDepth / 16; ++i) {
     const int box = i / 4, inner = i % 4 * 32;
@@ -88,7 +87,7 @@ __device__ __forceinline__ void keys_times_queries(float (&d)[kScores], uint32 k
 template <int kHalfN>
 __device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint32 (&a)[kScores / 2],
                                                  uint32 rows) {
-  const ptx::Descriptor b = ptx::descriptor(rows, 0, kBoxQ, 1024);
+  const ptx::Descriptor b = descriptor(rows, kBoxQ);
 #pragma unroll
   for (int i = 0; i < kQueries / 16; ++i) {
     ptx::wgmma_rs<Element, 1>(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b.at(i * 2048),

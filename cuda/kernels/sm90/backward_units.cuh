@@ -90,6 +90,11 @@ template <class Owner, class Item, int kCount>
 __device__ __forceinline__ uint32 at(Item (Owner::*member)[kCount], uint32 index) {
   return at(member) + index * static_cast<uint32>(sizeof(Item));
 }
+// A descriptor of shared memory of this CTA. In a cluster its addresses have its number in the bits
+// from 24 on, which would fall into the descriptor's leading bytes.
+__device__ __forceinline__ ptx::Descriptor descriptor(uint32 address, uint32 leading_bytes) {
+  return ptx::descriptor(kPairs ? address & 0x3ffff : address, 0, leading_bytes, 1024);
+}
 // What others write meanwhile.
 template <class Owner, class Item, int kCount>
 __device__ __forceinline__ volatile Item* items(Item (Owner::*member)[kCount]) {

@@ -111,9 +111,9 @@ struct Query : QuerySteps {
       ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
       for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
         const uint32 buffer = stage_of<kScoreStages>(iteration);
-        const ptx::Descriptor a = ptx::descriptor(at(&Shared::gradient) + buffer * kGradientBytes,
-                                                  0, kGradientBytes, 1024);
-        const ptx::Descriptor b = ptx::descriptor(at(&Shared::key), 0, kBoxK, 1024);
+        const ptx::Descriptor a = descriptor(at(&Shared::gradient) + buffer * kGradientBytes,
+                                             kGradientBytes);
+        const ptx::Descriptor b = descriptor(at(&Shared::key), kBoxK);
         const bool first = adds_first(p, u, walk.m0);
         Turn turn = Turn::first();
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));

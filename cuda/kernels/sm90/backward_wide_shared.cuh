@@ -44,7 +44,7 @@ __device__ __forceinline__ void set_up() {
       }
     }
     ptx::barrier_init_fence();
-    if constexpr (kPairs && !kPairOld) {
+    if constexpr (kPairs) {
       for (int i = 0; i < kPairSlots; ++i) {
         ptx::barrier_arrive_expect(at(&Shared::pair_full, i), kHalfBoxBytes);
       }

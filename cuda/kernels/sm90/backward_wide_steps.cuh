@@ -34,8 +34,7 @@ struct LeftRows {
   // As keys_times_queries.
   __device__ __forceinline__ void times_queries(float (&d)[kScores], uint32 tile,
                                                 uint32 queries) const {
-    const ptx::Descriptor a = ptx::descriptor(tile, 0, 0, 1024),
-                          b = ptx::descriptor(queries, 0, 0, 1024);
+    const ptx::Descriptor a = descriptor(tile, 0), b = descriptor(queries, 0);
 #pragma unroll
     for (int i = 0; i < kColumns / 16; ++i) {
       const int box = i / 4, inner = i % 4 * 32;

@@ -216,7 +216,7 @@ class _Backward:
     @property
     def pairs(self) -> bool:
         """Sums of dq limit wide heads: two CTAs that add their parts first send L2 half of them."""
-        if not (self.wide and self.tma_loads) or self.few or self.problem.split or __import__('os').environ.get('JFV') == 'O':
+        if not (self.wide and self.tma_loads) or self.few or self.problem.split:
             return False
         plain = is_bare(self.problem) and self.is_plain_window and not self.problem.deterministic
         keys = self.shapes.kv_len

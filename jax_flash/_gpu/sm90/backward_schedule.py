@@ -34,7 +34,6 @@ def backward_constants(
         "kRing": tiling.ring_sets > 0,
         "kPairs": tiling.pairs,
         "kPairSlots": tiling.pair_slots,
-        "kPairOld": __import__('os').environ.get('JFP') == '1',
         "kUnitHeads": tiling.unit_heads,
         "kOutputs": tiling.outputs,
         "kReadsAhead": tiling.reads_ahead,
@@ -114,7 +113,7 @@ class BackwardSchedule:
         and 16 of P or dS; 32 of dQ; and 32 beside them.
         """
         if self.tiling.wide:
-            return {'A': (24, 88, 200), 'B': (24, 104, 192)}[__import__('os').environ.get('JFV','A')] if self.tiling.pairs else (24, 72, 208)
+            return (24, 88, 200) if self.tiling.pairs else (24, 72, 208)
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
 
     @property
@@ -122,7 +121,9 @@ class BackwardSchedule:
         """Pieces of 16 keys of dS that the query role holds in registers, of four."""
         if not self.tiling.wide or self.tiling.halves:
             return 0
-        return (3 if self.tiling.pair_slots == 1 and __import__('os').environ.get('JFV','A') == 'A' else 4) if self.tiling.pairs else 2
+        if not self.tiling.pairs:
+            return 2
+        return 3 if self.tiling.pair_slots == 1 else 4  # 4: 16 to 32 bytes
 
     def held(self, depth: int, columns: int) -> int:
         """Pieces of 16 columns of a unit's keys or values that a score role holds in registers.
