@@ -109,28 +109,28 @@ class BackwardSchedule:
         Narrow: 128 * (24 + 2 * 240) = 384 * 168. A score role holds half of both dims as
         accumulators of dK and dV, and half of a step's queries each for S and dP; ptxas asks for 32
         beside them. Loads without TMA compute addresses.
-        Wide: 128 * (24 + 72 + 208 + 208) = 512 * 128. 128 accumulators of dV or dK, 32 of S or dP
-        and 16 of P or dS; 32 of dQ; and 32 beside them.
+        Wide: 128 * (32 + 64 + 208 + 208) = 512 * 128. 128 accumulators of dV or dK, 32 of S or dP
+        and 16 of P or dS; 32 of dQ; and 32 beside them. With pairs the query role has 88 for what
+        it sends and holds.
         """
         if self.tiling.wide:
-            return (24, 88, 200) if self.tiling.pairs else (24, 72, 208)
+            return (24, 88, 200) if self.tiling.pairs else (32, 64, 208)
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
 
     @property
     def gradients_held(self) -> int:
         """Pieces of 16 keys of dS that the query role holds in registers, of four."""
-        if not self.tiling.wide or self.tiling.halves:
-            return 0
         if not self.tiling.pairs:
-            return 2
-        return 3 if self.tiling.pair_slots == 1 else 4  # 4: 16 to 32 bytes
+            return 0
+        return 3 if self.tiling.pair_slots == 1 else 4  # beside one slot 4: 16 to 32 bytes
 
     def held(self, depth: int, columns: int) -> int:
         """Pieces of 16 columns of a unit's keys or values that a score role holds in registers.
 
-        What its accumulators leave of 208: four of a thread for each.
+        What its accumulators leave: four of a thread for each. Products of 64 x 64 read both of
+        their operands from shared memory, whose bandwidth they need whole.
         """
-        if not self.tiling.wide or self.tiling.halves:
+        if not self.tiling.pairs:
             return 0
         left = self.registers[2] - 16 - 48 - -(-columns // 16) * 8
         return min(-(-depth // 16), left // 4)
