@@ -251,6 +251,25 @@ void load_bulk(Frame& f) {
     block->complete_bytes(barrier, bytes, name);
   });
 }
+// [destination], [source], bytes, [barrier], from this CTA to another one of the cluster
+void send_bulk(Frame& f) {
+  const uint32 destination = f.get32(0), source = f.get32(1), bytes = f.get32(2);
+  const uint32 barrier = f.get32(3);
+  if (barrier >> kCtaShift != destination >> kCtaShift) {
+    fail("%s: the place and the mbarrier are not in one CTA of the cluster", f.name());
+  }
+  if (bytes % 16 != 0 || bytes == 0) fail("%s: %u bytes", f.name(), bytes);
+  Block *block = current->block, *other = cta_of(destination, f.name());
+  block->shared(source, bytes, 16, f.name());
+  other->shared(destination, bytes, 16, f.name());
+  other->barrier(barrier, f.name());
+  const char* name = f.name();
+  start_copy([=] {
+    const unsigned char* from = block->read_async(source, bytes, name);
+    std::memcpy(other->overwritten(destination, bytes, name), from, bytes);
+    other->complete_bytes(barrier, bytes, name);
+  });
+}
 // [destination], [source], bytes
 void store_bulk(Frame& f) {
   const uint32 source = f.get32(1), bytes = f.get32(2);
@@ -331,6 +350,7 @@ const Table kAsynchronous = {
     {"cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group", store_box},
     {"cp.async.bulk.global.shared::cta.bulk_group", store_bulk},
     {"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", load_bulk},
+    {"cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", send_bulk},
     {"cp.async.bulk.commit_group", [](Frame&) { current->bulk.commit(); }},
     {"cp.async.bulk.wait_group.read", [](Frame& f) { current->bulk.wait(f.get32(0)); }},
     {"cp.async.bulk.wait_group", [](Frame& f) { current->bulk.wait(f.get32(0)); }},

@@ -26,8 +26,9 @@
 //   int kBlockQ                queries per step: 64, or 128 when both dims are at most 64 and
 //                             there is no softcap
 //   int kBlockKV               keys per block: 128, or 64 for backward_wide.cuh
-//   int kStages               Q and dO buffers each
+//   int kStages, kDoutStages  Q and dO buffers
 //   int kScoreStages          dS buffers
+//   bool kPairs               two CTAs of a cluster share the columns of dq: backward_pairs.cuh
 //   int kDqRowBytes           from one row of dq to the next, if half of the float32 sum of dq lies
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
 //   bool kCompact             scratch arrays have the rows and columns that there are, no padding

@@ -27,15 +27,25 @@ struct Loader {
   // K or V of a unit.
   template <int kDim>
   __device__ __forceinline__ void load_keys(const volatile UnitRecord& u, uint32 tile,
-                                            const TensorMap& map, const void* array, uint32 full) {
+                                            const TensorMap& map, const void* array, uint32 full,
+                                            uint32 more_bytes = 0) {
     if constexpr (!kTmaLoads) {
       const KeyRows<kDim> rows(p, key_row(p, u.batch, u.key0, u.kv_head));
       copy_key_block<kKeys, kLoadWarps>(rows, array, tile, p.kv_len - u.key0);
       release(full);
     } else if (threadIdx.x == 0) {
-      ptx::barrier_arrive_expect(full, kKeyBlockBytes<kDim, kKeys, kParts>);
+      ptx::barrier_arrive_expect(full, kKeyBlockBytes<kDim, kKeys, kParts> + more_bytes);
       fetch_key_block<kDim, kKeys, kParts>(tile, map, full, ptx::kEvictNormal, u.kv_head, u.key0,
                                            u.batch);
+    }
+  }
+  // With kPairs: the boxes of the other CTA's keys that this one reads, at the barrier of its own.
+  __device__ __forceinline__ void load_keys_of_other(const volatile UnitRecord& u) {
+    if (!kPairs || threadIdx.x != 0) return;
+    for (int i = 0; i < kPairBoxes; ++i) {
+      ptx::tma_load(at(&Shared::key) + (kHeadTile + i) * kBoxK, &p.key, at(&Shared::key_full),
+                    ptx::kEvictNormal, 64 * (pair_rank() * (kHeadBoxes / 2) + i), u.kv_head,
+                    u.key0 ^ kKeys, u.batch);
     }
   }
 
@@ -111,13 +121,16 @@ struct Loader {
         // K and V come after the first Q and dO, whose buffers the unit before gives back earlier.
         if (first && !kGivesBackEarly) {
           wait_together(at(&Shared::key_empty), free);
-          load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full));
+          load_keys<kHeadDim>(u, at(&Shared::key), p.key, p.key_data, at(&Shared::key_full),
+                              kPairBoxes * kBoxK);
+          load_keys_of_other(u);
         }
-        wait_together(at(&Shared::dout_empty, slot), parity ^ 1);
-        load_queries<kValueDim>(at(&Shared::dout) + slot * kDoutBytes, p.dout, p.dout_data,
-                                at(&Shared::minus_delta) + slot * kNumberBytes,
-                                p.minus_delta + numbers_of(p, block), at(&Shared::dout_full, slot),
-                                head, m0, u.batch);
+        const uint32 dout_slot = stage_of<kDoutStages>(iteration);
+        wait_together(at(&Shared::dout_empty, dout_slot), parity_of<kDoutStages>(iteration) ^ 1);
+        load_queries<kValueDim>(at(&Shared::dout) + dout_slot * kDoutBytes, p.dout, p.dout_data,
+                                at(&Shared::minus_delta) + dout_slot * kNumberBytes,
+                                p.minus_delta + numbers_of(p, block),
+                                at(&Shared::dout_full, dout_slot), head, m0, u.batch);
         if (first) {
           first = false;
           wait_together(at(&Shared::value_empty), free);

@@ -245,6 +245,15 @@ __device__ __forceinline__ bool has_unseen_keys(const volatile UnitRecord& u) {
   return u.seen_keys.begin > 0 || u.seen_keys.end < kKeys;
 }
 
+// With kPairs: those of the other CTA's keys, by one warpgroup that has no barrier to wait for: who
+// reads the tile waits for what this warpgroup does next.
+__device__ __forceinline__ void hide_unseen_keys_of_other(const volatile UnitRecord& u) {
+  const int first = (u.key0 ^ kKeys) - u.key0;
+  if (u.seen_keys.begin <= first && u.seen_keys.end >= first + kKeys) return;
+  const uint32 tile = at(&Shared::key) + kHeadTile * kBoxK;
+  hide_unseen_keys<kPairBoxes>(u, tile - first * kBoxRowBytes, first);
+}
+
 // Likewise the queries of a block that see no key, in a tile of Q or dO. Every warpgroup that reads
 // the tile calls, before its first product with it: rows that another one zeroed stay zero.
 // With kReadsAhead the caller has read seeing_queries.

@@ -29,6 +29,10 @@ static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kKeys == 128));
 inline constexpr int kKeyArrivals = kLoadWarps;
 inline constexpr int kQueryArrivals = kTmaLoads ? 1 : kLoadWarps + 1;
 
+// With kPairs: boxes of the other CTA's keys that this one reads, half of the columns.
+inline constexpr int kPairBoxes = kPairs ? ceil_div(kHeadBoxes, 2) : 0;
+static_assert(!kPairs || (kTmaLoads && !kDeterministic && !kCompact && !kRing && kParts == 1));
+
 inline constexpr int kUnits = 2;  // records that may be in use
 
 // The next unit is taken when the loads of so many steps of this one are still to be issued.
@@ -52,25 +56,27 @@ struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes>, OwnShared<kParts
   Barrier key_full, key_empty;
   Barrier value_full, value_empty;
   Barrier query_full[kStages], query_empty[kStages];
-  Barrier dout_full[kStages], dout_empty[kStages];
+  Barrier dout_full[kDoutStages], dout_empty[kDoutStages];
   Barrier gradient_full[kScoreStages], gradient_empty[kScoreStages];
   Barrier turn_full[kTurns], turn_empty[kTurns], turn_taken[kTurns];
   Barrier probability_full, probability_empty;                     // backward_wide.cuh
   Barrier sum_added[kUnits], slab_full[kFinishers * kSlabsAhead];  // backward_ring.cuh
-  Barrier pair_full[2], pair_empty[2];                             // backward_pairs.cuh
+  Barrier other_full[kScoreStages];                                // backward_pairs.cuh
   alignas(512) UnitRecord units[kUnits];
   alignas(64) int turns[kTurns];
   alignas(64) int absent_ids[2];
   // With kSkipsMasked, in the padding of the line: the first queries of the blocks of Q, and the
   // blocks of the turns.
   int first_queries[kStages], turn_blocks[kTurns];
-  alignas(1024) unsigned char key[kHeadTile * kBoxK];
+  // With kPairs followed by boxes of the other CTA's keys.
+  alignas(1024) unsigned char key[(kHeadTile + kPairBoxes) * kBoxK];
   unsigned char value[kValueTile * kBoxK];
   unsigned char query[kStages][kQueryBytes];
-  unsigned char dout[kStages][kDoutBytes];
+  unsigned char dout[kDoutStages][kDoutBytes];
   float minus_lse[kStages][kQueries];
-  float minus_delta[kStages][kQueries];
-  alignas(1024) unsigned char gradient[kScoreStages][kGradientBytes];  // [q box][key][64]
+  float minus_delta[kDoutStages][kQueries];
+  // [q box][key][64]; with kPairs followed by copies of the other CTA's.
+  alignas(1024) unsigned char gradient[kPair * kScoreStages][kGradientBytes];
 };
 
 // Aligned as declared, so every address is a constant plus an index.
@@ -101,6 +107,9 @@ __device__ __forceinline__ volatile Item* items(Item (Owner::*member)[kCount]) {
   return reinterpret_cast<volatile Item*>(shared_memory + offset_of(member));
 }
 
+// With kPairs: which of the two CTAs this one is. The one with the higher number has the later keys.
+__device__ __forceinline__ int pair_rank() { return blockIdx.x % kPair; }
+
 // Waits with the whole warp, of which one lane may then arrive elsewhere: that lets others end the
 // next phase of this barrier too, and a lane that has not looked by then would wait for ever.
 __device__ __forceinline__ void wait_together(uint32 barrier, uint32 parity) {
@@ -122,6 +131,9 @@ __device__ __forceinline__ void fill_numbers(int threads) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kStages * kQueries; i += threads) {
     ptx::store_shared(at(&Shared::minus_lse) + 4 * i, __float_as_uint(kNegativeInfinity));
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kDoutStages * kQueries; i += threads) {
     ptx::store_shared(at(&Shared::minus_delta) + 4 * i, 0);
   }
 }
@@ -142,6 +154,8 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
   for (int i = 0; i < kStages; ++i) {
     ptx::barrier_init(at(&Shared::query_full, i), kQueryArrivals);
     ptx::barrier_init(at(&Shared::query_empty, i), 8);  // warps of two warpgroups
+  }
+  for (int i = 0; i < kDoutStages; ++i) {
     ptx::barrier_init(at(&Shared::dout_full, i), kQueryArrivals);
     ptx::barrier_init(at(&Shared::dout_empty, i), 8);
   }

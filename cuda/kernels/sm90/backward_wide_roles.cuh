@@ -22,6 +22,7 @@ struct Probability : ProbabilitySteps {
           hide_unseen_keys<kHeadTile>(u, at(&Shared::key), 0);
           ptx::named_barrier_sync(kProbabilityBarrier, 128);
         }
+        if constexpr (kPairs) hide_unseen_keys_of_other(u);
         load_keys();
         float x[kScores];
         Walk walk(p, u);
@@ -118,7 +119,6 @@ struct Query : QuerySteps {
         Turn turn = Turn::first();
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
         begin(buffer);
-        if constexpr (kHoldsGradient) release(at(&Shared::gradient_empty, buffer));
 #pragma unroll
         for (int box = 0; box < kHeadBoxes; ++box) {
           float dq[32];
@@ -127,15 +127,9 @@ struct Query : QuerySteps {
           ptx::wgmma_commit();
           ptx::wgmma_wait<0>();
           finish(dq);
-          if (!kHoldsGradient && box + 1 == kHeadBoxes) {
-            release(at(&Shared::gradient_empty, buffer));
-          }
-          if constexpr (kPairs) {
-            PairSum().add(SumTile(p, walk.sum(), box), dq, iteration * kHeadBoxes + box);
-          } else {
-            if (box == 0) turn = take_turn(iteration, 0, first);
-            add_fragments(SumTile(p, walk.sum(), box), 0, dq, turn);
-          }
+          if (box + 1 == kHeadBoxes) release(at(&Shared::gradient_empty, buffer));
+          if (box == 0) turn = take_turn(iteration, 0, first);
+          add_fragments(SumTile(p, walk.sum(), box), 0, dq, turn);
         }
         end_turn(iteration, 0);
         ++iteration;
@@ -144,7 +138,6 @@ struct Query : QuerySteps {
       return_unit(received);
       ++received;
     }
-    if constexpr (kPairs) PairSum::end();
   }
 };
 
@@ -160,7 +153,11 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
     feed(p);
   } else if (role == 1) {
     ptx::register_decrease<kQueryRegisters>();
-    Query{{}, p}.run();
+    if constexpr (kPairs) {
+      PairedQuery(p).run();
+    } else {
+      Query{{}, p}.run();
+    }
   } else if (role == 2) {
     ptx::register_increase<kScoreRegisters>();
     Probability{p}.run();

@@ -13,14 +13,9 @@ static_assert(kKeys == 64 && kQueries == 64 && !kReadsAhead && !kSharesKeys);
 static_assert(kHead <= 256 && kValue <= 256);
 
 inline constexpr int kThreads = 512;
-inline constexpr int kHalfBoxBytes = 128 * 16 * 4;  // of dq, 16 elements of a thread
-
-// Does the query role read dS from its buffer at once?
-inline constexpr bool kHoldsGradient = kGradientsHeld == kKeys / 16;
 
 struct WideShared : Shared {
   float4 probability[kScores / 4 * 128];  // in the order of fragments
-  float4 half_boxes[kPairs ? kPairSlots * 4 * 128 : 1];  // backward_pairs.cuh
 };
 
 // Named barriers, one per role.
@@ -33,22 +28,12 @@ __device__ __forceinline__ void set_up() {
     set_up_load(12, 8, 4);
     for (int i = 0; i < kScoreStages; ++i) {
       ptx::barrier_init(at(&Shared::gradient_full, i), 4);
-      ptx::barrier_init(at(&Shared::gradient_empty, i), 4);
+      ptx::barrier_init(at(&Shared::gradient_empty, i), 4 * kPair);  // warps that read dS
+      if constexpr (kPairs) ptx::barrier_init(at(&Shared::other_full, i), 1);
     }
     ptx::barrier_init(at(&Shared::probability_full), 4);
     ptx::barrier_init(at(&Shared::probability_empty), 4);
-    if constexpr (kPairs) {
-      for (int i = 0; i < kPairSlots; ++i) {
-        ptx::barrier_init(at(&Shared::pair_full, i), 1);
-        ptx::barrier_init(at(&Shared::pair_empty, i), 4);
-      }
-    }
     ptx::barrier_init_fence();
-    if constexpr (kPairs) {
-      for (int i = 0; i < kPairSlots; ++i) {
-        ptx::barrier_arrive_expect(at(&Shared::pair_full, i), kHalfBoxBytes);
-      }
-    }
   }
   __syncthreads();
   if constexpr (kPairs) {

@@ -83,17 +83,18 @@ struct ProbabilitySteps {
       }
     }
     send_probability(x, iteration);
-    ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
-    hide_unseen_queries<kValueTile>(u, {}, dout_tile(slot), walk.m0, kProbabilityBarrier);
-    dv.accumulate(probability, dout_tile(slot));
+    const uint32 dout = stage_of<kDoutStages>(iteration);
+    ptx::barrier_wait(at(&Shared::dout_full, dout), parity_of<kDoutStages>(iteration));
+    hide_unseen_queries<kValueTile>(u, {}, dout_tile(dout), walk.m0, kProbabilityBarrier);
+    dv.accumulate(probability, dout_tile(dout));
     if constexpr (kLast) {
       ptx::wgmma_wait<0>();
-      release(at(&Shared::dout_empty, slot));
+      release(at(&Shared::dout_empty, dout));
     } else {
       issue_scores(u, x, iteration + 1, next.m0);
       draw_next(p, u, 0, walk, dropped);
       ptx::wgmma_wait<1>();
-      release(at(&Shared::dout_empty, slot));
+      release(at(&Shared::dout_empty, dout));
       ptx::wgmma_wait<0>();
       release(at(&Shared::query_empty, stage_of<kStages>(iteration + 1)));
       ptx::pin(x);
@@ -110,8 +111,8 @@ struct GradientSteps {
   __device__ __forceinline__ void load_values() { values.load(at(&Shared::value)); }
   __device__ __forceinline__ void issue_dp(const volatile UnitRecord& u, float (&dp)[kScores],
                                            uint32 iteration, int m0) {
-    const uint32 slot = stage_of<kStages>(iteration);
-    ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
+    const uint32 slot = stage_of<kDoutStages>(iteration);
+    ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kDoutStages>(iteration));
     hide_unseen_queries<kValueTile>(u, {}, dout_tile(slot), m0, kGradientBarrier);
     ptx::wgmma_fence();
     values.times_queries(dp, at(&Shared::value), dout_tile(slot));
@@ -123,7 +124,8 @@ struct GradientSteps {
                                        const Walk& walk, const Walk& next, Factors&,
                                        float (&dp)[kScores], Sums<kHead>& dk) {
     const uint32 slot = stage_of<kStages>(iteration);
-    const uint32 minus_delta = at(&Shared::minus_delta) + slot * kNumberBytes + threadIdx.x % 4 * 8;
+    const uint32 dout = stage_of<kDoutStages>(iteration);
+    const uint32 minus_delta = at(&Shared::minus_delta) + dout * kNumberBytes + threadIdx.x % 4 * 8;
     uint32 gradient[kScores / 2];
     ptx::barrier_wait(at(&Shared::probability_full), parity_of<1>(iteration));
 #pragma unroll
@@ -137,7 +139,7 @@ struct GradientSteps {
                                              score_gradient(x.w, dp[4 * j + 3], d.y));
     }
     release(at(&Shared::probability_empty));
-    release(at(&Shared::dout_empty, slot));
+    release(at(&Shared::dout_empty, dout));
 
     const uint32 buffer = stage_of<kScoreStages>(iteration);
     ptx::barrier_wait(at(&Shared::gradient_empty, buffer), parity_of<kScoreStages>(iteration) ^ 1);
@@ -160,30 +162,15 @@ struct GradientSteps {
   }
 };
 
-// 64 columns of dQ, `box` times 64 on, of dS in a buffer and K. A warp holds the dS of its 16
-// queries, transposed from the buffer, for all boxes.
+// 64 columns of dQ, `box` times 64 on, of dS in a buffer and K.
 struct QuerySteps {
-  uint32 gradients[kGradientsHeld > 0 ? kGradientsHeld : 1][4];
-
-  __device__ __forceinline__ void begin(uint32 buffer) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int key = lane / 16 * 8 + lane % 8;
-    const uint32 from = at(&Shared::gradient) + buffer * kGradientBytes + key * kBoxRowBytes +
-                        swizzled(2 * warp + lane / 8 % 2, key);
-#pragma unroll
-    for (int i = 0; i < kGradientsHeld; ++i) ptx::load_transposed_x4(from + i * 2048, gradients[i]);
-  }
+  __device__ __forceinline__ void begin(uint32) {}
   __device__ __forceinline__ void issue(float (&dq)[32], ptx::Descriptor gradient,
                                         ptx::Descriptor key, int box) const {
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
-      const uint64 right = key.at(box * kBoxK + i * 2048);
-      if (i < kGradientsHeld) {
-        const uint32(&left)[4] = gradients[i < kGradientsHeld ? i : 0];
-        ptx::wgmma_rs<Element, 1>(dq, left[0], left[1], left[2], left[3], right, i > 0);
-      } else {
-        ptx::wgmma_ss<Element, 1, 1>(dq, gradient.at(i * 2048), right, i > 0);
-      }
+      const uint32 keys = i * 2048;
+      ptx::wgmma_ss<Element, 1, 1>(dq, gradient.at(keys), key.at(box * kBoxK + keys), i > 0);
     }
   }
   __device__ __forceinline__ void finish(float (&dq)[32]) const { ptx::pin(dq); }

@@ -110,6 +110,15 @@ __device__ __forceinline__ void bulk_load(uint32 destination, const void* source
       "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
+// From shared memory to that of another CTA of the cluster, which the barrier belongs to.
+__device__ __forceinline__ void bulk_send(uint32 destination, uint32 source, uint32 bytes,
+                                          uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+      " [%0], [%1], %2, [%3];" ::"r"(destination),
+      "r"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
 __device__ __forceinline__ void bulk_store(void* destination, uint32 source, uint32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
                "r"(source), "r"(bytes)

@@ -64,7 +64,7 @@ class BackwardTiling:
     halves: bool = False  # as for the forward, wide kernel
     ring_sets: int = 0  # sets of l2_heads whose sums of dq have a place at a time; 0: all at once
     ring_lag: int = 0  # sets between the one that is added to and the one that is finished
-    pairs: bool = False  # two CTAs of a cluster add their parts of dq: backward_pairs.cuh
+    pairs: bool = False  # two CTAs of a cluster make half of the columns of dq: backward_pairs.cuh
 
     @property
     def block_kv(self) -> int:
@@ -84,9 +84,10 @@ class BackwardTiling:
         return "sm90_float32" if self.halves else "sm90"
 
     @property
-    def pair_slots(self) -> int:
-        """Halves of a box of dq that a CTA takes from the other of its pair at a time."""
-        return 1 if max(self.head_dim, self.value_dim) > 192 else 2
+    def dout_stages(self) -> int:
+        """Blocks of output gradients in flight. Beside pairs of the widest there is room for one."""
+        crowded = self.pairs and max(self.head_dim, self.value_dim) > 192
+        return 1 if crowded else self.stages
 
     @property
     def turn_parts(self) -> int:
@@ -109,8 +110,12 @@ class BackwardTiling:
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
         tiles = self.parts * both * (self.block_kv + self.stages * self.block_q) + biases
         ring = 33 * 1024 if self.ring_sets else 0
-        pairs = 8192 * self.pair_slots if self.pairs else 0
-        return (2048 if self.halves else 1024) + tiles + rows + scores + sums + ring + pairs
+        fixed = 2048 if self.halves else 1024
+        if self.pairs:
+            others = 8192 * (-(-head_boxes // 2) + self.score_stages)
+            spared = 128 * value_boxes * self.block_q * (self.stages - self.dout_stages)
+            return fixed + tiles + rows + scores + sums + others - spared
+        return fixed + tiles + rows + scores + sums + ring
 
     @property
     def parts(self) -> int:
@@ -181,8 +186,7 @@ def _tiling(asked: _Backward) -> BackwardTiling:
     if asked.may_load_bias and tiled.shared_bytes <= gpu.shared_bytes:
         return spare(problem, shapes, tiled)
     if asked.pairs:
-        stages = 1 if asked.widest > 192 else 2
-        tiling = dataclasses.replace(tiling, pairs=True, score_stages=stages)
+        tiling = dataclasses.replace(tiling, pairs=True)
     ring = tiling if asked.few else _with_ring(problem, shapes, gpu, tiling)
     return spare(problem, shapes, ring)
 
@@ -215,8 +219,10 @@ class _Backward:
 
     @property
     def pairs(self) -> bool:
-        """Sums of dq limit wide heads: two CTAs that add their parts first send L2 half of them."""
+        """Additions to dq limit wide heads: two CTAs that share its columns send L2 half as many."""
         if not (self.wide and self.tma_loads) or self.few or self.problem.split:
+            return False
+        if boxes(self.shapes.head_dim) < 3:
             return False
         plain = is_bare(self.problem) and self.is_plain_window and not self.problem.deterministic
         keys = self.shapes.kv_len

@@ -28,12 +28,12 @@ def backward_constants(
         "kBlockQ": tiling.block_q,
         "kBlockKV": tiling.block_kv,
         "kStages": tiling.stages,
+        "kDoutStages": tiling.dout_stages,
         "kScoreStages": tiling.score_stages,
         "kDqRowBytes": tiling.dq_row_bytes,
         "kCompact": tiling.compact,
         "kRing": tiling.ring_sets > 0,
         "kPairs": tiling.pairs,
-        "kPairSlots": tiling.pair_slots,
         "kUnitHeads": tiling.unit_heads,
         "kOutputs": tiling.outputs,
         "kReadsAhead": tiling.reads_ahead,
@@ -67,7 +67,6 @@ class BackwardSchedule:
             "kLoadRegisters": load,
             "kQueryRegisters": query,
             "kScoreRegisters": score,
-            "kGradientsHeld": self.gradients_held,
             "kRowColumns": self.row_columns,
             "kKeysHeld": self.held(self.shapes.head_dim, self.shapes.value_dim),
             "kValuesHeld": self.held(self.shapes.value_dim, self.shapes.head_dim),
@@ -110,29 +109,21 @@ class BackwardSchedule:
         accumulators of dK and dV, and half of a step's queries each for S and dP; ptxas asks for 32
         beside them. Loads without TMA compute addresses.
         Wide: 128 * (32 + 64 + 208 + 208) = 512 * 128. 128 accumulators of dV or dK, 32 of S or dP
-        and 16 of P or dS; 32 of dQ; and 32 beside them. With pairs the query role has 88 for what
-        it sends and holds.
+        and 16 of P or dS; 32 of dQ; and 32 beside them.
         """
         if self.tiling.wide:
-            return (24, 88, 200) if self.tiling.pairs else (32, 64, 208)
+            return 32, 64, 208
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
-
-    @property
-    def gradients_held(self) -> int:
-        """Pieces of 16 keys of dS that the query role holds in registers, of four."""
-        if not self.tiling.pairs:
-            return 0
-        return 3 if self.tiling.pair_slots == 1 else 4  # beside one slot 4: 16 to 32 bytes
 
     def held(self, depth: int, columns: int) -> int:
         """Pieces of 16 columns of a unit's keys or values that a score role holds in registers.
 
-        What its accumulators leave: four of a thread for each. Products of 64 x 64 read both of
-        their operands from shared memory, whose bandwidth they need whole.
+        What its accumulators and 76 registers leave: four of a thread for each. Products of 64 x 64
+        read both of their operands from shared memory, whose bandwidth they need whole.
         """
         if not self.tiling.pairs:
             return 0
-        left = self.registers[2] - 16 - 48 - -(-columns // 16) * 8
+        left = self.registers[2] - 76 - -(-columns // 16) * 8
         return min(-(-depth // 16), left // 4)
 
     @property
