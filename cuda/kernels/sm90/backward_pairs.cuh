@@ -22,9 +22,6 @@ struct PairedQuery {
 
   const BackwardParams& p;
 
-  static __device__ __forceinline__ uint32 in_other(uint32 address) {
-    return ptx::address_in_cluster(address, pair_rank() ^ 1);
-  }
   static __device__ __forceinline__ uint32 gradient_of_other(uint32 buffer) {
     return at(&Shared::gradient) + (kScoreStages + buffer) * kGradientBytes;
   }

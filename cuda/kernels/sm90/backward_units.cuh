@@ -62,7 +62,9 @@ struct alignas(1024) Shared : bias::Tiles<kStages, kBiasBytes>, OwnShared<kParts
   Barrier probability_full, probability_empty;                     // backward_wide.cuh
   Barrier sum_added[kUnits], slab_full[kFinishers * kSlabsAhead];  // backward_ring.cuh
   Barrier other_full[kScoreStages];                                // backward_pairs.cuh
+  Barrier pair_told[kUnits], pair_heard[kUnits];                   // Planner
   alignas(512) UnitRecord units[kUnits];
+  int2 pair_units[kUnits];  // Planner
   alignas(64) int turns[kTurns];
   alignas(64) int absent_ids[2];
   // With kSkipsMasked, in the padding of the line: the first queries of the blocks of Q, and the
@@ -110,6 +112,10 @@ __device__ __forceinline__ volatile Item* items(Item (Owner::*member)[kCount]) {
 // With kPairs: which of the two CTAs this one is. The one with the higher number has the later keys.
 __device__ __forceinline__ int pair_rank() { return blockIdx.x % kPair; }
 
+__device__ __forceinline__ uint32 in_other(uint32 address) {
+  return ptx::address_in_cluster(address, pair_rank() ^ 1);
+}
+
 // Waits with the whole warp, of which one lane may then arrive elsewhere: that lets others end the
 // next phase of this barrier too, and a lane that has not looked by then would wait for ever.
 __device__ __forceinline__ void wait_together(uint32 barrier, uint32 parity) {
@@ -147,6 +153,12 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
                       unit_readers + kLoadWarps + (kDeterministic ? 2 : 0));
   }
   ptx::barrier_init(at(&Shared::unit_asked), 1);
+  if constexpr (kPairs) {
+    for (int i = 0; i < kUnits; ++i) {
+      ptx::barrier_init(at(&Shared::pair_told, i), 1);
+      ptx::barrier_init(at(&Shared::pair_heard, i), 1);
+    }
+  }
   ptx::barrier_init(at(&Shared::key_full), kKeyArrivals);
   ptx::barrier_init(at(&Shared::key_empty), key_readers);
   ptx::barrier_init(at(&Shared::value_full), kKeyArrivals);
@@ -253,17 +265,38 @@ struct Planner {
       if constexpr (kDbiasByRows) row = row + 1 == p.batch ? 0 : row + 1;
     }
   }
-  // With kPairs: rounds of all clusters, each other one from the last cluster to the first, so that
-  // those with a longer unit in a round have a shorter one in the next.
+  // With kPairs: the first CTA takes the counter's next pair of units and tells the other one.
   __device__ __forceinline__ void run_pairs() {
-    const int clusters = gridDim.x / kPair, mine = blockIdx.x / kPair;
+    int pair = blockIdx.x / kPair;
     for (uint32 sent = 0;; ++sent) {
-      if (sent > 0) ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
-      const int of_round = sent % 2 == 0 ? mine : clusters - 1 - mine;
-      const int unit = (sent * clusters + of_round) * kPair + blockIdx.x % kPair;
+      if (sent > 0) {
+        ptx::barrier_wait(at(&Shared::unit_asked), parity_of<1>(sent - 1));
+        pair = pair_rank() == 0 ? tell_pair(sent - 1) : hear_pair(sent - 1);
+      }
+      const int unit = pair * kPair + pair_rank();
       send_unit(sent, unit);
       if (unit >= taken_units(p)) break;
     }
+  }
+  __device__ __forceinline__ int tell_pair(uint32 told) {
+    const uint32 slot = stage_of<kUnits>(told);
+    int pair = 0;
+    if (threadIdx.x % 32 == 0) pair = gridDim.x / kPair + atomicAdd(p.next_unit, 1);
+    wait_together(at(&Shared::pair_heard, slot), parity_of<kUnits>(told) ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      ptx::send(in_other(at(&Shared::pair_units, slot)), float2{__int_as_float(pair), 0.f},
+                in_other(at(&Shared::pair_told, slot)));
+    }
+    return __shfl_sync(0xffffffffu, pair, 0);
+  }
+  __device__ __forceinline__ int hear_pair(uint32 heard) {
+    const uint32 slot = stage_of<kUnits>(heard), told = at(&Shared::pair_told, slot);
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive_expect(told, sizeof(int2));
+    wait_together(told, parity_of<kUnits>(heard));
+    const int pair = items(&Shared::pair_units)[slot].x;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::arrive_in_cluster(in_other(at(&Shared::pair_heard, slot)));
+    return pair;
   }
 };
 
