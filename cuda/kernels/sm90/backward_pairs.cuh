@@ -11,54 +11,43 @@
 
 namespace backward {
 
-// The query role: dq of the columns of this CTA.
+// The query role: dq of the columns of this CTA, 32 at a time.
 struct PairedQuery {
-  static_assert(!kPairs || kHeadBoxes > 1);
-  // Boxes of 64 columns that a CTA has whole; of an odd number each has half of the middle one.
-  static constexpr int kWhole = kHeadBoxes / 2;
-  static constexpr bool kHasHalf = kHeadBoxes % 2 != 0;
-
-  __device__ __forceinline__ explicit PairedQuery(const BackwardParams& p) : p(p) {}
+  static constexpr int kPieces = kHeadBoxes;  // of 32 columns, of this CTA
 
   const BackwardParams& p;
 
-  static __device__ __forceinline__ uint32 gradient_of_other(uint32 buffer) {
-    return at(&Shared::gradient) + (kScoreStages + buffer) * kGradientBytes;
-  }
+  static __device__ __forceinline__ int first_piece() { return pair_rank() * kPieces; }
 
-  // dq (+)= dS[64 queries x 64 keys] K[64 keys x columns]; `keys` is where these columns start. One
-  // commit group.
-  template <int kCount>
-  static __device__ __forceinline__ void issue(float (&dq)[kCount], uint32 gradient, uint32 keys,
+  // dq = dS K of 32 columns: of this CTA's 64 keys, then of the other one's, whose boxes lie behind.
+  static __device__ __forceinline__ void issue(float (&dq)[16], uint32 iteration, int piece) {
+    const uint32 buffer = stage_of<kScoreStages>(iteration);
+    const int at_column = first_piece() + piece, box = at_column / 2;
+    const uint32 half = at_column % 2 * (kBoxRowBytes / 2);
+    const uint32 keys = at(&Shared::key);
+    ptx::wgmma_fence();
+    issue(dq, at(&Shared::gradient) + buffer * kGradientBytes, keys + box * kBoxK + half, false);
+    if (piece == 0) {
+      ptx::barrier_wait(at(&Shared::other_full, buffer), parity_of<kScoreStages>(iteration));
+    }
+    const int of_other = kHeadBoxes + box - first_piece() / 2;
+    issue(dq, gradient_of_other(buffer), keys + of_other * kBoxK + half, true);
+    ptx::wgmma_commit();
+  }
+  static __device__ __forceinline__ void issue(float (&dq)[16], uint32 gradient, uint32 keys,
                                                bool accumulate) {
     const ptx::Descriptor a = descriptor(gradient, kGradientBytes), b = descriptor(keys, kBoxK);
-    ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
       ptx::wgmma_ss<Element, 1, 1>(dq, a.at(i * 2048), b.at(i * 2048), accumulate || i > 0);
     }
-    ptx::wgmma_commit();
   }
 
-  // Copies dS to the other CTA.
-  __device__ __forceinline__ void send(uint32 buffer) {
-    const uint32 full = at(&Shared::other_full, buffer);
-    ptx::barrier_arrive_expect(full, kGradientBytes);
-    ptx::bulk_send(in_other(gradient_of_other(buffer)),
-                   at(&Shared::gradient) + buffer * kGradientBytes, kGradientBytes, in_other(full));
+  __device__ __forceinline__ void add(const float (&dq)[16], int sum_index, int piece) const {
+    const int at_column = first_piece() + piece;
+    add_fragments(SumTile(p, sum_index, at_column / 2), at_column % 2 * 4, dq, Turn::later());
   }
 
-  // Columns of dq: `offset` bytes behind the first of the boxes that this CTA reads of both keys.
-  template <int kCount>
-  __device__ __forceinline__ void make(float (&dq)[kCount], uint32 iteration, uint32 offset) {
-    const uint32 buffer = stage_of<kScoreStages>(iteration);
-    const uint32 own_keys = at(&Shared::key) + pair_rank() * (kHeadBoxes / 2) * kBoxK;
-    issue(dq, at(&Shared::gradient) + buffer * kGradientBytes, own_keys + offset, false);
-    ptx::barrier_wait(at(&Shared::other_full, buffer), parity_of<kScoreStages>(iteration));
-    issue(dq, gradient_of_other(buffer), at(&Shared::key) + kHeadBoxes * kBoxK + offset, true);
-    ptx::wgmma_wait<0>();
-    ptx::pin(dq);
-  }
   // The other CTA's dS has been read, and so has what it was copied from.
   static __device__ __forceinline__ void release_gradient(uint32 iteration) {
     const uint32 empty = at(&Shared::gradient_empty, stage_of<kScoreStages>(iteration));
@@ -74,23 +63,25 @@ struct PairedQuery {
       ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
       for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
         const uint32 buffer = stage_of<kScoreStages>(iteration);
+        if (threadIdx.x % 128 == 0) {
+          ptx::barrier_arrive_expect(at(&Shared::other_full, buffer), kGradientBytes);
+        }
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
-        if (threadIdx.x % 128 == 0) send(buffer);
         __syncwarp();
-        const bool upper = pair_rank() != 0;
-        if constexpr (kHasHalf) {
-          float dq[16];
-          make(dq, iteration, upper ? kBoxRowBytes / 2 : kWhole * kBoxK);
-          add_fragments(SumTile(p, walk.sum(), kWhole), upper ? 4 : 0, dq, Turn::later());
-        }
+        // A piece is added beside the products of the next one.
+        float dq[2][16];
+        issue(dq[0], iteration, 0);
 #pragma unroll
-        for (int i = 0; i < kWhole; ++i) {
-          float dq[32];
-          make(dq, iteration, (kHasHalf && upper ? kBoxK : 0) + i * kBoxK);
-          if (i + 1 == kWhole) release_gradient(iteration);
-          add_fragments(SumTile(p, walk.sum(), upper ? kHeadBoxes - kWhole + i : i), 0, dq,
-                        Turn::later());
+        for (int piece = 1; piece < kPieces; ++piece) {
+          issue(dq[piece % 2], iteration, piece);
+          ptx::wgmma_wait<1>();
+          ptx::pin(dq[1 - piece % 2]);
+          add(dq[1 - piece % 2], walk.sum(), piece - 1);
         }
+        ptx::wgmma_wait<0>();
+        ptx::pin(dq[1 - kPieces % 2]);
+        release_gradient(iteration);
+        add(dq[1 - kPieces % 2], walk.sum(), kPieces - 1);
         ++iteration;
       }
       release(at(&Shared::key_empty));

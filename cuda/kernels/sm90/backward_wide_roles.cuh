@@ -154,7 +154,7 @@ __device__ __forceinline__ void main_kernel(const BackwardParams& p) {
   } else if (role == 1) {
     ptx::register_decrease<kQueryRegisters>();
     if constexpr (kPairs) {
-      PairedQuery(p).run();
+      PairedQuery{p}.run();
     } else {
       Query{{}, p}.run();
     }

@@ -97,6 +97,20 @@ __device__ __forceinline__ void send_probability(const float (&x)[kScores], uint
   }
   release(at(&Shared::probability_full));
 }
+// With kPairs: dS of a warp's keys goes to the other CTA, which reads it from here on.
+__device__ __forceinline__ uint32 gradient_of_other(uint32 buffer) {
+  return at(&Shared::gradient) + (kScoreStages + buffer) * kGradientBytes;
+}
+__device__ __forceinline__ void send_gradient(uint32 buffer) {
+  constexpr int kBytes = kGradientBytes / 4;
+  const uint32 rows = threadIdx.x % 128 / 32 * kBytes;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    ptx::bulk_send(in_other(gradient_of_other(buffer)) + rows,
+                   at(&Shared::gradient) + buffer * kGradientBytes + rows, kBytes,
+                   in_other(at(&Shared::other_full, buffer)));
+  }
+}
 // P of a thread's elements 4j to 4j + 3, and -delta of their two queries.
 struct Received {
   float4 probability;

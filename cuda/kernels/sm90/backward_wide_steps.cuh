@@ -144,6 +144,7 @@ struct GradientSteps {
     const uint32 buffer = stage_of<kScoreStages>(iteration);
     ptx::barrier_wait(at(&Shared::gradient_empty, buffer), parity_of<kScoreStages>(iteration) ^ 1);
     store_gradient(gradient, at(&Shared::gradient) + buffer * kGradientBytes, 0);
+    if constexpr (kPairs) send_gradient(buffer);
     release(at(&Shared::gradient_full, buffer));
 
     hide_unseen_queries<kHeadTile>(u, {}, q_tile(slot), walk.m0, kGradientBarrier);

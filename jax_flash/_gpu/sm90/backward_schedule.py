@@ -109,8 +109,10 @@ class BackwardSchedule:
         accumulators of dK and dV, and half of a step's queries each for S and dP; ptxas asks for 32
         beside them. Loads without TMA compute addresses.
         Wide: 128 * (32 + 64 + 208 + 208) = 512 * 128. 128 accumulators of dV or dK, 32 of S or dP
-        and 16 of P or dS; 32 of dQ; and 32 beside them.
+        and 16 of P or dS; 32 of dQ; and 32 beside them. Pairs address two CTAs.
         """
+        if self.tiling.pairs:
+            return 24, 72, 208
         if self.tiling.wide:
             return 32, 64, 208
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
