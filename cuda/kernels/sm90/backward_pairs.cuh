@@ -11,30 +11,34 @@
 
 namespace backward {
 
-// The query role: dq of the columns of this CTA, 32 at a time.
+// The query role: dq of the columns of this CTA, 32 or 64 at a time. Some are added to the sum
+// beside the products of the next ones.
 struct PairedQuery {
+  static_assert(!kPairs || kHeadBoxes == 3 || kHeadBoxes == 4);
   static constexpr int kPieces = kHeadBoxes;  // of 32 columns, of this CTA
 
   const BackwardParams& p;
 
   static __device__ __forceinline__ int first_piece() { return pair_rank() * kPieces; }
 
-  // dq = dS K of 32 columns: of this CTA's 64 keys, then of the other one's, whose boxes lie behind.
-  static __device__ __forceinline__ void issue(float (&dq)[16], uint32 iteration, int piece) {
+  // dq = dS K of columns from a piece on: of this CTA's 64 keys, then of the other one's, whose
+  // boxes lie behind.
+  template <int kCount>
+  static __device__ __forceinline__ void issue(float (&dq)[kCount], uint32 iteration, int piece,
+                                               bool first) {
     const uint32 buffer = stage_of<kScoreStages>(iteration);
-    const int at_column = first_piece() + piece, box = at_column / 2;
-    const uint32 half = at_column % 2 * (kBoxRowBytes / 2);
-    const uint32 keys = at(&Shared::key);
+    const int box = piece / 2, of_other = kHeadBoxes + box - first_piece() / 2;
+    const uint32 keys = at(&Shared::key) + piece % 2 * (kBoxRowBytes / 2);
     ptx::wgmma_fence();
-    issue(dq, at(&Shared::gradient) + buffer * kGradientBytes, keys + box * kBoxK + half, false);
-    if (piece == 0) {
+    issue(dq, at(&Shared::gradient) + buffer * kGradientBytes, keys + box * kBoxK, false);
+    if (first) {
       ptx::barrier_wait(at(&Shared::other_full, buffer), parity_of<kScoreStages>(iteration));
     }
-    const int of_other = kHeadBoxes + box - first_piece() / 2;
-    issue(dq, gradient_of_other(buffer), keys + of_other * kBoxK + half, true);
+    issue(dq, gradient_of_other(buffer), keys + of_other * kBoxK, true);
     ptx::wgmma_commit();
   }
-  static __device__ __forceinline__ void issue(float (&dq)[16], uint32 gradient, uint32 keys,
+  template <int kCount>
+  static __device__ __forceinline__ void issue(float (&dq)[kCount], uint32 gradient, uint32 keys,
                                                bool accumulate) {
     const ptx::Descriptor a = descriptor(gradient, kGradientBytes), b = descriptor(keys, kBoxK);
 #pragma unroll
@@ -43,9 +47,10 @@ struct PairedQuery {
     }
   }
 
-  __device__ __forceinline__ void add(const float (&dq)[16], int sum_index, int piece) const {
-    const int at_column = first_piece() + piece;
-    add_fragments(SumTile(p, sum_index, at_column / 2), at_column % 2 * 4, dq, Turn::later());
+  template <int kCount>
+  __device__ __forceinline__ void add(float (&dq)[kCount], int sum_index, int piece) const {
+    ptx::pin(dq);
+    add_fragments(SumTile(p, sum_index, piece / 2), piece % 2 * 4, dq, Turn::later());
   }
 
   // The other CTA's dS has been read, and so has what it was copied from.
@@ -53,6 +58,33 @@ struct PairedQuery {
     const uint32 empty = at(&Shared::gradient_empty, stage_of<kScoreStages>(iteration));
     release(empty);
     if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) ptx::arrive_in_cluster(in_other(empty));
+  }
+
+  // Three boxes: half of the middle one and a whole one.
+  __device__ __forceinline__ void add_half_and_whole(uint32 iteration, int sum_index) {
+    const int middle = 2 + pair_rank(), whole = pair_rank() * 4;
+    float low[16], high[32];
+    issue(low, iteration, middle, true);
+    issue(high, iteration, whole, false);
+    ptx::wgmma_wait<1>();
+    add(low, sum_index, middle);
+    ptx::wgmma_wait<0>();
+    release_gradient(iteration);
+    add(high, sum_index, whole);
+  }
+  // Four boxes: four halves.
+  __device__ __forceinline__ void add_halves(uint32 iteration, int sum_index) {
+    float dq[2][16];
+    issue(dq[0], iteration, first_piece(), true);
+#pragma unroll
+    for (int i = 1; i < kPieces; ++i) {
+      issue(dq[i % 2], iteration, first_piece() + i, false);
+      ptx::wgmma_wait<1>();
+      add(dq[1 - i % 2], sum_index, first_piece() + i - 1);
+    }
+    ptx::wgmma_wait<0>();
+    release_gradient(iteration);
+    add(dq[1 - kPieces % 2], sum_index, first_piece() + kPieces - 1);
   }
 
   __device__ __forceinline__ void run() {
@@ -68,20 +100,11 @@ struct PairedQuery {
         }
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
         __syncwarp();
-        // A piece is added beside the products of the next one.
-        float dq[2][16];
-        issue(dq[0], iteration, 0);
-#pragma unroll
-        for (int piece = 1; piece < kPieces; ++piece) {
-          issue(dq[piece % 2], iteration, piece);
-          ptx::wgmma_wait<1>();
-          ptx::pin(dq[1 - piece % 2]);
-          add(dq[1 - piece % 2], walk.sum(), piece - 1);
+        if constexpr (kHeadBoxes % 2 != 0) {
+          add_half_and_whole(iteration, walk.sum());
+        } else {
+          add_halves(iteration, walk.sum());
         }
-        ptx::wgmma_wait<0>();
-        ptx::pin(dq[1 - kPieces % 2]);
-        release_gradient(iteration);
-        add(dq[1 - kPieces % 2], walk.sum(), kPieces - 1);
         ++iteration;
       }
       release(at(&Shared::key_empty));

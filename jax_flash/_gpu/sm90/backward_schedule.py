@@ -11,6 +11,7 @@ from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.plan import Number
 from jax_flash._gpu.sm90.backward import BackwardTiling
 from jax_flash._gpu.traits import hides_sides
+from jax_flash._gpu.workspaces import boxes
 from jax_flash._problem import Problem, Shapes
 
 
@@ -109,10 +110,11 @@ class BackwardSchedule:
         accumulators of dK and dV, and half of a step's queries each for S and dP; ptxas asks for 32
         beside them. Loads without TMA compute addresses.
         Wide: 128 * (32 + 64 + 208 + 208) = 512 * 128. 128 accumulators of dV or dK, 32 of S or dP
-        and 16 of P or dS; 32 of dQ; and 32 beside them. Pairs address two CTAs.
+        and 16 of P or dS; 32 of dQ; and 32 beside them. Pairs have 32 or 48 of dQ,
+        and address two CTAs.
         """
         if self.tiling.pairs:
-            return 24, 72, 208
+            return (24, 88, 200) if boxes(self.shapes.head_dim) % 2 else (24, 72, 208)
         if self.tiling.wide:
             return 32, 64, 208
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
