@@ -87,6 +87,9 @@ CASES = (
     C("192 128 causal deterministic", H=192, Hv=128, causal=True, deterministic=True, T=200, S=200),
     C("256", H=256),
     C("256 causal gqa", H=256, causal=True, N=4, K=2),
+    # More units than CTAs, in pairs; an odd number of blocks.
+    C("192 pairs causal", H=192, N=24, K=12, causal=True, T=130, S=610),
+    C("256 pairs", H=256, N=24, K=12, T=70, S=530),
     C("256 segments lengths", H=256, **SEGMENTS_AND_LENGTHS),
     C("256 causal deterministic", H=256, causal=True, deterministic=True, T=200, S=200),
     C("256 whole tiles deterministic", H=256, N=4, K=2, deterministic=True, T=192, S=200),

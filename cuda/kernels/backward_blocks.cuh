@@ -12,9 +12,14 @@ namespace backward {
 
 inline constexpr int kPair = kPairs ? 2 : 1;  // units that walk the same query blocks
 
+// Units of a head: with kPairs one more than blocks of keys where their number is odd.
+template <class Params>
+__device__ __forceinline__ int head_units(const Params& p) {
+  return ceil_div(key_blocks(p), kPair) * kPair;
+}
 template <class Params>
 __device__ __forceinline__ int unit_count(const Params& p) {
-  return key_blocks(p) * p.batch * head_parts(p);
+  return head_units(p) * p.batch * head_parts(p);
 }
 // The units of one launch of the main kernel, which with kDbiasByHeads takes some key/value heads.
 template <class Params>
@@ -148,7 +153,7 @@ __device__ __forceinline__ Unit unit_at(const Params& p, int index) {
     u.kv_head += p.first_kv_head;
   } else {
     // With kPairs units of neighbouring keys have numbers that follow each other.
-    at = head_block(index / kPair, key_blocks(p) / kPair, p.batch * head_parts(p), p.l2_heads);
+    at = head_block(index / kPair, head_units(p) / kPair, p.batch * head_parts(p), p.l2_heads);
     at.block = at.block * kPair + index % kPair;
     const int heads = kPartsApart ? p.kv_heads : head_parts(p);
     const int part = kPartsApart ? at.head / (p.batch * heads) : 0;

@@ -175,8 +175,7 @@ template <class Params>
 __device__ __forceinline__ int mark_count(const Params& p) {
   if constexpr (kSharesKeys)
     return 0;  // the kernel that makes dk and dv of their sums looks itself
-  if constexpr (kCompact) return p.batch * p.kv_heads * marked_rows(p) * 2;
-  return unit_count(p) * (kKeys / kMarkedRows) * 2;
+  return p.batch * p.kv_heads * marked_rows(p) * 2;
 }
 // The first pair of a unit.
 template <class Params>
@@ -201,7 +200,7 @@ __device__ __forceinline__ void mark_rows(const Params& p, int batch, int kv_hea
                                           int row, int which, bool finite, bool shares = false) {
   const bool clean = __all_sync(0xffffffffu, finite);
   const int first = first_mark(p, batch, kv_head, key0);
-  const bool is_there = !kCompact || key0 + row < p.kv_len;
+  const bool is_there = !(kCompact || kPairs) || key0 + (kCompact ? row : 0) < p.kv_len;
   if (threadIdx.x % 32 == 0 && is_there && !(shares && clean)) {
     p.marks[(first + row / kMarkedRows) * 2 + which] = clean ? 0 : 1;
   }

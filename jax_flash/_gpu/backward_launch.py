@@ -71,6 +71,13 @@ class Backward:
         return self.tiling.unit_heads or N // K
 
     @property
+    def head_units(self) -> AnySize:
+        """Units of a head: of pairs one more than blocks of keys where their number is odd."""
+        if self.tiling.pairs:
+            return ceil_div(self.key_blocks, 2) * 2
+        return self.key_blocks
+
+    @property
     def block_units(self) -> AnySize:
         """Units of a block of keys, of all batch rows and heads."""
         return B * N // self.tiling.unit_heads if self.tiling.unit_heads else B * K
@@ -285,12 +292,10 @@ class Backward:
 
     def _main(self, units: AnySize) -> Kernel:
         grid = minimum(SMS, units) if self.persistent else units
-        if self.tiling.pairs:
-            grid = grid // 2 * 2
-        cluster = 2 if self.tiling.pairs else 1
-        return Kernel(
-            self.main, grid, self.tiling.threads, self.tiling.shared_bytes, cluster=cluster
-        )
+        tiling, cluster = self.tiling, 1
+        if tiling.pairs:
+            cluster, grid = 2, grid // 2 * 2
+        return Kernel(self.main, grid, tiling.threads, tiling.shared_bytes, cluster=cluster)
 
     def steps(self, ahead: tuple[Step, ...] = (), more_units: AnySize = 0) -> tuple[Step, ...]:
         """Returns all launches.
@@ -310,7 +315,7 @@ class Backward:
         if self.with_dbias and tiling.dbias_heads:
             steps += self._by_heads()
         else:
-            steps.append(self._main(self.block_units * self.key_blocks + more_units))
+            steps.append(self._main(self.block_units * self.head_units + more_units))
         heads_left = B * N
         if tiling.ring_sets:
             done = maximum(ceil_div(B * N, self.set_heads) - tiling.ring_lag, 0)

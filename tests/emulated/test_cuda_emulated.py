@@ -31,6 +31,7 @@ CASES = (
     C("head dim 256", H=256, S=530, T=130, N=1),
     C("pairs, head dim 256", H=256, S=256, T=200, N=2, K=1, causal=True),
     C("pairs, head dim 160", H=160, S=340, T=130, dtype="float16"),
+    C("pairs, an odd number of blocks", H=192, Hv=128, S=9 * 64 - 3, T=70, N=1, causal=True),
     C("head dim 100 value 36", H=100, Hv=36, causal=True, deterministic=True),
     C("head dim 250 value 130", H=250, Hv=130, T=130, S=140, N=1, segments="packed"),
     C("float16", dtype="float16", H=128, N=4, K=2, causal=True),

@@ -14,7 +14,7 @@ namespace backward {
 // The query role: dq of the columns of this CTA, 32 or 64 at a time. Some are added to the sum
 // beside the products of the next ones.
 struct PairedQuery {
-  static_assert(!kPairs || kHeadBoxes == 3 || kHeadBoxes == 4);
+  static_assert(!kPairs || kHeadBoxes == 3 || (kHeadBoxes == 4 && !kAddsBoxes));
   static constexpr int kPieces = kHeadBoxes;  // of 32 columns, of this CTA
 
   const BackwardParams& p;
@@ -60,8 +60,8 @@ struct PairedQuery {
     if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) ptx::arrive_in_cluster(in_other(empty));
   }
 
-  // Three boxes: half of the middle one and a whole one.
-  __device__ __forceinline__ void add_half_and_whole(uint32 iteration, int sum_index) {
+  // Of three boxes half of the middle one and a whole one.
+  __device__ __forceinline__ void add_boxes(uint32 iteration, int sum_index) {
     const int middle = 2 + pair_rank(), whole = pair_rank() * 4;
     float low[16], high[32];
     issue(low, iteration, middle, true);
@@ -72,8 +72,8 @@ struct PairedQuery {
     release_gradient(iteration);
     add(high, sum_index, whole);
   }
-  // Four boxes: four halves.
-  __device__ __forceinline__ void add_halves(uint32 iteration, int sum_index) {
+  // 32 columns at a time.
+  __device__ __forceinline__ void add_pieces(uint32 iteration, int sum_index) {
     float dq[2][16];
     issue(dq[0], iteration, first_piece(), true);
 #pragma unroll
@@ -100,10 +100,10 @@ struct PairedQuery {
         }
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
         __syncwarp();
-        if constexpr (kHeadBoxes % 2 != 0) {
-          add_half_and_whole(iteration, walk.sum());
+        if constexpr (kAddsBoxes) {
+          add_boxes(iteration, walk.sum());
         } else {
-          add_halves(iteration, walk.sum());
+          add_pieces(iteration, walk.sum());
         }
         ++iteration;
       }

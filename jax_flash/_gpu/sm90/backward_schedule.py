@@ -69,8 +69,9 @@ class BackwardSchedule:
             "kQueryRegisters": query,
             "kScoreRegisters": score,
             "kRowColumns": self.row_columns,
-            "kKeysHeld": self.held(self.shapes.head_dim, self.shapes.value_dim),
-            "kValuesHeld": self.held(self.shapes.value_dim, self.shapes.head_dim),
+            "kAddsBoxes": self.adds_boxes,
+            "kKeysHeld": self.keys_held,
+            "kValuesHeld": self.values_held,
             "kLoadWarps": self.load_warps,
             "kFillsBeside": self.fills_beside,
             "kTmaStores": self.tma_stores,
@@ -114,21 +115,40 @@ class BackwardSchedule:
         and address two CTAs.
         """
         if self.tiling.pairs:
-            return (24, 88, 200) if boxes(self.shapes.head_dim) % 2 else (24, 72, 208)
+            return (24, 88, 200) if self.adds_boxes else (24, 72, 208)
         if self.tiling.wide:
             return 32, 64, 208
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
 
-    def held(self, depth: int, columns: int) -> int:
-        """Pieces of 16 columns of a unit's keys or values that a score role holds in registers.
+    @property
+    def adds_boxes(self) -> bool:
+        """The query role of pairs has a box and a half of dQ at a time, else twice a half.
 
-        What its accumulators and 76 registers leave: four of a thread for each. Products of 64 x 64
-        read both of their operands from shared memory, whose bandwidth they need whole.
+        5 % at head dim 192 (H100). It takes registers that the score roles need for more columns.
         """
+        head_boxes, value_boxes = boxes(self.shapes.head_dim), boxes(self.shapes.value_dim)
+        return self.tiling.pairs and head_boxes == 3 and value_boxes <= 3
+
+    @property
+    def keys_held(self) -> int:
+        """Pieces of 16 columns of a unit's keys that a role holds in registers, pairs.
+
+        Products of 64 x 64 read both of their operands from shared memory, whose bandwidth they
+        need whole.
+        """
+        return self._held(self.shapes.head_dim, beside=self.shapes.value_dim)
+
+    @property
+    def values_held(self) -> int:
+        """Likewise of its values."""
+        return self._held(self.shapes.value_dim, beside=self.shapes.head_dim)
+
+    def _held(self, columns: int, beside: int) -> int:
+        """What the accumulators of dK or dV and 76 registers leave: four of a thread for each."""
         if not self.tiling.pairs:
             return 0
-        left = self.registers[2] - 76 - -(-columns // 16) * 8
-        return min(-(-depth // 16), left // 4)
+        left = self.registers[2] - 76 - -(-beside // 16) * 8
+        return max(0, min(-(-columns // 16), 10, left // 4))
 
     @property
     def row_columns(self) -> int:
