@@ -5,7 +5,7 @@ namespace emulator {
 
 // ---- shared memory -----------------------------------------------------------------------------
 
-// Of a CTA's shared memory, without the number that its addresses have.
+// The address in a CTA's shared memory, without the number that its addresses have.
 uint32 Block::own(uint32 address, const char* what) const {
   if (address >> kCtaShift == rank) return address & kOwn;
   fail("%s: shared address %u is of CTA %u of the cluster, not of CTA %u", what, address & kOwn,

@@ -43,9 +43,7 @@ void store_async(Frame& f) {
   block->in_flight.push_back(action);
 }
 // _, [barrier], of any CTA of the cluster.
-void arrive_elsewhere(Frame& f) {
-  cta_of(f.get32(1), f.name())->arrive(f.get32(1), 1, f.name());
-}
+void arrive_elsewhere(Frame& f) { cta_of(f.get32(1), f.name())->arrive(f.get32(1), 1, f.name()); }
 void arrive_in_cluster(Frame& f) {
   Cluster& cluster = *current->block->cluster;
   if (current->arrived) fail("%s: a second time without a wait", f.name());

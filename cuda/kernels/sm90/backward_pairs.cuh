@@ -60,7 +60,7 @@ struct PairedQuery {
     if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) ptx::arrive_in_cluster(in_other(empty));
   }
 
-  // Of three boxes half of the middle one and a whole one.
+  // Half of the middle box and a whole one, where there are three.
   __device__ __forceinline__ void add_boxes(uint32 iteration, int sum_index) {
     const int middle = 2 + pair_rank(), whole = pair_rank() * 4;
     float low[16], high[32];

@@ -109,7 +109,8 @@ __device__ __forceinline__ volatile Item* items(Item (Owner::*member)[kCount]) {
   return reinterpret_cast<volatile Item*>(shared_memory + offset_of(member));
 }
 
-// With kPairs: which of the two CTAs this one is. The one with the higher number has the later keys.
+// With kPairs: which of the two CTAs this one is. The one with the higher number has the later
+// keys.
 __device__ __forceinline__ int pair_rank() { return blockIdx.x % kPair; }
 
 __device__ __forceinline__ uint32 in_other(uint32 address) {

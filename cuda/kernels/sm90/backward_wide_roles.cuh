@@ -112,8 +112,8 @@ struct Query : QuerySteps {
       ptx::barrier_wait(at(&Shared::key_full), parity_of<1>(received));
       for (Walk walk(p, u); walk.left > 0; walk.next(p, u)) {
         const uint32 buffer = stage_of<kScoreStages>(iteration);
-        const ptx::Descriptor a = descriptor(at(&Shared::gradient) + buffer * kGradientBytes,
-                                             kGradientBytes);
+        const ptx::Descriptor a =
+            descriptor(at(&Shared::gradient) + buffer * kGradientBytes, kGradientBytes);
         const ptx::Descriptor b = descriptor(at(&Shared::key), kBoxK);
         const bool first = adds_first(p, u, walk.m0);
         Turn turn = Turn::first();

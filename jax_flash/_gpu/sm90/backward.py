@@ -219,7 +219,7 @@ class _Backward:
 
     @property
     def pairs(self) -> bool:
-        """Additions to dq limit wide heads: two CTAs that share its columns send L2 half as many."""
+        """L2 limits wide heads by its additions to dq: two CTAs that share columns halve them."""
         if not (self.wide and self.tma_loads) or self.few or self.problem.split:
             return False
         if boxes(self.shapes.head_dim) < 3:
