@@ -85,7 +85,7 @@ class BackwardTiling:
 
     @property
     def dout_stages(self) -> int:
-        """Blocks of output gradients in flight. Beside pairs of the widest there is room for one."""
+        """Blocks of output gradients in flight: pairs of the widest have room for one."""
         crowded = self.pairs and max(self.head_dim, self.value_dim) > 192
         return 1 if crowded else self.stages
 
