@@ -157,7 +157,7 @@ __device__ __forceinline__ void set_up_load(int unit_readers, int key_readers, i
   if constexpr (kPairs) {
     for (int i = 0; i < kUnits; ++i) {
       ptx::barrier_init(at(&Shared::pair_told, i), 1);
-      ptx::barrier_init(at(&Shared::pair_heard, i), 1);
+      ptx::barrier_init_lanes(at(&Shared::pair_heard, i), 1);
     }
   }
   ptx::barrier_init(at(&Shared::key_full), kKeyArrivals);
