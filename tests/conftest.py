@@ -71,6 +71,39 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return min(len(own), 16)  # a worker takes about 1 GB
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--once",
+        action="store_true",
+        help="each test function with one set of parameters: of the kernels, if XLA has others",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.once:
+        return
+    chosen: dict[str, pytest.Item] = {}
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if function not in chosen or _takes_xla(chosen[function]) > _takes_xla(item):
+            chosen[function] = item
+    kept = {*chosen.values()}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _takes_xla(item: pytest.Item) -> int:
+    """2 for backend "xla", 1 where a GPU is needed, 0 otherwise."""
+    parameters = (
+        item.callspec.params.values()
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else ()
+    )
+    names = {x for x in parameters if isinstance(x, str)}
+    return 2 if "xla" in names else int("cuda" in names)
+
+
 def pytest_configure() -> None:
     """Without the compiled module most tests fail: the reason is said once, before the first."""
     reason = _native.available("cpu")
