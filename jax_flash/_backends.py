@@ -112,9 +112,10 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
+    named = _padded(named, _gpu.padded(call, shapes, gpu))
     results = _results(call, [*named.values()])
     calls = _gpu.calls(call, shapes, gpu)
-    plans = [_gpu.plan(x, shapes, gpu) for x in calls]
+    plans = _gpu.plans(call, shapes, gpu)
     if _gpu.spec.present() is not None:
         _compile(call, shapes, gpu, plans)
     if len(calls) == 1:
@@ -127,7 +128,11 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             calls[1], plans[1], results, [*named.values(), *outputs[: len(results)], scale], aliases
         )
     wanted = _results(call, operands)  # of a bias that was broadcast here the gradient is summed
-    return tuple(_sum_to(x, to.shape) for x, to in zip(outputs, wanted, strict=False))
+    outputs = [
+        x[..., : to.shape[-1]] if name.removeprefix("d") in _COLUMNS else x
+        for name, x, to in zip(call.results, outputs, wanted, strict=False)
+    ]
+    return tuple(_sum_to(x, to.shape) for x, to in zip(outputs, wanted, strict=True))
 
 
 def _compile(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec, plans: Sequence[_gpu.Plan]) -> None:
@@ -137,7 +142,7 @@ def _compile(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec, plans: Sequence[_gpu
     """
     following = []
     if call.next and not _gpu.refuse(call.next, shapes, gpu):
-        following = [_gpu.plan(x, shapes, gpu) for x in _gpu.calls(call.next, shapes, gpu)]
+        following = _gpu.plans(call.next, shapes, gpu)
     programs = [program for plan in plans for program in plan.programs]
     ahead = [program for plan in following for program in plan.programs]
     for program, _ in (*programs[1:], *ahead):
@@ -159,6 +164,23 @@ def _launch(
         plan.target, [*results, *plan.workspaces.values()], input_output_aliases=aliases
     )
     return custom_call(*operands, plan=plan.text)
+
+
+# Operands, and results by the operand that they belong to, whose columns are a head's.
+_COLUMNS = {"q": "head_dim", "k": "head_dim"} | dict.fromkeys(("v", "out", "dout"), "value_dim")
+
+
+def _padded(named: dict[str, jax.Array], shapes: Shapes) -> dict[str, jax.Array]:
+    """Adds columns of zeros to operands by name, up to these sizes."""
+
+    def padded(x: jax.Array, columns: int) -> jax.Array:
+        missing = columns - x.shape[-1]
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+    return {
+        name: padded(x, getattr(shapes, _COLUMNS[name])) if name in _COLUMNS else x
+        for name, x in named.items()
+    }
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -174,7 +174,7 @@ def _report(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
     backend, refusals = _backends.pick(call, shapes, gpu)
     if backend != "cuda" or gpu is None or shapes.empty:
         return PassReport(backend, refusals, None)
-    plans = [_gpu.plan(x, shapes, gpu) for x in _gpu.calls(call, shapes, gpu)]
+    plans = _gpu.plans(call, shapes, gpu)
     try:
         return PassReport(backend, refusals, *map(compile_plan, plans))
     except _native.CompileError as error:

@@ -29,7 +29,9 @@ __all__ = [
     "choose",
     "emit",
     "families",
+    "padded",
     "plan",
+    "plans",
     "prefer",
     "refuse",
     "spec",
@@ -83,6 +85,27 @@ def calls(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, ...]:
         if not refuse(carried, shapes, gpu):
             return carried, carrier.rest(call)
     return (call,)
+
+
+def padded(call: Call, shapes: Shapes, gpu: GpuSpec) -> Shapes:
+    """Returns the sizes of the arrays that kernels take for a pass which `refuse` lets through.
+
+    Their columns past the call's hold zeros, which add nothing to scores and give columns of
+    results that nobody reads.
+    """
+    first, *_ = calls(call, shapes, gpu)
+    return choose(first, shapes, gpu).padded(shapes)
+
+
+def plans(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Plan, ...]:
+    """Makes the plans of `calls`, for arrays of the sizes that `padded` says."""
+    taken = padded(call, shapes, gpu)
+    made = tuple(plan(x, taken, gpu) for x in calls(call, shapes, gpu))
+    if taken == shapes:
+        return made
+    dims = f"{shapes.head_dim}/{shapes.value_dim} to {taken.head_dim}/{taken.value_dim}"
+    note = f"copies of operands have head dims padded from {dims}"
+    return tuple(dataclasses.replace(x, notes=(*x.notes, note)) for x in made)
 
 
 @contextlib.contextmanager

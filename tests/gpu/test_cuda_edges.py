@@ -55,6 +55,11 @@ SHAPES = (
     *(C(f"dims {H} {Hv}", H=H, Hv=Hv, T=140, S=150, N=4, K=2, causal=True, with_lse=True)
       for H, Hv in [(8, 8), (8, 256), (256, 8), (16, 24), (248, 248), (136, 72), (72, 136),
                     (200, 64), (64, 200), (104, 112)]),
+    # Copies with columns of zeros beside them.
+    C("padded 100 36", H=100, Hv=36, T=1030, S=1050, N=4, K=2, causal=True, with_lse=True,
+      bias="1n1s", batch=(1,)),
+    C("padded 250 129", H=250, Hv=129, T=1030, S=1050, N=1, batch=(1,), deterministic=True),
+    C("padded float32", H=33, T=1030, S=1050, N=1, batch=(1,), dtype="float32"),
     # Whole tiles of queries: dq holds half of its own sum.
     *(C(f"whole tiles {H} {Hv} {T} {turns}", H=H, Hv=Hv, T=T, S=S, deterministic=turns, **more)
       for H, Hv, T, S, more in [

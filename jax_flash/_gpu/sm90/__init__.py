@@ -5,6 +5,7 @@ A file for each pass chooses its tiling. Read next: forward_launch.py.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jax_flash._call import Call
@@ -20,8 +21,9 @@ from jax_flash._gpu.sm90.forward import choose_forward
 from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
+from jax_flash._gpu.sm90.hopper import tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.traits import is_bare, is_highest
+from jax_flash._gpu.traits import group_size, is_bare, is_highest, known
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 
@@ -60,6 +62,14 @@ class Sm90(Family):
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
         reasons += refuse_functions(call)
         return tuple(dict.fromkeys(reasons))
+
+    def padded(self, shapes: Shapes) -> Shapes:
+        """Pads heads to rows that TMA loads, where a row is read so often that its copy pays."""
+        readers = known(shapes.q_len, 0) * group_size(shapes), known(shapes.kv_len, 0)
+        if tma_loads_of(shapes) or min(readers) < _PADDED_FROM:
+            return shapes
+        head_dim, value_dim = (-(-dim // 8) * 8 for dim in (shapes.head_dim, shapes.value_dim))
+        return dataclasses.replace(shapes, head_dim=head_dim, value_dim=value_dim)
 
     def plan(
         self,
@@ -108,4 +118,5 @@ def _constants(
     return forward_constants(tiling, problem, shapes)
 
 
+_PADDED_FROM = 1024  # rows that read a row
 _LOADED_BY_WARPS = "rows loaded by warps: 8 does not divide both dims, as TMA needs"

@@ -1,0 +1,99 @@
+"""Heads whose rows TMA cannot load are padded by copies where each row is read often."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import _backends, _gpu, _native
+from jax_flash._ops import passes
+from jax_flash._problem import Problem, Shapes
+
+needs_module = pytest.mark.skipif(
+    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
+)
+SHAPES = Shapes(2, 1024, 1024, 4, 2, 100, 36)
+PADDED = dataclasses.replace(SHAPES, head_dim=104, value_dim=40)
+
+
+def padded(shapes: Shapes, *, gpu: str = "H200", **of: str) -> Shapes:
+    problem = Problem(**{"dtype": "bfloat16", "scale": 0.1, **of})
+    call = passes(problem)["forward"]
+    return _gpu.padded(call, shapes, _gpu.spec.GPUS[gpu])
+
+
+def test_sizes():
+    assert padded(SHAPES) == PADDED
+    assert padded(PADDED) == PADDED
+    assert padded(SHAPES, dtype="float32") == PADDED  # float16 copies
+    few = dataclasses.replace(SHAPES, q_len=256)
+    assert padded(few) == few
+    heads = dataclasses.replace(few, q_heads=8)  # a key is read by all queries of its heads
+    assert padded(heads) == dataclasses.replace(PADDED, q_len=256, q_heads=8)
+    short = dataclasses.replace(SHAPES, kv_len=1000)
+    assert padded(short) == short
+
+
+def test_other_kernels_load_any_rows():
+    assert padded(SHAPES, gpu="A100") == SHAPES
+    assert padded(SHAPES, dtype="float32", precision="high") == SHAPES
+
+
+@needs_module
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_program(dtype: str):
+    """The kernels take and give the wider arrays, the caller's have their sizes."""
+    q, k, v = (
+        jax.ShapeDtypeStruct((2, 1024, heads, dim), dtype)
+        for heads, dim in ((4, 100), (2, 100), (2, 36))
+    )
+
+    def loss(q, k, v):
+        return jnp.sum(jax_flash.flash_attention(q, k, v, is_causal=True))
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, v)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    assert [x.shape for x in jax.tree.leaves(lowered.out_info)] == [q.shape, k.shape, v.shape]
+    calls = [line for line in lowered.as_text().splitlines() if "@jax_flash_cuda" in line]
+    assert len(calls) == (2 if dtype == "bfloat16" else 4)
+    for line in calls:
+        types = line.rsplit(" : ", 1)[1]
+        assert "x104x" in types and "x40x" in types
+        assert "x100x" not in types and "x36x" not in types
+
+
+@needs_module
+def test_explanation_says_so():
+    q = jax.ShapeDtypeStruct((2, 1024, 4, 100), jnp.bfloat16)
+    text = str(jax_flash.explain(q, q, q, gpu="H200"))
+    assert text.count("head dims padded from 100/100 to 104/104") == 2
+    assert "rows loaded by warps" not in text
+
+
+def test_columns_of_zeros_change_nothing():
+    """What `_padded` makes of operands, by float64 of "xla"."""
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(0), 4)
+        dims = ((3, 4, 5), (6, 2, 5), (6, 2, 3), (3, 4, 3))  # rows, heads, columns
+        names = ("q", "k", "v", "dout")
+        arrays = {
+            name: jax.random.normal(key, (2, *shape), jnp.float64)
+            for name, key, shape in zip(names, keys, dims, strict=True)
+        }
+        wider = _backends._padded(arrays, Shapes(2, 3, 6, 4, 2, 8, 8))
+
+        def run(q, k, v, dout):
+            def attend(*operands):
+                return jax_flash.flash_attention(*operands, scale=0.3, backend="xla")
+
+            out, pull = jax.vjp(attend, q, k, v)
+            return out, *pull(dout)
+
+        results, expected = run(**wider), run(**arrays)
+        for got, want in zip(results, expected, strict=True):
+            assert got.shape[-1] == 8
+            np.testing.assert_allclose(got[..., : want.shape[-1]], want, rtol=1e-12, atol=1e-12)
+            assert not got[..., want.shape[-1] :].any()
