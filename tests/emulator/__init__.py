@@ -16,6 +16,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,39 @@ GARBAGE = 0x44444444  # finite as a number of any type
 
 
 def build(shared: Path) -> Path:
-    """The library, made once for all processes that share a folder."""
-    texts = sorted(HERE.glob("*.cc"))
-    others = [*HERE.glob("*.h"), *HERE.parent.glob("fake_*.[ch]*")]
-    content = jax.lib.__version__.encode()  # whose headers it takes
-    content += b"".join(path.read_bytes() for path in (*texts, *sorted(others)))
-    folder = shared / f"machine-{hashlib.sha256(content).hexdigest()[:16]}"
+    """The library, made once for all processes that share a folder.
+
+    The machine, most of it, knows no jaxlib: those of all jaxes have one.
+    """
+    texts, headers = sorted(HERE.glob("*.cc")), sorted(HERE.glob("*.h"))
+    fakes = sorted(HERE.parent.glob("fake_*.[ch]*"))
+    machine = b"".join(path.read_bytes() for path in (*texts, *headers, *fakes))
+    jaxlib = jax.lib.__version__.encode()  # whose headers fake_cuda.cc takes
+
+    def make_object(made: Path) -> None:
+        unit = made / "emulator.cc"  # one: half the time, since headers are read once
+        unit.write_text("".join(f'#include "{path}"\n' for path in texts))
+        flags = ["-std=c++17", "-fPIC", "-O3", "-march=native", "-I", str(HERE.parents[1])]
+        compiler = [*translate.COMPILER, *flags, "-c", str(unit), "-o", str(made / "machine.o")]
+        subprocess.run(compiler, check=True)
+
+    def make_library(made: Path) -> None:
+        fake_cuda.build(made, _made(shared, "object", machine, make_object) / "machine.o")
+
     shared.mkdir(parents=True, exist_ok=True)
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            made = Path(tempfile.mkdtemp(dir=shared))
-            unit = made / "emulator.cc"  # one: half the time, since headers are read once
-            unit.write_text("".join(f'#include "{path}"\n' for path in texts))
-            fake_cuda.build(made, unit, flags=["-O3", "-march=native"])
-            made.rename(folder)
-    return folder / "libcuda.so.1"
+        return _made(shared, "machine", jaxlib + machine, make_library) / "libcuda.so.1"
+
+
+def _made(shared: Path, name: str, content: bytes, make: Callable[[Path], None]) -> Path:
+    """The folder that `make` fills for this content, unless it is there."""
+    folder = shared / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}"
+    if not folder.exists():
+        made = Path(tempfile.mkdtemp(dir=shared))
+        make(made)
+        made.rename(folder)
+    return folder
 
 
 @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p)
