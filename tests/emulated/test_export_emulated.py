@@ -65,6 +65,7 @@ CASES = (
     case("terms", segments="packed", q_lengths=(70, 3), sinks=True, window=(30, 5)),
     case("bias and mask", bias="b1ts", mask="b1ts", H=128),
     case("float32", H=32, dtype="float32", precision="highest"),
+    case("pairs of CTAs", H=192, causal=True, N=2, K=1),
 )
 
 
