@@ -129,7 +129,9 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
         )
     wanted = _results(call, operands)  # of a bias that was broadcast here the gradient is summed
     outputs = [
-        x[..., : to.shape[-1]] if name.removeprefix("d") in _COLUMNS else x
+        x[..., : to.shape[-1]]
+        if name.removeprefix("d") in _COLUMNS and x.shape[-1] != to.shape[-1]
+        else x
         for name, x, to in zip(call.results, outputs, wanted, strict=False)
     ]
     return tuple(_sum_to(x, to.shape) for x, to in zip(outputs, wanted, strict=True))

@@ -200,6 +200,7 @@ __device__ __forceinline__ void mark_rows(const Params& p, int batch, int kv_hea
                                           int row, int which, bool finite, bool shares = false) {
   const bool clean = __all_sync(0xffffffffu, finite);
   const int first = first_mark(p, batch, kv_head, key0);
+  // With kPairs there may be a unit without keys, which has no marks.
   const bool is_there = !(kCompact || kPairs) || key0 + (kCompact ? row : 0) < p.kv_len;
   if (threadIdx.x % 32 == 0 && is_there && !(shares && clean)) {
     p.marks[(first + row / kMarkedRows) * 2 + which] = clean ? 0 : 1;
