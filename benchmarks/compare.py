@@ -1,10 +1,12 @@
-"""Compares installed versions of jax_flash, their times or errors, on the device that is present.
+"""Compares versions of jax_flash: their times, errors, or machine code.
 
     pip install --no-deps --target old jax_flash-OLD.whl
     pip install --no-deps --target new jax_flash-NEW.whl
     python benchmarks/compare.py old new --head-dim 64 128 --length 512 16384
     python benchmarks/compare.py --errors old new --head-dim 64 128 --dtype bfloat16 float16
     python benchmarks/compare.py --errors          # of this version's backends
+    python benchmarks/compare.py --code main .     # revisions or checkouts; needs no GPU
+    python benchmarks/compare.py --code main . --only "128"    # cells whose name matches
 
 A process for each folder; all compile at once, then they take turns, forth and back, so that a
 clock that drifts hits all alike. Prints the TFLOP/s of each, its ratio to the first, and those of
@@ -14,6 +16,8 @@ run.py's matrix product, which comes after the turns, so that no version runs in
 are normal, times a scale or plus an offset. Prints cuDNN's root mean square and largest error, and
 each folder's over them. Without a folder by dtype, scale and backend, beside jax.nn's, forward and
 backward, B 1, T 1024, 4 heads of 64: the norm of the error over the norm of the result.
+
+--code: whether the kernels' machine code changed, by cell and entry point (common/machine_code.py).
 """
 
 import argparse
@@ -51,6 +55,10 @@ def main() -> None:
         answer()
     elif options.answer:
         answer_errors(options)
+    elif options.code:
+        from common import machine_code
+
+        machine_code.compare_versions(options.folder, options.only)
     elif not options.errors:
         compare_times(options)
     elif options.folder:
@@ -64,7 +72,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", nargs="*", help="of an installed version")
+    parser.add_argument("folder", nargs="*", help="of an installed version, or what --code takes")
     parser.add_argument("--head-dim", type=int, nargs="+", help="default: 64, 128 and, timed, 256")
     parser.add_argument("--length", type=int, nargs="+", default=[512, 4096, 16384])
     parser.add_argument("--mask", nargs="+", choices=MASKS, default=list(MASKS))
@@ -75,13 +83,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--window", type=int, help="keys to the left; causal alone")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of one turn")
     parser.add_argument("--errors", action="store_true", help="instead of times")
+    parser.add_argument("--code", action="store_true", help="of two revisions or checkouts")
+    parser.add_argument("--only", default="", help="regular expression: these cells of --code")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], help="of errors")
     parser.add_argument("--answer", choices=("times", "cudnn", "cuda"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not options.folder and not options.answer and not options.errors:
+    if not options.folder and not options.answer and not options.errors and not options.code:
         parser.error("name the folders of the versions to compare")
     if options.head_dim is None:
         options.head_dim = [64, 128] if options.errors else list(shapes.HEAD_DIMS)
+    if options.code:
+        if len(options.folder) != 2:
+            parser.error("name two versions")
+        return options
     for folder in options.folder:
         if not (Path(folder) / "jax_flash").is_dir():
             parser.error(f"{folder} holds no installed jax_flash")

@@ -41,7 +41,7 @@ def test_the_front_door_says_what_there_is():
         assert there.startswith("usage: tune.py ")
     refused = door([sys.executable, "benchmarks", "tunes"], check=False)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr.startswith("no benchmark is called 'tunes': there are compare, cpu, ")
+    assert refused.stderr.startswith("no benchmark is called 'tunes': there are cliffs, compare, ")
 
 
 def test_documents_name_benchmarks_that_there_are():
@@ -76,7 +76,7 @@ def test_results_have_one_set_of_each_kind():
 
 @pytest.mark.parametrize(
     "script",
-    ["run", "features", "tune", "train_step", "compare", "sparse"],
+    ["run", "features", "tune", "train_step", "compare", "sparse", "cliffs"],
 )
 def test_what_measures_a_gpu_says_so_elsewhere(script: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
@@ -177,6 +177,9 @@ def test_installed_versions_are_compared():
     refused = run([sys.executable, FOLDER / "compare.py", str(FOLDER)], check=False)
     assert refused.returncode == 2
     assert "holds no installed jax_flash" in refused.stderr
+    alone = run([sys.executable, FOLDER / "compare.py", "--code", str(FOLDER)], check=False)
+    assert alone.returncode == 2
+    assert "name two versions" in alone.stderr
 
 
 def test_errors_of_backends_are_shown(monkeypatch: pytest.MonkeyPatch, capsys):

@@ -1,15 +1,12 @@
-"""Compares the machine code of two versions of the CUDA kernels; needs NVRTC and no GPU.
-
-    python benchmarks/same_code.py main .                # revisions or checkouts that have _gpu
-    python benchmarks/same_code.py main . --only "128"   # cells whose name matches
+"""Owns the comparison of two versions' machine code, `compare.py --code`; needs NVRTC and no GPU.
 
 Compiles the kernels of a list of problems from both, each with its own tiles, and prints for every
 entry point "identical", or how many instructions and opcodes changed, registers and spills. What is
 identical needs no timing; what is not, compare.py times. Disassembles with nvdisasm, from the PATH,
 a CUDA toolkit or the package nvidia-cuda-nvdisasm; without it programs are compared as PTX alone.
+As a script it answers with the programs of the jax_flash on its path.
 """
 
-import argparse
 import collections
 import ctypes
 import dataclasses
@@ -23,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,29 +121,19 @@ BACKWARD_ALONE = ("deterministic", "deterministic segments", "mask deterministic
                   "dropout deterministic", "dlse", "odd length")  # fmt: skip
 
 
-def main() -> None:
-    """Compares every cell and prints one table, or answers with the programs of one version."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("version", nargs="*", help="a git revision, or the folder of a checkout")
-    parser.add_argument("--only", default="", help="regular expression: these cells")
-    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.answer:
-        from jax_flash import _native
-
-        answer = {
-            "files": _native.kernel_sources(),
-            "programs": [*programs(options.only), *decoding(options.only)],
-        }
-        json.dump(answer, sys.stdout)
-        return
-    if len(options.version) != 2:
-        parser.error("name two versions")
+def compare_versions(versions: Sequence[str], only: str) -> None:
+    """Compares every cell whose name matches, of two revisions or checkouts: prints one table."""
     with tempfile.TemporaryDirectory() as folder:
-        compare(*(read(version, Path(folder) / str(i), options.only)
-                  for i, version in enumerate(options.version)))  # fmt: skip
+        compare(*(read(version, Path(folder) / str(i), only)
+                  for i, version in enumerate(versions)))  # fmt: skip
+
+
+def answer(only: str) -> None:
+    """Prints the programs of this process's version."""
+    from jax_flash import _native
+
+    files = _native.kernel_sources()
+    json.dump({"files": files, "programs": [*programs(only), *decoding(only)]}, sys.stdout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +155,7 @@ def read(version: str, folder: Path, only: str) -> list[Program]:
                                  check=True, stdout=subprocess.PIPE)  # fmt: skip
         folder.mkdir()
         subprocess.run(["tar", "x", "-C", str(folder)], input=archive.stdout, check=True)
-    command = [sys.executable, "-P", __file__, "--answer", "--only", only]
+    command = [sys.executable, "-P", __file__, only]
     environment = os.environ | {"PYTHONPATH": str(tree.resolve()), "JAX_PLATFORMS": "cpu"}
     child = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
     answer = json.loads(child.stdout)
@@ -397,4 +384,4 @@ def describe(name: str, old: Entry | None, new: Entry | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    answer(sys.argv[1])

@@ -1,0 +1,587 @@
+"""Measures calls that nobody named, drawn by a seed, beside the best of the peers: the worst cells.
+
+    python benchmarks/cliffs.py                                # 100 problems of each of three seeds
+    python benchmarks/cliffs.py --seeds 5 --problems 100 --seconds 180
+    python benchmarks/cliffs.py --seeds 5 --only 17            # one of them again
+    python benchmarks/cliffs.py --set short cross few          # named lists: common/drawn.py
+    python benchmarks/cliffs.py --platform cpu --problems 2    # tiny ones, to see it run
+
+A problem has head dim 16 to 256, T and S 1 to 8192, equal or not, any number of rows and heads, and
+causality, a window, lengths, documents, a bias, a mask, dropout: problem i of seed s is the same
+call, whatever else is drawn. Peers are FlashAttention-3 where `dew_flash_attn` is there, cuDNN, and
+XLA's own program: of jax.nn, or the plain formula for what that has no argument for.
+
+Each is measured in four ways, the peers in turns: forward, and forward and backward; "program", 16
+attentions of a program (4 where one takes longer than the host does), each of the out and the
+gradients of the one before, with keys and values of its own; and "single", calls of one attention
+from Python, one behind the other. Out and gradients are compared with those of XLA's program first:
+a peer that computes something else has no time. Where dropout's patterns differ, the noise is
+compared. A peer that takes more than 1.5 x the best's time in a rough measurement keeps that one.
+Ways in which ours is slower are measured again, longer.
+
+Prints the geometric mean and the lowest of the best other / ours for each way, the 20 worst, and
+the 20 worst of our own time at the next round sizes / ours: no less work, so that 1 is no cliff.
+Writes build/benchmarks/<device>/cliffs-<commit>.json and .md, after each batch of problems.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import drawn, drawn_peers, machine, runs, shapes
+from common.drawn import Drawn
+from common.shapes import Pass
+from tqdm import tqdm
+
+import jax_flash
+
+OURS, XLA = drawn_peers.OURS, drawn_peers.XLA
+NEIGHBOUR, UNDROPPED = "neighbour", "XLA without dropout"
+WORST = 20
+FIRST, BATCH = 12, 60  # problems compiled before the first of them is measured: first, and later
+THREADS = 16
+HEAVY, HEAVY_THREADS = 1 << 28, 2  # scores that XLA's tuner may not allocate in all threads at once
+WINDOW = 0.004  # seconds of a round
+ROUGH = 0.5  # of a window: the first measurement
+ROUNDS, MORE_ROUNDS = 3, 6  # the second: of ways in which ours is slower
+FAR = 1.5  # times the best other: not measured in turns
+# Largest norm of an error, of that of the result, where each peer rounds in its own places.
+TOLERANCES = {"bfloat16": 0.04, "float16": 0.01, "float32": 0.01}
+LEAST = 1e-3  # norm of an element below which errors are absolute: no gradient where S is 1
+KINDS = ("program", "single")
+WAYS: tuple[tuple[str, Pass], ...] = tuple((kind, of) for kind in KINDS for of in shapes.PASSES)
+TITLES = {"forward": "forward", "training": "forward + backward"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is measured: a call, and where it comes from."""
+
+    source: str  # "seed 3" or the name of a set
+    index: int
+    call: Drawn
+
+    @property
+    def name(self) -> str:
+        return f"{self.source} #{self.index}: {self.call.name}"
+
+
+def main() -> None:
+    """Compiles and measures the problems, batch by batch."""
+    options = parse()
+    if options.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    else:
+        machine.require_gpu()
+    begin = time.perf_counter()
+    limits = drawn.TINY if options.platform == "cpu" else drawn.GPU
+    asked = problems(options, limits)
+    chosen = {
+        name: attend
+        for name, attend in drawn_peers.all_peers().items()
+        if options.peers is None or name in options.peers
+    }
+    ceiling = [runs.measure_product()]
+    records: list[dict[str, Any]] = []
+    left, batch = list(asked), FIRST
+    while left and batch:
+        started = time.perf_counter()
+        programs = compile_all(left[:batch], chosen, options.neighbours)
+        done = 0
+        for problem in tqdm(left[:batch], desc="measuring", disable=None):
+            if options.seconds and time.perf_counter() - begin > options.seconds:
+                break
+            records.append(measure_or_say(problem, programs.pop(problem)))
+            done += 1
+        write(options, asked, records, ceiling)  # a later batch may be cut off
+        left, now = left[done:], time.perf_counter()
+        fits = BATCH
+        if options.seconds:  # what is compiled and not measured is lost
+            fits = int((begin + options.seconds - now) / (now - started) * max(done, 1))
+        batch = max(0, min(fits, BATCH))
+    if not records:
+        raise SystemExit(f"{options.seconds} s are over before a problem is measured")
+    ceiling.append(runs.measure_product())
+    print(write(options, asked, records, ceiling, explains=True))
+
+
+def parse() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--problems", type=int, default=100, help="of each seed")
+    parser.add_argument("--set", nargs="+", choices=drawn.SETS, default=[], dest="sets")
+    parser.add_argument("--only", type=int, nargs="+", help="indices, of each seed or set")
+    parser.add_argument("--seconds", type=float, help="stop when they are spent")
+    parser.add_argument("--no-neighbours", dest="neighbours", action="store_false")
+    machine.add_peers(parser, list(drawn_peers.LABELS))
+    parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--commit", default=None, help="name of the results; default: git's")
+    machine.add_output(parser)
+    options = parser.parse_args()
+    if options.peers is not None and OURS not in options.peers:
+        parser.error(f"--peers are beside {OURS}, which is one of them")
+    return options
+
+
+def problems(options: argparse.Namespace, limits: drawn.Limits) -> list[Problem]:
+    """Lists what is asked for: of seeds by turns, so that a part has as many of each."""
+    if options.sets:
+        found = [
+            Problem(name, i, call)
+            for name in options.sets
+            for i, call in enumerate(drawn.named(name, limits))
+            if options.only is None or i in options.only
+        ]
+    else:
+        found = [
+            Problem(f"seed {seed}", i, drawn.draw(seed, i, limits))
+            for i in options.only or range(options.problems)
+            for seed in options.seeds
+        ]
+    if not found:
+        raise SystemExit("no such problem")
+    return found
+
+
+# ---- compiling -----------------------------------------------------------------------------------
+
+
+Compiled = Callable[..., Any]
+Job = tuple[Problem, str, Drawn, Any, Pass]  # a name's two programs of a pass
+
+
+@dataclasses.dataclass
+class Programs:
+    """The programs of a problem, by name and way; or why there are none."""
+
+    ready: dict[str, dict[tuple[str, Pass], Compiled]] = dataclasses.field(default_factory=dict)
+    no: dict[str, str] = dataclasses.field(default_factory=dict)
+    undropped: dict[Pass, Compiled] = dataclasses.field(default_factory=dict)  # the mean of dropout
+
+
+def compile_all(
+    batch: Sequence[Problem], chosen: Mapping[str, Any], neighbours: bool
+) -> dict[Problem, Programs]:
+    """Compiles all programs of some problems, side by side."""
+    found = {problem: Programs() for problem in batch}
+    jobs: list[Job] = []
+    for problem in batch:
+        call = problem.call
+        asked = [(name, call, attend) for name, attend in chosen.items()]
+        if neighbours and (other := call.neighbour) is not None:
+            asked.append((NEIGHBOUR, other, drawn_peers.attend_flash))
+        if call.dropout:
+            plain = dataclasses.replace(call, dropout=0.0)
+            asked.append((UNDROPPED, plain, drawn_peers.attend_xla))
+        for name, one, attend in asked:
+            jobs.extend((problem, name, one, attend, of) for of in shapes.PASSES)
+
+    def run(job: Job) -> None:
+        problem, name, call, attend, of = job
+        programs = found[problem]
+        try:
+            if name == UNDROPPED:
+                programs.undropped[of] = step_of(call, attend, of).lower(structs(call)).compile()
+                return
+            step = step_of(call, attend, of)
+            both: dict[tuple[str, Pass], Compiled] = {
+                ("single", of): step.lower(structs(call)).compile(),
+                ("program", of): compile_several(call, step, of),
+            }
+        except Exception as error:  # a peer's failure is a result of the comparison
+            programs.no[f"{name}, {TITLES[of]}"] = reason(error)
+        else:
+            programs.ready.setdefault(name, {}).update(both)
+
+    checks = {one for problem in batch for one in compared(problem.call)}
+    with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(HEAVY_THREADS) as few:
+        ahead: list[Future[Any]] = [pool.submit(norms, *one) for one in sorted(checks)]
+        for job in jobs:
+            heavy = job[3] is drawn_peers.attend_xla and job[2].scores > HEAVY
+            ahead.append((few if heavy else pool).submit(run, job))
+        for one in tqdm(as_completed(ahead), desc="compiling", total=len(ahead), disable=None):
+            one.result()
+    return found
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:160]
+
+
+def structs(call: Drawn) -> dict[str, jax.ShapeDtypeStruct]:
+    return {n: jax.ShapeDtypeStruct(s, dtype) for n, (s, dtype) in call.operands.items()}
+
+
+def step_of(call: Drawn, attend: Any, of: Pass) -> Any:
+    """Returns a pass of one attention, jitted: it is traced once for both of its programs."""
+
+    def step(given: dict[str, Any]) -> tuple[Any, ...]:
+        if of == "forward":
+            return (attend(call, given),)
+        out, backward = jax.vjp(
+            lambda *some: attend(call, given | dict(zip(call.gradients, some, strict=True))),
+            *(given[name] for name in call.gradients),
+        )
+        return out, *backward(given["dout"])
+
+    return jax.jit(step)
+
+
+def compile_several(call: Drawn, step: Any, of: Pass) -> Compiled:
+    """Compiles as many attentions as a program has, each of what the one before returned.
+
+    Queries are out, or their own gradient, and the gradient of out is the out before: each has the
+    shape, and stays of the size. No result is left out, so XLA computes them all; keys and values
+    are each attention's own, so XLA does nothing for two at once.
+    """
+
+    @jax.jit
+    def several(given: dict[str, Any], own: dict[str, list[Any]]) -> list[tuple[Any, ...]]:
+        found = []
+        for i in range(call.calls):
+            results = step(given | {name: each[i] for name, each in own.items()})
+            found.append(results)
+            if of == "forward":
+                given = given | {"q": results[0]}
+            else:
+                given = given | {"q": results[1], "dout": results[0]}
+        return found
+
+    like = structs(call)
+    own = {name: [like.pop(name)] * call.calls for name in drawn.VARYING if name in like}
+    return several.lower(like, own).compile()
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+def compared(call: Drawn) -> set[tuple[tuple[int, ...], str, tuple[int, ...]]]:
+    """Lists what `norms` is asked for."""
+    shapes_of = call.sizes | {"out": call.sizes["q"]}
+    if call.bias_gradient:
+        shapes_of["bias"] = call.operands["bias"][0]
+    return {
+        (shapes_of[name], call.dtype, weight_shape(call, name, shapes_of[name]))
+        for name in call.results("training")
+    }
+
+
+def weight_shape(call: Drawn, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1, 1, 1, 1) if name == "bias" else (*shape[:2], 1, 1)
+
+
+@functools.cache
+def norms(shape: tuple[int, ...], dtype: str, weights: tuple[int, ...]) -> Compiled:
+    """Compiles the norms of an error and of what is right, over the positions that count."""
+
+    def both(x: jax.Array, right: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, right = (jnp.where(valid, x, 0).astype(jnp.float32) for x in (x, right))
+        return jnp.linalg.norm((x - right).ravel()), jnp.linalg.norm(right.ravel())
+
+    of = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.jit(both).lower(of, of, jax.ShapeDtypeStruct(weights, bool)).compile()
+
+
+def errors(
+    call: Drawn, given: Mapping[str, np.ndarray], of: Pass, results: Any, right: Any
+) -> dict[str, float]:
+    """Returns the norm of each error over that of what is right."""
+    seen = drawn.valid(call, given) | {"bias": np.ones((1, 1), bool)}
+    found = {}
+    for name, x, y in zip(call.results(of), results, right, strict=True):
+        shape = weight_shape(call, name, x.shape)
+        valid = seen[name].reshape(shape)
+        error, whole = norms(x.shape, call.dtype, shape)(x, y, jnp.asarray(valid))
+        least = LEAST * math.sqrt(x.size)
+        found[name] = float(f"{float(error) / max(float(whole), least):.3g}")
+    return found
+
+
+def is_wrong(call: Drawn, found: Mapping[str, float], drops: bool) -> bool:
+    """Tells whether errors are those of another function.
+
+    `drops`: beside attention without dropout, whose weights w are 0 or w / (1 - rate): the error of
+    out is sqrt(rate / (1 - rate)) of it where values are independent.
+    """
+    if any(math.isnan(error) for error in found.values()):
+        return True
+    if not drops:
+        return any(error > TOLERANCES[call.dtype] for error in found.values())
+    noise = math.sqrt(call.dropout / (1 - call.dropout))
+    if call.scores < 4096:  # too few to tell
+        return any(error > 2 for error in found.values())
+    by_weights = [found[name] for name in ("out", "v") if name in found]
+    return any(not 0.5 < x / noise < 1.6 for x in by_weights) or any(x > 2 for x in found.values())
+
+
+def check(
+    problem: Problem, programs: Programs, given: dict[str, np.ndarray], loaded: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Runs each peer once and compares: errors by peer and pass, and what is wrong with which.
+
+    What is right is XLA's; where that has no room, ours.
+    """
+    found: dict[str, Any] = {}
+    wrong: dict[str, str] = {}
+    call = problem.call
+    for of in shapes.PASSES:
+        results = {}
+        for name, ways in list(programs.ready.items()):
+            if name == NEIGHBOUR or ("single", of) not in ways:
+                continue
+            try:
+                results[name] = jax.block_until_ready(ways["single", of](loaded))
+            except Exception as error:  # as in compiling
+                programs.no[f"{name}, {TITLES[of]}"] = reason(error)
+                for kind in KINDS:
+                    ways.pop((kind, of), None)
+        right = results.get(XLA, results.get(OURS))
+        if call.dropout and of in programs.undropped:
+            without = {n: x for n, x in loaded.items() if n != "dropout_key"}
+            right = jax.block_until_ready(programs.undropped[of](without))
+        for name, one in results.items():
+            error = errors(call, given, of, one, right)
+            found.setdefault(name, {})[of] = error
+            if is_wrong(call, error, bool(call.dropout)):
+                wrong[f"{name}, {TITLES[of]}"] = ", ".join(f"{n} {x:g}" for n, x in error.items())
+                for kind in KINDS:
+                    programs.ready[name].pop((kind, of))
+    return found, wrong
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def measure_or_say(problem: Problem, programs: Programs) -> dict[str, Any]:
+    """Measures a problem; says why where that fails as a whole, for want of memory say."""
+    try:
+        return measure(problem, programs)
+    except Exception as error:
+        return about(problem) | {
+            "ms": {f"{kind} {of}": {} for kind, of in WAYS},
+            "error": {},
+            "wrong": {},
+            "no": programs.no | {OURS: reason(error)},
+        }
+
+
+def about(problem: Problem) -> dict[str, Any]:
+    call = problem.call
+    return {
+        "problem": {"source": problem.source, "index": problem.index, "name": call.name},
+        "cell": vars(call),
+        "neighbour": None if call.neighbour is None else call.neighbour.name,
+        "calls": call.calls,
+    }
+
+
+def measure(problem: Problem, programs: Programs) -> dict[str, Any]:
+    """Compares and times the programs of a problem."""
+    call = problem.call
+    given = drawn.arrays(call)
+    loaded = {name: jax.device_put(x) for name, x in given.items()}
+    error, wrong = check(problem, programs, given, loaded)
+    arguments: dict[str, Any] = dict.fromkeys(programs.ready, load(call, loaded))
+    if NEIGHBOUR in programs.ready:
+        assert call.neighbour is not None
+        other = {n: jax.device_put(x) for n, x in drawn.arrays(call.neighbour).items()}
+        arguments[NEIGHBOUR] = load(call.neighbour, other)
+    ms: dict[str, dict[str, float]] = {}
+    for kind, of in WAYS:
+        calls = {}
+        for name, ways in programs.ready.items():
+            if (kind, of) in ways:
+                single, several = arguments[name]
+                inputs = single if kind == "single" else several
+                calls[name] = functools.partial(ways[kind, of], *inputs)
+        count = dict.fromkeys(calls, 1 if kind == "single" else call.calls)
+        if NEIGHBOUR in calls and kind == "program":
+            assert call.neighbour is not None
+            count[NEIGHBOUR] = call.neighbour.calls
+        seconds, failed = time_in_turns(calls, count)
+        programs.no.update({f"{name}, {kind} {TITLES[of]}": why for name, why in failed.items()})
+        ms[f"{kind} {of}"] = {name: float(f"{1e3 * x:.4g}") for name, x in seconds.items()}
+    return about(problem) | {"ms": ms, "error": error, "wrong": wrong, "no": programs.no}
+
+
+def load(call: Drawn, loaded: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the arguments of the two programs: keys and values of each attention are copies."""
+    shared = {name: x for name, x in loaded.items() if name not in drawn.VARYING}
+    own = {
+        name: [x, *(jax.device_put(x, may_alias=False) for _ in range(call.calls - 1))]
+        for name, x in loaded.items()
+        if name in drawn.VARYING
+    }
+    return (loaded,), (shared, own)
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[], Any]], count: Mapping[str, int]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns seconds of an attention by name, and why one has none."""
+    rough: dict[str, float] = {}
+    failed = {}
+    for name, call in calls.items():
+        try:
+            jax.block_until_ready(call())
+        except Exception as error:  # out of memory, say
+            failed[name] = reason(error)
+            continue
+        once = runs.queue(call, jax.block_until_ready, 1)
+        again = min(max(1, math.ceil(ROUGH * WINDOW / once)), 50)
+        rough[name] = runs.queue(call, jax.block_until_ready, again)
+    each = {name: x / count[name] for name, x in rough.items()}
+    best = min((x for name, x in each.items() if name not in (OURS, NEIGHBOUR)), default=math.inf)
+    close = [name for name, x in each.items() if name in (OURS, NEIGHBOUR) or x < FAR * best]
+    turns: dict[str, list[float]] = {name: [] for name in close}
+
+    def go(rounds: int) -> None:
+        for _ in range(rounds):
+            for name in close:
+                again = max(1, math.ceil(WINDOW / rough[name]))
+                taken = runs.queue(calls[name], jax.block_until_ready, again)
+                turns[name].append(taken / count[name])
+        each.update({name: statistics.median(x) for name, x in turns.items()})
+
+    go(ROUNDS)
+    if OURS in turns:
+        others = [x for name, x in each.items() if name != OURS]
+        if others and min(others) < 1.02 * each[OURS]:
+            go(MORE_ROUNDS)
+    return each, failed
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def ratios(record: Mapping[str, Any], way: str) -> tuple[float | None, str | None, float | None]:
+    """Returns the best other's time over ours, whose it is, and our neighbour's over ours."""
+    ms = record["ms"][way]
+    ours = ms.get(OURS)
+    if ours is None:
+        return None, None, None
+    others = {name: x for name, x in ms.items() if name not in (OURS, NEIGHBOUR)}
+    best = min(others, key=lambda name: others[name], default=None)
+    beside = None if best is None else others[best] / ours
+    return beside, best, ms[NEIGHBOUR] / ours if NEIGHBOUR in ms else None
+
+
+def summary(records: Sequence[Mapping[str, Any]]) -> str:
+    """Writes a row for each way."""
+    lines = [
+        "| way | problems | best other / ours | lowest | below 1 | round sizes / ours | lowest |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for kind, of in WAYS:
+        found = [ratios(record, f"{kind} {of}") for record in records]
+        beside = [x for x, _, _ in found if x is not None]
+        near = [x for _, _, x in found if x is not None]
+        cells = [f"{kind}, {TITLES[of]}", str(len(beside))]
+        cells += [*mean_and_lowest(beside), str(sum(x < 1 for x in beside))]
+        cells += mean_and_lowest(near)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def mean_and_lowest(found: Sequence[float]) -> list[str]:
+    if not found:
+        return ["", ""]
+    mean = math.exp(statistics.fmean(map(math.log, found)))
+    return [f"{mean:.3f}", f"{min(found):.3f}"]
+
+
+def worst(records: Sequence[Mapping[str, Any]], explains: bool) -> str:
+    """Writes the two lists of the lowest ratios."""
+    beside, near = [], []
+    for record in records:
+        for kind, of in WAYS:
+            ratio, best, neighbour = ratios(record, f"{kind} {of}")
+            if ratio is not None:
+                beside.append((ratio, record, kind, of, best))
+            if neighbour is not None:
+                near.append((neighbour, record, kind, of, NEIGHBOUR))
+    tables = []
+    for title, found in (("best other", beside), ("next round sizes", near)):
+        lines = [f"| {title} / ours | | call | way | ours, µs | other, µs | other | ran on |"]
+        lines.append("|---:|---|---|---|---:|---:|---|---|")
+        for ratio, record, kind, of, other in sorted(found, key=lambda x: x[0])[:WORST]:
+            problem, ms = record["problem"], record["ms"][f"{kind} {of}"]
+            label = record["neighbour"] if other == NEIGHBOUR else drawn_peers.LABELS[other]
+            cells = [f"{ratio:.3f}", f"{problem['source']} #{problem['index']}", problem["name"]]
+            cells += [f"{kind}, {TITLES[of]}", f"{1e3 * ms[OURS]:.4g}", f"{1e3 * ms[other]:.4g}"]
+            cells += [label, ran_on(Drawn(**record["cell"]), of) if explains else ""]
+            lines.append("| " + " | ".join(cells) + " |")
+        tables += ["\n".join(lines)] if found else []
+    return "\n\n".join(tables)
+
+
+@functools.cache
+def ran_on(call: Drawn, of: Pass) -> str:
+    """Says which of our backends runs a pass of a call: on a GPU by the file of its kernels."""
+    given: dict[str, Any] = structs(call)
+    if call.score:  # it reads elements
+        given |= {name: jnp.zeros(given[name].shape) for name in ("slopes", "rows", "columns")}
+    found = jax_flash.explain(**drawn_peers.flash_options(call, given))
+    part = found.forward if of == "forward" else found.backward
+    return part.backend if part.kernel is None else part.kernel.plan.source
+
+
+def missing(records: Sequence[Mapping[str, Any]]) -> str:
+    """Writes what is wrong, by problem, then what peers could not run, by reason."""
+    lines = []
+    counted: dict[str, int] = {}
+    for record in records:
+        problem = record["problem"]
+        name = f"{problem['source']} #{problem['index']}, {problem['name']}"
+        for peer, error in record["wrong"].items():
+            lines.append(f"- Wrong: {peer}: {error} ({name})")
+        for peer, why in record["no"].items():
+            if peer.startswith((OURS, NEIGHBOUR)):
+                lines.append(f"- No result: {peer}: {why} ({name})")
+            else:
+                text = f"{peer.split(', ')[0]}: {why}"
+                counted[text] = counted.get(text, 0) + 1
+    lines += [f"- {text} ({count} passes)" for text, count in sorted(counted.items())]
+    return "\n".join(lines)
+
+
+def write(
+    options: argparse.Namespace,
+    asked: Sequence[Problem],
+    records: list[dict[str, Any]],
+    ceiling: list[float],
+    *,
+    explains: bool = False,
+) -> str:
+    """Writes the numbers and the tables; returns them. `explains`: with what ran the worst."""
+    head, folder = runs.describe(options, "benchmarks/cliffs.py", ceiling)
+    path = folder / f"cliffs-{head['commit']}.json"
+    counts = {"asked": len(asked), "measured": len(records)}
+    path.write_text(runs.in_lines(head | counts, "problems", records))
+    ran = f"{len(records)} of {len(asked)} problems were measured"
+    ran += "." if len(records) == len(asked) else f" in the {options.seconds:g} s."
+    parts = [
+        f"{runs.introduce(head)} {ran}",
+        summary(records),
+        worst(records, explains),
+        missing(records),
+    ]
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    path.with_suffix(".md").write_text(text)
+    return f"{text}\n{path}"
+
+
+if __name__ == "__main__":
+    main()
