@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import drawn, drawn_peers
+from common import drawn, drawn_peers, shapes
 from common.drawn import Drawn
 
 from jax_flash import reference
@@ -145,6 +145,19 @@ def test_flash_attention_3_is_asked_for_the_call(feature: str, monkeypatch: pyte
     assert np.abs(np.where(seen, got - want, 0)).max() < 1e-5
     with pytest.raises(NotImplementedError, match="no bias"):
         drawn_peers.attend_fa3(dataclasses.replace(call, bias="1NTS"), given)
+
+
+@pytest.mark.parametrize("feature", ["bias", "lengths"])
+def test_a_program_has_each_attention_whole(feature: str, monkeypatch: pytest.MonkeyPatch):
+    """XLA leaves out no product and merges none, though few results are read."""
+    monkeypatch.setattr(drawn, "CALLS", 3)
+    call = dataclasses.replace(TINY, **FEATURES[feature])
+    attends = {" custom-call(": drawn_peers.attend_flash, " dot(": drawn_peers.attend_xla}
+    for (word, attend), of in itertools.product(attends.items(), shapes.PASSES):
+        step = cliffs.step_of(call, attend, of)
+        single = step.lower(cliffs.structs(call)).compile().as_text()
+        several = cliffs.compile_several(call, step, of).as_text()
+        assert several.count(word) == 3 * single.count(word) > 0
 
 
 def test_dropout_is_compared_by_its_noise():
