@@ -134,6 +134,11 @@ class Reach:
         ]
         return min(splits, key=lambda split: (max(split), sum(split)))
 
+    @property
+    def left(self) -> range:
+        """How many steps come after each of them, down to 0."""
+        return range(sum(self.hops()) - 1, -1, -1)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
@@ -281,27 +286,29 @@ def _forward(ring: _Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     def compute(held, source, own, rows, keys):
         problem, qkv, terms = step.call(held, source, own, rows, keys)
         out, lse = _ops.attend(problem, ring.backend, *qkv, *terms.values())
-        return out.astype(dtype), jnp.swapaxes(lse, -1, -2)
+        return out, jnp.swapaxes(lse, -1, -2)
 
-    def merged(calls, own, result, held, source):
+    def merged(calls, own, kind, result, held, source):
         for rows, keys in calls:
             part = compute(held, source, own, rows, keys)
             out, lse = result
             new = merge((cut(out, rows, -3), cut(lse, rows, -2)), part)
             result = _put(out, new[0], rows, -3), _put(lse, new[1], rows, -2)
-        return result
+        return result[0].astype(kind), result[1]
 
-    pieces = (step.calls(*piece) for piece in ring.reach.pieces)
-    steps = [functools.partial(merged, calls, False) for calls in pieces]
+    pieces = [step.calls(*piece) for piece in ring.reach.pieces]
     if step.shard.by_runs:
         *lead, heads, _ = operands["q"].shape
         out = jnp.zeros((*lead, heads, operands["v"].shape[-1]), dtype)
         nothing = vary_over((out, jnp.full(out.shape[:-1], -jnp.inf, dtype)), operands)
-        result = merged(step.calls(ALL, ALL, own=True), True, nothing, held, step.rank)
+        result = merged(step.calls(ALL, ALL, own=True), True, dtype, nothing, held, step.rank)
     else:
         result = compute(held, step.rank, True, ALL, ALL)
-    for _, keys, source in _travel(ring, held):
+    for left, (_, keys, source) in zip(ring.reach.left, _travel(ring, held), strict=True):
         chosen = ring.reach.choose(step.rank, source)
+        # Wide between steps alone: the first reads, and the last writes, half of the bytes.
+        kind = dtype if left or "sinks" in operands else ring.problem.dtype
+        steps = [functools.partial(merged, calls, False, kind) for calls in ([], *pieces)]
         result = _switch(chosen, steps, result, keys, source)
     out, lse = result
     if "sinks" in operands:
@@ -311,10 +318,10 @@ def _forward(ring: _Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def _switch(chosen: Any, steps: list[Callable[..., Any]], state: Any, *operands: Any) -> Any:
-    """Does one of the steps, or none of them, to the state."""
+    """Does one of the steps to the state, by its number."""
     if isinstance(chosen, int):
-        return steps[chosen - 1](state, *operands)
-    return lax.switch(chosen, [lambda state, *_: state, *steps], state, *operands)
+        return steps[chosen](state, *operands)
+    return lax.switch(chosen, steps, state, *operands)
 
 
 # ---- backward ------------------------------------------------------------------------------------
@@ -361,63 +368,80 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
         given += [] if dlse is None else [cut(dlse, rows, -1)]
         inputs = (*qkv, *given, *terms.values())
         results = _ops.flash_backward_p.bind(*vary_over(inputs, inputs), call=call)
-        return {name: x.astype(sum_dtype(x.dtype)) for name, x in zip(made, results, strict=True)}
+        return dict(zip(made, results, strict=True))
 
-    def added(calls, own, state, held, source):
-        staying, travelling = state
-        for rows, keys in calls:
-            parts = compute(held, source, own, rows, keys)
-            staying = {
-                name: add(name, x, parts[name], rows, keys, source) for name, x in staying.items()
-            }
-            travelling = {
-                name: _put(x, cut(x, keys, -3) + parts[name], keys, -3)
-                for name, x in travelling.items()
-            }
-        return staying, travelling
+    def nothing(name, dtype):
+        return vary_over(jnp.zeros(operands[name].shape, dtype), operands)
 
     def add(name, total, part, rows, keys, source):
+        """Adds a part to some rows or keys of a total, which is None before the first."""
+        wide = sum_dtype(part.dtype)
         if is_capture(name):
-            return total + part
-        if name == "q":
-            return _put(total, cut(total, rows, -3) + part, rows, -3)
-        # A bias has rows of all queries, and the keys of the source.
-        if total.shape[-1] > 1:
+            return part if total is None else total.astype(wide) + part
+        if name == "bias" and operands[name].shape[-1] > 1:
+            # It has rows of all queries, and the keys of the source.
+            total = nothing(name, wide) if total is None else total
             first = source * step.shard.kv_len + (keys.start or 0)
             size = _size(keys, step.shard.kv_len)
             strip = lax.dynamic_slice_in_dim(total, first, size, total.ndim - 1)
             strip = _put(strip, cut(strip, rows, -2) + part, rows, -2)
             return lax.dynamic_update_slice_in_dim(total, strip, first, total.ndim - 1)
-        return _put(total, cut(total, rows, -2) + part, rows, -2)
+        where, axis = (keys, -3) if name in ("k", "v") else (rows, -2 if name == "bias" else -3)
+        if total is None:
+            return _put(nothing(name, part.dtype), part, where, axis)
+        return _put(total, cut(total, where, axis).astype(wide) + part, where, axis)
+
+    def added(calls, own, totals, held, source):
+        for rows, keys in calls:
+            parts = compute(held, source, own, rows, keys)
+            totals = {
+                name: add(name, totals.get(name), x, rows, keys, source)
+                for name, x in parts.items()
+            }
+        return totals
+
+    def stepped(calls, dtypes, totals, keys, source):
+        totals = added(calls, False, totals, keys, source)
+        return {
+            name: totals[name].astype(dtype) if name in totals else nothing(name, dtype)
+            for name, dtype in dtypes.items()
+        }
 
     # Else XLA takes what travelled in the forward pass, and all devices keep all keys until now.
     held = {name: operands[name] for name in _TRAVELLING if name in operands}
     held, dout = lax.optimization_barrier((held, dout))
-    zeros = {
-        name: vary_over(jnp.zeros(operands[name].shape, sum_dtype(operands[name].dtype)), operands)
-        for name in made
-    }
     travelling: dict[int, Operands] = {}
     n = ring.layout.shards
 
     def send_behind(way):
         travelling[way] = send(travelling[way], ring.axis, n, way)
 
-    home = {name: x for name, x in zeros.items() if name in ("k", "v")}
-    staying = {name: x for name, x in zeros.items() if name not in home}
-    pieces = (step.calls(*piece) for piece in ring.reach.pieces)
-    steps = [functools.partial(added, calls, False) for calls in pieces]
     calls = step.calls(ALL, ALL, own=True)
-    staying, own = added(calls, True, (staying, home), held, step.rank)
-    for way, keys, source in _travel(ring, held, send_behind):
+    own = added(calls, True, {}, held, step.rank)
+    homes = tuple(name for name in made if name in ("k", "v"))
+    staying = {name: x for name, x in own.items() if name not in homes}
+    pieces = [[], *(step.calls(*piece) for piece in ring.reach.pieces)]
+    for left, (way, keys, source) in zip(
+        ring.reach.left, _travel(ring, held, send_behind), strict=True
+    ):
+        # What one call made needs no more than its own dtype, and what is complete neither.
+        narrow = () if left else tuple(staying)
+        narrow += () if way in travelling or step.shard.by_runs else homes
+        dtypes = {
+            name: operands[name].dtype if name in narrow else sum_dtype(operands[name].dtype)
+            for name in made
+        }
+        steps = [functools.partial(stepped, calls, dtypes) for calls in pieces]
         chosen = ring.reach.choose(step.rank, source)
-        state = staying, travelling.get(way, home)
-        staying, travelling[way] = _switch(chosen, steps, state, keys, source)
+        totals = _switch(chosen, steps, staying | travelling.get(way, {}), keys, source)
+        staying = {name: totals[name] for name in staying}
+        travelling[way] = {name: totals[name] for name in homes}
     higher, lower = ring.reach.hops()
+    home: Operands = {}
     for way, arrays in travelling.items():
         back = send(arrays, ring.axis, n, -higher if way > 0 else lower)
-        home = {name: x + back[name] for name, x in home.items()}
-    home = {name: x + own[name] for name, x in home.items()}
+        home = {name: add(name, home.get(name), x, ALL, ALL, None) for name, x in back.items()}
+    home = {name: add(name, home.get(name), own[name], ALL, ALL, None) for name in homes}
     totals = staying | home
     return gradients | {name: x.astype(operands[name].dtype) for name, x in totals.items()}
 
