@@ -1,9 +1,11 @@
 """Weak scaling of attention over a sequence that is split over devices, forward and backward.
 
-    python benchmarks/scaling.py                              # two GPUs, about 5 minutes
+    python benchmarks/scaling.py                              # all GPUs; of two, about 5 minutes
     python benchmarks/scaling.py --tokens 16384 65536 --rounds 4 --ways ring:zigzag \\
         all_to_all:contiguous all_gather:zigzag               # two GPUs, two minutes
     python benchmarks/scaling.py --tokens 16384 --trace DIR   # keeps the profiles in DIR
+    python benchmarks/scaling.py --total 1048576 --heads 32:8 --ways ring:zigzag --rounds 1
+    python benchmarks/scaling.py --step 1b3                   # a GPT's step, over one GPU and all
     python benchmarks/scaling.py --platform cpu --tokens 64 --heads 4:2 --rounds 2
 
 Causal, one sequence, bfloat16 (float32 on a CPU), head dim 128; tokens are those of one device. A
@@ -16,13 +18,12 @@ that all meet the same clocks:
     link       the same permutations, and no attention
 
 `hidden` is the part of the collectives' time in which the same GPU computes, of a profile of the
-whole. A GPT step over two GPUs:
+whole. The last rows say what these devices, and eight, would do by `Model`: of the measured rate,
+and of the bandwidth that the permutations reached, each hop takes the longer of the two.
 
-    python examples/train_gpt.py --preset long --length 131072 --batch 1 --mesh seq=2 --steps 20
-
-The last table says what eight devices would do, by `Model`: of the measured rate, and of the
-bandwidth that the permutations reached, each hop takes the longer of the two. The same model's
-figure for the measured number of devices stands beside the measured one.
+`--step` times a training step of a preset of examples/train_gpt.py on one device, on all with the
+same rows (its losses may differ from one device's by LOSSES_APART), and on all with as many rows
+for each. Rows are split over all devices, and so are parameters and the optimizer's state (FSDP).
 """
 
 import argparse
@@ -30,20 +31,25 @@ import contextlib
 import dataclasses
 import functools
 import gzip
+import importlib
 import itertools
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_flash import context_parallel, flash_attention
@@ -57,6 +63,10 @@ OVERLAP = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
+# Nothing is tried on a GPU while steps are compiled: another process may measure there.
+STEP_OPTIONS = OVERLAP | {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+WARM_UP = 2  # steps
+LOSSES_APART = 2e-3  # relative: in bfloat16, and sums over devices have an order of their own
 Way = tuple[Strategy, Order]
 WAYS: tuple[Way, ...] = (
     ("ring", "zigzag"),
@@ -99,23 +109,31 @@ class Model:
 
         A device has as much to do with its own keys as with those of each hop, and keys that travel
         both ways share its bandwidth. In the backward pass, with 2.5 times the operations,
-        gradients in float32 travel behind the keys, and at the end home, which nothing hides.
+        gradients travel behind the keys and home, the last of them when nothing is left to do.
         """
         if devices == 1:
             return cell.operations(1) / self.rate
-        step = cell.operations(devices) / 3.5 / devices / self.rate
-        gradients = cell.keys * 4 / cell.item
-        homes, hops = min(2, devices - 1), devices - 1
-        behind = gradients * (hops - homes) / hops
-        total = homes * (gradients / self.bandwidth + self.latency)
+        step, hops = cell.operations(devices) / 3.5 / devices / self.rate, devices - 1
+        home = self.gradients(cell, max(around(devices)))[-1]
+        behind = (self.sent(cell, devices) - home) / hops - 2 * cell.keys
+        total = home / self.bandwidth + self.latency
         for compute, data in ((step, cell.keys), (2.5 * step, cell.keys + behind)):
             total += compute + hops * max(compute, data / self.bandwidth + self.latency)
         return total
 
+    def gradients(self, cell: Cell, hops: int) -> list[float]:
+        """Bytes of the gradients of a way's keys, by hop: those of one step are not wider."""
+        return [cell.keys if hop == 0 else cell.keys * 4 / cell.item for hop in range(hops)]
+
     def sent(self, cell: Cell, devices: int) -> float:
         """Bytes that a device sends."""
-        gradients = cell.keys * 4 / cell.item
-        return (devices - 1) * (2 * cell.keys + gradients)
+        ways = [sum(self.gradients(cell, hops)) for hops in around(devices)]
+        return (devices - 1) * 2 * cell.keys + sum(ways)
+
+
+def around(devices: int) -> tuple[int, int]:
+    """How many hops keys make each way, as ring.Reach.hops has them without a window."""
+    return devices // 2, devices - 1 - devices // 2
 
 
 # ---- programs ------------------------------------------------------------------------------------
@@ -135,21 +153,27 @@ def link_of(mesh: Mesh) -> Callable[..., Any]:
     """The permutations of a ring, forward and backward, one after another."""
     devices = mesh.size
 
-    def around(tree, way, hops, home):
+    def sent_on(tree, way, hops):
+        for _ in range(hops):
+            tree = ring.send(tree, "seq", devices, way)
+        return tree
+
+    def sent_home(tree, way, hops):
         for hop in range(hops):
-            by = -way * hops if home and hop == hops - 1 else way
-            tree = ring.send(tree, "seq", devices, by)
+            if hop == 1:
+                tree = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+            tree = ring.send(tree, "seq", devices, -way * hops if hop == hops - 1 else way)
         return tree
 
     @jax.shard_map(mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))
     def link(k, v):
-        keys, gradients = (k, v), (k.astype(jnp.float32), v.astype(jnp.float32))
-        sent = []
-        for way, hops in ((1, devices // 2), (-1, devices - 1 - devices // 2)):  # as Reach.hops
-            forward = around(keys, way, hops, home=False)
-            again = around(jax.lax.optimization_barrier(keys), way, hops, home=False)
-            sent += [forward, again, around(gradients, way, hops, home=True)]
-        return sent
+        # A barrier for each: else XLA takes what another has sent.
+        return [
+            send(jax.lax.optimization_barrier((k, v)), way, hops)
+            for way, hops in zip((1, -1), around(devices), strict=True)
+            for send in (sent_on, sent_on, sent_home)
+            if hops
+        ]
 
     return lambda q, k, v, dout: link(k, v)
 
@@ -174,17 +198,20 @@ def measure(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, fl
     return {name: float(np.median(x)) for name, x in times.items()}
 
 
-def compiled(step: Callable[..., Any], mesh: Mesh | None, cell: Cell, dtype: Any, device: Any):
-    """A program with its arrays, drawn where they are used."""
-    devices = 1 if mesh is None else mesh.size
-    place = device if mesh is None else NamedSharding(mesh, P(None, "seq"))
+@functools.lru_cache(maxsize=1)
+def drawn(cell: Cell, devices: int, dtype: Any, place: Sharding) -> list[jax.Array]:
+    """Query, key, value and the cotangent of out, drawn where they are used."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (cell.heads, cell.kv_heads, cell.kv_heads, cell.heads)
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=place)
     shapes = [(1, devices * cell.tokens, n, cell.head_dim) for n in heads]
-    arrays = [
-        jax.device_put(jax.random.normal(key, shape, dtype), place)
-        for key, shape in zip(keys, shapes, strict=True)
-    ]
+    return [normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def compiled(step: Callable[..., Any], mesh: Mesh | None, cell: Cell, dtype: Any, device: Any):
+    """A program with its arrays."""
+    place = SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, P(None, "seq"))
+    arrays = drawn(cell, 1 if mesh is None else mesh.size, dtype, place)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         options = OVERLAP if device.platform == "gpu" else None
         program = jax.jit(step, compiler_options=options).lower(*arrays).compile()
@@ -250,9 +277,11 @@ def run_cell(
             programs["link"] = link
         seconds = measure(programs, rounds)
         folder = trace / f"{cell.tokens}-{cell.heads}-{cell.kv_heads}-{strategy}-{order}"
-        with jax.profiler.trace(str(folder)):
-            jax.block_until_ready(programs["all"]())
-        share = hidden(folder)
+        share = None
+        if rounds > 1:  # one round: of what takes long
+            with jax.profiler.trace(str(folder)):
+                jax.block_until_ready(programs["all"]())
+            share = hidden(folder)
         part = "" if share is None else f"{share:.0%}"
         rate = cell.operations(devices) / seconds["all"]
         row = [name, f"{strategy}, {order}", us(seconds["all"]), f"{rate / 1e12:.0f}"]
@@ -270,14 +299,143 @@ def run_cell(
         rows.append(row)
     if model is None:
         return rows, None
-    predicted, eight = (model.seconds(cell, n) for n in (devices, 8))
-    rate = cell.operations(8) / eight
-    rows.append([name, f"model, {devices} devices", us(predicted), "", "", "", "", ""])
-    rows.append(
-        [name, "model, 8 devices", us(eight), f"{rate / 1e12:.0f}", f"{rate / alone_rate:.3f}"]
-        + [""] * 3
-    )
+    for count in sorted({devices, 8}):
+        seconds = model.seconds(cell, count)
+        rate = cell.operations(count) / seconds
+        row = [name, f"model, {count} devices", us(seconds), f"{rate / 1e12:.0f}"]
+        rows.append([*row, f"{rate / alone_rate:.3f}", "", "", ""])
     return rows, model
+
+
+# ---- a training step -----------------------------------------------------------------------------
+
+
+def training_step(config: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
+    """Compiles a step of the example's GPT over a mesh; returns its program, its state, its model.
+
+    Of state and model there are the shapes alone.
+    """
+    split = train_gpt().Split(mesh) if mesh.size > 1 else None
+    attend = flash_attention if split is None else split.attend
+
+    def make():
+        model = train_gpt().GPT(config, attend, nnx().Rngs(0), split=split)
+        return model, train_gpt().make_optimizer(model, config)
+
+    abstract = nnx().eval_shape(make)
+    graph, state = nnx().split(abstract)
+
+    def placed(path, x):
+        names = [part for part in path if hasattr(part, "key")]
+        spec = train_gpt().spec_of(names, x.shape, mesh, fsdp=mesh.size > 1)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    def step(state, rows):
+        model, optimizer = nnx().merge(graph, state)
+        loss, grads = nnx().value_and_grad(train_gpt().loss_fn)(model, rows)
+        optimizer.update(model, grads)
+        return nnx().state((model, optimizer)), loss
+
+    state = jax.tree_util.tree_map_with_path(placed, state)
+    shape = (config.batch, config.length + 1)
+    rows = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=NamedSharding(mesh, P("data")))
+    options = STEP_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
+    out = (jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, P()))
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=options, out_shardings=out)
+    return jitted.lower(state, rows).compile(), state, abstract[0]
+
+
+def initial(state: Any) -> Any:
+    """Draws parameters, the same on any mesh; what the optimizer keeps is 0."""
+
+    @functools.partial(jax.jit, static_argnums=(1, 2, 3))
+    def draw(key, shape, dtype, sharding):
+        x = 0.02 * jax.random.normal(key, shape, dtype)
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    def make(number, path, x):
+        of_model = path[0].key == 0
+        if of_model and x.ndim > 1:
+            return draw(jax.random.key(number), x.shape, x.dtype, x.sharding)
+        return jax.device_put(np.full(x.shape, float(of_model), x.dtype), x.sharding)
+
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+    return jax.tree.unflatten(tree, [make(i, *leaf) for i, leaf in enumerate(leaves)])
+
+
+def time_steps(config: Any, mesh: Mesh, built: Any, steps: int) -> tuple[list[str], list[float]]:
+    """A row of the table, and the losses, each before its update."""
+    program, state, model = built
+    rows = np.random.default_rng(0).integers(1, 256, (mesh.size, config.length + 1), np.uint8)
+    rows = np.resize(rows, (config.batch, config.length + 1))
+    rows[:, 0] = train_gpt().START
+    seen = train_gpt().keys_seen(rows)
+    state, rows = initial(state), jax.device_put(rows, NamedSharding(mesh, P("data")))
+    losses = []
+    for step in range(steps + WARM_UP):
+        if step == WARM_UP:
+            jax.block_until_ready(losses)
+            begin = time.perf_counter()
+        state, loss = program(state, rows)
+        losses.append(loss)
+    losses = [float(loss) for loss in losses]
+    seconds = (time.perf_counter() - begin) / steps
+    speed = config.batch * config.length / seconds
+    share = train_gpt().utilisation(model, speed, seen, list(mesh.devices.flat))
+    plan = program.memory_analysis()
+    needs = plan.argument_size_in_bytes + plan.temp_size_in_bytes
+    needs += plan.output_size_in_bytes - plan.alias_size_in_bytes
+    row = [str(mesh.size), f"{config.batch} x {config.length}", f"{1e3 * seconds:.1f}"]
+    row += [f"{speed / mesh.size:,.0f}", "" if share is None else f"{share:.1%}"]
+    return [*row, f"{needs / 1e9:.1f}", f"{losses[0]:.4f}", f"{losses[-1]:.4f}"], losses
+
+
+def run_steps(args: argparse.Namespace, devices: Sequence[Any]) -> None:
+    """Prints the table of a preset's training step."""
+    chosen = {name: getattr(args, name) for name in ("layers", "length", "batch", "width")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if args.platform == "cpu":
+        chosen["dtype"] = "float32"
+    config = dataclasses.replace(train_gpt().PRESETS[args.step], **chosen)
+    more = dataclasses.replace(config, batch=config.batch * len(devices))
+    one, all_of_them = (
+        Mesh(np.reshape(x, (1, 1, -1)), ("data", "model", "seq"), (AxisType.Auto,) * 3)
+        for x in (devices[:1], devices)
+    )
+    jobs = [(config, one), (config, all_of_them), (more, all_of_them)]
+    begin = time.perf_counter()
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(lambda job: training_step(*job), jobs))
+    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    if args.wait:
+        input()
+    heading("devices", "rows", "ms", "tokens/s a device", "MFU", "planned GB", "loss", "last loss")
+    curves = []
+    for job, program in zip(jobs, programs, strict=True):
+        row, losses = time_steps(*job, program, args.rounds)
+        print("| " + " | ".join(row) + " |", flush=True)
+        curves.append(losses)
+    apart = max(abs(a / b - 1) for a, b in zip(*curves[:2], strict=True))
+    print(f"\nlosses of the same rows are {apart:.1e} apart, at most {LOSSES_APART:.0e} is right")
+    if apart > LOSSES_APART:
+        raise SystemExit("the losses of one device and of all differ")
+
+
+# Flax is needed for `--step` alone.
+def train_gpt() -> Any:
+    return importlib.import_module("train_gpt")
+
+
+def nnx() -> Any:
+    return importlib.import_module("flax.nnx")
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def heading(*names: str) -> None:
+    print("| " + " | ".join(names) + " |")
+    print("|" + "---|" * len(names), flush=True)
 
 
 def us(seconds: float) -> str:
@@ -294,38 +452,49 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--platform", choices=["gpu", "cpu"], default="gpu")
-    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--devices", type=int, help="as many as JAX sees; of a CPU 2")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536, 262144])
+    parser.add_argument("--total", type=int, nargs="+", help="tokens of all devices, not of one")
     parser.add_argument("--heads", type=heads_of, nargs="+", default=[(32, 8), (32, 32)])
     names = [f"{strategy}:{order}" for strategy, order in WAYS]
     parser.add_argument("--ways", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--trace", type=Path, help="keeps a profile of each cell in this folder")
+    parser.add_argument("--step", help="times a training step of this preset of train_gpt.py")
+    for name in ("layers", "length", "batch", "width"):
+        parser.add_argument(f"--{name}", type=int, help="of the step, instead of the preset's")
+    parser.add_argument("--wait", action="store_true", help="for a line, once steps are compiled")
     args = parser.parse_args()
     ways = [way for way in WAYS if ":".join(way) in args.ways]
     if args.platform == "cpu":
+        args.devices = args.devices or 2
         # Before JAX looks for devices.
         flag = f"--xla_force_host_platform_device_count={args.devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
         jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()
-    if len(devices) < args.devices:
+    count = args.devices or len(devices)
+    if not 2 <= count <= len(devices):
         raise SystemExit(
-            f"--devices is {args.devices}, and JAX has {len(devices)} of platform "
-            f"{devices[0].platform!r}; --platform cpu splits a CPU"
+            f"--devices is {count}, and JAX has {len(devices)} of platform "
+            f"{devices[0].platform!r}; expected two or more; --platform cpu splits a CPU"
         )
-    mesh = jax.make_mesh(
-        (args.devices,), ("seq",), (AxisType.Auto,), devices=devices[: args.devices]
-    )
+    devices = devices[:count]
+    if args.step is not None:
+        print(f"{count} x {devices[0].device_kind}, jax {jax.__version__}, step of {args.step}\n")
+        run_steps(args, devices)
+        return
+    mesh = jax.make_mesh((count,), ("seq",), (AxisType.Auto,), devices=devices)
     dtype = jnp.dtype("float32" if args.platform == "cpu" else "bfloat16")
-    print(f"{args.devices} x {devices[0].device_kind}, jax {jax.__version__}, {dtype}\n")
-    header = ["tokens a device", "heads", "strategy", "µs", "TFLOP/s a device", "scales"]
-    header += ["compute µs", "link µs", "hidden"]
-    print("| " + " | ".join(header) + " |")
-    print("|" + "---|" * len(header))
+    print(f"{count} x {devices[0].device_kind}, jax {jax.__version__}, {dtype}\n")
+    heading(
+        *("tokens a device", "heads", "strategy", "µs", "TFLOP/s a device", "scales"),
+        *("compute µs", "link µs", "hidden"),
+    )
+    every = [total // count for total in args.total] if args.total else args.tokens
     with tempfile.TemporaryDirectory() as scratch:
         trace = args.trace or Path(scratch)
-        for tokens, (heads, kv_heads) in itertools.product(args.tokens, args.heads):
+        for tokens, (heads, kv_heads) in itertools.product(every, args.heads):
             cell = Cell(tokens, heads, kv_heads, HEAD_DIM, dtype.itemsize)
             rows, model = run_cell(cell, mesh, dtype, ways, args.rounds, trace)
             for row in rows:

@@ -14,6 +14,7 @@ train_gpt.msgpack, with which generate.py writes on.
     python examples/train_gpt.py --mesh data=2,model=2,seq=2  # each row over two of them too
     python examples/train_gpt.py --preset gpt2                # GPT-2 124M in bfloat16, for a GPU
     python examples/train_gpt.py --preset long --steps 100    # the same model, 16384 bytes at once
+    python examples/train_gpt.py --preset 1b3 --mesh seq=8 --fsdp  # 1.3B parameters, on eight GPUs
 """
 
 import argparse
@@ -74,6 +75,17 @@ PRESETS = {
     "small": Config(),
     "gpt2": GPT2,
     "long": dataclasses.replace(GPT2, length=16384, batch=2, remat=True),
+    "1b3": dataclasses.replace(
+        GPT2,
+        layers=24,
+        heads=16,
+        kv_heads=16,
+        width=2048,
+        length=32768,
+        batch=1,
+        learning_rate=2e-4,
+        remat=True,
+    ),
 }
 
 # --- The text -----------------------------------------------------------------------------------
@@ -231,6 +243,7 @@ class GPT(nnx.Module):
         x = bytes_of_text @ self.embedding.embedding[:256].astype(self.config.dtype)
         for block in self.blocks:
             x = apply(block, x, segment_ids, decode, lengths, page_table, positions)
+            x = x if self.split is None else self.split.keep(x)
         return self.norm(x)
 
     def init_cache(
@@ -329,7 +342,10 @@ class Split:
 
     def place(self, x: jax.Array) -> jax.Array:
         """Brings the bytes of rows [B, T], or what belongs to them, to their devices."""
-        x = context_parallel.reorder(x, "zigzag", self.mesh.shape["seq"], axis=1)
+        return self.keep(context_parallel.reorder(x, "zigzag", self.mesh.shape["seq"], axis=1))
+
+    def keep(self, x: jax.Array) -> jax.Array:
+        """Keeps [B, T, ...] where `place` brings it: else XLA may move it, and not parameters."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P("data", "seq")))
 
     def attend(self, query, key, value, *, query_segment_ids, **options):
@@ -352,20 +368,33 @@ class Split:
         return on_each_device(query, key, value, query_segment_ids)
 
 
-def shard(node: GPT | nnx.Optimizer, mesh: jax.sharding.Mesh) -> None:
+def shard(node: GPT | nnx.Optimizer, mesh: jax.sharding.Mesh, fsdp: bool = False) -> None:
     """Spreads a model, or its optimizer, over the mesh; XLA lets the computation follow."""
-    split_axis = {"query": 1, "key": 1, "value": 1, "out": 0, "up": 1, "down": 0}
 
     def place(path, array):
-        axis = next((split_axis[part.key] for part in path if part.key in split_axis), None)
-        spec: list[str | None] = [None] * array.ndim
-        # What does not divide, two key heads over four devices say, is whole on each of them.
-        if axis is not None and array.shape[axis] % mesh.shape["model"] == 0:
-            spec[axis] = "model"
-        return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+        return jax.device_put(array, NamedSharding(mesh, spec_of(path, array.shape, mesh, fsdp)))
 
     arrays = nnx.to_pure_dict(nnx.state(node))
     nnx.update(node, jax.tree_util.tree_map_with_path(place, arrays))
+
+
+def spec_of(path: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh, fsdp: bool) -> P:
+    """Where the array of a parameter, or of its optimizer, is split.
+
+    With `fsdp` matrices are split over `data` and `seq` too. XLA gathers them before each use, and
+    leaves each device its part of the gradients' sum.
+    """
+    split_axis = {"query": 1, "key": 1, "value": 1, "out": 0, "up": 1, "down": 0}
+    heads = next((split_axis[part.key] for part in path if part.key in split_axis), None)
+    spec: list[Any] = [None] * len(shape)
+    # What does not divide, two key heads over four devices say, is whole on each of them.
+    if heads is not None and mesh.shape["model"] > 1 and shape[heads] % mesh.shape["model"] == 0:
+        spec[heads] = "model"
+    devices = mesh.shape["data"] * mesh.shape["seq"]
+    free = (i for i, size in enumerate(shape) if spec[i] is None and size % devices == 0)
+    if fsdp and len(shape) > 1 and (axis := next(free, None)) is not None:
+        spec[axis] = ("data", "seq")
+    return P(*spec)
 
 
 # --- Writing ------------------------------------------------------------------------------------
@@ -473,6 +502,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--attention", choices=["flash", "xla"], default="flash")
     parser.add_argument("--mesh", default="data=1", help="for instance data=2,model=2,seq=2")
+    parser.add_argument("--fsdp", action="store_true", help="split parameters over data and seq")
     parser.add_argument("--text", type=Path, default=sysconfig.get_path("stdlib"))
     parser.add_argument("--plot", type=Path, default="train_gpt.png")
     parser.add_argument("--checkpoint", type=Path, default="train_gpt.msgpack")
@@ -495,15 +525,15 @@ def main() -> None:
     bigram = bigram_loss(train, validation)
 
     attention_fn = {"flash": flash_attention, "xla": xla_attention}[args.attention]
-    split = Split(mesh) if mesh.shape["seq"] > 1 else None
+    split = Split(mesh) if mesh.shape["seq"] > 1 or args.fsdp else None
     if split is not None:
         if args.attention != "flash":
-            raise SystemExit("--mesh with seq=L is for --attention flash")
+            raise SystemExit("--mesh with seq=L, and --fsdp, are for --attention flash")
         attention_fn = split.attend
     model = GPT(config, attention_fn, nnx.Rngs(args.seed), split=split)
-    shard(model, mesh)
+    shard(model, mesh, args.fsdp)
     optimizer = make_optimizer(model, config)
-    shard(optimizer, mesh)
+    shard(optimizer, mesh, args.fsdp)
     devices = list(mesh.devices.flat)
     print(f"text      {train.size / 1e6:.1f} MB from {args.text}")
     print(f"model     {count_parameters(model) / 1e6:.2f} M parameters, {args.attention} attention")

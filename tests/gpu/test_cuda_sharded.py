@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_flash
-from jax_flash.context_parallel import attention, reorder, restore
 
 from ..devices import collectives
 from ..hopper import NEEDS_HOPPER, assert_same_bits
@@ -206,50 +205,6 @@ def test_training_step_under_shard_map():
     close(run(placed, x), single_step())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "order"),
-    [
-        ("ring", "zigzag"),
-        ("ring", "striped"),
-        ("all_to_all", "zigzag"),
-        ("all_gather", "contiguous"),
-    ],
-)
-@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
-def test_a_split_sequence(strategy, order, documents):
-    """Errors are at most twice those of one GPU, against float32."""
-    length, arrays = 512, [normal(i, 2, 512, n, H) for i, n in enumerate((N, K, K, N))]
-    ids = np.broadcast_to(np.arange(length) // 100, (2, length)).astype("i4")
-    segments = {f"{x}_segment_ids": ids for x in ("query", "key_value")} if documents else {}
-    split = NamedSharding(mesh_over("seq"), P(None, "seq"))
-
-    def gradients(attend, arrays, segments):
-        *qkv, dout = arrays
-        out, pull = jax.vjp(lambda *qkv: attend(*qkv, is_causal=True, **segments), *qkv)
-        return out, *pull(dout.astype(out.dtype))
-
-    def error(got, exact):
-        return [np.abs(np.asarray(a, "f4") - b).max() for a, b in zip(got, exact, strict=True)]
-
-    xla = functools.partial(jax_flash.flash_attention, backend="xla")
-    one = functools.partial(jax_flash.flash_attention, backend=BACKEND)
-    exact = jax.jit(functools.partial(gradients, xla))([x.astype("f4") for x in arrays], segments)
-    alone = jax.jit(functools.partial(gradients, one))(arrays, segments)
-    many = functools.partial(
-        attention, axis_name="seq", strategy=strategy, order=order, backend=BACKEND
-    )
-
-    def place(x):
-        return jax.device_put(reorder(x, order, 2, 1), split)
-
-    with jax.set_mesh(split.mesh):
-        placed = jax.tree.map(place, (arrays, segments))
-        got = jax.jit(functools.partial(gradients, many))(*placed)
-    got = [restore(np.asarray(x), order, 2, 1) for x in got]
-    for ours, theirs in zip(error(got, exact), error(alone, exact), strict=True):
-        assert ours <= 2 * theirs
-
-
 TWO_PROCESSES = """
 import functools, os, sys
 import jax
@@ -257,6 +212,7 @@ address, rank, axis = sys.argv[1], int(sys.argv[2]), os.environ["AXIS"]
 jax.distributed.initialize(address, 2, rank, local_device_ids=[rank])
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax_flash.context_parallel import attention, reorder
 from tests.gpu import test_cuda_sharded as t
 mesh = jax.make_mesh((2,), (axis,), (AxisType.Auto,))
 def place(x, spec):
@@ -264,8 +220,8 @@ def place(x, spec):
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
 x, step = t.normal(9, t.B, t.LENGTHS[axis], t.WIDTH), t.train_step
 if axis == "seq":
-    ring = functools.partial(t.attention, axis_name=axis, strategy="ring", order="zigzag")
-    x, step = t.reorder(x, "zigzag", 2, 1), functools.partial(step, attend=ring)
+    ring = functools.partial(attention, axis_name=axis, strategy="ring", order="zigzag")
+    x, step = reorder(x, "zigzag", 2, 1), functools.partial(step, attend=ring)
 x = place(x, P(None, axis) if axis == "seq" else P(axis))
 weights = {n: place(w, P()) for n, w in t.weights().items()}
 with jax.set_mesh(mesh):

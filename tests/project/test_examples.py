@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_flash
 
@@ -94,6 +95,37 @@ def test_parameters_and_optimizer_are_spread_over_the_mesh(train_gpt):
         for name, count in shards.items():
             # Two key heads do not divide by four.
             assert count == (4 if re.search("query|out|up|down", name) else 1), name
+
+
+def test_fsdp_trains_as_one_device_does_and_leaves_a_part_on_each(train_gpt):
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 devices")
+    config = train_gpt.Config(
+        layers=1, width=32, heads=4, kv_heads=2, length=64, batch=2, remat=True
+    )
+    rows = np.random.default_rng(0).integers(0, 20, (2, 65)).astype(np.uint8)
+
+    def losses(text):
+        mesh = train_gpt.make_mesh(text)
+        split = train_gpt.Split(mesh) if mesh.size > 1 else None
+        attend = split.attend if split else jax_flash.flash_attention
+        model = train_gpt.GPT(config, attend, nnx.Rngs(0), split=split)
+        train_gpt.shard(model, mesh, fsdp=True)
+        optimizer = train_gpt.make_optimizer(model, config)
+        train_gpt.shard(optimizer, mesh, fsdp=True)
+        placed = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
+        made = [float(train_gpt.train_step(model, optimizer, placed)) for _ in range(3)]
+        for node in (model, optimizer):  # as the last step left them
+            for array in jax.tree.leaves(nnx.to_pure_dict(nnx.state(node))):
+                whole = array.ndim < 2
+                assert len(array.sharding.device_set) == mesh.size
+                part = array.addressable_shards[0].data.size
+                assert array.size == (part if whole else mesh.size * part)
+        return made
+
+    one = losses("data=1")
+    assert one[2] < one[0]
+    np.testing.assert_allclose(losses("data=2,seq=4"), one, rtol=1e-5)
 
 
 def test_the_picture_shows_every_validation_and_has_a_title(train_gpt, tmp_path, monkeypatch):
@@ -207,7 +239,7 @@ def test_loss_and_gradient_are_those_of_a_lookup_and_whole_scores(train_gpt):
 def test_presets_that_are_named_exist(train_gpt):
     texts = (EXAMPLES.parent / "README.md").read_text() + train_gpt.__doc__
     named = set(re.findall(r"--preset (\w+)", texts))
-    assert {"gpt2", "long"} <= named <= set(train_gpt.PRESETS)
+    assert {"gpt2", "long", "1b3"} <= named <= set(train_gpt.PRESETS)
 
 
 def test_generate_continues_prompts_of_a_saved_model(
