@@ -6,9 +6,12 @@ far as some query sees. Each hop is sent before the kernels of the hop before it
 unrolled, so that XLA overlaps the two. What a device cannot see of the keys that arrive, by where
 they stand, it does not compute: whole shards, or halves of them in order "zigzag".
 
-The derivative is a ring of its own: keys and values travel the same way, and their gradients, in
-float32, behind them, then home. Each step's kernels get out and lse over all keys, so that its
-weights are those of the whole softmax: no step keeps anything for the backward pass.
+The derivative is a ring of its own: keys and values travel the same way, and their gradients behind
+them, then home. Each step's kernels get out and lse over all keys, so that its weights are those of
+the whole softmax: no step keeps anything for the backward pass.
+
+Sums of several steps are in float32. Results of one step have the dtype that the kernels gave them,
+so that fewer bytes travel, and are read and written between steps.
 
 Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (arXiv:2310.01889).
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,22 @@ def with_forward_again(forward, both):
     """On a CPU XLA drops barriers before jax 0.11: what arrived in the forward pass is kept."""
     again = jax.__version_info__ >= (0, 11)
     return both if again else {PERMUTE: both[PERMUTE] - forward[PERMUTE]}
+
+
+def test_gradients_of_one_step_travel_in_their_own_dtype():
+    """Of three hops two are the first of a way; the other's sum, on its way home, is in float32."""
+    ring = functools.partial(
+        attention, axis_name="seq", strategy="ring", order="zigzag", is_causal=True, backend="cpu"
+    )
+
+    def gradients(*qkv):
+        return jax.grad(lambda *qkv: jnp.sum(ring(*qkv)), argnums=(0, 1, 2))(*qkv)
+
+    x = normal(0, B, T, N, H, dtype=jnp.bfloat16)
+    with jax.set_mesh(mesh_with(seq=SHARDS)):
+        text = jax.jit(gradients).lower(x, x, x).as_text()
+    sent = collections.Counter(re.findall(r"collective_permute.*-> tensor<.*x(\w+)>", text))
+    assert sent == {"bf16": 6 + 6 + 4, "f32": 2}
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
