@@ -263,7 +263,8 @@ def run_cell(
     """Rows of the table, and the model that a ring gives."""
     device, devices = mesh.devices.flat[0], mesh.size
     lower = functools.partial(lowered, cell=cell, dtype=dtype, device=device)
-    made = {"one": lower(step_of(flash_attention), None), "link": lower(link_of(mesh), mesh)}
+    made: dict[Any, Any] = {"one": lower(step_of(flash_attention), None)}
+    made["link"] = lower(link_of(mesh), mesh)
     ways = [way for way in ways if way[0] != "all_to_all" or cell.kv_heads % devices == 0]
     for strategy, order in ways:
         attend = functools.partial(

@@ -60,7 +60,7 @@ def with_forward_again(forward, both):
 
 
 def test_gradients_of_one_step_travel_in_their_own_dtype():
-    """Of three hops two are the first of a way; the other's sum, on its way home, is in float32."""
+    """Two of three hops are the first of a way; the other's sum, on its way home, is in float32."""
     ring = functools.partial(
         attention, axis_name="seq", strategy="ring", order="zigzag", is_causal=True, backend="cpu"
     )
