@@ -320,7 +320,7 @@ def run_cell(
 
 
 def training_step(config: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
-    """Compiles a step of the example's GPT over a mesh; returns its program, its state, its model.
+    """Traces a step of the example's GPT over a mesh; returns what is to be compiled, state, model.
 
     Of state and model there are the shapes alone.
     """
@@ -351,7 +351,7 @@ def training_step(config: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
     options = STEP_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
     out = (jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, P()))
     jitted = jax.jit(step, donate_argnums=0, compiler_options=options, out_shardings=out)
-    return jitted.lower(state, rows).compile(), state, abstract[0]
+    return jitted.lower(state, rows), state, abstract[0]
 
 
 def initial(state: Any) -> Any:
@@ -413,8 +413,10 @@ def run_steps(args: argparse.Namespace, devices: Sequence[Any]) -> None:
     )
     jobs = [(config, one), (config, all_of_them), (more, all_of_them)]
     begin = time.perf_counter()
+    traced = [training_step(*job) for job in jobs]
     with ThreadPoolExecutor() as pool:
-        programs = list(pool.map(lambda job: training_step(*job), jobs))
+        compiled = list(pool.map(lambda x: x[0].compile(), traced))
+    programs = [(x, *rest) for x, (_, *rest) in zip(compiled, traced, strict=True)]
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     if args.wait:
         input()

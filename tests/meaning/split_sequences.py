@@ -91,7 +91,7 @@ def on_one_device(name: str, backend: str, arrays: list[jax.Array]) -> Any:
 
 def on_a_mesh(
     mesh: Mesh, name: str, strategy: Any, order: Any, backend: str, arrays: list[jax.Array]
-) -> list[np.ndarray]:
+) -> list[jax.Array]:
     """The same over all devices of a mesh, in the sequence's own order again."""
     split = NamedSharding(mesh, SPLIT)
     attend = functools.partial(
