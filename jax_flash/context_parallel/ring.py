@@ -293,9 +293,10 @@ def _forward(ring: _Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
     def merged(calls, own, kind, result, held, source):
         for rows, keys in calls:
-            part = compute(held, source, own, rows, keys)
+            part, part_lse = compute(held, source, own, rows, keys)
             out, lse = result
-            new = merge((cut(out, rows, -3), cut(lse, rows, -2)), part)
+            before = cut(out, rows, -3).astype(dtype), cut(lse, rows, -2)
+            new = merge(before, (part.astype(dtype), part_lse))
             result = _put(out, new[0], rows, -3), _put(lse, new[1], rows, -2)
         return result[0].astype(kind), result[1]
 
@@ -380,19 +381,20 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
         """Adds a part to some rows or keys of a total, which is None before the first."""
         wide = sum_dtype(part.dtype)
         if is_capture(name):
-            return part if total is None else total.astype(wide) + part
+            return part if total is None else total.astype(wide) + part.astype(wide)
         if name == "bias" and operands[name].shape[-1] > 1:
             # It has rows of all queries, and the keys of the source.
             total = nothing(name, wide) if total is None else total
             first = source * step.shard.kv_len + (keys.start or 0)
             size = _size(keys, step.shard.kv_len)
             strip = lax.dynamic_slice_in_dim(total, first, size, total.ndim - 1)
-            strip = _put(strip, cut(strip, rows, -2) + part, rows, -2)
+            strip = _put(strip, cut(strip, rows, -2) + part.astype(wide), rows, -2)
             return lax.dynamic_update_slice_in_dim(total, strip, first, total.ndim - 1)
         where, axis = (keys, -3) if name in ("k", "v") else (rows, -2 if name == "bias" else -3)
         if total is None:
             return _put(nothing(name, part.dtype), part, where, axis)
-        return _put(total, cut(total, where, axis).astype(wide) + part, where, axis)
+        total = total.astype(wide)
+        return _put(total, cut(total, where, axis) + part.astype(wide), where, axis)
 
     def added(calls, own, totals, held, source):
         for rows, keys in calls:
@@ -464,6 +466,7 @@ def _put(x: jax.Array, new: jax.Array, part: slice, axis: int) -> jax.Array:
     axis %= x.ndim
     if part == ALL or x.shape[axis] == 1:
         return new
+    x = x.astype(new.dtype)
     parts = [lax.slice_in_dim(x, 0, part.start, axis=axis)] if part.start else []
     parts.append(new)
     if part.stop < x.shape[axis]:
