@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--once",
         action="store_true",
-        help="each test function with one set of parameters: of the kernels, if XLA has others",
+        help="each test function once for each of Flax's APIs: of the kernels, if XLA has others",
+    )
+    parser.addoption(
+        "--but",
+        default="$^",
+        metavar="REGEX",
+        help="beside --once: tests that keep all of their parameters",
     )
 
 
@@ -83,9 +90,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.once:
         return
-    chosen: dict[str, pytest.Item] = {}
+    whole = re.compile(config.option.but)
+    chosen: dict[tuple[str, str], pytest.Item] = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
+        function = item.nodeid.partition("[")[0], _parameters(item).get("api", "")
+        if whole.search(item.nodeid):
+            function = item.nodeid, ""
         if function not in chosen or _takes_xla(chosen[function]) > _takes_xla(item):
             chosen[function] = item
     kept = {*chosen.values()}
@@ -93,14 +103,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in kept]
 
 
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    has = isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    return item.callspec.params if has else {}
+
+
 def _takes_xla(item: pytest.Item) -> int:
     """2 for backend "xla", 1 where a GPU is needed, 0 otherwise."""
-    parameters = (
-        item.callspec.params.values()
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        else ()
-    )
-    names = {x for x in parameters if isinstance(x, str)}
+    names = {x for x in _parameters(item).values() if isinstance(x, str)}
     return 2 if "xla" in names else int("cuda" in names)
 
 
