@@ -310,12 +310,15 @@ def case_id(value: Case | str) -> str:
 
 
 def covering(
-    cases: Sequence[Case], ignored: Collection[str], valued: Collection[str] = ()
+    cases: Sequence[Case],
+    ignored: Collection[str],
+    valued: Collection[str] = (),
+    tile: int | None = None,
 ) -> list[Case]:
     """So many that every feature, and any two that meet in a case, meet in one that is kept.
 
     A feature is a field that is not at its default, for the fields in `valued` with its value;
-    and whether heads are grouped, and T is less or more than S.
+    and whether heads are grouped, and T is less or more than S, and either more than a tile.
     """
 
     def features(case: Case) -> set[tuple]:
@@ -327,6 +330,7 @@ def covering(
         }
         found |= {("grouped heads",)} if case.kv_heads != case.N else set()
         found |= {("cross", case.T < case.S)} if case.T != case.S else set()
+        found |= {("tiles",)} if tile is not None and max(case.T, case.S) > tile else set()
         return found | set(itertools.combinations(sorted({name for name, *_ in found}), 2))
 
     of = {case: features(case) for case in cases}

@@ -11,14 +11,14 @@ from ..compare import compare, refuses
 from ..conformance_cases import BY_NAME, CASES, VALUED, case_id, covering
 from ..conftest import with_backends
 
-# XLA makes its own code for each case, which is most of the suite's time. It gets those of several
-# tiles, and of the others so many that they cover the features.
-COVERING = covering(CASES, ignored={"H", "mask_density"}, valued=VALUED)
+# XLA makes its own code for each case, which is most of the suite's time. It gets so many that they
+# cover the features, several tiles among them.
+COVERING = covering(CASES, ignored={"H", "mask_density"}, valued=VALUED, tile=128)
 
 
 @pytest.mark.parametrize(
     ("backend", "case"),
-    with_backends(CASES, xla=lambda case: case in COVERING or max(case.T, case.S) > 128),
+    with_backends(CASES, xla=lambda case: case in COVERING),
     ids=case_id,
 )
 def test_case(case, backend):

@@ -292,7 +292,6 @@ TWO = ("outer", "inner")
 PROGRAMMED = [
     ("ring", "contiguous", FEATURES[1:], "cpu", NEAR, "seq"),
     ("ring", "zigzag", FEATURES[:1], "xla", CAUSAL, "seq"),
-    ("ring", "zigzag", FEATURES[1:], "cpu", (), "seq"),
     ("ring", "zigzag", FEATURES[1:], "cpu", CAUSAL, TWO),
     ("ring", "striped", FEATURES[:1], "xla", (), TWO),
     ("all_gather", "contiguous", FEATURES[:2], "xla", NEAR, "seq"),
