@@ -232,22 +232,26 @@ def test_rate_is_rounded_to_what_is_drawn(host_backend):
 
 
 @pytest.mark.skipif(fake_warp.COMPILER is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("rate", [2**-15, 0.1, 0.5, 0.96875, 31745 / 2**15, 0.99, 1 - 2**-15])
-def test_cuda_kernels_draw_the_pattern(rate, tmp_path):
+@pytest.mark.parametrize("drops_most", [False, True])
+def test_cuda_kernels_draw_the_pattern(drops_most: bool, tmp_path):
     """Their text, run on the host: rows that are queries, rows that are keys, single pairs."""
-    library = fake_warp.build(tmp_path, drops_most=rate > 31 / 32)
+    library = fake_warp.build(tmp_path, drops_most=drops_most)
     state = np.array([[[5, 6, n, b, 8, 16] for n in range(3)] for b in range(2)], np.uint32)
     batch, head, query, key = 1, 2, 16 * 3, 16 * 5
-    got = np.ones((3, 64, 64), np.float32)
-    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (state, *got)]
-    threshold = round(rate * 2**15) * 0x10001
-    library.RunDropout(
-        pointers[0], 3, ctypes.c_uint32(threshold), batch, head, query, key, *pointers[1:]
-    )
-    query, key = 32 + query, 64 + key
-    keep = numpy_oracle.dropout_keep((5, 6), rate, batch, head, query + 64, key + 64)
-    keep = keep[query:, key:]
-    by_query, by_key, by_pair = got
-    np.testing.assert_array_equal(by_query[:16], keep[:16])
-    np.testing.assert_array_equal(by_key[:, :16], np.where(keep[:, :16], 1, -1))
-    np.testing.assert_array_equal(by_pair, keep)
+    few, most = (2**-15, 0.1, 0.5, 0.96875), (31745 / 2**15, 0.99, 1 - 2**-15)
+    for rate in most if drops_most else few:
+        assert drops_most == (rate > 31 / 32)
+        got = np.ones((3, 64, 64), np.float32)
+        pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (state, *got)]
+        threshold = round(rate * 2**15) * 0x10001
+        library.RunDropout(
+            pointers[0], 3, ctypes.c_uint32(threshold), batch, head, query, key, *pointers[1:]
+        )
+        rows, columns = 32 + query, 64 + key
+        keep = numpy_oracle.dropout_keep((5, 6), rate, batch, head, rows + 64, columns + 64)
+        keep = keep[rows:, columns:]
+        by_query, by_key, by_pair = got
+        np.testing.assert_array_equal(by_query[:16], keep[:16], err_msg=str(rate))
+        want = np.where(keep[:, :16], 1, -1)
+        np.testing.assert_array_equal(by_key[:, :16], want, err_msg=str(rate))
+        np.testing.assert_array_equal(by_pair, keep, err_msg=str(rate))

@@ -44,9 +44,12 @@ def temporary_bytes(*arguments, **options) -> int:
 CALLS = {
     "plain": {},
     "causal": {"is_causal": True},
-    "window": {"local_window_size": (700, 5)},
-    "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
-    "softcap": {"softcap": 3.0},
+    "window, softcap, dropout": {
+        "local_window_size": (700, 5),
+        "softcap": 3.0,
+        "dropout_rate": 0.1,
+        "dropout_key": jax.random.key(0),
+    },
 }
 
 

@@ -43,7 +43,7 @@ def attend(q, k, v, **options):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", [1, 5, 63, 192, 1024, 1030])
+@pytest.mark.parametrize("length", [1, 63, 1030])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_error_is_that_of_plain_attention(dtype, length, causal):
     q, k, v = (draw((1, length, 2, 64), dtype, seed) for seed in range(3))
