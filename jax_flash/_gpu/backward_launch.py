@@ -1,7 +1,7 @@
 """What the backward kernels of every family take, and the launches around the main kernel.
 
-A family's BackwardTiling has the numbers; that of `sm90/backward.py` says what they mean. Read
-next: cuda/kernels/backward_common.cuh.
+A family's BackwardTiling has the numbers; that of `sm90/backward_tiling.py` says what they mean.
+Read next: cuda/kernels/backward_common.cuh.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, refuse_functions
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.plan import Number, Plan
-from jax_flash._gpu.sm90.backward import BackwardTiling, choose_backward
+from jax_flash._gpu.sm90.backward import choose_backward
 from jax_flash._gpu.sm90.backward_launch import backward_launch
 from jax_flash._gpu.sm90.backward_schedule import backward_constants
+from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
 from jax_flash._gpu.sm90.forward import choose_forward
 from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants

@@ -1,7 +1,7 @@
-"""Owns how the backward kernels for Hopper run a problem: their tilings, and which one is taken.
+"""Owns which tiling the backward kernels for Hopper run a problem by.
 
 Numbers without a reason are the fastest that were measured: docs/decisions.md tells how. Read next:
-cuda/kernels/sm90/backward.cuh, backward_wide.cuh for wide heads.
+backward_tiling.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jax_flash._gpu import emit
-from jax_flash._gpu.fields import Scratch
-from jax_flash._gpu.sm90.backward_launch import backward_params
+from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
 from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import (
@@ -34,108 +33,6 @@ from jax_flash._gpu.workspaces import (
     spare,
 )
 from jax_flash._problem import Problem, Shapes
-
-
-@dataclasses.dataclass(frozen=True)
-class BackwardTiling:
-    """How the backward kernels run a problem: constants compiled into them, launches."""
-
-    head_dim: int
-    value_dim: int
-    block_q: int  # queries of one block, a step of the walk
-    wide: bool  # the kernel for head dims beyond 128: two warpgroups share a block's products
-    tma_loads: bool = True  # as for the forward
-    stages: int = 2  # blocks of queries and of output gradients in flight
-    score_stages: int = 2  # buffers of score gradients
-    dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
-    compact: bool = False  # scratch arrays have the rows and columns that there are, no padding
-    outputs: int = 1  # buffers by which a warpgroup's dv and dk leave, narrow kernel: 1 or 2
-    reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
-    holds_draws: bool = False  # what dropout draws takes of keys alone is found once a unit
-    l2_heads: int = 1  # units of a block of keys that the schedule walks together
-    unit_heads: int = 0  # query heads of a unit, where a kv head has more: dk and dv are sums of
-    # several units'; 0: all
-    stores_dbias: bool = False  # the main kernel stores dS: no other score shares its bias
-    clears_dbias: bool = False  # and it may leave blocks out
-    dbias_rows: bool = False  # a CTA adds the dS of batch rows that share their bias
-    sum_ctas: int = 0  # that sum the gradient of a bias, where dS is not stored
-    dbias_heads: int = 0  # kv heads whose dS is stored at a time, as batch rows share their bias
-    bias_bytes: int = 0  # of an element of a bias that TMA loads beside the queries; 0: it does not
-    halves: bool = False  # as for the forward, wide kernel
-    ring_sets: int = 0  # sets of l2_heads whose sums of dq have a place at a time; 0: all at once
-    ring_lag: int = 0  # sets between the one that is added to and the one that is finished
-    pairs: bool = False  # two CTAs of a cluster make half of the columns of dq: backward_pairs.cuh
-
-    @property
-    def block_kv(self) -> int:
-        """Keys of one block."""
-        return 64 if self.wide else 128
-
-    @property
-    def source(self) -> str:
-        return f"{self.folder}/backward{'_wide' if self.wide and not self.halves else ''}.cuh"
-
-    @property
-    def beside(self) -> str:
-        return f"{self.folder}/backward_entries.cuh"
-
-    @property
-    def folder(self) -> str:
-        return "sm90_float32" if self.halves else "sm90"
-
-    @property
-    def dout_stages(self) -> int:
-        """Blocks of output gradients in flight: pairs of the widest have room for one."""
-        crowded = self.pairs and max(self.head_dim, self.value_dim) > 192
-        return 1 if crowded else self.stages
-
-    @property
-    def turn_parts(self) -> int:
-        """Parts of a query block's sum of dq that take turns of their own, deterministic mode."""
-        return 1 if self.wide else 2
-
-    @property
-    def threads(self) -> int:
-        return 512 if self.wide else 384
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA of the main kernel."""
-        head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
-        both = 128 * (head_boxes + value_boxes)
-        rows = -(-2 * self.stages * self.block_q * 4 // 1024) * 1024
-        scores = self.parts * self.score_stages * self.block_kv * self.block_q * 2
-        sums = 16384 if self.wide else 16384 * max(head_boxes, value_boxes)
-        sums *= self.outputs
-        biases = self.stages * self.block_q * self.block_kv * self.bias_bytes
-        tiles = self.parts * both * (self.block_kv + self.stages * self.block_q) + biases
-        ring = 33 * 1024 if self.ring_sets else 0
-        fixed = 2048 if self.halves else 1024
-        if self.pairs:
-            others = 8192 * (-(-head_boxes // 2) + self.score_stages)
-            spared = 128 * value_boxes * self.block_q * (self.stages - self.dout_stages)
-            return fixed + tiles + rows + scores + sums + others - spared
-        return fixed + tiles + rows + scores + sums + ring
-
-    @property
-    def parts(self) -> int:
-        """Planes of a tile."""
-        return 2 if self.halves else 1
-
-    @property
-    def sum_stages(self) -> int:
-        """Pairs of blocks in flight where that gradient is summed: two CTAs share the memory."""
-        return 2 if self.tma_loads and max(self.head_dim, self.value_dim) <= 64 else 1
-
-    @property
-    def bias_shared_bytes(self) -> int:
-        """Dynamic shared memory of a CTA that sums the gradient of a bias."""
-        both = boxes(self.head_dim) + boxes(self.value_dim)
-        return self.sum_stages * 128 * both * (self.block_kv + self.block_q) + 1024
-
-    def scratch(self, problem: Problem, shapes: Shapes) -> dict[str, Scratch]:
-        """Returns the scratch arrays of a pass without the gradient of a bias."""
-        return backward_params(problem, shapes, self).scratch()
 
 
 def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardTiling:

@@ -33,7 +33,7 @@ from jax_flash._gpu.workspaces import boxes
 from jax_flash._problem import Problem, Shapes
 
 if TYPE_CHECKING:
-    from jax_flash._gpu.sm90.backward import BackwardTiling
+    from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
 
 
 def backward_launch(call: Call, shapes: Shapes, tiling: BackwardTiling) -> Launch:

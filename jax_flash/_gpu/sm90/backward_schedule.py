@@ -9,7 +9,7 @@ from jax_flash._gpu import emit
 from jax_flash._gpu.backward_schedule import CommonSchedule
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.plan import Number
-from jax_flash._gpu.sm90.backward import BackwardTiling
+from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
 from jax_flash._gpu.traits import hides_sides
 from jax_flash._gpu.workspaces import boxes
 from jax_flash._problem import Problem, Shapes
