@@ -180,9 +180,9 @@ def test_three_warpgroups_at_wide_heads(case: Case, emulator: Emulator):
     "case",
     [
         C("ring", T=150, S=130, N=4, K=2, batch=(4,)),
-        C("ring 128", H=128, Hv=64, T=90, S=300, N=1, batch=(8,), scale=-0.3, dtype="float16"),
+        C("ring 128", H=128, Hv=64, T=90, S=300, N=1, batch=(10,), scale=-0.3, dtype="float16"),
         C("ring layout", T=140, S=260, N=4, K=2, batch=(4,), blocks=("11", 128), is_layout=True),
-        C("ring causal 128", H=128, T=130, S=100, N=4, batch=(3,), causal=True),
+        C("ring causal 128", H=128, T=130, S=100, N=4, batch=(4,), causal=True),
     ],
     ids=case_id,
 )  # fmt: skip

@@ -38,8 +38,6 @@ CHECKED += [f"--param=asan-{name}=0" for name in ("stack", "globals")]
 CHECKED += ["--param=asan-instrumentation-with-call-threshold=0"]
 OWN = ["-fno-gnu-unique", "-Wl,-Bsymbolic"]
 OWN += ["-nostdlib"]  # the machine has loaded what a kernel needs: a tenth of the time
-# Nothing is unwound: the machine leaves a kernel by longjmp. An eighth of the time.
-OWN += ["-fno-exceptions", "-fno-asynchronous-unwind-tables", "-fno-unwind-tables", "-fno-rtti"]
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 
