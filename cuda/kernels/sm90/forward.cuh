@@ -26,6 +26,7 @@
 //   bool kPingPong            warpgroups take turns at the tensor cores
 //   bool kDrains              the registers of the weights are free before a softmax: the product
 //                             with the values is waited for together with the scores
+//   bool kDrainsToHide        the same before a softmax of a block whose elements need tests
 //   int kProducerRegisters, kConsumerRegisters
 // and by flags: jax_flash/_gpu/sm90/forward_schedule.py says what each means, and why it is set.
 // Dynamic shared memory: kParts times kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)

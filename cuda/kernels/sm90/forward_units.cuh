@@ -241,6 +241,41 @@ struct Consumer : UnitResults {
     return kListsOwn ? ptx::uniform(unit().one.end) : last - walked().begin;
   }
 
+  // The next block's scores start before the current block's output, and the exponentials of the
+  // next block run beside it. With kWaits they wait for both products.
+  template <bool kWaits, Known kKnown>
+  __device__ __forceinline__ void step(int& accumulate) {
+    if constexpr (kWaits) {  // while the registers of the scores are free
+      wait_value();
+      sanitise_value(block);
+    }
+    if constexpr (kTakesLine && kLineAhead) fetch_line(next_block(unit()));
+    wait_key();
+    wait_turn();
+    begin_scores(scores);
+    if constexpr (kTakesLine && !kLineAhead) fetch_line(next_block(unit()));
+    if constexpr (!kWaits) {
+      wait_value();
+      sanitise_value(block);
+    }
+    begin_output(accumulate);
+    pass_turn();
+    fetch_terms(next_block(unit()), false);
+    accumulate = 1;
+    ptx::wgmma_wait<kWaits ? 0 : 1>();
+    if constexpr (kWaits) ptx::pin(output);
+    if (!kListsWhole) block = next_block(unit());
+    accept_scores();
+    release_scores();
+    const bool rescale = extend_softmax<kKnown>(scores);
+    draw_after();
+    ptx::wgmma_wait<0>();
+    operands.accept_output(output);
+    release_value();
+    if (rescale) rescale_output();
+    operands.pack(scores, dropped);
+  }
+
   __device__ __forceinline__ void run() {
     if constexpr (kPingPong) {
       if (warpgroup == kConsumers - 1) pass_turn();
@@ -260,38 +295,16 @@ struct Consumer : UnitResults {
       int accumulate = 0;
       if constexpr (Operands::kAddsBlocks) clear_output();
 
-      // Per block: the next block's scores start before this block's output, the exponentials
-      // of the next block run beside it.
       while (!is_last()) {
-        if constexpr (kDrains) {  // while the registers of the scores are free
-          wait_value();
-          sanitise_value(block);
+        if constexpr (kDrainsToHide) {
+          if (is_full(unit(), next_block(unit()))) {
+            step<false, kWhole>(accumulate);
+          } else {
+            step<true, kPartial>(accumulate);
+          }
+        } else {
+          step<kDrains, kUnknown>(accumulate);
         }
-        if constexpr (kTakesLine && kLineAhead) fetch_line(next_block(unit()));
-        wait_key();
-        wait_turn();
-        begin_scores(scores);
-        if constexpr (kTakesLine && !kLineAhead) fetch_line(next_block(unit()));
-        if constexpr (!kDrains) {
-          wait_value();
-          sanitise_value(block);
-        }
-        begin_output(accumulate);
-        pass_turn();
-        fetch_terms(next_block(unit()), false);
-        accumulate = 1;
-        ptx::wgmma_wait<kDrains ? 0 : 1>();
-        if constexpr (kDrains) ptx::pin(output);
-        if (!kListsWhole) block = next_block(unit());
-        accept_scores();
-        release_scores();
-        const bool rescale = extend_softmax(scores);
-        draw_after();
-        ptx::wgmma_wait<0>();
-        operands.accept_output(output);
-        release_value();
-        if (rescale) rescale_output();
-        operands.pack(scores, dropped);
       }
 
       // The last block's output. If the next unit's Q and K are here, its first scores run beside

@@ -348,8 +348,9 @@ struct RowWalk {
     const int begin = kFades ? ptx::uniform(t.own.begin) : 0;
     return kBeginsNear && block == begin ? ptx::uniform(t.own.end) - 1 : block - 1;
   }
-  // Does the block need no test of its elements?
-  __device__ __forceinline__ bool is_full(const UnitInfo& t) const {
+  // Does the current block need no test of its elements, or another one of the unit?
+  __device__ __forceinline__ bool is_full(const UnitInfo& t) const { return is_full(t, block); }
+  __device__ __forceinline__ bool is_full(const UnitInfo& t, int block) const {
     const Range untested = kHoldsFull ? full : t.full;
     if (kListsWhole && !whole) return false;
     if (kWholeIsFull) return true;

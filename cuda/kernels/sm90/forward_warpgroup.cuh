@@ -239,6 +239,10 @@ struct WarpgroupProducts : WarpgroupState {
   }
 };
 
+// What is known of a later block when its products start: with kDrainsToHide, whether its elements
+// need tests.
+enum Known { kUnknown, kWhole, kPartial };
+
 // Scores to weights.
 struct Warpgroup : WarpgroupProducts {
   // Masks the first kCount of `scores`; with kInFlight beside wgmma.
@@ -317,7 +321,15 @@ struct Warpgroup : WarpgroupProducts {
       return Alone{};
     }
   }
-  __device__ __forceinline__ bool later_is_full() const { return kLaterAreFull || is_full(unit()); }
+  template <Known kKnown>
+  __device__ __forceinline__ bool later_is_full() const {
+    if constexpr (kKnown != kUnknown) return kKnown == kWhole;
+    return kLaterAreFull || is_full(unit());
+  }
+  template <Known kKnown>
+  __device__ __forceinline__ void mask_later(Scores& scores) const {
+    if (!later_is_full<kKnown>()) mask_scores<kBlockKV / 2, kKnown != kPartial>(scores);
+  }
   // Weights of the unit's first block. Half of the warps see half of a diagonal one.
   __device__ __forceinline__ void start_softmax(Scores& scores) {
     apply_terms(scores);
@@ -331,20 +343,21 @@ struct Warpgroup : WarpgroupProducts {
     searches = !softmax.is_started() || is_again(unit().number);
   }
   // Weights of a later block. True: `correction` has to be applied to the output.
+  template <Known kKnown>
   __device__ __forceinline__ bool extend_softmax(Scores& scores) {
     bool rescale;
     if constexpr (kLeavesCap) {
       OddFactor factor = whole_factor(p);
-      if (later_is_full() && !searches) {
+      if (later_is_full<kKnown>() && !searches) {
         factor = score_factor(p, scores);
       } else {
         apply_terms(scores);
-        if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
+        mask_later<kKnown>(scores);
       }
       rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, factor, searches, correction,
                                          among_exponentials());
     } else if constexpr (kSharesLine) {
-      const bool straight = later_is_full() && !searches && UnitLine::is_one();
+      const bool straight = later_is_full<kKnown>() && !searches && UnitLine::is_one();
       const LineFactor<kScoreIsLevel> line = UnitLine::factor();
       float lowered = 0.0f;
       if (straight && softmax.lower_along(line.step, lowered)) {
@@ -354,7 +367,7 @@ struct Warpgroup : WarpgroupProducts {
                                            among_exponentials());
       } else {
         apply_terms(scores);
-        if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
+        mask_later<kKnown>(scores);
         rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, searches, correction,
                                            among_exponentials());
       }
@@ -368,18 +381,18 @@ struct Warpgroup : WarpgroupProducts {
       }
     } else if constexpr (kTakesLine) {
       LineFactor<kScoreIsLevel> factor{p.scale_log2};
-      if (later_is_full() && !searches && UnitLine::is_one()) {
+      if (later_is_full<kKnown>() && !searches && UnitLine::is_one()) {
         add_bias(scores);
         factor = UnitLine::factor();
       } else {
         apply_terms(scores);
-        if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
+        mask_later<kKnown>(scores);
       }
       rescale = softmax.extend<kAsksRow>(scores, p.scale_log2, factor, searches, correction,
                                          among_exponentials());
     } else {
       apply_terms(scores);
-      if (!later_is_full()) mask_scores<kBlockKV / 2, true>(scores);
+      mask_later<kKnown>(scores);
       rescale = softmax.extend<kAsksRow>(scores, operands.logit_scale(p), searches, correction,
                                          among_exponentials());
     }

@@ -41,6 +41,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kFades": tiling.fades,
         "kPingPong": tiling.ping_pong,
         "kDrains": tiling.drains,
+        "kDrainsToHide": tiling.drains_to_hide,
         "kBiasTiles": tiling.bias_bytes > 0,
         "kProducerRegisters": producer_registers,
         "kConsumerRegisters": consumer_registers,

@@ -25,6 +25,7 @@ class ForwardTiling:
     dynamic: bool = True  # units from an atomic counter, else in turn
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
     drains: bool = False  # a softmax waits for the product with the values before, too
+    drains_to_hide: bool = False  # likewise, where elements of a block need tests
     producer_registers: int = 24  # of a thread, with two consumer warpgroups: 24, 40 or 56
     l2_heads: int = 8  # heads that the schedule walks together, so that their keys stay in L2
     bias_bytes: int = 0  # of an element of a bias that TMA loads beside the keys; 0: it does not
