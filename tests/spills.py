@@ -75,6 +75,11 @@ CANDIDATES = {
         shapes={**_NARROW, "q_len": 520, "kv_len": 520},
     ),
     forward.THREE: _THREE,
+    forward.THREE_HIDE: dataclasses.replace(
+        _THREE,
+        traits="query_lengths key_value_lengths query_segments sinks plane_of_bias softcap left "
+        "right float16",
+    ),
     forward.THREE_DRAIN: _THREE,
     forward.THREE_WIDE: Candidate(
         "forward",

@@ -26,6 +26,12 @@ SPILLED: dict[str, tuple[str, ...]] = {
         "float16 plane_of_bias",
         "mask softcap",
     ),
+    "sm90 forward: three warpgroups that drain to hide": (
+        "key_value_lengths left",
+        "key_value_lengths query_segments",
+        "key_value_lengths softcap",
+        "query_segments softcap",
+    ),
     "sm90 forward: three warpgroups that drain": (
         "blocks_of_128 key_value_lengths",
         "blocks_of_128 mask",

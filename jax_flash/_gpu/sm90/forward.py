@@ -30,6 +30,7 @@ from jax_flash._problem import Problem, Shapes
 # Candidates that some terms make spill, as spills_table.py has them.
 TWO_TEAMS = "sm90 forward: two teams"
 THREE = "sm90 forward: three warpgroups"
+THREE_HIDE = "sm90 forward: three warpgroups that drain to hide"
 THREE_DRAIN = "sm90 forward: three warpgroups that drain"
 THREE_WIDE = "sm90 forward: three warpgroups, heads above 64"
 _LONG = 1536  # queries, and keys, from where they are faster
@@ -258,6 +259,11 @@ class _Forward:
         return self.widest <= 64 and self.packed_heads == 1 and timed and fits and not apart
 
     @property
+    def tests_few(self) -> bool:
+        """Of most blocks no element is tested, which is known when their products start."""
+        return self.may_be_three and not (self.problem.masked or self.is_mapped)
+
+    @property
     def is_long_function(self) -> bool:
         score = self.problem.score
         return score is not None and not emit.is_light(score)
@@ -380,6 +386,7 @@ _FORWARD = (
     _row(lambda x: x.may_be_three and not x.is_long_function, spills=THREE, **_OF_THREE),
     # 8 bytes are spilled of float16 when causal; two warpgroups take a fifth longer (bfloat16).
     _row(lambda x: x.may_be_three and x.has_bias_alone, drains=True, **_OF_THREE),
+    _row(lambda x: x.tests_few, spills=THREE_HIDE, drains_to_hide=True, **_OF_THREE),
     _row(lambda x: x.may_be_three, spills=THREE_DRAIN, drains=True, **_OF_THREE),
     _row(lambda x: x.widest <= 64, stages=4, query_stages=2),
     _row(lambda x: x.is_three_wide and x.block_kv == 80, consumers=3, stages=4, ping_pong=False),
