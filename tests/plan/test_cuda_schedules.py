@@ -101,7 +101,7 @@ FORWARD: Flags = {
     "kLateSeeMost": (True, ["causal", "causal positions", "blocks"], False, ["128", "mask"]),
     "kWholeIsFull": (True, ["blocks"], False, ["mask", "blocks causal", "blocks lengths"]),
     "kLaterAreFull": (True, ["blocks whole"], False, ["blocks", "blocks whole causal"]),
-    "kHoldsFull": (True, ["128"], False, ["segments", "positions", "lengths 64"]),
+    "kHoldsFull": (True, ["128"], False, ["segments", "positions", "left lengths 64"]),
     "kAsksLate": (True, ["causal", "mask"], False, ["128", "causal segments"]),
     "kQueriesLate": (True, ["blocks whole"], False, ["blocks", "blocks whole 64"]),
     "kQueriesInTurn": (True, ["blocks"], False, ["mask", "blocks 64"]),

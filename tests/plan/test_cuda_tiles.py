@@ -89,14 +89,18 @@ def test_terms_that_hold_registers_leave_two_warpgroups():
     lengths = {"terms": ("key_value_lengths",)}
     mask = {"terms": ("mask", "key_value_lengths")}
     dropout = {"terms": ("dropout_state",), "dropout_rate": 0.1}  # not timed
-    for change, consumers, drains in [
-        ({}, 3, False), ({"window": (128, 0)}, 3, False), (lengths, 3, True), (mask, 2, False),
-        (dropout, 2, False),
+    segments = {"terms": ("query_segments", "key_value_segments")}
+    left = {"window": (128, None)}
+    for change, consumers, drains, to_hide in [
+        ({}, 3, False, False), (left, 3, False, False), (lengths, 3, False, True),
+        (segments, 3, False, True), (lengths | left, 3, True, False), (mask, 2, False, False),
+        (dropout, 2, False, False),
     ]:  # fmt: skip
         problem = dataclasses.replace(PLAIN, **change)
         made = plan("forward", problem, replace_dims(64, 64))
         assert made.tiling.consumers == consumers, change
         assert made.constants["kDrains"] == drains, change
+        assert made.constants["kDrainsToHide"] == to_hide, change
         assert not plan("forward", problem).constants["kDrains"], change
 
 
