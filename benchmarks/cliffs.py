@@ -28,11 +28,17 @@ import argparse
 import dataclasses
 import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
+
+# cuDNN's attention in a CUDA graph of XLA ends the process (jax 0.11.2, "local_device_ordinal").
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=-CUDNN"
+)
 
 import jax
 import jax.numpy as jnp
