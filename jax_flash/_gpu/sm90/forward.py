@@ -260,7 +260,7 @@ class _Forward:
 
     @property
     def tests_few(self) -> bool:
-        """Of most blocks no element is tested, which is known when their products start."""
+        """Most blocks need no test of an element, which is known when their products start."""
         return self.may_be_three and not (self.problem.masked or self.is_mapped)
 
     @property
