@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_flash import _simplify
 from jax_flash._call import Call
-from jax_flash._gpu import carrier, decode, distances, emit, sm80, sm90, spec
+from jax_flash._gpu import carrier, decode, distances, emit, folding, sm80, sm90, spec
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.plan import Plan
 from jax_flash._gpu.spec import GpuSpec
@@ -29,6 +29,8 @@ __all__ = [
     "choose",
     "emit",
     "families",
+    "folded",
+    "folding",
     "padded",
     "plan",
     "plans",
@@ -75,6 +77,13 @@ def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
     return choose(call, shapes, gpu).plan(call, shapes, gpu, tiling)
 
 
+def folded(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, Shapes]:
+    """Returns the call that kernels take for one which `refuse` lets through: of longer rows."""
+    first, *others = calls(call, shapes, gpu)
+    rows = 1 if others else choose(first, shapes, gpu).folds(call, shapes, gpu)
+    return (call, shapes) if rows == 1 else folding.fold(call, shapes, rows)
+
+
 def calls(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, ...]:
     """Returns the calls that run a pass which `refuse` lets through, one after the other.
 
@@ -98,14 +107,18 @@ def padded(call: Call, shapes: Shapes, gpu: GpuSpec) -> Shapes:
 
 
 def plans(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Plan, ...]:
-    """Makes the plans of `calls`, for arrays of the sizes that `padded` says."""
-    taken = padded(call, shapes, gpu)
-    made = tuple(plan(x, taken, gpu) for x in calls(call, shapes, gpu))
-    if taken == shapes:
-        return made
-    dims = f"{shapes.head_dim}/{shapes.value_dim} to {taken.head_dim}/{taken.value_dim}"
-    note = f"copies of operands have head dims padded from {dims}"
-    return tuple(dataclasses.replace(x, notes=(*x.notes, note)) for x in made)
+    """Makes the plans of `calls`, for arrays of the sizes that `folded` and `padded` say."""
+    kernels, sizes = folded(call, shapes, gpu)
+    taken = padded(kernels, sizes, gpu)
+    made = tuple(plan(x, taken, gpu) for x in calls(kernels, sizes, gpu))
+    notes = []
+    if sizes != shapes:
+        rows = shapes.batch // sizes.batch
+        notes.append(f"{rows} batch rows of {shapes.q_len} positions are documents of one")
+    if taken != sizes:
+        dims = f"{shapes.head_dim}/{shapes.value_dim} to {taken.head_dim}/{taken.value_dim}"
+        notes.append(f"copies of operands have head dims padded from {dims}")
+    return tuple(dataclasses.replace(x, notes=(*x.notes, *notes)) for x in made)
 
 
 @contextlib.contextmanager

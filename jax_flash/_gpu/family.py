@@ -37,6 +37,10 @@ class Family(abc.ABC):
     def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
         """Makes the plan of a pass that `refuse` lets through, by a tiling (None: the chosen)."""
 
+    def folds(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> int:
+        """Counts the batch rows that its kernels take as one (folding.py)."""
+        return 1
+
     def padded(self, shapes: Shapes) -> Shapes:
         """Returns the sizes of the arrays that its kernels take, wider where a copy pays."""
         return shapes

@@ -22,7 +22,7 @@ from jax_flash._gpu.sm90.forward import choose_forward
 from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
-from jax_flash._gpu.sm90.hopper import tma_loads_of
+from jax_flash._gpu.sm90.hopper import multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import group_size, is_bare, is_highest, known
 from jax_flash._problem import Problem, Shapes
@@ -63,6 +63,25 @@ class Sm90(Family):
         reasons += [f"the CUDA kernels have no {TERMS[term].feature}" for term in absent]
         reasons += refuse_functions(call)
         return tuple(dict.fromkeys(reasons))
+
+    def folds(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> int:
+        """Rows that fill a block together, where there are more than run at once.
+
+        Queries of several heads fill a block of the forward pass as they are.
+        """
+        problem, batch, length = call.problem, shapes.batch, shapes.q_len
+        if not is_bare(problem) or problem.split or is_highest(problem) or problem.as_written:
+            return 1
+        if not all(isinstance(x, int) for x in dataclasses.astuple(shapes)[:7]):
+            return 1
+        forward = call.target == "forward"
+        packed = forward and group_size(shapes) > 1
+        rounds = batch * shapes.q_heads / multiprocessors(gpu)
+        if length != shapes.kv_len or length > _BLOCK or packed or rounds <= _ROUNDS:
+            return 1
+        rows = next(rows for rows in range(_BLOCK // length, 0, -1) if batch % rows == 0)
+        narrow = max(shapes.head_dim, shapes.value_dim) <= 64
+        return rows if rows >= (2 if narrow and not forward else 4) else 1
 
     def padded(self, shapes: Shapes) -> Shapes:
         """Pads heads to rows that TMA loads, where a row is read so often that its copy pays."""
@@ -120,4 +139,6 @@ def _constants(
 
 
 _PADDED_FROM = 1024  # rows that read a row
+_BLOCK = 128  # positions of the rows that are folded into one
+_ROUNDS = 2  # of units, of which folding spares some
 _LOADED_BY_WARPS = "rows loaded by warps: 8 does not divide both dims, as TMA needs"

@@ -264,6 +264,11 @@ class _Forward:
         return self.may_be_three and not (self.problem.masked or self.is_mapped)
 
     @property
+    def is_block_of_documents(self) -> bool:
+        """Rows of one block, as of short rows that are folded: those of 64 keys are 13 % faster."""
+        return self.has("query_segments") and known(self.shapes.kv_len, 4096) <= 128
+
+    @property
     def is_long_function(self) -> bool:
         score = self.problem.score
         return score is not None and not emit.is_light(score)
@@ -386,6 +391,12 @@ _FORWARD = (
     _row(lambda x: x.may_be_three and not x.is_long_function, spills=THREE, **_OF_THREE),
     # 8 bytes are spilled of float16 when causal; two warpgroups take a fifth longer (bfloat16).
     _row(lambda x: x.may_be_three and x.has_bias_alone, drains=True, **_OF_THREE),
+    _row(
+        lambda x: x.tests_few and x.is_block_of_documents,
+        spills=THREE_HIDE,
+        drains_to_hide=True,
+        **{**_OF_THREE, "block_kv": 64},
+    ),
     _row(lambda x: x.tests_few, spills=THREE_HIDE, drains_to_hide=True, **_OF_THREE),
     _row(lambda x: x.may_be_three, spills=THREE_DRAIN, drains=True, **_OF_THREE),
     _row(lambda x: x.widest <= 64, stages=4, query_stages=2),

@@ -1,0 +1,108 @@
+"""Short rows of a batch are run as documents of longer ones, where most of a block would be empty."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import _gpu, _native
+from jax_flash._gpu import folding
+from jax_flash._ops import passes
+from jax_flash._problem import Problem, Shapes
+
+needs_module = pytest.mark.skipif(
+    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
+)
+SHAPES = Shapes(1024, 16, 16, 16, 16, 64, 64)
+
+
+def rows(which: str, sizes: dict[str, Any], *, gpu: str = "H200", **of: Any) -> int:
+    problem = Problem(**{"dtype": "bfloat16", "scale": 0.1, **of})
+    call, shapes = passes(problem)[which], dataclasses.replace(SHAPES, **sizes)
+    taken, folded = _gpu.folded(call, shapes, _gpu.spec.GPUS[gpu])
+    assert (folded == shapes) == (taken == call)
+    assert folded.batch * folded.q_len == shapes.batch * shapes.q_len
+    return shapes.batch // folded.batch
+
+
+@pytest.mark.parametrize(
+    ("sizes", "forward", "backward"),
+    [
+        ({}, 8, 8),
+        ({"q_len": 32, "kv_len": 32}, 4, 4),
+        ({"q_len": 49, "kv_len": 49}, 1, 2),
+        ({"q_len": 49, "kv_len": 49, "head_dim": 128}, 1, 1),
+        ({"q_len": 65, "kv_len": 65}, 1, 1),
+        ({"q_len": 1, "kv_len": 1}, 128, 128),
+        ({"batch": 1021}, 1, 1),  # no rows divide it
+        ({"batch": 1022}, 7, 7),
+        ({"batch": 16}, 1, 1),  # each multiprocessor has few units as it is
+        ({"kv_len": 32}, 1, 1),
+        ({"kv_heads": 4}, 1, 8),  # queries of four heads fill a block
+    ],
+)
+def test_how_many(sizes: dict[str, Any], forward: int, backward: int):
+    assert rows("forward", sizes) == forward
+    assert rows("backward", sizes) == backward
+
+
+def test_plain_calls_alone():
+    for change in (
+        {"softcap": 30.0}, {"terms": ("sinks",)}, {"dtype": "float32"}, {"as_written": True}
+    ):  # fmt: skip
+        assert rows("forward", {}, **change) == 1
+    assert rows("backward", {}, window=(3, 0), deterministic=True, dtype="float16") == 8
+    assert rows("forward", {}, gpu="A100") == 1
+
+
+@needs_module
+def test_program():
+    q = jax.ShapeDtypeStruct((4, 256, 16, 16, 64), jnp.bfloat16)
+
+    def loss(q, k, v):
+        out, lse = jax_flash.flash_attention(q, k, v, is_causal=True, return_lse=True)
+        return jnp.sum(out) + jnp.sum(lse)
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, q, q)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    assert [x.shape for x in jax.tree.leaves(lowered.out_info)] == [q.shape] * 3
+    calls = [line for line in lowered.as_text().splitlines() if "@jax_flash_cuda" in line]
+    assert len(calls) == 2
+    for line in calls:
+        assert "tensor<128x128x16x64xbf16>" in line
+        assert "tensor<128x16x128xf32>" in line
+        assert "tensor<128x128xi32>" in line
+
+
+@needs_module
+def test_explanation_says_so():
+    q = jax.ShapeDtypeStruct((1024, 16, 16, 64), jnp.bfloat16)
+    text = str(jax_flash.explain(q, q, q, gpu="H200"))
+    assert text.count("8 batch rows of 16 positions are documents of one") == 2
+
+
+def test_values_are_the_same():
+    """What folding makes of operands and results, by float64 of "xla"."""
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(0), 5)
+        q, dout = (jax.random.normal(x, (2, 3, 5, 4, 8), jnp.float64) for x in keys[:2])
+        k, v = (jax.random.normal(x, (2, 3, 5, 2, 8), jnp.float64) for x in keys[2:4])
+        dlse = jax.random.normal(keys[4], (2, 3, 4, 5), jnp.float64)
+        problem = Problem("float64", scale=0.3, window=(None, 0))
+        shapes = Shapes(6, 5, 5, 4, 2, 8, 8)
+        named = {"q": q, "k": k, "v": v}
+        for which, call in passes(problem, backend="xla", with_dlse=True).items():
+            taken, sizes = folding.fold(call, shapes, 3)
+            operands = folding.fold_operands(taken, named, sizes)
+            assert operands["q"].shape == (2, 15, 4, 8)
+            wanted = call.blockwise(*(named[name] for name in call.operands))
+            found = taken.blockwise(*operands.values())
+            for name, got, want in zip(call.results, found, wanted, strict=True):
+                got = folding.unfold(taken, name, got, want.shape)
+                np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12, err_msg=name)
+            if which == "forward":
+                named |= dict(zip(call.results, wanted, strict=True)) | {"dout": dout, "dlse": dlse}
