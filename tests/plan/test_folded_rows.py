@@ -1,4 +1,4 @@
-"""Short rows of a batch are run as documents of longer ones, where most of a block would be empty."""
+"""Short rows of a batch run as documents of longer ones, where most of a block would be empty."""
 
 import dataclasses
 from typing import Any
