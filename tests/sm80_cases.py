@@ -68,8 +68,6 @@ GRADIENTS = (
        deterministic=True)),
     ("L4", C("head dim 256, positions", H=256, T=130, S=100, N=1, positions="permuted",
        window=(90, 5), deterministic=True)),
-    ("L4", C("score gate dropout", score="gate", H=128, T=70, S=90, N=2, K=1, dropout=0.2,
-        bias="1nts", causal=True)),
     ("A100", C("score gate wide", score="gate", H=160, Hv=136, T=70, S=90, dropout=0.3, causal=True,
         mask="b1ts", bias="11ts", sinks=True, dtype="float16")),
     ("RTX 5090", C("head dim 33 value 7", H=33, Hv=7, T=70, S=90, N=4, K=2, dropout=0.4,
