@@ -32,7 +32,6 @@ WITH_A_WINDOW: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("host_backend", ["xla", pytest.param("cpu", marks=pytest.mark.quick)])
 def test_a_window_is_read_in_place_of_the_arrays(host_backend):
     q, k, v = qkv()
     m = jax_flash.block_mask(masks.sliding_window(9, 4), q_len=T, kv_len=S, block=16)

@@ -22,7 +22,6 @@ from ..small import close
 from .masked_calls import DOCUMENTS, S, T, lattice, qkv
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("heads", [None, 3])
 def test_a_function_is_evaluated_everywhere(batch, heads):

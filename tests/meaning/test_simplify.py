@@ -272,7 +272,6 @@ def test_jit_traces_anew_where_it_changes_and_a_trace_keeps_it():
             assert plan.constants["kScoreIsLine"] == on, name
 
 
-@pytest.mark.quick
 def test_block_masks_made_under_it_are_blocks():
     for function in (masks.causal(), CHUNKS):
         with _simplify.as_written():

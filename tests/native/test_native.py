@@ -17,8 +17,6 @@ import jax_flash
 from jax_flash import _native, _terms, _version
 from jax_flash._problem import Problem
 
-pytestmark = pytest.mark.quick
-
 PRELUDE = """
 import sys, types
 import numpy as np
@@ -67,12 +65,14 @@ def run_without_kernels(setup: str, folder: Path, *options: str) -> str:
     return result.stdout
 
 
+@pytest.mark.quick
 def test_kernels_of_this_build_are_available():
     assert _native.available("cpu") is None
     if sys.platform == "linux":
         assert _native.available("cuda") is None
 
 
+@pytest.mark.quick
 def test_the_version_is_that_of_the_build():
     place = str(Path(_version.__file__).parents[1])
     built = [d.version for d in importlib.metadata.distributions(name="jax_flash", path=[place])]
@@ -80,12 +80,14 @@ def test_the_version_is_that_of_the_build():
     assert built or jax_flash.__version__ == "0.0"  # of a checkout
 
 
+@pytest.mark.quick
 def test_a_missing_module_leaves_xla(tmp_path: Path):
     reason = run_without_kernels('sys.modules["jax_flash._ext"] = None', tmp_path)
     assert "jax_flash._ext is missing" in reason
     assert "pip install" in reason or "cmake --build" in reason  # the latter in a checkout
 
 
+@pytest.mark.quick
 def test_a_module_of_another_version_leaves_xla(tmp_path: Path):
     reason = run_without_kernels(
         STALE.format(version="0.0.0", ffi_version=(0, 1), terms=TERMS), tmp_path
@@ -120,6 +122,7 @@ def test_a_module_that_reads_a_term_otherwise_leaves_xla(tmp_path: Path):
     assert "pip install" in reason
 
 
+@pytest.mark.quick
 def test_a_module_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch):
     def refuse(name: str) -> ModuleType:
         raise ImportError(f"{name}: undefined symbol: spam")
@@ -131,6 +134,7 @@ def test_a_module_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch):
     assert "pip install" in reasons["cuda"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("built", "installed", "fits"),
     [
@@ -146,12 +150,14 @@ def test_an_older_ffi_version_fits(built, installed, fits):
     assert (_native.misfit(module, installed) is None) == fits
 
 
+@pytest.mark.quick
 def test_the_ffi_version_of_jaxlib_is_read():
     version = _native._installed_ffi_version()
     assert version is not None
     assert (0, 3) <= version < (1, 0)
 
 
+@pytest.mark.quick
 def test_the_kernels_travel_with_the_package():
     sources = _native.kernel_sources()
     included = {name for text in sources.values() for name in re.findall('#include "(.*)"', text)}
@@ -159,6 +165,7 @@ def test_the_kernels_travel_with_the_package():
     assert included <= set(sources)
 
 
+@pytest.mark.quick
 def test_a_build_without_cuda_reads_the_kernels_too(monkeypatch: pytest.MonkeyPatch):
     built = (SimpleNamespace(), {"cuda": "this build of jax_flash has no cuda kernels"})
     monkeypatch.setattr(_native, "_load", lambda: built)  # as on macOS
@@ -196,12 +203,14 @@ def run_handler(
         jax.block_until_ready(call(q, k, k, *terms, problem=attribute))
 
 
+@pytest.mark.quick
 def test_the_handler_takes_ones_where_the_table_says():
     run_handler()
     run_handler(bias=((1, 1, 1, 1), "bfloat16"), mask=((1, 4, 1, 5), "bool"))
     run_handler(sinks=((1, 4), "float32"))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "shape", "dtype", "error"),
     [
@@ -231,12 +240,14 @@ def test_the_handler_refuses_terms_that_are_not_those_of_the_table(name, shape, 
         run_handler(**{name: (shape, dtype)})
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["query_segments", "key_value_positions"])
 def test_the_handler_refuses_one_of_a_pair(name):
     with pytest.raises(jax.errors.JaxRuntimeError, match="come together"):
         run_handler(without=(name,))
 
 
+@pytest.mark.quick
 def test_the_handler_refuses_positions_that_are_aligned():
     with pytest.raises(jax.errors.JaxRuntimeError, match="bottom_right with positions"):
         run_handler(bottom_right=True)

@@ -59,7 +59,6 @@ def test_a_family_may_be_preferred():
         pass
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("arch", _gpu.sm80.Sm80.architectures)
 def test_backward_tilings_since_ampere_fit(arch: str):
     gpu = dataclasses.replace(H200, name=arch, arch=arch)

@@ -19,22 +19,24 @@ from .. import numpy_oracle
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text())
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.skipif(not PAGES, reason="needs the checkout's docs/"),
-]
+pytestmark = pytest.mark.skipif(not PAGES, reason="needs the checkout's docs/")
 
 
 def examples(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(x, marks=[pytest.mark.quick] * (x.stem == "index")) for x in PAGES],
+    ids=[page.stem for page in PAGES],
+)
 def test_the_examples_run(page: Path):
     for example in examples(page):
         exec(compile(example, str(page), "exec"), {})
 
 
+@pytest.mark.quick
 def test_the_reference_has_every_public_name():
     page = (ROOT / "docs" / "reference.md").read_text()
     named = set(re.findall(r"^::: jax_flash\.(\w+)$", page, re.MULTILINE))
@@ -56,6 +58,7 @@ def _markdown() -> list[tuple[str, list[str]]]:
     return [(name, text.splitlines()) for name, text in texts]
 
 
+@pytest.mark.quick
 def test_decisions_are_of_constants_that_there_are():
     """A row of docs/decisions.md goes with its constant; the page stays short and unsearched."""
     page = (ROOT / "docs" / "decisions.md").read_text()
@@ -74,6 +77,7 @@ def test_decisions_are_of_constants_that_there_are():
     assert {x for x in named if x.rstrip("*").split("/")[-1] not in known} == set()
 
 
+@pytest.mark.quick
 def test_no_line_of_a_paragraph_begins_with_markup():
     """ "512." where a line begins would be an item of a list, "- " after a sentence no item."""
     wrong, number = [], 0
@@ -92,6 +96,7 @@ def test_no_line_of_a_paragraph_begins_with_markup():
     assert not wrong
 
 
+@pytest.mark.quick
 def test_no_section_of_a_docstring_begins_beside_its_name():
     """Text after "Returns:" is a heading's where the next line belongs to it."""
     wrong = []
