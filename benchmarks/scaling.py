@@ -108,27 +108,21 @@ class Model:
         """Returns the time of a forward and a backward pass.
 
         A device has as much to do with its own keys as with those of each hop, and keys that travel
-        both ways share its bandwidth. In the backward pass, with 2.5 times the operations,
-        gradients travel behind the keys and home, the last of them when nothing is left to do.
+        both ways share its bandwidth. In the backward pass, with 2.5 times the operations, the
+        gradients of each step travel home, those of the last when nothing is left to do.
         """
         if devices == 1:
             return cell.operations(1) / self.rate
         step, hops = cell.operations(devices) / 3.5 / devices / self.rate, devices - 1
-        home = self.gradients(cell, max(around(devices)))[-1]
-        behind = (self.sent(cell, devices) - home) / hops - 2 * cell.keys
-        total = home / self.bandwidth + self.latency
-        for compute, data in ((step, cell.keys), (2.5 * step, cell.keys + behind)):
-            total += compute + hops * max(compute, data / self.bandwidth + self.latency)
-        return total
-
-    def gradients(self, cell: Cell, hops: int) -> list[float]:
-        """Bytes of the gradients of a way's keys, by hop: those of one step are not wider."""
-        return [cell.keys if hop == 0 else cell.keys * 4 / cell.item for hop in range(hops)]
+        link = cell.keys / self.bandwidth + self.latency
+        forward = step + hops * max(step, link)
+        # Gradients go home beside the step after: none beside the first, the last beside nothing.
+        backward = 2.5 * step + max(2.5 * step, link) + (hops - 1) * max(2.5 * step, 2 * link)
+        return forward + backward + link
 
     def sent(self, cell: Cell, devices: int) -> float:
-        """Bytes that a device sends."""
-        ways = [sum(self.gradients(cell, hops)) for hops in around(devices)]
-        return (devices - 1) * 2 * cell.keys + sum(ways)
+        """Bytes that a device sends: keys and values twice, and their gradients."""
+        return (devices - 1) * 3 * cell.keys
 
 
 def around(devices: int) -> tuple[int, int]:
@@ -159,11 +153,7 @@ def link_of(mesh: Mesh) -> Callable[..., Any]:
         return tree
 
     def sent_home(tree, way, hops):
-        for hop in range(hops):
-            if hop == 1:
-                tree = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-            tree = ring.send(tree, "seq", devices, -way * hops if hop == hops - 1 else way)
-        return tree
+        return [ring.send(tree, "seq", devices, -way * hop) for hop in range(1, hops + 1)]
 
     @jax.shard_map(mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))
     def link(k, v):

@@ -6,9 +6,9 @@ far as some query sees. Each hop is sent before the kernels of the hop before it
 unrolled, so that XLA overlaps the two. What a device cannot see of the keys that arrive, by where
 they stand, it does not compute: whole shards, or halves of them in order "zigzag".
 
-The derivative is a ring of its own: keys and values travel the same way, and their gradients behind
-them, then home. Each step's kernels get out and lse over all keys, so that its weights are those of
-the whole softmax: no step keeps anything for the backward pass.
+The derivative is a ring of its own: keys and values travel the same way, and the gradients of each
+step go straight home. Each step's kernels get out and lse over all keys, so that its weights are
+those of the whole softmax: no step keeps anything for the backward pass.
 
 Sums of several steps are in float32. Results of one step have the dtype that the kernels gave them,
 so that fewer bytes travel, and are read and written between steps.
@@ -18,7 +18,7 @@ Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (arXiv:2310.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -137,11 +137,6 @@ class Reach:
         ]
         return min(splits, key=lambda split: (max(split), sum(split)))
 
-    @property
-    def left(self) -> range:
-        """How many steps come after each of them, down to 0."""
-        return range(sum(self.hops()) - 1, -1, -1)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
@@ -246,25 +241,24 @@ class _Step:
         return problem, [q, *(cut(held[name], keys, -3) for name in ("k", "v"))], given
 
 
-def _travel(
-    ring: _Ring, held: Operands, behind: Callable[[int], None] = lambda way: None
-) -> Iterator[tuple[int, Operands, Any]]:
-    """Sends keys around: yields the way they came, what arrived, and whose it is.
+def _travel(ring: _Ring, held: Operands, state: Any, step: Callable[..., Any]) -> Any:
+    """Sends keys around, and returns the state after `step(state, by, last, keys, source)` of each.
 
-    `behind(way)` sends what follows them, before the device computes with what arrived.
+    Keys came `by` ranks from the device `source`. They go on while a step computes with them.
     """
     rank, n = lax.axis_index(ring.axis), ring.layout.shards
     ways = {way: hops for way, hops in zip((1, -1), ring.reach.hops(), strict=True) if hops}
     arriving = {way: send(held, ring.axis, n, way) for way in ways}
-    for hop in range(1, max(ways.values(), default=0) + 1):
-        arrived = {way: arriving[way] for way, hops in ways.items() if hop <= hops}
-        for way in arrived:
-            if hop < ways[way]:
-                arriving[way] = send(arrived[way], ring.axis, n, way)
-            if hop > 1:
-                behind(way)
-        for way, keys in arrived.items():
-            yield way, keys, (rank - way * hop) % n
+    order = [(hop, way) for hop in range(1, n) for way in ways if hop <= ways[way]]
+    for hop, way in order:
+        # Else XLA sends all hops ahead of the first kernel, and devices hold the keys of all.
+        arriving, state = lax.optimization_barrier((arriving, state))
+        keys = arriving.pop(way)
+        if hop < ways[way]:
+            arriving[way] = send(keys, ring.axis, n, way)
+        last = (hop, way) == order[-1]
+        state = step(state, way * hop, last, keys, (rank - way * hop) % n)
+    return state
 
 
 def send(tree: Any, axis: Any, shards: int, by: int) -> Any:
@@ -308,12 +302,14 @@ def _forward(ring: _Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
         result = merged(step.calls(ALL, ALL, own=True), True, dtype, nothing, held, step.rank)
     else:
         result = compute(held, step.rank, True, ALL, ALL)
-    for left, (_, keys, source) in zip(ring.reach.left, _travel(ring, held), strict=True):
-        chosen = ring.reach.choose(step.rank, source)
+
+    def next_step(result, by, last, keys, source):
         # Wide between steps alone: the first reads, and the last writes, half of the bytes.
-        kind = dtype if left or "sinks" in operands else ring.problem.dtype
+        kind = ring.problem.dtype if last and "sinks" not in operands else dtype
         steps = [functools.partial(merged, calls, False, kind) for calls in ([], *pieces)]
-        result = _switch(chosen, steps, result, keys, source)
+        return _switch(ring.reach.choose(step.rank, source), steps, result, keys, source)
+
+    result = _travel(ring, held, result, next_step)
     out, lse = result
     if "sinks" in operands:
         sink = jnp.broadcast_to(operands["sinks"][..., None, :], lse.shape)
@@ -412,41 +408,42 @@ def _backward(ring: _Ring, operands: Operands, out, lse, dout, dlse, wanted) -> 
             for name, dtype in dtypes.items()
         }
 
-    # Else XLA takes what travelled in the forward pass, and all devices keep all keys until now.
+    # Else XLA takes what travelled in the forward pass, and all devices keep all keys until now, or
+    # it sends these keys ahead of the forward kernels.
     held = {name: operands[name] for name in _TRAVELLING if name in operands}
-    held, dout = lax.optimization_barrier((held, dout))
-    travelling: dict[int, Operands] = {}
-    n = ring.layout.shards
-
-    def send_behind(way):
-        travelling[way] = send(travelling[way], ring.axis, n, way)
-
+    held, lse, dout = lax.optimization_barrier((held, lse, dout))
     calls = step.calls(ALL, ALL, own=True)
     own = added(calls, True, {}, held, step.rank)
     homes = tuple(name for name in made if name in ("k", "v"))
-    staying = {name: x for name, x in own.items() if name not in homes}
+    # What one call made needs no more than its own dtype, and what is complete neither.
+    narrow = () if step.shard.by_runs else homes
     pieces = [[], *(step.calls(*piece) for piece in ring.reach.pieces)]
-    for left, (way, keys, source) in zip(
-        ring.reach.left, _travel(ring, held, send_behind), strict=True
-    ):
-        # What one call made needs no more than its own dtype, and what is complete neither.
-        narrow = () if left else tuple(staying)
-        narrow += () if way in travelling or step.shard.by_runs else homes
-        dtypes = {
-            name: operands[name].dtype if name in narrow else sum_dtype(operands[name].dtype)
-            for name in made
-        }
+    under_way: list[Operands] = []
+
+    def summed(home, back):
+        for x in back:
+            home = {name: add(name, home[name], x[name], ALL, ALL, None) for name in home}
+        return home
+
+    def next_step(state, by, last, keys, source):
+        nonlocal under_way
+        staying, home, back = state
+        if len(back) > 1:  # two at once: the sum is read and written half as often
+            home, back = summed(home, back), []
+        dtypes = {name: sum_dtype(operands[name].dtype) for name in made}
+        dtypes |= {name: operands[name].dtype for name in (*narrow, *(staying if last else ()))}
         steps = [functools.partial(stepped, calls, dtypes) for calls in pieces]
-        chosen = ring.reach.choose(step.rank, source)
-        totals = _switch(chosen, steps, staying | travelling.get(way, {}), keys, source)
-        staying = {name: totals[name] for name in staying}
-        travelling[way] = {name: totals[name] for name in homes}
-    higher, lower = ring.reach.hops()
-    home: Operands = {}
-    for way, arrays in travelling.items():
-        back = send(arrays, ring.axis, n, -higher if way > 0 else lower)
-        home = {name: add(name, home.get(name), x, ALL, ALL, None) for name, x in back.items()}
-    home = {name: add(name, home.get(name), own[name], ALL, ALL, None) for name in homes}
+        totals = _switch(ring.reach.choose(step.rank, source), steps, staying, keys, source)
+        # What the step before has sent travels beside this one, and is there at its end.
+        parts = {name: totals[name] for name in homes}
+        parts, arrived = lax.optimization_barrier((parts, under_way))
+        under_way = [send(parts, ring.axis, ring.layout.shards, -by)]
+        return {name: totals[name] for name in staying}, home, back + arrived
+
+    staying = {name: x for name, x in own.items() if name not in homes}
+    home = {name: own[name] for name in homes}
+    staying, home, back = _travel(ring, held, (staying, home, []), next_step)
+    home = summed(home, back + under_way)
     totals = staying | home
     return gradients | {name: x.astype(operands[name].dtype) for name, x in totals.items()}
 

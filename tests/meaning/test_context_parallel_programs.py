@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -59,8 +60,8 @@ def with_forward_again(forward, both):
     return both if again else {PERMUTE: both[PERMUTE] - forward[PERMUTE]}
 
 
-def test_gradients_of_one_step_travel_in_their_own_dtype():
-    """Two of three hops are the first of a way; the other's sum, on its way home, is in float32."""
+def test_gradients_travel_in_their_own_dtype():
+    """Those of each step go home by themselves: no sum of several does, which is in float32."""
     ring = functools.partial(
         attention, axis_name="seq", strategy="ring", order="zigzag", is_causal=True, backend="cpu"
     )
@@ -72,7 +73,44 @@ def test_gradients_of_one_step_travel_in_their_own_dtype():
     with jax.set_mesh(mesh_with(seq=SHARDS)):
         text = jax.jit(gradients).lower(x, x, x).as_text()
     sent = collections.Counter(re.findall(r"collective_permute.*-> tensor<.*x(\w+)>", text))
-    assert sent == {"bf16": 6 + 6 + 4, "f32": 2}
+    assert sent == {"bf16": 6 + 6 + 6}
+
+
+def test_keys_go_on_beside_the_step_that_they_arrived_for():
+    """By what a permutation needs, no sooner: XLA's scheduler would begin with all of them."""
+    ring = functools.partial(attention, axis_name="seq", strategy="ring", order="zigzag")
+
+    def gradients(q, k, v, dout):
+        return jax.vjp(functools.partial(ring, is_causal=True), q, k, v)[1](dout)
+
+    x = jax.ShapeDtypeStruct((B, T, N, H), jnp.float32)
+    with jax.set_mesh(mesh_with(seq=SHARDS)):
+        jaxpr = jax.make_jaxpr(gradients)(x, x, x, x).jaxpr
+    sent: list[int] = []
+    count_calls(jaxpr, [0] * 4, sent)
+    # Either pass has four calls, of the own keys and of three steps. Keys leave both ways ahead of
+    # the first, the farther ones beside the second; gradients of each step behind it.
+    keys = [0] * 4 + [1] * 2
+    assert sorted(sent) == sorted([*keys, *(4 + x for x in (*keys, 2, 2, 3, 3, 4, 4))])
+
+
+def count_calls(jaxpr, given, sent):
+    """Returns of each result how many calls of kernels it needs; adds to `sent` of what is sent."""
+    counts = dict(zip(jaxpr.invars, given, strict=True))
+    for eqn in jaxpr.eqns:
+        needed = [counts.get(x, 0) for x in eqn.invars if not isinstance(x, Literal)]
+        made = [max(needed, default=0)] * len(eqn.outvars)
+        name = eqn.primitive.name
+        if name == "ppermute":
+            sent += made
+        elif name in ("flash_forward", "flash_backward", "cond"):
+            made = [x + 1 for x in made]
+        elif name in ("jit", "pjit", "shard_map"):
+            inner = eqn.params["jaxpr"]
+            given = [0 if isinstance(x, Literal) else counts.get(x, 0) for x in eqn.invars]
+            made = count_calls(getattr(inner, "jaxpr", inner), given, sent)
+        counts |= zip(eqn.outvars, made, strict=True)
+    return [0 if isinstance(x, Literal) else counts.get(x, 0) for x in jaxpr.outvars]
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])

@@ -1,8 +1,10 @@
 """The benchmarks' scripts: where they run, what they compare and tell; their numbers need a GPU."""
 
 import collections
+import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import runpy
@@ -25,6 +27,7 @@ from jax_flash import _gpu
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 
+from ..devices import mesh_with
 from .conftest import FOLDER
 
 
@@ -273,6 +276,19 @@ def test_a_training_step_has_one_devices_losses():
     assert float(rows["2", "2 x 64"][3].replace(",", "")) > 0
 
 
+def test_a_training_step_gathers_parameters_and_no_rows():
+    """Four rows over four devices, 1024 keys on each, of which a ring gathers none."""
+    sizes = {"heads": 2, "kv_heads": 2, "width": 32, "layers": 1, "vocabulary": 256}
+    config = dataclasses.replace(
+        scaling.train_gpt().PRESETS["1b3"], length=4096, batch=4, dtype="float32", **sizes
+    )
+    mesh = mesh_with(data=1, model=1, seq=4)
+    text = scaling.training_step(config, mesh)[0].compile().as_text()
+    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", text)
+    numbers = [math.prod(map(int, shape.split(","))) for shape in gathered]
+    assert 0 < max(numbers) <= config.vocabulary * config.width < 4 * config.length * config.width
+
+
 def test_a_profile_tells_how_much_of_the_link_is_hidden():
     def event(name, begin, end, pid=1):
         return {"ph": "X", "pid": pid, "name": name, "ts": begin, "dur": end - begin}
@@ -291,10 +307,8 @@ def test_the_model_of_a_ring_takes_the_longer_of_compute_and_link():
     for devices in (1, 2, 3, 8):
         operations = 3.5 * 4 * 4 * 10 * (devices * 1000) ** 2 / 2 / devices
         assert fast.seconds(cell, devices) == pytest.approx(operations / 1e9)
-        # Keys twice and gradients once for each hop, in float32 but for the first of either way;
-        # keys and values of 2 heads of 10.
-        narrow = min(2, devices - 1)
-        sent = ((devices - 1) * (2 * 2 + 4) - 2 * narrow) * 2 * 1000 * 2 * 10
+        # Keys twice and gradients once for each hop; keys and values of 2 heads of 10.
+        sent = (devices - 1) * 3 * 2 * 2 * 1000 * 2 * 10
         assert slow.seconds(cell, devices) == pytest.approx(sent / 1e9)
         assert slow.sent(cell, devices) == sent
     both = scaling.Model(1e9, 1e9, 1.0).seconds(cell, 2)
