@@ -1,6 +1,6 @@
 // Owns the interface of the CPU attention kernels: what to compute, on which arrays, with which
-// threads. Nothing here knows XLA. Read next: forward-inl.h, pairing-inl.h, decode-inl.h,
-// dispatch.cc.
+// threads. Nothing here knows XLA. Read next: forward-inl.h, pairing-inl.h, decode-tile-inl.h,
+// decode-inl.h, dispatch.cc.
 #ifndef JAX_FLASH_CPU_ATTENTION_H_
 #define JAX_FLASH_CPU_ATTENTION_H_
 

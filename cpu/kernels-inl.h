@@ -21,6 +21,8 @@
 //
 #include "cpu/backward-inl.h"
 //
+#include "cpu/decode-tile-inl.h"
+//
 #include "cpu/decode-inl.h"
 
 namespace jax_flash::cpu {
