@@ -2,7 +2,8 @@
 
     python benchmarks figures
 
-Charts are of what was measured (`measured`), drawings of plans and rules (`drawings`).
+Charts are of what was measured (`measured`), drawings of plans and rules (`drawings`,
+`divisions`).
 """
 
 from . import drawings, measured

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from figures import canvas, drawings, measured
+from figures import canvas, divisions, drawings, measured
 
 from .conftest import FOLDER
 
@@ -69,7 +69,7 @@ def test_drawn_products_follow_each_other(of: str):
 
 
 def test_drawn_ring_computes_what_causality_leaves():
-    steps = drawings.ring_steps(4, "zigzag")
+    steps = divisions.ring_steps(4, "zigzag")
     work = [0.0] * 4
     for _, devices in steps:
         for rank, (_, halves) in enumerate(devices):
