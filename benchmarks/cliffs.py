@@ -45,14 +45,13 @@ import jax.numpy as jnp
 import numpy as np
 from common import drawn, drawn_peers, machine, runs, shapes
 from common.drawn import Drawn
+from common.drawn_peers import structs
+from common.drawn_tables import KINDS, NEIGHBOUR, TITLES, WAYS, missing, summary, worst
 from common.shapes import Pass
 from tqdm import tqdm
 
-import jax_flash
-
 OURS, XLA = drawn_peers.OURS, drawn_peers.XLA
-NEIGHBOUR, UNDROPPED = "neighbour", "XLA without dropout"
-WORST = 20
+UNDROPPED = "XLA without dropout"
 FIRST, BATCH = 12, 60  # problems compiled before the first of them is measured: first, and later
 THREADS = 16
 HEAVY, HEAVY_THREADS = 1 << 28, 2  # scores that XLA's tuner may not allocate in all threads at once
@@ -63,9 +62,6 @@ FAR = 1.5  # times the best other: not measured in turns
 # Largest norm of an error, of that of the result, where each peer rounds in its own places.
 TOLERANCES = {"bfloat16": 0.04, "float16": 0.01, "float32": 0.01}
 LEAST = 1e-3  # norm of an element below which errors are absolute: no gradient where S is 1
-KINDS = ("program", "single")
-WAYS: tuple[tuple[str, Pass], ...] = tuple((kind, of) for kind in KINDS for of in shapes.PASSES)
-TITLES = {"forward": "forward", "training": "forward + backward"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,10 +220,6 @@ def compile_all(
 
 def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:160]
-
-
-def structs(call: Drawn) -> dict[str, jax.ShapeDtypeStruct]:
-    return {n: jax.ShapeDtypeStruct(s, dtype) for n, (s, dtype) in call.operands.items()}
 
 
 def step_of(call: Drawn, attend: Any, of: Pass) -> Any:
@@ -469,98 +461,7 @@ def time_in_turns(
     return each, failed
 
 
-# ---- tables --------------------------------------------------------------------------------------
-
-
-def ratios(record: Mapping[str, Any], way: str) -> tuple[float | None, str | None, float | None]:
-    """Returns the best other's time over ours, whose it is, and our neighbour's over ours."""
-    ms = record["ms"][way]
-    ours = ms.get(OURS)
-    if ours is None:
-        return None, None, None
-    others = {name: x for name, x in ms.items() if name not in (OURS, NEIGHBOUR)}
-    best = min(others, key=lambda name: others[name], default=None)
-    beside = None if best is None else others[best] / ours
-    return beside, best, ms[NEIGHBOUR] / ours if NEIGHBOUR in ms else None
-
-
-def summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """Writes a row for each way."""
-    lines = [
-        "| way | problems | best other / ours | lowest | below 1 | round sizes / ours | lowest |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for kind, of in WAYS:
-        found = [ratios(record, f"{kind} {of}") for record in records]
-        beside = [x for x, _, _ in found if x is not None]
-        near = [x for _, _, x in found if x is not None]
-        cells = [f"{kind}, {TITLES[of]}", str(len(beside))]
-        cells += [*mean_and_lowest(beside), str(sum(x < 1 for x in beside))]
-        cells += mean_and_lowest(near)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def mean_and_lowest(found: Sequence[float]) -> list[str]:
-    if not found:
-        return ["", ""]
-    mean = math.exp(statistics.fmean(map(math.log, found)))
-    return [f"{mean:.3f}", f"{min(found):.3f}"]
-
-
-def worst(records: Sequence[Mapping[str, Any]], explains: bool) -> str:
-    """Writes the two lists of the lowest ratios."""
-    beside, near = [], []
-    for record in records:
-        for kind, of in WAYS:
-            ratio, best, neighbour = ratios(record, f"{kind} {of}")
-            if ratio is not None:
-                beside.append((ratio, record, kind, of, best))
-            if neighbour is not None:
-                near.append((neighbour, record, kind, of, NEIGHBOUR))
-    tables = []
-    for title, found in (("best other", beside), ("next round sizes", near)):
-        lines = [f"| {title} / ours | | call | way | ours, µs | other, µs | other | ran on |"]
-        lines.append("|---:|---|---|---|---:|---:|---|---|")
-        for ratio, record, kind, of, other in sorted(found, key=lambda x: x[0])[:WORST]:
-            problem, ms = record["problem"], record["ms"][f"{kind} {of}"]
-            label = record["neighbour"] if other == NEIGHBOUR else drawn_peers.LABELS[other]
-            cells = [f"{ratio:.3f}", f"{problem['source']} #{problem['index']}", problem["name"]]
-            cells += [f"{kind}, {TITLES[of]}", f"{1e3 * ms[OURS]:.4g}", f"{1e3 * ms[other]:.4g}"]
-            cells += [label, ran_on(Drawn(**record["cell"]), of) if explains else ""]
-            lines.append("| " + " | ".join(cells) + " |")
-        tables += ["\n".join(lines)] if found else []
-    return "\n\n".join(tables)
-
-
-@functools.cache
-def ran_on(call: Drawn, of: Pass) -> str:
-    """Says which of our backends runs a pass of a call: on a GPU by the file of its kernels."""
-    given: dict[str, Any] = structs(call)
-    if call.score:  # it reads elements
-        given |= {name: jnp.zeros(given[name].shape) for name in ("slopes", "rows", "columns")}
-    found = jax_flash.explain(**drawn_peers.flash_options(call, given))
-    part = found.forward if of == "forward" else found.backward
-    return part.backend if part.kernel is None else part.kernel.plan.source
-
-
-def missing(records: Sequence[Mapping[str, Any]]) -> str:
-    """Writes what is wrong, by problem, then what peers could not run, by reason."""
-    lines = []
-    counted: dict[str, int] = {}
-    for record in records:
-        problem = record["problem"]
-        name = f"{problem['source']} #{problem['index']}, {problem['name']}"
-        for peer, error in record["wrong"].items():
-            lines.append(f"- Wrong: {peer}: {error} ({name})")
-        for peer, why in record["no"].items():
-            if peer.startswith((OURS, NEIGHBOUR)):
-                lines.append(f"- No result: {peer}: {why} ({name})")
-            else:
-                text = f"{peer.split(', ')[0]}: {why}"
-                counted[text] = counted.get(text, 0) + 1
-    lines += [f"- {text} ({count} passes)" for text, count in sorted(counted.items())]
-    return "\n".join(lines)
+# ---- results -------------------------------------------------------------------------------------
 
 
 def write(

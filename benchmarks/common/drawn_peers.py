@@ -1,5 +1,6 @@
 """Owns how each implementation computes a problem of drawn.py, and what it lacks."""
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ import jax_flash
 from .drawn import Drawn, offsets
 from .feature_peers import SEED
 from .peers import XLA_SCORES
+from .shapes import Pass
 
 Given = Mapping[str, Any]  # operands by name
 OURS, XLA = "jax_flash", "jax_xla"
@@ -95,6 +97,21 @@ def flash_options(of: Drawn, given: Given) -> dict[str, Any]:
         "dropout_rate": of.dropout,
         "dropout_key": given.get("dropout_key"),
     }
+
+
+def structs(call: Drawn) -> dict[str, jax.ShapeDtypeStruct]:
+    return {n: jax.ShapeDtypeStruct(s, dtype) for n, (s, dtype) in call.operands.items()}
+
+
+@functools.cache
+def ran_on(call: Drawn, of: Pass) -> str:
+    """Says which of our backends runs a pass of a call: on a GPU by the file of its kernels."""
+    given: dict[str, Any] = structs(call)
+    if call.score:  # it reads elements
+        given |= {name: jnp.zeros(given[name].shape) for name in ("slopes", "rows", "columns")}
+    found = jax_flash.explain(**flash_options(call, given))
+    part = found.forward if of == "forward" else found.backward
+    return part.backend if part.kernel is None else part.kernel.plan.source
 
 
 def attend_xla(of: Drawn, given: Given) -> Any:

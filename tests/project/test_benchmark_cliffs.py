@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import drawn, drawn_peers, shapes
+from common import drawn, drawn_peers, drawn_tables, shapes
 from common.drawn import Drawn
 
 from jax_flash import reference
@@ -155,7 +155,7 @@ def test_a_program_has_each_attention_whole(feature: str, monkeypatch: pytest.Mo
     attends = {" custom-call(": drawn_peers.attend_flash, " dot(": drawn_peers.attend_xla}
     for (word, attend), of in itertools.product(attends.items(), shapes.PASSES):
         step = cliffs.step_of(call, attend, of)
-        single = step.lower(cliffs.structs(call)).compile().as_text()
+        single = step.lower(drawn_peers.structs(call)).compile().as_text()
         several = cliffs.compile_several(call, step, of).as_text()
         assert several.count(word) == 3 * single.count(word) > 0
 
@@ -209,7 +209,7 @@ def test_drawn_calls_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_worst_are_told():
     def record(index: int, **ms: float) -> dict[str, Any]:
-        ways = {f"{kind} {of}": ms for kind, of in cliffs.WAYS}
+        ways = {f"{kind} {of}": ms for kind, of in drawn_tables.WAYS}
         return {
             "problem": {"source": "seed 0", "index": index, "name": f"call {index}"},
             "neighbour": "beside",
@@ -223,9 +223,9 @@ def test_the_worst_are_told():
         record(1, jax_flash=1.0, jax_cudnn=0.5),
         record(2, jax_xla=1.0),
     ]
-    rows = cliffs.summary(records).splitlines()
+    rows = drawn_tables.summary(records).splitlines()
     assert rows[2] == "| program, forward | 2 | 1.000 | 0.500 | 1 | 1.500 | 1.500 |"
-    first, second = cliffs.worst(records, explains=False).split("\n\n")
+    first, second = drawn_tables.worst(records, explains=False).split("\n\n")
     assert first.splitlines()[2].startswith(
         "| 0.500 | seed 0 #1 | call 1 | program, forward | 1000 | 500 | jax.nn, cuDNN |"
     )
@@ -233,7 +233,7 @@ def test_the_worst_are_told():
     assert second.splitlines()[2].split(" | ")[-3:] == ["1500", "beside", " |"]
     records[2]["no"] = {"jax_flash, forward": "RuntimeError: none"}
     records[1]["wrong"] = {"fa3, forward": "out 0.5"}
-    assert cliffs.missing(records).splitlines() == [
+    assert drawn_tables.missing(records).splitlines() == [
         "- Wrong: fa3, forward: out 0.5 (seed 0 #1, call 1)",
         "- No result: jax_flash, forward: RuntimeError: none (seed 0 #2, call 2)",
     ]
@@ -243,7 +243,7 @@ def test_a_budget_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     clock = itertools.count(0.0, 4.0)  # a problem takes some seconds
     monkeypatch.setattr(cliffs, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(cliffs, "compile_all", lambda batch, *_: dict.fromkeys(batch))
-    ways = {f"{kind} {of}": {"jax_flash": 1.0} for kind, of in cliffs.WAYS}
+    ways = {f"{kind} {of}": {"jax_flash": 1.0} for kind, of in drawn_tables.WAYS}
     where = {"source": "seed 0", "index": 0, "name": "call"}
     record = {"problem": where, "ms": ways, "wrong": {}, "no": {}}
     monkeypatch.setattr(cliffs, "measure", lambda *_: record)
