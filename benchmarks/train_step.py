@@ -22,56 +22,24 @@ XLA's allocator hands out a free piece whole if it is no more than that larger t
 import argparse
 import dataclasses
 import datetime
-import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
-
-import jax
-import jax.numpy as jnp
 import numpy as np
-import train_gpt
 from common import charts, machine, peers, runs
-from flax import nnx
+from common.train_jobs import ATTENTIONS, COMPARED, Job, work
 from tqdm import tqdm
 
-import jax_flash
-
-WARM_UP = 3  # steps
-ROUNDS = 3
-ROUND_STEPS = 8  # at most, and fewer once they take
-ROUND_SECONDS = 0.8
 CELLS = ((1024, False), (4096, False), (4096, True), (16384, False), (16384, True))
 SEARCH_FROM = 65536  # the first length that is tried, of those that may be too long for the memory
 AHEAD = 4  # processes that compile for later
 JOB_SECONDS = 120  # after which a process is ended
-GB = 1e9
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What one process does: "product", "step", "longest" or "loss"."""
-
-    kind: str
-    attention: str = "none"
-    length: int = 1024
-    batch: int = 1
-    remat: bool = False
-    layers: int = train_gpt.GPT2.layers
-    seed: int = 0
-    steps: int = 0
-    run_up_to: int = 0
 
 
 def main() -> None:
@@ -129,7 +97,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attentions", nargs="+", choices=names, default=names)
     parser.add_argument("--longest", type=int, default=262144, help="longest that is also run")
     parser.add_argument("--tokens", type=int, default=32768, help="in one step")
-    parser.add_argument("--layers", type=int, default=train_gpt.GPT2.layers)
+    parser.add_argument("--layers", type=int, default=Job.layers)
     parser.add_argument("--loss-steps", type=int, default=400)
     parser.add_argument("--xla-defaults", action="store_true", help="leave XLA's flags alone")
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
@@ -202,250 +170,7 @@ def measure_in_turns(
         yield record
 
 
-def work(job: Job) -> None:
-    """Does one job in this process and prints what it found as JSON."""
-    try:
-        if job.kind == "product":
-            input()
-            device = jax.devices()[0]
-            found = {"tflops": runs.measure_product(), "gpu": device.device_kind}
-        elif job.kind == "loss":
-            found = loss_curve(job)
-        elif job.kind == "longest":
-            found = longest_step(job)
-        else:
-            found = time_steps(job)
-    except Exception as error:  # a failure is a result of the comparison
-        found = {"error": reason(error)}
-    print(json.dumps(found))
-
-
-def reason(error: Exception) -> str:
-    if "RESOURCE_EXHAUSTED" in str(error):
-        return "out of memory"
-    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
-
-
-# --- One training step --------------------------------------------------------------------------
-
-
-def attend_cudnn(query: Any, key: Any, value: Any, *, is_causal: bool, **_: Any) -> Any:
-    return jax.nn.dot_product_attention(
-        query, key, value, is_causal=is_causal, implementation="cudnn"
-    )
-
-
-def attend_xla(query: Any, key: Any, value: Any, *, is_causal: bool, **_: Any) -> Any:
-    return jax.nn.dot_product_attention(
-        query, key, value, is_causal=is_causal, implementation="xla"
-    )
-
-
-def attend_none(query: Any, key: Any, value: Any, **_: Any) -> Any:
-    return query + key + value
-
-
-# Named, so that it fails instead of falling back.
-attend_flash = functools.partial(jax_flash.flash_attention, backend="cuda")
-ATTENTIONS: dict[str, Callable[..., Any]] = {
-    "jax_flash": attend_flash,
-    "cudnn": attend_cudnn,
-    "xla": attend_xla,
-    "none": attend_none,
-}
-COMPARED = ("jax_flash", "cudnn", "xla")
-
-
-def keep(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-    """Keeps the results of our forward kernel by their names, of cuDNN's by the primitive's."""
-    cudnn = "dot_product_attention_fwd" in primitive.name
-    return cudnn or train_gpt.KEEP(primitive, *operands, **parameters)
-
-
-@dataclasses.dataclass
-class Program:
-    """A compiled training step."""
-
-    compiled: Any
-    state: Any  # arrays on the host
-    rows: jax.ShapeDtypeStruct
-    needs_gb: float
-    operations: float  # in one step
-    compile_s: float
-
-    def start(self) -> Any:
-        """Returns the state on the GPU."""
-        return jax.tree.map(jnp.asarray, self.state)
-
-    def draw(self) -> jax.Array:
-        return jax.random.randint(jax.random.key(0), self.rows.shape, 0, 256, self.rows.dtype)
-
-
-def build(job: Job, length: int) -> Program:
-    """Compiles the training step of a job."""
-    begin = time.perf_counter()
-    config = dataclasses.replace(
-        train_gpt.GPT2, layers=job.layers, length=length, batch=job.batch, remat=job.remat
-    )
-
-    def make() -> tuple[train_gpt.GPT, nnx.Optimizer]:
-        model = train_gpt.GPT(config, ATTENTIONS[job.attention], nnx.Rngs(0), keep)
-        return model, train_gpt.make_optimizer(model, config)
-
-    abstract = nnx.eval_shape(make)
-    graph, state = nnx.split(abstract)
-
-    def loss_fn(model: train_gpt.GPT, rows: jax.Array) -> jax.Array:
-        return train_gpt.cross_entropy(model, model.features(rows[:, :-1]), rows[:, 1:])
-
-    def step(state: Any, rows: jax.Array) -> tuple[Any, jax.Array]:
-        model, optimizer = nnx.merge(graph, state)
-        loss, grads = nnx.value_and_grad(loss_fn)(model, rows)
-        optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), loss
-
-    # Drawn on the host: XLA takes minutes to compile the model's own initialisation as one program.
-    rng = np.random.default_rng(0)
-
-    def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        if leaf.ndim > 1:
-            return 0.02 * rng.standard_normal(leaf.shape, np.float32)
-        return np.ones(leaf.shape, leaf.dtype)
-
-    of_model, of_optimizer = (nnx.state(part) for part in abstract)
-    parameters = jax.tree.leaves(jax.tree.map(draw, of_model))
-    zeros = jax.tree.leaves(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), of_optimizer))
-    initial = jax.tree.unflatten(jax.tree.structure(state), parameters + zeros)
-
-    rows = jax.ShapeDtypeStruct((job.batch, length + 1), jnp.int32)
-    compiled = jax.jit(step, donate_argnums=0).lower(state, rows).compile()
-    needs = compiled.memory_analysis()
-    if needs is None:
-        raise RuntimeError("XLA does not say how much memory the step needs")
-    alone = needs.output_size_in_bytes - needs.alias_size_in_bytes
-    total = needs.argument_size_in_bytes + needs.temp_size_in_bytes + alone
-    operations = train_gpt.operations_per_token(abstract[0]) * job.batch * length
-    seconds = time.perf_counter() - begin
-    return Program(compiled, initial, rows, total / GB, operations, seconds)
-
-
-def peak_gb() -> float:
-    """Returns the most memory that was in use in this process."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return round(stats.get("peak_bytes_in_use", 0) / GB, 2)
-
-
-def time_steps(job: Job) -> dict[str, Any]:
-    """Times the training step of a job, queued as in a training loop, and its memory."""
-    program = build(job, job.length)
-    input()
-    state, batch = program.start(), program.draw()
-
-    def run_steps(count: int) -> float:
-        nonlocal state
-        begin = time.perf_counter()
-        for _ in range(count):
-            state, loss = program.compiled(state, batch)
-        losses.append(float(loss))
-        return (time.perf_counter() - begin) / count
-
-    losses: list[float] = []
-    once = run_steps(WARM_UP)
-    steps = max(1, min(ROUND_STEPS, round(ROUND_SECONDS / once)))
-    seconds = [run_steps(steps) for _ in range(ROUNDS)]
-    median = statistics.median(seconds)
-    speed = program.operations / median
-    peak = train_gpt.peak_operations(jax.devices()[0])
-    return {
-        "program_gb": round(program.needs_gb, 6),
-        "peak_gb": peak_gb(),
-        "compile_s": round(program.compile_s, 1),
-        "steps": WARM_UP + ROUNDS * steps,
-        "ms": round(1e3 * median, 3),
-        "spread": round((max(seconds) - min(seconds)) / median, 4),
-        "tokens_per_second": round(job.batch * job.length / median),
-        "model_tflops": round(speed / 1e12, 2),
-        "mfu": None if peak is None else round(speed / peak, 4),
-        "loss": round(losses[-1], 4),
-    }
-
-
-def longest_step(job: Job) -> dict[str, Any]:
-    """Finds the longest sequence whose step fits, by doubling or halving, then half a step more.
-
-    What a step needs is known when it is compiled. The longest that is not above `run_up_to` is
-    also run.
-    """
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) / GB
-    plans: dict[int, float | str] = {}
-    programs: dict[int, Program] = {}
-
-    def fits(length: int) -> bool:
-        try:
-            program = build(job, length)
-        except Exception as error:  # a failure is a result of the comparison
-            plans[length] = reason(error)
-            return False
-        plans[length] = round(program.needs_gb, 2)
-        if program.needs_gb > limit:
-            return False
-        if length <= job.run_up_to:
-            programs[length] = program
-        return True
-
-    length = job.length
-    if fits(length):
-        while fits(2 * length):
-            length *= 2
-    else:
-        length //= 2
-        while length >= 1024 and not fits(length):
-            length //= 2
-    fits(3 * length // 2)
-    input()
-    found: dict[str, Any] = {"limit_gb": round(limit, 2), "plans": plans}
-    for length in sorted(programs, reverse=True):
-        state, batch = programs[length].start(), programs[length].draw()
-        try:
-            begin = time.perf_counter()
-            state, loss = programs[length].compiled(state, batch)
-            loss = float(loss)
-        except Exception as error:  # as above
-            found |= {"error": f"{length}: {reason(error)}"}
-            continue
-        found |= {"ran": length, "seconds": round(time.perf_counter() - begin, 3)}
-        return found | {"peak_gb": peak_gb(), "loss": round(loss, 4)}
-    return found
-
-
-# --- Loss curves --------------------------------------------------------------------------------
-
-
-def loss_curve(job: Job) -> dict[str, Any]:
-    """Trains the example's small model in bfloat16 on packed text; returns the loss of every step.
-
-    The seed draws both the parameters and the order of the text.
-    """
-    config = dataclasses.replace(train_gpt.Config(), dtype="bfloat16", steps=job.steps)
-    text = Path(sysconfig.get_path("stdlib"))
-    documents = train_gpt.read_documents(text)
-    held_out = len(documents) // 10
-    rows = train_gpt.pack(documents[held_out:], config.length)
-    unseen = train_gpt.pack(documents[:held_out], config.length)
-    unseen = unseen[np.linspace(0, len(unseen) - 1, 8 * config.batch).astype(int)]
-    attention = {"jax_flash": attend_flash, "xla": train_gpt.xla_attention}
-    model = train_gpt.GPT(config, attention[job.attention], nnx.Rngs(job.seed))
-    optimizer = train_gpt.make_optimizer(model, config)
-    feed = train_gpt.batches(rows, config.batch, job.seed)
-    step = nnx.cached_partial(train_gpt.train_step, model, optimizer)
-    losses = [step(jnp.asarray(next(feed))) for _ in range(job.steps)]
-    validation = [
-        float(train_gpt.evaluate(model, jnp.asarray(part))) for part in np.split(unseen, 8)
-    ]
-    return {
-        "losses": [round(float(loss), 4) for loss in losses],
-        "validation": round(statistics.mean(validation), 4),
-    }
+# --- Results ------------------------------------------------------------------------------------
 
 
 def compare_curves(records: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -480,9 +205,6 @@ def compare_curves(records: list[dict[str, Any]]) -> dict[str, Any] | None:
         ]
     found["validation"] = {f"{name} seed {seed}": x for (name, seed), x in validation.items()}
     return found
-
-
-# --- Results ------------------------------------------------------------------------------------
 
 
 def write(
