@@ -18,7 +18,7 @@ import pytest
 import scaling
 import train_step
 import tune
-from common import machine, peers, shapes
+from common import machine, peers, ring_model, shapes
 from common.shapes import Cell
 
 import cpu
@@ -302,8 +302,8 @@ def test_a_profile_tells_how_much_of_the_link_is_hidden():
 
 
 def test_the_model_of_a_ring_takes_the_longer_of_compute_and_link():
-    cell = scaling.Cell(tokens=1000, heads=4, kv_heads=2, head_dim=10, item=2)
-    fast, slow = scaling.Model(1e9, 1e30, 0.0), scaling.Model(1e30, 1e9, 0.0)
+    cell = ring_model.Cell(tokens=1000, heads=4, kv_heads=2, head_dim=10, item=2)
+    fast, slow = ring_model.Model(1e9, 1e30, 0.0), ring_model.Model(1e30, 1e9, 0.0)
     for devices in (1, 2, 3, 8):
         operations = 3.5 * 4 * 4 * 10 * (devices * 1000) ** 2 / 2 / devices
         assert fast.seconds(cell, devices) == pytest.approx(operations / 1e9)
@@ -311,5 +311,5 @@ def test_the_model_of_a_ring_takes_the_longer_of_compute_and_link():
         sent = (devices - 1) * 3 * 2 * 2 * 1000 * 2 * 10
         assert slow.seconds(cell, devices) == pytest.approx(sent / 1e9)
         assert slow.sent(cell, devices) == sent
-    both = scaling.Model(1e9, 1e9, 1.0).seconds(cell, 2)
+    both = ring_model.Model(1e9, 1e9, 1.0).seconds(cell, 2)
     assert both > max(fast.seconds(cell, 2), slow.seconds(cell, 2))
