@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
 SETS = {
     forward.TWO_TEAMS: "blocks_of_128 left",
     forward.THREE: "query_segments",
-    forward.THREE_DRAIN: "blocks_of_128 query_segments",
+    forward.THREE_HIDE: "query_segments softcap",
+    forward.THREE_DRAIN: "key_value_lengths left softcap",
 }
 
 
