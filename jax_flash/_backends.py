@@ -112,7 +112,7 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
-    whole = call, _results(call, operands)
+    asked, wanted = call, _results(call, operands)
     call, folded = _gpu.folded(call, shapes, gpu)
     if folded != shapes:
         named, shapes = _gpu.folding.fold_operands(call, named, folded), folded
@@ -131,18 +131,18 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
         outputs = _launch(
             calls[1], plans[1], results, [*named.values(), *outputs[: len(results)], scale], aliases
         )
-    _, wanted = whole  # of a bias that was broadcast here the gradient is summed
     outputs = [
         x[..., : to.shape[-1]]
         if name.removeprefix("d") in _COLUMNS and x.shape[-1] != to.shape[-1]
         else x
         for name, x, to in zip(call.results, outputs, wanted, strict=False)
     ]
-    if call is not whole[0]:
+    if call is not asked:
         outputs = [
             _gpu.folding.unfold(call, name, x, to.shape)
             for name, x, to in zip(call.results, outputs, wanted, strict=True)
         ]
+    # The gradient of a bias that was broadcast here is summed.
     return tuple(_sum_to(x, to.shape) for x, to in zip(outputs, wanted, strict=True))
 
 

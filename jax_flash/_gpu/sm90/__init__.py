@@ -72,7 +72,7 @@ class Sm90(Family):
         problem, batch, length = call.problem, shapes.batch, shapes.q_len
         if not is_bare(problem) or problem.split or is_highest(problem) or problem.as_written:
             return 1
-        if not all(isinstance(x, int) for x in dataclasses.astuple(shapes)[:7]):
+        if not all(isinstance(x, int) for x in (batch, length, shapes.kv_len, shapes.q_heads)):
             return 1
         forward = call.target == "forward"
         packed = forward and group_size(shapes) > 1
