@@ -4,6 +4,7 @@ from jax_flash import context_parallel, masks, reference, scores
 from jax_flash._debug import debug_values
 from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
+from jax_flash._merge import merge
 from jax_flash._version import __version__
 from jax_flash.attention import dot_product_attention, flash_attention
 from jax_flash.block_masks import BlockMask, block_mask, block_mask_of, stack_block_masks
@@ -25,6 +26,7 @@ __all__ = [
     "fill_cache",
     "flash_attention",
     "masks",
+    "merge",
     "reference",
     "rotate",
     "scores",

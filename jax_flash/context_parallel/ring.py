@@ -27,7 +27,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _ops
-from jax_flash._merge import merge
+from jax_flash._merge import combine
 from jax_flash._problem import Problem
 from jax_flash._terms import is_capture, sum_dtype
 from jax_flash._varying import vary_over
@@ -290,7 +290,7 @@ def _forward(ring: _Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
             part, part_lse = compute(held, source, own, rows, keys)
             out, lse = result
             before = cut(out, rows, -3).astype(dtype), cut(lse, rows, -2)
-            new = merge(before, (part.astype(dtype), part_lse))
+            new = combine(before, (part.astype(dtype), part_lse))
             result = _put(out, new[0], rows, -3), _put(lse, new[1], rows, -2)
         return result[0].astype(kind), result[1]
 
@@ -313,7 +313,7 @@ def _forward(ring: _Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     out, lse = result
     if "sinks" in operands:
         sink = jnp.broadcast_to(operands["sinks"][..., None, :], lse.shape)
-        out, lse = merge((out, lse), (jnp.zeros_like(out), sink))
+        out, lse = combine((out, lse), (jnp.zeros_like(out), sink))
     return out.astype(ring.problem.dtype), jnp.swapaxes(lse, -1, -2)
 
 

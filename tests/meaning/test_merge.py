@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import flash_attention
-from jax_flash._merge import merge
+from jax_flash import flash_attention, merge
 
 from ..cases import widest_dtype
 from ..small import normal
@@ -55,6 +54,7 @@ def test_it_is_associative_and_commutative(empty: float):
     left, right = merge(merge(a, b), c), merge(a, merge(b, c))
     assert_close(left, right, 8)
     assert_close(left, in_float64(a, b, c), 8)
+    assert_close(merge(a, b, c), left, 8)
 
 
 def test_an_empty_part_changes_nothing():
@@ -64,6 +64,10 @@ def test_an_empty_part_changes_nothing():
         out, lse = merge(one, other)
         np.testing.assert_array_equal(out, some[0])
         np.testing.assert_array_equal(lse, some[1])
+    for alone in ((garbage,), (garbage, garbage, garbage)):
+        out, lse = merge(*alone)
+        assert not out.any()
+        assert (lse == -jnp.inf).all()
 
 
 @pytest.mark.parametrize("distance", [0.0, 60.0, 200.0, 1e30])
@@ -95,7 +99,7 @@ def test_gradients_of_rows_with_empty_parts_hold_no_nan(with_nan: bool):
 def split(q, k, v, cuts: tuple[int, ...], backend: str | None, first: dict[str, Any], **options):
     """Attention in parts of the keys; the first of them has `first` among its options."""
     edges = [0, *cuts, k.shape[-3]]
-    results = []
+    results: list[Any] = []
     for i, (low, high) in enumerate(itertools.pairwise(edges)):
         own = {
             name: x[..., low:high] if name in ("mask", "bias", "key_value_segment_ids") else x
@@ -106,8 +110,7 @@ def split(q, k, v, cuts: tuple[int, ...], backend: str | None, first: dict[str, 
         own |= first if i == 0 else {}
         keys, values = k[..., low:high, :, :], v[..., low:high, :, :]
         results.append(flash_attention(q, keys, values, return_lse=True, backend=backend, **own))
-    out, lse = functools.reduce(merge, results)
-    return out.astype(q.dtype), lse
+    return merge(*results)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -170,18 +173,31 @@ def test_keys_in_parts_are_the_whole(
 
 
 def test_results_of_half_precision_are_merged_in_float32():
-    q, k, v = (normal(i, B, n, N, H, dtype=jnp.bfloat16) for i, n in enumerate((T, S, S)))
-    out, lse = merge(
-        flash_attention(q, k[:, :10], v[:, :10], return_lse=True, backend="xla"),
-        flash_attention(q, k[:, 10:], v[:, 10:], return_lse=True, backend="xla"),
-    )
-    assert out.dtype == lse.dtype == jnp.float32
-    whole, whole_lse = flash_attention(
-        *(x.astype(jnp.float32) for x in (q, k, v)), return_lse=True, backend="xla"
-    )
-    # Weights and out are rounded to 8 bits in both parts.
-    np.testing.assert_allclose(out, whole, atol=4 * 2**-8 * float(jnp.abs(whole).max()))
-    np.testing.assert_allclose(lse, whole_lse, atol=1e-5)
+    """Out is rounded once, however many parts there are."""
+    narrow = [(x.astype(jnp.bfloat16), lse) for x, lse in map(parts, range(5))]
+    wide = [(x.astype(jnp.float32), lse) for x, lse in narrow]
+    out, lse = merge(*narrow)
+    assert out.dtype == jnp.bfloat16
+    assert lse.dtype == jnp.float32
+    np.testing.assert_array_equal(out, merge(*wide)[0].astype(jnp.bfloat16))
+    truth, true_lse = in_float64(*narrow)
+    np.testing.assert_allclose(out.astype(jnp.float32), truth, atol=2**-8 * np.abs(truth).max())
+    np.testing.assert_allclose(lse, true_lse, atol=1e-5)
+
+
+def test_wrong_parts_are_named():
+    out, lse = parts(0)
+    for message, *wrong in (
+        ("merge has no part",),
+        (r"parts\[1\] is tuple of length 3; expected a pair", (out, lse), (out, lse, lse)),
+        (r"parts\[0\] is ArrayImpl", out, lse),
+        (r"out of parts\[0\] has dtype int32", (out.astype(int), lse)),
+        (r"lse of parts\[0\] has dtype bfloat16", (out, lse.astype(jnp.bfloat16))),
+        (r"lse of parts\[0\] has shape \(2, 4, 9\)", (out, jnp.swapaxes(lse, 1, 2))),
+        (r"out of parts\[1\] has shape \(1, 9, 4, 8\)", (out, lse), (out[:1], lse[:1])),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            merge(*wrong)
 
 
 @pytest.mark.parametrize("keys", [0, 3])
