@@ -99,7 +99,7 @@ def test_gradients_of_rows_with_empty_parts_hold_no_nan(with_nan: bool):
 def split(q, k, v, cuts: tuple[int, ...], backend: str | None, first: dict[str, Any], **options):
     """Attention in parts of the keys; the first of them has `first` among its options."""
     edges = [0, *cuts, k.shape[-3]]
-    results: list[Any] = []
+    results = []
     for i, (low, high) in enumerate(itertools.pairwise(edges)):
         own = {
             name: x[..., low:high] if name in ("mask", "bias", "key_value_segment_ids") else x
@@ -187,7 +187,7 @@ def test_results_of_half_precision_are_merged_in_float32():
 
 def test_wrong_parts_are_named():
     out, lse = parts(0)
-    for message, *wrong in (
+    calls: tuple[tuple[Any, ...], ...] = (
         ("merge has no part",),
         (r"parts\[1\] is tuple of length 3; expected a pair", (out, lse), (out, lse, lse)),
         (r"parts\[0\] is ArrayImpl", out, lse),
@@ -195,7 +195,8 @@ def test_wrong_parts_are_named():
         (r"lse of parts\[0\] has dtype bfloat16", (out, lse.astype(jnp.bfloat16))),
         (r"lse of parts\[0\] has shape \(2, 4, 9\)", (out, jnp.swapaxes(lse, 1, 2))),
         (r"out of parts\[1\] has shape \(1, 9, 4, 8\)", (out, lse), (out[:1], lse[:1])),
-    ):
+    )
+    for message, *wrong in calls:
         with pytest.raises((TypeError, ValueError), match=message):
             merge(*wrong)
 
