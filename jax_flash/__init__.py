@@ -9,9 +9,11 @@ from jax_flash._version import __version__
 from jax_flash.attention import dot_product_attention, flash_attention
 from jax_flash.block_masks import BlockMask, block_mask, block_mask_of, stack_block_masks
 from jax_flash.decode import Decoded, decode_attention, fill_cache, rotate
+from jax_flash.ragged import Attended, ragged_paged_attention
 
 __all__ = [
     "EXPORT_CHECKS",
+    "Attended",
     "BlockMask",
     "Decoded",
     "Explanation",
@@ -27,6 +29,7 @@ __all__ = [
     "flash_attention",
     "masks",
     "merge",
+    "ragged_paged_attention",
     "reference",
     "rotate",
     "scores",

@@ -9,7 +9,11 @@ import jax.numpy as jnp
 
 
 def write(
-    cache: jax.Array, new: jax.Array, positions: jax.Array, page_table: jax.Array | None
+    cache: jax.Array,
+    new: jax.Array,
+    positions: jax.Array,
+    page_table: jax.Array | None,
+    rows: jax.Array | None = None,
 ) -> jax.Array:
     """Writes keys or values to their positions, in place where XLA may.
 
@@ -19,11 +23,13 @@ def write(
       positions: int32 `[*B, T]`; what has no place in the cache is not written: a position below
         0, past the end, or in a page that is none.
       page_table: int32 `[*B, M]`, or None.
+      rows: as in `locate`.
 
     Returns: the cache with `new` in it.
     """
     if page_table is not None:
-        page, slot = locate(positions, page_table, *cache.shape[:2])
+        pages, size = cache.shape[:2]
+        page, slot = locate(positions, page_table, pages, size, rows)
         return cache.at[page, slot].set(new, mode="drop")
 
     def write_row(cache, new, positions):
@@ -52,7 +58,11 @@ def gather(cache: jax.Array, page_table: jax.Array) -> jax.Array:
 
 
 def locate(
-    positions: jax.Array, page_table: jax.Array, pages: int, page_size: int
+    positions: jax.Array,
+    page_table: jax.Array,
+    pages: int,
+    page_size: int,
+    rows: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Finds the page and the slot in it of each position.
 
@@ -61,13 +71,48 @@ def locate(
       page_table: int32 `[*B, M]`.
       pages: P, how many there are.
       page_size: S, positions in each.
+      rows: which row of the table each position is of, in the shape of positions, where they are
+        `[tokens]` and the table is `[B, M]`; None: position and table have *B in common.
 
-    Returns: int32 `[*B, T]` twice; the page is P where the position has none.
+    Returns: int32 in the shape of positions, twice; the page is P where the position has none.
     """
     most = page_table.shape[-1]
     if most == 0 or page_size == 0:
         return jnp.full_like(positions, pages), jnp.zeros_like(positions)
     column = jnp.floor_divide(positions, page_size)
-    page = jnp.take_along_axis(page_table, jnp.clip(column, 0, most - 1), axis=-1)
+    within = jnp.clip(column, 0, most - 1)
+    if rows is None:
+        page = jnp.take_along_axis(page_table, within, axis=-1)
+    else:
+        page = page_table[rows, within]
     there = (column >= 0) & (column < most) & (page >= 0) & (page < pages)
     return jnp.where(there, page, pages), jnp.remainder(positions, page_size)
+
+
+def capacity(columns: int, size: int) -> int:
+    """Computes how many positions a row may have: its length is an int32, however many columns."""
+    most = columns * size
+    return min(most, 2**31 - 1) if isinstance(most, int) else most
+
+
+def lacks_pages(
+    page_table: jax.Array, first: jax.Array, stop: jax.Array, pages: int, page_size: int
+) -> jax.Array:
+    """Computes which rows lack a page for a position that they need.
+
+    Arguments:
+      page_table: int32 `[B, M]`.
+      first, stop: int32 `[B]`, the positions that each row needs, to before stop.
+      pages: P, how many there are.
+      page_size: S, positions in each.
+
+    Returns: bool `[B]`; of positions beyond the table it says nothing.
+    """
+    most = capacity(page_table.shape[1], page_size)
+    if most == 0:
+        return jnp.zeros(first.shape, bool)
+    table = page_table[:, : -(-most // page_size)]
+    begins = page_size * jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    needed = (begins < stop[:, None]) & (begins > first[:, None] - page_size)
+    there = (table >= 0) & (table < pages)
+    return jnp.any(needed & ~there, axis=1)

@@ -154,3 +154,36 @@ def check_pages(page_table: Any, first: Any, stop: Any, pages: int, page_size: i
         )
 
     check(find, page_table, first, stop)
+
+
+def check_requests(lengths: Any, starts: Any, rows: Any, tokens: Any) -> None:
+    """Checks where the tokens of live requests begin, and that each has a place in its length.
+
+    lengths is `[B]`, starts `[B + 1]`, rows how many are live; `check_lengths` says the rest.
+    """
+
+    def find(
+        lengths: np.ndarray, starts: np.ndarray, rows: np.ndarray, tokens: np.ndarray
+    ) -> str | None:
+        if rows < 0 or rows > lengths.size:
+            return f"rows is {rows}; expected 0 to B = {lengths.size}"
+        starts = starts[: int(rows) + 1].astype(np.int64)
+        least = np.concatenate([[0], starts[:-1]])
+        wrong = (starts < least) | (starts > tokens)
+        if wrong.any():
+            index, more = _first(wrong)
+            return (
+                f"{_at('query_starts', index)} is {starts[index]}{more}; expected "
+                f"{least[index]}, where the request before ends, to tokens = {tokens}"
+            )
+        count = np.diff(starts)
+        wrong = lengths[: count.size] < count
+        if not wrong.any():
+            return None
+        index, more = _first(wrong)
+        return (
+            f"{_at('lengths', index)} is {lengths[index]}{more}; expected at least the request's "
+            f"{count[index]} tokens, which are the last of its positions"
+        )
+
+    check(find, lengths, starts, rows, tokens)

@@ -59,6 +59,8 @@ _OURS: dict[str, tuple[str, ...]] = {
     "cache_seqlens": ("lengths, which count the new positions too",),
     "context_lens": ("lengths",),
     "seq_lens": ("lengths", "key_value_seq_lengths"),
+    "cu_q_lens": ("query_starts", "query_segment_ids"),
+    "num_seqs": ("rows",),
     "block_table": ("page_table",),
     "block_tables": ("page_table",),
     "page_indices": ("page_table",),

@@ -13,7 +13,8 @@ from typing import Any
 
 from jax_flash import _backends, _function, _gpu, scores
 from jax_flash._ops import passes
-from jax_flash._ops.decode import Decode
+from jax_flash._ops.decode import MOST_QUERIES, Decode
+from jax_flash._ops.ragged import Ragged
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 
@@ -78,7 +79,11 @@ def table() -> str:
         shapes = [(_PLAIN, dataclasses.replace(_SHAPES, **change)) for change in changes]
         cells[name] = [_cell(column, shapes) for column in _COLUMNS]
     cells["`decode_attention`: caches, pages, new keys in place"] = [
-        _decodes(column) for column in _COLUMNS
+        _decodes(column, Decode(_PLAIN, None, rotary_base=1e4, paged=True, appends=True))
+        for column in _COLUMNS
+    ]
+    cells["`ragged_paged_attention`: prefill and decoding in one batch over pages"] = [
+        _decodes(column, Ragged(_PLAIN, None, paged=True), MOST_QUERIES) for column in _COLUMNS
     ]
     rows += [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()]
     return "\n".join(rows) + "\n"
@@ -105,15 +110,14 @@ def _cell(
     return "yes" if len(running) == 2 else running[0] if running else "no"
 
 
-def _decodes(column: tuple[str, str]) -> str:
+def _decodes(column: tuple[str, str], call: Decode, q_len: int = 1) -> str:
     backend, gpu = column
     declined = False
     for dtype, head_dim in itertools.product(
         ("float32", "bfloat16", "float16"), (33, 64, 128, 256)
     ):
-        problem = dataclasses.replace(_PLAIN, dtype=dtype)
-        call = Decode(problem, None, rotary_base=1e4, paged=True, appends=True)
-        shapes = dataclasses.replace(_SHAPES, q_len=1, head_dim=head_dim, value_dim=head_dim)
+        call = dataclasses.replace(call, problem=dataclasses.replace(_PLAIN, dtype=dtype))
+        shapes = dataclasses.replace(_SHAPES, q_len=q_len, head_dim=head_dim, value_dim=head_dim)
         gpu_spec = _gpu.spec.GPUS[gpu]
         declined |= bool(_backends.BACKENDS[backend].decline(call, shapes, gpu_spec))
     return "no" if declined else "yes"

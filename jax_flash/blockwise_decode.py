@@ -62,10 +62,7 @@ def decode(
 
 
 def _capacity(k: jax.Array, page_table: jax.Array | None) -> int:
-    """Positions that a row may have: its length is an int32, however many a table has."""
-    columns = 1 if page_table is None else page_table.shape[1]
-    most = columns * k.shape[1]
-    return min(most, 2**31 - 1) if isinstance(most, int) else most
+    return _cache.capacity(1 if page_table is None else page_table.shape[1], k.shape[1])
 
 
 def query_positions(lengths: jax.Array, count: int) -> jax.Array:
@@ -165,7 +162,8 @@ class _Pass:
         if self.page_table is None:
             return lax.dynamic_slice_in_dim(x, start, block, 1)
         keys = jnp.broadcast_to(keys, (self.q.shape[0], block))
-        page, slot = _cache.locate(keys, self.page_table, *x.shape[:2])
+        pages, size = x.shape[:2]
+        page, slot = _cache.locate(keys, self.page_table, pages, size)
         return x.at[page, slot].get(mode="clip")
 
     @property
@@ -181,13 +179,8 @@ class _Pass:
     def _refused(self) -> jax.Array:
         """Computes which rows `[B]` are longer than the cache or lack a page that they need."""
         refused = self.lengths > self._capacity
-        if self.page_table is None or self._capacity == 0:
+        if self.page_table is None:
             return refused
-        page_size = self.k.shape[1]
-        table = self.page_table[:, : -(-self._capacity // page_size)]
-        begins = page_size * jnp.arange(table.shape[1], dtype=jnp.int32)[None]
-        needed = (begins < self.lengths[:, None]) & (
-            begins > self._first_seen()[:, None] - page_size
-        )
-        there = (table >= 0) & (table < self.k.shape[0])
-        return refused | jnp.any(needed & ~there, axis=1)
+        pages, size = self.k.shape[:2]
+        first = self._first_seen()
+        return refused | _cache.lacks_pages(self.page_table, first, self.lengths, pages, size)

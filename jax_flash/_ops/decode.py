@@ -24,6 +24,7 @@ from jax_flash._problem import Shapes
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
+MOST_QUERIES = 64  # of a row
 _CACHES = ("k", "v")
 
 
@@ -188,7 +189,7 @@ flash_decode_p = primitive.define("flash_decode")
 
 def _jvp(primals, tangents, *, call: Decode):
     raise NotImplementedError(
-        "decode_attention has no derivative; differentiate flash_attention(query, key, value, "
+        f"{call.function} has no derivative; differentiate flash_attention(query, key, value, "
         "is_causal=True, causal_align='bottom_right', key_value_seq_lengths=lengths)"
     )
 

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import _debug
-from jax_flash._ops.decode import Decode
+from jax_flash._ops.decode import MOST_QUERIES, Decode
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS
 from jax_flash._validate.arrays import array, check_head_dim, in_full
 from jax_flash._validate.scalars import precision_of, scale_of, softcap_of, window_sides
 from jax_flash._validate.terms import sinks_of
 
-MOST_QUERIES = 64
 _MOST_INT32 = 2**31 - 1
 _LETTERS = (
     "query [*B, T, N, H], key_cache [*B, L, K, H] and value_cache [*B, L, K, Hv], or with a "
@@ -33,19 +32,27 @@ class Caches:
     key: jax.Array
     value: jax.Array | None
     page_table: jax.Array | None
+    names: tuple[str, str]
 
     @classmethod
-    def of(cls, key_cache: Any, value_cache: Any, page_table: Any, batch: tuple[int, ...]):
-        key = _cache("key_cache", key_cache)
-        value = None if value_cache is None else _cache("value_cache", value_cache)
+    def of(
+        cls,
+        key_cache: Any,
+        value_cache: Any,
+        page_table: Any,
+        batch: tuple[int, ...],
+        names: tuple[str, str] = ("key_cache", "value_cache"),
+    ):
+        key = _cache(names[0], key_cache)
+        value = None if value_cache is None else _cache(names[1], value_cache)
         if page_table is not None:
-            page_table = _integers("page_table", page_table, -1)
+            page_table = integers("page_table", page_table, -1)
             if page_table.shape[:-1] != batch or page_table.ndim != len(batch) + 1:
                 raise ValueError(
                     f"page_table has shape {page_table.shape}; expected [*B, pages of a row] with "
                     f"*B = {batch}"
                 )
-        for name, x in (("key_cache", key), ("value_cache", value)):
+        for name, x in zip(names, (key, value), strict=True):
             if x is None:
                 continue
             leading = ("P",) if page_table is not None else batch
@@ -57,18 +64,39 @@ class Caches:
                 )
         if value is not None and (value.shape[:-1] != key.shape[:-1] or value.dtype != key.dtype):
             raise ValueError(
-                f"value_cache has shape {value.shape} and dtype {value.dtype}, key_cache "
+                f"{names[1]} has shape {value.shape} and dtype {value.dtype}, {names[0]} "
                 f"{key.shape} and {key.dtype}; expected the same but for the last dim"
             )
-        return cls(key, value, page_table)
+        return cls(key, value, page_table, names)
+
+    def check_query(self, q: jax.Array) -> None:
+        """Checks that a query `[*B, T, N, H]` and the keys fit each other."""
+        k, name = self.key, self.names[0]
+        if q.dtype != k.dtype:
+            raise TypeError(
+                f"query has dtype {q.dtype} and {name} {k.dtype}; expected one dtype, for example "
+                f"query.astype('{k.dtype}')"
+            )
+        if k.shape[-1] != q.shape[-1]:
+            raise ValueError(
+                f"{name} has shape {k.shape} and query {q.shape}; expected equal head dims (the "
+                f"last), got {k.shape[-1]} and {q.shape[-1]}"
+            )
+        q_heads, kv_heads = q.shape[-2], k.shape[-2]
+        if q_heads % kv_heads or not q_heads if kv_heads else q_heads:
+            raise ValueError(
+                f"query has {q_heads} heads (shape {q.shape}) and {name} {kv_heads} (shape "
+                f"{k.shape}); expected a multiple of {name}'s heads, and 0 only of 0: query "
+                f"[..., N, H], {name} [..., K, H]"
+            )
 
     def check_new(self, names: tuple[str, str], key: Any, value: Any, lead: tuple[int, ...]):
         """Checks keys `[*B, T, K, H]` and values that go into the cache; lead is (*B, T)."""
         if (value is None) != (self.value is None):
             given, cache = ("no", "a") if value is None else ("a", "no")
             raise ValueError(
-                f"{names[0]} is given with {given} {names[1]} for {cache} value_cache; expected "
-                f"{names[1]} exactly where there is a value_cache"
+                f"{names[0]} is given with {given} {names[1]} for {cache} {self.names[1]}; "
+                f"expected {names[1]} exactly where there is a {self.names[1]}"
             )
         arrays = []
         for name, x, cache in zip(names, (key, value), (self.key, self.value), strict=True):
@@ -78,8 +106,8 @@ class Caches:
             expected = (*lead, *cache.shape[-2:])
             if x.shape != expected:
                 raise ValueError(
-                    f"{name} has shape {x.shape}; expected [*B, T, K, features] = {expected}, as "
-                    f"the cache {cache.shape} has heads and features"
+                    f"{name} has shape {x.shape}; expected {expected}, a key or value for each "
+                    f"query, as the cache {cache.shape} has heads and features"
                 )
             if x.dtype != cache.dtype:
                 raise TypeError(
@@ -88,6 +116,49 @@ class Caches:
                 )
             arrays.append(x)
         return arrays
+
+    def new_of(
+        self, new_key: Any, new_value: Any, lead: tuple[int, ...]
+    ) -> tuple[bool, dict[str, jax.Array]]:
+        """Checks new_key and new_value: returns whether there are any, and them by name."""
+        if new_key is None:
+            if new_value is not None:
+                raise ValueError("new_value is given without new_key; expected both, or neither")
+            return False, {}
+        arrays = self.check_new(("new_key", "new_value"), new_key, new_value, lead)
+        return True, dict(zip(("new_k", "new_v"), arrays, strict=False))
+
+    def rotary_base_of(self, base: Any) -> float | None:
+        if base is None:
+            return None
+        base = _rotary_base(base, self.key.shape[-1], "a number above 0, or None")
+        if self.value is None:
+            raise ValueError(
+                f"rotary_base is given without a {self.names[1]}, and would rotate the values too; "
+                "expected query and new_key with their positional features rotated, and "
+                "rotary_base=None"
+            )
+        return base
+
+    def value_dim_of(self, value_dim: Any) -> int | None:
+        """Checks how many of the keys' features are the values, if there is no value_cache."""
+        name, head_dim = self.names[1], self.key.shape[-1]
+        if self.value is not None:
+            if value_dim is not None:
+                raise ValueError(
+                    f"value_dim is {value_dim!r} beside a {name}; expected None, since the {name} "
+                    "has its own last dim"
+                )
+            return None
+        if isinstance(value_dim, bool) or not isinstance(value_dim, numbers.Integral):
+            raise TypeError(
+                f"value_dim is {value_dim!r} and {name} None; expected a {name}, or an int: how "
+                "many of the first features of the keys are the values"
+            )
+        value_dim = int(value_dim)
+        if not 1 <= value_dim <= head_dim:
+            raise ValueError(f"value_dim is {value_dim}; expected 1 to {head_dim}, the head dim")
+        return value_dim
 
     def look(self, lengths: Any, first: Callable[[], Any], stop: Callable[[], Any]) -> None:
         """Has `debug_values` look at `[*B]` lengths, and at the pages of positions of each row.
@@ -136,47 +207,23 @@ def prepare(
             f"query has shape {q.shape}; expected [*B, T, N, H] with T from 1 to {MOST_QUERIES}: "
             "a longer prompt is flash_attention's, and fill_cache writes its keys and values"
         )
-    *batch, q_len, q_heads, head_dim = q.shape
+    *batch, q_len, _, _ = q.shape
     batch = tuple(batch)
     check_head_dim("query", q)
     given, lengths = lengths, row_lengths("lengths", lengths, batch, "query", q.shape)
     caches = Caches.of(key_cache, value_cache, page_table, batch)
-    k = caches.key
-    if q.dtype != k.dtype:
-        raise TypeError(
-            f"query has dtype {q.dtype} and key_cache {k.dtype}; expected one dtype, for example "
-            f"query.astype('{k.dtype}')"
-        )
-    if k.shape[-1] != head_dim:
-        raise ValueError(
-            f"key_cache has shape {k.shape} and query {q.shape}; expected equal head dims (the "
-            f"last), got {k.shape[-1]} and {head_dim}"
-        )
-    kv_heads = k.shape[-2]
-    if q_heads % kv_heads or not q_heads if kv_heads else q_heads:
-        raise ValueError(
-            f"query has {q_heads} heads (shape {q.shape}) and key_cache {kv_heads} (shape "
-            f"{k.shape}); expected a multiple of key_cache's heads, and 0 only of 0: query "
-            "[*B, T, N, H], key_cache [*B, L, K, H]"
-        )
-    appends = new_key is not None
-    if not appends and new_value is not None:
-        raise ValueError("new_value is given without new_key; expected both, or neither")
-    new = []
-    if appends:
-        names = ("new_key", "new_value")
-        new = caches.check_new(names, new_key, new_value, (*batch, q_len))
-    q, static_scale = scale_of(scale, q)
-    terms = order_terms({"sinks": sinks_of(sinks, batch, q_heads, q.dtype)})
-    columns = 1 if caches.page_table is None else caches.page_table.shape[-1]
-    problem = Problem(
-        dtype=q.dtype.name,
-        scale=static_scale,
-        window=window_sides(True, local_window_size, q_len + columns * k.shape[-3]),
-        bottom_right=True,
-        softcap=softcap_of(softcap),
-        precision=precision_of(precision, q.dtype),
-        terms=tuple(terms),
+    caches.check_query(q)
+    appends, new = caches.new_of(new_key, new_value, (*batch, q_len))
+    q, problem, terms = problem_of(
+        q,
+        caches,
+        batch,
+        q_len,
+        scale=scale,
+        local_window_size=local_window_size,
+        softcap=softcap,
+        sinks=sinks,
+        precision=precision,
     )
     left = problem.window[0]
     reach = _MOST_INT32 if left is None else q_len + left
@@ -184,22 +231,53 @@ def prepare(
     call = Decode(
         problem,
         backend,
-        rotary_base=_rotary_base_of_call(rotary_base, value_cache, head_dim),
-        value_dim=_value_dim(value_dim, value_cache, head_dim),
+        rotary_base=caches.rotary_base_of(rotary_base),
+        value_dim=caches.value_dim_of(value_dim),
         paged=caches.page_table is not None,
         appends=appends,
     )
 
     operands = {
         "q": q,
-        "k": k,
+        "k": caches.key,
         "v": caches.value,
         "lengths": lengths,
         "page_table": caches.page_table,
-        **dict(zip(("new_k", "new_v"), new, strict=False)),
+        **new,
         **terms,
     }
     return call, tuple(operands[name] for name in call.operands)
+
+
+def problem_of(
+    q: jax.Array,
+    caches: Caches,
+    batch: tuple[int, ...],
+    q_len: int,
+    *,
+    scale: Any,
+    local_window_size: Any,
+    softcap: Any,
+    sinks: Any,
+    precision: Any,
+) -> tuple[jax.Array, Problem, dict[str, jax.Array]]:
+    """Checks what says how to attend to caches.
+
+    Returns: the query, which an array of a scale multiplies, the problem and its terms by name.
+    """
+    q, static_scale = scale_of(scale, q)
+    terms = order_terms({"sinks": sinks_of(sinks, batch, q.shape[-2], q.dtype)})
+    columns = 1 if caches.page_table is None else caches.page_table.shape[-1]
+    problem = Problem(
+        dtype=q.dtype.name,
+        scale=static_scale,
+        window=window_sides(True, local_window_size, q_len + columns * caches.key.shape[-3]),
+        bottom_right=True,
+        softcap=softcap_of(softcap),
+        precision=precision_of(precision, q.dtype),
+        terms=tuple(terms),
+    )
+    return q, problem, terms
 
 
 def row_lengths(
@@ -208,7 +286,7 @@ def row_lengths(
     """Checks int32 `[*B]` of any integer type, *B that `of` has; below 0 counts as 0."""
     if lengths is None:
         raise TypeError(f"{name} is None; expected int32 [*B] = {batch}, one for each batch row")
-    lengths = _integers(name, lengths, 0)
+    lengths = integers(name, lengths, 0)
     if lengths.shape != batch:
         hint = ""
         if lengths.ndim == len(batch) + 1:
@@ -232,7 +310,7 @@ def _cache(name: str, x: Any) -> jax.Array:
     return x
 
 
-def _integers(name: str, x: Any, least: int) -> jax.Array:
+def integers(name: str, x: Any, least: int) -> jax.Array:
     """Converts integers of any type to int32; what is too large for it stays large."""
     x = in_full(x)
     if isinstance(x, jax.Array | np.ndarray) and x.dtype.name in ("uint32", "int64", "uint64"):
@@ -261,7 +339,7 @@ def prepare_rotation(
     rows = x.shape[:-2]
     if positions is None:
         return x, jnp.arange(rows[-1], dtype=jnp.int32), base
-    positions = _integers("positions", positions, -_MOST_INT32)
+    positions = integers("positions", positions, -_MOST_INT32)
     full = (1,) * (len(rows) - positions.ndim) + positions.shape
     if len(full) != len(rows) or any(
         have not in (1, want) for have, want in zip(full, rows, strict=True)
@@ -282,34 +360,3 @@ def _rotary_base(base: Any, head_dim: int, expected: str) -> float:
     if head_dim % 2:
         raise ValueError(f"rotary_base is given for head dim {head_dim}; expected an even one")
     return base
-
-
-def _rotary_base_of_call(base: Any, value_cache: Any, head_dim: int) -> float | None:
-    if base is None:
-        return None
-    base = _rotary_base(base, head_dim, "a number above 0, or None")
-    if value_cache is None:
-        raise ValueError(
-            "rotary_base is given without a value_cache, and would rotate the values too; expected "
-            "query and new_key with their positional features rotated, and rotary_base=None"
-        )
-    return base
-
-
-def _value_dim(value_dim: Any, value_cache: Any, head_dim: int) -> int | None:
-    if value_cache is not None:
-        if value_dim is not None:
-            raise ValueError(
-                f"value_dim is {value_dim!r} beside a value_cache; expected None, since the "
-                "value_cache has its own last dim"
-            )
-        return None
-    if isinstance(value_dim, bool) or not isinstance(value_dim, numbers.Integral):
-        raise TypeError(
-            f"value_dim is {value_dim!r} and value_cache None; expected a value_cache, or an int: "
-            "how many of the first features of the keys are the values"
-        )
-    value_dim = int(value_dim)
-    if not 1 <= value_dim <= head_dim:
-        raise ValueError(f"value_dim is {value_dim}; expected 1 to {head_dim}, the head dim")
-    return value_dim

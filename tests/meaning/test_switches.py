@@ -147,6 +147,13 @@ def decoding(backend):
         )  # fmt: skip
         pages = (arrays[name].reshape(-1, 4, K, H) for name in ("key", "value"))
         paged = decode(query, *pages, lengths, **new, page_table=table)
+        flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in {"query": query, **new}.items()}
+        ragged = jax_flash.ragged_paged_attention(
+            key_pages=arrays["key"].reshape(-1, 4, K, H), rows=np.int32(2), lengths=lengths,
+            value_pages=arrays["value"].reshape(-1, 4, K, H), page_table=table, rotary_base=1e4,
+            query_starts=np.array([0, 3, 5], np.int32), local_window_size=4, backend=backend,
+            **flat,
+        )  # fmt: skip
         prompt = (arrays[name][:, :T] for name in ("key", "value"))
         filled = jax_flash.fill_cache(
             arrays["key"], arrays["value"], *prompt, lengths, start=np.array([2, 1], np.int32)
@@ -154,7 +161,7 @@ def decoding(backend):
         latent = jax_flash.decode_attention(
             query, arrays["key"], None, lengths, value_dim=4, backend=backend
         )
-        return rows, paged, filled, latent
+        return rows, paged, ragged, filled, latent
 
     return call, qkv() | {"sinks": normal(4, N), "scale": jnp.asarray(0.3, DTYPE)}
 

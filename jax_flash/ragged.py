@@ -1,0 +1,146 @@
+"""The public call of serving: `ragged_paged_attention`, a mixed batch of requests over pages.
+
+Read next: `_validate/ragged.py` for what the arguments may be, `_ops/ragged.py` for how requests
+become rows of `decode_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import jax
+from jax import export
+from jax.typing import ArrayLike
+
+from jax_flash._keywords import hinted
+from jax_flash._ops import ragged as _op
+from jax_flash._validate import ragged as _validate_ragged
+from jax_flash.attention import Window
+
+
+class Attended(NamedTuple):
+    """What `ragged_paged_attention` returns.
+
+    Attributes:
+      out: `[tokens, N, Hv]`, in query's dtype.
+      lse: `[tokens, N]`, float32, or float64 if query is.
+      key_pages, value_pages: as they are then; value_pages is None where there is none.
+    """
+
+    out: Annotated[jax.Array, "tokens N Hv"]
+    lse: Annotated[jax.Array, "tokens N"]
+    key_pages: jax.Array
+    value_pages: Any  # a jax.Array, or None where there is none
+
+
+export.register_namedtuple_serialization(Attended, serialized_name="jax_flash.Attended")
+
+
+@hinted
+def ragged_paged_attention(
+    query: Annotated[ArrayLike, "tokens N H"],
+    key_pages: Annotated[ArrayLike, "P S K H"],
+    value_pages: Annotated[ArrayLike, "P S K Hv"] | None,
+    lengths: Annotated[ArrayLike, "B"],
+    page_table: Annotated[ArrayLike, "B M"],
+    query_starts: Annotated[ArrayLike, "B+1"],
+    rows: Annotated[ArrayLike, ""] | None = None,
+    *,
+    new_key: Annotated[ArrayLike, "tokens K H"] | None = None,
+    new_value: Annotated[ArrayLike, "tokens K Hv"] | None = None,
+    rotary_base: float | None = None,
+    value_dim: int | None = None,
+    scale: Annotated[ArrayLike, ""] | None = None,
+    local_window_size: Window | None = None,
+    softcap: float | None = None,
+    sinks: Annotated[ArrayLike, "N"] | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    backend: str | None = None,
+) -> Attended:
+    """Computes attention of a mixed batch to pages: prefill, chunks of it, and decoding in one.
+
+    The tokens of all requests lie one behind the other: those of request b are query_starts[b] to
+    before query_starts[b + 1], any number of them, and are the last of its lengths[b] positions.
+    Each sees its own position and those before it. New keys and values of all tokens are written
+    to the pages first: in place under jit where the pages are donated, as in `decode_attention`.
+
+    Shapes say how much is compiled, contents how much is computed: one program serves any mixture
+    of requests of at most so many tokens, B requests and M pages each. Tokens are cut on the device
+    into pieces of a power of two, at most 64 and the mean of tokens / B, and each is a row of
+    `decode_attention`: choose B near the requests that there are.
+
+    A token that belongs to no request gives out 0 and lse −inf. Length, table and start of requests
+    from `rows` on are not read. NaN or inf in pages that a request does not have, in slots past
+    its length or behind its window, and in other requests' tokens reaches nothing.
+
+    A request gives NaN in out and lse of all its tokens, and writes nothing, if its length is
+    beyond its table or less than its tokens, if its table has no page of the pool for a position
+    that its tokens see or are written to, or if its start is beyond its end or the tokens. No
+    other request is touched. Under `jax_flash.debug_values()` these are errors that name it.
+
+    It has no derivative. Under jit heads stay split over a mesh as query's are, without a
+    collective, kv heads as in `decode_attention`. (Under shard_map each device may have a pool of
+    its own.)
+
+    Arguments:
+      query: `[tokens, N, H]`, float32, bfloat16, float16, or in x64 mode float64.
+      key_pages: `[P, S, K, H]`, P pages of S positions each, in query's dtype; K divides N, and
+        query head n reads head n // (N // K).
+      value_pages: `[P, S, K, Hv]`; None: the values are the first `value_dim` features of the keys.
+      lengths: int32 `[B]`, positions of each request when the call returns, the new ones included.
+      page_table: int32 `[B, M]`; position p of request b is in slot p % S of page
+        page_table[b, p // S]. Requests may have pages in common where none of them writes. Columns
+        that a request does not need may hold anything, −1 for instance.
+      query_starts: int32 `[B + 1]`, in ascending order, equal where a request has no token.
+      rows: int32 `[]`, how many requests are live, the first ones; None: all.
+      new_key, new_value: `[tokens, K, H]` and `[tokens, K, Hv]`, written to the tokens' positions.
+        Without value_pages new_key alone. None: the pages hold these positions already.
+      rotary_base, value_dim, scale, local_window_size, softcap, sinks, precision, backend: as in
+        `decode_attention`.
+
+    Returns:
+      `Attended`, with out `[tokens, N, Hv]` in query's dtype; lse `[tokens, N]`, float32, or
+      float64 if query is; key_pages and value_pages as they are then.
+
+    Raises:
+      TypeError, ValueError: a wrong argument, with its shape or value and what would be right.
+      NotImplementedError: a named backend that cannot run the problem, with the reason.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_flash import ragged_paged_attention
+      >>> pages = jnp.zeros((16, 16, 2, 64))
+      >>> query, new = jnp.ones((8, 8, 64)), jnp.ones((8, 2, 64))
+      >>> lengths = jnp.array([40, 6, 0])  # one token after 39, a prompt of 6, and none
+      >>> table = jnp.array([[3, 0, 7], [5, -1, -1], [-1, -1, -1]])
+      >>> starts = jnp.array([0, 1, 7, 7])
+      >>> step = ragged_paged_attention(
+      ...     query, pages, pages, lengths, table, starts, 2, new_key=new, new_value=new
+      ... )
+      >>> step.out.shape
+      (8, 8, 64)
+
+    Papers: Kwon et al., PagedAttention (arXiv:2309.06180); Agrawal et al., Sarathi-Serve
+    (arXiv:2403.02310); Sanovar et al., LeanAttention (arXiv:2405.10480).
+    """
+    call, operands = _validate_ragged.prepare(
+        query,
+        key_pages,
+        value_pages,
+        lengths,
+        page_table,
+        query_starts,
+        rows,
+        new_key=new_key,
+        new_value=new_value,
+        rotary_base=rotary_base,
+        value_dim=value_dim,
+        scale=scale,
+        local_window_size=local_window_size,
+        softcap=softcap,
+        sinks=sinks,
+        precision=precision,
+        backend=backend,
+    )
+    named = _op.attend(call, operands)
+    return Attended(named["out"], named["lse"], named["k"], named.get("v"))
