@@ -65,8 +65,8 @@ class Case:
     bias_hides: bool = False  # a third of the bias is -inf
     mask: str | None = None
     mask_density: float = 0.7
-    # A block mask: the axes that it keeps of [b, n], and its block. A third of its blocks are
-    # empty, full and partial each.
+    # A block mask: the axes that it keeps of [b, n], and its block. A third of its blocks each are
+    # empty, full, partial.
     blocks: tuple[str, int] | None = None
     is_layout: bool = False  # half of its blocks are empty and full each, as block_mask_of has them
     q_lengths: tuple[int, ...] | None = None  # repeated over the batch
@@ -74,9 +74,9 @@ class Case:
     # "packed" (sorted), "shuffled", "apart" (no pair is equal), "returning" (97 tokens each, in
     # turn), "documents" (of 5 to 150 tokens)
     segments: str | None = None
-    # "offset" (each batch row from another place), "permuted", "striped" (every fourth first),
-    # "left padding" (hidden at the end of int32), "ties", "extreme" (both ends of int32),
-    # "constant"; "queries" and "keys": these alone, 5 places after or before their index
+    # "offset" (each batch row from another place), "permuted", "striped" (every fourth first), "left
+    # padding" (hidden at the end of int32), "ties", "extreme" (both ends of int32), "constant";
+    # "queries" and "keys": these alone, 5 places after or before their index
     positions: str | None = None
     softcap: float | None = None
     score: str | None = None  # of SCORES: a function of each score
@@ -84,6 +84,7 @@ class Case:
     dropout: float = 0.0
     with_lse: bool = False  # lse is returned and has a cotangent
     deterministic: bool = False
+    fixed: tuple[str, ...] = ()  # arguments that get no gradient
     spread: float = 1.0  # standard deviation of query: how peaked the softmax is
 
     @property
@@ -289,13 +290,13 @@ class Arguments:
         return tuple(
             name
             for name in ("query", "key", "value", "bias", "sinks", "table")
-            if name in self.arrays
+            if name in self.arrays and name not in self.case.fixed
         )
 
     def truth(self, precision: str = "float64", gradients: bool = True) -> numpy_oracle.Result:
         """The same call by the numpy attention, every intermediate rounded to `precision`.
 
-        Computed once for equal arrays: tests ask for it again, for other backends and orders.
+        Computed once for equal arrays: tests ask again, for other backends and orders.
         """
         digest = hashlib.sha256(repr(self.options).encode())
         for name, array in (*self.arrays.items(), ("dout", self.dout), ("dlse", self.dlse)):
@@ -325,8 +326,7 @@ class Arguments:
 
     def function(self, backend: str | None):
         """A function of the arrays that returns out, or (out, lse) when the case asks for lse."""
-        case = self.case
-        block_mask = case.block_mask
+        case, block_mask = self.case, self.case.block_mask
 
         def call(arrays):
             options = dict(self.options)

@@ -151,6 +151,7 @@ CASES: tuple[Case, ...] = (
     C("bias hides queries", bias="b1t1", bias_hides=True, with_lse=True),
     C("bias causal T > S", bias="bnts", T=100, S=60, causal=True, align=BOTTOM_RIGHT),
     C("bias mask lengths", bias="1nts", mask="b11s", q_lengths=(50, 64), kv_lengths=(64, 20)),
+    C("bias fixed", dtype=HALF, bias="1nts", batch=(12,), causal=True, fixed=("bias",)),
     C("bias softcap", bias="bnts", softcap=4.0, spread=3.0),
     C("bias two batch dims", bias="b1ts", batch=(2, 3), T=20, S=24),
     C("mask b11s", mask="b11s"),

@@ -93,6 +93,7 @@ CASES = (
     C("bias float32", bias="1n1s", bias_dtype="float32", batch=(2,), T=130, S=140),
     C("bias of queries", bias="b1t1", batch=(2,), T=130, N=2, K=1, deterministic=True),
     C("bias of heads 256", bias="n11", H=256, batch=(2,), T=70, S=90, causal=True),
+    C("bias fixed", bias="1nts", batch=(9,), T=64, S=64, causal=True, fixed=("bias",)),
     C("bias odd float16", bias="1nts", dtype="float16", T=99, S=131, softcap=2.0, batch=(2,)),
     C("dropout", T=150, S=700, N=2, K=1, dropout=0.1),
     C("dropout causal 128", H=128, T=260, S=500, N=1, K=1, dropout=0.3, causal=True,

@@ -80,6 +80,8 @@ class Sm80(Family):
     def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
         if "dout" in call.operands:
             tiling = tiling or choose_backward(call.problem, shapes, gpu)
+            if "dbias" not in call.results:
+                tiling = tiling.without_dbias
             constants = tiling.constants(call.problem, shapes) | {
                 "kHasDlse": "dlse" in call.operands,
                 "kHasDbias": "dbias" in call.results,

@@ -92,6 +92,11 @@ class BackwardTiling:
         # 64 columns at a time, of 32 queries; then the sum.
         return max(128 * self.parts * (self.block_kv + 32), 4 * self.block_q * (self.block_kv + 1))
 
+    @property
+    def without_dbias(self) -> BackwardTiling:
+        """The tiling of a pass that leaves the gradient of a bias out."""
+        return dataclasses.replace(self, stores_dbias=False, clears_dbias=False, dbias_heads=0)
+
     def scratch(self, problem: Problem, shapes: Shapes) -> dict[str, Scratch]:
         """Returns the scratch arrays of a pass without the gradient of a bias."""
         return backward_params(problem, shapes, self).scratch()

@@ -101,6 +101,8 @@ class Sm90(Family):
         problem = call.problem
         if "dout" in call.operands:
             tiling = tiling or choose_backward(problem, shapes, gpu)
+            if "dbias" not in call.results:
+                tiling = tiling.without_dbias
             constants = _constants(tiling, problem, shapes) | {
                 "kHasDlse": "dlse" in call.operands,
                 "kHasDbias": "dbias" in call.results,

@@ -110,6 +110,12 @@ class BackwardTiling:
         both = boxes(self.head_dim) + boxes(self.value_dim)
         return self.sum_stages * 128 * both * (self.block_kv + self.block_q) + 1024
 
+    @property
+    def without_dbias(self) -> BackwardTiling:
+        """The tiling of a pass that leaves the gradient of a bias out."""
+        off = {"stores_dbias": False, "clears_dbias": False, "dbias_rows": False, "dbias_heads": 0}
+        return dataclasses.replace(self, **off)
+
     def scratch(self, problem: Problem, shapes: Shapes) -> dict[str, Scratch]:
         """Returns the scratch arrays of a pass without the gradient of a bias."""
         return backward_params(problem, shapes, self).scratch()
