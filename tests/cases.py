@@ -74,9 +74,9 @@ class Case:
     # "packed" (sorted), "shuffled", "apart" (no pair is equal), "returning" (97 tokens each, in
     # turn), "documents" (of 5 to 150 tokens)
     segments: str | None = None
-    # "offset" (each batch row from another place), "permuted", "striped" (every fourth first), "left
-    # padding" (hidden at the end of int32), "ties", "extreme" (both ends of int32), "constant";
-    # "queries" and "keys": these alone, 5 places after or before their index
+    # "offset" (each batch row from another place), "permuted", "striped" (every fourth first),
+    # "left padding" (hidden at the end of int32), "ties", "extreme" (both ends of int32),
+    # "constant"; "queries" and "keys": these alone, 5 places after or before their index
     positions: str | None = None
     softcap: float | None = None
     score: str | None = None  # of SCORES: a function of each score
