@@ -40,7 +40,7 @@ def tuned(name: str) -> Configurations:
         for dims in ((192, 192), (136, 256)):
             shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
             yield f"{dims[0]}/{dims[1]} pairs", PLAIN, shapes
-            yield f"{dims[0]}/{dims[1]} deterministic", wide, shapes
+        yield f"{dims[0]}/{dims[1]} deterministic", wide, shapes
         return
     short = dataclasses.replace(SHAPES, batch=32, q_len=512, kv_len=512, head_dim=64, value_dim=64)
     for window in ((None, None), (None, 0)):  # two teams

@@ -144,7 +144,7 @@ FEW_ROWS = {
             "dropout_rate": 0.1,
         },
     ),
-    "128 highest": (128, {"dtype": "float32", "precision": "highest"}),
+    "64 highest": (64, {"dtype": "float32", "precision": "highest"}),
 }
 # Every head dim on either; terms and rows that there are not meet in the same text.
 FEW_ON_AN_A100 = ("64", "128 segments deterministic", "256 causal segments dropout")
