@@ -1,6 +1,6 @@
 """FlashAttention for JAX: exact attention whose memory grows linearly with sequence length."""
 
-from jax_flash import context_parallel, masks, reference, scores
+from jax_flash import context_parallel, masks, paged_tpu, reference, scores
 from jax_flash._debug import debug_values
 from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
@@ -29,6 +29,7 @@ __all__ = [
     "flash_attention",
     "masks",
     "merge",
+    "paged_tpu",
     "ragged_paged_attention",
     "reference",
     "rotate",

@@ -63,6 +63,7 @@ def ragged_paged_attention(
     before query_starts[b + 1], any number of them, and are the last of its lengths[b] positions.
     Each sees its own position and those before it. New keys and values of all tokens are written
     to the pages first: in place under jit where the pages are donated, as in `decode_attention`.
+    (On CPUs before jax 0.11 XLA copies pages of bfloat16 to write to them.)
 
     Shapes say how much is compiled, contents how much is computed: one program serves any mixture
     of requests of at most so many tokens, B requests and M pages each. Tokens are cut on the device

@@ -1,6 +1,7 @@
-"""From the arguments of `ragged_paged_attention` to arrays, or an error."""
+"""From the arguments of `ragged_paged_attention`, of either form, to arrays, or an error."""
 
-from typing import Any
+import numbers
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,13 @@ import jax.numpy as jnp
 from jax_flash import _debug
 from jax_flash._ops.decode import MOST_QUERIES
 from jax_flash._ops.ragged import Ragged
+from jax_flash._terms import FLOATS
 from jax_flash._validate.arrays import array, check_head_dim, in_full
 from jax_flash._validate.decode import Caches, integers, problem_of
+from jax_flash._validate.scalars import real
 
 _NAMES = ("key_pages", "value_pages")
+_MASK_VALUE = -1e6  # far below any score
 
 
 def prepare(
@@ -105,3 +109,111 @@ def _look(call: Ragged, caches: Caches, lengths: Any, starts: Any, rows: Any, to
     if left is not None:
         first = jnp.maximum(lengths - count - left, 0)
     caches.look(jnp.where(used, lengths, 0), lambda: first, lambda: jnp.where(used, lengths, 0))
+
+
+class Interleaved(NamedTuple):
+    """Arguments of `paged_tpu.ragged_paged_attention`, checked.
+
+    Attributes:
+      q, kv_pages: as they were given.
+      requests: lengths, page_table, query_starts and rows.
+      scale: of the products of q and what the pages hold.
+      window: positions to the left of a token's own, or None.
+      softcap, v_scale: as given.
+    """
+
+    q: jax.Array
+    kv_pages: jax.Array
+    requests: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+    scale: float
+    window: int | None
+    softcap: float | None
+    v_scale: float | None
+
+
+def prepare_interleaved(
+    q: Any,
+    kv_pages: Any,
+    kv_lens: Any,
+    page_indices: Any,
+    cu_q_lens: Any,
+    num_seqs: Any,
+    *,
+    sm_scale: Any,
+    sliding_window: Any,
+    soft_cap: Any,
+    mask_value: Any,
+    k_scale: Any,
+    v_scale: Any,
+) -> Interleaved:
+    """Checks the arguments by the names that they have there.
+
+    Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
+    """
+    q, kv_pages = array("q", q), array("kv_pages", kv_pages)
+    if q.ndim != 3:
+        raise ValueError(f"q has shape {q.shape}; expected [tokens, N, H]")
+    if kv_pages.ndim != 4 or kv_pages.shape[2] % 2:
+        raise ValueError(
+            f"kv_pages has shape {kv_pages.shape}; expected [P, S, 2 * K, H], keys and values by "
+            "turns"
+        )
+    if q.dtype != kv_pages.dtype or q.dtype.name not in FLOATS:
+        raise TypeError(
+            f"q has dtype {q.dtype} and kv_pages {kv_pages.dtype}; expected one dtype of "
+            f"{', '.join(FLOATS)}"
+        )
+    check_head_dim("q", q)
+    if q.shape[2] != kv_pages.shape[3]:
+        raise ValueError(
+            f"kv_pages has shape {kv_pages.shape} and q {q.shape}; expected equal head dims (the "
+            "last)"
+        )
+    q_heads, kv_heads = q.shape[1], kv_pages.shape[2] // 2
+    if q_heads % kv_heads or not q_heads if kv_heads else q_heads:
+        raise ValueError(
+            f"q has {q_heads} heads (shape {q.shape}) and kv_pages keys of {kv_heads} (shape "
+            f"{kv_pages.shape}); expected a multiple of them"
+        )
+    names = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
+    given = (kv_lens, page_indices, cu_q_lens, num_seqs)
+    lens, table, starts, count = (integers(*x, -1) for x in zip(names, given, strict=True))
+    if table.ndim != 2 or table.shape[0] == 0:
+        raise ValueError(
+            f"page_indices has shape {table.shape}; expected [B, M], M pages for each of B requests"
+        )
+    requests = table.shape[0]
+    for name, x, expected in (
+        ("kv_lens", lens, (requests,)),
+        ("cu_q_lens", starts, (requests + 1,)),
+        ("num_seqs", count, (1,)),
+    ):
+        if x.shape != expected:
+            raise ValueError(
+                f"{name} has shape {x.shape}; expected {expected}, as page_indices is {table.shape}"
+            )
+    if sliding_window is not None and (
+        isinstance(sliding_window, bool)
+        or not isinstance(sliding_window, numbers.Integral)
+        or sliding_window < 1
+    ):
+        raise ValueError(f"sliding_window is {sliding_window!r}; expected an int from 1, or None")
+    if soft_cap is not None and real("soft_cap", soft_cap) <= 0:
+        raise ValueError(f"soft_cap is {soft_cap}; expected a number above 0, or None")
+    if mask_value is not None and not mask_value <= _MASK_VALUE:
+        raise ValueError(
+            f"mask_value is {mask_value}; expected None or at most {_MASK_VALUE}: hidden keys have "
+            "no weight here"
+        )
+    scale = real("sm_scale", sm_scale)
+    if k_scale is not None:
+        scale = real("sm_scale * k_scale", scale * real("k_scale", k_scale))
+    return Interleaved(
+        q,
+        kv_pages,
+        (lens, table, starts, count[0]),
+        scale,
+        None if sliding_window is None else int(sliding_window) - 1,
+        soft_cap,
+        None if v_scale is None else real("v_scale", v_scale),
+    )
