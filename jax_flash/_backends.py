@@ -152,7 +152,7 @@ def _compile(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec, plans: Sequence[_gpu
     It belongs to the compilation of the caller's program, not to its first step.
     """
     following = []
-    if call.next and not _gpu.refuse(call.next, shapes, gpu):
+    if call.next and pick(call.next, shapes, gpu)[0] == "cuda":
         following = _gpu.plans(call.next, shapes, gpu)
     programs = [program for plan in plans for program in plan.programs]
     ahead = [program for plan in following for program in plan.programs]
@@ -235,7 +235,8 @@ def pick(
 ) -> tuple[str, dict[str, tuple[str, ...]]]:
     """Tells which backend runs a pass on a machine with this GPU (None: without one).
 
-    Returns: the backend's name, and of all others that would not run it the reasons.
+    Returns: the backend's name, and of all others that would not run it the reasons; of "cuda" also
+      where it could, and `_gpu.plain` says that "xla" takes less time.
 
     Raises:
       ValueError: the call names a backend that is not known.
@@ -247,6 +248,8 @@ def pick(
     if call.backend in refusals:
         reasons = "; ".join(refusals[call.backend])
         raise NotImplementedError(f"backend {call.backend!r} cannot run this call: {reasons}")
+    if gpu is not None and "cuda" not in refusals and _gpu.plain.takes(call, shapes):
+        refusals["cuda"] = (_gpu.plain.FEW,)
     chosen = call.backend or next(name for name in BACKENDS if name not in refusals)
     return chosen, refusals
 
@@ -281,7 +284,7 @@ def choose(platform: str, call: Call, shapes: Shapes) -> str:
         # On a CPU a warning tells that there are no kernels, not what they decline: such calls run
         # as fast there as they can.
         reasons = refusals[platform] if platform == "cuda" else BACKENDS[platform].absent(None)
-        if reasons:
+        if reasons and reasons != (_gpu.plain.FEW,):
             kernels = f"{platform.upper()} kernels"
             warn_once(f"jax_flash runs a call without its {kernels}: {'; '.join(reasons)}")
     return name

@@ -22,6 +22,8 @@ from jax_flash._terms import sum_dtype
 _BLOCK = 512  # queries and keys of one tile, less when there are many heads
 _MIN_BLOCK = 128
 _TILE_ELEMENTS = 2**24  # scores of one tile over all batch rows and heads: 64 MiB in float32
+# Terms that by themselves hide no key from a query.
+_SHOWN = {"query_positions", "key_value_positions", "sinks", "dropout_state", "score_ids"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Span:
     by the stretch before it.
     """
 
-    start: jax.Array
-    first: jax.Array
+    start: jax.Array | np.int32
+    first: jax.Array | np.int32
     size: int
 
 
@@ -167,26 +169,44 @@ class Sweep:
         """Brings `[*B, K, G, T, H]` to `[*B, T, N, H]`."""
         return jnp.moveaxis(x.reshape(*self.lse_shape, x.shape[-1]), -3, -2)
 
-    def where_shown(self, step):
-        """Leaves a step of a scan out where the block mask hides its whole tile."""
+    @property
+    def hides(self) -> bool:
+        """Tells whether anything can hide a key from a query."""
+        problem = self.problem
+        return (
+            any(side is not None for side in problem.window)
+            or problem.score is not None
+            or not _SHOWN.issuperset(problem.terms)
+        )
+
+    def guard(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns `split_bad(x)`; x and zeros where all is seen, so that no NaN is hidden."""
+        if self.hides:
+            return split_bad(x)
+        return x, jnp.zeros(x.shape[:-1], sum_dtype(x.dtype))
+
+    def carry(self, step, state):
+        """Carries a state through `step(state, start)` of each tile that may show anything."""
         blocks = self.blocks
-        if blocks is None:
-            return step
 
-        def either(state, start):
-            shown = blocks.shown(*self.spans(start))
-            return lax.cond(shown, lambda: step(state, start)[0], lambda: state), None
+        def shown(state, start):
+            if blocks is None:
+                return step(state, start)
+            seen = blocks.shown(*self.spans(start))
+            return lax.cond(seen, lambda: step(state, start), lambda: state)
 
-        return either
+        if len(self.starts) == 1:  # a loop would keep XLA from joining it with what is around it
+            return shown(state, self.starts[0])
+        return lax.scan(lambda state, start: (shown(state, start), None), state, self.starts)[0]
 
-    def spans(self, start: jax.Array) -> tuple[Span, Span]:
+    def spans(self, start: jax.Array | np.ndarray) -> tuple[Span, Span]:
         """The queries and the keys of a tile."""
         return (
             Span(start[0], start[1], self.block_q),
             Span(start[2], start[3], self.block_kv),
         )
 
-    def tile(self, start: jax.Array) -> "Tile":
+    def tile(self, start: jax.Array | np.ndarray) -> "Tile":
         rows, keys = self.spans(start)
         return Tile(
             sweep=self,
@@ -212,7 +232,7 @@ class Tile:
     def scores(self) -> tuple[jax.Array, jax.Array]:
         """Computes the scaled scores with bias `[*B, K, G, t, s]`, and what is visible."""
         sweep = self.sweep
-        (q, q_bad), (k, k_bad) = split_bad(self.q), split_bad(self.k)
+        (q, q_bad), (k, k_bad) = sweep.guard(self.q), sweep.guard(self.k)
         logits = sweep.problem.scale * product(sweep.problem, "...kgth,...ksh->...kgts", q, k)
         logits = logits + q_bad[..., None] + k_bad[..., None, None, :]
         if sweep.bias is not None:
@@ -321,6 +341,7 @@ class Tile:
 
 
 def _block_sizes(rows_at_once: int, q_len: int, kv_len: int) -> tuple[int, int]:
+    """Chooses how many queries and keys a tile has: all of both where the scores are few."""
     block = _BLOCK
     if not isinstance(rows_at_once, int):  # a symbolic dim, under jax.export
         rows_at_once = _TILE_ELEMENTS // block**2
@@ -330,6 +351,8 @@ def _block_sizes(rows_at_once: int, q_len: int, kv_len: int) -> tuple[int, int]:
         raise NotImplementedError(
             f"backend 'xla' needs known lengths; T is {q_len} and S is {kv_len} in this export"
         )
+    if min(q_len, kv_len) <= block and rows_at_once * q_len * kv_len <= _TILE_ELEMENTS:
+        return q_len, kv_len
     return min(block, q_len), min(block, kv_len)
 
 
@@ -402,7 +425,7 @@ def split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def read(x: jax.Array, span: Span, axis: int) -> jax.Array:
     """Reads the span along one axis; an axis of size 1 is read whole."""
-    if x.shape[axis] == 1:
+    if x.shape[axis] in (1, span.size):
         return x
     # Starts count from the front: what else jax adds for negative ones takes a quarter of tracing.
     return lax.dynamic_slice_in_dim(
@@ -411,6 +434,8 @@ def read(x: jax.Array, span: Span, axis: int) -> jax.Array:
 
 
 def write(x: jax.Array, update: jax.Array, span: Span, axis: int) -> jax.Array:
+    if x.shape[axis] == span.size:
+        return update
     return lax.dynamic_update_slice_in_dim(
         x, update, span.start, axis % x.ndim, allow_negative_indices=False
     )

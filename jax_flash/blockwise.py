@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_flash._problem import Problem
-from jax_flash._tiles import Sweep, add, product, read, split_bad, write
+from jax_flash._tiles import Sweep, add, product, read, write
 from jax_flash._varying import vary_over
 
 _STATE_AXES = (-1, -1, -2)  # of T, in the maximum, the sum and the weighted values
@@ -52,7 +52,7 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
         rescale = jnp.exp(largest - shift)
         weights = jnp.exp(logits - shift[..., None])
         total = rescale * total + jnp.sum(weights, axis=-1)
-        v, v_bad = split_bad(tile.v)
+        v, v_bad = sweep.guard(tile.v)
         weights = jnp.where(visible, tile.drop(weights) + v_bad[..., None, None, :], 0.0)
         weighted = rescale[..., None] * weighted + product(
             sweep.problem, "...kgts,...ksh->...kgth", weights, v
@@ -60,10 +60,9 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
         new = (new_largest, total, weighted)
         return tuple(
             write(x, y, tile.rows, axis) for x, y, axis in zip(state, new, _STATE_AXES, strict=True)
-        ), None
+        )
 
-    state = vary_over(state, operands)
-    (largest, total, weighted), _ = lax.scan(sweep.where_shown(step), state, sweep.starts)
+    largest, total, weighted = sweep.carry(step, vary_over(state, operands))
 
     if sweep.sinks is not None:
         joined = jnp.maximum(largest, lax.stop_gradient(sweep.sinks))
@@ -119,8 +118,8 @@ def backward(
     def step(state, start):
         dq, dk, dv, dbias, dcaptures = state
         tile = sweep.tile(start)
-        (q, _), (k, _), (v, v_bad) = (split_bad(x) for x in (tile.q, tile.k, tile.v))
-        do, do_bad = split_bad(read(dout, tile.rows, -2))
+        (q, _), (k, _), (v, v_bad) = (sweep.guard(x) for x in (tile.q, tile.k, tile.v))
+        do, do_bad = sweep.guard(read(dout, tile.rows, -2))
         row_lse, row_delta = (read(x, tile.rows, -1) for x in (lse, delta))
 
         scores, visible = tile.scores()
@@ -148,10 +147,9 @@ def backward(
         dlogits = problem.scale * dlogits
         dq = add(dq, product(sweep.problem, "...kgts,...ksh->...kgth", dlogits, k), tile.rows, -2)
         dk = add(dk, product(sweep.problem, "...kgts,...kgth->...ksh", dlogits, q), tile.keys, -2)
-        return (dq, dk, dv, dbias, dcaptures), None
+        return dq, dk, dv, dbias, dcaptures
 
-    state = vary_over(state, operands)
-    (dq, dk, dv, dbias, dcaptures), _ = lax.scan(sweep.where_shown(step), state, sweep.starts)
+    dq, dk, dv, dbias, dcaptures = sweep.carry(step, vary_over(state, operands))
     gradients = [
         sweep.join_query_heads(dq),
         jnp.moveaxis(dk, -3, -2),

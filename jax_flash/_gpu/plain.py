@@ -1,0 +1,41 @@
+"""Owns which passes XLA's own products run in less time than kernels: those of few scores.
+
+A block of a kernel has 64 queries or more of one head, and 128 keys: where a call has a handful,
+most of it is empty, while a product of XLA takes a handful of any shape.
+"""
+
+from __future__ import annotations
+
+from jax_flash._call import Call
+from jax_flash._problem import Shapes
+
+FEW = "XLA's products of so few scores take less time than kernels: backend='cuda' runs these"
+
+_SCORES = 1 << 24  # 64 MB in float32: what backend "xla" computes at once
+# float32: 64 positions take as long either way, 4 a seventh; so do few scores of any lengths, since
+# kernels of float32 are several launches.
+_FLOAT32_LENGTH, _FLOAT32_SCORES = 32, 1 << 19
+_SHARED_QUERIES, _GROUP = 16, 4  # of many heads that share keys: 0.3 to 0.8 of the kernels' time
+_UNITS = 264  # heads x blocks of 128 keys: two rounds of an H100; fewer launches take less below
+
+
+def takes(call: Call, shapes: Shapes) -> bool:
+    """Tells whether XLA's products are to run a pass that kernels could run, where none is named.
+
+    Figures are those of an H100 (docs/decisions.md).
+    """
+    if call.target not in ("forward", "backward") or call.backend is not None:
+        return False
+    sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
+    if call.problem.as_written or not all(isinstance(size, int) for size in sizes):
+        return False
+    batch, heads, queries, keys = sizes
+    scores = batch * heads * queries * keys
+    if scores > _SCORES:
+        return False
+    if call.problem.dtype == "float32":
+        return min(queries, keys) <= _FLOAT32_LENGTH or scores <= _FLOAT32_SCORES
+    if keys == 1:
+        return True
+    units = batch * heads * -(-keys // 128)
+    return queries <= _SHARED_QUERIES and heads // shapes.kv_heads >= _GROUP and units >= _UNITS

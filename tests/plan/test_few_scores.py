@@ -1,0 +1,60 @@
+"""Passes of few scores run on XLA's own products, where a GPU's kernels would be mostly empty."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_flash
+from jax_flash import _backends, _gpu, _native
+from jax_flash._ops import passes
+from jax_flash._problem import Problem, Shapes
+
+needs_module = pytest.mark.skipif(
+    _native.available("cuda") is not None, reason=f"{_native.available('cuda')}"
+)
+H200 = _gpu.spec.GPUS["H200"]
+SHAPES = Shapes(64, 4, 2048, 8, 1, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "taken"),
+    [
+        ("bfloat16", {}, True),  # eight heads share their keys
+        ("bfloat16", {"kv_heads": 4}, False),
+        ("bfloat16", {"q_len": 17}, False),
+        ("bfloat16", {"batch": 2}, False),  # less than two rounds of units
+        ("bfloat16", {"batch": 1024}, False),  # more scores than are computed at once
+        ("bfloat16", {"kv_len": 1, "kv_heads": 8, "q_len": 999}, True),
+        ("float32", {"kv_heads": 8, "q_len": 32, "batch": 16}, True),
+        ("float32", {"kv_heads": 8, "q_len": 33, "kv_len": 100}, False),
+        ("float32", {"batch": 1, "q_len": 200, "kv_len": 200}, True),
+    ],
+)
+def test_which(dtype: str, sizes: dict[str, Any], taken: bool):
+    shapes = dataclasses.replace(SHAPES, **sizes)
+    for call in passes(Problem(dtype=dtype, scale=0.1)).values():
+        name, refusals = _backends.pick(call, shapes, H200)
+        assert (name, "cuda" in refusals) == (("xla", True) if taken else ("cuda", False))
+        written = dataclasses.replace(call, problem=Problem(dtype, 0.1, as_written=True))
+        for other in (dataclasses.replace(call, backend="cuda"), written):
+            assert _backends.pick(other, shapes, H200)[0] == "cuda"
+
+
+def test_explain_says_so():
+    q, k = (jax.ShapeDtypeStruct((64, n, h, 128), jnp.bfloat16) for n, h in ((4, 8), (2048, 1)))
+    said = jax_flash.explain(q, k, k, gpu="H100")
+    assert said.backend == "xla" and _gpu.plain.FEW in repr(said)
+
+
+@needs_module
+def test_program_has_no_kernel_and_no_warning():
+    q = jax.ShapeDtypeStruct((512, 4, 8, 64), jnp.float32)
+    traced = jax.jit(jax.grad(lambda x: jax_flash.flash_attention(x, x, x).sum())).trace(q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "jax_flash_cuda" not in text and "dot_general" in text
