@@ -235,8 +235,9 @@ def pick(
 ) -> tuple[str, dict[str, tuple[str, ...]]]:
     """Tells which backend runs a pass on a machine with this GPU (None: without one).
 
-    Returns: the backend's name, and of all others that would not run it the reasons; of "cuda" also
-      where it could, and `_gpu.plain` says that "xla" takes less time.
+    Returns:
+      The backend's name, and of all others that would not run it the reasons; of "cuda" also where
+      it could, and `_gpu.plain` says that "xla" takes less time.
 
     Raises:
       ValueError: the call names a backend that is not known.
