@@ -66,9 +66,10 @@ def ragged_paged_attention(
     (On CPUs before jax 0.11 XLA copies pages of bfloat16 to write to them.)
 
     Shapes say how much is compiled, contents how much is computed: one program serves any mixture
-    of requests of at most so many tokens, B requests and M pages each. Tokens are cut on the device
-    into pieces of a power of two, at most 64 and the mean of tokens / B, and each is a row of
-    `decode_attention`: choose B near the requests that there are.
+    of requests of at most so many tokens, B requests and M pages each. A request of one token is a
+    row of `decode_attention`; the tokens of others are cut on the device into pieces, each a row:
+    of up to 64 tokens, and of fewer where B is more than 3/64 of the tokens. So choose B near the
+    requests that there are.
 
     A token that belongs to no request gives out 0 and lse −inf. Length, table and start of requests
     from `rows` on are not read. NaN or inf in pages that a request does not have, in slots past

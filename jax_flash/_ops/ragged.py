@@ -1,13 +1,15 @@
 """Attention of a mixed batch to pages: requests of any number of tokens, as rows of flash_decode.
 
-The tokens of all requests lie one behind the other. They are cut, on the device, into pieces of at
-most T tokens of one request, and each piece is a row of one flash_decode: its queries are the last
-T positions of the piece's own length, its pages those of its request. How many pieces there are
-depends on shapes alone, so that nothing is compiled anew when requests come, go and grow. New keys
-and values of all pieces are written before, since a piece sees those of the pieces ahead of it.
+The tokens of all requests lie one behind the other. A request of one token, which decodes, is a row
+of one flash_decode. The tokens of the others are cut, on the device, into pieces of at most T
+tokens of one request, and each piece is a row of a second flash_decode: its queries are the last T
+positions of the piece's own length, its pages those of its request. How many rows there are depends
+on shapes alone, so that nothing is compiled anew when requests come, go and grow; a row that is not
+needed has length 0. New keys and values of all tokens are written before, since a piece sees those
+of the pieces ahead of it.
 
-Sizes are named as in `_call.py`; `[tokens]` is one for each token, `[B]` for each request, `[P]`
-for each piece.
+Sizes are named as in `_call.py`; `[tokens]` is one for each token, `[B]` for each request, `[R]`
+for each row of a flash_decode.
 """
 
 import dataclasses
@@ -61,39 +63,63 @@ def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
                 new = rotate(new, requests.position, call.rotary_base)
             caches[name] = _cache.write(cache, new, places, table, requests.request)
 
-    size = piece_size(q.shape[0], requests.count.shape[0])
-    cut = _single(requests, refused) if size == 1 else _cut(requests, refused, size)
-    rows = {
-        "q": q[:, None] if size == 1 else jnp.take(q, cut.tokens, axis=0, mode="clip"),
-        **caches,
-        "lengths": cut.lengths,
-        "page_table": _tables(table, cut, page_size, left),
-        **{name: named[name] for name in call.problem.terms},
-    }
     inner = dataclasses.replace(call, rotary_base=None, appends=False)
-    results = _decode.decode(inner, *(rows[name] for name in inner.operands))
-    out, lse = results["out"], jnp.swapaxes(results["lse"], -1, -2)
-    out, lse = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (out, lse))
-    if size != 1:
-        out, lse = (jnp.take(x, cut.places, axis=0, mode="clip") for x in (out, lse))
+    terms = {name: named[name] for name in call.problem.terms}
+
+    def decode(rows: _Rows) -> list[jax.Array]:
+        """Computes out `[tokens, N, Hv]` and lse `[tokens, N]` of the tokens that rows have."""
+        operands = {
+            "q": q[:, None] if rows.places is None else _take(q, rows.tokens),
+            **caches,
+            "lengths": rows.lengths,
+            "page_table": _tables(table, rows, page_size, left),
+            **terms,
+        }
+        results = _decode.decode(inner, *(operands[name] for name in inner.operands))
+        found = results["out"], jnp.swapaxes(results["lse"], -1, -2)
+        flat = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in found)
+        return [x if rows.places is None else _take(x, rows.places) for x in flat]
+
+    def choose(condition: jax.Array, x: Any, y: Any) -> jax.Array:
+        """Takes x or y `[tokens, ...]` by a condition `[tokens]`."""
+        rank = max(jnp.ndim(x), jnp.ndim(y))
+        return jnp.where(condition.reshape(-1, *(1,) * (rank - 1)), x, y)
+
+    size = piece_size(q.shape[0], requests.count.shape[0])
+    if size == 1:
+        found = decode(_each(requests, refused))
+    else:
+        alone = (requests.count == 1)[requests.request]
+        pairs = zip(
+            decode(_alone(requests, refused)), decode(_cut(requests, refused, size)), strict=True
+        )
+        found = [choose(alone, x, y) for x, y in pairs]
     wrong = refused[requests.request]
-
-    def of_tokens(x: jax.Array, nothing: float) -> jax.Array:
-        owned, nan = (y.reshape(-1, *(1,) * (x.ndim - 1)) for y in (requests.owned, wrong))
-        return jnp.where(owned, jnp.where(nan, jnp.nan, x), nothing)
-
-    return {"out": of_tokens(out, 0.0), "lse": of_tokens(lse, -jnp.inf), **caches}
+    out, lse = (
+        choose(requests.owned, choose(wrong, jnp.nan, x), nothing)
+        for x, nothing in zip(found, (0.0, -jnp.inf), strict=True)
+    )
+    return {"out": out, "lse": lse, **caches}
 
 
 def piece_size(tokens: Any, requests: Any) -> int:
-    """Chooses how many tokens a piece has: the mean of a request's, down to a power of two.
+    """Chooses how many tokens a piece has, a power of two.
 
-    Then the rows of all pieces are at most twice the tokens, and a batch that only decodes, of as
-    many tokens as requests, is one row for each token.
+    So many that rows have at most four times the tokens, were each request to need one. A batch of
+    no more tokens than requests has pieces of 1: it only decodes.
     """
     if not (isinstance(tokens, int) and isinstance(requests, int)):
         return 16  # sizes that jax.export left symbolic
-    return min(MOST_QUERIES, 1 << max((tokens // requests).bit_length() - 1, 0))
+    if tokens <= requests:
+        return 1
+    mean = 3 * tokens // _most_cut(tokens, requests)
+    return min(MOST_QUERIES, 1 << (mean.bit_length() - 1))
+
+
+def _most_cut(tokens: Any, requests: Any) -> Any:
+    """Computes how many requests of more than one token there may be."""
+    known = isinstance(tokens, int) and isinstance(requests, int)
+    return min(requests, tokens // 2) if known else requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,48 +177,62 @@ class _Requests:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pieces:
-    """How tokens are cut.
+class _Rows:
+    """Rows of a flash_decode.
 
     Attributes:
-      request: int32 `[P]`, of which request each piece is.
-      lengths: int32 `[P]`, positions up to its last token; 0 of a piece that is not needed.
-      first: int32 `[P]`, the position of its first token, where it has one.
-      tokens: int32 `[P, T]`, the token of each of its queries, the last of them its own.
-      places: int32 `[tokens]`, which query of all pieces each token is.
+      request: int32 `[R]`, of which request each row is.
+      lengths: int32 `[R]`, positions up to its last token; 0 of a row that is not needed.
+      first: int32 `[R]`, the position of its first token, where it has one.
+      tokens: int32 `[R, T]`, the token of each of its queries, the last of them its own.
+      places: int32 `[tokens]`, which query of all rows each token is, where it is one; None: each
+        token is a row.
     """
 
     request: jax.Array
     lengths: jax.Array
     first: jax.Array
     tokens: jax.Array
-    places: jax.Array
+    places: jax.Array | None
 
 
-def _single(requests: _Requests, refused: jax.Array) -> _Pieces:
-    """Makes each token a piece."""
+def _each(requests: _Requests, refused: jax.Array) -> _Rows:
+    """Makes each token a row."""
     computed = requests.owned & ~refused[requests.request]
     token = jnp.arange(computed.shape[0], dtype=jnp.int32)
-    return _Pieces(
+    return _Rows(
         request=requests.request,
         lengths=jnp.where(computed, requests.position + 1, 0),
         first=requests.position,
         tokens=token[:, None],
-        places=token,
+        places=None,
     )
 
 
-def _cut(requests: _Requests, refused: jax.Array, size: int) -> _Pieces:
-    """Cuts the tokens of each request into pieces of `size`, but for its last."""
-    tokens, most = requests.owned.shape[0], requests.count.shape[0]
-    needed = jnp.where(refused, 0, -(-requests.count // size))
+def _alone(requests: _Requests, refused: jax.Array) -> _Rows:
+    """Makes each request a row, with the one token of those that have one."""
+    computed = (requests.count == 1) & ~refused
+    return _Rows(
+        request=jnp.arange(computed.shape[0], dtype=jnp.int32),
+        lengths=jnp.where(computed, requests.lengths, 0),
+        first=requests.lengths - 1,
+        tokens=requests.first[:, None],
+        places=requests.request,
+    )
+
+
+def _cut(requests: _Requests, refused: jax.Array, size: int) -> _Rows:
+    """Cuts requests of more than one token into rows of `size` tokens, but for its last."""
+    tokens = requests.owned.shape[0]
+    most = _most_cut(tokens, requests.count.shape[0])
+    needed = jnp.where(refused | (requests.count == 1), 0, -(-requests.count // size))
     end = jnp.cumsum(needed, dtype=jnp.int32)
     begin = end - needed
-    # The most that there can be: each request has one token more than whole pieces.
-    piece = jnp.arange(most + (tokens - most) // size, dtype=jnp.int32)
-    ahead = _count_up_to(end, piece)
-    request = jnp.minimum(ahead, most - 1)
-    start = requests.first[request] + size * (piece - begin[request])
+    # The most that there can be: each request has one token more than whole rows.
+    row = jnp.arange(most + (tokens - most) // size, dtype=jnp.int32)
+    ahead = _count_up_to(end, row)
+    request = jnp.minimum(ahead, end.shape[0] - 1)
+    start = requests.first[request] + size * (row - begin[request])
     last_of_all = requests.first + requests.count
     stop = jnp.minimum(start + size, last_of_all[request])
     offset = (requests.lengths - last_of_all)[request]  # from a token to its position
@@ -201,26 +241,31 @@ def _cut(requests: _Requests, refused: jax.Array, size: int) -> _Pieces:
     own = requests.request
     index = (token - requests.first[own]) // size
     stop_of_token = jnp.minimum(requests.first[own] + size * (index + 1), last_of_all[own])
-    return _Pieces(
+    return _Rows(
         request=request,
-        lengths=jnp.where(ahead < most, offset + stop, 0),
+        lengths=jnp.where(ahead < end.shape[0], offset + stop, 0),
         first=offset + start,
         tokens=stop[:, None] - jnp.arange(size, 0, -1, dtype=jnp.int32)[None],
         places=size * (begin[own] + index) + size + token - stop_of_token,
     )
 
 
-def _tables(table: jax.Array, cut: _Pieces, page_size: int, left: int | None) -> jax.Array:
-    """Gives each piece the pages `[P, M]` of its request.
+def _tables(table: jax.Array, rows: _Rows, page_size: int, left: int | None) -> jax.Array:
+    """Gives each row the pages `[R, M]` of its request.
 
-    A piece that is shorter than others has queries ahead of its first token, whose windows reach
+    A row of fewer tokens than others has queries ahead of its first token, whose windows reach
     further back than its own, to where its request may have no page: there it gets any.
     """
-    rows = table[cut.request]
-    if left is None or cut.tokens.shape[1] == 1:
-        return rows
+    found = table[rows.request]
+    if left is None or rows.tokens.shape[1] == 1:
+        return found
     ends = page_size * jnp.arange(1, table.shape[1] + 1, dtype=jnp.int32)[None]
-    return jnp.where(ends <= cut.first[:, None] - left, 0, rows)
+    return jnp.where(ends <= rows.first[:, None] - left, 0, found)
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Takes rows of x; an index of none takes any."""
+    return jnp.take(x, index, axis=0, mode="clip")
 
 
 def _count_up_to(ends: jax.Array, at: jax.Array) -> jax.Array:

@@ -68,7 +68,7 @@ def test_it_is_what_jax_has_for_tpus(options, dtype, backend):
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_pages_are_neither_copied_nor_gathered(explicit):
-    arrays, ours = drawn(requests=400)
+    arrays, ours = drawn(columns=600)
     mesh = mesh_of((1, 4), explicit)
     specs = {"q": P(None, "model"), "kv_pages": P(None, None, "model")}
     placed = {

@@ -132,7 +132,7 @@ def test_none_of_something(empty, host_backend):
 
 
 def test_pages_are_donated_and_written_in_place(backend):
-    pages, rest = parted(small(requests=400))
+    pages, rest = parted(small(columns=600))
     call = functools.partial(jax_flash.ragged_paged_attention, rotary_base=1e4, backend=backend)
     program = jax.jit(lambda pages, rest: call(**pages, **rest), donate_argnums=0)
     compiled = program.lower(pages, rest).compile()
@@ -203,11 +203,13 @@ def test_vmap_is_a_loop():
         close(jax.tree.map(lambda x, i=i: x[i], got), expected)
 
 
-def test_programs_for_a_gpu_are_one_custom_call():
-    arrays = small(dtype="bfloat16")
+@pytest.mark.parametrize("calls", [1, 2])
+def test_programs_for_a_gpu(calls):
+    """A batch that only decodes is one call; else those of one token are apart from the rest."""
+    arrays = small(dtype="bfloat16", requests=30 if calls == 1 else 6)
     traced = jax.jit(jax_flash.ragged_paged_attention).trace(**arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @(jax_flash\w+)", text) == ["jax_flash_cuda_decode"]
+    assert re.findall(r"custom_call @(jax_flash\w+)", text) == calls * ["jax_flash_cuda_decode"]
 
 
 def test_an_export_takes_any_number_of_tokens():
