@@ -80,9 +80,9 @@ def ragged_paged_attention(
     that its tokens see or are written to, or if its start is beyond its end or the tokens. No
     other request is touched. Under `jax_flash.debug_values()` these are errors that name it.
 
-    It has no derivative. Under jit heads stay split over a mesh as query's are, without a
-    collective, kv heads as in `decode_attention`. (Under shard_map each device may have a pool of
-    its own.)
+    It has no derivative. Under vmap members that append have each their pages, others may share
+    them. Under jit heads stay split over a mesh as query's are, without a collective, kv heads as
+    in `decode_attention`. (Under shard_map each device may have a pool of its own.)
 
     Arguments:
       query: `[tokens, N, H]`, float32, bfloat16, float16, or in x64 mode float64.

@@ -112,8 +112,8 @@ def piece_size(tokens: Any, requests: Any) -> int:
         return 16  # sizes that jax.export left symbolic
     if tokens <= requests:
         return 1
-    mean = 3 * tokens // _most_cut(tokens, requests)
-    return min(MOST_QUERIES, 1 << (mean.bit_length() - 1))
+    largest = 3 * tokens // _most_cut(tokens, requests)
+    return min(MOST_QUERIES, 1 << (largest.bit_length() - 1))
 
 
 def _most_cut(tokens: Any, requests: Any) -> Any:
@@ -222,7 +222,7 @@ def _alone(requests: _Requests, refused: jax.Array) -> _Rows:
 
 
 def _cut(requests: _Requests, refused: jax.Array, size: int) -> _Rows:
-    """Cuts requests of more than one token into rows of `size` tokens, but for its last."""
+    """Cuts requests of more than one token into rows of `size` tokens, but for the last of each."""
     tokens = requests.owned.shape[0]
     most = _most_cut(tokens, requests.count.shape[0])
     needed = jnp.where(refused | (requests.count == 1), 0, -(-requests.count // size))
@@ -259,8 +259,8 @@ def _tables(table: jax.Array, rows: _Rows, page_size: int, left: int | None) -> 
     found = table[rows.request]
     if left is None or rows.tokens.shape[1] == 1:
         return found
-    ends = page_size * jnp.arange(1, table.shape[1] + 1, dtype=jnp.int32)[None]
-    return jnp.where(ends <= rows.first[:, None] - left, 0, found)
+    begins = page_size * jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(begins <= (rows.first - left - page_size)[:, None], 0, found)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -131,6 +131,21 @@ def test_none_of_something(empty, host_backend):
     assert (got.out[starts[5] :] == 0).all()
 
 
+def test_the_last_position_of_an_int32_length():
+    """In pages of 65536 positions, where the end of a page is beyond int32."""
+    size, rng = 2**16, np.random.default_rng(0)
+    pages = jnp.asarray(rng.standard_normal((2, size, 1, 4)), "float32")
+    table = jnp.full((1, 2**15 + 5), -1, jnp.int32).at[0, 2**15 - 1].set(1)
+    query = jnp.asarray(rng.standard_normal((3, 2, 4)), "float32")
+    options = {"local_window_size": 5, "backend": "cpu"}
+    lengths, starts = jnp.array([2**31 - 1]), jnp.array([0, 2])  # two of a piece's tokens
+    arrays = {"lengths": lengths, "page_table": table, "query_starts": starts}
+    got = run({"query": query, "key_pages": pages, "value_pages": pages, **arrays}, **options)
+    near = pages[1:, size - 33 : size - 1]
+    expected = jax_flash.decode_attention(query[None, :2], near, near, jnp.array([32]), **options)
+    close(got.out[:2], expected.out[0])
+
+
 def test_pages_are_donated_and_written_in_place(backend):
     pages, rest = parted(small(columns=600))
     call = functools.partial(jax_flash.ragged_paged_attention, rotary_base=1e4, backend=backend)
