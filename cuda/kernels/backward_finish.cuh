@@ -1,7 +1,8 @@
 // Last kernel of the backward pass: dq = scale * dq_sum, rounded, in the user's layout. One block
 // per 64-row tile and 64-column box; the tile turns through shared memory so that rows leave in
 // 128-byte pieces. With kSharesKeys the last blocks do the same for dk and dv of 64 keys each. Rows
-// of dq, dk and dv that are not finite are computed again (backward_exact.cuh).
+// of dq, dk and dv that are not finite are computed again (backward_exact.cuh): with kStoresDq that
+// is all that is left, and a few blocks look at the marks.
 #pragma once
 
 #include "backward_exact.cuh"
@@ -136,6 +137,36 @@ __device__ __forceinline__ bool any_tile_marked(const Params& p, Range tiles) {
   return marked;
 }
 
+// With kStoresDq: dq is there. Computes those of its rows again that are marked, 64 together, and
+// not finite.
+template <class Params>
+__device__ __forceinline__ void finish_stored(const Params& p) {
+  const int rows = p.batch * p.query_len * p.query_heads, count = ceil_div(rows, 64);
+  const int share = ceil_div(count, static_cast<int>(gridDim.x) - key_ctas(p));
+  const int begin = min(count, static_cast<int>(blockIdx.x) * share);
+  const int end = min(count, begin + share);
+  const Range marks = own_marks(p);
+  bool marked = any_marked(p, marks);
+  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kFinishThreads) {
+    marked = marked || p.dq_marks[i] != 0;
+  }
+  if (!__syncthreads_or(marked)) return;
+  exact_marked(p, marks);
+#pragma unroll 1
+  for (int i = begin; i < end; ++i) {
+    if (p.dq_marks[i] == 0) continue;
+#pragma unroll 1
+    for (int row = 64 * i + threadIdx.x / 32; row < min(64 * i + 64, rows); row += 4) {
+      if (row_is_finite(p.dquery, static_cast<int64>(row) * kHeadDim, kHeadDim)) continue;
+      const int of = row / p.query_heads, batch = of / p.query_len;
+#pragma unroll 1
+      for (int column = 0; column < kHeadDim; column += 64) {
+        exact_dq(p, batch, row - of * p.query_heads, of - batch * p.query_len, column);
+      }
+    }
+  }
+}
+
 template <class Params>
 __device__ __forceinline__ void finish(const Params& p) {
   if (is_left_to_other(p)) return;
@@ -145,6 +176,7 @@ __device__ __forceinline__ void finish(const Params& p) {
     const int slab = blockIdx.x - (gridDim.x - key_ctas(p));
     if (slab >= 0) return finish_keys(p, slab, tile);
   }
+  if constexpr (kStoresDq) return finish_stored(p);
   // The heads that the main kernel took last are still in L2 and come first.
   const int all = kRing ? p.batch * p.query_heads * tiles * kHeadBoxes : gridDim.x - key_ctas(p);
   const int index = all - 1 - blockIdx.x;

@@ -1,7 +1,8 @@
 // First kernel of the backward pass, one block per 64-row tile of one query head:
 //   lse_log2 = -lse * log2(e)      (-inf on rows past the length, and where lse is -inf)
 //   minus_delta = dlse - rowsum(out * dout), with dropout times 1 - rate
-//   dq_sum   = 0 (unless deterministic), and the counters of the main kernel.
+//   dq_sum   = 0 (unless deterministic), and the counters of the main kernel; with kStoresDq, which
+//              has no sum, dq of queries that the main kernel may leave out.
 // With sinks a row that sees nothing has the sink as its lse; the main kernel hides its scores.
 // Both numbers are those of a row past the length if out * dout or dlse is not finite there, and in
 // 16 bits in rows whose lse is beyond 1e7.
@@ -112,11 +113,46 @@ __device__ __forceinline__ void clear_keys(const Params& p, int index) {
   }
 }
 
+// With kStoresDq: may the walk of the keys leave out the block of queries that holds
+// this row? Of those that it walks a few may be named too. Whole warps call.
+template <class Params>
+__device__ __forceinline__ bool may_be_left_out(const Params& p, int batch, int head, int row) {
+  const Visibility sight = visibility(p, batch);
+  const Range seeing = visible_queries(sight, 0, kPair * kKeys - 1);
+  const int block = row / kQueries, first = block * kQueries, end = first + kQueries;
+  if (end <= seeing.begin || first >= seeing.end) return true;
+  if constexpr (kHasPositions) return true;  // their ranges are found beside this
+  if constexpr (kHasMask && kSkipsMasked) {
+    if (mask::flag_by_key<kQueries, kKeys>(p, batch, head, block, 0) == 0) return true;
+  }
+  if constexpr (kHasSegments) {
+    const SegmentRange queries =
+        segment_range(p.query_segments + static_cast<int64>(batch) * p.query_len, first,
+                      min(end, sight.query_length));
+    const SegmentRange keys = segment_range(
+        p.key_value_segments + static_cast<int64>(batch) * p.kv_len, 0, sight.kv_length);
+    return !keys.meets({queries.low, queries.high});
+  }
+  return false;
+}
+
+// Zeros in 64 rows of dq.
+template <class Params>
+__device__ __forceinline__ void clear_dq(const Params& p, int batch, int head, int row0) {
+  constexpr int kPieces = ceil_div(kHeadDim, 8);
+  const int count = min(64, p.query_len - row0) * kPieces;
+  for (int i = threadIdx.x; i < count; i += kPrepareThreads) {
+    const int64 at = query_row(p, batch, row0 + i / kPieces, head) * kHeadDim;
+    store_piece<kHeadDim>(static_cast<ResultElement::Bits*>(p.dquery) + at, i % kPieces * 8,
+                          PieceOf<ResultElement>::filled(0.f));
+  }
+}
+
 // Has dq_sum a place for a head at first?
 template <class Params>
 __device__ __forceinline__ bool has_place(const Params& p, int head_index) {
   if constexpr (kRing) return head_index < p.ring_heads;
-  return true;
+  return !kStoresDq;
 }
 
 // `index`: of the blocks, all of a head side by side.
@@ -142,6 +178,11 @@ __device__ __forceinline__ void prepare(const Params& p, int index) {
 
   if (index == 0 && threadIdx.x == 0) *p.next_unit = 0;
   if constexpr (kRing) clear_ring(p, head_index, row0);
+  if constexpr (kStoresDq) {
+    const int marks = ceil_div(p.batch * p.query_len * p.query_heads, 64);
+    if (threadIdx.x == 0 && index < marks) p.dq_marks[index] = 0;
+    if (may_be_left_out(p, batch, head, row0)) clear_dq(p, batch, head, row0);
+  }
   if constexpr (kSharesKeys) clear_keys(p, index);
   if constexpr (kDeterministic) {  // the first unit stores
     if (row0 % kQueries == 0 && threadIdx.x < kTurnParts) {

@@ -27,13 +27,17 @@ namespace backward {
 //
 // With kCompact dq_sum is [B, N, T, H], or dq itself where that is float32: of few rows or columns
 // tiles would take many times the memory of the queries. Each element is added alone.
+//
+// With kStoresDq there is no sum: sm90/backward_dq.cuh.
 inline constexpr bool kSumsInDq = kDqRowBytes > 0;
 static_assert(kSumsInDq + kRing + kCompact <= 1);
+static_assert(!kStoresDq || !(kSumsInDq || kRing || kDeterministic));
 
-// Where the sum of the query block from m0 on starts: an index of the rows of dq, or of blocks.
+// Where the sum of the query block from m0 on starts, or dq itself: an index of the rows of dq, or
+// of blocks.
 template <class Params>
 __device__ __forceinline__ int sum_index(const Params& p, int batch, int head, int m0) {
-  if constexpr (kSumsInDq) return (batch * p.query_len + m0) * p.query_heads + head;
+  if constexpr (kSumsInDq || kStoresDq) return (batch * p.query_len + m0) * p.query_heads + head;
   int of = batch * p.query_heads + head;
   if constexpr (kRing) of %= p.ring_heads;
   return of * query_blocks(p) + m0 / kQueries;

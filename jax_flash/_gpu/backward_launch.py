@@ -41,6 +41,7 @@ from jax_flash._gpu.traits import is_one, is_wide, known
 from jax_flash._gpu.workspaces import boxes
 from jax_flash._problem import Problem, Shapes
 
+_FINISH_CTAS = 4  # of a multiprocessor, that look at marks
 _BATCH_KEYS = 64  # of a CTA that sums over batch rows: cuda/kernels/backward_bias_sum.cuh
 
 
@@ -108,8 +109,6 @@ class Backward:
         problem, tiling = self.problem, self.tiling
         heads, found = B * N, self.masks
         sums_in_dq = tiling.dq_row_bytes != 0
-        # A dq of float32 holds its sum.
-        all_in_dq = is_wide(problem) and (sums_in_dq or tiling.compact)
         head_dim = self.shapes.head_dim
         columns = head_dim if tiling.compact else 64 * boxes(head_dim)
         if sums_in_dq:
@@ -118,6 +117,11 @@ class Backward:
         sum_heads = heads
         if tiling.ring_sets:
             sum_heads = minimum(heads, tiling.ring_sets * self.set_heads)
+        sum_: Scratch | str | None = Scratch("f32", (sum_heads, rows, columns))
+        if tiling.stores_dq:
+            sum_ = None
+        elif is_wide(problem) and (sums_in_dq or tiling.compact):
+            sum_ = "dq"  # of float32: it holds its sum
         marks = ceil_div(S, 16) if tiling.compact else self.key_blocks * (tiling.block_kv // 16)
 
         def ranges(of: str, blocks: AnySize) -> Scratch | None:
@@ -166,10 +170,10 @@ class Backward:
             Field(
                 "float*",
                 "dq_sum",
-                "dq" if all_in_dq else Scratch("f32", (sum_heads, rows, columns)),
+                sum_,
                 "[B, N, Q * kBlockQ, 64 * ceil(H / 64)] in the order of fragments, or with "
                 "kDqRowBytes [B, T, N, H / 2], the other half in `dquery`; with kDeterministic the "
-                "first unit writes it",
+                "first unit writes it; none with kStoresDq",
             ),
             Field("int*", "next_unit", Scratch("s32", (1,)), "zero when the main kernel starts"),
             Field(
@@ -271,7 +275,10 @@ class Backward:
             row = N * (shapes.head_dim * item)
             checks += [(equal(row, tiling.dq_row_bytes), other)]
             checks += [(equal(T % tiling.block_q, 0), other)]
-        if tiling.dq_row_bytes or tiling.compact:
+        if tiling.stores_dq:
+            keys = tiling.block_kv * (2 if tiling.pairs else 1)
+            checks.append((at_most(S, keys), f"this tiling is for at most {keys} keys"))
+        if tiling.dq_row_bytes or tiling.compact or tiling.stores_dq:
             rows = product(B, T, N)
             checks.append((at_most(rows, MAX_INT), "this tiling is for fewer rows of dq"))
         if tiling.unit_heads:
@@ -322,6 +329,8 @@ class Backward:
             heads_left = heads_left - done * self.set_heads
         tiles = self.query_blocks * (tiling.block_q // 64)
         finish = product(heads_left, tiles, boxes(self.shapes.head_dim))
+        if tiling.stores_dq:  # marks alone are looked at
+            finish = minimum(_FINISH_CTAS * SMS, stored_marks())
         if tiling.unit_heads:
             finish = finish + product(B * K, self.key_blocks, tiling.block_kv // 64)
         steps.append(self.kernel("flash_backward_finish", finish, 128))
@@ -360,6 +369,11 @@ def stored_rows(shapes: Shapes, tiling: Any) -> AnySize:
     if tiling.compact and shapes.q_len <= tiling.block_q:
         return 4 * ceil_div(T, 4)
     return tiling.block_q * ceil_div(T, tiling.block_q)
+
+
+def stored_marks() -> AnySize:
+    """Counts the marks of a dq that the main kernel stores: one for 64 rows."""
+    return ceil_div(product(B, T, N), 64)
 
 
 def dbias_ctas(shapes: Shapes, tiling: Any) -> int:

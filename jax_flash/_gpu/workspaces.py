@@ -60,7 +60,7 @@ def spare(problem: Problem, shapes: Shapes, tiling: Any) -> Any:
 
     if fits(tiling):
         return tiling
-    if is_wide(problem):
+    if is_wide(problem) and not tiling.stores_dq:
         in_dq = dq_row_bytes(problem, shapes, tiling.block_q)
         whole = dataclasses.replace(tiling, dq_row_bytes=in_dq)
         if in_dq and fits(whole):

@@ -41,6 +41,7 @@ def tuned(name: str) -> Configurations:
             shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
             yield f"{dims[0]}/{dims[1]} pairs", PLAIN, shapes
         yield f"{dims[0]}/{dims[1]} deterministic", wide, shapes
+        yield from itertools.islice(one_block(), 5)
         return
     short = dataclasses.replace(SHAPES, batch=32, q_len=512, kv_len=512, head_dim=64, value_dim=64)
     for window in ((None, None), (None, 0)):  # two teams
@@ -117,6 +118,28 @@ def rings() -> Configurations:
         yield f"{name} layout", layout, of_layout
 
 
+def one_block() -> Configurations:
+    """Backward kernels that store dq: plain ones, and one with many terms, first."""
+    causal = dataclasses.replace(PLAIN, window=(None, 0))
+    short = dataclasses.replace(SHAPES, q_len=100, kv_len=100)
+    for head_dim, value_dim in ((64, 64), (128, 128), (192, 192), (100, 36)):
+        shapes = dataclasses.replace(short, head_dim=head_dim, value_dim=value_dim)
+        yield f"one block {head_dim}/{value_dim} causal", causal, shapes
+    for dim in (128, 64):
+        shapes = dataclasses.replace(short, head_dim=dim, value_dim=dim)
+        for name in ("everything", "causal segments", "lengths", "window", "softcap"):
+            problem = dataclasses.replace(PLAIN, **FEATURES[name])
+            yield f"one block {dim} {name}", problem, shapes
+        mask = TermShape("bool", batch=2, heads=16, queries=100, keys=100)
+        bias = TermShape("bfloat16", batch=1, heads=16, queries=100, keys=100)
+        yield f"one block {dim} dropout", dataclasses.replace(causal, **DROPOUT), shapes
+        both = dataclasses.replace(PLAIN, terms=("bias", "mask"))
+        yield f"one block {dim} bias mask", both, dataclasses.replace(shapes, bias=bias, mask=mask)
+    for dims in ((136, 256), (256, 256)):
+        shapes = dataclasses.replace(short, head_dim=dims[0], value_dim=dims[1], kv_len=60)
+        yield f"one block {dims[0]}/{dims[1]}", PLAIN, shapes
+
+
 def groups() -> Configurations:
     """Backward kernels whose units are some query heads of a group."""
     for head_dim, value_dim in RING_DIMS:
@@ -137,7 +160,7 @@ def others(name: str) -> Configurations:
     """All others of a pass, in the order in which those that cover as much are taken."""
     yield from close()
     if name == "backward":
-        yield from (*rings(), *groups())
+        yield from (*rings(), *groups(), *one_block())
     for dims in PLAIN_DIMS:  # whose causal kernels need more registers
         shapes = dataclasses.replace(SHAPES, head_dim=dims[0], value_dim=dims[1])
         yield f"{dims[0]}/{dims[1]}", PLAIN, shapes

@@ -28,9 +28,10 @@ CASES = (
     C("head dim 72 value 16", H=72, Hv=16, causal=True),
     C("head dim 128", H=128, T=260, S=300),
     C("head dim 192 value 128", H=192, Hv=128, S=600, T=70, align=BOTTOM_RIGHT, causal=True),
-    C("head dim 256", H=256, S=530, T=130, N=1),
+    C("head dim 256, one block of keys", H=256, S=60, T=150, K=1, causal=True, align=BOTTOM_RIGHT),
     C("pairs, head dim 256", H=256, S=256, T=200, N=2, K=1, causal=True),
-    C("pairs, head dim 160", H=160, S=340, T=130, dtype="float16"),
+    C("pairs, head dim 160, one pair of blocks", H=160, S=100, T=200, dtype="float16",
+      causal=True, align=BOTTOM_RIGHT, deterministic=True),
     C("pairs, an odd number of blocks", H=192, Hv=128, S=9 * 64 - 3, T=70, N=1, causal=True),
     C("head dim 100 value 36", H=100, Hv=36, causal=True, deterministic=True),
     C("head dim 250 value 130", H=250, Hv=130, T=130, S=140, N=1, segments="packed"),
@@ -42,8 +43,9 @@ CASES = (
     C("window", window=(70, 20), T=300, S=300, softcap=5.0),
     C("softcap far", softcap=0.5, scale=-0.3),
     C("softcap near 128", softcap=30.0, H=128, N=1, causal=True, deterministic=True),
-    C("window alone", window=(150, 20), T=400, S=300),
-    C("lengths", batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0), sinks=True),
+    C("window, one block of keys", window=(20, 5), T=400, S=100, N=4, K=2),
+    C("lengths, one block of keys", batch=(3,), T=300, S=100, q_lengths=(300, 0, 77),
+      kv_lengths=(100, 50, 0), sinks=True),
     C("segments", segments="documents", T=300, S=300, causal=True),
     C("segments 256", H=256, segments="packed", T=100, softcap=3.0, sinks=True),
     C("positions extreme", positions="extreme", H=128, window=(50, 2**31 - 3), T=140, S=260, N=1),
@@ -52,13 +54,13 @@ CASES = (
     C("positions 256", H=256, positions="ties", window=(4, 2), batch=(2,), N=1, sinks=True,
       q_lengths=(150, 77), kv_lengths=(200, 50)),
     C("positions, heads packed", positions="queries", N=8, K=2, T=40, q_lengths=(33,), causal=True),
-    C("positions 33", H=33, Hv=7, positions="left padding", causal=True, T=140, S=140, N=4, K=2),
+    C("positions 33", H=33, Hv=7, positions="left padding", causal=True, T=200, S=120, N=4, K=2),
     C("positions mask bias dropout", H=128, positions="striped", window=(200, 9), mask="b1ts",
       bias="11ts", dropout=0.2),
     # Masks, biases, dropout.
     C("mask", mask="bnts", T=260, S=400),
     C("mask of keys", mask="b11s", mask_density=0.4, H=128, causal=True),
-    C("mask of queries", mask="1nt1", mask_density=0.5, segments="packed"),
+    C("mask of queries", mask="1nt1", mask_density=0.5, segments="packed", T=300, S=100),
     C("blocks of 64, 128, causal", H=128, T=200, S=260, N=1, causal=True, blocks=("11", 64),
       kv_lengths=(250,)),
     C("blocks of 48, 256, mask, bias", H=256, N=1, batch=(2,), blocks=("b1", 48), mask="b11s",
@@ -91,7 +93,7 @@ CASES = (
       causal=True),
     C("bias float32 by TMA", bias="1nts", bias_dtype="float32", batch=(2,), T=100, S=132, N=1),
     C("bias float32", bias="1n1s", bias_dtype="float32", batch=(2,), T=130, S=140),
-    C("bias of queries", bias="b1t1", batch=(2,), T=130, N=2, K=1, deterministic=True),
+    C("bias of queries", bias="b1t1", batch=(2,), T=130, S=100, N=2, K=1, deterministic=True),
     C("bias of heads 256", bias="n11", H=256, batch=(2,), T=70, S=90, causal=True),
     C("bias fixed", bias="1nts", batch=(9,), T=64, S=64, causal=True, fixed=("bias",)),
     C("bias odd float16", bias="1nts", dtype="float16", T=99, S=131, softcap=2.0, batch=(2,)),
@@ -135,7 +137,7 @@ def test_bias_of_rows_whose_blocks_of_keys_keep_the_gpu_busy(case: Case, emulato
         (C("deterministic full", N=8, K=1, H=64, T=200, S=300, deterministic=True), 4),
         (C("lengths", N=4, K=2, batch=(3,), q_lengths=(150, 0, 77), kv_lengths=(200, 50, 0)), 1),
         (C("blocks", T=200, S=400, N=2, K=1, blocks=("1n", 128), dropout=0.2), 1),
-        (C("window", T=300, S=300, N=4, K=2, H=128, window=(70, 0)), 1),
+        (C("window, one block of keys", T=300, S=100, N=4, K=2, H=128, window=(70, 0)), 1),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -149,7 +151,7 @@ def test_units_of_some_heads_of_a_group(case: Case, heads: int, emulator: Emulat
 
 def test_poison_beside_units_of_some_heads(emulator: Emulator):
     """Keys that do not see a query which is not finite have the right dk and dv."""
-    arguments = C("past", T=200, S=200, H=128, N=4, K=1, causal=True).draw()
+    arguments = C("past", T=200, S=100, H=128, N=4, K=1, causal=True).draw()
     truth = arguments.truth()
     arguments.arrays["query"][:, 20, 1] = np.nan
     got = emulator.run(AsIfLong(arguments, "unit_heads", 1))
@@ -184,7 +186,7 @@ def test_three_warpgroups_at_wide_heads(case: Case, emulator: Emulator):
         C("ring", T=150, S=130, N=4, K=2, batch=(4,)),
         C("ring 128", H=128, Hv=64, T=90, S=300, N=1, batch=(10,), scale=-0.3, dtype="float16"),
         C("ring layout", T=140, S=260, N=4, K=2, batch=(4,), blocks=("11", 128), is_layout=True),
-        C("ring causal 128", H=128, T=130, S=100, N=4, batch=(4,), causal=True),
+        C("ring causal 128", H=128, T=130, S=140, N=4, batch=(4,), causal=True),
     ],
     ids=case_id,
 )  # fmt: skip
@@ -199,7 +201,7 @@ def test_sums_of_dq_in_a_ring(case: Case, emulator: Emulator):
 
 def test_poison_in_a_ring(emulator: Emulator):
     """Rows of dq that meet a NaN which they may not see are right, of all sets of heads."""
-    arguments = C("future", T=90, S=90, H=128, N=4, batch=(4,), causal=True).draw()
+    arguments = C("future", T=90, S=140, H=128, N=4, batch=(4,), causal=True).draw()
     truth = arguments.truth()
     arguments.arrays["value"][:, 70] = np.nan
     got = emulator.run(AsIfLong(arguments, "ring_sets", 8))["dquery"]
@@ -215,6 +217,9 @@ def test_mask_that_hides_whole_blocks(emulator: Emulator):
     mask[..., 192:256, :] = False
     for seed in (IN_ORDER, BACKWARDS):
         compare(arguments, emulator.run(arguments, seed=seed))
+    one = C("one block of keys", mask="bnts", T=400, S=90).draw()
+    one.arrays["mask"][..., 128:256, :] = False
+    compare(one, emulator.run(one))
 
 
 def test_ranges_of_positions_are_enough_for_whole_blocks(emulator: Emulator):

@@ -69,11 +69,11 @@ C = functools.partial(Case, N=4, K=1, H=64, batch=(2,), dtype="bfloat16", with_l
 H = functools.partial(C, dtype="float32", precision="highest")
 COMPACT = (
     C("one of 16", T=1, S=1, K=4, H=16),
-    C("one", T=1, S=70, N=16, deterministic=True, kv_lengths=(70, 3)),
-    C("few keys", T=150, S=3, H=72, causal=True),
-    C("odd", T=5, S=7, H=33, Hv=7, softcap=3.0, sinks=True, dropout=0.3),
-    C("wide", T=70, S=5, H=200, segments="packed"),
-    C("128", T=9, S=20, N=16, H=128, window=(3, 2), deterministic=True, dtype="float16"),
+    C("one", T=1, S=170, N=16, deterministic=True, kv_lengths=(170, 3)),
+    C("few columns", T=150, S=130, H=16, N=16, causal=True),
+    C("odd", T=5, S=130, H=33, Hv=7, softcap=3.0, sinks=True, dropout=0.3),
+    C("wide", T=5, S=130, H=200, N=16, segments="packed"),
+    C("128", T=9, S=130, N=16, H=128, window=(3, 2), deterministic=True, dtype="float16"),
     C("bias", T=3, S=12, H=16, N=8, bias="11ts", mask="b1ts"),
     C("bias stored", T=3, S=12, H=16, N=8, bias="bnts"),
     H("halves few", T=3, S=5, H=24),

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import re
 
+import jax
 import pytest
 
 from jax_flash import _gpu
@@ -124,6 +125,31 @@ def test_backward_of_whole_blocks_needs_less_than_two_of_dq(dims, deterministic)
     assert dq / 4 < workspaces(shapes) < 1.2 * dq
     odd = workspaces(dataclasses.replace(shapes, q_len=4095))
     assert odd < 1.2 * dq if ring else 2 * dq <= odd < 2.2 * dq
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_sum_of_dq_where_a_unit_has_all_keys(deterministic):
+    """A pair of CTAs has those of wide heads. Units of a part of a group add dk and dv in turns."""
+    (keys,) = jax.export.symbolic_shape("keys")
+    for dim, change, of_problem, stores in [
+        (64, {"kv_len": 128}, {}, True), (64, {"kv_len": 129}, {}, False),
+        (64, {"kv_len": keys}, {}, False), (100, {"kv_len": 1}, {"softcap": 3.0}, True),
+        (64, {"kv_len": 128, "kv_heads": 1}, {}, not deterministic),
+        (64, {"kv_len": 128, "kv_heads": 2, "q_len": 64}, {}, True),
+        (256, {"kv_len": 100}, {}, True), (256, {"kv_len": 129}, {}, False),
+        (256, {"kv_len": 60}, {"softcap": 3.0}, False), (250, {"kv_len": 60}, {}, False),
+    ]:  # fmt: skip
+        problem = dataclasses.replace(PLAIN, deterministic=deterministic, **of_problem)
+        shapes = dataclasses.replace(replace_dims(dim, dim), **change)
+        made = plan("backward", problem, shapes)
+        arrays = {*made.workspaces}
+        assert made.tiling.stores_dq == stores, (dim, change)
+        assert ("dq_sum" in arrays, "dq_marks" in arrays) == (not stores, stores), (dim, change)
+        assert (
+            ("turns" in arrays)
+            == made.constants["kDeterministic"]
+            == (deterministic and not stores)
+        ), (dim, change)
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (1024, 0)])

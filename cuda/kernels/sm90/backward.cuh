@@ -31,6 +31,8 @@
 //   bool kPairs               two CTAs of a cluster share the columns of dq: backward_pairs.cuh
 //   int kDqRowBytes           from one row of dq to the next, if half of the float32 sum of dq lies
 //                             there until the end: kBlockQ divides T, 64 the head dim; else 0
+//   bool kStoresDq            a unit has all keys of its queries: the main kernel stores dq, and
+//                             there is no sum (backward_dq.cuh); not with kDeterministic
 //   bool kCompact             scratch arrays have the rows and columns that there are, no padding
 //   bool kRing                sums of some heads at a time, of which the main kernel makes dq:
 //                             backward_ring.cuh
@@ -40,7 +42,7 @@
 //   bool kReadsAhead          a step finds what it needs in registers, -delta as what dP starts at
 //   bool kHoldsDraws          what dropout draws takes of keys alone is found once a unit, of one
 //                             query head
-//   bool kDeterministic
+//   bool kDeterministic       units add in turns
 //   int kTurnParts            parts of a query block's sum with turns of their own: what one of the
 //                             two score warpgroups adds, or all that the wide kernel's query role
 //                             does

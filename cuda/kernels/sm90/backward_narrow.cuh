@@ -1,4 +1,5 @@
-// The main backward kernel for head and value dims up to 128: dk, dv and the float32 sum of dq.
+// The main backward kernel for head and value dims up to 128: dk, dv and the float32 sum of dq, or
+// with kStoresDq dq itself.
 //
 // A persistent CTA takes blocks of 128 keys. Roles, one warpgroup each:
 //   load     one warp fetches units, K, V, and per query block Q, -lse, dO, -delta by TMA
@@ -9,7 +10,7 @@
 // adds it to the float32 sum by red.v4 straight from registers.
 #pragma once
 
-#include "backward_exact.cuh"
+#include "sm90/backward_dq.cuh"
 #include "sm90/backward_load.cuh"
 #include "sm90/backward_ring.cuh"
 #include "sm90/backward_scores.cuh"
@@ -161,18 +162,20 @@ struct ScorerParts {
     return {walk.sum(), adds_first(p, u, walk.m0)};
   }
 
-  // Adds the half of dQ of the `iteration`-th query block to the sum.
-  __device__ __forceinline__ void add_dq(const float (&dq)[kDqValues], uint32 iteration,
-                                         Last last) {
-    const Turn turn = take_turn(iteration, which, last.first);
+  // Adds the half of dQ of the `iteration`-th query block to the sum, or stores it.
+  __device__ __forceinline__ void add_dq(const float (&dq)[kDqValues], const volatile UnitRecord& u,
+                                         uint32 iteration, Last last) {
     const bool shares = kDqTiles == 1;
-    add_fragments(SumTile(p, last.sum, shares ? 0 : which), shares ? which * kDqValues / 4 : 0, dq,
-                  turn);
+    const int tile = shares ? 0 : which, first = shares ? which * kDqValues / 4 : 0;
+    if constexpr (kStoresDq) return store_dq(p, u, last.sum, tile, first, dq);
+    const Turn turn = take_turn(iteration, which, last.first);
+    add_fragments(SumTile(p, last.sum, tile), first, dq, turn);
     end_turn(iteration, which);
   }
 
   // dQ of the `iteration`-th query block with nothing beside it.
-  __device__ __forceinline__ void finish_dq(uint32 iteration, Last last, bool ends_unit = false) {
+  __device__ __forceinline__ void finish_dq(const volatile UnitRecord& u, uint32 iteration,
+                                            Last last, bool ends_unit = false) {
     const uint32 buffer = stage_of<kScoreStages>(iteration);
     float dq[kDqValues];
     ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
@@ -182,7 +185,7 @@ struct ScorerParts {
     ptx::pin(dq);
     if (kGivesBackEarly && ends_unit) release(at(&Shared::key_empty));
     release(at(&Shared::gradient_empty, buffer));
-    add_dq(dq, iteration, last);
+    add_dq(dq, u, iteration, last);
   }
 
   // How far the `iteration`-th block of queries is from the one before, as the loader says.
@@ -334,7 +337,7 @@ struct Scorer : ScorerParts {
       ptx::wgmma_wait<2>();
       ptx::pin(dq);
       release(at(&Shared::gradient_empty, buffer_before));
-      add_dq(dq, before, last);
+      add_dq(dq, u, before, last);
     }
     if constexpr (kHasDbias && kStoresDbias) {
       store_dbias(p, u.batch, known.head, m0, u.key0 + slab + ptx::warp_index() % 4 * 16, gradient);
@@ -365,7 +368,7 @@ struct Scorer : ScorerParts {
     release(at(&Shared::query_empty, slot));
     ptx::barrier_wait(at(&Shared::dout_full, slot), parity_of<kStages>(iteration));
     release(at(&Shared::dout_empty, slot));
-    if constexpr (!kFirst) finish_dq(iteration - 1, last);
+    if constexpr (!kFirst) finish_dq(u, iteration - 1, last);
     if (walk.left > 1) {
       begin_step(iteration + 1, dp);
       draw_next(p, u, 64 * which, walk, dropped);
@@ -435,7 +438,7 @@ struct Scorer : ScorerParts {
           ++iteration;
         }
         if (kGivesBackEarly) release(at(&Shared::value_empty));
-        finish_dq(iteration - 1, last_of(u, walk), true);
+        finish_dq(u, iteration - 1, last_of(u, walk), true);
       }
       if (!kGivesBackEarly || u.total == 0) {
         release(at(&Shared::key_empty));

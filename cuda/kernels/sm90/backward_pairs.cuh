@@ -48,8 +48,10 @@ struct PairedQuery {
   }
 
   template <int kCount>
-  __device__ __forceinline__ void add(float (&dq)[kCount], int sum_index, int piece) const {
+  __device__ __forceinline__ void add(float (&dq)[kCount], const volatile UnitRecord& u,
+                                      int sum_index, int piece) const {
     ptx::pin(dq);
+    if constexpr (kStoresDq) return store_dq(p, u, sum_index, piece / 2, piece % 2 * 4, dq);
     add_fragments(SumTile(p, sum_index, piece / 2), piece % 2 * 4, dq, Turn::later());
   }
 
@@ -61,30 +63,32 @@ struct PairedQuery {
   }
 
   // Half of the middle box and a whole one, where there are three.
-  __device__ __forceinline__ void add_boxes(uint32 iteration, int sum_index) {
+  __device__ __forceinline__ void add_boxes(const volatile UnitRecord& u, uint32 iteration,
+                                            int sum_index) {
     const int middle = 2 + pair_rank(), whole = pair_rank() * 4;
     float low[16], high[32];
     issue(low, iteration, middle, true);
     issue(high, iteration, whole, false);
     ptx::wgmma_wait<1>();
-    add(low, sum_index, middle);
+    add(low, u, sum_index, middle);
     ptx::wgmma_wait<0>();
     release_gradient(iteration);
-    add(high, sum_index, whole);
+    add(high, u, sum_index, whole);
   }
   // 32 columns at a time.
-  __device__ __forceinline__ void add_pieces(uint32 iteration, int sum_index) {
+  __device__ __forceinline__ void add_pieces(const volatile UnitRecord& u, uint32 iteration,
+                                             int sum_index) {
     float dq[2][16];
     issue(dq[0], iteration, first_piece(), true);
 #pragma unroll
     for (int i = 1; i < kPieces; ++i) {
       issue(dq[i % 2], iteration, first_piece() + i, false);
       ptx::wgmma_wait<1>();
-      add(dq[1 - i % 2], sum_index, first_piece() + i - 1);
+      add(dq[1 - i % 2], u, sum_index, first_piece() + i - 1);
     }
     ptx::wgmma_wait<0>();
     release_gradient(iteration);
-    add(dq[1 - kPieces % 2], sum_index, first_piece() + kPieces - 1);
+    add(dq[1 - kPieces % 2], u, sum_index, first_piece() + kPieces - 1);
   }
 
   __device__ __forceinline__ void run() {
@@ -101,9 +105,9 @@ struct PairedQuery {
         ptx::barrier_wait(at(&Shared::gradient_full, buffer), parity_of<kScoreStages>(iteration));
         __syncwarp();
         if constexpr (kAddsBoxes) {
-          add_boxes(iteration, walk.sum());
+          add_boxes(u, iteration, walk.sum());
         } else {
-          add_pieces(iteration, walk.sum());
+          add_pieces(u, iteration, walk.sum());
         }
         ++iteration;
       }

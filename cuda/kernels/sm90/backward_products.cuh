@@ -95,6 +95,32 @@ __device__ __forceinline__ void issue_accumulate(float (&d)[kHalfN], const uint3
   }
 }
 
+// Stores one row's accumulators, times a factor, to a row of kDim results, if it is there. Whole
+// warps call.
+template <int kDim, int kCount>
+__device__ __forceinline__ void store_result_row(const float (&values)[kCount], int row,
+                                                 float factor, bool is_there, void* array, int64 at,
+                                                 int first_column) {
+  auto* to = static_cast<ResultElement::Bits*>(array) + at;
+  if constexpr (kSame<ResultElement, Float32>) {
+    if (is_there) store_row<kDim>(values, row, factor, to, first_column);
+  } else {
+    constexpr int kPieces = ceil_div(2 * kCount, 32);
+    uint32 pieces[4 * kPieces];
+    fragment::gather_row<kCount, 4 * kPieces, Multiplied>(values, row, factor, pieces);
+    if (!is_there) return;
+#pragma unroll
+    for (int g = 0; g < kPieces; ++g) {
+      const int column = first_column + 8 * (4 * g + static_cast<int>(threadIdx.x) % 4);
+      if (column < kDim) {
+        store_piece<kDim>(
+            to, column,
+            uint4{pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]});
+      }
+    }
+  }
+}
+
 // Writes columns of the keys [slab, slab + 64) of dK or dV, rounded, straight from the accumulators
 // of a warpgroup: no shared memory is taken.
 template <int kDim, int kCount>
@@ -104,32 +130,16 @@ __device__ __forceinline__ void store_columns(const BackwardParams& p, void* arr
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = u.key0 + slab + fragment::first_row(threadIdx.x) + fragment::kRowStep * r;
+    const int64 at = key_row(p, u.batch, row, u.kv_head) * kDim;
     if constexpr (kSame<ResultElement, Float32>) {
-      if (row < p.kv_len) {
-        float* to = static_cast<float*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
-        if (is_share(p, u)) {
-          add_row<kDim>(values, r, scale, to, first_column);
-        } else {
-          store_row<kDim>(values, r, scale, to, first_column);
+      if (is_share(p, u)) {
+        if (row < p.kv_len) {
+          add_row<kDim>(values, r, scale, static_cast<float*>(array) + at, first_column);
         }
-      }
-      continue;
-    }
-    uint32 pieces[4 * ceil_div(2 * kCount, 32)];
-    fragment::gather_row<kCount, 4 * ceil_div(2 * kCount, 32), Multiplied>(values, r, scale,
-                                                                           pieces);
-    if (row < p.kv_len) {
-      uint16* to = static_cast<uint16*>(array) + key_row(p, u.batch, row, u.kv_head) * kDim;
-#pragma unroll
-      for (int g = 0; g < ceil_div(2 * kCount, 32); ++g) {
-        const int column = first_column + 8 * (4 * g + static_cast<int>(threadIdx.x) % 4);
-        if (column < kDim) {
-          store_piece<kDim>(
-              to, column,
-              uint4{pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2], pieces[4 * g + 3]});
-        }
+        continue;
       }
     }
+    store_result_row<kDim>(values, r, scale, row < p.kv_len, array, at, first_column);
   }
 }
 

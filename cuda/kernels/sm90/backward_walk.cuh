@@ -113,13 +113,13 @@ __device__ __forceinline__ WalkPlan plan_walk(const BackwardParams& p, const vol
 }
 
 // Where the sum of a block lies is not told by its number.
-inline constexpr bool kSumsApart = kSumsInDq || kRing;
+inline constexpr bool kSumsApart = kSumsInDq || kRing || kStoresDq;
 
 // A walk over the query blocks of a unit, each with all heads of the unit: units of one group stay
 // together, whatever their lengths, and find what they load in L2.
 struct Walk {
   int left, m0, block;
-  int row;       // as of `sum_index`, only with kDqRowBytes or kRing
+  int row;       // as of `sum_index`, only with kSumsApart
   int head = 0;  // of the unit
   uint32 shown;  // with kHoldsShown, blocks of the same 32 that are still to come
   __device__ __forceinline__ Walk(const BackwardParams& p, const volatile UnitRecord& u)

@@ -128,6 +128,10 @@ struct Query : QuerySteps {
           ptx::wgmma_wait<0>();
           finish(dq);
           if (box + 1 == kHeadBoxes) release(at(&Shared::gradient_empty, buffer));
+          if constexpr (kStoresDq) {
+            store_dq(p, u, walk.sum(), box, 0, dq);
+            continue;
+          }
           if (box == 0) turn = take_turn(iteration, 0, first);
           add_fragments(SumTile(p, walk.sum(), box), 0, dq, turn);
         }

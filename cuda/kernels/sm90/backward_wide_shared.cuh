@@ -2,7 +2,7 @@
 // registers, how P crosses.
 #pragma once
 
-#include "backward_exact.cuh"
+#include "sm90/backward_dq.cuh"
 #include "sm90/backward_load.cuh"
 #include "sm90/backward_products.cuh"
 #include "sm90/backward_scores.cuh"

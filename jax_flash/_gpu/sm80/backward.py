@@ -54,6 +54,7 @@ class BackwardTiling:
     sum_ctas = _BIAS_CTAS
     pairs = False
     ring_sets = ring_lag = unit_heads = 0  # there is no ring, and units have all heads of a group
+    stores_dq = False
 
     @property
     def warps(self) -> int:
@@ -120,6 +121,7 @@ class BackwardTiling:
             "kDqRowBytes": self.dq_row_bytes,
             "kCompact": self.compact,
             "kRing": False,
+            "kStoresDq": False,
             "kPairs": False,
             "kUnitHeads": 0,
             "kPartsApart": False,

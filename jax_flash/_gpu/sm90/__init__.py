@@ -103,6 +103,9 @@ class Sm90(Family):
             tiling = tiling or choose_backward(problem, shapes, gpu)
             if "dbias" not in call.results:
                 tiling = tiling.without_dbias
+            if tiling.stores_dq:  # nothing is added in an order
+                problem = dataclasses.replace(problem, deterministic=False)
+                call = dataclasses.replace(call, problem=problem)
             constants = _constants(tiling, problem, shapes) | {
                 "kHasDlse": "dlse" in call.operands,
                 "kHasDbias": "dbias" in call.results,

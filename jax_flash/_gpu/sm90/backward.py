@@ -57,6 +57,8 @@ def choose_backward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> BackwardT
 
 def _tiling(asked: _Backward) -> BackwardTiling:
     """Chooses the tiling of another problem than float32 at highest precision."""
+    if asked.stores_dq:
+        asked = asked.unordered
     problem, shapes, gpu, block_q = asked.problem, asked.shapes, asked.gpu, asked.block_q
     by_rows, by_heads = asked.adds_rows, asked.dbias_heads
     unit_heads = asked.unit_heads
@@ -68,6 +70,7 @@ def _tiling(asked: _Backward) -> BackwardTiling:
         tma_loads=asked.tma_loads,
         outputs=2 if is_layout(problem) and not asked.wide and asked.tma_loads else 1,
         dq_row_bytes=dq_row_bytes(problem, shapes, block_q) if asked.sums_in_dq else 0,
+        stores_dq=asked.stores_dq,
         reads_ahead=asked.reads_ahead,
         # 7 %; at head dim 64 +-2 %, and with copies of float32 8 bytes spilled.
         holds_draws=asked.drops and asked.reads_ahead and (unit_heads or group_size(shapes)) == 1,
@@ -111,8 +114,36 @@ class _Backward:
         # 256.
         narrowest = min(self.shapes.head_dim, self.shapes.value_dim)
         # In the narrow one sums of few rows spill up to 164 bytes.
-        few = self.few and self.widest > 64
+        few = self.few and self.widest > 64 and not self._has_all_keys(128)
         return few or self.widest > 128 or (not self.tma_loads and narrowest > 112)
+
+    @property
+    def stores_dq(self) -> bool:
+        """Keys are one block, or two of a pair, so that a unit's part of dq is all of it.
+
+        Units of a part of a group add to dk and dv; in deterministic mode they do it in turns.
+        """
+        # Of 256 columns beside terms 24 bytes, loaded by warps 112.
+        if self.wide and not (self.tma_loads and is_bare(self.problem)):
+            return False
+        in_turns = self.problem.deterministic and self.unordered.unit_heads > 0
+        of_unit = 64 if self.wide and not self.unordered.pairs else 128
+        return self._has_all_keys(of_unit) and not in_turns
+
+    @property
+    def unordered(self) -> _Backward:
+        """The same without an order of additions."""
+        problem = dataclasses.replace(self.problem, deterministic=False)
+        return dataclasses.replace(self, problem=problem)
+
+    def _has_all_keys(self, block_kv: int) -> bool:
+        """Tells whether a block has all keys, and registers are left to store dq."""
+        bias, dtype = self.shapes.bias, self.problem.dtype
+        # At head dim 128 beside a layout 8 bytes, beside a float16 bias of bfloat16 16.
+        spills = self.shapes.block_mask is not None
+        spills |= bias is not None and bias.dtype not in (dtype, "float32")
+        one = known(self.shapes.kv_len, block_kv + 1) <= block_kv
+        return one and not (spills or is_highest(self.problem))
 
     @property
     def pairs(self) -> bool:
@@ -184,7 +215,8 @@ class _Backward:
 
         With segments it lies apart: 2 to 6 % for as much memory as dq takes.
         """
-        return not (is_wide(self.problem) or "query_segments" in self.problem.terms)
+        apart = is_wide(self.problem) or "query_segments" in self.problem.terms
+        return not (apart or self.stores_dq)
 
     @property
     def unit_heads(self) -> int:
@@ -306,7 +338,7 @@ def _with_ring(
     sizes = (shapes.batch, shapes.q_heads, shapes.kv_heads, shapes.q_len, shapes.kv_len)
     if not all(isinstance(size, int) for size in sizes) or problem.deterministic or problem.split:
         return tiling
-    if tiling.wide or not tiling.tma_loads:
+    if tiling.wide or not tiling.tma_loads or tiling.stores_dq:
         return tiling
     head_boxes, causal = boxes(shapes.head_dim), problem.window == (None, 0)
     left, right = problem.window

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jax_flash._call import Call
-from jax_flash._gpu.backward_launch import Backward
+from jax_flash._gpu.backward_launch import Backward, stored_marks
 from jax_flash._gpu.fields import Field, Map, Scratch, Struct, name_of
 from jax_flash._gpu.plan import Launch
 from jax_flash._gpu.shared_fields import half_columns, halves, split, take
@@ -118,6 +118,10 @@ def _params(pass_: Backward, *, shares: bool) -> Struct:
     both = boxes(shapes.head_dim) + boxes(shapes.value_dim)
     counts = (B * N // (tiling.unit_heads or N // K), 2)
 
+    dq_marks = product(B * N, tiles, boxes(shapes.head_dim))
+    if tiling.stores_dq:
+        dq_marks = stored_marks()
+
     def only(condition: bool, dtype: str, *shape: AnySize) -> Scratch | None:
         return Scratch(dtype, shape) if condition else None
 
@@ -174,7 +178,7 @@ def _params(pass_: Backward, *, shares: bool) -> Struct:
                 where(Size("shared_units"), Size("shares"), 0) if shares else 0,
                 "so many; not with kDeterministic or a window",
             ),
-            # Only with kRing: kernels/sm90/backward_ring.cuh.
+            # Only with kRing: kernels/sm90/backward_ring.cuh; marks with kStoresDq too.
             Field(
                 "TensorMap",
                 "dquery_map",
@@ -190,8 +194,9 @@ def _params(pass_: Backward, *, shares: bool) -> Struct:
             Field(
                 "int*",
                 "dq_marks",
-                only(rings, "s32", B * N, tiles, boxes(shapes.head_dim)),
-                "[B, N, Q, kBlockQ / 64 * ceil(H / 64)]: is a tile of dq not all finite?",
+                only(rings or tiling.stores_dq, "s32", dq_marks),
+                "[B, N, Q, kBlockQ / 64 * ceil(H / 64)]: is a tile of dq not all finite? With "
+                "kStoresDq [ceil(B * T * N / 64)]: are 64 rows in memory?",
             ),
             Field(
                 "int",

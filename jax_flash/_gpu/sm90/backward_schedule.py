@@ -32,6 +32,7 @@ def backward_constants(
         "kDoutStages": tiling.dout_stages,
         "kScoreStages": tiling.score_stages,
         "kDqRowBytes": tiling.dq_row_bytes,
+        "kStoresDq": tiling.stores_dq,
         "kCompact": tiling.compact,
         "kRing": tiling.ring_sets > 0,
         "kPairs": tiling.pairs,
@@ -117,7 +118,7 @@ class BackwardSchedule:
         if self.tiling.pairs:
             return (24, 88, 200) if self.adds_boxes else (24, 72, 208)
         if self.tiling.wide:
-            return 32, 64, 208
+            return (24, 72, 208) if self.tiling.stores_dq else (32, 64, 208)
         return (24, 0, 240) if self.tiling.tma_loads else (40, 0, 232)
 
     @property

@@ -25,6 +25,7 @@ class BackwardTiling:
     stages: int = 2  # blocks of queries and of output gradients in flight
     score_stages: int = 2  # buffers of score gradients
     dq_row_bytes: int = 0  # from row to row of dq, where it holds half of its float32 sum; else 0
+    stores_dq: bool = False  # keys are one block: the main kernel has all of dq, and stores it
     compact: bool = False  # scratch arrays have the rows and columns that there are, no padding
     outputs: int = 1  # buffers by which a warpgroup's dv and dk leave, narrow kernel: 1 or 2
     reads_ahead: bool = False  # what a step needs is read in the one before, narrow kernel
