@@ -13,11 +13,13 @@ from jax_flash._gpu import sm90
 
 from .cases import Arguments, Case
 
-# From how many queries and keys on a line's blocks are left out, wide heads have three warpgroups,
-# or sums of dq take turns.
+# From how many queries and keys on a line's blocks are left out, units begin where documents do,
+# wide heads have three warpgroups, or sums of dq take turns.
 _SHORTEST = (
     (sm90.forward, "_FADING_QUERIES"),
     (sm90.forward, "_FADING_KEYS"),
+    (sm90.forward, "_CUT_QUERIES"),
+    (sm90.forward, "_CUT_ROWS"),
     (sm90.forward, "_LONG"),
     (sm90.backward, "_RING_SHORTEST"),
     (sm90.backward, "_UNIT_STEPS"),

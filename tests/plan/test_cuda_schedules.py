@@ -31,6 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "grouped": {"kv_heads": 4, "window": (None, 0)},
     "many": {"batch": 32},
+    "long": {"q_len": 8192, "kv_len": 8192},
     "segments": {"terms": ("query_segments", "key_value_segments")},
     "positions": {"terms": ("query_positions", "key_value_positions")},
     "lengths": {"terms": ("key_value_lengths",)},
@@ -118,6 +119,10 @@ FORWARD: Flags = {
     "kBiasAhead": (
         *(True, ["bias_of_keys 64"]),
         *(False, ["64", "bias 64", "bias_of_keys", "bias_of_keys softcap 64"]),
+    ),
+    "kCutDocuments": (
+        *(256, ["segments long", "segments long causal 64"]),
+        *(0, ["segments", "long", "segments long left", "segments long sinks"]),
     ),
     "kDrawsAmong": (
         *(True, ["dropout", "dropout 60"]),

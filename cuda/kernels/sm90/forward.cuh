@@ -23,6 +23,8 @@
 //   bool kDynamic             units from an atomic counter, else static
 //   int kTeams                of a producer and its consumers, with units of their own
 //   bool kFades               blocks that a falling line hides are left out (forward_fading.cuh)
+//   int kCutDocuments         queries of a document from which on units begin where it does, with
+//                             segments (forward_documents.cuh); 0: they do not
 //   bool kPingPong            warpgroups take turns at the tensor cores
 //   bool kDrains              the registers of the weights are free before a softmax: the product
 //                             with the values is waited for together with the scores

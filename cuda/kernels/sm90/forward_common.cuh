@@ -25,6 +25,7 @@ inline constexpr int kQueryBytes = kHeadBoxes * kWarpgroupRows * kBoxRowBytes;  
 inline constexpr int kKeyBytes = kHeadBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kValueBytes = kValueBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
+inline constexpr bool kCutsUnits = kCutDocuments > 0;
 // A team is a producer warp and kConsumers warpgroups with buffers and units of their own: a CTA is
 // one, or several that hide each other's latencies. Their warpgroups follow the producers' in turn.
 inline constexpr int kThreads = 128 * (kTeams * kConsumers + 1);
@@ -47,6 +48,10 @@ static_assert((!kHasMask && !kHasBias && !kHasScoreFunction) || kPackedHeads == 
 static_assert(!kBiasTiles || (bias::kIsMatrix && kTmaLoads && kBlockKV % bias::kBoxKeys == 0));
 static_assert(!kFades || (kTakesLine && kScoreReach <= 0 && kTmaLoads && !kListsBlocks));
 static_assert(!kHasDropout || kPackedHeads == 1, "a thread's rows are queries 8 apart");
+static_assert(!kCutsUnits || (kHasSegments && kTmaLoads && kPackedHeads == 1 && !kListsWhole &&
+                              !kHasQueryLengths && !kHasKeyValueLengths && !kHasBias &&
+                              !kHasDropout && !kHasScoreFunction),
+              "keys count from a document's first");
 
 // A thread's fragments: scores or exponentials of one block of keys, and the output.
 using Scores = float[kBlockKV / 2];
@@ -69,15 +74,20 @@ struct UnitIndex {
   int batch;  // or kNoUnit
 };
 
+// Units of a head; with kCutsUnits as many as the batch row has that has most.
+__device__ __forceinline__ int units_of_head(const ForwardParams& p) {
+  if constexpr (kCutsUnits) return *p.unit_count;
+  return p.query_blocks;
+}
 // The unit of a number, walked again or not.
 __device__ __forceinline__ UnitIndex unit_at(const ForwardParams& p, int number) {
-  const int index = in_schedule(number);
+  const int index = in_schedule(number), units = units_of_head(p);
   const int heads = p.query_heads / kPackedHeads, all_heads = heads * p.batch;
-  if (index >= p.query_blocks * all_heads) return {0, 0, kNoUnit};
-  const HeadBlock at = head_block(index, p.query_blocks, all_heads, p.l2_heads);
+  if (index >= units * all_heads) return {0, 0, kNoUnit};
+  const HeadBlock at = head_block(index, units, all_heads, p.l2_heads);
   const int batch = at.head / heads;
   // The longest units first.
-  const int unit = kLateSeeMost ? p.query_blocks - 1 - at.block : at.block;
+  const int unit = kLateSeeMost ? units - 1 - at.block : at.block;
   if constexpr (kBatchesTogether) return {unit, at.head / p.batch, at.head % p.batch};
   return {unit, at.head - batch * heads, batch};
 }
@@ -87,6 +97,8 @@ struct UnitInfo {
   int first_row;  // packed rows: query * kPackedHeads + head within the pack
   int head;       // of N / kPackedHeads
   int batch;      // or kNoUnit: there are only units to walk again, if any
+  // With kCutsUnits rows from query_length on are not the unit's, and where it has one document all
+  // that is told of keys counts from that document's first.
   int query_length;
   int kv_length;
   int offset;
@@ -130,5 +142,13 @@ struct alignas(16) SegmentPlan {
   // In `blocks.begin`: there are blocks between that share no segment.
   static constexpr int kSparse = 1 << 30;
 };
+// A unit has a plan for each warpgroup, with kCutsUnits one more: its `blocks` are the unit's rows,
+// none if there is no such unit, its `one` the keys of the unit's only document, if they are
+// consecutive.
+inline constexpr int kUnitPlans = kConsumers + kCutsUnits;
+__device__ __forceinline__ SegmentPlan* plans_of(const ForwardParams& p, int batch, int unit) {
+  const int64 index = batch * p.query_blocks + unit;
+  return reinterpret_cast<SegmentPlan*>(p.segment_plan) + index * kUnitPlans;
+}
 
 }  // namespace forward

@@ -4,6 +4,7 @@
 
 #include "forward_exact.cuh"
 #include "mask_plan.cuh"
+#include "sm90/forward_documents.cuh"
 #include "sm90/forward_fading.cuh"
 
 // With a mask a kernel goes ahead, see mask_plan.cuh: the last one, unless there are segments or
@@ -57,8 +58,9 @@ extern "C" __global__ void position_ranges(const __grid_constant__ ForwardParams
 // With segments, two kernels go ahead, 256 threads each, a warp for each block or warpgroup. The
 // second one and the main kernel start while the one ahead of each runs.
 //
-// Smallest and largest segment id of each block of kBlockKV keys, and a fresh unit counter.
-// Grid ceil(B * blocks / 8).
+// Smallest and largest segment id of each block of kBlockKV keys, and fresh counters of units. With
+// kCutsUnits the starts of documents among 256 queries, by warps behind these.
+// Grid ceil(B * blocks / 8), with kCutsUnits ceil(B * (blocks + ceil(T / 256)) / 8).
 extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
@@ -66,7 +68,11 @@ extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams 
     const int blocks = ceil_div(p.kv_len, kBlockKV);
     const int index = blockIdx.x * 8 + threadIdx.x / 32;
     if (kDynamic && blockIdx.x == 0 && threadIdx.x == 0) *p.unit_counter = 0;
-    if (index >= p.batch * blocks) return;
+    if (kCutsUnits && blockIdx.x == 0 && threadIdx.x == 0) *p.unit_count = 0;
+    if (index >= p.batch * blocks) {
+      if constexpr (kCutsUnits) documents::mark_starts(p, index - p.batch * blocks);
+      return;
+    }
     const int batch = index / blocks, block = index - batch * blocks;
     const int end = min((block + 1) * kBlockKV, visibility(p, batch).kv_length);
     const int* ids = p.key_value_segments + static_cast<int64>(batch) * p.kv_len;
@@ -77,13 +83,18 @@ extern "C" __global__ void segment_ranges(const __grid_constant__ ForwardParams 
   }
 }
 
-// The plan of each warpgroup of each unit. Grid ceil(B * query_blocks * kConsumers / 8).
+// The plan of each warpgroup of each unit. Grid ceil(B * query_blocks * kConsumers / 8), with
+// kCutsUnits B * ceil(query_blocks / kUnitsOfCta).
 extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   if constexpr (kHasSegments) {
     ptx::let_the_next_kernel_start();
+    if constexpr (kCutsUnits) {
+      __shared__ documents::Shared shared;
+      documents::plan_units(p, shared);
+      return;
+    }
     constexpr int kQueries = kWarpgroupRows / kPackedHeads;
-    const int lane = threadIdx.x % 32;
     const int warpgroups = p.query_blocks * kConsumers;
     const int index = blockIdx.x * 8 + threadIdx.x / 32;
     if (index >= p.batch * warpgroups) return;
@@ -93,35 +104,8 @@ extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p)
     const SegmentRange queries = segment_range(ids, warpgroup * kQueries, end);
 
     ptx::wait_for_the_kernel_ahead();  // which makes the ranges
-    const int blocks = ceil_div(p.kv_len, kBlockKV);
-    const int2* ranges =
-        reinterpret_cast<const int2*>(p.segment_ranges) + static_cast<int64>(batch) * blocks;
-    SegmentRange met, one;  // of block numbers
-    int met_count = 0, one_count = 0;
-#pragma unroll 4
-    for (int block = lane; block < blocks; block += 32) {
-      const int2 range = ranges[block];
-      if (queries.meets(range)) {
-        met.include(block);
-        ++met_count;
-      }
-      if (queries.is_one(range)) {
-        one.include(block);
-        ++one_count;
-      }
-    }
-    met.reduce_warp();
-    one.reduce_warp();
-    met_count = __reduce_add_sync(0xffffffffu, met_count);
-    one_count = __reduce_add_sync(0xffffffffu, one_count);
-    if (lane != 0) return;
-    SegmentPlan plan{{0, 0}, {0, 0}};
-    if (met_count > 0) {
-      plan.blocks = {met.low, met.high + 1};
-      if (met_count <= met.high - met.low) plan.blocks.begin |= SegmentPlan::kSparse;
-    }
-    if (one_count > 0 && one_count == one.high + 1 - one.low) plan.one = {one.low, one.high + 1};
-    reinterpret_cast<SegmentPlan*>(p.segment_plan)[index] = plan;
+    const documents::MetBlocks met(p, batch, queries);
+    if (threadIdx.x % 32 == 0) reinterpret_cast<SegmentPlan*>(p.segment_plan)[index] = met.plan();
   }
 }
 
@@ -143,12 +127,20 @@ struct RowTile {
   const ForwardParams& p;
   int batch, head;  // of N / kPackedHeads
   int first_row;
+  const SegmentPlan* plan;  // of its warpgroup, with segments
 
   __device__ __forceinline__ RowTile(const ForwardParams& p, int mark) : p(p) {
     const UnitIndex unit = unit_at(p, mark / kWarpsOfConsumers);
     batch = unit.batch;
     head = unit.head;
     first_row = unit.query_block * kUnitRows + mark % kWarpsOfConsumers * 16;
+    if constexpr (kHasSegments) {
+      const SegmentPlan* plans = plans_of(p, batch, unit.query_block);
+      plan = plans + mark % kWarpsOfConsumers / 4;
+      if constexpr (kCutsUnits) {
+        first_row = plans[kConsumers].blocks.begin + mark % kWarpsOfConsumers * 16;
+      }
+    }
   }
   // bit = 4 * quad + row of the fragment.
   __device__ __forceinline__ Row row_of(int bit) const {
@@ -157,10 +149,8 @@ struct RowTile {
     Range keys = row_columns(visibility(p, batch), query, 0);
     keys.begin = max(keys.begin, 0);
     if constexpr (kHasSegments) {
-      const int warpgroup = (batch * p.query_blocks * kUnitRows + first_row) / kWarpgroupRows;
-      const Range blocks = reinterpret_cast<const SegmentPlan*>(p.segment_plan)[warpgroup].blocks;
-      keys.begin = max(keys.begin, (blocks.begin & ~SegmentPlan::kSparse) * kBlockKV);
-      keys.end = min(keys.end, blocks.end * kBlockKV);
+      keys.begin = max(keys.begin, (plan->blocks.begin & ~SegmentPlan::kSparse) * kBlockKV);
+      keys.end = min(keys.end, plan->blocks.end * kBlockKV);
     }
     auto* out =
         static_cast<ResultElement::Bits*>(p.out) + query_row(p, batch, query, of) * kValueDim;
@@ -182,10 +172,11 @@ extern "C" __global__ void __launch_bounds__(forward::kExactThreads, 1)
     flash_forward_exact(const __grid_constant__ ForwardParams p) {
   using namespace forward;
   __shared__ MarkedTiles marked;
-  const int units = p.batch * (p.query_heads / kPackedHeads) * p.query_blocks;
-  const int marks = units * kWarpsOfConsumers;
+  const int heads = p.batch * (p.query_heads / kPackedHeads);
+  int marks = heads * p.query_blocks * kWarpsOfConsumers;
   const int warp = threadIdx.x / 32;
   ptx::wait_for_the_kernel_ahead();
+  if constexpr (kCutsUnits) marks = heads * units_of_head(p) * kWarpsOfConsumers;
   if (is_left_to_other(p)) return;  // then there are no marks
 #pragma unroll 1
   for (int first = 0; first < marks; first += gridDim.x * kExactThreads) {

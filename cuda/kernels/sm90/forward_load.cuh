@@ -32,7 +32,7 @@ struct Loads {
   template <int kDim>
   __device__ __forceinline__ void load_block(const TensorMap& map, const void* data,
                                              unsigned char* buffer, unsigned long long* full,
-                                             int head, int block, int batch,
+                                             int head, int block, int batch, int origin,
                                              uint32 more_bytes = 0) {
     const uint32 barrier = ptx::shared_address(full);
     if constexpr (!kTmaLoads) {
@@ -46,7 +46,8 @@ struct Loads {
     } else {
       ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV, kParts> + more_bytes);
       fetch_key_block<kDim, kBlockKV, kParts>(ptx::shared_address(buffer), map, barrier,
-                                              ptx::kEvictLast, head, block * kBlockKV, batch);
+                                              ptx::kEvictLast, head, block * kBlockKV + origin,
+                                              batch);
     }
   }
   __device__ __forceinline__ void wait_empty(unsigned long long* barrier, uint32 parity) {
@@ -63,7 +64,7 @@ struct Loads {
         if (kTmaLoads || is_leader()) shared.block_list[stage] = listed.bits;
       }
       load_block<kHeadDim>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
-                           block, unit.batch, kBiasBytes);
+                           block, unit.batch, walk.origin(), kBiasBytes);
       if constexpr (kBiasTiles) load_bias(unit, stage, block);
     }
   }
@@ -90,12 +91,12 @@ struct Loads {
       }
     }
   }
-  __device__ __forceinline__ void load_value(int head, int block, int batch) {
+  __device__ __forceinline__ void load_value(const UnitWalk& walk, int head, int block, int batch) {
     const int stage = ring.stage();
     if (loads()) {
       wait_empty(&shared.value_empty[stage], ring.parity());
       load_block<kValueDim>(p.value, p.value_data, shared.value[stage], &shared.value_full[stage],
-                            head, block, batch);
+                            head, block, batch, walk.origin());
     }
     ring.advance();
   }
@@ -142,6 +143,7 @@ struct Loads {
   __device__ __forceinline__ void load_query(UnitWalk& walk, UnitInfo& unit) {
     const int warpgroup = lane();
     if constexpr (kListsOwn) walk.find_own(unit);
+    unit.offset -= walk.origin();
     if constexpr (!kTmaLoads) {
       copy_query(unit);
     } else if constexpr (kQueriesInTurn) {
@@ -241,7 +243,7 @@ struct Producer : Loads {
         request_number(unit.number);
         asks = false;
       }
-      load_value(kv_head, block, unit.batch);
+      load_value(walk, kv_head, block, unit.batch);
       if (is_last) return;
       sends_now = true;
       block = walk.next(unit, block);
@@ -290,7 +292,9 @@ struct Producer : Loads {
       const int kv_head = kPackedHeads > 1 ? taken.head : kv_head_of(p, taken.head);
       walk.plan(unit, taken, seen);
 
-      if (unit.blocks.empty()) {
+      if (kCutsUnits && unit.first_row == unit.query_length) {  // this batch row has fewer units
+        if (lane() < kWarpsOfConsumers) p.marks[number * kWarpsOfConsumers + lane()] = 0;
+      } else if (unit.blocks.empty()) {
         if (kAsksLate) request_number(number);
         load_query(walk, unit);
       } else if constexpr (kListsLayout) {
@@ -303,17 +307,17 @@ struct Producer : Loads {
         load_key(walk, unit, kv_head, block);
         load_query(walk, unit);
         if (kAsksLate && is_last()) request_number(number);
-        load_value(kv_head, block, unit.batch);
+        load_value(walk, kv_head, block, unit.batch);
         if constexpr (kHasSegments) {  // the next unit's plan on its way into L1
           const UnitIndex next = unit_at(p, receive_number());
-          if (next.batch != kNoUnit && lane() < kConsumers) ptx::prefetch(walk.plan_of(next));
+          if (next.batch != kNoUnit && lane() < kUnitPlans) ptx::prefetch(walk.plan_of(next));
         }
 #pragma unroll 1
         while (kBeginsNear ? block != last : block > unit.blocks.begin) {
           block = walk.next(unit, block);
           load_key(walk, unit, kv_head, block);
           if (kAsksLate && is_last()) request_number(number);
-          load_value(kv_head, block, unit.batch);
+          load_value(walk, kv_head, block, unit.batch);
         }
       }
       number = next_unit();

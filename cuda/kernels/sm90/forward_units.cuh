@@ -87,7 +87,7 @@ struct UnitResults : Warpgroup {
 
       OutputRow<ResultElement> result;
       const uint32 flaw = result.take(output, row, factor);
-      const bool stored = query < p.query_len;
+      const bool stored = query < end_of_rows(t);
       const bool counts = stored && !empty;
       const bool flawed = flaw != 0 || lse == kInfinity;
       uint32 lanes =
@@ -106,6 +106,10 @@ struct UnitResults : Warpgroup {
       if (c == 0) p.lse[lse_row(p, t.batch, query, head)] = empty ? empty_lse(t, head) : lse;
     }
     return nonfinite;
+  }
+  // The queries from here on are not the unit's.
+  __device__ __forceinline__ int end_of_rows(const UnitInfo& t) const {
+    return kCutsUnits ? t.query_length : p.query_len;
   }
   // The lse of a row that sees nothing.
   __device__ __forceinline__ float empty_lse(const UnitInfo& t, int head) const {
@@ -149,7 +153,7 @@ struct UnitResults : Warpgroup {
     for (int row = 0; row < 2; ++row) {
       const int packed = packed_row(t, row);
       const int query = packed / kPackedHeads;
-      if (query >= p.query_len) continue;
+      if (query >= end_of_rows(t)) continue;
       const int head = t.head * kPackedHeads + packed % kPackedHeads;
       store_zeros(out_of(t, query, head));
       if (lane() % 4 == 0) {

@@ -34,7 +34,8 @@ __device__ __forceinline__ int last_of_walk(const Range& blocks, int first) {
 // What masks, positions and segments let the rows of a unit see of its blocks. All lanes take part.
 struct SeenBlocks {
   const ForwardParams& p;
-  SegmentRange queries;  // ids of the rows, in a sparse unit; else empty
+  SegmentRange queries;  // ids of the rows, in a sparse unit; else empty, with kCutsUnits the
+                         // unit's first key and no end: one register for both
   // With kListsWhole: what was read last, of 32 blocks.
   int window = -1;  // the first of them
   int seen;         // of this lane's block: a bit for each warpgroup that sees all of it by mask
@@ -45,6 +46,10 @@ struct SeenBlocks {
   int left;  // with kListsLayout: blocks of the window that are still to come, and this one
 
   __device__ __forceinline__ int lane() const { return ptx::fresh_lane(); }
+  // The first key of block 0.
+  __device__ __forceinline__ int origin() const {
+    return kCutsUnits && queries.empty() ? queries.low : 0;
+  }
 
   // -- mask --
   // What there is to see in a block for the rows of a warpgroup.
@@ -174,7 +179,7 @@ struct UnitWalk : SeenBlocks {
     const int first_query = first_row / kPackedHeads;
     const int last_query = (first_row + kWarpgroupRows - 1) / kPackedHeads;
     // Opaque: what follows would be computed ahead of the loop, for registers that are not there.
-    const Visibility seen{unit.offset, p.window_left, p.window_right,
+    const Visibility seen{unit.offset - origin(), p.window_left, p.window_right,
                           ptx::opaque(unit.query_length), ptx::opaque(unit.kv_length)};
     unit.own = blocks_of<kBlockKV>(visible_keys(seen, first_query, last_query));
     if constexpr (kFades) {
@@ -274,14 +279,30 @@ struct UnitWalk : SeenBlocks {
   // -- segments; all lanes take part --
   // The plan of the warpgroup that is this lane's number.
   __device__ __forceinline__ const SegmentPlan* plan_of(const UnitIndex& taken) const {
-    const int64 unit = taken.batch * p.query_blocks + taken.query_block;
-    return reinterpret_cast<const SegmentPlan*>(p.segment_plan) + unit * kConsumers + lane();
+    return plans_of(p, taken.batch, taken.query_block) + lane();
+  }
+  // With kCutsUnits: takes the unit's rows from the last plan, and its document. False: it has
+  // several, or one whose keys are not consecutive.
+  __device__ __forceinline__ bool take_cut(UnitInfo& unit, SegmentPlan& plan) {
+    const auto of_unit = [](int mine) { return __shfl_sync(0xffffffffu, mine, kConsumers); };
+    unit.first_row = of_unit(plan.blocks.begin);
+    unit.query_length = of_unit(plan.blocks.end);
+    queries.low = of_unit(plan.one.begin);
+    const int length = of_unit(plan.one.end) - queries.low;
+    if (length == 0) {
+      if (lane() == kConsumers) plan = {{0, 0}, {0, 0}};
+      return false;
+    }
+    unit.kv_length = length;
+    plan = {{0, kLargest}, {0, kLargest}};
+    return true;
   }
   // Finds the blocks of the unit and those of each warpgroup. In a sparse unit, where blocks that
   // share no segment with it lie between, all warpgroups walk all the others.
   __device__ __forceinline__ void plan_segments(UnitInfo& unit, const UnitIndex& taken) {
     SegmentPlan plan{{0, 0}, {0, 0}};
-    if (lane() < kConsumers) plan = *plan_of(taken);
+    if (lane() < kUnitPlans) plan = *plan_of(taken);
+    const bool is_document = kCutsUnits && take_cut(unit, plan);
     describe_rows(unit);
     unit.own.begin = max(unit.own.begin, plan.blocks.begin & ~SegmentPlan::kSparse);
     unit.own.end = min(unit.own.end, plan.blocks.end);
@@ -293,9 +314,10 @@ struct UnitWalk : SeenBlocks {
     unit.blocks.end = __reduce_max_sync(0xffffffffu, any ? unit.own.end : 0);
     const int walked = __reduce_add_sync(0xffffffffu, any ? unit.own.end - unit.own.begin : 0);
     const bool sparse = __any_sync(0xffffffffu, any && plan.blocks.begin >= SegmentPlan::kSparse);
-    if (!sparse && walked >= unit.blocks.end - unit.blocks.begin) return;
+    if (is_document || (!sparse && walked >= unit.blocks.end - unit.blocks.begin)) return;
     const int* ids = p.query_segments + static_cast<int64>(unit.batch) * p.query_len;
     const int end = min((unit.first_row + kUnitRows) / kPackedHeads, unit.query_length);
+    if constexpr (kCutsUnits) queries = {};
 #pragma unroll 1
     for (int query = unit.first_row / kPackedHeads + lane(); query < end; query += 32) {
       queries.include(ids[query]);

@@ -23,7 +23,20 @@ from jax_flash._gpu.shared_fields import (
     take,
     term_sizes,
 )
-from jax_flash._gpu.sizes import SMS, B, K, N, S, T, at_most, ceil_div, equal, minimum, product
+from jax_flash._gpu.sizes import (
+    SMS,
+    AnySize,
+    B,
+    K,
+    N,
+    S,
+    T,
+    at_most,
+    ceil_div,
+    equal,
+    minimum,
+    product,
+)
 from jax_flash._problem import Shapes
 
 if TYPE_CHECKING:
@@ -32,6 +45,7 @@ if TYPE_CHECKING:
 _RANGE_WARPS = 8  # of a CTA of segment_ranges, segment_plan, position_ranges and row_norms
 _NORM_ROWS = 64  # of a warp of row_norms
 _EXACT_THREADS = 384  # of flash_forward_exact
+_STARTS_OF_WARP = 256  # queries among which a warp of segment_ranges looks for documents' starts
 
 
 def forward_launch(call: Call, shapes: Shapes, tiling: ForwardTiling) -> Launch:
@@ -49,6 +63,15 @@ def forward_launch(call: Call, shapes: Shapes, tiling: ForwardTiling) -> Launch:
         checks=checks,
         none=product(B, T, N),
     )
+
+
+def units_of_head(tiling: ForwardTiling) -> AnySize:
+    """Counts the units of a head, at most.
+
+    Each end of a document that is long enough makes one more.
+    """
+    blocks = ceil_div(T * tiling.packed_heads, tiling.block_q)
+    return blocks + 2 * (T // tiling.cut_documents) if tiling.cut_documents else blocks
 
 
 def bias_is_plane() -> tuple:
@@ -73,8 +96,9 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
     segments, positions = (f"query_{x}" in problem.terms for x in ("segments", "positions"))
     packed, warpgroups = tiling.packed_heads, tiling.block_q // 64
     heads = N // packed
-    query_blocks = ceil_div(T * packed, tiling.block_q)
+    query_blocks = units_of_head(tiling)
     key_blocks = ceil_div(S, tiling.block_kv)
+    plans = warpgroups + (tiling.cut_documents > 0)  # of a unit
 
     def array(name: str, length, count, dim: int, box_rows: int, box_heads: int = 1) -> Map | None:
         if not tiling.tma_loads:
@@ -148,12 +172,17 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             Field(
                 "int*",
                 "segment_plan",
-                Scratch("s32", (B, query_blocks, warpgroups, 4)) if segments else None,
-                "the walk of a warpgroup, by segment_plan, kHasSegments",
+                Scratch("s32", (B, query_blocks, plans, 4)) if segments else None,
+                "the walk of a warpgroup, by segment_plan, kHasSegments; with kCutsUnits the rows "
+                "and the document of a unit behind those of its warpgroups",
             ),
             *take(fields, "batch query_len kv_len query_heads kv_heads"),
             Field(
-                "int", "query_blocks", query_blocks, "ceil(T * kPackedHeads / (64 * kConsumers))"
+                "int",
+                "query_blocks",
+                query_blocks,
+                "ceil(T * kPackedHeads / (64 * kConsumers)); with kCutsUnits as many as there may "
+                "be",
             ),
             Field(
                 "int",
@@ -192,6 +221,19 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             *halves(shapes, "query key value", present=tiling.halves),
             Field("int*", "query_norms", norms(T, N), "of 64 rows the largest norm, bits; kFades"),
             Field("int*", "key_norms", norms(S, K), "the same, by row_norms"),
+            Field(
+                "unsigned*",
+                "segment_starts",
+                Scratch("s32", (B, ceil_div(T, 32))) if tiling.cut_documents else None,
+                "a bit for each query whose id is not that of the one before, by segment_ranges; "
+                "kCutsUnits",
+            ),
+            Field(
+                "int*",
+                "unit_count",
+                Scratch("s32", (1,)) if tiling.cut_documents else None,
+                "of a head, in the batch row that has most, by segment_plan; kCutsUnits",
+            ),
         ),
     )
 
@@ -199,7 +241,7 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
 def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
     segments, positions = (f"query_{x}" in call.problem.terms for x in ("segments", "positions"))
     warpgroups = tiling.block_q // 64
-    query_blocks = ceil_div(T * tiling.packed_heads, tiling.block_q)
+    query_blocks = units_of_head(tiling)
     key_blocks = ceil_div(S, tiling.block_kv)
     units = product(query_blocks, B, N // tiling.packed_heads)
     steps: list[Step] = [split(1, beside=True)] if tiling.halves else []
@@ -213,8 +255,12 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         warps = B * (key_blocks + query_blocks * warpgroups)
         steps.append(of_warps("position_ranges", warps))
     if segments:
-        steps.append(of_warps("segment_ranges", B * key_blocks))
-        walks = product(B, query_blocks, warpgroups)
+        parts = ceil_div(T, _STARTS_OF_WARP) if tiling.cut_documents else 0
+        steps.append(of_warps("segment_ranges", B * (key_blocks + parts)))
+        if tiling.cut_documents:  # a CTA's warps plan whole units of a batch row
+            walks = product(B, ceil_div(query_blocks, _RANGE_WARPS // warpgroups), _RANGE_WARPS)
+        else:
+            walks = product(B, query_blocks, warpgroups)
         steps.append(of_warps("segment_plan", walks, overlaps=True))
     elif tiling.fades:
         parts = N * ceil_div(T, _NORM_ROWS) + K * ceil_div(S, _NORM_ROWS)

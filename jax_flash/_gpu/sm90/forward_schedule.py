@@ -39,6 +39,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kDynamic": tiling.dynamic,
         "kTeams": tiling.teams,
         "kFades": tiling.fades,
+        "kCutDocuments": tiling.cut_documents,
         "kPingPong": tiling.ping_pong,
         "kDrains": tiling.drains,
         "kDrainsToHide": tiling.drains_to_hide,

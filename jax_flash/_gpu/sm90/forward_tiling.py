@@ -34,6 +34,7 @@ class ForwardTiling:
     halves: bool = False  # a float32 is two float16, split ahead, in planes of a tile
     teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
     fades: bool = False  # blocks of keys that a falling line hides are left out
+    cut_documents: int = 0  # queries of one from which on units begin where it does; 0: they do not
 
     @property
     def source(self) -> str:
