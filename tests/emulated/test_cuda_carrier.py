@@ -165,14 +165,14 @@ def test_which_calls_are_split():
 @pytest.mark.usefixtures("uncompiled")
 def test_explanation_names_both_programs():
     q = jax.ShapeDtypeStruct((1, 256, 2, 64), "float32")
-    report = explain(q, q, q, gpu="H200")
+    report = explain(q, q, q, gpu="H200", backend="cuda")
     for one in (report.forward, report.backward):
         assert one.kernel is not None
         assert one.rest is not None
         assert one.kernel.plan.family == "sm90"
         assert one.rest.plan.family == "sm80"
     assert "float16 copies" in repr(report)
-    assert explain(q, q, q, gpu="H200", precision="highest").forward.rest is None
+    assert explain(q, q, q, gpu="H200", backend="cuda", precision="highest").forward.rest is None
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "dout"])
