@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,24 +77,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="each test function once for each of Flax's APIs: of the kernels, if XLA has others",
     )
-    parser.addoption(
-        "--but",
-        default="$^",
-        metavar="REGEX",
-        help="beside --once: tests that keep all of their parameters",
-    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.once:
         return
-    whole = re.compile(config.option.but)
     chosen: dict[tuple[str, str], pytest.Item] = {}
     for item in items:
         function = item.nodeid.partition("[")[0], _parameters(item).get("api", "")
-        if whole.search(item.nodeid):
-            function = item.nodeid, ""
         if function not in chosen or _takes_xla(chosen[function]) > _takes_xla(item):
             chosen[function] = item
     kept = {*chosen.values()}
