@@ -237,7 +237,7 @@ def pick(
 
     Returns:
       The backend's name, and of all others that would not run it the reasons; of "cuda" also where
-      it could, and `_gpu.plain` says that "xla" takes less time.
+      it could, and `_gpu.few_scores` says that "xla" takes less time.
 
     Raises:
       ValueError: the call names a backend that is not known.
@@ -249,8 +249,8 @@ def pick(
     if call.backend in refusals:
         reasons = "; ".join(refusals[call.backend])
         raise NotImplementedError(f"backend {call.backend!r} cannot run this call: {reasons}")
-    if gpu is not None and "cuda" not in refusals and _gpu.plain.takes(call, shapes):
-        refusals["cuda"] = (_gpu.plain.FEW,)
+    if gpu is not None and "cuda" not in refusals and _gpu.few_scores.takes(call, shapes):
+        refusals["cuda"] = (_gpu.few_scores.REASON,)
     chosen = call.backend or next(name for name in BACKENDS if name not in refusals)
     return chosen, refusals
 
@@ -285,7 +285,7 @@ def choose(platform: str, call: Call, shapes: Shapes) -> str:
         # On a CPU a warning tells that there are no kernels, not what they decline: such calls run
         # as fast there as they can.
         reasons = refusals[platform] if platform == "cuda" else BACKENDS[platform].absent(None)
-        if reasons and reasons != (_gpu.plain.FEW,):
+        if reasons and reasons != (_gpu.few_scores.REASON,):
             kernels = f"{platform.upper()} kernels"
             warn_once(f"jax_flash runs a call without its {kernels}: {'; '.join(reasons)}")
     return name

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_flash import _simplify
 from jax_flash._call import Call
-from jax_flash._gpu import carrier, decode, distances, emit, folding, plain, sm80, sm90, spec
+from jax_flash._gpu import carrier, decode, distances, emit, few_scores, folding, sm80, sm90, spec
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.plan import Plan
 from jax_flash._gpu.spec import GpuSpec
@@ -29,10 +29,10 @@ __all__ = [
     "choose",
     "emit",
     "families",
+    "few_scores",
     "folded",
     "folding",
     "padded",
-    "plain",
     "plan",
     "plans",
     "prefer",

@@ -48,7 +48,7 @@ def test_explain_says_so():
     q, k = (jax.ShapeDtypeStruct((64, n, h, 128), jnp.bfloat16) for n, h in ((4, 8), (2048, 1)))
     said = jax_flash.explain(q, k, k, gpu="H100")
     assert said.backend == "xla"
-    assert _gpu.plain.FEW in repr(said)
+    assert _gpu.few_scores.REASON in repr(said)
 
 
 @needs_module

@@ -9,7 +9,7 @@ from __future__ import annotations
 from jax_flash._call import Call
 from jax_flash._problem import Shapes
 
-FEW = "XLA's products of so few scores take less time than kernels: backend='cuda' runs these"
+REASON = "XLA's products of so few scores take less time than kernels: backend='cuda' runs these"
 
 _SCORES = 1 << 24  # 64 MB in float32: what backend "xla" computes at once
 # float32: 64 positions take as long either way, 4 a seventh; so do few scores of any lengths, since
