@@ -200,7 +200,7 @@ def prepare_interleaved(
         raise ValueError(f"sliding_window is {sliding_window!r}; expected an int from 1, or None")
     if soft_cap is not None and real("soft_cap", soft_cap) <= 0:
         raise ValueError(f"soft_cap is {soft_cap}; expected a number above 0, or None")
-    if mask_value is not None and not mask_value <= _MASK_VALUE:
+    if mask_value is not None and real("mask_value", mask_value) > _MASK_VALUE:
         raise ValueError(
             f"mask_value is {mask_value}; expected None or at most {_MASK_VALUE}: hidden keys have "
             "no weight here"

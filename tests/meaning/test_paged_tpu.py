@@ -101,6 +101,7 @@ def test_wrong_arguments_are_named():
         ("sliding_window is 0", {"sliding_window": 0}),
         ("soft_cap is 0", {"soft_cap": 0.0}),
         ("mask_value is -10", {"mask_value": -10.0}),
+        ("mask_value is 'low'", {"mask_value": "low"}),
         ("k_scale is 'one'", {"k_scale": "one"}),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
