@@ -305,7 +305,7 @@ def main() -> None:
         records.append(measure(cell, {name: programs[cell, name] for name in chosen}, options))
     about, folder = runs.describe(options, "benchmarks/decode.py", [])
     if not on_gpu:
-        about["processor"] = machine.processor_name()
+        about["processor"] = machine.processor()
     path = folder / f"decode-{about['commit'] if on_gpu else machine.processor_slug()}"
     path.with_suffix(".json").write_text(runs.in_lines(about, "cells", records))
     text = (

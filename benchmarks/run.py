@@ -1,9 +1,9 @@
 """Measures attention on a GPU, peer beside peer in one run, and draws the charts.
 
     python benchmarks/run.py            # every cell of shapes.py, forward and training
-    python benchmarks/run.py --quick    # three lengths, jax_flash beside cuDNN
     python benchmarks/run.py --grouped  # grouped heads, as nearly every model has them
-    python benchmarks/run.py --shape 8,2048,32,8,128    # a shape of yours: B,T,N,K,H
+
+Shapes of a user's: `python -m jax_flash --shape`.
 
 Times are device times: calls are queued faster than the device runs them, and a round ends when the
 last result is there. The peers of a cell take turns, round by round; a time is the median of the
@@ -34,15 +34,9 @@ def main() -> None:
     chosen = [peer for peer in peers.all_peers() if peer.name in options.peers]
     scale = (options.tokens, options.model_dim, tuple(options.lengths))
     main_cells = shapes.main_cells(*scale)
-    cells = main_cells if options.quick else main_cells + shapes.feature_cells(*scale)
-    if options.grouped or options.shape:
-        cells = shapes.grouped_cells() if options.grouped else []
-        cells += [
-            Cell(batch, length, heads, kv_heads, head_dim, causal)
-            for batch, length, heads, kv_heads, head_dim in options.shape
-            for causal in (False, True)
-        ]
-        main_cells = []
+    cells = main_cells + shapes.feature_cells(*scale)
+    if options.grouped:
+        cells, main_cells = shapes.grouped_cells(), []
     flat = draw_inputs(max(x.batch * x.length * x.heads * x.head_dim for x in cells))
     ceiling = [runs.measure_product()]
     records = []
@@ -72,33 +66,16 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [peer.name for peer in peers.all_peers()]
-    parser.add_argument("--quick", action="store_true", help="three lengths, us and cuDNN")
     parser.add_argument("--grouped", action="store_true", help="grouped heads alone")
-    parser.add_argument(
-        "--shape", type=read_shape, action="append", default=[], help="B,T,N,K,H, full and causal"
-    )
-    machine.add_peers(parser, names)
+    machine.add_peers(parser, names, names)
     parser.add_argument("--passes", nargs="+", choices=shapes.PASSES, default=list(shapes.PASSES))
-    parser.add_argument("--lengths", nargs="+", type=int, default=None)
+    parser.add_argument("--lengths", nargs="+", type=int, default=shapes.LENGTHS)
     parser.add_argument("--tokens", type=int, default=shapes.TOKENS)
     parser.add_argument("--model-dim", type=int, default=shapes.MODEL_DIM)
     parser.add_argument("--no-errors", dest="errors", action="store_false")
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
     machine.add_output(parser)
-    options = parser.parse_args()
-    if options.lengths is None:
-        options.lengths = (1024, 4096, 16384) if options.quick else shapes.LENGTHS
-    if options.peers is None:
-        options.peers = ["jax_flash", "jax_cudnn"] if options.quick else names
-    return options
-
-
-def read_shape(text: str) -> tuple[int, ...]:
-    """Reads "B,T,N,K,H"."""
-    sizes = tuple(int(size) for size in text.split(","))
-    if len(sizes) != 5 or min(sizes) < 1 or sizes[2] % sizes[3]:
-        raise argparse.ArgumentTypeError("want B,T,N,K,H with N a multiple of K")
-    return sizes
+    return parser.parse_args()
 
 
 def draw_inputs(size: int) -> np.ndarray:

@@ -2,12 +2,13 @@
 
 import argparse
 import importlib.util
-import platform
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from jax_flash._compare.machine import processor
 
 from . import BENCH
 
@@ -33,7 +34,7 @@ def require_gpu(*, apart: bool = False) -> None:
     if found != "gpu":
         raise SystemExit(
             f"{Path(sys.argv[0]).name} measures on an NVIDIA GPU, and JAX's platform here is "
-            f"{found!r}; on a CPU benchmarks/cpu.py and benchmarks/decode.py measure"
+            f"{found!r}; on a CPU `python -m jax_flash` and benchmarks/decode.py measure"
         )
 
 
@@ -70,20 +71,6 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def processor_name() -> str:
-    """Reads the processor's name, with what matters of its instruction set."""
-    try:
-        info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    model = re.search(r"model name\s*: (.*)", info)
-    name = model.group(1).strip() if model else platform.machine()
-    flags = re.search(r"flags\s*: (.*)", info)
-    known = flags.group(1).split() if flags else []
-    best = [flag for flag in ("avx512_bf16", "avx512f", "avx2") if flag in known][:1]
-    return " ".join([name, *best])
-
-
 def processor_slug() -> str:
     """Names the result file."""
-    return re.sub(r"[^a-z0-9]+", "-", processor_name().lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", processor().lower()).strip("-")

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import json
 import math
 import os
 import re
@@ -21,7 +20,6 @@ import tune
 from common import machine, peers, ring_model, shapes
 from common.shapes import Cell
 
-import cpu
 import jax_flash
 from jax_flash import _gpu
 from jax_flash._ops import passes
@@ -88,24 +86,6 @@ def test_what_measures_a_gpu_says_so_elsewhere(script: str, monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *errors])
     with pytest.raises(SystemExit, match=rf"{script}.py measures on an NVIDIA GPU.*'cpu'"):
         runpy.run_path(str(FOLDER / f"{script}.py"), run_name="__main__")
-
-
-@pytest.mark.parametrize("torch", [False, True])
-def test_a_cpu_is_measured_without_pytorch(
-    torch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    monkeypatch.setattr(machine, "has_torch", lambda: torch)
-    monkeypatch.setattr(cpu, "LENGTHS", (16,))
-    peers = ["--peers", "jax_flash", "xla"] if torch else []
-    words = ["cpu.py", "--seconds", "0", "--only", "full float32", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*words, *peers])
-    cpu.main()
-    printed = capsys.readouterr()
-    assert ("pip install 'jax_flash[bench]'" in printed.err) != torch
-    assert "| 16 | full | float32 | forward+backward | " in printed.out
-    (path,) = tmp_path.glob("cpu/*.json")
-    cells = json.loads(path.read_text())["seconds"].values()
-    assert all(cell.keys() == {"jax_flash", "xla"} for cell in cells)
 
 
 def test_results_go_where_git_does_not_look():
