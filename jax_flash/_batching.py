@@ -46,7 +46,7 @@ def batch(
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     full = {*_OF_QUERIES, *own}
     full.update(name for name, dim in zip(names, dims, strict=True) if dim is not None)
-    if full & {"k", "v"}:
+    if full & {"k", "v", "key_scale", "value_scale"}:  # a cache goes with its scales
         full |= {"k", "v"}
 
     def lead(name, x, dim):

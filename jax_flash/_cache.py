@@ -2,10 +2,26 @@
 
 A contiguous cache `[*B, L, K, H]` has position p of a row at p. In pages `[P, S, K, H]` it is at
 p % S of the page that the row's table `[*B, M]` names in column p // S.
+
+A cache of eight bits has scales: a key or value is what is stored times the scale of its kv head,
+or of its head and its row, or page.
 """
 
 import jax
 import jax.numpy as jnp
+
+QUANTIZED = {"float8_e4m3fn": 448.0, "int8": 127.0}  # dtypes of eight bits, their largest numbers
+
+
+def quantize(x: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
+    """Rounds x / scale, of float32, to the nearest number of a dtype of QUANTIZED, ties to even.
+
+    What is beyond its range becomes its largest. NaN stays NaN in float8_e4m3fn and is 0 in int8.
+    """
+    x = jnp.clip(x.astype(scale.dtype) / scale, -QUANTIZED[dtype], QUANTIZED[dtype])
+    if dtype == "int8":
+        x = jnp.where(jnp.isnan(x), 0, jnp.round(x))
+    return x.astype(dtype)
 
 
 def write(
@@ -14,23 +30,30 @@ def write(
     positions: jax.Array,
     page_table: jax.Array | None,
     rows: jax.Array | None = None,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
     """Writes keys or values to their positions, in place where XLA may.
 
     Arguments:
       cache: `[*B, L, K, H]`, or with a page table `[P, S, K, H]`.
-      new: `[*B, T, K, H]`, in the dtype of cache.
+      new: `[*B, T, K, H]`, in the dtype of cache, or with a scale in any floating one.
       positions: int32 `[*B, T]`; what has no place in the cache is not written: a position below
         0, past the end, or in a page that is none.
       page_table: int32 `[*B, M]`, or None.
       rows: as in `locate`.
+      scale: `[*B, K]`, or with a page table `[P, K]`, any dim but K maybe 1: what is stored is new
+        by its scale, as `quantize` rounds it. None: new.
 
     Returns: the cache with `new` in it.
     """
     if page_table is not None:
         pages, size = cache.shape[:2]
         page, slot = locate(positions, page_table, pages, size, rows)
+        if scale is not None:
+            new = quantize(new, of_pages(scale, page)[..., None], cache.dtype.name)
         return cache.at[page, slot].set(new, mode="drop")
+    if scale is not None:
+        new = quantize(new, scale[..., None, :, None], cache.dtype.name)
 
     def write_row(cache, new, positions):
         # To jnp a negative index counts from the end.
@@ -40,6 +63,16 @@ def write(
     for _ in range(positions.ndim - 1):  # as batch dims of the scatter, along which it is sharded
         write_row = jax.vmap(write_row)
     return write_row(cache, new, positions)
+
+
+def of_pages(scale: jax.Array, page: jax.Array) -> jax.Array:
+    """Finds the scales of pages `[*B, T]`, `[*B, T, K]` or dims of 1; any for what is none.
+
+    scale: `[P, K]`, or `[1, K]` of all pages.
+    """
+    if isinstance(scale.shape[0], int) and scale.shape[0] <= 1:
+        return jnp.sum(scale, 0).reshape(*(1,) * page.ndim, -1)
+    return scale.at[page].get(mode="clip")
 
 
 def gather(cache: jax.Array, page_table: jax.Array) -> jax.Array:

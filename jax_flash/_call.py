@@ -29,6 +29,8 @@ _DIMS = {
     "page_table": "M",
     "new_k": "TKH",
     "new_v": "TKV",
+    "key_scale": "K",
+    "value_scale": "K",
     **{name: term.dims for name, term in TERMS.items()},
 }
 
@@ -85,6 +87,11 @@ class Call(abc.ABC):
     def cached(self) -> bool:
         """Whether k and v are a cache, of which no device may make a copy."""
         return False
+
+    @property
+    def cache_dtype(self) -> str:
+        """The dtype of k and v."""
+        return self.problem.dtype
 
     @property
     def aliases(self) -> dict[int, int]:

@@ -132,6 +132,7 @@ class Shapes:
     mask: TermShape | None = None
     block_mask: BlockMaskShape | None = None
     page_size: int | None = None  # positions in a page of the cache; None: there are no pages
+    scales_of_pages: bool = False  # pages of eight bits have scales of their own
     own_captures: tuple[bool, ...] = ()  # which captured arrays differ between batch rows
     drops_part: bool = False  # the state of dropout says which part of a sequence this is
 

@@ -85,6 +85,10 @@ def table() -> str:
     cells["`ragged_paged_attention`: prefill and decoding in one batch over pages"] = [
         _decodes(column, Ragged(_PLAIN, None, paged=True), MOST_QUERIES) for column in _COLUMNS
     ]
+    cells["caches of float8_e4m3fn or int8 with scales in both"] = [
+        _decodes(column, Decode(_PLAIN, None, paged=True, appends=True, quantized="float8_e4m3fn"))
+        for column in _COLUMNS
+    ]
     rows += [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()]
     return "\n".join(rows) + "\n"
 

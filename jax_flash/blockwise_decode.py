@@ -31,6 +31,8 @@ def decode(
     new_k: jax.Array | None,
     new_v: jax.Array | None,
     sinks: jax.Array | None,
+    key_scale: jax.Array | None,
+    value_scale: jax.Array | None,
     value_dim: int,
 ) -> tuple[jax.Array, ...]:
     """Computes attention to a cache, appending to it first.
@@ -44,6 +46,7 @@ def decode(
       page_table: int32 `[B, M]`, or None.
       new_k, new_v: `[B, T, K, H]` and `[B, T, K, Hv]`, or None.
       sinks: `[B, N]`, or B 1, or None.
+      key_scale, value_scale: `[P, K]`, or P 1: keys and values are k and v times these; or None.
       value_dim: Hv.
 
     Returns: out `[B, T, N, Hv]`, lse `[B, N, T]`, and k and v where there is a new_k, a new_v.
@@ -52,12 +55,13 @@ def decode(
     places = jnp.where((lengths > _capacity(k, page_table))[:, None], -1, positions)
     written = []
     if new_k is not None:
-        k = _cache.write(k, new_k, places, page_table)
+        k = _cache.write(k, new_k, places, page_table, scale=key_scale)
         written.append(k)
     if new_v is not None and v is not None:
-        v = _cache.write(v, new_v, places, page_table)
+        v = _cache.write(v, new_v, places, page_table, scale=value_scale)
         written.append(v)
-    pass_ = _Pass(problem, q, k, v, lengths, positions, page_table, value_dim)
+    scales = (key_scale, value_scale)
+    pass_ = _Pass(problem, q, k, v, lengths, positions, page_table, value_dim, scales)
     return (*pass_.attend(sinks), *written)
 
 
@@ -83,6 +87,15 @@ class _Pass:
     positions: jax.Array  # [B, T]
     page_table: jax.Array | None
     value_dim: int
+    scales: tuple[jax.Array | None, jax.Array | None]  # of k and v
+
+    @property
+    def products(self) -> Problem:
+        """How products are made: keys and values with scales are of the sums' dtype."""
+        if self.scales[0] is None:
+            return self.problem
+        dtype = self.problem.sum_dtype
+        return dataclasses.replace(self.problem, dtype=dtype, precision="highest")
 
     def attend(self, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         problem, (batch, q_len, q_heads, head_dim) = self.problem, self.q.shape
@@ -139,10 +152,13 @@ class _Pass:
             visible &= keys[:, None] >= query - self.problem.window[0]
         visible = visible[:, None, None]  # [B, 1, 1, t, s]
 
-        k = self._read(self.k, start, keys, block)
-        v = k[..., : self.value_dim] if self.v is None else self._read(self.v, start, keys, block)
+        k = self._read(self.k, self.scales[0], start, keys, block)
+        if self.v is None:
+            v = k[..., : self.value_dim]
+        else:
+            v = self._read(self.v, self.scales[1], start, keys, block)
         (clean_q, q_bad), (k, k_bad), (v, v_bad) = split_bad(q), split_bad(k), split_bad(v)
-        logits = self.problem.scale * product(self.problem, "btkgh,bskh->bkgts", clean_q, k)
+        logits = self.problem.scale * product(self.products, "btkgh,bskh->bkgts", clean_q, k)
         bad = jnp.moveaxis(q_bad, 1, -1)[..., None] + jnp.moveaxis(k_bad, 1, -1)[:, :, None, None]
         logits = logits + bad
         if self.problem.softcap is not None:
@@ -154,17 +170,30 @@ class _Pass:
         weights = jnp.exp(logits - shift[..., None])
         total = rescale * total + jnp.sum(weights, axis=-1)
         weights = jnp.where(visible, weights + jnp.moveaxis(v_bad, 1, -1)[:, :, None, None], 0.0)
-        added = product(self.problem, "bkgts,bskh->bkgth", weights, v)
+        added = product(self.products, "bkgts,bskh->bkgth", weights, v)
         return new_largest, total, rescale[..., None] * weighted + added
 
-    def _read(self, x: jax.Array, start: jax.Array, keys: jax.Array, block: int) -> jax.Array:
+    def _read(
+        self,
+        x: jax.Array,
+        scale: jax.Array | None,
+        start: jax.Array,
+        keys: jax.Array,
+        block: int,
+    ) -> jax.Array:
         """Reads one block of every row, `[B, s, K, H]`; what has no page may hold anything."""
+
+        def scaled(stored: jax.Array, scale: jax.Array | None) -> jax.Array:
+            return stored if scale is None else stored.astype(self.problem.sum_dtype) * scale
+
         if self.page_table is None:
-            return lax.dynamic_slice_in_dim(x, start, block, 1)
+            of_rows = None if scale is None else scale[:, None, :, None]
+            return scaled(lax.dynamic_slice_in_dim(x, start, block, 1), of_rows)
         keys = jnp.broadcast_to(keys, (self.q.shape[0], block))
         pages, size = x.shape[:2]
         page, slot = _cache.locate(keys, self.page_table, pages, size)
-        return x.at[page, slot].get(mode="clip")
+        of_pages = None if scale is None else _cache.of_pages(scale, page)[..., None]
+        return scaled(x.at[page, slot].get(mode="clip"), of_pages)
 
     @property
     def _capacity(self) -> int:

@@ -48,6 +48,8 @@ def decode_attention(
     new_key: Annotated[ArrayLike, "*B T K H"] | None = None,
     new_value: Annotated[ArrayLike, "*B T K Hv"] | None = None,
     page_table: Annotated[ArrayLike, "*B M"] | None = None,
+    key_scale: Annotated[ArrayLike, "*B K"] | None = None,
+    value_scale: Annotated[ArrayLike, "*B K"] | None = None,
     rotary_base: float | None = None,
     value_dim: int | None = None,
     scale: Annotated[ArrayLike, ""] | None = None,
@@ -82,7 +84,8 @@ def decode_attention(
     Arguments:
       query: `[*B, T, N, H]`, T from 1 to 64, float32, bfloat16, float16, or in x64 mode float64.
       key_cache: `[*B, L, K, H]`, or with a page table pages `[P, S, K, H]` of S positions each, in
-        query's dtype; K divides N, and query head n reads head n // (N // K).
+        query's dtype, or float8_e4m3fn or int8 with scales; K divides N, and query head n reads
+        head n // (N // K).
       value_cache: `[*B, L, K, Hv]` or `[P, S, K, Hv]`; None: the values are the first `value_dim`
         features of the keys, as in latent attention (there K 1, H 576, value_dim 512).
       lengths: int32 `[*B]`, positions in the cache when the call returns, the new ones included.
@@ -92,6 +95,10 @@ def decode_attention(
       page_table: int32 `[*B, M]`; position p of a row is in slot p % S of page page_table[p // S].
         Rows may have pages in common where none of them writes. Columns that a row does not need
         may hold anything, −1 for instance.
+      key_scale, value_scale: of caches of eight bits, float32 above 0, one number, `[K]` or
+        `[*B, K]`, of pages `[K]` or `[P, K]`: a key or value is what is stored times its scale. New
+        ones are divided by it, rounded to nearest, ties to even, and saturated. Without a
+        value_cache key_scale alone.
       rotary_base: rotates query and new_key by their positions, paired by halves as in GPT-NeoX;
         None: not. Keys in the cache are rotated already.
       value_dim: see value_cache.
@@ -133,6 +140,8 @@ def decode_attention(
         new_key=new_key,
         new_value=new_value,
         page_table=page_table,
+        key_scale=key_scale,
+        value_scale=value_scale,
         rotary_base=rotary_base,
         value_dim=value_dim,
         scale=scale,
@@ -158,6 +167,8 @@ def fill_cache(
     *,
     start: Annotated[ArrayLike, "*B"] | None = None,
     page_table: Annotated[ArrayLike, "*B M"] | None = None,
+    key_scale: Annotated[ArrayLike, "*B K"] | None = None,
+    value_scale: Annotated[ArrayLike, "*B K"] | None = None,
 ) -> tuple[jax.Array, Any]:
     """Writes the keys and values of a prompt, or of a part of it, into a cache or pages.
 
@@ -167,8 +178,8 @@ def fill_cache(
     the keys are rotated already.
 
     Arguments:
-      key_cache, value_cache, page_table: as in `decode_attention`.
-      key: `[*B, T, K, H]`, in the caches' dtype.
+      key_cache, value_cache, page_table, key_scale, value_scale: as in `decode_attention`.
+      key: `[*B, T, K, H]`, in the caches' dtype, or in any floating one if they have eight bits.
       value: `[*B, T, K, Hv]`; None where value_cache is.
       lengths: int32 `[*B]`, positions in the cache when the call returns.
       start: int32 `[*B]`, those that were there before; None: 0.
@@ -188,7 +199,9 @@ def fill_cache(
     if new.ndim < 3:
         raise ValueError(f"key has shape {new.shape}; expected [*B, T, K, H]")
     batch = new.shape[:-3]
-    caches = _validate_decode.Caches.of(key_cache, value_cache, page_table, batch)
+    caches = _validate_decode.Caches.of(
+        key_cache, value_cache, page_table, batch, key_scale=key_scale, value_scale=value_scale
+    )
     arrays = caches.check_new(("key", "value"), key, value, new.shape[:-2])
     stop = _validate_decode.row_lengths("lengths", lengths, batch, "key", new.shape)
     first = jnp.int32(0)
@@ -199,8 +212,10 @@ def fill_cache(
     caches.look(lengths, lambda: first, lambda: jnp.minimum(stop, first + new.shape[-3]))
     positions = jnp.where(positions < stop[..., None], positions, -1)
     filled = [
-        _cache.write(cache, x, positions, caches.page_table)
-        for cache, x in zip((caches.key, caches.value), arrays, strict=False)
+        _cache.write(cache, x, positions, caches.page_table, scale=caches.scales.get(scale))
+        for cache, x, scale in zip(
+            (caches.key, caches.value), arrays, ("key_scale", "value_scale"), strict=False
+        )
         if cache is not None
     ]
     return filled[0], filled[1] if len(filled) > 1 else None

@@ -51,7 +51,8 @@ def ragged_paged_attention(
 
     Arguments:
       q: `[tokens, N, H]`, float32, bfloat16 or float16.
-      kv_pages: `[P, S, 2 * K, H]`, in q's dtype: heads 0, 2, … are keys, 1, 3, … their values.
+      kv_pages: `[P, S, 2 * K, H]`, in q's dtype, float8_e4m3fn or int8: heads 0, 2, … are keys, 1,
+        3, … their values.
       kv_lens: int32 `[B]`, positions of each request, its new ones included.
       page_indices: int32 `[B, M]`, the pages of each request.
       cu_q_lens: int32 `[B + 1]`, where the tokens of each request begin, and the last's end.
@@ -108,6 +109,7 @@ def ragged_paged_attention(
         _in_pairs(given.kv_pages),
         None,
         *given.requests,
+        key_scale=given.key_scale,
         value_dim=2 * head_dim,
         scale=given.scale,
         local_window_size=given.window,

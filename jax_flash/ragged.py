@@ -48,6 +48,8 @@ def ragged_paged_attention(
     *,
     new_key: Annotated[ArrayLike, "tokens K H"] | None = None,
     new_value: Annotated[ArrayLike, "tokens K Hv"] | None = None,
+    key_scale: Annotated[ArrayLike, "P K"] | None = None,
+    value_scale: Annotated[ArrayLike, "P K"] | None = None,
     rotary_base: float | None = None,
     value_dim: int | None = None,
     scale: Annotated[ArrayLike, ""] | None = None,
@@ -86,8 +88,8 @@ def ragged_paged_attention(
 
     Arguments:
       query: `[tokens, N, H]`, float32, bfloat16, float16, or in x64 mode float64.
-      key_pages: `[P, S, K, H]`, P pages of S positions each, in query's dtype; K divides N, and
-        query head n reads head n // (N // K).
+      key_pages: `[P, S, K, H]`, P pages of S positions each, in query's dtype, or float8_e4m3fn or
+        int8 with scales; K divides N, and query head n reads head n // (N // K).
       value_pages: `[P, S, K, Hv]`; None: the values are the first `value_dim` features of the keys.
       lengths: int32 `[B]`, positions of each request when the call returns, the new ones included.
       page_table: int32 `[B, M]`; position p of request b is in slot p % S of page
@@ -97,8 +99,10 @@ def ragged_paged_attention(
       rows: int32 `[]`, how many requests are live, the first ones; None: all.
       new_key, new_value: `[tokens, K, H]` and `[tokens, K, Hv]`, written to the tokens' positions.
         Without value_pages new_key alone. None: the pages hold these positions already.
-      rotary_base, value_dim, scale, local_window_size, softcap, sinks, precision, backend: as in
-        `decode_attention`.
+      key_scale, value_scale: of pages of eight bits, float32 above 0, one number, `[K]` or
+        `[P, K]`, as in `decode_attention`.
+      rotary_base, value_dim, scale, local_window_size, softcap, sinks, precision, backend: as
+        there.
 
     Returns:
       `Attended`, with out `[tokens, N, Hv]` in query's dtype; lse `[tokens, N]`, float32, or
@@ -135,6 +139,8 @@ def ragged_paged_attention(
         rows,
         new_key=new_key,
         new_value=new_value,
+        key_scale=key_scale,
+        value_scale=value_scale,
         rotary_base=rotary_base,
         value_dim=value_dim,
         scale=scale,

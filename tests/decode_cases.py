@@ -127,6 +127,7 @@ class Arguments:
     new: dict[str, np.ndarray]
     table: np.ndarray | None
     sinks: np.ndarray | None
+    scales: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of eight bits
 
     def run(self, backend: str | None, **changes) -> jax_flash.Decoded:
         case = self.case
@@ -137,6 +138,7 @@ class Arguments:
             "lengths": np.array(case.lengths, np.int32),
             "page_table": None if self.table is None else self.table.astype(np.int32),
             "sinks": self.sinks,
+            **self.scales,
         }
         if case.appends:
             arrays["new_key"] = self.new["key"]

@@ -47,6 +47,8 @@ class _Decode(Family):
         dtype, dims = call.problem.dtype, (shapes.head_dim, shapes.value_dim)
         if dtype not in ("float32", "bfloat16", "float16"):
             reasons.append(f"the CUDA kernels take float32, bfloat16 and float16, not {dtype}")
+        if call.cache_dtype != dtype:
+            reasons.append(f"the CUDA kernels of decoding have no caches of {call.cache_dtype}")
         if self.tma and not _fits_tma(call, shapes):
             reasons.append(
                 "the CUDA kernels of decoding by TMA take bfloat16 and float16 and dims that 8 "

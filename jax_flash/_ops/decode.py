@@ -1,10 +1,13 @@
-"""flash_decode: q, k, [v], lengths, [page_table], [new_k, [new_v]], *terms -> out, lse, [k, [v]].
+"""flash_decode, attention of the last T positions to a cache.
+
+    q, k, [v], lengths, [page_table], [new_k, [new_v]], [scales], *terms -> out, lse, [k, [v]]
 
 Attention of the last T positions to a cache that holds all of them, appended to it first, in place:
 k and v of the results are those of the operands. Shapes and meaning are those of
 `blockwise_decode.decode`, with leading dims: k is `[*B, S, K, H]`, or with a page table
 `[*C, P, S, K, H]` with pages for all rows of each pool; C are the first of B, and any of them may
-be 1. It has no derivative.
+be 1. Scales, key_scale and value_scale, are `[*B, K]`, or with a page table `[*C, P, K]`, of which
+P too may be 1. It has no derivative.
 """
 
 import dataclasses
@@ -26,6 +29,7 @@ from jax_flash._varying import vary_over
 
 MOST_QUERIES = 64  # of a row
 _CACHES = ("k", "v")
+_SCALES = ("key_scale", "value_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +41,14 @@ class Decode(Call):
       value_dim: the values are the first so many features of k, and there is no v; None: v.
       paged: there is a page table.
       appends: there are new keys, and values unless k holds them.
+      quantized: the dtype of k and v, one of `_cache.QUANTIZED`, which have scales then; None: q's.
     """
 
     rotary_base: float | None = None
     value_dim: int | None = None
     paged: bool = False
     appends: bool = False
+    quantized: str | None = None
 
     target = "decode"
     function = "decode_attention"
@@ -52,7 +58,8 @@ class Decode(Call):
         v = ("v",) if self.value_dim is None else ()
         table = ("page_table",) if self.paged else ()
         new = (f"new_{name}" for name in ("k", *v)) if self.appends else ()
-        return ("q", "k", *v, "lengths", *table, *new, *self.problem.terms)
+        scales = _SCALES[: 1 + len(v)] if self.quantized else ()
+        return ("q", "k", *v, "lengths", *table, *new, *scales, *self.problem.terms)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -63,8 +70,12 @@ class Decode(Call):
     def cached(self) -> bool:
         return True
 
+    @property
+    def cache_dtype(self) -> str:
+        return self.quantized or self.problem.dtype
+
     def dims(self, name: str) -> str:
-        pages = "P" if self.paged and name in _CACHES else ""
+        pages = "P" if self.paged and name in (*_CACHES, *_SCALES) else ""
         return pages + super().dims(name)
 
     def shapes(self, operands: Mapping[str, Any]) -> Shapes:
@@ -79,6 +90,8 @@ class Decode(Call):
             head_dim=q.shape[-1],
             value_dim=self.value_dim or operands["v"].shape[-1],
             page_size=k.shape[-3] if self.paged else None,
+            scales_of_pages=self.paged
+            and any(operands[name].shape[-2] != 1 for name in _SCALES if name in operands),
         )
 
     def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -90,7 +103,7 @@ class Decode(Call):
 
     @property
     def own(self) -> tuple[str, ...]:
-        cache = ("k", "v") if self.appends else ()  # else members may share it
+        cache = _CACHES if self.appends else ()  # else members may share it
         return ("lengths", "page_table", "new_k", "new_v", *cache)
 
     # ---- lowering --------------------------------------------------------------------------------
@@ -127,6 +140,8 @@ class Decode(Call):
             x = named[name]
             if name in (*_CACHES, "page_table"):
                 return x
+            if name in _SCALES:
+                return _of_pages(x, named["k"].shape[:-3])
             if name in self.problem.terms and set(x.shape[: len(lead)]) <= {1}:
                 return x.reshape(1, *x.shape[len(lead) :])
             return jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :])).reshape(
@@ -146,6 +161,14 @@ class Decode(Call):
             if name in named:
                 named[name] = rotate(named[name], positions, self.rotary_base)
         return dataclasses.replace(self, rotary_base=None), tuple(named.values())
+
+
+def _of_pages(scale: jax.Array, pages: Sequence[int]) -> jax.Array:
+    """Brings scales to `[P, K]` of as many pages as these leading dims of a cache make, or one."""
+    *own, heads = scale.shape
+    if set(own) <= {1}:
+        return scale.reshape(1, heads)
+    return jnp.broadcast_to(scale, (*pages, heads)).reshape(math.prod(pages), heads)
 
 
 def _in_one_pool(
@@ -174,7 +197,7 @@ def _blockwise(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
         caches["k"],
         caches.get("v"),
         named["lengths"],
-        *(named.get(x) for x in ("page_table", "new_k", "new_v", "sinks")),
+        *(named.get(x) for x in ("page_table", "new_k", "new_v", "sinks", *_SCALES)),
         value_dim=call.shapes(named).value_dim,
     )
     shapes = call.result_shapes(named)

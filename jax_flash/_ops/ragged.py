@@ -61,10 +61,12 @@ def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
             new = named[f"new_{name}"]
             if name == "k" and call.rotary_base is not None:
                 new = rotate(new, requests.position, call.rotary_base)
-            caches[name] = _cache.write(cache, new, places, table, requests.request)
+            scale = named.get("key_scale" if name == "k" else "value_scale")
+            caches[name] = _cache.write(cache, new, places, table, requests.request, scale)
 
     inner = dataclasses.replace(call, rotary_base=None, appends=False)
-    terms = {name: named[name] for name in call.problem.terms}
+    shared = ("key_scale", "value_scale", *call.problem.terms)
+    terms = {name: named[name] for name in shared if name in named}
 
     def decode(rows: _Rows) -> list[jax.Array]:
         """Computes out `[tokens, N, Hv]` and lse `[tokens, N]` of the tokens that rows have."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import _debug
+from jax_flash._cache import QUANTIZED
 from jax_flash._ops.decode import MOST_QUERIES, Decode
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS
@@ -32,6 +33,7 @@ class Caches:
     key: jax.Array
     value: jax.Array | None
     page_table: jax.Array | None
+    scales: dict[str, jax.Array]
     names: tuple[str, str]
 
     @classmethod
@@ -42,6 +44,9 @@ class Caches:
         page_table: Any,
         batch: tuple[int, ...],
         names: tuple[str, str] = ("key_cache", "value_cache"),
+        *,
+        key_scale: Any = None,
+        value_scale: Any = None,
     ):
         key = _cache(names[0], key_cache)
         value = None if value_cache is None else _cache(names[1], value_cache)
@@ -67,12 +72,28 @@ class Caches:
                 f"{names[1]} has shape {value.shape} and dtype {value.dtype}, {names[0]} "
                 f"{key.shape} and {key.dtype}; expected the same but for the last dim"
             )
-        return cls(key, value, page_table, names)
+        paged, scales = page_table is not None, {}
+        for name, x, (of, cache) in (
+            ("key_scale", key_scale, (names[0], key)),
+            ("value_scale", value_scale, (names[1], value)),
+        ):
+            if (scale := _scale(name, x, of, cache, paged)) is not None:
+                scales[name] = scale
+        return cls(key, value, page_table, scales, names)
+
+    @property
+    def quantized(self) -> str | None:
+        """The dtype of a cache of eight bits."""
+        return self.key.dtype.name if self.scales else None
 
     def check_query(self, q: jax.Array) -> None:
         """Checks that a query `[*B, T, N, H]` and the keys fit each other."""
         k, name = self.key, self.names[0]
-        if q.dtype != k.dtype:
+        if q.dtype.name not in FLOATS:
+            raise TypeError(
+                f"query has dtype {q.dtype} (shape {q.shape}); expected one of {', '.join(FLOATS)}"
+            )
+        if self.quantized is None and q.dtype != k.dtype:
             raise TypeError(
                 f"query has dtype {q.dtype} and {name} {k.dtype}; expected one dtype, for example "
                 f"query.astype('{k.dtype}')"
@@ -90,8 +111,13 @@ class Caches:
                 f"[..., N, H], {name} [..., K, H]"
             )
 
-    def check_new(self, names: tuple[str, str], key: Any, value: Any, lead: tuple[int, ...]):
-        """Checks keys `[*B, T, K, H]` and values that go into the cache; lead is (*B, T)."""
+    def check_new(
+        self, names: tuple[str, str], key: Any, value: Any, lead: tuple[int, ...], dtype: Any = None
+    ):
+        """Checks keys `[*B, T, K, H]` and values that go into the cache; lead is (*B, T).
+
+        `dtype`: what they have if the cache has eight bits; None: any floating one.
+        """
         if (value is None) != (self.value is None):
             given, cache = ("no", "a") if value is None else ("a", "no")
             raise ValueError(
@@ -109,23 +135,32 @@ class Caches:
                     f"{name} has shape {x.shape}; expected {expected}, a key or value for each "
                     f"query, as the cache {cache.shape} has heads and features"
                 )
-            if x.dtype != cache.dtype:
+            if self.quantized is None and x.dtype != cache.dtype:
                 raise TypeError(
                     f"{name} has dtype {x.dtype} and the cache {cache.dtype}; expected one dtype, "
                     f"for example {name}.astype('{cache.dtype}')"
+                )
+            if self.quantized and x.dtype.name not in ([dtype.name] if dtype else FLOATS):
+                expected = f"query's {dtype}" if dtype else f"one of {', '.join(FLOATS)}"
+                raise TypeError(
+                    f"{name} has dtype {x.dtype}; expected {expected}: it is rounded to the "
+                    f"cache's {cache.dtype} as it is written"
                 )
             arrays.append(x)
         return arrays
 
     def new_of(
-        self, new_key: Any, new_value: Any, lead: tuple[int, ...]
+        self, new_key: Any, new_value: Any, lead: tuple[int, ...], dtype: Any
     ) -> tuple[bool, dict[str, jax.Array]]:
-        """Checks new_key and new_value: returns whether there are any, and them by name."""
+        """Checks new_key and new_value: returns whether there are any, and them by name.
+
+        `dtype`: of the query.
+        """
         if new_key is None:
             if new_value is not None:
                 raise ValueError("new_value is given without new_key; expected both, or neither")
             return False, {}
-        arrays = self.check_new(("new_key", "new_value"), new_key, new_value, lead)
+        arrays = self.check_new(("new_key", "new_value"), new_key, new_value, lead, dtype)
         return True, dict(zip(("new_k", "new_v"), arrays, strict=False))
 
     def rotary_base_of(self, base: Any) -> float | None:
@@ -186,6 +221,8 @@ def prepare(
     new_key: Any,
     new_value: Any,
     page_table: Any,
+    key_scale: Any,
+    value_scale: Any,
     rotary_base: Any,
     value_dim: Any,
     scale: Any,
@@ -211,9 +248,11 @@ def prepare(
     batch = tuple(batch)
     check_head_dim("query", q)
     given, lengths = lengths, row_lengths("lengths", lengths, batch, "query", q.shape)
-    caches = Caches.of(key_cache, value_cache, page_table, batch)
+    caches = Caches.of(
+        key_cache, value_cache, page_table, batch, key_scale=key_scale, value_scale=value_scale
+    )
     caches.check_query(q)
-    appends, new = caches.new_of(new_key, new_value, (*batch, q_len))
+    appends, new = caches.new_of(new_key, new_value, (*batch, q_len), q.dtype)
     q, problem, terms = problem_of(
         q,
         caches,
@@ -235,6 +274,7 @@ def prepare(
         value_dim=caches.value_dim_of(value_dim),
         paged=caches.page_table is not None,
         appends=appends,
+        quantized=caches.quantized,
     )
 
     operands = {
@@ -243,6 +283,7 @@ def prepare(
         "v": caches.value,
         "lengths": lengths,
         "page_table": caches.page_table,
+        **caches.scales,
         **new,
         **terms,
     }
@@ -300,14 +341,42 @@ def row_lengths(
 
 def _cache(name: str, x: Any) -> jax.Array:
     x = array(name, x)
-    if x.dtype.name not in FLOATS:
+    if x.dtype.name not in (*FLOATS, *QUANTIZED):
         raise TypeError(
-            f"{name} has dtype {x.dtype} (shape {x.shape}); expected one of {', '.join(FLOATS)}"
+            f"{name} has dtype {x.dtype} (shape {x.shape}); expected one of {', '.join(FLOATS)}, "
+            f"or with scales {' or '.join(QUANTIZED)}"
         )
     if x.ndim < 3 or x.shape[-1] == 0:
         raise ValueError(f"{name} has shape {x.shape}; expected {_LETTERS}")
     check_head_dim(name, x)
     return x
+
+
+def _scale(name: str, x: Any, of: str, cache: jax.Array | None, paged: bool) -> jax.Array | None:
+    """Checks a scale of a cache of this name: returns `[*B or 1s, K]` or `[P or 1, K]`, or None."""
+    if cache is None or cache.dtype.name not in QUANTIZED:
+        if x is not None:
+            has = "None" if cache is None else f"of {cache.dtype}"
+            raise ValueError(
+                f"{name} is given and {of} is {has}; expected None, or a {of} of "
+                f"{' or '.join(QUANTIZED)}"
+            )
+        return None
+    rows = cache.shape[:1] if paged else cache.shape[:-3]
+    whole = (*rows, cache.shape[-2])
+    shapes = f"[K] = {whole[-1:]} or {'[P, K]' if paged else '[*B, K]'} = {whole}"
+    if x is None:
+        raise TypeError(
+            f"{of} has dtype {cache.dtype} and {name} is None; expected float32 {shapes}: keys and "
+            "values are what is stored times their scales"
+        )
+    x = array(name, x)
+    if x.dtype.name not in FLOATS:
+        raise TypeError(f"{name} has dtype {x.dtype} (shape {x.shape}); expected float32")
+    if x.shape not in ((), whole[-1:], whole):
+        raise ValueError(f"{name} has shape {x.shape}; expected {shapes}, or one number")
+    x = x.astype(jnp.float32)
+    return x if x.shape == whole else jnp.broadcast_to(x, (*(1,) * len(rows), whole[-1]))
 
 
 def integers(name: str, x: Any, least: int) -> jax.Array:

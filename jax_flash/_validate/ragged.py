@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import _debug
+from jax_flash._cache import QUANTIZED
 from jax_flash._ops.decode import MOST_QUERIES
 from jax_flash._ops.ragged import Ragged
 from jax_flash._terms import FLOATS
@@ -29,6 +30,8 @@ def prepare(
     *,
     new_key: Any,
     new_value: Any,
+    key_scale: Any,
+    value_scale: Any,
     rotary_base: Any,
     value_dim: Any,
     backend: str | None,
@@ -69,9 +72,10 @@ def prepare(
         raise TypeError(
             f"page_table is None; expected int32 [B, pages of a request] of B {requests}"
         )
-    caches = Caches.of(key_pages, value_pages, page_table, (requests,), _NAMES)
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    caches = Caches.of(key_pages, value_pages, page_table, (requests,), _NAMES, **scales)
     caches.check_query(q)
-    appends, new = caches.new_of(new_key, new_value, q.shape[:1])
+    appends, new = caches.new_of(new_key, new_value, q.shape[:1], q.dtype)
     q, problem, terms = problem_of(q, caches, (1,), MOST_QUERIES, **options)
     call = Ragged(
         problem,
@@ -80,6 +84,7 @@ def prepare(
         value_dim=caches.value_dim_of(value_dim),
         paged=True,
         appends=appends,
+        quantized=caches.quantized,
     )
     _look(call, caches, *given, rows, q.shape[0])
     operands = {
@@ -90,6 +95,7 @@ def prepare(
         "page_table": caches.page_table,
         "starts": starts,
         "rows": rows,
+        **caches.scales,
         **new,
         **terms,
     }
@@ -118,6 +124,7 @@ class Interleaved(NamedTuple):
       q, kv_pages: as they were given.
       requests: lengths, page_table, query_starts and rows.
       scale: of the products of q and what the pages hold.
+      key_scale: 1 of pages of eight bits, whose scales are in the others; None of others.
       window: positions to the left of a token's own, or None.
       softcap, v_scale: as given.
     """
@@ -126,6 +133,7 @@ class Interleaved(NamedTuple):
     kv_pages: jax.Array
     requests: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
     scale: float
+    key_scale: float | None
     window: int | None
     softcap: float | None
     v_scale: float | None
@@ -158,10 +166,11 @@ def prepare_interleaved(
             f"kv_pages has shape {kv_pages.shape}; expected [P, S, 2 * K, H], keys and values by "
             "turns"
         )
-    if q.dtype != kv_pages.dtype or q.dtype.name not in FLOATS:
+    quantized = kv_pages.dtype.name in QUANTIZED
+    if q.dtype.name not in FLOATS or (q.dtype != kv_pages.dtype and not quantized):
         raise TypeError(
             f"q has dtype {q.dtype} and kv_pages {kv_pages.dtype}; expected one dtype of "
-            f"{', '.join(FLOATS)}"
+            f"{', '.join(FLOATS)}, or kv_pages of {' or '.join(QUANTIZED)}"
         )
     check_head_dim("q", q)
     if q.shape[2] != kv_pages.shape[3]:
@@ -213,6 +222,7 @@ def prepare_interleaved(
         kv_pages,
         (lens, table, starts, count[0]),
         scale,
+        1.0 if quantized else None,
         None if sliding_window is None else int(sliding_window) - 1,
         soft_cap,
         None if v_scale is None else real("v_scale", v_scale),

@@ -91,7 +91,7 @@ def test_wrong_arguments_are_named():
     for message, change in (
         (r"q has shape .*\[tokens, N, H\]", {"q": q[0]}),
         (r"kv_pages has shape .*\[P, S, 2 \* K, H\]", {"kv_pages": pages[:, :, :3]}),
-        ("q has dtype float32 and kv_pages int8", {"kv_pages": pages.astype("int8")}),
+        ("q has dtype float32 and kv_pages int16", {"kv_pages": pages.astype("int16")}),
         ("equal head dims", {"q": q[..., :8]}),
         ("q has 6 heads .* of 4", {"q": q[:, :6]}),
         ("kv_lens has dtype float32", {"kv_lens": arrays["kv_lens"].astype("float32")}),
