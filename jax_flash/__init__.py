@@ -1,6 +1,7 @@
 """FlashAttention for JAX: exact attention whose memory grows linearly with sequence length."""
 
 from jax_flash import context_parallel, masks, paged_tpu, reference, scores
+from jax_flash._advise import Advice, Finding, advise
 from jax_flash._debug import debug_values
 from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
@@ -13,11 +14,14 @@ from jax_flash.ragged import Attended, ragged_paged_attention
 
 __all__ = [
     "EXPORT_CHECKS",
+    "Advice",
     "Attended",
     "BlockMask",
     "Decoded",
     "Explanation",
+    "Finding",
     "__version__",
+    "advise",
     "block_mask",
     "block_mask_of",
     "context_parallel",
