@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 LARGEST = 1 << 26  # elements of what is computed: 8192 queries and keys
@@ -145,7 +146,7 @@ class Graph:
 
     def _value(self, node: Node) -> Any:
         if node.given is not None:
-            if isinstance(node.given, jax.core.Tracer):
+            if isinstance(node.given, Tracer):
                 raise Unknown("it depends on an array that is traced outside of the function")
             return node.given
         if node.equation is None:
