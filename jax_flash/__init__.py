@@ -5,6 +5,7 @@ from jax_flash._advise import Advice, Finding, advise
 from jax_flash._debug import debug_values
 from jax_flash._explain import Explanation, explain
 from jax_flash._export import EXPORT_CHECKS
+from jax_flash._key_weights import key_weights
 from jax_flash._merge import merge
 from jax_flash._version import __version__
 from jax_flash.attention import dot_product_attention, flash_attention
@@ -31,6 +32,7 @@ __all__ = [
     "explain",
     "fill_cache",
     "flash_attention",
+    "key_weights",
     "masks",
     "merge",
     "paged_tpu",

@@ -35,8 +35,8 @@ def test_one_command_installs_what_examples_and_tests_need():
     listed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     brought = {re.split(r"\W", x.replace("-", "_"))[0] for x in listed}
     brought |= {"jaxlib", "ml_dtypes", "numpy"}  # by jax
-    sources = [*README.parent.glob("examples/*.py")]
-    brought |= {"jax_flash", *(source.stem for source in sources)}
+    sources = [*README.parent.glob("examples/**/*.py")]
+    brought |= {"jax_flash", *(x.stem for x in README.parent.glob("examples/*"))}
     used = set()
     for source in sources:
         for node in ast.walk(ast.parse(source.read_text())):

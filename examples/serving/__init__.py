@@ -1,0 +1,1 @@
+"""What serve.py serves with: the model, the pages of its cache, the engine, text."""
