@@ -17,6 +17,7 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     for theme, color in measured.THEMES.items():
         measured.draw_speed(record, color, folder / f"speed-{theme}.svg")
+        measured.draw_gain(record, color, folder / f"gain-{theme}.svg")
         measured.draw_sparse(sparse, color, folder / f"sparse-{theme}.svg")
         for name in drawings.DRAWINGS:
             (folder / f"{name}-{theme}.svg").write_text(drawings.draw(name, theme))

@@ -13,6 +13,10 @@ from common import shapes
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 COMMAND = "python benchmarks/run.py"
+SCRATCH_COMMAND = (
+    "python benchmarks/run.py --passes training --lengths 4096 "
+    "--peers jax_flash jax_cudnn jax_xla --no-errors"
+)
 SPARSE_COMMAND = "python benchmarks/sparse.py"
 PASSES = {"forward": "forward", "training": "forward + backward"}
 THEMES = {"light": "#24292f", "dark": "#e6edf3"}  # text and axes; nothing is behind them
@@ -49,6 +53,44 @@ def draw_speed(record: Mapping[str, Any], color: str, to: Path) -> None:
             *axes[0].get_legend_handles_labels(),
             loc="outside lower center",
             ncols=len(LOOKS),
+            frameon=False,
+            labelcolor=color,
+        )
+        figure.savefig(to, transparent=True, metadata={"Date": None})
+        plt.close(figure)
+
+
+def draw_gain(record: Mapping[str, Any], color: str, to: Path) -> None:
+    """Draws what a reader gains, beside jax.nn: TFLOP/s over T, and memory at T 4096."""
+    peers = ("jax_flash", "jax_cudnn", "jax_xla")
+    scratch = newest(RESULTS, SCRATCH_COMMAND)["cells"]
+    (memory,) = (x["scratch_mb"] for x in scratch if x["cell"]["name"] == "d128 causal T4096")
+    with plt.rc_context({"text.color": color, "axes.labelcolor": color, "axes.edgecolor": color}):
+        figure, (ax, bars) = plt.subplots(1, 2, figsize=(9, 2.9), layout="constrained")
+        found = {name: x for name, x in speeds(record, "training").items() if name in peers}
+        _lines(ax, found, color)
+        ax.set_ylabel("TFLOP/s")
+        ax.set_title("speed, forward + backward", fontsize=11, color=color)
+        for place, name in enumerate(peers):
+            label, line, _ = LOOKS[name]
+            bars.barh(place, memory[name], color=line)
+            text = f" {label}: {memory[name]:,.0f} MB"
+            inside = memory[name] > 1e3
+            where = 12 if inside else memory[name]
+            shown = "white" if inside else color
+            bars.text(where, place, text, va="center", color=shown, fontsize=10)
+        bars.set_xscale("log")
+        bars.set_xlim(10, 2e4)
+        bars.set_yticks([])
+        bars.invert_yaxis()
+        bars.set_xlabel("MB beside arguments and results, T 4096")
+        bars.set_title("memory, forward + backward", fontsize=11, color=color)
+        bars.tick_params(colors=color)
+        bars.spines[["top", "right"]].set_visible(False)
+        figure.legend(
+            *ax.get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=3,
             frameon=False,
             labelcolor=color,
         )

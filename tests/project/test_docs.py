@@ -17,7 +17,13 @@ import jax_flash
 from .. import numpy_oracle
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text())
+# test_pages.py runs these.
+ELSEWHERE = ("alphafold", "eight_gpus")
+PAGES = sorted(
+    page
+    for page in (ROOT / "docs").glob("*.md")
+    if "```python" in page.read_text() and page.stem not in ELSEWHERE
+)
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="needs the checkout's docs/")
 
@@ -37,10 +43,43 @@ def test_the_examples_run(page: Path):
 
 
 @pytest.mark.quick
-def test_the_reference_has_every_public_name():
-    page = (ROOT / "docs" / "reference.md").read_text()
-    named = set(re.findall(r"^::: jax_flash\.(\w+)$", page, re.MULTILINE))
-    assert named == {*jax_flash.__all__} - {"__version__"}
+def test_the_reference_has_every_public_name_behind_a_sentence():
+    pages = {x.name: x.read_text() for x in (ROOT / "docs").glob("reference*.md")}
+    named = re.findall(r"^::: jax_flash\.(.+)$", "\n".join(pages.values()), re.MULTILINE)
+    flax = ["layers.linen", "layers.nnx"]
+    assert sorted(named) == sorted([*{*jax_flash.__all__} - {"__version__"}, *flax])
+    for text in pages.values():
+        assert all(
+            re.search(r"^[A-Z].*\.\n$", before, re.MULTILINE)
+            for before in re.split(r"^:::.*$", text, flags=re.MULTILINE)[:-1]
+        )
+
+
+USER_PAGES = [x for x in sorted((ROOT / "docs").glob("*.md")) if x.stem != "decisions"]
+COMMIT = re.compile(r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,10}\b")
+# How a word is told where it first stands on a page.
+WORDS = {r"\blse\b": "logarithm of", r"\b[Tt]erms?\b": "array"}
+
+
+@pytest.mark.quick
+def test_pages_are_for_users():
+    """Short, with code that fits its box, without commits, and with their words told."""
+    menu = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(menu) == sorted([*(x.name for x in USER_PAGES), "decisions.md"])
+    for page in [*USER_PAGES, ROOT / "README.md"]:
+        text = page.read_text()
+        code = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
+        wide = [line for block in code for line in block.splitlines() if len(line) > 80]
+        assert wide == [], page.name
+        assert COMMIT.findall(text) == [], page.name
+        assert page.name.startswith("reference") or len(text.encode()) <= 12 << 10, page.name
+        if page.name == "README.md":
+            continue
+        assert not text.startswith("---"), f"{page.name} is in the search"
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        for word, told in WORDS.items():
+            if first := re.search(word, prose):
+                assert told in prose[first.start() - 120 : first.end() + 120], (page.name, word)
 
 
 def _markdown() -> list[tuple[str, list[str]]]:

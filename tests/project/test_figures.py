@@ -16,6 +16,7 @@ def test_figures_are_drawn_from_the_results(tmp_path: Path):
     found = measured.speeds(record, "training")
     assert [length for length, _ in found["jax_flash"]] == [512, 1024, 2048, 4096, 8192, 16384]
     assert_words_are_kept(measured.draw_speed, record, "speed", "724", tmp_path)
+    assert_words_are_kept(measured.draw_gain, record, "gain", "649", tmp_path)
 
 
 def test_block_masks_are_drawn_from_the_results(tmp_path: Path):
