@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_flash._keywords import hinted
 from jax_flash._ops import ragged as _op
+from jax_flash._ops import shared as _op_shared
 from jax_flash._validate import ragged as _validate_ragged
 from jax_flash.attention import Window
 
@@ -50,6 +51,7 @@ def ragged_paged_attention(
     new_value: Annotated[ArrayLike, "tokens K Hv"] | None = None,
     key_scale: Annotated[ArrayLike, "P K"] | None = None,
     value_scale: Annotated[ArrayLike, "P K"] | None = None,
+    shared_pages: Annotated[ArrayLike, "C"] | None = None,
     rotary_base: float | None = None,
     value_dim: int | None = None,
     scale: Annotated[ArrayLike, ""] | None = None,
@@ -101,6 +103,9 @@ def ragged_paged_attention(
         Without value_pages new_key alone. None: the pages hold these positions already.
       key_scale, value_scale: of pages of eight bits, float32 above 0, one number, `[K]` or
         `[P, K]`, as in `decode_attention`.
+      shared_pages: int32 `[C]`, C at most M: pages that requests begin with, −1 behind them. They
+        are read once for all requests whose table begins with all of them and whose tokens are
+        behind them; others are computed as ever. Without a window. None: each reads its own.
       rotary_base, value_dim, scale, local_window_size, softcap, sinks, precision, backend: as
         there.
 
@@ -127,7 +132,8 @@ def ragged_paged_attention(
       (8, 8, 64)
 
     Papers: Kwon et al., PagedAttention (arXiv:2309.06180); Agrawal et al., Sarathi-Serve
-    (arXiv:2403.02310); Sanovar et al., LeanAttention (arXiv:2405.10480).
+    (arXiv:2403.02310); Sanovar et al., LeanAttention (arXiv:2405.10480); Juravsky et al., Hydragen
+    (arXiv:2402.05099).
     """
     call, operands = _validate_ragged.prepare(
         query,
@@ -141,6 +147,7 @@ def ragged_paged_attention(
         new_value=new_value,
         key_scale=key_scale,
         value_scale=value_scale,
+        shared_pages=shared_pages,
         rotary_base=rotary_base,
         value_dim=value_dim,
         scale=scale,
@@ -150,5 +157,6 @@ def ragged_paged_attention(
         precision=precision,
         backend=backend,
     )
-    named = _op.attend(call, operands)
+    op = _op if shared_pages is None else _op_shared
+    named = op.attend(call, operands)
     return Attended(named["out"], named["lse"], named["k"], named.get("v"))

@@ -48,7 +48,7 @@ def attend(call: Ragged, operands: dict[str, jax.Array]) -> dict[str, jax.Array]
 def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
     q, table = named["q"], named["page_table"]
     pages, page_size = named["k"].shape[:2]
-    requests = _Requests.of(named["lengths"], named["starts"], named["rows"], q.shape[0])
+    requests = Requests.of(named["lengths"], named["starts"], named["rows"], q.shape[0])
     left = call.problem.window[0]
     refused = requests.refused(table, pages, page_size, left)
     if call.rotary_base is not None:
@@ -125,7 +125,7 @@ def _most_cut(tokens: Any, requests: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Requests:
+class Requests:
     """Which tokens each request has, and which request each token is of.
 
     Attributes:
@@ -198,7 +198,7 @@ class _Rows:
     places: jax.Array | None
 
 
-def _each(requests: _Requests, refused: jax.Array) -> _Rows:
+def _each(requests: Requests, refused: jax.Array) -> _Rows:
     """Makes each token a row."""
     computed = requests.owned & ~refused[requests.request]
     token = jnp.arange(computed.shape[0], dtype=jnp.int32)
@@ -211,7 +211,7 @@ def _each(requests: _Requests, refused: jax.Array) -> _Rows:
     )
 
 
-def _alone(requests: _Requests, refused: jax.Array) -> _Rows:
+def _alone(requests: Requests, refused: jax.Array) -> _Rows:
     """Makes each request a row, with the one token of those that have one."""
     computed = (requests.count == 1) & ~refused
     return _Rows(
@@ -223,7 +223,7 @@ def _alone(requests: _Requests, refused: jax.Array) -> _Rows:
     )
 
 
-def _cut(requests: _Requests, refused: jax.Array, size: int) -> _Rows:
+def _cut(requests: Requests, refused: jax.Array, size: int) -> _Rows:
     """Cuts requests of more than one token into rows of `size` tokens, but for the last of each."""
     tokens = requests.owned.shape[0]
     most = _most_cut(tokens, requests.count.shape[0])

@@ -32,6 +32,7 @@ def prepare(
     new_value: Any,
     key_scale: Any,
     value_scale: Any,
+    shared_pages: Any,
     rotary_base: Any,
     value_dim: Any,
     backend: str | None,
@@ -87,6 +88,7 @@ def prepare(
         quantized=caches.quantized,
     )
     _look(call, caches, *given, rows, q.shape[0])
+    shared = None if shared_pages is None else _shared_pages(shared_pages, call, caches)
     operands = {
         "q": q,
         "k": caches.key,
@@ -95,11 +97,28 @@ def prepare(
         "page_table": caches.page_table,
         "starts": starts,
         "rows": rows,
+        "shared_pages": shared,
         **caches.scales,
         **new,
         **terms,
     }
     return call, {name: x for name, x in operands.items() if x is not None}
+
+
+def _shared_pages(pages: Any, call: Ragged, caches: Caches) -> jax.Array:
+    pages, table = integers("shared_pages", pages, -1), caches.page_table
+    assert table is not None
+    if pages.ndim != 1 or pages.shape[0] > table.shape[1]:
+        raise ValueError(
+            f"shared_pages has shape {pages.shape} and page_table {table.shape}; expected [C], C "
+            "at most M: the pages that requests begin with"
+        )
+    if call.problem.window[0] is not None:
+        raise ValueError(
+            "shared_pages is given beside a local_window_size, which ends before them for some "
+            "tokens; expected one of the two"
+        )
+    return pages
 
 
 def _look(call: Ragged, caches: Caches, lengths: Any, starts: Any, rows: Any, tokens: int) -> None:

@@ -1,0 +1,98 @@
+"""Pages that requests of a mixed batch begin with in common, read once for all of them.
+
+Attention of a request that has them is the merge of two parts: the tokens of all requests attend to
+the shared pages, as more heads of one row of flash_decode, which each see all of its positions; and
+each request attends to the rest of its own pages, as if it began behind the shared ones. Which
+requests have them the table says, on the device.
+
+Juravsky et al., Hydragen (arXiv:2402.05099); Ye et al., Cascade Inference (2024).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._merge import combine
+from jax_flash._ops import ragged
+from jax_flash._ops.decode import Decode, decode
+from jax_flash._ops.ragged import Ragged
+from jax_flash._rotary import rotate
+from jax_flash._varying import vary_over
+
+
+def attend(call: Ragged, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Computes what `ragged.attend` does, of operands with shared_pages, int32 `[C]`.
+
+    Raises: as `_backends.require`.
+    """
+    return _attend(call, vary_over(operands, operands))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    named = dict(named)
+    shared, table, k = named.pop("shared_pages"), named["page_table"], named["k"]
+    if 0 in (shared.size, table.size, k.size, named["q"].size):
+        return ragged.attend(call, named)
+    requests = ragged.Requests.of(
+        named["lengths"], named["starts"], named["rows"], named["q"].shape[0]
+    )
+    if call.rotary_base is not None:  # by positions of the whole, which the rest does not know
+        for name in {"q", "new_k"} & named.keys():
+            named[name] = rotate(named[name], requests.position, call.rotary_base)
+        call = dataclasses.replace(call, rotary_base=None)
+    pages, page_size = k.shape[:2]
+    count = _leading((shared >= 0) & (shared < pages))
+    behind = (requests.lengths - requests.count) // page_size >= count
+    member = (_leading(table[:, : shared.size] == shared) >= count) & behind & (requests.count > 0)
+
+    cut = jnp.where(member, count, 0)
+    column = jnp.arange(table.shape[1], dtype=jnp.int32) + cut[:, None]
+    rest_table = jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=-1)
+    rest_lengths = named["lengths"] - cut * page_size
+    rest = ragged.attend(call, named | {"lengths": rest_lengths, "page_table": rest_table})
+
+    length = jnp.where(member.any(), count * page_size, 0)
+    out, lse = _of_all(call, named | rest, shared, length)
+    sees = member[requests.request] & requests.owned
+    lse = jnp.where(sees[:, None], lse, -jnp.inf)
+    out, lse = combine((rest["out"], rest["lse"]), (out, lse))
+    return rest | {"out": out.astype(call.problem.dtype), "lse": lse}
+
+
+def _leading(x: jax.Array) -> jax.Array:
+    """Counts the leading True of bool `[..., C]`: int32 `[...]`."""
+    return jnp.sum(jnp.cumprod(x.astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
+
+
+def _of_all(
+    call: Ragged, named: dict[str, jax.Array], shared: jax.Array, length: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes out `[tokens, N, Hv]` and lse `[tokens, N]` of all tokens over the shared pages.
+
+    A sink, which counts once, is of the rest.
+    """
+    q, kv_heads = named["q"], named["k"].shape[2]
+    tokens, q_heads, head_dim = q.shape
+    in_groups = q.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
+    one = Decode(
+        dataclasses.replace(call.problem, terms=()),
+        call.backend,
+        value_dim=call.value_dim,
+        paged=True,
+        quantized=call.quantized,
+    )
+    operands = named | {
+        "q": jnp.swapaxes(in_groups, 0, 1).reshape(1, 1, tokens * q_heads, head_dim),
+        "lengths": length[None],
+        "page_table": shared[None],
+    }
+    results = decode(one, *(operands[name] for name in one.operands))
+
+    def of_tokens(x: jax.Array) -> jax.Array:
+        parts = x.reshape(kv_heads, tokens, q_heads // kv_heads, -1)
+        return jnp.swapaxes(parts, 0, 1).reshape(tokens, q_heads, -1)
+
+    return of_tokens(results["out"]), of_tokens(results["lse"])[..., 0]
