@@ -68,7 +68,13 @@ def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ..
 
 
 def _decline_cuda(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
-    return _gpu.refuse(call, shapes, gpu)
+    return _gpu.refuse(in_kernels(call, shapes, gpu), shapes, gpu)
+
+
+def in_kernels(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> Call:
+    """Returns the pass that CUDA kernels run for one: itself, or its fallback where none run it."""
+    fallback = call.fallback
+    return fallback if fallback is not None and _gpu.refuse(call, shapes, gpu) else call
 
 
 def _nothing(*_: object) -> tuple[str, ...]:
@@ -100,6 +106,9 @@ def refused(call: Call, error: _native.CompileError) -> str:
 def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     shapes = call.shapes(call.name_operands(operands))
     gpu = _gpu.spec.for_lowering()
+    taken = in_kernels(call, shapes, gpu)
+    if taken is not call:
+        call, operands = call.dequantised(taken, *operands)
     family = _gpu.choose(call, shapes, gpu)
     if call.backend is None:
         for text in family.outrun(call, gpu):

@@ -18,7 +18,8 @@ from jax_flash._terms import TERMS, is_capture
 
 # Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
 # heads, H and V features, W words, U ids, P pages, M pages of a row, A elements of an array that a
-# function of the scores reads; I, J, C, D, E: see _terms.py.
+# function of the scores reads, F, G and L blocks of positions that share a scale of q, k and v;
+# I, J, C, D, E: see _terms.py.
 _DIMS = {
     "q": "TNH",
     "k": "SKH",
@@ -31,6 +32,9 @@ _DIMS = {
     "new_v": "TKV",
     "key_scale": "K",
     "value_scale": "K",
+    "q_scale": "FN",
+    "k_scale": "GK",
+    "v_scale": "LK",
     **{name: term.dims for name, term in TERMS.items()},
 }
 
@@ -124,6 +128,17 @@ class Call(abc.ABC):
     def rotated(self, *operands: jax.Array) -> tuple[Self, tuple[jax.Array, ...]]:
         """Does what only some kernels do themselves: the call that is left, and its operands."""
         return self, operands
+
+    @property
+    def fallback(self) -> "Call | None":
+        """The call of dequantised operands that kernels may run where none run this one."""
+        return None
+
+    def dequantised(
+        self, call: "Call", *operands: jax.Array
+    ) -> "tuple[Call, tuple[jax.Array, ...]]":
+        """Makes the operands of `fallback`: returns it and them."""
+        raise NotImplementedError
 
     def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:
         """Lists the shapes of the results from the operands by name."""

@@ -17,16 +17,17 @@ from jax_flash import _backends, _gpu, _keywords, _native, _validate
 from jax_flash._call import Call
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
-from jax_flash.attention import A, Options, flash_attention
+from jax_flash.attention import A, Float8Options, flash_attention
 from jax_flash.block_masks import BlockMask
 
 Array = ArrayLike | jax.ShapeDtypeStruct
 
 
-class ExplainOptions(Options[Array], total=False):
+class ExplainOptions(Float8Options[Array], total=False):
     """The keywords of `flash_attention`, arrays or their shapes."""
 
     return_lse: bool
+    return_amax: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Explanation:
         one; "window", a block_mask that is one; "chunks", those of a block_mask, as batch rows;
         "layout", a block_mask of whole blocks; "lines" of the distance, which score_mod adds.
       forward, backward: the two passes: each one's backend, why not the others, its CUDA program.
+        The backend of backward is "none" for arguments of float8, which have no derivative.
     """
 
     problem: Problem
@@ -157,24 +159,35 @@ def explain(
       >>> print(jax_flash.explain(q, q, q, is_causal=True, gpu="H200"))  # doctest: +SKIP
     """
     spec = _gpu.spec.present() if gpu is None else _gpu.spec.named(gpu)
-    problem, operands, _, rewrites = _prepare(query, key, value, dict(options))
-    q, k, v, *terms = operands
+    given = _prepare(query, key, value, dict(options))
+    problem, rewrites, float8 = given.problem, given.rewrites, given.float8
+    q, k, v, *terms = given.operands
     shapes = Shapes.of(q, k, v, problem.name_terms(terms))
-    reports = {
-        name: _report(call, shapes, spec)
-        for name, call in passes(problem, options.get("backend")).items()
-    }
+    backend = options.get("backend")
+    calls = (
+        passes(problem, backend)
+        if float8 is None
+        else float8.passes(problem, backend, shapes.head_dim)
+    )
+    problem = calls["forward"].problem
+    reports = {name: _report(call, shapes, spec) for name, call in calls.items()}
     plans = [report.kernel.plan for report in reports.values() if report.kernel is not None]
-    if any(plan.constants["kScoreIsLine"] for plan in plans):
+    if any(plan.constants.get("kScoreIsLine") for plan in plans):
         rewrites = (*rewrites, "lines")
+    reports = {"backward": _UNDIFFERENTIATED, **reports}
     return Explanation(problem, shapes, spec, rewrites, **reports)
+
+
+_UNDIFFERENTIATED = PassReport(
+    "none", dict.fromkeys(_backends.BACKENDS, ("arguments of float8 have no derivative",)), None
+)
 
 
 def _report(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
     backend, refusals = _backends.pick(call, shapes, gpu)
     if backend != "cuda" or gpu is None or shapes.empty:
         return PassReport(backend, refusals, None)
-    plans = _gpu.plans(call, shapes, gpu)
+    plans = _gpu.plans(_backends.in_kernels(call, shapes, gpu), shapes, gpu)
     try:
         return PassReport(backend, refusals, *map(compile_plan, plans))
     except _native.CompileError as error:
@@ -235,9 +248,10 @@ def read_warnings(log: str) -> tuple[str, ...]:
     return tuple(line for line in lines if "Potential Performance Loss" in line)
 
 
-# The arguments that may be arrays; of the options, those that `Options` has as such.
+_NOT_PREPARED = ("return_lse", "return_amax", "backend")
+# The arguments that may be arrays; of the options, those that `Float8Options` has as such.
 _ARRAYS = {"query", "key", "value"}
-_ARRAYS |= {name for name, kind in get_type_hints(Options).items() if A in get_args(kind)}
+_ARRAYS |= {name for name, kind in get_type_hints(Float8Options).items() if A in get_args(kind)}
 
 
 def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> _validate.Prepared:
@@ -246,8 +260,9 @@ def _prepare(query: Any, key: Any, value: Any, options: dict[str, Any]) -> _vali
     _keywords.check("explain", options, signature.parameters)
     call = signature.bind(query, key, value, **options)
     call.apply_defaults()
-    arguments = {k: v for k, v in call.arguments.items() if k not in ("return_lse", "backend")}
-    _validate.flag("return_lse", call.arguments["return_lse"])
+    arguments = {k: v for k, v in call.arguments.items() if k not in _NOT_PREPARED}
+    for name in ("return_lse", "return_amax"):
+        _validate.flag(name, call.arguments[name])
     arrays = {k: v for k, v in arguments.items() if k in _ARRAYS and hasattr(v, "dtype")}
     arrays |= {k: v for k, v in arguments.items() if isinstance(v, BlockMask)}
     if not isinstance(arrays.get("scale"), jax.ShapeDtypeStruct | jax.Array):

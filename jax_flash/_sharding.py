@@ -45,7 +45,7 @@ from jax_flash._backends import warn_once
 from jax_flash._call import Call
 from jax_flash._terms import is_capture, sum_dtype
 
-_WHOLE = tuple("TSHVWUPMIJCDEA")  # dims of `_call.dims` that are not split
+_WHOLE = tuple("TSHVWUPMIJCDEAFGL")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
 _SHARDY = "jax_use_shardy_partitioner"
 
@@ -170,9 +170,10 @@ def _partition(run, call, mesh: Mesh | AbstractMesh, operands, results):
 
     def compute_local(*local):
         local = call.name_operands(local)
-        for name in ("k", "v"):
+        for name in ("k", "v", "k_scale", "v_scale"):
             if name in local:
-                local[name] = plan.local_kv_heads(local[name])
+                axis = call.dims(name).index("K") - len(call.dims(name))
+                local[name] = plan.local_kv_heads(local[name], axis)
         outputs = dict(zip(call.results, run(call, *local.values()), strict=True))
         # In this order on every process: these are collectives.
         for name in call.results:
@@ -312,11 +313,11 @@ class _Plan:
         spec = PartitionSpec(*(axes or None for axes in self.axes(name, shape)))
         return NamedSharding(self.mesh, spec)
 
-    def local_kv_heads(self, x):
-        """Takes the kv heads that this device's query heads read from `[*B, S, K, H]`."""
-        if not self.kv_shared or x.shape[-2] == 1:
+    def local_kv_heads(self, x, axis: int):
+        """Takes the kv heads that this device's query heads read, which lie along an axis."""
+        if not self.kv_shared or x.shape[axis] == 1:
             return x
-        return jnp.take(x, self._kv_heads_read(), axis=-2)
+        return jnp.take(x, self._kv_heads_read(), axis=axis)
 
     def sum_gradient(self, name: str, x, shape: Sequence[int]):
         """Sums the gradient of k, v, bias or a captured array over the devices that share it.

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from jax_flash import _backends, _function, _gpu, scores
+from jax_flash._call import Call
+from jax_flash._float8 import DTYPE
 from jax_flash._ops import passes
 from jax_flash._ops.decode import MOST_QUERIES, Decode
+from jax_flash._ops.float8 import Float8
 from jax_flash._ops.ragged import Ragged
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
@@ -71,6 +74,10 @@ def table() -> str:
     """Returns the table in Markdown."""
     rows = ["| | " + " | ".join(_COLUMNS.values()) + " |", "|---" * (1 + len(_COLUMNS)) + "|"]
     cells = {name: [_cell(b, _changed(x)) for b in _COLUMNS] for name, x in _PROBLEMS.items()}
+    float8 = Float8(dataclasses.replace(_PLAIN, dtype=DTYPE), None)
+    cells['float8 (e4m3) with scales; `quantize="fp8"`, with gradients'] = [
+        _runs(b, float8) for b in _COLUMNS
+    ]
     cells["float32 lse, with its gradient"] = [
         _cell(b, [(_PLAIN, _SHAPES)], with_dlse=True) for b in _COLUMNS
     ]
@@ -112,6 +119,12 @@ def _cell(
         )
     ]
     return "yes" if len(running) == 2 else running[0] if running else "no"
+
+
+def _runs(column: tuple[str, str], call: Call) -> str:
+    backend, gpu = column
+    reasons = _backends.BACKENDS[backend].decline(call, _SHAPES, _gpu.spec.GPUS[gpu])
+    return "no" if reasons else "yes"
 
 
 def _decodes(column: tuple[str, str], call: Decode, q_len: int = 1) -> str:

@@ -10,7 +10,7 @@ number of leading dims, and what begins with # may be 1 or absent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Generic, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Annotated, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import _ops, _validate
 from jax_flash._keywords import hinted
+from jax_flash._ops import float8
 from jax_flash.block_masks import BlockMask
 
 Window = int | Sequence[int | None] | np.ndarray
@@ -55,7 +56,7 @@ class LayerOptions(CommonOptions[A], Generic[A], total=False):
 
 
 class Options(LayerOptions[A], Generic[A], total=False):
-    """All keywords of `flash_attention` but return_lse, which decides what comes back."""
+    """All keywords of `flash_attention` but those of float8 and return_lse."""
 
     bias: A | None
     mask: A | None
@@ -64,6 +65,17 @@ class Options(LayerOptions[A], Generic[A], total=False):
     dropout_key: A | None
     deterministic: bool
     precision: str | jax.lax.Precision | None
+
+
+class Float8Options(Options[A], Generic[A], total=False):
+    """All keywords of `flash_attention` but return_lse and return_amax."""
+
+    query_scale: A | None
+    key_scale: A | None
+    value_scale: A | None
+    out_dtype: Any
+    quantize: Literal["fp8"] | None
+    fallback: Literal["16bit"] | None
 
 
 class DotProductOptions(CommonOptions[ArrayLike], total=False):
@@ -80,7 +92,8 @@ def flash_attention(
     value: ArrayLike,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[Options[ArrayLike]],
+    return_amax: Literal[False] = False,
+    **options: Unpack[Float8Options[ArrayLike]],
 ) -> jax.Array: ...
 
 
@@ -91,7 +104,8 @@ def flash_attention(
     value: ArrayLike,
     *,
     return_lse: Literal[True],
-    **options: Unpack[Options[ArrayLike]],
+    return_amax: Literal[False] = False,
+    **options: Unpack[Float8Options[ArrayLike]],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -102,8 +116,21 @@ def flash_attention(
     value: ArrayLike,
     *,
     return_lse: bool,
-    **options: Unpack[Options[ArrayLike]],
+    return_amax: Literal[False] = False,
+    **options: Unpack[Float8Options[ArrayLike]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    return_lse: bool = False,
+    return_amax: bool,
+    **options: Unpack[Float8Options[ArrayLike]],
+) -> jax.Array | tuple[jax.Array, ...]: ...
 
 
 @hinted
@@ -134,9 +161,17 @@ def flash_attention(
     deterministic: bool = False,
     precision: str | jax.lax.Precision | None = None,
     backend: str | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
+    quantize: Literal["fp8"] | None = None,
+    fallback: Literal["16bit"] | None = None,
+    return_amax: bool = False,
 ) -> (
     Annotated[jax.Array, "*B T N Hv"]
     | tuple[Annotated[jax.Array, "*B T N Hv"], Annotated[jax.Array, "*B T N"]]
+    | tuple[jax.Array, ...]
 ):
     """Computes softmax(softcap(scale * query keyᵀ + bias)) value in memory linear in T and S.
 
@@ -164,7 +199,7 @@ def flash_attention(
 
     Arguments:
       query: `[*B, T, N, H]`, float32, bfloat16, float16, or in x64 mode float64, which the backend
-        "xla" computes in float64; any number of leading dims.
+        "xla" computes in float64, or float8_e4m3fn; any number of leading dims.
       key: `[*B, S, K, H]`, in query's dtype; K divides N, and query head n reads head
         n // (N // K).
       value: `[*B, S, K, Hv]`, in query's dtype.
@@ -231,10 +266,24 @@ def flash_attention(
         these hold all rows. "cpu" is as exact as float32 always.
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
+      query_scale, key_scale, value_scale: what float8 query, key and value are multiplied by:
+        float32 `[]`, `[*B, heads]`, or `[*B, blocks, heads]` of blocks of 64 or 128 positions, the
+        last of which may be shorter. None: 1. Float8 arguments have no derivative.
+      out_dtype: of out, in float8: bfloat16, float16 or float32; None: bfloat16, or with quantize
+        query's.
+      quantize: "fp8" computes bfloat16 and float16 in float8. Query and key are turned by a
+        Hadamard matrix where H is a power of two, which leaves scores as they are; 128 positions of
+        a head share a scale, hidden ones among them. Gradients pass straight through the rounding:
+        they are those of 16-bit attention at the rounded values, turned back.
+      fallback: "16bit" computes in 16 bits what float8 does not have (bias, mask, dropout, a
+        score_mod; H and Hv but multiples of 16 from 64 to 256; GPUs without kernels for it), which
+        without it is a NotImplementedError, or on such GPUs backend "xla".
+      return_amax: also return, last, the largest finite magnitudes of query, key and value, as
+        delayed scaling takes them: float32 `[3]`, without a gradient. In float8 alone.
 
     Returns:
-      out `[*B, T, N, Hv]` in query's dtype; with return_lse also lse `[*B, T, N]`, float32, or
-      float64 if query is.
+      out `[*B, T, N, Hv]` in query's dtype, in float8 in out_dtype; with return_lse also lse
+      `[*B, T, N]`, float32, or float64 if query is; with return_amax also `[3]`.
 
     Raises:
       TypeError, ValueError: a wrong argument, with its shape or value and what would be right;
@@ -264,10 +313,12 @@ def flash_attention(
       (2, 128, 8, 64)
 
     Papers: Dao et al., FlashAttention (arXiv:2205.14135); Dao, FlashAttention-2
-    (arXiv:2307.08691); Rabe and Staats (arXiv:2112.05682).
+    (arXiv:2307.08691); Rabe and Staats (arXiv:2112.05682); Shah et al., FlashAttention-3
+    (arXiv:2407.08608).
     """
     with_lse = _validate.flag("return_lse", return_lse)
-    problem, operands, rows, _ = _validate.prepare(
+    with_amax = _validate.flag("return_amax", return_amax)
+    given = _validate.prepare(
         query,
         key,
         value,
@@ -291,10 +342,23 @@ def flash_attention(
         dropout_key=dropout_key,
         deterministic=deterministic,
         precision=precision,
+        query_scale=query_scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out_dtype=out_dtype,
+        quantize=quantize,
+        fallback=fallback,
+        with_amax=with_amax,
     )
-    out, lse = _ops.attend(problem, backend, *operands)
-    out = jnp.reshape(out, (*rows, out.shape[-1]))
-    return (out, jnp.reshape(jnp.swapaxes(lse, -1, -2), rows)) if with_lse else out
+    if given.float8 is None:
+        out, lse = _ops.attend(given.problem, backend, *given.operands)
+    else:
+        out, lse = float8.attend(given.float8, given.problem, backend, *given.operands)
+    rows = given.rows
+    results = [jnp.reshape(out, (*rows, out.shape[-1])).astype(given.out_dtype)]
+    results += [jnp.reshape(jnp.swapaxes(lse, -1, -2), rows)] if with_lse else []
+    results += [] if given.amax is None else [given.amax]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 @overload

@@ -60,6 +60,9 @@ def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
     Empty if one does. Among families as near the last is heard, which runs on most GPUs.
     """
     having = [family for family in families() if call.target in family.passes]
+    if not having:
+        text = f"there are no CUDA kernels that multiply {call.problem.dtype}"
+        return (f"{text}; fallback='16bit' runs the call in those of 16 bits",)
     own = [family for family in having if gpu.arch in family.architectures]
     reasons = [family.refuse(call, shapes, gpu) for family in own or having]
     return min(reversed(reasons), key=len)

@@ -3,6 +3,7 @@
     forward.py    flash_forward:  q, k, v, *terms -> out, lse
     backward.py   flash_backward: q, k, v, out, lse, dout, [dlse], *terms -> dq, dk, dv, dbias, ...
     tangent.py    flash_tangent:  the derivative of flash_forward, whose transpose is flash_backward
+    float8.py     flash_float8:   q, k, v in float8, scales, *terms -> out, lse
     decode.py     flash_decode:   q, k, v, lengths, ... -> out, lse, and k and v written in place
 
 Each has its sections in one order: what goes in and comes out, batching, derivative, lowering.
@@ -12,11 +13,12 @@ files import one another in that order.
 
 from jax_flash._call import Call
 from jax_flash._ops.backward import Backward, flash_backward_p
+from jax_flash._ops.float8 import Form
 from jax_flash._ops.forward import Forward, attend
 from jax_flash._ops.tangent import sinks_gradient
 from jax_flash._problem import Problem
 
-__all__ = ["Backward", "Forward", "attend", "flash_backward_p", "passes", "sinks_gradient"]
+__all__ = ["Backward", "Form", "Forward", "attend", "flash_backward_p", "passes", "sinks_gradient"]
 
 
 def passes(

@@ -129,12 +129,12 @@ def attend(
     _backends.require(call, shapes)
     operands = vary_over(operands, operands)
     if shapes.empty:
-        return vary_over(_nothing(call, operands), operands)
+        return vary_over(nothing(call, operands), operands)
     out, lse = flash_forward_p.bind(*operands, call=call)
     return out, lse
 
 
-def _nothing(call: Forward, operands) -> tuple[jax.Array, jax.Array]:
+def nothing(call: Forward, operands) -> tuple[jax.Array, jax.Array]:
     """Computes the results where no query has a key, sharded as those of a call with keys."""
     avals = call.result_avals(call.name_operands([*map(jax.typeof, operands)]))
     out, lse = (jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding) for x in avals)

@@ -3,18 +3,22 @@
 Everything here runs at trace time and looks at ranks, shapes, dtypes and Python values, never at
 array contents. `prepare` puts together what the other files check: `arrays.py` query, key and
 value, and any array; `terms.py` the optional ones; `masks.py` masks, block masks and functions of
-scores; `scalars.py` numbers and switches. `decode.py` checks the calls on a cache. Read next:
-`_problem.py`.
+scores; `scalars.py` numbers and switches; `float8.py` what is quantised. `decode.py` checks the
+calls on a cache. Read next: `_problem.py`.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash import _simplify
+from jax_flash._float8 import DTYPE
+from jax_flash._ops.float8 import Form
 from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import TERMS, capture
+from jax_flash._validate import float8
 from jax_flash._validate.arrays import array, check_head_dim, query_key_value
 from jax_flash._validate.masks import blocks_of, check_sizes, mask_of, score_function, whole
 from jax_flash._validate.scalars import (
@@ -51,12 +55,18 @@ class Prepared(NamedTuple):
       operands: (q, k, v, *problem.optional), of which the results may have other rows than query.
       rows: query's shape but for the head dim.
       rewrites: the names of those of `_simplify.py` that were taken.
+      float8: how it is computed in float8; None: in query's dtype.
+      out_dtype: of the result.
+      amax: the largest magnitudes of query, key and value, where they are asked for.
     """
 
     problem: Problem
     operands: tuple[jax.Array, ...]
     rows: tuple[int, ...]
     rewrites: tuple[str, ...]
+    float8: Form | None
+    out_dtype: Any
+    amax: jax.Array | None
 
 
 def prepare(
@@ -84,6 +94,13 @@ def prepare(
     dropout_key: Any,
     deterministic: Any,
     precision: Any,
+    query_scale: Any = None,
+    key_scale: Any = None,
+    value_scale: Any = None,
+    out_dtype: Any = None,
+    quantize: Any = None,
+    fallback: Any = None,
+    with_amax: bool = False,
     shards: int | None = None,
 ) -> Prepared:
     """Checks the arguments of `flash_attention` and brings them to the form of the primitives.
@@ -94,7 +111,12 @@ def prepare(
 
     Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
     """
-    q, k, v = query_key_value(query, key, value)
+    q, k, v = query_key_value(query, key, value, *([DTYPE] if shards is None else []))
+    form = float8.form_of(
+        (q, k, v), (query_scale, key_scale, value_scale), out_dtype, quantize, fallback
+    )
+    out_dtype = q.dtype if form is None else form.out_dtype
+    amax = float8.amax_of(form, (q, k, v)) if with_amax else None
     *batch, q_len, q_heads, _ = q.shape
     batch, kv_len = tuple(batch), k.shape[-3]
     sizes = {"T": q_len, "S": kv_len, "N": q_heads, "W": 4, "U": 2}
@@ -105,7 +127,10 @@ def prepare(
     }
     q_len, kv_len = (shards or 1) * q_len, (shards or 1) * kv_len
     scores = (*shapes["bias"][:-1], kv_len)
-    q, static_scale = scale_of(scale, q)
+    if q.dtype == DTYPE:
+        form, static_scale = float8.scale_of(scale, form, q)
+    else:
+        q, static_scale = scale_of(scale, q)
 
     align = choice("causal_align", causal_align, _ALIGNMENTS)
     rate = dropout_rate_of(dropout_rate, dropout_key)
@@ -154,11 +179,16 @@ def prepare(
         score=score,
         as_written=_simplify.is_as_written(),
     )
-    given = _simplify.Arguments(problem, q, k, v, block_mask, q_len, kv_len, whole=shards is None)
+    whole_rows = shards is None and form is None  # scales are of positions as they are
+    given = _simplify.Arguments(problem, q, k, v, block_mask, q_len, kv_len, whole=whole_rows)
     made, rewrites = _simplify.simplify(given)
+    if form is not None and float8.falls_back(form, made.problem, (q, k, v)):
+        q, k, v = float8.in_16_bits(form, (q, k, v))
+        made = dataclasses.replace(made.changed(dtype=q.dtype.name), query=q, key=k, value=v)
+        form = None
     if made.block_mask is not None:
         terms |= blocks_of(made.block_mask, batch, q_heads)
     named = terms | {capture(i): whole(x, len(batch)) for i, x in enumerate(captured)}
     optional = (named[name] for name in made.problem.optional)
     operands = (made.query, made.key, made.value, *optional)
-    return Prepared(made.problem, operands, q.shape[:-1], rewrites)
+    return Prepared(made.problem, operands, q.shape[:-1], rewrites, form, out_dtype, amax)

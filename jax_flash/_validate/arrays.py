@@ -19,7 +19,8 @@ _MOST_HEADS = 128  # of a model's layer
 _LETTERS = "query [*B, T, N, H], key [*B, S, K, H] and value [*B, S, K, Hv]"
 
 
-def query_key_value(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
+def query_key_value(query, key, value, *others: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Checks the arrays that every call has; `others` are dtypes that it takes beside FLOATS."""
     arrays = {
         name: array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     }
@@ -29,10 +30,10 @@ def query_key_value(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]
                 f"{name} has shape {x.shape}, rank {x.ndim}; expected rank 3 or more: {_LETTERS}"
             )
     for name, x in arrays.items():
-        if x.dtype.name not in FLOATS:
+        if x.dtype.name not in (*FLOATS, *others):
             raise TypeError(
                 f"{name} has dtype {x.dtype} (shape {x.shape}); expected one of "
-                f"{_FLOATS_TEXT}, for example {name}.astype('float32')"
+                f"{', '.join((*FLOATS, *others))}, for example {name}.astype('float32')"
             )
     q, k, v = arrays["query"], arrays["key"], arrays["value"]
     for name, x in arrays.items():

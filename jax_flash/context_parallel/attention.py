@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Unpack, get_args, overload
+from typing import Any, Literal, Unpack, get_args, get_type_hints, overload
 
 import jax
 import jax.core
@@ -33,7 +33,7 @@ _SHORT = 1024  # keys of a device, for which a hop of a ring takes longer than i
 _DEFAULTS: dict[str, Any] = {
     name: parameter.default
     for name, parameter in inspect.signature(flash_attention).parameters.items()
-    if parameter.kind == parameter.KEYWORD_ONLY and name not in ("return_lse", "backend")
+    if name in get_type_hints(Options) and name != "backend"
 }
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from typing import get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _native
+from jax_flash import _native, attention
 from jax_flash.layers import nnx as flash_nnx
 
 from ..small import numpy_normal as normal
@@ -91,8 +92,11 @@ def test_the_backend_is_the_one_that_is_named(api):
 
 def test_options_are_those_of_flash_attention(api):
     everything = inspect.signature(jax_flash.flash_attention).parameters.keys()
-    # Flax's own words say dropout_rng, and by deterministic that there is no dropout.
-    refused = {"dropout_key", "return_lse"}
+    # Flax's own words say dropout_rng, and by deterministic that there is no dropout; float8 is of
+    # the call alone.
+    refused = {"dropout_key", "return_lse", "return_amax"}
+    refused |= get_type_hints(attention.Float8Options).keys()
+    refused -= get_type_hints(attention.Options).keys() - {"dropout_key"}
     query = normal(1, BATCH, LENGTH, HEADS, 8)
     taken = {*inspect.signature(FLASH[api]).parameters, *OPTIONS, *POSITIONS, *FUNCTIONS}
     assert everything - refused <= taken

@@ -1,0 +1,110 @@
+"""Float8 (e4m3): how arrays are quantised and read back, the same bits on every backend.
+
+Quantised values are float8_e4m3fn beside float32 scales `[*B, blocks, heads]`, any of these dims 1; a
+value is their product. Scales that are made here are powers of two: float8's own exponent makes
+others no more exact, and these products are exact in bfloat16 too.
+
+Queries and keys are turned first, where the head dim is a power of two: by a Hadamard matrix, which
+spreads an outlier over all features and leaves their dot products as they are, but for a power of
+two (`turned_scale`). Ashkboos et al., QuaRot (arXiv:2404.00456); Shah et al., FlashAttention-3
+(arXiv:2407.08608).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+DTYPE = "float8_e4m3fn"
+BLOCKS = (64, 128)  # positions that may share a scale
+BLOCK = 128  # positions that share one that is made here
+_LARGEST = 448.0  # of e4m3
+_LEAST_EXPONENT = -117  # of a scale, whose product with the least e4m3, 2^-9, is normal in float32
+
+
+def turns(head_dim: int) -> bool:
+    """Tells whether queries and keys of a head dim are turned."""
+    return head_dim & (head_dim - 1) == 0
+
+
+def turned_scale(head_dim: int) -> float:
+    """Returns q kᵀ over its value after both were turned: 1, or 1/2 where log2(head_dim) is odd."""
+    bits = head_dim.bit_length() - 1
+    return 2.0 ** (2 * (bits // 2) - bits) if turns(head_dim) else 1.0
+
+
+def turn(x: jax.Array) -> jax.Array:
+    """Multiplies the last dim d by a symmetric Hadamard matrix of entries ±2^-(log2(d) // 2).
+
+    Sums are made of pairs in one order, so that their bits are the same everywhere.
+
+    Returns: float32, of the shape of x.
+    """
+    *lead, dim = x.shape
+    bits = dim.bit_length() - 1
+    x = x.astype(jnp.float32)
+    for bit in range(bits):
+        pairs = x.reshape(*lead, dim >> (bit + 1), 2, 1 << bit)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = jnp.stack([low + high, low - high], axis=-2).reshape(*lead, dim)
+    return x * 2.0 ** -(bits // 2)
+
+
+def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rounds to float8, by a scale for each head of a block of positions.
+
+    The scale is the least power of two by which all finite values are at most 448. NaN and infinity
+    become NaN.
+
+    Arguments:
+      x: `[*B, T, heads, H]`.
+
+    Returns: the values, in x's shape, and scales `[*B, ceil(T / 128), heads]`, float32.
+    """
+    x = x.astype(jnp.float32)
+    finite = jnp.isfinite(x)
+    largest = jnp.max(jnp.where(finite, jnp.abs(x), 0.0), axis=-1)  # [*B, T, heads]
+    largest = jnp.max(_blocks(largest), axis=-2)
+    fraction, exponent = jnp.frexp(largest)  # fraction in [1/2, 1); 448 is 7/8 of 2^9
+    exponent = exponent - 9 + (fraction > _LARGEST / 512).astype(exponent.dtype)
+    exponent = jnp.where(largest > 0, jnp.maximum(exponent, _LEAST_EXPONENT), 0)
+    inverse = _spread(_power(-exponent), x)
+    values = jnp.where(finite, x * inverse, jnp.nan).astype(DTYPE)
+    return values, _power(exponent)
+
+
+def dequantise(values: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
+    """Returns values times scale, rounded to a dtype.
+
+    Arguments:
+      values: `[*B, T, heads, H]`, float8.
+      scale: float32 `[*B, blocks, heads]`, any dim 1; blocks is 1 or of 64 or 128 positions.
+    """
+    return (values.astype(jnp.float32) * _spread(scale, values)).astype(dtype)
+
+
+def largest(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Returns the largest finite magnitude of an array, with its scale if it has one: float32."""
+    wide = x.astype(jnp.float32) if scale is None else dequantise(x, scale, "float32")
+    return jnp.max(jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0), initial=0.0)
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """Brings `[*B, T, heads]` to `[*B, blocks, 128, heads]`, with zeros past the end."""
+    *batch, length, heads = x.shape
+    count = -(-length // BLOCK)
+    padded = jnp.pad(x, [(0, 0)] * len(batch) + [(0, count * BLOCK - length), (0, 0)])
+    return padded.reshape(*batch, count, BLOCK, heads)
+
+
+def _spread(scale: jax.Array, x: jax.Array) -> jax.Array:
+    """Repeats scales `[*B, blocks, heads]` for the positions of x: `[*B, T or 1, heads, 1]`."""
+    blocks, length = scale.shape[-2], x.shape[-3]
+    if blocks > 1:
+        size = next(size for size in BLOCKS if blocks == -(-length // size))
+        scale = lax.slice_in_dim(jnp.repeat(scale, size, axis=-2), 0, length, axis=scale.ndim - 2)
+    return scale[..., None]
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """Returns 2^exponent of int32 from -126 to 127, exactly."""
+    return lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)

@@ -1,0 +1,240 @@
+"""flash_float8: q, k, v of float8 with scales, *terms -> out, lse; and `attend`, which binds it.
+
+It is attention of the products of values and scales (`_float8.py`), exact but for rounding: kernels
+may round weights to float8 too. Quantised arguments have no derivative. Those that `attend`
+quantises have one, straight through: that of 16-bit attention at the values that flash_float8 saw,
+as if these were the arguments. It is flash_tangent's, whose transpose is flash_backward.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
+
+from jax_flash import _backends, _batching, _float8, blockwise
+from jax_flash._call import Call
+from jax_flash._ops import primitive, tangent
+from jax_flash._ops.backward import Backward
+from jax_flash._ops.forward import Forward, nothing
+from jax_flash._problem import Problem, Shapes
+from jax_flash._terms import DIFFERENTIABLE
+from jax_flash._varying import vary_over
+
+_ARRAYS = ("q", "k", "v")
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8(Call):
+    """One flash_float8, operands aside.
+
+    Attributes:
+      out_dtype: of out.
+      in_16_bits: where there are no kernels of float8, those of 16 bits take dequantised operands.
+    """
+
+    out_dtype: str = "bfloat16"
+    in_16_bits: bool = False
+
+    target = "forward_float8"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return (*_ARRAYS, *(f"{name}_scale" for name in _ARRAYS), *self.problem.optional)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("out", "lse")
+
+    def result_avals(self, operands: Mapping[str, Any]) -> tuple[Any, ...]:
+        out, lse = super().result_avals(operands)
+        return out.update(dtype=jnp.dtype(self.out_dtype)), lse
+
+    # ---- lowering --------------------------------------------------------------------------------
+
+    @property
+    def fallback(self) -> Forward | None:
+        if not self.in_16_bits:
+            return None
+        dtype = "float16" if self.out_dtype == "float16" else "bfloat16"
+        return self._forward(dtype)
+
+    def dequantised(self, call: Call, *operands: jax.Array) -> tuple[Call, tuple[jax.Array, ...]]:
+        named = self.name_operands(operands)
+        arrays = [
+            _float8.dequantise(named[name], named[f"{name}_scale"], call.problem.dtype)
+            for name in _ARRAYS
+        ]
+        batch = jnp.broadcast_shapes(*(x.shape[:-3] for x in arrays[1:]))  # k and v share it
+        arrays[1:] = (jnp.broadcast_to(x, (*batch, *x.shape[-3:])) for x in arrays[1:])
+        return call, (*arrays, *operands[2 * len(_ARRAYS) :])
+
+    def rotated(self, *operands: jax.Array) -> tuple[Any, tuple[jax.Array, ...]]:
+        """Dequantises the operands, for kernels that do not take float8."""
+        return self.dequantised(self._forward("float32"), *operands)
+
+    def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        call, operands = self.rotated(*operands)
+        out, lse = blockwise.forward(call.problem, *operands)
+        return out.astype(self.out_dtype), lse
+
+    def run_kernel(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        out, lse = _batching.run_kernel(kernel, self, *operands)
+        return out.astype(self.out_dtype), lse
+
+    def _forward(self, dtype: str) -> Forward:
+        return Forward(dataclasses.replace(self.problem, dtype=dtype), self.backend)
+
+
+flash_float8_p = primitive.define("flash_float8")
+
+
+# ---- derivative ----------------------------------------------------------------------------------
+
+
+def _jvp(primals, tangents, *, call: Float8):
+    raise NotImplementedError(
+        "flash_attention of float8_e4m3fn has no derivative; expected bfloat16 or float16 with "
+        "quantize='fp8', whose gradients pass straight through the rounding, or jax.lax."
+        "stop_gradient around query, key, value, their scales and sinks"
+    )
+
+
+ad.primitive_jvps[flash_float8_p] = _jvp
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _straight(turns: bool, x: jax.Array, seen: jax.Array) -> jax.Array:
+    """Returns what was seen of x, with the derivative of x, or of x turned."""
+    return seen
+
+
+@_straight.defjvp
+def _straight_jvp(turns, primals, tangents):
+    moved = _float8.turn(tangents[0]).astype(primals[1].dtype) if turns else tangents[0]
+    return _straight(turns, *primals), moved
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(call: Float8, quantised, seen, terms):
+    """Binds flash_float8, with the derivative of 16-bit attention of `seen`, its operands' values.
+
+    Arguments:
+      quantised: q, k, v and their scales.
+      seen: q, k, v in 16 bits.
+      terms: the rest.
+    """
+    out, lse = flash_float8_p.bind(*quantised, *terms, call=call)
+    return out, lse
+
+
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(call, primals, tangents):
+    quantised, seen, terms = primals
+    out, lse = _attend(call, quantised, seen, terms)
+    out, lse = checkpoint_name(out, "flash_out"), checkpoint_name(lse, "flash_lse")
+    forward = derived(call, seen[0].dtype.name)
+    _, moving, moving_terms = tangents
+    moving = forward.name_operands((*moving, *moving_terms))
+    active = tuple(
+        name
+        for name in (*_ARRAYS, *DIFFERENTIABLE)
+        if name in moving and not isinstance(moving[name], SymbolicZero)
+    )
+    if not active:
+        return (out, lse), (jnp.zeros_like(out), jnp.zeros_like(lse))
+    moved, moved_lse = tangent.flash_tangent_p.bind(
+        *seen,
+        *terms,
+        out.astype(seen[0].dtype),
+        lse,
+        *(moving[name] for name in active),
+        call=forward,
+        active=active,
+    )
+    return (out, lse), (moved.astype(out.dtype), moved_lse)
+
+
+def derived(call: Float8, dtype: str) -> Forward:
+    """Returns the 16-bit call whose derivative a call of quantised arguments has."""
+    return Forward(dataclasses.replace(call.problem, dtype=dtype), call.backend)
+
+
+# ---- the call ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a call of `flash_attention` is in float8.
+
+    Attributes:
+      scales: of query, key and value, which are float8; None: they are 16-bit, to be quantised.
+      out_dtype: of out.
+      in_16_bits: 16-bit kernels may run it where there are none of float8.
+    """
+
+    scales: tuple[jax.Array, jax.Array, jax.Array] | None
+    out_dtype: str
+    in_16_bits: bool
+
+    def call(self, problem: Problem, backend: str | None, head_dim: int) -> Float8:
+        """Returns the call, of a problem whose dtype is that of the arguments."""
+        scale = problem.scale
+        if self.scales is None:
+            scale *= _float8.turned_scale(head_dim)
+        problem = dataclasses.replace(problem, dtype=_float8.DTYPE, scale=scale)
+        return Float8(problem, backend, out_dtype=self.out_dtype, in_16_bits=self.in_16_bits)
+
+    def passes(self, problem: Problem, backend: str | None, head_dim: int) -> dict[str, Call]:
+        """Returns the passes of a call that is differentiated, if it can be, by name."""
+        call = self.call(problem, backend, head_dim)
+        if self.scales is not None:
+            return {"forward": call}
+        backward = derived(call, problem.dtype).problem
+        return {"forward": call, "backward": Backward(backward, backend, False, _ARRAYS)}
+
+
+def attend(
+    form: Form, problem: Problem, backend: str | None, *operands: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes attention in float8.
+
+    Arguments:
+      form: how.
+      problem: what to compute; its dtype is that of q, k and v.
+      backend: which backend runs it; None: the first that can.
+      operands: q, k, v, and problem.optional, as `_validate.prepare` makes them.
+
+    Returns: out `[*B, T, N, Hv]` in form.out_dtype, and lse `[*B, N, T]`, float32.
+
+    Raises: as `_backends.require`.
+    """
+    arrays, terms = operands[:3], operands[3:]
+    call = form.call(problem, backend, arrays[0].shape[-1])
+    shapes = Shapes.of(arrays[0], arrays[1], arrays[2])
+    _backends.require(call, shapes)
+    if shapes.empty:
+        out, lse = nothing(Forward(problem, backend), vary_over(operands, operands))
+        return out.astype(form.out_dtype), lse
+    if form.scales is not None:
+        bound = vary_over((*arrays, *form.scales, *terms), (*arrays, *form.scales, *terms))
+        out, lse = flash_float8_p.bind(*bound, call=call)
+        return out, lse
+    quantised, seen = zip(*map(_quantised, _ARRAYS, arrays), strict=True)
+    bound = (*(x for x, _ in quantised), *(scale for _, scale in quantised), *seen, *terms)
+    bound = vary_over(bound, bound)
+    return _attend(call, tuple(bound[:6]), tuple(bound[6:9]), tuple(bound[9:]))
+
+
+def _quantised(name: str, x: jax.Array) -> tuple[Sequence[jax.Array], jax.Array]:
+    """Returns float8 values and their scales, and x as these have it, in its own dtype."""
+    turns = name != "v" and _float8.turns(x.shape[-1])
+    still = lax.stop_gradient(x)
+    values, scale = _float8.quantise(_float8.turn(still) if turns else still)
+    return (values, scale), _straight(turns, x, _float8.dequantise(values, scale, x.dtype.name))

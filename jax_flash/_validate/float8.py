@@ -1,0 +1,164 @@
+"""What is checked of calls in float8: of their scales and options, and what they cannot have.
+
+Read next: `_float8.py`; `_ops/float8.py`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_flash import _float8
+from jax_flash._float8 import BLOCKS, DTYPE
+from jax_flash._ops.float8 import Form
+from jax_flash._problem import Problem
+from jax_flash._terms import TERMS
+from jax_flash._validate.arrays import array
+from jax_flash._validate.scalars import choice, describe, real
+
+_NAMES = ("query", "key", "value")
+_OUT_DTYPES = ("bfloat16", "float16", "float32")
+_16_BITS = ("bfloat16", "float16")
+# Others would have an operand of their own in the kernels, or products that float8 has none of.
+_REFUSED = ("bias", "mask", "dropout_state", "score_ids")
+_LEAST_DIM, _LARGEST_DIM, _STEP = 64, 256, 16
+
+
+def form_of(
+    arrays: Sequence[jax.Array], scales: Sequence[Any], out_dtype: Any, quantize: Any, fallback: Any
+) -> Form | None:
+    """Reads how a call is in float8, if it is."""
+    dtype = arrays[0].dtype.name
+    if quantize is not None:
+        choice("quantize", quantize, ("fp8",))
+        if dtype not in _16_BITS:
+            raise TypeError(
+                f"quantize is 'fp8' and query has dtype {dtype}; expected one of "
+                f"{', '.join(_16_BITS)}" + (": it is quantised already" if dtype == DTYPE else "")
+            )
+    options = {f"{name}_scale": x for name, x in zip(_NAMES, scales, strict=True)}
+    if dtype != DTYPE:
+        _refuse_of(options, f"query has dtype {dtype}; expected {DTYPE} where scales are given")
+    if dtype != DTYPE and quantize is None:
+        others = {"out_dtype": out_dtype, "fallback": fallback}
+        _refuse_of(others, f"expected query of {DTYPE}, or quantize='fp8', with it")
+        return None
+    if fallback is not None:
+        choice("fallback", fallback, ("16bit",))
+    taken = None
+    if dtype == DTYPE:
+        made = (_scale(*item) for item in zip(options, scales, _NAMES, arrays, strict=True))
+        taken = tuple(made)
+    own = "bfloat16" if dtype == DTYPE else dtype
+    return Form(taken, _out_dtype(out_dtype, own), fallback is not None)  # pyright: ignore
+
+
+def amax_of(form: Form | None, arrays: Sequence[jax.Array]) -> jax.Array:
+    """Computes the largest finite magnitudes of query, key and value: float32 [3]."""
+    if form is None:
+        raise ValueError(
+            f"return_amax is True and query has dtype {arrays[0].dtype}; expected it with query of "
+            f"{DTYPE}, or with quantize='fp8'"
+        )
+    scales = form.scales or (None, None, None)
+    found = [_float8.largest(x, scale) for x, scale in zip(arrays, scales, strict=True)]
+    return lax.stop_gradient(jnp.stack(found))
+
+
+def scale_of(scale: Any, form: Form | None, q: jax.Array) -> tuple[Form, float]:
+    """Computes the form and the number that scores are multiplied by; an array joins q's scale."""
+    root = math.sqrt(q.shape[-1])
+    if form is None or form.scales is None:
+        raise AssertionError("float8 without scales")
+    if scale is None:
+        return form, 1.0 / root
+    if not (isinstance(scale, jax.Array) or hasattr(scale, "__jax_array__")):
+        return form, real("scale", scale)
+    scale = array("scale", scale)
+    if scale.shape or not (
+        jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+    ):
+        raise TypeError(
+            f"scale is {describe(scale)}; expected a number, or an array of one of shape ()"
+        )
+    of_query, *others = form.scales
+    scales = (of_query * (scale.astype(jnp.float32) * root), *others)
+    return dataclasses.replace(form, scales=scales), 1.0 / root
+
+
+def falls_back(form: Form, problem: Problem, arrays: Sequence[jax.Array]) -> bool:
+    """Tells whether a call is one of 16 bits because float8 does not have what it asks for.
+
+    Raises: NotImplementedError with all reasons, where it may not be.
+    """
+    reasons = [f"no {TERMS[name].feature}" for name in problem.terms if name in _REFUSED]
+    if problem.score is not None:
+        reasons.append("no score function")
+    for name, x in zip(_NAMES[1:], arrays[1:], strict=True):
+        dim = x.shape[-1]
+        if dim % _STEP or not _LEAST_DIM <= dim <= _LARGEST_DIM:
+            wanted = f"head dims from {_LEAST_DIM} to {_LARGEST_DIM} that {_STEP} divides"
+            reasons.append(f"{wanted}, not {dim} ({name} has shape {x.shape})")
+    if reasons and not form.in_16_bits:
+        raise NotImplementedError(
+            f"attention in float8 has {', '.join(dict.fromkeys(reasons))}; expected a call without "
+            "that, or fallback='16bit', by which it is computed in 16 bits"
+        )
+    return bool(reasons)
+
+
+def in_16_bits(form: Form, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns query, key and value as 16-bit kernels take them."""
+    if form.scales is None:
+        return tuple(arrays)
+    dtype = form.out_dtype if form.out_dtype in _16_BITS else "bfloat16"
+    return tuple(
+        _float8.dequantise(x, scale, dtype) for x, scale in zip(arrays, form.scales, strict=True)
+    )
+
+
+def _refuse_of(options: dict[str, Any], text: str) -> None:
+    for name, x in options.items():
+        if x is not None:
+            raise ValueError(f"{name} is {describe(x)}: {text}")
+
+
+def _out_dtype(given: Any, own: str) -> str:
+    if given is None:
+        return own
+    try:
+        name = jnp.dtype(given).name
+    except TypeError:
+        name = repr(given)
+    if name not in _OUT_DTYPES:
+        raise TypeError(f"out_dtype is {name}; expected one of {', '.join(_OUT_DTYPES)}")
+    return name
+
+
+def _scale(name: str, scale: Any, of: str, x: jax.Array) -> jax.Array:
+    """Brings a scale to `[*B, blocks, heads]`, any of which dims may be 1."""
+    *batch, length, heads, _ = x.shape
+    if scale is None:
+        scale = jnp.float32(1)
+    scale = array(name, scale)
+    if not jnp.issubdtype(scale.dtype, jnp.floating) or scale.dtype.itemsize < 2:
+        raise TypeError(f"{name} has dtype {scale.dtype} (shape {scale.shape}); expected float32")
+    scale = scale.astype(jnp.float32)
+    counts = [-(-length // size) for size in BLOCKS]
+    if scale.ndim == 0:
+        return scale.reshape((1,) * (len(batch) + 2))
+    if scale.shape == (*batch, heads):
+        return scale[..., None, :]
+    if scale.shape in [(*batch, count, heads) for count in (1, *counts)]:
+        return scale
+    letters = "T" if of == "query" else "S"
+    raise ValueError(
+        f"{name} has shape {scale.shape} and {of} {x.shape}; expected (), [*B, heads] = "
+        f"{(*batch, heads)}, or [*B, blocks, heads] = {(*batch, counts[0], heads)} or "
+        f"{(*batch, counts[1], heads)}, of {BLOCKS[0]} or {BLOCKS[1]} of {letters} = {length} "
+        "positions each"
+    )
