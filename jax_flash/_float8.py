@@ -1,7 +1,7 @@
 """Float8 (e4m3): how arrays are quantised and read back, the same bits on every backend.
 
-Quantised values are float8_e4m3fn beside float32 scales `[*B, blocks, heads]`, any of these dims 1; a
-value is their product. Scales that are made here are powers of two: float8's own exponent makes
+Quantised values are float8_e4m3fn beside float32 scales `[*B, blocks, heads]`, any of these dims 1;
+a value is their product. Scales that are made here are powers of two: float8's own exponent makes
 others no more exact, and these products are exact in bfloat16 too.
 
 Queries and keys are turned first, where the head dim is a power of two: by a Hadamard matrix, which
