@@ -58,6 +58,7 @@ def _absent_cpu(gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
 
 
 def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
+    call, shapes = call.instead(shapes) or (call, shapes)
     if call.problem.dtype == "float64":
         return ("the CPU kernels take float32, bfloat16 and float16, not float64",)
     if call.problem.score is not None:
@@ -68,7 +69,10 @@ def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ..
 
 
 def _decline_cuda(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
-    return _gpu.refuse(in_kernels(call, shapes, gpu), shapes, gpu)
+    call = in_kernels(call, shapes, gpu)
+    reasons = _gpu.refuse(call, shapes, gpu)
+    other = call.instead(shapes) if reasons else None
+    return _gpu.refuse(*other, gpu) if other else reasons
 
 
 def in_kernels(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> Call:
@@ -82,8 +86,11 @@ def _nothing(*_: object) -> tuple[str, ...]:
 
 
 def _run_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    shapes = call.shapes(call.name_operands(operands))
+    others = _gpu.refuse(call, shapes, _gpu.spec.for_lowering())
+    run = call.run_instead if others and call.instead(shapes) else call.run_kernel
     try:
-        return call.run_kernel(_call_cuda, *operands)
+        return run(_call_cuda, *operands)
     except _native.CompileError as error:
         reason = refused(call, error)
     warn_once(f"jax_flash runs a call without its CUDA kernels: {reason}")
@@ -212,7 +219,9 @@ def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _run_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    return call.run_kernel(_call_cpu, *operands)
+    shapes = call.shapes(call.name_operands(operands))
+    run = call.run_instead if call.instead(shapes) else call.run_kernel
+    return run(_call_cpu, *operands)
 
 
 def _call_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -17,9 +17,9 @@ from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS, is_capture
 
 # Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
-# heads, H and V features, W words, U ids, P pages, M pages of a row, A elements of an array that a
-# function of the scores reads, F, G and L blocks of positions that share a scale of q, k and v;
-# I, J, C, D, E: see _terms.py.
+# heads, H and V features, W words, U ids, P pages, M pages of a row, Q and R requests, A elements
+# of an array that a function of the scores reads, F, G and L blocks of positions that share a scale
+# of q, k and v; I, J, C, D, E: see _terms.py.
 _DIMS = {
     "q": "TNH",
     "k": "SKH",
@@ -125,6 +125,16 @@ class Call(abc.ABC):
     ) -> tuple[jax.Array, ...]:
         """Computes the results by `kernel(call, *operands)`, which takes the form kernels know."""
 
+    def instead(self, shapes: Shapes) -> "tuple[Call, Shapes] | None":
+        """The call whose kernels compute this one where its own do not, and its sizes, if any."""
+        return None
+
+    def run_instead(
+        self, kernel: Callable[..., tuple[jax.Array, ...]], *operands: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Computes the results by kernels of the call `instead`."""
+        raise NotImplementedError
+
     def rotated(self, *operands: jax.Array) -> tuple[Self, tuple[jax.Array, ...]]:
         """Does what only some kernels do themselves: the call that is left, and its operands."""
         return self, operands
@@ -156,7 +166,10 @@ class Call(abc.ABC):
         *batch, _, heads, _ = spec + (None,) * (q.ndim - len(spec))
         made = {
             "out": (q.dtype, PartitionSpec(*batch, None, heads, None)),
-            "lse": (jnp.dtype(self.problem.sum_dtype), PartitionSpec(*batch, heads, None)),
+            "lse": (
+                jnp.dtype(self.problem.sum_dtype),
+                PartitionSpec(*batch, *(heads if x == "N" else None for x in self.dims("lse"))),
+            ),
         }
 
         def aval(name, shape):

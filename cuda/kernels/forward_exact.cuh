@@ -29,14 +29,14 @@ template <int kColumns, class Params>
 __device__ __forceinline__ void load_values(const Params& p, const KeyRows<kValueDim>& rows,
                                             int first_key, const int (&taken)[kKeysAtOnce],
                                             float (&values)[kKeysAtOnce][kColumns]) {
-  const auto* first = static_cast<const Element::Bits*>(p.value_data) + rows.at(first_key);
+  const auto* first = static_cast<const Element::Bits*>(p.value_data) + rows.begin(first_key);
 #pragma unroll
   for (int i = 0; i < kKeysAtOnce; ++i) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int column = threadIdx.x % 32 + 32 * c;
       const bool inside = taken[i] >= 0 && column < kValueDim;
-      values[i][c] = inside ? Element::unpack(first[taken[i] * rows.step + column]) : 0;
+      values[i][c] = inside ? Element::unpack(first[rows.after(first_key, taken[i]) + column]) : 0;
     }
   }
 }

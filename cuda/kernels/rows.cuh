@@ -25,17 +25,50 @@ __device__ __forceinline__ int64 key_row(const Params& p, int batch, int key, in
 // The rows of one head's keys (kDim = kHeadDim) or values, from a key whose key_row is given: rows
 // computed again keep that one number, and nothing is spilled.
 template <int kDim>
-struct KeyRows {
+struct DenseKeyRows {
   int64 first, step;  // elements
   template <class Params>
-  __device__ __forceinline__ KeyRows(const Params& p, int64 first_row)
+  __device__ __forceinline__ DenseKeyRows(const Params& p, int64 first_row)
       : first(first_row * kDim), step(static_cast<int64>(p.kv_heads) * kDim) {}
   // The first element of the row of the key that comes `key` after the first.
   __device__ __forceinline__ int64 at(int key) const { return first + key * step; }
+  // at(key + more) in two parts, of which the first is one for many keys.
+  __device__ __forceinline__ int64 begin(int key) const { return at(key); }
+  __device__ __forceinline__ int64 after(int, int more) const { return more * step; }
 };
-// The number of a query's row in [B, N, T], as lse has them.
+// The same of a request's keys, in pages [P, kPageSize, K, dim]. The number that stands for its
+// first key is request * K + head: keys that have a page are asked for alone.
+template <int kDim>
+struct PagedKeyRows {
+  const int* table;  // pages of the request
+  int64 step;
+  int head;
+  template <class Params>
+  __device__ __forceinline__ PagedKeyRows(const Params& p, int64 first_row)
+      : table(p.page_table + first_row / p.kv_heads * p.table_columns),
+        step(static_cast<int64>(p.kv_heads) * kDim),
+        head(static_cast<int>(first_row % p.kv_heads)) {}
+  __device__ __forceinline__ int64 at(int key) const {
+    const int64 page = table[key / kPageSize];
+    return (page * kPageSize + key % kPageSize) * step + head * kDim;
+  }
+  __device__ __forceinline__ int64 begin(int) const { return 0; }
+  __device__ __forceinline__ int64 after(int key, int more) const { return at(key + more); }
+};
+template <int kDim, bool kPages>
+struct KeyRowsOf {
+  using Type = DenseKeyRows<kDim>;
+};
+template <int kDim>
+struct KeyRowsOf<kDim, true> {
+  using Type = PagedKeyRows<kDim>;
+};
+template <int kDim>
+using KeyRows = typename KeyRowsOf<kDim, kFromPages>::Type;
+// The number of a query's row in [B, N, T], as lse has them; in [T, N] with kFromPages.
 template <class Params>
 __device__ __forceinline__ int64 lse_row(const Params& p, int batch, int query, int head) {
+  if constexpr (kFromPages) return static_cast<int64>(query) * p.query_heads + head;
   return (static_cast<int64>(batch) * p.query_heads + head) * p.query_len + query;
 }
 // The key/value head that a query head reads.

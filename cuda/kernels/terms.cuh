@@ -36,6 +36,10 @@
 //                             query, and by others of those as much before it; kScoreReach < 0:
 //                             there is one line. kScoreIsLevel: it has none
 //   bool kHasScoreIds         it is told the batch row and the head
+//
+// And where keys are:
+//   bool kFromPages           in pages of kPageSize, of requests whose tokens are queries one
+//                             behind the other
 #pragma once
 
 #include "bias.cuh"

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from jax_flash import _simplify
 from jax_flash._call import Call
 from jax_flash._gpu import carrier, decode, distances, emit, few_scores, folding, sm80, sm90, spec
-from jax_flash._gpu.family import Family
+from jax_flash._gpu.family import Family, preferred
 from jax_flash._gpu.plan import Plan
+from jax_flash._gpu.sm90 import pages
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
 
@@ -42,16 +42,16 @@ __all__ = [
 
 _FAMILIES: tuple[Family, ...] = (
     sm90.Sm90(),
+    pages.Pages(),
     decode.Decode90(),
     sm80.Sm80(),
     decode.Decode80(),
 )
-_first: ContextVar[str | None] = ContextVar("first", default=None)  # of a thread: see `prefer`
 
 
 def families() -> tuple[Family, ...]:
     """Returns the families in their order: the first that runs a pass is taken."""
-    return tuple(sorted(_FAMILIES, key=lambda family: family.name != _first.get()))
+    return tuple(sorted(_FAMILIES, key=lambda family: family.name != preferred.get()))
 
 
 def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
@@ -134,8 +134,8 @@ def prefer(name: str) -> Iterator[None]:
     names = [family.name for family in _FAMILIES]
     if name not in names:
         raise ValueError(f"family must be one of {', '.join(names)}, not {name!r}")
-    token = _first.set(name)
+    token = preferred.set(name)
     try:
         yield
     finally:
-        _first.reset(token)
+        preferred.reset(token)

@@ -66,6 +66,8 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kScoreReach": -1 if lines is None or lines.is_one else lines.reach,
         "kScoreIsLevel": lines is not None and lines.are_level,
         "kHasScoreIds": "score_ids" in problem.terms,
+        "kFromPages": False,  # sm90/pages.py
+        "kPageSize": 1,
     }
 
 

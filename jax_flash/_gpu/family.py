@@ -6,12 +6,16 @@ A family owns its kernels' folder and this side's choices: `_gpu/sm90/`, `cuda/k
 from __future__ import annotations
 
 import abc
+from contextvars import ContextVar
 from typing import Any
 
 from jax_flash._call import Call
 from jax_flash._gpu.plan import Plan
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
+
+# The name of the family that comes first in a thread, if one does: see `prefer`.
+preferred: ContextVar[str | None] = ContextVar("preferred", default=None)
 
 
 class Family(abc.ABC):

@@ -29,7 +29,7 @@ from jax_flash._varying import vary_over
 
 MOST_QUERIES = 64  # of a row
 _CACHES = ("k", "v")
-_SCALES = ("key_scale", "value_scale")
+SCALES = ("key_scale", "value_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Decode(Call):
         v = ("v",) if self.value_dim is None else ()
         table = ("page_table",) if self.paged else ()
         new = (f"new_{name}" for name in ("k", *v)) if self.appends else ()
-        scales = _SCALES[: 1 + len(v)] if self.quantized else ()
+        scales = SCALES[: 1 + len(v)] if self.quantized else ()
         return ("q", "k", *v, "lengths", *table, *new, *scales, *self.problem.terms)
 
     @property
@@ -75,7 +75,7 @@ class Decode(Call):
         return self.quantized or self.problem.dtype
 
     def dims(self, name: str) -> str:
-        pages = "P" if self.paged and name in (*_CACHES, *_SCALES) else ""
+        pages = "P" if self.paged and name in (*_CACHES, *SCALES) else ""
         return pages + super().dims(name)
 
     def shapes(self, operands: Mapping[str, Any]) -> Shapes:
@@ -91,7 +91,7 @@ class Decode(Call):
             value_dim=self.value_dim or operands["v"].shape[-1],
             page_size=k.shape[-3] if self.paged else None,
             scales_of_pages=self.paged
-            and any(operands[name].shape[-2] != 1 for name in _SCALES if name in operands),
+            and any(operands[name].shape[-2] != 1 for name in SCALES if name in operands),
         )
 
     def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -130,18 +130,18 @@ class Decode(Call):
         if self.paged:
             *pools, pages = named["k"].shape[:-3]
             table = named["page_table"].reshape(rows, -1)
-            named["page_table"] = _in_one_pool(table, lead, pools, pages)
+            named["page_table"] = in_one_pool(table, lead, pools, pages)
         elif named["k"].shape[:-3] != lead:  # members that share a cache
             call = dataclasses.replace(call, paged=True)
             table = jnp.zeros((rows, 1), jnp.int32)
-            named["page_table"] = _in_one_pool(table, lead, named["k"].shape[:-3], 1)
+            named["page_table"] = in_one_pool(table, lead, named["k"].shape[:-3], 1)
 
         def flatten(name: str) -> jax.Array:
             x = named[name]
             if name in (*_CACHES, "page_table"):
                 return x
-            if name in _SCALES:
-                return _of_pages(x, named["k"].shape[:-3])
+            if name in SCALES:
+                return of_pages(x, named["k"].shape[:-3])
             if name in self.problem.terms and set(x.shape[: len(lead)]) <= {1}:
                 return x.reshape(1, *x.shape[len(lead) :])
             return jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :])).reshape(
@@ -163,7 +163,7 @@ class Decode(Call):
         return dataclasses.replace(self, rotary_base=None), tuple(named.values())
 
 
-def _of_pages(scale: jax.Array, pages: Sequence[int]) -> jax.Array:
+def of_pages(scale: jax.Array, pages: Sequence[int]) -> jax.Array:
     """Brings scales to `[P, K]` of as many pages as these leading dims of a cache make, or one."""
     *own, heads = scale.shape
     if set(own) <= {1}:
@@ -171,7 +171,7 @@ def _of_pages(scale: jax.Array, pages: Sequence[int]) -> jax.Array:
     return jnp.broadcast_to(scale, (*pages, heads)).reshape(math.prod(pages), heads)
 
 
-def _in_one_pool(
+def in_one_pool(
     table: jax.Array, lead: Sequence[int], pools: Sequence[int], pages: int
 ) -> jax.Array:
     """Renumbers the pages `[B, M]` of rows that have theirs in several pools, laid end to end."""
@@ -197,7 +197,7 @@ def _blockwise(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
         caches["k"],
         caches.get("v"),
         named["lengths"],
-        *(named.get(x) for x in ("page_table", "new_k", "new_v", "sinks", *_SCALES)),
+        *(named.get(x) for x in ("page_table", "new_k", "new_v", "sinks", *SCALES)),
         value_dim=call.shapes(named).value_dim,
     )
     shapes = call.result_shapes(named)

@@ -26,6 +26,9 @@ inline constexpr int kKeyBytes = kHeadBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kValueBytes = kValueBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr bool kCutsUnits = kCutDocuments > 0;
+// Boxes of a block of keys, one above the other: pages do not follow each other in memory.
+inline constexpr int kPageRows = kFromPages ? common_divisor(kPageSize, kBlockKV) : kBlockKV;
+inline constexpr int kPieces = kBlockKV / kPageRows;
 // A team is a producer warp and kConsumers warpgroups with buffers and units of their own: a CTA is
 // one, or several that hide each other's latencies. Their warpgroups follow the producers' in turn.
 inline constexpr int kThreads = 128 * (kTeams * kConsumers + 1);
@@ -53,6 +56,13 @@ static_assert(!kCutsUnits || (kHasSegments && kTmaLoads && kPackedHeads == 1 && 
                               !kHasDropout && !kHasScoreFunction),
               "keys count from a document's first");
 
+static_assert(!kFromPages || (kTmaLoads && kTeams == 1 && kParts == 1 && kWindowRight && !kHasMask &&
+                              !kHasSegments && !kHasPositions && !kHasQueryLengths &&
+                              !kHasKeyValueLengths && !kHasBias && !kHasScoreFunction &&
+                              !kHasDropout && !kBottomRight),
+              "a unit has a request's lengths");
+static_assert(kPageRows % 8 == 0 && kPieces <= 32, "of a swizzle, and a lane's each");
+
 // A thread's fragments: scores or exponentials of one block of keys, and the output.
 using Scores = float[kBlockKV / 2];
 using Output = float[kValueColumns / 2];
@@ -74,9 +84,10 @@ struct UnitIndex {
   int batch;  // or kNoUnit
 };
 
-// Units of a head; with kCutsUnits as many as the batch row has that has most.
+// Units of a head; with kCutsUnits as many as the batch row has that has most, with kFromPages as
+// many as requests have.
 __device__ __forceinline__ int units_of_head(const ForwardParams& p) {
-  if constexpr (kCutsUnits) return *p.unit_count;
+  if constexpr (kCutsUnits || kFromPages) return *p.unit_count;
   return p.query_blocks;
 }
 // The unit of a number, walked again or not.
@@ -98,7 +109,8 @@ struct UnitInfo {
   int head;       // of N / kPackedHeads
   int batch;      // or kNoUnit: there are only units to walk again, if any
   // With kCutsUnits rows from query_length on are not the unit's, and where it has one document all
-  // that is told of keys counts from that document's first.
+  // that is told of keys counts from that document's first. With kFromPages all is of the unit's
+  // request, and kv_length is below 0 where the request is wrong: its rows are NaN.
   int query_length;
   int kv_length;
   int offset;

@@ -6,6 +6,7 @@
 #include "mask_plan.cuh"
 #include "sm90/forward_documents.cuh"
 #include "sm90/forward_fading.cuh"
+#include "sm90/forward_pages.cuh"
 
 // With a mask a kernel goes ahead, see mask_plan.cuh: the last one, unless there are segments or
 // positions, so it zeroes the counter of units.
@@ -109,6 +110,16 @@ extern "C" __global__ void segment_plan(const __grid_constant__ ForwardParams p)
   }
 }
 
+// With kFromPages a kernel goes ahead, one CTA: the units of requests, and the counter of units.
+extern "C" __global__ void __launch_bounds__(forward::requests::kThreads)
+    request_units(const __grid_constant__ ForwardParams p) {
+  if constexpr (kFromPages) {
+    ptx::let_the_next_kernel_start();
+    __shared__ forward::requests::Shared shared;
+    forward::requests::make_units(p, shared);
+  }
+}
+
 // Zeroes the counter of units while the main kernel is being launched. One warp.
 extern "C" __global__ void flash_forward_begin(const __grid_constant__ ForwardParams p) {
   ptx::let_the_next_kernel_start();
@@ -128,6 +139,7 @@ struct RowTile {
   int batch, head;  // of N / kPackedHeads
   int first_row;
   const SegmentPlan* plan;  // of its warpgroup, with segments
+  RequestUnit own;          // with kFromPages
 
   __device__ __forceinline__ RowTile(const ForwardParams& p, int mark) : p(p) {
     const UnitIndex unit = unit_at(p, mark / kWarpsOfConsumers);
@@ -141,12 +153,18 @@ struct RowTile {
         first_row = plans[kConsumers].blocks.begin + mark % kWarpsOfConsumers * 16;
       }
     }
+    if constexpr (kFromPages) {
+      own = units_of_requests(p)[unit.query_block];
+      first_row = own.first_row + mark % kWarpsOfConsumers * 16;
+    }
   }
   // bit = 4 * quad + row of the fragment.
   __device__ __forceinline__ Row row_of(int bit) const {
     const int packed = first_row + bit / 4 + fragment::kRowStep * (bit % 4);
     const int query = packed / kPackedHeads, of = head * kPackedHeads + packed % kPackedHeads;
-    Range keys = row_columns(visibility(p, batch), query, 0);
+    Visibility sight = visibility(p, batch);
+    if constexpr (kFromPages) sight = own.sight(p);
+    Range keys = row_columns(sight, query, 0);
     keys.begin = max(keys.begin, 0);
     if constexpr (kHasSegments) {
       keys.begin = max(keys.begin, (plan->blocks.begin & ~SegmentPlan::kSparse) * kBlockKV);
@@ -154,7 +172,10 @@ struct RowTile {
     }
     auto* out =
         static_cast<ResultElement::Bits*>(p.out) + query_row(p, batch, query, of) * kValueDim;
-    const int64 first_key = key_row(p, batch, 0, kv_head_of(p, of));
+    int64 first_key = key_row(p, batch, 0, kv_head_of(p, of));
+    if constexpr (kFromPages) {
+      first_key = static_cast<int64>(own.request) * p.kv_heads + kv_head_of(p, of);
+    }
     return {query, of, first_key, keys, lse_row(p, batch, query, of), out};
   }
 };
@@ -176,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(forward::kExactThreads, 1)
   int marks = heads * p.query_blocks * kWarpsOfConsumers;
   const int warp = threadIdx.x / 32;
   ptx::wait_for_the_kernel_ahead();
-  if constexpr (kCutsUnits) marks = heads * units_of_head(p) * kWarpsOfConsumers;
+  if constexpr (kCutsUnits || kFromPages) marks = heads * units_of_head(p) * kWarpsOfConsumers;
   if (is_left_to_other(p)) return;  // then there are no marks
 #pragma unroll 1
   for (int first = 0; first < marks; first += gridDim.x * kExactThreads) {

@@ -16,8 +16,10 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 1)
   if (kTeams == 1 ? threadIdx.x == 0 : warp < kTeams && threadIdx.x % 32 == 0) {
     if constexpr (kTmaLoads) {
       ptx::prefetch_tensor_map(&p.query);
-      ptx::prefetch_tensor_map(&p.key);
-      ptx::prefetch_tensor_map(&p.value);
+      if (!kFromPages || p.pages > 0) {  // else there are no maps
+        ptx::prefetch_tensor_map(&p.key);
+        ptx::prefetch_tensor_map(&p.value);
+      }
     }
     for (int stage = 0; stage < kQueryStages; ++stage) {
       for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {

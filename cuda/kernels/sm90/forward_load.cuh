@@ -2,6 +2,7 @@
 // does not load. Read forward_terms.cuh next.
 #pragma once
 
+#include "sm90/forward_pages.cuh"
 #include "sm90/forward_walk.cuh"
 
 namespace forward {
@@ -14,6 +15,7 @@ struct Loads {
   Ring<kStages, false> ring;  // of K and V alike: each block takes one stage of both
   uint32 units = 0;           // handed over: one register for the positions in two rings
   int next_number = 0;
+  PagePieces pieces;
 
   // Read at each use: what depends on it would be kept in registers that are not there.
   __device__ __forceinline__ int lane() const { return ptx::fresh_lane(); }
@@ -56,6 +58,12 @@ struct Loads {
   __device__ __forceinline__ void load_key(const UnitWalk& walk, const UnitInfo& unit, int head,
                                            int block) {
     const int stage = ring.stage();
+    if constexpr (kFromPages) {
+      pieces.find(p, block, lane());
+      load_pieces<kHeadDim>(p.key, shared.key[stage], &shared.key_full[stage],
+                            &shared.key_empty[stage], head, block);
+      return;
+    }
     ListedBlock listed{block};
     if constexpr (kListsWhole) listed.add_whole(walk.whole_rows(unit, block));
     if (loads()) {
@@ -67,6 +75,20 @@ struct Loads {
                            block, unit.batch, walk.origin(), kBiasBytes);
       if constexpr (kBiasTiles) load_bias(unit, stage, block);
     }
+  }
+  // With kFromPages: the block by all lanes, which have found its pages.
+  template <int kDim>
+  __device__ __forceinline__ void load_pieces(const TensorMap& map, unsigned char* buffer,
+                                              unsigned long long* full, unsigned long long* empty,
+                                              int head, int block) {
+    const uint32 barrier = ptx::shared_address(full);
+    if (is_leader()) {
+      wait_empty(empty, ring.parity());
+      ptx::barrier_arrive_expect(barrier, kKeyBlockBytes<kDim, kBlockKV>);
+    }
+    __syncwarp();
+    pieces.load<kDim>(map, ptx::shared_address(buffer), barrier, head, block, lane());
+    __syncwarp();
   }
   // The bias comes to the same barrier.
   __device__ __forceinline__ void load_bias(const UnitInfo& unit, int stage, int block) {
@@ -93,7 +115,10 @@ struct Loads {
   }
   __device__ __forceinline__ void load_value(const UnitWalk& walk, int head, int block, int batch) {
     const int stage = ring.stage();
-    if (loads()) {
+    if constexpr (kFromPages) {
+      load_pieces<kValueDim>(p.value, shared.value[stage], &shared.value_full[stage],
+                             &shared.value_empty[stage], head, block);
+    } else if (loads()) {
       wait_empty(&shared.value_empty[stage], ring.parity());
       load_block<kValueDim>(p.value, p.value_data, shared.value[stage], &shared.value_full[stage],
                             head, block, batch, walk.origin());
@@ -268,8 +293,10 @@ struct Producer : Loads {
   }
 
   __device__ __forceinline__ void run() {
-    // The kernel ahead makes flags and bits, norms, or the walks of segments.
-    if constexpr (kHasMask || kFades || kHasSegments) ptx::wait_for_the_kernel_ahead();
+    // The kernel ahead makes flags and bits, norms, the walks of segments, or requests' units.
+    if constexpr (kHasMask || kFades || kHasSegments || kFromPages) {
+      ptx::wait_for_the_kernel_ahead();
+    }
     int number = blockIdx.x;
     if constexpr (kTeams > 1) number += ptx::warp_index() * gridDim.x;
     while (true) {
@@ -284,12 +311,21 @@ struct Producer : Loads {
         number = next_unit();
         continue;
       }
-      const Visibility seen = visibility(p, taken.batch);
+      Visibility seen = visibility(p, taken.batch);
       unit.first_row = taken.query_block * kUnitRows;
+      if constexpr (kFromPages) {
+        const RequestUnit own = units_of_requests(p)[taken.query_block];
+        seen = own.sight(p);
+        unit.first_row = own.first_row;
+        pieces.request = own.request;
+      }
       unit.query_length = seen.query_length;
       unit.kv_length = seen.kv_length;
       unit.offset = seen.offset;
-      const int kv_head = kPackedHeads > 1 ? taken.head : kv_head_of(p, taken.head);
+      // With pages heads that share a unit may be a part of those that read a kv head.
+      const int kv_head = kFromPages         ? kv_head_of(p, taken.head * kPackedHeads)
+                          : kPackedHeads > 1 ? taken.head
+                                             : kv_head_of(p, taken.head);
       walk.plan(unit, taken, seen);
 
       if (kCutsUnits && unit.first_row == unit.query_length) {  // this batch row has fewer units

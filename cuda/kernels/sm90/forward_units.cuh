@@ -109,17 +109,25 @@ struct UnitResults : Warpgroup {
   }
   // The queries from here on are not the unit's.
   __device__ __forceinline__ int end_of_rows(const UnitInfo& t) const {
-    return kCutsUnits ? t.query_length : p.query_len;
+    return kCutsUnits || kFromPages ? t.query_length : p.query_len;
   }
   // The lse of a row that sees nothing.
   __device__ __forceinline__ float empty_lse(const UnitInfo& t, int head) const {
+    if constexpr (kFromPages) {
+      if (t.kv_length <= 0) return t.kv_length < 0 ? kNan : kNegativeInfinity;  // of no request
+    }
     if constexpr (kHasSinks) return p.sinks[t.batch * p.sinks_batch_stride + head];
     return kNegativeInfinity;
   }
-  // Zeros by the four threads of a quad.
-  __device__ __forceinline__ void store_zeros(ResultElement::Bits* out) const {
+  // Zeros by the four threads of a quad, NaN of a wrong request.
+  __device__ __forceinline__ void store_zeros(const UnitInfo& t, ResultElement::Bits* out) const {
+    using Piece = PieceOf<ResultElement>;
+    typename Piece::Type piece{};
+    if constexpr (kFromPages) {
+      if (t.kv_length < 0) piece = Piece::filled(kNan);
+    }
     for (int column = 8 * (lane() % 4); column < kValueDim; column += 32) {
-      store_piece<kValueDim>(out, column, typename PieceOf<ResultElement>::Type{});
+      store_piece<kValueDim>(out, column, piece);
     }
   }
   // The first element of a row of the result.
@@ -155,7 +163,7 @@ struct UnitResults : Warpgroup {
       const int query = packed / kPackedHeads;
       if (query >= end_of_rows(t)) continue;
       const int head = t.head * kPackedHeads + packed % kPackedHeads;
-      store_zeros(out_of(t, query, head));
+      store_zeros(t, out_of(t, query, head));
       if (lane() % 4 == 0) {
         p.lse[lse_row(p, t.batch, query, head)] = empty_lse(t, head);
       }

@@ -417,7 +417,7 @@ struct Warpgroup : WarpgroupProducts {
   // V rows past the length may hold NaN, and 0 * NaN is NaN: zero them where they were loaded. (NaN
   // among other masked values shows in the result, and repeat_rows takes it out again.)
   __device__ __forceinline__ void sanitise_value(int value_block) {
-    if constexpr (kHasKeyValueLengths) {
+    if constexpr (kClearsValues) {
       const int valid = unit().kv_length - value_block * kBlockKV;
       if (valid >= kBlockKV) return;
       const uint32 base = ptx::shared_address(shared.value[value_ring.stage()]);

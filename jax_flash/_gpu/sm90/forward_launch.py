@@ -6,12 +6,14 @@ cuda/kernels/sm90/forward.cuh.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from jax_flash._call import Call
 from jax_flash._gpu.fields import Field, Map, Scratch, Struct, name_of
 from jax_flash._gpu.plan import Kernel, Launch, Step
 from jax_flash._gpu.shared_fields import (
+    MAX_INT,
     Masks,
     forward_scale_log2,
     half_columns,
@@ -26,6 +28,7 @@ from jax_flash._gpu.shared_fields import (
 from jax_flash._gpu.sizes import (
     SMS,
     AnySize,
+    Size,
     B,
     K,
     N,
@@ -42,9 +45,12 @@ from jax_flash._problem import Shapes
 if TYPE_CHECKING:
     from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 
+# With pages: requests, pages of a request, pages, and positions of each.
+REQUESTS, COLUMNS, P, PAGE = map(Size, ("requests", "columns", "P", "page"))
 _RANGE_WARPS = 8  # of a CTA of segment_ranges, segment_plan, position_ranges and row_norms
 _NORM_ROWS = 64  # of a warp of row_norms
 _EXACT_THREADS = 384  # of flash_forward_exact
+_UNIT_THREADS = 512  # of request_units
 _STARTS_OF_WARP = 256  # queries among which a warp of segment_ranges looks for documents' starts
 
 
@@ -56,12 +62,17 @@ def forward_launch(call: Call, shapes: Shapes, tiling: ForwardTiling) -> Launch:
         checks += ((equal(N // K % tiling.packed_heads, 0), "heads that share a block"),)
     if tiling.bias_bytes:
         checks += bias_is_plane()
+    names: dict[str, AnySize] = {}
+    if tiling.page_size:
+        names = {"B": 1, "S": COLUMNS * PAGE, "sinks.B": 1}
+        checks += ((equal(PAGE, tiling.page_size), "this tiling is for other pages"),)
+        checks += ((at_most(T * tiling.packed_heads, MAX_INT // 2), "too many query rows"),)
     return Launch(
         forward_params(call, shapes, tiling, found),
         _steps(call, tiling, found),
-        names={},
+        names=names,
         checks=checks,
-        none=product(B, T, N),
+        none=product(T, N) if tiling.page_size else product(B, T, N),
     )
 
 
@@ -71,6 +82,8 @@ def units_of_head(tiling: ForwardTiling) -> AnySize:
     Each end of a document that is long enough makes one more.
     """
     blocks = ceil_div(T * tiling.packed_heads, tiling.block_q)
+    if tiling.page_size:  # and each end of a request
+        return blocks + REQUESTS
     return blocks + 2 * (T // tiling.cut_documents) if tiling.cut_documents else blocks
 
 
@@ -106,8 +119,10 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
         if tiling.halves:
             planes = (B, length, 2 * count, half_columns(dim))
             return Map(f"{name}_halves", "f16", planes, box_rows, box_heads)
-        dtype = name_of(problem.dtype)
-        return Map(name[0], dtype, (B, length, count, dim), box_rows, box_heads)
+        dtype, rows = name_of(problem.dtype), (B, length)
+        if tiling.page_size and name != "query":
+            rows = (P, PAGE)
+        return Map(name[0], dtype, (*rows, count, dim), box_rows, box_heads)
 
     def norms(length, count) -> Scratch | None:
         return Scratch("s32", (B * count, ceil_div(length, _NORM_ROWS))) if tiling.fades else None
@@ -130,14 +145,14 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             Field(
                 "TensorMap",
                 "key",
-                array("key", S, K, shapes.head_dim, tiling.block_kv),
-                "[B, S, K, H], box (64, 1, kBlockKV, 1)",
+                array("key", S, K, shapes.head_dim, tiling.key_rows),
+                "[B, S, K, H], box (64, 1, kPageRows, 1); with kFromPages [P, kPageSize, K, H]",
             ),
             Field(
                 "TensorMap",
                 "value",
-                array("value", S, K, shapes.value_dim, tiling.block_kv),
-                "[B, S, K, Hv], box (64, 1, kBlockKV, 1)",
+                array("value", S, K, shapes.value_dim, tiling.key_rows),
+                "[B, S, K, Hv], box (64, 1, kPageRows, 1); with kFromPages [P, kPageSize, K, Hv]",
             ),
             # The same arrays, for loads without TMA and for rows that are computed again without
             # tensor cores, because values hidden from them are not finite.
@@ -231,11 +246,31 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             Field(
                 "int*",
                 "unit_count",
-                Scratch("s32", (1,)) if tiling.cut_documents else None,
-                "of a head, in the batch row that has most, by segment_plan; kCutsUnits",
+                Scratch("s32", (1,)) if tiling.cut_documents or tiling.page_size else None,
+                "of a head, in the batch row that has most, by segment_plan; kCutsUnits. Of all "
+                "requests, by request_units; kFromPages",
             ),
+            *_of_requests(tiling),
         ),
     )
+
+
+def _of_requests(tiling: ForwardTiling) -> tuple[Field, ...]:
+    """Returns what says where requests have their tokens and keys, kFromPages."""
+    plan = Scratch("s32", (units_of_head(tiling), 4))
+    fields = (
+        Field("const int*", "page_table", "page_table", "[requests or fewer, columns]"),
+        Field("const int*", "request_lengths", "lengths", "[requests] positions; see RequestUnit"),
+        Field("const int*", "request_firsts", "first", "[requests] first tokens"),
+        Field("const int*", "request_counts", "count", "[requests] tokens"),
+        Field("int*", "request_plan", plan, "a RequestUnit for each unit, by request_units"),
+        Field("int", "requests", REQUESTS),
+        Field("int", "pages", P),
+        Field("int", "table_columns", COLUMNS),
+    )
+    if tiling.page_size:
+        return fields
+    return tuple(dataclasses.replace(field, value=None) for field in fields)
 
 
 def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
@@ -246,6 +281,8 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
     units = product(query_blocks, B, N // tiling.packed_heads)
     steps: list[Step] = [split(1, beside=True)] if tiling.halves else []
     steps += found.plan
+    if tiling.page_size:
+        steps.append(Kernel("request_units", 1, _UNIT_THREADS, beside=True))
 
     def of_warps(entry: str, warps, *, overlaps: bool = False) -> Kernel:
         grid = ceil_div(warps, _RANGE_WARPS)
@@ -265,14 +302,14 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
     elif tiling.fades:
         parts = N * ceil_div(T, _NORM_ROWS) + K * ceil_div(S, _NORM_ROWS)
         steps.append(of_warps("row_norms", B * parts))
-    elif tiling.dynamic and (not found.plan or positions):  # else mask_plan does it
+    elif tiling.dynamic and not tiling.page_size and (not found.plan or positions):  # else mask_plan does it
         steps.append(Kernel("flash_forward_begin", 1, 32, beside=True))
     main = Kernel(
         "flash_forward",
         minimum(SMS, units),
         tiling.threads,
         tiling.shared_bytes,
-        overlaps=tiling.dynamic or segments,
+        overlaps=tiling.dynamic or segments or tiling.page_size > 0,
     )
     exact = Kernel(
         "flash_forward_exact",

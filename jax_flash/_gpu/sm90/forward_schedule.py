@@ -40,6 +40,8 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kTeams": tiling.teams,
         "kFades": tiling.fades,
         "kCutDocuments": tiling.cut_documents,
+        "kFromPages": tiling.page_size > 0,
+        "kPageSize": max(tiling.page_size, 1),
         "kPingPong": tiling.ping_pong,
         "kDrains": tiling.drains,
         "kDrainsToHide": tiling.drains_to_hide,
@@ -78,6 +80,7 @@ class ForwardSchedule:
             "kQueriesLate": self.queries_late,
             "kQueriesInTurn": self.queries_in_turn,
             "kEarlyOutput": self.early_output,
+            "kClearsValues": self.clears_values,
             "kAsksRow": self.asks_row,
             "kLeavesCap": self.leaves_cap,
             "kTakesLine": self.takes_line,
@@ -248,6 +251,12 @@ class ForwardSchedule:
         4 % at T 512 for narrow values; wide ones lack the registers for it (12 % slower).
         """
         return self.tiling.value_dim <= 128
+
+    @property
+    def clears_values(self) -> bool:
+        """Values past a length, which may be NaN, are zeroed where they were loaded."""
+        paged = self.tiling.page_size > 0 and self.tiling.clears_values
+        return self._has("key_value_lengths") or paged
 
     # Weights.
 

@@ -6,6 +6,7 @@ Read next: forward_schedule.py; cuda/kernels/sm90/forward.cuh.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jax_flash._gpu.workspaces import boxes
 
@@ -35,6 +36,8 @@ class ForwardTiling:
     teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
     fades: bool = False  # blocks of keys that a falling line hides are left out
     cut_documents: int = 0  # queries of one from which on units begin where it does; 0: they do not
+    page_size: int = 0  # of pages that keys are in, and units are of requests; 0: there are none
+    clears_values: bool = True  # of a page past a length zeroed, else rows of NaN are computed again
 
     @property
     def source(self) -> str:
@@ -52,6 +55,11 @@ class ForwardTiling:
     def block_q(self) -> int:
         """Query rows (positions times packed heads) of one block."""
         return 64 * self.consumers
+
+    @property
+    def key_rows(self) -> int:
+        """Keys that TMA loads at once: those of a block, in one page for sure."""
+        return math.gcd(self.page_size, self.block_kv)
 
     @property
     def threads(self) -> int:

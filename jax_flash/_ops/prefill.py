@@ -1,0 +1,219 @@
+"""flash_prefill, attention of requests' tokens to pages, which hold all of their positions.
+
+    q, k, [v], lengths, first, count, page_table, [scales], *terms -> out, lse
+
+The tokens of all requests lie one behind the other in q `[*B, T, N, H]`; a request's are the last of
+its positions, and each sees its own and those before it. Kernels over pages compute them all; elsewhere they are
+cut, on the device, into pieces, and each piece is a row of a flash_decode: its queries are the last
+of the piece's own length, its pages those of its request. How many pieces there are depends on
+shapes alone. It has no derivative.
+
+Operands behind the leading dims: k `[P, S, K, H]`, which may have leading dims as in flash_decode;
+page_table `[Q, M]`; lengths, first and count `[R]`: positions, first token and number of tokens of
+each of R requests. Those from Q on are no requests: what is said of tokens that have none. Length 0
+gives out 0 and lse −inf, length −1 NaN. Requests of the table are in the order of their tokens.
+Tokens that nothing is said of have any out and lse. scales: as in flash_decode; sinks: `[N]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from jax_flash import _backends
+from jax_flash._call import Call
+from jax_flash._ops import primitive
+from jax_flash._ops.decode import SCALES, Decode, in_one_pool, of_pages
+from jax_flash._ops.requests import Requests, choose, cut, piece_size, take
+from jax_flash._problem import Shapes
+from jax_flash._varying import vary_over
+
+_REQUESTS = ("lengths", "first", "count")
+_DIMS = {
+    "k": "PSKH",
+    "v": "PSKV",
+    "lse": "TN",
+    "page_table": "QM",
+    **dict.fromkeys(SCALES, "PK"),
+    **dict.fromkeys(_REQUESTS, "R"),
+}
+Kernel = Callable[..., tuple[jax.Array, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill(Call):
+    """One flash_prefill, operands aside.
+
+    Attributes:
+      value_dim, quantized: as of Decode.
+    """
+
+    value_dim: int | None = None
+    quantized: str | None = None
+
+    target = "prefill"
+    function = "ragged_paged_attention"
+    results = ("out", "lse")
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        v = ("v",) if self.value_dim is None else ()
+        scales = SCALES[: 1 + len(v)] if self.quantized else ()
+        return ("q", "k", *v, *_REQUESTS, "page_table", *scales, *self.problem.terms)
+
+    @property
+    def cached(self) -> bool:
+        return True
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.quantized or self.problem.dtype
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        return (*_REQUESTS, "page_table")
+
+    def dims(self, name: str) -> str:
+        return _DIMS.get(name) or super().dims(name)
+
+    def shapes(self, operands: Mapping[str, Any]) -> Shapes:
+        """Reads the sizes of a call without leading dims: batch counts what lengths does."""
+        q, k = operands["q"], operands["k"]
+        return Shapes(
+            batch=operands["lengths"].shape[-1],
+            q_len=q.shape[-3],
+            kv_len=operands["page_table"].shape[-1] * k.shape[-3],
+            q_heads=q.shape[-2],
+            kv_heads=k.shape[-2],
+            head_dim=q.shape[-1],
+            value_dim=self.value_dim or operands["v"].shape[-1],
+            page_size=k.shape[-3],
+            scales_of_pages=any(operands[x].shape[-2] != 1 for x in SCALES if x in operands),
+        )
+
+    def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        q = operands["q"].shape
+        return [(*q[:-1], self.shapes(operands).value_dim), q[:-1]]
+
+    # ---- lowering --------------------------------------------------------------------------------
+
+    def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return self._in_pieces(lambda call, *x: call.blockwise(*x), *operands)
+
+    def run_kernel(self, kernel: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        named, shapes = self.name_operands(operands), self.result_shapes(self.name_operands(operands))
+        if "sinks" in named and math.prod(named["sinks"].shape[:-1]) != 1:  # a member's own
+            return self.run_instead(kernel, *operands)
+        flat = _joined(named)
+        if "sinks" in flat:
+            flat["sinks"] = flat["sinks"][0]
+        results = kernel(self, *(flat[name] for name in self.operands))
+        return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
+
+    def instead(self, shapes: Shapes) -> tuple[Call, Shapes]:
+        size = piece_size(shapes.q_len, shapes.batch)
+        return self._decode, dataclasses.replace(shapes, q_len=size)
+
+    def run_instead(self, kernel: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return self._in_pieces(lambda call, *x: call.run_kernel(kernel, *x), *operands)
+
+    @property
+    def _decode(self) -> Decode:
+        return Decode(
+            self.problem,
+            self.backend,
+            value_dim=self.value_dim,
+            paged=True,
+            quantized=self.quantized,
+        )
+
+    def _in_pieces(self, run: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Computes the results by `run(call, *operands)` of a flash_decode."""
+        shapes = self.result_shapes(self.name_operands(operands))
+        named = _joined(self.name_operands(operands))
+        rows = named["page_table"].shape[0]
+        lengths, first, count = (named.pop(name)[:rows] for name in _REQUESTS)
+        tokens = named["q"].shape[0]
+        wrong = lengths < 0
+        requests = Requests.in_order(lengths, first, count, tokens, wrong)
+        pieces, places = cut(requests, wrong, piece_size(tokens, rows))
+        if "sinks" in named and named["sinks"].shape[0] != 1:
+            members = named["sinks"].shape[0]
+            named["sinks"] = take(named["sinks"], pieces.request // (rows // members))
+        call = self._decode
+
+        def decode(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            results = run(call, *(named[name] for name in call.operands))
+            return dict(zip(call.results, results, strict=True))
+
+        found = pieces.attend(decode, named, self.problem.window[0])
+        joined = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in found)
+        flat = (take(x, places) for x in joined)
+        refused = wrong[requests.request]
+        results = (
+            choose(requests.owned, choose(refused, jnp.nan, x), nothing).astype(x.dtype)
+            for x, nothing in zip(flat, (0.0, -jnp.inf), strict=True)
+        )
+        return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
+
+
+def _joined(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Joins leading dims: the tokens of members follow each other, as their requests and pages do.
+
+    sinks become `[members or 1, N]`.
+    """
+    named = dict(named)
+    lead = named["q"].shape[:-3]
+    members = math.prod(lead)
+    tokens = named["q"].shape[-3]
+    rows, columns = named["page_table"].shape[-2:]
+    *pools, pages = named["k"].shape[:-3]
+    table = named["page_table"].reshape(members * rows, columns)
+    named["page_table"] = in_one_pool(table, (*lead, rows), pools, pages)
+    if lead:
+        begin = tokens * jnp.arange(members, dtype=jnp.int32)[:, None]
+        named["first"] = named["first"].reshape(members, -1) + begin
+    for name in _REQUESTS:
+        x = named[name].reshape(members, -1)
+        named[name] = jnp.concatenate([x[:, :rows].ravel(), x[:, rows:].ravel()]) if lead else x[0]
+    named["q"] = named["q"].reshape(members * tokens, *named["q"].shape[-2:])
+    for name in SCALES:
+        if name in named:
+            named[name] = of_pages(named[name], (*pools, pages))
+    for name in ("k", "v"):
+        if name in named:
+            x = named[name]
+            named[name] = x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+    if "sinks" in named:
+        named["sinks"] = named["sinks"].reshape(-1, named["sinks"].shape[-1])
+    return named
+
+
+flash_prefill_p = primitive.define("flash_prefill")
+
+
+def _jvp(primals, tangents, *, call: Prefill):
+    raise NotImplementedError(
+        f"{call.function} has no derivative; differentiate flash_attention(query, key, value, "
+        "is_causal=True, causal_align='bottom_right', key_value_seq_lengths=lengths)"
+    )
+
+
+ad.primitive_jvps[flash_prefill_p] = _jvp
+
+
+def prefill(call: Prefill, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Computes out and lse, of operands by name.
+
+    Raises: as `_backends.require`.
+    """
+    _backends.require(call, call.shapes(operands))
+    given = [operands[name] for name in call.operands]
+    out, lse = flash_prefill_p.bind(*vary_over(given, given), call=call)
+    return out, lse
