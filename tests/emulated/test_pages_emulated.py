@@ -1,0 +1,118 @@
+"""Requests over pages by Hopper's forward kernel, in the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import _gpu
+from jax_flash._gpu import pages
+
+from ..emulator import Emulator
+from ..ragged_cases import Batch, Drawn
+
+
+@dataclasses.dataclass
+class Paged:
+    """A batch whose requests of more than one token that kernel computes, by a tiling so changed."""
+
+    drawn: Drawn
+    tiling: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, backend: str) -> jax_flash.Attended:
+        made = []
+
+        def choose(*call):
+            made.append(dataclasses.replace(chosen(*call), **self.tiling))
+            return made[-1]
+
+        chosen, pages.choose_pages = pages.choose_pages, choose
+        jax.clear_caches()
+        try:
+            with _gpu.prefer("pages"):
+                got = jax.tree.map(np.asarray, self.drawn.run(backend))
+        finally:
+            pages.choose_pages = chosen
+        assert made, "another kernel has run"
+        return got
+
+
+# Three warpgroups; every kind of request, tokens of none, pages that are none behind the lengths.
+MIXED = Batch("mixed", counts=(1, 130, 0, 1, 40, 3), before=(40, 70, 11, 0, 23, 90), tokens=200,
+              requests=8, page=16, columns=14, H=64, dtype="bfloat16", rotary=1e4)  # fmt: skip
+BATCHES: list[tuple[Batch, dict[str, Any]]] = [
+    (MIXED, {}),
+    # Two; pages behind a window are none, in blocks that others of its pages are part of.
+    (Batch("window", counts=(150, 20), before=(70, 133), tokens=190, requests=3, page=8,
+           columns=28, N=4, K=2, H=128, dtype="float16", window=50, softcap=4.0, sinks=True), {}),
+    # Blocks of 80 keys, of up to three pages of 64; eight heads of a kv head share a unit.
+    (Batch("long", counts=(100, 1, 97), before=(0, 9, 300), tokens=198, requests=3, page=64,
+           columns=7, N=8, K=1, H=128, dtype="bfloat16", appends=False),
+     {"block_kv": 80, "consumers": 3, "ping_pong": False, "producer_registers": 24}),
+    # Three heads read a kv head, each by itself; requests beyond those that one round of
+    # request_units takes; values past a length, NaN, in rows that are computed again.
+    (Batch("many", counts=(0, 0) * 257 + (80, 9), before=(0, 0) * 257 + (30, 20), tokens=620,
+           requests=516, page=24, columns=6, N=3, K=1, H=72, Hv=40, dtype="bfloat16", sinks=True),
+     {"clears_values": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "tiling"), BATCHES, ids=[x.name for x, _ in BATCHES])
+def test_batch(batch: Batch, tiling: dict[str, Any], emulator: Emulator):
+    drawn = batch.draw(3)
+    drawn.compare(emulator.run(Paged(drawn, tiling), seed=3))  # type: ignore[arg-type]
+
+
+def test_wrong_requests_are_nan(emulator: Emulator):
+    """Too long for their pages, and without a page in front: nothing is read of either."""
+    drawn = dataclasses.replace(MIXED, rotary=None).draw(4)
+    arrays, (out, lse) = drawn.arrays, drawn.truth()
+    starts, wrong = arrays["query_starts"], (1, 3)
+    arrays["lengths"][1], arrays["page_table"][3, 0] = 14 * 16 + 1, 10**6
+    got = emulator.run(Paged(drawn), seed=2)  # type: ignore[arg-type]
+    told = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in wrong])
+    for x, truth in ((got.out, out), (got.lse, lse)):
+        assert np.isnan(x[told].astype(np.float32)).all()
+        others = np.delete(np.arange(len(x)), told)
+        seen = np.isfinite(truth[others])
+        np.testing.assert_allclose(
+            x[others].astype(np.float32)[seen], truth[others][seen], atol=0.05
+        )
+        np.testing.assert_array_equal(x[others][~seen], truth[others][~seen])
+
+
+def test_members_of_a_vmap_are_requests_of_one_batch(emulator: Emulator):
+    batch = dataclasses.replace(MIXED, rotary=None, appends=False)
+    drawn = [batch.draw(seed) for seed in range(2)]
+    got = emulator.run(Mapped(drawn[0], other=drawn[1]), seed=2)  # type: ignore[arg-type]
+    for i, of in enumerate(drawn):
+        of.compare(jax.tree.map(lambda x, i=i: x[i], got))
+
+
+@dataclasses.dataclass
+class Mapped(Paged):
+    """Two batches under vmap, each with pages of its own."""
+
+    other: Any = None
+
+    def run(self, backend: str) -> jax_flash.Attended:
+        first = self.drawn
+        stacked = {
+            name: np.stack([x, self.other.arrays[name]])
+            for name, x in first.arrays.items()
+            if x is not None
+        }
+
+        def call(arrays: dict) -> jax_flash.Attended:
+            return jax_flash.ragged_paged_attention(
+                **arrays, backend=backend, **first.batch.options
+            )
+
+        jax.clear_caches()
+        with _gpu.prefer("pages"):
+            return jax.tree.map(np.asarray, jax.jit(jax.vmap(call))(stacked))
