@@ -2,17 +2,18 @@
 
     q, k, [v], lengths, first, count, page_table, [scales], *terms -> out, lse
 
-The tokens of all requests lie one behind the other in q `[*B, T, N, H]`; a request's are the last of
-its positions, and each sees its own and those before it. Kernels over pages compute them all; elsewhere they are
-cut, on the device, into pieces, and each piece is a row of a flash_decode: its queries are the last
-of the piece's own length, its pages those of its request. How many pieces there are depends on
-shapes alone. It has no derivative.
+The tokens of all requests lie one behind the other in q `[*B, T, N, H]`; a request's are the last
+of its positions, and each sees its own and those before it. Kernels over pages compute them all.
+Elsewhere they are cut, on the device, into pieces, and each piece is a row of a flash_decode: its
+queries are the last of the piece's own length, its pages those of its request. How many pieces
+there are depends on shapes alone. It has no derivative.
 
 Operands behind the leading dims: k `[P, S, K, H]`, which may have leading dims as in flash_decode;
 page_table `[Q, M]`; lengths, first and count `[R]`: positions, first token and number of tokens of
-each of R requests. Those from Q on are no requests: what is said of tokens that have none. Length 0
-gives out 0 and lse −inf, length −1 NaN. Requests of the table are in the order of their tokens.
-Tokens that nothing is said of have any out and lse. scales: as in flash_decode; sinks: `[N]`.
+each of R requests. Requests of the table are in the order of their tokens. Those from Q on are
+none: what is said of tokens that have no request. Length 0 gives out 0 and lse −inf, length −1
+NaN. Tokens of which nothing is said have any out and lse. Scales are as in flash_decode, sinks
+`[N]`.
 """
 
 from __future__ import annotations
@@ -59,13 +60,16 @@ class Prefill(Call):
 
     target = "prefill"
     function = "ragged_paged_attention"
-    results = ("out", "lse")
 
     @property
     def operands(self) -> tuple[str, ...]:
         v = ("v",) if self.value_dim is None else ()
         scales = SCALES[: 1 + len(v)] if self.quantized else ()
         return ("q", "k", *v, *_REQUESTS, "page_table", *scales, *self.problem.terms)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("out", "lse")
 
     @property
     def cached(self) -> bool:
@@ -107,7 +111,10 @@ class Prefill(Call):
         return self._in_pieces(lambda call, *x: call.blockwise(*x), *operands)
 
     def run_kernel(self, kernel: Kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        named, shapes = self.name_operands(operands), self.result_shapes(self.name_operands(operands))
+        named, shapes = (
+            self.name_operands(operands),
+            self.result_shapes(self.name_operands(operands)),
+        )
         if "sinks" in named and math.prod(named["sinks"].shape[:-1]) != 1:  # a member's own
             return self.run_instead(kernel, *operands)
         flat = _joined(named)

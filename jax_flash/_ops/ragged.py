@@ -82,9 +82,7 @@ def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
     stop = requests.first[-1:] + requests.count[-1:]
     none = jnp.zeros(1, jnp.int32)
     found = prefill(
-        Prefill(
-            call.problem, call.backend, value_dim=call.value_dim, quantized=call.quantized
-        ),
+        Prefill(call.problem, call.backend, value_dim=call.value_dim, quantized=call.quantized),
         {
             **operands,
             "lengths": jnp.concatenate([jnp.where(refused, -1, requests.lengths), none, none]),
@@ -97,7 +95,6 @@ def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
     )
     places = jnp.where(decodes, requests.first, tokens)
     out, lse = (
-        x.at[places].set(of_rows[:, 0], mode="drop")
-        for x, of_rows in zip(found, rows, strict=True)
+        x.at[places].set(of_rows[:, 0], mode="drop") for x, of_rows in zip(found, rows, strict=True)
     )
     return {"out": out, "lse": lse, **caches}

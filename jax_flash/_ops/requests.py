@@ -80,8 +80,8 @@ class Rows:
       request: int32 `[R]`, of which request each row is.
       lengths: int32 `[R]`, positions up to its last token; 0 of a row that is not needed.
       first: int32 `[R]`, the position of its first token, where it has one.
-      tokens: int32 `[R, T]`, the token of each of its queries, the last of them its own; None: row r
-        has token r.
+      tokens: int32 `[R, T]`, the token of each of its queries, the last of them its own; None:
+        row r has token r.
     """
 
     request: jax.Array

@@ -19,7 +19,7 @@ from ..ragged_cases import Batch, Drawn
 
 @dataclasses.dataclass
 class Paged:
-    """A batch whose requests of more than one token that kernel computes, by a tiling so changed."""
+    """A batch whose requests of more tokens than one that kernel computes, by a tiling."""
 
     drawn: Drawn
     tiling: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -74,7 +74,7 @@ def test_wrong_requests_are_nan(emulator: Emulator):
     arrays, (out, lse) = drawn.arrays, drawn.truth()
     starts, wrong = arrays["query_starts"], (1, 3)
     arrays["lengths"][1], arrays["page_table"][3, 0] = 14 * 16 + 1, 10**6
-    got = emulator.run(Paged(drawn), seed=2)  # type: ignore[arg-type]
+    got: Any = emulator.run(Paged(drawn), seed=2)  # type: ignore[arg-type]
     told = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in wrong])
     for x, truth in ((got.out, out), (got.lse, lse)):
         assert np.isnan(x[told].astype(np.float32)).all()

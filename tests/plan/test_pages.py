@@ -38,11 +38,15 @@ def test_what_the_kernels_do_not_take_is_named():
     assert "none within keys" in refused(call=dataclasses.replace(CALL, value_dim=64))
     float32 = dataclasses.replace(CALL.problem, dtype="float32")
     assert "not float32" in refused(call=dataclasses.replace(CALL, problem=float32))
+    eight_bits = dataclasses.replace(CALL, quantized="float8_e4m3fn")
+    assert "no caches of float8_e4m3fn" in refused(call=eight_bits)
     for name in ("q_len", "q_heads", "kv_heads", "kv_len"):
-        assert "no tokens, heads or pages" in refused(**{name: 0})
+        assert "no tokens, heads or pages" in refused(**{name: 0})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("heads", "packed"), [((32, 8), 4), ((12, 2), 2), ((6, 2), 1), ((8, 8), 1)])
+@pytest.mark.parametrize(
+    ("heads", "packed"), [((32, 8), 4), ((12, 2), 2), ((6, 2), 1), ((8, 8), 1)]
+)
 def test_heads_that_share_a_unit(heads, packed):
     """A power of two that divides those of a kv head; boxes lie in one page each."""
     with _gpu.prefer("pages"):

@@ -56,10 +56,10 @@ static_assert(!kCutsUnits || (kHasSegments && kTmaLoads && kPackedHeads == 1 && 
                               !kHasDropout && !kHasScoreFunction),
               "keys count from a document's first");
 
-static_assert(!kFromPages || (kTmaLoads && kTeams == 1 && kParts == 1 && kWindowRight && !kHasMask &&
-                              !kHasSegments && !kHasPositions && !kHasQueryLengths &&
-                              !kHasKeyValueLengths && !kHasBias && !kHasScoreFunction &&
-                              !kHasDropout && !kBottomRight),
+static_assert(!kFromPages ||
+                  (kTmaLoads && kTeams == 1 && kParts == 1 && kWindowRight && !kHasMask &&
+                   !kHasSegments && !kHasPositions && !kHasQueryLengths && !kHasKeyValueLengths &&
+                   !kHasBias && !kHasScoreFunction && !kHasDropout && !kBottomRight),
               "a unit has a request's lengths");
 static_assert(kPageRows % 8 == 0 && kPieces <= 32, "of a swizzle, and a lane's each");
 

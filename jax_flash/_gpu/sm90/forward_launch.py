@@ -28,11 +28,11 @@ from jax_flash._gpu.shared_fields import (
 from jax_flash._gpu.sizes import (
     SMS,
     AnySize,
-    Size,
     B,
     K,
     N,
     S,
+    Size,
     T,
     at_most,
     ceil_div,
@@ -302,7 +302,9 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
     elif tiling.fades:
         parts = N * ceil_div(T, _NORM_ROWS) + K * ceil_div(S, _NORM_ROWS)
         steps.append(of_warps("row_norms", B * parts))
-    elif tiling.dynamic and not tiling.page_size and (not found.plan or positions):  # else mask_plan does it
+    elif (
+        tiling.dynamic and not tiling.page_size and (not found.plan or positions)
+    ):  # else mask_plan does it
         steps.append(Kernel("flash_forward_begin", 1, 32, beside=True))
     main = Kernel(
         "flash_forward",

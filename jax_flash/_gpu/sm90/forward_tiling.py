@@ -37,7 +37,9 @@ class ForwardTiling:
     fades: bool = False  # blocks of keys that a falling line hides are left out
     cut_documents: int = 0  # queries of one from which on units begin where it does; 0: they do not
     page_size: int = 0  # of pages that keys are in, and units are of requests; 0: there are none
-    clears_values: bool = True  # of a page past a length zeroed, else rows of NaN are computed again
+    clears_values: bool = (
+        True  # of a page past a length zeroed, else rows of NaN are computed again
+    )
 
     @property
     def source(self) -> str:

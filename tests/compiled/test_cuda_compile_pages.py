@@ -1,0 +1,40 @@
+"""Compiles Hopper's forward kernels over pages: see test_cuda_compile.py."""
+
+import dataclasses
+
+import pytest
+
+from jax_flash import _gpu
+from jax_flash._ops.prefill import Prefill
+
+from .compile_cases import EVERYTHING, FEATURES, H200, PLAIN, SHAPES, check
+
+pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
+
+# Head dim, page, features: of each schedule that keys come to.
+ALWAYS = [
+    (64, 16, ""),
+    (128, 64, ""),
+    (128, 8, "window softcap sinks"),
+    (256, 128, ""),
+]
+OTHERS = [
+    (dim, page, features)
+    for dim in (64, 72, 96, 128, 160, 192, 224, 256)
+    for page, features in ((16, "sinks"), (128, "softcap"), (8, "window"), (64, "float16"))
+]
+
+
+@pytest.mark.parametrize(
+    ("dim", "page", "features"), ALWAYS + OTHERS if EVERYTHING else ALWAYS, ids=str
+)
+def test_forward_over_pages_compiles_without_spills(dim, page, features):
+    problem = dataclasses.replace(PLAIN, window=(None, 0), bottom_right=True)
+    for feature in features.split():
+        problem = dataclasses.replace(problem, **FEATURES[feature])
+    shapes = dataclasses.replace(
+        SHAPES, batch=18, q_len=8192, kv_heads=4, head_dim=dim, value_dim=dim, page_size=page
+    )
+    with _gpu.prefer("pages"):
+        plan = _gpu.plan(Prefill(problem, None), shapes, H200)
+    check(plan, seconds=20, gpu=H200)
