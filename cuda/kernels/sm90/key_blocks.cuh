@@ -25,7 +25,7 @@ __device__ __forceinline__ void fetch_key_block(uint32 tile, const TensorMap& ma
 // The same by kWarps warps, ready once their arrivals have been seen; `rows` from its first key on,
 // of which `count` are left.
 template <int kRows, int kWarps, int kDim>
-__device__ __forceinline__ void copy_key_block(const KeyRows<kDim>& rows, const void* array,
+__device__ __forceinline__ void copy_key_block(const DenseKeyRows<kDim>& rows, const void* array,
                                                uint32 tile, int count) {
   fill_tile<kDim, kRows, kWarps>(tile, static_cast<const uint16*>(array) + rows.first, rows.step,
                                  count);

@@ -119,10 +119,10 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
         if tiling.halves:
             planes = (B, length, 2 * count, half_columns(dim))
             return Map(f"{name}_halves", "f16", planes, box_rows, box_heads)
-        dtype, rows = name_of(problem.dtype), (B, length)
-        if tiling.page_size and name != "query":
-            rows = (P, PAGE)
-        return Map(name[0], dtype, (*rows, count, dim), box_rows, box_heads)
+        paged = tiling.page_size and name != "query"
+        outer, rows = (P, PAGE) if paged else (B, length)
+        dtype = name_of(problem.dtype)
+        return Map(name[0], dtype, (outer, rows, count, dim), box_rows, box_heads)
 
     def norms(length, count) -> Scratch | None:
         return Scratch("s32", (B * count, ceil_div(length, _NORM_ROWS))) if tiling.fades else None
