@@ -1,6 +1,6 @@
 """FlashAttention for JAX: exact attention whose memory grows linearly with sequence length."""
 
-from jax_flash import context_parallel, masks, paged_tpu, reference, scores
+from jax_flash import context_parallel, interop, masks, paged_tpu, reference, scores
 from jax_flash._advise import Advice, Finding, advise
 from jax_flash._debug import debug_values
 from jax_flash._explain import Explanation, explain
@@ -32,6 +32,7 @@ __all__ = [
     "explain",
     "fill_cache",
     "flash_attention",
+    "interop",
     "key_weights",
     "masks",
     "merge",
