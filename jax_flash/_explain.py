@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import _backends, _gpu, _keywords, _native, _validate
 from jax_flash._call import Call
+from jax_flash._gpu.plan import Kernel
 from jax_flash._ops import passes
 from jax_flash._problem import Problem, Shapes
 from jax_flash.attention import A, Float8Options, flash_attention
@@ -43,7 +44,7 @@ class EntryReport:
 
 @dataclasses.dataclass(frozen=True)
 class KernelReport:
-    """One compiled CUDA program."""
+    """One compiled CUDA program: all its entry points, of which the call launches some."""
 
     plan: _gpu.Plan
     entries: tuple[EntryReport, ...]
@@ -310,10 +311,12 @@ def _describe_kernel(name: str, kernel: KernelReport) -> list[str]:
         lines.append(f"  score_mod is {count} lines of CUDA: explanation.source")
     if kernel.error is not None:
         return [*lines, f"  not compiled: {kernel.error}"]
+    steps = [step for step in kernel.plan.launch.steps if isinstance(step, Kernel)]
+    launched = {step.entry: step.shared_bytes for step in steps}
     for entry in kernel.entries:
-        shared = entry.shared_bytes
-        if entry.name == kernel.plan.entries[0]:
-            shared += kernel.plan.shared_bytes
+        if entry.name not in launched:
+            continue  # of another call
+        shared = entry.shared_bytes + launched[entry.name]
         spills = f"{entry.spill_bytes} bytes of spills" if entry.spill_bytes else "no spills"
         lines.append(
             f"  {entry.name}: {entry.registers} registers, {shared / 1024:.1f} KB of shared "

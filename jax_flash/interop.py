@@ -82,10 +82,7 @@ def _of_mask(mask: Any, batch: tuple[int, ...], q_len: int, kv_len: int) -> dict
             rest["q_end" if name == "query" else "k_end"] = end
     rest |= {name: getattr(mask, name) for name in ("q_start", "k_start")}
     causal = mask.causal_mask
-    numbers = causal is not None and all(
-        isinstance(x, int | None) for x in (causal.offset, causal.window_size)
-    )
-    if numbers and causal.offset >= 0:
+    if causal is not None and _is_band(causal):
         # A query at q sees keys from q + offset - window + 1 to q + offset.
         window = causal.window_size
         left = None if window is None else window - causal.offset - 1
@@ -101,6 +98,12 @@ def _of_mask(mask: Any, batch: tuple[int, ...], q_len: int, kv_len: int) -> dict
     elif rest:
         options["mask"] = type(mask)(**rest).as_array(q_len, kv_len)
     return options
+
+
+def _is_band(causal: Any) -> bool:
+    """Tells whether tokamax's CausalMask is of numbers, and begins at no key before the query's."""
+    offset, window = causal.offset, causal.window_size
+    return isinstance(offset, int) and offset >= 0 and (window is None or isinstance(window, int))
 
 
 def equinox_attention(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _explain, _native
+from jax_flash import _explain, _gpu, _native
 from jax_flash._gpu.spec import GPUS
+from jax_flash._ops import passes
+from jax_flash._problem import Problem, Shapes
 
 pytestmark = pytest.mark.quick
 
@@ -36,8 +39,11 @@ def test_names_backend_kernel_tiles_and_resources():
     assert "backend: cuda on H200 (sm_90a)" in text
     assert "causal" in text
     assert f"block_kv {forward.plan.tiling.block_kv}" in text
-    for entry in forward.entries:
-        assert f"{entry.name}: {entry.registers} registers" in text
+    for kernel in (forward, backward):
+        for entry in kernel.entries:
+            launched = entry.name in kernel.plan.entries + kernel.plan.beside_entries
+            assert (f"{entry.name}: {entry.registers} registers" in text) == launched, entry.name
+    assert "mask_plan" not in text
 
 
 @needs_module
@@ -229,3 +235,18 @@ def test_reads_the_compiler_log():
     assert second == _explain.EntryReport("second", 32, 0, 0, 0)
     warnings = _explain.read_warnings(LOG)
     assert [warning.split()[3] for warning in warnings] == ["(C7510)", "(C7515)"]
+
+
+def test_each_kernel_that_is_launched_has_its_own_memory():
+    """The main kernel of this backward pass is not the first that is launched."""
+    problem = Problem(dtype="bfloat16", scale=0.1)
+    shapes = Shapes(2, 512, 512, 8, 8, 128, 128)
+    plan = _gpu.plan(passes(problem)["backward"], shapes, GPUS["A100"])
+    names = (*plan.entries, *plan.beside_entries, "of_another_call")
+    entries = tuple(_explain.EntryReport(name, 1, 1024, 0, 0) for name in names)
+    report = _explain.KernelReport(plan, entries, (), 0.0, True)
+    lines = _explain._describe_kernel("backward", report)
+    shared = dict(re.findall(r"(\w+): 1 registers, ([\d.]+) KB", "\n".join(lines)))
+    assert shared.pop("flash_backward_sm80") == f"{plan.shared_bytes / 1024 + 1:.1f}"
+    assert set(shared) == {"flash_backward_prepare", "flash_backward_finish"}
+    assert shared["flash_backward_prepare"] == "1.0"
