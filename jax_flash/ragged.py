@@ -12,6 +12,7 @@ import jax
 from jax import export
 from jax.typing import ArrayLike
 
+from jax_flash import _tree
 from jax_flash._keywords import hinted
 from jax_flash._ops import ragged as _op
 from jax_flash._ops import shared as _op_shared
@@ -52,6 +53,7 @@ def ragged_paged_attention(
     key_scale: Annotated[ArrayLike, "P K"] | None = None,
     value_scale: Annotated[ArrayLike, "P K"] | None = None,
     shared_pages: Annotated[ArrayLike, "C"] | None = None,
+    ancestors: Annotated[ArrayLike, "tokens A"] | None = None,
     rotary_base: float | None = None,
     value_dim: int | None = None,
     scale: Annotated[ArrayLike, ""] | None = None,
@@ -65,8 +67,9 @@ def ragged_paged_attention(
 
     The tokens of all requests lie one behind the other: those of request b are query_starts[b] to
     before query_starts[b + 1], any number of them, and are the last of its lengths[b] positions.
-    Each sees its own position and those before it. New keys and values of all tokens are written
-    to the pages first: in place under jit where the pages are donated, as in `decode_attention`.
+    Each sees its own position and those before it, or what `ancestors` say. New keys and values of
+    all tokens are written to the pages first: in place under jit where the pages are donated, as in
+    `decode_attention`.
     (On CPUs before jax 0.11 XLA copies pages of bfloat16 to write to them.)
 
     Shapes say how much is compiled, contents how much is computed: one program serves any mixture
@@ -106,6 +109,11 @@ def ragged_paged_attention(
       shared_pages: int32 `[C]`, C at most M: pages that requests begin with, −1 behind them. They
         are read once for all requests whose table begins with all of them and whose tokens are
         behind them; others are computed as ever. Without a window. None: each reads its own.
+      ancestors: bool `[tokens, A]`, for trees of speculation: which of its request's tokens in this
+        call a token sees, its own always, beside all positions before them. With rotary_base it
+        stands behind those that it sees, so branches of a tree begin at one position; keys lie in
+        the pages in the order of tokens. Those of a request of more than A tokens see what came
+        before, as without. Without a window.
       rotary_base, value_dim, scale, local_window_size, softcap, sinks, precision, backend: as
         there.
 
@@ -148,6 +156,7 @@ def ragged_paged_attention(
         key_scale=key_scale,
         value_scale=value_scale,
         shared_pages=shared_pages,
+        ancestors=ancestors,
         rotary_base=rotary_base,
         value_dim=value_dim,
         scale=scale,
@@ -157,6 +166,6 @@ def ragged_paged_attention(
         precision=precision,
         backend=backend,
     )
-    op = _op if shared_pages is None else _op_shared
+    op = _tree if ancestors is not None else _op if shared_pages is None else _op_shared
     named = op.attend(call, operands)
     return Attended(named["out"], named["lse"], named["k"], named.get("v"))

@@ -10,6 +10,7 @@ Juravsky et al., Hydragen (arXiv:2402.05099); Ye et al., Cascade Inference (2024
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +22,32 @@ from jax_flash._ops.ragged import Ragged
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
+_Attend = Callable[[Ragged, dict[str, jax.Array]], dict[str, jax.Array]]
 
-def attend(call: Ragged, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Computes what `ragged.attend` does, of operands with shared_pages, int32 `[C]`.
+
+def attend(
+    call: Ragged, operands: dict[str, jax.Array], rest: _Attend = ragged.attend
+) -> dict[str, jax.Array]:
+    """Computes what `rest` does, of operands with shared_pages, int32 `[C]`.
 
     Raises: as `_backends.require`.
     """
-    return _attend(call, vary_over(operands, operands))
+    return _attend(call, rest, vary_over(operands, operands))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(
+    call: Ragged, attend_rest: _Attend, named: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
     named = dict(named)
     shared, table, k = named.pop("shared_pages"), named["page_table"], named["k"]
     if 0 in (shared.size, table.size, k.size, named["q"].size):
-        return ragged.attend(call, named)
+        return attend_rest(call, named)
     requests = ragged.Requests.of(
         named["lengths"], named["starts"], named["rows"], named["q"].shape[0]
     )
     if call.rotary_base is not None:  # by positions of the whole, which the rest does not know
-        for name in {"q", "new_k"} & named.keys():
+        for name in ("q", *(("new_k",) if call.appends else ())):
             named[name] = rotate(named[name], requests.position, call.rotary_base)
         call = dataclasses.replace(call, rotary_base=None)
     pages, page_size = k.shape[:2]
@@ -52,7 +59,7 @@ def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
     column = jnp.arange(table.shape[1], dtype=jnp.int32) + cut[:, None]
     rest_table = jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=-1)
     rest_lengths = named["lengths"] - cut * page_size
-    rest = ragged.attend(call, named | {"lengths": rest_lengths, "page_table": rest_table})
+    rest = attend_rest(call, named | {"lengths": rest_lengths, "page_table": rest_table})
 
     length = jnp.where(member.any(), count * page_size, 0)
     out, lse = _of_all(call, named | rest, shared, length)

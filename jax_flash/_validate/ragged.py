@@ -33,6 +33,7 @@ def prepare(
     key_scale: Any,
     value_scale: Any,
     shared_pages: Any,
+    ancestors: Any,
     rotary_base: Any,
     value_dim: Any,
     backend: str | None,
@@ -89,6 +90,7 @@ def prepare(
     )
     _look(call, caches, *given, rows, q.shape[0])
     shared = None if shared_pages is None else _shared_pages(shared_pages, call, caches)
+    trees = None if ancestors is None else _ancestors(ancestors, call, q)
     operands = {
         "q": q,
         "k": caches.key,
@@ -98,6 +100,7 @@ def prepare(
         "starts": starts,
         "rows": rows,
         "shared_pages": shared,
+        "ancestors": trees,
         **caches.scales,
         **new,
         **terms,
@@ -113,12 +116,26 @@ def _shared_pages(pages: Any, call: Ragged, caches: Caches) -> jax.Array:
             f"shared_pages has shape {pages.shape} and page_table {table.shape}; expected [C], C "
             "at most M: the pages that requests begin with"
         )
-    if call.problem.window[0] is not None:
-        raise ValueError(
-            "shared_pages is given beside a local_window_size, which ends before them for some "
-            "tokens; expected one of the two"
-        )
+    _without_window("shared_pages", call)
     return pages
+
+
+def _ancestors(ancestors: Any, call: Ragged, q: jax.Array) -> jax.Array:
+    ancestors = array("ancestors", ancestors)
+    if ancestors.dtype != bool:
+        raise TypeError(f"ancestors has dtype {ancestors.dtype}; expected bool")
+    if ancestors.ndim != 2 or ancestors.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"ancestors has shape {ancestors.shape} and query {q.shape}; expected [tokens, A], A "
+            "the most tokens of a tree"
+        )
+    _without_window("ancestors", call)
+    return ancestors
+
+
+def _without_window(name: str, call: Ragged) -> None:
+    if call.problem.window[0] is not None:
+        raise ValueError(f"{name} is given beside a local_window_size; expected one of the two")
 
 
 def _look(call: Ragged, caches: Caches, lengths: Any, starts: Any, rows: Any, tokens: int) -> None:

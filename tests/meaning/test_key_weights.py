@@ -50,7 +50,7 @@ def test_it_is_the_sum_of_softmax_weights(name, backend):
     query, key, value = qkv()
     options = PLAIN.get(name) or OTHER[name]
     expected = plain(query, key, **options)
-    options = options | {"backend": backend}
+    options = options | {"backend": backend, "precision": "highest"}
     got = key_weights(query, key, **options)
     assert got.dtype == jnp.float32
     close(got, expected, 1e-6)

@@ -130,6 +130,7 @@ def test_a_wrong_request_is_nan(at, host_backend):
 def test_vmap_and_heads_split_over_a_mesh():
     arrays = {name: x for name, x in draw(K=4, N=8).items() if x is not None}
     arrays["shared_pages"] = SHARED
+    arrays["ancestors"] = jnp.zeros((TOKENS, 4), bool).at[4, 0].set(True)  # a tree of the second
     expected = run(arrays)
     stacked = {name: jnp.stack([x, x]) for name, x in arrays.items()}
     got = jax.vmap(lambda x: jax_flash.ragged_paged_attention(**x))(stacked)
