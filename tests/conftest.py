@@ -54,6 +54,12 @@ hypothesis.settings.register_profile(
     derandomize=False,
     max_examples=1000,
 )
+# What is found is told at once: the time of the night may end while it is made smaller.
+hypothesis.settings.register_profile(
+    "nightly",
+    parent=hypothesis.settings.get_profile("search"),
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
