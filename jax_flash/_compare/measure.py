@@ -181,7 +181,10 @@ def exact(cell: Cell, inputs: list[jax.Array]) -> list[np.ndarray]:
     # A TPU has no float64.
     device = jax.devices()[0] if jax.default_backend() == "gpu" else jax.devices("cpu")[0]
     with jax.enable_x64(True), jax.default_device(device):
-        return [np.asarray(x) for x in jax.jit(functools.partial(_formula, cell))(*given)]
+        # XLA's search for the fastest products takes longer than these.
+        settings = {"xla_gpu_autotune_level": 0} if device.platform == "gpu" else None
+        formula = jax.jit(functools.partial(_formula, cell), compiler_options=settings)
+        return [np.asarray(x) for x in formula(*given)]
 
 
 def _formula(cell: Cell, q: Any, k: Any, v: Any, dout: Any) -> tuple[jax.Array, ...]:

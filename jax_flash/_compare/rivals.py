@@ -112,13 +112,13 @@ def _torch(cell: Cell, backward: bool) -> Program:
     if on_gpu and not torch.cuda.is_available():
         raise NotImplementedError("PyTorch sees no GPU")
     torch.set_num_threads(os.cpu_count() or 1)
-    device, dtype = ("cuda" if on_gpu else "cpu"), getattr(torch, cell.dtype)
 
     def load(inputs: list[jax.Array]) -> Loaded:
+        # Where they lie; the copies are in PyTorch's own layout, [B, N, T, H].
+        arrays = (torch.from_dlpack(x) for x in inputs)
         q, k, v, dout = (
-            torch.tensor(np.asarray(x.astype("float32"))).to(device, dtype) for x in inputs
+            x.transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in arrays
         )
-        q, k, v, dout = (x.transpose(1, 2).contiguous() for x in (q, k, v, dout))
         for x in (q, k, v):
             x.requires_grad_(backward)
 
