@@ -111,7 +111,8 @@ def keep_mask(
 
     def counters(start: Any, length: int) -> tuple[int, jax.Array]:
         # Sixteen positions share four counters; one that starts between needs sixteen more.
-        sixteens = (length + 15) // 16 + 1
+        between = 0 if _is_multiple(start) else 1
+        sixteens = (length + 15) // 16 + between
         count = jnp.arange(sixteens * 4, dtype=jnp.uint32)
         return sixteens, jnp.asarray(start, jnp.uint32) // 16 * 4 + count
 
@@ -120,21 +121,33 @@ def keep_mask(
     rows = rows.reshape(*lead, -1, 1) + first_row
     columns = columns.reshape(*lead, 1, -1) + first_column
     words = philox((k0, k1), (head, rows, batch, columns))
-    crossed = (rows // 4 + columns // 4) % 2 == 1  # q // 4 % 2 is 1 where words 0 and 1 are drawn
-    draws = []
-    for other in (False, True):  # q // 4 % 2
-        own = crossed == other
-        a, b = (jnp.where(own, words[i], words[2 + i]) for i in range(2))
-        numbers = (a, b, a * jnp.uint32(_WIDENING[0]) + b, b * jnp.uint32(_WIDENING[1]) + a)
-        draws += [(number >> shift) % _STEPS for number in numbers for shift in (0, 16)]
-    draws = jnp.stack(draws, axis=-1)  # [..., q // 16 and q % 4, k // 16 and k % 8 // 2, 16]
-    draws = draws.reshape(*draws.shape[:-3], q_groups, 4, k_groups, 4, 2, 2, 2, 2)
-    # From the last: k % 2, q // 8 % 2, k // 8 % 2, q // 4 % 2, k % 8 // 2, k // 16, q % 4, q // 16;
-    # to the order of [queries, keys].
-    order = (-8, -2, -4, -7, -6, -3, -5, -1)
-    draws = draws.transpose(*range(draws.ndim - 8), *(draws.ndim + axis for axis in order))
-    draws = draws.reshape(*draws.shape[:-8], 16 * q_groups, 16 * k_groups)
+    even = (rows // 4 + columns // 4) % 2 == 0
+    # The bits of a position: q // 16, q // 8 % 2, q // 4 % 2, q % 4, and k // 16, k // 8 % 2,
+    # k % 8 // 2, k % 2. What follows repeats words along the bits that they lack, and moves none.
+    cell = (q_groups, 1, 1, 4, k_groups, 1, 4, 1)
+    *words, even = (
+        x.reshape(*x.shape[:-2], *cell) for x in (*words, jnp.broadcast_to(even, words[0].shape))
+    )
+    q8, q4, k8, k1 = (
+        jnp.arange(2, dtype=jnp.uint32).reshape(*lead, *(2 if i == axis else 1 for i in range(8)))
+        for axis in (1, 2, 5, 7)
+    )
+    drawn = even == (q4 == 0)
+    a, b = (jnp.where(drawn, words[i], words[2 + i]) for i in range(2))
+    a, b = jnp.where(q8 == 0, a, b), jnp.where(q8 == 0, b, a)
+    factor = jnp.where(q8 == 0, jnp.uint32(_WIDENING[0]), jnp.uint32(_WIDENING[1]))
+    number = jnp.where(k8 == 0, a, a * factor + b)
+    keep = ((number >> (16 * k1)) & jnp.uint32(_STEPS - 1)) >= jnp.uint32(round(rate * _STEPS))
+    keep = keep.reshape(*keep.shape[:-8], 16 * q_groups, 16 * k_groups)
     for axis, start, length in ((-2, query_start, q_len), (-1, key_start, kv_len)):
-        first = (jnp.asarray(start, jnp.uint32) % 16).astype(jnp.int32)
-        draws = jax.lax.dynamic_slice_in_dim(draws, first, length, axis)
-    return draws >= jnp.uint32(round(rate * _STEPS))
+        if _is_multiple(start):
+            keep = jax.lax.slice_in_dim(keep, 0, length, axis=axis)
+        else:
+            first = (jnp.asarray(start, jnp.uint32) % 16).astype(jnp.int32)
+            keep = jax.lax.dynamic_slice_in_dim(keep, first, length, axis)
+    return keep
+
+
+def _is_multiple(start: Any) -> bool:
+    """Tells whether a position is known to be the first of sixteen."""
+    return not isinstance(start, jax.core.Tracer) and int(start) % 16 == 0

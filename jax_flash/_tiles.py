@@ -6,6 +6,7 @@ for both passes. Read next: `blockwise.py`, which walks over the tiles.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -17,13 +18,11 @@ from jax import lax
 from jax_flash._block_arrays import EMPTY, FULL, WORD, words_at
 from jax_flash._philox import keep_mask
 from jax_flash._problem import Problem
-from jax_flash._terms import sum_dtype
+from jax_flash._seen import Seen, both, finite
 
 _BLOCK = 512  # queries and keys of one tile, less when there are many heads
 _MIN_BLOCK = 128
 _TILE_ELEMENTS = 2**24  # scores of one tile over all batch rows and heads: 64 MiB in float32
-# Terms that by themselves hide no key from a query.
-_SHOWN = {"query_positions", "key_value_positions", "sinks", "dropout_state", "score_ids"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,20 +169,34 @@ class Sweep:
         return jnp.moveaxis(x.reshape(*self.lse_shape, x.shape[-1]), -3, -2)
 
     @property
-    def hides(self) -> bool:
-        """Tells whether anything can hide a key from a query."""
-        problem = self.problem
-        return (
-            any(side is not None for side in problem.window)
-            or problem.score is not None
-            or not _SHOWN.issuperset(problem.terms)
+    def windowed(self) -> bool:
+        """Tells whether the window can hide a key from a query."""
+        left, right = self.problem.window
+        if left is None and right is None:
+            return False
+        offset = self.offset
+        if self.query_positions is not None or not isinstance(offset, int):
+            return True
+        q_len, kv_len = self.q.shape[-2], self.k.shape[-2]
+        return (left is not None and left < q_len - 1 + offset) or (
+            right is not None and right < kv_len - 1 - offset
         )
 
-    def guard(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns `split_bad(x)`; x and zeros where all is seen, so that no NaN is hidden."""
-        if self.hides:
-            return split_bad(x)
-        return x, jnp.zeros(x.shape[:-1], sum_dtype(x.dtype))
+    @property
+    def offset(self) -> jax.Array | int:
+        """The key index at which query 0 stands."""
+        if not self.problem.bottom_right:
+            return 0
+        q_len = self.q.shape[-2] if self.query_lengths is None else self.query_lengths
+        kv_len = self.k.shape[-2] if self.key_value_lengths is None else self.key_value_lengths
+        return kv_len - q_len
+
+    @property
+    def only_tile(self) -> "Tile | None":
+        """The one tile that has all queries and keys, if there is one."""
+        sizes = self.q.shape[-2], self.k.shape[-2]
+        is_one = (self.block_q, self.block_kv) == sizes and len(self.starts) == 1
+        return self.tile(self.starts[0]) if is_one else None
 
     def carry(self, step, state):
         """Carries a state through `step(state, start)` of each tile that may show anything."""
@@ -195,8 +208,6 @@ class Sweep:
             seen = blocks.shown(*self.spans(start))
             return lax.cond(seen, lambda: step(state, start), lambda: state)
 
-        if len(self.starts) == 1:  # a loop would keep XLA from joining it with what is around it
-            return shown(state, self.starts[0])
         return lax.scan(lambda state, start: (shown(state, start), None), state, self.starts)[0]
 
     def spans(self, start: jax.Array | np.ndarray) -> tuple[Span, Span]:
@@ -229,35 +240,34 @@ class Tile:
     k: jax.Array  # [*B, K, s, H]
     v: jax.Array  # [*B, K, s, Hv]
 
-    def scores(self) -> tuple[jax.Array, jax.Array]:
-        """Computes the scaled scores with bias `[*B, K, G, t, s]`, and what is visible."""
-        sweep = self.sweep
-        (q, q_bad), (k, k_bad) = sweep.guard(self.q), sweep.guard(self.k)
-        logits = sweep.problem.scale * product(sweep.problem, "...kgth,...ksh->...kgts", q, k)
-        logits = logits + q_bad[..., None] + k_bad[..., None, None, :]
-        if sweep.bias is not None:
-            logits = logits + self._scores_of(sweep.bias).astype(sweep.problem.sum_dtype)
-        return logits, self._visible()
+    def scores(self) -> jax.Array:
+        """Computes the scaled scores with bias `[*B, K, G, t, s]`, those of hidden pairs too."""
+        problem, bias = self.sweep.problem, self.sweep.bias
+        scores = problem.scale * product_of_pairs(
+            problem, "...kgth,...ksh->...kgts", self.q, self.k
+        )
+        return scores if bias is None else scores + self._scores_of(bias).astype(problem.sum_dtype)
 
     def logits(
-        self, scores: jax.Array, visible: jax.Array, captures: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Computes the logits of `scores`, -inf where not visible, and what is visible then."""
+        self, scores: jax.Array, seen: Seen, captures: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, Seen]:
+        """Computes the logits of `scores`, -inf where not seen, and what is seen then."""
         problem = self.sweep.problem
         logits = scores
         if problem.softcap is not None:
             # The slope of tanh at a hidden NaN would be NaN, and so would zero times it.
-            logits = jnp.where(visible, logits, 0.0)
+            logits = seen.keep(logits, 0.0)
             logits = problem.softcap * jnp.tanh(logits / problem.softcap)
         if problem.score is not None:
             ids = self.sweep.score_ids
             ids = jnp.zeros((*[1] * (scores.ndim - 2), 2), jnp.int32) if ids is None else ids
             batch, head = (ids[..., i, None, None] for i in range(2))
+            visible = jnp.ones([1] * scores.ndim, bool) if seen.pair is None else seen.pair
             arguments = (scores, batch, head, *self._indices())
             logits = problem.score.of_tile(visible, arguments, [*captures.values()])
         if self.sweep.bias is not None or problem.score is not None:
-            visible &= logits != -jnp.inf
-        return jnp.where(visible, logits, -jnp.inf), visible
+            seen = self._seen(seen.queries, seen.keys, both(seen.pairs, logits != -jnp.inf))
+        return seen.keep(logits, -jnp.inf), seen
 
     def drop(self, weights: jax.Array) -> jax.Array:
         """Applies dropout, where the problem has any."""
@@ -274,32 +284,47 @@ class Tile:
         update = _sum_broadcast(dlogits, dbias)
         return self._write_scores(dbias, self._scores_of(dbias) + update)
 
-    def _visible(self) -> jax.Array:
-        """Computes bool, broadcasting to `[*B, K, G, t, s]`."""
+    def seen(self) -> Seen:
+        """Computes what indices and terms let see."""
         sweep, rows, keys = self.sweep, self.rows, self.keys
         query, key = self._indices()
-        visible = (query >= rows.first) & (key >= keys.first)
-        if sweep.query_lengths is not None:
-            visible &= query < sweep.query_lengths
-        if sweep.key_value_lengths is not None:
-            visible &= key < sweep.key_value_lengths
-        if any(side is not None for side in sweep.problem.window):
-            if sweep.query_positions is None or sweep.key_value_positions is None:
-                visible &= self._within_window(query + self._offset(), key)
-            else:
-                visible &= self._within_window(
-                    read(sweep.query_positions, rows, -2),
-                    read(sweep.key_value_positions, keys, -1),
-                )
+        by_query = [
+            query >= rows.first if sweep.q.shape[-2] % rows.size else None,
+            None if sweep.query_lengths is None else query < sweep.query_lengths,
+        ]
+        by_key = [
+            key >= keys.first if sweep.k.shape[-2] % keys.size else None,
+            None if sweep.key_value_lengths is None else key < sweep.key_value_lengths,
+        ]
+        by_pair = []
+        if sweep.windowed:
+            query, key = query + sweep.offset, key
+            if sweep.query_positions is not None and sweep.key_value_positions is not None:
+                query = read(sweep.query_positions, rows, -2)
+                key = read(sweep.key_value_positions, keys, -1)
+            by_pair.append(self._within_window(query, key))
         if sweep.query_segments is not None and sweep.key_value_segments is not None:
-            visible &= read(sweep.query_segments, rows, -2) == read(
-                sweep.key_value_segments, keys, -1
-            )
+            segments = read(sweep.query_segments, rows, -2)
+            by_pair.append(segments == read(sweep.key_value_segments, keys, -1))
         if sweep.mask is not None:
-            visible &= self._scores_of(sweep.mask)
+            by_pair.append(self._scores_of(sweep.mask))
         if sweep.blocks is not None:
-            visible &= sweep.blocks.seen(rows, keys)
-        return visible
+            by_pair.append(sweep.blocks.seen(rows, keys))
+        return self._seen(both(*by_query), both(*by_key), both(*by_pair))
+
+    def _seen(
+        self, queries: jax.Array | None, keys: jax.Array | None, pairs: jax.Array | None
+    ) -> Seen:
+        """Takes what hides pairs for what hides queries or keys, if it varies along these alone."""
+        if pairs is not None and pairs.shape[-3:-1] == (1, 1):
+            keys, pairs = both(keys, pairs), None
+        elif pairs is not None and pairs.shape[-1] == 1:
+            queries, pairs = both(queries, pairs), None
+        leading = () if keys is None else zip(keys.shape[:-4], self.k.shape[:-3], strict=True)
+        if any(size not in (1, own) for size, own in leading):
+            # Members that share keys hide others of them, each its own.
+            keys, pairs = None, both(keys, pairs)
+        return Seen(queries, keys, pairs)
 
     def _indices(self) -> tuple[jax.Array, jax.Array]:
         """Computes the indices of queries and keys, each of rank and place as in the scores."""
@@ -318,15 +343,6 @@ class Tile:
         if right is not None:
             seen &= (key <= query) | ((key - query).astype(jnp.uint32) <= jnp.uint32(right))
         return seen
-
-    def _offset(self) -> jax.Array | int:
-        """Computes the key index at which query 0 stands."""
-        sweep = self.sweep
-        if not sweep.problem.bottom_right:
-            return 0
-        q_len = sweep.q.shape[-2] if sweep.query_lengths is None else sweep.query_lengths
-        kv_len = sweep.k.shape[-2] if sweep.key_value_lengths is None else sweep.key_value_lengths
-        return kv_len - q_len
 
     def _scores_of(self, x: jax.Array) -> jax.Array:
         """Reads the tile's part of `[*B, K, G, T, S]`, any of them 1."""
@@ -383,8 +399,12 @@ def _tile_starts(
     return np.stack(starts, axis=-1).astype(np.int32)
 
 
-def product(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def product(
+    problem: Problem, subscripts: str, x: jax.Array, y: jax.Array, dtype: str | None = None
+) -> jax.Array:
     """Multiplies in the problem's dtype and precision, and sums in its sum_dtype.
+
+    The result is in that, or rounded to `dtype`.
 
     Leading dims of x `[*B, K, G, ...]` that are 1 in y `[*B, K, ...]`, those of members that share
     it, join G: to XLA's CPU batch dims [1, 2] of one operand and [0, 1] of the other are no product
@@ -403,7 +423,7 @@ def product(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> ja
         x.astype(problem.dtype),
         y.astype(problem.dtype),
         precision=lax.Precision("highest" if exact else problem.precision),
-        preferred_element_type=problem.sum_dtype,
+        preferred_element_type=dtype or problem.sum_dtype,
     )
     if not shared:
         return made
@@ -411,16 +431,23 @@ def product(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> ja
     return jnp.moveaxis(made, before_group, shared)
 
 
-def split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits `[..., L, H]` into x with 0 for NaN and inf, and `[..., L]`: NaN where x had any.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def product_of_pairs(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Multiplies as `product` along the head dim, where NaN stays with its pair.
 
-    Elsewhere the second, float32 or wider, is 0. A product then cannot spread NaN through a weight
-    of 0, and adding the second to the weights brings it back where it is seen.
+    Its derivatives are products along queries and keys, and read finite numbers: a hidden pair has
+    no part in them, and to one that is seen NaN comes back through its score.
     """
-    finite = jnp.isfinite(x)
-    bad = jnp.where(jnp.all(finite, axis=-1), 0.0, jnp.nan)
-    bad = bad.astype(sum_dtype(x.dtype))
-    return jnp.where(finite, x, 0), bad
+    return product(problem, subscripts, x, y)
+
+
+@product_of_pairs.defjvp
+def _(problem, subscripts, primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    moved = product(problem, subscripts, dx, finite(y)) + product(
+        problem, subscripts, finite(x), dy
+    )
+    return product_of_pairs(problem, subscripts, x, y), moved
 
 
 def read(x: jax.Array, span: Span, axis: int) -> jax.Array:

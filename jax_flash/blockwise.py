@@ -2,23 +2,28 @@
 
 The score matrix is cut into tiles and only the tiles that the window can reach are visited, one
 `lax.scan` step each; a tile lives for one step. `forward` keeps the running maximum, sum and
-weighted values of every query (online softmax), `backward` recomputes the weights from lse. Both
-are ordinary differentiable JAX, which is what higher derivatives of the primitives use.
-Read next: `_tiles.py`, for what a tile's scores are and what is visible.
+weighted values of every query (online softmax), `backward` recomputes the weights from lse. Where
+one tile has all scores there is neither a loop nor a sum over tiles, and the softmax is written as
+XLA's GPU backend knows it, which makes one kernel of it. Both passes are ordinary differentiable
+JAX, which is what higher derivatives of the primitives use.
+Read next: `_tiles.py`, for what a tile's scores are; `_seen.py`, for what is visible.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867);
 Rabe and Staats (arXiv:2112.05682); Dao, FlashAttention-2 (arXiv:2307.08691).
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_flash._problem import Problem
-from jax_flash._tiles import Sweep, add, product, read, write
+from jax_flash._tiles import Sweep, Tile, add, product, product_of_pairs, read, write
 from jax_flash._varying import vary_over
 
 _STATE_AXES = (-1, -1, -2)  # of T, in the maximum, the sum and the weighted values
+_FLOAT16_KEYS = 1024  # beyond them weights of 1 / S leave float16's normal numbers by far
 
 
 def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -32,6 +37,44 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
     Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse `[*B, N, T]` in problem.sum_dtype.
     """
     sweep = Sweep.of(problem, *operands)
+    tile = sweep.only_tile
+    out, lse = _forward_in_parts(sweep, operands) if tile is None else _forward_at_once(tile)
+    return sweep.join_query_heads(out).astype(problem.dtype), lse.reshape(sweep.lse_shape)
+
+
+def _forward_at_once(tile: Tile) -> tuple[jax.Array, jax.Array]:
+    sweep, problem = tile.sweep, tile.sweep.problem
+    logits, seen = tile.logits(tile.scores(), tile.seen(), sweep.captures)
+    weights, lse = _softmax(logits, sweep.sinks)
+    weights = seen.mark_keys(tile.drop(weights), tile.v)
+    # A weight is at most 1 / (1 - rate); times this float16 has it, and smaller ones better.
+    larger, dtype = 1.0, problem.dtype
+    if problem.dtype == "float16" and logits.shape[-1] > _FLOAT16_KEYS:
+        larger, dtype = 2.0 ** math.floor(14 + math.log2(1 - problem.dropout_rate)), None
+    out = product(
+        problem, "...kgts,...ksh->...kgth", larger * weights, seen.clean_keys(tile.v), dtype
+    )
+    return seen.keep_queries(out / larger), lse
+
+
+def _softmax(logits: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Computes the softmax of `[*B, K, G, t, s]`, of which -inf has no weight, and its lse.
+
+    XLA makes one kernel of max, sub, exp, sum and div of one array, if nothing but numbers meets
+    the maximum and the sum in between: they are bounded, not replaced, where a row sees nothing.
+    """
+    largest = jnp.max(logits, axis=-1)
+    largest = largest if sinks is None else jnp.maximum(largest, sinks)
+    shift = lax.stop_gradient(jnp.maximum(largest, jnp.finfo(logits.dtype).min))
+    weights = jnp.exp(logits - shift[..., None])
+    total = jnp.sum(weights, axis=-1)
+    total = total if sinks is None else total + jnp.exp(sinks - shift)
+    some = jnp.maximum(total, 0.5)  # the largest of a row counts 1
+    return weights / some[..., None], jnp.where(total == 0.0, -jnp.inf, shift + jnp.log(some))
+
+
+def _forward_in_parts(sweep: Sweep, operands) -> tuple[jax.Array, jax.Array]:
+    problem = sweep.problem
     empty_rows = sweep.row_shape  # [*B, K, G, T]
     state = (
         jnp.full(empty_rows, -jnp.inf, problem.sum_dtype),
@@ -44,19 +87,16 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
         largest, total, weighted = (
             read(x, tile.rows, axis) for x, axis in zip(state, _STATE_AXES, strict=True)
         )
-        scores, visible = tile.scores()
-        logits, visible = tile.logits(scores, visible, sweep.captures)
+        logits, seen = tile.logits(tile.scores(), tile.seen(), sweep.captures)
         new_largest = jnp.maximum(largest, lax.stop_gradient(jnp.max(logits, axis=-1)))
         # A row that has seen no key yet has a maximum of -inf; exp(-inf - 0) is the 0 it needs.
         shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
         rescale = jnp.exp(largest - shift)
         weights = jnp.exp(logits - shift[..., None])
         total = rescale * total + jnp.sum(weights, axis=-1)
-        v, v_bad = sweep.guard(tile.v)
-        weights = jnp.where(visible, tile.drop(weights) + v_bad[..., None, None, :], 0.0)
-        weighted = rescale[..., None] * weighted + product(
-            sweep.problem, "...kgts,...ksh->...kgth", weights, v
-        )
+        weights = seen.mark_keys(tile.drop(weights), tile.v)
+        sums = product(problem, "...kgts,...ksh->...kgth", weights, seen.clean_keys(tile.v))
+        weighted = rescale[..., None] * weighted + seen.keep_queries(sums)
         new = (new_largest, total, weighted)
         return tuple(
             write(x, y, tile.rows, axis) for x, y, axis in zip(state, new, _STATE_AXES, strict=True)
@@ -74,8 +114,7 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
     empty = largest == -jnp.inf
     total = jnp.where(empty, 1.0, total)
     out = weighted / total[..., None]
-    lse = jnp.where(empty, -jnp.inf, largest + jnp.log(total))
-    return sweep.join_query_heads(out).astype(problem.dtype), lse.reshape(sweep.lse_shape)
+    return out, jnp.where(empty, -jnp.inf, largest + jnp.log(total))
 
 
 def backward(
@@ -84,6 +123,7 @@ def backward(
     with_dlse: bool,
     with_dbias: bool,
     captures: tuple[str, ...] = (),
+    of_forward: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Computes the gradients of `forward`.
 
@@ -94,6 +134,8 @@ def backward(
       with_dlse: dlse is among the operands; otherwise it is zero.
       with_dbias: also compute the gradient of bias.
       captures: the arrays of problem.score to which gradients are computed as well.
+      of_forward: lse is that of these operands, not of more keys. One tile then has the weights as
+        the forward pass had them, and XLA computes them once for both.
 
     Returns:
       dq, dk, dv in the shapes and dtypes of q, k, v; with_dbias also dbias in those of bias; then
@@ -103,53 +145,65 @@ def backward(
     q, k, v, out, lse, dout, *rest = operands
     dlse = rest.pop(0) if with_dlse else None
     sweep = Sweep.of(problem, q, k, v, *rest)
-    delta = row_delta(out, lse, dout, dlse, problem.name_terms(rest).get("sinks"))
+    delta = _row_sum(out, dout, lse.dtype)
+    delta = delta if dlse is None else delta - dlse
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # makes exp(logits - lse) of these rows 0
     lse, delta = (x.reshape(sweep.row_shape) for x in (lse, delta))
     dout = sweep.split_query_heads(dout)
     bias = sweep.bias if with_dbias else None
+    named = problem.name_terms(rest)
+    moving = {name: named[name] for name in captures}
+
+    def of_tile(tile: Tile):
+        """Computes a tile's part of dq, dk and dv, dlogits, and the part of the captured arrays."""
+        do = read(dout, tile.rows, -2)
+        row_lse, row_delta = (read(x, tile.rows, -1) for x in (lse, delta))
+        seen = tile.seen()
+
+        def logits_of(scores, *moving_now):
+            arrays = {**sweep.captures, **dict(zip(moving, moving_now, strict=True))}
+            return tile.logits(scores, seen, arrays)
+
+        logits, pull, seen = jax.vjp(logits_of, tile.scores(), *moving.values(), has_aux=True)
+        if of_forward and sweep.only_tile is not None:
+            weights, _ = _softmax(logits, sweep.sinks)
+        else:
+            weights = jnp.exp(logits - row_lse[..., None])
+        dropped = seen.mark_queries(tile.drop(weights), do)
+        dv = product(problem, "...kgts,...kgth->...ksh", dropped, seen.clean_queries(do))
+        dweights = tile.drop(product_of_pairs(problem, "...kgth,...ksh->...kgts", do, tile.v))
+        # What this is differentiated by must not meet NaN of hidden values times 0.
+        dweights = seen.keep(dweights, 0.0)
+        # A row that met NaN has it in its weights and delta.
+        dlogits = seen.keep(weights * (dweights - row_delta[..., None]), 0.0)
+        dlogits, *of_captures = pull(dlogits)
+        # A logit of -inf has no gradient, whatever its slope.
+        dlogits = seen.keep(dlogits, 0.0)
+        dscores = problem.scale * dlogits
+        dq = product(problem, "...kgts,...ksh->...kgth", dscores, seen.clean_keys(tile.k))
+        dk = product(problem, "...kgts,...kgth->...ksh", dscores, seen.clean_queries(tile.q))
+        sums = seen.keep_queries(dq), seen.keep_keys(dk), seen.keep_keys(dv)
+        return *sums, dlogits, of_captures
+
     state = tuple(
         None if x is None else jnp.zeros(x.shape, problem.sum_dtype)
         for x in (sweep.q, sweep.k, sweep.v, bias)
     )
-    moving = {name: problem.name_terms(rest)[name] for name in captures}
     state = (*state, [jnp.zeros_like(x) for x in moving.values()])
 
     def step(state, start):
         dq, dk, dv, dbias, dcaptures = state
         tile = sweep.tile(start)
-        (q, _), (k, _), (v, v_bad) = (sweep.guard(x) for x in (tile.q, tile.k, tile.v))
-        do, do_bad = sweep.guard(read(dout, tile.rows, -2))
-        row_lse, row_delta = (read(x, tile.rows, -1) for x in (lse, delta))
-
-        scores, visible = tile.scores()
-
-        def logits_of(scores, *moving_now):
-            arrays = {**sweep.captures, **dict(zip(moving, moving_now, strict=True))}
-            return tile.logits(scores, visible, arrays)
-
-        logits, pull, visible = jax.vjp(logits_of, scores, *moving.values(), has_aux=True)
-        weights = jnp.exp(logits - row_lse[..., None])
-        dropped = jnp.where(visible, tile.drop(weights) + do_bad[..., None], 0.0)
-        dv = add(dv, product(sweep.problem, "...kgts,...kgth->...ksh", dropped, do), tile.keys, -2)
-        dweights = product(sweep.problem, "...kgth,...ksh->...kgts", do, v)
-        dweights = tile.drop(dweights + do_bad[..., None] + v_bad[..., None, None, :])
-        # What this is differentiated by must not meet NaN of hidden values times 0.
-        dweights = jnp.where(visible, dweights, 0.0)
-        # A row that met NaN has it in lse and delta.
-        dlogits = jnp.where(visible, weights * (dweights - row_delta[..., None]), 0.0)
-        dlogits, *of_captures = pull(dlogits)
-        # A logit of -inf has no gradient, whatever its slope.
-        dlogits = jnp.where(visible, dlogits, 0.0)
+        q_part, k_part, v_part, dlogits, of_captures = of_tile(tile)
+        dq = add(dq, q_part, tile.rows, -2)
+        dk, dv = (add(x, y, tile.keys, -2) for x, y in ((dk, k_part), (dv, v_part)))
+        dbias = None if dbias is None else tile.add_to_bias(dbias, dlogits)
         dcaptures = [x + y for x, y in zip(dcaptures, of_captures, strict=True)]
-        if dbias is not None:
-            dbias = tile.add_to_bias(dbias, dlogits)
-        dlogits = problem.scale * dlogits
-        dq = add(dq, product(sweep.problem, "...kgts,...ksh->...kgth", dlogits, k), tile.rows, -2)
-        dk = add(dk, product(sweep.problem, "...kgts,...kgth->...ksh", dlogits, q), tile.keys, -2)
         return dq, dk, dv, dbias, dcaptures
 
-    dq, dk, dv, dbias, dcaptures = sweep.carry(step, vary_over(state, operands))
+    state = vary_over(state, operands)
+    one = sweep.only_tile is not None
+    dq, dk, dv, dbias, dcaptures = step(state, sweep.starts[0]) if one else sweep.carry(step, state)
     gradients = [
         sweep.join_query_heads(dq),
         jnp.moveaxis(dk, -3, -2),
@@ -157,9 +211,14 @@ def backward(
     ]
     gradients = [x.astype(problem.dtype) for x in gradients]
     if dbias is not None:
-        own = problem.name_terms(rest)["bias"]
+        own = named["bias"]
         gradients.append(dbias.reshape(own.shape).astype(own.dtype))
     return (*gradients, *dcaptures)
+
+
+def _row_sum(out: jax.Array, dout: jax.Array, dtype) -> jax.Array:
+    """Computes rowsum(out * dout) `[*B, N, T]` of `[*B, T, N, Hv]`."""
+    return jnp.swapaxes(jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1), -1, -2)
 
 
 def row_delta(out, lse, dout, dlse, sinks) -> jax.Array:
@@ -174,8 +233,7 @@ def row_delta(out, lse, dout, dlse, sinks) -> jax.Array:
     Returns: `[*B, N, T]`. Whatever dout holds in a row that sees no key, it is -dlse there
     where lse is the sink, and 0 where it is -inf.
     """
-    delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
-    delta = jnp.swapaxes(delta, -1, -2)
+    delta = _row_sum(out, dout, lse.dtype)
     nothing = -jnp.inf if sinks is None else sinks[..., None]
     # A row may also see keys of no weight beside its sink; it counts in full unless out is 0.
     unseen = (lse == nothing) & jnp.swapaxes(jnp.all(out == 0, axis=-1), -1, -2)

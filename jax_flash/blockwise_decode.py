@@ -15,7 +15,8 @@ from jax import lax
 
 from jax_flash import _cache
 from jax_flash._problem import Problem
-from jax_flash._tiles import product, split_bad
+from jax_flash._seen import split_bad
+from jax_flash._tiles import product
 from jax_flash._varying import vary_over
 
 _BLOCK = 512  # positions of the cache in one step

@@ -24,6 +24,7 @@ class Backward(Call):
 
     with_dlse: bool
     gradients: tuple[str, ...]  # to what they are, in the order of q, k, v, bias, captured arrays
+    of_forward: bool = False  # lse is flash_forward's of these operands, not of more keys
 
     target = "backward"
 
@@ -69,6 +70,7 @@ class Backward(Call):
             with_dlse=self.with_dlse,
             with_dbias=self.with_dbias,
             captures=self.captures,
+            of_forward=self.of_forward,
         )
         whole = (*self.whole.results, *(f"d{name}" for name in self.captures))
         named = zip(whole, results, strict=True)

@@ -73,7 +73,7 @@ def transpose(cotangents, *operands, call: Call, active: tuple[str, ...]):
     q, k, v, *terms = primals
     by_name = {}
     if wanted:
-        backward = Backward(call.problem, call.backend, with_dlse, wanted)
+        backward = Backward(call.problem, call.backend, with_dlse, wanted, of_forward=True)
         cotangents = (dout, dlse) if with_dlse else (dout,)
         gradients = flash_backward_p.bind(q, k, v, out, lse, *cotangents, *terms, call=backward)
         by_name = dict(zip(wanted, gradients, strict=True))

@@ -1,0 +1,103 @@
+"""Owns what backend "xla" does about what a query does not see: NaN and infinity there stay there.
+
+A hidden pair has the logit -inf and the weight 0, but 0 times NaN is NaN: in a product along keys
+or along queries, what some of them do not see has to be finite. `Seen` says of a tile what hides
+the rest, and makes operands so, as cheaply as that allows: each array that it changes is one more
+that a GPU writes and reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._terms import sum_dtype
+
+
+class Seen(NamedTuple):
+    """Which pairs of a tile are seen, by what hides the others; None hides nothing.
+
+    Where whole queries and whole keys are hidden, a select keeps them out of a product's operands,
+    and others out of their results. Where single pairs are, an operand has 0 for what is not
+    finite, and the pairs that see it get NaN for a weight.
+    """
+
+    queries: jax.Array | None = None  # bool [*B, K, G, t, 1], any but t 1
+    keys: jax.Array | None = None  # bool [*B, K, 1, 1, s], any but s 1
+    pairs: jax.Array | None = None  # bool [*B, K, G, t, s], any of them 1
+
+    @property
+    def pair(self) -> jax.Array | None:
+        """Which pairs are seen: bool, broadcasting to `[*B, K, G, t, s]`."""
+        return both(*self)
+
+    def keep(self, scores: jax.Array, other: float) -> jax.Array:
+        """Puts a number where a pair is hidden."""
+        return _where(self.pair, scores, other)
+
+    def clean_queries(self, x: jax.Array) -> jax.Array:
+        """Makes `[*B, K, G, t, H]` fit for a product along queries."""
+        return self.keep_queries(x) if self.pairs is None else finite(x)
+
+    def clean_keys(self, x: jax.Array) -> jax.Array:
+        """Makes `[*B, K, s, H]` fit for a product along keys."""
+        return self.keep_keys(x) if self.pairs is None else finite(x)
+
+    def mark_queries(self, weights: jax.Array, x: jax.Array) -> jax.Array:
+        """Makes weights NaN where `clean_queries(x)` took anything away that is seen."""
+        return self._mark(weights, x, -1)
+
+    def mark_keys(self, weights: jax.Array, x: jax.Array) -> jax.Array:
+        """Makes weights NaN where `clean_keys(x)` took anything away that is seen."""
+        return self._mark(weights, x, (-3, -2))
+
+    def _mark(self, weights: jax.Array, x: jax.Array, axes: int | tuple[int, ...]) -> jax.Array:
+        if self.pairs is None:
+            return weights
+        return self.keep(weights + jnp.expand_dims(not_finite(x), axes), 0.0)
+
+    def keep_queries(self, x: jax.Array) -> jax.Array:
+        """Makes `[*B, K, G, t, H]` 0 where the whole query is hidden."""
+        return _where(self.queries, x, 0)
+
+    def keep_keys(self, x: jax.Array) -> jax.Array:
+        """Makes `[*B, K, s, H]` 0 where the whole key is hidden."""
+        keys = self.keys
+        return x if keys is None else _where(jnp.swapaxes(keys[..., 0, :, :], -1, -2), x, 0)
+
+
+def both(*seen: jax.Array | None) -> jax.Array | None:
+    """Tells where all of some bools hold, None for one that always does."""
+    given = [x for x in seen if x is not None]
+    return functools.reduce(jnp.logical_and, given) if given else None
+
+
+def _where(seen: jax.Array | None, x: jax.Array, other: float) -> jax.Array:
+    return x if seen is None else jnp.where(seen, x, jnp.asarray(other, x.dtype))
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """Returns x with 0 for NaN and infinity."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+
+def not_finite(x: jax.Array) -> jax.Array:
+    """Returns of `[..., L, H]` `[..., L]`, float32 or wider: NaN where x has NaN or infinity, 0
+    elsewhere.
+
+    Its derivative is 0.
+    """
+    x = jax.lax.stop_gradient(x)
+    return jnp.sum(x.astype(sum_dtype(x.dtype)) * 0, axis=-1)
+
+
+def split_bad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits `[..., L, H]` into `finite(x)` and `not_finite(x)`.
+
+    A product then cannot spread NaN through a weight of 0, and adding the second to the weights
+    brings it back where it is seen.
+    """
+    return finite(x), not_finite(x)
