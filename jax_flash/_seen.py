@@ -25,13 +25,13 @@ class Seen(NamedTuple):
     finite, and the pairs that see it get NaN for a weight.
     """
 
-    queries: jax.Array | None = None  # bool [*B, K, G, t, 1], any but t 1
-    keys: jax.Array | None = None  # bool [*B, K, 1, 1, s], any but s 1
-    pairs: jax.Array | None = None  # bool [*B, K, G, t, s], any of them 1
+    queries: jax.Array | None = None  # bool [*B, K, t, G, 1], any of them 1, as of those below
+    keys: jax.Array | None = None  # bool [*B, K, 1, 1, s]
+    pairs: jax.Array | None = None  # bool [*B, K, t, G, s]
 
     @property
     def pair(self) -> jax.Array | None:
-        """Which pairs are seen: bool, broadcasting to `[*B, K, G, t, s]`."""
+        """Which pairs are seen: bool, broadcasting to `[*B, K, t, G, s]`."""
         return both(*self)
 
     def keep(self, scores: jax.Array, other: float) -> jax.Array:
@@ -39,28 +39,26 @@ class Seen(NamedTuple):
         return _where(self.pair, scores, other)
 
     def clean_queries(self, x: jax.Array) -> jax.Array:
-        """Makes `[*B, K, G, t, H]` fit for a product along queries."""
+        """Makes `[*B, K, t, G, H]` fit for a product along queries."""
         return self.keep_queries(x) if self.pairs is None else finite(x)
 
     def clean_keys(self, x: jax.Array) -> jax.Array:
         """Makes `[*B, K, s, H]` fit for a product along keys."""
         return self.keep_keys(x) if self.pairs is None else finite(x)
 
-    def mark_queries(self, weights: jax.Array, x: jax.Array) -> jax.Array:
-        """Makes weights NaN where `clean_queries(x)` took anything away that is seen."""
-        return self._mark(weights, x, -1)
+    def mark_queries(self, weights: jax.Array, marks: jax.Array) -> jax.Array:
+        """Adds to weights `not_finite` `[*B, K, t, G]` of what `clean_queries` made of x."""
+        return self._mark(weights, marks[..., None])
 
     def mark_keys(self, weights: jax.Array, x: jax.Array) -> jax.Array:
-        """Makes weights NaN where `clean_keys(x)` took anything away that is seen."""
-        return self._mark(weights, x, (-3, -2))
+        """Adds to weights `not_finite` of the x of which `clean_keys` made another."""
+        return self._mark(weights, not_finite(x)[..., None, None, :])
 
-    def _mark(self, weights: jax.Array, x: jax.Array, axes: int | tuple[int, ...]) -> jax.Array:
-        if self.pairs is None:
-            return weights
-        return self.keep(weights + jnp.expand_dims(not_finite(x), axes), 0.0)
+    def _mark(self, weights: jax.Array, marks: jax.Array) -> jax.Array:
+        return weights if self.pairs is None else self.keep(weights + marks, 0.0)
 
     def keep_queries(self, x: jax.Array) -> jax.Array:
-        """Makes `[*B, K, G, t, H]` 0 where the whole query is hidden."""
+        """Makes `[*B, K, t, G, H]` 0 where the whole query is hidden."""
         return _where(self.queries, x, 0)
 
     def keep_keys(self, x: jax.Array) -> jax.Array:
@@ -81,7 +79,8 @@ def _where(seen: jax.Array | None, x: jax.Array, other: float) -> jax.Array:
 
 def finite(x: jax.Array) -> jax.Array:
     """Returns x with 0 for NaN and infinity."""
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+    # Not isfinite, which XLA's Triton products do not take in.
+    return jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros((), x.dtype))
 
 
 def not_finite(x: jax.Array) -> jax.Array:

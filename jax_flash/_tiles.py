@@ -46,7 +46,7 @@ class Blocks:
     bits: jax.Array  # [*B, C, block, words], any of *B 1
 
     def seen(self, rows: Span, keys: Span) -> jax.Array:
-        """Reads what it lets see: bool, broadcasting to `[*B, K, G, t, s]`."""
+        """Reads what it lets see: bool, broadcasting to `[*B, K, t, G, s]`."""
         *_, block, words = self.bits.shape
         query = rows.start + jnp.arange(rows.size, dtype=jnp.int32)[:, None]
         first = keys.start // WORD
@@ -57,7 +57,8 @@ class Blocks:
         places = jnp.arange(WORD, dtype=jnp.int32).reshape(*(1 for _ in read.shape), WORD)
         seen = ((read[..., None] >> places) & 1) == 1
         seen = seen.reshape(*read.shape[:-1], -1)
-        return lax.dynamic_slice_in_dim(seen, keys.start - first * WORD, keys.size, -1)
+        seen = lax.dynamic_slice_in_dim(seen, keys.start - first * WORD, keys.size, -1)
+        return jnp.swapaxes(seen, -3, -2)
 
     def shown(self, rows: Span, keys: Span) -> jax.Array:
         """Tells whether it shows any of a tile."""
@@ -77,22 +78,25 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The operands in the layout of the tiles (G = N // K query heads read one kv head)."""
+    """The operands in the layout of the tiles (G = N // K query heads read one kv head).
+
+    G is behind T, as in q: where there is one kv head nothing has to be moved.
+    """
 
     problem: Problem
-    q: jax.Array  # [*B, K, G, T, H]
+    q: jax.Array  # [*B, K, T, G, H]
     k: jax.Array  # [*B, K, S, H], any of *B 1, as of v and of all below
     v: jax.Array  # [*B, K, S, Hv]
-    bias: jax.Array | None  # [*B, K, G, T, S], any of them 1
-    mask: jax.Array | None  # [*B, K, G, T, S], any of them 1
+    bias: jax.Array | None  # [*B, K, T, G, S], any of them 1
+    mask: jax.Array | None  # [*B, K, T, G, S], any of them 1
     blocks: Blocks | None
     query_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
     key_value_lengths: jax.Array | None  # [*B, 1, 1, 1, 1]
-    query_segments: jax.Array | None  # [*B, 1, 1, T, 1]
+    query_segments: jax.Array | None  # [*B, 1, T, 1, 1]
     key_value_segments: jax.Array | None  # [*B, 1, 1, 1, S]
-    query_positions: jax.Array | None  # [*B, 1, 1, T, 1]
+    query_positions: jax.Array | None  # [*B, 1, T, 1, 1]
     key_value_positions: jax.Array | None  # [*B, 1, 1, 1, S]
-    sinks: jax.Array | None  # [*B, K, G, 1], any of *B 1
+    sinks: jax.Array | None  # [*B, K, 1, G], any of *B 1
     dropout_state: jax.Array | None  # [*B, K, G, 4 or 6]
     score_ids: jax.Array | None  # [*B, K, G, 2]
     captures: dict[str, jax.Array]  # [*B, elements], any of *B 1
@@ -111,8 +115,11 @@ class Sweep:
             axis = axis % x.ndim
             return x.reshape(*x.shape[:axis], *split, *x.shape[axis + 1 :])
 
+        def split_scores(x):
+            return jnp.swapaxes(split_heads(x, -3), -3, -2)
+
         def by_query(x):
-            return x[..., None, None, :, None]
+            return x[..., None, :, None, None]
 
         def by_key(x):
             return x[..., None, None, None, :]
@@ -125,11 +132,11 @@ class Sweep:
         )
         return cls(
             problem=problem,
-            q=split_heads(jnp.moveaxis(q, -2, -3), -3),
+            q=jnp.swapaxes(split_heads(q, -2), -4, -3),
             k=jnp.moveaxis(k, -2, -3),
             v=jnp.moveaxis(v, -2, -3),
-            bias=optional("bias", lambda x: split_heads(x, -3)),
-            mask=optional("mask", lambda x: split_heads(x, -3)),
+            bias=optional("bias", split_scores),
+            mask=optional("mask", split_scores),
             blocks=optional(
                 "block_numbers", lambda x: Blocks(split_heads(x, -3), terms["block_bits"])
             ),
@@ -141,7 +148,7 @@ class Sweep:
             key_value_segments=optional("key_value_segments", by_key),
             query_positions=optional("query_positions", by_query),
             key_value_positions=optional("key_value_positions", by_key),
-            sinks=optional("sinks", lambda x: split_heads(x, -1)[..., None]),
+            sinks=optional("sinks", lambda x: split_heads(x, -1)[..., None, :]),
             dropout_state=optional("dropout_state", lambda x: split_heads(x, -2)),
             score_ids=optional("score_ids", lambda x: split_heads(x, -2)),
             captures={name: terms[name] for name in problem.captures},
@@ -154,19 +161,25 @@ class Sweep:
     def row_shape(self) -> tuple[int, ...]:
         return self.q.shape[:-1]
 
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        *batch, kv_heads, group, q_len = self.row_shape
-        return (*batch, kv_heads * group, q_len)
-
     def split_query_heads(self, x: jax.Array) -> jax.Array:
-        """Brings `[*B, T, N, H]` to `[*B, K, G, T, H]`."""
-        *batch, kv_heads, group, q_len = self.row_shape
-        return jnp.moveaxis(x, -2, -3).reshape(*batch, kv_heads, group, q_len, x.shape[-1])
+        """Brings `[*B, T, N, H]` to `[*B, K, T, G, H]`."""
+        *batch, kv_heads, q_len, group = self.row_shape
+        return jnp.swapaxes(x.reshape(*batch, q_len, kv_heads, group, x.shape[-1]), -4, -3)
 
     def join_query_heads(self, x: jax.Array) -> jax.Array:
-        """Brings `[*B, K, G, T, H]` to `[*B, T, N, H]`."""
-        return jnp.moveaxis(x.reshape(*self.lse_shape, x.shape[-1]), -3, -2)
+        """Brings `[*B, K, T, G, H]` to `[*B, T, N, H]`."""
+        *batch, kv_heads, q_len, group = self.row_shape
+        return jnp.swapaxes(x, -4, -3).reshape(*batch, q_len, kv_heads * group, x.shape[-1])
+
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """Brings `[*B, N, T]` to `[*B, K, T, G]`."""
+        *batch, kv_heads, q_len, group = self.row_shape
+        return jnp.swapaxes(x.reshape(*batch, kv_heads, group, q_len), -2, -1)
+
+    def join_rows(self, x: jax.Array) -> jax.Array:
+        """Brings `[*B, K, T, G]` to `[*B, N, T]`."""
+        *batch, kv_heads, q_len, group = self.row_shape
+        return jnp.swapaxes(x, -2, -1).reshape(*batch, kv_heads * group, q_len)
 
     @property
     def windowed(self) -> bool:
@@ -177,7 +190,7 @@ class Sweep:
         offset = self.offset
         if self.query_positions is not None or not isinstance(offset, int):
             return True
-        q_len, kv_len = self.q.shape[-2], self.k.shape[-2]
+        q_len, kv_len = self.q.shape[-3], self.k.shape[-2]
         return (left is not None and left < q_len - 1 + offset) or (
             right is not None and right < kv_len - 1 - offset
         )
@@ -187,14 +200,14 @@ class Sweep:
         """The key index at which query 0 stands."""
         if not self.problem.bottom_right:
             return 0
-        q_len = self.q.shape[-2] if self.query_lengths is None else self.query_lengths
+        q_len = self.q.shape[-3] if self.query_lengths is None else self.query_lengths
         kv_len = self.k.shape[-2] if self.key_value_lengths is None else self.key_value_lengths
         return kv_len - q_len
 
     @property
     def only_tile(self) -> "Tile | None":
         """The one tile that has all queries and keys, if there is one."""
-        sizes = self.q.shape[-2], self.k.shape[-2]
+        sizes = self.q.shape[-3], self.k.shape[-2]
         is_one = (self.block_q, self.block_kv) == sizes and len(self.starts) == 1
         return self.tile(self.starts[0]) if is_one else None
 
@@ -223,7 +236,7 @@ class Sweep:
             sweep=self,
             rows=rows,
             keys=keys,
-            q=read(self.q, rows, -2),
+            q=read(self.q, rows, -3),
             k=read(self.k, keys, -2),
             v=read(self.v, keys, -2),
         )
@@ -236,15 +249,15 @@ class Tile:
     sweep: Sweep
     rows: Span
     keys: Span
-    q: jax.Array  # [*B, K, G, t, H]
+    q: jax.Array  # [*B, K, t, G, H]
     k: jax.Array  # [*B, K, s, H]
     v: jax.Array  # [*B, K, s, Hv]
 
     def scores(self) -> jax.Array:
-        """Computes the scaled scores with bias `[*B, K, G, t, s]`, those of hidden pairs too."""
+        """Computes the scaled scores with bias `[*B, K, t, G, s]`, those of hidden pairs too."""
         problem, bias = self.sweep.problem, self.sweep.bias
         scores = problem.scale * product_of_pairs(
-            problem, "...kgth,...ksh->...kgts", self.q, self.k
+            problem, "...ktgh,...ksh->...ktgs", self.q, self.k
         )
         return scores if bias is None else scores + self._scores_of(bias).astype(problem.sum_dtype)
 
@@ -261,7 +274,7 @@ class Tile:
         if problem.score is not None:
             ids = self.sweep.score_ids
             ids = jnp.zeros((*[1] * (scores.ndim - 2), 2), jnp.int32) if ids is None else ids
-            batch, head = (ids[..., i, None, None] for i in range(2))
+            batch, head = (ids[..., None, :, i, None] for i in range(2))
             visible = jnp.ones([1] * scores.ndim, bool) if seen.pair is None else seen.pair
             arguments = (scores, batch, head, *self._indices())
             logits = problem.score.of_tile(visible, arguments, [*captures.values()])
@@ -277,10 +290,10 @@ class Tile:
         keep = keep_mask(
             state, rate, self.rows.start, self.keys.start, self.rows.size, self.keys.size
         )
-        return jnp.where(keep, weights * (1.0 / (1.0 - rate)), 0.0)
+        return jnp.where(jnp.swapaxes(keep, -3, -2), weights * (1.0 / (1.0 - rate)), 0.0)
 
     def add_to_bias(self, dbias: jax.Array, dlogits: jax.Array) -> jax.Array:
-        """Adds the tile's `[*B, K, G, t, s]` to dbias, summed over the dims that are 1 there."""
+        """Adds the tile's `[*B, K, t, G, s]` to dbias, summed over the dims that are 1 there."""
         update = _sum_broadcast(dlogits, dbias)
         return self._write_scores(dbias, self._scores_of(dbias) + update)
 
@@ -289,7 +302,7 @@ class Tile:
         sweep, rows, keys = self.sweep, self.rows, self.keys
         query, key = self._indices()
         by_query = [
-            query >= rows.first if sweep.q.shape[-2] % rows.size else None,
+            query >= rows.first if sweep.q.shape[-3] % rows.size else None,
             None if sweep.query_lengths is None else query < sweep.query_lengths,
         ]
         by_key = [
@@ -300,11 +313,11 @@ class Tile:
         if sweep.windowed:
             query, key = query + sweep.offset, key
             if sweep.query_positions is not None and sweep.key_value_positions is not None:
-                query = read(sweep.query_positions, rows, -2)
+                query = read(sweep.query_positions, rows, -3)
                 key = read(sweep.key_value_positions, keys, -1)
             by_pair.append(self._within_window(query, key))
         if sweep.query_segments is not None and sweep.key_value_segments is not None:
-            segments = read(sweep.query_segments, rows, -2)
+            segments = read(sweep.query_segments, rows, -3)
             by_pair.append(segments == read(sweep.key_value_segments, keys, -1))
         if sweep.mask is not None:
             by_pair.append(self._scores_of(sweep.mask))
@@ -328,9 +341,9 @@ class Tile:
 
     def _indices(self) -> tuple[jax.Array, jax.Array]:
         """Computes the indices of queries and keys, each of rank and place as in the scores."""
-        lead = (1,) * (self.sweep.q.ndim - 2)  # all of one rank, for jax_numpy_rank_promotion
-        query = jnp.arange(self.rows.size, dtype=jnp.int32).reshape(*lead, -1, 1)
-        key = jnp.arange(self.keys.size, dtype=jnp.int32).reshape(*lead, 1, -1)
+        lead = (1,) * (self.sweep.q.ndim - 3)  # all of one rank, for jax_numpy_rank_promotion
+        query = jnp.arange(self.rows.size, dtype=jnp.int32).reshape(*lead, -1, 1, 1)
+        key = jnp.arange(self.keys.size, dtype=jnp.int32).reshape(*lead, 1, 1, -1)
         return self.rows.start + query, self.keys.start + key
 
     def _within_window(self, query: jax.Array, key: jax.Array) -> jax.Array:
@@ -345,14 +358,14 @@ class Tile:
         return seen
 
     def _scores_of(self, x: jax.Array) -> jax.Array:
-        """Reads the tile's part of `[*B, K, G, T, S]`, any of them 1."""
-        return read(read(x, self.rows, -2), self.keys, -1)
+        """Reads the tile's part of `[*B, K, T, G, S]`, any of them 1."""
+        return read(read(x, self.rows, -3), self.keys, -1)
 
     def _write_scores(self, x: jax.Array, update: jax.Array) -> jax.Array:
         zero = np.int32(0)  # as the other starts, in x64 mode too
-        row = zero if x.shape[-2] == 1 else self.rows.start
+        row = zero if x.shape[-3] == 1 else self.rows.start
         key = zero if x.shape[-1] == 1 else self.keys.start
-        start = [*(zero for _ in x.shape[:-2]), row, key]
+        start = [*(zero for _ in x.shape[:-3]), row, zero, key]
         return lax.dynamic_update_slice(x, update, start, allow_negative_indices=False)
 
 
@@ -406,17 +419,17 @@ def product(
 
     The result is in that, or rounded to `dtype`.
 
-    Leading dims of x `[*B, K, G, ...]` that are 1 in y `[*B, K, ...]`, those of members that share
-    it, join G: to XLA's CPU batch dims [1, 2] of one operand and [0, 1] of the other are no product
+    Leading dims of x `[*B, K, T, ...]` that are 1 in y `[*B, K, ...]`, those of members that share
+    it, join T: to XLA's CPU batch dims [1, 2] of one operand and [0, 1] of the other are no product
     of bfloat16.
     """
     leading = range(x.ndim - 4)
     shared = [axis for axis in leading if y.shape[axis] == 1 != x.shape[axis]]
-    before_group = [x.ndim - 3 - len(shared) + i for i in range(len(shared))]
+    before_queries = [x.ndim - 3 - len(shared) + i for i in range(len(shared))]
     if shared:
-        x, y = jnp.moveaxis(x, shared, before_group), jnp.squeeze(y, shared)
-        group = x.shape[before_group[0] : -2]
-        x = x.reshape(*x.shape[: before_group[0]], math.prod(group), *x.shape[-2:])
+        x, y = jnp.moveaxis(x, shared, before_queries), jnp.squeeze(y, shared)
+        queries = x.shape[before_queries[0] : -2]
+        x = x.reshape(*x.shape[: before_queries[0]], math.prod(queries), *x.shape[-2:])
     exact = problem.dtype == "float64"
     made = jnp.einsum(
         subscripts,
@@ -427,8 +440,8 @@ def product(
     )
     if not shared:
         return made
-    made = made.reshape(*made.shape[:-3], *group, *made.shape[-2:])
-    return jnp.moveaxis(made, before_group, shared)
+    made = made.reshape(*made.shape[:-3], *queries, *made.shape[-2:])
+    return jnp.moveaxis(made, before_queries, shared)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_flash._problem import Problem
+from jax_flash._seen import not_finite
 from jax_flash._tiles import Sweep, Tile, add, product, product_of_pairs, read, write
 from jax_flash._varying import vary_over
 
-_STATE_AXES = (-1, -1, -2)  # of T, in the maximum, the sum and the weighted values
+_STATE_AXES = (-2, -2, -3)  # of T, in the maximum, the sum and the weighted values
 _FLOAT16_KEYS = 1024  # beyond them weights of 1 / S leave float16's normal numbers by far
 
 
@@ -39,7 +40,7 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
     sweep = Sweep.of(problem, *operands)
     tile = sweep.only_tile
     out, lse = _forward_in_parts(sweep, operands) if tile is None else _forward_at_once(tile)
-    return sweep.join_query_heads(out).astype(problem.dtype), lse.reshape(sweep.lse_shape)
+    return sweep.join_query_heads(out).astype(problem.dtype), sweep.join_rows(lse)
 
 
 def _forward_at_once(tile: Tile) -> tuple[jax.Array, jax.Array]:
@@ -52,13 +53,13 @@ def _forward_at_once(tile: Tile) -> tuple[jax.Array, jax.Array]:
     if problem.dtype == "float16" and logits.shape[-1] > _FLOAT16_KEYS:
         larger, dtype = 2.0 ** math.floor(14 + math.log2(1 - problem.dropout_rate)), None
     out = product(
-        problem, "...kgts,...ksh->...kgth", larger * weights, seen.clean_keys(tile.v), dtype
+        problem, "...ktgs,...ksh->...ktgh", larger * weights, seen.clean_keys(tile.v), dtype
     )
     return seen.keep_queries(out / larger), lse
 
 
 def _softmax(logits: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Computes the softmax of `[*B, K, G, t, s]`, of which -inf has no weight, and its lse.
+    """Computes the softmax of `[*B, K, t, G, s]`, of which -inf has no weight, and its lse.
 
     XLA makes one kernel of max, sub, exp, sum and div of one array, if nothing but numbers meets
     the maximum and the sum in between: they are bounded, not replaced, where a row sees nothing.
@@ -75,7 +76,7 @@ def _softmax(logits: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax
 
 def _forward_in_parts(sweep: Sweep, operands) -> tuple[jax.Array, jax.Array]:
     problem = sweep.problem
-    empty_rows = sweep.row_shape  # [*B, K, G, T]
+    empty_rows = sweep.row_shape  # [*B, K, T, G]
     state = (
         jnp.full(empty_rows, -jnp.inf, problem.sum_dtype),
         jnp.zeros(empty_rows, problem.sum_dtype),
@@ -95,7 +96,7 @@ def _forward_in_parts(sweep: Sweep, operands) -> tuple[jax.Array, jax.Array]:
         weights = jnp.exp(logits - shift[..., None])
         total = rescale * total + jnp.sum(weights, axis=-1)
         weights = seen.mark_keys(tile.drop(weights), tile.v)
-        sums = product(problem, "...kgts,...ksh->...kgth", weights, seen.clean_keys(tile.v))
+        sums = product(problem, "...ktgs,...ksh->...ktgh", weights, seen.clean_keys(tile.v))
         weighted = rescale[..., None] * weighted + seen.keep_queries(sums)
         new = (new_largest, total, weighted)
         return tuple(
@@ -145,19 +146,21 @@ def backward(
     q, k, v, out, lse, dout, *rest = operands
     dlse = rest.pop(0) if with_dlse else None
     sweep = Sweep.of(problem, q, k, v, *rest)
-    delta = _row_sum(out, dout, lse.dtype)
-    delta = delta if dlse is None else delta - dlse
+    delta, dout_marks = (  # two sums along the same rows, which XLA makes in one go
+        sweep.split_query_heads(x[..., None])[..., 0]
+        for x in (_row_sum(out, dout, lse.dtype), not_finite(dout))
+    )
+    delta = delta if dlse is None else delta - sweep.split_rows(dlse)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # makes exp(logits - lse) of these rows 0
-    lse, delta = (x.reshape(sweep.row_shape) for x in (lse, delta))
-    dout = sweep.split_query_heads(dout)
+    lse, dout = sweep.split_rows(lse), sweep.split_query_heads(dout)
     bias = sweep.bias if with_dbias else None
     named = problem.name_terms(rest)
     moving = {name: named[name] for name in captures}
 
     def of_tile(tile: Tile):
         """Computes a tile's part of dq, dk and dv, dlogits, and the part of the captured arrays."""
-        do = read(dout, tile.rows, -2)
-        row_lse, row_delta = (read(x, tile.rows, -1) for x in (lse, delta))
+        do = read(dout, tile.rows, -3)
+        row_lse, row_delta, do_marks = (read(x, tile.rows, -2) for x in (lse, delta, dout_marks))
         seen = tile.seen()
 
         def logits_of(scores, *moving_now):
@@ -169,9 +172,9 @@ def backward(
             weights, _ = _softmax(logits, sweep.sinks)
         else:
             weights = jnp.exp(logits - row_lse[..., None])
-        dropped = seen.mark_queries(tile.drop(weights), do)
-        dv = product(problem, "...kgts,...kgth->...ksh", dropped, seen.clean_queries(do))
-        dweights = tile.drop(product_of_pairs(problem, "...kgth,...ksh->...kgts", do, tile.v))
+        dropped = seen.mark_queries(tile.drop(weights), do_marks)
+        dv = product(problem, "...ktgs,...ktgh->...ksh", dropped, seen.clean_queries(do))
+        dweights = tile.drop(product_of_pairs(problem, "...ktgh,...ksh->...ktgs", do, tile.v))
         # What this is differentiated by must not meet NaN of hidden values times 0.
         dweights = seen.keep(dweights, 0.0)
         # A row that met NaN has it in its weights and delta.
@@ -180,8 +183,8 @@ def backward(
         # A logit of -inf has no gradient, whatever its slope.
         dlogits = seen.keep(dlogits, 0.0)
         dscores = problem.scale * dlogits
-        dq = product(problem, "...kgts,...ksh->...kgth", dscores, seen.clean_keys(tile.k))
-        dk = product(problem, "...kgts,...kgth->...ksh", dscores, seen.clean_queries(tile.q))
+        dq = product(problem, "...ktgs,...ksh->...ktgh", dscores, seen.clean_keys(tile.k))
+        dk = product(problem, "...ktgs,...ktgh->...ksh", dscores, seen.clean_queries(tile.q))
         sums = seen.keep_queries(dq), seen.keep_keys(dk), seen.keep_keys(dv)
         return *sums, dlogits, of_captures
 
@@ -195,7 +198,7 @@ def backward(
         dq, dk, dv, dbias, dcaptures = state
         tile = sweep.tile(start)
         q_part, k_part, v_part, dlogits, of_captures = of_tile(tile)
-        dq = add(dq, q_part, tile.rows, -2)
+        dq = add(dq, q_part, tile.rows, -3)
         dk, dv = (add(x, y, tile.keys, -2) for x, y in ((dk, k_part), (dv, v_part)))
         dbias = None if dbias is None else tile.add_to_bias(dbias, dlogits)
         dcaptures = [x + y for x, y in zip(dcaptures, of_captures, strict=True)]
@@ -212,13 +215,13 @@ def backward(
     gradients = [x.astype(problem.dtype) for x in gradients]
     if dbias is not None:
         own = named["bias"]
-        gradients.append(dbias.reshape(own.shape).astype(own.dtype))
+        gradients.append(jnp.swapaxes(dbias, -3, -2).reshape(own.shape).astype(own.dtype))
     return (*gradients, *dcaptures)
 
 
 def _row_sum(out: jax.Array, dout: jax.Array, dtype) -> jax.Array:
-    """Computes rowsum(out * dout) `[*B, N, T]` of `[*B, T, N, Hv]`."""
-    return jnp.swapaxes(jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1), -1, -2)
+    """Computes rowsum(out * dout), `[*B, T, N]`."""
+    return jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1)
 
 
 def row_delta(out, lse, dout, dlse, sinks) -> jax.Array:
@@ -233,7 +236,7 @@ def row_delta(out, lse, dout, dlse, sinks) -> jax.Array:
     Returns: `[*B, N, T]`. Whatever dout holds in a row that sees no key, it is -dlse there
     where lse is the sink, and 0 where it is -inf.
     """
-    delta = _row_sum(out, dout, lse.dtype)
+    delta = jnp.swapaxes(_row_sum(out, dout, lse.dtype), -1, -2)
     nothing = -jnp.inf if sinks is None else sinks[..., None]
     # A row may also see keys of no weight beside its sink; it counts in full unless out is 0.
     unseen = (lse == nothing) & jnp.swapaxes(jnp.all(out == 0, axis=-1), -1, -2)
