@@ -300,3 +300,13 @@ def test_large_scores_stay_finite(dtype, backend):
     assert (np.abs(got["lse"] - truth.lse) <= 1e-5 * scale).all()
     clear = np.abs(got["out"].astype(np.float64) - truth.out).max(-1) < 0.05
     assert clear.mean() > 0.97
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.9])
+def test_equal_weights_of_many_keys_in_float16(rate):
+    """A weight of 1e-5 is no normal number there: "xla" multiplies larger ones."""
+    q, k = jnp.zeros((1, 1, 1, 8), jnp.float16), jnp.ones((1, 100_000, 1, 8), jnp.float16)
+    dropout = {"dropout_rate": rate, "dropout_key": jax.random.key(0)} if rate else {}
+    out = jax_flash.flash_attention(q, k, k, backend="xla", **dropout)
+    # The number of keys that are kept has a standard deviation of 1 %.
+    np.testing.assert_allclose(out, 1.0, atol=0.05 if rate else 2e-3)

@@ -34,6 +34,8 @@ HIDING = (
     Case("mask", T=60, S=70, mask="1n1s", mask_density=0.5, with_lse=True),
     Case("mask whole", T=60, S=70, mask="b111", mask_density=0.0, with_lse=True),
     Case("mask queries", T=60, S=70, mask="b1t1", mask_density=0.5, with_lse=True),
+    Case("one query", T=1, S=70, N=4, K=2, mask="b11s", mask_density=0.5, with_lse=True),
+    Case("one key", T=60, S=1, mask="b1t1", mask_density=0.5, with_lse=True),
     Case("mask elements", T=90, S=80, mask="bnts", mask_density=0.01, with_lse=True),
     Case("segments", T=60, S=70, segments="shuffled", kv_lengths=(70, 33)),
     Case("segments apart", T=60, S=70, segments="apart", with_lse=True),
@@ -75,10 +77,11 @@ HIDING = (
 )  # fmt: skip
 
 
-# It gets so many that every two terms that meet in a case meet in one of these.
+# It gets so many that every two terms that meet in a case meet in one of these, and those of one
+# query or key, where "xla" does otherwise.
 COVERING = covering(
     [case for case in HIDING if for_xla(case)], ignored={"H", "mask_density"}, valued=VALUED
-)
+) + [case for case in HIDING if 1 in (case.T, case.S)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Passes of few scores run on XLA's own products, where a GPU's kernels would be mostly empty."""
 
 import dataclasses
+import re
 import warnings
 from typing import Any
 
@@ -60,3 +61,20 @@ def test_program_has_no_kernel_and_no_warning():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "jax_flash_cuda" not in text
     assert "dot_general" in text
+
+
+def test_both_passes_share_products_and_softmax():
+    """XLA finds both passes' scores and weights to be the same: nothing is computed twice."""
+    q = jax.ShapeDtypeStruct((3, 12, 4, 16), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((3, 20, 2, 16), jnp.bfloat16)
+
+    def loss(q, k, v, key):
+        out = jax_flash.flash_attention(
+            q, k, v, is_causal=True, dropout_rate=0.1, dropout_key=key, backend="xla"
+        )
+        return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    text = step.lower(q, k, k, jax.eval_shape(lambda: jax.random.key(0))).compile().as_text()
+    count = {name: len(re.findall(rf" {name}\(", text)) for name in ("dot", "exponential", "log")}
+    assert count == {"dot": 6, "exponential": 1, "log": 0}
