@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _MULTIPLIER_0 = 0xD2511F53
 _MULTIPLIER_1 = 0xCD9E8D57
@@ -150,4 +151,4 @@ def keep_mask(
 
 def _is_multiple(start: Any) -> bool:
     """Tells whether a position is known to be the first of sixteen."""
-    return not isinstance(start, jax.core.Tracer) and int(start) % 16 == 0
+    return isinstance(start, int | np.integer) and start % 16 == 0

@@ -84,10 +84,9 @@ def finite(x: jax.Array) -> jax.Array:
 
 
 def not_finite(x: jax.Array) -> jax.Array:
-    """Returns of `[..., L, H]` `[..., L]`, float32 or wider: NaN where x has NaN or infinity, 0
-    elsewhere.
+    """Returns `[..., L]` of `[..., L, H]`: NaN where it has NaN or infinity, else 0.
 
-    Its derivative is 0.
+    It is float32 or wider, and has no derivative.
     """
     x = jax.lax.stop_gradient(x)
     return jnp.sum(x.astype(sum_dtype(x.dtype)) * 0, axis=-1)
