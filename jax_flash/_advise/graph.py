@@ -159,7 +159,10 @@ class Graph:
                 raise Unknown("it is too large to be computed")
             values = [self._value(x) for x in self.inputs(node)]
             primitive = node.equation.primitive
-            out = primitive.bind(*values, **node.equation.params)
+            try:
+                out = primitive.bind(*values, **node.equation.params)
+            except Exception as error:  # advice ends no program that runs
+                raise Unknown(f"{node.name} was not computed ({type(error).__name__})") from error
             self.computed[key] = [*out] if primitive.multiple_results else [out]
         return self.computed[key][node.index]
 

@@ -8,12 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import jax_flash
 
 from ..devices import mesh_with
-from .test_docs import ROOT, agree, draw, examples, formula
+from .test_docs import PAGES, ROOT, agree, draw, examples, formula
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="needs the checkout's docs/")
 
 
 def run(page: str, containing: str = "") -> list[dict[str, Any]]:
