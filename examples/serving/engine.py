@@ -256,6 +256,7 @@ class Engine:
             temperature[i], seed[i], number[i] = x.temperature, x.seed, len(x.tokens)
             if x.given is not None:
                 given[i] = x.given[len(x.tokens) - len(x.prompt)]
+        starts[len(running) + 1 :] = starts[len(running)]
         batch = Batch(tokens, positions, lengths, table, starts, np.int32(len(running)))
         token, logs, self._kv, weighed = run_step(
             self.model.forward,

@@ -134,22 +134,33 @@ def weigh_pages(
 ) -> jax.Array:
     """Computes the weight that each page of each request gets from its tokens: float32 [B, M]."""
     (requests, columns), page_size = batch.page_table.shape, key_pages.shape[1]
-    token, slot = jnp.arange(query.shape[0]), jnp.arange(columns * page_size)
-    request = jnp.searchsorted(batch.query_starts[1:], token, side="right")  # B: of none
-    index = (batch.lengths - batch.query_starts[1:])[request.clip(max=requests - 1)] + token
-    own = jnp.arange(requests)[:, None]
-    owner = jnp.where(slot < batch.lengths[:, None], own, -1)  # -1: of none
-    keys = key_pages[batch.page_table].reshape(1, -1, *key_pages.shape[2:]).astype(query.dtype)
-    weights = key_weights(
-        query[None],
-        keys if scale is None else scale * keys,
-        lse=lse[None],
-        is_causal=True,
-        query_segment_ids=request[None],
-        key_value_segment_ids=owner.reshape(1, -1),
-        query_positions=index[None],
-        key_value_positions=jnp.tile(slot, requests)[None],
-    )
+    keys = key_pages[batch.page_table].reshape(requests, -1, *key_pages.shape[2:])
+    keys = keys.astype(query.dtype) if scale is None else scale * keys.astype(query.dtype)
+    first, stop = batch.query_starts[:-1], batch.query_starts[1:]
+    if query.shape[0] == requests:  # the program of one token each: a batch of requests
+        weights = key_weights(
+            query[first][:, None],
+            keys,
+            lse=lse[first][:, None],
+            query_seq_lengths=stop - first,
+            key_value_seq_lengths=batch.lengths,
+        )
+    else:  # one row, of which each request is a document
+        token, slot = jnp.arange(query.shape[0]), jnp.arange(columns * page_size)
+        request = jnp.searchsorted(stop, token, side="right")  # B: of none
+        index = (batch.lengths - stop)[request.clip(max=requests - 1)] + token
+        own = jnp.arange(requests)[:, None]
+        owner = jnp.where(slot < batch.lengths[:, None], own, -1)  # -1: of none
+        weights = key_weights(
+            query[None],
+            keys.reshape(1, -1, *keys.shape[2:]),
+            lse=lse[None],
+            is_causal=True,
+            query_segment_ids=request[None],
+            key_value_segment_ids=owner.reshape(1, -1),
+            query_positions=index[None],
+            key_value_positions=jnp.tile(slot, requests)[None],
+        )
     return weights.reshape(requests, columns, -1).sum(-1)
 
 

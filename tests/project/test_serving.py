@@ -316,24 +316,22 @@ def test_a_cache_with_a_budget(gpt, served):
     assert 0.25 < share < 0.4
     assert 1e-5 < abs(dropped - loss) < 0.1
 
-    # Two requests, of 2 tokens behind 9 positions, and of 5: their weights by pages of 4.
-    query, keys = (
-        rng.standard_normal((8, 4, 8), np.float32),
-        rng.standard_normal((6, 4, 2, 8), np.float32),
-    )
-    table, starts = np.array([[3, 0, 5], [1, 4, 0], [0, 0, 0]], np.int32), np.array([0, 2, 7, 7])
-    lengths = np.array([11, 5, 0], np.int32)
-    out = jax_flash.ragged_paged_attention(query, keys, keys, lengths, table, starts)
-    batch = Batch(None, None, lengths, table, starts, 2)
-    got = weigh_pages(jax.numpy.asarray(query), out.lse, jax.numpy.asarray(keys), None, batch)
-    plain = np.zeros((3, 12))
-    for b in range(2):
-        for t in range(starts[b], starts[b + 1]):
-            seen = lengths[b] - (starts[b + 1] - t) + 1
-            row = keys[table[b]].reshape(12, 2, 8)[:seen]
-            logits = np.einsum("nh,snh->ns", query[t], row.repeat(2, 1)) / 8**0.5
-            plain[b, :seen] += (np.exp(logits) / np.exp(logits).sum(1, keepdims=True)).sum(0)
-    np.testing.assert_allclose(got, plain.reshape(3, 3, 4).sum(-1), rtol=1e-5, atol=1e-6)
+    # Pages of 4; requests of 2 tokens behind 9 positions, of 5, of none; then of one token each.
+    keys = rng.standard_normal((6, 4, 2, 8), np.float32)
+    table, lengths = np.array([[3, 0, 5], [1, 4, 0], [0, 0, 0]], np.int32), np.array([11, 5, 0])
+    for starts, tokens in ((np.array([0, 2, 7, 7]), 8), (np.array([0, 1, 2, 2]), 3)):
+        query = jax.numpy.asarray(rng.standard_normal((tokens, 4, 8), np.float32))
+        out = jax_flash.ragged_paged_attention(query, keys, keys, lengths, table, starts)
+        batch = Batch(None, None, lengths, table, starts, 2)
+        got = weigh_pages(query, out.lse, jax.numpy.asarray(keys), None, batch)
+        plain = np.zeros((3, 12))
+        for b in range(2):
+            for t in range(starts[b], starts[b + 1]):
+                seen = lengths[b] - (starts[b + 1] - t) + 1
+                row = keys[table[b]].reshape(12, 2, 8)[:seen]
+                logits = np.einsum("nh,snh->ns", query[t], row.repeat(2, 1)) / 8**0.5
+                plain[b, :seen] += (np.exp(logits) / np.exp(logits).sum(1, keepdims=True)).sum(0)
+        np.testing.assert_allclose(got, plain.reshape(3, 3, 4).sum(-1), rtol=1e-5, atol=1e-6)
 
 
 def test_a_checkpoint_in_llamas_format(tmp_path):
