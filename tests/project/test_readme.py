@@ -16,6 +16,13 @@ pytestmark = pytest.mark.quick
 README = Path(__file__).parents[2] / "README.md"
 
 
+def test_it_is_short_and_opens_with_code_and_a_figure():
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 130
+    first = "\n".join(lines[:30])
+    assert first.index("```python") < first.index("figures/gain-light.svg")
+
+
 def test_the_examples_run():
     examples = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     assert examples
