@@ -138,8 +138,15 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Has a request wait for its turn.
 
-        Raises: OverloadedError where too many wait, RuntimeError where the engine has failed.
+        Raises: OverloadedError where too many wait, RuntimeError where the engine has failed,
+        ValueError where the request never fits.
         """
+        whole = len(request.prompt) + request.most
+        if not request.prompt or request.most < 1 or whole > self.most_positions:
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens and {request.most} new ones; expected "
+                f"1 or more of both, and at most {self.most_positions} together"
+            )
         with self._changed:
             if self.fault is not None:
                 raise RuntimeError("the engine has failed") from self.fault
