@@ -36,7 +36,7 @@ def measure(
         pages=pages,
         page_size=page_size,
         requests=len(texts),
-        tokens=max(256, len(texts)),
+        tokens=max(256, len(texts) + 1),
         keep=keep,
         cache_dtype=dtype,
     )

@@ -113,10 +113,10 @@ class Engine:
         keep: float = 1.0,
         cache_dtype: str | None = None,
     ):
-        if min(pages, page_size, requests) < 1 or tokens < requests or not 0 < keep <= 1:
+        if min(pages, page_size, requests) < 1 or tokens <= requests or not 0 < keep <= 1:
             raise ValueError(
                 f"pages {pages}, page_size {page_size}, requests {requests}, tokens {tokens}, "
-                f"keep {keep}; expected 1 or more, tokens >= requests, and keep in (0, 1]"
+                f"keep {keep}; expected 1 or more, tokens > requests, and keep in (0, 1]"
             )
         self.model, self.pages = model, Pages(pages, page_size)
         self.requests, self.tokens, self.keep = requests, tokens, keep

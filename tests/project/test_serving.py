@@ -373,6 +373,8 @@ def test_the_engines_fault_reaches_its_requests(served, caplog):
     assert isinstance(heard[0], Exception)
     with pytest.raises(RuntimeError, match="the engine has failed"):
         engine.submit(Request([1], 5, heard.append))
+    with pytest.raises(ValueError, match=r"requests 8, tokens 8, .* tokens > requests"):
+        Engine(served[0].engine.model, **SETTINGS | {"tokens": 8})
     with pytest.raises(
         ValueError, match=r"1 tokens and 96 new ones; expected .* at most 96 together"
     ):
