@@ -16,7 +16,8 @@ from jax_flash import _cache
 from jax_flash._merge import combine
 from jax_flash._ops import ragged, shared
 from jax_flash._ops.decode import Decode, decode
-from jax_flash._ops.ragged import Ragged, Requests
+from jax_flash._ops.ragged import Ragged
+from jax_flash._ops.requests import Requests
 from jax_flash._rotary import rotate
 from jax_flash._terms import sum_dtype
 from jax_flash._varying import vary_over

@@ -19,6 +19,7 @@ from jax_flash._merge import combine
 from jax_flash._ops import ragged
 from jax_flash._ops.decode import Decode, decode
 from jax_flash._ops.ragged import Ragged
+from jax_flash._ops.requests import Requests
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
@@ -43,9 +44,7 @@ def _attend(
     shared, table, k = named.pop("shared_pages"), named["page_table"], named["k"]
     if 0 in (shared.size, table.size, k.size, named["q"].size):
         return attend_rest(call, named)
-    requests = ragged.Requests.of(
-        named["lengths"], named["starts"], named["rows"], named["q"].shape[0]
-    )
+    requests = Requests.of(named["lengths"], named["starts"], named["rows"], named["q"].shape[0])
     if call.rotary_base is not None:  # by positions of the whole, which the rest does not know
         for name in ("q", *(("new_k",) if call.appends else ())):
             named[name] = rotate(named[name], requests.position, call.rotary_base)
