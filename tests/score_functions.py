@@ -96,10 +96,11 @@ def _plain_cap(cap, score, batch, head, query, key):
 
 
 def _gate(table):
-    """Slopes of both signs, keys hidden by -inf, and NaN for keys after the query."""
+    """Slopes of both signs, a quotient, keys hidden by -inf, and NaN for keys after the query."""
 
     def function(score, batch, head, query, key):
-        gated = score * table[batch, head] * jnp.where(key > query, jnp.nan, 1.0)
+        damped = score / (1.0 + jnp.log1p(score * score))
+        gated = damped * table[batch, head] * jnp.where(key > query, jnp.nan, 1.0)
         return jnp.where((query + key) % 3 == 1, -jnp.inf, gated)
 
     return function
@@ -108,8 +109,11 @@ def _gate(table):
 def _plain_gate(table, score, batch, head, query, key):
     hides = (query + key) % 3 == 1
     index = np.full(score.shape, batch * table.shape[1] + head)
-    slope = np.where(hides, 0, table[batch, head])
-    return np.where(hides, -np.inf, score * table[batch, head]), slope, index, score * ~hides
+    by = 1 + np.log1p(score * score)
+    damped = score / by
+    slope = table[batch, head] * (1 - damped * 2 * score / (1 + score * score)) / by
+    value = np.where(hides, -np.inf, damped * table[batch, head])
+    return value, np.where(hides, 0, slope), index, damped * ~hides
 
 
 def _sines(count):

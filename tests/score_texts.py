@@ -107,6 +107,7 @@ ROUNDED = (
     lambda n, s, h, d: s * s - abs(s) * abs(s),
     lambda n, s, h, d: n.floor(41.0 * d / 41.0) + s / 3.0,
     lambda n, s, h, d: n.floor(s / n.asarray(TABLE)[h, 0]) + n.floor(d / 0.3),
+    lambda n, s, h, d: n.floor(3.0 * (d * d + 1.0) / (d * d + 1.0)) + 0.0 * s,
     lambda n, s, h, d: s / n.asarray([0.0, n.inf, 3.0, -7.0], n.float32)[h],
 )
 

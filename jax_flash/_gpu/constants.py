@@ -77,14 +77,19 @@ def functions(call: Call, shapes: Shapes) -> str:
     if score is None:
         return ""
     define = functools.partial(
-        emit.define, score, rows=shapes.own_captures, small=are_small(shapes)
+        emit.define,
+        score,
+        rows=shapes.own_captures,
+        small=are_small(shapes),
+        exact=is_highest(call.problem),
     )
     text = define("score_value")
     if (lines := call.problem.lines) is not None:
         text += lines.define("score_line_of_head")
     if _has_slope(call):
         text += define("score_value_and_slope", with_slope=True)
-    return emit.with_helpers(text)
+    text = emit.with_helpers(text)
+    return f'#include "ptx.cuh"\n{text}' if "ptx::" in text else text
 
 
 def refuse_functions(call: Call) -> list[str]:

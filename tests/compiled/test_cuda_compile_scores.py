@@ -57,7 +57,8 @@ def test_text_compiles():
         if line is not None:
             text += f"namespace of_{i} {{\n{line.define('lines_of_head')}}}\n"
             calls += f"  sum += of_{i}::lines_of_head(p, 0, b, h).after.constant;\n"
-    program = f"""{text}
+    program = f"""#include "ptx.cuh"
+{text}
 struct Params {{ struct {{ const void* data; long long batch; }} captures[8]; }};
 struct Indexed {{ int index; float real, offset; }};
 extern "C" __global__ void all(Params p, float x, int b, int h, Indexed q, Indexed k, float* to) {{

@@ -41,6 +41,10 @@ HOST = """\
 template <class T> T __ldg(const T* x) { return *x; }
 inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+namespace ptx {
+inline float log2_approx(float x) { return log2f(x); }
+inline float reciprocal_approx(float x) { return 1.0f / x; }
+}
 inline float __fmul_rn(float x, float y) { return x * y; }
 struct Params { struct { const void* data; long long batch; } captures[8]; };
 struct Indexed { int index; float real, offset; };
@@ -144,6 +148,54 @@ def test_text_computes_what_jax_does(tmp_path):
         except AssertionError as error:
             wrong.append(f"rounded function {i}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_quick_forms_where_no_step_follows():
+    """Quotients and logarithms of single scores, but where a floor or a comparison follows."""
+
+    def called(f, **options) -> set[str]:
+        function, _ = traced(f)
+        text = emit.define(function, "value", **options)
+        return emit.words(text) & {"quotient", "quick_log", "quick_log1p", "logf", "log1pf"}
+
+    def distance(s, b, h, q, k):
+        return s / (1.0 + jnp.abs(q - k) * jnp.exp(s)) + jnp.log1p(s * s)
+
+    def steps(s, b, h, q, k):
+        return s + jnp.floor(jnp.log(s) / jnp.exp(s)) + jnp.where(s / (k - q) > 0.3, 1.0, 0.0)
+
+    def selected(s, b, h, q, k):
+        return jnp.where(q > k, jnp.log(s), jnp.maximum(s / jnp.exp(s), 0.5))
+
+    assert called(distance) == {"quotient", "quick_log1p"}
+    assert called(distance, with_slope=True) == {"quotient", "quick_log1p"}
+    assert called(distance, exact=True) == {"log1pf"}
+    assert called(steps) == {"logf"}
+    assert called(selected) == {"quotient", "quick_log"}
+    assert called(lambda s, b, h, q, k: s / jnp.exp(jnp.float32(h))) == set()  # once a head
+
+
+def test_logarithms_near_one_and_far(tmp_path):
+    def function(f):
+        return lambda s, b, h, q, k: f(s)
+
+    # From 2^-40 on, and to both sides of where the polynomial ends.
+    scales = (1e-12, 1e-4, 0.02, 0.06, 1.0, 1e6)
+    functions = [
+        function(lambda x, scale=scale, f=f: f(scale * jnp.abs(x)))
+        for scale in scales
+        for f in (jnp.log1p, lambda x: jnp.log(1.0 + x), lambda x: jnp.log(jnp.abs(1.0 - x)))
+    ]
+    text, captured = texts(functions)
+    assert {"quick_log", "quick_log1p"} <= emit.words(text)
+    text += "".join(LOOP % {"i": i} for i in range(len(captured)))
+    results = run(text, "run", captured, tmp_path)
+    for i, (got, _) in enumerate(results):
+        x = np.abs(np.float32(scales[i // 3]) * draw()[0])
+        x = (x, np.float32(1) + x, np.abs(np.float32(1) - x))[i % 3].astype(np.float64)
+        with np.errstate(divide="ignore"):
+            want = np.log1p(x) if i % 3 == 0 else np.log(x)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=0, err_msg=f"{i}")
 
 
 def test_lines_compute_what_their_functions_do(tmp_path):

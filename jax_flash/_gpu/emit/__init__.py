@@ -4,8 +4,9 @@
 alone is apart from what is computed for each score. Integers wrap as JAX's do. Where their
 bounds are known, nothing that the bounds decide is written, and float32 of an integer below 2^24 is
 computed from the arguments as floats, which kernels have at hand: a conversion takes as long as an
-exponential. Functions are CUDA's own, of one or two ulp, but tanh; none is fast and inexact. The
-texts go through `with_helpers`.
+exponential. Functions are CUDA's own, of one or two ulp, but tanh, of four. What is computed for
+each score has quotients, log and log1p with a relative error of 2e-6 at most, unless they are to be
+exact or decide a step, as a floor does. The texts go through `with_helpers`.
 
 Kernels write a short function out for each score. A longer one is written for four at a time, and
 what is longer still is a function that is called for each: `costs.py` counts.
@@ -92,7 +93,37 @@ __device__ __forceinline__ float divided(float x, float by, float reciprocal) {
   return exact == exact ? exact : near;
 }
 """,
+    # x / by within 2 ulp, without the branch of the division that is exact. A denominator below
+    # 2^-126 is 0, one beyond 2^126 infinity.
+    "quotient": """\
+__device__ __forceinline__ float quotient(float x, float by) {
+  return x * ptx::reciprocal_approx(by);
 }
+""",
+    # log within a relative error of 2e-6. The approximate one has an absolute error of 2^-21.4
+    # around 1: there it is the polynomial of least largest relative error, 2e-7.
+    "log_near": """\
+__device__ __forceinline__ float log_near(float u, float log2) {
+  float y = fmaf(0.157346254f, u, -0.181193593f);
+  y = fmaf(y, u, 0.19945268f);
+  y = fmaf(y, u, -0.249540558f);
+  y = fmaf(y, u, 0.333339255f);
+  y = fmaf(y, u, -0.500003544f);
+  return fabsf(u) < 0.25f ? fmaf(u * u, y, u) : 0.693147182f * log2;
+}
+""",
+    "quick_log": """\
+__device__ __forceinline__ float quick_log(float x) {
+  return log_near(x - 1.0f, ptx::log2_approx(x));
+}
+""",
+    "quick_log1p": """\
+__device__ __forceinline__ float quick_log1p(float x) {
+  return log_near(x, ptx::log2_approx(1.0f + x));
+}
+""",
+}
+_QUICK = {"logf": "quick_log", "log1pf": "quick_log1p"}
 for _name in costs.HEAVY:
     _takes = "float x, float y" if _name in ("powf", "fmodf", "atan2f") else "float x"
     _HELPERS[f"called_{_name}"] = (
@@ -102,8 +133,9 @@ for _name in costs.HEAVY:
 
 
 def with_helpers(text: str) -> str:
-    """Puts the functions in front of a text that it calls."""
+    """Puts the functions in front of a text that it calls, but for those of ptx.cuh."""
     used = words(text)
+    used |= {"log_near"} if not used.isdisjoint(_QUICK.values()) else set()
     return "".join(helper for name, helper in _HELPERS.items() if name in used) + text
 
 
@@ -175,6 +207,7 @@ def define(
     with_slope: bool = False,
     rows: Sequence[bool] | None = None,
     small: bool = False,
+    exact: bool = False,
 ) -> str:
     """Writes a function `name` of (of, *arguments), and what makes `of`.
 
@@ -190,9 +223,10 @@ def define(
       with_slope: also give the derivative by the first argument.
       rows: which captured arrays differ between batch rows.
       small: queries and keys are less than SMALL.
+      exact: quotients are rounded as float32's are, and functions as CUDA's.
     """
     rows = (False,) * len(function.captures) if rows is None else tuple(rows)
-    lines, value = _body(function, with_slope, rows, small)
+    lines, value = _body(function, with_slope, rows, small, exact)
     types = [type_of(aval.dtype) for aval in function.program.inputs]
     arguments = [
         f"const Place& {x}" if x in _PLACES else f"{t} {x}"
@@ -259,7 +293,7 @@ def _split(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
 
 @functools.lru_cache(maxsize=256)
 def _body(
-    function: Function, with_slope: bool, rows: tuple[bool, ...], small: bool
+    function: Function, with_slope: bool, rows: tuple[bool, ...], small: bool, exact: bool = True
 ) -> tuple[tuple[Line, ...], str]:
     if len(function.captures) > MAX_CAPTURES:
         count = len(function.captures)
@@ -273,7 +307,45 @@ def _body(
     results = [writer.scalar(x).text for x in _run(writer, program, inputs)]
     lines = writer.needed(results, with_slope)
     of_value = {line.name for line in writer.needed(results[:1], False)}
+    if not exact:
+        lines = _quickened(lines, of_value)
     return tuple(_loosened(line, lines, of_value) for line in lines), results[0]
+
+
+def _quickened(lines: Sequence[Line], of_value: set[str]) -> tuple[Line, ...]:
+    """Takes quicker forms of what is computed for each score, but where they decide a step.
+
+    A quotient that is a whole number may be a little less, which a floor would make one less. The
+    value has the same form with a slope beside it as without.
+    """
+    sharp: set[str] = set()
+    for line in reversed([x for x in lines if x.name in of_value]):
+        sharp |= _deciding(line.text)
+        sharp |= words(line.text) if line.name in sharp else set()
+    each = {line.name for line in _split(lines)[1]}
+
+    def quick(line: Line) -> Line:
+        if line.kind != "float" or line.name not in each or line.name in sharp & of_value:
+            return line
+        text = re.sub(r"^(\S+) / (\S+|\(.+\))$", r"quotient(\1, \2)", line.text)
+        text = re.sub(r"\b(logf|log1pf)\(", lambda of: f"{_QUICK[of[1]]}(", text)
+        return dataclasses.replace(line, text=text)
+
+    return tuple(map(quick, lines))
+
+
+def _deciding(text: str) -> set[str]:
+    """Lists the names of a text of which a small change may make a large one of its value."""
+    if chosen := re.fullmatch(r"(\w+) \? .+ : .+", text):
+        return {chosen[1]}
+    if re.fullmatch(r"(\S+) [<>] (\S+) (\|\| \1 != \1 )?\? \1 : \2", text):  # the larger, the less
+        return set()
+    return words(text) if _STEP.search(text) else set()
+
+
+_STEP = re.compile(
+    r"[<>=!?%&|^~]|\b(floorf|ceilf|roundf|rintf|fmodf|int|unsigned|__builtin_bit_cast)\b"
+)
 
 
 def _loosened(line: Line, lines: Sequence[Line], of_value: set[str]) -> Line:

@@ -31,7 +31,9 @@ _OTHERS = {
     **dict.fromkeys(("logf", "acosf", "sinhf", "branchless_tanh"), 24),
     "sqrtf": _RECIPROCAL,
     **dict.fromkeys(("expm1f", "cbrtf", "asinf", "atanf", "erff"), 16),
+    **dict.fromkeys(("quick_log", "quick_log1p"), 12),
     **dict.fromkeys(("expf", "coshf", "divided"), 8),
+    "quotient": 2,
 }
 
 WRITTEN_OUT = 48  # up to so many for each element: 3 s

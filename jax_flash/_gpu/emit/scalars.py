@@ -32,7 +32,8 @@ _CALLS = {
     **{name: f"{name}f" for name in ("erf", "erfc", "floor", "ceil", "pow")},
     "tanh": "branchless_tanh",
 }
-INEXACT = {*_CALLS.values()} - {"floorf", "ceilf", "sqrtf"}  # functions, by some units
+# Functions, by some units.
+INEXACT = {*_CALLS.values(), "quick_log", "quick_log1p"} - {"floorf", "ceilf", "sqrtf"}
 _COMPARES = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SUMS = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}
 _PLACES = ("query", "key")
