@@ -41,13 +41,26 @@ def rows(which: str, sizes: dict[str, Any], *, gpu: str = "H200", **of: Any) -> 
         ({"batch": 1021}, 1, 1),  # no rows divide it
         ({"batch": 1022}, 7, 7),
         ({"batch": 16}, 1, 1),  # each multiprocessor has few units as it is
-        ({"kv_len": 32}, 1, 1),
+        ({"kv_len": 32}, 4, 4),
+        ({"q_len": 5}, 8, 8),
+        ({"kv_len": 40}, 1, 2),  # 128 positions have three, which do not divide the batch
         ({"kv_heads": 4}, 1, 8),  # queries of four heads fill a block
     ],
 )
 def test_how_many(sizes: dict[str, Any], forward: int, backward: int):
     assert rows("forward", sizes) == forward
     assert rows("backward", sizes) == backward
+
+
+def test_lengths_too_but_where_a_window_counts_otherwise():
+    lengths = ("query_lengths", "key_value_lengths")
+    for of, window in (((), (None, None)), (lengths, (None, None)), (lengths[1:], (None, 0))):
+        assert rows("forward", {}, terms=of, window=window) == 8
+    aligned = {"window": (None, 0), "bottom_right": True}
+    assert rows("backward", {}, **aligned) == 8
+    assert rows("backward", {}, terms=lengths[:1], **aligned) == 1
+    assert rows("backward", {"kv_len": 32}, window=(None, 0)) == 1
+    assert rows("backward", {"kv_len": 32}, terms=lengths, bottom_right=True) == 4
 
 
 def test_plain_calls_alone():
@@ -85,16 +98,25 @@ def test_explanation_says_so():
     assert text.count("8 batch rows of 16 positions are documents of one") == 2
 
 
-def test_values_are_the_same():
+@pytest.mark.parametrize(
+    ("kv_len", "window", "lengths"),
+    [(5, (None, 0), ()), (7, (None, None), (1,)), (5, (2, 1), (0, 1))],
+)
+def test_values_are_the_same(kv_len: int, window: Any, lengths: tuple[int, ...]):
     """What folding makes of operands and results, by float64 of "xla"."""
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(0), 5)
         q, dout = (jax.random.normal(x, (2, 3, 5, 4, 8), jnp.float64) for x in keys[:2])
-        k, v = (jax.random.normal(x, (2, 3, 5, 2, 8), jnp.float64) for x in keys[2:4])
+        k, v = (jax.random.normal(x, (2, 3, kv_len, 2, 8), jnp.float64) for x in keys[2:4])
         dlse = jax.random.normal(keys[4], (2, 3, 4, 5), jnp.float64)
-        problem = Problem("float64", scale=0.3, window=(None, 0))
-        shapes = Shapes(6, 5, 5, 4, 2, 8, 8)
-        named = {"q": q, "k": k, "v": v}
+        terms = {
+            folding.LENGTHS[i]: jnp.array([[3, 5, 0], [kv_len, 1, 2]], jnp.int32) - i
+            for i in lengths
+        }
+        terms = {name: jnp.maximum(x, 0) for name, x in terms.items()}
+        problem = Problem("float64", scale=0.3, window=window, terms=tuple(terms))
+        shapes = Shapes(6, 5, kv_len, 4, 2, 8, 8)
+        named = {"q": q, "k": k, "v": v, **terms}
         for which, call in passes(problem, backend="xla", with_dlse=True).items():
             taken, sizes = folding.fold(call, shapes, 3)
             operands = folding.fold_operands(taken, named, sizes)

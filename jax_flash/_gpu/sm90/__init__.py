@@ -13,6 +13,7 @@ from jax_flash._gpu.buffers import dims_of, operands_of, results_of, same_of
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, refuse_functions
 from jax_flash._gpu.family import Family
+from jax_flash._gpu.folding import LENGTHS
 from jax_flash._gpu.plan import Number, Plan
 from jax_flash._gpu.sm90.backward import choose_backward
 from jax_flash._gpu.sm90.backward_launch import backward_launch
@@ -69,15 +70,24 @@ class Sm90(Family):
 
         Queries of several heads fill a block of the forward pass as they are.
         """
-        problem, batch, length = call.problem, shapes.batch, shapes.q_len
-        if not is_bare(problem) or problem.split or is_highest(problem) or problem.as_written:
+        problem, batch = call.problem, shapes.batch
+        bare = is_bare(dataclasses.replace(problem, terms=()))
+        if not bare or not {*LENGTHS}.issuperset(problem.terms):
             return 1
-        if not all(isinstance(x, int) for x in (batch, length, shapes.kv_len, shapes.q_heads)):
+        if problem.split or is_highest(problem) or problem.as_written:
             return 1
+        lengths = shapes.q_len, shapes.kv_len
+        if not all(isinstance(x, int) for x in (batch, *lengths, shapes.q_heads)):
+            return 1
+        # In a document of a longer row a window counts from where the row begins.
+        moves = lengths[0] != lengths[1] or (problem.bottom_right and problem.terms)
+        if moves and problem.window != (None, None):
+            return 1
+        length = max(lengths)
         forward = call.target == "forward"
         packed = forward and group_size(shapes) > 1
         rounds = batch * shapes.q_heads / multiprocessors(gpu)
-        if length != shapes.kv_len or length > _BLOCK or packed or rounds <= _ROUNDS:
+        if length > _BLOCK or packed or rounds <= _ROUNDS:
             return 1
         rows = next(rows for rows in range(_BLOCK // length, 0, -1) if batch % rows == 0)
         narrow = max(shapes.head_dim, shapes.value_dim) <= 64
