@@ -92,7 +92,8 @@ class Prefill(Call):
         return Shapes(
             batch=operands["lengths"].shape[-1],
             q_len=q.shape[-3],
-            kv_len=operands["page_table"].shape[-1] * k.shape[-3],
+            # A table of no pages names none.
+            kv_len=operands["page_table"].shape[-1] * k.shape[-3] if k.shape[-4] != 0 else 0,
             q_heads=q.shape[-2],
             kv_heads=k.shape[-2],
             head_dim=q.shape[-1],

@@ -35,6 +35,5 @@ def test_forward_over_pages_compiles_without_spills(dim, page, features):
     shapes = dataclasses.replace(
         SHAPES, batch=18, q_len=8192, kv_heads=4, head_dim=dim, value_dim=dim, page_size=page
     )
-    with _gpu.prefer("pages"):
-        plan = _gpu.plan(Prefill(problem, None), shapes, H200)
+    plan = _gpu.plan(Prefill(problem, None), shapes, H200)
     check(plan, seconds=20, gpu=H200)

@@ -21,14 +21,15 @@ SHAPES = Shapes(18, 8192, 16384, 32, 8, 128, 128, page_size=16)
 
 
 def refused(gpu: str = "H200", call: Prefill = CALL, **changes) -> str:
-    with _gpu.prefer("pages"):
-        shapes = dataclasses.replace(SHAPES, **changes)
-        return "; ".join(_gpu.refuse(call, shapes, GPUS[gpu]))
+    return "; ".join(_gpu.refuse(call, dataclasses.replace(SHAPES, **changes), GPUS[gpu]))
+
+
+def tiling(call: Prefill = CALL, **changes):
+    return _gpu.plan(call, dataclasses.replace(SHAPES, **changes), GPUS["H200"]).tiling
 
 
 def test_what_the_kernels_do_not_take_is_named():
     assert refused() == ""
-    assert "were not run on a GPU" in "; ".join(_gpu.refuse(CALL, SHAPES, GPUS["H200"]))
     assert "run on sm_90 (H100, H200); A100 is sm_80" in refused("A100")
     assert "pages of a multiple of 8 positions, not 12" in refused(page_size=12)
     assert "up to 256 that 8 divides, not 100 and 100" in refused(head_dim=100, value_dim=100)
@@ -49,25 +50,116 @@ def test_what_the_kernels_do_not_take_is_named():
 )
 def test_heads_that_share_a_unit(heads, packed):
     """A power of two that divides those of a kv head; boxes lie in one page each."""
-    with _gpu.prefer("pages"):
-        shapes = dataclasses.replace(SHAPES, q_heads=heads[0], kv_heads=heads[1])
-        plan = _gpu.plan(CALL, shapes, GPUS["H200"])
+    shapes = dataclasses.replace(SHAPES, q_heads=heads[0], kv_heads=heads[1])
+    plan = _gpu.plan(CALL, shapes, GPUS["H200"])
     assert plan.tiling.packed_heads == packed
     assert 16 % plan.tiling.key_rows == plan.tiling.block_kv % plan.tiling.key_rows == 0
     assert plan.workspaces["request_plan"].shape[0] == -(-8192 * packed // plan.tiling.block_q) + 18
 
 
-@pytest.mark.parametrize("preferred", [True, False])
-def test_programs(preferred):
+@pytest.mark.parametrize(
+    ("dim", "page", "block", "consumers"),
+    [(64, 16, 128, 3), (64, 128, 128, 3), (128, 16, 80, 3), (128, 32, 80, 3), (128, 80, 80, 3),
+     (128, 64, 128, 2), (128, 192, 128, 2), (96, 128, 128, 2), (256, 64, 80, 2)],
+)  # fmt: skip
+def test_tilings(dim, page, block, consumers):
+    """Two warpgroups and wide blocks where TMA loads 64 rows at once, at head dims 72 to 128."""
+    made = tiling(head_dim=dim, value_dim=dim, page_size=page)
+    assert (made.block_kv, made.consumers) == (block, consumers)
+    assert made.clears_values == (dim > 64)
+    assert (made.drains, made.drains_to_hide) == (False, False)
+
+
+def test_values_are_cleared_where_their_rows_cannot_be_computed_again_without_spills():
+    window = dataclasses.replace(CALL.problem, window=(500, 0), softcap=30.0)
+    made = tiling(dataclasses.replace(CALL, problem=window), head_dim=64, value_dim=64)
+    assert (made.consumers, made.clears_values) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("positions", "together"), [(16384, 4), (9000, 4), (2064, 8), (1 << 20, 1)]
+)
+def test_sets_of_kv_heads_are_of_one_size(positions, together):
+    """Seven fit in L2 at 9000 positions: four and four, not seven and one."""
+    assert tiling(kv_len=positions).l2_heads == together
+
+
+def arguments(dtype="bfloat16", cache=None, T=4096, B=5, P=64, M=12, S=16, lead=()) -> dict:
+    def array(*shape, dtype: str = "int32"):
+        return jax.ShapeDtypeStruct((*lead, *shape), dtype)
+
+    pages = array(P, S, 2, 64, dtype=cache or dtype)
+    arrays = {"query": array(T, 8, 64, dtype=dtype), "key_pages": pages, "value_pages": pages}
+    arrays |= {"lengths": array(B), "page_table": array(B, M), "query_starts": array(B + 1)}
+    return arrays | {"rows": array()}
+
+
+def called(text: str) -> list[str]:
+    return re.findall(r"custom_call @jax_flash_cuda_(\w+)", text)
+
+
+def program(arrays: dict, **options) -> list[str]:
+    def call(arrays):
+        return jax_flash.ragged_paged_attention(**arrays, **options)
+
+    call = jax.vmap(call) if arrays["rows"].ndim else call
+    return called(jax.jit(call).trace(arrays).lower(lowering_platforms=("cuda",)).as_text())
+
+
+KERNEL, PIECES = ["decode", "forward"], ["decode", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, KERNEL), ({"B": 4000}, KERNEL), ({"lead": (3,)}, KERNEL), ({"S": 1024}, KERNEL),
+     ({"T": 64}, PIECES), ({"S": 12}, PIECES), ({"dtype": "float32"}, PIECES),
+     ({"P": 0}, PIECES), ({"S": 0}, PIECES), ({"M": 0}, PIECES), ({"T": 0}, [])],
+    ids=str,
+)  # fmt: skip
+def test_programs(changes, expected):
     """Requests of one token are decoded, the others computed by either kernel."""
-    shaped = jax.ShapeDtypeStruct
-    pages = shaped((64, 16, 2, 64), "bfloat16")
-    arrays = [shaped((4096, 8, 64), "bfloat16"), pages, pages]
-    arrays += [shaped(n, "int32") for n in ((5,), (5, 12), (6,), ())]
-    jax.clear_caches()
-    with _gpu.prefer("pages" if preferred else "sm90"):
-        traced = jax.jit(jax_flash.ragged_paged_attention).trace(*arrays)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    others = "jax_flash_cuda_forward" if preferred else "jax_flash_cuda_decode"
-    called = re.findall(r"custom_call @(jax_flash\w+)", text)
-    assert called == ["jax_flash_cuda_decode", others]
+    assert program(arguments(**changes)) == expected
+
+
+def test_programs_of_ancestors_and_shared_pages():
+    arrays = arguments()
+    ancestors = {"ancestors": jax.ShapeDtypeStruct((4096, 8), "bool")}
+    shared = {"shared_pages": jax.ShapeDtypeStruct((3,), "int32")}
+    assert program(arrays | ancestors).count("forward") == 2
+    assert program(arrays | shared) == ["decode", *KERNEL]
+
+
+def test_sinks_of_each_member_take_pieces():
+    arrays, sinks = arguments(), jax.ShapeDtypeStruct((2, 8), "float32")
+
+    def call(sinks, arrays):
+        return jax_flash.ragged_paged_attention(**arrays, sinks=sinks)
+
+    traced = jax.jit(jax.vmap(call, in_axes=(0, None))).trace(sinks, arrays)
+    assert called(traced.lower(lowering_platforms=("cuda",)).as_text()) == PIECES
+
+
+def test_an_export_with_symbolic_sizes():
+    sizes = dict(zip("TBPM", jax.export.symbolic_shape("t, b, p, m"), strict=True))
+    exported = jax.export.export(
+        jax.jit(lambda arrays: jax_flash.ragged_paged_attention(**arrays)),
+        platforms=["cuda"],
+        disabled_checks=jax_flash.EXPORT_CHECKS,
+    )(arguments(**sizes))
+    assert called(exported.mlir_module()) == KERNEL
+
+
+def test_new_keys_are_written_in_place():
+    arrays = arguments()
+    new = jax.ShapeDtypeStruct((4096, 2, 64), "bfloat16")
+    pages = [arrays.pop(name) for name in ("key_pages", "value_pages")]
+
+    def call(keys, values, arrays):
+        return jax_flash.ragged_paged_attention(key_pages=keys, value_pages=values, **arrays)
+
+    traced = jax.jit(call, donate_argnums=(0, 1)).trace(
+        *pages, arrays | {"new_key": new, "new_value": new}
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert called(text) == KERNEL
+    assert re.findall(r"tf.aliasing_output = (\d)", text) == ["2", "3"]
