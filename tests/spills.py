@@ -83,8 +83,8 @@ CANDIDATES = {
     forward.THREE_DRAIN: _THREE,
     forward.THREE_WIDE: Candidate(
         "forward",
-        "query_lengths key_value_lengths sinks left right float16",
-        shapes={"batch": 4},
+        "query_lengths key_value_lengths query_segments sinks left right float16",
+        shapes={"batch": 4, "q_len": 8192, "kv_len": 8192},
     ),
 }
 
