@@ -124,6 +124,10 @@ FORWARD: Flags = {
         *(256, ["segments long", "segments long causal 64"]),
         *(0, ["segments", "long", "segments long left", "segments long sinks"]),
     ),
+    "kConsumers": (
+        *(3, ["segments long", "64"]),
+        *(2, ["segments", "segments long causal", "segments long sinks"]),
+    ),
     "kDrawsAmong": (
         *(True, ["dropout", "dropout 60"]),
         *(False, ["128", "dropout 256", "dropout 100", "dropout mask"]),
