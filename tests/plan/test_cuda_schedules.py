@@ -124,9 +124,13 @@ FORWARD: Flags = {
         *(256, ["segments long", "segments long causal 64"]),
         *(0, ["segments", "long", "segments long left", "segments long sinks"]),
     ),
+    "kCutsAligned": (
+        *(True, ["segments long"]),
+        *(False, ["segments", "segments long 64", "segments long causal", "segments long 96"]),
+    ),
     "kConsumers": (
         *(3, ["segments long", "64"]),
-        *(2, ["segments", "segments long causal", "segments long sinks"]),
+        *(2, ["segments", "segments long causal", "segments long sinks", "segments long 96"]),
     ),
     "kDrawsAmong": (
         *(True, ["dropout", "dropout 60"]),

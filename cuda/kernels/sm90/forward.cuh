@@ -25,6 +25,7 @@
 //   bool kFades               blocks that a falling line hides are left out (forward_fading.cuh)
 //   int kCutDocuments         queries of a document from which on units begin where it does, with
 //                             segments (forward_documents.cuh); 0: they do not
+//   bool kCutsAligned         also where documents begin and end with a warpgroup's rows
 //   bool kFromPages           keys in pages of kPageSize, a multiple of 8, and units of requests
 //                             (forward_pages.cuh)
 //   bool kPingPong            warpgroups take turns at the tensor cores

@@ -183,7 +183,7 @@ struct Starts {
   // together. Whole warpgroups have one document each without it.
   static __device__ __forceinline__ bool is_cut(int previous, int start, int next) {
     const bool apart = previous % kWarpgroupRows == 0 && start % kWarpgroupRows == 0;
-    return !apart && max(start - previous, next - start) >= kCutDocuments;
+    return (kCutsAligned || !apart) && max(start - previous, next - start) >= kCutDocuments;
   }
   template <class Visit>
   __device__ __forceinline__ void visit_cuts(Visit visit) const {

@@ -44,7 +44,8 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
         l2_heads = 4 if problem.window[1] is None else tiling.l2_heads
         return dataclasses.replace(tiling, fades=True, l2_heads=l2_heads)
     if tiling.tma_loads and _cuts_units(problem, shapes):
-        return dataclasses.replace(tiling, cut_documents=_CUT_DOCUMENTS)
+        aligned = tiling.consumers == 3 and max(shapes.head_dim, shapes.value_dim) > 64
+        return dataclasses.replace(tiling, cut_documents=_CUT_DOCUMENTS, cuts_aligned=aligned)
     bytes_ = bytes_of_bias(shapes.bias)
     if not tiling.tma_loads or not is_plane(shapes) or tiling.block_kv * bytes_ % 128 != 0:
         return tiling
@@ -163,11 +164,12 @@ class _Forward:
         """Head dims above 64: three warpgroups and blocks of fewer keys.
 
         2 to 20 % in long calls. A mask is no faster, a softcap 1 % slower, segments 3 to 15 %, but
-        where units begin with documents 8 % faster, when causal 6 % slower; other terms were not
-        timed.
+        where units begin with documents 5 % faster, when causal 6 % slower; those were timed at
+        head dim 128, other terms not at all.
         """
         timed = {*self.problem.terms} <= {"sinks", "query_lengths", "key_value_lengths"}
-        timed = timed or (_cuts_units(self.problem, self.shapes) and not self.is_uneven)
+        cuts = self.dims == 2 * 128 and _cuts_units(self.problem, self.shapes)
+        timed = timed or (cuts and not self.is_uneven)
         timed = timed and not (self.is_capped or self.is_mapped or self.problem.split)
         long = known(self.shapes.q_len, 4096) >= _LONG and known(self.shapes.kv_len, 4096) >= _LONG
         if not (timed and long and 64 < self.widest <= 128 and self.tma_loads and not self.halves):

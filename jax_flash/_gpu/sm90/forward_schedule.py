@@ -40,6 +40,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kTeams": tiling.teams,
         "kFades": tiling.fades,
         "kCutDocuments": tiling.cut_documents,
+        "kCutsAligned": tiling.cuts_aligned,
         "kFromPages": tiling.page_size > 0,
         "kPageSize": max(tiling.page_size, 1),
         "kPingPong": tiling.ping_pong,

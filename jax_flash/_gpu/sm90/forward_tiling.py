@@ -36,6 +36,7 @@ class ForwardTiling:
     teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
     fades: bool = False  # blocks of keys that a falling line hides are left out
     cut_documents: int = 0  # queries of one from which on units begin where it does; 0: they do not
+    cuts_aligned: bool = False  # also where it begins and ends with a warpgroup's rows
     page_size: int = 0  # of pages that keys are in, and units are of requests; 0: there are none
     clears_values: bool = (
         True  # of a page past a length zeroed, else rows of NaN are computed again
