@@ -44,6 +44,7 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
         l2_heads = 4 if problem.window[1] is None else tiling.l2_heads
         return dataclasses.replace(tiling, fades=True, l2_heads=l2_heads)
     if tiling.tma_loads and _cuts_units(problem, shapes):
+        # Units of three warpgroups of wide heads were timed so.
         aligned = tiling.consumers == 3 and max(shapes.head_dim, shapes.value_dim) > 64
         return dataclasses.replace(tiling, cut_documents=_CUT_DOCUMENTS, cuts_aligned=aligned)
     bytes_ = bytes_of_bias(shapes.bias)
