@@ -29,7 +29,7 @@ def read(mask: np.ndarray) -> Meaning | None:
     seen = mask.reshape(-1, *mask.shape[-2:])
     if seen.all():
         return Meaning("nothing hidden", "hides nothing", "no mask")
-    queries, keys = seen.any(-1), seen.any(-2)  # [M, T], [M, S]
+    queries, keys = (np.logical_or.reduce(seen, axis) for axis in (-1, -2))  # [M, T], [M, S]
     if seen.shape[1] == 1:
         return _padding(np.ones_like(queries), keys)
     if seen.shape[2] == 1:

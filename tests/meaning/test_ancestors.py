@@ -116,7 +116,7 @@ def test_with_shared_pages_in_eight_bits_and_what_is_there():
     again = arrays | {"new_key": None, "new_value": None}
     again |= {"key_pages": written.key_pages, "value_pages": written.value_pages}
     np.testing.assert_array_equal(run(again, **options).out, written.out)
-    # Of pages; one for those of a request, since a token alone may be in another page.
+    # Scales of pages; one for those of a request, since a token alone may be in another page.
     of_pages = jnp.linspace(0.01, 0.02, 80).reshape(40, 2)
     of_pages = of_pages.at[arrays["page_table"][0, :4]].set(jnp.array([0.015, 0.011]))
     scales = {"key_scale": of_pages, "value_scale": 0.02}

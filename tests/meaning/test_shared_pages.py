@@ -15,7 +15,7 @@ from ..devices import mesh_of
 from ..ragged_cases import run
 
 PAGE, COLUMNS, TOKENS = 4, 6, 20
-# Of six requests the first five are live. The first two pages are those of 0, 1, 3 and 4; 4 has but
+# The first five of six requests are live. The first two pages are those of 0, 1, 3 and 4; 4 has but
 # the first of them behind it, and computes the second.
 COUNTS, LENGTHS = (1, 3, 5, 1, 4), (9, 20, 12, 11, 8)
 SHARED = jnp.array([7, 3, -1, 9])

@@ -247,8 +247,8 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
                 "int*",
                 "unit_count",
                 Scratch("s32", (1,)) if tiling.cut_documents or tiling.page_size else None,
-                "of a head, in the batch row that has most, by segment_plan; kCutsUnits. Of all "
-                "requests, by request_units; kFromPages",
+                "of a head, in the batch row that has most, by segment_plan; kCutsUnits. With "
+                "kFromPages those of all requests, by request_units",
             ),
             *_of_requests(tiling),
         ),
