@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_flash import _gpu, _native
 from jax_flash._call import Call
+from jax_flash._float8 import DTYPE
 from jax_flash._problem import Shapes
 from jax_flash._terms import shares_rows
 
@@ -192,7 +194,9 @@ def _launch(
     custom_call = jax.ffi.ffi_call(
         plan.target, [*results, *plan.workspaces.values()], input_output_aliases=aliases
     )
-    return custom_call(*operands, plan=plan.text)
+    # Plans have no float8: kernels read its bits.
+    bits = (lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == DTYPE else x for x in operands)
+    return custom_call(*bits, plan=plan.text)
 
 
 # Operands, and results by the operand that they belong to, whose columns are a head's.

@@ -140,6 +140,11 @@ class Call(abc.ABC):
         return self, operands
 
     @property
+    def result_dtype(self) -> str:
+        """The dtype of out."""
+        return self.problem.dtype
+
+    @property
     def fallback(self) -> "Call | None":
         """The call of dequantised operands that kernels may run where none run this one."""
         return None

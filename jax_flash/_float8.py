@@ -82,6 +82,16 @@ def dequantise(values: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
     return (values.astype(jnp.float32) * _spread(scale, values)).astype(dtype)
 
 
+def in_full(scale: jax.Array, x: jax.Array, positions: int) -> jax.Array:
+    """Returns scales of each head of x `[*B, T, heads, H]` and of so many positions, or of 64."""
+    *batch, length, heads, _ = x.shape
+    blocks, wanted = scale.shape[-2], -(-length // positions)
+    if 1 < blocks < wanted:  # of 128 to 64
+        scale = lax.slice_in_dim(jnp.repeat(scale, 2, axis=-2), 0, wanted, axis=scale.ndim - 2)
+    lead = jnp.broadcast_shapes(scale.shape[:-2], tuple(batch))
+    return jnp.broadcast_to(scale, (*lead, max(blocks, wanted), heads))
+
+
 def largest(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Returns the largest finite magnitude of an array, with its scale if it has one: float32."""
     wide = x.astype(jnp.float32) if scale is None else dequantise(x, scale, "float32")

@@ -81,6 +81,20 @@ inline constexpr bool kSame = false;
 template <class A>
 inline constexpr bool kSame<A, A> = true;
 
+// float8_e4m3fn: 4 bits of exponent, 3 behind the point, no infinity. It is multiplied by scales
+// (sm90_float8/); results are of another type.
+struct Float8 {
+  using Bits = unsigned char;
+
+  static __device__ __forceinline__ float unpack(unsigned char bits) {
+    const uint32 exponent = bits >> 3 & 15, fraction = bits & 7;
+    const float normal = __uint_as_float((exponent + 120) << 23 | fraction << 20);
+    const float x = exponent == 0 ? static_cast<float>(fraction) * 0x1p-9f : normal;
+    if ((bits & 0x7f) == 0x7f) return __uint_as_float(0x7fffffff);
+    return bits & 0x80 ? -x : x;
+  }
+};
+
 // The element type by constants of the generated header.
 template <bool kIsBFloat16, bool kIsFloat32 = false>
 struct ElementType {
@@ -100,6 +114,17 @@ using Element = ElementType<kBFloat16, kFloat32>::Type;
 // queries, keys, values and output gradients, and float32 results (kCarried); the other one (kRest)
 // computes what such copies do not hold.
 using ResultElement = ElementType<kBFloat16, kFloat32 || kCarried>::Type;
+
+// What queries, keys and values are in memory.
+template <bool kIsFloat8>
+struct StoredType {
+  using Type = Element;
+};
+template <>
+struct StoredType<true> {
+  using Type = Float8;
+};
+using Stored = StoredType<kFloat8>::Type;
 
 // Does the other program compute this call?
 template <class Params>

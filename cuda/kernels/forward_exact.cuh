@@ -29,14 +29,14 @@ template <int kColumns, class Params>
 __device__ __forceinline__ void load_values(const Params& p, const KeyRows<kValueDim>& rows,
                                             int first_key, const int (&taken)[kKeysAtOnce],
                                             float (&values)[kKeysAtOnce][kColumns]) {
-  const auto* first = static_cast<const Element::Bits*>(p.value_data) + rows.begin(first_key);
+  const auto* first = static_cast<const Stored::Bits*>(p.value_data) + rows.begin(first_key);
 #pragma unroll
   for (int i = 0; i < kKeysAtOnce; ++i) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int column = threadIdx.x % 32 + 32 * c;
       const bool inside = taken[i] >= 0 && column < kValueDim;
-      values[i][c] = inside ? Element::unpack(first[rows.after(first_key, taken[i]) + column]) : 0;
+      values[i][c] = inside ? Stored::unpack(first[rows.after(first_key, taken[i]) + column]) : 0;
     }
   }
 }
@@ -102,7 +102,13 @@ __device__ __forceinline__ float add_products(const uint4& x, const uint4& y, fl
 __device__ __forceinline__ float dot_rows(const void* a, int64 a_index, const void* b,
                                           int64 b_index) {
   float dot = 0.0f;
-  if constexpr (kHeadDim % 8 == 0) {  // rows are aligned to 16 bytes
+  if constexpr (kFloat8) {
+#pragma unroll 4
+    for (int d = 0; d < kHeadDim; ++d) {
+      dot = fmaf(Stored::unpack(static_cast<const Stored::Bits*>(a)[a_index + d]),
+                 Stored::unpack(static_cast<const Stored::Bits*>(b)[b_index + d]), dot);
+    }
+  } else if constexpr (kHeadDim % 8 == 0) {  // rows are aligned to 16 bytes
     using Bits = Element::Bits;
     const auto* a_pieces = reinterpret_cast<const uint4*>(static_cast<const Bits*>(a) + a_index);
     const auto* b_pieces = reinterpret_cast<const uint4*>(static_cast<const Bits*>(b) + b_index);
@@ -117,6 +123,34 @@ __device__ __forceinline__ float dot_rows(const void* a, int64 a_index, const vo
     }
   }
   return dot;
+}
+
+// Scales of float8: of 64 queries of a head, of 128 keys of one.
+inline constexpr int kQueriesOfScale = 64, kKeysOfScale = 128;
+template <class Params>
+__device__ __forceinline__ int query_scale_at(const Params& p, int batch, int head, int query) {
+  const int block = batch * ceil_div(p.query_len, kQueriesOfScale) + query / kQueriesOfScale;
+  return block * p.query_heads + head;
+}
+template <class Params>
+__device__ __forceinline__ int key_scale_at(const Params& p, int batch, int kv_head, int key) {
+  const int block = batch * ceil_div(p.kv_len, kKeysOfScale) + key / kKeysOfScale;
+  return block * p.kv_heads + kv_head;
+}
+// What a product of the stored numbers of a query and a key has to be multiplied by, and a value.
+template <class Params>
+__device__ __forceinline__ float score_factor_of(const Params& p, int batch, int head, int query,
+                                                 int key) {
+  if constexpr (kFloat8) {
+    return p.query_scales[query_scale_at(p, batch, head, query)] *
+           p.key_scales[key_scale_at(p, batch, kv_head_of(p, head), key)];
+  }
+  return 1.0f;
+}
+template <class Params>
+__device__ __forceinline__ float value_factor_of(const Params& p, int batch, int head, int key) {
+  if constexpr (kFloat8) return p.value_scales[key_scale_at(p, batch, kv_head_of(p, head), key)];
+  return 1.0f;
 }
 
 // Softmax of those of `keys` that the query sees, times their values; the whole warp takes part.
@@ -144,7 +178,8 @@ __device__ __forceinline__ void exact_row(const Params& p, int batch, int head, 
     }
     float logit = kNegativeInfinity;
     if (seen) {
-      const float score = dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine));
+      float score = dot_rows(p.query_data, query_at, p.key_data, key_rows.at(mine));
+      if constexpr (kFloat8) score *= score_factor_of(p, batch, head, query, mine);
       logit = score_of_pair<kPreScale>(p, batch, head, query, mine, score) * p.scale_log2;
     }
     if constexpr (kHasScoreFunction) {
@@ -174,7 +209,8 @@ __device__ __forceinline__ void exact_row(const Params& p, int batch, int head, 
         const float shared = __shfl_sync(0xffffffffu, weight, max(taken[i], 0));
         const float w = taken[i] >= 0 ? shared : 0.0f;
         sum += w;
-        const float factor = kept >> max(taken[i], 0) & 1 ? w : 0.0f;
+        float factor = kept >> max(taken[i], 0) & 1 ? w : 0.0f;
+        if constexpr (kFloat8) factor *= value_factor_of(p, batch, head, first + max(taken[i], 0));
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) out[c] = fmaf(factor, values[i][c], out[c]);
       }

@@ -13,7 +13,18 @@ from typing import Any
 
 from jax_flash import _simplify
 from jax_flash._call import Call
-from jax_flash._gpu import carrier, decode, distances, emit, few_scores, folding, sm80, sm90, spec
+from jax_flash._gpu import (
+    carrier,
+    decode,
+    distances,
+    emit,
+    few_scores,
+    folding,
+    sm80,
+    sm90,
+    sm90_float8,
+    spec,
+)
 from jax_flash._gpu.family import Family, preferred
 from jax_flash._gpu.plan import Plan
 from jax_flash._gpu.sm90 import pages
@@ -43,6 +54,7 @@ __all__ = [
 _FAMILIES: tuple[Family, ...] = (
     sm90.Sm90(),
     pages.Pages(),
+    sm90_float8.Sm90Float8(),
     decode.Decode90(),
     sm80.Sm80(),
     decode.Decode80(),
@@ -60,9 +72,6 @@ def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
     Empty if one does. Among families as near the last is heard, which runs on most GPUs.
     """
     having = [family for family in families() if call.target in family.passes]
-    if not having:
-        text = f"there are no CUDA kernels that multiply {call.problem.dtype}"
-        return (f"{text}; fallback='16bit' runs the call in those of 16 bits",)
     own = [family for family in having if gpu.arch in family.architectures]
     reasons = [family.refuse(call, shapes, gpu) for family in own or having]
     return min(reversed(reasons), key=len)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax_flash._call import Call
+from jax_flash._float8 import DTYPE
 from jax_flash._gpu.fields import name_of
 from jax_flash._gpu.plan import Buffer
 from jax_flash._philox import WORDS_OF_PART
@@ -74,7 +75,7 @@ def _dim(shapes: Shapes, of: str, name: str, letter: str) -> str:
     }
     if letter in known:
         return str(known[letter])
-    if letter in "IJCA":
+    if letter in "IJCAFGL":
         return f"{of}.{letter}"
     return _word(of, name, letter, TERMS[of].ones if of in TERMS else "")
 
@@ -89,7 +90,7 @@ def _dtypes(call: Call, shapes: Shapes, of: str, name: str) -> tuple[str, ...]:
     problem = call.problem
     if is_capture(of):
         return ("f32", "s32", "u32", "pred")
-    if of in ("lse", "dlse"):
+    if of in ("lse", "dlse", "q_scale", "k_scale", "v_scale"):
         return ("f32",)
     if of in TERMS:
         dtype = TERMS[of].dtype
@@ -97,6 +98,8 @@ def _dtypes(call: Call, shapes: Shapes, of: str, name: str) -> tuple[str, ...]:
             assert shapes.bias is not None
             return (name_of(shapes.bias.dtype),)
         return (name_of("float32" if dtype == "sum" else dtype),)
+    if problem.dtype == DTYPE:
+        return (name_of(call.result_dtype) if name in call.results else "u8",)
     # With float16 copies results are float32, and so is `out` where the backward pass reads it.
     wide = problem.split == "carried" and (name in call.results or name == "out")
     return (name_of("float32" if wide else problem.dtype),)

@@ -29,6 +29,7 @@ def problem_constants(problem: Problem, shapes: Shapes) -> dict[str, Number]:
         "kBFloat16": problem.dtype == "bfloat16",
         "kFloat32": problem.dtype == "float32",
         "kHighest": is_highest(problem),
+        "kFloat8": False,  # of q, k and v: sm90_float8 says it
         "kCarried": problem.split == "carried",
         "kRest": problem.split == "rest",
         "kWindowLeft": left is not None and not positions,

@@ -37,10 +37,12 @@ class Float8(Call):
     Attributes:
       out_dtype: of out.
       in_16_bits: where there are no kernels of float8, those of 16 bits take dequantised operands.
+      fine: scales of keys or values are of 64 positions.
     """
 
     out_dtype: str = "bfloat16"
     in_16_bits: bool = False
+    fine: bool = False
 
     target = "forward_float8"
 
@@ -57,6 +59,10 @@ class Float8(Call):
         return out.update(dtype=jnp.dtype(self.out_dtype)), lse
 
     # ---- lowering --------------------------------------------------------------------------------
+
+    @property
+    def result_dtype(self) -> str:
+        return self.out_dtype
 
     @property
     def fallback(self) -> Forward | None:
@@ -85,7 +91,11 @@ class Float8(Call):
         return out.astype(self.out_dtype), lse
 
     def run_kernel(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        out, lse = _batching.run_kernel(kernel, self, *operands)
+        named = self.name_operands(operands)
+        for name, positions in zip(_ARRAYS, (64, 128, 128), strict=True):
+            x, scale = named[name], named[f"{name}_scale"]
+            named[f"{name}_scale"] = _float8.in_full(scale, x, positions)
+        out, lse = _batching.run_kernel(kernel, self, *named.values())
         return out.astype(self.out_dtype), lse
 
     def _forward(self, dtype: str) -> Forward:
@@ -182,6 +192,7 @@ class Form:
     scales: tuple[jax.Array, jax.Array, jax.Array] | None
     out_dtype: str
     in_16_bits: bool
+    fine: bool = False  # scales of keys or values are of 64 positions
 
     def call(self, problem: Problem, backend: str | None, head_dim: int) -> Float8:
         """Returns the call, of a problem whose dtype is that of the arguments."""
@@ -189,7 +200,7 @@ class Form:
         if self.scales is None:
             scale *= _float8.turned_scale(head_dim)
         problem = dataclasses.replace(problem, dtype=_float8.DTYPE, scale=scale)
-        return Float8(problem, backend, out_dtype=self.out_dtype, in_16_bits=self.in_16_bits)
+        return Float8(problem, backend, self.out_dtype, self.in_16_bits, self.fine)
 
     def passes(self, problem: Problem, backend: str | None, head_dim: int) -> dict[str, Call]:
         """Returns the passes of a call that is differentiated, if it can be, by name."""

@@ -54,7 +54,9 @@ def form_of(
         made = (_scale(*item) for item in zip(options, scales, _NAMES, arrays, strict=True))
         taken = tuple(made)
     own = "bfloat16" if dtype == DTYPE else dtype
-    return Form(taken, _out_dtype(out_dtype, own), fallback is not None)  # pyright: ignore
+    keys = -(-arrays[1].shape[-3] // BLOCKS[1])  # blocks of them
+    fine = taken is not None and any(x.shape[-2] > keys for x in taken[1:])
+    return Form(taken, _out_dtype(out_dtype, own), fallback is not None, fine)  # pyright: ignore
 
 
 def amax_of(form: Form | None, arrays: Sequence[jax.Array]) -> jax.Array:

@@ -231,6 +231,7 @@ def split() -> Configurations:
 SHARED = {
     "sm90/forward.cuh": {"forward::Shared[kTeams]": "kLaunchSharedBytes"},
     "sm90_float32/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
+    "sm90_float8/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
     "sm80/forward.cuh": {"forward::Shared": "kLaunchSharedBytes"},
     "sm80/backward.cuh": {
         "backward::Shared": "kLaunchSharedBytes",

@@ -35,16 +35,17 @@ struct Warp;
 // A matrix product of a warpgroup, as one of its threads has it.
 struct Product {
   int columns;
-  bool bfloat16, accumulates, a_in_registers, a_transposed, b_transposed;
+  bool bfloat16, float8, accumulates, a_in_registers, a_transposed, b_transposed;
   uint64 a, b;          // descriptors
   uint32 registers[4];  // operand a
   float* accumulators;  // garbage while the product is in flight
   uint64 number;        // of those that the thread has issued
 
   bool same_as(const Product& o) const {
-    return columns == o.columns && bfloat16 == o.bfloat16 && accumulates == o.accumulates &&
-           a_in_registers == o.a_in_registers && a_transposed == o.a_transposed &&
-           b_transposed == o.b_transposed && a == o.a && b == o.b && number == o.number;
+    return columns == o.columns && bfloat16 == o.bfloat16 && float8 == o.float8 &&
+           accumulates == o.accumulates && a_in_registers == o.a_in_registers &&
+           a_transposed == o.a_transposed && b_transposed == o.b_transposed && a == o.a &&
+           b == o.b && number == o.number;
   }
 };
 struct ProductGroup {

@@ -51,4 +51,25 @@ inline uint32 to_float16(double x) {
   return sign | ((exponent + 13) * 0x400 + static_cast<uint32>(steps));
 }
 
+// e4m3: no infinity, and one NaN of either sign.
+inline float from_float8(uint32 bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  float x = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                          : std::ldexp(static_cast<float>(fraction + 8), exponent - 10);
+  if ((bits & 0x7f) == 0x7f) x = NAN;
+  return bits & 0x80 ? -x : x;
+}
+// To nearest, ties to even; beyond 448 it is 448.
+inline uint32 to_float8(float x) {
+  const uint32 sign = std::signbit(x) ? 0x80 : 0;
+  if (std::isnan(x)) return 0x7f;
+  x = std::min(std::fabs(x), 448.0f);
+  if (x == 0) return sign;
+  int exponent = 0;
+  std::frexp(x, &exponent);
+  exponent = std::max(exponent, -5);
+  const float steps = std::nearbyint(std::ldexp(x, 4 - exponent));
+  return sign | ((exponent + 5) * 8 + static_cast<uint32>(steps));
+}
+
 }  // namespace emulator

@@ -53,7 +53,11 @@ bool greater_or_unordered(float x, float y) { return !(x <= y); }
 const Table kNumbers = {
     // Registers.
     {"mov.u32", [](Frame& f) { f.set(0, f.get(1)); }},
-    {"mov.b32", [](Frame& f) { f.set(0, f.get(1)); }},
+    {"mov.b32",
+     [](Frame& f) {
+       const bool joins = f.argument(1).kind == Argument::kList;
+       f.set(0, joins ? f.get(f.list(1)[0]) | f.get(f.list(1)[1]) << 16 : f.get(1));
+     }},
     {"mov.b64",
      [](Frame& f) {
        const auto halves = f.list(1);
@@ -93,6 +97,8 @@ const Table kNumbers = {
     {"cvt.rn.relu.bf16x2.f32", [](Frame& f) { convert_bfloat16(f, true); }},
     {"cvt.rn.f16x2.f32", [](Frame& f) { convert_float16(f, false); }},
     {"cvt.rn.relu.f16x2.f32", [](Frame& f) { convert_float16(f, true); }},
+    {"cvt.rn.satfinite.e4m3x2.f32",
+     [](Frame& f) { f.set(0, to_float8(f.get_float(1)) << 8 | to_float8(f.get_float(2))); }},
     {"cvt.f32.f16", [](Frame& f) { f.set_float(0, from_float16(f.get32(1))); }},
     {"fma.rn.bf16x2",
      [](Frame& f) {

@@ -52,6 +52,20 @@ class Matrix {
       }
     }
   }
+  // The same of float8, never transposed: elements[k][i] of 32 k.
+  void read_float8(uint32 first, uint32 count, float* elements, uint32 pitch) const {
+    Block& block = *current->block;
+    for (uint32 i = 0; i < count; ++i) {
+      for (uint32 half = 0; half < 2; ++half) {
+        const uint32 at = chunk(first + i, 8 * half);
+        unsigned char bits[16];
+        std::memcpy(bits, block.read_async(at | block.rank << kCtaShift, 16, "wgmma"), 16);
+        for (uint32 j = 0; j < 16; ++j) {
+          elements[(16 * half + j) * pitch + i] = from_float8(bits[j]);
+        }
+      }
+    }
+  }
 
  private:
   uint32 start_, leading_, stride_, width_;
@@ -94,6 +108,54 @@ void multiply(const Product* (&lanes)[32], Accumulators* (&sums_of)[32], uint32 
   }
 }
 
+// A sum as Hopper's tensor cores make it of float8: all that is added has the exponent of the
+// largest, and keeps 13 bits behind it, without rounding. (Measured of H100 and H800, DeepSeek-V3,
+// arXiv:2412.19437: about 14 bits. Here the sum of one instruction, accumulators included, is made
+// so; what is known of the order within is less.)
+float short_sum(const float* added, int count) {
+  float largest = 0;
+  for (int i = 0; i < count; ++i) {
+    if (!std::isfinite(added[i])) {
+      float sum = 0;
+      for (int j = 0; j < count; ++j) sum += added[j];
+      return sum;
+    }
+    largest = std::max(largest, std::fabs(added[i]));
+  }
+  if (largest == 0) return 0;
+  int exponent = 0;
+  std::frexp(largest, &exponent);
+  double sum = 0;
+  for (int i = 0; i < count; ++i) sum += std::trunc(std::ldexp(double{added[i]}, 14 - exponent));
+  return static_cast<float>(std::ldexp(sum, exponent - 14));
+}
+// 16 rows of a product of float8.
+void multiply_float8(const Product* (&lanes)[32], Accumulators* (&sums_of)[32], uint32 warp) {
+  const Product& first = *lanes[0];
+  const auto columns = static_cast<uint32>(first.columns);
+  static float a[32][16], b[32][256];
+  if (first.a_in_registers) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 16; ++i) {  // of four registers the first and third are of one row
+        const int row = lane / 4 + i / 4 % 2 * 8, k = lane % 4 * 4 + i / 8 * 16 + i % 4;
+        a[k][row] = from_float8(lanes[lane]->registers[i / 4] >> i % 4 * 8 & 0xff);
+      }
+    }
+  } else {
+    Matrix(first.a, false).read_float8(warp % 4 * 16, 16, a[0], 16);
+  }
+  Matrix(first.b, false).read_float8(0, columns, b[0], 256);
+  for (int lane = 0; lane < 32; ++lane) {
+    for (uint32 i = 0; i < columns / 2; ++i) {
+      const uint32 row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      float& sum = sums_of[lane]->values[i];
+      float added[33] = {first.accumulates ? sum : 0.0f};
+      for (int k = 0; k < 32; ++k) added[k + 1] = a[k][row] * b[k][column];
+      sum = short_sum(added, 33);
+    }
+  }
+}
+
 // Computes a warp's i-th group in flight.
 void compute_group(Thread* (&lanes)[32], std::size_t group) {
   Block& block = *current->block;
@@ -116,26 +178,31 @@ void compute_group(Thread* (&lanes)[32], std::size_t group) {
     const auto known = issued.try_emplace(first.number, Block::Issued{first, 0}).first;
     if (!known->second.product.same_as(first)) fail("wgmma: the operands differ in a warpgroup");
     if (++known->second.warps == 4) issued.erase(known);
-    first.bfloat16 ? multiply<from_bfloat16>(products, sums, warp)
-                   : multiply<from_float16>(products, sums, warp);
+    first.float8     ? multiply_float8(products, sums, warp)
+    : first.bfloat16 ? multiply<from_bfloat16>(products, sums, warp)
+                     : multiply<from_float16>(products, sums, warp);
   }
   for (int lane = 0; lane < 32; ++lane) of(lane).computed = true;
 }
 
 // wgmma.mma_async.sync.aligned.m64nNk16.f32.TYPE.TYPE
 //   {accumulators}, a or {a}, b, accumulates, scale a, scale b, (transposed a,) transposed b
+// and of float8 k32, without the last two.
 void issue_product(Frame& f) {
   const std::string& opcode = f.instruction->opcode;
   Product product{};
   product.columns = std::stoi(opcode.substr(opcode.find(".m64n") + 5));
   product.bfloat16 = opcode.find(".bf16.bf16") != std::string::npos;
-  if (!product.bfloat16 && opcode.find(".f16.f16") == std::string::npos) {
-    fail("ptx: %s: of these types only f32 from bf16 or f16 is known", f.name());
+  product.float8 = opcode.find("k32.f32.e4m3.e4m3") != std::string::npos;
+  if (!product.float8 && !product.bfloat16 && opcode.find(".f16.f16") == std::string::npos) {
+    fail("ptx: %s: of these types only f32 from bf16, f16 or e4m3 is known", f.name());
   }
   const auto sums = f.list(0);
   product.a_in_registers = f.argument(1).kind == Argument::kList;
   if (static_cast<int>(sums.size()) * 2 != product.columns ||
-      f.arguments() != (product.a_in_registers ? 7 : 8)) {
+      f.arguments() != (product.float8           ? 6
+                        : product.a_in_registers ? 7
+                                                 : 8)) {
     fail("ptx: %s: wrong number of operands", f.name());
   }
   if (f.get32(4) != 1 || f.get32(5) != 1) fail("ptx: %s: a negated operand", f.name());
@@ -145,11 +212,11 @@ void issue_product(Frame& f) {
     for (int i = 0; i < 4; ++i) product.registers[i] = static_cast<uint32>(f.get(registers[i]));
   } else {
     product.a = f.get(1);
-    product.a_transposed = f.get(6) != 0;
+    product.a_transposed = !product.float8 && f.get(6) != 0;
   }
   product.b = f.get(2);
   product.accumulates = f.get(3) != 0;
-  product.b_transposed = f.get(product.a_in_registers ? 6 : 7) != 0;
+  product.b_transposed = !product.float8 && f.get(product.a_in_registers ? 6 : 7) != 0;
   product.number = current->products_issued++;
   product.accumulators = static_cast<float*>(f.operands[sums[0].number].target);
   for (std::size_t i = 0; i < sums.size(); ++i) {

@@ -18,12 +18,15 @@ namespace forward {
 
 inline constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup
 inline constexpr int kUnitRows = kWarpgroupRows * kConsumers;
-inline constexpr int kHeadBoxes = kParts * ceil_div(kHeadDim, kBoxColumns);
+inline constexpr int kHeadColumns = kFloat8 ? kHeadDim / 2 : kHeadDim;  // of 16 bits
+inline constexpr int kHeadBoxes = kParts * ceil_div(kHeadColumns, kBoxColumns);
 inline constexpr int kValueBoxes = kParts * ceil_div(kValueDim, kBoxColumns);
 inline constexpr int kValueColumns = round_up(kValueDim, 16);
 inline constexpr int kQueryBytes = kHeadBoxes * kWarpgroupRows * kBoxRowBytes;  // of one warpgroup
 inline constexpr int kKeyBytes = kHeadBoxes * kBlockKV * kBoxRowBytes;
-inline constexpr int kValueBytes = kValueBoxes * kBlockKV * kBoxRowBytes;
+// Float8 values come as columns, of 128 keys each (sm90_float8/forward_operands.cuh).
+inline constexpr int kValueBytes =
+    kFloat8 ? kValueDim * kBoxRowBytes : kValueBoxes * kBlockKV * kBoxRowBytes;
 inline constexpr int kWarpsOfConsumers = 4 * kConsumers;
 inline constexpr bool kCutsUnits = kCutDocuments > 0;
 // Boxes of a block of keys, one above the other: pages do not follow each other in memory.
@@ -41,6 +44,7 @@ inline constexpr int kTurnBarrier = 1, kWarpgroupBarrier = 1 + kConsumers;  // n
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV >= 32 && kBlockKV <= 256);
 static_assert(kConsumers == 2 || kConsumers == 3);
+static_assert(!kFloat8 || (kBlockKV == kBoxRowBytes && kTmaLoads && kPackedHeads == 1));
 static_assert(kTeams == 1 || (kTmaLoads && !kPingPong && !kHasKeyValueLengths),
               "named barriers are a team's, and so are loads by four warps");
 static_assert(kTmaLoads ? kParts > 1 || (kHeadDim % 8 == 0 && kValueDim % 8 == 0) : !kDynamic,

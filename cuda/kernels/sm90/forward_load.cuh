@@ -71,8 +71,8 @@ struct Loads {
       if constexpr (kListsBlocks) {
         if (kTmaLoads || is_leader()) shared.block_list[stage] = listed.bits;
       }
-      load_block<kHeadDim>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
-                           block, unit.batch, walk.origin(), kBiasBytes);
+      load_block<kHeadColumns>(p.key, p.key_data, shared.key[stage], &shared.key_full[stage], head,
+                               block, unit.batch, walk.origin(), kBiasBytes);
       if constexpr (kBiasTiles) load_bias(unit, stage, block);
     }
   }
@@ -120,10 +120,22 @@ struct Loads {
                              &shared.value_empty[stage], head, block);
     } else if (loads()) {
       wait_empty(&shared.value_empty[stage], ring.parity());
-      load_block<kValueDim>(p.value, p.value_data, shared.value[stage], &shared.value_full[stage],
-                            head, block, batch, walk.origin());
+      if constexpr (kFloat8) {
+        load_columns(head, block, batch, stage);
+      } else {
+        load_block<kValueDim>(p.value, p.value_data, shared.value[stage], &shared.value_full[stage],
+                              head, block, batch, walk.origin());
+      }
     }
     ring.advance();
+  }
+
+  // The columns of float8 values: 64 of 16 bits are the keys of a block.
+  __device__ __forceinline__ void load_columns(int head, int block, int batch, int stage) {
+    const uint32 barrier = ptx::shared_address(&shared.value_full[stage]);
+    ptx::barrier_arrive_expect(barrier, kValueBytes);
+    ptx::tma_load(ptx::shared_address(shared.value[stage]), &p.value, barrier, ptx::kEvictLast,
+                  block * kBoxColumns, 0, head * kValueDim, batch);
   }
 
   // Hands the unit to warpgroup `lane`.
@@ -294,7 +306,7 @@ struct Producer : Loads {
 
   __device__ __forceinline__ void run() {
     // The kernel ahead makes flags and bits, norms, the walks of segments, or requests' units.
-    if constexpr (kHasMask || kFades || kHasSegments || kFromPages) {
+    if constexpr (kHasMask || kFades || kHasSegments || kFromPages || kFloat8) {
       ptx::wait_for_the_kernel_ahead();
     }
     int number = blockIdx.x;

@@ -275,16 +275,39 @@ struct Consumer : UnitResults {
     fetch_terms(next_block(unit()), false);
     accumulate = 1;
     ptx::wgmma_wait<kWaits ? 0 : 1>();
-    if constexpr (kWaits) ptx::pin(output);
+    if constexpr (kWaits) {
+      ptx::pin(output);
+      if constexpr (Operands::kAddsBlocks) operands.accept_output(output);
+    }
     if (!kListsWhole) block = next_block(unit());
     accept_scores();
     release_scores();
     const bool rescale = extend_softmax<kKnown>(scores);
     draw_after();
     ptx::wgmma_wait<0>();
-    operands.accept_output(output);
+    if constexpr (!kWaits || !Operands::kAddsBlocks) operands.accept_output(output);
     release_value();
     if (rescale) rescale_output();
+    operands.pack(scores, dropped);
+  }
+  // The same, where the current block's output and the next block's scores take the same registers:
+  // one after the other. The other warpgroup's softmax runs beside.
+  __device__ __forceinline__ void step_apart() {
+    wait_value();
+    wait_turn();
+    begin_output(1);
+    ptx::wgmma_wait<0>();
+    operands.accept_output(output);
+    release_value();
+    wait_key();
+    begin_scores(scores);
+    fetch_terms(next_block(unit()), false);
+    ptx::wgmma_wait<0>();
+    pass_turn();
+    if (!kListsWhole) block = next_block(unit());
+    accept_scores();
+    release_scores();
+    if (extend_softmax<kUnknown>(scores)) rescale_output();
     operands.pack(scores, dropped);
   }
 
@@ -308,7 +331,9 @@ struct Consumer : UnitResults {
       if constexpr (Operands::kAddsBlocks) clear_output();
 
       while (!is_last()) {
-        if constexpr (kDrainsToHide) {
+        if constexpr (kApart) {
+          step_apart();
+        } else if constexpr (kDrainsToHide) {
           if (is_full(unit(), next_block(unit()))) {
             step<false, kWhole>(accumulate);
           } else {
@@ -326,7 +351,8 @@ struct Consumer : UnitResults {
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
       const UnitInfo& finished = unit();
       const bool ends = !kBoundedBegin || blocks_after() == 0;
-      if constexpr (kQueriesLate) {
+      constexpr bool kOutputFirst = kQueriesLate || kApart;
+      if constexpr (kOutputFirst) {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
         ptx::wgmma_wait<0>();
         operands.accept_output(output);
@@ -338,18 +364,21 @@ struct Consumer : UnitResults {
         next = !read_unit() ? kNone : starts_now() ? kStarts : kRead;
       }
       if (next == kStarts) {
-        if constexpr (!kEarlyOutput && !kQueriesLate) begin_last_output(accumulate);
+        if constexpr (!kEarlyOutput && !kOutputFirst) begin_last_output(accumulate);
+        if constexpr (kApart) {
+          nonfinite = finish_unit(finished, softmax);
+        }
         begin_scores(scores);
-        if constexpr (!kQueriesLate) {
+        if constexpr (!kOutputFirst) {
           ptx::wgmma_wait<1>();
           operands.accept_output(output);
           release_value();
         }
-        nonfinite = finish_unit(finished, softmax);
+        if constexpr (!kApart) nonfinite = finish_unit(finished, softmax);
         fetch_terms(block, true);
         ptx::wgmma_wait<0>();
       } else {
-        if constexpr (!kQueriesLate) {
+        if constexpr (!kOutputFirst) {
           if constexpr (!kEarlyOutput) begin_last_output(accumulate);
           ptx::wgmma_wait<0>();
           operands.accept_output(output);

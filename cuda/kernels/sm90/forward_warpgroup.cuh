@@ -269,6 +269,10 @@ struct Warpgroup : WarpgroupProducts {
   }
   // Scores to logits, as score_function has them.
   __device__ __forceinline__ void apply_terms(Scores& scores) {
+    if constexpr (kFloat8 && kSoftcap) {
+#pragma unroll
+      for (float& score : scores) score *= operands.logit_factor;
+    }
     add_terms(scores);
     score_function<kPreScale>(p, scores);
   }
@@ -328,7 +332,8 @@ struct Warpgroup : WarpgroupProducts {
   }
   template <Known kKnown>
   __device__ __forceinline__ void mask_later(Scores& scores) const {
-    if (!later_is_full<kKnown>()) mask_scores<kBlockKV / 2, kKnown != kPartial>(scores);
+    constexpr bool kInFlight = kKnown != kPartial && !kApart;
+    if (!later_is_full<kKnown>()) mask_scores<kBlockKV / 2, kInFlight>(scores);
   }
   // Weights of the unit's first block. Half of the warps see half of a diagonal one.
   __device__ __forceinline__ void start_softmax(Scores& scores) {

@@ -242,6 +242,18 @@ __device__ __forceinline__ Descriptor descriptor(uint32 address, uint32 offset,
   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JF_R##LAST \
       "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, %" #tb ";\n}\n"
 
+// Of 32 float8 (e4m3) of the contraction, which both operands have side by side in memory.
+#define JF_SS8_TEXT(N, LAST, a, b, s)                                                        \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #s                                                    \
+  ", 0;\n"                                                                                   \
+  "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" JF_R##LAST "}, %" #a ", %" #b \
+                                                                          ", p, 1, 1;\n}\n"
+#define JF_RS8_TEXT(N, LAST, a0, a1, a2, a3, b, s)                        \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, %" #s                                 \
+  ", 0;\n"                                                                \
+  "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" JF_R##LAST \
+      "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1;\n}\n"
+
 // d[64 x N] = a[64 x 16] b[16 x N] (+ d if accumulate), both operands in shared memory.
 // kTransA, kTransB: the operand is stored MN-major.
 template <class Element, int kTransA, int kTransB, int kHalfN>
@@ -280,6 +292,46 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kHalfN], uint32 a0, uint32 a
   }
   JF_FOR_EACH_WGMMA_N(JF_CASE)
 #undef JF_CASE
+}
+
+// d[64 x N] = a[64 x 32] b[32 x N] (+ d if accumulate) of float8, both operands in shared memory.
+template <int kHalfN>
+__device__ __forceinline__ void wgmma_ss_float8(float (&d)[kHalfN], uint64 a, uint64 b,
+                                                int accumulate) {
+#define JF_CASE(N, LAST, o0, o1, o2, o3, o4, o5, o6) \
+  if constexpr (kHalfN * 2 == N) {                   \
+    asm volatile(JF_SS8_TEXT(N, LAST, o0, o1, o2)    \
+                 : JF_C##LAST(d)                     \
+                 : "l"(a), "l"(b), "r"(accumulate)); \
+  }
+  JF_FOR_EACH_WGMMA_N(JF_CASE)
+#undef JF_CASE
+}
+// The same with the A operand in registers: lane 4r + c has of rows r and r + 8 the elements 4c to
+// 4c + 3, then of both rows those 16 further on.
+template <int kHalfN>
+__device__ __forceinline__ void wgmma_rs_float8(float (&d)[kHalfN], uint32 a0, uint32 a1, uint32 a2,
+                                                uint32 a3, uint64 b, int accumulate) {
+#define JF_CASE(N, LAST, o0, o1, o2, o3, o4, o5, o6)                             \
+  if constexpr (kHalfN * 2 == N) {                                               \
+    asm volatile(JF_RS8_TEXT(N, LAST, o0, o1, o2, o3, o4, o5)                    \
+                 : JF_C##LAST(d)                                                 \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate)); \
+  }
+  JF_FOR_EACH_WGMMA_N(JF_CASE)
+#undef JF_CASE
+}
+
+// Four float8 (e4m3), the first in the lowest byte; beyond 448 they are 448.
+__device__ __forceinline__ uint32 pack_float8(float a, float b, float c, float d) {
+  uint32 packed;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}\n"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
 }
 
 // ---- 8x8 matrices from registers to shared memory (addresses 16-byte aligned) -------------------

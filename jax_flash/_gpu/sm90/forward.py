@@ -58,6 +58,11 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     return tiling
 
 
+def l2_heads_of(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> int:
+    """Counts the heads that a schedule walks together."""
+    return _Forward(problem, shapes, gpu).l2_heads
+
+
 @dataclasses.dataclass(frozen=True)
 class _Forward:
     """A forward problem, and what the table of tilings (below) asks of it, each with its reason."""

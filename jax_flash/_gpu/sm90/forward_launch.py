@@ -119,6 +119,8 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
         if tiling.halves:
             planes = (B, length, 2 * count, half_columns(dim))
             return Map(f"{name}_halves", "f16", planes, box_rows, box_heads)
+        if tiling.float8:  # pairs of numbers
+            return Map(name[0], "bf16", (B, length, count, dim // 2), box_rows)
         paged = tiling.page_size and name != "query"
         outer, rows = (P, PAGE) if paged else (B, length)
         dtype = name_of(problem.dtype)
@@ -151,8 +153,11 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             Field(
                 "TensorMap",
                 "value",
-                array("value", S, K, shapes.value_dim, tiling.key_rows),
-                "[B, S, K, Hv], box (64, 1, kPageRows, 1); with kFromPages [P, kPageSize, K, Hv]",
+                _columns_map(shapes)
+                if tiling.float8
+                else array("value", S, K, shapes.value_dim, tiling.key_rows),
+                "[B, S, K, Hv], box (64, 1, kPageRows, 1); with kFromPages [P, kPageSize, K, Hv]; "
+                "with kFloat8 value_columns, box (64, 1, Hv, 1)",
             ),
             # The same arrays, for loads without TMA and for rows that are computed again without
             # tensor cores, because values hidden from them are not finite.
@@ -251,6 +256,7 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
                 "kFromPages those of all requests, by request_units",
             ),
             *_of_requests(tiling),
+            *(_float8_fields(shapes) if tiling.float8 else ()),
         ),
     )
 
@@ -273,6 +279,22 @@ def _of_requests(tiling: ForwardTiling) -> tuple[Field, ...]:
     return tuple(dataclasses.replace(field, value=None) for field in fields)
 
 
+def _columns_map(shapes: Shapes) -> Map:
+    """Returns the map of columns of float8 values, of two keys each: a box has all of a head."""
+    columns = (B, K * shapes.value_dim, 1, ceil_div(S, 128) * 64)
+    return Map("value_columns", "bf16", columns, shapes.value_dim)
+
+
+def _float8_fields(shapes: Shapes) -> tuple[Field, ...]:
+    columns = Scratch("u8", (B, K, shapes.value_dim, ceil_div(S, 128) * 128))
+    return (
+        Field("void*", "value_columns", columns, "[B, K, Hv, S up to 128], kFloat8"),
+        Field("const float*", "query_scales", "q_scale", "[B, ceil(T / 64), N]"),
+        Field("const float*", "key_scales", "k_scale", "[B, ceil(S / 128), K]"),
+        Field("const float*", "value_scales", "v_scale", "[B, ceil(S / 128), K]"),
+    )
+
+
 def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
     segments, positions = (f"query_{x}" in call.problem.terms for x in ("segments", "positions"))
     warpgroups = tiling.block_q // 64
@@ -280,6 +302,10 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
     key_blocks = ceil_div(S, tiling.block_kv)
     units = product(query_blocks, B, N // tiling.packed_heads)
     steps: list[Step] = [split(1, beside=True)] if tiling.halves else []
+    if tiling.float8:
+        steps.append(
+            Kernel("flash_forward_columns", product(B, K, ceil_div(S, 128)), 256, beside=True)
+        )
     steps += found.plan
     if tiling.page_size:
         steps.append(Kernel("request_units", 1, _UNIT_THREADS, beside=True))
@@ -303,7 +329,7 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         parts = N * ceil_div(T, _NORM_ROWS) + K * ceil_div(S, _NORM_ROWS)
         steps.append(of_warps("row_norms", B * parts))
     elif (
-        tiling.dynamic and not tiling.page_size and (not found.plan or positions)
+        tiling.dynamic and not (tiling.page_size or tiling.float8) and (not found.plan or positions)
     ):  # else mask_plan does it
         steps.append(Kernel("flash_forward_begin", 1, 32, beside=True))
     main = Kernel(

@@ -28,6 +28,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kValueDim": tiling.value_dim,
         "kTmaLoads": tiling.tma_loads,
         "kHalves": tiling.halves,
+        "kFloat8": tiling.float8,
         "kParts": tiling.parts,
         "kBlockKV": tiling.block_kv,
         "kConsumers": tiling.consumers,
@@ -46,6 +47,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kPingPong": tiling.ping_pong,
         "kDrains": tiling.drains,
         "kDrainsToHide": tiling.drains_to_hide,
+        "kApart": tiling.apart,
         "kBiasTiles": tiling.bias_bytes > 0,
         "kProducerRegisters": producer_registers,
         "kConsumerRegisters": consumer_registers,
@@ -255,9 +257,12 @@ class ForwardSchedule:
 
     @property
     def clears_values(self) -> bool:
-        """Values past a length, which may be NaN, are zeroed where they were loaded."""
+        """Values past a length, which may be NaN, are zeroed where they were loaded.
+
+        Columns of float8 have zeros there.
+        """
         paged = self.tiling.page_size > 0 and self.tiling.clears_values
-        return self._has("key_value_lengths") or paged
+        return (self._has("key_value_lengths") or paged) and not self.tiling.float8
 
     # Weights.
 
@@ -274,9 +279,10 @@ class ForwardSchedule:
     def leaves_cap(self) -> bool:
         """The softcap's last multiplication is left to the exponentials, where scores are small.
 
-        Where nothing comes behind the cap.
+        Where nothing comes behind the cap, and scores have no scales of their own.
         """
-        return self._is_capped and not self._is_mapped and not adds_to_scores(self.problem)
+        alone = not (self._is_mapped or adds_to_scores(self.problem) or self.tiling.float8)
+        return self._is_capped and alone
 
     @property
     def takes_line(self) -> bool:

@@ -27,12 +27,14 @@ class ForwardTiling:
     ping_pong: bool = True  # two warpgroups alternate softmax and matrix products
     drains: bool = False  # a softmax waits for the product with the values before, too
     drains_to_hide: bool = False  # likewise, where elements of a block need tests
+    apart: bool = False  # the product with the values ends before the next scores begin
     producer_registers: int = 24  # of a thread, with two consumer warpgroups: 24, 40 or 56
     l2_heads: int = 8  # heads that the schedule walks together, so that their keys stay in L2
     bias_bytes: int = 0  # of an element of a bias that TMA loads beside the keys; 0: it does not
     bias_ahead: int = 2  # blocks between a bias's way to L2 and its load; 0: it has none of its own
     batches_together: bool = False  # the schedule walks a head of all batch rows: they share a bias
     halves: bool = False  # a float32 is two float16, split ahead, in planes of a tile
+    float8: bool = False  # operands are float8 with scales, and values come as columns
     teams: int = 1  # in a CTA, of a producer and its consumers, with units of their own
     fades: bool = False  # blocks of keys that a falling line hides are left out
     cut_documents: int = 0  # queries of one from which on units begin where it does; 0: they do not
@@ -52,7 +54,7 @@ class ForwardTiling:
 
     @property
     def folder(self) -> str:
-        return "sm90_float32" if self.halves else "sm90"
+        return "sm90_float8" if self.float8 else "sm90_float32" if self.halves else "sm90"
 
     @property
     def block_q(self) -> int:
@@ -72,6 +74,11 @@ class ForwardTiling:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: queries, the stages of keys and values, barriers."""
         head_boxes, value_boxes = boxes(self.head_dim), boxes(self.value_dim)
+        if self.float8:
+            head_boxes = boxes(self.head_dim // 2)
+            rows = self.consumers * 64 * self.query_stages * head_boxes
+            rows += self.stages * (self.block_kv * head_boxes + self.value_dim)
+            return 128 * rows + 2048
         queries = self.query_stages * self.consumers * 64 * head_boxes
         keys_values = self.stages * self.block_kv * (head_boxes + value_boxes)
         biases = self.stages * self.block_q * self.block_kv * self.bias_bytes

@@ -1,0 +1,7 @@
+// The forward pass of float8 (e4m3) with scales, head dims up to 128; constants as sm90/forward.cuh
+// has them, and its kernel but for the operands.
+#pragma once
+
+#include "sm90_float8/forward_operands.cuh"
+// What multiplies them.
+#include "sm90/forward_kernel.cuh"

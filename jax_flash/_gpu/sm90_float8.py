@@ -1,0 +1,105 @@
+"""The kernels of float8 for Hopper: what they refuse, and their plans.
+
+They are those of 16 bits (sm90/) but for their operands. Read next: sm90/forward_launch.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax_flash._call import Call
+from jax_flash._gpu.buffers import dims_of, operands_of, results_of
+from jax_flash._gpu.family import Family
+from jax_flash._gpu.plan import Plan
+from jax_flash._gpu.sm90.forward import l2_heads_of
+from jax_flash._gpu.sm90.forward_launch import forward_launch
+from jax_flash._gpu.sm90.forward_schedule import forward_constants
+from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
+from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.traits import known
+from jax_flash._problem import Problem, Shapes
+from jax_flash._terms import TERMS
+
+_COMPUTED = (
+    *("query_lengths", "key_value_lengths", "query_segments", "key_value_segments"),
+    *("query_positions", "key_value_positions", "sinks", "block_numbers", "block_bits"),
+)
+_WIDEST, _WIDEST_OF_SEGMENTS = 128, 96
+
+
+class Sm90Float8(Family):
+    """The kernels of cuda/kernels/sm90_float8."""
+
+    name = "sm90_float8"
+    architectures = ("sm_90a",)
+    passes = ("forward_float8",)
+    measured = ()
+
+    def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
+        problem = call.problem
+        kernels = "the CUDA kernels of float8"
+        reasons = []
+        if gpu.arch not in self.architectures:
+            reasons.append(f"{kernels} run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
+        wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > _WIDEST]
+        reasons += [f"{kernels} take head dims up to {_WIDEST}, not {dim}" for dim in wide]
+        widest = max(shapes.head_dim, shapes.value_dim)
+        if "query_segments" in problem.terms and widest > _WIDEST_OF_SEGMENTS:  # 68 bytes spilled
+            text = f"segment ids at head dims up to {_WIDEST_OF_SEGMENTS}, not {widest}"
+            reasons.append(f"{kernels} take {text}")
+        absent = [term for term in problem.terms if term not in _COMPUTED]
+        reasons += [f"{kernels} have no {TERMS[term].feature}" for term in absent]
+        if call.fine:  # pyright: ignore[reportAttributeAccessIssue]
+            reasons.append(f"{kernels} take scales of 128 keys, not of 64")
+        if reasons and call.fallback is None:
+            reasons.append("fallback='16bit' runs the call in kernels of 16 bits")
+        return tuple(dict.fromkeys(reasons))
+
+    def rotates(self, shapes: Shapes) -> bool:
+        return True  # operands are not dequantised
+
+    def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
+        # What is written and not what is multiplied decides a kernel's constants.
+        problem = dataclasses.replace(call.problem, dtype=call.result_dtype)
+        tiling = tiling or choose(problem, shapes, gpu)
+        return Plan(
+            family=self.name,
+            arch=gpu.arch,
+            target="jax_flash_cuda_forward",
+            source=tiling.source,
+            beside=tiling.beside,
+            tiling=tiling,
+            constants=forward_constants(tiling, problem, shapes),
+            operands=operands_of(call, shapes),
+            results=results_of(call, shapes),
+            same=(),
+            launch=forward_launch(dataclasses.replace(call, problem=problem), shapes, tiling),
+            dims=dims_of(shapes),
+            notes=self.untried(gpu),
+            functions="",
+        )
+
+
+def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
+    """Chooses the tiling: blocks are 128 keys, of which a row of shared memory has one column."""
+    wide = max(shapes.head_dim, shapes.value_dim) > 64
+    uneven = problem.window[1] is not None or bool(problem.terms)
+    # What consumers beyond 64 columns have no registers for beside a block's output in flight; the
+    # producer has none of the consumers' for ids.
+    segments = "query_segments" in problem.terms
+    crowded = segments or "query_positions" in problem.terms or problem.masked
+    crowded = crowded or problem.window[0] is not None or problem.softcap is not None
+    roomy = wide and crowded
+    return ForwardTiling(
+        shapes.head_dim,
+        shapes.value_dim,
+        block_kv=128,
+        consumers=2,
+        stages=4,
+        float8=True,
+        apart=roomy,
+        dynamic=uneven or known(shapes.q_len, 4096) > 2048,
+        l2_heads=l2_heads_of(problem, shapes, gpu),
+        producer_registers=56 if roomy and segments else 40 if crowded else 24,
+    )

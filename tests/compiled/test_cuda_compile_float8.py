@@ -1,0 +1,54 @@
+"""Compiles the CUDA kernels of float8: see test_cuda_compile.py."""
+
+import dataclasses
+
+import pytest
+
+from jax_flash import _gpu
+from jax_flash._float8 import DTYPE
+from jax_flash._ops.float8 import Float8
+from jax_flash._problem import BlockMaskShape
+
+from .compile_cases import (
+    EVERYTHING,
+    FEATURES,
+    H200,
+    LENGTHS,
+    PLAIN,
+    POSITIONS,
+    SEGMENTS,
+    SHAPES,
+    check,
+)
+
+pytestmark = pytest.mark.usefixtures("asserted_shared_memory")
+
+CAUSAL = {"window": (None, 0)}
+BLOCKS = {"terms": ("block_numbers", "block_bits")}
+CALLS = {
+    64: {"full": {}, "everything": FEATURES["everything"], "positions": {"terms": POSITIONS}},
+    96: {"segments": CAUSAL | {"terms": SEGMENTS}, "everything": FEATURES["everything"]},
+    128: {
+        "causal": CAUSAL,
+        "lengths, sinks": CAUSAL | {"terms": (*LENGTHS, "sinks")},
+        "positions, softcap": CAUSAL | {"terms": POSITIONS, "softcap": 30.0},
+        "window": {"window": (100, 20)},
+        "window, lengths, sinks": {"window": (100, 0), "terms": (*LENGTHS, "sinks")},
+        "block mask": BLOCKS,
+    },
+}
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES if EVERYTHING else DTYPES[:1])
+@pytest.mark.parametrize(
+    ("dim", "name"), [(dim, name) for dim, names in CALLS.items() for name in names]
+)
+def test_forward_of_float8_compiles_without_spills(dim: int, name: str, out_dtype: str):
+    problem = dataclasses.replace(PLAIN, dtype=DTYPE, **CALLS[dim][name])
+    shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+    if "block" in name:
+        shapes = dataclasses.replace(shapes, block_mask=BlockMaskShape(1, 1, 128))
+    call = Float8(problem, None, out_dtype)
+    assert not _gpu.refuse(call, shapes, H200)
+    check(_gpu.plan(call, shapes, H200), seconds=10)
