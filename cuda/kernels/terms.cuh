@@ -28,6 +28,7 @@
 //   bool kDropsPart           queries and keys are a part of those that the pattern counts
 //   bool kSoftcap             tanh softcap
 //   bool kHighest             float32 as exact as float32 arithmetic
+//   bool kFloat8              q, k and v are float8 with scales (sm90_float8/)
 //   bool kHasScoreFunction    a user's function in its place, whose text follows the constants:
 //                             score_value, in the backward pass score_value_and_slope
 //   bool kScoreHasSlope       its derivative by the score is not 1

@@ -16,7 +16,6 @@
 //   int kPackedHeads          query heads of one kv head that share a unit (a divisor of 64), or 1
 //   bool kCarried, kRest      of a call that two programs share (element.cuh)
 //   bool kHalves              float32 as two float16: sm90_float32/forward.cuh
-//   bool kFloat8              q, k and v are float8 with scales: sm90_float8/forward.cuh
 //   int kParts                of an element, planes of a tile: 2 with kHalves, else 1
 //   the terms: see terms.cuh
 //   bool kPreScale            scale before the maximum (scale <= 0)
@@ -34,6 +33,7 @@
 //                             with the values is waited for together with the scores
 //   bool kDrainsToHide        the same before a softmax of a block whose elements need tests
 //   bool kApart               the product with the values is done before the next scores begin
+//   int kOutputs              parts that a block's output comes in, of float8; else 1
 //   int kProducerRegisters, kConsumerRegisters
 // and by flags: jax_flash/_gpu/sm90/forward_schedule.py says what each means, and why it is set.
 // Dynamic shared memory: kParts times kQueryStages * kConsumers * 64 * 128 * ceil(kHeadDim / 64)

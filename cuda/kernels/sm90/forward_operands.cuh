@@ -21,6 +21,8 @@ struct Operands {
   __device__ __forceinline__ void begin_scores(const ForwardParams&, int) {}
   __device__ __forceinline__ void begin_output(const ForwardParams&, int) {}
   // From scores to logits in log2 units.
+  // Before a softcap what brings scores back.
+  __device__ __forceinline__ void scale_capped(Scores&) const {}
   __device__ __forceinline__ float logit_scale(const ForwardParams& p) const {
     return p.scale_log2;
   }

@@ -351,7 +351,6 @@ struct Consumer : UnitResults {
       if constexpr (kEarlyOutput) begin_last_output(accumulate);
       const UnitInfo& finished = unit();
       const bool ends = !kBoundedBegin || blocks_after() == 0;
-      constexpr bool kOutputFirst = kQueriesLate || kApart;
       if constexpr (kOutputFirst) {
         if constexpr (!kEarlyOutput) begin_last_output(accumulate);
         ptx::wgmma_wait<0>();

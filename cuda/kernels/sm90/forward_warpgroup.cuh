@@ -269,10 +269,7 @@ struct Warpgroup : WarpgroupProducts {
   }
   // Scores to logits, as score_function has them.
   __device__ __forceinline__ void apply_terms(Scores& scores) {
-    if constexpr (kFloat8 && kSoftcap) {
-#pragma unroll
-      for (float& score : scores) score *= operands.logit_factor;
-    }
+    operands.scale_capped(scores);
     add_terms(scores);
     score_function<kPreScale>(p, scores);
   }
@@ -332,8 +329,9 @@ struct Warpgroup : WarpgroupProducts {
   }
   template <Known kKnown>
   __device__ __forceinline__ void mask_later(Scores& scores) const {
-    constexpr bool kInFlight = kKnown != kPartial && !kApart;
-    if (!later_is_full<kKnown>()) mask_scores<kBlockKV / 2, kInFlight>(scores);
+    if (!later_is_full<kKnown>()) {
+      mask_scores<kBlockKV / 2, kKnown != kPartial && !kApart>(scores);
+    }
   }
   // Weights of the unit's first block. Half of the warps see half of a diagonal one.
   __device__ __forceinline__ void start_softmax(Scores& scores) {

@@ -48,6 +48,8 @@ struct Operands {
   __device__ __forceinline__ void begin_output(const ForwardParams& p, int block) {
     value_factor = factor_of(p.value_factors, block);
   }
+  // Before a softcap what brings scores back.
+  __device__ __forceinline__ void scale_capped(Scores&) const {}
   __device__ __forceinline__ float logit_scale(const ForwardParams&) const { return logit_factor; }
   template <class Dropped>
   __device__ __forceinline__ void pack(const Scores& scores, const Dropped&) {

@@ -34,8 +34,6 @@ struct Operands {
   static constexpr bool kFindsTurn = false;
   static constexpr bool kNanMayBeWrong = false;
   uint32 weights[kBlockKV / 8];
-  // Where a block's output and the next scores are not in flight at once, it comes in two parts.
-  static constexpr int kOutputs = kApart && kValueColumns > 64 && kValueColumns % 32 == 0 ? 2 : 1;
   static constexpr int kColumns = kValueColumns / kOutputs;  // of a part
   float block_output[kColumns / 2];
   float value_factor;  // of block_output
@@ -57,6 +55,13 @@ struct Operands {
   }
   __device__ __forceinline__ void begin_output(const ForwardParams& p, int block) {
     value_factor = p.value_scales[keys + block * p.kv_heads];
+  }
+  // Before a softcap what brings scores back.
+  __device__ __forceinline__ void scale_capped(Scores& scores) const {
+    if constexpr (kSoftcap) {
+#pragma unroll
+      for (float& score : scores) score *= logit_factor;
+    }
   }
   __device__ __forceinline__ float logit_scale(const ForwardParams& p) const {
     return kSoftcap ? p.scale_log2 : logit_factor;

@@ -48,6 +48,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kDrains": tiling.drains,
         "kDrainsToHide": tiling.drains_to_hide,
         "kApart": tiling.apart,
+        "kOutputs": tiling.outputs,
         "kBiasTiles": tiling.bias_bytes > 0,
         "kProducerRegisters": producer_registers,
         "kConsumerRegisters": consumer_registers,
@@ -81,6 +82,7 @@ class ForwardSchedule:
             "kHoldsFull": self.holds_full,
             "kAsksLate": self.asks_late,
             "kQueriesLate": self.queries_late,
+            "kOutputFirst": self.output_first,
             "kQueriesInTurn": self.queries_in_turn,
             "kEarlyOutput": self.early_output,
             "kClearsValues": self.clears_values,
@@ -238,6 +240,14 @@ class ForwardSchedule:
         output.
         """
         return self.lists_layout and self.tiling.query_stages == 1
+
+    @property
+    def output_first(self) -> bool:
+        """The last output of a unit ends before the next unit is looked at.
+
+        Q of that unit comes late, or its scores take the registers of the output.
+        """
+        return self.queries_late or self.tiling.apart
 
     @property
     def queries_in_turn(self) -> bool:

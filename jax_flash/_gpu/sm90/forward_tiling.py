@@ -86,6 +86,12 @@ class ForwardTiling:
         return self.teams * tiles + 1024 * max(self.teams, 2)
 
     @property
+    def outputs(self) -> int:
+        """Parts of a block's output: two leave registers for terms, where scores are not with it."""
+        columns = -(-self.value_dim // 16) * 16
+        return 2 if self.float8 and self.apart and columns > 64 and columns % 32 == 0 else 1
+
+    @property
     def parts(self) -> int:
         """Planes of a tile."""
         return 2 if self.halves else 1
