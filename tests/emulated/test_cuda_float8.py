@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _native
+from jax_flash import _gpu, _native
 
 from ..emulator import Emulator
 
@@ -81,7 +81,8 @@ class Float8Call:
                 q, k, v, backend=backend, return_lse=True, **scales, **options
             )
         )
-        out, lse = call(*arrays, scales)
+        with _gpu.prefer("sm90_float8"):
+            out, lse = call(*arrays, scales)
         return {"out": np.asarray(out), "lse": np.asarray(lse)}
 
 
