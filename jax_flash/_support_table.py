@@ -36,6 +36,7 @@ _SHAPES = Shapes(2, 512, 512, 8, 8, 64, 64)
 _ARGUMENTS = {"score": "float32", **dict.fromkeys(("batch", "head", "query", "key"), "int32")}
 _ALIBI = scores.alibi(scores.alibi_slopes(_SHAPES.q_heads))
 _SCORE, _ = _function.trace("score_mod", _ALIBI, _ARGUMENTS, "float32")
+_HALVES = ("bfloat16", "float16")
 _DIMS = (1, 8, 33, 64, 128, 256, 512, 1024, 1 << 20)
 
 
@@ -92,10 +93,12 @@ def table() -> str:
     cells["`ragged_paged_attention`: prefill and decoding in one batch over pages"] = [
         _decodes(column, Ragged(_PLAIN, None, paged=True), MOST_QUERIES) for column in _COLUMNS
     ]
-    cells["caches of float8_e4m3fn or int8 with scales in both"] = [
-        _decodes(column, Decode(_PLAIN, None, paged=True, appends=True, quantized="float8_e4m3fn"))
-        for column in _COLUMNS
-    ]
+    eight = Decode(_PLAIN, None, paged=True, appends=True)
+    for dtype, since in (("int8", ""), ("float8_e4m3fn", " (`cuda` since Ada)")):
+        call = dataclasses.replace(eight, quantized=dtype)
+        cells[f"caches of {dtype} with scales{since}"] = [
+            _decodes(column, call, dtypes=_HALVES, dims=(64, 128, 256)) for column in _COLUMNS
+        ]
     rows += [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()]
     return "\n".join(rows) + "\n"
 
@@ -127,12 +130,16 @@ def _runs(column: tuple[str, str], call: Call) -> str:
     return "no" if reasons else "yes"
 
 
-def _decodes(column: tuple[str, str], call: Decode, q_len: int = 1) -> str:
+def _decodes(
+    column: tuple[str, str],
+    call: Decode,
+    q_len: int = 1,
+    dtypes: tuple[str, ...] = ("float32", *_HALVES),
+    dims: tuple[int, ...] = (33, 64, 128, 256),
+) -> str:
     backend, gpu = column
     declined = False
-    for dtype, head_dim in itertools.product(
-        ("float32", "bfloat16", "float16"), (33, 64, 128, 256)
-    ):
+    for dtype, head_dim in itertools.product(dtypes, dims):
         call = dataclasses.replace(call, problem=dataclasses.replace(_PLAIN, dtype=dtype))
         shapes = dataclasses.replace(_SHAPES, q_len=q_len, head_dim=head_dim, value_dim=head_dim)
         gpu_spec = _gpu.spec.GPUS[gpu]

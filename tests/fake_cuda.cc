@@ -302,7 +302,10 @@ CUresult cuTensorMapEncodeTiled(void* map, CUtensorMapDataType type, unsigned ra
   bool right = reinterpret_cast<std::uint64_t>(map) % 64 == 0 && rank == 4 &&
                reinterpret_cast<std::uint64_t>(address) % 16 == 0 &&
                interleave == kInterleaveNone &&
-               (swizzle != kSwizzle128B || box[0] * (type == kTensorFloat32 ? 4 : 2) <= 128);
+               (swizzle != kSwizzle128B || box[0] * (type == kTensorFloat32 ? 4
+                                                     : type == kTensorUint8 ? 1
+                                                                            : 2) <=
+                                               128);
   for (int i = 0; right && i < 4; ++i) {
     right = dims[i] >= 1 && dims[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 &&
             element_strides[i] == 1 &&

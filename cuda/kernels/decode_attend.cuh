@@ -6,143 +6,16 @@
 // weights of all go through shared memory, and each warp adds up a part of the values' columns.
 #pragma once
 
-#include "decode_schedule.cuh"
-#include "decode_split.cuh"
-#include "softmax.cuh"
+#include "decode_found.cuh"
 #include "terms.cuh"
 #include "tile.cuh"
 
 namespace decode {
 
-// A running maximum of every block: memory is what decoding waits for.
-struct RunningMaximum {
-  static constexpr int kHeadroom = 0;
-  static constexpr float kSumLimit = kInfinity;
-};
-
-// Where results are added up. Padding: the rows of a fragment lie in other banks.
-inline constexpr int kSumsPitch = kValueColumns + 8;
-struct Sums {
-  float values[kHeads * kRowTiles][16][kSumsPitch];  // relative to the largest base of the row
-  float base[kWarps][16];
-  float total[kWarps][16];
-};
-// What the warps of a CTA of a cluster found, each by itself.
-struct Found {
-  float values[kWarps][16][kSumsPitch];
-  float base[kWarps][16];
-  float total[kWarps][16];
-};
-// What warps exchange for every block.
-struct Exchange {
-  unsigned char weights[ceil_div(kBlockKV, kBoxColumns) * kShareRows * kBoxRowBytes];  // a tile
-  float largest[kWarps][16];
-};
-
-// The warps that compute meet, without the loader.
-__device__ __forceinline__ void meet() { ptx::named_barrier_sync(1, 32 * kWarps); }
-
-// Halves that are infinite or NaN become 0.
-__device__ __forceinline__ uint32 finite_halves(uint32 pair) {
-  constexpr uint32 kExponent = kBFloat16 ? 0x7f80u : 0x7c00u;
-  const uint32 low = (pair & kExponent) == kExponent ? 0 : 0xffffu;
-  const uint32 high = (pair & kExponent << 16) == kExponent << 16 ? 0 : 0xffff0000u;
-  return pair & (low | high);
-}
-
-// What a warp has found of its rows: the running softmax and the sums, and how it leaves them.
-struct Attended {
-  const DecodeParams& p;
-  const Unit& unit;
-  const Share& share;
-  uint32 queries;      // tile of kShareRows
-  Exchange* exchange;  // with kSplitsColumns
-  int tile, part;      // this warp's rows and keys, of kHeads * kRowTiles and kKeyParts
-
-  SoftmaxState<RunningMaximum> state;
-  float output[kOwnColumns / 2];
-  Seen seen;          // positions that this thread's rows see
-  Range seen_by_all;  // by every row of the unit
-
-  __device__ __forceinline__ int first_key() const { return kSplitsColumns ? 0 : part * kPartKeys; }
-  __device__ __forceinline__ int first_column() const {
-    return kSplitsColumns ? part * kOwnColumns : 0;
-  }
-
-  // Every row gives NaN from here on.
-  __device__ __forceinline__ void spoil() { state.sum[0] = state.sum[1] = kInfinity - kInfinity; }
-
-  // Adds what was found to that of the warps with the same rows, one after the other, for `write`.
-  __device__ __forceinline__ void leave(Sums& sums) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane / 4 + i * fragment::kRowStep, warp = tile * kKeyParts + part;
-      const float total = fragment::quad_sum(state.sum[i]);
-      if (lane % 4 == 0) {
-        sums.base[warp][row] = state.base[i];
-        sums.total[warp][row] = total;
-      }
-    }
-    meet();
-#pragma unroll 1
-    for (int turn = 0; turn < (kSplitsColumns ? 1 : kKeyParts); ++turn) {
-      if (kSplitsColumns || part == turn) add_to(sums, turn > 0);
-      meet();
-    }
-  }
-  __device__ __forceinline__ void add_to(Sums& sums, bool adds) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane / 4 + i * fragment::kRowStep;
-      const float weight = ptx::exp2_approx(state.base[i] - largest_base(sums, tile, row));
-#pragma unroll
-      for (int j = 0; j < kOwnColumns / 8; ++j) {
-        const int at = fragment::element(j, i, 0);
-        float2& place = *reinterpret_cast<float2*>(
-            &sums.values[tile][row][first_column() + 8 * j + fragment::first_column(lane)]);
-        const float2 before = adds ? place : make_float2(0.0f, 0.0f);
-        place =
-            make_float2(fmaf(output[at], weight, before.x), fmaf(output[at + 1], weight, before.y));
-      }
-    }
-  }
-
-  // Leaves what was found of the first `rows`, for decode_cluster.cuh.
-  __device__ __forceinline__ void leave(Found& found, int warp, int rows) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane / 4 + i * fragment::kRowStep;
-      const float total = fragment::quad_sum(state.sum[i]);
-      if (row >= rows) continue;
-      if (lane % 4 == 0) {
-        found.base[warp][row] = state.base[i];
-        found.total[warp][row] = total;
-      }
-#pragma unroll
-      for (int j = 0; j < kOwnColumns / 8; ++j) {
-        const int at = fragment::element(j, i, 0);
-        *reinterpret_cast<float2*>(&found.values[warp][row][8 * j + fragment::first_column(lane)]) =
-            make_float2(output[at], output[at + 1]);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ float largest_base(const Sums& sums, int tile, int row) {
-    float base = kNoBase;
-#pragma unroll
-    for (int part = 0; part < kKeyParts; ++part) {
-      base = fmaxf(base, sums.base[tile * kKeyParts + part][row]);
-    }
-    return base;
-  }
-};
-
 template <class Of>
 struct AttendOf : Attended {
   static constexpr bool kSplits = kSame<Of, Float32>;  // then products are those of Split
+  using Weight = typename ElementType<!kQuantized && kSame<Of, BFloat16>>::Type;
 
   __device__ __forceinline__ void start() {
 #pragma unroll
@@ -157,13 +30,15 @@ struct AttendOf : Attended {
       seen[i] = {first_seen(p, position), position + 1};
     }
     seen_by_all = {first_seen(p, unit.length - 1), first + 1};
+    if constexpr (kQuantized) start_scales(*exchange);
   }
 
   static constexpr int kWeightTiles = ceil_div(kPartKeys, 16);
   // Keys of a block and columns of its values that this warp multiplies by weights.
   static constexpr int kProductKeys = kSplitsColumns ? kBlockKV : kPartKeys;
   // A block of positions from `first` on; keys and values are tiles of kBlockKV rows of its head.
-  __device__ __forceinline__ void add_block(uint32 keys, uint32 values, int first) {
+  __device__ __forceinline__ void add_block(uint32 keys, uint32 values, int first,
+                                            const Note& note) {
     const int lane = threadIdx.x % 32;
     const bool is_partial = first < seen_by_all.begin || first + kBlockKV > seen_by_all.end;
 
@@ -171,6 +46,8 @@ struct AttendOf : Attended {
     float (&scores)[kPartKeys / 2] = sums[0];
     if constexpr (kSplits) {
       Split{tile, part}.add_scores(queries, keys, scores);
+    } else if constexpr (kQuantized) {
+      Quantized{tile, part}.add_scores(queries, keys, sums);
     } else {
       // Lanes in the order of matrices: A has rows first, B, which is transposed, columns.
       const int query = tile * 16 + lane % 16, key = part * kPartKeys + lane / 16 * 8 + lane % 8;
@@ -187,10 +64,10 @@ struct AttendOf : Attended {
           ptx::multiply_add<kBFloat16>(sums[step % kScoreSums], 8 * j + 4, a, b[2], b[3]);
         }
       }
-#pragma unroll
-      for (int i = 0; i < (kScoreSums - 1) * kPartKeys / 2; ++i)
-        scores[i] += sums[kScoreSums - 1][i];
     }
+#pragma unroll
+    for (int i = 0; i < (kScoreSums - 1) * kPartKeys / 2; ++i) scores[i] += sums[kScoreSums - 1][i];
+    if constexpr (kQuantized) scale_scores(scores, note);
     score_function(p, scores);
     // Rounded here, not within a fused product: the largest weight is 1 however large scores are.
 #pragma unroll
@@ -212,6 +89,7 @@ struct AttendOf : Attended {
       // Bases are maxima, which no weight decides.
       state.extend<false>(scores, 1.0f, /*searches=*/true, correction, Alone{});
     }
+    if constexpr (kScalesOfPages) scale_weights(scores, correction, note);
     if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
       for (int i = 0; i < kOwnColumns / 2; ++i) output[i] *= correction[fragment::row(i)];
@@ -225,7 +103,7 @@ struct AttendOf : Attended {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // matrices: rows 0 and 8 on, then the next 8 keys
           const int at = fragment::element(2 * j + i / 2, i % 2, 0);
-          weights[j][i] = Of::pack(scores[at], scores[at + 1]);
+          weights[j][i] = Weight::pack(scores[at], scores[at + 1]);
         }
       }
       if constexpr (kSplitsColumns) {
@@ -233,7 +111,9 @@ struct AttendOf : Attended {
         meet();
       }
       // Values that a row does not see may be anything where a block is seen in part.
-      if (is_partial && !values_are_finite(values)) {
+      if constexpr (kQuantized) {
+        add_quantized(values, weights, first, is_partial);
+      } else if (is_partial && !values_are_finite(values)) {
         add_what_is_not_finite(values, first);
         add_values</*kFiniteAlone=*/true>(values, weights);
       } else {
@@ -262,6 +142,7 @@ struct AttendOf : Attended {
         const int at = lane / 4 + row * fragment::kRowStep;
         largest = fmaxf(largest, exchange->largest[tile * kKeyParts + other][at]);
       }
+      if constexpr (kQuantized) largest += RunningMaximum::kHeadroom;
       state.rise(row, fmaxf(largest, state.base[row]), correction[row]);
     }
     float added[2][2];
@@ -283,6 +164,34 @@ struct AttendOf : Attended {
     }
   }
 
+  __device__ __forceinline__ void add_quantized(uint32 values, const uint32 (&own)[kWeightTiles][4],
+                                                int first, bool is_partial) {
+    const int key = first_key(), column = first_column();
+    const auto weights_of = [&](int j, uint32(&weights)[4]) { load_weights(own, j, weights); };
+    if (is_partial && !Quantized::are_numbers<kProductKeys>(values, key, column)) {
+      Quantized::add_nan<kProductKeys>(values, key, column, first, seen, output);
+      Quantized::add_values</*kNumbersAlone=*/true, kProductKeys>(values, key, column, weights_of,
+                                                                  output);
+    } else {
+      Quantized::add_values</*kNumbersAlone=*/false, kProductKeys>(values, key, column, weights_of,
+                                                                   output);
+    }
+  }
+
+  // The weights of keys 16 * j and on, of those that this warp multiplies.
+  __device__ __forceinline__ void load_weights(const uint32 (&own)[kWeightTiles][4], int j,
+                                               uint32 (&weights)[4]) const {
+    if constexpr (kSplitsColumns) {
+      const int lane = threadIdx.x % 32;
+      const uint32 from = ptx::shared_address(exchange->weights);
+      ptx::load_matrix_x4(chunk_address<kShareRows>(from, tile * 16 + lane % 16, 2 * j + lane / 16),
+                          weights);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[i] = own[j][i];
+    }
+  }
+
   template <bool kFiniteAlone>
   __device__ __forceinline__ void add_values(uint32 values, const uint32 (&own)[kWeightTiles][4]) {
     const int lane = threadIdx.x % 32;
@@ -290,14 +199,7 @@ struct AttendOf : Attended {
 #pragma unroll
     for (int j = 0; j < kProductKeys / 16; ++j) {
       uint32 weights[4];
-      if constexpr (kSplitsColumns) {
-        const uint32 from = ptx::shared_address(exchange->weights);
-        ptx::load_matrix_x4(
-            chunk_address<kShareRows>(from, tile * 16 + lane % 16, 2 * j + lane / 16), weights);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) weights[i] = own[j][i];
-      }
+      load_weights(own, j, weights);
 #pragma unroll
       for (int column = 0; column < kOwnColumns / 16; ++column) {
         uint32 b[4];

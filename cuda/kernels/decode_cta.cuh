@@ -5,6 +5,8 @@
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type: bfloat16, else float16
 //   bool kFloat32             or float32, by cp.async alone
+//   bool kQuantized           the cache has eight bits and scales: float8_e4m3fn if kFloat8, else
+//                             int8; kScalesOfPages: those of pages differ
 //   int kParts                bfloat16 that a float32 is split into, 2 or 3; else 1
 //   int kHeadDim, kValueDim   exact sizes; for TMA multiples of 8
 //   bool kValuesInKeys        the values are the first kValueDim features of the keys
@@ -46,7 +48,7 @@ struct SharedOf {
   Sums sums;
   Exchange exchange;  // only with kSplitsColumns in use
   Barrier full[kStages], empty[kStages];
-  int spoiled[kStages];
+  Note notes[kStages];
 };
 // Sums take the place of the queries, which are wide in parts.
 template <>
@@ -58,7 +60,7 @@ struct SharedOf<Kind::kFloat32> {
     Exchange exchange;
   };
   Barrier full[kStages], empty[kStages];
-  int spoiled[kStages];
+  Note notes[kStages];
 };
 // What warps find takes the place of the blocks, of which there are no more then.
 template <>
@@ -71,7 +73,7 @@ struct SharedOf<Kind::kCluster> {
   Gathered gathered;
   Exchange exchange;
   Barrier full[kStages], empty[kStages];
-  int spoiled[kStages];
+  Note notes[kStages];
 };
 using Shared = SharedOf<kFloat32 ? Kind::kFloat32 : (kCluster > 1) ? Kind::kCluster : Kind::kPlain>;
 
@@ -109,6 +111,7 @@ struct Consumer {
         }
       }
       if constexpr (kFloat32) meet();  // and its queries
+      if constexpr (kQuantized) attend.settle();
       if constexpr (kCluster > 1) {
         if (is_refused(p, unit.length)) attend.spoil();
         const Together<Loader> together(p, share, shared.gathered);
@@ -127,6 +130,10 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void load_queries(const Unit& unit) {
+    if constexpr (kQuantized) {
+      const uint32 tile = ptx::shared_address(shared.queries);
+      return load_scaled_queries<Element>(p, unit, share, tile, shared.exchange.query_factor);
+    }
     constexpr int kChunks = ceil_div(kHeadDim, kBoxColumns) * 8;
     constexpr int kHalf = kRotates ? kHeadDim / 16 : 0;  // chunks whose pairs are as many further
     const uint32 tile = ptx::shared_address(shared.queries);
@@ -173,8 +180,9 @@ struct Consumer {
     } else {
       wait();
     }
-    if (shared.spoiled[ring.stage()]) attend.spoil();
-    attend.add_block(keys, values, block * kBlockKV);
+    const Note& note = shared.notes[ring.stage()];
+    if (note.spoiled) attend.spoil();
+    attend.add_block(keys, values, block * kBlockKV, note);
     give_back(empty);
   }
 
@@ -237,9 +245,9 @@ struct Consumer {
       } else {
         NewRows<kValueDim, false> new_values(p, p.new_value, unit, kv_head, positions);
         wait();
-        replace<kValueDim>(new_values, unit, kv_head, values, first, p.value_cache);
+        replace<kValueDim>(new_values, unit, kv_head, values, first, p.value_cache, p.value_scale);
       }
-      replace<kHeadDim>(new_keys, unit, kv_head, keys, first, p.key_cache);
+      replace<kHeadDim>(new_keys, unit, kv_head, keys, first, p.key_cache, p.key_scale);
     }
   }
   template <int kDim, bool kTurns>
@@ -251,12 +259,13 @@ struct Consumer {
   }
   template <int kDim, class Rows>
   __device__ __forceinline__ void replace(Rows& rows, const Unit& unit, int kv_head, uint32 tile,
-                                          int first, void* cache) {
-    rows.store([&](int position, int i, const Piece& piece) {
+                                          int first, void* cache, const Scales& scales) {
+    rows.store([&](int position, int i, const Piece& new_piece) {
+      const auto piece = cache_piece(new_piece, scale_at(p, scales, unit.batch, position, kv_head));
       store_in_tile(tile, position - first, i, piece);
       if constexpr (kCluster > 1) {
         const int64 place = place_of<kDim>(p, unit.batch, position, kv_head);
-        if (place >= 0) RowPieces<kDim>(cache, place).store(i, piece);
+        if (place >= 0) CachePieces<kDim>(cache, place).store(i, piece);
       }
     });
   }
@@ -292,7 +301,7 @@ __device__ __forceinline__ void attend(const DecodeParams& p) {
                   ptx::shared_address(shared.stages),
                   ptx::shared_address(shared.full),
                   ptx::shared_address(shared.empty),
-                  shared.spoiled};
+                  shared.notes};
     loader.run(line);
     if constexpr (kCluster > 1) ptx::cluster_wait();
   } else {

@@ -31,7 +31,7 @@ __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& li
 // Copies the new keys (kDim = kHeadDim) or values of a batch row to their places, a warp for each.
 template <int kDim, bool kTurns>
 __device__ __forceinline__ void append(const DecodeParams& p, int batch, int length,
-                                       const void* from, void* to) {
+                                       const void* from, void* to, const Scales& scales) {
   const int warp = threadIdx.x / 32;
   for (int i = warp; i < p.query_len * p.kv_heads; i += kMergeThreads / 32) {
     const int query = i / p.kv_heads, kv_head = i - query * p.kv_heads;
@@ -40,10 +40,11 @@ __device__ __forceinline__ void append(const DecodeParams& p, int batch, int len
     const int64 place = place_of<kDim>(p, batch, position, kv_head);
     if (place < 0) continue;
     const int64 source = static_cast<int64>(batch) * p.query_len * p.kv_heads + i;
-    const RowPieces<kDim> target(to, place);
-    for_pieces<kDim, kTurns>(p, RowPieces<kDim>(from, source * RowPieces<kDim>::kStride), position,
-                             threadIdx.x % 32, 32,
-                             [&](int at, const Piece& piece) { target.store(at, piece); });
+    const CachePieces<kDim> target(to, place);
+    const float scale = scale_at(p, scales, batch, position, kv_head);
+    for_pieces<kDim, kTurns>(
+        p, RowPieces<kDim>(from, source * RowPieces<kDim>::kStride), position, threadIdx.x % 32, 32,
+        [&](int at, const Piece& piece) { target.store(at, cache_piece(piece, scale)); });
   }
 }
 
@@ -78,9 +79,9 @@ __device__ __forceinline__ void merge(const DecodeParams& p) {
     const int length = p.lengths[batch];
     if (positions_of(p, length).empty()) write_empty(p, batch, length);
     if constexpr (kAppends) {
-      append<kHeadDim, kRotates>(p, batch, length, p.new_key, p.key_cache);
+      append<kHeadDim, kRotates>(p, batch, length, p.new_key, p.key_cache, p.key_scale);
       if constexpr (!kValuesInKeys) {
-        append<kValueDim, false>(p, batch, length, p.new_value, p.value_cache);
+        append<kValueDim, false>(p, batch, length, p.new_value, p.value_cache, p.value_scale);
       }
     }
   }

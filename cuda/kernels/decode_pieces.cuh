@@ -13,8 +13,9 @@ inline constexpr int kPiecesOfRound = kPieces < 32 ? kPieces : 32;  // one of ea
 static_assert(kBlockKV % kBoxRows == 0 && kBoxRows <= 256);
 
 // Tiles of a block in shared memory: of each head keys, then of each values. float32 lies as it is,
-// in boxes of 32 columns.
-inline constexpr int kElementBytes = sizeof(Bits);
+// in boxes of 32 columns, eight bits in boxes of 128.
+inline constexpr int kElementBytes = kQuantized ? 1 : sizeof(Bits);
+inline constexpr int kCacheColumns = kBoxRowBytes / kElementBytes;  // of a box
 template <int kDim>
 inline constexpr int kBoxes = ceil_div(kDim * kElementBytes, kBoxRowBytes);
 template <int kDim>
@@ -83,15 +84,136 @@ __device__ __forceinline__ void store_in_tile(uint32 tile, int row, int index, c
   }
 }
 
-// The place of a row of the cache, see RowPieces, or -1.
+// Eight elements of eight bits.
+__device__ __forceinline__ void store_in_tile(uint32 tile, int row, int index, const uint2& piece) {
+  const uint32 at = chunk_address<kBlockKV>(tile, row, index / 2) + index % 2 * 8;
+  ptx::store_shared(at, piece.x);
+  ptx::store_shared(at + 4, piece.y);
+}
+
+// Eight numbers of 16 bits by a scale, as a cache of eight bits has them: rounded to nearest, ties
+// to even, and saturated.
+template <class Of>
+__device__ __forceinline__ uint2 quantized(const uint4& piece, float scale) {
+  const uint32 pairs[4] = {piece.x, piece.y, piece.z, piece.w};
+  uint32 packed[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float low = __fdiv_rn(Of::unpack_low(pairs[i]), scale);
+    const float high = __fdiv_rn(Of::unpack_high(pairs[i]), scale);
+    if constexpr (kFloat8) {
+      packed[i] = ptx::pack_e4m3(low, high);
+    } else {
+      const auto rounded = [](float x) {
+        const int whole = static_cast<int>(rintf(fminf(fmaxf(x, -127.0f), 127.0f)));
+        return static_cast<uint32>(x == x ? whole : 0) & 0xffu;
+      };
+      packed[i] = rounded(low) | rounded(high) << 8;
+    }
+  }
+  return make_uint2(packed[0] | packed[1] << 16, packed[2] | packed[3] << 16);
+}
+// A piece of a new key or value as the cache has it.
+template <class AnyPiece>
+__device__ __forceinline__ auto cache_piece(const AnyPiece& piece, float scale) {
+  if constexpr (kQuantized) {
+    return quantized<Element>(piece, scale);
+  } else {
+    return piece;
+  }
+}
+
+// A row of the cache in pieces of eight elements.
+template <int kDim, bool kEightBits = kQuantized>
+struct CachePieces : RowPieces<kDim> {
+  using RowPieces<kDim>::RowPieces;
+};
+template <int kDim>
+struct CachePieces<kDim, true> {
+  static constexpr int kStride = kDim / 8;
+  uint2* row;
+  __device__ __forceinline__ CachePieces(void* array, int64 place)
+      : row(static_cast<uint2*>(array) + place) {}
+  __device__ __forceinline__ void store(int i, const uint2& piece) const { row[i] = piece; }
+};
+
+// The place of a row of the cache, see CachePieces, or -1.
 template <int kDim>
 __device__ __forceinline__ int64 place_of(const DecodeParams& p, int batch, int position,
                                           int kv_head) {
   const int page = page_of(p, batch, position);
   if (page < 0) return -1;
   const int64 slot = static_cast<int64>(page) * p.page_size + position % p.page_size;
-  return (slot * p.kv_heads + kv_head) * RowPieces<kDim>::kStride;
+  return (slot * p.kv_heads + kv_head) * CachePieces<kDim>::kStride;
 }
+
+// The scale of a kv head in a page, or a batch row without pages.
+__device__ __forceinline__ float scale_of(const Scales& scales, int page, int kv_head) {
+  return scales.data[page * scales.page + kv_head];
+}
+// The scale of a position's key or value that is to be written; 1 where it has no page.
+__device__ __forceinline__ float scale_at(const DecodeParams& p, const Scales& scales, int batch,
+                                          int position, int kv_head) {
+  if constexpr (!kQuantized) return 1.0f;
+  const int page = page_of(p, batch, position);
+  return page < 0 ? 1.0f : scale_of(scales, page, kv_head);
+}
+
+// What the loader tells of a stage: a page that is needed is none, and with kScalesOfPages the
+// scales of its pieces, of keys and of values.
+template <bool kWithScales>
+struct StageNote {
+  int spoiled;
+};
+template <>
+struct StageNote<true> {
+  int spoiled;
+  float scales[2][kHeads][kPieces];
+};
+using Note = StageNote<kScalesOfPages>;
+
+// The scales of this lane's pieces, which come while a stage is not free yet.
+template <bool kWithScales>
+struct PieceScales {
+  __device__ __forceinline__ PieceScales(const DecodeParams&, const Share&, const Pages&) {}
+  template <class AnyNote>
+  __device__ __forceinline__ void store(AnyNote&) const {}
+};
+template <>
+struct PieceScales<true> {
+  float of[2][kHeads][kPiecesOfLane];
+  __device__ __forceinline__ PieceScales(const DecodeParams& p, const Share& share,
+                                         const Pages& pages) {
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+#pragma unroll
+        for (int i = 0; i < kPiecesOfLane; ++i) {
+          const Scales& scales = kind == 0 ? p.key_scale : p.value_scale;
+          const int page = pages.of[i];
+          of[kind][head][i] = page < 0 ? 0.0f : scale_of(scales, page, share.kv_head + head);
+        }
+      }
+    }
+  }
+  // Lanes are together behind this, before one of them arrives.
+  template <class AnyNote>
+  __device__ __forceinline__ void store(AnyNote& note) const {
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) {
+      const int piece = i * 32 + threadIdx.x % 32;
+      if (piece >= kPieces) continue;
+#pragma unroll
+      for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+        for (int head = 0; head < kHeads; ++head)
+          note.scales[kind][head][piece] = of[kind][head][i];
+      }
+    }
+    __syncwarp();
+  }
+};
 
 // Calls load(block, pages) for the blocks of a part, in order.
 template <class AnyLine, class Load>

@@ -30,6 +30,7 @@ inline constexpr int kOwnColumns = kSplitsColumns ? kValueColumns / kKeyParts : 
 // Keys that a product takes at once.
 static_assert(kPartKeys % (kFloat32 ? 8 : 16) == 0 && kOwnColumns % 16 == 0);
 static_assert(!kFloat32 || (!kSplitsColumns && kCluster == 1));
+static_assert(!kQuantized || (!kFloat32 && kHeadDim % 8 == 0 && kValueDim % 8 == 0));
 static_assert(kCluster == 1 ? kTeams == 1 : kHeads * kRowTiles == 1 && !kSplitsColumns);
 
 using Bits = Element::Bits;

@@ -30,6 +30,13 @@ struct Capture {
   long long batch;
 };
 
+// The scales [pages, K] of keys or values of eight bits: elements from one page to the next, 0
+// where all share them.
+struct Scales {
+  const float* data;
+  long long page;
+};
+
 // A boolean mask, and what the kernel mask_plan makes of it for one pass (mask.cuh).
 struct Mask {
   Broadcast bytes;

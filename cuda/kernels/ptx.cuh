@@ -278,6 +278,19 @@ __device__ __forceinline__ float unpack_float16(uint16 bits) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
   return value;
 }
+// Four e4m3, the first in the low byte, as float16, which holds them; of sm_89 and later.
+__device__ __forceinline__ void unpack_e4m3(uint32 four, uint32& first, uint32& second) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(first), "=r"(second)
+      : "r"(four));
+}
+// Beyond 448 they are 448; NaN stays.
+__device__ __forceinline__ uint16 pack_e4m3(float low, float high) {
+  uint16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 // a * b + c on both halves.
 __device__ __forceinline__ uint32 fma_bfloat16(uint32 a, uint32 b, uint32 c) {
   uint32 result;

@@ -23,7 +23,12 @@ using CUfunction = struct CUfunc_st*;  // a CUkernel is launched as one
 
 enum CUdevice_attribute : int { kMultiprocessorCount = 16 };
 enum CUfunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
-enum CUtensorMapDataType : int { kTensorFloat16 = 6, kTensorFloat32 = 7, kTensorBfloat16 = 9 };
+enum CUtensorMapDataType : int {
+  kTensorUint8 = 0,
+  kTensorFloat16 = 6,
+  kTensorFloat32 = 7,
+  kTensorBfloat16 = 9
+};
 enum CUtensorMapInterleave : int { kInterleaveNone = 0 };
 enum CUtensorMapSwizzle : int { kSwizzle128B = 3 };
 enum CUtensorMapL2Promotion : int { kL2Promotion128B = 2 };

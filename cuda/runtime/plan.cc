@@ -21,6 +21,8 @@ constexpr ElementType kTypes[] = {
     {"f32", ffi::F32, kTensorFloat32, 4},
     {"f16", ffi::F16, kTensorFloat16, 2},
     {"bf16", ffi::BF16, kTensorBfloat16, 2},
+    {"f8e4m3fn", ffi::F8E4M3FN, kTensorUint8, 1},
+    {"s8", ffi::S8, kTensorUint8, 1},
     {"s32", ffi::S32},
     {"u32", ffi::U32},
     {"u16", ffi::U16},

@@ -11,6 +11,8 @@ import itertools
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from jax_flash._gpu.buffers import dims_of
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.decode_launch import (
@@ -47,12 +49,13 @@ class _Decode(Family):
         dtype, dims = call.problem.dtype, (shapes.head_dim, shapes.value_dim)
         if dtype not in ("float32", "bfloat16", "float16"):
             reasons.append(f"the CUDA kernels take float32, bfloat16 and float16, not {dtype}")
-        if call.cache_dtype != dtype:
-            reasons.append(f"the CUDA kernels of decoding have no caches of {call.cache_dtype}")
+        if call.quantized is not None:
+            reasons += _refuse_quantized(call, dims, gpu)
         if self.tma and not _fits_tma(call, shapes):
             reasons.append(
-                "the CUDA kernels of decoding by TMA take bfloat16 and float16 and dims that 8 "
-                f"divides, not {dtype} of {dims[0]} and {dims[1]}"
+                "the CUDA kernels of decoding by TMA take rows of 16-bit elements, or of eight "
+                f"bits, of which 16 bytes are a part, not {call.cache_dtype} of {dims[0]} and "
+                f"{dims[1]}"
             )
         elif dtype == "float32" and max(dims) > _MOST_SPLIT:
             reasons.append(
@@ -135,6 +138,8 @@ class DecodeTiling:
     cluster: int = 1  # CTAs that share a batch row's keys in a cluster; 1: parts of all blocks
     teams: int = 1  # of four warps that compute, which take blocks in turn
     parts_of_number: int = 1  # bfloat16 that a float32 is split into: 2 or 3
+    cache_bytes: int = 2  # of a key's or value's element; 1: with scales
+    scales_of_pages: bool = False  # pages have their own
 
     merge_threads = 128
 
@@ -146,7 +151,7 @@ class DecodeTiling:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: blocks, queries, the warps' sums, barriers."""
-        columns = 64 if self.parts_of_number == 1 else 32  # of a box of 128 bytes
+        columns = 128 // self.cache_bytes  # of a box
         value_dim = 0 if self.values_in_keys else self.value_dim
         boxes = -(-self.head_dim // columns) + -(-value_dim // columns)
         blocks = self.stages * self.block_kv * 128 * boxes * self.heads
@@ -156,7 +161,12 @@ class DecodeTiling:
         sums = 16 * 4 * self.heads * self.row_tiles * (self._columns + 8) + row_sums
         exchange = -(-self.block_kv // 64) * self.heads * self.head_rows * 128
         exchange += 16 * 4 * self._warps
-        barriers = 20 * self.stages + 4 * (self.stages % 2)
+        note = 4
+        if self.cache_bytes == 1:
+            exchange += 4 * self.heads * self.head_rows
+        if self.scales_of_pages:
+            note += 8 * self.heads * (self.block_kv // self.box_rows)
+        barriers = -(-(16 + note) * self.stages // 8) * 8
         if self.parts_of_number > 1:  # in one place
             return blocks + -(-max(queries, sums, exchange) // 8) * 8 + barriers
         if self.cluster > 1:
@@ -214,6 +224,9 @@ class DecodeTiling:
         one_sided = dataclasses.replace(problem, window=(problem.window[0], None))
         return {
             **problem_constants(one_sided, shapes),
+            "kQuantized": self.cache_bytes == 1,
+            "kFloat8": call.quantized == "float8_e4m3fn",
+            "kScalesOfPages": self.scales_of_pages,
             "kParts": self.parts_of_number,
             "kHalves": False,
             "kHeadDim": self.head_dim,
@@ -236,9 +249,32 @@ class DecodeTiling:
         }
 
 
+def _refuse_quantized(call: Any, dims: tuple[Any, Any], gpu: GpuSpec) -> list[str]:
+    """Lists why a cache of eight bits is not read."""
+    reasons, cache = [], call.quantized
+    if call.problem.dtype == "float32":
+        reasons.append(
+            f"the CUDA kernels read caches of {cache} for queries of bfloat16 and float16, not "
+            "float32"
+        )
+    if dims[0] % 8 or dims[1] % 8:
+        reasons.append(
+            f"the CUDA kernels read caches of {cache} of dims that 8 divides, not {dims[0]} and "
+            f"{dims[1]}"
+        )
+    if cache == "float8_e4m3fn" and gpu.arch in ("sm_80", "sm_86", "sm_87"):
+        reasons.append(
+            f"GPUs before sm_89 cannot convert {cache}, and {gpu.name} is {gpu.arch}; they read "
+            "caches of int8"
+        )
+    return reasons
+
+
 def _fits_tma(call: Any, shapes: Shapes) -> bool:
-    """Whether blocks may come by TMA: 16 bits, rows of which 16 bytes are a part."""
-    return call.problem.dtype != "float32" and not (shapes.head_dim % 8 or shapes.value_dim % 8)
+    """Whether blocks may come by TMA: 16 or eight bits, rows of which 16 bytes are a part."""
+    whole = 16 if call.quantized else 8
+    dims = (shapes.head_dim, shapes.value_dim)
+    return call.problem.dtype != "float32" and not any(dim % whole for dim in dims)
 
 
 def _has_tma(call: Any, shapes: Shapes, gpu: GpuSpec) -> bool:
@@ -269,6 +305,11 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
             # Stages for what there is: with all of shared memory 1k keys take 2 us more.
             blocks = max(-(-own // tiling.block_kv), tiling.teams)
             return dataclasses.replace(tiling, stages=min(tiling.stages, blocks))
+    if call.quantized and rows <= 16 and shapes.value_dim <= 256 and _has_tma(call, shapes, gpu):
+        # Two CTAs: a block of as many bytes has twice the products. They have 168 registers each.
+        resident = 2 if shapes.value_dim <= 128 else 1
+        made = [make(call, shapes, gpu, resident=resident, block_kv=n) for n in (_WIDE_BLOCK, 64)]
+        return next((x for x in made if x.stages >= 3), made[-1])
     if rows <= 16 and shapes.value_dim <= 256 and not call.paged and _has_tma(call, shapes, gpu):
         wide = make(call, shapes, gpu, block_kv=_WIDE_BLOCK)
         if wide.stages >= 3:
@@ -284,6 +325,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
         for resident in ((1, 2) if row_tiles == 1 and not call.paged and is_whole else (2, 1))
         if row_tiles <= most
         and (gpu.arch == "sm_90a" or 1 in (row_tiles, resident))
+        and (not shapes.scales_of_pages or 1 in (row_tiles, resident))
         # As for registers, too.
         and (is_whole or shapes.value_dim <= 128 or resident == 1)
         and (is_whole or shapes.value_dim <= 128 or gpu.arch == "sm_90a" or row_tiles < 4)
@@ -355,6 +397,8 @@ def make(
         cluster=cluster,
         teams=teams or _teams(call, shapes, cluster),
         parts_of_number=_parts_of(call.problem),
+        cache_bytes=jnp.dtype(call.cache_dtype).itemsize,
+        scales_of_pages=shapes.scales_of_pages,
     )
     # Each CTA takes 1 KB beside its own.
     room = ((gpu.shared_bytes + 1024) // resident) - 1024

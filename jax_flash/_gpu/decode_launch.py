@@ -60,13 +60,18 @@ def _buffer(call: Any, shapes: Shapes, name: str) -> Buffer:
         "page_table": ("*B", "columns"),
         "new_k": ("*B", "T", "K", key),
         "new_v": ("*B", "T", "K", value),
+        "key_scale": (f"*key_scale.P:{pages[1:]}", "K"),
+        "value_scale": (f"*value_scale.P:{pages[1:]}", "K"),
         "sinks": ("*sinks.B:B", "N"),
         "out": ("*B", "T", "N", value),
         "lse": ("*B", "N", "T"),
     }[name]
-    integers, floats = ("lengths", "page_table"), ("sinks", "lse")
-    dtype = "int32" if name in integers else "float32" if name in floats else call.problem.dtype
-    return Buffer(name, (name_of(dtype),), dims)
+    dtypes = {
+        **dict.fromkeys(("lengths", "page_table"), "int32"),
+        **dict.fromkeys(("sinks", "lse", "key_scale", "value_scale"), "float32"),
+        **dict.fromkeys(("k", "v"), call.cache_dtype),
+    }
+    return Buffer(name, (name_of(dtypes.get(name, call.problem.dtype)),), dims)
 
 
 def decode_launch(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool) -> Launch:
@@ -121,7 +126,7 @@ def _pages(call: Any) -> AnySize:
 def decode_params(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool) -> Struct:
     """Returns the parameters of flash_decode and flash_decode_merge."""
     problem = call.problem
-    dtype, pages = name_of(problem.dtype), _pages(call)
+    dtype, pages = name_of(call.cache_dtype), _pages(call)
     value = None if tiling.values_in_keys else "v"
     rows = (tiling.parts * tiling.shares, 2, tiling.heads * tiling.head_rows)  # see partial_row
 
@@ -138,6 +143,13 @@ def decode_params(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool)
 
     def written(name: str) -> str | None:
         return name if name in call.results else None
+
+    def scales(name: str) -> Struct:
+        step: AnySize = 0
+        if present(name):
+            step = where(equal(Size(f"{name}.P"), 1), 0, K)
+        data = Field("const float*", "data", present(name))
+        return Struct("Scales", (data, Field("long long", "page", step)))
 
     half = shapes.head_dim // 2
     base = call.rotary_base
@@ -220,6 +232,13 @@ def decode_params(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool)
                 "frequencies",
                 turns,
                 "radians from one position to the next, of features h and h + H / 2, kRotates",
+            ),
+            Field("Scales", "key_scale", scales("key_scale"), "kQuantized"),
+            Field(
+                "Scales",
+                "value_scale",
+                scales("key_scale" if tiling.values_in_keys else "value_scale"),
+                "likewise",
             ),
         ),
     )

@@ -138,6 +138,8 @@ DTYPES: Mapping[str, Any] = {
     "f32": jnp.float32,
     "f16": jnp.float16,
     "bf16": jnp.bfloat16,
+    "f8e4m3fn": jnp.float8_e4m3fn,
+    "s8": jnp.int8,
     "s32": jnp.int32,
     "u32": jnp.uint32,
     "u16": jnp.uint16,

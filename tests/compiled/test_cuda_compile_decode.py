@@ -30,6 +30,12 @@ ALWAYS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
     ((256, 256), (16, 4), {"q_len": 16, "everything": True}),
     ((576, 512), (128, 1), {"latent": True}),
     ((512, 512), (8, 8), {"q_len": 4, "everything": True}),
+    ((128, 128), (64, 8), {"cache": "float8_e4m3fn"}),
+    ((256, 256), (16, 4), {"cache": "float8_e4m3fn", "everything": True}),
+    ((128, 128), (16, 4), {"cache": "float8_e4m3fn", "q_len": 16, "everything": True}),
+    ((128, 128), (32, 8), {"cache": "float8_e4m3fn", "batch": 1, "everything": True}),
+    ((576, 512), (128, 1), {"cache": "float8_e4m3fn", "latent": True}),
+    ((128, 128), (16, 4), {"cache": "int8", "gpu": "A100", "q_len": 4, "everything": True}),
 ]
 OTHERS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
     ((128, 128), (32, 8), {"dtype": "float32"}),
@@ -41,6 +47,11 @@ OTHERS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
     ((128, 128), (64, 1), {"dtype": "float16"}),
     ((128, 128), (32, 8), {"q_len": 8, "everything": True}),
     ((256, 256), (8, 8), {}),
+    ((128, 128), (32, 8), {"cache": "float8_e4m3fn", "dtype": "float16"}),
+    ((64, 64), (16, 4), {"cache": "float8_e4m3fn", "q_len": 8, "everything": True}),
+    ((256, 256), (16, 8), {"cache": "float8_e4m3fn", "batch": 1, "everything": True}),
+    ((128, 128), (16, 4), {"cache": "float8_e4m3fn", "gpu": "RTX 4090", "everything": True}),
+    ((128, 128), (16, 4), {"cache": "int8", "everything": True}),
 ]
 
 
@@ -60,6 +71,7 @@ def test_decode_compiles_without_spills(dims, heads, change):
         head_dim=dims[0],
         value_dim=dims[1],
         page_size=page,
+        scales_of_pages=page is not None and "cache" in change,
     )
     dtype = change.get("dtype", "bfloat16")
     precision = "highest" if dtype == "float32" else "default"
@@ -69,7 +81,8 @@ def test_decode_compiles_without_spills(dims, heads, change):
             problem, window=(1024, None), softcap=30.0, terms=("sinks",), scale=-1.0
         )
     value_dim = dims[1] if change.get("latent") else None
-    flags = {"paged": True, "appends": True} if page else {}
+    flags: dict[str, Any] = {"paged": True, "appends": True} if page else {}
     rotary_base = 1e4 if page and dims[0] <= 256 and dims[0] % 16 == 0 else None
+    flags["quantized"] = change.get("cache")
     call = Decode(problem, None, value_dim=value_dim, rotary_base=rotary_base, **flags)
     check(_gpu.plan(call, shapes, gpu), seconds=5, gpu=gpu)

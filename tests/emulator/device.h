@@ -61,6 +61,7 @@ inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float fabsf(float a) { return __builtin_fabsf(a); }
 #define EMULATOR_MATH(name) \
   inline float name(float x) { return __builtin_##name(x); }

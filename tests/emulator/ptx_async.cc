@@ -168,7 +168,11 @@ const FakeMap& tensor_map(const Frame& f, uint64 address) {
 struct Box {
   const FakeMap* map;
   int start[4];
-  uint32 element() const { return map->type == jax_flash::kTensorFloat32 ? 4 : 2; }  // bytes
+  uint32 element() const {  // bytes
+    return map->type == jax_flash::kTensorFloat32 ? 4
+           : map->type == jax_flash::kTensorUint8 ? 1
+                                                  : 2;
+  }
   uint32 bytes() const { return element() * map->box[0] * map->box[1] * map->box[2] * map->box[3]; }
 };
 Box box_of(const Frame& f, const Argument& memory) {

@@ -55,6 +55,10 @@ const Table kNumbers = {
     {"mov.u32", [](Frame& f) { f.set(0, f.get(1)); }},
     {"mov.b32",
      [](Frame& f) {
+       if (f.argument(0).kind == Argument::kList) {  // splits
+         f.set(f.list(0)[0], f.get32(1) & 0xffff);
+         return f.set(f.list(0)[1], f.get32(1) >> 16);
+       }
        const bool joins = f.argument(1).kind == Argument::kList;
        f.set(0, joins ? f.get(f.list(1)[0]) | f.get(f.list(1)[1]) << 16 : f.get(1));
      }},
@@ -97,6 +101,11 @@ const Table kNumbers = {
     {"cvt.rn.relu.bf16x2.f32", [](Frame& f) { convert_bfloat16(f, true); }},
     {"cvt.rn.f16x2.f32", [](Frame& f) { convert_float16(f, false); }},
     {"cvt.rn.relu.f16x2.f32", [](Frame& f) { convert_float16(f, true); }},
+    {"cvt.rn.f16x2.e4m3x2",
+     [](Frame& f) {
+       f.set(0, to_float16(from_float8(f.get32(1) & 0xff)) |
+                    to_float16(from_float8(f.get32(1) >> 8 & 0xff)) << 16);
+     }},
     {"cvt.rn.satfinite.e4m3x2.f32",
      [](Frame& f) { f.set(0, to_float8(f.get_float(1)) << 8 | to_float8(f.get_float(2))); }},
     {"cvt.f32.f16", [](Frame& f) { f.set_float(0, from_float16(f.get32(1))); }},

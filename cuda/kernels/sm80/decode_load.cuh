@@ -12,7 +12,7 @@ struct Loader {
   const DecodeParams& p;
   const Share& share;
   uint32 stages, full, empty;  // tiles, and barriers side by side
-  int* spoiled;                // of each stage: a page that is needed is none
+  Note* notes;                 // of each stage
   Ring<kStages> ring{};
 
   static __device__ __forceinline__ void begin(const DecodeParams&) {}
@@ -34,10 +34,12 @@ struct Loader {
 
   __device__ __forceinline__ void load(int block, const Pages& pages) {
     const bool lacks = pages.lack();
+    const PieceScales<kScalesOfPages> scales(p, share, pages);
     const uint32 here = full + ring.barrier_offset();
     ptx::barrier_poll(empty + ring.barrier_offset(), ring.parity() ^ 1);
     // A stage may be filled and free again before a lane that is behind has seen it free.
     __syncwarp();
+    scales.store(notes[ring.stage()]);
     const uint32 keys = stages + ring.stage() * kStageBytes;
     fetch<kHeadDim>(keys, p.key_data, block, pages);
     if constexpr (!kValuesInKeys) {
@@ -49,7 +51,7 @@ struct Loader {
       ptx::copies_arrive(here);
     }
     if (threadIdx.x % 32 == 0) {
-      spoiled[ring.stage()] = lacks;
+      notes[ring.stage()].spoiled = lacks;
       ptx::lane_arrive(here);
     }
     ring.advance();
@@ -60,9 +62,10 @@ struct Loader {
   static constexpr bool kInPieces = kElementBytes == 2 && (kHeadDim % 2 != 0 || kValueDim % 2 != 0);
   // Bytes that a lane copies at a time, by the alignment of rows.
   template <int kDim>
-  static constexpr int kWord = kInPieces  ? 16
-                               : kFloat32 ? kFloatRowAlignment<kDim>
-                                          : kRowAlignment<kDim>;
+  static constexpr int kWord = kInPieces    ? 16
+                               : kQuantized ? (kDim % 16 == 0 ? 16 : 8)
+                               : kFloat32   ? kFloatRowAlignment<kDim>
+                                            : kRowAlignment<kDim>;
 
   // Lanes have the words of a position side by side, of its heads one after the other, and of as
   // many positions as there are lanes for. What takes instructions, a lane finds once for kRun

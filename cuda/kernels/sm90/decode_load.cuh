@@ -12,7 +12,7 @@ struct Loader {
   const DecodeParams& p;
   const Share& share;
   uint32 stages, full, empty;  // tiles, and barriers side by side
-  int* spoiled;                // of each stage: a page that is needed is none
+  Note* notes;                 // of each stage
   Ring<kStages> ring{};
 
   static __device__ __forceinline__ void begin(const DecodeParams& p) {
@@ -42,7 +42,7 @@ struct Loader {
 
   __device__ __forceinline__ void load(int block, const Pages& pages) {
     if constexpr (kPieces == 1) {
-      load_whole(block, pages.of[0]);
+      load_whole(block, pages);
     } else {
       load_pieces(block, pages);
     }
@@ -50,11 +50,20 @@ struct Loader {
   }
 
   // A block in one page: one lane asks for it, which takes a third of the time.
-  __device__ __forceinline__ void load_whole(int block, int page) const {
-    if (threadIdx.x % 32 != 0) return;
+  __device__ __forceinline__ void load_whole(int block, const Pages& pages) const {
+    const int page = pages.of[0];
+    const PieceScales<kScalesOfPages> scales(p, share, pages);
+    if constexpr (!kScalesOfPages) {
+      if (threadIdx.x % 32 != 0) return;
+    }
     const uint32 here = full + ring.barrier_offset();
     ptx::barrier_wait(empty + ring.barrier_offset(), ring.parity() ^ 1);
-    spoiled[ring.stage()] = page == kNone;
+    if constexpr (kScalesOfPages) {
+      __syncwarp();
+      scales.store(notes[ring.stage()]);
+      if (threadIdx.x % 32 != 0) return;
+    }
+    notes[ring.stage()].spoiled = page == kNone;
     ptx::barrier_arrive_expect(here, page >= 0 ? kStageBytes : 0);
     if (page < 0) return;
     const uint32 keys = stages + ring.stage() * kStageBytes;
@@ -70,9 +79,9 @@ struct Loader {
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
 #pragma unroll
-      for (int box = 0; box < ceil_div(kDim, kBoxColumns); ++box) {
+      for (int box = 0; box < kBoxes<kDim>; ++box) {
         ptx::tma_load(to + head * kTileBytes<kDim> + box * kBlockKV * kBoxRowBytes, &map, barrier,
-                      policy(), box * kBoxColumns, share.kv_head + head,
+                      policy(), box * kCacheColumns, share.kv_head + head,
                       kPaged ? row % p.page_size : row, page);
       }
     }
@@ -82,13 +91,15 @@ struct Loader {
     const int lane = threadIdx.x % 32;
     const int count = pages.count();
     const bool lacks = pages.lack();
+    const PieceScales<kScalesOfPages> scales(p, share, pages);
     const uint32 here = full + ring.barrier_offset();
     ptx::barrier_wait(empty + ring.barrier_offset(), ring.parity() ^ 1);
     // Without a page nothing has to come: the stage may be filled and free again before a lane that
     // is behind has seen it free.
     __syncwarp();
+    scales.store(notes[ring.stage()]);
     if (lane == 0) {
-      spoiled[ring.stage()] = lacks;
+      notes[ring.stage()].spoiled = lacks;
       ptx::barrier_arrive_expect(here, count * (kStageBytes / kPieces));
     }
     __syncwarp();
@@ -107,12 +118,12 @@ struct Loader {
     return p.row_groups > 1 ? ptx::kEvictNormal : ptx::kEvictFirst;
   }
 
-  // Round i of pieces. A lane has one box, of kBoxRows positions and 64 columns of a head; boxes of
+  // Round i of pieces. A lane has one box, of kBoxRows positions and 128 bytes of a head; boxes of
   // the same positions, which lie side by side in memory, are those of neighbours.
   template <int kDim>
   __device__ __forceinline__ void fetch(uint32 to, const TensorMap& map, uint32 barrier, int block,
                                         int i, int own_page) const {
-    constexpr int kColumns = ceil_div(kDim, kBoxColumns);
+    constexpr int kColumns = kBoxes<kDim>;
 #pragma unroll
     for (int first = 0; first < kPiecesOfRound * kHeads * kColumns; first += 32) {
       const int item = first + threadIdx.x % 32;
@@ -123,7 +134,7 @@ struct Loader {
       const int row = block * kBlockKV + piece * kBoxRows;
       ptx::tma_load(
           to + head * kTileBytes<kDim> + (box * kBlockKV + piece * kBoxRows) * kBoxRowBytes, &map,
-          barrier, policy(), box * kBoxColumns, share.kv_head + head,
+          barrier, policy(), box * kCacheColumns, share.kv_head + head,
           kPaged ? row % p.page_size : row, page);
     }
   }
