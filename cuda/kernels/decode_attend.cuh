@@ -39,7 +39,6 @@ struct AttendOf : Attended {
   // A block of positions from `first` on; keys and values are tiles of kBlockKV rows of its head.
   __device__ __forceinline__ void add_block(uint32 keys, uint32 values, int first,
                                             const Note& note) {
-    const int lane = threadIdx.x % 32;
     const bool is_partial = first < seen_by_all.begin || first + kBlockKV > seen_by_all.end;
 
     float sums[kScoreSums][kPartKeys / 2] = {};
@@ -50,6 +49,7 @@ struct AttendOf : Attended {
       Quantized{tile, part}.add_scores(queries, keys, sums);
     } else {
       // Lanes in the order of matrices: A has rows first, B, which is transposed, columns.
+      const int lane = threadIdx.x % 32;
       const int query = tile * 16 + lane % 16, key = part * kPartKeys + lane / 16 * 8 + lane % 8;
 #pragma unroll
       for (int step = 0; step < ceil_div(kHeadDim, 16); ++step) {
@@ -75,10 +75,7 @@ struct AttendOf : Attended {
     if (is_partial) {
 #pragma unroll
       for (int i = 0; i < kPartKeys / 2; ++i) {
-        const int at =
-            first + part * kPartKeys + fragment::first_column(lane) + fragment::column(i);
-        const Range& row = seen[fragment::row(i)];
-        if (at < row.begin || at >= row.end) scores[i] = kNegativeInfinity;
+        if (!sees(first, i)) scores[i] = kNegativeInfinity;
       }
     }
 
@@ -89,7 +86,7 @@ struct AttendOf : Attended {
       // Bases are maxima, which no weight decides.
       state.extend<false>(scores, 1.0f, /*searches=*/true, correction, Alone{});
     }
-    if constexpr (kScalesOfPages) scale_weights(scores, correction, note);
+    if constexpr (kScalesOfPages) scale_weights(scores, correction, note, first, is_partial);
     if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
       for (int i = 0; i < kOwnColumns / 2; ++i) output[i] *= correction[fragment::row(i)];

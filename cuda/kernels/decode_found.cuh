@@ -95,8 +95,19 @@ struct Attended {
         output[fragment::element(j + 1, row, 0)] = third;
       }
     }
+    // A row that saw nothing stays 0, whatever the scale is.
 #pragma unroll
-    for (float& x : output) x *= value_factor;
+    for (int i = 0; i < kOwnColumns / 2; ++i) {
+      output[i] *= state.base[fragment::row(i)] == kNoBase ? 0.0f : value_factor;
+    }
+  }
+
+  // Does a score's row see its key? `first`: the position of the block's first.
+  __device__ __forceinline__ bool sees(int first, int i) const {
+    const int column = fragment::first_column(threadIdx.x % 32) + fragment::column(i);
+    const int at = first + part * kPartKeys + column;
+    const Range& row = seen[fragment::row(i)];
+    return at >= row.begin && at < row.end;
   }
 
   // ---- scales, with kQuantized ------------------------------------------------------------------
@@ -131,10 +142,11 @@ struct Attended {
     return (part * kPartKeys + column) / kBoxRows;
   }
   // Weights of values as they are stored, by the largest scale so far, which `correction` is of
-  // too.
+  // too. A key that a row does not see has the weight 0, whatever its scale is.
   template <class AnyNote>
   __device__ __forceinline__ void scale_weights(float (&weights)[kPartKeys / 2],
-                                                float (&correction)[2], const AnyNote& note) {
+                                                float (&correction)[2], const AnyNote& note,
+                                                int first, bool is_partial) {
     const float* const scales = note.scales[1][tile / kRowTiles];
     float largest = 0.0f;
     for (int i = threadIdx.x % 32; i < kPieces; i += 32) largest = fmaxf(largest, fabsf(scales[i]));
@@ -146,7 +158,10 @@ struct Attended {
 #pragma unroll
     for (float& x : correction) x *= kept;
 #pragma unroll
-    for (int i = 0; i < kPartKeys / 2; ++i) weights[i] *= scales[piece_of(i)] * inverse;
+    for (int i = 0; i < kPartKeys / 2; ++i) {
+      const bool hides = is_partial && !sees(first, i);
+      weights[i] *= hides ? 0.0f : scales[piece_of(i)] * inverse;
+    }
   }
 
   // Adds what was found to that of the warps with the same rows, one after the other, for `write`.

@@ -21,6 +21,7 @@ RUN: list[tuple[Case, str, bool, dict[str, Any], str]] = [
      {"heads": 2, "box_rows": 8}, "H200"),
     (Case("four tiles of rows", T=8, N=16, K=2, page=16, softcap=3.0, **SHORT), FLOAT8, True,
      {"row_tiles": 4, "resident": 1}, "H200"),
+    (Case("rows of a cluster", T=2, H=32, dtype="float16"), FLOAT8, True, {"cluster": 2}, "H200"),
     (Case("cluster", T=5, N=4, page=16, rotary=100.0, **SHORT), FLOAT8, False,
      {"cluster": 2}, "H200"),
     (Case("teams", T=2, N=4, K=1, page=16, window=150, **SHORT), FLOAT8, True,

@@ -199,14 +199,14 @@ def test_interleaved_pages(backend):
 
 
 @EVERY
-def test_a_page_without_a_number_is_nan_in_its_row_alone(backend):
-    arrays = arrays_of(backend, (10, 2), pages=16) | {"lengths": jnp.array([30, 40, 48])}
+def test_a_page_without_a_number_is_nan_in_the_queries_that_see_it_alone(backend):
+    arrays = arrays_of(backend, (10, 2), pages=16) | {"lengths": jnp.array([30, 33, 48])}
     whole = decode({"backend": backend}, arrays)
     for name, table in (("key_scale", 1), ("value_scale", 1)):
         page = arrays["page_table"][table, 2]
         got = decode({"backend": backend}, arrays | {name: arrays[name].at[page, 1].set(jnp.nan)})
         seeing = np.zeros(got.out.shape, bool)
-        seeing[1, :, 2:] = True
+        seeing[1, 1, 2:] = True
         np.testing.assert_array_equal(np.isnan(got.out.astype("float32")), seeing)
         alike(got.out[0::2], whole.out[0::2], backend)
 
