@@ -89,8 +89,6 @@ struct Consumer {
   __device__ __forceinline__ void run(const AnyLine& line, int warp) {
     line.walk(share, [&](const Unit& unit, const Range& blocks) {
       if constexpr (kFloat32) meet();  // all have read the sums of the unit before
-      load_queries(unit);
-      meet();
       Attend attend{p,
                     unit,
                     share,
@@ -98,6 +96,9 @@ struct Consumer {
                     &shared.exchange,
                     warp % kTeamWarps / kKeyParts,
                     warp % kKeyParts};
+      if constexpr (kQuantized) attend.load_scales();
+      load_queries(unit);
+      meet();
       attend.start();
       const int team = warp / kTeamWarps;
       int next = 0;  // team
@@ -239,15 +240,17 @@ struct Consumer {
         }
       }
     } else {
+      const NewScales key_scales(p, p.key_scale, unit.batch, kv_head);
       NewRows<kHeadDim, kRotates> new_keys(p, p.new_key, unit, kv_head, positions);
       if constexpr (kValuesInKeys) {
         wait();
       } else {
+        const NewScales value_scales(p, p.value_scale, unit.batch, kv_head);
         NewRows<kValueDim, false> new_values(p, p.new_value, unit, kv_head, positions);
         wait();
-        replace<kValueDim>(new_values, unit, kv_head, values, first, p.value_cache, p.value_scale);
+        replace<kValueDim>(new_values, unit, kv_head, values, first, p.value_cache, value_scales);
       }
-      replace<kHeadDim>(new_keys, unit, kv_head, keys, first, p.key_cache, p.key_scale);
+      replace<kHeadDim>(new_keys, unit, kv_head, keys, first, p.key_cache, key_scales);
     }
   }
   template <int kDim, bool kTurns>
@@ -259,9 +262,9 @@ struct Consumer {
   }
   template <int kDim, class Rows>
   __device__ __forceinline__ void replace(Rows& rows, const Unit& unit, int kv_head, uint32 tile,
-                                          int first, void* cache, const Scales& scales) {
+                                          int first, void* cache, const NewScales& scales) {
     rows.store([&](int position, int i, const Piece& new_piece) {
-      const auto piece = cache_piece(new_piece, scale_at(p, scales, unit.batch, position, kv_head));
+      const auto piece = cache_piece(new_piece, scales.at(position));
       store_in_tile(tile, position - first, i, piece);
       if constexpr (kCluster > 1) {
         const int64 place = place_of<kDim>(p, unit.batch, position, kv_head);

@@ -112,15 +112,18 @@ struct Attended {
 
   // ---- scales, with kQuantized ------------------------------------------------------------------
 
+  // Before queries are there: the scales come with them.
+  __device__ __forceinline__ void load_scales() {
+    const int kv_head = share.kv_head + tile / kRowTiles;
+    score_factor[0] = score_factor[1] = scale_of_row(p.key_scale, unit.batch, kv_head, 1.0f);
+    value_factor = scale_of_row(p.value_scale, unit.batch, kv_head, kLeastFactor);
+  }
   template <class AnyExchange>
   __device__ __forceinline__ void start_scales(const AnyExchange& exchange) {
-    const int kv_head = share.kv_head + tile / kRowTiles, page = kPaged ? 0 : unit.batch;
-    const float key = kScalesOfPages ? 1.0f : scale_of(p.key_scale, page, kv_head);
-    value_factor = kScalesOfPages ? kLeastFactor : scale_of(p.value_scale, page, kv_head);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = tile * 16 + threadIdx.x % 32 / 4 + i * fragment::kRowStep;
-      score_factor[i] = exchange.query_factor[row] * key;
+      score_factor[i] *= exchange.query_factor[row];
     }
   }
   static constexpr float kLeastFactor = 0x1p-126f;  // whose reciprocal is finite

@@ -41,7 +41,7 @@ __device__ __forceinline__ void append(const DecodeParams& p, int batch, int len
     if (place < 0) continue;
     const int64 source = static_cast<int64>(batch) * p.query_len * p.kv_heads + i;
     const CachePieces<kDim> target(to, place);
-    const float scale = scale_at(p, scales, batch, position, kv_head);
+    const float scale = NewScales(p, scales, batch, kv_head).at(position);
     for_pieces<kDim, kTurns>(
         p, RowPieces<kDim>(from, source * RowPieces<kDim>::kStride), position, threadIdx.x % 32, 32,
         [&](int at, const Piece& piece) { target.store(at, cache_piece(piece, scale)); });

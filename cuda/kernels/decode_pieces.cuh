@@ -151,13 +151,31 @@ __device__ __forceinline__ int64 place_of(const DecodeParams& p, int batch, int 
 __device__ __forceinline__ float scale_of(const Scales& scales, int page, int kv_head) {
   return scales.data[page * scales.page + kv_head];
 }
-// The scale of a position's key or value that is to be written; 1 where it has no page.
-__device__ __forceinline__ float scale_at(const DecodeParams& p, const Scales& scales, int batch,
-                                          int position, int kv_head) {
-  if constexpr (!kQuantized) return 1.0f;
-  const int page = page_of(p, batch, position);
-  return page < 0 ? 1.0f : scale_of(scales, page, kv_head);
+// The scale of a kv head in a batch row; with kScalesOfPages there is none.
+__device__ __forceinline__ float scale_of_row(const Scales& scales, int batch, int kv_head,
+                                              float none) {
+  if constexpr (!kQuantized || kScalesOfPages) return none;
+  return scale_of(scales, kPaged ? 0 : batch, kv_head);
 }
+// The scales of new keys or values. That of the batch row is loaded here, which a warp does ahead
+// of its wait for a block.
+struct NewScales {
+  const DecodeParams& p;
+  const Scales& scales;
+  int batch, kv_head;
+  float of_row;
+  __device__ __forceinline__ NewScales(const DecodeParams& p, const Scales& scales, int batch,
+                                       int kv_head)
+      : p(p), scales(scales), batch(batch), kv_head(kv_head) {
+    of_row = scale_of_row(scales, batch, kv_head, 1.0f);
+  }
+  // 1 where the position has no page.
+  __device__ __forceinline__ float at(int position) const {
+    if constexpr (!kScalesOfPages) return of_row;
+    const int page = page_of(p, batch, position);
+    return page < 0 ? 1.0f : scale_of(scales, page, kv_head);
+  }
+};
 
 // What the loader tells of a stage: a page that is needed is none, and with kScalesOfPages the
 // scales of its pieces, of keys and of values.

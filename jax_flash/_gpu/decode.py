@@ -306,9 +306,8 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
             blocks = max(-(-own // tiling.block_kv), tiling.teams)
             return dataclasses.replace(tiling, stages=min(tiling.stages, blocks))
     if call.quantized and rows <= 16 and shapes.value_dim <= 256 and _has_tma(call, shapes, gpu):
-        # Two CTAs: a block of as many bytes has twice the products. They have 168 registers each.
-        resident = 2 if shapes.value_dim <= 128 else 1
-        made = [make(call, shapes, gpu, resident=resident, block_kv=n) for n in (_WIDE_BLOCK, 64)]
+        sizes = _sizes_of_eight_bits(call, shapes)
+        made = [make(call, shapes, gpu, resident=x, block_kv=n) for x, n in sizes]
         return next((x for x in made if x.stages >= 3), made[-1])
     if rows <= 16 and shapes.value_dim <= 256 and not call.paged and _has_tma(call, shapes, gpu):
         wide = make(call, shapes, gpu, block_kv=_WIDE_BLOCK)
@@ -332,6 +331,21 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
     ]
     # While a block is multiplied others have to be on their way.
     return next((x for x in tilings if x.stages >= 2), max(tilings, key=lambda x: x.stages))
+
+
+def _sizes_of_eight_bits(call: Any, shapes: Shapes) -> list[tuple[int, int]]:
+    """Lists CTAs of a multiprocessor and positions of a block, the fastest first.
+
+    A block of as many bytes has twice the products of 16 bits. More CTAs help only where a block is
+    small or comes in many boxes.
+    """
+    if shapes.value_dim > 128:  # two have too few registers
+        return [(1, _WIDE_BLOCK), (1, 64)]
+    if max(shapes.head_dim, shapes.value_dim) <= 64 or shapes.scales_of_pages:
+        return [(2, _WIDE_BLOCK), (2, 64)]
+    if call.paged and (shapes.page_size or 0) % 64:
+        return [(3, 64), (2, 64)]
+    return [(1, _WIDE_BLOCK), (2, 64)]
 
 
 def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
