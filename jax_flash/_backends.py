@@ -194,9 +194,11 @@ def _launch(
     custom_call = jax.ffi.ffi_call(
         plan.target, [*results, *plan.workspaces.values()], input_output_aliases=aliases
     )
-    # Plans have no float8: kernels read its bits.
-    bits = (lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == DTYPE else x for x in operands)
-    return custom_call(*bits, plan=plan.text)
+    if call.problem.dtype == DTYPE:  # whose kernels read bits; caches have their dtype
+        operands = [
+            lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == DTYPE else x for x in operands
+        ]
+    return custom_call(*operands, plan=plan.text)
 
 
 # Operands, and results by the operand that they belong to, whose columns are a head's.
