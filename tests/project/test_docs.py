@@ -17,7 +17,7 @@ import jax_flash
 from .. import numpy_oracle
 
 ROOT = Path(__file__).parents[2]
-# test_pages.py runs these.
+# test_page_programs.py runs these.
 ELSEWHERE = ("alphafold", "eight_gpus")
 PAGES = sorted(
     page

@@ -62,3 +62,9 @@ def test_the_plan_that_is_shown_is_made():
     shapes = Shapes(2, 4096, 4096, 16, 16, 128, 128)
     plan = _gpu.plan(passes(problem)["forward"], shapes, _gpu.spec.GPUS["H200"])
     assert {*lines} <= {*plan.text.splitlines()}
+
+
+def test_each_test_file_has_a_name_of_its_own():
+    """Bazel names a test by its file alone (BUILD)."""
+    names = [path.name for path in (ROOT / "tests").glob("*/test_*.py")]
+    assert sorted(names) == sorted({*names})
