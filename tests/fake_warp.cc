@@ -87,7 +87,7 @@ inline void __syncwarp() { Count(true); }
 constexpr bool kBFloat16 = true, kFloat32 = false, kCarried = false, kRest = false,
                kHasDropout = true, kDropsMost = DROPS_MOST;
 constexpr bool kDropsPart = true;
-constexpr bool kScoreHasSlope = false;
+constexpr bool kScoreHasSlope = false, kFloat8 = false;
 
 #include "numbers.cuh"
 
