@@ -210,14 +210,15 @@ flash_decode_p = primitive.define("flash_decode")
 # ---- derivative ----------------------------------------------------------------------------------
 
 
-def _jvp(primals, tangents, *, call: Decode):
+def no_derivative(primals, tangents, *, call: Call):
+    """Refuses to differentiate a call over caches, by name."""
     raise NotImplementedError(
         f"{call.function} has no derivative; differentiate flash_attention(query, key, value, "
         "is_causal=True, causal_align='bottom_right', key_value_seq_lengths=lengths)"
     )
 
 
-ad.primitive_jvps[flash_decode_p] = _jvp
+ad.primitive_jvps[flash_decode_p] = no_derivative
 
 
 # ---- the call ------------------------------------------------------------------------------------

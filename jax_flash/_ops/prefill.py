@@ -30,7 +30,7 @@ from jax.interpreters import ad
 from jax_flash import _backends
 from jax_flash._call import Call
 from jax_flash._ops import primitive
-from jax_flash._ops.decode import SCALES, Decode, in_one_pool, of_pages
+from jax_flash._ops.decode import SCALES, Decode, in_one_pool, no_derivative, of_pages
 from jax_flash._ops.requests import Requests, choose, cut, piece_size, take
 from jax_flash._problem import Shapes
 from jax_flash._varying import vary_over
@@ -204,16 +204,7 @@ def _joined(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 flash_prefill_p = primitive.define("flash_prefill")
-
-
-def _jvp(primals, tangents, *, call: Prefill):
-    raise NotImplementedError(
-        f"{call.function} has no derivative; differentiate flash_attention(query, key, value, "
-        "is_causal=True, causal_align='bottom_right', key_value_seq_lengths=lengths)"
-    )
-
-
-ad.primitive_jvps[flash_prefill_p] = _jvp
+ad.primitive_jvps[flash_prefill_p] = no_derivative
 
 
 def prefill(call: Prefill, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

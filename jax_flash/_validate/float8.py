@@ -18,7 +18,7 @@ from jax_flash._ops.float8 import Form
 from jax_flash._problem import Problem
 from jax_flash._terms import TERMS
 from jax_flash._validate.arrays import array
-from jax_flash._validate.scalars import choice, describe, real
+from jax_flash._validate.scalars import choice, describe, number_or_array
 
 _NAMES = ("query", "key", "value")
 _OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -78,15 +78,9 @@ def scale_of(scale: Any, form: Form | None, q: jax.Array) -> tuple[Form, float]:
         raise AssertionError("float8 without scales")
     if scale is None:
         return form, 1.0 / root
-    if not (isinstance(scale, jax.Array) or hasattr(scale, "__jax_array__")):
-        return form, real("scale", scale)
-    scale = array("scale", scale)
-    if scale.shape or not (
-        jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
-    ):
-        raise TypeError(
-            f"scale is {describe(scale)}; expected a number, or an array of one of shape ()"
-        )
+    scale = number_or_array(scale)
+    if not isinstance(scale, jax.Array):
+        return form, scale
     of_query, *others = form.scales
     scales = (of_query * (scale.astype(jnp.float32) * root), *others)
     return dataclasses.replace(form, scales=scales), 1.0 / root

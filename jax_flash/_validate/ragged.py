@@ -89,7 +89,7 @@ def prepare(
         quantized=caches.quantized,
     )
     _look(call, caches, *given, rows, q.shape[0])
-    shared = None if shared_pages is None else _shared_pages(shared_pages, call, caches)
+    shared = None if shared_pages is None else _shared_pages(shared_pages, call, caches.page_table)
     trees = None if ancestors is None else _ancestors(ancestors, call, q)
     operands = {
         "q": q,
@@ -108,9 +108,8 @@ def prepare(
     return call, {name: x for name, x in operands.items() if x is not None}
 
 
-def _shared_pages(pages: Any, call: Ragged, caches: Caches) -> jax.Array:
-    pages, table = integers("shared_pages", pages, -1), caches.page_table
-    assert table is not None
+def _shared_pages(pages: Any, call: Ragged, table: Any) -> jax.Array:
+    pages = integers("shared_pages", pages, -1)
     if pages.ndim != 1 or pages.shape[0] > table.shape[1]:
         raise ValueError(
             f"shared_pages has shape {pages.shape} and page_table {table.shape}; expected [C], C "

@@ -68,6 +68,20 @@ def window_sides(
     return left, 0 if is_causal else right
 
 
+def number_or_array(scale: Any) -> float | jax.Array:
+    """Checks a scale: a number of Python, or an array of one, which may be traced."""
+    if not (isinstance(scale, jax.Array) or hasattr(scale, "__jax_array__")):
+        return real("scale", scale)
+    scale = array("scale", scale)
+    if scale.shape or not (
+        jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
+    ):
+        raise TypeError(
+            f"scale is {describe(scale)}; expected a number, or an array of one of shape ()"
+        )
+    return scale
+
+
 def scale_of(scale, q: jax.Array) -> tuple[jax.Array, float]:
     """Computes the query and the number that its products are multiplied by.
 
@@ -78,15 +92,9 @@ def scale_of(scale, q: jax.Array) -> tuple[jax.Array, float]:
     root = math.sqrt(q.shape[-1])
     if scale is None:
         return q, 1.0 / root
-    if not (isinstance(scale, jax.Array) or hasattr(scale, "__jax_array__")):
-        return q, real("scale", scale)
-    scale = array("scale", scale)
-    if scale.shape or not (
-        jnp.issubdtype(scale.dtype, jnp.floating) or jnp.issubdtype(scale.dtype, jnp.integer)
-    ):
-        raise TypeError(
-            f"scale is {describe(scale)}; expected a number, or an array of one of shape ()"
-        )
+    scale = number_or_array(scale)
+    if not isinstance(scale, jax.Array):
+        return q, scale
     wide = sum_dtype(q.dtype)
     factor = scale.astype(wide) * root
     x, finite = q.astype(wide), jnp.isfinite(q)
