@@ -271,24 +271,24 @@ def training_step(config: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
 
     Of state and model there are the shapes alone.
     """
-    split = train_gpt().Split(mesh) if mesh.size > 1 else None
+    split = training().Split(mesh) if mesh.size > 1 else None
     attend = flash_attention if split is None else split.attend
 
     def make():
-        model = train_gpt().GPT(config, attend, nnx().Rngs(0), split=split)
-        return model, train_gpt().make_optimizer(model, config)
+        model = training().GPT(config, attend, nnx().Rngs(0), split=split)
+        return model, training().make_optimizer(model, config)
 
     abstract = nnx().eval_shape(make)
     graph, state = nnx().split(abstract)
 
     def placed(path, x):
         names = [part for part in path if hasattr(part, "key")]
-        spec = train_gpt().spec_of(names, x.shape, mesh, fsdp=mesh.size > 1)
+        spec = training().spec_of(names, x.shape, mesh, fsdp=mesh.size > 1)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     def step(state, rows):
         model, optimizer = nnx().merge(graph, state)
-        loss, grads = nnx().value_and_grad(train_gpt().loss_fn)(model, rows)
+        loss, grads = nnx().value_and_grad(training().loss_fn)(model, rows)
         optimizer.update(model, grads)
         return nnx().state((model, optimizer)), loss
 
@@ -324,8 +324,8 @@ def time_steps(config: Any, mesh: Mesh, built: Any, steps: int) -> tuple[list[st
     program, state, model = built
     rows = np.random.default_rng(0).integers(1, 256, (mesh.size, config.length + 1), np.uint8)
     rows = np.resize(rows, (config.batch, config.length + 1))
-    rows[:, 0] = train_gpt().START
-    seen = train_gpt().keys_seen(rows)
+    rows[:, 0] = training().START
+    seen = training().keys_seen(rows)
     state, rows = initial(state), jax.device_put(rows, NamedSharding(mesh, P("data")))
     losses = []
     for step in range(steps + WARM_UP):
@@ -337,7 +337,7 @@ def time_steps(config: Any, mesh: Mesh, built: Any, steps: int) -> tuple[list[st
     losses = [float(loss) for loss in losses]
     seconds = (time.perf_counter() - begin) / steps
     speed = config.batch * config.length / seconds
-    share = train_gpt().utilisation(model, speed, seen, list(mesh.devices.flat))
+    share = training().utilisation(model, speed, seen, list(mesh.devices.flat))
     plan = program.memory_analysis()
     needs = plan.argument_size_in_bytes + plan.temp_size_in_bytes
     needs += plan.output_size_in_bytes - plan.alias_size_in_bytes
@@ -352,7 +352,7 @@ def run_steps(args: argparse.Namespace, devices: Sequence[Any]) -> None:
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if args.platform == "cpu":
         chosen["dtype"] = "float32"
-    config = dataclasses.replace(train_gpt().PRESETS[args.step], **chosen)
+    config = dataclasses.replace(training().PRESETS[args.step], **chosen)
     more = dataclasses.replace(config, batch=config.batch * len(devices))
     one, all_of_them = (
         Mesh(np.reshape(x, (1, 1, -1)), ("data", "model", "seq"), (AxisType.Auto,) * 3)
@@ -381,8 +381,8 @@ def run_steps(args: argparse.Namespace, devices: Sequence[Any]) -> None:
 
 
 # Flax is needed for `--step` alone.
-def train_gpt() -> Any:
-    return importlib.import_module("train_gpt")
+def training() -> Any:
+    return importlib.import_module("training")
 
 
 def nnx() -> Any:

@@ -7,7 +7,8 @@
 The model is examples/train_gpt.py's GPT-2 (124M parameters, bfloat16, AdamW), with as many tokens
 in every step, without packing: jax.nn's cuDNN attention takes no segment ids. `none` adds query,
 key and value in place of attention, so its step is what all the rest takes. Where blocks are
-recomputed (remat), the results of the forward kernel are kept, cuDNN's as well as ours.
+recomputed (remat), what is kept is named: the results of matrix products, or of the forward kernel
+alone, cuDNN's as well as ours.
 
 Every measurement has a process of its own, which alone uses the GPU while it runs: a peak of memory
 belongs to one program. The next ones compile meanwhile, which needs no GPU, because nothing is
@@ -36,7 +37,14 @@ from common import charts, machine, peers, runs
 from common.train_jobs import ATTENTIONS, COMPARED, Job, work
 from tqdm import tqdm
 
-CELLS = ((1024, False), (4096, False), (4096, True), (16384, False), (16384, True))
+CELLS = (
+    (1024, "none"),
+    (4096, "none"),
+    (4096, "products"),
+    (16384, "none"),
+    (16384, "products"),
+    (16384, "attention"),
+)
 SEARCH_FROM = 65536  # the first length that is tried, of those that may be too long for the memory
 AHEAD = 4  # processes that compile for later
 JOB_SECONDS = 120  # after which a process is ended
@@ -58,7 +66,15 @@ def main() -> None:
         ]
     if "longest" in options.only:
         longest = [
-            Job("longest", name, SEARCH_FROM, 1, True, options.layers, run_up_to=options.longest)
+            Job(
+                "longest",
+                name,
+                SEARCH_FROM,
+                1,
+                "attention",
+                options.layers,
+                run_up_to=options.longest,
+            )
             for name in COMPARED
             if name in options.attentions
         ]
@@ -97,7 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attentions", nargs="+", choices=names, default=names)
     parser.add_argument("--longest", type=int, default=262144, help="longest that is also run")
     parser.add_argument("--tokens", type=int, default=32768, help="in one step")
-    parser.add_argument("--layers", type=int, default=Job.layers)
+    parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--loss-steps", type=int, default=400)
     parser.add_argument("--xla-defaults", action="store_true", help="leave XLA's flags alone")
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
@@ -275,7 +291,7 @@ def tables(records: list[dict[str, Any]]) -> list[str]:
                 and (other["length"], other["remat"]) == cell
                 and "ms" in other
             ]
-            head = [record["length"], record["batch"], "yes" if record["remat"] else "no"]
+            head = [record["length"], record["batch"], record["remat"]]
             head.append(record["attention"])
             if "error" in record:
                 values = [record["error"], "", "", "", "", ""]

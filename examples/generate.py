@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tqdm import tqdm
-from train_gpt import GPT, START, load
+from training import GPT, START, load
 
 PROMPTS = (
     "def ",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from serving.engine import Engine, Request
 from serving.model import Model, load_gpt
-from train_gpt import START, read_documents
+from training import START, read_documents
 
 
 def read_texts(folder: Path, length: int, count: int) -> list[list[int]]:

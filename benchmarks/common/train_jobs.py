@@ -20,7 +20,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 import jax
 import jax.numpy as jnp
 import numpy as np
-import train_gpt
+import optax
+import training
 from flax import nnx
 
 import jax_flash
@@ -42,8 +43,11 @@ class Job:
     attention: str = "none"
     length: int = 1024
     batch: int = 1
-    remat: bool = False
-    layers: int = train_gpt.GPT2.layers
+    remat: str = "none"  # as in Config
+    layers: int | None = None  # instead of the preset's
+    preset: str = "gpt2"
+    scores: str = "parts"  # "whole": all scores at once, by the plain formula
+    updates: bool = True  # False: the gradients alone
     seed: int = 0
     steps: int = 0
     run_up_to: int = 0
@@ -103,10 +107,31 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
 COMPARED = ("jax_flash", "cudnn", "xla")
 
 
-def keep(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-    """Keeps the results of our forward kernel by their names, of cuDNN's by the primitive's."""
-    cudnn = "dot_product_attention_fwd" in primitive.name
-    return cudnn or train_gpt.KEEP(primitive, *operands, **parameters)
+def keep(remat: str) -> Callable[..., Any] | None:
+    """Keeps what a block keeps by names, and what cuDNN's forward makes by the primitive's name."""
+    if remat == "none":
+        return None
+
+    def kept(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+        cudnn = "dot_product_attention_fwd" in primitive.name
+        return cudnn or training.KEPT[remat](primitive, *operands, **parameters)
+
+    return kept
+
+
+def config_of(job: Job, length: int) -> training.Config:
+    """The sizes that a job asks for."""
+    config = training.PRESETS[job.preset]
+    layers = config.layers if job.layers is None else job.layers
+    return dataclasses.replace(
+        config, layers=layers, length=length, batch=job.batch, remat=job.remat
+    )
+
+
+def whole_scores(features: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
+    """The loss by the plain formula, with all scores at once."""
+    scores = (features @ table.astype(features.dtype).T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, targets).mean()
 
 
 @dataclasses.dataclass
@@ -131,23 +156,27 @@ class Program:
 def build(job: Job, length: int) -> Program:
     """Compiles the training step of a job."""
     begin = time.perf_counter()
-    config = dataclasses.replace(
-        train_gpt.GPT2, layers=job.layers, length=length, batch=job.batch, remat=job.remat
-    )
+    config = config_of(job, length)
+    attention, kept = ATTENTIONS[job.attention], keep(job.remat)
 
-    def make() -> tuple[train_gpt.GPT, nnx.Optimizer]:
-        model = train_gpt.GPT(config, ATTENTIONS[job.attention], nnx.Rngs(0), keep)
-        return model, train_gpt.make_optimizer(model, config)
+    def make() -> tuple[training.GPT, nnx.Optimizer]:
+        model = training.GPT(config, attention, nnx.Rngs(0), kept)
+        return model, training.make_optimizer(model, config)
 
     abstract = nnx.eval_shape(make)
     graph, state = nnx.split(abstract)
 
-    def loss_fn(model: train_gpt.GPT, rows: jax.Array) -> jax.Array:
-        return train_gpt.cross_entropy(model, model.features(rows[:, :-1]), rows[:, 1:])
+    def loss_fn(model: training.GPT, rows: jax.Array) -> jax.Array:
+        score = whole_scores if job.scores == "whole" else training.cross_entropy
+        table = model.embedding.embedding[...]
+        return score(model.features(rows[:, :-1]), table, rows[:, 1:])
 
     def step(state: Any, rows: jax.Array) -> tuple[Any, jax.Array]:
         model, optimizer = nnx.merge(graph, state)
         loss, grads = nnx.value_and_grad(loss_fn)(model, rows)
+        if not job.updates:  # all gradients are read
+            loss += 0 * sum(jax.tree.leaves(jax.tree.map(jnp.vdot, grads, grads)))
+            return state, loss
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), loss
 
@@ -171,7 +200,7 @@ def build(job: Job, length: int) -> Program:
         raise RuntimeError("XLA does not say how much memory the step needs")
     alone = needs.output_size_in_bytes - needs.alias_size_in_bytes
     total = needs.argument_size_in_bytes + needs.temp_size_in_bytes + alone
-    operations = train_gpt.operations_per_token(abstract[0]) * job.batch * length
+    operations = training.operations_per_token(abstract[0]) * job.batch * length
     seconds = time.perf_counter() - begin
     return Program(compiled, initial, rows, total / GB, operations, seconds)
 
@@ -202,7 +231,7 @@ def time_steps(job: Job) -> dict[str, Any]:
     seconds = [run_steps(steps) for _ in range(ROUNDS)]
     median = statistics.median(seconds)
     speed = program.operations / median
-    peak = train_gpt.peak_operations(jax.devices()[0])
+    peak = training.peak_operations(jax.devices()[0])
     return {
         "program_gb": round(program.needs_gb, 6),
         "peak_gb": peak_gb(),
@@ -273,21 +302,21 @@ def loss_curve(job: Job) -> dict[str, Any]:
 
     The seed draws both the parameters and the order of the text.
     """
-    config = dataclasses.replace(train_gpt.Config(), dtype="bfloat16", steps=job.steps)
+    config = dataclasses.replace(training.Config(), dtype="bfloat16", steps=job.steps)
     text = Path(sysconfig.get_path("stdlib"))
-    documents = train_gpt.read_documents(text)
+    documents = training.read_documents(text)
     held_out = len(documents) // 10
-    rows = train_gpt.pack(documents[held_out:], config.length)
-    unseen = train_gpt.pack(documents[:held_out], config.length)
+    rows = training.pack(documents[held_out:], config.length)
+    unseen = training.pack(documents[:held_out], config.length)
     unseen = unseen[np.linspace(0, len(unseen) - 1, 8 * config.batch).astype(int)]
-    attention = {"jax_flash": attend_flash, "xla": train_gpt.xla_attention}
-    model = train_gpt.GPT(config, attention[job.attention], nnx.Rngs(job.seed))
-    optimizer = train_gpt.make_optimizer(model, config)
-    feed = train_gpt.batches(rows, config.batch, job.seed)
-    step = nnx.cached_partial(train_gpt.train_step, model, optimizer)
+    attention = {"jax_flash": attend_flash, "xla": training.xla_attention}
+    model = training.GPT(config, attention[job.attention], nnx.Rngs(job.seed))
+    optimizer = training.make_optimizer(model, config)
+    feed = training.batches(rows, config.batch, job.seed)
+    step = nnx.cached_partial(training.train_step, model, optimizer)
     losses = [step(jnp.asarray(next(feed))) for _ in range(job.steps)]
     validation = [
-        float(train_gpt.evaluate(model, jnp.asarray(part))) for part in np.split(unseen, 8)
+        float(training.evaluate(model, jnp.asarray(part))) for part in np.split(unseen, 8)
     ]
     return {
         "losses": [round(float(loss), 4) for loss in losses],

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_flash import _cache, _debug
@@ -171,6 +172,10 @@ def attend(
 
         query = turned(query, options.get("query_positions"))
         key = turned(key, options.get("key_value_positions"))
+    # Whoever keeps these under jax.checkpoint computes neither projections nor rotary again.
+    query = checkpoint_name(query, "flash_query")
+    key = checkpoint_name(key, "flash_key")
+    value = checkpoint_name(value, "flash_value")
     return attention_fn(query, key, value, **used), None
 
 

@@ -3,7 +3,10 @@
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks"
+
+sys.path.insert(0, str(ROOT / "examples"))
 
 if FOLDER.is_dir():
     sys.path.insert(0, str(FOLDER))

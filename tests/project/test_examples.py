@@ -1,6 +1,9 @@
 """The examples run, and the GPT trains the same with either attention and on a mesh of devices."""
 
+import collections
+import dataclasses
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -13,6 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import training
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -79,12 +83,12 @@ def test_gpt_trains_the_same_by_flash_on_a_mesh_and_by_xla(tmp_path):
 def test_parameters_and_optimizer_are_spread_over_the_mesh(train_gpt):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices")
-    config = train_gpt.Config(layers=1, width=32, heads=4, kv_heads=2)
-    mesh = train_gpt.make_mesh("data=2,model=4")
-    model = train_gpt.GPT(config, jax_flash.flash_attention, nnx.Rngs(0))
-    train_gpt.shard(model, mesh)
-    optimizer = train_gpt.make_optimizer(model, config)
-    train_gpt.shard(optimizer, mesh)
+    config = training.Config(layers=1, width=32, heads=4, kv_heads=2)
+    mesh = training.make_mesh("data=2,model=4")
+    model = training.GPT(config, jax_flash.flash_attention, nnx.Rngs(0))
+    training.shard(model, mesh)
+    optimizer = training.make_optimizer(model, config)
+    training.shard(optimizer, mesh)
     for node in (model, optimizer):
         shards = {
             jax.tree_util.keystr(path): array.size // array.addressable_shards[0].data.size
@@ -100,21 +104,21 @@ def test_parameters_and_optimizer_are_spread_over_the_mesh(train_gpt):
 def test_fsdp_trains_as_one_device_does_and_leaves_a_part_on_each(train_gpt):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices")
-    config = train_gpt.Config(
-        layers=1, width=32, heads=4, kv_heads=2, length=64, batch=2, remat=True
+    config = training.Config(
+        layers=1, width=32, heads=4, kv_heads=2, length=64, batch=2, remat="products"
     )
     rows = np.random.default_rng(0).integers(0, 20, (2, 65)).astype(np.uint8)
 
     def losses(text):
-        mesh = train_gpt.make_mesh(text)
-        split = train_gpt.Split(mesh) if mesh.size > 1 else None
+        mesh = training.make_mesh(text)
+        split = training.Split(mesh) if mesh.size > 1 else None
         attend = split.attend if split else jax_flash.flash_attention
-        model = train_gpt.GPT(config, attend, nnx.Rngs(0), split=split)
-        train_gpt.shard(model, mesh, fsdp=True)
-        optimizer = train_gpt.make_optimizer(model, config)
-        train_gpt.shard(optimizer, mesh, fsdp=True)
+        model = training.GPT(config, attend, nnx.Rngs(0), split=split)
+        training.shard(model, mesh, fsdp=True)
+        optimizer = training.make_optimizer(model, config)
+        training.shard(optimizer, mesh, fsdp=True)
         placed = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
-        made = [float(train_gpt.train_step(model, optimizer, placed)) for _ in range(3)]
+        made = [float(training.train_step(model, optimizer, placed)) for _ in range(3)]
         for node in (model, optimizer):  # as the last step left them
             for array in jax.tree.leaves(nnx.to_pure_dict(nnx.state(node))):
                 whole = array.ndim < 2
@@ -181,51 +185,63 @@ def test_speed_is_that_of_steps_alone(train_gpt, tmp_path, monkeypatch, capsys):
 
 
 def test_packed_rows_overlap_by_their_targets(train_gpt):
-    rows = train_gpt.pack([b"abcde", b"fg"], 3)
+    rows = training.pack([b"abcde", b"fg"], 3)
     np.testing.assert_array_equal(rows, [list(b"\x00abc"), list(b"cde\x00")])
 
 
 def test_bigram_loss_of_a_certain_successor(train_gpt):
     rows = np.frombuffer(b"ab" * 50_000, np.uint8)[None]
-    assert train_gpt.bigram_loss(rows, rows) < 0.01
+    assert training.bigram_loss(rows, rows) < 0.01
 
 
-def test_remat_keeps_the_attention(train_gpt):
-    config = train_gpt.Config(layers=2, width=32, heads=4, kv_heads=2, length=16)
+def primitives(jaxpr):
+    """Names of all equations, those of functions that equations call among them."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for value in equation.params.values():
+            if hasattr(value, "eqns"):
+                yield from primitives(value)
+
+
+def test_remat_computes_again_what_it_does_not_keep():
+    config = training.Config(layers=2, width=32, heads=4, kv_heads=2, length=16)
     rows = np.zeros((2, 17), np.uint8)
 
-    def forward_calls(remat):
-        chosen = train_gpt.dataclasses.replace(config, remat=remat)
-        model = train_gpt.GPT(chosen, jax_flash.flash_attention, nnx.Rngs(0))
+    def counts(remat):
+        model = training.GPT(
+            dataclasses.replace(config, remat=remat), jax_flash.flash_attention, nnx.Rngs(0)
+        )
         graph, parameters = nnx.split(model)
-        grad = jax.grad(lambda parameters: train_gpt.loss_fn(nnx.merge(graph, parameters), rows))
-        jaxpr = str(jax.make_jaxpr(grad)(parameters))
-        return jaxpr.count("flash_forward["), jaxpr.count("cos ")
+        grad = jax.grad(lambda parameters: training.loss_fn(nnx.merge(graph, parameters), rows))
+        found = collections.Counter(primitives(jax.make_jaxpr(grad)(parameters)))
+        return [found[name] for name in ("flash_forward", "dot_general", "tanh")]
 
-    calls, turns = forward_calls(remat=True)
-    plain_calls, plain_turns = forward_calls(remat=False)
-    assert turns > plain_turns  # blocks are recomputed
-    assert calls == plain_calls == config.layers
+    kernels, products, gelus = counts("none")
+    assert kernels == config.layers
+    assert counts("products") == [kernels, products, gelus + config.layers]
+    # What attention returns is kept: its projection, and the last of the network, are not needed.
+    again = 4 + 1  # query, key, value, out, up
+    assert counts("attention") == [kernels, products + again * config.layers, gelus + config.layers]
 
 
-def test_loss_and_gradient_are_those_of_a_lookup_and_whole_scores(train_gpt):
-    """The embedding by a product and the scores of some positions at a time change nothing."""
-    config = train_gpt.Config(
-        layers=1, width=16, heads=2, kv_heads=1, vocabulary=300, length=5, remat=True
+def test_loss_and_gradient_are_those_of_a_lookup_and_whole_scores():
+    """The embedding by a product, what is computed again, and scores in parts change nothing."""
+    config = training.Config(
+        layers=1, width=16, heads=2, kv_heads=1, vocabulary=300, length=5, remat="products"
     )
-    model = train_gpt.GPT(config, jax_flash.flash_attention, nnx.Rngs(0))
+    model = training.GPT(config, jax_flash.flash_attention, nnx.Rngs(0))
     rows = np.random.default_rng(0).integers(0, 3, (4096, 6)).astype(np.uint8)
-    assert 8192 // len(rows) == 2  # of 5 positions: two whole rounds and a rest
+    assert 8192 // len(rows) == 2  # of 5 positions: two whole parts and a rest
 
     def plain(model, rows):
         inputs, targets = rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32)
         x = model.embedding(inputs)
         for block in model.blocks:
-            x = block(x, np.cumsum(inputs == train_gpt.START, axis=1, dtype=np.int32), False)
+            x = block(x, np.cumsum(inputs == training.START, axis=1, dtype=np.int32), False)
         scores = model.embedding.attend(model.norm(x))
         return optax.softmax_cross_entropy_with_integer_labels(scores, targets).mean()
 
-    loss, gradient = nnx.jit(nnx.value_and_grad(train_gpt.loss_fn))(model, rows)
+    loss, gradient = nnx.jit(nnx.value_and_grad(training.loss_fn))(model, rows)
     plain_loss, plain_gradient = nnx.jit(nnx.value_and_grad(plain))(model, rows)
     np.testing.assert_allclose(loss, plain_loss, rtol=1e-6)
     jax.tree.map(
@@ -236,20 +252,56 @@ def test_loss_and_gradient_are_those_of_a_lookup_and_whole_scores(train_gpt):
     )
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("positions", [24, 1000])  # several parts and a rest; all at once
+def test_the_loss_has_no_scores_of_all_positions(weighted, positions):
+    rng = np.random.default_rng(0)
+    rows, length, width, words = 3, 40, 8, 211
+    features = rng.standard_normal((rows, length, width), np.float32)
+    table = rng.standard_normal((words, width), np.float32)
+    targets = rng.integers(0, words, (rows, length))
+    weights = rng.random((rows, length), np.float32) * (rng.random((rows, length)) < 0.5)
+    given = weights if weighted else None
+
+    def in_parts(features, table):
+        return 3 * training.cross_entropy(features, table, targets, given, 1, positions)
+
+    def plain(features, table):
+        scores = features @ table.T
+        lacking = optax.softmax_cross_entropy_with_integer_labels(scores, targets)
+        return 3 * (lacking.mean() if given is None else (given * lacking).sum() / given.sum())
+
+    steps = [jax.jit(jax.value_and_grad(f, (0, 1))) for f in (in_parts, plain)]
+    found, wanted = (step(features, table) for step in steps)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, wanted)
+    np.testing.assert_allclose(
+        in_parts(features, table), wanted[0], rtol=1e-6
+    )  # not differentiated
+
+    def most(step):
+        text = step.lower(features, table).compile().as_text()
+        shapes = re.findall(r"\b[fs]\d+\[([\d,]+)\]", text)
+        return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+    together = min(rows * length, positions // rows * rows)
+    assert most(steps[0]) == max(together * words, words * width)
+    assert most(steps[1]) == rows * length * words
+
+
 def test_presets_that_are_named_exist(train_gpt):
     texts = (EXAMPLES.parent / "README.md").read_text() + train_gpt.__doc__
     named = set(re.findall(r"--preset (\w+)", texts))
-    assert {"gpt2", "long", "1b3"} <= named <= set(train_gpt.PRESETS)
+    assert {"gpt2", "long", "1b3"} <= named <= set(training.PRESETS)
 
 
 def test_generate_continues_prompts_of_a_saved_model(
     train_gpt, generate, tmp_path, monkeypatch, capsys
 ):
-    config = train_gpt.Config(layers=1, width=32, heads=4, kv_heads=2, length=16)
-    model = train_gpt.GPT(config, jax_flash.flash_attention, nnx.Rngs(3))
+    config = training.Config(layers=1, width=32, heads=4, kv_heads=2, length=16)
+    model = training.GPT(config, jax_flash.flash_attention, nnx.Rngs(3))
     path = tmp_path / "model.msgpack"
-    train_gpt.save(path, model)
-    loaded = train_gpt.load(path)
+    training.save(path, model)
+    loaded = training.load(path)
     assert loaded.config == config
     jax.tree.map(
         np.testing.assert_array_equal,

@@ -36,12 +36,12 @@ def examples():
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory) -> Any:
     """A model of train_gpt.py, and the file that it is saved in."""
-    import train_gpt
+    import training
 
-    config = train_gpt.Config(layers=1, width=32, heads=4, kv_heads=2, length=96)
-    model = train_gpt.GPT(config, jax_flash.flash_attention, nnx.Rngs(3))
+    config = training.Config(layers=1, width=32, heads=4, kv_heads=2, length=96)
+    model = training.GPT(config, jax_flash.flash_attention, nnx.Rngs(3))
     path = tmp_path_factory.mktemp("model") / f"{NAME}.msgpack"
-    train_gpt.save(path, model)
+    training.save(path, model)
     return model, path
 
 
