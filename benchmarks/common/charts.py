@@ -1,5 +1,6 @@
 """Owns how results are shown: charts in the style of the FlashAttention papers, Markdown tables."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,9 +11,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
 
+from .paper import Panel
 from .shapes import BLOCK, Cell, Pass
 
 Results = Sequence[tuple[Cell, Mapping[str, float]]]  # TFLOP/s of each peer in each cell
+# Readable on white and on black.
+LINES = ("#e8590c", "#1c7ed6", "#9c36b5", "#2f9e44", "#0c8599", "#868e96")
 TITLES: dict[Pass, str] = {"forward": "Forward", "training": "Forward + backward"}
 
 mpl.use("Agg")
@@ -91,6 +95,47 @@ def draw_losses(
     ax.legend(frameon=False)
     figure.savefig(to, dpi=120)
     plt.close(figure)
+
+
+def draw_panels(
+    panels: Sequence[Panel], title: str, to: Path, color: str = "black", *, opaque: bool = True
+):
+    """Draws lines, a panel beside the other; `color` is that of text and axes."""
+    with plt.rc_context({"text.color": color, "axes.labelcolor": color, "axes.edgecolor": color}):
+        size = (4.6 * len(panels), 3.6)
+        figure, axes = plt.subplots(
+            1, len(panels), figsize=size, squeeze=False, layout="constrained"
+        )
+        for ax, panel in zip(axes[0], panels, strict=True):
+            for (name, points), line in zip(
+                panel.lines.items(), itertools.cycle(LINES), strict=False
+            ):
+                if points:
+                    xs, ys = zip(*sorted(points), strict=True)
+                    ax.plot(xs, ys, "o-", color=line, markersize=4, label=name)
+            ax.set_title(panel.title, fontsize=11)
+            ax.set(xlabel=panel.x, ylabel=panel.y)
+            if "x" in panel.logarithmic:
+                ax.set_xscale("log", base=2)
+                ticks = sorted({x for points in panel.lines.values() for x, _ in points})
+                ax.set_xticks(ticks, [_short(int(x)) if x >= 1 else f"{x:g}" for x in ticks])
+                ax.minorticks_off()
+            if "y" in panel.logarithmic:
+                ax.set_yscale("log")
+            else:
+                ax.set_ylim(bottom=0)
+            ax.tick_params(colors=color)
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.grid(axis="y", alpha=0.25, color=color)
+            ax.legend(frameon=False, fontsize=8, labelcolor=color)
+        figure.suptitle(title, fontsize=12)
+        figure.savefig(
+            to,
+            dpi=120,
+            transparent=not opaque,
+            metadata={"Date": None} if to.suffix == ".svg" else None,
+        )
+        plt.close(figure)
 
 
 def table(

@@ -178,7 +178,7 @@ def command(script: str) -> str:
     words = iter(sys.argv[1:])
     kept = []
     for word in words:
-        if word in ("--commit", "--output"):
+        if word in ("--commit", "--output", "--out"):
             next(words)
         else:
             kept.append(word)

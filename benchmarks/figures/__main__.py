@@ -1,12 +1,12 @@
-"""Draws the documentation's figures, light and dark: docs/figures/*.svg.
+"""Draws the documentation's figures, light and dark: docs/figures/*.svg; fills docs/papers.md.
 
     python benchmarks figures
 
 Charts are of what was measured (`measured`), drawings of plans and rules (`drawings`,
-`divisions`).
+`divisions`), `papers_page` is of what papers.py measured.
 """
 
-from . import drawings, measured
+from . import drawings, measured, papers_page
 
 
 def main() -> None:
@@ -21,6 +21,9 @@ def main() -> None:
         measured.draw_sparse(sparse, color, folder / f"sparse-{theme}.svg")
         for name in drawings.DRAWINGS:
             (folder / f"{name}-{theme}.svg").write_text(drawings.draw(name, theme))
+    runs = papers_page.runs_of()
+    papers_page.draw(runs, folder)
+    papers_page.PAGE.write_text(papers_page.fill(papers_page.PAGE.read_text(), runs))
 
 
 if __name__ == "__main__":

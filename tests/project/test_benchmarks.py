@@ -77,7 +77,7 @@ def test_results_have_one_set_of_each_kind():
 
 @pytest.mark.parametrize(
     "script",
-    ["run", "features", "tune", "train_step", "compare", "sparse", "cliffs"],
+    ["run", "features", "tune", "train_step", "compare", "sparse", "cliffs", "papers"],
 )
 def test_what_measures_a_gpu_says_so_elsewhere(script: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
