@@ -43,8 +43,8 @@ def key_weights(
 
     A cache with room for a part of its keys keeps those of most weight (Scissorhands). Memory is
     linear in T and S, and the time about that of one forward pass, or of two without lse: keys
-    attend to queries, with −lse as bias. With bias, softcap, score_mod or a block_mask it is the
-    gradient of value, rounded to query's dtype, which takes a forward and a backward pass.
+    attend to queries, with −lse as bias. With bias, softcap, score_mod, a block_mask or indices it
+    is the gradient of value, rounded to query's dtype, which takes a forward and a backward pass.
 
     All weights of a query sum to 1, less its sink's, and to 0 where it sees nothing. What NaN or
     infinity reaches is as in `flash_attention`.
@@ -76,7 +76,8 @@ def key_weights(
 
     Paper: Liu et al., Scissorhands (arXiv:2305.17118).
     """
-    known = (*_TURNED, *_IN_LSE, *_CHANGED, "bias", "softcap", "score_mod", "block_mask")
+    others = ("bias", "softcap", "score_mod", "block_mask", "indices")
+    known = (*_TURNED, *_IN_LSE, *_CHANGED, *others)
     _keywords.check("key_weights", options, ("query", "key", "lse", *known))
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     q, k = _validate.array("query", query), _validate.array("key", key)

@@ -59,6 +59,7 @@ _PROBLEMS: dict[str, tuple[dict[str, Any], ...]] = {
     "`deterministic=True`": ({"deterministic": True},),
     "boolean mask": (_terms("boolean mask"),),
     "block masks, of functions or layouts": (_terms("block masks"),),
+    "chosen keys (`indices`)": (_terms("chosen keys"),),
     "bias, with its gradient in the bias's own shape": (_terms("bias"),),
     "score functions (`score_mod`); gradients of arrays that they read run on `xla`": (
         _terms("score function") | {"score": _SCORE},

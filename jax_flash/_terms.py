@@ -24,13 +24,15 @@ class Term:
     Attributes:
       feature: what a user knows it as.
       dims: after the leading ones, a letter each: T queries, S keys, N query heads, W words; I and
-        J blocks of queries and of keys, C partial blocks, D queries and E words of one of these.
+        J blocks of queries and of keys, C partial blocks, D queries and E words of one of these;
+        X chosen keys.
       dtype: what backends get. "float": one of FLOATS, as the user gave it; "sum": the problem's
         sum_dtype, from any of FLOATS; "int32": from integers of any kind; "bool", "uint16",
         "uint32".
       ones: those of its dims that may be 1 for all, which kernels read without a copy. B is each
         leading one; without it the batch rows that share the term get copies of it.
       differentiable: it has a gradient.
+      native: kernels may get it; else `_chosen.py` computes calls that have it.
     """
 
     feature: str
@@ -38,6 +40,7 @@ class Term:
     dtype: Literal["float", "sum", "int32", "bool", "uint16", "uint32"]
     ones: str = ""
     differentiable: bool = False
+    native: bool = True
 
 
 TERMS = {
@@ -55,6 +58,8 @@ TERMS = {
     "dropout_state": Term("dropout", "NW", "uint32"),
     # Batch row and head, as a function of the scores counts them.
     "score_ids": Term("score function", "NU", "int32"),
+    # Behind all that native code numbers.
+    "indices": Term("chosen keys", "TX", "int32", native=False),
 }
 BROADCAST = tuple(name for name, term in TERMS.items() if "B" in term.ones)
 BROADCAST_HEADS = tuple(name for name, term in TERMS.items() if "N" in term.ones)
@@ -81,4 +86,5 @@ def shares_rows(name: str) -> bool:
 
 def rows() -> list[str]:
     """Lists what native code knows of each term, as `TermRows` of ffi/operands.cc spells it."""
-    return [f"{name} {x.dtype} [{x.dims}] 1:[{x.ones}]" for name, x in TERMS.items()]
+    known = {name: x for name, x in TERMS.items() if x.native}
+    return [f"{name} {x.dtype} [{x.dims}] 1:[{x.ones}]" for name, x in known.items()]

@@ -60,6 +60,7 @@ class Options(LayerOptions[A], Generic[A], total=False):
 
     bias: A | None
     mask: A | None
+    indices: A | None
     is_causal: bool
     dropout_rate: float
     dropout_key: A | None
@@ -152,6 +153,7 @@ def flash_attention(
     key_value_segment_ids: Annotated[ArrayLike, "*B S"] | None = None,
     query_positions: Annotated[ArrayLike, "*B T"] | None = None,
     key_value_positions: Annotated[ArrayLike, "*B S"] | None = None,
+    indices: Annotated[ArrayLike, "*B T n"] | None = None,
     softcap: float | None = None,
     score_mod: ScoreFunction | None = None,
     sinks: Annotated[ArrayLike, "N"] | None = None,
@@ -232,6 +234,11 @@ def flash_attention(
         it where is_causal. Lengths, segment ids, masks and dropout count by index as ever.
         With causal_align "top_left" only. Without is_causal and a window they mean nothing. In a
         jax.Array of another dtype those beyond int32 count as the nearest that it holds.
+      indices: int32 `[*B, T, n]`, the keys that each query reads, by index and in any order, all of
+        its heads alike: -1, or what is no index of a key, reads nothing, and each key stands there
+        once. A query reads those that lengths, causality, windows, segment ids and positions let
+        it see; memory and time grow with n, not S. Not beside bias, mask, block_mask, score_mod,
+        dropout, deterministic or float8. "xla" alone computes it so far.
       softcap: c in c * tanh(logits / c), above 0.
       score_mod: f(score, batch, head, query, key) -> score, any JAX function of scalars, applied
         to each score scale * query keyᵀ + bias in the place of softcap, which it excludes. score
@@ -314,7 +321,7 @@ def flash_attention(
 
     Papers: Dao et al., FlashAttention (arXiv:2205.14135); Dao, FlashAttention-2
     (arXiv:2307.08691); Rabe and Staats (arXiv:2112.05682); Shah et al., FlashAttention-3
-    (arXiv:2407.08608).
+    (arXiv:2407.08608); DeepSeek-V3.2-Exp (2025), for indices.
     """
     with_lse = _validate.flag("return_lse", return_lse)
     with_amax = _validate.flag("return_amax", return_amax)
@@ -335,6 +342,7 @@ def flash_attention(
         key_value_segment_ids=key_value_segment_ids,
         query_positions=query_positions,
         key_value_positions=key_value_positions,
+        indices=indices,
         softcap=softcap,
         score_mod=score_mod,
         sinks=sinks,

@@ -6,7 +6,8 @@ weighted values of every query (online softmax), `backward` recomputes the weigh
 one tile has all scores there is neither a loop nor a sum over tiles, and the softmax is written as
 XLA's GPU backend knows it, which makes one kernel of it. Both passes are ordinary differentiable
 JAX, which is what higher derivatives of the primitives use.
-Read next: `_tiles.py`, for what a tile's scores are; `_seen.py`, for what is visible.
+Read next: `_tiles.py`, for what a tile's scores are; `_seen.py`, for what is visible; `_chosen.py`,
+for calls whose queries read chosen keys, which have no tiles.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867);
 Rabe and Staats (arXiv:2112.05682); Dao, FlashAttention-2 (arXiv:2307.08691).
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_flash import _chosen
 from jax_flash._problem import Problem
 from jax_flash._seen import not_finite
 from jax_flash._tiles import Sweep, Tile, add, product, product_of_pairs, read, write
@@ -37,6 +39,8 @@ def forward(problem: Problem, *operands: jax.Array) -> tuple[jax.Array, jax.Arra
 
     Returns: out `[*B, T, N, Hv]` in the dtype of q, and lse `[*B, N, T]` in problem.sum_dtype.
     """
+    if "indices" in problem.terms:
+        return _chosen.forward(problem, *operands)
     sweep = Sweep.of(problem, *operands)
     tile = sweep.only_tile
     out, lse = _forward_in_parts(sweep, operands) if tile is None else _forward_at_once(tile)
@@ -145,6 +149,8 @@ def backward(
     """
     q, k, v, out, lse, dout, *rest = operands
     dlse = rest.pop(0) if with_dlse else None
+    if "indices" in problem.terms:
+        return _chosen.backward(problem, q, k, v, out, lse, dout, dlse, *rest)
     sweep = Sweep.of(problem, q, k, v, *rest)
     delta, dout_marks = (  # two sums along the same rows, which XLA makes in one go
         sweep.split_query_heads(x[..., None])[..., 0]

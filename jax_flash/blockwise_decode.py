@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_flash import _cache
+from jax_flash import _cache, _chosen
 from jax_flash._problem import Problem
 from jax_flash._seen import split_bad
 from jax_flash._tiles import product
@@ -34,6 +34,7 @@ def decode(
     sinks: jax.Array | None,
     key_scale: jax.Array | None,
     value_scale: jax.Array | None,
+    indices: jax.Array | None,
     value_dim: int,
 ) -> tuple[jax.Array, ...]:
     """Computes attention to a cache, appending to it first.
@@ -48,6 +49,7 @@ def decode(
       new_k, new_v: `[B, T, K, H]` and `[B, T, K, Hv]`, or None.
       sinks: `[B, N]`, or B 1, or None.
       key_scale, value_scale: `[P, K]`, or P 1: keys and values are k and v times these; or None.
+      indices: int32 `[B, T, n]`, or B 1: the positions that each query reads; None: all.
       value_dim: Hv.
 
     Returns: out `[B, T, N, Hv]`, lse `[B, N, T]`, and k and v where there is a new_k, a new_v.
@@ -63,6 +65,8 @@ def decode(
         written.append(v)
     scales = (key_scale, value_scale)
     pass_ = _Pass(problem, q, k, v, lengths, positions, page_table, value_dim, scales)
+    if indices is not None:
+        return (*pass_.attend_to(indices, sinks, appends=new_k is not None), *written)
     return (*pass_.attend(sinks), *written)
 
 
@@ -74,6 +78,14 @@ def query_positions(lengths: jax.Array, count: int) -> jax.Array:
     """Computes the positions `[*B, T]` of the last `count` of each row."""
     ahead = jnp.arange(-count, 0, dtype=lengths.dtype).reshape(*(1,) * lengths.ndim, -1)
     return lengths[..., None] + ahead
+
+
+def sees(problem: Problem, indices: jax.Array, positions: jax.Array) -> jax.Array:
+    """Tells which of indices `[*B, n]` queries at positions `[*B]` see."""
+    position = positions[..., None]
+    seen = (indices >= 0) & (indices <= position)
+    left = problem.window[0]
+    return seen if left is None else seen & (indices >= position - left)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +150,54 @@ class _Pass:
         lse = jnp.where(refused, jnp.nan, lse).reshape(batch, q_heads, q_len)
         out = out.reshape(batch, q_heads, q_len, self.value_dim)
         return jnp.swapaxes(out, 1, 2).astype(problem.dtype), lse
+
+    def attend_to(
+        self, indices: jax.Array, sinks: jax.Array | None, appends: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Computes attention to the positions at indices alone."""
+        (batch, q_len, q_heads, head_dim), (pages, size, kv_heads, _) = self.q.shape, self.k.shape
+        indices = jnp.broadcast_to(indices, (batch, *indices.shape[1:]))
+        seen = sees(self.problem, indices, self.positions)
+        refused = self.lengths > self._capacity
+        if self.page_table is None:
+            page = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+            slots = page * size + indices
+        else:
+            flat = indices.reshape(batch, q_len * indices.shape[-1])
+            page, slot = _cache.locate(flat, self.page_table, pages, size)
+            page, slot = page.reshape(indices.shape), slot.reshape(indices.shape)
+            slots = page * size + slot
+            refused |= jnp.any(seen & (page == pages), axis=(1, 2))
+            if appends:
+                first = jnp.maximum(self.lengths - q_len, 0)
+                refused |= _cache.lacks_pages(self.page_table, first, self.lengths, pages, size)
+        slots = jnp.where(seen & ~refused[:, None, None], slots, -1)
+
+        def of_rows(x: jax.Array) -> jax.Array:
+            return x.reshape(batch * q_len, *x.shape[2:])
+
+        if sinks is not None:
+            sinks = of_rows(jnp.broadcast_to(sinks[:, None], (batch, q_len, q_heads)))
+        slots = of_rows(slots)
+        sizes = _chosen.Sizes.of(slots, kv_heads, head_dim, self.value_dim)
+        found = _chosen.attend(self.products, of_rows(self.q), self._read_at, slots, sinks, sizes)
+        out, lse = (x.reshape(batch, q_len, *x.shape[1:]) for x in found)
+        out = jnp.where(refused[:, None, None, None], jnp.nan, out).astype(self.problem.dtype)
+        return out, jnp.swapaxes(jnp.where(refused[:, None, None], jnp.nan, lse), 1, 2)
+
+    def _read_at(self, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Reads keys `[R, n, K, H]` and values `[R, n, K, Hv]` at slots of all pages."""
+        size = self.k.shape[1]
+        page, slot = slots // size, slots % size
+
+        def read(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+            stored = _chosen.gather(x, page, slot)
+            if scale is None:
+                return stored
+            return stored.astype(self.problem.sum_dtype) * _cache.of_pages(scale, page)[..., None]
+
+        k = read(self.k, self.scales[0])
+        return k, k[..., : self.value_dim] if self.v is None else read(self.v, self.scales[1])
 
     def _step(self, i, block, q, lengths, state):
         """Adds block i of every row's keys to the state."""

@@ -56,6 +56,7 @@ def decode_attention(
     local_window_size: Window | None = None,
     softcap: float | None = None,
     sinks: Annotated[ArrayLike, "N"] | None = None,
+    indices: Annotated[ArrayLike, "*B T n"] | None = None,
     precision: str | jax.lax.Precision | None = None,
     backend: str | None = None,
 ) -> Decoded:
@@ -107,6 +108,10 @@ def decode_attention(
         None: all; an int counts to the left.
       softcap: c in c * tanh(logits / c), above 0.
       sinks: float `[N]`, one more logit for each head that joins the denominator and no value.
+      indices: int32 `[*B, T, n]`, positions that each query reads, all of its heads alike, in any
+        order: -1, or what is no position that it sees, reads nothing, and each stands there once.
+        Positions, not slots, where there are pages, and of pages those of these positions alone
+        are needed. "xla" alone computes it so far.
       precision: of float32 products, as in `flash_attention`; "default" is "high" on "cuda".
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.
@@ -148,6 +153,7 @@ def decode_attention(
         local_window_size=local_window_size,
         softcap=softcap,
         sinks=sinks,
+        indices=indices,
         precision=precision,
         backend=backend,
     )

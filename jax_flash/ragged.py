@@ -54,6 +54,7 @@ def ragged_paged_attention(
     value_scale: Annotated[ArrayLike, "P K"] | None = None,
     shared_pages: Annotated[ArrayLike, "C"] | None = None,
     ancestors: Annotated[ArrayLike, "tokens A"] | None = None,
+    indices: Annotated[ArrayLike, "tokens n"] | None = None,
     rotary_base: float | None = None,
     value_dim: int | None = None,
     scale: Annotated[ArrayLike, ""] | None = None,
@@ -117,6 +118,8 @@ def ragged_paged_attention(
         stands behind those that it sees, so branches of a tree begin at one position; keys lie in
         the pages in the order of tokens. Those of a request of more than A tokens see what came
         before, as without. Without a window.
+      indices: int32 `[tokens, n]`, positions of its request that each token reads, as in
+        `decode_attention`. Without shared_pages and ancestors.
       rotary_base, value_dim, scale, local_window_size, softcap, sinks, precision, backend: as
         there.
 
@@ -160,6 +163,7 @@ def ragged_paged_attention(
         value_scale=value_scale,
         shared_pages=shared_pages,
         ancestors=ancestors,
+        indices=indices,
         rotary_base=rotary_base,
         value_dim=value_dim,
         scale=scale,

@@ -34,6 +34,7 @@ def attention(
     key_value_segment_ids: jax.Array | None = None,
     query_positions: jax.Array | None = None,
     key_value_positions: jax.Array | None = None,
+    indices: jax.Array | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., jax.Array] | None = None,
     sinks: jax.Array | None = None,
@@ -79,6 +80,7 @@ def attention(
         key_value_segments=key_value_segment_ids,
         query_positions=query_positions,
         key_value_positions=key_value_positions,
+        indices=indices,
     )
 
     # NaN and inf leave the matrix products, where 0 * NaN would spread them, and return as NaN
@@ -144,6 +146,7 @@ def _visible(
     key_value_segments,
     query_positions,
     key_value_positions,
+    indices,
 ) -> jax.Array:
     """Computes bool `[*B, N, T, S]`: which keys each query attends to."""
     *batch, _, q_len, kv_len = shape
@@ -176,6 +179,9 @@ def _visible(
         visible &= jnp.broadcast_to(mask, shape)
     if block_mask is not None:
         visible &= jnp.broadcast_to(block_mask.dense()[..., :q_len, :kv_len], shape)
+    if indices is not None:
+        keys = jnp.arange(kv_len, dtype=jnp.int32)
+        visible &= jnp.any(indices[..., None] == keys, axis=-2)[..., None, :, :]
     return jnp.broadcast_to(visible, shape)
 
 

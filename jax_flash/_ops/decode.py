@@ -197,7 +197,7 @@ def _blockwise(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
         caches["k"],
         caches.get("v"),
         named["lengths"],
-        *(named.get(x) for x in ("page_table", "new_k", "new_v", "sinks", *SCALES)),
+        *(named.get(x) for x in ("page_table", "new_k", "new_v", "sinks", *SCALES, "indices")),
         value_dim=call.shapes(named).value_dim,
     )
     shapes = call.result_shapes(named)

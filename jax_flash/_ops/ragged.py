@@ -2,8 +2,8 @@
 
 The tokens of all requests lie one behind the other. A request of one token, which decodes, is a row
 of one flash_decode; those of the others are computed by one flash_prefill. A batch that has no more
-tokens than requests is a flash_decode alone. New keys and values of all tokens are written before,
-since a token sees those of the tokens ahead of it.
+tokens than requests, or whose tokens read chosen keys, is a flash_decode alone. New keys and values
+of all tokens are written before, since a token sees those of the tokens ahead of it.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from jax_flash._ops.prefill import Prefill, prefill
 from jax_flash._ops.requests import Requests, alone, choose, each, piece_size
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
+from jax_flash.blockwise_decode import sees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,18 @@ def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
     tokens, (pages, page_size) = q.shape[0], named["k"].shape[:2]
     requests = Requests.of(named["lengths"], named["starts"], named["rows"], tokens)
     left = call.problem.window[0]
-    refused = requests.refused(table, pages, page_size, left)
+    chosen = named.get("indices")
+    if chosen is None:
+        refused = requests.refused(table, pages, page_size, left)
+    else:
+        first = requests.lengths - (requests.count if call.appends else 0)
+        refused = requests.faults(table, pages, page_size, first)
+        seen = sees(call.problem, chosen, requests.position) & requests.owned[:, None]
+        of = jnp.broadcast_to(requests.request[:, None], chosen.shape)
+        page, _ = _cache.locate(chosen, table, pages, page_size, of)
+        lacks = jnp.any(seen & (page == pages), axis=1)
+        refused = refused.at[requests.request].max(lacks)
+        named = named | {"indices": chosen[:, None]}
     if call.rotary_base is not None:
         q = rotate(q, requests.position, call.rotary_base)
     caches = {name: named[name] for name in ("k", "v") if name in named}
@@ -66,7 +78,7 @@ def _attend(call: Ragged, named: dict[str, jax.Array]) -> dict[str, jax.Array]:
     def decode(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return _decode.decode(inner, *(named[name] for name in inner.operands))
 
-    if piece_size(tokens, table.shape[0]) == 1:
+    if chosen is not None or piece_size(tokens, table.shape[0]) == 1:
         wrong = refused[requests.request]
         out, lse = (
             choose(requests.owned, choose(wrong, jnp.nan, x[:, 0]), nothing)

@@ -67,7 +67,11 @@ class Requests:
         """
         seen = self.lengths - self.count
         first = jnp.zeros_like(seen) if left is None else jnp.maximum(seen - left, 0)
-        wrong = self.faulty | (seen < 0)
+        return self.faults(table, pages, page_size, first)
+
+    def faults(self, table: jax.Array, pages: int, page_size: int, first: jax.Array) -> jax.Array:
+        """Computes it where positions are needed from `first` `[B]` on."""
+        wrong = self.faulty | (self.lengths < self.count)
         wrong |= self.lengths > _cache.capacity(table.shape[1], page_size)
         return wrong | _cache.lacks_pages(table, first, self.lengths, pages, page_size)
 

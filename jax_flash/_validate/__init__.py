@@ -35,6 +35,8 @@ from jax_flash._validate.terms import (
     bias_of,
     dropout_state_of,
     ids_of,
+    indices_alone,
+    indices_of,
     lengths_of,
     positions_of,
     segments_of,
@@ -87,6 +89,7 @@ def prepare(
     key_value_segment_ids: Any,
     query_positions: Any,
     key_value_positions: Any,
+    indices: Any = None,
     softcap: Any,
     score_mod: Any,
     sinks: Any,
@@ -164,6 +167,7 @@ def prepare(
             "sinks": sinks_of(sinks, batch, q_heads, q.dtype),
             "dropout_state": dropout_state_of(dropout_key, batch, q_heads) if rate > 0.0 else None,
             "score_ids": jnp.stack(ids_of(batch, q_heads, jnp.int32), axis=-1) if has_ids else None,
+            "indices": indices_of(indices, q.shape[:-2]),
         }
     )
     problem = Problem(
@@ -180,6 +184,18 @@ def prepare(
         as_written=_simplify.is_as_written(),
     )
     whole_rows = shards is None and form is None  # scales are of positions as they are
+    if "indices" in problem.terms:
+        indices_alone(
+            {
+                "bias": bias is not None,
+                "mask": mask is not None,
+                "block_mask": block_mask is not None,
+                "score_mod": score_mod is not None,
+                "dropout_rate": rate > 0.0,
+                "deterministic": problem.deterministic,
+                "float8": form is not None,
+            }
+        )
     given = _simplify.Arguments(problem, q, k, v, block_mask, q_len, kv_len, whole=whole_rows)
     made, rewrites = _simplify.simplify(given)
     if form is not None and float8.falls_back(form, made.problem, (q, k, v)):

@@ -17,7 +17,7 @@ from jax_flash._problem import Problem, order_terms
 from jax_flash._terms import FLOATS
 from jax_flash._validate.arrays import array, check_head_dim, in_full
 from jax_flash._validate.scalars import precision_of, scale_of, softcap_of, window_sides
-from jax_flash._validate.terms import sinks_of
+from jax_flash._validate.terms import indices_of, sinks_of
 
 _MOST_INT32 = 2**31 - 1
 _LETTERS = (
@@ -229,6 +229,7 @@ def prepare(
     local_window_size: Any,
     softcap: Any,
     sinks: Any,
+    indices: Any,
     precision: Any,
     backend: str | None,
 ) -> tuple[Decode, tuple[jax.Array, ...]]:
@@ -262,10 +263,13 @@ def prepare(
         local_window_size=local_window_size,
         softcap=softcap,
         sinks=sinks,
+        indices=indices,
         precision=precision,
     )
     left = problem.window[0]
     reach = _MOST_INT32 if left is None else q_len + left
+    if indices is not None:
+        reach = q_len if appends else 0
     caches.look(given, lambda: jnp.maximum(lengths - reach, 0), lambda: lengths)
     call = Decode(
         problem,
@@ -300,6 +304,7 @@ def problem_of(
     local_window_size: Any,
     softcap: Any,
     sinks: Any,
+    indices: Any,
     precision: Any,
 ) -> tuple[jax.Array, Problem, dict[str, jax.Array]]:
     """Checks what says how to attend to caches.
@@ -307,7 +312,8 @@ def problem_of(
     Returns: the query, which an array of a scale multiplies, the problem and its terms by name.
     """
     q, static_scale = scale_of(scale, q)
-    terms = order_terms({"sinks": sinks_of(sinks, batch, q.shape[-2], q.dtype)})
+    chosen = indices_of(indices, q.shape[:-2])
+    terms = order_terms({"sinks": sinks_of(sinks, batch, q.shape[-2], q.dtype), "indices": chosen})
     columns = 1 if caches.page_table is None else caches.page_table.shape[-1]
     problem = Problem(
         dtype=q.dtype.name,

@@ -89,6 +89,12 @@ def prepare(
         quantized=caches.quantized,
     )
     _look(call, caches, *given, rows, q.shape[0])
+    for name, x in (("shared_pages", shared_pages), ("ancestors", ancestors)):
+        if x is not None and "indices" in terms:
+            raise ValueError(
+                f"{name} is given beside indices, which say what each token reads; expected one of "
+                "the two"
+            )
     shared = None if shared_pages is None else _shared_pages(shared_pages, call, caches.page_table)
     trees = None if ancestors is None else _ancestors(ancestors, call, q)
     operands = {

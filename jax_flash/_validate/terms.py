@@ -114,6 +114,45 @@ def positions_of(
     return standing("query_positions"), standing("key_value_positions")
 
 
+def indices_of(indices, queries: tuple[int, ...]) -> jax.Array | None:
+    """Checks positions int32 `[*B, T, n]` that queries `[*B, T]` read."""
+    if indices is None:
+        return None
+    x = in_full(indices)
+    if isinstance(x, jax.Array | np.ndarray) and x.dtype.name in WIDE_INTEGERS:
+        x = x.clip(None if x.dtype.kind == "u" else -1, MAX_INT32)  # else 2**32 would be key 0
+    hint = ""
+    if str(getattr(x, "dtype", "")) == "bool":
+        hint = ": the positions that each query reads, not which; booleans are mask's"
+    x = typed("indices", "indices", array("indices", x), hint=hint)
+    if x.ndim != len(queries) + 1 or x.shape[:-1] != queries:
+        raise ValueError(
+            f"indices has shape {x.shape}; expected {(*queries, 'n')}: the n positions that each "
+            "query reads, all of its heads alike, and -1 in the place of those that it does not"
+        )
+    return x
+
+
+_BESIDE_INDICES = {
+    "bias": "it is added to all scores of T and S",
+    "mask": "a position that a query does not read is -1 in indices, or not there",
+    "block_mask": "a position that a query does not read is -1 in indices, or not there",
+    "score_mod": "functions of the scores are computed in tiles of T and S",
+    "dropout_rate": "its pattern is one of T and S",
+    "deterministic": "gradients of keys are sums in the order in which a GPU comes to them",
+    "float8": "blocks of neighbouring keys share their scales",
+}
+
+
+def indices_alone(given: dict[str, bool]) -> None:
+    """Refuses what is not computed beside indices, with the reason."""
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(
+                f"{name} is given beside indices: {_BESIDE_INDICES[name]}. Expected one of the two"
+            )
+
+
 def sinks_of(sinks, batch, q_heads: int, query_dtype) -> jax.Array | None:
     if sinks is None:
         return None

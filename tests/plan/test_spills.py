@@ -39,7 +39,7 @@ def test_traits_are_those_of_the_call(name):
 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_schedules_ask_of_no_term_that_was_not_tried(name):
-    for term in {*TERMS} - spills.TOLD:
+    for term in {name for name, x in TERMS.items() if x.native} - spills.TOLD:
         assert term in CANDIDATES[name].traits.split() or plan_of(name, {term}) is None, term
 
 

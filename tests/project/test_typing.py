@@ -20,7 +20,7 @@ import jax_flash
 from jax_flash import attention, dot_product_attention, flash_attention
 
 PROGRAM = Path(__file__).with_name("user_program.py")
-SIZES = {"T": 3, "S": 5, "N": 4, "K": 2, "H": 8, "Hv": 16}
+SIZES = {"T": 3, "S": 5, "N": 4, "K": 2, "H": 8, "Hv": 16, "n": 2}
 
 
 @pytest.mark.skipif(
@@ -83,12 +83,15 @@ def test_annotated_shapes_are_taken_and_returned(call, batch, flag, broadcast):
     for name, hint in hints.items():
         for shape in shapes_of(hint, batch, broadcast):
             draw = np.random.default_rng(len(arguments)).normal(size=shape)
-            if name.endswith(("lengths", "ids", "positions")):
+            if name.endswith(("lengths", "ids", "positions", "indices")):
                 arguments[name] = np.ones(shape, "int32")
             else:
                 arguments[name] = draw < 2 if name == "mask" else jnp.float32(draw)
     assert {"query", "key", "value", "bias", "mask", "scale"} < arguments.keys()
     alone, out, lse = returned
+    if (indices := arguments.pop("indices", None)) is not None:  # not beside bias and mask
+        arrays = {name: arguments[name] for name in ("query", "key", "value")}
+        assert call(**arrays, indices=indices).shape == alone
     assert call(**arguments).shape == alone
     assert [x.shape for x in call(**arguments, **{flag: True})] == [out, lse]
 
