@@ -65,7 +65,7 @@ def backward(
         weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, jnp.inf, lse))
         dweights = product(problem, "rkgh,rknh->rkgn", do, found.v)
         (dscores,) = pull(found.keep(weights * (dweights - delta)))
-        dscores = problem.scale * found.keep(dscores)
+        dscores = problem.scale * dscores
         dq = product(problem, "rkgn,rknh->rkgh", dscores, found.k)
         of_k = product(problem, "rkgn,rkgh->rknh", dscores, found.q)
         of_v = product(problem, "rkgn,rkgh->rknh", weights, do)
