@@ -13,6 +13,7 @@ from flax import nnx
 
 import jax_flash
 
+from .. import numpy_oracle
 from ..devices import mesh_with
 from .test_docs import PAGES, ROOT, agree, draw, examples, formula
 
@@ -94,3 +95,89 @@ def test_packed_documents_train_as_they_do_apart():
     packed = forward(model, tokens, segment_ids=page["segments"], positions=page["positions"])
     second = slice(begin, begin + page["lengths"][1])
     agree(packed[:, second], np.asarray(forward(model, tokens[:, second])))
+
+
+def plain_latent_attention(weights, x, width_of, base):
+    """The layer of docs/latent.md by its formula, in float64: all keys and values, all scores."""
+    latent_dim, plain = width_of
+    length = x.shape[1]
+
+    def norm(x, scale):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def turn(x):
+        return numpy_oracle.rotated(x, np.arange(length), base)
+
+    latent_query = norm(x @ weights["query_down"], weights["query_norm"])
+    query = np.einsum("btl,lnh->btnh", latent_query, weights["query_up"])
+    query = np.concatenate([query[..., :plain], turn(query[..., plain:])], axis=-1)
+    down = x @ weights["down"]
+    latent = norm(down[..., :latent_dim], weights["norm"])
+    turned = turn(down[..., None, latent_dim:])
+    keys = np.einsum("btl,lnh->btnh", latent, weights["key_up"])
+    shared = np.broadcast_to(turned, (*keys.shape[:-1], turned.shape[-1]))
+    keys = np.concatenate([keys, shared], axis=-1)
+    values = np.einsum("btl,lnv->btnv", latent, weights["value_up"])
+    seen = np.tril(np.ones((length, length), bool))
+    return np.einsum("btnv,nvw->btw", formula(query, keys, values, seen), weights["out"])
+
+
+def test_latent_attention_is_its_formula_in_both_forms_with_its_gradient():
+    page, _ = run("latent")
+    layer, x = page["layer"], np.asarray(page["x"])
+    graph, params = nnx.split(layer)
+
+    def in_float64(params):
+        found = {}
+        for (name, *_), x in nnx.to_flat_state(params):
+            found[name] = np.asarray(x[...], np.float64)
+        return found
+
+    def truth(weights):
+        return plain_latent_attention(weights, x.astype(np.float64), (32, 16), 1e4)
+
+    weights = in_float64(params)
+    exact = truth(weights)
+    out, _ = layer(page["x"])
+    np.testing.assert_allclose(out, exact, rtol=0, atol=2e-5 * np.abs(exact).max())
+
+    # A prompt of 30, then a token, then nine, in pages, some of keys that were chosen.
+    table = jnp.arange(6)[None].reshape(2, 3)[:, ::-1]
+    pages = jnp.full((6, 16, 1, 40), jnp.nan)
+    _, stored = layer(page["x"][:, :30])
+    pages, _ = jax_flash.fill_cache(
+        pages, None, stored, None, jnp.array([30, 30]), page_table=table
+    )
+    for first, stop in ((30, 31), (31, 40)):
+        new, pages = layer.decode(
+            page["x"][:, first:stop], pages, jnp.array([stop, stop]), page_table=table
+        )
+        np.testing.assert_allclose(
+            new, exact[:, first:stop], rtol=0, atol=5e-5 * np.abs(exact).max()
+        )
+    chosen = jnp.asarray(
+        np.random.default_rng(0).permuted(np.tile(np.arange(40), (2, 40, 1)), axis=-1)
+    )
+    chosen = chosen[..., :12]
+    sparse, stored = layer(page["x"], indices=chosen)
+    rows, _ = jax_flash.fill_cache(
+        jnp.zeros((2, 40, 1, 40)), None, stored[:, :35], None, jnp.array([35, 35])
+    )
+    new, _ = layer.decode(page["x"][:, 35:], rows, jnp.array([40, 40]), indices=chosen[:, 35:])
+    np.testing.assert_allclose(new, sparse[:, 35:], rtol=0, atol=1e-4)
+    assert np.abs(np.asarray(sparse) - exact).max() > 0.1 * np.abs(exact).max()
+
+    # The derivative along a direction of each parameter, by differences.
+    weight = np.random.default_rng(1).standard_normal(exact.shape)
+
+    def loss(params):
+        return (nnx.merge(graph, params)(page["x"])[0] * jnp.asarray(weight, jnp.float32)).sum()
+
+    gradients = in_float64(jax.jit(jax.grad(loss))(params))
+    assert gradients.keys() == weights.keys()
+    for name, gradient in gradients.items():
+        move = 1e-5 * np.random.default_rng(2).standard_normal(gradient.shape)
+        ends = [(truth(weights | {name: weights[name] + s * move}) * weight).sum() for s in (1, -1)]
+        slope = (ends[0] - ends[1]) / 2
+        size = np.linalg.norm(gradient) * np.linalg.norm(move)
+        assert abs((gradient * move).sum() - slope) < 1e-4 * size, name
