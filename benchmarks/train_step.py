@@ -80,7 +80,7 @@ def main() -> None:
         ]
     if "loss" in options.only:
         losses = [
-            Job("loss", name, seed=seed, steps=options.loss_steps)
+            Job("loss", name, batch=8, preset="small", seed=seed, steps=options.loss_steps)
             for seed in (0, 1)
             for name in ("jax_flash", "xla")
         ]

@@ -96,8 +96,12 @@ def attend_none(query: Any, key: Any, value: Any, **_: Any) -> Any:
     return query + key + value
 
 
-# Named, so that it fails instead of falling back.
-attend_flash = functools.partial(jax_flash.flash_attention, backend="cuda")
+def attend_flash(query: Any, key: Any, value: Any, **options: Any) -> Any:
+    """Attention of ours; on a GPU its kernels by name, so that it fails instead of falling back."""
+    backend = "cuda" if jax.default_backend() == "gpu" else None
+    return jax_flash.flash_attention(query, key, value, backend=backend, **options)
+
+
 ATTENTIONS: dict[str, Callable[..., Any]] = {
     "jax_flash": attend_flash,
     "cudnn": attend_cudnn,
@@ -139,22 +143,37 @@ class Program:
     """A compiled training step."""
 
     compiled: Any
-    state: Any  # arrays on the host
+    state: Any  # shapes and dtypes of parameters and optimizer
+    of_model: int  # how many leaves of the state are parameters; they come first
     rows: jax.ShapeDtypeStruct
     needs_gb: float
     operations: float  # in one step
     compile_s: float
 
     def start(self) -> Any:
-        """Returns the state on the GPU."""
-        return jax.tree.map(jnp.asarray, self.state)
+        """Draws the parameters on the device; what the optimizer keeps is 0."""
+        leaves, tree = jax.tree.flatten(self.state)
+        made = [
+            jnp.zeros(x.shape, x.dtype)
+            if i >= self.of_model
+            else jnp.ones(x.shape, x.dtype)
+            if x.ndim < 2
+            else _draw(jax.random.key(i), x.shape, x.dtype)
+            for i, x in enumerate(leaves)
+        ]
+        return jax.tree.unflatten(tree, made)
 
     def draw(self) -> jax.Array:
         return jax.random.randint(jax.random.key(0), self.rows.shape, 0, 256, self.rows.dtype)
 
 
-def build(job: Job, length: int) -> Program:
-    """Compiles the training step of a job."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return 0.02 * jax.random.normal(key, shape, dtype)
+
+
+def build(job: Job, length: int, options: dict[str, Any] | None = None) -> Program:
+    """Compiles the training step of a job, with XLA's options."""
     begin = time.perf_counter()
     config = config_of(job, length)
     attention, kept = ATTENTIONS[job.attention], keep(job.remat)
@@ -175,26 +194,12 @@ def build(job: Job, length: int) -> Program:
         model, optimizer = nnx.merge(graph, state)
         loss, grads = nnx.value_and_grad(loss_fn)(model, rows)
         if not job.updates:  # all gradients are read
-            loss += 0 * sum(jax.tree.leaves(jax.tree.map(jnp.vdot, grads, grads)))
-            return state, loss
+            return state, loss + 0 * optax.global_norm(grads)
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), loss
 
-    # Drawn on the host: XLA takes minutes to compile the model's own initialisation as one program.
-    rng = np.random.default_rng(0)
-
-    def draw(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        if leaf.ndim > 1:
-            return 0.02 * rng.standard_normal(leaf.shape, np.float32)
-        return np.ones(leaf.shape, leaf.dtype)
-
-    of_model, of_optimizer = (nnx.state(part) for part in abstract)
-    parameters = jax.tree.leaves(jax.tree.map(draw, of_model))
-    zeros = jax.tree.leaves(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), of_optimizer))
-    initial = jax.tree.unflatten(jax.tree.structure(state), parameters + zeros)
-
     rows = jax.ShapeDtypeStruct((job.batch, length + 1), jnp.int32)
-    compiled = jax.jit(step, donate_argnums=0).lower(state, rows).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(state, rows).compile(options)
     needs = compiled.memory_analysis()
     if needs is None:
         raise RuntimeError("XLA does not say how much memory the step needs")
@@ -202,7 +207,8 @@ def build(job: Job, length: int) -> Program:
     total = needs.argument_size_in_bytes + needs.temp_size_in_bytes + alone
     operations = training.operations_per_token(abstract[0]) * job.batch * length
     seconds = time.perf_counter() - begin
-    return Program(compiled, initial, rows, total / GB, operations, seconds)
+    of_model = len(jax.tree.leaves(nnx.state(abstract[0])))
+    return Program(compiled, state, of_model, rows, total / GB, operations, seconds)
 
 
 def peak_gb() -> float:
@@ -212,9 +218,15 @@ def peak_gb() -> float:
 
 
 def time_steps(job: Job) -> dict[str, Any]:
-    """Times the training step of a job, queued as in a training loop, and its memory."""
+    """Times the training step of a job, alone in its process, and its memory."""
     program = build(job, job.length)
     input()
+    found = time_program(program)
+    return {"peak_gb": peak_gb(), "compile_s": round(program.compile_s, 1)} | found
+
+
+def time_program(program: Program) -> dict[str, Any]:
+    """Times a training step, queued as in a training loop."""
     state, batch = program.start(), program.draw()
 
     def run_steps(count: int) -> float:
@@ -226,20 +238,20 @@ def time_steps(job: Job) -> dict[str, Any]:
         return (time.perf_counter() - begin) / count
 
     losses: list[float] = []
-    once = run_steps(WARM_UP)
+    run_steps(1)  # kernels are compiled
+    once = run_steps(WARM_UP - 1)
     steps = max(1, min(ROUND_STEPS, round(ROUND_SECONDS / once)))
     seconds = [run_steps(steps) for _ in range(ROUNDS)]
     median = statistics.median(seconds)
     speed = program.operations / median
     peak = training.peak_operations(jax.devices()[0])
+    rows, length = program.rows.shape
     return {
         "program_gb": round(program.needs_gb, 6),
-        "peak_gb": peak_gb(),
-        "compile_s": round(program.compile_s, 1),
         "steps": WARM_UP + ROUNDS * steps,
         "ms": round(1e3 * median, 3),
         "spread": round((max(seconds) - min(seconds)) / median, 4),
-        "tokens_per_second": round(job.batch * job.length / median),
+        "tokens_per_second": round(rows * (length - 1) / median),
         "model_tflops": round(speed / 1e12, 2),
         "mfu": None if peak is None else round(speed / peak, 4),
         "loss": round(losses[-1], 4),
@@ -298,18 +310,22 @@ def longest_step(job: Job) -> dict[str, Any]:
 
 
 def loss_curve(job: Job) -> dict[str, Any]:
-    """Trains the example's small model in bfloat16 on packed text; returns the loss of every step.
+    """Trains a preset of the example on packed text; returns the loss of every step.
 
     The seed draws both the parameters and the order of the text.
     """
-    config = dataclasses.replace(training.Config(), dtype="bfloat16", steps=job.steps)
+    config = dataclasses.replace(
+        training.PRESETS[job.preset], steps=job.steps, batch=job.batch, remat=job.remat
+    )
+    if jax.default_backend() == "gpu":
+        config = dataclasses.replace(config, dtype="bfloat16")
     text = Path(sysconfig.get_path("stdlib"))
     documents = training.read_documents(text)
     held_out = len(documents) // 10
     rows = training.pack(documents[held_out:], config.length)
     unseen = training.pack(documents[:held_out], config.length)
     unseen = unseen[np.linspace(0, len(unseen) - 1, 8 * config.batch).astype(int)]
-    attention = {"jax_flash": attend_flash, "xla": training.xla_attention}
+    attention = {"jax_flash": ATTENTIONS["jax_flash"], "xla": training.xla_attention}
     model = training.GPT(config, attention[job.attention], nnx.Rngs(job.seed))
     optimizer = training.make_optimizer(model, config)
     feed = training.batches(rows, config.batch, job.seed)

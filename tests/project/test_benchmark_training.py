@@ -1,0 +1,45 @@
+"""Parts of papers.py that train: what they count, and in what order they compile."""
+
+import pytest
+from common.paper import Settings
+from paper_parts import _gpt, gpt_large, gpt_small
+
+
+def test_operations_are_those_of_the_papers_formula():
+    """6 per parameter, 12 * layers * width for each token of a row, hidden ones too."""
+    job = _gpt.job_of(Settings(quick=True), {"length": 64, "attention": "jax_flash"})
+    program = _gpt.train_jobs.build(job, 64)
+    config = _gpt.train_jobs.config_of(job, 64)
+    width, words = config.width, config.vocabulary
+    block = 4 * width**2 + 8 * width**2 + 2 * width  # projections, network, norms
+    parameters = words * width + width + config.layers * block
+    wanted = 6 * parameters + 12 * config.layers * width * 64
+    assert _gpt.papers_operations(config, program.operations / 64) == pytest.approx(wanted)
+
+
+def test_the_step_that_is_tuned_is_compiled_alone():
+    made = []
+    cells = gpt_large.cells(Settings())
+    ahead = _gpt.Ahead(lambda settings, cell: made.append(cell["name"]) or cell["name"])
+    assert ahead.take(Settings(), cells[0], cells) == cells[0]["name"] == "products tuned"
+    assert made == ["products tuned"]
+    assert [ahead.take(Settings(), x, cells) for x in cells[1:]] == [x["name"] for x in cells[1:]]
+    assert sorted(made) == sorted(x["name"] for x in cells)  # each once
+
+
+@pytest.mark.parametrize("part", [gpt_large, gpt_small])
+def test_claims_find_their_cells(part):
+    """Each claim is told once all cells have numbers."""
+    numbers = {
+        "tokens_per_second": 10,
+        "paper_tflops": 2.0,
+        "mfu": 0.5,
+        "program_gb": 1.0,
+        "ms": 1.0,
+    }
+    losses = {"losses": [2.0] * 20, "validation": 2.0}
+    records = [x | numbers | losses for x in part.cells(Settings())]
+    assert None not in [claim.here(records) for claim in part.PART.claims]
+    assert all(len(panel.lines) >= 3 for panel in part.panels(records))
+    without = [x | {"error": "out of memory"} for x in part.cells(Settings())]
+    assert "out of memory" in part.table([x | losses for x in without])
