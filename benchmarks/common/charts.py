@@ -127,7 +127,8 @@ def draw_panels(
             ax.tick_params(colors=color)
             ax.spines[["top", "right"]].set_visible(False)
             ax.grid(axis="y", alpha=0.25, color=color)
-            ax.legend(frameon=False, fontsize=8, labelcolor=color)
+            if any(panel.lines.values()):
+                ax.legend(frameon=False, fontsize=8, labelcolor=color)
         figure.suptitle(title, fontsize=12)
         figure.savefig(
             to,
