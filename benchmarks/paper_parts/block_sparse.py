@@ -141,8 +141,8 @@ def faster(length: int) -> Any:
         found = [paper.ratio(dense, x, "ms") for x in others]
         if dense is None or others[0] is None or None in found:
             return None
-        text = f"{found[0]} ({dense['ms']:.4g} / {others[0]['ms']:.3g} ms, three blocks a row"
-        return f"{text}; whole butterfly {found[1]})"
+        text = f"{found[0]} ({dense['ms']:.4g} / {others[0]['ms']:.3g} ms, three blocks a row)"
+        return f"{text}; whole butterfly {found[1]}"
 
     return here
 

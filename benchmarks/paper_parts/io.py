@@ -213,9 +213,9 @@ def times(field: str, length: int) -> Any:
         found = at(records, length)
         if found is None:
             return None
-        text = f"{found[f'xla_{field}'] / found[f'jax_flash_{field}']:.2g} × "
-        text += f"({found[f'xla_{field}']:.3g} / {found[f'jax_flash_{field}']:.3g} {field[-2:]}"
-        return text + (f"; {found['bytes_by']})" if field == "gb" else ")").replace("gb", "GB")
+        formula, ours = found[f"xla_{field}"], found[f"jax_flash_{field}"]
+        what = "ms" if field == "ms" else f"GB; {found['bytes_by']}"
+        return f"{formula / ours:.2g} × ({formula:.3g} / {ours:.3g} {what})"
 
     return here
 

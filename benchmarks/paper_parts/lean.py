@@ -153,7 +153,7 @@ def measure(settings: Settings, cell: Record) -> Record:
             with tiled(way, shape.batch, count):
                 # Functions of their own: jit would take the first one's compilation.
                 out = jax.jit(functools.partial(attend, backend=None)).lower(arrays).compile()
-                start = decode.repeated(shape, pick, functools.partial(step, way))
+                start = decode.repeated(shape, pick, step)
         except (NotImplementedError, ValueError) as error:
             no[way] = str(error).split("\n")[0][:200]
             continue
@@ -184,9 +184,10 @@ def pick(x: Arrays) -> Any:
     return x.query, x.caches, x.lengths
 
 
-def step(way: str, query: Any, caches: Any, lengths: Any) -> Any:
+def step(query: Any, caches: Any, lengths: Any) -> Any:
     """Makes the next query of a call's result."""
-    return jax_flash.decode_attention(query, *caches, lengths).out
+    key, value = caches
+    return jax_flash.decode_attention(query, key, value, lengths).out
 
 
 def gains(records: Sequence[Record], beside: str, kind: str = "context") -> dict[str, float]:

@@ -128,7 +128,11 @@ def less(length: int) -> Any:
     """Returns how a claim finds the memory of the formula beside ours at a length."""
 
     def here(records: Sequence[Record]) -> str | None:
-        return paper.ratio(at(records, "xla", length), at(records, "jax_flash", length), "mb")
+        formula, ours = at(records, "xla", length), at(records, "jax_flash", length)
+        found = paper.ratio(formula, ours, "mb")
+        if formula is None or ours is None or found is None:
+            return None
+        return f"{found} less ({formula['mb']:,.0f} / {ours['mb']:,.0f} MB)"
 
     return here
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import papers
 import pytest
-from common import launch_bytes, paper
+from common import paper
 from figures import papers_page
-from paper_parts import io
 
 from .conftest import FOLDER
 
@@ -128,39 +127,3 @@ def test_the_page_has_the_newest_run_of_a_gpu(tmp_path: Path, monkeypatch: pytes
     assert "old" not in page
     papers_page.draw(runs, tmp_path)
     assert "Three cells, nvidia-h200" in (tmp_path / "papers-three-dark.svg").read_text()
-
-
-def test_bytes_of_a_launch_follow_its_blocks():
-    """All keys pass by each block of queries: the requests are halved where blocks are twice."""
-    small, large = (
-        launch_bytes.forward(io.plan("forward", 4, 4096, 16, changes, "sm80"), "bfloat16")
-        for changes in io.BLOCKS["sm80"][:2]
-    )
-    query, rows = 4 * 4096 * 16 * 64 * 2, 4 * 4096 * 16 * 4
-    assert small["arrays"] == large["arrays"] == 4 * query + rows
-    assert small["requests"] == 2 * query + rows + 4096 // 64 * 2 * query
-    assert small["requests"] - 2 * query - rows == 2 * (large["requests"] - 2 * query - rows)
-    # As many tokens in rows twice as long: each block of keys has twice as many queries pass by.
-    short, long = (
-        launch_bytes.backward(io.plan("backward", 32768 // n, n, 16), "bfloat16")
-        for n in (2048, 4096)
-    )
-    assert 1.7 < long["requests"] / short["requests"] < 2
-    assert long["arrays"] == pytest.approx(short["arrays"], rel=0.1)
-    with pytest.raises(NotImplementedError, match="is not counted"):
-        launch_bytes.backward(io.plan("backward", 256, 128, 16), "bfloat16")
-
-
-def test_counters_are_read_from_the_table_of_ncu():
-    text = (
-        "==PROF== Connected to process 7\n"
-        '"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"\n'
-        '"","","byte","byte"\n'
-        '"0","flash_forward","1,000,000,000","500000000"\n'
-        '"1","flash_backward","250000000","0"\n'
-    )
-    assert io.read_counters(text) == 1.75
-    with pytest.raises(RuntimeError, match="not in bytes"):
-        io.read_counters(text.replace('"byte"', '"Mbyte"'))
-    with pytest.raises(RuntimeError, match=r"no table.*ERR_NVGPUCTRPERM"):
-        io.read_counters("==ERROR== ERR_NVGPUCTRPERM")
