@@ -1,8 +1,13 @@
 """Parts of papers.py that train: what they count, and in what order they compile."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from common.paper import Settings
-from paper_parts import _gpt, gpt_large, gpt_small
+from paper_parts import _gpt, bert, gpt_large, gpt_small
 
 
 def test_operations_are_those_of_the_papers_formula():
@@ -27,7 +32,7 @@ def test_the_step_that_is_tuned_is_compiled_alone():
     assert sorted(made) == sorted(x["name"] for x in cells)  # each once
 
 
-@pytest.mark.parametrize("part", [gpt_large, gpt_small])
+@pytest.mark.parametrize("part", [gpt_large, gpt_small, bert])
 def test_claims_find_their_cells(part):
     """Each claim is told once all cells have numbers."""
     numbers = {
@@ -36,10 +41,42 @@ def test_claims_find_their_cells(part):
         "mfu": 0.5,
         "program_gb": 1.0,
         "ms": 1.0,
+        "sequences_per_second": 3,
+        "rows": 1,
+        "words": 9,
     }
     losses = {"losses": [2.0] * 20, "validation": 2.0}
     records = [x | numbers | losses for x in part.cells(Settings())]
     assert None not in [claim.here(records) for claim in part.PART.claims]
     assert all(len(panel.lines) >= 3 for panel in part.panels(records))
-    without = [x | {"error": "out of memory"} for x in part.cells(Settings())]
-    assert "out of memory" in part.table([x | losses for x in without])
+
+
+@pytest.mark.parametrize("part", [gpt_large, gpt_small])
+def test_a_step_that_does_not_fit_is_a_row(part):
+    found = {"error": "out of memory", "losses": [2.0], "validation": 2.0}
+    records = [x | found for x in part.cells(Settings())]
+    assert "| out of memory |" in part.table(records)
+    assert part.PART.claims[0].here(records) is None
+
+
+def test_berts_loss_is_the_same_by_each_attention_and_packed():
+    """Without dropout: padding changes nothing, nor does another sequence of the same row."""
+    sizes = dataclasses.replace(bert.SMALL, layers=1, dropout=0.0)
+    parameters = bert.initial(0, sizes, 64, 96)
+
+    @jax.jit
+    def both(parameters):
+        found = []
+        for way in ("xla", "jax_flash", "packed"):
+            batch = bert.draw(3, 4, 64, way == "packed", 96)
+            attend = bert.attention_of(way, batch, 0.0)
+            loss = jax.value_and_grad(bert.loss_of)
+            found.append(loss(parameters, batch, jnp.int32(0), sizes, attend))
+        return found
+
+    assert len(bert.draw(3, 4, 64, True, 96).words) < 4
+    wanted, *others = both(parameters)
+    for found in others:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, wanted
+        )
