@@ -62,7 +62,8 @@ def _absent_cpu(gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
 def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
     call, shapes = call.instead(shapes) or (call, shapes)
     if "indices" in call.operands:
-        return ("the CPU kernels have no chosen keys",)
+        what = "no gradients of chosen keys" if call.target == "backward" else "no chosen keys"
+        return (f"the CPU kernels have {what}",)
     if call.problem.dtype == "float64":
         return ("the CPU kernels take float32, bfloat16 and float16, not float64",)
     if call.problem.score is not None:

@@ -41,6 +41,34 @@ def forward(problem: Problem, q, k, v, *terms: jax.Array) -> tuple[jax.Array, ja
     return call.of_queries(out).astype(problem.dtype), call.of_heads(lse)
 
 
+def as_decoding(problem: Problem, q, k, v, *terms: jax.Array) -> _Decoding:
+    """Makes of the operands of `forward` those of a flash_decode with pages of one position."""
+    call = _Call.of(problem, q, k, v, problem.name_terms(terms))
+    table, lengths = pack(call.slots)
+    operands = {
+        "q": call.q[:, None],
+        "k": call.k.reshape(-1, 1, *k.shape[-2:]),
+        "v": call.v.reshape(-1, 1, *v.shape[-2:]),
+        "lengths": lengths,
+        "page_table": table,
+    }
+    if call.sinks is not None:
+        operands["sinks"] = call.sinks
+    return _Decoding(operands, call)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decoding:
+    """The operands of a flash_decode by name, and whose results they give."""
+
+    operands: dict[str, jax.Array]
+    call: _Call
+
+    def results(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Brings out `[R, 1, N, Hv]` and lse `[R, N, 1]` to those of `forward`."""
+        return self.call.of_queries(out[:, 0]), self.call.of_heads(lse[..., 0])
+
+
 def backward(
     problem: Problem, q, k, v, out, lse, dout, dlse, *terms: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -129,6 +157,22 @@ def attend(
 
     blocks = (q, slots) if sinks is None else (q, slots, sinks)
     return _over_rows(step, (), blocks, sizes.rows, blocks)[1]
+
+
+def pack(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Brings what is seen of slots `[R, n]` to the front of each row, in their order.
+
+    Returns: int32 `[R, n]`, -1 behind them, and how many there are, int32 `[R]`.
+    """
+    seen = slots >= 0
+    place = jnp.cumsum(seen, axis=1, dtype=jnp.int32)
+    count, chosen = slots.shape
+    if 0 in (count, chosen):
+        return slots, jnp.zeros(count, jnp.int32)
+    row = jnp.arange(count, dtype=jnp.int32)[:, None]
+    at = jnp.where(seen, place - 1, chosen)
+    packed = jnp.full_like(slots, -1).at[row, at].set(slots, mode="drop", unique_indices=True)
+    return packed, place[:, -1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -188,7 +188,10 @@ def _report(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec | None) -> PassReport:
     backend, refusals = _backends.pick(call, shapes, gpu)
     if backend != "cuda" or gpu is None or shapes.empty:
         return PassReport(backend, refusals, None)
-    plans = _gpu.plans(_backends.in_kernels(call, shapes, gpu), shapes, gpu)
+    call = _backends.in_kernels(call, shapes, gpu)
+    if _gpu.refuse(call, shapes, gpu) and (other := call.instead(shapes)):
+        call, shapes = other
+    plans = _gpu.plans(call, shapes, gpu)
     try:
         return PassReport(backend, refusals, *map(compile_plan, plans))
     except _native.CompileError as error:

@@ -134,6 +134,7 @@ class Shapes:
     page_size: int | None = None  # positions in a page of the cache; None: there are no pages
     scales_of_pages: bool = False  # pages of eight bits have scales of their own
     own_captures: tuple[bool, ...] = ()  # which captured arrays differ between batch rows
+    chosen: int | None = None  # keys that each query is given to read; None: all
     drops_part: bool = False  # the state of dropout says which part of a sequence this is
 
     @property
@@ -171,6 +172,7 @@ class Shapes:
             kv_heads=k.shape[-2],
             head_dim=head_dim,
             value_dim=v.shape[-1],
+            chosen=terms["indices"].shape[-1] if terms and "indices" in terms else None,
             drops_part=state is not None and state.shape[-1] == WORDS_OF_PART,
             own_captures=tuple(any(n != 1 for n in x.shape[:-1]) for x in captured),
             **broadcast,

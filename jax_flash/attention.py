@@ -238,7 +238,7 @@ def flash_attention(
         its heads alike: -1, or what is no index of a key, reads nothing, and each key stands there
         once. A query reads those that lengths, causality, windows, segment ids and positions let
         it see; memory and time grow with n, not S. Not beside bias, mask, block_mask, score_mod,
-        dropout, deterministic or float8. "xla" alone computes it so far.
+        dropout, deterministic or float8. Its gradients are "xla"'s.
       softcap: c in c * tanh(logits / c), above 0.
       score_mod: f(score, batch, head, query, key) -> score, any JAX function of scalars, applied
         to each score scale * query keyᵀ + bias in the place of softcap, which it excludes. score

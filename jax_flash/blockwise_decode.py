@@ -55,19 +55,37 @@ def decode(
     Returns: out `[B, T, N, Hv]`, lse `[B, N, T]`, and k and v where there is a new_k, a new_v.
     """
     positions = query_positions(lengths, q.shape[1])
-    places = jnp.where((lengths > _capacity(k, page_table))[:, None], -1, positions)
-    written = []
-    if new_k is not None:
-        k = _cache.write(k, new_k, places, page_table, scale=key_scale)
-        written.append(k)
-    if new_v is not None and v is not None:
-        v = _cache.write(v, new_v, places, page_table, scale=value_scale)
-        written.append(v)
     scales = (key_scale, value_scale)
+    k, v, *written = append(k, v, new_k, new_v, lengths, positions, page_table, scales)
     pass_ = _Pass(problem, q, k, v, lengths, positions, page_table, value_dim, scales)
     if indices is not None:
         return (*pass_.attend_to(indices, sinks, appends=new_k is not None), *written)
     return (*pass_.attend(sinks), *written)
+
+
+def append(
+    k: jax.Array,
+    v: jax.Array | None,
+    new_k: jax.Array | None,
+    new_v: jax.Array | None,
+    lengths: jax.Array,
+    positions: jax.Array,
+    page_table: jax.Array | None,
+    scales: tuple[jax.Array | None, jax.Array | None],
+) -> tuple[jax.Array | None, ...]:
+    """Writes new keys and values, if there are any, to positions `[B, T]`, as `decode` does.
+
+    Returns: k and v as they are then, and again those of the two that were written.
+    """
+    places = jnp.where((lengths > _capacity(k, page_table))[:, None], -1, positions)
+    written = []
+    if new_k is not None:
+        k = _cache.write(k, new_k, places, page_table, scale=scales[0])
+        written.append(k)
+    if new_v is not None and v is not None:
+        v = _cache.write(v, new_v, places, page_table, scale=scales[1])
+        written.append(v)
+    return k, v, *written
 
 
 def _capacity(k: jax.Array, page_table: jax.Array | None) -> int:
@@ -78,6 +96,46 @@ def query_positions(lengths: jax.Array, count: int) -> jax.Array:
     """Computes the positions `[*B, T]` of the last `count` of each row."""
     ahead = jnp.arange(-count, 0, dtype=lengths.dtype).reshape(*(1,) * lengths.ndim, -1)
     return lengths[..., None] + ahead
+
+
+def chosen_slots(
+    problem: Problem,
+    indices: jax.Array,
+    lengths: jax.Array,
+    positions: jax.Array,
+    k: jax.Array,
+    page_table: jax.Array | None,
+    appends: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Finds the slots, counted over all pages, of the positions at indices.
+
+    Arguments:
+      indices: int32 `[B, T, n]`, or B 1.
+      lengths: int32 `[B]`.
+      positions: int32 `[B, T]`, where queries stand.
+      k, page_table: as in `decode`.
+      appends: positions are written too.
+
+    Returns: int32 `[B, T, n]`, -1 where a query does not see the position; and bool `[B]`, the rows
+      that are longer than the cache or lack a page that they need, which see nothing.
+    """
+    (batch, q_len), (pages, size) = positions.shape, k.shape[:2]
+    indices = jnp.broadcast_to(indices, (batch, *indices.shape[1:]))
+    seen = sees(problem, indices, positions)
+    refused = lengths > _capacity(k, page_table)
+    if page_table is None:
+        page = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+        slots = page * size + indices
+    else:
+        flat = indices.reshape(batch, q_len * indices.shape[-1])
+        page, slot = _cache.locate(flat, page_table, pages, size)
+        page, slot = page.reshape(indices.shape), slot.reshape(indices.shape)
+        slots = page * size + slot
+        refused |= jnp.any(seen & (page == pages), axis=(1, 2))
+        if appends:
+            first = jnp.maximum(lengths - q_len, 0)
+            refused |= _cache.lacks_pages(page_table, first, lengths, pages, size)
+    return jnp.where(seen & ~refused[:, None, None], slots, -1), refused
 
 
 def sees(problem: Problem, indices: jax.Array, positions: jax.Array) -> jax.Array:
@@ -155,23 +213,10 @@ class _Pass:
         self, indices: jax.Array, sinks: jax.Array | None, appends: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Computes attention to the positions at indices alone."""
-        (batch, q_len, q_heads, head_dim), (pages, size, kv_heads, _) = self.q.shape, self.k.shape
-        indices = jnp.broadcast_to(indices, (batch, *indices.shape[1:]))
-        seen = sees(self.problem, indices, self.positions)
-        refused = self.lengths > self._capacity
-        if self.page_table is None:
-            page = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-            slots = page * size + indices
-        else:
-            flat = indices.reshape(batch, q_len * indices.shape[-1])
-            page, slot = _cache.locate(flat, self.page_table, pages, size)
-            page, slot = page.reshape(indices.shape), slot.reshape(indices.shape)
-            slots = page * size + slot
-            refused |= jnp.any(seen & (page == pages), axis=(1, 2))
-            if appends:
-                first = jnp.maximum(self.lengths - q_len, 0)
-                refused |= _cache.lacks_pages(self.page_table, first, self.lengths, pages, size)
-        slots = jnp.where(seen & ~refused[:, None, None], slots, -1)
+        (batch, q_len, q_heads, head_dim), kv_heads = self.q.shape, self.k.shape[2]
+        slots, refused = chosen_slots(
+            self.problem, indices, self.lengths, self.positions, self.k, self.page_table, appends
+        )
 
         def of_rows(x: jax.Array) -> jax.Array:
             return x.reshape(batch * q_len, *x.shape[2:])

@@ -111,7 +111,7 @@ def decode_attention(
       indices: int32 `[*B, T, n]`, positions that each query reads, all of its heads alike, in any
         order: -1, or what is no position that it sees, reads nothing, and each stands there once.
         Positions, not slots, where there are pages, and of pages those of these positions alone
-        are needed. "xla" alone computes it so far.
+        are needed.
       precision: of float32 products, as in `flash_attention`; "default" is "high" on "cuda".
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.

@@ -27,6 +27,8 @@ def takes(call: Call, shapes: Shapes) -> bool:
     if call.target not in ("forward", "backward") or call.backend is not None:
         return False
     sizes = (shapes.batch, shapes.q_heads, shapes.q_len, shapes.kv_len)
+    if "indices" in call.operands:  # whose products XLA makes of what it gathers first
+        return False
     if call.problem.as_written or not all(isinstance(size, int) for size in sizes):
         return False
     batch, heads, queries, keys = sizes

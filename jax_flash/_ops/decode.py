@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from jax_flash import _backends, blockwise_decode
+from jax_flash import _backends, _chosen, blockwise_decode
 from jax_flash._call import Call
 from jax_flash._ops import primitive
-from jax_flash._problem import Shapes
+from jax_flash._problem import Problem, Shapes
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
@@ -92,6 +92,7 @@ class Decode(Call):
             page_size=k.shape[-3] if self.paged else None,
             scales_of_pages=self.paged
             and any(operands[name].shape[-2] != 1 for name in SCALES if name in operands),
+            chosen=operands["indices"].shape[-1] if "indices" in operands else None,
         )
 
     def result_shapes(self, operands: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -151,6 +152,62 @@ class Decode(Call):
         results = kernel(call, *map(flatten, call.operands))
         return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
 
+    def instead(self, shapes: Shapes) -> tuple["Decode", Shapes] | None:
+        # Scales of rows or pages would be those of positions.
+        own_scales = self.quantized and (shapes.scales_of_pages or not self.paged)
+        if "indices" not in self.problem.terms or own_scales:
+            return None
+        return self._of_rows, sizes_of_rows(shapes)
+
+    def run_instead(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        def run(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
+            return call._run_rows(kernel, *operands)
+
+        return self.run_kernel(run, *operands)
+
+    @property
+    def _of_rows(self) -> "Decode":
+        problem = of_rows(self.problem)
+        value_dim, quantized = self.value_dim, self.quantized
+        return Decode(problem, self.backend, value_dim=value_dim, paged=True, quantized=quantized)
+
+    def _run_rows(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Computes the results of chosen keys: each query is a row, each position a page."""
+        call, operands = self.rotated(*operands)
+        named = _with_one_pool(call.name_operands(operands))
+        q, lengths, table = named["q"], named["lengths"], named.get("page_table")
+        batch, q_len, q_heads, _ = q.shape
+        positions = blockwise_decode.query_positions(lengths, q_len)
+        k, v, *written = blockwise_decode.append(
+            named["k"],
+            named.get("v"),
+            named.get("new_k"),
+            named.get("new_v"),
+            lengths,
+            positions,
+            table,
+            tuple(named.get(name) for name in SCALES),
+        )
+        slots, refused = blockwise_decode.chosen_slots(
+            call.problem, named["indices"], lengths, positions, k, table, call.appends
+        )
+        packed, count = _chosen.pack(slots.reshape(batch * q_len, slots.shape[-1]))
+        rows = call._of_rows
+        given = named | {
+            "q": q.reshape(batch * q_len, 1, *q.shape[-2:]),
+            "k": k.reshape(-1, 1, *k.shape[-2:]),
+            "v": None if v is None else v.reshape(-1, 1, *v.shape[-2:]),
+            # A row that is longer than its cache gives NaN.
+            "lengths": jnp.where(jnp.repeat(refused, q_len), packed.shape[1] + 1, count),
+            "page_table": packed,
+        }
+        if "sinks" in given and given["sinks"].shape[0] != 1:
+            given["sinks"] = jnp.repeat(given["sinks"], q_len, axis=0)
+        out, lse = kernel(rows, *(given[name] for name in rows.operands))
+        out = out.reshape(batch, q_len, q_heads, out.shape[-1])
+        lse = jnp.swapaxes(lse.reshape(batch, q_len, q_heads), 1, 2)
+        return out, lse, *written
+
     def rotated(self, *operands: jax.Array) -> tuple["Decode", tuple[jax.Array, ...]]:
         """Rotates q and new_k, for kernels that do not: returns the call that is left to do."""
         if self.rotary_base is None:
@@ -161,6 +218,34 @@ class Decode(Call):
             if name in named:
                 named[name] = rotate(named[name], positions, self.rotary_base)
         return dataclasses.replace(self, rotary_base=None), tuple(named.values())
+
+
+def of_rows(problem: Problem) -> Problem:
+    """The problem of one query that sees all positions of its row, of those that it was given."""
+    return Problem(
+        dtype=problem.dtype,
+        scale=problem.scale,
+        window=(None, 0),
+        bottom_right=True,
+        softcap=problem.softcap,
+        precision=problem.precision,
+        terms=tuple(name for name in problem.terms if name == "sinks"),
+        as_written=problem.as_written,
+    )
+
+
+def sizes_of_rows(shapes: Shapes) -> Shapes:
+    """The sizes of a call with chosen keys as rows of one query, of pages of one position."""
+    return Shapes(
+        batch=shapes.batch * shapes.q_len,
+        q_len=1,
+        kv_len=shapes.chosen or 0,
+        q_heads=shapes.q_heads,
+        kv_heads=shapes.kv_heads,
+        head_dim=shapes.head_dim,
+        value_dim=shapes.value_dim,
+        page_size=1,
+    )
 
 
 def of_pages(scale: jax.Array, pages: Sequence[int]) -> jax.Array:
@@ -184,18 +269,23 @@ def in_one_pool(
     return jnp.where(there, table + pages * pool, -1)
 
 
-def _blockwise(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    call, operands = call.rotated(*operands)
-    named = call.name_operands(operands)
-    caches = {}
+def _with_one_pool(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Joins the leading dims of caches, to pages, or rows, one behind the other."""
+    named = dict(named)
     for name in (x for x in _CACHES if x in named):
         *pages, size, heads, dim = named[name].shape
-        caches[name] = named[name].reshape(math.prod(pages), size, heads, dim)
+        named[name] = named[name].reshape(math.prod(pages), size, heads, dim)
+    return named
+
+
+def _blockwise(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    call, operands = call.rotated(*operands)
+    named = _with_one_pool(call.name_operands(operands))
     results = blockwise_decode.decode(
         call.problem,
         named["q"],
-        caches["k"],
-        caches.get("v"),
+        named["k"],
+        named.get("v"),
         named["lengths"],
         *(named.get(x) for x in ("page_table", "new_k", "new_v", "sinks", *SCALES, "indices")),
         value_dim=call.shapes(named).value_dim,

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
-from jax_flash import _backends, _batching, blockwise
+from jax_flash import _backends, _batching, _chosen, blockwise
 from jax_flash._call import Call
 from jax_flash._ops import primitive, tangent
 from jax_flash._ops.arithmetic import with_auto_axes
 from jax_flash._ops.backward import Backward
+from jax_flash._ops.decode import Decode, of_rows, sizes_of_rows
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import DIFFERENTIABLE, is_capture
 from jax_flash._varying import vary_over
@@ -56,6 +57,17 @@ class Forward(Call):
 
     def run_kernel(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
         return _batching.run_kernel(kernel, self, *operands)
+
+    def instead(self, shapes: Shapes) -> tuple[Decode, Shapes] | None:
+        if "indices" not in self.problem.terms:
+            return None
+        return Decode(of_rows(self.problem), self.backend, paged=True), sizes_of_rows(shapes)
+
+    def run_instead(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        call = Decode(of_rows(self.problem), self.backend, paged=True)
+        given = _chosen.as_decoding(self.problem, *operands)
+        results = call.run_kernel(kernel, *(given.operands[name] for name in call.operands))
+        return given.results(*results)
 
 
 flash_forward_p = primitive.define("flash_forward")

@@ -9,6 +9,9 @@ import pytest
 
 from jax_flash import _native
 
+from ..chosen_cases import CASES as CHOSEN
+from ..chosen_cases import Case as Chosen
+from ..chosen_cases import fit as fit_chosen
 from ..decode_cases import (
     CASES,
     RINGS,
@@ -156,3 +159,10 @@ def test_an_infinite_value_of_float32_gives_infinity(emulator: Emulator):
     got = emulator.run(Tiled(arguments, {}))  # type: ignore[arg-type]
     assert np.all(got.out[0, :, :2, 3] == np.inf)
     assert np.isfinite(got.out).sum() == got.out.size - 2
+
+
+@pytest.mark.parametrize(("case", "gpu"), [(CHOSEN[1], "H100"), (CHOSEN[3], "RTX 4090")])
+def test_chosen_keys(case: Chosen, gpu: str, emulator: Emulator):
+    """Rows of one query, of pages of one position, for tokens whose keys are not neighbours."""
+    drawn = fit_chosen(case, "cuda").draw()
+    drawn.compare(*emulator.run(drawn, gpu=gpu, seed=2))  # type: ignore[arg-type]
