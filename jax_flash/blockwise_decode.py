@@ -56,7 +56,7 @@ def decode(
     """
     positions = query_positions(lengths, q.shape[1])
     scales = (key_scale, value_scale)
-    k, v, *written = append(k, v, new_k, new_v, lengths, positions, page_table, scales)
+    k, v, written = append(k, v, new_k, new_v, lengths, positions, page_table, scales)
     pass_ = _Pass(problem, q, k, v, lengths, positions, page_table, value_dim, scales)
     if indices is not None:
         return (*pass_.attend_to(indices, sinks, appends=new_k is not None), *written)
@@ -72,10 +72,10 @@ def append(
     positions: jax.Array,
     page_table: jax.Array | None,
     scales: tuple[jax.Array | None, jax.Array | None],
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]:
     """Writes new keys and values, if there are any, to positions `[B, T]`, as `decode` does.
 
-    Returns: k and v as they are then, and again those of the two that were written.
+    Returns: k and v as they are then, and those of the two that were written.
     """
     places = jnp.where((lengths > _capacity(k, page_table))[:, None], -1, positions)
     written = []
@@ -85,7 +85,7 @@ def append(
     if new_v is not None and v is not None:
         v = _cache.write(v, new_v, places, page_table, scale=scales[1])
         written.append(v)
-    return k, v, *written
+    return k, v, written
 
 
 def _capacity(k: jax.Array, page_table: jax.Array | None) -> int:
@@ -116,8 +116,9 @@ def chosen_slots(
       k, page_table: as in `decode`.
       appends: positions are written too.
 
-    Returns: int32 `[B, T, n]`, -1 where a query does not see the position; and bool `[B]`, the rows
-      that are longer than the cache or lack a page that they need, which see nothing.
+    Returns:
+      int32 `[B, T, n]`, -1 where a query does not see the position; and bool `[B]`, the rows that
+      are longer than the cache or lack a page that they need, which see nothing.
     """
     (batch, q_len), (pages, size) = positions.shape, k.shape[:2]
     indices = jnp.broadcast_to(indices, (batch, *indices.shape[1:]))

@@ -178,7 +178,7 @@ class Decode(Call):
         q, lengths, table = named["q"], named["lengths"], named.get("page_table")
         batch, q_len, q_heads, _ = q.shape
         positions = blockwise_decode.query_positions(lengths, q_len)
-        k, v, *written = blockwise_decode.append(
+        k, v, written = blockwise_decode.append(
             named["k"],
             named.get("v"),
             named.get("new_k"),
@@ -186,7 +186,7 @@ class Decode(Call):
             lengths,
             positions,
             table,
-            tuple(named.get(name) for name in SCALES),
+            (named.get("key_scale"), named.get("value_scale")),
         )
         slots, refused = blockwise_decode.chosen_slots(
             call.problem, named["indices"], lengths, positions, k, table, call.appends
