@@ -63,7 +63,7 @@ def measure(settings: Settings, cell: Record) -> Record:
 
 
 def dtype() -> Any:
-    """Of arrays; XLA's attention on a CPU has no products of 16 bits."""
+    """Returns that of arrays; XLA's attention on a CPU has no products of 16 bits."""
     return DTYPE if jax.default_backend() == "gpu" else "float32"
 
 

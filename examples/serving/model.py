@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import serialization
-from safetensors.flax import load_file
 
 from jax_flash import key_weights, ragged_paged_attention, rotate
 
@@ -192,6 +191,8 @@ def load_llama(folder: Path, dtype: str) -> Model:
 
     Raises: ValueError where the model is another than Llama's, or arrays are missing or too many.
     """
+    from safetensors.flax import load_file  # a GPT needs no such package
+
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     for name, got, expected in (

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from common import launch_bytes, paper
 from common.paper import Part, Record
-from paper_parts import block_sparse, io, lean, memory
+from paper_parts import block_sparse, io, lean, memory, scissorhands
 
 FULL = paper.Settings()
 
@@ -144,3 +145,33 @@ def test_counters_are_read_from_the_table_of_ncu():
         io.read_counters(text.replace('"byte"', '"Mbyte"'))
     with pytest.raises(RuntimeError, match=r"no table.*ERR_NVGPUCTRPERM"):
         io.read_counters("==ERROR== ERR_NVGPUCTRPERM")
+
+
+def test_claims_of_a_budget():
+    def measured(cell: Record) -> Record:
+        return {"loss": 2.0 + (1 - cell["keep"]) / 10, "cached": cell["keep"], "error": 0.01}
+
+    part = scissorhands.PART
+    found = said(part, records_of(part, measured))
+    expected = [
+        "+0.050 nats (2.050 beside 2.000; 50% of the positions)",
+        "+0.080 nats (2.080 beside 2.000; 20% of the positions)",
+        "+0.090 nats (2.090 beside 2.000; 10% of the positions)",
+    ]
+    assert found == expected * 2
+
+
+def test_needles_come_again_with_their_digits():
+    """Served texts have each letter once in each half; what is asked are the digits of the last."""
+    rng = np.random.default_rng(0)
+    served = np.stack([scissorhands.needles(rng, 512, asked_late=True) for _ in range(20)])
+    to_train = scissorhands.needles(rng, 513, asked_late=False)
+    for text in [*served, to_train]:
+        after: dict[int, set[bytes]] = {}
+        for at in np.flatnonzero(np.isin(text, scissorhands.LETTERS)):
+            after.setdefault(int(text[at]), set()).add(text[at + 1 : at + 3].tobytes())
+        assert len(after) == scissorhands.NEEDLES
+        assert all(len(digits) == 1 and digits.pop().isdigit() for digits in after.values())
+    halves = np.isin(served, scissorhands.LETTERS).reshape(20, 2, 256).sum(-1)
+    assert (halves == scissorhands.NEEDLES).all()
+    assert (scissorhands.is_asked("needles", served).sum(-1) == 2 * scissorhands.NEEDLES).all()

@@ -1,0 +1,249 @@
+"""Loss over the share of the cache that is kept: Scissorhands, served by the examples' engine.
+
+Two models of the size of `examples/train_gpt.py` are trained, on Python files as there, and on
+texts of needles: a capital letter and two digits somewhere in noise, and the same digits wherever
+the letter comes again. Unseen texts are then served, the half of each as prompt, the rest given
+token by token, with a budget for the cache. examples/serve_budget.py does the same by hand.
+"""
+
+import dataclasses
+import functools
+import math
+import string
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from common import paper
+from common.paper import Claim, Panel, Part, Record, Settings
+from common.train_jobs import training
+from flax import nnx
+from tqdm import tqdm
+
+import jax_flash
+
+BUDGETS = (1.0, 0.5, 0.2, 0.1)
+TEXTS, PAGE = 32, 8
+STEPS = {"text": 450, "needles": 1500}
+KINDS = {"text": "Python files", "needles": "needles"}
+LETTERS = np.frombuffer(string.ascii_uppercase.encode(), np.uint8)
+NOISE = np.frombuffer(string.ascii_lowercase.encode(), np.uint8)
+DIGITS = np.frombuffer(string.digits.encode(), np.uint8)
+NEEDLES = 4  # letters of a text
+ITEM = 4  # bytes: a letter, its two digits, and a byte of noise; or noise alone
+
+
+def cells(settings: Settings) -> list[Record]:
+    """Lists the budgets of both models."""
+    chosen = [(kind, keep) for kind in KINDS for keep in BUDGETS]
+    if settings.quick:
+        chosen = [("text", 1.0), ("needles", 0.2)]
+    return [
+        {"name": f"{KINDS[kind]}, {keep:g} kept", "kind": kind, "keep": keep}
+        for kind, keep in chosen
+    ]
+
+
+def config_of(kind: str, settings: Settings) -> Any:
+    """Returns sizes and steps of a model: train_gpt.py's own, or small ones."""
+    config = training.PRESETS["small"]
+    if settings.quick:
+        return dataclasses.replace(config, layers=1, width=32, length=128, batch=4, steps=3)
+    batch = config.batch if kind == "text" else 4 * config.batch
+    return dataclasses.replace(config, steps=STEPS[kind], batch=batch)
+
+
+@functools.cache
+def documents() -> list[bytes]:
+    return training.read_documents(Path(sysconfig.get_path("stdlib")))
+
+
+def needles(rng: np.random.Generator, length: int, *, asked_late: bool) -> np.ndarray:
+    """Makes a text of needles, uint8 [length], behind the byte that opens a document.
+
+    In texts to be served each letter comes once in each half; in those to train with anywhere.
+    """
+    count = (length - 1) // ITEM
+    text = rng.choice(NOISE, length)
+    text[0] = training.START
+    letters = rng.choice(LETTERS, NEEDLES, replace=False)
+    digits = rng.choice(DIGITS, (NEEDLES, 2))
+    if asked_late:
+        first = -(-(length // 2 - 1) // ITEM)  # that begins in the second half
+        halves = range(first - 1), range(first, count)
+        chosen = [
+            (at, which)
+            for half in halves
+            for which, at in enumerate(rng.choice(half, NEEDLES, replace=False))
+        ]
+    else:
+        places = np.flatnonzero(rng.random(count) < 0.3)
+        chosen = [(at, int(rng.integers(NEEDLES))) for at in places]
+    for at, which in chosen:
+        start = 1 + ITEM * at
+        text[start : start + 3] = letters[which], *digits[which]
+    return text
+
+
+def rows_of(kind: str, config: Any, seed: int) -> Iterator[np.ndarray]:
+    """Draws batches to train with, uint8 [batch, length + 1], without end."""
+    if kind == "text":
+        held_out = len(documents()) // 10
+        packed = training.pack(documents()[held_out:], config.length)
+        yield from training.batches(packed, config.batch, seed)
+    rng = np.random.default_rng(seed)
+    while True:
+        yield np.stack(
+            [needles(rng, config.length + 1, asked_late=False) for _ in range(config.batch)]
+        )
+
+
+@functools.cache
+def trained(kind: str, settings: Settings) -> Any:
+    """Trains a model, writes it as train_gpt.py does, and reads it as the engine does."""
+    from serving.model import load_gpt  # in examples/, which train_jobs has found
+
+    config = config_of(kind, settings)
+    model = training.GPT(config, jax_flash.flash_attention, nnx.Rngs(settings.seed))
+    optimizer = training.make_optimizer(model, config)
+    update = nnx.cached_partial(training.train_step, model, optimizer)
+    feed = rows_of(kind, config, settings.seed)
+    for _ in tqdm(range(config.steps), desc=f"training, {KINDS[kind]}", leave=False, disable=None):
+        loss = update(jnp.asarray(next(feed)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.msgpack"
+        training.save(path, model)
+        return load_gpt(path, "float32"), float(loss)
+
+
+def texts_of(kind: str, settings: Settings) -> np.ndarray:
+    """Draws what is served, which no model was trained on: uint8 [texts, length]."""
+    length = config_of(kind, settings).length
+    count = 2 if settings.quick else TEXTS
+    if kind == "text":
+        held_out = documents()[: len(documents()) // 10]
+        chosen = [x for x in held_out if len(x) >= length][:count]
+        start = bytes([training.START])
+        return np.stack([np.frombuffer(start + x[: length - 1], np.uint8) for x in chosen])
+    rng = np.random.default_rng([settings.seed, 1])
+    return np.stack([needles(rng, length, asked_late=True) for _ in range(count)])
+
+
+def is_asked(kind: str, texts: np.ndarray) -> np.ndarray:
+    """Tells which bytes of the second halves count, bool: all, or of needles the digits."""
+    half = texts[:, texts.shape[1] // 2 :]
+    return np.ones(half.shape, bool) if kind == "text" else np.isin(half, DIGITS)
+
+
+def measure(settings: Settings, cell: Record) -> Record:
+    """Serves the texts with a budget: the loss, and the share of positions in the cache."""
+    from serving.engine import Engine, Request
+
+    model, trained_to = trained(cell["kind"], settings)
+    texts = texts_of(cell["kind"], settings)
+    count, length = texts.shape
+    engine = Engine(
+        model,
+        pages=count * -(-length // PAGE),
+        page_size=PAGE,
+        requests=count,
+        tokens=max(256, count + 1),
+        keep=cell["keep"],
+    )
+    losses: list[list[float]] = [[] for _ in texts]
+
+    def hear(own: list[float], event: object) -> None:
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, tuple):
+            own.append(-event[1])
+
+    for text, own in zip(texts.tolist(), losses, strict=True):
+        prompt, rest = text[: length // 2], text[length // 2 :]
+        engine.submit(Request(prompt, len(rest), functools.partial(hear, own), given=rest))
+    shares: list[float] = []
+    while engine.waiting or engine.running:
+        engine.step()
+        shares += [x.cached / x.done for x in engine.running if x.done > len(x.prompt)]
+    asked = is_asked(cell["kind"], texts)
+    found = [np.asarray(x)[which] for x, which in zip(losses, asked, strict=True)]
+    by_text = [float(x.mean()) for x in found]
+    spread = float(np.std(by_text)) / math.sqrt(count)
+    return {
+        "loss": round(float(np.concatenate(found).mean()), 4),
+        "error": round(spread, 4),
+        "cached": round(math.fsum(shares) / len(shares), 4),
+        "trained_to": round(trained_to, 4),
+    }
+
+
+def rise(kind: str, keep: float) -> Any:
+    """Returns how a claim finds the loss of a budget beside that of the whole cache."""
+
+    def here(records: Sequence[Record]) -> str | None:
+        whole, part = (paper.find(records, kind=kind, keep=x) for x in (1.0, keep))
+        if whole is None or part is None:
+            return None
+        text = f"{part['loss'] - whole['loss']:+.3f} nats ({part['loss']:.3f} beside "
+        return f"{text}{whole['loss']:.3f}; {part['cached']:.0%} of the positions)"
+
+    return here
+
+
+def table(records: Sequence[Record]) -> str:
+    """Writes the loss by budget, of both models."""
+    lines = [
+        "| texts | kept | positions in the cache | loss, nats per byte | ± of the texts' mean |"
+    ]
+    lines += ["|---|---:|---:|---:|---:|"]
+    lines += [
+        f"| {KINDS[x['kind']]} | {x['keep']:g} | {x['cached']:.0%} | {x['loss']:.3f} | "
+        f"{x['error']:.3f} |"
+        for x in records
+    ]
+    return "\n".join(lines)
+
+
+def panels(records: Sequence[Record]) -> list[Panel]:
+    """Draws the loss over the positions in the cache, a panel for each model."""
+    found = []
+    for kind, label in KINDS.items():
+        points = [(x["cached"], x["loss"]) for x in records if x["kind"] == kind]
+        lines = {"served with a budget": points}
+        if kind == "needles":
+            lines["a guess"] = [(x, math.log(10)) for x, _ in points]
+        found.append(Panel(label, "share of positions in the cache", "nats per byte", lines))
+    return found
+
+
+PART = Part(
+    title="A cache with a budget",
+    paper="Liu et al., Scissorhands (arXiv:2305.17118)",
+    seconds=90,
+    claims=tuple(
+        Claim(
+            f"loss with 1/{round(1 / keep)} of the cache beside all of it, {KINDS[kind]}",
+            "5 × less with no loss of quality (OPT)" if keep == 0.2 else "–",
+            "abstract" if keep == 0.2 else "–",
+            rise(kind, keep),
+        )
+        for kind in KINDS
+        for keep in BUDGETS[1:]
+    ),
+    differs=(
+        "The model is that of `examples/train_gpt.py`, 0.8 M parameters on bytes, in place of OPT, "
+        "whose weights are not here; 32 unseen texts of 512 bytes, the half of each as prompt. "
+        "Pages of 8 positions go, of all layers and heads together; in the paper positions go, of "
+        "each layer apart. Needles: a letter and two digits in noise; the loss is that of the "
+        "digits where the letter comes again, ln 10 = 2.30 for a guess. The persistence ratio, "
+        "downstream tasks and 4-bit caches are not measured."
+    ),
+    cells=cells,
+    measure=measure,
+    table=table,
+    panels=panels,
+)
