@@ -23,9 +23,18 @@ def main() -> None:
     operands = io.draw(batch, length, io.HEADS, seed=0)
     jax.block_until_ready(compiled(*operands))
     driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuProfilerStart()
+    context = ctypes.c_void_p()  # JAX's, which this thread may not have
+    check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+    check(driver.cuCtxSetCurrent(context))
+    check(driver.cuProfilerStart())
     jax.block_until_ready(compiled(*operands))
-    driver.cuProfilerStop()
+    check(driver.cuProfilerStop())
+
+
+def check(status: int) -> None:
+    """Ends where the driver reports an error."""
+    if status:
+        raise SystemExit(f"the driver reports error {status}")
 
 
 if __name__ == "__main__":

@@ -289,7 +289,7 @@ def panels(records: Sequence[Record]) -> list[Panel]:
 PART = Part(
     title="Bytes of HBM",
     paper="Dao et al., FlashAttention (arXiv:2205.14135)",
-    seconds=45,
+    seconds=120,
     claims=(
         Claim(
             "bytes of HBM, formula beside flash, forward + backward, T 1024",

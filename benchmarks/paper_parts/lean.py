@@ -158,7 +158,7 @@ def measure(settings: Settings, cell: Record) -> Record:
             no[way] = str(error).split("\n")[0][:200]
             continue
         error = jnp.abs(out(arrays).astype(jnp.float32) - expected.astype(jnp.float32)).max()
-        if not error < 0.02:
+        if not error < 0.02 * jnp.abs(expected.astype(jnp.float32)).max():
             raise RuntimeError(f"{way}: off by {error} beside backend 'xla'")
         runs[way] = start(arrays)
     found: dict[str, list[float]] = {way: [] for way in runs}
@@ -261,7 +261,7 @@ def panels(records: Sequence[Record]) -> list[Panel]:
 PART = Part(
     title="Decoding by equal parts",
     paper="Sanovar et al., LeanAttention (arXiv:2405.10480)",
-    seconds=90,
+    seconds=120,
     claims=(
         Claim(
             "beside FlashDecoding, mean and largest of contexts, 1k to 512k here",
