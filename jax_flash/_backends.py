@@ -235,6 +235,7 @@ def _run_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 def _call_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     call, operands = call.rotated(*operands)
+    call, operands = call.packed(*operands)
     custom_call = jax.ffi.ffi_call(
         f"jax_flash_cpu_{call.target}",
         _results(call, operands),

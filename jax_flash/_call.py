@@ -93,6 +93,11 @@ class Call(abc.ABC):
         return False
 
     @property
+    def packs(self) -> bool:
+        """Whether the rows of its page table are packed first (`packed`)."""
+        return False
+
+    @property
     def cache_dtype(self) -> str:
         """The dtype of k and v."""
         return self.problem.dtype
@@ -137,6 +142,10 @@ class Call(abc.ABC):
 
     def rotated(self, *operands: jax.Array) -> tuple[Self, tuple[jax.Array, ...]]:
         """Does what only some kernels do themselves: the call that is left, and its operands."""
+        return self, operands
+
+    def packed(self, *operands: jax.Array) -> tuple[Self, tuple[jax.Array, ...]]:
+        """Packs a page table, for kernels that do not: the call that is left, and its operands."""
         return self, operands
 
     @property

@@ -27,6 +27,7 @@ from jax_flash._problem import Problem
 from jax_flash._tiles import product
 from jax_flash._varying import vary_over
 
+LACKS = -2  # in the place of a slot: it is seen, and there is none
 _BLOCK_ELEMENTS = 2**24  # of the keys and values that a block gathers: 64 MiB in float32
 
 # Takes slots `[R, n]` from 0 on: keys `[R, n, K, H]` and values `[R, n, K, Hv]`.
@@ -42,15 +43,14 @@ def forward(problem: Problem, q, k, v, *terms: jax.Array) -> tuple[jax.Array, ja
 
 
 def as_decoding(problem: Problem, q, k, v, *terms: jax.Array) -> _Decoding:
-    """Makes of the operands of `forward` those of a flash_decode with pages of one position."""
+    """Makes of the operands of `forward` those of a flash_decode that packs pages of a position."""
     call = _Call.of(problem, q, k, v, problem.name_terms(terms))
-    table, lengths = pack(call.slots)
     operands = {
         "q": call.q[:, None],
         "k": call.k.reshape(-1, 1, *k.shape[-2:]),
         "v": call.v.reshape(-1, 1, *v.shape[-2:]),
-        "lengths": lengths,
-        "page_table": table,
+        "lengths": jnp.zeros(call.slots.shape[0], jnp.int32),
+        "page_table": call.slots,
     }
     if call.sinks is not None:
         operands["sinks"] = call.sinks
@@ -162,7 +162,8 @@ def attend(
 def pack(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Brings what is seen of slots `[R, n]` to the front of each row, in their order.
 
-    Returns: int32 `[R, n]`, -1 behind them, and how many there are, int32 `[R]`.
+    Returns: int32 `[R, n]`, -1 behind them, and how many there are, int32 `[R]`: more than n where
+      one is `LACKS`.
     """
     seen = slots >= 0
     place = jnp.cumsum(seen, axis=1, dtype=jnp.int32)
@@ -172,7 +173,7 @@ def pack(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     row = jnp.arange(count, dtype=jnp.int32)[:, None]
     at = jnp.where(seen, place - 1, chosen)
     packed = jnp.full_like(slots, -1).at[row, at].set(slots, mode="drop", unique_indices=True)
-    return packed, place[:, -1]
+    return packed, jnp.where(jnp.any(slots == LACKS, axis=1), chosen + 1, place[:, -1])
 
 
 @dataclasses.dataclass(frozen=True)

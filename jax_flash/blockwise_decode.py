@@ -117,8 +117,9 @@ def chosen_slots(
       appends: positions are written too.
 
     Returns:
-      int32 `[B, T, n]`, -1 where a query does not see the position; and bool `[B]`, the rows that
-      are longer than the cache or lack a page that they need, which see nothing.
+      int32 `[B, T, n]`, -1 where a query does not see the position, `_chosen.LACKS` where it does
+      and there is no page; and bool `[B]`, the rows that are longer than the cache or lack a page
+      that is written to.
     """
     (batch, q_len), (pages, size) = positions.shape, k.shape[:2]
     indices = jnp.broadcast_to(indices, (batch, *indices.shape[1:]))
@@ -132,11 +133,11 @@ def chosen_slots(
         page, slot = _cache.locate(flat, page_table, pages, size)
         page, slot = page.reshape(indices.shape), slot.reshape(indices.shape)
         slots = page * size + slot
-        refused |= jnp.any(seen & (page == pages), axis=(1, 2))
+        slots = jnp.where(page == pages, _chosen.LACKS, slots)
         if appends:
             first = jnp.maximum(lengths - q_len, 0)
             refused |= _cache.lacks_pages(page_table, first, lengths, pages, size)
-    return jnp.where(seen & ~refused[:, None, None], slots, -1), refused
+    return jnp.where(seen, slots, -1), refused
 
 
 def sees(problem: Problem, indices: jax.Array, positions: jax.Array) -> jax.Array:
@@ -228,8 +229,10 @@ class _Pass:
         sizes = _chosen.Sizes.of(slots, kv_heads, head_dim, self.value_dim)
         found = _chosen.attend(self.products, of_rows(self.q), self._read_at, slots, sinks, sizes)
         out, lse = (x.reshape(batch, q_len, *x.shape[1:]) for x in found)
-        out = jnp.where(refused[:, None, None, None], jnp.nan, out).astype(self.problem.dtype)
-        return out, jnp.swapaxes(jnp.where(refused[:, None, None], jnp.nan, lse), 1, 2)
+        lacks = jnp.any(slots == _chosen.LACKS, axis=1).reshape(batch, q_len)
+        refused = (refused[:, None] | lacks)[..., None]
+        out = jnp.where(refused[..., None], jnp.nan, out).astype(self.problem.dtype)
+        return out, jnp.swapaxes(jnp.where(refused, jnp.nan, lse), 1, 2)
 
     def _read_at(self, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reads keys `[R, n, K, H]` and values `[R, n, K, Hv]` at slots of all pages."""

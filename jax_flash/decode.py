@@ -110,8 +110,8 @@ def decode_attention(
       sinks: float `[N]`, one more logit for each head that joins the denominator and no value.
       indices: int32 `[*B, T, n]`, positions that each query reads, all of its heads alike, in any
         order: -1, or what is no position that it sees, reads nothing, and each stands there once.
-        Positions, not slots, where there are pages, and of pages those of these positions alone
-        are needed.
+        Positions, not slots, where there are pages. Pages that none of them lies in are not needed;
+        one that is missing gives NaN in the queries that read there.
       precision: of float32 products, as in `flash_attention`; "default" is "high" on "cuda".
       backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
         arrays are.

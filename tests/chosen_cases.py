@@ -133,5 +133,7 @@ CASES = (
     Case("positions, in bfloat16", T=5, K=4, H=192, Hv=128, dtype="bfloat16",
          options={"local_window_size": (4, 3)},
          terms={"query_positions": ("T", 12), "key_value_positions": ("S", 12)}),
+    Case("more than a CTA packs at once", T=2, S=2600, N=2, K=1, H=8, Hv=8, n=2500,
+         options={"is_causal": True, "causal_align": "bottom_right"}),
     Case("in float16, of one head", N=1, K=1, dtype="float16", n=1),
 )  # fmt: skip

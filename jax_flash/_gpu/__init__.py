@@ -15,6 +15,7 @@ from jax_flash import _simplify
 from jax_flash._call import Call
 from jax_flash._gpu import (
     carrier,
+    chosen,
     decode,
     distances,
     emit,
@@ -90,7 +91,8 @@ def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
     """Makes the plan of a pass which `refuse` lets through, by a tiling (None: the chosen)."""
     problem = _simplify.lines(call.problem, shapes, distances.find) or call.problem
     call = dataclasses.replace(call, problem=problem)
-    return choose(call, shapes, gpu).plan(call, shapes, gpu, tiling)
+    made = choose(call, shapes, gpu).plan(call, shapes, gpu, tiling)
+    return chosen.packs(made) if call.packs else made
 
 
 def folded(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, Shapes]:

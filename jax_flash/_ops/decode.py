@@ -42,6 +42,8 @@ class Decode(Call):
       paged: there is a page table.
       appends: there are new keys, and values unless k holds them.
       quantized: the dtype of k and v, one of `_cache.QUANTIZED`, which have scales then; None: q's.
+      packs: the page table has pages below 0, which are left out (`_chosen.pack`); lengths say no
+        more than which rows are refused, by what is beyond the table.
     """
 
     rotary_base: float | None = None
@@ -49,6 +51,7 @@ class Decode(Call):
     paged: bool = False
     appends: bool = False
     quantized: str | None = None
+    packs: bool = False
 
     target = "decode"
     function = "decode_attention"
@@ -167,9 +170,14 @@ class Decode(Call):
 
     @property
     def _of_rows(self) -> "Decode":
-        problem = of_rows(self.problem)
-        value_dim, quantized = self.value_dim, self.quantized
-        return Decode(problem, self.backend, value_dim=value_dim, paged=True, quantized=quantized)
+        return Decode(
+            of_rows(self.problem),
+            self.backend,
+            value_dim=self.value_dim,
+            paged=True,
+            quantized=self.quantized,
+            packs=True,
+        )
 
     def _run_rows(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Computes the results of chosen keys: each query is a row, each position a page."""
@@ -191,15 +199,15 @@ class Decode(Call):
         slots, refused = blockwise_decode.chosen_slots(
             call.problem, named["indices"], lengths, positions, k, table, call.appends
         )
-        packed, count = _chosen.pack(slots.reshape(batch * q_len, slots.shape[-1]))
+        slots = slots.reshape(batch * q_len, slots.shape[-1])
         rows = call._of_rows
         given = named | {
             "q": q.reshape(batch * q_len, 1, *q.shape[-2:]),
             "k": k.reshape(-1, 1, *k.shape[-2:]),
             "v": None if v is None else v.reshape(-1, 1, *v.shape[-2:]),
             # A row that is longer than its cache gives NaN.
-            "lengths": jnp.where(jnp.repeat(refused, q_len), packed.shape[1] + 1, count),
-            "page_table": packed,
+            "lengths": jnp.where(jnp.repeat(refused, q_len), slots.shape[1] + 1, 0),
+            "page_table": slots,
         }
         if "sinks" in given and given["sinks"].shape[0] != 1:
             given["sinks"] = jnp.repeat(given["sinks"], q_len, axis=0)
@@ -207,6 +215,15 @@ class Decode(Call):
         out = out.reshape(batch, q_len, q_heads, out.shape[-1])
         lse = jnp.swapaxes(lse.reshape(batch, q_len, q_heads), 1, 2)
         return out, lse, *written
+
+    def packed(self, *operands: jax.Array) -> tuple["Decode", tuple[jax.Array, ...]]:
+        if not self.packs:
+            return self, operands
+        named = self.name_operands(operands)
+        table, count = _chosen.pack(named["page_table"])
+        refused = named["lengths"] > table.shape[1]
+        named |= {"page_table": table, "lengths": jnp.where(refused, named["lengths"], count)}
+        return dataclasses.replace(self, packs=False), tuple(named.values())
 
     def rotated(self, *operands: jax.Array) -> tuple["Decode", tuple[jax.Array, ...]]:
         """Rotates q and new_k, for kernels that do not: returns the call that is left to do."""

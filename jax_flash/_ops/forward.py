@@ -61,10 +61,14 @@ class Forward(Call):
     def instead(self, shapes: Shapes) -> tuple[Decode, Shapes] | None:
         if "indices" not in self.problem.terms:
             return None
-        return Decode(of_rows(self.problem), self.backend, paged=True), sizes_of_rows(shapes)
+        return self._of_rows, sizes_of_rows(shapes)
+
+    @property
+    def _of_rows(self) -> Decode:
+        return Decode(of_rows(self.problem), self.backend, paged=True, packs=True)
 
     def run_instead(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        call = Decode(of_rows(self.problem), self.backend, paged=True)
+        call = self._of_rows
         given = _chosen.as_decoding(self.problem, *operands)
         results = call.run_kernel(kernel, *(given.operands[name] for name in call.operands))
         return given.results(*results)

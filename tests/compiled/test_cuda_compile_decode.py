@@ -29,6 +29,7 @@ ALWAYS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
     ((128, 128), (32, 8), {"batch": 1, "kv_len": 16384, "everything": True}),
     ((256, 256), (16, 4), {"q_len": 16, "everything": True}),
     ((576, 512), (128, 1), {"latent": True}),
+    ((576, 512), (16, 1), {"batch": 8, "kv_len": 2048, "latent": True, "packs": True}),
     ((512, 512), (8, 8), {"q_len": 4, "everything": True}),
     ((128, 128), (64, 8), {"cache": "float8_e4m3fn"}),
     ((256, 256), (16, 4), {"cache": "float8_e4m3fn", "everything": True}),
@@ -61,7 +62,7 @@ OTHERS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
 )
 def test_decode_compiles_without_spills(dims, heads, change):
     gpu = _gpu.spec.GPUS[change.get("gpu", "H200")]
-    page = 16 if change.get("everything") else None
+    page = 16 if change.get("everything") else 1 if change.get("packs") else None
     shapes = dataclasses.replace(
         SHAPES,
         batch=change.get("batch", 64),
@@ -77,13 +78,15 @@ def test_decode_compiles_without_spills(dims, heads, change):
     dtype = change.get("dtype", "bfloat16")
     precision = "highest" if dtype == "float32" else "default"
     problem = dataclasses.replace(PLAIN, dtype=dtype, precision=precision)
-    if page:
+    if change.get("everything"):
         problem = dataclasses.replace(
             problem, window=(1024, None), softcap=30.0, terms=("sinks",), scale=-1.0
         )
     value_dim = dims[1] if change.get("latent") else None
     flags: dict[str, Any] = {"paged": True, "appends": True} if page else {}
-    rotary_base = 1e4 if page and dims[0] <= 256 and dims[0] % 16 == 0 else None
+    if change.get("packs"):
+        flags = {"paged": True, "packs": True}
+    rotary_base = 1e4 if change.get("everything") and dims[0] <= 256 and dims[0] % 16 == 0 else None
     flags["quantized"] = change.get("cache")
     call = Decode(problem, None, value_dim=value_dim, rotary_base=rotary_base, **flags)
     check(_gpu.plan(call, shapes, gpu), seconds=5, gpu=gpu)

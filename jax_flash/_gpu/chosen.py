@@ -1,0 +1,51 @@
+"""Owns what runs ahead of decoding where rows read chosen keys: their tables are packed.
+
+A table names a place for each key that was chosen, below 0 for those that the query does not see.
+A kernel of its own (cuda/kernels/chosen.cuh) brings the others to the front, and says how many
+there are: what any family's kernels of decoding take for a table and a length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax_flash._gpu.fields import Field, Scratch
+from jax_flash._gpu.plan import Kernel, Plan
+from jax_flash._gpu.sizes import B, Size
+
+_THREADS = 256  # kThreads in cuda/kernels/chosen.cuh
+_COLUMNS = Size("columns")
+# Fields of the kernels of decoding, and what they are made of: operands of the same dtype and dims.
+_PACKED = {"page_table": "places", "lengths": "given_lengths"}
+
+
+def packs(plan: Plan) -> Plan:
+    """Makes of a plan of decoding with pages one whose rows are packed first."""
+    scratch = {
+        "page_table": Field("int*", "packed_table", Scratch("s32", (B, _COLUMNS)), "[B, columns]"),
+        "lengths": Field("int*", "packed_lengths", Scratch("s32", (B,)), "[B]"),
+    }
+    params = plan.launch.params
+    fields = [
+        dataclasses.replace(x, value=scratch[x.name].name) if x.name in scratch else x
+        for x in params.fields
+    ]
+    fields += [
+        *scratch.values(),
+        Field("const int*", "places", "places", "[B, columns], below 0: nothing is read"),
+        Field("const int*", "given_lengths", "given_lengths", "[B], beyond columns: refused"),
+        Field("int", "chosen", _COLUMNS, "columns"),
+    ]
+    launch = dataclasses.replace(
+        plan.launch,
+        params=dataclasses.replace(params, fields=tuple(fields)),
+        steps=(Kernel("flash_chosen", B, _THREADS, beside=True), *plan.launch.steps),
+    )
+    operands = (dataclasses.replace(x, name=_PACKED.get(x.name, x.name)) for x in plan.operands)
+    return dataclasses.replace(
+        plan,
+        operands=tuple(operands),
+        launch=launch,
+        beside="chosen.cuh",
+        dims={**plan.dims, "columns": plan.dims["S"]},
+    )
