@@ -162,8 +162,9 @@ def attend(
 def pack(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Brings what is seen of slots `[R, n]` to the front of each row, in their order.
 
-    Returns: int32 `[R, n]`, -1 behind them, and how many there are, int32 `[R]`: more than n where
-      one is `LACKS`.
+    Returns:
+      int32 `[R, n]`, -1 behind them; and int32 `[R]`, how many there are, more than n where one is
+      `LACKS`.
     """
     seen = slots >= 0
     place = jnp.cumsum(seen, axis=1, dtype=jnp.int32)
