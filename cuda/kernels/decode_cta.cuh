@@ -25,6 +25,7 @@
 //   int kBoxRows              positions that lie in one page for sure, a divisor of kBlockKV
 //   bool kAppends             there are new keys and values
 //   bool kRotates             queries and new keys are rotated here
+//   int kMergeThreads         threads of flash_decode_merge
 //   bool kOverlaps            flash_decode_merge starts before flash_decode ends (sm_90)
 //   bool kWindowLeft, kHasSinks, kSoftcap   as for the forward; other terms are off
 #pragma once

@@ -45,14 +45,6 @@ struct Exchange : QueryFactors<kQuantized> {
 // The warps that compute meet, without the loader.
 __device__ __forceinline__ void meet() { ptx::named_barrier_sync(1, 32 * kWarps); }
 
-// Halves that are infinite or NaN become 0.
-__device__ __forceinline__ uint32 finite_halves(uint32 pair) {
-  constexpr uint32 kExponent = kBFloat16 ? 0x7f80u : 0x7c00u;
-  const uint32 low = (pair & kExponent) == kExponent ? 0 : 0xffffu;
-  const uint32 high = (pair & kExponent << 16) == kExponent << 16 ? 0 : 0xffff0000u;
-  return pair & (low | high);
-}
-
 // What a warp has found of its rows: the running softmax and the sums, and how it leaves them.
 struct Attended {
   const DecodeParams& p;

@@ -6,8 +6,6 @@
 
 namespace decode {
 
-inline constexpr int kMergeThreads = 128;
-
 // The parts of a unit in their order. All threads of the CTA call.
 __device__ __forceinline__ void merge_unit(const DecodeParams& p, const Line& line,
                                            const Unit& unit, const Share& share) {
@@ -64,6 +62,20 @@ __device__ __forceinline__ void write_empty(const DecodeParams& p, int batch, in
   }
 }
 
+// New keys and values, and the results of rows that see nothing, of the CTA's batch rows.
+__device__ __forceinline__ void finish_rows(const DecodeParams& p) {
+  for (int batch = blockIdx.x; batch < p.batch; batch += gridDim.x) {
+    const int length = p.lengths[batch];
+    if (positions_of(p, length).empty()) write_empty(p, batch, length);
+    if constexpr (kAppends) {
+      append<kHeadDim, kRotates>(p, batch, length, p.new_key, p.key_cache, p.key_scale);
+      if constexpr (!kValuesInKeys) {
+        append<kValueDim, false>(p, batch, length, p.new_value, p.value_cache, p.value_scale);
+      }
+    }
+  }
+}
+
 __device__ __forceinline__ void merge(const DecodeParams& p) {
   const Line line(p);
   const Share share(p);
@@ -75,16 +87,7 @@ __device__ __forceinline__ void merge(const DecodeParams& p) {
   if (divides && unit.start < at && line.begin_of(share.part - 1) <= unit.start) {
     merge_unit(p, line, unit, share);
   }
-  for (int batch = blockIdx.x; batch < p.batch; batch += gridDim.x) {
-    const int length = p.lengths[batch];
-    if (positions_of(p, length).empty()) write_empty(p, batch, length);
-    if constexpr (kAppends) {
-      append<kHeadDim, kRotates>(p, batch, length, p.new_key, p.key_cache, p.key_scale);
-      if constexpr (!kValuesInKeys) {
-        append<kValueDim, false>(p, batch, length, p.new_value, p.value_cache, p.value_scale);
-      }
-    }
-  }
+  finish_rows(p);
 }
 
 }  // namespace decode

@@ -297,6 +297,14 @@ struct NewRows {
   }
 };
 
+// Halves that are infinite or NaN become 0.
+__device__ __forceinline__ uint32 finite_halves(uint32 pair) {
+  constexpr uint32 kExponent = kBFloat16 ? 0x7f80u : 0x7c00u;
+  const uint32 low = (pair & kExponent) == kExponent ? 0 : 0xffffu;
+  const uint32 high = (pair & kExponent << 16) == kExponent << 16 ? 0 : 0xffff0000u;
+  return pair & (low | high);
+}
+
 // Where a CTA leaves what it found of a unit that it shares, in partial_rows and, times
 // kValueColumns, in partial_out. There are two such units at most, of three the second would be all
 // its own: that with which the part begins, and another.
@@ -360,12 +368,12 @@ __device__ __forceinline__ void store_lse(const DecodeParams& p, const Unit& uni
 }
 
 // Merges `count` parts of a unit in their order, and writes four values of a row. load(i, of,
-// values) reads part i: base and sum of the row, and its weighted values from `column` on.
-template <class LoadPart>
+// values) reads part i: base and sum of the row, and its weighted values from `column` on. kAtOnce:
+// parts whose loads are under way.
+template <int kAtOnce = 8, class LoadPart>
 __device__ __forceinline__ void write_merged(const DecodeParams& p, const Unit& unit,
                                              const Place& place, int column, int count,
                                              LoadPart load) {
-  constexpr int kAtOnce = 8;  // loads under way
   float base = kNoBase, total = 0.0f;
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   for (int at = 0; at < count; at += kAtOnce) {

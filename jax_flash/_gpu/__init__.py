@@ -24,6 +24,7 @@ from jax_flash._gpu import (
     sm80,
     sm90,
     sm90_float8,
+    sm90_latent,
     spec,
 )
 from jax_flash._gpu.family import Family, preferred
@@ -56,6 +57,7 @@ _FAMILIES: tuple[Family, ...] = (
     sm90.Sm90(),
     pages.Pages(),
     sm90_float8.Sm90Float8(),
+    sm90_latent.Sm90Latent(),
     decode.Decode90(),
     sm80.Sm80(),
     decode.Decode80(),

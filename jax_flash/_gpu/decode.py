@@ -239,6 +239,7 @@ class DecodeTiling:
             "kResident": self.resident,
             "kCluster": self.cluster,
             "kTeams": self.teams,
+            "kMergeThreads": self.merge_threads,
             "kSplitsColumns": self.splits_columns,
             "kScoreSums": self.score_sums,
             "kFiniteApart": self.finite_apart,

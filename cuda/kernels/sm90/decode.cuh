@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(decode::kThreads, kResident)
   decode::attend<decode::Loader>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(decode::kMergeThreads)
+extern "C" __global__ void __launch_bounds__(kMergeThreads)
     flash_decode_merge(const __grid_constant__ DecodeParams p) {
   decode::merge(p);
 }

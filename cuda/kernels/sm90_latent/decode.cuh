@@ -1,0 +1,56 @@
+// Latent decoding for sm_90a: many query rows, one kv head of 576 features, the first 512 of which
+// are the values. What it computes is what sm90/decode.cuh does; here tensor cores are what it
+// waits for, so products are wgmma. cuda/decode.md draws the schedule. Read latent_attend.cuh next.
+//
+// Specialised by constants as sm90/decode.cuh is (decode_cta.cuh), and by
+//   bool kTurns               a pair's second block is multiplied by the queries when the first one
+//                             has been
+//   bool kKeysLeaveFirst      keys leave L2 first although several CTAs read them
+#pragma once
+
+#include "sm90_latent/latent_attend.cuh"
+#include "sm90_latent/latent_load.cuh"
+#include "sm90_latent/latent_merge.cuh"
+
+extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
+    flash_decode(const __grid_constant__ DecodeParams p) {
+  using namespace decode;
+  extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+  LatentShared& shared = *reinterpret_cast<LatentShared*>(dynamic_shared);
+  const int warp = ptx::warp_index();
+  const Share share(p);
+  const Line line(p);  // lengths come while barriers are made
+  if (threadIdx.x == 0) {
+    if (p.pages > 0 && p.page_size > 0) ptx::prefetch_tensor_map(&p.key);
+    ptx::prefetch_tensor_map(&p.query_rows);
+    for (int stage = 0; stage < 2; ++stage) {
+      for (Barrier& box : shared.full[stage]) ptx::barrier_init(ptx::shared_address(&box), 1);
+      for (Barrier& half : shared.empty[stage]) ptx::barrier_init(ptx::shared_address(&half), 4);
+    }
+    ptx::barrier_init(ptx::shared_address(&shared.queries_full), 1);
+    ptx::barrier_init(ptx::shared_address(&shared.queries_empty), 8);
+    ptx::barrier_init_fence();
+  }
+  __syncthreads();
+  if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
+  if (warp < 4) {
+    ptx::register_decrease<kLoaderRegisters>();
+    if (warp == 0) {
+      LatentLoader loader{p, share, shared};
+      loader.run(line);
+    }
+  } else if (warp < 8) {
+    ptx::register_increase<kConsumerRegisters>();
+    LatentConsumer<0> consumer{p, share, shared};
+    consumer.run(line);
+  } else {
+    ptx::register_increase<kConsumerRegisters>();
+    LatentConsumer<1> consumer{p, share, shared};
+    consumer.run(line);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kMergeThreads)
+    flash_decode_merge(const __grid_constant__ DecodeParams p) {
+  decode::merge_latent(p);
+}

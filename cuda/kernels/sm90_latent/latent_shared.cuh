@@ -1,0 +1,49 @@
+// Latent decoding: what a CTA has in shared memory, and who waits for what there.
+//
+// A block is kBlockKV = 64 positions. Its tile has a box for every 64 features, the first of which
+// are the values too. A block's owner is the warpgroup that computes its scores.
+#pragma once
+
+#include "decode_pieces.cuh"
+#include "ptx_barriers.cuh"
+#include "ring.cuh"
+#include "sm90/ptx_sm90.cuh"
+
+namespace decode {
+
+inline constexpr int kGroupThreads = 128;  // of a warpgroup
+inline constexpr int kLatentThreads = 3 * kGroupThreads;
+inline constexpr int kBoxBytes = kBlockKV * kBoxRowBytes;
+inline constexpr int kKeyBoxes = kHeadDim / kBoxColumns;
+inline constexpr int kHalfBoxes = kValueDim / kBoxColumns / 2;  // of the values, a warpgroup's
+inline constexpr int kHalfColumns = kValueDim / 2;
+// The box behind the values holds the weights of its block once its scores are there.
+inline constexpr int kWeightsAt = 2 * kHalfBoxes * kBoxBytes;
+static_assert(kBlockKV == 64 && kShareRows == 64 && kHeads == 1 && kValuesInKeys);
+static_assert(kHeadDim % kBoxColumns == 0 && kValueDim == 512 && kHeadDim > kValueDim);
+static_assert(kCacheColumns == kBoxColumns);
+
+struct LatentShared {
+  unsigned char keys[2][kKeyBytes];  // at multiples of 1024 bytes
+  unsigned char queries[kKeyBytes];
+  float base[2][kShareRows];      // of rows, by the owner of the last block
+  float sums[2][2][kShareRows];   // of units in turn, by warpgroup
+  uint32 bad[2][kBlockKV];        // by owner: positions whose values are not finite
+  Barrier full[2][kKeyBoxes];     // a box of a stage has come
+  Barrier empty[2][2];            // a half of a stage is free: boxes of 256 columns, and with the
+                                  // half that the owner does not multiply what lies behind them
+  Barrier queries_full, queries_empty;
+  int spoiled[2];  // a page that the stage's block needs is none
+};
+
+// Named barriers.
+inline constexpr int kWeightsBarrier = 1;  // and 2: weights of warpgroup 0, of 1
+inline constexpr int kSumsBarrier = 3;
+inline constexpr int kGroupBarrier = 4;  // and 5: a warpgroup by itself
+inline constexpr int kTurnBarrier = 6;
+
+// Where a block lies, by its number among those of the CTA.
+__device__ __forceinline__ uint32 stage_of_block(uint32 number) { return number % 2; }
+__device__ __forceinline__ uint32 parity_of_block(uint32 number) { return number / 2 % 2; }
+
+}  // namespace decode

@@ -1,0 +1,171 @@
+"""Latent decoding on Hopper: many query rows that share keys of 576 features, 512 of them values.
+
+Its kernels wait for tensor cores, where those of decode.py wait for memory. Operands, parameters
+and the line of blocks are those of decode.py. Read next: cuda/kernels/sm90_latent/decode.cuh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jax_flash._gpu.buffers import dims_of
+from jax_flash._gpu.constants import problem_constants
+from jax_flash._gpu.decode_launch import decode_launch, operands_of, results_of, same_of
+from jax_flash._gpu.family import Family, preferred
+from jax_flash._gpu.fields import Field, Map, Struct, name_of
+from jax_flash._gpu.plan import Launch, Number, Plan
+from jax_flash._gpu.sizes import B, N, T
+from jax_flash._gpu.sm90.hopper import multiprocessors
+from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.traits import known
+from jax_flash._problem import Shapes
+
+_DIMS = (576, 512)
+_ROWS = 64  # of a product
+_FEWEST_ROWS = 32
+_MOST_QUERIES = 64  # of a row
+_MOST_POSITIONS = 2**30 - 1  # that a row has place for: as much again overflows
+
+
+class Sm90Latent(Family):
+    """The kernels of cuda/kernels/sm90_latent."""
+
+    name = "sm90_latent"
+    architectures = ("sm_90a",)
+    passes = ("decode",)
+    measured = ()
+
+    def refuse(self, call: Any, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
+        kernels, dims = "the CUDA kernels of latent decoding", (shapes.head_dim, shapes.value_dim)
+        reasons = []
+        if preferred.get() != self.name:  # right in tests/emulator; no GPU has run them yet
+            reasons.append(f"{kernels} have not run on a GPU so far")
+        if gpu.arch not in self.architectures:
+            reasons.append(f"{kernels} run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
+        if call.problem.dtype not in ("bfloat16", "float16"):
+            reasons.append(f"{kernels} take bfloat16 and float16, not {call.problem.dtype}")
+        if call.quantized is not None:
+            reasons.append(f"{kernels} have no caches of {call.quantized}")
+        if call.value_dim is None or dims != _DIMS:
+            text = "values within keys" if call.value_dim is not None else "values of their own"
+            reasons.append(
+                f"{kernels} take keys of {_DIMS[0]} features of which {_DIMS[1]} are the values, "
+                f"not {dims[0]} and {text} of {dims[1]}"
+            )
+        if shapes.kv_heads != 1:
+            reasons.append(f"{kernels} take one kv head, not {shapes.kv_heads}")
+        if (rows := _rows(shapes)) < _FEWEST_ROWS:
+            reasons.append(
+                f"{kernels} multiply {_ROWS} query rows at a time, and {rows} share a key here"
+            )
+        if isinstance(shapes.kv_len, int) and shapes.kv_len > _MOST_POSITIONS:
+            reasons.append(
+                f"{kernels} take rows of up to {_MOST_POSITIONS} positions, not {shapes.kv_len}"
+            )
+        return tuple(reasons)
+
+    def plan(
+        self, call: Any, shapes: Shapes, gpu: GpuSpec, tiling: LatentTiling | None = None
+    ) -> Plan:
+        tiling = tiling or choose(call, shapes, gpu)
+        return Plan(
+            family=self.name,
+            arch=gpu.arch,
+            target=f"jax_flash_cuda_{call.target}",
+            source="sm90_latent/decode.cuh",
+            tiling=tiling,
+            constants=tiling.constants(call, shapes),
+            operands=operands_of(call, shapes),
+            results=results_of(call, shapes),
+            same=same_of(call),
+            launch=_launch(call, shapes, tiling),
+            dims=dims_of(shapes),
+            notes=self.untried(gpu),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentTiling:
+    """How the kernels decode: what they are launched with, and how two warpgroups go together."""
+
+    parts: int  # equal ones, that all blocks of the batch are cut into
+    shares: int  # CTAs of a part: groups of query rows
+    box_rows: int  # positions that TMA loads at once: in one page for sure
+    turns: bool  # see kTurns in cuda/kernels/sm90_latent/decode.cuh
+    keys_leave_first: bool = False  # L2, although several CTAs read them
+
+    head_dim, value_dim = _DIMS
+    head_rows = _ROWS
+    heads = 1
+    block_kv = 64  # positions of a block: with the queries two are what shared memory holds
+    values_in_keys = True
+    cluster = 1
+    threads = 384
+    merge_threads = 512
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a CTA: two blocks, queries, what warpgroups tell, barriers."""
+        tiles = 3 * self.block_kv * 2 * self.head_dim
+        told = 4 * (2 + 4) * self.head_rows + 4 * 2 * self.block_kv
+        barriers = 8 * (2 * (self.head_dim // 64 + 2) + 2)
+        return tiles + told + barriers + 8
+
+    def constants(self, call: Any, shapes: Shapes) -> dict[str, Number]:
+        """Returns the constants that the kernels are compiled with, by name."""
+        # A query is the last of what it sees: the right side of a window hides nothing.
+        problem = dataclasses.replace(call.problem, window=(call.problem.window[0], None))
+        return {
+            **problem_constants(problem, shapes),
+            "kQuantized": False,
+            "kScalesOfPages": False,
+            "kHeadDim": self.head_dim,
+            "kValueDim": self.value_dim,
+            "kValuesInKeys": self.values_in_keys,
+            "kHeads": self.heads,
+            "kRowTiles": self.head_rows // 16,
+            "kBlockKV": self.block_kv,
+            "kCluster": self.cluster,
+            "kTeams": 1,
+            "kMergeThreads": self.merge_threads,
+            "kSplitsColumns": False,
+            "kPaged": call.paged,
+            "kBoxRows": self.box_rows,
+            "kAppends": call.appends,
+            "kRotates": False,
+            "kOverlaps": True,
+            "kTurns": self.turns,
+            "kKeysLeaveFirst": self.keys_leave_first,
+        }
+
+
+def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
+    """Chooses the tiling for a call that the family does not refuse."""
+    # Where jax.export left T open there is a CTA for each row group of all T.
+    least = 1 if isinstance(shapes.q_len, int) else _MOST_QUERIES
+    shares = -(-_rows(shapes) // _ROWS)
+    size = shapes.page_size if call.paged else None
+    return LatentTiling(
+        parts=max(least, multiprocessors(gpu) // shares),
+        shares=shares,
+        box_rows=math.gcd(size or 0, LatentTiling.block_kv),
+        turns=True,
+    )
+
+
+def _launch(call: Any, shapes: Shapes, tiling: LatentTiling) -> Launch:
+    """Returns what decoding launches, with a tensor map of the queries."""
+    launch = decode_launch(call, shapes, tiling, tma=True)  # type: ignore[arg-type]
+    rows = Map("q", name_of(call.problem.dtype), (B, T * N, 1, tiling.head_dim), tiling.head_rows)
+    text = "[B, T * N, 1, H], box (64, 1, rows of a tile, 1)"
+    field = Field("TensorMap", "query_rows", rows, text)
+    struct = launch.params
+    params = Struct(struct.name, (*struct.fields, field))
+    return dataclasses.replace(launch, params=params)
+
+
+def _rows(shapes: Shapes) -> int:
+    """Counts the query rows of a kv head; one where there are no heads."""
+    return max(known(shapes.q_len, 1) * known(shapes.q_heads, 1), 1)

@@ -1,0 +1,66 @@
+"""Latent decoding by Hopper's kernels of their own, in the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import _gpu
+from jax_flash._gpu import sm90_latent
+
+from ..decode_cases import Arguments, Case, compare
+from ..emulator import Emulator
+
+
+@dataclasses.dataclass
+class Latent:
+    """A case by these kernels, by a tiling of its own."""
+
+    arguments: Arguments
+    tiling: dict[str, Any]
+
+    def run(self, backend: str) -> jax_flash.Decoded:
+        made = []
+
+        def choose(*call):
+            made.append(dataclasses.replace(chosen(*call), **self.tiling))
+            return made[-1]
+
+        chosen, sm90_latent.choose = sm90_latent.choose, choose
+        jax.clear_caches()
+        try:
+            with _gpu.prefer("sm90_latent"):
+                got = jax.tree.map(np.asarray, self.arguments.run(backend))
+        finally:
+            sm90_latent.choose = chosen
+        assert made, "another kernel has run"
+        return got
+
+
+def latent(name: str, **changes) -> Case:
+    options = {"K": 1, "H": 576, "Hv": 512, "latent": True, "dtype": "bfloat16", "appends": False}
+    return Case(name, **{**options, **changes})
+
+
+CASES: list[tuple[Case, dict[str, Any]]] = [
+    # Two tiles of rows; parts that end within units, of which one is an odd number of blocks.
+    (latent("two tiles", N=128, lengths=(200, 1, 0, 130), most=200), {"parts": 3}),
+    # Several tokens in a tile: what some rows see and others do not; new keys over two blocks.
+    (latent("tokens", N=16, T=4, lengths=(129, 2, 66), appends=True), {"parts": 2}),
+    (latent("pages of 64", N=64, T=1, page=64, lengths=(200, 64, 0, 65), sinks=True), {"parts": 5}),
+    (latent("pages of 16", N=33, T=3, page=16, lengths=(150, 40), softcap=3.0, window=70,
+            dtype="float16", appends=True), {"parts": 1, "turns": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "tiling"), CASES, ids=[case.name.replace(" ", "-") for case, _ in CASES]
+)
+def test_case(case: Case, tiling: dict[str, Any], emulator: Emulator):
+    arguments = case.draw()
+    compare(arguments, emulator.run(Latent(arguments, tiling), seed=2))  # type: ignore[arg-type]
