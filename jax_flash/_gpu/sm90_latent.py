@@ -93,7 +93,7 @@ class LatentTiling:
     parts: int  # equal ones, that all blocks of the batch are cut into
     shares: int  # CTAs of a part: groups of query rows
     box_rows: int  # positions that TMA loads at once: in one page for sure
-    turns: bool  # see kTurns in cuda/kernels/sm90_latent/decode.cuh
+    turns: int  # 0, 1 or 2: see kTurns in cuda/kernels/sm90_latent/decode.cuh
     keys_leave_first: bool = False  # L2, although several CTAs read them
 
     head_dim, value_dim = _DIMS
@@ -151,7 +151,7 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
         parts=max(least, multiprocessors(gpu) // shares),
         shares=shares,
         box_rows=math.gcd(size or 0, LatentTiling.block_kv),
-        turns=True,
+        turns=2,
     )
 
 

@@ -92,42 +92,41 @@ struct LatentConsumer {
     float correction[2];
     if constexpr (kGroup == 0) {
       begin_scores(block, first);
-      finish_products<0>(scores);
-      if constexpr (kTurns && kBoth) ptx::named_barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
+      if constexpr (kTurns == 2 && kBoth) pass_turn();
+      finish_products(scores);
+      if constexpr (kTurns == 1 && kBoth) pass_turn();
       if (is_last) release(shared.queries_empty);
       weigh(block, first, correction);
       hand_over(first);
       rescale(correction);
       begin_own_values(first);
-      finish_products<0>(output);
+      finish_products(output);
       release(shared.empty[stage_of_block(first)][kGroup]);
       if constexpr (kBoth) {
         take_over();
         begin_others_values(second);
-        finish_products<0>(output);
+        finish_products(output);
         release(shared.empty[stage_of_block(second)][kGroup]);
       }
     } else {
       if constexpr (kBoth) {
-        if constexpr (kTurns) ptx::named_barrier_sync(kTurnBarrier, 2 * kGroupThreads);
+        if constexpr (kTurns != 0) ptx::named_barrier_sync(kTurnBarrier, 2 * kGroupThreads);
         begin_scores(block + 1, second);
-      } else {
-        release(shared.queries_empty);
+        finish_products(scores);
       }
+      if (is_last) release(shared.queries_empty);
       take_over();
       begin_others_values(first);
       if constexpr (kBoth) {
-        finish_products<1>(scores);
-        if (is_last) release(shared.queries_empty);
         weigh(block + 1, second, correction);
         hand_over(second);
       }
-      finish_products<0>(output);
+      finish_products(output);
       release(shared.empty[stage_of_block(first)][kGroup]);
       if constexpr (kBoth) {
         rescale(correction);
         begin_own_values(second);
-        finish_products<0>(output);
+        finish_products(output);
         release(shared.empty[stage_of_block(second)][kGroup]);
       }
     }
@@ -139,6 +138,9 @@ struct LatentConsumer {
     if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) {
       ptx::lane_arrive(ptx::shared_address(&barrier));
     }
+  }
+  static __device__ __forceinline__ void pass_turn() {
+    ptx::named_barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
   }
   // The warpgroup's four warps meet.
   static __device__ __forceinline__ void meet_group() {
@@ -193,9 +195,9 @@ struct LatentConsumer {
   static __device__ __forceinline__ ptx::Descriptor own_values(uint32 keys) {
     return ptx::descriptor(keys, kGroup * kHalfBoxes * kBoxBytes, kBoxBytes, 1024);
   }
-  template <int kPending, int kCount>
+  template <int kCount>
   static __device__ __forceinline__ void finish_products(float (&sums)[kCount]) {
-    ptx::wgmma_wait<kPending>();
+    ptx::wgmma_wait<0>();
     ptx::pin(sums);
   }
   __device__ __forceinline__ void rescale(const float (&correction)[2]) {
