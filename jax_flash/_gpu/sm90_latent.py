@@ -24,8 +24,11 @@ from jax_flash._problem import Shapes
 
 _DIMS = (576, 512)
 _ROWS = 64  # of a product
-_FEWEST_ROWS = 32
+_FEWEST_ROWS = 16  # 5 to 11 % faster than decode.py's kernels (H100)
+_SMALLEST_PAGE = 16  # smaller ones were not measured beside decode.py's kernels
 _MOST_QUERIES = 64  # of a row
+_BUSY = 0.9  # of multiprocessors, that even parts have to leave busy
+_ROWS_OF_EVEN_PART = 2
 _MOST_POSITIONS = 2**30 - 1  # that a row has place for: as much again overflows
 
 
@@ -35,13 +38,11 @@ class Sm90Latent(Family):
     name = "sm90_latent"
     architectures = ("sm_90a",)
     passes = ("decode",)
-    measured = ()
+    measured = ("H100",)
 
     def refuse(self, call: Any, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
         kernels, dims = "the CUDA kernels of latent decoding", (shapes.head_dim, shapes.value_dim)
         reasons = []
-        if preferred.get() != self.name:  # right in tests/emulator; no GPU has run them yet
-            reasons.append(f"{kernels} have not run on a GPU so far")
         if gpu.arch not in self.architectures:
             reasons.append(f"{kernels} run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
         if call.problem.dtype not in ("bfloat16", "float16"):
@@ -59,6 +60,12 @@ class Sm90Latent(Family):
         if (rows := _rows(shapes)) < _FEWEST_ROWS:
             reasons.append(
                 f"{kernels} multiply {_ROWS} query rows at a time, and {rows} share a key here"
+            )
+        small = call.paged and known(shapes.page_size, 1) < _SMALLEST_PAGE
+        if small and preferred.get() != self.name:
+            reasons.append(
+                f"{kernels} take pages of {_SMALLEST_PAGE} positions or more, not of "
+                f"{shapes.page_size}"
             )
         if isinstance(shapes.kv_len, int) and shapes.kv_len > _MOST_POSITIONS:
             reasons.append(
@@ -148,11 +155,25 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
     shares = -(-_rows(shapes) // _ROWS)
     size = shapes.page_size if call.paged else None
     return LatentTiling(
-        parts=max(least, multiprocessors(gpu) // shares),
+        parts=max(least, _parts(shapes.batch, max(multiprocessors(gpu) // shares, 1))),
         shares=shares,
         box_rows=math.gcd(size or 0, LatentTiling.block_kv),
         turns=2,
     )
+
+
+def _parts(batch: Any, most: int) -> int:
+    """Counts the parts that all blocks of a batch are cut into.
+
+    Where rows are equally long no part ends within one of its rows, or a row is cut into whole
+    parts: each cut costs sums that go through memory. With parts of one or two rows that is 11 to
+    20 % faster, with parts of four 3 % slower (H100: 128 of 132 multiprocessors have a part).
+    """
+    if not isinstance(batch, int) or batch < 1:
+        return most
+    fewest = max(1, math.ceil(_BUSY * most), -(-batch // _ROWS_OF_EVEN_PART))
+    even = (x for x in range(most, fewest - 1, -1) if batch % x == 0 or x % batch == 0)
+    return next(even, most)
 
 
 def _launch(call: Any, shapes: Shapes, tiling: LatentTiling) -> Launch:

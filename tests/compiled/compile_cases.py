@@ -242,6 +242,7 @@ SHARED = {
     "sm90_float32/backward.cuh": {"backward::WideShared": "kLaunchSharedBytes"},
     "sm90/backward_entries.cuh": {"backward::bias_sum::Shared": "kLaunchBiasSharedBytes"},
     "sm90/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
+    "sm90_latent/decode.cuh": {"decode::LatentShared": "kLaunchSharedBytes"},
     "sm80/decode.cuh": {"decode::Shared": "kLaunchSharedBytes"},
 }
 

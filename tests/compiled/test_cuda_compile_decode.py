@@ -30,6 +30,8 @@ ALWAYS: list[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = [
     ((256, 256), (16, 4), {"q_len": 16, "everything": True}),
     ((576, 512), (128, 1), {"latent": True}),
     ((576, 512), (16, 1), {"batch": 8, "kv_len": 2048, "latent": True, "packs": True}),
+    ((576, 512), (128, 1), {"latent": True, "q_len": 2, "everything": True}),
+    ((576, 512), (128, 2), {"latent": True}),
     ((512, 512), (8, 8), {"q_len": 4, "everything": True}),
     ((128, 128), (64, 8), {"cache": "float8_e4m3fn"}),
     ((256, 256), (16, 4), {"cache": "float8_e4m3fn", "everything": True}),

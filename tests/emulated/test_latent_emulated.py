@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _gpu
 from jax_flash._gpu import sm90_latent
 
 from ..decode_cases import Arguments, Case, compare
 from ..emulator import Emulator
+from ..ragged_cases import Batch, Drawn
 
 
 @dataclasses.dataclass
 class Latent:
     """A case by these kernels, by a tiling of its own."""
 
-    arguments: Arguments
+    arguments: Arguments | Drawn
     tiling: dict[str, Any]
 
-    def run(self, backend: str) -> jax_flash.Decoded:
+    def run(self, backend: str) -> jax_flash.Decoded | jax_flash.Attended:
         made = []
 
         def choose(*call):
@@ -34,8 +34,7 @@ class Latent:
         chosen, sm90_latent.choose = sm90_latent.choose, choose
         jax.clear_caches()
         try:
-            with _gpu.prefer("sm90_latent"):
-                got = jax.tree.map(np.asarray, self.arguments.run(backend))
+            got = jax.tree.map(np.asarray, self.arguments.run(backend))
         finally:
             sm90_latent.choose = chosen
         assert made, "another kernel has run"
@@ -64,3 +63,19 @@ CASES: list[tuple[Case, dict[str, Any]]] = [
 def test_case(case: Case, tiling: dict[str, Any], emulator: Emulator):
     arguments = case.draw()
     compare(arguments, emulator.run(Latent(arguments, tiling), seed=2))  # type: ignore[arg-type]
+
+
+def test_requests_over_pages(emulator: Emulator):
+    batch = Batch("latent", counts=(1, 5, 0, 1), before=(70, 0, 3, 130), tokens=9, requests=5,
+                  page=16, columns=10, N=16, K=1, H=576, Hv=512, latent=True,
+                  dtype="bfloat16")  # fmt: skip
+    drawn = batch.draw(2)
+    drawn.compare(emulator.run(Latent(drawn, {}), seed=2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("batch", "most", "parts"),
+    [(128, 66, 64), (32, 66, 64), (32, 33, 32), (128, 33, 33), (48, 66, 66), (1, 66, 66)],
+)
+def test_parts_end_with_rows_where_that_costs_little(batch: int, most: int, parts: int):
+    assert sm90_latent._parts(batch, most) == parts

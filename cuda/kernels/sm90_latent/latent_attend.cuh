@@ -5,14 +5,16 @@
 // block, warpgroup 1 those of the second, and each multiplies the weights of both by its half of
 // the values: its own from registers, the other's from shared memory. While one computes weights,
 // the other's products keep the tensor cores busy. A row's base rises from block to block as in
-// any online softmax; what a warpgroup has summed is relative to the last base that it has heard of.
+// any online softmax; what a warpgroup has summed is relative to the last base that it has heard
+// of.
 //
 // The schedule is the one that FlashMLA calls seesaw (DeepSeek, 2025).
 #pragma once
 
 #include "logit.cuh"
 #include "sm90/products.cuh"
-#include "sm90_latent/latent_shared.cuh"
+#include "sm90_latent/latent_hidden.cuh"
+#include "sm90_latent/latent_results.cuh"
 #include "softmax.cuh"
 
 namespace decode {
@@ -40,8 +42,7 @@ struct LatentConsumer {
   float output[kHalfColumns / 2];
   float scores[kBlockKV / 2];
   uint32 weights[kBlockKV / 4];
-  Range seen[2];                     // positions that this thread's rows see
-  Range seen_by_all, seen_by_some;   // that every row of the tile sees, that any does
+  Sight sight;
 
   // ---- units ------------------------------------------------------------------------------------
 
@@ -56,7 +57,8 @@ struct LatentConsumer {
       if (block < end) add_pair</*kBoth=*/false>(block, true);
       const int at = unit.start + range.begin - unit.blocks.begin;
       const bool is_whole = range.begin == unit.blocks.begin && range.end == unit.blocks.end;
-      finish(is_whole, at == line.begin_of(share.part));
+      const LatentResults<kGroup> results{p, share, shared, unit, output, state.base};
+      results.finish(state.sum, units, is_whole, at == line.begin_of(share.part));
       ++units;
     });
   }
@@ -70,18 +72,15 @@ struct LatentConsumer {
       state.base[i] = kNoBase;
       state.sum[i] = 0.0f;
       const int position = first + query_of(own_row(i));
-      seen[i] = {first_seen(p, position), position + 1};
+      sight.own[i] = {first_seen(p, position), position + 1};
     }
     const int least = first + query_of(0), most = first + query_of(kShareRows - 1);
-    seen_by_all = {first_seen(p, most), least + 1};
-    seen_by_some = {first_seen(p, least), most + 1};
+    sight.by_all = {first_seen(p, most), least + 1};
+    sight.by_some = {first_seen(p, least), most + 1};
   }
-  // Of rows that are none, the last.
+  // The last query for rows that are none.
   __device__ __forceinline__ int query_of(int row) const {
     return min(Place(p, share, row).query, p.query_len - 1);
-  }
-  static __device__ __forceinline__ int own_row(int i) {
-    return fragment::first_row(threadIdx.x) + i * fragment::kRowStep;
   }
 
   // ---- two blocks, or the last one alone --------------------------------------------------------
@@ -142,10 +141,6 @@ struct LatentConsumer {
   static __device__ __forceinline__ void pass_turn() {
     ptx::named_barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
   }
-  // The warpgroup's four warps meet.
-  static __device__ __forceinline__ void meet_group() {
-    ptx::named_barrier_sync(kGroupBarrier + kGroup, kGroupThreads);
-  }
   __device__ __forceinline__ uint32 keys_of(uint32 number) const {
     return ptx::shared_address(shared.keys[0]) + stage_of_block(number) * kKeyBytes;
   }
@@ -157,9 +152,8 @@ struct LatentConsumer {
     const uint32 keys = keys_of(number), stage = stage_of_block(number);
     const uint32 full = ptx::shared_address(&shared.full[0][0]) + 8 * kKeyBoxes * stage;
     const uint32 parity = parity_of_block(number);
-    if constexpr (kAppends) patch(block, keys, full, parity);
-    const ptx::Descriptor query =
-                              ptx::descriptor(ptx::shared_address(shared.queries), 0, 0, 1024),
+    if constexpr (kAppends) patch<kGroup>(p, unit, block, keys, full, parity);
+    const ptx::Descriptor query = ptx::descriptor(ptx::shared_address(shared.queries), 0, 0, 1024),
                           key = ptx::descriptor(keys, 0, 0, 1024);
     ptx::wgmma_fence();
 #pragma unroll
@@ -216,8 +210,8 @@ struct LatentConsumer {
     // Rounded here, not within a fused product: the largest weight is 1 however large scores are.
 #pragma unroll
     for (float& x : scores) x = __fmul_rn(x, p.scale_log2);
-    if (first < seen_by_all.begin || first + kBlockKV > seen_by_all.end) {
-      hide(first, keys_of(number));
+    if (first < sight.by_all.begin || first + kBlockKV > sight.by_all.end) {
+      hide<kGroup>(shared, sight, first, keys_of(number), scores);
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -245,7 +239,7 @@ struct LatentConsumer {
 #pragma unroll
       for (int i = 0; i < 2; ++i) shared.base[kGroup][own_row(i)] = state.base[i];
     }
-    meet_group();  // all have multiplied the keys that lie there
+    meet_group<kGroup>();  // all have multiplied the keys that lie there
 #pragma unroll
     for (int j = 0; j < kBlockKV / 16; ++j) {
       ptx::store_matrix_x4(chunk_address<kBlockKV>(to, row, 2 * j + lane / 16), weights[4 * j],
@@ -263,119 +257,6 @@ struct LatentConsumer {
       state.rise(row, shared.base[kOther][own_row(row)], correction[row]);
     }
     rescale(correction);
-  }
-
-  // ---- positions that not every row sees --------------------------------------------------------
-
-  // Hides scores. Values that no row sees become 0, as does what is not finite of those that some
-  // see: a row that sees such a key is NaN by its weight.
-  __device__ __forceinline__ void hide(int first, uint32 keys) {
-    const int lane = threadIdx.x % 32;
-    meet_group();  // all have multiplied these keys
-#pragma unroll 1
-    for (int row = threadIdx.x / 32 % 4; row < kBlockKV; row += 4) {
-      const int at = first + row;
-      uint32 found = 0;
-      if (at < seen_by_some.begin || at >= seen_by_some.end) {
-#pragma unroll
-        for (int chunk = lane; chunk < kValueDim / 8; chunk += 32) {
-          ptx::store_shared_x4(chunk_address<kBlockKV>(keys, row, chunk), 0, 0, 0, 0);
-        }
-      } else if (at < seen_by_all.begin || at >= seen_by_all.end) {
-        for (int word = lane; word < kValueDim / 2; word += 32) {
-          const uint32 from = chunk_address<kBlockKV>(keys, row, word / 4) + word % 4 * 4;
-          const uint32 pair = ptx::load_shared(from), clean = finite_halves(pair);
-          found |= pair ^ clean;
-          if (pair != clean) ptx::store_shared(from, clean);
-        }
-      }
-      const bool is_bad = __any_sync(0xffffffffu, found != 0);
-      if (lane == 0) shared.bad[kGroup][row] = is_bad;
-    }
-    ptx::fence_async_proxy();
-    meet_group();
-    const int own = fragment::first_column(threadIdx.x);
-#pragma unroll
-    for (int i = 0; i < kBlockKV / 2; ++i) {
-      const int column = own + fragment::column(i), at = first + column;
-      const Range& range = seen[fragment::row(i)];
-      if (at < range.begin || at >= range.end) {
-        scores[i] = kNegativeInfinity;
-      } else if (shared.bad[kGroup][column]) {
-        scores[i] = kNan;
-      }
-    }
-  }
-
-  // New keys in the places of what the cache had there; flash_decode_merge writes them to it.
-  __device__ __forceinline__ void patch(int block, uint32 keys, uint32 full, uint32 parity) {
-    const int first = block * kBlockKV, oldest = unit.length - p.query_len;
-    const int begin = max(max(oldest, 0), first), end = min(unit.length, first + kBlockKV);
-    if (begin >= end) return;
-    for (int box = 0; box < kKeyBoxes; ++box) ptx::barrier_wait(full + 8 * box, parity);
-    const RowPieces<kHeadDim> rows(
-        p.new_key, static_cast<int64>(unit.batch) * p.query_len * RowPieces<kHeadDim>::kStride);
-    constexpr int kOfRow = kHeadDim / 8;
-    for (int i = threadIdx.x % kGroupThreads; i < (end - begin) * kOfRow; i += kGroupThreads) {
-      const int position = begin + i / kOfRow, piece = i % kOfRow;
-      store_in_tile(keys, position - first, piece, rows.load((position - oldest) * kOfRow + piece));
-    }
-    ptx::fence_async_proxy();
-    meet_group();
-  }
-
-  // ---- results ----------------------------------------------------------------------------------
-
-  __device__ __forceinline__ void finish(bool is_whole, bool is_first) {
-    float total[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      total[i] = fragment::quad_sum(state.sum[i]);
-      if (threadIdx.x % 4 == 0) shared.sums[units % 2][kGroup][own_row(i)] = total[i];
-    }
-    ptx::named_barrier_sync(kSumsBarrier, 2 * kGroupThreads);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = own_row(i);
-      total[i] += shared.sums[units % 2][kOther][row];
-      const Place place(p, share, row);
-      if (is_whole) {
-        store(place, i, total[i]);
-      } else if (place.exists(p)) {
-        leave(partial_row(blockIdx.x, is_first, row), i, total[i]);
-      }
-    }
-  }
-  // Whole warps call.
-  __device__ __forceinline__ void store(const Place& place, int i, float total) {
-    const bool exists = place.exists(p);
-    Conclusion end{0.0f, 0.0f};
-    if (exists) end = conclude(p, state.base[i], total, unit.batch, place.head);
-    uint32 pieces[kHalfColumns / 8];
-    fragment::gather_row(output, i, end.factor, pieces);
-    if (!exists) return;
-    const int64 row =
-        (static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads + place.head;
-    uint4* const to = static_cast<uint4*>(p.out) + (row * kValueDim + kGroup * kHalfColumns) / 8;
-#pragma unroll
-    for (int g = 0; g < kHalfColumns / 32; ++g) {
-      to[4 * g + threadIdx.x % 4] = make_uint4(pieces[4 * g], pieces[4 * g + 1], pieces[4 * g + 2],
-                                               pieces[4 * g + 3]);
-    }
-    if (kGroup == 0 && threadIdx.x % 4 == 0) store_lse(p, unit, place, end.lse);
-  }
-  // For latent_merge.cuh.
-  __device__ __forceinline__ void leave(int64 at, int i, float total) {
-    float* const to = p.partial_out + at * kValueColumns + kGroup * kHalfColumns +
-                      fragment::first_column(threadIdx.x);
-#pragma unroll
-    for (int j = 0; j < kHalfColumns / 8; ++j) {
-      const int of = fragment::element(j, i, 0);
-      *reinterpret_cast<float2*>(to + 8 * j) = make_float2(output[of], output[of + 1]);
-    }
-    if (kGroup == 0 && threadIdx.x % 4 == 0) {
-      reinterpret_cast<float2*>(p.partial_rows)[at] = make_float2(state.base[i], total);
-    }
   }
 };
 

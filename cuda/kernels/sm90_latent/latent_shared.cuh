@@ -5,6 +5,7 @@
 #pragma once
 
 #include "decode_pieces.cuh"
+#include "fragment.cuh"
 #include "ptx_barriers.cuh"
 #include "ring.cuh"
 #include "sm90/ptx_sm90.cuh"
@@ -26,12 +27,12 @@ static_assert(kCacheColumns == kBoxColumns);
 struct LatentShared {
   unsigned char keys[2][kKeyBytes];  // at multiples of 1024 bytes
   unsigned char queries[kKeyBytes];
-  float base[2][kShareRows];      // of rows, by the owner of the last block
-  float sums[2][2][kShareRows];   // of units in turn, by warpgroup
-  uint32 bad[2][kBlockKV];        // by owner: positions whose values are not finite
-  Barrier full[2][kKeyBoxes];     // a box of a stage has come
-  Barrier empty[2][2];            // a half of a stage is free: boxes of 256 columns, and with the
-                                  // half that the owner does not multiply what lies behind them
+  float base[2][kShareRows];     // of rows, by the owner of the last block
+  float sums[2][2][kShareRows];  // of units in turn, by warpgroup
+  uint32 bad[2][kBlockKV];       // by owner: positions whose values are not finite
+  Barrier full[2][kKeyBoxes];    // a box of a stage has come
+  Barrier empty[2][2];           // a half of a stage is free: boxes of 256 columns, and with the
+                                 // half that the owner does not multiply what lies behind them
   Barrier queries_full, queries_empty;
   int spoiled[2];  // a page that the stage's block needs is none
 };
@@ -41,6 +42,16 @@ inline constexpr int kWeightsBarrier = 1;  // and 2: weights of warpgroup 0, of 
 inline constexpr int kSumsBarrier = 3;
 inline constexpr int kGroupBarrier = 4;  // and 5: a warpgroup by itself
 inline constexpr int kTurnBarrier = 6;
+
+// The four warps of a warpgroup meet.
+template <int kGroup>
+__device__ __forceinline__ void meet_group() {
+  ptx::named_barrier_sync(kGroupBarrier + kGroup, kGroupThreads);
+}
+// The rows of a fragment that this thread has.
+__device__ __forceinline__ int own_row(int i) {
+  return fragment::first_row(threadIdx.x) + i * fragment::kRowStep;
+}
 
 // Where a block lies, by its number among those of the CTA.
 __device__ __forceinline__ uint32 stage_of_block(uint32 number) { return number % 2; }
