@@ -5,7 +5,7 @@
     python benchmarks/papers.py --quick           # small sizes, on a CPU too: that all runs
 
 Writes build/benchmarks/<device>/papers-<part>-<commit>.json after each cell, so that a run that is
-stopped keeps what it has, then .md and .png. `python benchmarks figures` fills docs/papers.md, and
+stopped keeps what it has, then .md and .png. `python benchmarks figures` fills docs/papers*.md, and
 draws its charts, from those in results/.
 
 A part is a file of paper_parts/ with a `PART`, a `Part` of common/paper.py: title, paper, claims,

@@ -59,6 +59,7 @@ class Part:
     measure: Callable[[Settings, Record], Record]
     table: Callable[[Sequence[Record]], str]  # in Markdown
     panels: Callable[[Sequence[Record]], Sequence[Panel]]
+    page: str = "papers"  # of docs/, whose size has a limit; "papers_training": whole steps
 
 
 def claims_table(part: Part, records: Sequence[Record] | None) -> str:

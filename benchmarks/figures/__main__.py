@@ -1,4 +1,4 @@
-"""Draws the documentation's figures, light and dark: docs/figures/*.svg; fills docs/papers.md.
+"""Draws the documentation's figures, light and dark: docs/figures/*.svg; fills docs/papers*.md.
 
     python benchmarks figures
 
@@ -23,7 +23,8 @@ def main() -> None:
             (folder / f"{name}-{theme}.svg").write_text(drawings.draw(name, theme))
     runs = papers_page.runs_of()
     papers_page.draw(runs, folder)
-    papers_page.PAGE.write_text(papers_page.fill(papers_page.PAGE.read_text(), runs))
+    for page in papers_page.PAGES:
+        page.write_text(papers_page.fill(page.stem, page.read_text(), runs))
 
 
 if __name__ == "__main__":

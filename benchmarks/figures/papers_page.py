@@ -1,4 +1,4 @@
-"""Fills docs/papers.md: the papers' claims beside what was measured, and charts of it.
+"""Fills docs/papers.md and papers_training.md: claims beside what was measured, and charts of it.
 
 Read are the published runs of papers.py, one for each part, the newest; those of `--quick` and of
 CPUs are none.
@@ -15,7 +15,7 @@ from common import charts, paper
 
 from .measured import ROOT, THEMES
 
-PAGE = ROOT / "docs" / "papers.md"
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("papers", "papers_training")]
 BEGIN, END = "<!-- python benchmarks figures -->\n", "<!-- end of the tables -->\n"
 
 
@@ -40,10 +40,11 @@ def draw(runs: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
             charts.draw_panels(part.panels(run["cells"]), title, to, color, opaque=False)
 
 
-def fill(page: str, runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """Puts a section for each part between the marks of the page."""
-    sections = [section(name, part, runs.get(name)) for name, part in papers.parts().items()]
-    tables = "\n".join([_summary(runs), *sections])
+def fill(name: str, page: str, runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Puts a section for each part of a page between the marks of its text."""
+    parts = {word: part for word, part in papers.parts().items() if part.page == name}
+    sections = [section(word, part, runs.get(word)) for word, part in parts.items()]
+    tables = "\n".join([_summary(parts, runs), *sections])
     return re.sub(
         f"{re.escape(BEGIN)}.*{re.escape(END)}",
         lambda _: f"{BEGIN}\n{tables}\n{END}",
@@ -72,9 +73,9 @@ def section(name: str, part: paper.Part, run: Mapping[str, Any] | None) -> str:
     return "\n\n".join([*lines, part.differs]) + "\n"
 
 
-def _summary(runs: Mapping[str, Mapping[str, Any]]) -> str:
+def _summary(parts: Mapping[str, paper.Part], runs: Mapping[str, Mapping[str, Any]]) -> str:
     """Says which parts have been measured."""
-    titles = {name: part.title for name, part in papers.parts().items()}
+    titles = {name: part.title for name, part in parts.items()}
     missing = [title for name, title in titles.items() if name not in runs]
     if not missing:
         return "All parts have been measured.\n"

@@ -171,4 +171,5 @@ PART = Part(
     measure=measure,
     table=table,
     panels=panels,
+    page="papers_training",
 )

@@ -292,4 +292,5 @@ PART = Part(
     measure=measure,
     table=table,
     panels=panels,
+    page="papers_training",
 )

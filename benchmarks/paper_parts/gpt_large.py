@@ -179,4 +179,5 @@ PART = Part(
     measure=measure,
     table=table,
     panels=panels,
+    page="papers_training",
 )

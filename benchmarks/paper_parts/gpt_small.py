@@ -187,4 +187,5 @@ PART = Part(
     measure=measure,
     table=table,
     panels=panels,
+    page="papers_training",
 )

@@ -93,8 +93,10 @@ def test_a_cell_that_fails_is_told_and_the_rest_goes_on(
 
 def test_the_page_is_of_the_results():
     """If not: python benchmarks figures."""
-    page = papers_page.PAGE.read_text()
-    assert page == papers_page.fill(page, papers_page.runs_of())
+    assert {part.page for part in papers.parts().values()} == {x.stem for x in papers_page.PAGES}
+    for path in papers_page.PAGES:
+        page = path.read_text()
+        assert page == papers_page.fill(path.stem, page, papers_page.runs_of())
     for name in papers_page.runs_of():
         for theme in papers_page.THEMES:
             assert (FOLDER.parent / "docs" / "figures" / f"papers-{name}-{theme}.svg").is_file()
@@ -119,7 +121,7 @@ def test_the_page_has_the_newest_run_of_a_gpu(tmp_path: Path, monkeypatch: pytes
     write("nvidia-h200", "2030-01-03", 6, quick=True)
     write("cpu", "2030-01-04", 7)
     runs = papers_page.runs_of(tmp_path)
-    page = papers_page.fill(f"{papers_page.BEGIN}old\n{papers_page.END}", runs)
+    page = papers_page.fill("papers", f"{papers_page.BEGIN}old\n{papers_page.END}", runs)
     assert "Not measured yet: Never run." in page
     assert "| the last | 2 s (A100) | Table 1 | 5 s |" in page
     assert "| the last | 2 s (A100) | Table 1 | not measured yet |" in page
