@@ -58,7 +58,7 @@ class Float8Call:
         options = dict(self.options)
         if options.pop("strided", False):
             options["block_mask"] = jax_flash.block_mask(
-                lambda b, h, q, k: (q - k) % 150 < 40,
+                lambda b, h, q, k: (q - k) % 600 < 40,
                 batch=None,
                 heads=None,
                 q_len=self.q_len,
@@ -122,7 +122,8 @@ CALLS = {
             "out_dtype": "float16",
         },
     ),
-    "block mask, 128": Float8Call(300, 300, 128, options={"strided": True}),
+    # Blocks without an element are left out: the others' scales stand at their own numbers.
+    "block mask, 128": Float8Call(150, 800, 128, options={"strided": True}),
 }
 
 

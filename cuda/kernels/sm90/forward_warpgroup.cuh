@@ -132,14 +132,15 @@ struct WarpgroupProducts : WarpgroupState {
     const uint32 key = start + kKeyBytes / 8 * key_ring.barrier_offset();
     ptx::wgmma_fence();
     operands.issue_scores(scores, ptx::descriptor(query, JF_OFFSET(query), 0, 1024),
-                          ptx::descriptor(key, JF_OFFSET(key), 0, 1024));
+                          ptx::descriptor(key, JF_OFFSET(key), 0, KeyBlock::kGroupBytes));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void begin_output(int accumulate) {
     const uint32 value = start + kValueBytes / 8 * value_ring.barrier_offset();
     operands.begin_output(p, block);
     ptx::wgmma_fence();
-    const auto tile = ptx::descriptor(value, JF_OFFSET(value), kBlockKV * kBoxRowBytes, 1024);
+    const auto tile = ptx::descriptor(value, JF_OFFSET(value), ValueBlock::kBoxBytes,
+                                      ValueBlock::kGroupBytes);
     operands.issue_output(output, tile, accumulate);
     ptx::wgmma_commit();
   }
@@ -187,7 +188,7 @@ struct WarpgroupProducts : WarpgroupState {
       if constexpr (kBitsAhead) fetch_bits(bits, block, !whole);
     }
     if (is_first) operands.begin_unit(p, unit(), warpgroup);
-    operands.begin_scores(p, next);
+    operands.begin_scores(p, kFloat8 && kListsBlocks ? listed_block().number() : next);
     if constexpr (kHoldsDraws) {
       const UnitInfo& t = unit();
       const auto query_of = [&](int row) { return packed_row(t, row); };
@@ -427,8 +428,7 @@ struct Warpgroup : WarpgroupProducts {
       const int pieces = (kBlockKV - valid) * (kBoxRowBytes / 16);
       for (int i = threadIdx.x % 128; i < pieces * kValueBoxes; i += 128) {
         const int box = i / pieces;
-        ptx::store_shared_x4(
-            base + (box * kBlockKV + valid) * kBoxRowBytes + (i - box * pieces) * 16, 0, 0, 0, 0);
+        ptx::store_shared_x4(base + ValueBlock::chunk(box, valid, i - box * pieces), 0, 0, 0, 0);
       }
       ptx::fence_async_proxy();
       ptx::named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
