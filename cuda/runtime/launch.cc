@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <string>
+#include <utility>
 
 namespace jax_flash {
 namespace {
@@ -100,11 +101,17 @@ Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map) 
   const auto columns = static_cast<std::uint64_t>(view.columns);
   const auto heads = static_cast<std::uint64_t>(view.heads);
   const auto rows = static_cast<std::uint64_t>(view.rows);
-  const std::uint64_t dims[] = {columns, heads, rows, static_cast<std::uint64_t>(view.batch)};
-  const std::uint64_t strides[] = {columns * bytes, heads * columns * bytes,
-                                   rows * heads * columns * bytes};  // of all dims but the first
-  const unsigned box[] = {static_cast<unsigned>(128 / bytes), static_cast<unsigned>(view.box_heads),
-                          static_cast<unsigned>(view.box_rows), 1};
+  std::uint64_t dims[] = {columns, heads, rows, static_cast<std::uint64_t>(view.batch)};
+  std::uint64_t strides[] = {columns * bytes, heads * columns * bytes,
+                             rows * heads * columns * bytes};  // of all dims but the first
+  unsigned box[] = {static_cast<unsigned>(128 / bytes), static_cast<unsigned>(view.box_heads),
+                    static_cast<unsigned>(view.box_rows), 1};
+  if (view.box_batches > 0) {
+    std::swap(dims[1], dims[2]);
+    std::swap(strides[0], strides[1]);
+    std::swap(box[1], box[2]);
+    box[3] = static_cast<unsigned>(view.box_batches);
+  }
   const unsigned steps[] = {1, 1, 1, 1};
   const CUresult code = driver.cuTensorMapEncodeTiled(
       map, view.type, 4, const_cast<void*>(view.data), dims, strides, box, steps, kInterleaveNone,
@@ -114,7 +121,7 @@ Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map) 
                  std::to_string(view.batch) + ", " + std::to_string(view.rows) + ", " +
                  std::to_string(view.heads) + ", " + std::to_string(view.columns) + "], " +
                  std::to_string(view.box_rows) + " rows of " + std::to_string(view.box_heads) +
-                 " heads a box"};
+                 " heads a box, batches " + std::to_string(view.box_batches)};
 }
 
 }  // namespace jax_flash

@@ -61,7 +61,8 @@ Status Fill(const StreamScope& scope, void* target, std::uint32_t value, std::si
 
 // A dense row-major array [B, T, N, H] seen by TMA: boxes of 128 bytes (64 columns of
 // 16 bits, 32 of float32) by `box_heads` by `box_rows`, in 128-byte swizzled shared memory. Reads
-// beyond the array give zero, writes there are dropped.
+// beyond the array give zero, writes there are dropped. With `box_batches` a box has so many
+// batches, and in shared memory a head's rows follow each other.
 struct TensorView {
   CUtensorMapDataType type;
   std::int64_t bytes;  // of an element
@@ -69,6 +70,7 @@ struct TensorView {
   std::int64_t batch, rows, heads, columns;
   std::int64_t box_rows;
   std::int64_t box_heads;
+  std::int64_t box_batches;  // 0: one, and a row's heads follow each other
 };
 // Writes the 128 bytes of the map to `map`, aligned to 64.
 Status EncodeTensorMap(const Driver& driver, const TensorView& view, void* map);

@@ -259,6 +259,7 @@ class Reader {
     map.bytes = type.bytes;
     map.box_rows = Number(words, 1);
     map.box_heads = Number(words, 1);
+    map.box_batches = Number(words, 0);
     for (Expression& size : map.shape) size = ReadExpression(words.Until(", "));
     field->map = plan_.maps.size();
     plan_.maps.push_back(std::move(map));

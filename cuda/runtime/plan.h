@@ -91,7 +91,7 @@ struct PlanField {
 struct PlanMap {
   CUtensorMapDataType type;
   std::int64_t bytes;  // of an element
-  std::int64_t box_rows, box_heads;
+  std::int64_t box_rows, box_heads, box_batches;
   Expression shape[4];  // batch, rows, heads, columns
 };
 

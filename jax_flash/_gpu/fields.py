@@ -32,6 +32,7 @@ class Scratch:
 class Map:
     """A tensor map of TMA: a dense array [batch, rows, heads, columns] and a box of 128 bytes.
 
+    With `box_batches` a box has so many batches, and a head's rows follow each other in it.
     An array with an empty dim has a map of zeros, of which no kernel may load.
     """
 
@@ -40,6 +41,7 @@ class Map:
     shape: tuple[AnySize, AnySize, AnySize, AnySize]
     box_rows: int
     box_heads: int = 1
+    box_batches: int = 0  # 0: one, and a row's heads follow each other
 
 
 @dataclasses.dataclass(frozen=True)

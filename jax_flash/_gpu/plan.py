@@ -237,7 +237,8 @@ def _write(offset: int, field: Field, buffers: Mapping[str, int]) -> list[str]:
     if value in (None, 0):
         return []
     if isinstance(value, Map):
-        words = f"{buffers[value.buffer]} {value.dtype} {value.box_rows} {value.box_heads}"
+        box = f"{value.box_rows} {value.box_heads} {value.box_batches}"
+        words = f"{buffers[value.buffer]} {value.dtype} {box}"
         return [f"map {offset} {words} {_list(value.shape)}"]
     if isinstance(value, str):
         return [f"pointer {offset} {buffers[value]}"]

@@ -202,22 +202,20 @@ template <class Visit>
 void visit_chunks(const Box& box, uint32 shared, const Visit& visit) {
   const FakeMap& map = *box.map;
   const uint32 size = box.element(), each = kChunk / size, chunks = map.box[0] / each;
-  for (uint32 row = 0; row < map.box[2]; ++row) {
-    for (uint32 head = 0; head < map.box[1]; ++head) {
-      for (uint32 chunk = 0; chunk < chunks; ++chunk) {
-        uint32 at = shared + ((row * map.box[1] + head) * chunks + chunk) * kChunk;
-        if (map.swizzle == 3) at ^= (at >> 7 & 7) << 4;
-        const std::int64_t c[4] = {box.start[0] + chunk * each, box.start[1] + head,
-                                   box.start[2] + row, box.start[3]};
-        const auto dims = [&](int i) { return static_cast<std::int64_t>(map.dims[i]); };
-        bool inside = true;
-        for (int i = 0; i < 4; ++i) inside = inside && c[i] >= 0 && c[i] < dims(i);
-        const std::int64_t elements = inside ? std::min<std::int64_t>(dims(0) - c[0], each) : 0;
-        auto* data = static_cast<unsigned char*>(map.address) + size * c[0] +
-                     c[1] * map.strides[0] + c[2] * map.strides[1] + c[3] * map.strides[2];
-        visit(at, data, static_cast<uint32>(size * elements));
-      }
-    }
+  const uint32 runs = map.box[1] * map.box[2] * map.box[3];  // each of the first dim
+  for (uint32 i = 0; i < runs * chunks; ++i) {
+    const uint32 run = i / chunks, head = run % map.box[1], rest = run / map.box[1];
+    uint32 at = shared + i * kChunk;
+    if (map.swizzle == 3) at ^= (at >> 7 & 7) << 4;
+    const std::int64_t c[4] = {box.start[0] + i % chunks * each, box.start[1] + head,
+                               box.start[2] + rest % map.box[2], box.start[3] + rest / map.box[2]};
+    const auto dims = [&](int i) { return static_cast<std::int64_t>(map.dims[i]); };
+    bool inside = true;
+    for (int i = 0; i < 4; ++i) inside = inside && c[i] >= 0 && c[i] < dims(i);
+    const std::int64_t elements = inside ? std::min<std::int64_t>(dims(0) - c[0], each) : 0;
+    auto* data = static_cast<unsigned char*>(map.address) + size * c[0] + c[1] * map.strides[0] +
+                 c[2] * map.strides[1] + c[3] * map.strides[2];
+    visit(at, data, static_cast<uint32>(size * elements));
   }
 }
 uint32 box_alignment(const Box& box) { return box.map->swizzle == 0 ? 16 : 128; }

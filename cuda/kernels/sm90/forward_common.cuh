@@ -32,6 +32,8 @@ inline constexpr bool kCutsUnits = kCutDocuments > 0;
 // Boxes of a block of keys, one above the other: pages do not follow each other in memory.
 inline constexpr int kPageRows = kFromPages ? common_divisor(kPageSize, kBlockKV) : kBlockKV;
 inline constexpr int kPieces = kBlockKV / kPageRows;
+using KeyBlock = KeyTile<kHeadColumns, kBlockKV, kWholeRows>;
+using ValueBlock = KeyTile<kValueDim, kBlockKV, kWholeRows>;
 // A team is a producer warp and kConsumers warpgroups with buffers and units of their own: a CTA is
 // one, or several that hide each other's latencies. Their warpgroups follow the producers' in turn.
 inline constexpr int kThreads = 128 * (kTeams * kConsumers + 1);

@@ -42,13 +42,13 @@ struct Operands {
     for (int i = 0; i < ceil_div(kHeadDim, 16); ++i) {
       const int box = i / 4, inner = i % 4 * 32;
       ptx::wgmma_ss<Element, 0, 0>(scores, query.at(box * kWarpgroupRows * kBoxRowBytes + inner),
-                                   key.at(box * kBlockKV * kBoxRowBytes + inner), i > 0);
+                                   key.at(box * KeyBlock::kBoxBytes + inner), i > 0);
     }
   }
   // and the output of the block.
   __device__ __forceinline__ void issue_output(Output& output, ptx::Descriptor value,
                                                int accumulate) const {
-    multiply_rows<kBlockKV>(output, weights, value, accumulate);
+    multiply_rows<kBlockKV, ValueBlock::kGroupBytes>(output, weights, value, accumulate);
   }
   // After the wait for it.
   __device__ __forceinline__ void accept_output(Output& output) { ptx::pin(output); }

@@ -45,6 +45,12 @@ struct PagePieces {
                                        int block, int lane) const {
     if (lane >= kPieces) return;
     const int row = lane * kPageRows, slot = (block * kBlockKV + row) % kPageSize;
+    if constexpr (kWholeRows) {
+      constexpr int kBoxes = KeyTile<kDim, kBlockKV, true>::kBoxes;
+      ptx::tma_load(tile + kBoxes * row * kBoxRowBytes, &map, full, ptx::kEvictLast, 0, 0,
+                    kv_head * kBoxes, page * (kPageSize / 8) + slot / 8);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < ceil_div(kDim, kBoxColumns); ++i) {
       ptx::tma_load(tile + (i * kBlockKV + row) * kBoxRowBytes, &map, full, ptx::kEvictLast,

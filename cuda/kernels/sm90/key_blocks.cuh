@@ -9,6 +9,22 @@
 template <int kDim, int kRows, int kPlanes = 1>
 inline constexpr int kKeyBlockBytes = kPlanes * ceil_div(kDim, kBoxColumns) * kRows * kBoxRowBytes;
 
+// Where a block's rows lie: boxes of 64 columns one behind the other, each of all rows; with kWhole
+// groups of eight rows, each with all of its boxes, so that TMA loads whole rows of a head at once.
+template <int kDim, int kRows, bool kWhole>
+struct KeyTile {
+  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+  static constexpr int kEight = 8 * kBoxRowBytes;
+  static constexpr int kBoxBytes = kWhole ? kEight : kRows * kBoxRowBytes;  // to the next box
+  static constexpr int kGroupBytes = kWhole ? kBoxes * kEight : kEight;     // to the next group
+  // The chunk of 16 bytes, counted from the first of a row on.
+  static __device__ __forceinline__ uint32 chunk(int box, int row, int chunk) {
+    if constexpr (!kWhole) return box * kBoxBytes + row * kBoxRowBytes + chunk * 16;
+    row += chunk / 8;
+    return box * kBoxBytes + row / 8 * kGroupBytes + row % 8 * kBoxRowBytes + chunk % 8 * 16;
+  }
+};
+
 // Loads the block by TMA; one thread calls, when the bytes are announced at the barrier `full`. Two
 // planes are two heads side by side.
 template <int kDim, int kRows, int kPlanes = 1>

@@ -12,8 +12,9 @@ __device__ __forceinline__ void fill_tile(uint32 tile, const uint16* source, int
   ptx::fence_async_proxy();
 }
 
-// output[64, N] (+)= weights[64, kKeyRows] v[kKeyRows, N], weights in registers; does not wait.
-template <int kKeyRows, int kCount, int kWeights>
+// output[64, N] (+)= weights[64, kKeyRows] v[kKeyRows, N], weights in registers; does not wait. Rows
+// lie in groups of eight.
+template <int kKeyRows, int kGroupBytes = 8 * kBoxRowBytes, int kCount, int kWeights>
 __device__ __forceinline__ void multiply_rows(float (&output)[kCount],
                                               const uint32 (&weights)[kWeights],
                                               ptx::Descriptor value, int accumulate) {
@@ -21,6 +22,6 @@ __device__ __forceinline__ void multiply_rows(float (&output)[kCount],
   for (int step = 0; step < kKeyRows / 16; ++step) {
     ptx::wgmma_rs<Element, 1>(output, weights[4 * step], weights[4 * step + 1],
                               weights[4 * step + 2], weights[4 * step + 3],
-                              value.at(step * 16 * kBoxRowBytes), step > 0 ? 1 : accumulate);
+                              value.at(step * 2 * kGroupBytes), step > 0 ? 1 : accumulate);
   }
 }

@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 
 # With pages: requests, pages of a request, pages, and positions of each.
+_GROUP, _BOX_COLUMNS = 8, 64  # rows of a swizzle, columns of a box
+_PAGES = (
+    "with kFromPages [P, kPageSize, K, %s]; with kWholeRows [P * kPageSize / 8, 8, K * %s / 64, 64]"
+    ", whole rows of a head: box (64, 8, H / 64, kPageRows / 8)"
+)
 REQUESTS, COLUMNS, P, PAGE = map(Size, ("requests", "columns", "P", "page"))
 _RANGE_WARPS = 8  # of a CTA of segment_ranges, segment_plan, position_ranges and row_norms
 _NORM_ROWS = 64  # of a warp of row_norms
@@ -121,10 +126,15 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             return Map(f"{name}_halves", "f16", planes, box_rows, box_heads)
         if tiling.float8:  # pairs of numbers
             return Map(name[0], "bf16", (B, length, count, dim // 2), box_rows)
-        paged = tiling.page_size and name != "query"
-        outer, rows = (P, PAGE) if paged else (B, length)
         dtype = name_of(problem.dtype)
-        return Map(name[0], dtype, (outer, rows, count, dim), box_rows, box_heads)
+        if not tiling.page_size or name == "query":
+            return Map(name[0], dtype, (B, length, count, dim), box_rows, box_heads)
+        if not tiling.whole_rows:
+            return Map(name[0], dtype, (P, PAGE, count, dim), box_rows)
+        groups = product(P, tiling.page_size // _GROUP)  # of a swizzle's rows
+        parts = dim // _BOX_COLUMNS
+        shape = (groups, _GROUP, product(count, parts), _BOX_COLUMNS)
+        return Map(name[0], dtype, shape, _GROUP, parts, box_rows // _GROUP)
 
     def norms(length, count) -> Scratch | None:
         return Scratch("s32", (B * count, ceil_div(length, _NORM_ROWS))) if tiling.fades else None
@@ -148,7 +158,7 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
                 "TensorMap",
                 "key",
                 array("key", S, K, shapes.head_dim, tiling.key_rows),
-                "[B, S, K, H], box (64, 1, kPageRows, 1); with kFromPages [P, kPageSize, K, H]",
+                f"[B, S, K, H], box (64, 1, kPageRows, 1); {_PAGES % ('H', 'H')}",
             ),
             Field(
                 "TensorMap",
@@ -156,7 +166,7 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
                 _columns_map(shapes)
                 if tiling.float8
                 else array("value", S, K, shapes.value_dim, tiling.key_rows),
-                "[B, S, K, Hv], box (64, 1, kPageRows, 1); with kFromPages [P, kPageSize, K, Hv]; "
+                f"[B, S, K, Hv], box (64, 1, kPageRows, 1); {_PAGES % ('Hv', 'Hv')}; "
                 "with kFloat8 value_columns, box (64, 1, Hv, 1)",
             ),
             # The same arrays, for loads without TMA and for rows that are computed again without

@@ -44,6 +44,7 @@ def forward_constants(tiling: ForwardTiling, problem: Problem, shapes: Shapes) -
         "kCutsAligned": tiling.cuts_aligned,
         "kFromPages": tiling.page_size > 0,
         "kPageSize": max(tiling.page_size, 1),
+        "kWholeRows": tiling.whole_rows,
         "kPingPong": tiling.ping_pong,
         "kDrains": tiling.drains,
         "kDrainsToHide": tiling.drains_to_hide,

@@ -67,6 +67,11 @@ class ForwardTiling:
         return math.gcd(self.page_size, self.block_kv)
 
     @property
+    def whole_rows(self) -> bool:
+        """Whether TMA loads a head's rows of a page at once, and not 64 columns of them."""
+        return self.page_size > 0 and self.head_dim % 64 == self.value_dim % 64 == 0
+
+    @property
     def threads(self) -> int:
         return 128 * (self.teams * self.consumers + 1)
 
