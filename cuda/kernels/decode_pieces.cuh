@@ -91,16 +91,42 @@ __device__ __forceinline__ void store_in_tile(uint32 tile, int row, int index, c
   ptx::store_shared(at + 4, piece.y);
 }
 
+// Quotients by a scale, to nearest. A division has branches for extreme numbers, which keep its
+// neighbours waiting, 100 cycles each; here a scale has one for all.
+struct Quotients {
+  float scale, inverse;
+  bool is_plain;  // no quotient that matters has a remainder below the least number
+  __device__ __forceinline__ explicit Quotients(float scale)
+      : scale(scale),
+        inverse(__fdiv_rn(1.0f, scale)),
+        is_plain(fabsf(scale) > 0x1p-60f && fabsf(scale) < 0x1p60f) {}
+  // Markstein's: with the inverse to nearest one step gives the quotient to nearest. What saturates
+  // is left, as are infinity and NaN, and what a cache has as a zero, whose sign stays.
+  __device__ __forceinline__ float of(float x) const {
+    const float quotient = x * inverse;
+    const float nearest = fmaf(fmaf(-quotient, scale, x), inverse, quotient);
+    const float size = fabsf(quotient);
+    return size > 0x1p-12f && size < 0x1p20f ? nearest : quotient;
+  }
+};
+
 // Eight numbers of 16 bits by a scale, as a cache of eight bits has them: rounded to nearest, ties
 // to even, and saturated.
 template <class Of>
 __device__ __forceinline__ uint2 quantized(const uint4& piece, float scale) {
+  const Quotients by(scale);
   const uint32 pairs[4] = {piece.x, piece.y, piece.z, piece.w};
   uint32 packed[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float low = __fdiv_rn(Of::unpack_low(pairs[i]), scale);
-    const float high = __fdiv_rn(Of::unpack_high(pairs[i]), scale);
+    float low = Of::unpack_low(pairs[i]), high = Of::unpack_high(pairs[i]);
+    if (by.is_plain) {
+      low = by.of(low);
+      high = by.of(high);
+    } else {
+      low = __fdiv_rn(low, scale);
+      high = __fdiv_rn(high, scale);
+    }
     if constexpr (kFloat8) {
       packed[i] = ptx::pack_e4m3(low, high);
     } else {
