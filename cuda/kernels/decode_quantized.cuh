@@ -28,25 +28,31 @@ __device__ __forceinline__ int query_exponent(uint32 largest) {
   return max(static_cast<int>(largest >> 7) - 127 - kLargest, -126);
 }
 
-// Queries as float16, by a power of two of each row, whose inverses are `factors`. A warp has whole
-// rows.
+// Queries as float16, by a power of two of each row, whose inverses are `factors`. Lanes side by
+// side have a row, as many as it has items: what turns it is there once, for several rows (four
+// times it was 5,000 instructions, which a call of 5 us waits for).
 template <class Of>
 __device__ __forceinline__ void load_scaled_queries(const DecodeParams& p, const Unit& unit,
                                                     const Share& share, uint32 tile,
                                                     float* factors) {
   constexpr int kChunks = ceil_div(kHeadDim, kBoxColumns) * 8;
   constexpr int kItems = kRotates ? kHeadDim / 16 : kChunks;  // chunks, or pairs that turn
-  constexpr int kOfLane = ceil_div(kItems, 32), kOfItem = kRotates ? 2 : 1;
-  constexpr int kAtOnce = 4;  // rows whose loads are under way
-  const int lane = threadIdx.x % 32;
+  constexpr int kLanes = kItems <= 4 ? 4 : kItems <= 8 ? 8 : kItems <= 16 ? 16 : 32;
+  constexpr int kOfLane = ceil_div(kItems, kLanes), kOfItem = kRotates ? 2 : 1;
+  constexpr int kRows = 32 / kLanes;                               // of a warp
+  constexpr int kAtOnce = kRotates || kRows >= 4 ? 1 : 4 / kRows;  // whose loads are under way
+  static_assert(kShareRows % kRows == 0, "whole warps have rows");
+  const int lane = threadIdx.x % kLanes;
 #pragma unroll 1
-  for (int first = ptx::warp_index(); first < kShareRows; first += kAtOnce * kWarps) {
+  for (int first = ptx::warp_index() * kRows; first < kShareRows;
+       first += kAtOnce * kWarps * kRows) {
     uint4 pieces[kAtOnce][kOfLane][kOfItem] = {};
     const auto each = [&](auto visit) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int row = first + i * kWarps;
-        if (row < kShareRows) visit(row, Place(p, share, row), pieces[i]);
+        if (first + i * kWarps * kRows >= kShareRows) return;
+        const int row = first + i * kWarps * kRows + threadIdx.x % 32 / kLanes;
+        visit(row, Place(p, share, row), pieces[i]);
       }
     };
     each([&](int, const Place& place, uint4(&own)[kOfLane][kOfItem]) {
@@ -56,7 +62,7 @@ __device__ __forceinline__ void load_scaled_queries(const DecodeParams& p, const
       const RowPieces<kHeadDim> query(p.query, row * RowPieces<kHeadDim>::kStride);
 #pragma unroll
       for (int i = 0; i < kOfLane; ++i) {
-        const int item = lane + 32 * i;
+        const int item = lane + kLanes * i;
 #pragma unroll
         for (int j = 0; j < kOfItem; ++j) {
           const int at = item + j * kItems;
@@ -70,7 +76,7 @@ __device__ __forceinline__ void load_scaled_queries(const DecodeParams& p, const
         if (place.exists(p) && lane < kItems) {
           rotary::turn<Of>(p.frequencies, lane, position, own[0][0], own[0][1]);
         }
-        for (int at = lane + 2 * kItems; at < kChunks; at += 32) {
+        for (int at = lane + 2 * kItems; at < kChunks; at += kLanes) {
           for (int word = 0; word < 4; ++word) {
             ptx::store_shared(query_word(tile, row, at, word), 0);
           }
@@ -84,12 +90,16 @@ __device__ __forceinline__ void load_scaled_queries(const DecodeParams& p, const
           const uint32 pair = reinterpret_cast<const uint32*>(own)[i];
           largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
         }
-        exponent = query_exponent(__reduce_max_sync(0xffffffffu, largest));
+#pragma unroll
+        for (int step = kLanes / 2; step > 0; step /= 2) {
+          largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+        }
+        exponent = query_exponent(largest);
       }
       const float factor = ptx::power_of_two(-exponent);
 #pragma unroll
       for (int i = 0; i < kOfLane; ++i) {
-        const int item = lane + 32 * i;
+        const int item = lane + kLanes * i;
         if (item >= kItems) continue;
 #pragma unroll
         for (int j = 0; j < kOfItem; ++j) {

@@ -53,10 +53,9 @@ BATCHES: list[tuple[Batch, dict[str, Any]]] = [
     (Batch("long", counts=(100, 1, 97), before=(0, 9, 300), tokens=198, requests=3, page=64,
            columns=7, N=8, K=1, H=128, dtype="bfloat16", appends=False),
      {"block_kv": 80, "consumers": 3, "ping_pong": False, "producer_registers": 24}),
-    # Blocks of 128 keys in boxes of 64.
+    # Blocks of one page each.
     (Batch("wide", counts=(70, 1, 33), before=(0, 9, 200), tokens=104, requests=3, page=64,
-           columns=4, N=4, K=2, H=128, dtype="bfloat16"),
-     {"block_kv": 128, "consumers": 2, "stages": 3, "producer_registers": 40}),
+           columns=4, N=4, K=2, H=128, dtype="bfloat16"), {}),
     # Three heads read a kv head, each by itself; requests beyond those that one round of
     # request_units takes; values past a length, NaN, in rows that are computed again.
     (Batch("many", counts=(0, 0) * 257 + (80, 9), before=(0, 0) * 257 + (30, 20), tokens=620,

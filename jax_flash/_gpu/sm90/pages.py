@@ -27,9 +27,7 @@ from jax_flash._problem import Problem, Shapes
 _MOST_POSITIONS = 2**30 - 1  # that a request has place for: as much again overflows
 _BOX_ROWS = 8  # of a swizzle: what TMA loads at once is a multiple
 _MOST_PACKED = 64  # query heads of a kv head that share a unit, as many as a warpgroup has rows
-_WIDE: dict[str, Any] = {"block_kv": 128, "consumers": 2, "stages": 3}
-_WIDE |= {"ping_pong": True, "producer_registers": 40}
-_WIDE_ROWS = 64
+_ONE_PAGE = 64  # keys of a block that lie in one page
 _FEWEST = 0.5  # units that tokens fill, of a multiprocessor
 
 
@@ -132,15 +130,15 @@ def choose_pages(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTilin
 def _of_three(tiling: ForwardTiling, page_size: int) -> dict[str, Any]:
     """Returns what differs in a tiling of three warpgroups, at head dims up to 128.
 
-    Up to 64 values are not cleared, and a softmax waits for nothing: 8 % less time. Above 64 pages
-    that TMA loads by 64 rows take two warpgroups and blocks of 128 keys: 10 % less, and by 16 rows
-    18 to 24 % more. Pages of 128, and head dims 72 to 120, by analogy.
+    Values are not cleared, which takes 4 to 10 %, and up to 64 a softmax waits for nothing. Above
+    64 blocks are of one page where pages have 64 keys: 5 % less than five boxes of 16 keys take.
+    Head dims 72 to 120 by analogy.
     """
     if max(tiling.head_dim, tiling.value_dim) <= 64:
         return {"clears_values": False, "drains": False, "drains_to_hide": False}
-    if math.gcd(page_size, _WIDE["block_kv"]) < _WIDE_ROWS:
-        return {}
-    return _WIDE
+    if page_size % _ONE_PAGE == 0:
+        return {"clears_values": False, "block_kv": _ONE_PAGE, "stages": 5}
+    return {"clears_values": False}
 
 
 def _buffer(call: Call, shapes: Shapes, name: str) -> Buffer:
