@@ -261,7 +261,7 @@ class Run {
       if (size == 0) return;
     }
     if (failed_) return;
-    const TensorView view{map.type, map.bytes, data_[field.buffer], sizes[0],     sizes[1],
+    const TensorView view{map.type, map.bytes, data_[field.buffer], sizes[0],      sizes[1],
                           sizes[2], sizes[3],  map.box_rows,        map.box_heads, map.box_batches};
     Check(EncodeTensorMap(**driver_, view, params_ + field.offset));
   }

@@ -80,7 +80,7 @@ def test_values_are_cleared_where_their_rows_cannot_be_computed_again_without_sp
     ("positions", "together"), [(32768, 4), (18000, 4), (16384, 8), (2064, 8), (1 << 20, 1)]
 )
 def test_sets_of_kv_heads_are_of_one_size(positions, together):
-    """Seven fit in L2 at 18000 positions, of which a unit sees half in the mean: four and four, not seven and one."""
+    """Seven fit in L2 at 18000 positions, half of which a unit sees: four and four, not seven."""
     assert tiling(kv_len=positions).l2_heads == together
 
 

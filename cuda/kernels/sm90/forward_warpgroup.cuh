@@ -139,8 +139,8 @@ struct WarpgroupProducts : WarpgroupState {
     const uint32 value = start + kValueBytes / 8 * value_ring.barrier_offset();
     operands.begin_output(p, block);
     ptx::wgmma_fence();
-    const auto tile = ptx::descriptor(value, JF_OFFSET(value), ValueBlock::kBoxBytes,
-                                      ValueBlock::kGroupBytes);
+    const auto tile =
+        ptx::descriptor(value, JF_OFFSET(value), ValueBlock::kBoxBytes, ValueBlock::kGroupBytes);
     operands.issue_output(output, tile, accumulate);
     ptx::wgmma_commit();
   }

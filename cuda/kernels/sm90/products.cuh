@@ -12,8 +12,8 @@ __device__ __forceinline__ void fill_tile(uint32 tile, const uint16* source, int
   ptx::fence_async_proxy();
 }
 
-// output[64, N] (+)= weights[64, kKeyRows] v[kKeyRows, N], weights in registers; does not wait. Rows
-// lie in groups of eight.
+// output[64, N] (+)= weights[64, kKeyRows] v[kKeyRows, N], weights in registers; does not wait.
+// Rows lie in groups of eight.
 template <int kKeyRows, int kGroupBytes = 8 * kBoxRowBytes, int kCount, int kWeights>
 __device__ __forceinline__ void multiply_rows(float (&output)[kCount],
                                               const uint32 (&weights)[kWeights],

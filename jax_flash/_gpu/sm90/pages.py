@@ -7,7 +7,6 @@ from pages. Read next: forward.py; cuda/kernels/sm90/forward_pages.cuh.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from jax_flash._call import Call
