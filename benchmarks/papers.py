@@ -2,6 +2,7 @@
 
     python benchmarks/papers.py                   # all parts; --help says how long each takes
     python benchmarks/papers.py --part io memory  # these alone
+    python benchmarks/papers.py --part memory --cells "T 4096" longest  # of its cells those
     python benchmarks/papers.py --quick           # small sizes, on a CPU too: that all runs
 
 Writes build/benchmarks/<device>/papers-<part>-<commit>.json after each cell, so that a run that is
@@ -43,7 +44,7 @@ def main() -> None:
     options = parse(known)
     if not options.quick:
         machine.require_gpu()
-    settings = Settings(quick=options.quick, seed=options.seed)
+    settings = Settings(options.quick, options.seed, tuple(options.cells))
     failed: list[str] = []
     for name in options.part:
         failed += measure(name, known[name], settings, options)
@@ -63,6 +64,13 @@ def parse(known: Mapping[str, Part]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--part", nargs="+", choices=known, default=list(known), metavar="NAME")
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="cells whose name has one of these words, 'T 8192' for instance; default: all",
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes; no figure of a paper")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
@@ -74,12 +82,14 @@ def measure(name: str, part: Part, settings: Settings, options: argparse.Namespa
     """Measures a part, writes what it finds and prints it; returns the cells that failed."""
     about, folder = runs.describe(options, "benchmarks/papers.py", [])
     about |= {"part": name, "quick": settings.quick, "seed": settings.seed}
-    label = f"papers-{name}-quick" if settings.quick else f"papers-{name}"
+    about |= {"chosen": list(settings.words)}
+    label = f"papers-{name}{'-quick' * settings.quick}{'-cells' * bool(settings.words)}"
     path = folder / f"{label}-{about['commit']}"
     begin = time.perf_counter()
     records: list[paper.Record] = []
     failed: list[str] = []
-    for cell in (progress := tqdm(part.cells(settings), desc=name, disable=None)):
+    cells = settings.chosen(part.cells(settings))
+    for cell in (progress := tqdm(cells, desc=name, disable=None)):
         progress.set_postfix_str(cell["name"])
         try:
             records.append(cell | part.measure(settings, cell))

@@ -1,7 +1,7 @@
 """Fills docs/papers.md and papers_training.md: claims beside what was measured, and charts of it.
 
-Read are the published runs of papers.py, one for each part, the newest; those of `--quick` and of
-CPUs are none.
+Read are the published runs of papers.py, one for each part, the newest; those of `--quick`, of
+`--cells` and of CPUs are none.
 """
 
 import json
@@ -25,7 +25,8 @@ def runs_of(results: Path = ROOT / "benchmarks" / "results") -> dict[str, dict[s
     for path in results.glob("nvidia-*/papers-*.json"):
         run = json.loads(path.read_text())
         name = run["part"]
-        if not run["quick"] and run["date"] > found.get(name, {"date": ""})["date"]:
+        whole = not run["quick"] and not run["chosen"]
+        if whole and run["date"] > found.get(name, {"date": ""})["date"]:
             found[name] = run
     return found
 

@@ -148,7 +148,7 @@ def _fits(dash: np.ndarray, points: np.ndarray) -> np.ndarray:
     own = _points(dash[:, None])
     between = own[:, :, None] - points[:, None]
     nearest = np.square(between).sum(axis=-1).min(axis=(1, 2))
-    return np.logical_and(inside, nearest > APART**2)
+    return np.asarray(inside & (nearest > APART**2))
 
 
 def draw(scenes: Scenes, size: int, dots: bool = True) -> np.ndarray:

@@ -27,7 +27,7 @@ TASKS = {  # what trains in some ten seconds with jax_flash
     "Pathfinder": Plan(1500, 128, picture=True),
 }
 LENGTHS = {"ListOps": 2048, "text": 4096, "retrieval": 4096, "image": 1024, "Pathfinder": 1024}
-EXAMPLES = {"ListOps": 8192, "text": 4096, "retrieval": 4096, "image": 16384, "Pathfinder": 32768}
+EXAMPLES = {"ListOps": 8192, "text": 4096, "retrieval": 4096, "image": 16384, "Pathfinder": 16384}
 
 
 def attend(way: str, lengths: jax.Array | None) -> encoder.Attention:

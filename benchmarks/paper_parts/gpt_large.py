@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common import paper
+import jax
+from common import paper, profiles
 from common.paper import Claim, Panel, Part, Record, Settings
 
 from . import _gpt
@@ -44,6 +45,7 @@ def cells(settings: Settings) -> list[Record]:
     one |= {"batch": max(1, TOKENS["1b3"] // lengths[-1])}
     apart: list[Record] = [
         {"name": "products tuned", "tuned": True},
+        {"name": "profile", "profiled": True},
         {"name": "without attention", "attention": "none"},
         {"name": "gradients alone", "updates": False},
         {"name": "all but attention again", "remat": "attention"},
@@ -57,7 +59,7 @@ def cells(settings: Settings) -> list[Record]:
     ]
     found = [one | {"kind": "apart"} | x for x in apart]
     if settings.quick:
-        return table + found[-2:-1]
+        return [*table, found[1], found[-2]]
     return found[:1] + table + found[1:]  # tuned first, before others are compiled
 
 
@@ -65,8 +67,19 @@ _AHEAD = _gpt.Ahead(_gpt.build)
 
 
 def measure(settings: Settings, cell: Record) -> Record:
-    """Times the step of a cell."""
-    return _gpt.measure(settings, cell, _AHEAD.take(settings, cell, cells(settings)))
+    """Times the step of a cell, or profiles it."""
+    program = _AHEAD.take(settings, cell, settings.chosen(cells(settings)))
+    if not cell.get("profiled") or isinstance(program, str):
+        return _gpt.measure(settings, cell, program)
+    state, batch = program.start(), program.draw()
+
+    def run() -> Any:
+        nonlocal state
+        state, loss = program.compiled(state, batch)
+        return loss
+
+    jax.block_until_ready([run() for _ in range(3)])
+    return profiles.profiled(run, 2)
 
 
 def at(records: Sequence[Record], model: str, length: int, way: str) -> Record | None:
@@ -112,9 +125,23 @@ def table(records: Sequence[Record]) -> str:
     lines += ["", f"| GPT 1.3B, the longer T, jax_flash | {' | '.join(head[4:])} |"]
     lines.append("|---" * 6 + "|")
     for x in records:
-        if x["kind"] == "apart":
+        if x["kind"] == "apart" and "kinds" not in x:
             lines.append(f"| {x['name']} | {' | '.join(_gpt.described(x, COLUMNS))} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *profile_table(paper.find(records, name="profile"))])
+
+
+def profile_table(record: Record | None) -> list[str]:
+    """Writes what the kernels of a step take, by kind and by name."""
+    if record is None or "kinds" not in record:
+        return []
+    lines = [
+        "",
+        f"| a step of {record['span']:.1f} ms by a profile | ms | launches |",
+        "|---" * 3 + "|",
+    ]
+    lines += [f"| {kind} | {ms:.1f} | |" for kind, ms in record["kinds"].items()]
+    lines.append(f"| idle | {record['span'] - sum(record['kinds'].values()):.1f} | |")
+    return lines + [f"| `{name}` | {ms:.1f} | {count} |" for name, ms, count in record["kernels"]]
 
 
 def panels(records: Sequence[Record]) -> list[Panel]:

@@ -54,7 +54,7 @@ def measure(settings: Settings, cell: Record) -> Record:
         seed = settings.seed + cell["at"]
         job = Job("loss", cell["attention"], 0, batch, "products", None, preset, seed=seed)
         return train_jobs.loss_curve(dataclasses.replace(job, steps=steps))
-    steps = [x for x in cells(settings) if x["kind"] == "table"]
+    steps = [x for x in settings.chosen(cells(settings)) if x["kind"] == "table"]
     return _gpt.measure(settings, cell, _AHEAD.take(settings, cell, steps))
 
 

@@ -73,6 +73,16 @@ def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path: Path, monkeypatch: py
     assert [x["at"] for x in read(tmp_path, "three")["cells"]] == [0, 1]
 
 
+def test_cells_are_chosen_by_words_of_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(papers, "parts", lambda: {"three": part_of(lambda *_: {"s": 1})})
+    run(tmp_path, monkeypatch, "--cells", "cell 2", "ll 0")
+    (path,) = (tmp_path / "cpu").glob("*.json")
+    record = json.loads(path.read_text())
+    assert path.stem == "papers-three-quick-cells-abc"
+    assert [x["at"] for x in record["cells"]] == [0, 2]
+    assert record["chosen"] == ["cell 2", "ll 0"]
+
+
 def test_a_cell_that_fails_is_told_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -106,7 +116,7 @@ def test_the_page_has_the_newest_run_of_a_gpu(tmp_path: Path, monkeypatch: pytes
     part = part_of(lambda settings, cell: {})
     others = {"three": part, "none": dataclasses.replace(part, title="Never run")}
     monkeypatch.setattr(papers, "parts", lambda: others)
-    about = {"part": "three", "quick": False, "seed": 0, "seconds": 2.5, "failed": []}
+    about = {"part": "three", "quick": False, "chosen": [], "seed": 0, "seconds": 2.5, "failed": []}
     about |= {"versions": {"jax": "1.0"}}
 
     def write(folder: str, date: str, seconds: int, **more: Any) -> None:
@@ -119,7 +129,8 @@ def test_the_page_has_the_newest_run_of_a_gpu(tmp_path: Path, monkeypatch: pytes
     write("nvidia-h100", "2030-01-01", 4)
     write("nvidia-h200", "2030-01-02", 5)
     write("nvidia-h200", "2030-01-03", 6, quick=True)
-    write("cpu", "2030-01-04", 7)
+    write("nvidia-h200", "2030-01-04", 8, chosen=["c"])
+    write("cpu", "2030-01-05", 7)
     runs = papers_page.runs_of(tmp_path)
     page = papers_page.fill("papers", f"{papers_page.BEGIN}old\n{papers_page.END}", runs)
     assert "Not measured yet: Never run." in page

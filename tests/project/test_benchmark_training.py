@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from common import profiles
 from common.paper import Settings
 from paper_parts import _gpt, bert, gpt_large, gpt_small
 
@@ -80,3 +81,32 @@ def test_berts_loss_is_the_same_by_each_attention_and_packed():
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, wanted
         )
+
+
+def test_a_profile_tells_what_kernels_take():
+    def event(name, begin, long, pid=1, tid=7):
+        return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": begin, "dur": long}
+
+    def called(name, of, pid, tid=0):
+        return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": {"name": of}}
+
+    events = [
+        called("process_name", "/device:GPU:0", 1),
+        called("process_name", "/host:CPU", 2),
+        called("thread_name", "Stream #7(Compute)", 1, 7),
+        called("thread_name", "XLA Modules", 1, 8),
+        event("nvjet_tst_128x256", 0, 4000),
+        event("flash_forward_sm90", 5000, 2000),
+        event("loop_add_fusion_3", 7000, 1000),
+        event("loop_add_fusion_3", 9000, 1000),
+        event("jit_step", 0, 10000, tid=8),
+        event("gemm", 0, 9000, pid=2),
+    ]
+    found = profiles.summary(events, 2)
+    assert found["kinds"] == {"matrix products": 2.0, "attention": 1.0, profiles.OTHERS: 1.0}
+    assert found["kernels"][0] == ["nvjet_tst_128x256", 2.0, 0]
+    assert found["kernels"][2] == ["loop_add_fusion_3", 1.0, 1]
+    assert found["span"] == 5.0
+    text = "\n".join(gpt_large.profile_table(found))
+    assert "| idle | 1.0 | |" in text
+    assert "| a step of 5.0 ms" in text
