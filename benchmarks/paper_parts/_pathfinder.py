@@ -142,13 +142,13 @@ def _curve(
 
 def _fits(dash: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Whether a dash [scenes, 2, 2] lies inside, and far from points [scenes, points, 2]."""
-    inside = ((dash > BORDER) & (dash < UNITS - BORDER)).all(axis=(1, 2))
+    inside = np.all((dash > BORDER) & (dash < UNITS - BORDER), axis=(1, 2))
     if not points.shape[1]:
         return inside
     own = _points(dash[:, None])
     between = own[:, :, None] - points[:, None]
     nearest = np.square(between).sum(axis=-1).min(axis=(1, 2))
-    return np.asarray(inside & (nearest > APART**2))
+    return inside & (nearest > APART**2)
 
 
 def draw(scenes: Scenes, size: int, dots: bool = True) -> np.ndarray:
