@@ -149,29 +149,35 @@ def test_counters_are_read_from_the_table_of_ncu():
 
 def test_claims_of_a_budget():
     def measured(cell: Record) -> Record:
-        return {"loss": 2.0 + (1 - cell["keep"]) / 10, "cached": cell["keep"], "error": 0.01}
+        loss = 2.0 + (1 - cell["keep"]) / 10
+        asked = {} if cell["kind"] == "text" else {"before": loss - 1, "first": loss}
+        return {"loss": loss, "cached": cell["keep"], "error": 0.01} | asked
 
     part = scissorhands.PART
-    found = said(part, records_of(part, measured))
-    expected = [
-        "+0.050 nats (2.050 beside 2.000; 50% of the positions)",
-        "+0.080 nats (2.080 beside 2.000; 20% of the positions)",
-        "+0.090 nats (2.090 beside 2.000; 10% of the positions)",
-    ]
-    assert found == expected * 2
+    fifth, half, tenth, before, *_, last = said(part, records_of(part, measured))
+    assert fifth == "+0.080 nats (2.080 beside 2.000; 20% of the positions)"
+    assert half == "+0.050 nats (2.050 beside 2.000; 50% of the positions)"
+    assert tenth == "+0.090 nats (2.090 beside 2.000; 10% of the positions)"
+    assert before == "+0.050 nats (1.050 beside 1.000; 50% of the positions)"
+    assert last == fifth
 
 
-def test_needles_come_again_with_their_digits():
-    """Served texts have each letter once in each half; what is asked are the digits of the last."""
+def test_needles_follow_the_marks_of_their_kinds():
+    """One of each kind in the first quarter of what is served, each asked for behind the prompt."""
     rng = np.random.default_rng(0)
     served = np.stack([scissorhands.needles(rng, 512, asked_late=True) for _ in range(20)])
     to_train = scissorhands.needles(rng, 513, asked_late=False)
+    kinds = len(scissorhands.MARKS)
     for text in [*served, to_train]:
-        after: dict[int, set[bytes]] = {}
-        for at in np.flatnonzero(np.isin(text, scissorhands.LETTERS)):
-            after.setdefault(int(text[at]), set()).add(text[at + 1 : at + 3].tobytes())
-        assert len(after) == scissorhands.NEEDLES
-        assert all(len(digits) == 1 and digits.pop().isdigit() for digits in after.values())
-    halves = np.isin(served, scissorhands.LETTERS).reshape(20, 2, 256).sum(-1)
-    assert (halves == scissorhands.NEEDLES).all()
-    assert (scissorhands.is_asked("needles", served).sum(-1) == 2 * scissorhands.NEEDLES).all()
+        values = {int(x) for x in text[text >= 128]}
+        assert sorted((x - 128) // scissorhands.VALUES for x in values) == [*range(kinds)]
+        for at in np.flatnonzero(np.isin(text, scissorhands.MARKS)):
+            kind = int(np.flatnonzero(text[at] == scissorhands.MARKS)[0])
+            assert (int(text[at + 1]) - 128) // scissorhands.VALUES == kind
+            assert text[at + 1] in text[:at]
+    assert ((served[:, :129] >= 128).sum(-1) == kinds).all()
+    marks = np.isin(served, scissorhands.MARKS)
+    asked_before = scissorhands.ASKED_BEFORE * scissorhands.TIMES
+    assert (marks[:, :256].sum(-1) == asked_before).all()
+    assert (marks[:, 256:].sum(-1) == kinds).all()
+    assert (scissorhands.is_asked("needles", served).sum(-1) == kinds).all()
