@@ -1,140 +1,14 @@
-"""The kernels of float8 for Hopper, run by tests/emulator, beside backend "xla".
-
-Weights are rounded to float8 there: relative errors of 2^-4 at most, 1/40 in the mean.
-"""
+"""The kernels of float8 for Hopper, run by tests/emulator, beside backend "xla"."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
-import jax
-import ml_dtypes
 import numpy as np
 import pytest
 
-import jax_flash
-from jax_flash import _gpu, _native
+from jax_flash import _native
 
 from ..emulator import Emulator
-
-E4M3 = ml_dtypes.float8_e4m3fn
-ROUNDING = 0.03  # of weights, over all results
-
-
-@dataclasses.dataclass
-class Float8Call:
-    """A call with random values and scales, for the emulator's process.
-
-    Args:
-      hidden: positions of keys that hold NaN in all batch rows.
-      quantize: the arguments are bfloat16.
-      options: of flash_attention; what makes a block mask by name.
-    """
-
-    q_len: int
-    kv_len: int
-    head_dim: int
-    value_dim: int = 0
-    heads: tuple[int, int] = (2, 2)
-    batch: int = 1
-    hidden: slice | None = None
-    quantize: bool = False
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def run(self, backend: str, **_: Any) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng(0)
-        q_heads, kv_heads = self.heads
-        shapes = (
-            (self.batch, self.q_len, q_heads, self.head_dim),
-            (self.batch, self.kv_len, kv_heads, self.head_dim),
-            (self.batch, self.kv_len, kv_heads, self.value_dim or self.head_dim),
-        )
-        dtype = ml_dtypes.bfloat16 if self.quantize else E4M3
-        arrays = [rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
-        if self.hidden is not None:
-            for x in arrays[1:]:
-                x[:, self.hidden] = np.nan
-        options = dict(self.options)
-        if options.pop("strided", False):
-            options["block_mask"] = jax_flash.block_mask(
-                lambda b, h, q, k: (q - k) % 600 < 40,
-                batch=None,
-                heads=None,
-                q_len=self.q_len,
-                kv_len=self.kv_len,
-            )
-        scales = {}
-        if self.quantize:
-            options["quantize"] = "fp8"
-        else:
-            blocks = (-(-self.q_len // 64), -(-self.kv_len // 128))
-            of_shapes = {
-                "query_scale": (self.batch, blocks[0], q_heads),
-                "key_scale": (self.batch, blocks[1], kv_heads),
-                "value_scale": (self.batch, kv_heads),
-            }
-            for name, shape in of_shapes.items():
-                scales[name] = np.exp(0.3 * rng.standard_normal(shape)).astype(np.float32)
-        call = jax.jit(
-            lambda q, k, v, scales: jax_flash.flash_attention(
-                q, k, v, backend=backend, return_lse=True, **scales, **options
-            )
-        )
-        with _gpu.prefer("sm90_float8"):
-            out, lse = call(*arrays, scales)
-        return {"out": np.asarray(out), "lse": np.asarray(lse)}
-
-
-SEGMENTS = {
-    "query_segment_ids": np.repeat(np.int32([[0, 1, 2], [1, 1, 3]]), 50, axis=1),
-    "key_value_segment_ids": np.repeat(np.int32([[0, 1, 2, 2], [1, 3, 3, 0]]), 50, axis=1),
-}
-LENGTHS = {
-    "query_seq_lengths": np.int32([150, 100]),
-    "key_value_seq_lengths": np.int32([90, 125]),
-    "causal_align": "bottom_right",
-}
-SHUFFLED = np.random.default_rng(1).permutation(200).astype("int32")[None]
-CALLS = {
-    "causal, grouped, 128": Float8Call(300, 300, 128, heads=(4, 2), options={"is_causal": True}),
-    "T 1, float32": Float8Call(1, 700, 128, options={"out_dtype": "float32"}),
-    "quantised, 64": Float8Call(150, 200, 64, quantize=True),
-    "window, softcap, 64/80": Float8Call(
-        *(150, 200, 64, 80), options={"local_window_size": (50, 20), "softcap": 3.0}
-    ),
-    "window, sinks, 128, scale below 0": Float8Call(
-        *(150, 300, 128),
-        options={"local_window_size": 40, "sinks": np.float32([1, -1]), "scale": -0.1},
-    ),
-    "segments, 96, hidden NaN": Float8Call(
-        *(150, 200, 96), batch=2, hidden=slice(120, 130), options=SEGMENTS
-    ),
-    "lengths, causal, 112, hidden NaN": Float8Call(
-        *(150, 200, 112), batch=2, hidden=slice(126, 200), options=LENGTHS | {"is_causal": True}
-    ),
-    "positions, 128, float16": Float8Call(
-        *(200, 200, 128),
-        options={
-            "is_causal": True,
-            "query_positions": SHUFFLED,
-            "key_value_positions": SHUFFLED[:, ::-1].copy(),
-            "out_dtype": "float16",
-        },
-    ),
-    # Blocks without an element are left out: the others' scales stand at their own numbers.
-    "block mask, 128": Float8Call(150, 800, 128, options={"strided": True}),
-}
-
-
-def agree(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
-    """To the rounding of weights; NaN, and rows that see nothing, are the same."""
-    np.testing.assert_array_equal(np.isnan(got["out"]), np.isnan(want["out"]))
-    np.testing.assert_allclose(got["lse"], want["lse"], rtol=0, atol=3e-3)
-    assert got["out"].dtype == want["out"].dtype
-    out, exact = (np.nan_to_num(x["out"].astype(np.float64)) for x in (got, want))
-    np.testing.assert_array_equal(out[np.isneginf(want["lse"])], 0)
-    assert np.linalg.norm(out - exact) < ROUNDING * np.linalg.norm(exact)
+from ..float8_cases import CALLS, agree
 
 
 @pytest.mark.parametrize("name", CALLS)
