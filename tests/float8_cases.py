@@ -95,6 +95,16 @@ SHUFFLED = np.random.default_rng(1).permutation(200).astype("int32")[None]
 CALLS = {
     "causal, grouped, 128": Float8Call(300, 300, 128, heads=(4, 2), options={"is_causal": True}),
     "T 1, float32": Float8Call(1, 700, 128, options={"out_dtype": "float32"}),
+    "lengths, causal, grouped, 64": Float8Call(
+        *(300, 300, 64),
+        heads=(4, 2),
+        batch=2,
+        options={
+            "query_seq_lengths": np.int32([300, 100]),
+            "key_value_seq_lengths": np.int32([290, 125]),
+            "is_causal": True,
+        },
+    ),
     "quantised, 64": Float8Call(150, 200, 64, quantize=True),
     "window, softcap, 64/80": Float8Call(
         *(150, 200, 64, 80), options={"local_window_size": (50, 20), "softcap": 3.0}

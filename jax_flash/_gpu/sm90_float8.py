@@ -91,15 +91,17 @@ def choose(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     crowded = segments or "query_positions" in problem.terms or problem.masked
     crowded = crowded or problem.window[0] is not None or problem.softcap is not None
     roomy = wide and crowded
+    # Three warpgroups hide one another's waits; the output in parts leaves them registers.
+    three = max(shapes.head_dim, shapes.value_dim) == 64 and not crowded
     return ForwardTiling(
         shapes.head_dim,
         shapes.value_dim,
         block_kv=128,
-        consumers=2,
+        consumers=3 if three else 2,
         stages=4,
         ping_pong=crowded,  # else 1 to 4 % slower
         float8=True,
-        apart=roomy,
+        apart=roomy or three,
         dynamic=uneven or known(shapes.q_len, 4096) > 2048,
         l2_heads=l2_heads_of(problem, shapes, gpu),
         producer_registers=56 if roomy and segments else 40 if crowded else 24,
