@@ -68,8 +68,19 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     exponent = exponent - 9 + (fraction > _LARGEST / 512).astype(exponent.dtype)
     exponent = jnp.where(largest > 0, jnp.maximum(exponent, _LEAST_EXPONENT), 0)
     inverse = _spread(_power(-exponent), x)
-    values = jnp.where(finite, x * inverse, jnp.nan).astype(DTYPE)
+    values = _rounded(jnp.where(finite, x * inverse, jnp.nan)).astype(DTYPE)
     return values, _power(exponent)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """Rounds float32 of up to 448 to numbers of e4m3, ties to even.
+
+    A conversion does the same, but on GPUs XLA takes one to float8 and back for none, unless
+    `xla_allow_excess_precision` is off.
+    """
+    least = 2.0**-6  # of normal numbers, whose last bit is 2^-9 below it
+    small = jnp.round(x * 2.0**9) * 2.0**-9
+    return jnp.where(jnp.abs(x) < least, small, lax.reduce_precision(x, 8, 3))
 
 
 def dequantise(values: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:

@@ -18,6 +18,7 @@ import pytest
 
 import jax_flash
 from jax_flash import _native
+from jax_flash._ops import shared
 
 # Read when jax first looks for devices: the sharding tests need several, and one CPU can play
 # them all. On a GPU, XLA's search for the fastest matrix products takes longer than the tests (40 s
@@ -209,6 +210,15 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("libnvrtc was not found")
 
     monkeypatch.setattr(_native, "compile_kernel", fail)
+
+
+@pytest.fixture
+def few_are_shared(monkeypatch: pytest.MonkeyPatch):
+    """Shared pages are read once for all requests, however few they are."""
+    jax.clear_caches()
+    monkeypatch.setattr(shared, "MOST_APART", 0)
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

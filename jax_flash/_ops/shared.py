@@ -23,6 +23,10 @@ from jax_flash._ops.requests import Requests
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
+# Shared positions up to which each request reads them: two parts and their merge take longer. An
+# H100, 128 requests of 64/8 heads: 512 are 0.98 times as fast together, 1024 1.22, 4096 2.15.
+MOST_APART = 512
+
 _Attend = Callable[[Ragged, dict[str, jax.Array]], dict[str, jax.Array]]
 
 
@@ -43,6 +47,8 @@ def _attend(
     named = dict(named)
     shared, table, k = named.pop("shared_pages"), named["page_table"], named["k"]
     if 0 in (shared.size, table.size, k.size, named["q"].size):
+        return attend_rest(call, named)
+    if shared.size * k.shape[1] <= MOST_APART:
         return attend_rest(call, named)
     requests = Requests.of(named["lengths"], named["starts"], named["rows"], named["q"].shape[0])
     if call.rotary_base is not None:  # by positions of the whole, which the rest does not know

@@ -103,7 +103,7 @@ def test_a_token_is_as_alone_behind_its_ancestors(name, backend):
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-def test_with_shared_pages_in_eight_bits_and_what_is_there():
+def test_with_shared_pages_in_eight_bits_and_what_is_there(few_are_shared):
     arrays, options = draw(), {"rotary_base": 10.0, "backend": "cpu"}
     expected = run(arrays, **options)
     shared = arrays["page_table"][0, :2]

@@ -10,9 +10,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
+from jax_flash._ops import shared as op
 
 from ..devices import mesh_of
 from ..ragged_cases import run
+
+pytestmark = pytest.mark.usefixtures("few_are_shared")
 
 PAGE, COLUMNS, TOKENS = 4, 6, 20
 # The first five of six requests are live. The first two pages are those of 0, 1, 3 and 4; 4 has but
@@ -158,3 +161,16 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(ValueError, match=words):
             jax_flash.ragged_paged_attention(**arrays | changes)
+
+
+def test_few_positions_are_read_by_each_request(monkeypatch):
+    """Two parts and their merge take longer: the program is that without shared pages."""
+    monkeypatch.setattr(op, "MOST_APART", SHARED.size * PAGE)
+    arrays = draw()
+
+    def text(arrays: dict) -> str:
+        return str(jax.make_jaxpr(lambda arrays: run(arrays, backend="cpu"))(arrays))
+
+    assert text(arrays | {"shared_pages": SHARED}).count("flash_decode") == text(arrays).count(
+        "flash_decode"
+    )

@@ -112,8 +112,7 @@ def choose_pages(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTilin
         tiling = dataclasses.replace(tiling, **_of_three(tiling, shapes.page_size or 0))
     group = group_size(shapes)
     packed = min(group & -group, _MOST_PACKED)
-    # Units of a request follow each other, and see half of its keys in the mean.
-    bytes_of_head = known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
+    bytes_of_head = 2 * known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
     kv_heads = known(shapes.kv_heads, 1)
     sets = -(-kv_heads // max(1, min(L2_SHARE // bytes_of_head, kv_heads)))
     together = -(-kv_heads // sets)  # a last set of one head is 3 to 4 % by a model of the units
