@@ -39,8 +39,8 @@ __device__ __forceinline__ void load_scaled_queries(const DecodeParams& p, const
   constexpr int kItems = kRotates ? kHeadDim / 16 : kChunks;  // chunks, or pairs that turn
   constexpr int kLanes = kItems <= 4 ? 4 : kItems <= 8 ? 8 : kItems <= 16 ? 16 : 32;
   constexpr int kOfLane = ceil_div(kItems, kLanes), kOfItem = kRotates ? 2 : 1;
-  constexpr int kRows = 32 / kLanes;                               // of a warp
-  constexpr int kAtOnce = kRotates || kRows >= 4 ? 1 : 4 / kRows;  // whose loads are under way
+  constexpr int kRows = 32 / kLanes;                          // of a warp
+  constexpr int kAtOnce = kRotates ? 1 : ceil_div(4, kRows);  // whose loads are under way
   static_assert(kShareRows % kRows == 0, "whole warps have rows");
   const int lane = threadIdx.x % kLanes;
 #pragma unroll 1

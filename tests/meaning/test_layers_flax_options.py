@@ -92,11 +92,12 @@ def test_the_backend_is_the_one_that_is_named(api):
 
 def test_options_are_those_of_flash_attention(api):
     everything = inspect.signature(jax_flash.flash_attention).parameters.keys()
-    # Flax's own words say dropout_rng, and by deterministic that there is no dropout; float8 is of
-    # the call alone.
-    refused = {"dropout_key", "return_lse", "return_amax"}
+    # Flax's own words say dropout_rng, and by deterministic that there is no dropout; float8 and
+    # chosen keys are of the call alone.
+    refused = {"return_lse", "return_amax"}
     refused |= get_type_hints(attention.Float8Options).keys()
-    refused -= get_type_hints(attention.Options).keys() - {"dropout_key"}
+    refused -= get_type_hints(attention.Options).keys()
+    refused |= {"dropout_key", "indices"}
     query = normal(1, BATCH, LENGTH, HEADS, 8)
     taken = {*inspect.signature(FLASH[api]).parameters, *OPTIONS, *POSITIONS, *FUNCTIONS}
     assert everything - refused <= taken
