@@ -6,6 +6,7 @@
     float8.py     flash_float8:   q, k, v in float8, scales, *terms -> out, lse
     decode.py     flash_decode:   q, k, v, lengths, ... -> out, lse, and k and v written in place
     prefill.py    flash_prefill:  q, k, v, lengths, ... -> out, lse, of requests' tokens over pages
+    common.py     flash_common:   q, k, v, lengths, ... -> out, lse, of all tokens over common pages
 
 Each has its sections in one order: what goes in and comes out, batching, derivative, lowering.
 flash_forward's derivative binds flash_tangent, whose transpose binds flash_backward, and so these

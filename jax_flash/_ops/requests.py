@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_flash import _cache
 from jax_flash._ops.decode import MOST_QUERIES
@@ -42,7 +41,7 @@ class Requests:
     def of(cls, lengths: jax.Array, starts: jax.Array, rows: jax.Array, tokens: Any) -> Requests:
         live = jnp.arange(lengths.shape[0] + 1, dtype=jnp.int32) <= rows
         # Those of requests that are not live have their tokens at the end, none.
-        ordered = lax.cummax(jnp.clip(jnp.where(live, starts, 0), 0, tokens))
+        ordered = _running(jnp.max, jnp.clip(jnp.where(live, starts, 0), 0, tokens))
         faulty = live & (starts != ordered)
         first, stop = ordered[:-1], ordered[1:]
         return cls.in_order(lengths, first, stop - first, tokens, faulty[:-1] | faulty[1:])
@@ -160,7 +159,7 @@ def cut(requests: Requests, refused: jax.Array, size: int) -> tuple[Rows, jax.Ar
     tokens = requests.owned.shape[0]
     most = _most_cut(tokens, requests.count.shape[0])
     needed = jnp.where(refused, 0, -(-requests.count // size))
-    end = jnp.cumsum(needed, dtype=jnp.int32)
+    end = _running(jnp.sum, needed)
     begin = end - needed
     # The most that there can be: each request has one token more than whole rows.
     row = jnp.arange(most + (tokens - most) // size, dtype=jnp.int32)
@@ -213,6 +212,15 @@ def choose(condition: jax.Array, x: Any, y: Any) -> jax.Array:
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Takes rows of x; an index of none takes any."""
     return jnp.take(x, index, axis=0, mode="clip")
+
+
+def _running(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+    """Reduces x `[n]`, 0 or more, up to each of its elements.
+
+    A reduction of n * n is one kernel; XLA's scans of more than 16 elements are several.
+    """
+    index = jnp.arange(x.shape[0], dtype=jnp.int32)
+    return reduce(jnp.where(index[None] <= index[:, None], x[None], 0), axis=1).astype(x.dtype)
 
 
 def _count_up_to(ends: jax.Array, at: jax.Array) -> jax.Array:

@@ -1,9 +1,8 @@
 """Pages that requests of a mixed batch begin with in common, read once for all of them.
 
 Attention of a request that has them is the merge of two parts: the tokens of all requests attend to
-the shared pages, as more heads of one row of flash_decode, which each see all of its positions; and
-each request attends to the rest of its own pages, as if it began behind the shared ones. Which
-requests have them the table says, on the device.
+the shared pages, by one flash_common; and each request attends to the rest of its own pages, as if
+it began behind the shared ones. Which requests have them the table says, on the device.
 
 Juravsky et al., Hydragen (arXiv:2402.05099); Ye et al., Cascade Inference (2024).
 """
@@ -17,9 +16,9 @@ import jax.numpy as jnp
 
 from jax_flash._merge import combine
 from jax_flash._ops import ragged
-from jax_flash._ops.decode import Decode, decode
+from jax_flash._ops.common import Common, common
 from jax_flash._ops.ragged import Ragged
-from jax_flash._ops.requests import Requests
+from jax_flash._ops.requests import Requests, choose
 from jax_flash._rotary import rotate
 from jax_flash._varying import vary_over
 
@@ -67,8 +66,11 @@ def _attend(
     rest = attend_rest(call, named | {"lengths": rest_lengths, "page_table": rest_table})
 
     length = jnp.where(member.any(), count * page_size, 0)
-    out, lse = _of_all(call, named | rest, shared, length)
+    caches = [name for name in ("k", "v") if name in named]
     sees = member[requests.request] & requests.owned
+    q = choose(sees, named["q"], 0)  # rows of NaN are computed again
+    whole = named | {"q": q} | {name: rest[name] for name in caches}
+    out, lse = _of_all(call, whole, shared, length)
     lse = jnp.where(sees[:, None], lse, -jnp.inf)
     out, lse = combine((rest["out"], rest["lse"]), (out, lse))
     return rest | {"out": out.astype(call.problem.dtype), "lse": lse}
@@ -76,7 +78,8 @@ def _attend(
 
 def _leading(x: jax.Array) -> jax.Array:
     """Counts the leading True of bool `[..., C]`: int32 `[...]`."""
-    return jnp.sum(jnp.cumprod(x.astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
+    column = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    return jnp.min(jnp.where(x, x.shape[-1], column), axis=-1)
 
 
 def _of_all(
@@ -86,25 +89,6 @@ def _of_all(
 
     A sink, which counts once, is of the rest.
     """
-    q, kv_heads = named["q"], named["k"].shape[2]
-    tokens, q_heads, head_dim = q.shape
-    in_groups = q.reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
-    one = Decode(
-        dataclasses.replace(call.problem, terms=()),
-        call.backend,
-        value_dim=call.value_dim,
-        paged=True,
-        quantized=call.quantized,
-    )
-    operands = named | {
-        "q": jnp.swapaxes(in_groups, 0, 1).reshape(1, 1, tokens * q_heads, head_dim),
-        "lengths": length[None],
-        "page_table": shared[None],
-    }
-    results = decode(one, *(operands[name] for name in one.operands))
-
-    def of_tokens(x: jax.Array) -> jax.Array:
-        parts = x.reshape(kv_heads, tokens, q_heads // kv_heads, -1)
-        return jnp.swapaxes(parts, 0, 1).reshape(tokens, q_heads, -1)
-
-    return of_tokens(results["out"]), of_tokens(results["lse"])[..., 0]
+    whole = dataclasses.replace(call.problem, terms=(), window=(None, None))
+    one = Common(whole, call.backend, value_dim=call.value_dim, quantized=call.quantized)
+    return common(one, named | {"lengths": length, "page_table": shared})

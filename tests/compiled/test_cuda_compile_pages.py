@@ -6,6 +6,7 @@ import pytest
 
 from jax_flash import _gpu
 from jax_flash._ops.prefill import Prefill
+from jax_flash._problem import Shapes
 
 from .compile_cases import EVERYTHING, FEATURES, H200, PLAIN, SHAPES, check
 
@@ -35,5 +36,26 @@ def test_forward_over_pages_compiles_without_spills(dim, page, features):
     shapes = dataclasses.replace(
         SHAPES, batch=18, q_len=8192, kv_heads=4, head_dim=dim, value_dim=dim, page_size=page
     )
+    plan = _gpu.plan(Prefill(problem, None), shapes, H200)
+    check(plan, seconds=20, gpu=H200)
+
+
+# The same, of parts of pages that all tokens see whole.
+IN_COMMON = [(128, 64, "softcap")]
+OTHERS_IN_COMMON = [
+    (dim, page, features)
+    for dim in (64, 96, 128, 192, 256)
+    for page, features in ((16, ""), (64, "float16"), (64, ""), (16, "softcap"))
+]
+
+
+@pytest.mark.parametrize(
+    ("dim", "page", "features"), IN_COMMON + OTHERS_IN_COMMON if EVERYTHING else IN_COMMON, ids=str
+)
+def test_pages_in_common_compile_without_spills(dim, page, features):
+    problem = dataclasses.replace(PLAIN, bottom_right=True)
+    for feature in features.split():
+        problem = dataclasses.replace(problem, **FEATURES[feature])
+    shapes = Shapes(2, 256, 2048, 64, 8, dim, dim, page_size=page)
     plan = _gpu.plan(Prefill(problem, None), shapes, H200)
     check(plan, seconds=20, gpu=H200)

@@ -11,9 +11,11 @@ import pytest
 
 import jax_flash
 from jax_flash._gpu import pages
+from jax_flash._ops import common, shared
 
 from ..emulator import Emulator
-from ..ragged_cases import Batch, Drawn
+from ..numpy_oracle import DTYPES
+from ..ragged_cases import Batch, Drawn, run
 
 
 @dataclasses.dataclass
@@ -117,3 +119,75 @@ class Mapped(Paged):
 
         jax.clear_caches()
         return jax.tree.map(np.asarray, jax.jit(jax.vmap(call))(stacked))
+
+
+@dataclasses.dataclass
+class InCommon:
+    """A batch whose requests begin with pages in common, which that kernel computes for all."""
+
+    arrays: dict[str, Any]
+    options: dict[str, Any]
+    parts: int
+
+    def run(self, backend: str) -> jax_flash.Attended:
+        made = []
+
+        def parts_of(shapes: Any) -> int:
+            made.append(shapes)
+            return self.parts
+
+        before = shared.MOST_APART, common.parts_of, pages.FEWEST_IN_COMMON
+        shared.MOST_APART, common.parts_of, pages.FEWEST_IN_COMMON = 0, parts_of, 0
+        jax.clear_caches()
+        try:
+            got = jax.tree.map(np.asarray, run(self.arrays, backend=backend, **self.options))
+        finally:
+            shared.MOST_APART, common.parts_of, pages.FEWEST_IN_COMMON = before
+        assert made, "another kernel has run"
+        return got
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "H", "page", "parts"), [(16, 2, 128, 16, 3), (4, 4, 64, 64, 1), (6, 2, 72, 8, 2)]
+)
+def test_pages_in_common(N, K, H, page, parts, emulator: Emulator):
+    """Decoding, and a request of more tokens; a part of no page; what no token may see is NaN."""
+    rng = np.random.default_rng(N)
+    leading, columns, tokens = 4, 6, 21
+    counts = np.array([1, 1, 5, 1, 1, 1, 4])  # the fourth begins otherwise, the fifth lacks a page
+    lengths = leading * page + counts + np.array([0, 3, page, 9, 5, 2 * page - 9, 1])
+    shape = (len(counts) * columns + 1, page, K, H)
+    table = rng.permutation(shape[0])[:-1].reshape(-1, columns)
+    table[:, :leading] = np.where(
+        np.arange(7)[:, None] == 3, table[:, :leading], table[0, :leading]
+    )
+    keys, values = (np.full(shape, np.nan, np.float32) for _ in range(2))
+    for b, length in enumerate(lengths):
+        places = table[b, np.arange(length) // page], np.arange(length) % page
+        for x in (keys, values):
+            drawn = rng.standard_normal((length, K, H))
+            x[places] = np.where(np.isnan(x[places]), drawn, x[places])
+    query = np.full((tokens, N, H), np.nan, np.float32)
+    query[: counts.sum()] = rng.standard_normal((counts.sum(), N, H))
+    table[4, -1 if lengths[4] > (columns - 1) * page else leading] = 10**6
+    arrays = {
+        "query": query,
+        "key_pages": keys,
+        "value_pages": values,
+        "lengths": lengths,
+        "page_table": table,
+        "rows": np.int32(len(counts)),
+        "query_starts": np.concatenate([[0], np.cumsum(counts)]),
+        "sinks": rng.standard_normal(N).astype(np.float32),
+    }
+    for name in ("query", "key_pages", "value_pages"):
+        arrays[name] = arrays[name].astype(DTYPES["bfloat16"])
+    options = {"softcap": 8.0}
+    expected = run(arrays, backend="xla", **options)
+    given = arrays | {"shared_pages": np.append(table[0, :leading], [-1, 0])}
+    got: Any = emulator.run(InCommon(given, options, parts), seed=N)  # type: ignore[arg-type]
+    for x, y in zip(got[:2], expected[:2], strict=True):
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
+        np.testing.assert_allclose(x, y, rtol=0, atol=0.03)
+    assert np.isnan(got.out).any()

@@ -11,6 +11,7 @@ import pytest
 import jax_flash
 from jax_flash import _gpu
 from jax_flash._gpu.spec import GPUS
+from jax_flash._ops.common import parts_of
 from jax_flash._ops.prefill import Prefill
 from jax_flash._problem import Problem, Shapes
 
@@ -106,6 +107,7 @@ def program(arrays: dict, **options) -> list[str]:
     return called(jax.jit(call).trace(arrays).lower(lowering_platforms=("cuda",)).as_text())
 
 
+SCALES = {"key_scale": 1.0, "value_scale": 1.0}
 KERNEL, PIECES = ["decode", "forward"], ["decode", "decode"]
 
 
@@ -126,7 +128,23 @@ def test_programs_of_ancestors_and_shared_pages(few_are_shared):
     ancestors = {"ancestors": jax.ShapeDtypeStruct((4096, 8), "bool")}
     shared = {"shared_pages": jax.ShapeDtypeStruct((3,), "int32")}
     assert program(arrays | ancestors).count("forward") == 2
-    assert program(arrays | shared) == ["decode", *KERNEL]
+    assert program(arrays | shared) == ["forward", *KERNEL]
+    assert program(arguments(T=60, B=60) | shared) == ["decode", "decode"]
+    assert program(arguments(T=64, B=64) | shared) == ["forward", "decode"]
+    assert program(arguments(T=64, B=64, cache="float8_e4m3fn") | shared | SCALES) == PIECES
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "positions", "parts"),
+    [(128, (64, 8), 4096, 2), (128, (64, 8), 300, 1), (32, (64, 8), 4096, 8),
+     (128, (32, 4), 4096, 4), (300, (8, 8), 2048, 5), (1024, (64, 8), 4096, 1)],
+)  # fmt: skip
+def test_parts_of_pages_in_common_fill_rounds(tokens, heads, positions, parts):
+    """64 units of 128 rows in two parts are a round of 132 multiprocessors."""
+    shapes = dataclasses.replace(
+        SHAPES, q_len=tokens, q_heads=heads[0], kv_heads=heads[1], kv_len=positions
+    )
+    assert parts_of(shapes) == parts
 
 
 def test_sinks_of_each_member_take_pieces():

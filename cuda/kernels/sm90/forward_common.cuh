@@ -63,9 +63,9 @@ static_assert(!kCutsUnits || (kHasSegments && kTmaLoads && kPackedHeads == 1 && 
               "keys count from a document's first");
 
 static_assert(!kFromPages ||
-                  (kTmaLoads && kTeams == 1 && kParts == 1 && kWindowRight && !kHasMask &&
-                   !kHasSegments && !kHasPositions && !kHasQueryLengths && !kHasKeyValueLengths &&
-                   !kHasBias && !kHasScoreFunction && !kHasDropout && !kBottomRight),
+                  (kTmaLoads && kTeams == 1 && kParts == 1 && !kHasMask && !kHasSegments &&
+                   !kHasPositions && !kHasQueryLengths && !kHasKeyValueLengths && !kHasBias &&
+                   !kHasScoreFunction && !kHasDropout && !kBottomRight),
               "a unit has a request's lengths");
 static_assert(kPageRows % 8 == 0 && kPieces <= 32, "of a swizzle, and a lane's each");
 

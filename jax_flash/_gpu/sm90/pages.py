@@ -28,6 +28,7 @@ _BOX_ROWS = 8  # of a swizzle: what TMA loads at once is a multiple
 _MOST_PACKED = 64  # query heads of a kv head that share a unit, as many as a warpgroup has rows
 _ONE_PAGE = 64  # keys of a block that lie in one page
 _FEWEST = 0.5  # units that tokens fill, of a multiprocessor
+FEWEST_IN_COMMON = 256  # rows of queries of a kv head
 
 
 class Pages(Family):
@@ -35,7 +36,7 @@ class Pages(Family):
 
     name = "pages"
     architectures = ("sm_90a",)
-    passes = ("prefill",)
+    passes = ("prefill", "common")
     measured = ("H100",)
 
     def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
@@ -63,8 +64,11 @@ class Pages(Family):
             reasons.append(
                 f"{kernels} take requests of up to {_MOST_POSITIONS} positions, not {shapes.kv_len}"
             )
+        if call.target == "common":
+            return (*reasons, *_few_in_common(shapes))
         rows = known(shapes.q_len, 4096) * known(shapes.q_heads, 1)
-        if rows < _FEWEST * multiprocessors(gpu) * 128:
+        # A window without an end is that of a part of flash_common.
+        if call.problem.window[1] is not None and rows < _FEWEST * multiprocessors(gpu) * 128:
             reasons.append(
                 f"{rows} rows of queries leave most multiprocessors idle: decoding kernels share "
                 "a request's keys out"
@@ -105,10 +109,12 @@ def choose_pages(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTilin
     terms = ("query_lengths", "key_value_lengths", *problem.terms)
     lengths = dataclasses.replace(problem, bottom_right=False, terms=terms)
     tiling = choose_forward(lengths, dense, gpu)
-    if max(shapes.head_dim, shapes.value_dim) > 128:
+    # Beside a softcap tokens that see all positions have no registers for as many keys: 32 bytes.
+    crowded = problem.window[1] is None and problem.softcap is not None
+    if max(shapes.head_dim, shapes.value_dim) > 128 and not crowded:
         plain = choose_forward(problem, dense, gpu)
         tiling = dataclasses.replace(tiling, block_kv=plain.block_kv)
-    elif tiling.consumers == 3:
+    if tiling.consumers == 3 and max(shapes.head_dim, shapes.value_dim) <= 128:
         tiling = dataclasses.replace(tiling, **_of_three(tiling, shapes.page_size or 0))
     group = group_size(shapes)
     packed = min(group & -group, _MOST_PACKED)
@@ -123,6 +129,17 @@ def choose_pages(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTilin
         l2_heads=together * group // packed,
         page_size=shapes.page_size or 0,
     )
+
+
+def _few_in_common(shapes: Shapes) -> tuple[str, ...]:
+    """Says why rows of decoding take less time than units of a dense problem, if they do."""
+    sizes = (shapes.batch, shapes.q_len, shapes.q_heads, shapes.kv_heads, shapes.kv_len)
+    if not all(isinstance(size, int) for size in sizes):
+        return ("how many parts positions are cut into depends on sizes that are not known",)
+    rows = shapes.q_len * group_size(shapes)
+    if rows < FEWEST_IN_COMMON:
+        return (f"{rows} rows of queries of a kv head are few: decoding kernels take less time",)
+    return ()
 
 
 def _of_three(tiling: ForwardTiling, page_size: int) -> dict[str, Any]:
