@@ -1,7 +1,8 @@
 """Which backend runs a pass of a call, and how; each answers with its reasons why not.
 
-"cuda" and "cpu" are the native kernels, each for the platform of its name; "xla" is blockwise.py
-and runs anything anywhere. A call that names no backend takes the first that can run it.
+"cuda" and "cpu" are the native kernels, each for the platform of its name; "cudnn" is cuDNN's
+attention, on GPUs; "xla" is blockwise.py and runs anything anywhere. A call that names no backend
+takes "cudnn" where that is faster, else the first of the others that can run it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_flash import _gpu, _native
+from jax_flash import _cudnn, _gpu, _native
 from jax_flash._call import Call
 from jax_flash._float8 import DTYPE
 from jax_flash._problem import Shapes
@@ -227,6 +228,24 @@ def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.sum(x, axes, dtype=jnp.float32, keepdims=True).astype(x.dtype) if axes else x
 
 
+def _run_cudnn(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return call.run_kernel(_call_cudnn, *operands)
+
+
+def _call_cudnn(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Runs cuDNN, and ours in its place where NaN may have come from what causality hides."""
+    results = _cudnn.attend(call, *operands)
+    if call.problem.window == (None, None):
+        return results
+    shapes = call.shapes(call.name_operands(operands))
+    ours = dataclasses.replace(call, backend="cuda")
+    kernels = not BACKENDS["cuda"].refuse(ours, shapes, _gpu.spec.for_lowering())
+    named = zip(call.results, results, strict=True)
+    finite = jnp.all(jnp.stack([jnp.isfinite(x).all() for name, x in named if name != "lse"]))
+    other = functools.partial(_call_cuda if kernels else _run_xla, ours, *operands)
+    return lax.cond(finite, lambda: results, lambda: tuple(other()))
+
+
 def _run_cpu(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     shapes = call.shapes(call.name_operands(operands))
     run = call.run_instead if call.instead(shapes) else call.run_kernel
@@ -255,6 +274,7 @@ def _run_xla(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 BACKENDS = {
     "cuda": Backend(("cuda",), _absent_cuda, _decline_cuda, _run_cuda),
+    "cudnn": Backend(("cuda",), _cudnn.absent, _cudnn.decline, _run_cudnn),
     "cpu": Backend(("cpu",), _absent_cpu, _decline_cpu, _run_cpu),
     "xla": Backend(None, _nothing, _nothing, _run_xla),
 }
@@ -281,8 +301,11 @@ def pick(
         raise NotImplementedError(f"backend {call.backend!r} cannot run this call: {reasons}")
     if gpu is not None and "cuda" not in refusals and _gpu.few_scores.takes(call, shapes):
         refusals["cuda"] = (_gpu.few_scores.REASON,)
-    chosen = call.backend or next(name for name in BACKENDS if name not in refusals)
-    return chosen, refusals
+    if call.backend is not None:
+        return call.backend, refusals
+    if gpu is not None and "cudnn" not in refusals and _cudnn.is_faster(shapes, gpu):
+        return "cudnn", refusals
+    return next(name for name in BACKENDS if name not in (*refusals, "cudnn")), refusals
 
 
 def require(call: Call, shapes: Shapes) -> None:
@@ -294,7 +317,8 @@ def require(call: Call, shapes: Shapes) -> None:
     if call.backend is not None:
         # The arrays' platform is known when the call is lowered; backend "cpu" may be right even
         # where a GPU is present.
-        pick(call, shapes, _gpu.spec.present() if call.backend == "cuda" else None)
+        on_gpu = "cuda" in (BACKENDS[call.backend].platforms or ())
+        pick(call, shapes, _gpu.spec.present() if on_gpu else None)
 
 
 def choose(platform: str, call: Call, shapes: Shapes) -> str:
@@ -311,7 +335,7 @@ def choose(platform: str, call: Call, shapes: Shapes) -> str:
         )
     gpu = _gpu.spec.for_lowering() if platform == "cuda" else None
     name, refusals = pick(call, shapes, gpu)
-    if call.backend is None and platform in refusals:
+    if call.backend is None and platform in refusals and name != "cudnn":
         # On a CPU a warning tells that there are no kernels, not what they decline: such calls run
         # as fast there as they can.
         reasons = refusals[platform] if platform == "cuda" else BACKENDS[platform].absent(None)

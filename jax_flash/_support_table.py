@@ -28,6 +28,7 @@ END = "<!-- end of the table -->\n"
 _COLUMNS = {
     ("cuda", "H200"): "`cuda`: H100, H200",
     ("cuda", "A100"): "`cuda`: others since Ampere",
+    ("cudnn", "H200"): "`cudnn`",
     ("cpu", "H200"): "`cpu`",
     ("xla", "H200"): "`xla`: any platform",
 }
@@ -49,8 +50,8 @@ _PROBLEMS: dict[str, tuple[dict[str, Any], ...]] = {
     "float16, bfloat16": ({"dtype": "float16"}, {"dtype": "bfloat16"}),
     "float32": ({"dtype": "float32"},),
     "float64 (x64 mode)": ({"dtype": "float64"},),
-    "causal and two-sided windows, aligned top-left or bottom-right": (
-        {"window": (None, 0)},
+    "causal, with a window or without": ({"window": (None, 0)}, {"window": (7, 0)}),
+    "two-sided windows; aligned bottom-right where T ≠ S": (
         {"window": (7, 9), "bottom_right": True},
     ),
     "lengths, packed sequences (segment ids)": (_terms("lengths"), _terms("segment ids")),

@@ -271,8 +271,8 @@ def flash_attention(
         float32's own arithmetic but for gradients of keys with weights below 2^-24, into two
         bfloat16, of 16 bits, for "high"; by default it takes float16 copies, of 11 bits, where
         these hold all rows. "cpu" is as exact as float32 always.
-      backend: "cuda", "cpu" or "xla"; None: the first of them that runs the problem where the
-        arrays are.
+      backend: "cuda", "cudnn", "cpu" or "xla"; None: "cudnn" on sm_100 and sm_103 where it runs the
+        problem, else the first of the others that does where the arrays are.
       query_scale, key_scale, value_scale: what float8 query, key and value are multiplied by:
         float32 `[]`, `[*B, heads]`, or `[*B, blocks, heads]` of blocks of 64 or 128 positions, the
         last of which may be shorter. None: 1. Float8 arguments have no derivative.

@@ -89,8 +89,9 @@ def test_a_process_says_what_is_there_and_measures_nothing():
     command = [sys.executable, "-m", "jax_flash", "--about"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=package, check=True)
     lines = done.stdout.splitlines()
-    assert [x.split(":")[0] for x in lines[1:6]] == [
-        "devices", "backend cuda", "backend cpu", "backend xla", "compiled kernels",
+    assert [x.split(":")[0] for x in lines[1:7]] == [
+        "devices", *(f"backend {name}" for name in ("cuda", "cudnn", "cpu", "xla")),
+        "compiled kernels",
     ]  # fmt: skip
     assert "forward" not in done.stdout
 

@@ -60,7 +60,7 @@ def test_support_table_is_what_the_backends_declare(tmp_path: Path):
     _support_table.write(copy)
     assert copy.read_text() == README.read_text()
     rows = [line for line in _support_table.table().splitlines() if line.startswith("| float32 |")]
-    assert rows == ["| float32 | yes | yes | yes | yes |"]
+    assert rows == ["| float32 | yes | yes | no | yes | yes |"]
 
 
 def test_support_table_shows_every_term():

@@ -73,8 +73,8 @@ class Sm80(Family):
             return ()
         return (
             f"mma.sync, by which these kernels multiply, has about a quarter of the speed of "
-            f"{gpu.name}'s tensor cores: cuDNN, by jax.nn.dot_product_attention(implementation="
-            "'cudnn'), is up to four times as fast where it takes the call",
+            f"{gpu.name}'s tensor cores: backend 'cudnn' is up to four times as fast where it "
+            "takes the call",
         )
 
     def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
