@@ -7,7 +7,6 @@ youngest request gives its own back, waits, and is computed again later.
 """
 
 import dataclasses
-import functools
 import logging
 import math
 import threading
@@ -16,10 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from serving.model import Batch, KvPages, Model, Weights
+from serving.model import Batch, Model, run_step
 from serving.pages import BEGIN, Pages
 
 Event = tuple[int, float] | str | Exception  # a token and its log-probability; why it ends; a fault
@@ -65,28 +63,6 @@ class Request:
         return self.done - self.dropped
 
 
-@functools.partial(jax.jit, static_argnames=("forward", "weigh"), donate_argnames="pages")
-def run_step(
-    forward: Any, weights: Weights, pages: KvPages, batch: Batch, draws: Any, weigh: bool
-) -> tuple[jax.Array, jax.Array, KvPages, jax.Array | None]:
-    """Computes a step, and draws each request's next token: ids and log-probabilities [B].
-
-    `draws`: temperature, seed, number of the token, and the one that is given or −1, [B] each.
-    """
-    scores, pages, weighed = forward(weights, pages, batch, weigh)
-    temperature, seed, number, given = draws
-
-    def draw(scores, temperature, seed, number):
-        key = jax.random.fold_in(jax.random.key(seed), number)
-        return jax.random.categorical(key, scores / jnp.maximum(temperature, 1e-6))
-
-    drawn = jax.vmap(draw)(scores, temperature, seed, number)
-    token = jnp.where(temperature == 0, jnp.argmax(scores, -1), drawn)
-    token = jnp.where(given < 0, token, given)
-    logs = jnp.take_along_axis(jax.nn.log_softmax(scores), token[:, None], 1)[:, 0]
-    return token, logs, pages, weighed
-
-
 class Engine:
     """Serves a model: `submit` requests from any thread, while `run` is at work in one.
 
@@ -99,6 +75,8 @@ class Engine:
         computed: those that its tokens gave most weight, the first, and the newest
         (Scissorhands, arXiv:2305.17118). 1: all.
       cache_dtype: float8_e4m3fn or int8; None: that of the parameters.
+      shared: pages that requests begin with are read once for all of them, where that spares so
+        many positions of a step.
     """
 
     def __init__(
@@ -112,6 +90,7 @@ class Engine:
         waiting: int = 256,
         keep: float = 1.0,
         cache_dtype: str | None = None,
+        shared: int = 1 << 16,
     ):
         if min(pages, page_size, requests) < 1 or tokens <= requests or not 0 < keep <= 1:
             raise ValueError(
@@ -119,7 +98,7 @@ class Engine:
                 f"keep {keep}; expected 1 or more, tokens > requests, and keep in (0, 1]"
             )
         self.model, self.pages = model, Pages(pages, page_size)
-        self.requests, self.tokens, self.keep = requests, tokens, keep
+        self.requests, self.tokens, self.keep, self.shared = requests, tokens, keep, shared
         self.columns = min(pages, -(-model.length // page_size))
         self.most_waiting = waiting
         self.waiting: deque[Request] = deque()
@@ -127,8 +106,10 @@ class Engine:
         self.fault: Exception | None = None
         self._kv = model.make_pages(pages, page_size, cache_dtype)
         self._changed, self._stopped = threading.Condition(), False
-        for size in (requests, tokens):  # two programs: decoding alone, and with prompts
+        for size in (requests, tokens):  # programs: decoding alone, and with prompts
             self._compute([], size)
+            if (requests - 1) * self.columns * page_size >= shared:
+                self._compute([], size, np.full(self.columns, -1, np.int32))
 
     @property
     def most_positions(self) -> int:
@@ -243,17 +224,14 @@ class Engine:
     def _pages_of(self, positions: int) -> int:
         return -(-positions // self.pages.size)
 
-    def _compute(self, running: list[Request], size: int) -> tuple[Any, Any, Any]:
+    def _compute(self, running: list[Request], size: int, shared: Any = None) -> Any:
         """Runs the program of `size` tokens: tokens, log-probabilities and weights of pages."""
         rows = self.requests
         tokens, positions = np.zeros((2, size), np.int32)
         lengths, starts = np.zeros(rows, np.int32), np.zeros(rows + 1, np.int32)
         table = np.zeros((rows, self.columns), np.int32)
-        temperature, (seed, number, given) = (
-            np.zeros(rows, np.float32),
-            np.zeros((3, rows), np.int32),
-        )
-        given[:] = -1
+        temperature = np.zeros(rows, np.float32)
+        seed, number, given = np.array([[0], [0], [-1]], np.int32).repeat(rows, 1)
         for i, x in enumerate(running):
             own = slice(starts[i], starts[i] + x.count)
             tokens[own] = x.tokens[x.done : x.done + x.count]
@@ -264,16 +242,23 @@ class Engine:
             if x.given is not None:
                 given[i] = x.given[len(x.tokens) - len(x.prompt)]
         starts[len(running) + 1 :] = starts[len(running)]
-        batch = Batch(tokens, positions, lengths, table, starts, np.int32(len(running)))
+        if running:
+            shared = self._find_shared(table, lengths - np.diff(starts))
+        batch = Batch(tokens, positions, lengths, table, starts, np.int32(len(running)), shared)
+        model, draws = self.model, (temperature, seed, number, given)
         token, logs, self._kv, weighed = run_step(
-            self.model.forward,
-            self.model.weights,
-            self._kv,
-            batch,
-            (temperature, seed, number, given),
-            weigh=self.keep < 1,
+            model.forward, model.weights, self._kv, batch, draws, weigh=self.keep < 1
         )
         return jax.device_get((token, logs, weighed))
+
+    def _find_shared(self, table: np.ndarray, before: np.ndarray) -> np.ndarray | None:
+        """Finds the pages that spare most if they are read once, of `before` [B] positions."""
+        column = np.arange(self.columns)
+        spared = self.pages.size * (column + 1) * (self.pages.users[table] - 1)
+        spared[column >= before[:, None] // self.pages.size] = 0
+        row, last = np.unravel_index(spared.argmax(), spared.shape)
+        enough = spared[row, last] >= self.shared
+        return np.where(column <= last, table[row], -1).astype(np.int32) if enough else None
 
     def _name(self, request: Request) -> None:
         """Lets others find the pages that have become full, unless some were dropped before."""

@@ -1,4 +1,4 @@
-"""The model that is served: one pass over the tokens of a mixed batch, keys and values in pages.
+"""The model that is served: a step over the tokens of a mixed batch, keys and values in pages.
 
 Blocks of attention and of a small network, an RMSNorm before each, rotary positions, heads that
 share keys. `load_gpt` reads what train_gpt.py trained, `load_llama` a folder in the format of
@@ -54,6 +54,7 @@ class Batch(NamedTuple):
     page_table: Any  # int [B, M]
     query_starts: Any  # int [B + 1]
     rows: Any  # int []
+    shared_pages: Any = None  # int [M]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,7 +101,8 @@ class Model:
                 query,
                 keys,
                 values,
-                *batch[2:],
+                *batch[2:6],
+                shared_pages=batch.shared_pages,
                 new_key=key,
                 new_value=value,
                 key_scale=scale,
@@ -126,6 +128,28 @@ class Model:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
         return (wide * scale).astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("forward", "weigh"), donate_argnames="pages")
+def run_step(
+    forward: Any, weights: Weights, pages: KvPages, batch: Batch, draws: Any, weigh: bool
+) -> tuple[jax.Array, jax.Array, KvPages, jax.Array | None]:
+    """Computes a step, and draws each request's next token: ids and log-probabilities [B].
+
+    `draws`: temperature, seed, number of the token, and the one that is given or −1, [B] each.
+    """
+    scores, pages, weighed = forward(weights, pages, batch, weigh)
+    temperature, seed, number, given = draws
+
+    def draw(scores, temperature, seed, number):
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        return jax.random.categorical(key, scores / jnp.maximum(temperature, 1e-6))
+
+    drawn = jax.vmap(draw)(scores, temperature, seed, number)
+    token = jnp.where(temperature == 0, jnp.argmax(scores, -1), drawn)
+    token = jnp.where(given < 0, token, given)
+    logs = jnp.take_along_axis(jax.nn.log_softmax(scores), token[:, None], 1)[:, 0]
+    return token, logs, pages, weighed
 
 
 def weigh_pages(

@@ -9,6 +9,8 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+
 BEGIN = 0  # the number of what is before the first page
 
 Name = tuple[int, tuple[int, ...]]  # the number of the page before, and the page's own tokens
@@ -20,7 +22,7 @@ class Pages:
     def __init__(self, count: int, size: int):
         self.count, self.size = count, size
         self._free = list(range(count))
-        self._users = [0] * count
+        self.users = np.zeros(count, np.int64)  # requests that have each page
         self._kept: OrderedDict[int, None] = OrderedDict()  # named, without user, oldest first
         self._named: dict[Name, tuple[int, int]] = {}  # the page, and a number that never returns
         self._names: dict[int, Name] = {}  # of pages
@@ -42,7 +44,7 @@ class Pages:
             if name not in self._named:
                 break
             page, before = self._named[name]
-            self._users[page] += 1
+            self.users[page] += 1
             self._kept.pop(page, None)
             found.append(page)
         return found, before
@@ -54,7 +56,7 @@ class Pages:
         else:
             page, _ = self._kept.popitem(last=False)
             del self._named[self._names.pop(page)]
-        self._users[page] = 1
+        self.users[page] = 1
         return page
 
     def name(self, page: int, before: int, tokens: Sequence[int]) -> int:
@@ -71,8 +73,8 @@ class Pages:
     def release(self, pages: Sequence[int]) -> None:
         """Gives pages of one user back; the last go first where room is needed."""
         for page in reversed(pages):
-            self._users[page] -= 1
-            if self._users[page] == 0:
+            self.users[page] -= 1
+            if self.users[page] == 0:
                 if page in self._names:
                     self._kept[page] = None
                 else:

@@ -20,6 +20,7 @@ from flax import nnx
 import jax_flash
 
 from . import small_llama
+from .served_texts import continued, finish, prompts_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SETTINGS = {"pages": 64, "page_size": 8, "requests": 8, "tokens": 32}
@@ -89,27 +90,6 @@ def served(gpt):
 def client(served):
     with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def continued(model, prompts, ids):
-    """What one pass over each whole text, without a cache, finds likeliest after each token."""
-    texts = np.zeros((len(prompts), model.config.length), np.int32)
-    for text, prompt, new in zip(texts, prompts, ids, strict=True):
-        text[: len(prompt) + len(new)] = prompt + new
-    scores = np.asarray(nnx.jit(lambda model, texts: model(texts))(model, texts))[..., :256]
-    best = scores.argmax(-1)
-    return [
-        row[len(prompt) - 1 : len(prompt) + len(new) - 1].tolist()
-        for row, prompt, new in zip(best, prompts, ids, strict=True)
-    ]
-
-
-def prompts_of(seed, count, longest):
-    """Prompts of mixed lengths, half of which begin alike."""
-    rng = np.random.default_rng(seed)
-    shared = rng.integers(1, 256, 20).tolist()
-    drawn = (rng.integers(1, 256, rng.integers(1, longest - 20)).tolist() for _ in range(count))
-    return [(shared if i % 2 else []) + x for i, x in enumerate(drawn)]
 
 
 def test_200_requests_at_once(served, gpt, capsys):
@@ -246,28 +226,6 @@ def test_overload_and_a_dropped_connection(served, client, monkeypatch):
         assert caught.value.response.headers["Retry-After"] == "1"
 
 
-def finish(engine, asked):
-    """Runs requests (prompt, most) to their ends: the tokens of each, and those of each step."""
-    from serving.engine import Request
-
-    events: list[list[Any]] = [[] for _ in asked]
-    for (prompt, most), heard in zip(asked, events, strict=True):
-        engine.submit(Request(prompt, most, heard.append, temperature=0.0))
-    compute, counts = engine._compute, []
-
-    def counted(running, size):
-        counts.append(sum(x.count for x in running))
-        assert counts[-1] <= size
-        return compute(running, size)
-
-    engine._compute = counted
-    while engine.waiting or engine.running:
-        engine.step()
-    engine._compute = compute
-    assert {heard[-1] for heard in events} <= {"length", "stop"}
-    return [[token for token, _ in heard[:-1]] for heard in events], counts
-
-
 def test_few_pages_and_pages_in_common(served, gpt):
     """Requests give way and are computed again; what begins alike is computed once."""
     from serving.engine import Engine
@@ -298,6 +256,37 @@ def test_few_pages_and_pages_in_common(served, gpt):
     _, counts = finish(engine, [([*prompt[:20], 1, *prompt[21:]], 1)])
     assert sum(counts) == 60 - 16
     assert engine.pages.available == SETTINGS["pages"]
+
+
+@pytest.mark.usefixtures("few_are_shared")
+def test_common_instructions_are_read_once(served, gpt, monkeypatch):
+    """While five of eight requests have them: not with the first alone, nor where few would."""
+    from serving import engine as module
+
+    engine = module.Engine(served[0].engine.model, **SETTINGS, shared=4 * 40)
+    rng, step, seen = np.random.default_rng(6), module.run_step, []
+    others, instructions = (rng.integers(1, 256, (n, 45)).tolist() for n in (3, 1))
+    prompts = [instructions[0] + rng.integers(1, 256, n).tolist() for n in (3, 9, 1, 20, 6)]
+    first, _ = finish(engine, [(prompts[0], 20)])
+
+    def run_step(forward, weights, pages, batch, *rest, **options):
+        shared = batch.shared_pages
+        seen.append([] if shared is None else shared[shared >= 0].tolist())
+        alike = [row[: len(seen[-1])].tolist() == seen[-1] for row in batch.page_table]
+        assert not seen[-1] or sum(alike[: batch.rows]) >= 5
+        return step(forward, weights, pages, batch, *rest, **options)
+
+    monkeypatch.setattr(module, "run_step", run_step)
+    programs = step._cache_size()
+    got, _ = finish(engine, [(prompt, 20) for prompt in (*prompts, *others)])
+    assert step._cache_size() == programs  # those that the engine began with
+    assert got == continued(gpt[0], [*prompts, *others], got)
+    assert got[0] == first[0]
+    assert {len(x) for x in seen} == {0, 5}
+    assert sum(map(len, seen)) >= 5 * 20
+    seen.clear()
+    finish(engine, [(prompt, 20) for prompt in (*prompts[:4], *others)])
+    assert not any(seen)
 
 
 def test_a_cache_with_a_budget(gpt, served):
