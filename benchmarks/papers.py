@@ -4,6 +4,7 @@
     python benchmarks/papers.py --part io memory  # these alone
     python benchmarks/papers.py --part memory --cells "T 4096" longest  # of its cells those
     python benchmarks/papers.py --quick           # small sizes, on a CPU too: that all runs
+    python benchmarks/papers.py --resume          # what a run that was stopped has, and the rest
 
 Writes build/benchmarks/<device>/papers-<part>-<commit>.json after each cell, so that a run that is
 stopped keeps what it has, then .md and .png. `python benchmarks figures` fills docs/papers*.md, and
@@ -19,10 +20,16 @@ import argparse
 import gc
 import importlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+# cuDNN's attention in a CUDA graph of XLA ends the process (jax 0.11.2, "local_device_ordinal").
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=-CUDNN"
+)
 
 import jax
 from common import charts, machine, paper, runs
@@ -73,6 +80,7 @@ def parse(known: Mapping[str, Part]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes; no figure of a paper")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    parser.add_argument("--resume", action="store_true", help="keep cells that the file has")
     parser.add_argument("--commit", default=None, help="name of the results; default: git's")
     machine.add_output(parser)
     return parser.parse_args()
@@ -89,10 +97,11 @@ def measure(name: str, part: Part, settings: Settings, options: argparse.Namespa
     records: list[paper.Record] = []
     failed: list[str] = []
     cells = settings.chosen(part.cells(settings))
+    there = before(path.with_suffix(".json"), about) if options.resume else {}
     for cell in (progress := tqdm(cells, desc=name, disable=None)):
         progress.set_postfix_str(cell["name"])
         try:
-            records.append(cell | part.measure(settings, cell))
+            records.append(there.get(cell["name"]) or cell | part.measure(settings, cell))
         except Exception as error:  # the cells and parts that follow are worth as much
             reason = f"{type(error).__name__}: {error}".split("\n")[0][:300]
             failed.append(f"{name}, {cell['name']}: {reason}")
@@ -105,6 +114,17 @@ def measure(name: str, part: Part, settings: Settings, options: argparse.Namespa
     )
     print(f"{text}\n{path.with_suffix('.json')}\n", flush=True)
     return failed
+
+
+def before(path: Path, about: Mapping[str, Any]) -> dict[str, paper.Record]:
+    """Reads the cells of a run that was stopped, by name: of this GPU, these versions, this seed."""
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    for field in ("gpu", "driver", "versions", "seed"):
+        if found[field] != about[field]:
+            raise SystemExit(f"--resume: {path} is of {field} {found[field]}, not {about[field]}")
+    return {x["name"]: x for x in found["cells"]}
 
 
 def report(part: Part, about: Mapping[str, Any], records: list[paper.Record]) -> str:

@@ -13,7 +13,7 @@ from common.train_jobs import Job, Program, training
 WAYS = {"jax_flash": "jax_flash", "cudnn": "cuDNN", "xla": "XLA's attention"}
 # Nothing is tried on a GPU where another step may be measured meanwhile.
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-AHEAD = 6  # steps that are compiled at a time
+AHEAD = 8  # steps that are compiled at a time
 training.PRESETS["quick"] = training.Config(
     layers=1, width=32, heads=2, kv_heads=2, vocabulary=300, length=128, batch=2
 )
@@ -24,7 +24,7 @@ def on_gpu() -> bool:
 
 
 class Ahead:
-    """Makes what cells will need while others are measured; one that is tuned alone, and first."""
+    """Makes what cells will need while others are measured."""
 
     def __init__(self, make: Callable[[Settings, Record], Any]):
         self.make = make
@@ -33,12 +33,10 @@ class Ahead:
     def take(self, settings: Settings, cell: Record, cells: Sequence[Record]) -> Any:
         """Returns what belongs to a cell; begins with that of the cells behind it."""
         names = [x["name"] for x in cells]
-        if not cell.get("tuned"):
-            behind = cells[names.index(cell["name"]) :]
-            for later in (x for x in behind if x["name"] not in self.waiting):
-                self.waiting[later["name"]] = self.pool.submit(self.make, settings, later)
-        made = self.waiting.pop(cell["name"], None)
-        return self.make(settings, cell) if made is None else made.result()
+        behind = cells[names.index(cell["name"]) :]
+        for later in (x for x in behind if x["name"] not in self.waiting):
+            self.waiting[later["name"]] = self.pool.submit(self.make, settings, later)
+        return self.waiting.pop(cell["name"]).result()
 
     @property
     def pool(self) -> concurrent.futures.ThreadPoolExecutor:
@@ -57,7 +55,7 @@ def job_of(settings: Settings, cell: Record) -> Job:
 
 def build(settings: Settings, cell: Record) -> Program | str:
     """Compiles the step of a cell; returns why it cannot be, where that is a result."""
-    options = UNTUNED if on_gpu() and not cell.get("tuned") else None
+    options = UNTUNED if on_gpu() else None
     job = job_of(settings, cell)
     try:
         return train_jobs.build(job, job.length, options)

@@ -44,7 +44,6 @@ def cells(settings: Settings) -> list[Record]:
     one = {"preset": "1b3", "length": lengths[-1], "remat": "products", "attention": "jax_flash"}
     one |= {"batch": max(1, TOKENS["1b3"] // lengths[-1])}
     apart: list[Record] = [
-        {"name": "products tuned", "tuned": True},
         {"name": "profile", "profiled": True},
         {"name": "without attention", "attention": "none"},
         {"name": "gradients alone", "updates": False},
@@ -58,9 +57,7 @@ def cells(settings: Settings) -> list[Record]:
         },
     ]
     found = [one | {"kind": "apart"} | x for x in apart]
-    if settings.quick:
-        return [*table, found[1], found[-2]]
-    return found[:1] + table + found[1:]  # tuned first, before others are compiled
+    return [*table, found[0], found[-2]] if settings.quick else table + found
 
 
 _AHEAD = _gpt.Ahead(_gpt.build)
@@ -199,8 +196,8 @@ PART = Part(
         "causality hides too; MFU counts the others alone, and is of 989 TFLOP/s. What is computed "
         "again counts once. Blocks keep the results of matrix products (remat by names), the loss "
         f"is in parts. With XLA's attention a step has {TOKENS_XLA} tokens, for its scores. "
-        "XLA's tuning of products is off, for programs are compiled while others are measured; "
-        "one row says what it gives."
+        "XLA's tuning of products is off, for programs are compiled while others are measured: with "
+        "it the step of 1.3B at T 8192 took 618 ms in place of 620."
     ),
     cells=cells,
     measure=measure,

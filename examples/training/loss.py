@@ -98,31 +98,38 @@ def _lacking(
 def _in_parts(at: Any, sums: Any, features, targets, weights, shards: int, positions: int) -> Any:
     """Sums over some positions after another, and what belongs to each, [B, T, ...] or None.
 
-    All devices that rows and their positions are split over have some of those at a time.
+    All devices that rows and their positions are split over have some of those at a time. They are
+    cut from where they lie: a scan over an axis of parts has them first, and XLA then keeps that
+    order in the whole model, where kernels of attention need another.
     """
     rows, length = targets.shape
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
-    parts = tuple(  # [T / shards, B, shards, ...]
-        jnp.moveaxis(x.reshape(rows, shards, -1, *x.shape[2:]), 2, 0)
+    each = length // shards
+    parts = tuple(  # [B, shards, T / shards, ...]
+        x.reshape(rows, shards, each, *x.shape[2:])
         for x in (features, targets, weights.astype(jnp.float32))
     )
-    together = max(1, positions // (rows * shards))
-    whole, rest = divmod(length // shards, together)
-    made = []
-    if whole:
-        first = tuple(x[: whole * together] for x in parts)
-        first = tuple(x.reshape(whole, together, *x.shape[1:]) for x in first)
-        if whole == 1:
-            sums, found = at(sums, *(x[0] for x in first))
-        else:
-            sums, found = jax.lax.scan(lambda sums, part: at(sums, *part), sums, first)
-            found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
-        made.append(found)
+    together = min(each, max(1, positions // (rows * shards)))
+
+    def step(carried: Any, start: Any, count: int) -> Any:
+        sums, made = carried
+        cut = (jax.lax.dynamic_slice_in_dim(x, start, count, axis=2) for x in parts)
+        sums, found = at(sums, *cut)
+        if found is not None:
+            made = jax.lax.dynamic_update_slice_in_dim(made, found, start, axis=2)
+        return sums, made
+
+    carried = sums, jnp.zeros_like(parts[0])
+    whole, rest = divmod(each, together)
+    if whole == 1:
+        carried = step(carried, 0, together)
+    else:
+        starts = together * jnp.arange(whole)
+        carried, _ = jax.lax.scan(
+            lambda x, start: (step(x, start, together), None), carried, starts
+        )
     if rest:
-        sums, found = at(sums, *(x[whole * together :] for x in parts))
-        made.append(found)
-    if made[0] is None:
-        return sums, None
-    found = made[0] if len(made) == 1 else jnp.concatenate(made)
-    return sums, jnp.moveaxis(found, 0, 2).reshape(rows, length, *found.shape[3:])
+        carried = step(carried, whole * together, rest)
+    sums, made = carried
+    return sums, made.reshape(features.shape)

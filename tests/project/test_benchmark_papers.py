@@ -71,6 +71,11 @@ def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, monkeypatch)
     assert [x["at"] for x in read(tmp_path, "three")["cells"]] == [0, 1]
+    monkeypatch.setattr(papers, "parts", lambda: {"three": part_of(lambda *_: {"s": 2})})
+    run(tmp_path, monkeypatch, "--resume")
+    assert [x["s"] for x in read(tmp_path, "three")["cells"]] == [1, 1, 2]
+    with pytest.raises(SystemExit, match="is of seed 0, not 1"):
+        run(tmp_path, monkeypatch, "--resume", "--seed", "1")
 
 
 def test_cells_are_chosen_by_words_of_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
