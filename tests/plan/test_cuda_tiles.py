@@ -75,6 +75,27 @@ def test_short_plain_calls_have_two_teams():
         assert (tiling.consumers, tiling.teams) == (consumers, teams), (change, of_problem)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "counted"),
+    [
+        ((8, 128, 16, 64), False),  # 128 units
+        ((16, 128, 16, 64), False),  # 256 of one length
+        ((16, 512, 4, 64), False),  # 256, which two teams of a multiprocessor take at once
+        ((16, 512, 5, 64), True),
+        ((8, 512, 4, 128), False),  # 128
+        ((9, 512, 4, 128), True),
+        ((64, 64, 64, 232), False),
+        ((64, 129, 64, 232), True),
+    ],
+)
+def test_causal_units_come_from_a_counter_where_they_differ(sizes, counted):
+    batch, length, heads, dim = sizes
+    shapes = Shapes(batch, length, length, heads, heads, dim, dim)
+    made = plan("forward", dataclasses.replace(PLAIN, window=(None, 0)), shapes)
+    assert made.tiling.dynamic is counted
+    assert ("flash_forward_begin" in made.beside_entries) is counted
+
+
 @pytest.mark.parametrize("which", PASSES)
 def test_tilings_where_multiprocessors_are_not_known(which):
     """As on an H200, which has most of what there is of them."""
