@@ -26,7 +26,8 @@ namespace backward {
 // lies side by side: [tile, 4, 8, lane, 4]. See sm90/backward_ring.cuh.
 //
 // With kCompact dq_sum is [B, N, T, H], or dq itself where that is float32: of few rows or columns
-// tiles would take many times the memory of the queries. Each element is added alone.
+// tiles would take many times the memory of the queries. Elements are added by twos where a pair
+// begins at 8 bytes and kAddsFour, else each alone.
 //
 // With kStoresDq there is no sum: sm90/backward_dq.cuh.
 inline constexpr bool kSumsInDq = kDqRowBytes > 0;
@@ -134,27 +135,49 @@ class CompactSum {
   }
   __device__ __forceinline__ float4 load(int i) const {
     float x[4] = {0.f, 0.f, 0.f, 0.f};
-    for_each(i, [&](float* at, int e) { x[e] = __ldcs(at); });
+    for_each(i, [&](float* at, int e) {
+      if constexpr (kAtOnce == 2) {
+        const float2 pair = __ldcs(reinterpret_cast<const float2*>(at));
+        x[e] = pair.x;
+        x[e + 1] = pair.y;
+      } else {
+        x[e] = __ldcs(at);
+      }
+    });
     return {x[0], x[1], x[2], x[3]};
   }
   __device__ __forceinline__ void store(int i, const float4& of) const {
     const float x[4] = {of.x, of.y, of.z, of.w};
-    for_each(i, [&](float* at, int e) { *at = x[e]; });
+    for_each(i, [&](float* at, int e) {
+      if constexpr (kAtOnce == 2) {
+        *reinterpret_cast<float2*>(at) = {x[e], x[e + 1]};
+      } else {
+        *at = x[e];
+      }
+    });
   }
   __device__ __forceinline__ void add(int i, const float4& of) const {
     const float x[4] = {of.x, of.y, of.z, of.w};
-    for_each(i, [&](float* at, int e) { ptx::reduce_add(at, x[e]); });
+    for_each(i, [&](float* at, int e) {
+      if constexpr (kAtOnce == 2) {
+        ptx::reduce_add_x2(at, x[e], x[e + 1]);
+      } else {
+        ptx::reduce_add(at, x[e]);
+      }
+    });
   }
 
  private:
   // dq is float32, and its sum.
   static constexpr bool kSumsAreDq = sizeof(ResultElement::Bits) == 4;
 
-  // What is there of the elements of piece i.
+  static constexpr int kAtOnce = kAddsFour && kHeadDim % 2 == 0 ? 2 : 1;  // of a row
+
+  // What is there of the elements of piece i: `e` is the first of kAtOnce.
   template <class Do>
   __device__ __forceinline__ void for_each(int i, Do act) const {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
+    for (int e = 0; e < 4; e += kAtOnce) {
       const int row = fragment::row(e) * fragment::kRowStep, column = 8 * i + fragment::column(e);
       if (row < rows_ && (kHeadDim % 64 == 0 || column_ + column < kHeadDim)) {
         act(first_ + (kSumsAreDq ? static_cast<int64>(row) * pitch_ : row * kHeadDim) + column, e);

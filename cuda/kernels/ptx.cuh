@@ -150,7 +150,11 @@ __device__ __forceinline__ void store_relaxed(int* address, int value) {
 __device__ __forceinline__ void reduce_add(float* address, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
-// Four consecutive floats (16-byte aligned), of sm_90 and later.
+// Two consecutive floats (8-byte aligned), or four (16-byte aligned), of sm_90 and later.
+__device__ __forceinline__ void reduce_add_x2(float* address, float a, float b) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(a), "f"(b)
+               : "memory");
+}
 __device__ __forceinline__ void reduce_add_x4(float* address, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
                "f"(b), "f"(c), "f"(d)

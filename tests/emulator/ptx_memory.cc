@@ -81,6 +81,7 @@ const Table kMemory = {
     {"red.relaxed.gpu.global.add.s32", add_int_global},
     {"red.release.gpu.global.add.s32", add_int_global},
     {"red.relaxed.gpu.global.add.f32", add_float_global},
+    {"red.relaxed.gpu.global.add.v2.f32", add_float_global},
     {"red.relaxed.gpu.global.add.v4.f32", add_float_global},
     {"fence.acq_rel.gpu", nothing},
 };

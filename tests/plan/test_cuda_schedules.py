@@ -266,6 +266,7 @@ DERIVED = {
     "kStraight": "of a template: elements without a test, along a line",
     "kLoad": "elements of a tile of the mask that a thread loads",
     "kCount": "rows of a tile that a thread loads at once",
+    "kAtOnce": "elements of a row of dq that are added at once",
     "kPart": "columns between two calls of what goes beside exponentials",
 }
 
