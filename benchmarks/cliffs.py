@@ -26,6 +26,7 @@ Writes build/benchmarks/<device>/cliffs-<commit>.json and .md, after each batch 
 
 import argparse
 import dataclasses
+import faulthandler
 import functools
 import math
 import os
@@ -46,7 +47,7 @@ import numpy as np
 from common import drawn, drawn_peers, machine, runs, shapes
 from common.drawn import Drawn
 from common.drawn_peers import structs
-from common.drawn_tables import KINDS, NEIGHBOUR, TITLES, WAYS, missing, summary, worst
+from common.drawn_tables import KINDS, NEIGHBOUR, TITLES, WAYS, compiling, missing, summary, worst
 from common.shapes import Pass
 from tqdm import tqdm
 
@@ -105,8 +106,7 @@ def main() -> None:
             records.append(measure_or_say(problem, programs.pop(problem)))
             done += 1
         write(options, asked, records, ceiling)  # a later batch may be cut off
-        left, now = left[done:], time.perf_counter()
-        fits = BATCH
+        left, now, fits = left[done:], time.perf_counter(), BATCH
         if options.seconds:  # what is compiled and not measured is lost
             fits = int((begin + options.seconds - now) / (now - started) * max(done, 1))
         batch = max(0, min(fits, BATCH))
@@ -171,6 +171,7 @@ class Programs:
     ready: dict[str, dict[tuple[str, Pass], Compiled]] = dataclasses.field(default_factory=dict)
     no: dict[str, str] = dataclasses.field(default_factory=dict)
     undropped: dict[Pass, Compiled] = dataclasses.field(default_factory=dict)  # the mean of dropout
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # a thread's, of compiling
 
 
 def compile_all(
@@ -192,7 +193,7 @@ def compile_all(
 
     def run(job: Job) -> None:
         problem, name, call, attend, of = job
-        programs = found[problem]
+        programs, begin = found[problem], time.perf_counter()
         try:
             if name == UNDROPPED:
                 programs.undropped[of] = step_of(call, attend, of).lower(structs(call)).compile()
@@ -206,6 +207,8 @@ def compile_all(
             programs.no[f"{name}, {TITLES[of]}"] = reason(error)
         else:
             programs.ready.setdefault(name, {}).update(both)
+        finally:
+            programs.seconds[f"{name}, {of}"] = round(time.perf_counter() - begin, 1)
 
     checks = {one for problem in batch for one in compared(problem.call)}
     with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(HEAVY_THREADS) as few:
@@ -367,7 +370,7 @@ def measure_or_say(problem: Problem, programs: Programs) -> dict[str, Any]:
     try:
         return measure(problem, programs)
     except Exception as error:
-        return about(problem) | {
+        return about(problem, programs) | {
             "ms": {f"{kind} {of}": {} for kind, of in WAYS},
             "error": {},
             "wrong": {},
@@ -375,13 +378,14 @@ def measure_or_say(problem: Problem, programs: Programs) -> dict[str, Any]:
         }
 
 
-def about(problem: Problem) -> dict[str, Any]:
+def about(problem: Problem, programs: Programs) -> dict[str, Any]:
     call = problem.call
     return {
         "problem": {"source": problem.source, "index": problem.index, "name": call.name},
         "cell": vars(call),
         "neighbour": None if call.neighbour is None else call.neighbour.name,
         "calls": call.calls,
+        "compiling": programs.seconds,
     }
 
 
@@ -411,7 +415,7 @@ def measure(problem: Problem, programs: Programs) -> dict[str, Any]:
         seconds, failed = time_in_turns(calls, count)
         programs.no.update({f"{name}, {kind} {TITLES[of]}": why for name, why in failed.items()})
         ms[f"{kind} {of}"] = {name: float(f"{1e3 * x:.4g}") for name, x in seconds.items()}
-    return about(problem) | {"ms": ms, "error": error, "wrong": wrong, "no": programs.no}
+    return about(problem, programs) | {"ms": ms, "error": error, "wrong": wrong, "no": programs.no}
 
 
 def load(call: Drawn, loaded: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -484,6 +488,7 @@ def write(
         summary(records),
         worst(records, explains),
         missing(records),
+        compiling(records),
     ]
     text = "\n\n".join(part for part in parts if part) + "\n"
     path.with_suffix(".md").write_text(text)
@@ -491,4 +496,5 @@ def write(
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # a peer may end the process: says what threads did
     main()

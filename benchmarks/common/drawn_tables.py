@@ -98,3 +98,15 @@ def missing(records: Sequence[Mapping[str, Any]]) -> str:
                 counted[text] = counted.get(text, 0) + 1
     lines += [f"- {text} ({count} passes)" for text, count in sorted(counted.items())]
     return "\n".join(lines)
+
+
+def compiling(records: Sequence[Mapping[str, Any]]) -> str:
+    """Writes how long threads compiled, by peer: side by side, so that each takes from all."""
+    counted: dict[str, float] = {}
+    for record in records:
+        for name, seconds in record["compiling"].items():
+            peer = name.split(", ")[0]
+            counted[peer] = counted.get(peer, 0.0) + seconds
+    most = sorted(counted.items(), key=lambda x: -x[1])
+    text = ", ".join(f"{LABELS.get(peer, peer)} {seconds:.0f}" for peer, seconds in most)
+    return f"Seconds of threads that compiled: {text}." if text else ""

@@ -201,10 +201,13 @@ def test_drawn_calls_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert min(ms.values()) > 0
         assert set(one["wrong"]) == {"fa3, forward", "fa3, forward + backward"}
         assert set(one["no"].values()) == {"NotImplementedError: nothing"}
+        names = (*peers, "neighbour", *["XLA without dropout"] * (one["cell"]["dropout"] > 0))
+        assert set(one["compiling"]) == {f"{x}, {of}" for x in names for of in shapes.PASSES}
     printed = capsys.readouterr().out
     assert printed == f"{path.with_suffix('.md').read_text()}\n{path}\n"
     assert "2 of 2 problems were measured." in printed
     assert "- jax_cudnn: NotImplementedError: nothing (4 passes)" in printed
+    assert "Seconds of threads that compiled: " in printed
 
 
 def test_the_worst_are_told():
@@ -245,7 +248,7 @@ def test_a_budget_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(cliffs, "compile_all", lambda batch, *_: dict.fromkeys(batch))
     ways = {f"{kind} {of}": {"jax_flash": 1.0} for kind, of in drawn_tables.WAYS}
     where = {"source": "seed 0", "index": 0, "name": "call"}
-    record = {"problem": where, "ms": ways, "wrong": {}, "no": {}}
+    record = {"problem": where, "ms": ways, "wrong": {}, "no": {}, "compiling": {}}
     monkeypatch.setattr(cliffs, "measure", lambda *_: record)
     words = ["cliffs.py", "--platform", "cpu", "--seconds", "100", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
