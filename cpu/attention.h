@@ -120,10 +120,17 @@ struct DecodeCall {
   Inputs in;
   int64_t pages = 0, page_size = 0;
   const int32_t* page_table = nullptr;  // [B, kv_len / page_size]; null: row b has page b alone
-  bool values_in_keys = false;          // v[..] is the first Hv features of k[..]; in.v is null
+  // For caches of eight bits: they hold a key or value over its scale; null where they are q's
+  // dtype. Between the scales [K] of two pages lie so many; 0: all pages have the same.
+  const float* key_scale = nullptr;
+  const float* value_scale = nullptr;  // null where values are in keys
+  int64_t key_scale_ld = 0, value_scale_ld = 0;
+  bool is_float8 = false;       // e4m3fn; else int8
+  bool values_in_keys = false;  // v[..] is the first Hv features of k[..]; in.v is null
   // Rows longer than kv_len, or without a page for a position they need, get nan where this is set.
   bool checked = false;
-  const void* new_k = nullptr;  // [B, T, K, H], written to the queries' positions first; or null
+  const void* new_k =
+      nullptr;  // [B, T, K, H] in q's dtype, written to the queries' positions first; or null
   const void* new_v = nullptr;  // [B, T, K, Hv]
   void* k = nullptr;            // in.k and in.v, where there is something to write
   void* v = nullptr;

@@ -4,17 +4,20 @@
 // all kv heads or some, so that pages are read from end to end. It goes through blocks of keys; for
 // each kv head up to four query rows at a time have the products with a block, their softmax and
 // the weighted sum of its values, straight from the cache and with those of the next two kv heads
-// on their way. The parts of a row are merged in their order. Neither the parts nor that order
-// depend on the threads, so no bit does.
-// Sanovar et al., LeanAttention (arXiv:2405.10480); Dao et al., Flash-Decoding (2023).
+// on their way. A cache of eight bits is made float32 first, a block of one kv head at a time, in
+// memory that stays near: half the bytes come from afar. The parts of a row are merged in their
+// order. Neither the parts nor that order depend on the threads, so no bit does. Sanovar et al.,
+// LeanAttention (arXiv:2405.10480); Dao et al., Flash-Decoding (2023).
 
 #include <cmath>
+#include <type_traits>
 #include <utility>
 
 namespace jax_flash::cpu {
 namespace {
 
-template <class T, class Op>
+// Queries of T, a cache of C.
+template <class T, class Op, class C = T>
 class Decode {
  public:
   static bool Run(const DecodeCall& call, Workers& workers) {
@@ -49,8 +52,11 @@ class Decode {
   }
 
  private:
-  using Tile = DecodeTile<T, Op>;
-  using Block = typename Tile::Block;
+  static constexpr bool kQuantized = !std::is_same_v<T, C>;
+  using Read = std::conditional_t<kQuantized, float, T>;  // what the tile reads
+  using Tile = DecodeTile<Read, Op>;
+  using Block = DecodeBlock<C>;
+  using Wide = typename Tile::Block;
   using Share = typename Tile::Share;
   using Ahead = typename Tile::Ahead;
 
@@ -67,7 +73,7 @@ class Decode {
     bool refused;
   };
 
-  Share ShareOf(const Block& block, int64_t kv) const {
+  Share ShareOf(const Wide& block, int64_t kv) const {
     return {&block, kv * head_dim_, kv * value_ld_};
   }
   Decode(const DecodeCall& call, RowPlan* plans)
@@ -103,14 +109,22 @@ class Decode {
     for (int64_t t = 0; t < s.q_len; ++t) {
       const int64_t position = in_.kv_lengths[b] - s.q_len + t;
       if (position < 0 || PageOf(b, position) < 0) continue;
-      const int64_t to = Slot(b, position), from = b * s.q_len + t;
-      std::memcpy(static_cast<T*>(call_.k) + to * key,
-                  static_cast<const T*>(call_.new_k) + from * key,
-                  static_cast<size_t>(key) * sizeof(T));
+      const int64_t to = Slot(b, position), from = b * s.q_len + t, page = PageOf(b, position);
+      Write(static_cast<const T*>(call_.new_k) + from * key, head_dim_,
+            call_.key_scale + page * call_.key_scale_ld, static_cast<C*>(call_.k) + to * key);
       if (call_.values_in_keys) continue;
-      std::memcpy(static_cast<T*>(call_.v) + to * value,
-                  static_cast<const T*>(call_.new_v) + from * value,
-                  static_cast<size_t>(value) * sizeof(T));
+      Write(static_cast<const T*>(call_.new_v) + from * value, value_dim_,
+            call_.value_scale + page * call_.value_scale_ld, static_cast<C*>(call_.v) + to * value);
+    }
+  }
+  // A position of all kv heads, over their scales.
+  void Write(const T* from, int64_t dim, const float* scales, C* to) const {
+    const int64_t heads = in_.shapes.kv_heads;
+    if constexpr (kQuantized) {
+      for (int64_t i = 0; i < heads * dim; ++i)
+        FromFloat(ToFloat(from[i]) / scales[i / dim], to + i);
+    } else {
+      std::memcpy(to, from, static_cast<size_t>(heads * dim) * sizeof(T));
     }
   }
 
@@ -174,6 +188,11 @@ class Decode {
           task.rows = arena.Take<Row>(rows_);
           task.q = arena.Take<float>((last - first) * rows_ * RowWords<Op>(head_dim_));
           task.blocks = arena.Take<Block>(2);
+          if (!kQuantized) return;
+          task.wide = arena.Take<Wide>(1);
+          task.keys = arena.Take<float>(kBlock * head_dim_);
+          task.values = arena.Take<float>(kBlock * value_dim_);
+          task.query = arena.Take<float>(head_dim_);
         })) {
       return false;
     }
@@ -182,8 +201,14 @@ class Decode {
     for (int64_t kv = first; kv < last; ++kv) {
       const T* q = static_cast<const T*>(in_.q) + kv * group_ * head_dim_;
       for (int64_t r = 0; r < rows_; ++r) {
-        tile_.PackQuery(q + head.QueryOffset(task.rows[r], head_dim_),
-                        task.Query(kv - first, rows_, head_dim_) + r * RowWords<Op>(head_dim_));
+        const T* row = q + head.QueryOffset(task.rows[r], head_dim_);
+        float* packed = task.Query(kv - first, rows_, head_dim_) + r * RowWords<Op>(head_dim_);
+        if constexpr (kQuantized) {
+          Widen(row, head_dim_, 1.0f, task.query);
+          tile_.PackQuery(task.query, packed);
+        } else {
+          tile_.PackQuery(row, packed);
+        }
       }
       float* state = State(part, kv);
       std::memset(state, 0, static_cast<size_t>(rows_ * state_ld_) * 4);
@@ -198,28 +223,17 @@ class Decode {
       Locate(b, at + kBlock, end, next);
       if (next->valid == 0) next = block;
       for (int64_t kv = first; kv < last; ++kv) {
-        const Share here = ShareOf(*block, kv);
-        auto after = [&](int64_t i) {
-          return kv + i < last ? ShareOf(*block, kv + i)
-                               : ShareOf(*next, Least(first + kv + i, 2 * last - 1) - last);
-        };
-        const Ahead following = {after(1), after(2)}, none = {here, here};
-        for (int64_t r = 0; r < rows_; r += kTile) {
-          const Ahead& ahead = r == 0 ? following : none;
-          const float* q = task.Query(kv - first, rows_, head_dim_) + r * RowWords<Op>(head_dim_);
-          float* state = State(part, kv) + r * state_ld_;
-          const int64_t left = rows_ - r;
-          if (left >= 4) {
-            tile_.template AddBlock<4>(task.rows + r, q, here, ahead, state);
-          } else if (left == 3) {
-            tile_.template AddBlock<2>(task.rows + r, q, here, ahead, state);
-            tile_.template AddBlock<1>(task.rows + r + 2, q + 2 * RowWords<Op>(head_dim_), here,
-                                       none, state + 2 * state_ld_);
-          } else if (left == 2) {
-            tile_.template AddBlock<2>(task.rows + r, q, here, ahead, state);
-          } else {
-            tile_.template AddBlock<1>(task.rows + r, q, here, ahead, state);
-          }
+        if constexpr (kQuantized) {
+          const bool ends = kv + 1 == last;
+          WidenBlock(*block, kv, ends ? *next : *block, ends ? first : kv + 1, task);
+          const Share here = {task.wide, 0, 0};
+          AddRows(task, kv - first, here, {here, here}, State(part, kv));
+        } else {
+          auto after = [&](int64_t i) {
+            return kv + i < last ? ShareOf(*block, kv + i)
+                                 : ShareOf(*next, Least(first + kv + i, 2 * last - 1) - last);
+          };
+          AddRows(task, kv - first, ShareOf(*block, kv), {after(1), after(2)}, State(part, kv));
         }
       }
       std::swap(block, next);
@@ -231,28 +245,91 @@ class Decode {
     Row* rows = nullptr;
     float* q = nullptr;  // [kv heads of the task][rows_][RowWords]
     Block* blocks = nullptr;
+    // With kQuantized the block of a kv head in float32, and a row of queries.
+    Wide* wide = nullptr;
+    float *keys = nullptr, *values = nullptr, *query = nullptr;
     float* Query(int64_t kv, int64_t rows, int64_t dim) const {
       return q + kv * rows * RowWords<Op>(dim);
     }
   };
 
+  // The query rows of one kv head of the task against a block.
+  void AddRows(const Task& task, int64_t kv, const Share& here, const Ahead& following,
+               float* states) const {
+    const Ahead none = {here, here};
+    const int64_t words = RowWords<Op>(head_dim_);
+    for (int64_t r = 0; r < rows_; r += kTile) {
+      const Ahead& ahead = r == 0 ? following : none;
+      const float* q = task.Query(kv, rows_, head_dim_) + r * words;
+      float* state = states + r * state_ld_;
+      const int64_t left = rows_ - r;
+      if (left >= 4) {
+        tile_.template AddBlock<4>(task.rows + r, q, here, ahead, state);
+      } else if (left == 3) {
+        tile_.template AddBlock<2>(task.rows + r, q, here, ahead, state);
+        tile_.template AddBlock<1>(task.rows + r + 2, q + 2 * words, here, none,
+                                   state + 2 * state_ld_);
+      } else if (left == 2) {
+        tile_.template AddBlock<2>(task.rows + r, q, here, ahead, state);
+      } else {
+        tile_.template AddBlock<1>(task.rows + r, q, here, ahead, state);
+      }
+    }
+  }
+
+  template <class X>
+  static void Widen(const X* from, int64_t dim, float scale, float* to) {
+    for (int64_t d = 0; d < dim; ++d) to[d] = ToFloat(from[d]) * scale;
+  }
+  // The keys and values of a kv head times their scales, while those of the next come nearer.
+  [[gnu::noinline]] void WidenBlock(const Block& block, int64_t kv, const Block& next,
+                                    int64_t next_kv, const Task& task) const {
+    constexpr int64_t kLine = 64;
+    const int64_t page_keys = call_.page_size * in_.shapes.kv_heads * head_dim_;
+    Wide& wide = *task.wide;
+    wide.first = block.first;
+    wide.valid = block.valid;
+    const auto widen = [&](const C* from, const C* ahead, int64_t dim, float scale, float* to) {
+      for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(ahead + d, 0, 2);
+      Widen(from, dim, scale, to);
+    };
+    for (int64_t j = 0; j < block.valid; ++j) {
+      const int64_t page = (block.keys[j] - static_cast<const C*>(in_.k)) / page_keys;
+      float* key = task.keys + j * head_dim_;
+      widen(block.keys[j] + kv * head_dim_, next.keys[j] + next_kv * head_dim_, head_dim_,
+            call_.key_scale[page * call_.key_scale_ld + kv], key);
+      wide.keys[j] = wide.values[j] = key;
+      if (call_.values_in_keys) continue;
+      float* value = task.values + j * value_dim_;
+      widen(block.values[j] + kv * value_dim_, next.values[j] + next_kv * value_dim_, value_dim_,
+            call_.value_scale[page * call_.value_scale_ld + kv], value);
+      wide.values[j] = value;
+    }
+    Fill(&wide);
+  }
+
+  // Repeats the last key and value to the end of a block.
+  template <class X>
+  static void Fill(DecodeBlock<X>* block) {
+    for (int64_t j = block->valid; j < kBlock + kLanes; ++j) {
+      block->keys[j] = block->keys[block->valid - 1];
+      if (j < kBlock) block->values[j] = block->values[block->valid - 1];
+    }
+  }
+
   [[gnu::noinline]] void Locate(int64_t b, int64_t first, int64_t end, Block* block) const {
     const Shapes& s = in_.shapes;
     block->first = first;
     block->valid = Most(0, Least(kBlock, end - first));
-    const T* k = static_cast<const T*>(in_.k);
-    const T* v = call_.values_in_keys ? k : static_cast<const T*>(in_.v);
+    const C* k = static_cast<const C*>(in_.k);
+    const C* v = call_.values_in_keys ? k : static_cast<const C*>(in_.v);
     int64_t slot = 0;
     for (int64_t j = 0; j < block->valid; ++j) {
       slot = j == 0 || (first + j) % call_.page_size == 0 ? Slot(b, first + j) : slot + 1;
       block->keys[j] = k + slot * s.kv_heads * head_dim_;
       block->values[j] = v + slot * s.kv_heads * value_ld_;
     }
-    if (block->valid == 0) return;
-    for (int64_t j = block->valid; j < kBlock + kLanes; ++j) {
-      block->keys[j] = block->keys[block->valid - 1];
-      if (j < kBlock) block->values[j] = block->values[block->valid - 1];
-    }
+    if (block->valid > 0) Fill(block);
   }
 
   // The rows of one kv head of batch row b from its parts, in their order.

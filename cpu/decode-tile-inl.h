@@ -4,18 +4,22 @@
 namespace jax_flash::cpu {
 namespace {
 
+constexpr int64_t kDecodeBlock = 64;  // keys
+
+// Where a block's keys and values are.
+template <class T>
+struct DecodeBlock {
+  int64_t first = 0, valid = 0;
+  const T* keys[kDecodeBlock + kLanes];  // of kv head 0; those past `valid` repeat the last
+  const T* values[kDecodeBlock];         // likewise
+};
+
 template <class T, class Op>
 class DecodeTile {
  public:
-  static constexpr int64_t kBlock = 64;  // keys
+  static constexpr int64_t kBlock = kDecodeBlock;
   static constexpr int64_t kTwo = 2 * kLanes;
-
-  // Where a block's keys and values are.
-  struct Block {
-    int64_t first = 0, valid = 0;
-    const T* keys[kBlock + kLanes];  // of kv head 0; those past `valid` repeat the last
-    const T* values[kBlock];         // likewise
-  };
+  using Block = DecodeBlock<T>;
 
   // A kv head's share of a block.
   struct Share {

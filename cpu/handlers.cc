@@ -154,6 +154,11 @@ ffi::Error DecodeHandler(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rem
   call.page_size = operands.page_size;
   call.page_table = operands.page_table;
   call.values_in_keys = operands.values_in_keys;
+  call.key_scale = operands.key_scale;
+  call.value_scale = operands.value_scale;
+  call.key_scale_ld = operands.key_scale_ld;
+  call.value_scale_ld = operands.value_scale_ld;
+  call.is_float8 = operands.is_float8;
   call.checked = true;
   call.new_k = operands.new_k;
   call.new_v = operands.new_v;

@@ -34,7 +34,23 @@ using DotOfBFloat16 = BFloat16Dot;
 using DotOfBFloat16 = Float32Dot;
 #endif
 
+// For a cache of C, eight bits.
+template <class C>
+bool RunDecodeOf(const DecodeCall& call, Workers& workers) {
+  switch (call.in.problem.dtype) {
+    case DType::kBFloat16:
+      return Decode<BFloat16, Float32Dot, C>::Run(call, workers);
+    case DType::kFloat16:
+      return Decode<Float16, Float32Dot, C>::Run(call, workers);
+    default:
+      return Decode<float, Float32Dot, C>::Run(call, workers);
+  }
+}
+
 bool RunDecode(const DecodeCall& call, Workers& workers) {
+  if (call.key_scale) {
+    return call.is_float8 ? RunDecodeOf<Float8>(call, workers) : RunDecodeOf<Int8>(call, workers);
+  }
   switch (call.in.problem.dtype) {
     case DType::kBFloat16:
       return Decode<BFloat16, DotOfBFloat16>::Run(call, workers);

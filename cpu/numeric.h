@@ -1,4 +1,4 @@
-// Owns scalar conversions between float32 and the 16-bit formats, and Philox4x32-7.
+// Owns scalar conversions between float32 and the formats of 16 and 8 bits, and Philox4x32-7.
 // Everything is static: each kernel file is compiled for its own instruction set, and a shared
 // inline function could be taken from the wrong one.
 #ifndef JAX_FLASH_CPU_NUMERIC_H_
@@ -14,6 +14,12 @@ struct BFloat16 {
 };
 struct Float16 {
   uint16_t bits;
+};
+struct Float8 {  // e4m3fn: no infinity, and one magnitude is nan
+  uint8_t bits;
+};
+struct Int8 {
+  int8_t value;
 };
 
 static inline uint32_t BitsOf(float x) {
@@ -36,6 +42,17 @@ static inline float ToFloat(Float16 x) {
   // The multiplication by 2^112 rebases the exponent and normalises subnormal values.
   return FloatOf(sign | BitsOf(FloatOf(magnitude) * 0x1p112f));
 }
+
+// Without numbers below the normal range, which XLA has threads take for 0, and without branches,
+// for vectors.
+static inline float ToFloat(Float8 x) {
+  const uint32_t magnitude = x.bits & 0x7fu;
+  const float normal = FloatOf((magnitude << 20) + 0x3c000000u);
+  const float small = 2.0f * normal - 0x1p-6f;  // of exponent 0, which has no leading 1
+  const uint32_t bits = BitsOf(magnitude < 8u ? small : normal);
+  return FloatOf((magnitude == 0x7fu ? 0x7fc00000u : bits) | uint32_t{x.bits & 0x80u} << 24);
+}
+static inline float ToFloat(Int8 x) { return static_cast<float>(x.value); }
 
 static inline void FromFloat(float x, float* y) { *y = x; }
 static inline void FromFloat(float x, BFloat16* y) {
@@ -61,6 +78,28 @@ static inline void FromFloat(float x, Float16* y) {
     h = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13;
   }
   y->bits = static_cast<uint16_t>(sign | h);
+}
+
+// To nearest, ties to even; what is beyond the range becomes its largest.
+static inline void FromFloat(float x, Float8* y) {
+  const uint32_t a = BitsOf(x) & 0x7fffffffu;
+  uint32_t magnitude;
+  if (a > 0x7f800000u) {
+    magnitude = 0x7fu;
+  } else if (a >= 0x43e00000u) {  // 448
+    magnitude = 0x7eu;
+  } else if (a < 0x3c800000u) {  // below 2^-6: adding 2^14 leaves round(a * 2^9) in the low bits
+    magnitude = BitsOf(FloatOf(a) + 0x1p14f) - 0x46800000u;
+  } else {
+    magnitude = ((a + 0x7ffffu + ((a >> 20) & 1u)) >> 20) - (120u << 3);
+  }
+  y->bits = static_cast<uint8_t>((BitsOf(x) >> 24 & 0x80u) | magnitude);
+}
+// nan becomes 0.
+static inline void FromFloat(float x, Int8* y) {
+  const float inside = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x == x ? x : 0.0f;
+  // The sum leaves no room for a fraction.
+  y->value = static_cast<int8_t>(BitsOf(inside + 0x1.8p23f) - 0x4b400000u);
 }
 
 // Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on kPhilox

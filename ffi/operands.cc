@@ -332,6 +332,11 @@ ffi::Error ReadDecode(ffi::RemainingArgs args, ffi::RemainingRets rets,
   const auto new_k = attributes.appends ? reader.Operand("new_k") : std::nullopt;
   const auto new_v = attributes.appends && with_v ? reader.Operand("new_v") : std::nullopt;
   if (!reader.ok()) return reader.error();
+  const ffi::DataType cached = k->element_type();
+  const bool quantized = cached == ffi::F8E4M3FN || cached == ffi::S8;
+  const auto key_scale = quantized ? reader.Operand("key_scale") : std::nullopt;
+  const auto value_scale = quantized && with_v ? reader.Operand("value_scale") : std::nullopt;
+  if (!reader.ok()) return reader.error();
   const auto q_dims = q->dimensions(), k_dims = k->dimensions();
   const std::size_t rank = k_dims.size(), v_rank = with_v ? v->dimensions().size() : rank;
   if (q_dims.size() != 4 || rank < 3 || v_rank != rank ||
@@ -359,10 +364,10 @@ ffi::Error ReadDecode(ffi::RemainingArgs args, ffi::RemainingRets rets,
   if (!IsFloat(operands->dtype)) {
     reader.Fail("q is neither float32 nor bfloat16 nor float16");
   }
-  reader.Check("k", k, operands->dtype, Join(pages, {operands->page_size, s.kv_heads, s.head_dim}));
+  const ffi::DataType stored = quantized ? cached : operands->dtype;
+  reader.Check("k", k, stored, Join(pages, {operands->page_size, s.kv_heads, s.head_dim}));
   if (with_v) {
-    reader.Check("v", v, operands->dtype,
-                 Join(pages, {operands->page_size, s.kv_heads, s.value_dim}));
+    reader.Check("v", v, stored, Join(pages, {operands->page_size, s.kv_heads, s.value_dim}));
   } else if (s.value_dim < 1 || s.value_dim > s.head_dim) {
     reader.Fail("value_dim " + std::to_string(s.value_dim) + " is not in [1, " +
                 std::to_string(s.head_dim) + "]");
@@ -382,6 +387,17 @@ ffi::Error ReadDecode(ffi::RemainingArgs args, ffi::RemainingRets rets,
   if (new_v) {
     reader.Check("new_v", new_v, operands->dtype, {s.batch, s.q_len, s.kv_heads, s.value_dim});
   }
+  const auto read_scale = [&](const char* name, const std::optional<ffi::AnyBuffer>& scale,
+                              const float** to, std::int64_t* ld) {
+    *to = static_cast<const float*>(Data(scale));
+    *ld = 0;
+    if (!scale) return;
+    reader.Check(name, scale, ffi::F32, {operands->pages, s.kv_heads}, "PK", "P");
+    if (reader.ok() && scale->dimensions()[0] != 1) *ld = s.kv_heads;
+  };
+  read_scale("key_scale", key_scale, &operands->key_scale, &operands->key_scale_ld);
+  read_scale("value_scale", value_scale, &operands->value_scale, &operands->value_scale_ld);
+  operands->is_float8 = cached == ffi::F8E4M3FN;
   ReadTerms(problem, &reader, operands);
   reader.CheckAllRead();
   const auto out = reader.Result("out");

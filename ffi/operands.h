@@ -131,10 +131,15 @@ struct DecodeOperands : Operands {
   const std::int32_t* lengths;     // [B]
   const std::int32_t* page_table;  // [B, kv_len / page_size], or null: row b has page b alone
   bool values_in_keys;             // v is null: values are the first value_dim features of k
-  const void *new_k, *new_v;       // [B, T, K, H] and [B, T, K, Hv], or null
-  void *k_cache, *v_cache;         // k and v, where there is something to write
-  void* out;                       // [B, T, N, Hv]
-  float* lse;                      // [B, N, T]
+  // For k and v of eight bits, [pages or 1, K], and as many as lie between those of two pages; else
+  // null.
+  const float *key_scale, *value_scale;
+  std::int64_t key_scale_ld, value_scale_ld;
+  bool is_float8;             // k and v are float8_e4m3fn; else int8, or q's dtype
+  const void *new_k, *new_v;  // [B, T, K, H] and [B, T, K, Hv], or null
+  void *k_cache, *v_cache;    // k and v, where there is something to write
+  void* out;                  // [B, T, N, Hv]
+  float* lse;                 // [B, N, T]
 };
 
 // Attributes of decoding beside the problem.

@@ -69,8 +69,6 @@ def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ..
         return ("the CPU kernels take float32, bfloat16 and float16, not float64",)
     if call.problem.score is not None:
         return ("the CPU kernels have no score functions",)
-    if call.cache_dtype != call.problem.dtype:
-        return (f"the CPU kernels have no caches of {call.cache_dtype}",)
     return ()
 
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cpu/attention.h"
+#include "cpu/tests/eight_bits.h"
 #include "cpu/tests/random_case.h"
 
 namespace jax_flash::cpu {
@@ -285,6 +286,21 @@ int CheckPaged(const Kernels& kernels, Case& c, const Oracle& oracle, double bou
   return failures;
 }
 
+// Changes keys and values of the case.
+int CheckStored(const Kernels& kernels, Case& c, double bound, uint64_t seed) {
+  if (seed % 3 == 0 || c.bias_view.data || !c.mask.empty() || !c.q_segments.empty() ||
+      !c.q_positions.empty() || !c.dropout.empty()) {
+    return 0;
+  }
+  ThreadWorkers workers(2);
+  const bool done = seed % 3 == 1 ? DecodeStored<Float8>(kernels, c, workers)
+                                  : DecodeStored<Int8>(kernels, c, workers);
+  const Oracle oracle = Expect(c);
+  if (done && Error(oracle.out, Values(c.out)) < bound) return 0;
+  std::printf("FAIL %s decode of eight bits: %s\n", kernels.name, Describe(c, seed).c_str());
+  return 1;
+}
+
 int Check(const Kernels& kernels, uint64_t seed) {
   const std::unique_ptr<Case> owner = RandomCase(seed);
   Case& c = *owner;
@@ -322,6 +338,7 @@ int Check(const Kernels& kernels, uint64_t seed) {
     std::printf("FAIL %s depends on threads: %s\n", kernels.name, Describe(c, seed).c_str());
     ++failures;
   }
+  failures += CheckStored(kernels, c, bound, seed);
   return failures;
 }
 
@@ -363,7 +380,7 @@ int main(int argc, char** argv) {
   using namespace jax_flash::cpu;
   const int cases = argc > 1 ? std::atoi(argv[1]) : 60;
   const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-  int failures = CheckPhilox() + CheckHalves();
+  int failures = CheckPhilox() + CheckHalves() + CheckEightBits();
   const Kernels* builds[8];
   const int count = SupportedKernels(builds, 8);
   for (int i = 0; i < count; ++i) {
