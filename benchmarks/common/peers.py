@@ -57,8 +57,12 @@ def all_peers() -> list[Peer]:
         _jax_peer("jax_cudnn", "jax.nn, cuDNN", "#4c72b0", _attend_cudnn),
         _jax_peer("jax_xla", "jax.nn, XLA", "#8c8c8c", _attend_xla),
     ]
-    if importlib.util.find_spec("dew_flash_attn") is not None:
-        peers.append(_jax_peer("fa3", "FlashAttention-3", "#937860", _attend_fa3))
+    others = (
+        ("dew_flash_attn", "fa3", "FlashAttention-3", "#937860", _attend_fa3),
+        ("flash_attn3_jax", "fa3_128", "flash-attn3-jax", "#c8a27a", _attend_fa3_128),
+        ("fa4_jax", "fa4", "FlashAttention-4", "#64b5cd", _attend_fa4),
+    )
+    peers += [_jax_peer(*rest) for package, *rest in others if importlib.util.find_spec(package)]
     if importlib.util.find_spec("torch") is not None:
         peers.append(_torch_peer("torch_flash", "PyTorch, FlashAttention-2", "#55a868"))
         peers.append(_torch_peer("torch_cudnn", "PyTorch, cuDNN", "#8172b3"))
@@ -218,6 +222,29 @@ def _attend_fa3(cell: Cell, q: Any, k: Any, v: Any) -> Any:
     starts = jnp.arange(0, tokens + 1, cell.segment, dtype=jnp.int32)
     packed = (x.reshape(tokens, *x.shape[2:]) for x in (q, k, v))
     return fa3.flash_mha_varlen(*packed, starts, cell.segment, **options).reshape(q.shape)
+
+
+def _attend_fa3_128(cell: Cell, q: Any, k: Any, v: Any) -> Any:
+    """FlashAttention-3 of an older build, from `pip install flash-attn3-jax`."""
+    if cell.head_dim != 128 or cell.segment is not None:
+        raise NotImplementedError("head dim 128, and no segment ids here")
+    return importlib.import_module("flash_attn3_jax").flash_mha(
+        q,
+        k,
+        v,
+        is_causal=cell.causal,
+        window_size=(-1, -1) if cell.window is None else (cell.window, 0),
+    )
+
+
+def _attend_fa4(cell: Cell, q: Any, k: Any, v: Any) -> Any:
+    """FlashAttention-4 in CuTe DSL, from `pip install 'fa4-jax[cu13]'`."""
+    if cell.segment is not None:
+        raise NotImplementedError("no segment ids here")
+    window = None if cell.window is None else (cell.window, 0)
+    return importlib.import_module("fa4_jax").flash_attn(
+        q, k, v, causal=cell.causal, window_size=window
+    )
 
 
 def _torch_peer(name: str, label: str, color: str) -> Peer:
