@@ -62,7 +62,11 @@ def all_peers() -> list[Peer]:
         ("flash_attn3_jax", "fa3_128", "flash-attn3-jax", "#c8a27a", _attend_fa3_128),
         ("fa4_jax", "fa4", "FlashAttention-4", "#64b5cd", _attend_fa4),
     )
-    peers += [_jax_peer(*rest) for package, *rest in others if importlib.util.find_spec(package)]
+    peers += [
+        _jax_peer(name, label, color, attend)
+        for package, name, label, color, attend in others
+        if importlib.util.find_spec(package) is not None
+    ]
     if importlib.util.find_spec("torch") is not None:
         peers.append(_torch_peer("torch_flash", "PyTorch, FlashAttention-2", "#55a868"))
         peers.append(_torch_peer("torch_cudnn", "PyTorch, cuDNN", "#8172b3"))
