@@ -137,7 +137,7 @@ class _Forward:
         # Units of one length need no counter: without its memset 4% faster at T 512; in long calls
         # the counter evens out multiprocessors of different speed, 3 to 6%, of two
         # teams 2% at T 2048.
-        even = self.is_plain and (self.problem.window[1] is None or self.is_one_block)
+        even = self.is_plain and self.problem.window[1] is None
         return not even or known(self.shapes.q_len, 4096) > (1024 if self.is_short else 2048)
 
     @property
@@ -145,11 +145,6 @@ class _Forward:
         """Each team has one unit at most, of 128 rows or more: there is no other to ask for."""
         units, teams = self.units_of(128), 2 if self.widest <= 64 and self.is_short else 1
         return units is not None and units <= teams * multiprocessors(self.gpu)
-
-    @property
-    def is_one_block(self) -> bool:
-        """A unit has all queries of a head: causal ones are of one length, too."""
-        return self.packed_heads == 1 and known(self.shapes.q_len, 4096) <= 128
 
     def units_of(self, rows: int) -> int | None:
         """Counts units of so many rows; None where a size is known when the program runs."""
