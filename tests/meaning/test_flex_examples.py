@@ -63,7 +63,32 @@ def sees_flamingo(b, n, q, k):
     return bool(begun) and begun[-1][0] <= k < begun[-1][1]
 
 
+ANSWER = np.repeat([0, 1, 2], 12)  # 0 is the question, which both answers see
+
+
+def in_tiles(place):
+    """Row and column of the place-th token where those of a tile of 2 x 3 follow each other."""
+    tile, inside = place // 6, place % 6
+    return tile // 2 * 2 + inside // 3, tile % 2 * 3 + inside % 3
+
+
+def tiled_neighbourhood(batch, head, query, key):
+    pairs = zip(in_tiles(query), in_tiles(key), strict=True)
+    near = [jnp.abs(jnp.clip(q, 1, WIDTH - 2) - k) <= 1 for q, k in pairs]
+    return near[0] & near[1]
+
+
+def sees_tiled_neighbourhood(b, n, q, k):
+    pairs = zip(in_tiles(q), in_tiles(k), strict=True)
+    return all(abs(min(max(a, 1), WIDTH - 2) - c) <= 1 for a, c in pairs)
+
+
 MASKS = {
+    "tiled neighbourhood": (tiled_neighbourhood, sees_tiled_neighbourhood),
+    "shared question": (
+        lambda b, h, q, k: (q >= k)
+        & ((jnp.array(ANSWER)[k] == 0) | (jnp.array(ANSWER)[q] == jnp.array(ANSWER)[k])),
+        lambda b, n, q, k: q >= k and ANSWER[k] in (0, ANSWER[q])),
     "neighbourhood": (neighbourhood, sees_neighbourhood),
     "axial": (lambda b, h, q, k: (q // WIDTH == k // WIDTH) | (q % WIDTH == k % WIDTH),
               lambda b, n, q, k: q // WIDTH == k // WIDTH or q % WIDTH == k % WIDTH),
