@@ -65,6 +65,8 @@ def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ..
     if "indices" in call.operands:
         what = "no gradients of chosen keys" if call.target == "backward" else "no chosen keys"
         return (f"the CPU kernels have {what}",)
+    if call.target == "quantise":
+        return ("no CPU kernel quantises",)
     if call.problem.dtype == "float64":
         return ("the CPU kernels take float32, bfloat16 and float16, not float64",)
     if call.problem.score is not None:
@@ -294,12 +296,12 @@ def pick(
     _check_name(call.backend)
     answers = {name: backend.refuse(call, shapes, gpu) for name, backend in BACKENDS.items()}
     refusals = {name: reasons for name, reasons in answers.items() if reasons}
-    if call.backend in refusals:
+    if call.backend in refusals and not call.prepares:
         reasons = "; ".join(refusals[call.backend])
         raise NotImplementedError(f"backend {call.backend!r} cannot run this call: {reasons}")
     if gpu is not None and "cuda" not in refusals and _gpu.few_scores.takes(call, shapes):
         refusals["cuda"] = (_gpu.few_scores.REASON,)
-    if call.backend is not None:
+    if call.backend is not None and call.backend not in refusals:
         return call.backend, refusals
     if gpu is not None and "cudnn" not in refusals and _cudnn.is_faster(shapes, gpu):
         return "cudnn", refusals
@@ -333,7 +335,8 @@ def choose(platform: str, call: Call, shapes: Shapes) -> str:
         )
     gpu = _gpu.spec.for_lowering() if platform == "cuda" else None
     name, refusals = pick(call, shapes, gpu)
-    if call.backend is None and platform in refusals and name != "cudnn":
+    told = name != "cudnn" and not call.prepares
+    if call.backend is None and platform in refusals and told:
         # On a CPU a warning tells that there are no kernels, not what they decline: such calls run
         # as fast there as they can.
         reasons = refusals[platform] if platform == "cuda" else BACKENDS[platform].absent(None)

@@ -19,7 +19,7 @@ from jax_flash._terms import TERMS, is_capture
 # Dims after the leading ones. Capitals name the sizes: T queries, S keys, N query heads, K kv
 # heads, H and V features, W words, U ids, P pages, M pages of a row, Q and R requests, A elements
 # of an array that a function of the scores reads, F, G and L blocks of positions that share a scale
-# of q, k and v; I, J, C, D, E, X: see _terms.py.
+# of q, k and v, Y positions of columns of values; I, J, C, D, E, X: see _terms.py.
 _DIMS = {
     "q": "TNH",
     "k": "SKH",
@@ -35,6 +35,7 @@ _DIMS = {
     "q_scale": "FN",
     "k_scale": "GK",
     "v_scale": "LK",
+    "v_columns": "KVY",
     **{name: term.dims for name, term in TERMS.items()},
 }
 
@@ -86,6 +87,19 @@ class Call(abc.ABC):
     def next(self) -> "Call | None":
         """The pass that follows with the same sizes, if one does: both are compiled at once."""
         return None
+
+    @property
+    def prepares(self) -> bool:
+        """Whether it prepares operands of another call: "xla" runs it where no kernel does.
+
+        Nothing is said then, whatever backend is named.
+        """
+        return False
+
+    @property
+    def sequences(self) -> tuple[tuple[str, str, str], ...]:
+        """The operands that a device needs whole sequences of: the user's names, and their dims."""
+        return (("q", "query", "T"), ("k", "key", "S"), ("v", "value", "S"))
 
     @property
     def cached(self) -> bool:

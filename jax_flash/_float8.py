@@ -10,8 +10,12 @@ two (`turned_scale`). Ashkboos et al., QuaRot (arXiv:2404.00456); Shah et al., F
 (arXiv:2407.08608).
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 DTYPE = "float8_e4m3fn"
@@ -26,14 +30,19 @@ def turns(head_dim: int) -> bool:
     return head_dim & (head_dim - 1) == 0
 
 
+def turn_shift(head_dim: int) -> int:
+    """Returns s of the entries ±2^-s of the matrix that turns."""
+    return (head_dim.bit_length() - 1) // 2
+
+
 def turned_scale(head_dim: int) -> float:
     """Returns q kᵀ over its value after both were turned: 1, or 1/2 where log2(head_dim) is odd."""
     bits = head_dim.bit_length() - 1
-    return 2.0 ** (2 * (bits // 2) - bits) if turns(head_dim) else 1.0
+    return 2.0 ** (2 * turn_shift(head_dim) - bits) if turns(head_dim) else 1.0
 
 
 def turn(x: jax.Array) -> jax.Array:
-    """Multiplies the last dim d by a symmetric Hadamard matrix of entries ±2^-(log2(d) // 2).
+    """Multiplies the last dim by a symmetric Hadamard matrix of entries ±2^-turn_shift.
 
     Sums are made of pairs in one order, so that their bits are the same everywhere.
 
@@ -46,7 +55,20 @@ def turn(x: jax.Array) -> jax.Array:
         pairs = x.reshape(*lead, dim >> (bit + 1), 2, 1 << bit)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         x = jnp.stack([low + high, low - high], axis=-2).reshape(*lead, dim)
-    return x * 2.0 ** -(bits // 2)
+    return x * 2.0 ** -turn_shift(dim)
+
+
+def turn_derivative(x: jax.Array) -> jax.Array:
+    """Returns `turn` of a derivative in its own dtype, by a product: sums in the device's order."""
+    return x @ jnp.asarray(_matrix(x.shape[-1]), x.dtype)
+
+
+@functools.cache
+def _matrix(dim: int) -> np.ndarray:
+    matrix = np.ones((1, 1))
+    while len(matrix) < dim:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix * 2.0 ** -turn_shift(dim)
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -61,14 +83,12 @@ def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns: the values, in x's shape, and scales `[*B, ceil(T / 128), heads]`, float32.
     """
     x = x.astype(jnp.float32)
-    finite = jnp.isfinite(x)
-    largest = jnp.max(jnp.where(finite, jnp.abs(x), 0.0), axis=-1)  # [*B, T, heads]
-    largest = jnp.max(_blocks(largest), axis=-2)
+    largest = largest_of_blocks(x)
     fraction, exponent = jnp.frexp(largest)  # fraction in [1/2, 1); 448 is 7/8 of 2^9
     exponent = exponent - 9 + (fraction > _LARGEST / 512).astype(exponent.dtype)
     exponent = jnp.where(largest > 0, jnp.maximum(exponent, _LEAST_EXPONENT), 0)
     inverse = _spread(_power(-exponent), x)
-    values = _rounded(jnp.where(finite, x * inverse, jnp.nan)).astype(DTYPE)
+    values = _rounded(jnp.where(jnp.isfinite(x), x * inverse, jnp.nan)).astype(DTYPE)
     return values, _power(exponent)
 
 
@@ -107,6 +127,43 @@ def largest(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Returns the largest finite magnitude of an array, with its scale if it has one: float32."""
     wide = x.astype(jnp.float32) if scale is None else dequantise(x, scale, "float32")
     return jnp.max(jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0), initial=0.0)
+
+
+def largest_of_blocks(x: jax.Array) -> jax.Array:
+    """Returns the largest finite magnitudes of 128 positions of a head each: float32.
+
+    Arguments:
+      x: `[*B, T, heads, H]`; the result is `[*B, ceil(T / 128), heads]`.
+    """
+    x = x.astype(jnp.float32)
+    rows = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0), axis=-1)  # [*B, T, heads]
+    return jnp.max(_blocks(rows), axis=-2)
+
+
+def columns(values: jax.Array) -> jax.Array:
+    """Returns float8 values as Hopper's tensor cores take them: the bits of each feature's keys.
+
+    Positions past the last have zeros. The order within 16 keys, 8c + 2b + d at 4b + 2c + d, is
+    that of cuda/kernels/sm90_float8/slots.cuh.
+
+    Arguments:
+      values: `[*B, S, K, H]`; the result is uint8 `[*B, K, H, S up to a multiple of 128]`.
+    """
+    *batch, length, heads, dim = values.shape
+    count = -(-length // BLOCK) * BLOCK
+    bits = lax.bitcast_convert_type(values, jnp.uint8)
+    bits = jnp.pad(bits, [(0, 0)] * len(batch) + [(0, count - length), (0, 0), (0, 0)])
+    bits = bits.reshape(*batch, count // 16, 2, 4, 2, heads, dim)  # a, c, b, d
+    first = len(batch)
+    order = (*range(first), *(first + i for i in (4, 5, 0, 2, 1, 3)))
+    return bits.transpose(order).reshape(*batch, heads, dim, count)
+
+
+def largest_of_all(
+    arrays: Sequence[jax.Array], scales: Sequence[jax.Array | None] = (None, None, None)
+) -> jax.Array:
+    """Returns the largest finite magnitude of each array: float32 [arrays], without a gradient."""
+    return lax.stop_gradient(jnp.stack([*map(largest, arrays, scales)]))
 
 
 def _blocks(x: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ from jax_flash._backends import warn_once
 from jax_flash._call import Call
 from jax_flash._terms import is_capture, sum_dtype
 
-_WHOLE = tuple("TSHVWUPMQRIJCDEAFGLX")  # dims of `_call.dims` that are not split
+_WHOLE = tuple("TSHVWUPMQRIJCDEAFGLXY")  # dims of `_call.dims` that are not split
 NO_MESH = AbstractMesh((), ())
 _SHARDY = "jax_use_shardy_partitioner"
 
@@ -126,7 +126,7 @@ def _sharding_rule(call, mesh, operand_types, result_types) -> tuple[str, dict[s
     shapes = [tuple(x.shape) for x in (*operand_types, *result_types)]
     names = (*call.operands, *call.results)
     by_name = dict(zip(names, shapes, strict=True))
-    q, k = by_name["q"], by_name["k"]
+    q, k = by_name["q"], by_name.get("k", by_name["q"])
 
     def factors(name, shape):
         leading = len(shape) - len(call.dims(name))
@@ -170,7 +170,7 @@ def _partition(run, call, mesh: Mesh | AbstractMesh, operands, results):
 
     def compute_local(*local):
         local = call.name_operands(local)
-        for name in ("k", "v", "k_scale", "v_scale"):
+        for name in ("k", "v", "k_scale", "v_scale", "v_columns"):
             if name in local:
                 axis = call.dims(name).index("K") - len(call.dims(name))
                 local[name] = plan.local_kv_heads(local[name], axis)
@@ -185,7 +185,7 @@ def _partition(run, call, mesh: Mesh | AbstractMesh, operands, results):
 
 
 def _warn_of_split_sequences(mesh: Mesh | AbstractMesh, call: Call, infos: dict[str, Any]) -> None:
-    for name, argument, letter in (("q", "query", "T"), ("k", "key", "S"), ("v", "value", "S")):
+    for name, argument, letter in call.sequences:
         if name not in infos:
             continue
         axes = tuple(axis for axis in _spec(infos[name])[-3] if mesh.shape[axis] > 1)
@@ -241,7 +241,7 @@ class _Plan:
     ):
         """Chooses them; `apart`: so that no device needs to know of another."""
         self.mesh, self.call = mesh, call
-        q, k = infos["q"].shape, infos["k"].shape
+        q, k = infos["q"].shape, infos.get("k", infos["q"]).shape
         self.q_heads, self.kv_heads = q[-2], k[-2]
         # The query decides; a dim that it leaves whole follows the keys.
         specs = [

@@ -358,14 +358,16 @@ def flash_attention(
         fallback=fallback,
         with_amax=with_amax,
     )
+    amax = given.amax
     if given.float8 is None:
         out, lse = _ops.attend(given.problem, backend, *given.operands)
     else:
-        out, lse = float8.attend(given.float8, given.problem, backend, *given.operands)
+        out, lse, found = float8.attend(given.float8, given.problem, backend, *given.operands)
+        amax = found if amax is None else amax
     rows = given.rows
     results = [jnp.reshape(out, (*rows, out.shape[-1])).astype(given.out_dtype)]
     results += [jnp.reshape(jnp.swapaxes(lse, -1, -2), rows)] if with_lse else []
-    results += [] if given.amax is None else [given.amax]
+    results += [] if amax is None else [amax]
     return tuple(results) if len(results) > 1 else results[0]
 
 

@@ -92,12 +92,14 @@ class Buffers {
     for (std::int64_t i = 0; i < count; ++i) {
       const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(buffers[i]);
       const std::vector<std::int64_t> dims(buffer.dims, buffer.dims + buffer.rank);
-      std::int64_t bytes = buffer.dtype == XLA_FFI_DataType_F32    ? 4
-                           : buffer.dtype == XLA_FFI_DataType_S32  ? 4
-                           : buffer.dtype == XLA_FFI_DataType_U32  ? 4
-                           : buffer.dtype == XLA_FFI_DataType_U8   ? 1
-                           : buffer.dtype == XLA_FFI_DataType_PRED ? 1
-                                                                   : 2;
+      std::int64_t bytes = buffer.dtype == XLA_FFI_DataType_F32        ? 4
+                           : buffer.dtype == XLA_FFI_DataType_S32      ? 4
+                           : buffer.dtype == XLA_FFI_DataType_U32      ? 4
+                           : buffer.dtype == XLA_FFI_DataType_U8       ? 1
+                           : buffer.dtype == XLA_FFI_DataType_PRED     ? 1
+                           : buffer.dtype == XLA_FFI_DataType_S8       ? 1
+                           : buffer.dtype == XLA_FFI_DataType_F8E4M3FN ? 1
+                                                                       : 2;
       for (std::int64_t dim : dims) bytes *= dim;
       auto* data = static_cast<unsigned char*>(buffer.data);
       if (bytes > 0) data_.push_back(data);

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 import jax_flash
+from jax_flash._ops.quantise import quantise
 
 E4M3 = ml_dtypes.float8_e4m3fn
 ROUNDING = 0.03  # of weights, over all results
@@ -82,6 +83,54 @@ class Float8Call:
         return {"out": np.asarray(out), "lse": np.asarray(lse)}
 
 
+@dataclasses.dataclass
+class Quantised:
+    """An array that is quantised, of rows of many sizes, with what is not finite, and its bits.
+
+    Args:
+      argument: "query", "key" or "value".
+      shape: `[B, T, heads, H]`.
+      members: a vmap over as many arrays; 0: none.
+    """
+
+    argument: str
+    shape: tuple[int, int, int, int]
+    dtype: str = "bfloat16"
+    with_amax: bool = False
+    members: int = 0
+
+    def run(self, backend: str, **_: Any) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(0)
+        shape = (self.members, *self.shape) if self.members else self.shape
+        sizes = np.exp(4 * rng.standard_normal((*shape[:-1], 1)))
+        x = (rng.standard_normal(shape) * sizes).astype(np.float32)
+        if x.size > 0:
+            length = x.shape[-3]
+            x[..., 0, 0, 0] = -0.0
+            x[..., length // 4, 0, 1] = -np.nan
+            x[..., length // 2, -1, 5] = -np.inf
+            # Beyond 2^128 where these are added up.
+            x[..., length - 1, 0, :] = np.float32(3e38 if self.dtype == "bfloat16" else 6e4)
+        with np.errstate(over="ignore"):
+            x = x.astype(self.dtype if self.dtype == "float16" else ml_dtypes.bfloat16)
+
+        def call(x):
+            return quantise(self.argument, x, backend, with_amax=self.with_amax)
+
+        found = jax.jit(jax.vmap(call) if self.members else call)(x)
+        return {name: np.asarray(value).view(np.uint8) for name, value in found.items()}
+
+
+QUANTISED = {
+    "query, 64": Quantised("query", (2, 131, 3, 64), with_amax=True),
+    "key, 128": Quantised("key", (1, 257, 2, 128)),
+    "query, 256, float16": Quantised("query", (1, 1, 1, 256), "float16", with_amax=True),
+    "key, 80, float16": Quantised("key", (1, 128, 2, 80), "float16", with_amax=True),
+    "value, 64": Quantised("value", (2, 129, 2, 64), with_amax=True, members=2),
+    "value, 128, float16": Quantised("value", (1, 100, 3, 128), "float16"),
+    "value, 208": Quantised("value", (1, 255, 1, 208)),
+    "value, no rows": Quantised("value", (0, 50, 2, 64), with_amax=True),
+}
 SEGMENTS = {
     "query_segment_ids": np.repeat(np.int32([[0, 1, 2], [1, 1, 3]]), 50, axis=1),
     "key_value_segment_ids": np.repeat(np.int32([[0, 1, 2, 2], [1, 3, 3, 0]]), 50, axis=1),

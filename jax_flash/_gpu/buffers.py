@@ -75,7 +75,7 @@ def _dim(shapes: Shapes, of: str, name: str, letter: str) -> str:
     }
     if letter in known:
         return str(known[letter])
-    if letter in "IJCAFGL":
+    if letter in "IJCAFGLY":
         return f"{of}.{letter}"
     return _word(of, name, letter, TERMS[of].ones if of in TERMS else "")
 

@@ -1,6 +1,7 @@
 """The kernels of float8 for Hopper: what they refuse, and their plans.
 
-They are those of 16 bits (sm90/) but for their operands. Read next: sm90/forward_launch.py.
+They are those of 16 bits (sm90/) but for their operands, and one that makes these
+(sm90_quantise.py). Read next: sm90/forward_launch.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from jax_flash._call import Call
+from jax_flash._gpu import sm90_quantise
 from jax_flash._gpu.buffers import dims_of, operands_of, results_of
 from jax_flash._gpu.family import Family
 from jax_flash._gpu.plan import Plan
@@ -33,7 +35,7 @@ class Sm90Float8(Family):
 
     name = "sm90_float8"
     architectures = ("sm_90a",)
-    passes = ("forward_float8",)
+    passes = ("forward_float8", "quantise")
     measured = ("H100",)
 
     def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
@@ -42,6 +44,8 @@ class Sm90Float8(Family):
         reasons = []
         if gpu.arch not in self.architectures:
             reasons.append(f"{kernels} run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
+        if call.target == "quantise":
+            return (*reasons, *sm90_quantise.refuse(call, shapes))  # pyright: ignore
         wide = [dim for dim in (shapes.head_dim, shapes.value_dim) if dim > _WIDEST]
         reasons += [f"{kernels} take head dims up to {_WIDEST}, not {dim}" for dim in wide]
         widest = max(shapes.head_dim, shapes.value_dim)
@@ -60,6 +64,8 @@ class Sm90Float8(Family):
         return True  # operands are not dequantised
 
     def plan(self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
+        if call.target == "quantise":
+            return sm90_quantise.plan(call, shapes, gpu, self.name, self.untried(gpu))  # pyright: ignore
         # What is written and not what is multiplied decides a kernel's constants.
         problem = dataclasses.replace(call.problem, dtype=call.result_dtype)
         tiling = tiling or choose(problem, shapes, gpu)

@@ -3,6 +3,7 @@
     forward.py    flash_forward:  q, k, v, *terms -> out, lse
     backward.py   flash_backward: q, k, v, out, lse, dout, [dlse], *terms -> dq, dk, dv, dbias, ...
     tangent.py    flash_tangent:  the derivative of flash_forward, whose transpose is flash_backward
+    quantise.py   flash_quantise: 16 bits -> float8 and scales, ahead of flash_float8
     float8.py     flash_float8:   q, k, v in float8, scales, *terms -> out, lse
     decode.py     flash_decode:   q, k, v, lengths, ... -> out, lse, and k and v written in place
     prefill.py    flash_prefill:  q, k, v, lengths, ... -> out, lse, of requests' tokens over pages

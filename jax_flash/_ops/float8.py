@@ -8,7 +8,7 @@ as if these were the arguments. It is flash_tangent's, whose transpose is flash_
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax_flash._call import Call
 from jax_flash._ops import primitive, tangent
 from jax_flash._ops.backward import Backward
 from jax_flash._ops.forward import Forward, nothing
+from jax_flash._ops.quantise import quantise
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import DIFFERENTIABLE
 from jax_flash._varying import vary_over
@@ -38,17 +39,20 @@ class Float8(Call):
       out_dtype: of out.
       in_16_bits: where there are no kernels of float8, those of 16 bits take dequantised operands.
       fine: scales of keys or values are of 64 positions.
+      columns: an operand has the columns of values (`_float8.columns`).
     """
 
     out_dtype: str = "bfloat16"
     in_16_bits: bool = False
     fine: bool = False
+    columns: bool = False
 
     target = "forward_float8"
 
     @property
     def operands(self) -> tuple[str, ...]:
-        return (*_ARRAYS, *(f"{name}_scale" for name in _ARRAYS), *self.problem.optional)
+        columns = ("v_columns",) if self.columns else ()
+        return (*_ARRAYS, *(f"{name}_scale" for name in _ARRAYS), *columns, *self.problem.optional)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -79,7 +83,7 @@ class Float8(Call):
         ]
         batch = jnp.broadcast_shapes(*(x.shape[:-3] for x in arrays[1:]))  # k and v share it
         arrays[1:] = (jnp.broadcast_to(x, (*batch, *x.shape[-3:])) for x in arrays[1:])
-        return call, (*arrays, *operands[2 * len(_ARRAYS) :])
+        return call, (*arrays, *(named[name] for name in self.problem.optional))
 
     def rotated(self, *operands: jax.Array) -> tuple[Any, tuple[jax.Array, ...]]:
         """Dequantises the operands, for kernels that do not take float8."""
@@ -127,7 +131,7 @@ def _straight(turns: bool, x: jax.Array, seen: jax.Array) -> jax.Array:
 
 @_straight.defjvp
 def _straight_jvp(turns, primals, tangents):
-    moved = _float8.turn(tangents[0]).astype(primals[1].dtype) if turns else tangents[0]
+    moved = _float8.turn_derivative(tangents[0]) if turns else tangents[0]
     return _straight(turns, *primals), moved
 
 
@@ -136,7 +140,7 @@ def _attend(call: Float8, quantised, seen, terms):
     """Binds flash_float8, with the derivative of 16-bit attention of `seen`, its operands' values.
 
     Arguments:
-      quantised: q, k, v and their scales.
+      quantised: q, k, v, their scales, and the columns of v.
       seen: q, k, v in 16 bits.
       terms: the rest.
     """
@@ -187,12 +191,14 @@ class Form:
       scales: of query, key and value, which are float8; None: they are 16-bit, to be quantised.
       out_dtype: of out.
       in_16_bits: 16-bit kernels may run it where there are none of float8.
+      with_amax: the largest magnitudes of what is quantised are wanted.
     """
 
     scales: tuple[jax.Array, jax.Array, jax.Array] | None
     out_dtype: str
     in_16_bits: bool
     fine: bool = False  # scales of keys or values are of 64 positions
+    with_amax: bool = False
 
     def call(self, problem: Problem, backend: str | None, head_dim: int) -> Float8:
         """Returns the call, of a problem whose dtype is that of the arguments."""
@@ -200,7 +206,8 @@ class Form:
         if self.scales is None:
             scale *= _float8.turned_scale(head_dim)
         problem = dataclasses.replace(problem, dtype=_float8.DTYPE, scale=scale)
-        return Float8(problem, backend, self.out_dtype, self.in_16_bits, self.fine)
+        columns = self.scales is None
+        return Float8(problem, backend, self.out_dtype, self.in_16_bits, self.fine, columns)
 
     def passes(self, problem: Problem, backend: str | None, head_dim: int) -> dict[str, Call]:
         """Returns the passes of a call that is differentiated, if it can be, by name."""
@@ -213,7 +220,7 @@ class Form:
 
 def attend(
     form: Form, problem: Problem, backend: str | None, *operands: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Computes attention in float8.
 
     Arguments:
@@ -222,7 +229,9 @@ def attend(
       backend: which backend runs it; None: the first that can.
       operands: q, k, v, and problem.optional, as `_validate.prepare` makes them.
 
-    Returns: out `[*B, T, N, Hv]` in form.out_dtype, and lse `[*B, N, T]`, float32.
+    Returns:
+      out `[*B, T, N, Hv]` in form.out_dtype, lse `[*B, N, T]`, float32, and the largest finite
+      magnitudes of q, k and v, float32 `[3]`, if form.with_amax, else None.
 
     Raises: as `_backends.require`.
     """
@@ -232,20 +241,25 @@ def attend(
     _backends.require(call, shapes)
     if shapes.empty:
         out, lse = nothing(Forward(problem, backend), vary_over(operands, operands))
-        return out.astype(form.out_dtype), lse
+        amax = _float8.largest_of_all(arrays) if form.with_amax else None
+        return out.astype(form.out_dtype), lse, amax
     if form.scales is not None:
         bound = vary_over((*arrays, *form.scales, *terms), (*arrays, *form.scales, *terms))
         out, lse = flash_float8_p.bind(*bound, call=call)
-        return out, lse
-    quantised, seen = zip(*map(_quantised, _ARRAYS, arrays), strict=True)
-    bound = (*(x for x, _ in quantised), *(scale for _, scale in quantised), *seen, *terms)
+        return out, lse, None
+    made = [
+        quantise(name, lax.stop_gradient(x), backend, with_amax=form.with_amax)
+        for name, x in zip(("query", "key", "value"), arrays, strict=True)
+    ]
+    quantised = (*(x["values"] for x in made), *(x["scale"] for x in made), made[2]["columns"])
+    bound = (*quantised, *map(_seen, _ARRAYS, arrays, made), *terms)
     bound = vary_over(bound, bound)
-    return _attend(call, tuple(bound[:6]), tuple(bound[6:9]), tuple(bound[9:]))
+    out, lse = _attend(call, tuple(bound[:7]), tuple(bound[7:10]), tuple(bound[10:]))
+    amax = jnp.stack([jnp.max(x["amax"]) for x in made]) if form.with_amax else None
+    return out, lse, amax
 
 
-def _quantised(name: str, x: jax.Array) -> tuple[Sequence[jax.Array], jax.Array]:
-    """Returns float8 values and their scales, and x as these have it, in its own dtype."""
-    turns = name != "v" and _float8.turns(x.shape[-1])
-    still = lax.stop_gradient(x)
-    values, scale = _float8.quantise(_float8.turn(still) if turns else still)
-    return (values, scale), _straight(turns, x, _float8.dequantise(values, scale, x.dtype.name))
+def _seen(name: str, x: jax.Array, quantised: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns x as what was quantised of it has it, in its own dtype."""
+    seen = _float8.dequantise(quantised["values"], quantised["scale"], x.dtype.name)
+    return _straight(name != "v" and _float8.turns(x.shape[-1]), x, seen)

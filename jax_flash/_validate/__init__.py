@@ -59,7 +59,8 @@ class Prepared(NamedTuple):
       rewrites: the names of those of `_simplify.py` that were taken.
       float8: how it is computed in float8; None: in query's dtype.
       out_dtype: of the result.
-      amax: the largest magnitudes of query, key and value, where they are asked for.
+      amax: the largest magnitudes of query, key and value, where they are asked for and `float8`
+        does not find them.
     """
 
     problem: Problem
@@ -119,7 +120,9 @@ def prepare(
         (q, k, v), (query_scale, key_scale, value_scale), out_dtype, quantize, fallback
     )
     out_dtype = q.dtype if form is None else form.out_dtype
-    amax = float8.amax_of(form, (q, k, v)) if with_amax else None
+    arrays, asked, amax = (q, k, v), form, None
+    if with_amax:
+        float8.check_amax(form, arrays)
     *batch, q_len, q_heads, _ = q.shape
     batch, kv_len = tuple(batch), k.shape[-3]
     sizes = {"T": q_len, "S": kv_len, "N": q_heads, "W": 4, "U": 2}
@@ -207,4 +210,6 @@ def prepare(
     named = terms | {capture(i): whole(x, len(batch)) for i, x in enumerate(captured)}
     optional = (named[name] for name in made.problem.optional)
     operands = (made.query, made.key, made.value, *optional)
+    if asked is not None and with_amax:
+        form, amax = float8.amax_of(form, asked.scales, arrays, operands[:3])
     return Prepared(made.problem, operands, q.shape[:-1], rewrites, form, out_dtype, amax)

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_flash import _float8
 from jax_flash._float8 import BLOCKS, DTYPE
@@ -59,16 +58,35 @@ def form_of(
     return Form(taken, _out_dtype(out_dtype, own), fallback is not None, fine)  # pyright: ignore
 
 
-def amax_of(form: Form | None, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Computes the largest finite magnitudes of query, key and value: float32 [3]."""
+def check_amax(form: Form | None, arrays: Sequence[jax.Array]) -> None:
+    """Refuses return_amax for a call that is not in float8."""
     if form is None:
         raise ValueError(
             f"return_amax is True and query has dtype {arrays[0].dtype}; expected it with query of "
             f"{DTYPE}, or with quantize='fp8'"
         )
-    scales = form.scales or (None, None, None)
-    found = [_float8.largest(x, scale) for x, scale in zip(arrays, scales, strict=True)]
-    return lax.stop_gradient(jnp.stack(found))
+
+
+def amax_of(
+    form: Form | None,
+    scales: tuple[jax.Array, ...] | None,
+    given: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
+) -> tuple[Form | None, jax.Array | None]:
+    """Computes the largest magnitudes of query, key and value, unless quantising them finds these.
+
+    Arguments:
+      form: of the call; None: it is computed in 16 bits.
+      scales: of query, key and value, if they have any.
+      given: query, key and value.
+      arrays: what is quantised.
+
+    Returns: the form, and float32 [3], or a form that finds them and None.
+    """
+    same = all(x is own for x, own in zip(arrays, given, strict=True))
+    if form is not None and form.scales is None and same:
+        return dataclasses.replace(form, with_amax=True), None
+    return form, _float8.largest_of_all(given, scales or (None, None, None))
 
 
 def scale_of(scale: Any, form: Form | None, q: jax.Array) -> tuple[Form, float]:

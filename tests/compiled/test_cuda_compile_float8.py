@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from jax_flash import _gpu
-from jax_flash._float8 import DTYPE
+from jax_flash._float8 import DTYPE, turns
 from jax_flash._ops.float8 import Float8
+from jax_flash._ops.quantise import Quantise
 from jax_flash._problem import BlockMaskShape
 
 from .compile_cases import (
@@ -58,3 +59,20 @@ def test_forward_of_float8_compiles_without_spills(dim: int, name: str, out_dtyp
     assert not _gpu.refuse(call, shapes, H200)
     plan = _gpu.plan(call, shapes, H200)
     check(plan, seconds=10)
+
+
+@pytest.mark.parametrize("amax", [False, True])
+@pytest.mark.parametrize("argument", ["query", "value"])
+@pytest.mark.parametrize("dim", range(64, 257, 16) if EVERYTHING else (64, 112, 128, 256))
+def test_quantising_compiles_without_spills(dim: int, argument: str, amax: bool):
+    of_value = argument == "value"
+    call = Quantise(
+        *(PLAIN, None),
+        argument=argument,
+        turn=not of_value and turns(dim),
+        columns=of_value,
+        amax=amax,
+    )
+    shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
+    assert not _gpu.refuse(call, shapes, H200)
+    check(_gpu.plan(call, shapes, H200), seconds=5)

@@ -8,7 +8,7 @@ import pytest
 from jax_flash import _native
 
 from ..emulator import Emulator
-from ..float8_cases import CALLS, agree
+from ..float8_cases import CALLS, QUANTISED, agree
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -22,9 +22,19 @@ def test_it_is_attention_of_values_times_scales(name: str, emulator: Emulator):
         assert again[part].tobytes() == got[part].tobytes(), part
 
 
+@pytest.mark.parametrize("name", QUANTISED)
+def test_bits_that_it_quantises_to_are_those_of_xla(name: str, emulator: Emulator):
+    call = QUANTISED[name]
+    want, got = call.run("xla"), emulator.run(call, seed=2)
+    assert got.keys() == want.keys()
+    for part, bits in want.items():
+        np.testing.assert_array_equal(got[part], bits, err_msg=part)
+    assert ("no rows" in name) == (want["values"].size == 0)
+
+
 def test_keys_of_a_column_lie_as_weights_do(emulator: Emulator):
     """In their own order most weights would meet the value of another key."""
-    sources, file = _native.kernel_sources(), "sm90_float8/forward_operands.cuh"
+    sources, file = _native.kernel_sources(), "sm90_float8/slots.cuh"
     slots = "return slot / 16 * 16 + slot % 4 / 2 * 8 + slot % 16 / 4 * 2 + slot % 2;"
     assert slots in sources[file]
     sources[file] = sources[file].replace(slots, "return slot;")

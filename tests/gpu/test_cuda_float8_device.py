@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from ..float8_cases import CALLS, Float8Call, agree
+from ..float8_cases import CALLS, QUANTISED, Float8Call, agree
 from ..hopper import NEEDS_HOPPER
 
 pytestmark = NEEDS_HOPPER
@@ -23,3 +24,10 @@ LSE = 1.5e-2
 def test_it_is_attention_of_values_times_scales(name: str):
     call = (CALLS | LARGE)[name]
     agree(call.run("cuda"), call.run("xla"), lse=LSE)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_bits_that_it_quantises_to_are_those_of_xla(name: str):
+    want, got = (QUANTISED[name].run(backend) for backend in ("xla", "cuda"))
+    for part, bits in want.items():
+        np.testing.assert_array_equal(got[part], bits, err_msg=part)

@@ -271,6 +271,35 @@ def test_sharded_by_heads_that_share_keys():
     np.testing.assert_array_equal(got, jax.jit(call)(arrays, scales))
 
 
+def test_sharded_and_mapped_calls_that_quantise():
+    """Eight devices, four kv heads; and members of a vmap that share keys."""
+    mesh = mesh_with(heads=8)
+    arrays = [with_outliers(i, 1, 140, heads, 64) for i, heads in enumerate((16, 4, 4))]
+
+    def call(*arrays):
+        def loss(*arrays):
+            out, amax = flash_attention(*arrays, quantize="fp8", is_causal=True, return_amax=True)
+            return out.astype(jnp.float32).sum(), (out, amax)
+
+        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*arrays)
+
+    split = NamedSharding(mesh, PartitionSpec(None, None, "heads"))
+    placed = [jax.device_put(arrays[0], split), *arrays[1:]]
+    sums, (out, amax) = jax.jit(call)(*placed)
+    exact, (want, largest) = jax.jit(call)(*arrays)
+    assert out.sharding.is_equivalent_to(split, out.ndim)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(amax, largest)
+    for got, there in zip(sums, exact, strict=True):
+        got, there = (np.asarray(x).astype(np.float64) for x in (got, there))
+        assert np.linalg.norm(got - there) < 0.01 * np.linalg.norm(there)
+
+    queries = np.stack([arrays[0], 2 * arrays[0], with_outliers(5, *arrays[0].shape)])
+    mapped = jax.vmap(lambda q: flash_attention(q, *arrays[1:], quantize="fp8"))(queries)
+    for query, got in zip(queries, mapped, strict=True):
+        np.testing.assert_array_equal(got, flash_attention(query, *arrays[1:], quantize="fp8"))
+
+
 def test_largest_magnitudes():
     query, key, value = (with_outliers(i, 1, 40, 1, 64) for i in range(3))
     value[0, 3, 0, 5] = np.nan

@@ -2,24 +2,20 @@
 // it for 16 bits.
 //
 // Both operands of a product of float8 have the contraction side by side in memory. Queries and
-// keys do; of values flash_forward_columns makes columns ahead. A thread has weights of keys two by
-// two, and a product takes four by four: the keys of a column lie in the order in which threads
-// have them
-// (`key_of_slot`), so weights stay where they are. Micikevicius et al. (arXiv:2209.05433).
+// keys do; of values there are columns, which flash_quantise or flash_forward_columns makes ahead.
+// A thread has weights of keys two by two, and a product takes four by four: the keys of a column
+// lie in the order in which threads have them (`key_of_slot`), so weights stay where they are.
+// Micikevicius et al. (arXiv:2209.05433).
 #pragma once
 
 #include "dropout.cuh"
 #include "forward_exact.cuh"
 #include "sm90/forward_common.cuh"
+#include "sm90_float8/slots.cuh"
 
 namespace forward {
 
 static_assert(kBlockKV == kKeysOfScale && kWarpgroupRows == kQueriesOfScale);
-
-// Which of 32 keys lies in a slot of a column.
-__device__ __forceinline__ constexpr int key_of_slot(int slot) {
-  return slot / 16 * 16 + slot % 4 / 2 * 8 + slot % 16 / 4 * 2 + slot % 2;
-}
 
 // Tensor cores keep 14 bits of a sum of float8: those of one block start at zero, and are added to
 // the others by `fma`, with the factor of the block's values.

@@ -63,6 +63,9 @@ def forward_launch(call: Call, shapes: Shapes, tiling: ForwardTiling) -> Launch:
     """Returns what the forward pass launches by a tiling."""
     found = masks(call.problem, shapes, 64, tiling.block_kv, by_key=False, beside=True)
     checks = ((at_most(1, S), "the CUDA kernels take no empty keys"), *limits(), *found.checks)
+    if _has_columns(call):
+        fits = equal(Size("v_columns.Y"), ceil_div(S, 128) * 128)
+        checks += ((fits, "v_columns does not fit the keys"),)
     if tiling.packed_heads > 1:
         checks += ((equal(N // K % tiling.packed_heads, 0), "heads that share a block"),)
     if tiling.bias_bytes:
@@ -163,7 +166,7 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             Field(
                 "TensorMap",
                 "value",
-                _columns_map(shapes)
+                _columns_map(call, shapes)
                 if tiling.float8
                 else array("value", S, K, shapes.value_dim, tiling.key_rows),
                 f"[B, S, K, Hv], box (64, 1, kPageRows, 1); {_PAGES % ('Hv', 'Hv')}; "
@@ -266,7 +269,7 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
                 "kFromPages those of all requests, by request_units",
             ),
             *_of_requests(tiling),
-            *(_float8_fields(shapes) if tiling.float8 else ()),
+            *(_float8_fields(call, shapes) if tiling.float8 else ()),
         ),
     )
 
@@ -289,16 +292,23 @@ def _of_requests(tiling: ForwardTiling) -> tuple[Field, ...]:
     return tuple(dataclasses.replace(field, value=None) for field in fields)
 
 
-def _columns_map(shapes: Shapes) -> Map:
+def _has_columns(call: Call) -> bool:
+    """Tells whether columns of float8 values are an operand; else they are made ahead."""
+    return "v_columns" in call.operands
+
+
+def _columns_map(call: Call, shapes: Shapes) -> Map:
     """Returns the map of columns of float8 values, of two keys each: a box has all of a head."""
     columns = (B, K * shapes.value_dim, 1, ceil_div(S, 128) * 64)
-    return Map("value_columns", "bf16", columns, shapes.value_dim)
+    name = "v_columns" if _has_columns(call) else "value_columns"
+    return Map(name, "bf16", columns, shapes.value_dim)
 
 
-def _float8_fields(shapes: Shapes) -> tuple[Field, ...]:
+def _float8_fields(call: Call, shapes: Shapes) -> tuple[Field, ...]:
     columns = Scratch("u8", (B, K, shapes.value_dim, ceil_div(S, 128) * 128))
+    made = None if _has_columns(call) else columns
     return (
-        Field("void*", "value_columns", columns, "[B, K, Hv, S up to 128], kFloat8"),
+        Field("void*", "value_columns", made, "[B, K, Hv, S up to 128], kFloat8, if made ahead"),
         Field("const float*", "query_scales", "q_scale", "[B, ceil(T / 64), N]"),
         Field("const float*", "key_scales", "k_scale", "[B, ceil(S / 128), K]"),
         Field("const float*", "value_scales", "v_scale", "[B, ceil(S / 128), K]"),
@@ -312,7 +322,8 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
     key_blocks = ceil_div(S, tiling.block_kv)
     units = product(query_blocks, B, N // tiling.packed_heads)
     steps: list[Step] = [split(1, beside=True)] if tiling.halves else []
-    if tiling.float8:
+    makes_columns = tiling.float8 and not _has_columns(call)
+    if makes_columns:
         steps.append(
             Kernel("flash_forward_columns", product(B, K, ceil_div(S, 128)), 256, beside=True)
         )
@@ -339,7 +350,7 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         parts = N * ceil_div(T, _NORM_ROWS) + K * ceil_div(S, _NORM_ROWS)
         steps.append(of_warps("row_norms", B * parts))
     elif (
-        tiling.dynamic and not (tiling.page_size or tiling.float8) and (not found.plan or positions)
+        tiling.dynamic and not (tiling.page_size or makes_columns) and (not found.plan or positions)
     ):  # else mask_plan does it
         steps.append(Kernel("flash_forward_begin", 1, 32, beside=True))
     main = Kernel(
