@@ -115,6 +115,12 @@ MANY_BLOCKS = C("many blocks", H=128, T=130, S=800, N=1).draw()
             "sm90/forward_kernel.cuh", "&shared.query_empty[stage][warpgroup]), 4)",
             "&shared.query_empty[stage][warpgroup]), 5)", "deadlock", id="another count",
         ),
+        pytest.param(
+            "sm90/forward_kernel.cuh", "register_increase<kConsumerRegisters>",
+            "register_increase<kConsumerRegisters + 8>",
+            "setmaxnreg: warps ask for 2080 registers of a lane, the CTA has 2016",
+            id="registers that nobody has given back",
+        ),
     ],
 )  # fmt: skip
 def test_mistakes_are_errors(file: str, old: str, new: str, error: str, emulator: Emulator):

@@ -108,6 +108,7 @@ struct Meeting {
 struct Warp {
   Thread* lanes[32] = {};
   int running = 0;                  // lanes that wait for nothing
+  unsigned registers = 0;           // of a lane
   std::vector<Thread*> converging;  // lanes that are to look at an mbarrier when there is none
   std::list<Meeting> meetings;
 };

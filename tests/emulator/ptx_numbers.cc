@@ -89,7 +89,7 @@ const Table kNumbers = {
        }
        f.set(0, result);
      }},
-    {"setmaxnreg*", nothing},
+    {"setmaxnreg*", [](Frame& f) { current->warp->registers = f.get32(0); }},
     // Numbers.
     {"ex2.approx.ftz.f32",
      [](Frame& f) { f.set_float(0, flushed(std::exp2(flushed(f.get_float(1))))); }},

@@ -58,6 +58,21 @@ void leave() {
   if (_setjmp(current->state) == 0) _longjmp(scheduler, 1);
 }
 
+// Of a lane, where the CTA has a multiprocessor for itself, as all kernels with setmaxnreg have.
+unsigned registers_of_lane(std::size_t threads) {
+  return static_cast<unsigned>(std::min<std::size_t>(65536 / threads / 8 * 8, 255));
+}
+
+// Warps that ask for more than those of the CTA have left wait for ever.
+void check_registers(const Block& block) {
+  const std::size_t had = registers_of_lane(block.threads.size()) * block.warps.size();
+  std::size_t asked = 0;
+  for (const Warp& warp : block.warps) asked += warp.registers;
+  if (asked > had) {
+    fail("setmaxnreg: warps ask for %zu registers of a lane, the CTA has %zu", asked, had);
+  }
+}
+
 void begin() {
   Block& block = *current->block;
   block.kernel->run(block.params);
@@ -73,6 +88,7 @@ void begin() {
       !std::all_of(groups.begin(), groups.end(), [](const auto& group) { return group.empty(); })) {
     fail("a thread ends with cp.async in flight");
   }
+  if (block.running == 1) check_registers(block);
   thread.done = true;
   --block.running;
   Cluster& cluster = *block.cluster;
@@ -122,6 +138,7 @@ void start_block(Block& block, unsigned index, unsigned grid, unsigned thread_co
   block.threads.resize(thread_count);
   block.warps.clear();
   block.warps.resize((thread_count + 31) / 32);
+  for (Warp& warp : block.warps) warp.registers = registers_of_lane(thread_count);
   block.running = static_cast<int>(thread_count);
   for (unsigned i = 0; i < thread_count; ++i) {
     Thread& thread = block.threads[i];

@@ -20,7 +20,9 @@
 namespace decode {
 
 inline constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
-static_assert(kGroupThreads * (kLoaderRegisters + 2 * kConsumerRegisters) <= 65536);
+// The kernel starts with 168 for each thread, a multiple of 8; of more, the last warpgroup that asks
+// would wait for ever.
+static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168);
 
 // A running maximum of every block.
 struct LatentBase {
@@ -100,12 +102,12 @@ struct LatentConsumer {
       rescale(correction);
       begin_own_values(first);
       finish_products(output);
-      release(shared.empty[stage_of_block(first)][kGroup]);
+      release_half(first);
       if constexpr (kBoth) {
         take_over();
         begin_others_values(second);
         finish_products(output);
-        release(shared.empty[stage_of_block(second)][kGroup]);
+        release_half(second);
       }
     } else {
       if constexpr (kBoth) {
@@ -121,12 +123,12 @@ struct LatentConsumer {
         hand_over(second);
       }
       finish_products(output);
-      release(shared.empty[stage_of_block(first)][kGroup]);
+      release_half(first);
       if constexpr (kBoth) {
         rescale(correction);
         begin_own_values(second);
         finish_products(output);
-        release(shared.empty[stage_of_block(second)][kGroup]);
+        release_half(second);
       }
     }
     blocks += kBoth ? 2 : 1;
@@ -136,6 +138,15 @@ struct LatentConsumer {
     __syncwarp();
     if (ptx::kEveryLaneArrives || threadIdx.x % 32 == 0) {
       ptx::lane_arrive(ptx::shared_address(&barrier));
+    }
+  }
+  // Own columns of a block's values, in every CTA that loads them.
+  __device__ __forceinline__ void release_half(uint32 number) const {
+    Barrier& empty = shared.empty[stage_of_block(number)][kGroup];
+    if constexpr (kSharing == 1) return release(empty);
+    __syncwarp();
+    if (const int cta = threadIdx.x % 32; cta < kSharing) {
+      ptx::arrive_in_cluster(ptx::address_in_cluster(ptx::shared_address(&empty), cta));
     }
   }
   static __device__ __forceinline__ void pass_turn() {
@@ -153,8 +164,9 @@ struct LatentConsumer {
     const uint32 full = ptx::shared_address(&shared.full[0][0]) + 8 * kKeyBoxes * stage;
     const uint32 parity = parity_of_block(number);
     if constexpr (kAppends) patch<kGroup>(p, unit, block, keys, full, parity);
-    const ptx::Descriptor query = ptx::descriptor(ptx::shared_address(shared.queries), 0, 0, 1024),
-                          key = ptx::descriptor(keys, 0, 0, 1024);
+    const ptx::Descriptor query = ptx::descriptor(tile_address(ptx::shared_address(shared.queries)),
+                                                  0, 0, 1024),
+                          key = ptx::descriptor(tile_address(keys), 0, 0, 1024);
     ptx::wgmma_fence();
 #pragma unroll
     for (int box = 0; box < kKeyBoxes; ++box) {
@@ -176,7 +188,7 @@ struct LatentConsumer {
   // and of the other's.
   __device__ __forceinline__ void begin_others_values(uint32 number) {
     const uint32 keys = keys_of(number);
-    const ptx::Descriptor others = ptx::descriptor(keys, kWeightsAt, 0, 1024),
+    const ptx::Descriptor others = ptx::descriptor(tile_address(keys), kWeightsAt, 0, 1024),
                           values = own_values(keys);
     ptx::wgmma_fence();
 #pragma unroll
@@ -187,7 +199,7 @@ struct LatentConsumer {
     ptx::wgmma_commit();
   }
   static __device__ __forceinline__ ptx::Descriptor own_values(uint32 keys) {
-    return ptx::descriptor(keys, kGroup * kHalfBoxes * kBoxBytes, kBoxBytes, 1024);
+    return ptx::descriptor(tile_address(keys), kGroup * kHalfBoxes * kBoxBytes, kBoxBytes, 1024);
   }
   template <int kCount>
   static __device__ __forceinline__ void finish_products(float (&sums)[kCount]) {
