@@ -58,7 +58,7 @@ void leave() {
   if (_setjmp(current->state) == 0) _longjmp(scheduler, 1);
 }
 
-// Of a lane, where the CTA has a multiprocessor for itself, as all kernels with setmaxnreg have.
+// A lane's, where the CTA has a multiprocessor for itself, as all kernels with setmaxnreg have.
 unsigned registers_of_lane(std::size_t threads) {
   return static_cast<unsigned>(std::min<std::size_t>(65536 / threads / 8 * 8, 255));
 }

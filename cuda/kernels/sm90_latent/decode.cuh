@@ -4,8 +4,7 @@
 //
 // Specialised by constants as sm90/decode.cuh is (decode_cta.cuh), and by
 //   int kTurns                when a pair's second block is multiplied by the queries: 0, as soon
-//   as
-//                             it has come; 1, behind the first one; 2, when that one's products
+//                             as it has come; 1, behind the first one; 2, when that one's products
 //                             have been issued
 //   bool kKeysLeaveFirst      keys leave L2 first although several CTAs read them
 //   int kSharing              CTAs of a cluster, whose rows read the same keys: each loads some

@@ -31,7 +31,7 @@ struct WindowPages {
     for (int i = 0; i < kPiecesOfLane; ++i) now[i] = next[i];
     read(begin + kWindow, next);
   }
-  // Of this lane's piece i of a block in the two windows: the page, kNotNeeded or kNone.
+  // The page of this lane's piece i of a block in the two windows, kNotNeeded or kNone.
   __device__ __forceinline__ int page(int block, int i) const {
     const int piece = i * 32 + threadIdx.x % 32;
     const int first = block * kBlockKV + piece * kBoxRows;

@@ -31,9 +31,9 @@ struct LatentShared {
   float sums[2][2][kShareRows];  // of units in turn, by warpgroup
   uint32 bad[2][kBlockKV];       // by owner: positions whose values are not finite
   Barrier full[2][kKeyBoxes];    // a box of a stage has come
-  Barrier empty[2]
-               [2];  // in all CTAs of the cluster a half of a stage is free: boxes of 256 columns,
-                     // and with the half that the owner does not multiply what lies behind them
+  // In all CTAs of the cluster a half of a stage is free: boxes of 256 columns, and with the half
+  // that the owner does not multiply what lies behind them.
+  Barrier empty[2][2];
   Barrier queries_full, queries_empty;
   int spoiled[2];  // a page that the stage's block needs is none
 };
