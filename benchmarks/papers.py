@@ -117,7 +117,7 @@ def measure(name: str, part: Part, settings: Settings, options: argparse.Namespa
 
 
 def before(path: Path, about: Mapping[str, Any]) -> dict[str, paper.Record]:
-    """Reads the cells of a run that was stopped, by name: of this GPU, these versions, this seed."""
+    """Reads the cells of a stopped run by name: of this GPU, these versions, this seed."""
     if not path.exists():
         return {}
     found = json.loads(path.read_text())

@@ -196,8 +196,8 @@ PART = Part(
         "causality hides too; MFU counts the others alone, and is of 989 TFLOP/s. What is computed "
         "again counts once. Blocks keep the results of matrix products (remat by names), the loss "
         f"is in parts. With XLA's attention a step has {TOKENS_XLA} tokens, for its scores. "
-        "XLA's tuning of products is off, for programs are compiled while others are measured: with "
-        "it the step of 1.3B at T 8192 took 618 ms in place of 620."
+        "XLA's tuning of products is off, for programs are compiled while others are measured: "
+        "with it the step of 1.3B at T 8192 took 618 ms in place of 620."
     ),
     cells=cells,
     measure=measure,

@@ -106,13 +106,24 @@ class _Largest:
     @classmethod
     def of(cls, x: jax.Array) -> _Largest:
         x = _finite(x)
-        rows = jnp.max(x, -1)
-        most = jnp.max(rows)
-        square = jnp.max(jnp.sum(x * x, -1))
+        # The barrier: XLA would take the maximum of maxima from x, in another pass.
+        rows, squares = jax.lax.optimization_barrier((jnp.max(x, -1), jnp.sum(x * x, -1)))
+        found = rows, jnp.where(rows == 0, jnp.inf, rows), squares
+        # Together, for XLA makes a kernel or two of each reduction by itself.
+        most, least, square = jax.lax.reduce(
+            found,
+            tuple(jnp.float32(x) for x in (0, math.inf, 0)),
+            lambda a, b: (
+                jnp.maximum(a[0], b[0]),
+                jnp.minimum(a[1], b[1]),
+                jnp.maximum(a[2], b[2]),
+            ),
+            range(rows.ndim),
+        )
         # Where squares leave float32's range, what the elements allow.
         exact = (square > 1e-30) & (square < 1e30)
         norm = jnp.where(exact, 1.001 * jnp.sqrt(square), most * math.sqrt(x.shape[-1]))
-        return cls(most, jnp.min(jnp.where(rows == 0, jnp.inf, rows)), norm)
+        return cls(most, least, norm)
 
     def fits(self, power: jax.Array | float = 1.0) -> jax.Array:
         """Tells whether float16 holds the rows times a power of two."""
