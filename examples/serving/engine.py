@@ -76,7 +76,8 @@ class Engine:
         (Scissorhands, arXiv:2305.17118). 1: all.
       cache_dtype: float8_e4m3fn or int8; None: that of the parameters.
       shared: pages that requests begin with are read once for all of them, where that spares so
-        many positions of a step.
+        many positions of a step. An H200 gains from 70,000 on with 8 kv heads of 128, by a line
+        through its times, and from 135,000 on with 4.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Engine:
         waiting: int = 256,
         keep: float = 1.0,
         cache_dtype: str | None = None,
-        shared: int = 1 << 16,
+        shared: int = 1 << 17,
     ):
         if min(pages, page_size, requests) < 1 or tokens <= requests or not 0 < keep <= 1:
             raise ValueError(
