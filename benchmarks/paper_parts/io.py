@@ -131,7 +131,9 @@ def measure_length(settings: Settings, length: int) -> Record:
     if not settings.quick:
         try:
             read = {f"{way}_gb": counters(way, length) for way in WAYS}
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        except subprocess.TimeoutExpired as error:
+            found["no_counters"] = f"ncu took more than {error.timeout} s"
+        except (OSError, RuntimeError) as error:
             found["no_counters"] = str(error)[:300]
     if read:
         return found | read | {"bytes_by": "counters of ncu"}
