@@ -138,6 +138,13 @@ class Shapes:
     drops_part: bool = False  # the state of dropout says which part of a sequence this is
 
     @property
+    def own_bias(self) -> TermShape:
+        """The sizes of the bias, of a call that has one."""
+        if self.bias is None:
+            raise ValueError("the call has no bias; expected one of what is planned for a bias")
+        return self.bias
+
+    @property
     def empty(self) -> bool:
         """Whether there is nothing to compute: no result, or no key."""
         return 0 in (self.batch, self.q_len, self.kv_len, self.q_heads)

@@ -96,7 +96,7 @@ def _lacking(
 
 
 def _in_parts(at: Any, sums: Any, features, targets, weights, shards: int, positions: int) -> Any:
-    """Sums over some positions after another, and what belongs to each, [B, T, ...] or None.
+    """Sums over some positions after another, and what belongs to each, [B, T, width]; 0 without.
 
     All devices that rows and their positions are split over have some of those at a time. They are
     cut from where they lie: a scan over an axis of parts has them first, and XLA then keeps that

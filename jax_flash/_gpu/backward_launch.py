@@ -378,8 +378,7 @@ def stored_marks() -> AnySize:
 
 def dbias_ctas(shapes: Shapes, tiling: Any) -> int:
     """Counts the CTAs that share the gradient of one of a bias's blocks."""
-    bias = shapes.bias
-    assert bias is not None
+    bias = shapes.own_bias
     query_blocks = -(-known(shapes.q_len, 1) // tiling.block_q)
     key_blocks = -(-known(shapes.kv_len, 1) // tiling.block_kv)
     of_call = (known(shapes.batch, 1), known(shapes.q_heads, 1), query_blocks, key_blocks)

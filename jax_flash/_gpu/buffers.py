@@ -95,8 +95,7 @@ def _dtypes(call: Call, shapes: Shapes, of: str, name: str) -> tuple[str, ...]:
     if of in TERMS:
         dtype = TERMS[of].dtype
         if dtype == "float":
-            assert shapes.bias is not None
-            return (name_of(shapes.bias.dtype),)
+            return (name_of(shapes.own_bias.dtype),)
         return (name_of("float32" if dtype == "sum" else dtype),)
     if problem.dtype == DTYPE:
         return (name_of(call.result_dtype) if name in call.results else "u8",)

@@ -20,14 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from jax_flash import _backends
 from jax_flash._call import Call, dims
 from jax_flash._merge import combine
 from jax_flash._ops import primitive
 from jax_flash._ops.decode import SCALES, no_derivative
-from jax_flash._ops.prefill import Kernel, Prefill
+from jax_flash._ops.prefill import Kernel, Prefill, bind
 from jax_flash._problem import Shapes
-from jax_flash._varying import vary_over
 
 _UNIT_ROWS = 128  # of queries, that a multiprocessor computes together
 _MULTIPROCESSORS = 132  # of an H100 or H200
@@ -151,7 +149,4 @@ def common(call: Common, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, 
 
     Raises: as `_backends.require`.
     """
-    _backends.require(call, call.shapes(operands))
-    given = [operands[name] for name in call.operands]
-    out, lse = flash_common_p.bind(*vary_over(given, given), call=call)
-    return out, lse
+    return bind(flash_common_p, call, operands)

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jax_flash import _backends
@@ -203,6 +204,19 @@ def _joined(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return named
 
 
+def bind(
+    to: Primitive, call: Prefill, operands: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Computes out and lse by a primitive, of operands by name.
+
+    Raises: as `_backends.require`.
+    """
+    _backends.require(call, call.shapes(operands))
+    given = [operands[name] for name in call.operands]
+    out, lse = to.bind(*vary_over(given, given), call=call)
+    return out, lse
+
+
 flash_prefill_p = primitive.define("flash_prefill")
 ad.primitive_jvps[flash_prefill_p] = no_derivative
 
@@ -212,7 +226,4 @@ def prefill(call: Prefill, operands: Mapping[str, jax.Array]) -> tuple[jax.Array
 
     Raises: as `_backends.require`.
     """
-    _backends.require(call, call.shapes(operands))
-    given = [operands[name] for name in call.operands]
-    out, lse = flash_prefill_p.bind(*vary_over(given, given), call=call)
-    return out, lse
+    return bind(flash_prefill_p, call, operands)

@@ -104,10 +104,9 @@ def bias_is_plane() -> tuple:
 
 def bias_map(shapes: Shapes, rows: int) -> Map:
     """Returns the map of a bias that TMA loads: of all queries and keys, boxes of 128 bytes."""
-    assert shapes.bias is not None
     batch, heads, _, _ = term_sizes("bias")
     # Queries lie where heads of the others do.
-    return Map("bias", name_of(shapes.bias.dtype), (batch, heads, T, S), 1, rows)
+    return Map("bias", name_of(shapes.own_bias.dtype), (batch, heads, T, S), 1, rows)
 
 
 def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Masks) -> Struct:
