@@ -31,7 +31,7 @@ def test_shapes_are_measured_beside_what_is_installed(tmp_path: Path, capsys):
     names = {"jax_flash", "jax.nn, XLA"}
     for record in found["results"]:
         assert names <= record["seconds"].keys()
-        assert record["missing"] == {}
+        assert record["missing"].keys() <= {"jax.nn, cuDNN"}  # on a GPU: it has no float32
         assert record["tflops"]["jax_flash"] > 0
         limit = 1e-2 if "bfloat16" in record["shape"] else 1e-5
         assert all(0 < error < limit for error in record["error"].values()), record
@@ -60,7 +60,7 @@ def test_what_is_wrong_or_fails_has_no_time():
     assert [record["shape"] for record in records] == [cell.name] * 2  # late: the first alone
     for record in records:
         assert record["seconds"].keys() == {rivals.OURS}
-        assert record["error"]["halved"] == pytest.approx(0.5)
+        assert record["error"]["halved"] == pytest.approx(0.5, rel=1e-3)  # TF32
         assert record["missing"] == {"halved": "wrong: an error of 0.5", "large": "out of memory"}
 
 
