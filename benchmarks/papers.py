@@ -17,6 +17,7 @@ short one to begin from. With `settings.quick` all cells of a part take a few se
 """
 
 import argparse
+import dataclasses
 import gc
 import importlib
 import json
@@ -94,18 +95,24 @@ def measure(name: str, part: Part, settings: Settings, options: argparse.Namespa
     label = f"papers-{name}{'-quick' * settings.quick}{'-cells' * bool(settings.words)}"
     path = folder / f"{label}-{about['commit']}"
     begin = time.perf_counter()
-    records: list[paper.Record] = []
     failed: list[str] = []
     cells = settings.chosen(part.cells(settings))
-    there = before(path.with_suffix(".json"), about) if options.resume else {}
-    for cell in (progress := tqdm(cells, desc=name, disable=None)):
+    found, earlier = before(path.with_suffix(".json"), about) if options.resume else ({}, 0.0)
+    settings = dataclasses.replace(settings, there=frozenset(found))
+    about |= {"seconds": earlier, "failed": failed}
+    records = [found[x["name"]] for x in cells if x["name"] in found]
+    for cell in (progress := tqdm(settings.chosen(cells), desc=name, disable=None)):
         progress.set_postfix_str(cell["name"])
+        if progress.disable:  # a log shows where a run stands, too
+            print(f"{name}, {cell['name']}: from {time.perf_counter() - begin:.0f} s", flush=True)
         try:
-            records.append(there.get(cell["name"]) or cell | part.measure(settings, cell))
+            found[cell["name"]] = cell | part.measure(settings, cell)
         except Exception as error:  # the cells and parts that follow are worth as much
             reason = f"{type(error).__name__}: {error}".split("\n")[0][:300]
             failed.append(f"{name}, {cell['name']}: {reason}")
-        about |= {"seconds": round(time.perf_counter() - begin, 1), "failed": failed}
+        seconds = earlier + time.perf_counter() - begin
+        about |= {"seconds": round(seconds, 1), "failed": failed}
+        records = [found[x["name"]] for x in cells if x["name"] in found]
         path.with_suffix(".json").write_text(runs.in_lines(about, "cells", records))
     text = report(part, about, records)
     path.with_suffix(".md").write_text(text)
@@ -116,15 +123,15 @@ def measure(name: str, part: Part, settings: Settings, options: argparse.Namespa
     return failed
 
 
-def before(path: Path, about: Mapping[str, Any]) -> dict[str, paper.Record]:
-    """Reads the cells of a stopped run by name: of this GPU, these versions, this seed."""
+def before(path: Path, about: Mapping[str, Any]) -> tuple[dict[str, paper.Record], float]:
+    """Reads a stopped run of this GPU, these versions, this seed: cells by name, its seconds."""
     if not path.exists():
-        return {}
+        return {}, 0.0
     found = json.loads(path.read_text())
     for field in ("gpu", "driver", "versions", "seed"):
         if found[field] != about[field]:
             raise SystemExit(f"--resume: {path} is of {field} {found[field]}, not {about[field]}")
-    return {x["name"]: x for x in found["cells"]}
+    return {x["name"]: x for x in found["cells"]}, found["seconds"]
 
 
 def report(part: Part, about: Mapping[str, Any], records: list[paper.Record]) -> str:

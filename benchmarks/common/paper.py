@@ -15,10 +15,12 @@ class Settings:
     quick: bool = False  # small sizes, for a CPU too: it shows that all runs, and no figure
     seed: int = 0
     words: tuple[str, ...] = ()  # cells whose name has one of these; none: all cells
+    there: frozenset[str] = frozenset()  # cells that an earlier run has measured
 
     def chosen(self, cells: Sequence[Record]) -> list[Record]:
         """The cells that are measured."""
-        return [x for x in cells if not self.words or any(w in x["name"] for w in self.words)]
+        left = (x for x in cells if x["name"] not in self.there)
+        return [x for x in left if not self.words or any(w in x["name"] for w in self.words)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -233,7 +233,7 @@ def panels(records: Sequence[Record]) -> list[Panel]:
 PART = Part(
     title="Block-sparse attention",
     paper="Dao et al., FlashAttention (arXiv:2205.14135)",
-    seconds=75,
+    seconds=55,
     claims=(
         Claim(
             "time is proportional to the share of blocks, forward + backward, T 4096",

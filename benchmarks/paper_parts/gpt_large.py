@@ -171,7 +171,7 @@ def published(model: str, length: int) -> str:
 PART = Part(
     title="GPT of 1.3B and 2.7B parameters",
     paper="Dao, FlashAttention-2 (arXiv:2307.08691)",
-    seconds=230,
+    seconds=145,
     claims=(
         *(
             Claim(

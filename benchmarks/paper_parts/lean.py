@@ -261,7 +261,7 @@ def panels(records: Sequence[Record]) -> list[Panel]:
 PART = Part(
     title="Decoding by equal parts",
     paper="Sanovar et al., LeanAttention (arXiv:2405.10480)",
-    seconds=120,
+    seconds=60,
     claims=(
         Claim(
             "beside FlashDecoding, mean and largest of contexts, 1k to 512k here",

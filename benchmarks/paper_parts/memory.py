@@ -205,7 +205,7 @@ def panels(records: Sequence[Record]) -> list[Panel]:
 PART = Part(
     title="Memory and the longest sequence",
     paper="Dao et al., FlashAttention (arXiv:2205.14135)",
-    seconds=60,
+    seconds=50,
     claims=(
         Claim(
             "memory beside the formula's, T 4096, forward + backward",

@@ -179,7 +179,7 @@ def panels(records: Sequence[Record]) -> list[Panel]:
 PART = Part(
     title="Path-X and Path-256",
     paper="Dao et al., FlashAttention (arXiv:2205.14135)",
-    seconds=190,
+    seconds=370,
     claims=(
         Claim("Path-X, 16k pixels", "61.4 %", "Table 6", right(128, "jax_flash")),
         Claim("Path-X, block-sparse", "56.0 %", "Table 6", right(128, "butterfly")),

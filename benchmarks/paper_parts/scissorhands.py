@@ -263,7 +263,7 @@ def panels(records: Sequence[Record]) -> list[Panel]:
 PART = Part(
     title="A cache with a budget",
     paper="Liu et al., Scissorhands (arXiv:2305.17118)",
-    seconds=90,
+    seconds=80,
     claims=(
         Claim(
             "loss with 1/5 of the cache beside all of it, Python files",

@@ -70,10 +70,26 @@ def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(papers, "parts", lambda: {"three": part_of(measure)})
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, monkeypatch)
-    assert [x["at"] for x in read(tmp_path, "three")["cells"]] == [0, 1]
-    monkeypatch.setattr(papers, "parts", lambda: {"three": part_of(lambda *_: {"s": 2})})
+    stopped = read(tmp_path, "three")
+    assert [x["at"] for x in stopped["cells"]] == [0, 1]
+    # A cell that is missing ahead of others, and a run that is stopped again: those are kept.
+    path = tmp_path / "cpu" / "papers-three-quick-abc.json"
+    path.write_text(json.dumps(stopped | {"cells": stopped["cells"][1:], "seconds": 50}))
+    left = []
+
+    def go_on(settings: paper.Settings, cell: dict[str, Any]) -> dict[str, Any]:
+        left.append([x["at"] for x in settings.chosen(part_of(measure).cells(settings))])
+        return {"s": 2} if cell["at"] == 0 else measure(settings, cell)
+
+    monkeypatch.setattr(papers, "parts", lambda: {"three": part_of(go_on)})
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, monkeypatch, "--resume")
+    assert left == [[0, 2]] * 2
+    assert [x["s"] for x in read(tmp_path, "three")["cells"]] == [2, 1]
+    monkeypatch.setattr(papers, "parts", lambda: {"three": part_of(lambda *_: {"s": 3})})
     run(tmp_path, monkeypatch, "--resume")
-    assert [x["s"] for x in read(tmp_path, "three")["cells"]] == [1, 1, 2]
+    assert [x["s"] for x in read(tmp_path, "three")["cells"]] == [2, 1, 3]
+    assert read(tmp_path, "three")["seconds"] >= 50
     with pytest.raises(SystemExit, match="is of seed 0, not 1"):
         run(tmp_path, monkeypatch, "--resume", "--seed", "1")
 
