@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from jax_flash._problem import Problem
-from jax_flash._tiles import product
+from jax_flash._products import dot
 from jax_flash._varying import vary_over
 
 LACKS = -2  # in the place of a slot: it is seen, and there is none
@@ -91,12 +91,12 @@ def backward(
         logits, pull = jax.vjp(found.logits, found.scores())
         # An lse of -inf: the row sees nothing.
         weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, jnp.inf, lse))
-        dweights = product(problem, "rkgh,rknh->rkgn", do, found.v)
+        dweights = dot(problem, "rkgh,rknh->rkgn", do, found.v)
         (dscores,) = pull(found.keep(weights * (dweights - delta)))
         dscores = problem.scale * dscores
-        dq = product(problem, "rkgn,rknh->rkgh", dscores, found.k)
-        of_k = product(problem, "rkgn,rkgh->rknh", dscores, found.q)
-        of_v = product(problem, "rkgn,rkgh->rknh", weights, do)
+        dq = dot(problem, "rkgn,rknh->rkgh", dscores, found.k)
+        of_k = dot(problem, "rkgn,rkgh->rknh", dscores, found.q)
+        of_v = dot(problem, "rkgn,rkgh->rknh", weights, do)
         # What is hidden has no slot, and adds nothing.
         page, slot = call.place(jnp.where(found.seen, slots, pages * call.size))
         dk, dv = (
@@ -151,7 +151,7 @@ def attend(
         total = total if sinks is None else total + jnp.exp(sinks - shift)
         empty = largest == -jnp.inf
         some = jnp.where(empty, 1.0, total)
-        out = product(problem, "rkgn,rknh->rkgh", weights, found.v) / some[..., None]
+        out = dot(problem, "rkgn,rknh->rkgh", weights, found.v) / some[..., None]
         lse = jnp.where(empty, -jnp.inf, shift + jnp.log(some))
         return state, (out.reshape(*q.shape[:-1], sizes.value_dim), lse.reshape(q.shape[:-1]))
 
@@ -261,7 +261,7 @@ class _Block:
         return _where(self.seen[:, None, None], x)
 
     def scores(self) -> jax.Array:
-        return self.problem.scale * product(self.problem, "rkgh,rknh->rkgn", self.q, self.k)
+        return self.problem.scale * dot(self.problem, "rkgh,rknh->rkgn", self.q, self.k)
 
     def logits(self, scores: jax.Array) -> jax.Array:
         if self.problem.softcap is not None:

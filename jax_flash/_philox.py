@@ -27,6 +27,7 @@ Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011: 7 rounds 
 pass BigCrush.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ _WEYL_0 = 0x9E3779B9  # golden ratio
 _WEYL_1 = 0xBB67AE85  # sqrt(3) - 1
 _ROUNDS = 7
 _STEPS = 2**15  # values of one draw
+_FEW = 1 << 16  # weights, of 200 operations each: 1 us of an H100, where a kernel begins in 2
 _WIDENING = 0x93D765DD, _MULTIPLIER_0
 WORDS_OF_PART = 6  # of the state of a part of a sequence
 
@@ -117,6 +119,22 @@ def keep_mask(
         count = jnp.arange(sixteens * 4, dtype=jnp.uint32)
         return sixteens, jnp.asarray(start, jnp.uint32) // 16 * 4 + count
 
+    sizes = (*state.shape[:-1], q_len, kv_len)
+    counted = 16 * -(-q_len // 16) * -(-kv_len // 16)
+    known = all(isinstance(size, int) for size in sizes)
+    if q_len * kv_len <= counted or (known and math.prod(sizes) <= _FEW):
+        # Each weight draws its own words: no more of them, or few, and nothing is copied.
+        query, key = (
+            jnp.asarray(start, jnp.uint32) + jnp.arange(length, dtype=jnp.uint32)
+            for start, length in ((query_start, q_len), (key_start, kv_len))
+        )
+        query, key = query.reshape(*lead, -1, 1), key.reshape(*lead, 1, -1)
+        rows = query // 16 * 4 + query % 4 + first_row
+        columns = key // 16 * 4 + key % 8 // 2 + first_column
+        words = philox((k0, k1), (head, rows, batch, columns))
+        even = (rows // 4 + columns // 4) % 2 == 0
+        return _keep(words, even, query // 4 % 2, query // 8 % 2, key // 8 % 2, key % 2, rate)
+
     q_groups, rows = counters(query_start, q_len)
     k_groups, columns = counters(key_start, kv_len)
     rows = rows.reshape(*lead, -1, 1) + first_row
@@ -133,12 +151,7 @@ def keep_mask(
         jnp.arange(2, dtype=jnp.uint32).reshape(*lead, *(2 if i == axis else 1 for i in range(8)))
         for axis in (1, 2, 5, 7)
     )
-    drawn = even == (q4 == 0)
-    a, b = (jnp.where(drawn, words[i], words[2 + i]) for i in range(2))
-    a, b = jnp.where(q8 == 0, a, b), jnp.where(q8 == 0, b, a)
-    factor = jnp.where(q8 == 0, jnp.uint32(_WIDENING[0]), jnp.uint32(_WIDENING[1]))
-    number = jnp.where(k8 == 0, a, a * factor + b)
-    keep = ((number >> (16 * k1)) & jnp.uint32(_STEPS - 1)) >= jnp.uint32(round(rate * _STEPS))
+    keep = _keep(words, even, q4, q8, k8, k1, rate)
     keep = keep.reshape(*keep.shape[:-8], 16 * q_groups, 16 * k_groups)
     for axis, start, length in ((-2, query_start, q_len), (-1, key_start, kv_len)):
         if _is_multiple(start):
@@ -147,6 +160,16 @@ def keep_mask(
             first = (jnp.asarray(start, jnp.uint32) % 16).astype(jnp.int32)
             keep = jax.lax.dynamic_slice_in_dim(keep, first, length, axis)
     return keep
+
+
+def _keep(words, even, q4, q8, k8, k1, rate: float) -> jax.Array:
+    """Tells which weights are kept, by the words of their counters and the bits of their places."""
+    drawn = even == (q4 == 0)
+    a, b = (jnp.where(drawn, words[i], words[2 + i]) for i in range(2))
+    a, b = jnp.where(q8 == 0, a, b), jnp.where(q8 == 0, b, a)
+    factor = jnp.where(q8 == 0, jnp.uint32(_WIDENING[0]), jnp.uint32(_WIDENING[1]))
+    number = jnp.where(k8 == 0, a, a * factor + b)
+    return ((number >> (16 * k1)) & jnp.uint32(_STEPS - 1)) >= jnp.uint32(round(rate * _STEPS))
 
 
 def _is_multiple(start: Any) -> bool:

@@ -6,7 +6,6 @@ for both passes. Read next: `blockwise.py`, which walks over the tiles.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 
@@ -18,7 +17,8 @@ from jax import lax
 from jax_flash._block_arrays import EMPTY, FULL, WORD, words_at
 from jax_flash._philox import keep_mask
 from jax_flash._problem import Problem
-from jax_flash._seen import Seen, both, finite
+from jax_flash._products import product_of_pairs
+from jax_flash._seen import Seen, both
 
 _BLOCK = 512  # queries and keys of one tile, less when there are many heads
 _MIN_BLOCK = 128
@@ -410,57 +410,6 @@ def _tile_starts(
         first_key,
     )
     return np.stack(starts, axis=-1).astype(np.int32)
-
-
-def product(
-    problem: Problem, subscripts: str, x: jax.Array, y: jax.Array, dtype: str | None = None
-) -> jax.Array:
-    """Multiplies in the problem's dtype and precision, and sums in its sum_dtype.
-
-    The result is in that, or rounded to `dtype`.
-
-    Leading dims of x `[*B, K, T, ...]` that are 1 in y `[*B, K, ...]`, those of members that share
-    it, join T: to XLA's CPU batch dims [1, 2] of one operand and [0, 1] of the other are no product
-    of bfloat16.
-    """
-    leading = range(x.ndim - 4)
-    shared = [axis for axis in leading if y.shape[axis] == 1 != x.shape[axis]]
-    before_queries = [x.ndim - 3 - len(shared) + i for i in range(len(shared))]
-    if shared:
-        x, y = jnp.moveaxis(x, shared, before_queries), jnp.squeeze(y, shared)
-        queries = x.shape[before_queries[0] : -2]
-        x = x.reshape(*x.shape[: before_queries[0]], math.prod(queries), *x.shape[-2:])
-    exact = problem.dtype == "float64"
-    made = jnp.einsum(
-        subscripts,
-        x.astype(problem.dtype),
-        y.astype(problem.dtype),
-        precision=lax.Precision("highest" if exact else problem.precision),
-        preferred_element_type=dtype or problem.sum_dtype,
-    )
-    if not shared:
-        return made
-    made = made.reshape(*made.shape[:-3], *queries, *made.shape[-2:])
-    return jnp.moveaxis(made, before_queries, shared)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def product_of_pairs(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Multiplies as `product` along the head dim, where NaN stays with its pair.
-
-    Its derivatives are products along queries and keys, and read finite numbers: a hidden pair has
-    no part in them, and to one that is seen NaN comes back through its score.
-    """
-    return product(problem, subscripts, x, y)
-
-
-@product_of_pairs.defjvp
-def _(problem, subscripts, primals, tangents):
-    (x, y), (dx, dy) = primals, tangents
-    moved = product(problem, subscripts, dx, finite(y)) + product(
-        problem, subscripts, finite(x), dy
-    )
-    return product_of_pairs(problem, subscripts, x, y), moved
 
 
 def read(x: jax.Array, span: Span, axis: int) -> jax.Array:

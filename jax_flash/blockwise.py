@@ -21,8 +21,9 @@ from jax import lax
 
 from jax_flash import _chosen
 from jax_flash._problem import Problem
+from jax_flash._products import product, product_of_pairs
 from jax_flash._seen import not_finite
-from jax_flash._tiles import Sweep, Tile, add, product, product_of_pairs, read, write
+from jax_flash._tiles import Sweep, Tile, add, read, write
 from jax_flash._varying import vary_over
 
 _STATE_AXES = (-2, -2, -3)  # of T, in the maximum, the sum and the weighted values
@@ -156,6 +157,9 @@ def backward(
         sweep.split_query_heads(x[..., None])[..., 0]
         for x in (_row_sum(out, dout, lse.dtype), not_finite(dout))
     )
+    at_once = of_forward and sweep.only_tile is not None
+    if at_once:  # its weights sum to rowsum(out * dout), and neither is read again
+        delta = jnp.zeros_like(delta)
     delta = delta if dlse is None else delta - sweep.split_rows(dlse)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # makes exp(logits - lse) of these rows 0
     lse, dout = sweep.split_rows(lse), sweep.split_query_heads(dout)
@@ -174,7 +178,7 @@ def backward(
             return tile.logits(scores, seen, arrays)
 
         logits, pull, seen = jax.vjp(logits_of, tile.scores(), *moving.values(), has_aux=True)
-        if of_forward and sweep.only_tile is not None:
+        if at_once:
             weights, _ = _softmax(logits, sweep.sinks)
         else:
             weights = jnp.exp(logits - row_lse[..., None])
@@ -183,6 +187,8 @@ def backward(
         dweights = tile.drop(product_of_pairs(problem, "...ktgh,...ksh->...ktgs", do, tile.v))
         # What this is differentiated by must not meet NaN of hidden values times 0.
         dweights = seen.keep(dweights, 0.0)
+        if at_once:
+            row_delta = row_delta + jnp.sum(weights * dweights, axis=-1)
         # A row that met NaN has it in its weights and delta.
         dlogits = seen.keep(weights * (dweights - row_delta[..., None]), 0.0)
         dlogits, *of_captures = pull(dlogits)

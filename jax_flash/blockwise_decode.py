@@ -15,8 +15,8 @@ from jax import lax
 
 from jax_flash import _cache, _chosen
 from jax_flash._problem import Problem
+from jax_flash._products import dot
 from jax_flash._seen import split_bad
-from jax_flash._tiles import product
 from jax_flash._varying import vary_over
 
 _BLOCK = 512  # positions of the cache in one step
@@ -268,7 +268,7 @@ class _Pass:
         else:
             v = self._read(self.v, self.scales[1], start, keys, block)
         (clean_q, q_bad), (k, k_bad), (v, v_bad) = split_bad(q), split_bad(k), split_bad(v)
-        logits = self.problem.scale * product(self.products, "btkgh,bskh->bkgts", clean_q, k)
+        logits = self.problem.scale * dot(self.products, "btkgh,bskh->bkgts", clean_q, k)
         bad = jnp.moveaxis(q_bad, 1, -1)[..., None] + jnp.moveaxis(k_bad, 1, -1)[:, :, None, None]
         logits = logits + bad
         if self.problem.softcap is not None:
@@ -280,7 +280,7 @@ class _Pass:
         weights = jnp.exp(logits - shift[..., None])
         total = rescale * total + jnp.sum(weights, axis=-1)
         weights = jnp.where(visible, weights + jnp.moveaxis(v_bad, 1, -1)[:, :, None, None], 0.0)
-        added = product(self.products, "bkgts,bskh->bkgth", weights, v)
+        added = dot(self.products, "bkgts,bskh->bkgth", weights, v)
         return new_largest, total, rescale[..., None] * weighted + added
 
     def _read(

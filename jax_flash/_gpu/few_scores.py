@@ -16,6 +16,9 @@ _SCORES = 1 << 24  # 64 MB in float32: what backend "xla" computes at once
 # kernels of float32 are several launches.
 _FLOAT32_LENGTH, _FLOAT32_SCORES = 32, 1 << 19
 _SHARED_QUERIES, _GROUP = 16, 4  # of many heads that share keys: 0.3 to 0.8 of the kernels' time
+# 16 bits: XLA makes 1 to 5 kernels forward and 4 to 10 with gradients of so few multiplications,
+# which it sums (_products.py); ours are 3 and 6 launches beside copies of what they broadcast.
+_LITTLE_LENGTH, _LITTLE = 16, 1 << 20
 _UNITS = 264  # heads x blocks of 128 keys: two rounds of an H100; fewer launches take less below
 
 
@@ -38,6 +41,9 @@ def takes(call: Call, shapes: Shapes) -> bool:
     if call.problem.dtype == "float32":
         return min(queries, keys) <= _FLOAT32_LENGTH or scores <= _FLOAT32_SCORES
     if keys == 1:
+        return True
+    little = scores * max(shapes.head_dim, shapes.value_dim) <= _LITTLE
+    if little and min(queries, keys) <= _LITTLE_LENGTH:
         return True
     units = batch * heads * -(-keys // 128)
     return queries <= _SHARED_QUERIES and heads // shapes.kv_heads >= _GROUP and units >= _UNITS

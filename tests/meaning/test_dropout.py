@@ -255,3 +255,14 @@ def test_cuda_kernels_draw_the_pattern(drops_most: bool, tmp_path):
         want = np.where(keep[:, :16], 1, -1)
         np.testing.assert_array_equal(by_key[:, :16], want, err_msg=str(rate))
         np.testing.assert_array_equal(by_pair, keep, err_msg=str(rate))
+
+
+@pytest.mark.parametrize(("start", "words"), [((0, 0), 4), ((32, 48), 6), ((5, 27), 4)])
+def test_words_are_drawn_alike_by_weight_and_by_counter(start, words, monkeypatch):
+    state = jax.random.bits(jax.random.key(3), (2, 3, words), jnp.uint32)
+    state = state.at[..., 4:].set(state[..., 4:] // 4 * 4)  # counters of multiples of 16
+    by_weight = _philox.keep_mask(state, 0.3, *start, 37, 71)
+    monkeypatch.setattr(_philox, "_FEW", 0)
+    by_counter = _philox.keep_mask(state, 0.3, *start, 37, 71)
+    np.testing.assert_array_equal(by_weight, by_counter)
+    assert 0.6 < np.mean(by_weight) < 0.8

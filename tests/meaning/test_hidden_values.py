@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import reference
+from jax_flash import _products, reference
 
 from ..cases import BOTTOM_RIGHT, Case, fit, widest_dtype
 from ..compare import compare, refuses
@@ -105,6 +106,25 @@ def test_poison_reaches_no_result(case, backend):
             bad = np.isnan if name == "lse" else lambda x: ~np.isfinite(x)
             assert not bad(value.astype(np.float32)).any(), f"{poison} in {name}"
         compare(clean, got)
+
+
+@pytest.mark.parametrize("case", COVERING, ids=case_id)
+def test_poison_reaches_no_sum_of_products(case, monkeypatch):
+    """Backend "xla" sums products in place of dots where a GPU has few of them."""
+
+    def dot(*_):
+        raise AssertionError("a dot")
+
+    monkeypatch.setattr(_products, "_FEW", np.inf)
+    monkeypatch.setattr(_products, "dot", dot)
+    always = contextvars.ContextVar("always", default=True)
+    monkeypatch.setattr(_products, "_may_sum", always)
+    clean = case.draw()
+    dirty = poisoned(clean, POISONS[0])
+    jax.clear_caches()
+    got = dirty.run("xla")
+    jax.clear_caches()
+    compare(clean, got)
 
 
 @functools.cache

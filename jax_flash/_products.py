@@ -1,0 +1,131 @@
+"""Owns the products of backend "xla": dots, or sums of products where a GPU has few to make.
+
+A dot is a kernel of its own, and its operands are copied where heads lie between positions. A sum
+of products is an expression that XLA fuses with its neighbours: an attention of a handful of
+positions is one to three kernels forward, where dots are four to seven.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_flash._problem import Problem
+from jax_flash._seen import finite
+
+_FEW = 1 << 21  # multiplications: operands read for each are 16 MB, 4 us of an H100's L2 at most
+_may_sum = ContextVar("_may_sum", default=False)
+
+
+@contextlib.contextmanager
+def sums_few() -> Iterator[None]:
+    """Lets `product` sum products where they are few, as suits a GPU, in what is traced within."""
+    token = _may_sum.set(True)
+    try:
+        yield
+    finally:
+        _may_sum.reset(token)
+
+
+def product(
+    problem: Problem, subscripts: str, x: jax.Array, y: jax.Array, dtype: str | None = None
+) -> jax.Array:
+    """Multiplies in the problem's dtype and precision, or a better one, and sums in its sum_dtype.
+
+    Arguments:
+      problem: of which these are operands.
+      subscripts: of einsum, with leading dims `...`; a dim that out lacks is one of both.
+      x, y: arrays; leading dims may be 1 in either.
+      dtype: of the result; None: the sum_dtype.
+    """
+    if _may_sum.get() and _multiplications(subscripts, x, y) <= _FEW:
+        return _sum_of_products(problem, subscripts, x, y).astype(dtype or problem.sum_dtype)
+    return dot(problem, subscripts, x, y, dtype)
+
+
+def dot(
+    problem: Problem, subscripts: str, x: jax.Array, y: jax.Array, dtype: str | None = None
+) -> jax.Array:
+    """Multiplies in the problem's dtype and precision, and sums in its sum_dtype.
+
+    The result is in that, or rounded to `dtype`.
+
+    Leading dims of x `[*B, K, T, ...]` that are 1 in y `[*B, K, ...]`, those of members that share
+    it, join T: to XLA's CPU batch dims [1, 2] of one operand and [0, 1] of the other are no product
+    of bfloat16.
+    """
+    leading = range(x.ndim - 4)
+    shared = [axis for axis in leading if y.shape[axis] == 1 != x.shape[axis]]
+    before_queries = [x.ndim - 3 - len(shared) + i for i in range(len(shared))]
+    if shared:
+        x, y = jnp.moveaxis(x, shared, before_queries), jnp.squeeze(y, shared)
+        queries = x.shape[before_queries[0] : -2]
+        x = x.reshape(*x.shape[: before_queries[0]], math.prod(queries), *x.shape[-2:])
+    exact = problem.dtype == "float64"
+    made = jnp.einsum(
+        subscripts,
+        x.astype(problem.dtype),
+        y.astype(problem.dtype),
+        precision=lax.Precision("highest" if exact else problem.precision),
+        preferred_element_type=dtype or problem.sum_dtype,
+    )
+    if not shared:
+        return made
+    made = made.reshape(*made.shape[:-3], *queries, *made.shape[-2:])
+    return jnp.moveaxis(made, before_queries, shared)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def product_of_pairs(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Multiplies as `product` along the head dim, where NaN stays with its pair.
+
+    Its derivatives are products along queries and keys, and read finite numbers: a hidden pair has
+    no part in them, and to one that is seen NaN comes back through its score.
+    """
+    return product(problem, subscripts, x, y)
+
+
+@product_of_pairs.defjvp
+def _(problem, subscripts, primals, tangents):
+    (x, y), (dx, dy) = primals, tangents
+    moved = product(problem, subscripts, dx, finite(y)) + product(
+        problem, subscripts, finite(x), dy
+    )
+    return product_of_pairs(problem, subscripts, x, y), moved
+
+
+def _letters(subscripts: str) -> tuple[str, str, str]:
+    """Splits subscripts into the letters of x, of y and of the result, without the leading dims."""
+    operands, out = subscripts.replace("...", "").split("->")
+    x, y = operands.split(",")
+    return x, y, out
+
+
+def _multiplications(subscripts: str, x: jax.Array, y: jax.Array) -> float:
+    """Counts a product's multiplications; infinitely many where a size is not known."""
+    of_x, of_y, _ = _letters(subscripts)
+    leading = jnp.broadcast_shapes(x.shape[: -len(of_x)], y.shape[: -len(of_y)])
+    inner = dict(zip(of_x + of_y, x.shape[-len(of_x) :] + y.shape[-len(of_y) :], strict=False))
+    sizes = (*leading, *inner.values())
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else math.inf
+
+
+def _sum_of_products(problem: Problem, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    of_x, of_y, out = _letters(subscripts)
+    order = out + "".join(letter for letter in of_x if letter not in out)
+
+    def spread(x: jax.Array, letters: str) -> jax.Array:
+        leading = x.ndim - len(letters)
+        own = [leading + letters.index(letter) for letter in order if letter in letters]
+        ones = [leading + i for i, letter in enumerate(order) if letter not in letters]
+        x = jnp.transpose(x, [*range(leading), *own])
+        x = jnp.expand_dims(x, ones)
+        return x.astype(problem.dtype).astype(problem.sum_dtype)  # of 16 bits products are exact
+
+    summed = tuple(range(len(out) - len(order), 0))
+    return jnp.sum(spread(x, of_x) * spread(y, of_y), axis=summed)
