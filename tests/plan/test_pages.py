@@ -127,7 +127,8 @@ def test_programs_of_ancestors_and_shared_pages(few_are_shared):
     arrays = arguments()
     ancestors = {"ancestors": jax.ShapeDtypeStruct((4096, 8), "bool")}
     shared = {"shared_pages": jax.ShapeDtypeStruct((3,), "int32")}
-    assert program(arrays | ancestors).count("forward") == 2
+    # The eight tokens of each request among themselves are few enough for XLA's products.
+    assert program(arrays | ancestors) == ["decode", "decode", "forward"]
     assert program(arrays | shared) == ["forward", *KERNEL]
     assert program(arguments(T=60, B=60) | shared) == ["decode", "decode"]
     assert program(arguments(T=64, B=64) | shared) == ["forward", "decode"]
