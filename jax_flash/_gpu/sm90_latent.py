@@ -29,7 +29,6 @@ _SMALLEST_PAGE = 16  # smaller ones were not measured beside decode.py's kernels
 _MOST_QUERIES = 64  # of a row
 _BUSY = 0.9  # of multiprocessors, that even parts have to leave busy
 _ROWS_OF_EVEN_PART = 2
-_MOST_SHARING = 1  # CTAs of a cluster
 _MOST_POSITIONS = 2**30 - 1  # that a row has place for: as much again overflows
 
 
@@ -96,15 +95,11 @@ class Sm90Latent(Family):
 
 @dataclasses.dataclass(frozen=True)
 class LatentTiling:
-    """How the kernels decode: what they are launched with, and how two warpgroups go together."""
+    """How the kernels decode: what they are launched with."""
 
     parts: int  # equal ones, that all blocks of the batch are cut into
     shares: int  # CTAs of a part: groups of query rows
     box_rows: int  # positions that TMA loads at once: in one page for sure
-    turns: int  # 0, 1 or 2: see kTurns in cuda/kernels/sm90_latent/decode.cuh
-    keys_leave_first: bool = False  # L2, although several CTAs read them
-    sharing: int = 1  # CTAs of a cluster, which load the same keys together: a divisor of shares
-    ahead: int = 0  # blocks that keys come to L2 before they are loaded
 
     head_dim, value_dim = _DIMS
     head_rows = _ROWS
@@ -146,10 +141,6 @@ class LatentTiling:
             "kAppends": call.appends,
             "kRotates": False,
             "kOverlaps": True,
-            "kTurns": self.turns,
-            "kKeysLeaveFirst": self.keys_leave_first,
-            "kSharing": self.sharing,
-            "kAhead": self.ahead,
         }
 
 
@@ -158,14 +149,11 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
     # Where jax.export left T open there is a CTA for each row group of all T.
     least = 1 if isinstance(shapes.q_len, int) else _MOST_QUERIES
     shares = -(-_rows(shapes) // _ROWS)
-    are_known = isinstance(shapes.q_len, int) and isinstance(shapes.q_heads, int)
     size = shapes.page_size if call.paged else None
     return LatentTiling(
         parts=max(least, _parts(shapes.batch, max(multiprocessors(gpu) // shares, 1))),
         shares=shares,
         box_rows=math.gcd(size or 0, LatentTiling.block_kv),
-        turns=2,
-        sharing=math.gcd(shares, _MOST_SHARING) if are_known else 1,
     )
 
 
@@ -190,10 +178,7 @@ def _launch(call: Any, shapes: Shapes, tiling: LatentTiling) -> Launch:
     text = "[B, T * N, 1, H], box (64, 1, rows of a tile, 1)"
     field = Field("TensorMap", "query_rows", rows, text)
     struct = launch.params
-    main, *others = launch.steps
-    main = dataclasses.replace(main, cluster=tiling.sharing)
-    params = Struct(struct.name, (*struct.fields, field))
-    return dataclasses.replace(launch, params=params, steps=(main, *others))
+    return dataclasses.replace(launch, params=Struct(struct.name, (*struct.fields, field)))
 
 
 def _rows(shapes: Shapes) -> int:

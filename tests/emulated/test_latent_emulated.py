@@ -50,14 +50,10 @@ CASES: list[tuple[Case, dict[str, Any]]] = [
     # Two tiles of rows; parts that end within units, of which one is an odd number of blocks.
     (latent("two tiles", N=128, lengths=(200, 1, 0, 130), most=200), {"parts": 3}),
     # Several tokens in a tile: what some rows see and others do not; new keys over two blocks.
-    (latent("tokens", N=16, T=4, lengths=(129, 2, 66), appends=True), {"parts": 2, "turns": 0}),
-    # A cluster of two CTAs, each of which loads boxes for both; three that have pieces of a page.
-    (latent("cluster", N=128, lengths=(200, 1, 0, 130), most=200), {"parts": 3, "sharing": 2}),
-    (latent("cluster over pages", N=48, T=4, page=16, lengths=(150, 40, 70), window=70, sinks=True,
-            softcap=3.0, appends=True), {"parts": 2, "sharing": 3, "turns": 1}),
+    (latent("tokens", N=16, T=4, lengths=(129, 2, 66), appends=True), {"parts": 2}),
     (latent("pages of 64", N=64, T=1, page=64, lengths=(200, 64, 0, 65), sinks=True), {"parts": 5}),
     (latent("pages of 16", N=33, T=3, page=16, lengths=(150, 40), softcap=3.0, window=70,
-            dtype="float16", appends=True), {"parts": 1, "turns": 1}),
+            dtype="float16", appends=True), {"parts": 1}),
 ]  # fmt: skip
 
 

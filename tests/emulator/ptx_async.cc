@@ -237,31 +237,6 @@ void load_box(Frame& f) {
     block->complete_bytes(barrier, box.bytes(), name);
   });
 }
-// [destination], [map, {coordinates}], [barrier], CTAs, policy: the same places in each of them
-void load_box_to_all(Frame& f) {
-  const Box box = box_of(f, f.argument(1));
-  const uint32 ctas = f.get32(3);
-  const std::vector<Block*>& blocks = current->block->cluster->blocks;
-  const uint32 destination = current->block->own(f.get32(0), f.name());
-  const uint32 barrier = current->block->own(f.get32(2), f.name());
-  if (ctas == 0 || ctas >> blocks.size() != 0) fail("%s: CTAs %x of the cluster", f.name(), ctas);
-  const char* name = f.name();
-  for (uint32 cta = 0; cta < blocks.size(); ++cta) {
-    if ((ctas >> cta & 1) == 0) continue;
-    Block* block = cta_of(cta << kCtaShift, f.name());
-    const uint32 to = destination | cta << kCtaShift, full = barrier | cta << kCtaShift;
-    block->shared(to, box.bytes(), box_alignment(box), f.name());
-    block->barrier(full, f.name());
-    start_copy([=] {
-      visit_chunks(box, to, [&](uint32 at, const unsigned char* data, uint32 bytes) {
-        unsigned char* target = block->overwritten(at, kChunk, name);
-        std::memset(target, 0, kChunk);
-        std::memcpy(target, data, bytes);
-      });
-      block->complete_bytes(full, box.bytes(), name);
-    });
-  }
-}
 // [destination], [source], bytes, [barrier]
 void load_bulk(Frame& f) {
   const uint32 destination = f.get32(0), bytes = f.get32(2), barrier = f.get32(3);
@@ -372,9 +347,6 @@ const Table kAsynchronous = {
     {"cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
      ".L2::cache_hint",
      load_box},
-    {"cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-     ".multicast::cluster.L2::cache_hint",
-     load_box_to_all},
     {"cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group", store_box},
     {"cp.async.bulk.global.shared::cta.bulk_group", store_bulk},
     {"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", load_bulk},

@@ -83,18 +83,6 @@ __device__ __forceinline__ void tma_load(uint32 destination, const void* map, ui
       "l"(map), "r"(barrier), "l"(policy), "r"(column), "r"(head), "r"(row), "r"(batch)
       : "memory");
 }
-// Copies one box to the same place in each CTA of the cluster whose bit is set, where its bytes
-// count against the same barrier.
-__device__ __forceinline__ void tma_load_to_all(uint32 destination, const void* map, uint32 barrier,
-                                                uint16 ctas, uint64 policy, int column, int head,
-                                                int row, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8}], [%2], %3, %4;" ::"r"(
-          destination),
-      "l"(map), "r"(barrier), "h"(ctas), "l"(policy), "r"(column), "r"(head), "r"(row), "r"(batch)
-      : "memory");
-}
 // Brings one box into L2.
 __device__ __forceinline__ void tma_prefetch(const void* map, int column, int head, int row,
                                              int batch) {

@@ -1,15 +1,7 @@
 // Latent decoding for sm_90a: many query rows, one kv head of 576 features, the first 512 of which
 // are the values. What it computes is what sm90/decode.cuh does; here tensor cores are what it
-// waits for, so products are wgmma. cuda/decode.md draws the schedule. Read latent_attend.cuh next.
-//
-// Specialised by constants as sm90/decode.cuh is (decode_cta.cuh), and by
-//   int kTurns                when a pair's second block is multiplied by the queries: 0, as soon
-//                             as it has come; 1, behind the first one; 2, when that one's products
-//                             have been issued
-//   bool kKeysLeaveFirst      keys leave L2 first although several CTAs read them
-//   int kSharing              CTAs of a cluster, whose rows read the same keys: each loads some
-//                             boxes of a block and sends them to all
-//   int kAhead                blocks that keys come to L2 ahead of the one that is loaded; 0: none
+// waits for, so products are wgmma. cuda/decode.md draws the schedule. Specialised by constants as
+// sm90/decode.cuh is (decode_cta.cuh). Read latent_attend.cuh next.
 #pragma once
 
 #include "sm90_latent/latent_attend.cuh"
@@ -29,26 +21,13 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
     ptx::prefetch_tensor_map(&p.query_rows);
     for (int stage = 0; stage < 2; ++stage) {
       for (Barrier& box : shared.full[stage]) ptx::barrier_init(ptx::shared_address(&box), 1);
-      for (Barrier& half : shared.empty[stage]) {
-        const uint32 empty = ptx::shared_address(&half);
-        if constexpr (kSharing > 1) {
-          ptx::barrier_init_lanes(empty, 4 * kSharing);
-        } else {
-          ptx::barrier_init(empty, 4);
-        }
-      }
+      for (Barrier& half : shared.empty[stage]) ptx::barrier_init(ptx::shared_address(&half), 4);
     }
     ptx::barrier_init(ptx::shared_address(&shared.queries_full), 1);
     ptx::barrier_init(ptx::shared_address(&shared.queries_empty), 8);
     ptx::barrier_init_fence();
   }
-  // Others of the cluster load to this CTA and arrive here.
-  if constexpr (kSharing > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
   if (warp < 4) {
     ptx::register_decrease<kLoaderRegisters>();
@@ -64,11 +43,6 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
     ptx::register_increase<kConsumerRegisters>();
     LatentConsumer<1> consumer{p, share, shared};
     consumer.run(line);
-  }
-  if constexpr (kSharing > 1) {  // others may still arrive here
-    __syncwarp();
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
   }
 }
 

@@ -93,9 +93,9 @@ struct LatentConsumer {
     float correction[2];
     if constexpr (kGroup == 0) {
       begin_scores(block, first);
-      if constexpr (kTurns == 2 && kBoth) pass_turn();
+      // The second block's products come behind those of the first.
+      if constexpr (kBoth) ptx::named_barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
       finish_products(scores);
-      if constexpr (kTurns == 1 && kBoth) pass_turn();
       if (is_last) release(shared.queries_empty);
       weigh(block, first, correction);
       hand_over(first);
@@ -111,7 +111,7 @@ struct LatentConsumer {
       }
     } else {
       if constexpr (kBoth) {
-        if constexpr (kTurns != 0) ptx::named_barrier_sync(kTurnBarrier, 2 * kGroupThreads);
+        ptx::named_barrier_sync(kTurnBarrier, 2 * kGroupThreads);
         begin_scores(block + 1, second);
         finish_products(scores);
       }
@@ -140,17 +140,9 @@ struct LatentConsumer {
       ptx::lane_arrive(ptx::shared_address(&barrier));
     }
   }
-  // Own columns of a block's values, in every CTA that loads them.
+  // Own columns of a block's values.
   __device__ __forceinline__ void release_half(uint32 number) const {
-    Barrier& empty = shared.empty[stage_of_block(number)][kGroup];
-    if constexpr (kSharing == 1) return release(empty);
-    __syncwarp();
-    if (const int cta = threadIdx.x % 32; cta < kSharing) {
-      ptx::arrive_in_cluster(ptx::address_in_cluster(ptx::shared_address(&empty), cta));
-    }
-  }
-  static __device__ __forceinline__ void pass_turn() {
-    ptx::named_barrier_arrive(kTurnBarrier, 2 * kGroupThreads);
+    release(shared.empty[stage_of_block(number)][kGroup]);
   }
   __device__ __forceinline__ uint32 keys_of(uint32 number) const {
     return ptx::shared_address(shared.keys[0]) + stage_of_block(number) * kKeyBytes;
@@ -164,9 +156,8 @@ struct LatentConsumer {
     const uint32 full = ptx::shared_address(&shared.full[0][0]) + 8 * kKeyBoxes * stage;
     const uint32 parity = parity_of_block(number);
     if constexpr (kAppends) patch<kGroup>(p, unit, block, keys, full, parity);
-    const ptx::Descriptor query = ptx::descriptor(tile_address(ptx::shared_address(shared.queries)),
-                                                  0, 0, 1024),
-                          key = ptx::descriptor(tile_address(keys), 0, 0, 1024);
+    const ptx::Descriptor query = ptx::descriptor(ptx::shared_address(shared.queries), 0, 0, 1024),
+                          key = ptx::descriptor(keys, 0, 0, 1024);
     ptx::wgmma_fence();
 #pragma unroll
     for (int box = 0; box < kKeyBoxes; ++box) {
@@ -188,7 +179,7 @@ struct LatentConsumer {
   // and of the other's.
   __device__ __forceinline__ void begin_others_values(uint32 number) {
     const uint32 keys = keys_of(number);
-    const ptx::Descriptor others = ptx::descriptor(tile_address(keys), kWeightsAt, 0, 1024),
+    const ptx::Descriptor others = ptx::descriptor(keys, kWeightsAt, 0, 1024),
                           values = own_values(keys);
     ptx::wgmma_fence();
 #pragma unroll
@@ -199,7 +190,7 @@ struct LatentConsumer {
     ptx::wgmma_commit();
   }
   static __device__ __forceinline__ ptx::Descriptor own_values(uint32 keys) {
-    return ptx::descriptor(tile_address(keys), kGroup * kHalfBoxes * kBoxBytes, kBoxBytes, 1024);
+    return ptx::descriptor(keys, kGroup * kHalfBoxes * kBoxBytes, kBoxBytes, 1024);
   }
   template <int kCount>
   static __device__ __forceinline__ void finish_products(float (&sums)[kCount]) {

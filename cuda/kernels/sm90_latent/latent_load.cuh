@@ -142,7 +142,6 @@ struct LatentLoader {
     const Boxes boxes(p, pages, block);
     const int count = kPieces == 1 ? boxes.count() : __reduce_add_sync(0xffffffffu, boxes.count());
     const bool lacks = kPieces == 1 ? boxes.lack() : __any_sync(0xffffffffu, boxes.lack());
-    const Boxes later(p, pages, block + kAhead);
     if (kPieces == 1 && lane != 0) return;  // a block in one page: one lane asks for it
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
@@ -155,37 +154,19 @@ struct LatentLoader {
         const uint32 full = ptx::shared_address(&shared.full[stage][box]);
         if (lane == 0) ptx::barrier_arrive_expect(full, count * (kBoxBytes / kPieces));
         if constexpr (kPieces > 1) __syncwarp();
-        // A block has nine boxes: the odd one is another CTA's from block to block.
-        if (kSharing > 1 && (box + block + share.row_group) % kSharing != 0) continue;
         fetch(keys + box * kBoxBytes, full, box, boxes);
       }
     }
-    if constexpr (kAhead > 0) ask_ahead(block, later);
     if constexpr (kPieces > 1) __syncwarp();
   }
 
   // A lane's pieces of a box.
   __device__ __forceinline__ void fetch(uint32 to, uint32 full, int box, const Boxes& boxes) const {
-    const uint64 policy =
-        kKeysLeaveFirst || p.row_groups == kSharing ? ptx::kEvictFirst : ptx::kEvictNormal;
+    const uint64 policy = p.row_groups == 1 ? ptx::kEvictFirst : ptx::kEvictNormal;
     boxes.each([&](int piece, int page, int row) {
-      const uint32 at = to + piece * kBoxRows * kBoxRowBytes;
-      if constexpr (kSharing > 1) {
-        ptx::tma_load_to_all(at, &p.key, full, (1 << kSharing) - 1, policy, box * kBoxColumns, 0,
-                             row, page);
-      } else {
-        ptx::tma_load(at, &p.key, full, policy, box * kBoxColumns, 0, row, page);
-      }
+      ptx::tma_load(to + piece * kBoxRows * kBoxRowBytes, &p.key, full, policy, box * kBoxColumns,
+                    0, row, page);
     });
-  }
-  // Brings into L2 those boxes of a later block that no CTA with the same keys asks for but this.
-  __device__ __forceinline__ void ask_ahead(int block, const Boxes& later) const {
-#pragma unroll 1
-    for (int box = (block + share.row_group) % p.row_groups; box < kKeyBoxes; box += p.row_groups) {
-      later.each([&](int, int page, int row) {
-        ptx::tma_prefetch(&p.key, box * kBoxColumns, 0, row, page);
-      });
-    }
   }
 };
 

@@ -31,8 +31,8 @@ struct LatentShared {
   float sums[2][2][kShareRows];  // of units in turn, by warpgroup
   uint32 bad[2][kBlockKV];       // by owner: positions whose values are not finite
   Barrier full[2][kKeyBoxes];    // a box of a stage has come
-  // In all CTAs of the cluster a half of a stage is free: boxes of 256 columns, and with the half
-  // that the owner does not multiply what lies behind them.
+  // A half of a stage is free: boxes of 256 columns, and with the half that the owner does not
+  // multiply what lies behind them.
   Barrier empty[2][2];
   Barrier queries_full, queries_empty;
   int spoiled[2];  // a page that the stage's block needs is none
@@ -52,11 +52,6 @@ __device__ __forceinline__ void meet_group() {
 // The rows of a fragment that this thread has.
 __device__ __forceinline__ int own_row(int i) {
   return fragment::first_row(threadIdx.x) + i * fragment::kRowStep;
-}
-
-// An address without the number of the CTA in its cluster, as descriptors have it.
-__device__ __forceinline__ uint32 tile_address(uint32 address) {
-  return kSharing > 1 ? address & ((1u << 18) - 1) : address;
 }
 
 // Where a block lies, by its number among those of the CTA.
