@@ -28,6 +28,7 @@ class QuantiseTiling:
 
     head_dim: int
     turn: bool
+    scaled: int
     columns: bool
     amax: bool
     shared_bytes: int = 0
@@ -43,6 +44,7 @@ class QuantiseTiling:
             "kHeadDim": self.head_dim,
             "kTurns": self.turn,
             "kTurnShift": _float8.turn_shift(self.head_dim) if self.turn else 0,
+            "kScaled": self.scaled,
             "kColumns": self.columns,
             "kAmax": self.amax,
         }
@@ -63,12 +65,12 @@ def refuse(call: Any, shapes: Shapes) -> tuple[str, ...]:
 def plan(call: Any, shapes: Shapes, gpu: GpuSpec, family: str, notes: tuple[str, ...]) -> Plan:
     """Makes the plan of a call that `refuse` lets through."""
     dim = shapes.head_dim
-    tiling = QuantiseTiling(dim, call.turn, call.columns, call.amax)
+    tiling = QuantiseTiling(dim, call.turn, call.scaled, call.columns, call.amax)
     words = ("*B", "T", "N", str(dim))
     by_block = ("*B", "blocks", "N")
     results = {
         "values": (name_of(_float8.DTYPE), words),
-        "scale": ("f32", by_block),
+        "scale": ("f32", ("*B", "scales", "N")),
         "amax": ("f32", by_block),
         "columns": ("u8", ("*B", "N", str(dim), "columns")),
     }
@@ -81,8 +83,8 @@ def plan(call: Any, shapes: Shapes, gpu: GpuSpec, family: str, notes: tuple[str,
         (
             Field("const void*", "source", "q", "[B, T, N, H]"),
             Field("void*", "values", "values", "[B, T, N, H] float8"),
-            Field("float*", "scales", "scale", "[B, ceil(T / 128), N]"),
-            Field("float*", "amax", pointer("amax"), "the same, kAmax"),
+            Field("float*", "scales", "scale", "[B, ceil(T / kScaled), N]"),
+            Field("float*", "amax", pointer("amax"), "[B, ceil(T / 128), N], kAmax"),
             Field("void*", "columns", pointer("columns"), "[B, N, H, T up to 128], kColumns"),
             Field("int", "length", T),
             Field("int", "heads", N),
@@ -91,12 +93,14 @@ def plan(call: Any, shapes: Shapes, gpu: GpuSpec, family: str, notes: tuple[str,
     blocks = ceil_div(T, _float8.BLOCK)
     checks = [
         (at_most(T, MAX_INT // 2), "the sequence is too long"),
-        (equal(_BLOCKS, blocks), "the scales do not fit the sequence"),
+        (equal(Size("scales"), ceil_div(T, call.scaled)), "the scales do not fit the sequence"),
     ]
+    if call.amax:
+        checks.append((equal(_BLOCKS, blocks), "the largest magnitudes do not fit the sequence"))
     if call.columns:
         text = "the columns do not fit the sequence"
         checks.append((equal(Size("columns"), blocks * _float8.BLOCK), text))
-    ctas = product(B, _BLOCKS, N)
+    ctas = product(B, blocks, N)
     checks.append((at_most(ctas, MAX_INT), "the array is too large"))
     dims = dims_of(shapes)
     return Plan(

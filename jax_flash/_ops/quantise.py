@@ -45,6 +45,11 @@ class Quantise(Call):
         return True
 
     @property
+    def scaled(self) -> int:
+        """Positions of a scale of the result: as many as kernels of float8 take them of."""
+        return 64 if self.argument == "query" else _float8.BLOCK
+
+    @property
     def operands(self) -> tuple[str, ...]:
         return ("q",)
 
@@ -68,7 +73,7 @@ class Quantise(Call):
         blocks = -(-length // _float8.BLOCK)
         made = {
             "values": (*batch, length, heads, dim),
-            "scale": (*batch, blocks, heads),
+            "scale": (*batch, -(-length // self.scaled), heads),
             "amax": (*batch, blocks, heads),
             "columns": (*batch, heads, dim, blocks * _float8.BLOCK),
         }
@@ -93,7 +98,7 @@ class Quantise(Call):
     def blockwise(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         (x,) = operands
         values, scale = _float8.quantise(_float8.turn(x) if self.turn else x)
-        made = [values, scale]
+        made = [values, _float8.in_full(scale, x, self.scaled)]
         if self.amax:
             made.append(_float8.largest_of_blocks(x))
         if self.columns:

@@ -258,7 +258,7 @@ def asserting_sources() -> dict[str, str]:
     return sources
 
 
-def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
+def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> _explain.KernelReport:
     """Compiles a plan's programs with `asserting_sources`: no spill, no warning, in the time."""
     given = {
         "kLaunchSharedBytes": plan.shared_bytes,
@@ -279,6 +279,7 @@ def check(plan: _gpu.Plan, seconds: float, gpu: _gpu.GpuSpec = H200) -> None:
         dynamic = plan.shared_bytes if entry.name == plan.entries[0] else 0
         assert entry.shared_bytes + dynamic <= gpu.shared_bytes, entry
     assert report.warnings == ()
+    return report
 
 
 def compile_within(plan: _gpu.Plan, seconds: float) -> _explain.KernelReport:

@@ -75,4 +75,6 @@ def test_quantising_compiles_without_spills(dim: int, argument: str, amax: bool)
     )
     shapes = dataclasses.replace(SHAPES, head_dim=dim, value_dim=dim)
     assert not _gpu.refuse(call, shapes, H200)
-    check(_gpu.plan(call, shapes, H200), seconds=5)
+    report = check(_gpu.plan(call, shapes, H200), seconds=5)
+    # Numbers that a thread indexes by more than constants lie in memory: 180 µs instead of 41.
+    assert all(entry.stack_bytes == 0 for entry in report.entries)

@@ -5,6 +5,7 @@
 //   int kHeadDim      16 divides it, 256 at most
 //   bool kTurns       numbers of a row are multiplied by a Hadamard matrix first
 //   int kTurnShift    its entries are 2^-kTurnShift and -2^-kTurnShift
+//   int kScaled       positions of a scale in memory: 128, or 64, where two have the same
 //   bool kColumns     the columns that tensor cores take of values are written, too
 //   bool kAmax        the largest magnitudes before the turn are written, too
 #pragma once
@@ -15,7 +16,7 @@
 
 namespace quantise {
 
-inline constexpr int kPositions = 128;  // that share a scale
+inline constexpr int kPositions = 128;  // of a CTA
 inline constexpr int kPiece = 8;        // numbers side by side that a thread loads at once
 inline constexpr int kPieces = 4;       // of a thread
 inline constexpr int kNumbers = kPieces * kPiece;
@@ -25,6 +26,7 @@ inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kWords = kHeadDim / 4, kPitch = kWords + 1;  // of a row of float8
 inline constexpr int kLeastExponent = -117;                       // of a scale
 static_assert(kHeadDim % 16 == 0 && kThreads <= 1024);
+static_assert(kPositions % kScaled == 0);
 
 // Where a thread's first piece lies, position and feature, and how far apart the others are. A row
 // that is turned is that of kLanes lanes side by side; others are read in their order in memory.
@@ -66,6 +68,23 @@ __device__ __forceinline__ void turn(Numbers& x) {
   }
   add_pairs<8>(x);
   add_pairs<16>(x);
+}
+
+// The largest finite magnitude, as bits of float32.
+__device__ __forceinline__ uint32 largest_finite(const uint4 (&loaded)[kPieces]) {
+  constexpr uint32 kInfinityBits = kBFloat16 ? 0x7f80 : 0x7c00;
+  uint32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const uint32 pairs[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32 low = pairs[j] & 0x7fff, high = pairs[j] >> 16 & 0x7fff;
+      if (low < kInfinityBits) largest = max(largest, low);
+      if (high < kInfinityBits) largest = max(largest, high);
+    }
+  }
+  return __float_as_uint(Element::unpack_low(largest));
 }
 
 // Returns the largest finite magnitude. Infinity becomes NaN.
@@ -154,6 +173,12 @@ extern "C" __global__ void __launch_bounds__(quantise::kThreads, 1024 / quantise
     const bool there = position + i * kPositionStep < count;
     loaded[i] = there ? __ldcs(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
   }
+  const int warp = threadIdx.x / 32;
+  const bool leads = threadIdx.x % 32 == 0;
+  if constexpr (kAmax && kTurns) {  // ahead of the numbers, which take the registers
+    const uint32 bits = __reduce_max_sync(0xffffffffu, largest_finite(loaded));
+    if (leads) largest_of_warps[1][warp] = bits;
+  }
   Numbers x;
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
@@ -163,12 +188,6 @@ extern "C" __global__ void __launch_bounds__(quantise::kThreads, 1024 / quantise
       x[i][2 * j] = Element::unpack_low(pairs[j]);
       x[i][2 * j + 1] = Element::unpack_high(pairs[j]);
     }
-  }
-  const int warp = threadIdx.x / 32;
-  const bool leads = threadIdx.x % 32 == 0;
-  if constexpr (kAmax && kTurns) {
-    const uint32 bits = __reduce_max_sync(0xffffffffu, __float_as_uint(settle(x)));
-    if (leads) largest_of_warps[1][warp] = bits;
   }
   if constexpr (kTurns) {
     turn(x);
@@ -183,7 +202,11 @@ extern "C" __global__ void __launch_bounds__(quantise::kThreads, 1024 / quantise
     const float before = kTurns ? largest_of(largest_of_warps[1]) : largest;
     if (threadIdx.x == 0) p.amax[blockIdx.x] = before;
   }
-  if (threadIdx.x == 0) p.scales[blockIdx.x] = ptx::power_of_two(exponent);
+  if (static_cast<int>(threadIdx.x) < ceil_div(count, kScaled)) {
+    const int scale = block * (kPositions / kScaled) + threadIdx.x;
+    const int64 of_batch = static_cast<int64>(batch) * ceil_div(p.length, kScaled);
+    p.scales[(of_batch + scale) * p.heads + head] = ptx::power_of_two(exponent);
+  }
 
   const float factor = ptx::power_of_two(-exponent - kTurnShift);
 #pragma unroll
