@@ -136,9 +136,9 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             rest = named[name].shape[len(batch) :]
             named[name] = jnp.broadcast_to(named[name], (*batch, *rest))
     shapes = call.shapes(named)
-    asked, wanted = call, _results(call, operands)
+    asked, wanted = shapes, _results(call, operands)
     call, folded = _gpu.folded(call, shapes, gpu)
-    if folded != shapes:
+    if folded != asked:
         named, shapes = _gpu.folding.fold_operands(call, named, folded), folded
     named = _padded(named, _gpu.padded(call, shapes, gpu))
     results = _results(call, [*named.values()])
@@ -161,7 +161,7 @@ def _call_cuda(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
         else x
         for name, x, to in zip(call.results, outputs, wanted, strict=False)
     ]
-    if call is not asked:
+    if folded != asked:
         outputs = [
             _gpu.folding.unfold(call, name, x, to.shape)
             for name, x, to in zip(call.results, outputs, wanted, strict=True)
@@ -299,7 +299,7 @@ def pick(
     if call.backend in refusals and not call.prepares:
         reasons = "; ".join(refusals[call.backend])
         raise NotImplementedError(f"backend {call.backend!r} cannot run this call: {reasons}")
-    if gpu is not None and "cuda" not in refusals and _gpu.few_scores.takes(call, shapes):
+    if gpu is not None and "cuda" not in refusals and _gpu.few_scores.takes(call, shapes, gpu):
         refusals["cuda"] = (_gpu.few_scores.REASON,)
     if call.backend is not None and call.backend not in refusals:
         return call.backend, refusals

@@ -100,8 +100,14 @@ def plan(call: Call, shapes: Shapes, gpu: GpuSpec, tiling: Any = None) -> Plan:
 def folded(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, Shapes]:
     """Returns the call that kernels take for one which `refuse` lets through: of longer rows."""
     first, *others = calls(call, shapes, gpu)
-    rows = 1 if others else choose(first, shapes, gpu).folds(call, shapes, gpu)
-    return (call, shapes) if rows == 1 else folding.fold(call, shapes, rows)
+    if others:
+        return call, shapes
+    family = choose(first, shapes, gpu)
+    rows = family.folds(call, shapes, gpu)
+    if rows > 1:
+        return folding.fold(call, shapes, rows)
+    heads = family.folds_heads(call, shapes, gpu)
+    return folding.fold_heads(call, shapes) if heads else (call, shapes)
 
 
 def calls(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Call, ...]:
@@ -132,7 +138,10 @@ def plans(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[Plan, ...]:
     taken = padded(kernels, sizes, gpu)
     made = tuple(plan(x, taken, gpu) for x in calls(kernels, sizes, gpu))
     notes = []
-    if sizes != shapes:
+    if sizes.q_heads != shapes.q_heads:
+        group = shapes.q_heads // sizes.q_heads
+        notes.append(f"{group} query heads that share keys are queries of one head")
+    elif sizes != shapes:
         rows = shapes.batch // sizes.batch
         notes.append(f"{rows} batch rows of {shapes.q_len} positions are documents of one")
     if taken != sizes:

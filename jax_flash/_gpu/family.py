@@ -45,6 +45,10 @@ class Family(abc.ABC):
         """Counts the batch rows that its kernels take as one (folding.py)."""
         return 1
 
+    def folds_heads(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
+        """Tells whether its kernels take query heads that share keys as one head's queries."""
+        return False
+
     def padded(self, shapes: Shapes) -> Shapes:
         """Returns the sizes of the arrays that its kernels take, wider where a copy pays."""
         return shapes

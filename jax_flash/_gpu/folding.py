@@ -1,8 +1,9 @@
-"""Owns folding: short rows of a batch, one behind the other, are documents of one longer row.
+"""Owns folding: what fills blocks of queries where a row of one head has few.
 
-A block has 64 or more queries; of rows that have few most of it would be empty. What lengths hide
-of a row is of documents of its own, of queries or keys alone. Read next: _backends.py, which folds
-the arrays.
+A block has 64 or more. Short rows of a batch, one behind the other, are documents of one longer row
+(`fold`); what lengths hide of a row is of documents of its own, of queries or keys alone. Query
+heads that share keys are queries of one head (`fold_heads`), where a position hides nothing. Read
+next: _backends.py, which folds the arrays.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._call import Call
-from jax_flash._problem import Shapes
+from jax_flash._gpu.traits import is_one
+from jax_flash._problem import Shapes, TermShape
 from jax_flash._terms import TERMS
 
 LENGTHS = ("query_lengths", "key_value_lengths")
 SEGMENTS = ("query_segments", "key_value_segments")
+_OF_PAIRS = ("bias", "mask")
 
 
 def fold(call: Call, shapes: Shapes, rows: int) -> tuple[Call, Shapes]:
@@ -33,9 +36,67 @@ def fold(call: Call, shapes: Shapes, rows: int) -> tuple[Call, Shapes]:
     )
 
 
+def may_fold_heads(call: Call, shapes: Shapes) -> bool:
+    """Tells whether query heads that share keys may be queries of one head: position t of the
+    g-th of G heads is query t G + g.
+
+    No position hides a key. A bias or mask is one row for all, or the only query's of each head.
+    """
+    problem = call.problem
+    if problem.window != (None, None) or problem.score is not None or problem.as_written:
+        return False
+    sizes = (shapes.q_len, shapes.q_heads, shapes.kv_heads)
+    if not {*LENGTHS, *_OF_PAIRS}.issuperset(problem.terms):
+        return False
+    if not all(isinstance(x, int) for x in sizes) or shapes.q_heads == shapes.kv_heads:
+        return False
+    rows = [x for x in (shapes.bias, shapes.mask) if x is not None]
+    return shapes.q_len == 1 or all(is_one(x.heads) and is_one(x.queries) for x in rows)
+
+
+def fold_heads(call: Call, shapes: Shapes) -> tuple[Call, Shapes]:
+    """Returns a call of which each head is the query heads that share keys in this one."""
+    group = shapes.q_heads // shapes.kv_heads
+
+    def folded(x: TermShape | None) -> TermShape | None:
+        if x is None or is_one(x.heads):
+            return x
+        return dataclasses.replace(x, heads=shapes.kv_heads, queries=group)
+
+    sizes = {"q_len": group * shapes.q_len, "q_heads": shapes.kv_heads}
+    terms = {name: folded(getattr(shapes, name)) for name in _OF_PAIRS}
+    return call, dataclasses.replace(shapes, **sizes, **terms)
+
+
+def _fold_heads_of(call: Call, named: Mapping[str, jax.Array], shapes: Shapes) -> dict[str, Any]:
+    """Returns the operands of a call by `fold_heads`."""
+    heads, group = shapes.kv_heads, named["q"].shape[-2] // shapes.kv_heads
+
+    def folded(name: str) -> jax.Array:
+        x = named[name]
+        if name == LENGTHS[0]:
+            return group * x
+        match call.dims(name):
+            case "TNH" | "TNV":
+                *rows, length, _, columns = x.shape
+                x = x.reshape(*rows, length, heads, group, columns).swapaxes(-3, -2)
+                return x.reshape(*rows, length * group, heads, columns)
+            case "NT":
+                *rows, _, length = x.shape
+                x = x.reshape(*rows, heads, group, length).swapaxes(-2, -1)
+                return x.reshape(*rows, heads, length * group)
+            case "NTS" if x.shape[-3] != 1:
+                return x.reshape(*x.shape[:-3], heads, group, x.shape[-1])
+        return x
+
+    return {name: folded(name) for name in call.operands}
+
+
 def fold_operands(call: Call, named: Mapping[str, jax.Array], shapes: Shapes) -> dict[str, Any]:
     """Returns the operands of a folded call of these sizes from those of the call that it was."""
     batch = shapes.batch
+    if named["q"].shape[-2] != shapes.q_heads:
+        return _fold_heads_of(call, named, shapes)
 
     def segments(i: int) -> jax.Array:
         """Numbers the documents: 3 r those of row r, 3 r + 1 its hidden queries, 3 r + 2 keys."""
@@ -61,7 +122,14 @@ def fold_operands(call: Call, named: Mapping[str, jax.Array], shapes: Shapes) ->
 
 def unfold(call: Call, name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns a result of a folded call as the call that it was has it, of that shape."""
-    if call.dims(name) == "NT":
+    dims = call.dims(name)
+    if dims in ("TNH", "TNV") and x.shape[-2] != shape[-2]:
+        *rows, length, heads, columns = shape
+        x = x.reshape(*rows, length, -1, x.shape[-2], columns).swapaxes(-3, -2)
+    elif dims == "NT" and x.shape[-2] != shape[-2]:
+        *rows, heads, length = shape
+        x = x.reshape(*rows, x.shape[-2], length, -1).swapaxes(-2, -1)
+    elif dims == "NT":
         heads, length = shape[-2:]
         x = x.reshape(x.shape[0], heads, -1, length).swapaxes(1, 2)
     return x.reshape(shape)

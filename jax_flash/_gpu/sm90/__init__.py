@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from jax_flash._call import Call
+from jax_flash._gpu import folding
 from jax_flash._gpu.buffers import dims_of, operands_of, results_of, same_of
 from jax_flash._gpu.carrier import COPIED
 from jax_flash._gpu.constants import functions, refuse_functions
@@ -19,13 +20,14 @@ from jax_flash._gpu.sm90.backward import choose_backward
 from jax_flash._gpu.sm90.backward_launch import backward_launch
 from jax_flash._gpu.sm90.backward_schedule import backward_constants
 from jax_flash._gpu.sm90.backward_tiling import BackwardTiling
-from jax_flash._gpu.sm90.forward import choose_forward
+from jax_flash._gpu.sm90.forward import choose_forward, packs_heads
 from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
 from jax_flash._gpu.sm90.hopper import multiprocessors, tma_loads_of
 from jax_flash._gpu.spec import GpuSpec
-from jax_flash._gpu.traits import group_size, is_bare, is_highest, known
+from jax_flash._gpu.traits import group_size, is_bare, is_highest, is_wide, known
+from jax_flash._gpu.workspaces import blocks
 from jax_flash._problem import Problem, Shapes
 from jax_flash._terms import TERMS
 
@@ -93,6 +95,25 @@ class Sm90(Family):
         narrow = max(shapes.head_dim, shapes.value_dim) <= 64
         return rows if rows >= (2 if narrow and not forward else 4) else 1
 
+    def folds_heads(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
+        """Heads that fill half as many blocks of queries together, in more units than few.
+
+        A forward pass of a power of two of heads that have no rows of their own packs them itself.
+        Each other unit reads the keys, and all but a few of its queries are empty.
+        """
+        if not folding.may_fold_heads(call, shapes) or is_wide(call.problem):
+            return False
+        if call.target == "forward" and packs_heads(call.problem, shapes, gpu):
+            return False
+        batch, queries, keys = (shapes.batch, shapes.q_len, shapes.kv_len)
+        if not (isinstance(batch, int) and isinstance(keys, int)):
+            return False
+        group, block = group_size(shapes), _BLOCK // 2
+        fewer = group * blocks(queries, block) >= 2 * blocks(group * queries, block)
+        units = batch * shapes.q_heads * blocks(keys, _BLOCK)
+        rounds = units / multiprocessors(gpu)
+        return fewer and rounds >= _HEADS_ROUNDS and queries <= _COPIED * blocks(keys, _BLOCK)
+
     def padded(self, shapes: Shapes) -> Shapes:
         """Pads heads to rows that TMA loads, where a row is read so often that its copy pays."""
         readers = known(shapes.q_len, 0) * group_size(shapes), known(shapes.kv_len, 0)
@@ -156,4 +177,7 @@ def _constants(
 _PADDED_FROM = 1024  # rows that read a row
 _BLOCK = 128  # positions of the rows that are folded into one
 _ROUNDS = 2  # of units, of which folding spares some
+# Copies of queries and results in another order of heads are two kernels of 2 us, and take what half
+# of the units of a block of keys do where a head has 16 queries of 128 columns: an estimate.
+_HEADS_ROUNDS, _COPIED = 8, 8
 _LOADED_BY_WARPS = "rows loaded by warps: 8 does not divide both dims, as TMA needs"

@@ -58,6 +58,11 @@ def choose_forward(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTil
     return tiling
 
 
+def packs_heads(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> bool:
+    """Tells whether a unit has the queries of several heads, which share its keys."""
+    return _Forward(problem, shapes, gpu).packed_heads > 1
+
+
 def l2_heads_of(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> int:
     """Counts the heads that a schedule walks together."""
     return _Forward(problem, shapes, gpu).l2_heads
