@@ -7,8 +7,6 @@ most of it is empty, while a product of XLA takes a handful of any shape.
 from __future__ import annotations
 
 from jax_flash._call import Call
-from jax_flash._gpu import sm90
-from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
 
 REASON = "XLA's products of so few scores take less time than kernels: backend='cuda' runs these"
@@ -17,15 +15,14 @@ _SCORES = 1 << 24  # 64 MB in float32: what backend "xla" computes at once
 # float32: 64 positions take as long either way, 4 a seventh; so do few scores of any lengths, since
 # kernels of float32 are several launches.
 _FLOAT32_LENGTH, _FLOAT32_SCORES = 32, 1 << 19
-_SHARED_QUERIES, _GROUP = 16, 4  # of many heads that share keys: 0.3 to 0.8 of the kernels' time
+_SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 of the kernels' time
 # 16 bits: XLA makes 1 to 5 kernels forward and 4 to 10 with gradients of so few multiplications,
 # which it sums (_products.py); ours are 3 and 6 launches beside copies of what they broadcast.
 _LITTLE_LENGTH, _LITTLE = 16, 1 << 20
-_ROWS_OF_KEYS = 32  # of batch rows and kv heads: a quarter of an H100 reads as fast as XLA's copies
 _UNITS = 264  # heads x blocks of 128 keys: two rounds of an H100; fewer launches take less below
 
 
-def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
+def takes(call: Call, shapes: Shapes) -> bool:
     """Tells whether XLA's products are to run a pass that kernels could run, where none is named.
 
     Figures are those of an H100 (docs/decisions.md).
@@ -48,11 +45,8 @@ def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     little = scores * max(shapes.head_dim, shapes.value_dim) <= _LITTLE
     if little and min(queries, keys) <= _LITTLE_LENGTH:
         return True
-    # XLA copies keys and values of several heads to where a head's are in a row; Hopper's kernels
-    # read them once for all query heads.
-    hopper = sm90.Sm90()
-    once = gpu.arch in hopper.architectures and hopper.folds_heads(call, shapes, gpu)
-    if once and shapes.kv_heads > 1 and batch * shapes.kv_heads >= _ROWS_OF_KEYS:
+    # XLA copies keys and values of several heads to where a head's are in a row.
+    if shapes.kv_heads != 1:
         return False
     units = batch * heads * -(-keys // 128)
-    return queries <= _SHARED_QUERIES and heads // shapes.kv_heads >= _GROUP and units >= _UNITS
+    return queries <= _SHARED_QUERIES and heads >= _GROUP and units >= _UNITS

@@ -96,23 +96,23 @@ class Sm90(Family):
         return rows if rows >= (2 if narrow and not forward else 4) else 1
 
     def folds_heads(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
-        """Heads that fill half as many blocks of queries together, in more units than few.
+        """Heads that share keys and fill half as many blocks of queries together.
 
-        A forward pass of a power of two of heads that have no rows of their own packs them itself.
-        Each other unit reads the keys, and all but a few of its queries are empty.
+        Each head's own block reads the keys, and most of its queries are empty. A forward pass
+        packs a power of two of heads itself, where they have no rows of their own.
         """
         if not folding.may_fold_heads(call, shapes) or is_wide(call.problem):
             return False
         if call.target == "forward" and packs_heads(call.problem, shapes, gpu):
             return False
-        batch, queries, keys = (shapes.batch, shapes.q_len, shapes.kv_len)
+        batch, queries, keys = shapes.batch, shapes.q_len, shapes.kv_len
         if not (isinstance(batch, int) and isinstance(keys, int)):
             return False
         group, block = group_size(shapes), _BLOCK // 2
         fewer = group * blocks(queries, block) >= 2 * blocks(group * queries, block)
         units = batch * shapes.q_heads * blocks(keys, _BLOCK)
-        rounds = units / multiprocessors(gpu)
-        return fewer and rounds >= _HEADS_ROUNDS and queries <= _COPIED * blocks(keys, _BLOCK)
+        many = units >= _HEADS_ROUNDS * multiprocessors(gpu)
+        return fewer and many and queries <= _COPIED_QUERIES * blocks(keys, _BLOCK)
 
     def padded(self, shapes: Shapes) -> Shapes:
         """Pads heads to rows that TMA loads, where a row is read so often that its copy pays."""
@@ -177,7 +177,7 @@ def _constants(
 _PADDED_FROM = 1024  # rows that read a row
 _BLOCK = 128  # positions of the rows that are folded into one
 _ROUNDS = 2  # of units, of which folding spares some
-# Copies of queries and results in another order of heads are two kernels of 2 us, and take what half
-# of the units of a block of keys do where a head has 16 queries of 128 columns: an estimate.
-_HEADS_ROUNDS, _COPIED = 8, 8
+# Copies of queries and results in another order of heads are two kernels of 2 us at least; of 16
+# queries of 128 columns they take what half of the units of a block of keys do, by their bytes.
+_HEADS_ROUNDS, _COPIED_QUERIES = 8, 4
 _LOADED_BY_WARPS = "rows loaded by warps: 8 does not divide both dims, as TMA needs"
