@@ -17,8 +17,9 @@ _SCORES = 1 << 24  # 64 MB in float32: what backend "xla" computes at once
 _FLOAT32_LENGTH, _FLOAT32_SCORES = 32, 1 << 19
 _SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 of the kernels' time
 # 16 bits: XLA makes 1 to 5 kernels forward and 4 to 10 with gradients of so few multiplications,
-# which it sums (_products.py); ours are 3 and 6 launches beside copies of what they broadcast.
-_LITTLE_LENGTH, _LITTLE = 16, 1 << 20
+# which it sums (_products.py), 4 to 6 where each head has its own keys; ours are 3 and 6 launches
+# beside copies of what they broadcast, and outside of CUDA graphs.
+_LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
 _UNITS = 264  # heads x blocks of 128 keys: two rounds of an H100; fewer launches take less below
 
 
@@ -43,7 +44,8 @@ def takes(call: Call, shapes: Shapes) -> bool:
     if keys == 1:
         return True
     little = scores * max(shapes.head_dim, shapes.value_dim) <= _LITTLE
-    if little and min(queries, keys) <= _LITTLE_LENGTH:
+    own = heads == shapes.kv_heads
+    if little and min(queries, keys) <= (_LITTLE_OWN if own else _LITTLE_LENGTH):
         return True
     # XLA copies keys and values of several heads to where a head's are in a row.
     if shapes.kv_heads != 1:

@@ -30,9 +30,12 @@ SHAPES = Shapes(64, 4, 2048, 8, 1, 128, 128)
         ("bfloat16", {"batch": 2}, False),  # less than two rounds of units
         ("bfloat16", {"batch": 1024}, False),  # more scores than are computed at once
         ("bfloat16", {"kv_len": 1, "kv_heads": 8, "q_len": 999}, True),
-        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 512}, True),
-        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 513}, False),
-        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 17, "kv_len": 17}, False),
+        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1024}, True),
+        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 2, "kv_len": 1025}, False),
+        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 32, "kv_len": 32}, True),
+        ("bfloat16", {"kv_heads": 8, "batch": 1, "q_len": 33, "kv_len": 33}, False),
+        ("bfloat16", {"kv_heads": 4, "batch": 1, "q_len": 17, "kv_len": 17}, False),
+        ("bfloat16", {"kv_heads": 2}, False),  # XLA would copy the keys of two heads
         ("float32", {"kv_heads": 8, "q_len": 32, "batch": 16}, True),
         ("float32", {"kv_heads": 8, "q_len": 33, "kv_len": 100}, False),
         ("float32", {"batch": 1, "q_len": 200, "kv_len": 200}, True),
