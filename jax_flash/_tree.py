@@ -148,6 +148,8 @@ def _of_new(
     k = read("k", "key_scale")
     v = read("v", "value_scale") if "v" in named else k[..., : call.value_dim]
     problem = call.problem
+    # float32 has 16 bits by default, as for the positions before: flash_attention's has 11 on GPUs.
+    default = problem.dtype == "float32" and problem.precision == "default"
     return flash_attention(
         q.astype(k.dtype),
         k,
@@ -156,7 +158,7 @@ def _of_new(
         mask=mask,
         softcap=problem.softcap,
         sinks=named["sinks"][0] if "sinks" in named else None,
-        precision=problem.precision,
+        precision="high" if default else problem.precision,
         return_lse=True,
         backend=call.backend,
     )

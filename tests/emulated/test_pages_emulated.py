@@ -191,3 +191,22 @@ def test_pages_in_common(N, K, H, page, parts, emulator: Emulator):
         np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
         np.testing.assert_allclose(x, y, rtol=0, atol=0.03)
     assert np.isnan(got.out).any()
+
+
+@dataclasses.dataclass
+class Tree:
+    """Two requests of six tokens behind 24 and 14 positions, each of which sees those before it."""
+
+    arrays: dict[str, np.ndarray]
+
+    def run(self, backend: str) -> jax_flash.Attended:
+        return jax.tree.map(np.asarray, run(self.arrays, backend=backend))
+
+
+def test_trees_of_float32_have_the_bits_of_decoding(emulator: Emulator):
+    """Without a precision: 16, of new tokens as of those before; float16 copies would have 11."""
+    drawn = Batch("tree", (6, 6), (24, 14), 12, 2, page=4, columns=8, H=72, appends=False).draw(1)
+    ancestors = np.tile(np.tri(6, dtype=bool), (2, 1))
+    got = emulator.run(Tree(drawn.arrays | {"ancestors": ancestors}))  # type: ignore[arg-type]
+    for x, y in zip((got.out, got.lse), drawn.truth(), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=5e-5)
