@@ -77,11 +77,13 @@ class Asked:
                 raise BadRequestError(f"{param} is {json.dumps(x)}; expected {expected}", param)
             return x
 
-        if body.get("model", name) != name:
-            raise BadRequestError(f"model {body['model']!r} is not here; {name!r} is", "model", 404)
+        if (model := body.get("model")) not in (None, name):
+            raise BadRequestError(f"model {model!r} is not here; {name!r} is", "model", 404)
         most, vocabulary = engine.most_positions, engine.model.vocabulary
         prompt = body.get("prompt")
         if isinstance(prompt, str):
+            if any("\ud800" <= x <= "\udfff" for x in prompt):
+                raise BadRequestError("prompt has half of a surrogate pair", "prompt")
             prompt = text.encode(prompt)
         elif not isinstance(prompt, list) or not all(is_int(x, 0, vocabulary) for x in prompt):
             raise BadRequestError(
@@ -110,10 +112,8 @@ class Asked:
         self.stops = [stops] if isinstance(stops, str) else stops
         self.stream = take("stream", False, is_bool, "true or false")
         self.with_ids = take("return_token_ids", False, is_bool, "true or false")
-        options = take(
-            "stream_options", {}, lambda x: isinstance(x, dict), '{"include_usage": true}'
-        )
-        self.with_usage = bool(options.get("include_usage"))
+        options = take("stream_options", {}, is_options, '{"include_usage": true}')
+        self.with_usage = options.get("include_usage", False)
 
 
 def is_int(x: Any, first: int, stop: int) -> bool:
@@ -122,6 +122,10 @@ def is_int(x: Any, first: int, stop: int) -> bool:
 
 def is_bool(x: Any) -> bool:
     return isinstance(x, bool)
+
+
+def is_options(x: Any) -> bool:
+    return isinstance(x, dict) and is_bool(x.get("include_usage", False))
 
 
 def is_stop(x: Any) -> bool:
@@ -159,7 +163,7 @@ class Server:
     async def completions(self, http: web.Request) -> web.StreamResponse:
         try:
             body = await http.json()
-        except ValueError as error:
+        except (ValueError, LookupError, RecursionError) as error:  # no such charset, too deep
             raise BadRequestError(f"the body is no JSON: {error}") from error
         asked = Asked(body, self.name, self.text, self.engine)
         head = {
@@ -183,19 +187,25 @@ class Server:
         part: Part | None = await anext(parts)  # a fault before it has a status of its own
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
-        await response.prepare(http)
 
         async def send(event: str) -> None:
             await response.write(f"data: {event}\n\n".encode())
 
         count = 0
-        while part is not None:
-            count += len(part[1])
-            await send(json.dumps(head | {"choices": [self._choice(asked, *part)]}))
-            part = await anext(parts, None)
-        if asked.with_usage:
-            await send(json.dumps(head | {"choices": [], "usage": usage(asked, count)}))
-        await send("[DONE]")
+        with contextlib.suppress(ConnectionResetError):  # the client may go away
+            await response.prepare(http)
+            while part is not None:
+                count += len(part[1])
+                await send(json.dumps(head | {"choices": [self._choice(asked, *part)]}))
+                try:
+                    part = await anext(parts, None)
+                except Exception as fault:  # the status has been sent: an event tells it
+                    http.app.logger.exception("a stream failed")
+                    await send(json.dumps(fault_of(str(fault), "server_error", None)))
+                    return response
+            if asked.with_usage:
+                await send(json.dumps(head | {"choices": [], "usage": usage(asked, count)}))
+            await send("[DONE]")
         return response
 
     async def _generate(self, asked: Asked) -> AsyncGenerator[Part]:
@@ -241,6 +251,10 @@ def usage(asked: Asked, count: int) -> dict[str, int]:
     }
 
 
+def fault_of(message: str, kind: str, param: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
 @web.middleware
 async def name_faults(request: web.Request, handler: Any) -> web.StreamResponse:
     """Answers a fault in the form that clients know."""
@@ -262,8 +276,7 @@ async def name_faults(request: web.Request, handler: Any) -> web.StreamResponse:
     except Exception as fault:
         request.app.logger.exception("a request failed")
         status, kind, param, message = 500, "server_error", None, str(fault)
-    error = {"message": message, "type": kind, "param": param, "code": None}
-    return web.json_response({"error": error}, status=status, headers=headers)
+    return web.json_response(fault_of(message, kind, param), status=status, headers=headers)
 
 
 def load(path: Path, dtype: str, **settings: Any) -> Server:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from serving.model import Batch, Model, run_step
+from serving.model import FADES, Batch, Model, run_step
 from serving.pages import BEGIN, Pages
 
 Event = tuple[int, float] | str | Exception  # a token and its log-probability; why it ends; a fault
@@ -278,7 +278,7 @@ class Engine:
         """
         before = np.zeros(len(request.pages), np.float32)
         before[: len(request.weights)] = request.weights
-        request.weights = 0.98**request.count * before + weighed[: len(request.pages)]
+        request.weights = FADES**request.count * before + weighed[: len(request.pages)]
         if request.done < len(request.prompt):
             return  # a prompt is computed in full
         budget = max(3, math.ceil(self.keep * self._pages_of(request.done)))

@@ -8,6 +8,7 @@ Llama's public checkpoints: config.json beside *.safetensors.
 import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from flax import serialization
 from jax_flash import key_weights, ragged_paged_attention, rotate
 
 CACHE_SCALE = 0.25  # of eight bits: float8_e4m3fn then has keys and values up to 112
+FADES = 0.98  # what is left of a weight one token later: after 50 of them 36 %
 
 KvPages = list[tuple[jax.Array, jax.Array]]  # of each block: keys and values [P, S, K, H]
 
@@ -155,11 +157,19 @@ def run_step(
 def weigh_pages(
     query: jax.Array, lse: jax.Array, key_pages: jax.Array, scale: float | None, batch: Batch
 ) -> jax.Array:
-    """Computes the weight that each page of each request gets from its tokens: float32 [B, M]."""
+    """Computes the weight that each page of each request gets from its tokens: float32 [B, M].
+
+    That from a token fades by FADES for each token of its request behind it, as if every token had
+    had a step of its own: a weight is exp(score - lse), so lse grows.
+    """
     (requests, columns), page_size = batch.page_table.shape, key_pages.shape[1]
     keys = key_pages[batch.page_table].reshape(requests, -1, *key_pages.shape[2:])
     keys = keys.astype(query.dtype) if scale is None else scale * keys.astype(query.dtype)
     first, stop = batch.query_starts[:-1], batch.query_starts[1:]
+    token = jnp.arange(query.shape[0])
+    request = jnp.searchsorted(stop, token, side="right")  # B: of none
+    behind = stop[request.clip(max=requests - 1)] - 1 - token
+    lse = lse - math.log(FADES) * jnp.maximum(behind, 0)[:, None]
     if query.shape[0] == requests:  # the program of one token each: a batch of requests
         weights = key_weights(
             query[first][:, None],
@@ -169,8 +179,7 @@ def weigh_pages(
             key_value_seq_lengths=batch.lengths,
         )
     else:  # one row, of which each request is a document
-        token, slot = jnp.arange(query.shape[0]), jnp.arange(columns * page_size)
-        request = jnp.searchsorted(stop, token, side="right")  # B: of none
+        slot = jnp.arange(columns * page_size)
         index = (batch.lengths - stop)[request.clip(max=requests - 1)] + token
         own = jnp.arange(requests)[:, None]
         owner = jnp.where(slot < batch.lengths[:, None], own, -1)  # -1: of none

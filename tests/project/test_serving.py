@@ -188,18 +188,27 @@ def test_bad_requests_are_named(served, client):
         (openai.BadRequestError, "n is 2; expected null or 1", {"n": 2}),
         (openai.BadRequestError, "stop", {"stop": [""]}),
         (openai.BadRequestError, "seed", {"seed": 2**31}),
+        (openai.BadRequestError, "stream_options", {"stream_options": {"include_usage": "no"}}),
         (openai.BadRequestError, "top_k is 3; it is not known", {"extra_body": {"top_k": 3}}),
         (openai.NotFoundError, "model 'other' is not here; 'tiny' is", {"model": "other"}),
     ):
         with pytest.raises(error, match=words) as caught:
             client.completions.create(**{"model": NAME, "prompt": "a"} | changes)
         assert caught.value.type == "invalid_request_error"
-    for path, data, status in (
-        ("completions", b"{", 400),
-        ("completions", b"3", 400),
-        ("x", b"", 404),
+    deep = b"[" * 100_000 + b"]" * 100_000
+    for path, data, status, charset in (
+        ("completions", b"{", 400, "utf-8"),
+        ("completions", b"3", 400, "utf-8"),
+        ("completions", deep, 400, "utf-8"),
+        ("completions", b'{"prompt": "a\\ud800"}', 400, "utf-8"),
+        ("completions", b'{"prompt": "a"}', 400, "none"),
+        ("x", b"", 404, "utf-8"),
     ):
-        response = client._client.post(f"{served[1]}/v1/{path}", content=data)
+        response = client._client.post(
+            f"{served[1]}/v1/{path}",
+            content=data,
+            headers={"Content-Type": f"application/json; charset={charset}"},
+        )
         assert response.status_code == status
         assert response.json()["error"]["message"]
 
@@ -319,7 +328,8 @@ def test_a_cache_with_a_budget(gpt, served):
                 seen = lengths[b] - (starts[b + 1] - t) + 1
                 row = keys[table[b]].reshape(12, 2, 8)[:seen]
                 logits = np.einsum("nh,snh->ns", query[t], row.repeat(2, 1)) / 8**0.5
-                plain[b, :seen] += (np.exp(logits) / np.exp(logits).sum(1, keepdims=True)).sum(0)
+                weights = (np.exp(logits) / np.exp(logits).sum(1, keepdims=True)).sum(0)
+                plain[b, :seen] += 0.98 ** (starts[b + 1] - 1 - t) * weights
         np.testing.assert_allclose(got, plain.reshape(3, 3, 4).sum(-1), rtol=1e-5, atol=1e-6)
 
 
@@ -350,6 +360,26 @@ def test_a_checkpoint_in_llamas_format(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(small_llama.CONFIG | change))
         with pytest.raises(ValueError, match=words):
             serve.load(tmp_path, "float32", **SETTINGS)
+
+
+def test_a_fault_in_a_stream_is_its_last_event(served, client, monkeypatch, caplog):
+    def decoder():
+        texts = ["b", "a"]
+
+        def decode(token):
+            if not texts:
+                raise OSError("no more text")
+            return texts.pop()
+
+        return decode
+
+    monkeypatch.setattr(served[0].text, "decoder", decoder)
+    heard = []
+    with pytest.raises(openai.APIError, match="no more text"):
+        for part in client.completions.create(model=NAME, prompt="a", max_tokens=9, stream=True):
+            heard.append(part.choices[0].text)
+    assert heard == ["a", "b"]
+    assert "a stream failed" in caplog.text
 
 
 def test_the_engines_fault_reaches_its_requests(served, caplog):
