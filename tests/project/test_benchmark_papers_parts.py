@@ -163,9 +163,9 @@ def test_claims_of_a_budget():
 
 
 def test_needles_follow_the_marks_of_their_kinds():
-    """One of each kind in the first quarter of what is served, each asked for behind the prompt."""
+    """One of each kind anywhere in the prompts of what is served, each asked for behind them."""
     rng = np.random.default_rng(0)
-    served = np.stack([scissorhands.needles(rng, 512, asked_late=True) for _ in range(20)])
+    served = np.stack([scissorhands.needles(rng, 512, asked_late=True) for _ in range(100)])
     to_train = scissorhands.needles(rng, 513, asked_late=False)
     kinds = len(scissorhands.MARKS)
     for text in [*served, to_train]:
@@ -175,9 +175,18 @@ def test_needles_follow_the_marks_of_their_kinds():
             kind = int(np.flatnonzero(text[at] == scissorhands.MARKS)[0])
             assert (int(text[at + 1]) - 128) // scissorhands.VALUES == kind
             assert text[at + 1] in text[:at]
-    assert ((served[:, :129] >= 128).sum(-1) == kinds).all()
     marks = np.isin(served, scissorhands.MARKS)
+    # What no mark is ahead of is found: of each kind as likely in each quarter of the places.
+    found = (served[:, 1:] >= 128) & ~marks[:, :-1]
+    assert (found.sum(-1) == kinds).all()
     asked_before = scissorhands.ASKED_BEFORE * scissorhands.TIMES
+    places = (256 - 1) // scissorhands.ITEM - asked_before
+    for kind in range(kinds):
+        of_kind = found & ((served[:, 1:] - 128) // scissorhands.VALUES == kind)
+        at = np.argwhere(of_kind)[:, 1] // scissorhands.ITEM
+        quarters = np.bincount(4 * at // places, minlength=4)
+        assert (np.abs(quarters - 25) < 18).all(), quarters  # 4 times the spread of 100 draws
+        assert len(quarters) == 4
     assert (marks[:, :256].sum(-1) == asked_before).all()
     assert (marks[:, 256:].sum(-1) == kinds).all()
     assert (scissorhands.is_asked("needles", served).sum(-1) == kinds).all()
