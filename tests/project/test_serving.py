@@ -374,10 +374,10 @@ def test_a_fault_in_a_stream_is_its_last_event(served, client, monkeypatch, capl
         return decode
 
     monkeypatch.setattr(served[0].text, "decoder", decoder)
-    heard = []
+    stream = client.completions.create(model=NAME, prompt="a", max_tokens=9, stream=True)
+    heard: list[str] = []
     with pytest.raises(openai.APIError, match="no more text"):
-        for part in client.completions.create(model=NAME, prompt="a", max_tokens=9, stream=True):
-            heard.append(part.choices[0].text)
+        heard.extend(part.choices[0].text for part in stream)
     assert heard == ["a", "b"]
     assert "a stream failed" in caplog.text
 
