@@ -85,7 +85,8 @@ def advise(f: Callable[..., Any], *args: Any, gpu: str | None = None, **kwargs: 
 
     Returns: the Advice; print it, or read its findings.
 
-    Raises: ValueError for a GPU of unknown name; what f raises when it is traced.
+    Raises: TypeError for an f that is no function, ValueError for a GPU of unknown name; what f
+    raises when it is traced.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -98,6 +99,8 @@ def advise(f: Callable[..., Any], *args: Any, gpu: str | None = None, **kwargs: 
       >>> [finding.kind for finding in jax_flash.advise(attend, query, key, key).findings]
       ['causal', 'repeated heads']
     """
+    if not callable(f):
+        raise TypeError(f"f is {type(f).__name__}; expected a function, its arguments behind it")
     spec = _gpu.spec.present() if gpu is None else _gpu.spec.named(gpu)
     leaves, tree = jax.tree.flatten((args, kwargs))
     traced = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]

@@ -36,6 +36,8 @@ def read(mask: np.ndarray) -> Meaning | None:
         return _padding(queries, np.ones_like(keys))
     rest = queries[:, :, None] & keys[:, None, :]
     for band, meaning in _bands(seen):
+        if band is not None and (seen == band).all():
+            return meaning  # which hides the keys that no query sees
         if (seen == (rest if band is None else rest & band)).all():
             return _with_padding(meaning, queries, keys)
     if seen.shape[1] == seen.shape[2]:
