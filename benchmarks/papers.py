@@ -124,20 +124,27 @@ def measure(name: str, part: Part, settings: Settings, options: argparse.Namespa
 
 
 def before(path: Path, about: Mapping[str, Any]) -> tuple[dict[str, paper.Record], float]:
-    """Reads a stopped run of this GPU, these versions, this seed: cells by name, its seconds."""
+    """Reads a stopped run of this GPU, these versions, this seed: cells by name, its seconds.
+
+    A file of another commit, under the name of this one, is gone on with, too: its cells say which.
+    """
     if not path.exists():
         return {}, 0.0
     found = json.loads(path.read_text())
     for field in ("gpu", "driver", "versions", "seed"):
         if found[field] != about[field]:
             raise SystemExit(f"--resume: {path} is of {field} {found[field]}, not {about[field]}")
-    return {x["name"]: x for x in found["cells"]}, found["seconds"]
+    of = {} if found["commit"] == about["commit"] else {"commit": found["commit"]}
+    return {x["name"]: of | x for x in found["cells"]}, found["seconds"]
 
 
 def report(part: Part, about: Mapping[str, Any], records: list[paper.Record]) -> str:
     """Writes a part's results in Markdown."""
     head = f"{runs.introduce(dict(about))} {json.dumps(about['versions'])}, seed {about['seed']}, "
     head += f"{about['seconds']:.0f} s."
+    for commit in dict.fromkeys(x["commit"] for x in records if "commit" in x):
+        names = [x["name"] for x in records if x.get("commit") == commit]
+        head += f" Of commit {commit}: {'; '.join(names)}."
     if about["quick"]:
         head += " Small sizes: no figure of the paper."
     claims = paper.claims_table(part, records)

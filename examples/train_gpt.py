@@ -4,10 +4,10 @@
     python examples/train_gpt.py
 
 A few minutes on a laptop. The run is here, and what it trains in the folder training, to be read in
-this order: text.py, model.py, loss.py, step.py, devices.py. It ends with the validation loss beside
-that of a bigram model (which knows how often each byte follows each other byte), a sample of what
-the model writes, the loss curve as a picture, train_gpt.png in the current folder, and the trained
-model, train_gpt.msgpack, with which generate.py writes on.
+this order: text.py, model.py, network.py, loss.py, step.py, devices.py. It ends with the validation
+loss beside that of a bigram model (which knows how often each byte follows each other byte), a
+sample of what the model writes, the loss curve as a picture, train_gpt.png in the current folder,
+and the trained model, train_gpt.msgpack, with which generate.py writes on.
 
     python examples/train_gpt.py --attention xla              # the same with jax.nn's attention
     python examples/train_gpt.py --mesh data=4,model=2        # on eight devices

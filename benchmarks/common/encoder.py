@@ -2,7 +2,7 @@
 
 Layers are scanned, so that a model of 24 compiles as fast as one of one. Parameters are float32,
 the computation has the dtype of the sizes. A layer keeps the results of matrix products and of the
-attention's forward for the backward (remat by names), as examples/training/model.py has them.
+attention's forward for the backward (remat by names).
 """
 
 import dataclasses

@@ -105,7 +105,7 @@ def scores(
         x + places.astype(sizes.dtype),
         sizes,
         attend(of_rows),
-        keep=train_jobs.keep("products"),
+        keep=train_jobs.keep("products", "attended", "wide"),
     )
     x = encoder.normed(x, p["norm"], p["norm_bias"]).astype(jnp.float32)
     if of_rows is None:

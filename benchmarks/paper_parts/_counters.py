@@ -1,33 +1,51 @@
-"""One call of attention between cuProfilerStart and -Stop, for ncu; io.py starts it.
+"""Calls of attention between cuProfilerStart and -Stop, for ncu; io.py starts it.
 
-ncu --profile-from-start off ... python benchmarks/paper_parts/_counters.py WAY LENGTH
+ncu --profile-from-start off ... python benchmarks/paper_parts/_counters.py
 """
 
+import concurrent.futures
 import ctypes
 import importlib
 import os
 import sys
 from pathlib import Path
 
+# Kernels one by one: no graph of several. Tuning would time kernels, each stopped by ncu.
+FLAGS = (
+    "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+)
+
 
 def main() -> None:
-    """Compiles, calls once, then once more while ncu looks."""
+    """Compiles all calls, makes each once, then once more while ncu looks, behind a sine."""
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: it has an io.py
-    # Kernels one by one: no graph of several.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
     jax = importlib.import_module("jax")
     io = importlib.import_module("paper_parts.io")
-    way, length = sys.argv[1], int(sys.argv[2])
-    batch = io.TOKENS // length
-    compiled = io.compile_step(way, batch, length, io.HEADS)
-    operands = io.draw(batch, length, io.HEADS, seed=0)
-    jax.block_until_ready(compiled(*operands))
+    wanted = io.calls()
+
+    def compile_call(call: tuple[str, int]) -> object:
+        way, length = call
+        return io.compile_step(way, io.TOKENS // length, length, io.HEADS)
+
+    with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
+        programs = list(pool.map(compile_call, wanted))
+    drawn = {length: io.draw(io.TOKENS // length, length, io.HEADS, 0) for _, length in wanted}
+    ones = jax.numpy.ones(8)
+    mark = jax.jit(jax.numpy.sin)
+
+    def run() -> None:
+        for (_, length), program in zip(wanted, programs, strict=True):
+            jax.block_until_ready(mark(ones))
+            jax.block_until_ready(program(*drawn[length]))
+
+    run()
     driver = ctypes.CDLL("libcuda.so.1")
     context = ctypes.c_void_p()  # JAX's, which this thread may not have
     check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
     check(driver.cuCtxSetCurrent(context))
     check(driver.cuProfilerStart())
-    jax.block_until_ready(compiled(*operands))
+    run()
     check(driver.cuProfilerStop())
 
 

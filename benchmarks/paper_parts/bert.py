@@ -125,7 +125,7 @@ def loss_of(
     x = p["words"][batch.words] + p["kinds"][batch.kinds] + p["places"][batch.places]
     x = encoder.normed(x.astype(sizes.dtype), p["norm"], p["norm_bias"])
     x = encoder.dropped(x, sizes.dropout, -1 - seed)
-    keep = train_jobs.keep("products")
+    keep = train_jobs.keep("products", "attended", "wide")
     x = encoder.encode(p["layers"], x, sizes, attend, seed, keep).reshape(-1, sizes.width)
     found = jax.nn.gelu(encoder.linear(x[batch.masked], p, "head"))
     found = encoder.normed(found, p["head_norm"], p["head_norm_bias"])

@@ -1,15 +1,17 @@
 """Bytes of HBM that attention moves, forward and backward: FlashAttention, Figure 2, Theorem 2.
 
-Bytes are counters of ncu where it is installed and may read them. Elsewhere ours are counted from
-the launch (common/launch_bytes.py), and those of attention as a formula are what XLA counts of its
-program: the record says which.
+Bytes of ours are counted from the launch (common/launch_bytes.py), and those of attention as a
+formula are what XLA counts of its program. Where ncu is installed and may read counters, the last
+cell has them of both, and they take the place of what was counted: the record says which.
 """
 
 import contextlib
 import csv
 import functools
+import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -41,6 +43,9 @@ BLOCKS = {
 LABELS = {"sm80": "mma.sync kernels", "hopper": "Hopper's kernels"}
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 COUNTED = "counted from the launch; the formula's: XLA's count of its program"
+READ = "counters of ncu; XLA's products untuned"
+SECONDS = 150  # that ncu may take: one process compiles all calls and makes each twice
+MARK = "sine"  # in the name of the kernel ahead of each call
 
 
 def cells(settings: Settings) -> list[Record]:
@@ -49,14 +54,17 @@ def cells(settings: Settings) -> list[Record]:
     found: list[Record] = [
         {"name": f"T {length}", "kind": "bytes", "length": length} for length in lengths
     ]
-    return found + [
+    found += [
         {"name": f"block sizes, {LABELS[family]}", "kind": "blocks", "family": family}
         for family in BLOCKS
     ]
+    return [*found, {"name": "counters of ncu", "kind": "counters"}]
 
 
 def measure(settings: Settings, cell: Record) -> Record:
-    """Measures a length, or the block sizes of a family."""
+    """Measures a length, or the block sizes of a family, or reads counters."""
+    if cell["kind"] == "counters":
+        return measure_counters(settings)
     if cell["kind"] == "blocks":
         return measure_blocks(settings, cell["family"])
     return measure_length(settings, cell["length"])
@@ -127,22 +135,29 @@ def measure_length(settings: Settings, length: int) -> Record:
         "jax_flash_requests_gb": ours["requests"] / 1e9,
         "xla_counted_gb": theirs / 1e9,
     }
-    read: dict[str, float] = {}
-    if not settings.quick:
-        try:
-            read = {f"{way}_gb": counters(way, length) for way in WAYS}
-        except subprocess.TimeoutExpired as error:
-            found["no_counters"] = f"ncu took more than {error.timeout} s"
-        except (OSError, RuntimeError) as error:
-            found["no_counters"] = str(error)[:300]
-    if read:
-        return found | read | {"bytes_by": "counters of ncu"}
     counted = {f"{way}_gb": found[f"{way}_counted_gb"] for way in WAYS}
     return found | counted | {"bytes_by": COUNTED}
 
 
-def counters(way: str, length: int) -> float:
-    """Reads the GB of HBM that one call moves, by ncu."""
+def calls() -> list[tuple[str, int]]:
+    """Lists the calls whose counters are read, in their order."""
+    return [(way, length) for length in LENGTHS for way in WAYS]
+
+
+def measure_counters(settings: Settings) -> Record:
+    """Reads the GB of HBM of each call by ncu, or says why that cannot be."""
+    if settings.quick:
+        return {"no_counters": "small sizes"}
+    try:
+        return {"gb": read_counters(run_ncu(), len(calls()))}
+    except subprocess.TimeoutExpired as error:
+        return {"no_counters": f"ncu took more than {error.timeout} s"}
+    except (OSError, RuntimeError) as error:
+        return {"no_counters": str(error)[:300]}
+
+
+def run_ncu() -> str:
+    """Returns ncu's table of the kernels of all calls."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise OSError("ncu is not installed")
@@ -150,26 +165,45 @@ def counters(way: str, length: int) -> float:
     words = ["--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none"]
     words += ["--print-units", "base"]
     words += ["--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--target-processes", "all"]
-    script = Path(__file__).with_name("_counters.py")
-    command = [ncu, *words, sys.executable, str(script), way, str(length)]
+    command = [ncu, *words, sys.executable, str(Path(__file__).with_name("_counters.py"))]
     # Two processes share the GPU.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        raise RuntimeError(f"ncu: {(done.stdout + done.stderr).strip()[-200:]}")
-    return read_counters(done.stdout)
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            text, _ = process.communicate(timeout=SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # what ncu started would go on without it
+            raise
+    if process.returncode:
+        raise RuntimeError(f"ncu: {text.strip()[-200:]}")
+    return text
 
 
-def read_counters(text: str) -> float:
-    """Adds the bytes of all kernels in ncu's table, in GB."""
+def read_counters(text: str, count: int) -> list[float]:
+    """Adds the bytes of the kernels of each call in ncu's table, in GB."""
     lines = [x for x in text.splitlines() if x.startswith('"')]
     table = list(csv.DictReader(lines))
-    if len(table) < 2 or not {*METRICS} <= table[0].keys():
+    if len(table) < 2 or not {*METRICS, "Kernel Name"} <= table[0].keys():
         raise RuntimeError(f"ncu has no table of {' and '.join(METRICS)}: {text.strip()[-200:]}")
     units, *kernels = table
     if {units[x] for x in METRICS} != {"byte"}:
         raise RuntimeError(f"ncu counts in {units[METRICS[0]]!r}, not in bytes")
-    return sum(float(x[name].replace(",", "")) for x in kernels for name in METRICS) / 1e9
+    found: list[list[float]] = []
+    for x in kernels:
+        if MARK in x["Kernel Name"]:
+            found.append([])
+        elif found:
+            found[-1] += [float(x[name].replace(",", "")) / 1e9 for name in METRICS]
+    if len(found) != count or not all(found):
+        raise RuntimeError(f"ncu has kernels of {sum(map(bool, found))} calls, not of {count}")
+    return [math.fsum(x) for x in found]
 
 
 def measure_blocks(settings: Settings, family: str) -> Record:
@@ -206,8 +240,20 @@ def measure_blocks(settings: Settings, family: str) -> Record:
     return {"length": length, "blocks": found}
 
 
+def lengths_of(records: Sequence[Record]) -> list[Record]:
+    """Records of the lengths, their bytes by counters where these were read."""
+    read = paper.find(records, kind="counters") or {}
+    found = [x for x in records if x["kind"] == "bytes"]
+    if "gb" not in read:
+        return found
+    gb = dict(zip(calls(), read["gb"], strict=True))
+    return [
+        x | {f"{way}_gb": gb[way, x["length"]] for way in WAYS} | {"bytes_by": READ} for x in found
+    ]
+
+
 def at(records: Sequence[Record], length: int) -> Record | None:
-    return paper.find(records, kind="bytes", length=length)
+    return paper.find(lengths_of(records), length=length)
 
 
 def times(field: str, length: int) -> Any:
@@ -245,14 +291,13 @@ def table(records: Sequence[Record]) -> str:
     """Writes bytes and times by length, then by block size."""
     head = "| T | flash, GB | the formula by XLA, GB | by the formulas of Theorem 2, ratio | "
     lines = [head + "flash asks of L2, GB | flash, ms | the formula, ms |", "|---:" * 7 + "|"]
-    for x in records:
-        if x["kind"] == "bytes":
-            theorem = (x["length"] + HEAD_DIM) * SHARED / 2 / (x["length"] * HEAD_DIM**2)
-            lines.append(
-                f"| {x['length']} | {x['jax_flash_gb']:.3g} | {x['xla_gb']:.3g} | {theorem:.3g} | "
-                f"{x['jax_flash_requests_gb']:.3g} | {x['jax_flash_ms']:.3f} | {x['xla_ms']:.3f} |"
-            )
-    bytes_by = dict.fromkeys(x["bytes_by"] for x in records if x["kind"] == "bytes")
+    for x in lengths_of(records):
+        theorem = (x["length"] + HEAD_DIM) * SHARED / 2 / (x["length"] * HEAD_DIM**2)
+        lines.append(
+            f"| {x['length']} | {x['jax_flash_gb']:.3g} | {x['xla_gb']:.3g} | {theorem:.3g} | "
+            f"{x['jax_flash_requests_gb']:.3g} | {x['jax_flash_ms']:.3f} | {x['xla_ms']:.3f} |"
+        )
+    bytes_by = dict.fromkeys(x["bytes_by"] for x in lengths_of(records))
     lines += ["", f"Bytes: {'; '.join(bytes_by)}.", ""]
     lines += [
         "| kernels | queries of a block | asks of L2, GB | forward, ms |",
@@ -268,7 +313,7 @@ def table(records: Sequence[Record]) -> str:
 
 def panels(records: Sequence[Record]) -> list[Panel]:
     """Draws bytes over T, and time and bytes over block sizes."""
-    lengths = [x for x in records if x["kind"] == "bytes"]
+    lengths = lengths_of(records)
     blocks = [x for x in records if x["kind"] == "blocks"]
     gb = {
         "flash, GB of HBM": [(x["length"], x["jax_flash_gb"]) for x in lengths],

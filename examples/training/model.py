@@ -1,4 +1,4 @@
-"""Owns the GPT: its sizes, its layers and its file. Read next: step.py, which trains it."""
+"""Owns the GPT: its sizes, its layers and its file. Read next: network.py, then step.py."""
 
 import dataclasses
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx, serialization
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import flash_attention
 from jax_flash.layers.nnx import FlashAttention
 from training.devices import Split
+from training.network import network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +89,9 @@ def xla_attention(query, key, value, *, is_causal, causal_align="top_left", **op
 class Block(nnx.Module):
     """Attention, then a network of two layers; each adds its output to what it was given."""
 
-    def __init__(self, config: Config, attention_fn, rngs: nnx.Rngs, flat: bool):
+    def __init__(self, config: Config, attention_fn, rngs: nnx.Rngs, flat: bool, keep):
         self.flat = flat  # multiply matrices [B * T, width]
+        self.keep = keep  # what attention keeps, beside a network with a gradient by hand
         settings: dict[str, Any] = {"dtype": config.dtype, "rngs": rngs}
         self.norm1 = nnx.RMSNorm(config.width, **settings)
         self.attention = FlashAttention(
@@ -116,20 +117,37 @@ class Block(nnx.Module):
         page_table: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        x = x + self.attention(
-            self.norm1(x),
-            segment_ids=segment_ids,
-            positions=positions,
-            seq_lengths=lengths,
-            decode=decode,
-            page_table=page_table,
-        )
-        x = checkpoint_name(x, "attended")
-        wide = self.norm2(x)
-        if self.flat:
-            wide = wide.reshape(-1, x.shape[-1])
-        wide = checkpoint_name(self.up(wide), "wide")
-        return x + self.down(nnx.gelu(wide)).reshape(x.shape)
+        shape = x.shape
+        x = x.reshape(-1, x.shape[-1]) if self.flat else x
+        at = (segment_ids, decode, lengths, page_table, positions)
+        if self.keep is None or decode:
+            x = _attend(self.norm1, self.attention, x, shape, *at)
+            return (x + self.down(nnx.gelu(self.up(self.norm2(x))))).reshape(shape)
+        attend = nnx.remat(_attend, policy=self.keep, static_argnums=(3, 5))
+        x = attend(self.norm1, _rounded(self.attention, x.dtype), x, shape, *at)
+        up, down = (layer.kernel[...].astype(x.dtype) for layer in (self.up, self.down))
+        return network(x, self.norm2.scale[...], up, down).reshape(shape)
+
+
+def _rounded(module: nnx.Module, dtype: Any) -> Any:
+    """A copy whose matrices are rounded, once for what computes with them again and again."""
+    graph, state = nnx.split(module)
+    return nnx.merge(graph, jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, state))
+
+
+def _attend(
+    norm, attention, x, shape, segment_ids, decode, lengths, page_table, positions
+) -> jax.Array:
+    """Adds what attention makes of rows of `shape`, [B, T, width], to them."""
+    added = attention(
+        norm(x).reshape(shape),
+        segment_ids=segment_ids,
+        positions=positions,
+        seq_lengths=lengths,
+        decode=decode,
+        page_table=page_table,
+    )
+    return x + added.reshape(x.shape)
 
 
 def keeping(*names: str) -> Any:
@@ -137,11 +155,12 @@ def keeping(*names: str) -> Any:
 
 
 KERNEL = ("flash_out", "flash_lse")  # where both are kept, the forward kernel runs once
-# What a block keeps of its forward, by names. "products": the results of matrix products, 40 KB a
-# token at width 2048, so that norms, rotary embedding and gelu alone are computed again.
-# "attention": 8 KB, and three quarters of the products are computed again.
+# What is kept of a forward that is computed again, by names. "products": the results of matrix
+# products, those of a block's network by network.py, 40 KB a token at width 2048; so norms, rotary
+# embedding and gelu alone are computed again. "attention": 8 KB, and three quarters of the products
+# are computed again.
 KEPT = {
-    "products": keeping(*KERNEL, "flash_query", "flash_key", "flash_value", "attended", "wide"),
+    "products": keeping(*KERNEL, "flash_query", "flash_key", "flash_value"),
     "attention": keeping(*KERNEL),
 }
 
@@ -162,9 +181,10 @@ class GPT(nnx.Module):
             embedding_init=nnx.initializers.normal(0.02),
             rngs=rngs,
         )
+        keep = self.keep if config.remat == "products" else None
         # jax 0.12 on a CPU takes 154 ms for a block's network and its gradient in 3D, 74 ms in 2D.
         # Where bytes of several rows are split, XLA gathers whole rows for what is 2D.
-        blocks = (Block(config, attention_fn, rngs, split is None) for _ in range(config.layers))
+        blocks = (Block(config, attention_fn, rngs, split is None, keep) for _ in range(config.layers))
         self.blocks = nnx.List(list(blocks))
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
 
@@ -195,7 +215,7 @@ class GPT(nnx.Module):
     ) -> jax.Array:
         """What the scores are computed from: [B, T] -> [B, T, width]."""
         apply = Block.__call__
-        if self.keep is not None:
+        if self.keep is not None and self.config.remat != "products":  # which is within blocks
             apply = nnx.remat(apply, policy=self.keep, static_argnums=3)
         # A product and not a lookup, whose gradient XLA adds up row by row, while a few bytes make
         # most of a text. That took 46 ms of a step of 105 at GPT-2's size on an H200.

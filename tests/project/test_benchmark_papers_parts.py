@@ -1,5 +1,8 @@
 """Parts of papers.py: what they count, and what they say beside each claim, of made results."""
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,17 +45,18 @@ def test_claims_of_memory():
 
 def test_claims_of_bytes():
     def measured(cell: Record) -> Record:
+        if cell["kind"] == "counters":
+            return {"gb": [0.5, 5.0, 0.5, 20.0]}
         if cell["kind"] == "blocks":
             blocks = [{"block": n, "requests_gb": 1.0, "ms": 256 / n} for n in (64, 128, 256)]
             return {"blocks": blocks}
-        long = cell["length"] == 4096
-        found = {"jax_flash_gb": 0.5, "xla_gb": 20.0 if long else 5.0, "bytes_by": "counters"}
+        found = {"jax_flash_gb": 0.4, "xla_gb": 7.0, "bytes_by": "counted"}
         return found | {"jax_flash_ms": 0.5, "xla_ms": 4.0, "jax_flash_requests_gb": 2.0}
 
     gb, ms, growth, fall = said(io.PART, records_of(io.PART, measured))
-    assert gb == "10 × (5 / 0.5 GB; counters)"
+    assert gb == f"10 × (5 / 0.5 GB; {io.READ})"
     assert ms == "8 × (4 / 0.5 ms)"
-    assert growth == "4 × and 1 × (counters)"
+    assert growth == f"4 × and 1 × ({io.READ})"
     assert fall == "4.00 ms at 64; 2.00 ms at 128; 1.00 ms at 256"
 
 
@@ -137,14 +141,36 @@ def test_counters_are_read_from_the_table_of_ncu():
         "==PROF== Connected to process 7\n"
         '"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"\n'
         '"","","byte","byte"\n'
-        '"0","flash_forward","1,000,000,000","500000000"\n'
-        '"1","flash_backward","250000000","0"\n'
+        '"0","wrapped_sine","9","9"\n'
+        '"1","flash_forward","1,000,000,000","500000000"\n'
+        '"2","flash_backward","250000000","0"\n'
+        '"3","wrapped_sine","9","9"\n'
+        '"4","gemm","0","2,000,000,000"\n'
     )
-    assert io.read_counters(text) == 1.75
+    assert io.read_counters(text, 2) == [1.75, 2.0]
+    for wrong, count in ((text, 3), (text + '"5","wrapped_sine","9","9"\n', 3)):
+        with pytest.raises(RuntimeError, match="kernels of 2 calls, not of 3"):
+            io.read_counters(wrong, count)
     with pytest.raises(RuntimeError, match="not in bytes"):
-        io.read_counters(text.replace('"byte"', '"Mbyte"'))
+        io.read_counters(text.replace('"byte"', '"Mbyte"'), 2)
     with pytest.raises(RuntimeError, match=r"no table.*ERR_NVGPUCTRPERM"):
-        io.read_counters("==ERROR== ERR_NVGPUCTRPERM")
+        io.read_counters("==ERROR== ERR_NVGPUCTRPERM", 2)
+
+
+def test_ncu_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And what it started: the cell says so, and other cells are there."""
+    begun = tmp_path / "begun"
+    ncu = tmp_path / "ncu"
+    ncu.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {begun}\nwait\n")
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(io, "SECONDS", 1)
+    found = io.measure(FULL, {"name": "counters of ncu", "kind": "counters"})
+    assert found == {"no_counters": "ncu took more than 1 s"}
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # the kernel reaps it when its parent is gone
+            os.kill(int(begun.read_text()), 0)
+            time.sleep(0.05)
 
 
 def test_claims_of_a_budget():
