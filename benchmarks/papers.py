@@ -144,7 +144,7 @@ def report(part: Part, about: Mapping[str, Any], records: list[paper.Record]) ->
     head += f"{about['seconds']:.0f} s."
     for commit in dict.fromkeys(x["commit"] for x in records if "commit" in x):
         names = [x["name"] for x in records if x.get("commit") == commit]
-        head += f" Of commit {commit}: {'; '.join(names)}."
+        head += f" Measured at {commit}: {'; '.join(names)}."
     if about["quick"]:
         head += " Small sizes: no figure of the paper."
     claims = paper.claims_table(part, records)

@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 # Kernels one by one: no graph of several. Tuning would time kernels, each stopped by ncu.
 FLAGS = (
@@ -24,7 +25,7 @@ def main() -> None:
     io = importlib.import_module("paper_parts.io")
     wanted = io.calls()
 
-    def compile_call(call: tuple[str, int]) -> object:
+    def compile_call(call: tuple[str, int]) -> Any:
         way, length = call
         return io.compile_step(way, io.TOKENS // length, length, io.HEADS)
 

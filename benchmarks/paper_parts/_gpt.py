@@ -13,7 +13,7 @@ from common.train_jobs import Job, Program, training
 WAYS = {"jax_flash": "jax_flash", "cudnn": "cuDNN", "xla": "XLA's attention"}
 # Nothing is tried on a GPU where another step may be measured meanwhile.
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-# A plan is what a step needs. XLA computes again what does not fit 80 GB, unless it has 300 % of it.
+# A plan is what a step needs: given 80 GB, XLA computes again what does not fit. Given 240:
 PLANNED = {"xla_gpu_memory_limit_slop_factor": 300}
 AHEAD = 8  # steps that are compiled at a time
 training.PRESETS["quick"] = training.Config(

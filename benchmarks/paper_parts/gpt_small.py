@@ -148,7 +148,7 @@ def panels(records: Sequence[Record]) -> list[Panel]:
 PART = Part(
     title="GPT-2 small and medium",
     paper="Dao et al., FlashAttention (arXiv:2205.14135)",
-    seconds=150,
+    seconds=240,
     claims=(
         Claim(
             "GPT-2 small, T 1024: speed of training",

@@ -126,6 +126,7 @@ class Block(nnx.Module):
         attend = nnx.remat(_attend, policy=self.keep, static_argnums=(3, 5))
         x = attend(self.norm1, _rounded(self.attention, x.dtype), x, shape, *at)
         up, down = (layer.kernel[...].astype(x.dtype) for layer in (self.up, self.down))
+        assert self.norm2.scale is not None
         return network(x, self.norm2.scale[...], up, down).reshape(shape)
 
 
@@ -184,7 +185,9 @@ class GPT(nnx.Module):
         keep = self.keep if config.remat == "products" else None
         # jax 0.12 on a CPU takes 154 ms for a block's network and its gradient in 3D, 74 ms in 2D.
         # Where bytes of several rows are split, XLA gathers whole rows for what is 2D.
-        blocks = (Block(config, attention_fn, rngs, split is None, keep) for _ in range(config.layers))
+        blocks = (
+            Block(config, attention_fn, rngs, split is None, keep) for _ in range(config.layers)
+        )
         self.blocks = nnx.List(list(blocks))
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
 

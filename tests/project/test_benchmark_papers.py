@@ -93,7 +93,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path: Path, monkeypatch: py
     path.write_text(json.dumps(stopped | {"commit": "fed"}))
     run(tmp_path, monkeypatch, "--resume")
     assert [x.get("commit") for x in read(tmp_path, "three")["cells"]] == ["fed", "fed", None]
-    assert "Of commit fed: cell 0; cell 1." in path.with_suffix(".md").read_text()
+    assert "Measured at fed: cell 0; cell 1." in path.with_suffix(".md").read_text()
     with pytest.raises(SystemExit, match="is of seed 0, not 1"):
         run(tmp_path, monkeypatch, "--resume", "--seed", "1")
 
