@@ -28,8 +28,8 @@ value. The words causal, float32, bfloat16 and float16 may follow it.
 A time is the fastest of up to five rounds, in which the implementations take turns. Memory is what
 a call needs beside arguments and results: of JAX's as XLA plans it, of PyTorch's on a GPU as
 measured. The error is that of the first batch row and the first head of key beside float64: the
-norm of the difference over the norm, of the result or the gradient where it is largest. A result
-with an error above 0.05 is called wrong and has no time.
+norm of the difference over the norm (over 1 where that is 0), of the result or the gradient where
+it is largest. A result with an error above 0.05 is called wrong and has no time.
 """
 
 

@@ -40,6 +40,9 @@ class Cell:
         return count * (0.5 if self.causal else 1.0) * (3.5 if backward else 1.0)
 
 
+MOST_FLOPS = 1e18  # half an hour of an H100; XLA ends the process where a size is beyond int64
+
+
 def read(text: str) -> Cell:
     """Reads "B,T,N,H" or "B,T,N/K,H", with "causal" or a dtype behind it."""
 
@@ -62,7 +65,10 @@ def read(text: str) -> Cell:
     dtypes = [word for word in words if word in DTYPES] or ["bfloat16"]
     if len(dtypes) > 1:
         raise wrong(f"{' and '.join(dtypes)} exclude each other")
-    return Cell(batch, length, n, k, head_dim, "causal" in words, dtypes[0])
+    cell = Cell(batch, length, n, k, head_dim, "causal" in words, dtypes[0])
+    if cell.flops(backward=True) > MOST_FLOPS:
+        raise wrong(f"its gradients take {cell.flops(backward=True):.0e} operations, above 1e18")
+    return cell
 
 
 # What models have, those first that most readers ask for: a short run ends before the last.

@@ -64,6 +64,23 @@ def test_what_is_wrong_or_fails_has_no_time():
         assert record["missing"] == {"halved": "wrong: an error of 0.5", "large": "out of memory"}
 
 
+def test_one_key_and_no_memory(monkeypatch):
+    """Gradients of one key's scores are 0; what has no room for its arrays says so."""
+    cell, records = cells.read("2,1,3,8,float32"), []
+    known = {rivals.OURS: rivals.installed()[rivals.OURS]}
+    measure.run([cell], known, time.monotonic(), records)
+    assert [[*x["error"], *x["missing"]] for x in records] == [[rivals.OURS]] * 2
+    assert all(x["error"][rivals.OURS] < 1e-5 for x in records)
+
+    def draw(cell: cells.Cell) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte.")
+
+    monkeypatch.setattr(measure, "draw", draw)
+    records.clear()
+    measure.run([cell], known, time.monotonic(), records)
+    assert [x["missing"] for x in records] == [{rivals.OURS: "out of memory"}] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -71,6 +88,7 @@ def test_what_is_wrong_or_fails_has_no_time():
         ("--shape 4,4096,32/5,128", "5 heads of key and value do not divide 32 of query"),
         ("--shape 4,64,2,8,casual", "'casual' is none of causal, bfloat16, float16, float32"),
         ("--shape 4,64,2,8,float16,float32", "float16 and float32 exclude each other"),
+        ("--shape 99999,99999,999,999", "its gradients take 1e+22 operations, above 1e18"),
         ("--seconds nan", "'nan'; expected a number above 0"),
         ("--json /no/where.json", "expected a file in a folder that there is"),
         ("--plot found.jpg", "expected a name that ends in .png, .svg, .pdf"),
