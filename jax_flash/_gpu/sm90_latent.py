@@ -29,6 +29,7 @@ _SMALLEST_PAGE = 16  # smaller ones were not measured beside decode.py's kernels
 _MOST_QUERIES = 64  # of a row
 _BUSY = 0.9  # of multiprocessors, that even parts have to leave busy
 _ROWS_OF_EVEN_PART = 2
+_MOST_PARTS = 144  # whose factors the second kernel has place for
 _MOST_POSITIONS = 2**30 - 1  # that a row has place for: as much again overflows
 
 
@@ -141,6 +142,7 @@ class LatentTiling:
             "kAppends": call.appends,
             "kRotates": False,
             "kOverlaps": True,
+            "kMostParts": _MOST_PARTS,
         }
 
 
@@ -149,9 +151,10 @@ def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> LatentTiling:
     # Where jax.export left T open there is a CTA for each row group of all T.
     least = 1 if isinstance(shapes.q_len, int) else _MOST_QUERIES
     shares = -(-_rows(shapes) // _ROWS)
+    most = min(max(multiprocessors(gpu) // shares, 1), _MOST_PARTS)
     size = shapes.page_size if call.paged else None
     return LatentTiling(
-        parts=max(least, _parts(shapes.batch, max(multiprocessors(gpu) // shares, 1))),
+        parts=max(least, _parts(shapes.batch, most)),
         shares=shares,
         box_rows=math.gcd(size or 0, LatentTiling.block_kv),
     )

@@ -51,6 +51,8 @@ CASES: list[tuple[Case, dict[str, Any]]] = [
     (latent("two tiles", N=128, lengths=(200, 1, 0, 130), most=200), {"parts": 3}),
     # Several tokens in a tile: what some rows see and others do not; new keys over two blocks.
     (latent("tokens", N=16, T=4, lengths=(129, 2, 66), appends=True), {"parts": 2}),
+    # Rows of 33, 8, 15 and 4 blocks, and as many parts but one: each way to merge them.
+    (latent("many parts", N=16, lengths=(2100, 500, 900, 250), most=2112), {"parts": 59}),
     (latent("pages of 64", N=64, T=1, page=64, lengths=(200, 64, 0, 65), sinks=True), {"parts": 5}),
     (latent("pages of 16", N=33, T=3, page=16, lengths=(150, 40), softcap=3.0, window=70,
             dtype="float16", appends=True), {"parts": 1}),

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
       for (Barrier& box : shared.full[stage]) ptx::barrier_init(ptx::shared_address(&box), 1);
       for (Barrier& half : shared.empty[stage]) ptx::barrier_init(ptx::shared_address(&half), 4);
     }
-    ptx::barrier_init(ptx::shared_address(&shared.queries_full), 1);
+    ptx::barrier_init(ptx::shared_address(&shared.queries_full), kLoaders);
     ptx::barrier_init(ptx::shared_address(&shared.queries_empty), 8);
     ptx::barrier_init_fence();
   }
@@ -31,10 +31,8 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
   if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
   if (warp < 4) {
     ptx::register_decrease<kLoaderRegisters>();
-    if (warp == 0) {
-      LatentLoader loader{p, share, shared};
-      loader.run(line);
-    }
+    LatentLoader loader{p, share, shared, warp};
+    loader.run(line);
   } else if (warp < 8) {
     ptx::register_increase<kConsumerRegisters>();
     LatentConsumer<0> consumer{p, share, shared};

@@ -1,103 +1,113 @@
-// Latent decoding: the warp that loads queries and blocks of keys by TMA, box by box.
+// Latent decoding: the warps that load queries and blocks of keys by TMA. Each has every fourth
+// box: one that loads all takes some 60 cycles for each box, and for each piece of one.
 #pragma once
 
 #include "sm90_latent/latent_shared.cuh"
 
 namespace decode {
 
-// Blocks of a window, see WindowPages.
-inline constexpr int kWindow = kPieces < 32 ? 32 / kPieces : 1;
+// A lane's pieces of the block that is to be loaded, one block after another. What is computed
+// between two blocks can make the second late: with a division 128 rows of 4096 positions in pages
+// of 64 took 318 us, without pages 277 (H100).
+struct Boxes {
+  // Page numbers are read for so many blocks at once, a lane for each piece, and as many ahead.
+  static constexpr int kWindow = kPieces < 32 ? 32 / kPieces : 1;
 
-// Numbers of pages as the table has them, of the pieces of the next kWindow blocks and as many
-// behind: with a lane for each piece a load brings those of several blocks, long before one of them
-// is asked for. Whole warps call.
-struct WindowPages {
   const DecodeParams& p;
   const Unit& unit;
-  int begin, end;  // blocks of the part; `begin` moves with the window
-  int now[kPiecesOfLane], next[kPiecesOfLane];
+  Range seen;
+  int block, end, window;  // `window`: the first block of `now`
+  int step;                // from a row of a page to that a block further
+  int now[kPiecesOfLane], coming[kPiecesOfLane];
+  int page[kPiecesOfLane], row[kPiecesOfLane];  // a page, kNotNeeded or kNone
 
-  __device__ __forceinline__ WindowPages(const DecodeParams& p, const Unit& unit,
-                                         const Range& range)
-      : p(p), unit(unit), begin(range.begin), end(range.end) {
-    read(begin, now);
-    read(begin + kWindow, next);
-  }
-  // `block` is the first that is asked for from here on.
-  __device__ __forceinline__ void move(int block) {
-    if (block != begin + kWindow) return;
-    begin = block;
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) now[i] = next[i];
-    read(begin + kWindow, next);
-  }
-  // The page of this lane's piece i of a block in the two windows, kNotNeeded or kNone.
-  __device__ __forceinline__ int page(int block, int i) const {
-    const int piece = i * 32 + threadIdx.x % 32;
-    const int first = block * kBlockKV + piece * kBoxRows;
-    int of = unit.batch;
-    if constexpr (kPaged) {
-      const int at = block - begin, from = (at % kWindow * kPieces + piece) % 32;
-      const int near = __shfl_sync(0xffffffffu, now[i], from);
-      const int far = __shfl_sync(0xffffffffu, next[i], from);
-      of = at < kWindow ? near : far;
-      if (of < 0 || of >= p.pages) of = kNone;
-    }
-    const Range seen = positions_of(p, unit.length);
-    const bool is_needed =
-        piece < kPieces && first < seen.end && first + kBoxRows > seen.begin && block < end;
-    return is_needed ? of : kNotNeeded;
-  }
-
- private:
-  __device__ __forceinline__ void read(int first, int (&of)[kPiecesOfLane]) const {
-    if constexpr (!kPaged) return;
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ Boxes(const DecodeParams& p, const Unit& unit, const Range& range)
+      : p(p),
+        unit(unit),
+        seen(positions_of(p, unit.length)),
+        block(range.begin),
+        end(range.end),
+        window(block),
+        step(kBlockKV) {
+    read(block, now);
+    read(block + kWindow, coming);
+    if constexpr (kPaged) step %= p.page_size;
 #pragma unroll
     for (int i = 0; i < kPiecesOfLane; ++i) {
-      const int block = first + lane / kPieces, piece = i * 32 + lane % kPieces;
-      const int position = block * kBlockKV + piece * kBoxRows;
-      of[i] = kNone;
-      if (block < end && position < unit.length) {
-        of[i] = p.page_table[static_cast<int64>(unit.batch) * p.columns + position / p.page_size];
-      }
-    }
-  }
-};
-
-// A lane's pieces of a block.
-struct Boxes {
-  int page[kPiecesOfLane], row[kPiecesOfLane];
-
-  __device__ __forceinline__ Boxes(const DecodeParams& p, const WindowPages& pages, int block) {
-#pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      page[i] = pages.page(block, i);
-      const int piece = kPieces == 1 ? 0 : i * 32 + threadIdx.x % 32;
-      row[i] = block * kBlockKV + piece * kBoxRows;
+      row[i] = block * kBlockKV + piece(i) * kBoxRows;
       if constexpr (kPaged) row[i] %= p.page_size;
     }
   }
+  __device__ __forceinline__ void move() {
+    ++block;
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) {
+      row[i] += step;
+      if (kPaged && row[i] >= p.page_size) row[i] -= p.page_size;
+    }
+    if (block != window + kWindow) return;
+    window = block;
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) now[i] = coming[i];
+    read(block + kWindow, coming);
+  }
+  // Whole warps call.
+  __device__ __forceinline__ void find_pages() {
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) {
+      int of = unit.batch;
+      if constexpr (kPaged) {
+        const int from = ((block - window) * kPieces + piece(i)) % 32;
+        of = __shfl_sync(0xffffffffu, now[i], from);
+        if (of < 0 || of >= p.pages) of = kNone;
+      }
+      const int first = block * kBlockKV + piece(i) * kBoxRows;
+      const bool is_needed =
+          piece(i) < kPieces && first < seen.end && first + kBoxRows > seen.begin;
+      page[i] = is_needed ? of : kNotNeeded;
+    }
+  }
+
   // Calls visit(piece, page, its row) for those that are to be loaded.
   template <class Visit>
   __device__ __forceinline__ void each(Visit visit) const {
 #pragma unroll
     for (int i = 0; i < kPiecesOfLane; ++i) {
-      if (page[i] >= 0) visit(kPieces == 1 ? 0 : i * 32 + threadIdx.x % 32, page[i], row[i]);
+      if (page[i] >= 0) visit(piece(i), page[i], row[i]);
     }
   }
+  // Of all lanes.
   __device__ __forceinline__ int count() const {
     int own = 0;
 #pragma unroll
     for (int i = 0; i < kPiecesOfLane; ++i) own += page[i] >= 0 ? 1 : 0;
-    return own;
+    return kPieces == 1 ? own : __reduce_add_sync(0xffffffffu, own);
   }
   // A needed one has no page.
   __device__ __forceinline__ bool lack() const {
     bool lacks = false;
 #pragma unroll
     for (int i = 0; i < kPiecesOfLane; ++i) lacks = lacks || page[i] == kNone;
-    return lacks;
+    return kPieces == 1 ? lacks : __any_sync(0xffffffffu, lacks);
+  }
+
+ private:
+  // A block in one page has one piece, in every lane.
+  static __device__ __forceinline__ int piece(int i) {
+    return kPieces == 1 ? 0 : i * 32 + threadIdx.x % 32;
+  }
+  __device__ __forceinline__ void read(int first, int (&of)[kPiecesOfLane]) const {
+    if constexpr (!kPaged) return;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) {
+      const int at = first + lane / kPieces;
+      const int position = at * kBlockKV + (i * 32 + lane % kPieces) * kBoxRows;
+      of[i] = kNone;
+      if (at < end && position < unit.length) {
+        of[i] = p.page_table[static_cast<int64>(unit.batch) * p.columns + position / p.page_size];
+      }
+    }
   }
 };
 
@@ -105,17 +115,18 @@ struct LatentLoader {
   const DecodeParams& p;
   const Share& share;
   LatentShared& shared;
+  int warp;                      // of kLoaders
   uint32 blocks = 0, units = 0;  // that were loaded
 
   __device__ __forceinline__ void run(const Line& line) {
     line.walk(share, [&](const Unit& unit, const Range& range) {
-      WindowPages pages(p, unit, range);
+      Boxes boxes(p, unit, range);
       load_queries(unit);
 #pragma unroll 1
-      for (int block = range.begin; block < range.end; ++block) {
-        pages.move(block);
-        load(block, pages);
+      for (boxes.find_pages(); boxes.block < range.end; boxes.find_pages()) {
+        load(boxes);
         ++blocks;
+        boxes.move();
       }
     });
   }
@@ -124,9 +135,9 @@ struct LatentLoader {
     if (threadIdx.x % 32 == 0) {
       const uint32 full = ptx::shared_address(&shared.queries_full);
       ptx::barrier_wait(ptx::shared_address(&shared.queries_empty), units % 2 ^ 1);
-      ptx::barrier_arrive_expect(full, kKeyBytes);
+      ptx::barrier_arrive_expect(full, ceil_div(kKeyBoxes - warp, kLoaders) * kBoxBytes);
 #pragma unroll 1
-      for (int box = 0; box < kKeyBoxes; ++box) {
+      for (int box = warp; box < kKeyBoxes; box += kLoaders) {
         ptx::tma_load(ptx::shared_address(shared.queries) + box * kBoxBytes, &p.query_rows, full,
                       ptx::kEvictNormal, box * kBoxColumns, 0, share.first_row(), unit.batch);
       }
@@ -135,29 +146,29 @@ struct LatentLoader {
     ++units;
   }
 
-  __device__ __forceinline__ void load(int block, const WindowPages& pages) {
+  __device__ __forceinline__ void load(const Boxes& boxes) {
     const int lane = threadIdx.x % 32;
     const uint32 stage = stage_of_block(blocks), parity = parity_of_block(blocks);
     const uint32 keys = ptx::shared_address(shared.keys[stage]);
-    const Boxes boxes(p, pages, block);
-    const int count = kPieces == 1 ? boxes.count() : __reduce_add_sync(0xffffffffu, boxes.count());
-    const bool lacks = kPieces == 1 ? boxes.lack() : __any_sync(0xffffffffu, boxes.lack());
-    if (kPieces == 1 && lane != 0) return;  // a block in one page: one lane asks for it
+    const int count = boxes.count();
+    const bool lacks = boxes.lack();
+    if (kPieces > 1 || lane == 0) {  // a block in one page: one lane asks for it
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      ptx::barrier_wait(ptx::shared_address(&shared.empty[stage][half]), parity ^ 1);
-      if constexpr (kPieces > 1) __syncwarp();  // all have seen it free before it may be full
-      if (half == 0 && lane == 0) shared.spoiled[stage] = lacks;
-      const int end = half == 0 ? kHalfBoxes : kKeyBoxes;
+      for (int half = 0; half < 2; ++half) {
+        ptx::barrier_wait(ptx::shared_address(&shared.empty[stage][half]), parity ^ 1);
+        if constexpr (kPieces > 1) __syncwarp();  // all have seen it free before it may be full
+        if (half == 0 && warp == 0 && lane == 0) shared.spoiled[stage] = lacks;
+        const int end = half == 0 ? kHalfBoxes : kKeyBoxes;
 #pragma unroll 1
-      for (int box = half * kHalfBoxes; box < end; ++box) {
-        const uint32 full = ptx::shared_address(&shared.full[stage][box]);
-        if (lane == 0) ptx::barrier_arrive_expect(full, count * (kBoxBytes / kPieces));
-        if constexpr (kPieces > 1) __syncwarp();
-        fetch(keys + box * kBoxBytes, full, box, boxes);
+        for (int box = half * kHalfBoxes + warp; box < end; box += kLoaders) {
+          const uint32 full = ptx::shared_address(&shared.full[stage][box]);
+          if (lane == 0) ptx::barrier_arrive_expect(full, count * (kBoxBytes / kPieces));
+          if constexpr (kPieces > 1) __syncwarp();
+          fetch(keys + box * kBoxBytes, full, box, boxes);
+        }
       }
     }
-    if constexpr (kPieces > 1) __syncwarp();
+    __syncwarp();
   }
 
   // A lane's pieces of a box.

@@ -5,6 +5,19 @@
 
 namespace decode {
 
+// What a CTA leaves of a unit that it shares lies as its threads have it, 16 bytes of each side by
+// side: two times two columns of a row, 8 columns apart.
+inline constexpr int kLeftPieces = kShareRows * kValueDim / 4;
+struct LeftPiece {
+  int row, column;  // of the first two
+  __device__ __forceinline__ explicit LeftPiece(int piece) {
+    const int of_group = piece / kGroupThreads;  // pairs of 8 columns, then rows, then halves
+    column = of_group / (kHalfColumns / 8) * kHalfColumns + of_group % (kHalfColumns / 16) * 16 +
+             fragment::first_column(piece);
+    row = fragment::first_row(piece) + of_group / (kHalfColumns / 16) % 2 * fragment::kRowStep;
+  }
+};
+
 // A warpgroup has half of the columns.
 template <int kGroup>
 struct LatentResults {
@@ -33,7 +46,7 @@ struct LatentResults {
       if (is_whole) {
         store(place, i, total[i]);
       } else if (place.exists(p)) {
-        leave(partial_row(blockIdx.x, is_first, row), i, total[i]);
+        leave(partial_row(blockIdx.x, is_first, 0), i, total[i]);
       }
     }
   }
@@ -57,17 +70,19 @@ struct LatentResults {
     }
     if (kGroup == 0 && threadIdx.x % 4 == 0) store_lse(p, unit, place, end.lse);
   }
-  // For latent_merge.cuh.
+  // For latent_merge.cuh: row i of this thread; see LeftPiece. `at` is the unit's first row.
   __device__ __forceinline__ void leave(int64 at, int i, float total) const {
-    float* const to = p.partial_out + at * kValueColumns + kGroup * kHalfColumns +
-                      fragment::first_column(threadIdx.x);
+    constexpr int kPairs = kHalfColumns / 16;
+    float4* const to = reinterpret_cast<float4*>(p.partial_out + at * kValueColumns) +
+                       (2 * kGroup + i) * kPairs * kGroupThreads + threadIdx.x % kGroupThreads;
 #pragma unroll
-    for (int j = 0; j < kHalfColumns / 8; ++j) {
-      const int of = fragment::element(j, i, 0);
-      *reinterpret_cast<float2*>(to + 8 * j) = make_float2(output[of], output[of + 1]);
+    for (int j = 0; j < kPairs; ++j) {
+      const int left = fragment::element(2 * j, i, 0), right = fragment::element(2 * j + 1, i, 0);
+      to[j * kGroupThreads] =
+          make_float4(output[left], output[left + 1], output[right], output[right + 1]);
     }
     if (kGroup == 0 && threadIdx.x % 4 == 0) {
-      reinterpret_cast<float2*>(p.partial_rows)[at] = make_float2(base[i], total);
+      reinterpret_cast<float2*>(p.partial_rows)[at + own_row(i)] = make_float2(base[i], total);
     }
   }
 };

@@ -14,6 +14,7 @@ namespace decode {
 
 inline constexpr int kGroupThreads = 128;  // of a warpgroup
 inline constexpr int kLatentThreads = 3 * kGroupThreads;
+inline constexpr int kLoaders = 4;  // warps
 inline constexpr int kBoxBytes = kBlockKV * kBoxRowBytes;
 inline constexpr int kKeyBoxes = kHeadDim / kBoxColumns;
 inline constexpr int kHalfBoxes = kValueDim / kBoxColumns / 2;  // of the values, a warpgroup's
@@ -21,6 +22,7 @@ inline constexpr int kHalfColumns = kValueDim / 2;
 // The box behind the values holds the weights of its block once its scores are there.
 inline constexpr int kWeightsAt = 2 * kHalfBoxes * kBoxBytes;
 static_assert(kBlockKV == 64 && kShareRows == 64 && kHeads == 1 && kValuesInKeys);
+static_assert(kHalfBoxes == kLoaders);  // so a box is always the same warp's
 static_assert(kHeadDim % kBoxColumns == 0 && kValueDim == 512 && kHeadDim > kValueDim);
 static_assert(kCacheColumns == kBoxColumns);
 
