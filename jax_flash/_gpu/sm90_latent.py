@@ -13,7 +13,7 @@ from typing import Any
 from jax_flash._gpu.buffers import dims_of
 from jax_flash._gpu.constants import problem_constants
 from jax_flash._gpu.decode_launch import decode_launch, operands_of, results_of, same_of
-from jax_flash._gpu.family import Family, preferred
+from jax_flash._gpu.family import Family
 from jax_flash._gpu.fields import Field, Map, Struct, name_of
 from jax_flash._gpu.plan import Launch, Number, Plan
 from jax_flash._gpu.sizes import B, N, T
@@ -25,7 +25,6 @@ from jax_flash._problem import Shapes
 _DIMS = (576, 512)
 _ROWS = 64  # of a product
 _FEWEST_ROWS = 16  # 5 to 11 % faster than decode.py's kernels (H100)
-_SMALLEST_PAGE = 16  # smaller ones were not measured beside decode.py's kernels
 _MOST_QUERIES = 64  # of a row
 _BUSY = 0.9  # of multiprocessors, that even parts have to leave busy
 _ROWS_OF_EVEN_PART = 2
@@ -61,12 +60,6 @@ class Sm90Latent(Family):
         if (rows := _rows(shapes)) < _FEWEST_ROWS:
             reasons.append(
                 f"{kernels} multiply {_ROWS} query rows at a time, and {rows} share a key here"
-            )
-        small = call.paged and known(shapes.page_size, 1) < _SMALLEST_PAGE
-        if small and preferred.get() != self.name:
-            reasons.append(
-                f"{kernels} take pages of {_SMALLEST_PAGE} positions or more, not of "
-                f"{shapes.page_size}"
             )
         if isinstance(shapes.kv_len, int) and shapes.kv_len > _MOST_POSITIONS:
             reasons.append(

@@ -54,6 +54,8 @@ CASES: list[tuple[Case, dict[str, Any]]] = [
     # Rows of 33, 8, 15 and 4 blocks, and as many parts but one: each way to merge them.
     (latent("many parts", N=16, lengths=(2100, 500, 900, 250), most=2112), {"parts": 59}),
     (latent("pages of 64", N=64, T=1, page=64, lengths=(200, 64, 0, 65), sinks=True), {"parts": 5}),
+    # A box is a position: two of a block for each lane.
+    (latent("pages of 3", N=16, T=2, page=3, lengths=(150, 40), appends=True), {"parts": 3}),
     (latent("pages of 16", N=33, T=3, page=16, lengths=(150, 40), softcap=3.0, window=70,
             dtype="float16", appends=True), {"parts": 1}),
 ]  # fmt: skip
