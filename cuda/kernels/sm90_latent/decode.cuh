@@ -14,8 +14,8 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
   extern __shared__ __align__(1024) unsigned char dynamic_shared[];
   LatentShared& shared = *reinterpret_cast<LatentShared*>(dynamic_shared);
   const int warp = ptx::warp_index();
-  const Share share(p);
-  const Line line(p);  // lengths come while barriers are made
+  // Lengths come while barriers are made.
+  if (const int at = threadIdx.x % 32 * 32; at < p.batch) ptx::prefetch(p.lengths + at);
   if (threadIdx.x == 0) {
     if (p.pages > 0 && p.page_size > 0) ptx::prefetch_tensor_map(&p.key);
     ptx::prefetch_tensor_map(&p.query_rows);
@@ -27,6 +27,8 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
     ptx::barrier_init(ptx::shared_address(&shared.queries_empty), 8);
     ptx::barrier_init_fence();
   }
+  const Share share(p);
+  const Line line(p);
   __syncthreads();
   if constexpr (kOverlaps) ptx::let_the_next_kernel_start();
   if (warp < 4) {

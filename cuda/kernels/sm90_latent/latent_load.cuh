@@ -76,7 +76,7 @@ struct Boxes {
       if (page[i] >= 0) visit(piece(i), page[i], row[i]);
     }
   }
-  // Of all lanes.
+  // Those of all lanes.
   __device__ __forceinline__ int count() const {
     int own = 0;
 #pragma unroll
