@@ -1,5 +1,5 @@
 // Latent decoding, the second kernel: units that several CTAs share are merged by all of these, a
-// slice of the sums by each; parts are added in the order of the line.
+// slice of the sums by each. Lengths alone decide in which order parts are added.
 //
 // A slice of all parts is as much for every number of parts: 16 loads of 16 bytes for each thread,
 // eight of which are under way together.
