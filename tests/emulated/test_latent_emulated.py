@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ from ..ragged_cases import Batch, Drawn
 class Latent:
     """A case by these kernels, by a tiling of its own."""
 
-    arguments: Arguments | Drawn
+    arguments: Arguments | Drawn | Chosen
     tiling: dict[str, Any]
 
     def run(self, backend: str) -> jax_flash.Decoded | jax_flash.Attended:
@@ -75,6 +76,38 @@ def test_requests_over_pages(emulator: Emulator):
                   dtype="bfloat16")  # fmt: skip
     drawn = batch.draw(2)
     drawn.compare(emulator.run(Latent(drawn, {}), seed=2))  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Chosen:
+    """A call of two rows that read chosen keys, of which a tenth are none."""
+
+    arrays: dict[str, Any]
+
+    def run(self, backend: str) -> jax_flash.Decoded:
+        return jax_flash.decode_attention(
+            value_cache=None, value_dim=512, backend=backend, **self.arrays
+        )
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "pages of 64"])
+def test_chosen_keys(paged: bool, emulator: Emulator):
+    rng = np.random.default_rng(5)
+    lengths, shape = (300, 170), (10, 64) if paged else (2, 300)
+    indices = [[rng.permutation(n)[:100] for _ in range(2)] for n in lengths]
+    arrays = {
+        "query": rng.normal(size=(2, 2, 16, 576)).astype(jnp.bfloat16),
+        "key_cache": rng.normal(size=(*shape, 1, 576)).astype(jnp.bfloat16),
+        "lengths": np.array(lengths, np.int32),
+        "indices": np.where(rng.random((2, 2, 100)) < 0.1, -1, indices).astype(np.int32),
+    }
+    if paged:
+        arrays["page_table"] = rng.permutation(10).reshape(2, 5).astype(np.int32)
+    call = Chosen({name: jnp.asarray(x) for name, x in arrays.items()})
+    got = emulator.run(Latent(call, {}), seed=3)  # type: ignore[arg-type]
+    expected = call.run("xla")
+    np.testing.assert_allclose(np.float32(got.out), np.float32(expected.out), atol=0.02)
+    np.testing.assert_allclose(got.lse, expected.lse, atol=1e-3)
 
 
 @pytest.mark.parametrize(
