@@ -98,8 +98,8 @@ def decode_attention(
         may hold anything, −1 for instance.
       key_scale, value_scale: of caches of eight bits, float32 above 0, one number, `[K]` or
         `[*B, K]`, of pages `[K]` or `[P, K]`: a key or value is what is stored times its scale. New
-        ones are divided by it, rounded to nearest, ties to even, and saturated. Without a
-        value_cache key_scale alone.
+        ones are divided by it, rounded to nearest, ties to even, and saturated; NaN is 0 in int8,
+        which has none. Without a value_cache key_scale alone.
       rotary_base: rotates query and new_key by their positions, paired by halves as in GPT-NeoX;
         None: not. Keys in the cache are rotated already.
       value_dim: see value_cache.

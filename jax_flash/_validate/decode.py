@@ -62,11 +62,10 @@ class Caches:
                 continue
             leading = ("P",) if page_table is not None else batch
             if x.ndim != len(leading) + 3 or (page_table is None and x.shape[:-3] != batch):
-                raise ValueError(
-                    f"{name} has shape {x.shape}; expected "
-                    + ("pages [P, S, K, H]" if page_table is not None else "[*B, L, K, H]")
-                    + f" beside leading dims *B = {batch} of query or key: {_LETTERS}"
-                )
+                expected = f"[*B, L, K, H], leading dims *B = {batch} of query or key: {_LETTERS}"
+                if page_table is not None:
+                    expected = "pages [P, S, K, H], P pages of S positions each"
+                raise ValueError(f"{name} has shape {x.shape}; expected {expected}")
         if value is not None and (value.shape[:-1] != key.shape[:-1] or value.dtype != key.dtype):
             raise ValueError(
                 f"{names[1]} has shape {value.shape} and dtype {value.dtype}, {names[0]} "

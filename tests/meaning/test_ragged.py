@@ -259,7 +259,9 @@ def test_wrong_arguments_are_named():
     refused("rows has dtype float32", rows=jnp.float32(1))
     refused("page_table is None", page_table=None)
     refused(r"page_table has shape \(5, 6\)", page_table=arrays["page_table"][:5])
-    refused("key_pages has shape .*pages", key_pages=pages[0])
+    refused(
+        r"key_pages has .* pages \[P, S, K, H\], P pages of S positions each$", key_pages=pages[0]
+    )
     refused("value_pages has shape .*the same but for the last dim", value_pages=pages[:2])
     refused("query has dtype bfloat16 and key_pages float32", query=query.astype("bfloat16"))
     refused("a multiple of key_pages's heads", query=query[:, :3])
