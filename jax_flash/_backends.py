@@ -299,7 +299,7 @@ def pick(
     if call.backend in refusals and not call.prepares:
         reasons = "; ".join(refusals[call.backend])
         raise NotImplementedError(f"backend {call.backend!r} cannot run this call: {reasons}")
-    if gpu is not None and "cuda" not in refusals and _gpu.few_scores.takes(call, shapes):
+    if gpu is not None and "cuda" not in refusals and _gpu.few_scores.takes(call, shapes, gpu):
         refusals["cuda"] = (_gpu.few_scores.REASON,)
     if call.backend is not None and call.backend not in refusals:
         return call.backend, refusals

@@ -7,6 +7,8 @@ most of it is empty, while a product of XLA takes a handful of any shape.
 from __future__ import annotations
 
 from jax_flash._call import Call
+from jax_flash._gpu import sm90
+from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
 
 REASON = "XLA's products of so few scores take less time than kernels: backend='cuda' runs these"
@@ -20,10 +22,11 @@ _SHARED_QUERIES, _GROUP = 16, 4  # of heads that share a row's keys: 0.3 to 0.8 
 # which it sums (_products.py), 4 to 6 where each head has its own keys; ours are 3 and 6 launches
 # beside copies of what they broadcast, and outside of CUDA graphs.
 _LITTLE_LENGTH, _LITTLE_OWN, _LITTLE = 16, 32, 1 << 21
+_ROWS = 64  # whose keys half of an H100 reads: 111 us for 573 of products that are not tuned
 _UNITS = 264  # heads x blocks of 128 keys: two rounds of an H100; fewer launches take less below
 
 
-def takes(call: Call, shapes: Shapes) -> bool:
+def takes(call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
     """Tells whether XLA's products are to run a pass that kernels could run, where none is named.
 
     Figures are those of an H100 (docs/decisions.md).
@@ -49,6 +52,11 @@ def takes(call: Call, shapes: Shapes) -> bool:
         return True
     # XLA copies keys and values of several heads to where a head's are in a row.
     if shapes.kv_heads != 1:
+        return False
+    # Hopper's kernels read keys once for all heads.
+    hopper = sm90.Sm90()
+    once = gpu.arch in hopper.architectures and hopper.fill_together(call, shapes, gpu)
+    if once and batch >= _ROWS:
         return False
     units = batch * heads * -(-keys // 128)
     return queries <= _SHARED_QUERIES and heads >= _GROUP and units >= _UNITS

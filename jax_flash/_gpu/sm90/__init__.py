@@ -96,14 +96,17 @@ class Sm90(Family):
         return rows if rows >= (2 if narrow and not forward else 4) else 1
 
     def folds_heads(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
-        """Heads that share keys and fill half as many blocks of queries together.
+        """Not in a forward pass that packs a power of two of heads, without rows of their own."""
+        if call.target == "forward" and packs_heads(call.problem, shapes, gpu):
+            return False
+        return self.fill_together(call, shapes, gpu)
 
-        Each head's own block reads the keys, and most of its queries are empty. A forward pass
-        packs a power of two of heads itself, where they have no rows of their own.
+    def fill_together(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> bool:
+        """Tells whether heads that share keys fill half as many blocks of queries together.
+
+        Each head's own block reads the keys, and most of its queries are empty.
         """
         if not folding.may_fold_heads(call, shapes) or is_wide(call.problem):
-            return False
-        if call.target == "forward" and packs_heads(call.problem, shapes, gpu):
             return False
         batch, queries, keys = shapes.batch, shapes.q_len, shapes.kv_len
         if not (isinstance(batch, int) and isinstance(keys, int)):
