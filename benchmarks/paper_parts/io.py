@@ -338,7 +338,7 @@ def panels(records: Sequence[Record]) -> list[Panel]:
 PART = Part(
     title="Bytes of HBM",
     paper="Dao et al., FlashAttention (arXiv:2205.14135)",
-    seconds=90,
+    seconds=60,
     claims=(
         Claim(
             "bytes of HBM, formula beside flash, forward + backward, T 1024",
