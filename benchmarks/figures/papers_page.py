@@ -62,6 +62,9 @@ def section(name: str, part: paper.Part, run: Mapping[str, Any] | None) -> str:
         text += (
             f"{run['seed']}, {run['seconds']:.0f} s, `python benchmarks/papers.py --part {name}`."
         )
+        others = [x["name"] for x in run["cells"] if "commit" in x]
+        if others:
+            text += f" Measured at another commit: {'; '.join(others)}."
         lines.append(text)
     lines.append(paper.claims_table(part, None if run is None else run["cells"]))
     if run is not None:

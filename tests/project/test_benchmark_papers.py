@@ -145,7 +145,8 @@ def test_the_page_has_the_newest_run_of_a_gpu(tmp_path: Path, monkeypatch: pytes
     about |= {"versions": {"jax": "1.0"}}
 
     def write(folder: str, date: str, seconds: int, **more: Any) -> None:
-        cells = [{"name": "c", "at": at, "s": seconds} for at in range(3)]
+        cells = [{"name": f"c{at}", "at": at, "s": seconds} for at in range(3)]
+        cells[1]["commit"] = "abc"
         to = tmp_path / folder / f"papers-three-{date}.json"
         to.parent.mkdir(exist_ok=True)
         run = about | {"gpu": folder, "date": date, "cells": cells} | more
@@ -162,6 +163,7 @@ def test_the_page_has_the_newest_run_of_a_gpu(tmp_path: Path, monkeypatch: pytes
     assert "| the last | 2 s (A100) | Table 1 | 5 s |" in page
     assert "| the last | 2 s (A100) | Table 1 | not measured yet |" in page
     assert "nvidia-h200, 2030-01-02, jax 1.0, seed 0, 2 s" in page
+    assert "Measured at another commit: c1." in page
     assert "old" not in page
     papers_page.draw(runs, tmp_path)
     assert "Three cells, nvidia-h200" in (tmp_path / "papers-three-dark.svg").read_text()
