@@ -17,7 +17,7 @@ import numpy as np
 
 import jax_flash
 
-from .shapes import Case, Cell
+from .shapes import REACH, Case, Cell
 
 CHUNK = 1024  # queries at a time: [CHUNK, T] in float64 is 128 MB at T = 16384
 NAMES = ("out", "dq", "dk", "dv")
@@ -98,9 +98,6 @@ NOISE = 1.25  # the same, either way, where dropout's noise is the error: of the
 PATTERN = 0.05  # of two norms that differ by 0.3 where the passes drop different weights
 
 
-REACH = 128  # of a table of relative positions
-
-
 def relative_table(heads: int) -> np.ndarray:
     """Returns a table of relative positions, float32 `[heads, 2 REACH + 1]`."""
     columns = np.arange(2 * REACH + 1)
@@ -113,8 +110,8 @@ class Truth:
 
     Attributes:
       results: by name, out `[b, n, T, H]` and each gradient, of the slice that `cut` takes.
-      scales: by name, the size of what an error is a share of. For a bias or sinks it is the norm
-        of the gradient before it is summed over what they are broadcast along: the sum may be 0.
+      scales: by name, the size of what an error is a share of. For a bias, sinks or a table it is
+        the norm of the gradient before it is summed over what reads an element: the sum may be 0.
       rounded: errors of plain attention in the case's precision, with the case's dropout.
     """
 
@@ -136,7 +133,7 @@ def cut(case: Case, name: str, x: Any) -> Any:
         return x[rows, :, heads].swapaxes(1, 2)
     if name in ("bias", "mask"):
         return x[rows, heads]
-    return x[heads] if name == "sinks" else x[rows]
+    return x[heads] if name in ("sinks", "table") else x[rows]
 
 
 def errors_of_case(
@@ -229,7 +226,7 @@ def _valid(case: Case, inputs: Mapping[str, Any]) -> Any:
 def _plain(case: Case, given: Mapping[str, Any], dtype: Any, dropout: float) -> Any:
     """Computes out and gradients in a precision, by the definition: all scores at once.
 
-    Returns: results by name in float64; gradients to bias and sinks before they are summed.
+    Returns: results by name in float64; gradients to bias, sinks and table before they are summed.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     queries, keys = jnp.arange(case.length)[:, None], jnp.arange(case.length)
@@ -246,16 +243,18 @@ def _plain(case: Case, given: Mapping[str, Any], dtype: Any, dropout: float) -> 
     if "lengths" in given:
         seen &= given["valid"] & given["valid"].swapaxes(2, 3)
 
-    def attend(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
+    columns = jnp.clip(keys - queries, -REACH, REACH) + REACH
+
+    def attend(q: Any, k: Any, v: Any, bias: Any, sinks: Any, table: Any) -> Any:
         logits = jnp.einsum("bnth,bnsh->bnts", q, k, preferred_element_type=wide)
         logits *= 1 / math.sqrt(case.head_dim)
-        if bias is not None:
-            logits += bias
+        for added in (bias, table):
+            if added is not None:
+                logits += added
         if case.score == "alibi":
             slopes = jax_flash.scores.alibi_slopes(case.heads)[: logits.shape[1]]
             logits -= slopes[:, None, None] * abs(keys - queries)
         if case.score == "table":
-            columns = jnp.clip(keys - queries, -REACH, REACH) + REACH
             logits += jnp.asarray(relative_table(case.heads))[: logits.shape[1], columns]
         if case.softcap is not None:
             logits = case.softcap * jnp.tanh(logits / case.softcap)
@@ -277,11 +276,14 @@ def _plain(case: Case, given: Mapping[str, Any], dtype: Any, dropout: float) -> 
     raw_shapes = {
         "bias": (rows, heads, case.length, case.length),
         "sinks": (rows, heads, case.length, 1),
+        "table": (rows, heads, case.length, case.length),
     }
     for name, shape in raw_shapes.items():
         arguments[name] = None
         if name in given:
-            x = given[name] if name == "bias" else given[name].reshape(1, -1, 1, 1)
+            x = given[name]
+            x = x.reshape(1, -1, 1, 1) if name == "sinks" else x
+            x = x[:, columns] if name == "table" else x
             arguments[name] = jnp.broadcast_to(x, shape).astype(wide)
     out, backward = jax.vjp(attend, *arguments.values())
     gradients = dict(zip(arguments, backward(given["dout"].astype(dtype)), strict=True))
@@ -294,4 +296,7 @@ def _plain(case: Case, given: Mapping[str, Any], dtype: Any, dropout: float) -> 
         results["bias"] = raw["bias"].sum(shared, keepdims=True)
     if "sinks" in raw:
         results["sinks"] = raw["sinks"].sum((0, 2, 3))
+    if "table" in raw:
+        by_column = jax.vmap(lambda x: jnp.zeros(2 * REACH + 1, x.dtype).at[columns].add(x))
+        results["table"] = by_column(raw["table"].sum(0))
     return {name: x.astype(jnp.float64) for name, x in results.items()}, raw

@@ -16,9 +16,9 @@ import numpy as np
 
 import jax_flash
 
-from .exact import REACH, relative_table
+from .exact import relative_table
 from .peers import XLA_SCORES, Call, Peer, Program, compile_jax
-from .shapes import ARRAYS, Case, Pass
+from .shapes import ARRAYS, REACH, Case, Pass
 
 SEED = 7  # of the dropout of peers that take no key
 FLEX = "torch_flex"
@@ -57,8 +57,11 @@ def structs(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
 @functools.cache
 def explain(case: Case) -> dict[str, Any]:
     """Returns the backend that runs our attention of a case, and why it is not another."""
+    given: dict[str, Any] = dict(structs(case))
+    if "table" in given:  # what a function reads is an array there
+        given["table"] = relative_table(case.heads)
     with jax.default_matmul_precision(case.precision):
-        found = jax_flash.explain(**flash_options(case, structs(case)))
+        found = jax_flash.explain(**flash_options(case, given))
     reasons = {name: "; ".join(texts) for name, texts in found.forward.refusals.items()}
     return {"backend": found.backend, "not": reasons}
 
@@ -88,7 +91,7 @@ def flash_options(case: Case, given: Mapping[str, Any]) -> dict[str, Any]:
             arrays.pop(name, None)
     changes = {
         "softcap": case.softcap if case.score is None else None,
-        "score_mod": score_function(case),
+        "score_mod": score_function(case, given.get("table")),
         "dropout_rate": case.dropout,
     }
     return arrays | visible | changes
@@ -107,13 +110,15 @@ def block_mask(case: Case) -> jax_flash.BlockMask:
         return jax_flash.block_mask(sees, q_len=case.length, kv_len=case.length)
 
 
-def score_function(case: Case) -> Any:
-    """Returns the case's function of the scores."""
+def score_function(case: Case, table: Any) -> Any:
+    """Returns the case's function of the scores, which reads the table if that has a gradient."""
     match case.score:
         case "alibi":
             return jax_flash.scores.alibi(jax_flash.scores.alibi_slopes(case.heads))
         case "table":
             return jax_flash.scores.relative_position_table(relative_table(case.heads))
+        case "learned":
+            return jax_flash.scores.relative_position_table(table)
         case "softcap":
             return jax_flash.scores.softcap(case.softcap or 1.0)
     return None
@@ -305,7 +310,9 @@ def _flex(case: Case, tensors: Mapping[str, Any]) -> Callable[[], Any]:
     )
 
     slopes = torch.from_numpy(jax_flash.scores.alibi_slopes(case.heads)).to(tensors["q"].device)
-    table = torch.from_numpy(relative_table(case.heads)).to(tensors["q"].device)
+    table = tensors.get("table")
+    if table is None:
+        table = torch.from_numpy(relative_table(case.heads)).to(tensors["q"].device)
 
     def score(logit: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         if bias is not None:
@@ -313,7 +320,7 @@ def _flex(case: Case, tensors: Mapping[str, Any]) -> Callable[[], Any]:
             logit = logit + bias[tuple(i if size > 1 else i * 0 for i, size in at)]
         if case.score == "alibi":
             logit = logit - slopes[h] * (q - k).abs()
-        if case.score == "table":
+        if case.score in ("table", "learned"):
             logit = logit + table[h, (k - q).clamp(-REACH, REACH) + REACH]
         if case.softcap is not None:
             logit = case.softcap * torch.tanh(logit / case.softcap)

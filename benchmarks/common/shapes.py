@@ -143,6 +143,9 @@ def grouped_cells(head_dims: Sequence[int] = (64, 128)) -> list[Cell]:
     ]
 
 
+REACH = 128  # of a table of relative positions
+
+
 @dataclasses.dataclass(frozen=True)
 class Case(Cell):
     """A cell with a feature, of a problem; as many heads of keys and values as of queries."""
@@ -155,9 +158,9 @@ class Case(Cell):
     mask: str | None = None  # [B, 1, T, S]: "half" of the pairs at random, or "documents" of T / 8
     dropout: float = 0.0
     softcap: float | None = None
-    score: str | None = (
-        None  # a function of the scores: "alibi", "table", or "softcap" of `softcap`
-    )
+    # A function of the scores: "alibi", "table", "softcap" of `softcap`, or "learned", a table with
+    # a gradient, float32 [N, 2 REACH + 1].
+    score: str | None = None
     blocks: bool = False  # causal, window and segment by a block mask made of a function
     sinks: bool = False  # float32 [N]
     lengths: bool = False  # of queries and keys: T and T / 2 by turns
@@ -184,6 +187,8 @@ class Case(Cell):
             found["bias"] = tuple(1 if dim == "1" else size for dim, size in dims), self.dtype
         if self.sinks:
             found["sinks"] = (self.heads,), "float32"
+        if self.score == "learned":
+            found["table"] = (self.heads, 2 * REACH + 1), "float32"
         if self.mask is not None:
             found["mask"] = (self.batch, 1, self.length, self.length), "bool"
         if self.lengths:
@@ -199,7 +204,8 @@ class Case(Cell):
     @property
     def gradients(self) -> tuple[str, ...]:
         """Names of the operands that get a gradient."""
-        return tuple(name for name in ("q", "k", "v", "bias", "sinks") if name in self.operands)
+        some = ("q", "k", "v", "bias", "sinks", "table")
+        return tuple(name for name in some if name in self.operands)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -263,6 +269,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     for name, change in {
         "alibi": {"score": "alibi"},
         "table": {"score": "table"},
+        "table_gradient": {"score": "learned"},
         "softcap": {"softcap": 30.0},
         "softcap_function": {"softcap": 30.0, "score": "softcap"},
     }.items()

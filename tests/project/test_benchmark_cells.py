@@ -124,10 +124,14 @@ def test_cases_are_the_problems():
 
 
 @pytest.mark.parametrize(
-    "feature", ["bias_B11S", "bias_1N11", "sinks", "lengths", "mask_documents", "softcap"]
+    "feature",
+    ["bias_B11S", "bias_1N11", "sinks", "lengths", "mask_documents", "softcap", "learned"],
 )
 def test_cases_are_checked_against_exact_attention(feature: str):
-    case = dataclasses.replace(tiny(feature), dtype="float32")
+    if feature == "learned":
+        case = dataclasses.replace(tiny("plain"), score="learned", dtype="float32")
+    else:
+        case = dataclasses.replace(tiny(feature), dtype="float32")
     inputs = features.draw(case)
     truth = exact.truth_of(case, inputs)
     program = feature_peers.all_peers()[0].compile(case, "training")
@@ -198,7 +202,7 @@ def test_functions_of_scores_are_measured(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(runs, "ROUNDS", 1)
     monkeypatch.setattr(runs, "ROUND_SECONDS", 0)
     monkeypatch.setattr(shapes, "PROBLEMS", {"A": (*TINY, ())})
-    names = ["plain", "alibi_causal", "table", "softcap"]
+    names = ["plain", "alibi_causal", "table", "table_gradient", "softcap"]
     arguments = ["--problems", "A", "--cases", *names, "--peers", "jax_flash"]
     arguments += ["--commit", "abc", "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["features.py", "--functions", *arguments])
