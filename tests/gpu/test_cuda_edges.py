@@ -51,6 +51,11 @@ SHAPES = (
         with_lse=True, batch=(1,))
       for N, K, T in [(64, 1, 5), (128, 2, 3), (32, 1, 127), (24, 3, 9), (10, 2, 127), (8, 1, 128),
                       (12, 1, 33), (4, 2, 63)]),
+    # Many rows of few queries: heads that share keys run as queries of one head.
+    C("folded bias", batch=(20,), T=3, S=200, N=40, K=2, H=112, bias="111s", with_lse=True),
+    C("folded lengths", batch=(90,), T=6, S=140, N=12, K=3, H=240, q_lengths=(6, 0, 4),
+      kv_lengths=(140, 0, 9), softcap=4.0, with_lse=True),
+    C("folded token", batch=(30,), T=1, S=300, N=21, K=3, H=64, mask="1n1s", bias="bn1s"),
     # Dims.
     *(C(f"dims {H} {Hv}", H=H, Hv=Hv, T=140, S=150, N=4, K=2, causal=True, with_lse=True)
       for H, Hv in [(8, 8), (8, 256), (256, 8), (16, 24), (248, 248), (136, 72), (72, 136),
