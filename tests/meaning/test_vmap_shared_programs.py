@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash import _native
+from jax_flash import _gpu, _native
 
 from ..devices import collectives, mesh_of
 from ..small import close, normal
@@ -102,7 +102,8 @@ def test_a_large_bias_is_not_copied_either():
 @pytest.mark.skipif(_native.available("cuda") is not None, reason=f"{_native.available('cuda')}")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ["plain", "lengths", "segments", "sinks", "own sinks"])
-def test_cuda_kernels_share_them(name, order):
+def test_cuda_kernels_share_them(name, order, monkeypatch):
+    monkeypatch.setattr(_gpu.few_scores, "takes", lambda call, shapes, gpu: False)
     arrays, axes = arrays_of(name, dtype=jnp.bfloat16)
     traced = jax.jit(ORDERS[order](call_of(None), axes)).trace(arrays)
     program = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -114,8 +115,9 @@ def test_cuda_kernels_share_them(name, order):
 
 @pytest.mark.skipif(_native.available("cuda") is not None, reason=f"{_native.available('cuda')}")
 @pytest.mark.parametrize(("members", "packed"), [(1, 2), (3, 1), (8, 16), (32, 64), (64, 1)])
-def test_members_share_a_tile_as_heads_do(members, packed):
+def test_members_share_a_tile_as_heads_do(members, packed, monkeypatch):
     """A step of decoding for several beams: 64 rows of a tile hold heads times members."""
+    monkeypatch.setattr(_gpu.few_scores, "takes", lambda call, shapes, gpu: False)
     arrays = [normal(0, members, B, 1, N, H), *qkv()[1:]]
     q, k, v = (x.astype(jnp.bfloat16) for x in arrays)
     call = jax_flash.flash_attention
