@@ -9,17 +9,15 @@ the two does is known to the device alone: a scalar, `result_scale`, is 0 for th
 other program leaves at once. Both write the same buffers.
 
 A copy holds a row if its largest element lies among float16's normal numbers, or is 0: rounding
-then moves no element by more than 2^-11 times the largest one, as TF32's does. Smaller rows of q
-are held beside larger ones of their head: they are rounded by 2^-25 at most, which moves their
-logits by 2^-12 at most, and dk, which sums q over a head's rows, by 2^-14 of what its largest
-may give. NaN and infinity are what they were.
+then moves no element by more than 2^-11 times the largest one, as TF32's does. NaN and infinity are
+what they were.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +32,6 @@ _LARGEST = 65504.0
 _LIMIT = 2.0**15
 # Logits that float32 has to within 2^-4: P of a row, from a base of its own, stays as small.
 _LARGEST_LOGIT = 2.0**20
-_BESIDE = 2.0**-11  # largest element of a head beside which smaller rows of q are held
-_CHUNK = 64  # rows of a head: what threads of a kernel read one after the other
 _COPIED = ("q", "k", "v", "dout")
 
 COPIED = "float32 by float16 copies of operands, results in float32"  # a plan's note
@@ -67,12 +63,9 @@ def copies(
       shapes: its sizes.
       named: its operands.
     """
-    largest = {name: _Largest.of(named[name], name == "q") for name in _COPIED if name in named}
+    largest = {name: _Largest.of(named[name]) for name in _COPIED if name in named}
     q, k, v = (largest[name] for name in "qkv")
-    # What 2^-25 in each element of a row of q makes of a logit.
-    moved = 2.0**-25 * math.sqrt(known(shapes.head_dim, 512)) * k.norm * abs(call.problem.scale)
-    beside = dataclasses.replace(q, least=q.least_alone).fits() & (moved <= 2.0**-12)
-    held = (q.fits() | beside) & k.fits() & v.fits()
+    held = q.fits() & k.fits() & v.fits()
     held &= q.norm * k.norm * abs(call.problem.scale) <= _LARGEST_LOGIT
     made = {**named, **{name: named[name].astype(jnp.float16) for name in "qkv"}}
     scale = jnp.float32(1)
@@ -104,65 +97,37 @@ class _Largest:
       most, least: the largest element of any row, and the smallest of rows' largest elements, rows
         of zeros aside.
       norm: a bound on the rows' norms.
-      least_alone: `least` of the heads that have no element of _BESIDE or more.
     """
 
     most: jax.Array
     least: jax.Array
     norm: jax.Array
-    least_alone: jax.Array
 
     @classmethod
-    def of(cls, x: jax.Array, by_head: bool) -> _Largest:
-        """Looks at an array `[*B, T, N, H]`; not `by_head`: least_alone is least."""
+    def of(cls, x: jax.Array) -> _Largest:
         x = _finite(x)
         # The barrier: XLA would take the maximum of maxima from x, in another pass.
         rows, squares = jax.lax.optimization_barrier((jnp.max(x, -1), jnp.sum(x * x, -1)))
-        found = rows, rows, squares
-        length = rows.shape[-2]
-        if by_head and isinstance(length, int):
-            for size in (_CHUNK, -(-length // _CHUNK)):
-                found = _of_chunks(found, size)
-            most, least, _ = found = tuple(jnp.squeeze(x, -2) for x in found)
-            found = *found, jnp.where(most >= _BESIDE, 0, least)
-        most, least, square, *alone = _reduced(found, range(found[0].ndim))
-        least, *alone = (jnp.where(x == 0, jnp.inf, x) for x in (least, *alone))
+        found = rows, jnp.where(rows == 0, jnp.inf, rows), squares
+        # Together, for XLA makes a kernel or two of each reduction by itself.
+        most, least, square = jax.lax.reduce(
+            found,
+            tuple(jnp.float32(x) for x in (0, math.inf, 0)),
+            lambda a, b: (
+                jnp.maximum(a[0], b[0]),
+                jnp.minimum(a[1], b[1]),
+                jnp.maximum(a[2], b[2]),
+            ),
+            range(rows.ndim),
+        )
         # Where squares leave float32's range, what the elements allow.
         exact = (square > 1e-30) & (square < 1e30)
         norm = jnp.where(exact, 1.001 * jnp.sqrt(square), most * math.sqrt(x.shape[-1]))
-        return cls(most, least, norm, *(alone or [least]))
+        return cls(most, least, norm)
 
     def fits(self, power: jax.Array | float = 1.0) -> jax.Array:
         """Tells whether float16 holds the rows times a power of two."""
         return (self.least * power >= _SMALLEST) & (self.most * power <= _LARGEST)
-
-
-def _reduced(found: Sequence[jax.Array], axes: Sequence[int]) -> Sequence[jax.Array]:
-    """Returns a maximum, a minimum, a maximum and, of four arrays, a minimum of numbers from 0 on.
-
-    Minima are those of what is not 0. Together, for XLA makes a kernel or two of each reduction by
-    itself.
-    """
-
-    def least(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where((a == 0) | (b == 0), jnp.maximum(a, b), jnp.minimum(a, b))
-
-    ways = (jnp.maximum, least, jnp.maximum, least)
-    return jax.lax.reduce(
-        tuple(found),
-        (jnp.float32(0),) * len(found),
-        lambda a, b: tuple(way(x, y) for way, x, y in zip(ways, a, b, strict=False)),
-        axes,
-    )
-
-
-def _of_chunks(found: Sequence[jax.Array], size: int) -> Sequence[jax.Array]:
-    """Reduces three arrays `[*B, T, N]` over chunks of T."""
-    *rows, length, heads = found[0].shape
-    count = -(-length // size)
-    padding = [(0, 0)] * len(rows) + [(0, count * size - length), (0, 0)]
-    chunks = [jnp.pad(x, padding).reshape(*rows, count, size, heads) for x in found]
-    return _reduced(chunks, [len(rows) + 1])
 
 
 def _finite(x: jax.Array) -> jax.Array:
