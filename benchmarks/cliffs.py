@@ -12,12 +12,12 @@ call, whatever else is drawn. Peers are FlashAttention-3 where `dew_flash_attn` 
 XLA's own program: of jax.nn, or the plain formula for what that has no argument for.
 
 Each is measured in four ways, the peers in turns: forward, and forward and backward; "program", 16
-attentions of a program (4 where one takes longer than the host does), each of the out and the
-gradients of the one before, with keys and values of its own; and "single", calls of one attention
-from Python, one behind the other. Out and gradients are compared with those of XLA's program first:
-a peer that computes something else has no time. Where dropout's patterns differ, the noise is
-compared. A peer that takes more than 1.5 x the best's time in a rough measurement keeps that one.
-Ways in which ours is slower are measured again, longer.
+attentions of a program (4 where one takes longer than the host does), each of the out of the one
+before, with keys and values of its own; and "single", calls of one attention from Python, one
+behind the other. Out and gradients are compared with those of XLA's program first: a peer that
+computes something else has no time. Where dropout's patterns differ, the noise is compared. A peer
+that takes more than 1.5 x the best's time in a rough measurement keeps that one. Ways in which ours
+is slower are measured again, longer.
 
 Prints the geometric mean and the lowest of the best other / ours for each way, the 20 worst, and
 the 20 worst of our own time at the next round sizes / ours: no less work, so that 1 is no cliff.
@@ -243,9 +243,10 @@ def step_of(call: Drawn, attend: Any, of: Pass) -> Any:
 def compile_several(call: Drawn, step: Any, of: Pass) -> Compiled:
     """Compiles as many attentions as a program has, each of what the one before returned.
 
-    Queries are out, or their own gradient, and the gradient of out is the out before: each has the
-    shape, and stays of the size. No result is left out, so XLA computes them all; keys and values
-    are each attention's own, so XLA does nothing for two at once.
+    Queries and the gradient of out are the out before, which has the shape and stays of the size;
+    rows of gradients become as small as no query of a model is. No result is left out, so XLA
+    computes them all; keys and values are each attention's own, so XLA does nothing for two at
+    once.
     """
 
     @jax.jit
@@ -254,10 +255,7 @@ def compile_several(call: Drawn, step: Any, of: Pass) -> Compiled:
         for i in range(call.calls):
             results = step(given | {name: each[i] for name, each in own.items()})
             found.append(results)
-            if of == "forward":
-                given = given | {"q": results[0]}
-            else:
-                given = given | {"q": results[1], "dout": results[0]}
+            given = given | {"q": results[0], "dout": results[0]}
         return found
 
     like = structs(call)
