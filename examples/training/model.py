@@ -136,31 +136,18 @@ def _rounded(module: nnx.Module, dtype: Any) -> Any:
     return nnx.merge(graph, jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, state))
 
 
-@jax.custom_vjp
-def _twice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What query reads, and what key and value read: `x`, with a gradient added in this order.
-
-    The product behind the first adds the other then. JAX adds them the other way round, to a sum
-    that XLA reads twice as two arrays: 0.27 GB a block at 32768 positions of width 2048.
-    """
-    return x, x
-
-
-_twice.defvjp(lambda x: ((x, x), None), lambda _, slopes: (slopes[0] + slopes[1],))
-
-
 def _attend(
     norm, attention, x, shape, segment_ids, decode, lengths, page_table, positions
 ) -> jax.Array:
     """Adds what attention makes of rows of `shape`, [B, T, width], to them."""
-    read = norm(x).reshape(shape)
-    of_rows = {"segment_ids": segment_ids, "positions": positions, "seq_lengths": lengths}
-    if decode:
-        added = attention(read, **of_rows, decode=True, page_table=page_table)
-    else:
-        query_of, key_of = _twice(read)
-        of_keys = {f"memory_{name}": value for name, value in of_rows.items()}
-        added = attention(query_of, key_of, **of_rows, **of_keys)
+    added = attention(
+        norm(x).reshape(shape),
+        segment_ids=segment_ids,
+        positions=positions,
+        seq_lengths=lengths,
+        decode=decode,
+        page_table=page_table,
+    )
     return x + added.reshape(x.shape)
 
 
