@@ -251,6 +251,8 @@ def check_takes(name: str, function: Callable[..., Any], arguments: Iterable[str
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        raise TypeError(
-            f"{name} takes {signature}; expected a function f({', '.join(arguments)}): {error}"
-        ) from None
+        said = f"{name} takes {signature}; expected a function f({', '.join(arguments)}): {error}"
+        module = getattr(function, "__module__", "")
+        if module in ("jax_flash.masks", "jax_flash.scores"):
+            said += f"; {module}.{getattr(function, '__name__', '')}(...) returns one"
+        raise TypeError(said) from None

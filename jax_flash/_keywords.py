@@ -35,6 +35,8 @@ _OURS: dict[str, tuple[str, ...]] = {
     "positions": ("query_positions and key_value_positions",),
     "attn_mask": ("mask",),
     "attention_mask": ("mask",),
+    "key_padding_mask": ("key_value_seq_lengths, or a mask [B, 1, 1, S]", "mask"),
+    "enable_gqa": ("key and value of fewer heads, which needs no option",),
     "mask_mod": ("block_mask=jax_flash.block_mask(mask_mod, ...)",),
     "attn_bias": ("bias",),
     "ab": ("bias",),

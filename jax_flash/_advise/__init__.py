@@ -50,7 +50,8 @@ class Advice:
     """What `advise` found; printing it shows all.
 
     Attributes:
-      calls: at how many places of the source the function calls jax_flash.
+      calls: at how many places of the source the function calls jax_flash. Calls without a query
+        or without a key compute nothing, and are not counted.
       findings: in the order of the program.
     """
 
@@ -60,8 +61,8 @@ class Advice:
     def __repr__(self) -> str:
         if not self.calls:
             return (
-                "no call of jax_flash: jax_flash.dot_product_attention takes the arguments of "
-                "jax.nn.dot_product_attention"
+                "no call of jax_flash with queries and keys (jax_flash.dot_product_attention takes "
+                "the arguments of jax.nn.dot_product_attention)"
             )
         calls = f"{self.calls} call{'s' * (self.calls > 1)} of jax_flash"
         if not self.findings:

@@ -39,8 +39,9 @@ def test_wrong_arguments_are_named():
         (
             lambda: make(lambda q, k: q >= k),
             TypeError,
-            r"mask_mod takes \(q, k\); expected .*batch",
+            r"mask_mod takes \(q, k\); expected .*batch.*arguments?$",
         ),
+        (lambda: make(masks.causal), TypeError, r"; jax_flash.masks.causal\(...\) returns one"),
         (lambda: make(lambda b, h, q, k: q + k), TypeError, "mask_mod returns int32.*bool"),
         (lambda: make(lambda b, h, q, k: DOCUMENTS[b, k] > 1), TypeError, "mask_mod gives NumPy"),
         (lambda: make(lambda b, h, q, k: q > k and k > 3), TypeError, "mask_mod asks Python.*, &"),

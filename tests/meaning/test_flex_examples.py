@@ -83,6 +83,16 @@ def sees_tiled_neighbourhood(b, n, q, k):
     return all(abs(min(max(a, 1), WIDTH - 2) - c) <= 1 for a, c in pairs)
 
 
+def near_frames(batch, head, query, key):
+    """Sparse VideoGen: a prompt of 4 tokens, which all see, then frames of 8."""
+    return (query < 4) | (key < 4) | (jnp.abs(query - key) < 8)
+
+
+def one_place(batch, head, query, key):
+    apart = jnp.abs((query - 4) % 8 - (key - 4) % 8)
+    return (query < 4) | (key < 4) | (apart < 2)
+
+
 MASKS = {
     "tiled neighbourhood": (tiled_neighbourhood, sees_tiled_neighbourhood),
     "shared question": (
@@ -98,6 +108,12 @@ MASKS = {
     "flamingo": (flamingo, sees_flamingo),
     "heads of their own windows": (lambda b, h, q, k: (q - k <= 4 * (h + 1)) & (q >= k),
                                    lambda b, n, q, k: 0 <= q - k <= 4 * (n + 1)),
+    "first tokens and a window": (
+        masks.causal() & (masks.sliding_window(5) | (lambda b, h, q, k: k < 3)),
+        lambda b, n, q, k: k <= q and (q - k <= 5 or k < 3)),
+    "near frames of a video": (near_frames, lambda b, n, q, k: min(q, k) < 4 or abs(q - k) < 8),
+    "one place of all frames": (
+        one_place, lambda b, n, q, k: min(q, k) < 4 or abs((q - 4) % 8 - (k - 4) % 8) < 2),
     "prefix or document": (masks.prefix_lm(5) | masks.documents(jnp.arange(T) // 9),
                            lambda b, n, q, k: k <= q or k < 5 or q // 9 == k // 9),
 }  # fmt: skip

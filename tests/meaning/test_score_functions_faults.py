@@ -23,7 +23,7 @@ def folded(head):
         (
             {"score_mod": scores.alibi},
             TypeError,
-            r"score_mod takes \(slopes.*expected .*f.score, batch",
+            r"takes \(slopes.*expected .*f.score, batch.*; jax_flash.scores.alibi.* returns one",
         ),
         ({"score_mod": lambda s, b, h, i, j: i}, TypeError, "score_mod returns int32 of shape"),
         (

@@ -210,6 +210,9 @@ def test_flax_layers_and_functions_without_calls():
     advice = jax_flash.advise(lambda x: layer(x, is_causal=True), x)
     assert (advice.calls, str(advice)) == (1, "1 call of jax_flash, nothing to change")
     assert str(jax_flash.advise(jnp.sin, x)).startswith("no call of jax_flash")
+    query, key = draw(B, 0, 2, 8), draw(B, T, 2, 8)  # of which nothing is computed
+    advice = jax_flash.advise(jax_flash.flash_attention, query, key, key)
+    assert str(advice).startswith("no call of jax_flash with queries and keys (")
     with pytest.raises(ValueError, match="gpu must be one of"):
         jax_flash.advise(jnp.sin, x, gpu="H1000")
     with pytest.raises(TypeError, match="f is int; expected a function"):
