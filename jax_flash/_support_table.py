@@ -81,7 +81,7 @@ def table() -> str:
     cells['float8 (e4m3) with scales; `quantize="fp8"`, with gradients'] = [
         _runs(b, float8) for b in _COLUMNS
     ]
-    cells["float32 lse, with its gradient"] = [
+    cells["float32 lse (logarithm of the softmax's denominator), with its gradient"] = [
         _cell(b, [(_PLAIN, _SHAPES)], with_dlse=True) for b in _COLUMNS
     ]
     cells["head dim, value dim (may differ)"] = [_dims(column) for column in _COLUMNS]

@@ -20,6 +20,9 @@ from .test_docs import PAGES, ROOT, agree, draw, examples, formula
 pytestmark = pytest.mark.skipif(not PAGES, reason="needs the checkout's docs/")
 
 
+PAGE = ROOT / "docs" / "alphafold.md"
+
+
 def run(page: str, containing: str = "") -> list[dict[str, Any]]:
     """Returns what each example of a page defines, or those that contain some text."""
     found = []
@@ -33,6 +36,8 @@ def run(page: str, containing: str = "") -> list[dict[str, Any]]:
 
 def test_triangle_attention_and_pair_bias():
     triangle, pair = run("alphafold")
+    (text,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile(text, PAGE.name, "exec"), before := {})
     rows, heads = 12, 3
     query, key, value = (draw(rows, rows, heads, 8, seed=seed) for seed in range(3))
     bias = draw(heads, rows, rows, seed=4)
@@ -43,6 +48,8 @@ def test_triangle_attention_and_pair_bias():
         exact = formula(*given, seen, bias=bias)
         out = triangle[name](query, key, value, bias, jnp.asarray(valid))
         agree(out, np.swapaxes(exact, 0, 1) if turn else exact)
+    own = before["triangle_attention"](query, key, value, bias, jnp.asarray(valid))
+    agree(own, triangle["triangle_attention"](query, key, value, bias, jnp.asarray(valid)))
     slope = jax.grad(lambda bias: triangle["triangle_attention"](
         query, key, value, bias, jnp.asarray(valid)).var())(bias)  # fmt: skip
     assert slope.shape == bias.shape
