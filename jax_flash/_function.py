@@ -3,7 +3,7 @@
 `trace` makes a `Function` of it and lists the arrays that it reads, which become operands of the
 primitives. Two Functions are equal where they compute the same and have the same derivatives; the
 values of the arrays are not part of them. Read next: `_program.py`, what it computes;
-`_visible.py`, how it is evaluated where pairs are hidden; `_gpu/emit`, which writes one as CUDA.
+`_diagonals.py` and `_visible.py`, how it is evaluated for a tile of scores; `_gpu/emit`, which writes one as CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
-from jax_flash import _visible
+from jax_flash import _diagonals
 from jax_flash._program import NO_MESH, Aval, Builder, Program, derivative_keys
 from jax_flash._varying import vary_over
 
@@ -110,42 +110,8 @@ class Function:
           arguments: the scalars, each of which broadcasts to the tile; the first has its shape.
           captures: `[*B, elements]`, any of *B 1; *B are the first dims of the tile.
         """
-        tile = arguments[0].shape
-
-        def varies(shape: Sequence[int]) -> _visible.Dims:
-            return frozenset(axis for axis, size in enumerate(shape) if size != 1)
-
-        shapes = (*(x.shape for x in arguments), *(x.shape[:-1] for x in captures))
-        seen = {varies(tile): visible}
-        where = _visible.Visible(tuple(map(varies, shapes)), seen)
-        for dims in map(where.dims, _visible.rows(self.program)):
-            if dims not in seen:
-                others = [axis for axis in range(len(tile)) if axis not in dims]
-                seen[dims] = jnp.any(visible, axis=others, keepdims=True)
-        operands = [*seen.values(), *arguments, *captures]
-        operands = vary_over(operands, operands)
-        masks, captured = len(seen), len(operands) - len(captures)
-        # The dims of the tile along which each operand varies; the others are dropped.
-        mapped, reduced = [], []
-        for i, x in enumerate(operands):
-            dims = x.shape if i < captured else x.shape[:-1]
-            mapped.append(varies(dims))
-            reduced.append(x.reshape(*(n for n in dims if n != 1), *x.shape[len(dims) :]))
-
-        def of_pair(*operands):
-            avals = self.program.inputs
-            inputs = [x.reshape(y.shape) for x, y in zip(operands[masks:], avals, strict=True)]
-            own = dict(zip(seen, operands[:masks], strict=True))
-            return _visible.evaluate(self.program, inputs, _visible.Visible(where.of_inputs, own))[
-                0
-            ]
-
-        function = of_pair
-        for axis in reversed(range(len(tile))):
-            axes = [0 if axis in dims else None for dims in mapped]
-            if any(x is not None for x in axes):
-                function = jax.vmap(function, in_axes=axes)
-        return jnp.broadcast_to(function(*reduced), [n for n in tile if n != 1]).reshape(tile)
+        moving = self.arguments.index("query"), self.arguments.index("key")
+        return _diagonals.of_tile(self.program, moving, visible, arguments, captures)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

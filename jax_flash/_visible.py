@@ -164,3 +164,58 @@ def _evaluate_by_rule(program: Program, inputs: Sequence[Any], visible: Visible)
         return evaluate(program.ruled, inputs, of(masks)), results[len(program.results) :]
 
     return value(tuple(visible.masks.values()), *inputs)
+
+
+def of_tile(
+    program: Program,
+    tile: Sequence[int],
+    visible: jax.Array,
+    arguments: Sequence[jax.Array],
+    captures: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Computes results, all scalars, for the pairs of a tile; where hidden they mean nothing.
+
+    No derivative of a hidden pair reaches an argument or a captured array.
+
+    Arguments:
+      program: its inputs are the arguments, then the arrays.
+      tile: `[*B, K, t, G, s]`.
+      visible: bool, broadcasts to the tile.
+      arguments: the scalars, each of which broadcasts to the tile.
+      captures: `[*B, elements]`, any of *B 1.
+
+    Returns: each of the tile's shape.
+    """
+
+    def varies(shape: Sequence[int]) -> Dims:
+        return frozenset(axis for axis, size in enumerate(shape) if size != 1)
+
+    shapes = (*(x.shape for x in arguments), *(x.shape[:-1] for x in captures))
+    seen = {varies(tile): visible}
+    where = Visible(tuple(map(varies, shapes)), seen)
+    for dims in map(where.dims, rows(program)):
+        if dims not in seen:
+            others = [axis for axis in range(len(tile)) if axis not in dims]
+            seen[dims] = jnp.any(visible, axis=others, keepdims=True)
+    operands = [*seen.values(), *arguments, *captures]
+    operands = vary_over(operands, operands)
+    masks, captured = len(seen), len(operands) - len(captures)
+    # The dims of the tile along which each operand varies; the others are dropped.
+    mapped, reduced = [], []
+    for i, x in enumerate(operands):
+        dims = x.shape if i < captured else x.shape[:-1]
+        mapped.append(varies(dims))
+        reduced.append(x.reshape(*(n for n in dims if n != 1), *x.shape[len(dims) :]))
+
+    def of_pair(*operands):
+        inputs = [x.reshape(y.shape) for x, y in zip(operands[masks:], program.inputs, strict=True)]
+        own = dict(zip(seen, operands[:masks], strict=True))
+        return evaluate(program, inputs, Visible(where.of_inputs, own))
+
+    function = of_pair
+    for axis in reversed(range(len(tile))):
+        axes = [0 if axis in dims else None for dims in mapped]
+        if any(x is not None for x in axes):
+            function = jax.vmap(function, in_axes=axes)
+    sizes = [n for n in tile if n != 1]
+    return [jnp.broadcast_to(x, sizes).reshape(tile) for x in function(*reduced)]
