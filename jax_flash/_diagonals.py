@@ -1,22 +1,23 @@
 """Owns what a function of scores has in common along a diagonal: what it reads there is read once.
 
 Along a diagonal of the scores key - query is one number, and so is what is computed of it, of the
-batch row and of the head: an element of a table of relative positions for instance. `cut` splits a
-program in two. The first reads what is of this kind, once for each of the t + s - 1 diagonals of a
-tile; the rest is evaluated for each of the t * s pairs, and gets what was read spread along the
-diagonals. So the gradient of a table is a sum along diagonals, in one pass over the tile. Of single
-reads it is as many additions to few addresses, which a GPU makes one after another: 526 ms where
-the rest of both passes takes 1.5 (an H200, B 4, T 4096, 12 heads of 64, a table of 257).
+batch row and of the head: an element of a table of relative positions for instance. `cut` makes
+two programs of one. The first is evaluated once for each of the t + s - 1 diagonals of a tile; the
+other for each of the t * s pairs, and gets what the first gave, spread along the diagonals.
+
+The gradient of a table is then a sum along diagonals, one pass over the tile, of which t + s - 1
+sums are added to the table. Pair by pair a tile has t * s additions to few addresses, which a GPU
+makes one after another.
 
 `_gpu/distances.py` finds something else: functions that add lines of the distance.
-Read next: `_visible.py`, which evaluates both parts.
+Read next: `_visible.py`, which evaluates both programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def of_tile(
     """Computes the first result of `_visible.of_tile`: the same values and derivatives.
 
     Arguments:
-      program: its inputs are scalars, then arrays.
+      program: its inputs are scalars, the score first, then arrays.
       moving: which of the scalars are the query's and the key's index. They count up by one along
         dims -3 and -1 of the tile, and are the same along the others.
       visible, arguments, captures: as there; the first argument has the tile's shape.
@@ -51,6 +52,8 @@ def of_tile(
     shape = jnp.broadcast_shapes(*(x.shape for x in scalars), *leading)
     seen = _seen(visible, shape, tile)
     found = _visible.of_tile(parts.diagonal.program, shape, seen, scalars, arrays)
+    # The sums of a diagonal are made before they are added to an array: else XLA may let one thread
+    # sum each.
     found = jax.lax.optimization_barrier(found)
     spread = [_spread(x, tile) for x in found]
     scalars, arrays = parts.pair.take([*arguments, *spread], captures)
@@ -87,16 +90,17 @@ class Parts:
 
 @functools.lru_cache(maxsize=256)  # programs are equal to themselves alone
 def cut(program: Program, scalars: int, moving: tuple[int, int]) -> Parts | None:
-    """Cuts a program, if there is anything of arrays that key - query decides.
+    """Cuts a program, where key - query decides what is read of an array, or computed with one.
 
-    A few operations of numbers are left to the pairs: they cost less than to spread their results.
+    Operations of numbers alone are left to the pairs: they cost less than to spread their results.
 
     Arguments:
+      program: its first input is the score.
       scalars: how many of the inputs are scalars; arrays follow.
       moving: which inputs are the query's and the key's index.
     """
     avals = [*program.inputs, *(aval for step in program.steps for aval in step.avals)]
-    moves = _moves(program, avals, moving)
+    moves = _moves(program, moving)
     of_tokens, of_arrays = set(moving), set()  # the values that depend on either index
     for step in program.steps:
         read = [x for x in step.inputs if isinstance(x, int)]
@@ -120,25 +124,23 @@ def cut(program: Program, scalars: int, moving: tuple[int, int]) -> Parts | None
     )
 
 
-def _moves(
-    program: Program, avals: Sequence[Aval], moving: tuple[int, int]
-) -> dict[int, int | None]:
+def _moves(program: Program, moving: tuple[int, int]) -> dict[int, int | None]:
     """Tells by how much each value grows where query and key both do by 1; None: not known.
 
-    Integers do so modulo 2^bits, which sums of them keep. What reads nothing that grows is the same.
-    The score is another one at each pair, and so is what depends on it.
+    What depends on integers that grow is known for their sums and multiples alone, which keep it
+    modulo 2^bits. Floats of the two indices are none: from 2^24 on they would be rounded.
     """
     moves: dict[int, int | None] = dict.fromkeys(range(len(program.inputs)), 0)
-    moves |= dict.fromkeys(moving, 1) | {0: None}
+    moves |= {0: None} | dict.fromkeys(moving, 1)  # the score is another one at each pair
     for step in program.steps:
-        moves.update(dict.fromkeys(step.outputs, _move(step, avals, moves)))
+        read = [moves[x] if isinstance(x, int) else 0 for x in step.inputs]
+        known = [x for x in read if x is not None]
+        move = _move(step, known) if len(known) == len(read) else None
+        moves.update(dict.fromkeys(step.outputs, move))
     return moves
 
 
-def _move(step: Step, avals: Sequence[Aval], moves: Mapping[int, int | None]) -> int | None:
-    read = [moves[x] if isinstance(x, int) else 0 for x in step.inputs]
-    if None in read:
-        return None
+def _move(step: Step, read: Sequence[int]) -> int | None:
     if not any(read):
         return 0
     match step.primitive.name:
@@ -149,9 +151,9 @@ def _move(step: Step, avals: Sequence[Aval], moves: Mapping[int, int | None]) ->
         case "neg":
             return -read[0]
         case "mul":
-            for one, other in (step.inputs, step.inputs[::-1]):
-                if isinstance(other, Constant) and not other.value.shape:
-                    return moves[one] * int(other.value)
+            for x, move in zip(step.inputs, reversed(read), strict=True):
+                if isinstance(x, Constant) and not x.value.shape:
+                    return int(x.value) * move
     return None
 
 
@@ -232,8 +234,9 @@ def _spread(x: jax.Array, tile: Sequence[int]) -> jax.Array:
     Returns: `[*B, K, t, G, s]`, with 1 where x has it.
     """
     *_, t, _, s = tile
-    lead = jnp.swapaxes(x, -3, -2).shape[:-2]
-    rows = jnp.broadcast_to(jnp.swapaxes(x, -3, -2), (*lead, t, t + s)).reshape(*lead, -1)
+    x = jnp.swapaxes(x, -3, -2)
+    lead = x.shape[:-2]
+    rows = jnp.broadcast_to(x, (*lead, t, t + s)).reshape(*lead, t * (t + s))
     rows = rows[..., t - 1 : t - 1 + t * (t + s - 1)].reshape(*lead, t, t + s - 1)
     return jnp.swapaxes(rows[..., :s], -3, -2)
 
@@ -257,6 +260,6 @@ def _seen(visible: jax.Array, shape: Sequence[int], tile: Sequence[int]) -> jax.
     *lead, _, _ = x.shape
     nothing = [(0, 0)] * len(lead)
     rows = jnp.broadcast_to(x, (*lead, t, s))
-    rows = jnp.pad(rows, [*nothing, (0, 0), (0, t - 1)]).reshape(*lead, -1)
+    rows = jnp.pad(rows, [*nothing, (0, 0), (0, t - 1)]).reshape(*lead, t * (t + s - 1))
     rows = jnp.pad(rows, [*nothing, (t - 1, 1)]).reshape(*lead, t, t + s)
     return jnp.swapaxes(jnp.any(rows, axis=-2, keepdims=True), -3, -2)

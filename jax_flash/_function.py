@@ -3,7 +3,8 @@
 `trace` makes a `Function` of it and lists the arrays that it reads, which become operands of the
 primitives. Two Functions are equal where they compute the same and have the same derivatives; the
 values of the arrays are not part of them. Read next: `_program.py`, what it computes;
-`_diagonals.py` and `_visible.py`, how it is evaluated for a tile of scores; `_gpu/emit`, which writes one as CUDA.
+`_diagonals.py` and `_visible.py`, how it is evaluated for a tile of scores; `_gpu/emit`, which
+writes one as CUDA.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
 from jax_flash import _diagonals
 from jax_flash._program import NO_MESH, Aval, Builder, Program, derivative_keys
-from jax_flash._varying import vary_over
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
