@@ -5,31 +5,18 @@ of products is an expression that XLA fuses with its neighbours: an attention of
 positions is one to three kernels forward, where dots are four to seven.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator
-from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_flash import _platform
 from jax_flash._problem import Problem
 from jax_flash._seen import finite
 
 _FEW = 1 << 21  # multiplications: operands read for each are 16 MB, 4 us of an H100's L2 at most
-_may_sum = ContextVar("_may_sum", default=False)
-
-
-@contextlib.contextmanager
-def sums_few() -> Iterator[None]:
-    """Lets `product` sum products where they are few, as suits a GPU, in what is traced within."""
-    token = _may_sum.set(True)
-    try:
-        yield
-    finally:
-        _may_sum.reset(token)
 
 
 def product(
@@ -43,7 +30,7 @@ def product(
       x, y: arrays; leading dims may be 1 in either.
       dtype: of the result; None: the sum_dtype.
     """
-    if _may_sum.get() and _multiplications(subscripts, x, y) <= _FEW:
+    if _platform.is_gpu() and _multiplications(subscripts, x, y) <= _FEW:
         return _sum_of_products(problem, subscripts, x, y).astype(dtype or problem.sum_dtype)
     return dot(problem, subscripts, x, y, dtype)
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_flash import _platform
 from jax_flash._program import Program, Value, bind
 from jax_flash._varying import vary_over
 
@@ -57,12 +59,14 @@ class _Plan:
       two: of each value, whether it has two forms.
       needed: values with the forms that are read: True for that of rows.
       rows: what is kept as a row, with the inputs that it depends on.
+      reads: of float arrays among the inputs, what the indices of each read depend on.
     """
 
     arrays: tuple[bool, ...]
     two: tuple[bool, ...]
     needed: frozenset[tuple[int, bool]]
     rows: Mapping[int, frozenset[int]]
+    reads: Mapping[int, tuple[frozenset[int], ...]]
 
 
 @functools.lru_cache(maxsize=256)  # programs are equal to themselves alone
@@ -92,7 +96,19 @@ def _plan(program: Program) -> _Plan:
         for at in sorted(made)
         if avals[at].is_float and (avals[at].shape or (at, True) in needed)
     }
-    return _Plan(tuple(arrays), tuple(two), frozenset(needed), rows)
+    return _Plan(tuple(arrays), tuple(two), frozenset(needed), rows, _reads(program, depends))
+
+
+def _reads(
+    program: Program, depends: Sequence[frozenset[int]]
+) -> Mapping[int, tuple[frozenset[int], ...]]:
+    found: dict[int, tuple[frozenset[int], ...]] = {}
+    for step in program.steps:
+        array, *indices = step.inputs
+        if step.primitive.name in ("dynamic_slice", "gather") and isinstance(array, int):
+            of = frozenset().union(*(depends[x] for x in indices if isinstance(x, int)))
+            found[array] = (*found.get(array, ()), of)
+    return {i: found[i] for i, aval in enumerate(program.inputs) if aval.is_float and i in found}
 
 
 def rows(program: Program) -> Iterable[frozenset[int]]:
@@ -190,9 +206,13 @@ def of_tile(
     def varies(shape: Sequence[int]) -> Dims:
         return frozenset(axis for axis, size in enumerate(shape) if size != 1)
 
-    shapes = (*(x.shape for x in arguments), *(x.shape[:-1] for x in captures))
+    def inputs_of(captures: Sequence[jax.Array]) -> tuple[Dims, ...]:
+        shapes = (*(x.shape for x in arguments), *(x.shape[:-1] for x in captures))
+        return tuple(map(varies, shapes))
+
     seen = {varies(tile): visible}
-    where = Visible(tuple(map(varies, shapes)), seen)
+    captures = _copies(program, tile, Visible(inputs_of(captures), seen), captures)
+    where = Visible(inputs_of(captures), seen)
     for dims in map(where.dims, rows(program)):
         if dims not in seen:
             others = [axis for axis in range(len(tile)) if axis not in dims]
@@ -219,3 +239,27 @@ def of_tile(
             function = jax.vmap(function, in_axes=axes)
     sizes = [n for n in tile if n != 1]
     return [jnp.broadcast_to(x, sizes).reshape(tile) for x in function(*reduced)]
+
+
+def _copies(
+    program: Program, tile: Sequence[int], where: Visible, captures: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """Gives each key of a tile its own copy of an array that is read for each pair.
+
+    The gradient of an array then is a sum of those of its copies. Without them it is as many
+    additions as pairs to few addresses, which a GPU makes one after another.
+
+    Returns: captures, some of them `[*B, 1, 1, 1, s, elements]`, where a batch row has more scores.
+    """
+    if not _platform.is_gpu():
+        return captures
+    by_pair = {len(tile) - 3, len(tile) - 1}
+    copied = list(captures)
+    first = len(program.inputs) - len(captures)
+    for i, reads in _plan(program).reads.items():
+        x = captures[i - first]
+        few = x.shape[-1] <= math.prod(tile[-4:-1])
+        if few and any(by_pair <= where.dims(of) for of in reads):
+            shape = *x.shape[:-1], 1, 1, 1, tile[-1], x.shape[-1]
+            copied[i - first] = jnp.broadcast_to(x[..., None, None, None, None, :], shape)
+    return copied

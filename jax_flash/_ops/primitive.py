@@ -5,7 +5,6 @@ it lowers through `_sharding.py` to the inner one, which sees one device's shard
 `_backends.py` picks.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
-from jax_flash import _backends, _batching, _products, _sharding
+from jax_flash import _backends, _batching, _platform, _sharding
 from jax_flash._call import Call
 
 
@@ -95,7 +94,7 @@ def _lower_kernel(platform: str, ctx: Any, *operands: Any, call: Call) -> Any:
         platform = next(x for x in ctx.module_context.platforms if x not in ("cpu", "cuda"))
     backend = _backends.choose(platform, call, shapes)
     function = functools.partial(_backends.BACKENDS[backend].run, call)
-    with _products.sums_few() if platform == "cuda" else contextlib.nullcontext():
+    with _platform.traced_for(platform):
         return _lower_function(function, ctx, *operands)
 
 

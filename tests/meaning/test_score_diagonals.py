@@ -1,5 +1,5 @@
 """Functions of scores that read arrays by the distance of query and key, which are read once for a
-diagonal, beside those that only look so.
+diagonal, beside those that only look so, and those whose arrays have copies.
 
 Derivatives are compared with reference.attention, which evaluates each pair.
 """
@@ -7,6 +7,7 @@ Derivatives are compared with reference.attention, which evaluates each pair.
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_flash import flash_attention, reference, scores
+from jax_flash import _platform, flash_attention, reference, scores
 
 from ..small import close, integers, normal
 
@@ -181,16 +182,54 @@ def test_hidden_diagonals_reach_no_array(qkv):
     close(got, jax.jit(lambda: derivatives(reference.attention, True))(), rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["table", "bent"])
-def test_gradients_add_to_an_array_once_for_a_diagonal(name):
-    """A scatter of all pairs has them wait for each other: what few elements a table has."""
-    q = jax.ShapeDtypeStruct((1, 512, 2, H), jnp.float32)
+def of_positions(table):
+    places = jnp.stack([(5 * jnp.arange(700)) % 13, (3 * jnp.arange(700)) % 7])
+
+    def function(score, batch, head, query, key):
+        apart = places[batch, key] - places[batch, query]
+        return score * (1 + 0.1 * table[head, jnp.clip(apart, -4, 4) + 4])
+
+    return function
+
+
+@pytest.mark.parametrize("make", [of_positions, of_bent_distances])
+def test_each_key_has_a_copy_on_a_gpu(make, qkv, monkeypatch):
+    table, by = normal(5, N, 9), normal(6, N, 9)
+
+    def derivatives(attention):
+        def loss(table):
+            out = attention(*qkv, score_mod=make(table), **OPTIONS["segments"])
+            return jnp.sum(jnp.sin(out))
+
+        return jax.value_and_grad(loss)(table), jax.jvp(jax.grad(loss), (table,), (by,))[1]
+
+    want = jax.jit(lambda: derivatives(reference.attention))()
+    monkeypatch.setattr(_platform, "is_gpu", lambda: True)
+    close(jax.jit(lambda: derivatives(attend))(), want, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["table", "bent", "positions"])
+def test_what_gradients_of_arrays_add_on_a_gpu(name):
+    """The most updates at once, and the elements that they are added to."""
+    t = 512
+    q = jax.ShapeDtypeStruct((1, t, 2, H), jnp.float32)
+    make = (FUNCTIONS | {"positions": of_positions})[name]
 
     def loss(q, table):
-        return jnp.sum(attend(q, q, q, score_mod=FUNCTIONS[name](table)))
+        return jnp.sum(attend(q, q, q, score_mod=make(table)))
 
-    text = jax.jit(jax.grad(loss, argnums=1)).lower(q, jnp.zeros((2, 9))).as_text()
+    traced = jax.jit(jax.grad(loss, argnums=1)).trace(q, jnp.zeros((2, 9)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     operands = re.findall(r"stablehlo\.scatter.*?\}\) : \((.*?)\) ->", text, re.DOTALL)
-    shapes = [re.findall(r"tensor<([\dx]+)x[a-z]", one)[-1] for one in operands]
-    most = max(int(np.prod([*map(int, shape.split("x"))])) for shape in shapes)
-    assert most == {"table": 2 * (512 + 512), "bent": 2 * 512 * 512}[name]
+    sizes = []
+    for types in operands:
+        into, _, updates = re.findall(r"tensor<([\dx]+)x[a-z]", types)
+        sizes.append(tuple(math.prod(map(int, x.split("x"))) for x in (updates, into)))
+    assert (
+        max(sizes)
+        == {
+            "table": (2 * (t + t), 2 * 9),
+            "bent": (2 * t * t, t * 2 * 9),
+            "positions": (2 * t * t, t * 2 * 9),
+        }[name]
+    )
