@@ -20,7 +20,9 @@ extern "C" __global__ void __launch_bounds__(decode::kLatentThreads, 1)
     if (p.pages > 0 && p.page_size > 0) ptx::prefetch_tensor_map(&p.key);
     ptx::prefetch_tensor_map(&p.query_rows);
     for (int stage = 0; stage < 2; ++stage) {
-      for (Barrier& box : shared.full[stage]) ptx::barrier_init(ptx::shared_address(&box), 1);
+      for (Barrier& box : shared.full[stage]) {
+        ptx::barrier_init(ptx::shared_address(&box), kByThreads ? kLoaders : 1);
+      }
       for (Barrier& half : shared.empty[stage]) ptx::barrier_init(ptx::shared_address(&half), 4);
     }
     ptx::barrier_init(ptx::shared_address(&shared.queries_full), kLoaders);

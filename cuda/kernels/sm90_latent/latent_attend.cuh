@@ -19,8 +19,8 @@
 
 namespace decode {
 
-inline constexpr int kLoaderRegisters = kPiecesOfLane > 1 ? 56 : 40;
-inline constexpr int kConsumerRegisters = kPiecesOfLane > 1 ? 224 : 232;
+inline constexpr int kLoaderRegisters = kByThreads ? 72 : 40;
+inline constexpr int kConsumerRegisters = kByThreads ? 216 : 232;
 // The kernel starts with 168 for each thread, a multiple of 8; of more, the last warpgroup that
 // asks would wait for ever.
 static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168);

@@ -1,7 +1,9 @@
 // Latent decoding: the warps that load queries and blocks of keys by TMA. Each has every fourth
-// box: one that loads all takes some 60 cycles for each box, and for each piece of one.
+// box: one that loads all takes some 60 cycles for each box, and for each piece of one. Where a
+// piece is one row each has a quarter of all rows, by cp.async: see kByThreads.
 #pragma once
 
+#include "sm80/ptx_sm80.cuh"  // copy_async_past_l1
 #include "sm90_latent/latent_shared.cuh"
 
 namespace decode {
@@ -75,6 +77,18 @@ struct Boxes {
       if (page[i] >= 0) visit(piece(i), page[i], row[i]);
     }
   }
+  // Where row `at` of the block lies, which other lanes may know. Whole warps call.
+  __device__ __forceinline__ void find_row(int at, int& of_page, int& of_row) const {
+    const int asked = at / kBoxRows;
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) {
+      const int its_page = __shfl_sync(0xffffffffu, page[i], asked % 32);
+      const int its_row = __shfl_sync(0xffffffffu, row[i], asked % 32);
+      if (i > 0 && asked / 32 != i) continue;
+      of_page = its_page;
+      of_row = its_row + at % kBoxRows;
+    }
+  }
   // Those of all lanes.
   __device__ __forceinline__ int count() const {
     int own = 0;
@@ -116,6 +130,7 @@ struct LatentLoader {
   LatentShared& shared;
   int warp;                      // of kLoaders
   uint32 blocks = 0, units = 0;  // that were loaded
+  bool is_coming = false;        // the last block, by cp.async, of which nobody has been told
 
   __device__ __forceinline__ void run(const Line& line) {
     line.walk(share, [&](const Unit& unit, const Range& range) {
@@ -123,10 +138,15 @@ struct LatentLoader {
       load_queries(unit);
 #pragma unroll 1
       for (boxes.find_pages(); boxes.block < range.end; boxes.find_pages()) {
-        load(boxes);
+        if constexpr (kByThreads) {
+          load_rows(boxes);
+        } else {
+          load(boxes);
+        }
         ++blocks;
         boxes.move();
       }
+      if constexpr (kByThreads) tell_of_last();
     });
   }
 
@@ -168,6 +188,66 @@ struct LatentLoader {
       }
     }
     __syncwarp();
+  }
+
+  // A warp copies 16 of the rows: eight lanes the 128 bytes that one has of a box.
+  __device__ __forceinline__ void load_rows(const Boxes& boxes) {
+    constexpr int kRowsAtOnce = 32 / 8, kTurns = kBlockKV / kLoaders / kRowsAtOnce;
+    const int lane = threadIdx.x % 32, first = warp * (kBlockKV / kLoaders) + lane / 8;
+    const uint32 stage = stage_of_block(blocks), parity = parity_of_block(blocks);
+    const uint32 keys = ptx::shared_address(shared.keys[stage]);
+    const bool lacks = boxes.lack();
+    uint64 from[kTurns];
+    bool is_needed[kTurns];
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      const int at = first + i * kRowsAtOnce;
+      int page, row;
+      boxes.find_row(at, page, row);
+      is_needed[i] = page >= 0;
+      const int64 slot = is_needed[i] ? static_cast<int64>(page) * p.page_size + row : 0;
+      from[i] = reinterpret_cast<uint64>(static_cast<const Bits*>(p.key_data) + slot * kHeadDim) +
+                lane % 8 * 16;
+    }
+    const uint32 left = ptx::shared_address(&shared.empty[stage][0]), right = left + 8;
+    const bool is_free =
+        ptx::barrier_test(left, parity ^ 1) && ptx::barrier_test(right, parity ^ 1);
+    if (!__all_sync(0xffffffffu, is_free)) {
+      tell_of_last();  // what it waits for may wait for that block
+      ptx::barrier_wait(left, parity ^ 1);
+      ptx::barrier_wait(right, parity ^ 1);
+      __syncwarp();
+    }
+    if (warp == 0 && lane == 0) shared.spoiled[stage] = lacks;
+#pragma unroll 1
+    for (int box = 0; box < kKeyBoxes; ++box) {
+#pragma unroll
+      for (int i = 0; i < kTurns; ++i) {
+        const int at = first + i * kRowsAtOnce;
+        ptx::copy_async_past_l1(chunk_address<kBlockKV>(keys + box * kBoxBytes, at, lane % 8),
+                                from[i] + box * kBoxRowBytes, is_needed[i]);
+      }
+    }
+    ptx::copy_async_commit();
+    if (is_coming) {
+      ptx::copy_async_wait_but<1>();
+      tell(blocks - 1);
+    }
+    is_coming = true;
+  }
+  __device__ __forceinline__ void tell_of_last() {
+    if (!is_coming) return;
+    ptx::copy_async_wait();
+    tell(blocks - 1);
+    is_coming = false;
+  }
+  // This warp's rows of a block are there.
+  __device__ __forceinline__ void tell(uint32 number) const {
+    const int lane = threadIdx.x % 32;
+    ptx::fence_async_proxy();
+    __syncwarp();
+    const uint32 full = ptx::shared_address(shared.full[stage_of_block(number)]);
+    if (lane < kKeyBoxes) ptx::barrier_arrive(full + 8 * lane);
   }
 
   // A lane's pieces of a box.
