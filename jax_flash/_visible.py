@@ -249,7 +249,7 @@ def _copies(
     The gradient of an array then is a sum of those of its copies. Without them it is as many
     additions as pairs to few addresses, which a GPU makes one after another.
 
-    Returns: captures, some of them `[*B, 1, 1, 1, s, elements]`, where a batch row has more scores.
+    Returns: captures, some of them `[*B, 1, 1, 1, s, elements]`, no more than the tile has scores.
     """
     if not _platform.is_gpu():
         return captures
@@ -258,8 +258,13 @@ def _copies(
     first = len(program.inputs) - len(captures)
     for i, reads in _plan(program).reads.items():
         x = captures[i - first]
-        few = x.shape[-1] <= math.prod(tile[-4:-1])
+        few = _count(x.shape) <= _count(tile[:-1])
         if few and any(by_pair <= where.dims(of) for of in reads):
             shape = *x.shape[:-1], 1, 1, 1, tile[-1], x.shape[-1]
             copied[i - first] = jnp.broadcast_to(x[..., None, None, None, None, :], shape)
     return copied
+
+
+def _count(shape: Sequence[Any]) -> int:
+    """Multiplies the sizes that are known under jax.export."""
+    return math.prod(n for n in shape if isinstance(n, int))
