@@ -75,12 +75,13 @@ def ragged_paged_attention(
 
     Shapes say how much is compiled, contents how much is computed: one program serves any mixture
     of requests of at most so many tokens, B requests and M pages each. A request of one token is a
-    row of `decode_attention`. On Hopper (H100, H200) the tokens of others are computed by the
-    kernel of dense calls, with keys from pages: bfloat16 and float16, pages of a multiple of 8
-    positions, head dims up to 256 that 8 divides, values of their own, and place for 8448 tokens
-    times query heads. Otherwise they are cut on the device into pieces, each a row: of up to 64
-    tokens, and of fewer where B is more than 3/64 of the tokens. So choose B and the place for
-    tokens near what there is.
+    row of `decode_attention`. On GPUs the tokens of others are computed by the kernel of dense
+    calls, with keys from pages: bfloat16 and float16, head dims up to 256 that 8 divides, values
+    of their own, and place for 64 tokens times query heads for each multiprocessor (an H100 or
+    H200: 8448; in pages of a multiple of 8 positions its own kernel, else that of other GPUs).
+    Otherwise they are cut on the device into pieces, each a row: of up to 64 tokens, and of fewer
+    where B is more than 3/64 of the tokens. So choose B and the place for tokens near what there
+    is.
 
     A token that belongs to no request gives out 0 and lse −inf. Length, table and start of requests
     from `rows` on are not read. NaN or inf in pages that a request does not have, in slots past

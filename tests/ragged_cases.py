@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -195,3 +196,52 @@ BATCHES = [
           K=1, H=40, Hv=32, dtype="bfloat16"),
     Batch("no live request", counts=(), before=(), tokens=9, requests=2),
 ]  # fmt: skip
+
+# Three warpgroups that compute rows of NaN again; every kind of request, tokens of none, pages that
+# are none behind the lengths.
+MIXED = Batch("mixed", counts=(1, 130, 0, 1, 40, 3), before=(40, 70, 11, 0, 23, 90), tokens=200,
+              requests=8, page=16, columns=14, H=64, dtype="bfloat16", rotary=1e4)  # fmt: skip
+# Batches whose requests of more tokens than one are computed by forward kernels, with fields of the
+# tiling: by Hopper's,
+OVER_PAGES: list[tuple[Batch, dict[str, Any]]] = [
+    (MIXED, {}),
+    # Two; pages behind a window are none, in blocks that others of its pages are part of.
+    (Batch("window", counts=(150, 20), before=(70, 133), tokens=190, requests=3, page=8,
+           columns=28, N=4, K=2, H=128, dtype="float16", window=50, softcap=4.0, sinks=True), {}),
+    # Blocks of 80 keys, of up to three pages of 64; eight heads of a kv head share a unit.
+    (Batch("long", counts=(100, 1, 97), before=(0, 9, 300), tokens=198, requests=3, page=64,
+           columns=7, N=8, K=1, H=128, dtype="bfloat16", appends=False),
+     {"block_kv": 80, "consumers": 3, "ping_pong": False, "producer_registers": 24}),
+    # Blocks of one page each.
+    (Batch("wide", counts=(70, 1, 33), before=(0, 9, 200), tokens=104, requests=3, page=64,
+           columns=4, N=4, K=2, H=128, dtype="bfloat16"), {}),
+    # Three heads read a kv head, each by itself; requests beyond those that one round of
+    # request_units takes; values past a length, NaN, in rows that are computed again.
+    (Batch("many", counts=(0, 0) * 257 + (80, 9), before=(0, 0) * 257 + (30, 20), tokens=620,
+           requests=516, page=24, columns=6, N=3, K=1, H=72, Hv=40, dtype="bfloat16", sinks=True),
+     {"clears_values": False}),
+]  # fmt: skip
+# and by those of mma.sync: two tiles of rows and one, two query heads of a unit, eight and one.
+OVER_PAGES_80 = [
+    MIXED,
+    dataclasses.replace(OVER_PAGES[1][0], name="window, pages of 5", page=5, columns=45),
+    # Blocks of keys in one page each; values wider than keys, of 256 columns.
+    Batch(
+        "one page",
+        counts=(100, 1, 97),
+        before=(0, 9, 300),
+        tokens=198,
+        requests=3,
+        page=64,
+        columns=7,
+        N=8,
+        K=1,
+        H=64,
+        Hv=256,
+        dtype="bfloat16",
+        appends=False,
+        softcap=9.0,
+    ),
+    # A page for each position; requests beyond those that one round of request_units takes.
+    dataclasses.replace(OVER_PAGES[4][0], name="many, pages of 1", page=1, columns=112),
+]

@@ -29,6 +29,7 @@ from jax_flash._gpu import (
 )
 from jax_flash._gpu.family import Family, preferred
 from jax_flash._gpu.plan import Plan
+from jax_flash._gpu.sm80 import pages as pages_sm80
 from jax_flash._gpu.sm90 import pages
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._problem import Shapes
@@ -60,6 +61,7 @@ _FAMILIES: tuple[Family, ...] = (
     sm90_latent.Sm90Latent(),
     decode.Decode90(),
     sm80.Sm80(),
+    pages_sm80.Pages80(),
     decode.Decode80(),
 )
 

@@ -1,10 +1,12 @@
-"""Compiles Hopper's forward kernels over pages: see test_cuda_compile.py."""
+"""Compiles the forward kernels over pages: see test_cuda_compile.py."""
 
 import dataclasses
 
 import pytest
 
 from jax_flash import _gpu
+from jax_flash._gpu.sm80.pages import Pages80
+from jax_flash._gpu.spec import GPUS
 from jax_flash._ops.prefill import Prefill
 from jax_flash._problem import Shapes
 
@@ -38,6 +40,36 @@ def test_forward_over_pages_compiles_without_spills(dim, page, features):
     )
     plan = _gpu.plan(Prefill(problem, None), shapes, H200)
     check(plan, seconds=20, gpu=H200)
+
+
+# By mma.sync: on each GPU the kernel with the fewest registers to spare.
+ALWAYS_80 = [("A100", 128, 16, ""), ("H200", 128, 16, ""), ("RTX 5090", 256, 1, "window sinks")]
+OTHERS_80 = [
+    (gpu, dim, page, features)
+    for gpu in ("A100", "L4", "H200", "B200", "RTX 5090")
+    for dim in (64, 72, 96, 128, 192, 256)
+    for page, features in (
+        (16, "sinks"),
+        (12, "softcap"),
+        (8, "window"),
+        (128, "float16"),
+        (16, ""),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dim", "page", "features"), ALWAYS_80 + OTHERS_80 if EVERYTHING else ALWAYS_80, ids=str
+)
+def test_mma_sync_over_pages_compiles_without_spills(gpu, dim, page, features):
+    problem = dataclasses.replace(PLAIN, window=(None, 0), bottom_right=True)
+    for feature in features.split():
+        problem = dataclasses.replace(problem, **FEATURES[feature])
+    shapes = dataclasses.replace(
+        SHAPES, batch=18, q_len=8192, kv_heads=4, head_dim=dim, value_dim=dim, page_size=page
+    )
+    plan = Pages80().plan(Prefill(problem, None), shapes, GPUS[gpu])
+    check(plan, seconds=8, gpu=GPUS[gpu])
 
 
 # The same, of parts of pages that all tokens see whole.

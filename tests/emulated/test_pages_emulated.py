@@ -1,4 +1,4 @@
-"""Requests over pages by Hopper's forward kernel, in the emulator."""
+"""Requests over pages by the forward kernels, in the emulator."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash._gpu import pages
+from jax_flash import _gpu
+from jax_flash._gpu import pages, pages_sm80
 from jax_flash._ops import common, shared
 
 from ..emulator import Emulator
 from ..numpy_oracle import DTYPES
-from ..ragged_cases import Batch, Drawn, run
+from ..ragged_cases import MIXED, OVER_PAGES, OVER_PAGES_80, Batch, Drawn, run
 
 
 @dataclasses.dataclass
 class Paged:
-    """A batch whose requests of more tokens than one that kernel computes, by a tiling."""
+    """A batch whose requests of more tokens than one a family computes, by a tiling."""
 
     drawn: Drawn
     tiling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    family: str = "pages"
 
     def run(self, backend: str) -> jax_flash.Attended:
         made = []
@@ -32,53 +34,38 @@ class Paged:
             made.append(dataclasses.replace(chosen(*call), **self.tiling))
             return made[-1]
 
-        chosen, pages.choose_pages = pages.choose_pages, choose
+        module: Any = {"pages": pages, "pages_sm80": pages_sm80}[self.family]
+        chosen, module.choose_pages = module.choose_pages, choose
         jax.clear_caches()
         try:
-            got = jax.tree.map(np.asarray, self.drawn.run(backend))
+            with _gpu.prefer(self.family):
+                got = jax.tree.map(np.asarray, self.drawn.run(backend))
         finally:
-            pages.choose_pages = chosen
+            module.choose_pages = chosen
         assert made, "another kernel has run"
         return got
 
 
-# Three warpgroups that compute rows of NaN again; every kind of request, tokens of none, pages that
-# are none behind the lengths.
-MIXED = Batch("mixed", counts=(1, 130, 0, 1, 40, 3), before=(40, 70, 11, 0, 23, 90), tokens=200,
-              requests=8, page=16, columns=14, H=64, dtype="bfloat16", rotary=1e4)  # fmt: skip
-BATCHES: list[tuple[Batch, dict[str, Any]]] = [
-    (MIXED, {}),
-    # Two; pages behind a window are none, in blocks that others of its pages are part of.
-    (Batch("window", counts=(150, 20), before=(70, 133), tokens=190, requests=3, page=8,
-           columns=28, N=4, K=2, H=128, dtype="float16", window=50, softcap=4.0, sinks=True), {}),
-    # Blocks of 80 keys, of up to three pages of 64; eight heads of a kv head share a unit.
-    (Batch("long", counts=(100, 1, 97), before=(0, 9, 300), tokens=198, requests=3, page=64,
-           columns=7, N=8, K=1, H=128, dtype="bfloat16", appends=False),
-     {"block_kv": 80, "consumers": 3, "ping_pong": False, "producer_registers": 24}),
-    # Blocks of one page each.
-    (Batch("wide", counts=(70, 1, 33), before=(0, 9, 200), tokens=104, requests=3, page=64,
-           columns=4, N=4, K=2, H=128, dtype="bfloat16"), {}),
-    # Three heads read a kv head, each by itself; requests beyond those that one round of
-    # request_units takes; values past a length, NaN, in rows that are computed again.
-    (Batch("many", counts=(0, 0) * 257 + (80, 9), before=(0, 0) * 257 + (30, 20), tokens=620,
-           requests=516, page=24, columns=6, N=3, K=1, H=72, Hv=40, dtype="bfloat16", sinks=True),
-     {"clears_values": False}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("batch", "tiling"), BATCHES, ids=[x.name for x, _ in BATCHES])
+@pytest.mark.parametrize(("batch", "tiling"), OVER_PAGES, ids=[x.name for x, _ in OVER_PAGES])
 def test_batch(batch: Batch, tiling: dict[str, Any], emulator: Emulator):
     drawn = batch.draw(3)
     drawn.compare(emulator.run(Paged(drawn, tiling), seed=3))  # type: ignore[arg-type]
 
 
-def test_wrong_requests_are_nan(emulator: Emulator):
+@pytest.mark.parametrize("batch", OVER_PAGES_80, ids=lambda batch: batch.name)
+def test_batch_by_mma_sync(batch: Batch, emulator: Emulator):
+    drawn = batch.draw(5)
+    drawn.compare(emulator.run(Paged(drawn, family="pages_sm80"), seed=5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["pages", "pages_sm80"])
+def test_wrong_requests_are_nan(family: str, emulator: Emulator):
     """Too long for their pages, and without a page in front: nothing is read of either."""
     drawn = dataclasses.replace(MIXED, rotary=None).draw(4)
     arrays, (out, lse) = drawn.arrays, drawn.truth()
     starts, wrong = arrays["query_starts"], (1, 3)
     arrays["lengths"][1], arrays["page_table"][3, 0] = 14 * 16 + 1, 10**6
-    got: Any = emulator.run(Paged(drawn), seed=2)  # type: ignore[arg-type]
+    got: Any = emulator.run(Paged(drawn, family=family), seed=2)  # type: ignore[arg-type]
     told = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in wrong])
     for x, truth in ((got.out, out), (got.lse, lse)):
         assert np.isnan(x[told].astype(np.float32)).all()

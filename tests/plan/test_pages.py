@@ -31,8 +31,9 @@ def tiling(call: Prefill = CALL, **changes):
 
 def test_what_the_kernels_do_not_take_is_named():
     assert refused() == ""
-    assert "run on sm_90 (H100, H200); A100 is sm_80" in refused("A100")
-    assert "pages of a multiple of 8 positions, not 12" in refused(page_size=12)
+    turing = dataclasses.replace(GPUS["A100"], name="T4", arch="sm_75")
+    reasons = _gpu.refuse(CALL, SHAPES, turing)
+    assert any("run on sm_80 and later; T4 is sm_75" in reason for reason in reasons)
     assert "up to 256 that 8 divides, not 100 and 100" in refused(head_dim=100, value_dim=100)
     assert "not 576 and 512" in refused(head_dim=576, value_dim=512)
     assert "up to 1073741823 positions" in refused(kv_len=1 << 30)
@@ -44,6 +45,19 @@ def test_what_the_kernels_do_not_take_is_named():
     assert "no caches of float8_e4m3fn" in refused(call=eight_bits)
     for name in ("q_len", "q_heads", "kv_heads", "kv_len"):
         assert "no tokens, heads or pages" in refused(**{name: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "page", "family"),
+    [("H200", 16, "pages"), ("H200", 12, "pages_sm80"), ("A100", 16, "pages_sm80"),
+     ("RTX 5090", 1, "pages_sm80"), ("B200", 128, "pages_sm80")],
+)  # fmt: skip
+def test_families(gpu, page, family):
+    """By TMA pages are multiples of 8 positions; by cp.async, on any GPU, they are of any size."""
+    plan = _gpu.plan(CALL, dataclasses.replace(SHAPES, page_size=page), GPUS[gpu])
+    assert plan.family == family
+    assert plan.tiling.packed_heads == 4
+    assert plan.constants["kPageSize"] == page
 
 
 @pytest.mark.parametrize(
@@ -114,7 +128,7 @@ KERNEL, PIECES = ["decode", "forward"], ["decode", "decode"]
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [({}, KERNEL), ({"B": 4000}, KERNEL), ({"lead": (3,)}, KERNEL), ({"S": 1024}, KERNEL),
-     ({"T": 64}, PIECES), ({"S": 12}, PIECES), ({"dtype": "float32"}, PIECES),
+     ({"T": 64}, PIECES), ({"S": 12}, ["decode", "sm80_forward"]), ({"dtype": "float32"}, PIECES),
      ({"P": 0}, PIECES), ({"S": 0}, PIECES), ({"M": 0}, PIECES), ({"T": 0}, [])],
     ids=str,
 )  # fmt: skip

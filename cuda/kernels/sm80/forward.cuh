@@ -21,6 +21,9 @@
 //   bool kParksSoftmax        bases and sums of the softmax wait in shared memory
 //   bool kSumsOf32            a sum of tensor cores is of 32 products of halves, else of 16
 //   int kStepsAtOnce          steps of 16 columns of Q K^T that are under way together
+//   bool kFromPages           keys in pages of kPageSize, any number, and units of requests
+//   int kPackedHeads          query heads of a kv head that share a unit, a power of two, with
+//                             kFromPages; else 1
 // Dynamic shared memory: forward::Shared.
 #pragma once
 
@@ -31,9 +34,22 @@ extern "C" __global__ void __launch_bounds__(forward::kThreads, 256 / forward::k
     flash_forward_sm80(const __grid_constant__ Sm80ForwardParams p) {
   using namespace forward;
   if (is_left_to_other(p)) return;
+  if constexpr (kFromPages) {  // there is place for as many units as requests could have
+    const int units = *p.unit_count * (p.query_heads / kPackedHeads);
+    if (static_cast<int>(blockIdx.x) >= units) return;
+  }
   extern __shared__ unsigned char dynamic_shared[];
   Rows rows{p, *reinterpret_cast<Shared*>(dynamic_shared)};
   rows.run();
+}
+
+// With kFromPages a kernel goes ahead, one CTA: the units of requests.
+extern "C" __global__ void __launch_bounds__(forward::requests::kThreads)
+    request_units(const __grid_constant__ Sm80ForwardParams p) {
+  if constexpr (kFromPages) {
+    __shared__ forward::requests::Shared shared;
+    forward::requests::make_units<forward::kUnitRows>(p, shared);
+  }
 }
 
 // With kHalves a kernel goes ahead, a CTA for 64 rows of a head of queries, keys or values.

@@ -54,21 +54,21 @@ inline constexpr int kCopiedHead = halves::kCopied<kHeadDim>;
 inline constexpr int kCopiedValue = halves::kCopied<kValueDim>;
 
 // Rows of a tile that four warps fill.
-template <class Of, int kDim, int kRows>
+template <class Of, int kDim, int kRows, int kHeads>
 struct RowsOf {
-  using Type = CopiedRows<kDim, kRows, 4, 1, kPlanes>;
+  using Type = CopiedRows<kDim, kRows, 4, kHeads, kPlanes>;
 };
-template <int kDim, int kRows>
-struct RowsOf<Float32, kDim, kRows> {
+template <int kDim, int kRows, int kHeads>
+struct RowsOf<Float32, kDim, kRows, kHeads> {
   using Type = SplitRows<kDim, kRows, kParts, 128>;
 };
-template <int kDim, int kRows>
-using TileRows = typename RowsOf<Copied, kDim, kRows>::Type;
+template <int kDim, int kRows, int kHeads = 1>
+using TileRows = typename RowsOf<Copied, kDim, kRows, kHeads>::Type;
 
 // A thread's part of the blocks of keys or values where rows are pieces of 16 bytes: of every box a
 // piece, of every 16th row. What of its addresses is the same in all blocks stays in registers.
 template <int kDim>
-struct BlockPieces {
+struct DensePieces {
   static constexpr bool kFits = (kParts == 1 || kHalves) && kDim % 8 == 0;
   static constexpr int kStep = 16;                            // rows at a time
   static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);  // of a plane
@@ -78,10 +78,10 @@ struct BlockPieces {
   uint32 to;    // in a tile
   int row, block_bytes;
 
-  __device__ __forceinline__ BlockPieces(const Sm80ForwardParams& p, const Walk& walk,
+  __device__ __forceinline__ DensePieces(const Sm80ForwardParams& p, const Walk& walk,
                                          uint32 thread)
       : row(thread / 8), block_bytes(kBlockKV * 2 * kRow * p.kv_heads) {
-    from = 2 * (KeyRows<kRow>(p, key_row(p, walk.batch, 0, walk.kv_head)).at(row) + thread % 8 * 8);
+    from = 2 * (KeyRows<kRow>(p, walk.first_key(walk.kv_head)).at(row) + thread % 8 * 8);
     to = row * kBoxRowBytes + swizzled(thread % 8, static_cast<uint32>(row));
   }
   // Rows from `count` on read as zero.
@@ -105,6 +105,68 @@ struct BlockPieces {
   }
 };
 
+// The same of a request's pages. A row whose page is none reads as zero: ahead of a window, where
+// nobody sees it.
+template <int kDim>
+struct PagedPieces {
+  static constexpr bool kFits = kDim % 8 == 0;
+  static_assert(kFits || !kFromPages);
+  static constexpr int kStep = 16;
+  static constexpr int kBoxes = ceil_div(kDim, kBoxColumns);
+  static constexpr int kSteps = kBlockKV / kStep;
+  static constexpr uint32 kSlots = kPageSize;  // without a sign: quotients take fewer instructions
+  static constexpr int kNumbers = kPageSize % kBlockKV == 0 ? 1 : kSteps;  // of pages, of a block
+
+  const Sm80ForwardParams& p;
+  uint32 to;  // in a tile
+  int request, row;
+  int column;  // in a row [K, dim] of a page
+
+  __device__ __forceinline__ PagedPieces(const Sm80ForwardParams& p, const Walk& walk,
+                                         uint32 thread)
+      : p(p), request(walk.request), row(thread / 8), column(walk.kv_head * kDim + thread % 8 * 8) {
+    to = row * kBoxRowBytes + swizzled(thread % 8, static_cast<uint32>(row));
+  }
+  __device__ __forceinline__ void begin(const void* array, uint32 tile, int block,
+                                        int count) const {
+    const int first = block * kBlockKV;
+    const int* table = p.page_table + static_cast<int64>(request) * p.table_columns;
+    int pages[kNumbers];  // all are asked for before one is needed
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) {
+      const uint32 key = kNumbers == 1 ? first : first + row + i * kStep;
+      pages[i] = kNumbers == 1 || row < count - i * kStep ? table[key / kSlots] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int page = pages[kNumbers == 1 ? 0 : i];
+      const uint32 slot = static_cast<uint32>(first + row + i * kStep) % kSlots;
+      const bool there =
+          row < count - i * kStep && static_cast<uint32>(page) < static_cast<uint32>(p.pages);
+      const int64 element =
+          (static_cast<int64>(page) * kSlots + slot) * (p.kv_heads * kDim) + column;
+      const uint64 source = reinterpret_cast<uint64>(array) + 2 * element;
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        const bool inside = box * kBoxColumns + kBoxColumns <= kDim ||
+                            static_cast<int>(threadIdx.x) % 8 * 8 < kDim - box * kBoxColumns;
+        ptx::copy_async_past_l1(tile + to + (box * kBlockKV + i * kStep) * kBoxRowBytes,
+                                source + box * kBoxRowBytes, inside && there);
+      }
+    }
+  }
+};
+template <int kDim, bool kPages>
+struct PiecesOf {
+  using Type = DensePieces<kDim>;
+};
+template <int kDim>
+struct PiecesOf<kDim, true> {
+  using Type = PagedPieces<kDim>;
+};
+template <int kDim>
+using BlockPieces = typename PiecesOf<kDim, kFromPages>::Type;
+
 // Copies are under way in the order in which tiles are taken, keys and values in turn, each a group
 // of its own. A tile is taken when the thread's part of it is there and then, past a barrier, that
 // of all; which says too that all are done with the tile before, whose place the next copy takes.
@@ -126,7 +188,9 @@ struct Copies {
         next(first),
         key_pieces(p, walk, threadIdx.x % kCopying),
         value_pieces(pieces_of<kCopiedValue>()) {
-    if (copies_keys()) queries().begin(walk.sight.query_length - walk.first_query());
+    if (copies_keys()) {
+      queries().begin((walk.sight.query_length - walk.first_query()) * kPackedHeads);
+    }
     if constexpr (kStages > 0) copy_keys();
 #pragma unroll
     for (int stage = 1; stage < kStages; ++stage) {
@@ -192,17 +256,18 @@ struct Copies {
   static __device__ __forceinline__ void wait() {
     ptx::copy_async_wait_but<kStages == 0 ? 0 : 2 * kStages - 2>();
   }
-  template <int kDim, int kRows>
-  static __device__ __forceinline__ TileRows<kDim, kRows> rows_of(const unsigned char* tile,
-                                                                  const void* array, int64 first,
-                                                                  int64 pitch) {
+  template <int kDim, int kRows, int kHeads = 1>
+  static __device__ __forceinline__ TileRows<kDim, kRows, kHeads> rows_of(const unsigned char* tile,
+                                                                          const void* array,
+                                                                          int64 first,
+                                                                          int64 pitch) {
     // Opaque: addresses would be computed ahead of the loop, for registers that are not there.
     return {ptx::shared_address(tile), static_cast<const Copied::Bits*>(array) + first, pitch,
             static_cast<uint32>(ptx::opaque(threadIdx.x)) % kCopying};
   }
-  __device__ __forceinline__ TileRows<kCopiedHead, kUnitRows> queries() const {
+  __device__ __forceinline__ TileRows<kCopiedHead, kUnitRows, kPackedHeads> queries() const {
     const int64 row = query_row(p, walk.batch, walk.first_query(), walk.head);
-    return rows_of<kCopiedHead, kUnitRows>(
+    return rows_of<kCopiedHead, kUnitRows, kPackedHeads>(
         shared.query, kHalves ? p.query_halves : p.query_data, row * (kPlanes * kCopiedHead),
         static_cast<int64>(p.query_heads) * (kPlanes * kCopiedHead));
   }
@@ -210,7 +275,8 @@ struct Copies {
   __device__ __forceinline__ TileRows<kDim, kBlockKV> block_of(const void* array,
                                                                const unsigned char* tile,
                                                                int block) const {
-    const KeyRows<kPlanes * kDim> rows(p, key_row(p, walk.batch, 0, ptx::opaque(walk.kv_head)));
+    const DenseKeyRows<kPlanes * kDim> rows(p,
+                                            key_row(p, walk.batch, 0, ptx::opaque(walk.kv_head)));
     return rows_of<kDim, kBlockKV>(tile, array, rows.at(block * kBlockKV), rows.step);
   }
   __device__ __forceinline__ TileRows<kCopiedHead, kBlockKV> keys(const Place& place) const {

@@ -8,13 +8,13 @@
 
 namespace forward {
 
-// Stores a warp's columns of one of its rows, `factor` times, and zeros where `empty`; not
-// `stored`: nothing. Returns what is not 0 if any is not finite. `out`: column 0; `first`: the
-// warp's.
+// Stores a warp's columns of one of its rows, `factor` times, and zeros where `empty`, with
+// kFromPages what `filled` has in pairs of 16 bits; not `stored`: nothing. Returns what is not 0 if
+// any is not finite. `out`: column 0; `first`: the warp's.
 template <class To, int kCount>
 __device__ __forceinline__ uint32 store_columns(const float (&output)[kCount], int row,
                                                 float factor, bool stored, bool empty,
-                                                typename To::Bits* out, int first) {
+                                                uint32 filled, typename To::Bits* out, int first) {
   const int c = threadIdx.x % 4;
   if constexpr (kSame<To, Float32>) {
     float flaw = 0.0f;
@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32 store_columns(const float (&output)[kCount], i
       if ((2 * kCount % 32 == 0 || local < 2 * kCount) &&
           (kValueDim % (32 * kValueWarps) == 0 || column < kValueDim)) {
         store_piece<kValueDim>(out, column,
-                               empty ? make_uint4(0, 0, 0, 0)
+                               empty ? make_uint4(filled, filled, filled, filled)
                                      : make_uint4(pieces[4 * g], pieces[4 * g + 1],
                                                   pieces[4 * g + 2], pieces[4 * g + 3]));
       }
@@ -71,28 +71,41 @@ struct RowResults : RowProducts {
     Ends ends;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float factor =
-          softmax[tile].template finish<kHasSinks>(row, unit.sink() * kLog2E, ends.lse[row]);
+      const float factor = softmax[tile].template finish<kHasSinks>(
+          row, unit.sink(unit.head_of(tile, row)) * kLog2E, ends.lse[row]);
       ends.factor[row] = factor * dropout_scale(p);
       ends.empty[row] =
           ends.lse[row] == kNegativeInfinity || unit.query(tile, row) >= unit.sight.query_length;
     }
     return ends;
   }
-  __device__ __forceinline__ ResultElement::Bits* out_of(const Unit& unit, int query) const {
+  __device__ __forceinline__ ResultElement::Bits* out_of(const Unit& unit, int query,
+                                                         int head) const {
     return static_cast<ResultElement::Bits*>(p.out) +
-           query_row(p, unit.batch, query, unit.head) * kValueDim;
+           query_row(p, unit.batch, query, head) * kValueDim;
+  }
+  // The result of a row that sees nothing, two elements of 16 bits: NaN of a wrong request.
+  static __device__ __forceinline__ uint32 of_empty(const Unit& unit) {
+    return kFromPages && unit.sight.kv_length < 0 ? 0x7fff7fff : 0;  // of bfloat16 and float16
+  }
+  // Its lse.
+  __device__ __forceinline__ float empty_lse(const Unit& unit, int head) const {
+    if constexpr (kFromPages) {
+      const int length = unit.sight.kv_length;  // else of no request, or of a wrong one
+      if (length <= 0) return length < 0 ? kNan : kNegativeInfinity;
+    }
+    return kHasSinks ? unit.sink(head) : kNegativeInfinity;
   }
   __device__ __forceinline__ void store(const Unit& unit, int tile, const Ends& ends) const {
     uint32 nonfinite = 0;  // rows of the warp with NaN or infinity, bit 4 * quad + row for each
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int query = unit.query(tile, row);
+      const int query = unit.query(tile, row), head = unit.head_of(tile, row);
       const float lse = ends.lse[row];
-      const bool stored = query < p.query_len, empty = ends.empty[row];
-      const uint32 flaw =
-          store_columns<ResultElement>(output[tile], row, ends.factor[row], stored, empty,
-                                       out_of(unit, query), value_warp() * kWarpColumns);
+      const bool stored = query < unit.end_of_queries(), empty = ends.empty[row];
+      const uint32 flaw = store_columns<ResultElement>(
+          output[tile], row, ends.factor[row], stored, empty, of_empty(unit),
+          out_of(unit, query, head), value_warp() * kWarpColumns);
       // A NaN lse is right, and the row with it: masked scores never reach the sum of the weights.
       // Not so with halves, whose numbers may be too far apart.
       const bool flawed = (flaw != 0 || lse == kInfinity) && (kHalves || lse == lse);
@@ -101,21 +114,22 @@ struct RowResults : RowProducts {
       lanes |= lanes >> 2;
       nonfinite |= (lanes & 0x11111111u) << row;
       if (stored && threadIdx.x % 4 == 0 && value_warp() == 0) {
-        const float of_empty = kHasSinks ? unit.sink() : kNegativeInfinity;
-        p.lse[lse_row(p, unit.batch, query, unit.head)] = empty ? of_empty : lse;
+        const float of_empty = empty_lse(unit, head);
+        p.lse[lse_row(p, unit.batch, query, head)] = empty ? of_empty : lse;
       }
     }
     if constexpr (kValueWarps > 1) nonfinite = of_all_columns(nonfinite);
     if (nonfinite == 0) return;
     __syncwarp();  // these results are stored before others
-    const int first = unit.first_query() + kTileRows * tile + 16 * row_warp();
+    const int first = unit.first_query() * kPackedHeads + kTileRows * tile + 16 * row_warp();
     const auto row_of = [&](int bit) -> Row {
-      const int query = first + bit / 4 + fragment::kRowStep * (bit % 4);
+      const int packed = first + bit / 4 + fragment::kRowStep * (bit % 4);
+      const int query = packed / kPackedHeads, head = unit.head + packed % kPackedHeads;
       Range keys = row_columns(unit.sight, query, 0);
       keys.begin = max(keys.begin, 0);
-      const int64 first_key = key_row(p, unit.batch, 0, kv_head_of(p, unit.head));
-      const int64 lse = lse_row(p, unit.batch, query, unit.head);
-      return {query, unit.head, first_key, keys, lse, out_of(unit, query)};
+      const int64 first_key = unit.first_key(kv_head_of(p, unit.head));
+      const int64 lse = lse_row(p, unit.batch, query, head);
+      return {query, head, first_key, keys, lse, out_of(unit, query, head)};
     };
     find_wrong(p, unit.batch, nonfinite, row_of,
                [&](int, const Row& row) { repeat_row(p, unit.batch, row); });

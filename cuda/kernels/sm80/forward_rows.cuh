@@ -138,6 +138,10 @@ struct Rows : RowResults {
       score_function<kPreScale>(p, scores[tile]);
     }
     if (whole) return;
+    if constexpr (kFromPages) {  // found anew: in registers they were spilled, 12 bytes
+      hide(Unit(p), first_key, scores);
+      return;
+    }
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       const auto query = [&](int row) { return walk.query(tile, row); };
@@ -147,6 +151,17 @@ struct Rows : RowResults {
       }
       hide_scores<kBlockKV / 2, /*kBranches=*/true>(p, walk.batch, walk.sight, query, first_key,
                                                     walk.is_one_segment(block), bits, scores[tile]);
+    }
+  }
+  // The same of a request's keys: no mask hides any, and no segments.
+  __device__ __forceinline__ void hide(const Unit& unit, int first_key,
+                                       Scores (&scores)[kRowTiles]) const {
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      const auto query = [&](int row) { return unit.query(tile, row); };
+      hide_scores<kBlockKV / 2, /*kBranches=*/true>(p, unit.batch, unit.sight, query, first_key,
+                                                    true, mask::RowBits<kUnitRows, kBlockKV>(),
+                                                    scores[tile]);
     }
   }
   __device__ __forceinline__ bool is_started() const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fragment.cuh"
+#include "request_units.cuh"
 #include "rows.cuh"
 #include "terms.cuh"
 #include "walk.cuh"
@@ -14,32 +15,73 @@ inline constexpr int kTileRows = 16 * kRowWarps;  // of the queries that warps h
 inline constexpr int kUnitRows = kTileRows * kRowTiles;
 
 static_assert(kBlockKV % 16 == 0 && kBlockKV <= 128);
+static_assert(kTileRows % kPackedHeads == 0);
+static_assert(kPackedHeads == 1 || kFromPages, "terms know rows of one head");
+static_assert(!kFromPages || (kParts == 1 && !kHasMask && !kHasSegments && !kHasPositions &&
+                              !kHasQueryLengths && !kHasKeyValueLengths && !kHasBias &&
+                              !kHasScoreFunction && !kHasDropout && !kBottomRight),
+              "a unit has a request's lengths");
 
-// A CTA's block of queries of one head.
+// A CTA's block of queries of one head, or of kPackedHeads that share keys: row r of it is query
+// r / kPackedHeads of head r % kPackedHeads.
 struct Unit {
   const Sm80ForwardParams& p;
-  int batch, head, query_block;
+  int batch, query_block;
+  int head;       // the first
+  int first_row;  // packed, with kFromPages
+  int request;    // likewise: row of the page table
   Visibility sight;
 
   // Found anew at each use, since registers are few while it attends.
   __device__ __forceinline__ explicit Unit(const Sm80ForwardParams& p) : p(p) {
-    const HeadBlock found = head_block(ptx::opaque(static_cast<int>(blockIdx.x)), p.query_blocks,
-                                       p.batch * p.query_heads, p.l2_heads);
+    const int units = kFromPages ? *p.unit_count : p.query_blocks;
+    const HeadBlock found = head_block(ptx::opaque(static_cast<int>(blockIdx.x)), units,
+                                       p.batch * p.query_heads / kPackedHeads, p.l2_heads);
+    if constexpr (kFromPages) {
+      const int unit = kWindowRight ? units - 1 - found.block : found.block;
+      const RequestUnit own = units_of_requests(p)[unit];
+      batch = query_block = 0;
+      head = found.head * kPackedHeads;
+      first_row = own.first_row;
+      request = own.request;
+      sight = own.sight(p);
+      return;
+    }
     // Under a causal mask the last queries see most: their units go first.
     query_block = kWindowRight ? p.query_blocks - 1 - found.block : found.block;
     batch = found.head / p.query_heads;
     head = found.head - batch * p.query_heads;
     sight = visibility(p, batch);
   }
-  __device__ __forceinline__ int first_query() const { return query_block * kUnitRows; }
-  // The thread's query, row = 0 or 1 of its warp's `tile`.
-  __device__ __forceinline__ int query(int tile, int row) const {
-    const auto thread = static_cast<uint32>(ptx::opaque(threadIdx.x));
-    return first_query() + kTileRows * tile + thread / 32 % kRowWarps * 16 + thread % 32 / 4 +
-           fragment::kRowStep * row;
+  __device__ __forceinline__ int first_query() const {
+    return kFromPages ? first_row / kPackedHeads : query_block * kUnitRows;
   }
-  __device__ __forceinline__ float sink() const {
+  // The thread's query, row = 0 or 1 of its warp's `tile`, and its head.
+  __device__ __forceinline__ int query(int tile, int row) const {
+    return packed_row(tile, row) / kPackedHeads;
+  }
+  __device__ __forceinline__ int head_of(int tile, int row) const {
+    if constexpr (kPackedHeads == 1) return head;
+    return head + packed_row(tile, row) % kPackedHeads;
+  }
+  // Rows of queries from here on are not stored.
+  __device__ __forceinline__ int end_of_queries() const {
+    return kFromPages ? sight.query_length : p.query_len;
+  }
+  __device__ __forceinline__ float sink(int head) const {
     return kHasSinks ? p.sinks[batch * p.sinks_batch_stride + head] : 0.0f;
+  }
+  // What stands for the first key of a kv head (KeyRows).
+  __device__ __forceinline__ int64 first_key(int kv_head) const {
+    if constexpr (kFromPages) return static_cast<int64>(request) * p.kv_heads + kv_head;
+    return key_row(p, batch, 0, kv_head);
+  }
+
+ private:
+  __device__ __forceinline__ int packed_row(int tile, int row) const {
+    const auto thread = static_cast<uint32>(ptx::opaque(threadIdx.x));
+    return first_query() * kPackedHeads + kTileRows * tile + thread / 32 % kRowWarps * 16 +
+           thread % 32 / 4 + fragment::kRowStep * row;
   }
 };
 
@@ -52,7 +94,8 @@ struct Walk : Unit {
   // Whole warps call all of these.
   __device__ __forceinline__ explicit Walk(const Sm80ForwardParams& p)
       : Unit(p), kv_head(kv_head_of(p, head)) {
-    const int first = first_query(), end = min(first + kUnitRows, sight.query_length);
+    const int first = first_query();
+    const int end = min(first + kUnitRows / kPackedHeads, sight.query_length);
     blocks = blocks_of<kBlockKV>(visible_keys(sight, first, end - 1));
     full = full_blocks<kBlockKV>(sight, first, end - 1);
     const int64 row = static_cast<int64>(batch) * p.query_len;

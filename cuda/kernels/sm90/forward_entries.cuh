@@ -116,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(forward::requests::kThreads)
   if constexpr (kFromPages) {
     ptx::let_the_next_kernel_start();
     __shared__ forward::requests::Shared shared;
-    forward::requests::make_units(p, shared);
+    forward::requests::make_units<forward::kUnitRows>(p, shared);
+    if (threadIdx.x == 0) *p.unit_counter = 0;
   }
 }
 

@@ -33,6 +33,8 @@ class ForwardTiling:
     stages: int = 1  # buffers each of keys and of values; 0: one for both
     query_steps: int = 0  # of 16 columns, that a warp keeps of its queries in registers
     l2_heads: int = 1  # heads that the schedule walks together, so that their keys stay in L2
+    packed_heads: int = 1  # query heads that share keys and a unit, of requests over pages
+    page_size: int = 0  # of pages that keys are in, and units are of requests; 0: there are none
 
     source = "sm80/forward.cuh"
 
@@ -104,6 +106,9 @@ class ForwardTiling:
             "kParksSoftmax": self.parks_softmax,
             "kSumsOf32": self.sums_of_32,
             "kStepsAtOnce": self.steps_at_once,
+            "kPackedHeads": self.packed_heads,
+            "kFromPages": self.page_size > 0,
+            "kPageSize": max(self.page_size, 1),
         }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jax_flash._call import Call
+from jax_flash._gpu import paged
 from jax_flash._gpu.fields import Field, Scratch, Struct
 from jax_flash._gpu.plan import Kernel, Launch, Step
 from jax_flash._gpu.shared_fields import (
@@ -20,7 +21,19 @@ from jax_flash._gpu.shared_fields import (
     split,
     take,
 )
-from jax_flash._gpu.sizes import B, N, S, T, at_most, ceil_div, minimum, product
+from jax_flash._gpu.sizes import (
+    AnySize,
+    B,
+    K,
+    N,
+    S,
+    T,
+    at_most,
+    ceil_div,
+    equal,
+    minimum,
+    product,
+)
 from jax_flash._problem import Shapes
 
 if TYPE_CHECKING:
@@ -34,20 +47,35 @@ def forward_launch(call: Call, shapes: Shapes, tiling: ForwardTiling) -> Launch:
     problem = call.problem
     found = masks(problem, shapes, tiling.block_q, tiling.block_kv, by_key=False, beside=False)
     steps: list[Step] = [*found.plan]
+    if tiling.page_size:
+        steps.append(Kernel("request_units", 1, paged.UNIT_THREADS))
     if {"query_segments", "query_positions"} & {*problem.terms}:
         blocks = B * ceil_div(S, tiling.block_kv)
         steps.append(Kernel("key_ranges", ceil_div(blocks, _RANGE_WARPS), 32 * _RANGE_WARPS))
     if tiling.halves:
         steps.append(split(1, beside=False))
-    grid = product(ceil_div(T, tiling.block_q), B, N)
+    grid = product(units_of_head(tiling), B, N // tiling.packed_heads)
     steps.append(Kernel("flash_forward_sm80", grid, tiling.threads, tiling.shared_bytes))
+    checks = ((at_most(1, S), "the CUDA kernels take no empty keys"), *limits(), *found.checks)
+    names: dict[str, AnySize] = {}
+    if tiling.page_size:
+        names = paged.names()
+        checks += paged.checks(tiling.packed_heads, tiling.page_size)
+        checks += ((equal(N // K % tiling.packed_heads, 0), "heads that share a block"),)
     return Launch(
         forward_params(call, shapes, tiling, found),
         tuple(steps),
-        names={},
-        checks=((at_most(1, S), "the CUDA kernels take no empty keys"), *limits(), *found.checks),
-        none=product(B, T, N),
+        names=names,
+        checks=checks,
+        none=product(T, N) if tiling.page_size else product(B, T, N),
     )
+
+
+def units_of_head(tiling: ForwardTiling) -> AnySize:
+    """Counts the units of a head, or of heads that share them; of requests at most."""
+    if tiling.page_size:
+        return paged.units_of_head(tiling.packed_heads, tiling.block_q)
+    return ceil_div(T, tiling.block_q)
 
 
 def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Masks) -> Struct:
@@ -80,12 +108,12 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             ),
             Field("int*", "key_position_ranges", ranges("positions"), "likewise, kHasPositions"),
             *take(fields, "batch query_len kv_len query_heads kv_heads"),
-            Field("int", "query_blocks", ceil_div(T, tiling.block_q), "ceil(T / rows of a CTA)"),
+            Field("int", "query_blocks", units_of_head(tiling), "ceil(T / rows of a CTA)"),
             Field(
                 "int",
                 "l2_heads",
-                minimum(tiling.l2_heads, B * N),
-                "heads (of B * N) that the schedule walks together, >= 1",
+                minimum(tiling.l2_heads, B * (N // tiling.packed_heads)),
+                "heads (of B * N / kPackedHeads) that the schedule walks together, >= 1",
             ),
             *take(fields, "window_left window_right scale"),
             forward_scale_log2(problem),
@@ -94,5 +122,12 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
             found.block_mask,
             *take(fields, "result_scale"),
             *halves(shapes, "query key value", present=tiling.halves),
+            *paged.fields(units_of_head(tiling) if tiling.page_size else None),
+            Field(
+                "int*",
+                "unit_count",
+                Scratch("s32", (1,)) if tiling.page_size else None,
+                "of all requests, by request_units; kFromPages",
+            ),
         ),
     )

@@ -6,14 +6,13 @@ cuda/kernels/sm90/forward.cuh.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from jax_flash._call import Call
+from jax_flash._gpu import paged
 from jax_flash._gpu.fields import Field, Map, Scratch, Struct, name_of
 from jax_flash._gpu.plan import Kernel, Launch, Step
 from jax_flash._gpu.shared_fields import (
-    MAX_INT,
     Masks,
     forward_scale_log2,
     half_columns,
@@ -51,11 +50,9 @@ _PAGES = (
     "with kFromPages [P, kPageSize, K, %s]; with kWholeRows [P * kPageSize / 8, 8, K * %s / 64, 64]"
     ", whole rows of a head: box (64, 8, H / 64, kPageRows / 8)"
 )
-REQUESTS, COLUMNS, P, PAGE = map(Size, ("requests", "columns", "P", "page"))
 _RANGE_WARPS = 8  # of a CTA of segment_ranges, segment_plan, position_ranges and row_norms
 _NORM_ROWS = 64  # of a warp of row_norms
 _EXACT_THREADS = 384  # of flash_forward_exact
-_UNIT_THREADS = 512  # of request_units
 _STARTS_OF_WARP = 256  # queries among which a warp of segment_ranges looks for documents' starts
 
 
@@ -72,9 +69,8 @@ def forward_launch(call: Call, shapes: Shapes, tiling: ForwardTiling) -> Launch:
         checks += bias_is_plane()
     names: dict[str, AnySize] = {}
     if tiling.page_size:
-        names = {"B": 1, "S": COLUMNS * PAGE, "sinks.B": 1}
-        checks += ((equal(PAGE, tiling.page_size), "this tiling is for other pages"),)
-        checks += ((at_most(T * tiling.packed_heads, MAX_INT // 2), "too many query rows"),)
+        names = paged.names()
+        checks += paged.checks(tiling.packed_heads, tiling.page_size)
     return Launch(
         forward_params(call, shapes, tiling, found),
         _steps(call, tiling, found),
@@ -89,9 +85,9 @@ def units_of_head(tiling: ForwardTiling) -> AnySize:
 
     Each end of a document that is long enough makes one more.
     """
+    if tiling.page_size:
+        return paged.units_of_head(tiling.packed_heads, tiling.block_q)
     blocks = ceil_div(T * tiling.packed_heads, tiling.block_q)
-    if tiling.page_size:  # and each end of a request
-        return blocks + REQUESTS
     return blocks + 2 * (T // tiling.cut_documents) if tiling.cut_documents else blocks
 
 
@@ -132,8 +128,8 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
         if not tiling.page_size or name == "query":
             return Map(name[0], dtype, (B, length, count, dim), box_rows, box_heads)
         if not tiling.whole_rows:
-            return Map(name[0], dtype, (P, PAGE, count, dim), box_rows)
-        groups = product(P, tiling.page_size // _GROUP)  # of a swizzle's rows
+            return Map(name[0], dtype, (paged.P, paged.PAGE, count, dim), box_rows)
+        groups = product(paged.P, tiling.page_size // _GROUP)  # of a swizzle's rows
         parts = dim // _BOX_COLUMNS
         shape = (groups, _GROUP, product(count, parts), _BOX_COLUMNS)
         return Map(name[0], dtype, shape, _GROUP, parts, box_rows // _GROUP)
@@ -267,28 +263,10 @@ def forward_params(call: Call, shapes: Shapes, tiling: ForwardTiling, found: Mas
                 "of a head, in the batch row that has most, by segment_plan; kCutsUnits. With "
                 "kFromPages those of all requests, by request_units",
             ),
-            *_of_requests(tiling),
+            *paged.fields(query_blocks if tiling.page_size else None),
             *(_float8_fields(call, shapes) if tiling.float8 else ()),
         ),
     )
-
-
-def _of_requests(tiling: ForwardTiling) -> tuple[Field, ...]:
-    """Returns what says where requests have their tokens and keys, kFromPages."""
-    plan = Scratch("s32", (units_of_head(tiling), 4))
-    fields = (
-        Field("const int*", "page_table", "page_table", "[requests or fewer, columns]"),
-        Field("const int*", "request_lengths", "lengths", "[requests] positions; see RequestUnit"),
-        Field("const int*", "request_firsts", "first", "[requests] first tokens"),
-        Field("const int*", "request_counts", "count", "[requests] tokens"),
-        Field("int*", "request_plan", plan, "a RequestUnit for each unit, by request_units"),
-        Field("int", "requests", REQUESTS),
-        Field("int", "pages", P),
-        Field("int", "table_columns", COLUMNS),
-    )
-    if tiling.page_size:
-        return fields
-    return tuple(dataclasses.replace(field, value=None) for field in fields)
 
 
 def _has_columns(call: Call) -> bool:
@@ -328,7 +306,7 @@ def _steps(call: Call, tiling: ForwardTiling, found: Masks) -> tuple[Step, ...]:
         )
     steps += found.plan
     if tiling.page_size:
-        steps.append(Kernel("request_units", 1, _UNIT_THREADS, beside=True))
+        steps.append(Kernel("request_units", 1, paged.UNIT_THREADS, beside=True))
 
     def of_warps(entry: str, warps, *, overlaps: bool = False) -> Kernel:
         grid = ceil_div(warps, _RANGE_WARPS)

@@ -10,24 +10,20 @@ import dataclasses
 from typing import Any
 
 from jax_flash._call import Call
-from jax_flash._gpu.buffers import dims_of
+from jax_flash._gpu import paged
 from jax_flash._gpu.family import Family
-from jax_flash._gpu.fields import name_of
-from jax_flash._gpu.plan import Buffer, Plan
+from jax_flash._gpu.plan import Plan
 from jax_flash._gpu.sm90.forward import choose_forward
 from jax_flash._gpu.sm90.forward_launch import forward_launch
 from jax_flash._gpu.sm90.forward_schedule import forward_constants
 from jax_flash._gpu.sm90.forward_tiling import ForwardTiling
-from jax_flash._gpu.sm90.hopper import L2_SHARE, multiprocessors, tma_loads_of
+from jax_flash._gpu.sm90.hopper import L2_SHARE
 from jax_flash._gpu.spec import GpuSpec
 from jax_flash._gpu.traits import group_size, known
 from jax_flash._problem import Problem, Shapes
 
-_MOST_POSITIONS = 2**30 - 1  # that a request has place for: as much again overflows
 _BOX_ROWS = 8  # of a swizzle: what TMA loads at once is a multiple
-_MOST_PACKED = 64  # query heads of a kv head that share a unit, as many as a warpgroup has rows
 _ONE_PAGE = 64  # keys of a block that lie in one page
-_FEWEST = 0.5  # units that tokens fill, of a multiprocessor
 FEWEST_IN_COMMON = 256  # rows of queries of a kv head
 
 
@@ -41,38 +37,13 @@ class Pages(Family):
 
     def refuse(self, call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
         kernels, size = "the CUDA forward kernels over pages", shapes.page_size
-        reasons = []
+        reasons = paged.refuse(call, shapes, gpu, kernels)
         if gpu.arch not in self.architectures:
             reasons.append(f"{kernels} run on sm_90 (H100, H200); {gpu.name} is {gpu.arch}")
-        if call.problem.dtype not in ("bfloat16", "float16"):
-            reasons.append(f"{kernels} take bfloat16 and float16, not {call.problem.dtype}")
-        if call.cache_dtype != call.problem.dtype:
-            reasons.append(f"{kernels} have no caches of {call.cache_dtype}")
-        dims = shapes.head_dim, shapes.value_dim
-        if max(dims) > 256 or not tma_loads_of(shapes):
-            reasons.append(
-                f"{kernels} take head dims up to 256 that 8 divides, not {dims[0]} and {dims[1]}"
-            )
-        if "v" not in call.operands:
-            reasons.append(f"{kernels} take values of their own, none within keys")
-        if not isinstance(size, int) or size == 0 or size % _BOX_ROWS:
-            text = f"{kernels} take pages of a multiple of {_BOX_ROWS} positions, not {size}"
-            reasons.append(text)
-        if 0 in (shapes.q_len, shapes.q_heads, shapes.kv_heads, shapes.kv_len):
-            return (*reasons, "there are no tokens, heads or pages")
-        if isinstance(shapes.kv_len, int) and shapes.kv_len > _MOST_POSITIONS:
-            reasons.append(
-                f"{kernels} take requests of up to {_MOST_POSITIONS} positions, not {shapes.kv_len}"
-            )
-        if call.target == "common":
-            return (*reasons, *_few_in_common(shapes))
-        rows = known(shapes.q_len, 4096) * known(shapes.q_heads, 1)
-        # A window without an end is that of a part of flash_common.
-        if call.problem.window[1] is not None and rows < _FEWEST * multiprocessors(gpu) * 128:
-            reasons.append(
-                f"{rows} rows of queries leave most multiprocessors idle: decoding kernels share "
-                "a request's keys out"
-            )
+        if isinstance(size, int) and size % _BOX_ROWS:
+            reasons.append(f"{kernels} by TMA take a multiple of {_BOX_ROWS} positions, not {size}")
+        if call.target == "common" and shapes.kv_len != 0:
+            reasons += _few_in_common(shapes)
         return tuple(reasons)
 
     def plan(
@@ -82,20 +53,18 @@ class Pages(Family):
         # A unit's request says where its queries stand among keys.
         problem = dataclasses.replace(call.problem, bottom_right=False)
         call = dataclasses.replace(call, problem=problem)
-        dense = dataclasses.replace(shapes, batch=1)  # shapes.batch counts requests
-        return Plan(
-            family=self.name,
-            arch=gpu.arch,
+        dense = paged.dense(shapes)
+        return paged.plan(
+            self,
+            call,
+            shapes,
+            gpu,
             target="jax_flash_cuda_forward",
             source=tiling.source,
             beside=tiling.beside,
             tiling=tiling,
             constants=forward_constants(tiling, problem, dense),
-            operands=tuple(_buffer(call, shapes, name) for name in call.operands),
-            results=tuple(_buffer(call, shapes, name) for name in call.results),
-            same=(),
             launch=forward_launch(call, dense, tiling),
-            dims=dims_of(dense) | {"requests": shapes.batch},
             notes=self.untried(gpu),
         )
 
@@ -103,7 +72,7 @@ class Pages(Family):
 def choose_pages(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTiling:
     """Chooses the tiling of the dense call of as many tokens, with units that fit requests.
 
-    Query heads that share keys share units, too: a request's tokens, however few, fill them then.
+    Query heads that share keys share units, too.
     """
     dense = dataclasses.replace(shapes, batch=1, page_size=None)
     terms = ("query_lengths", "key_value_lengths", *problem.terms)
@@ -116,8 +85,7 @@ def choose_pages(problem: Problem, shapes: Shapes, gpu: GpuSpec) -> ForwardTilin
         tiling = dataclasses.replace(tiling, block_kv=plain.block_kv)
     if tiling.consumers == 3 and max(shapes.head_dim, shapes.value_dim) <= 128:
         tiling = dataclasses.replace(tiling, **_of_three(tiling, shapes.page_size or 0))
-    group = group_size(shapes)
-    packed = min(group & -group, _MOST_PACKED)
+    group, packed = group_size(shapes), paged.packed_heads(shapes)
     bytes_of_head = 2 * known(shapes.kv_len, 4096) * (shapes.head_dim + shapes.value_dim)
     kv_heads = known(shapes.kv_heads, 1)
     sets = -(-kv_heads // max(1, min(L2_SHARE // bytes_of_head, kv_heads)))
@@ -154,20 +122,3 @@ def _of_three(tiling: ForwardTiling, page_size: int) -> dict[str, Any]:
     if page_size % _ONE_PAGE == 0:
         return {"clears_values": False, "block_kv": _ONE_PAGE, "stages": 5}
     return {"clears_values": False}
-
-
-def _buffer(call: Call, shapes: Shapes, name: str) -> Buffer:
-    key, value = str(shapes.head_dim), str(shapes.value_dim)
-    dims: dict[str, tuple[str, ...]] = {
-        "q": ("T", "N", key),
-        "k": ("P", "page", "K", key),
-        "v": ("P", "page", "K", value),
-        **dict.fromkeys(("lengths", "first", "count"), ("requests",)),
-        "page_table": ("rows", "columns"),
-        "sinks": ("N",),
-        "out": ("T", "N", value),
-        "lse": ("T", "N"),
-    }
-    dtypes: dict[str, Any] = dict.fromkeys(("lengths", "first", "count", "page_table"), "int32")
-    dtypes |= dict.fromkeys(("sinks", "lse"), "float32")
-    return Buffer(name, (name_of(dtypes.get(name, call.problem.dtype)),), dims[name])

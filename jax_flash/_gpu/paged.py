@@ -1,0 +1,139 @@
+"""What families whose forward kernels compute requests over pages have in common: flash_prefill.
+
+Their units are made of requests on the device (cuda/kernels/request_units.cuh).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax_flash._call import Call
+from jax_flash._gpu.buffers import dims_of
+from jax_flash._gpu.family import Family
+from jax_flash._gpu.fields import Field, Scratch, name_of
+from jax_flash._gpu.plan import Buffer, Plan
+from jax_flash._gpu.shared_fields import MAX_INT
+from jax_flash._gpu.sizes import AnySize, Size, T, at_most, ceil_div, equal
+from jax_flash._gpu.spec import GpuSpec
+from jax_flash._gpu.traits import group_size, known
+from jax_flash._problem import Shapes
+
+REQUESTS, COLUMNS, P, PAGE = map(Size, ("requests", "columns", "P", "page"))
+UNIT_THREADS = 512  # of request_units
+_MOST_POSITIONS = 2**30 - 1  # that a request has place for: as much again overflows
+_MOST_PACKED = 64  # query heads of a kv head that share a unit
+FEWEST = 0.5  # units that tokens fill, of a multiprocessor
+_MULTIPROCESSORS = 132  # of a GPU that is not known
+
+
+def refuse(call: Call, shapes: Shapes, gpu: GpuSpec, kernels: str) -> list[str]:
+    """Lists why such kernels do not run a call, whatever the family."""
+    reasons = []
+    if call.problem.dtype not in ("bfloat16", "float16"):
+        reasons.append(f"{kernels} take bfloat16 and float16, not {call.problem.dtype}")
+    if call.cache_dtype != call.problem.dtype:
+        reasons.append(f"{kernels} have no caches of {call.cache_dtype}")
+    dims = shapes.head_dim, shapes.value_dim
+    if max(dims) > 256 or dims[0] % 8 or dims[1] % 8:
+        reasons.append(
+            f"{kernels} take head dims up to 256 that 8 divides, not {dims[0]} and {dims[1]}"
+        )
+    if "v" not in call.operands:
+        reasons.append(f"{kernels} take values of their own, none within keys")
+    if isinstance(shapes.kv_len, int) and shapes.kv_len > _MOST_POSITIONS:
+        reasons.append(
+            f"{kernels} take requests of up to {_MOST_POSITIONS} positions, not {shapes.kv_len}"
+        )
+    if not isinstance(shapes.page_size, int):
+        reasons.append(f"{kernels} take pages of a known size, not {shapes.page_size}")
+    if 0 in (shapes.q_len, shapes.q_heads, shapes.kv_heads, shapes.kv_len, shapes.page_size):
+        reasons.append("there are no tokens, heads or pages")
+        return reasons
+    rows = known(shapes.q_len, 4096) * known(shapes.q_heads, 1)
+    # A window without an end is that of a part of flash_common.
+    few = call.target == "prefill" and call.problem.window[1] is not None
+    if few and rows < FEWEST * (gpu.sms or _MULTIPROCESSORS) * 128:
+        reasons.append(
+            f"{rows} rows of queries leave most multiprocessors idle: decoding kernels share "
+            "a request's keys out"
+        )
+    return reasons
+
+
+def packed_heads(shapes: Shapes) -> int:
+    """Counts the query heads that share a unit: a request's tokens, however few, fill it then."""
+    group = group_size(shapes)
+    return min(group & -group, _MOST_PACKED)
+
+
+def units_of_head(packed: int, rows: int) -> AnySize:
+    """Counts the units of so many rows, packed query heads, at most: each request may end one."""
+    return ceil_div(T * packed, rows) + REQUESTS
+
+
+def names() -> dict[str, AnySize]:
+    """Returns the sizes of a launch that mean another thing than in dense calls."""
+    return {"B": 1, "S": COLUMNS * PAGE, "sinks.B": 1}
+
+
+def checks(packed: int, page_size: int) -> tuple[tuple[AnySize, str], ...]:
+    """Returns what a launch for pages of a size checks."""
+    return (
+        (equal(PAGE, page_size), "this tiling is for other pages"),
+        (at_most(T * packed, MAX_INT // 2), "too many query rows"),
+    )
+
+
+def fields(units: AnySize | None) -> tuple[Field, ...]:
+    """Returns what says where requests have their tokens and keys; None: there are none."""
+    plan = None if units is None else Scratch("s32", (units, 4))
+    made = (
+        Field("const int*", "page_table", "page_table", "[requests or fewer, columns]"),
+        Field("const int*", "request_lengths", "lengths", "[requests] positions; see RequestUnit"),
+        Field("const int*", "request_firsts", "first", "[requests] first tokens"),
+        Field("const int*", "request_counts", "count", "[requests] tokens"),
+        Field("int*", "request_plan", plan, "a RequestUnit for each unit, by request_units"),
+        Field("int", "requests", REQUESTS),
+        Field("int", "pages", P),
+        Field("int", "table_columns", COLUMNS),
+    )
+    if units is not None:
+        return made
+    return tuple(dataclasses.replace(field, value=None) for field in made)
+
+
+def buffer(call: Call, shapes: Shapes, name: str) -> Buffer:
+    """Returns an operand or result, by name."""
+    key, value = str(shapes.head_dim), str(shapes.value_dim)
+    dims: dict[str, tuple[str, ...]] = {
+        "q": ("T", "N", key),
+        "k": ("P", "page", "K", key),
+        "v": ("P", "page", "K", value),
+        **dict.fromkeys(("lengths", "first", "count"), ("requests",)),
+        "page_table": ("rows", "columns"),
+        "sinks": ("N",),
+        "out": ("T", "N", value),
+        "lse": ("T", "N"),
+    }
+    dtypes: dict[str, Any] = dict.fromkeys(("lengths", "first", "count", "page_table"), "int32")
+    dtypes |= dict.fromkeys(("sinks", "lse"), "float32")
+    return Buffer(name, (name_of(dtypes.get(name, call.problem.dtype)),), dims[name])
+
+
+def plan(family: Family, call: Call, shapes: Shapes, gpu: GpuSpec, **made: Any) -> Plan:
+    """Makes a family's plan of a call; `made`: of `Plan`, what its kernels say."""
+    return Plan(
+        family=family.name,
+        arch=gpu.arch,
+        operands=tuple(buffer(call, shapes, name) for name in call.operands),
+        results=tuple(buffer(call, shapes, name) for name in call.results),
+        same=(),
+        dims=dims_of(dense(shapes)) | {"requests": shapes.batch},
+        **made,
+    )
+
+
+def dense(shapes: Shapes) -> Shapes:
+    """Returns the sizes of the queries as of one batch row: shapes.batch counts requests."""
+    return dataclasses.replace(shapes, batch=1)
