@@ -3,12 +3,13 @@
     python -m tests.sanitize memcheck racecheck synccheck     # --jobs 4 --case SUBSTRING
 
 One process of the sanitizer for each tool and share of the cases. Every case is a forward pass
-and all gradients, or a call of decode_attention, compared with float64 as elsewhere; `mma.sync`
-cases take the kernels of GPUs other than Hopper's. Every array is an allocation of its own, so that
-memcheck sees a step beyond its end; graphs are off, so that each launch is seen; the kernels are
-told of a GPU with two multiprocessors, so that each takes many tiles. racecheck and synccheck look
-at the kernels of this project alone. Exits with 1 if a tool reports anything, a result is wrong or
-a case raises; the others run all the same, and what failed is printed last.
+and all gradients, a call of decode_attention or one of ragged_paged_attention, compared with
+float64 as elsewhere; `mma.sync` cases take the kernels of GPUs other than Hopper's. Every array is
+an allocation of its own, so that memcheck sees a step beyond its end; graphs are off, so that each
+launch is seen; the kernels are told of a GPU with two multiprocessors, so that each takes many
+tiles. racecheck and synccheck look at the kernels of this project alone. Exits with 1 if a tool
+reports anything, a result is wrong or a case raises; the others run all the same, and what failed
+is printed last.
 
 A warp gives a buffer back by one lane's arrival at an mbarrier, after __syncwarp(), a shuffle or a
 wgmma wait has brought its lanes together, which orders the accesses of all 32. racecheck (2025.3)
@@ -44,9 +45,10 @@ from typing import NoReturn
 import jax
 
 from jax_flash import _gpu, _native
+from jax_flash._gpu import paged
 from jax_flash._gpu.sm90 import forward
 
-from . import decode_cases
+from . import decode_cases, quantized_cases, ragged_cases
 from .cases import BOTTOM_RIGHT, Case
 from .compare import compare_copies, compare_parts
 from .other_kernels import AsIfLong
@@ -156,13 +158,30 @@ MMA_SYNC_DECODING = (
     "pages of 128 and all",
     "latent, several tokens",
 )
+# Requests of more tokens than one, by a family; requests of one token are decoded beside them.
+OVER_PAGES = {
+    **{f"pages {batch.name}": (batch, "pages") for batch, _ in ragged_cases.OVER_PAGES},
+    **{f"mma.sync pages {x.name}": (x, "pages_sm80") for x in ragged_cases.OVER_PAGES_80},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBits:
+    """A call of decode_attention with a cache of eight bits."""
+
+    case: decode_cases.Case
+    dtype: str
+    varied: bool
+
+    def draw(self) -> decode_cases.Arguments:
+        return quantized_cases.quantize(self.case, self.dtype, varied=self.varied)
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
     """One case, by the kernels that are taken for it or by a family that is put first."""
 
-    case: Case | decode_cases.Case
+    case: Case | decode_cases.Case | EightBits | ragged_cases.Batch
     family: str | None = None
     tiling: dict[str, int] | None = None  # of decode_attention
     long: bool = False  # as of many queries and keys
@@ -173,7 +192,11 @@ class Check:
         first = contextlib.nullcontext() if self.family is None else _gpu.prefer(self.family)
         arguments = self.case.draw()
         with first:
-            if isinstance(arguments, decode_cases.Arguments):
+            if isinstance(arguments, ragged_cases.Drawn):
+                arguments.compare(arguments.run("cuda"))
+            elif isinstance(self.case, EightBits):
+                quantized_cases.check(arguments, arguments.run("cuda"))
+            elif isinstance(arguments, decode_cases.Arguments):
                 call = (
                     arguments if self.tiling is None else decode_cases.Tiled(arguments, self.tiling)
                 )
@@ -198,10 +221,14 @@ CHECKS = {
         for x in MMA_SYNC_DECODING
     },
     **{f"decode {case.name}": Check(case) for case in decode_cases.UNALIGNED},
+    **{f"decode eight bits, {x[0].name}": Check(EightBits(*x)) for x in quantized_cases.CASES},
+    **{name: Check(*of_family) for name, of_family in OVER_PAGES.items()},
 }
 
 OWN_KERNELS = tuple(
-    word for name in ("flash_", "segment_", "mask_") for word in ("--kernel-name", f"kns={name}")
+    word
+    for name in ("flash_", "segment_", "mask_", "request_")
+    for word in ("--kernel-name", f"kns={name}")
 )
 TOOLS = {
     "memcheck": (),
@@ -228,6 +255,7 @@ def prepare(with_every_lane: bool) -> None:
     """Tells the kernels of few processors, and which of them run."""
     _native.pretend_multiprocessors(2)  # small cases: blocks take several tiles
     forward._Forward.is_one_round = False  # from the counter, too
+    paged.FEWEST = 0  # by forward kernels over pages, however few the tokens
     sources = _native.kernel_sources()
     sources = every_lane(sources) if with_every_lane else sources
     _native.configure_cuda(_native.cache_folder(), _native.CACHE_BYTES, sources)
