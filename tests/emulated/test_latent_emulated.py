@@ -112,8 +112,8 @@ def test_chosen_keys(paged: bool, emulator: Emulator):
 
 @pytest.mark.parametrize(
     ("batch", "most", "parts"),
-    [(128, 66, 64), (32, 66, 64), (32, 33, 32), (128, 33, 33), (48, 66, 66), (1, 66, 64), (1, 132, 128),
-     (2, 66, 64), (3, 66, 66)],
+    [(128, 66, 64), (32, 66, 64), (32, 33, 32), (128, 33, 33), (48, 66, 66), (1, 66, 64),
+     (1, 132, 128), (2, 66, 64), (3, 66, 66)],
 )  # fmt: skip
 def test_parts_end_with_rows_where_that_costs_little(batch: int, most: int, parts: int):
     assert sm90_latent._parts(batch, most) == parts
