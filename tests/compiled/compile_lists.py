@@ -51,6 +51,8 @@ def tuned(name: str) -> Configurations:
         yield f"{dim}/{dim} many units", PLAIN, many
         beside = dataclasses.replace(PLAIN, window=(None, 0), terms=(*LENGTHS, "sinks"))
         yield f"{dim}/{dim} many units, lengths and sinks", beside, many
+    middle = dataclasses.replace(many, batch=32, q_len=1024, kv_len=1024)
+    yield "128/128 of 1024 keys", PLAIN, middle
     documents = dataclasses.replace(many, q_len=8192, kv_len=8192)
     yield "128/128 documents", dataclasses.replace(PLAIN, terms=SEGMENTS), documents
 

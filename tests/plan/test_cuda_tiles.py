@@ -75,6 +75,23 @@ def test_short_plain_calls_have_two_teams():
         assert (tiling.consumers, tiling.teams) == (consumers, teams), (change, of_problem)
 
 
+def test_full_calls_of_1024_keys_have_three_warpgroups_from_a_counter():
+    """Of head dim 128 in many rounds, by blocks of 80 keys; longer ones need no counter."""
+    middle = dataclasses.replace(replace_dims(128, 128), batch=16, q_len=1024, kv_len=1024)
+    middle = dataclasses.replace(middle, q_heads=16, kv_heads=16)
+    for change, of_problem, expected in [
+        ({}, {}, (3, 80, True, 22)), ({"q_len": 1535, "kv_len": 1025}, {}, (3, 80, True, 22)),
+        ({"kv_heads": 8}, {}, (2, 128, False, 1)), ({"batch": 4}, {}, (2, 128, False, 1)),
+        ({"kv_len": 1023}, {}, (2, 128, False, 1)), ({}, {"window": (None, 0)}, (2, 128, True, 16)),
+        ({"q_len": 4096, "kv_len": 4096}, {}, (3, 80, False, 1)),
+    ]:  # fmt: skip
+        shapes = dataclasses.replace(middle, **change)
+        made = plan("forward", dataclasses.replace(PLAIN, **of_problem), shapes).tiling
+        found = (made.consumers, made.block_kv, made.dynamic, made.l2_heads)
+        assert found == expected, (change, of_problem)
+        assert made.shared_bytes <= H200.shared_bytes
+
+
 @pytest.mark.parametrize(
     ("sizes", "counted"),
     [

@@ -188,6 +188,19 @@ class _Forward:
         return self.fills_larger_units and not self.spills(THREE_WIDE)
 
     @property
+    def is_three_middle(self) -> bool:
+        """Full attention over fewer keys: units of 192 rows from a counter, 22 heads together.
+
+        T 1024 2 % (H100, H200), T 1280 5 % (H100). Groups and fewer rounds were not timed.
+        """
+        lengths, units = (self.shapes.q_len, self.shapes.kv_len), self.units_of(192) or 0
+        many = units >= 10 * multiprocessors(self.gpu) and group_size(self.shapes) == 1
+        alone = self.is_plain and not (self.is_uneven or self.problem.split or self.halves)
+        middle = many and alone and all(1024 <= known(length, 0) < _LONG for length in lengths)
+        square = self.shapes.head_dim == self.shapes.value_dim == 128
+        return middle and square and not self.spills(THREE_WIDE)
+
+    @property
     def fills_larger_units(self) -> bool:
         """Units of 192 rows, 1.4 times as long as those of 128, take no more time in rounds."""
         units, larger = self.units_of(128), self.units_of(192)
@@ -369,17 +382,11 @@ def _row(when: Callable[[_Forward], bool], spills: str = "", **tiling: Any) -> A
 _COMMON = ("block_kv", "packed_heads", "dynamic", "l2_heads", "producer_registers")
 _COMMON += ("tma_loads", "halves", "batches_together")
 _OF_THREE = {"block_kv": 128, "consumers": 3, "stages": 4, "query_stages": 2, "ping_pong": False}
+_OF_THREE_64 = {**_OF_THREE, "block_kv": 64}
+_OF_MIDDLE = {**_OF_THREE, "block_kv": 80, "stages": 3, "dynamic": True, "l2_heads": 22}
 _FORWARD = (
     # float32 in halves: a tile has two planes.
-    _row(
-        lambda x: x.halves and x.widest <= 64,
-        block_kv=64,
-        consumers=3,
-        stages=4,
-        query_stages=2,
-        ping_pong=False,
-        producer_registers=24,
-    ),
+    _row(lambda x: x.halves and x.widest <= 64, producer_registers=24, **_OF_THREE_64),
     # A window beside 24: 8 bytes spilled.
     _row(lambda x: x.halves, block_kv=64, producer_registers=40),
     # Four warps load, since TMA cannot.
@@ -412,11 +419,12 @@ _FORWARD = (
         lambda x: x.tests_few and x.is_block_of_documents,
         spills=THREE_HIDE,
         drains_to_hide=True,
-        **{**_OF_THREE, "block_kv": 64},
+        **_OF_THREE_64,
     ),
     _row(lambda x: x.tests_few, spills=THREE_HIDE, drains_to_hide=True, **_OF_THREE),
     _row(lambda x: x.may_be_three, spills=THREE_DRAIN, drains=True, **_OF_THREE),
     _row(lambda x: x.widest <= 64, stages=4, query_stages=2),
+    _row(lambda x: x.is_three_middle, **_OF_MIDDLE),
     _row(lambda x: x.is_three_wide and x.block_kv == 80, consumers=3, stages=4, ping_pong=False),
     _row(lambda x: x.is_three_wide, consumers=3, stages=3, ping_pong=False),
     # 3 to 11 % by the producer's registers.
