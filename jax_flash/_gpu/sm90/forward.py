@@ -191,7 +191,8 @@ class _Forward:
     def is_three_middle(self) -> bool:
         """Full attention over fewer keys: units of 192 rows from a counter, 22 heads together.
 
-        T 1024 2 % (H100, H200), T 1280 5 % (H100). Groups and fewer rounds were not timed.
+        T 1024 2 % on an H200, none on an H100; T 1280 5 % (H100). Groups and fewer rounds were not
+        timed.
         """
         lengths, units = (self.shapes.q_len, self.shapes.kv_len), self.units_of(192) or 0
         many = units >= 10 * multiprocessors(self.gpu) and group_size(self.shapes) == 1
