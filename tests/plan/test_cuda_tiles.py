@@ -76,7 +76,7 @@ def test_short_plain_calls_have_two_teams():
 
 
 def test_full_calls_of_1024_keys_have_three_warpgroups_from_a_counter():
-    """Of head dim 128 in many rounds, by blocks of 80 keys; longer ones need no counter."""
+    """Head dim 128 in many rounds, by blocks of 80 keys; longer calls need no counter."""
     middle = dataclasses.replace(replace_dims(128, 128), batch=16, q_len=1024, kv_len=1024)
     middle = dataclasses.replace(middle, q_heads=16, kv_heads=16)
     for change, of_problem, expected in [
