@@ -1,6 +1,6 @@
 """Owns how GPUs decode: what the kernels refuse, how work is shared out, plans.
 
-`choose` is the heuristic, measured on Hopper alone (docs/decisions.md). Read next:
+`choose` is the heuristic, measured on Hopper alone (cuda/decisions.md). Read next:
 decode_launch.py; cuda/kernels/decode_cta.cuh.
 """
 

@@ -58,7 +58,7 @@ def test_documents_name_benchmarks_that_there_are():
     doors = {*re.findall(r"python benchmarks (\w+)", texts)}
     assert "figures" in doors
     assert doors <= scripts
-    decisions = (root / "docs" / "decisions.md").read_text()
+    decisions = (root / "cuda" / "decisions.md").read_text()
     tables = re.findall(r"\| Commit \| By \|\n\|[-|]+\|\n((?:\|.*\n)+)", decisions)
     by = {*re.findall(r"\| *([^|]*?) *\|$", "".join(tables), re.MULTILINE)}
     by = {name for several in by for name in several.split(", ") if name}

@@ -55,7 +55,7 @@ def test_the_reference_has_every_public_name_behind_a_sentence():
         )
 
 
-USER_PAGES = [x for x in sorted((ROOT / "docs").glob("*.md")) if x.stem != "decisions"]
+USER_PAGES = sorted((ROOT / "docs").glob("*.md"))
 COMMIT = re.compile(r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,10}\b")
 # How a word is told where it first stands on a page.
 WORDS = {r"\blse\b": "logarithm of", r"\b[Tt]erms?\b": "array"}
@@ -65,7 +65,7 @@ WORDS = {r"\blse\b": "logarithm of", r"\b[Tt]erms?\b": "array"}
 def test_pages_are_for_users():
     """Short, with code that fits its box, without commits, and with their words told."""
     menu = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(menu) == sorted([*(x.name for x in USER_PAGES), "decisions.md"])
+    assert sorted(menu) == [x.name for x in USER_PAGES]
     for page in [*USER_PAGES, ROOT / "README.md"]:
         text = page.read_text()
         code = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
@@ -97,9 +97,8 @@ def _markdown() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.quick
 def test_decisions_are_of_constants_that_there_are():
-    """A row of docs/decisions.md goes with its constant; the page stays short and unsearched."""
-    page = (ROOT / "docs" / "decisions.md").read_text()
-    assert page.startswith("---\nsearch:\n  exclude: true\n---\n")
+    """A row of cuda/decisions.md goes with its constant; the page stays short."""
+    page = (ROOT / "cuda" / "decisions.md").read_text()
     assert len(page.encode()) <= 20_000
     folders = [ROOT / "jax_flash" / "_gpu", ROOT / "cuda"]
     sources = [x for folder in folders for x in sorted(folder.rglob("*")) if x.is_file()]

@@ -1,6 +1,6 @@
 """Owns which tiling the backward kernels for Hopper run a problem by.
 
-Numbers without a reason are the fastest that were measured: docs/decisions.md tells how. Read next:
+Numbers without a reason are the fastest that were measured: cuda/decisions.md tells how. Read next:
 backward_tiling.py.
 """
 
@@ -404,7 +404,7 @@ def _l2_heads(problem: Problem, shapes: Shapes, unit_heads: int = 0) -> int:
 
     Few heads keep queries, output gradients and float32 sums of dq in L2. Many even out units of
     unequal length (causal) and spread those that wait for each other (deterministic). The factors
-    are the fastest of 0.125 to 8 on an H200, 16k tokens, model dim 2048 (docs/decisions.md).
+    are the fastest of 0.125 to 8 on an H200, 16k tokens, model dim 2048 (cuda/decisions.md).
     """
     queries = known(shapes.q_len, 4096)
     uneven = problem.window[1] is not None or "block_numbers" in problem.terms

@@ -1,6 +1,6 @@
 """Owns which tiling the forward kernel for Hopper takes.
 
-The table is measured, and docs/decisions.md tells how. Read next: forward_tiling.py.
+The table is measured, and cuda/decisions.md tells how. Read next: forward_tiling.py.
 """
 
 from __future__ import annotations
