@@ -169,7 +169,7 @@ class Span(NamedTuple):
     words: str
 
 
-IN_TURNS = 1024  # positions of a call whose warpgroups take turns; three of longer ones do not
+IN_TURNS = 512  # positions of a call whose warpgroups take turns; three of longer ones do not
 PRODUCTS = ("warpgroup 0", "warpgroup 1", "score 0", "score 1")  # lanes of the tensor cores
 
 
