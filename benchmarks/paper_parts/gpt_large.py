@@ -199,9 +199,9 @@ PART = Part(
         f"is in parts. With XLA's attention a step has {TOKENS_XLA} tokens, for its scores. "
         "XLA's tuning of products is off, for programs are compiled while others are measured: "
         "with it the step of 1.3B at T 8192 took 618 ms in place of 620. On an H100 that step took "
-        "597.5 ms, 57.0 % of the peak; this project's own bar, 58 %, is not reached: products and "
-        "attention run at the 700 W that a GPU has, at 70 % of the peak, and take nine tenths of "
-        "a step."
+        "597.5 ms, 57.0 % of the peak; this project's own bar, 58 %, is not reached: by the "
+        "profile products run at 66 % of the peak, attention at 70 % forward and 56 % backward, "
+        "and both take nine tenths of a step."
     ),
     cells=cells,
     measure=measure,

@@ -129,11 +129,15 @@ def plan(family: Family, call: Call, shapes: Shapes, gpu: GpuSpec, **made: Any) 
         operands=tuple(buffer(call, shapes, name) for name in call.operands),
         results=tuple(buffer(call, shapes, name) for name in call.results),
         same=(),
-        dims=dims_of(dense(shapes)) | {"requests": shapes.batch},
+        dims=dims_of(dataclasses.replace(shapes, batch=1)) | {"requests": shapes.batch},
         **made,
     )
 
 
-def dense(shapes: Shapes) -> Shapes:
-    """Returns the sizes of the queries as of one batch row: shapes.batch counts requests."""
-    return dataclasses.replace(shapes, batch=1)
+def dense_call(call: Call, shapes: Shapes) -> tuple[Call, Shapes]:
+    """Returns the dense call whose kernel runs, and its sizes: shapes.batch counts requests.
+
+    A unit's request says where its queries stand among keys.
+    """
+    problem = dataclasses.replace(call.problem, bottom_right=False)
+    return dataclasses.replace(call, problem=problem), dataclasses.replace(shapes, batch=1)

@@ -38,10 +38,7 @@ class Pages80(Family):
         self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: ForwardTiling | None = None
     ) -> Plan:
         tiling = tiling or choose_pages(call.problem, shapes, gpu)
-        # A unit's request says where its queries stand among keys.
-        problem = dataclasses.replace(call.problem, bottom_right=False)
-        call = dataclasses.replace(call, problem=problem)
-        dense = paged.dense(shapes)
+        call, dense = paged.dense_call(call, shapes)
         return paged.plan(
             self,
             call,
@@ -50,7 +47,7 @@ class Pages80(Family):
             target="jax_flash_cuda_sm80_forward",
             source=tiling.source,
             tiling=tiling,
-            constants=tiling.constants(problem, dense),
+            constants=tiling.constants(call.problem, dense),
             launch=forward_launch(call, dense, tiling),
             notes=self.untried(gpu),
         )

@@ -50,10 +50,7 @@ class Pages(Family):
         self, call: Call, shapes: Shapes, gpu: GpuSpec, tiling: ForwardTiling | None = None
     ) -> Plan:
         tiling = tiling or choose_pages(call.problem, shapes, gpu)
-        # A unit's request says where its queries stand among keys.
-        problem = dataclasses.replace(call.problem, bottom_right=False)
-        call = dataclasses.replace(call, problem=problem)
-        dense = paged.dense(shapes)
+        call, dense = paged.dense_call(call, shapes)
         return paged.plan(
             self,
             call,
@@ -63,7 +60,7 @@ class Pages(Family):
             source=tiling.source,
             beside=tiling.beside,
             tiling=tiling,
-            constants=forward_constants(tiling, problem, dense),
+            constants=forward_constants(tiling, call.problem, dense),
             launch=forward_launch(call, dense, tiling),
             notes=self.untried(gpu),
         )
