@@ -126,6 +126,8 @@ def equinox_attention(
 
     Returns: `[T, output_size]`.
 
+    Raises: TypeError where `layer` has not such projections.
+
     Examples:
       >>> import equinox as eqx, jax, jax.numpy as jnp  # doctest: +SKIP
       >>> from jax_flash.interop import equinox_attention  # doctest: +SKIP
@@ -134,6 +136,10 @@ def equinox_attention(
       >>> equinox_attention(layer, x, x, x, is_causal=True).shape  # doctest: +SKIP
       (128, 64)
     """
+    names = ("query_proj", "key_proj", "value_proj", "output_proj", "num_heads")
+    if not all(hasattr(layer, name) for name in names):
+        kind = type(layer).__name__
+        raise TypeError(f"layer is {kind}; expected an equinox.nn.MultiheadAttention")
     q, k, v = (
         jax.vmap(project)(x).reshape(x.shape[0], layer.num_heads, -1)
         for project, x in (

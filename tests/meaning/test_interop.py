@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_flash import advise
+from jax_flash import advise, interop
 
 from .. import numpy_oracle
 from ..small import normal
@@ -75,6 +75,12 @@ def test_tokamax():
     seen = ranges.as_array(T, S)
     exact = tokamax.dot_product_attention(query, key, value, mask=seen, implementation="xla")
     np.testing.assert_allclose(out[:, 3:], exact[:, 3:], rtol=0, atol=1e-5)
+
+
+def test_what_is_no_layer_of_equinox_is_refused():
+    x = np.ones((4, 32), np.float32)
+    with pytest.raises(TypeError, match="layer is int; expected an equinox"):
+        interop.equinox_attention(3, x, x, x)
 
 
 def test_equinox():
