@@ -16,8 +16,10 @@ attentions of a program (4 where one takes longer than the host does), each of t
 before, with keys and values of its own; and "single", calls of one attention from Python, one
 behind the other. Out and gradients are compared with those of XLA's program first: a peer that
 computes something else has no time. Where dropout's patterns differ, the noise is compared. A peer
-that takes more than 1.5 x the best's time in a rough measurement keeps that one. Ways in which ours
-is slower are measured again, longer.
+that takes more than 1.5 x the best's time in a rough measurement keeps that one. XLA's program
+whose scores alone take twice what kernels need is not tuned at first; where it then takes 3 x the
+time of another peer, it remains so, and is called singly alone. Ways in which ours is slower are
+measured again, longer.
 
 Prints the geometric mean and the lowest of the best other / ours for each way, the 20 worst, and
 the 20 worst of our own time at the next round sizes / ours: no less work, so that 1 is no cliff.
@@ -25,7 +27,6 @@ Writes build/benchmarks/<device>/cliffs-<commit>.json and .md, after each batch 
 """
 
 import argparse
-import dataclasses
 import faulthandler
 import functools
 import math
@@ -33,7 +34,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 # cuDNN's attention in a CUDA graph of XLA ends the process (jax 0.11.2, "local_device_ordinal").
@@ -46,36 +46,21 @@ import jax.numpy as jnp
 import numpy as np
 from common import drawn, drawn_peers, machine, runs, shapes
 from common.drawn import Drawn
-from common.drawn_peers import structs
+from common.drawn_programs import Compiled, Problem, Programs, compile_all, reason, tune
 from common.drawn_tables import KINDS, NEIGHBOUR, TITLES, WAYS, compiling, missing, summary, worst
 from common.shapes import Pass
 from tqdm import tqdm
 
 OURS, XLA = drawn_peers.OURS, drawn_peers.XLA
-UNDROPPED = "XLA without dropout"
 FIRST, BATCH = 12, 60  # problems compiled before the first of them is measured: first, and later
-THREADS = 16
-HEAVY, HEAVY_THREADS = 1 << 28, 2  # scores that XLA's tuner may not allocate in all threads at once
 WINDOW = 0.004  # seconds of a round
 ROUGH = 0.5  # of a window: the first measurement
 ROUNDS, MORE_ROUNDS = 3, 6  # the second: of ways in which ours is slower
 FAR = 1.5  # times the best other: not measured in turns
+UNTUNED_FAR = 3.0  # and XLA's program with products that are not tuned, which remain so
 # Largest norm of an error, of that of the result, where each peer rounds in its own places.
 TOLERANCES = {"bfloat16": 0.04, "float16": 0.01, "float32": 0.01}
 LEAST = 1e-3  # norm of an element below which errors are absolute: no gradient where S is 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """What is measured: a call, and where it comes from."""
-
-    source: str  # "seed 3" or the name of a set
-    index: int
-    call: Drawn
-
-    @property
-    def name(self) -> str:
-        return f"{self.source} #{self.index}: {self.call.name}"
 
 
 def main() -> None:
@@ -98,13 +83,17 @@ def main() -> None:
     left, batch = list(asked), FIRST
     while left and batch:
         started = time.perf_counter()
-        programs = compile_all(left[:batch], chosen, options.neighbours)
-        done = 0
+        checks = {one for problem in left[:batch] for one in compared(problem.call)}
+        beside = [functools.partial(norms, *one) for one in sorted(checks)]
+        programs = compile_all(left[:batch], chosen, options.neighbours, beside)
+        compiled, done = time.perf_counter(), 0
         for problem in tqdm(left[:batch], desc="measuring", disable=None):
             if options.seconds and time.perf_counter() - begin > options.seconds:
                 break
             records.append(measure_or_say(problem, programs.pop(problem)))
             done += 1
+        parts = f"{compiled - started:.0f} s, measured in {time.perf_counter() - compiled:.0f} s"
+        print(f"{done} of {len(left[:batch])} problems compiled in {parts}", flush=True)
         write(options, asked, records, ceiling)  # a later batch may be cut off
         left, now, fits = left[done:], time.perf_counter(), BATCH
         if options.seconds:  # what is compiled and not measured is lost
@@ -155,112 +144,6 @@ def problems(options: argparse.Namespace, limits: drawn.Limits) -> list[Problem]
     if not found:
         raise SystemExit("no such problem")
     return found
-
-
-# ---- compiling -----------------------------------------------------------------------------------
-
-
-Compiled = Callable[..., Any]
-Job = tuple[Problem, str, Drawn, Any, Pass]  # a name's two programs of a pass
-
-
-@dataclasses.dataclass
-class Programs:
-    """The programs of a problem, by name and way; or why there are none."""
-
-    ready: dict[str, dict[tuple[str, Pass], Compiled]] = dataclasses.field(default_factory=dict)
-    no: dict[str, str] = dataclasses.field(default_factory=dict)
-    undropped: dict[Pass, Compiled] = dataclasses.field(default_factory=dict)  # the mean of dropout
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # a thread's, of compiling
-
-
-def compile_all(
-    batch: Sequence[Problem], chosen: Mapping[str, Any], neighbours: bool
-) -> dict[Problem, Programs]:
-    """Compiles all programs of some problems, side by side."""
-    found = {problem: Programs() for problem in batch}
-    jobs: list[Job] = []
-    for problem in batch:
-        call = problem.call
-        asked = [(name, call, attend) for name, attend in chosen.items()]
-        if neighbours and (other := call.neighbour) is not None:
-            asked.append((NEIGHBOUR, other, drawn_peers.attend_flash))
-        if call.dropout:
-            plain = dataclasses.replace(call, dropout=0.0)
-            asked.append((UNDROPPED, plain, drawn_peers.attend_xla))
-        for name, one, attend in asked:
-            jobs.extend((problem, name, one, attend, of) for of in shapes.PASSES)
-
-    def run(job: Job) -> None:
-        problem, name, call, attend, of = job
-        programs, begin = found[problem], time.perf_counter()
-        try:
-            if name == UNDROPPED:
-                programs.undropped[of] = step_of(call, attend, of).lower(structs(call)).compile()
-                return
-            step = step_of(call, attend, of)
-            both: dict[tuple[str, Pass], Compiled] = {
-                ("single", of): step.lower(structs(call)).compile(),
-                ("program", of): compile_several(call, step, of),
-            }
-        except Exception as error:  # a peer's failure is a result of the comparison
-            programs.no[f"{name}, {TITLES[of]}"] = reason(error)
-        else:
-            programs.ready.setdefault(name, {}).update(both)
-        finally:
-            programs.seconds[f"{name}, {of}"] = round(time.perf_counter() - begin, 1)
-
-    checks = {one for problem in batch for one in compared(problem.call)}
-    with ThreadPoolExecutor(THREADS) as pool, ThreadPoolExecutor(HEAVY_THREADS) as few:
-        ahead: list[Future[Any]] = [pool.submit(norms, *one) for one in sorted(checks)]
-        for job in jobs:
-            heavy = job[3] is drawn_peers.attend_xla and job[2].scores > HEAVY
-            ahead.append((few if heavy else pool).submit(run, job))
-        for one in tqdm(as_completed(ahead), desc="compiling", total=len(ahead), disable=None):
-            one.result()
-    return found
-
-
-def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:160]
-
-
-def step_of(call: Drawn, attend: Any, of: Pass) -> Any:
-    """Returns a pass of one attention, jitted: it is traced once for both of its programs."""
-
-    def step(given: dict[str, Any]) -> tuple[Any, ...]:
-        if of == "forward":
-            return (attend(call, given),)
-        out, backward = jax.vjp(
-            lambda *some: attend(call, given | dict(zip(call.gradients, some, strict=True))),
-            *(given[name] for name in call.gradients),
-        )
-        return out, *backward(given["dout"])
-
-    return jax.jit(step)
-
-
-def compile_several(call: Drawn, step: Any, of: Pass) -> Compiled:
-    """Compiles as many attentions as a program has, each of what the one before returned.
-
-    Queries and the gradient of out are the out before, which has the shape and stays of the size;
-    rows of gradients become as small as no query of a model is. No result is left out, so XLA
-    computes them all; keys and values are each attention's own, so XLA does nothing for two at
-    once.
-    """
-
-    @jax.jit
-    def several(given: dict[str, Any], own: dict[str, list[Any]]) -> list[tuple[Any, ...]]:
-        found = []
-        for i in range(call.calls):
-            results = step(given | {name: each[i] for name, each in own.items()})
-            found.append(results)
-            given = given | {"q": results[0], "dout": results[0]}
-        return found
-
-    like = structs(call)
-    own = {name: [like.pop(name)] * call.calls for name in drawn.VARYING if name in like}
-    return several.lower(like, own).compile()
 
 
 # ---- comparing -----------------------------------------------------------------------------------
@@ -384,6 +267,7 @@ def about(problem: Problem, programs: Programs) -> dict[str, Any]:
         "neighbour": None if call.neighbour is None else call.neighbour.name,
         "calls": call.calls,
         "compiling": programs.seconds,
+        "untuned": programs.untuned,
     }
 
 
@@ -392,6 +276,8 @@ def measure(problem: Problem, programs: Programs) -> dict[str, Any]:
     call = problem.call
     given = drawn.arrays(call)
     loaded = {name: jax.device_put(x) for name, x in given.items()}
+    if programs.untuned and may_lead(programs, loaded):
+        tune(problem, programs, drawn_peers.attend_xla)
     error, wrong = check(problem, programs, given, loaded)
     arguments: dict[str, Any] = dict.fromkeys(programs.ready, load(call, loaded))
     if NEIGHBOUR in programs.ready:
@@ -414,6 +300,26 @@ def measure(problem: Problem, programs: Programs) -> dict[str, Any]:
         programs.no.update({f"{name}, {kind} {TITLES[of]}": why for name, why in failed.items()})
         ms[f"{kind} {of}"] = {name: float(f"{1e3 * x:.4g}") for name, x in seconds.items()}
     return about(problem, programs) | {"ms": ms, "error": error, "wrong": wrong, "no": programs.no}
+
+
+def may_lead(programs: Programs, loaded: dict[str, Any]) -> bool:
+    """Tells whether XLA's program, not tuned, is not far behind the other peers in a pass."""
+    for of in shapes.PASSES:
+        seconds = {}
+        for name, ways in programs.ready.items():
+            if name in (OURS, NEIGHBOUR) or ("single", of) not in ways:
+                continue
+            call = functools.partial(ways["single", of], loaded)
+            try:
+                jax.block_until_ready(call())
+            except Exception:  # it has no time: `check` says why
+                continue
+            seconds[name] = runs.queue(call, jax.block_until_ready, 1)
+        if XLA in seconds and seconds[XLA] < UNTUNED_FAR * min(
+            (x for name, x in seconds.items() if name != XLA), default=math.inf
+        ):
+            return True
+    return False
 
 
 def load(call: Drawn, loaded: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -19,7 +19,7 @@ from .shapes import Pass
 CALLS = 16  # attentions of a program, which hide the host
 FEW_CALLS = 4  # of one whose calls take longer than the host does
 HOST_SECONDS = 2e-4  # more than any host takes for a call
-RATES = (4e14, 2.5e12)  # operations and bytes a second, near enough to count calls by
+RATES = (4e14, 2.5e12)  # operations and bytes a second
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 64)
 USUAL_DIMS = (32, 48, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 224, 256)
 ROUND_DIMS = (16, 32, 64, 96, 128, 160, 192, 224, 256)
@@ -95,12 +95,16 @@ class Drawn:
         return {"q": q, "k": k, "v": k, "dout": q}
 
     @property
-    def calls(self) -> int:
-        """Attentions of a program."""
+    def seconds(self) -> float:
+        """What kernels take at least, near enough to tell many from few."""
         moved = 2 * sum(map(math.prod, self.sizes.values()))
         work = (4 * self.scores * self.head_dim, moved)
-        seconds = max(amount / rate for amount, rate in zip(work, RATES, strict=True))
-        return CALLS if seconds < HOST_SECONDS else FEW_CALLS
+        return max(amount / rate for amount, rate in zip(work, RATES, strict=True))
+
+    @property
+    def calls(self) -> int:
+        """Attentions of a program."""
+        return CALLS if self.seconds < HOST_SECONDS else FEW_CALLS
 
     @property
     def operands(self) -> dict[str, tuple[tuple[int, ...], str]]:

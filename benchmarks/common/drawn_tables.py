@@ -109,4 +109,8 @@ def compiling(records: Sequence[Mapping[str, Any]]) -> str:
             counted[peer] = counted.get(peer, 0.0) + seconds
     most = sorted(counted.items(), key=lambda x: -x[1])
     text = ", ".join(f"{LABELS.get(peer, peer)} {seconds:.0f}" for peer, seconds in most)
-    return f"Seconds of threads that compiled: {text}." if text else ""
+    if not text:
+        return ""
+    untuned = sum(record["untuned"] for record in records)
+    text = f"Seconds of threads that compiled: {text}."
+    return text + f" XLA's products were not tuned in {untuned} problems." * bool(untuned)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import drawn, drawn_peers, drawn_tables, shapes
+from common import drawn, drawn_peers, drawn_programs, drawn_tables, shapes
 from common.drawn import Drawn
 
 from jax_flash import reference
@@ -21,7 +21,7 @@ from jax_flash import reference
 TINY = Drawn(2, 24, 24, 4, 2, 16, "float32", contents=5)
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[cliffs.Problem]:
+def asked(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[drawn_programs.Problem]:
     monkeypatch.setattr(sys, "argv", ["cliffs.py", *words])
     return cliffs.problems(cliffs.parse(), drawn.GPU)
 
@@ -39,7 +39,7 @@ def test_a_problem_is_the_same_call_whatever_else_is_drawn(monkeypatch: pytest.M
         "f32 B416 T16 40/40 d48",
     ]
     assert set(asked(monkeypatch, "--set", "few", "--only", "1")) == {
-        cliffs.Problem("few", 1, Drawn(32, 64, 64, 8, 1, 256, causal=True))
+        drawn_programs.Problem("few", 1, Drawn(32, 64, 64, 8, 1, 256, causal=True))
     }
 
 
@@ -98,8 +98,8 @@ def compare_with_ours(call: Drawn, attend: Any, monkeypatch: pytest.MonkeyPatch)
     """Compares out and gradients, as the script does before it times."""
     monkeypatch.setattr(drawn, "CALLS", 1)
     chosen = {"jax_flash": drawn_peers.attend_flash, "jax_xla": attend}
-    problem = cliffs.Problem("test", 0, call)
-    programs = cliffs.compile_all([problem], chosen, neighbours=False)[problem]
+    problem = drawn_programs.Problem("test", 0, call)
+    programs = drawn_programs.compile_all([problem], chosen, neighbours=False)[problem]
     given = drawn.arrays(call)
     found, wrong = cliffs.check(problem, programs, given, jax.tree.map(jnp.asarray, given))
     assert (programs.no, wrong) == ({}, {})
@@ -154,9 +154,9 @@ def test_a_program_has_each_attention_whole(feature: str, monkeypatch: pytest.Mo
     call = dataclasses.replace(TINY, **FEATURES[feature])
     attends = {" custom-call(": drawn_peers.attend_flash, " dot(": drawn_peers.attend_xla}
     for (word, attend), of in itertools.product(attends.items(), shapes.PASSES):
-        step = cliffs.step_of(call, attend, of)
+        step = drawn_programs.step_of(call, attend, of)
         single = step.lower(drawn_peers.structs(call)).compile().as_text()
-        several = cliffs.compile_several(call, step, of).as_text()
+        several = drawn_programs.compile_several(call, step, of).as_text()
         assert several.count(word) == 3 * single.count(word) > 0
 
 
@@ -201,13 +201,50 @@ def test_drawn_calls_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert min(ms.values()) > 0
         assert set(one["wrong"]) == {"fa3, forward", "fa3, forward + backward"}
         assert set(one["no"].values()) == {"NotImplementedError: nothing"}
-        names = (*peers, "neighbour", *["XLA without dropout"] * (one["cell"]["dropout"] > 0))
-        assert set(one["compiling"]) == {f"{x}, {of}" for x in names for of in shapes.PASSES}
-    printed = capsys.readouterr().out
+        ways = [f"{kind} {of}" for kind, of in drawn_tables.WAYS]
+        names = {*peers, "neighbour"} - {"jax_cudnn"}
+        compiled = {f"{name}, {way}" for name in names for way in ways}
+        refused = {f"jax_cudnn, single {of}" for of in shapes.PASSES}
+        assert (set(one["compiling"]), one["untuned"]) == (compiled | refused, False)
+    took, _, printed = capsys.readouterr().out.partition("\n")
+    assert took.startswith("2 of 2 problems compiled in ")
     assert printed == f"{path.with_suffix('.md').read_text()}\n{path}\n"
     assert "2 of 2 problems were measured." in printed
     assert "- jax_cudnn: NotImplementedError: nothing (4 passes)" in printed
     assert "Seconds of threads that compiled: " in printed
+
+
+@pytest.mark.parametrize("far", [0.0, 1e9])
+def test_what_cannot_lead_is_tuned_where_it_is_not_far_behind(
+    far: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(drawn, "CALLS", 1)
+    monkeypatch.setattr(cliffs, "WINDOW", 0.0)
+    monkeypatch.setattr(cliffs, "UNTUNED_FAR", far)
+    monkeypatch.setattr(drawn_programs, "cannot_lead", lambda call, chosen: True)
+    peers = {
+        "jax_flash": drawn_peers.attend_flash,
+        "jax_xla": drawn_peers.attend_xla,
+        "fa3": drawn_peers.attend_xla,
+    }
+    problem = drawn_programs.Problem("test", 0, TINY)
+    programs = drawn_programs.compile_all([problem], peers, neighbours=False)[problem]
+    assert set(programs.ready["jax_xla"]) == {("single", of) for of in shapes.PASSES}
+    record = cliffs.measure(problem, programs)
+    assert (record["untuned"], record["wrong"], record["no"]) == (far == 0, {}, {})
+    for kind, of in drawn_tables.WAYS:
+        of_xla = {"jax_xla"} - ({"jax_xla"} if far == 0 and kind == "program" else set())
+        assert set(record["ms"][f"{kind} {of}"]) == {"jax_flash", "fa3"} | of_xla
+
+
+def test_xla_cannot_lead_where_its_scores_are_many():
+    """Beside a peer whose kernels run the call."""
+    many = Drawn(4, 4096, 4096, 8, 8, 128)
+    chosen = dict.fromkeys(["jax_flash", "jax_xla", "fa3"])
+    assert drawn_programs.cannot_lead(many, chosen)
+    assert not drawn_programs.cannot_lead(many, dict.fromkeys(["jax_flash", "jax_xla"]))
+    for few in ({"dtype": "float32"}, {"score": "exp"}, {"q_len": 16}, {"kv_len": 16}):
+        assert not drawn_programs.cannot_lead(dataclasses.replace(many, **few), chosen)
 
 
 def test_the_worst_are_told():
