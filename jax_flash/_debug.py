@@ -6,7 +6,7 @@ as NaN is found here, by NumPy on the host.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +31,8 @@ def debug_values(on: bool = True) -> contextlib.AbstractContextManager[Any]:
 
     - lengths below 0, or beyond T, S or the cache;
     - pages that do not exist, of positions that are read or written;
-    - segment ids and positions that int32 does not hold, and ids that only as int32 are equal.
+    - segment ids and positions that int32 does not hold, and ids that only as int32 are equal;
+    - scales of float8 arguments below 0.
 
     Known arrays raise a ValueError where the call is traced. Under jit the host looks at each
     run, by `jax.debug.callback`: the error is a `jax.errors.JaxRuntimeError` that ends in the
@@ -102,8 +103,17 @@ def _first(wrong: np.ndarray) -> tuple[tuple[int, ...], str]:
     return index, f" (and {more} more)" if more else ""
 
 
-def _at(name: str, index: Iterable[int]) -> str:
-    return f"{name}[{', '.join(map(str, index))}]"
+def _at(name: str, index: tuple[int, ...]) -> str:
+    return f"{name}[{', '.join(map(str, index))}]" if index else name
+
+
+def negative(name: str, x: np.ndarray) -> str | None:
+    """Says where scales are below 0, if any is."""
+    wrong = x < 0
+    if not wrong.any():
+        return None
+    index, more = _first(wrong)
+    return f"{_at(name, index)} is {x[index]}{more}; expected 0 or above"
 
 
 def check_lengths(name: str, lengths: Any, limit: Any, expected: str) -> None:

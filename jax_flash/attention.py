@@ -201,7 +201,8 @@ def flash_attention(
 
     Arguments:
       query: `[*B, T, N, H]`, float32, bfloat16, float16, or in x64 mode float64, which the backend
-        "xla" computes in float64, or float8_e4m3fn; any number of leading dims.
+        "xla" computes in float64, or float8_e4m3fn; any number of leading dims. Query, key and
+        value of float8_e4m3fn may each be qwix's QArray, with scales of the shapes below.
       key: `[*B, S, K, H]`, in query's dtype; K divides N, and query head n reads head
         n // (N // K).
       value: `[*B, S, K, Hv]`, in query's dtype.
@@ -274,8 +275,8 @@ def flash_attention(
       backend: "cuda", "cudnn", "cpu" or "xla"; None: "cudnn" on sm_100 and sm_103 where it runs the
         problem, else the first of the others that does where the arrays are.
       query_scale, key_scale, value_scale: what float8 query, key and value are multiplied by:
-        float32 `[]`, `[*B, heads]`, or `[*B, blocks, heads]` of blocks of 64 or 128 positions, the
-        last of which may be shorter. None: 1. Float8 arguments have no derivative.
+        float32, 0 or above, `[]`, `[*B, heads]`, or `[*B, blocks, heads]` of blocks of 64 or 128
+        positions, the last of which may be shorter. None: 1. Float8 arguments have no derivative.
       out_dtype: of out, in float8: bfloat16, float16 or float32; None: bfloat16, or with quantize
         query's.
       quantize: "fp8" computes bfloat16 and float16 in float8. Query and key are turned by a

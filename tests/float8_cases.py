@@ -26,6 +26,8 @@ class Float8Call:
     Args:
       hidden: positions of keys that hold NaN in all batch rows.
       quantize: the arguments are bfloat16.
+      traced_scale: an array by which scores are multiplied.
+      zeros: a block of queries and one of keys have scale 0.
       options: of flash_attention; what makes a block mask by name.
     """
 
@@ -37,6 +39,8 @@ class Float8Call:
     batch: int = 1
     hidden: slice | None = None
     quantize: bool = False
+    traced_scale: float | None = None
+    zeros: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, backend: str, **_: Any) -> dict[str, np.ndarray]:
@@ -73,6 +77,10 @@ class Float8Call:
             }
             for name, shape in of_shapes.items():
                 scales[name] = np.exp(0.3 * rng.standard_normal(shape)).astype(np.float32)
+            if self.zeros:
+                scales["query_scale"][:, 1] = scales["key_scale"][:, 0] = 0
+        if self.traced_scale is not None:
+            scales["scale"] = np.float32(self.traced_scale)
         call = jax.jit(
             lambda q, k, v, scales: jax_flash.flash_attention(
                 q, k, v, backend=backend, return_lse=True, **scales, **options
@@ -180,6 +188,10 @@ CALLS = {
             "out_dtype": "float16",
         },
     ),
+    "an array of scale below 0, 64": Float8Call(
+        *(150, 200, 64), traced_scale=-0.2, options={"is_causal": True}
+    ),
+    "scales of 0, 64": Float8Call(150, 200, 64, zeros=True, options={"is_causal": True}),
     # Blocks without an element are left out: the others' scales stand at their own numbers.
     "block mask, 128": Float8Call(150, 800, 128, options={"strided": True}),
 }

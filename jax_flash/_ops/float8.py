@@ -29,6 +29,8 @@ from jax_flash._terms import DIFFERENTIABLE
 from jax_flash._varying import vary_over
 
 _ARRAYS = ("q", "k", "v")
+# In the place of 0: scores of it are 0 in float32, and its product with another is not 0.
+_LEAST_SCALE = 2.0**-60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +100,11 @@ class Float8(Call):
         named = self.name_operands(operands)
         for name, positions in zip(_ARRAYS, (64, 128, 128), strict=True):
             x, scale = named[name], named[f"{name}_scale"]
-            named[f"{name}_scale"] = _float8.in_full(scale, x, positions)
+            scale = _float8.in_full(scale, x, positions)
+            if name != "v" and not self.columns:
+                # A hidden score, −inf, times 0 would be NaN. Scales that are made here are not 0.
+                scale = jnp.where(scale == 0, _LEAST_SCALE, scale)
+            named[f"{name}_scale"] = scale
         out, lse = _batching.run_kernel(kernel, self, *named.values())
         return out.astype(self.out_dtype), lse
 

@@ -115,10 +115,10 @@ def prepare(
 
     Raises: TypeError or ValueError with the argument's name, what it is and what would be right.
     """
-    q, k, v = query_key_value(query, key, value, *([DTYPE] if shards is None else []))
-    form = float8.form_of(
-        (q, k, v), (query_scale, key_scale, value_scale), out_dtype, quantize, fallback
-    )
+    given_scales = query_scale, key_scale, value_scale
+    values, scales = float8.without_qarrays((query, key, value), given_scales)
+    q, k, v = query_key_value(*values, *([DTYPE] if shards is None else []))
+    form = float8.form_of((q, k, v), scales, out_dtype, quantize, fallback)
     out_dtype = q.dtype if form is None else form.out_dtype
     arrays, asked, amax = (q, k, v), form, None
     if with_amax:
@@ -134,7 +134,7 @@ def prepare(
     q_len, kv_len = (shards or 1) * q_len, (shards or 1) * kv_len
     scores = (*shapes["bias"][:-1], kv_len)
     if q.dtype == DTYPE:
-        form, static_scale = float8.scale_of(scale, form, q)
+        form, q, static_scale = float8.scale_of(scale, form, q)
     else:
         q, static_scale = scale_of(scale, q)
 

@@ -4,14 +4,16 @@ Read next: `_float8.py`; `_ops/float8.py`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_flash import _float8
+from jax_flash import _debug, _float8
 from jax_flash._float8 import BLOCKS, DTYPE
 from jax_flash._ops.float8 import Form
 from jax_flash._problem import Problem
@@ -25,6 +27,50 @@ _16_BITS = ("bfloat16", "float16")
 # Others would have an operand of their own in the kernels, or products that float8 has none of.
 _REFUSED = ("bias", "mask", "dropout_state", "score_ids")
 _LEAST_DIM, _LARGEST_DIM, _STEP = 64, 256, 16
+
+
+def without_qarrays(
+    arrays: Sequence[Any], scales: Sequence[Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Takes qwix's QArrays apart, to values and scales; what is none stays as it is.
+
+    They are known by their attributes: qwix is not imported.
+    """
+    parted = [_parts(*item) for item in zip(_NAMES, arrays, scales, strict=True)]
+    values, scales = zip(*parted, strict=True)
+    return values, scales
+
+
+def _parts(name: str, x: Any, scale: Any) -> tuple[Any, Any]:
+    if not all(hasattr(x, part) for part in ("qvalue", "scale", "zero_point")):
+        return x, scale
+    if scale is not None:
+        raise ValueError(f"{name}_scale is given and {name} is a QArray, which has its own scale")
+    values, scale = array(name, x.qvalue), array(f"the scale of {name}", x.scale)
+    if values.dtype != DTYPE:
+        raise TypeError(f"{name} is a QArray of {values.dtype}; expected {DTYPE}")
+    if x.zero_point is not None:
+        raise ValueError(f"{name} is a QArray with a zero_point; expected one without")
+    if values.ndim < 3:
+        return values, None  # which is refused by its rank
+    *batch, length, heads, _ = values.shape
+    *lead, blocks, of_heads, features = scale.shape if scale.ndim == values.ndim else (0,) * 4
+    size = length // blocks if blocks else 0
+    dims = zip((*lead, of_heads), (*batch, heads), strict=False)
+    if (
+        features != 1
+        or not all(have in (1, want) for have, want in dims)
+        or (blocks > 1 and (size % BLOCKS[0] or size * blocks != length))
+    ):
+        raise ValueError(
+            f"the scale of {name} has shape {scale.shape} and its qvalue {values.shape}; expected "
+            f"scales of all features, and of all positions or a multiple of {BLOCKS[0]}, such as "
+            "qwix.quantize(..., channelwise_axes=(0, 2), tiled_axes={1: 128}) makes of [B, T, N, H]"
+        )
+    if blocks > 1:
+        block = max(n for n in BLOCKS if size % n == 0)
+        scale = jnp.repeat(scale, size // block, axis=-3)
+    return values, jnp.broadcast_to(scale[..., 0], (*batch, scale.shape[-3], heads))
 
 
 def form_of(
@@ -89,19 +135,22 @@ def amax_of(
     return form, _float8.largest_of_all(given, scales or (None, None, None))
 
 
-def scale_of(scale: Any, form: Form | None, q: jax.Array) -> tuple[Form, float]:
-    """Computes the form and the number that scores are multiplied by; an array joins q's scale."""
+def scale_of(scale: Any, form: Form | None, q: jax.Array) -> tuple[Form, jax.Array, float]:
+    """Computes the form, q, and the number that scores are multiplied by.
+
+    An array joins q's scale, and its sign q: scales are not below 0.
+    """
     root = math.sqrt(q.shape[-1])
     if form is None or form.scales is None:
         raise AssertionError("float8 without scales")
     if scale is None:
-        return form, 1.0 / root
+        return form, q, 1.0 / root
     scale = number_or_array(scale)
     if not isinstance(scale, jax.Array):
-        return form, scale
+        return form, q, scale
     of_query, *others = form.scales
-    scales = (of_query * (scale.astype(jnp.float32) * root), *others)
-    return dataclasses.replace(form, scales=scales), 1.0 / root
+    scales = (of_query * (jnp.abs(scale.astype(jnp.float32)) * root), *others)
+    return dataclasses.replace(form, scales=scales), jnp.where(scale < 0, -q, q), 1.0 / root
 
 
 def falls_back(form: Form, problem: Problem, arrays: Sequence[jax.Array]) -> bool:
@@ -158,9 +207,10 @@ def _scale(name: str, scale: Any, of: str, x: jax.Array) -> jax.Array:
     *batch, length, heads, _ = x.shape
     if scale is None:
         scale = jnp.float32(1)
-    scale = array(name, scale)
+    given, scale = scale, array(name, scale)
     if not jnp.issubdtype(scale.dtype, jnp.floating) or scale.dtype.itemsize < 2:
         raise TypeError(f"{name} has dtype {scale.dtype} (shape {scale.shape}); expected float32")
+    _check_signs(name, given, scale)
     scale = scale.astype(jnp.float32)
     counts = [-(-length // size) for size in BLOCKS]
     if scale.ndim == 0:
@@ -176,3 +226,14 @@ def _scale(name: str, scale: Any, of: str, x: jax.Array) -> jax.Array:
         f"{(*batch, counts[1], heads)}, of {BLOCKS[0]} or {BLOCKS[1]} of {letters} = {length} "
         "positions each"
     )
+
+
+def _check_signs(name: str, given: Any, scale: jax.Array) -> None:
+    """Refuses scales below 0, by which kernels take a row's least score for its largest.
+
+    What NumPy holds is looked at always, the rest under `debug_values`.
+    """
+    if isinstance(given, jax.Array):
+        _debug.check(functools.partial(_debug.negative, name), scale)
+    elif (message := _debug.negative(name, np.asarray(given))) is not None:
+        raise ValueError(message)

@@ -48,6 +48,11 @@ def fill_pages(_, lengths, page_table, **options):
     return fill_cache(POOL, POOL, KEY, KEY, lengths, page_table=page_table, **options)
 
 
+def attend_float8(backend, **scales):
+    x = jnp.ones((1, T, N, 64), jnp.float8_e4m3fn)
+    return flash_attention(x, x, x, backend=backend, **scales)
+
+
 class Fault(NamedTuple):
     call: Callable[..., Any]
     right: dict[str, Any]  # contents that are taken; other keywords are the same in both
@@ -94,6 +99,12 @@ FAULTS = {
         {"key_value_positions": ids((B, S), -5)},
         {"key_value_positions": ids((B, S), -(2**31) - 1)},
         r"key_value_positions\[1, 3\] is -2147483649; expected positions of int32",
+    ),
+    "scales": Fault(
+        attend_float8,
+        {"key_scale": np.ones((1, 1, N), np.float32), "value_scale": np.float32(0)},
+        {"key_scale": np.float32([[1, 0, -2, -1]])},
+        r"key_scale\[0, 2\] is -2\.0 \(and 1 more\); expected 0 or above",
     ),
     "cache": Fault(
         decode,
