@@ -26,7 +26,7 @@ from .drawn_tables import KINDS, NEIGHBOUR, TITLES
 from .shapes import Pass
 
 UNDROPPED = "XLA without dropout"
-TUNERS, THREADS = 2, 16  # threads that compile what XLA tunes, and the rest
+TUNERS, THREADS = 3, 16  # threads that compile what XLA tunes, and the rest
 UNTUNED = {"xla_gpu_autotune_level": 0}  # each product as XLA has it by default
 FAR_BYTES = 2.0  # times what kernels take: XLA's scores alone, written and read in float32
 
@@ -72,8 +72,8 @@ class Job:
         return step_of(self.call, self.attend, self.of)
 
     @property
-    def is_tuned(self) -> bool:
-        """Whether XLA makes products of it."""
+    def makes_products(self) -> bool:
+        """Whether XLA makes products of it, which it tunes."""
         if self.name in (OURS, NEIGHBOUR):
             return drawn_peers.ran_on(self.call, self.of) == "xla"
         return self.name == XLA
@@ -119,20 +119,28 @@ def compile_all(
         for job, kind in itertools.product(some, kinds):
             run(job, kind)
 
+    clock = [time.perf_counter()]
+    with ThreadPoolExecutor(THREADS) as pool:  # our own kernels are compiled to tell
+        makes_products = list(pool.map(lambda job: job.makes_products, jobs))
     tuned: dict[tuple[Problem, str], list[Job]] = {}  # passes in turn: they have products in common
     others = []
-    for job in jobs:
-        if job.is_tuned and not (job.name == XLA and found[job.problem].untuned):
+    for job, products in zip(jobs, makes_products, strict=True):
+        if products and not (job.name == XLA and found[job.problem].untuned):
             tuned.setdefault((job.problem, job.name), []).append(job)
         else:
             others.append(job)
+    clock.append(time.perf_counter())
     with ThreadPoolExecutor(TUNERS) as pool:
         show([pool.submit(run_all, some, ["single"]) for some in tuned.values()], "tuning")
+    clock.append(time.perf_counter())
     with ThreadPoolExecutor(THREADS) as pool:
         ahead = [pool.submit(one) for one in beside]
         ahead += [pool.submit(run, job, "program") for some in tuned.values() for job in some]
         ahead += [pool.submit(run_all, [job], KINDS[::-1]) for job in others]
         show(ahead, "compiling")
+    clock.append(time.perf_counter())
+    parts = ", ".join(f"{b - a:.0f} s" for a, b in itertools.pairwise(clock))
+    print(f"kernels, what is tuned, the rest: compiled in {parts}", flush=True)
     return found
 
 

@@ -206,7 +206,8 @@ def test_drawn_calls_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         compiled = {f"{name}, {way}" for name in names for way in ways}
         refused = {f"jax_cudnn, single {of}" for of in shapes.PASSES}
         assert (set(one["compiling"]), one["untuned"]) == (compiled | refused, False)
-    took, _, printed = capsys.readouterr().out.partition("\n")
+    compiled, took, printed = capsys.readouterr().out.split("\n", 2)
+    assert compiled.startswith("kernels, what is tuned, the rest: compiled in ")
     assert took.startswith("2 of 2 problems compiled in ")
     assert printed == f"{path.with_suffix('.md').read_text()}\n{path}\n"
     assert "2 of 2 problems were measured." in printed
