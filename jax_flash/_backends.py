@@ -63,8 +63,7 @@ def _absent_cpu(gpu: _gpu.GpuSpec | None) -> tuple[str, ...]:
 def _decline_cpu(call: Call, shapes: Shapes, gpu: _gpu.GpuSpec) -> tuple[str, ...]:
     call, shapes = call.instead(shapes) or (call, shapes)
     if "indices" in call.operands:
-        what = "no gradients of chosen keys" if call.target == "backward" else "no chosen keys"
-        return (f"the CPU kernels have {what}",)
+        return (f"the CPU kernels have {call.without_indices}",)
     if call.target == "quantise":
         return ("no CPU kernel quantises",)
     if call.problem.dtype == "float64":

@@ -148,6 +148,11 @@ class Call(abc.ABC):
         """The call whose kernels compute this one where its own do not, and its sizes, if any."""
         return None
 
+    @property
+    def without_indices(self) -> str:
+        """What of indices no kernels have, where there is no call `instead`."""
+        return "no gradients of chosen keys" if self.target == "backward" else "no chosen keys"
+
     def run_instead(
         self, kernel: Callable[..., tuple[jax.Array, ...]], *operands: jax.Array
     ) -> tuple[jax.Array, ...]:

@@ -77,8 +77,7 @@ def refuse(call: Call, shapes: Shapes, gpu: GpuSpec) -> tuple[str, ...]:
     Empty if one does. Among families as near the last is heard, which runs on most GPUs.
     """
     if "indices" in call.operands:
-        what = "no gradients of chosen keys" if call.target == "backward" else "no chosen keys"
-        return (f"the CUDA kernels have {what}",)
+        return (f"the CUDA kernels have {call.without_indices}",)
     having = [family for family in families() if call.target in family.passes]
     own = [family for family in having if gpu.arch in family.architectures]
     reasons = [family.refuse(call, shapes, gpu) for family in own or having]

@@ -162,6 +162,11 @@ class Decode(Call):
             return None
         return self._of_rows, sizes_of_rows(shapes)
 
+    @property
+    def without_indices(self) -> str:
+        own = " of caches with scales of rows or pages" if self.quantized else ""
+        return super().without_indices + own
+
     def run_instead(self, kernel, *operands: jax.Array) -> tuple[jax.Array, ...]:
         def run(call: Decode, *operands: jax.Array) -> tuple[jax.Array, ...]:
             return call._run_rows(kernel, *operands)

@@ -209,7 +209,7 @@ def test_caches_of_eight_bits(of_pages, backend):
         )  # fmt: skip
 
     if of_pages and backend in ("cpu", "cuda"):
-        with pytest.raises(NotImplementedError, match=r"no (chosen keys|caches)"):
+        with pytest.raises(NotImplementedError, match="no chosen keys of caches with scales of r"):
             call()
         return
     k, v = (pages * scales[:, :, None, :, None])[:, table].reshape(2, 4, 32, 2, 16)

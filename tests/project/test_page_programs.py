@@ -188,3 +188,48 @@ def test_latent_attention_is_its_formula_in_both_forms_with_its_gradient():
         slope = (ends[0] - ends[1]) / 2
         size = np.linalg.norm(gradient) * np.linalg.norm(move)
         assert abs((gradient * move).sum() - slope) < 1e-4 * size, name
+
+
+def test_a_checkpoint_of_eight_bits():
+    """Both phases are the formula, of the numbers that the cache holds."""
+    (recipe,) = run("float8", "def prefill")
+    layer = {
+        f"{x}_scale": jnp.float32(scale) for x, scale in zip("qkv", (0.02, 0.03, 0.01), strict=True)
+    }
+    wide = {}
+    for i, (name, heads) in enumerate((("q", 4), ("k", 2), ("v", 2))):
+        weight = (draw(32, heads, 64, seed=i) * 20).astype(jnp.float8_e4m3fn)
+        layer |= {f"{name}_proj": weight, f"{name}_weight_scale": jnp.float32(0.01)}
+        wide[name] = np.asarray(weight).astype(np.float64) * 0.01
+    x, lengths = draw(2, 21, 32, seed=3), np.array([20, 13])
+    blank = jnp.zeros((2, 24, 2, 64), jnp.float8_e4m3fn)
+    out, caches = recipe["prefill"](layer, x[:, :20], (blank, blank), jnp.asarray(lengths))
+    last = x[np.arange(2), lengths][:, None]
+    step, caches = recipe["decode"](layer, last, caches, jnp.asarray(lengths + 1))
+
+    def rounded(y, name):
+        scale = float(layer[f"{name}_scale"])
+        y = jnp.asarray(y / scale, jnp.float32).astype(jnp.float8_e4m3fn)
+        return np.asarray(y).astype(np.float64) * scale
+
+    for b, length in enumerate(lengths):
+        row = np.append(np.asarray(x[b, :length], np.float64), np.asarray(last[b]), axis=0)
+        query, key, value = (np.einsum("td,dnh->tnh", row, wide[name]) for name in "qkv")
+        at = np.arange(length + 1)
+        query, key = (numpy_oracle.rotated(y, at, 500_000.0) for y in (query, key))
+        key, value = rounded(key, "k"), rounded(value, "v")
+        for own, keys, got in (
+            (rounded(query, "q")[:-1], length, out[b, :length]),
+            (query[-1:], length + 1, step[b]),
+        ):
+            exact = numpy_oracle.attention(
+                *(own[None], key[None, :keys], value[None, :keys]),
+                is_causal=True,
+                causal_align="bottom_right",
+            ).out[0]
+            error = np.linalg.norm(np.asarray(got, np.float64) - exact)
+            assert error < 0.01 * np.linalg.norm(exact)
+        for name, cache, held in zip("kv", caches, (key, value), strict=True):
+            stored = np.asarray(cache[b, : length + 1]).astype(np.float64)
+            stored *= float(layer[f"{name}_scale"])
+            np.testing.assert_allclose(stored, held, rtol=0.13, atol=1e-4)
