@@ -47,7 +47,8 @@ def _attend(
     shared, table, k = named.pop("shared_pages"), named["page_table"], named["k"]
     if 0 in (shared.size, table.size, k.size, named["q"].size):
         return attend_rest(call, named)
-    if shared.size * k.shape[1] <= MOST_APART:
+    positions = shared.size * k.shape[1]
+    if isinstance(positions, int) and positions <= MOST_APART:  # others are symbolic, in exports
         return attend_rest(call, named)
     requests = Requests.of(named["lengths"], named["starts"], named["rows"], named["q"].shape[0])
     if call.rotary_base is not None:  # by positions of the whole, which the rest does not know

@@ -174,3 +174,23 @@ def test_few_positions_are_read_by_each_request(monkeypatch):
     assert text(arrays | {"shared_pages": SHARED}).count("flash_decode") == text(arrays).count(
         "flash_decode"
     )
+
+
+def test_an_export_takes_any_number_of_pages_and_requests(monkeypatch):
+    """Of a table, and of those that are shared: read once for all where their number is open."""
+    monkeypatch.setattr(op, "MOST_APART", 512)
+    arrays = {name: x for name, x in draw().items() if x is not None} | {"shared_pages": SHARED}
+    b, m, c = jax.export.symbolic_shape("b, m, c", constraints=["m >= c", "c >= 1"])
+    open_dims = {"lengths": (b,), "page_table": (b, m), "query_starts": (b + 1,)}
+    open_dims |= {"shared_pages": (c,)}
+    shapes = {
+        name: jax.ShapeDtypeStruct(open_dims.get(name, x.shape), x.dtype)
+        for name, x in arrays.items()
+    }
+    call = jax.jit(lambda **x: jax_flash.ragged_paged_attention(**x, backend="cpu"))
+    made = jax.export.export(call, disabled_checks=jax_flash.EXPORT_CHECKS)(**shapes)
+    assert_same(made.call(**arrays), call(**arrays), 2e-6)
+    wide = {"page_table": jnp.pad(arrays["page_table"], ((0, 1), (0, 2)), constant_values=-1)}
+    wide |= {"lengths": jnp.append(arrays["lengths"], 7), "shared_pages": SHARED[:2]}
+    wide |= {"query_starts": jnp.append(arrays["query_starts"], 9)}
+    assert_same(made.call(**arrays | wide), call(**arrays | wide), 2e-6)
