@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_flash import _keywords, _validate
-from jax_flash._terms import sum_dtype
+from jax_flash._terms import FLOATS, sum_dtype
 from jax_flash.attention import Options, flash_attention
 
 # What means the same where queries and keys change places, by the name that it has then.
@@ -81,6 +81,8 @@ def key_weights(
     _keywords.check("key_weights", options, ("query", "key", "lse", *known))
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     q, k = _validate.array("query", query), _validate.array("key", key)
+    if q.dtype.name not in FLOATS:
+        raise TypeError(f"query has dtype {q.dtype}; expected one of {', '.join(FLOATS)}")
 
     def attend(value: jax.Array) -> tuple[jax.Array, jax.Array]:
         return flash_attention(q, k, value, return_lse=True, **given)

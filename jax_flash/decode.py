@@ -67,9 +67,9 @@ def decode_attention(
     and gives out 0, lse −inf, or its sink.
 
     The cache is read where it lies, in parts that are merged, and never copied, but by "xla" on
-    CPUs before jax 0.11 if it is bfloat16. New keys and values are written into it: in place under
-    jit where the caches are donated, or are the carry of a `lax.scan` or `while_loop`; else XLA
-    copies the caches first.
+    CPUs if it is float8_e4m3fn, or before jax 0.11 bfloat16. New keys and values are written into
+    it: in place under jit where the caches are donated, or are the carry of a `lax.scan` or
+    `while_loop`; else XLA copies the caches first.
 
     A row that is longer than its cache, or whose table has no page of the pool for a position that
     its queries see or that is written, gives NaN in out and lse. Nothing is written of a row that
@@ -181,7 +181,7 @@ def fill_cache(
     Key t of a row goes to position start + t while that is below the row's length: the prompts of a
     batch may be of different lengths, padded to the right. What has no place in the cache or no
     page is not written. In place where the caches are donated, as in `decode_attention`, for which
-    the keys are rotated already.
+    the keys are rotated already; on CPUs XLA copies one of float8_e4m3fn.
 
     Arguments:
       key_cache, value_cache, page_table, key_scale, value_scale: as in `decode_attention`.

@@ -71,7 +71,7 @@ def ragged_paged_attention(
     Each sees its own position and those before it, or what `ancestors` say. New keys and values of
     all tokens are written to the pages first: in place under jit where the pages are donated, as in
     `decode_attention`.
-    (On CPUs before jax 0.11 XLA copies pages of bfloat16 to write to them.)
+    (On CPUs XLA copies pages of float8_e4m3fn to write to them, before jax 0.11 those of bfloat16.)
 
     Shapes say how much is compiled, contents how much is computed: one program serves any mixture
     of requests of at most so many tokens, B requests and M pages each. A request of one token is a

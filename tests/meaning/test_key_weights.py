@@ -97,6 +97,12 @@ def test_wrong_arguments_are_named():
     query, key, _ = qkv()
     for error, words, arguments, options in (
         (TypeError, "dropout_rate", (query, key), {"dropout_rate": 0.1}),
+        (
+            TypeError,
+            "query has dtype float8_e4m3fn; .* float32",
+            (query.astype("float8_e4m3fn"), key.astype("float8_e4m3fn")),
+            {},
+        ),
         (ValueError, "expected equal head dims", (query, key[..., :4]), {"lse": query[..., 0]}),
         (
             ValueError,
