@@ -177,7 +177,7 @@ def test_few_positions_are_read_by_each_request(monkeypatch):
 
 
 def test_an_export_takes_any_number_of_pages_and_requests(monkeypatch):
-    """Of a table, and of those that are shared: read once for all where their number is open."""
+    """A table and pages in common of any size: read once for all where their number is open."""
     monkeypatch.setattr(op, "MOST_APART", 512)
     arrays = {name: x for name, x in draw().items() if x is not None} | {"shared_pages": SHARED}
     b, m, c = jax.export.symbolic_shape("b, m, c", constraints=["m >= c", "c >= 1"])
