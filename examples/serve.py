@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from serving.engine import Engine, Event, OverloadedError, Request
 from serving.model import load_gpt, load_llama
 from serving.text import Bytes, Text, Words, Writer
@@ -165,6 +166,8 @@ class Server:
             body = await http.json()
         except (ValueError, LookupError, RecursionError) as error:  # no such charset, too deep
             raise BadRequestError(f"the body is no JSON: {error}") from error
+        except (HttpProcessingError, web.RequestPayloadError) as error:  # compressed, and it is not
+            raise BadRequestError(f"the body cannot be read: {error}") from error
         asked = Asked(body, self.name, self.text, self.engine)
         head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
