@@ -25,8 +25,12 @@ struct AttendOf : Attended {
     for (int i = 0; i < 2; ++i) {
       state.base[i] = kNoBase;
       state.sum[i] = 0.0f;
-      const Place place(p, share, tile * 16 + threadIdx.x % 32 / 4 + i * fragment::kRowStep);
-      const int position = first + min(place.query, p.query_len - 1);
+      int query = 0;
+      if (p.query_len > 1) {
+        const Place place(p, share, tile * 16 + threadIdx.x % 32 / 4 + i * fragment::kRowStep);
+        query = min(place.query, p.query_len - 1);
+      }
+      const int position = first + query;
       seen[i] = {first_seen(p, position), position + 1};
     }
     seen_by_all = {first_seen(p, unit.length - 1), first + 1};
@@ -276,12 +280,19 @@ __device__ __forceinline__ float2 total_of(const Sums& sums, int row) {
 __device__ __forceinline__ void write(const DecodeParams& p, const Unit& unit, const Share& share,
                                       const Sums& sums, int thread, bool is_whole, bool is_first) {
   constexpr int kPieces = kValueColumns / 4;
-  for (int i = thread; i < kShareRows * kPieces; i += kWarps * 32) {
+  const int rows = kHeads == 1 ? existing_rows(p, share) : kShareRows;
+  const bool halves = leaves_halves(p, share);
+#pragma unroll 2
+  for (int i = thread; i < rows * kPieces; i += kWarps * 32) {
     const int row = i / kPieces, column = (i - row * kPieces) * 4;
     const Place place(p, share, row);
-    if (!place.exists(p)) continue;
+    if (kHeads > 1 && !place.exists(p)) continue;
     const float2 of = total_of(sums, row);
-    const float4 sum = *reinterpret_cast<const float4*>(&sums.values[row / 16][row % 16][column]);
+    float4 sum = *reinterpret_cast<const float4*>(&sums.values[row / 16][row % 16][column]);
+    if (halves) {
+      const float4 more = *reinterpret_cast<const float4*>(&sums.values[0][row + 8][column]);
+      sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+    }
     if (is_whole) {
       const Conclusion end = conclude(p, of.x, of.y, unit.batch, place.head);
       store_out(p, unit, place, column, sum, end.factor);

@@ -31,7 +31,7 @@ struct Together {
 
   __device__ __forceinline__ Together(const DecodeParams& p, const Share& share, Gathered& gathered)
       : p(p), share(share), gathered(gathered) {
-    rows = min(kShareRows, p.query_len * (p.query_heads / p.kv_heads) - share.first_row());
+    rows = existing_rows(p, share);
   }
 
   // One thread calls, before the cluster meets for the first time.

@@ -5,6 +5,7 @@
 // Specialised by these constants, which the generated header defines in front of this text:
 //   bool kBFloat16            element type: bfloat16, else float16
 //   bool kFloat32             or float32, by cp.async alone
+//   bool kJoins               sums lie where queries did: where these are wide, or CTAs are many
 //   bool kQuantized           the cache has eight bits and scales: float8_e4m3fn if kFloat8, else
 //                             int8; kScalesOfPages: those of pages differ
 //   int kParts                bfloat16 that a float32 is split into, 2 or 3; else 1
@@ -33,6 +34,7 @@
 #include "decode_attend.cuh"
 #include "decode_cluster.cuh"
 #include "decode_pieces.cuh"
+#include "decode_queries.cuh"
 #include "ptx_barriers.cuh"
 #include "ring.cuh"
 
@@ -40,7 +42,7 @@ namespace decode {
 
 inline constexpr int kThreads = 32 * (kWarps + 1);
 
-enum class Kind { kPlain, kFloat32, kCluster };
+enum class Kind { kPlain, kJoined, kCluster };
 
 template <Kind kKind>
 struct SharedOf {
@@ -51,9 +53,9 @@ struct SharedOf {
   Barrier full[kStages], empty[kStages];
   Note notes[kStages];
 };
-// Sums take the place of the queries, which are wide in parts.
+// Sums take the place of the queries.
 template <>
-struct SharedOf<Kind::kFloat32> {
+struct SharedOf<Kind::kJoined> {
   unsigned char stages[kStages][kStageBytes];
   union {
     unsigned char queries[kParts * kQueryPlane];
@@ -76,7 +78,7 @@ struct SharedOf<Kind::kCluster> {
   Barrier full[kStages], empty[kStages];
   Note notes[kStages];
 };
-using Shared = SharedOf<kFloat32 ? Kind::kFloat32 : (kCluster > 1) ? Kind::kCluster : Kind::kPlain>;
+using Shared = SharedOf<kJoins ? Kind::kJoined : (kCluster > 1) ? Kind::kCluster : Kind::kPlain>;
 
 // The warps that compute. `OwnShared` is Shared: kinds have other members.
 template <class Loader, class OwnShared>
@@ -85,11 +87,12 @@ struct Consumer {
   const Share& share;
   OwnShared& shared;
   Ring<kStages> ring{};
+  Queries queries{};
 
   template <class AnyLine>
   __device__ __forceinline__ void run(const AnyLine& line, int warp) {
     line.walk(share, [&](const Unit& unit, const Range& blocks) {
-      if constexpr (kFloat32) meet();  // all have read the sums of the unit before
+      if constexpr (kJoins) meet();  // all have read the sums of the unit before
       Attend attend{p,
                     unit,
                     share,
@@ -98,7 +101,7 @@ struct Consumer {
                     warp % kTeamWarps / kKeyParts,
                     warp % kKeyParts};
       if constexpr (kQuantized) attend.load_scales();
-      load_queries(unit);
+      queries.load(p, share, unit, ptx::shared_address(shared.queries), shared.exchange);
       meet();
       attend.start();
       const int team = warp / kTeamWarps;
@@ -112,7 +115,7 @@ struct Consumer {
           pass();
         }
       }
-      if constexpr (kFloat32) meet();  // and its queries
+      if constexpr (kJoins) meet();  // and its queries
       if constexpr (kQuantized) attend.settle();
       if constexpr (kCluster > 1) {
         if (is_refused(p, unit.length)) attend.spoil();
@@ -126,47 +129,10 @@ struct Consumer {
         attend.leave(shared.sums);
         const bool is_whole = blocks.begin == unit.blocks.begin && blocks.end == unit.blocks.end;
         const int at = unit.start + blocks.begin - unit.blocks.begin;
-        write(p, unit, share, shared.sums, threadIdx.x, is_whole, at == line.begin_of(share.part));
+        const bool is_first = !is_whole && at == line.begin_of(share.part);
+        write(p, unit, share, shared.sums, threadIdx.x, is_whole, is_first);
       }
     });
-  }
-
-  __device__ __forceinline__ void load_queries(const Unit& unit) {
-    if constexpr (kQuantized) {
-      const uint32 tile = ptx::shared_address(shared.queries);
-      return load_scaled_queries<Element>(p, unit, share, tile, shared.exchange.query_factor);
-    }
-    constexpr int kChunks = ceil_div(kHeadDim, kBoxColumns) * 8;
-    constexpr int kHalf = kRotates ? kHeadDim / 16 : 0;  // chunks whose pairs are as many further
-    const uint32 tile = ptx::shared_address(shared.queries);
-    for (int i = threadIdx.x; i < kShareRows * kChunks; i += 32 * kWarps) {
-      const int row = i / kChunks, chunk = i % kChunks;
-      if (chunk >= kHalf && chunk < 2 * kHalf) continue;
-      const Place place(p, share, row);
-      const bool exists = place.exists(p);
-      const RowPieces<kHeadDim> query(
-          p.query, ((static_cast<int64>(unit.batch) * p.query_len + place.query) * p.query_heads +
-                    place.head) *
-                       RowPieces<kHeadDim>::kStride);
-      const auto load = [&](int at) {
-        return exists && at * 8 < kHeadDim ? query.load(at) : Piece{};
-      };
-      const auto store = [&](int at, const Piece& piece) {
-        store_parts<kQueryPlane>(chunk_address<kShareRows>(tile, row, at), piece);
-      };
-      Piece piece = load(chunk);
-      if constexpr (kRotates) {
-        if (chunk < kHalf) {
-          Piece other = load(chunk + kHalf);
-          if (exists) {
-            const int position = unit.length - p.query_len + place.query;
-            rotary::turn<Element>(p.frequencies, chunk, position, piece, other);
-          }
-          store(chunk + kHalf, other);
-        }
-      }
-      store(chunk, piece);
-    }
   }
 
   __device__ __forceinline__ void add(Attend& attend, int block) {

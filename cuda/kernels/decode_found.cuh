@@ -42,6 +42,12 @@ struct Exchange : QueryFactors<kQuantized> {
   float largest[kWarps][16];
 };
 
+// Do four warps add up what they have of eight rows or fewer in two places? Two turns take half as
+// long as four.
+__device__ __forceinline__ bool leaves_halves(const DecodeParams& p, const Share& share) {
+  return kKeyParts == 4 && !kSplitsColumns && existing_rows(p, share) <= 8;
+}
+
 // The warps that compute meet, without the loader.
 __device__ __forceinline__ void meet() { ptx::named_barrier_sync(1, 32 * kWarps); }
 
@@ -159,7 +165,8 @@ struct Attended {
     }
   }
 
-  // Adds what was found to that of the warps with the same rows, one after the other, for `write`.
+  // Adds what was found to that of the warps with the same rows, for `write`, one after the other,
+  // or with leaves_halves two beside two.
   __device__ __forceinline__ void leave(Sums& sums) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -172,23 +179,28 @@ struct Attended {
       }
     }
     meet();
+    const bool halves = leaves_halves(p, share);
+    const int turns = kSplitsColumns ? 1 : halves ? 2 : kKeyParts;
+    const int own_turn = kSplitsColumns ? 0 : halves ? part / 2 : part;
 #pragma unroll 1
-    for (int turn = 0; turn < (kSplitsColumns ? 1 : kKeyParts); ++turn) {
-      if (kSplitsColumns || part == turn) add_to(sums, turn > 0);
+    for (int turn = 0; turn < turns; ++turn) {
+      if (own_turn == turn) add_to(sums, turn > 0, halves);
       meet();
     }
   }
-  __device__ __forceinline__ void add_to(Sums& sums, bool adds) {
+  __device__ __forceinline__ void add_to(Sums& sums, bool adds, bool halves) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      if (i > 0 && halves) return;
       const int row = lane / 4 + i * fragment::kRowStep;
+      const int at_row = halves ? row + part % 2 * 8 : row;
       const float weight = ptx::exp2_approx(state.base[i] - largest_base(sums, tile, row));
 #pragma unroll
       for (int j = 0; j < kOwnColumns / 8; ++j) {
         const int at = fragment::element(j, i, 0);
         float2& place =
-            *reinterpret_cast<float2*>(&sums.values[tile][row][first_column() + column_of(j)]);
+            *reinterpret_cast<float2*>(&sums.values[tile][at_row][first_column() + column_of(j)]);
         const float2 before = adds ? place : make_float2(0.0f, 0.0f);
         place =
             make_float2(fmaf(output[at], weight, before.x), fmaf(output[at + 1], weight, before.y));

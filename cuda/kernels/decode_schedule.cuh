@@ -151,15 +151,18 @@ struct Line {
   template <class Visit>
   __device__ __forceinline__ void walk(const Share& share, Visit visit) const {
     const int end = begin_of(share.part + 1);
-    int at = begin_of(share.part), from = 0, before = 0;
+    int at = begin_of(share.part), from = 0, before = 0, length = 0;
     while (at < end) {
-      const Unit unit = find(at, from, before);
+      Unit unit{from, length, before, blocks_of(p, length)};
+      if (unit.blocks.empty()) unit = find(at, from, before);
+      // Mostly the next unit is the next batch row, whose length comes while this one is visited.
+      from = unit.batch + 1;
+      length = from < p.batch ? p.lengths[from] : 0;
       const int stop = min(end, unit.end());
       const int shift = unit.blocks.begin - unit.start;
       visit(unit, Range{at + shift, stop + shift});
       at = stop;
-      from = unit.batch;
-      before = unit.start;
+      before = unit.end();
     }
   }
 };
@@ -198,14 +201,19 @@ using OwnLine = ChosenLine<(kCluster > 1)>::Type;
 struct Place {
   int query, head;  // among all query heads; query T and more are none
   __device__ __forceinline__ Place(const DecodeParams& p, const Share& share, int row) {
-    const int group = p.query_heads / p.kv_heads, of_head = share.first_row() + row % kHeadRows;
-    query = p.query_len > 1 ? of_head / group : of_head >= group;
-    head = (share.kv_head + row / kHeadRows) * group + of_head - query * group;
+    const int of_head = share.first_row() + row % kHeadRows;
+    query = p.query_len > 1 ? of_head / p.group : of_head >= p.group;
+    head = (share.kv_head + row / kHeadRows) * p.group + of_head - query * p.group;
   }
   __device__ __forceinline__ bool exists(const DecodeParams& p) const {
     return query < p.query_len;
   }
 };
+
+// Rows of each kv head of a CTA that exist, kHeadRows at most.
+__device__ __forceinline__ int existing_rows(const DecodeParams& p, const Share& share) {
+  return min(kHeadRows, p.query_len * p.group - share.first_row());
+}
 
 // A row of a query, key or value, in pieces. Where 16 bytes divide it, these are read and written
 // whole, and places are counted in them: a row is kStride of its places long.

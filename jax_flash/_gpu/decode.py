@@ -167,7 +167,7 @@ class DecodeTiling:
         if self.scales_of_pages:
             note += 8 * self.heads * (self.block_kv // self.box_rows)
         barriers = -(-(16 + note) * self.stages // 8) * 8
-        if self.parts_of_number > 1:  # in one place
+        if self.joins:
             return blocks + -(-max(queries, sums, exchange) // 8) * 8 + barriers
         if self.cluster > 1:
             found = 16 * 4 * self._warps * (self._columns + 8) + row_sums
@@ -200,6 +200,14 @@ class DecodeTiling:
         return self._columns > 256
 
     @property
+    def joins(self) -> bool:
+        """Sums lie where the queries did: of float32 these are wide, three CTAs have less room.
+
+        Queries of caches of eight bits have factors that are read for longer.
+        """
+        return self.parts_of_number > 1 or (self.resident > 2 and self.cache_bytes > 1)
+
+    @property
     def score_sums(self) -> int:
         """Sums of a warp's scores, to which products go in turn.
 
@@ -228,6 +236,7 @@ class DecodeTiling:
             "kFloat8": call.quantized == "float8_e4m3fn",
             "kScalesOfPages": self.scales_of_pages,
             "kParts": self.parts_of_number,
+            "kJoins": self.joins,
             "kHalves": False,
             "kHeadDim": self.head_dim,
             "kValueDim": self.value_dim,
@@ -290,6 +299,7 @@ _MANY_IN_CLUSTER = 256
 # Clusters of 4 and 8 lie within a GPC, which not every multiprocessor is part of in full ones: of
 # 32 fours one had to wait for another to end, 42 us instead of 35 with as many pairs.
 _IN_LARGE_CLUSTERS = 0.9  # of the multiprocessors
+_BUSY = 0.95  # of the parts there is room for, where rows are not cut
 
 
 def choose(call: Any, shapes: Shapes, gpu: GpuSpec) -> DecodeTiling:
@@ -406,7 +416,9 @@ def make(
         block_kv=block_kv,
         stages=0,
         box_rows=math.gcd(size or 0, box_rows or block_kv),
-        parts=max(least, (gpu.sms or _MULTIPROCESSORS) * resident * rounds // shares),
+        parts=max(
+            least, _parts(shapes.batch, (gpu.sms or _MULTIPROCESSORS) * resident * rounds // shares)
+        ),
         shares=shares,
         resident=resident,
         cluster=cluster,
@@ -420,6 +432,18 @@ def make(
     counts = range(1, (stages or room) + 1)
     sized = (dataclasses.replace(tiling, stages=count) for count in counts)
     return [tiling, *itertools.takewhile(lambda x: x.shared_bytes <= room, sized)][-1]
+
+
+def _parts(batch: Any, most: int) -> int:
+    """Counts the parts that all blocks of a batch are cut into.
+
+    Where rows are equally long none is cut in two, if that leaves few multiprocessors idle: what
+    two parts of a row found goes through memory.
+    """
+    if not isinstance(batch, int) or batch < 1:
+        return most
+    even = (x for x in range(most, math.ceil(_BUSY * most) - 1, -1) if batch % x == 0)
+    return next(even, most)
 
 
 def _parts_of(problem: Problem) -> int:

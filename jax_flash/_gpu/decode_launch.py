@@ -198,6 +198,7 @@ def decode_params(call: Any, shapes: Shapes, tiling: DecodeTiling, *, tma: bool)
             Field("int", "query_len", T, "T"),
             Field("int", "query_heads", N, "N"),
             Field("int", "kv_heads", K, "K"),
+            Field("int", "group", N // K, "N / K"),
             Field("int", "pages", pages, "P"),
             Field("int", "page_size", PAGE, "positions in each"),
             Field("int", "columns", _columns(call), "of the page table; 1 without"),
