@@ -279,10 +279,10 @@ __device__ __forceinline__ float2 total_of(const Sums& sums, int row) {
 // their sums. `is_first`: the part that the CTA begins with.
 __device__ __forceinline__ void write(const DecodeParams& p, const Unit& unit, const Share& share,
                                       const Sums& sums, int thread, bool is_whole, bool is_first) {
-  constexpr int kPieces = kValueColumns / 4;
+  constexpr int kPieces = kValueColumns / 4, kAtOnce = kAsksAhead ? 2 : 1;
   const int rows = kHeads == 1 ? existing_rows(p, share) : kShareRows;
   const bool halves = leaves_halves(p, share);
-#pragma unroll 2
+#pragma unroll kAtOnce
   for (int i = thread; i < rows * kPieces; i += kWarps * 32) {
     const int row = i / kPieces, column = (i - row * kPieces) * 4;
     const Place place(p, share, row);

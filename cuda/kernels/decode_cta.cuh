@@ -18,6 +18,7 @@
 //   int kStages               blocks in flight
 //   int kResident             CTAs of a multiprocessor
 //   int kCluster              CTAs that share a unit in a cluster (sm_90); 1: parts of the line
+//   bool kAsksAhead           the next batch row's length and queries come while one is walked
 //   int kTeams                of four warps that take blocks in turn; 1 but in a cluster
 //   bool kSplitsColumns       warps that share a block have a part of the values' columns each
 //   int kScoreSums            sums of a warp's scores, to which products go in turn
@@ -87,7 +88,7 @@ struct Consumer {
   const Share& share;
   OwnShared& shared;
   Ring<kStages> ring{};
-  Queries queries{};
+  Queries queries;
 
   template <class AnyLine>
   __device__ __forceinline__ void run(const AnyLine& line, int warp) {

@@ -45,7 +45,7 @@ struct Exchange : QueryFactors<kQuantized> {
 // Do four warps add up what they have of eight rows or fewer in two places? Two turns take half as
 // long as four.
 __device__ __forceinline__ bool leaves_halves(const DecodeParams& p, const Share& share) {
-  return kKeyParts == 4 && !kSplitsColumns && existing_rows(p, share) <= 8;
+  return kKeyParts == 4 && kOwnColumns <= 128 && !kSplitsColumns && existing_rows(p, share) <= 8;
 }
 
 // The warps that compute meet, without the loader.

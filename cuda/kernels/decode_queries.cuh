@@ -184,12 +184,10 @@ struct QueriesOf<true> {
 // The queries of a CTA's units, one after the other.
 struct Queries {
   using Own = QueriesOf<kQuantized>::Type;
-  // Three CTAs of a multiprocessor have 128 registers for each lane; two have too few for those of
-  // 32 rows.
-  static constexpr bool kAsksAhead = kCluster == 1 && !kFloat32 && Own::kRounds == 1 &&
-                                     kShareRows == 16 && kResident <= 2 && kOwnColumns <= 128;
+  static_assert(!kAsksAhead || Own::kRounds == 1);
   Own own;
   int asked = -1;  // batch row
+  __device__ __forceinline__ Queries() {}
 
   __device__ __forceinline__ void load(const DecodeParams& p, const Share& share, const Unit& unit,
                                        uint32 tile, Exchange& exchange) {
@@ -201,8 +199,9 @@ struct Queries {
     } else {
 #pragma unroll 1
       for (int round = 0; round < Own::kRounds; ++round) {
-        own.ask(p, share, unit.batch, round);
-        own.store(p, share, unit, round, tile, exchange);
+        Own now;
+        now.ask(p, share, unit.batch, round);
+        now.store(p, share, unit, round, tile, exchange);
       }
     }
   }

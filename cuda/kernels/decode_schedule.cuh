@@ -154,15 +154,19 @@ struct Line {
     int at = begin_of(share.part), from = 0, before = 0, length = 0;
     while (at < end) {
       Unit unit{from, length, before, blocks_of(p, length)};
-      if (unit.blocks.empty()) unit = find(at, from, before);
-      // Mostly the next unit is the next batch row, whose length comes while this one is visited.
-      from = unit.batch + 1;
-      length = from < p.batch ? p.lengths[from] : 0;
+      if (!kAsksAhead || unit.blocks.empty()) unit = find(at, from, before);
+      if constexpr (kAsksAhead) {
+        // Mostly the next unit is the next batch row, whose length comes while this one is visited.
+        from = unit.batch + 1;
+        length = from < p.batch ? p.lengths[from] : 0;
+      } else {
+        from = unit.batch;
+      }
       const int stop = min(end, unit.end());
       const int shift = unit.blocks.begin - unit.start;
       visit(unit, Range{at + shift, stop + shift});
       at = stop;
-      before = unit.end();
+      before = kAsksAhead ? unit.end() : unit.start;
     }
   }
 };

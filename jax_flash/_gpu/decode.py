@@ -208,6 +208,17 @@ class DecodeTiling:
         return self.parts_of_number > 1 or (self.resident > 2 and self.cache_bytes > 1)
 
     @property
+    def asks_ahead(self) -> bool:
+        """What the next batch row's queries are comes while one is walked.
+
+        Short rows wait for little else. More rows or columns, three CTAs of a multiprocessor and
+        float32 have no registers for it.
+        """
+        is_narrow = max(self.head_dim, self._columns) <= 128 and self.heads * self.row_tiles == 1
+        is_roomy = self.resident <= 2 and self.parts_of_number == 1
+        return is_narrow and is_roomy and self.cluster == 1
+
+    @property
     def score_sums(self) -> int:
         """Sums of a warp's scores, to which products go in turn.
 
@@ -248,6 +259,7 @@ class DecodeTiling:
             "kResident": self.resident,
             "kCluster": self.cluster,
             "kTeams": self.teams,
+            "kAsksAhead": self.asks_ahead,
             "kMergeThreads": self.merge_threads,
             "kSplitsColumns": self.splits_columns,
             "kScoreSums": self.score_sums,

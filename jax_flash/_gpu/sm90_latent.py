@@ -129,6 +129,7 @@ class LatentTiling:
             "kBlockKV": self.block_kv,
             "kCluster": self.cluster,
             "kTeams": 1,
+            "kAsksAhead": False,
             "kMergeThreads": self.merge_threads,
             "kSplitsColumns": False,
             "kPaged": call.paged,
