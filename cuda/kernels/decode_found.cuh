@@ -36,10 +36,11 @@ template <>
 struct QueryFactors<true> {
   float query_factor[kShareRows];
 };
-// What warps exchange for every block.
+// What warps exchange for every block, with kSplitsColumns: a tile of weights, and maxima.
 struct Exchange : QueryFactors<kQuantized> {
-  unsigned char weights[ceil_div(kBlockKV, kBoxColumns) * kShareRows * kBoxRowBytes];  // a tile
-  float largest[kWarps][16];
+  static constexpr int kTile = ceil_div(kBlockKV, kBoxColumns) * kShareRows * kBoxRowBytes;
+  unsigned char weights[kSplitsColumns ? kTile : 16];
+  float largest[kSplitsColumns ? kWarps : 1][16];
 };
 
 // Do four warps add up what they have of eight rows or fewer in two places? Two turns take half as

@@ -159,8 +159,10 @@ class DecodeTiling:
         queries = self.parts_of_number * plane
         row_sums = 16 * 4 * 2 * self._warps
         sums = 16 * 4 * self.heads * self.row_tiles * (self._columns + 8) + row_sums
-        exchange = -(-self.block_kv // 64) * self.heads * self.head_rows * 128
-        exchange += 16 * 4 * self._warps
+        exchange = 16 + 16 * 4
+        if self.splits_columns:
+            exchange = -(-self.block_kv // 64) * self.heads * self.head_rows * 128
+            exchange += 16 * 4 * self._warps
         note = 4
         if self.cache_bytes == 1:
             exchange += 4 * self.heads * self.head_rows
@@ -368,7 +370,7 @@ def _sizes_of_eight_bits(call: Any, shapes: Shapes) -> list[tuple[int, int]]:
         return [(2, _WIDE_BLOCK), (2, 64)]
     if call.paged and (shapes.page_size or 0) % 64:
         return [(3, 64), (2, 64)]
-    return [(1, _WIDE_BLOCK), (2, 64)]
+    return [(2, _WIDE_BLOCK), (1, _WIDE_BLOCK), (2, 64)]
 
 
 def _cluster(call: Any, shapes: Shapes, gpu: GpuSpec) -> int:
@@ -452,7 +454,7 @@ def _parts(batch: Any, most: int) -> int:
     Where rows are equally long none is cut in two, if that leaves few multiprocessors idle: what
     two parts of a row found goes through memory.
     """
-    if not isinstance(batch, int) or batch < 1:
+    if not isinstance(batch, int) or min(batch, most) < 1:
         return most
     even = (x for x in range(most, math.ceil(_BUSY * most) - 1, -1) if batch % x == 0)
     return next(even, most)
