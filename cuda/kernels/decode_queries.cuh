@@ -24,7 +24,8 @@ struct PlainQueries {
   static constexpr int kOfRow = kQueryChunks - kTurned;  // items
   static constexpr int kOfItem = kRotates ? 2 : 1;
   static constexpr int kOwn = ceil_div(kShareRows * kOfRow, 32 * kWarps);
-  static constexpr int kAtOnce = kFloat32 || kRotates || kOwn == 1 ? 1 : 2;  // whose loads are under way
+  static constexpr int kAtOnce =
+      kFloat32 || kRotates || kOwn == 1 ? 1 : 2;  // whose loads are under way
   static constexpr int kRounds = ceil_div(kOwn, kAtOnce);
   Piece pieces[kAtOnce][kOfItem];
 
@@ -55,8 +56,8 @@ struct PlainQueries {
            }
          });
   }
-  __device__ __forceinline__ void store(const DecodeParams& p, const Share& share,
-                                        const Unit& unit, int round, uint32 tile, Exchange&) {
+  __device__ __forceinline__ void store(const DecodeParams& p, const Share& share, const Unit& unit,
+                                        int round, uint32 tile, Exchange&) {
     each(p, share, round,
          [&](int row, const Place& place, int chunk, bool turns, Piece(&own)[kOfItem]) {
            if constexpr (kRotates) {
@@ -119,9 +120,8 @@ struct ScaledQueries {
     });
   }
   template <class AnyExchange>
-  __device__ __forceinline__ void store(const DecodeParams& p, const Share& share,
-                                        const Unit& unit, int round, uint32 tile,
-                                        AnyExchange& exchange) {
+  __device__ __forceinline__ void store(const DecodeParams& p, const Share& share, const Unit& unit,
+                                        int round, uint32 tile, AnyExchange& exchange) {
     const int lane = threadIdx.x % kLanes;
     each(p, share, round, [&](int row, const Place& place, uint4(&own)[kOfLane][kOfItem]) {
       if constexpr (kRotates) {
